@@ -1,0 +1,361 @@
+"""The Tiny Recursive Model (TRM, arXiv 2510.04871): the network, its loss, its supervision step and its optimizers.
+
+Pure torch; knows no device and no file. Parameter names are the official code's, without its "model.inner." prefix.
+The network computes in the dtype of the weights that it is called with: training casts the float32 master weights once a
+step and calls it through torch.func.functional_call.
+
+Letters in shape comments: B sequences, S cells of the puzzle, P positions of the puzzle embedding, L = P + S, D hidden_size,
+V vocabulary, N puzzle identifiers.
+"""
+import math
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+IGNORE_LABEL = -100  # cells that the loss leaves out
+METRICS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps", "lm_loss", "q_halt_loss")
+
+
+@dataclass
+class TRMConfig:
+    seq_len: int  # S
+    vocab_size: int  # V
+    num_puzzle_identifiers: int = 1  # N
+    hidden_size: int = 512
+    num_heads: int = 8
+    expansion: float = 4.0
+    L_layers: int = 2
+    H_cycles: int = 3
+    L_cycles: int = 6
+    mlp_t: bool = True
+    pos_encodings: str = "none"
+    puzzle_emb_ndim: int = 512
+    puzzle_emb_len: int = 16
+
+    @classmethod
+    def of(cls, settings, **data):
+        """Takes the fields that `settings` has as attributes, and those given."""
+        return cls(**{f.name: getattr(settings, f.name) for f in fields(cls) if hasattr(settings, f.name)} | data)
+
+
+def rms_norm(x, dim=-1):
+    """Root-mean-square norm over `dim` without a weight, computed in float32."""
+    y = x.float()
+    return (y * torch.rsqrt(y.square().mean(dim, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """Gated MLP (arXiv 2002.05202) over the last dimension, or with across=True over the second of three (the positions)."""
+
+    def __init__(self, width, expansion):
+        super().__init__()
+        inner = math.ceil(round(expansion * width * 2 / 3) / 256) * 256
+        self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x, across=False):
+        if across:  # x [B, L, D]: a batched product from the left, so that nothing is transposed or copied
+            gate, up = (self.gate_up_proj.weight.expand(len(x), -1, -1) @ x).chunk(2, dim=1)
+            return self.down_proj.weight.expand(len(x), -1, -1) @ (F.silu(gate) * up)
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+def rotate(x, cos, sin):
+    """Rotary position embedding (arXiv 2104.09864), halves convention. x: [B, heads, L, d]; cos, sin: [L, d], float32."""
+    y = x.float()
+    a, b = y.chunk(2, dim=-1)
+    return (y * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Self-attention of all positions with all positions."""
+
+    def __init__(self, width, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv_proj = nn.Linear(width, 3 * width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x, rope):
+        B, L, D = x.shape
+        q, k, v = self.qkv_proj(x).view(B, L, 3, self.num_heads, D // self.num_heads).permute(2, 0, 3, 1, 4)  # [B, heads, L, d] each
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        out = F.scaled_dot_product_attention(q, k, v)
+        return self.o_proj(out.transpose(1, 2).reshape(B, L, D))
+
+
+class Block(nn.Module):
+    """Mixes positions (an MLP over them, or attention), then channels; each a residual followed by its norm."""
+
+    def __init__(self, config, length):
+        super().__init__()
+        if config.mlp_t:
+            self.mlp_t = SwiGLU(length, config.expansion)
+        else:
+            self.self_attn = Attention(config.hidden_size, config.num_heads)
+        self.mlp = SwiGLU(config.hidden_size, config.expansion)
+
+    def forward(self, x, rope):  # [B, L, D]
+        if hasattr(self, "mlp_t"):
+            x = rms_norm(x + self.mlp_t(x, across=True), dim=1)
+        else:
+            x = rms_norm(x + self.self_attn(x, rope))
+        return rms_norm(x + self.mlp(x))
+
+
+class Net(nn.Module):
+    """The one network of the recursion (paper, section 4.3: a single network for both latents)."""
+
+    def __init__(self, config, length):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(config, length) for _ in range(config.L_layers))
+
+    def forward(self, x, rope):
+        for layer in self.layers:
+            x = layer(x, rope)
+        return x
+
+
+class Embedding(nn.Module):
+    def __init__(self, rows, width):
+        super().__init__()
+        self.embedding_weight = nn.Parameter(torch.empty(rows, width))
+
+
+class PuzzleEmbedding(nn.Module):
+    """A learned vector for each puzzle identifier: a buffer, since SignSGD trains it and not the optimizer of the weights."""
+
+    def __init__(self, rows, width):
+        super().__init__()
+        self.register_buffer("weights", torch.zeros(rows, width))
+
+
+class TRM(nn.Module):
+    """The network with its embeddings and heads.
+
+    config: a TRMConfig; seed: of the initial weights, which are the same on every device.
+    Raises ValueError for sizes that cannot be built.
+    """
+
+    def __init__(self, config, seed=0):
+        super().__init__()
+        self.config = c = config
+        if c.pos_encodings not in ("none", "rope", "learned"):
+            raise ValueError(f"pos_encodings must be none, rope or learned, not {c.pos_encodings}")
+        if not c.mlp_t and c.hidden_size % c.num_heads:
+            raise ValueError(f"hidden_size {c.hidden_size} must be a multiple of num_heads {c.num_heads}")
+        if not c.mlp_t and c.pos_encodings == "rope" and c.hidden_size // c.num_heads % 2:
+            raise ValueError(f"rope needs an even head size, not hidden_size / num_heads = {c.hidden_size // c.num_heads}")
+        self.prefix = (c.puzzle_emb_len or -(-c.puzzle_emb_ndim // c.hidden_size)) if c.puzzle_emb_ndim else 0  # P
+        if c.puzzle_emb_ndim > self.prefix * c.hidden_size:
+            raise ValueError(f"puzzle_emb_ndim {c.puzzle_emb_ndim} does not fit puzzle_emb_len {c.puzzle_emb_len} x hidden_size {c.hidden_size}")
+        self.length = self.prefix + c.seq_len  # L
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
+        self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
+        self.q_head = nn.Linear(c.hidden_size, 2)  # halt; the second output is the official code's unused "continue"
+        if c.puzzle_emb_ndim:
+            self.puzzle_emb = PuzzleEmbedding(c.num_puzzle_identifiers, c.puzzle_emb_ndim)
+        if c.pos_encodings == "learned":
+            self.embed_pos = Embedding(self.length, c.hidden_size)
+        self.L_level = Net(c, self.length)
+        self.register_buffer("H_init", torch.empty(c.hidden_size))
+        self.register_buffer("L_init", torch.empty(c.hidden_size))
+        if c.pos_encodings == "rope":
+            d = c.hidden_size // c.num_heads
+            angle = torch.outer(torch.arange(self.length).float(), 10000.0 ** (-torch.arange(0, d, 2).float() / d)).repeat(1, 2)
+            self.register_buffer("cos", angle.cos(), persistent=False)  # [L, d]
+            self.register_buffer("sin", angle.sin(), persistent=False)
+        self.init_weights(torch.Generator().manual_seed(seed))
+
+    @torch.no_grad()
+    def init_weights(self, generator):
+        """Truncated normal of standard deviation 1/sqrt(fan in), cut at two of its own; q_head at "not yet"; initial states at 1."""
+        def fill(t, std):
+            std /= 0.8796256610342398  # a unit normal cut at +-2 has this standard deviation
+            nn.init.trunc_normal_(t, std=std, a=-2 * std, b=2 * std, generator=generator)
+
+        for name, p in self.named_parameters():
+            if not name.startswith("q_head"):  # embeddings are scaled up by sqrt(D), so theirs is 1/sqrt(D) as well
+                fill(p, p.shape[1] ** -0.5)
+        self.q_head.weight.zero_()
+        self.q_head.bias.fill_(-5.0)
+        fill(self.H_init, 1.0)
+        fill(self.L_init, 1.0)
+
+    def embed(self, inputs, puzzle_identifiers):
+        """The embedded question x: [B, L, D] from tokens [B, S] and identifiers [B]."""
+        c, table = self.config, self.embed_tokens.embedding_weight
+        # A product with a one-hot matrix: exact, and its gradient is a matrix product, where a gather's is a scatter that
+        # sums in the low precision.
+        one_hot = inputs.unsqueeze(-1) == torch.arange(c.vocab_size, device=inputs.device, dtype=inputs.dtype)
+        x = one_hot.to(table.dtype) @ table
+        if self.prefix:
+            rows = self.puzzle_emb.weights[puzzle_identifiers].to(x.dtype)
+            rows = F.pad(rows, (0, self.prefix * c.hidden_size - c.puzzle_emb_ndim))
+            x = torch.cat((rows.view(-1, self.prefix, c.hidden_size), x), dim=1)
+        if c.pos_encodings == "learned":
+            x = math.sqrt(0.5) * (x + self.embed_pos.embedding_weight)
+        return math.sqrt(c.hidden_size) * x
+
+    def recursion(self, x, z_H, z_L):
+        """Latent recursion (paper, figure 3): refines the latent z_L L_cycles times given question and answer, then the answer z_H."""
+        rope = (self.cos, self.sin) if self.config.pos_encodings == "rope" else None
+        for _ in range(self.config.L_cycles):
+            z_L = self.L_level(z_L + (z_H + x), rope)
+        z_H = self.L_level(z_H + z_L, rope)
+        return z_H, z_L
+
+    def forward(self, z_H, z_L, inputs, puzzle_identifiers):
+        """One supervision step's recursions (paper, figure 3: deep recursion); only the last one is differentiated.
+
+        z_H, z_L: [B, L, D]; inputs: [B, S] tokens; puzzle_identifiers: [B].
+        Returns z_H, z_L, logits [B, S, V] and q_halt [B], float32: positive where the model holds its answer to be right.
+        """
+        x = self.embed(inputs, puzzle_identifiers)
+        with torch.no_grad():
+            for _ in range(self.config.H_cycles - 1):
+                z_H, z_L = self.recursion(x, z_H, z_L)
+        z_H, z_L = self.recursion(x, z_H, z_L)
+        logits = self.lm_head(z_H[:, self.prefix:])
+        q_halt = self.q_head(z_H[:, 0])[:, 0].float()
+        return z_H, z_L, logits, q_halt
+
+    def new_carry(self, batch_size, dtype):
+        """The state of batch_size sequences between supervision steps, all halted: the next step gives each new data."""
+        c = self.config
+        return dict(
+            z_H=torch.zeros(batch_size, self.length, c.hidden_size, dtype=dtype),
+            z_L=torch.zeros(batch_size, self.length, c.hidden_size, dtype=dtype),
+            steps=torch.zeros(batch_size, dtype=torch.int32),
+            halted=torch.ones(batch_size, dtype=torch.bool),
+            inputs=torch.zeros(batch_size, c.seq_len, dtype=torch.int32),
+            labels=torch.full((batch_size, c.seq_len), IGNORE_LABEL, dtype=torch.int32),
+            puzzle_identifiers=torch.zeros(batch_size, dtype=torch.int32),
+        )
+
+    def flops_per_example(self):
+        """Multiply-adds x 2 of the matrix products of (a forward pass, a training step) for one sequence and supervision step."""
+        c, L, D = self.config, self.length, self.config.hidden_size
+        weights = sum(p.numel() * (D if ".mlp_t." in name else L) for name, p in self.L_level.named_parameters())
+        apply = 2 * c.L_layers * (0 if c.mlp_t else 2 * L * L * D) + 2 * weights
+        recursion = (c.L_cycles + 1) * apply
+        heads = 2 * 2 * c.seq_len * c.vocab_size * D  # token embedding and lm_head
+        return c.H_cycles * recursion + heads, (c.H_cycles + 2) * recursion + 3 * heads
+
+
+def log_stablemax(x):
+    """Logits whose softmax is the stablemax of x (arXiv 2501.04697): log s(x), s(x) = x + 1 or 1 / (1 - x) below 0.
+
+    Finite in float32 with finite gradients: each branch of the where is clamped to its own side.
+    """
+    return torch.where(x < 0, -torch.log1p(-x.clamp(max=0)), torch.log1p(x.clamp(min=0)))
+
+
+def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="stablemax_cross_entropy", training=True):
+    """One step of deep supervision with adaptive halting (paper, section 2 and 4.6): carry -> loss and carry.
+
+    weights: {name: tensor} for the network, all of one dtype, and "puzzle_emb.weights" [N, D'] in float32.
+    carry: as new_carry; sequences that halted take new data from batch, the others go on with theirs.
+    batch: inputs [B, S], labels [B, S] (-100 is not scored), puzzle_identifiers [B], min_halt_steps [B] (the exploration's draw).
+    Returns loss, a float32 scalar: sum over sequences of the mean cross-entropy of a sequence's scored cells + 0.5 * binary
+    cross-entropy of q_halt against "solved"; the new carry, detached; the sums named by METRICS [7] (the first five over
+    the sequences that halted at this step); and the model's answers: tokens [B, S] and q_halt [B].
+    """
+    halted = carry["halted"]
+    inputs, labels, identifiers = (
+        torch.where(halted.view(-1, *[1] * (carry[k].ndim - 1)), batch[k], carry[k]) for k in ("inputs", "labels", "puzzle_identifiers"))
+    z_H = torch.where(halted.view(-1, 1, 1), model.H_init.to(carry["z_H"].dtype), carry["z_H"])
+    z_L = torch.where(halted.view(-1, 1, 1), model.L_init.to(carry["z_L"].dtype), carry["z_L"])
+    steps = torch.where(halted, 0, carry["steps"]) + 1
+
+    z_H, z_L, logits, q_halt = functional_call(model, weights, (z_H, z_L, inputs, identifiers))
+
+    logits = logits.float()
+    mask = labels != IGNORE_LABEL
+    cells = mask.sum(-1)
+    scores = log_stablemax(logits) if loss_type == "stablemax_cross_entropy" else logits
+    target = torch.where(mask, labels, 0).long().unsqueeze(-1)
+    cell_loss = torch.logsumexp(scores, -1) - scores.gather(-1, target).squeeze(-1)  # [B, S]
+    lm_loss = (torch.where(mask, cell_loss, 0).sum(-1) / cells.clamp(min=1)).sum()
+    with torch.no_grad():
+        answer = logits.argmax(-1).to(torch.int32)
+        correct = (mask & (answer == labels)).sum(-1)
+        solved = correct == cells
+    q_halt_loss = F.binary_cross_entropy_with_logits(q_halt, solved.float(), reduction="none")
+    if not training:  # the rows that pad an evaluation's last batch have no cells
+        q_halt_loss = torch.where(cells > 0, q_halt_loss, 0)
+    q_halt_loss = q_halt_loss.sum()
+
+    with torch.no_grad():
+        now = steps >= halt_max_steps
+        if training and halt_max_steps > 1:
+            now = (now | (q_halt > 0)) & (steps >= batch["min_halt_steps"])
+        scored = now & (cells > 0)
+        sums = torch.stack([
+            scored.sum(), torch.where(scored, correct / cells.clamp(min=1), 0).sum(), (scored & solved).sum(),
+            (scored & ((q_halt >= 0) == solved)).sum(), torch.where(scored, steps, 0).sum(), lm_loss.detach(), q_halt_loss.detach()]).float()
+    carry = dict(z_H=z_H.detach(), z_L=z_L.detach(), steps=steps, halted=now, inputs=inputs, labels=labels, puzzle_identifiers=identifiers)
+    return lm_loss + 0.5 * q_halt_loss, carry, sums, answer, q_halt.detach()
+
+
+# Optimizers work in place on the weights as one float32 vector w, its gradient g and its moments m, v: a few operations for
+# the whole model, one vector to reduce over replicas. lr, c1 = 1 - beta1^t and c2 = 1 - beta2^t are tensors of one element, so
+# that a compiled step does not depend on their values.
+
+def adam_atan2(w, g, m, v, lr, c1, c2, beta1, beta2, weight_decay):
+    """Adam with atan2 in the place of the division and its epsilon (arXiv 2407.05872), as the official code scales it."""
+    m.lerp_(g, 1 - beta1)
+    v.lerp_(g.square(), 1 - beta2)
+    w.mul_(1 - lr * weight_decay).sub_(torch.atan2(m, (v / c2).sqrt()) * (lr / c1))
+
+
+def adamw(w, g, m, v, lr, c1, c2, beta1, beta2, weight_decay):
+    """Adam with decoupled weight decay (arXiv 1711.05101, algorithm 2), epsilon 1e-8."""
+    m.lerp_(g, 1 - beta1)
+    v.lerp_(g.square(), 1 - beta2)
+    w.mul_(1 - lr * weight_decay).sub_(m / ((v / c2).sqrt() + 1e-8) * (lr / c1))
+
+
+def lion(w, g, m, lr, beta1, beta2, weight_decay):
+    """Lion (arXiv 2302.06675, algorithm 2)."""
+    w.mul_(1 - lr * weight_decay).sub_(torch.sign(torch.lerp(g, m, beta1)) * lr)
+    m.lerp_(g, 1 - beta2)
+
+
+def muon(w, g, m, lr, momentum, weight_decay):
+    """Muon (Jordan et al. 2024) for one matrix [a, b]: Nesterov momentum, orthogonalised by five Newton-Schulz iterations.
+
+    The update is scaled by 0.2 sqrt(max(a, b)), to the size of AdamW's (arXiv 2502.16982), so that lr means the same.
+    """
+    m.lerp_(g, 1 - momentum)
+    u = torch.lerp(g, m, momentum).bfloat16()
+    wide = u if u.shape[0] <= u.shape[1] else u.T
+    wide = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(5):
+        a = wide @ wide.T
+        wide = 3.4445 * wide + (-4.7750 * a + 2.0315 * a @ a) @ wide
+    u = (wide if u.shape[0] <= u.shape[1] else wide.T).to(w.dtype)
+    w.mul_(1 - lr * weight_decay).sub_(u * (lr * 0.2 * math.sqrt(max(u.shape))))
+
+
+def sign_sgd(table, g, rows, lr, weight_decay):
+    """SignSGD with decoupled decay on the rows of the puzzle embedding that the batch holds; in place.
+
+    table, g: [N, D'], g summed over the batch; rows: [N], nonzero where the batch holds the row.
+    """
+    held = (rows > 0).unsqueeze(-1)
+    table.copy_(torch.where(held, table * (1 - lr * weight_decay) - lr * torch.sign(g), table))
+
+
+def learning_rate(base, step, warmup_steps, total_steps, min_ratio):
+    """The rate of step (from 0): linear warm-up, then a cosine to base * min_ratio at total_steps; constant for min_ratio 1."""
+    step += 1
+    if step < warmup_steps:
+        return base * step / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return base * (min_ratio + max(0.0, (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))))

@@ -1,0 +1,214 @@
+"""train.py as people run it, at tiny sizes: resume, kills, signals, NaN, checkpoints in and out, CPU against XLA, replicas."""
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+import train  # noqa: E402
+
+TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2", "--L_cycles=2", "--halt_max_steps=4",
+        "--forward_dtype=float32", "--global_batch_size=16", "--lr=2e-3", "--lr_warmup_steps=5", "--log_interval=5", "--eval_interval=0"]
+
+
+def command(data, out, *flags):
+    return [sys.executable, os.path.join(ROOT, "train.py"), f"--data_path={data}", f"--out_dir={out}", "--device=cpu", *TINY, *flags]
+
+
+def run(data, out, *flags, code=0, **env):
+    """Runs train.py; returns what it printed. Later flags win."""
+    done = subprocess.run(command(data, out, *flags), capture_output=True, text=True, timeout=300, env={**os.environ, **env})
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def lines(out):
+    with open(os.path.join(out, "metrics.jsonl")) as f:
+        return [json.loads(line) for line in f]
+
+
+def curve(out, key="train/loss"):
+    return {line["step"]: line[key] for line in lines(out) if key in line}
+
+
+def last_weights(out):
+    path = train.checkpoints(str(out))[0]
+    state = torch.load(path, weights_only=True)
+    return {(part, k): t for part in ("weights", "ema", "m", "v") for k, t in state[part].items()} | {("step",): torch.tensor(state["step"])}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("data") / "sudoku-4x4")
+    subprocess.run([sys.executable, os.path.join(ROOT, "prepare_sudoku.py"), "--source=generate", "--size=4", "--num_train=64", "--num_test=40",
+                    "--num_aug=5", f"--output_dir={path}"], check=True, capture_output=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """A run of 40 steps that nothing interrupts, with a checkpoint every 10."""
+    out = str(tmp_path_factory.mktemp("whole") / "run")
+    text = run(data, out, "--max_steps=40", "--checkpoint_interval=10", "--keep_last_n=9", "--eval_interval=4", "--eval_max_puzzles=20")
+    return out, text
+
+
+def test_a_run_logs_evaluates_and_saves(whole):
+    out, text = whole
+    assert [os.path.basename(p) for p in train.checkpoints(out)] == [f"ckpt_000000{s}.pt" for s in (40, 30, 20, 10)]
+    assert not [n for n in os.listdir(out) if n.endswith(".tmp")]
+    logged = lines(out)
+    want = {"train/loss", "train/lm_loss", "train/q_halt_loss", "train/accuracy", "train/exact_accuracy", "train/steps", "train/lr",
+            "train/grad_norm", "perf/examples_per_sec", "perf/step_time", "xla/compiles", "xla/compile_time"}
+    assert want <= logged[1].keys()
+    assert curve(out)[40] < 0.8 * curve(out)[5]
+    evaluations = [line for line in logged if "eval/exact_accuracy" in line]
+    assert [line["step"] for line in evaluations] == [16, 32, 40]  # 4 epochs of 64 puzzles are 16 steps of 16; at the end once
+    assert [line["eval/puzzles"] for line in evaluations] == [20, 20, 40] and evaluations[-1]["final"] and evaluations[-1]["eval/steps"] == 4
+    best = json.load(open(os.path.join(out, "best.json")))
+    assert best["metrics"]["eval/exact_accuracy"] == max(line["eval/exact_accuracy"] for line in evaluations[:2])
+    assert "eta" in text and "examples/s" in text and open(os.path.join(out, "log.txt")).read().strip() in text
+
+
+def test_old_checkpoints_go(data, tmp_path):
+    run(data, tmp_path / "run", "--max_steps=12", "--checkpoint_interval=3", "--keep_last_n=2")
+    assert sorted(os.path.basename(n) for n in os.listdir(tmp_path / "run") if n.startswith("ckpt")) == [
+        "ckpt_00000009.json", "ckpt_00000009.pt", "ckpt_00000012.json", "ckpt_00000012.pt"]
+
+
+@pytest.mark.parametrize("damage", ["none", "newest cut off", "newest without json", "half a line of metrics"])
+def test_resume_equals_the_uninterrupted_run(data, whole, tmp_path, damage):
+    out = str(tmp_path / "run")
+    shutil.copytree(whole[0], out)
+    for name in ("ckpt_00000040.pt", "ckpt_00000040.json"):
+        os.remove(os.path.join(out, name))
+    newest = os.path.join(out, "ckpt_00000030.pt")
+    if damage == "newest cut off":
+        with open(newest, "r+b") as f:
+            f.truncate(os.path.getsize(newest) // 2)
+    if damage == "newest without json":
+        os.remove(newest[:-3] + ".json")
+    if damage == "half a line of metrics":
+        with open(os.path.join(out, "metrics.jsonl"), "a") as f:
+            f.write('{"step": 41, "tra')
+    text = run(data, out, "--max_steps=40", "--checkpoint_interval=10", "--keep_last_n=9", "--eval_interval=4", "--eval_max_puzzles=20", "--init_from=resume")
+    if damage.startswith("newest"):
+        assert f"skipped {newest}" in text and "resuming from " + newest.replace("30", "20") in text
+    assert same(last_weights(out), last_weights(whole[0]))
+    assert curve(out) == curve(whole[0]) and curve(out, "eval/loss") == curve(whole[0], "eval/loss")
+
+
+def test_kills_at_random_moments_lose_nothing(data, whole, tmp_path):
+    """SIGKILL again and again, saving included, with init_from=auto as a restart loop would; the end is bit for bit the same."""
+    out, draw, kills = str(tmp_path / "run"), random.Random(0), 0
+    flags = ["--max_steps=40", "--checkpoint_interval=10", "--keep_last_n=9", "--eval_interval=4", "--eval_max_puzzles=20", "--init_from=auto"]
+    for attempt in range(60):
+        process = subprocess.Popen(command(data, out, *flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        target = draw.choice(["training from", "step 1/", "step 5/", "step 10/", "step 15/", "step 20/", "step 25/", "step 30/", "step 35/", "final"])
+        for line in process.stdout:
+            if target in line and kills < 6:
+                time.sleep(draw.uniform(0, 0.15))
+                process.kill()
+        process.wait()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL
+        kills += 1
+    assert kills >= 3 and process.returncode == 0
+    assert same(last_weights(out), last_weights(whole[0]))
+    assert curve(out) == curve(whole[0]) and lines(out)[-1]["final"]
+
+
+def test_sigterm_saves_and_says_how_to_go_on(data, tmp_path):
+    out = str(tmp_path / "run")
+    process = subprocess.Popen(command(data, out, "--max_steps=100000", "--checkpoint_interval=0"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in process.stdout:
+        if line.startswith("step 10/"):
+            began = time.time()
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.stdout.read()
+    assert process.wait(30) == 0 and time.time() - began < 30
+    step = int(os.path.basename(train.checkpoints(out)[0])[5:-3])
+    assert f"stopped at step {step}" in rest and "--init_from=resume goes on" in rest
+    text = run(data, out, f"--max_steps={step + 2}", "--checkpoint_interval=0", "--init_from=resume")
+    assert f"training from step {step} to {step + 2}" in text
+
+
+def test_nan_stops_the_run_and_names_the_last_good_checkpoint(data, tmp_path):
+    """A learning rate that overflows float32 weights."""
+    run(data, tmp_path / "run", "--max_steps=10")
+    text = run(data, tmp_path / "run", "--max_steps=30", "--init_from=resume", "--lr=1e38", "--optimizer=lion", "--lr_warmup_steps=0", code=1)
+    assert "not finite between steps 11 and 15" in text and "ckpt_00000010.pt" in text and "Traceback" not in text
+    assert [os.path.basename(p) for p in train.checkpoints(str(tmp_path / "run"))] == ["ckpt_00000010.pt"]
+
+
+def test_a_complete_run_says_so_and_evaluates_again(data, whole, tmp_path):
+    out = str(tmp_path / "run")
+    shutil.copytree(whole[0], out)
+    before = open(os.path.join(out, "metrics.jsonl")).read()
+    assert "is complete at step 40" in run(data, out, "--max_steps=40", "--init_from=auto")
+    text = run(data, out, "--max_steps=40", "--init_from=resume", "--eval_only", "--eval_max_puzzles=0", "--eval_save_outputs=inputs,preds,q_halt_logits")
+    assert f"40 test puzzles at 4 supervision steps: exact {lines(out)[-1]['eval/exact_accuracy']:.4f}" in text
+    saved = np.load(os.path.join(out, "eval_00000040.0.npz"))
+    assert saved["preds"].shape == saved["inputs"].shape == (40, 16) and saved["q_halt_logits"].shape == (40,)
+    deeper = run(data, out, "--max_steps=40", "--init_from=resume", "--eval_only", "--eval_max_puzzles=10", "--eval_halt_max_steps=9", "--eval_show_puzzle")
+    assert "10 test puzzles at 9 supervision steps" in deeper and "step 8" in deeper and "question" in deeper
+    assert open(os.path.join(out, "metrics.jsonl")).read() == before
+
+
+def test_weights_go_out_to_the_official_code_and_come_back(data, whole, tmp_path):
+    exported = str(tmp_path / "official.pt")
+    run(data, whole[0], "--max_steps=40", "--init_from=resume", f"--export_official={exported}")
+    official = torch.load(exported, weights_only=True)
+    assert all(k.startswith("_orig_mod.model.inner.") for k in official) and "_orig_mod.model.inner.L_level.layers.0.mlp_t.down_proj.weight" in official
+    ema = torch.load(train.checkpoints(whole[0])[0], weights_only=True)["ema"]
+    assert torch.equal(official["_orig_mod.model.inner.lm_head.weight"], ema["lm_head.weight"])
+    text = run(data, tmp_path / "eval", f"--init_from={exported}", "--eval_only", "--eval_max_puzzles=0")
+    final = lines(whole[0])[-1]
+    assert f"exact {final['eval/exact_accuracy']:.4f} accuracy {final['eval/accuracy']:.4f} loss {final['eval/loss']:.4f}" in text
+    run(data, tmp_path / "tuned", f"--init_from={exported}", "--max_steps=5")  # and training starts from it, at step 0
+    assert curve(str(tmp_path / "tuned"))[5] < curve(whole[0])[5]
+
+
+def test_evaluation_does_not_change_training(data, whole, tmp_path):
+    run(data, tmp_path / "run", "--max_steps=40", "--checkpoint_interval=10", "--keep_last_n=9", "--eval_interval=0")
+    assert same(last_weights(tmp_path / "run"), last_weights(whole[0]))
+
+
+@pytest.mark.parametrize("flags", [["--optimizer=adamw", "--micro_batch_size=4"], ["--optimizer=lion", "--lr=2e-4", "--ema=False"], ["--optimizer=muon"],
+                                   ["--mlp_t=False", "--pos_encodings=rope", "--puzzle_emb_ndim=0"], ["--loss_type=softmax_cross_entropy"],
+                                   ["--forward_dtype=bfloat16"], ["--forward_dtype=float16"], ["--mlp_t=False", "--pos_encodings=learned"]], ids=" ".join)
+def test_every_setting_trains_and_resumes(data, tmp_path, flags):
+    run(data, tmp_path / "a", "--max_steps=20", "--checkpoint_interval=10", *flags)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for name in ("ckpt_00000020.pt", "ckpt_00000020.json"):
+        os.remove(tmp_path / "b" / name)
+    run(data, tmp_path / "b", "--max_steps=20", "--checkpoint_interval=10", "--init_from=resume", *flags)
+    a, b = (torch.load(train.checkpoints(str(tmp_path / n))[0], weights_only=True) for n in "ab")
+    assert all(torch.equal(a[part][k], b[part][k]) for part in ("weights", "m", "v") for k in a[part])
+    assert curve(tmp_path / "a")[20] < curve(tmp_path / "a")[5]
+
+
+def test_xla_trains_the_same_curve_with_two_programs(data, tmp_path):
+    flags = ["--max_steps=20", "--checkpoint_interval=10", "--log_interval=1", "--eval_interval=2", "--eval_max_puzzles=20", "--lr=2e-4"]
+    run(data, tmp_path / "xla", *flags, "--device=xla", PJRT_DEVICE="CPU")
+    run(data, tmp_path / "cpu", *flags)
+    got, want = curve(tmp_path / "xla"), curve(tmp_path / "cpu")
+    assert len(got) == 20 and all(got[k] == pytest.approx(want[k], rel=1e-3) for k in want)
+    compiles = curve(tmp_path / "xla", "xla/compiles")
+    assert [compiles[k] for k in (1, 8, 9, 20)] == [1, 1, 2, 2], compiles  # the first evaluation comes after step 8
+    assert not curve(tmp_path / "xla", "xla/fallbacks")

@@ -1,0 +1,748 @@
+"""Trains a Tiny Recursive Model (arXiv 2510.04871) on a TPU, a CUDA GPU or the CPU.
+
+    python train.py config/demo.py                          6x6 Sudoku, made on the spot, solved in 3 minutes on 2 cores
+    python train.py config/sudoku.py --device=cuda          the paper's Sudoku-Extreme, after python prepare_sudoku.py
+    python train.py config/sudoku.py --init_from=resume     goes on from the newest checkpoint of out_dir
+
+Settings below are the paper's Sudoku-Extreme recipe (MLP); config files and --key=value flags override them.
+"""
+import glob
+import hashlib
+import json
+import math
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import numpy as np
+import torch
+
+from configurator import UserError, read_settings, start
+from data import Dataset, Progress, halting_draws, read_json
+from model import METRICS, TRM, TRMConfig, adam_atan2, adamw, learning_rate, lion, muon, sign_sgd, supervision_step
+
+# data
+data_path = "data/sudoku-extreme-1k-aug-1000"  # a data set that prepare_sudoku.py or the official builder wrote
+data_prepare = ""  # command that makes data_path where it is missing ("prepare_sudoku.py --size=6 ...")
+global_batch_size = 768  # sequences a step, over all replicas
+micro_batch_size = 0  # sequences at a time on a replica, their gradients summed; 0: its whole batch
+epochs = 50000  # an epoch shows each puzzle once, in one of its augmented copies
+max_steps = 0  # stop after so many steps; 0: from epochs
+# model
+hidden_size = 512  # D
+num_heads = 8  # of the attention
+expansion = 4.0  # hidden width of the SwiGLUs, before the 2/3 of gating
+L_layers = 2  # layers of the one network
+H_cycles = 3  # T of the paper: recursions a step; all but the last without gradient
+L_cycles = 6  # n of the paper: latent updates a recursion
+mlp_t = True  # True: an MLP mixes the positions; False: self-attention
+pos_encodings = "none"  # none, rope (attention only) or learned
+puzzle_emb_ndim = 512  # width of the puzzle embedding; 0: none
+puzzle_emb_len = 16  # positions it takes; 0: as many as it fills
+forward_dtype = "bfloat16"  # bfloat16, float32 or float16; weights, optimizer and loss stay float32
+# halting
+halt_max_steps = 16  # supervision steps a sequence gets at most
+halt_exploration_prob = 0.1  # share of steps at which a sequence must go on to a random depth
+# optimizer
+loss_type = "stablemax_cross_entropy"  # or softmax_cross_entropy
+optimizer = "adam_atan2"  # adam_atan2, adamw, lion or muon (adam_atan2 for what is not a matrix of the network)
+lr = 1e-4  # peak
+lr_min_ratio = 1.0  # the cosine's end, as a share of lr; 1: constant
+lr_warmup_steps = 2000  # linear
+beta1 = 0.9  # first moment; muon's momentum
+beta2 = 0.95  # second moment
+weight_decay = 1.0  # decoupled: times the rate
+puzzle_emb_lr = 1e-4  # SignSGD on the puzzle embedding
+puzzle_emb_weight_decay = 1.0  # decoupled, on the rows in the batch
+ema = True  # evaluate and export an exponential moving average of the weights
+ema_rate = 0.999  # share of the average that a step keeps
+seed = 0  # of the weights, the order, the copies and the halting draws
+# evaluation
+eval_interval = 5000  # epochs between evaluations; 0: only at the end
+eval_max_puzzles = 4096  # fixed pseudo-random subset of the test set on the way; the whole of it at the end; 0: always the whole
+eval_halt_max_steps = 0  # supervision steps at evaluation; 0: halt_max_steps
+eval_save_outputs = ""  # of inputs,labels,preds,q_halt_logits: saved to out_dir/eval_STEP.npz at the last evaluation
+eval_show_puzzle = False  # end by printing an unseen puzzle and its answers after steps 1, 2, 4, ...
+eval_only = False  # evaluate the whole test set, then stop
+# run
+out_dir = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
+init_from = "scratch"  # scratch, resume, auto (resume where there is a checkpoint), or a checkpoint file, ours or official
+checkpoint_interval = 1000  # steps; sequences start afresh there, so that a resumed run equals one that was not interrupted
+keep_last_n = 3  # checkpoints kept, besides best.pt
+export_official = ""  # write the evaluated weights to this file under the official code's names, then stop
+log_interval = 10  # steps averaged in a line of the log
+device = "auto"  # auto, xla, cuda or cpu
+compile = True  # torch.compile on CUDA
+# ---
+
+CHOICES = dict(pos_encodings=("none", "rope", "learned"), forward_dtype=("bfloat16", "float32", "float16"),
+               loss_type=("stablemax_cross_entropy", "softmax_cross_entropy"), optimizer=("adam_atan2", "adamw", "lion", "muon"),
+               device=("auto", "xla", "cuda", "cpu"))
+POSITIVE = ("global_batch_size", "hidden_size", "num_heads", "expansion", "L_layers", "H_cycles", "L_cycles", "halt_max_steps",
+            "lr", "log_interval", "keep_last_n")
+NOT_NEGATIVE = ("micro_batch_size", "epochs", "max_steps", "puzzle_emb_ndim", "puzzle_emb_len", "lr_min_ratio", "lr_warmup_steps",
+                "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay", "seed", "eval_interval", "eval_max_puzzles",
+                "eval_halt_max_steps", "checkpoint_interval")
+BELOW_ONE = ("beta1", "beta2", "ema_rate")  # and at least 0
+OUTPUTS = ("inputs", "labels", "preds", "q_halt_logits")
+OFFICIAL_PREFIX = "_orig_mod.model.inner."
+# dense bfloat16 FLOP/s of a chip, as its maker states them: for perf/mfu
+PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5lite": 197e12, "TPU v5p": 459e12, "TPU v6e": 918e12, "A100": 312e12, "H100": 989e12, "H200": 989e12,
+              "L40S": 362e12}
+STATS = METRICS + ("grad_norm", "stop", "seconds")  # what a step adds up, over replicas where it is a sum
+
+
+def check_settings(c):
+    """Raises UserError for the first value that no run could use."""
+    for name, choices in CHOICES.items():
+        if getattr(c, name) not in choices:
+            raise UserError(f"{name} must be one of {', '.join(choices)}, not {getattr(c, name)!r}")
+    for name in POSITIVE + NOT_NEGATIVE + BELOW_ONE:
+        value = getattr(c, name)
+        if not math.isfinite(value) or value < 0 or (name in POSITIVE and value == 0) or (name in BELOW_ONE and value >= 1):
+            need = "above 0" if name in POSITIVE else "from 0 to below 1" if name in BELOW_ONE else "0 or more"
+            raise UserError(f"{name} must be {need}, not {value}")
+    if not 0 <= c.halt_exploration_prob <= 1:
+        raise UserError(f"halt_exploration_prob must be from 0 to 1, not {c.halt_exploration_prob}")
+    if not c.epochs and not c.max_steps:
+        raise UserError("epochs and max_steps are both 0: set one of them")
+    wrong = [k for k in c.eval_save_outputs.split(",") if k and k not in OUTPUTS]
+    if wrong:
+        raise UserError(f"eval_save_outputs: unknown {wrong[0]!r}; choose from {','.join(OUTPUTS)}")
+    if c.eval_only and c.init_from == "scratch":
+        raise UserError("eval_only needs weights: --init_from=resume (the newest checkpoint of out_dir) or --init_from=FILE")
+
+
+# ---------------------------------------------------------------------------- hardware
+
+def choose_device(wanted):
+    """Returns ("xla", "cuda" or "cpu", the reason in words); raises UserError where the wanted one is not there."""
+    def tpu_chips():
+        try:
+            from torch_xla._internal import tpu
+            return tpu.num_available_chips()
+        except ImportError:
+            return 0
+
+    if wanted == "xla" or wanted == "auto" and not os.environ.get("PJRT_DEVICE") and tpu_chips():
+        try:
+            import torch_xla  # noqa: F401
+        except ImportError:
+            raise UserError("--device=xla: torch_xla is not installed: pip install -r requirements.txt") from None
+        if os.environ.get("PJRT_DEVICE"):
+            return "xla", f"PJRT_DEVICE={os.environ['PJRT_DEVICE']}"
+        if not tpu_chips():
+            raise UserError("--device=xla: no TPU on this machine; PJRT_DEVICE=CPU in the environment runs torch_xla on the CPU")
+        os.environ["PJRT_DEVICE"] = "TPU"
+        return "xla", f"{tpu_chips()} TPU chips on this host"
+    if wanted == "auto" and os.environ.get("PJRT_DEVICE"):
+        return "xla", f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} is set"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device=cuda: torch sees no CUDA GPU; --device=cpu trains on the CPU")
+    if wanted == "cuda" or wanted == "auto" and torch.cuda.is_available():
+        return "cuda", torch.cuda.get_device_name()
+    return "cpu", "asked for" if wanted == "cpu" else "no TPU and no GPU found"
+
+
+class Device:
+    """The seam to the hardware and to the other replicas: everything that knows torch_xla, CUDA or torch.distributed.
+
+    kind: xla, cuda or cpu. rank of world replicas, each with its share of the global batch.
+    """
+    launch = threading.Lock()  # replicas that are threads launch one after the other: one compiles, the others find the program
+
+    def __init__(self, kind):
+        self.kind, self.rank, self.world, self.name = kind, 0, 1, platform.processor() or platform.machine()
+        if kind == "xla":
+            import torch_xla
+            import torch_xla.core.xla_model as xm
+            import torch_xla.debug.metrics
+            import torch_xla.runtime as xr
+            self.xla, self.xm, self.metrics, self.torch = torch_xla, xm, torch_xla.debug.metrics, torch_xla.device()
+            self.rank, self.world = xr.global_ordinal(), xr.world_size()
+            self.threads = self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU"
+            # The backward pass stays on this thread: one of its own could still hold gradients when the step ends, and what is
+            # alive then becomes an output of the program, so another program to compile.
+            torch.autograd.set_multithreading_enabled(False)
+            if os.environ["PJRT_DEVICE"] == "TPU":
+                self.name = "TPU " + os.environ.get("TPU_ACCELERATOR_TYPE", "")
+            return
+        self.torch = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
+        if kind == "cuda":
+            torch.cuda.set_device(self.torch)
+            torch.set_float32_matmul_precision("high")
+            self.name = torch.cuda.get_device_name()
+        if "RANK" in os.environ:  # torchrun
+            import torch.distributed as dist
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+            self.dist, self.rank, self.world = dist, dist.get_rank(), dist.get_world_size()
+
+    def put(self, x):
+        """A tensor, an array or a dict of them, on the device."""
+        if isinstance(x, dict):
+            return {k: self.put(v) for k, v in x.items()}
+        return (x if torch.is_tensor(x) else torch.as_tensor(x)).to(self.torch, non_blocking=True)
+
+    def all_reduce(self, vector):
+        """The sum of the replicas' vectors. All ranks."""
+        if self.world > 1 and self.kind == "xla":
+            return self.xm.all_reduce(self.xm.REDUCE_SUM, vector)
+        if self.world > 1:
+            self.dist.all_reduce(vector)
+        return vector
+
+    def from_rank_0(self, vector):
+        """Rank 0's vector, on the device of every rank. All ranks; one program."""
+        vector = self.all_reduce(self.put(vector if self.rank == 0 else torch.zeros_like(vector)))
+        self.end_step(vector)
+        return vector
+
+    def end_step(self, out):
+        """Launches what was traced since the last call as one program; out: a tensor that its last collective feeds. All ranks."""
+        if self.kind != "xla":
+            return
+        if self.threads:
+            # sync() frees the collective's token right after the launch, which waits for the program with the GIL held, and the
+            # peer that the program waits for never starts. So launch, wait for the program without the GIL, and only then sync.
+            with Device.launch:
+                self.xla._XLAC._xla_step_marker(self.xla._XLAC._xla_get_default_device(), [], wait=False)
+            out.cpu()
+        self.xla.sync()
+
+    def compiles(self):
+        """(programs compiled, seconds it took) so far."""
+        if self.kind != "xla":
+            return 0, 0.0
+        count, nanoseconds, _ = self.metrics.metric_data("CompileTime") or (0, 0, None)
+        return count, nanoseconds / 1e9
+
+
+# ---------------------------------------------------------------------------- the step
+
+def flatten(tensors):
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def unflatten(vector, shapes):
+    """{name: view of vector} in the order of shapes, {name: shape}."""
+    parts = vector.split([math.prod(s) for s in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
+
+
+class Run:
+    """What training changes, on the device: weights, their average and moments (one float32 vector each), puzzle embedding, carry."""
+
+    def __init__(self, model, c, device, state={}):
+        """state: a checkpoint, on rank 0; the other ranks take the weights and it from there by a collective."""
+        # Longest first: every weight but the short biases starts at an even address of the vector.
+        params = dict(sorted(model.named_parameters(), key=lambda kv: -kv[1].numel()))
+        self.shapes = {name: p.shape for name, p in params.items()}
+        self.c, self.device = c, device
+        self.batch_size = c.global_batch_size // device.world
+        # All state goes up from the host, so that the first step traces to the same program as the others.
+        weights = flatten(p.detach() for p in params.values())
+        vector = lambda named: flatten(named[k] for k in self.shapes)
+        table = model.puzzle_emb.weights if model.prefix else torch.zeros(0, 1)
+        start = [weights, vector(state["ema"]) if "ema" in state else weights]
+        start += [vector(state[k]) if k in state else torch.zeros_like(weights) for k in ("m", "v")] + [table.flatten()]
+        if device.world > 1:
+            start = list(device.from_rank_0(torch.cat(start)).cpu().split([len(t) for t in start]))
+        start[4] = start[4].view_as(table)
+        self.weights, self.ema, self.m, self.v, self.puzzle_emb = (device.put(t.clone()) for t in start)
+        self.model = model.to(device.torch)
+        self.forward = torch.compile(supervision_step, dynamic=False) if device.kind == "cuda" and c.compile else supervision_step
+        self.dtype = getattr(torch, c.forward_dtype)
+        self.restart()
+
+    def restart(self):
+        """Gives every sequence new data at the next step."""
+        self.carry = self.device.put(self.model.new_carry(self.batch_size, self.dtype))
+        self.sums = self.device.put(torch.zeros(len(STATS)))
+
+    def cast(self, vector):
+        """Weights for the network from a vector of them: cast once, the puzzle embedding left in float32."""
+        weights = unflatten(vector.to(self.dtype), self.shapes)
+        return weights | {"puzzle_emb.weights": self.puzzle_emb} if self.model.prefix else weights
+
+    def train_step(self, batch, rates, signals):
+        """One optimizer step: one program with one all-reduce, in which nothing depends on the host. All ranks.
+
+        batch: the rank's tensors of Dataset.train_batch and min_halt_steps; rates: [lr, puzzle_emb_lr, 1 - beta1^t, 1 - beta2^t];
+        signals: [2], the last entries of STATS, from this rank.
+        """
+        c, micro = self.c, self.c.micro_batch_size or self.batch_size
+        lr, puzzle_emb_lr, c1, c2 = rates.unbind()
+        leaves = {k: t.detach().requires_grad_() for k, t in self.cast(self.weights).items()}
+        grad, sums, carries = 0, 0, []
+        for i in range(0, self.batch_size, micro):
+            carry, data = ({k: t[i:i + micro] for k, t in tensors.items()} for tensors in (self.carry, batch))
+            loss, carry, part, _, _ = self.forward(self.model, leaves, carry, data, c.halt_max_steps, c.loss_type)
+            grad = grad + flatten(g.float() for g in torch.autograd.grad(loss, list(leaves.values())))
+            sums = sums + part
+            carries.append(carry)
+        self.carry = {k: torch.cat([carry[k] for carry in carries]) for k in carry} if len(carries) > 1 else carry
+        with torch.no_grad():
+            grad /= c.global_batch_size  # after the backward pass: float16 has no room for gradients that small
+            held = torch.zeros(len(self.puzzle_emb), device=grad.device)
+            if self.model.prefix:  # how often the batch holds each row
+                held = held.index_add(0, self.carry["puzzle_identifiers"], torch.ones(self.batch_size, device=grad.device))
+            packed = self.device.all_reduce(torch.cat([grad, held, sums, signals]))
+            grad, puzzle_grad, held, sums = packed.split([len(self.weights), len(grad) - len(self.weights), len(held), len(sums) + 2])
+            if self.model.prefix:
+                sign_sgd(self.puzzle_emb, puzzle_grad.view_as(self.puzzle_emb), held, puzzle_emb_lr, c.puzzle_emb_weight_decay)
+            self.update(grad, lr, c1, c2)
+            if c.ema:
+                self.ema.lerp_(self.weights, 1 - c.ema_rate)
+            self.sums += torch.cat([sums[:-2], grad.square().sum().sqrt().view(1), sums[-2:]])
+
+    def update(self, grad, lr, c1, c2):
+        c, w, m, v = self.c, self.weights, self.m, self.v
+        if c.optimizer == "adam_atan2":
+            adam_atan2(w, grad, m, v, lr, c1, c2, c.beta1, c.beta2, c.weight_decay)
+        elif c.optimizer == "adamw":
+            adamw(w, grad, m, v, lr, c1, c2, c.beta1, c.beta2, c.weight_decay)
+        elif c.optimizer == "lion":
+            lion(w, grad, m, lr, c.beta1, c.beta2, c.weight_decay)
+        else:
+            for name, w, g, m, v in zip(self.shapes, *(unflatten(t, self.shapes).values() for t in (w, grad, m, v))):
+                if name.startswith("L_level.") and w.ndim == 2:
+                    muon(w, g, m, lr, c.beta1, c.weight_decay)
+                else:
+                    adam_atan2(w, g, m, v, lr, c1, c2, c.beta1, c.beta2, c.weight_decay)
+
+    @torch.no_grad()
+    def eval_step(self, carry, totals, batch):
+        """One supervision step of an evaluation: (carry, totals [7] with the sums added where the full depth is reached, answer, q_halt)."""
+        c = self.c
+        depth = c.eval_halt_max_steps or c.halt_max_steps
+        weights = self.cast(self.ema if c.ema else self.weights)
+        _, carry, sums, answer, q_halt = self.forward(self.model, weights, carry, batch, depth, c.loss_type, training=False)
+        return carry, totals + torch.where(carry["halted"][0], sums, 0), answer, q_halt
+
+    def state_dict(self, step):
+        """Everything a resume needs, on the host, by the official names."""
+        named = lambda vector: unflatten(vector.cpu(), self.shapes)
+        buffers = {k: t.cpu() for k, t in self.model.named_buffers() if k in ("H_init", "L_init")}
+        if self.model.prefix:
+            buffers["puzzle_emb.weights"] = self.puzzle_emb.cpu()
+        state = dict(step=step, weights=named(self.weights) | buffers, m=named(self.m), v=named(self.v))
+        return state | {"ema": named(self.ema)} if self.c.ema else state
+
+
+def rates(c, step, total_steps):
+    """The numbers that change with the step (from 0): [lr, puzzle_emb_lr, 1 - beta1^t, 1 - beta2^t], t = step + 1; float32."""
+    base = [learning_rate(r, step, c.lr_warmup_steps, total_steps, c.lr_min_ratio) for r in (c.lr, c.puzzle_emb_lr)]
+    return np.array(base + [1 - c.beta1 ** (step + 1), 1 - c.beta2 ** (step + 1)], np.float32)
+
+
+# ---------------------------------------------------------------------------- evaluation
+
+def evaluate(run, data, indices, label, save_to=None):
+    """Evaluates the puzzles `indices` of data at full depth: {"eval/...": number}; save_to: a .npz for eval_save_outputs. All ranks."""
+    c, size, device, saved = run.c, run.batch_size, run.device, {}
+    depth = c.eval_halt_max_steps or c.halt_max_steps
+    mine = indices[device.rank::device.world]
+    carry, totals = device.put(run.model.new_carry(size, run.dtype)), device.put(torch.zeros(len(METRICS)))
+    with Progress(label, len(mine) if device.rank == 0 else 0, "puzzles") as progress:
+        for i in range(0, -(-len(indices) // device.world), size):  # as many batches on every rank
+            rows = mine[i:i + size]
+            arrays = data.test_batch(rows, size)
+            batch = device.put(arrays)
+            for _ in range(depth):  # halted at the full depth, the carry takes the next batch by itself
+                carry, totals, answer, q_halt = run.eval_step(carry, totals, batch)
+                device.end_step(totals)
+            arrays |= dict(preds=answer.cpu().numpy(), q_halt_logits=q_halt.cpu().numpy())  # waits for the device
+            for k in filter(None, c.eval_save_outputs.split(",") if save_to else ()):
+                saved.setdefault(k, []).append(arrays[k][:len(rows)])
+            progress.add(len(rows))
+    if saved:
+        np.savez_compressed(save_to, indices=mine, **{k: np.concatenate(v) for k, v in saved.items()})
+    totals = device.all_reduce(totals)
+    device.end_step(totals)
+    sums = dict(zip(METRICS, totals.cpu().tolist()))
+    count = max(sums["count"], 1)
+    return {"eval/accuracy": sums["accuracy"] / count, "eval/exact_accuracy": sums["exact_accuracy"] / count,
+            "eval/loss": (sums["lm_loss"] + 0.5 * sums["q_halt_loss"]) / count, "eval/q_halt_accuracy": sums["q_halt_accuracy"] / count,
+            "eval/steps": sums["steps"] / count, "eval/puzzles": int(sums["count"])}
+
+
+def show_puzzle(run, data, index):
+    """A text: puzzle `index` of data and the model's answers after supervision steps 1, 2, 4, ...; * marks wrong cells. All ranks."""
+    c, device, size = run.c, run.device, run.batch_size
+    depth = c.eval_halt_max_steps or c.halt_max_steps
+    arrays = data.test_batch([index], size)
+    symbols = data.manifest.get("symbols") or [str(t) for t in range(data.vocab_size)]
+    rows, columns = data.manifest.get("grid") or [1, data.seq_len]
+    draw = lambda tokens: [("*" if wrong else " ") + symbols[t] + " " for t, wrong in tokens]
+    label = arrays["labels"][0]
+    batch, carry, totals = device.put(arrays), device.put(run.model.new_carry(size, run.dtype)), device.put(torch.zeros(len(METRICS)))
+    grids = [("question", draw((t, False) for t in arrays["inputs"][0]))]
+    for step in range(1, depth + 1):
+        carry, totals, answer, _ = run.eval_step(carry, totals, batch)
+        device.end_step(totals)
+        if step & (step - 1) == 0 or step == depth:
+            answer = answer.cpu().numpy()[0]
+            wrong = int((answer != label).sum())
+            grids.append((f"step {step}: {wrong} wrong" if wrong else f"step {step}: solved", draw(zip(answer, answer != label))))
+    width = max(3 * columns, *(len(title) for title, _ in grids)) + 2
+    lines, across = [], max(1, 120 // width)
+    for i in range(0, len(grids), across):
+        lines.append("".join(title.ljust(width) for title, _ in grids[i:i + across]))
+        lines += ["".join("".join(cells[r * columns:(r + 1) * columns]).ljust(width) for _, cells in grids[i:i + across]) for r in range(rows)]
+        lines.append("")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+# ---------------------------------------------------------------------------- checkpoints and logs
+
+def write_atomically(path, write):
+    """write(file) to a temporary name, then fsync and rename: path holds all of it or what it held before."""
+    with open(path + ".tmp", "wb") as f:
+        write(f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(path + ".tmp", path)
+
+
+def sha256(path):
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def save_checkpoint(c, name, state, metrics):
+    """Writes out_dir/name.pt, then name.json with its hash: a checkpoint without its json is not complete. Prunes old ones."""
+    path = os.path.join(c.out_dir, name)
+    write_atomically(path + ".pt", lambda f: torch.save(state, f))
+    about = dict(step=state["step"], sha256=sha256(path + ".pt"), data=state["data"], settings=state["settings"], metrics=metrics)
+    write_atomically(path + ".json", lambda f: f.write(json.dumps(about, indent=1).encode()))
+    for old in checkpoints(c.out_dir)[c.keep_last_n:]:
+        os.remove(old)
+        if os.path.exists(old[:-3] + ".json"):
+            os.remove(old[:-3] + ".json")
+    return path + ".pt"
+
+
+def checkpoints(out_dir):
+    """Paths of the numbered checkpoints, newest first."""
+    return sorted(glob.glob(os.path.join(glob.escape(out_dir), "ckpt_*.pt")), reverse=True)
+
+
+def newest_checkpoint(out_dir, say):
+    """The state of the newest complete checkpoint, or {}; says which it passes over, and why."""
+    for path in checkpoints(out_dir):
+        try:
+            with open(path[:-3] + ".json", "rb") as f:
+                if json.load(f)["sha256"] != sha256(path):
+                    raise ValueError("it does not match the hash in its .json")
+            say(f"resuming from {path}")
+            return read_checkpoint(path)
+        except FileNotFoundError:
+            say(f"skipped {path}: its .json is missing, the write was cut off")
+        except (ValueError, KeyError, UserError) as e:
+            say(f"skipped {path}: damaged ({e})")
+    return {}
+
+
+def read_checkpoint(path):
+    """A checkpoint of ours as saved, or an official one as {"weights": ...}; names without prefixes. Raises UserError."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such checkpoint") from None
+    except Exception as e:
+        raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): damaged, or not one of ours or the official code's") from None
+    named = state.get("weights", state) if isinstance(state, dict) else {}
+    if not named or not all(torch.is_tensor(t) for t in named.values()):
+        raise UserError(f"{path}: holds no weights by name: not a checkpoint of ours or of the official code")
+    named = {k.removeprefix("_orig_mod.").removeprefix("model.").removeprefix("inner."): t for k, t in named.items()}
+    return {**state, "weights": named} if "weights" in state else {"weights": named}
+
+
+def load_weights(model, named, where):
+    """Copies weights by official names into the model; raises UserError for names or shapes that do not fit its settings."""
+    named = {k.removeprefix("_orig_mod.").removeprefix("model.").removeprefix("inner."): t.float() for k, t in named.items()}
+    own = model.state_dict()
+    table = "puzzle_emb.weights"
+    if table in named and table in own and named[table].shape[1:] == own[table].shape[1:] and named[table].shape != own[table].shape:
+        named[table] = named[table].mean(0, keepdim=True).expand_as(own[table])  # other puzzles: as the official code does
+    for what, keys in (("lacks", own.keys() - named.keys()), ("also has", named.keys() - own.keys())):
+        if keys:
+            raise UserError(f"{where}: {what} {sorted(keys)[0]}: its model has other settings (mlp_t, L_layers, pos_encodings, puzzle_emb_ndim?)")
+    for k in own:
+        if named[k].shape != own[k].shape:
+            raise UserError(f"{where}: {k} has shape {list(named[k].shape)}, these settings need {list(own[k].shape)}")
+    model.load_state_dict(named)
+
+
+class Log:
+    """One line an event to the console and out_dir/log.txt; numbers to out_dir/metrics.jsonl. Ranks but 0 stay silent."""
+
+    def __init__(self, out_dir, rank):
+        self.path, self.rank = os.path.join(out_dir, "metrics.jsonl"), rank
+        if rank == 0:
+            os.makedirs(out_dir, exist_ok=True)
+            self.text = open(os.path.join(out_dir, "log.txt"), "a", encoding="utf-8")
+
+    def say(self, text):
+        if self.rank == 0:
+            print(text, flush=True)
+            print(text, file=self.text, flush=True)
+
+    def cut(self, step):
+        """Drops what lies past step, and a last line that a kill cut off."""
+        if self.rank == 0:
+            kept = [line for line in self.lines() if json.loads(line)["step"] <= step]
+            write_atomically(self.path, lambda f: f.write("".join(kept).encode()))
+
+    def lines(self):
+        if not os.path.exists(self.path):
+            return []
+        with open(self.path, encoding="utf-8") as f:
+            return [line for line in f if line.endswith("\n")]
+
+    def metrics(self, step, values):
+        if self.rank == 0:
+            with open(self.path, "a", encoding="utf-8") as f:
+                f.write(json.dumps({"step": step, **{k: round(v, 8) if isinstance(v, float) else v for k, v in values.items()}}) + "\n")
+
+
+def duration(seconds):
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+# ---------------------------------------------------------------------------- training
+
+def train_values(c, sums, steps):
+    """The log's numbers from the sums of `steps` steps: losses a sequence, the rest over the sequences that halted, if any did."""
+    lm_loss, q_halt_loss = (sums[k] / (steps * c.global_batch_size) for k in ("lm_loss", "q_halt_loss"))
+    values = {"train/loss": lm_loss + 0.5 * q_halt_loss, "train/lm_loss": lm_loss, "train/q_halt_loss": q_halt_loss,
+              "train/grad_norm": sums["grad_norm"] / steps}
+    if sums["count"]:
+        values |= {f"train/{k}": sums[k] / sums["count"] for k in ("accuracy", "exact_accuracy", "q_halt_accuracy", "steps")}
+    return values
+
+
+def train_line(values, step, total_steps):
+    line = f"step {step}/{total_steps} | loss {values['train/loss']:.4f}"
+    if "train/steps" in values:
+        line += f" | accuracy {values['train/accuracy']:.3f} exact {values['train/exact_accuracy']:.3f} halting step {values['train/steps']:.1f}"
+    if "perf/step_time" in values:
+        line += f" | {values['perf/examples_per_sec']:,.0f} examples/s {1e3 * values['perf/step_time']:,.0f} ms"
+        line += f" | eta {duration((total_steps - step) * values['perf/step_time'])}"
+    return line
+
+
+def eval_line(values, step):
+    return (f"step {step} | {values['eval/puzzles']:,} test puzzles at {values['eval/steps']:.0f} supervision steps: "
+            f"exact {values['eval/exact_accuracy']:.4f} accuracy {values['eval/accuracy']:.4f} loss {values['eval/loss']:.4f}")
+
+
+def duration(seconds):
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def find_start(c, data, say):
+    """The checkpoint to start from: (state or {}, whether it is resumed). Raises UserError where init_from and out_dir do not fit."""
+    if c.init_from in ("resume", "auto"):
+        notes = []
+        state = newest_checkpoint(c.out_dir, notes.append)
+        for note in notes if state or c.init_from == "auto" else ():
+            say(note)
+        if not state and c.init_from == "resume":
+            raise UserError("; ".join([f"--init_from=resume: no complete checkpoint in {c.out_dir}"] + notes) + "; --init_from=scratch starts anew")
+        if state and state["data"] != data.sha256:
+            raise UserError(f"{c.data_path} is not the data set that the checkpoint in {c.out_dir} was trained on: choose that one, or another --out_dir")
+        if state or c.eval_only or c.export_official:
+            return state, bool(state)
+    if (checkpoints(c.out_dir) or os.path.exists(os.path.join(c.out_dir, "best.pt"))) and not c.eval_only and not c.export_official:
+        raise UserError(f"{c.out_dir} holds a run: --init_from=resume goes on with it, --out_dir=... starts another")
+    return read_checkpoint(c.init_from) if c.init_from not in ("scratch", "resume", "auto") else {}, False
+
+
+def export_official(c, model, state):
+    """Writes the weights that an evaluation would use as a checkpoint that the official code loads."""
+    weights = model.state_dict() | (state.get("ema", {}) if c.ema else {})
+    for k in ("H_init", "L_init"):  # the official code holds these two in the dtype of its forward pass
+        weights[k] = weights[k].to(getattr(torch, c.forward_dtype))
+    official = {OFFICIAL_PREFIX + k: t.clone() for k, t in weights.items()}
+    write_atomically(c.export_official, lambda f: torch.save(official, f))
+    print(f"wrote {c.export_official}: {len(official)} tensors under the official code's names")
+
+
+def train(index, c, kind, stop_file):
+    """The whole run of one replica. index: of the replica on its host; stop_file: appears when the run shall save and stop."""
+    parent, began = os.getppid(), time.time()
+    device = Device(kind)
+    if c.global_batch_size % (device.world * (c.micro_batch_size or 1)):
+        each = device.world * (c.micro_batch_size or 1)
+        below = max(1, c.global_batch_size // each) * each
+        raise UserError(f"global_batch_size {c.global_batch_size} does not divide into {device.world} replicas"
+                        f"{f' with micro_batch_size {c.micro_batch_size}' if c.micro_batch_size else ''}: the nearest that do are {below} and {below + each}")
+    data, test = Dataset(c.data_path, "train"), Dataset(c.data_path, "test")
+    try:
+        model = TRM(TRMConfig.of(c, seq_len=data.seq_len, vocab_size=data.vocab_size, num_puzzle_identifiers=data.num_puzzle_identifiers), c.seed)
+    except ValueError as e:
+        raise UserError(str(e)) from None
+    epoch = data.total_groups * data.mean_puzzle_examples
+    total_steps = c.max_steps or int(c.epochs * epoch / c.global_batch_size)
+    if total_steps < 1:
+        raise UserError(f"epochs={c.epochs} of {data.total_groups} puzzles are less than one batch of global_batch_size={c.global_batch_size}")
+
+    # Nothing is written before every input has been found good.
+    notes = []
+    state, resumed = find_start(c, data, notes.append)
+    step = state["step"] if resumed else 0
+    if state:
+        load_weights(model, state["weights"], c.out_dir if resumed else c.init_from)
+    if c.export_official:
+        return export_official(c, model, state)
+    if step > total_steps:
+        raise UserError(f"{c.out_dir} is at step {step}, past the {total_steps} steps asked for: raise max_steps or epochs")
+    run = Run(model, c, device, state if resumed else {k: v for k, v in state.items() if k == "ema"})
+
+    log = Log(c.out_dir, device.rank)
+    log.say(f"# python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}, {os.cpu_count()} cores, "
+            f"{device.world} x {kind} ({device.name}); settings that differ from train.py's: {differences(c)}")
+    log.say(f"{sum(p.numel() for p in model.parameters()) + run.puzzle_emb.numel():,} parameters; "
+            f"{len(data):,} training examples of {data.total_groups:,} puzzles, {len(test):,} test puzzles in {c.data_path}")
+    for note in notes + [f"{k} is {v}; the checkpoint had {state['settings'].get(k)}" for k, v in vars(c).items()
+                         if resumed and state["settings"].get(k) != v and k not in ("init_from", "eval_only")]:
+        log.say(note)
+    if c.eval_only:
+        return finish(run, test, log, step, "evaluation")
+    log.cut(step)
+    if step == total_steps and any('"final": true' in line for line in log.lines()):
+        return log.say(f"{c.out_dir} is complete at step {step}: --eval_only evaluates it again, a higher max_steps or epochs goes on")
+    log.say(f"training from step {step} to {total_steps}, {c.global_batch_size} sequences a step")
+    best_json = os.path.join(c.out_dir, "best.json")
+    best = read_json(best_json)["metrics"]["eval/exact_accuracy"] if os.path.exists(best_json) else -1.0
+    save = lambda name, values: save_checkpoint(c, name, run.state_dict(step) | dict(settings=vars(c), data=data.sha256), values) if device.rank == 0 else ""
+    peak = next((v for k, v in PEAK_FLOPS.items() if k in device.name), None)
+    flops = model.flops_per_example()[1]
+
+    first, logged, saved, stop, look_every, seconds = step, step, step if resumed else None, False, 1, 0.0
+    clock, timed_from = time.perf_counter(), step
+    while step < total_steps and not stop:
+        batch = data.train_batch(c.seed, step, c.global_batch_size, device.rank, device.world)
+        batch["min_halt_steps"] = halting_draws(c.seed, step, c.global_batch_size, c.halt_max_steps, c.halt_exploration_prob, device.rank, device.world)
+        asked = os.path.exists(stop_file) or os.getppid() != parent
+        run.train_step(device.put(batch), device.put(rates(c, step, total_steps)), device.put(torch.tensor([float(asked), seconds])))
+        device.end_step(run.sums)
+        step += 1
+        if step == first + 1:
+            run.sums.cpu()
+            log.say(f"step {step}: {duration(time.perf_counter() - clock)} for the first step, compiling included; left out of the rates below")
+            clock, timed_from = time.perf_counter(), step
+
+        # What is decided here depends on the step and on reduced sums alone, so that all ranks decide the same.
+        last = step == total_steps
+        scheduled = last or (c.checkpoint_interval and step % c.checkpoint_interval == 0)
+        examples, interval = step * c.global_batch_size, c.eval_interval * epoch
+        due = not last and interval and examples // interval > (examples - c.global_batch_size) // interval
+        in_log = step % c.log_interval == 0 or scheduled or due
+        if not in_log and step % look_every:
+            continue
+        sums = dict(zip(STATS, run.sums.cpu().tolist()))  # waits for the device
+        stop = sums["stop"] > 0
+        if not in_log and not stop:
+            continue
+        values = train_values(c, sums, step - logged)
+        if not math.isfinite(values["train/loss"] + values["train/grad_norm"]):
+            kept = os.path.join(c.out_dir, f"ckpt_{saved:08d}.pt") if saved else "none yet"
+            raise FloatingPointError(f"loss or gradient not finite between steps {logged + 1} and {step}; the last good checkpoint: {kept}")
+        values["train/lr"] = learning_rate(c.lr, step - 1, c.lr_warmup_steps, total_steps, c.lr_min_ratio)
+        if step > timed_from:
+            seconds = (time.perf_counter() - clock) / (step - timed_from)
+            values |= {"perf/examples_per_sec": c.global_batch_size / seconds, "perf/step_time": seconds}
+            if peak:
+                values["perf/mfu"] = c.global_batch_size / seconds * flops / peak / device.world
+        values["xla/compiles"], values["xla/compile_time"] = device.compiles()
+        look_every = max(1, int(5 * device.world * (step - logged) / max(sums["seconds"], 1e-9)))  # a stop is seen within 5 seconds
+        log.metrics(step, values)
+        log.say(train_line(values, step, total_steps))
+        logged, run.sums = step, device.put(torch.zeros(len(STATS)))
+        if due:
+            values = evaluate(run, test, test.subset(c.eval_max_puzzles), f"evaluating at step {step}")
+            log.metrics(step, values)
+            log.say(eval_line(values, step))
+            if values["eval/exact_accuracy"] > best:
+                best = values["eval/exact_accuracy"]
+                save("best", values)
+        if scheduled or stop:
+            path = save(f"ckpt_{step:08d}", values)
+            saved = step
+            run.restart()
+        clock, timed_from = time.perf_counter(), step
+    if stop and step < total_steps:
+        return log.say(f"stopped at step {step}, saved {path}; the same command with --init_from=resume goes on")
+    if first < total_steps:
+        log.say(f"trained {total_steps - first} steps in {duration(time.time() - began)}")
+    log.metrics(step, {"final": True, **finish(run, test, log, step, "final evaluation")})
+
+
+def finish(run, test, log, step, label):
+    """Evaluates the whole test set, or with eval_only eval_max_puzzles of it where that is given; shows a puzzle. All ranks."""
+    c = run.c
+    values = evaluate(run, test, test.subset(c.eval_max_puzzles if c.eval_only else 0), label, os.path.join(c.out_dir, f"eval_{step:08d}.{run.device.rank}.npz"))
+    log.say(eval_line(values, step))
+    if c.eval_show_puzzle:
+        log.say("\n" + show_puzzle(run, test, int(test.subset(1)[0])))
+    return values
+
+
+def differences(c):
+    """The settings that differ from their defaults, as flags."""
+    defaults = read_settings(__file__)
+    return " ".join(f"--{k}={v}" for k, v in vars(c).items() if v != defaults[k][0]) or "none"
+
+
+def on_signals(stop_file):
+    """SIGTERM or SIGINT leaves stop_file for the replicas, which save and stop; a second one kills."""
+    def handler(number, _):
+        open(stop_file, "w").close()
+        signal.signal(number, signal.SIG_DFL)
+        print(f"{signal.Signals(number).name}: saving a checkpoint, then stopping; a second one kills", file=sys.stderr, flush=True)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def main(c):
+    check_settings(c)
+    kind, reason = choose_device(c.device)
+    main_process = os.environ.get("RANK", "0") == "0"
+    if main_process:
+        print(f"device {kind}: {reason}", flush=True)
+    if c.data_prepare and not os.path.exists(c.data_path) and main_process:
+        print(f"{c.data_path} is missing; making it: python {c.data_prepare}", flush=True)
+        if subprocess.run([sys.executable] + shlex.split(c.data_prepare)).returncode:
+            raise UserError(f"data_prepare failed, see above: {c.data_prepare}")
+    with tempfile.TemporaryDirectory() as folder:
+        stop_file = os.path.join(folder, "stop")
+        on_signals(stop_file)
+        try:
+            if kind == "xla":
+                import torch_xla.distributed.xla_multiprocessing as xmp
+                xmp.spawn(train, args=(c, kind, stop_file))
+            else:
+                train(0, c, kind, stop_file)
+        except FloatingPointError as e:
+            print(f"train.py: {e}", file=sys.stderr)
+            sys.exit(1)
+
+
+if __name__ == "__mp_main__":  # a process that xmp.spawn started: its parent takes the signals
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+if __name__ == "__main__":
+    start(main, __file__)
