@@ -151,6 +151,8 @@ class TRM(nn.Module):
             raise ValueError(f"hidden_size {c.hidden_size} must be a multiple of num_heads {c.num_heads}")
         if not c.mlp_t and c.pos_encodings == "rope" and c.hidden_size // c.num_heads % 2:
             raise ValueError(f"rope needs an even head size, not hidden_size / num_heads = {c.hidden_size // c.num_heads}")
+        if round(c.expansion * min(c.hidden_size, c.seq_len) * 2 / 3) < 1:
+            raise ValueError(f"expansion {c.expansion} leaves the SwiGLUs no hidden width")
         self.prefix = (c.puzzle_emb_len or -(-c.puzzle_emb_ndim // c.hidden_size)) if c.puzzle_emb_ndim else 0  # P
         if c.puzzle_emb_ndim > self.prefix * c.hidden_size:
             raise ValueError(f"puzzle_emb_ndim {c.puzzle_emb_ndim} does not fit puzzle_emb_len {c.puzzle_emb_len} x hidden_size {c.hidden_size}")
@@ -348,8 +350,7 @@ def sign_sgd(table, g, rows, lr, weight_decay):
 
     table, g: [N, D'], g summed over the batch; rows: [N], nonzero where the batch holds the row.
     """
-    held = (rows > 0).unsqueeze(-1)
-    table.copy_(torch.where(held, table * (1 - lr * weight_decay) - lr * torch.sign(g), table))
+    table.sub_((rows > 0).unsqueeze(-1) * lr * (weight_decay * table + torch.sign(g)))
 
 
 def learning_rate(base, step, warmup_steps, total_steps, min_ratio):

@@ -7,7 +7,7 @@
 Settings below are the paper's Sudoku-Extreme recipe (MLP); config files and --key=value flags override them.
 """
 import glob
-import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from configurator import UserError, read_settings, start
-from data import Dataset, Progress, halting_draws, read_json
+from data import Dataset, Progress, file_sha256, halting_draws, read_json
 from model import METRICS, TRM, TRMConfig, adam_atan2, adamw, learning_rate, lion, muon, sign_sgd, supervision_step
 
 # data
@@ -69,7 +69,7 @@ eval_max_puzzles = 4096  # fixed pseudo-random subset of the test set on the way
 eval_halt_max_steps = 0  # supervision steps at evaluation; 0: halt_max_steps
 eval_save_outputs = ""  # of inputs,labels,preds,q_halt_logits: saved to out_dir/eval_STEP.npz at the last evaluation
 eval_show_puzzle = False  # end by printing an unseen puzzle and its answers after steps 1, 2, 4, ...
-eval_only = False  # evaluate the whole test set, then stop
+eval_only = False  # evaluate eval_max_puzzles of the test set, then stop
 # run
 out_dir = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
 init_from = "scratch"  # scratch, resume, auto (resume where there is a checkpoint), or a checkpoint file, ours or official
@@ -115,34 +115,57 @@ def check_settings(c):
     wrong = [k for k in c.eval_save_outputs.split(",") if k and k not in OUTPUTS]
     if wrong:
         raise UserError(f"eval_save_outputs: unknown {wrong[0]!r}; choose from {','.join(OUTPUTS)}")
-    if c.eval_only and c.init_from == "scratch":
-        raise UserError("eval_only needs weights: --init_from=resume (the newest checkpoint of out_dir) or --init_from=FILE")
+    for name in ("data_path", "out_dir", "init_from"):
+        if not getattr(c, name):
+            raise UserError(f"{name} must not be empty")
+    if c.seed >= 2 ** 63:
+        raise UserError(f"seed must be below 2**63, not {c.seed}")
+    for name in ("eval_only", "export_official"):
+        if getattr(c, name) and c.init_from == "scratch":
+            raise UserError(f"{name} needs weights: --init_from=resume (the newest checkpoint of out_dir) or --init_from=FILE")
+    if os.path.lexists(c.export_official):
+        raise UserError(f"--export_official={c.export_official}: exists already; choose another name")
+    for name, folder in (("out_dir", c.out_dir), ("export_official", os.path.dirname(c.export_official) if c.export_official else ".")):
+        above = os.path.abspath(folder)
+        while name == "out_dir" and not os.path.lexists(above):
+            above = os.path.dirname(above)
+        if not os.path.isdir(above) or not os.access(above, os.W_OK):
+            raise UserError(f"--{name}={getattr(c, name)}: {above} is not a folder that can be written to")
 
 
 # ---------------------------------------------------------------------------- hardware
 
+def tpu_chips():
+    """TPU chips of this host. Imports torch_xla only where the PCI bus has something of Google's: on import it chooses a device."""
+    vendors = []
+    for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
+        with open(path) as f:
+            vendors.append(f.read().strip())
+    if "0x1ae0" not in vendors:
+        return 0
+    chosen = os.environ.setdefault("PJRT_DEVICE", "TPU")
+    from torch_xla._internal import tpu
+    chips = tpu.num_available_chips()  # network cards of Google's clouds have that vendor too
+    if not chips and chosen == "TPU":
+        del os.environ["PJRT_DEVICE"]
+    return chips
+
+
 def choose_device(wanted):
     """Returns ("xla", "cuda" or "cpu", the reason in words); raises UserError where the wanted one is not there."""
-    def tpu_chips():
-        try:
-            from torch_xla._internal import tpu
-            return tpu.num_available_chips()
-        except ImportError:
-            return 0
-
-    if wanted == "xla" or wanted == "auto" and not os.environ.get("PJRT_DEVICE") and tpu_chips():
-        try:
-            import torch_xla  # noqa: F401
-        except ImportError:
-            raise UserError("--device=xla: torch_xla is not installed: pip install -r requirements.txt") from None
-        if os.environ.get("PJRT_DEVICE"):
-            return "xla", f"PJRT_DEVICE={os.environ['PJRT_DEVICE']}"
-        if not tpu_chips():
-            raise UserError("--device=xla: no TPU on this machine; PJRT_DEVICE=CPU in the environment runs torch_xla on the CPU")
+    pjrt, installed = os.environ.get("PJRT_DEVICE"), importlib.util.find_spec("torch_xla") is not None
+    chips = tpu_chips() if installed and wanted in ("xla", "auto") else 0
+    if wanted == "xla" or wanted == "auto" and (pjrt or chips):
+        if not installed:
+            raise UserError(f"--device={wanted}: torch_xla is not installed: pip install -r requirements.txt")
+        if pjrt == "CPU":
+            return "xla", "PJRT_DEVICE=CPU"
+        if pjrt not in (None, "", "TPU"):
+            raise UserError(f"PJRT_DEVICE={pjrt}: must be TPU or CPU, or unset")
+        if not chips:
+            raise UserError(f"--device={wanted}: no TPU on this machine; PJRT_DEVICE=CPU in the environment runs torch_xla on the CPU")
         os.environ["PJRT_DEVICE"] = "TPU"
-        return "xla", f"{tpu_chips()} TPU chips on this host"
-    if wanted == "auto" and os.environ.get("PJRT_DEVICE"):
-        return "xla", f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} is set"
+        return "xla", f"{chips} TPU chips on this host"
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("--device=cuda: torch sees no CUDA GPU; --device=cpu trains on the CPU")
     if wanted == "cuda" or wanted == "auto" and torch.cuda.is_available():
@@ -166,7 +189,7 @@ class Device:
             import torch_xla.runtime as xr
             self.xla, self.xm, self.metrics, self.torch = torch_xla, xm, torch_xla.debug.metrics, torch_xla.device()
             self.rank, self.world = xr.global_ordinal(), xr.world_size()
-            self.threads = self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU"
+            self.threads, self.held = self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU", []
             # The backward pass stays on this thread: one of its own could still hold gradients when the step ends, and what is
             # alive then becomes an output of the program, so another program to compile.
             torch.autograd.set_multithreading_enabled(False)
@@ -187,7 +210,14 @@ class Device:
         """A tensor, an array or a dict of them, on the device."""
         if isinstance(x, dict):
             return {k: self.put(v) for k, v in x.items()}
-        return (x if torch.is_tensor(x) else torch.as_tensor(x)).to(self.torch, non_blocking=True)
+        x = (x if torch.is_tensor(x) else torch.as_tensor(x)).to(self.torch, non_blocking=True)
+        self.hold({"": x})
+        return x
+
+    def hold(self, tensors):
+        """Keeps tensors that a step reads and its caller may drop until the step has run, where end_step needs that."""
+        if self.kind == "xla" and self.threads:
+            self.held += tensors.values()
 
     def all_reduce(self, vector):
         """The sum of the replicas' vectors. All ranks."""
@@ -208,11 +238,13 @@ class Device:
         if self.kind != "xla":
             return
         if self.threads:
-            # sync() frees the collective's token right after the launch, which waits for the program with the GIL held, and the
-            # peer that the program waits for never starts. So launch, wait for the program without the GIL, and only then sync.
+            # Whoever frees an input of a running program waits for it, and holds the lock or the GIL that the peer needs to
+            # start, for which the program waits. sync() does so right after the launch (the collective's token). Hence: keep
+            # the inputs, launch, wait for the program without the GIL, and only then sync.
             with Device.launch:
                 self.xla._XLAC._xla_step_marker(self.xla._XLAC._xla_get_default_device(), [], wait=False)
             out.cpu()
+            self.held.clear()
         self.xla.sync()
 
     def compiles(self):
@@ -262,12 +294,13 @@ class Run:
 
     def restart(self):
         """Gives every sequence new data at the next step."""
-        self.carry = self.device.put(self.model.new_carry(self.batch_size, self.dtype))
+        micro = self.c.micro_batch_size or self.batch_size
+        self.carries = [self.device.put(self.model.new_carry(micro, self.dtype)) for _ in range(self.batch_size // micro)]
         self.sums = self.device.put(torch.zeros(len(STATS)))
 
     def cast(self, vector):
         """Weights for the network from a vector of them: cast once, the puzzle embedding left in float32."""
-        weights = unflatten(vector.to(self.dtype), self.shapes)
+        weights = unflatten(vector.to(self.dtype, copy=True), self.shapes)  # never views of what the step changes in place
         return weights | {"puzzle_emb.weights": self.puzzle_emb} if self.model.prefix else weights
 
     def train_step(self, batch, rates, signals):
@@ -276,22 +309,26 @@ class Run:
         batch: the rank's tensors of Dataset.train_batch and min_halt_steps; rates: [lr, puzzle_emb_lr, 1 - beta1^t, 1 - beta2^t];
         signals: [2], the last entries of STATS, from this rank.
         """
-        c, micro = self.c, self.c.micro_batch_size or self.batch_size
+        self.trace_train_step(batch, rates, signals)
+        self.device.end_step(self.sums)  # out here, where no intermediate tensor lives: what lives is an output of the program
+
+    def trace_train_step(self, batch, rates, signals):
+        c = self.c
         lr, puzzle_emb_lr, c1, c2 = rates.unbind()
         leaves = {k: t.detach().requires_grad_() for k, t in self.cast(self.weights).items()}
-        grad, sums, carries = 0, 0, []
-        for i in range(0, self.batch_size, micro):
-            carry, data = ({k: t[i:i + micro] for k, t in tensors.items()} for tensors in (self.carry, batch))
-            loss, carry, part, _, _ = self.forward(self.model, leaves, carry, data, c.halt_max_steps, c.loss_type)
+        batches = zip(*(t.chunk(len(self.carries)) for t in batch.values()))
+        grad, sums, held = 0, 0, torch.zeros(len(self.puzzle_emb), device=self.device.torch)  # held: how often the batch has each row
+        for carry, micro_batch in zip(self.carries, batches):
+            loss, new, part, _, _ = self.forward(self.model, leaves, carry, dict(zip(batch, micro_batch)), c.halt_max_steps, c.loss_type)
             grad = grad + flatten(g.float() for g in torch.autograd.grad(loss, list(leaves.values())))
             sums = sums + part
-            carries.append(carry)
-        self.carry = {k: torch.cat([carry[k] for carry in carries]) for k in carry} if len(carries) > 1 else carry
+            if self.model.prefix:
+                rows = new["puzzle_identifiers"]
+                held = held.index_add(0, rows, torch.ones(len(rows), device=held.device))
+            self.device.hold(carry)
+            carry.update(new)
         with torch.no_grad():
             grad /= c.global_batch_size  # after the backward pass: float16 has no room for gradients that small
-            held = torch.zeros(len(self.puzzle_emb), device=grad.device)
-            if self.model.prefix:  # how often the batch holds each row
-                held = held.index_add(0, self.carry["puzzle_identifiers"], torch.ones(self.batch_size, device=grad.device))
             packed = self.device.all_reduce(torch.cat([grad, held, sums, signals]))
             grad, puzzle_grad, held, sums = packed.split([len(self.weights), len(grad) - len(self.weights), len(held), len(sums) + 2])
             if self.model.prefix:
@@ -316,14 +353,29 @@ class Run:
                 else:
                     adam_atan2(w, g, m, v, lr, c1, c2, c.beta1, c.beta2, c.weight_decay)
 
-    @torch.no_grad()
+    def new_evaluation(self):
+        """(carry, totals [7]) for eval_step."""
+        return self.device.put(self.model.new_carry(self.batch_size, self.dtype)), self.device.put(torch.zeros(len(METRICS)))
+
     def eval_step(self, carry, totals, batch):
-        """One supervision step of an evaluation: (carry, totals [7] with the sums added where the full depth is reached, answer, q_halt)."""
+        """One supervision step of an evaluation: one program, without a collective. Returns answers [B, S] and q_halt [B].
+
+        Changes the carry in place, and adds to totals when the full depth is reached; the next step then takes new data.
+        """
+        out = self.trace_eval_step(carry, totals, batch)
+        self.device.end_step(totals)
+        return out
+
+    @torch.no_grad()
+    def trace_eval_step(self, carry, totals, batch):
         c = self.c
-        depth = c.eval_halt_max_steps or c.halt_max_steps
         weights = self.cast(self.ema if c.ema else self.weights)
-        _, carry, sums, answer, q_halt = self.forward(self.model, weights, carry, batch, depth, c.loss_type, training=False)
-        return carry, totals + torch.where(carry["halted"][0], sums, 0), answer, q_halt
+        depth = c.eval_halt_max_steps or c.halt_max_steps
+        _, new, sums, answer, q_halt = self.forward(self.model, weights, carry, batch, depth, c.loss_type, training=False)
+        self.device.hold(carry)
+        carry.update(new)
+        totals += torch.where(new["halted"][0], sums, 0)
+        return answer, q_halt
 
     def state_dict(self, step):
         """Everything a resume needs, on the host, by the official names."""
@@ -348,15 +400,14 @@ def evaluate(run, data, indices, label, save_to=None):
     c, size, device, saved = run.c, run.batch_size, run.device, {}
     depth = c.eval_halt_max_steps or c.halt_max_steps
     mine = indices[device.rank::device.world]
-    carry, totals = device.put(run.model.new_carry(size, run.dtype)), device.put(torch.zeros(len(METRICS)))
+    carry, totals = run.new_evaluation()
     with Progress(label, len(mine) if device.rank == 0 else 0, "puzzles") as progress:
         for i in range(0, -(-len(indices) // device.world), size):  # as many batches on every rank
             rows = mine[i:i + size]
             arrays = data.test_batch(rows, size)
             batch = device.put(arrays)
-            for _ in range(depth):  # halted at the full depth, the carry takes the next batch by itself
-                carry, totals, answer, q_halt = run.eval_step(carry, totals, batch)
-                device.end_step(totals)
+            for _ in range(depth):
+                answer, q_halt = run.eval_step(carry, totals, batch)
             arrays |= dict(preds=answer.cpu().numpy(), q_halt_logits=q_halt.cpu().numpy())  # waits for the device
             for k in filter(None, c.eval_save_outputs.split(",") if save_to else ()):
                 saved.setdefault(k, []).append(arrays[k][:len(rows)])
@@ -381,11 +432,10 @@ def show_puzzle(run, data, index):
     rows, columns = data.manifest.get("grid") or [1, data.seq_len]
     draw = lambda tokens: [("*" if wrong else " ") + symbols[t] + " " for t, wrong in tokens]
     label = arrays["labels"][0]
-    batch, carry, totals = device.put(arrays), device.put(run.model.new_carry(size, run.dtype)), device.put(torch.zeros(len(METRICS)))
+    batch, (carry, totals) = device.put(arrays), run.new_evaluation()
     grids = [("question", draw((t, False) for t in arrays["inputs"][0]))]
     for step in range(1, depth + 1):
-        carry, totals, answer, _ = run.eval_step(carry, totals, batch)
-        device.end_step(totals)
+        answer, _ = run.eval_step(carry, totals, batch)
         if step & (step - 1) == 0 or step == depth:
             answer = answer.cpu().numpy()[0]
             wrong = int((answer != label).sum())
@@ -393,9 +443,9 @@ def show_puzzle(run, data, index):
     width = max(3 * columns, *(len(title) for title, _ in grids)) + 2
     lines, across = [], max(1, 120 // width)
     for i in range(0, len(grids), across):
-        lines.append("".join(title.ljust(width) for title, _ in grids[i:i + across]))
-        lines += ["".join("".join(cells[r * columns:(r + 1) * columns]).ljust(width) for _, cells in grids[i:i + across]) for r in range(rows)]
-        lines.append("")
+        titles, cells = zip(*grids[i:i + across])
+        lines.append("".join(title.ljust(width) for title in titles))
+        lines += ["".join("".join(x[r * columns:(r + 1) * columns]).ljust(width) for x in cells) for r in range(rows)] + [""]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -410,22 +460,16 @@ def write_atomically(path, write):
     os.replace(path + ".tmp", path)
 
 
-def sha256(path):
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
 def save_checkpoint(c, name, state, metrics):
     """Writes out_dir/name.pt, then name.json with its hash: a checkpoint without its json is not complete. Prunes old ones."""
     path = os.path.join(c.out_dir, name)
     write_atomically(path + ".pt", lambda f: torch.save(state, f))
-    about = dict(step=state["step"], sha256=sha256(path + ".pt"), data=state["data"], settings=state["settings"], metrics=metrics)
+    about = dict(step=state["step"], sha256=file_sha256(path + ".pt"), data=state["data"], settings=state["settings"], metrics=metrics)
     write_atomically(path + ".json", lambda f: f.write(json.dumps(about, indent=1).encode()))
     for old in checkpoints(c.out_dir)[c.keep_last_n:]:
         os.remove(old)
         if os.path.exists(old[:-3] + ".json"):
             os.remove(old[:-3] + ".json")
-    return path + ".pt"
 
 
 def checkpoints(out_dir):
@@ -438,13 +482,13 @@ def newest_checkpoint(out_dir, say):
     for path in checkpoints(out_dir):
         try:
             with open(path[:-3] + ".json", "rb") as f:
-                if json.load(f)["sha256"] != sha256(path):
+                if json.load(f)["sha256"] != file_sha256(path):
                     raise ValueError("it does not match the hash in its .json")
             say(f"resuming from {path}")
             return read_checkpoint(path)
         except FileNotFoundError:
             say(f"skipped {path}: its .json is missing, the write was cut off")
-        except (ValueError, KeyError, UserError) as e:
+        except (ValueError, KeyError, TypeError, UserError) as e:
             say(f"skipped {path}: damaged ({e})")
     return {}
 
@@ -454,11 +498,11 @@ def read_checkpoint(path):
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such checkpoint") from None
+        raise UserError(f"{path}: no such checkpoint; init_from is scratch, resume, auto or a file") from None
     except Exception as e:
         raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): damaged, or not one of ours or the official code's") from None
     named = state.get("weights", state) if isinstance(state, dict) else {}
-    if not named or not all(torch.is_tensor(t) for t in named.values()):
+    if not named or not isinstance(named, dict) or not all(isinstance(k, str) and torch.is_tensor(t) for k, t in named.items()):
         raise UserError(f"{path}: holds no weights by name: not a checkpoint of ours or of the official code")
     named = {k.removeprefix("_orig_mod.").removeprefix("model.").removeprefix("inner."): t for k, t in named.items()}
     return {**state, "weights": named} if "weights" in state else {"weights": named}
@@ -480,6 +524,14 @@ def load_weights(model, named, where):
     model.load_state_dict(named)
 
 
+def line_step(line):
+    """The step of a line of metrics.jsonl; infinity for what a crash of the machine left."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf
+
+
 class Log:
     """One line an event to the console and out_dir/log.txt; numbers to out_dir/metrics.jsonl. Ranks but 0 stay silent."""
 
@@ -497,7 +549,7 @@ class Log:
     def cut(self, step):
         """Drops what lies past step, and a last line that a kill cut off."""
         if self.rank == 0:
-            kept = [line for line in self.lines() if json.loads(line)["step"] <= step]
+            kept = [line for line in self.lines() if line_step(line) <= step]
             write_atomically(self.path, lambda f: f.write("".join(kept).encode()))
 
     def lines(self):
@@ -510,12 +562,6 @@ class Log:
         if self.rank == 0:
             with open(self.path, "a", encoding="utf-8") as f:
                 f.write(json.dumps({"step": step, **{k: round(v, 8) if isinstance(v, float) else v for k, v in values.items()}}) + "\n")
-
-
-def duration(seconds):
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
 # ---------------------------------------------------------------------------- training
@@ -533,7 +579,7 @@ def train_values(c, sums, steps):
 def train_line(values, step, total_steps):
     line = f"step {step}/{total_steps} | loss {values['train/loss']:.4f}"
     if "train/steps" in values:
-        line += f" | accuracy {values['train/accuracy']:.3f} exact {values['train/exact_accuracy']:.3f} halting step {values['train/steps']:.1f}"
+        line += " | accuracy {train/accuracy:.3f} exact {train/exact_accuracy:.3f} halting step {train/steps:.1f}".format_map(values)
     if "perf/step_time" in values:
         line += f" | {values['perf/examples_per_sec']:,.0f} examples/s {1e3 * values['perf/step_time']:,.0f} ms"
         line += f" | eta {duration((total_steps - step) * values['perf/step_time'])}"
@@ -558,13 +604,15 @@ def find_start(c, data, say):
         state = newest_checkpoint(c.out_dir, notes.append)
         for note in notes if state or c.init_from == "auto" else ():
             say(note)
-        if not state and c.init_from == "resume":
-            raise UserError("; ".join([f"--init_from=resume: no complete checkpoint in {c.out_dir}"] + notes) + "; --init_from=scratch starts anew")
+        if not state and (c.init_from == "resume" or c.eval_only or c.export_official):
+            raise UserError("; ".join([f"--init_from={c.init_from}: no complete checkpoint in {c.out_dir}", *notes, "--init_from=scratch starts anew"]))
         if state and state["data"] != data.sha256:
-            raise UserError(f"{c.data_path} is not the data set that the checkpoint in {c.out_dir} was trained on: choose that one, or another --out_dir")
-        if state or c.eval_only or c.export_official:
+            raise UserError(f"{c.data_path} is not the data set that the checkpoint in {c.out_dir} was trained on: "
+                            "choose that one, or another --out_dir")
+        if state:
             return state, bool(state)
-    if (checkpoints(c.out_dir) or os.path.exists(os.path.join(c.out_dir, "best.pt"))) and not c.eval_only and not c.export_official:
+    holds_run = checkpoints(c.out_dir) or os.path.exists(os.path.join(c.out_dir, "best.pt"))
+    if holds_run and not c.eval_only and not c.export_official:
         raise UserError(f"{c.out_dir} holds a run: --init_from=resume goes on with it, --out_dir=... starts another")
     return read_checkpoint(c.init_from) if c.init_from not in ("scratch", "resume", "auto") else {}, False
 
@@ -581,14 +629,17 @@ def export_official(c, model, state):
 
 def train(index, c, kind, stop_file):
     """The whole run of one replica. index: of the replica on its host; stop_file: appears when the run shall save and stop."""
-    parent, began = os.getppid(), time.time()
+    began, parent = time.time(), os.getppid() if kind == "xla" else 0  # a process of xmp.spawn's stops if its parent is gone
     device = Device(kind)
     if c.global_batch_size % (device.world * (c.micro_batch_size or 1)):
         each = device.world * (c.micro_batch_size or 1)
         below = max(1, c.global_batch_size // each) * each
-        raise UserError(f"global_batch_size {c.global_batch_size} does not divide into {device.world} replicas"
-                        f"{f' with micro_batch_size {c.micro_batch_size}' if c.micro_batch_size else ''}: the nearest that do are {below} and {below + each}")
+        raise UserError(f"global_batch_size {c.global_batch_size} must divide into {device.world} replicas x micro_batch_size "
+                        f"{c.micro_batch_size}: the nearest that do are {below} and {below + each}")
     data, test = Dataset(c.data_path, "train"), Dataset(c.data_path, "test")
+    for name in ("seq_len", "vocab_size", "num_puzzle_identifiers"):
+        if getattr(data, name) != getattr(test, name):
+            raise UserError(f"{c.data_path}: {name} is {getattr(data, name)} in train, {getattr(test, name)} in test: build it again")
     try:
         model = TRM(TRMConfig.of(c, seq_len=data.seq_len, vocab_size=data.vocab_size, num_puzzle_identifiers=data.num_puzzle_identifiers), c.seed)
     except ValueError as e:
@@ -608,6 +659,13 @@ def train(index, c, kind, stop_file):
         return export_official(c, model, state)
     if step > total_steps:
         raise UserError(f"{c.out_dir} is at step {step}, past the {total_steps} steps asked for: raise max_steps or epochs")
+    best_json, best = os.path.join(c.out_dir, "best.json"), -1.0
+    if resumed and os.path.exists(best_json):
+        try:
+            with open(best_json, "rb") as f:
+                best = json.load(f)["metrics"]["eval/exact_accuracy"]
+        except (ValueError, KeyError, TypeError) as e:
+            raise UserError(f"{best_json}: damaged ({e}); remove it and best.pt") from None
     run = Run(model, c, device, state if resumed else {k: v for k, v in state.items() if k == "ema"})
 
     log = Log(c.out_dir, device.rank)
@@ -624,9 +682,11 @@ def train(index, c, kind, stop_file):
     if step == total_steps and any('"final": true' in line for line in log.lines()):
         return log.say(f"{c.out_dir} is complete at step {step}: --eval_only evaluates it again, a higher max_steps or epochs goes on")
     log.say(f"training from step {step} to {total_steps}, {c.global_batch_size} sequences a step")
-    best_json = os.path.join(c.out_dir, "best.json")
-    best = read_json(best_json)["metrics"]["eval/exact_accuracy"] if os.path.exists(best_json) else -1.0
-    save = lambda name, values: save_checkpoint(c, name, run.state_dict(step) | dict(settings=vars(c), data=data.sha256), values) if device.rank == 0 else ""
+
+    def save(name, metrics):
+        if device.rank == 0:
+            save_checkpoint(c, name, run.state_dict(step) | dict(settings=vars(c), data=data.sha256), metrics)
+
     peak = next((v for k, v in PEAK_FLOPS.items() if k in device.name), None)
     flops = model.flops_per_example()[1]
 
@@ -634,14 +694,14 @@ def train(index, c, kind, stop_file):
     clock, timed_from = time.perf_counter(), step
     while step < total_steps and not stop:
         batch = data.train_batch(c.seed, step, c.global_batch_size, device.rank, device.world)
-        batch["min_halt_steps"] = halting_draws(c.seed, step, c.global_batch_size, c.halt_max_steps, c.halt_exploration_prob, device.rank, device.world)
-        asked = os.path.exists(stop_file) or os.getppid() != parent
+        batch["min_halt_steps"] = halting_draws(
+            c.seed, step, c.global_batch_size, c.halt_max_steps, c.halt_exploration_prob, device.rank, device.world)
+        asked = os.path.exists(stop_file) or parent and os.getppid() != parent
         run.train_step(device.put(batch), device.put(rates(c, step, total_steps)), device.put(torch.tensor([float(asked), seconds])))
-        device.end_step(run.sums)
         step += 1
         if step == first + 1:
             run.sums.cpu()
-            log.say(f"step {step}: {duration(time.perf_counter() - clock)} for the first step, compiling included; left out of the rates below")
+            log.say(f"step {step}: {time.perf_counter() - clock:.1f} s for the first step, compiling included; left out of the rates below")
             clock, timed_from = time.perf_counter(), step
 
         # What is decided here depends on the step and on reduced sums alone, so that all ranks decide the same.
@@ -667,7 +727,8 @@ def train(index, c, kind, stop_file):
             if peak:
                 values["perf/mfu"] = c.global_batch_size / seconds * flops / peak / device.world
         values["xla/compiles"], values["xla/compile_time"] = device.compiles()
-        look_every = max(1, int(5 * device.world * (step - logged) / max(sums["seconds"], 1e-9)))  # a stop is seen within 5 seconds
+        if sums["seconds"]:  # of the step, by all ranks' clocks: a stop is seen within 5 seconds
+            look_every = max(1, int(5 * device.world * (step - logged) / sums["seconds"]))
         log.metrics(step, values)
         log.say(train_line(values, step, total_steps))
         logged, run.sums = step, device.put(torch.zeros(len(STATS)))
@@ -679,21 +740,22 @@ def train(index, c, kind, stop_file):
                 best = values["eval/exact_accuracy"]
                 save("best", values)
         if scheduled or stop:
-            path = save(f"ckpt_{step:08d}", values)
+            save(f"ckpt_{step:08d}", values)
             saved = step
             run.restart()
         clock, timed_from = time.perf_counter(), step
     if stop and step < total_steps:
-        return log.say(f"stopped at step {step}, saved {path}; the same command with --init_from=resume goes on")
+        return log.say(f"stopped at step {step}, checkpoint saved in {c.out_dir}; the same command with --init_from=resume goes on")
     if first < total_steps:
         log.say(f"trained {total_steps - first} steps in {duration(time.time() - began)}")
     log.metrics(step, {"final": True, **finish(run, test, log, step, "final evaluation")})
 
 
 def finish(run, test, log, step, label):
-    """Evaluates the whole test set, or with eval_only eval_max_puzzles of it where that is given; shows a puzzle. All ranks."""
+    """Evaluates the whole test set (eval_only: eval_max_puzzles of it); shows a puzzle. All ranks."""
     c = run.c
-    values = evaluate(run, test, test.subset(c.eval_max_puzzles if c.eval_only else 0), label, os.path.join(c.out_dir, f"eval_{step:08d}.{run.device.rank}.npz"))
+    outputs = os.path.join(c.out_dir, f"eval_{step:08d}.{run.device.rank}.npz")
+    values = evaluate(run, test, test.subset(c.eval_max_puzzles if c.eval_only else 0), label, outputs)
     log.say(eval_line(values, step))
     if c.eval_show_puzzle:
         log.say("\n" + show_puzzle(run, test, int(test.subset(1)[0])))
@@ -725,8 +787,16 @@ def main(c):
         print(f"device {kind}: {reason}", flush=True)
     if c.data_prepare and not os.path.exists(c.data_path) and main_process:
         print(f"{c.data_path} is missing; making it: python {c.data_prepare}", flush=True)
-        if subprocess.run([sys.executable] + shlex.split(c.data_prepare)).returncode:
+        try:
+            prepare = shlex.split(c.data_prepare)
+        except ValueError as e:
+            raise UserError(f"data_prepare: {e}: {c.data_prepare}") from None
+        if subprocess.run([sys.executable] + prepare).returncode:
             raise UserError(f"data_prepare failed, see above: {c.data_prepare}")
+        if not os.path.exists(c.data_path):
+            raise UserError(f"data_prepare did not make data_path={c.data_path}: {c.data_prepare}")
+    while c.data_prepare and not os.path.exists(c.data_path):  # another rank of torchrun makes it
+        time.sleep(1)
     with tempfile.TemporaryDirectory() as folder:
         stop_file = os.path.join(folder, "stop")
         on_signals(stop_file)

@@ -23,7 +23,7 @@ FILES = sorted(glob.glob(os.environ.get("TRM_GOLDEN") or os.path.join(ROOT, "tes
 PREFIX = "model.inner."
 
 
-def trajectory(golden, kind, perturb=0.0, seed=0, **settings):
+def trajectory(golden, kind, perturb=0.0, seed=0, hook=True, **settings):
     """Every quantity of a golden file, by its name there, as train.py computes it; perturb: relative change of the initial weights."""
     config = json.loads(str(golden["config"]))
     net, opt = config["model"], config["train"]
@@ -38,8 +38,9 @@ def trajectory(golden, kind, perturb=0.0, seed=0, **settings):
     train.load_weights(model, start, "golden")
     run = train.Run(model, c, device)
     seen = {}
-    model.register_forward_hook(lambda module, inputs, out: (
-        seen.setdefault("logits", []).append(out[2].detach()), seen.setdefault("q_halt_logits", []).append(out[3].detach()), None)[2])
+    if hook:
+        model.register_forward_hook(lambda module, inputs, out: (
+            seen.setdefault("logits", []).append(out[2].detach()), seen.setdefault("q_halt_logits", []).append(out[3].detach()), None)[2])
     update = run.update
     run.update = lambda grad, *rates: (seen.__setitem__("grad", grad.clone()), update(grad, *rates))
     host = lambda parts: torch.cat([p.cpu() for p in parts]).numpy()
@@ -50,12 +51,11 @@ def trajectory(golden, kind, perturb=0.0, seed=0, **settings):
         batch["min_halt_steps"] = np.zeros(c.global_batch_size, np.int32)
         run.sums = device.put(torch.zeros(len(train.STATS)))
         run.train_step(device.put(batch), device.put(train.rates(c, k, opt["total_steps"])), device.put(torch.zeros(2)))
-        device.end_step(run.sums)
         sums = dict(zip(train.STATS, run.sums.cpu().tolist()))
         out.update({f"metric/{n}/{k}": sums[n] for n in METRICS})
         out[f"metric/loss/{k}"] = sums["lm_loss"] + 0.5 * sums["q_halt_loss"]
-        out.update({f"{n}/{k}": host(seen[n]) for n in ("logits", "q_halt_logits")})
-        out.update({f"{n}/{k}": run.carry[n].cpu().numpy() for n in ("halted", "steps")})
+        out.update({f"{n}/{k}": host(seen[n]) for n in ("logits", "q_halt_logits") if hook})
+        out.update({f"{n}/{k}": host([carry[n] for carry in run.carries]) for n in ("halted", "steps")})
         if k == 0:
             out.update({"grad0/" + PREFIX + n: g.numpy() for n, g in train.unflatten(seen["grad"].cpu(), run.shapes).items()})
     state = run.state_dict(0)
@@ -64,12 +64,11 @@ def trajectory(golden, kind, perturb=0.0, seed=0, **settings):
 
     c.eval_halt_max_steps = int(golden["eval/steps"])
     batch = device.put({n[6:]: golden[n][0] for n in golden.files if n.startswith("batch/")})
-    carry, totals = device.put(model.new_carry(c.global_batch_size, run.dtype)), device.put(torch.zeros(len(METRICS)))
+    carry, totals = run.new_evaluation()
     for _ in range(c.eval_halt_max_steps):
         seen.clear()
-        carry, totals, _, _ = run.eval_step(carry, totals, batch)
-        device.end_step(totals)
-    out.update({f"eval/{n}": host(seen[n]) for n in ("logits", "q_halt_logits")})
+        run.eval_step(carry, totals, batch)
+    out.update({f"eval/{n}": host(seen[n]) for n in ("logits", "q_halt_logits") if hook})
     out.update({f"eval/metric/{n}": v for n, v in zip(METRICS, totals.cpu().tolist())})
     return out
 
@@ -136,6 +135,18 @@ def test_golden(path, kind, tmp_path):
     if os.path.basename(path) == "mlp.npz":
         assert not [n for n in excused if n.split()[0].endswith(("/0", "/1"))]
         assert kind == "xla" or not [n for n in excused if n.startswith(("final/", "ema/"))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=os.path.basename)
+def test_the_step_is_one_graph_for_torch_compile(path, monkeypatch):
+    """What device=cuda compiles, captured whole and differentiated ahead of time; the code generator is left out."""
+    golden, whole = np.load(path), torch.compile(train.supervision_step, dynamic=False, fullgraph=True, backend="aot_eager")
+    want = trajectory(golden, "cpu")
+    monkeypatch.setattr(train, "supervision_step", whole)
+    got = trajectory(golden, "cpu", hook=False)
+    for name in got:
+        if name.startswith(("grad0/", "metric/")) and name.endswith(("weight", "/0")):
+            assert distance(got[name], want[name]) < 1e-5, name
 
 
 if __name__ == "__main__":

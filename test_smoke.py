@@ -1,0 +1,59 @@
+"""The check to run after every edit: the real commands at tiny sizes, in under 2 minutes on 2 cores.
+
+    python -m pytest -q test_smoke.py
+"""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2", "--L_cycles=2", "--halt_max_steps=4",
+        "--global_batch_size=16", "--lr=2e-3", "--lr_warmup_steps=5", "--log_interval=10", "--checkpoint_interval=20", "--eval_interval=0"]
+
+
+def python(*command, **env):
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, **env})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(out):
+    with open(out / "metrics.jsonl") as f:
+        return [d["train/loss"] for d in map(json.loads, f) if "train/loss" in d]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "sudoku-4x4"
+    text = python("prepare_sudoku.py", "--source=generate", "--size=4", "--num_train=64", "--num_test=40", "--num_aug=5", f"--output_dir={path}")
+    assert f"train.py --data_path={path}" in text
+    return path
+
+
+@pytest.mark.parametrize("mixer", [["--forward_dtype=bfloat16"], ["--mlp_t=False", "--pos_encodings=rope", "--forward_dtype=float32"]], ids=["mlp", "attention"])
+def test_train_resume_evaluate_export(data, tmp_path, mixer):
+    common = [f"--data_path={data}", f"--out_dir={tmp_path / 'out'}", "--device=cpu", *TINY, *mixer]
+    python("train.py", *common, "--max_steps=40")
+    assert len(losses(tmp_path / "out")) == 4 and losses(tmp_path / "out")[-1] < 0.9 * losses(tmp_path / "out")[0]
+    assert "training from step 40 to 60" in python("train.py", *common, "--max_steps=60", "--init_from=resume")
+    shown = python("train.py", *common, "--max_steps=60", "--init_from=resume", "--eval_only", "--eval_show_puzzle")
+    assert "40 test puzzles" in shown and "question" in shown
+    python("train.py", *common, "--max_steps=60", "--init_from=resume", f"--export_official={tmp_path / 'official.pt'}")
+    assert "40 test puzzles" in python("train.py", *common, f"--init_from={tmp_path / 'official.pt'}", "--eval_only")
+
+
+def test_train_through_xla(data, tmp_path):
+    pytest.importorskip("torch_xla", reason="this machine has no torch_xla")
+    python("train.py", f"--data_path={data}", f"--out_dir={tmp_path / 'out'}", "--device=xla", *TINY, "--max_steps=20", "--forward_dtype=float32",
+           PJRT_DEVICE="CPU")
+    assert losses(tmp_path / "out")[-1] < losses(tmp_path / "out")[0]
+
+
+def test_help_lists_every_setting():
+    text = python("train.py", "--help")
+    for name in ("--H_cycles=3", "--lr=0.0001", "--data_path=", "--init_from=scratch"):
+        assert name in text
+    assert "--subsample_size=1000" in python("prepare_sudoku.py", "--help")
