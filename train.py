@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 import numpy as np
@@ -178,7 +177,6 @@ class Device:
 
     kind: xla, cuda or cpu. rank of world replicas, each with its share of the global batch.
     """
-    launch = threading.Lock()  # replicas that are threads launch one after the other: one compiles, the others find the program
 
     def __init__(self, kind):
         self.kind, self.rank, self.world, self.name = kind, 0, 1, platform.processor() or platform.machine()
@@ -189,7 +187,8 @@ class Device:
             import torch_xla.runtime as xr
             self.xla, self.xm, self.metrics, self.torch = torch_xla, xm, torch_xla.debug.metrics, torch_xla.device()
             self.rank, self.world = xr.global_ordinal(), xr.world_size()
-            self.threads, self.held = self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU", []
+            if self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU":
+                raise UserError("PJRT_DEVICE=CPU runs one replica: unset CPU_NUM_DEVICES")
             # The backward pass stays on this thread: one of its own could still hold gradients when the step ends, and what is
             # alive then becomes an output of the program, so another program to compile.
             torch.autograd.set_multithreading_enabled(False)
@@ -210,14 +209,7 @@ class Device:
         """A tensor, an array or a dict of them, on the device."""
         if isinstance(x, dict):
             return {k: self.put(v) for k, v in x.items()}
-        x = (x if torch.is_tensor(x) else torch.as_tensor(x)).to(self.torch, non_blocking=True)
-        self.hold({"": x})
-        return x
-
-    def hold(self, tensors):
-        """Keeps tensors that a step reads and its caller may drop until the step has run, where end_step needs that."""
-        if self.kind == "xla" and self.threads:
-            self.held += tensors.values()
+        return (x if torch.is_tensor(x) else torch.as_tensor(x)).to(self.torch, non_blocking=True)
 
     def all_reduce(self, vector):
         """The sum of the replicas' vectors. All ranks."""
@@ -230,22 +222,13 @@ class Device:
     def from_rank_0(self, vector):
         """Rank 0's vector, on the device of every rank. All ranks; one program."""
         vector = self.all_reduce(self.put(vector if self.rank == 0 else torch.zeros_like(vector)))
-        self.end_step(vector)
+        self.end_step()
         return vector
 
-    def end_step(self, out):
-        """Launches what was traced since the last call as one program; out: a tensor that its last collective feeds. All ranks."""
-        if self.kind != "xla":
-            return
-        if self.threads:
-            # Whoever frees an input of a running program waits for it, and holds the lock or the GIL that the peer needs to
-            # start, for which the program waits. sync() does so right after the launch (the collective's token). Hence: keep
-            # the inputs, launch, wait for the program without the GIL, and only then sync.
-            with Device.launch:
-                self.xla._XLAC._xla_step_marker(self.xla._XLAC._xla_get_default_device(), [], wait=False)
-            out.cpu()
-            self.held.clear()
-        self.xla.sync()
+    def end_step(self):
+        """Launches what was traced since the last call as one program. All ranks."""
+        if self.kind == "xla":
+            self.xla.sync()
 
     def compiles(self):
         """(programs compiled, seconds it took) so far."""
@@ -310,7 +293,7 @@ class Run:
         signals: [2], the last entries of STATS, from this rank.
         """
         self.trace_train_step(batch, rates, signals)
-        self.device.end_step(self.sums)  # out here, where no intermediate tensor lives: what lives is an output of the program
+        self.device.end_step()  # out here, where no intermediate tensor lives: what lives is an output of the program
 
     def trace_train_step(self, batch, rates, signals):
         c = self.c
@@ -325,7 +308,6 @@ class Run:
             if self.model.prefix:
                 rows = new["puzzle_identifiers"]
                 held = held.index_add(0, rows, torch.ones(len(rows), device=held.device))
-            self.device.hold(carry)
             carry.update(new)
         with torch.no_grad():
             grad /= c.global_batch_size  # after the backward pass: float16 has no room for gradients that small
@@ -363,7 +345,7 @@ class Run:
         Changes the carry in place, and adds to totals when the full depth is reached; the next step then takes new data.
         """
         out = self.trace_eval_step(carry, totals, batch)
-        self.device.end_step(totals)
+        self.device.end_step()
         return out
 
     @torch.no_grad()
@@ -372,7 +354,6 @@ class Run:
         weights = self.cast(self.ema if c.ema else self.weights)
         depth = c.eval_halt_max_steps or c.halt_max_steps
         _, new, sums, answer, q_halt = self.forward(self.model, weights, carry, batch, depth, c.loss_type, training=False)
-        self.device.hold(carry)
         carry.update(new)
         totals += torch.where(new["halted"][0], sums, 0)
         return answer, q_halt
@@ -415,7 +396,7 @@ def evaluate(run, data, indices, label, save_to=None):
     if saved:
         np.savez_compressed(save_to, indices=mine, **{k: np.concatenate(v) for k, v in saved.items()})
     totals = device.all_reduce(totals)
-    device.end_step(totals)
+    device.end_step()
     sums = dict(zip(METRICS, totals.cpu().tolist()))
     count = max(sums["count"], 1)
     return {"eval/accuracy": sums["accuracy"] / count, "eval/exact_accuracy": sums["exact_accuracy"] / count,
