@@ -57,7 +57,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x, across=False):
-        if across:  # x [B, L, D]: a batched product from the left, so that nothing is transposed or copied
+        if across:  # x [B, L, D]: a batched product from the left; a transposed one would copy x twice
             gate, up = (self.gate_up_proj.weight.expand(len(x), -1, -1) @ x).chunk(2, dim=1)
             return self.down_proj.weight.expand(len(x), -1, -1) @ (F.silu(gate) * up)
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -122,6 +122,8 @@ class Net(nn.Module):
 
 
 class Embedding(nn.Module):
+    """A table under the official code's name for it."""
+
     def __init__(self, rows, width):
         super().__init__()
         self.embedding_weight = nn.Parameter(torch.empty(rows, width))
@@ -263,7 +265,9 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
 
     weights: {name: tensor} for the network, all of one dtype, and "puzzle_emb.weights" [N, D'] in float32.
     carry: as new_carry; sequences that halted take new data from batch, the others go on with theirs.
-    batch: inputs [B, S], labels [B, S] (-100 is not scored), puzzle_identifiers [B], min_halt_steps [B] (the exploration's draw).
+    batch: inputs [B, S], labels [B, S] (-100 is not scored), puzzle_identifiers [B], min_halt_steps [B] (the exploration's draw,
+    in training alone). A sequence halts at halt_max_steps; in training also before, once the model holds its answer for right.
+    loss_type: stablemax_cross_entropy or softmax_cross_entropy.
     Returns loss, a float32 scalar: sum over sequences of the mean cross-entropy of a sequence's scored cells + 0.5 * binary
     cross-entropy of q_halt against "solved"; the new carry, detached; the sums named by METRICS [7] (the first five over
     the sequences that halted at this step); and the model's answers: tokens [B, S] and q_halt [B].
@@ -294,14 +298,14 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
     q_halt_loss = q_halt_loss.sum()
 
     with torch.no_grad():
-        now = steps >= halt_max_steps
+        halts = steps >= halt_max_steps
         if training and halt_max_steps > 1:
-            now = (now | (q_halt > 0)) & (steps >= batch["min_halt_steps"])
-        scored = now & (cells > 0)
+            halts = (halts | (q_halt > 0)) & (steps >= batch["min_halt_steps"])
+        scored = halts & (cells > 0)
         sums = torch.stack([
             scored.sum(), torch.where(scored, correct / cells.clamp(min=1), 0).sum(), (scored & solved).sum(),
             (scored & ((q_halt >= 0) == solved)).sum(), torch.where(scored, steps, 0).sum(), lm_loss.detach(), q_halt_loss.detach()]).float()
-    carry = dict(z_H=z_H.detach(), z_L=z_L.detach(), steps=steps, halted=now, inputs=inputs, labels=labels, puzzle_identifiers=identifiers)
+    carry = dict(z_H=z_H.detach(), z_L=z_L.detach(), steps=steps, halted=halts, inputs=inputs, labels=labels, puzzle_identifiers=identifiers)
     return lm_loss + 0.5 * q_halt_loss, carry, sums, answer, q_halt.detach()
 
 

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from configurator import UserError, read_settings, start
-from data import Dataset, Progress, file_sha256, halting_draws, read_json
-from model import METRICS, TRM, TRMConfig, adam_atan2, adamw, learning_rate, lion, muon, sign_sgd, supervision_step
+from data import Dataset, Progress, file_sha256, halting_draws
+from model import IGNORE_LABEL, METRICS, TRM, TRMConfig, adam_atan2, adamw, learning_rate, lion, muon, sign_sgd, supervision_step
 
 # data
 data_path = "data/sudoku-extreme-1k-aug-1000"  # a data set that prepare_sudoku.py or the official builder wrote
@@ -64,11 +64,12 @@ ema_rate = 0.999  # share of the average that a step keeps
 seed = 0  # of the weights, the order, the copies and the halting draws
 # evaluation
 eval_interval = 5000  # epochs between evaluations; 0: only at the end
-eval_max_puzzles = 4096  # fixed pseudo-random subset of the test set on the way; the whole of it at the end; 0: always the whole
+eval_max_puzzles = 4096  # fixed pseudo-random subset of the test set for evaluations on the way; 0: the whole of it
+eval_final_max_puzzles = 0  # the same for the one at the end
 eval_halt_max_steps = 0  # supervision steps at evaluation; 0: halt_max_steps
-eval_save_outputs = ""  # of inputs,labels,preds,q_halt_logits: saved to out_dir/eval_STEP.npz at the last evaluation
+eval_save_outputs = ""  # of inputs,labels,preds,q_halt_logits: saved to out_dir/eval_STEP.npz by the evaluation at the end
 eval_show_puzzle = False  # end by printing an unseen puzzle and its answers after steps 1, 2, 4, ...
-eval_only = False  # evaluate eval_max_puzzles of the test set, then stop
+eval_only = False  # evaluate as at the end, then stop
 # run
 out_dir = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
 init_from = "scratch"  # scratch, resume, auto (resume where there is a checkpoint), or a checkpoint file, ours or official
@@ -86,7 +87,7 @@ CHOICES = dict(pos_encodings=("none", "rope", "learned"), forward_dtype=("bfloat
 POSITIVE = ("global_batch_size", "hidden_size", "num_heads", "expansion", "L_layers", "H_cycles", "L_cycles", "halt_max_steps",
             "lr", "log_interval", "keep_last_n")
 NOT_NEGATIVE = ("micro_batch_size", "epochs", "max_steps", "puzzle_emb_ndim", "puzzle_emb_len", "lr_min_ratio", "lr_warmup_steps",
-                "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay", "seed", "eval_interval", "eval_max_puzzles",
+                "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay", "seed", "eval_interval", "eval_max_puzzles", "eval_final_max_puzzles",
                 "eval_halt_max_steps", "checkpoint_interval")
 BELOW_ONE = ("beta1", "beta2", "ema_rate")  # and at least 0
 OUTPUTS = ("inputs", "labels", "preds", "q_halt_logits")
@@ -94,7 +95,7 @@ OFFICIAL_PREFIX = "_orig_mod.model.inner."
 # dense bfloat16 FLOP/s of a chip, as its maker states them: for perf/mfu
 PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5lite": 197e12, "TPU v5p": 459e12, "TPU v6e": 918e12, "A100": 312e12, "H100": 989e12, "H200": 989e12,
               "L40S": 362e12}
-STATS = METRICS + ("grad_norm", "stop", "seconds")  # what a step adds up, over replicas where it is a sum
+STATS = METRICS + ("grad_norm", "stop", "seconds")  # what a step adds up; all but grad_norm are sums over replicas too
 
 
 def check_settings(c):
@@ -132,7 +133,7 @@ def check_settings(c):
             raise UserError(f"--{name}={getattr(c, name)}: {above} is not a folder that can be written to")
 
 
-# ---------------------------------------------------------------------------- hardware
+# Hardware.
 
 def tpu_chips():
     """TPU chips of this host. Imports torch_xla only where the PCI bus has something of Google's: on import it chooses a device."""
@@ -193,7 +194,8 @@ class Device:
             # alive then becomes an output of the program, so another program to compile.
             torch.autograd.set_multithreading_enabled(False)
             if os.environ["PJRT_DEVICE"] == "TPU":
-                self.name = "TPU " + os.environ.get("TPU_ACCELERATOR_TYPE", "")
+                from torch_xla._internal import tpu
+                self.name = "TPU " + (os.environ.get("TPU_ACCELERATOR_TYPE") or tpu.get_tpu_env()["ACCELERATOR_TYPE"])
             return
         self.torch = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
         if kind == "cuda":
@@ -230,17 +232,19 @@ class Device:
         if self.kind == "xla":
             self.xla.sync()
 
-    def compiles(self):
-        """(programs compiled, seconds it took) so far."""
+    def counts(self):
+        """XLA's own counts so far: programs compiled, seconds that took, operations that fell back to the host."""
         if self.kind != "xla":
-            return 0, 0.0
-        count, nanoseconds, _ = self.metrics.metric_data("CompileTime") or (0, 0, None)
-        return count, nanoseconds / 1e9
+            return {}
+        compiles, nanoseconds, _ = self.metrics.metric_data("CompileTime") or (0, 0, None)
+        fallbacks = sum(self.metrics.counter_value(name) for name in self.metrics.counter_names() if name.startswith("aten::"))
+        return {"xla/compiles": compiles, "xla/compile_time": nanoseconds / 1e9, "xla/fallbacks": fallbacks}
 
 
-# ---------------------------------------------------------------------------- the step
+# The step.
 
 def flatten(tensors):
+    """One vector of all the tensors' numbers."""
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
@@ -253,8 +257,9 @@ def unflatten(vector, shapes):
 class Run:
     """What training changes, on the device: weights, their average and moments (one float32 vector each), puzzle embedding, carry."""
 
-    def __init__(self, model, c, device, state={}):
-        """state: a checkpoint, on rank 0; the other ranks take the weights and it from there by a collective."""
+    def __init__(self, model, c, device, state=None):
+        """state: a checkpoint's ema, m and v, as far as it has them; weights are the model's. Rank 0's go to all ranks."""
+        state = state or {}
         # Longest first: every weight but the short biases starts at an even address of the vector.
         params = dict(sorted(model.named_parameters(), key=lambda kv: -kv[1].numel()))
         self.shapes = {name: p.shape for name, p in params.items()}
@@ -273,6 +278,7 @@ class Run:
         self.model = model.to(device.torch)
         self.forward = torch.compile(supervision_step, dynamic=False) if device.kind == "cuda" and c.compile else supervision_step
         self.dtype = getattr(torch, c.forward_dtype)
+        self.eval_depth = c.eval_halt_max_steps or c.halt_max_steps
         self.restart()
 
     def restart(self):
@@ -296,8 +302,9 @@ class Run:
         self.device.end_step()  # out here, where no intermediate tensor lives: what lives is an output of the program
 
     def trace_train_step(self, batch, rates, signals):
+        """The work of train_step."""
         c = self.c
-        lr, puzzle_emb_lr, c1, c2 = rates.unbind()
+        lr, puzzle_emb_lr, bias1, bias2 = rates.unbind()
         leaves = {k: t.detach().requires_grad_() for k, t in self.cast(self.weights).items()}
         batches = zip(*(t.chunk(len(self.carries)) for t in batch.values()))
         grad, sums, held = 0, 0, torch.zeros(len(self.puzzle_emb), device=self.device.torch)  # held: how often the batch has each row
@@ -315,25 +322,26 @@ class Run:
             grad, puzzle_grad, held, sums = packed.split([len(self.weights), len(grad) - len(self.weights), len(held), len(sums) + 2])
             if self.model.prefix:
                 sign_sgd(self.puzzle_emb, puzzle_grad.view_as(self.puzzle_emb), held, puzzle_emb_lr, c.puzzle_emb_weight_decay)
-            self.update(grad, lr, c1, c2)
+            self.update(grad, lr, bias1, bias2)
             if c.ema:
                 self.ema.lerp_(self.weights, 1 - c.ema_rate)
             self.sums += torch.cat([sums[:-2], grad.square().sum().sqrt().view(1), sums[-2:]])
 
-    def update(self, grad, lr, c1, c2):
+    def update(self, grad, lr, bias1, bias2):
+        """The optimizer, in place on the weights and their moments."""
         c, w, m, v = self.c, self.weights, self.m, self.v
         if c.optimizer == "adam_atan2":
-            adam_atan2(w, grad, m, v, lr, c1, c2, c.beta1, c.beta2, c.weight_decay)
+            adam_atan2(w, grad, m, v, lr, bias1, bias2, c.beta1, c.beta2, c.weight_decay)
         elif c.optimizer == "adamw":
-            adamw(w, grad, m, v, lr, c1, c2, c.beta1, c.beta2, c.weight_decay)
+            adamw(w, grad, m, v, lr, bias1, bias2, c.beta1, c.beta2, c.weight_decay)
         elif c.optimizer == "lion":
             lion(w, grad, m, lr, c.beta1, c.beta2, c.weight_decay)
         else:
-            for name, w, g, m, v in zip(self.shapes, *(unflatten(t, self.shapes).values() for t in (w, grad, m, v))):
-                if name.startswith("L_level.") and w.ndim == 2:
-                    muon(w, g, m, lr, c.beta1, c.weight_decay)
+            for name, *parts in zip(self.shapes, *(unflatten(t, self.shapes).values() for t in (w, grad, m, v))):
+                if name.startswith("L_level.") and parts[0].ndim == 2:
+                    muon(*parts[:3], lr, c.beta1, c.weight_decay)
                 else:
-                    adam_atan2(w, g, m, v, lr, c1, c2, c.beta1, c.beta2, c.weight_decay)
+                    adam_atan2(*parts, lr, bias1, bias2, c.beta1, c.beta2, c.weight_decay)
 
     def new_evaluation(self):
         """(carry, totals [7]) for eval_step."""
@@ -350,10 +358,10 @@ class Run:
 
     @torch.no_grad()
     def trace_eval_step(self, carry, totals, batch):
+        """The work of eval_step."""
         c = self.c
         weights = self.cast(self.ema if c.ema else self.weights)
-        depth = c.eval_halt_max_steps or c.halt_max_steps
-        _, new, sums, answer, q_halt = self.forward(self.model, weights, carry, batch, depth, c.loss_type, training=False)
+        _, new, sums, answer, q_halt = self.forward(self.model, weights, carry, batch, self.eval_depth, c.loss_type, training=False)
         carry.update(new)
         totals += torch.where(new["halted"][0], sums, 0)
         return answer, q_halt
@@ -374,63 +382,72 @@ def rates(c, step, total_steps):
     return np.array(base + [1 - c.beta1 ** (step + 1), 1 - c.beta2 ** (step + 1)], np.float32)
 
 
-# ---------------------------------------------------------------------------- evaluation
+# Evaluation.
 
-def evaluate(run, data, indices, label, save_to=None):
-    """Evaluates the puzzles `indices` of data at full depth: {"eval/...": number}; save_to: a .npz for eval_save_outputs. All ranks."""
+def evaluate(run, data, indices, label, asked, save_to=None):
+    """Evaluates the puzzles `indices` of data at full depth: {"eval/...": number}. All ranks.
+
+    asked: a function that tells whether to stop; {} is returned then. save_to: a .npz for eval_save_outputs.
+    """
     c, size, device, saved = run.c, run.batch_size, run.device, {}
-    depth = c.eval_halt_max_steps or c.halt_max_steps
     mine = indices[device.rank::device.world]
     carry, totals = run.new_evaluation()
     with Progress(label, len(mine) if device.rank == 0 else 0, "puzzles") as progress:
         for i in range(0, -(-len(indices) // device.world), size):  # as many batches on every rank
+            if asked():
+                break
             rows = mine[i:i + size]
             arrays = data.test_batch(rows, size)
             batch = device.put(arrays)
-            for _ in range(depth):
+            for _ in range(run.eval_depth):
                 answer, q_halt = run.eval_step(carry, totals, batch)
             arrays |= dict(preds=answer.cpu().numpy(), q_halt_logits=q_halt.cpu().numpy())  # waits for the device
             for k in filter(None, c.eval_save_outputs.split(",") if save_to else ()):
                 saved.setdefault(k, []).append(arrays[k][:len(rows)])
             progress.add(len(rows))
-    if saved:
-        np.savez_compressed(save_to, indices=mine, **{k: np.concatenate(v) for k, v in saved.items()})
     totals = device.all_reduce(totals)
     device.end_step()
     sums = dict(zip(METRICS, totals.cpu().tolist()))
-    count = max(sums["count"], 1)
+    if sums["count"] < len(indices):  # a rank was asked to stop
+        return {}
+    if saved:
+        np.savez_compressed(save_to, indices=mine, **{k: np.concatenate(v) for k, v in saved.items()})
+    count = sums["count"]
     return {"eval/accuracy": sums["accuracy"] / count, "eval/exact_accuracy": sums["exact_accuracy"] / count,
             "eval/loss": (sums["lm_loss"] + 0.5 * sums["q_halt_loss"]) / count, "eval/q_halt_accuracy": sums["q_halt_accuracy"] / count,
-            "eval/steps": sums["steps"] / count, "eval/puzzles": int(sums["count"])}
+            "eval/steps": sums["steps"] / count, "eval/puzzles": int(count)}
 
 
-def show_puzzle(run, data, index):
-    """A text: puzzle `index` of data and the model's answers after supervision steps 1, 2, 4, ...; * marks wrong cells. All ranks."""
-    c, device, size = run.c, run.device, run.batch_size
-    depth = c.eval_halt_max_steps or c.halt_max_steps
-    arrays = data.test_batch([index], size)
-    symbols = data.manifest.get("symbols") or [str(t) for t in range(data.vocab_size)]
-    rows, columns = data.manifest.get("grid") or [1, data.seq_len]
-    draw = lambda tokens: [("*" if wrong else " ") + symbols[t] + " " for t, wrong in tokens]
-    label = arrays["labels"][0]
-    batch, (carry, totals) = device.put(arrays), run.new_evaluation()
-    grids = [("question", draw((t, False) for t in arrays["inputs"][0]))]
+def show_puzzle(run, data):
+    """A text: a test puzzle and the model's answers after supervision steps 1, 2, 4, ...; * marks wrong cells. All ranks.
+
+    Of one batch it is the puzzle that these steps improved the most.
+    """
+    depth = run.eval_depth
+    arrays = data.test_batch(data.subset(run.batch_size), run.batch_size)
+    batch, (carry, totals), answers = run.device.put(arrays), run.new_evaluation(), {}
     for step in range(1, depth + 1):
         answer, _ = run.eval_step(carry, totals, batch)
         if step & (step - 1) == 0 or step == depth:
-            answer = answer.cpu().numpy()[0]
-            wrong = int((answer != label).sum())
-            grids.append((f"step {step}: {wrong} wrong" if wrong else f"step {step}: solved", draw(zip(answer, answer != label))))
+            answers[step] = answer.cpu().numpy()
+    errors = {step: ((answer != arrays["labels"]) & (arrays["labels"] != IGNORE_LABEL)) for step, answer in answers.items()}
+    i = int((errors[1].sum(1) - errors[depth].sum(1)).argmax())
+    symbols = data.manifest.get("symbols") or [str(t) for t in range(data.vocab_size)]
+    rows, columns = data.manifest.get("grid") or [1, data.seq_len]
+    draw = lambda tokens, wrong: [("*" if w else " ") + symbols[t] + " " for t, w in zip(tokens, wrong)]
+    grids = [("question", draw(arrays["inputs"][i], [False] * data.seq_len))]
+    for step, wrong in errors.items():
+        grids.append((f"step {step}: " + (f"{wrong[i].sum()} wrong" if wrong[i].any() else "solved"), draw(answers[step][i], wrong[i])))
     width = max(3 * columns, *(len(title) for title, _ in grids)) + 2
     lines, across = [], max(1, 120 // width)
-    for i in range(0, len(grids), across):
-        titles, cells = zip(*grids[i:i + across])
+    for j in range(0, len(grids), across):
+        titles, cells = zip(*grids[j:j + across])
         lines.append("".join(title.ljust(width) for title in titles))
         lines += ["".join("".join(x[r * columns:(r + 1) * columns]).ljust(width) for x in cells) for r in range(rows)] + [""]
     return "\n".join(line.rstrip() for line in lines)
 
 
-# ---------------------------------------------------------------------------- checkpoints and logs
+# Checkpoints and logs.
 
 def write_atomically(path, write):
     """write(file) to a temporary name, then fsync and rename: path holds all of it or what it held before."""
@@ -447,7 +464,7 @@ def save_checkpoint(c, name, state, metrics):
     write_atomically(path + ".pt", lambda f: torch.save(state, f))
     about = dict(step=state["step"], sha256=file_sha256(path + ".pt"), data=state["data"], settings=state["settings"], metrics=metrics)
     write_atomically(path + ".json", lambda f: f.write(json.dumps(about, indent=1).encode()))
-    for old in checkpoints(c.out_dir)[c.keep_last_n:]:
+    for old in [p for p in checkpoints(c.out_dir) if p <= path + ".pt"][c.keep_last_n:]:  # one past it that a resume skipped does not count
         os.remove(old)
         if os.path.exists(old[:-3] + ".json"):
             os.remove(old[:-3] + ".json")
@@ -475,7 +492,7 @@ def newest_checkpoint(out_dir, say):
 
 
 def read_checkpoint(path):
-    """A checkpoint of ours as saved, or an official one as {"weights": ...}; names without prefixes. Raises UserError."""
+    """A checkpoint of ours as saved, or an official one as {"weights": ...}. Raises UserError."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -485,8 +502,7 @@ def read_checkpoint(path):
     named = state.get("weights", state) if isinstance(state, dict) else {}
     if not named or not isinstance(named, dict) or not all(isinstance(k, str) and torch.is_tensor(t) for k, t in named.items()):
         raise UserError(f"{path}: holds no weights by name: not a checkpoint of ours or of the official code")
-    named = {k.removeprefix("_orig_mod.").removeprefix("model.").removeprefix("inner."): t for k, t in named.items()}
-    return {**state, "weights": named} if "weights" in state else {"weights": named}
+    return state if "weights" in state else {"weights": named}
 
 
 def load_weights(model, named, where):
@@ -545,7 +561,7 @@ class Log:
                 f.write(json.dumps({"step": step, **{k: round(v, 8) if isinstance(v, float) else v for k, v in values.items()}}) + "\n")
 
 
-# ---------------------------------------------------------------------------- training
+# Training.
 
 def train_values(c, sums, steps):
     """The log's numbers from the sums of `steps` steps: losses a sequence, the rest over the sequences that halted, if any did."""
@@ -558,6 +574,7 @@ def train_values(c, sums, steps):
 
 
 def train_line(values, step, total_steps):
+    """A line of the console for train_values and the rates."""
     line = f"step {step}/{total_steps} | loss {values['train/loss']:.4f}"
     if "train/steps" in values:
         line += " | accuracy {train/accuracy:.3f} exact {train/exact_accuracy:.3f} halting step {train/steps:.1f}".format_map(values)
@@ -568,34 +585,37 @@ def train_line(values, step, total_steps):
 
 
 def eval_line(values, step):
+    """A line of the console for an evaluation."""
     return (f"step {step} | {values['eval/puzzles']:,} test puzzles at {values['eval/steps']:.0f} supervision steps: "
             f"exact {values['eval/exact_accuracy']:.4f} accuracy {values['eval/accuracy']:.4f} loss {values['eval/loss']:.4f}")
 
 
 def duration(seconds):
+    """Seconds as 1h02m, 3m04s or 5s."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
 def find_start(c, data, say):
-    """The checkpoint to start from: (state or {}, whether it is resumed). Raises UserError where init_from and out_dir do not fit."""
+    """The checkpoint to start from, {} for none, and whether to resume it. Raises UserError where init_from and out_dir do not fit."""
+    reads_only = c.eval_only or c.export_official
     if c.init_from in ("resume", "auto"):
         notes = []
         state = newest_checkpoint(c.out_dir, notes.append)
-        for note in notes if state or c.init_from == "auto" else ():
+        damaged = [path for path in checkpoints(c.out_dir) if os.path.exists(path[:-3] + ".json")]  # complete once, so worth a look
+        if not state and (c.init_from == "resume" or reads_only or damaged):
+            mend = "--out_dir=... starts another run" if damaged else "--init_from=auto starts anew"
+            raise UserError("; ".join([f"--init_from={c.init_from}: no complete checkpoint in {c.out_dir}", *notes, mend]))
+        for note in notes:
             say(note)
-        if not state and (c.init_from == "resume" or c.eval_only or c.export_official):
-            raise UserError("; ".join([f"--init_from={c.init_from}: no complete checkpoint in {c.out_dir}", *notes, "--init_from=scratch starts anew"]))
         if state and state["data"] != data.sha256:
             raise UserError(f"{c.data_path} is not the data set that the checkpoint in {c.out_dir} was trained on: "
                             "choose that one, or another --out_dir")
-        if state:
-            return state, bool(state)
-    holds_run = checkpoints(c.out_dir) or os.path.exists(os.path.join(c.out_dir, "best.pt"))
-    if holds_run and not c.eval_only and not c.export_official:
-        raise UserError(f"{c.out_dir} holds a run: --init_from=resume goes on with it, --out_dir=... starts another")
-    return read_checkpoint(c.init_from) if c.init_from not in ("scratch", "resume", "auto") else {}, False
+        return state, bool(state)
+    if not reads_only and (checkpoints(c.out_dir) or os.path.exists(os.path.join(c.out_dir, "best.pt"))):
+        raise UserError(f"{c.out_dir} holds a run: --init_from=auto goes on with it, --out_dir=... starts another")
+    return read_checkpoint(c.init_from) if c.init_from != "scratch" else {}, False
 
 
 def export_official(c, model, state):
@@ -605,18 +625,18 @@ def export_official(c, model, state):
         weights[k] = weights[k].to(getattr(torch, c.forward_dtype))
     official = {OFFICIAL_PREFIX + k: t.clone() for k, t in weights.items()}
     write_atomically(c.export_official, lambda f: torch.save(official, f))
-    print(f"wrote {c.export_official}: {len(official)} tensors under the official code's names")
+    print(f"wrote {c.export_official}: {len(official)} tensors of step {state.get('step', 0)} under the official code's names")
 
 
 def train(index, c, kind, stop_file):
     """The whole run of one replica. index: of the replica on its host; stop_file: appears when the run shall save and stop."""
     began, parent = time.time(), os.getppid() if kind == "xla" else 0  # a process of xmp.spawn's stops if its parent is gone
     device = Device(kind)
-    if c.global_batch_size % (device.world * (c.micro_batch_size or 1)):
-        each = device.world * (c.micro_batch_size or 1)
+    each = device.world * (c.micro_batch_size or 1)
+    if c.global_batch_size % each:
         below = max(1, c.global_batch_size // each) * each
-        raise UserError(f"global_batch_size {c.global_batch_size} must divide into {device.world} replicas x micro_batch_size "
-                        f"{c.micro_batch_size}: the nearest that do are {below} and {below + each}")
+        raise UserError(f"global_batch_size {c.global_batch_size} must be a multiple of {each}, replicas ({device.world}) times "
+                        f"micro_batch_size {c.micro_batch_size or ''}: the nearest that do are {below} and {below + each}")
     data, test = Dataset(c.data_path, "train"), Dataset(c.data_path, "test")
     for name in ("seq_len", "vocab_size", "num_puzzle_identifiers"):
         if getattr(data, name) != getattr(test, name):
@@ -637,8 +657,11 @@ def train(index, c, kind, stop_file):
     if state:
         load_weights(model, state["weights"], c.out_dir if resumed else c.init_from)
     if c.export_official:
-        return export_official(c, model, state)
-    if step > total_steps:
+        if device.rank == 0:
+            print(*notes, sep="\n")
+            export_official(c, model, state)
+        return
+    if step > total_steps and not c.eval_only:
         raise UserError(f"{c.out_dir} is at step {step}, past the {total_steps} steps asked for: raise max_steps or epochs")
     best_json, best = os.path.join(c.out_dir, "best.json"), -1.0
     if resumed and os.path.exists(best_json):
@@ -657,10 +680,12 @@ def train(index, c, kind, stop_file):
     for note in notes + [f"{k} is {v}; the checkpoint had {state['settings'].get(k)}" for k, v in vars(c).items()
                          if resumed and state["settings"].get(k) != v and k not in ("init_from", "eval_only")]:
         log.say(note)
+    asked = lambda: bool(os.path.exists(stop_file) or parent and os.getppid() != parent)
     if c.eval_only:
-        return finish(run, test, log, step, "evaluation")
+        finish(run, test, log, step, "evaluation", asked)
+        return
     log.cut(step)
-    if step == total_steps and any('"final": true' in line for line in log.lines()):
+    if step == total_steps and any('"final": true' in line and line_step(line) == step for line in log.lines()):
         return log.say(f"{c.out_dir} is complete at step {step}: --eval_only evaluates it again, a higher max_steps or epochs goes on")
     log.say(f"training from step {step} to {total_steps}, {c.global_batch_size} sequences a step")
 
@@ -671,14 +696,15 @@ def train(index, c, kind, stop_file):
     peak = next((v for k, v in PEAK_FLOPS.items() if k in device.name), None)
     flops = model.flops_per_example()[1]
 
-    first, logged, saved, stop, look_every, seconds = step, step, step if resumed else None, False, 1, 0.0
-    clock, timed_from = time.perf_counter(), step
+    first = logged = timed_from = step  # where this process, the next line of the log, the clock began
+    clock, seconds = time.perf_counter(), 0.0  # of a step, as last measured
+    saved = step if resumed else None
+    stop, look_every = False, 1  # at every step, until the time of one is known to all ranks
     while step < total_steps and not stop:
         batch = data.train_batch(c.seed, step, c.global_batch_size, device.rank, device.world)
         batch["min_halt_steps"] = halting_draws(
             c.seed, step, c.global_batch_size, c.halt_max_steps, c.halt_exploration_prob, device.rank, device.world)
-        asked = os.path.exists(stop_file) or parent and os.getppid() != parent
-        run.train_step(device.put(batch), device.put(rates(c, step, total_steps)), device.put(torch.tensor([float(asked), seconds])))
+        run.train_step(device.put(batch), device.put(rates(c, step, total_steps)), device.put(torch.tensor([float(asked()), seconds])))
         step += 1
         if step == first + 1:
             run.sums.cpu()
@@ -707,18 +733,21 @@ def train(index, c, kind, stop_file):
             values |= {"perf/examples_per_sec": c.global_batch_size / seconds, "perf/step_time": seconds}
             if peak:
                 values["perf/mfu"] = c.global_batch_size / seconds * flops / peak / device.world
-        values["xla/compiles"], values["xla/compile_time"] = device.compiles()
+        values |= device.counts()
         if sums["seconds"]:  # of the step, by all ranks' clocks: a stop is seen within 5 seconds
             look_every = max(1, int(5 * device.world * (step - logged) / sums["seconds"]))
         log.metrics(step, values)
         log.say(train_line(values, step, total_steps))
         logged, run.sums = step, device.put(torch.zeros(len(STATS)))
         if due:
-            values = evaluate(run, test, test.subset(c.eval_max_puzzles), f"evaluating at step {step}")
-            log.metrics(step, values)
-            log.say(eval_line(values, step))
-            if values["eval/exact_accuracy"] > best:
-                best = values["eval/exact_accuracy"]
+            evaluation = evaluate(run, test, test.subset(c.eval_max_puzzles), f"evaluating at step {step}", asked)
+            stop = stop or not evaluation
+            if evaluation:
+                log.metrics(step, evaluation)
+                log.say(eval_line(evaluation, step))
+                values |= evaluation
+            if evaluation and evaluation["eval/exact_accuracy"] > best:
+                best = evaluation["eval/exact_accuracy"]
                 save("best", values)
         if scheduled or stop:
             save(f"ckpt_{step:08d}", values)
@@ -729,17 +758,21 @@ def train(index, c, kind, stop_file):
         return log.say(f"stopped at step {step}, checkpoint saved in {c.out_dir}; the same command with --init_from=resume goes on")
     if first < total_steps:
         log.say(f"trained {total_steps - first} steps in {duration(time.time() - began)}")
-    log.metrics(step, {"final": True, **finish(run, test, log, step, "final evaluation")})
+    if values := finish(run, test, log, step, "final evaluation", asked):
+        log.metrics(step, {"final": True, **values})
 
 
-def finish(run, test, log, step, label):
-    """Evaluates the whole test set (eval_only: eval_max_puzzles of it); shows a puzzle. All ranks."""
-    c = run.c
-    outputs = os.path.join(c.out_dir, f"eval_{step:08d}.{run.device.rank}.npz")
-    values = evaluate(run, test, test.subset(c.eval_max_puzzles if c.eval_only else 0), label, outputs)
+def finish(run, test, log, step, label, asked):
+    """The evaluation at the end, {} where it was stopped; shows a puzzle. All ranks."""
+    c, device = run.c, run.device
+    outputs = os.path.join(c.out_dir, f"eval_{step:08d}{f'.{device.rank}' if device.world > 1 else ''}.npz")
+    values = evaluate(run, test, test.subset(c.eval_final_max_puzzles), label, asked, outputs)
+    if not values:
+        log.say(f"{label} stopped; the same command with --init_from=resume starts it again")
+        return values
     log.say(eval_line(values, step))
     if c.eval_show_puzzle:
-        log.say("\n" + show_puzzle(run, test, int(test.subset(1)[0])))
+        log.say("\n" + show_puzzle(run, test))
     return values
 
 
@@ -754,13 +787,14 @@ def on_signals(stop_file):
     def handler(number, _):
         open(stop_file, "w").close()
         signal.signal(number, signal.SIG_DFL)
-        print(f"{signal.Signals(number).name}: saving a checkpoint, then stopping; a second one kills", file=sys.stderr, flush=True)
+        print(f"{signal.Signals(number).name}: stopping after this step; a second one kills", file=sys.stderr, flush=True)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handler)
 
 
 def main(c):
+    """Checks the settings, makes the data set where asked to, and runs train() on each device."""
     check_settings(c)
     kind, reason = choose_device(c.device)
     main_process = os.environ.get("RANK", "0") == "0"

@@ -72,7 +72,7 @@ def test_a_run_logs_evaluates_and_saves(whole):
     assert not [n for n in os.listdir(out) if n.endswith(".tmp")]
     logged = lines(out)
     want = {"train/loss", "train/lm_loss", "train/q_halt_loss", "train/accuracy", "train/exact_accuracy", "train/steps", "train/lr",
-            "train/grad_norm", "perf/examples_per_sec", "perf/step_time", "xla/compiles", "xla/compile_time"}
+            "train/grad_norm", "perf/examples_per_sec", "perf/step_time"}
     assert want <= logged[1].keys()
     assert curve(out)[40] < 0.8 * curve(out)[5]
     evaluations = [line for line in logged if "eval/exact_accuracy" in line]
@@ -115,21 +115,50 @@ def test_kills_at_random_moments_lose_nothing(data, whole, tmp_path):
     """SIGKILL again and again, saving included, with init_from=auto as a restart loop would; the end is bit for bit the same."""
     out, draw, kills = str(tmp_path / "run"), random.Random(0), 0
     flags = ["--max_steps=40", "--checkpoint_interval=10", "--keep_last_n=9", "--eval_interval=4", "--eval_max_puzzles=20", "--init_from=auto"]
-    for attempt in range(60):
+    for attempt in range(40):
         process = subprocess.Popen(command(data, out, *flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        target = draw.choice(["training from", "step 1/", "step 5/", "step 10/", "step 15/", "step 20/", "step 25/", "step 30/", "step 35/", "final"])
         for line in process.stdout:
-            if target in line and kills < 6:
-                time.sleep(draw.uniform(0, 0.15))
+            if line.startswith("training from") and kills < 8:
+                time.sleep(draw.uniform(0, 0.5))
                 process.kill()
         process.wait()
         if process.returncode == 0:
             break
         assert process.returncode == -signal.SIGKILL
         kills += 1
-    assert kills >= 3 and process.returncode == 0
+    assert kills >= 5 and process.returncode == 0
     assert same(last_weights(out), last_weights(whole[0]))
     assert curve(out) == curve(whole[0]) and lines(out)[-1]["final"]
+
+
+def test_auto_starts_anew_where_no_checkpoint_was_completed(data, whole, tmp_path):
+    """A kill after the first evaluation and in the first checkpoint: best.pt and a .pt without its .json are there, nothing to resume."""
+    out = tmp_path / "run"
+    out.mkdir()
+    for source, name in (("best.pt", "best.pt"), ("best.json", "best.json"), ("ckpt_00000010.pt", "ckpt_00000010.pt")):
+        shutil.copy(os.path.join(whole[0], source), out / name)
+    text = run(data, out, "--max_steps=40", "--checkpoint_interval=10", "--keep_last_n=9", "--eval_interval=4", "--eval_max_puzzles=20", "--init_from=auto")
+    assert f"skipped {out / 'ckpt_00000010.pt'}" in text and same(last_weights(out), last_weights(whole[0]))
+
+
+def test_a_longer_run_is_evaluated_at_its_own_end(data, whole, tmp_path):
+    """The final line of 40 steps is not that of 50: after a kill before the last evaluation, a resume makes up for it."""
+    out = str(tmp_path / "run")
+    shutil.copytree(whole[0], out)
+    run(data, out, "--max_steps=50", "--init_from=resume")
+    kept = [line for line in lines(out) if not (line["step"] == 50 and "final" in line)]
+    with open(os.path.join(out, "metrics.jsonl"), "w") as f:
+        f.writelines(json.dumps(line) + "\n" for line in kept)
+    assert "final evaluation" in run(data, out, "--max_steps=50", "--init_from=resume") or lines(out)[-1].get("final")
+    assert lines(out)[-1]["step"] == 50 and lines(out)[-1]["final"]
+
+
+def test_a_damaged_newest_checkpoint_costs_no_good_one(data, whole, tmp_path):
+    out = str(tmp_path / "run")
+    shutil.copytree(whole[0], out)
+    os.remove(os.path.join(out, "ckpt_00000040.json"))
+    run(data, out, "--max_steps=35", "--keep_last_n=1", "--init_from=resume")
+    assert os.path.exists(os.path.join(out, "ckpt_00000035.pt"))
 
 
 def test_sigterm_saves_and_says_how_to_go_on(data, tmp_path):
@@ -161,11 +190,11 @@ def test_a_complete_run_says_so_and_evaluates_again(data, whole, tmp_path):
     shutil.copytree(whole[0], out)
     before = open(os.path.join(out, "metrics.jsonl")).read()
     assert "is complete at step 40" in run(data, out, "--max_steps=40", "--init_from=auto")
-    text = run(data, out, "--max_steps=40", "--init_from=resume", "--eval_only", "--eval_max_puzzles=0", "--eval_save_outputs=inputs,preds,q_halt_logits")
+    text = run(data, out, "--max_steps=40", "--init_from=resume", "--eval_only", "--eval_save_outputs=inputs,preds,q_halt_logits")
     assert f"40 test puzzles at 4 supervision steps: exact {lines(out)[-1]['eval/exact_accuracy']:.4f}" in text
-    saved = np.load(os.path.join(out, "eval_00000040.0.npz"))
+    saved = np.load(os.path.join(out, "eval_00000040.npz"))
     assert saved["preds"].shape == saved["inputs"].shape == (40, 16) and saved["q_halt_logits"].shape == (40,)
-    deeper = run(data, out, "--max_steps=40", "--init_from=resume", "--eval_only", "--eval_max_puzzles=10", "--eval_halt_max_steps=9", "--eval_show_puzzle")
+    deeper = run(data, out, "--max_steps=40", "--init_from=resume", "--eval_only", "--eval_final_max_puzzles=10", "--eval_halt_max_steps=9", "--eval_show_puzzle")
     assert "10 test puzzles at 9 supervision steps" in deeper and "step 8" in deeper and "question" in deeper
     assert open(os.path.join(out, "metrics.jsonl")).read() == before
 
@@ -177,7 +206,7 @@ def test_weights_go_out_to_the_official_code_and_come_back(data, whole, tmp_path
     assert all(k.startswith("_orig_mod.model.inner.") for k in official) and "_orig_mod.model.inner.L_level.layers.0.mlp_t.down_proj.weight" in official
     ema = torch.load(train.checkpoints(whole[0])[0], weights_only=True)["ema"]
     assert torch.equal(official["_orig_mod.model.inner.lm_head.weight"], ema["lm_head.weight"])
-    text = run(data, tmp_path / "eval", f"--init_from={exported}", "--eval_only", "--eval_max_puzzles=0")
+    text = run(data, tmp_path / "eval", f"--init_from={exported}", "--eval_only")
     final = lines(whole[0])[-1]
     assert f"exact {final['eval/exact_accuracy']:.4f} accuracy {final['eval/accuracy']:.4f} loss {final['eval/loss']:.4f}" in text
     run(data, tmp_path / "tuned", f"--init_from={exported}", "--max_steps=5")  # and training starts from it, at step 0
@@ -203,12 +232,35 @@ def test_every_setting_trains_and_resumes(data, tmp_path, flags):
     assert curve(tmp_path / "a")[20] < curve(tmp_path / "a")[5]
 
 
-def test_xla_trains_the_same_curve_with_two_programs(data, tmp_path):
-    flags = ["--max_steps=20", "--checkpoint_interval=10", "--log_interval=1", "--eval_interval=2", "--eval_max_puzzles=20", "--lr=2e-4"]
-    run(data, tmp_path / "xla", *flags, "--device=xla", PJRT_DEVICE="CPU")
-    run(data, tmp_path / "cpu", *flags)
+def test_xla_trains_the_demos_curve_with_two_programs(tmp_path):
+    data = str(tmp_path / "data")
+    subprocess.run([sys.executable, os.path.join(ROOT, "prepare_sudoku.py"), "--source=generate", "--size=6", "--num_train=300", "--num_test=40",
+                    "--num_aug=10", f"--output_dir={data}"], check=True, capture_output=True)
+    for kind in ("cpu", "xla"):
+        flags = [f"--data_path={data}", f"--out_dir={tmp_path / kind}", f"--device={kind}", "--max_steps=20", "--log_interval=1", "--eval_interval=1",
+                 "--eval_max_puzzles=40"]  # an epoch is 9.4 steps: evaluations after 10 and 19
+        subprocess.run([sys.executable, "train.py", "config/demo.py", *flags], cwd=ROOT, check=True, capture_output=True, timeout=300,
+                       env={**os.environ, **({"PJRT_DEVICE": "CPU"} if kind == "xla" else {})})
     got, want = curve(tmp_path / "xla"), curve(tmp_path / "cpu")
-    assert len(got) == 20 and all(got[k] == pytest.approx(want[k], rel=1e-3) for k in want)
+    assert len(want) == 20 and max(abs(got[k] / want[k] - 1) for k in want) < 1e-3
+    evaluated = curve(tmp_path / "cpu", "eval/loss")  # four times as deep as a training step, so rounding has grown further
+    assert len(evaluated) == 3 and curve(tmp_path / "xla", "eval/loss") == pytest.approx(evaluated, rel=3e-2)
     compiles = curve(tmp_path / "xla", "xla/compiles")
-    assert [compiles[k] for k in (1, 8, 9, 20)] == [1, 1, 2, 2], compiles  # the first evaluation comes after step 8
-    assert not curve(tmp_path / "xla", "xla/fallbacks")
+    assert [compiles[k] for k in (1, 10, 11, 20)] == [1, 1, 2, 2], compiles
+    assert set(curve(tmp_path / "xla", "xla/fallbacks").values()) == {0}
+    assert "aten::" not in open(tmp_path / "xla" / "log.txt").read()
+
+
+def test_two_processes_train_the_curve_of_one(data, whole, tmp_path):
+    """torchrun with gloo: a rank takes its slice of the batch and of the evaluation; the losses are those of one process."""
+    flags = ["--max_steps=30", "--checkpoint_interval=10", "--keep_last_n=9", "--eval_interval=4", "--eval_max_puzzles=20", "--lr=2e-4",
+             "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2"]  # shallow: depth amplifies rounding
+    run(data, tmp_path / "one", *flags)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run(torchrun + command(data, tmp_path / "two", *flags)[1:], check=True, capture_output=True, timeout=200,
+                   env={**os.environ, "OMP_NUM_THREADS": "1"})
+    for key in ("train/loss", "eval/loss"):
+        one, two = curve(tmp_path / "one", key), curve(tmp_path / "two", key)
+        assert one.keys() == two.keys() and two == pytest.approx(one, rel=1e-4)
+    assert lines(tmp_path / "two")[-1]["eval/puzzles"] == 40
+    run(data, tmp_path / "two", *flags, "--max_steps=35", "--init_from=resume")  # and one process goes on from there
