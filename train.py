@@ -394,13 +394,14 @@ def evaluate(run, data, indices, label, asked, save_to=None):
     carry, totals = run.new_evaluation()
     with Progress(label, len(mine) if device.rank == 0 else 0, "puzzles") as progress:
         for i in range(0, -(-len(indices) // device.world), size):  # as many batches on every rank
-            if asked():
-                break
             rows = mine[i:i + size]
             arrays = data.test_batch(rows, size)
             batch = device.put(arrays)
             for _ in range(run.eval_depth):
-                answer, q_halt = run.eval_step(carry, totals, batch)
+                if not asked():
+                    answer, q_halt = run.eval_step(carry, totals, batch)
+            if asked():
+                break
             arrays |= dict(preds=answer.cpu().numpy(), q_halt_logits=q_halt.cpu().numpy())  # waits for the device
             for k in filter(None, c.eval_save_outputs.split(",") if save_to else ()):
                 saved.setdefault(k, []).append(arrays[k][:len(rows)])
