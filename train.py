@@ -614,7 +614,7 @@ def find_start(c, data, say):
             raise UserError(f"{c.data_path} is not the data set that the checkpoint in {c.out_dir} was trained on: "
                             "choose that one, or another --out_dir")
         return state, bool(state)
-    if not reads_only and (checkpoints(c.out_dir) or os.path.exists(os.path.join(c.out_dir, "best.pt"))):
+    if not reads_only and (checkpoints(c.out_dir) or any(os.path.exists(os.path.join(c.out_dir, n)) for n in ("best.pt", "metrics.jsonl"))):
         raise UserError(f"{c.out_dir} holds a run: --init_from=auto goes on with it, --out_dir=... starts another")
     return read_checkpoint(c.init_from) if c.init_from != "scratch" else {}, False
 
