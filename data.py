@@ -51,7 +51,7 @@ class Dataset:
     def __init__(self, path, split):
         self.path, self.split = path, split
         if not os.path.isdir(os.path.join(path, split)):
-            raise UserError(f"{os.path.join(path, split)}: no such data set; build it with prepare_sudoku.py or prepare_maze.py")
+            raise UserError(f"{os.path.join(path, split)}: no such data set; build it with prepare_sudoku.py")
         manifest = os.path.join(path, "manifest.json")
         self.manifest = read_json(manifest, "sha256") if os.path.exists(manifest) else {}
         if not isinstance(self.manifest.get("sha256", {}), dict):

@@ -633,11 +633,11 @@ def train(index, c, kind, stop_file):
     """The whole run of one replica. index: of the replica on its host; stop_file: appears when the run shall save and stop."""
     began, parent = time.time(), os.getppid() if kind == "xla" else 0  # a process of xmp.spawn's stops if its parent is gone
     device = Device(kind)
-    each = device.world * (c.micro_batch_size or 1)
+    each, what = device.world * (c.micro_batch_size or 1), f"{device.world} replica" + "s" * (device.world > 1)
     if c.global_batch_size % each:
         below = max(1, c.global_batch_size // each) * each
-        raise UserError(f"global_batch_size {c.global_batch_size} must be a multiple of {each}, replicas ({device.world}) times "
-                        f"micro_batch_size {c.micro_batch_size or ''}: the nearest that do are {below} and {below + each}")
+        what += f" x micro_batch_size {c.micro_batch_size}" if c.micro_batch_size else ""
+        raise UserError(f"global_batch_size {c.global_batch_size} must be a multiple of {each} ({what}): the nearest are {below} and {below + each}")
     data, test = Dataset(c.data_path, "train"), Dataset(c.data_path, "test")
     for name in ("seq_len", "vocab_size", "num_puzzle_identifiers"):
         if getattr(data, name) != getattr(test, name):
@@ -659,7 +659,8 @@ def train(index, c, kind, stop_file):
         load_weights(model, state["weights"], c.out_dir if resumed else c.init_from)
     if c.export_official:
         if device.rank == 0:
-            print(*notes, sep="\n")
+            for note in notes:
+                print(note)
             export_official(c, model, state)
         return
     if step > total_steps and not c.eval_only:
