@@ -406,17 +406,19 @@ def evaluate(run, data, indices, label, asked, save_to=None):
             for k in filter(None, c.eval_save_outputs.split(",") if save_to else ()):
                 saved.setdefault(k, []).append(arrays[k][:len(rows)])
             progress.add(len(rows))
+    if asked():  # the other ranks learn it from the sum
+        totals = device.put(torch.full((len(METRICS),), math.nan))
     totals = device.all_reduce(totals)
     device.end_step()
     sums = dict(zip(METRICS, totals.cpu().tolist()))
-    if sums["count"] < len(indices):  # a rank was asked to stop
+    if math.isnan(sums["count"]):
         return {}
     if saved:
         np.savez_compressed(save_to, indices=mine, **{k: np.concatenate(v) for k, v in saved.items()})
-    count = sums["count"]
+    count = max(sums["count"], 1)
     return {"eval/accuracy": sums["accuracy"] / count, "eval/exact_accuracy": sums["exact_accuracy"] / count,
             "eval/loss": (sums["lm_loss"] + 0.5 * sums["q_halt_loss"]) / count, "eval/q_halt_accuracy": sums["q_halt_accuracy"] / count,
-            "eval/steps": sums["steps"] / count, "eval/puzzles": int(count)}
+            "eval/steps": sums["steps"] / count, "eval/puzzles": int(sums["count"])}
 
 
 def show_puzzle(run, data):
@@ -540,6 +542,7 @@ class Log:
             self.text = open(os.path.join(out_dir, "log.txt"), "a", encoding="utf-8")
 
     def say(self, text):
+        """A line for people."""
         if self.rank == 0:
             print(text, flush=True)
             print(text, file=self.text, flush=True)
@@ -551,12 +554,14 @@ class Log:
             write_atomically(self.path, lambda f: f.write("".join(kept).encode()))
 
     def lines(self):
+        """The whole lines of metrics.jsonl so far."""
         if not os.path.exists(self.path):
             return []
         with open(self.path, encoding="utf-8") as f:
             return [line for line in f if line.endswith("\n")]
 
     def metrics(self, step, values):
+        """A line of metrics.jsonl."""
         if self.rank == 0:
             with open(self.path, "a", encoding="utf-8") as f:
                 f.write(json.dumps({"step": step, **{k: round(v, 8) if isinstance(v, float) else v for k, v in values.items()}}) + "\n")

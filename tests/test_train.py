@@ -14,6 +14,7 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+import configurator  # noqa: E402
 import train  # noqa: E402
 
 TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2", "--L_cycles=2", "--halt_max_steps=4",
@@ -216,6 +217,19 @@ def test_weights_go_out_to_the_official_code_and_come_back(data, whole, tmp_path
 def test_evaluation_does_not_change_training(data, whole, tmp_path):
     run(data, tmp_path / "run", "--max_steps=40", "--checkpoint_interval=10", "--keep_last_n=9", "--eval_interval=0")
     assert same(last_weights(tmp_path / "run"), last_weights(whole[0]))
+
+
+def test_an_evaluation_stops_when_asked_and_leaves_out_puzzles_without_labels(data, whole):
+    c = configurator.configure(train.__file__, [f"--data_path={data}", f"--out_dir={whole[0]}", *TINY])
+    test = train.Dataset(data, "test")
+    test.labels = test.labels.copy()
+    test.labels[:7] = test.ignore_label_id
+    net = train.TRM(train.TRMConfig.of(c, seq_len=test.seq_len, vocab_size=test.vocab_size))
+    evaluated = lambda asked: train.evaluate(train.Run(net, c, train.Device("cpu")), test, test.subset(0), "", asked)
+    assert evaluated(lambda: False)["eval/puzzles"] == 33
+    assert evaluated(lambda: True) == {}
+    calls = iter(range(1000))
+    assert evaluated(lambda: next(calls) > 6) == {}  # in the middle of the second batch
 
 
 @pytest.mark.parametrize("flags", [["--optimizer=adamw", "--micro_batch_size=4"], ["--optimizer=lion", "--lr=2e-4", "--ema=False"], ["--optimizer=muon"],
