@@ -17,10 +17,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from configurator import UserError, read_settings, start
 from data import Dataset, Progress, file_sha256, halting_draws
@@ -159,6 +161,7 @@ def choose_device(wanted):
         if not installed:
             raise UserError(f"--device={wanted}: torch_xla is not installed: pip install -r requirements.txt")
         if pjrt == "CPU":
+            os.environ.setdefault("XLA_THREAD_POOL_SIZE", "16")  # replicas that outnumber its threads would wait for each other forever
             return "xla", "PJRT_DEVICE=CPU"
         if pjrt not in (None, "", "TPU"):
             raise UserError(f"PJRT_DEVICE={pjrt}: must be TPU or CPU, or unset")
@@ -173,6 +176,9 @@ def choose_device(wanted):
     return "cpu", "asked for" if wanted == "cpu" else "no TPU and no GPU found"
 
 
+LAUNCH = threading.Lock()  # of XLA replicas that are threads: one compiles, the others find the program in the cache
+
+
 class Device:
     """The seam to the hardware and to the other replicas: everything that knows torch_xla, CUDA or torch.distributed.
 
@@ -183,13 +189,14 @@ class Device:
         self.kind, self.rank, self.world, self.name = kind, 0, 1, platform.processor() or platform.machine()
         if kind == "xla":
             import torch_xla
+            import torch_xla.core.xla_builder as xb
             import torch_xla.core.xla_model as xm
             import torch_xla.debug.metrics
             import torch_xla.runtime as xr
-            self.xla, self.xm, self.metrics, self.torch = torch_xla, xm, torch_xla.debug.metrics, torch_xla.device()
+            self.xla, self.xb, self.xm, self.metrics, self.torch = torch_xla, xb, xm, torch_xla.debug.metrics, torch_xla.device()
             self.rank, self.world = xr.global_ordinal(), xr.world_size()
-            if self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU":
-                raise UserError("PJRT_DEVICE=CPU runs one replica: unset CPU_NUM_DEVICES")
+            self.threads = self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU"
+            self.programs = {}
             # The backward pass stays on this thread: one of its own could still hold gradients when the step ends, and what is
             # alive then becomes an output of the program, so another program to compile.
             torch.autograd.set_multithreading_enabled(False)
@@ -224,13 +231,76 @@ class Device:
     def from_rank_0(self, vector):
         """Rank 0's vector, on the device of every rank. All ranks; one program."""
         vector = self.all_reduce(self.put(vector if self.rank == 0 else torch.zeros_like(vector)))
-        self.end_step()
+        self.end_step(vector)
         return vector
 
-    def end_step(self):
-        """Launches what was traced since the last call as one program. All ranks."""
+    def end_step(self, result):
+        """Launches what was traced since the last call as one program; result is one of its results. All ranks."""
+        if self.kind == "xla" and self.threads:
+            # sync() would free buffers of the running program with Python's lock held, and the peers that it waits for need it.
+            with LAUNCH:
+                self.xla._XLAC._xla_step_marker(self.xla._XLAC._xla_get_default_device(), [], wait=False)
+            result.cpu()
         if self.kind == "xla":
             self.xla.sync()
+
+    def call(self, fn, state, inputs):
+        """fn(state, inputs), which changes the tensors of state in place and returns others, as one program. All ranks.
+
+        state, inputs: dicts of tensors, nested or not. On XLA the first call traces fn, and the others replay that: what fn
+        reads besides its arguments must not change.
+        """
+        if self.kind != "xla":
+            return fn(state, inputs)
+        if fn not in self.programs:
+            with LAUNCH, torch.no_grad():
+                self.programs[fn] = self.capture(fn, state, inputs)
+        replay, spec = self.programs[fn]
+        held = tree_flatten((state, inputs))[0]  # until the program has run: freeing a buffer that it reads would wait for it
+        results = replay(held)
+        new, outputs = tree_unflatten(results, spec)
+        state.update(new)
+        self.end_step(results[0])
+        return outputs
+
+    def sum_over(self, body, sums, weights, xs):
+        """Sums body(weights, xs[i])[0], a list of tensors like sums, over i, and stacks its other result. xs: tensors [n, ...] in dicts.
+
+        On XLA a loop inside the program, whose memory does not grow with n.
+        """
+        if self.kind == "xla" and len(tree_flatten(xs)[0][0]) > 1:
+            from torch_xla.experimental.scan import _scan_impl_pytree
+
+            def scanned(carry, x):
+                sums, weights = carry
+                parts, row = body(weights, tree_map(lambda t, like: t.to(like.dtype), x, xs))  # the scan's own bools arrive as integers
+                return ([a + b for a, b in zip(sums, parts)], {k: w * 1 for k, w in weights.items()}), row
+
+            (sums, _), rows = _scan_impl_pytree(scanned, (sums, weights), xs)
+            return sums, rows
+        rows = []
+        for i in range(len(tree_flatten(xs)[0][0])):
+            parts, row = body(weights, tree_map(lambda t: t[i], xs))
+            sums = [a + b for a, b in zip(sums, parts)]
+            rows.append(row)
+        return sums, {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
+
+    def capture(self, fn, state, inputs):
+        """Traces fn once. Returns a function from the tensors of (state, inputs) to those of (new state, outputs), and these' structure."""
+        lowering = self.xla._XLAC.lowering.LoweringContext("step")
+        tensors, spec = tree_flatten((state, inputs))
+        holders = [self.xb.create_placeholder_tensor(t.shape, t.dtype) for t in tensors]
+        state, inputs = tree_unflatten([h.clone() for h in holders], spec)
+        results, spec = tree_flatten((state, fn(state, inputs) or ()))
+        lowering.set_name_string("step")
+        lowering.build(results)
+        program = self.xb.computation_from_module_proto("step", lowering.hlo())
+        source = {lowering.tensor_parameter_id(h): i for i, h in enumerate(holders)}
+        constants = lowering.device_parameter_id_tensor_mapping()
+        ids = sorted((set(constants) | set(source)) - {-1})
+        replay = lambda tensors: self.xla._XLAC._xla_user_computation(
+            "xla::_op_step", [tensors[source[i]] if i in source else constants[i] for i in ids], program)
+        return replay, spec
 
     def counts(self):
         """XLA's own counts so far: programs compiled, seconds that took, operations that fell back to the host."""
@@ -255,26 +325,29 @@ def unflatten(vector, shapes):
 
 
 class Run:
-    """What training changes, on the device: weights, their average and moments (one float32 vector each), puzzle embedding, carry."""
+    """What training changes, on the device, and the steps that change it.
 
-    def __init__(self, model, c, device, state=None):
-        """state: a checkpoint's ema, m and v, as far as it has them; weights are the model's. Rank 0's go to all ranks."""
-        state = state or {}
+    state: weights, their average ema and moments m and v (a float32 vector each), puzzle_emb [N, D'], sums (STATS, of the steps
+    since the last line of the log) and carry, that of every micro-batch: [micro-batches, sequences in one, ...].
+    """
+
+    def __init__(self, model, c, device, saved=None):
+        """saved: a checkpoint's ema, m and v, as far as it has them; weights are the model's. Rank 0's go to all ranks."""
+        saved = saved or {}
         # Longest first: every weight but the short biases starts at an even address of the vector.
         params = dict(sorted(model.named_parameters(), key=lambda kv: -kv[1].numel()))
         self.shapes = {name: p.shape for name, p in params.items()}
         self.c, self.device = c, device
         self.batch_size = c.global_batch_size // device.world
-        # All state goes up from the host, so that the first step traces to the same program as the others.
         weights = flatten(p.detach() for p in params.values())
         vector = lambda named: flatten(named[k] for k in self.shapes)
-        table = model.puzzle_emb.weights if model.prefix else torch.zeros(0, 1)
-        start = [weights, vector(state["ema"]) if "ema" in state else weights]
-        start += [vector(state[k]) if k in state else torch.zeros_like(weights) for k in ("m", "v")] + [table.flatten()]
+        start = dict(weights=weights, ema=vector(saved["ema"]) if "ema" in saved else weights)
+        start |= {k: vector(saved[k]) if k in saved else torch.zeros_like(weights) for k in ("m", "v")}
+        start |= dict(puzzle_emb=model.puzzle_emb.weights if model.prefix else torch.zeros(0, 1))
         if device.world > 1:
-            start = list(device.from_rank_0(torch.cat(start)).cpu().split([len(t) for t in start]))
-        start[4] = start[4].view_as(table)
-        self.weights, self.ema, self.m, self.v, self.puzzle_emb = (device.put(t.clone()) for t in start)
+            parts = device.from_rank_0(flatten(start.values())).cpu().split([t.numel() for t in start.values()])
+            start = {k: part.view_as(t) for part, (k, t) in zip(parts, start.items())}
+        self.state = {k: device.put(t.clone()) for k, t in start.items()}
         self.model = model.to(device.torch)
         self.forward = torch.compile(supervision_step, dynamic=False) if device.kind == "cuda" and c.compile else supervision_step
         self.dtype = getattr(torch, c.forward_dtype)
@@ -284,13 +357,14 @@ class Run:
     def restart(self):
         """Gives every sequence new data at the next step."""
         micro = self.c.micro_batch_size or self.batch_size
-        self.carries = [self.device.put(self.model.new_carry(micro, self.dtype)) for _ in range(self.batch_size // micro)]
-        self.sums = self.device.put(torch.zeros(len(STATS)))
+        carry = self.model.new_carry(self.batch_size, self.dtype)
+        self.state["carry"] = self.device.put({k: t.view(-1, micro, *t.shape[1:]) for k, t in carry.items()})
+        self.state["sums"] = self.device.put(torch.zeros(len(STATS)))
 
-    def cast(self, vector):
+    def cast(self, vector, puzzle_emb):
         """Weights for the network from a vector of them: cast once, the puzzle embedding left in float32."""
         weights = unflatten(vector.to(self.dtype, copy=True), self.shapes)  # never views of what the step changes in place
-        return weights | {"puzzle_emb.weights": self.puzzle_emb} if self.model.prefix else weights
+        return weights | {"puzzle_emb.weights": puzzle_emb} if self.model.prefix else weights
 
     def train_step(self, batch, rates, signals):
         """One optimizer step: one program with one all-reduce, in which nothing depends on the host. All ranks.
@@ -298,38 +372,43 @@ class Run:
         batch: the rank's tensors of Dataset.train_batch and min_halt_steps; rates: [lr, puzzle_emb_lr, 1 - beta1^t, 1 - beta2^t];
         signals: [2], the last entries of STATS, from this rank.
         """
-        self.trace_train_step(batch, rates, signals)
-        self.device.end_step()  # out here, where no intermediate tensor lives: what lives is an output of the program
+        self.device.call(self.trace_train_step, self.state, dict(batch=batch, rates=rates, signals=signals))
 
-    def trace_train_step(self, batch, rates, signals):
-        """The work of train_step."""
-        c = self.c
-        lr, puzzle_emb_lr, bias1, bias2 = rates.unbind()
-        leaves = {k: t.detach().requires_grad_() for k, t in self.cast(self.weights).items()}
-        batches = zip(*(t.chunk(len(self.carries)) for t in batch.values()))
-        grad, sums, held = 0, 0, torch.zeros(len(self.puzzle_emb), device=self.device.torch)  # held: how often the batch has each row
-        for carry, micro_batch in zip(self.carries, batches):
-            loss, new, part, _, _ = self.forward(self.model, leaves, carry, dict(zip(batch, micro_batch)), c.halt_max_steps, c.loss_type)
-            grad = grad + flatten(g.float() for g in torch.autograd.grad(loss, list(leaves.values())))
-            sums = sums + part
-            if self.model.prefix:
-                rows = new["puzzle_identifiers"]
-                held = held.index_add(0, rows, torch.ones(len(rows), device=held.device))
-            carry.update(new)
-        with torch.no_grad():
-            grad /= c.global_batch_size  # after the backward pass: float16 has no room for gradients that small
-            packed = self.device.all_reduce(torch.cat([grad, held, sums, signals]))
-            grad, puzzle_grad, held, sums = packed.split([len(self.weights), len(grad) - len(self.weights), len(held), len(sums) + 2])
-            if self.model.prefix:
-                sign_sgd(self.puzzle_emb, puzzle_grad.view_as(self.puzzle_emb), held, puzzle_emb_lr, c.puzzle_emb_weight_decay)
-            self.update(grad, lr, bias1, bias2)
-            if c.ema:
-                self.ema.lerp_(self.weights, 1 - c.ema_rate)
-            self.sums += torch.cat([sums[:-2], grad.square().sum().sqrt().view(1), sums[-2:]])
+    @torch.no_grad()
+    def trace_train_step(self, state, inputs):
+        """The work of train_step; changes state in place."""
+        c, weights = self.c, self.cast(state["weights"], state["puzzle_emb"])
+        lr, puzzle_emb_lr, bias1, bias2 = inputs["rates"].unbind()
 
-    def update(self, grad, lr, bias1, bias2):
+        def micro_batch(weights, x):
+            with torch.enable_grad():
+                leaves = {k: t.detach().requires_grad_() for k, t in weights.items()}
+                loss, carry, sums, _, _ = self.forward(self.model, leaves, x["carry"], x["batch"], c.halt_max_steps, c.loss_type)
+                grads = torch.autograd.grad(loss, list(leaves.values()))
+            rows = carry["puzzle_identifiers"]
+            held = torch.zeros_like(start[-2]).index_add(0, rows, torch.ones_like(rows, dtype=torch.float32))
+            return [g.float() for g in grads] + [held, sums], carry
+
+        zeros = lambda *shape: torch.zeros(shape, device=self.device.torch)
+        start = [zeros(*t.shape) for t in weights.values()] + [zeros(max(1, len(state["puzzle_emb"]))), zeros(len(METRICS))]
+        micro = state["carry"]["steps"].shape
+        batches = {k: t.view(*micro, *t.shape[1:]) for k, t in inputs["batch"].items()}
+        (*grads, held, sums), carry = self.device.sum_over(micro_batch, start, weights, dict(carry=state["carry"], batch=batches))
+        for k, t in carry.items():
+            state["carry"][k].copy_(t)
+        # Divided after the backward pass: float16 has no room for gradients that small.
+        packed = self.device.all_reduce(torch.cat([flatten(grads) / c.global_batch_size, held, sums, inputs["signals"]]))
+        grad, puzzle_grad, held, sums = packed.split([len(state["weights"]), state["puzzle_emb"].numel(), len(held), len(sums) + 2])
+        if self.model.prefix:
+            sign_sgd(state["puzzle_emb"], puzzle_grad.view_as(state["puzzle_emb"]), held, puzzle_emb_lr, c.puzzle_emb_weight_decay)
+        self.update(state, grad, lr, bias1, bias2)
+        if c.ema:
+            state["ema"].lerp_(state["weights"], 1 - c.ema_rate)
+        state["sums"] += torch.cat([sums[:-2], grad.square().sum().sqrt().view(1), sums[-2:]])
+
+    def update(self, state, grad, lr, bias1, bias2):
         """The optimizer, in place on the weights and their moments."""
-        c, w, m, v = self.c, self.weights, self.m, self.v
+        c, w, m, v = self.c, state["weights"], state["m"], state["v"]
         if c.optimizer == "adam_atan2":
             adam_atan2(w, grad, m, v, lr, bias1, bias2, c.beta1, c.beta2, c.weight_decay)
         elif c.optimizer == "adamw":
@@ -344,36 +423,36 @@ class Run:
                     adam_atan2(*parts, lr, bias1, bias2, c.beta1, c.beta2, c.weight_decay)
 
     def new_evaluation(self):
-        """(carry, totals [7]) for eval_step."""
-        return self.device.put(self.model.new_carry(self.batch_size, self.dtype)), self.device.put(torch.zeros(len(METRICS)))
+        """The state of an evaluation: a carry and totals [7]."""
+        return self.device.put(dict(carry=self.model.new_carry(self.batch_size, self.dtype), totals=torch.zeros(len(METRICS))))
 
-    def eval_step(self, carry, totals, batch):
+    def eval_step(self, state, batch):
         """One supervision step of an evaluation: one program, without a collective. Returns answers [B, S] and q_halt [B].
 
-        Changes the carry in place, and adds to totals when the full depth is reached; the next step then takes new data.
+        state: as new_evaluation; its totals grow when the full depth is reached, and the next step then takes new data.
         """
-        out = self.trace_eval_step(carry, totals, batch)
-        self.device.end_step()
-        return out
+        weights = self.state["ema" if self.c.ema else "weights"]
+        return self.device.call(self.trace_eval_step, state, dict(batch=batch, weights=weights, puzzle_emb=self.state["puzzle_emb"]))
 
     @torch.no_grad()
-    def trace_eval_step(self, carry, totals, batch):
-        """The work of eval_step."""
-        c = self.c
-        weights = self.cast(self.ema if c.ema else self.weights)
-        _, new, sums, answer, q_halt = self.forward(self.model, weights, carry, batch, self.eval_depth, c.loss_type, training=False)
-        carry.update(new)
-        totals += torch.where(new["halted"][0], sums, 0)
+    def trace_eval_step(self, state, inputs):
+        """The work of eval_step; changes state in place."""
+        weights = self.cast(inputs["weights"], inputs["puzzle_emb"])
+        _, carry, sums, answer, q_halt = self.forward(
+            self.model, weights, state["carry"], inputs["batch"], self.eval_depth, self.c.loss_type, training=False)
+        for k, t in carry.items():
+            state["carry"][k].copy_(t)
+        state["totals"] += torch.where(carry["halted"][0], sums, 0)
         return answer, q_halt
 
     def state_dict(self, step):
         """Everything a resume needs, on the host, by the official names."""
-        named = lambda vector: unflatten(vector.cpu(), self.shapes)
+        named = lambda k: unflatten(self.state[k].cpu(), self.shapes)
         buffers = {k: t.cpu() for k, t in self.model.named_buffers() if k in ("H_init", "L_init")}
         if self.model.prefix:
-            buffers["puzzle_emb.weights"] = self.puzzle_emb.cpu()
-        state = dict(step=step, weights=named(self.weights) | buffers, m=named(self.m), v=named(self.v))
-        return state | {"ema": named(self.ema)} if self.c.ema else state
+            buffers["puzzle_emb.weights"] = self.state["puzzle_emb"].cpu()
+        state = dict(step=step, weights=named("weights") | buffers, m=named("m"), v=named("v"))
+        return state | {"ema": named("ema")} if self.c.ema else state
 
 
 def rates(c, step, total_steps):
@@ -391,7 +470,7 @@ def evaluate(run, data, indices, label, asked, save_to=None):
     """
     c, size, device, saved = run.c, run.batch_size, run.device, {}
     mine = indices[device.rank::device.world]
-    carry, totals = run.new_evaluation()
+    state = run.new_evaluation()
     with Progress(label, len(mine) if device.rank == 0 else 0, "puzzles") as progress:
         for i in range(0, -(-len(indices) // device.world), size):  # as many batches on every rank
             rows = mine[i:i + size]
@@ -399,17 +478,16 @@ def evaluate(run, data, indices, label, asked, save_to=None):
             batch = device.put(arrays)
             for _ in range(run.eval_depth):
                 if not asked():
-                    answer, q_halt = run.eval_step(carry, totals, batch)
+                    answer, q_halt = run.eval_step(state, batch)
             if asked():
                 break
             arrays |= dict(preds=answer.cpu().numpy(), q_halt_logits=q_halt.cpu().numpy())  # waits for the device
             for k in filter(None, c.eval_save_outputs.split(",") if save_to else ()):
                 saved.setdefault(k, []).append(arrays[k][:len(rows)])
             progress.add(len(rows))
-    if asked():  # the other ranks learn it from the sum
-        totals = device.put(torch.full((len(METRICS),), math.nan))
+    totals = state["totals"] if not asked() else device.put(torch.full((len(METRICS),), math.nan))  # the other ranks learn it from the sum
     totals = device.all_reduce(totals)
-    device.end_step()
+    device.end_step(totals)
     sums = dict(zip(METRICS, totals.cpu().tolist()))
     if math.isnan(sums["count"]):
         return {}
@@ -428,9 +506,9 @@ def show_puzzle(run, data):
     """
     depth = run.eval_depth
     arrays = data.test_batch(data.subset(run.batch_size), run.batch_size)
-    batch, (carry, totals), answers = run.device.put(arrays), run.new_evaluation(), {}
+    batch, state, answers = run.device.put(arrays), run.new_evaluation(), {}
     for step in range(1, depth + 1):
-        answer, _ = run.eval_step(carry, totals, batch)
+        answer, _ = run.eval_step(state, batch)
         if step & (step - 1) == 0 or step == depth:
             answers[step] = answer.cpu().numpy()
     errors = {step: ((answer != arrays["labels"]) & (arrays["labels"] != IGNORE_LABEL)) for step, answer in answers.items()}
@@ -682,7 +760,8 @@ def train(index, c, kind, stop_file):
     log = Log(c.out_dir, device.rank)
     log.say(f"# python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}, {os.cpu_count()} cores, "
             f"{device.world} x {kind} ({device.name}); settings that differ from train.py's: {differences(c)}")
-    log.say(f"{sum(p.numel() for p in model.parameters()) + run.puzzle_emb.numel():,} parameters; "
+    parameters = len(run.state["weights"]) + run.state["puzzle_emb"].numel()
+    log.say(f"{parameters:,} parameters; "
             f"{len(data):,} training examples of {data.total_groups:,} puzzles, {len(test):,} test puzzles in {c.data_path}")
     for note in notes + [f"{k} is {v}; the checkpoint had {state['settings'].get(k)}" for k, v in vars(c).items()
                          if resumed and state["settings"].get(k) != v and k not in ("init_from", "eval_only")]:
@@ -714,7 +793,7 @@ def train(index, c, kind, stop_file):
         run.train_step(device.put(batch), device.put(rates(c, step, total_steps)), device.put(torch.tensor([float(asked()), seconds])))
         step += 1
         if step == first + 1:
-            run.sums.cpu()
+            run.state["sums"].cpu()
             log.say(f"step {step}: {time.perf_counter() - clock:.1f} s for the first step, compiling included; left out of the rates below")
             clock, timed_from = time.perf_counter(), step
 
@@ -726,7 +805,7 @@ def train(index, c, kind, stop_file):
         in_log = step % c.log_interval == 0 or scheduled or due
         if not in_log and step % look_every:
             continue
-        sums = dict(zip(STATS, run.sums.cpu().tolist()))  # waits for the device
+        sums = dict(zip(STATS, run.state["sums"].cpu().tolist()))  # waits for the device
         stop = sums["stop"] > 0
         if not in_log and not stop:
             continue
@@ -745,7 +824,7 @@ def train(index, c, kind, stop_file):
             look_every = max(1, int(5 * device.world * (step - logged) / sums["seconds"]))
         log.metrics(step, values)
         log.say(train_line(values, step, total_steps))
-        logged, run.sums = step, device.put(torch.zeros(len(STATS)))
+        logged, run.state["sums"] = step, device.put(torch.zeros(len(STATS)))
         if due:
             evaluation = evaluate(run, test, test.subset(c.eval_max_puzzles), f"evaluating at step {step}", asked)
             stop = stop or not evaluation

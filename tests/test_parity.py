@@ -2,6 +2,7 @@
 
 TRM_GOLDEN: a glob of golden files; tests/golden/*.npz otherwise. Each runs through train.py's own step on the CPU and through torch_xla.
 """
+import functools
 import glob
 import json
 import os
@@ -21,10 +22,15 @@ from model import METRICS, TRM, TRMConfig  # noqa: E402
 
 FILES = sorted(glob.glob(os.environ.get("TRM_GOLDEN") or os.path.join(ROOT, "tests", "golden", "*.npz")))
 PREFIX = "model.inner."
+SLICED = ("logits/", "q_halt_logits/", "halted/", "steps/", "eval/logits", "eval/q_halt_logits")  # a row for each sequence of the batch
 
 
-def trajectory(golden, kind, perturb=0.0, seed=0, hook=True, **settings):
-    """Every quantity of a golden file, by its name there, as train.py computes it; perturb: relative change of the initial weights."""
+def trajectory(golden, kind, perturb=0.0, seed=0, **settings):
+    """Every quantity of a golden file, by its name there, as train.py computes it; perturb: relative change of the initial weights.
+
+    Read from the state that the step leaves: logits and q from z_H by the heads, the first gradient from the first moment. With
+    several replicas each returns those of its slice of the batch, and all the same sums and weights.
+    """
     config = json.loads(str(golden["config"]))
     net, opt = config["model"], config["train"]
     values = {k: v[0] for k, v in configurator.read_settings(os.path.join(ROOT, "train.py")).items()}
@@ -37,38 +43,42 @@ def trajectory(golden, kind, perturb=0.0, seed=0, hook=True, **settings):
     start = {k: t * (1 + perturb * (2 * torch.randint(2, t.shape, generator=sign) - 1)) for k, t in start.items()}
     train.load_weights(model, start, "golden")
     run = train.Run(model, c, device)
-    seen = {}
-    if hook:
-        model.register_forward_hook(lambda module, inputs, out: (
-            seen.setdefault("logits", []).append(out[2].detach()), seen.setdefault("q_halt_logits", []).append(out[3].detach()), None)[2])
-    update = run.update
-    run.update = lambda grad, *rates: (seen.__setitem__("grad", grad.clone()), update(grad, *rates))
-    host = lambda parts: torch.cat([p.cpu() for p in parts]).numpy()
+    rows = slice(device.rank * run.batch_size, (device.rank + 1) * run.batch_size)
+    carried = lambda state, name: state["carry"][name].cpu().flatten(0, -(z_dims[name] + 1)).clone().numpy()
+    z_dims = dict(halted=0, steps=0, z_H=2)
+
+    def heads(state, weights):
+        z_H = torch.from_numpy(carried(state, "z_H"))
+        return {"logits": (z_H[:, model.prefix:] @ weights["lm_head.weight"].T).numpy(),
+                "q_halt_logits": (z_H[:, 0] @ weights["q_head.weight"][0] + weights["q_head.bias"][0]).numpy()}
+
+    named = lambda key: {n: t.clone() for n, t in train.unflatten(run.state[key].cpu(), run.shapes).items()}
     out = {}
     for k in range(len(golden["batch/inputs"])):
-        seen.clear()
-        batch = {n[6:]: golden[n][k] for n in golden.files if n.startswith("batch/")}
-        batch["min_halt_steps"] = np.zeros(c.global_batch_size, np.int32)
-        run.sums = device.put(torch.zeros(len(train.STATS)))
+        batch = {n[6:]: golden[n][k][rows] for n in golden.files if n.startswith("batch/")}
+        batch["min_halt_steps"] = np.zeros(run.batch_size, np.int32)
+        run.state["sums"], before = device.put(torch.zeros(len(train.STATS))), named("weights")
         run.train_step(device.put(batch), device.put(train.rates(c, k, opt["total_steps"])), device.put(torch.zeros(2)))
-        sums = dict(zip(train.STATS, run.sums.cpu().tolist()))
+        sums = dict(zip(train.STATS, run.state["sums"].cpu().tolist()))
         out.update({f"metric/{n}/{k}": sums[n] for n in METRICS})
         out[f"metric/loss/{k}"] = sums["lm_loss"] + 0.5 * sums["q_halt_loss"]
-        out.update({f"{n}/{k}": host(seen[n]) for n in ("logits", "q_halt_logits") if hook})
-        out.update({f"{n}/{k}": host([carry[n] for carry in run.carries]) for n in ("halted", "steps")})
+        out.update({f"{n}/{k}": v for n, v in heads(run.state, before).items()})
+        out.update({f"{n}/{k}": carried(run.state, n) for n in ("halted", "steps")})
         if k == 0:
-            out.update({"grad0/" + PREFIX + n: g.numpy() for n, g in train.unflatten(seen["grad"].cpu(), run.shapes).items()})
+            out.update({"grad0/" + PREFIX + n: m.numpy() / (1 - c.beta1) for n, m in named("m").items()})
     state = run.state_dict(0)
     out.update({"final/" + PREFIX + n: t.numpy().copy() for n, t in state["weights"].items()})
     out.update({"ema/" + PREFIX + n: t.numpy().copy() for n, t in state["ema"].items()})
 
     c.eval_halt_max_steps = int(golden["eval/steps"])
-    batch = device.put({n[6:]: golden[n][0] for n in golden.files if n.startswith("batch/")})
-    carry, totals = run.new_evaluation()
+    run.eval_depth = c.eval_halt_max_steps
+    batch = device.put({n[6:]: golden[n][0][rows] for n in golden.files if n.startswith("batch/")})
+    evaluation = run.new_evaluation()
     for _ in range(c.eval_halt_max_steps):
-        seen.clear()
-        run.eval_step(carry, totals, batch)
-    out.update({f"eval/{n}": host(seen[n]) for n in ("logits", "q_halt_logits") if hook})
+        run.eval_step(evaluation, batch)
+    out.update({f"eval/{n}": v for n, v in heads(evaluation, named("ema")).items()})
+    totals = device.all_reduce(evaluation["totals"])
+    device.end_step(totals)
     out.update({f"eval/metric/{n}": v for n, v in zip(METRICS, totals.cpu().tolist())})
     return out
 
@@ -89,14 +99,31 @@ def distance(a, b):
     return np.abs(a - b).max() / max(np.abs(b).max(), 1e-3)
 
 
-def through_xla(path, tmp_path, **settings):
-    """trajectory() in a process of its own: autograd must not have run before torch_xla is there."""
-    out = str(tmp_path / "xla.npz")
-    subprocess.run([sys.executable, __file__, path, out, json.dumps(settings)], check=True, env={**os.environ, "PJRT_DEVICE": "CPU"})
-    return np.load(out)
+def through_xla(path, tmp_path, replicas=1, **settings):
+    """trajectory() in a process of its own, where nothing ran before torch_xla was there; the replicas' slices of the batch joined."""
+    env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(replicas), "XLA_THREAD_POOL_SIZE": "8"}
+    subprocess.run([sys.executable, __file__, path, str(tmp_path), json.dumps(settings)], check=True, env=env, timeout=600)
+    parts = [np.load(tmp_path / f"{rank}.npz") for rank in range(replicas)]
+    return {name: np.concatenate([p[name] for p in parts]) if name.startswith(SLICED) else parts[0][name] for name in parts[0].files}
 
 
-def compare(golden, got):
+@functools.cache
+def allowances(path):
+    """{kind of quantity: how far off it may be} by the rule of compare()."""
+    golden = np.load(path)
+    base, moved = trajectory(golden, "cpu"), [trajectory(golden, "cpu", perturb=6e-8, seed=s) for s in (1, 2, 3)]
+    allowed = {}
+    for name in base:
+        if np.asarray(base[name]).dtype.kind == "f" and not name.startswith("grad0/"):
+            allowed[kind_of(name)] = max([allowed.get(kind_of(name), 0)] + [2 * distance(m[name], base[name]) for m in moved])
+    return allowed
+
+
+def kind_of(name):
+    return name.split("/")[0] if name.startswith(("grad0/", "final/", "ema/", "eval/")) else name.rsplit("/", 1)[1]
+
+
+def compare(path, got):
     """Holds a trajectory against the golden file: 1e-4 relative; flags and counts equal.
 
     A recursive net can amplify rounding beyond that: in mlp.npz a change of the weights in their last bit (6e-8 relative) moves
@@ -104,12 +131,7 @@ def compare(golden, got):
     final weights, their average and the evaluation may also be as far off as twice what such a change of the initial weights does
     to one of their kind. Returns the names that needed this.
     """
-    base, moved = trajectory(golden, "cpu"), [trajectory(golden, "cpu", perturb=6e-8, seed=s) for s in (1, 2, 3)]
-    allowed = {}
-    kind_of = lambda name: name.split("/")[0] if name.startswith(("grad0/", "final/", "ema/", "eval/")) else name.rsplit("/", 1)[1]
-    for name in base:
-        if np.asarray(base[name]).dtype.kind == "f" and not name.startswith("grad0/"):
-            allowed[kind_of(name)] = max([allowed.get(kind_of(name), 0)] + [2 * distance(m[name], base[name]) for m in moved])
+    golden, allowed = np.load(path), allowances(path)
     excused, wrong = [], []
     for name, want in golden_values(golden):
         if np.asarray(want).dtype.kind in "bi":
@@ -123,13 +145,14 @@ def compare(golden, got):
     return excused
 
 
-@pytest.mark.parametrize("kind", ["cpu", "xla", "cpu in micro-batches"])
+@pytest.mark.parametrize("kind", ["cpu", "cpu in micro-batches", "xla", "xla in micro-batches", "xla on 2 replicas"])
 @pytest.mark.parametrize("path", FILES, ids=os.path.basename)
 def test_golden(path, kind, tmp_path):
     golden = np.load(path)
     size = json.loads(str(golden["config"]))["train"]["global_batch_size"]
     settings = dict(micro_batch_size=next((d for d in range(2, size) if size % d == 0), size)) if "micro" in kind else {}
-    excused = compare(golden, through_xla(path, tmp_path) if kind == "xla" else trajectory(golden, "cpu", **settings))
+    replicas = 2 if "replicas" in kind and size % 2 == 0 else 1
+    excused = compare(path, through_xla(path, tmp_path, replicas, **settings) if kind.startswith("xla") else trajectory(golden, "cpu", **settings))
     print(*excused, sep="\n")
     if os.environ.get("TRM_GOLDEN"):
         return
@@ -137,7 +160,7 @@ def test_golden(path, kind, tmp_path):
         assert not excused
     if os.path.basename(path) == "mlp.npz":
         assert not [n for n in excused if n.split()[0].endswith(("/0", "/1"))]
-        assert kind == "xla" or not [n for n in excused if n.startswith(("final/", "ema/"))]
+        assert kind.startswith("xla") or not [n for n in excused if n.startswith(("final/", "ema/"))]
 
 
 @pytest.mark.parametrize("path", FILES, ids=os.path.basename)
@@ -146,11 +169,17 @@ def test_the_step_is_one_graph_for_torch_compile(path, monkeypatch):
     golden, whole = np.load(path), torch.compile(train.supervision_step, dynamic=False, fullgraph=True, backend="aot_eager")
     want = trajectory(golden, "cpu")
     monkeypatch.setattr(train, "supervision_step", whole)
-    got = trajectory(golden, "cpu", hook=False)
+    got = trajectory(golden, "cpu")
     for name in got:
         if name.startswith(("grad0/", "metric/")) and name.endswith(("weight", "/0")):
             assert distance(got[name], want[name]) < 1e-5, name
 
 
+def replica(index, path, folder, settings):
+    import torch_xla.runtime as xr
+    np.savez(os.path.join(folder, f"{xr.global_ordinal()}.npz"), **trajectory(np.load(path), "xla", **settings))
+
+
 if __name__ == "__main__":
-    np.savez(sys.argv[2], **trajectory(np.load(sys.argv[1]), "xla", **json.loads(sys.argv[3])))
+    import torch_xla.distributed.xla_multiprocessing as xmp
+    xmp.spawn(replica, args=(sys.argv[1], sys.argv[2], json.loads(sys.argv[3])))
