@@ -19,6 +19,9 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import torch
@@ -92,6 +95,7 @@ NOT_NEGATIVE = ("micro_batch_size", "epochs", "max_steps", "puzzle_emb_ndim", "p
                 "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay", "seed", "eval_interval", "eval_max_puzzles", "eval_final_max_puzzles",
                 "eval_halt_max_steps", "checkpoint_interval")
 BELOW_ONE = ("beta1", "beta2", "ema_rate")  # and at least 0
+STOP_FILE = "TRM_STOP_FILE"  # environment variable: the file that asks all processes of this host to save and stop
 OUTPUTS = ("inputs", "labels", "preds", "q_halt_logits")
 OFFICIAL_PREFIX = "_orig_mod.model.inner."
 # dense bfloat16 FLOP/s of a chip, as its maker states them: for perf/mfu
@@ -182,11 +186,12 @@ LAUNCH = threading.Lock()  # of XLA replicas that are threads: one compiles, the
 class Device:
     """The seam to the hardware and to the other replicas: everything that knows torch_xla, CUDA or torch.distributed.
 
-    kind: xla, cuda or cpu. rank of world replicas, each with its share of the global batch.
+    kind: xla, cuda or cpu. rank of world replicas, each with its share of the global batch; local_rank on this host.
     """
 
     def __init__(self, kind):
         self.kind, self.rank, self.world, self.name = kind, 0, 1, platform.processor() or platform.machine()
+        self.host, self.local_rank = int(os.environ.get("GROUP_RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))  # torchrun's
         if kind == "xla":
             import torch_xla
             import torch_xla.core.xla_builder as xb
@@ -195,6 +200,7 @@ class Device:
             import torch_xla.runtime as xr
             self.xla, self.xb, self.xm, self.metrics, self.torch = torch_xla, xb, xm, torch_xla.debug.metrics, torch_xla.device()
             self.rank, self.world = xr.global_ordinal(), xr.world_size()
+            self.host, self.local_rank = divmod(self.rank, xr.local_process_count() * xr.addressable_device_count())
             self.threads = self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU"
             self.programs = {}
             # The backward pass stays on this thread: one of its own could still hold gradients when the step ends, and what is
@@ -204,7 +210,7 @@ class Device:
                 from torch_xla._internal import tpu
                 self.name = "TPU " + (os.environ.get("TPU_ACCELERATOR_TYPE") or tpu.get_tpu_env()["ACCELERATOR_TYPE"])
             return
-        self.torch = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
+        self.torch = torch.device(kind, self.local_rank) if kind == "cuda" else torch.device(kind)
         if kind == "cuda":
             torch.cuda.set_device(self.torch)
             torch.set_float32_matmul_precision("high")
@@ -229,10 +235,11 @@ class Device:
         return vector
 
     def from_rank_0(self, vector):
-        """Rank 0's vector, on the device of every rank. All ranks; one program."""
-        vector = self.all_reduce(self.put(vector if self.rank == 0 else torch.zeros_like(vector)))
-        self.end_step(vector)
-        return vector
+        """Rank 0's vector, on the host of every rank. All ranks; one program."""
+        if self.world > 1:
+            vector = self.all_reduce(self.put(vector if self.rank == 0 else torch.zeros_like(vector)))
+            self.end_step(vector)
+        return vector.cpu()
 
     def end_step(self, result):
         """Launches what was traced since the last call as one program; result is one of its results. All ranks."""
@@ -344,9 +351,8 @@ class Run:
         start = dict(weights=weights, ema=vector(saved["ema"]) if "ema" in saved else weights)
         start |= {k: vector(saved[k]) if k in saved else torch.zeros_like(weights) for k in ("m", "v")}
         start |= dict(puzzle_emb=model.puzzle_emb.weights if model.prefix else torch.zeros(0, 1))
-        if device.world > 1:
-            parts = device.from_rank_0(flatten(start.values())).cpu().split([t.numel() for t in start.values()])
-            start = {k: part.view_as(t) for part, (k, t) in zip(parts, start.items())}
+        parts = device.from_rank_0(flatten(start.values())).split([t.numel() for t in start.values()])
+        start = {k: part.view_as(t) for part, (k, t) in zip(parts, start.items())}
         self.state = {k: device.put(t.clone()) for k, t in start.items()}
         self.model = model.to(device.torch)
         self.forward = torch.compile(supervision_step, dynamic=False) if device.kind == "cuda" and c.compile else supervision_step
@@ -446,11 +452,12 @@ class Run:
         return answer, q_halt
 
     def state_dict(self, step):
-        """Everything a resume needs, on the host, by the official names."""
-        named = lambda k: unflatten(self.state[k].cpu(), self.shapes)
+        """A copy of everything a resume needs, on the host, by the official names."""
+        host = lambda k: self.state[k].to("cpu", copy=True)  # training goes on while it is written
+        named = lambda k: unflatten(host(k), self.shapes)
         buffers = {k: t.cpu() for k, t in self.model.named_buffers() if k in ("H_init", "L_init")}
         if self.model.prefix:
-            buffers["puzzle_emb.weights"] = self.state["puzzle_emb"].cpu()
+            buffers["puzzle_emb.weights"] = host("puzzle_emb")
         state = dict(step=step, weights=named("weights") | buffers, m=named("m"), v=named("v"))
         return state | {"ema": named("ema")} if self.c.ema else state
 
@@ -602,6 +609,20 @@ def load_weights(model, named, where):
     model.load_state_dict(named)
 
 
+def is_complete(out_dir, step):
+    """Whether metrics.jsonl holds the evaluation at the end, at that step."""
+    return any('"final": true' in line and line_step(line) == step for line in metrics_lines(out_dir))
+
+
+def metrics_lines(out_dir):
+    """The whole lines of metrics.jsonl so far."""
+    path = os.path.join(out_dir, "metrics.jsonl")
+    if not os.path.exists(path):
+        return []
+    with open(path, encoding="utf-8") as f:
+        return [line for line in f if line.endswith("\n")]
+
+
 def line_step(line):
     """The step of a line of metrics.jsonl; infinity for what a crash of the machine left."""
     try:
@@ -610,38 +631,56 @@ def line_step(line):
         return math.inf
 
 
-class Log:
-    """One line an event to the console and out_dir/log.txt; numbers to out_dir/metrics.jsonl. Ranks but 0 stay silent."""
+class Saver:
+    """Writes rank 0's checkpoints behind the training thread, and copies them to gcs_dir behind that."""
 
-    def __init__(self, out_dir, rank):
-        self.path, self.rank = os.path.join(out_dir, "metrics.jsonl"), rank
-        if rank == 0:
+    def __init__(self, c, log):
+        self.c, self.log, self.pool, self.writing = c, log, ThreadPoolExecutor(1), None
+
+    def save(self, name, state, metrics):
+        """Begins to write out_dir/name.pt; waits for the one before, so that there is never more than one copy in memory."""
+        self.finish()
+        self.writing = self.pool.submit(save_checkpoint, self.c, name, state, metrics)
+
+    def finish(self):
+        """Waits for what is being written; False, and a line for people, where it failed."""
+        writing, self.writing = self.writing, None
+        try:
+            if writing:
+                writing.result()
+            return True
+        except OSError as e:
+            self.log.say(f"checkpoint not written: {e}")
+            return False
+
+
+class Log:
+    """One line an event to rank 0's console and, on each host, to a file; numbers to out_dir/metrics.jsonl from rank 0."""
+
+    def __init__(self, out_dir, device):
+        self.out_dir, self.rank, self.text = out_dir, device.rank, None
+        if device.local_rank == 0:
             os.makedirs(out_dir, exist_ok=True)
-            self.text = open(os.path.join(out_dir, "log.txt"), "a", encoding="utf-8")
+            name = f"log.host{device.host}.txt" if device.host else "log.txt"
+            self.text = open(os.path.join(out_dir, name), "a", encoding="utf-8")
 
     def say(self, text):
         """A line for people."""
         if self.rank == 0:
             print(text, flush=True)
+        if self.text:
             print(text, file=self.text, flush=True)
 
     def cut(self, step):
         """Drops what lies past step, and a last line that a kill cut off."""
         if self.rank == 0:
-            kept = [line for line in self.lines() if line_step(line) <= step]
-            write_atomically(self.path, lambda f: f.write("".join(kept).encode()))
-
-    def lines(self):
-        """The whole lines of metrics.jsonl so far."""
-        if not os.path.exists(self.path):
-            return []
-        with open(self.path, encoding="utf-8") as f:
-            return [line for line in f if line.endswith("\n")]
+            kept = [line for line in metrics_lines(self.out_dir) if line_step(line) <= step]
+            write_atomically(os.path.join(self.out_dir, "metrics.jsonl"), lambda f: f.write("".join(kept).encode()))
 
     def metrics(self, step, values):
         """A line of metrics.jsonl."""
         if self.rank == 0:
-            with open(self.path, "a", encoding="utf-8") as f:
+            with open(os.path.join(self.out_dir, "metrics.jsonl"), "a", encoding="utf-8") as f:
                 f.write(json.dumps({"step": step, **{k: round(v, 8) if isinstance(v, float) else v for k, v in values.items()}}) + "\n")
 
 
@@ -681,8 +720,11 @@ def duration(seconds):
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
-def find_start(c, data, say):
-    """The checkpoint to start from, {} for none, and whether to resume it. Raises UserError where init_from and out_dir do not fit."""
+def find_start(c, data, model, total_steps, say):
+    """The checkpoint to start from, its weights in the model: (its state or {}, whether to resume it, the best accuracy so far).
+
+    Rank 0 alone. Raises UserError where init_from and out_dir do not fit.
+    """
     reads_only = c.eval_only or c.export_official
     if c.init_from in ("resume", "auto"):
         notes = []
@@ -696,10 +738,26 @@ def find_start(c, data, say):
         if state and state["data"] != data.sha256:
             raise UserError(f"{c.data_path} is not the data set that the checkpoint in {c.out_dir} was trained on: "
                             "choose that one, or another --out_dir")
-        return state, bool(state)
-    if not reads_only and (checkpoints(c.out_dir) or any(os.path.exists(os.path.join(c.out_dir, n)) for n in ("best.pt", "metrics.jsonl"))):
+    elif not reads_only and (checkpoints(c.out_dir) or any(os.path.exists(os.path.join(c.out_dir, n)) for n in ("best.pt", "metrics.jsonl"))):
         raise UserError(f"{c.out_dir} holds a run: --init_from=auto goes on with it, --out_dir=... starts another")
-    return read_checkpoint(c.init_from) if c.init_from != "scratch" else {}, False
+    else:
+        state = read_checkpoint(c.init_from) if c.init_from != "scratch" else {}
+    resumed = bool(state) and c.init_from in ("resume", "auto")
+    if state:
+        load_weights(model, state["weights"], c.out_dir if resumed else c.init_from)
+    if resumed and state["step"] > total_steps and not reads_only:
+        raise UserError(f"{c.out_dir} is at step {state['step']}, past the {total_steps} steps asked for: raise max_steps or epochs")
+    best_json, best = os.path.join(c.out_dir, "best.json"), -1.0
+    if resumed and os.path.exists(best_json):
+        try:
+            with open(best_json, "rb") as f:
+                best = json.load(f)["metrics"]["eval/exact_accuracy"]
+        except (ValueError, KeyError, TypeError) as e:
+            raise UserError(f"{best_json}: damaged ({e}); remove it and best.pt") from None
+    for k, v in vars(c).items():
+        if resumed and state["settings"].get(k) != v and k not in ("init_from", "eval_only"):
+            say(f"{k} is {v}; the checkpoint had {state['settings'].get(k)}")
+    return state, resumed, best
 
 
 def export_official(c, model, state):
@@ -712,8 +770,8 @@ def export_official(c, model, state):
     print(f"wrote {c.export_official}: {len(official)} tensors of step {state.get('step', 0)} under the official code's names")
 
 
-def train(index, c, kind, stop_file):
-    """The whole run of one replica. index: of the replica on its host; stop_file: appears when the run shall save and stop."""
+def train(index, c, kind):
+    """The whole run of one replica. index: of the replica on its host."""
     began, parent = time.time(), os.getppid() if kind == "xla" else 0  # a process of xmp.spawn's stops if its parent is gone
     device = Device(kind)
     each, what = device.world * (c.micro_batch_size or 1), f"{device.world} replica" + "s" * (device.world > 1)
@@ -734,57 +792,56 @@ def train(index, c, kind, stop_file):
     if total_steps < 1:
         raise UserError(f"epochs={c.epochs} of {data.total_groups} puzzles are less than one batch of global_batch_size={c.global_batch_size}")
 
-    # Nothing is written before every input has been found good.
-    notes = []
-    state, resumed = find_start(c, data, notes.append)
+    # Nothing is written before every input has been found good. Rank 0 alone reads out_dir, so that no other host needs it.
+    notes, state, resumed, best, fault = [], {}, False, -1.0, None
+    if device.rank == 0:
+        try:
+            state, resumed, best = find_start(c, data, model, total_steps, notes.append)
+        except UserError as e:
+            fault = e
     step = state["step"] if resumed else 0
-    if state:
-        load_weights(model, state["weights"], c.out_dir if resumed else c.init_from)
+    complete = step == total_steps and is_complete(c.out_dir, step)
+    facts = torch.tensor([fault is not None, step, complete], dtype=torch.float32)
+    failed, step, complete = map(int, device.from_rank_0(facts).tolist())
+    if failed:
+        raise fault or UserError("rank 0 found wrong input: see its message")
     if c.export_official:
         if device.rank == 0:
             for note in notes:
                 print(note)
             export_official(c, model, state)
         return
-    if step > total_steps and not c.eval_only:
-        raise UserError(f"{c.out_dir} is at step {step}, past the {total_steps} steps asked for: raise max_steps or epochs")
-    best_json, best = os.path.join(c.out_dir, "best.json"), -1.0
-    if resumed and os.path.exists(best_json):
-        try:
-            with open(best_json, "rb") as f:
-                best = json.load(f)["metrics"]["eval/exact_accuracy"]
-        except (ValueError, KeyError, TypeError) as e:
-            raise UserError(f"{best_json}: damaged ({e}); remove it and best.pt") from None
     run = Run(model, c, device, state if resumed else {k: v for k, v in state.items() if k == "ema"})
+    del state
 
-    log = Log(c.out_dir, device.rank)
+    log = Log(c.out_dir, device)
+    saver = Saver(c, log)
     log.say(f"# python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}, {os.cpu_count()} cores, "
             f"{device.world} x {kind} ({device.name}); settings that differ from train.py's: {differences(c)}")
     parameters = len(run.state["weights"]) + run.state["puzzle_emb"].numel()
     log.say(f"{parameters:,} parameters; "
             f"{len(data):,} training examples of {data.total_groups:,} puzzles, {len(test):,} test puzzles in {c.data_path}")
-    for note in notes + [f"{k} is {v}; the checkpoint had {state['settings'].get(k)}" for k, v in vars(c).items()
-                         if resumed and state["settings"].get(k) != v and k not in ("init_from", "eval_only")]:
+    for note in notes:
         log.say(note)
-    asked = lambda: bool(os.path.exists(stop_file) or parent and os.getppid() != parent)
+    asked = lambda: bool(os.path.exists(os.environ[STOP_FILE]) or parent and os.getppid() != parent)
     if c.eval_only:
         finish(run, test, log, step, "evaluation", asked)
         return
-    log.cut(step)
-    if step == total_steps and any('"final": true' in line and line_step(line) == step for line in log.lines()):
+    if complete:
         return log.say(f"{c.out_dir} is complete at step {step}: --eval_only evaluates it again, a higher max_steps or epochs goes on")
+    log.cut(step)
     log.say(f"training from step {step} to {total_steps}, {c.global_batch_size} sequences a step")
 
     def save(name, metrics):
         if device.rank == 0:
-            save_checkpoint(c, name, run.state_dict(step) | dict(settings=vars(c), data=data.sha256), metrics)
+            saver.save(name, run.state_dict(step) | dict(settings=vars(c), data=data.sha256), metrics)
 
     peak = next((v for k, v in PEAK_FLOPS.items() if k in device.name), None)
     flops = model.flops_per_example()[1]
 
     first = logged = timed_from = step  # where this process, the next line of the log, the clock began
     clock, seconds = time.perf_counter(), 0.0  # of a step, as last measured
-    saved = step if resumed else None
+    saved = step or None
     stop, look_every = False, 1  # at every step, until the time of one is known to all ranks
     while step < total_steps and not stop:
         batch = data.train_batch(c.seed, step, c.global_batch_size, device.rank, device.world)
@@ -811,6 +868,7 @@ def train(index, c, kind, stop_file):
             continue
         values = train_values(c, sums, step - logged)
         if not math.isfinite(values["train/loss"] + values["train/grad_norm"]):
+            saver.finish()
             kept = os.path.join(c.out_dir, f"ckpt_{saved:08d}.pt") if saved else "none yet"
             raise FloatingPointError(f"loss or gradient not finite between steps {logged + 1} and {step}; the last good checkpoint: {kept}")
         values["train/lr"] = learning_rate(c.lr, step - 1, c.lr_warmup_steps, total_steps, c.lr_min_ratio)
@@ -840,6 +898,8 @@ def train(index, c, kind, stop_file):
             saved = step
             run.restart()
         clock, timed_from = time.perf_counter(), step
+    if not saver.finish():
+        sys.exit(1)
     if stop and step < total_steps:
         return log.say(f"stopped at step {step}, checkpoint saved in {c.out_dir}; the same command with --init_from=resume goes on")
     if first < total_steps:
@@ -868,15 +928,29 @@ def differences(c):
     return " ".join(f"--{k}={v}" for k, v in vars(c).items() if v != defaults[k][0]) or "none"
 
 
-def on_signals(stop_file):
-    """SIGTERM or SIGINT leaves stop_file for the replicas, which save and stop; a second one kills."""
+def on_signals():
+    """SIGTERM or SIGINT leaves the stop file for the replicas, which save and stop; a second one kills."""
     def handler(number, _):
-        open(stop_file, "w").close()
+        open(os.environ[STOP_FILE], "w").close()
         signal.signal(number, signal.SIG_DFL)
-        print(f"{signal.Signals(number).name}: stopping after this step; a second one kills", file=sys.stderr, flush=True)
+        if __name__ == "__main__":
+            print(f"{signal.Signals(number).name}: stopping after this step; a second one kills", file=sys.stderr, flush=True)
+        else:
+            signal.alarm(60)  # the parent ends its processes so when one of them has died, and then no peer answers any more
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handler)
+
+
+def replica(index, c, kind):
+    """train() as xmp.spawn calls it: a replica that breaks takes its process along, where its peers would wait for it forever."""
+    try:
+        train(index, c, kind)
+    except (UserError, FloatingPointError, SystemExit):  # those every replica raises, or none waits
+        raise
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def main(c):
@@ -899,21 +973,23 @@ def main(c):
     while c.data_prepare and not os.path.exists(c.data_path):  # another rank of torchrun makes it
         time.sleep(1)
     with tempfile.TemporaryDirectory() as folder:
-        stop_file = os.path.join(folder, "stop")
-        on_signals(stop_file)
+        os.environ[STOP_FILE] = os.path.join(folder, "stop")
+        on_signals()
         try:
             if kind == "xla":
                 import torch_xla.distributed.xla_multiprocessing as xmp
-                xmp.spawn(train, args=(c, kind, stop_file))
+                xmp.spawn(replica, args=(c, kind))
             else:
-                train(0, c, kind, stop_file)
+                train(0, c, kind)
         except FloatingPointError as e:
             print(f"train.py: {e}", file=sys.stderr)
             sys.exit(1)
+        except BrokenProcessPool:
+            print(f"train.py: a replica died, see above; --init_from=auto goes on from the last checkpoint in {c.out_dir}", file=sys.stderr)
+            sys.exit(1)
 
 
-if __name__ == "__mp_main__":  # a process that xmp.spawn started: its parent takes the signals
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+if __name__ == "__mp_main__":  # a process that xmp.spawn started
+    on_signals()
 if __name__ == "__main__":
     start(main, __file__)

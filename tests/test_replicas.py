@@ -1,0 +1,167 @@
+"""Several replicas: torch_xla's real collectives on the CPU, where replicas are threads, through the real train.py and xmp.spawn."""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+import configurator  # noqa: E402
+import train  # noqa: E402
+from data import Dataset, halting_draws  # noqa: E402
+
+# Shallow: depth amplifies rounding, and the order of a sum depends on the number of replicas.
+TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2",
+        "--forward_dtype=float32", "--global_batch_size=16", "--lr=2e-4", "--lr_warmup_steps=5", "--log_interval=1", "--eval_interval=4",
+        "--eval_max_puzzles=20", "--checkpoint_interval=10", "--keep_last_n=9"]
+
+
+def start(replicas, data, out, *flags):
+    command = [sys.executable, os.path.join(ROOT, "train.py"), f"--data_path={data}", f"--out_dir={out}", "--device=xla", *TINY, *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env={**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(replicas)})
+
+
+def run(replicas, data, out, *flags, code=0):
+    process = start(replicas, data, out, *flags)
+    text = process.communicate(timeout=300)[0]
+    assert process.returncode == code, text
+    return text
+
+
+def curve(out, key="train/loss"):
+    with open(os.path.join(out, "metrics.jsonl")) as f:
+        return {line["step"]: line[key] for line in map(json.loads, f) if key in line}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("data") / "sudoku-4x4")
+    subprocess.run([sys.executable, os.path.join(ROOT, "prepare_sudoku.py"), "--source=generate", "--size=4", "--num_train=64", "--num_test=40",
+                    "--num_aug=5", f"--output_dir={path}"], check=True, capture_output=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def four(data, tmp_path_factory):
+    """A run of 30 steps on four replicas."""
+    out = str(tmp_path_factory.mktemp("four") / "run")
+    run(4, data, out, "--max_steps=30")
+    return out
+
+
+def without_last(source, out):
+    shutil.copytree(source, out)
+    for name in ("ckpt_00000030.pt", "ckpt_00000030.json"):
+        os.remove(os.path.join(out, name))
+    return out
+
+
+@pytest.mark.parametrize("replicas,flags", [(1, []), (2, ["--micro_batch_size=2"])], ids=["1", "2 in micro-batches"])
+def test_the_curve_does_not_depend_on_the_replicas(data, four, tmp_path, replicas, flags):
+    run(replicas, data, tmp_path / "run", "--max_steps=30", *flags)
+    for key in ("train/loss", "train/grad_norm", "train/accuracy", "eval/loss", "eval/accuracy"):
+        assert curve(four, key).keys() and curve(tmp_path / "run", key) == pytest.approx(curve(four, key), rel=1e-4), key
+    assert set(curve(four, "eval/puzzles").values()) == {20, 40} == set(curve(tmp_path / "run", "eval/puzzles").values())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_on_four_goes_on_with_fewer(data, four, tmp_path, replicas):
+    out = without_last(four, str(tmp_path / "run"))
+    text = run(replicas, data, out, "--max_steps=30", "--init_from=auto")
+    assert "training from step 20 to 30" in text and f"{replicas} x xla" in text
+    assert list(curve(out)) == list(range(1, 31)) and curve(out) == pytest.approx(curve(four), rel=1e-4)
+
+
+def test_nothing_compiles_after_the_first_step_and_evaluation(four):
+    compiles = curve(four, "xla/compiles")
+    assert compiles[1] == compiles[16] and compiles[17] == compiles[30] and set(curve(four, "xla/fallbacks").values()) == {0}, compiles
+
+
+def test_sigterm_stops_all_and_the_next_step_follows(data, tmp_path):
+    process = start(4, data, tmp_path / "run", "--max_steps=100000", "--checkpoint_interval=0", "--eval_interval=0")
+    for line in process.stdout:
+        if line.startswith("step 12/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    began = time.time()
+    text = process.stdout.read()
+    assert process.wait(30) == 0 and time.time() - began < 30, text
+    step = int(os.path.basename(train.checkpoints(str(tmp_path / "run"))[0])[5:-3])
+    assert f"stopped at step {step}" in text
+    run(4, data, tmp_path / "run", f"--max_steps={step + 3}", "--checkpoint_interval=0", "--eval_interval=0", "--init_from=auto")
+    assert list(curve(tmp_path / "run")) == list(range(1, step + 4))
+
+
+def test_wrong_input_ends_all_replicas_with_one_line(data, four, tmp_path):
+    """What only rank 0 sees (a folder with a run in it), and what all see."""
+    text = run(2, data, four, "--max_steps=30", code=2)
+    assert f"train.py: {four} holds a run" in text and "Traceback" not in text
+    text = run(4, data, tmp_path / "run", "--global_batch_size=18", code=2)
+    assert text.splitlines()[-1] == "train.py: global_batch_size 18 must be a multiple of 4 (4 replicas): the nearest are 16 and 20"
+
+
+def test_a_replica_that_breaks_ends_the_run(data, tmp_path):
+    """Rank 0 cannot log any more: the others must not wait for it forever."""
+    process = start(2, data, tmp_path / "run", "--max_steps=100000", "--eval_interval=0", "--checkpoint_interval=0")
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            shutil.rmtree(tmp_path / "run")
+            break
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 1 and "FileNotFoundError" in text and "a replica died" in text
+
+
+# What a step is, read from its program and its state; in a process of its own, where nothing ran before torch_xla was there.
+
+def one_step(index, data, folder, flags):
+    import torch_xla.core.xla_builder as xb
+    programs, build = [], xb.computation_from_module_proto
+    xb.computation_from_module_proto = lambda *args: programs.append(build(*args)) or programs[-1]
+    c = configurator.configure(train.__file__, [f"--data_path={data}", *TINY, *flags])
+    dataset, device = Dataset(c.data_path, "train"), train.Device("xla")
+    model = train.TRM(train.TRMConfig.of(c, seq_len=dataset.seq_len, vocab_size=dataset.vocab_size))
+    state = train.Run(model, c, device)
+    batch = dataset.train_batch(c.seed, 0, c.global_batch_size, device.rank, device.world)
+    batch["min_halt_steps"] = halting_draws(c.seed, 0, c.global_batch_size, c.halt_max_steps, c.halt_exploration_prob, device.rank, device.world)
+    state.train_step(device.put(batch), device.put(train.rates(c, 0, 30)), device.put(torch.zeros(2)))
+    text = xb.get_computation_hlo(programs[-1])
+    np.savez(os.path.join(folder, f"{device.rank}.npz"), gradient=state.state["m"].cpu().numpy() / (1 - c.beta1), text=text)
+
+
+@pytest.fixture(scope="module")
+def steps(data, tmp_path_factory):
+    """{(replicas, micro_batch_size): (gradient, program)}; gradient that of rank 0, checked to be every rank's."""
+    found = {}
+    for replicas, micro in ((1, 0), (1, 4), (2, 2), (4, 0)):
+        folder = str(tmp_path_factory.mktemp("step"))
+        subprocess.run([sys.executable, __file__, data, folder, json.dumps([f"--micro_batch_size={micro}"])], check=True, timeout=300,
+                       env={**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(replicas), "XLA_THREAD_POOL_SIZE": "16"})
+        ranks = [np.load(os.path.join(folder, f"{rank}.npz")) for rank in range(replicas)]
+        assert all(np.array_equal(ranks[0]["gradient"], r["gradient"]) and ranks[0]["text"] == r["text"] for r in ranks)
+        found[replicas, micro] = ranks[0]["gradient"], str(ranks[0]["text"])
+    return found
+
+
+@pytest.mark.parametrize("cut", [(1, 4), (2, 2), (4, 0)], ids=["4 micro-batches", "2 replicas x 4 micro-batches", "4 replicas"])
+def test_gradients_do_not_depend_on_the_cut(steps, cut):
+    (want, _), (got, _) = steps[1, 0], steps[cut]
+    assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
+
+
+def test_a_step_holds_one_all_reduce_and_micro_batches_are_a_loop(steps):
+    for (replicas, micro), (_, text) in steps.items():
+        assert text.count(" all-reduce(") == (replicas > 1), (replicas, micro)
+        assert text.count(" while(") == (micro > 0), (replicas, micro)
+
+
+if __name__ == "__main__":
+    import torch_xla.distributed.xla_multiprocessing as xmp
+    xmp.spawn(one_step, args=(sys.argv[1], sys.argv[2], json.loads(sys.argv[3])))
