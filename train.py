@@ -6,12 +6,15 @@
 
 Settings below are the paper's Sudoku-Extreme recipe (MLP); config files and --key=value flags override them.
 """
+import atexit
 import glob
 import importlib.util
+import inspect
 import json
 import math
 import os
 import platform
+import secrets
 import shlex
 import signal
 import subprocess
@@ -84,11 +87,16 @@ export_official = ""  # write the evaluated weights to this file under the offic
 log_interval = 10  # steps averaged in a line of the log
 device = "auto"  # auto, xla, cuda or cpu
 compile = True  # torch.compile on CUDA
+# logging
+wandb_log = False  # metrics.jsonl's numbers go to Weights & Biases too
+wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
+wandb_run_name = ""  # empty: the last part of out_dir
+wandb_mode = "online"  # online, offline (wandb sync uploads it later) or disabled; without login or network: offline
 # ---
 
 CHOICES = dict(pos_encodings=("none", "rope", "learned"), forward_dtype=("bfloat16", "float32", "float16"),
                loss_type=("stablemax_cross_entropy", "softmax_cross_entropy"), optimizer=("adam_atan2", "adamw", "lion", "muon"),
-               device=("auto", "xla", "cuda", "cpu"))
+               device=("auto", "xla", "cuda", "cpu"), wandb_mode=("online", "offline", "disabled"))
 POSITIVE = ("global_batch_size", "hidden_size", "num_heads", "expansion", "L_layers", "H_cycles", "L_cycles", "halt_max_steps",
             "lr", "log_interval", "keep_last_n")
 NOT_NEGATIVE = ("micro_batch_size", "epochs", "max_steps", "puzzle_emb_ndim", "puzzle_emb_len", "lr_min_ratio", "lr_warmup_steps",
@@ -121,9 +129,11 @@ def check_settings(c):
     wrong = [k for k in c.eval_save_outputs.split(",") if k and k not in OUTPUTS]
     if wrong:
         raise UserError(f"eval_save_outputs: unknown {wrong[0]!r}; choose from {','.join(OUTPUTS)}")
-    for name in ("data_path", "out_dir", "init_from"):
+    for name in ("data_path", "out_dir", "init_from", "wandb_project"):
         if not getattr(c, name):
             raise UserError(f"{name} must not be empty")
+    if set(c.wandb_project) & set("/\\#?%:") or len(c.wandb_project) > 128:
+        raise UserError(f"wandb_project must have at most 128 characters and none of /\\#?%:, not {c.wandb_project!r}")
     if c.seed >= 2 ** 63:
         raise UserError(f"seed must be below 2**63, not {c.seed}")
     for name in ("eval_only", "export_official"):
@@ -658,7 +668,7 @@ class Log:
     """One line an event to rank 0's console and, on each host, to a file; numbers to out_dir/metrics.jsonl from rank 0."""
 
     def __init__(self, out_dir, device):
-        self.out_dir, self.rank, self.text = out_dir, device.rank, None
+        self.out_dir, self.rank, self.text, self.wandb = out_dir, device.rank, None, None
         if device.local_rank == 0:
             os.makedirs(out_dir, exist_ok=True)
             name = f"log.host{device.host}.txt" if device.host else "log.txt"
@@ -680,8 +690,137 @@ class Log:
     def metrics(self, step, values):
         """A line of metrics.jsonl."""
         if self.rank == 0:
+            line = {"step": step, **{k: round(v, 8) if isinstance(v, float) else v for k, v in values.items()}}
             with open(os.path.join(self.out_dir, "metrics.jsonl"), "a", encoding="utf-8") as f:
-                f.write(json.dumps({"step": step, **{k: round(v, 8) if isinstance(v, float) else v for k, v in values.items()}}) + "\n")
+                f.write(json.dumps(line) + "\n")
+            if self.wandb:
+                self.wandb.send(line)
+
+
+class WandB:
+    """Sends metrics to Weights & Biases from a process of its own, and never waits for it before close(). Ranks but 0 stay silent.
+
+    Not from a thread: wandb can hang in init, in finish and in its atexit hooks, and of the two only a process can be killed.
+    """
+
+    def __init__(self, c, rank, run_id, say, **facts):
+        """run_id: of the run to go on with, or None; say: prints a line; facts: for the config, beside the settings."""
+        self.id, self.say, self.process, self.unsent, self.folder = run_id, say, None, bytearray(), os.path.join(c.out_dir, "wandb")
+        # The environment may keep a run from going online; nothing makes an offline one go there.
+        mode = (os.environ.get("WANDB_MODE") or "online") if c.wandb_mode == "online" else c.wandb_mode
+        if rank or not self.wanted(c) or mode == "disabled":
+            return
+        self.id = run_id or secrets.token_hex(4)
+        options = dict(mode=mode, project=c.wandb_project, name=c.wandb_run_name or os.path.basename(os.path.abspath(c.out_dir)),
+                       id=self.id, resume="allow", dir=c.out_dir, config=vars(c) | facts, argv=sys.argv)
+        program = inspect.getsource(wandb_process) + "\nwandb_process()"  # without the rest of this file, which imports torch
+        try:
+            self.process = subprocess.Popen([sys.executable, "-c", program, json.dumps(options)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                            stderr=subprocess.DEVNULL, bufsize=0, start_new_session=True)  # away from Ctrl-C
+        except OSError as e:
+            return say(f"W&B: off, its process does not start ({e}); metrics.jsonl has it all")
+        for pipe in (self.process.stdin, self.process.stdout):
+            os.set_blocking(pipe.fileno(), False)
+        atexit.register(self.close, 10, 1)  # where an error ends the run
+
+    @staticmethod
+    def wanted(c):
+        """Whether a run logs to W&B, by its settings alone: the same on all ranks."""
+        return c.wandb_log and c.wandb_mode != "disabled" and not c.eval_only
+
+    def send(self, values):
+        """Logs {"step": step, name: number, ...}; the name eval/example takes a text as show_puzzle() makes it."""
+        if self.process and not self.process.stdin.closed and len(self.unsent) < 2 ** 24:
+            self.unsent += json.dumps(values).encode() + b"\n"
+            self.pump()
+
+    def pump(self):
+        """Moves what the pipes take and hold; what does not fit stays for the next call."""
+        try:
+            while self.unsent:
+                del self.unsent[:os.write(self.process.stdin.fileno(), self.unsent)]
+        except (BlockingIOError, BrokenPipeError):
+            pass
+        code = self.process.poll()
+        for line in (self.process.stdout.read() or b"").decode(errors="replace").splitlines():
+            if line.startswith("W&B: "):
+                self.say(line)
+        if code is not None:
+            self.process = None
+            if code not in (0, 3):  # 3: it has said why
+                self.say(f"W&B: off, its process died (exit code {code}); metrics.jsonl has it all")
+
+    def close(self, seconds=30, exit_code=0):
+        """Ends the run, and its process within the given time."""
+        self.send({"exit_code": exit_code})
+        end = time.monotonic() + seconds
+        while self.process and time.monotonic() < end:
+            if not self.unsent:
+                self.process.stdin.close()
+            time.sleep(0.02)
+            self.pump()
+        if self.process:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process = None
+            self.say(f"W&B: no end within {seconds} s, killed; metrics.jsonl has it all, and "
+                     f"wandb sync --include-online {self.folder}/*run-*-{self.id} uploads what it wrote")
+
+
+def wandb_process():
+    """The process of WandB: metrics arrive on stdin as lines of JSON, words for people leave on stdout. Uses nothing of this file."""
+    import html
+    import json
+    import os
+    import signal
+    import sys
+    *command, told = sys.orig_argv
+    options, environment = json.loads(told), dict(os.environ)
+    sys.argv = options.pop("argv")  # wandb notes it as the run's command
+    reason, online, wandb, run = options.pop("reason", ""), options["mode"] == "online", None, None
+    say = lambda text: os.write(1, ("W&B: " + " ".join(text.split())[:400] + "\n").encode())
+
+    def late(*_):
+        raise TimeoutError("no answer within 20 s")
+
+    for number in (signal.SIGTERM, signal.SIGINT):  # the trainer decides when to end
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, late)
+    try:
+        import requests
+        import wandb
+        signal.alarm(20)
+        if online:
+            server = wandb.setup().settings.base_url
+            try:  # wandb's own check is slow to give up; auth: nothing secret goes out, so any certificate will do
+                requests.head(server, timeout=5, verify=False, auth=lambda request: request)
+            except requests.RequestException:
+                raise ConnectionError(f"no answer from {server}") from None
+            wandb.login()  # raises without a key that the server knows; cannot ask for one, stdin being a pipe
+        run = wandb.init(**options, settings=wandb.Settings(silent=True, console="off"))
+        signal.alarm(0)
+        run.define_metric("*", step_metric="step")  # not wandb's own step, which cannot go back as a resume does
+        say(run.url if online else f"offline{reason}: wandb sync {os.path.dirname(run.dir)} uploads it")
+        exit_code = 1  # unless the trainer says otherwise: it may die
+        for values in map(json.loads, sys.stdin):
+            if "exit_code" in values:
+                exit_code = values["exit_code"]
+                continue
+            if "eval/example" in values:
+                values["eval/example"] = wandb.Html(f"<pre>{html.escape(values['eval/example'])}</pre>")
+            run.log(values)
+            if "final" in values:
+                run.summary.update({k.replace("eval/", "final/"): v for k, v in values.items() if k.startswith("eval/")})
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)  # ends a wandb that hangs where the trainer is gone
+        run.finish(exit_code)
+        os._exit(0)  # wandb's atexit hooks wait 10 s for a server that stalls, offline too
+    except BaseException as e:
+        signal.alarm(0)
+        if online and wandb and not run:  # in a new image of the process: after a failure wandb can hang in its offline mode too
+            told = json.dumps(json.loads(told) | dict(mode="offline", reason=f" ({type(e).__name__}: {e})"))
+            os.execve(sys.executable, [*command, told], environment)
+        say(f"off ({type(e).__name__}: {e}); metrics.jsonl has it all")
+        os._exit(3)
 
 
 # Training.
@@ -812,6 +951,7 @@ def train(index, c, kind):
             export_official(c, model, state)
         return
     run = Run(model, c, device, state if resumed else {k: v for k, v in state.items() if k == "ema"})
+    wandb_id = state.get("wandb_id") if resumed else None
     del state
 
     log = Log(c.out_dir, device)
@@ -831,10 +971,11 @@ def train(index, c, kind):
         return log.say(f"{c.out_dir} is complete at step {step}: --eval_only evaluates it again, a higher max_steps or epochs goes on")
     log.cut(step)
     log.say(f"training from step {step} to {total_steps}, {c.global_batch_size} sequences a step")
+    log.wandb = WandB(c, device.rank, wandb_id, log.say, data_sha256=data.sha256, parameters=parameters)
 
     def save(name, metrics):
         if device.rank == 0:
-            saver.save(name, run.state_dict(step) | dict(settings=vars(c), data=data.sha256), metrics)
+            saver.save(name, run.state_dict(step) | dict(settings=vars(c), data=data.sha256, wandb_id=log.wandb.id), metrics)
 
     peak = next((v for k, v in PEAK_FLOPS.items() if k in device.name), None)
     flops = model.flops_per_example()[1]
@@ -889,6 +1030,8 @@ def train(index, c, kind):
             if evaluation:
                 log.metrics(step, evaluation)
                 log.say(eval_line(evaluation, step))
+                if WandB.wanted(c):
+                    log.wandb.send({"step": step, "eval/example": show_puzzle(run, test)})
                 values |= evaluation
             if evaluation and evaluation["eval/exact_accuracy"] > best:
                 best = evaluation["eval/exact_accuracy"]
@@ -901,11 +1044,13 @@ def train(index, c, kind):
     if not saver.finish():
         sys.exit(1)
     if stop and step < total_steps:
-        return log.say(f"stopped at step {step}, checkpoint saved in {c.out_dir}; the same command with --init_from=resume goes on")
+        log.say(f"stopped at step {step}, checkpoint saved in {c.out_dir}; the same command with --init_from=resume goes on")
+        return log.wandb.close(10, 1)
     if first < total_steps:
         log.say(f"trained {total_steps - first} steps in {duration(time.time() - began)}")
     if values := finish(run, test, log, step, "final evaluation", asked):
         log.metrics(step, {"final": True, **values})
+    log.wandb.close(*(() if values else (10, 1)))
 
 
 def finish(run, test, log, step, label, asked):
@@ -917,8 +1062,11 @@ def finish(run, test, log, step, label, asked):
         log.say(f"{label} stopped; the same command with --init_from=resume starts it again")
         return values
     log.say(eval_line(values, step))
+    text = show_puzzle(run, test) if c.eval_show_puzzle or WandB.wanted(c) else ""
     if c.eval_show_puzzle:
-        log.say("\n" + show_puzzle(run, test))
+        log.say("\n" + text)
+    if WandB.wanted(c):
+        log.wandb.send({"step": step, "eval/example": text})
     return values
 
 
