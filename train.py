@@ -14,6 +14,7 @@ import json
 import math
 import os
 import platform
+import queue
 import secrets
 import shlex
 import signal
@@ -31,11 +32,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from configurator import UserError, read_settings, start
-from data import Dataset, Progress, file_sha256, halting_draws
+from data import Bucket, BucketError, Dataset, Progress, file_sha256, halting_draws, local_dataset
 from model import IGNORE_LABEL, METRICS, TRM, TRMConfig, adam_atan2, adamw, learning_rate, lion, muon, sign_sgd, supervision_step
 
 # data
-data_path = "data/sudoku-extreme-1k-aug-1000"  # a data set that prepare_sudoku.py or the official builder wrote
+data_path = "data/sudoku-extreme-1k-aug-1000"  # a data set that prepare_sudoku.py or the official builder wrote, or its gs:// address
 data_prepare = ""  # command that makes data_path where it is missing ("prepare_sudoku.py --size=6 ...")
 global_batch_size = 768  # sequences a step, over all replicas
 micro_batch_size = 0  # sequences at a time on a replica, their gradients summed; 0: its whole batch
@@ -80,6 +81,7 @@ eval_show_puzzle = False  # end by printing an unseen puzzle and its answers aft
 eval_only = False  # evaluate as at the end, then stop
 # run
 out_dir = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
+gcs_dir = ""  # gs://bucket/folder of this run alone: gets a copy of these, from which another machine goes on
 init_from = "scratch"  # scratch, resume, auto (resume where there is a checkpoint), or a checkpoint file, ours or official
 checkpoint_interval = 1000  # steps; sequences start afresh there, so that a resumed run equals one that was not interrupted
 keep_last_n = 3  # checkpoints kept, besides best.pt
@@ -134,6 +136,8 @@ def check_settings(c):
             raise UserError(f"{name} must not be empty")
     if set(c.wandb_project) & set("/\\#?%:") or len(c.wandb_project) > 128:
         raise UserError(f"wandb_project must have at most 128 characters and none of /\\#?%:, not {c.wandb_project!r}")
+    if c.gcs_dir:
+        Bucket(c.gcs_dir)
     if c.seed >= 2 ** 63:
         raise UserError(f"seed must be below 2**63, not {c.seed}")
     for name in ("eval_only", "export_official"):
@@ -320,12 +324,14 @@ class Device:
         return replay, spec
 
     def counts(self):
-        """XLA's own counts so far: programs compiled, seconds that took, operations that fell back to the host."""
+        """XLA's own counts so far: programs compiled, seconds that took, operations that fell back to the host, seconds of transfers."""
         if self.kind != "xla":
             return {}
-        compiles, nanoseconds, _ = self.metrics.metric_data("CompileTime") or (0, 0, None)
+        number = lambda name: (self.metrics.metric_data(name) or (0, 0))[:2]
         fallbacks = sum(self.metrics.counter_value(name) for name in self.metrics.counter_names() if name.startswith("aten::"))
-        return {"xla/compiles": compiles, "xla/compile_time": nanoseconds / 1e9, "xla/fallbacks": fallbacks}
+        transfers = sum(number(name)[1] for name in ("TransferToDeviceTime", "TransferFromDeviceTime"))
+        return {"xla/compiles": number("CompileTime")[0], "xla/compile_time": number("CompileTime")[1] / 1e9, "xla/fallbacks": fallbacks,
+                "xla/transfer_time": transfers / 1e9}
 
 
 # The step.
@@ -642,17 +648,24 @@ def line_step(line):
 
 
 class Saver:
-    """Writes rank 0's checkpoints behind the training thread, and copies them to gcs_dir behind that."""
+    """Writes rank 0's checkpoints behind the training thread, and copies what a run leaves to gcs_dir behind that."""
 
-    def __init__(self, c, log):
-        self.c, self.log, self.pool, self.writing = c, log, ThreadPoolExecutor(1), None
+    def __init__(self, c, device, log):
+        self.c, self.log, self.rank, self.writer, self.writing = c, log, device.rank, ThreadPoolExecutor(1), None
+        self.bucket = Bucket(c.gcs_dir) if c.gcs_dir and device.local_rank == 0 else None
+        self.uploads, self.failing = queue.Queue(), False
+        threading.Thread(target=self.uploader, daemon=True).start()  # a daemon: a bucket that stalls does not keep the process
 
     def save(self, name, state, metrics):
         """Begins to write out_dir/name.pt; waits for the one before, so that there is never more than one copy in memory."""
-        self.finish()
-        self.writing = self.pool.submit(save_checkpoint, self.c, name, state, metrics)
+        self.written()
+        self.writing = self.writer.submit(self.write, name, state, metrics)
 
-    def finish(self):
+    def write(self, name, state, metrics):
+        save_checkpoint(self.c, name, state, metrics)
+        self.upload()
+
+    def written(self):
         """Waits for what is being written; False, and a line for people, where it failed."""
         writing, self.writing = self.writing, None
         try:
@@ -662,6 +675,69 @@ class Saver:
         except OSError as e:
             self.log.say(f"checkpoint not written: {e}")
             return False
+
+    def upload(self):
+        """Begins to copy what is new."""
+        if self.bucket:
+            self.uploads.put(None)
+
+    def uploader(self):
+        while True:
+            self.uploads.get()
+            try:
+                self.copy_run() if self.rank == 0 else self.copy_log()
+                self.failing = False
+            except (BucketError, OSError) as e:
+                if not self.failing:
+                    self.log.say(f"upload failed, training goes on and the next checkpoint tries again: {e}")
+                self.failing = True
+            self.uploads.task_done()
+
+    def copy_log(self):
+        self.bucket.upload(self.log.text.name, os.path.basename(self.log.text.name))
+
+    def copy_run(self):
+        """Copies what the bucket lacks, a checkpoint's .json last: without it, it is not complete. Prunes as save_checkpoint does."""
+        self.copy_log()
+        self.bucket.upload(os.path.join(self.c.out_dir, "metrics.jsonl"), "metrics.jsonl")
+        own = checkpoints(self.c.out_dir)
+        for path in own + [os.path.join(self.c.out_dir, "best.pt")]:
+            name = os.path.basename(path)[:-3]
+            try:
+                with open(path[:-3] + ".json", "rb") as f:
+                    about = f.read()
+                if self.bucket.read(name + ".json") != about:
+                    self.bucket.upload(path, name + ".pt")
+                    self.bucket.write(name + ".json", about)
+            except FileNotFoundError:  # not complete, or pruned since
+                pass
+        names = {n.partition(".")[0] for n in self.bucket.list() if n.startswith("ckpt_") and own and n <= os.path.basename(own[0])}
+        for name in sorted(names, reverse=True)[self.c.keep_last_n:]:
+            self.bucket.delete(name + ".json")
+            self.bucket.delete(name + ".pt")
+
+    def close(self, seconds):
+        """Copies what is new, within the given time."""
+        self.upload()
+        end = time.monotonic() + seconds
+        while self.uploads.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.05)
+        if self.uploads.unfinished_tasks or self.failing:
+            self.log.say(f"upload to {self.c.gcs_dir} not complete; {self.c.out_dir} has it all")
+
+
+def restore(c, state, say):
+    """Fetches the newest complete checkpoint of gcs_dir, and the run's log, where it is newer than state. Returns its state, or state."""
+    bucket = Bucket(c.gcs_dir)
+    there = bucket.list()
+    for name in sorted((n[:-5] for n in there if n.startswith("ckpt_") and n.endswith(".json")), reverse=True):
+        if int(name[5:]) <= state.get("step", -1):
+            break
+        say(f"fetching {name} from {c.gcs_dir}")
+        for file in [n for n in ("metrics.jsonl", "log.txt", "best.pt", "best.json") if n in there] + [name + ".pt", name + ".json"]:
+            bucket.download(file, os.path.join(c.out_dir, file))
+        state = newest_checkpoint(c.out_dir, say)
+    return state
 
 
 class Log:
@@ -865,13 +941,17 @@ def find_start(c, data, model, total_steps, say):
     Rank 0 alone. Raises UserError where init_from and out_dir do not fit.
     """
     reads_only = c.eval_only or c.export_official
+    if c.gcs_dir:
+        Bucket(c.gcs_dir).check(write=not reads_only)
     if c.init_from in ("resume", "auto"):
         notes = []
         state = newest_checkpoint(c.out_dir, notes.append)
+        state = restore(c, state, notes.append) if c.gcs_dir else state
         damaged = [path for path in checkpoints(c.out_dir) if os.path.exists(path[:-3] + ".json")]  # complete once, so worth a look
         if not state and (c.init_from == "resume" or reads_only or damaged):
             mend = "--out_dir=... starts another run" if damaged else "--init_from=auto starts anew"
-            raise UserError("; ".join([f"--init_from={c.init_from}: no complete checkpoint in {c.out_dir}", *notes, mend]))
+            where = c.out_dir + (f" and {c.gcs_dir}" if c.gcs_dir else "")
+            raise UserError("; ".join([f"--init_from={c.init_from}: no complete checkpoint in {where}", *notes, mend]))
         for note in notes:
             say(note)
         if state and state["data"] != data.sha256:
@@ -879,6 +959,8 @@ def find_start(c, data, model, total_steps, say):
                             "choose that one, or another --out_dir")
     elif not reads_only and (checkpoints(c.out_dir) or any(os.path.exists(os.path.join(c.out_dir, n)) for n in ("best.pt", "metrics.jsonl"))):
         raise UserError(f"{c.out_dir} holds a run: --init_from=auto goes on with it, --out_dir=... starts another")
+    elif not reads_only and c.gcs_dir and any(n.startswith(("ckpt_", "best.", "metrics.")) for n in Bucket(c.gcs_dir).list()):
+        raise UserError(f"{c.gcs_dir} holds a run: --init_from=auto goes on with it, --gcs_dir=... starts another")
     else:
         state = read_checkpoint(c.init_from) if c.init_from != "scratch" else {}
     resumed = bool(state) and c.init_from in ("resume", "auto")
@@ -955,7 +1037,7 @@ def train(index, c, kind):
     del state
 
     log = Log(c.out_dir, device)
-    saver = Saver(c, log)
+    saver = Saver(c, device, log)
     log.say(f"# python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}, {os.cpu_count()} cores, "
             f"{device.world} x {kind} ({device.name}); settings that differ from train.py's: {differences(c)}")
     parameters = len(run.state["weights"]) + run.state["puzzle_emb"].numel()
@@ -1009,7 +1091,7 @@ def train(index, c, kind):
             continue
         values = train_values(c, sums, step - logged)
         if not math.isfinite(values["train/loss"] + values["train/grad_norm"]):
-            saver.finish()
+            saver.written()
             kept = os.path.join(c.out_dir, f"ckpt_{saved:08d}.pt") if saved else "none yet"
             raise FloatingPointError(f"loss or gradient not finite between steps {logged + 1} and {step}; the last good checkpoint: {kept}")
         values["train/lr"] = learning_rate(c.lr, step - 1, c.lr_warmup_steps, total_steps, c.lr_min_ratio)
@@ -1038,18 +1120,22 @@ def train(index, c, kind):
                 save("best", values)
         if scheduled or stop:
             save(f"ckpt_{step:08d}", values)
+            if device.rank:
+                saver.upload()
             saved = step
             run.restart()
         clock, timed_from = time.perf_counter(), step
-    if not saver.finish():
+    if not saver.written():
         sys.exit(1)
     if stop and step < total_steps:
+        saver.close(15)
         log.say(f"stopped at step {step}, checkpoint saved in {c.out_dir}; the same command with --init_from=resume goes on")
         return log.wandb.close(10, 1)
     if first < total_steps:
         log.say(f"trained {total_steps - first} steps in {duration(time.time() - began)}")
     if values := finish(run, test, log, step, "final evaluation", asked):
         log.metrics(step, {"final": True, **values})
+    saver.close(600 if values else 15)
     log.wandb.close(*(() if values else (10, 1)))
 
 
@@ -1105,6 +1191,7 @@ def main(c):
     """Checks the settings, makes the data set where asked to, and runs train() on each device."""
     check_settings(c)
     kind, reason = choose_device(c.device)
+    c.data_path = local_dataset(c.data_path)
     main_process = os.environ.get("RANK", "0") == "0"
     if main_process:
         print(f"device {kind}: {reason}", flush=True)

@@ -1,7 +1,6 @@
 """train.py as people run it, at tiny sizes: resume, kills, signals, NaN, checkpoints in and out, CPU against XLA, replicas."""
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -110,26 +109,6 @@ def test_resume_equals_the_uninterrupted_run(data, whole, tmp_path, damage):
         assert f"skipped {newest}" in text and "resuming from " + newest.replace("30", "20") in text
     assert same(last_weights(out), last_weights(whole[0]))
     assert curve(out) == curve(whole[0]) and curve(out, "eval/loss") == curve(whole[0], "eval/loss")
-
-
-def test_kills_at_random_moments_lose_nothing(data, whole, tmp_path):
-    """SIGKILL again and again, saving included, with init_from=auto as a restart loop would; the end is bit for bit the same."""
-    out, draw, kills = str(tmp_path / "run"), random.Random(0), 0
-    flags = ["--max_steps=40", "--checkpoint_interval=10", "--keep_last_n=9", "--eval_interval=4", "--eval_max_puzzles=20", "--init_from=auto"]
-    for attempt in range(40):
-        process = subprocess.Popen(command(data, out, *flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for line in process.stdout:
-            if line.startswith("training from") and kills < 8:
-                time.sleep(draw.uniform(0, 0.3))
-                process.kill()
-        process.wait()
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL
-        kills += 1
-    assert kills >= 3 and process.returncode == 0
-    assert same(last_weights(out), last_weights(whole[0]))
-    assert curve(out) == curve(whole[0]) and lines(out)[-1]["final"]
 
 
 def test_auto_starts_anew_where_no_checkpoint_was_completed(data, whole, tmp_path):

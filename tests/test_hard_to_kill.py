@@ -1,0 +1,125 @@
+"""What pods do to people: kills at any moment, machines that are gone, a bucket that hiccups. Real commands, a real emulator behind faults."""
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+import train
+from data import Bucket, upload_dataset
+from test_gcs import emulator, front, stored  # noqa: F401: fixtures
+from test_train import command, curve, data, last_weights, lines, run, same  # noqa: F401: fixtures
+
+FLAGS = ["--max_steps=40", "--checkpoint_interval=10", "--keep_last_n=2", "--eval_interval=4", "--eval_max_puzzles=20"]
+URL = "--gcs_dir=gs://bucket/run"
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):  # noqa: F811
+    """The run of FLAGS that nothing interrupts."""
+    out = str(tmp_path_factory.mktemp("whole") / "run")
+    run(data, out, *FLAGS)
+    return out
+
+
+def in_bucket():
+    return Bucket("gs://bucket/run").list()
+
+
+def test_twenty_kills_lose_nothing(data, tmp_path):  # noqa: F811
+    """SIGKILL again and again, saving included, with init_from=auto as a restart loop would; the end is bit for bit the same."""
+    flags = ["--max_steps=200", "--checkpoint_interval=5", "--eval_interval=20", "--eval_max_puzzles=20"]
+    run(data, tmp_path / "whole", *flags)
+    out, draw, kills = str(tmp_path / "run"), random.Random(0), 0
+    while True:
+        process = subprocess.Popen(command(data, out, *flags, "--init_from=auto"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for line in process.stdout:
+            if line.startswith("training from") and kills < 20:
+                time.sleep(draw.uniform(0, 0.3))
+                process.kill()
+        process.wait()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL
+        kills += 1
+    assert kills == 20
+    assert same(last_weights(out), last_weights(tmp_path / "whole"))
+    assert curve(out) == curve(tmp_path / "whole") and lines(out)[-1]["final"]
+
+
+def test_a_run_is_in_the_bucket_despite_faults(data, front, emulator, tmp_path):  # noqa: F811
+    out = tmp_path / "run"
+    front.rate = 0.3
+    text = run(data, out, *FLAGS, URL)
+    front.rate = 0
+    assert "upload" not in text
+    assert {n for n in in_bucket() if not n.startswith("best")} == {
+        "ckpt_00000030.pt", "ckpt_00000030.json", "ckpt_00000040.pt", "ckpt_00000040.json", "metrics.jsonl", "log.txt"}
+    for name in in_bucket():
+        assert stored(emulator, f"run/{name}") == (out / name).read_bytes() or name == "log.txt", name
+    assert any(fault for _, fault, _ in front.log)
+
+
+def test_another_machine_goes_on_from_the_bucket(data, front, whole, tmp_path):  # noqa: F811
+    out = str(tmp_path / "run")
+    run(data, out, *FLAGS, URL, "--max_steps=30")
+    assert "holds a run" in run(data, tmp_path / "other", *FLAGS, URL, code=2)
+    shutil.rmtree(out)
+    text = run(data, out, *FLAGS, URL, "--init_from=auto")
+    assert "fetching ckpt_00000030 from gs://bucket/run" in text and "training from step 30 to 40" in text
+    assert same(last_weights(out), last_weights(whole)) and curve(out) == curve(whole)
+
+
+def test_what_is_damaged_or_incomplete_in_the_bucket_is_passed_over(data, front, whole, tmp_path):  # noqa: F811
+    out, bucket = str(tmp_path / "run"), Bucket("gs://bucket/run")
+    run(data, out, *FLAGS, URL, "--keep_last_n=4", "--max_steps=39")
+    bucket.delete("ckpt_00000039.json")  # the last upload was cut off before its end
+    bucket.write("ckpt_00000030.pt", b"something else")
+    shutil.rmtree(out)
+    text = run(data, out, *FLAGS, URL, "--init_from=auto", "--keep_last_n=9")
+    assert "skipped" in text and "ckpt_00000030.pt: damaged" in text and "training from step 20 to 40" in text
+    assert same(last_weights(out), last_weights(whole)) and curve(out) == curve(whole)
+
+
+def test_a_bucket_that_is_gone_does_not_stop_training(data, front, whole, tmp_path):  # noqa: F811
+    process = subprocess.Popen(command(data, tmp_path / "run", *FLAGS, URL, "--log_interval=1"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    text = ""
+    for line in process.stdout:
+        text += line
+        if line.startswith("training from"):
+            front.denied = ("start", "insert", "list", "media")
+    assert process.wait(60) == 0 and text.count("upload failed") == 1 and text.count("not complete") == 1, text
+    assert same(last_weights(tmp_path / "run"), last_weights(whole))
+
+
+@pytest.mark.parametrize("url,denied,word", [("gs://nowhere/run", (), "404"), ("gs://bucket/run", ("start", "insert"), "403"), ("bucket/run", (), "gs://bucket/folder")])
+def test_a_wrong_bucket_ends_before_anything_is_written(data, front, tmp_path, url, denied, word):  # noqa: F811
+    front.denied = denied
+    text = run(data, tmp_path / "run", *FLAGS, f"--gcs_dir={url}", code=2)
+    assert text.splitlines()[-1].startswith("train.py: ") and word in text and "Traceback" not in text and not (tmp_path / "run").exists()
+
+
+def test_data_come_from_the_bucket(data, front, whole, tmp_path):  # noqa: F811
+    upload_dataset(data, "gs://bucket/data/four")
+    flags = ["--data_path=gs://bucket/data/four", f"--out_dir={tmp_path / 'run'}"]
+    subprocess.run(command(data, "", *FLAGS, *flags), cwd=tmp_path, check=True, capture_output=True)
+    assert curve(tmp_path / "run") == curve(whole) and (tmp_path / "data" / "four" / "manifest.json").exists()
+
+
+def test_sigterm_leaves_its_checkpoint_in_the_bucket(data, front, tmp_path):  # noqa: F811
+    out = str(tmp_path / "run")
+    process = subprocess.Popen(command(data, out, "--max_steps=100000", "--checkpoint_interval=0", URL), stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step 10/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    began, text = time.time(), process.stdout.read()
+    assert process.wait(30) == 0 and time.time() - began < 30
+    name = os.path.basename(train.checkpoints(out)[0])
+    assert name in in_bucket() and name[:-3] + ".json" in in_bucket() and "goes on" in text
+    with open(os.path.join(out, name[:-3] + ".json"), "rb") as f:
+        assert json.loads(Bucket("gs://bucket/run").read(name[:-3] + ".json")) == json.load(f)
