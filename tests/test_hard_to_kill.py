@@ -4,7 +4,9 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import time
 
 import pytest
@@ -123,3 +125,27 @@ def test_sigterm_leaves_its_checkpoint_in_the_bucket(data, front, tmp_path):  # 
     assert name in in_bucket() and name[:-3] + ".json" in in_bucket() and "goes on" in text
     with open(os.path.join(out, name[:-3] + ".json"), "rb") as f:
         assert json.loads(Bucket("gs://bucket/run").read(name[:-3] + ".json")) == json.load(f)
+
+
+def test_two_hosts_of_which_one_has_the_files(data, whole, tmp_path):  # noqa: F811
+    """torchrun on two hosts, played by two folders: rank 0's weights and step reach the other, which writes its log alone."""
+    shallow = ["--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2", "--lr=2e-4"]  # depth amplifies rounding
+    run(data, tmp_path / "one", *FLAGS, *shallow, "--keep_last_n=9")
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = s.getsockname()[1]
+    for max_steps, init_from in ((20, "scratch"), (40, "auto")):
+        hosts = []
+        for node in (0, 1):
+            (tmp_path / str(node)).mkdir(exist_ok=True)
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", "--master-addr=127.0.0.1",
+                        f"--master-port={port}"]
+            flags = [*FLAGS, *shallow, f"--max_steps={max_steps}", f"--init_from={init_from}", "--keep_last_n=9"]
+            hosts.append(subprocess.Popen(torchrun + command(data, "run", *flags)[1:], cwd=tmp_path / str(node), stdout=subprocess.PIPE,
+                                          stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}))
+        texts = [host.communicate(timeout=120)[0] for host in hosts]
+        assert [host.returncode for host in hosts] == [0, 0], texts
+        assert f"training from step {max_steps - 20} to {max_steps}" in texts[0] and "training from" not in texts[1]
+    one, two = curve(tmp_path / "one"), curve(tmp_path / "0" / "run")
+    assert one.keys() == two.keys() and two == pytest.approx(one, rel=1e-4)
+    assert os.listdir(tmp_path / "1" / "run") == ["log.host1.txt"]
+    assert "training from step 20 to 40" in (tmp_path / "1" / "run" / "log.host1.txt").read_text()
