@@ -308,13 +308,7 @@ class Device:
 
     def capture(self, fn, state, inputs):
         """Traces fn once. Returns a function from the tensors of (state, inputs) to those of (new state, outputs), and these' structure."""
-        lowering = self.xla._XLAC.lowering.LoweringContext("step")
-        tensors, spec = tree_flatten((state, inputs))
-        holders = [self.xb.create_placeholder_tensor(t.shape, t.dtype) for t in tensors]
-        state, inputs = tree_unflatten([h.clone() for h in holders], spec)
-        results, spec = tree_flatten((state, fn(state, inputs) or ()))
-        lowering.set_name_string("step")
-        lowering.build(results)
+        lowering, holders, spec = self.lower(fn, state, inputs)
         program = self.xb.computation_from_module_proto("step", lowering.hlo())
         source = {lowering.tensor_parameter_id(h): i for i, h in enumerate(holders)}
         constants = lowering.device_parameter_id_tensor_mapping()
@@ -322,6 +316,17 @@ class Device:
         replay = lambda tensors: self.xla._XLAC._xla_user_computation(
             "xla::_op_step", [tensors[source[i]] if i in source else constants[i] for i in ids], program)
         return replay, spec
+
+    def lower(self, fn, state, inputs):
+        """The program of fn, not compiled: a torch_xla LoweringContext, the placeholders of its parameters, the structure of its results."""
+        lowering = self.xla._XLAC.lowering.LoweringContext("step")
+        lowering.set_name_string("step")
+        tensors, spec = tree_flatten((state, inputs))
+        holders = [self.xb.create_placeholder_tensor(t.shape, t.dtype) for t in tensors]
+        state, inputs = tree_unflatten([h.clone() for h in holders], spec)
+        results, spec = tree_flatten((state, fn(state, inputs) or ()))
+        lowering.build(results)
+        return lowering, holders, spec
 
     def counts(self):
         """XLA's own counts so far: programs compiled, seconds that took, operations that fell back to the host, seconds of transfers."""
@@ -399,8 +404,13 @@ class Run:
     @torch.no_grad()
     def trace_train_step(self, state, inputs):
         """The work of train_step; changes state in place."""
+        packed = torch.cat([*self.gradients(state, inputs), inputs["signals"]])
+        self.apply(state, self.device.all_reduce(packed), inputs["rates"])
+
+    def gradients(self, state, inputs):
+        """This rank's share of what the ranks sum, as vectors: gradients of weights and puzzle embedding over the global batch, how often
+        the batch has each of its rows, METRICS. Moves the carry on."""
         c, weights = self.c, self.cast(state["weights"], state["puzzle_emb"])
-        lr, puzzle_emb_lr, bias1, bias2 = inputs["rates"].unbind()
 
         def micro_batch(weights, x):
             with torch.enable_grad():
@@ -418,9 +428,13 @@ class Run:
         (*grads, held, sums), carry = self.device.sum_over(micro_batch, start, weights, dict(carry=state["carry"], batch=batches))
         for k, t in carry.items():
             state["carry"][k].copy_(t)
-        # Divided after the backward pass: float16 has no room for gradients that small.
-        packed = self.device.all_reduce(torch.cat([flatten(grads) / c.global_batch_size, held, sums, inputs["signals"]]))
-        grad, puzzle_grad, held, sums = packed.split([len(state["weights"]), state["puzzle_emb"].numel(), len(held), len(sums) + 2])
+        return flatten(grads) / c.global_batch_size, held, sums  # divided after the backward pass: float16 has no room for gradients that small
+
+    def apply(self, state, packed, rates):
+        """What follows the reduction: the optimizers, the average, the sums of the log."""
+        c, (lr, puzzle_emb_lr, bias1, bias2) = self.c, rates.unbind()
+        parts = [len(state["weights"]), state["puzzle_emb"].numel(), max(1, len(state["puzzle_emb"])), len(METRICS) + 2]
+        grad, puzzle_grad, held, sums = packed.split(parts)
         if self.model.prefix:
             sign_sgd(state["puzzle_emb"], puzzle_grad.view_as(state["puzzle_emb"]), held, puzzle_emb_lr, c.puzzle_emb_weight_decay)
         self.update(state, grad, lr, bias1, bias2)
