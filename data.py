@@ -443,6 +443,31 @@ def hub_url(repo, name):
     return f"{hub_endpoint()}/datasets/{repo}/resolve/main/{name}"
 
 
+class Hiccup(Exception):
+    """A fault that may pass."""
+
+
+def retry(attempt, done, attempts, wait, label):
+    """attempt(), again after a Hiccup or a fault of the network, until there were `attempts` in a row in which done() did not rise.
+
+    wait: seconds before the second one, doubled from one to the next up to 60. Raises Hiccup at the last.
+    """
+    failures, furthest = 0, done()
+    while True:
+        try:
+            return attempt()
+        except (Hiccup, requests.RequestException) as e:
+            fault = e if isinstance(e, Hiccup) else Hiccup(network_fault(e))
+        failures = 1 if done() > furthest else failures + 1
+        furthest = max(furthest, done())
+        if failures == attempts:
+            raise fault
+        seconds = min(60, wait * 2 ** (failures - 1)) * random.uniform(0.5, 1)
+        if seconds >= 1:
+            print(f"{label}: {fault}; trying again in {seconds:.0f} s", file=sys.stderr, flush=True)
+        time.sleep(seconds)
+
+
 def download(url, path, attempts=6, timeout=30.0, wait=1.0):
     """Downloads url to path, unless path exists; what a break or a kill leaves in path + ".part" is gone on with.
 
@@ -452,27 +477,21 @@ def download(url, path, attempts=6, timeout=30.0, wait=1.0):
     """
     if os.path.exists(path):
         return
-    part, failures, furthest = path + ".part", 0, 0
+    part = path + ".part"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        while fault := fetch(url, part, timeout):
-            have = os.path.getsize(part) if os.path.exists(part) else 0
-            failures = 1 if have > furthest else failures + 1
-            furthest = max(have, furthest)
-            if failures == attempts:
-                raise UserError(f"{url} cannot be downloaded ({fault}): run again to go on from the {have / 1e6:,.0f} MB that are there, "
-                                "or use files of your own with --source=csv")
-            seconds = min(60, wait * 2 ** (failures - 1)) * random.uniform(0.5, 1)
-            print(f"{url}: {fault}; trying again in {seconds:.0f} s", file=sys.stderr, flush=True)
-            time.sleep(seconds)
+        retry(lambda: fetch(url, part, timeout), lambda: size_so_far(part), attempts, wait, url)
         os.replace(part, path)
+    except Hiccup as e:
+        raise UserError(f"{url} cannot be downloaded ({e}): run again to go on from the {size_so_far(part) / 1e6:,.0f} MB that are there, "
+                        "or use files of your own with --source=csv") from None
     except OSError as e:
         raise UserError(f"{path} cannot be written: {e.strerror or e}") from None
 
 
 def fetch(url, part, timeout):
-    """One attempt at the rest of a download. Returns None when part is whole, else what went wrong and may pass."""
-    have = os.path.getsize(part) if os.path.exists(part) else 0
+    """One attempt at the rest of a download; raises Hiccup, or requests' own exceptions, unless part is whole."""
+    have = size_so_far(part)
     headers = {"Accept-Encoding": "identity"}  # the sizes below are of what is sent
     if have:
         headers["Range"] = f"bytes={have}-"
@@ -482,14 +501,14 @@ def fetch(url, part, timeout):
         with requests.get(url, headers=headers, stream=True, timeout=timeout) as response:
             status = response.status_code
             if status in (408, 429) or status >= 500:
-                return f"status {status}"
+                raise Hiccup(f"status {status}")
             if status not in (200, 206, 416):
                 hint = "set HF_TOKEN to a token that may read it" if status in (401, 403) else "is the address right?"
                 raise UserError(f"{url} cannot be downloaded (status {status}): {hint}")
             span = response.headers.get("Content-Range", "").removeprefix("bytes ")  # "5-9/10" with 206, "*/10" with 416
             if status == 206 and not span.startswith(f"{have}-"):
                 os.remove(part)
-                return "another range came than was asked for"
+                raise Hiccup("another range came than was asked for")
             # The hub states size and hash on its redirect, not on the file.
             linked = {key: hop.headers[key] for hop in response.history + [response] for key in LINKED if key in hop.headers}
             total = linked.get(LINKED[0]) or (response.headers.get("Content-Length", "") if status == 200 else span.partition("/")[2])
@@ -500,20 +519,21 @@ def fetch(url, part, timeout):
                     for block in response.iter_content(1 << 15):
                         f.write(block)
                         progress.add(len(block))
-    except requests.RequestException as e:
-        if isinstance(e, ValueError):
-            raise UserError(f"{url} is no address that can be downloaded: set HF_ENDPOINT to one like https://huggingface.co") from None
-        return network_fault(e)
+    except ValueError:
+        raise UserError(f"{url} is no address that can be downloaded: set HF_ENDPOINT to one like https://huggingface.co") from None
     size, digest = os.path.getsize(part), linked.get(LINKED[1], "").strip('"')
     if status != 416 and total and size < total:
-        return f"broke off at {size:,} of {total:,} bytes"
+        raise Hiccup(f"broke off at {size:,} of {total:,} bytes")
     if total and size != total:
         os.remove(part)
-        return f"{size:,} bytes came where {total:,} were announced"
+        raise Hiccup(f"{size:,} bytes came where {total:,} were announced")
     if len(digest) == 64 and digest != file_sha256(part):
         os.remove(part)
-        return "its SHA-256 is not the one that the hub states"
-    return None
+        raise Hiccup("its SHA-256 is not the one that the hub states")
+
+
+def size_so_far(path):
+    return os.path.getsize(path) if os.path.exists(path) else 0
 
 
 def network_fault(e):
@@ -528,31 +548,29 @@ class BucketError(UserError):
     """What a bucket refuses, or has not done after all attempts: one line with the gs:// address."""
 
 
-class Hiccup(Exception):
-    """A fault that may pass; args: what it is, and the seconds that the server asks to wait."""
-
-
 class Bucket:
     """The objects under gs://bucket/prefix, of Google Cloud Storage or of the emulator at STORAGE_EMULATOR_HOST.
 
     attempts: failures in a row without a new byte before giving up; wait: seconds before the second attempt, doubled from one to
-    the next up to 60 times as many; timeout: seconds without a byte; chunk: bytes of one request, a multiple of 256 KiB. Names are
-    relative to the prefix. Raises UserError for a malformed address. Several threads may call the methods, which raise BucketError,
-    and OSError for a local file that cannot be read or written.
+    the next; timeout: seconds without a byte; chunk: bytes of one request, a multiple of 256 KiB. Names are relative to the prefix.
+    Raises UserError for a malformed address. Several threads may call the methods, which raise BucketError, and OSError for a
+    local file that cannot be read or written.
     """
 
     def __init__(self, url, *, attempts=8, wait=1.0, timeout=30.0, chunk=1 << 23):
-        match = re.fullmatch(r"gs://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])((?:/[^/\r\n]+)*)/?", url)
+        match = re.fullmatch(r"gs://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])/((?:[^/\r\n]+/)*)", url.removesuffix("/") + "/")
         if not match or {".", ".."} & set(match[2].split("/")):
             raise UserError(f"{url!r} is no address in a bucket: write gs://bucket/folder")
-        self.bucket, self.prefix = match[1], match[2][1:]
+        self.bucket, self.prefix = match.groups()
         self.attempts, self.wait, self.timeout, self.chunk = attempts, wait, timeout, chunk
         host = os.environ.get("STORAGE_EMULATOR_HOST", "").rstrip("/")
         self.emulator = host if "://" in host or not host else f"http://{host}"
-        self.objects, self.inserts = (f"{self.emulator or 'https://storage.googleapis.com'}{path}/storage/v1/b/{self.bucket}/o"
-                                      for path in ("", "/upload"))
-        self.session, self.lock, self.token, self.expiry = requests.Session(), threading.Lock(), None, 0
+        server = self.emulator or "https://storage.googleapis.com"
+        self.objects = f"{server}/storage/v1/b/{self.bucket}/o"
+        self.inserts = f"{server}/upload/storage/v1/b/{self.bucket}/o?uploadType=resumable"
+        self.session, self.token, self.expiry = requests.Session(), None, 0
         self.session.headers["Accept-Encoding"] = "identity"  # lengths are of what is sent
+        self.session.auth = lambda request: request  # or else ~/.netrc replaces the token
 
     def check(self, write=True):
         """Lists and reads, and writes and deletes a small object with write, in 20 seconds; raises UserError with what fails.
@@ -561,174 +579,120 @@ class Bucket:
         """
         probe, name = copy.copy(self), f".probe-{os.urandom(8).hex()}"
         probe.attempts, probe.wait, probe.timeout = min(self.attempts, 3), min(self.wait, 0.1), min(self.timeout, 5)
-        probe._json(probe._request("GET", self.objects, params={"prefix": self._full(""), "maxResults": 1}))
+        probe._json(self.objects, prefix=self.prefix, maxResults=1)
         if write:
             probe.write(name, b"probe")
-        probe.read(name)
-        if write:
             probe.delete(name)
+        probe.read(name)
 
-    def upload(self, path, name, progress=None):
-        """Sends a file to an object, whole or not at all; counts bytes in progress. Of a file that grows, what it was at first."""
+    def upload(self, path, name):
+        """Sends a file to an object, whole or not at all. Of a file that grows, what it was at first."""
         with open(path, "rb") as f:
-            self._insert(f, name, progress)
+            self._insert(f, name, *file_md5(path))
 
     def write(self, name, content):
         """Sends bytes to an object."""
-        self._insert(io.BytesIO(content), name)
+        self._insert(io.BytesIO(content), name, len(content), hashlib.md5(content).hexdigest())
 
     def read(self, name):
         """The bytes of an object, or None where there is none."""
-        response = self._request("GET", self._url(name), name, (200, 404), params={"alt": "media"})
+        response = self._retry(name, lambda: self._request("GET", self._url(name), name, (200, 404), params={"alt": "media"}))
         return response.content if response.status_code == 200 else None
 
     def delete(self, name):
         """Deletes an object, if it is there."""
-        self._request("DELETE", self._url(name), name, (200, 204, 404))
+        self._retry(name, lambda: self._request("DELETE", self._url(name), name, (200, 204, 404)))
 
     def list(self):
         """{name: (size in bytes, MD5 in hex or None)} of all objects under the prefix."""
-        found, params = {}, {"prefix": self._full(""), "fields": "nextPageToken,items(name,size,md5Hash)"}
-        while True:
-            page = self._json(self._request("GET", self.objects, params=params))
+        found, page = {}, {"nextPageToken": None}
+        while "nextPageToken" in page:
+            page = self._json(self.objects, prefix=self.prefix, fields="nextPageToken,items(name,size,md5Hash)", pageToken=page["nextPageToken"])
             for item in page.get("items", []):
                 if not item["name"].endswith("/"):  # the console's empty folders
-                    md5 = base64.b64decode(item["md5Hash"]).hex() if item.get("md5Hash") else None
-                    found[item["name"].removeprefix(params["prefix"])] = int(item["size"]), md5
-            if not page.get("nextPageToken"):
-                return found
-            params["pageToken"] = page["nextPageToken"]
+                    found[item["name"].removeprefix(self.prefix)] = size_and_md5(item)
+        return found
 
     def download(self, name, path):
         """Fetches an object to path, by way of path + ".part", from which a later call goes on.
 
         Checks size and MD5; an object without MD5 (a composite one, as gcloud makes them of large files) by its size alone.
         """
-        about, part = self._json(self._request("GET", self._url(name), name)), path + ".part"
-        size, md5 = int(about["size"]), about.get("md5Hash")
-        have = lambda: os.path.getsize(part) if os.path.exists(part) else 0
+        size, md5 = size_and_md5(self._json(self._url(name), name))
+        part = path + ".part"
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
 
-        def save(response):
-            with open(part, "ab" if response.status_code == 206 else "wb") as f:
-                for block in response.iter_content(1 << 16):
-                    f.write(block)
-                    progress.add(f.tell() - progress.done)
-
         def attempt():
-            if have() < size or size == 0:
-                headers = {"Range": f"bytes={have()}-"} if have() else {}
-                params = {"alt": "media", "generation": about.get("generation")}  # one version, should another replace it
-                self._once("GET", self._url(name), name, (200, 206), save, params=params, headers=headers)
-            if have() < size:
-                raise Hiccup(f"broke off at {have():,} of {size:,} bytes")
-            if have() > size or md5 and file_md5(part)[1] != md5:
+            have = size_so_far(part)
+            if have < size or size == 0:
+                response = self._request("GET", self._url(name), name, (200, 206), params={"alt": "media"}, stream=True,
+                                         headers={"Range": f"bytes={have}-"} if have else {})
+                with open(part, "ab" if response.status_code == 206 else "wb") as f:
+                    for block in response.iter_content(1 << 16):
+                        f.write(block)
+                        progress.add(f.tell() - progress.done)
+            if size_so_far(part) != size or md5 and file_md5(part)[1] != md5:
                 os.remove(part)
                 raise Hiccup("what came has another size or MD5 than the object")
 
-        with Progress(f"downloading {self._at(name)}", size, "MB", 1e6, have()) as progress:
-            self._retry(name, attempt, have)
+        with Progress(f"downloading {self._at(name)}", size, "MB", 1e6, size_so_far(part)) as progress:
+            self._retry(name, attempt, lambda: size_so_far(part))
         os.replace(part, path)
 
-    def _insert(self, f, name, progress=None):
-        """One request for up to a chunk; for more a resumable session, which goes on from what the server says it has."""
-        size, md5 = file_md5(f)
-        about = {"name": self._full(name), "md5Hash": md5}  # the server shows no object with another MD5
-        session, unsure, sent, furthest = None, False, 0, 0
+    def _insert(self, f, name, size, md5):
+        """Sends the first size bytes of f in a resumable session, which after a fault goes on from what the server says it has."""
+        about = {"name": self.prefix + name, "md5Hash": base64.b64encode(bytes.fromhex(md5)).decode()}  # no other MD5 is accepted
+        session, furthest = None, 0
 
         def attempt():
-            nonlocal session, unsure, sent, furthest
+            nonlocal session, furthest
+            sent = -1  # not known: the first request asks
+            if session is None:
+                session = self._request("POST", self.inserts, name, json=about).headers["Location"]
+                sent = 0
             while True:
-                f.seek(sent)
-                if size <= self.chunk:
-                    part = f"--{md5}\r\nContent-Type: application/%s\r\n\r\n"
-                    body = (part % "json" + json.dumps(about) + "\r\n" + part % "octet-stream").encode() + f.read(size) + f"\r\n--{md5}--".encode()
-                    response = self._once("POST", self.inserts, name, params={"uploadType": "multipart"}, data=body,
-                                          headers={"Content-Type": f'multipart/related; boundary="{md5}"'})
-                elif session is None:
-                    response = self._once("POST", self.inserts, name, params={"uploadType": "resumable"}, json=about)
-                    session, unsure, sent = response.headers["Location"], False, 0
-                    continue
-                else:
-                    block = b"" if unsure else f.read(min(self.chunk, size - sent))
-                    span = "*" if unsure else f"{sent}-{sent + len(block) - 1}"
-                    asked, unsure = unsure, True  # until the answer is here
-                    response = self._once("PUT", session, name, (200, 201, 308, 400, 404, 410), data=block,
-                                          headers={"Content-Range": f"bytes {span}/{size}"})
-                status, before = response.status_code, sent
-                if status in (400, 404, 410):
-                    session, sent = None, 0
-                    raise Hiccup(f"status {status}: the server has dropped the upload")
-                if status == 308:  # with Range: bytes=0-LAST, or none where nothing has arrived
-                    sent, unsure = int(response.headers.get("Range", "-").rpartition("-")[2] or -1) + 1, False
-                    if not asked and sent <= before:
-                        raise Hiccup("nothing of what was sent has arrived")
-                elif self._json(response).get("md5Hash") != md5:
-                    session, sent = None, 0
-                    self.delete(name)
-                    raise Hiccup("it arrived damaged")
-                done = sent if status == 308 else size
-                if progress and done > furthest:
-                    progress.add(done - furthest)
-                furthest = max(furthest, done)
-                if status != 308:
-                    return
+                f.seek(max(sent, 0))
+                block = f.read(min(self.chunk, size - sent)) if sent >= 0 else b""
+                span = f"{sent}-{sent + len(block) - 1}" if block else "*"
+                response = self._request("PUT", session, name, (200, 201, 308, 400, 404, 410), data=block,
+                                         headers={"Content-Range": f"bytes {span}/{size}"})
+                if response.status_code != 308:
+                    break
+                before, sent = sent, 0
+                if "Range" in response.headers:  # bytes=0-LAST, and none where nothing has arrived
+                    sent = int(response.headers["Range"].removeprefix("bytes=0-")) + 1
+                if sent <= before:
+                    raise Hiccup("nothing of what was sent has arrived")
+                furthest = max(furthest, sent)
+            if response.status_code >= 400 or size_and_md5(response.json()) != (size, md5):
+                session = None
+                raise Hiccup(f"status {response.status_code}: the server has dropped the upload, or it arrived damaged")
 
         self._retry(name, attempt, lambda: furthest)
 
-    def _full(self, name):
-        return f"{self.prefix}/{name}" if self.prefix else name
-
     def _url(self, name):
-        return f"{self.objects}/{urllib.parse.quote(self._full(name), safe='')}"
+        return f"{self.objects}/{urllib.parse.quote(self.prefix + name, safe='')}"
 
     def _at(self, name):
-        return f"gs://{self.bucket}/{self._full(name)}".rstrip("/") + (f" at {self.emulator}" if self.emulator else "")
+        return f"gs://{self.bucket}/{self.prefix}{name}".rstrip("/") + (f" at {self.emulator}" if self.emulator else "")
 
-    def _json(self, response):
-        try:
-            return response.json()
-        except ValueError:
-            raise BucketError(f"{self._at('')}: its answer is not JSON: is that a storage server?") from None
-
-    def _request(self, method, url, name="", *rest, **options):
-        return self._retry(name, lambda: self._once(method, url, name, *rest, **options))
+    def _json(self, url, name="", **params):
+        return self._retry(name, lambda: self._request("GET", url, name, params=params).json())
 
     def _retry(self, name, attempt, done=lambda: 0):
-        """attempt(), again after a Hiccup, until there were `attempts` in a row in which done() did not rise."""
-        failures, furthest = 0, done()
-        while True:
-            try:
-                return attempt()
-            except Hiccup as e:
-                fault, asked = (*e.args, 0)[:2]
-            failures, furthest = 1 if done() > furthest else failures + 1, max(done(), furthest)
-            if failures >= self.attempts:
-                raise BucketError(f"{self._at(name)}: {fault}; gave up after {failures} attempts")
-            seconds = min(60 * self.wait, max(asked, self.wait * 2 ** (failures - 1) * random.uniform(0.5, 1)))
-            if seconds >= 5:
-                print(f"{self._at(name)}: {fault}; trying again in {seconds:.0f} s", file=sys.stderr, flush=True)
-            time.sleep(seconds)
+        try:
+            return retry(attempt, done, self.attempts, self.wait, self._at(name))
+        except Hiccup as e:
+            raise BucketError(f"{self._at(name)}: {e}; gave up after {self.attempts} attempts") from None
 
-    def _once(self, method, url, name="", ok=(200,), into=None, **options):
-        """One attempt at a request, its body read, by into(response) where given; raises Hiccup where another may help."""
+    def _request(self, method, url, name, ok=(200,), headers={}, **options):
+        """The response, its status one of ok. Raises Hiccup or a fault of requests where another attempt may help, else BucketError."""
         for fresh in (False, True):  # a fresh token after a 401, once
             token = self._token(fresh)
-
-            def authorize(request):  # a plain header would lose to ~/.netrc
-                request.headers.update({"Authorization": f"Bearer {token}"} if token else {})
-                return request
-
-            try:
-                with self.session.request(method, url, auth=authorize, timeout=self.timeout, stream=True, allow_redirects=False,
-                                          **options) as response:
-                    status = response.status_code
-                    if into and status in ok:
-                        into(response)
-                    elif len(response.content) < int(response.headers.get("Content-Length", 0)):
-                        raise Hiccup("the answer broke off")
-            except requests.RequestException as e:
-                raise Hiccup(network_fault(e)) from None
+            authorization = {"Authorization": f"Bearer {token}"} if token else {}
+            response = self.session.request(method, url, headers={**headers, **authorization}, timeout=self.timeout,
+                                            allow_redirects=False, **options)
+            status = response.status_code
             if status in ok:
                 return response
             if status != 401:
@@ -738,60 +702,53 @@ class Bucket:
         except (ValueError, KeyError, TypeError):
             fault = response.text
         fault = f"status {status} {' '.join(fault.split())[:200]}".replace(token or "\0", "***").strip()
-        after = response.headers.get("Retry-After", "")
-        if status in (408, 429) or status >= 500 or status == 400 and "MD5" in fault:  # damaged on the way
-            raise Hiccup(fault, int(after) if after.isdecimal() else 0)
+        if status in (408, 429) or status >= 500:
+            raise Hiccup(fault)
         mend = {401: ": log in again (gcloud auth login)", 404: ": no such bucket or object",
                 403: ": the account needs the role Storage Object Admin on the bucket, a VM also the scope cloud-platform"}
         raise BucketError(f"{self._at(name)}: {fault}{mend.get(status, '')}")
 
     def _token(self, fresh):
-        with self.lock:
-            if not self.emulator and (fresh or time.monotonic() >= self.expiry):
-                try:
-                    self.token, seconds = access_token()
-                except UserError as e:
-                    if self.token is None:
-                        raise BucketError(f"{self._at('')}: {e}") from None
-                    raise Hiccup("no fresh access token") from None  # there was one, so this may pass
-                self.expiry = time.monotonic() + seconds
-            return self.token
+        if not self.emulator and (fresh or time.monotonic() >= self.expiry):
+            self.token, seconds = access_token()
+            self.expiry = time.monotonic() + seconds
+        return self.token
 
 
 def access_token():
-    """(OAuth token, seconds to use it) from CLOUDSDK_AUTH_ACCESS_TOKEN, a Google Cloud VM's metadata server or gcloud; or UserError."""
+    """(OAuth token, seconds to use it) from CLOUDSDK_AUTH_ACCESS_TOKEN, a Google Cloud VM's metadata server or gcloud, or Hiccup."""
     if os.environ.get("CLOUDSDK_AUTH_ACCESS_TOKEN"):
         return os.environ["CLOUDSDK_AUTH_ACCESS_TOKEN"].strip(), math.inf
     host = os.environ.get("GCE_METADATA_HOST") or "169.254.169.254"  # by number: looking up a name can hang off Google Cloud
     try:
-        with requests.Session() as session:
-            session.trust_env = False  # no proxy leads to the machine's own metadata
-            response = session.get(f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token",
-                                   headers={"Metadata-Flavor": "Google"}, timeout=3)
-        if response.status_code == 200 and response.headers.get("Metadata-Flavor") == "Google":
-            return response.json()["access_token"], response.json()["expires_in"] - 225  # a new one is there 4 minutes ahead
+        response = requests.get(f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token", timeout=3,
+                                headers={"Metadata-Flavor": "Google"}, proxies={"http": ""})  # no proxy leads to the machine's own metadata
+        response.raise_for_status()
+        return response.json()["access_token"], response.json()["expires_in"] - 225  # a new one is there 4 minutes ahead
     except (requests.RequestException, KeyError):
         pass
     try:
-        done = subprocess.run(["gcloud", "auth", "print-access-token"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=15)
-        if done.returncode == 0 and done.stdout.strip():
-            return done.stdout.strip(), 600  # it may be an old one, which a 401 replaces
+        done = subprocess.run(["gcloud", "auth", "print-access-token"], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              timeout=15, check=True)
+        return done.stdout.strip(), 600  # it may be an old one, which a 401 replaces
     except (OSError, subprocess.SubprocessError):
-        pass
-    raise UserError("no Google credentials: run `gcloud auth login`, or give the VM a service account and the scope cloud-platform, "
-                    "or set CLOUDSDK_AUTH_ACCESS_TOKEN")
+        raise Hiccup("no Google credentials: run `gcloud auth login`, or give the VM a service account and the scope cloud-platform, "
+                     "or set CLOUDSDK_AUTH_ACCESS_TOKEN") from None
 
 
-def file_md5(file):
-    """(size in bytes, MD5 in base64 as the API writes it) of a path or an open file."""
-    if isinstance(file, str):
-        with open(file, "rb") as f:
-            return file_md5(f)
-    size, digest = 0, hashlib.md5(usedforsecurity=False)
-    for block in iter(lambda: file.read(1 << 20), b""):
-        digest.update(block)
-        size += len(block)
-    return size, base64.b64encode(digest.digest()).decode()
+def size_and_md5(item):
+    """(size in bytes, MD5 in hex or None) of an object, from what the API says about it."""
+    return int(item["size"]), base64.b64decode(item["md5Hash"]).hex() if item.get("md5Hash") else None
+
+
+def file_md5(path):
+    """(size in bytes, MD5 in hex) of a file."""
+    size, digest = 0, hashlib.md5()
+    with open(path, "rb") as f:
+        for block in iter(lambda: f.read(1 << 20), b""):
+            digest.update(block)
+            size += len(block)
+    return size, digest.hexdigest()
 
 
 def local_dataset(path, folder=None):
@@ -803,38 +760,38 @@ def local_dataset(path, folder=None):
     if not path.startswith("gs://"):
         return path
     bucket = Bucket(path)
-    folder = os.path.normpath(folder or os.path.join("data", bucket.prefix.rpartition("/")[2] or bucket.bucket))
+    folder = os.path.normpath(folder or os.path.join("data", path.rstrip("/").rpartition("/")[2]))
     import fcntl  # not on Windows, where the rest of this file works
     parent, part = os.path.dirname(folder) or ".", folder + ".part"
     try:
         os.makedirs(parent, exist_ok=True)
         with open(folder + ".lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print(f"{folder}: waiting for another process that downloads it", file=sys.stderr, flush=True)
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)
             bucket.check(write=False)
-            manifest = bucket.read("manifest.json")
-            if manifest is None:
-                raise UserError(f"{path} holds no manifest.json: put a data set there with `python data.py upload data/NAME {path}`")
-            hashes = manifest_hashes(manifest, path)
+            manifest = bucket.read("manifest.json") or b""
+            try:
+                hashes = json.loads(manifest)["sha256"]
+                damaged = not hashes or not all(re.fullmatch(r"((train|test)/)?\w+\.(json|npy)", name) for name in hashes)
+            except (ValueError, KeyError, TypeError):
+                damaged = True
+            if damaged:  # or a name leads out of the folder
+                raise UserError(f"{path} holds no manifest.json, or a damaged one: upload one with `python data.py upload data/NAME {path}`")
             if os.path.lexists(folder):
-                own = os.path.join(folder, "manifest.json")
-                if os.path.exists(own) and read_json(own, "sha256")["sha256"] == hashes:
+                if Dataset(folder, "train").hashes() == hashes:
                     return folder
                 raise UserError(f"{folder} holds another data set than {path}: move it away, or name it instead to use it")
-            listed, names = bucket.list(), {name: os.path.join(part, name) for name in hashes}
-            if lacking := sorted(hashes.keys() - listed.keys()):
-                raise UserError(f"{path} lacks {lacking[0]}: upload the data set again")
-            names = {name: file for name, file in names.items() if not os.path.exists(file) or file_sha256(file) != hashes[name]}
-            needed, free = sum(listed[name][0] for name in names), shutil.disk_usage(parent).free
+
+            def arrived(name):
+                file = os.path.join(part, name)
+                return os.path.exists(file) and file_sha256(file) == hashes[name]
+
+            missing = [name for name in hashes if not arrived(name)]
+            needed, free = sum(size for name, (size, _) in bucket.list().items() if name in missing), shutil.disk_usage(parent).free
             if needed > free:
                 raise UserError(f"{path} needs {needed / 1e9:.2f} GB in {parent}, where {free / 1e9:.2f} GB are free: make room")
-            for name, file in names.items():
-                bucket.download(name, file)
-                if file_sha256(file) != hashes[name]:
-                    os.remove(file)
+            for name in missing:
+                bucket.download(name, os.path.join(part, name))
+                if not arrived(name):
                     raise UserError(f"{path}/{name} does not match manifest.json: upload the data set again")
             with open(os.path.join(part, "manifest.json"), "wb") as f:
                 f.write(manifest)
@@ -850,38 +807,19 @@ def upload_dataset(folder, url):
     One of the official builder, without a manifest, gets one in the bucket. Another data set there is not overwritten.
     """
     dataset = [Dataset(folder, split) for split in ("train", "test")][-1]
-    hashes, bucket = dataset.hashes(), Bucket(url)
+    manifest = dataset.manifest or {"sha256": dataset.hashes()}
+    content, bucket = (json.dumps(manifest, indent=2) + "\n").encode(), Bucket(url)
     bucket.check()
-    there = bucket.read("manifest.json")
-    if there is not None and manifest_hashes(there, url) != hashes:
+    if bucket.read("manifest.json") not in (None, content):
         raise UserError(f"{url} holds another data set: choose another address")
-    listed, files = bucket.list(), {name: os.path.join(folder, name) for name in hashes}
-    try:
-        with Progress(f"uploading to {url}", sum(map(os.path.getsize, files.values())), "MB", 1e6) as progress:
-            for name, file in files.items():
-                dataset._check_file(name)
-                size, md5 = file_md5(file)
-                if listed.get(name) == (size, base64.b64decode(md5).hex()):
-                    progress.add(size)
-                else:
-                    bucket.upload(file, name, progress)
-        if dataset.manifest:
-            bucket.upload(os.path.join(folder, "manifest.json"), "manifest.json")
-        else:
-            bucket.write("manifest.json", json.dumps({"sha256": hashes}, indent=2).encode())
-    except OSError as e:
-        raise UserError(f"{folder} cannot be read: {e}") from None
-
-
-def manifest_hashes(content, where):
-    """The table {relative file: SHA-256} of a manifest.json's bytes; raises UserError unless it names a data set's files alone."""
-    try:
-        hashes = json.loads(content)["sha256"]
-        if "train/dataset.json" in hashes and all(re.fullmatch(r"((train|test)/)?\w+\.(json|npy)", name) for name in hashes.keys()):
-            return hashes
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
-    raise UserError(f"{where}/manifest.json is damaged: upload the data set again")
+    listed, files = bucket.list(), {name: os.path.join(folder, name) for name in manifest["sha256"]}
+    with Progress(f"uploading to {url}", sum(map(os.path.getsize, files.values())), "MB", 1e6) as progress:
+        for name, file in files.items():
+            dataset._check_file(name)
+            if listed.get(name) != file_md5(file):
+                bucket.upload(file, name)
+            progress.add(os.path.getsize(file))
+    bucket.write("manifest.json", content)
 
 
 def main(argv):
