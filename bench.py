@@ -41,6 +41,7 @@ plan = ""  # a slice on which the whole run is priced
 rate = 0.0  # examples/s measured on that slice, for the plan; 0: the roofline's
 # ---
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 # A chip's dense bfloat16 FLOP/s, bytes/s and bytes of memory, as its maker states them.
 CHIPS = {"v4": (275e12, 1228e9, 32e9), "v5e": (197e12, 819e9, 16e9), "v5p": (459e12, 2765e9, 95e9), "v6e": (918e12, 1640e9, 32e9)}
 PRINTED = ("examples_per_sec", "step_ms", "tflops", "forward_ms", "backward_ms", "optimizer_ms", "eval_examples_per_sec", "peak_memory_gb")
@@ -292,6 +293,12 @@ def lower(index, c, seq_len, vocab_size, folder):
         if device.rank == 0:
             with open(os.path.join(folder, f"{name}.pb"), "wb") as f:
                 f.write(hlo)
+            text = device.xb.get_computation_hlo(device.xb.computation_from_module_proto(name, hlo))
+            products = [line for line in text.splitlines() if re.search(r"f64\[.* dot\(", line)]
+            places = {f"{os.path.basename(m[1])}:{m[2]}" for line in products if (m := re.search(r'source_file="([^"]*)" source_line=(\d+)', line))
+                      and os.path.exists(os.path.join(HERE, os.path.basename(m[1])))}  # the others are the backward passes of these
+            with open(os.path.join(folder, f"{name}.json"), "w") as f:
+                json.dump(sorted(places or {"somewhere"} if products else ()), f)
 
 
 def lower_main(folder, argv):
@@ -388,16 +395,18 @@ def hbm_bytes(text):
 def child(call, **env):
     """Runs bench.CALL in a process of its own, so that a compiler that crashes is a message. Returns (its last line, None) or (None, the fault)."""
     done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", f"import bench; bench.{call}"], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.abspath(__file__)), **env})
+                          env={**os.environ, "PYTHONPATH": HERE, **env})
     if done.returncode == 0:
         return (done.stdout.splitlines() or [""])[-1], None
     text = done.stderr.strip()
-    here = os.path.dirname(os.path.abspath(__file__))
-    places = [f"{os.path.relpath(path, here)}:{line}" for path, line in re.findall(r'File "([^"]+)", line (\d+)', text)
-              if path.startswith(here) and os.path.basename(path) not in ("bench.py", "train.py")]
-    errors = [line for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception|Exhausted)\b|Fatal Python error|F\d{4} ", line) or "RESOURCE_EXHAUSTED" in line]
-    fault = (errors or text.splitlines() or [f"exit code {done.returncode}"])[-1]
-    return None, " ".join(fault.split())[:500] + (f" (at {places[-1]})" if places else "")
+    crashed = "Fatal Python error" in text
+    places = [f"{os.path.basename(path)}:{line}" for path, line in re.findall(r'File "([^"]+)", line (\d+)', text)
+              if os.path.dirname(path) == HERE and os.path.basename(path) not in ("bench.py", "train.py")]
+    place = f" ({places[0 if crashed else -1]})" if places else ""  # a crash is told from the most recent call on
+    if crashed:
+        return None, f"crashed, as it does where a shape or a branch depends on data (a boolean index, nonzero, item, print){place}"
+    errors = [line for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return None, " ".join((errors or text.splitlines() or [f"exit code {done.returncode}"])[-1].split())[:500] + place
 
 
 def chips_of(topology):
@@ -428,7 +437,7 @@ def compiled(c, argv, topology, programs):
         if fault:
             return {program: dict(fault=f"tracing: {fault}") for program in programs}
         for program in programs:
-            print(f"compiling the {program} step for {topology} ...", end="\r", file=sys.stderr, flush=True)
+            print(f"compiling the {program} step for {topology} (a minute or two)", file=sys.stderr, flush=True)
             line, fault = child(f"compile_main({os.path.join(folder, program + '.pb')!r}, {topology!r}, {chips})", TPU_SKIP_MDS_QUERY="1",
                                 JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_HOSTNAMES="localhost")
             if fault:
@@ -438,6 +447,8 @@ def compiled(c, argv, topology, programs):
             # Outputs are not counted beside arguments: the runtime reuses what a step has consumed, or keeps both for a moment.
             f.update(chips=chips, batch_per_chip=B, tflop=(step if program == "train" else forward) * B / 1e12,
                      free_gb=memory / 1e9 - f["arguments_gb"] - f["outputs_gb"] - f["temporaries_gb"] - f["code_gb"])
+            with open(os.path.join(folder, f"{program}.json")) as g:
+                f["float64_products"] = json.load(g)
             f["arithmetic_ms"] = 1e15 * f["tflop"] / peak
             f["memory_ms"] = 1e12 * f["hbm_gb"] / bandwidth if f["hbm_gb"] is not None else None
             f["roofline_ms"] = max(f["arithmetic_ms"], f["memory_ms"] or 0)
@@ -460,6 +471,8 @@ def ahead_of_time(c, argv, topologies):
                 "HBM traffic unknown (jaxlib cannot read this program)"
             bound = "arithmetic" if f["arithmetic_ms"] >= (f["memory_ms"] or 0) else "memory traffic"
             sums = ", ".join(f"{kind} of {size / 1e6:.1f} MB" for kind, size in f["collectives"]) or "none" if f["collectives"] is not None else "unknown"
+            if f["float64_products"]:
+                print(f"{head} float64 matrix product, which TPUs emulate many times slower: {', '.join(f['float64_products'])}", flush=True)
             print(f"{head} {f['batch_per_chip']} a chip: {fits}, {f['free_gb']:.1f} GB free beside arguments {f['arguments_gb']:.2f}, results "
                   f"{f['outputs_gb']:.2f}, temporaries {f['temporaries_gb']:.2f} and code {f['code_gb']:.2f}; compiled in {f['compile_s']:.0f} s here\n"
                   f"{'':{len(head)}} {f['tflop']:.2f} TFLOP counted, {read}; collectives: {sums}\n"
