@@ -23,6 +23,7 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -33,6 +34,7 @@ import threading
 import time
 import urllib.parse
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import requests
@@ -45,6 +47,8 @@ METADATA = {"pad_id": int, "ignore_label_id": (int, type(None)), "blank_identifi
 IGNORED = -100  # the label that no loss counts
 COLUMNS = ("source", "question", "answer", "rating")  # of the CSV files
 LINKED = ("X-Linked-Size", "X-Linked-Etag")  # the hub's headers: size and SHA-256 of a file that lies elsewhere
+POOL_AFTER = 2.0  # seconds that other processes must save before they are started: each imports the main script first
+WALL, OPEN, START, GOAL, PATH = range(1, 6)  # tokens of a maze, "# SGo"
 ORDER, EXAMPLE, HALT, SUBSET = range(4)  # independent random streams of one seed
 
 
@@ -59,7 +63,7 @@ class Dataset:
     def __init__(self, path, split):
         self.path, self.split = path, split
         if not os.path.isdir(os.path.join(path, split)):
-            raise UserError(f"{os.path.join(path, split)}: no such data set; build it with prepare_sudoku.py")
+            raise UserError(f"{os.path.join(path, split)}: no such data set; build it with prepare_sudoku.py or prepare_maze.py")
         manifest = os.path.join(path, "manifest.json")
         self.manifest = read_json(manifest, "sha256") if os.path.exists(manifest) else {}
         if not isinstance(self.manifest.get("sha256", {}), dict):
@@ -210,6 +214,36 @@ def uniform_between(start, stop, draws):
     return start + (draws * (stop - start)).astype(np.int64)
 
 
+# Answers to mazes.
+
+def path_metrics(inputs, labels, preds, grid):
+    """Which answers are a path from S to G, and which a shortest one: two bool [n].
+
+    inputs, labels (a shortest path each), preds: tokens [n, cells]; grid: (rows, columns). A path: S and G are where the question
+    has them, every "o" is on a cell that is open in the question, and the "o" make one line from S to G: each touches two
+    others of the line, S and G one. So an "o" elsewhere, a gap, a fork or a ring make it none.
+    """
+    n, (rows, columns) = len(inputs), grid
+    start, goal, drawn = inputs == START, inputs == GOAL, preds == PATH
+    line = np.pad((drawn | start | goal).reshape(n, rows, columns), ((0, 0), (1, 1), (1, 1)))
+    touching = sum(np.roll(line, shift, axis).astype(np.uint8) for shift in (-1, 1) for axis in (1, 2))
+    touching = touching[:, 1:-1, 1:-1].reshape(inputs.shape)
+    fits = ((preds == START) == start) & ((preds == GOAL) == goal) & (~drawn | (inputs == OPEN))
+    fits &= np.where(drawn, touching == 2, (touching == 1) | ~(start | goal))
+    good = np.flatnonzero(fits.all(axis=1) & (start.sum(axis=1) == 1) & (goal.sum(axis=1) == 1))
+    # What is left is a line from S to G and perhaps rings beside it: nothing may remain when the line is wiped out from S on.
+    steps, width, row = np.array([-columns - 2, -1, 1, columns + 2]), columns + 2, np.arange(len(good))
+    left, at = line[good].reshape(len(good), (rows + 2) * width), start[good].argmax(axis=1)
+    at = (at // columns + 1) * width + at % columns + 1
+    for _ in range(int(left.sum(axis=1).max(initial=0))):
+        left[row, at] = False
+        onward = left[row[:, None], at[:, None] + steps]
+        at += steps[onward.argmax(axis=1)] * onward.any(axis=1)
+    valid = np.zeros(n, dtype=bool)
+    valid[good] = ~left.any(axis=1)
+    return valid, valid & (drawn.sum(axis=1) == (labels == PATH).sum(axis=1))
+
+
 # Files of a data set.
 
 HASHES, HASHES_LOCK = {}, threading.Lock()
@@ -341,11 +375,12 @@ def csv_rows(path):
             raise UserError(f"{path}:{reader.line_num + 1}: cannot be read ({e})") from None
 
 
-def read_csv(path, cells, question_values, answer_values):
+def read_csv(path, cells, question_values, answer_values, rated=True):
     """Yields the puzzles of a file in blocks (line numbers [n], questions [n, cells], answers [n, cells], ratings [n]).
 
-    The file, .csv or .csv.gz, has the columns source,question,answer,rating in any order. The two dicts map characters to
-    numbers below 255; questions and answers come as these, in uint8. Raises UserError with the file, the line and the fault
+    The file, .csv or .csv.gz, has the columns source,question,answer,rating in any order. cells: 0 for as many as the first
+    question has. The two dicts map characters to numbers below 255; questions and answers come as these, in uint8. rated:
+    whether ratings must be integers; they are 0 where not. Raises UserError with the file, the line and the fault
     of the first row that is not so, after yielding the rows before it.
     """
     numbered = csv_rows(path)
@@ -362,7 +397,9 @@ def read_csv(path, cells, question_values, answer_values):
     while block := list(itertools.islice(numbered, 16384)):
         empty = False
         lines, rows = zip(*block)
-        formed = [len(row) == len(header) and len(row[question]) == len(row[answer]) == cells and is_integer(row[rating]) for row in rows]
+        cells = cells or len((rows[0] + header)[question])
+        formed = [len(row) == len(header) and len(row[question]) == len(row[answer]) == cells and (not rated or is_integer(row[rating]))
+                  for row in rows]
         n = (formed + [False]).index(False)
         text = "".join([row[question] + row[answer] for row in rows[:n]]).encode("ascii", "replace")
         text = np.frombuffer(text, dtype=np.uint8).reshape(n, 2, cells)
@@ -370,7 +407,7 @@ def read_csv(path, cells, question_values, answer_values):
         wrong = (np.maximum(questions, answers) == 255).any(axis=1)
         n = int(wrong.argmax()) if wrong.any() else n
         if n:
-            yield np.array(lines[:n]), questions[:n], answers[:n], np.array([int(row[rating]) for row in rows[:n]])
+            yield np.array(lines[:n]), questions[:n], answers[:n], np.array([int(row[rating]) if rated else 0 for row in rows[:n]])
         if n < len(rows):
             raise UserError(f"{path}:{lines[n]}: {row_fault(rows[n], header, cells, question_values, answer_values)}")
     if empty:
@@ -393,6 +430,58 @@ def row_fault(row, header, cells, question_values, answer_values):
             if character not in values:
                 return f"character {place} of the {name} is {character!r}, not one of {''.join(values)!r}"
     return f"the rating {row[header.index('rating')]!r} is not an integer"
+
+
+# What the prepare scripts share besides.
+
+def check_source(settings, **least):
+    """A copy of a prepare script's settings with source filled in.
+
+    Raises UserError for a wrong source, one without its files, or a setting below its value in least.
+    """
+    s = SimpleNamespace(**vars(settings))
+    s.source = "csv" if s.train_csv or s.test_csv else s.source
+    if s.source not in ("hub", "csv", "generate"):
+        raise UserError(f"source must be hub, csv or generate, not {s.source!r}")
+    if s.source == "csv" and not (s.train_csv and s.test_csv):
+        raise UserError("source=csv needs both --train_csv=FILE and --test_csv=FILE")
+    for name, value in least.items():
+        if getattr(s, name) < value:
+            raise UserError(f"{name} must be at least {value}, not {getattr(s, name)}")
+    return s
+
+
+def hash_boards(boards):
+    """Hashes uint64 [n] of boards [n, cells]: 64 bits, so that equal hashes stand for equal boards."""
+    padded = np.zeros((len(boards), -(-boards.shape[1] // 8) * 8), dtype=np.uint8)
+    padded[:, :boards.shape[1]] = boards
+    value = np.zeros(len(boards), dtype=np.uint64)
+    for word in padded.view(np.uint64).T:
+        value = (value ^ word) * np.uint64(0x9E3779B97F4A7C15)
+        value ^= value >> np.uint64(29)
+    return value
+
+
+def contains(sorted_hashes, hashes):
+    if not len(sorted_hashes):
+        return np.zeros(len(hashes), dtype=bool)
+    return sorted_hashes[np.searchsorted(sorted_hashes, hashes).clip(max=len(sorted_hashes) - 1)] == hashes
+
+
+def in_parallel(function, tasks, processes):
+    """Yields function(task) of each task in order; on several processes where that saves more than their start costs."""
+    begun = time.monotonic()
+    for done, task in enumerate(tasks, 1):
+        yield function(task)
+        left = (time.monotonic() - begun) / done * (len(tasks) - done)
+        if min(processes, len(tasks) - done) > 1 and left * (1 - 1 / processes) > POOL_AFTER:
+            with multiprocessing.get_context("spawn").Pool(min(processes, len(tasks) - done)) as pool:
+                yield from pool.imap(function, tasks[done:])
+            return
+
+
+def cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 # Downloads and progress.

@@ -7,15 +7,13 @@
 Tokens are the official code's: 0 padding, 1 an empty cell, d + 1 the digit d. Boards are digits [n, cells], 0 an empty cell.
 """
 import itertools
-import multiprocessing
 import os
 import time
-from types import SimpleNamespace
 
 import numpy as np
 
 from configurator import UserError, start
-from data import Progress, download, hub_url, read_csv, refuse_existing, write_dataset
+from data import Progress, check_source, contains, cores, download, hash_boards, hub_url, in_parallel, read_csv, refuse_existing, write_dataset
 
 # source
 source = "hub"  # hub (Sudoku-Extreme from Hugging Face), csv, or generate
@@ -39,7 +37,6 @@ BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box
 HUB = "sapientinc/sudoku-extreme"
 CHUNK = 16384  # copies at a time
 WIDTH = 4096  # boards in the solver at a time: as many as stay in the processor's cache
-POOL_AFTER = 2.0  # seconds that other processes must save before they are started: each imports the main script first
 
 
 # The solver. Many boards at a time: candidates [cells, n], bit d - 1 of a cell is set while digit d is possible there. Numpy is
@@ -174,22 +171,6 @@ def generate(size, n, seed, processes):
     return boards[:n, 0], boards[:n, 1]
 
 
-def in_parallel(function, tasks, processes):
-    """Yields function(task) of each task in order; on several processes where that saves more than their start costs."""
-    begun = time.monotonic()
-    for done, task in enumerate(tasks, 1):
-        yield function(task)
-        left = (time.monotonic() - begun) / done * (len(tasks) - done)
-        if min(processes, len(tasks) - done) > 1 and left * (1 - 1 / processes) > POOL_AFTER:
-            with multiprocessing.get_context("spawn").Pool(min(processes, len(tasks) - done)) as pool:
-                yield from pool.imap(function, tasks[done:])
-            return
-
-
-def cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
 # Puzzles from CSV files.
 
 def board_fault(question, answer, size):
@@ -312,38 +293,13 @@ def augmented(questions, answers, settings, exclude, counts):
             progress.add(shape[0] * (copies + 1))
 
 
-def hash_boards(boards):
-    """Hashes uint64 [n] of boards [n, cells]: 64 bits, so that equal hashes stand for equal boards."""
-    padded = np.zeros((len(boards), -(-boards.shape[1] // 8) * 8), dtype=np.uint8)
-    padded[:, :boards.shape[1]] = boards
-    value = np.zeros(len(boards), dtype=np.uint64)
-    for word in padded.view(np.uint64).T:
-        value = (value ^ word) * np.uint64(0x9E3779B97F4A7C15)
-        value ^= value >> np.uint64(29)
-    return value
-
-
-def contains(sorted_hashes, hashes):
-    if not len(sorted_hashes):
-        return np.zeros(len(hashes), dtype=bool)
-    return sorted_hashes[np.searchsorted(sorted_hashes, hashes).clip(max=len(sorted_hashes) - 1)] == hashes
-
-
 # The whole.
 
 def complete(settings):
     """The settings with what follows from them filled in: the source and the output folder. Raises UserError for a wrong one."""
-    s = SimpleNamespace(**vars(settings))
-    s.source = "csv" if s.train_csv or s.test_csv else s.source
-    if s.source not in ("hub", "csv", "generate"):
-        raise UserError(f"source must be hub, csv or generate, not {s.source!r}")
-    if s.source == "csv" and not (s.train_csv and s.test_csv):
-        raise UserError("source=csv needs both --train_csv=FILE and --test_csv=FILE")
+    s = check_source(settings, subsample_size=0, num_aug=0, seed=0, num_train=1, num_test=1)
     if s.size not in BOXES or (s.source == "hub" and s.size != 9):
         raise UserError(f"size must be {'9 for the hub' if s.source == 'hub' else '4, 6 or 9'}, not {s.size}")
-    for name, least in (("subsample_size", 0), ("num_aug", 0), ("seed", 0), ("num_train", 1), ("num_test", 1)):
-        if getattr(s, name) < least:
-            raise UserError(f"{name} must be at least {least}, not {getattr(s, name)}")
     if not s.output_dir:
         count = s.num_train if s.source == "generate" else s.subsample_size
         short = "full" if not count else f"{count // 1000}k" if count % 1000 == 0 else str(count)

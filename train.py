@@ -32,11 +32,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from configurator import UserError, read_settings, start
-from data import Bucket, BucketError, Dataset, Progress, file_sha256, halting_draws, local_dataset
+from data import Bucket, BucketError, Dataset, Progress, file_sha256, halting_draws, local_dataset, path_metrics
 from model import IGNORE_LABEL, METRICS, TRM, TRMConfig, adam_atan2, adamw, learning_rate, lion, muon, sign_sgd, supervision_step
 
 # data
-data_path = "data/sudoku-extreme-1k-aug-1000"  # a data set that prepare_sudoku.py or the official builder wrote, or its gs:// address
+data_path = "data/sudoku-extreme-1k-aug-1000"  # a data set that a prepare script or the official builder wrote, or its gs:// address
 data_prepare = ""  # command that makes data_path where it is missing ("prepare_sudoku.py --size=6 ...")
 global_batch_size = 768  # sequences a step, over all replicas
 micro_batch_size = 0  # sequences at a time on a replica, their gradients summed; 0: its whole batch
@@ -506,6 +506,7 @@ def evaluate(run, data, indices, label, asked, save_to=None):
     asked: a function that tells whether to stop; {} is returned then. save_to: a .npz for eval_save_outputs.
     """
     c, size, device, saved = run.c, run.batch_size, run.device, {}
+    paths = np.zeros(2)  # mazes answered by a path, and by a shortest one
     mine = indices[device.rank::device.world]
     state = run.new_evaluation()
     with Progress(label, len(mine) if device.rank == 0 else 0, "puzzles") as progress:
@@ -519,21 +520,27 @@ def evaluate(run, data, indices, label, asked, save_to=None):
             if asked():
                 break
             arrays |= dict(preds=answer.cpu().numpy(), q_halt_logits=q_halt.cpu().numpy())  # waits for the device
+            if data.manifest.get("kind") == "maze":
+                paths += np.sum(path_metrics(*(arrays[k][:len(rows)] for k in ("inputs", "labels", "preds")), data.manifest["grid"]), axis=1)
             for k in filter(None, c.eval_save_outputs.split(",") if save_to else ()):
                 saved.setdefault(k, []).append(arrays[k][:len(rows)])
             progress.add(len(rows))
-    totals = state["totals"] if not asked() else device.put(torch.full((len(METRICS),), math.nan))  # the other ranks learn it from the sum
-    totals = device.all_reduce(totals)
+    totals = torch.cat([state["totals"].cpu(), torch.tensor(paths, dtype=torch.float32)])  # on the host: not one more program
+    if asked():  # the other ranks learn it from the sum
+        totals.fill_(math.nan)
+    totals = device.all_reduce(device.put(totals))
     device.end_step(totals)
-    sums = dict(zip(METRICS, totals.cpu().tolist()))
+    *totals, valid, optimal = totals.cpu().tolist()
+    sums = dict(zip(METRICS, totals))
     if math.isnan(sums["count"]):
         return {}
     if saved:
         np.savez_compressed(save_to, indices=mine, **{k: np.concatenate(v) for k, v in saved.items()})
     count = max(sums["count"], 1)
-    return {"eval/accuracy": sums["accuracy"] / count, "eval/exact_accuracy": sums["exact_accuracy"] / count,
-            "eval/loss": (sums["lm_loss"] + 0.5 * sums["q_halt_loss"]) / count, "eval/q_halt_accuracy": sums["q_halt_accuracy"] / count,
-            "eval/steps": sums["steps"] / count, "eval/puzzles": int(sums["count"])}
+    values = {"eval/accuracy": sums["accuracy"] / count, "eval/exact_accuracy": sums["exact_accuracy"] / count,
+              "eval/loss": (sums["lm_loss"] + 0.5 * sums["q_halt_loss"]) / count, "eval/q_halt_accuracy": sums["q_halt_accuracy"] / count,
+              "eval/steps": sums["steps"] / count, "eval/puzzles": int(sums["count"])}
+    return values | ({"eval/path_valid": valid / count, "eval/path_optimal": optimal / count} if data.manifest.get("kind") == "maze" else {})
 
 
 def show_puzzle(run, data):
@@ -938,8 +945,11 @@ def train_line(values, step, total_steps):
 
 def eval_line(values, step):
     """A line of the console for an evaluation."""
-    return (f"step {step} | {values['eval/puzzles']:,} test puzzles at {values['eval/steps']:.0f} supervision steps: "
+    line = (f"step {step} | {values['eval/puzzles']:,} test puzzles at {values['eval/steps']:.0f} supervision steps: "
             f"exact {values['eval/exact_accuracy']:.4f} accuracy {values['eval/accuracy']:.4f} loss {values['eval/loss']:.4f}")
+    if "eval/path_valid" in values:
+        line += " path valid {eval/path_valid:.4f} optimal {eval/path_optimal:.4f}".format_map(values)
+    return line
 
 
 def duration(seconds):

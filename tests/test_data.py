@@ -389,7 +389,7 @@ def test_generated_puzzles_are_minimal_with_one_solution(size, n):
 
 def test_generation_is_seeded_and_does_not_depend_on_the_processes(monkeypatch):
     one = prepare_sudoku.generate(4, 2500, 7, 1)
-    monkeypatch.setattr(prepare_sudoku, "POOL_AFTER", 0.0)
+    monkeypatch.setattr(data, "POOL_AFTER", 0.0)
     two = prepare_sudoku.generate(4, 2500, 7, 2)
     assert all((a == b).all() for a, b in zip(one, two))
     assert (one[0][:50] != prepare_sudoku.generate(4, 50, 8, 1)[0]).any()

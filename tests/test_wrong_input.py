@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import configurator
+import prepare_maze
 import prepare_sudoku
 import train
 from configurator import configure
@@ -57,6 +58,13 @@ CSVS = {
     "contradicts": [HEADER, GOOD, "me,1...............,2134431212433421,0"],
     "ambiguous": [HEADER, GOOD, "me,1...............,1243342143122134,0"],
     "unsolvable": [HEADER, GOOD, "me,12....3....4....,1243342143122134,0"]}
+# 3x3 mazes
+MAZE = "me,S   #   G,Soo #o  G,0"
+CSVS |= {
+    "maze": [HEADER, MAZE], "maze_short": [HEADER, MAZE, "me,S   #  G,Soo #o G,0"], "maze_oblong": [HEADER, "me,S   #  G,So o#o G,0"],
+    "maze_foreign": [HEADER, MAZE, MAZE.replace("#", "X")], "maze_goals": [HEADER, MAZE, "me,S  G#   G,SooG#o  G,0"],
+    "maze_wall": [HEADER, MAZE, "me,S   #   G,So  oo  G,0"], "maze_gap": [HEADER, MAZE, "me,S   #   G,So  #o  G,0"],
+    "maze_closed": [HEADER, MAZE, "me,S ####  G,S ####  G,0"], "maze_detour": [HEADER, MAZE, "me,S G #    ,S Go#oooo,0"]}
 
 
 def command(script, argv, folder, **env):
@@ -176,12 +184,16 @@ def assert_refused(script, result, words, before, after):
 
 
 
-T, P = "train.py", "prepare_sudoku.py"
+T, P, M = "train.py", "prepare_sudoku.py", "prepare_maze.py"
 CSV = ["--size=4", "--num_aug=0", "--output_dir=data/new"]
 
 
 def of_csv(name):
     return [f"--train_csv={name}", "--test_csv=good.csv", *CSV]
+
+
+def of_mazes(name):
+    return [f"--train_csv={name}", "--test_csv=maze.csv", "--output_dir=data/new"]
 
 
 # what is wrong: (script, arguments, words that the line must hold); train.py's come after tiny.py unless they name a file
@@ -329,6 +341,25 @@ CASES = {
     "output_dir is an empty folder": (P, ["--source=generate", *CSV, "--output_dir=data/taken"], ["data/taken exists", "--output_dir"]),
     "output_dir under a file": (P, ["--source=generate", *CSV, "--num_train=8", "--num_test=4", "--output_dir=good.csv/new"], ["good.csv/new", "cannot be written"]),
 }
+CASES |= {
+    # mazes
+    "unknown flag of prepare_maze.py": (M, ["--augment"], ["--augment", "unknown setting augment", "the closest is aug"]),
+    "short maze": (M, of_mazes("maze_short.csv"), ["maze_short.csv:3", "8 characters", "9"]),
+    "maze that is no square": (M, of_mazes("good.csv"), ["good.csv:2", "16 characters", "not 9"]),
+    "first maze that is no square": (M, ["--train_csv=maze.csv", "--test_csv=maze_oblong.csv"], ["maze_oblong.csv:2", "not a square"]),
+    "foreign character in a maze": (M, of_mazes("maze_foreign.csv"), ["maze_foreign.csv:3", "character 5 of the question", "'X'", "'# SG'"]),
+    "maze with two goals": (M, of_mazes("maze_goals.csv"), ["maze_goals.csv:3", "2 cells G"]),
+    "path through a wall": (M, of_mazes("maze_wall.csv"), ["maze_wall.csv:3", "'o' in row 2, column 2", "'#'"]),
+    "path with a gap": (M, of_mazes("maze_gap.csv"), ["maze_gap.csv:3", "one line from S to G"]),
+    "maze without a way": (M, of_mazes("maze_closed.csv"), ["maze_closed.csv:3", "no way from S to G"]),
+    "path that is not shortest": (M, of_mazes("maze_detour.csv"), ["maze_detour.csv:3", "6 steps", "2 are enough"]),
+    "mazes all in the test set": (M, of_mazes("maze.csv"), ["maze.csv", "no maze is left", "test set"]),
+    "mazes too large": (M, ["--source=generate", "--size=65"], ["size must be at most 64", "not 65"]),
+    "mazes too small for the path": (M, ["--source=generate", "--size=5"], ["5x5", "111 steps", "min_path"]),
+    "no path": (M, ["--source=generate", "--min_path=0"], ["min_path must be at least 1", "not 0"]),
+    "a test_csv of mazes alone": (M, ["--test_csv=maze.csv"], ["--train_csv"]),
+    "output_dir of mazes exists": (M, ["--source=generate", "--output_dir=data/sudoku"], ["data/sudoku exists", "--output_dir"]),
+}
 XLA, TPU = importlib.util.find_spec("torch_xla"), glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
 NO_TPU = ["no TPU", "PJRT_DEVICE=CPU"] if XLA else ["torch_xla is not installed", "pip install"]
 # these as the real command, with what the environment adds
@@ -348,7 +379,7 @@ COMMANDS = {
 
 
 def arguments(script, argv):
-    return argv if script == P else ["config/tiny.py", *argv]
+    return argv if script != T else ["config/tiny.py", *argv]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -359,7 +390,7 @@ def test_wrong_input(name, folder, monkeypatch, capfd, recwarn):
     for variable in ("PJRT_DEVICE", "RANK"):
         monkeypatch.delenv(variable, raising=False)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    before, module = snapshot(folder), train if script == T else prepare_sudoku
+    before, module = snapshot(folder), {T: train, P: prepare_sudoku, M: prepare_maze}[script]
     try:
         with pytest.raises(SystemExit) as stop:
             configurator.start(module.main, module.__file__)
