@@ -109,7 +109,11 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """The one network of the recursion (paper, section 4.3: a single network for both latents)."""
+    """The one network of the recursion (paper, section 4.3: a single network for both latents).
+
+    recompute: None, or a function (layer, x, rope) -> layer(x, rope) that keeps nothing else for the backward pass.
+    """
+    recompute = None
 
     def __init__(self, config, length):
         super().__init__()
@@ -117,7 +121,8 @@ class Net(nn.Module):
 
     def forward(self, x, rope):
         for layer in self.layers:
-            x = layer(x, rope)
+            kept = self.recompute is None or not torch.is_grad_enabled()
+            x = layer(x, rope) if kept else self.recompute(layer, x, rope)
         return x
 
 

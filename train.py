@@ -29,7 +29,9 @@ from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import torch
+from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from configurator import UserError, read_settings, start
 from data import Bucket, BucketError, Dataset, Progress, file_sha256, halting_draws, local_dataset, path_metrics
@@ -40,6 +42,7 @@ data_path = "data/sudoku-extreme-1k-aug-1000"  # a data set that a prepare scrip
 data_prepare = ""  # command that makes data_path where it is missing ("prepare_sudoku.py --size=6 ...")
 global_batch_size = 768  # sequences a step, over all replicas
 micro_batch_size = 0  # sequences at a time on a replica, their gradients summed; 0: its whole batch
+recompute = False  # the backward pass computes each layer's activations again: far less memory, a fifth more arithmetic
 epochs = 50000  # an epoch shows each puzzle once, in one of its augmented copies
 max_steps = 0  # stop after so many steps; 0: from epochs
 # model
@@ -194,6 +197,23 @@ def choose_device(wanted):
     return "cpu", "asked for" if wanted == "cpu" else "no TPU and no GPU found"
 
 
+class Recomputed(torch.autograd.Function):
+    """fn(*tensors), computed once more in the backward pass: of its activations none is kept. fn returns one tensor."""
+
+    @staticmethod
+    def forward(ctx, barrier, fn, *tensors):
+        ctx.barrier, ctx.fn = barrier, fn
+        ctx.save_for_backward(*tensors)
+        return fn(*tensors)
+
+    @staticmethod
+    def backward(ctx, grad):
+        *tensors, grad = ctx.barrier([*ctx.saved_tensors, grad])
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        with torch.enable_grad():
+            return None, None, *torch.autograd.grad(ctx.fn(*leaves), leaves, grad)
+
+
 LAUNCH = threading.Lock()  # of XLA replicas that are threads: one compiles, the others find the program in the cache
 
 
@@ -306,6 +326,20 @@ class Device:
             rows.append(row)
         return sums, {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
 
+    def recompute(self, layer, x, *args):
+        """layer(x, *args), of which the backward pass keeps x and the weights alone."""
+        if torch.compiler.is_compiling():
+            return checkpoint(layer, x, *args, use_reentrant=False)
+        names, weights = zip(*layer.named_parameters())  # as arguments: by the backward pass the layer has its own again
+        return Recomputed.apply(self.barrier, lambda x, *weights: functional_call(layer, dict(zip(names, weights)), (x, *args)), x, *weights)
+
+    def barrier(self, tensors):
+        """The tensors; XLA takes them for new ones and waits for all, else it would merge what is computed from them with what was before."""
+        if self.kind == "xla":
+            tensors = [t.clone() for t in tensors]
+            self.xm.optimization_barrier_(tensors)
+        return tensors
+
     def capture(self, fn, state, inputs):
         """Traces fn once. Returns a function from the tensors of (state, inputs) to those of (new state, outputs), and these' structure."""
         lowering, holders, spec = self.lower(fn, state, inputs)
@@ -376,6 +410,7 @@ class Run:
         start = {k: part.view_as(t) for part, (k, t) in zip(parts, start.items())}
         self.state = {k: device.put(t.clone()) for k, t in start.items()}
         self.model = model.to(device.torch)
+        self.model.L_level.recompute = device.recompute if c.recompute else None
         self.forward = torch.compile(supervision_step, dynamic=False) if device.kind == "cuda" and c.compile else supervision_step
         self.dtype = getattr(torch, c.forward_dtype)
         self.eval_depth = c.eval_halt_max_steps or c.halt_max_steps

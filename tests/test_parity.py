@@ -145,12 +145,13 @@ def compare(path, got):
     return excused
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cpu in micro-batches", "xla", "xla in micro-batches", "xla on 2 replicas"])
+@pytest.mark.parametrize("kind", ["cpu", "cpu in micro-batches", "cpu recomputed", "xla", "xla in micro-batches", "xla on 2 replicas", "xla recomputed"])
 @pytest.mark.parametrize("path", FILES, ids=os.path.basename)
 def test_golden(path, kind, tmp_path):
     golden = np.load(path)
     size = json.loads(str(golden["config"]))["train"]["global_batch_size"]
     settings = dict(micro_batch_size=next((d for d in range(2, size) if size % d == 0), size)) if "micro" in kind else {}
+    settings |= dict(recompute="recomputed" in kind)
     replicas = 2 if "replicas" in kind and size % 2 == 0 else 1
     excused = compare(path, through_xla(path, tmp_path, replicas, **settings) if kind.startswith("xla") else trajectory(golden, "cpu", **settings))
     print(*excused, sep="\n")
@@ -163,13 +164,14 @@ def test_golden(path, kind, tmp_path):
         assert kind.startswith("xla") or not [n for n in excused if n.startswith(("final/", "ema/"))]
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("path", FILES, ids=os.path.basename)
-def test_the_step_is_one_graph_for_torch_compile(path, monkeypatch):
+def test_the_step_is_one_graph_for_torch_compile(path, recompute, monkeypatch):
     """What device=cuda compiles, captured whole and differentiated ahead of time; the code generator is left out."""
     golden, whole = np.load(path), torch.compile(train.supervision_step, dynamic=False, fullgraph=True, backend="aot_eager")
     want = trajectory(golden, "cpu")
     monkeypatch.setattr(train, "supervision_step", whole)
-    got = trajectory(golden, "cpu")
+    got = trajectory(golden, "cpu", recompute=recompute)
     for name in got:
         if name.startswith(("grad0/", "metric/")) and name.endswith(("weight", "/0")):
             assert distance(got[name], want[name]) < 1e-5, name
