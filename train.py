@@ -29,9 +29,8 @@ from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import torch
-from torch.func import functional_call
+import torch.utils.checkpoint
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 from configurator import UserError, read_settings, start
 from data import Bucket, BucketError, Dataset, Progress, file_sha256, halting_draws, local_dataset, path_metrics
@@ -329,12 +328,13 @@ class Device:
     def recompute(self, layer, x, *args):
         """layer(x, *args), of which the backward pass keeps x and the weights alone."""
         if torch.compiler.is_compiling():
-            return checkpoint(layer, x, *args, use_reentrant=False)
+            return torch.utils.checkpoint.checkpoint(layer, x, *args, use_reentrant=False)
         names, weights = zip(*layer.named_parameters())  # as arguments: by the backward pass the layer has its own again
-        return Recomputed.apply(self.barrier, lambda x, *weights: functional_call(layer, dict(zip(names, weights)), (x, *args)), x, *weights)
+        call = lambda x, *weights: torch.func.functional_call(layer, dict(zip(names, weights)), (x, *args))
+        return Recomputed.apply(self.barrier, call, x, *weights)
 
     def barrier(self, tensors):
-        """The tensors; XLA takes them for new ones and waits for all, else it would merge what is computed from them with what was before."""
+        """The same tensors. XLA takes them for others: it would merge a second computation from the first ones with the first."""
         if self.kind == "xla":
             tensors = [t.clone() for t in tensors]
             self.xm.optimization_barrier_(tensors)
