@@ -394,8 +394,8 @@ def hbm_bytes(text):
 
 def child(call, **env):
     """Runs bench.CALL in a process of its own, so that a compiler that crashes is a message. Returns (its last line, None) or (None, the fault)."""
-    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", f"import bench; bench.{call}"], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": HERE, **env})
+    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", f"import sys; sys.path.insert(0, {HERE!r}); import bench; bench.{call}"],
+                          capture_output=True, text=True, env={**os.environ, **env})
     if done.returncode == 0:
         return (done.stdout.splitlines() or [""])[-1], None
     text = done.stderr.strip()
