@@ -775,9 +775,12 @@ class Saver:
     def close(self, seconds):
         """Copies what is new, within the given time."""
         self.upload()
-        end = time.monotonic() + seconds
-        while self.uploads.unfinished_tasks and time.monotonic() < end:
+        began, told = time.monotonic(), False
+        while self.uploads.unfinished_tasks and time.monotonic() < began + seconds:
             time.sleep(0.05)
+            if time.monotonic() > began + 5 and not told:
+                self.log.say(f"uploading to {self.c.gcs_dir}, for {seconds} s at most")
+                told = True
         if self.uploads.unfinished_tasks or self.failing:
             self.log.say(f"upload to {self.c.gcs_dir} not complete; {self.c.out_dir} has it all")
 
