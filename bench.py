@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -276,10 +277,9 @@ def lower(index, c, seq_len, vocab_size, folder):
     """
     device = train.Device("xla")
     model = TRM(TRMConfig.of(c, seq_len=seq_len, vocab_size=vocab_size), c.seed)
-    B, whole = c.global_batch_size // device.world, dict(vars(c))
-    c.global_batch_size, c.micro_batch_size = device.world, 0
-    run = train.Run(model, c, device)
-    vars(c).update(whole)
+    B = c.global_batch_size // device.world
+    run = train.Run(model, SimpleNamespace(**vars(c) | dict(global_batch_size=device.world, micro_batch_size=0)), device)  # small, for its weights
+    run.c = c
     with torch.device("meta"):
         carry, z = model.new_carry(B, run.dtype), lambda *shape: torch.zeros(shape, dtype=torch.int32)
         batch = dict(inputs=z(B, seq_len), labels=z(B, seq_len), puzzle_identifiers=z(B))

@@ -139,13 +139,15 @@ def test_a_plan_counts_steps_hours_and_bytes():
 # The TPU compiler.
 
 def test_what_a_tpu_makes_of_the_step():
-    found, text, _ = run(*TINY, "--aot=v5e:2x2", "--forward_dtype=bfloat16")
+    found, text, _ = run(*TINY, "--aot=v5e:2x2", "--forward_dtype=bfloat16", "--micro_batch_size=2")
     f, e = found["v5e:2x2"]["train"], found["v5e:2x2"]["eval"]
     assert f["collectives"] == [["all-reduce", f["collectives"][0][1]]] and e["collectives"] == []
     c = configurator.configure(train.__file__, TINY)
     model = train.TRM(train.TRMConfig.of(c, seq_len=81, vocab_size=11))
     reduced = sum(p.numel() for p in model.parameters()) + 32 + 1 + len(train.STATS) - 1  # with the puzzle embedding's; all of it at once
     assert f["collectives"][0][1] == pytest.approx(4 * reduced, abs=8)  # torch_xla's token rides along
+    carry = 2 * 4 * 83 * 32 * 2  # z_H and z_L of 4 sequences a chip
+    assert carry < 1e9 * f["arguments_gb"] - 16 * reduced < 3 * carry
     assert f["batch_per_chip"] == 4 and 0 < f["hbm_gb"] and f["free_gb"] > 10 and "fits" in text and not f["float64_products"]
 
 
