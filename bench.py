@@ -144,9 +144,8 @@ def bench(index, c, b, kind, path):
                 _, carry, sums, _, _ = run.forward(model, leaves, x["carry"], x["batch"], c.halt_max_steps, c.loss_type)
             return [sums], carry
 
-        cut = {k: t.view(-1, micro, *t.shape[1:]) for k, t in inputs["batch"].items()}
         zeros, weights = torch.zeros(len(train.METRICS), device=device.torch), run.cast(*inputs["vectors"].values())
-        (sums,), carry = device.sum_over(micro_batch, [zeros], weights, dict(carry=state["carry"], batch=cut))
+        (sums,), carry = device.sum_over(micro_batch, [zeros], weights, dict(carry=state["carry"], batch=run.cut(inputs["batch"])))
         for k, t in carry.items():
             state["carry"][k].copy_(t)
         return (sums,)
@@ -283,7 +282,8 @@ def lower(index, c, seq_len, vocab_size, folder):
     with torch.device("meta"):
         carry, z = model.new_carry(B, run.dtype), lambda *shape: torch.zeros(shape, dtype=torch.int32)
         batch = dict(inputs=z(B, seq_len), labels=z(B, seq_len), puzzle_identifiers=z(B))
-        state = run.state | dict(carry={k: t.view(-1, c.micro_batch_size or B, *t.shape[1:]) for k, t in carry.items()})
+        carry = run.cut(carry)
+        state = run.state | dict(carry=carry)
         inputs = dict(batch=batch | dict(min_halt_steps=z(B)), rates=torch.zeros(4), signals=torch.zeros(2))
         evaluation = dict(carry=carry, totals=torch.zeros(len(train.METRICS)))
         weights = {k: run.state[k] for k in ("weights", "puzzle_emb")}

@@ -418,10 +418,15 @@ class Run:
 
     def restart(self):
         """Gives every sequence new data at the next step."""
-        micro = self.c.micro_batch_size or self.batch_size
-        carry = self.model.new_carry(self.batch_size, self.dtype)
-        self.state["carry"] = self.device.put({k: t.view(-1, micro, *t.shape[1:]) for k, t in carry.items()})
-        self.state["sums"] = self.device.put(torch.zeros(len(STATS)))
+        self.state |= self.device.put(dict(carry=self.new_carry(), sums=torch.zeros(len(STATS))))
+
+    def new_carry(self):
+        """A carry on the host, cut into micro-batches."""
+        return self.cut(self.model.new_carry(self.batch_size, self.dtype))
+
+    def cut(self, rows):
+        """{name: [micro-batches, sequences in one, ...]} of {name: [sequences, ...]}."""
+        return {k: t.view(-1, self.c.micro_batch_size or len(t), *t.shape[1:]) for k, t in rows.items()}
 
     def cast(self, vector, puzzle_emb):
         """Weights for the network from a vector of them: cast once, the puzzle embedding left in float32."""
@@ -458,9 +463,8 @@ class Run:
 
         zeros = lambda *shape: torch.zeros(shape, device=self.device.torch)
         start = [zeros(*t.shape) for t in weights.values()] + [zeros(max(1, len(state["puzzle_emb"]))), zeros(len(METRICS))]
-        micro = state["carry"]["steps"].shape
-        batches = {k: t.view(*micro, *t.shape[1:]) for k, t in inputs["batch"].items()}
-        (*grads, held, sums), carry = self.device.sum_over(micro_batch, start, weights, dict(carry=state["carry"], batch=batches))
+        xs = dict(carry=state["carry"], batch=self.cut(inputs["batch"]))
+        (*grads, held, sums), carry = self.device.sum_over(micro_batch, start, weights, xs)
         for k, t in carry.items():
             state["carry"][k].copy_(t)
         return flatten(grads) / c.global_batch_size, held, sums  # divided after the backward pass: float16 has no room for gradients that small
@@ -495,7 +499,7 @@ class Run:
 
     def new_evaluation(self):
         """The state of an evaluation: a carry and totals [7]."""
-        return self.device.put(dict(carry=self.model.new_carry(self.batch_size, self.dtype), totals=torch.zeros(len(METRICS))))
+        return self.device.put(dict(carry=self.new_carry(), totals=torch.zeros(len(METRICS))))
 
     def eval_step(self, state, batch):
         """One supervision step of an evaluation: one program, without a collective. Returns answers [B, S] and q_halt [B].
@@ -508,13 +512,18 @@ class Run:
     @torch.no_grad()
     def trace_eval_step(self, state, inputs):
         """The work of eval_step; changes state in place."""
+        def micro_batch(weights, x):
+            _, carry, sums, answer, q_halt = self.forward(
+                self.model, weights, x["carry"], x["batch"], self.eval_depth, self.c.loss_type, training=False)
+            return [sums], carry | dict(answer=answer, q_halt=q_halt)
+
         weights = self.cast(inputs["weights"], inputs["puzzle_emb"])
-        _, carry, sums, answer, q_halt = self.forward(
-            self.model, weights, state["carry"], inputs["batch"], self.eval_depth, self.c.loss_type, training=False)
-        for k, t in carry.items():
-            state["carry"][k].copy_(t)
-        state["totals"] += torch.where(carry["halted"][0], sums, 0)
-        return answer, q_halt
+        xs = dict(carry=state["carry"], batch=self.cut(inputs["batch"]))
+        (sums,), rows = self.device.sum_over(micro_batch, [torch.zeros_like(state["totals"])], weights, xs)
+        for k, t in state["carry"].items():
+            t.copy_(rows[k])
+        state["totals"] += torch.where(rows["halted"].flatten()[0], sums, 0)
+        return rows["answer"].flatten(0, 1), rows["q_halt"].flatten()
 
     def state_dict(self, step):
         """A copy of everything a resume needs, on the host, by the official names."""
