@@ -211,25 +211,26 @@ class TRM(nn.Module):
             x = math.sqrt(0.5) * (x + self.embed_pos.embedding_weight)
         return math.sqrt(c.hidden_size) * x
 
-    def recursion(self, x, z_H, z_L):
+    def recursion(self, x, z_H, z_L, L_cycles=None):
         """Latent recursion (paper, figure 3): refines the latent z_L L_cycles times given question and answer, then the answer z_H."""
         rope = (self.cos, self.sin) if self.config.pos_encodings == "rope" else None
-        for _ in range(self.config.L_cycles):
+        for _ in range(L_cycles or self.config.L_cycles):
             z_L = self.L_level(z_L + (z_H + x), rope)
         z_H = self.L_level(z_H + z_L, rope)
         return z_H, z_L
 
-    def forward(self, z_H, z_L, inputs, puzzle_identifiers):
+    def forward(self, z_H, z_L, inputs, puzzle_identifiers, cycles=None):
         """One supervision step's recursions (paper, figure 3: deep recursion); only the last one is differentiated.
 
-        z_H, z_L: [B, L, D]; inputs: [B, S] tokens; puzzle_identifiers: [B].
+        z_H, z_L: [B, L, D]; inputs: [B, S] tokens; puzzle_identifiers: [B]; cycles: (H_cycles, L_cycles) in the place of the config's.
         Returns z_H, z_L, logits [B, S, V] and q_halt [B], float32: positive where the model holds its answer to be right.
         """
         x = self.embed(inputs, puzzle_identifiers)
+        H_cycles, L_cycles = cycles or (self.config.H_cycles, self.config.L_cycles)
         with torch.no_grad():
-            for _ in range(self.config.H_cycles - 1):
-                z_H, z_L = self.recursion(x, z_H, z_L)
-        z_H, z_L = self.recursion(x, z_H, z_L)
+            for _ in range(H_cycles - 1):
+                z_H, z_L = self.recursion(x, z_H, z_L, L_cycles)
+        z_H, z_L = self.recursion(x, z_H, z_L, L_cycles)
         logits = self.lm_head(z_H[:, self.prefix:])
         q_halt = self.q_head(z_H[:, 0])[:, 0].float()
         return z_H, z_L, logits, q_halt
@@ -247,14 +248,18 @@ class TRM(nn.Module):
             puzzle_identifiers=torch.zeros(batch_size, dtype=torch.int32),
         )
 
-    def flops_per_example(self):
-        """Multiply-adds x 2 of the matrix products of (a forward pass, a training step) for one sequence and supervision step."""
+    def flops_per_example(self, cycles=None):
+        """Multiply-adds x 2 of the matrix products of (a forward pass, a training step) for one sequence and supervision step.
+
+        cycles: (H_cycles, L_cycles) in the place of the config's.
+        """
         c, L, D = self.config, self.length, self.config.hidden_size
+        H_cycles, L_cycles = cycles or (c.H_cycles, c.L_cycles)
         weights = sum(p.numel() * (D if ".mlp_t." in name else L) for name, p in self.L_level.named_parameters())
         apply = 2 * c.L_layers * (0 if c.mlp_t else 2 * L * L * D) + 2 * weights
-        recursion = (c.L_cycles + 1) * apply
+        recursion = (L_cycles + 1) * apply
         heads = 2 * 2 * c.seq_len * c.vocab_size * D  # token embedding and lm_head
-        return c.H_cycles * recursion + heads, (c.H_cycles + 2) * recursion + 3 * heads
+        return H_cycles * recursion + heads, (H_cycles + 2) * recursion + 3 * heads
 
 
 def log_stablemax(x):
@@ -265,14 +270,14 @@ def log_stablemax(x):
     return torch.where(x < 0, -torch.log1p(-x.clamp(max=0)), torch.log1p(x.clamp(min=0)))
 
 
-def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="stablemax_cross_entropy", training=True):
+def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="stablemax_cross_entropy", training=True, cycles=None):
     """One step of deep supervision with adaptive halting (paper, section 2 and 4.6): carry -> loss and carry.
 
     weights: {name: tensor} for the network, all of one dtype, and "puzzle_emb.weights" [N, D'] in float32.
     carry: as new_carry; sequences that halted take new data from batch, the others go on with theirs.
     batch: inputs [B, S], labels [B, S] (-100 is not scored), puzzle_identifiers [B], min_halt_steps [B] (the exploration's draw,
     in training alone). A sequence halts at halt_max_steps; in training also before, once the model holds its answer for right.
-    loss_type: stablemax_cross_entropy or softmax_cross_entropy.
+    loss_type: stablemax_cross_entropy or softmax_cross_entropy. cycles: (H_cycles, L_cycles) in the place of the model's.
     Returns loss, a float32 scalar: sum over sequences of the mean cross-entropy of a sequence's scored cells + 0.5 * binary
     cross-entropy of q_halt against "solved"; the new carry, detached; the sums named by METRICS [7] (the first five over
     the sequences that halted at this step); and the model's answers: tokens [B, S] and q_halt [B].
@@ -284,7 +289,7 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
     z_L = torch.where(halted.view(-1, 1, 1), model.L_init.to(carry["z_L"].dtype), carry["z_L"])
     steps = torch.where(halted, 0, carry["steps"]) + 1
 
-    z_H, z_L, logits, q_halt = functional_call(model, weights, (z_H, z_L, inputs, identifiers))
+    z_H, z_L, logits, q_halt = functional_call(model, weights, (z_H, z_L, inputs, identifiers, cycles))
 
     logits = logits.float()
     mask = labels != IGNORE_LABEL

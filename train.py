@@ -26,6 +26,7 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -51,6 +52,9 @@ expansion = 4.0  # hidden width of the SwiGLUs, before the 2/3 of gating
 L_layers = 2  # layers of the one network
 H_cycles = 3  # T of the paper: recursions a step; all but the last without gradient
 L_cycles = 6  # n of the paper: latent updates a recursion
+curriculum_epochs = 0  # training grows from the two below to full depth over so many epochs; evaluation is always at full depth
+H_cycles_start = 1  # of the curriculum
+L_cycles_start = 2  # of the curriculum
 mlp_t = True  # True: an MLP mixes the positions; False: self-attention
 pos_encodings = "none"  # none, rope (attention only) or learned
 puzzle_emb_ndim = 512  # width of the puzzle embedding; 0: none
@@ -59,6 +63,7 @@ forward_dtype = "bfloat16"  # bfloat16, float32 or float16; weights, optimizer a
 # halting
 halt_max_steps = 16  # supervision steps a sequence gets at most
 halt_exploration_prob = 0.1  # share of steps at which a sequence must go on to a random depth
+halt_exploration_prob_end = -1.0  # what that comes to at the run's end, linearly; -1: constant
 # optimizer
 loss_type = "stablemax_cross_entropy"  # or softmax_cross_entropy
 optimizer = "adam_atan2"  # adam_atan2, adamw, lion or muon (adam_atan2 for what is not a matrix of the network)
@@ -105,7 +110,7 @@ POSITIVE = ("global_batch_size", "hidden_size", "num_heads", "expansion", "L_lay
             "lr", "log_interval", "keep_last_n")
 NOT_NEGATIVE = ("micro_batch_size", "epochs", "max_steps", "puzzle_emb_ndim", "puzzle_emb_len", "lr_min_ratio", "lr_warmup_steps",
                 "weight_decay", "puzzle_emb_lr", "puzzle_emb_weight_decay", "seed", "eval_interval", "eval_max_puzzles", "eval_final_max_puzzles",
-                "eval_halt_max_steps", "checkpoint_interval")
+                "eval_halt_max_steps", "checkpoint_interval", "curriculum_epochs")
 BELOW_ONE = ("beta1", "beta2", "ema_rate")  # and at least 0
 STOP_FILE = "TRM_STOP_FILE"  # environment variable: the file that asks all processes of this host to save and stop
 OUTPUTS = ("inputs", "labels", "preds", "q_halt_logits")
@@ -128,6 +133,11 @@ def check_settings(c):
             raise UserError(f"{name} must be {need}, not {value}")
     if not 0 <= c.halt_exploration_prob <= 1:
         raise UserError(f"halt_exploration_prob must be from 0 to 1, not {c.halt_exploration_prob}")
+    if not 0 <= c.halt_exploration_prob_end <= 1 and c.halt_exploration_prob_end != -1:
+        raise UserError(f"halt_exploration_prob_end must be from 0 to 1, or -1 (constant), not {c.halt_exploration_prob_end}")
+    for name in ("H_cycles", "L_cycles") if c.curriculum_epochs else ():
+        if not 1 <= getattr(c, name + "_start") <= getattr(c, name):
+            raise UserError(f"{name}_start must be from 1 to {name} ({getattr(c, name)}), not {getattr(c, name + '_start')}")
     if not c.epochs and not c.max_steps:
         raise UserError("epochs and max_steps are both 0: set one of them")
     wrong = [k for k in c.eval_save_outputs.split(",") if k and k not in OUTPUTS]
@@ -284,18 +294,18 @@ class Device:
         if self.kind == "xla":
             self.xla.sync()
 
-    def call(self, fn, state, inputs):
-        """fn(state, inputs), which changes the tensors of state in place and returns others, as one program. All ranks.
+    def call(self, fn, state, inputs, *static):
+        """fn(state, inputs, *static), which changes the tensors of state in place and returns others, as one program. All ranks.
 
-        state, inputs: dicts of tensors, nested or not. On XLA the first call traces fn, and the others replay that: what fn
-        reads besides its arguments must not change.
+        state, inputs: dicts of tensors, nested or not; static: anything hashable. On XLA the first call with a static traces fn,
+        and the others replay that: what fn reads besides its arguments must not change.
         """
         if self.kind != "xla":
-            return fn(state, inputs)
-        if fn not in self.programs:
+            return fn(state, inputs, *static)
+        if (fn, static) not in self.programs:
             with LAUNCH, torch.no_grad():
-                self.programs[fn] = self.capture(fn, state, inputs)
-        replay, spec = self.programs[fn]
+                self.programs[fn, static] = self.capture(fn, state, inputs, *static)
+        replay, spec = self.programs[fn, static]
         held = tree_flatten((state, inputs))[0]  # until the program has run: freeing a buffer that it reads would wait for it
         results = replay(held)
         new, outputs = tree_unflatten(results, spec)
@@ -340,9 +350,9 @@ class Device:
             self.xm.optimization_barrier_(tensors)
         return tensors
 
-    def capture(self, fn, state, inputs):
+    def capture(self, fn, state, inputs, *static):
         """Traces fn once. Returns a function from the tensors of (state, inputs) to those of (new state, outputs), and these' structure."""
-        lowering, holders, spec = self.lower(fn, state, inputs)
+        lowering, holders, spec = self.lower(fn, state, inputs, *static)
         program = self.xb.computation_from_module_proto("step", lowering.hlo())
         source = {lowering.tensor_parameter_id(h): i for i, h in enumerate(holders)}
         constants = lowering.device_parameter_id_tensor_mapping()
@@ -351,14 +361,14 @@ class Device:
             "xla::_op_step", [tensors[source[i]] if i in source else constants[i] for i in ids], program)
         return replay, spec
 
-    def lower(self, fn, state, inputs):
+    def lower(self, fn, state, inputs, *static):
         """The program of fn, not compiled: a torch_xla LoweringContext, the placeholders of its parameters, the structure of its results."""
         lowering = self.xla._XLAC.lowering.LoweringContext("step")
         lowering.set_name_string("step")
         tensors, spec = tree_flatten((state, inputs))
         holders = [self.xb.create_placeholder_tensor(t.shape, t.dtype) for t in tensors]
         state, inputs = tree_unflatten([h.clone() for h in holders], spec)
-        results, spec = tree_flatten((state, fn(state, inputs) or ()))
+        results, spec = tree_flatten((state, fn(state, inputs, *static) or ()))
         lowering.build(results)
         return lowering, holders, spec
 
@@ -411,7 +421,10 @@ class Run:
         self.state = {k: device.put(t.clone()) for k, t in start.items()}
         self.model = model.to(device.torch)
         self.model.L_level.recompute = device.recompute if c.recompute else None
-        self.forward = torch.compile(supervision_step, dynamic=False) if device.kind == "cuda" and c.compile else supervision_step
+        self.forward = supervision_step
+        if device.kind == "cuda" and c.compile:
+            torch._dynamo.config.recompile_limit = 64  # each stage of a curriculum is one; past it torch.compile gives up
+            self.forward = torch.compile(supervision_step, dynamic=False)
         self.dtype = getattr(torch, c.forward_dtype)
         self.eval_depth = c.eval_halt_max_steps or c.halt_max_steps
         self.restart()
@@ -433,21 +446,21 @@ class Run:
         weights = unflatten(vector.to(self.dtype, copy=True), self.shapes)  # never views of what the step changes in place
         return weights | {"puzzle_emb.weights": puzzle_emb} if self.model.prefix else weights
 
-    def train_step(self, batch, rates, signals):
+    def train_step(self, batch, rates, signals, cycles=None):
         """One optimizer step: one program with one all-reduce, in which nothing depends on the host. All ranks.
 
         batch: the rank's tensors of Dataset.train_batch and min_halt_steps; rates: [lr, puzzle_emb_lr, 1 - beta1^t, 1 - beta2^t];
-        signals: [2], the last entries of STATS, from this rank.
+        signals: [2], the last entries of STATS, from this rank; cycles: (H_cycles, L_cycles) in the place of the model's.
         """
-        self.device.call(self.trace_train_step, self.state, dict(batch=batch, rates=rates, signals=signals))
+        self.device.call(self.trace_train_step, self.state, dict(batch=batch, rates=rates, signals=signals), cycles)
 
     @torch.no_grad()
-    def trace_train_step(self, state, inputs):
+    def trace_train_step(self, state, inputs, cycles=None):
         """The work of train_step; changes state in place."""
-        packed = torch.cat([*self.gradients(state, inputs), inputs["signals"]])
+        packed = torch.cat([*self.gradients(state, inputs, cycles), inputs["signals"]])
         self.apply(state, self.device.all_reduce(packed), inputs["rates"])
 
-    def gradients(self, state, inputs):
+    def gradients(self, state, inputs, cycles=None):
         """This rank's share of what the ranks sum, as vectors: gradients of weights and puzzle embedding over the global batch, how often
         the batch has each of its rows, METRICS. Moves the carry on."""
         c, weights = self.c, self.cast(state["weights"], state["puzzle_emb"])
@@ -455,7 +468,7 @@ class Run:
         def micro_batch(weights, x):
             with torch.enable_grad():
                 leaves = {k: t.detach().requires_grad_() for k, t in weights.items()}
-                loss, carry, sums, _, _ = self.forward(self.model, leaves, x["carry"], x["batch"], c.halt_max_steps, c.loss_type)
+                loss, carry, sums, _, _ = self.forward(self.model, leaves, x["carry"], x["batch"], c.halt_max_steps, c.loss_type, cycles=cycles)
                 grads = torch.autograd.grad(loss, list(leaves.values()))
             rows = carry["puzzle_identifiers"]
             held = torch.zeros_like(start[-2]).index_add(0, rows, torch.ones_like(rows, dtype=torch.float32))
@@ -540,6 +553,33 @@ def rates(c, step, total_steps):
     """The numbers that change with the step (from 0): [lr, puzzle_emb_lr, 1 - beta1^t, 1 - beta2^t], t = step + 1; float32."""
     base = [learning_rate(r, step, c.lr_warmup_steps, total_steps, c.lr_min_ratio) for r in (c.lr, c.puzzle_emb_lr)]
     return np.array(base + [1 - c.beta1 ** (step + 1), 1 - c.beta2 ** (step + 1)], np.float32)
+
+
+def exploration(c, step, total_steps):
+    """The halt_exploration_prob of a step (from 0)."""
+    end = c.halt_exploration_prob if c.halt_exploration_prob_end == -1 else c.halt_exploration_prob_end
+    return c.halt_exploration_prob + (end - c.halt_exploration_prob) * step / max(1, total_steps - 1)
+
+
+def stages(c, epoch):
+    """The curriculum: {first step: (H_cycles, L_cycles)}, each as deep as the share of curriculum_epochs that is done; epoch in examples."""
+    if not c.curriculum_epochs:
+        return {0: (c.H_cycles, c.L_cycles)}
+    start, growth = (c.H_cycles_start, c.L_cycles_start), (c.H_cycles - c.H_cycles_start, c.L_cycles - c.L_cycles_start)
+    shares = {0} | {Fraction(i, n) for n in growth for i in range(1, n + 1)}
+    return {math.ceil(share * c.curriculum_epochs * epoch / c.global_batch_size): tuple(a + int(share * n) for a, n in zip(start, growth))
+            for share in sorted(shares)}
+
+
+def depth(plan, step):
+    """(H_cycles, L_cycles) of a step (from 0); plan: as stages returns it."""
+    return plan[max(start for start in plan if start <= step)]
+
+
+def steps_left(plan, flops, step, total_steps):
+    """The steps from step on, counted in steps as long as the one before it; plan: as stages returns it, flops: of a step at each depth."""
+    ranges = [(max(start, step), min(end, total_steps), plan[start]) for start, end in zip(plan, [*plan, total_steps][1:])]
+    return sum(max(0, end - start) * flops[cycles] for start, end, cycles in ranges) / flops[depth(plan, step - 1)]
 
 
 # Evaluation.
@@ -979,14 +1019,14 @@ def train_values(c, sums, steps):
     return values
 
 
-def train_line(values, step, total_steps):
-    """A line of the console for train_values and the rates."""
+def train_line(values, step, total_steps, left):
+    """A line of the console for train_values and the rates; left: as steps_left."""
     line = f"step {step}/{total_steps} | loss {values['train/loss']:.4f}"
     if "train/steps" in values:
         line += " | accuracy {train/accuracy:.3f} exact {train/exact_accuracy:.3f} halting step {train/steps:.1f}".format_map(values)
     if "perf/step_time" in values:
         line += f" | {values['perf/examples_per_sec']:,.0f} examples/s {1e3 * values['perf/step_time']:,.0f} ms"
-        line += f" | eta {duration((total_steps - step) * values['perf/step_time'])}"
+        line += f" | eta {duration(left * values['perf/step_time'])}"
     return line
 
 
@@ -1131,19 +1171,24 @@ def train(index, c, kind):
             saver.save(name, run.state_dict(step) | dict(settings=vars(c), data=data.sha256, wandb_id=log.wandb.id), metrics)
 
     peak = next((v for k, v in PEAK_FLOPS.items() if k in device.name), None)
-    flops = model.flops_per_example()[1]
+    plan = stages(c, epoch)
+    flops = {cycles: model.flops_per_example(cycles)[1] for cycles in plan.values()}
 
     first = logged = timed_from = step  # where this process, the next line of the log, the clock began
-    clock, seconds = time.perf_counter(), 0.0  # of a step, as last measured
-    saved = step or None
-    stop, look_every = False, 1  # at every step, until the time of one is known to all ranks
+    clock = time.perf_counter()
+    saved, stop = step or None, False
     while step < total_steps and not stop:
+        if step == first or step in plan:
+            cycles, compiled = depth(plan, step), step
+            seconds, look_every = 0.0, 1  # of a step, as last measured; a stop is looked for at every step, until all ranks know that time
+            if len(plan) > 1:
+                log.say(f"curriculum: H_cycles {cycles[0]}, L_cycles {cycles[1]} from step {step + 1} on")
         batch = data.train_batch(c.seed, step, c.global_batch_size, device.rank, device.world)
         batch["min_halt_steps"] = halting_draws(
-            c.seed, step, c.global_batch_size, c.halt_max_steps, c.halt_exploration_prob, device.rank, device.world)
-        run.train_step(device.put(batch), device.put(rates(c, step, total_steps)), device.put(torch.tensor([float(asked()), seconds])))
+            c.seed, step, c.global_batch_size, c.halt_max_steps, exploration(c, step, total_steps), device.rank, device.world)
+        run.train_step(device.put(batch), device.put(rates(c, step, total_steps)), device.put(torch.tensor([float(asked()), seconds])), cycles)
         step += 1
-        if step == first + 1:
+        if step == compiled + 1:
             run.state["sums"].cpu()
             log.say(f"step {step}: {time.perf_counter() - clock:.1f} s for the first step, compiling included; left out of the rates below")
             clock, timed_from = time.perf_counter(), step
@@ -1153,7 +1198,7 @@ def train(index, c, kind):
         scheduled = last or (c.checkpoint_interval and step % c.checkpoint_interval == 0)
         examples, interval = step * c.global_batch_size, c.eval_interval * epoch
         due = not last and interval and examples // interval > (examples - c.global_batch_size) // interval
-        in_log = step % c.log_interval == 0 or scheduled or due
+        in_log = step % c.log_interval == 0 or scheduled or due or step in plan
         if not in_log and step % look_every:
             continue
         sums = dict(zip(STATS, run.state["sums"].cpu().tolist()))  # waits for the device
@@ -1170,12 +1215,12 @@ def train(index, c, kind):
             seconds = (time.perf_counter() - clock) / (step - timed_from)
             values |= {"perf/examples_per_sec": c.global_batch_size / seconds, "perf/step_time": seconds}
             if peak:
-                values["perf/mfu"] = c.global_batch_size / seconds * flops / peak / device.world
+                values["perf/mfu"] = c.global_batch_size / seconds * flops[cycles] / peak / device.world
         values |= device.counts()
         if sums["seconds"]:  # of the step, by all ranks' clocks: a stop is seen within 5 seconds
             look_every = max(1, int(5 * device.world * (step - logged) / sums["seconds"]))
         log.metrics(step, values)
-        log.say(train_line(values, step, total_steps))
+        log.say(train_line(values, step, total_steps, steps_left(plan, flops, step, total_steps)))
         logged, run.state["sums"] = step, device.put(torch.zeros(len(STATS)))
         if due:
             evaluation = evaluate(run, test, test.subset(c.eval_max_puzzles), f"evaluating at step {step}", asked)
