@@ -1,0 +1,7 @@
+run("../baseline.py")
+# Is depth better spent on H_cycles or, as in exp02a, on L_cycles? It is 70 here.
+H_cycles = 5
+wandb_log = True
+wandb_project = "TRM-Exp02b-HCycles"
+wandb_run_name = "exp02b_05_H5"
+out_dir = "out/study/exp02b_05_H5"

@@ -1,0 +1,8 @@
+run("../baseline.py")
+# Can recursion stand in for layers, at what speed and memory? L_layers x L_cycles is 12 in all of exp03.
+L_layers = 4
+L_cycles = 3
+wandb_log = True
+wandb_project = "TRM-Exp03-LayersVsCycles"
+wandb_run_name = "exp03d_4x3"
+out_dir = "out/study/exp03d_4x3"

@@ -1,0 +1,6 @@
+run("../baseline.py")
+# Are augmented copies a substitute for puzzles?
+wandb_log = True
+wandb_project = "TRM-Exp04b-Augmentation"
+wandb_run_name = "exp04b_1000_copies"
+out_dir = "out/study/exp04b_1000_copies"

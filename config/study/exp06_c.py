@@ -1,0 +1,7 @@
+run("../baseline.py")
+# Where is the critical batch size, and what does a larger batch do for throughput?
+global_batch_size = 6144
+wandb_log = True
+wandb_project = "TRM-Exp06-BatchSize"
+wandb_run_name = "exp06_c_batch6144"
+out_dir = "out/study/exp06_c_batch6144"

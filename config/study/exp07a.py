@@ -1,0 +1,7 @@
+run("../baseline.py")
+# What does the precision of the network cost in accuracy, and bring in speed?
+forward_dtype = "float32"
+wandb_log = True
+wandb_project = "TRM-Exp07-Precision"
+wandb_run_name = "exp07a_float32"
+out_dir = "out/study/exp07a_float32"

@@ -1,0 +1,8 @@
+run("../baseline.py")
+# Which optimizer, and how long a second moment?
+optimizer = "adamw"
+beta2 = 0.99
+wandb_log = True
+wandb_project = "TRM-Exp09-Optimizer"
+wandb_run_name = "exp09c_adamw_beta2_0.99"
+out_dir = "out/study/exp09c_adamw_beta2_0.99"

@@ -1,0 +1,8 @@
+run("../baseline.py")
+# Which learning rate, and does it pay to let it fall?
+lr = 1e-4
+lr_min_ratio = 0.01
+wandb_log = True
+wandb_project = "TRM-Exp10-LearningRate"
+wandb_run_name = "exp10e_lr1e-4_min0.01"
+out_dir = "out/study/exp10e_lr1e-4_min0.01"
