@@ -643,15 +643,20 @@ def show_puzzle(run, data):
     i = int((errors[1].sum(1) - errors[depth].sum(1)).argmax())
     symbols = data.manifest.get("symbols") or [str(t) for t in range(data.vocab_size)]
     rows, columns = data.manifest.get("grid") or [1, data.seq_len]
-    draw = lambda tokens, wrong: [("*" if w else " ") + symbols[t] + " " for t, w in zip(tokens, wrong)]
-    grids = [("question", draw(arrays["inputs"][i], [False] * data.seq_len))]
+    grids = [("question", arrays["inputs"][i], [False] * data.seq_len)]
     for step, wrong in errors.items():
-        grids.append((f"step {step}: " + (f"{wrong[i].sum()} wrong" if wrong[i].any() else "solved"), draw(answers[step][i], wrong[i])))
-    width = max(3 * columns, *(len(title) for title, _ in grids)) + 2
+        grids.append((f"step {step}: " + (f"{wrong[i].sum()} wrong" if wrong[i].any() else "solved"), answers[step][i], wrong[i]))
+    return side_by_side(grids, symbols, rows, columns)
+
+
+def side_by_side(grids, symbols, rows, columns):
+    """A text: grids next to each other, as many as 120 characters hold; each is (title, tokens, which cells to mark with *)."""
+    draw = lambda tokens, wrong: [("*" if w else " ") + symbols[t] + " " for t, w in zip(tokens, wrong)]
+    width = max(3 * columns, *(len(title) for title, _, _ in grids)) + 2
     lines, across = [], max(1, 120 // width)
     for j in range(0, len(grids), across):
-        titles, cells = zip(*grids[j:j + across])
-        lines.append("".join(title.ljust(width) for title in titles))
+        lines.append("".join(title.ljust(width) for title, _, _ in grids[j:j + across]))
+        cells = [draw(tokens, wrong) for _, tokens, wrong in grids[j:j + across]]
         lines += ["".join("".join(x[r * columns:(r + 1) * columns]).ljust(width) for x in cells) for r in range(rows)] + [""]
     return "\n".join(line.rstrip() for line in lines)
 
