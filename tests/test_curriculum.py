@@ -92,8 +92,8 @@ def test_resume_equals_the_uninterrupted_run(data, whole, tmp_path, step):  # no
 
 def test_evaluation_is_at_full_depth(data, whole, tmp_path):  # noqa: F811
     checkpoint = os.path.join(whole[0], "ckpt_00000008.pt")
-    found = [re.search(r"loss (\S+)", run(data, tmp_path / "eval", f"--init_from={checkpoint}", "--eval_only", f"--H_cycles={H}", f"--L_cycles={L}"))[1]
-             for H, L in ((2, 3), (1, 1))]
+    evaluate = lambda H, L: run(data, tmp_path / "eval", f"--init_from={checkpoint}", "--eval_only", f"--H_cycles={H}", f"--L_cycles={L}")
+    found = [re.search(r"loss (\S+)", evaluate(*cycles))[1] for cycles in ((2, 3), (1, 1))]
     assert f"{curve(whole[0], 'eval/loss')[8]:.4f}" == found[0] != found[1]
 
 
@@ -133,9 +133,11 @@ print(len(texts), texts[2] == texts[3], texts[0] != texts[1] != texts[2])
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--L_cycles_start=7"], "L_cycles_start must be from 1 to L_cycles (6), not 7"), (["--H_cycles_start=0"], "H_cycles_start must be from 1 to H_cycles"),
-    (["--curriculum_epochs=-1"], "curriculum_epochs must be 0 or more"), (["--halt_exploration_prob_end=-0.5"], "or -1 (constant), not -0.5"),
-    (["--halt_exploration_prob_end=2"], "must be from 0 to 1")], ids=" ".join)
+    (["--L_cycles_start=7"], "L_cycles_start must be from 1 to L_cycles (6), not 7"),
+    (["--H_cycles_start=0"], "H_cycles_start must be from 1 to H_cycles (3), not 0"),
+    (["--curriculum_epochs=-1"], "curriculum_epochs must be 0 or more"),
+    (["--halt_exploration_prob_end=-0.5"], "or -1 (constant), not -0.5"), (["--halt_exploration_prob_end=2"], "must be from 0 to 1")],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "")
 def test_wrong_settings(flags, words):
     with pytest.raises(configurator.UserError) as error:
         train.check_settings(configurator.configure(train.__file__, ["--curriculum_epochs=5", *flags]))
