@@ -180,7 +180,7 @@ def make_data(runs):
         print(f"[{i}/{len(missing)}] {path}: python {command}", flush=True)
         if subprocess.run([sys.executable, *shlex.split(command)]).returncode or not os.path.exists(path):
             raise UserError(f"{path} was not made, see above: python {command}")
-    print(f"{len({run.c.data_path for run in runs})} data sets, {len(missing)} of them made by this call")
+    print(f"data sets: {len({run.c.data_path for run in runs})}, made just now: {len(missing)}")
 
 
 class Sweep:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
@@ -61,6 +62,34 @@ def test_dry_run_tells_what_would_run():
     assert ("python train.py config/study/exp01a.py --gcs_dir=gs://bucket/study/ --out_dir=/tmp/study --epochs=6144 "
             "--out_dir=/tmp/study/exp01a_h256 --gcs_dir=gs://bucket/study/exp01a_h256 --init_from=auto") in text
     assert not os.path.exists("/tmp/study")
+
+
+def test_missing_data_is_made_once(tmp_path):
+    flags = ["exp08a", "exp08b", f"--data_path={tmp_path}/4x4", f"--out_dir={tmp_path}/out",
+             f"--data_prepare=prepare_sudoku.py --source=generate --size=4 --num_train=48 --num_test=9 --num_aug=2 --output_dir={tmp_path}/4x4"]
+    assert "390 steps of 6,144" in sweep("--dry_run", *flags) and not os.listdir(tmp_path)  # 50,000 epochs of 48 puzzles
+    assert "data sets: 1, made just now: 1" in sweep("--prepare", *flags)
+    assert "data sets: 1, made just now: 0" in sweep("--prepare", *flags) and "; missing" not in sweep("--dry_run", *flags)
+
+
+def test_where_there_is_a_bucket_it_decides_what_is_complete(data, tmp_path, monkeypatch):  # noqa: F811
+    """Every host of a slice sees the bucket, and one alone has metrics.jsonl."""
+    monkeypatch.syspath_prepend(os.path.join(ROOT, "scripts"))
+    import sweep as script
+    final = [{"step": 30, "train/loss": 1.0, "perf/step_time": 0.5}, {"step": 60, "train/loss": 1.0, "perf/step_time": 0.7},
+             {"step": 60, "final": True, "eval/exact_accuracy": 0.25}]
+    held = "".join(json.dumps(row) + "\n" for row in final)
+    bucket = {"gs://bucket/study/exp08a_ema_off": held.encode(), "gs://bucket/study/exp08b_ema0.99": None}
+    monkeypatch.setattr(script, "Bucket", lambda url: types.SimpleNamespace(read=lambda name: bucket[url]))
+    flags = [*TINY, f"--data_path={data}", f"--out_dir={tmp_path}", "--gcs_dir=gs://bucket/study"]
+    here, there = (script.Plan(path, flags) for path in script.chosen(["exp08b", "exp08a"], "")[::-1])
+    os.makedirs(here.c.out_dir)
+    with open(os.path.join(here.c.out_dir, "metrics.jsonl"), "w") as f:
+        f.write(held)
+    assert not here.complete() and there.complete()
+    for run in (here, there):
+        r = run.result("complete", 50.0, "")
+        assert (r["steps"], r["last_exact_accuracy"], r["train_seconds"], r["examples_per_sec"]) == (60, 0.25, 36.0, round(16 / 0.6, 2))
 
 
 @pytest.mark.parametrize("flags, words", [
