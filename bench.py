@@ -7,6 +7,8 @@
 
 Settings below are bench.py's own; all others are train.py's. The last line is one JSON object with all figures.
 """
+import glob
+import gzip
 import importlib.util
 import json
 import math
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -234,7 +237,18 @@ def profiled(device, folder, train_step, say):
         for _ in range(3):
             train_step().cpu()
         xp.stop_trace()
-        return say(f"trace of 3 steps in {folder}: tensorboard --logdir={folder}, or xprof")
+        path = max(glob.glob(os.path.join(folder, "plugins", "profile", "*", "*.trace.json.gz")))
+        with gzip.open(path) as f:
+            events = json.load(f)["traceEvents"]
+        where = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+        spent, calls = Counter(), Counter()
+        for e in events:  # a TPU's own line, or the threads that compute on the CPU
+            if e.get("ph") == "X" and re.search("XLA Ops|XLAEigen", where.get((e["pid"], e.get("tid")), "")) and "::" not in e["name"]:
+                kind = re.sub(r"(\.(clone|remat|\d+))+$", "", e["name"])
+                spent[kind] += e["dur"] / 1e3
+                calls[kind] += 1
+        say("\n".join(f"{milliseconds:10.2f} ms {calls[kind]:7} x {kind}" for kind, milliseconds in spent.most_common(10)))
+        return say(f"trace of 3 steps in {path}: open it in https://ui.perfetto.dev, or the folder with xprof or tensorboard --logdir={folder}")
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (device.kind == "cuda")
     with torch.profiler.profile(activities=activities) as p:
         for _ in range(3):

@@ -71,6 +71,12 @@ def test_sweep_and_profile(tmp_path):
     assert any(e.get("name", "").startswith("aten::") for e in json.load(open(tmp_path / "p" / "trace.0.json"))["traceEvents"])
 
 
+def test_profile_through_xla(tmp_path):
+    text = subprocess.run([sys.executable, os.path.join(ROOT, "bench.py"), *TINY, "--device=xla", f"--profile={tmp_path / 'p'}"], capture_output=True,
+                          text=True, check=True, env={**os.environ, "PJRT_DEVICE": "CPU"}).stdout
+    assert " ms " in text and " x dot\n" in text and "perfetto" in text
+
+
 @pytest.mark.parametrize("flags,words", [
     (["--stepz=3"], ["stepz", "closest"]), (["--steps=0"], ["steps must be 1 or more"]), (["--aot=v9:2x2"], ["v9:2x2", "v5e:2x4"]),
     (["--compare=nowhere.txt"], ["nowhere.txt"]), (["--real_data", "--data_path=nowhere"], ["nowhere", "no such data set"]), (["--sweep=lr"], ["--sweep"]),
