@@ -458,8 +458,8 @@ def compiled(c, argv, topology, programs):
                 found[program] = dict(fault=fault)
                 continue
             f = found[program] = json.loads(line)
-            # Outputs are not counted beside arguments: the runtime reuses what a step has consumed, or keeps both for a moment.
-            f.update(chips=chips, batch_per_chip=B, tflop=(step if program == "train" else forward) * B / 1e12,
+            again = c.recompute * (step - forward) / 2  # a differentiated recursion costs two of its forward passes backwards
+            f.update(chips=chips, batch_per_chip=B, tflop=(step + again if program == "train" else forward) * B / 1e12,
                      free_gb=memory / 1e9 - f["arguments_gb"] - f["outputs_gb"] - f["temporaries_gb"] - f["code_gb"])
             with open(os.path.join(folder, f"{program}.json")) as g:
                 f["float64_products"] = json.load(g)

@@ -15,7 +15,8 @@ TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_e
 
 
 def python(*command, **env):
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, **env})
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=120,
+                          env={"OMP_NUM_THREADS": "1", **os.environ, **env})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
