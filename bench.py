@@ -540,6 +540,10 @@ def main(argv):
     theirs = [a for a in argv if a not in mine]
     b, c = configurator.configure(__file__, [a for a in argv if a in mine or a in ("-h", "--help")]), configurator.configure(train.__file__, theirs)
     train.check_settings(c)
+    try:
+        TRM(TRMConfig.of(c, **dict(zip(("seq_len", "vocab_size"), sizes(c)))))
+    except ValueError as e:
+        raise UserError(str(e)) from None
     if b.steps < 1:
         raise UserError(f"steps must be 1 or more, not {b.steps}")
     if b.sweep:
@@ -569,8 +573,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (UserError, ValueError) as e:
-        print(f"bench.py: {' '.join(str(e).splitlines())}", file=sys.stderr)
-        sys.exit(2)
+    configurator.command(lambda: main(sys.argv[1:]), __file__)

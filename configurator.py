@@ -133,9 +133,14 @@ def print_help(script, documented):
 
 
 def start(main, script):
-    """Runs main(settings) as a command: a UserError becomes one line on stderr and exit code 2."""
+    """Runs main(settings) as a command, with the settings that sys.argv gives."""
+    command(lambda: main(configure(script, sys.argv[1:])), script)
+
+
+def command(run, script):
+    """Runs run() as a command: a UserError becomes one line on stderr and exit code 2."""
     try:
-        main(configure(script, sys.argv[1:]))
+        run()
     except UserError as e:
         print(f"{os.path.basename(script)}: {' '.join(str(e).splitlines())}", file=sys.stderr)
         sys.exit(2)

@@ -39,7 +39,7 @@ from types import SimpleNamespace
 import numpy as np
 import requests
 
-from configurator import UserError
+from configurator import UserError, command
 
 FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 METADATA = {"pad_id": int, "ignore_label_id": (int, type(None)), "blank_identifier_id": int, "vocab_size": int, "seq_len": int,
@@ -923,8 +923,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as e:
-        print(f"data.py: {' '.join(str(e).splitlines())}", file=sys.stderr)
-        sys.exit(2)
+    command(lambda: main(sys.argv[1:]), __file__)

@@ -29,7 +29,7 @@ except ImportError:
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-from configurator import UserError, configure, read_settings  # noqa: E402
+from configurator import UserError, command, configure, read_settings  # noqa: E402
 
 # what is read and written; arguments without a dash are folders to read
 out_dir = "out/report"  # report.md and its pictures
@@ -447,8 +447,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as e:
-        print(f"report.py: {' '.join(str(e).splitlines())}", file=sys.stderr)
-        sys.exit(2)
+    command(lambda: main(sys.argv[1:]), __file__)

@@ -21,7 +21,7 @@ sys.path.insert(0, ROOT)
 import prepare_maze  # noqa: E402
 import prepare_sudoku  # noqa: E402
 import train  # noqa: E402
-from configurator import UserError, configure, read_settings  # noqa: E402
+from configurator import UserError, command, configure, read_settings  # noqa: E402
 from data import GOAL, IGNORED, OPEN, PATH, START, WALL, path_metrics  # noqa: E402
 
 # what is shown
@@ -205,8 +205,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as e:
-        print(f"solve.py: {' '.join(str(e).splitlines())}", file=sys.stderr)
-        sys.exit(2)
+    command(lambda: main(sys.argv[1:]), __file__)

@@ -32,7 +32,7 @@ import configurator  # noqa: E402
 import prepare_sudoku  # noqa: E402
 import train  # noqa: E402
 from configurator import UserError  # noqa: E402
-from data import Bucket, BucketError  # noqa: E402
+from data import Bucket  # noqa: E402
 from model import TRM, TRMConfig  # noqa: E402
 
 # what runs
@@ -310,8 +310,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (UserError, BucketError) as e:
-        print(f"sweep.py: {' '.join(str(e).splitlines())}", file=sys.stderr)
-        sys.exit(2)
+    configurator.command(lambda: main(sys.argv[1:]), __file__)
