@@ -153,7 +153,8 @@ def steps(data, tmp_path_factory):
 @pytest.mark.parametrize("cut", [(1, 4), (2, 2), (4, 0)], ids=["4 micro-batches", "2 replicas x 4 micro-batches", "4 replicas"])
 def test_gradients_do_not_depend_on_the_cut(steps, cut):
     (want, _), (got, _) = steps[1, 0], steps[cut]
-    assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
+    limit = 1e-6 if cut[0] == 1 else 3e-6  # with other replicas other shapes, whose products XLA adds up in another order
+    assert np.linalg.norm(got - want) < limit * np.linalg.norm(want)
 
 
 def test_a_step_holds_one_all_reduce_and_micro_batches_are_a_loop(steps):
