@@ -782,7 +782,7 @@ class Saver:
             if writing:
                 writing.result()
             return True
-        except OSError as e:
+        except (OSError, RuntimeError) as e:  # torch.save tells of a full disk by a RuntimeError
             self.log.say(f"checkpoint not written: {e}")
             return False
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -103,6 +104,18 @@ def test_a_wrong_bucket_ends_before_anything_is_written(data, front, tmp_path, u
     front.denied = denied
     text = run(data, tmp_path / "run", *FLAGS, f"--gcs_dir={url}", code=2)
     assert text.splitlines()[-1].startswith("train.py: ") and word in text and "Traceback" not in text and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("fault", [OSError("No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")], ids=repr)
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(monkeypatch, fault):
+    def full(*_):
+        raise fault
+
+    said = []
+    monkeypatch.setattr(train, "save_checkpoint", full)
+    saver = train.Saver(SimpleNamespace(gcs_dir=""), SimpleNamespace(rank=0, local_rank=0), SimpleNamespace(say=said.append))
+    saver.save("ckpt_00000010", {}, {})
+    assert not saver.written() and said == [f"checkpoint not written: {fault}"] and saver.written()
 
 
 def test_data_come_from_the_bucket(data, front, whole, tmp_path):  # noqa: F811
