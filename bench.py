@@ -101,7 +101,7 @@ def bench(index, c, b, kind, path):
     model = TRM(TRMConfig.of(c, seq_len=data.seq_len, vocab_size=data.vocab_size, num_puzzle_identifiers=data.num_puzzle_identifiers), c.seed)
     run, B, micro = train.Run(model, c, device), c.global_batch_size // device.world, c.micro_batch_size or c.global_batch_size // device.world
     fixed = dict(rates=device.put(train.rates(c, 0, 10 ** 6)), signals=device.put(torch.zeros(2)))
-    say = lambda text="": print(text, flush=True) if device.rank == 0 else None
+    say = device.say = lambda text="": print(text, flush=True) if device.rank == 0 else None
 
     def batch(step):
         arrays = data.train_batch(c.seed, step, c.global_batch_size, device.rank, device.world)

@@ -17,6 +17,7 @@ import platform
 import queue
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from fractions import Fraction
 import numpy as np
 import torch
 import torch.utils.checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from configurator import UserError, read_settings, start
@@ -95,7 +97,7 @@ keep_last_n = 3  # checkpoints kept, besides best.pt
 export_official = ""  # write the evaluated weights to this file under the official code's names, then stop
 log_interval = 10  # steps averaged in a line of the log
 device = "auto"  # auto, xla, cuda or cpu
-compile = True  # torch.compile on CUDA
+compile = "auto"  # torch.compile: auto (on CUDA), on (on the CPU too: a minute at first, then a tenth faster) or off
 # logging
 wandb_log = False  # metrics.jsonl's numbers go to Weights & Biases too
 wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
@@ -105,7 +107,7 @@ wandb_mode = "online"  # online, offline (wandb sync uploads it later) or disabl
 
 CHOICES = dict(pos_encodings=("none", "rope", "learned"), forward_dtype=("bfloat16", "float32", "float16"),
                loss_type=("stablemax_cross_entropy", "softmax_cross_entropy"), optimizer=("adam_atan2", "adamw", "lion", "muon"),
-               device=("auto", "xla", "cuda", "cpu"), wandb_mode=("online", "offline", "disabled"))
+               device=("auto", "xla", "cuda", "cpu"), wandb_mode=("online", "offline", "disabled"), compile=("auto", "on", "off"))
 POSITIVE = ("global_batch_size", "hidden_size", "num_heads", "expansion", "L_layers", "H_cycles", "L_cycles", "halt_max_steps",
             "lr", "log_interval", "keep_last_n")
 NOT_NEGATIVE = ("micro_batch_size", "epochs", "max_steps", "puzzle_emb_ndim", "puzzle_emb_len", "lr_min_ratio", "lr_warmup_steps",
@@ -150,6 +152,8 @@ def check_settings(c):
         raise UserError(f"wandb_project must have at most 128 characters and none of /\\#?%:, not {c.wandb_project!r}")
     if c.gcs_dir:
         Bucket(c.gcs_dir)
+    if c.compile == "on" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        raise UserError("--compile=on needs a C++ compiler, g++ or clang++: --compile=auto goes without where there is no GPU")
     if c.seed >= 2 ** 63:
         raise UserError(f"seed must be below 2**63, not {c.seed}")
     for name in ("eval_only", "export_official"):
@@ -223,6 +227,37 @@ class Recomputed(torch.autograd.Function):
             return None, None, *torch.autograd.grad(ctx.fn(*leaves), leaves, grad)
 
 
+class NotReplayable(Exception):
+    """A step cannot be captured once and replayed; the message names the operation and its line."""
+
+
+class Replayable(TorchDispatchMode):
+    """Raises NotReplayable ahead of an operation that needs values, of which a capture has none (torch_xla would crash), or that XLA
+    leaves to the host, or that draws random numbers, which every replay would repeat."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, aten, why = kwargs or {}, torch.ops.aten, ""
+        lowered = any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+                      for key in ("XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd"))
+        tensors = [t for t in tree_flatten((args, kwargs))[0] if torch.is_tensor(t)]
+        if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
+            why = "has a shape that depends on data" if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]) else ""
+        elif {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+            why = "has a value or a shape that depends on data"
+        elif not lowered and any(t.device.type == "xla" for t in tensors):
+            why = "is not among XLA's operations"
+        elif torch.device(kwargs.get("device") or "meta").type == "cpu" and any(t.device.type == "xla" for t in tensors):
+            why = "reads from the device"
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            why = "draws random numbers"
+        if why:
+            here = [f for f in traceback.extract_stack() if os.path.dirname(f.filename) == os.path.dirname(os.path.abspath(__file__))]
+            name = func.name().removeprefix("aten::").replace("_local_scalar_dense", "item")
+            place = [f for f in here if f.filename != os.path.abspath(__file__)] or here
+            raise NotReplayable(f"{os.path.basename(place[-1].filename)}:{place[-1].lineno}: {name} {why}")
+        return func(*args, **kwargs)
+
+
 LAUNCH = threading.Lock()  # of XLA replicas that are threads: one compiles, the others find the program in the cache
 
 
@@ -233,7 +268,7 @@ class Device:
     """
 
     def __init__(self, kind):
-        self.kind, self.rank, self.world, self.name = kind, 0, 1, platform.processor() or platform.machine()
+        self.kind, self.rank, self.world, self.name, self.say = kind, 0, 1, platform.processor() or platform.machine(), print
         self.host, self.local_rank = int(os.environ.get("GROUP_RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))  # torchrun's
         if kind == "xla":
             import torch_xla
@@ -245,7 +280,7 @@ class Device:
             self.rank, self.world = xr.global_ordinal(), xr.world_size()
             self.host, self.local_rank = divmod(self.rank, xr.local_process_count() * xr.addressable_device_count())
             self.threads = self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU"
-            self.programs = {}
+            self.programs, self.traces = {}, False  # traces: whether a step that cannot be replayed is under way
             # The backward pass stays on this thread: one of its own could still hold gradients when the step ends, and what is
             # alive then becomes an output of the program, so another program to compile.
             torch.autograd.set_multithreading_enabled(False)
@@ -267,7 +302,10 @@ class Device:
         """A tensor, an array or a dict of them, on the device."""
         if isinstance(x, dict):
             return {k: self.put(v) for k, v in x.items()}
-        return (x if torch.is_tensor(x) else torch.as_tensor(x)).to(self.torch, non_blocking=True)
+        x = x if torch.is_tensor(x) else torch.as_tensor(x)
+        if self.kind == "cuda" and x.device.type == "cpu":
+            x = x.pin_memory()  # a copy from pageable memory waits for the steps that are under way
+        return x.to(self.torch, non_blocking=True)
 
     def all_reduce(self, vector):
         """The sum of the replicas' vectors. All ranks."""
@@ -298,14 +336,26 @@ class Device:
         """fn(state, inputs, *static), which changes the tensors of state in place and returns others, as one program. All ranks.
 
         state, inputs: dicts of tensors, nested or not; static: anything hashable. On XLA the first call with a static traces fn,
-        and the others replay that: what fn reads besides its arguments must not change.
+        and the others replay that: what fn reads besides its arguments must not change. What cannot be replayed is traced every time.
         """
         if self.kind != "xla":
             return fn(state, inputs, *static)
         if (fn, static) not in self.programs:
-            with LAUNCH, torch.no_grad():
-                self.programs[fn, static] = self.capture(fn, state, inputs, *static)
+            try:
+                with LAUNCH, torch.no_grad():
+                    self.programs[fn, static] = self.capture(fn, state, inputs, *static)
+            except NotReplayable as e:
+                if self.threads:
+                    raise UserError(f"{e}, so the step cannot be replayed, which several replicas on the CPU need") from None
+                self.programs[fn, static] = None, None
+                self.say(f"{e}: so torch_xla traces this step anew each time, where one that can be captured is replayed; the device may wait for that")
         replay, spec = self.programs[fn, static]
+        if not replay:
+            self.traces = True
+            outputs = fn(state, inputs, *static)
+            self.traces = False
+            self.xla.sync()
+            return outputs
         held = tree_flatten((state, inputs))[0]  # until the program has run: freeing a buffer that it reads would wait for it
         results = replay(held)
         new, outputs = tree_unflatten(results, spec)
@@ -318,7 +368,7 @@ class Device:
 
         On XLA a loop inside the program, whose memory does not grow with n.
         """
-        if self.kind == "xla" and len(tree_flatten(xs)[0][0]) > 1:
+        if self.kind == "xla" and not self.traces and len(tree_flatten(xs)[0][0]) > 1:
             from torch_xla.experimental.scan import _scan_impl_pytree
 
             def scanned(carry, x):
@@ -333,6 +383,8 @@ class Device:
             parts, row = body(weights, tree_map(lambda t: t[i], xs))
             sums = [a + b for a, b in zip(sums, parts)]
             rows.append(row)
+            if self.kind == "xla" and self.traces:  # no program for all of them, which no memory may hold
+                self.xla.sync()
         return sums, {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
 
     def recompute(self, layer, x, *args):
@@ -352,7 +404,8 @@ class Device:
 
     def capture(self, fn, state, inputs, *static):
         """Traces fn once. Returns a function from the tensors of (state, inputs) to those of (new state, outputs), and these' structure."""
-        lowering, holders, spec = self.lower(fn, state, inputs, *static)
+        with Replayable():
+            lowering, holders, spec = self.lower(fn, state, inputs, *static)
         program = self.xb.computation_from_module_proto("step", lowering.hlo())
         source = {lowering.tensor_parameter_id(h): i for i, h in enumerate(holders)}
         constants = lowering.device_parameter_id_tensor_mapping()
@@ -422,7 +475,7 @@ class Run:
         self.model = model.to(device.torch)
         self.model.L_level.recompute = device.recompute if c.recompute else None
         self.forward = supervision_step
-        if device.kind == "cuda" and c.compile:
+        if device.kind != "xla" and c.compile == "on" or device.kind == "cuda" and c.compile == "auto":
             torch._dynamo.config.recompile_limit = 64  # each stage of a curriculum is one; past it torch.compile gives up
             self.forward = torch.compile(supervision_step, dynamic=False)
         self.dtype = getattr(torch, c.forward_dtype)
@@ -463,6 +516,7 @@ class Run:
     def gradients(self, state, inputs, cycles=None):
         """This rank's share of what the ranks sum, as vectors: gradients of weights and puzzle embedding over the global batch, how often
         the batch has each of its rows, METRICS. Moves the carry on."""
+        self.model.train()
         c, weights = self.c, self.cast(state["weights"], state["puzzle_emb"])
 
         def micro_batch(weights, x):
@@ -530,6 +584,7 @@ class Run:
                 self.model, weights, x["carry"], x["batch"], self.eval_depth, self.c.loss_type, training=False)
             return [sums], carry | dict(answer=answer, q_halt=q_halt)
 
+        self.model.eval()
         weights = self.cast(inputs["weights"], inputs["puzzle_emb"])
         xs = dict(carry=state["carry"], batch=self.cut(inputs["batch"]))
         (sums,), rows = self.device.sum_over(micro_batch, [torch.zeros_like(state["totals"])], weights, xs)
@@ -1153,6 +1208,7 @@ def train(index, c, kind):
     del state
 
     log = Log(c.out_dir, device)
+    device.say = log.say
     saver = Saver(c, device, log)
     log.say(f"# python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}, {os.cpu_count()} cores, "
             f"{device.world} x {kind} ({device.name}); settings that differ from train.py's: {differences(c)}")

@@ -34,7 +34,7 @@ def trajectory(golden, kind, perturb=0.0, seed=0, **settings):
     config = json.loads(str(golden["config"]))
     net, opt = config["model"], config["train"]
     values = {k: v[0] for k, v in configurator.read_settings(os.path.join(ROOT, "train.py")).items()}
-    values.update({k: v for k, v in {**net, **opt}.items() if k in values}, ema=True, compile=False, **settings)
+    values.update({k: v for k, v in {**net, **opt}.items() if k in values}, ema=True, compile="off", **settings)
     c = SimpleNamespace(**values)
     device = train.Device(kind)
     model = TRM(TRMConfig.of(c, seq_len=net["seq_len"], vocab_size=net["vocab_size"], num_puzzle_identifiers=net["num_puzzle_identifiers"]))

@@ -20,7 +20,7 @@ CASES = {"mlp": [], "attention": ATTENTION, "mlp in micro-batches": ["--micro_ba
 
 def step(kind, flags, seq_len=16, vocab_size=6):
     """A function that makes one step on random data, and the Run that it changes."""
-    c = configurator.configure(train.__file__, ["--compile=false", *flags])
+    c = configurator.configure(train.__file__, ["--compile=off", *flags])
     device = train.Device(kind)
     run = train.Run(train.TRM(train.TRMConfig.of(c, seq_len=seq_len, vocab_size=vocab_size)), c, device)
     draw = np.random.default_rng(0).integers

@@ -244,6 +244,56 @@ def test_xla_trains_the_demos_curve_with_two_programs(tmp_path):
     assert "aten::" not in open(tmp_path / "xla" / "log.txt").read()
 
 
+def test_torch_compile_trains_the_same_curve_on_the_cpu(data, tmp_path):
+    flags = ["--max_steps=10", "--eval_final_max_puzzles=16", "--H_cycles=1", "--L_cycles=1", "--L_layers=1", "--halt_max_steps=2"]
+    for name in ("on", "off"):
+        run(data, tmp_path / name, *flags, f"--compile={name}")
+    for key in ("train/loss", "eval/loss"):
+        assert curve(tmp_path / "on", key) == pytest.approx(curve(tmp_path / "off", key), rel=1e-3)
+    assert "g++ or clang++" in run(data, tmp_path / "none", "--compile=on", code=2, PATH="", CXX="")
+
+
+@pytest.mark.parametrize("old,new,why", [
+    ("q_halt = self.q_head(z_H[:, 0])[:, 0].float()", "q_halt = self.q_head(z_H[:, 0])[:, 0].float() * (2 if z_H.sum().item() > 0 else 1)", "item has"),
+    ("z_H = self.L_level(z_H + z_L, rope)", "z_H = self.L_level(z_H + z_L + torch.special.bessel_j0(z_L.detach()), rope)", "special_bessel_j0 is not"),
+    ("z_H = self.L_level(z_H + z_L, rope)", "z_H = self.L_level(z_H + F.dropout(z_L, 0.3, self.training), rope)", "bernoulli.p draws"),
+], ids=["item", "no XLA operation", "dropout"])
+def test_a_fork_that_cannot_be_captured_trains_traced_and_says_so(data, tmp_path, old, new, why):
+    """The losses are the CPU's; random numbers differ from step to step and are off in evaluations."""
+    for name in ("train.py", "model.py", "data.py", "configurator.py"):
+        shutil.copy(os.path.join(ROOT, name), tmp_path)
+    source = (tmp_path / "model.py").read_text()
+    assert source.count(old) == 1
+    (tmp_path / "model.py").write_text(source.replace(old, new))
+    line = source[:source.index(old)].count("\n") + 1
+    flags = ["--max_steps=3", "--log_interval=1", "--micro_batch_size=8", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2", "--eval_final_max_puzzles=16"]
+    flags += ["--lr=1e-9", "--puzzle_emb_lr=0"] if "draws" in why else []  # what the weights become depends on the draws
+    for kind, env in (("cpu", {}), ("xla", {"PJRT_DEVICE": "CPU"})):
+        done = subprocess.run([sys.executable, str(tmp_path / "train.py"), *command(data, tmp_path / kind, *flags)[2:], f"--device={kind}"],
+                              capture_output=True, text=True, timeout=300, env={**os.environ, **env})
+        assert done.returncode == 0, done.stdout + done.stderr
+    told = [text for text in done.stdout.splitlines() if "traces" in text]
+    assert len(told) == (1 if "draws" in why else 2) and all(f"model.py:{line}: {why}" in text for text in told), done.stdout  # training, evaluation
+    assert told[0] in open(tmp_path / "xla" / "log.txt").read()
+    got, want = curve(tmp_path / "xla"), curve(tmp_path / "cpu")
+    if "draws" in why:
+        assert curve(tmp_path / "xla", "eval/loss") == pytest.approx(curve(tmp_path / "cpu", "eval/loss"), rel=1e-3)
+    else:
+        assert got == pytest.approx(want, rel=1e-3) and len(got) == 3
+
+
+def test_what_cannot_be_replayed_is_told_ahead_of_the_operation():
+    x, ints = torch.randn(3, 2), torch.tensor([0, 1])
+    for call in (lambda: x.sum().item(), lambda: x[x > 0], lambda: x.nonzero(), lambda: x.unique(), lambda: x.masked_select(x > 0),
+                 lambda: x.clone().index_put_((x > 0,), ints[0].float()), lambda: bool(x.sum() > 0), lambda: torch.rand(2)):
+        with pytest.raises(train.NotReplayable, match="depends on data|random"), train.Replayable():
+            call()
+    with train.Replayable():
+        rows = x[ints]
+        x.clone().index_put_((ints,), x[0])
+    assert torch.equal(rows, x[:2])
+
+
 def test_two_processes_train_the_curve_of_one(data, whole, tmp_path):
     """torchrun with gloo: a rank takes its slice of the batch and of the evaluation; the losses are those of one process."""
     flags = ["--max_steps=30", "--checkpoint_interval=10", "--keep_last_n=9", "--eval_interval=4", "--eval_max_puzzles=20", "--lr=2e-4",
