@@ -72,7 +72,11 @@ def rotate(x, cos, sin):
 
 
 class Attention(nn.Module):
-    """Self-attention of all positions with all positions."""
+    """Self-attention of all positions with all positions.
+
+    attend: a function (q, k, v) -> softmax(q k^T / sqrt(d)) v of tensors [B, heads, L, d].
+    """
+    attend = staticmethod(F.scaled_dot_product_attention)
 
     def __init__(self, width, num_heads):
         super().__init__()
@@ -85,7 +89,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv_proj(x).view(B, L, 3, self.num_heads, D // self.num_heads).permute(2, 0, 3, 1, 4)  # [B, heads, L, d] each
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        out = F.scaled_dot_product_attention(q, k, v)
+        out = self.attend(q, k, v)
         return self.o_proj(out.transpose(1, 2).reshape(B, L, D))
 
 

@@ -395,6 +395,16 @@ class Device:
         call = lambda x, *weights: torch.func.functional_call(layer, dict(zip(names, weights)), (x, *args))
         return Recomputed.apply(self.barrier, call, x, *weights)
 
+    def attention(self, q, k, v):
+        """softmax(q k^T / sqrt(d)) v of [B, heads, L, d], of which the backward pass keeps q, k and v alone.
+
+        For XLA, which makes more of torch's own: a pass over the scores for rows that a mask leaves empty, and all scores kept, in float32.
+        """
+        def attend(q, k, v):  # the scores in float32 at no cost: a TPU adds up its products of bfloat16 numbers so
+            return ((q.float() * q.shape[-1] ** -0.5) @ k.float().mT).softmax(-1).to(v.dtype) @ v
+
+        return Recomputed.apply(self.barrier, attend, q, k, v)
+
     def barrier(self, tensors):
         """The same tensors. XLA takes them for others: it would merge a second computation from the first ones with the first."""
         if self.kind == "xla":
@@ -474,6 +484,8 @@ class Run:
         self.state = {k: device.put(t.clone()) for k, t in start.items()}
         self.model = model.to(device.torch)
         self.model.L_level.recompute = device.recompute if c.recompute else None
+        for layer in self.model.L_level.layers if device.kind == "xla" and not c.mlp_t else ():
+            layer.self_attn.attend = device.attention
         self.forward = supervision_step
         if device.kind != "xla" and c.compile == "on" or device.kind == "cuda" and c.compile == "auto":
             torch._dynamo.config.recompile_limit = 64  # each stage of a curriculum is one; past it torch.compile gives up

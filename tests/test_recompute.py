@@ -36,6 +36,15 @@ def gradient(kind, flags):
     return run.state["m"].cpu().numpy() / (1 - run.c.beta1)
 
 
+def attention(kind, forward):
+    """The results of an attention of 37 positions and the gradients of q, k and v, [4, 2, 3, 37, 8]; forward: of a train.Device."""
+    draw, device = torch.Generator().manual_seed(0), train.Device(kind)
+    *qkv, weight = (device.put(torch.randn(2, 3, 37, 8, generator=draw)) for _ in range(4))
+    qkv = [t.requires_grad_() for t in qkv]
+    out = forward(device)(*qkv)
+    return torch.stack([out, *torch.autograd.grad(out, qkv, weight)]).detach().cpu().numpy()
+
+
 def peak(flags, **sizes):
     """The most bytes that a step on the CPU holds at a time beyond the state of the run."""
     run, go = step("cpu", flags, **sizes)
@@ -47,7 +56,7 @@ def peak(flags, **sizes):
 
 @pytest.fixture(scope="module")
 def xla_gradients(tmp_path_factory):
-    """{(case, recompute): (gradient, barriers in the program)}, from a process of its own, where nothing ran before torch_xla was there."""
+    """{"case/recompute": gradient, "attention": attention()}, from a process of its own, where nothing ran before torch_xla was there."""
     path = str(tmp_path_factory.mktemp("xla") / "gradients.npz")
     subprocess.run([sys.executable, __file__, path], check=True, timeout=600, env={**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"})
     return np.load(path)
@@ -60,6 +69,13 @@ def test_the_gradients_are_the_same(case, kind, xla_gradients):
     assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want) and np.linalg.norm(want) > 0
 
 
+@pytest.mark.parametrize("kind", ["cpu", "xla"])
+def test_xlas_attention_is_torchs(kind, xla_gradients):
+    got = xla_gradients["attention"] if kind == "xla" else attention("cpu", lambda device: device.attention)
+    want = attention("cpu", lambda _: torch.nn.functional.scaled_dot_product_attention)
+    assert np.abs(got - want).max() < 1e-5 and np.abs(want).max() > 1
+
+
 @pytest.mark.parametrize("flags,sizes", [(["--global_batch_size=8"], dict(seq_len=81, vocab_size=11)),
                                          ([*ATTENTION, "--L_cycles=4", "--global_batch_size=1"], dict(seq_len=900, vocab_size=6))],
                          ids=["baseline, 8 sequences", "maze, 1 sequence"])
@@ -70,4 +86,5 @@ def test_it_takes_less_memory(flags, sizes):
 
 
 if __name__ == "__main__":
-    np.savez(sys.argv[1], **{f"{name}/{r}": gradient("xla", [*TINY, *flags, f"--recompute={r}"]) for name, flags in CASES.items() for r in (True, False)})
+    gradients = {f"{name}/{r}": gradient("xla", [*TINY, *flags, f"--recompute={r}"]) for name, flags in CASES.items() for r in (True, False)}
+    np.savez(sys.argv[1], attention=attention("xla", lambda device: device.attention), **gradients)
