@@ -152,8 +152,9 @@ def check_settings(c):
         raise UserError(f"wandb_project must have at most 128 characters and none of /\\#?%:, not {c.wandb_project!r}")
     if c.gcs_dir:
         Bucket(c.gcs_dir)
-    if c.compile == "on" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
-        raise UserError("--compile=on needs a C++ compiler, g++ or clang++: --compile=auto goes without where there is no GPU")
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # where torch.compile looks for it
+    if c.compile == "on" and not shutil.which(compiler):
+        raise UserError(f"--compile=on needs a C++ compiler and finds no {compiler!r} (CXX names another): --compile=auto does without on a CPU")
     if c.seed >= 2 ** 63:
         raise UserError(f"seed must be below 2**63, not {c.seed}")
     for name in ("eval_only", "export_official"):
@@ -239,14 +240,14 @@ class Replayable(TorchDispatchMode):
         kwargs, aten, why = kwargs or {}, torch.ops.aten, ""
         lowered = any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
                       for key in ("XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd"))
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if torch.is_tensor(t)]
+        on_xla = any(torch.is_tensor(t) and t.device.type == "xla" for t in tree_flatten((args, kwargs))[0])
         if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
             why = "has a shape that depends on data" if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]) else ""
         elif {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
             why = "has a value or a shape that depends on data"
-        elif not lowered and any(t.device.type == "xla" for t in tensors):
+        elif on_xla and not lowered:
             why = "is not among XLA's operations"
-        elif torch.device(kwargs.get("device") or "meta").type == "cpu" and any(t.device.type == "xla" for t in tensors):
+        elif on_xla and torch.device(kwargs.get("device") or "meta").type == "cpu":
             why = "reads from the device"
         elif torch.Tag.nondeterministic_seeded in func.tags:
             why = "draws random numbers"
