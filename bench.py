@@ -1,15 +1,16 @@
-"""How fast train.py's own step is, how near to what the machine can do, and what a TPU would make of it.
+"""How fast train.py's own steps are on this machine, and how near to what it can do.
 
-    python bench.py config/sudoku.py --global_batch_size=32           this machine; any config file and setting of train.py
+    python bench.py                                                   about a minute, at a batch that fits
+    python bench.py config/sudoku.py --global_batch_size=32           any config file and setting of train.py
     python bench.py config/sudoku.py --sweep=global_batch_size=16,32  a table
-    python bench.py config/baseline.py --aot=v5e:2x4,v6e:2x2          the TPU compiler's view, without a TPU: pip install jax libtpu
-    python bench.py config/baseline.py --plan=v5e:2x4                 steps, hours and bytes of a run
+    python bench.py config/sudoku.py --profile=out/profile            the most expensive operations
 
-Settings below are bench.py's own; all others are train.py's. The last line is one JSON object with all figures.
+The settings below are bench.py's own, all others train.py's. The last line is one JSON object.
+scripts/aot.py shows what a TPU would make of the steps.
 """
 import glob
 import gzip
-import importlib.util
+import itertools
 import json
 import math
 import os
@@ -30,59 +31,193 @@ import torch
 import configurator
 import train
 from configurator import UserError
-from data import Dataset, halting_draws, write_dataset
-from model import TRM, TRMConfig
+from data import Dataset, Progress, halting_draws, write_dataset
+from model import TRM, TRMConfig, update_weights
 
 # what is measured
-steps = 10  # timed, after one that compiles
+steps = 10  # steps timed, after a first one that compiles; if not given, fewer where a CPU is slow
 real_data = False  # a new batch of data_path at each step; else one batch again and again
-compare = ""  # file with what an earlier run printed: ratios against it
+compare = ""  # file with what an earlier run printed: ratios to it
 profile = ""  # folder for a trace of 3 steps, whose most expensive operations are printed
 sweep = ""  # NAME=VALUE,VALUE,...: a run for each value, as a table
-# without the hardware
-aot = ""  # TPU slices to compile for: v5e:2x4,v6e:2x2,v4:2x2x1
-plan = ""  # a slice on which the whole run is priced
-rate = 0.0  # examples/s measured on that slice, for the plan; 0: the roofline's
 # ---
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-# A chip's dense bfloat16 FLOP/s, bytes/s and bytes of memory, as its maker states them.
-CHIPS = {"v4": (275e12, 1228e9, 32e9), "v5e": (197e12, 819e9, 16e9), "v5p": (459e12, 2765e9, 95e9), "v6e": (918e12, 1640e9, 32e9)}
-PRINTED = ("examples_per_sec", "step_ms", "tflops", "forward_ms", "backward_ms", "optimizer_ms", "eval_examples_per_sec", "peak_memory_gb")
+BUDGET = 45  # seconds of measuring on a CPU, if neither the batch nor the steps are given
+FEWEST_STEPS = 4  # a larger batch is worth more than steps beyond these
+STEP_AND_EVALUATION = 1.65  # duration of both, in training steps
+COMPARED = ("examples_per_sec", "step_ms", "tflops", "optimizer_ms", "eval_examples_per_sec",
+            "peak_memory_gb")
 
 
-def sizes(c):
-    """(seq_len, vocab_size, puzzles of an epoch, where that is from) of data_path, or of what its name says where it is not here."""
-    if os.path.isdir(c.data_path):
-        data = Dataset(c.data_path, "train")
-        return data.seq_len, data.vocab_size, data.total_groups * data.mean_puzzle_examples, c.data_path
-    grid = re.search(r"(\d+)x(\d+)", c.data_path)
-    rows, columns = map(int, grid.groups()) if grid else (9, 9)
-    vocab = 6 if "maze" in c.data_path else rows + 2
-    return rows * columns, vocab, 1000, f"not here: {rows}x{columns} cells, {vocab} tokens and 1000 puzzles, as its name suggests"
-
-
-def random_dataset(folder, seq_len, vocab_size):
-    """A data set of random tokens, so that feeding is timed through the code that reads real ones."""
-    grids = np.random.default_rng(0).integers(1, vocab_size, (2, 4096, seq_len), dtype=np.uint8)
-    write_dataset(folder, {split: (512, 8, [grids]) for split in ("train", "test")}, vocab_size, {"grid": [1, seq_len]})
-
-
-def seconds_of(n, call):
-    """Seconds of each of n calls after one that may compile; call returns a tensor of its results, and each is waited for."""
-    call().cpu()
-    seconds = []
-    for _ in range(n):
+def bench(index, c, own, kind, path):
+    """Measures on every replica; rank 0 prints. index: xmp.spawn's; path: of the data set."""
+    if kind == "xla":
+        train.end_with_parent()
+    device = train.open_device(kind, c)
+    train.check_batch_size(c, device)
+    run, next_batch, train_step = make_training(c, device, Dataset(path, "train"), own.real_data)
+    times, rank = SimpleNamespace(), device.rank
+    label = "first step" if kind == "cpu" and c.compile != "on" else "first step, which compiles"
+    times.first = seconds_of(1, train_step, label, rank)[0]
+    if own.profile:
+        text = trace(device, own.profile, train_step)
+        if rank == 0:
+            print(text)
+        return
+    times.steps = seconds_of(own.steps, train_step, f"{own.steps} training steps", rank)
+    times.host = times.step_unwaited = statistics.mean(times.steps)
+    if kind != "cpu":  # others work while the host prepares the next step
         began = time.perf_counter()
-        call().cpu()
-        seconds.append(time.perf_counter() - began)
+        times.host = seconds_unwaited(own.steps, train_step)
+        run.state["sums"].cpu()
+        times.step_unwaited = (time.perf_counter() - began) / own.steps
+    times.feeding = seconds_unwaited(20, next_batch)
+    evaluation, inputs = run.new_evaluation(), run.eval_inputs(next_batch())
+
+    def eval_step():
+        run.eval_program(evaluation, inputs)
+        return evaluation["totals"]
+
+    seconds_of(1, eval_step)  # compiles
+    times.evaluation = seconds_of(own.steps, eval_step, f"{own.steps} evaluation steps", rank)
+    times.optimizer = optimizer_seconds(run, own.steps)
+    product = product_flops(run, own.steps) * device.world
+    if rank == 0:
+        out = figures(run, own, times, product)
+        print(TABLE.format_map(out))
+        if out["mfu_of_peak"]:
+            print(f"peak         {out['mfu_of_peak']:.1%} of the chip's")
+        if own.compare:
+            print(ratios(out, own.compare))
+        print(json.dumps(out), flush=True)
+
+
+def make_training(c, device, data, real_data=False):
+    """A Run, a function that makes its next batch, and one that trains a step and returns a tensor of it."""
+    sizes = {name: getattr(data, name) for name in ("seq_len", "vocab_size", "num_puzzle_identifiers")}
+    run = train.Run(TRM(TRMConfig.of(c, **sizes), c.seed), c, device)
+    count = itertools.count()
+
+    def next_batch():
+        step = next(count)
+        batch = data.train_batch(c.seed, step, c.global_batch_size, device.rank, device.world)
+        batch["min_halt_steps"] = halting_draws(c.seed, step, c.global_batch_size, c.halt_max_steps,
+                                                c.halt_exploration_prob, device.rank, device.world)
+        return device.put(batch)
+
+    def train_step():
+        batch = next_batch() if real_data else first_batch
+        run.train_program(run.state, dict(batch=batch, rates=rates, stop_requested=no_stop))
+        return run.state["sums"]
+
+    first_batch = next_batch()
+    rates, no_stop = device.put(train.rates(c, 0, 10 ** 6)), device.put(torch.zeros(1))
+    return run, next_batch, train_step
+
+
+def figures(run, own, times, product):
+    """All figures, by name. times: in seconds; product: FLOP/s of matrix products on all replicas."""
+    c, device, model, B = run.c, run.device, run.model, run.c.global_batch_size
+    step, evaluation = statistics.median(times.steps), statistics.median(times.evaluation)
+    seconds = min(times.step_unwaited, step)
+    eval_flops, step_flops = model.flops_per_example()
+    flops, peak = B * step_flops / seconds, train.peak_flops(device)
+    state = [*run.state["carry"].values(), *(t for name, t in run.state.items() if name != "carry")]
+    memory = torch.cuda.max_memory_allocated() if device.kind == "cuda" else peak_memory()
+    return rounded(dict(
+        device=device.name, kind=device.kind, replicas=device.world, torch=torch.__version__,
+        python=platform.python_version(), cores=os.cpu_count(), settings=train.differences(c),
+        global_batch_size=B, micro_batch_size=c.micro_batch_size or run.batch_size,
+        tokens_per_example=model.length, parameters=run.num_parameters, steps=own.steps,
+        real_data=own.real_data, first_step_s=times.first, step_ms=1e3 * step,
+        step_ms_min=1e3 * min(times.steps), step_ms_max=1e3 * max(times.steps), host_ms=1e3 * times.host,
+        examples_per_sec=B / seconds, tokens_per_sec=B * model.length / seconds,
+        gflop_per_example=step_flops / 1e9, tflops=flops / 1e12, product_tflops=product / 1e12,
+        mfu_of_product=flops / product, mfu_of_peak=flops / peak / device.world if peak else None,
+        state_gb_per_sec=2e-9 * sum(t.numel() * t.element_size() for t in state) / seconds,
+        peak_memory_gb=memory / 1e9, feeding_ms=1e3 * times.feeding, feeding_share=times.feeding / seconds,
+        optimizer_ms=1e3 * times.optimizer, optimizer_share=times.optimizer / seconds,
+        evaluation_ms=1e3 * evaluation, eval_examples_per_sec=B / evaluation,
+        eval_speedup=seconds / evaluation, eval_tflops=1e-12 * B * eval_flops / evaluation,
+        **device.counts()))
+
+
+TABLE = """\
+{replicas} x {kind} ({device}), torch {torch}; {settings}
+{parameters:,} parameters; {global_batch_size} sequences a step in micro-batches of {micro_batch_size}, \
+{tokens_per_example} tokens each
+first step   {first_step_s:,.1f} s, compiling included; left out below
+step         {step_ms:,.1f} ms, median of {steps} ({step_ms_min:,.1f} to {step_ms_max:,.1f}); \
+the host is busy for {host_ms:,.1f}
+throughput   {examples_per_sec:,.1f} examples/s, {tokens_per_sec:,.0f} tokens/s
+arithmetic   {gflop_per_example:,.2f} GFLOP an example, counted: {tflops:,.3f} TFLOP/s, \
+{mfu_of_product:.0%} of a matrix product's {product_tflops:,.3f}
+memory       {peak_memory_gb:.2f} GB at most; {state_gb_per_sec:.2f} GB/s to read and write the state alone
+optimizer    {optimizer_ms:,.1f} ms by itself and without the average, {optimizer_share:.1%} of a step
+feeding      {feeding_ms:.2f} ms of the host, {feeding_share:.2%} of a step, a part of it with --real_data
+evaluation   {evaluation_ms:,.1f} ms a step, which is a forward pass: {eval_examples_per_sec:,.1f} \
+examples/s, {eval_speedup:.2f} times the training's"""
+
+
+def ratios(out, path):
+    """The figures beside those on the last line of a file. Raises UserError."""
+    lines = [f"{'':24}{'before':>14}{'now':>14}{'ratio':>9}"]
+    try:
+        with open(path, encoding="utf-8") as f:
+            before = json.loads(f.read().strip().splitlines()[-1])
+        for name in COMPARED:
+            ratio = out[name] / before[name]
+            lines.append(f"{name:24}{before[name]:>14,.4g}{out[name]:>14,.4g}{ratio:>9.3f}")
+    except (OSError, ValueError, KeyError, TypeError, IndexError, ZeroDivisionError) as e:
+        raise UserError(f"--compare={path}: its last line is not what bench.py prints "
+                        f"({type(e).__name__}: {e})") from None
+    return "\n".join(lines)
+
+
+# What is timed.
+
+def seconds_of(n, call, label="", rank=0):
+    """Seconds of each of n calls. call returns a tensor, which is waited for. label: to show progress."""
+    shown, seconds = label and rank == 0, []
+    if shown:
+        print(f"timing {label}", flush=True)
+    with Progress(label, n) as progress:
+        for _ in range(n):
+            began = time.perf_counter()
+            call().cpu()
+            seconds.append(time.perf_counter() - began)
+            if shown:
+                progress.add(1)
     return seconds
 
 
-def matrix_product(device, rows, width, dtype, n):
-    """FLOP/s of products [rows, width] x [width, 6 width] and back, the shapes of the MLP's, as the fastest of n calls reach it."""
-    normal = lambda *shape: (torch.randn(shape) / math.sqrt(shape[0])).to(dtype)
-    state, inputs, pairs = device.put(dict(x=normal(rows, width) * math.sqrt(rows))), device.put(dict(up=normal(width, 6 * width), down=normal(6 * width, width))), 4
+def seconds_unwaited(n, call):
+    """Mean seconds that the host is busy with a call, whose results are not waited for."""
+    began = time.perf_counter()
+    for _ in range(n):
+        call()
+    return (time.perf_counter() - began) / n
+
+
+def optimizer_seconds(run, n):
+    """Median seconds of update_weights, as a program of its own."""
+    @torch.no_grad()
+    def update(state, inputs):
+        lr, _, bias1, bias2 = inputs["rates"].unbind()
+        weights, m, v = state["weights"], state["m"], state["v"]
+        update_weights(run.c, run.shapes, weights, inputs["grad"], m, v, lr, bias1, bias2)
+        return weights[:1].clone()
+
+    state = {name: run.state[name] for name in ("weights", "m", "v")}
+    grad = torch.ones(len(state["weights"]))
+    inputs = run.device.put(dict(grad=grad, rates=train.rates(run.c, 0, 10 ** 6)))
+    program = run.device.program(update)
+    return statistics.median(seconds_of(n + 1, lambda: program(state, inputs))[1:])
+
+
+def product_flops(run, n):
+    """FLOP/s of matrix products as the MLP's: [tokens, D] x [D, 6 D] and back; the fastest of n calls."""
+    rows, width, pairs = run.batch_size * run.model.length, run.c.hidden_size, 4
 
     @torch.no_grad()
     def products(state, inputs):
@@ -90,486 +225,195 @@ def matrix_product(device, rows, width, dtype, n):
         for _ in range(pairs):
             x = x @ inputs["up"] @ inputs["down"]
         state["x"].copy_(x)
-        return (x[0, :1],)
+        return x[0, :1]
 
-    return pairs * 2 * 2 * rows * width * 6 * width / min(seconds_of(n, lambda: device.call(products, state, inputs)[0]))
-
-
-def bench(index, c, b, kind, path):
-    """Measures on every replica; rank 0 prints."""
-    device, data = train.Device(kind), Dataset(path, "train")
-    model = TRM(TRMConfig.of(c, seq_len=data.seq_len, vocab_size=data.vocab_size, num_puzzle_identifiers=data.num_puzzle_identifiers), c.seed)
-    run, B, micro = train.Run(model, c, device), c.global_batch_size // device.world, c.micro_batch_size or c.global_batch_size // device.world
-    fixed = dict(rates=device.put(train.rates(c, 0, 10 ** 6)), signals=device.put(torch.zeros(2)))
-    say = device.say = lambda text="": print(text, flush=True) if device.rank == 0 else None
-
-    def batch(step):
-        arrays = data.train_batch(c.seed, step, c.global_batch_size, device.rank, device.world)
-        draws = halting_draws(c.seed, step, c.global_batch_size, c.halt_max_steps, c.halt_exploration_prob, device.rank, device.world)
-        return device.put(arrays | dict(min_halt_steps=draws))
-
-    one, began, count = batch(0), time.perf_counter(), iter(range(1, 10 ** 9))
-
-    def train_step():
-        run.train_step(batch(next(count)) if b.real_data else one, **fixed)
-        return run.state["sums"]
-
-    train_step().cpu()
-    first = time.perf_counter() - began
-    if b.profile:
-        return profiled(device, b.profile, train_step, say)
-    whole = seconds_of(b.steps, train_step)
-    began = time.perf_counter()
-    for _ in range(b.steps):
-        train_step()
-    host = (time.perf_counter() - began) / b.steps
-    run.state["sums"].cpu()
-    pipelined = (time.perf_counter() - began) / b.steps
-    began = time.perf_counter()
-    for _ in range(20):
-        batch(next(count))
-    feeding = (time.perf_counter() - began) / 20
-
-    # The parts, each a program of its own.
-    vectors = {k: run.state[k] for k in ("weights", "puzzle_emb")}
-    packed = device.put(torch.zeros(len(vectors["weights"]) + vectors["puzzle_emb"].numel() + max(1, len(vectors["puzzle_emb"])) + len(train.STATS) - 1))
-    rest = {k: v for k, v in run.state.items() if k != "carry"}
-
-    @torch.no_grad()
-    def gradients(state, inputs):
-        return run.gradients({**inputs["vectors"], **state}, inputs)
-
-    @torch.no_grad()
-    def forward(state, inputs):
-        def micro_batch(weights, x):
-            with torch.enable_grad():
-                leaves = {k: t.detach().requires_grad_() for k, t in weights.items()}
-                _, carry, sums, _, _ = run.forward(model, leaves, x["carry"], x["batch"], c.halt_max_steps, c.loss_type)
-            return [sums], carry
-
-        zeros, weights = torch.zeros(len(train.METRICS), device=device.torch), run.cast(*inputs["vectors"].values())
-        (sums,), carry = device.sum_over(micro_batch, [zeros], weights, dict(carry=state["carry"], batch=run.cut(inputs["batch"])))
-        for k, t in carry.items():
-            state["carry"][k].copy_(t)
-        return (sums,)
-
-    @torch.no_grad()
-    def optimizer(state, inputs):
-        run.apply(state, inputs["packed"], inputs["rates"])
-        return (state["sums"].clone(),)
-
-    on_batch, evaluation = dict(batch=one, vectors=vectors), run.new_evaluation()
-    carry = dict(carry=run.state["carry"])
-    times = dict(
-        step=whole, gradients=seconds_of(b.steps, lambda: device.call(gradients, carry, on_batch)[-1]),
-        forward=seconds_of(b.steps, lambda: device.call(forward, carry, on_batch)[0]),
-        optimizer=seconds_of(b.steps, lambda: device.call(optimizer, rest, dict(packed=packed, rates=fixed["rates"]))[0]),
-        evaluation=seconds_of(b.steps, lambda: (run.eval_step(evaluation, one), evaluation["totals"])[1]))
-    product = matrix_product(device, B * model.length, c.hidden_size, run.dtype, b.steps) * device.world
-    if device.rank:
-        return
-
-    ms = {k: 1e3 * statistics.median(v) for k, v in times.items()}
-    forward_flops, step_flops = model.flops_per_example()
-    seconds, counts = min(pipelined, ms["step"] / 1e3), device.counts()
-    peak = next((v for k, v in train.PEAK_FLOPS.items() if k in device.name), None)
-    moved = 2 * 4 * sum(t.numel() for t in rest.values()) + 2 * sum(t.numel() * t.element_size() for t in run.state["carry"].values())
-    memory = torch.cuda.max_memory_allocated() if kind == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    out = dict(
-        device=device.name, kind=kind, replicas=device.world, torch=torch.__version__, python=platform.python_version(), cores=os.cpu_count(),
-        settings=train.differences(c), global_batch_size=c.global_batch_size, micro_batch_size=micro, tokens_per_example=model.length,
-        parameters=len(vectors["weights"]) + vectors["puzzle_emb"].numel(), steps=b.steps, real_data=b.real_data,
-        first_step_s=first, step_ms=ms["step"], step_ms_min=1e3 * min(whole), step_ms_max=1e3 * max(whole), host_ms=1e3 * host,
-        examples_per_sec=c.global_batch_size / seconds, tokens_per_sec=c.global_batch_size * model.length / seconds,
-        gflop_per_example=step_flops / 1e9, tflops=c.global_batch_size * step_flops / seconds / 1e12, product_tflops=product / 1e12,
-        mfu_of_product=c.global_batch_size * step_flops / seconds / product,
-        mfu_of_peak=c.global_batch_size * step_flops / seconds / peak / device.world if peak else None,
-        state_gb_per_sec=moved / seconds / 1e9, peak_memory_gb=memory / 1e9, feeding_ms=1e3 * feeding, feeding_share=feeding / seconds,
-        forward_ms=ms["forward"], backward_ms=ms["gradients"] - ms["forward"], optimizer_ms=ms["optimizer"],
-        parts_of_step=(ms["gradients"] + ms["optimizer"]) / ms["step"],
-        evaluation_ms=ms["evaluation"], eval_examples_per_sec=1e3 * c.global_batch_size / ms["evaluation"],
-        eval_tflops=1e-9 * c.global_batch_size * forward_flops / ms["evaluation"], **counts)
-    out = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in out.items()}
-    say(report(out))
-    if b.compare:
-        say(compared(out, b.compare))
-    say(json.dumps(out))
+    up = torch.randn(width, 6 * width) / width ** 0.5
+    down = torch.randn(6 * width, width) / (6 * width) ** 0.5
+    state = run.device.put(dict(x=torch.randn(rows, width).to(run.dtype)))
+    inputs = run.device.put(dict(up=up.to(run.dtype), down=down.to(run.dtype)))
+    program = run.device.program(products)
+    seconds = min(seconds_of(n + 1, lambda: program(state, inputs))[1:])
+    return pairs * 2 * 2 * rows * width * 6 * width / seconds
 
 
-def report(f):
-    """The figures as lines for people."""
-    share = lambda part: f"{f[part]:,.1f} ms ({100 * f[part] / f['step_ms']:.0f}%)"
-    peak = f", {100 * f['mfu_of_peak']:.1f}% of the chip's peak" if f["mfu_of_peak"] else "; the chip's peak is not known here"
-    return "\n".join([
-        f"{f['replicas']} x {f['kind']} ({f['device']}), torch {f['torch']}; {f['settings']}",
-        f"{f['parameters']:,} parameters; {f['global_batch_size']} sequences a step in micro-batches of {f['micro_batch_size']}, {f['tokens_per_example']} tokens each",
-        f"first step   {f['first_step_s']:,.1f} s, compiling included; left out below",
-        f"step         {f['step_ms']:,.1f} ms, median of {f['steps']} ({f['step_ms_min']:,.1f} to {f['step_ms_max']:,.1f}); the host is busy for {f['host_ms']:,.1f}",
-        f"throughput   {f['examples_per_sec']:,.1f} examples/s, {f['tokens_per_sec']:,.0f} tokens/s",
-        f"arithmetic   {f['gflop_per_example']:,.2f} GFLOP an example, counted: {f['tflops']:,.3f} TFLOP/s, "
-        f"{100 * f['mfu_of_product']:.0f}% of a matrix product's {f['product_tflops']:,.3f}{peak}",
-        f"memory       {f['peak_memory_gb']:.2f} GB at most; {f['state_gb_per_sec']:.2f} GB/s to read and write the state alone",
-        f"parts        forward {share('forward_ms')}, backward {share('backward_ms')}, optimizer and average {share('optimizer_ms')}: "
-        f"{100 * f['parts_of_step']:.0f}% of the step together",
-        f"feeding      {f['feeding_ms']:.2f} ms of the host, {100 * f['feeding_share']:.2f}% of a step{'' if f['real_data'] else ', not among it'}",
-        f"evaluation   {f['evaluation_ms']:,.1f} ms a supervision step: {f['eval_examples_per_sec']:,.1f} examples/s, "
-        f"{f['eval_examples_per_sec'] / f['examples_per_sec']:.2f} times the training's"])
+def peak_memory():
+    """Bytes of memory that this process has held at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def compared(out, path):
-    """Ratios of figures against those on the last line of a file."""
-    try:
-        with open(path, encoding="utf-8") as f:
-            before = json.loads(f.read().strip().splitlines()[-1])
-        lines = [f"{k:24}{before[k]:>14,.4g}{out[k]:>14,.4g}{out[k] / before[k]:>9.3f}" for k in PRINTED]
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
-        raise UserError(f"--compare={path}: its last line is not what bench.py prints ({type(e).__name__}: {e})") from None
-    return "\n".join([f"{'':24}{'before':>14}{'now':>14}{'ratio':>9}", *lines])
-
-
-def profiled(device, folder, train_step, say):
-    """Traces 3 steps into folder for the usual viewers, and prints what took the longest."""
+def trace(device, folder, train_step):
+    """Writes a trace of 3 steps to folder, for the usual viewers. Returns a text: what took the longest."""
     os.makedirs(folder, exist_ok=True)
     if device.kind == "xla":
-        import torch_xla.debug.profiler as xp
-        server = xp.start_server(9012)  # noqa: F841: lives as long as the trace
-        xp.start_trace(folder)
-        for _ in range(3):
-            train_step().cpu()
-        xp.stop_trace()
-        path = max(glob.glob(os.path.join(folder, "plugins", "profile", "*", "*.trace.json.gz")))
-        with gzip.open(path) as f:
-            events = json.load(f)["traceEvents"]
-        where = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-        spent, calls = Counter(), Counter()
-        for e in events:  # a TPU's own line, or the threads that compute on the CPU
-            if e.get("ph") == "X" and re.search("XLA Ops|XLAEigen", where.get((e["pid"], e.get("tid")), "")) and "::" not in e["name"]:
-                kind = re.sub(r"(\.(clone|remat|\d+))+$", "", e["name"])
-                spent[kind] += e["dur"] / 1e3
-                calls[kind] += 1
-        say("\n".join(f"{milliseconds:10.2f} ms {calls[kind]:7} x {kind}" for kind, milliseconds in spent.most_common(10)))
-        return say(f"trace of 3 steps in {path}: open it in https://ui.perfetto.dev, or the folder with xprof or tensorboard --logdir={folder}")
-    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (device.kind == "cuda")
-    with torch.profiler.profile(activities=activities) as p:
-        for _ in range(3):
-            train_step().cpu()
+        return trace_xla(folder, train_step)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.kind == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        seconds_of(3, train_step)
     path = os.path.join(folder, f"trace.{device.rank}.json")
-    p.export_chrome_trace(path)
-    say(p.key_averages().table(sort_by=f"self_{device.kind}_time_total", row_limit=10, max_name_column_width=60))
-    say(f"trace of 3 steps in {path}: open it in https://ui.perfetto.dev or chrome://tracing")
+    profiler.export_chrome_trace(path)
+    operations = profiler.key_averages()
+    text = operations.table(sort_by=f"self_{device.kind}_time_total", row_limit=10, max_name_column_width=60)
+    return f"{text}\ntrace of 3 steps in {path}: open it in https://ui.perfetto.dev or chrome://tracing"
 
 
-def swept(b, argv):
-    """A table with a run for each value of a setting, each in a process of its own."""
-    name, _, values = b.sweep.partition("=")
-    print(f"{name:>20}" + "".join(f"{k:>22}" for k in PRINTED[:3] + PRINTED[-2:]), flush=True)
-    rows = []
+def trace_xla(folder, train_step):
+    import torch_xla.debug.profiler as xp
+    server = xp.start_server(9012)  # noqa: F841: lives as long as the trace
+    xp.start_trace(folder)
+    seconds_of(3, train_step)
+    xp.stop_trace()
+    path = max(glob.glob(os.path.join(folder, "plugins", "profile", "*", "*.trace.json.gz")))
+    with gzip.open(path) as f:
+        events = json.load(f)["traceEvents"]
+    threads = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+    spent, calls = Counter(), Counter()
+    for e in events:  # of a TPU's own line, or of the threads that compute on the CPU
+        thread = threads.get((e.get("pid"), e.get("tid")), "")
+        if e.get("ph") == "X" and re.search("XLA Ops|XLAEigen", thread) and "::" not in e["name"]:
+            operation = re.sub(r"(\.(clone|remat|\d+))+$", "", e["name"])
+            spent[operation] += e["dur"] / 1e3
+            calls[operation] += 1
+    lines = [f"{ms:10.2f} ms {calls[operation]:7} x {operation}" for operation, ms in spent.most_common(10)]
+    viewers = f"open it in https://ui.perfetto.dev, or the folder with xprof or tensorboard --logdir={folder}"
+    return "\n".join([*lines, f"trace of 3 steps in {path}: {viewers}"])
+
+
+# A batch that fits.
+
+def fit_to_cpu(c, own, data, kind, batch_given, steps_given):
+    """Where they are not given, takes a batch and steps that fit BUDGET and memory. Prints what to expect."""
+    default = c.global_batch_size
+    few = min(8, default)
+    print(f"trying a step of {few} sequences", flush=True)
+    step_on_cpu(c, data, kind, 1)  # initialises libraries
+    memory_before = peak_memory()
+    seconds = step_on_cpu(c, data, kind, few) / few
+    memory = max(1, peak_memory() - memory_before) / few  # of a sequence, and a little more
+    each = STEP_AND_EVALUATION + (kind == "xla")  # which takes the training steps twice
+    if not batch_given:
+        fewest = own.steps if steps_given else FEWEST_STEPS
+        half_of_all = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+        largest = min(BUDGET / each / (fewest + 1) / seconds, half_of_all / memory)
+        multiple = c.micro_batch_size or 1
+        if kind == "xla":
+            multiple *= int(os.environ.get("CPU_NUM_DEVICES", 1))
+        fitting = 2 ** int(math.log2(max(1, largest))) // multiple * multiple
+        c.global_batch_size = min(default, max(multiple, fitting))
+    step = seconds * c.global_batch_size
+    if not steps_given:
+        own.steps = min(own.steps, max(1, int(BUDGET / each / step) - 1))
+    if c.global_batch_size != default:
+        print(f"global_batch_size {c.global_batch_size} fits this machine; a step of {default}, the default, "
+              f"would take about {train.duration(seconds * default)}", flush=True)
+    total = step * (4 if own.profile else each * (own.steps + 1))
+    if total > 10:
+        timed = 3 if own.profile else own.steps
+        print(f"expected: {step:.1f} s a step, {timed} of them timed, {train.duration(total)} in all without "
+              "compiling", flush=True)
+
+
+def step_on_cpu(c, data, kind, sequences):
+    """Seconds of a training step on this CPU, in one process and not compiled."""
+    changes = dict(global_batch_size=sequences, micro_batch_size=0, compile="off")
+    if kind == "xla":
+        changes["forward_dtype"] = "float32"  # as XLA multiplies bfloat16 on a CPU
+    c = SimpleNamespace(**vars(c) | changes)
+    return seconds_of(1, make_training(c, train.open_device("cpu", c), data)[2])[0]
+
+
+# The command.
+
+def main(argv):
+    """Measures on this machine's device, or once for each value of a sweep."""
+    own, c, flags = configure(__file__, argv)
+    if own.steps < 1:
+        raise UserError(f"steps must be 1 or more, not {own.steps}")
+    if own.sweep and not re.fullmatch(r"\w+=[^=]+", own.sweep):
+        raise UserError(f"--sweep={own.sweep}: write --sweep=global_batch_size=64,128")
+    if own.real_data and not os.path.isdir(c.data_path):
+        raise UserError(f"--real_data: {c.data_path}: no such data set")
+    kind, reason = train.choose_device(c.device)
+    seq_len, vocab_size, _, source = sizes(c)
+    print(f"device {kind}: {reason}; data set {source}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = c.data_path
+        if not os.path.isdir(path):  # random tokens, fed by the code that feeds real ones
+            path = os.path.join(folder, "random")
+            grids = np.random.default_rng(0).integers(1, vocab_size, (2, 4096, seq_len), dtype=np.uint8)
+            splits = {split: (512, 8, [grids]) for split in ("train", "test")}
+            write_dataset(path, splits, vocab_size, {"grid": [1, seq_len]})
+        alone = kind == "cpu" and "RANK" not in os.environ  # under torchrun all ranks must take the same
+        on_cpu = alone or kind == "xla" and os.environ["PJRT_DEVICE"] == "CPU"
+        if on_cpu and not own.sweep.startswith("global_batch_size="):
+            batch_given = is_given("global_batch_size", flags)
+            steps_given = any(re.match("--?steps=", flag) for flag in argv)
+            fit_to_cpu(c, own, Dataset(path, "train"), kind, batch_given, steps_given)
+        if own.sweep:
+            run_sweep(own.sweep, [*argv, f"--global_batch_size={c.global_batch_size}"])
+        elif kind == "xla":
+            import torch_xla.distributed.xla_multiprocessing as xmp
+            xmp.spawn(bench, args=(c, own, kind, path))
+        else:
+            bench(0, c, own, kind, path)
+
+
+def run_sweep(sweep, argv):
+    """Prints a table with a run for each value of a setting, each in a process of its own."""
+    argv = [a for a in argv if not a.lstrip("-").startswith("sweep=")]
+    name, _, values = sweep.partition("=")
+    columns, rows = COMPARED[:3] + COMPARED[-2:], []
+    print(f"{name:>20}" + "".join(f"{column:>22}" for column in columns), flush=True)
     for value in values.split(","):
-        done = subprocess.run([sys.executable, __file__, *argv, f"--{name}={value}"], capture_output=True, text=True)
+        command = [sys.executable, __file__, *argv, f"--{name}={value}"]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             print(f"{value:>20}  {(done.stderr.strip().splitlines() or ['failed'])[-1]}", flush=True)
             continue
         rows.append(json.loads(done.stdout.splitlines()[-1]))
-        print(f"{value:>20}" + "".join(f"{rows[-1][k]:>22,.3f}" for k in PRINTED[:3] + PRINTED[-2:]), flush=True)
+        print(f"{value:>20}" + "".join(f"{rows[-1][column]:>22,.3f}" for column in columns), flush=True)
     if not rows:
-        raise UserError(f"--sweep={b.sweep}: no run succeeded, see above")
+        raise UserError(f"--sweep={sweep}: no run succeeded, see above")
     print(json.dumps(rows))
 
 
-# What a TPU makes of the step: traced here, compiled by the TPU's own compiler, not run.
-
-BYTES = dict(f64=8, s64=8, u64=8, f32=4, s32=4, u32=4, bf16=2, f16=2, s16=2, u16=2, pred=1, s8=1, u8=1)
-NO_TRAFFIC = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "copy-done", "slice-start", "slice-done", "async-start", "async-done",
-              "conditional", "call", "after-all", "partition-id", "replica-id"}
-
-
-def lower(index, c, seq_len, vocab_size, folder):
-    """Writes the programs of the train step and of the evaluation's, as train.py would have them compiled, to folder/{train,eval}.pb.
-
-    Traced on CPU replicas, with shapes in the place of data: a batch that no machine holds can be asked about.
-    """
-    device = train.Device("xla")
-    model = TRM(TRMConfig.of(c, seq_len=seq_len, vocab_size=vocab_size), c.seed)
-    B = c.global_batch_size // device.world
-    run = train.Run(model, SimpleNamespace(**vars(c) | dict(global_batch_size=device.world, micro_batch_size=0)), device)  # small, for its weights
-    run.c = c
-    with torch.device("meta"):
-        carry, z = model.new_carry(B, run.dtype), lambda *shape: torch.zeros(shape, dtype=torch.int32)
-        batch = dict(inputs=z(B, seq_len), labels=z(B, seq_len), puzzle_identifiers=z(B))
-        carry = run.cut(carry)
-        state = run.state | dict(carry=carry)
-        inputs = dict(batch=batch | dict(min_halt_steps=z(B)), rates=torch.zeros(4), signals=torch.zeros(2))
-        evaluation = dict(carry=carry, totals=torch.zeros(len(train.METRICS)))
-        weights = {k: run.state[k] for k in ("weights", "puzzle_emb")}
-    for name, fn, *arguments in (("train", run.trace_train_step, state, inputs), ("eval", run.trace_eval_step, evaluation, dict(batch=batch, **weights))):
-        with train.LAUNCH, torch.no_grad():
-            hlo = device.lower(fn, *arguments)[0].hlo()
-        if device.rank == 0:
-            with open(os.path.join(folder, f"{name}.pb"), "wb") as f:
-                f.write(hlo)
-            text = device.xb.get_computation_hlo(device.xb.computation_from_module_proto(name, hlo))
-            products = [line for line in text.splitlines() if re.search(r"f64\[.* dot\(", line)]
-            places = {f"{os.path.basename(m[1])}:{m[2]}" for line in products if (m := re.search(r'source_file="([^"]*)" source_line=(\d+)', line))
-                      and os.path.exists(os.path.join(HERE, os.path.basename(m[1])))}  # the others are the backward passes of these
-            with open(os.path.join(folder, f"{name}.json"), "w") as f:
-                json.dump(sorted(places or {"somewhere"} if products else ()), f)
-
-
-def lower_main(folder, argv):
-    """lower() on as many replicas as CPU_NUM_DEVICES says; folder/sizes.json: [seq_len, vocab_size]."""
-    with open(os.path.join(folder, "sizes.json")) as f:
-        seq_len, vocab_size = json.load(f)
-    import torch_xla.distributed.xla_multiprocessing as xmp
-    xmp.spawn(lower, args=(configurator.configure(train.__file__, argv), seq_len, vocab_size, folder))
-
-
-def compile_main(path, topology, chips):
-    """Compiles a program for a slice with libtpu; prints a line of JSON. Writes the optimised program beside it, where jaxlib can read it."""
-    from jax.experimental import topologies
-    from jax._src import compiler
-    from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
-    from jaxlib.mlir import ir
-    devices = list(topologies.get_topology_desc(topology_name=topology, platform="tpu").devices)[:chips]
-    options = compiler.get_compile_options(num_replicas=len(devices), num_partitions=1, device_assignment=np.array([[d.id] for d in devices]))
-    began = time.time()
-    with open(path, "rb") as f, mlir.make_ir_context():
-        module = ir.Module.parse(xla_client._xla.mlir.hlo_to_stablehlo(f.read()))
-        program = devices[0].client.compile(module, xla_client._xla.DeviceList(tuple(devices)), options)
-    seconds, memory, cost = time.time() - began, program.get_compiled_memory_stats(), program.cost_analysis()
-    try:
-        text = program.hlo_modules()[0].to_string()
-    except Exception:  # jaxlib 0.10.2 cannot parse those of v6e
-        text = ""
-    collectives = re.findall(r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text)
-    print(json.dumps(dict(
-        compile_s=seconds, arguments_gb=memory.argument_size_in_bytes / 1e9, outputs_gb=memory.output_size_in_bytes / 1e9,
-        temporaries_gb=memory.temp_size_in_bytes / 1e9, code_gb=memory.generated_code_size_in_bytes / 1e9, compiler_tflop=cost["flops"] / 1e12,
-        hbm_gb=hbm_bytes(text) / 1e9 if text else None, collectives=[[kind, shape_bytes(shape, "")] for shape, kind in collectives] if text else None)))
-
-
-def shape_bytes(shape, outside="S("):
-    """Bytes of the arrays in a shape as the compiler writes it; those whose layout has `outside` in it are in VMEM and left out."""
-    arrays = re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", shape)
-    return sum(BYTES.get(t, 0) * math.prod(map(int, filter(None, dims.split(",")))) for t, dims, layout in arrays if not outside or outside not in layout)
-
-
-def hbm_bytes(text):
-    """Bytes that an optimised TPU program moves through HBM, from its text.
-
-    Operands and results of all instructions but what lies in VMEM; a loop's body as often as it runs; of a buffer that an instruction
-    slices, or updates in place, the slice.
-    """
-    programs, entry = {}, None
-    for part in re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text):
-        if head := re.match(r"(ENTRY )?%([\w.\-]+) \(", part):
-            lines = (re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)", line) for line in part.splitlines()[1:])
-            # {instruction: (shape, operation, operands, what follows the operation, whether it is the result)}
-            programs[head[2]] = {m[2]: (m[3], m[4], re.findall(r"%([\w.\-]+)", re.split(r"\), |\)$", m[5])[0]), m[5], m[1]) for m in lines if m}
-            entry = head[2] if head[1] else entry
-
-    def slices(name):
-        """Of a fusion: {index of a parameter that is only sliced: bytes}, and the bytes written where that is in place, else None."""
-        body, read, written = programs[name], {}, None
-        origin = lambda n: origin(body[n][2][0]) if body[n][1] == "bitcast" else n
-        for n, (_, op, _, rest, _) in body.items():
-            if op == "parameter":
-                uses = [(o, shape_bytes(s), origin(a[0]) == n) for s, o, a, _, _ in body.values() if o != "bitcast" and any(origin(x) == n for x in a)]
-                if uses and all(o in ("dynamic-slice", "dynamic-update-slice") and first for o, _, first in uses):
-                    read[int(rest.split(")")[0])] = sum(b for o, b, _ in uses if o == "dynamic-slice")
-        updates = {n: shape_bytes(body[origin(a[1])][0]) for n, (_, o, a, _, _) in body.items() if o == "dynamic-update-slice"}
-        if updates:
-            root = next(n for n, v in body.items() if v[4])
-            parts = body[root][2] if body[root][1] == "tuple" else [root]
-            written = sum(updates.get(origin(p), shape_bytes(body[p][0])) for p in parts)
-        return read, written
-
-    def moved(name):
-        total, body = 0, programs[name]
-        of = lambda n: shape_bytes(body[n][0]) if n in body else 0
-        for shape, op, operands, rest, _ in body.values():
-            if op == "while":
-                condition, loop = (re.search(rf"{k}=%([\w.\-]+)", rest)[1] for k in ("condition", "body"))
-                bounds = [int(v[3].split(")")[0]) for v in programs[condition].values() if v[1] == "constant" and v[0][1:6] == "32[]{"]
-                total += max(bounds, default=1) * moved(loop)
-            elif op == "copy-start":
-                total += shape_bytes(shape) / 2
-            elif op in ("dynamic-slice", "dynamic-update-slice"):
-                total += 2 * (shape_bytes(shape) if op == "dynamic-slice" else of(operands[1]))
-            elif op not in NO_TRAFFIC:
-                calls = re.search(r"calls=%([\w.\-]+)", rest)
-                read, written = slices(calls[1]) if op == "fusion" and calls else ({}, None)
-                total += shape_bytes(shape) if written is None else written
-                total += sum(read.get(i, of(n)) for i, n in enumerate(operands))
-        return total
-
-    return moved(entry)
-
-
-def child(call, **env):
-    """Runs bench.CALL in a process of its own, so that a compiler that crashes is a message. Returns (its last line, None) or (None, the fault)."""
-    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", f"import sys; sys.path.insert(0, {HERE!r}); import bench; bench.{call}"],
-                          capture_output=True, text=True, env={**os.environ, **env})
-    if done.returncode == 0:
-        return (done.stdout.splitlines() or [""])[-1], None
-    text = done.stderr.strip()
-    crashed = "Fatal Python error" in text
-    places = [f"{os.path.basename(path)}:{line}" for path, line in re.findall(r'File "([^"]+)", line (\d+)', text)
-              if os.path.dirname(path) == HERE and os.path.basename(path) not in ("bench.py", "train.py")]
-    place = f" ({places[0 if crashed else -1]})" if places else ""  # a crash is told from the most recent call on
-    if crashed:
-        return None, f"crashed, as it does where a shape or a branch depends on data (a boolean index, nonzero, item, print){place}"
-    errors = [line for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return None, " ".join((errors or text.splitlines() or [f"exit code {done.returncode}"])[-1].split())[:500] + place
-
-
-def chips_of(topology):
-    """("v5e", 8) of v5e:2x4; raises UserError."""
-    match = re.fullmatch(r"(v4|v5e|v5p|v6e):(\d+(?:x\d+){1,2})", topology)
-    if not match:
-        raise UserError(f"{topology!r} is no TPU slice: write v4:2x2x1, v5e:2x4, v5p:2x2x1 or v6e:2x2")
-    return match[1], math.prod(map(int, match[2].split("x")))
-
-
-def compiled(c, argv, topology, programs):
-    """{program: figures, or {"fault": text}} of the programs "train" and "eval" on a slice."""
-    chip, chips = chips_of(topology)
-    each = chips * (c.micro_batch_size or 1)
-    if c.global_batch_size % each:
-        raise UserError(f"global_batch_size {c.global_batch_size} must be a multiple of {each} for {topology}")
-    seq_len, vocab_size, _, _ = sizes(c)
-    B, traced, found = c.global_batch_size // chips, min(chips, 2), {}  # the all-reduce of two replicas fits any number of them
-    model = TRM(TRMConfig.of(c, seq_len=seq_len, vocab_size=vocab_size))
-    forward, step = model.flops_per_example()
-    peak, bandwidth, memory = CHIPS[chip]
-    with tempfile.TemporaryDirectory() as folder:
-        with open(os.path.join(folder, "sizes.json"), "w") as f:
-            json.dump([seq_len, vocab_size], f)
-        flags = [*argv, f"--global_batch_size={B * traced}", "--device=xla"]
-        _, fault = child(f"lower_main({folder!r}, {flags!r})", PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(traced), XLA_THREAD_POOL_SIZE="16",
-                         XLA_IR_DEBUG="1", XLA_HLO_DEBUG="1")
-        if fault:
-            return {program: dict(fault=f"tracing: {fault}") for program in programs}
-        for program in programs:
-            print(f"compiling the {program} step for {topology} (a minute or two)", file=sys.stderr, flush=True)
-            line, fault = child(f"compile_main({os.path.join(folder, program + '.pb')!r}, {topology!r}, {chips})", TPU_SKIP_MDS_QUERY="1",
-                                JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_HOSTNAMES="localhost")
-            if fault:
-                found[program] = dict(fault=fault)
-                continue
-            f = found[program] = json.loads(line)
-            again = c.recompute * (step - forward) / 2  # a differentiated recursion costs two of its forward passes backwards
-            f.update(chips=chips, batch_per_chip=B, tflop=(step + again if program == "train" else forward) * B / 1e12,
-                     free_gb=memory / 1e9 - f["arguments_gb"] - f["outputs_gb"] - f["temporaries_gb"] - f["code_gb"])
-            with open(os.path.join(folder, f"{program}.json")) as g:
-                f["float64_products"] = json.load(g)
-            f["arithmetic_ms"] = 1e15 * f["tflop"] / peak
-            f["memory_ms"] = 1e12 * f["hbm_gb"] / bandwidth if f["hbm_gb"] is not None else None
-            f["roofline_ms"] = max(f["arithmetic_ms"], f["memory_ms"] or 0)
-            f["examples_per_sec"] = 1e3 * B * chips / f["roofline_ms"]
-    return found
-
-
-def ahead_of_time(c, argv, topologies):
-    """Prints what the TPU compiler makes of the train and the evaluation step on each slice."""
-    out = {}
-    for topology in topologies:
-        out[topology] = compiled(c, argv, topology, ("train", "eval"))
-        for program, f in out[topology].items():
-            head = f"{topology} {program:5}"
-            if "fault" in f:
-                print(f"{head} DOES NOT COMPILE: {f['fault']}", flush=True)
-                continue
-            fits = "fits" if f["free_gb"] >= 0 else "DOES NOT FIT"
-            read = f"{f['hbm_gb']:.2f} GB through HBM ({1e3 * f['hbm_gb'] / f['batch_per_chip']:.0f} MB an example)" if f["hbm_gb"] is not None else \
-                "HBM traffic unknown (jaxlib cannot read this program)"
-            bound = "arithmetic" if f["arithmetic_ms"] >= (f["memory_ms"] or 0) else "memory traffic"
-            sums = ", ".join(f"{kind} of {size / 1e6:.1f} MB" for kind, size in f["collectives"]) or "none" if f["collectives"] is not None else "unknown"
-            if f["float64_products"]:
-                print(f"{head} float64 matrix product, which TPUs emulate many times slower: {', '.join(f['float64_products'])}", flush=True)
-            print(f"{head} {f['batch_per_chip']} a chip: {fits}, {f['free_gb']:.1f} GB free beside arguments {f['arguments_gb']:.2f}, results "
-                  f"{f['outputs_gb']:.2f}, temporaries {f['temporaries_gb']:.2f} and code {f['code_gb']:.2f}; compiled in {f['compile_s']:.0f} s here\n"
-                  f"{'':{len(head)}} {f['tflop']:.2f} TFLOP counted, {read}; collectives: {sums}\n"
-                  f"{'':{len(head)}} roofline {f['roofline_ms']:.1f} ms, bound by {bound}: {f['examples_per_sec']:,.0f} examples/s on {f['chips']} chips", flush=True)
-    print("A run compiles these two, one that sums an evaluation over the chips, and two small ones at its start.")
-    print(json.dumps(out))
-    if any("fault" in f for found in out.values() for f in found.values()):
-        sys.exit(1)
-
-
-def priced(c, b, argv):
-    """Prints what a whole run on a slice takes: steps, hours, bytes."""
-    chip, chips = chips_of(b.plan)
-    seq_len, vocab_size, puzzles, where = sizes(c)
-    model = TRM(TRMConfig.of(c, seq_len=seq_len, vocab_size=vocab_size))
-    forward, step = model.flops_per_example()
-    steps = c.max_steps or int(c.epochs * puzzles / c.global_batch_size)
-    parameters = sum(p.numel() for p in model.parameters())
-    checkpoint, saves = 4 * parameters * (3 + c.ema), steps // c.checkpoint_interval + 1 if c.checkpoint_interval else 1
-    if b.rate:
-        speed, source = b.rate, "measured, as --rate says"
-    elif installed():
-        f = compiled(c, argv, b.plan, ["train"])["train"]
-        if "fault" in f:
-            raise UserError(f"{b.plan}: the step does not compile: {f['fault']}")
-        speed, source = f["examples_per_sec"], "estimated: the compiled program's roofline, which no run reaches"
-    else:
-        speed, source = chips * CHIPS[chip][0] / step, "estimated: arithmetic at the chip's peak, which no run reaches (pip install jax libtpu counts memory too)"
-    hours = steps * c.global_batch_size / speed / 3600
-    evaluations = int(c.epochs / c.eval_interval) if c.eval_interval and not c.max_steps else 0
-    out = dict(slice=b.plan, chips=chips, steps=steps, parameters=parameters, examples_per_sec=speed, measured=bool(b.rate), hours=hours,
-               chip_hours=chips * hours, checkpoints=saves, checkpoint_gb=checkpoint / 1e9, uploaded_gb=saves * checkpoint / 1e9,
-               stored_gb=(min(saves, c.keep_last_n) + 1) * checkpoint / 1e9, evaluations=evaluations)
-    print(f"data set     {where}: {puzzles:,.0f} puzzles an epoch\n"
-          f"steps        {steps:,} of {c.global_batch_size} sequences, {parameters:,} parameters\n"
-          f"speed        {speed:,.0f} examples/s on {chips} x {chip} ({source})\n"
-          f"training     {hours:.2f} hours, {chips * hours:.1f} chip-hours, without compiling (minutes) and {evaluations} evaluations on the way\n"
-          f"checkpoints  {saves} of {checkpoint / 1e9:.3f} GB (counted): {out['uploaded_gb']:.2f} GB written, and uploaded with gcs_dir (egress where the "
-          f"bucket is in another region); {out['stored_gb']:.2f} GB stored at a time")
-    print(json.dumps({k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in out.items()}))
-
-
-def installed():
-    return all(importlib.util.find_spec(name) for name in ("jax", "libtpu"))
-
-
-def main(argv):
-    """Sorts the flags into bench.py's and train.py's, and does what they ask for."""
-    own = configurator.read_settings(__file__)
-    mine = [a for a in argv if a.lstrip("-").partition("=")[0] in own and a.startswith("-")]
-    theirs = [a for a in argv if a not in mine]
-    b, c = configurator.configure(__file__, [a for a in argv if a in mine or a in ("-h", "--help")]), configurator.configure(train.__file__, theirs)
+def configure(script, argv):
+    """(a script's settings, train.py's settings, the part of argv that sets the latter). Raises UserError."""
+    names = {*configurator.read_settings(script), "h", "help"}
+    own = [a for a in argv if a.startswith("-") and a.lstrip("-").partition("=")[0] in names]
+    flags = [a for a in argv if a not in own]
+    own, c = configurator.configure(script, own), configurator.configure(train.__file__, flags)
     train.check_settings(c)
+    seq_len, vocab_size, _, _ = sizes(c)
     try:
-        TRM(TRMConfig.of(c, **dict(zip(("seq_len", "vocab_size"), sizes(c)))))
+        TRM(TRMConfig.of(c, seq_len=seq_len, vocab_size=vocab_size))
     except ValueError as e:
         raise UserError(str(e)) from None
-    if b.steps < 1:
-        raise UserError(f"steps must be 1 or more, not {b.steps}")
-    if b.sweep:
-        if not re.fullmatch(r"\w+=[^=]+", b.sweep):
-            raise UserError(f"--sweep={b.sweep}: write --sweep=global_batch_size=64,128")
-        return swept(b, [a for a in argv if not a.startswith("--sweep")])
-    if b.aot and not installed():
-        raise UserError("--aot needs the TPU compiler: pip install jax libtpu")
-    if b.aot or b.plan:
-        for topology in (b.aot or b.plan).split(","):
-            chips_of(topology)
-        return ahead_of_time(c, theirs, b.aot.split(",")) if b.aot else priced(c, b, theirs)
-    kind, reason = train.choose_device(c.device)
-    seq_len, vocab_size, _, where = sizes(c)
-    print(f"device {kind}: {reason}; data set {where}", flush=True)
-    if b.real_data and not os.path.isdir(c.data_path):
-        raise UserError(f"--real_data: {c.data_path}: no such data set")
-    with tempfile.TemporaryDirectory() as folder:
-        path = c.data_path if os.path.isdir(c.data_path) else os.path.join(folder, "random")
-        if path != c.data_path:
-            random_dataset(path, seq_len, vocab_size)
-        if kind == "xla":
-            import torch_xla.distributed.xla_multiprocessing as xmp
-            xmp.spawn(bench, args=(c, b, kind, path))
-        else:
-            bench(0, c, b, kind, path)
+    return own, c, flags
+
+
+def is_given(name, flags):
+    """Whether flags or config files set a setting of train.py, whatever its value is before."""
+    values = [vars(configurator.configure(train.__file__, [f"--{name}={n}", *flags]))[name] for n in (1, 2)]
+    return values[0] == values[1]
+
+
+def sizes(c):
+    """(seq_len, vocab_size, puzzles of an epoch, their source) of data_path; by its name if it is missing."""
+    if os.path.isdir(c.data_path):
+        data = Dataset(c.data_path, "train")
+        return data.seq_len, data.vocab_size, data.total_groups * data.mean_puzzle_examples, c.data_path
+    grid = re.search(r"(\d+)x(\d+)", c.data_path)
+    rows, columns = map(int, grid.groups()) if grid else (9, 9)
+    vocab_size = 6 if "maze" in c.data_path else rows + 2
+    source = f"not here: {rows}x{columns} cells, {vocab_size} tokens and 1000 puzzles, as its name suggests"
+    return rows * columns, vocab_size, 1000, source
+
+
+def rounded(figures):
+    """The same with 6 digits a number."""
+    return {name: float(f"{x:.6g}") if isinstance(x, float) else x for name, x in figures.items()}
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The Tiny Recursive Model (TRM, arXiv 2510.04871): the network, its loss, its supervision step and its optimizers.
+"""The Tiny Recursive Model (TRM, arXiv 2510.04871): network, loss, supervision step and optimizers.
 
-Pure torch; knows no device and no file. Parameter names are the official code's, without its "model.inner." prefix.
-The network computes in the dtype of the weights that it is called with: training casts the float32 master weights once a
-step and calls it through torch.func.functional_call.
+Pure torch: it depends on no device and reads no files. Parameter names are the official code's, without its
+"model.inner." prefix. The network computes in the dtype of the weights it is called with: training casts
+the float32 weights once a step and calls the network through torch.func.functional_call.
 
-Letters in shape comments: B sequences, S cells of the puzzle, P positions of the puzzle embedding, L = P + S, D hidden_size,
-V vocabulary, N puzzle identifiers.
+Letters in shape comments: B sequences, S cells of the puzzle, P positions of the puzzle embedding, L = P +
+S, D hidden_size, V vocabulary, N puzzle identifiers.
 """
 import math
 from dataclasses import dataclass, fields
@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.checkpoint import checkpoint
 
 IGNORE_LABEL = -100  # cells that the loss leaves out
 METRICS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps", "lm_loss", "q_halt_loss")
@@ -38,7 +40,8 @@ class TRMConfig:
     @classmethod
     def of(cls, settings, **data):
         """Takes the fields that `settings` has as attributes, and those given."""
-        return cls(**{f.name: getattr(settings, f.name) for f in fields(cls) if hasattr(settings, f.name)} | data)
+        values = {f.name: getattr(settings, f.name) for f in fields(cls) if hasattr(settings, f.name)}
+        return cls(**values | data)
 
 
 def rms_norm(x, dim=-1):
@@ -48,7 +51,7 @@ def rms_norm(x, dim=-1):
 
 
 class SwiGLU(nn.Module):
-    """Gated MLP (arXiv 2002.05202) over the last dimension, or with across=True over the second of three (the positions)."""
+    """Gated MLP (arXiv 2002.05202) over the last dimension, or with across=True over the second of three."""
 
     def __init__(self, width, expansion):
         super().__init__()
@@ -57,7 +60,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x, across=False):
-        if across:  # x [B, L, D]: a batched product from the left; a transposed one would copy x twice
+        if across:  # a batched product from the left; transposing x would copy it twice
             gate, up = (self.gate_up_proj.weight.expand(len(x), -1, -1) @ x).chunk(2, dim=1)
             return self.down_proj.weight.expand(len(x), -1, -1) @ (F.silu(gate) * up)
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -65,16 +68,20 @@ class SwiGLU(nn.Module):
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding (arXiv 2104.09864), halves convention. x: [B, heads, L, d]; cos, sin: [L, d], float32."""
+    """Rotary position embedding (arXiv 2104.09864), halves convention.
+
+    x: [B, heads, L, d]; cos, sin: [L, d], float32.
+    """
     y = x.float()
     a, b = y.chunk(2, dim=-1)
     return (y * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Self-attention of all positions with all positions.
+    """Self-attention over all positions.
 
-    attend: a function (q, k, v) -> softmax(q k^T / sqrt(d)) v of tensors [B, heads, L, d].
+    attend: a function (q, k, v) -> softmax(q k^T / sqrt(d)) v of tensors [B, heads, L, d]; a device may
+    choose another.
     """
     attend = staticmethod(F.scaled_dot_product_attention)
 
@@ -86,7 +93,8 @@ class Attention(nn.Module):
 
     def forward(self, x, rope):
         B, L, D = x.shape
-        q, k, v = self.qkv_proj(x).view(B, L, 3, self.num_heads, D // self.num_heads).permute(2, 0, 3, 1, 4)  # [B, heads, L, d] each
+        qkv = self.qkv_proj(x).view(B, L, 3, self.num_heads, D // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # [B, heads, L, d] each
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         out = self.attend(q, k, v)
@@ -94,7 +102,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Mixes positions (an MLP over them, or attention), then channels; each a residual followed by its norm."""
+    """Mixes positions (by an MLP or by attention), then channels; each is a residual followed by its norm."""
 
     def __init__(self, config, length):
         super().__init__()
@@ -115,9 +123,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """The one network of the recursion (paper, section 4.3: a single network for both latents).
 
-    recompute: None, or a function (layer, x, rope) -> layer(x, rope) that keeps nothing else for the backward pass.
+    recompute: whether the backward pass computes each layer's activations again instead of keeping them.
     """
-    recompute = None
+    recompute = False
 
     def __init__(self, config, length):
         super().__init__()
@@ -125,9 +133,58 @@ class Net(nn.Module):
 
     def forward(self, x, rope):
         for layer in self.layers:
-            kept = self.recompute is None or not torch.is_grad_enabled()
-            x = layer(x, rope) if kept else self.recompute(layer, x, rope)
+            if self.recompute and torch.is_grad_enabled():
+                x = recomputed_layer(layer, x, rope)
+            else:
+                x = layer(x, rope)
         return x
+
+
+class Recomputed(torch.autograd.Function):
+    """fn(*tensors), one tensor; the backward pass computes it again instead of keeping its activations.
+
+    barrier: a function on a list of tensors. A compiler that sees the whole step must not merge the second
+    computation with the first; a device with such a compiler sets a barrier here.
+    """
+    barrier = staticmethod(lambda tensors: tensors)
+
+    @staticmethod
+    def forward(ctx, fn, *tensors):
+        ctx.fn = fn
+        ctx.save_for_backward(*tensors)
+        return fn(*tensors)
+
+    @staticmethod
+    def backward(ctx, grad):
+        *tensors, grad = Recomputed.barrier([*ctx.saved_tensors, grad])
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        with torch.enable_grad():
+            return None, *torch.autograd.grad(ctx.fn(*leaves), leaves, grad)
+
+
+def recomputed_layer(layer, x, rope):
+    """layer(x, rope); for the backward pass only x and the weights are kept (arXiv 1604.06174)."""
+    if torch.compiler.is_compiling():
+        return checkpoint(layer, x, rope, use_reentrant=False)
+    names, weights = zip(*layer.named_parameters())
+
+    def call(x, *weights):  # weights as arguments: the backward pass needs their gradients
+        return functional_call(layer, dict(zip(names, weights)), (x, rope))
+
+    return Recomputed.apply(call, x, *weights)
+
+
+def recomputed_attention(q, k, v):
+    """softmax(q k^T / sqrt(d)) v of [B, heads, L, d]; for the backward pass only q, k and v are kept.
+
+    For XLA, which compiles torch's own attention to something slower: it keeps all scores, in float32, and
+    makes a pass over them for rows that a mask leaves empty.
+    """
+    def attend(q, k, v):  # float32 scores cost nothing: a TPU accumulates bfloat16 products in float32
+        scores = (q.float() * q.shape[-1] ** -0.5) @ k.float().mT
+        return scores.softmax(-1).to(v.dtype) @ v
+
+    return Recomputed.apply(attend, q, k, v)
 
 
 class Embedding(nn.Module):
@@ -139,7 +196,7 @@ class Embedding(nn.Module):
 
 
 class PuzzleEmbedding(nn.Module):
-    """A learned vector for each puzzle identifier: a buffer, since SignSGD trains it and not the optimizer of the weights."""
+    """A learned vector for each puzzle identifier; a buffer, since SignSGD trains it, not the optimizer."""
 
     def __init__(self, rows, width):
         super().__init__()
@@ -161,16 +218,20 @@ class TRM(nn.Module):
         if not c.mlp_t and c.hidden_size % c.num_heads:
             raise ValueError(f"hidden_size {c.hidden_size} must be a multiple of num_heads {c.num_heads}")
         if not c.mlp_t and c.pos_encodings == "rope" and c.hidden_size // c.num_heads % 2:
-            raise ValueError(f"rope needs an even head size, not hidden_size / num_heads = {c.hidden_size // c.num_heads}")
+            size = c.hidden_size // c.num_heads
+            raise ValueError(f"rope needs an even head size, not hidden_size / num_heads = {size}")
         if round(c.expansion * min(c.hidden_size, c.seq_len) * 2 / 3) < 1:
             raise ValueError(f"expansion {c.expansion} leaves the SwiGLUs no hidden width")
-        self.prefix = (c.puzzle_emb_len or -(-c.puzzle_emb_ndim // c.hidden_size)) if c.puzzle_emb_ndim else 0  # P
+        self.prefix = 0  # P
+        if c.puzzle_emb_ndim:
+            self.prefix = c.puzzle_emb_len or math.ceil(c.puzzle_emb_ndim / c.hidden_size)
         if c.puzzle_emb_ndim > self.prefix * c.hidden_size:
-            raise ValueError(f"puzzle_emb_ndim {c.puzzle_emb_ndim} does not fit puzzle_emb_len {c.puzzle_emb_len} x hidden_size {c.hidden_size}")
+            raise ValueError(f"puzzle_emb_ndim {c.puzzle_emb_ndim} does not fit "
+                             f"puzzle_emb_len {c.puzzle_emb_len} x hidden_size {c.hidden_size}")
         self.length = self.prefix + c.seq_len  # L
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
-        self.q_head = nn.Linear(c.hidden_size, 2)  # halt; the second output is the official code's unused "continue"
+        self.q_head = nn.Linear(c.hidden_size, 2)  # halt, and the official code's unused "continue"
         if c.puzzle_emb_ndim:
             self.puzzle_emb = PuzzleEmbedding(c.num_puzzle_identifiers, c.puzzle_emb_ndim)
         if c.pos_encodings == "learned":
@@ -180,20 +241,21 @@ class TRM(nn.Module):
         self.register_buffer("L_init", torch.empty(c.hidden_size))
         if c.pos_encodings == "rope":
             d = c.hidden_size // c.num_heads
-            angle = torch.outer(torch.arange(self.length).float(), 10000.0 ** (-torch.arange(0, d, 2).float() / d)).repeat(1, 2)
+            frequencies = 10000.0 ** (-torch.arange(0, d, 2).float() / d)
+            angle = torch.outer(torch.arange(self.length).float(), frequencies).repeat(1, 2)
             self.register_buffer("cos", angle.cos(), persistent=False)  # [L, d]
             self.register_buffer("sin", angle.sin(), persistent=False)
         self.init_weights(torch.Generator().manual_seed(seed))
 
     @torch.no_grad()
     def init_weights(self, generator):
-        """Truncated normal of standard deviation 1/sqrt(fan in), cut at two of its own; q_head at "not yet"; initial states at 1."""
+        """Truncated normals of deviation 1/sqrt(fan in), 1 for initial states; q_head says "not solved"."""
         def fill(t, std):
             std /= 0.8796256610342398  # a unit normal cut at +-2 has this standard deviation
             nn.init.trunc_normal_(t, std=std, a=-2 * std, b=2 * std, generator=generator)
 
         for name, p in self.named_parameters():
-            if not name.startswith("q_head"):  # embeddings are scaled up by sqrt(D), so theirs is 1/sqrt(D) as well
+            if not name.startswith("q_head"):  # 1/sqrt(D) for embeddings too: embed() scales them by sqrt(D)
                 fill(p, p.shape[1] ** -0.5)
         self.q_head.weight.zero_()
         self.q_head.bias.fill_(-5.0)
@@ -203,8 +265,8 @@ class TRM(nn.Module):
     def embed(self, inputs, puzzle_identifiers):
         """The embedded question x: [B, L, D] from tokens [B, S] and identifiers [B]."""
         c, table = self.config, self.embed_tokens.embedding_weight
-        # A product with a one-hot matrix: exact, and its gradient is a matrix product, where a gather's is a scatter that
-        # sums in the low precision.
+        # A product with a one-hot matrix: exact, and its gradient is a matrix product, where a gather's is
+        # a scatter that sums in the low precision.
         one_hot = inputs.unsqueeze(-1) == torch.arange(c.vocab_size, device=inputs.device, dtype=inputs.dtype)
         x = one_hot.to(table.dtype) @ table
         if self.prefix:
@@ -216,7 +278,7 @@ class TRM(nn.Module):
         return math.sqrt(c.hidden_size) * x
 
     def recursion(self, x, z_H, z_L, L_cycles=None):
-        """Latent recursion (paper, figure 3): refines the latent z_L L_cycles times given question and answer, then the answer z_H."""
+        """Latent recursion (paper, figure 3): refines the latent z_L L_cycles times, then the answer z_H."""
         rope = (self.cos, self.sin) if self.config.pos_encodings == "rope" else None
         for _ in range(L_cycles or self.config.L_cycles):
             z_L = self.L_level(z_L + (z_H + x), rope)
@@ -224,10 +286,11 @@ class TRM(nn.Module):
         return z_H, z_L
 
     def forward(self, z_H, z_L, inputs, puzzle_identifiers, cycles=None):
-        """One supervision step's recursions (paper, figure 3: deep recursion); only the last one is differentiated.
+        """Deep recursion (paper, figure 3) of one supervision step. Only the last recursion has a gradient.
 
-        z_H, z_L: [B, L, D]; inputs: [B, S] tokens; puzzle_identifiers: [B]; cycles: (H_cycles, L_cycles) in the place of the config's.
-        Returns z_H, z_L, logits [B, S, V] and q_halt [B], float32: positive where the model holds its answer to be right.
+        z_H, z_L: [B, L, D]; inputs: [B, S] tokens; puzzle_identifiers: [B]; cycles: (H_cycles, L_cycles),
+        by default the config's. Returns z_H, z_L, logits [B, S, V] and q_halt [B], float32, which is
+        positive where the model predicts that its answer is correct.
         """
         x = self.embed(inputs, puzzle_identifiers)
         H_cycles, L_cycles = cycles or (self.config.H_cycles, self.config.L_cycles)
@@ -240,7 +303,7 @@ class TRM(nn.Module):
         return z_H, z_L, logits, q_halt
 
     def new_carry(self, batch_size, dtype):
-        """The state of batch_size sequences between supervision steps, all halted: the next step gives each new data."""
+        """The state of sequences between supervision steps. All are halted: the next step gives them data."""
         c = self.config
         return dict(
             z_H=torch.zeros(batch_size, self.length, c.hidden_size, dtype=dtype),
@@ -253,13 +316,15 @@ class TRM(nn.Module):
         )
 
     def flops_per_example(self, cycles=None):
-        """Multiply-adds x 2 of the matrix products of (a forward pass, a training step) for one sequence and supervision step.
+        """(FLOPs of a forward pass, of a training step) of a sequence in one supervision step.
 
-        cycles: (H_cycles, L_cycles) in the place of the config's.
+        Counts the matrix products only, 2 FLOPs per multiply-add. cycles: (H_cycles, L_cycles), by default
+        the config's.
         """
         c, L, D = self.config, self.length, self.config.hidden_size
         H_cycles, L_cycles = cycles or (c.H_cycles, c.L_cycles)
-        weights = sum(p.numel() * (D if ".mlp_t." in name else L) for name, p in self.L_level.named_parameters())
+        named = self.L_level.named_parameters()
+        weights = sum(p.numel() * (D if ".mlp_t." in name else L) for name, p in named)
         apply = 2 * c.L_layers * (0 if c.mlp_t else 2 * L * L * D) + 2 * weights
         recursion = (L_cycles + 1) * apply
         heads = 2 * 2 * c.seq_len * c.vocab_size * D  # token embedding and lm_head
@@ -267,28 +332,35 @@ class TRM(nn.Module):
 
 
 def log_stablemax(x):
-    """Logits whose softmax is the stablemax of x (arXiv 2501.04697): log s(x), s(x) = x + 1 or 1 / (1 - x) below 0.
+    """Logits whose softmax is the stablemax of x (arXiv 2501.04697): log s(x).
 
-    Finite in float32 with finite gradients: each branch of the where is clamped to its own side.
+    s(x) = x + 1, or 1 / (1 - x) below 0. Finite in float32 with finite gradients: each branch of the where
+    is clamped to its own side.
     """
     return torch.where(x < 0, -torch.log1p(-x.clamp(max=0)), torch.log1p(x.clamp(min=0)))
 
 
-def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="stablemax_cross_entropy", training=True, cycles=None):
-    """One step of deep supervision with adaptive halting (paper, section 2 and 4.6): carry -> loss and carry.
+def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="stablemax_cross_entropy",
+                     training=True, cycles=None):
+    """One step of deep supervision with adaptive halting (paper, sections 2 and 4.6).
 
     weights: {name: tensor} for the network, all of one dtype, and "puzzle_emb.weights" [N, D'] in float32.
-    carry: as new_carry; sequences that halted take new data from batch, the others go on with theirs.
-    batch: inputs [B, S], labels [B, S] (-100 is not scored), puzzle_identifiers [B], min_halt_steps [B] (the exploration's draw,
-    in training alone). A sequence halts at halt_max_steps; in training also before, once the model holds its answer for right.
-    loss_type: stablemax_cross_entropy or softmax_cross_entropy. cycles: (H_cycles, L_cycles) in the place of the model's.
-    Returns loss, a float32 scalar: sum over sequences of the mean cross-entropy of a sequence's scored cells + 0.5 * binary
-    cross-entropy of q_halt against "solved"; the new carry, detached; the sums named by METRICS [7] (the first five over
-    the sequences that halted at this step); and the model's answers: tokens [B, S] and q_halt [B].
+    carry: as new_carry; sequences that halted take new data from batch, the others continue with theirs.
+    batch: inputs [B, S], labels [B, S] (-100 is not scored), puzzle_identifiers [B], and in training
+    min_halt_steps [B], drawn for exploration. A sequence halts at halt_max_steps, in training also once
+    q_halt is positive. cycles: (H_cycles, L_cycles), by default the model's.
+
+    Returns the loss, summed over sequences: the mean cross-entropy of a sequence's scored cells + 0.5 * the
+    binary cross-entropy of q_halt against "solved", a float32 scalar; the new carry, detached; the sums named
+    by METRICS (the first five over the sequences that halted); the answers [B, S]; and q_halt [B].
     """
     halted = carry["halted"]
-    inputs, labels, identifiers = (
-        torch.where(halted.view(-1, *[1] * (carry[k].ndim - 1)), batch[k], carry[k]) for k in ("inputs", "labels", "puzzle_identifiers"))
+
+    def new_or_carried(name):
+        return torch.where(halted.view(-1, *[1] * (carry[name].ndim - 1)), batch[name], carry[name])
+
+    inputs, labels = new_or_carried("inputs"), new_or_carried("labels")
+    identifiers = new_or_carried("puzzle_identifiers")
     z_H = torch.where(halted.view(-1, 1, 1), model.H_init.to(carry["z_H"].dtype), carry["z_H"])
     z_L = torch.where(halted.view(-1, 1, 1), model.L_init.to(carry["z_L"].dtype), carry["z_L"])
     steps = torch.where(halted, 0, carry["steps"]) + 1
@@ -316,19 +388,68 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
         if training and halt_max_steps > 1:
             halts = (halts | (q_halt > 0)) & (steps >= batch["min_halt_steps"])
         scored = halts & (cells > 0)
-        sums = torch.stack([
-            scored.sum(), torch.where(scored, correct / cells.clamp(min=1), 0).sum(), (scored & solved).sum(),
-            (scored & ((q_halt >= 0) == solved)).sum(), torch.where(scored, steps, 0).sum(), lm_loss.detach(), q_halt_loss.detach()]).float()
-    carry = dict(z_H=z_H.detach(), z_L=z_L.detach(), steps=steps, halted=halts, inputs=inputs, labels=labels, puzzle_identifiers=identifiers)
+        sums = dict(
+            count=scored.sum(),
+            accuracy=torch.where(scored, correct / cells.clamp(min=1), 0).sum(),
+            exact_accuracy=(scored & solved).sum(),
+            q_halt_accuracy=(scored & ((q_halt >= 0) == solved)).sum(),
+            steps=torch.where(scored, steps, 0).sum(),
+            lm_loss=lm_loss.detach(),
+            q_halt_loss=q_halt_loss.detach(),
+        )
+        sums = torch.stack([sums[name] for name in METRICS]).float()
+    carry = dict(z_H=z_H.detach(), z_L=z_L.detach(), steps=steps, halted=halts,
+                 inputs=inputs, labels=labels, puzzle_identifiers=identifiers)
     return lm_loss + 0.5 * q_halt_loss, carry, sums, answer, q_halt.detach()
 
 
-# Optimizers work in place on the weights as one float32 vector w, its gradient g and its moments m, v: a few operations for
-# the whole model, one vector to reduce over replicas. lr, c1 = 1 - beta1^t and c2 = 1 - beta2^t are tensors of one element, so
-# that a compiled step does not depend on their values.
+def flatten(tensors):
+    """All numbers of the tensors in one vector."""
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def unflatten(vector, shapes):
+    """{name: view of vector} for {name: shape}, in order."""
+    parts = vector.split([math.prod(shape) for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
+
+
+def accumulate(body, sums, weights, xs):
+    """Adds body(weights, xs[i])[0] to the list sums for each i, and stacks body's other result, a dict.
+
+    xs: dicts of tensors [n, ...], a row for each micro-batch. Returns the sums and the stacked dict.
+    """
+    rows = []
+    for i in range(len(tree_flatten(xs)[0][0])):
+        parts, row = body(weights, tree_map(lambda t: t[i], xs))
+        sums = [a + b for a, b in zip(sums, parts)]
+        rows.append(row)
+    return sums, {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+# The optimizers work in place on all weights as one float32 vector w, with its gradient g and its moments m
+# and v: a few operations for the whole model. lr, c1 = 1 - beta1^t and c2 = 1 - beta2^t are tensors of one
+# element, so that a compiled step does not depend on their values.
+
+def update_weights(c, shapes, w, g, m, v, lr, c1, c2):
+    """One step of c.optimizer, with c's betas and weight_decay. shapes: {name: shape} of the parts of w."""
+    if c.optimizer == "adam_atan2":
+        adam_atan2(w, g, m, v, lr, c1, c2, c.beta1, c.beta2, c.weight_decay)
+    elif c.optimizer == "adamw":
+        adamw(w, g, m, v, lr, c1, c2, c.beta1, c.beta2, c.weight_decay)
+    elif c.optimizer == "lion":
+        lion(w, g, m, lr, c.beta1, c.beta2, c.weight_decay)
+    else:  # muon for the network's matrices
+        w, g, m, v = (unflatten(vector, shapes) for vector in (w, g, m, v))
+        for k, shape in shapes.items():
+            if k.startswith("L_level.") and len(shape) == 2:
+                muon(w[k], g[k], m[k], lr, c.beta1, c.weight_decay)
+            else:
+                adam_atan2(w[k], g[k], m[k], v[k], lr, c1, c2, c.beta1, c.beta2, c.weight_decay)
+
 
 def adam_atan2(w, g, m, v, lr, c1, c2, beta1, beta2, weight_decay):
-    """Adam with atan2 in the place of the division and its epsilon (arXiv 2407.05872), as the official code scales it."""
+    """Adam with atan2 instead of division and epsilon (arXiv 2407.05872), scaled as in the official code."""
     m.lerp_(g, 1 - beta1)
     v.lerp_(g.square(), 1 - beta2)
     w.mul_(1 - lr * weight_decay).sub_(torch.atan2(m, (v / c2).sqrt()) * (lr / c1))
@@ -348,9 +469,10 @@ def lion(w, g, m, lr, beta1, beta2, weight_decay):
 
 
 def muon(w, g, m, lr, momentum, weight_decay):
-    """Muon (Jordan et al. 2024) for one matrix [a, b]: Nesterov momentum, orthogonalised by five Newton-Schulz iterations.
+    """Muon (Jordan et al. 2024) for one matrix [a, b].
 
-    The update is scaled by 0.2 sqrt(max(a, b)), to the size of AdamW's (arXiv 2502.16982), so that lr means the same.
+    Nesterov momentum, orthogonalised by five Newton-Schulz iterations. The update is scaled by 0.2
+    sqrt(max(a, b)) to the size of AdamW's (arXiv 2502.16982), so that lr means the same.
     """
     m.lerp_(g, 1 - momentum)
     u = torch.lerp(g, m, momentum).bfloat16()
@@ -372,7 +494,7 @@ def sign_sgd(table, g, rows, lr, weight_decay):
 
 
 def learning_rate(base, step, warmup_steps, total_steps, min_ratio):
-    """The rate of step (from 0): linear warm-up, then a cosine to base * min_ratio at total_steps; constant for min_ratio 1."""
+    """The rate at a step (from 0): linear warm-up, then a cosine to base * min_ratio at total_steps."""
     step += 1
     if step < warmup_steps:
         return base * step / warmup_steps

@@ -1,4 +1,4 @@
-# The paper's Sudoku-Extreme with self-attention in the place of the MLP: 74.7% (arXiv 2510.04871, table 1).
+# The paper's Sudoku-Extreme with self-attention instead of the MLP: 74.7% (arXiv 2510.04871, table 1).
 run("sudoku.py")
 mlp_t = False
 pos_encodings = "rope"

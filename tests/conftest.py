@@ -1,4 +1,17 @@
-"""One thread a process: two test files run at a time (pytest.ini), and more threads than cores slow both down many times."""
+"""Environment of all tests, and of the commands that they start."""
+import faulthandler
 import os
 
+import pytest
+
+# Two test files run at a time (pytest.ini): more threads than cores would slow both down many times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# XLA's CPU compiler takes most of the tests' time; the programs are small, and optimising them does not pay.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+
+@pytest.fixture(autouse=True)
+def no_watchdog():
+    """A replica that a test ran in this process may have left its watchdog behind."""
+    yield
+    faulthandler.cancel_dump_traceback_later()

@@ -27,7 +27,7 @@ def whole(data, tmp_path_factory):  # noqa: F811
 def only_until(source, out, step):
     """A copy of a run whose last checkpoint is that of step."""
     shutil.copytree(source, out)
-    for path in train.checkpoints(str(out)):
+    for path in train.checkpoint_paths(str(out)):
         if int(path[-11:-3]) > step:
             os.remove(path)
             os.remove(path[:-3] + ".json")
@@ -45,14 +45,6 @@ def test_the_stages():
     assert train.stages(c, 1000.0) == {0: (3, 1)}
 
 
-def test_steps_left():
-    plan, flops = {0: (1, 2), 4: (2, 4), 9: (3, 6)}, {(1, 2): 1.0, (2, 4): 3.0, (3, 6): 7.0}
-    for total in (3, 6, 20):
-        for step in range(1, total + 1):
-            want = sum(flops[train.depth(plan, s)] for s in range(step, total)) / flops[train.depth(plan, step - 1)]
-            assert train.steps_left(plan, flops, step, total) == pytest.approx(want)
-
-
 def test_exploration():
     c = types.SimpleNamespace(halt_exploration_prob=0.3, halt_exploration_prob_end=0.05)
     assert [round(train.exploration(c, step, 11), 9) for step in (0, 5, 10)] == [0.3, 0.175, 0.05]
@@ -68,7 +60,7 @@ def test_a_run_explores_with_the_probability_of_its_step(data, whole, tmp_path, 
     monkeypatch.setenv(train.STOP_FILE, str(tmp_path / "stop"))
     only_until(whole[0], tmp_path / "run", 8)
     flags = [f"--data_path={data}", f"--out_dir={tmp_path / 'run'}", *TINY, *FLAGS, "--eval_interval=0", "--init_from=resume"]
-    train.train(0, configurator.configure(train.__file__, flags), "cpu")
+    train.replica(configurator.configure(train.__file__, flags), "cpu")
     assert drawn == [(step, round(0.9 - 0.8 * step / 31, 6)) for step in range(8, 32)]
 
 
@@ -117,14 +109,14 @@ from model import TRM, TRMConfig
 texts = []
 for flags in ({FLAGS!r}, ["--H_cycles=2", "--L_cycles=3"]):
     c = configurator.configure(train.__file__, {TINY!r} + flags)
-    device, plan = train.Device("xla"), train.stages(c, 64.0)
+    device, plan = train.open_device("xla", c), train.stages(c, 64.0)
     run = train.Run(TRM(TRMConfig.of(c, seq_len=16, vocab_size=6)), c, device)
     ids = lambda *shape: torch.ones(shape, dtype=torch.int32)
     batch = dict(inputs=ids(16, 16), labels=ids(16, 16), puzzle_identifiers=ids(16) * 0, min_halt_steps=ids(16))
-    inputs = device.put(dict(batch=batch, rates=torch.ones(4), signals=torch.zeros(2)))
+    inputs = device.put(dict(batch=batch, rates=torch.ones(4), stop_requested=torch.zeros(1)))
     for cycles in plan.values():
         with torch.no_grad():
-            hlo = device.lower(run.trace_train_step, run.state, inputs, cycles)[0].hlo()
+            hlo = device.lower(run.train_step, run.state, inputs, cycles)[0].hlo()
         texts.append(device.xb.get_computation_hlo(device.xb.computation_from_module_proto("step", hlo)))
 print(len(texts), texts[2] == texts[3], texts[0] != texts[1] != texts[2])
 """

@@ -1,5 +1,6 @@
-"""Data sets, batches, CSV files, generated puzzles, augmentation and downloads: data.py and prepare_sudoku.py."""
+"""Data sets, batches, CSV files, generated puzzles, copies and downloads: data.py and prepare_sudoku.py."""
 import csv
+import functools
 import gzip
 import hashlib
 import http.server
@@ -11,30 +12,39 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import data
 import prepare_sudoku
-from configurator import UserError, configure
+from configurator import UserError, configure, start
 from data import Dataset, halting_draws
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 REAL = {split: os.path.join(HERE, "data", f"sudoku_real_{split}_60.csv.gz") for split in ("train", "test")}
 FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
+BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box
 
 
 def settings(**changes):
     return configure(prepare_sudoku.__file__, [f"--{key}={value}" for key, value in changes.items()])
 
 
+def prepare(path, **changes):
+    return prepare_sudoku.prepare(settings(output_dir=path, **changes))
+
+
+def generated(path, **changes):
+    return prepare(path, source="generate", **changes)
+
+
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     """40 real 9x9 puzzles with 50 copies each, and 60 test puzzles."""
     path = str(tmp_path_factory.mktemp("real") / "sudoku")
-    prepare_sudoku.prepare(settings(train_csv=REAL["train"], test_csv=REAL["test"], subsample_size=40, num_aug=50, output_dir=path))
-    return path
+    return prepare(path, train_csv=REAL["train"], test_csv=REAL["test"], subsample_size=40, num_aug=50)
 
 
 @pytest.fixture
@@ -47,46 +57,58 @@ def read_real(split):
         return list(csv.DictReader(f))
 
 
-def digits(tokens):
-    return np.asarray(tokens).astype(int) - 1
+def symbols(tokens):
+    return "".join(" .123456789"[token] for token in tokens)
 
 
 def units(boards, size):
     """Rows, columns and boxes of boards [n, cells]: [n, 3 * size, size]."""
-    rows, columns = {4: (2, 2), 6: (2, 3), 9: (3, 3)}[size]
-    lines, grid = boards.reshape(-1, size, size), boards.reshape(-1, size // rows, rows, size // columns, columns)
-    return np.concatenate([lines, lines.transpose(0, 2, 1), grid.transpose(0, 1, 3, 2, 4).reshape(-1, size, size)], axis=1)
+    box_rows, box_columns = BOXES[size]
+    rows = boards.reshape(-1, size, size)
+    columns = rows.transpose(0, 2, 1)
+    grid = boards.reshape(-1, size // box_rows, box_rows, size // box_columns, box_columns)
+    boxes = grid.transpose(0, 1, 3, 2, 4).reshape(-1, size, size)
+    return np.concatenate([rows, columns, boxes], axis=1)
 
 
 def assert_valid(questions, answers, size):
-    """Answers [n, cells] are filled grids by the rules, and the clues agree with them."""
+    """Answers [n, cells] are filled by the rules, and the clues agree with them."""
     assert (np.sort(units(answers, size), axis=2) == np.arange(1, size + 1)).all()
     assert ((questions == 0) | (questions == answers)).all()
 
 
 def solutions(board, size, limit=2):
-    """Number of solutions up to limit, by plain backtracking; board [cells] may have no clash among its clues."""
-    rows, columns = {4: (2, 2), 6: (2, 3), 9: (3, 3)}[size]
-    best = None
-    for cell in np.flatnonzero(board == 0):
-        r, c = divmod(cell, size)
-        grid, r0, c0 = board.reshape(size, size), r // rows * rows, c // columns * columns
-        used = {*grid[r], *grid[:, c], *grid[r0:r0 + rows, c0:c0 + columns].ravel()}
-        options = [digit for digit in range(1, size + 1) if digit not in used]
-        if best is None or len(options) < len(best[1]):
-            best = cell, options
-        if not options:
-            return 0
-    if best is None:
-        return 1
-    found = 0
-    for digit in best[1]:
-        board[best[0]] = digit
-        found += solutions(board, size, limit - found)
-        board[best[0]] = 0
-        if found >= limit:
-            break
-    return found
+    """Number of solutions up to limit, by plain backtracking; the clues of board [cells] must not clash."""
+    cells = np.arange(size * size)
+    units_of = [[] for _ in range(size * size)]
+    for unit, members in enumerate(units(cells, size)[0].tolist()):
+        for cell in members:
+            units_of[cell].append(unit)
+    missing = [2 ** size - 1] * (3 * size)  # the digits, as bits, that a unit still lacks
+    for cell, digit in enumerate(board.tolist()):
+        for unit in units_of[cell]:
+            missing[unit] &= ~(1 << digit >> 1)  # 0, an empty cell, has no bit
+
+    def options(cell):
+        row, column, box = units_of[cell]
+        return missing[row] & missing[column] & missing[box]
+
+    def count(empty, limit):
+        if not empty:
+            return 1
+        cell = min(empty, key=lambda cell: options(cell).bit_count())
+        found = 0
+        for bit in [1 << digit for digit in range(size) if options(cell) >> digit & 1]:
+            for unit in units_of[cell]:
+                missing[unit] ^= bit
+            found += count([other for other in empty if other != cell], limit - found)
+            for unit in units_of[cell]:
+                missing[unit] ^= bit
+            if found >= limit:
+                break
+        return found
+
+    return count(np.flatnonzero(board == 0).tolist(), limit)
 
 
 # The layout.
@@ -96,7 +118,8 @@ def test_layout_is_the_official_one(real):
         with open(f"{real}/{split}/dataset.json") as f:
             assert json.load(f) == {
                 "pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0, "vocab_size": 11, "seq_len": 81,
-                "num_puzzle_identifiers": 1, "total_groups": groups, "mean_puzzle_examples": 1.0, "total_puzzles": groups, "sets": ["all"]}
+                "num_puzzle_identifiers": 1, "total_groups": groups, "mean_puzzle_examples": 1.0,
+                "total_puzzles": groups, "sets": ["all"]}
         arrays = {field: np.load(f"{real}/{split}/all__{field}.npy") for field in FIELDS}
         assert arrays["inputs"].shape == arrays["labels"].shape == (examples, 81)
         assert arrays["inputs"].dtype == arrays["labels"].dtype == np.uint8
@@ -108,15 +131,16 @@ def test_layout_is_the_official_one(real):
         assert json.load(f) == ["<blank>"]
 
 
-def test_manifest_tells_the_content(real):
+def test_manifest_describes_the_data_set(real):
     with open(f"{real}/manifest.json") as f:
         manifest = json.load(f)
     assert manifest["grid"] == [9, 9] and manifest["box"] == [3, 3] and manifest["symbols"] == " .123456789"
     assert manifest["kind"] == "sudoku" and manifest["source"] == "csv" and manifest["seed"] == 0
-    assert manifest["counts"] == {"train_rows": 60, "test_rows": 60, "train_rows_in_test": 0, "train_puzzles": 40, "test_puzzles": 60,
-                                  "copies_replaced": 0}
-    files = {os.path.relpath(os.path.join(folder, name), real) for folder, _, names in os.walk(real) for name in names}
-    assert files == set(manifest["sha256"]) | {"manifest.json"}
+    assert manifest["counts"] == {
+        "train_rows": 60, "test_rows": 60, "train_rows_in_test": 0, "train_puzzles": 40, "test_puzzles": 60,
+        "copies_replaced": 0}
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(real) for name in names]
+    assert {os.path.relpath(file, real) for file in files} == {"manifest.json", *manifest["sha256"]}
     for name, digest in manifest["sha256"].items():
         with open(f"{real}/{name}", "rb") as f:
             assert hashlib.sha256(f.read()).hexdigest() == digest
@@ -125,12 +149,11 @@ def test_manifest_tells_the_content(real):
 def test_tokens_and_rows_are_those_of_the_files(real):
     test, rows = Dataset(real, "test"), read_real("test")
     assert len(test) == len(rows) == 60
-    for question, answer, row in zip(test.inputs, test.labels, rows):
-        assert "".join(" .123456789"[token] for token in question) == row["question"]
-        assert "".join(" .123456789"[token] for token in answer) == row["answer"]
+    assert [symbols(question) for question in test.inputs] == [row["question"] for row in rows]
+    assert [symbols(answer) for answer in test.labels] == [row["answer"] for row in rows]
     known = {row["question"] for row in read_real("train")}
-    originals = Dataset(real, "train").inputs[::51]
-    assert len({"".join(" .123456789"[token] for token in question) for question in originals} & known) == 40
+    originals = {symbols(question) for question in Dataset(real, "train").inputs[::51]}
+    assert len(originals & known) == 40
 
 
 def test_data_sets_of_the_official_builder_load(copy, real):
@@ -143,7 +166,8 @@ def test_data_sets_of_the_official_builder_load(copy, real):
             path = copy / split / f"all__{field}.npy"
             np.save(path, np.load(path).astype(np.int64))
         path = copy / split / "dataset.json"
-        path.write_text(path.read_text().replace('"ignore_label_id": 0', '"ignore_label_id": null'))
+        text = path.read_text()
+        path.write_text(text.replace('"ignore_label_id": 0', '"ignore_label_id": null'))
     theirs = Dataset(copy, "train")
     assert theirs.sha256 != ours.sha256
     a, b = ours.train_batch(1, 2, 64), theirs.train_batch(1, 2, 64)
@@ -151,25 +175,32 @@ def test_data_sets_of_the_official_builder_load(copy, real):
 
 
 def test_the_same_settings_make_the_same_files(tmp_path):
-    make = dict(source="generate", size=6, num_train=30, num_test=10, num_aug=3)
-    a, b, c = (Dataset(prepare_sudoku.prepare(settings(**make, seed=seed, output_dir=tmp_path / name)), "train").sha256
-               for name, seed in (("a", 1), ("b", 1), ("c", 2)))
-    assert a == b != c
+    hashes = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        path = generated(tmp_path / name, size=6, num_train=30, num_test=10, num_aug=3, seed=seed)
+        hashes.append(Dataset(path, "train").sha256)
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
-def test_nothing_is_overwritten_and_no_half_is_left(real, tmp_path):
+def test_an_existing_folder_is_not_overwritten(real):
     before = data.file_sha256(f"{real}/manifest.json")
     with pytest.raises(UserError, match="exists already: delete it or choose another --output_dir"):
-        prepare_sudoku.prepare(settings(source="generate", size=4, num_train=2, num_test=2, output_dir=real))
+        generated(real, size=4, num_train=2, num_test=2)
     assert data.file_sha256(f"{real}/manifest.json") == before
 
+
+def test_an_interrupted_data_set_leaves_nothing(tmp_path):
     def blocks():
         yield np.ones((3, 16), np.uint8), np.ones((3, 16), np.uint8)
         assert not (tmp_path / "x").exists()
         raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
         data.write_dataset(str(tmp_path / "x") + "/", {"train": (6, 1, blocks())}, 6, {"grid": [4, 4]})
     assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written():
     with pytest.raises(UserError, match="cannot be written"):
         data.write_dataset("/proc/nowhere/x", {}, 6, {"grid": [4, 4]})
 
@@ -206,8 +237,11 @@ def without_manifest(damage):
     return both
 
 
-def change(name, function):
-    return without_manifest(lambda path: np.save(path / "train" / name, function(np.load(path / "train" / name))))
+def change(field, function):
+    def damage(path):
+        file = path / "train" / f"all__{field}.npy"
+        np.save(file, function(np.load(file)))
+    return without_manifest(damage)
 
 
 def metadata(key, value):
@@ -226,37 +260,61 @@ def with_row(array, row, value):
 
 
 DAMAGE = {
-    "no data set": (lambda path: shutil.rmtree(path), r"train: no such data set; build it with prepare_sudoku.py"),
-    "missing array": (remove("train/all__labels.npy"), r"train/all__labels.npy is missing: build it again with prepare_sudoku.py"),
+    "no data set": (shutil.rmtree, r"train: no such data set; build it with prepare_sudoku.py"),
+    "missing array": (
+        remove("train/all__labels.npy"),
+        r"train/all__labels.npy is missing: build it again with prepare_sudoku.py"),
     "missing metadata": (remove("train/dataset.json"), r"train/dataset.json is missing"),
-    "truncated": (cut("train/all__inputs.npy"), r"all__inputs.npy does not match manifest.json \(changed or cut off\): build it again"),
+    "truncated": (
+        cut("train/all__inputs.npy"),
+        r"all__inputs.npy does not match manifest.json \(changed or truncated\): build it again"),
     "changed": (flip("train/all__labels.npy"), r"all__labels.npy does not match manifest.json"),
     "changed metadata": (flip("train/dataset.json"), r"dataset.json does not match manifest.json"),
-    "manifest lacks a file": (write("manifest.json", '{"sha256": {}}'), r"dataset.json does not match manifest.json"),
-    "manifest is no JSON": (cut("manifest.json"), r"manifest.json cannot be read as JSON"),
+    "manifest lacks a file": (
+        write("manifest.json", '{"sha256": {}}'), r"dataset.json does not match manifest.json"),
+    "manifest is not JSON": (cut("manifest.json"), r"manifest.json cannot be read as JSON"),
     "manifest is a list": (write("manifest.json", "[]"), r"manifest.json lacks sha256"),
-    "manifest of another kind": (write("manifest.json", '{"sha256": []}'), r"manifest.json: sha256 must be a table"),
-    "truncated inputs, no manifest": (without_manifest(cut("train/all__inputs.npy")), r"all__inputs.npy cannot be read \(cut off\?\)"),
-    "truncated indices, no manifest": (without_manifest(cut("train/all__group_indices.npy")), r"all__group_indices.npy cannot be read"),
+    "manifest without a table": (
+        write("manifest.json", '{"sha256": []}'), r"manifest.json: sha256 must be a table"),
+    "truncated inputs, no manifest": (
+        without_manifest(cut("train/all__inputs.npy")), r"all__inputs.npy cannot be read \(truncated\?\)"),
+    "truncated indices, no manifest": (
+        without_manifest(cut("train/all__group_indices.npy")), r"all__group_indices.npy cannot be read"),
     "empty file": (without_manifest(write("train/all__labels.npy", "")), r"all__labels.npy cannot be read"),
-    "not npy": (without_manifest(write("train/all__labels.npy", "x" * 500)), r"all__labels.npy cannot be read"),
-    "metadata is no JSON": (without_manifest(cut("train/dataset.json")), r"dataset.json cannot be read as JSON"),
-    "metadata lacks a key": (without_manifest(write("train/dataset.json", "{}")), r"dataset.json lacks sets, pad_id"),
-    "metadata of a wrong type": (metadata("seq_len", "81"), r"dataset.json: seq_len must be a number, not '81'"),
+    "not npy": (without_manifest(write("train/all__labels.npy", "x" * 500)), r"labels.npy cannot be read"),
+    "metadata is not JSON": (
+        without_manifest(cut("train/dataset.json")), r"dataset.json cannot be read as JSON"),
+    "metadata lacks a key": (
+        without_manifest(write("train/dataset.json", "{}")), r"dataset.json lacks sets, pad_id"),
+    "metadata of a wrong type": (
+        metadata("seq_len", "81"), r"dataset.json: seq_len must be a number, not '81'"),
     "several sets": (metadata("sets", ["all", "more"]), r'sets must be \["all"\]'),
-    "other seq_len": (metadata("seq_len", 80), r"all__inputs.npy must hold integers of shape \[N, 80\], not uint8 of \[2040, 81\]"),
+    "other seq_len": (
+        metadata("seq_len", 80),
+        r"all__inputs.npy must hold integers of shape \[N, 80\], not uint8 of \[2040, 81\]"),
     "other total_groups": (metadata("total_groups", 41), r"all__group_indices.npy must have 42 entries"),
     "token beyond the vocabulary": (metadata("vocab_size", 10), r"all__inputs.npy holds 10, beyond the 9 "),
-    "float inputs": (change("all__inputs.npy", lambda a: a.astype(float)), r"must hold integers"),
-    "flat labels": (change("all__labels.npy", lambda a: a.ravel()), r"all__labels.npy must hold integers of shape \[N, 81\]"),
-    "fewer labels": (change("all__labels.npy", lambda a: a[:-1]), r"all__labels.npy has 2039 rows where all__inputs.npy has 2040"),
-    "negative input": (change("all__inputs.npy", lambda a: with_row(a, 5, -3)), r"all__inputs.npy holds -3"),
-    "unknown identifier": (change("all__puzzle_identifiers.npy", lambda a: with_row(a, 5, 1)), r"identifiers.npy holds 1, beyond the 0"),
-    "identifiers too few": (change("all__puzzle_identifiers.npy", lambda a: a[1:]), r"puzzle_indices.npy must have 2040 entries, not 2041"),
-    "indices too few": (change("all__puzzle_indices.npy", lambda a: np.delete(a, 5)), r"puzzle_indices.npy must have 2041 entries, not"),
-    "indices fall": (change("all__puzzle_indices.npy", lambda a: with_row(a, 5, 3)), r"all__puzzle_indices.npy must rise from 0"),
-    "indices end early": (change("all__group_indices.npy", lambda a: a[:-1]), r"all__group_indices.npy must rise .* puzzles, 2040"),
-    "indices start late": (change("all__group_indices.npy", lambda a: with_row(a, 0, 1)), r"all__group_indices.npy must rise from 0"),
+    "float inputs": (change("inputs", lambda a: a.astype(float)), r"must hold integers"),
+    "flat labels": (
+        change("labels", lambda a: a.ravel()), r"all__labels.npy must hold integers of shape \[N, 81\]"),
+    "fewer labels": (
+        change("labels", lambda a: a[:-1]),
+        r"all__labels.npy has 2039 rows, but all__inputs.npy has 2040"),
+    "negative input": (change("inputs", lambda a: with_row(a, 5, -3)), r"all__inputs.npy holds -3"),
+    "unknown identifier": (
+        change("puzzle_identifiers", lambda a: with_row(a, 5, 1)), r"identifiers.npy holds 1, beyond the 0"),
+    "too few identifiers": (
+        change("puzzle_identifiers", lambda a: a[1:]),
+        r"puzzle_indices.npy must have 2040 entries, not 2041"),
+    "too few indices": (
+        change("puzzle_indices", lambda a: np.delete(a, 5)),
+        r"puzzle_indices.npy must have 2041 entries, not"),
+    "indices fall": (
+        change("puzzle_indices", lambda a: with_row(a, 5, 3)), r"all__puzzle_indices.npy must rise from 0"),
+    "indices end early": (
+        change("group_indices", lambda a: a[:-1]), r"all__group_indices.npy must rise .* puzzles, 2040"),
+    "indices start late": (
+        change("group_indices", lambda a: with_row(a, 0, 1)), r"all__group_indices.npy must rise from 0"),
 }
 
 
@@ -295,23 +353,24 @@ def test_slices_of_the_ranks_make_the_global_batch(real, world):
 
 
 def test_threads_draw_the_same_batches(real):
-    train, got = Dataset(real, "train"), {}
+    train = Dataset(real, "train")
 
-    def replica(rank):
-        got[rank] = np.concatenate([train.train_batch(0, step, 32, rank, 4)["inputs"] for step in range(30)])
-    threads = [threading.Thread(target=replica, args=(rank,)) for rank in range(4)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    def slices(rank):
+        return np.stack([train.train_batch(0, step, 32, rank, 4)["inputs"] for step in range(30)])
+
+    with ThreadPoolExecutor(4) as pool:
+        parts = list(pool.map(slices, range(4)))
     whole = np.stack([train.train_batch(0, step, 32)["inputs"] for step in range(30)])
-    assert (np.concatenate([got[rank].reshape(30, 8, 81) for rank in range(4)], axis=1) == whole).all()
+    assert (np.concatenate(parts, axis=1) == whole).all()
 
 
 @pytest.mark.parametrize("batch_size", [16, 24, 100])  # parts of the 40 groups, and batches that span epochs
 def test_each_group_comes_once_an_epoch(real, batch_size):
     train = Dataset(real, "train")
     group_of = {row.tobytes(): i // 51 for i, row in enumerate(np.asarray(train.inputs))}
-    steps = [train.train_batch(5, step, batch_size)["inputs"].astype(np.uint8) for step in range(40 * 6 // batch_size + 1)]
-    groups = np.array([group_of[row.tobytes()] for row in np.concatenate(steps)])
+    steps = range(40 * 6 // batch_size + 1)
+    inputs = np.concatenate([train.train_batch(5, step, batch_size)["inputs"] for step in steps])
+    groups = np.array([group_of[row.tobytes()] for row in inputs.astype(np.uint8)])
     epochs = groups[:40 * (len(groups) // 40)].reshape(-1, 40)
     assert (np.sort(epochs, axis=1) == np.arange(40)).all()
     assert (epochs[0] != epochs[1]).any()
@@ -326,16 +385,22 @@ def test_copies_vary(real):
 
 
 def test_puzzles_with_several_examples(tmp_path):
-    """Groups of puzzles of examples, as the official ARC sets have them: all drawn, identifiers right."""
+    """Groups of several puzzles with several examples, as in the official ARC sets."""
     folder = tmp_path / "arc" / "train"
     folder.mkdir(parents=True)
-    arrays = {"puzzle_indices": [0, 2, 3, 6, 7], "group_indices": [0, 1, 4], "puzzle_identifiers": [1, 2, 3, 4]}
     inputs = np.arange(7).repeat(2).reshape(7, 2)
-    for field, array in dict(arrays, inputs=inputs, labels=inputs).items():
+    for field, array in (
+        ("inputs", inputs),
+        ("labels", inputs),
+        ("puzzle_identifiers", [1, 2, 3, 4]),
+        ("puzzle_indices", [0, 2, 3, 6, 7]),
+        ("group_indices", [0, 1, 4]),
+    ):
         np.save(folder / f"all__{field}.npy", np.array(array))
     (folder / "dataset.json").write_text(json.dumps({
-        "pad_id": 0, "ignore_label_id": None, "blank_identifier_id": 0, "vocab_size": 7, "seq_len": 2, "num_puzzle_identifiers": 5,
-        "total_groups": 2, "mean_puzzle_examples": 1.75, "total_puzzles": 4, "sets": ["all"]}))
+        "pad_id": 0, "ignore_label_id": None, "blank_identifier_id": 0, "vocab_size": 7, "seq_len": 2,
+        "num_puzzle_identifiers": 5, "total_groups": 2, "mean_puzzle_examples": 1.75, "total_puzzles": 4,
+        "sets": ["all"]}))
     train = Dataset(str(tmp_path / "arc"), "train")
     owner = np.array([1, 1, 2, 3, 3, 3, 4])
     batch = train.train_batch(0, 0, 6000)
@@ -360,13 +425,17 @@ def test_halting_draws():
 
 def test_test_batches_and_subsets(real):
     test = Dataset(real, "test")
-    batch = test.test_batch([3, 59, 4], 5)
-    assert (batch["inputs"][:3] == test.inputs[[3, 59, 4]]).all() and (batch["labels"][:3] == test.labels[[3, 59, 4]]).all()
-    assert (batch["inputs"][3:] == 0).all() and (batch["labels"][3:] == -100).all() and batch["inputs"].shape == (5, 81)
+    rows = [3, 59, 4]
+    batch = test.test_batch(rows, 5)
+    assert (batch["inputs"][:3] == test.inputs[rows]).all()
+    assert (batch["labels"][:3] == test.labels[rows]).all()
+    assert batch["inputs"].shape == (5, 81)
+    assert (batch["inputs"][3:] == 0).all() and (batch["labels"][3:] == -100).all()
     assert all(array.dtype == np.int32 for array in batch.values())
     assert test.test_batch([], 2)["inputs"].shape == (2, 81)
     subset = test.subset(20)
-    assert (subset == Dataset(real, "test").subset(20)).all() and (np.diff(subset) > 0).all() and len(subset) == 20
+    assert len(subset) == 20 and (np.diff(subset) > 0).all()
+    assert (subset == Dataset(real, "test").subset(20)).all()
     assert subset[-1] > 40 and (subset != np.arange(20)).any()
     assert (test.subset(0) == np.arange(60)).all() and (test.subset(1000) == np.arange(60)).all()
 
@@ -376,106 +445,116 @@ def test_test_batches_and_subsets(real):
 @pytest.mark.parametrize("size, n", [(4, 60), (6, 60), (9, 2)])
 def test_generated_puzzles_are_minimal_with_one_solution(size, n):
     questions, answers = prepare_sudoku.generate(size, n, 0, 1)
-    assert questions.shape == answers.shape == (n, size * size) and questions.dtype == answers.dtype == np.uint8
+    assert questions.shape == answers.shape == (n, size * size)
+    assert questions.dtype == answers.dtype == np.uint8
     assert_valid(questions, answers, size)
     assert len(np.unique(questions, axis=0)) == n
     for question in questions:
-        assert solutions(question.copy(), size) == 1
+        assert solutions(question, size) == 1
         for clue in np.flatnonzero(question):
             fewer = question.copy()
             fewer[clue] = 0
             assert solutions(fewer, size) == 2
 
 
-def test_generation_is_seeded_and_does_not_depend_on_the_processes(monkeypatch):
-    one = prepare_sudoku.generate(4, 2500, 7, 1)
+def test_generation_depends_on_the_seed_and_not_on_the_processes(monkeypatch):
+    questions, answers = prepare_sudoku.generate(4, 2500, 7, 1)
+    assert len(np.unique(questions, axis=0)) == 2500
+    assert (questions[:50] != prepare_sudoku.generate(4, 50, 8, 1)[0]).any()
     monkeypatch.setattr(data, "POOL_AFTER", 0.0)
-    two = prepare_sudoku.generate(4, 2500, 7, 2)
-    assert all((a == b).all() for a, b in zip(one, two))
-    assert (one[0][:50] != prepare_sudoku.generate(4, 50, 8, 1)[0]).any()
-    assert len(np.unique(one[0], axis=0)) == 2500
+    in_pool = prepare_sudoku.generate(4, 2500, 7, 2)
+    assert (questions == in_pool[0]).all() and (answers == in_pool[1]).all()
 
 
-def test_more_puzzles_than_there_are(monkeypatch):
+def test_more_puzzles_than_exist(monkeypatch):
     chunk = prepare_sudoku.generate_chunk((0, 0, 1024, 4))
     monkeypatch.setattr(prepare_sudoku, "generate_chunk", lambda task: chunk)
-    with pytest.raises(UserError, match="hardly more than 10.. distinct 4x4 puzzles can be found: choose fewer than 3000"):
+    message = "hardly more than 10.. distinct 4x4 puzzles can be found: choose fewer than 3000"
+    with pytest.raises(UserError, match=message):
         prepare_sudoku.generate(4, 3000, 0, 1)
 
 
 def test_counting_agrees_with_backtracking():
     rng = np.random.default_rng(0)
     questions, answers = prepare_sudoku.generate(6, 40, 1, 1)
-    for clues in (0, 1, 2, 3):  # take some away: several solutions; change one: often none
+    for removed in (0, 1, 2, 3):  # boards that lack clues have several solutions
         boards = questions.copy()
         for board, answer in zip(boards, answers):
-            board[rng.choice(np.flatnonzero(board), clues, replace=False)] = 0
-            if clues == 3:
+            board[rng.choice(np.flatnonzero(board), removed, replace=False)] = 0
+            if removed == 3:  # a changed clue often leaves none
                 cell = rng.choice(np.flatnonzero(board))
                 board[cell] = answer[cell] % 6 + 1
         counts = prepare_sudoku.count_solutions(prepare_sudoku.candidates_of(boards, 6), 6, 5)
-        clash = [any(len(set(unit[unit > 0])) < (unit > 0).sum() for unit in units(board, 6)[0]) for board in boards]
-        assert (counts == [0 if wrong else solutions(board.copy(), 6, 5) for board, wrong in zip(boards, clash)]).all()
+        for board, count in zip(boards, counts):
+            clash = any(len(set(unit[unit > 0])) < (unit > 0).sum() for unit in units(board, 6)[0])
+            assert count == (0 if clash else solutions(board, 6, 5))
     assert prepare_sudoku.count_solutions(np.full((81, 3), 511, np.uint16), 9, 2).tolist() == [2, 2, 2]
 
 
 def test_train_and_test_of_a_generated_set_are_distinct(tmp_path):
-    path = prepare_sudoku.prepare(settings(source="generate", size=4, num_train=300, num_test=800, num_aug=20, output_dir=tmp_path / "g"))
-    train, test = Dataset(path, "train"), Dataset(path, "test")
-    tested = {row.tobytes() for row in np.asarray(test.inputs)}
-    assert len(tested) == 800 and len({row.tobytes() for row in np.asarray(train.inputs[::21])}) == 300
-    assert not tested & {row.tobytes() for row in np.asarray(train.inputs)}
+    path = generated(tmp_path / "g", size=4, num_train=300, num_test=800, num_aug=20)
+    train = Dataset(path, "train")
+    train_rows = [row.tobytes() for row in train.inputs]
+    test_rows = [row.tobytes() for row in Dataset(path, "test").inputs]
+    assert len(set(test_rows)) == 800 and len(set(train_rows[::21])) == 300
+    assert not set(test_rows) & set(train_rows)
     assert train.manifest["counts"]["copies_replaced"] > 0
-    assert_valid(digits(train.inputs), digits(train.labels), 4)
+    assert_valid(train.inputs - 1, train.labels - 1, 4)
 
 
 @pytest.mark.parametrize("size", [4, 6, 9])
 def test_copies_are_valid_puzzles(size):
+    rng = np.random.default_rng(0)
     questions, answers = prepare_sudoku.generate(size, 5, 0, 1)
-    new_questions, new_answers = prepare_sudoku.transform(questions, answers, 1000, size, np.random.default_rng(0))
+    new_questions, new_answers = prepare_sudoku.transform(questions, answers, 1000, size, rng)
     assert new_questions.shape == (5000, size * size) and new_questions.dtype == np.uint8
     assert_valid(new_questions, new_answers, size)
     assert ((new_questions > 0).sum(axis=1) == (questions > 0).sum(axis=1).repeat(1000)).all()
     distinct = [len(np.unique(new_questions[i:i + 1000], axis=0)) for i in range(0, 5000, 1000)]
     assert min(distinct) > (500 if size == 4 else 990)
-    assert (prepare_sudoku.count_solutions(prepare_sudoku.candidates_of(new_questions[::10], size), size, 2) == 1).all()
+    candidates = prepare_sudoku.candidates_of(new_questions[::10], size)
+    assert (prepare_sudoku.count_solutions(candidates, size, 2) == 1).all()
 
 
 @pytest.mark.parametrize("size, transposes", [(4, True), (6, False), (9, True)])
 def test_copies_sample_the_whole_group_and_nothing_else(size, transposes):
-    """Cells marked with one digit in row 1 show where rows, columns and digits go."""
-    (rows, columns), n = {4: (2, 2), 6: (2, 3), 9: (3, 3)}[size], 4000
-    answers = np.zeros((1, size, size), np.uint8)
-    answers[0, 0], answers[0, 1, 0] = np.arange(1, size + 1), 1  # marks: digit j + 1 in cell (0, j); another 1 in cell (1, 0)
-    _, copies = prepare_sudoku.transform(answers.reshape(1, -1), answers.reshape(1, -1), n, size, np.random.default_rng(0))
+    """A full first row and one digit below it show where rows, columns and digits go."""
+    n = 4000
+    rows, columns = BOXES[size]
+    board = np.zeros((size, size), np.uint8)
+    board[0] = np.arange(1, size + 1)
+    board[1, 0] = 1
+    boards = board.reshape(1, -1)
+    _, copies = prepare_sudoku.transform(boards, boards, n, size, np.random.default_rng(0))
     copies = copies.reshape(n, size, size)
-    upright = (copies > 0).sum(axis=2).max(axis=1) == size  # the marked row is still a row
+    upright = (copies > 0).sum(axis=2).max(axis=1) == size  # the full row is still a row
     assert abs(upright.mean() - (0.5 if transposes else 1.0)) < (0.03 if transposes else 1e-9)
     copies[~upright] = copies[~upright].transpose(0, 2, 1)
     line = (copies > 0).sum(axis=2).argmax(axis=1)
     assert np.allclose(np.bincount(line, minlength=size) / n, 1 / size, atol=0.03)
-    beside = ((copies > 0).sum(axis=2) == 1).argmax(axis=1)  # row 1 stays in row 0's band
-    assert (beside // rows == line // rows).all() and (beside != line).all()
+    below = ((copies > 0).sum(axis=2) == 1).argmax(axis=1)  # stays in the full row's band
+    assert (below // rows == line // rows).all() and (below != line).all()
     order = copies[np.arange(n), line].astype(int)  # a permutation of the digits through stacks and columns
     assert (np.sort(order, axis=1) == np.arange(1, size + 1)).all()
-    assert np.allclose([np.bincount(order[:, j], minlength=size + 1)[1:] / n for j in range(size)], 1 / size, atol=0.03)
+    shares = [np.bincount(order[:, j], minlength=size + 1)[1:] / n for j in range(size)]
+    assert np.allclose(shares, 1 / size, atol=0.03)
 
 
 def test_copies_keep_the_stacks_together():
-    """With the digits' permutation undone by the question's mark, the columns of a stack stay in one stack."""
-    marks = np.zeros((3, 81), np.uint8)
+    """Question i has the first row's cells in stack i: they end in one row and stack, or column and band."""
+    questions = np.zeros((3, 81), np.uint8)
     answers = np.tile(np.arange(81) % 9 + 1, (3, 1)).astype(np.uint8)
     for i in range(3):
-        marks[i, i * 3:i * 3 + 3] = answers[i, i * 3:i * 3 + 3]  # the first row's cells in stack i
-    questions, _ = prepare_sudoku.transform(marks, answers, 500, 9, np.random.default_rng(1))
-    for question in questions.reshape(-1, 9, 9):
+        questions[i, i * 3:i * 3 + 3] = answers[i, i * 3:i * 3 + 3]
+    copies, _ = prepare_sudoku.transform(questions, answers, 500, 9, np.random.default_rng(1))
+    for question in copies.reshape(-1, 9, 9):
         r, c = np.nonzero(question)
         assert len(set(r // 3)) == 1 and len(set(c // 3)) == 1 and (len(set(r)) == 1 or len(set(c)) == 1)
 
 
 def test_speed(tmp_path):
     begun = time.monotonic()
-    path = prepare_sudoku.prepare(settings(source="generate", size=6, num_train=1000, num_test=200, num_aug=100, output_dir=tmp_path / "g"))
+    path = generated(tmp_path / "g", size=6, num_train=1000, num_test=200, num_aug=100)
     assert time.monotonic() - begun < 10
     train = Dataset(path, "train")
     train.train_batch(0, 0, 6144)
@@ -487,28 +566,31 @@ def test_speed(tmp_path):
 
 # CSV files.
 
+@functools.lru_cache(maxsize=None)
 def four_by_four():
     """Three rows of a 4x4 file: puzzles with one solution."""
-    questions, answers = prepare_sudoku.generate(4, 3, 0, 1)
-    return [["mine", "".join(".1234"[d] for d in question), "".join(map(str, answer)), "3"] for question, answer in zip(questions, answers)]
+    rows = []
+    for question, answer in zip(*prepare_sudoku.generate(4, 3, 0, 1)):
+        rows.append(("mine", symbols(question + 1), symbols(answer + 1), "3"))
+    return rows
 
 
-def swapped(text, cell, character):
+def replaced(text, cell, character):
     return text[:cell] + character + text[cell + 1:]
 
 
 def with_question(row, question):
-    return [row[0], question, row[2], row[3]]
+    return (row[0], question, *row[2:])
 
 
 def with_answer(row, answer):
-    return [row[0], row[1], answer, row[3]]
+    return (*row[:2], answer, row[3])
 
 
 def other_digit(row):
     """The answer with another digit in the question's first empty cell."""
     cell = row[1].index(".")
-    return with_answer(row, swapped(row[2], cell, str(int(row[2][cell]) % 4 + 1)))
+    return with_answer(row, replaced(row[2], cell, str(int(row[2][cell]) % 4 + 1)))
 
 
 def clue_mismatch(row):
@@ -517,118 +599,140 @@ def clue_mismatch(row):
 
 
 def fewer_clues(row):
-    return with_question(row, swapped(row[1], re.search(r"\d", row[1]).start(), "."))
+    return with_question(row, replaced(row[1], re.search(r"\d", row[1]).start(), "."))
 
 
-CSV_FAULTS = {
-    "short row": (lambda row: row[:3], "3 columns where the header has 4"),
-    "long row": (lambda row: row + ["x"], "5 columns where the header has 4"),
-    "short question": (lambda row: with_question(row, row[1][1:]), "the question has 15 characters, not 16"),
-    "long answer": (lambda row: with_answer(row, row[2] + "1"), "the answer has 17 characters, not 16"),
-    "wrong character": (lambda row: with_question(row, swapped(row[1], 5, "x")), "character 6 of the question is 'x', not one of '.01234'"),
-    "digit too large": (lambda row: with_answer(row, swapped(row[2], 3, "5")), "character 4 of the answer is '5', not one of '1234'"),
-    "not ASCII": (lambda row: with_answer(row, swapped(row[2], 0, "\u0663")), "character 1 of the answer is '\u0663'"),
-    "empty cell in the answer": (lambda row: with_answer(row, swapped(row[2], 15, ".")), "character 16 of the answer is '.'"),
+WRONG_ROWS = {
+    "short row": (lambda row: row[:3], "3 columns, but the header has 4"),
+    "long row": (lambda row: (*row, "x"), "5 columns, but the header has 4"),
+    "short question": (
+        lambda row: with_question(row, row[1][1:]), "the question has 15 characters, not 16"),
+    "long answer": (
+        lambda row: with_answer(row, row[2] + "1"), "the answer has 17 characters, not 16"),
+    "wrong character": (
+        lambda row: with_question(row, replaced(row[1], 5, "x")),
+        "character 6 of the question is 'x', not one of '.01234'"),
+    "digit too large": (
+        lambda row: with_answer(row, replaced(row[2], 3, "5")),
+        "character 4 of the answer is '5', not one of '1234'"),
+    "not ASCII": (
+        lambda row: with_answer(row, replaced(row[2], 0, "\u0663")),
+        "character 1 of the answer is '\u0663'"),
+    "empty cell in the answer": (
+        lambda row: with_answer(row, replaced(row[2], 15, ".")), "character 16 of the answer is '.'"),
     "wrong digit": (other_digit, "the answer has digit . twice in (row|column|box) ."),
-    "clue mismatch": (clue_mismatch, "the question has . in row ., column . where the answer has ."),
-    "clash in the question": (lambda row: with_question(row, "1..1" + "." * 12), "the question has digit 1 twice in row 1"),
-    "unsolvable": (lambda row: with_question(row, "12........3...4."), "the question has no solution"),
+    "clue mismatch": (clue_mismatch, "the question has . in row ., column ., where the answer has ."),
+    "clash in the question": (
+        lambda row: with_question(row, "1..1" + "." * 12), "the question has digit 1 twice in row 1"),
+    "unsolvable": (
+        lambda row: with_question(row, "12........3...4."), "the question has no solution"),
     "ambiguous": (fewer_clues, "the question has more than one solution"),
-    "wrong rating": (lambda row: row[:3] + ["hard"], "the rating 'hard' is not an integer"),
-    "empty rating": (lambda row: row[:3] + [""], "the rating '' is not an integer"),
+    "wrong rating": (lambda row: (*row[:3], "hard"), "the rating 'hard' is not an integer"),
+    "empty rating": (lambda row: (*row[:3], ""), "the rating '' is not an integer"),
 }
 
 
 def write_csv(path, rows, header=("source", "question", "answer", "rating")):
     with open(path, "w", newline="", encoding="utf-8") as f:
-        csv.writer(f).writerows([header] + rows)
+        csv.writer(f).writerows([header, *rows])
     return str(path)
 
 
 def build(tmp_path, train, test, **changes):
-    return prepare_sudoku.prepare(settings(train_csv=train, test_csv=test, size=4, num_aug=0, output_dir=tmp_path / "out", **changes))
+    return prepare(tmp_path / "out", train_csv=train, test_csv=test, size=4, num_aug=0, **changes)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("case", CSV_FAULTS)
+@pytest.mark.parametrize("case", WRONG_ROWS)
 def test_wrong_rows_are_named(case, split, tmp_path):
-    fault, message = CSV_FAULTS[case]
+    damage, message = WRONG_ROWS[case]
     a, b, c = four_by_four()
     files = {"train": write_csv(tmp_path / "train.csv", [a]), "test": write_csv(tmp_path / "test.csv", [c])}
-    files[split] = write_csv(tmp_path / "mine.csv", [{"train": a, "test": c}[split], fault(b), fault(b)])
+    first = {"train": a, "test": c}[split]
+    files[split] = write_csv(tmp_path / "mine.csv", [first, damage(b), damage(b)])
     with pytest.raises(UserError, match=r"mine\.csv:3: " + message) as error:
         build(tmp_path, **files)
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
-def test_first_fault_in_a_long_file(tmp_path):
-    """Faults of several kinds, beyond the first block of rows: the first in the file is the one that is named."""
+@pytest.mark.parametrize("damages, message", [
+    ([clue_mismatch, lambda row: row[:2], other_digit], "the question has ."),
+    ([lambda row: row[:2], clue_mismatch, other_digit], "2 columns"),
+])
+def test_the_first_wrong_row_of_a_long_file_is_named(tmp_path, damages, message):
+    """Wrong rows of several kinds, beyond the first block of rows."""
     a, b, c = four_by_four()
-    test = write_csv(tmp_path / "test.csv", [c])
-    with pytest.raises(UserError, match=r"train\.csv:20002: the question has ."):
-        build(tmp_path, write_csv(tmp_path / "train.csv", [a] * 20000 + [clue_mismatch(a), a[:2], other_digit(a)]), test)
-    with pytest.raises(UserError, match=r"train\.csv:20002: 2 columns"):
-        build(tmp_path, write_csv(tmp_path / "train.csv", [a] * 20000 + [a[:2], clue_mismatch(a), other_digit(a)]), test)
+    train = write_csv(tmp_path / "train.csv", [a] * 20000 + [damage(a) for damage in damages])
+    with pytest.raises(UserError, match=rf"train\.csv:20002: {message}"):
+        build(tmp_path, train, write_csv(tmp_path / "test.csv", [c]))
 
 
 def test_wrong_files_are_named(tmp_path):
     a, _, c = four_by_four()
     good = write_csv(tmp_path / "good.csv", [c])
+    other_header = ("source", "question", "answer", "hardness")
+    write_csv(tmp_path / "column.csv", [a], header=other_header)
+    write_csv(tmp_path / "bare.csv", [])
     (tmp_path / "empty.csv").write_text("")
-    with gzip.open(tmp_path / "whole.csv.gz", "wt") as f:
-        f.write("source,question,answer,rating\n" + "".join(",".join(a) + f"{i}\n" for i in range(3000)))
-    (tmp_path / "cut.csv.gz").write_bytes((tmp_path / "whole.csv.gz").read_bytes()[:-50])
-    (tmp_path / "no.csv.gz").write_text("source,question,answer,rating\n")
-    cases = {
-        str(tmp_path / "missing.csv"): r"missing\.csv: cannot be read \(No such file",
-        str(tmp_path): r": cannot be read \(Is a directory\)",
-        str(tmp_path / "empty.csv"): r"empty\.csv:1: no column source; the first line must be source,question,answer,rating",
-        write_csv(tmp_path / "column.csv", [a], header=("source", "question", "answer", "hardness")): r"column\.csv:1: no column rating",
-        write_csv(tmp_path / "bare.csv", []): r"bare\.csv:2: no puzzle under the header",
-        str(tmp_path / "cut.csv.gz"): r"cut\.csv\.gz:\d+: cannot be read \(Compressed file ended",
-        str(tmp_path / "no.csv.gz"): r"no\.csv\.gz:1: cannot be read \(Not a gzipped file",
-    }
-    for path, message in cases.items():
-        with pytest.raises(UserError, match=message) as error:
-            build(tmp_path, path, good)
+    (tmp_path / "folder.csv").mkdir()
+    lines = ["source,question,answer,rating", *[",".join(a) + str(i) for i in range(3000)]]
+    (tmp_path / "cut.csv.gz").write_bytes(gzip.compress("\n".join(lines).encode())[:-50])
+    (tmp_path / "plain.csv.gz").write_text("source,question,answer,rating\n")
+    for name, message in (
+        ("missing.csv", r": cannot be read \(No such file"),
+        ("folder.csv", r": cannot be read \(Is a directory\)"),
+        ("empty.csv", ":1: no column source; the first line must be source,question,answer,rating"),
+        ("column.csv", ":1: no column rating"),
+        ("bare.csv", ":2: no puzzle under the header"),
+        ("cut.csv.gz", r":\d+: cannot be read \(Compressed file ended"),
+        ("plain.csv.gz", r":1: cannot be read \(Not a gzipped file"),
+    ):
+        with pytest.raises(UserError, match=re.escape(name) + message) as error:
+            build(tmp_path, tmp_path / name, good)
         assert "\n" not in str(error.value)
 
 
-def test_csv_forms_that_are_read(tmp_path):
-    """Columns in another order, "0" for an empty cell, a byte order mark, quotes, CRLF, blank lines, no newline at the end."""
-    (a, b, _), c = four_by_four(), four_by_four()[2]
+def test_csv_variants(tmp_path):
+    """Another order of columns, "0" for an empty cell, a byte order mark, quotes, CRLF, blank lines."""
+    a, b, c = four_by_four()
     text = "\ufeffrating,answer,question,source,note\r\n"
     text += f'7,{a[2]},{a[1].replace(".", "0")},"mine, not yours",\r\n\r\n-1,{b[2]},{b[1]},,x'
     (tmp_path / "train.csv").write_bytes(text.encode())
-    path = build(tmp_path, tmp_path / "train.csv", write_csv(tmp_path / "test.csv", [c]), min_difficulty=-1)
-    train = Dataset(path, "train")
-    assert ["".join(" .1234"[token] for token in row) for row in train.inputs] == [a[1], b[1]]
-    assert train.vocab_size == 6 and train.manifest["box"] == [2, 2] and train.manifest["symbols"] == " .1234"
+    test = write_csv(tmp_path / "test.csv", [c])
+    train = Dataset(build(tmp_path, tmp_path / "train.csv", test, min_difficulty=-1), "train")
+    assert [symbols(question) for question in train.inputs] == [a[1], b[1]]
+    assert train.vocab_size == 6
+    assert train.manifest["box"] == [2, 2] and train.manifest["symbols"] == " .1234"
 
 
 def test_choice_of_rows(tmp_path):
-    """min_difficulty holds for both files, rows of the test set leave the training set, the choice is seeded and uniform."""
+    """min_difficulty holds for both files, rows of the test set are dropped, the choice is seeded."""
     rows = [["x", row["question"], row["answer"], row["rating"]] for row in read_real("train")]
     train, test = write_csv(tmp_path / "train.csv", rows), write_csv(tmp_path / "test.csv", rows[50:])
-    make = dict(train_csv=train, test_csv=test, num_aug=0)
-    path = prepare_sudoku.prepare(settings(**make, subsample_size=0, output_dir=tmp_path / "all"))
-    assert len(Dataset(path, "train")) == 50 and Dataset(path, "train").manifest["counts"]["train_rows_in_test"] == 10
-    hard = sum(int(row[3]) >= 100 for row in rows[:50]), sum(int(row[3]) >= 100 for row in rows[50:])
-    path = prepare_sudoku.prepare(settings(**make, subsample_size=0, min_difficulty=100, output_dir=tmp_path / "hard"))
-    assert (len(Dataset(path, "train")), len(Dataset(path, "test"))) == hard
-    make["subsample_size"] = 20
-    chosen = [Dataset(prepare_sudoku.prepare(settings(**make, seed=seed, output_dir=tmp_path / name)), "train").inputs
-              for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    files = dict(train_csv=train, test_csv=test, num_aug=0)
+    everything = Dataset(prepare(tmp_path / "all", **files, subsample_size=0), "train")
+    assert len(everything) == 50 and everything.manifest["counts"]["train_rows_in_test"] == 10
+    path = prepare(tmp_path / "hard", **files, subsample_size=0, min_difficulty=100)
+    is_hard = [int(row[3]) >= 100 for row in rows]
+    assert len(Dataset(path, "train")) == sum(is_hard[:50])
+    assert len(Dataset(path, "test")) == sum(is_hard[50:])
+    chosen = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        path = prepare(tmp_path / name, **files, subsample_size=20, seed=seed)
+        chosen.append(Dataset(path, "train").inputs)
     assert (chosen[0] == chosen[1]).all() and (chosen[0] != chosen[2]).any() and len(chosen[0]) == 20
-    with pytest.raises(UserError, match=r"test\.csv: no puzzle is left of 10 rows: .* min_difficulty=100000"):
-        prepare_sudoku.prepare(settings(**make, min_difficulty=100000))
-    with pytest.raises(UserError, match=r"test\.csv: no puzzle is left of 10 rows: 10 are in the test set too"):
-        prepare_sudoku.prepare(settings(train_csv=test, test_csv=test))
+    message = r"test\.csv: no puzzle is left of 10 rows: .* min_difficulty=100000"
+    with pytest.raises(UserError, match=message):
+        prepare(tmp_path / "none", **files, min_difficulty=100000)
+    message = r"test\.csv: no puzzle is left of 10 rows: 10 are in the test set too"
+    with pytest.raises(UserError, match=message):
+        prepare(tmp_path / "none", train_csv=test, test_csv=test)
 
 
 def test_ambiguous_puzzles_pass_unchecked(tmp_path):
     a, b, c = four_by_four()
-    train, test = write_csv(tmp_path / "train.csv", [a, fewer_clues(b)]), write_csv(tmp_path / "test.csv", [c])
+    train = write_csv(tmp_path / "train.csv", [a, fewer_clues(b)])
+    test = write_csv(tmp_path / "test.csv", [c])
     assert len(Dataset(build(tmp_path, train, test, check_unique=False), "train")) == 2
 
 
@@ -647,46 +751,54 @@ def test_wrong_settings(wrong, message):
         prepare_sudoku.prepare(settings(**wrong))
 
 
-@pytest.mark.parametrize("given, name", [
+@pytest.mark.parametrize("changes, name", [
     (dict(), "data/sudoku-extreme-1k-aug-1000"),
     (dict(subsample_size=0, num_aug=0), "data/sudoku-extreme-full"),
     (dict(min_difficulty=20, seed=3), "data/sudoku-extreme-1k-aug-1000-min-20-seed-3"),
     (dict(train_csv="x/mine.csv.gz", test_csv="y.csv", subsample_size=123), "data/mine-123-aug-1000"),
     (dict(source="generate", size=6, num_aug=10), "data/sudoku-6x6-3k-aug-10"),
 ])
-def test_names(given, name):
-    assert prepare_sudoku.complete(settings(**given)).output_dir == name
+def test_default_output_dir(changes, name):
+    assert prepare_sudoku.complete(settings(**changes)).output_dir == name
 
 
 # Downloads.
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves server.files; each request takes the next fault of server.faults for its path. server.log: (path, range, token)."""
+    """Serves server.files; each request takes the next fault of server.faults[path].
+
+    server.log: (path, range, token) of each request.
+    """
 
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        body, start = self.server.files.get(self.path), 0
-        fault = self.server.faults.get(self.path) and self.server.faults[self.path].pop(0)
-        wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        self.server.log.append((self.path, self.headers.get("Range"), self.headers.get("Authorization")))
+        server, path = self.server, self.path
+        server.log.append((path, self.headers.get("Range"), self.headers.get("Authorization")))
+        body = server.files.get(path)
+        fault = server.faults[path].pop(0) if server.faults.get(path) else None
         if fault == "redirect":
-            return self.answer(302, b"", Location=f"/cdn{self.path}", **{
-                "X-Linked-Size": str(len(body)), "X-Linked-Etag": f'"{hashlib.sha256(body).hexdigest()}"'})
+            digest = hashlib.sha256(body).hexdigest()
+            headers = {"X-Linked-Size": str(len(body)), "X-Linked-Etag": f'"{digest}"'}
+            return self.answer(302, b"", Location=f"/cdn{path}", **headers)
         if isinstance(fault, int) or body is None:
             return self.answer(fault or 404, b"no")
-        headers = {"X-Linked-Etag": '"' + "0" * 64 + '"'} if fault == "hash" else {}
+        headers = {}
+        if fault == "hash":
+            headers["X-Linked-Etag"] = '"' + "0" * 64 + '"'
         if fault == "size":
             headers["X-Linked-Size"] = str(len(body) + 5)
-        if wanted and fault != "ignore range":
-            start = int(wanted[1])
+        start = 0
+        requested = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        if requested and fault != "ignore range":
+            start = int(requested[1])
             if start >= len(body):
                 return self.answer(416, b"", **{"Content-Range": f"bytes */{len(body)}"}, **headers)
             headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
         half = (len(body) - start) // 2 if fault in ("break", "stall") else None
         self.answer(206 if start else 200, body[start:], half, **headers)
         if fault == "stall":
-            self.server.stop.wait(5)
+            server.stop.wait(5)
 
     def answer(self, status, body, part=None, **headers):
         self.send_response(status)
@@ -720,7 +832,7 @@ BODY = np.random.default_rng(0).bytes(300_000)
 @pytest.mark.parametrize("faults, ranges", [
     ([], [None]),
     (["break"], [None, "resumed"]),
-    (["break", "break", "break", "break", "break", "break", "break"], [None] + ["resumed"] * 7),  # each brings something: no giving up
+    (["break"] * 7, [None] + ["resumed"] * 7),  # more than 6 attempts, as each receives something
     ([503, 429, 500, 408], [None] * 5),
     (["break", "ignore range"], [None, "resumed"]),
     (["break", "break", "ignore range", 502], [None, "resumed", "resumed"]),
@@ -734,19 +846,23 @@ def test_downloads_survive(hub, tmp_path, faults, ranges):
     data.download(hub.url + "/file", path, timeout=0.5, wait=0.01)
     with open(path, "rb") as f:
         assert f.read() == BODY
-    assert [wanted and "resumed" for _, wanted, _ in hub.log] == ranges
+    assert [byte_range and "resumed" for _, byte_range, _ in hub.log] == ranges
     assert os.listdir(tmp_path / "deep") == ["file"]
     data.download(hub.url + "/file", path)
     assert len(hub.log) == len(ranges)
 
 
-@pytest.mark.parametrize("size, ranges", [(100_000, ["bytes=100000-"]), (300_000, ["bytes=300000-"]), (300_001, ["bytes=300001-", None])])
-def test_downloads_go_on_after_a_restart(hub, tmp_path, size, ranges):
-    """A file of that size lies there from a run that was killed: a part, the whole before its last name, more than the whole."""
+@pytest.mark.parametrize("size, ranges", [
+    (100_000, ["bytes=100000-"]),
+    (300_000, ["bytes=300000-"]),  # complete
+    (300_001, ["bytes=300001-", None]),  # too long
+])
+def test_downloads_resume_after_a_kill(hub, tmp_path, size, ranges):
     hub.files["/file"] = BODY
     (tmp_path / "file.part").write_bytes((BODY + b"x")[:size])
     data.download(hub.url + "/file", str(tmp_path / "file"), wait=0.01)
-    assert (tmp_path / "file").read_bytes() == BODY and [wanted for _, wanted, _ in hub.log] == ranges
+    assert (tmp_path / "file").read_bytes() == BODY
+    assert [byte_range for _, byte_range, _ in hub.log] == ranges
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404])
@@ -758,10 +874,16 @@ def test_downloads_that_cannot_succeed_fail_at_once(hub, tmp_path, status):
 
 
 @pytest.mark.parametrize("fault, message", [
-    (503, "status 503"), ("hash", "its SHA-256 is not the one that the hub states"), ("size", "broke off"), ("stall", "timed out")])
+    (503, "status 503"),
+    ("hash", "its SHA-256 is not the one that the hub states"),
+    ("size", "broke off"),
+    ("stall", "timed out"),
+])
 def test_downloads_give_up(hub, tmp_path, fault, message):
-    hub.files["/file"], hub.faults["/file"] = BODY[:1], [fault] * 99  # half of one byte is nothing: no attempt gets on
-    with pytest.raises(UserError, match=rf"cannot be downloaded \(.*({message}).*run again .*--source=csv") as error:
+    hub.files["/file"] = BODY[:1]  # half of it is nothing: no attempt makes progress
+    hub.faults["/file"] = [fault] * 99
+    message = rf"cannot be downloaded \(.*({message}).*run again .*--source=csv"
+    with pytest.raises(UserError, match=message) as error:
         data.download(hub.url + "/file", str(tmp_path / "file"), attempts=3, timeout=0.3, wait=0.01)
     assert not (tmp_path / "file").exists() and "\n" not in str(error.value)
 
@@ -770,12 +892,12 @@ def test_no_server(tmp_path):
     with pytest.raises(UserError, match="cannot be downloaded .*refused") as error:
         data.download("http://127.0.0.1:9/file", str(tmp_path / "file"), attempts=2, wait=0.01)
     assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match="is no address"):
+    with pytest.raises(UserError, match="is not a URL that can be downloaded"):
         data.download("hf.co/file", str(tmp_path / "file"))
 
 
 def test_hub_end_to_end(hub, tmp_path, monkeypatch, capfd):
-    """prepare_sudoku with source=hub against a mirror that redirects to another path, breaks once, and asks for a token."""
+    """source=hub with a mirror that redirects, breaks off once, and gets a token."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", hub.url + "/")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
@@ -786,11 +908,12 @@ def test_hub_end_to_end(hub, tmp_path, monkeypatch, capfd):
         hub.files.update({name: body, f"/cdn{name}": body})
         hub.faults.update({name: ["redirect", "redirect"], f"/cdn{name}": ["break"]})
     path = prepare_sudoku.prepare(settings(subsample_size=10, num_aug=5))
-    assert path == "data/sudoku-extreme-10-aug-5" and len(Dataset(path, "train")) == 60 and len(Dataset(path, "test")) == 60
+    assert path == "data/sudoku-extreme-10-aug-5"
+    assert len(Dataset(path, "train")) == 60 and len(Dataset(path, "test")) == 60
     assert sorted(os.listdir("data/downloads/sudoku-extreme")) == ["test.csv", "train.csv"]
     assert all(token == "Bearer hf_secret" for _, _, token in hub.log) and len(hub.log) == 8
     out, err = capfd.readouterr()
-    assert "python train.py --data_path=data/sudoku-extreme-10-aug-5" in out and "hf_secret" not in out + err
+    assert f"python train.py --data_path={path}" in out and "hf_secret" not in out + err
     prepare_sudoku.prepare(settings(subsample_size=10, num_aug=0))
     assert len(hub.log) == 8
 
@@ -813,14 +936,21 @@ def test_progress(capsys, monkeypatch):
             clock[0] += 3.0
             progress.add(10)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "slow: 40/100 MB, 3.3 MB/s, 18 s left" and lines[-1] == "slow: 100/100 MB, 3.3 MB/s, 30 s" and len(lines) <= 4
+    assert lines[0] == "slow: 40/100 MB, 3.3 MB/s, 18 s left"
+    assert lines[-1] == "slow: 100/100 MB, 3.3 MB/s, 30 s" and len(lines) <= 4
 
 
-def test_prepare_as_a_command(tmp_path):
-    script = os.path.join(os.path.dirname(HERE), "prepare_sudoku.py")
-    command = [sys.executable, script, "--source=generate", "--size=4", "--num_train=5", "--num_test=5", "--num_aug=2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "python train.py --data_path=data/sudoku-4x4-5-aug-2" in done.stdout and done.stderr == ""
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("prepare_sudoku.py: data/sudoku-4x4-5-aug-2 exists already")
-    assert len(done.stderr.splitlines()) == 1
+def test_command(tmp_path, monkeypatch, capsys):
+    script = prepare_sudoku.__file__
+    argv = [script, "--source=generate", "--size=4", "--num_train=5", "--num_test=5", "--num_aug=2"]
+    done = subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "python train.py --data_path=data/sudoku-4x4-5-aug-2" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as stop:
+        start(prepare_sudoku.main, script)
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("prepare_sudoku.py: data/sudoku-4x4-5-aug-2 exists already")
+    assert len(err.splitlines()) == 1 and out == ""

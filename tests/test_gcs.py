@@ -1,4 +1,4 @@
-"""The bucket: against gcp-storage-emulator on loopback, behind a front that breaks requests as networks and servers do."""
+"""Buckets: against gcp-storage-emulator, behind a front that breaks requests as networks and servers do."""
 import base64
 import collections
 import hashlib
@@ -6,6 +6,7 @@ import http.client
 import http.server
 import json
 import os
+import pathlib
 import random
 import re
 import shutil
@@ -17,13 +18,14 @@ import sys
 import threading
 import time
 import urllib.parse
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from gcp_storage_emulator.server import create_server
 
 import data
-from configurator import UserError
+from configurator import TransientError, UserError, command
 from data import Bucket, BucketError, Dataset, local_dataset
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -32,53 +34,47 @@ CONTENT = np.random.default_rng(0).bytes(6 * STEP + 1234)
 
 
 class Front(http.server.BaseHTTPRequestHandler):
-    """Passes requests on to the emulator, with the faults of server.script (one a request, in order) or drawn at server.rate.
+    """Passes requests on to the emulator, with the faults of server.script or drawn at server.rate.
 
-    server.log holds (what, fault, Content-Range or Range) of each request. Where the emulator differs from the real service, the
-    answer is the real one's: nothing arrived has no Range, and the session of a finished upload still knows its object.
+    server.log holds (kind, fault, Content-Range or Range) of each request. Where the emulator differs from
+    the real service, the answer is the real one's: it has no Range if nothing has arrived, and the session of
+    a finished upload still knows its object. Chunks must be multiples of server.step.
     """
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
     def do(self):
-        server, url = self.server, urllib.parse.urlsplit(self.path)
+        server = self.server
+        url = urllib.parse.urlsplit(self.path)
         query = urllib.parse.parse_qs(url.query)
-        session, span = query.get("upload_id", [None])[0], self.headers.get("Content-Range", "")
+        session = query.get("upload_id", [None])[0]
+        span = self.headers.get("Content-Range", "")
         length = int(self.headers.get("Content-Length", 0))
-        what = ("query" if "*/" in span else "chunk") if session else "start" if self.command == "POST" else \
-            "media" if query.get("alt") == ["media"] else "list" if url.path.endswith("/o") else self.command
+        kind = self.kind(url, query, session, span)
         with server.lock:
-            fault = server.script.pop(0) if server.script else self.draw(what, length)
-            server.log.append((what, fault, span or self.headers.get("Range")))
-            server.paths.append((what, urllib.parse.unquote(url.path)))
-        if server.tokens is not None and self.headers.get("Authorization") not in [f"Bearer {token}" for token in server.tokens]:
-            fault = 401
-        if fault in ("reset", "stall") and what != "media":
+            fault = server.script.pop(0) if server.script else self.draw(kind, length)
+            server.log.append((kind, fault, span or self.headers.get("Range")))
+            server.paths.append((kind, urllib.parse.unquote(url.path)))
+        if fault in ("reset", "stall") and kind != "media":
             self.rfile.read(length // 2)
             return self.leave(fault)
         body = self.rfile.read(length)
-        if fault == "gone" and what in ("chunk", "query"):
-            fault = 404
-        if what in server.denied:
-            fault = 403
-        if what == "chunk":
-            first, last, total = map(int, re.findall(r"\d+", span))
-            if len(body) != last - first + 1 or last >= total or (last + 1 < total and len(body) % STEP):
-                fault = 400
-        if isinstance(fault, int):
-            return self.answer(fault, {}, json.dumps({"error": {"message": f"a fault, {self.headers.get('Authorization')}"}}).encode())
-        if fault in ("less", "reset after some") and what == "chunk" and length > STEP:
-            first = int(re.match(r"bytes (\d+)", span)[1])
-            body, span = body[:STEP], f"bytes {first}-{first + STEP - 1}/{span.rpartition('/')[2]}"
+        status = self.refusal(kind, fault, span, len(body))
+        if status:
+            message = f"a fault, {self.headers.get('Authorization')}"
+            return self.answer(status, {}, json.dumps({"error": {"message": message}}).encode())
+        if fault in ("less", "reset after some") and kind == "chunk" and length > server.step:
+            first, _, total = map(int, re.findall(r"\d+", span))
+            body, span = body[:server.step], f"bytes {first}-{first + server.step - 1}/{total}"
         if fault == "flip" and length:
             middle = len(body) // 2
             body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1:]
         with server.lock:  # the emulator takes one request at a time
             status, headers, content = self.forward(body, span, session)
-        if what == "list" and status == 200:
+        if kind == "list" and status == 200:
             content = self.page(json.loads(content), query)
-        if fault == "other md5" or (what == "GET" and server.composite):
+        if fault == "other md5" or (kind == "GET" and server.composite):
             value = json.loads(content)
             value["md5Hash"] = base64.b64encode(bytes(16)).decode()
             if server.composite:
@@ -88,30 +84,65 @@ class Front(http.server.BaseHTTPRequestHandler):
             return self.leave("reset")
         if fault == "ignore range" and status == 206:
             status, headers, content = 200, {}, server.whole
-        self.answer(status, headers, content, fault if fault in ("reset", "stall", "short") and content else None)
+        breaks_off = fault in ("reset", "stall", "short") and content
+        self.answer(status, headers, content, fault if breaks_off else None)
 
     do_GET = do_POST = do_PUT = do_DELETE = do
 
-    def draw(self, what, length):
-        if self.server.random.random() >= self.server.rate:
+    def kind(self, url, query, session, span):
+        if session:
+            return "query" if "*/" in span else "chunk"
+        if self.command == "POST":
+            return "start"
+        if query.get("alt") == ["media"]:
+            return "media"
+        return "list" if url.path.endswith("/o") else self.command
+
+    def draw(self, kind, length):
+        server = self.server
+        if server.random.random() >= server.rate:
             return None
-        faults = [503, 429, 408, 401, 500, "reset", "stall", "lost"] + (["gone", "less", "reset after some", "flip"] if what == "chunk" else [])
-        fault = self.server.random.choice(faults)
-        return 503 if fault == 401 and self.server.log and self.server.log[-1][1] == 401 else fault  # 401 once, not twice in a row
+        faults = [503, 429, 408, 401, 500, "reset", "stall", "lost"]
+        if kind == "chunk":
+            faults += ["gone", "less", "reset after some", "flip"]
+        fault = server.random.choice(faults)
+        if fault == 401 and server.log and server.log[-1][1] == 401:
+            return 503  # a second 401 in a row would be a refusal
+        return fault
+
+    def refusal(self, kind, fault, span, length):
+        """The status with which the request is refused, or None."""
+        server = self.server
+        if kind == "chunk":
+            first, last, total = map(int, re.findall(r"\d+", span))
+            if length != last - first + 1 or last >= total or (last + 1 < total and length % server.step):
+                return 400
+        if kind in server.denied:
+            return 403
+        if fault == "gone" and kind in ("chunk", "query"):
+            return 404
+        tokens = None if server.tokens is None else [f"Bearer {token}" for token in server.tokens]
+        if tokens is not None and self.headers.get("Authorization") not in tokens:
+            return 401
+        return fault if isinstance(fault, int) else None
 
     def forward(self, body, span, session):
         server = self.server
         if session in server.finished and "*/" in span:
             return 200, {}, server.finished[session]
         connection = http.client.HTTPConnection("127.0.0.1", server.emulator)
-        headers = {key: value for key, value in self.headers.items() if key.lower() not in ("content-range", "content-length", "connection")}
-        connection.request(self.command, self.path, body, headers | ({"Content-Range": span} if span else {}))
+        own = ("content-range", "content-length", "connection")
+        headers = {key: value for key, value in self.headers.items() if key.lower() not in own}
+        if span:
+            headers["Content-Range"] = span
+        connection.request(self.command, self.path, body, headers)
         response = connection.getresponse()
         content = response.read()
         connection.close()
         if session and response.status == 200:
             server.finished[session] = content
-        headers = {key: value for key, value in response.getheaders() if key.lower() in ("location", "range", "content-range")}
+        kept = ("location", "range", "content-range")
+        headers = {key: value for key, value in response.getheaders() if key.lower() in kept}
         if headers.get("Range") == "bytes=0-0":
             del headers["Range"]
         return response.status, headers, content
@@ -125,8 +156,8 @@ class Front(http.server.BaseHTTPRequestHandler):
     def leave(self, fault):
         if fault == "stall":
             self.server.stop.wait(4)
-        else:
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, no orderly end
+        else:  # a reset instead of an orderly end
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
 
     def answer(self, status, headers, content, fault=None):
@@ -168,7 +199,10 @@ def emulator():
 
 def serve(handler, **state):
     server = Quiet(("127.0.0.1", 0), handler)
-    vars(server).update(state, stop=threading.Event(), lock=threading.Lock(), url=f"http://127.0.0.1:{server.server_port}")
+    server.stop = threading.Event()
+    server.lock = threading.Lock()
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    vars(server).update(state)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     return server
 
@@ -176,8 +210,10 @@ def serve(handler, **state):
 @pytest.fixture
 def front(emulator, monkeypatch):
     emulator.wipe(keep_buckets=True)
-    server = serve(Front, emulator=emulator._api._httpd.server_port, script=[], log=[], paths=[], rate=0.0, random=random.Random(0), tokens=None,
-                   finished={}, denied=(), page=1000, composite=False, slow=0, whole=CONTENT)
+    port = emulator._api._httpd.server_port
+    server = serve(
+        Front, emulator=port, script=[], rate=0.0, random=random.Random(0), log=[], paths=[], tokens=None,
+        denied=(), finished={}, step=STEP, page=1000, composite=False, slow=0, whole=CONTENT)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
     monkeypatch.setenv("PYTHONPATH", ROOT)
     yield server
@@ -186,8 +222,8 @@ def front(emulator, monkeypatch):
     server.server_close()
 
 
-def bucket(url="gs://bucket/run", **knobs):
-    return Bucket(url, **dict(attempts=12, wait=0.001, timeout=10, chunk=2 * STEP) | knobs)
+def bucket(url="gs://bucket/run", **settings):
+    return Bucket(url, **dict(attempts=12, wait=0.001, timeout=10, chunk=2 * STEP) | settings)
 
 
 def stored(emulator, name):
@@ -195,17 +231,19 @@ def stored(emulator, name):
 
 
 def kinds(front):
-    return [what for what, _, _ in front.log]
+    return [kind for kind, _, _ in front.log]
 
 
 # Uploads.
 
 def test_200_uploads_lose_nothing(front, emulator, tmp_path):
-    rng, sent = np.random.default_rng(1), {}
-    front.rate, target = 0.3, bucket(timeout=0.3)
+    rng = np.random.default_rng(1)
+    front.step = step = 1 << 12
+    target = bucket(timeout=0.15, chunk=2 * step)
+    front.rate = 0.3
+    sent = {}
     for i in range(200):
-        size = int(rng.integers(0, 2000)) if i % 2 else int(rng.integers(2 * STEP + 1, 6 * STEP))
-        content = rng.bytes(size)
+        content = rng.bytes(rng.integers(0, 2000) if i % 2 else rng.integers(2 * step + 1, 6 * step))
         name = f"ckpt_{i % 150:08d} ü+%.pt"  # the last 50 overwrite
         if i % 4 == 1:
             target.write(name, content)
@@ -216,10 +254,14 @@ def test_200_uploads_lose_nothing(front, emulator, tmp_path):
     faults = collections.Counter(fault for _, fault, _ in front.log)
     front.rate = 0.0
     assert len(front.log) > 500 and 0.25 < 1 - faults[None] / len(front.log) < 0.35
-    assert {503, 429, 408, 401, "reset", "stall", "lost", "gone", "less", "reset after some", "flip"} <= faults.keys()
-    assert target.list() == {name: (len(content), hashlib.md5(content).hexdigest()) for name, content in sent.items()}
+    assert {503, 429, 408, 401, 500, "reset", "stall", "lost"} <= faults.keys()
+    assert {"gone", "less", "reset after some", "flip"} <= faults.keys()
+    assert target.list() == sizes_and_digests(sent)
     assert all(stored(emulator, f"run/{name}") == content for name, content in sent.items())
-    print(len(front.log), "requests", dict(faults))
+
+
+def sizes_and_digests(objects):
+    return {name: (len(content), hashlib.md5(content).hexdigest()) for name, content in objects.items()}
 
 
 @pytest.mark.parametrize("script, expected", [
@@ -241,21 +283,34 @@ def test_200_uploads_lose_nothing(front, emulator, tmp_path):
     ([None, "flip"], "start c0 c2 c4 c6 start c0 c2 c4 c6"),
     ([None] * 4 + ["other md5"], "start c0 c2 c4 c6 start c0 c2 c4 c6"),
 ])
-def test_session(front, emulator, script, expected):
+def test_resumable_session(front, emulator, script, expected):
+    """c2: a chunk from the third step on; q: asking how much has arrived."""
     front.script = list(script)
-    bucket(timeout=1 if "stall" in script else 10).write("big", CONTENT)
-    text = {"query": "q"}
-    steps = [f"c{int(re.match(r'bytes ([0-9]+)', span)[1]) // STEP}" if what == "chunk" else text.get(what, what) for what, _, span in front.log]
-    assert " ".join(steps) == expected
+    bucket(timeout=0.5 if "stall" in script else 10).write("big", CONTENT)
+    requests = []
+    for kind, _, span in front.log:
+        if kind == "chunk":
+            kind = f"c{int(re.match(r'bytes ([0-9]+)', span)[1]) // STEP}"
+        requests.append("q" if kind == "query" else kind)
+    assert " ".join(requests) == expected
     assert stored(emulator, "run/big") == CONTENT
 
 
+GAVE_UP = "; gave up after {} attempts$"
+
+
 @pytest.mark.parametrize("content, script", [
-    (b"x", [503] * 50), (CONTENT, [None] + [503] * 50), (CONTENT, [None] + [308] * 50), (CONTENT, [None, "gone"] * 50),
-    (CONTENT, [None, None, "gone"] * 50), (CONTENT, [None, None, "flip", None, None] * 50)])
-def test_gives_up(front, content, script):
-    front.script = script
-    with pytest.raises(BucketError, match=r"^gs://bucket/run/a at http://\S+: (status \d+|nothing of what).*; gave up after 4 attempts$"):
+    (b"x", [503]),
+    (CONTENT, [None] + [503] * 50),
+    (CONTENT, [None] + [308] * 50),
+    (CONTENT, [None, "gone"]),
+    (CONTENT, [None, None, "gone"]),
+    (CONTENT, [None, None, "flip", None, None]),
+])
+def test_uploads_give_up(front, content, script):
+    front.script = script * 50
+    message = r"^gs://bucket/run/a at http://\S+: (status \d+|nothing of what).*"
+    with pytest.raises(TransientError, match=message + GAVE_UP.format(4)):
         bucket(attempts=4).write("a", content)
     front.script = []
     assert bucket().list() == {}  # nothing half-uploaded or damaged is seen
@@ -268,15 +323,16 @@ def test_a_slow_upload_does_not_give_up(front, emulator):
 
 
 def test_a_file_that_grows_is_sent_as_it_was(front, emulator, tmp_path, monkeypatch):
-    path, measure = tmp_path / "log.txt", data.file_md5
+    path = tmp_path / "log.txt"
+    file_md5 = data.file_md5
 
-    def then_append(f):
-        result = measure(f)
-        with open(path, "ab") as more:
-            more.write(b"later" * 1000)
+    def append_afterwards(name):
+        result = file_md5(name)
+        with open(path, "ab") as f:
+            f.write(b"later" * 1000)
         return result
 
-    monkeypatch.setattr(data, "file_md5", then_append)
+    monkeypatch.setattr(data, "file_md5", append_afterwards)
     for size in (100, 2 * STEP, 3 * STEP + 1):
         path.write_bytes(CONTENT[:size])
         bucket().upload(str(path), "log.txt")
@@ -284,18 +340,23 @@ def test_a_file_that_grows_is_sent_as_it_was(front, emulator, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 412])
-def test_what_cannot_pass_fails_at_once(front, status):
-    for call in (lambda: bucket().write("a", b"x"), lambda: bucket().list(), lambda: bucket().download("a", "never")):
-        front.script, front.log[:] = [status], []
-        with pytest.raises(BucketError, match=f"status {status} a fault"):
-            call()
-        assert len(front.log) == 1
+@pytest.mark.parametrize("call", [
+    lambda: bucket().write("a", b"x"),
+    lambda: bucket().list(),
+    lambda: bucket().download("a", "never"),
+], ids=["write", "list", "download"])
+def test_refusals_fail_at_once(front, status, call):
+    front.script = [status]
+    with pytest.raises(BucketError, match=f"status {status} a fault"):
+        call()
+    assert len(front.log) == 1 and issubclass(BucketError, UserError)
 
 
 # Downloads, lists.
 
 def test_downloads_lose_nothing(front, tmp_path):
-    target, sizes = bucket(timeout=0.3), [0, 1, 5000, len(CONTENT)]
+    target = bucket(timeout=0.15)
+    sizes = [0, 1, 5000, len(CONTENT)]
     for size in sizes:
         target.write(str(size), CONTENT[:size])
     front.rate = 0.3
@@ -305,13 +366,13 @@ def test_downloads_lose_nothing(front, tmp_path):
         assert path.read_bytes() == CONTENT[:size] and os.listdir(path.parent) == [path.name]
         os.remove(path)
         assert target.read("5000") == CONTENT[:5000]
-    assert any(span and span.startswith("bytes=") for what, _, span in front.log if what == "media")
+    assert any(span and span.startswith("bytes=") for kind, _, span in front.log if kind == "media")
 
 
 @pytest.mark.parametrize("script, part, ranges", [
     ([], None, [None]),
     ([None, "reset", "stall"], None, [None, "resumed", "resumed"]),
-    ([None, "reset"] + ["reset"] * 6, None, [None] + ["resumed"] * 7),  # each brings something: no giving up
+    ([None] + ["reset"] * 7, None, [None] + ["resumed"] * 7),  # more than 4 attempts: each receives something
     ([None, "short"], None, [None, "resumed"]),
     ([], CONTENT[:70000], ["resumed"]),
     ([], b"x" * 70000, ["resumed", None]),  # of another object
@@ -319,26 +380,30 @@ def test_downloads_lose_nothing(front, tmp_path):
     ([], CONTENT, []),
     ([None, "ignore range"], CONTENT[:70000], ["resumed"]),
 ])
-def test_download_goes_on(front, tmp_path, script, part, ranges):
-    target, path = bucket(attempts=4, timeout=1 if "stall" in script else 10), tmp_path / "file"
+def test_downloads_resume(front, tmp_path, script, part, ranges):
+    target = bucket(attempts=4, timeout=0.5 if "stall" in script else 10)
+    path = tmp_path / "file"
     target.write("a", CONTENT)
     if part:
         (tmp_path / "file.part").write_bytes(part)
     front.script, front.log[:] = list(script), []
     target.download("a", str(path))
     assert path.read_bytes() == CONTENT and os.listdir(tmp_path) == ["file"]
-    assert ["resumed" if span else None for what, _, span in front.log if what == "media"] == ranges
+    assert ["resumed" if span else None for kind, _, span in front.log if kind == "media"] == ranges
 
 
-def test_download_gives_up(front, tmp_path):
+@pytest.mark.parametrize("script, error, message", [
+    ([None] + [503] * 50, TransientError, "status 503.*" + GAVE_UP.format(4)),
+    ([404], BucketError, "status 404.*: no such bucket or object"),
+    (["other md5"], TransientError, "another size or MD5 than the object" + GAVE_UP.format(4)),
+])
+def test_downloads_give_up(front, tmp_path, script, error, message):
     target = bucket(attempts=4)
     target.write("a", CONTENT)
-    for script, text in (([None] + [503] * 50, "status 503.*; gave up after 4 attempts"), ([404], "status 404.*: no such bucket or object"),
-                         (["other md5"], "another size or MD5 than the object; gave up after 4 attempts")):
-        front.script = list(script)
-        with pytest.raises(BucketError, match=text):
-            target.download("a", str(tmp_path / "file"))
-        assert not os.path.exists(tmp_path / "file")
+    front.script = list(script)
+    with pytest.raises(error, match=message):
+        target.download("a", str(tmp_path / "file"))
+    assert not os.path.exists(tmp_path / "file")
 
 
 def test_an_object_without_md5_is_checked_by_size(front, tmp_path):
@@ -351,14 +416,15 @@ def test_an_object_without_md5_is_checked_by_size(front, tmp_path):
 
 
 def test_list_read_delete(front):
-    target, front.page = bucket(), 10
+    target = bucket()
+    front.page = 10
     names = [f"ckpt_{i:08d}.json" for i in range(25)] + ["sub/deep", "ü #?%2F.txt"]
     for name in names:
         target.write(name, name.encode())
     bucket("gs://bucket/run2").write("other", b"")
     bucket("gs://bucket").write("run/", b"")
     front.log[:] = []
-    assert target.list() == {name: (len(name.encode()), hashlib.md5(name.encode()).hexdigest()) for name in names}
+    assert target.list() == sizes_and_digests({name: name.encode() for name in names})
     assert kinds(front) == ["list"] * 3
     front.script = ["short"]
     assert target.list().keys() == set(names)
@@ -375,12 +441,15 @@ def test_list_read_delete(front):
 # Tokens.
 
 class Metadata(http.server.BaseHTTPRequestHandler):
-    """The metadata server of a VM: tokens secret-1, secret-2, ... that live server.seconds."""
+    """The metadata server of a VM: tokens secret-1, secret-2, ... that are valid for server.seconds."""
 
     def do_GET(self):
-        assert self.path == "/computeMetadata/v1/instance/service-accounts/default/token" and self.headers["Metadata-Flavor"] == "Google"
+        assert self.path == "/computeMetadata/v1/instance/service-accounts/default/token"
+        assert self.headers["Metadata-Flavor"] == "Google"
         self.server.count += 1
-        content = json.dumps({"access_token": f"secret-{self.server.count}", "expires_in": self.server.seconds, "token_type": "Bearer"}).encode()
+        token = f"secret-{self.server.count}"
+        token = {"access_token": token, "expires_in": self.server.seconds, "token_type": "Bearer"}
+        content = json.dumps(token).encode()
         self.send_response(self.server.status)
         self.send_header("Metadata-Flavor", "Google")
         self.send_header("Content-Length", str(len(content)))
@@ -400,8 +469,8 @@ def metadata(monkeypatch):
     server.server_close()
 
 
-def with_token(**knobs):
-    target = bucket(**knobs)
+def with_token():
+    target = bucket()
     target.emulator = ""  # as for the real service
     return target
 
@@ -412,15 +481,17 @@ def test_one_token_for_many_requests(front, metadata, monkeypatch, tmp_path):
     monkeypatch.setenv("http_proxy", f"http://{nothing_listens()}")
     monkeypatch.setenv("no_proxy", "127.0.0.1")  # the front, not the metadata server
     monkeypatch.setenv("GCE_METADATA_HOST", metadata.url.replace("http://127.0.0.1", "localhost"))
-    front.tokens, target = {"secret-1"}, with_token()
+    front.tokens = {"secret-1"}
+    target = with_token()
     for i in range(10):
         target.write(f"{i}", b"x")
     target.write("big", CONTENT)
     assert metadata.count == 1 and len(front.log) == 25
 
 
-def test_a_401_brings_a_fresh_token_once(front, metadata):
-    front.tokens, target = {"secret-1"}, with_token()
+def test_a_401_is_answered_with_a_fresh_token_once(front, metadata):
+    front.tokens = {"secret-1"}
+    target = with_token()
     target.write("a", b"x")
     front.tokens = {"secret-2"}
     target.write("big", CONTENT)
@@ -429,25 +500,26 @@ def test_a_401_brings_a_fresh_token_once(front, metadata):
     with pytest.raises(BucketError, match="status 401.*log in again") as e:
         target.write("a", b"x")
     assert metadata.count == 3 and len(front.log) == 2
-    assert "***" in str(e.value) and "secret" not in f"{e.value!r} {target!r} {e.getrepr(style='short')}"  # the front's answer holds it
+    # The front's answer holds the token.
+    assert "***" in str(e.value) and "secret" not in f"{e.value!r} {target!r} {e.getrepr(style='short')}"
 
 
-def test_a_token_is_renewed_ahead_of_its_end(front, metadata, monkeypatch):
-    now = time.monotonic()
-    clock = now
+def test_a_token_is_renewed_before_it_expires(front, metadata, monkeypatch):
+    now = start = time.monotonic()
     monkeypatch.setattr(data.time, "monotonic", lambda: now)
-    front.tokens, target = {"secret-1"}, with_token()
+    front.tokens = {"secret-1"}
+    target = with_token()
     target.write("a", b"x")
-    now = clock + 3600 - 300
+    now = start + 3600 - 300
     target.write("a", b"x")
     assert metadata.count == 1
-    now, front.tokens = clock + 3600 - 200, {"secret-2"}
+    now, front.tokens = start + 3600 - 200, {"secret-2"}
     target.write("a", b"x")
     assert metadata.count == 2 and len(front.log) == 6  # no 401
-    now, metadata.status = clock + 2 * 3600, 503
+    now, metadata.status = start + 2 * 3600, 503
     monkeypatch.setenv("PATH", "")
     target.attempts = 3
-    with pytest.raises(BucketError, match="no Google credentials: .*; gave up after 3 attempts"):
+    with pytest.raises(TransientError, match="no Google credentials: .*" + GAVE_UP.format(3)):
         target.write("a", b"x")
     metadata.status, front.tokens = 200, {"secret-6"}
     target.write("a", b"x")
@@ -459,8 +531,8 @@ def nothing_listens():
 
 
 @pytest.fixture
-def stub(tmp_path, monkeypatch):
-    """A gcloud on the PATH that answers secret-gcloud, off Google Cloud."""
+def gcloud(tmp_path, monkeypatch):
+    """A gcloud on the PATH that answers secret-gcloud, outside Google Cloud."""
     path = tmp_path / "bin" / "gcloud"
     path.parent.mkdir()
     path.write_text('#!/bin/sh\n[ "$*" = "auth print-access-token" ] && echo secret-gcloud\n')
@@ -471,16 +543,18 @@ def stub(tmp_path, monkeypatch):
     return path
 
 
-def test_tokens_off_google_cloud(front, stub, monkeypatch):
+def test_tokens_outside_google_cloud(front, gcloud, monkeypatch):
     front.tokens = {"secret-gcloud"}
     with_token().write("a", b"x")
-    monkeypatch.setenv("GCE_METADATA_HOST", front.url.removeprefix("http://"))  # another server at that address
+    another_server = front.url.removeprefix("http://")
+    monkeypatch.setenv("GCE_METADATA_HOST", another_server)
     with_token().write("a", b"x")
-    stub.write_text("#!/bin/sh\necho secret-old\nexit 1\n")
+    gcloud.write_text("#!/bin/sh\necho secret-old\nexit 1\n")
     for _ in range(2):
-        with pytest.raises(UserError, match=r"^gs://bucket/run: no Google credentials: run `gcloud auth login`, .*; gave up after 3 attempts$"):
+        message = "^gs://bucket/run: no Google credentials: run `gcloud auth login`, .*"
+        with pytest.raises(TransientError, match=message + GAVE_UP.format(3)):
             with_token().check()
-        stub.unlink(missing_ok=True)
+        gcloud.unlink(missing_ok=True)
     monkeypatch.setenv("CLOUDSDK_AUTH_ACCESS_TOKEN", "secret-gcloud\n")
     with_token().write("a", b"x")
 
@@ -496,59 +570,77 @@ def test_check_passes(front):
     bucket().check(write=False)
 
 
-@pytest.mark.parametrize("denied, write", [("list", True), ("media", True), ("start", True), ("DELETE", True), ("list", False), ("media", False)])
-def test_check_names_a_lack_of_permission(front, denied, write):
+@pytest.mark.parametrize("denied, write", [
+    ("list", True), ("media", True), ("start", True), ("DELETE", True), ("list", False), ("media", False)])
+def test_check_names_a_missing_permission(front, denied, write):
     front.denied = (denied,)
-    with pytest.raises(UserError, match=r"^gs://bucket/run.*: status 403 a fault, .*: the account needs the role Storage Object Admin.*") as e:
+    message = r"^gs://bucket/run.*: status 403 a fault, .*: the account needs the role Storage Object Admin.*"
+    with pytest.raises(BucketError, match=message) as e:
         bucket().check(write=write)
     assert "\n" not in str(e.value) and len(front.log) <= 5
 
 
-def test_check_of_a_bucket_that_is_not_there(front):
+def test_check_of_a_missing_bucket(front):
     for write in (True, False):
-        with pytest.raises(UserError, match=r"^gs://buckett/run at http://\S+: status 404: no such bucket or object$"):
+        message = r"^gs://buckett/run at http://\S+: status 404: no such bucket or object$"
+        with pytest.raises(BucketError, match=message):
             Bucket("gs://buckett/run").check(write)
     assert len(front.log) == 2
 
 
-def test_check_without_network(front, monkeypatch):
+def test_check_without_network(monkeypatch):
     start = time.monotonic()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", nothing_listens())  # without a scheme
-    with pytest.raises(UserError, match=r"^gs://bucket/run at http://127.0.0.1:\d+: ConnectionError: .*refused; gave up after 3 attempts$"):
+    message = r"^gs://bucket/run at http://127.0.0.1:\d+: ConnectionError: .*refused"
+    with pytest.raises(TransientError, match=message + GAVE_UP.format(3)):
         Bucket("gs://bucket/run").check()
     assert time.monotonic() - start < 5
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", front.url)
+
+
+def test_check_of_a_server_that_does_not_answer(front):
     front.script = ["stall"] * 20
-    with pytest.raises(UserError, match="Read ?Time.*; gave up after 3 attempts"):
-        bucket(timeout=0.3).check()
+    with pytest.raises(TransientError, match="Read ?Time.*" + GAVE_UP.format(3)):
+        bucket(timeout=0.2).check()
     assert len(front.log) == 3
-    knobs = []
-    monkeypatch.setattr(Bucket, "_retry", lambda self, name, attempt: knobs.append((self.attempts, self.wait, self.timeout)))
+
+
+def test_check_takes_less_than_20_seconds(monkeypatch):
+    probes = []
+    monkeypatch.setattr(Bucket, "_retry", lambda self, *_: probes.append(self))
     monkeypatch.setattr(Bucket, "read", lambda self, name: None)
     Bucket("gs://bucket").check(write=False)
-    (attempts, wait, timeout), = knobs
-    assert attempts * timeout + wait * sum(2 ** i for i in range(attempts - 1)) < 20
+    probe, = probes
+    waits = probe.wait * sum(2 ** i for i in range(probe.attempts - 1))
+    assert probe.attempts * probe.timeout + waits < 20
 
 
-def test_another_server_at_the_address(front, monkeypatch):
+@pytest.mark.parametrize("call", [
+    lambda target: target.check(),
+    lambda target: target.list(),
+    lambda target: target.download("a", "never"),
+], ids=["check", "list", "download"])
+def test_another_server_at_the_address(front, monkeypatch, call):
     monkeypatch.setattr(Front, "do_GET", lambda self: self.answer(200, {}, b"<html>hello</html>"))
-    target = bucket(attempts=2)
-    for call in (target.check, target.list, lambda: target.download("a", "never")):
-        with pytest.raises(UserError, match=r"^gs://bucket/run\S* at http://\S+: JSONDecodeError: .*; gave up after \d+ attempts$"):
-            call()
+    message = r"^gs://bucket/run\S* at http://\S+: JSONDecodeError: .*; gave up after \d+ attempts$"
+    with pytest.raises(TransientError, match=message):
+        call(bucket(attempts=2))
 
 
-@pytest.mark.parametrize("url", ["gs://", "gs:///a", "gs://Bucket/a", "gs://ab", "gs://bucket//a", "gs://bucket/../a", "gs://bucket/a/..",
-                                 "s3://bucket", "bucket/a", "gs://bu cket", "gs://bucket/a\n", ""])
+@pytest.mark.parametrize("url", [
+    "gs://", "gs:///a", "gs://Bucket/a", "gs://ab", "gs://bucket//a", "gs://bucket/../a", "gs://bucket/a/..",
+    "s3://bucket", "bucket/a", "gs://bu cket", "gs://bucket/a\n", ""])
 def test_malformed_addresses(url):
-    with pytest.raises(UserError, match="is no address in a bucket"):
+    with pytest.raises(UserError, match="is not an address in a bucket"):
         Bucket(url)
 
 
 def test_addresses(monkeypatch):
     monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
-    assert Bucket("gs://my-bucket/a b/c")._url("d/ü") == "https://storage.googleapis.com/storage/v1/b/my-bucket/o/a%20b%2Fc%2Fd%2F%C3%BC"
-    assert Bucket("gs://my-bucket/").inserts == "https://storage.googleapis.com/upload/storage/v1/b/my-bucket/o?uploadType=resumable"
+    google = "https://storage.googleapis.com"
+    url = Bucket("gs://my-bucket/a b/c")._url("d/ü")
+    assert url == f"{google}/storage/v1/b/my-bucket/o/a%20b%2Fc%2Fd%2F%C3%BC"
+    inserts = Bucket("gs://my-bucket/").inserts
+    assert inserts == f"{google}/upload/storage/v1/b/my-bucket/o?uploadType=resumable"
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "https://localhost:1/")
     assert Bucket("gs://my-bucket/a/")._url("b") == "https://localhost:1/storage/v1/b/my-bucket/o/a%2Fb"
 
@@ -557,19 +649,22 @@ def test_addresses(monkeypatch):
 
 def build(path, rows=4000, seed=0):
     rng = np.random.default_rng(seed)
-    blocks = lambda n: iter([(rng.integers(1, 5, (n, 16)), rng.integers(1, 5, (n, 16)))])
-    data.write_dataset(str(path), {split: (n, 1, blocks(n)) for split, n in (("train", rows), ("test", 10))}, 5, {"grid": [4, 4], "kind": "sudoku"})
+    splits = {}
+    for split, n in (("train", rows), ("test", 10)):
+        splits[split] = (n, 1, [(rng.integers(1, 5, (n, 16)), rng.integers(1, 5, (n, 16)))])
+    data.write_dataset(str(path), splits, 5, {"grid": [4, 4], "kind": "sudoku"})
     return str(path)
 
 
 def tree(path):
-    files = [os.path.join(at, name) for at, _, names in os.walk(path) for name in names]
-    return {os.path.relpath(file, path): open(file, "rb").read() for file in files}
+    """{relative file: content} of a folder."""
+    files = [file for file in pathlib.Path(path).rglob("*") if file.is_file()]
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 @pytest.fixture
 def uploaded(front, tmp_path, monkeypatch):
-    """The folder of a data set that is at gs://bucket/data/small; the working directory is another."""
+    """The folder of a data set that is at gs://bucket/data/small too; the working directory is another."""
     path = build(tmp_path / "source")
     data.upload_dataset(path, "gs://bucket/data/small")
     (tmp_path / "work").mkdir()
@@ -578,31 +673,42 @@ def uploaded(front, tmp_path, monkeypatch):
     return path
 
 
-def command(*args, cwd=None):
-    return subprocess.run([sys.executable, os.path.join(ROOT, "data.py"), *args], capture_output=True, text=True, timeout=60, cwd=cwd)
+def run(*args, cwd):
+    """data.py as a command: (exit code, stdout, stderr)."""
+    argv = [sys.executable, data.__file__, *args]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd=cwd)
+    return done.returncode, done.stdout, done.stderr
 
 
-def test_upload_and_download_commands(front, tmp_path, emulator):
+def test_upload_and_download_commands(front, tmp_path, emulator, monkeypatch, capsys):
+    url = "gs://bucket/sets/small"
     build(tmp_path / "data" / "small")
-    done = command("upload", "data/small", "gs://bucket/sets/small", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "data/small is in gs://bucket/sets/small\n", "")
-    names = [item["name"] for item in sorted(emulator._storage.objects["bucket"].values(), key=lambda item: int(item["generation"]))]
+    assert run("upload", "data/small", url, cwd=tmp_path) == (0, f"data/small is in {url}\n", "")
+    uploaded = emulator._storage.objects["bucket"].values()
+    names = [item["name"] for item in sorted(uploaded, key=lambda item: int(item["generation"]))]
     assert names[-1] == "sets/small/manifest.json" and len(names) == 14
-    for args, folder in ((["gs://bucket/sets/small", str(tmp_path / "there")], tmp_path / "there"), (["gs://bucket/sets/small/"], "data/small")):
-        os.makedirs(tmp_path / "cwd", exist_ok=True)
-        done = command("download", *args, cwd=tmp_path / "cwd")
-        assert (done.returncode, done.stdout, done.stderr) == (0, f"{args[0]} is in {folder}\n", "")
-        assert tree(tmp_path / "cwd" / folder) == tree(tmp_path / "data" / "small")
+    (tmp_path / "cwd").mkdir()
+    assert run("download", f"{url}/", cwd=tmp_path / "cwd") == (0, f"{url}/ is in data/small\n", "")
+    assert tree(tmp_path / "cwd" / "data" / "small") == tree(tmp_path / "data" / "small")
+    monkeypatch.chdir(tmp_path)
+    data.main(["download", url, "there"])
+    assert capsys.readouterr() == (f"{url} is in there\n", "")
+    assert tree("there") == tree("data/small")
     front.log[:] = []
-    assert command("upload", "data/small", "gs://bucket/sets/small", cwd=tmp_path).returncode == 0
+    data.main(["upload", "data/small", url])
     assert kinds(front).count("start") == 2  # the probe and the manifest: the rest was there
 
 
 @pytest.mark.parametrize("args, line", [
-    ([], "usage: python data.py upload"), (["up"], "usage: "), (["upload", "data/x"], "usage: "), (["download", "data/x"], "usage: "),
-    (["download", "gs://bucket/x", "y", "z"], "usage: "), (["upload", "data/x", "gs://bucket/x"], "data/x/train: no such data set"),
-    (["upload", "small", "bucket/x"], "'bucket/x' is no address in a bucket"), (["download", "gs://other-bucket/x"], "gs://other-bucket/x at http"),
-    (["download", "gs://bucket/none"], "gs://bucket/none holds no manifest.json"),
+    ([], "usage: python data.py upload"),
+    (["up"], "usage: "),
+    (["upload", "data/x"], "usage: "),
+    (["download", "data/x"], "usage: "),
+    (["download", "gs://bucket/x", "y", "z"], "usage: "),
+    (["upload", "data/x", "gs://bucket/x"], "data/x/train: no such data set"),
+    (["upload", "small", "bucket/x"], "'bucket/x' is not an address in a bucket"),
+    (["download", "gs://other-bucket/x"], "gs://other-bucket/x at http"),
+    (["download", "gs://bucket/none"], "gs://bucket/none has no manifest.json"),
 ])
 def test_wrong_commands(front, tmp_path, monkeypatch, args, line):
     build(tmp_path / "small", rows=10)
@@ -612,8 +718,20 @@ def test_wrong_commands(front, tmp_path, monkeypatch, args, line):
 
 
 def test_a_wrong_command_ends_in_one_line(front, tmp_path):
-    done = command("download", "gs://bucket/none", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "") and re.fullmatch("data.py: gs://bucket/none holds no .*\n", done.stderr)
+    code, out, err = run("download", "gs://bucket/none", cwd=tmp_path)
+    assert (code, out) == (2, "") and re.fullmatch("data.py: gs://bucket/none has no manifest.json.*\n", err)
+
+
+@pytest.mark.parametrize("status, code", [(503, 1), (403, 2)])
+def test_exit_codes(front, tmp_path, monkeypatch, capsys, status, code):
+    """A bucket that does not answer is 1, one that refuses is 2."""
+    monkeypatch.chdir(tmp_path)
+    front.script = [status] * 50
+    with pytest.raises(SystemExit) as stop:
+        command(lambda: data.main(["download", "gs://bucket/x"]), data.__file__)
+    assert stop.value.code == code
+    out, err = capsys.readouterr()
+    assert out == "" and re.fullmatch(rf"data.py: gs://bucket/x at \S+: status {status}.*\n", err)
 
 
 def test_a_path_stays_a_path():
@@ -621,47 +739,59 @@ def test_a_path_stays_a_path():
 
 
 def test_one_download_for_the_processes_of_a_host(front, uploaded):
-    front.slow = 0.1
-    code = "import data; path = data.local_dataset('gs://bucket/data/small'); print(path, len(data.Dataset(path, 'train')))"
-    processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    ends = [process.communicate(timeout=60) for process in processes]
-    assert [out for out, _ in ends] == ["data/small 4000\n"] * 3
-    assert [err for _, err in ends] == [""] * 3
+    front.slow = 0.05
+    code = """
+from data import Dataset, local_dataset
+path = local_dataset("gs://bucket/data/small")
+print(path, len(Dataset(path, "train")))
+"""
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    processes = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(3)]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert outputs == [("data/small 4000\n", "")] * 3
     assert tree("data/small") == tree(uploaded) and sorted(os.listdir("data")) == ["small", "small.lock"]
-    fetched = collections.Counter(path for what, path in front.paths if what == "media" and ".probe" not in path)
-    assert len(fetched) == 14 and fetched.pop("/storage/v1/b/bucket/o/data/small/manifest.json") == 3 and set(fetched.values()) == {1}
+    paths = [path for kind, path in front.paths if kind == "media" and ".probe" not in path]
+    counts = collections.Counter(paths)
+    assert len(counts) == 14 and counts.pop("/storage/v1/b/bucket/o/data/small/manifest.json") == 3
+    assert set(counts.values()) == {1}
 
 
-def test_a_killed_download_goes_on(front, uploaded):
-    front.slow, lengths = 0.2, []
-    for kill in (True, True, False):
-        process = subprocess.Popen([sys.executable, "-c", "import data; data.local_dataset('gs://bucket/data/small')"])
-        if kill:
-            start = len([what for what in kinds(front) if what == "media"])
-            while len([what for what in kinds(front) if what == "media"]) < start + 5:
-                time.sleep(0.01)
-            time.sleep(0.1)
-            process.kill()
-            assert process.wait(10) == -9 and not os.path.exists("data/small")
-            lengths.append(sum(map(len, tree("data/small.part").values())))
+def test_a_killed_download_resumes(front, uploaded):
+    code = "import data; data.local_dataset('gs://bucket/data/small')"
+    front.slow = 0.1
+    sizes = []
+    for _ in range(2):
+        before = kinds(front).count("media")
+        process = subprocess.Popen([sys.executable, "-c", code])
+        while kinds(front).count("media") < before + 5:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        process.kill()
+        assert process.wait(10) == -9 and not os.path.exists("data/small")
+        sizes.append(sum(map(len, tree("data/small.part").values())))
+    assert 0 < sizes[0] < sizes[1]
     front.slow = 0
-    assert process.wait(30) == 0 and tree("data/small") == tree(uploaded) and sorted(os.listdir("data")) == ["small", "small.lock"]
-    assert 0 < lengths[0] < lengths[1]
-    whole = collections.Counter(path for (what, path), (_, _, span) in zip(front.paths, front.log) if what == "media" and not span)
-    assert sum(count > 1 for path, count in whole.items() if ".npy" in path) <= 2  # only what a kill stopped before its first byte
+    local_dataset("gs://bucket/data/small")
+    assert tree("data/small") == tree(uploaded) and sorted(os.listdir("data")) == ["small", "small.lock"]
+    from_start = collections.Counter()
+    for (kind, path), (_, _, span) in zip(front.paths, front.log):
+        if kind == "media" and ".npy" in path and not span:
+            from_start[path] += 1
+    assert sum(count > 1 for count in from_start.values()) <= 2  # killed before their first byte
 
 
-def test_a_data_set_that_is_there(front, uploaded):
+def test_a_data_set_that_exists(front, uploaded):
     shutil.copytree(uploaded, "data/small")
     manifest = json.load(open("data/small/manifest.json"))
     json.dump(dict(manifest, made="by another"), open("data/small/manifest.json", "w"))
     assert local_dataset("gs://bucket/data/small") == "data/small"
-    assert all(what in ("list", "media") for what in kinds(front)) and len(front.log) == 3
+    assert set(kinds(front)) == {"list", "media"} and len(front.log) == 3
     build("data/other", seed=1)
     before = tree("data/other")
     data.upload_dataset(uploaded, "gs://bucket/again/other")
     for _ in range(2):  # with another manifest, and with none
-        with pytest.raises(UserError, match="^data/other holds another data set than gs://bucket/again/other: move it away, or"):
+        message = "^data/other holds another data set than gs://bucket/again/other: move it away, or"
+        with pytest.raises(UserError, match=message):
             local_dataset("gs://bucket/again/other")
         if os.path.exists("data/other/manifest.json"):
             os.remove("data/other/manifest.json")
@@ -671,46 +801,70 @@ def test_a_data_set_that_is_there(front, uploaded):
 
 def test_an_upload_does_not_replace_another_data_set(front, uploaded, tmp_path):
     before = bucket("gs://bucket").list()
-    with pytest.raises(UserError, match="^gs://bucket/data/small holds another data set: choose another address$"):
+    message = "^gs://bucket/data/small holds another data set: choose another address$"
+    with pytest.raises(UserError, match=message):
         data.upload_dataset(build(tmp_path / "second", seed=1), "gs://bucket/data/small")
     assert bucket("gs://bucket").list() == before
     with open(os.path.join(uploaded, "identifiers.json"), "a") as f:
         f.write(" ")
-    with pytest.raises(UserError, match=r"identifiers.json does not match manifest.json \(changed or cut off\)"):
+    message = r"identifiers.json does not match manifest.json \(changed or truncated\)"
+    with pytest.raises(UserError, match=message):
         data.upload_dataset(uploaded, "gs://bucket/data/new")
     assert not any(name.endswith("manifest.json") for name in bucket("gs://bucket/data/new").list())
 
 
-def test_faults_in_the_bucket(front, uploaded):
-    remote = bucket("gs://bucket/data/small")
-    good = remote.read("train/all__inputs.npy")
-    remote.write("train/all__inputs.npy", good[:-1] + b"\0")
-    with pytest.raises(UserError, match="^gs://bucket/data/small/train/all__inputs.npy does not match manifest.json: upload the data set again$"):
-        local_dataset("gs://bucket/data/small")
-    remote.delete("train/all__inputs.npy")
-    with pytest.raises(UserError, match=r"^gs://bucket/data/small/train/all__inputs.npy at http://\S+: status 404: no such bucket or object$"):
-        local_dataset("gs://bucket/data/small")
+def test_a_damaged_data_set_in_the_bucket(front, uploaded):
+    url = "gs://bucket/data/small"
+    remote = bucket(url)
+    name = "train/all__inputs.npy"
+    content = remote.read(name)
+    remote.write(name, content[:-1] + b"\0")
+    message = f"^{url}/{name} does not match manifest.json: upload the data set again$"
+    with pytest.raises(UserError, match=message):
+        local_dataset(url)
+    remote.delete(name)
+    message = rf"^{url}/{name} at http://\S+: status 404: no such bucket or object$"
+    with pytest.raises(BucketError, match=message):
+        local_dataset(url)
     assert sorted(os.listdir("data")) == ["small.lock", "small.part"]
-    remote.write("train/all__inputs.npy", good)
+    remote.write(name, content)
+    local_dataset(url)
+    assert tree("data/small") == tree(uploaded)
+
+
+def test_a_damaged_manifest_in_the_bucket(front, uploaded):
+    url = "gs://bucket/data/small"
+    remote = bucket(url)
     manifest = remote.read("manifest.json")
-    outside = [json.dumps({"sha256": json.loads(manifest)["sha256"] | {name: "0"}}).encode() for name in ("../../x.json", "/x.npy", "train/../x.npy")]
-    for damaged in (b"", b"[]", b'{"sha256": 3}', b'{"sha256": {}}', manifest[:-30], *outside):
-        remote.write("manifest.json", damaged)
-        with pytest.raises(UserError, match="^gs://bucket/data/small holds no manifest.json, or a damaged one: upload one with `python"):
-            local_dataset("gs://bucket/data/small")
+    contents = [b"", b"[]", b'{"sha256": 3}', b'{"sha256": {}}', manifest[:-30]]
+    for outside in ("../../x.json", "/x.npy", "train/../x.npy"):
+        hashes = json.loads(manifest)["sha256"] | {outside: "0"}
+        contents.append(json.dumps({"sha256": hashes}).encode())
+    for content in contents:
+        remote.write("manifest.json", content)
+        message = f"^{url} has no manifest.json, or a damaged one: upload the data set with `python"
+        with pytest.raises(UserError, match=message):
+            local_dataset(url)
     remote.write("manifest.json", manifest)
-    local_dataset("gs://bucket/data/small")
+    local_dataset(url)
     assert tree("data/small") == tree(uploaded)
 
 
 def test_disk_space(front, uploaded, monkeypatch):
-    asked = []
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or shutil._ntuple_diskusage(10, 10, 1000))
-    with pytest.raises(UserError, match=r"^gs://bucket/data/small needs 0\.00 GB in data, where 0\.00 GB are free: make room$"):
-        local_dataset("gs://bucket/data/small")
-    assert asked == ["data"] and os.listdir("data") == ["small.lock"]
+    paths = []
     size = sum(len(content) for name, content in tree(uploaded).items() if name != "manifest.json")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, size))
+
+    def disk_usage(path):
+        paths.append(path)
+        return SimpleNamespace(free=free)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    free = size - 1
+    message = r"^gs://bucket/data/small needs 0\.00 GB in data, where 0\.00 GB are free: make room$"
+    with pytest.raises(UserError, match=message):
+        local_dataset("gs://bucket/data/small")
+    assert paths == ["data"] and os.listdir("data") == ["small.lock"]
+    free = size
     local_dataset("gs://bucket/data/small")
 
 

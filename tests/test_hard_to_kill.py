@@ -2,6 +2,7 @@
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -10,12 +11,15 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+import prepare_sudoku
 import train
+from configurator import configure
 from data import Bucket, upload_dataset
 from test_gcs import emulator, front, stored  # noqa: F401: fixtures
-from test_train import command, curve, data, last_weights, lines, run, same  # noqa: F401: fixtures
+from test_train import ROOT, command, curve, data, last_weights, lines, run, same  # noqa: F401: fixtures
 
 FLAGS = ["--max_steps=40", "--checkpoint_interval=10", "--keep_last_n=2", "--eval_interval=4", "--eval_max_puzzles=20"]
 URL = "--gcs_dir=gs://bucket/run"
@@ -107,15 +111,18 @@ def test_a_wrong_bucket_ends_before_anything_is_written(data, front, tmp_path, u
 
 
 @pytest.mark.parametrize("fault", [OSError("No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")], ids=repr)
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(monkeypatch, fault):
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(monkeypatch, tmp_path, fault):
     def full(*_):
         raise fault
 
     said = []
-    monkeypatch.setattr(train, "save_checkpoint", full)
-    saver = train.Saver(SimpleNamespace(gcs_dir=""), SimpleNamespace(rank=0, local_rank=0), SimpleNamespace(say=said.append))
-    saver.save("ckpt_00000010", {}, {})
+    monkeypatch.setattr(train.torch, "save", full)
+    c, start = SimpleNamespace(gcs_dir="", out_dir=str(tmp_path), keep_last_n=1), SimpleNamespace(best=0.0, step=0)
+    log = SimpleNamespace(say=said.append, wandb_id=None, path=None)
+    saver = train.Checkpoints(c, SimpleNamespace(rank=0), log, start, "")
+    saver.save("ckpt_00000010", 10, SimpleNamespace(state_dict=lambda step: dict(step=step)), {})
     assert not saver.written() and said == [f"checkpoint not written: {fault}"] and saver.written()
+    assert os.listdir(tmp_path) == []  # nothing half-written stays
 
 
 def test_data_come_from_the_bucket(data, front, whole, tmp_path):  # noqa: F811
@@ -133,9 +140,9 @@ def test_sigterm_leaves_its_checkpoint_in_the_bucket(data, front, tmp_path):  # 
             process.send_signal(signal.SIGTERM)
             break
     began, text = time.time(), process.stdout.read()
-    assert process.wait(30) == 0 and time.time() - began < 30
-    name = os.path.basename(train.checkpoints(out)[0])
-    assert name in in_bucket() and name[:-3] + ".json" in in_bucket() and "goes on" in text
+    assert process.wait(30) == 3 and time.time() - began < 30
+    name = os.path.basename(train.checkpoint_paths(out)[0])
+    assert name in in_bucket() and name[:-3] + ".json" in in_bucket() and "to continue:" in text
     with open(os.path.join(out, name[:-3] + ".json"), "rb") as f:
         assert json.loads(Bucket("gs://bucket/run").read(name[:-3] + ".json")) == json.load(f)
 
@@ -162,3 +169,83 @@ def test_two_hosts_of_which_one_has_the_files(data, whole, tmp_path):  # noqa: F
     assert one.keys() == two.keys() and two == pytest.approx(one, rel=1e-4)
     assert os.listdir(tmp_path / "1" / "run") == ["log.host1.txt"]
     assert "training from step 20 to 40" in (tmp_path / "1" / "run" / "log.host1.txt").read_text()
+
+
+# Several ranks, each a process of its own as on a host of its own: what ends one must end all, with the right code.
+
+SHALLOW = ["--max_steps=20", "--checkpoint_interval=10", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2"]
+SOURCES = ("train.py", "xla.py", "model.py", "data.py", "configurator.py")
+
+
+def two_ranks(data, tmp_path, flags=((), ()), edits=((), ()), limits=(None, None)):  # noqa: F811
+    """Two hosts of one rank each; (exit code, output) of both. edits: (file, old text, new text) of each host's copy."""
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = str(s.getsockname()[1])
+    processes = []
+    for rank in (0, 1):
+        host = tmp_path / f"host{rank}"
+        host.mkdir()
+        for name in SOURCES:
+            shutil.copy(os.path.join(ROOT, name), host)
+        for name, old, new in edits[rank]:
+            source = (host / name).read_text()
+            assert source.count(old) == 1
+            (host / name).write_text(source.replace(old, new))
+        env = dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", GROUP_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        limit = limits[rank]
+        processes.append(subprocess.Popen(
+            [sys.executable, str(host / "train.py"), *command(data, "run", *SHALLOW, *flags[rank])[2:]], cwd=host,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env},
+            preexec_fn=limit and (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))))
+    texts = [process.communicate(timeout=60)[0] for process in processes]
+    return [(process.returncode, text) for process, text in zip(processes, texts)]
+
+
+@pytest.mark.parametrize("what,code,flags,edit", [
+    ("settings", 2, ("--lr=1e-3", "--lr=2e-3"), None),
+    ("code", 1, ("--lr=1e-3", "--lr=1e-3"), ("model.py", "IGNORE_LABEL = -100  #", "IGNORE_LABEL = -100  # really")),
+    ("data set", 2, ("--data_path={data}", "--data_path={other}"), None)], ids=["settings", "code", "data set"])
+def test_ranks_that_differ_end_before_the_first_step(data, tmp_path, what, code, flags, edit):  # noqa: F811
+    other = tmp_path / "other"
+    prepare_sudoku.prepare(configure(prepare_sudoku.__file__, [
+        "--source=generate", "--size=4", "--num_train=64", "--num_test=40", "--num_aug=5", "--seed=1", f"--output_dir={other}"]))
+    flags = [[flag.format(data=data, other=other)] for flag in flags]
+    for got, text in two_ranks(data, tmp_path, flags, ((), [edit] if edit else ())):
+        assert got == code and f"train.py: {what} of host 1" in text and "step 1" not in text, text
+
+
+def test_a_rank_that_stalls_ends_all(data, tmp_path):  # noqa: F811
+    line = "        rows = rank_slice(batch_size, rank, world)\n"
+    edits = [[("data.py", line, line + "        if (rank, step) == (1, 14):\n            time.sleep(1000)\n")]] * 2
+    for code, text in two_ranks(data, tmp_path, [["--stall_timeout=5"]] * 2, edits):
+        assert code == 1 and "Timeout (0:00:05)!" in text, text
+    assert os.path.exists(tmp_path / "host0" / "run" / "ckpt_00000010.json")
+
+
+def test_ranks_agree_that_the_last_checkpoint_cannot_be_written(data, tmp_path):  # noqa: F811
+    """Rank 0's disk is full for files of this size: its peer must not wait for it in the evaluation."""
+    (code, text), (peers_code, _) = two_ranks(data, tmp_path, limits=(50_000, None))
+    assert (code, peers_code) == (1, 1) and "checkpoint not written" in text, text
+    assert sorted(os.listdir(tmp_path / "host0" / "run")) == ["log.txt", "metrics.jsonl"]
+
+
+def test_a_bucket_that_does_not_answer_at_a_restart_is_no_wrong_input(data, front, tmp_path):  # noqa: F811
+    run(data, tmp_path / "run", *FLAGS, URL, "--max_steps=10")
+    front.script = [503] * 3  # passes
+    assert "training from step 10 to 20" in run(data, tmp_path / "run", *FLAGS, URL, "--max_steps=20", "--init_from=auto")
+    front.rate, front.script = 0.0, [503] * 1000
+    text = run(data, tmp_path / "run", *FLAGS, URL, "--max_steps=20", code=1)  # a first start does not wait for minutes
+    assert "gave up after 3 attempts" in text.splitlines()[-1] and "Traceback" not in text
+
+
+def test_puzzle_identifiers_without_a_puzzle_embedding(data, tmp_path):  # noqa: F811
+    """As data sets of the official code have them."""
+    path = shutil.copytree(data, tmp_path / "data")
+    os.remove(path / "manifest.json")
+    for split in ("train", "test"):
+        about = json.loads((path / split / "dataset.json").read_text())
+        (path / split / "dataset.json").write_text(json.dumps(about | {"num_puzzle_identifiers": 5}))
+        identifiers = np.load(path / split / "all__puzzle_identifiers.npy")
+        np.save(path / split / "all__puzzle_identifiers.npy", np.arange(len(identifiers)) % 5)
+    run(path, tmp_path / "run", "--max_steps=5", "--puzzle_emb_ndim=0", "--puzzle_emb_len=0")
+    run(path, tmp_path / "with", "--max_steps=5")

@@ -11,8 +11,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 import configurator  # noqa: E402
 import train  # noqa: E402
+from model import recomputed_attention  # noqa: E402
 
-TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2", "--L_cycles=2", "--forward_dtype=float32",
+TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--L_layers=1", "--H_cycles=1", "--L_cycles=2", "--forward_dtype=float32",
         "--global_batch_size=8"]
 ATTENTION = ["--mlp_t=false", "--pos_encodings=rope"]
 CASES = {"mlp": [], "attention": ATTENTION, "mlp in micro-batches": ["--micro_batch_size=2"], "attention in micro-batches": [*ATTENTION, "--micro_batch_size=2"]}
@@ -21,13 +22,14 @@ CASES = {"mlp": [], "attention": ATTENTION, "mlp in micro-batches": ["--micro_ba
 def step(kind, flags, seq_len=16, vocab_size=6):
     """A function that makes one step on random data, and the Run that it changes."""
     c = configurator.configure(train.__file__, ["--compile=off", *flags])
-    device = train.Device(kind)
+    device = train.open_device(kind, c)
     run = train.Run(train.TRM(train.TRMConfig.of(c, seq_len=seq_len, vocab_size=vocab_size)), c, device)
     draw = np.random.default_rng(0).integers
     batch = {k: draw(vocab_size, size=(c.global_batch_size, seq_len), dtype=np.int32) for k in ("inputs", "labels")}
     batch |= {k: np.zeros(c.global_batch_size, np.int32) for k in ("puzzle_identifiers", "min_halt_steps")}
     rates = np.array([0, 0, 1 - c.beta1, 1 - c.beta2], np.float32)
-    return run, lambda: run.train_step(device.put(batch), device.put(rates), device.put(torch.zeros(2)))
+    inputs = dict(batch=batch, rates=rates, stop_requested=np.zeros(1, np.float32))
+    return run, lambda: run.train_program(run.state, device.put(inputs))
 
 
 def gradient(kind, flags):
@@ -37,11 +39,12 @@ def gradient(kind, flags):
 
 
 def attention(kind, forward):
-    """The results of an attention of 37 positions and the gradients of q, k and v, [4, 2, 3, 37, 8]; forward: of a train.Device."""
-    draw, device = torch.Generator().manual_seed(0), train.Device(kind)
+    """The results of an attention of 37 positions and the gradients of q, k and v: [4, 2, 3, 37, 8]."""
+    c = configurator.configure(train.__file__, ["--compile=off"])
+    draw, device = torch.Generator().manual_seed(0), train.open_device(kind, c)
     *qkv, weight = (device.put(torch.randn(2, 3, 37, 8, generator=draw)) for _ in range(4))
     qkv = [t.requires_grad_() for t in qkv]
-    out = forward(device)(*qkv)
+    out = forward(*qkv)
     return torch.stack([out, *torch.autograd.grad(out, qkv, weight)]).detach().cpu().numpy()
 
 
@@ -71,8 +74,8 @@ def test_the_gradients_are_the_same(case, kind, xla_gradients):
 
 @pytest.mark.parametrize("kind", ["cpu", "xla"])
 def test_xlas_attention_is_torchs(kind, xla_gradients):
-    got = xla_gradients["attention"] if kind == "xla" else attention("cpu", lambda device: device.attention)
-    want = attention("cpu", lambda _: torch.nn.functional.scaled_dot_product_attention)
+    got = xla_gradients["attention"] if kind == "xla" else attention("cpu", recomputed_attention)
+    want = attention("cpu", torch.nn.functional.scaled_dot_product_attention)
     assert np.abs(got - want).max() < 1e-5 and np.abs(want).max() > 1
 
 
@@ -87,4 +90,4 @@ def test_it_takes_less_memory(flags, sizes):
 
 if __name__ == "__main__":
     gradients = {f"{name}/{r}": gradient("xla", [*TINY, *flags, f"--recompute={r}"]) for name, flags in CASES.items() for r in (True, False)}
-    np.savez(sys.argv[1], attention=attention("xla", lambda device: device.attention), **gradients)
+    np.savez(sys.argv[1], attention=attention("xla", recomputed_attention), **gradients)

@@ -275,7 +275,7 @@ CASES = {
     "tokens beyond the vocabulary": (T, ["--data_path=data/tokens"], ["data/tokens/train/all__inputs.npy", "dataset.json", "again"]),
     "test set of other sizes": (T, ["--data_path=data/mixed"], ["data/mixed", "seq_len"]),
     # checkpoints
-    "nothing to resume": (T, ["--init_from=resume"], ["out/new", "no complete checkpoint", "--init_from=auto starts anew"]),
+    "nothing to resume": (T, ["--init_from=resume"], ["out/new", "no complete checkpoint", "--init_from=auto starts from scratch"]),
     "only damaged ones to resume": (T, ["--init_from=resume", "--out_dir=out/damaged"], [
         "out/damaged", "ckpt_00000001.pt", "ckpt_00000002.pt", "--out_dir=... starts another"]),
     "checkpoints with a wrong .json": (T, ["--init_from=resume", "--out_dir=out/listed"], [

@@ -1,5 +1,5 @@
 run("../baseline.py")
-# How much sooner is 85% reached if the recursion deepens over the first fifth of the run?
+# How much sooner does a run reach 85% if the recursion deepens over its first fifth?
 wandb_log = True
 wandb_project = "TRM-Contrib01-Curriculum"
 wandb_run_name = "contrib01_baseline_3x6"

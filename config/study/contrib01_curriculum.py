@@ -1,5 +1,5 @@
 run("../baseline.py")
-# How much sooner is 85% reached if the recursion deepens over the first fifth of the run?
+# How much sooner does a run reach 85% if the recursion deepens over its first fifth?
 curriculum_epochs = 10000
 H_cycles_start = 1
 L_cycles_start = 2

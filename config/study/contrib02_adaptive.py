@@ -1,5 +1,5 @@
 run("../baseline.py")
-# How many steps of inference are saved, and where do sequences halt, if exploration falls over the run?
+# If exploration decreases over the run, how many inference steps are saved, and when do sequences halt?
 halt_exploration_prob = 0.3
 halt_exploration_prob_end = 0.05
 wandb_log = True

@@ -1,5 +1,5 @@
 run("../baseline.py")
-# How many steps of inference are saved, and where do sequences halt, if exploration falls over the run?
+# If exploration decreases over the run, how many inference steps are saved, and when do sequences halt?
 wandb_log = True
 wandb_project = "TRM-Contrib02-AnnealedExploration"
 wandb_run_name = "contrib02_baseline_0.1"

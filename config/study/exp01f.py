@@ -1,5 +1,5 @@
 run("../baseline.py")
-# How does accuracy grow with the parameters, accuracy = a - b * params^-c, and where does it saturate?
+# How does accuracy grow with the parameters (accuracy = a - b * params^-c), and where does it saturate?
 hidden_size = 1536
 num_heads = 8
 puzzle_emb_ndim = hidden_size

@@ -1,5 +1,5 @@
 run("../baseline.py")
-# How does accuracy grow with depth, H_cycles * (L_cycles + 1) * L_layers = 30 here, and when does it overfit?
+# How does accuracy grow with depth, H_cycles * (L_cycles + 1) * L_layers = 30, and when does it overfit?
 L_cycles = 4
 wandb_log = True
 wandb_project = "TRM-Exp02a-LCycles"

@@ -1,5 +1,5 @@
 run("../baseline.py")
-# How does accuracy grow with depth, H_cycles * (L_cycles + 1) * L_layers = 66 here, and when does it overfit?
+# How does accuracy grow with depth, H_cycles * (L_cycles + 1) * L_layers = 66, and when does it overfit?
 L_cycles = 10
 wandb_log = True
 wandb_project = "TRM-Exp02a-LCycles"

@@ -1,5 +1,5 @@
 run("../baseline.py")
-# Is depth better spent on H_cycles or, as in exp02a, on L_cycles? It is 56 here.
+# Is depth better spent on H_cycles or, as in exp02a, on L_cycles? Here the depth is 56.
 H_cycles = 4
 wandb_log = True
 wandb_project = "TRM-Exp02b-HCycles"

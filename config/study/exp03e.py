@@ -1,5 +1,5 @@
 run("../baseline.py")
-# Can recursion stand in for layers, at what speed and memory? L_layers x L_cycles is 12 in all of exp03.
+# Can recursion replace layers, and at what speed and memory? L_layers * L_cycles is 12 in all of exp03.
 L_layers = 6
 L_cycles = 2
 wandb_log = True

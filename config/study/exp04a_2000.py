@@ -2,8 +2,8 @@ run("../baseline.py")
 # What is the smallest number of training puzzles that reaches 85%?
 data_path = "data/sudoku-extreme-2k-aug-1000"
 data_prepare = "prepare_sudoku.py --subsample_size=2000"
-epochs = 50000 * 1000 // 2000  # as many steps as the baseline's: an epoch shows each puzzle once
-eval_interval = 5000 * 1000 // 2000  # every 10th of the run
+epochs = 50000 * 1000 // 2000  # as many steps as the baseline: an epoch shows each puzzle once
+eval_interval = 5000 * 1000 // 2000  # every tenth of the run
 wandb_log = True
 wandb_project = "TRM-Exp04a-DataSize"
 wandb_run_name = "exp04a_2000_puzzles"

@@ -1,5 +1,5 @@
 run("../baseline.py")
-# Are augmented copies a substitute for puzzles?
+# Can augmented copies replace puzzles?
 data_path = "data/sudoku-extreme-1k-aug-10"
 data_prepare = "prepare_sudoku.py --num_aug=10"
 wandb_log = True

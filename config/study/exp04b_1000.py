@@ -1,5 +1,5 @@
 run("../baseline.py")
-# Are augmented copies a substitute for puzzles?
+# Can augmented copies replace puzzles?
 wandb_log = True
 wandb_project = "TRM-Exp04b-Augmentation"
 wandb_run_name = "exp04b_1000_copies"

@@ -1,5 +1,5 @@
 run("../baseline.py")
-# How much accuracy does the depth of supervision buy, at what cost of inference, and where do sequences halt?
+# How much accuracy do more supervision steps buy, at what inference cost, and when do sequences halt?
 halt_max_steps = 24
 wandb_log = True
 wandb_project = "TRM-Exp05-HaltingSteps"

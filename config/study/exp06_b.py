@@ -1,9 +1,9 @@
 run("../baseline.py")
-# Where is the critical batch size, and what does a larger batch do for throughput?
+# What is the critical batch size, and how does throughput grow with the batch?
 global_batch_size = 3072
 lr = 1e-4 * (global_batch_size / 6144) ** 0.5
 puzzle_emb_lr = lr
-lr_warmup_steps = 2000 * 6144 // global_batch_size  # of as many examples as the baseline's: the largest batch has 1017 steps in all
+lr_warmup_steps = 2000 * 6144 // global_batch_size  # as many examples as the baseline's warm-up
 wandb_log = True
 wandb_project = "TRM-Exp06-BatchSize"
 wandb_run_name = "exp06_b_batch3072"

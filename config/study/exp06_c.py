@@ -1,5 +1,5 @@
 run("../baseline.py")
-# Where is the critical batch size, and what does a larger batch do for throughput?
+# What is the critical batch size, and how does throughput grow with the batch?
 global_batch_size = 6144
 wandb_log = True
 wandb_project = "TRM-Exp06-BatchSize"

@@ -1,5 +1,5 @@
 run("../baseline.py")
-# What does the precision of the network cost in accuracy, and bring in speed?
+# How much accuracy does lower precision cost, and how much faster is it?
 forward_dtype = "float16"
 wandb_log = True
 wandb_project = "TRM-Exp07-Precision"

@@ -1,5 +1,5 @@
 run("../baseline.py")
-# What does evaluating averaged weights bring, and how long should the average be?
+# How much does evaluating averaged weights help, and how long should the average be?
 ema_rate = 0.999
 wandb_log = True
 wandb_project = "TRM-Exp08-EMA"

@@ -1,5 +1,5 @@
 run("../baseline.py")
-# Which optimizer, and how long a second moment?
+# Which optimizer is best, and with which beta2?
 optimizer = "adamw"
 beta2 = 0.999
 wandb_log = True

@@ -1,5 +1,5 @@
 run("../baseline.py")
-# Which learning rate, and does it pay to let it fall?
+# Which learning rate is best, and does it help to decay it?
 lr = 3e-4
 wandb_log = True
 wandb_project = "TRM-Exp10-LearningRate"

@@ -1,0 +1,323 @@
+"""A gcloud for tests: a cloud with one slice, whose hosts are folders and whose ssh runs real shells there.
+
+A folder, $CLOUD, holds the cloud: `slice` and `queue` (states of the TPU VM and of its request), hosts.json
+(an environment for each host), hosts/N (the home folder of host N, its whole disk), host_bin (programs of the
+hosts' image), calls (the commands so far). Files named refuse, no_capacity and logged_out change the answers.
+A flag that gcloud's reference does not list is refused.
+
+Cloud is for the tests: it makes all this, and a project whose scripts/tpu.sh they call.
+"""
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = dict(NAME="slice", ZONE="us-central2-b", TYPE="v4-32", POLL="0.05", STOP_WAIT="10")
+# The flags that gcloud's reference lists for each command, as read in 2025. Those with = need a value.
+# https://cloud.google.com/sdk/gcloud/reference/
+EVERY_COMMAND = {"--project=", "--quiet", "--format="}
+DOCUMENTED = {
+    "compute tpus queued-resources create": {
+        "--zone=", "--runtime-version=", "--accelerator-type=", "--topology=", "--type=", "--node-id=",
+        "--node-count=", "--node-prefix=", "--async", "--boot-disk=", "--data-disk=", "--description=",
+        "--guaranteed", "--internal-ips", "--labels=", "--metadata=", "--metadata-from-file=", "--network=",
+        "--range=", "--reserved", "--scopes=", "--service-account=", "--shielded-secure-boot", "--spot",
+        "--subnetwork=", "--tags=", "--valid-after-duration=", "--valid-until-duration=",
+        "--reservation-host-project="},
+    "compute tpus queued-resources describe": {"--zone="},
+    "compute tpus queued-resources delete": {"--zone=", "--async", "--force"},
+    "compute tpus tpu-vm describe": {"--zone="},
+    "compute tpus tpu-vm ssh": {
+        "--zone=", "--dry-run", "--internal-ip", "--plain", "--ssh-flag=", "--ssh-key-file=",
+        "--strict-host-key-checking=", "--worker=", "--command=", "--output-directory="},
+    "compute tpus tpu-vm scp": {
+        "--zone=", "--compress", "--dry-run", "--internal-ip", "--plain", "--recurse", "--scp-flag=",
+        "--ssh-key-file=", "--worker="},
+    "storage ls": {"--recursive", "--long", "--json"},
+    "storage rsync": {"--recursive", "--exclude=", "--dry-run"},
+}
+ALPHA = {  # the flags that gcloud alpha has besides
+    "compute tpus queued-resources create": {"--reservation=", "--provisioning-model="},
+    "compute tpus tpu-vm ssh": {"--tunnel-through-iap", "--batch-size="},
+    "compute tpus tpu-vm scp": {"--tunnel-through-iap", "--batch-size="},
+}
+NO_LOGIN = """ERROR: (gcloud.{}) There was a problem refreshing your current auth tokens: Reauthentication \
+failed. cannot prompt during non-interactive execution.
+Please run:
+
+  $ gcloud auth login
+
+to obtain new credentials.
+
+If you have already logged in with a different account, run:
+
+  $ gcloud config set account ACCOUNT
+
+to select an already authenticated account to use."""
+
+
+# For tests.
+
+class Cloud:
+    """A project with scripts/tpu.sh, and a cloud with one slice.
+
+    hosts: an environment for each host, each of which becomes a folder when the slice is created.
+    """
+
+    def __init__(self, path, hosts):
+        self.project, self.cloud = path / "project", path / "cloud"
+        for folder in (self.project / "scripts", self.cloud / "bin", self.cloud / "host_bin"):
+            folder.mkdir(parents=True)
+        (self.cloud / "hosts.json").write_text(json.dumps(hosts))
+        shutil.copy(ROOT / "scripts/tpu.sh", self.project / "scripts")
+        subprocess.run(["git", "init", "-q"], cwd=self.project, check=True)
+        write_program(self.cloud / "bin/gcloud", f'exec {sys.executable} -S {__file__} "$@"')
+        write_program(self.cloud / "host_bin/hostname", "echo t1v-n-0-w-$HOST")
+
+    def environment(self, **settings):
+        """That of tpu.sh."""
+        inherited = {k: v for k, v in os.environ.items() if k in ("HOME", "TMPDIR", "LANG")}
+        path = f"{self.cloud / 'bin'}:{os.environ['PATH']}"
+        return inherited | dict(PATH=path, CLOUD=str(self.cloud)) | SETTINGS | settings
+
+    def start(self, *args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **settings):
+        """tpu.sh, as a process that runs."""
+        command = ["bash", str(self.project / "scripts/tpu.sh"), *args]
+        return subprocess.Popen(command, env=self.environment(**settings), text=True,
+                                stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
+
+    def tpu(self, *args, **settings):
+        """What tpu.sh did."""
+        process = self.start(*args, **settings)
+        stdout, stderr = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+
+    def calls(self, word=""):
+        path = self.cloud / "calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [shlex.split(line) for line in lines if word in line]
+
+    def home(self, host):
+        return self.cloud / "hosts" / str(host)
+
+    def preempt(self):
+        """Takes the chips back, at once."""
+        (self.cloud / "slice").write_text("PREEMPTED\n")
+        kill_processes(self.cloud / "hosts")
+
+    def lose_host(self, host):
+        """It falls silent: its peers are not told, its disk is gone, ssh does not reach it."""
+        for pid in processes(self.home(host)):
+            os.kill(pid, signal.SIGSTOP)
+        self.home(host).rename(self.cloud / f"lost{time.time()}")
+
+
+def write_program(path, text):
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def processes(folder):
+    """Pids of what runs on the host with this home folder, or on all hosts in this folder; no zombies."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as f:
+                home = re.search(rb"(?:^|\0)FAKE_HOST=([^\0]*)", f.read())
+        except OSError:  # it has ended
+            continue
+        if home and Path(os.fsdecode(home[1])).is_relative_to(folder):
+            found.append(int(pid))
+    return found
+
+
+def kill_processes(folder):
+    while pids := processes(folder):
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.01)
+
+
+# gcloud.
+
+def main(arguments):
+    cloud = Path(os.environ["CLOUD"])
+    with open(cloud / "calls", "a") as f:
+        f.write(shlex.join(arguments) + "\n")
+    name, positional, flags = parse(arguments)
+    if (cloud / "logged_out").exists():
+        sys.exit(NO_LOGIN.format(name.replace(" ", ".")))
+    vm = (cloud / "slice").read_text().strip() if (cloud / "slice").exists() else None
+    queue = cloud / "queue"
+    if queue.exists() and not vm and not (cloud / "no_capacity").exists():
+        provision(cloud)
+        vm = "READY"
+    if name.endswith("resources create"):
+        if (cloud / "refuse").exists():
+            fail(name, "RESOURCE_EXHAUSTED: quota limit 'TPUV4sPreemptiblePodPerProjectPerZone' exceeded")
+        if queue.exists():
+            fail(name, f"ALREADY_EXISTS: Resource 'queuedResources/{positional[0]}' already exists")
+        queue.write_text("WAITING_FOR_RESOURCES\n")
+        print(f"Create request issued for: [{positional[0]}]", file=sys.stderr)
+    elif name.endswith("resources delete"):
+        kill_processes(cloud / "hosts")
+        shutil.rmtree(cloud / "hosts", ignore_errors=True)
+        for path in (queue, cloud / "slice"):
+            path.unlink(missing_ok=True)
+    elif name.endswith("resources describe"):
+        print(queue.read_text() if queue.exists() else fail(name, "NOT_FOUND: no such resource"))
+    elif name.endswith("vm describe"):
+        print(vm or fail(name, "NOT_FOUND: Resource 'projects/p/nodes/slice' was not found"))
+    elif name.endswith(("ssh", "scp")):
+        if vm != "READY":
+            fail(name, f"the TPU is in state {vm}, and cannot be used" if vm else "NOT_FOUND: no such TPU")
+        on_workers(cloud, name, positional, flags)
+    elif name == "storage ls":
+        list_objects(cloud, name, positional[0])
+    else:
+        fail(name, "not simulated")
+
+
+def fail(name, message, code=1):
+    print(f"ERROR: (gcloud.{name.replace(' ', '.')}) {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def parse(arguments):
+    """(command, positional arguments, {flag: value}). A flag that is not documented is an error."""
+    alpha = arguments[:1] == ["alpha"]
+    arguments = arguments[alpha:]
+    name = next((n for n in DOCUMENTED if arguments[:len(n.split())] == n.split()), None)
+    if not name:
+        fail("", f"Invalid choice: {shlex.join(arguments)}", 2)
+    allowed = DOCUMENTED[name] | EVERY_COMMAND | (ALPHA.get(name, set()) if alpha else set())
+    arguments = arguments[len(name.split()):]
+    flags = [a for a in arguments if a.startswith("--")]
+    for flag in flags:
+        if re.match("--[a-z-]+=?", flag).group() not in allowed:
+            fail(name, f"unrecognized arguments: {flag}", 2)
+    return name, [a for a in arguments if a not in flags], dict(f.partition("=")[::2] for f in flags)
+
+
+def provision(cloud):
+    for host in range(len(json.loads((cloud / "hosts.json").read_text()))):
+        (cloud / "hosts" / str(host)).mkdir(parents=True)
+    (cloud / "queue").write_text("ACTIVE\n")
+    (cloud / "slice").write_text("READY\n")
+
+
+def on_workers(cloud, name, positional, flags):
+    """ssh or scp, on all the workers of --worker at once; exits with the code of the first that failed."""
+    environments = json.loads((cloud / "hosts.json").read_text())
+    worker = flags.get("--worker", "0")
+    if worker != "all" and not worker.isdigit() or worker.isdigit() and int(worker) >= len(environments):
+        fail(name, f"Invalid value for [--worker]: {worker}")
+    workers = list(range(len(environments))) if worker == "all" else [int(worker)]
+    if len(workers) > 1 and name.endswith("ssh") and "--command" not in flags:
+        fail(name, "[--worker]: cannot target multiple workers without the `--command` flag.")
+    codes = {}
+
+    def work(number):
+        home = cloud / "hosts" / str(number)
+        print(f"{name[-3:].upper()}: Attempting to connect to worker {number}...", file=sys.stderr)
+        if not home.is_dir():
+            print(f"ssh: connect to host 10.0.0.{number} port 22: Connection timed out", file=sys.stderr)
+            codes[number] = 255
+        elif name.endswith("ssh"):
+            codes[number] = shell(cloud, home, environments[number], flags.get("--command"))
+        else:
+            codes[number] = copy(home, positional)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in workers:
+        if codes[number] == 255:
+            fail(name, "[/usr/bin/ssh] exited with return code [255].", 255)
+        if codes[number]:
+            print(f"##### Command execution on worker {number} failed with exit status {codes[number]}. "
+                  "Continuing.", file=sys.stderr)
+            sys.exit(codes[number])
+
+
+def shell(cloud, home, environment, command):
+    """Runs a command, or what stdin says, in a shell of the host; 255 if the host dies meanwhile."""
+    path = f"{cloud / 'host_bin'}:/usr/local/bin:/usr/bin:/bin"
+    environment = dict(PATH=path, HOME=str(home), FAKE_HOST=str(home), CLOUD=str(cloud)) | environment
+    arguments = ["-c", command] if command else []
+    code = subprocess.run(["bash", *arguments], cwd=home, env=environment).returncode
+    return 255 if code < 0 else code
+
+
+def copy(home, positional):
+    """scp between this machine and a host, whose paths begin with the slice's name and a colon."""
+    *sources, target = [home / p.partition(":")[2] if ":" in p else Path(p) for p in positional]
+    for source in sources:
+        if not source.exists():
+            print(f"scp: {source.name}: No such file or directory", file=sys.stderr)
+            return 1
+        if source.is_dir():
+            shutil.copytree(source, target / source.name, dirs_exist_ok=True)
+        else:
+            shutil.copy(source, target)
+    return 0
+
+
+def list_objects(cloud, name, url):
+    """gs://BUCKET/PREFIX: from the emulator at STORAGE_EMULATOR_HOST, or the file `bucket` of the cloud."""
+    if "STORAGE_EMULATOR_HOST" in os.environ:
+        bucket, _, prefix = url.removeprefix("gs://").partition("/")
+        import urllib.parse  # slow, and needed by a few calls only
+        import urllib.request
+        server, query = os.environ["STORAGE_EMULATOR_HOST"], urllib.parse.urlencode({"prefix": prefix})
+        try:
+            with urllib.request.urlopen(f"{server}/storage/v1/b/{bucket}/o?{query}", timeout=10) as answer:
+                names = [item["name"] for item in json.load(answer).get("items", [])]
+        except OSError as e:
+            fail(name, str(e))
+        print(*(f"gs://{bucket}/{n}" for n in names), sep="\n")
+    elif (cloud / "bucket").exists():
+        print((cloud / "bucket").read_text(), end="")
+    else:
+        fail(name, "One or more URLs matched no objects.")
+
+
+def start_ranks(arguments):
+    """Python on a host with several ranks: as xmp.spawn, a process for each; if one is killed, all end."""
+    def terminate(*_):
+        for process in ranks:
+            if process.poll() is None:
+                process.terminate()
+
+    ranks = []
+    for local_rank, rank in enumerate(os.environ["RANKS"].split()):
+        environment = os.environ | dict(RANK=rank, LOCAL_RANK=str(local_rank))
+        ranks.append(subprocess.Popen([sys.executable, *arguments], env=environment))
+    signal.signal(signal.SIGTERM, terminate)
+    while any(process.poll() is None for process in ranks):
+        if any((process.poll() or 0) < 0 for process in ranks):
+            terminate()
+        time.sleep(0.05)
+    codes = [process.returncode for process in ranks]
+    print(f"exit codes of ranks {os.environ['RANKS']}: {codes}", file=sys.stderr)
+    sys.exit(1 if min(codes) < 0 else max(codes))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "ranks":
+        start_ranks(sys.argv[2:])
+    else:
+        main(sys.argv[1:])
