@@ -10,17 +10,18 @@ import sys
 import pytest
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
-TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2", "--L_cycles=2", "--halt_max_steps=4",
-        "--global_batch_size=16", "--lr=2e-3", "--lr_warmup_steps=5", "--log_interval=10", "--checkpoint_interval=20", "--eval_interval=0"]
+TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2",
+        "--L_cycles=2", "--halt_max_steps=4", "--global_batch_size=16", "--lr=2e-3", "--lr_warmup_steps=5",
+        "--log_interval=10", "--checkpoint_interval=20", "--eval_interval=0"]
 
-
-# Two threads for the two tests that run at a time; XLA compiles small programs twice as fast without optimising them.
+# pytest runs two tests at a time, so each takes one thread.
+# XLA compiles small programs twice as fast without optimizing them.
 FAST = {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
 def python(*command, **env):
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=120,
-                          env={**FAST, **os.environ, **env})
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True,
+                          timeout=120, env={**FAST, **os.environ, **env})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -33,27 +34,34 @@ def losses(out):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "sudoku-4x4"
-    text = python("prepare_sudoku.py", "--source=generate", "--size=4", "--num_train=64", "--num_test=40", "--num_aug=5", f"--output_dir={path}")
+    text = python("prepare_sudoku.py", "--source=generate", "--size=4", "--num_train=64", "--num_test=40",
+                  "--num_aug=5", f"--output_dir={path}")
     assert f"train.py --data_path={path}" in text
     return path
 
 
-@pytest.mark.parametrize("mixer", [["--forward_dtype=bfloat16"], ["--mlp_t=False", "--pos_encodings=rope", "--forward_dtype=float32"]], ids=["mlp", "attention"])
+@pytest.mark.parametrize("mixer", [
+    ["--forward_dtype=bfloat16"],
+    ["--mlp_t=False", "--pos_encodings=rope", "--forward_dtype=float32"],
+], ids=["mlp", "attention"])
 def test_train_resume_evaluate_export(data, tmp_path, mixer):
     common = [f"--data_path={data}", f"--out_dir={tmp_path / 'out'}", "--device=cpu", *TINY, *mixer]
     python("train.py", *common, "--max_steps=40")
-    assert len(losses(tmp_path / "out")) == 4 and losses(tmp_path / "out")[-1] < 0.9 * losses(tmp_path / "out")[0]
-    assert "training from step 40 to 60" in python("train.py", *common, "--max_steps=60", "--init_from=resume")
-    shown = python("train.py", *common, "--max_steps=60", "--init_from=resume", "--eval_only", "--eval_show_puzzle")
+    assert len(losses(tmp_path / "out")) == 4
+    assert losses(tmp_path / "out")[-1] < 0.9 * losses(tmp_path / "out")[0]
+    resume = ["--max_steps=60", "--init_from=resume"]
+    assert "training from step 40 to 60" in python("train.py", *common, *resume)
+    shown = python("train.py", *common, *resume, "--eval_only", "--eval_show_puzzle")
     assert "40 test puzzles" in shown and "question" in shown
-    python("train.py", *common, "--max_steps=60", "--init_from=resume", f"--export_official={tmp_path / 'official.pt'}")
-    assert "40 test puzzles" in python("train.py", *common, f"--init_from={tmp_path / 'official.pt'}", "--eval_only")
+    exported = tmp_path / "official.pt"
+    python("train.py", *common, *resume, f"--export_official={exported}")
+    assert "40 test puzzles" in python("train.py", *common, f"--init_from={exported}", "--eval_only")
 
 
 def test_train_through_xla(data, tmp_path):
     pytest.importorskip("torch_xla", reason="this machine has no torch_xla")
-    python("train.py", f"--data_path={data}", f"--out_dir={tmp_path / 'out'}", "--device=xla", *TINY, "--max_steps=20", "--forward_dtype=float32",
-           PJRT_DEVICE="CPU")
+    python("train.py", f"--data_path={data}", f"--out_dir={tmp_path / 'out'}", "--device=xla", *TINY,
+           "--max_steps=20", "--forward_dtype=float32", PJRT_DEVICE="CPU")
     assert losses(tmp_path / "out")[-1] < losses(tmp_path / "out")[0]
 
 

@@ -209,7 +209,8 @@ def has_compiler():
 
 def run_child(label, call, **env):
     """Runs aot.CALL in another process: (its last line, None), or (None, what went wrong)."""
-    code = f"import sys; sys.path.insert(0, {HERE!r}); import aot; aot.end_with_parent({os.getpid()}); aot.{call}"
+    code = (f"import sys; sys.path.insert(0, {HERE!r}); import aot; "
+            f"aot.end_with_parent({os.getpid()}); aot.{call}")
     began = time.monotonic()
     command, env = [sys.executable, "-X", "faulthandler", "-c", code], {**os.environ, **env}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)

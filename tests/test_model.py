@@ -1,4 +1,4 @@
-"""The network's parts, the loss, the halting and the optimizers, against torch's own or against the definition."""
+"""The network's parts, the loss, the halting and the optimizers, against torch or their definitions."""
 import math
 import os
 import sys
@@ -13,18 +13,26 @@ from model import METRICS, TRM, TRMConfig, supervision_step  # noqa: E402
 
 
 def tiny(**settings):
-    return TRM(TRMConfig(**{**dict(seq_len=4, vocab_size=5, hidden_size=16, num_heads=2, L_layers=1, H_cycles=2, L_cycles=2, puzzle_emb_ndim=16,
-                                   puzzle_emb_len=2, num_puzzle_identifiers=3), **settings}), seed=1)
+    sizes = dict(seq_len=4, vocab_size=5, hidden_size=16, num_heads=2, L_layers=1, H_cycles=2, L_cycles=2,
+                 puzzle_emb_ndim=16, puzzle_emb_len=2, num_puzzle_identifiers=3)
+    return TRM(TRMConfig(**{**sizes, **settings}), seed=1)
 
 
 def batch(n, seed=0, S=4, V=5, N=3):
     g = torch.Generator().manual_seed(seed)
-    draw = lambda high, *shape: torch.randint(high, shape, generator=g, dtype=torch.int32)
-    return dict(inputs=draw(V, n, S), labels=draw(V, n, S), puzzle_identifiers=draw(N, n), min_halt_steps=torch.zeros(n, dtype=torch.int32))
+
+    def draw(high, *shape):
+        return torch.randint(high, shape, generator=g, dtype=torch.int32)
+
+    return dict(inputs=draw(V, n, S), labels=draw(V, n, S), puzzle_identifiers=draw(N, n),
+                min_halt_steps=torch.zeros(n, dtype=torch.int32))
 
 
 def weights_of(net):
-    return dict(net.named_parameters()) | ({"puzzle_emb.weights": net.puzzle_emb.weights} if net.prefix else {})
+    weights = dict(net.named_parameters())
+    if net.prefix:
+        weights["puzzle_emb.weights"] = net.puzzle_emb.weights
+    return weights
 
 
 @pytest.mark.parametrize("value", [-1e4, -3.0, -1.0, -1e-7, 0.0, 1e-7, 0.5, 1.0, 2.0, 1e4])
@@ -45,19 +53,28 @@ def test_loss_is_the_mean_over_a_sequences_labelled_cells_summed_over_sequences(
     net, data = tiny(), batch(3)
     data["labels"][1, 1:] = model.IGNORE_LABEL
     data["labels"][2, :] = model.IGNORE_LABEL
-    loss, carry, sums, answer, q_halt = supervision_step(net, weights_of(net), net.new_carry(3, torch.float32), data, 1, loss_type)
+    carry = net.new_carry(3, torch.float32)
+    loss, carry, sums, answer, q_halt = supervision_step(net, weights_of(net), carry, data, 1, loss_type)
     z = net.H_init.expand(3, net.length, -1), net.L_init.expand(3, net.length, -1)
     _, _, logits, q = net(*z, data["inputs"], data["puzzle_identifiers"])
-    p = torch.where(logits < 0, 1 / (1 - logits), logits + 1) if loss_type.startswith("stable") else logits.exp()
+    if loss_type.startswith("stable"):
+        p = torch.where(logits < 0, 1 / (1 - logits), logits + 1)
+    else:
+        p = logits.exp()
     p = p / p.sum(-1, keepdim=True)
-    cell = lambda i, j: -p[i, j, data["labels"][i, j]].log()
+
+    def cell(i, j):
+        return -p[i, j, data["labels"][i, j]].log()
+
     want = sum(cell(0, j) for j in range(4)) / 4 + cell(1, 0)
-    solved = torch.tensor([all(answer[0] == data["labels"][0]), bool(answer[1, 0] == data["labels"][1, 0]), True]).float()
+    correct = answer == data["labels"]
+    solved = torch.tensor([all(correct[0]), bool(correct[1, 0]), True]).float()
     want_q = F.binary_cross_entropy_with_logits(q, solved, reduction="sum")
     sums = dict(zip(METRICS, sums.tolist()))
-    assert sums["lm_loss"] == pytest.approx(want.item(), rel=1e-5) and sums["q_halt_loss"] == pytest.approx(want_q.item(), rel=1e-5)
+    assert sums["lm_loss"] == pytest.approx(want.item(), rel=1e-5)
+    assert sums["q_halt_loss"] == pytest.approx(want_q.item(), rel=1e-5)
     assert loss.item() == pytest.approx((want + 0.5 * want_q).item(), rel=1e-5)
-    assert sums["count"] == 2  # the sequence without labels is in no metric
+    assert sums["count"] == 2  # no metric counts the sequence without labels
 
 
 def test_sequences_halt_and_take_new_data():
@@ -71,16 +88,19 @@ def test_sequences_halt_and_take_new_data():
     _, carry, sums, _, _ = supervision_step(net, weights_of(net), carry, second, 3)
     assert carry["steps"].tolist() == [1, 2, 2, 1] and carry["halted"].tolist() == [True, True, False, True]
     for i, source in enumerate([second, first, first, second]):
-        assert (carry["inputs"][i] == source["inputs"][i]).all() and (carry["labels"][i] == source["labels"][i]).all()
+        assert (carry["inputs"][i] == source["inputs"][i]).all()
+        assert (carry["labels"][i] == source["labels"][i]).all()
     assert dict(zip(METRICS, sums.tolist()))["steps"] == 4  # 1 + 2 + 1 of those that halted
-    _, carry, _, _, _ = supervision_step(net, weights_of(net), net.new_carry(4, torch.float32), first, 3, training=False)
+    _, carry, _, _, _ = supervision_step(net, weights_of(net), net.new_carry(4, torch.float32), first, 3,
+                                         training=False)
     assert not carry["halted"].any()  # an evaluation goes to the full depth
 
 
 def test_only_the_last_recursion_is_differentiated():
-    """With H_cycles = 2 the gradient equals that of H_cycles = 1 from the state which the first recursion reaches."""
+    """With H_cycles = 2, the gradient is that of H_cycles = 1 from the state after the first recursion."""
     net, data = tiny(), batch(3)
-    z = torch.randn(3, net.length, 16, generator=torch.Generator().manual_seed(0)), torch.zeros(3, net.length, 16)
+    g = torch.Generator().manual_seed(0)
+    z = torch.randn(3, net.length, 16, generator=g), torch.zeros(3, net.length, 16)
     _, _, logits, _ = net(*z, data["inputs"], data["puzzle_identifiers"])
     got = torch.autograd.grad(logits.square().sum(), net.L_level.layers[0].mlp.down_proj.weight)[0]
     with torch.no_grad():
@@ -92,13 +112,14 @@ def test_only_the_last_recursion_is_differentiated():
 
 
 def test_bfloat16_embedding_gradient_does_not_stall():
-    """4096 equal tokens: a sum in bfloat16, one by one, would stop at 256."""
+    """4096 equal tokens: adding them one by one in bfloat16 would stop at 256."""
     net = tiny(puzzle_emb_ndim=0, seq_len=4096)
     table = net.embed_tokens.embedding_weight.detach().bfloat16().requires_grad_()
     net.embed_tokens.embedding_weight = torch.nn.Parameter(table)
     x = net.embed(torch.ones(1, 4096, dtype=torch.int32), None)
     gradient, = torch.autograd.grad(x.sum(), net.embed_tokens.embedding_weight)
-    assert gradient[1, 0].item() == pytest.approx(4096 * math.sqrt(16), rel=0.01) and gradient[0].abs().max() == 0
+    assert gradient[1, 0].item() == pytest.approx(4096 * math.sqrt(16), rel=0.01)
+    assert gradient[0].abs().max() == 0
 
 
 def test_initial_weights_have_the_stated_deviation_and_cut():
@@ -106,28 +127,41 @@ def test_initial_weights_have_the_stated_deviation_and_cut():
     for name, p in net.named_parameters():
         if not name.startswith("q_head") and p.numel() > 20000:
             std = p.shape[1] ** -0.5
-            assert p.std().item() == pytest.approx(std, rel=0.02) and p.abs().max().item() <= 2 * std / 0.8796 + 1e-6
+            assert p.std().item() == pytest.approx(std, rel=0.02)
+            assert p.abs().max().item() <= 2 * std / 0.8796 + 1e-6
     assert (net.q_head.weight == 0).all() and (net.q_head.bias == -5).all()
     assert sum(p.numel() for p in net.parameters()) + net.puzzle_emb.weights.numel() == 5_029_378
     same = TRM(TRMConfig(seq_len=81, vocab_size=11), seed=3)
     assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), same.state_dict().values()))
 
 
-@pytest.mark.parametrize("settings", [dict(pos_encodings="x"), dict(mlp_t=False, hidden_size=18, num_heads=4, puzzle_emb_ndim=0),
-                                      dict(mlp_t=False, pos_encodings="rope", hidden_size=6, num_heads=2, puzzle_emb_ndim=0),
-                                      dict(puzzle_emb_ndim=64, puzzle_emb_len=1)])
+@pytest.mark.parametrize("settings", [
+    dict(pos_encodings="x"),
+    dict(mlp_t=False, hidden_size=18, num_heads=4, puzzle_emb_ndim=0),
+    dict(mlp_t=False, pos_encodings="rope", hidden_size=6, num_heads=2, puzzle_emb_ndim=0),
+    dict(puzzle_emb_ndim=64, puzzle_emb_len=1),
+])
 def test_sizes_that_cannot_be_built_raise(settings):
     with pytest.raises(ValueError):
         tiny(**settings)
 
 
-@pytest.mark.parametrize("settings, length", [(dict(), 6), (dict(puzzle_emb_ndim=0), 4), (dict(puzzle_emb_ndim=20, puzzle_emb_len=0), 6),
-                                              (dict(mlp_t=False, pos_encodings="learned"), 6), (dict(mlp_t=False, pos_encodings="none"), 6)])
+@pytest.mark.parametrize("settings, length", [
+    (dict(), 6),
+    (dict(puzzle_emb_ndim=0), 4),
+    (dict(puzzle_emb_ndim=20, puzzle_emb_len=0), 6),
+    (dict(mlp_t=False, pos_encodings="learned"), 6),
+    (dict(mlp_t=False, pos_encodings="none"), 6),
+])
 def test_shapes(settings, length):
     net, data = tiny(**settings), batch(3)
     assert net.length == length
-    loss, carry, sums, answer, q = supervision_step(net, weights_of(net), net.new_carry(3, torch.float32), data, 2)
-    assert carry["z_H"].shape == (3, length, 16) and answer.shape == (3, 4) and q.shape == (3,) and loss.isfinite()
+    carry = net.new_carry(3, torch.float32)
+    loss, carry, sums, answer, q = supervision_step(net, weights_of(net), carry, data, 2)
+    assert carry["z_H"].shape == (3, length, 16)
+    assert answer.shape == (3, 4)
+    assert q.shape == (3,)
+    assert loss.isfinite()
 
 
 # Optimizers
@@ -141,7 +175,9 @@ def ours(update, moments, **settings):
     w, gradients = problem()
     state = [torch.zeros_like(w) for _ in range(moments)]
     for t, g in enumerate(gradients, 1):
-        corrections = [torch.tensor(1 - settings["beta1"] ** t), torch.tensor(1 - settings["beta2"] ** t)] if moments == 2 else []
+        corrections = []
+        if moments == 2:
+            corrections = [torch.tensor(1 - settings[beta] ** t) for beta in ("beta1", "beta2")]
         update(w, g, *state, torch.tensor(0.03), *corrections, *settings.values())
     return w
 
@@ -156,17 +192,20 @@ def theirs(optimizer):
     return w.detach()
 
 
-def test_adamw_is_torchs():
+def test_adamw_equals_torchs():
     want = theirs(lambda p: torch.optim.AdamW(p, lr=0.03, betas=(0.9, 0.95), weight_decay=0.5, eps=1e-8))
-    torch.testing.assert_close(ours(model.adamw, 2, beta1=0.9, beta2=0.95, weight_decay=0.5), want, rtol=1e-5, atol=1e-6)
+    got = ours(model.adamw, 2, beta1=0.9, beta2=0.95, weight_decay=0.5)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_muon_is_torchs():
-    want = theirs(lambda p: torch.optim.Muon(p, lr=0.03, momentum=0.9, weight_decay=0.5, adjust_lr_fn="match_rms_adamw"))
+def test_muon_equals_torchs():
+    want = theirs(lambda p: torch.optim.Muon(p, lr=0.03, momentum=0.9, weight_decay=0.5,
+                                             adjust_lr_fn="match_rms_adamw"))
     got = ours(model.muon, 1, momentum=0.9, weight_decay=0.5)
-    assert (got - want).norm() / want.norm() < 0.01  # both orthogonalise in bfloat16
+    assert (got - want).norm() / want.norm() < 0.01  # both orthogonalize in bfloat16
     wide = problem((4, 6))[0]
-    model.muon(wide, torch.randn(4, 6), torch.zeros(4, 6), torch.tensor(0.03), 0.9, 0.0)  # the other orientation runs too
+    # the other orientation runs too
+    model.muon(wide, torch.randn(4, 6), torch.zeros(4, 6), torch.tensor(0.03), 0.9, 0.0)
 
 
 def test_adam_atan2_and_lion_by_their_definitions():
@@ -175,28 +214,38 @@ def test_adam_atan2_and_lion_by_their_definitions():
     for t, g in enumerate(gradients, 1):
         m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
         w = w * (1 - 0.03 * 0.5) - 0.03 / (1 - 0.9 ** t) * torch.atan2(m, v.sqrt() / math.sqrt(1 - 0.95 ** t))
-    torch.testing.assert_close(ours(model.adam_atan2, 2, beta1=0.9, beta2=0.95, weight_decay=0.5), w, rtol=1e-5, atol=1e-6)
+    got = ours(model.adam_atan2, 2, beta1=0.9, beta2=0.95, weight_decay=0.5)
+    torch.testing.assert_close(got, w, rtol=1e-5, atol=1e-6)
     w, gradients = problem()
     m = torch.zeros_like(w)
     for g in gradients:
         w = w * (1 - 0.03 * 0.5) - 0.03 * torch.sign(0.9 * m + 0.1 * g)
         m = 0.99 * m + 0.01 * g
-    torch.testing.assert_close(ours(model.lion, 1, beta1=0.9, beta2=0.99, weight_decay=0.5), w, rtol=1e-5, atol=1e-6)
+    got = ours(model.lion, 1, beta1=0.9, beta2=0.99, weight_decay=0.5)
+    torch.testing.assert_close(got, w, rtol=1e-5, atol=1e-6)
 
 
-def test_sign_sgd_touches_the_batchs_rows_alone():
+def test_sign_sgd_updates_only_the_rows_of_the_batch():
     table, g = torch.ones(3, 2), torch.tensor([[2.0, -1.0], [5.0, 5.0], [0.0, -3.0]])
     model.sign_sgd(table, g, torch.tensor([2.0, 0.0, 1.0]), torch.tensor(0.1), 0.5)
     torch.testing.assert_close(table, torch.tensor([[0.85, 1.05], [1.0, 1.0], [0.95, 1.05]]))
 
 
 def test_learning_rate_schedule():
-    rate = lambda step, ratio=1.0: model.learning_rate(1.0, step, 10, 110, ratio)
-    assert rate(0) == pytest.approx(0.1) and rate(8) == pytest.approx(0.9) and rate(9) == 1 and rate(60) == 1 and rate(109) == 1
-    assert rate(59, 0.1) == pytest.approx(0.55) and rate(109, 0.1) == pytest.approx(0.1) and rate(9, 0.0) == pytest.approx(1)
+    def rate(step, ratio=1.0):
+        return model.learning_rate(1.0, step, 10, 110, ratio)
+
+    assert rate(0) == pytest.approx(0.1)
+    assert rate(8) == pytest.approx(0.9)
+    assert rate(9) == 1
+    assert rate(60) == 1
+    assert rate(109) == 1
+    assert rate(59, 0.1) == pytest.approx(0.55)
+    assert rate(109, 0.1) == pytest.approx(0.1)
+    assert rate(9, 0.0) == pytest.approx(1)
 
 
-def test_flops_are_those_that_torch_counts():
+def test_flops_equal_torchs_count():
     from torch.utils.flop_counter import FlopCounterMode
     for settings in (dict(), dict(mlp_t=False)):
         net, data = tiny(**settings), batch(6)

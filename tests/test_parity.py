@@ -1,6 +1,7 @@
-"""Golden parity: the official code's losses, metrics, logits, halts, gradients, weights and evaluation, at float32.
+"""Golden parity with the official code at float32: metrics, logits, halts, gradients, weights, evaluation.
 
-TRM_GOLDEN: a glob of golden files; tests/golden/*.npz otherwise. Each runs through train.py's own step on the CPU and through torch_xla.
+TRM_GOLDEN is a glob of golden files (default: tests/golden/*.npz). Each runs through train.py's step
+on the CPU and through torch_xla.
 """
 import functools
 import glob
@@ -22,43 +23,42 @@ from model import METRICS, TRM, TRMConfig  # noqa: E402
 
 FILES = sorted(glob.glob(os.environ.get("TRM_GOLDEN") or os.path.join(ROOT, "tests", "golden", "*.npz")))
 PREFIX = "model.inner."
-SLICED = ("logits/", "q_halt_logits/", "halted/", "steps/", "eval/logits", "eval/q_halt_logits")  # a row for each sequence of the batch
+# a row for each sequence of the batch
+SLICED = ("logits/", "q_halt_logits/", "halted/", "steps/", "eval/logits", "eval/q_halt_logits")
 
 
 def trajectory(golden, kind, perturb=0.0, seed=0, **settings):
-    """Every quantity of a golden file, by its name there, as train.py computes it; perturb: relative change of the initial weights.
+    """Every quantity of a golden file, by its name there, as train.py computes it.
 
-    Read from the state that the step leaves: logits and q from z_H by the heads, the first gradient from the first moment. With
-    several replicas each returns those of its slice of the batch, and all the same sums and weights.
+    perturb: relative change of the initial weights. The values come from the state after each step: logits
+    and q from z_H through the heads, the first gradient from the first moment. With several replicas, each
+    returns the rows of its slice of the batch, and all return the same sums and weights.
     """
-    config = json.loads(str(golden["config"]))
-    net, opt = config["model"], config["train"]
-    values = {k: v[0] for k, v in configurator.read_settings(os.path.join(ROOT, "train.py")).items()}
-    values.update({k: v for k, v in {**net, **opt}.items() if k in values}, ema=True, compile="off", **settings)
-    c = SimpleNamespace(**values)
-    device = train.open_device(kind, c)
-    model = TRM(TRMConfig.of(c, seq_len=net["seq_len"], vocab_size=net["vocab_size"], num_puzzle_identifiers=net["num_puzzle_identifiers"]))
-    start = {k[5:]: torch.from_numpy(golden[k]) for k in golden.files if k.startswith("init/")}
-    sign = torch.Generator().manual_seed(seed)
-    start = {k: t * (1 + perturb * (2 * torch.randint(2, t.shape, generator=sign) - 1)) for k, t in start.items()}
-    train.load_weights(model, start, "golden")
-    run = train.Run(model, c, device)
+    run = new_run(golden, kind, perturb, seed, settings)
+    c, device, model = run.c, run.device, run.model
+    total_steps = json.loads(str(golden["config"]))["train"]["total_steps"]
     rows = slice(device.rank * run.batch_size, (device.rank + 1) * run.batch_size)
-    carried = lambda state, name: state["carry"][name].cpu().flatten(0, -(z_dims[name] + 1)).clone().numpy()
     z_dims = dict(halted=0, steps=0, z_H=2)
+
+    def carried(state, name):
+        return state["carry"][name].cpu().flatten(0, -(z_dims[name] + 1)).clone().numpy()
 
     def heads(state, weights):
         z_H = torch.from_numpy(carried(state, "z_H"))
-        return {"logits": (z_H[:, model.prefix:] @ weights["lm_head.weight"].T).numpy(),
-                "q_halt_logits": (z_H[:, 0] @ weights["q_head.weight"][0] + weights["q_head.bias"][0]).numpy()}
+        logits = z_H[:, model.prefix:] @ weights["lm_head.weight"].T
+        q_halt_logits = z_H[:, 0] @ weights["q_head.weight"][0] + weights["q_head.bias"][0]
+        return {"logits": logits.numpy(), "q_halt_logits": q_halt_logits.numpy()}
 
-    named = lambda key: {n: t.clone() for n, t in train.unflatten(run.state[key].cpu(), run.shapes).items()}
+    def named(key):
+        return {n: t.clone() for n, t in train.unflatten(run.state[key].cpu(), run.shapes).items()}
+
     out = {}
     for k in range(len(golden["batch/inputs"])):
         batch = {n[6:]: golden[n][k][rows] for n in golden.files if n.startswith("batch/")}
         batch["min_halt_steps"] = np.zeros(run.batch_size, np.int32)
         before = named("weights")
-        inputs = dict(batch=batch, rates=train.rates(c, k, opt["total_steps"]), stop_requested=np.zeros(1, np.float32))
+        inputs = dict(batch=batch, rates=train.rates(c, k, total_steps),
+                      stop_requested=np.zeros(1, np.float32))
         run.train_program(run.state, device.put(inputs))
         sums = run.read_sums()
         out.update({f"metric/{n}/{k}": sums[n] for n in METRICS})
@@ -83,6 +83,25 @@ def trajectory(golden, kind, perturb=0.0, seed=0, **settings):
     return out
 
 
+def new_run(golden, kind, perturb, seed, settings):
+    """A Run with the settings and the initial weights of a golden file, the weights changed by perturb."""
+    config = json.loads(str(golden["config"]))
+    net, opt = config["model"], config["train"]
+    values = {k: v[0] for k, v in configurator.read_settings(os.path.join(ROOT, "train.py")).items()}
+    values.update({k: v for k, v in {**net, **opt}.items() if k in values}, ema=True, compile="off",
+                  **settings)
+    c = SimpleNamespace(**values)
+    device = train.open_device(kind, c)
+    model = TRM(TRMConfig.of(c, seq_len=net["seq_len"], vocab_size=net["vocab_size"],
+                             num_puzzle_identifiers=net["num_puzzle_identifiers"]))
+    start = {k[5:]: torch.from_numpy(golden[k]) for k in golden.files if k.startswith("init/")}
+    sign = torch.Generator().manual_seed(seed)
+    start = {k: t * (1 + perturb * (2 * torch.randint(2, t.shape, generator=sign) - 1))
+             for k, t in start.items()}
+    train.load_weights(model, start, "golden")
+    return train.Run(model, c, device)
+
+
 def golden_values(golden):
     """The file's quantities, with metric/NAME [K] as K numbers metric/NAME/k."""
     for name in golden.files:
@@ -100,36 +119,46 @@ def distance(a, b):
 
 
 def through_xla(path, tmp_path, replicas=1, **settings):
-    """trajectory() in a process of its own, where nothing ran before torch_xla was there; the replicas' slices of the batch joined."""
+    """trajectory() in a new process, where torch_xla is set up first; joins the replicas' slices."""
     env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(replicas), "XLA_THREAD_POOL_SIZE": "8"}
-    subprocess.run([sys.executable, __file__, path, str(tmp_path), json.dumps(settings)], check=True, env=env, timeout=600)
+    subprocess.run([sys.executable, __file__, path, str(tmp_path), json.dumps(settings)], check=True, env=env,
+                   timeout=600)
     parts = [np.load(tmp_path / f"{rank}.npz") for rank in range(replicas)]
-    return {name: np.concatenate([p[name] for p in parts]) if name.startswith(SLICED) else parts[0][name] for name in parts[0].files}
+    joined = {name: parts[0][name] for name in parts[0].files}
+    for name in joined:
+        if name.startswith(SLICED):
+            joined[name] = np.concatenate([part[name] for part in parts])
+    return joined
 
 
 @functools.cache
 def allowances(path):
-    """{kind of quantity: how far off it may be} by the rule of compare()."""
+    """{kind of quantity: the error it may have} by the rule of compare()."""
     golden = np.load(path)
-    base, moved = trajectory(golden, "cpu"), [trajectory(golden, "cpu", perturb=6e-8, seed=s) for s in (1, 2, 3)]
+    base = trajectory(golden, "cpu")
+    moved = [trajectory(golden, "cpu", perturb=6e-8, seed=s) for s in (1, 2, 3)]
     allowed = {}
     for name in base:
         if np.asarray(base[name]).dtype.kind == "f" and not name.startswith("grad0/"):
-            allowed[kind_of(name)] = max([allowed.get(kind_of(name), 0)] + [2 * distance(m[name], base[name]) for m in moved])
+            distances = [2 * distance(m[name], base[name]) for m in moved]
+            allowed[kind_of(name)] = max([allowed.get(kind_of(name), 0)] + distances)
     return allowed
 
 
 def kind_of(name):
-    return name.split("/")[0] if name.startswith(("grad0/", "final/", "ema/", "eval/")) else name.rsplit("/", 1)[1]
+    if name.startswith(("grad0/", "final/", "ema/", "eval/")):
+        return name.split("/")[0]
+    return name.rsplit("/", 1)[1]
 
 
 def compare(path, got):
-    """Holds a trajectory against the golden file: 1e-4 relative; flags and counts equal.
+    """Compares a trajectory with the golden file: 1e-4 relative; flags and counts must be equal.
 
-    A recursive net can amplify rounding beyond that: in mlp.npz a change of the weights in their last bit (6e-8 relative) moves
-    the last logits by percents, and the official code's float32 is 0.7% from its own float64. So the quantities of a step, the
-    final weights, their average and the evaluation may also be as far off as twice what such a change of the initial weights does
-    to one of their kind. Returns the names that needed this.
+    A recursive network can amplify rounding beyond that. In mlp.npz a change of the weights in their last bit
+    (6e-8 relative) moves the last logits by percents, and the official code's float32 is 0.7% from its own
+    float64. So the quantities of a step, the final weights, their average and the evaluation may differ by up
+    to twice what such a change of the initial weights does to a quantity of the same kind. Returns the names
+    that needed this.
     """
     golden, allowed = np.load(path), allowances(path)
     excused, wrong = [], []
@@ -141,20 +170,28 @@ def compare(path, got):
         if error > 1e-4:
             (excused if error < limit else wrong).append(f"{name} {error:.1e} (allowed here: {limit:.1e})")
     assert not wrong, wrong
-    assert {n.split("/")[0] for n, _ in golden_values(golden)} >= {"logits", "grad0", "final", "ema", "eval", "metric", "halted"}
+    compared = {name.split("/")[0] for name, _ in golden_values(golden)}
+    assert compared >= {"logits", "grad0", "final", "ema", "eval", "metric", "halted"}
     return excused
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cpu in micro-batches", "cpu recomputed", "xla", "xla in micro-batches, recomputed",
+@pytest.mark.parametrize("kind",
+                         ["cpu", "cpu in micro-batches", "cpu recomputed", "xla",
+                          "xla in micro-batches, recomputed",
                                   "xla on 2 replicas"])
 @pytest.mark.parametrize("path", FILES, ids=os.path.basename)
 def test_golden(path, kind, tmp_path):
     golden = np.load(path)
     size = json.loads(str(golden["config"]))["train"]["global_batch_size"]
-    settings = dict(micro_batch_size=next((d for d in range(2, size) if size % d == 0), size)) if "micro" in kind else {}
-    settings["recompute"] = "recomputed" in kind
+    settings = dict(recompute="recomputed" in kind)
+    if "micro" in kind:
+        settings["micro_batch_size"] = next((d for d in range(2, size) if size % d == 0), size)
     replicas = 2 if "replicas" in kind and size % 2 == 0 else 1
-    excused = compare(path, through_xla(path, tmp_path, replicas, **settings) if kind.startswith("xla") else trajectory(golden, "cpu", **settings))
+    if kind.startswith("xla"):
+        got = through_xla(path, tmp_path, replicas, **settings)
+    else:
+        got = trajectory(golden, "cpu", **settings)
+    excused = compare(path, got)
     print(*excused, sep="\n")
     if os.environ.get("TRM_GOLDEN"):
         return
@@ -168,8 +205,9 @@ def test_golden(path, kind, tmp_path):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("path", FILES, ids=os.path.basename)
 def test_the_step_is_one_graph_for_torch_compile(path, recompute, monkeypatch):
-    """What device=cuda compiles, captured whole and differentiated ahead of time; the code generator is left out."""
-    golden, whole = np.load(path), torch.compile(train.supervision_step, dynamic=False, fullgraph=True, backend="aot_eager")
+    """The step that device=cuda compiles, captured whole and differentiated, without code generation."""
+    golden = np.load(path)
+    whole = torch.compile(train.supervision_step, dynamic=False, fullgraph=True, backend="aot_eager")
     want = trajectory(golden, "cpu")
     monkeypatch.setattr(train, "supervision_step", whole)
     got = trajectory(golden, "cpu", recompute=recompute)
@@ -180,7 +218,8 @@ def test_the_step_is_one_graph_for_torch_compile(path, recompute, monkeypatch):
 
 def replica(index, path, folder, settings):
     import torch_xla.runtime as xr
-    np.savez(os.path.join(folder, f"{xr.global_ordinal()}.npz"), **trajectory(np.load(path), "xla", **settings))
+    np.savez(os.path.join(folder, f"{xr.global_ordinal()}.npz"),
+             **trajectory(np.load(path), "xla", **settings))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""recompute: the same gradients, in less memory. With -s the peak memory of config-sized steps on the CPU, with and without, is shown."""
+"""recompute: the same gradients in less memory. With -s, prints the peak memory of steps on the CPU."""
 import os
 import subprocess
 import sys
@@ -13,10 +13,15 @@ import configurator  # noqa: E402
 import train  # noqa: E402
 from model import recomputed_attention  # noqa: E402
 
-TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--L_layers=1", "--H_cycles=1", "--L_cycles=2", "--forward_dtype=float32",
-        "--global_batch_size=8"]
+TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--L_layers=1",
+        "--H_cycles=1", "--L_cycles=2", "--forward_dtype=float32", "--global_batch_size=8"]
 ATTENTION = ["--mlp_t=false", "--pos_encodings=rope"]
-CASES = {"mlp": [], "attention": ATTENTION, "mlp in micro-batches": ["--micro_batch_size=2"], "attention in micro-batches": [*ATTENTION, "--micro_batch_size=2"]}
+CASES = {
+    "mlp": [],
+    "attention": ATTENTION,
+    "mlp in micro-batches": ["--micro_batch_size=2"],
+    "attention in micro-batches": [*ATTENTION, "--micro_batch_size=2"],
+}
 
 
 def step(kind, flags, seq_len=16, vocab_size=6):
@@ -25,7 +30,8 @@ def step(kind, flags, seq_len=16, vocab_size=6):
     device = train.open_device(kind, c)
     run = train.Run(train.TRM(train.TRMConfig.of(c, seq_len=seq_len, vocab_size=vocab_size)), c, device)
     draw = np.random.default_rng(0).integers
-    batch = {k: draw(vocab_size, size=(c.global_batch_size, seq_len), dtype=np.int32) for k in ("inputs", "labels")}
+    batch = {k: draw(vocab_size, size=(c.global_batch_size, seq_len), dtype=np.int32)
+             for k in ("inputs", "labels")}
     batch |= {k: np.zeros(c.global_batch_size, np.int32) for k in ("puzzle_identifiers", "min_halt_steps")}
     rates = np.array([0, 0, 1 - c.beta1, 1 - c.beta2], np.float32)
     inputs = dict(batch=batch, rates=rates, stop_requested=np.zeros(1, np.float32))
@@ -49,38 +55,46 @@ def attention(kind, forward):
 
 
 def peak(flags, **sizes):
-    """The most bytes that a step on the CPU holds at a time beyond the state of the run."""
+    """Peak memory of a step on the CPU, in bytes beyond the state of the run."""
     run, go = step("cpu", flags, **sizes)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
+                                profile_memory=True) as profile:
         go()
-    events = sorted((e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    events = sorted((e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"),
+                    key=lambda e: e.start_ns())
     return int(np.cumsum([e.nbytes() for e in events]).max())
 
 
 @pytest.fixture(scope="module")
 def xla_gradients(tmp_path_factory):
-    """{"case/recompute": gradient, "attention": attention()}, from a process of its own, where nothing ran before torch_xla was there."""
+    """{"case/recompute": gradient, "attention": attention()}, from a new process for torch_xla."""
     path = str(tmp_path_factory.mktemp("xla") / "gradients.npz")
-    subprocess.run([sys.executable, __file__, path], check=True, timeout=600, env={**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"})
+    subprocess.run([sys.executable, __file__, path], check=True, timeout=600,
+                   env={**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"})
     return np.load(path)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["cpu", "xla"])
 def test_the_gradients_are_the_same(case, kind, xla_gradients):
-    got, want = (xla_gradients[f"{case}/{r}"] if kind == "xla" else gradient(kind, [*TINY, *CASES[case], f"--recompute={r}"]) for r in (True, False))
-    assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want) and np.linalg.norm(want) > 0
+    if kind == "xla":
+        got, want = (xla_gradients[f"{case}/{r}"] for r in (True, False))
+    else:
+        got, want = (gradient(kind, [*TINY, *CASES[case], f"--recompute={r}"]) for r in (True, False))
+    assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
+    assert np.linalg.norm(want) > 0
 
 
 @pytest.mark.parametrize("kind", ["cpu", "xla"])
-def test_xlas_attention_is_torchs(kind, xla_gradients):
+def test_recomputed_attention_equals_torchs(kind, xla_gradients):
     got = xla_gradients["attention"] if kind == "xla" else attention("cpu", recomputed_attention)
     want = attention("cpu", torch.nn.functional.scaled_dot_product_attention)
     assert np.abs(got - want).max() < 1e-5 and np.abs(want).max() > 1
 
 
 @pytest.mark.parametrize("flags,sizes", [(["--global_batch_size=8"], dict(seq_len=81, vocab_size=11)),
-                                         ([*ATTENTION, "--L_cycles=4", "--global_batch_size=1"], dict(seq_len=900, vocab_size=6))],
+                                         ([*ATTENTION, "--L_cycles=4", "--global_batch_size=1"],
+                                          dict(seq_len=900, vocab_size=6))],
                          ids=["baseline, 8 sequences", "maze, 1 sequence"])
 def test_it_takes_less_memory(flags, sizes):
     kept, recomputed = (peak([*flags, f"--recompute={r}"], **sizes) for r in (False, True))
@@ -89,5 +103,6 @@ def test_it_takes_less_memory(flags, sizes):
 
 
 if __name__ == "__main__":
-    gradients = {f"{name}/{r}": gradient("xla", [*TINY, *flags, f"--recompute={r}"]) for name, flags in CASES.items() for r in (True, False)}
+    gradients = {f"{name}/{r}": gradient("xla", [*TINY, *flags, f"--recompute={r}"])
+                 for name, flags in CASES.items() for r in (True, False)}
     np.savez(sys.argv[1], attention=attention("xla", recomputed_attention), **gradients)

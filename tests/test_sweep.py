@@ -123,7 +123,8 @@ def test_remaining_flop_is_the_sum_over_steps(data, name):
         run = script.StudyRun(path, [*flags, f"--max_steps={total_steps}"])
         plan = train.stages(run.c, run.puzzles)
         assert len(plan) == (1 if name == "exp08a" else 5)
-        flop = [16 * run.model.flops_per_example(train.cycles_at(plan, step))[1] for step in range(total_steps)]
+        depths = [train.cycles_at(plan, step) for step in range(total_steps)]
+        flop = [16 * run.model.flops_per_example(cycles)[1] for cycles in depths]
         for step in (0, 1, 16, 17, 39, 40, 59, 60):
             assert run.flop_from(step) == sum(flop[step:])
 
