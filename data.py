@@ -20,6 +20,7 @@ same data.
 import base64
 import copy
 import csv
+import errno
 import functools
 import gzip
 import hashlib
@@ -1026,13 +1027,13 @@ def size_and_md5(item):
 
 # Data sets in buckets.
 
-def local_dataset(path, folder=None):
+def local_dataset(path, folder=None, patient=False):
     """The local folder of a data set: path itself; for gs://bucket/.../NAME data/NAME, downloaded if missing.
 
-    folder: another place than data/NAME. One process of a host downloads, the others wait. A download that
-    was killed resumes from folder + ".part". Raises UserError if folder holds another data set, the bucket
-    refuses, its files do not match their manifest or the disk is full, and TransientError if the bucket does
-    not answer.
+    folder: another place than data/NAME; patient: as Bucket.check. One process of a host downloads, the
+    others wait. A download that was killed resumes from folder + ".part". Raises UserError if folder holds
+    another data set, the bucket refuses, its files do not match their manifest or the disk is full, and
+    TransientError if the bucket does not answer.
     """
     if not path.startswith("gs://"):
         return path
@@ -1043,7 +1044,7 @@ def local_dataset(path, folder=None):
         os.makedirs(os.path.dirname(folder) or ".", exist_ok=True)
         with open(folder + ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            bucket.check(write=False)
+            bucket.check(write=False, patient=patient)
             manifest, hashes = remote_manifest(bucket, path)
             if not os.path.lexists(folder):
                 download_dataset(bucket, path, folder, manifest, hashes)
@@ -1052,7 +1053,9 @@ def local_dataset(path, folder=None):
                 raise UserError(f"{folder} holds another data set than {path}: {hint}")
             return folder
     except OSError as e:
-        raise UserError(f"{folder} cannot be written: {e.strerror or e}") from None
+        # A full disk may have room later; anything else stays as it is.
+        error = TransientError if e.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT) else UserError
+        raise error(f"{folder} cannot be written: {e.strerror or e}") from None
 
 
 def remote_manifest(bucket, url):

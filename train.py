@@ -1507,7 +1507,7 @@ def main(c):
     kind, reason = choose_device(c.device)
     if os.environ.get("RANK", "0") == "0":
         print(f"device {kind}: {reason}", flush=True)
-    c.data_path = local_dataset(c.data_path)
+    c.data_path = local_dataset(c.data_path, patient=True)
     make_dataset(c)
     with tempfile.TemporaryDirectory() as folder:
         os.environ[STOP_FILE] = os.path.join(folder, "stop")

@@ -357,6 +357,7 @@ host_start() {
   host_kill
   mkdir -p run
   rm -f run/exit run/stop_requested
+  : >run/output.txt
   echo "$*" >run/command
   # A session of its own, which host_kill ends as a whole. An open file would keep the ssh connection open.
   setsid nohup bash scripts/tpu.sh host_run "$@" >run/output.txt 2>&1 </dev/null 3>&- &
