@@ -243,6 +243,15 @@ def test_ranks_that_differ_end_before_the_first_step(data, tmp_path, what, code,
         assert got == code and f"train.py: {what} of host 1" in text and "step 1" not in text, text
 
 
+def test_each_host_makes_its_own_data_set(data, tmp_path):  # noqa: F811
+    """data_prepare on two hosts that share no disk."""
+    prepare = (f"{os.path.join(ROOT, 'prepare_sudoku.py')} --source=generate --size=4 --num_train=64 "
+               "--num_test=40 --num_aug=5 --output_dir=data/new")
+    flags = ["--data_path=data/new", f"--data_prepare={prepare}"]
+    for code, text in two_ranks(data, tmp_path, [flags, flags]):
+        assert code == 0 and "data/new is missing; making it" in text, text
+
+
 def test_a_rank_that_stalls_ends_all(data, tmp_path):  # noqa: F811
     line = "        rows = rank_slice(batch_size, rank, world)\n"
     stalling = line + "        if (rank, step) == (1, 14):\n            time.sleep(1000)\n"
