@@ -16,7 +16,6 @@ import math
 import os
 import platform
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -25,10 +24,15 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
+import configurator  # before torch: see there
 import numpy as np
 import torch
 
-import configurator
+try:
+    import resource
+except ModuleNotFoundError:  # Windows
+    resource = None
+
 import train
 from configurator import UserError
 from data import Dataset, Progress, halting_draws, write_dataset
@@ -57,6 +61,8 @@ def bench(index, c, own, kind, path):
     train.check_batch_size(c, device)
     run, next_batch, train_step = make_training(c, device, Dataset(path, "train"), own.real_data)
     times, rank = SimpleNamespace(), device.rank
+    if rank == 0:
+        print("".join(note + "\n" for note in device.notes), end="", flush=True)
     label = "first step" if kind == "cpu" and c.compile != "on" else "first step, which compiles"
     times.first = seconds_of(1, train_step, label, rank)[0]
     if own.profile:
@@ -237,7 +243,9 @@ def product_flops(run, n):
 
 
 def peak_memory():
-    """Bytes of memory that this process has held at most."""
+    """Bytes of memory that this process has held at most; 0 where Python cannot tell, as on Windows."""
+    if not resource:
+        return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -254,7 +262,8 @@ def trace(device, folder, train_step):
     path = os.path.join(folder, f"trace.{device.rank}.json")
     profiler.export_chrome_trace(path)
     operations = profiler.key_averages()
-    text = operations.table(sort_by=f"self_{device.kind}_time_total", row_limit=10, max_name_column_width=60)
+    kind = "cuda" if device.kind == "cuda" else "cpu"
+    text = operations.table(sort_by=f"self_{kind}_time_total", row_limit=10, max_name_column_width=60)
     return f"{text}\ntrace of 3 steps in {path}: open it in https://ui.perfetto.dev or chrome://tracing"
 
 
@@ -294,8 +303,10 @@ def fit_to_cpu(c, own, data, kind, batch_given, steps_given):
     each = STEP_AND_EVALUATION + (kind == "xla")  # which takes the training steps twice
     if not batch_given:
         fewest = own.steps if steps_given else FEWEST_STEPS
-        half_of_all = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
-        largest = min(BUDGET / each / (fewest + 1) / seconds, half_of_all / memory)
+        largest = BUDGET / each / (fewest + 1) / seconds
+        if hasattr(os, "sysconf"):  # Windows has none
+            half_of_all = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+            largest = min(largest, half_of_all / memory)
         multiple = c.micro_batch_size or 1
         if kind == "xla":
             multiple *= int(os.environ.get("CPU_NUM_DEVICES", 1))
@@ -356,7 +367,10 @@ def main(argv):
             import torch_xla.distributed.xla_multiprocessing as xmp
             xmp.spawn(bench, args=(c, own, kind, path))
         else:
-            bench(0, c, own, kind, path)
+            try:
+                bench(0, c, own, kind, path)
+            except torch.OutOfMemoryError:
+                raise train.out_of_memory(c) from None
 
 
 def run_sweep(sweep, argv):

@@ -19,6 +19,10 @@ import tokenize
 import traceback
 from types import ModuleType, SimpleNamespace
 
+# `import torch` loads every device plugin that is installed, and with TorchTPU's the first step on a machine
+# without a TPU takes ten minutes. So scripts import this file before torch. --device=tpu loads the plugin.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
 
 class UserError(Exception):
     """Wrong input: one line that says what is wrong, where, and how to fix it. The exit code is 2."""

@@ -44,6 +44,11 @@ from types import SimpleNamespace
 import numpy as np
 import requests
 
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None
+
 from configurator import TransientError, UserError, command
 
 FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
@@ -60,7 +65,7 @@ METADATA = {  # of dataset.json
 }
 IGNORED = -100  # the label of cells that no loss and no metric counts
 WALL, OPEN, START, GOAL, PATH = range(1, 6)  # tokens of a maze, "# SGo"
-ORDER, EXAMPLE, HALT, SUBSET = range(4)  # independent random streams of one seed
+ORDER, EXAMPLE, HALT, SUBSET, NOISE = range(5)  # independent random streams of one seed
 
 
 class Dataset:
@@ -125,6 +130,14 @@ class Dataset:
             batch[key] = np.full((size,) + rows.shape[1:], padding[key], dtype=np.int32)
             batch[key][:len(rows)] = rows
         return batch
+
+    def noise_keys(self, seed, indices, attempt, size):
+        """Keys of model.normal_noise for these examples, int32 [size]; 0, no noise, for the first attempt."""
+        keys = np.zeros(size, dtype=np.int32)
+        if attempt:
+            draws = generator(seed, NOISE, attempt).integers(1, 2 ** 31, len(self), dtype=np.int32)
+            keys[:len(indices)] = draws[indices]
+        return keys
 
     def _batch(self, examples, puzzles):
         labels = self.labels[examples].astype(np.int32)
@@ -601,6 +614,15 @@ def cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+def lock(file, wait=True):
+    """Locks an open file until it is closed. wait=False: raises BlockingIOError if another process has it.
+
+    Does nothing where there is no fcntl, as on Windows.
+    """
+    if fcntl:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 class Progress:
     """A progress line on stderr: how much is done, the rate and the time left. Silent for 2 seconds.
 
@@ -1037,13 +1059,12 @@ def local_dataset(path, folder=None, patient=False):
     """
     if not path.startswith("gs://"):
         return path
-    import fcntl  # missing on Windows, where the rest of this file works
     bucket = Bucket(path)
     folder = os.path.normpath(folder or os.path.join("data", path.rstrip("/").rpartition("/")[2]))
     try:
         os.makedirs(os.path.dirname(folder) or ".", exist_ok=True)
-        with open(folder + ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with open(folder + ".lock", "w") as lock_file:
+            lock(lock_file)
             bucket.check(write=False, patient=patient)
             manifest, hashes = remote_manifest(bucket, path)
             if not os.path.lexists(folder):

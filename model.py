@@ -334,10 +334,12 @@ class TRM(nn.Module):
 def log_stablemax(x):
     """Logits whose softmax is the stablemax of x (arXiv 2501.04697): log s(x).
 
-    s(x) = x + 1, or 1 / (1 - x) below 0. Finite in float32 with finite gradients: each branch of the where
-    is clamped to its own side.
+    s(x) = x + 1, or 1 / (1 - x) below 0. So log s(x) is log(1 + |x|) with the sign of x: finite in float32,
+    and so is its slope, which is 1 at 0 (that of abs or clamp would depend on torch's version).
     """
-    return torch.where(x < 0, -torch.log1p(-x.clamp(max=0)), torch.log1p(x.clamp(min=0)))
+    negative = x < 0
+    size = torch.log1p(torch.where(negative, -x, x))
+    return torch.where(negative, -size, size)
 
 
 def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="stablemax_cross_entropy",
@@ -401,6 +403,25 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
     carry = dict(z_H=z_H.detach(), z_L=z_L.detach(), steps=steps, halted=halts,
                  inputs=inputs, labels=labels, puzzle_identifiers=identifiers)
     return lm_loss + 0.5 * q_halt_loss, carry, sums, answer, q_halt.detach()
+
+
+def normal_noise(keys, steps, shape):
+    """Standard normal noise [B, *shape], float32, from integers alone: the same on every device.
+
+    keys, steps: int32 [B], not negative. Each number is a hash of its key, step and place (lowbias32 of C.
+    Wellons' hash-prospector, cut to 31 bits), half of it as radius, half as angle (Box and Muller).
+    """
+    bits = 2 ** 31 - 1  # XLA and torch shift negative numbers differently
+
+    def mix(x):
+        x = (x ^ x >> 16) * 0x7FEB352D & bits
+        x = (x ^ x >> 15) * 0x046CA68B & bits
+        return x ^ x >> 16
+
+    places = torch.arange(math.prod(shape), dtype=torch.int32, device=keys.device)
+    x = mix(mix(mix(keys) + steps & bits).unsqueeze(-1) + places & bits)
+    radius = torch.sqrt(-2 * torch.log(((x >> 15) + 0.5) / 2 ** 16))
+    return (radius * torch.cos((x & 0x7FFF) * (2 * math.pi / 2 ** 15))).view(-1, *shape)
 
 
 def flatten(tensors):

@@ -31,7 +31,7 @@ min_difficulty = 0  # lowest rating that is kept, in training and test
 check_unique = True  # prove that each kept puzzle has one solution (30 s per 100,000 puzzles and core)
 # generated puzzles
 num_train = 3000  # training puzzles
-num_test = 1000  # test puzzles
+num_test = 1000  # test puzzles, the same for each num_train
 # augmentation
 num_aug = 1000  # augmented copies of each training puzzle, besides itself
 # ---
@@ -56,8 +56,8 @@ def prepare(settings):
     refuse_existing(s.output_dir)
     if s.source == "generate":
         boards = generate(s.size, s.num_train + s.num_test, s.seed, cores())
-        train = [board[:s.num_train] for board in boards]
-        test = [board[s.num_train:] for board in boards]
+        train = [board[s.num_test:] for board in boards]
+        test = [board[:s.num_test] for board in boards]  # first: the same for each num_train
         counts = {}
     else:
         train, test, counts = puzzles_from_files(s)

@@ -35,17 +35,17 @@ from contextlib import contextmanager
 from fractions import Fraction
 from types import SimpleNamespace
 
+import configurator  # before torch: see there
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-import configurator
 import xla
 from configurator import TransientError, UserError, read_settings
 from data import (Bucket, Dataset, Progress, file_md5, file_sha256, halting_draws, local_dataset,
-                  path_metrics)
-from model import (IGNORE_LABEL, METRICS, TRM, TRMConfig, accumulate, flatten, learning_rate, sign_sgd,
-                   supervision_step, unflatten, update_weights)
+                  lock, path_metrics)
+from model import (IGNORE_LABEL, METRICS, TRM, TRMConfig, accumulate, flatten, learning_rate, normal_noise,
+                   sign_sgd, supervision_step, unflatten, update_weights)
 
 # data
 data_path = "data/sudoku-extreme-1k-aug-1000"  # a data set's folder, or its gs:// address
@@ -93,7 +93,9 @@ eval_interval = 5000  # epochs between evaluations; 0: only at the end
 eval_max_puzzles = 4096  # test puzzles of the evaluations on the way, a fixed random subset; 0: all
 eval_final_max_puzzles = 0  # test puzzles of the one at the end
 eval_halt_max_steps = 0  # supervision steps at evaluation; 0: halt_max_steps
-eval_save_outputs = ""  # of inputs,labels,preds,q_halt_logits: saved to out_dir/eval_STEP.npz at the end
+eval_rollouts = 1  # attempts at each puzzle, all but the first with noise; the surest answer counts
+eval_noise = 1.0  # standard deviation of that noise, on the latent z_L after each supervision step
+eval_save_outputs = ""  # of inputs,labels,preds,q_halt_logits and surest_...: saved to out_dir/eval_STEP.npz
 eval_show_puzzle = False  # end by printing an unseen puzzle and its answers after steps 1, 2, 4, ...
 eval_only = False  # evaluate as at the end, then stop
 # run
@@ -102,10 +104,11 @@ gcs_dir = ""  # gs://bucket/folder for this run alone: a mirror of out_dir, to r
 init_from = "scratch"  # scratch, resume, auto (resume if there is a checkpoint) or a file, ours or official
 checkpoint_interval = 1000  # steps; sequences start afresh there, so that a resume changes nothing; 0: none
 keep_last_n = 3  # checkpoints kept, besides best.pt
+best_metric = "exact_accuracy"  # chooses best.pt among the evaluations on the way; or surest_accuracy
 export_official = ""  # write the evaluated weights to this file under the official code's names, then stop
 log_interval = 10  # steps averaged in a line of the log
 stall_timeout = 1800  # seconds without the end of a step after which a replica ends: a peer is gone; 0: never
-device = "auto"  # auto, xla, cuda or cpu
+device = "auto"  # auto, xla, cuda, mps (Apple's GPU), cpu or tpu (TorchTPU); auto leaves mps and tpu
 compile = "auto"  # torch.compile: auto (on CUDA), on (on the CPU too: a minute, then 10% faster) or off
 # logging
 wandb_log = False  # send metrics.jsonl to Weights & Biases too
@@ -163,7 +166,7 @@ class Run:
                 loss, carry, metrics, _, _ = self.supervision_step(
                     model, leaves, x["carry"], x["batch"], c.halt_max_steps, c.loss_type, cycles=cycles)
                 grads = torch.autograd.grad(loss, list(leaves.values()))
-            rows = torch.zeros_like(no_rows)
+            rows = torch.zeros(no_rows.shape, device=no_rows.device)
             if model.prefix:
                 identifiers = carry["puzzle_identifiers"]
                 rows = rows.index_add(0, identifiers, torch.ones_like(identifiers, dtype=torch.float32))
@@ -200,14 +203,23 @@ class Run:
         """One supervision step of an evaluation, in place on state. On XLA it is one program. No collective.
 
         state: as new_evaluation; its totals grow when the full depth is reached, and the next step takes
-        new data. inputs: as eval_inputs. Returns the answers [B, S] and q_halt [B].
+        new data. inputs: as eval_inputs. Returns preds [B, S] and q_halt_logits [B] of this step, and
+        surest_preds and surest_q_halt_logits of that step so far where q_halt was highest.
         """
         model = self.model.eval()
 
         def micro_batch(weights, x):
+            before, batch = x["carry"], x["batch"]
             _, carry, metrics, answer, q_halt = self.supervision_step(
-                model, weights, x["carry"], x["batch"], self.eval_depth, self.c.loss_type, training=False)
-            return [metrics], carry | dict(answer=answer, q_halt=q_halt)
+                model, weights, before, batch, self.eval_depth, self.c.loss_type, training=False)
+            surer = before["halted"] | (q_halt >= before["surest_q_halt_logits"])  # halted: a new puzzle
+            carry["surest_preds"] = torch.where(surer.unsqueeze(-1), answer, before["surest_preds"])
+            carry["surest_q_halt_logits"] = torch.where(surer, q_halt, before["surest_q_halt_logits"])
+            if "noise_keys" in batch:
+                noise = normal_noise(batch["noise_keys"], carry["steps"], carry["z_L"].shape[1:])
+                noise *= torch.where(batch["noise_keys"] == 0, 0, self.c.eval_noise).view(-1, 1, 1)
+                carry["z_L"] = carry["z_L"] + noise.to(self.dtype)
+            return [metrics], carry | dict(preds=answer, q_halt_logits=q_halt)
 
         weights = self.cast(inputs["weights"], inputs["puzzle_emb"])
         xs = dict(carry=state["carry"], batch=self.split(inputs["batch"]))
@@ -215,10 +227,17 @@ class Run:
         for name, t in state["carry"].items():
             t.copy_(rows[name])
         state["totals"] += torch.where(rows["halted"].flatten()[0], metrics, 0)
-        return rows["answer"].flatten(0, 1), rows["q_halt"].flatten()
+        names = "preds", "q_halt_logits", "surest_preds", "surest_q_halt_logits"
+        return {name: rows[name].flatten(0, 1) for name in names}
 
-    def eval_inputs(self, batch):
-        """The inputs of eval_step: the averaged weights where there are any."""
+    def eval_inputs(self, batch, noise_keys=None):
+        """The inputs of eval_step: the averaged weights where there are any.
+
+        noise_keys: int32 [B], of the noise on each sequence, 0: none. Ignored if eval_rollouts is 1.
+        """
+        if self.c.eval_rollouts > 1:
+            keys = np.zeros(self.batch_size, dtype=np.int32) if noise_keys is None else noise_keys
+            batch = batch | dict(noise_keys=keys)
         weights = self.state["ema" if self.c.ema else "weights"]
         return dict(batch=self.device.put(batch), weights=weights, puzzle_emb=self.state["puzzle_emb"])
 
@@ -237,9 +256,15 @@ class Run:
         self.state |= self.device.put(dict(carry=carry, sums=torch.zeros(len(STATS))))
 
     def new_evaluation(self):
-        """The state of an evaluation: a carry, and totals [METRICS]."""
-        carry = self.split(self.model.new_carry(self.batch_size, self.dtype))
+        """The state of an evaluation: a carry, with the surest answers, and totals [METRICS]."""
+        carry = self.eval_carry(self.batch_size)
         return self.device.put(dict(carry=carry, totals=torch.zeros(len(METRICS))))
+
+    def eval_carry(self, batch_size):
+        carry = self.model.new_carry(batch_size, self.dtype)
+        carry["surest_preds"] = torch.zeros_like(carry["inputs"])
+        carry["surest_q_halt_logits"] = torch.zeros(batch_size)
+        return self.split(carry)
 
     def read_sums(self):
         """{name of STATS: sum over the steps since the last call}. Waits for the device."""
@@ -362,47 +387,102 @@ def evaluate(run, test, indices, label, save_to=None):
 
     save_to: a .npz file for eval_save_outputs.
     """
-    device, size, is_maze = run.device, run.batch_size, test.manifest.get("kind") == "maze"
+    device, size = run.device, run.batch_size
     mine = indices[device.rank::device.world]
-    state, paths, saved, interrupted = run.new_evaluation(), np.zeros(2), {}, False
+    state, counts, saved, interrupted = run.new_evaluation(), {}, {}, False
     with Progress(label, len(mine) if device.rank == 0 else 0, "puzzles") as progress:
         for i in range(0, math.ceil(len(indices) / device.world), size):  # as many batches on every rank
             rows = mine[i:i + size]
-            arrays = test.test_batch(rows, size)
-            inputs = run.eval_inputs(arrays)
-            for _ in range(run.eval_depth):
-                interrupted = stop_requested()
-                if interrupted:
-                    break
-                answer, q_halt = run.eval_program(state, inputs)
+            attempts = solve_batch(run, test, rows, state)
+            interrupted = len(attempts) < run.c.eval_rollouts
             if interrupted:
                 break
-            arrays |= dict(preds=answer.cpu().numpy(), q_halt_logits=q_halt.cpu().numpy())
-            restart_watchdog(run.c)
-            arrays = {name: values[:len(rows)] for name, values in arrays.items()}
-            if is_maze:
-                valid_and_optimal = path_metrics(
-                    arrays["inputs"], arrays["labels"], arrays["preds"], test.manifest["grid"])
-                paths += np.sum(valid_and_optimal, axis=1)
+            arrays = attempts[0] | surest_of(attempts)
+            for name, solved in judge(test, attempts, arrays).items():
+                counts[name] = counts.get(name, 0) + solved.sum()
             for name in filter(None, run.c.eval_save_outputs.split(",") if save_to else ()):
                 saved.setdefault(name, []).append(arrays[name])
             progress.add(len(rows))
     if saved and not interrupted:  # before the sum: once it is there, all ranks have saved theirs
         save_outputs(save_to, mine, saved, run.device.say)
-    # The other ranks learn of an interruption from the sum.
-    totals = torch.cat([state["totals"].cpu(), torch.tensor([*paths, interrupted], dtype=torch.float32)])
-    totals = device.sum_on_host(totals)
-    *totals, valid, optimal, interrupted = totals.tolist()
-    if interrupted:
+    if device.sum_on_host(torch.tensor([float(interrupted)])).item():  # on this rank or another
         return {}
-    totals, values = dict(zip(METRICS, totals)), {}
-    count = max(totals["count"], 1)
-    for name in ("accuracy", "exact_accuracy", "q_halt_accuracy", "steps"):
-        values["eval/" + name] = totals[name] / count
-    values["eval/loss"] = (totals["lm_loss"] + 0.5 * totals["q_halt_loss"]) / count
-    values["eval/puzzles"] = int(totals["count"])
-    if is_maze:
-        values |= {"eval/path_valid": valid / count, "eval/path_optimal": optimal / count}
+    sums = torch.cat([state["totals"].cpu(), torch.tensor([*counts.values()]).float()])
+    sums = dict(zip([*METRICS, *counts], device.sum_on_host(sums).tolist()))
+    return eval_values(sums)
+
+
+def solve_batch(run, test, indices, state):
+    """The answers of each attempt at the test puzzles `indices`: a list of eval_rollouts dicts of arrays.
+
+    Each holds what test_batch and eval_step return. The list is shorter if a stop is requested.
+    """
+    arrays, attempts = test.test_batch(indices, run.batch_size), []
+    unscored = arrays | dict(labels=np.full_like(arrays["labels"], IGNORE_LABEL))
+    for attempt in range(run.c.eval_rollouts):
+        batch = unscored if attempt else arrays  # the totals on the device are those of the first attempt
+        inputs = run.eval_inputs(batch, test.noise_keys(run.c.seed, indices, attempt, run.batch_size))
+        for _ in range(run.eval_depth):
+            if stop_requested():
+                return attempts
+            answers = run.eval_program(state, inputs)
+        answers = {name: t.cpu().numpy() for name, t in answers.items()}
+        attempts.append({name: a[:len(indices)] for name, a in (arrays | answers).items()})
+        restart_watchdog(run.c)
+    return attempts
+
+
+def surest_of(attempts):
+    """surest_preds and surest_q_halt_logits of the attempts, for each puzzle those of the surest one."""
+    q_halt = np.stack([arrays["surest_q_halt_logits"] for arrays in attempts])
+    preds = np.stack([arrays["surest_preds"] for arrays in attempts])
+    surest = q_halt.argmax(0), np.arange(q_halt.shape[1])
+    return dict(surest_preds=preds[surest], surest_q_halt_logits=q_halt[surest])
+
+
+def majority_of(attempts):
+    """For each puzzle, the answer that most attempts give; of several, the surest."""
+    preds = np.stack([arrays["surest_preds"] for arrays in attempts])
+    q_halt = np.stack([arrays["surest_q_halt_logits"] for arrays in attempts])
+    votes = np.stack([(preds == answer).all(-1).sum(0) for answer in preds])
+    return preds[np.where(votes == votes.max(0), q_halt, -np.inf).argmax(0), np.arange(preds.shape[1])]
+
+
+def judge(test, attempts, arrays):
+    """{name of a metric: which of a batch's puzzles it counts, bool [n]}, for all but METRICS.
+
+    arrays: inputs, labels, preds and surest_preds. The keys do not depend on the puzzles.
+    """
+    labels, is_maze = arrays["labels"], test.manifest.get("kind") == "maze"
+
+    def is_solved(preds):
+        scored = labels != IGNORE_LABEL
+        return ((preds == labels) | ~scored).all(1) & scored.any(1)
+
+    answers = {"": arrays["preds"], "surest_": arrays["surest_preds"]}
+    if is_maze and len(attempts) > 1:
+        answers["majority_"] = majority_of(attempts)
+    counted = {name + "accuracy": is_solved(preds) for name, preds in answers.items() if name}
+    for name, preds in answers.items() if is_maze else ():
+        valid, optimal = path_metrics(arrays["inputs"], labels, preds, test.manifest["grid"])
+        counted |= {name + "path_valid": valid, name + "path_optimal": optimal}
+    if len(attempts) > 1:
+        solved = np.stack([is_solved(attempt["surest_preds"]) for attempt in attempts])
+        powers = [2 ** i for i in range(len(attempts).bit_length())]
+        for n in sorted({*powers, len(attempts)}):
+            counted[f"surest_of_{n}"] = is_solved(surest_of(attempts[:n])["surest_preds"])
+            counted[f"any_of_{n}"] = solved[:n].any(0)
+    return counted
+
+
+def eval_values(sums):
+    """{"eval/...": number} of the sums over all ranks, of METRICS and of judge's counts."""
+    count = max(sums["count"], 1)
+    values = {"eval/" + name: value / count for name, value in sums.items()}
+    for name in ("count", "lm_loss", "q_halt_loss"):
+        del values["eval/" + name]
+    values["eval/loss"] = (sums["lm_loss"] + 0.5 * sums["q_halt_loss"]) / count
+    values["eval/puzzles"] = int(sums["count"])
     return values
 
 
@@ -445,7 +525,7 @@ def show_puzzle(run, test):
     arrays = test.test_batch(test.subset(run.batch_size), run.batch_size)
     inputs, state, answers = run.eval_inputs(arrays), run.new_evaluation(), {}
     for step in range(1, run.eval_depth + 1):
-        answer, _ = run.eval_program(state, inputs)
+        answer = run.eval_program(state, inputs)["preds"]
         if step & (step - 1) == 0 or step == run.eval_depth:
             answers[step] = answer.cpu().numpy()
     labels = arrays["labels"]
@@ -578,8 +658,9 @@ class Checkpoints:
 
     def save_if_best(self, step, run, metrics):
         """Saves best.pt if no earlier evaluation was better."""
-        if metrics["eval/exact_accuracy"] > self.best:
-            self.best = metrics["eval/exact_accuracy"]
+        accuracy = metrics["eval/" + self.c.best_metric]
+        if accuracy > self.best:
+            self.best = accuracy
             self.save("best", step, run, metrics)
 
     def written(self):
@@ -738,7 +819,7 @@ def find_start(c, data, model, total_steps, start):
         if before != value and name not in ("init_from", "eval_only"):
             start.notes.append(f"{name} is {value}; the checkpoint had {before}")
     start.step, start.state, start.wandb_id = state["step"], state, state["wandb_id"]
-    start.best = best_accuracy(c.out_dir)
+    start.best = best_accuracy(c)
     lines = metrics_lines(c.out_dir)
     start.complete = start.step == total_steps and any(
         '"final": true' in line and line_step(line) == start.step for line in lines)
@@ -791,14 +872,14 @@ def refuse_other_run(c, bucket):
                         "--init_from=auto continues it, --gcs_dir=... starts another")
 
 
-def best_accuracy(out_dir):
-    """That of best.pt, or -1 without one."""
-    path = os.path.join(out_dir, "best.json")
+def best_accuracy(c):
+    """The best_metric of best.pt, or -1 where there is none."""
+    path = os.path.join(c.out_dir, "best.json")
     if not os.path.exists(path):
         return -1.0
     try:
         with open(path, "rb") as f:
-            return json.load(f)["metrics"]["eval/exact_accuracy"]
+            return json.load(f)["metrics"].get("eval/" + c.best_metric, -1.0)
     except (ValueError, KeyError, TypeError) as e:
         raise UserError(f"{path}: damaged ({e}); remove it and best.pt") from None
 
@@ -927,7 +1008,7 @@ class Log:
         self.say(f"{run.num_parameters:,} parameters; "
                  f"{len(data):,} training examples of {data.total_groups:,} puzzles, "
                  f"{len(test):,} test puzzles in {c.data_path}")
-        for note in notes:
+        for note in [*device.notes, *notes]:
             self.say(note)
 
     def begin(self, total_steps, **facts):
@@ -966,8 +1047,9 @@ class Log:
             seconds = (time.perf_counter() - self.clock) / (step - self.timed_from)
             speed = c.global_batch_size / seconds
             values |= {"perf/examples_per_sec": speed, "perf/step_time": seconds}
+            flops = run.model.flops_per_example(cycles)[1]
+            values["perf/tflops"] = speed * flops / 1e12
             if peak := peak_flops(self.device):
-                flops = run.model.flops_per_example(cycles)[1]
                 values["perf/mfu"] = speed * flops / peak / self.device.world
             line += f" | {speed:,.0f} examples/s {1e3 * seconds:,.0f} ms"
             line += f" | eta {duration((total_steps - step) * seconds)}"
@@ -1003,9 +1085,16 @@ def eval_line(values, step):
     """A line of the console for an evaluation."""
     line = (f"step {step} | {values['eval/puzzles']:,} test puzzles at {values['eval/steps']:.0f} "
             f"supervision steps: exact {values['eval/exact_accuracy']:.4f} "
+            f"surest {values['eval/surest_accuracy']:.4f} "
             f"accuracy {values['eval/accuracy']:.4f} loss {values['eval/loss']:.4f}")
     if "eval/path_valid" in values:
         line += " path valid {eval/path_valid:.4f} optimal {eval/path_optimal:.4f}".format_map(values)
+    for text, prefix in (("surest of", "eval/surest_of_"), ("any right of", "eval/any_of_")):
+        found = {name.removeprefix(prefix): v for name, v in values.items() if name.startswith(prefix)}
+        if found:
+            line += f" | {text} {', '.join(found)}: {', '.join(f'{v:.4f}' for v in found.values())}"
+    if "eval/majority_accuracy" in values:
+        line += " | majority {eval/majority_accuracy:.4f}".format_map(values)
     return line
 
 
@@ -1087,7 +1176,10 @@ class WandB:
             if code not in (0, 1):  # 1: it has said why
                 self.say(f"W&B: off, its process died (exit code {code}); metrics.jsonl has everything")
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            if hasattr(os, "killpg"):
+                os.killpg(self.process.pid, signal.SIGKILL)  # and what wandb has started
+            else:  # Windows
+                self.process.kill()
             self.say(f"W&B: no end within {seconds} s, killed; metrics.jsonl has everything, and "
                      f"python scripts/wandb_follow.py {self.out_dir} --again sends it")
         self.process = None
@@ -1096,36 +1188,65 @@ class WandB:
 # Devices: the CPU and CUDA GPUs. xla.py has the TPU, with the same methods.
 
 # A chip's dense bfloat16 FLOP/s as its maker states them, for perf/mfu.
-PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5lite": 197e12, "TPU v5p": 459e12, "TPU v6e": 918e12,
+PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5lite": 197e12, "TPU v5e": 197e12, "TPU v5p": 459e12, "TPU v6e": 918e12,
               "A100": 312e12, "H100": 989e12, "H200": 989e12, "L40S": 362e12}
 
 
 def open_device(kind, c):
     """The device of one replica; kind as choose_device returns it."""
-    return xla.XLADevice() if kind == "xla" else Device(kind, c)
+    if kind == "xla":
+        return xla.XLADevice()
+    if kind == "tpu":
+        import torchtpu
+        return torchtpu.TorchTPUDevice()
+    return Device(kind, c)
 
 
 class Device:
-    """The CPU or a CUDA GPU, alone or under torchrun.
+    """The CPU, a CUDA GPU or Apple's GPU; the first two alone or under torchrun.
 
-    torch: the torch.device; rank of world replicas; local_rank on this host, number `host`.
+    torch: the torch.device; rank of world replicas; local_rank on this host, number `host`; notes: lines for
+    the log.
     """
 
     def __init__(self, kind, c):
         self.kind, self.say, self.rank, self.world = kind, print, 0, 1
+        self.notes = []
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.host = int(os.environ.get("GROUP_RANK", 0))
         self.compiles = c.compile == "on" or c.compile == "auto" and kind == "cuda"
+        self.torch, self.name = torch.device(kind), platform.processor() or platform.machine()
         if kind == "cuda":
             self.torch = torch.device("cuda", self.local_rank)
             self.name = torch.cuda.get_device_name(self.torch)
             torch.cuda.set_device(self.torch)
             torch.set_float32_matmul_precision("high")  # TF32, for what is not in forward_dtype
-        else:
-            self.torch, self.name = torch.device("cpu"), platform.processor() or platform.machine()
+            self.adapt(c)
         if "RANK" in os.environ:
             torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
             self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def adapt(self, c):
+        """Does without what this GPU lacks: changes c.forward_dtype or runs eagerly, and notes that.
+
+        Raises UserError for a GPU that this build of torch has no kernels for, and for --compile=on.
+        """
+        try:
+            torch.ones(1, device=self.torch).add(1).cpu()
+        except RuntimeError as e:
+            raise UserError(f"{self.name}: torch {torch.__version__} cannot use it ({one_line(e)}); "
+                            "another build of torch may, and --device=cpu trains on the CPU") from None
+        if c.forward_dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            c.forward_dtype = "float16" if torch.cuda.get_device_capability()[0] >= 7 else "float32"
+            self.notes.append(f"forward_dtype is {c.forward_dtype}, not bfloat16: {self.name} has no "
+                              "bfloat16 units; results differ by rounding")
+        fault = compile_fault(self.torch) if self.compiles else ""
+        if fault and c.compile == "on":
+            raise UserError(f"--compile=on: torch.compile fails on {self.name} ({fault}); "
+                            "--compile=auto trains without it, more slowly")
+        if fault:
+            self.compiles = False
+            self.notes.append(f"compile is off, which is slower: torch.compile fails here ({fault})")
 
     def put(self, tree):
         """Arrays and tensors in dicts, on the device."""
@@ -1133,7 +1254,7 @@ class Device:
             x = torch.as_tensor(x)
             if self.kind == "cuda" and x.device.type == "cpu":
                 x = x.pin_memory()  # a copy from pageable memory would wait for the steps under way
-            return x.to(self.torch, non_blocking=True)
+            return x.to(self.torch, non_blocking=self.kind == "cuda")  # unsafe on mps: pytorch#189690
 
         return tree_map(put_one, tree)
 
@@ -1184,6 +1305,34 @@ class Device:
         return {}
 
 
+def compile_fault(device):
+    """Why torch.compile cannot compile for a GPU (no Triton, no C compiler, too old), or ""."""
+    def add_one(x):
+        return x + 1
+
+    try:
+        torch.compile(add_one)(torch.ones(8, device=device))
+    except Exception as e:  # torch has many for this
+        return f"{type(e).__name__}: {one_line(e)}".partition(" Set TORCHDYNAMO")[0]  # advice on debugging it
+    return ""
+
+
+def one_line(error):
+    """The beginning of an error's message."""
+    return " ".join(str(error).split())[:200]
+
+
+def out_of_memory(c):
+    """The UserError for a GPU that is full. It names the next smaller micro_batch_size, half as large."""
+    batch_size = c.global_batch_size // int(os.environ.get("WORLD_SIZE", 1))
+    size = c.micro_batch_size or batch_size
+    smaller = [n for n in range(1, size // 2 + 1) if batch_size % n == 0]
+    if not smaller:
+        return UserError("out of GPU memory with one sequence at a time: --recompute needs less")
+    return UserError(f"out of GPU memory with {size} sequences at a time: "
+                     f"--micro_batch_size={smaller[-1]} needs less and gives the same result")
+
+
 def from_rank_0(device, vector):
     """Rank 0's vector, on the host of every rank. All ranks."""
     if device.world == 1:
@@ -1197,7 +1346,10 @@ def peak_flops(device):
 
 
 def choose_device(wanted):
-    """("xla", "cuda" or "cpu", the reason in words). Raises UserError if the wanted one is not there."""
+    """(xla, tpu, cuda, mps or cpu; the reason in words). Raises UserError if the wanted one is missing."""
+    if wanted == "tpu":
+        import torchtpu  # an experiment, which forks may leave out
+        return "tpu", torchtpu.load()
     pjrt = os.environ.get("PJRT_DEVICE")
     has_xla = importlib.util.find_spec("torch_xla") is not None
     chips = xla.tpu_chips() if has_xla and wanted in ("xla", "auto") else 0
@@ -1219,7 +1371,16 @@ def choose_device(wanted):
         raise UserError("--device=cuda: torch sees no CUDA GPU; --device=cpu trains on the CPU")
     if wanted == "cuda" or wanted == "auto" and torch.cuda.is_available():
         return "cuda", torch.cuda.get_device_name()
-    return "cpu", "--device=cpu" if wanted == "cpu" else "no TPU and no GPU found"
+    has_mps = torch.backends.mps.is_available()
+    if wanted == "mps" and not has_mps:
+        raise UserError("--device=mps: torch sees no Apple GPU; --device=cpu trains on the CPU")
+    if wanted == "mps" and "RANK" in os.environ:
+        raise UserError("--device=mps: torchrun cannot use it, since torch has no all-reduce for Apple's GPU")
+    if wanted == "mps":
+        return "mps", "Apple's GPU, which nobody has tested yet"
+    if wanted == "cpu":
+        return "cpu", "--device=cpu"
+    return "cpu", "no TPU and no CUDA GPU found" + ("; --device=mps is Apple's GPU" if has_mps else "")
 
 
 # Setting up.
@@ -1352,24 +1513,26 @@ CHOICES = {
     "forward_dtype": ("bfloat16", "float32", "float16"),
     "loss_type": ("stablemax_cross_entropy", "softmax_cross_entropy"),
     "optimizer": ("adam_atan2", "adamw", "lion", "muon"),
-    "device": ("auto", "xla", "cuda", "cpu"),
+    "best_metric": ("exact_accuracy", "surest_accuracy"),
+    "device": ("auto", "xla", "cuda", "mps", "cpu", "tpu"),
     "compile": ("auto", "on", "off"),
     "wandb_mode": ("online", "offline", "disabled"),
 }
 BOUNDS = (  # (description, test, settings)
     ("above 0", lambda v: v > 0,
      "global_batch_size hidden_size num_heads expansion L_layers H_cycles L_cycles halt_max_steps lr "
-     "log_interval keep_last_n"),
+     "log_interval keep_last_n eval_rollouts"),
     ("0 or more", lambda v: v >= 0,
      "micro_batch_size epochs max_steps puzzle_emb_ndim puzzle_emb_len lr_min_ratio lr_warmup_steps "
      "weight_decay puzzle_emb_lr puzzle_emb_weight_decay eval_interval eval_max_puzzles "
-     "eval_final_max_puzzles eval_halt_max_steps checkpoint_interval curriculum_epochs stall_timeout"),
+     "eval_final_max_puzzles eval_halt_max_steps eval_noise checkpoint_interval curriculum_epochs "
+     "stall_timeout"),
     ("0 or more, and below 2**63", lambda v: 0 <= v < 2 ** 63, "seed"),
     ("from 0 to below 1", lambda v: 0 <= v < 1, "beta1 beta2 ema_rate"),
     ("from 0 to 1", lambda v: 0 <= v <= 1, "halt_exploration_prob"),
     ("from 0 to 1, or -1 (constant)", lambda v: 0 <= v <= 1 or v == -1, "halt_exploration_prob_end"),
 )
-EVAL_OUTPUTS = ("inputs", "labels", "preds", "q_halt_logits")
+EVAL_OUTPUTS = ("inputs", "labels", "preds", "q_halt_logits", "surest_preds", "surest_q_halt_logits")
 
 
 def check_settings(c):
@@ -1444,7 +1607,7 @@ def on_signals():
         signal.signal(number, signal.SIG_DFL)
         if __name__ == "__main__":
             print(f"{signal.Signals(number).name}: saving and stopping; a second one kills", file=sys.stderr)
-        else:
+        elif hasattr(signal, "alarm"):
             signal.alarm(60)  # the reason may be that another replica died: then no peer answers
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -1482,14 +1645,13 @@ def make_dataset(c):
     """Runs data_prepare if data_path is missing: one process of a host, while the others wait."""
     if not c.data_prepare or os.path.exists(c.data_path):
         return
-    import fcntl  # missing on Windows, where everything else works
     try:
         command = shlex.split(c.data_prepare)
     except ValueError as e:
         raise UserError(f"data_prepare: {e}: {c.data_prepare}") from None
     name = f"trm-{zlib.crc32(os.path.abspath(c.data_path).encode()):08x}.lock"
-    with open(os.path.join(tempfile.gettempdir(), name), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(os.path.join(tempfile.gettempdir(), name), "w") as lock_file:
+        lock(lock_file)
         if os.path.exists(c.data_path):
             return
         print(f"{c.data_path} is missing; making it: python {c.data_prepare}", flush=True)
@@ -1518,6 +1680,8 @@ def main(c):
                 xmp.spawn(xla_replica, args=(c, kind))
             else:
                 replica(c, kind)
+        except torch.OutOfMemoryError:
+            raise out_of_memory(c) from None
         except (FloatingPointError, OSError) as e:
             print(f"train.py: {e}", file=sys.stderr)
             sys.exit(1)

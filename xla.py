@@ -25,6 +25,7 @@ class XLADevice:
     A step is traced and compiled once, and replayed: tracing takes the host longer than the step takes a TPU.
     """
     kind = "xla"
+    notes = ()  # lines for the log
 
     def __init__(self):
         import torch_xla
@@ -57,7 +58,7 @@ class XLADevice:
 
     def sum_on_host(self, vector):
         # Short vectors get one length, so that they share a program: a stop must not wait for a compiler.
-        padded = torch.nn.functional.pad(vector, (0, max(0, 16 * self.world - len(vector))))
+        padded = torch.nn.functional.pad(vector, (0, max(0, max(64, 16 * self.world) - len(vector))))
         padded = self.all_reduce(self.put(padded))
         self.launch(padded)
         return padded.cpu()[:len(vector)]

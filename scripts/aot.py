@@ -21,14 +21,14 @@ import time
 from collections import namedtuple
 from types import SimpleNamespace
 
-import numpy as np
-import torch
-
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
 sys.path.insert(0, ROOT)
+import configurator  # noqa: E402; before torch: see there
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
 import bench  # noqa: E402
-import configurator  # noqa: E402
 import train  # noqa: E402
 from configurator import UserError  # noqa: E402
 from model import METRICS, TRM, TRMConfig  # noqa: E402
@@ -282,7 +282,7 @@ def trace_replica(index, parent, folder, c, seq_len, vocab_size):
         carry = run.split(model.new_carry(B, run.dtype))
         train_inputs = dict(batch=batch | dict(min_halt_steps=rows), rates=torch.zeros(4),
                             stop_requested=torch.zeros(1))
-        evaluation = dict(carry=carry, totals=torch.zeros(len(METRICS)))
+        evaluation = dict(carry=run.eval_carry(B), totals=torch.zeros(len(METRICS)))
     weights = {name: run.state[name] for name in ("weights", "puzzle_emb")}
     for name, fn, state, inputs in (("train", run.train_step, run.state | dict(carry=carry), train_inputs),
                                     ("eval", run.eval_step, evaluation, dict(batch=batch, **weights))):

@@ -4,16 +4,19 @@
     python scripts/sweep.py --pattern=exp01 --dry_run             what would run: differences, size, command
     python scripts/sweep.py --prepare                             make the data sets that are missing
     python scripts/sweep.py exp01a exp02b_03 --epochs=1000        two runs, both with a setting of train.py
+    python scripts/sweep.py config/mini.py                        all, this config file after that of each run
     python scripts/sweep.py --continue_on_failure --gcs_dir=gs://BUCKET/study
 
 The settings below are sweep.py's own. All others are train.py's and apply to every run; the run's name is
 added to out_dir and gcs_dir. Each run has its log beside its folder, RUN.log. results.json has the results of
 all. On Ctrl-C or SIGTERM the current run saves and stops; the same command resumes it. The exit code is 0 if
-all runs are complete, 1 if one failed, and 3 if the sweep was stopped. On a slice of several hosts it runs on
-each of them and needs gcs_dir: by what the bucket contains all hosts skip the same runs.
+all runs are complete, 1 if one failed, and 3 if the sweep was stopped.
+
+Several sweeps at a time share the runs of a folder: what one has in progress the others leave to it, and
+take over if it dies. On a slice of several hosts a sweep runs on each of them and needs gcs_dir: by what the
+bucket contains all hosts skip the same runs.
 """
 import difflib
-import fcntl
 import fnmatch
 import functools
 import json
@@ -25,14 +28,14 @@ import subprocess
 import sys
 import time
 
-import torch
-
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+from configurator import UserError, command, configure, read_settings, run_file  # noqa: E402; before torch
+import torch  # noqa: E402
+
 import prepare_sudoku  # noqa: E402
 import train  # noqa: E402
-from configurator import UserError, command, configure, read_settings, run_file  # noqa: E402
-from data import Bucket  # noqa: E402
+from data import Bucket, lock  # noqa: E402
 from model import TRM, TRMConfig  # noqa: E402
 
 # which runs; names without a dash select single ones
@@ -60,13 +63,18 @@ def main(argv):
     flags = [a for a in argv if a.startswith("-")]
     own_flags = [a for a in flags if a.lstrip("-").partition("=")[0] in own]
     s = configure(__file__, own_flags)
-    paths = select_files([a for a in argv if a not in flags], s.pattern)
+    configs = [a for a in argv if a.endswith(".py") and a not in flags]
+    paths = select_files([a for a in argv if a not in flags + configs], s.pattern)
+    runs = [StudyRun(path, configs + [a for a in flags if a not in own_flags]) for path in paths]
     if s.list:
-        for path in paths:
-            print(f"{os.path.basename(path)[:-3]:22}{question_of(path)}")
-        print(f"{len(paths)} runs")
+        question = ""
+        for run in runs:
+            if question_of(run.path) != question:
+                question = question_of(run.path)
+                print(question)
+            print(f"  {os.path.basename(run.path)[:-3]:22}{differences(run)}")
+        print(f"{len(runs)} runs")
         return
-    runs = [StudyRun(path, [a for a in flags if a not in own_flags]) for path in paths]
     if s.dry_run:
         for run in runs:
             describe(run)
@@ -104,19 +112,31 @@ def question_of(path):
         return next(line[2:].strip() for line in f if line.startswith("# "))
 
 
+def differences(run):
+    """How a run differs from the baseline with the same config files and flags."""
+    baseline = vars(configure(train.__file__, [BASELINE, *run.extra]))
+    found = [f"{k}={v}" for k, v in vars(run.c).items() if v != baseline[k] and k not in LABELS]
+    return " ".join(found) or "the baseline"
+
+
 def describe(run):
     """Prints how a run differs from the baseline, its size, its data set and its command."""
     c = run.c
-    baseline = run_file(BASELINE, defaults(), defaults())
-    differences = [f"{k}={v}" for k, v in vars(c).items() if v != baseline[k] and k not in LABELS]
     missing = "" if has_dataset(c.data_path) else f"; missing: python {c.data_prepare}"
     print(f"{run.name}: {question_of(run.path)}\n"
-          f"  differs from the baseline in  {' '.join(differences) or 'nothing'}\n"
+          f"  differs from the baseline in  {differences(run)}\n"
           f"  trains                        {run.steps:,} steps of {c.global_batch_size:,} sequences, "
           f"{run.parameters:,} parameters, {run.flop_from(0):.2g} FLOP\n"
           f"  data set                      {c.data_path}, {run.puzzles:,.0f} puzzles{missing}\n"
-          f"  W&B                           {c.wandb_project if c.wandb_log else 'off'}\n"
+          f"  W&B                           {wandb_of(run)}\n"
           f"  command                       {shlex.join(['python', *run.command])}")
+
+
+def wandb_of(run):
+    """Where a run logs, in words."""
+    if not run.c.wandb_log:
+        return "off"
+    return f"{run.c.wandb_project}; --wandb_log=False switches it off"
 
 
 def make_datasets(runs):
@@ -139,34 +159,37 @@ class Sweep:
         self.continue_on_failure = continue_on_failure
         self.results_path = os.path.join(os.path.dirname(runs[0].c.out_dir), "results.json")
         self.results = {}  # by the runs' names, those of earlier sweeps too
-        if os.path.exists(self.results_path):
-            with open(self.results_path, encoding="utf-8") as f:
-                self.results = {result["run"]: result for result in json.load(f)}
+        self.read_results()
         # FLOP of the incomplete runs, before anything runs, so that all hosts run the same ones
         self.todo = {run.name: run.flop_from(run.step()) for run in runs if not run.is_complete()}
-        self.done = 0.0  # FLOP of the runs that this sweep has completed
         self.began = time.monotonic()
         self.process = None
         self.stop_requested = False
 
     def run(self):
         """Runs all; returns the exit code."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.on_signal)
-        for i, run in enumerate(self.runs, 1):
+        if self.todo:
+            print(f"W&B: {wandb_of(self.runs[0])}", flush=True)
+        queue = [(run, False) for run in self.runs]
+        while queue and not self.stop_requested:
+            run, wait = queue.pop(0)
             began = time.monotonic()
             status, error = "complete", ""
             if run.name not in self.todo:
-                print(f"[{i}/{len(self.runs)}] {run.name}: complete, skipped", flush=True)
+                print(f"{self.label(run)}: complete, skipped", flush=True)
             else:
-                progress = f"step {run.step()} of {run.steps}"
-                print(f"[{i}/{len(self.runs)}] {run.name}: {progress}, log in {run.log}", flush=True)
-                status, error = self.train(run)
+                print(f"{self.label(run)}: step {run.step()} of {run.steps}, log in {run.log}", flush=True)
+                status, error = self.train(run, wait)
                 seconds = time.monotonic() - began
                 print(f"  {status}{': ' + error if error else ''}, {train.duration(seconds)}", flush=True)
-            if status == "complete":
-                self.done += self.todo.get(run.name, 0.0)
+            if status == "elsewhere":
+                queue.append((run, True))
+                continue
+            self.read_results()
             earlier = self.results.get(run.name, {}).get("wall_seconds", 0.0)
             self.results[run.name] = run.result(status, earlier + time.monotonic() - began, error)
             self.write_results()
@@ -178,15 +201,25 @@ class Sweep:
             return 0
         return 3 if self.stop_requested else 1
 
-    def train(self, run):
-        """Runs train.py to its end, again if it dies. Returns complete, stopped or failed, and the error."""
+    def label(self, run):
+        return f"[{self.runs.index(run) + 1}/{len(self.runs)}] {run.name}"
+
+    def train(self, run, wait):
+        """Runs train.py to its end, again if it dies.
+
+        wait: whether to wait for another sweep that has the run in progress. Returns complete, stopped,
+        failed or elsewhere, and the error.
+        """
         os.makedirs(os.path.dirname(run.log) or ".", exist_ok=True)
         with open(run.log, "a", encoding="utf-8") as log:
-            try:
-                # train.py inherits the lock, and may outlive a sweep that is killed.
-                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return "failed", f"{run.log} is locked: another process has the run in progress"
+            while not self.has_lock(log):
+                if not wait:
+                    return "elsewhere", "another sweep has it in progress"
+                if self.stop_requested:
+                    return "stopped", ""
+                time.sleep(1)
+            if run.is_complete():
+                return "complete", ""
             for attempt in range(self.retries + 1):
                 print("$", shlex.join(["python", *run.command]), file=log, flush=True)
                 code = self.run_process(run, log)
@@ -196,18 +229,26 @@ class Sweep:
                     return "stopped", ""
                 error = last_line(run.log)
                 if code < 0:
-                    error += f" ({signal.Signals(-code).name})"
+                    error = f"killed by {signal.Signals(-code).name} after {error!r}"
                 if code == 2:
                     break
                 if attempt < self.retries:
                     print(f"  died: {error}; resuming from its last checkpoint", flush=True)
             return "failed", error
 
+    def has_lock(self, log):
+        """Takes the lock of a run's log. train.py inherits it, and may outlive a sweep that is killed."""
+        try:
+            lock(log, wait=False)
+        except BlockingIOError:
+            return False
+        return True
+
     def run_process(self, run, log):
         """Runs train.py once and returns its exit code. Prints progress and the time left every minute."""
         # In a process group of its own, so that Ctrl-C reaches it only once, from on_signal.
         self.process = subprocess.Popen([sys.executable, *run.command], stdout=log, stderr=log,
-                                        stdin=subprocess.DEVNULL, preexec_fn=os.setpgrp)
+                                        stdin=subprocess.DEVNULL, preexec_fn=getattr(os, "setpgrp", None))
         if self.stop_requested:  # since there was no process to tell
             self.process.send_signal(signal.SIGINT)
         printed = time.monotonic()
@@ -217,7 +258,7 @@ class Sweep:
             except subprocess.TimeoutExpired:
                 if time.monotonic() > printed + 60:
                     printed = time.monotonic()
-                    print(f"  {last_line(run.log)} | sweep {self.eta(run)}", flush=True)
+                    print(f"  {last_line(run.log)} | sweep {self.eta()}", flush=True)
         code = self.process.returncode
         self.process = None
         return code
@@ -232,14 +273,20 @@ class Sweep:
         if self.process:
             self.process.send_signal(signal.SIGINT)
 
-    def eta(self, run):
-        """The time left to the sweep, by the FLOP done so far."""
-        left = run.flop_from(run.step())
-        done = self.done + self.todo[run.name] - left
+    def eta(self):
+        """The time left to the sweep, by the FLOP done so far, by this process and others."""
+        left = sum(run.flop_from(run.step()) for run in self.runs
+                   if run.name in self.todo and not run.is_complete())
+        done = sum(self.todo.values()) - left
         if done <= 0:
             return "eta ?"
-        left += sum(self.todo.get(later.name, 0.0) for later in self.runs[self.runs.index(run) + 1:])
         return f"eta {train.duration(left / done * (time.monotonic() - self.began))}"
+
+    def read_results(self):
+        """Takes over results.json, to which another sweep may have written."""
+        if os.path.exists(self.results_path):
+            with open(self.results_path, encoding="utf-8") as f:
+                self.results |= {result["run"]: result for result in json.load(f)}
 
     def write_results(self):
         os.makedirs(os.path.dirname(self.results_path) or ".", exist_ok=True)
@@ -267,16 +314,18 @@ class Sweep:
 class StudyRun:
     """One run: its settings, command, steps and parameters, and its progress so far."""
 
-    def __init__(self, path, flags):
-        self.path = path
+    def __init__(self, path, extra):
+        """extra: config files and flags after the study's file."""
+        self.path, self.extra = path, extra
         self.name = run_file(path, defaults(), defaults())["wandb_run_name"]
-        self.c = c = configure(train.__file__, [path, *flags])
-        self.command = [os.path.relpath(train.__file__), os.path.relpath(path), *flags]
-        for name in ("out_dir", "gcs_dir"):
-            folder = getattr(c, name).rstrip("/")
-            if folder and any(flag.lstrip("-").startswith(name + "=") for flag in flags):
-                setattr(c, name, f"{folder}/{self.name}")
-                self.command.append(f"--{name}={folder}/{self.name}")
+        self.c = c = configure(train.__file__, [path, *extra])
+        self.command = [os.path.relpath(train.__file__), os.path.relpath(path)]
+        for arg in extra:
+            name = arg.lstrip("-").partition("=")[0]
+            if arg.startswith("-") and name in ("out_dir", "gcs_dir"):
+                setattr(c, name, f"{arg.partition('=')[2].rstrip('/')}/{self.name}")
+                arg = f"--{name}={getattr(c, name)}"
+            self.command.append(arg)
         self.command.append("--init_from=auto")
         train.check_settings(c)
         self.log = c.out_dir + ".log"
@@ -320,6 +369,7 @@ class StudyRun:
         """The run's entry of results.json. train_seconds leaves out compiling, evaluating and saving."""
         rows = self.rows()
         exact = [row["eval/exact_accuracy"] for row in rows if "eval/exact_accuracy" in row]
+        surest = [row["eval/surest_accuracy"] for row in rows if "eval/surest_accuracy" in row]
         trained = [row for row in rows if "train/loss" in row]
         step = timed_steps = seconds = 0
         for row in trained:
@@ -332,6 +382,7 @@ class StudyRun:
             run=self.name, status=status, steps=step, total_steps=self.steps,
             best_exact_accuracy=max(exact, default=None),
             last_exact_accuracy=exact[-1] if exact else None,
+            last_surest_accuracy=surest[-1] if surest else None,
             train_seconds=step_time and round(step * step_time, 1),
             wall_seconds=round(wall_seconds, 1),
             examples_per_sec=step_time and round(self.c.global_batch_size / step_time, 2),

@@ -1,5 +1,6 @@
 """Environment of all tests, and of the commands that they start."""
 import faulthandler
+import importlib.util
 import os
 
 import pytest
@@ -8,6 +9,13 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # XLA's CPU compiler takes most of the tests' time; the programs are small, and optimising them does not pay.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# As configurator.py does, but before tests import torch.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("xla") and not importlib.util.find_spec("torch_xla"):
+        pytest.skip("torch_xla is not installed")
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ import train  # noqa: E402
 
 if sys.version_info < (3, 11):
     pytest.importorskip("jax", reason="the TPU compiler needs Python 3.11")
+pytestmark = pytest.mark.xla
 
 TINY = ["--hidden_size=64", "--num_heads=2", "--puzzle_emb_ndim=64", "--puzzle_emb_len=2", "--H_cycles=2",
         "--L_cycles=2", "--halt_max_steps=4", "--global_batch_size=16"]

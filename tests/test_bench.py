@@ -72,6 +72,7 @@ def test_compare_and_real_data(figures, tmp_path):
     assert float(ratio) == pytest.approx(f["examples_per_sec"] / figures[0]["examples_per_sec"], rel=1e-2)
 
 
+@pytest.mark.xla
 def test_replicas_through_xla():
     text = run_command(*TINY, "--micro_batch_size=2", "--steps=2", PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2")
     f = json.loads(text.splitlines()[-1])
@@ -92,6 +93,7 @@ def test_profile_on_the_cpu(tmp_path):
         assert any(event.get("name", "").startswith("aten::") for event in json.load(f)["traceEvents"])
 
 
+@pytest.mark.xla
 def test_profile_through_xla(tmp_path):
     text = run_command(*TINY, "--device=xla", f"--profile={tmp_path / 'p'}", PJRT_DEVICE="CPU")
     assert " ms " in text and " x dot\n" in text and "perfetto" in text

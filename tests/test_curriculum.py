@@ -107,6 +107,7 @@ def test_evaluation_is_at_full_depth(data, whole, tmp_path):  # noqa: F811
     assert f"{curve(whole[0], 'eval/loss')[8]:.4f}" == found[0] != found[1]
 
 
+@pytest.mark.xla
 def test_replicas_compile_one_program_a_stage(data, whole, tmp_path):  # noqa: F811
     """Two replicas through torch_xla follow the CPU's curve."""
     text = run(data, tmp_path / "run", *FLAGS, "--device=xla", "--log_interval=1", PJRT_DEVICE="CPU",
@@ -120,6 +121,7 @@ def test_replicas_compile_one_program_a_stage(data, whole, tmp_path):  # noqa: F
     assert set(curve(tmp_path / "run", "xla/fallbacks").values()) == {0}
 
 
+@pytest.mark.xla
 def test_a_curriculum_ends_in_the_program_of_a_run_without():
     """The texts of the programs are equal, compared in a new process."""
     script = f"""

@@ -502,6 +502,12 @@ def test_train_and_test_of_a_generated_set_are_distinct(tmp_path):
     assert_valid(train.inputs - 1, train.labels - 1, 4)
 
 
+def test_more_training_puzzles_leave_the_others_as_they_are(tmp_path):
+    few, many = (generated(tmp_path / f"{n}", size=6, num_train=n, num_test=20, num_aug=1) for n in (10, 30))
+    assert np.array_equal(Dataset(few, "test").inputs, Dataset(many, "test").inputs)
+    assert np.array_equal(Dataset(few, "train").inputs[::2], Dataset(many, "train").inputs[:20:2])
+
+
 @pytest.mark.parametrize("size", [4, 6, 9])
 def test_copies_are_valid_puzzles(size):
     rng = np.random.default_rng(0)

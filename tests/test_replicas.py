@@ -1,4 +1,5 @@
 """Several replicas: train.py and torch_xla's own collectives on the CPU, where replicas are threads."""
+import glob
 import json
 import os
 import shutil
@@ -20,8 +21,10 @@ from data import Dataset, halting_draws  # noqa: E402
 TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=1",
         "--L_cycles=1", "--halt_max_steps=2", "--forward_dtype=float32", "--global_batch_size=16",
         "--lr=2e-4", "--lr_warmup_steps=5", "--log_interval=1", "--eval_interval=4", "--eval_max_puzzles=20",
-        "--checkpoint_interval=10", "--keep_last_n=9"]
+        "--checkpoint_interval=10", "--keep_last_n=9", "--eval_rollouts=3",
+        "--eval_save_outputs=surest_preds,surest_q_halt_logits"]
 SOURCES = ("train.py", "xla.py", "model.py", "data.py", "configurator.py")
+pytestmark = pytest.mark.xla
 
 
 def start(replicas, data, out, *flags, root=ROOT):
@@ -67,8 +70,15 @@ def without_last(source, out):
     return out
 
 
-@pytest.mark.parametrize("replicas,flags", [(1, []), (2, ["--micro_batch_size=2"])],
-                         ids=["1", "2 in micro-batches"])
+def saved_answers(out):
+    """The arrays of eval_save_outputs of all ranks, in the order of the puzzles."""
+    parts = [np.load(path) for path in glob.glob(os.path.join(out, "eval_00000030*.npz"))]
+    order = np.concatenate([part["indices"] for part in parts]).argsort()
+    return {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
+
+
+@pytest.mark.parametrize("replicas,flags", [(1, []), (2, ["--micro_batch_size=2"]), (1, ["--device=cpu"])],
+                         ids=["1", "2 in micro-batches", "without XLA"])
 def test_the_curve_does_not_depend_on_the_replicas(data, four, tmp_path, replicas, flags):
     run(replicas, data, tmp_path / "run", "--max_steps=30", *flags)
     for key in ("train/loss", "train/grad_norm", "train/accuracy", "eval/loss", "eval/accuracy"):
@@ -76,6 +86,10 @@ def test_the_curve_does_not_depend_on_the_replicas(data, four, tmp_path, replica
         assert curve(tmp_path / "run", key) == pytest.approx(curve(four, key), rel=1e-4), key
     assert set(curve(four, "eval/puzzles").values()) == {20, 40}
     assert set(curve(tmp_path / "run", "eval/puzzles").values()) == {20, 40}
+    mine, theirs = saved_answers(tmp_path / "run"), saved_answers(four)
+    assert list(mine["indices"]) == list(range(40)) == list(theirs["indices"])
+    assert (mine["surest_preds"] == theirs["surest_preds"]).mean() > 0.98
+    assert mine["surest_q_halt_logits"] == pytest.approx(theirs["surest_q_halt_logits"], rel=1e-4)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

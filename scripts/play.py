@@ -1,0 +1,283 @@
+"""A web page on this machine where a trained model solves puzzles, step by step.
+
+    python scripts/play.py out/demo                     then open the address that it prints
+    python scripts/play.py out/maze/best.pt --port=0    on any free port
+
+Test puzzles come from the run's data set where that exists; others can be typed. Official checkpoints,
+config files and flags work as in solve.py. The page is play.html. The server listens on 127.0.0.1 only and
+refuses pages of other sites, by the Host and Origin headers. Its API is JSON, errors are {"error": "..."}:
+
+    GET  /api/run               what the model plays
+    GET  /api/puzzle?index=7    a test puzzle and its answer
+    POST /api/solve             {"question": "2...", "steps": 16, "copies": 4, "noise": 1.0, "seed": 0}
+
+/api/solve answers with a line of JSON at once and another after each supervision step. All copies of the
+puzzle but the first get normal noise on the latent after each step.
+"""
+import json
+import math
+import os
+import sys
+import threading
+import urllib.parse
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import solve  # noqa: E402
+from configurator import UserError, command  # noqa: E402
+from data import IGNORED, Dataset  # noqa: E402
+from prepare_sudoku import BOXES  # noqa: E402
+
+# server
+port = 8000  # of the page's address; 0: any free one
+# ---
+
+PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "play.html")
+LARGEST_BODY = 20_000  # bytes of a request; the largest maze takes 4096
+LIMITS = {"steps": (1, 256), "copies": (1, 16), "noise": (0, 10), "seed": (0, 2 ** 31 - 1)}
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+                               "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+                               "frame-ancestors 'none'",
+}
+
+
+def main(argv):
+    """Loads the model and serves the page until Ctrl-C."""
+    s, operands, model_flags = solve.split_arguments(__file__, argv)
+    if len(operands) != 1:
+        raise UserError("usage: python scripts/play.py CHECKPOINT, a file or a run's folder; see --help")
+    if not 0 <= s.port < 2 ** 16:
+        raise UserError(f"port must be from 0 to 65535, not {s.port}")
+    server = open_server(Game(operands[0], model_flags), s.port)
+    print(f"http://127.0.0.1:{server.server_port} (Ctrl-C stops)", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+
+
+def open_server(game, port):
+    """An HTTP server of the game, on 127.0.0.1. Raises UserError if the port is taken."""
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as e:
+        raise UserError(f"--port={port}: {e.strerror}; --port=0 takes a free one") from None
+    server.game = game
+    return server
+
+
+class Game:
+    """A model and its test puzzles, if its data set exists. Raises UserError."""
+
+    def __init__(self, path, flags):
+        state, c = solve.read_model(path, flags)
+        self.test = Dataset(c.data_path, "test") if os.path.isdir(c.data_path) else None
+        self.kind, self.size = kind_and_size(state, c, self.test)
+        self.run = solve.build_run(state, c, path, self.kind, self.size)
+        self.depth, self.noise = self.run.eval_depth, c.eval_noise
+        self.path, self.training_step = path, state.get("step", 0)
+        self.lock = threading.Lock()  # one request at a time changes the run's settings
+
+    def describe(self):
+        """The run, for the page."""
+        sudoku = self.kind == "sudoku"
+        return {
+            "path": self.path,
+            "kind": self.kind,
+            "size": self.size,
+            "box": BOXES[self.size] if sudoku else (self.size, self.size),
+            "symbols": ".123456789"[:self.size + 1] if sudoku else "# SG",
+            "depth": self.depth,
+            "noise": self.noise,
+            "parameters": self.run.num_parameters,
+            "training_step": self.training_step,
+            "puzzles": len(self.test) if self.test else 0,
+        }
+
+    def puzzle(self, index):
+        """A test puzzle, for the page. Raises UserError."""
+        count = len(self.test) if self.test else 0
+        if not (index.isascii() and index.isdecimal() and len(index) < 10 and int(index) < count):
+            raise UserError(f"index must be a number below {count}, not {index[:20]!r}")
+        batch = self.test.test_batch([int(index)], 1)
+        question, answer = batch["inputs"][0], batch["labels"][0]
+        return {
+            "index": int(index),
+            "question": solve.text_of(self.kind, question),
+            "answer": None if (answer == IGNORED).any() else solve.text_of(self.kind, answer),
+        }
+
+    def parse_request(self, body):
+        """(tokens [cells], warning, values of LIMITS) of a request to solve. Raises UserError."""
+        try:
+            request = json.loads(body)
+        except (ValueError, RecursionError):
+            raise UserError("the request is not JSON") from None
+        values = {"question": "", "steps": self.depth, "copies": 1, "noise": self.noise, "seed": 0}
+        if not isinstance(request, dict):
+            raise UserError("the request must be an object: {\"question\": ...}")
+        for name, value in request.items():
+            if name not in values:
+                raise UserError(f"unknown field {name[:20]!r}: known are {', '.join(values)}")
+            expected = type(values[name])
+            if type(value) is not expected and (expected, type(value)) != (float, int):
+                raise UserError(f"{name} must be {expected.__name__}, not {type(value).__name__}")
+            values[name] = value
+        for name, (low, high) in LIMITS.items():
+            if not low <= values[name] <= high:
+                raise UserError(f"{name} must be from {low} to {high}")
+        text = values.pop("question")
+        if len(text) != self.size ** 2:
+            raise UserError(f"the question has {len(text)} cells, not {self.size ** 2}")
+        kind, size, tokens = solve.parse_puzzle(text)
+        if (kind, size) != (self.kind, self.size):
+            raise UserError(f"the question is not a {self.kind} of {self.size}x{self.size} cells")
+        return tokens, solve.check_questions(kind, size, tokens[None], [""]), values
+
+    def solve(self, question, steps, copies, noise, seed):
+        """Yields a dict for the page after each step, with lists of the copies; kept: (copy, step) so far."""
+        with self.lock:
+            c, self.run.eval_depth = self.run.c, steps
+            c.eval_rollouts, c.eval_noise, c.seed = copies, noise, seed
+            logits = []
+            for preds, q_halt in solve.solve(self.run, question[None]):
+                logits.append(q_halt)
+                (kept_step,), (kept_copy,) = solve.surest(np.stack(logits))
+                questions = question[None].repeat(copies, axis=0)
+                broken = solve.broken_cells(self.kind, self.size, questions, preds[0])
+                yield {
+                    "answers": [solve.text_of(self.kind, answer) for answer in preds[0]],
+                    "sure": solve.sigmoid(q_halt[0]).round(4).tolist(),
+                    "broken": [np.flatnonzero(cells).tolist() for cells in broken],
+                    "solved": solve.are_solutions(self.kind, self.size, questions, preds[0]).tolist(),
+                    "kept": [int(kept_copy), int(kept_step) + 1],
+                }
+
+
+def kind_and_size(state, c, test):
+    """("sudoku" or "maze", cells of a row) of a model, by its data set or its weights. Raises UserError."""
+    prefix = c.puzzle_emb_ndim and (c.puzzle_emb_len or math.ceil(c.puzzle_emb_ndim / c.hidden_size))
+    cells = test.seq_len if test else solve.model_length(state) - prefix
+    vocab_size = solve.rows_of(state, "lm_head.weight")
+    if cells < 1:
+        raise UserError(f"the model takes puzzles of any size, and its data set is not in {c.data_path}: "
+                        "--data_path=FOLDER says where it is")
+    size = math.isqrt(cells)
+    kind = "sudoku" if size in BOXES and vocab_size == size + 2 else "maze"
+    if size * size != cells or kind == "maze" and vocab_size != len(solve.SYMBOLS["maze"]):
+        raise UserError(f"the model takes {cells} cells of {vocab_size} tokens: neither a Sudoku nor a maze")
+    return kind, size
+
+
+class RequestError(Exception):
+    """A request that is refused with an HTTP status."""
+
+    def __init__(self, status, message):
+        super().__init__(message)
+        self.status = status
+
+
+class Handler(BaseHTTPRequestHandler):
+    timeout = 30  # seconds that a client may keep a thread waiting
+    server_version, sys_version = "play", ""
+
+    def do_GET(self):
+        try:
+            self.check_host()
+            url = urllib.parse.urlsplit(self.path)
+            if url.path == "/":
+                with open(PAGE, "rb") as f:
+                    self.reply(200, "text/html; charset=utf-8", f.read())
+            elif url.path == "/api/run":
+                self.reply_json(200, self.server.game.describe())
+            elif url.path == "/api/puzzle":
+                fields = urllib.parse.parse_qs(url.query, keep_blank_values=True)
+                if list(fields) != ["index"] or len(fields["index"]) != 1:
+                    raise RequestError(400, "the one field must be index: /api/puzzle?index=7")
+                self.reply_json(200, self.server.game.puzzle(fields["index"][0]))
+            elif url.path == "/api/solve":
+                raise RequestError(405, "/api/solve takes POST")
+            else:
+                raise RequestError(404, "no such page")
+        except (RequestError, UserError, ValueError) as e:
+            self.reply_error(e)
+
+    def do_POST(self):
+        try:
+            body = self.read_body()
+            self.check_host()
+            origin = self.headers.get("Origin")
+            if origin is not None and origin.removeprefix("http://") not in self.own_hosts():
+                raise RequestError(403, "requests from pages of other sites are refused")
+            path = urllib.parse.urlsplit(self.path).path
+            if path in ("/", "/api/run", "/api/puzzle"):
+                raise RequestError(405, f"{path} takes GET")
+            if path != "/api/solve":
+                raise RequestError(404, "no such page")
+            question, warning, values = self.server.game.parse_request(body)
+        except (RequestError, UserError, ValueError) as e:
+            self.reply_error(e)
+            return
+        lines = self.server.game.solve(question, **values)
+        try:
+            self.reply(200, "application/x-ndjson", json_line(values | {"warning": warning}))
+            for line in lines:
+                self.wfile.write(json_line(line))
+        except OSError:  # the page was closed, or asked for something else
+            pass
+        finally:
+            lines.close()  # releases the model
+
+    def own_hosts(self):
+        return [f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")]
+
+    def check_host(self):
+        """Refuses other names of this address: a page of another site may have pointed its own name here."""
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or hosts[0].lower() not in self.own_hosts():
+            raise RequestError(403, f"the Host must be {self.own_hosts()[0]}")
+
+    def read_body(self):
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdecimal()):
+            raise RequestError(411, "the request needs a Content-Length")
+        length = int(length[:20])
+        body = self.rfile.read(min(length, 50 * LARGEST_BODY))  # many clients send all before they read
+        if length > LARGEST_BODY:
+            raise RequestError(413, f"the request has more than {LARGEST_BODY} bytes")
+        return body
+
+    def reply(self, status, content_type, body):
+        self.send_response(status)
+        for name, value in ({"Content-Type": content_type} | HEADERS).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def reply_json(self, status, value):
+        self.reply(status, "application/json", json_line(value))
+
+    def reply_error(self, error):
+        message = " ".join(str(error).splitlines())
+        self.reply_json(getattr(error, "status", 400), {"error": message})
+
+    def send_error(self, code, message=None, explain=None):
+        """What the base class answers to requests that it cannot parse, and to other methods (501)."""
+        self.reply_json(405 if code == 501 else code, {"error": message or "malformed request"})
+
+    def log_message(self, *args):
+        """No line for each request."""
+
+
+def json_line(value):
+    return json.dumps(value).encode() + b"\n"
+
+
+if __name__ == "__main__":
+    command(lambda: main(sys.argv[1:]), __file__)
