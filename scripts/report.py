@@ -3,11 +3,14 @@
     python scripts/report.py                              the study: out/study/*
     python scripts/report.py out/demo0 out/demo1          these runs, or all runs in these folders
     python scripts/report.py pulled --out_dir=out/pulled  what was downloaded from a bucket
+    python scripts/report.py --html                       report.html too: one file, with the pictures in it
 
 Writes out_dir/report.md and its PNGs. A run is a folder with metrics.jsonl, ckpt_*.json (its settings) and
 log.txt (its parameters, data and hardware). Only complete runs enter tables and fits. Missing and unfinished
-runs are named. Runs that differ only in their seed are one point: their mean and standard deviation.
+runs are named. Runs that differ only in their seed are one point: their mean and standard deviation. A run of
+another group with the same settings is one more seed.
 """
+import base64
 import glob
 import json
 import math
@@ -16,6 +19,7 @@ import re
 import sys
 import textwrap
 from dataclasses import dataclass
+from html import escape
 
 import numpy as np
 
@@ -36,6 +40,7 @@ out_dir = "out/report"  # report.md and its pictures
 configs = "config/study"  # a file for each run that the study should have
 target = 85.0  # percent of the test puzzles, for the time and the data needed to reach it
 dpi = 110  # of the pictures
+html = False  # write report.html too, one file with the pictures in it
 # ---
 
 STUDY = "out/study/*"
@@ -50,7 +55,6 @@ class Group:
     x: str = ""  # abscissa of its plot; "": the labels
     panels: tuple = ("accuracy",)  # ordinates, a panel each
     log: bool = False  # logarithmic abscissa
-    curves: str = "examples"  # abscissa of its learning curves
     fit: bool = False  # accuracy = a - b * x^-c
     bracket: bool = False  # where accuracy crosses the target
     compare: str = ""  # another group, drawn in the same plot
@@ -59,7 +63,7 @@ class Group:
 
 GROUPS = (
     Group("exp01", "How does accuracy grow with parameters, and where does it saturate?",
-          "hidden_size {hidden_size}", "parameters", ("accuracy", "per_hour"), log=True, fit=True),
+          "hidden_size {hidden_size}", "parameters", ("accuracy", "per_time"), log=True, fit=True),
     Group("exp02a", "Does more effective depth, by L_cycles, help, and does it overfit?",
           "L_cycles {L_cycles}", "depth", ("accuracy", "gap", "speed")),
     Group("exp02b", "At equal effective depth, are H_cycles worth more than L_cycles?",
@@ -84,7 +88,7 @@ GROUPS = (
     Group("exp10", "Which learning rate, and does decaying it help?",
           "lr {lr:g}, {end}", "", ("accuracy", "steps_to")),
     Group("contrib01", "Does a curriculum of growing depth reach the target sooner?",
-          "{variant}", "", ("accuracy", "hours_to", "steps_to"), curves="hours"),
+          "{variant}", "", ("accuracy", "time_to", "steps_to")),
     Group("contrib02", "Does exploration that decays over the run lead to earlier halting?",
           "{variant}", "", ("accuracy", "halting", "saved")),
 )
@@ -92,6 +96,7 @@ OTHERS = Group("", "How do these runs compare?", "{common}")
 # The numbers of a run: axis label with its unit, format in the tables.
 VALUES = {
     "accuracy": ("test puzzles solved (%)", "{:.2f}"),
+    "surest": ("surest answers right (%)", "{:.2f}"),
     "best": ("best evaluation (%)", "{:.2f}"),
     "cells": ("test cells right (%)", "{:.2f}"),
     "train": ("training puzzles solved (%)", "{:.2f}"),
@@ -99,25 +104,29 @@ VALUES = {
     "parameters": ("parameters (millions)", "{:.3f}"),
     "depth": ("effective depth (layers per supervision step)", "{:.0f}"),
     "speed": ("throughput (examples/s)", "{:,.1f}"),
-    "hours": ("training time (hours)", "{:.3f}"),
-    "per_hour": ("accuracy per parameter-hour\n(% per million parameters and hour)", "{:,.2f}"),
+    "time": ("training time ({unit}s)", "{:.3f}"),
+    "per_time": ("accuracy per parameter-{unit}\n(% per million parameters and {unit})", "{:,.2f}"),
     "halting": ("mean halting step in training", "{:.2f}"),
     "saved": ("supervision steps saved by halting (%)", "{:.1f}"),
     "steps_to": ("steps to {target:g}%", "{:,.0f}"),
-    "hours_to": ("hours to {target:g}%", "{:.3f}"),
+    "time_to": ("{unit}s to {target:g}%", "{:.3f}"),
     "puzzles": ("training puzzles", "{:,.0f}"),
     "copies": ("augmented copies per puzzle", "{:,.0f}"),
     "global_batch_size": ("global batch (sequences)", "{:,.0f}"),
     "halt_max_steps": ("maximum supervision steps (halt_max_steps)", "{:.0f}"),
     "examples": ("training examples (sequences)", "{:,.0f}"),
+    "flop": ("training arithmetic (FLOP)", "{:.3g}"),
     "loss": ("training loss (nats per sequence)", "{:.4f}"),
 }
-COLUMNS = ("accuracy", "best", "cells", "train", "gap", "parameters", "depth", "speed", "hours", "per_hour")
-EXPLANATION = """Accuracy is the share of test puzzles with every cell right, in the evaluation at the end.
+COLUMNS = ("accuracy", "surest", "best", "cells", "train", "gap", "parameters", "depth", "speed", "time",
+           "per_time")
+EXPLANATION = """Accuracy is the share of test puzzles with every cell right, in the evaluation at the end:
+after the last supervision step, and for the surest answer, at the step where q_halt was highest.
 Training values are means over the sequences that halted in the last tenth of the run. They are measured with
-the weights themselves, not with their average. Hours are steps times step time, without compiling, evaluation
-and interruptions. The supervision steps saved assume that halting works at inference as it does in training.
-Steps and hours to the target are interpolated between evaluations. ± is one standard deviation over seeds.
+the weights themselves, not with their average. Time is steps times step time, without compiling, evaluation
+and interruptions; arithmetic is that of the matrix products. The supervision steps saved assume that halting
+works at inference as it does in training.
+Steps and time to the target are interpolated between evaluations. ± is one standard deviation over seeds.
 Only complete runs are in tables, points and fits. Learning curves show unfinished runs as far as they got."""
 # Okabe and Ito's colours, each with its own line style and marker, so that they differ in grey too.
 STYLES = [("#000000", "-", "o"), ("#0072B2", "--", "s"), ("#D55E00", "-.", "^"), ("#009E73", ":", "D"),
@@ -134,6 +143,7 @@ def main(argv):
     defaults = {name: default for name, (default, _, _) in documented.items()}
     folders = find_runs([a for a in argv if not a.startswith("-")] or [STUDY])
     runs = [read_run(folder, defaults, c.target) for folder in folders]
+    c.unit = choose_unit(runs)
     planned = []
     explanation = EXPLANATION
     if any(group_of(run["name"]) is not OTHERS for run in runs):
@@ -158,18 +168,17 @@ def main(argv):
         missing = []
         if group is not OTHERS:
             missing = [name for name in planned if group_of(name) is group and not has_run(own, name)]
-        points[group.prefix], notes = points_of(group, complete, compared)
+        others = [run for run in runs if not run["problem"] and group_of(run["name"]) not in (group, OTHERS)]
+        points[group.prefix], notes = points_of(group, complete, others, compared)
         if own or missing:
             unfinished = "; ".join(f"{run['name']}: {run['problem']}" for run in incomplete)
             status.append(f"| {group.prefix or 'others'} | {len(complete)} | {unfinished or '-'} "
                           f"| {', '.join(missing) or '-'} |")
         if own:
             body += section(group, points, incomplete, c) + [f"- {note}" for note in notes] + [""]
-    path = os.path.join(c.out_dir, "report.md")
-    with open(path, "w", encoding="utf-8") as f:
-        f.write("\n".join(["# Report", "", explanation, "", *status, "", *body]))
     print("\n".join(status))
-    print(f"wrote {path} of {sum(not run['problem'] for run in runs)} complete runs of {len(runs)}")
+    write_report(["# Report", "", explanation, "", *status, "", *body], c)
+    print(f"of {sum(not run['problem'] for run in runs)} complete runs of {len(runs)}")
 
 
 def group_of(name):
@@ -194,9 +203,8 @@ def section(group, points, incomplete, c):
         complete = [run for point in own for run in point["runs"]]
         extra = [key for key in (group.x, *group.panels) if key in VALUES and key not in COLUMNS]
         sentences, law = findings(group, own, c.target)
-        lines += table(own, (*COLUMNS[:1], *extra, *COLUMNS[1:]), c.target) + [""] + sentences
-        if group.note:
-            lines.append(group.note)
+        lines += table(own, (*COLUMNS[:1], *extra, *COLUMNS[1:]), c) + [""]
+        lines += [f"- {sentence}" for sentence in sentences + [group.note] if sentence] + [""]
         lines += [f"Hardware: {'; '.join(sorted({run['hardware'] for run in complete}))}.", ""]
         unknown = [run["name"] for run in complete if math.isnan(run["parameters"])]
         if unknown:
@@ -204,19 +212,20 @@ def section(group, points, incomplete, c):
         series = {group.prefix: own}
         if group.compare and points[group.compare]:
             series[group.compare] = points[group.compare]
-        plot_group(group, series, law, c, os.path.join(c.out_dir, f"{name}.png"))
-        lines += [f"![{group.question}]({name}.png)", ""]
+        if max(map(len, series.values())) > 1:  # one setting alone is a lone dot; its curve says more
+            plot_group(group, series, law, c, os.path.join(c.out_dir, f"{name}.png"))
+            lines += [f"![{group.question}]({name}.png)", ""]
     started = [run for run in incomplete if len(run["curve"]["loss"]) > 1
-               and not math.isnan(max(run["curve"][group.curves].values()))]
+               and not math.isnan(max(run["curve"]["examples"].values()))]
     if own or started:
         plot_curves(group, own, started, c, os.path.join(c.out_dir, f"{name}_curves.png"))
         lines += [f"![Learning curves]({name}_curves.png)", ""]
     return lines
 
 
-def table(points, columns, target):
+def table(points, columns, c):
     """Markdown lines: a row per point, mean ± deviation over seeds, - where a number is not known."""
-    titles = ["setting", "seeds"] + [axis_label(key, target).replace("\n", " ") for key in columns]
+    titles = ["setting", "seeds"] + [axis_label(key, c).replace("\n", " ") for key in columns]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for point in points:
         cells = [point["label"], str(len(point["runs"]))]
@@ -233,28 +242,53 @@ def table(points, columns, target):
 
 def findings(group, points, target):
     """What the numbers of a group say, as sentences, and the fitted law (or None)."""
+    sentences, law = noise_finding(points), None
     if group.fit:
-        return fit_finding(points)
+        sentence, law = fit_finding(points)
+        sentences.append(sentence)
     if group.bracket:
-        return [bracket_finding(group, points, target)], None
-    return [], None
+        sentences.append(bracket_finding(group, points, target))
+    return sentences, law
+
+
+def noise_finding(points):
+    """How far the settings are from the one with the most seeds, and which differences may be chance."""
+    base = max(points, key=lambda point: len(point["runs"]))
+    (mean, deviation), seeds = base["accuracy"], len(base["runs"])
+    if seeds < 3 or len(points) < 2:
+        return []
+    n = seeds - 1  # degrees of freedom of Student's t; its 97.5% quantile as a series
+    quantile = 1.96 + 2.37 / n + 2.82 / n ** 2 + 2.56 / n ** 3
+    differences = []
+    for point in points:
+        difference = point["accuracy"][0] - mean
+        by_chance = quantile * deviation * math.sqrt(1 / seeds + 1 / len(point["runs"]))
+        if point is not base:
+            note = " (may be chance)" if abs(difference) < by_chance else ""
+            differences.append(f"{point['label']}: {difference:+.2f}{note}")
+    by_chance = quantile * deviation * math.sqrt(1 / seeds + 1)
+    return [f"Points of accuracy against {base['label']}, which has {mean:.2f} ± {deviation:.2f} over "
+            f"{seeds} seeds, so that a single run may differ by {by_chance:.2f} by chance (95%): "
+            f"{'; '.join(differences)}."]
 
 
 def fit_finding(points):
-    """The fitted law in words, and as fit_power_law returns it (or None)."""
+    """The fitted law as a sentence, and as fit_power_law returns it (or None)."""
     runs = [run for point in points for run in point["runs"] if not math.isnan(run["parameters"])]
     if not runs:
-        return ["No fit: no run's log.txt has its parameters."], None
-    law = fit_power_law([run["parameters"] for run in runs], [run["accuracy"] for run in runs])
+        return "No fit: no run's log.txt has its parameters.", None
+    sizes = [run["parameters"] for run in runs]
+    law = fit_power_law(sizes, [run["accuracy"] for run in runs])
     if isinstance(law, str):
-        return [law], None
+        return law, None
     (a, b, c), covariance = law
     errors = np.sqrt(np.diag(covariance))
     sentence = (
         f"Least squares over {len(runs)} runs: accuracy = a - b * n^-c, n in millions of parameters, with "
         f"a = {a:.2f} ± {errors[0]:.2f}%, b = {b:.3g} ± {errors[1]:.2g}, c = {c:.3g} ± {errors[2]:.2g} "
-        f"(standard errors). The law is within one point of a from {b ** (1 / c):.3g} million parameters on.")
-    return [sentence], law
+        f"(standard errors), between {min(sizes):.3g} and {max(sizes):.3g} million parameters. The law is "
+        f"within one point of a from {b ** (1 / c):.3g} million parameters on.")
+    return sentence, law
 
 
 def bracket_finding(group, points, target):
@@ -301,12 +335,13 @@ def read_run(folder, defaults, target):
     evaluated = [line for line in lines if "eval/exact_accuracy" in line]
     solved = {line["step"]: 100 * line["eval/exact_accuracy"] for line in evaluated}
     loss = {line["step"]: line["train/loss"] for line in trained}
-    clock = training_clock(trained)
     batch_size = run.get("global_batch_size", math.nan)
+    clock = training_clock(trained, batch_size)
     run["curve"] = {
         "accuracy": solved,
         "loss": loss,
-        "hours": {step: hours_at(step, clock) for step in solved | loss},
+        "hours": {step: reading(clock, "hours", step) for step in solved | loss},
+        "flop": {step: reading(clock, "flop", step) for step in solved | loss},
         "examples": {step: step * batch_size for step in solved | loss},
     }
     if not run["problem"]:
@@ -321,7 +356,6 @@ def final_values(run, trained, last, clock, target):
     tail = [line for line in trained if line["step"] > 0.9 * trained[-1]["step"]]
     train = 100 * mean_of(tail, "train/exact_accuracy")
     halting = mean_of(tail, "train/steps")
-    hours = hours_at(last["step"], clock)
     rates = [line["perf/examples_per_sec"] for line in trained if "perf/examples_per_sec" in line]
     steps_to = crossing(list(solved), list(solved.values()), target)
     if next(iter(solved.values())) >= target:
@@ -330,16 +364,17 @@ def final_values(run, trained, last, clock, target):
     if run["lr_min_ratio"] != 1:
         end = f"cosine to {run['lr_min_ratio']:g} of it"
     return dict(
-        accuracy=accuracy, best=max(solved.values()), cells=100 * last["eval/accuracy"], train=train,
+        accuracy=accuracy, surest=100 * last.get("eval/surest_accuracy", math.nan),
+        best=max(solved.values()), cells=100 * last["eval/accuracy"], train=train,
         gap=train - accuracy, halting=halting, saved=100 * (1 - halting / run["halt_max_steps"]),
-        depth=run["H_cycles"] * (run["L_cycles"] + 1) * run["L_layers"], hours=hours,
-        speed=float(np.median(rates or [math.nan])), per_hour=accuracy / (run["parameters"] * hours),
-        steps_to=steps_to, hours_to=hours_at(steps_to, clock),
+        depth=run["H_cycles"] * (run["L_cycles"] + 1) * run["L_layers"],
+        speed=float(np.median(rates or [math.nan])), hours=reading(clock, "hours", last["step"]),
+        steps_to=steps_to, hours_to=reading(clock, "hours", steps_to),
         average=f"{run['ema_rate']:g}" if run["ema"] else "off", end=end)
 
 
 def read_lines(path):
-    """The objects of a metrics.jsonl, without a last line that a kill cut off.
+    """The objects of a metrics.jsonl, without their texts and without a last line that a kill cut off.
 
     Raises UserError with file and line number for any other damage.
     """
@@ -349,6 +384,7 @@ def read_lines(path):
     for number, line in enumerate(lines, 1):
         try:
             values = json.loads(line)
+            values.pop("eval/example", None)
             valid = all(isinstance(value, (int, float)) for value in (values["step"], *values.values()))
         except (ValueError, TypeError, KeyError):
             valid = False
@@ -386,20 +422,35 @@ def read_log(folder):
                 hardware=", then ".join(hardware) or "unknown")
 
 
-def training_clock(trained):
-    """(steps, hours): the sum of step times, without compiling, evaluations and interruptions."""
-    steps, hours = [0], [0.0]
+def training_clock(trained, batch_size):
+    """{steps, hours, flop}: sums at the lines that have a step time, for training alone."""
+    clock = dict(steps=[0], hours=[0.0], flop=[0.0])
     for line in trained:
         if "perf/step_time" in line:
-            hours.append(hours[-1] + (line["step"] - steps[-1]) * line["perf/step_time"] / 3600)
-            steps.append(line["step"])
-    return steps, hours
+            steps = line["step"] - clock["steps"][-1]
+            flop = 1e12 * line.get("perf/tflops", math.nan) / line["perf/examples_per_sec"] * batch_size
+            clock["steps"].append(line["step"])
+            clock["hours"].append(clock["hours"][-1] + steps * line["perf/step_time"] / 3600)
+            clock["flop"].append(clock["flop"][-1] + steps * flop)
+    return clock
 
 
-def hours_at(step, clock):
-    """Hours of training at a step; nan if the clock is empty, or for nan."""
-    steps, hours = clock
-    return float(np.interp(step, steps, hours)) if len(steps) > 1 else math.nan
+def reading(clock, name, step):
+    """Hours or FLOP of training at a step; nan if the clock is empty, or for nan."""
+    return float(np.interp(step, clock["steps"], clock[name])) if len(clock["steps"]) > 1 else math.nan
+
+
+def choose_unit(runs):
+    """The unit that fits the longest run; gives the runs time, time_to and per_time in it."""
+    longest = max((h for run in runs for h in run["curve"]["hours"].values() if h == h), default=1.0)
+    units = [("second", 3600, 1 / 20), ("minute", 60, 1.5), ("hour", 1, 72), ("day", 1 / 24, math.inf)]
+    unit, factor = next((unit, factor) for unit, factor, limit in units if longest < limit)
+    for run in runs:
+        run["curve"]["time"] = {step: factor * hours for step, hours in run["curve"]["hours"].items()}
+        if not run["problem"]:
+            run |= dict(time=factor * run["hours"], time_to=factor * run["hours_to"])
+            run["per_time"] = run["accuracy"] / (run["parameters"] * run["time"])
+    return unit
 
 
 def mean_of(lines, key):
@@ -410,18 +461,25 @@ def mean_of(lines, key):
 
 # Points and laws.
 
-def points_of(group, runs, compared):
+def points_of(group, runs, others, compared):
     """The runs grouped by their settings `compared`, by rising x, and notes on what was left out.
 
+    others: runs of other groups; those with the settings of a point are further seeds of it.
     A point is a dict of the settings, key: (mean, deviation) for each of VALUES, label and runs (its seeds).
     """
+    def key_of(run):
+        return json.dumps({name: run[name] for name in compared if name in run}, sort_keys=True)
+
     same_settings, notes = {}, []
     for run in runs:
-        key = json.dumps({name: run[name] for name in compared if name in run}, sort_keys=True)
-        same = same_settings.setdefault(key, [])
+        same = same_settings.setdefault(key_of(run), [])
         if any(run["seed"] == other["seed"] for other in same):
             notes.append(f"{run['folder']} has the settings and the seed of {same[0]['folder']}: left out")
         else:
+            same.append(run)
+    for run in others:
+        same = same_settings.get(key_of(run), [])
+        if same and all(run["seed"] != other["seed"] for other in same):
             same.append(run)
     points = []
     for same in same_settings.values():
@@ -509,14 +567,14 @@ def plot_group(group, series, law, c, path):
     fig, axes = plt.subplots(1, len(group.panels), figsize=size, layout="constrained", squeeze=False)
     for key, ax in zip(group.panels, axes[0]):
         if group.x:
-            plot_against_x(ax, key, group, series, law, c.target)
+            plot_against_x(ax, key, group, series, law, c)
         else:
-            plot_rows(ax, key, points, c.target)
+            plot_rows(ax, key, points, c)
             ax.set_yticks(range(len(points)), [p["label"] for p in points] if ax is axes[0, 0] else [])
     save_figure(fig, axes[0], group.question, c, path)
 
 
-def plot_rows(ax, key, points, target):
+def plot_rows(ax, key, points, c):
     """A panel with one number, a row for each setting."""
     for row, point in enumerate(points):
         value, deviation = point[key]
@@ -524,12 +582,12 @@ def plot_rows(ax, key, points, target):
         if math.isnan(value):
             text = "not reached" if "_to" in key else "not known"
             ax.text(0.03, row, text, va="center", transform=ax.get_yaxis_transform())
-    ax.set_xlabel(axis_label(key, target))
+    ax.set_xlabel(axis_label(key, c))
     ax.set_ylim(len(points) - 0.5, -0.5)
     ax.margins(x=0.15)
 
 
-def plot_against_x(ax, key, group, series, law, target):
+def plot_against_x(ax, key, group, series, law, c):
     """A panel with one number against the group's x."""
     drawn = [(name, points, key) for name, points in series.items()]
     both = key == "accuracy" and "gap" in group.panels  # both ends of the gap
@@ -543,8 +601,8 @@ def plot_against_x(ax, key, group, series, law, target):
     ticks = sorted(x for x in known if not math.isnan(x))
     if law and key == "accuracy":
         plot_law(ax, law, ticks)
-    ax.set_xlabel(axis_label(group.x, target))
-    ax.set_ylabel("puzzles solved (%)" if both else axis_label(key, target))
+    ax.set_xlabel(axis_label(group.x, c))
+    ax.set_ylabel("puzzles solved (%)" if both else axis_label(key, c))
     if group.log:
         ax.set_xscale("log")
     if len(ticks) < 9:  # the settings themselves
@@ -552,7 +610,7 @@ def plot_against_x(ax, key, group, series, law, target):
         ax.set_xticks(ticks, labels, rotation=30 if ticks and ticks[-1] > 999 else 0)
         ax.xaxis.minorticks_off()
     if group.bracket and key == "accuracy":
-        ax.axhline(target, color="0.5", linestyle=":", label=f"{target:g}%")
+        ax.axhline(c.target, color="0.5", linestyle=":", label=f"{c.target:g}%")
 
 
 def plot_points(ax, key, x, points, style, label, line):
@@ -563,7 +621,7 @@ def plot_points(ax, key, x, points, style, label, line):
     ax.errorbar([p[x][0] for p in points], values, [p[key][1] for p in points], color=color, label=label,
                 linestyle=dashes if line else "", capsize=3,
                 marker=marker, markerfacecolor="white" if key == "train" else color)
-    if key in ("per_hour", "steps_to") and values and max(values) > 10 * min(values) > 0:
+    if key in ("per_time", "steps_to") and values and max(values) > 10 * min(values) > 0:
         ax.set_yscale("log")
 
 
@@ -578,7 +636,7 @@ def plot_law(ax, law, ticks):
 
 
 def plot_curves(group, points, unfinished, c, path):
-    """Learning curves: test accuracy and training loss, mean and deviation over seeds."""
+    """Learning curves: accuracy by examples, arithmetic and time, and loss; mean and deviation over seeds."""
     curves = []
     for point in points:
         label = point["label"]
@@ -586,16 +644,17 @@ def plot_curves(group, points, unfinished, c, path):
             label += f" (mean ± deviation of {len(point['runs'])})"
         curves.append((label, point["runs"]))
     curves += [(f"{run['name']} (unfinished)", [run]) for run in unfinished]
-    fig, axes = plt.subplots(1, 2, figsize=(10, 3.5 + 0.1 * len(curves)), layout="constrained")
-    for key, ax in zip(("accuracy", "loss"), axes):
+    fig, axes = plt.subplots(2, 2, figsize=(9, 6.5 + 0.1 * len(curves)), layout="constrained")
+    panels = ("accuracy", "examples"), ("loss", "examples"), ("accuracy", "flop"), ("accuracy", "time")
+    for (key, abscissa), ax in zip(panels, axes.flat):
         for i, (label, runs) in enumerate(curves):
-            plot_curve(ax, key, group.curves, runs, STYLES[i % len(STYLES)], label)
+            plot_curve(ax, key, abscissa, runs, STYLES[i % len(STYLES)], label)
         ax.set_xlim(left=0)
-        ax.set_xlabel(axis_label(group.curves, c.target))
-        ax.set_ylabel(axis_label(key, c.target))
-        if group.curves == "examples":
+        ax.set_xlabel(axis_label(abscissa, c))
+        ax.set_ylabel(axis_label(key, c))
+        if abscissa != "time":
             ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    save_figure(fig, axes, f"Learning curves: {group.question[0].lower() + group.question[1:]}", c, path)
+    save_figure(fig, list(axes.flat), f"Learning curves: {group.question[0].lower() + group.question[1:]}", c, path)
 
 
 def plot_curve(ax, key, abscissa, runs, style, label):
@@ -625,13 +684,78 @@ def save_figure(fig, axes, title, c, path):
     for ax in axes:
         ax.grid(color="0.9")
         ax.set_axisbelow(True)
+        if ax.get_xlabel().endswith("(%)"):
+            ax.set_xlim(max(ax.get_xlim()[0], 0), min(ax.get_xlim()[1], 100))
+        if ax.get_ylabel().endswith("(%)"):
+            ax.set_ylim(max(ax.get_ylim()[0], 0), min(ax.get_ylim()[1], 100))
     fig.suptitle("\n".join(textwrap.wrap(title, int(11 * width))))
     fig.savefig(path, dpi=c.dpi)
     plt.close(fig)
 
 
-def axis_label(key, target):
-    return VALUES[key][0].format(target=target) if key in VALUES else key
+def axis_label(key, c):
+    return VALUES[key][0].format(target=c.target, unit=c.unit) if key in VALUES else key
+
+
+# Files.
+
+def write_report(lines, c):
+    """Writes report.md, and report.html if c.html is set, and prints their paths."""
+    path = os.path.join(c.out_dir, "report.md")
+    with open(path, "w", encoding="utf-8") as f:
+        f.write("\n".join(lines))
+    print(f"wrote {path}")
+    if c.html:
+        path = os.path.join(c.out_dir, "report.html")
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(as_html(lines, c.out_dir))
+        print(f"wrote {path}")
+
+
+PAGE = """<!DOCTYPE html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Report</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
+.table {{ overflow-x: auto }}
+table {{ border-collapse: collapse; font-size: 0.85rem }}
+th, td {{ border-bottom: 1px solid #bbb; padding: 0.2rem 0.5rem; text-align: left; vertical-align: top }}
+img {{ max-width: 100% }}
+</style>
+{}
+</html>
+"""
+
+
+def as_html(lines, folder):
+    """The report's lines of Markdown (headings, tables, lists, pictures, paragraphs) as one HTML page."""
+    body, before = [], ""
+    for line in lines + [""]:
+        kind = "table" if line.startswith("|") else "ul" if line.startswith("- ") else ""
+        if before and kind != before:
+            body.append("</table></div>" if before == "table" else "</ul>")
+        if kind and kind != before:
+            body.append('<div class="table"><table>' if kind == "table" else "<ul>")
+        before_row, before = before, kind
+        text = escape(line)
+        picture = re.fullmatch(r"!\[(.*)\]\((.*)\)", line)
+        if kind == "table":
+            cell = "td" if before_row == "table" else "th"
+            if not line.startswith("|---"):
+                cells = [f"<{cell}>{value.strip()}</{cell}>" for value in text.strip("|").split("|")]
+                body.append(f"<tr>{''.join(cells)}</tr>")
+        elif kind == "ul":
+            body.append(f"<li>{text[2:]}</li>")
+        elif picture:
+            with open(os.path.join(folder, picture[2]), "rb") as f:
+                data = base64.b64encode(f.read()).decode()
+            body.append(f'<img alt="{escape(picture[1])}" src="data:image/png;base64,{data}">')
+        elif line.startswith("#"):
+            level = len(line) - len(line.lstrip("#"))
+            body.append(f"<h{level}>{text.lstrip('# ')}</h{level}>")
+        elif line:
+            body.append(f"<p>{text}</p>")
+    return PAGE.format("\n".join(body))
 
 
 if __name__ == "__main__":

@@ -34,13 +34,14 @@ def write_run(folder, accuracy=80.0, parameters=5.0, final=True, settings=None, 
         lines.append({
             "step": step, "train/loss": 0.5 + 2 * (1 - done) ** 2, "train/exact_accuracy": 0.95 * done ** 0.5,
             "train/steps": 4.0, "perf/examples_per_sec": settings["global_batch_size"] / step_time,
-            "perf/step_time": step_time})
+            "perf/step_time": step_time, "perf/tflops": 50.0})
         if step % 2000 == 0 and step < steps:
             exact = accuracy / 100 * done ** 0.5
             lines.append({"step": step, "eval/exact_accuracy": exact, "eval/accuracy": 0.9})
     if final:
         exact = accuracy / 100
-        lines.append({"step": steps, "final": True, "eval/exact_accuracy": exact, "eval/accuracy": 0.95})
+        lines.append({"step": steps, "final": True, "eval/exact_accuracy": exact, "eval/accuracy": 0.95,
+                      "eval/surest_accuracy": 1.02 * exact, "eval/example": "a puzzle, with wandb_log"})
     with open(os.path.join(folder, "metrics.jsonl"), "w") as f:
         f.writelines(json.dumps(line) + "\n" for line in lines)
     with open(os.path.join(folder, f"ckpt_{steps:08d}.json"), "w") as f:
@@ -189,6 +190,7 @@ def test_pictures_exist_and_are_not_empty(study, text):
     import matplotlib.image
     named = re.findall(r"\]\((.*\.png)\)", text)
     assert sorted(named) == ["exp01.png", "exp01_curves.png", "exp04a.png", "exp04a_curves.png"]
+    assert "surest answers right (%)" in rows(text, "exp01")["hidden_size 1536"]
     assert sorted(os.listdir(study / "out")) == sorted(named) + ["report.md"]
     for name in named:
         pixels = matplotlib.image.imread(study / "out" / name)[..., :3]
@@ -243,6 +245,59 @@ def test_a_run_in_progress_is_unfinished(tmp_path):
     open(tmp_path / "runs/exp07_b/metrics.jsonl", "w").close()
     output = run(tmp_path / "runs", f"--out_dir={tmp_path / 'out'}")
     assert "exp07_a: unfinished at step 8,000; exp07_b: unfinished at step 0" in output
+
+
+def test_runs_that_repeat_a_setting_are_its_seeds_in_every_group(tmp_path):
+    """Three copies of a baseline in three groups, and a setting that only one of the groups has."""
+    for seed, (name, accuracy) in enumerate((("exp01c", 80.0), ("exp02a_03", 81.0), ("exp06_c", 82.0))):
+        write_run(tmp_path / f"runs/{name}", accuracy, settings={"seed": seed})
+    write_run(tmp_path / "runs/exp01a", 82.1, 1.0, settings={"hidden_size": 128, "seed": 1})
+    write_run(tmp_path / "runs/exp01b", 70.0, 2.0, settings={"hidden_size": 256, "seed": 1})
+    run(tmp_path / "runs", f"--out_dir={tmp_path / 'out'}")
+    text = read(tmp_path / "out/report.md")
+    assert rows(text, "exp06")["batch 6144, lr 1.00e-04"]["test puzzles solved (%)"] == "81.00 ± 1.00"
+    assert rows(text, "exp01")["hidden_size 512"]["seeds"] == "3"
+    # Student's t with 2 degrees of freedom: 4.30 * 1.00 * sqrt(1 / 3 + 1) = 4.97
+    found = re.search(r"by ([\d.]+) by chance \(95%\): hidden_size 128: \+1.10 \(may be chance\); "
+                      r"hidden_size 256: -11.00\.", text)
+    assert float(found[1]) == pytest.approx(4.97, rel=0.05), text
+    assert "exp06.png" not in text and "exp06_curves.png" in text  # one setting: a curve and no dot
+
+
+def test_the_unit_of_time_fits_the_runs(tmp_path):
+    write_run(tmp_path / "runs/short", 80.0)
+    path = tmp_path / "runs/short/metrics.jsonl"
+    path.write_text(path.read_text().replace('"perf/step_time": 0.9', '"perf/step_time": 0.001'))
+    run(tmp_path / "runs", f"--out_dir={tmp_path / 'out'}")
+    table = rows(read(tmp_path / "out/report.md"), "How do these runs compare?")
+    assert table["short"]["training time (seconds)"] == "8.000"
+
+
+def test_axes_of_percentages_stay_within_0_and_100(tmp_path, monkeypatch):
+    limits = []
+
+    def look(fig, path, **_):
+        limits.extend((ax.get_ylabel(), *ax.get_ylim()) for ax in fig.axes)
+        limits.extend((ax.get_xlabel(), *ax.get_xlim()) for ax in fig.axes)
+
+    monkeypatch.setattr(report.plt.Figure, "savefig", look)
+    for dtype, accuracy in (("float16", 0.0), ("float32", 100.0)):
+        write_run(tmp_path / f"runs/exp02a_{dtype}", accuracy, settings={"L_cycles": int(dtype[-2:])})
+        write_run(tmp_path / f"runs/exp07_{dtype}", accuracy, settings={"forward_dtype": dtype})
+    run(tmp_path / "runs", f"--out_dir={tmp_path / 'out'}")
+    percentages = [(low, high) for label, low, high in limits if label.endswith("(%)")]
+    assert len(percentages) == 8 and all(0 <= low < high <= 100 for low, high in percentages), limits
+
+
+def test_html_is_one_file_with_all_of_the_report(tmp_path):
+    for dtype in ("float16", "float32"):
+        write_run(tmp_path / f"runs/exp07_{dtype}", 80.0, settings={"forward_dtype": dtype})
+    run(tmp_path / "runs", f"--out_dir={tmp_path / 'out'}", "--html")
+    page = read(tmp_path / "out/report.html")
+    assert page.count('src="data:image/png;base64,') == 2 and "<td>float16</td>" in page
+    assert page.count("<table>") == page.count("</table>") == 2 and page.count("<ul>") == page.count("</ul>")
+    outside = re.sub(r'src="data:[^"]*"', "", page)
+    assert "http" not in outside and "src=" not in outside and "|" not in outside
 
 
 @pytest.mark.parametrize("line", [

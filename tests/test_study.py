@@ -197,3 +197,22 @@ def test_every_size_can_be_built():
     assert counts[512, 2] == 5_028_866
     by_width = [counts[width, 2] for width in (256, 384, 512, 768, 1024, 1536)]
     assert by_width == sorted(set(by_width))
+
+
+def test_the_study_in_miniature():
+    """config/mini.py keeps what the runs vary; those that repeat the baseline have seeds of their own."""
+    mini = os.path.join(ROOT, "config", "mini.py")
+    own = ("seed", "out_dir", "data_prepare", "eval_interval", "wandb_project", "wandb_run_name")
+    full_size, seeds = {}, {}
+    for name, path in FILES.items():
+        c = configurator.configure(train.__file__, [path, mini])
+        train.check_settings(c)
+        small, full = ({k: v for k, v in vars(x).items() if k not in own} for x in (c, settings(path)))
+        assert full_size.setdefault(str(small), full) == full, name  # runs that differ still differ
+        seeds.setdefault(str(small), []).append(c.seed)
+    most = max(seeds.values(), key=len)
+    assert len(seeds) == 67 - 13 and len(most) == len(set(most)) == 14
+    for name, changed in (("exp01f", {"hidden_size": 192, "puzzle_emb_ndim": 192}),
+                          ("exp06_f", {"global_batch_size": 256}), ("exp04a_100", {"epochs": 294})):
+        c = vars(configurator.configure(train.__file__, [FILES[name], mini]))
+        assert {key: c[key] for key in changed} == changed
