@@ -17,3 +17,4 @@ lr_min_ratio = 0.1
 lr_warmup_steps = 50
 ema_rate = 0.99
 eval_interval = 1
+forward_dtype = "float32"
