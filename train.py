@@ -1680,6 +1680,8 @@ def main(c):
                 xmp.spawn(xla_replica, args=(c, kind))
             else:
                 replica(c, kind)
+                if torch.distributed.is_initialized():  # its threads may abort a process that just ends
+                    torch.distributed.destroy_process_group()
         except torch.OutOfMemoryError:
             raise out_of_memory(c) from None
         except (FloatingPointError, OSError) as e:
