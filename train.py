@@ -469,8 +469,9 @@ def judge(test, attempts, arrays):
     if len(attempts) > 1:
         solved = np.stack([is_solved(attempt["surest_preds"]) for attempt in attempts])
         powers = [2 ** i for i in range(len(attempts).bit_length())]
+        q_halt = np.stack([attempt["surest_q_halt_logits"] for attempt in attempts])
         for n in sorted({*powers, len(attempts)}):
-            counted[f"surest_of_{n}"] = is_solved(surest_of(attempts[:n])["surest_preds"])
+            counted[f"surest_of_{n}"] = solved[q_halt[:n].argmax(0), np.arange(len(labels))]
             counted[f"any_of_{n}"] = solved[:n].any(0)
     return counted
 
@@ -1224,6 +1225,7 @@ class Device:
             self.adapt(c)
         if "RANK" in os.environ:
             torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
+            atexit.register(torch.distributed.destroy_process_group)  # gloo's threads may abort at the end
             self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def adapt(self, c):
@@ -1680,8 +1682,6 @@ def main(c):
                 xmp.spawn(xla_replica, args=(c, kind))
             else:
                 replica(c, kind)
-                if torch.distributed.is_initialized():  # its threads may abort a process that just ends
-                    torch.distributed.destroy_process_group()
         except torch.OutOfMemoryError:
             raise out_of_memory(c) from None
         except (FloatingPointError, OSError) as e:

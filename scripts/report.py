@@ -654,7 +654,8 @@ def plot_curves(group, points, unfinished, c, path):
         ax.set_ylabel(axis_label(key, c))
         if abscissa != "time":
             ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    save_figure(fig, list(axes.flat), f"Learning curves: {group.question[0].lower() + group.question[1:]}", c, path)
+    title = f"Learning curves: {group.question[0].lower() + group.question[1:]}"
+    save_figure(fig, list(axes.flat), title, c, path)
 
 
 def plot_curve(ax, key, abscissa, runs, style, label):
