@@ -1,22 +1,22 @@
-# After a file of config/study: the same run in miniature, 6x6 Sudoku on one CPU core in about two minutes.
+# After a file of config/study: the same run in miniature, 6x6 Sudoku on one CPU core in about four minutes.
 #     OMP_NUM_THREADS=1 python scripts/sweep.py config/mini.py      all 67; start it twice to use two cores
 #     python scripts/report.py out/mini
 # What the study varies keeps its proportions and its recursions: a width is an eighth, a batch a 192nd.
 import zlib
 
-_steps_share = 1 / 1700  # of the study's epochs
+_share = 1 / 2000  # of the study's epochs
 _prepare = dict(flag.lstrip("-").split("=") for flag in data_prepare.split()[1:])
 _puzzles = int(_prepare.get("subsample_size", 1000))
 _copies = int(_prepare.get("num_aug", 1000)) // 10
 data_path = f"data/mini-{_puzzles}-aug-{_copies}"
 data_prepare = (
-    f"prepare_sudoku.py --source=generate --size=6 --num_train={_puzzles} --num_test=1000 --num_aug={_copies}"
+    f"prepare_sudoku.py --source=generate --size=6 --num_train={_puzzles} --num_test=500 --num_aug={_copies}"
     f" --output_dir={data_path}"
 )
 global_batch_size //= 192
 micro_batch_size = 0
-epochs = round(epochs * _steps_share)
-curriculum_epochs = round(curriculum_epochs * _steps_share)
+epochs = round(epochs * _share)
+curriculum_epochs = round(curriculum_epochs * _share)
 hidden_size //= 8
 num_heads = 1
 puzzle_emb_ndim //= 8
@@ -30,8 +30,8 @@ ema_rate = 1 - 10 * (1 - ema_rate)
 puzzle_emb_lr *= 50
 puzzle_emb_weight_decay /= 10
 seed = zlib.crc32(wandb_run_name.encode()) % 1000  # so those that repeat the baseline are more seeds of it
-eval_interval = epochs // 4
-eval_max_puzzles = 250
+eval_interval = -(-epochs // 6)
+eval_max_puzzles = 200
 checkpoint_interval = 100
 keep_last_n = 1
 out_dir = f"out/mini/{wandb_run_name}"
