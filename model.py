@@ -61,7 +61,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x, across=False):
         if across:  # a batched product from the left; transposing x would copy it twice
-            gate, up = (self.gate_up_proj.weight.expand(len(x), -1, -1) @ x).chunk(2, dim=1)
+            # Two products: the TPU's compiler makes silu(gate) * up a part of the second one.
+            gate, up = (w.expand(len(x), -1, -1) @ x for w in self.gate_up_proj.weight.chunk(2))
             return self.down_proj.weight.expand(len(x), -1, -1) @ (F.silu(gate) * up)
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
@@ -343,18 +344,20 @@ def log_stablemax(x):
 
 
 def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="stablemax_cross_entropy",
-                     training=True, cycles=None):
+                     training=True, cycles=None, patience=0):
     """One step of deep supervision with adaptive halting (paper, sections 2 and 4.6).
 
     weights: {name: tensor} for the network, all of one dtype, and "puzzle_emb.weights" [N, D'] in float32.
     carry: as new_carry; sequences that halted take new data from batch, the others continue with theirs.
     batch: inputs [B, S], labels [B, S] (-100 is not scored), puzzle_identifiers [B], and in training
     min_halt_steps [B], drawn for exploration. A sequence halts at halt_max_steps, in training also once
-    q_halt is positive. cycles: (H_cycles, L_cycles), by default the model's.
+    q_halt is positive, in an evaluation with patience also once its answer stayed the same for so many steps
+    (carry then has preds and repeats as well). cycles: (H_cycles, L_cycles), by default the model's.
 
     Returns the loss, summed over sequences: the mean cross-entropy of a sequence's scored cells + 0.5 * the
     binary cross-entropy of q_halt against "solved", a float32 scalar; the new carry, detached; the sums named
-    by METRICS (the first five over the sequences that halted); the answers [B, S]; and q_halt [B].
+    by METRICS (over the sequences that halted; in training, the losses over all); the answers [B, S]; and
+    q_halt [B].
     """
     halted = carry["halted"]
 
@@ -375,34 +378,38 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
     scores = log_stablemax(logits) if loss_type == "stablemax_cross_entropy" else logits
     target = torch.where(mask, labels, 0).long().unsqueeze(-1)
     cell_loss = torch.logsumexp(scores, -1) - scores.gather(-1, target).squeeze(-1)  # [B, S]
-    lm_loss = (torch.where(mask, cell_loss, 0).sum(-1) / cells.clamp(min=1)).sum()
+    lm_loss = torch.where(mask, cell_loss, 0).sum(-1) / cells.clamp(min=1)
     with torch.no_grad():
         answer = logits.argmax(-1).to(torch.int32)
         correct = (mask & (answer == labels)).sum(-1)
         solved = correct == cells
     q_halt_loss = F.binary_cross_entropy_with_logits(q_halt, solved.float(), reduction="none")
-    if not training:  # the rows that pad an evaluation's last batch have no cells
-        q_halt_loss = torch.where(cells > 0, q_halt_loss, 0)
-    q_halt_loss = q_halt_loss.sum()
 
     with torch.no_grad():
         halts = steps >= halt_max_steps
         if training and halt_max_steps > 1:
             halts = (halts | (q_halt > 0)) & (steps >= batch["min_halt_steps"])
-        scored = halts & (cells > 0)
+        elif patience and not training:
+            repeated = ~halted & (answer == carry["preds"]).all(-1)
+            repeats = torch.where(repeated, carry["repeats"] + 1, 0)
+            halts = halts | (repeats >= patience)
+        scored = halts & (cells > 0)  # the rows that pad an evaluation's last batch have no cells
+        counted = torch.ones_like(scored) if training else scored
         sums = dict(
             count=scored.sum(),
             accuracy=torch.where(scored, correct / cells.clamp(min=1), 0).sum(),
             exact_accuracy=(scored & solved).sum(),
             q_halt_accuracy=(scored & ((q_halt >= 0) == solved)).sum(),
             steps=torch.where(scored, steps, 0).sum(),
-            lm_loss=lm_loss.detach(),
-            q_halt_loss=q_halt_loss.detach(),
+            lm_loss=torch.where(counted, lm_loss, 0).sum(),
+            q_halt_loss=torch.where(counted, q_halt_loss, 0).sum(),
         )
         sums = torch.stack([sums[name] for name in METRICS]).float()
     carry = dict(z_H=z_H.detach(), z_L=z_L.detach(), steps=steps, halted=halts,
                  inputs=inputs, labels=labels, puzzle_identifiers=identifiers)
-    return lm_loss + 0.5 * q_halt_loss, carry, sums, answer, q_halt.detach()
+    if patience and not training:
+        carry |= dict(preds=answer, repeats=repeats)
+    return lm_loss.sum() + 0.5 * q_halt_loss.sum(), carry, sums, answer, q_halt.detach()
 
 
 def normal_noise(keys, steps, shape):

@@ -93,6 +93,7 @@ eval_interval = 5000  # epochs between evaluations; 0: only at the end
 eval_max_puzzles = 4096  # test puzzles of the evaluations on the way, a fixed random subset; 0: all
 eval_final_max_puzzles = 0  # test puzzles of the one at the end
 eval_halt_max_steps = 0  # supervision steps at evaluation; 0: halt_max_steps
+eval_patience = 0  # leave a puzzle once its answer stayed the same for so many steps; 0: never (the paper)
 eval_rollouts = 1  # attempts at each puzzle, all but the first with noise; the surest answer counts
 eval_noise = 1.0  # standard deviation of that noise, on the latent z_L after each supervision step
 eval_save_outputs = ""  # of inputs,labels,preds,q_halt_logits and surest_...: saved to out_dir/eval_STEP.npz
@@ -202,8 +203,8 @@ class Run:
     def eval_step(self, state, inputs):
         """One supervision step of an evaluation, in place on state. On XLA it is one program. No collective.
 
-        state: as new_evaluation; its totals grow when the full depth is reached, and the next step takes
-        new data. inputs: as eval_inputs. Returns preds [B, S] and q_halt_logits [B] of this step, and
+        state: as new_evaluation; its totals count the sequences that halt, which take new data at the next
+        step. inputs: as eval_inputs. Returns preds [B, S] and q_halt_logits [B] of this step, and
         surest_preds and surest_q_halt_logits of that step so far where q_halt was highest.
         """
         model = self.model.eval()
@@ -211,7 +212,8 @@ class Run:
         def micro_batch(weights, x):
             before, batch = x["carry"], x["batch"]
             _, carry, metrics, answer, q_halt = self.supervision_step(
-                model, weights, before, batch, self.eval_depth, self.c.loss_type, training=False)
+                model, weights, before, batch, self.eval_depth, self.c.loss_type, training=False,
+                patience=self.c.eval_patience)
             surer = before["halted"] | (q_halt >= before["surest_q_halt_logits"])  # halted: a new puzzle
             carry["surest_preds"] = torch.where(surer.unsqueeze(-1), answer, before["surest_preds"])
             carry["surest_q_halt_logits"] = torch.where(surer, q_halt, before["surest_q_halt_logits"])
@@ -226,7 +228,7 @@ class Run:
         (metrics,), rows = self.device.sum_over(micro_batch, [torch.zeros_like(state["totals"])], weights, xs)
         for name, t in state["carry"].items():
             t.copy_(rows[name])
-        state["totals"] += torch.where(rows["halted"].flatten()[0], metrics, 0)
+        state["totals"] += metrics
         names = "preds", "q_halt_logits", "surest_preds", "surest_q_halt_logits"
         return {name: rows[name].flatten(0, 1) for name in names}
 
@@ -264,6 +266,9 @@ class Run:
         carry = self.model.new_carry(batch_size, self.dtype)
         carry["surest_preds"] = torch.zeros_like(carry["inputs"])
         carry["surest_q_halt_logits"] = torch.zeros(batch_size)
+        if self.c.eval_patience:
+            carry["preds"] = torch.zeros_like(carry["inputs"])
+            carry["repeats"] = torch.zeros_like(carry["steps"])
         return self.split(carry)
 
     def read_sums(self):
@@ -382,18 +387,24 @@ def train_and_evaluate(run, data, test, log, checkpoints, first_step, total_step
 
 # Evaluation.
 
+EVAL_BATCHES = 64  # of which the places are filled again with eval_patience; at their end some stay empty
+
+
 def evaluate(run, test, indices, label, save_to=None):
     """Evaluates the test puzzles `indices`: {"eval/...": number}, or {} if a stop is requested. All ranks.
 
     save_to: a .npz file for eval_save_outputs.
     """
     device, size = run.device, run.batch_size
+    if run.c.eval_patience:
+        size *= EVAL_BATCHES
     mine = indices[device.rank::device.world]
     state, counts, saved, interrupted = run.new_evaluation(), {}, {}, False
-    with Progress(label, len(mine) if device.rank == 0 else 0, "puzzles") as progress:
+    total, attempts = len(mine) if device.rank == 0 else 0, run.c.eval_rollouts
+    with Progress(label, total * attempts, "puzzles", scale=attempts) as progress:
         for i in range(0, math.ceil(len(indices) / device.world), size):  # as many batches on every rank
             rows = mine[i:i + size]
-            attempts = solve_batch(run, test, rows, state)
+            attempts = solve_batch(run, test, rows, state, progress)
             interrupted = len(attempts) < run.c.eval_rollouts
             if interrupted:
                 break
@@ -402,7 +413,6 @@ def evaluate(run, test, indices, label, save_to=None):
                 counts[name] = counts.get(name, 0) + solved.sum()
             for name in filter(None, run.c.eval_save_outputs.split(",") if save_to else ()):
                 saved.setdefault(name, []).append(arrays[name])
-            progress.add(len(rows))
     if saved and not interrupted:  # before the sum: once it is there, all ranks have saved theirs
         save_outputs(save_to, mine, saved, run.device.say)
     if device.sum_on_host(torch.tensor([float(interrupted)])).item():  # on this rank or another
@@ -412,24 +422,51 @@ def evaluate(run, test, indices, label, save_to=None):
     return eval_values(sums)
 
 
-def solve_batch(run, test, indices, state):
+def solve_batch(run, test, indices, state, progress):
     """The answers of each attempt at the test puzzles `indices`: a list of eval_rollouts dicts of arrays.
 
     Each holds what test_batch and eval_step return. The list is shorter if a stop is requested.
     """
-    arrays, attempts = test.test_batch(indices, run.batch_size), []
-    unscored = arrays | dict(labels=np.full_like(arrays["labels"], IGNORE_LABEL))
+    n, attempts = len(indices), []
+    arrays = test.test_batch(indices, n + 1)  # the last row is padding
+    unscored = np.full_like(arrays["labels"], IGNORE_LABEL)
     for attempt in range(run.c.eval_rollouts):
-        batch = unscored if attempt else arrays  # the totals on the device are those of the first attempt
-        inputs = run.eval_inputs(batch, test.noise_keys(run.c.seed, indices, attempt, run.batch_size))
-        for _ in range(run.eval_depth):
-            if stop_requested():
-                return attempts
-            answers = run.eval_program(state, inputs)
-        answers = {name: t.cpu().numpy() for name, t in answers.items()}
-        attempts.append({name: a[:len(indices)] for name, a in (arrays | answers).items()})
-        restart_watchdog(run.c)
+        keys = test.noise_keys(run.c.seed, indices, attempt, n + 1)
+        labels = unscored if attempt else arrays["labels"]  # the totals are those of the first attempt
+        answers = solve_rows(run, arrays | dict(labels=labels), keys, state, progress)
+        if answers is None:
+            return attempts
+        attempts.append({name: a[:n] for name, a in (arrays | answers).items()})
     return attempts
+
+
+def solve_rows(run, rows, noise_keys, state, progress):
+    """What eval_step returns for each row when its sequence halts, as arrays; None if a stop is requested.
+
+    rows: {name: [n + 1, ...]}, the last of them padding. A place of the batch takes the next row when its
+    sequence halts. Without eval_patience they all do so together, and nothing waits for the device before.
+    """
+    n, answers = len(noise_keys) - 1, {}
+    place, next_row = np.full(run.batch_size, n), 0  # the row that each place solves
+    while True:
+        free = np.flatnonzero(state["carry"]["halted"].cpu().numpy().ravel())
+        place[free] = np.minimum(np.arange(next_row, next_row + len(free)), n)
+        next_row += len(free)
+        inputs = run.eval_inputs({name: a[place] for name, a in rows.items()}, noise_keys[place])
+        for _ in range(1 if run.c.eval_patience else run.eval_depth):
+            if stop_requested():
+                return None
+            outputs = run.eval_program(state, inputs)
+        halted = state["carry"]["halted"].cpu().numpy().ravel()
+        for name, t in outputs.items():
+            answer = t.cpu().numpy()
+            answers.setdefault(name, np.zeros((n + 1, *answer.shape[1:]), answer.dtype))
+            answers[name][place[halted]] = answer[halted]
+        progress.add((place[halted] < n).sum())
+        place[halted] = n
+        restart_watchdog(run.c)
+        if next_row >= n and (place == n).all():
+            return answers
 
 
 def surest_of(attempts):
@@ -525,11 +562,14 @@ def show_puzzle(run, test):
     """
     arrays = test.test_batch(test.subset(run.batch_size), run.batch_size)
     inputs, state, answers = run.eval_inputs(arrays), run.new_evaluation(), {}
+    answer, labels = arrays["inputs"], arrays["labels"]
+    left = np.zeros(run.batch_size, dtype=bool)  # with eval_patience; these start again
     for step in range(1, run.eval_depth + 1):
-        answer = run.eval_program(state, inputs)["preds"]
+        preds = run.eval_program(state, inputs)["preds"].cpu().numpy()
+        answer = np.where(left[:, None], answer, preds)
+        left |= state["carry"]["halted"].cpu().numpy().ravel()
         if step & (step - 1) == 0 or step == run.eval_depth:
-            answers[step] = answer.cpu().numpy()
-    labels = arrays["labels"]
+            answers[step] = answer
     wrong = {step: (answer != labels) & (labels != IGNORE_LABEL) for step, answer in answers.items()}
     i = int((wrong[1].sum(1) - wrong[run.eval_depth].sum(1)).argmax())
     symbols = test.manifest.get("symbols") or [str(token) for token in range(test.vocab_size)]
@@ -1084,7 +1124,7 @@ def train_values(c, sums, steps):
 
 def eval_line(values, step):
     """A line of the console for an evaluation."""
-    line = (f"step {step} | {values['eval/puzzles']:,} test puzzles at {values['eval/steps']:.0f} "
+    line = (f"step {step} | {values['eval/puzzles']:,} test puzzles at {values['eval/steps']:.3g} "
             f"supervision steps: exact {values['eval/exact_accuracy']:.4f} "
             f"surest {values['eval/surest_accuracy']:.4f} "
             f"accuracy {values['eval/accuracy']:.4f} loss {values['eval/loss']:.4f}")
@@ -1527,8 +1567,8 @@ BOUNDS = (  # (description, test, settings)
     ("0 or more", lambda v: v >= 0,
      "micro_batch_size epochs max_steps puzzle_emb_ndim puzzle_emb_len lr_min_ratio lr_warmup_steps "
      "weight_decay puzzle_emb_lr puzzle_emb_weight_decay eval_interval eval_max_puzzles "
-     "eval_final_max_puzzles eval_halt_max_steps eval_noise checkpoint_interval curriculum_epochs "
-     "stall_timeout"),
+     "eval_final_max_puzzles eval_halt_max_steps eval_patience eval_noise checkpoint_interval "
+     "curriculum_epochs stall_timeout"),
     ("0 or more, and below 2**63", lambda v: 0 <= v < 2 ** 63, "seed"),
     ("from 0 to below 1", lambda v: 0 <= v < 1, "beta1 beta2 ema_rate"),
     ("from 0 to 1", lambda v: 0 <= v <= 1, "halt_exploration_prob"),

@@ -41,12 +41,13 @@ plan = ""  # a slice to price a whole run on
 rate = 0.0  # examples/s measured on that slice; 0: an upper bound
 # ---
 
-# Dense bfloat16 FLOP/s of a chip, bytes/s and bytes of its memory, as its maker states them.
+# Dense bfloat16 FLOP/s of a chip, bytes/s and bytes of its memory, as its maker states them, and cycles/s:
+# FLOP/s divided by those of all its matrix units in a cycle.
 CHIPS = {
-    "v4": (275e12, 1228e9, 32e9),
-    "v5e": (197e12, 819e9, 16e9),
-    "v5p": (459e12, 2765e9, 95e9),
-    "v6e": (918e12, 1640e9, 32e9),
+    "v4": (275e12, 1228e9, 32e9, 1.05e9),
+    "v5e": (197e12, 819e9, 16e9, 1.5e9),
+    "v5p": (459e12, 2765e9, 95e9, 1.75e9),
+    "v6e": (918e12, 1640e9, 32e9, 1.75e9),
 }
 
 
@@ -88,6 +89,8 @@ def description(head, f):
     bound = "arithmetic" if f["arithmetic_ms"] >= (f["memory_ms"] or 0) else "memory traffic"
     lines.append(f"roofline {f['roofline_ms']:.1f} ms, bound by {bound}: at most "
                  f"{f['examples_per_sec']:,.0f} examples/s on {f['chips']} chips")
+    if f["estimated_ms"] is not None:
+        lines.append(f"the compiler estimates {f['estimated_ms']:.1f} ms")
     return "\n".join([f"{head} {lines[0]}"] + [f"{'':{len(head)}} {line}" for line in lines[1:]])
 
 
@@ -140,14 +143,16 @@ def step_flops(c, model, step):
 
 def roofline(f, flops, chip):
     """The figures that follow from the compiler's: the memory left, and a lower bound on a step's time."""
-    peak, bandwidth, memory = CHIPS[chip]
+    peak, bandwidth, memory, clock = CHIPS[chip]
     used = f["arguments_gb"] + f["outputs_gb"] + f["temporaries_gb"] + f["code_gb"]
     arithmetic_ms = 1e3 * flops / peak
     memory_ms = 1e12 * f["hbm_gb"] / bandwidth if f["hbm_gb"] is not None else None
     roofline_ms = max(arithmetic_ms, memory_ms or 0)
+    estimated_ms = 1e3 * f["cycles"] / clock if f["cycles"] is not None else None
     return dict(
         tflop=flops / 1e12, free_gb=memory / 1e9 - used, arithmetic_ms=arithmetic_ms, memory_ms=memory_ms,
-        roofline_ms=roofline_ms, examples_per_sec=1e3 * f["batch_per_chip"] * f["chips"] / roofline_ms)
+        roofline_ms=roofline_ms, estimated_ms=estimated_ms,
+        examples_per_sec=1e3 * f["batch_per_chip"] * f["chips"] / roofline_ms)
 
 
 def chip_and_count(name):
@@ -336,10 +341,11 @@ def compile_step(path, name, chips):
         code_gb=memory.generated_code_size_in_bytes / 1e9,
         compiler_tflop=program.cost_analysis()["flops"] / 1e12,
         hbm_gb=hbm_bytes(text) / 1e9 if text else None,
+        cycles=estimated_cycles(*read_program(text)) if text else None,
         collectives=[[kind, shape_bytes(shape)] for shape, kind in collectives] if text else None)))
 
 
-# The text of a compiled program (HLO): what it moves through HBM.
+# The text of a compiled program (HLO): how long it takes, and what it moves through HBM.
 
 Instruction = namedtuple("Instruction", "shape operation operands rest is_root")
 ITEM_BYTES = dict(f64=8, s64=8, u64=8, f32=4, s32=4, u32=4, bf16=2, f16=2, s16=2, u16=2, pred=1, s8=1, u8=1)
@@ -378,14 +384,27 @@ def read_program(text):
     return bodies, entry
 
 
+def estimated_cycles(bodies, name):
+    """Cycles that the compiler estimates for the computation of that name; a loop's as often as it runs."""
+    total = 0
+    for i in bodies[name].values():
+        cycles = re.search(r'"estimated_cycles":"(\d+)"', i.rest)
+        if i.operation == "while":
+            times, loop = loop_of(bodies, i)
+            total += times * estimated_cycles(bodies, loop)
+        elif cycles:
+            total += int(cycles[1])
+    return total
+
+
 def moved_bytes(bodies, name):
     """Bytes that the computation of that name moves through HBM."""
     body, total = bodies[name], 0
     for i in body.values():
         sizes = [hbm_shape_bytes(body[operand].shape) if operand in body else 0 for operand in i.operands]
         if i.operation == "while":
-            condition, loop = (re.search(rf"{key}=%([\w.\-]+)", i.rest)[1] for key in ("condition", "body"))
-            total += loop_length(bodies[condition]) * moved_bytes(bodies, loop)
+            times, loop = loop_of(bodies, i)
+            total += times * moved_bytes(bodies, loop)
         elif i.operation == "copy-start":
             total += hbm_shape_bytes(i.shape) / 2
         elif i.operation == "dynamic-slice":
@@ -402,10 +421,13 @@ def moved_bytes(bodies, name):
     return total
 
 
-def loop_length(condition):
-    """How often a loop runs: the largest 32-bit constant of its condition."""
-    constants = [i for i in condition.values() if i.operation == "constant" and i.shape[1:6] == "32[]{"]
-    return max((int(i.rest.split(")")[0]) for i in constants), default=1)
+def loop_of(bodies, loop):
+    """(how often a while instruction runs its body, the name of that): the largest 32-bit constant of its
+    condition."""
+    condition, body = (re.search(rf"{key}=%([\w.\-]+)", loop.rest)[1] for key in ("condition", "body"))
+    constants = [i for i in bodies[condition].values()
+                 if i.operation == "constant" and i.shape[1:6] == "32[]{"]
+    return max((int(i.rest.split(")")[0]) for i in constants), default=1), body
 
 
 def sliced_bytes(body):

@@ -398,6 +398,7 @@ def read_model(path, flags):
     c = configure(train.__file__, [f"--{name}={value}" for name, value in saved.items()] + flags)
     c.global_batch_size = 1
     c.micro_batch_size = 0
+    c.eval_patience = 0  # every step is shown
     c.out_dir = tempfile.gettempdir()  # nothing is written
     train.check_settings(c)
     return state, c

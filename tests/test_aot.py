@@ -62,6 +62,8 @@ def test_what_a_tpu_makes_of_the_step(compiled):
     assert carry < 1e9 * f["arguments_gb"] - 16 * reduced < 3 * carry
     assert f["batch_per_chip"] == 4 and 0 < f["hbm_gb"] and f["free_gb"] > 10 and "fits" in text
     assert not f["float64_products"]
+    assert f["arithmetic_ms"] < e["estimated_ms"] < f["estimated_ms"] < 100
+    assert f"the compiler estimates {f['estimated_ms']:.1f} ms" in text
 
 
 def test_the_counted_flops_are_the_compilers(compiled):
@@ -132,7 +134,7 @@ HLO = """HloModule step
   %arg = (s32[], f32[24,1000]{1,0}) parameter(0)
   %i = s32[] get-tuple-element(%arg), index=0
   %xs = f32[24,1000]{1,0} get-tuple-element(%arg), index=1
-  %fusion.1 = f32[1000]{0} fusion(%xs, %i), kind=kLoop, calls=%sliced
+  %fusion.1 = f32[1000]{0} fusion(%xs, %i), kind=kLoop, calls=%sliced, backend_config={"estimated_cycles":"100"}
   %near = bf16[1000]{0:T(256)S(1)} convert(%fusion.1)
   ROOT %tuple.1 = (s32[], f32[24,1000]{1,0}) tuple(%i, %xs)
 }
@@ -156,6 +158,11 @@ def test_hbm_traffic_of_a_program():
     assert aot.hbm_bytes(HLO) == 24 * (4000 + 4000 + 4 + 4000)
     assert aot.hbm_shape_bytes("(f32[2,3]{1,0}, bf16[4]{0:S(1)}, pred[])") == 25
     assert aot.shape_bytes("(f32[2,3]{1,0}, bf16[4]{0:S(1)}, pred[])") == 33
+
+
+def test_cycles_of_a_program():
+    bodies, entry = aot.read_program(HLO)
+    assert entry == "main" and aot.estimated_cycles(bodies, entry) == 24 * 100
 
 
 def test_a_plan_counts_steps_hours_and_bytes():

@@ -70,9 +70,9 @@ def without_last(source, out):
     return out
 
 
-def saved_answers(out):
+def saved_answers(out, step=30):
     """The arrays of eval_save_outputs of all ranks, in the order of the puzzles."""
-    parts = [np.load(path) for path in glob.glob(os.path.join(out, "eval_00000030*.npz"))]
+    parts = [np.load(path) for path in glob.glob(os.path.join(out, f"eval_{step:08d}*.npz"))]
     order = np.concatenate([part["indices"] for part in parts]).argsort()
     return {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
 
@@ -90,6 +90,20 @@ def test_the_curve_does_not_depend_on_the_replicas(data, four, tmp_path, replica
     assert list(mine["indices"]) == list(range(40)) == list(theirs["indices"])
     assert (mine["surest_preds"] == theirs["surest_preds"]).mean() > 0.98
     assert mine["surest_q_halt_logits"] == pytest.approx(theirs["surest_q_halt_logits"], rel=1e-4)
+
+
+def test_puzzles_leave_an_evaluation_early_on_any_number_of_replicas(data, tmp_path):
+    out, found = tmp_path / "run", []
+    flags = ["--max_steps=120", "--lr=1e-2", "--weight_decay=0.1", "--ema=False", "--eval_interval=0",
+             "--eval_halt_max_steps=9", "--eval_patience=1"]
+    for replicas, more in (1, ["--device=cpu"]), (4, ["--init_from=resume", "--eval_only"]):
+        text = run(replicas, data, out, *flags, *more)
+        found.append(saved_answers(out, step=120))
+        assert 2 < float(text.split("40 test puzzles at ")[1].split()[0]) < 9, text
+        for path in glob.glob(os.path.join(out, "eval_*")):
+            os.remove(path)
+    assert list(found[0]["indices"]) == list(found[1]["indices"]) == list(range(40))
+    assert (found[0]["surest_preds"] == found[1]["surest_preds"]).mean() > 0.98
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -131,6 +131,63 @@ def test_the_answers_do_not_depend_on_the_batch(data, trained):
     assert (saved["surest_preds"] == small["surest_preds"]).mean() > 0.99
 
 
+def left_early(test, run, patience):
+    """(answers, steps) of each test puzzle where its answer stayed the same for `patience` steps."""
+    state, answers, left_at = run.new_evaluation(), [], []
+    for first in range(0, 40, 8):
+        inputs = run.eval_inputs(test.test_batch(np.arange(first, first + 8), 16))
+        steps = [run.eval_program(state, inputs)["preds"].numpy().copy() for _ in range(run.eval_depth)]
+        for puzzle in range(8):
+            repeats = 0
+            for step in range(run.eval_depth):
+                same = step and (steps[step][puzzle] == steps[step - 1][puzzle]).all()
+                repeats = repeats + 1 if same else 0
+                if repeats == patience:
+                    break
+            answers.append(steps[step][puzzle])
+            left_at.append(step + 1)
+    return np.stack(answers), np.array(left_at)
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+@pytest.mark.parametrize("micro", [0, 4])
+def test_puzzles_whose_answer_stays_the_same_leave_early(data, trained, patience, micro):
+    """Each answer is that of the step where it was repeated, though its place took other puzzles before."""
+    run, test = new_run(data, trained, "--eval_halt_max_steps=6")
+    answers, left_at = left_early(test, run, patience)
+    assert len(set(left_at)) > 2 and left_at.min() == patience + 1 and (left_at == 6).any()
+    values, saved = evaluated(data, trained, "--eval_halt_max_steps=6", f"--eval_patience={patience}",
+                              f"--micro_batch_size={micro}")
+    assert np.array_equal(saved["preds"], answers)
+    assert values["eval/steps"] == pytest.approx(left_at.mean()) and values["eval/puzzles"] == 40
+    assert values["eval/exact_accuracy"] == pytest.approx((answers == saved["labels"]).all(1).mean())
+    full, _ = evaluated(data, trained, "--eval_halt_max_steps=6")
+    assert set(full) == set(values) and full["eval/steps"] == 6
+
+
+def test_nobody_leaves_with_more_patience_than_steps(data, trained):
+    full, saved_full = evaluated(data, trained)
+    patient, saved = evaluated(data, trained, "--eval_patience=5")
+    assert patient == full
+    assert all(np.array_equal(saved[name], saved_full[name]) for name in saved)
+
+
+def test_attempts_with_noise_leave_early_too(data, trained):
+    three, _ = evaluated(data, trained, "--eval_rollouts=3", "--eval_noise=0.7", "--eval_patience=1",
+                         "--eval_halt_max_steps=9")
+    one, _ = evaluated(data, trained, "--eval_patience=1", "--eval_halt_max_steps=9")
+    assert {name: three[name] for name in one} | {"eval/surest_accuracy": one["eval/surest_accuracy"]} == one
+    assert three["eval/any_of_3"] >= three["eval/any_of_2"] >= three["eval/any_of_1"] > 0.1
+
+
+def test_the_puzzle_shown_keeps_the_answer_with_which_it_left(data, trained):
+    run, test = new_run(data, trained, "--eval_halt_max_steps=9", "--eval_patience=1")
+    shown = train.show_puzzle(run, test)
+    assert "step 8" in shown and "step 9" in shown
+    left = [line.split("step 8:")[1].split("step 9:") for line in shown.splitlines() if "step 8:" in line]
+    assert left and left[0][0].split() == left[0][1].split()
+
+
 def test_surest_and_majority_of_attempts():
     q_halt = np.array([[1.0, 5.0, 0.0], [3.0, 2.0, 0.0], [2.0, 1.0, -1.0]])
     preds = np.array([[[7], [7], [1]], [[8], [8], [2]], [[7], [8], [3]]])
