@@ -1,5 +1,5 @@
 # The demo in bfloat16 and without evaluations on the way: the least time to a model.
-# Expected: the surest answers to 98% of 1000 unseen puzzles exactly right.
+# Expected: 98% or more of 1000 unseen puzzles exactly right.
 run("demo.py")
 out_dir = "out/speedrun"
 forward_dtype = "bfloat16"

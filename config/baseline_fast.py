@@ -1,0 +1,5 @@
+# The study's baseline without the puzzle embedding, as config/sudoku_fast.py.
+run("baseline.py")
+puzzle_emb_ndim = 0
+puzzle_emb_len = 0
+out_dir = "out/baseline_fast"
