@@ -389,7 +389,7 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
         halts = steps >= halt_max_steps
         if training and halt_max_steps > 1:
             halts = (halts | (q_halt > 0)) & (steps >= batch["min_halt_steps"])
-        elif patience and not training:
+        elif patience:
             repeated = ~halted & (answer == carry["preds"]).all(-1)
             repeats = torch.where(repeated, carry["repeats"] + 1, 0)
             halts = halts | (repeats >= patience)
@@ -407,7 +407,7 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
         sums = torch.stack([sums[name] for name in METRICS]).float()
     carry = dict(z_H=z_H.detach(), z_L=z_L.detach(), steps=steps, halted=halts,
                  inputs=inputs, labels=labels, puzzle_identifiers=identifiers)
-    if patience and not training:
+    if patience:
         carry |= dict(preds=answer, repeats=repeats)
     return lm_loss.sum() + 0.5 * q_halt_loss.sum(), carry, sums, answer, q_halt.detach()
 

@@ -387,7 +387,7 @@ def train_and_evaluate(run, data, test, log, checkpoints, first_step, total_step
 
 # Evaluation.
 
-EVAL_BATCHES = 64  # of which the places are filled again with eval_patience; at their end some stay empty
+EVAL_BATCHES = 64  # taken at a time with eval_patience: places are filled again as puzzles leave
 
 
 def evaluate(run, test, indices, label, save_to=None):
@@ -400,8 +400,8 @@ def evaluate(run, test, indices, label, save_to=None):
         size *= EVAL_BATCHES
     mine = indices[device.rank::device.world]
     state, counts, saved, interrupted = run.new_evaluation(), {}, {}, False
-    total, attempts = len(mine) if device.rank == 0 else 0, run.c.eval_rollouts
-    with Progress(label, total * attempts, "puzzles", scale=attempts) as progress:
+    total = len(mine) * run.c.eval_rollouts if device.rank == 0 else 0
+    with Progress(label, total, "puzzles", scale=run.c.eval_rollouts) as progress:
         for i in range(0, math.ceil(len(indices) / device.world), size):  # as many batches on every rank
             rows = mine[i:i + size]
             attempts = solve_batch(run, test, rows, state, progress)
@@ -447,9 +447,12 @@ def solve_rows(run, rows, noise_keys, state, progress):
     sequence halts. Without eval_patience they all do so together, and nothing waits for the device before.
     """
     n, answers = len(noise_keys) - 1, {}
+    all_halted = torch.ones(state["carry"]["halted"].shape, dtype=torch.bool)
+    state["carry"]["halted"] = run.device.put(all_halted)  # padding of the last call may not have
     place, next_row = np.full(run.batch_size, n), 0  # the row that each place solves
+    halted = place == n
     while True:
-        free = np.flatnonzero(state["carry"]["halted"].cpu().numpy().ravel())
+        free = np.flatnonzero(halted)
         place[free] = np.minimum(np.arange(next_row, next_row + len(free)), n)
         next_row += len(free)
         inputs = run.eval_inputs({name: a[place] for name, a in rows.items()}, noise_keys[place])
@@ -558,12 +561,13 @@ def final_evaluation(run, test, log, step):
 def show_puzzle(run, test):
     """A text: a test puzzle and the answers after supervision steps 1, 2, 4, ..., wrong cells marked with *.
 
-    Of one batch, it is the puzzle that these steps improved the most. All ranks.
+    Of one batch, it is the puzzle that these steps improved the most. With eval_patience, the answer with
+    which it left stays. All ranks.
     """
     arrays = test.test_batch(test.subset(run.batch_size), run.batch_size)
     inputs, state, answers = run.eval_inputs(arrays), run.new_evaluation(), {}
     answer, labels = arrays["inputs"], arrays["labels"]
-    left = np.zeros(run.batch_size, dtype=bool)  # with eval_patience; these start again
+    left = np.zeros(run.batch_size, dtype=bool)  # the device starts these again
     for step in range(1, run.eval_depth + 1):
         preds = run.eval_program(state, inputs)["preds"].cpu().numpy()
         answer = np.where(left[:, None], answer, preds)
@@ -1124,7 +1128,7 @@ def train_values(c, sums, steps):
 
 def eval_line(values, step):
     """A line of the console for an evaluation."""
-    line = (f"step {step} | {values['eval/puzzles']:,} test puzzles at {values['eval/steps']:.3g} "
+    line = (f"step {step} | {values['eval/puzzles']:,} test puzzles at {values['eval/steps']:.4g} "
             f"supervision steps: exact {values['eval/exact_accuracy']:.4f} "
             f"surest {values['eval/surest_accuracy']:.4f} "
             f"accuracy {values['eval/accuracy']:.4f} loss {values['eval/loss']:.4f}")

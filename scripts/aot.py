@@ -41,8 +41,8 @@ plan = ""  # a slice to price a whole run on
 rate = 0.0  # examples/s measured on that slice; 0: an upper bound
 # ---
 
-# Dense bfloat16 FLOP/s of a chip, bytes/s and bytes of its memory, as its maker states them, and cycles/s:
-# FLOP/s divided by those of all its matrix units in a cycle.
+# Dense bfloat16 FLOP/s of a chip, bytes/s and bytes of its memory, as its maker states them, and cycles/s,
+# which is the peak divided by the FLOP of all matrix units in a cycle.
 CHIPS = {
     "v4": (275e12, 1228e9, 32e9, 1.05e9),
     "v5e": (197e12, 819e9, 16e9, 1.5e9),
@@ -422,12 +422,11 @@ def moved_bytes(bodies, name):
 
 
 def loop_of(bodies, loop):
-    """(how often a while instruction runs its body, the name of that): the largest 32-bit constant of its
-    condition."""
+    """(how often a while instruction runs its body, the name of its body)."""
     condition, body = (re.search(rf"{key}=%([\w.\-]+)", loop.rest)[1] for key in ("condition", "body"))
     constants = [i for i in bodies[condition].values()
                  if i.operation == "constant" and i.shape[1:6] == "32[]{"]
-    return max((int(i.rest.split(")")[0]) for i in constants), default=1), body
+    return max((int(i.rest.split(")")[0]) for i in constants), default=1), body  # it counts up to a constant
 
 
 def sliced_bytes(body):

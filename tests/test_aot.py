@@ -134,7 +134,7 @@ HLO = """HloModule step
   %arg = (s32[], f32[24,1000]{1,0}) parameter(0)
   %i = s32[] get-tuple-element(%arg), index=0
   %xs = f32[24,1000]{1,0} get-tuple-element(%arg), index=1
-  %fusion.1 = f32[1000]{0} fusion(%xs, %i), kind=kLoop, calls=%sliced, backend_config={"estimated_cycles":"100"}
+  %fusion.1 = f32[1000]{0} fusion(%xs, %i), calls=%sliced, backend_config={"estimated_cycles":"100"}
   %near = bf16[1000]{0:T(256)S(1)} convert(%fusion.1)
   ROOT %tuple.1 = (s32[], f32[24,1000]{1,0}) tuple(%i, %xs)
 }

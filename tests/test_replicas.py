@@ -95,15 +95,19 @@ def test_the_curve_does_not_depend_on_the_replicas(data, four, tmp_path, replica
 def test_puzzles_leave_an_evaluation_early_on_any_number_of_replicas(data, tmp_path):
     out, found = tmp_path / "run", []
     flags = ["--max_steps=120", "--lr=1e-2", "--weight_decay=0.1", "--ema=False", "--eval_interval=0",
-             "--eval_halt_max_steps=9", "--eval_patience=1"]
-    for replicas, more in (1, ["--device=cpu"]), (4, ["--init_from=resume", "--eval_only"]):
+             "--eval_halt_max_steps=9", "--eval_patience=1", "--eval_rollouts=1", "--eval_save_outputs=preds"]
+    again = ["--init_from=resume", "--eval_only"]
+    for replicas, more in (1, ["--device=cpu"]), (4, [*again, "--micro_batch_size=2"]):
         text = run(replicas, data, out, *flags, *more)
         found.append(saved_answers(out, step=120))
         assert 2 < float(text.split("40 test puzzles at ")[1].split()[0]) < 9, text
         for path in glob.glob(os.path.join(out, "eval_*")):
             os.remove(path)
     assert list(found[0]["indices"]) == list(found[1]["indices"]) == list(range(40))
-    assert (found[0]["surest_preds"] == found[1]["surest_preds"]).mean() > 0.98
+    differ = (found[0]["preds"] != found[1]["preds"]).any(1)
+    assert differ.sum() <= 4  # where rounding makes an answer repeat at another step
+    few = run(4, data, out, *flags, *again, "--eval_final_max_puzzles=2")
+    assert "2 test puzzles at" in few  # two ranks have none
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
