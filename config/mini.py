@@ -1,5 +1,5 @@
-# After a file of config/study: the same run in miniature, 6x6 Sudoku on one CPU core in about four minutes, or
-# in an hour for float16, for which few processors have instructions.
+# After a file of config/study: the same run in miniature, 6x6 Sudoku on one CPU core in some four minutes (an
+# hour for float16, for which few processors have instructions).
 #     OMP_NUM_THREADS=1 python scripts/sweep.py config/mini.py      all 67; start it twice to use two cores
 #     python scripts/report.py out/mini
 # What the study varies keeps its proportions and its recursions: a width is an eighth, a batch a 192nd.
