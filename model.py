@@ -343,6 +343,15 @@ def log_stablemax(x):
     return torch.where(negative, -size, size)
 
 
+def sequence_loss(logits, labels, loss_type):
+    """Mean cross-entropy of each sequence's scored cells, [B]. logits: [B, S, V], float32; labels: [B, S]."""
+    mask = labels != IGNORE_LABEL
+    scores = log_stablemax(logits) if loss_type == "stablemax_cross_entropy" else logits
+    target = torch.where(mask, labels, 0).long().unsqueeze(-1)
+    cell_loss = torch.logsumexp(scores, -1) - scores.gather(-1, target).squeeze(-1)  # [B, S]
+    return torch.where(mask, cell_loss, 0).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
 def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="stablemax_cross_entropy",
                      training=True, cycles=None, patience=0):
     """One step of deep supervision with adaptive halting (paper, sections 2 and 4.6).
@@ -359,7 +368,7 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
     by METRICS (over the sequences that halted; in training, the losses over all); the answers [B, S]; and
     q_halt [B].
     """
-    halted = carry["halted"]
+    halted, kept = carry["halted"], {}
 
     def new_or_carried(name):
         return torch.where(halted.view(-1, *[1] * (carry[name].ndim - 1)), batch[name], carry[name])
@@ -373,15 +382,11 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
     z_H, z_L, logits, q_halt = functional_call(model, weights, (z_H, z_L, inputs, identifiers, cycles))
 
     logits = logits.float()
-    mask = labels != IGNORE_LABEL
-    cells = mask.sum(-1)
-    scores = log_stablemax(logits) if loss_type == "stablemax_cross_entropy" else logits
-    target = torch.where(mask, labels, 0).long().unsqueeze(-1)
-    cell_loss = torch.logsumexp(scores, -1) - scores.gather(-1, target).squeeze(-1)  # [B, S]
-    lm_loss = torch.where(mask, cell_loss, 0).sum(-1) / cells.clamp(min=1)
+    lm_loss = sequence_loss(logits, labels, loss_type)
     with torch.no_grad():
         answer = logits.argmax(-1).to(torch.int32)
-        correct = (mask & (answer == labels)).sum(-1)
+        mask = labels != IGNORE_LABEL
+        correct, cells = (mask & (answer == labels)).sum(-1), mask.sum(-1)
         solved = correct == cells
     q_halt_loss = F.binary_cross_entropy_with_logits(q_halt, solved.float(), reduction="none")
 
@@ -389,10 +394,10 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
         halts = steps >= halt_max_steps
         if training and halt_max_steps > 1:
             halts = (halts | (q_halt > 0)) & (steps >= batch["min_halt_steps"])
-        elif patience:
+        if patience:
             repeated = ~halted & (answer == carry["preds"]).all(-1)
-            repeats = torch.where(repeated, carry["repeats"] + 1, 0)
-            halts = halts | (repeats >= patience)
+            kept = dict(preds=answer, repeats=torch.where(repeated, carry["repeats"] + 1, 0))
+            halts = halts | (kept["repeats"] >= patience)
         scored = halts & (cells > 0)  # the rows that pad an evaluation's last batch have no cells
         counted = torch.ones_like(scored) if training else scored
         sums = dict(
@@ -406,9 +411,7 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
         )
         sums = torch.stack([sums[name] for name in METRICS]).float()
     carry = dict(z_H=z_H.detach(), z_L=z_L.detach(), steps=steps, halted=halts,
-                 inputs=inputs, labels=labels, puzzle_identifiers=identifiers)
-    if patience:
-        carry |= dict(preds=answer, repeats=repeats)
+                 inputs=inputs, labels=labels, puzzle_identifiers=identifiers, **kept)
     return lm_loss.sum() + 0.5 * q_halt_loss.sum(), carry, sums, answer, q_halt.detach()
 
 

@@ -53,7 +53,7 @@ data_prepare = ""  # command that makes data_path where it is missing ("prepare_
 global_batch_size = 768  # sequences a step, over all replicas
 micro_batch_size = 0  # sequences at a time on a replica, their gradients summed; 0: its whole batch
 recompute = False  # compute activations again in the backward pass: far less memory, a fifth more arithmetic
-epochs = 50000  # an epoch shows each puzzle once, in one of its augmented copies
+epochs = 50000  # an epoch offers each puzzle once, in one copy; sequences that halted take it
 max_steps = 0  # length of the run in steps; 0: from epochs
 # model
 hidden_size = 512  # D
@@ -93,7 +93,7 @@ eval_interval = 5000  # epochs between evaluations; 0: only at the end
 eval_max_puzzles = 4096  # test puzzles of the evaluations on the way, a fixed random subset; 0: all
 eval_final_max_puzzles = 0  # test puzzles of the one at the end
 eval_halt_max_steps = 0  # supervision steps at evaluation; 0: halt_max_steps
-eval_patience = 0  # leave a puzzle once its answer stayed the same for so many steps; 0: never (the paper)
+eval_patience = 0  # leave a puzzle once its answer has not changed for so many steps; 0: never (the paper)
 eval_rollouts = 1  # attempts at each puzzle, all but the first with noise; the surest answer counts
 eval_noise = 1.0  # standard deviation of that noise, on the latent z_L after each supervision step
 eval_save_outputs = ""  # of inputs,labels,preds,q_halt_logits and surest_...: saved to out_dir/eval_STEP.npz
@@ -109,7 +109,7 @@ best_metric = "exact_accuracy"  # chooses best.pt among the evaluations on the w
 export_official = ""  # write the evaluated weights to this file under the official code's names, then stop
 log_interval = 10  # steps averaged in a line of the log
 stall_timeout = 1800  # seconds without the end of a step after which a replica ends: a peer is gone; 0: never
-device = "auto"  # auto, xla, cuda, mps (Apple's GPU), cpu or tpu (TorchTPU); auto leaves mps and tpu
+device = "auto"  # auto, xla, cuda, mps (Apple's GPU), cpu or tpu (TorchTPU); auto never takes mps or tpu
 compile = "auto"  # torch.compile: auto (on CUDA), on (on the CPU too: a minute, then 10% faster) or off
 # logging
 wandb_log = False  # send metrics.jsonl to Weights & Biases too
@@ -314,7 +314,8 @@ def train(run, data, test, log, checkpoints, step, total_steps):
     """Trains from `step` to the end or until a stop is requested; returns the step reached. All ranks."""
     c, device, epoch = run.c, run.device, epoch_size(data)
     plan, cycles = stages(c, epoch), None
-    stop, previous_stops = False, lambda: 0  # how many ranks were asked to stop
+    stop = False
+    previous_stops = None  # a function: how many ranks were asked to stop at the step before
     log.restart_clock(step)
     while step < total_steps and not stop:
         new_stage = step in plan or cycles is None
@@ -328,7 +329,7 @@ def train(run, data, test, log, checkpoints, step, total_steps):
         inputs = device.put(dict(batch=batch, rates=rates(c, step, total_steps),
                                  stop_requested=np.float32([stop_requested()])))
         stops = device.fetch(run.train_program(run.state, inputs, cycles))
-        stop = bool(previous_stops() > 0)  # reading those of the step before does not wait for this step
+        stop = previous_stops is not None and bool(previous_stops() > 0)  # does not wait for this step
         previous_stops, step = stops, step + 1
         restart_watchdog(c)
         if new_stage:
@@ -400,8 +401,8 @@ def evaluate(run, test, indices, label, save_to=None):
         size *= EVAL_BATCHES
     mine = indices[device.rank::device.world]
     state, counts, saved, interrupted = run.new_evaluation(), {}, {}, False
-    total = len(mine) * run.c.eval_rollouts if device.rank == 0 else 0
-    with Progress(label, total, "puzzles", scale=run.c.eval_rollouts) as progress:
+    saved_names = run.c.eval_save_outputs.split(",") if save_to and run.c.eval_save_outputs else []
+    with Progress(label, len(mine) * run.c.eval_rollouts, "puzzles", run.c.eval_rollouts) as progress:
         for i in range(0, math.ceil(len(indices) / device.world), size):  # as many batches on every rank
             rows = mine[i:i + size]
             attempts = solve_batch(run, test, rows, state, progress)
@@ -411,7 +412,7 @@ def evaluate(run, test, indices, label, save_to=None):
             arrays = attempts[0] | surest_of(attempts)
             for name, solved in judge(test, attempts, arrays).items():
                 counts[name] = counts.get(name, 0) + solved.sum()
-            for name in filter(None, run.c.eval_save_outputs.split(",") if save_to else ()):
+            for name in saved_names:
                 saved.setdefault(name, []).append(arrays[name])
     if saved and not interrupted:  # before the sum: once it is there, all ranks have saved theirs
         save_outputs(save_to, mine, saved, run.device.say)
@@ -446,11 +447,11 @@ def solve_rows(run, rows, noise_keys, state, progress):
     rows: {name: [n + 1, ...]}, the last of them padding. A place of the batch takes the next row when its
     sequence halts. Without eval_patience they all do so together, and nothing waits for the device before.
     """
-    n, answers = len(noise_keys) - 1, {}
+    n, answers, next_row = len(noise_keys) - 1, {}, 0  # row n is the padding
     all_halted = torch.ones(state["carry"]["halted"].shape, dtype=torch.bool)
     state["carry"]["halted"] = run.device.put(all_halted)  # padding of the last call may not have
-    place, next_row = np.full(run.batch_size, n), 0  # the row that each place solves
-    halted = place == n
+    place = np.full(run.batch_size, n)  # the row that each place solves
+    halted = np.ones(run.batch_size, dtype=bool)
     while True:
         free = np.flatnonzero(halted)
         place[free] = np.minimum(np.arange(next_row, next_row + len(free)), n)
@@ -460,14 +461,15 @@ def solve_rows(run, rows, noise_keys, state, progress):
             if stop_requested():
                 return None
             outputs = run.eval_program(state, inputs)
+            restart_watchdog(run.c)
         halted = state["carry"]["halted"].cpu().numpy().ravel()
         for name, t in outputs.items():
             answer = t.cpu().numpy()
             answers.setdefault(name, np.zeros((n + 1, *answer.shape[1:]), answer.dtype))
             answers[name][place[halted]] = answer[halted]
-        progress.add((place[halted] < n).sum())
+        if run.device.rank == 0:
+            progress.add((place[halted] < n).sum())
         place[halted] = n
-        restart_watchdog(run.c)
         if next_row >= n and (place == n).all():
             return answers
 
@@ -503,9 +505,10 @@ def judge(test, attempts, arrays):
     if is_maze and len(attempts) > 1:
         answers["majority_"] = majority_of(attempts)
     counted = {name + "accuracy": is_solved(preds) for name, preds in answers.items() if name}
-    for name, preds in answers.items() if is_maze else ():
-        valid, optimal = path_metrics(arrays["inputs"], labels, preds, test.manifest["grid"])
-        counted |= {name + "path_valid": valid, name + "path_optimal": optimal}
+    if is_maze:
+        for name, preds in answers.items():
+            valid, optimal = path_metrics(arrays["inputs"], labels, preds, test.manifest["grid"])
+            counted |= {name + "path_valid": valid, name + "path_optimal": optimal}
     if len(attempts) > 1:
         solved = np.stack([is_solved(attempt["surest_preds"]) for attempt in attempts])
         powers = [2 ** i for i in range(len(attempts).bit_length())]
@@ -570,6 +573,7 @@ def show_puzzle(run, test):
     left = np.zeros(run.batch_size, dtype=bool)  # the device starts these again
     for step in range(1, run.eval_depth + 1):
         preds = run.eval_program(state, inputs)["preds"].cpu().numpy()
+        restart_watchdog(run.c)
         answer = np.where(left[:, None], answer, preds)
         left |= state["carry"]["halted"].cpu().numpy().ravel()
         if step & (step - 1) == 0 or step == run.eval_depth:
@@ -716,6 +720,7 @@ class Checkpoints:
                 writing.result()
         except (OSError, RuntimeError) as e:  # torch.save reports a full disk by a RuntimeError
             self.log.say(f"checkpoint not written: {e}")
+            self.best = best_accuracy(self.c)  # that of the file that is there
             return False
         return True
 
@@ -956,7 +961,8 @@ class Mirror:
             self.log.say(f"uploading to {self.c.gcs_dir}, for {seconds} s at most")
             self.thread.join(seconds - 5)
         if self.thread.is_alive() or self.failing:
-            self.log.say(f"upload to {self.c.gcs_dir} not complete; {self.c.out_dir} has everything")
+            self.log.say(f"upload to {self.c.gcs_dir} not complete; {self.c.out_dir} has everything, and "
+                         "the same command with --init_from=auto uploads the rest")
 
     def work(self):
         last = False
@@ -986,7 +992,9 @@ class Mirror:
                 continue
             if checkpoint_step(name) is not None:
                 self.own.add(name)
-        for name in sorted(self.own)[:-self.c.keep_last_n] if self.everything else ():
+        if not self.everything:
+            return
+        for name in sorted(self.own)[:-self.c.keep_last_n]:
             self.bucket.delete(json_of(name))
             self.bucket.delete(name)
             self.own.remove(name)
@@ -1157,7 +1165,7 @@ def metrics_lines(out_dir):
     path = os.path.join(out_dir, "metrics.jsonl")
     if not os.path.exists(path):
         return []
-    with open(path, encoding="utf-8") as f:
+    with open(path, encoding="utf-8", errors="replace") as f:
         return [line for line in f if line.endswith("\n")]
 
 
@@ -1268,8 +1276,10 @@ class Device:
             torch.set_float32_matmul_precision("high")  # TF32, for what is not in forward_dtype
             self.adapt(c)
         if "RANK" in os.environ:
-            torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
-            atexit.register(torch.distributed.destroy_process_group)  # gloo's threads may abort at the end
+            backend = "nccl" if kind == "cuda" else "gloo"
+            torch.distributed.init_process_group(backend)
+            if backend == "gloo":  # whose threads may abort at the end; NCCL would wait for a peer that died
+                atexit.register(torch.distributed.destroy_process_group)
             self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def adapt(self, c):
@@ -1458,6 +1468,7 @@ def replica(c, kind):
     elif start.complete:
         log.say(f"{c.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                 "a higher max_steps or epochs continues it")
+        Checkpoints(c, device, log, start, data.sha256).close(600)  # uploads what the last upload left out
     else:
         start.state = {}  # frees the checkpoint
         checkpoints = Checkpoints(c, device, log, start, data.sha256)
@@ -1591,10 +1602,11 @@ def check_settings(c):
             value = getattr(c, name)
             if not (math.isfinite(value) and is_valid(value)):
                 raise UserError(f"{name} must be {bounds}, not {value}")
-    for name in ("H_cycles", "L_cycles") if c.curriculum_epochs else ():
-        first, last = getattr(c, name + "_start"), getattr(c, name)
-        if not 1 <= first <= last:
-            raise UserError(f"{name}_start must be from 1 to {name} ({last}), not {first}")
+    if c.curriculum_epochs:
+        for name in ("H_cycles", "L_cycles"):
+            first, last = getattr(c, name + "_start"), getattr(c, name)
+            if not 1 <= first <= last:
+                raise UserError(f"{name}_start must be from 1 to {name} ({last}), not {first}")
     if not c.epochs and not c.max_steps:
         raise UserError("epochs and max_steps are both 0: set one of them")
     for name in filter(None, c.eval_save_outputs.split(",")):

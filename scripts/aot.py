@@ -170,11 +170,11 @@ def show_price(c, flags, name, rate):
     _, chips = chip_and_count(name)
     seq_len, vocab_size, puzzles, source = bench.sizes(c)
     model = TRM(TRMConfig.of(c, seq_len=seq_len, vocab_size=vocab_size))
-    steps = c.max_steps or int(c.epochs * puzzles / c.global_batch_size)
+    steps = train.count_steps(c, puzzles)
     parameters = sum(p.numel() for p in model.parameters())
     checkpoint_gb = 4 * parameters * (3 + c.ema) / 1e9
-    saves = steps // c.checkpoint_interval + 1 if c.checkpoint_interval else 1
-    evaluations = int(c.epochs / c.eval_interval) if c.eval_interval and not c.max_steps else 0
+    saves = math.ceil(steps / c.checkpoint_interval) if c.checkpoint_interval else 1
+    evaluations = sum(train.evaluation_due(c, puzzles, step) for step in range(1, steps))
     speed, reason = (rate, "measured, as --rate says") if rate else fastest(c, flags, name, model)
     hours = steps * c.global_batch_size / speed / 3600
     stored = min(saves, c.keep_last_n) + 1
@@ -333,6 +333,11 @@ def compile_step(path, name, chips):
         text = ""
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
     collectives = re.findall(rf" = (.*?) ({kinds})(?:-start)?\(", text)
+    hbm_gb = cycles = None
+    if text:
+        bodies, entry = read_program(text)
+        hbm_gb = moved_bytes(bodies, entry) / 1e9
+        cycles = estimated_cycles(bodies, entry) or None  # no program takes none
     print(json.dumps(dict(
         compile_s=seconds,
         arguments_gb=memory.argument_size_in_bytes / 1e9,
@@ -340,8 +345,8 @@ def compile_step(path, name, chips):
         temporaries_gb=memory.temp_size_in_bytes / 1e9,
         code_gb=memory.generated_code_size_in_bytes / 1e9,
         compiler_tflop=program.cost_analysis()["flops"] / 1e12,
-        hbm_gb=hbm_bytes(text) / 1e9 if text else None,
-        cycles=estimated_cycles(*read_program(text)) if text else None,
+        hbm_gb=hbm_gb,
+        cycles=cycles,
         collectives=[[kind, shape_bytes(shape)] for shape, kind in collectives] if text else None)))
 
 
@@ -354,16 +359,6 @@ NO_TRAFFIC = {
     "slice-done", "async-start", "async-done", "conditional", "call", "after-all", "partition-id",
     "replica-id"}
 SLICING = ("dynamic-slice", "dynamic-update-slice")
-
-
-def hbm_bytes(text):
-    """Bytes that a compiled TPU program moves through HBM.
-
-    The operands and results of all instructions, except what lies in VMEM; a loop's body as often as it runs;
-    of a buffer that an instruction slices, or updates in place, only the slice.
-    """
-    bodies, entry = read_program(text)
-    return moved_bytes(bodies, entry)
 
 
 def read_program(text):

@@ -105,7 +105,7 @@ VALUES = {
     "depth": ("effective depth (layers per supervision step)", "{:.0f}"),
     "speed": ("throughput (examples/s)", "{:,.1f}"),
     "time": ("training time ({unit}s)", "{:.3f}"),
-    "per_time": ("accuracy per parameter-{unit}\n(% per million parameters and {unit})", "{:,.2f}"),
+    "per_time": ("accuracy per parameter-{unit}\n(% / (million {unit}s))", "{:,.2f}"),
     "halting": ("mean halting step in training", "{:.2f}"),
     "saved": ("supervision steps saved by halting (%)", "{:.1f}"),
     "steps_to": ("steps to {target:g}%", "{:,.0f}"),
@@ -386,7 +386,7 @@ def read_lines(path):
             values = json.loads(line)
             values.pop("eval/example", None)
             valid = all(isinstance(value, (int, float)) for value in (values["step"], *values.values()))
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, AttributeError):
             valid = False
         if not valid:
             raise UserError(f"{path}:{number}: damaged, not an object of numbers with a step: "
@@ -442,7 +442,8 @@ def reading(clock, name, step):
 
 def choose_unit(runs):
     """The unit that fits the longest run; gives the runs time, time_to and per_time in it."""
-    longest = max((h for run in runs for h in run["curve"]["hours"].values() if h == h), default=1.0)
+    hours = [h for run in runs for h in run["curve"]["hours"].values() if not math.isnan(h)]
+    longest = max(hours, default=1.0)
     units = [("second", 3600, 1 / 20), ("minute", 60, 1.5), ("hour", 1, 72), ("day", 1 / 24, math.inf)]
     unit, factor = next((unit, factor) for unit, factor, limit in units if longest < limit)
     for run in runs:
@@ -607,7 +608,7 @@ def plot_against_x(ax, key, group, series, law, c):
         ax.set_xscale("log")
     if len(ticks) < 9:  # the settings themselves
         labels = [f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}" for tick in ticks]
-        ax.set_xticks(ticks, labels, rotation=30 if ticks and ticks[-1] > 999 else 0)
+        ax.set_xticks(ticks, labels, rotation=30 if max(map(len, labels), default=0) > 4 else 0)
         ax.xaxis.minorticks_off()
     if group.bracket and key == "accuracy":
         ax.axhline(c.target, color="0.5", linestyle=":", label=f"{c.target:g}%")
@@ -732,7 +733,11 @@ def as_html(lines, folder):
     """The report's lines of Markdown (headings, tables, lists, pictures, paragraphs) as one HTML page."""
     body, before = [], ""
     for line in lines + [""]:
-        kind = "table" if line.startswith("|") else "ul" if line.startswith("- ") else ""
+        kind = ""
+        if line.startswith("|"):
+            kind = "table"
+        elif line.startswith("- "):
+            kind = "ul"
         if before and kind != before:
             body.append("</table></div>" if before == "table" else "</ul>")
         if kind and kind != before:

@@ -63,6 +63,8 @@ def main(argv):
     flags = [a for a in argv if a.startswith("-")]
     own_flags = [a for a in flags if a.lstrip("-").partition("=")[0] in own]
     s = configure(__file__, own_flags)
+    if s.retries < 0:
+        raise UserError(f"retries must be 0 or more, not {s.retries}")
     configs = [a for a in argv if a.endswith(".py") and a not in flags]
     paths = select_files([a for a in argv if a not in flags + configs], s.pattern)
     runs = [StudyRun(path, configs + [a for a in flags if a not in own_flags]) for path in paths]
@@ -164,6 +166,7 @@ class Sweep:
         self.todo = {run.name: run.flop_from(run.step()) for run in runs if not run.is_complete()}
         self.began = time.monotonic()
         self.process = None
+        self.seconds = 0.0  # that train.py took for the current run
         self.stop_requested = False
 
     def run(self):
@@ -177,22 +180,19 @@ class Sweep:
         queue = [(run, False) for run in self.runs]
         while queue and not self.stop_requested:
             run, wait = queue.pop(0)
-            began = time.monotonic()
+            self.seconds = 0.0
             status, error = "complete", ""
             if run.name not in self.todo:
                 print(f"{self.label(run)}: complete, skipped", flush=True)
             else:
                 print(f"{self.label(run)}: step {run.step()} of {run.steps}, log in {run.log}", flush=True)
                 status, error = self.train(run, wait)
-                seconds = time.monotonic() - began
-                print(f"  {status}{': ' + error if error else ''}, {train.duration(seconds)}", flush=True)
+                reason = f": {error}" if error else ""
+                print(f"  {status}{reason}, {train.duration(self.seconds)}", flush=True)
             if status == "elsewhere":
                 queue.append((run, True))
                 continue
-            self.read_results()
-            earlier = self.results.get(run.name, {}).get("wall_seconds", 0.0)
-            self.results[run.name] = run.result(status, earlier + time.monotonic() - began, error)
-            self.write_results()
+            self.record(run, status, error)
             self.stop_requested = self.stop_requested or status == "stopped"
             if self.stop_requested or status == "failed" and not self.continue_on_failure:
                 break
@@ -251,7 +251,7 @@ class Sweep:
                                         stdin=subprocess.DEVNULL, preexec_fn=getattr(os, "setpgrp", None))
         if self.stop_requested:  # since there was no process to tell
             self.process.send_signal(signal.SIGINT)
-        printed = time.monotonic()
+        began = printed = time.monotonic()
         while self.process.poll() is None:
             try:
                 self.process.wait(1)
@@ -259,6 +259,7 @@ class Sweep:
                 if time.monotonic() > printed + 60:
                     printed = time.monotonic()
                     print(f"  {last_line(run.log)} | sweep {self.eta()}", flush=True)
+        self.seconds += time.monotonic() - began
         code = self.process.returncode
         self.process = None
         return code
@@ -288,10 +289,16 @@ class Sweep:
             with open(self.results_path, encoding="utf-8") as f:
                 self.results |= {result["run"]: result for result in json.load(f)}
 
-    def write_results(self):
+    def record(self, run, status, error):
+        """Adds a run's result to results.json, which other sweeps write too."""
         os.makedirs(os.path.dirname(self.results_path) or ".", exist_ok=True)
-        with train.replacing(self.results_path) as f:
-            f.write(json.dumps([self.results[name] for name in sorted(self.results)], indent=1).encode())
+        with open(self.results_path + ".lock", "w") as lock_file:
+            lock(lock_file)
+            self.read_results()
+            earlier = self.results.get(run.name, {}).get("wall_seconds", 0.0)
+            self.results[run.name] = run.result(status, earlier + self.seconds, error)
+            with train.replacing(self.results_path) as f:
+                f.write(json.dumps([self.results[name] for name in sorted(self.results)], indent=1).encode())
 
     def print_table(self):
         """Prints the results; returns how many runs are complete."""
@@ -331,8 +338,11 @@ class StudyRun:
         self.log = c.out_dir + ".log"
         seq_len, vocab_size, self.puzzles = dataset_sizes(c.data_path, c.data_prepare)
         self.steps = train.count_steps(c, self.puzzles)
-        with torch.device("meta"):
-            self.model = TRM(TRMConfig.of(c, seq_len=seq_len, vocab_size=vocab_size))
+        try:
+            with torch.device("meta"):
+                self.model = TRM(TRMConfig.of(c, seq_len=seq_len, vocab_size=vocab_size))
+        except ValueError as e:
+            raise UserError(f"{self.name}: {e}") from None
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
     def flop_from(self, step):
@@ -377,15 +387,19 @@ class StudyRun:
                 timed_steps += row["step"] - step
                 seconds += (row["step"] - step) * row["perf/step_time"]
             step = row["step"]
-        step_time = seconds / timed_steps if timed_steps else None
+        train_seconds = rate = None
+        if timed_steps:
+            step_time = seconds / timed_steps
+            train_seconds = round(step * step_time, 1)
+            rate = round(self.c.global_batch_size / step_time, 2)
         return dict(
             run=self.name, status=status, steps=step, total_steps=self.steps,
             best_exact_accuracy=max(exact, default=None),
             last_exact_accuracy=exact[-1] if exact else None,
             last_surest_accuracy=surest[-1] if surest else None,
-            train_seconds=step_time and round(step * step_time, 1),
+            train_seconds=train_seconds,
             wall_seconds=round(wall_seconds, 1),
-            examples_per_sec=step_time and round(self.c.global_batch_size / step_time, 2),
+            examples_per_sec=rate,
             error=error)
 
 

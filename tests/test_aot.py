@@ -155,7 +155,7 @@ ENTRY %main (p0: (s32[], f32[24,1000])) -> (s32[], f32[24,1000]) {
 
 def test_hbm_traffic_of_a_program():
     """24 times: the fusion's slice, read and written, its index; the result, read for what stays in VMEM."""
-    assert aot.hbm_bytes(HLO) == 24 * (4000 + 4000 + 4 + 4000)
+    assert aot.moved_bytes(*aot.read_program(HLO)) == 24 * (4000 + 4000 + 4 + 4000)
     assert aot.hbm_shape_bytes("(f32[2,3]{1,0}, bf16[4]{0:S(1)}, pred[])") == 25
     assert aot.shape_bytes("(f32[2,3]{1,0}, bf16[4]{0:S(1)}, pred[])") == 33
 
@@ -170,6 +170,7 @@ def test_a_plan_counts_steps_hours_and_bytes():
     assert f["steps"] == 8138 and f["hours"] == pytest.approx(8138 * 6144 / 1e4 / 3600, rel=1e-4)
     assert f["measured"] and "measured" in text
     assert f["checkpoint_gb"] == pytest.approx(16 * f["parameters"] / 1e9, rel=1e-4) and f["checkpoints"] == 9
+    assert f["evaluations"] == 9  # the last interval ends with the run, which has its own
 
 
 def test_a_plan_without_the_compiler(monkeypatch):

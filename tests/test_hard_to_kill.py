@@ -107,6 +107,9 @@ def test_an_unavailable_bucket_does_not_stop_training(data, front, whole, tmp_pa
     assert text.count("upload failed") == 1, text
     assert text.count("not complete") == 1, text
     assert same(last_weights(tmp_path / "run"), last_weights(whole))
+    front.denied = ()
+    text = run(data, tmp_path / "run", *FLAGS, URL, "--init_from=auto")
+    assert "is complete at step 40" in text and "ckpt_00000040.json" in in_bucket(), text
 
 
 @pytest.mark.parametrize("url,denied,word", [

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -166,13 +167,32 @@ def test_a_bucket_decides_what_is_complete(data, tmp_path, monkeypatch):
         assert r["train_seconds"] == 36.0 and r["examples_per_sec"] == round(16 / 0.6, 2)
 
 
+def test_sweeps_write_one_results_file(tmp_path):
+    """Several at a time: none loses what another wrote."""
+    def write(sweep):
+        for run in sweep.runs:
+            sweep.record(run, "complete", "")
+
+    def fake(name):
+        c = types.SimpleNamespace(out_dir=str(tmp_path / name))
+        return types.SimpleNamespace(name=name, c=c, is_complete=lambda: True,
+                                     result=lambda *_: dict(run=name))
+
+    sweeps = [script.Sweep([fake(f"{i}_{j}") for j in range(20)], 0, False) for i in range(4)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, sweeps))
+    assert len(results(tmp_path)) == 80
+
+
 @pytest.mark.parametrize("flags, words", [
     (["exp01ax"], "exp01ax: no such run in config/study; the closest is exp01a"),
     (["--pattern=exq"], "--pattern=exq"),
     (["--epoch=3"], "unknown setting epoch"),
     (["exp01a", "--lr=fast"], "lr must be float"),
     (["exp01a", "--data_path=nowhere", "--data_prepare="], "nowhere: no such data set"),
-    (["exp01a", "--halt_max_steps=0"], "halt_max_steps must be above 0")])
+    (["exp01a", "--halt_max_steps=0"], "halt_max_steps must be above 0"),
+    (["exp01a", "--mlp_t=False", "--num_heads=7"], "exp01a_h256: hidden_size 256 must be a multiple"),
+    (["exp01a", "--retries=-1"], "retries must be 0 or more")])
 def test_wrong_input(sweep, flags, words):
     text = sweep(*flags, code=2)
     assert words in text and text.count("\n") == 1 and text.startswith("sweep.py: ")
