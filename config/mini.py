@@ -3,12 +3,13 @@
 #     OMP_NUM_THREADS=1 python scripts/sweep.py config/mini.py      all 67; start it twice to use two cores
 #     python scripts/report.py out/mini
 # What the study varies keeps its proportions and its recursions: a width is an eighth, a batch a 192nd.
+import math
 import zlib
 
 _share = 1 / 2000  # of the study's epochs
-_prepare = dict(flag.lstrip("-").split("=") for flag in data_prepare.split()[1:])
-_puzzles = int(_prepare.get("subsample_size", 1000))
-_copies = int(_prepare.get("num_aug", 1000)) // 10
+_prepare_flags = dict(flag.lstrip("-").split("=") for flag in data_prepare.split()[1:])
+_puzzles = int(_prepare_flags.get("subsample_size", 1000))
+_copies = int(_prepare_flags.get("num_aug", 1000)) // 10
 data_path = f"data/mini-{_puzzles}-aug-{_copies}"
 data_prepare = (
     f"prepare_sudoku.py --source=generate --size=6 --num_train={_puzzles} --num_test=500 --num_aug={_copies}"
@@ -31,7 +32,7 @@ ema_rate = 1 - 10 * (1 - ema_rate)
 puzzle_emb_lr *= 50
 puzzle_emb_weight_decay /= 10
 seed = zlib.crc32(wandb_run_name.encode()) % 1000  # so those that repeat the baseline are more seeds of it
-eval_interval = -(-epochs // 6)
+eval_interval = math.ceil(epochs / 6)
 eval_max_puzzles = 200
 checkpoint_interval = 100
 keep_last_n = 1
