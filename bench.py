@@ -36,7 +36,7 @@ except ModuleNotFoundError:  # Windows
 import train
 from configurator import UserError
 from data import Dataset, Progress, halting_draws, write_dataset
-from model import TRM, TRMConfig, update_weights
+from model import update_weights
 
 # what is measured
 steps = 10  # steps timed, after a first one that compiles; if not given, fewer where a CPU is slow
@@ -101,7 +101,7 @@ def bench(index, c, own, kind, path):
 def make_training(c, device, data, real_data=False):
     """A Run, a function that makes its next batch, and one that trains a step and returns a tensor of it."""
     sizes = {name: getattr(data, name) for name in ("seq_len", "vocab_size", "num_puzzle_identifiers")}
-    run = train.Run(TRM(TRMConfig.of(c, **sizes), c.seed), c, device)
+    run = train.Run(train.new_model(c, **sizes), c, device)
     count = itertools.count()
 
     def next_batch():
@@ -166,18 +166,25 @@ examples/s, {eval_speedup:.2f} times the training's"""
 
 
 def ratios(out, path):
-    """The figures beside those on the last line of a file. Raises UserError."""
-    lines = [f"{'':24}{'before':>14}{'now':>14}{'ratio':>9}"]
+    """A table: the figures beside those on the last line of a file."""
+    before, lines = read_figures(path), [f"{'':24}{'before':>14}{'now':>14}{'ratio':>9}"]
+    for name in COMPARED:
+        ratio = out[name] / before[name]
+        lines.append(f"{name:24}{before[name]:>14,.4g}{out[name]:>14,.4g}{ratio:>9.3f}")
+    return "\n".join(lines)
+
+
+def read_figures(path):
+    """The figures on the last line of a file. Raises UserError unless an earlier run printed them."""
     try:
         with open(path, encoding="utf-8") as f:
             before = json.loads(f.read().strip().splitlines()[-1])
         for name in COMPARED:
-            ratio = out[name] / before[name]
-            lines.append(f"{name:24}{before[name]:>14,.4g}{out[name]:>14,.4g}{ratio:>9.3f}")
+            1 / before[name]
     except (OSError, ValueError, KeyError, TypeError, IndexError, ZeroDivisionError) as e:
         raise UserError(f"--compare={path}: its last line is not what bench.py prints "
                         f"({type(e).__name__}: {e})") from None
-    return "\n".join(lines)
+    return before
 
 
 # What is timed.
@@ -300,25 +307,27 @@ def fit_to_cpu(c, own, data, kind, batch_given, steps_given):
     memory_before = peak_memory()
     seconds = step_on_cpu(c, data, kind, few) / few
     memory = max(1, peak_memory() - memory_before) / few  # of a sequence, and a little more
-    each = STEP_AND_EVALUATION + (kind == "xla")  # which takes the training steps twice
+    round_steps = STEP_AND_EVALUATION
+    if kind == "xla":
+        round_steps += 1  # the training steps are timed twice
     if not batch_given:
         fewest = own.steps if steps_given else FEWEST_STEPS
-        largest = BUDGET / each / (fewest + 1) / seconds
+        largest = BUDGET / round_steps / (fewest + 1) / seconds
         if hasattr(os, "sysconf"):  # Windows has none
             half_of_all = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
             largest = min(largest, half_of_all / memory)
         multiple = c.micro_batch_size or 1
         if kind == "xla":
-            multiple *= int(os.environ.get("CPU_NUM_DEVICES", 1))
+            multiple *= int(os.environ.get("CPU_NUM_DEVICES") or 1)
         fitting = 2 ** int(math.log2(max(1, largest))) // multiple * multiple
         c.global_batch_size = min(default, max(multiple, fitting))
     step = seconds * c.global_batch_size
     if not steps_given:
-        own.steps = min(own.steps, max(1, int(BUDGET / each / step) - 1))
+        own.steps = min(own.steps, max(1, int(BUDGET / round_steps / step) - 1))
     if c.global_batch_size != default:
         print(f"global_batch_size {c.global_batch_size} fits this machine; a step of {default}, the default, "
               f"would take about {train.duration(seconds * default)}", flush=True)
-    total = step * (4 if own.profile else each * (own.steps + 1))
+    total = step * (4 if own.profile else round_steps * (own.steps + 1))
     if total > 10:
         timed = 3 if own.profile else own.steps
         print(f"expected: {step:.1f} s a step, {timed} of them timed, {train.duration(total)} in all without "
@@ -343,6 +352,12 @@ def main(argv):
         raise UserError(f"steps must be 1 or more, not {own.steps}")
     if own.sweep and not re.fullmatch(r"\w+=[^=]+", own.sweep):
         raise UserError(f"--sweep={own.sweep}: write --sweep=global_batch_size=64,128")
+    if own.sweep and own.profile:
+        raise UserError("--profile is for one run, not for a --sweep")
+    if own.profile:
+        os.makedirs(own.profile, exist_ok=True)
+    if own.compare:
+        read_figures(own.compare)
     if own.real_data and not os.path.isdir(c.data_path):
         raise UserError(f"--real_data: {c.data_path}: no such data set")
     kind, reason = train.choose_device(c.device)
@@ -394,16 +409,11 @@ def run_sweep(sweep, argv):
 
 def configure(script, argv):
     """(a script's settings, train.py's settings, the part of argv that sets the latter). Raises UserError."""
-    names = {*configurator.read_settings(script), "h", "help"}
-    own = [a for a in argv if a.startswith("-") and a.lstrip("-").partition("=")[0] in names]
-    flags = [a for a in argv if a not in own]
+    own, flags = configurator.split_flags(script, argv)
     own, c = configurator.configure(script, own), configurator.configure(train.__file__, flags)
     train.check_settings(c)
     seq_len, vocab_size, _, _ = sizes(c)
-    try:
-        TRM(TRMConfig.of(c, seq_len=seq_len, vocab_size=vocab_size))
-    except ValueError as e:
-        raise UserError(str(e)) from None
+    train.new_model(c, seq_len=seq_len, vocab_size=vocab_size)
     return own, c, flags
 
 
@@ -417,7 +427,7 @@ def sizes(c):
     """(seq_len, vocab_size, puzzles of an epoch, their source) of data_path; by its name if it is missing."""
     if os.path.isdir(c.data_path):
         data = Dataset(c.data_path, "train")
-        return data.seq_len, data.vocab_size, data.total_groups * data.mean_puzzle_examples, c.data_path
+        return data.seq_len, data.vocab_size, train.epoch_size(data), c.data_path
     grid = re.search(r"(\d+)x(\d+)", c.data_path)
     rows, columns = map(int, grid.groups()) if grid else (9, 9)
     vocab_size = 6 if "maze" in c.data_path else rows + 2

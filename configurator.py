@@ -38,12 +38,19 @@ def start(main, script):
 
 
 def command(run, script):
-    """Runs run() as a command: a UserError or TransientError becomes one line on stderr and an exit code."""
+    """Runs run() as a command: an error that is no bug becomes one line on stderr and an exit code."""
     try:
         run()
-    except (UserError, TransientError) as e:
+    except (UserError, TransientError, OSError) as e:
         print(f"{os.path.basename(script)}: {' '.join(str(e).splitlines())}", file=sys.stderr)
         sys.exit(2 if isinstance(e, UserError) else 1)
+
+
+def split_flags(script, argv):
+    """(the flags in argv that set a script's own settings or ask for help, the rest of argv)."""
+    names = {*read_settings(script), "help", "h"}
+    own = [a for a in argv if a.startswith("-") and a.lstrip("-").partition("=")[0] in names]
+    return own, [a for a in argv if a not in own]
 
 
 def configure(script, argv):

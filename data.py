@@ -30,15 +30,18 @@ import json
 import math
 import multiprocessing
 import os
+import platform
 import random
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.parse
 import zlib
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -330,7 +333,7 @@ def write_dataset(path, splits, vocab_size, manifest):
     """
     path = os.path.normpath(path)
     refuse_existing(path)
-    part = f"{path}.part-{os.getpid()}"
+    part = f"{path}.part-{platform.node()}-{os.getpid()}"  # other hosts may share the folder
     seq_len = math.prod(manifest["grid"])
     shutil.rmtree(part, ignore_errors=True)
     try:
@@ -623,6 +626,15 @@ def lock(file, wait=True):
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@contextmanager
+def locked(path, wait=True):
+    """Lets one process of this host at a time work on path. Waits, or raises BlockingIOError, as lock()."""
+    name = f"trm-{zlib.crc32(os.path.abspath(path).encode()):08x}.lock"
+    with open(os.path.join(tempfile.gettempdir(), name), "w") as lock_file:
+        lock(lock_file, wait)
+        yield
+
+
 class Progress:
     """A progress line on stderr: how much is done, the rate and the time left. Silent for 2 seconds.
 
@@ -689,20 +701,22 @@ def download(url, path, attempts=6, timeout=30.0, wait=1.0):
 
     attempts: failures in a row without a new byte before giving up; timeout: seconds without a byte; wait:
     seconds before the second attempt, doubled from one to the next. Checks size and SHA-256 if the server
-    states them. HF_TOKEN is sent to the hub only. Raises UserError with the URL: at once if trying again
-    cannot help (404, say), else after the last attempt.
+    states them. HF_TOKEN is sent to the hub only. One process of a host downloads, the others wait. Raises
+    UserError with the URL at once if trying again cannot help (404, say), TransientError after the last
+    attempt.
     """
-    if os.path.exists(path):
-        return
     part = path + ".part"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        retry(lambda: fetch(url, part, timeout), lambda: size_so_far(part), attempts, wait, url)
-        os.replace(part, path)
+        with locked(path):
+            if os.path.exists(path):
+                return
+            retry(lambda: fetch(url, part, timeout), lambda: size_so_far(part), attempts, wait, url)
+            os.replace(part, path)
     except TransientError as e:
         resume = f"run again to resume after {size_so_far(part) / 1e6:,.0f} MB"
         hint = f"{resume}, or use files of your own with --source=csv"
-        raise UserError(f"{url} cannot be downloaded ({e}): {hint}") from None
+        raise TransientError(f"{url} cannot be downloaded ({e}): {hint}") from None
     except OSError as e:
         raise UserError(f"{path} cannot be written: {e.strerror or e}") from None
 
@@ -713,8 +727,9 @@ def fetch(url, part, timeout):
     headers = {"Accept-Encoding": "identity"}  # sizes are those of the file, not of a compressed copy
     if offset:
         headers["Range"] = f"bytes={offset}-"
-    if os.environ.get("HF_TOKEN") and url.startswith(hub_endpoint() + "/"):
-        headers["Authorization"] = f"Bearer {os.environ['HF_TOKEN']}"
+    token = os.environ.get("HF_TOKEN", "").strip()
+    if token and url.startswith(hub_endpoint() + "/"):
+        headers["Authorization"] = f"Bearer {token}"
     try:
         with requests.get(url, headers=headers, stream=True, timeout=timeout) as response:
             save_rest(response, url, part, offset)

@@ -28,7 +28,6 @@ import tempfile
 import threading
 import time
 import traceback
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ from torch.utils._pytree import tree_map
 import xla
 from configurator import TransientError, UserError, read_settings
 from data import (Bucket, Dataset, Progress, file_md5, file_sha256, halting_draws, local_dataset,
-                  lock, path_metrics)
+                  locked, path_metrics)
 from model import (IGNORE_LABEL, METRICS, TRM, TRMConfig, accumulate, flatten, learning_rate, normal_noise,
                    sign_sgd, supervision_step, unflatten, update_weights)
 
@@ -1496,6 +1495,11 @@ def build_model(c, data, test):
         if getattr(test, name) != size:
             raise UserError(f"{c.data_path}: {name} is {size} in train, {getattr(test, name)} in test: "
                             "build it again")
+    return new_model(c, **sizes)
+
+
+def new_model(c, **sizes):
+    """A model of the settings with its first weights. Raises UserError for sizes that cannot be built."""
     try:
         return TRM(TRMConfig.of(c, **sizes), c.seed)
     except ValueError as e:
@@ -1707,14 +1711,12 @@ def make_dataset(c):
         command = shlex.split(c.data_prepare)
     except ValueError as e:
         raise UserError(f"data_prepare: {e}: {c.data_prepare}") from None
-    name = f"trm-{zlib.crc32(os.path.abspath(c.data_path).encode()):08x}.lock"
-    with open(os.path.join(tempfile.gettempdir(), name), "w") as lock_file:
-        lock(lock_file)
+    with locked(c.data_path):
         if os.path.exists(c.data_path):
             return
         print(f"{c.data_path} is missing; making it: python {c.data_prepare}", flush=True)
         code = subprocess.run([sys.executable, *command]).returncode
-        if code:
+        if code and not os.path.exists(c.data_path):  # another host that shares the folder may have made it
             error = UserError if code == 2 else TransientError
             raise error(f"data_prepare failed, see above: {c.data_prepare}")
         if not os.path.exists(c.data_path):
@@ -1740,7 +1742,7 @@ def main(c):
                 replica(c, kind)
         except torch.OutOfMemoryError:
             raise out_of_memory(c) from None
-        except (FloatingPointError, OSError) as e:
+        except FloatingPointError as e:
             print(f"train.py: {e}", file=sys.stderr)
             sys.exit(1)
         except BrokenProcessPool:

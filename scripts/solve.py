@@ -28,7 +28,7 @@ sys.path.insert(0, ROOT)
 import prepare_maze  # noqa: E402
 import prepare_sudoku  # noqa: E402
 import train  # noqa: E402
-from configurator import UserError, command, configure, read_settings  # noqa: E402
+from configurator import UserError, command, configure, read_settings, split_flags  # noqa: E402
 from data import (  # noqa: E402
     GOAL, IGNORED, NOISE, OPEN, PATH, START, WALL, Progress, csv_rows, generator, path_metrics)
 
@@ -252,12 +252,11 @@ def read_arguments(argv):
 
 def split_arguments(script, argv):
     """The settings of a script, its operands, and the config files and flags of train.py, in argv."""
-    own = (*read_settings(script), "help", "h")
-    flags = [a for a in argv if a.startswith("-") and a != "-"]
-    own_flags = [a for a in flags if a.lstrip("-").partition("=")[0] in own]
-    configs = [a for a in argv if a.endswith(".py") and a not in flags]
-    operands = [a for a in argv if a not in flags and a not in configs]
-    return configure(script, own_flags), operands, configs + [a for a in flags if a not in own_flags]
+    own, rest = split_flags(script, argv)
+    flags = [a for a in rest if a.startswith("-") and a != "-"]
+    configs = [a for a in rest if a.endswith(".py") and a not in flags]
+    operands = [a for a in rest if a not in flags + configs]
+    return configure(script, own), operands, configs + flags
 
 
 def check_writable(name, path):
@@ -295,11 +294,13 @@ def parse_puzzle(text):
     else:
         cells = "".join(text.split()).replace("0", ".")
     size = math.isqrt(len(cells))
-    size_fits = size <= prepare_maze.LARGEST if kind == "maze" else size in prepare_sudoku.BOXES
+    if kind == "maze":
+        size_fits, allowed = size <= prepare_maze.LARGEST, SYMBOLS[kind][1:5]
+    else:
+        size_fits, allowed = size in prepare_sudoku.BOXES, SYMBOLS[kind][1:size + 2]
     if size * size != len(cells) or not size_fits:
         raise UserError(f"the puzzle {text.strip()[:20]!r} has {len(cells)} cells: a Sudoku has 16, 36 or "
                         "81, a maze as many rows as columns, 64 at most")
-    allowed = SYMBOLS[kind][1:5] if kind == "maze" else SYMBOLS[kind][1:size + 2]
     return kind, size, tokens_of(kind, size, cells, allowed, "the puzzle")
 
 
@@ -412,17 +413,14 @@ def build_run(state, c, path, kind, size):
         raise UserError(f"{path} is not a model of {size}x{size} {kind}s: "
                         f"it knows {own_vocab_size} tokens, not {vocab_size}")
     identifiers = rows_of(state, "puzzle_emb.weights") or 1
-    try:
-        model = train.TRM(train.TRMConfig.of(c, seq_len=size * size, vocab_size=vocab_size,
-                                             num_puzzle_identifiers=identifiers))
-    except ValueError as e:
-        raise UserError(str(e)) from None
+    sizes = dict(seq_len=size * size, vocab_size=vocab_size, num_puzzle_identifiers=identifiers)
+    model = train.new_model(c, **sizes)
     length = model_length(state) or model.length
     if length != model.length:
         raise UserError(f"{path} is not a model of {size}x{size} {kind}s: "
                         f"it takes {length - model.prefix} cells, not {size * size}")
     train.load_weights(model, state["weights"], path)
-    averaged = {name: state[name] for name in ("ema",) if name in state}
+    averaged = {"ema": state["ema"]} if "ema" in state else {}
     return train.Run(model, c, train.open_device("cpu", c), averaged)
 
 

@@ -30,7 +30,8 @@ import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-from configurator import UserError, command, configure, read_settings, run_file  # noqa: E402; before torch
+from configurator import (  # noqa: E402; before torch
+    UserError, command, configure, read_settings, run_file, split_flags)
 import torch  # noqa: E402
 
 import prepare_sudoku  # noqa: E402
@@ -59,15 +60,14 @@ def main(argv):
     if "--pattern" in argv[:-1]:  # its value may follow it
         i = argv.index("--pattern")
         argv = argv[:i] + [f"--pattern={argv[i + 1]}"] + argv[i + 2:]
-    own = (*read_settings(__file__), "help", "h")
-    flags = [a for a in argv if a.startswith("-")]
-    own_flags = [a for a in flags if a.lstrip("-").partition("=")[0] in own]
-    s = configure(__file__, own_flags)
+    own, rest = split_flags(__file__, argv)
+    s = configure(__file__, own)
     if s.retries < 0:
         raise UserError(f"retries must be 0 or more, not {s.retries}")
-    configs = [a for a in argv if a.endswith(".py") and a not in flags]
-    paths = select_files([a for a in argv if a not in flags + configs], s.pattern)
-    runs = [StudyRun(path, configs + [a for a in flags if a not in own_flags]) for path in paths]
+    flags = [a for a in rest if a.startswith("-")]
+    configs = [a for a in rest if a.endswith(".py") and a not in flags]
+    paths = select_files([a for a in rest if a not in flags + configs], s.pattern)
+    runs = [StudyRun(path, configs + flags) for path in paths]
     if s.list:
         question = ""
         for run in runs:

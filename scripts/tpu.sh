@@ -102,11 +102,19 @@ keep() {  # keeps no state of its own: it can be stopped and started again at an
         if start_all "$@"; then
           started=1
         elif [[ $(find_state) == READY ]]; then
+          call_hosts host_stop || true  # hosts that did start wait for the others
           count_failure "the start failed"
         fi ;;
       'READY silent')
         silent=$((silent + 1))
-        ((silent % 5)) || { count_failure "not all hosts answer"; delete || log "not deleted yet"; } ;;
+        if ((silent % 5)); then
+          :
+        elif has_new_checkpoint; then  # only ssh is broken, on this machine maybe
+          log "not all hosts answer ssh, but the run has written a checkpoint: waiting"
+        else
+          count_failure "not all hosts answer"
+          delete || log "not deleted yet"
+        fi ;;
     esac
     sleep "$POLL"
   done
@@ -146,7 +154,8 @@ create() {
 push() {
   local archive=${TMPDIR:-/tmp}/trm-$NAME.tar.gz
   if [[ $DRY_RUN == 0 ]]; then
-    git ls-files -z --cached --others --exclude-standard |
+    git ls-files -z --cached --others --exclude-standard |  # names files that were deleted since, too
+      while IFS= read -r -d '' file; do [[ ! -e $file ]] || printf '%s\0' "$file"; done |
       COPYFILE_DISABLE=1 tar --null -T - -czf "$archive" || { log "push: see above"; return 1; }
     (($(wc -c <"$archive") < 64000000)) ||
       die "push: $archive is over 64 MB, too much for code: add the data in it to .gitignore"
@@ -280,15 +289,20 @@ find_runtime() {  # https://cloud.google.com/tpu/docs/runtimes
 }
 
 count_failure() {  # $1: what happened
-  local found
-  found=$(list_checkpoints)
-  [[ -z $found || $found == "$checkpoints" ]] || failures=0
-  checkpoints=${found:-$checkpoints} failures=$((failures + 1))
+  has_new_checkpoint || true
+  failures=$((failures + 1))
   log "$1 ($failures of $MAX_FAILURES without a new checkpoint)"
   ((failures < MAX_FAILURES)) || {
     log "giving up; the slice still costs money: see status and logs, then delete"
     exit 1
   }
+}
+
+has_new_checkpoint() {  # since the last time that it was asked
+  local found
+  found=$(list_checkpoints)
+  [[ -n $found && $found != "$checkpoints" ]] || return 1
+  checkpoints=$found failures=0
 }
 
 list_checkpoints() {  # in a fixed order

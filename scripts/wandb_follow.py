@@ -22,6 +22,7 @@ from itertools import islice
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from configurator import UserError, command, configure  # noqa: E402
+from data import locked  # noqa: E402
 
 # W&B
 project = ""  # empty: as in wandb.json
@@ -45,11 +46,20 @@ def main(argv):
     out_dir = folders[0]
     if not os.path.exists(os.path.join(out_dir, "metrics.jsonl")):
         raise UserError(f"{out_dir}: has no metrics.jsonl, or is no folder: give the out_dir of a run")
+    try:  # train.py's own waits for that of a trainer that was killed
+        with locked(os.path.join(out_dir, "wandb.json"), wait=bool(child_flags)):
+            follow(out_dir, s, child_flags)
+    except BlockingIOError:
+        raise UserError(f"{out_dir}: another process sends this run") from None
+
+
+def follow(out_dir, s, child_flags):
+    """Reads what was sent so far, then sends the rest. child_flags: CHILD where train.py has started this."""
+    child = bool(child_flags)
     run = read_run(out_dir) | {k: v for k, v in (("project", s.project), ("name", s.name)) if v}
     if s.again:
         run |= {"id": secrets.token_hex(4), "sent": 0}
     mode, reason = s.mode or run["mode"], ""
-    child = bool(child_flags)
     if child:
         reason = child_flags[-1].partition("=")[2]
         mode = "offline" if reason else mode
@@ -144,11 +154,13 @@ class Follower:
                 self.limit(self.seconds)
                 self.send(line)
             self.limit(0)
-            if not lines and ended:
+            if lines:
+                continue
+            if ended:
                 return
-            if not lines and self.child:
+            if self.child:
                 trainer.join(1)
-            elif not lines:
+            else:
                 time.sleep(1)
 
     def send(self, line):

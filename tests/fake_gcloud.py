@@ -2,7 +2,8 @@
 
 A folder, $CLOUD, holds the cloud: `slice` and `queue` (states of the TPU VM and of its request), hosts.json
 (an environment for each host), hosts/N (the home folder of host N, its whole disk), host_bin (programs of the
-hosts' image), calls (the commands so far). Files named refuse, no_capacity and logged_out change the answers.
+hosts' image), calls (the commands so far). Files named refuse, no_capacity, no_ssh and logged_out change the
+answers.
 A flag that gcloud's reference does not list is refused.
 
 Cloud is for the tests: it makes all this, and a project whose scripts/tpu.sh they call.
@@ -231,7 +232,7 @@ def on_workers(cloud, name, positional, flags):
     def work(number):
         home = cloud / "hosts" / str(number)
         print(f"{name[-3:].upper()}: Attempting to connect to worker {number}...", file=sys.stderr)
-        if not home.is_dir():
+        if not home.is_dir() or (cloud / "no_ssh").exists():
             print(f"ssh: connect to host 10.0.0.{number} port 22: Connection timed out", file=sys.stderr)
             codes[number] = 255
         elif name.endswith("ssh"):

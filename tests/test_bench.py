@@ -157,6 +157,7 @@ def test_who_gave_the_batch(tmp_path):
     (["--stepz=3"], ["stepz", "closest"]),
     (["--steps=0"], ["steps must be 1 or more"]),
     (["--compare=nowhere.txt"], ["nowhere.txt"]),
+    (["--sweep=lr=1,2", "--profile=p"], ["--profile is for one run"]),
     (["--real_data", "--data_path=nowhere"], ["nowhere", "no such data set"]),
     (["--sweep=lr"], ["--sweep"]),
     (["--sweep=hidden_size=x"], ["no run succeeded"]),

@@ -19,7 +19,7 @@ import pytest
 
 import data
 import prepare_sudoku
-from configurator import UserError, configure, start
+from configurator import TransientError, UserError, configure, start
 from data import Dataset, halting_draws
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -889,13 +889,13 @@ def test_downloads_give_up(hub, tmp_path, fault, message):
     hub.files["/file"] = BODY[:1]  # half of it is nothing: no attempt makes progress
     hub.faults["/file"] = [fault] * 99
     message = rf"cannot be downloaded \(.*({message}).*run again .*--source=csv"
-    with pytest.raises(UserError, match=message) as error:
+    with pytest.raises(TransientError, match=message) as error:
         data.download(hub.url + "/file", str(tmp_path / "file"), attempts=3, timeout=0.3, wait=0.01)
     assert not (tmp_path / "file").exists() and "\n" not in str(error.value)
 
 
 def test_no_server(tmp_path):
-    with pytest.raises(UserError, match="cannot be downloaded .*refused") as error:
+    with pytest.raises(TransientError, match="cannot be downloaded .*refused") as error:
         data.download("http://127.0.0.1:9/file", str(tmp_path / "file"), attempts=2, wait=0.01)
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="is not a URL that can be downloaded"):

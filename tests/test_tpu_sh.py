@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -259,6 +260,33 @@ def test_complete_is_what_every_host_must_say(cloud):
     assert "not all hosts answer (1 of 3" in result.stderr
     assert result.stderr.count("run: complete") == 1 and len(cloud.trained()) == 2
     assert len(cloud.calls("queued-resources create")) == 2
+
+
+def test_broken_ssh_does_not_cost_a_slice_that_trains(cloud):
+    cloud.plan("running")
+    with open(cloud.cloud / "log", "w") as log:
+        keep = cloud.start("keep", *RUN, stdout=log, stderr=log)
+    cloud.wait_for(": running, python train.py")
+    (cloud.cloud / "no_ssh").touch()
+    for i in range(400):  # of the run, which still reaches the bucket
+        (cloud.cloud / "bucket").write_text(f"gs://bucket/runs/x/ckpt_{i:08d}.json\n")
+        if (cloud.cloud / "log").read_text().count("waiting") >= 3:
+            break
+        time.sleep(0.05)
+    (cloud.cloud / "no_ssh").unlink()
+    assert cloud.tpu("stop").returncode == 0
+    assert keep.wait(30) == 3, (cloud.cloud / "log").read_text()
+    assert (cloud.cloud / "log").read_text().count("waiting") >= 3
+    assert not cloud.calls("queued-resources delete")
+
+
+def test_push_leaves_out_a_file_that_was_deleted(cloud):
+    (cloud.project / "train.py").unlink()
+    assert cloud.tpu("create").returncode == 0
+    result = cloud.tpu("push")
+    assert result.returncode == 0, result.stderr
+    assert sorted(os.listdir(cloud.home(0) / "trm")) == [
+        ".gitignore", "config", "requirements-tpu.txt", "requirements.txt", "scripts"]
 
 
 def test_refused_request_gives_up(cloud):

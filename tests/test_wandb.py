@@ -26,6 +26,7 @@ sys.path.insert(0, os.path.dirname(SCRIPT))
 import train  # noqa: E402
 import wandb_follow  # noqa: E402
 from configurator import UserError, configure  # noqa: E402
+from data import locked  # noqa: E402
 
 TINY = ["--hidden_size=16", "--num_heads=2", "--puzzle_emb_ndim=16", "--puzzle_emb_len=2", "--H_cycles=1",
         "--L_cycles=1", "--halt_max_steps=2", "--forward_dtype=float32", "--global_batch_size=16",
@@ -647,6 +648,13 @@ def test_wrong_input(tmp_path, name):
         wandb_follow.main([str(out_dir), *arguments] if arguments is not None else [])
 
 
+def test_one_process_sends_a_run(tmp_path):
+    out_dir = make_out_dir(tmp_path / "run")
+    with locked(os.path.join(out_dir, "wandb.json")):
+        with pytest.raises(UserError, match="another process sends this run"):
+            wandb_follow.main([str(out_dir)])
+
+
 def test_wrong_input_ends_with_one_line_and_exit_code_2(tmp_path):
     done = subprocess.run([sys.executable, SCRIPT, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout and len(done.stderr.splitlines()) == 1
@@ -655,7 +663,7 @@ def test_wrong_input_ends_with_one_line_and_exit_code_2(tmp_path):
 
 def test_the_follower_imports_neither_torch_nor_train(tmp_path):
     program = (f"import sys; sys.path.insert(0, {os.path.dirname(SCRIPT)!r}); import wandb_follow; "
-               "print(sorted({'torch', 'train', 'wandb', 'numpy'} & set(sys.modules)))")
+               "print(sorted({'torch', 'train', 'wandb'} & set(sys.modules)))")
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[]\n"
 
 
