@@ -150,7 +150,7 @@ def test_table_has_the_numbers_of_the_runs(text):
     assert row["effective depth (layers per supervision step)"] == "42"
     train = 95 * np.mean(np.sqrt(np.arange(73, 81) / 80))
     assert float(row["training - test (points)"]) == pytest.approx(train - law(43.0), abs=0.01)
-    per_hour = row["accuracy per parameter-hour (% per million parameters and hour)"]
+    per_hour = row["accuracy per parameter-hour (% / (million hours))"]
     assert float(per_hour) == pytest.approx(law(43.0) / 43 / 2, rel=1e-2)
     assert "8 x xla (TPU v5litepod-8)" in text
 
