@@ -110,7 +110,7 @@ keep() {  # keeps no state of its own: it can be stopped and started again at an
         if ((silent % 5)); then
           :
         elif has_new_checkpoint; then  # only ssh is broken, on this machine maybe
-          log "not all hosts answer ssh, but the run has written a checkpoint: waiting"
+          log "not all hosts answer ssh, but the run may go on writing checkpoints: waiting"
         else
           count_failure "not all hosts answer"
           delete || log "not deleted yet"
@@ -298,11 +298,13 @@ count_failure() {  # $1: what happened
   }
 }
 
-has_new_checkpoint() {  # since the last time that it was asked
+# Since the last time that it was asked; a new one ends the count of failures. An empty list after a full one
+# is a bucket that does not answer, and no reason to delete a slice.
+has_new_checkpoint() {
   local found
   found=$(list_checkpoints)
-  [[ -n $found && $found != "$checkpoints" ]] || return 1
-  checkpoints=$found failures=0
+  [[ $found != "$checkpoints" ]] || return 1
+  [[ -z $found ]] || checkpoints=$found failures=0
 }
 
 list_checkpoints() {  # in a fixed order

@@ -264,12 +264,14 @@ def test_complete_is_what_every_host_must_say(cloud):
 
 def test_broken_ssh_does_not_cost_a_slice_that_trains(cloud):
     cloud.plan("running")
+    (cloud.cloud / "bucket").write_text("gs://bucket/runs/x/ckpt_00000000.json\n")
     with open(cloud.cloud / "log", "w") as log:
         keep = cloud.start("keep", *RUN, stdout=log, stderr=log)
     cloud.wait_for(": running, python train.py")
     (cloud.cloud / "no_ssh").touch()
     for i in range(400):  # of the run, which still reaches the bucket
-        (cloud.cloud / "bucket").write_text(f"gs://bucket/runs/x/ckpt_{i:08d}.json\n")
+        listing = f"gs://bucket/runs/x/ckpt_{i:08d}.json\n" if i % 2 else ""  # the bucket answers or fails
+        (cloud.cloud / "bucket").write_text(listing)
         if (cloud.cloud / "log").read_text().count("waiting") >= 3:
             break
         time.sleep(0.05)
