@@ -16,6 +16,7 @@ SPOT=${SPOT:-0}                  # 1: cheaper, and preempted when others need th
 RUNTIME=${RUNTIME:-}             # the hosts' image; empty: the default for TYPE
 CREATE_FLAGS=${CREATE_FLAGS:-}   # more flags for the request: --network=... --service-account=... --reserved
 SSH_FLAGS=${SSH_FLAGS:-}         # more flags for ssh and scp: --internal-ip or --tunnel-through-iap
+LIBTPU_INIT_ARGS=${LIBTPU_INIT_ARGS:-}  # the TPU compiler's options for the run: see docs/performance.md
 NETRC=${NETRC:-}                 # file with W&B's login (~/.netrc after `wandb login`); push copies it
 WORKER=${WORKER:-}               # host for ssh, logs and pull; empty: rank 0's (ssh: all, its shell: 0)
 POLL=${POLL:-60}                 # seconds between two checks of the slice
@@ -43,7 +44,7 @@ usage: [SETTING=value ...] scripts/tpu.sh COMMAND [...]
 settings, as environment variables, with their defaults:
 END
   sed -nE 's/^([A-Z_]+)=\$\{[A-Z_]+:-([^}]*)\} *# (.*)/\1=\2 \3/p' "$0" |
-    while read -r setting text; do printf '  %-15s %s\n' "$setting" "$text"; done
+    while read -r setting text; do printf '  %-17s %s\n' "$setting" "$text"; done
 }
 
 main() {
@@ -322,7 +323,10 @@ find_rank_0() {
 }
 
 call_hosts() { ssh_hosts "$(host_command "$@")"; }
-host_command() { echo "STOP_WAIT=$STOP_WAIT bash trm/scripts/tpu.sh$(printf ' %q' "$@")"; }
+host_command() {
+  local settings=(STOP_WAIT="$STOP_WAIT" ${LIBTPU_INIT_ARGS:+LIBTPU_INIT_ARGS="$LIBTPU_INIT_ARGS"})
+  echo "env$(printf ' %q' "${settings[@]}" bash trm/scripts/tpu.sh "$@")"
+}
 
 # gcloud tries ten times, and ssh alone would take minutes each time to find out that a host is dead.
 ssh_hosts() {

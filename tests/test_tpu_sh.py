@@ -30,7 +30,7 @@ chmod +x venv/bin/*
 """
 # Simulates train.py. $CLOUD/plan: how the first run ends, the second, ... Rank 0 lives on host 1.
 TRAIN = r"""
-echo "$PJRT_DEVICE $*" >>"$CLOUD/trained$HOST"
+echo "$PJRT_DEVICE${LIBTPU_INIT_ARGS:+ $LIBTPU_INIT_ARGS} $*" >>"$CLOUD/trained$HOST"
 mkdir -p out/x
 fate=$(sed -n "$(wc -l <"$CLOUD/trained$HOST")p" "$CLOUD/plan")
 for pid in $(cat "$CLOUD/workers$HOST" 2>/dev/null); do
@@ -205,6 +205,13 @@ def test_restarts_after_preemption(cloud):
     assert steps == ["queued-resources create", "queued-resources delete", "queued-resources create"]
     pushed = {str(p.relative_to(cloud.home(1) / "trm")) for p in (cloud.home(1) / "trm").rglob("*")}
     assert {"train.py", "config/baseline.py", "scripts/tpu.sh"} <= pushed and "data/large.npy" not in pushed
+
+
+def test_compiler_options_reach_the_run(cloud):
+    options = "--xla_tpu_a=true --xla_tpu_b=2"
+    cloud.plan("failed", "complete")
+    assert cloud.tpu("keep", *RUN, LIBTPU_INIT_ARGS=options).returncode == 0
+    assert [line.split(" -u ")[0] for line in cloud.trained()] == ["TPU " + options] * 2
 
 
 def test_wrong_input_ends_keep(cloud):
