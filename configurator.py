@@ -44,6 +44,9 @@ def command(run, script):
     except (UserError, TransientError, OSError) as e:
         print(f"{os.path.basename(script)}: {' '.join(str(e).splitlines())}", file=sys.stderr)
         sys.exit(2 if isinstance(e, UserError) else 1)
+    except KeyboardInterrupt:
+        print(f"{os.path.basename(script)}: stopped", file=sys.stderr)
+        sys.exit(3)
 
 
 def split_flags(script, argv):

@@ -34,6 +34,7 @@ import platform
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -438,20 +439,21 @@ def file_sha256(path):
 
 @functools.lru_cache(maxsize=None)
 def cached_sha256(path, size, mtime_ns):
-    return size_and_digest(path, hashlib.sha256())[1]
+    with open(path, "rb") as f:
+        return size_and_digest(f, hashlib.sha256())[1]
 
 
 def file_md5(path):
     """(size in bytes, hex MD5) of a file."""
-    return size_and_digest(path, hashlib.md5())
-
-
-def size_and_digest(path, digest):
-    size = 0
     with open(path, "rb") as f:
-        while block := f.read(1 << 20):
-            digest.update(block)
-            size += len(block)
+        return size_and_digest(f, hashlib.md5())
+
+
+def size_and_digest(f, digest):
+    size = 0
+    while block := f.read(1 << 20):
+        digest.update(block)
+        size += len(block)
     return size, digest.hexdigest()
 
 
@@ -607,7 +609,8 @@ def in_parallel(function, tasks, processes):
         seconds_left = (time.monotonic() - start) / done * remaining
         workers = min(processes, remaining)
         if workers > 1 and seconds_left * (1 - 1 / processes) > POOL_AFTER:
-            with multiprocessing.get_context("spawn").Pool(workers) as pool:
+            ignore = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches this process, which ends them
+            with multiprocessing.get_context("spawn").Pool(workers, signal.signal, ignore) as pool:
                 yield from pool.imap(function, tasks[done:])
             return
 
@@ -678,10 +681,13 @@ class Progress:
             duration = "? s left"
         count = f"{self.done / self.scale:,.0f}/{self.total / self.scale:,.0f}{self.unit}"
         line = f"{self.label}: {count}, {rate / self.scale:,.1f}{self.unit}/s, {duration}"
-        if sys.stderr.isatty():  # overwrites itself
-            print("\r" + line.ljust(79), end="\n" if last else "", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        try:
+            if sys.stderr.isatty():  # overwrites itself
+                print("\r" + line.ljust(79), end="\n" if last else "", file=sys.stderr, flush=True)
+            else:
+                print(line, file=sys.stderr, flush=True)
+        except OSError:  # as in train.py: a full disk, or nobody reads it
+            pass
         self.printed = True
 
 
@@ -875,8 +881,8 @@ class Bucket:
 
     def upload(self, path, name):
         """Uploads a file, all of it or nothing. If it grows meanwhile, what it held at first is uploaded."""
-        with open(path, "rb") as f:
-            self._insert(f, name, *file_md5(path))
+        with open(path, "rb") as f:  # the file may be replaced meanwhile
+            self._insert(f, name, *size_and_digest(f, hashlib.md5()))
 
     def write(self, name, content):
         """Uploads bytes."""

@@ -31,6 +31,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from datetime import timedelta
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -362,7 +363,8 @@ def train(run, data, test, log, checkpoints, step, total_steps):
 def train_and_evaluate(run, data, test, log, checkpoints, first_step, total_steps):
     """Trains to the end, saves, evaluates and uploads. All ranks.
 
-    Exits with 3 if it was stopped before, with 1 if the last checkpoint cannot be written.
+    Exits with 3 if it was stopped before, with 1 if the last checkpoint cannot be written or, at the end,
+    uploaded.
     """
     began = time.time()
     step = train(run, data, test, log, checkpoints, first_step, total_steps)
@@ -379,10 +381,12 @@ def train_and_evaluate(run, data, test, log, checkpoints, first_step, total_step
             log.say(f"trained {step - first_step} steps in {duration(time.time() - began)}")
         final = final_evaluation(run, test, log, step)
     faulthandler.cancel_dump_traceback_later()  # what follows has time limits of its own
-    checkpoints.close(600 if final else 15)
+    uploaded = checkpoints.close(600 if final else 15)
     log.close(30 if final else 10)
     if not final:
         sys.exit(3)
+    if not uploaded:  # a slice may be deleted once its run says that it is complete
+        sys.exit(1)
 
 
 # Evaluation.
@@ -400,7 +404,7 @@ def evaluate(run, test, indices, label, save_to=None):
         size *= EVAL_BATCHES
     mine = indices[device.rank::device.world]
     state, counts, saved, interrupted = run.new_evaluation(), {}, {}, False
-    saved_names = run.c.eval_save_outputs.split(",") if save_to and run.c.eval_save_outputs else []
+    saved_names = [name for name in run.c.eval_save_outputs.split(",") if name and save_to]
     with Progress(label, len(mine) * run.c.eval_rollouts, "puzzles", run.c.eval_rollouts) as progress:
         for i in range(0, math.ceil(len(indices) / device.world), size):  # as many batches on every rank
             rows = mine[i:i + size]
@@ -730,9 +734,8 @@ class Checkpoints:
         return complete[0] if complete else "none yet"
 
     def close(self, seconds):
-        """Waits for the mirror, up to `seconds`."""
-        if self.mirror:
-            self.mirror.close(seconds)
+        """Waits for the mirror, up to `seconds`. Returns whether the bucket has everything."""
+        return not self.mirror or self.mirror.close(seconds)
 
 
 @contextmanager
@@ -952,16 +955,18 @@ class Mirror:
         self.changed.set()
 
     def close(self, seconds):
-        """Copies what is new, within the given time."""
+        """Copies what is new, within the given time. Returns whether it did; logs of other hosts may lack."""
         self.closing = True
         self.update()
         self.thread.join(5)
         if self.thread.is_alive():
             self.log.say(f"uploading to {self.c.gcs_dir}, for {seconds} s at most")
             self.thread.join(seconds - 5)
-        if self.thread.is_alive() or self.failing:
+        complete = not (self.thread.is_alive() or self.failing)
+        if not complete:
             self.log.say(f"upload to {self.c.gcs_dir} not complete; {self.c.out_dir} has everything, and "
                          "the same command with --init_from=auto uploads the rest")
+        return complete or not self.everything
 
     def work(self):
         last = False
@@ -1032,7 +1037,10 @@ class Log:
     def say(self, text):
         """A line for people."""
         if self.device.rank == 0:
-            print(text, flush=True)
+            try:
+                print(text, flush=True)
+            except OSError:  # a full disk, or nobody reads it any more; log.txt may still have room
+                pass
         if self.path:
             self.append(self.path, text)
 
@@ -1120,6 +1128,10 @@ class Log:
         """Ends W&B, within the given time."""
         if self.wandb:
             self.wandb.close(seconds)
+        try:
+            sys.stdout.flush()
+        except OSError:  # the interpreter would try once more, and change the exit code
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def train_values(c, sums, steps):
@@ -1269,6 +1281,9 @@ class Device:
         self.compiles = c.compile == "on" or c.compile == "auto" and kind == "cuda"
         self.torch, self.name = torch.device(kind), platform.processor() or platform.machine()
         if kind == "cuda":
+            if self.local_rank >= torch.cuda.device_count():
+                raise UserError(f"replica {self.local_rank} of this host has no GPU: "
+                                f"torchrun --nproc-per-node={torch.cuda.device_count()}")
             self.torch = torch.device("cuda", self.local_rank)
             self.name = torch.cuda.get_device_name(self.torch)
             torch.cuda.set_device(self.torch)
@@ -1276,7 +1291,8 @@ class Device:
             self.adapt(c)
         if "RANK" in os.environ:
             backend = "nccl" if kind == "cuda" else "gloo"
-            torch.distributed.init_process_group(backend)
+            patience = timedelta(seconds=c.stall_timeout or 10 ** 6)
+            torch.distributed.init_process_group(backend, timeout=patience)
             if backend == "gloo":  # whose threads may abort at the end; NCCL would wait for a peer that died
                 atexit.register(torch.distributed.destroy_process_group)
             self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -1395,6 +1411,14 @@ def from_rank_0(device, vector):
     return device.sum_on_host(vector if device.rank == 0 else torch.zeros_like(vector))
 
 
+def text_from_rank_0(device, text):
+    """Rank 0's text, cut to 4000 bytes. All ranks."""
+    numbers = torch.zeros(4000)
+    content = text.encode()[:len(numbers)]
+    numbers[:len(content)] = torch.tensor(list(content), dtype=torch.float32)
+    return bytes(int(x) for x in from_rank_0(device, numbers)).rstrip(b"\0").decode(errors="replace")
+
+
 def peak_flops(device):
     """FLOP/s of a chip as its maker states them, or None."""
     return next((flops for chip, flops in PEAK_FLOPS.items() if chip in device.name), None)
@@ -1467,7 +1491,8 @@ def replica(c, kind):
     elif start.complete:
         log.say(f"{c.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                 "a higher max_steps or epochs continues it")
-        Checkpoints(c, device, log, start, data.sha256).close(600)  # uploads what the last upload left out
+        if not Checkpoints(c, device, log, start, data.sha256).close(600):  # what the last upload left out
+            sys.exit(1)
     else:
         start.state = {}  # frees the checkpoint
         checkpoints = Checkpoints(c, device, log, start, data.sha256)
@@ -1517,16 +1542,14 @@ def agree_on_start(c, device, data, model, total_steps):
     if device.rank == 0:
         try:
             find_start(c, data, model, total_steps, start)
-        except (UserError, TransientError) as e:
+        except (UserError, TransientError, OSError) as e:
             error = e
-    facts = [isinstance(error, UserError), isinstance(error, TransientError), start.step, start.complete]
+    facts = [error is not None, isinstance(error, UserError), start.step, start.complete]
     table = gather(device, [device.host, *fingerprint(c, data), *facts])
     refuse_differences(table)
-    start.main_host, (refused, unavailable, start.step, start.complete) = table[0][0], table[0][-4:]
-    if refused:
-        raise error or UserError("rank 0 found wrong input: see its message")
-    if unavailable:
-        raise error or TransientError("rank 0 could not reach the bucket: see its message")
+    start.main_host, (failed, is_wrong_input, start.step, start.complete) = table[0][0], table[0][-4:]
+    if failed:  # xmp.spawn shows the error of one process of a host, which need not be rank 0's
+        raise (UserError if is_wrong_input else TransientError)(text_from_rank_0(device, str(error)))
     return start
 
 
@@ -1665,6 +1688,7 @@ def stop_requested():
 def on_signals():
     """SIGTERM and SIGINT create the stop file, at which the replicas save and stop. A second one kills."""
     def handler(number, _):
+        os.makedirs(os.path.dirname(os.environ[STOP_FILE]), exist_ok=True)  # /tmp may have been cleaned
         open(os.environ[STOP_FILE], "w").close()
         signal.signal(number, signal.SIG_DFL)
         if __name__ == "__main__":

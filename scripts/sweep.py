@@ -250,7 +250,7 @@ class Sweep:
         self.process = subprocess.Popen([sys.executable, *run.command], stdout=log, stderr=log,
                                         stdin=subprocess.DEVNULL, preexec_fn=getattr(os, "setpgrp", None))
         if self.stop_requested:  # since there was no process to tell
-            self.process.send_signal(signal.SIGINT)
+            self.process.terminate()
         began = printed = time.monotonic()
         while self.process.poll() is None:
             try:
@@ -272,7 +272,7 @@ class Sweep:
         print(f"{signal.Signals(number).name}: {action}", file=sys.stderr, flush=True)
         self.stop_requested = True
         if self.process:
-            self.process.send_signal(signal.SIGINT)
+            self.process.terminate()  # not SIGINT, which processes that a shell starts with & ignore
 
     def eta(self):
         """The time left to the sweep, by the FLOP done so far, by this process and others."""
@@ -419,9 +419,12 @@ def dataset_sizes(path, data_prepare):
         with open(os.path.join(path, "train", "dataset.json"), "rb") as f:
             text = f.read()
     if text:
-        metadata = json.loads(text)
-        puzzles = metadata["total_groups"] * metadata["mean_puzzle_examples"]
-        return metadata["seq_len"], metadata["vocab_size"], puzzles
+        try:
+            metadata = json.loads(text)
+            puzzles = metadata["total_groups"] * metadata["mean_puzzle_examples"]
+            return metadata["seq_len"], metadata["vocab_size"], puzzles
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}: train/dataset.json is damaged: build the data set again") from None
     script, *flags = shlex.split(data_prepare) or [""]
     if script != "prepare_sudoku.py":
         raise UserError(f"{path}: no such data set")

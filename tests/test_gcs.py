@@ -324,15 +324,15 @@ def test_a_slow_upload_does_not_give_up(front, emulator):
 
 def test_a_file_that_grows_is_sent_as_it_was(front, emulator, tmp_path, monkeypatch):
     path = tmp_path / "log.txt"
-    file_md5 = data.file_md5
+    size_and_digest = data.size_and_digest
 
-    def append_afterwards(name):
-        result = file_md5(name)
+    def append_afterwards(f, digest):
+        result = size_and_digest(f, digest)
         with open(path, "ab") as f:
             f.write(b"later" * 1000)
         return result
 
-    monkeypatch.setattr(data, "file_md5", append_afterwards)
+    monkeypatch.setattr(data, "size_and_digest", append_afterwards)
     for size in (100, 2 * STEP, 3 * STEP + 1):
         path.write_bytes(CONTENT[:size])
         bucket().upload(str(path), "log.txt")

@@ -103,13 +103,43 @@ def test_an_unavailable_bucket_does_not_stop_training(data, front, whole, tmp_pa
         text += line
         if line.startswith("training from"):
             front.denied = ("start", "insert", "list", "media")
-    assert process.wait(60) == 0, text
+    assert process.wait(60) == 1, text  # complete here, but not in the bucket: a restart uploads the rest
     assert text.count("upload failed") == 1, text
     assert text.count("not complete") == 1, text
     assert same(last_weights(tmp_path / "run"), last_weights(whole))
     front.denied = ()
     text = run(data, tmp_path / "run", *FLAGS, URL, "--init_from=auto")
     assert "is complete at step 40" in text and "ckpt_00000040.json" in in_bucket(), text
+
+
+def test_ctrl_c_while_a_data_set_is_made_is_one_line_each(tmp_path):
+    prepare = f"prepare_sudoku.py --source=generate --num_train=1000000 --output_dir={tmp_path / 'data'}"
+    flags = [f"--data_path={tmp_path / 'data'}", f"--data_prepare={prepare}", f"--out_dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *flags, "--device=cpu"], cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # pytest may ignore it
+    while not process.stdout.readline().endswith("--output_dir=" + str(tmp_path / "data") + "\n"):
+        pass
+    time.sleep(4)  # by then a pool works
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    errors = process.communicate(timeout=30)[1].splitlines()
+    assert process.returncode == 3
+    assert sorted(line for line in errors if "/s," not in line) == ["prepare_sudoku.py: stopped",
+                                                                    "train.py: stopped"]
+    assert not os.path.exists(tmp_path / "data")
+
+
+def test_output_that_nobody_reads_does_not_end_a_run(data, whole, tmp_path):  # noqa: F811
+    """As `| tee log`, where tee dies."""
+    process = subprocess.Popen(command(data, tmp_path / "run", *FLAGS), stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True)
+    while not process.stdout.readline().startswith("training from"):
+        pass
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert same(last_weights(tmp_path / "run"), last_weights(whole))
+    assert "step 40/40" in (tmp_path / "run" / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("url,denied,word", [
