@@ -152,6 +152,7 @@ def test_what_apples_gpu_does_not_stand(flags, puzzles, monkeypatch):
 def gpu(monkeypatch):
     """A GPU that torch believes in. A test can change its properties before it opens a Device."""
     gpu = SimpleNamespace(capability=(9, 0), fault="")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Fake GPU")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu.capability)
@@ -173,6 +174,12 @@ def test_a_new_gpu_compiles_in_bfloat16_and_has_tf32(gpu):
     device = open_fake(c)
     assert device.compiles and c.forward_dtype == "bfloat16" and device.notes == []
     assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_more_replicas_than_gpus(gpu, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(configurator.UserError, match="replica 1 .*--nproc-per-node=1"):
+        open_fake(settings("--device=cuda"))
 
 
 @pytest.mark.parametrize("capability,given,taken", [
