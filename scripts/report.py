@@ -581,11 +581,16 @@ def plot_rows(ax, key, points, c):
         value, deviation = point[key]
         ax.errorbar(value, row, xerr=deviation, fmt="ko", capsize=3)
         if math.isnan(value):
-            text = "not reached" if "_to" in key else "not known"
-            ax.text(0.03, row, text, va="center", transform=ax.get_yaxis_transform())
+            ax.text(0.03, row, why_missing(key), va="center", transform=ax.get_yaxis_transform())
     ax.set_xlabel(axis_label(key, c))
     ax.set_ylim(len(points) - 0.5, -0.5)
     ax.margins(x=0.15)
+    if all(math.isnan(p[key][0]) for p in points):
+        ax.set_xticks([])
+
+
+def why_missing(key):
+    return "not reached" if "_to" in key else "not known"
 
 
 def plot_against_x(ax, key, group, series, law, c):
@@ -610,6 +615,10 @@ def plot_against_x(ax, key, group, series, law, c):
         labels = [f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}" for tick in ticks]
         ax.set_xticks(ticks, labels, rotation=30 if max(map(len, labels), default=0) > 4 else 0)
         ax.xaxis.minorticks_off()
+    if all(math.isnan(p[k][0]) for _, points, k in drawn for p in points):
+        ax.text(0.5, 0.5, why_missing(key), ha="center", transform=ax.transAxes)
+        ax.plot(ticks, [0] * len(ticks), alpha=0)  # for the range of x
+        ax.set_yticks([])
     if group.bracket and key == "accuracy":
         ax.axhline(c.target, color="0.5", linestyle=":", label=f"{c.target:g}%")
 

@@ -2,6 +2,7 @@
 import faulthandler
 import importlib.util
 import os
+import signal
 
 import pytest
 
@@ -11,6 +12,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # As configurator.py does, but before tests import torch.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+# A shell that starts the tests with & lets them ignore SIGINT, and so would the scripts that tests interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item):

@@ -112,13 +112,25 @@ def test_an_unavailable_bucket_does_not_stop_training(data, front, whole, tmp_pa
     assert "is complete at step 40" in text and "ckpt_00000040.json" in in_bucket(), text
 
 
+def test_a_stop_is_seen_although_tmp_was_cleaned(tmp_path, monkeypatch):
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setenv(train.STOP_FILE, str(tmp_path / "gone" / "stop"))
+    try:
+        train.on_signals()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert train.stop_requested()
+    finally:
+        signal.alarm(0)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def test_ctrl_c_while_a_data_set_is_made_is_one_line_each(tmp_path):
     prepare = f"prepare_sudoku.py --source=generate --num_train=1000000 --output_dir={tmp_path / 'data'}"
     flags = [f"--data_path={tmp_path / 'data'}", f"--data_prepare={prepare}", f"--out_dir={tmp_path / 'run'}"]
     process = subprocess.Popen(
         [sys.executable, "train.py", *flags, "--device=cpu"], cwd=ROOT, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # pytest may ignore it
+        stderr=subprocess.PIPE, text=True, start_new_session=True)
     while not process.stdout.readline().endswith("--output_dir=" + str(tmp_path / "data") + "\n"):
         pass
     time.sleep(4)  # by then a pool works

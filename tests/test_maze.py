@@ -399,7 +399,7 @@ def test_train_and_evaluate(tmp_path, capfd):
 
     path = prepare(tmp_path / "maze", source="generate", size=4, min_path=1, num_train=60, num_test=49)
     flags = [*TINY, f"--data_path={path}", f"--out_dir={tmp_path / 'out'}", "--max_steps=80"]
-    text = run(*flags, "--eval_save_outputs=inputs,labels,preds", "--eval_show_puzzle")
+    text = run(*flags, "--eval_save_outputs=inputs,labels,preds,", "--eval_show_puzzle")
     with open(tmp_path / "out" / "metrics.jsonl") as f:
         final = json.loads(f.readlines()[-1])
     saved = np.load(tmp_path / "out" / "eval_00000080.npz")

@@ -290,3 +290,10 @@ def test_complete_killed_and_damaged_runs(sweep, data, study):
     text = sweep(*four, *flags)
     assert text.count("complete, skipped") == 4
     assert results(study)["exp10c_lr3e-4"]["train_seconds"] == found["exp10c_lr3e-4"]["train_seconds"]
+
+
+def test_a_damaged_data_set_is_one_line(sweep, tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "dataset.json").write_text('{"seq_len": 16')
+    text = sweep("--dry_run", "exp01a", f"--data_path={tmp_path}", code=2)
+    assert "dataset.json is damaged" in text and "Traceback" not in text
