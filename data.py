@@ -686,7 +686,7 @@ class Progress:
                 print("\r" + line.ljust(79), end="\n" if last else "", file=sys.stderr, flush=True)
             else:
                 print(line, file=sys.stderr, flush=True)
-        except OSError:  # as in train.py: a full disk, or nobody reads it
+        except OSError:  # a full disk, or nobody reads it any more
             pass
         self.printed = True
 

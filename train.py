@@ -1125,7 +1125,7 @@ class Log:
         self.say(eval_line(values, step))
 
     def close(self, seconds):
-        """Ends W&B, within the given time."""
+        """Ends W&B, within the given time, and the output."""
         if self.wandb:
             self.wandb.close(seconds)
         try:
@@ -1753,6 +1753,8 @@ def main(c):
     kind, reason = choose_device(c.device)
     if os.environ.get("RANK", "0") == "0":
         print(f"device {kind}: {reason}", flush=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)  # ends what makes the data, too
     c.data_path = local_dataset(c.data_path, patient=True)
     make_dataset(c)
     with tempfile.TemporaryDirectory() as folder:

@@ -125,7 +125,8 @@ def test_a_stop_is_seen_although_tmp_was_cleaned(tmp_path, monkeypatch):
             signal.signal(number, handler)
 
 
-def test_ctrl_c_while_a_data_set_is_made_is_one_line_each(tmp_path):
+@pytest.mark.parametrize("by", ["Ctrl-C", "SIGTERM"])
+def test_a_stop_while_a_data_set_is_made(by, tmp_path):
     prepare = f"prepare_sudoku.py --source=generate --num_train=1000000 --output_dir={tmp_path / 'data'}"
     flags = [f"--data_path={tmp_path / 'data'}", f"--data_prepare={prepare}", f"--out_dir={tmp_path / 'run'}"]
     process = subprocess.Popen(
@@ -134,11 +135,15 @@ def test_ctrl_c_while_a_data_set_is_made_is_one_line_each(tmp_path):
     while not process.stdout.readline().endswith("--output_dir=" + str(tmp_path / "data") + "\n"):
         pass
     time.sleep(4)  # by then a pool works
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    errors = process.communicate(timeout=30)[1].splitlines()
-    assert process.returncode == 3
-    assert sorted(line for line in errors if "/s," not in line) == ["prepare_sudoku.py: stopped",
-                                                                    "train.py: stopped"]
+    if by == "Ctrl-C":
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    else:
+        process.terminate()  # as a sweep does
+    errors = process.communicate(timeout=30)[1].splitlines()  # waits until no process has stderr open
+    assert process.returncode == 3 and "train.py: stopped" in errors
+    if by == "Ctrl-C":
+        assert {line for line in errors if "/s," not in line} == {"prepare_sudoku.py: stopped",
+                                                                  "train.py: stopped"}
     assert not os.path.exists(tmp_path / "data")
 
 
