@@ -2,19 +2,21 @@
 
     python train.py config/sudoku.py --lr=3e-4 --eval_only
 
-A script's settings are the literals assigned at its top level above its first function or class. A trailing
-comment documents each; a comment line of its own opens a group. Names in capitals are constants, not
-settings.
+A script's settings are the literals assigned at its top level above its first function or class, except to
+names in capitals. A trailing comment documents each; a comment line of its own opens a group.
 
-A config file is Python that assigns some of the settings and may read the others. `run("baseline.py")` in it
-runs another config file, found beside it. Names that start with an underscore, imports and functions are the
-file's own. Files and flags apply from left to right. A bool flag needs no value: --eval_only.
+A config file is Python that assigns some of the settings and may read the others. run("baseline.py") in it
+runs another one beside it. Imports, functions and names that start with an underscore are the file's own.
+Files and flags apply from left to right. A bool flag needs no value: --eval_only.
 """
 import ast
 import difflib
 import io
+import itertools
 import os
+import signal
 import sys
+import threading
 import tokenize
 import traceback
 from types import ModuleType, SimpleNamespace
@@ -38,22 +40,79 @@ def start(main, script):
 
 
 def command(run, script):
-    """Runs run() as a command: an error that is no bug becomes one line on stderr and an exit code."""
+    """Runs run() as a command: an expected error becomes one line on stderr and an exit code.
+
+    SIGTERM ends it as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed.
+    """
+    name, streams = os.path.basename(script), (sys.stdout, sys.stderr)
+    protect_output()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run()
     except (UserError, TransientError, OSError) as e:
-        print(f"{os.path.basename(script)}: {' '.join(str(e).splitlines())}", file=sys.stderr)
+        print(f"{name}: {' '.join(str(e).splitlines())}", file=sys.stderr)
         sys.exit(2 if isinstance(e, UserError) else 1)
     except KeyboardInterrupt:
-        print(f"{os.path.basename(script)}: stopped", file=sys.stderr)
+        print(f"{name}: stopped", file=sys.stderr)
         sys.exit(3)
+    finally:
+        sys.stdout.flush()
+        sys.stdout, sys.stderr = streams
 
 
-def split_flags(script, argv):
-    """(the flags in argv that set a script's own settings or ask for help, the rest of argv)."""
+class Output:
+    """A text stream that loses what cannot be written, instead of raising: no program ends for its output."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        self.attempt(self.stream.write, text)
+
+    def flush(self):
+        self.attempt(self.stream.flush)
+
+    def attempt(self, call, *args):
+        try:
+            call(*args)
+        except BrokenPipeError:  # the reader has left, as `| head` does; the interpreter flushes once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        except (OSError, ValueError):  # a full disk, or the stream is closed
+            pass
+
+
+def protect_output():
+    """Makes sys.stdout and sys.stderr streams that never raise, also where they were closed (>&-)."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # otherwise the next file that is opened would take its number
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != descriptor:
+                os.dup2(null, descriptor)
+            os.set_inheritable(descriptor, True)
+            stream = open(descriptor, "w" if descriptor else "r", closefd=False)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        if descriptor and not isinstance(getattr(sys, name), Output):
+            stream = getattr(sys, name)
+            if hasattr(stream, "reconfigure"):  # for names of files that its encoding does not have
+                stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, Output(stream))
+
+
+def split_arguments(script, argv):
+    """Splits the arguments of a script that has settings of its own beside train.py's.
+
+    Returns the script's settings; its operands; and the config files (NAME.py) and flags for train.py.
+    """
     names = {*read_settings(script), "help", "h"}
     own = [a for a in argv if a.startswith("-") and a.lstrip("-").partition("=")[0] in names]
-    return own, [a for a in argv if a not in own]
+    rest = [a for a in argv if a not in own]
+    train_arguments = [a for a in rest if a.endswith(".py") or a.startswith("-") and a != "-"]
+    return configure(script, own), [a for a in rest if a not in train_arguments], train_arguments
 
 
 def configure(script, argv):
@@ -66,7 +125,7 @@ def configure(script, argv):
         print_help(script, documented)
         sys.exit(0)
     defaults = {name: default for name, (default, _, _) in documented.items()}
-    values = dict(defaults)
+    values = defaults.copy()
     for arg in argv:
         if not arg.startswith("-"):
             values.update(run_file(arg, values, defaults))
@@ -81,12 +140,10 @@ def configure(script, argv):
 
 def run_file(path, values, defaults):
     """Runs a config file that sees `values`; returns the settings after it. Raises UserError."""
-    space = dict(values)
-
     def run(other):
         space.update(run_file(os.path.join(os.path.dirname(path), other), space, defaults))
 
-    space["run"] = run
+    space = values | {"run": run}
     try:
         with open(path, "rb") as f:
             source = f.read()
@@ -101,12 +158,8 @@ def run_file(path, values, defaults):
         lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
         place = f"{path}:{lines[-1]}" if lines else path  # a SyntaxError names its line itself
         raise UserError(f"{place}: {type(e).__name__}: {e}") from None
-    settings = {}
-    for name, value in space.items():
-        is_private = name.startswith("_") or callable(value) or isinstance(value, ModuleType)
-        if name in defaults or not is_private:
-            settings[name] = check(name, value, defaults, path)
-    return settings
+    return {name: check(name, value, defaults, path) for name, value in space.items() if name in defaults
+            or not (name.startswith("_") or callable(value) or isinstance(value, ModuleType))}
 
 
 def check(name, value, defaults, where):
@@ -117,8 +170,7 @@ def check(name, value, defaults, where):
         hint = f"the closest is {lowered[close[0]]}" if close else "--help lists all"
         raise UserError(f"{where}: unknown setting {name}; {hint}")
     expected = type(defaults[name])
-    if expected is float and type(value) is int:
-        value = float(value)
+    value = float(value) if expected is float and type(value) is int else value
     if type(value) is not expected:
         raise UserError(f"{where}: {name} must be {expected.__name__} (as {defaults[name]!r}), not {value!r}")
     return value
@@ -135,15 +187,13 @@ def parse(text, expected):
 
 
 def read_settings(script):
-    """Reads a script's settings without running it.
+    """The settings of a script, a path, without running it: {name: (default, comment, group)}, in its order.
 
-    script: path of the script. Returns {name: (default, comment, group)} in the order of the file.
-    Raises ValueError if a setting's default is not a plain int, float, bool or str.
+    Raises UserError if a setting's default is not a plain int, float, bool or str.
     """
     with open(script, encoding="utf-8") as f:
         source = f.read()
-    comments = {}  # line: comment after a statement
-    own_line = {}  # line: comment on a line of its own
+    comments, own_line = {}, {}  # {line: comment}, after a statement and on a line of its own
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         line, column = token.start
         if column == 0 and token.string in ("def", "class", "@"):
@@ -151,22 +201,18 @@ def read_settings(script):
         if token.type == tokenize.COMMENT:
             kind = own_line if token.line.lstrip().startswith("#") else comments
             kind[line] = token.string.lstrip("# ")
-    top = "\n".join(source.split("\n")[:line - 1])
-    settings = {}
-    previous_line = 0
-    group = ""
-    for node in ast.parse(top).body:
-        is_assignment = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-        if not is_assignment or node.targets[0].id.isupper():
+    settings, previous_line, group = {}, 0, ""
+    for node in ast.parse("\n".join(source.split("\n")[:line - 1])).body:
+        name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
+        if not name.isidentifier() or name.isupper():
             continue
-        name = node.targets[0].id
         try:
             default = ast.literal_eval(node.value)
         except ValueError:
             default = None
         if type(default) not in (int, float, bool, str):
-            message = f"the default of {name} must be a plain int, float, bool or str"
-            raise ValueError(f"{script}:{node.lineno}: {message}")
+            place = f"{os.path.basename(script)}:{node.lineno}"
+            raise UserError(f"{place}: the default of {name} must be a plain int, float, bool or str")
         lines_above = range(node.lineno - 1, previous_line, -1)
         group = next((own_line[line] for line in lines_above if line in own_line), group)
         settings[name] = (default, comments.get(node.lineno, ""), group)
@@ -177,14 +223,8 @@ def read_settings(script):
 def print_help(script, documented):
     """Prints a script's docstring and settings; documented: as read_settings returns them."""
     with open(script, encoding="utf-8") as f:
-        lines = [ast.get_docstring(ast.parse(f.read())) or ""]
-    previous_group = None
-    for name, (default, comment, group) in documented.items():
-        if group != previous_group:
-            lines.append(f"\n{group}")
-            previous_group = group
-        lines.append(f"  --{name}={default}".ljust(38) + f" {comment}")
-    try:
-        print("\n".join(lines), flush=True)
-    except BrokenPipeError:  # the reader has left, as `| head` does, and the interpreter will flush once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(ast.get_docstring(ast.parse(f.read())) or "")
+    for group, items in itertools.groupby(documented.items(), lambda item: item[1][2]):
+        print(f"\n{group}")
+        for name, (default, comment, _) in items:
+            print(f"  --{name}={default}".ljust(38) + f" {comment}")

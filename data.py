@@ -1,8 +1,8 @@
-"""Data sets on disk -> batches; then the writer, CSV files and downloads of the prepare scripts; buckets.
+"""Datasets on disk -> batches; then the writer, CSV files and downloads that the prepare scripts share.
 
-A data set is a folder in the layout of the official code, plus a manifest:
+A dataset is a folder in the layout of the official code, plus a manifest:
 
-    data/NAME/manifest.json           source, seed, counts and the SHA-256 of every file
+    data/NAME/manifest.json           the command that made it, counts and the SHA-256 of every file
     data/NAME/identifiers.json        names of the puzzle identifiers
     data/NAME/{train,test}/dataset.json
     data/NAME/{train,test}/all__{inputs,labels,puzzle_identifiers,puzzle_indices,group_indices}.npy
@@ -11,93 +11,72 @@ inputs and labels are [N, seq_len], one example a row. Puzzle i owns the example
 puzzle_indices[i]:puzzle_indices[i + 1], and group g the puzzles group_indices[g]:group_indices[g + 1]: a
 Sudoku and its augmented copies are one group.
 
-Batches are a pure function of (seed, step). A resumed run and a run on another number of replicas see the
-same data.
-
-    python data.py upload data/NAME gs://bucket/data/NAME
-    python data.py download gs://bucket/data/NAME [data/NAME]
+Batches are a pure function of (seed, step), so a resumed run sees the same data.
 """
-import base64
-import copy
 import csv
-import errno
+import fcntl
 import functools
 import gzip
 import hashlib
-import io
 import itertools
 import json
 import math
 import multiprocessing
 import os
 import platform
-import random
-import re
+import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
-import threading
 import time
-import urllib.parse
 import zlib
-from contextlib import contextmanager
-from types import SimpleNamespace
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import requests
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows
-    fcntl = None
-
-from configurator import TransientError, UserError, command
+from configurator import TransientError, UserError, configure
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
 
 FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
-METADATA = {  # of dataset.json
-    "pad_id": int,
-    "ignore_label_id": (int, type(None)),
-    "blank_identifier_id": int,
-    "vocab_size": int,
-    "seq_len": int,
-    "num_puzzle_identifiers": int,
-    "total_groups": int,
-    "mean_puzzle_examples": (int, float),
-    "total_puzzles": int,
-}
+SPLIT_FILES = ("dataset.json", *(f"all__{field}.npy" for field in FIELDS))
+FILES = (*(f"{split}/{name}" for split in ("test", "train") for name in SPLIT_FILES), "identifiers.json")
+METADATA = ("pad_id", "ignore_label_id", "blank_identifier_id", "vocab_size", "seq_len",
+            "num_puzzle_identifiers", "total_groups", "mean_puzzle_examples")
 IGNORED = -100  # the label of cells that no loss and no metric counts
-WALL, OPEN, START, GOAL, PATH = range(1, 6)  # tokens of a maze, "# SGo"
+POOL_AFTER = 2.0  # seconds that a pool must save: each of its processes imports the main script first
+RETRIED = {408, 429, *range(500, 600)}  # statuses of a server that may answer later
 ORDER, EXAMPLE, HALT, SUBSET, NOISE = range(5)  # independent random streams of one seed
 
 
 class Dataset:
-    """One split of a data set, checked when it is loaded.
+    """One split of a dataset, checked when it is loaded.
 
-    path: the data set's folder; split: "train" or "test". inputs and labels are memory-mapped, [N, seq_len];
-    len() is N. The keys of dataset.json are attributes. Data sets of the official code load too: no manifest,
-    any integer dtype. Raises UserError, which names the file, if anything is missing, damaged or
-    inconsistent.
+    path: the dataset's folder; split: "train" or "test". inputs and labels are memory-mapped, [N, seq_len];
+    len() is N. The keys of dataset.json are attributes. Datasets of the official code, without a manifest,
+    load too. Raises UserError, which names the file, if one is missing, damaged or inconsistent.
     """
 
     def __init__(self, path, split):
         self.path = path
-        self.split = split
         folder = os.path.join(path, split)
         if not os.path.isdir(folder):
-            raise UserError(f"{folder}: no such data set; build it with prepare_sudoku.py or prepare_maze.py")
-        self._read_manifest(os.path.join(path, "manifest.json"))
-        for name in ["dataset.json"] + [f"all__{field}.npy" for field in FIELDS]:
+            raise UserError(f"{folder}: no such dataset; build it with prepare_sudoku.py or prepare_maze.py")
+        manifest = os.path.join(path, "manifest.json")
+        self.manifest = read_json(manifest, "sha256") if os.path.exists(manifest) else {}
+        kind = self.manifest.get("kind")
+        self.hint = f"build it again with prepare_{kind}.py" if kind else "build it again"
+        for name in SPLIT_FILES:
             self.check_file(f"{split}/{name}")
-        self._read_metadata(os.path.join(folder, "dataset.json"))
-        self.inputs = self._load("inputs", 2, "r")
-        self.labels = self._load("labels", 2, "r")
-        self.puzzle_identifiers = self._load("puzzle_identifiers", 1)
-        self.puzzle_indices = self._load("puzzle_indices", 1)
-        self.group_indices = self._load("group_indices", 1)
-        self._check_values()
-        self._check_indices()
+        vars(self).update(read_json(os.path.join(folder, "dataset.json"), *METADATA))
+        for field in FIELDS:
+            path = os.path.join(folder, f"all__{field}.npy")
+            try:
+                array = np.load(path, mmap_mode="r" if field in ("inputs", "labels") else None)
+            except (OSError, ValueError, EOFError) as e:
+                raise UserError(f"{path} cannot be read (truncated?): {self.hint} ({e})") from None
+            setattr(self, field, np.asarray(array))  # a plain view of the file indexes faster than np.memmap
+        self._check_arrays(folder)
 
     def __len__(self):
         return len(self.inputs)
@@ -118,10 +97,8 @@ class Dataset:
             order = epoch_order(seed, epoch, self.total_groups)
             groups[epochs == epoch] = order[positions[epochs == epoch]]
         draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[rows]
-        starts, stops = self.group_indices[groups], self.group_indices[groups + 1]
-        puzzles = uniform_between(starts, stops, draws[:, 0])
-        starts, stops = self.puzzle_indices[puzzles], self.puzzle_indices[puzzles + 1]
-        examples = uniform_between(starts, stops, draws[:, 1])
+        puzzles = random_members(self.group_indices, groups, draws[:, 0])
+        examples = random_members(self.puzzle_indices, puzzles, draws[:, 1])
         return self._batch(examples, puzzles)
 
     def test_batch(self, indices, size):
@@ -158,9 +135,7 @@ class Dataset:
 
         Test sets are ordered by source: their first n examples would not represent the whole set.
         """
-        if n == 0 or n >= len(self):
-            return np.arange(len(self))
-        return np.sort(generator(0, SUBSET).permutation(len(self))[:n])
+        return np.sort(generator(0, SUBSET).permutation(len(self))[:n or None])
 
     @functools.cached_property
     def sha256(self):
@@ -169,80 +144,38 @@ class Dataset:
 
     def hashes(self):
         """{relative file: SHA-256} of both splits, from the manifest if there is one, else from the files."""
-        if self.manifest.get("sha256"):
-            return self.manifest["sha256"]
-        return {name: file_sha256(os.path.join(self.path, name)) for name in dataset_files(self.path)}
+        return self.manifest.get("sha256") or hashes_of(self.path)
 
     def check_file(self, name):
         """Raises UserError if the file is missing or does not match the manifest."""
         path = os.path.join(self.path, name)
         if not os.path.isfile(path):
             raise UserError(f"{path} is missing: {self.hint}")
-        if self.manifest and self.manifest["sha256"].get(name) != file_sha256(path):
+        if self.manifest and self.manifest["sha256"].get(name) != file_hash(path):
             raise UserError(f"{path} does not match manifest.json (changed or truncated): {self.hint}")
 
-    def _read_manifest(self, path):
-        self.manifest = read_json(path, "sha256") if os.path.exists(path) else {}
-        if not isinstance(self.manifest.get("sha256", {}), dict):
-            raise UserError(f"{path}: sha256 must be a table of the files: build the data set again")
-        kind = self.manifest.get("kind")
-        self.hint = f"build it again with prepare_{kind}.py" if kind else "build it again"
-
-    def _read_metadata(self, path):
-        metadata = read_json(path, "sets", *METADATA)
-        if metadata["sets"] != ["all"]:
-            raise UserError(f'{path}: sets must be ["all"], not {metadata["sets"]!r}: use one set only')
-        for key, types in METADATA.items():
-            if not isinstance(metadata[key], types):
-                raise UserError(f"{path}: {key} must be a number, not {metadata[key]!r}: {self.hint}")
-            setattr(self, key, metadata[key])
-
-    def _load(self, field, dims, mmap_mode=None):
-        path = self._array_path(field)
-        try:
-            array = np.load(path, mmap_mode=mmap_mode)
-        except (OSError, ValueError, EOFError) as e:
-            raise UserError(f"{path} cannot be read (truncated?): {self.hint} ({e})") from None
-        integers = array.dtype.kind in "iu"
-        if not integers or array.ndim != dims or (dims == 2 and array.shape[1] != self.seq_len):
-            expected = f"[N, {self.seq_len}]" if dims == 2 else "[N]"
-            actual = f"{array.dtype} of {list(array.shape)}"
-            raise UserError(f"{path} must hold integers of shape {expected}, not {actual}: {self.hint}")
-        return np.asarray(array)  # still memory-mapped: a plain view indexes faster than np.memmap
-
-    def _check_values(self):
-        if len(self.labels) != len(self):
-            raise self._error("labels", f"has {len(self.labels)} rows, but all__inputs.npy has {len(self)}")
-        limits = {
-            "inputs": self.vocab_size,
-            "labels": self.vocab_size,
-            "puzzle_identifiers": self.num_puzzle_identifiers,
-        }
-        for field, limit in limits.items():
-            low = getattr(self, field).min(initial=0)
-            high = getattr(self, field).max(initial=0)
-            if high >= limit:
-                raise self._error(field, f"holds {high}, beyond the {limit - 1} that dataset.json allows")
-            if low < 0 and (field, low) != ("labels", self.ignore_label_id):
-                raise self._error(field, f"holds {low}")
-
-    def _check_indices(self):
-        num_puzzles = len(self.puzzle_identifiers)
-        for field, entries, end, unit in (
-            ("puzzle_indices", num_puzzles + 1, len(self), "examples"),
-            ("group_indices", self.total_groups + 1, num_puzzles, "puzzles"),
+    def _check_arrays(self, folder):
+        """Raises UserError for the first array that contradicts dataset.json or the other arrays."""
+        examples, puzzles = len(self), len(self.puzzle_identifiers)
+        for field, shape, end in (
+            ("inputs", [examples, self.seq_len], self.vocab_size),
+            ("labels", [examples, self.seq_len], self.vocab_size),
+            ("puzzle_identifiers", [puzzles], self.num_puzzle_identifiers),
+            ("puzzle_indices", [puzzles + 1], examples + 1),
+            ("group_indices", [self.total_groups + 1], puzzles + 1),
         ):
-            indices = getattr(self, field)
-            if len(indices) < 2 or indices[0] != 0 or indices[-1] != end or (np.diff(indices) <= 0).any():
-                raise self._error(field, f"must rise from 0 to the number of {unit}, {end}")
-            if len(indices) != entries:
-                raise self._error(field, f"must have {entries} entries, not {len(indices)}")
-
-    def _array_path(self, field):
-        return os.path.join(self.path, self.split, f"all__{field}.npy")
-
-    def _error(self, field, message):
-        return UserError(f"{self._array_path(field)} {message}: {self.hint}")
+            array = getattr(self, field)
+            low, high = array.min(initial=0), array.max(initial=0)
+            if array.dtype.kind not in "iu" or list(array.shape) != shape:
+                wrong = f"must hold integers of shape {shape}, not {array.dtype} of {list(array.shape)}"
+            elif high >= end or low < 0 and (field, low) != ("labels", self.ignore_label_id):
+                wrong = f"holds {low} to {high}, where dataset.json allows 0 to {end - 1}"
+            elif field.endswith("indices") and (
+                    array[0] != 0 or array[-1] != end - 1 or (array[1:] <= array[:-1]).any()):
+                wrong = f"must rise from 0 to {end - 1}"
+            else:
+                continue
+            raise UserError(f"{folder}/all__{field}.npy {wrong}: {self.hint}")
 
 
 def halting_draws(seed, step, batch_size, halt_max_steps, halt_exploration_prob, rank=0, world=1):
@@ -268,118 +201,60 @@ def epoch_order(seed, epoch, total_groups):
 
 def rank_slice(batch_size, rank, world):
     if batch_size % world:
-        raise UserError(f"a batch of {batch_size} cannot be divided among {world} replicas: "
-                        f"choose a multiple of {world}")
+        raise UserError(f"a batch of {batch_size} cannot be divided among {world} replicas: use a multiple")
     size = batch_size // world
     return slice(rank * size, (rank + 1) * size)
 
 
-def uniform_between(start, stop, draws):
-    """Uniform integers in start..stop - 1 from draws uniform in [0, 1). All arrays are [b]."""
+def random_members(indices, owners, draws):
+    """A member, in indices[i]:indices[i + 1], of each owner i [b], from draws [b] uniform in [0, 1)."""
+    start, stop = indices[owners], indices[owners + 1]
     return start + (draws * (stop - start)).astype(np.int64)
 
 
-def path_metrics(inputs, labels, preds, grid):
-    """Which answers to mazes are a path from S to G, and which a shortest one: two bool arrays [n].
-
-    inputs, labels (a shortest path each), preds: tokens [n, cells]; grid: (rows, columns). In a path, S and G
-    are where the question has them, every "o" is on a cell that is open in the question, and the "o" form one
-    line from S to G: each touches two other cells of the line, S and G touch one. Stray cells, gaps, forks
-    and rings break a path.
-    """
-    n = len(inputs)
-    rows, columns = grid
-    start = inputs == START
-    goal = inputs == GOAL
-    path = preds == PATH
-    line = np.pad((path | start | goal).reshape(n, rows, columns), ((0, 0), (1, 1), (1, 1)))
-    touching = sum(np.roll(line, shift, axis).astype(np.uint8) for shift in (-1, 1) for axis in (1, 2))
-    touching = touching[:, 1:-1, 1:-1].reshape(inputs.shape)
-    cell_fits = ((preds == START) == start) & ((preds == GOAL) == goal) & (~path | (inputs == OPEN))
-    cell_fits &= np.where(path, touching == 2, (touching == 1) | ~(start | goal))
-    fits = cell_fits.all(axis=1) & (start.sum(axis=1) == 1) & (goal.sum(axis=1) == 1)
-    valid = np.zeros(n, dtype=bool)
-    valid[fits] = ~has_rings(line[fits], start[fits].argmax(axis=1), columns)
-    return valid, valid & (path.sum(axis=1) == (labels == PATH).sum(axis=1))
-
-
-def has_rings(line, start, columns):
-    """Which grids have rings beside the line from start, bool [n]: it walks along the line and erases it.
-
-    line: bool [n, rows + 2, columns + 2], a grid with a border; start: cells [n] in the grid without its
-    border.
-    """
-    width = columns + 2
-    steps = np.array([-width, -1, 1, width])
-    n = np.arange(len(line))
-    remaining = line.reshape(len(line), line.shape[1] * width).copy()
-    position = (start // columns + 1) * width + start % columns + 1
-    for _ in range(int(remaining.sum(axis=1).max(initial=0))):
-        remaining[n, position] = False
-        onward = remaining[n[:, None], position[:, None] + steps]
-        position += steps[onward.argmax(axis=1)] * onward.any(axis=1)
-    return remaining.any(axis=1)
-
-
-# The files of a data set.
+# The files of a dataset.
 
 def write_dataset(path, splits, vocab_size, manifest):
-    """Writes a data set to a folder in one move: if killed on the way, it leaves nothing under that name.
+    """Writes a dataset to a folder in one move; if interrupted, it leaves nothing under that name.
 
     splits: {"train": (groups, copies, blocks)}: groups of `copies` puzzles with one example each. The
     iterable blocks yields their rows in order, as pairs (inputs, labels), uint8 [n, seq_len]. Token 0 is the
     padding and the ignored label. manifest: a dict with "grid" (rows, columns) and whatever else describes
-    the data set. It is written last, together with the SHA-256 of every file. Raises UserError if path exists
-    or cannot be written.
+    the dataset, to which the files' SHA-256 are added. Raises UserError if path exists or cannot be written.
     """
     path = os.path.normpath(path)
-    refuse_existing(path)
-    part = f"{path}.part-{platform.node()}-{os.getpid()}"  # other hosts may share the folder
-    seq_len = math.prod(manifest["grid"])
-    shutil.rmtree(part, ignore_errors=True)
+    part = f"{path}.part-{platform.node()}"  # other hosts may share the folder
     try:
-        os.makedirs(part)
-        names = []
-        for split, (groups, copies, blocks) in splits.items():
-            names += write_split(part, split, groups, copies, blocks, seq_len, vocab_size)
-        names.append(write_json(part, "identifiers.json", ["<blank>"]))
-        hashes = {name: file_sha256(os.path.join(part, name)) for name in names}
-        write_json(part, "manifest.json", dict(manifest, sha256=hashes))
-        refuse_existing(path)
-        os.rename(part, path)
+        with locked(part):
+            refuse_existing(path)
+            shutil.rmtree(part, ignore_errors=True)  # of a command that was killed
+            try:
+                for split, values in splits.items():
+                    write_split(os.path.join(part, split), *values, math.prod(manifest["grid"]), vocab_size)
+                write_json(os.path.join(part, "identifiers.json"), ["<blank>"])
+                write_json(os.path.join(part, "manifest.json"), dict(manifest, sha256=hashes_of(part)))
+                os.rename(part, path)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
     except OSError as e:
         raise UserError(f"{path} cannot be written: {e.strerror or e}") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
-def write_split(path, split, groups, copies, blocks, seq_len, vocab_size):
-    """Writes the files of one split and returns their names, relative to path; see write_dataset."""
+def write_split(folder, groups, copies, blocks, seq_len, vocab_size):
+    """Writes the files of one split; see write_dataset."""
+    os.makedirs(folder)
     rows = groups * copies
-    if rows >= 2 ** 31:
-        raise UserError(f"{rows:,} {split} examples: 32-bit indices count to {2 ** 31 - 1:,}, choose fewer")
-    os.mkdir(os.path.join(path, split))
-    names = [f"{split}/all__labels.npy", f"{split}/all__inputs.npy"]
-    labels_path, inputs_path = (os.path.join(path, name) for name in names)
-    with open(labels_path, "wb") as labels, open(inputs_path, "wb") as inputs:
-        header = {"descr": "|u1", "fortran_order": False, "shape": (rows, seq_len)}
+    header = {"descr": "|u1", "fortran_order": False, "shape": (rows, seq_len)}
+    with open(f"{folder}/all__inputs.npy", "wb") as inputs, open(f"{folder}/all__labels.npy", "wb") as labels:
         for file in (inputs, labels):
             np.lib.format.write_array_header_1_0(file, header)
-        count = 0
         for block in blocks:
             for file, array in zip((inputs, labels), block):
-                file.write(np.ascontiguousarray(array, dtype=np.uint8).reshape(-1, seq_len).data)
-            count += len(block[0])
-    if count != rows:
-        raise ValueError(f"{split}: expected {rows} rows, got {count}")
-    for field, array in (
-        ("puzzle_identifiers", np.zeros(rows)),
-        ("puzzle_indices", np.arange(rows + 1)),
-        ("group_indices", np.arange(0, rows + 1, copies)),
-    ):
-        names.append(f"{split}/all__{field}.npy")
-        np.save(os.path.join(path, names[-1]), array.astype(np.int32))
-    names.append(write_json(path, f"{split}/dataset.json", {
+                file.write(np.ascontiguousarray(array, dtype=np.uint8).data)
+    np.save(f"{folder}/all__puzzle_identifiers.npy", np.zeros(rows, dtype=np.int32))
+    np.save(f"{folder}/all__puzzle_indices.npy", np.arange(rows + 1, dtype=np.int32))
+    np.save(f"{folder}/all__group_indices.npy", np.arange(0, rows + 1, copies, dtype=np.int32))
+    write_json(os.path.join(folder, "dataset.json"), {
         "pad_id": 0,
         "ignore_label_id": 0,
         "blank_identifier_id": 0,
@@ -390,15 +265,12 @@ def write_split(path, split, groups, copies, blocks, seq_len, vocab_size):
         "mean_puzzle_examples": 1.0,
         "total_puzzles": groups,  # not counting copies, as in the official builder
         "sets": ["all"],
-    }))
-    return names
+    })
 
 
-def write_json(folder, name, value):
-    """Writes a value to a file of the folder and returns the file's name."""
-    with open(os.path.join(folder, name), "w", encoding="utf-8", newline="\n") as f:
+def write_json(path, value):
+    with open(path, "w", encoding="utf-8") as f:
         f.write(json.dumps(value, indent=2) + "\n")
-    return name
 
 
 def read_json(path, *keys):
@@ -407,10 +279,10 @@ def read_json(path, *keys):
         with open(path, encoding="utf-8") as f:
             value = json.load(f)
     except (OSError, ValueError) as e:
-        raise UserError(f"{path} cannot be read as JSON: build the data set again ({e})") from None
+        raise UserError(f"{path} cannot be read as JSON: build the dataset again ({e})") from None
     missing = [key for key in keys if not isinstance(value, dict) or key not in value]
     if missing:
-        raise UserError(f"{path} lacks {', '.join(missing)}: build the data set again")
+        raise UserError(f"{path} lacks {', '.join(missing)}: build the dataset again")
     return value
 
 
@@ -419,145 +291,113 @@ def refuse_existing(path):
         raise UserError(f"{path} exists already: delete it or choose another --output_dir")
 
 
-def dataset_files(path):
-    """Relative names of a data set's files, those of both splits that exist, without the manifest."""
-    names = []
-    for split in ("test", "train"):
-        names += [f"{split}/dataset.json"] + [f"{split}/all__{field}.npy" for field in FIELDS]
-    return [name for name in names + ["identifiers.json"] if os.path.exists(os.path.join(path, name))]
+def hashes_of(path):
+    """{relative file: SHA-256} of those of a dataset's FILES that exist."""
+    paths = {name: os.path.join(path, name) for name in FILES}
+    return {name: file_hash(path) for name, path in paths.items() if os.path.exists(path)}
 
 
-HASHES_LOCK = threading.Lock()
-
-
-def file_sha256(path):
-    """Hex SHA-256 of a file; a process reads a file again only if it has changed."""
-    stat = os.stat(path)
-    with HASHES_LOCK:  # replicas that are threads wait here for the one that reads
-        return cached_sha256(os.path.abspath(path), stat.st_size, stat.st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=None)
-def cached_sha256(path, size, mtime_ns):
+def file_hash(path, kind="sha256"):
+    digest = hashlib.new(kind)
     with open(path, "rb") as f:
-        return size_and_digest(f, hashlib.sha256())[1]
+        while block := f.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
-def file_md5(path):
-    """(size in bytes, hex MD5) of a file."""
-    with open(path, "rb") as f:
-        return size_and_digest(f, hashlib.md5())
+def command_of(script, settings):
+    """What a manifest says of the command that made the dataset: the script and its settings."""
+    values = {key: value for key, value in vars(settings).items() if key != "output_dir"}
+    return {"script": os.path.basename(script)} | values
 
 
-def size_and_digest(f, digest):
-    size = 0
-    while block := f.read(1 << 20):
-        digest.update(block)
-        size += len(block)
-    return size, digest.hexdigest()
+def made_by_another_command(path, data_prepare):
+    """How the command that made the dataset at path differs from data_prepare; "" if not, or if not known."""
+    manifest = os.path.join(path, "manifest.json")
+    made = read_json(manifest).get("command") if os.path.exists(manifest) else None
+    script, *flags = shlex.split(data_prepare) or [""]
+    if not made or not os.path.exists(script):
+        return ""
+    made = command_of(script, configure(script, [])) | made  # it may be older than a setting
+    wanted = command_of(script, check_source(configure(script, flags)))
+    different = [key for key in wanted if made[key] != wanted[key]]
+    return "; ".join(f"{key} is {made[key]!r} in it, {wanted[key]!r} in data_prepare" for key in different)
 
 
 # CSV files of puzzles.
-
-COLUMNS = ("source", "question", "answer", "rating")
-UNKNOWN = 255  # what a character stands for that is not allowed
-
 
 def read_csv(path, cells, question_values, answer_values, rated=True):
     """Yields a file's puzzles in blocks (lines [n], questions [n, cells], answers [n, cells], ratings [n]).
 
     The file, .csv or .csv.gz, has the columns source, question, answer and rating in any order. cells:
-    characters of a question; 0: as many as the first one has. The two dicts map characters to values below
-    255; questions and answers are returned as these values, uint8. rated: whether ratings must be integers;
-    if not, they are returned as 0. Raises UserError with file and line for the first wrong row, after
-    yielding the rows before it.
+    characters of a question; 0: as many as the first one has. The two dicts map characters to values, in
+    which they agree; questions and answers are returned as these values, uint8. rated: whether ratings must
+    be integers; if not, they are returned as 0. Raises UserError with file and line for the first wrong row.
     """
     numbered_rows = csv_rows(path)
     _, header = next(numbered_rows, (1, []))
     header = [name.strip() for name in header]
-    for name in COLUMNS:
+    for name in ("source", "question", "answer", "rating"):
         if name not in header:
-            raise UserError(f"{path}:1: no column {name}; the first line must be {','.join(COLUMNS)}")
-    question, answer, rating = (header.index(name) for name in COLUMNS[1:])
-    values = np.full((2, 256), UNKNOWN, dtype=np.uint8)
-    for table, characters in zip(values, (question_values, answer_values)):
-        table[[ord(character) for character in characters]] = list(characters.values())
+            hint = "the first line must be source,question,answer,rating"
+            raise UserError(f"{path}:1: no column {name}; {hint}")
+    question, answer, rating = map(header.index, ("question", "answer", "rating"))
+    columns = [(question, "question", "".join(question_values)), (answer, "answer", "".join(answer_values))]
+    values = question_values | answer_values
+    table = bytes(values.get(chr(code), 0) for code in range(256))
 
-    def is_well_formed(row):
-        return (
-            len(row) == len(header)
-            and len(row[question]) == len(row[answer]) == cells
-            and (not rated or is_integer(row[rating]))
-        )
+    def error(row):
+        """What is wrong with a row, if anything is."""
+        if len(row) != len(header):
+            return f"{len(row)} columns, but the header has {len(header)}"
+        for column, name, allowed in columns:
+            if len(row[column]) != cells:
+                return f"the {name} has {len(row[column])} characters, not {cells}"
+            rest = row[column].lstrip(allowed)
+            if rest:
+                place = f"character {cells - len(rest) + 1} of the {name}"
+                return f"{place} is {rest[0]!r}, not one of {allowed!r}"
+        if rated and not row[rating].strip().removeprefix("-").isdecimal():
+            return f"the rating {row[rating]!r} is not an integer"
+        return None
 
-    empty = True
+    lines = ()
     while block := list(itertools.islice(numbered_rows, 16384)):
-        empty = False
         lines, rows = zip(*block)
         if not cells and len(rows[0]) == len(header):
             cells = len(rows[0][question])
-        n = next((i for i, row in enumerate(rows) if not is_well_formed(row)), len(rows))
-        text = "".join([row[question] + row[answer] for row in rows[:n]]).encode("ascii", "replace")
-        text = np.frombuffer(text, dtype=np.uint8).reshape(n, 2, cells)
-        questions = values[0][text[:, 0]]
-        answers = values[1][text[:, 1]]
-        wrong = (np.maximum(questions, answers) == UNKNOWN).any(axis=1)
-        n = int(wrong.argmax()) if wrong.any() else n
+        n = next((i for i, row in enumerate(rows) if error(row)), len(rows))
         if n:
+            text = "".join([row[question] + row[answer] for row in rows[:n]]).encode().translate(table)
+            puzzles = np.frombuffer(text, dtype=np.uint8).reshape(n, 2, cells)
             ratings = [int(row[rating]) if rated else 0 for row in rows[:n]]
-            yield np.array(lines[:n]), questions[:n], answers[:n], np.array(ratings)
+            yield np.array(lines[:n]), puzzles[:, 0], puzzles[:, 1], np.array(ratings)
         if n < len(rows):
-            message = row_error(rows[n], header, cells, question_values, answer_values)
-            raise UserError(f"{path}:{lines[n]}: {message}")
-    if empty:
+            raise UserError(f"{path}:{lines[n]}: {error(rows[n])}")
+    if not lines:
         raise UserError(f"{path}:2: no puzzle under the header")
 
 
 def csv_rows(path):
     """Yields (line number, row) of a .csv or .csv.gz file; raises UserError if it cannot be read."""
     try:
-        raw = open(path, "rb")
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror})") from None
-    with raw, Progress(f"reading {path}", os.path.getsize(path), "MB", 1e6) as progress:
-        stream = gzip.open(raw) if path.endswith(".gz") else raw
-        reader = csv.reader(io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace", newline=""))
-        try:
+        with (gzip.open if path.endswith(".gz") else open)(
+                path, "rt", encoding="utf-8-sig", errors="replace", newline="") as f:
+            reader = csv.reader(f)
             for row in reader:
-                if reader.line_num % 4096 == 0:
-                    progress.add(raw.tell() - progress.done)
                 if row:
                     yield reader.line_num, row
-        except (OSError, EOFError, csv.Error, zlib.error) as e:
-            raise UserError(f"{path}:{reader.line_num + 1}: cannot be read ({e})") from None
-
-
-def row_error(row, header, cells, question_values, answer_values):
-    """What is wrong with the form of a CSV row, in words."""
-    if len(row) != len(header):
-        return f"{len(row)} columns, but the header has {len(header)}"
-    for name, values in (("question", question_values), ("answer", answer_values)):
-        text = row[header.index(name)]
-        if len(text) != cells:
-            return f"the {name} has {len(text)} characters, not {cells}"
-        for position, character in enumerate(text, 1):
-            if character not in values:
-                return f"character {position} of the {name} is {character!r}, not one of {''.join(values)!r}"
-    return f"the rating {row[header.index('rating')]!r} is not an integer"
-
-
-def is_integer(text):
-    return len(text) < 19 and text.strip().removeprefix("-").isdecimal()
+    except (OSError, EOFError, csv.Error, zlib.error) as e:
+        raise UserError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
 
 
 # Shared by the prepare scripts.
 
-def check_source(settings, **minimums):
-    """A copy of a prepare script's settings with source filled in.
+def check_source(s, **minimums):
+    """Returns a prepare script's settings, with the source that train_csv and test_csv imply.
 
     Raises UserError for an unknown source, one without its files, or a setting below its minimum.
     """
-    s = SimpleNamespace(**vars(settings))
     if s.train_csv or s.test_csv:
         s.source = "csv"
     if s.source not in ("hub", "csv", "generate"):
@@ -570,615 +410,250 @@ def check_source(settings, **minimums):
     return s
 
 
-def short_count(n):
-    """A number of puzzles in the name of a data set: 3k for 3000, full for 0."""
-    if n == 0:
-        return "full"
-    return f"{n // 1000}k" if n % 1000 == 0 else str(n)
+def name_output(s, names, n, *options):
+    """Returns a prepare script's settings with output_dir: named after source, puzzles, options and seed."""
+    names["csv"] = os.path.basename(s.train_csv).split(".")[0]
+    thousands = f"{n // 1000}k" if n % 1000 == 0 else str(n)
+    parts = names[s.source], thousands if n else "full", *options, s.seed and f"seed-{s.seed}"
+    s.output_dir = s.output_dir or "data/" + "-".join(filter(None, parts))
+    return s
 
 
-def hash_boards(boards):
-    """Hashes uint64 [n] of boards [n, cells]; 64 bits are enough to take equal hashes for equal boards."""
-    n, cells = boards.shape
-    padded = np.zeros((n, -(-cells // 8) * 8), dtype=np.uint8)
-    padded[:, :cells] = boards
-    hashes = np.zeros(n, dtype=np.uint64)
-    for word in padded.view(np.uint64).T:
-        hashes = (hashes ^ word) * np.uint64(0x9E3779B97F4A7C15)
-        hashes ^= hashes >> np.uint64(29)
-    return hashes
+def board_keys(boards):
+    """The boards [n, cells] as a list of bytes, for sets and dicts."""
+    return np.ascontiguousarray(boards, dtype=np.uint8).view(f"V{boards.shape[1]}").ravel().tolist()
 
 
-def contains(sorted_hashes, hashes):
-    """Which of the hashes are among the sorted ones, bool [n]."""
-    if not len(sorted_hashes):
-        return np.zeros(len(hashes), dtype=bool)
-    positions = np.searchsorted(sorted_hashes, hashes).clip(max=len(sorted_hashes) - 1)
-    return sorted_hashes[positions] == hashes
+def distinct(name, n, make, seed, arguments, keys, processes, advice):
+    """The first n examples of make((seed, i, *arguments)), i = 0, 1, ..., whose keys differ, as arrays.
 
-
-POOL_AFTER = 2.0  # seconds that a pool must save: each of its processes imports the main script first
+    make: returns arrays of examples; keys: a function of the first. processes: how many; they change nothing.
+    Raises UserError, with advice, if there are not enough.
+    """
+    found, tasks_done = {}, 0
+    with Progress(f"generating {name}", n) as progress:
+        while len(found) < n:
+            count_before = len(found)
+            tasks = [(seed, tasks_done + i, *arguments) for i in range(max(16, tasks_done))]
+            for arrays in in_parallel(make, tasks, processes):
+                for key, *example in zip(keys(arrays[0]), *arrays):
+                    found.setdefault(key, example)
+                progress.add(min(n, len(found)) - progress.done)
+                if len(found) >= n:
+                    break
+            tasks_done += len(tasks)
+            if len(found) < min(n, count_before + len(tasks) // 8):
+                raise UserError(f"hardly more than {len(found)} {name} can be found: {advice} fewer than {n}")
+    return [np.array(array) for array in zip(*itertools.islice(found.values(), n))]
 
 
 def in_parallel(function, tasks, processes):
     """Yields function(task) of each task in order, on several processes if that saves time."""
     start = time.monotonic()
-    for done, task in enumerate(tasks, 1):
-        yield function(task)
-        remaining = len(tasks) - done
-        seconds_left = (time.monotonic() - start) / done * remaining
-        workers = min(processes, remaining)
-        if workers > 1 and seconds_left * (1 - 1 / processes) > POOL_AFTER:
-            ignore = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches this process, which ends them
-            with multiprocessing.get_context("spawn").Pool(workers, signal.signal, ignore) as pool:
-                yield from pool.imap(function, tasks[done:])
-            return
+    first, rest = function(tasks[0]), tasks[1:]
+    seconds = (time.monotonic() - start) * len(rest)
+    yield first
+    workers = max(1, min(processes, len(rest)))
+    if seconds * (1 - 1 / workers) > POOL_AFTER:
+        ignore = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches this process, which ends them
+        with multiprocessing.get_context("spawn").Pool(workers, signal.signal, ignore) as pool:
+            yield from pool.imap(function, rest)
+    else:
+        yield from map(function, rest)
 
 
 def cores():
-    """Number of processor cores that this process may use."""
+    """Number of processor cores that this process may use; macOS counts all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def lock(file, wait=True):
-    """Locks an open file until it is closed. wait=False: raises BlockingIOError if another process has it.
-
-    Does nothing where there is no fcntl, as on Windows.
-    """
-    if fcntl:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @contextmanager
 def locked(path, wait=True):
-    """Lets one process of this host at a time work on path. Waits, or raises BlockingIOError, as lock()."""
-    name = f"trm-{zlib.crc32(os.path.abspath(path).encode()):08x}.lock"
-    with open(os.path.join(tempfile.gettempdir(), name), "w") as lock_file:
-        lock(lock_file, wait)
+    """Holds path + ".lock", which one process at a time can; wait=False: or else raises BlockingIOError."""
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    name, held = path + ".lock", False
+    while not held:
+        f = open(os.open(name, os.O_RDONLY | os.O_CREAT, 0o666))  # another user's will do
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            held = os.path.samestat(os.fstat(f.fileno()), os.stat(name))
+        except FileNotFoundError:  # its last owner has just removed it
+            continue
+    try:
         yield
+    finally:
+        with suppress(OSError):
+            os.remove(name)
+        f.close()
+
+
+@contextmanager
+def replacing(path):
+    """Writes path atomically: yields a binary file that becomes path once it is on the disk."""
+    try:
+        with open(path + ".tmp", "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+    finally:
+        if os.path.exists(path + ".tmp"):
+            os.remove(path + ".tmp")
+
+
+def read_metrics(path):
+    """The lines of a metrics.jsonl, as parse_metrics returns them; [] if there is none."""
+    if not os.path.exists(path):
+        return []
+    with open(path, "rb") as f:
+        return parse_metrics(f)
+
+
+def parse_metrics(lines):
+    """The dicts with a step in lines of a metrics.jsonl, without what a crash or a full disk has damaged."""
+    found = []
+    for line in lines:
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(values, dict) and type(values.get("step")) is int:
+            found.append(values)
+    return found
+
+
+def duration(seconds):
+    """Seconds as 1h02m, 3m04s or 5s."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
 class Progress:
-    """A progress line on stderr: how much is done, the rate and the time left. Silent for 2 seconds.
+    """Prints how much is done, in units of `scale`, the rate and the time left to stderr every 10 seconds."""
 
-    scale: how many of what add() counts make one printed unit; done: what was there before, which the rate
-    leaves out.
-    """
-
-    def __init__(self, label, total, unit="", scale=1, done=0):
-        self.label = label
-        self.total = total
-        self.unit = f" {unit}" if unit else ""
-        self.scale = scale
-        self.done = done
-        self.done_before = done
-        self.start = time.monotonic()
-        self.interval = 0.2 if sys.stderr.isatty() else 10.0
-        self.next_print = self.start + max(2.0, self.interval)
-        self.printed = False
+    def __init__(self, label, total, unit="", scale=1):
+        self.label, self.total, self.unit, self.scale = label, total, unit and f" {unit}", scale
+        self.done = 0
+        self.start = self.printed = time.monotonic()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
-        if self.printed:
-            self._print(last=True)
+        pass
 
     def add(self, n):
         self.done += n
-        if time.monotonic() >= self.next_print:
-            self.next_print = time.monotonic() + self.interval
-            self._print()
-
-    def _print(self, last=False):
-        seconds = time.monotonic() - self.start
-        rate = (self.done - self.done_before) / max(seconds, 1e-9)
-        if last:
-            duration = f"{seconds:.0f} s"
-        elif rate and self.total:
-            duration = f"{(self.total - self.done) / rate:.0f} s left"
-        else:
-            duration = "? s left"
-        count = f"{self.done / self.scale:,.0f}/{self.total / self.scale:,.0f}{self.unit}"
-        line = f"{self.label}: {count}, {rate / self.scale:,.1f}{self.unit}/s, {duration}"
-        try:
-            if sys.stderr.isatty():  # overwrites itself
-                print("\r" + line.ljust(79), end="\n" if last else "", file=sys.stderr, flush=True)
-            else:
-                print(line, file=sys.stderr, flush=True)
-        except OSError:  # a full disk, or nobody reads it any more
-            pass
-        self.printed = True
+        now = time.monotonic()
+        if now >= self.printed + 10:
+            self.printed = now
+            rate = self.done / (now - self.start)
+            left = (self.total - self.done) / max(rate, 1e-9)
+            count = f"{self.done / self.scale:,.0f}/{self.total / self.scale:,.0f}{self.unit}"
+            print(f"{self.label}: {count}, {rate / self.scale:,.1f}{self.unit}/s, {left:.0f} s left",
+                  file=sys.stderr, flush=True)
 
 
-# Downloads.
+# HTTP: downloads from the hub, and what bucket.py shares with them.
 
-def hub_endpoint():
-    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+def session(label, attempts, stop=lambda: False):
+    """A requests.Session that tries again after network errors and the statuses RETRIED.
 
-
-def hub_url(repo, name):
-    """URL of a file of a dataset repository on the Hugging Face hub, or on the mirror in HF_ENDPOINT."""
-    return f"{hub_endpoint()}/datasets/{repo}/resolve/main/{name}"
-
-
-def download(url, path, attempts=6, timeout=30.0, wait=1.0):
-    """Downloads url to path unless path exists. A download that was interrupted resumes from path + ".part".
-
-    attempts: failures in a row without a new byte before giving up; timeout: seconds without a byte; wait:
-    seconds before the second attempt, doubled from one to the next. Checks size and SHA-256 if the server
-    states them. HF_TOKEN is sent to the hub only. One process of a host downloads, the others wait. Raises
-    UserError with the URL at once if trying again cannot help (404, say), TransientError after the last
-    attempt.
+    It returns the last response. label: what its lines on stderr begin with. stop: a function; if it returns
+    true in a wait, KeyboardInterrupt is raised.
     """
-    part = path + ".part"
-    try:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with locked(path):
-            if os.path.exists(path):
-                return
-            retry(lambda: fetch(url, part, timeout), lambda: size_so_far(part), attempts, wait, url)
-            os.replace(part, path)
-    except TransientError as e:
-        resume = f"run again to resume after {size_so_far(part) / 1e6:,.0f} MB"
-        hint = f"{resume}, or use files of your own with --source=csv"
-        raise TransientError(f"{url} cannot be downloaded ({e}): {hint}") from None
-    except OSError as e:
-        raise UserError(f"{path} cannot be written: {e.strerror or e}") from None
+    class Patience(Retry):
+        def sleep(self, response=None):
+            asked = response and self.get_retry_after(response) or 0  # by the server
+            seconds = max(min(60, asked), self.get_backoff_time())
+            if seconds >= 1:
+                last = self.history[-1]
+                cause = f"status {last.status}" if last.status else network_error(last.error)
+                print(f"{label}: {cause}; trying again in {seconds:.0f} s", file=sys.stderr, flush=True)
+            for _ in range(math.ceil(seconds) or 1):
+                if stop():
+                    raise KeyboardInterrupt
+                time.sleep(min(1, seconds))
+
+    retries = Patience(attempts - 1, allowed_methods=None, status_forcelist=RETRIED,
+                       backoff_factor=0.5, backoff_max=60, backoff_jitter=1, raise_on_status=False)
+    http = requests.Session()
+    http.headers["Accept-Encoding"] = "identity"  # sizes are those of the file, not of a compressed copy
+    for scheme in ("http://", "https://"):
+        http.mount(scheme, HTTPAdapter(max_retries=retries))
+    return http
 
 
-def fetch(url, part, timeout):
-    """One attempt at the rest of a download; raises TransientError or a requests exception if it fails."""
-    offset = size_so_far(part)
-    headers = {"Accept-Encoding": "identity"}  # sizes are those of the file, not of a compressed copy
-    if offset:
-        headers["Range"] = f"bytes={offset}-"
-    token = os.environ.get("HF_TOKEN", "").strip()
-    if token and url.startswith(hub_endpoint() + "/"):
-        headers["Authorization"] = f"Bearer {token}"
-    try:
-        with requests.get(url, headers=headers, stream=True, timeout=timeout) as response:
-            save_rest(response, url, part, offset)
-    except ValueError:
-        hint = "set HF_ENDPOINT to a URL like https://huggingface.co"
-        raise UserError(f"{url} is not a URL that can be downloaded: {hint}") from None
+def receive(get, f, label, progress=None):
+    """Writes get(headers), a streamed response of status 200 or 206, to the empty file f; returns the last.
 
-
-def save_rest(response, url, part, offset):
-    """Appends a response's body to part, the first offset bytes of a file, and checks the whole file."""
-    status = response.status_code
-    if status in (408, 429) or status >= 500:
-        raise TransientError(f"status {status}")
-    if status not in (200, 206, 416):
-        hint = "set HF_TOKEN to a token that may read it" if status in (401, 403) else "is the address right?"
-        raise UserError(f"{url} cannot be downloaded (status {status}): {hint}")
-    # 206 comes with "bytes 5-9/10", 416 (the range begins past the end) with "bytes */10".
-    byte_range, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
-    if status == 206 and not byte_range.startswith(f"{offset}-"):
-        os.remove(part)
-        raise TransientError("the server sent another range than it was asked for")
-    if status == 200:
-        total = response.headers.get("Content-Length", "")
-        offset = 0
-    digest = ""
-    for hop in response.history + [response]:  # the hub states size and hash on its redirect, not on the file
-        total = hop.headers.get("X-Linked-Size", total)
-        digest = hop.headers.get("X-Linked-Etag", digest).strip('"')
-    total = int(total) if total.isdecimal() else None
-    if status != 416:
-        with Progress(f"downloading {url}", total or 0, "MB", 1e6, offset) as progress:
-            append_body(response, part, offset, progress)
-    size = os.path.getsize(part)
-    if status != 416 and total and size < total:
-        raise TransientError(f"broke off at {size:,} of {total:,} bytes")
-    if total and size != total:
-        os.remove(part)
-        raise TransientError(f"received {size:,} bytes, but the server states {total:,}")
-    if len(digest) == 64 and digest != file_sha256(part):
-        os.remove(part)
-        raise TransientError("its SHA-256 is not the one that the hub states")
-
-
-def append_body(response, path, offset, progress):
-    """Writes a response's body to path, after its first offset bytes."""
-    progress.done = offset
-    with open(path, "ab" if offset else "wb") as f:
-        for block in response.iter_content(1 << 15):
-            f.write(block)
-            progress.add(len(block))
-
-
-def size_so_far(path):
-    return os.path.getsize(path) if os.path.exists(path) else 0
-
-
-def retry(attempt, bytes_done, attempts, wait, label):
-    """attempt(), repeated after a TransientError or a network error up to `attempts` times.
-
-    Counting starts over when bytes_done() has risen. wait: seconds before the second attempt, doubled from
-    one to the next up to 60. Raises the last failure as a TransientError.
+    Where one breaks off, another goes on. Raises TransientError after three in a row without a new byte.
     """
     failures = 0
-    furthest = bytes_done()
     while True:
+        begin = f.tell()
+        response = get({"Range": f"bytes={begin}-"} if begin else {})
+        if response.status_code == 200:  # the whole file
+            f.truncate(f.seek(0))
+        elif response.status_code != 206:
+            return response
         try:
-            return attempt()
-        except TransientError as e:
-            error = e
+            for block in response.iter_content(1 << 15):
+                f.write(block)
+                if progress:
+                    progress.add(len(block))
+            return response
         except requests.RequestException as e:
-            error = TransientError(network_error(e))
-        failures = 1 if bytes_done() > furthest else failures + 1
-        furthest = max(furthest, bytes_done())
-        if failures == attempts:
-            raise error
-        seconds = min(60, wait * 2 ** (failures - 1)) * random.uniform(0.5, 1)
-        if seconds >= 1:
-            print(f"{label}: {error}; trying again in {seconds:.0f} s", file=sys.stderr, flush=True)
-        time.sleep(seconds)
+            failures = 1 if f.tell() > begin else failures + 1
+            if failures == 3:
+                raise TransientError(f"{label}: {network_error(e)}") from None
 
 
 def network_error(e):
-    """The cause of a requests exception in words, without the URL, which may hold a secret."""
-    reason = getattr(e.args[0], "reason", e.args[0]) if e.args else ""
-    return f"{type(e).__name__}: {str(reason).rpartition(': ')[2]}"
+    """The cause of a network error in words, without the URL, which may hold a secret."""
+    cause = e.args[0] if isinstance(e, requests.RequestException) and e.args else e
+    cause = getattr(cause, "reason", None) or cause
+    return f"{type(e).__name__}: {str(cause).rpartition(': ')[2]}"
 
 
-# Google Cloud Storage over HTTP.
+def csv_files(s, repo):
+    """Paths of the training and test CSV files of a prepare script's settings.
 
-class BucketError(UserError):
-    """A bucket refuses a request, and would again: one line with the gs:// address."""
-
-
-class Bucket:
-    """The objects under gs://bucket/prefix, in Google Cloud Storage or the emulator at STORAGE_EMULATOR_HOST.
-
-    attempts: failures in a row without a new byte before giving up; wait: seconds before the second attempt,
-    doubled from one to the next; timeout: seconds without a byte; chunk: bytes of one request, a multiple of
-    256 KiB. Object names are relative to the prefix. Raises UserError for a malformed address. The methods
-    are thread-safe. They raise BucketError if the bucket refuses (exit code 2), TransientError after the last
-    attempt (exit code 1), and OSError for local files.
+    For source=hub they are downloaded from repo, on the Hugging Face hub or its mirror HF_ENDPOINT.
     """
+    if s.source != "hub":
+        return s.train_csv, s.test_csv
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    paths = [f"data/downloads/{os.path.basename(repo)}/{split}.csv" for split in ("train", "test")]
+    for path in paths:
+        download(f"{endpoint}/datasets/{repo}/resolve/main/{os.path.basename(path)}", path)
+    return paths
 
-    def __init__(self, url, *, attempts=8, wait=1.0, timeout=30.0, chunk=1 << 23):
-        address = r"gs://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])/((?:[^/\r\n]+/)*)"
-        match = re.fullmatch(address, url.removesuffix("/") + "/")
-        if not match or {".", ".."} & set(match[2].split("/")):
-            raise UserError(f"{url!r} is not an address in a bucket: write gs://bucket/folder")
-        self.bucket, self.prefix = match.groups()
-        self.attempts = attempts
-        self.wait = wait
-        self.timeout = timeout
-        self.chunk = chunk
-        self.emulator = os.environ.get("STORAGE_EMULATOR_HOST", "").rstrip("/")
-        if self.emulator and "://" not in self.emulator:
-            self.emulator = f"http://{self.emulator}"
-        server = self.emulator or "https://storage.googleapis.com"
-        self.objects = f"{server}/storage/v1/b/{self.bucket}/o"
-        self.inserts = f"{server}/upload/storage/v1/b/{self.bucket}/o?uploadType=resumable"
-        self.token = None
-        self.token_expiry = 0
-        self.session = requests.Session()
-        self.session.headers["Accept-Encoding"] = "identity"  # sizes are those of the objects as stored
-        self.session.auth = lambda request: request  # otherwise requests replaces the token with ~/.netrc's
 
-    def check(self, write=True, patient=False):
-        """Tries what a run will do: list, read and, with write, write and delete an object.
+def download(url, path):
+    """Downloads url to path unless path exists; one process of a host does, the others wait.
 
-        Gives up within 20 s; with patient only after all attempts, which takes minutes. Asking the API for
-        permissions would take another permission, and permissions may hold for a prefix only.
-        """
-        probe = copy.copy(self)
-        if not patient:
-            probe.attempts = min(self.attempts, 3)
-            probe.wait = min(self.wait, 0.1)
-            probe.timeout = min(self.timeout, 5)
-        name = f".probe-{os.urandom(8).hex()}"
-        probe._json(self.objects, prefix=self.prefix, maxResults=1)
-        if write:
-            probe.write(name, b"probe")
-            probe.delete(name)
-        probe.read(name)
+    Raises UserError if trying again cannot help (status 404, say), TransientError after the last attempt.
+    """
+    http = session(url, attempts=6)
+    hint = "run again, or use files of your own with --source=csv"
 
-    def upload(self, path, name):
-        """Uploads a file, all of it or nothing. If it grows meanwhile, what it held at first is uploaded."""
-        with open(path, "rb") as f:  # the file may be replaced meanwhile
-            self._insert(f, name, *size_and_digest(f, hashlib.md5()))
-
-    def write(self, name, content):
-        """Uploads bytes."""
-        self._insert(io.BytesIO(content), name, len(content), hashlib.md5(content).hexdigest())
-
-    def read(self, name):
-        """The bytes of an object, or None if there is none."""
-        options = dict(ok=(200, 404), params={"alt": "media"})
-        response = self._retry(name, lambda: self._request("GET", self._url(name), name, **options))
-        return response.content if response.status_code == 200 else None
-
-    def delete(self, name):
-        """Deletes an object if it exists."""
-        self._retry(name, lambda: self._request("DELETE", self._url(name), name, ok=(200, 204, 404)))
-
-    def list(self):
-        """{name: (size in bytes, hex MD5 or None)} of all objects under the prefix."""
-        found = {}
-        params = {"prefix": self.prefix, "fields": "nextPageToken,items(name,size,md5Hash)"}
-        while True:
-            page = self._json(self.objects, **params)
-            for item in page.get("items", []):
-                if not item["name"].endswith("/"):  # an empty folder of the web console
-                    found[item["name"].removeprefix(self.prefix)] = size_and_md5(item)
-            if "nextPageToken" not in page:
-                return found
-            params["pageToken"] = page["nextPageToken"]
-
-    def download(self, name, path):
-        """Downloads an object to path by way of path + ".part", from which a later call resumes.
-
-        Checks size and MD5, or the size alone if the object has no MD5: a composite one, as gcloud makes of
-        large files.
-        """
-        size, md5 = size_and_md5(self._json(self._url(name), name))
-        part = path + ".part"
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-
-        def attempt():
-            offset = size_so_far(part)
-            if offset < size or size == 0:
-                headers = {"Range": f"bytes={offset}-"} if offset else {}
-                options = dict(ok=(200, 206), params={"alt": "media"}, headers=headers, stream=True)
-                response = self._request("GET", self._url(name), name, **options)
-                append_body(response, part, offset if response.status_code == 206 else 0, progress)
-            if size_so_far(part) != size or (md5 and file_md5(part)[1] != md5):
-                os.remove(part)
-                raise TransientError("the download has another size or MD5 than the object")
-
-        with Progress(f"downloading {self._address(name)}", size, "MB", 1e6, size_so_far(part)) as progress:
-            self._retry(name, attempt, lambda: size_so_far(part))
-        os.replace(part, path)
-
-    def _insert(self, f, name, size, md5):
-        """Uploads the first size bytes of f in a session that resumes, after an error, where it was."""
-        metadata = {"name": self.prefix + name, "md5Hash": base64.b64encode(bytes.fromhex(md5)).decode()}
-        session = None
-        furthest = 0
-
-        def attempt():
-            nonlocal session, furthest
-            offset = -1  # unknown: the first request asks for it
-            if session is None:
-                session = self._request("POST", self.inserts, name, json=metadata).headers["Location"]
-                offset = 0
-            while True:
-                response = self._send_chunk(session, f, offset, size, name)
-                if response.status_code != 308:  # not "resume incomplete"
-                    break
-                received = 0
-                if "Range" in response.headers:  # bytes=0-LAST; absent if nothing has arrived
-                    received = int(response.headers["Range"].removeprefix("bytes=0-")) + 1
-                if received <= offset:
-                    raise TransientError("nothing of what was sent has arrived")
-                offset = received
-                furthest = max(furthest, offset)
-            status = response.status_code
-            if status >= 400 or size_and_md5(response.json()) != (size, md5):
-                session = None
-                raise TransientError(f"status {status}: the server dropped the upload, or it arrived damaged")
-
-        self._retry(name, attempt, lambda: furthest)
-
-    def _send_chunk(self, session, f, offset, size, name):
-        """The response to the chunk of f at offset or, if the offset is unknown (-1), to asking for it."""
-        chunk = b""
-        if offset >= 0:
-            f.seek(offset)
-            chunk = f.read(min(self.chunk, size - offset))
-        span = f"{offset}-{offset + len(chunk) - 1}" if chunk else "*"
-        headers = {"Content-Range": f"bytes {span}/{size}"}
-        ok = (200, 201, 308, 400, 404, 410)
-        return self._request("PUT", session, name, ok, data=chunk, headers=headers)
-
-    def _url(self, name):
-        return f"{self.objects}/{urllib.parse.quote(self.prefix + name, safe='')}"
-
-    def _address(self, name):
-        address = f"gs://{self.bucket}/{self.prefix}{name}".rstrip("/")
-        return f"{address} at {self.emulator}" if self.emulator else address
-
-    def _json(self, url, name="", **params):
-        return self._retry(name, lambda: self._request("GET", url, name, params=params).json())
-
-    def _retry(self, name, attempt, bytes_done=lambda: 0):
-        address = self._address(name)
+    def get(headers):
         try:
-            return retry(attempt, bytes_done, self.attempts, self.wait, address)
-        except TransientError as e:
-            raise TransientError(f"{address}: {e}; gave up after {self.attempts} attempts") from None
+            response = http.get(url, headers=headers, stream=True, timeout=(10, 30))
+        except requests.RequestException as e:
+            error = UserError if isinstance(e, ValueError) else TransientError  # no URL, in HF_ENDPOINT
+            raise error(f"{url} cannot be downloaded ({network_error(e)}): {hint}") from None
+        if response.status_code >= 400:
+            error = TransientError if response.status_code in RETRIED else UserError
+            raise error(f"{url} cannot be downloaded (status {response.status_code}): {hint}")
+        progress.total = int(response.headers.get("Content-Length", 0)) + progress.done
+        return response
 
-    def _request(self, method, url, name, ok=(200,), headers=None, **options):
-        """The response, whose status is one of ok.
-
-        Raises TransientError or a requests exception if another attempt may help, else BucketError.
-        """
-        options.update(timeout=self.timeout, allow_redirects=False)
-        for fresh in (False, True):  # once with a fresh token after a 401
-            token = self._token(fresh)
-            headers = dict(headers or {})
-            if token:
-                headers["Authorization"] = f"Bearer {token}"
-            response = self.session.request(method, url, headers=headers, **options)
-            status = response.status_code
-            if status in ok:
-                return response
-            if status != 401:
-                break
-        try:
-            message = response.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = response.text
-        if token:
-            message = message.replace(token, "***")
-        message = f"status {status} {' '.join(message.split())[:200]}".strip()
-        if status in (408, 429) or status >= 500:
-            raise TransientError(message)
-        hint = {
-            401: ": log in again (gcloud auth login)",
-            403: ": the account needs the role Storage Object Admin, and a VM the scope cloud-platform",
-            404: ": no such bucket or object",
-        }.get(status, "")
-        raise BucketError(f"{self._address(name)}: {message}{hint}")
-
-    def _token(self, fresh):
-        if not self.emulator and (fresh or time.monotonic() >= self.token_expiry):
-            self.token, seconds = access_token()
-            self.token_expiry = time.monotonic() + seconds
-        return self.token
-
-
-def access_token():
-    """(OAuth token, seconds to use it) from CLOUDSDK_AUTH_ACCESS_TOKEN, a VM's metadata server or gcloud.
-
-    Raises TransientError if none of them has one.
-    """
-    if os.environ.get("CLOUDSDK_AUTH_ACCESS_TOKEN"):
-        return os.environ["CLOUDSDK_AUTH_ACCESS_TOKEN"].strip(), math.inf
-    # By number: looking up the name can hang outside Google Cloud.
-    host = os.environ.get("GCE_METADATA_HOST") or "169.254.169.254"
-    url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
-    no_proxy = {"http": ""}  # a proxy does not lead to the machine's own metadata
-    try:
-        response = requests.get(url, headers={"Metadata-Flavor": "Google"}, proxies=no_proxy, timeout=3)
-        response.raise_for_status()
-        token = response.json()
-        return token["access_token"], token["expires_in"] - 225  # a new one is there 4 minutes before the end
-    except (requests.RequestException, KeyError):
-        pass
-    gcloud = ["gcloud", "auth", "print-access-token"]
-    try:
-        streams = dict(stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        token = subprocess.check_output(gcloud, text=True, timeout=15, **streams).strip()
-        return token, 600  # it may be an old one, which is replaced after a 401
-    except (OSError, subprocess.SubprocessError):
-        hint = "run `gcloud auth login`, or give the VM a service account and the scope cloud-platform"
-        raise TransientError(f"no Google credentials: {hint}, or set CLOUDSDK_AUTH_ACCESS_TOKEN") from None
-
-
-def size_and_md5(item):
-    """(size in bytes, hex MD5 or None) of an object, from the API's description of it."""
-    md5 = base64.b64decode(item["md5Hash"]).hex() if item.get("md5Hash") else None
-    return int(item["size"]), md5
-
-
-# Data sets in buckets.
-
-def local_dataset(path, folder=None, patient=False):
-    """The local folder of a data set: path itself; for gs://bucket/.../NAME data/NAME, downloaded if missing.
-
-    folder: another place than data/NAME; patient: as Bucket.check. One process of a host downloads, the
-    others wait. A download that was killed resumes from folder + ".part". Raises UserError if folder holds
-    another data set, the bucket refuses, its files do not match their manifest or the disk is full, and
-    TransientError if the bucket does not answer.
-    """
-    if not path.startswith("gs://"):
-        return path
-    bucket = Bucket(path)
-    folder = os.path.normpath(folder or os.path.join("data", path.rstrip("/").rpartition("/")[2]))
-    try:
-        os.makedirs(os.path.dirname(folder) or ".", exist_ok=True)
-        with open(folder + ".lock", "w") as lock_file:
-            lock(lock_file)
-            bucket.check(write=False, patient=patient)
-            manifest, hashes = remote_manifest(bucket, path)
-            if not os.path.lexists(folder):
-                download_dataset(bucket, path, folder, manifest, hashes)
-            elif Dataset(folder, "train").hashes() != hashes:
-                hint = "move it away, or name it instead to use it"
-                raise UserError(f"{folder} holds another data set than {path}: {hint}")
-            return folder
-    except OSError as e:
-        # A full disk may have room later; anything else stays as it is.
-        error = TransientError if e.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT) else UserError
-        raise error(f"{folder} cannot be written: {e.strerror or e}") from None
-
-
-def remote_manifest(bucket, url):
-    """A data set's manifest.json in a bucket as (bytes, {file: SHA-256}); raises UserError if damaged."""
-    content = bucket.read("manifest.json") or b""
-    try:
-        hashes = json.loads(content)["sha256"]
-        # Other names might lead out of the folder.
-        valid = hashes and all(re.fullmatch(r"((train|test)/)?\w+\.(json|npy)", name) for name in hashes)
-    except (ValueError, KeyError, TypeError):
-        valid = False
-    if not valid:
-        hint = f"upload the data set with `python data.py upload data/NAME {url}`"
-        raise UserError(f"{url} has no manifest.json, or a damaged one: {hint}")
-    return content, hashes
-
-
-def download_dataset(bucket, url, folder, manifest, hashes):
-    """Downloads a data set to folder by way of folder + ".part", which may hold some of its files already."""
-    part = folder + ".part"
-    parent = os.path.dirname(folder) or "."
-
-    def is_complete(name):
-        file = os.path.join(part, name)
-        return os.path.exists(file) and file_sha256(file) == hashes[name]
-
-    missing = [name for name in hashes if not is_complete(name)]
-    required = sum(size for name, (size, _) in bucket.list().items() if name in missing)
-    free = shutil.disk_usage(parent).free
-    if required > free:
-        sizes = f"{required / 1e9:.2f} GB in {parent}, where {free / 1e9:.2f} GB are free"
-        raise UserError(f"{url} needs {sizes}: make room")
-    for name in missing:
-        bucket.download(name, os.path.join(part, name))
-        if not is_complete(name):
-            raise UserError(f"{url}/{name} does not match manifest.json: upload the data set again")
-    with open(os.path.join(part, "manifest.json"), "wb") as f:
-        f.write(manifest)
-    os.rename(part, folder)
-
-
-def upload_dataset(folder, url):
-    """Uploads a data set, checked, to a bucket: manifest.json last, files that are there already not again.
-
-    A data set of the official builder gets a manifest in the bucket. Raises UserError if url holds another
-    data set.
-    """
-    Dataset(folder, "train")
-    dataset = Dataset(folder, "test")
-    manifest = dataset.manifest or {"sha256": dataset.hashes()}
-    content = (json.dumps(manifest, indent=2) + "\n").encode()
-    bucket = Bucket(url)
-    bucket.check()
-    if bucket.read("manifest.json") not in (None, content):
-        raise UserError(f"{url} holds another data set: choose another address")
-    remote_files = bucket.list()
-    files = {name: os.path.join(folder, name) for name in manifest["sha256"]}
-    with Progress(f"uploading to {url}", sum(map(os.path.getsize, files.values())), "MB", 1e6) as progress:
-        for name, file in files.items():
-            dataset.check_file(name)
-            if remote_files.get(name) != file_md5(file):
-                bucket.upload(file, name)
-            progress.add(os.path.getsize(file))
-    bucket.write("manifest.json", content)
-
-
-# Commands.
-
-USAGE = "python data.py upload data/NAME gs://bucket/data/NAME | download gs://bucket/data/NAME [folder]"
-
-
-def main(argv):
-    """Runs `upload` or `download`; raises UserError."""
-    if len(argv) == 3 and argv[0] == "upload":
-        upload_dataset(*argv[1:])
-        print(f"{argv[1]} is in {argv[2]}")
-    elif len(argv) in (2, 3) and argv[0] == "download" and argv[1].startswith("gs://"):
-        print(f"{argv[1]} is in {local_dataset(*argv[1:])}")
-    else:
-        raise UserError(f"usage: {USAGE}")
-
-
-if __name__ == "__main__":
-    command(lambda: main(sys.argv[1:]), __file__)
+    with locked(path):
+        if not os.path.exists(path):
+            with replacing(path) as f, Progress(f"downloading {url}", 0, "MB", 1e6) as progress:
+                receive(get, f, url, progress)

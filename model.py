@@ -1,4 +1,4 @@
-"""The Tiny Recursive Model (TRM, arXiv 2510.04871): network, loss, supervision step and optimizers.
+"""The Tiny Recursive Model (TRM, arXiv 2510.04871): network, loss, supervision step, optimizers, schedules.
 
 Pure torch: it depends on no device and reads no files. Parameter names are the official code's, without its
 "model.inner." prefix. The network computes in the dtype of the weights it is called with: training casts
@@ -8,16 +8,18 @@ Letters in shape comments: B sequences, S cells of the puzzle, P positions of th
 S, D hidden_size, V vocabulary, N puzzle identifiers.
 """
 import math
+import operator
 from dataclasses import dataclass, fields
+from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.checkpoint import checkpoint
 
 IGNORE_LABEL = -100  # cells that the loss leaves out
+# The names of what supervision_step adds up over sequences: all are logged.
 METRICS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps", "lm_loss", "q_halt_loss")
 
 
@@ -60,7 +62,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x, across=False):
-        if across:  # a batched product from the left; transposing x would copy it twice
+        if across:  # a batched matmul from the left; transposing x would copy it twice
             # Two products: the TPU's compiler makes silu(gate) * up a part of the second one.
             gate, up = (w.expand(len(x), -1, -1) @ x for w in self.gate_up_proj.weight.chunk(2))
             return self.down_proj.weight.expand(len(x), -1, -1) @ (F.silu(gate) * up)
@@ -81,8 +83,8 @@ def rotate(x, cos, sin):
 class Attention(nn.Module):
     """Self-attention over all positions.
 
-    attend: a function (q, k, v) -> softmax(q k^T / sqrt(d)) v of tensors [B, heads, L, d]; a device may
-    choose another.
+    attend: a function (q, k, v) -> softmax(q k^T / sqrt(d)) v of tensors [B, heads, L, d]. A device may
+    replace it.
     """
     attend = staticmethod(F.scaled_dot_product_attention)
 
@@ -122,22 +124,15 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """The one network of the recursion (paper, section 4.3: a single network for both latents).
+    """The one network of the recursion (paper, section 4.3: a single network for both latents)."""
 
-    recompute: whether the backward pass computes each layer's activations again instead of keeping them.
-    """
-    recompute = False
-
-    def __init__(self, config, length):
+    def __init__(self, block, config, length):
         super().__init__()
-        self.layers = nn.ModuleList(Block(config, length) for _ in range(config.L_layers))
+        self.layers = nn.ModuleList(block(config, length) for _ in range(config.L_layers))
 
     def forward(self, x, rope):
         for layer in self.layers:
-            if self.recompute and torch.is_grad_enabled():
-                x = recomputed_layer(layer, x, rope)
-            else:
-                x = layer(x, rope)
+            x = layer(x, rope)
         return x
 
 
@@ -161,18 +156,6 @@ class Recomputed(torch.autograd.Function):
         leaves = [t.detach().requires_grad_() for t in tensors]
         with torch.enable_grad():
             return None, *torch.autograd.grad(ctx.fn(*leaves), leaves, grad)
-
-
-def recomputed_layer(layer, x, rope):
-    """layer(x, rope); for the backward pass only x and the weights are kept (arXiv 1604.06174)."""
-    if torch.compiler.is_compiling():
-        return checkpoint(layer, x, rope, use_reentrant=False)
-    names, weights = zip(*layer.named_parameters())
-
-    def call(x, *weights):  # weights as arguments: the backward pass needs their gradients
-        return functional_call(layer, dict(zip(names, weights)), (x, rope))
-
-    return Recomputed.apply(call, x, *weights)
 
 
 def recomputed_attention(q, k, v):
@@ -207,9 +190,11 @@ class PuzzleEmbedding(nn.Module):
 class TRM(nn.Module):
     """The network with its embeddings and heads.
 
-    config: a TRMConfig; seed: of the initial weights, which are the same on every device.
+    config: a TRMConfig; seed: of the initial weights, which are the same on every device. block: the class
+    of a layer, called as block(config, L); its forward takes x [B, L, D] and rope, a pair or None.
     Raises ValueError for sizes that cannot be built.
     """
+    block = Block
 
     def __init__(self, config, seed=0):
         super().__init__()
@@ -237,7 +222,7 @@ class TRM(nn.Module):
             self.puzzle_emb = PuzzleEmbedding(c.num_puzzle_identifiers, c.puzzle_emb_ndim)
         if c.pos_encodings == "learned":
             self.embed_pos = Embedding(self.length, c.hidden_size)
-        self.L_level = Net(c, self.length)
+        self.L_level = Net(self.block, c, self.length)
         self.register_buffer("H_init", torch.empty(c.hidden_size))
         self.register_buffer("L_init", torch.empty(c.hidden_size))
         if c.pos_encodings == "rope":
@@ -250,23 +235,47 @@ class TRM(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator):
-        """Truncated normals of deviation 1/sqrt(fan in), 1 for initial states; q_head says "not solved"."""
+        """Truncated normals of deviation 1/sqrt(fan in), 1 for initial states; q_head says "not solved".
+
+        Parameters of one dimension keep what their modules gave them.
+        """
         def fill(t, std):
             std /= 0.8796256610342398  # a unit normal cut at +-2 has this standard deviation
             nn.init.trunc_normal_(t, std=std, a=-2 * std, b=2 * std, generator=generator)
 
-        for name, p in self.named_parameters():
-            if not name.startswith("q_head"):  # 1/sqrt(D) for embeddings too: embed() scales them by sqrt(D)
-                fill(p, p.shape[1] ** -0.5)
+        for p in self.parameters():
+            # 1/sqrt(D) for embeddings too: embed() scales them by sqrt(D).
+            if p.ndim > 1 and p is not self.q_head.weight:
+                fill(p, p[0].numel() ** -0.5)
         self.q_head.weight.zero_()
         self.q_head.bias.fill_(-5.0)
         fill(self.H_init, 1.0)
         fill(self.L_init, 1.0)
 
+    def load_named(self, named):
+        """Copies weights by the official code's names. Raises ValueError for names or shapes that do not fit.
+
+        A puzzle embedding of other puzzles is averaged, as in the official code.
+        """
+        named = {name.removeprefix("_orig_mod.").removeprefix("model.").removeprefix("inner."): t.float()
+                 for name, t in named.items()}
+        own, table = self.state_dict(), "puzzle_emb.weights"
+        if table in named and table in own and named[table].shape[0] != own[table].shape[0]:
+            named[table] = named[table].mean(0, keepdim=True).expand(len(own[table]), -1)
+        for problem, names in (("lacks", own.keys() - named.keys()), ("also has", named.keys() - own.keys())):
+            if names:
+                raise ValueError(f"{problem} {min(names)}: its model has other settings (mlp_t, L_layers, "
+                                 "pos_encodings, puzzle_emb_ndim?)")
+        for name, t in own.items():
+            if named[name].shape != t.shape:
+                raise ValueError(f"{name} has shape {list(named[name].shape)}, these settings need "
+                                 f"{list(t.shape)}")
+        self.load_state_dict(named)
+
     def embed(self, inputs, puzzle_identifiers):
         """The embedded question x: [B, L, D] from tokens [B, S] and identifiers [B]."""
         c, table = self.config, self.embed_tokens.embedding_weight
-        # A product with a one-hot matrix: exact, and its gradient is a matrix product, where a gather's is
+        # A matmul with a one-hot matrix: exact, and its gradient is a matmul too, where a gather's is
         # a scatter that sums in the low precision.
         one_hot = inputs.unsqueeze(-1) == torch.arange(c.vocab_size, device=inputs.device, dtype=inputs.dtype)
         x = one_hot.to(table.dtype) @ table
@@ -319,8 +328,7 @@ class TRM(nn.Module):
     def flops_per_example(self, cycles=None):
         """(FLOPs of a forward pass, of a training step) of a sequence in one supervision step.
 
-        Counts the matrix products only, 2 FLOPs per multiply-add. cycles: (H_cycles, L_cycles), by default
-        the config's.
+        Counts matmuls alone, 2 FLOPs per multiply-add. cycles: (H_cycles, L_cycles), by default the config's.
         """
         c, L, D = self.config, self.length, self.config.hidden_size
         H_cycles, L_cycles = cycles or (c.H_cycles, c.L_cycles)
@@ -364,8 +372,8 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
     (carry then has preds and repeats as well). cycles: (H_cycles, L_cycles), by default the model's.
 
     Returns the loss, summed over sequences: the mean cross-entropy of a sequence's scored cells + 0.5 * the
-    binary cross-entropy of q_halt against "solved", a float32 scalar; the new carry, detached; the sums named
-    by METRICS (over the sequences that halted; in training, the losses over all); the answers [B, S]; and
+    binary cross-entropy of q_halt against "solved", a float32 scalar; the new carry, detached; {name of
+    METRICS: sum over the sequences that halted; in training, losses over all}; the answers [B, S]; and
     q_halt [B].
     """
     halted, kept = carry["halted"], {}
@@ -400,7 +408,7 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
             halts = halts | (kept["repeats"] >= patience)
         scored = halts & (cells > 0)  # the rows that pad an evaluation's last batch have no cells
         counted = torch.ones_like(scored) if training else scored
-        sums = dict(
+        metrics = dict(
             count=scored.sum(),
             accuracy=torch.where(scored, correct / cells.clamp(min=1), 0).sum(),
             exact_accuracy=(scored & solved).sum(),
@@ -409,10 +417,11 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
             lm_loss=torch.where(counted, lm_loss, 0).sum(),
             q_halt_loss=torch.where(counted, q_halt_loss, 0).sum(),
         )
-        sums = torch.stack([sums[name] for name in METRICS]).float()
+        metrics = {name: value.float() for name, value in metrics.items()}
+    assert tuple(metrics) == METRICS, f"METRICS and what supervision_step adds up differ: {tuple(metrics)}"
     carry = dict(z_H=z_H.detach(), z_L=z_L.detach(), steps=steps, halted=halts,
                  inputs=inputs, labels=labels, puzzle_identifiers=identifiers, **kept)
-    return lm_loss.sum() + 0.5 * q_halt_loss.sum(), carry, sums, answer, q_halt.detach()
+    return lm_loss.sum() + 0.5 * q_halt_loss.sum(), carry, metrics, answer, q_halt.detach()
 
 
 def normal_noise(keys, steps, shape):
@@ -446,74 +455,88 @@ def unflatten(vector, shapes):
 
 
 def accumulate(body, sums, weights, xs):
-    """Adds body(weights, xs[i])[0] to the list sums for each i, and stacks body's other result, a dict.
+    """Adds body(weights, xs[i])[0] to sums for each i, and stacks body's other result, a dict of tensors.
 
-    xs: dicts of tensors [n, ...], a row for each micro-batch. Returns the sums and the stacked dict.
+    sums: a tree of tensors; xs: a tree of tensors [n, ...]. Returns the sums and the stacked dict.
     """
     rows = []
     for i in range(len(tree_flatten(xs)[0][0])):
-        parts, row = body(weights, tree_map(lambda t: t[i], xs))
-        sums = [a + b for a, b in zip(sums, parts)]
+        parts, row = body(weights, tree_map(operator.itemgetter(i), xs))
+        sums = tree_map(torch.add, sums, parts)
         rows.append(row)
     return sums, {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-# The optimizers work in place on all weights as one float32 vector w, with its gradient g and its moments m
-# and v: a few operations for the whole model. lr, c1 = 1 - beta1^t and c2 = 1 - beta2^t are tensors of one
-# element, so that a compiled step does not depend on their values.
+# The optimizers work in place on all weights as one float32 vector w with its gradient g: a few operations
+# for the whole model. rates: tensors of one element, so that a compiled step does not depend on their values.
 
-def update_weights(c, shapes, w, g, m, v, lr, c1, c2):
-    """One step of c.optimizer, with c's betas and weight_decay. shapes: {name: shape} of the parts of w."""
+def update_weights(c, shapes, w, g, state, rates):
+    """One step of c.optimizer, with c's betas and weight_decay.
+
+    shapes: {name: shape} of the parts of w. state: {name: tensor}, what the optimizer keeps between steps.
+    Its first call, with zero gradients, fills an empty one. rates: lr and bias_correction1, bias_correction2
+    = 1 - beta^t.
+    """
     if c.optimizer == "adam_atan2":
-        adam_atan2(w, g, m, v, lr, c1, c2, c.beta1, c.beta2, c.weight_decay)
+        adam_atan2(c, rates, w, g, *moments(state, w, "m", "v"))
     elif c.optimizer == "adamw":
-        adamw(w, g, m, v, lr, c1, c2, c.beta1, c.beta2, c.weight_decay)
+        adamw(c, rates, w, g, *moments(state, w, "m", "v"))
     elif c.optimizer == "lion":
-        lion(w, g, m, lr, c.beta1, c.beta2, c.weight_decay)
-    else:  # muon for the network's matrices
-        w, g, m, v = (unflatten(vector, shapes) for vector in (w, g, m, v))
+        lion(c, rates, w, g, *moments(state, w, "m"))
+    elif c.optimizer == "muon":  # for the network's matrices
+        w, g, m, v = (unflatten(vector, shapes) for vector in (w, g, *moments(state, w, "m", "v")))
         for k, shape in shapes.items():
             if k.startswith("L_level.") and len(shape) == 2:
-                muon(w[k], g[k], m[k], lr, c.beta1, c.weight_decay)
+                muon(c, rates, w[k], g[k], m[k])
             else:
-                adam_atan2(w[k], g[k], m[k], v[k], lr, c1, c2, c.beta1, c.beta2, c.weight_decay)
+                adam_atan2(c, rates, w[k], g[k], m[k], v[k])
+    else:
+        raise ValueError(f"optimizer {c.optimizer!r} is not implemented in update_weights")
 
 
-def adam_atan2(w, g, m, v, lr, c1, c2, beta1, beta2, weight_decay):
+def moments(state, w, *names):
+    """The vectors of these names in an optimizer's state, zero at first."""
+    return [state.setdefault(name, torch.zeros_like(w)) for name in names]
+
+
+def adam_atan2(c, rates, w, g, m, v):
     """Adam with atan2 instead of division and epsilon (arXiv 2407.05872), scaled as in the official code."""
-    m.lerp_(g, 1 - beta1)
-    v.lerp_(g.square(), 1 - beta2)
-    w.mul_(1 - lr * weight_decay).sub_(torch.atan2(m, (v / c2).sqrt()) * (lr / c1))
+    m.lerp_(g, 1 - c.beta1)
+    v.lerp_(g.square(), 1 - c.beta2)
+    update = torch.atan2(m, (v / rates["bias_correction2"]).sqrt())
+    w.mul_(1 - rates["lr"] * c.weight_decay).sub_(update * (rates["lr"] / rates["bias_correction1"]))
 
 
-def adamw(w, g, m, v, lr, c1, c2, beta1, beta2, weight_decay):
+def adamw(c, rates, w, g, m, v):
     """Adam with decoupled weight decay (arXiv 1711.05101, algorithm 2), epsilon 1e-8."""
-    m.lerp_(g, 1 - beta1)
-    v.lerp_(g.square(), 1 - beta2)
-    w.mul_(1 - lr * weight_decay).sub_(m / ((v / c2).sqrt() + 1e-8) * (lr / c1))
+    m.lerp_(g, 1 - c.beta1)
+    v.lerp_(g.square(), 1 - c.beta2)
+    update = m / ((v / rates["bias_correction2"]).sqrt() + 1e-8)
+    w.mul_(1 - rates["lr"] * c.weight_decay).sub_(update * (rates["lr"] / rates["bias_correction1"]))
 
 
-def lion(w, g, m, lr, beta1, beta2, weight_decay):
+def lion(c, rates, w, g, m):
     """Lion (arXiv 2302.06675, algorithm 2)."""
-    w.mul_(1 - lr * weight_decay).sub_(torch.sign(torch.lerp(g, m, beta1)) * lr)
-    m.lerp_(g, 1 - beta2)
+    update = torch.sign(torch.lerp(g, m, c.beta1))
+    w.mul_(1 - rates["lr"] * c.weight_decay).sub_(update * rates["lr"])
+    m.lerp_(g, 1 - c.beta2)
 
 
-def muon(w, g, m, lr, momentum, weight_decay):
+def muon(c, rates, w, g, m):
     """Muon (Jordan et al. 2024) for one matrix [a, b].
 
     Nesterov momentum, orthogonalised by five Newton-Schulz iterations. The update is scaled by 0.2
     sqrt(max(a, b)) to the size of AdamW's (arXiv 2502.16982), so that lr means the same.
     """
-    m.lerp_(g, 1 - momentum)
-    u = torch.lerp(g, m, momentum).bfloat16()
+    m.lerp_(g, 1 - c.beta1)
+    u = torch.lerp(g, m, c.beta1).bfloat16()
     wide = u if u.shape[0] <= u.shape[1] else u.T
     wide = wide / wide.norm().clamp(min=1e-7)
     for _ in range(5):
         a = wide @ wide.T
         wide = 3.4445 * wide + (-4.7750 * a + 2.0315 * a @ a) @ wide
     u = (wide if u.shape[0] <= u.shape[1] else wide.T).to(w.dtype)
-    w.mul_(1 - lr * weight_decay).sub_(u * (lr * 0.2 * math.sqrt(max(u.shape))))
+    w.mul_(1 - rates["lr"] * c.weight_decay).sub_(u * (rates["lr"] * 0.2 * math.sqrt(max(u.shape))))
 
 
 def sign_sgd(table, g, rows, lr, weight_decay):
@@ -524,6 +547,8 @@ def sign_sgd(table, g, rows, lr, weight_decay):
     table.sub_((rows > 0).unsqueeze(-1) * lr * (weight_decay * table + torch.sign(g)))
 
 
+# Schedules: pure functions of the settings c and the step, from 0. epoch: examples of one.
+
 def learning_rate(base, step, warmup_steps, total_steps, min_ratio):
     """The rate at a step (from 0): linear warm-up, then a cosine to base * min_ratio at total_steps."""
     step += 1
@@ -531,3 +556,31 @@ def learning_rate(base, step, warmup_steps, total_steps, min_ratio):
         return base * step / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
     return base * (min_ratio + max(0.0, (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))))
+
+
+def rates(c, step, total_steps):
+    """{name: float}: the learning rates of a step, and Adam's bias corrections 1 - beta^t, t = step + 1."""
+    schedule = c.lr_warmup_steps, total_steps, c.lr_min_ratio
+    return dict(lr=learning_rate(c.lr, step, *schedule),
+                puzzle_emb_lr=learning_rate(c.puzzle_emb_lr, step, *schedule),
+                bias_correction1=1 - c.beta1 ** (step + 1), bias_correction2=1 - c.beta2 ** (step + 1))
+
+
+def exploration(c, step, total_steps):
+    """The halt_exploration_prob of a step."""
+    first, last = c.halt_exploration_prob, c.halt_exploration_prob_end
+    return first if last == -1 else first + (last - first) * step / max(1, total_steps - 1)
+
+
+def stages(c, epoch):
+    """The curriculum: {first step: (H_cycles, L_cycles)}, growing with the share of its epochs done."""
+    if not c.curriculum_epochs:
+        return {0: (c.H_cycles, c.L_cycles)}
+    growth = c.H_cycles - c.H_cycles_start, c.L_cycles - c.L_cycles_start
+    shares = {Fraction(0)} | {Fraction(i, n) for n in growth for i in range(1, n + 1)}
+    plan = {}
+    for share in sorted(shares):
+        first_step = math.ceil(share * c.curriculum_epochs * epoch / c.global_batch_size)
+        H_growth, L_growth = (int(share * n) for n in growth)
+        plan[first_step] = c.H_cycles_start + H_growth, c.L_cycles_start + L_growth
+    return plan

@@ -1,4 +1,4 @@
-"""Makes a maze data set: Maze-Hard from the hub, your own CSV files, or generated mazes.
+"""Makes a maze dataset: Maze-Hard from the hub, your own CSV files, or generated mazes.
 
     python prepare_maze.py                                               Maze-Hard, 1000 mazes x 8
     python prepare_maze.py --train_csv=train.csv --test_csv=test.csv     columns source,question,answer,rating
@@ -9,15 +9,15 @@ question with the open cells of one shortest path from S to G as "o". Steps go u
 Tokens are the official code's: 0 padding, 1 to 5 these characters. In this file, mazes are tokens [n, cells].
 """
 import math
-import os
-import time
 
 import numpy as np
 
+# isort: off
 from configurator import UserError, start
 from data import (
-    GOAL, OPEN, PATH, START, WALL, Progress, check_source, contains, cores, download, hash_boards, hub_url,
-    in_parallel, path_metrics, read_csv, refuse_existing, short_count, write_dataset)
+    board_keys, check_source, command_of, cores, csv_files, distinct, name_output, read_csv, refuse_existing,
+    write_dataset)
+from puzzles import GOAL, OPEN, PATH, START, WALL, are_solutions, broken_cells, path_steps
 
 # source
 source = "hub"  # hub (Maze-Hard from Hugging Face), csv, or generate
@@ -45,15 +45,10 @@ LARGEST = 64  # cells of a row: the bits of a word
 
 
 def main(settings):
-    prepare(settings)
-
-
-def prepare(settings):
-    """Makes the data set that the settings (a namespace of all of them) describe and returns its folder.
+    """Makes the dataset that the settings (a namespace of all of them) describe and returns its folder.
 
     Raises UserError for a wrong setting, a wrong row of a file, or an existing folder.
     """
-    begun = time.monotonic()
     s = complete(settings)
     refuse_existing(s.output_dir)
     if s.source == "generate":
@@ -70,19 +65,15 @@ def prepare(settings):
     }
     write_dataset(s.output_dir, splits, vocab_size=len(SYMBOLS) + 1, manifest={
         "kind": "maze",
-        "source": s.source,
-        "seed": s.seed,
-        "settings": vars(s),
+        "command": command_of(__file__, s),
         "counts": counts,
         "grid": [size, size],
         "symbols": "_" + SYMBOLS,
     })
-    orientations = f"each in {copies} of its 8 rotations and reflections"
-    print(f"train: {len(train[0]):,} mazes of {size}x{size}, {orientations}")
+    print(f"train: {len(train[0]):,} mazes of {size}x{size}, each in {copies} of 8 rotations and reflections")
     steps = np.sort((test[1] == PATH).sum(axis=1) + 1)
-    path_lengths = f"{steps[0]} to {steps[-1]} steps, median {steps[len(steps) // 2]}"
-    print(f"test: {len(test[0]):,} mazes, shortest paths of {path_lengths}")
-    print(f"{s.output_dir} made in {time.monotonic() - begun:.0f} s")
+    print(f"test: {len(test[0]):,} mazes, shortest paths of {steps[0]} to {steps[-1]} steps, "
+          f"median {steps[len(steps) // 2]}")
     print(f"Train on it: python train.py config/maze.py --data_path={s.output_dir}")
     return s.output_dir
 
@@ -92,54 +83,35 @@ def complete(settings):
     s = check_source(settings, subsample_size=0, seed=0, size=2, min_path=1, num_train=1, num_test=1)
     if s.size > LARGEST:
         raise UserError(f"size must be at most {LARGEST}, not {s.size}")
-    if s.output_dir:
-        return s
-    if s.source == "generate":
-        name = f"maze-{s.size}x{s.size}-path-{s.min_path}-{short_count(s.num_train)}"
-    elif s.source == "hub":
-        name = f"maze-30x30-hard-{short_count(s.subsample_size or 1000)}"
-    else:
-        name = f"{os.path.basename(s.train_csv).split('.')[0]}-{short_count(s.subsample_size)}"
-    if s.aug:
-        name += "-aug-8"
-    if s.seed:
-        name += f"-seed-{s.seed}"
-    s.output_dir = f"data/{name}"
-    return s
+    n = {"hub": s.subsample_size or 1000, "csv": s.subsample_size, "generate": s.num_train}[s.source]
+    names = {"hub": "maze-30x30-hard", "generate": f"maze-{s.size}x{s.size}-path-{s.min_path}"}
+    return name_output(s, names, n, s.aug and "aug-8")
 
 
 # Mazes from CSV files.
 
 def mazes_from_files(s):
     """Training and test mazes, [questions, answers] each, and a dict of counts; downloads the hub's."""
-    train_csv, test_csv = s.train_csv, s.test_csv
-    if s.source == "hub":
-        folder = f"data/downloads/{os.path.basename(HUB)}"
-        train_csv, test_csv = f"{folder}/train.csv", f"{folder}/test.csv"
-        for path in (train_csv, test_csv):
-            download(hub_url(HUB, os.path.basename(path)), path)
+    train_csv, test_csv = csv_files(s, HUB)
     test = read_mazes(test_csv, 0, s.check_paths)
     train = read_mazes(train_csv, math.isqrt(test[0].shape[1]), s.check_paths)
-    hashes = dihedral_hash(train[0])
-    in_test = contains(np.sort(dihedral_hash(test[0])), hashes)
-    repeated = np.ones(len(hashes), dtype=bool)
-    repeated[np.unique(hashes, return_index=True)[1]] = False
-    counts = {
-        "train_rows": len(hashes),
-        "test_rows": len(test[0]),
-        "train_rows_in_test": int(in_test.sum()),
-        "train_rows_twice": int((~in_test & repeated).sum()),
-    }
-    chosen = np.flatnonzero(~in_test & ~repeated)
+    test_keys, chosen, in_test = set(dihedral_keys(test[0])), {}, 0
+    for row, key in enumerate(dihedral_keys(train[0])):
+        in_test += key in test_keys
+        if key not in test_keys:
+            chosen.setdefault(key, row)
+    chosen, rows = np.array(list(chosen.values()), dtype=int), len(train[0])
+    repeated = rows - in_test - len(chosen)
     if not len(chosen):
         reason = "all are in the test set too, as they are or turned or reflected"
-        raise UserError(f"{train_csv}: no maze is left of {len(hashes)} rows: {reason}")
+        raise UserError(f"{train_csv}: no maze is left of {rows} rows: {reason}")
     if 0 < s.subsample_size < len(chosen):
         rng = np.random.default_rng([s.seed, 1])
         chosen = np.sort(rng.permutation(chosen)[:s.subsample_size])
-    in_test, repeated = counts["train_rows_in_test"], counts["train_rows_twice"]
-    print(f"{train_csv}: {len(hashes):,} rows, {in_test:,} dropped because the test set has them too, "
+    print(f"{train_csv}: {rows:,} rows, {in_test:,} dropped because the test set has them too, "
           f"{repeated:,} because they are repeated, turned and reflected ones included")
+    counts = dict(train_rows=rows, test_rows=len(test[0]), train_rows_in_test=in_test,
+                  train_rows_twice=repeated)
     return [part[chosen] for part in train], test, counts
 
 
@@ -163,41 +135,37 @@ def read_mazes(path, size, check):
             wrong = wrong_answers(questions, answers, size)
             if wrong.any():
                 i = int(wrong.argmax())
-                raise UserError(f"{path}:{lines[i]}: {maze_error(questions[i], answers[i], size)}")
+                raise UserError(f"{path}:{lines[i]}: {explain(questions[i], answers[i], size)}")
         blocks.append((questions, answers))
     return [np.concatenate(part) for part in zip(*blocks)]
 
 
 def wrong_answers(questions, answers, size):
     """Which answers are not a shortest path of their questions, bool [n]."""
-    wrong = []
+    puzzle, wrong = dict(kind="maze", grid=(size, size)), []
     for i in range(0, len(questions), CHUNK):
-        question, answer = questions[i:i + CHUNK], answers[i:i + CHUNK]
-        valid, _ = path_metrics(question, answer, answer, (size, size))
-        path = answer == PATH
-        _, shortest = solve(question, size)
-        changed = ((question != answer) & ~path).any(axis=1)
-        wrong.append(~valid | changed | (path.sum(axis=1) + 1 != shortest))
+        block = questions[i:i + CHUNK], answers[i:i + CHUNK]
+        wrong.append(broken_cells(puzzle, *block).any(axis=1) | ~are_solutions(puzzle, *block))
     return np.concatenate(wrong)
 
 
-def maze_error(question, answer, size):
+def explain(question, answer, size):
     """Why an answer is not a shortest path of its question, [cells] each, in words."""
     for token in (START, GOAL):
         count = (question == token).sum()
         if count != 1:
             return f"the question has {count} cells {SYMBOLS[token - 1]}, not 1"
-    differs = (question != answer) & ((question != OPEN) | (answer != PATH))
-    if differs.any():
-        cell = int(differs.argmax())
+    maze = dict(kind="maze", grid=(size, size)), question[None], answer[None]
+    broken = broken_cells(*maze)[0]
+    if broken.any():
+        cell = int(broken.argmax())
         place = f"row {cell // size + 1}, column {cell % size + 1}"
         ours, theirs = SYMBOLS[answer[cell] - 1], SYMBOLS[question[cell] - 1]
         return f"the answer has {ours!r} in {place}, where the question has {theirs!r}"
-    steps = int((answer == PATH).sum()) + 1
-    shortest = int(solve(question[None], size)[1][0])
+    (steps,), (shortest,) = path_steps(*maze)
     if not shortest:
         return "the question has no way from S to G"
-    if not path_metrics(question[None], answer[None], answer[None], (size, size))[0][0]:
+    if not steps:
         return "the answer's o do not make one line from S to G that does not touch itself"
     return f"the answer's path has {steps} steps where {shortest} are enough"
 
@@ -207,37 +175,17 @@ def maze_error(question, answer, size):
 def generated_mazes(s):
     """Training and test mazes, [questions, answers] each."""
     questions = generate(s.size, s.num_train + s.num_test, s.seed, s.min_path, cores())
-    answers = [solve(questions[i:i + CHUNK], s.size)[0] for i in range(0, len(questions), CHUNK)]
-    answers = np.concatenate(answers)
+    blocks = [questions[i:i + CHUNK] for i in range(0, len(questions), CHUNK)]
+    answers = np.concatenate([solve(block, s.size)[0] for block in blocks])
     assert not wrong_answers(questions, answers, s.size).any()
-    train = [questions[:s.num_train], answers[:s.num_train]]
-    test = [questions[s.num_train:], answers[s.num_train:]]
-    return train, test
+    return zip(*[(array[:s.num_train], array[s.num_train:]) for array in (questions, answers)])
 
 
 def generate(size, n, seed, min_path, processes):
-    """n questions, no two alike even when turned or reflected; the number of processes changes nothing.
-
-    Raises UserError if there are not enough.
-    """
-    found = {}  # hash: question, in order
-    chunks = 0
-    with Progress(f"generating {size}x{size} mazes", n) as progress:
-        while len(found) < n:
-            count_before = len(found)
-            tasks = [(seed, chunks + i, size, min_path) for i in range(max(16, chunks))]
-            for questions in in_parallel(generate_chunk, tasks, processes):
-                for key, question in zip(dihedral_hash(questions).tolist(), questions):
-                    found.setdefault(key, question)
-                progress.add(min(n, len(found)) - progress.done)
-                if len(found) >= n:
-                    break
-            chunks += len(tasks)
-            if len(found) < min(n, count_before + len(tasks) // 8):
-                mazes = f"{size}x{size} mazes whose shortest path has {min_path} steps or more"
-                hint = f"choose a lower min_path or fewer than {n}"
-                raise UserError(f"hardly more than {len(found)} {mazes} can be found: {hint}")
-    return np.array(list(found.values())[:n])
+    """n questions, no two alike even when turned or reflected. Raises UserError if there are not enough."""
+    name = f"{size}x{size} mazes whose shortest path has {min_path} steps or more"
+    return distinct(name, n, generate_chunk, seed, (size, min_path), dihedral_keys, processes,
+                    "choose a lower min_path or")[0]
 
 
 def generate_chunk(task):
@@ -265,7 +213,7 @@ def generate_chunk(task):
     questions = np.where(unpack(open_cells), OPEN, WALL).astype(np.uint8)
     questions[unpack(np.where(swap, one_end, other_end))] = START
     questions[unpack(np.where(swap, other_end, one_end))] = GOAL
-    return questions[keep]
+    return [questions[keep]]
 
 
 def random_cells(bits, rng):
@@ -361,10 +309,10 @@ def dihedral(size):
     return np.stack(turned + reflected).reshape(8, -1)
 
 
-def dihedral_hash(questions):
-    """Hashes uint64 [n] of mazes, equal for the 8 copies of one."""
+def dihedral_keys(questions):
+    """Keys [n] of mazes, for sets and dicts, equal for the 8 copies of one."""
     size = math.isqrt(questions.shape[1])
-    return np.min([hash_boards(questions[:, copy]) for copy in dihedral(size)], axis=0)
+    return list(map(min, *(board_keys(questions[:, copy]) for copy in dihedral(size))))
 
 
 if __name__ == "__main__":

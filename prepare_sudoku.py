@@ -1,4 +1,4 @@
-"""Makes a Sudoku data set: Sudoku-Extreme from the hub, your own CSV files, or generated puzzles.
+"""Makes a Sudoku dataset: Sudoku-Extreme from the hub, your own CSV files, or generated puzzles.
 
     python prepare_sudoku.py                                             Sudoku-Extreme, 1000 puzzles x 1001
     python prepare_sudoku.py --train_csv=train.csv --test_csv=test.csv   columns source,question,answer,rating
@@ -8,15 +8,15 @@ Tokens are the official code's: 0 padding, 1 an empty cell, d + 1 the digit d. I
 [n, cells], 0 an empty cell.
 """
 import itertools
-import os
-import time
 
 import numpy as np
 
+# isort: off
 from configurator import UserError, start
 from data import (
-    Progress, check_source, contains, cores, download, hash_boards, hub_url, in_parallel, read_csv,
-    refuse_existing, short_count, write_dataset)
+    Progress, board_keys, check_source, command_of, cores, csv_files, distinct, in_parallel, name_output,
+    read_csv, refuse_existing, write_dataset)
+from puzzles import BOXES
 
 # source
 source = "hub"  # hub (Sudoku-Extreme from Hugging Face), csv, or generate
@@ -36,22 +36,16 @@ num_test = 1000  # test puzzles, the same for each num_train
 num_aug = 1000  # augmented copies of each training puzzle, besides itself
 # ---
 
-BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box
 HUB = "sapientinc/sudoku-extreme"
 COPIES = 16384  # copies made at a time
 WIDTH = 4096  # boards in the solver at a time: as many as stay in the processor's cache
 
 
 def main(settings):
-    prepare(settings)
-
-
-def prepare(settings):
-    """Makes the data set that the settings (a namespace of all of them) describe and returns its folder.
+    """Makes the dataset that the settings (a namespace of all of them) describe and returns its folder.
 
     Raises UserError for a wrong setting, a wrong row of a file, or an existing folder.
     """
-    begun = time.monotonic()
     s = complete(settings)
     refuse_existing(s.output_dir)
     if s.source == "generate":
@@ -62,16 +56,13 @@ def prepare(settings):
     else:
         train, test, counts = puzzles_from_files(s)
     counts.update(train_puzzles=len(train[0]), test_puzzles=len(test[0]), copies_replaced=0)
-    test_hashes = np.sort(hash_boards(test[0]))
     splits = {
-        "train": (len(train[0]), s.num_aug + 1, augmented(*train, s, test_hashes, counts)),
+        "train": (len(train[0]), s.num_aug + 1, augmented(*train, s, set(board_keys(test[0])), counts)),
         "test": (len(test[0]), 1, [(test[0] + np.uint8(1), test[1] + np.uint8(1))]),
     }
     write_dataset(s.output_dir, splits, vocab_size=s.size + 2, manifest={
         "kind": "sudoku",
-        "source": s.source,
-        "seed": s.seed,
-        "settings": vars(s),
+        "command": command_of(__file__, s),
         "counts": counts,
         "grid": [s.size, s.size],
         "box": list(BOXES[s.size]),
@@ -80,7 +71,6 @@ def prepare(settings):
     replaced = f"{counts['copies_replaced']:,} drawn again because the test set has them"
     print(f"train: {len(train[0]):,} puzzles, {s.num_aug:,} copies of each ({replaced})")
     print(f"test: {len(test[0]):,} puzzles")
-    print(f"{s.output_dir} made in {time.monotonic() - begun:.0f} s")
     print(f"Train on it: python train.py --data_path={s.output_dir}")
     return s.output_dir
 
@@ -92,36 +82,22 @@ def complete(settings):
         raise UserError(f"size must be 9 for the hub, not {s.size}")
     if s.size not in BOXES:
         raise UserError(f"size must be 4, 6 or 9, not {s.size}")
-    if s.output_dir:
-        return s
     generated = s.source == "generate"
-    stem = os.path.basename(s.train_csv).split(".")[0]
-    name = {"hub": "sudoku-extreme", "csv": stem, "generate": f"sudoku-{s.size}x{s.size}"}[s.source]
-    name += f"-{short_count(s.num_train if generated else s.subsample_size)}"
-    if s.num_aug:
-        name += f"-aug-{s.num_aug}"
-    if s.min_difficulty and not generated:
-        name += f"-min-{s.min_difficulty}"
-    if s.seed:
-        name += f"-seed-{s.seed}"
-    s.output_dir = f"data/{name}"
-    return s
+    return name_output(
+        s, {"hub": "sudoku-extreme", "generate": f"sudoku-{s.size}x{s.size}"},
+        s.num_train if generated else s.subsample_size,
+        s.num_aug and f"aug-{s.num_aug}",
+        s.min_difficulty and not generated and f"min-{s.min_difficulty}")
 
 
 # Puzzles from CSV files.
 
 def puzzles_from_files(s):
     """Training and test puzzles, [questions, answers] each, and a dict of counts; downloads the hub's."""
-    train_csv, test_csv = s.train_csv, s.test_csv
-    if s.source == "hub":
-        folder = f"data/downloads/{os.path.basename(HUB)}"
-        train_csv, test_csv = f"{folder}/train.csv", f"{folder}/test.csv"
-        for path in (train_csv, test_csv):
-            download(hub_url(HUB, os.path.basename(path)), path)
-    nothing = np.zeros(0, dtype=np.uint64)
-    (test_lines, *test), test_rows, _ = choose(test_csv, s, 0, nothing)
-    test_hashes = np.sort(hash_boards(test[0]))
-    (train_lines, *train), train_rows, rows_in_test = choose(train_csv, s, s.subsample_size, test_hashes)
+    train_csv, test_csv = csv_files(s, HUB)
+    (test_lines, *test), test_rows, _ = choose(test_csv, s, 0, set())
+    in_test = set(board_keys(test[0]))
+    (train_lines, *train), train_rows, rows_in_test = choose(train_csv, s, s.subsample_size, in_test)
     if s.check_unique:
         check_uniqueness(train_csv, train_lines, train[0], s.size, cores())
         check_uniqueness(test_csv, test_lines, test[0], s.size, cores())
@@ -130,38 +106,35 @@ def puzzles_from_files(s):
 
 
 def choose(path, settings, n, exclude):
-    """n random puzzles (0: all) of a CSV file, rated min_difficulty or more, whose hash is not in exclude.
+    """n random puzzles (0: all) of a CSV file, rated min_difficulty or more, whose key is not in exclude.
 
-    exclude: sorted hashes of questions. Returns (lines, questions, answers), in the file's order, and the
-    numbers of rows read and of rows excluded. Holds no more in memory than these and a block. Raises
+    exclude: a set of board_keys of questions. Returns (lines, questions, answers), in the file's order, and
+    the numbers of rows read and of rows excluded. Holds no more in memory than these and a block. Raises
     UserError with the line of the first wrong row.
     """
     size = settings.size
     rng = np.random.default_rng([settings.seed, 1])
     digits = {str(digit): digit for digit in range(1, size + 1)}
-    chosen = []
-    rows_read = 0
-    rows_excluded = 0
+    chosen, rows_read, rows_excluded = [], 0, 0
     for lines, questions, answers, ratings in read_csv(path, size * size, {".": 0, "0": 0} | digits, digits):
         valid = are_valid(questions, answers, size)
         if not valid.all():
             i = int(np.argmin(valid))
-            raise UserError(f"{path}:{lines[i]}: {board_error(questions[i], answers[i], size)}")
+            raise UserError(f"{path}:{lines[i]}: {explain(questions[i], answers[i], size)}")
         hard_enough = ratings >= settings.min_difficulty
-        excluded = contains(exclude, hash_boards(questions))
+        excluded = np.array([key in exclude for key in board_keys(questions)])
         take = hard_enough & ~excluded
         rows_read += len(lines)
         rows_excluded += int((hard_enough & excluded).sum())
         chosen.append((rng.random(int(take.sum())), lines[take], questions[take], answers[take]))
         if n:  # the n smallest of random keys are a uniform choice, and need no number of rows in advance
-            keys, *puzzles = [np.concatenate(part) for part in zip(*chosen)]
-            smallest = np.sort(np.argpartition(keys, n)[:n]) if len(keys) > n else slice(None)
-            chosen = [tuple(part[smallest] for part in (keys, *puzzles))]
+            parts = [np.concatenate(part) for part in zip(*chosen)]
+            smallest = np.sort(np.argsort(parts[0])[:n])
+            chosen = [[part[smallest] for part in parts]]
     _, *puzzles = [np.concatenate(part) for part in zip(*chosen)]
     if not len(puzzles[0]):
-        reasons = (f"{rows_excluded} are in the test set too, "
-                   f"the others are rated below min_difficulty={settings.min_difficulty}")
-        raise UserError(f"{path}: no puzzle is left of {rows_read} rows: {reasons}")
+        raise UserError(f"{path}: no puzzle is left of {rows_read} rows: {rows_excluded} are in the test set "
+                        f"too, the others are rated below min_difficulty={settings.min_difficulty}")
     return puzzles, rows_read, rows_excluded
 
 
@@ -175,7 +148,7 @@ def are_valid(questions, answers, size):
     return valid
 
 
-def board_error(question, answer, size):
+def explain(question, answer, size):
     """Which rule of Sudoku a question and its answer, [cells] each, break, in words."""
     box_rows, box_columns = BOXES[size]
     row, column = np.divmod(np.arange(size * size), size)
@@ -212,32 +185,9 @@ def are_ambiguous(task):
 # Generated puzzles.
 
 def generate(size, n, seed, processes):
-    """n distinct minimal puzzles with one solution each: (questions, answers), uint8 [n, cells].
-
-    The number of processes changes nothing. Raises UserError if there are not enough: of 4x4 puzzles there
-    are 85,632 up to a permutation of digits and places.
-    """
-    boards = np.zeros((0, 2, size * size), dtype=np.uint8)
-    chunk = 512
-    chunks_done = 0
-    with Progress(f"generating {size}x{size} puzzles", n) as progress:
-        while len(boards) < n:
-            count_before = len(boards)
-            num_chunks = -(-(n - count_before) // chunk)
-            tasks = [(seed, chunks_done + i, chunk, size) for i in range(num_chunks)]
-            found = [boards]
-            for questions, answers in in_parallel(generate_chunk, tasks, processes):
-                found.append(np.stack([questions, answers], axis=1))
-                progress.add(min(chunk, n - progress.done))
-            chunks_done += num_chunks
-            boards = np.concatenate(found)
-            _, first = np.unique(hash_boards(boards[:, 0]), return_index=True)
-            boards = boards[np.sort(first)]
-            progress.done = min(len(boards), n)
-            if len(boards) - count_before < num_chunks * chunk // 100:
-                message = f"hardly more than {len(boards)} distinct {size}x{size} puzzles can be found"
-                raise UserError(f"{message}: choose fewer than {n}")
-    return boards[:n, 0], boards[:n, 1]
+    """n distinct minimal puzzles with one solution each: (questions, answers), uint8 [n, cells]."""
+    return distinct(f"distinct {size}x{size} puzzles", n, generate_chunk, seed, (512, size), board_keys,
+                    processes, "choose")
 
 
 def generate_chunk(task):
@@ -290,34 +240,29 @@ def count_solutions(candidates, size, limit):
     """
     n = candidates.shape[1]
     counts = np.zeros(n, dtype=np.int64)
-    owners = np.arange(n)
     cells = np.arange(size * size, dtype=np.uint16)[:, None]
-    waiting = [(candidates[:, i:i + WIDTH], owners[i:i + WIDTH]) for i in range(0, n, WIDTH)]
-    boards, owners = candidates[:, :0], owners[:0]
-    while waiting or len(owners):
-        while waiting and len(owners) <= WIDTH // 2:
-            more_boards, more_owners = waiting.pop()
-            boards = np.concatenate([boards, more_boards], axis=1)
-            owners = np.concatenate([owners, more_owners])
+    waiting = [(candidates, np.arange(n))]
+    while waiting:
+        boards, owners = waiting.pop()
+        if len(owners) > WIDTH:
+            waiting += [(boards[:, WIDTH:], owners[WIDTH:]), (boards[:, :WIDTH], owners[:WIDTH])]
+            continue
         boards, broken, solved, stuck = propagate(boards, size)
         counts += np.bincount(owners[solved], minlength=n)
         alive = ~broken & ~solved & (counts[owners] < limit)
         split = np.flatnonzero(alive & stuck)
         twins = np.take(boards, split, axis=1)
-        # Candidates and cell in one number, so that the minimum finds the cell. Decided cells come last.
-        decided = twins & (twins - 1) == 0
-        order = (np.bitwise_count(twins).astype(np.uint16) << 8 | cells) + np.uint16(0x8000) * decided
+        # Candidates and cell in one number: its minimum finds the cell. Decided cells wrap around: the last.
+        order = (np.bitwise_count(twins) - np.uint8(2)).astype(np.uint16) << 8 | cells
         cell = np.minimum.reduce(order, axis=0) & 0xFF
         column = np.arange(len(split))
         options = twins[cell, column]
         boards[cell, split] = options & -options  # the lowest digit
         twins[cell, column] = options & (options - 1)  # the others
         alive = np.flatnonzero(alive)
-        boards = np.concatenate([np.take(boards, alive, axis=1), twins], axis=1)
-        owners = np.concatenate([owners[alive], owners[split]])
-        if len(owners) > WIDTH:
-            waiting.append((boards[:, WIDTH:], owners[WIDTH:]))
-            boards, owners = boards[:, :WIDTH], owners[:WIDTH]
+        if len(alive):
+            boards = np.concatenate([np.take(boards, alive, axis=1), twins], axis=1)
+            waiting.append((boards, np.concatenate([owners[alive], owners[split]])))
     return np.minimum(counts, limit)
 
 
@@ -366,34 +311,29 @@ def units(size):
 def augmented(questions, answers, settings, exclude, counts):
     """Yields token blocks (inputs, labels), uint8 [n, cells]: each puzzle, followed by its num_aug copies.
 
-    A copy whose question is in exclude (sorted hashes) is drawn again; counts["copies_replaced"] counts
-    these.
+    A copy whose question is in exclude, a set of board_keys, is drawn again: counts["copies_replaced"].
     """
-    size = settings.size
-    copies = settings.num_aug
+    size, copies = settings.size, settings.num_aug
     rng = np.random.default_rng([settings.seed, 2])
     step = max(1, COPIES // (copies + 1))
     with Progress("writing training examples", len(questions) * (copies + 1)) as progress:
         for i in range(0, len(questions), step):
-            originals = (questions[i:i + step], answers[i:i + step])
+            originals = questions[i:i + step], answers[i:i + step]
+            n = len(originals[0])
             new = transform(*originals, copies, size, rng)
             for _ in range(100):
-                hits = np.flatnonzero(contains(exclude, hash_boards(new[0])))
+                hits = np.flatnonzero([key in exclude for key in board_keys(new[0])])
                 if not hits.size:
                     break
                 counts["copies_replaced"] += hits.size
-                redrawn = transform(*(boards[hits // copies] for boards in originals), 1, size, rng)
-                for array, replacement in zip(new, redrawn):
-                    array[hits] = replacement
+                redrawn = (boards[hits // copies] for boards in originals)
+                new[0][hits], new[1][hits] = transform(*redrawn, 1, size, rng)
             else:
                 raise UserError("a training puzzle's copies are all in the test set: "
                                 "choose fewer test puzzles or --num_aug=0")
-            n = len(originals[0])
-            blocks = []
-            for boards, array in zip(originals, new):
-                group = np.concatenate([boards[:, None], array.reshape(n, copies, size * size)], axis=1)
-                blocks.append(group.reshape(-1, size * size) + np.uint8(1))
-            yield blocks
+            groups = [np.concatenate([boards[:, None], array.reshape(n, copies, size * size)], axis=1)
+                      for boards, array in zip(originals, new)]
+            yield [group.reshape(-1, size * size) + np.uint8(1) for group in groups]
             progress.add(n * (copies + 1))
 
 

@@ -1,6 +1,6 @@
 """A TPU through TorchTPU, PyTorch/XLA's successor: an experiment, which no TPU has run.
 
-TorchTPUDevice has the methods of train.py's Device. It uses TorchTPU's public interface alone. torch_tpu is
+TorchTPUDevice has the methods of device.py's Device. It uses TorchTPU's public interface alone. torch_tpu is
 imported when --device=tpu asks for it and not before. docs/tpu.md has the set-up, and what was seen without a
 TPU.
 """
@@ -8,10 +8,10 @@ import importlib.util
 import os
 
 import torch
+from configurator import UserError
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from configurator import UserError
 from model import Recomputed, accumulate, recomputed_attention
 
 
@@ -25,7 +25,7 @@ class TorchTPUDevice:
 
     def __init__(self):
         self.torch, self.name = torch.device("tpu"), torch.tpu.get_device_name()
-        self.say, self.rank, self.world = print, 0, 1
+        self.print0, self.rank, self.world = print, 0, 1
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.host = int(os.environ.get("GROUP_RANK", 0))
         if "RANK" in os.environ:
@@ -44,7 +44,7 @@ class TorchTPUDevice:
         from torch.distributed._functional_collectives import all_reduce  # dist.all_reduce is not traceable
         return all_reduce(vector, "sum", torch.distributed.group.WORLD)
 
-    def sum_on_host(self, vector):
+    def all_reduce_cpu(self, vector):
         if self.world > 1:
             vector = vector.clone()
             torch.distributed.all_reduce(vector)  # by gloo: it compiles nothing
@@ -58,9 +58,9 @@ class TorchTPUDevice:
                 layer.self_attn.attend = recomputed_attention
 
     def compile(self, fn):
-        return fn  # program() compiles the whole step
+        return fn  # compile_step() compiles the whole step
 
-    def program(self, fn):
+    def compile_step(self, fn):
         """fn(state, inputs, *static) as one program for each static, traced and compiled by the first call.
 
         What fn reads besides its arguments must not change.
@@ -99,8 +99,8 @@ class TorchTPUDevice:
 
         return torch.compile(call, backend="tpu", fullgraph=True, dynamic=False), structures[0]
 
-    def sum_over(self, body, sums, weights, xs):
-        """As accumulate, but a loop inside the program, whose memory does not grow with its length."""
+    def accumulate(self, body, sums, weights, xs):
+        """As model.accumulate, but a loop inside the program, whose memory does not grow with its length."""
         if len(tree_leaves(xs)[0]) == 1:
             return accumulate(body, sums, weights, xs)
         carry, carry_structure = tree_flatten((sums, weights))
@@ -112,14 +112,16 @@ class TorchTPUDevice:
             parts, row = body(weights, tree_unflatten(tensors[len(carry):], rows_structure))
             row, row_structure = tree_flatten(row)
             structures.append(row_structure)
-            return [a + b for a, b in zip(sums, parts)] + [t.clone() for t in tree_leaves(weights) + row]
+            sums = tree_map(torch.add, sums, parts)
+            return tree_leaves(sums) + [t.clone() for t in tree_leaves(weights) + row]
 
         # A graph of its own: the scan takes no gradients inside a Python function.
         with disable_proxy_modes_tracing():
             graph = make_fx(step)(*map(torch.empty_like, carry), *[torch.empty_like(t[0]) for t in rows])
         # The scan wants neither arguments nor results that are views: hence the clones, here and above.
         results = torch.ops.higher_order.scan(graph, [t.clone() for t in carry], rows, ())
-        return results[:len(sums)], tree_unflatten(results[len(carry):], structures[0])
+        sums, _ = tree_unflatten(results[:len(carry)], carry_structure)
+        return sums, tree_unflatten(results[len(carry):], structures[0])
 
     def counts(self):
         return {}

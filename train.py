@@ -9,18 +9,15 @@ them.
 """
 import atexit
 import faulthandler
+import functools
 import glob
-import hashlib
-import importlib.util
 import json
 import math
-import multiprocessing
 import os
 import platform
 import re
 import secrets
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,85 +27,85 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from datetime import timedelta
-from fractions import Fraction
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import configurator  # before torch: see there
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-import xla
+# isort: off
+import puzzles
+from bucket import Bucket, file_md5, local_dataset
 from configurator import TransientError, UserError, read_settings
-from data import (Bucket, Dataset, Progress, file_md5, file_sha256, halting_draws, local_dataset,
-                  locked, path_metrics)
-from model import (IGNORE_LABEL, METRICS, TRM, TRMConfig, accumulate, flatten, learning_rate, normal_noise,
-                   sign_sgd, supervision_step, unflatten, update_weights)
+from data import (Dataset, Progress, duration, file_hash, halting_draws, locked, made_by_another_command,
+                  read_metrics, replacing)
+from device import (all_gather, broadcast, choose_device, end_with_parent, open_device, out_of_memory,
+                    peak_flops)
+from model import (IGNORE_LABEL, METRICS, TRM, TRMConfig, exploration, flatten, normal_noise, rates, sign_sgd,
+                   stages, supervision_step, unflatten, update_weights)
 
 # data
-data_path = "data/sudoku-extreme-1k-aug-1000"  # a data set's folder, or its gs:// address
-data_prepare = ""  # command that makes data_path where it is missing ("prepare_sudoku.py --size=6 ...")
-global_batch_size = 768  # sequences a step, over all replicas
-micro_batch_size = 0  # sequences at a time on a replica, their gradients summed; 0: its whole batch
-recompute = False  # compute activations again in the backward pass: far less memory, a fifth more arithmetic
+data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
+data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
+global_batch_size = 768  # sequences per step, over all replicas
+micro_batch_size = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
 epochs = 50000  # an epoch offers each puzzle once, in one copy; sequences that halted take it
 max_steps = 0  # length of the run in steps; 0: from epochs
 # model
 hidden_size = 512  # D
-num_heads = 8  # of the attention
+num_heads = 8  # attention heads
 expansion = 4.0  # hidden width of the SwiGLUs, before the 2/3 of gating
 L_layers = 2  # layers of the one network
-H_cycles = 3  # T of the paper: recursions a step; all but the last without gradient
-L_cycles = 6  # n of the paper: latent updates a recursion
-curriculum_epochs = 0  # epochs over which the depth grows from the next two settings to full; 0: full at once
-H_cycles_start = 1  # of the curriculum
-L_cycles_start = 2  # of the curriculum
+H_cycles = 3  # T of the paper: recursions per step; all but the last without gradient
+L_cycles = 6  # n of the paper: latent updates per recursion
+curriculum_epochs = 0  # epochs over which the depth grows from H_cycles_start, L_cycles_start; 0: constant
+H_cycles_start = 1  # H_cycles when the curriculum starts
+L_cycles_start = 2  # L_cycles when the curriculum starts
 mlp_t = True  # True: an MLP mixes the positions; False: self-attention
 pos_encodings = "none"  # none, rope (attention only) or learned
 puzzle_emb_ndim = 512  # width of the puzzle embedding; 0: none
-puzzle_emb_len = 16  # positions that it takes; 0: as many as it fills
+puzzle_emb_len = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
 forward_dtype = "bfloat16"  # bfloat16, float32 or float16; weights, optimizer and loss stay float32
 # halting
-halt_max_steps = 16  # the most supervision steps that a sequence gets
+halt_max_steps = 16  # maximum supervision steps of a sequence
 halt_exploration_prob = 0.1  # probability that a sequence must go on to a random step before it may halt
 halt_exploration_prob_end = -1.0  # its value at the end of the run, reached linearly; -1: constant
 # optimizer
 loss_type = "stablemax_cross_entropy"  # or softmax_cross_entropy
-optimizer = "adam_atan2"  # adam_atan2, adamw, lion or muon (adam_atan2 for what is no matrix of the network)
-lr = 1e-4  # peak
+optimizer = "adam_atan2"  # adam_atan2, adamw, lion or muon (with adam_atan2 for all other parameters)
+lr = 1e-4  # peak learning rate
 lr_min_ratio = 1.0  # end of the cosine, as a share of lr; 1: constant
-lr_warmup_steps = 2000  # linear
-beta1 = 0.9  # first moment; muon's momentum
-beta2 = 0.95  # second moment
-weight_decay = 1.0  # decoupled: times the rate
-puzzle_emb_lr = 1e-4  # SignSGD on the puzzle embedding
-puzzle_emb_weight_decay = 1.0  # decoupled, on the rows in the batch
+lr_warmup_steps = 2000  # steps of linear warm-up
+beta1 = 0.9  # decay of the first moment; muon's momentum
+beta2 = 0.95  # decay of the second moment
+weight_decay = 1.0  # decoupled: multiplied by the learning rate
+puzzle_emb_lr = 1e-4  # learning rate of SignSGD on the puzzle embedding
+puzzle_emb_weight_decay = 1.0  # decoupled weight decay of the puzzle embedding
 ema = True  # evaluate and export an exponential moving average of the weights
-ema_rate = 0.999  # share of the average that a step keeps
-seed = 0  # of the weights, the order, the copies and the halting draws
+ema_rate = 0.999  # decay of that average per step
+seed = 0  # of the weights, the data order, the copies and the halting draws
 # evaluation
 eval_interval = 5000  # epochs between evaluations; 0: only at the end
-eval_max_puzzles = 4096  # test puzzles of the evaluations on the way, a fixed random subset; 0: all
-eval_final_max_puzzles = 0  # test puzzles of the one at the end
-eval_halt_max_steps = 0  # supervision steps at evaluation; 0: halt_max_steps
-eval_patience = 0  # leave a puzzle once its answer has not changed for so many steps; 0: never (the paper)
+eval_max_puzzles = 4096  # test puzzles during training, a fixed random subset; 0: all
+eval_final_max_puzzles = 0  # test puzzles in the final evaluation; 0: all
+eval_halt_max_steps = 0  # supervision steps in an evaluation; 0: halt_max_steps
+eval_patience = 0  # a puzzle leaves once its answer has not changed for this many steps; 0: never (the paper)
 eval_rollouts = 1  # attempts at each puzzle, all but the first with noise; the surest answer counts
-eval_noise = 1.0  # standard deviation of that noise, on the latent z_L after each supervision step
-eval_save_outputs = ""  # of inputs,labels,preds,q_halt_logits and surest_...: saved to out_dir/eval_STEP.npz
+eval_noise = 1.0  # standard deviation of that noise, added to the latent z_L after each supervision step
+eval_save_outputs = ""  # any of inputs,labels,preds,q_halt_logits,surest_...: saved to out_dir/eval_STEP.npz
 eval_show_puzzle = False  # end by printing an unseen puzzle and its answers after steps 1, 2, 4, ...
-eval_only = False  # evaluate as at the end, then stop
+eval_only = False  # run the final evaluation, then stop
 # run
 out_dir = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
-gcs_dir = ""  # gs://bucket/folder for this run alone: a mirror of out_dir, to resume on another machine
-init_from = "scratch"  # scratch, resume, auto (resume if there is a checkpoint) or a file, ours or official
+gcs_dir = ""  # gs://bucket/folder of this run alone: a mirror of out_dir, to resume on another machine
+init_from = "scratch"  # scratch, resume, auto (resume if there is a checkpoint) or a FILE to begin with
 checkpoint_interval = 1000  # steps; sequences start afresh there, so that a resume changes nothing; 0: none
-keep_last_n = 3  # checkpoints kept, besides best.pt
-best_metric = "exact_accuracy"  # chooses best.pt among the evaluations on the way; or surest_accuracy
+keep_last_n = 3  # checkpoints to keep, besides best.pt
 export_official = ""  # write the evaluated weights to this file under the official code's names, then stop
 log_interval = 10  # steps averaged in a line of the log
-stall_timeout = 1800  # seconds without the end of a step after which a replica ends: a peer is gone; 0: never
+stall_timeout = 1800  # exit if no step finishes for this many seconds; 0: never
 device = "auto"  # auto, xla, cuda, mps (Apple's GPU), cpu or tpu (TorchTPU); auto never takes mps or tpu
 compile = "auto"  # torch.compile: auto (on CUDA), on (on the CPU too: a minute, then 10% faster) or off
 # logging
@@ -125,15 +122,15 @@ STOP_FILE = "TRM_STOP_FILE"  # environment variable: the file that asks the repl
 # The step.
 
 class Run:
-    """What training changes, on the device, and the two programs that change it: a training and an eval step.
+    """What training changes, on the device, and the two steps that change it: of training and of evaluation.
 
-    state: weights, their average ema and moments m and v (a float32 vector each), puzzle_emb [N, D'], sums
-    (STATS, of the steps since the last line of the log) and the carry, in micro-batches: [micro-batches,
-    sequences in one, ...].
+    state: weights and their average ema, a float32 vector each; optimizer, a dict; puzzle_emb [N, D']; sums
+    of STATS since the last line of the log; and the carry, in micro-batches: [micro-batches, sequences in
+    one, ...].
     """
 
     def __init__(self, model, c, device, saved=None):
-        """saved: ema, m and v of a checkpoint, if it has them. All ranks start from rank 0's state."""
+        """saved: ema and optimizer of a checkpoint, if it has them. All ranks start from rank 0's state."""
         self.model, self.c, self.device = model, c, device
         self.batch_size = c.global_batch_size // device.world
         self.dtype = getattr(torch, c.forward_dtype)
@@ -143,61 +140,64 @@ class Run:
         self.shapes = {name: p.shape for name, p in parameters}
         self.state = self.first_state(dict(parameters), saved or {})
         self.num_parameters = len(self.state["weights"]) + self.state["puzzle_emb"].numel()
-        model.L_level.recompute = c.recompute
         device.prepare(model)
         self.supervision_step = device.compile(supervision_step)
-        self.train_program = device.program(self.train_step)
-        self.eval_program = device.program(self.eval_step)
+        self.train_program = device.compile_step(self.train_step)
+        self.eval_program = device.compile_step(self.eval_step)
         self.restart()
 
     @torch.no_grad()
     def train_step(self, state, inputs, cycles=None):
         """One optimizer step, in place on state. On XLA it is one program with one all-reduce. All ranks.
 
-        inputs: batch, this rank's part of Dataset.train_batch and min_halt_steps; rates [4], as rates()
-        returns them; stop_requested [1]. cycles: (H_cycles, L_cycles), by default the model's. Returns the
-        number of ranks that were asked to stop [1].
+        inputs: as make_inputs. cycles: (H_cycles, L_cycles), by default the model's. Returns the number of
+        ranks that were asked to stop [1].
         """
         c, model = self.c, self.model.train()
         weights = self.cast(state["weights"], state["puzzle_emb"])
-
-        def micro_batch(weights, x):
-            with torch.enable_grad():
-                leaves = {name: t.detach().requires_grad_() for name, t in weights.items()}
-                loss, carry, metrics, _, _ = self.supervision_step(
-                    model, leaves, x["carry"], x["batch"], c.halt_max_steps, c.loss_type, cycles=cycles)
-                grads = torch.autograd.grad(loss, list(leaves.values()))
-            rows = torch.zeros(no_rows.shape, device=no_rows.device)
-            if model.prefix:
-                identifiers = carry["puzzle_identifiers"]
-                rows = rows.index_add(0, identifiers, torch.ones_like(identifiers, dtype=torch.float32))
-            return [*(g.float() for g in grads), rows, metrics], carry
-
-        no_rows = torch.zeros(max(1, len(state["puzzle_emb"])), device=self.device.torch)  # XLA: not empty
-        zeros = [torch.zeros(t.shape, device=t.device) for t in weights.values()]
-        zeros += [no_rows, torch.zeros(len(METRICS), device=self.device.torch)]
-        xs = dict(carry=state["carry"], batch=self.split(inputs["batch"]))
-        (*grads, rows_in_batch, metrics), carry = self.device.sum_over(micro_batch, zeros, weights, xs)
+        micro_batches = dict(carry=state["carry"], batch=self.split(inputs["batch"]))
+        zeros = {name: torch.zeros_like(t, dtype=torch.float32) for name, t in weights.items()}
+        zeros = dict(grads=zeros, **self.zeros())
+        body = functools.partial(self.train_micro_batch, cycles)
+        sums, carry = self.device.accumulate(body, zeros, weights, micro_batches)
         for name, t in carry.items():
             state["carry"][name].copy_(t)
 
         # The one collective sums all that ranks share. Only here are gradients divided by the batch:
         # float16 has no room in the backward pass for numbers that small.
-        grads = flatten(grads) / c.global_batch_size
-        parts = [grads, rows_in_batch, metrics, inputs["stop_requested"]]
-        packed = self.device.all_reduce(torch.cat(parts))
-        grads, rows_in_batch, metrics, stop_count = packed.split([len(part) for part in parts])
-        grad, puzzle_grad = grads.split([len(state["weights"]), state["puzzle_emb"].numel()])
+        parts = dict(grads=flatten(sums["grads"].values()) / c.global_batch_size, rows=sums["rows"],
+                     metrics=torch.stack([*sums["metrics"].values()]), stops=inputs["stop_requested"])
+        reduced = self.device.all_reduce(flatten(parts.values()))
+        reduced = unflatten(reduced, {name: part.shape for name, part in parts.items()})
+        grad, puzzle_grad = reduced["grads"].split([len(state["weights"]), state["puzzle_emb"].numel()])
 
-        lr, puzzle_emb_lr, c1, c2 = inputs["rates"].unbind()
         if model.prefix:
-            sign_sgd(state["puzzle_emb"], puzzle_grad.view_as(state["puzzle_emb"]), rows_in_batch,
-                         puzzle_emb_lr, c.puzzle_emb_weight_decay)
-        update_weights(c, self.shapes, state["weights"], grad, state["m"], state["v"], lr, c1, c2)
+            sign_sgd(state["puzzle_emb"], puzzle_grad.view_as(state["puzzle_emb"]), reduced["rows"],
+                     inputs["rates"]["puzzle_emb_lr"], c.puzzle_emb_weight_decay)
+        update_weights(c, self.shapes, state["weights"], grad, state["optimizer"], inputs["rates"])
         if c.ema:
             state["ema"].lerp_(state["weights"], 1 - c.ema_rate)
-        state["sums"] += torch.cat([metrics, grad.square().sum().sqrt().view(1)])
-        return stop_count.clone()  # a view would keep all of `packed` alive
+        state["sums"] += torch.cat([reduced["metrics"], grad.square().sum().sqrt().view(1)])
+        return reduced["stops"].clone()  # a view would keep all of the reduced vector alive
+
+    def train_micro_batch(self, cycles, weights, x):
+        """What the all-reduce adds up for sequences x, carry and batch; and their new carry.
+
+        The former is a dict: grads {name: float32}, rows [N] (how often the batch holds each row of the
+        puzzle embedding) and metrics {name of METRICS: sum}. weights: {name: tensor}, in forward_dtype.
+        """
+        with torch.enable_grad():
+            leaves = {name: t.detach().requires_grad_() for name, t in weights.items()}
+            loss, carry, metrics, _, _ = self.supervision_step(
+                self.model, leaves, x["carry"], x["batch"], self.c.halt_max_steps, self.c.loss_type,
+                cycles=cycles)
+            grads = torch.autograd.grad(loss, list(leaves.values()))
+        rows = self.zeros()["rows"]
+        if self.model.prefix:
+            identifiers = carry["puzzle_identifiers"]
+            rows = rows.index_add(0, identifiers, torch.ones_like(identifiers, dtype=torch.float32))
+        grads = {name: g.float() for name, g in zip(leaves, grads)}
+        return dict(grads=grads, rows=rows, metrics=metrics), carry
 
     @torch.no_grad()
     def eval_step(self, state, inputs):
@@ -207,30 +207,31 @@ class Run:
         step. inputs: as eval_inputs. Returns preds [B, S] and q_halt_logits [B] of this step, and
         surest_preds and surest_q_halt_logits of that step so far where q_halt was highest.
         """
-        model = self.model.eval()
-
-        def micro_batch(weights, x):
-            before, batch = x["carry"], x["batch"]
-            _, carry, metrics, answer, q_halt = self.supervision_step(
-                model, weights, before, batch, self.eval_depth, self.c.loss_type, training=False,
-                patience=self.c.eval_patience)
-            surer = before["halted"] | (q_halt >= before["surest_q_halt_logits"])  # halted: a new puzzle
-            carry["surest_preds"] = torch.where(surer.unsqueeze(-1), answer, before["surest_preds"])
-            carry["surest_q_halt_logits"] = torch.where(surer, q_halt, before["surest_q_halt_logits"])
-            if "noise_keys" in batch:
-                noise = normal_noise(batch["noise_keys"], carry["steps"], carry["z_L"].shape[1:])
-                noise *= torch.where(batch["noise_keys"] == 0, 0, self.c.eval_noise).view(-1, 1, 1)
-                carry["z_L"] = carry["z_L"] + noise.to(self.dtype)
-            return [metrics], carry | dict(preds=answer, q_halt_logits=q_halt)
-
+        self.model.eval()
         weights = self.cast(inputs["weights"], inputs["puzzle_emb"])
-        xs = dict(carry=state["carry"], batch=self.split(inputs["batch"]))
-        (metrics,), rows = self.device.sum_over(micro_batch, [torch.zeros_like(state["totals"])], weights, xs)
+        micro_batches = dict(carry=state["carry"], batch=self.split(inputs["batch"]))
+        metrics, rows = self.device.accumulate(
+            self.eval_micro_batch, self.zeros()["metrics"], weights, micro_batches)
         for name, t in state["carry"].items():
             t.copy_(rows[name])
-        state["totals"] += metrics
+        state["totals"] += torch.stack([*metrics.values()])
         names = "preds", "q_halt_logits", "surest_preds", "surest_q_halt_logits"
         return {name: rows[name].flatten(0, 1) for name in names}
+
+    def eval_micro_batch(self, weights, x):
+        """{name of METRICS: sum} of sequences x, carry and batch; and their new carry, with their answers."""
+        before, batch = x["carry"], x["batch"]
+        _, carry, metrics, answer, q_halt = self.supervision_step(
+            self.model, weights, before, batch, self.eval_depth, self.c.loss_type, training=False,
+            patience=self.c.eval_patience)
+        surer = before["halted"] | (q_halt >= before["surest_q_halt_logits"])  # halted: a new puzzle
+        carry["surest_preds"] = torch.where(surer.unsqueeze(-1), answer, before["surest_preds"])
+        carry["surest_q_halt_logits"] = torch.where(surer, q_halt, before["surest_q_halt_logits"])
+        if "noise_keys" in batch:
+            noise = normal_noise(batch["noise_keys"], carry["steps"], carry["z_L"].shape[1:])
+            noise *= torch.where(batch["noise_keys"] == 0, 0, self.c.eval_noise).view(-1, 1, 1)
+            carry["z_L"] = carry["z_L"] + noise.to(self.dtype)
+        return metrics, carry | dict(preds=answer, q_halt_logits=q_halt)
 
     def eval_inputs(self, batch, noise_keys=None):
         """The inputs of eval_step: the averaged weights where there are any.
@@ -252,24 +253,26 @@ class Run:
         """{name: [micro-batches, sequences in one, ...]} of {name: [sequences, ...]}."""
         return {k: t.view(-1, self.c.micro_batch_size or len(t), *t.shape[1:]) for k, t in rows.items()}
 
+    def zeros(self):
+        """The rows and metrics of train_micro_batch for no sequences."""
+        metrics = {name: torch.zeros((), device=self.device.torch) for name in METRICS}
+        rows = max(1, len(self.state["puzzle_emb"]))  # XLA: not empty
+        return dict(rows=torch.zeros(rows, device=self.device.torch), metrics=metrics)
+
     def restart(self):
-        """Gives every sequence new data at the next step, and starts the sums of the log anew."""
+        """Gives every sequence new data at the next step, and resets the log's sums."""
         carry = self.split(self.model.new_carry(self.batch_size, self.dtype))
         self.state |= self.device.put(dict(carry=carry, sums=torch.zeros(len(STATS))))
 
     def new_evaluation(self):
         """The state of an evaluation: a carry, with the surest answers, and totals [METRICS]."""
-        carry = self.eval_carry(self.batch_size)
-        return self.device.put(dict(carry=carry, totals=torch.zeros(len(METRICS))))
-
-    def eval_carry(self, batch_size):
-        carry = self.model.new_carry(batch_size, self.dtype)
+        carry = self.model.new_carry(self.batch_size, self.dtype)
         carry["surest_preds"] = torch.zeros_like(carry["inputs"])
-        carry["surest_q_halt_logits"] = torch.zeros(batch_size)
+        carry["surest_q_halt_logits"] = torch.zeros(self.batch_size)
         if self.c.eval_patience:
             carry["preds"] = torch.zeros_like(carry["inputs"])
             carry["repeats"] = torch.zeros_like(carry["steps"])
-        return self.split(carry)
+        return self.device.put(dict(carry=self.split(carry), totals=torch.zeros(len(METRICS))))
 
     def read_sums(self):
         """{name of STATS: sum over the steps since the last call}. Waits for the device."""
@@ -279,33 +282,51 @@ class Run:
 
     @torch.no_grad()
     def first_state(self, parameters, saved):
-        """weights, ema, m, v and puzzle_emb on the device: those of rank 0, as are the initial states."""
-        weights = flatten(p.detach() for p in parameters.values())
-        first = dict(weights=weights, ema=weights, m=torch.zeros_like(weights), v=torch.zeros_like(weights))
-        for name in ("ema", "m", "v"):
-            if name in saved:
-                first[name] = flatten(saved[name][k] for k in self.shapes)
-        first["puzzle_emb"] = self.model.puzzle_emb.weights if self.model.prefix else torch.zeros(0, 1)
-        first |= {name: getattr(self.model, name) for name in ("H_init", "L_init")}
-        vector = from_rank_0(self.device, flatten(first.values()))
-        first = unflatten(vector, {name: t.shape for name, t in first.items()})
+        """weights, ema, optimizer and puzzle_emb on the device: rank 0's, as are the initial latents."""
+        weights, model = flatten(p.detach() for p in parameters.values()), self.model
+        first = dict(weights=weights, ema=weights, optimizer={}, H_init=model.H_init, L_init=model.L_init)
+        first["puzzle_emb"] = model.puzzle_emb.weights if model.prefix else torch.zeros(0, 1)
+        ones, zeros = dict.fromkeys(rates(self.c, 0, 1), torch.ones(1)), torch.zeros_like(weights)
+        update_weights(self.c, self.shapes, weights.clone(), zeros, first["optimizer"], ones)
+        if "ema" in saved:
+            first["ema"] = self.as_vector(saved["ema"])
+        first["optimizer"] |= {name: self.as_vector(t) for name, t in saved.get("optimizer", {}).items()}
+        tensors, structure = tree_flatten(first)
+        vector = broadcast(self.device, flatten(t.float() for t in tensors))
+        parts = vector.split([t.numel() for t in tensors])
+        tensors = [part.view(t.shape).to(t.dtype, copy=True) for part, t in zip(parts, tensors)]
+        first = tree_unflatten(tensors, structure)
         for name in ("H_init", "L_init"):
-            getattr(self.model, name).copy_(first.pop(name))
-        return {name: self.device.put(t.clone()) for name, t in first.items()}
+            getattr(model, name).copy_(first.pop(name))
+        return self.device.put(first)
+
+    def as_vector(self, saved):
+        """A tensor of a checkpoint: one vector where state_dict split it by the names of the weights."""
+        return flatten(saved[name] for name in self.shapes) if isinstance(saved, dict) else saved
 
     def state_dict(self, step):
-        """A copy on the host of all that a resume needs, under the official names."""
-        def copy(name):
-            return self.state[name].to("cpu", copy=True)
+        """A copy on the host of all that a resume needs; weights and ema are state dicts of the model."""
+        def by_name(t):  # forks may reorder the weights, and an optimizer may keep other tensors
+            t = t.to("cpu", copy=True)
+            return unflatten(t, self.shapes) if t.shape == self.state["weights"].shape else t
 
-        weights = unflatten(copy("weights"), self.shapes)
-        weights |= {k: t.cpu() for k, t in self.model.named_buffers() if k in ("H_init", "L_init")}
+        others = {name: getattr(self.model, name).cpu() for name in ("H_init", "L_init")}
         if self.model.prefix:
-            weights["puzzle_emb.weights"] = copy("puzzle_emb")
-        state = dict(step=step, weights=weights)
-        for name in ("m", "v", "ema") if self.c.ema else ("m", "v"):
-            state[name] = unflatten(copy(name), self.shapes)
-        return state
+            others["puzzle_emb.weights"] = self.state["puzzle_emb"].to("cpu", copy=True)
+        state = dict(step=step, model=asdict(self.model.config))
+        state["weights"] = by_name(self.state["weights"]) | others
+        state["optimizer"] = {name: by_name(t) for name, t in self.state["optimizer"].items()}
+        return state | (dict(ema=by_name(self.state["ema"]) | others) if self.c.ema else {})
+
+
+def make_inputs(run, data, step, total_steps):
+    """The inputs of train_step `step`, on the device: this rank's batch, rates and stop_requested [1]."""
+    c, device = run.c, run.device
+    batch = data.train_batch(c.seed, step, c.global_batch_size, device.rank, device.world)
+    batch["min_halt_steps"] = halting_draws(c.seed, step, c.global_batch_size, c.halt_max_steps,
+                                            exploration(c, step, total_steps), device.rank, device.world)
+    step_rates = {name: np.float32([value]) for name, value in rates(c, step, total_steps).items()}
+    return device.put(dict(batch=batch, rates=step_rates, stop_requested=np.float32([stop_requested()])))
 
 
 # The loop.
@@ -319,15 +340,11 @@ def train(run, data, test, log, checkpoints, step, total_steps):
     log.restart_clock(step)
     while step < total_steps and not stop:
         new_stage = step in plan or cycles is None
-        cycles = cycles_at(plan, step)
+        cycles = plan[max(first for first in plan if first <= step)]
         if new_stage and len(plan) > 1:
-            log.say(f"curriculum: H_cycles {cycles[0]}, L_cycles {cycles[1]} from step {step + 1} on")
+            log.print0(f"curriculum: H_cycles {cycles[0]}, L_cycles {cycles[1]} from step {step + 1} on")
 
-        batch = data.train_batch(c.seed, step, c.global_batch_size, device.rank, device.world)
-        batch["min_halt_steps"] = halting_draws(c.seed, step, c.global_batch_size, c.halt_max_steps,
-                                                exploration(c, step, total_steps), device.rank, device.world)
-        inputs = device.put(dict(batch=batch, rates=rates(c, step, total_steps),
-                                 stop_requested=np.float32([stop_requested()])))
+        inputs = make_inputs(run, data, step, total_steps)
         stops = device.fetch(run.train_program(run.state, inputs, cycles))
         stop = previous_stops is not None and bool(previous_stops() > 0)  # does not wait for this step
         previous_stops, step = stops, step + 1
@@ -343,8 +360,10 @@ def train(run, data, test, log, checkpoints, step, total_steps):
             continue
         sums = run.read_sums()  # waits for the device
         if not math.isfinite(sums["lm_loss"] + sums["q_halt_loss"] + sums["grad_norm"]):
+            checkpoints.written()
+            saved = [path for path in checkpoint_paths(c.out_dir) if os.path.exists(json_of(path))]
             raise FloatingPointError(f"loss or gradient not finite between steps {log.step + 1} and {step}; "
-                                     f"the last good checkpoint: {checkpoints.last_good()}")
+                                     f"the last good checkpoint: {(saved or ['none yet'])[0]}")
         metrics = log.train(step, total_steps, sums, run, cycles)
         if eval_due:
             evaluation = evaluate(run, test, test.subset(c.eval_max_puzzles), f"evaluating at step {step}")
@@ -369,251 +388,26 @@ def train_and_evaluate(run, data, test, log, checkpoints, first_step, total_step
     began = time.time()
     step = train(run, data, test, log, checkpoints, first_step, total_steps)
     # All ranks leave together: one that went on to the evaluation would wait for rank 0 forever.
-    written = from_rank_0(run.device, torch.tensor([float(checkpoints.written())])).item()
-    if not written:
+    if not all(all_gather(run.device, checkpoints.written())):
         sys.exit(1)
     final = {}
     if step < total_steps:
-        log.say(f"stopped at step {step}, checkpoint saved in {run.c.out_dir}; "
-                "to continue: the same command with --init_from=resume")
+        log.print0(f"stopped at step {step}, checkpoint saved in {run.c.out_dir}; "
+                   "to continue: the same command with --init_from=resume")
     else:
         if step > first_step:
-            log.say(f"trained {step - first_step} steps in {duration(time.time() - began)}")
+            log.print0(f"trained {step - first_step} steps in {duration(time.time() - began)}")
         final = final_evaluation(run, test, log, step)
     faulthandler.cancel_dump_traceback_later()  # what follows has time limits of its own
-    uploaded = checkpoints.close(600 if final else 15)
-    log.close(30 if final else 10)
+    mirror = checkpoints.mirror
+    uploaded = not mirror or mirror.close(600 if final else 15)
+    if log.wandb:
+        log.wandb.close(30 if final else 10)
     if not final:
         sys.exit(3)
     if not uploaded:  # a slice may be deleted once its run says that it is complete
         sys.exit(1)
 
-
-# Evaluation.
-
-EVAL_BATCHES = 64  # taken at a time with eval_patience: places are filled again as puzzles leave
-
-
-def evaluate(run, test, indices, label, save_to=None):
-    """Evaluates the test puzzles `indices`: {"eval/...": number}, or {} if a stop is requested. All ranks.
-
-    save_to: a .npz file for eval_save_outputs.
-    """
-    device, size = run.device, run.batch_size
-    if run.c.eval_patience:
-        size *= EVAL_BATCHES
-    mine = indices[device.rank::device.world]
-    state, counts, saved, interrupted = run.new_evaluation(), {}, {}, False
-    saved_names = [name for name in run.c.eval_save_outputs.split(",") if name and save_to]
-    with Progress(label, len(mine) * run.c.eval_rollouts, "puzzles", run.c.eval_rollouts) as progress:
-        for i in range(0, math.ceil(len(indices) / device.world), size):  # as many batches on every rank
-            rows = mine[i:i + size]
-            attempts = solve_batch(run, test, rows, state, progress)
-            interrupted = len(attempts) < run.c.eval_rollouts
-            if interrupted:
-                break
-            arrays = attempts[0] | surest_of(attempts)
-            for name, solved in judge(test, attempts, arrays).items():
-                counts[name] = counts.get(name, 0) + solved.sum()
-            for name in saved_names:
-                saved.setdefault(name, []).append(arrays[name])
-    if saved and not interrupted:  # before the sum: once it is there, all ranks have saved theirs
-        save_outputs(save_to, mine, saved, run.device.say)
-    if device.sum_on_host(torch.tensor([float(interrupted)])).item():  # on this rank or another
-        return {}
-    sums = torch.cat([state["totals"].cpu(), torch.tensor([*counts.values()]).float()])
-    sums = dict(zip([*METRICS, *counts], device.sum_on_host(sums).tolist()))
-    return eval_values(sums)
-
-
-def solve_batch(run, test, indices, state, progress):
-    """The answers of each attempt at the test puzzles `indices`: a list of eval_rollouts dicts of arrays.
-
-    Each holds what test_batch and eval_step return. The list is shorter if a stop is requested.
-    """
-    n, attempts = len(indices), []
-    arrays = test.test_batch(indices, n + 1)  # the last row is padding
-    unscored = np.full_like(arrays["labels"], IGNORE_LABEL)
-    for attempt in range(run.c.eval_rollouts):
-        keys = test.noise_keys(run.c.seed, indices, attempt, n + 1)
-        labels = unscored if attempt else arrays["labels"]  # the totals are those of the first attempt
-        answers = solve_rows(run, arrays | dict(labels=labels), keys, state, progress)
-        if answers is None:
-            return attempts
-        attempts.append({name: a[:n] for name, a in (arrays | answers).items()})
-    return attempts
-
-
-def solve_rows(run, rows, noise_keys, state, progress):
-    """What eval_step returns for each row when its sequence halts, as arrays; None if a stop is requested.
-
-    rows: {name: [n + 1, ...]}, the last of them padding. A place of the batch takes the next row when its
-    sequence halts. Without eval_patience they all do so together, and nothing waits for the device before.
-    """
-    n, answers, next_row = len(noise_keys) - 1, {}, 0  # row n is the padding
-    all_halted = torch.ones(state["carry"]["halted"].shape, dtype=torch.bool)
-    state["carry"]["halted"] = run.device.put(all_halted)  # padding of the last call may not have
-    place = np.full(run.batch_size, n)  # the row that each place solves
-    halted = np.ones(run.batch_size, dtype=bool)
-    while True:
-        free = np.flatnonzero(halted)
-        place[free] = np.minimum(np.arange(next_row, next_row + len(free)), n)
-        next_row += len(free)
-        inputs = run.eval_inputs({name: a[place] for name, a in rows.items()}, noise_keys[place])
-        for _ in range(1 if run.c.eval_patience else run.eval_depth):
-            if stop_requested():
-                return None
-            outputs = run.eval_program(state, inputs)
-            restart_watchdog(run.c)
-        halted = state["carry"]["halted"].cpu().numpy().ravel()
-        for name, t in outputs.items():
-            answer = t.cpu().numpy()
-            answers.setdefault(name, np.zeros((n + 1, *answer.shape[1:]), answer.dtype))
-            answers[name][place[halted]] = answer[halted]
-        if run.device.rank == 0:
-            progress.add((place[halted] < n).sum())
-        place[halted] = n
-        if next_row >= n and (place == n).all():
-            return answers
-
-
-def surest_of(attempts):
-    """surest_preds and surest_q_halt_logits of the attempts, for each puzzle those of the surest one."""
-    q_halt = np.stack([arrays["surest_q_halt_logits"] for arrays in attempts])
-    preds = np.stack([arrays["surest_preds"] for arrays in attempts])
-    surest = q_halt.argmax(0), np.arange(q_halt.shape[1])
-    return dict(surest_preds=preds[surest], surest_q_halt_logits=q_halt[surest])
-
-
-def majority_of(attempts):
-    """For each puzzle, the answer that most attempts give; of several, the surest."""
-    preds = np.stack([arrays["surest_preds"] for arrays in attempts])
-    q_halt = np.stack([arrays["surest_q_halt_logits"] for arrays in attempts])
-    votes = np.stack([(preds == answer).all(-1).sum(0) for answer in preds])
-    return preds[np.where(votes == votes.max(0), q_halt, -np.inf).argmax(0), np.arange(preds.shape[1])]
-
-
-def judge(test, attempts, arrays):
-    """{name of a metric: which of a batch's puzzles it counts, bool [n]}, for all but METRICS.
-
-    arrays: inputs, labels, preds and surest_preds. The keys do not depend on the puzzles.
-    """
-    labels, is_maze = arrays["labels"], test.manifest.get("kind") == "maze"
-
-    def is_solved(preds):
-        scored = labels != IGNORE_LABEL
-        return ((preds == labels) | ~scored).all(1) & scored.any(1)
-
-    answers = {"": arrays["preds"], "surest_": arrays["surest_preds"]}
-    if is_maze and len(attempts) > 1:
-        answers["majority_"] = majority_of(attempts)
-    counted = {name + "accuracy": is_solved(preds) for name, preds in answers.items() if name}
-    if is_maze:
-        for name, preds in answers.items():
-            valid, optimal = path_metrics(arrays["inputs"], labels, preds, test.manifest["grid"])
-            counted |= {name + "path_valid": valid, name + "path_optimal": optimal}
-    if len(attempts) > 1:
-        solved = np.stack([is_solved(attempt["surest_preds"]) for attempt in attempts])
-        powers = [2 ** i for i in range(len(attempts).bit_length())]
-        q_halt = np.stack([attempt["surest_q_halt_logits"] for attempt in attempts])
-        for n in sorted({*powers, len(attempts)}):
-            counted[f"surest_of_{n}"] = solved[q_halt[:n].argmax(0), np.arange(len(labels))]
-            counted[f"any_of_{n}"] = solved[:n].any(0)
-    return counted
-
-
-def eval_values(sums):
-    """{"eval/...": number} of the sums over all ranks, of METRICS and of judge's counts."""
-    count = max(sums["count"], 1)
-    values = {"eval/" + name: value / count for name, value in sums.items()}
-    for name in ("count", "lm_loss", "q_halt_loss"):
-        del values["eval/" + name]
-    values["eval/loss"] = (sums["lm_loss"] + 0.5 * sums["q_halt_loss"]) / count
-    values["eval/puzzles"] = int(sums["count"])
-    return values
-
-
-def save_outputs(path, indices, parts, say):
-    """Writes eval_save_outputs; a disk that is full costs a line in the log."""
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with replacing(path) as f:
-            np.savez_compressed(f, indices=indices, **{name: np.concatenate(p) for name, p in parts.items()})
-    except OSError as e:
-        say(f"{path}: not written: {e}")
-
-
-def final_evaluation(run, test, log, step):
-    """The evaluation at the end, in the log; {} if it was interrupted. All ranks."""
-    c, device = run.c, run.device
-    rank = f".{device.rank}" if device.world > 1 else ""
-    outputs = os.path.join(c.out_dir, f"eval_{step:08d}{rank}.npz")
-    label = "evaluation" if c.eval_only else "final evaluation"
-    values = evaluate(run, test, test.subset(c.eval_final_max_puzzles), label, outputs)
-    if not values:
-        how = "" if c.eval_only else " with --init_from=resume"
-        log.say(f"{label} stopped; the same command{how} starts it again")
-        return {}
-    example = show_puzzle(run, test) if c.eval_show_puzzle or wandb_wanted(c) else ""
-    if c.eval_only:
-        log.say(eval_line(values, step))  # metrics.jsonl is the record of the training run
-    else:
-        log.evaluation(step, {"final": True, **values}, example if wandb_wanted(c) else "")
-    if c.eval_show_puzzle:
-        log.say("\n" + example)
-    return values
-
-
-def show_puzzle(run, test):
-    """A text: a test puzzle and the answers after supervision steps 1, 2, 4, ..., wrong cells marked with *.
-
-    Of one batch, it is the puzzle that these steps improved the most. With eval_patience, the answer with
-    which it left stays. All ranks.
-    """
-    arrays = test.test_batch(test.subset(run.batch_size), run.batch_size)
-    inputs, state, answers = run.eval_inputs(arrays), run.new_evaluation(), {}
-    answer, labels = arrays["inputs"], arrays["labels"]
-    left = np.zeros(run.batch_size, dtype=bool)  # the device starts these again
-    for step in range(1, run.eval_depth + 1):
-        preds = run.eval_program(state, inputs)["preds"].cpu().numpy()
-        restart_watchdog(run.c)
-        answer = np.where(left[:, None], answer, preds)
-        left |= state["carry"]["halted"].cpu().numpy().ravel()
-        if step & (step - 1) == 0 or step == run.eval_depth:
-            answers[step] = answer
-    wrong = {step: (answer != labels) & (labels != IGNORE_LABEL) for step, answer in answers.items()}
-    i = int((wrong[1].sum(1) - wrong[run.eval_depth].sum(1)).argmax())
-    symbols = test.manifest.get("symbols") or [str(token) for token in range(test.vocab_size)]
-    rows, columns = test.manifest.get("grid") or [1, test.seq_len]
-    grids = [("question", arrays["inputs"][i], [False] * test.seq_len)]
-    for step, answer in answers.items():
-        count = wrong[step][i].sum()
-        title = f"step {step}: " + (f"{count} wrong" if count else "solved")
-        grids.append((title, answer[i], wrong[step][i]))
-    return side_by_side(grids, symbols, rows, columns)
-
-
-def side_by_side(grids, symbols, rows, columns):
-    """A text: grids next to each other, as many as 120 characters hold.
-
-    grids: [(title, tokens, which cells to mark with *)], each with `rows` x `columns` cells.
-    """
-    width = max(3 * columns, *(len(title) for title, _, _ in grids)) + 2
-    per_line, lines = max(1, 120 // width), []
-    for j in range(0, len(grids), per_line):
-        shown = grids[j:j + per_line]
-        lines.append("".join(title.ljust(width) for title, _, _ in shown))
-        for first in range(0, rows * columns, columns):
-            line = ""
-            for _, tokens, marked in shown:
-                cells = range(first, first + columns)
-                line += " ".join(("*" if marked[k] else " ") + symbols[tokens[k]] for k in cells).ljust(width)
-            lines.append(line)
-        lines.append("")
-    return "\n".join(line.rstrip() for line in lines)
-
-
-# Schedules: pure functions of the step, from 0.
 
 def epoch_size(data):
     """Examples of an epoch."""
@@ -631,41 +425,170 @@ def evaluation_due(c, epoch, step):
     return interval > 0 and examples // interval > (examples - c.global_batch_size) // interval
 
 
-def rates(c, step, total_steps):
-    """[lr, puzzle_emb_lr, 1 - beta1^t, 1 - beta2^t], t = step + 1; float32."""
-    lr, puzzle_emb_lr = (learning_rate(peak, step, c.lr_warmup_steps, total_steps, c.lr_min_ratio)
-                         for peak in (c.lr, c.puzzle_emb_lr))
-    return np.float32([lr, puzzle_emb_lr, 1 - c.beta1 ** (step + 1), 1 - c.beta2 ** (step + 1)])
+# Evaluation: a queue of puzzles, and a batch of slots that take the next one when theirs has left.
+
+class Solver:
+    """Solves the test puzzles `indices`, eval_rollouts times each, all but the first time with noise.
+
+    answers: {name: [attempts, puzzles, ...]}, what eval_step returned when a puzzle left.
+    """
+
+    def __init__(self, run, test, indices):
+        self.run, self.test, self.indices, self.attempts = run, test, indices, run.c.eval_rollouts
+        n, slots = len(indices), run.batch_size
+        self.next, self.end = 0, n * self.attempts  # the queue: attempt i is at puzzle i // attempts
+        self.slots = np.full(slots, -1)  # the attempt in each slot; -1: free
+        self.state, self.batch = run.new_evaluation(), test.test_batch([], slots)
+        self.keys = np.zeros(slots, dtype=np.int32)
+        self.noise_keys = np.stack([test.noise_keys(run.c.seed, indices, attempt, n)
+                                    for attempt in range(self.attempts)])
+        tokens = np.min_scalar_type(test.vocab_size)
+        self.answers = {name: np.zeros((self.attempts, n, test.seq_len), tokens)
+                        for name in ("preds", "surest_preds")}
+        self.answers |= {name: np.zeros((self.attempts, n), np.float32)
+                         for name in ("q_halt_logits", "surest_q_halt_logits")}
+
+    def left(self):
+        """How many attempts have not left."""
+        return self.end - self.next + (self.slots >= 0).sum()
+
+    def fill(self):
+        """Gives the free slots the next attempts of the queue."""
+        free = np.flatnonzero(self.slots < 0)[:self.end - self.next]
+        self.slots[free] = np.arange(self.next, self.next + len(free))
+        self.next += len(free)
+        puzzle, attempt = np.divmod(self.slots[free], self.attempts)
+        rows = self.test.test_batch(self.indices[puzzle], len(free))
+        rows["labels"][attempt > 0] = IGNORE_LABEL  # the device's totals are those of the first attempts
+        for name, array in rows.items():
+            self.batch[name][free] = array
+        self.keys[free] = self.noise_keys[attempt, puzzle]
+
+    def step(self):
+        """Fills the free slots, runs a step, and collects what has left: how many attempts."""
+        self.fill()
+        inputs = self.run.eval_inputs(self.batch, self.keys)
+        # Without eval_patience all puzzles leave together, and nothing waits for the device before.
+        for _ in range(1 if self.run.c.eval_patience else self.run.eval_depth):
+            outputs = self.run.eval_program(self.state, inputs)
+            restart_watchdog(self.run.c)
+        halted = self.state["carry"]["halted"].cpu().numpy().ravel()
+        left = np.flatnonzero(halted & (self.slots >= 0))
+        puzzle, attempt = np.divmod(self.slots[left], self.attempts)
+        for name, t in outputs.items() if len(left) else ():
+            self.answers[name][attempt, puzzle] = t.cpu().numpy()[left]
+        self.slots[left] = -1
+        self.batch["labels"][left] = IGNORE_LABEL  # a slot that stays free is not counted again
+        return len(left)
 
 
-def exploration(c, step, total_steps):
-    """The halt_exploration_prob of a step."""
-    first, last = c.halt_exploration_prob, c.halt_exploration_prob_end
-    if last == -1:
-        return first
-    return first + (last - first) * step / max(1, total_steps - 1)
+def evaluate(run, test, indices, label, save_to=None):
+    """Evaluates the test puzzles `indices`: {"eval/...": number}, or {} if a stop is requested. All ranks.
+
+    save_to: where eval_save_outputs go, a path without its ending.
+    """
+    c, device = run.c, run.device
+    if save_to and device.local_rank == 0:
+        for path in glob.glob(glob.escape(save_to) + "*.npz"):  # an earlier one may have had more ranks
+            os.remove(path)
+    mine, any_left = indices[device.rank::device.world], True
+    solver = Solver(run, test, mine)
+    with Progress(label, len(mine) * c.eval_rollouts, "puzzles", c.eval_rollouts) as progress:
+        while any_left:
+            for _ in range(run.eval_depth if c.eval_patience else 1):
+                if stop_requested() or not solver.left():
+                    break
+                done = solver.step()
+                if device.rank == 0:
+                    progress.add(done)
+            # Ranks need different numbers of steps, and meet here.
+            stops, left = zip(*all_gather(device, (stop_requested(), solver.left())))
+            if any(stops):
+                return {}
+            any_left = any(left)
+    answers = solver.answers
+    surest = answers["surest_q_halt_logits"].argmax(0), np.arange(len(mine))  # of each puzzle's attempts
+    arrays = test.test_batch(mine, len(mine))
+    arrays |= {name: a[surest] if name.startswith("surest") else a[0] for name, a in answers.items()}
+    if save_to:
+        save_outputs(c, device, save_to, mine, arrays)
+    sums = dict(zip(METRICS, solver.state["totals"].cpu().tolist()))
+    sums |= puzzles.count_correct(test.manifest, arrays, answers["surest_preds"])
+    return eval_values(all_gather(device, sums))
 
 
-def stages(c, epoch):
-    """The curriculum: {first step: (H_cycles, L_cycles)}, growing with the share of its epochs done."""
-    if not c.curriculum_epochs:
-        return {0: (c.H_cycles, c.L_cycles)}
-    growth = c.H_cycles - c.H_cycles_start, c.L_cycles - c.L_cycles_start
-    shares = {Fraction(0)} | {Fraction(i, n) for n in growth for i in range(1, n + 1)}
-    plan = {}
-    for share in sorted(shares):
-        first_step = math.ceil(share * c.curriculum_epochs * epoch / c.global_batch_size)
-        H_growth, L_growth = (int(share * n) for n in growth)
-        plan[first_step] = c.H_cycles_start + H_growth, c.L_cycles_start + L_growth
-    return plan
+def eval_values(ranks):
+    """{"eval/...": number} of the ranks' sums, of METRICS and of puzzles.count_correct."""
+    sums = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
+    values = {"eval/" + name: value / max(sums["count"], 1) for name, value in sums.items()}
+    lm_loss, q_halt_loss, _ = (values.pop("eval/" + name) for name in ("lm_loss", "q_halt_loss", "count"))
+    return values | {"eval/loss": lm_loss + 0.5 * q_halt_loss, "eval/puzzles": int(sums["count"])}
 
 
-def cycles_at(plan, step):
-    """(H_cycles, L_cycles) of a step; plan: as stages returns it."""
-    return plan[max(first for first in plan if first <= step)]
+def save_outputs(c, device, path, indices, arrays):
+    """Writes the rank's part of eval_save_outputs. If the disk is full, that is logged."""
+    path += f".{device.rank}.npz" if device.world > 1 else ".npz"
+    arrays = {name: arrays[name] for name in c.eval_save_outputs.split(",") if name}
+    try:
+        os.makedirs(c.out_dir, exist_ok=True)
+        with replacing(path) as f:
+            np.savez_compressed(f, indices=indices, **arrays)
+    except OSError as e:
+        device.print0(f"{path}: not written: {e}")
+
+
+def final_evaluation(run, test, log, step):
+    """The final evaluation, in the log; {} if it was interrupted. All ranks."""
+    c = run.c
+    label = "evaluation" if c.eval_only else "final evaluation"
+    save_to = os.path.join(c.out_dir, f"eval_{step:08d}") if c.eval_save_outputs else None
+    values = evaluate(run, test, test.subset(c.eval_final_max_puzzles), label, save_to)
+    if not values:
+        how = "" if c.eval_only else " with --init_from=resume"
+        log.print0(f"{label} stopped; the same command{how} starts it again")
+        return {}
+    example = show_puzzle(run, test) if c.eval_show_puzzle or wandb_wanted(c) else ""
+    if c.eval_only:
+        log.print0(eval_line(values, step))  # metrics.jsonl is the record of the training run
+    else:
+        log.evaluation(step, {"final": True, **values}, example)
+    if c.eval_show_puzzle:
+        log.print0("\n" + example)
+    return values
+
+
+def show_puzzle(run, test):
+    """A text: a test puzzle and the answers after supervision steps 1, 2, 4, ..., wrong cells marked with *.
+
+    Of one batch, it is the puzzle that these steps improved the most. With eval_patience, the answer with
+    which it left stays. All ranks.
+    """
+    n, answers = min(run.batch_size, len(test)), {}
+    arrays = test.test_batch(test.subset(n), run.batch_size)
+    inputs, state, labels = run.eval_inputs(arrays), run.new_evaluation(), arrays["labels"]
+    answer, left = arrays["inputs"], np.zeros(run.batch_size, dtype=bool)
+    for step in range(1, run.eval_depth + 1):
+        preds = run.eval_program(state, inputs)["preds"].cpu().numpy()
+        restart_watchdog(run.c)
+        answer = np.where(left[:, None], answer, preds)  # the device starts those again
+        left |= state["carry"]["halted"].cpu().numpy().ravel()
+        if step & (step - 1) == 0 or step == run.eval_depth:
+            answers[step] = answer
+    wrong = {step: (answer != labels) & (labels != IGNORE_LABEL) for step, answer in answers.items()}
+    i = int((wrong[1].sum(1) - wrong[run.eval_depth].sum(1))[:n].argmax())  # the rest is padding
+    grids = [("question", arrays["inputs"][i], [False] * test.seq_len)]
+    for step, answer in answers.items():
+        count = wrong[step][i].sum()
+        title = f"step {step}: " + (f"{count} wrong" if count else "solved")
+        grids.append((title, answer[i], wrong[step][i]))
+    symbols = test.manifest.get("symbols") or [str(token) for token in range(test.vocab_size)]
+    return puzzles.side_by_side(grids, symbols, *test.manifest.get("grid") or [1, test.seq_len])
 
 
 # Checkpoints: ckpt_STEP.pt and best.pt in out_dir, each with a .json, written after it, that holds its hash.
+
+NUMBERED = re.compile(r"(ckpt_\d{8,})\.(pt|json)")
+
 
 class Checkpoints:
     """Writes rank 0's checkpoints on a background thread, prunes them, and tells the bucket's mirror."""
@@ -675,44 +598,37 @@ class Checkpoints:
         self.best, self.data_sha256 = start.best, data_sha256
         self.writer, self.writing, self.mirror = ThreadPoolExecutor(1), None, None
         if self.rank == 0:
-            remove(*glob.glob(os.path.join(glob.escape(c.out_dir), "*.tmp")))  # of a process that was killed
-        if c.gcs_dir and log.path:
-            self.mirror = Mirror(c, log, start.step, everything=device.rank == 0)
+            for path in glob.glob(os.path.join(glob.escape(c.out_dir), "*.tmp")):  # of a killed process
+                os.remove(path)
+            if c.gcs_dir:
+                self.mirror = Mirror(c, log, f"ckpt_{start.step:08d}")
 
     def save(self, name, step, run, metrics):
         """Begins to write out_dir/name.pt and its .json, after the one before: memory holds one copy."""
         if self.rank == 0:
             self.written()
             state = run.state_dict(step)
-            state |= dict(settings=vars(self.c), data=self.data_sha256, wandb_id=self.log.wandb_id)
+            state |= dict(settings=vars(self.c), data=self.data_sha256, wandb_id=self.log.wandb_id,
+                          best=self.best)
             self.writing = self.writer.submit(self.write, name, state, metrics)
-        elif self.mirror:
-            self.mirror.update()
 
     def write(self, name, state, metrics):
         path = os.path.join(self.c.out_dir, name)
         with replacing(path + ".pt") as f:
             torch.save(state, f)
-        description = dict(step=state["step"], sha256=file_sha256(path + ".pt"), data=state["data"],
+        description = dict(step=state["step"], sha256=file_hash(path + ".pt"), data=state["data"],
                            settings=state["settings"], metrics=metrics)
         with replacing(path + ".json") as f:
             f.write(json.dumps(description, indent=1).encode())
-        if checkpoint_step(name + ".pt") is not None:
-            self.prune(path + ".pt")
-        if self.mirror:
-            self.mirror.update()
-
-    def prune(self, newest):
-        """Removes all but keep_last_n; those after `newest` were found damaged and do not count."""
-        older = [path for path in checkpoint_paths(self.c.out_dir) if path <= newest]
-        for path in older[self.c.keep_last_n:]:
-            remove(path, json_of(path))
+        for old in outdated(os.listdir(self.c.out_dir), name, self.c.keep_last_n):
+            os.remove(os.path.join(self.c.out_dir, old))
+        if self.mirror and name != "best":
+            self.mirror.update(name)
 
     def save_if_best(self, step, run, metrics):
         """Saves best.pt if no earlier evaluation was better."""
-        accuracy = metrics["eval/" + self.c.best_metric]
-        if accuracy > self.best:
-            self.best = accuracy
+        if metrics["eval/exact_accuracy"] > self.best:
+            self.best = metrics["eval/exact_accuracy"]
             self.save("best", step, run, metrics)
 
     def written(self):
@@ -722,53 +638,27 @@ class Checkpoints:
             if writing:
                 writing.result()
         except (OSError, RuntimeError) as e:  # torch.save reports a full disk by a RuntimeError
-            self.log.say(f"checkpoint not written: {e}")
-            self.best = best_accuracy(self.c)  # that of the file that is there
+            self.log.print0(f"checkpoint not written: {e}")
             return False
         return True
 
-    def last_good(self):
-        """Path of the newest complete checkpoint, for an error message."""
-        self.written()
-        complete = [path for path in checkpoint_paths(self.c.out_dir) if os.path.exists(json_of(path))]
-        return complete[0] if complete else "none yet"
 
-    def close(self, seconds):
-        """Waits for the mirror, up to `seconds`. Returns whether the bucket has everything."""
-        return not self.mirror or self.mirror.close(seconds)
+def outdated(names, newest, keep):
+    """Which of the names to delete, a .json before its .pt, once the checkpoint `newest` is complete.
 
-
-@contextmanager
-def replacing(path):
-    """A file for writing that becomes path once it is complete and on the disk, and is removed on failure."""
-    try:
-        with open(path + ".tmp", "wb") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(path + ".tmp", path)
-    except BaseException:
-        remove(path + ".tmp")
-        raise
-
-
-def remove(*paths):
-    for path in paths:
-        if os.path.exists(path):
-            os.remove(path)
-
-
-def checkpoint_step(name):
-    """N for ckpt_N.pt, None for any other name of a file."""
-    match = re.fullmatch(r"ckpt_(\d{8,})\.pt", name)
-    return int(match[1]) if match else None
+    All but the last `keep` complete ones. Those after `newest` were found damaged, and do not count.
+    """
+    matches = sorted((m for m in map(NUMBERED.fullmatch, names) if m and m[1] <= newest), key=lambda m: m[0])
+    stems = [m[1] for m in matches]
+    kept = [stem for stem in dict.fromkeys(stems) if stems.count(stem) == 2][-keep:]
+    return [m[0] for m in matches if m[1] not in kept]
 
 
 def checkpoint_paths(out_dir):
-    """Paths of the numbered checkpoints, newest first."""
+    """Paths of the numbered checkpoints, newest first; those without a .json are not complete."""
     names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
-    numbered = sorted((name for name in names if checkpoint_step(name) is not None), key=checkpoint_step)
-    return [os.path.join(out_dir, name) for name in reversed(numbered)]
+    numbered = [name for name in names if NUMBERED.fullmatch(name) and name.endswith(".pt")]
+    return [os.path.join(out_dir, name) for name in sorted(numbered, reverse=True)]
 
 
 def json_of(path):
@@ -781,7 +671,7 @@ def newest_checkpoint(out_dir, say):
     for path in checkpoint_paths(out_dir):
         try:
             with open(json_of(path), "rb") as f:
-                if json.load(f)["sha256"] != file_sha256(path):
+                if json.load(f)["sha256"] != file_hash(path):
                     raise ValueError("it does not match the hash in its .json")
             state = read_checkpoint(path)
             say(f"resuming from {path}")
@@ -809,164 +699,58 @@ def read_checkpoint(path):
     return state if "weights" in state else {"weights": weights}
 
 
-def load_weights(model, named, where):
-    """Copies weights by official names into the model. Raises UserError for names or shapes that do not fit.
-
-    where: their source, for the error. A puzzle embedding of other puzzles is averaged, as officially.
-    """
-    named = {name.removeprefix("_orig_mod.").removeprefix("model.").removeprefix("inner."): t.float()
-             for name, t in named.items()}
-    own, table = model.state_dict(), "puzzle_emb.weights"
-    if table in named and table in own and named[table].shape[0] != own[table].shape[0]:
-        named[table] = named[table].mean(0, keepdim=True).expand(len(own[table]), -1)
-    hint = "its model has other settings (mlp_t, L_layers, pos_encodings, puzzle_emb_ndim?)"
-    for problem, names in (("lacks", own.keys() - named.keys()), ("also has", named.keys() - own.keys())):
-        if names:
-            raise UserError(f"{where}: {problem} {min(names)}: {hint}")
-    for name, t in own.items():
-        if named[name].shape != t.shape:
-            raise UserError(f"{where}: {name} has shape {list(named[name].shape)}, "
-                            f"these settings need {list(t.shape)}")
-    model.load_state_dict(named)
-
-
 def write_official(c, model, state):
     """Writes the weights that an evaluation would use as a checkpoint that the official code loads."""
     weights = model.state_dict() | (state.get("ema", {}) if c.ema else {})
     for name in ("H_init", "L_init"):  # the official code holds these in the dtype of its forward pass
         weights[name] = weights[name].to(getattr(torch, c.forward_dtype))
     official = {"_orig_mod.model.inner." + name: t.clone() for name, t in weights.items()}
-    with replacing(c.export_official) as f:
-        torch.save(official, f)
+    try:
+        with replacing(c.export_official) as f:
+            torch.save(official, f)
+    except OSError as e:
+        raise UserError(f"--export_official={c.export_official}: {e.strerror}") from None
     print(f"wrote {c.export_official}: {len(official)} tensors under the official code's names")
 
 
-def find_start(c, data, model, total_steps, start):
-    """Fills in `start` from init_from and loads its weights into the model. Rank 0 only.
-
-    Raises UserError where init_from, out_dir and gcs_dir do not fit together.
-    """
-    bucket = Bucket(c.gcs_dir) if c.gcs_dir else None
-    reads_only = bool(c.eval_only or c.export_official)
-    resumes = c.init_from in ("resume", "auto")
-    if bucket:
-        bucket.check(write=not reads_only, patient=resumes)  # a restart has time to wait for the bucket
-    if resumes:
-        state = find_checkpoint(c, bucket, data, start.notes.append)
-    else:
-        if not reads_only:
-            refuse_other_run(c, bucket)
-        state = read_checkpoint(c.init_from) if c.init_from != "scratch" else {}
-    if not state:
-        return
-    load_weights(model, state["weights"], c.out_dir if resumes else c.init_from)
-    if not resumes:
-        start.state = {"ema": state["ema"]} if "ema" in state else {}
-        return
-    if state["step"] > total_steps and not reads_only:
-        raise UserError(f"{c.out_dir} is at step {state['step']}, past the {total_steps} steps of this run: "
-                        "raise max_steps or epochs")
-    for name, value in vars(c).items():
-        before = state["settings"].get(name)
-        if before != value and name not in ("init_from", "eval_only"):
-            start.notes.append(f"{name} is {value}; the checkpoint had {before}")
-    start.step, start.state, start.wandb_id = state["step"], state, state["wandb_id"]
-    start.best = best_accuracy(c)
-    lines = metrics_lines(c.out_dir)
-    start.complete = start.step == total_steps and any(
-        '"final": true' in line and line_step(line) == start.step for line in lines)
-
-
-def find_checkpoint(c, bucket, data, say):
-    """The newest complete checkpoint of out_dir or the bucket; {} if init_from=auto starts from scratch."""
-    notes = []
-    state = newest_checkpoint(c.out_dir, notes.append)
-    if bucket:
-        state = download_newer(c, bucket, state, notes.append)
-    had_one = any(os.path.exists(json_of(path)) for path in checkpoint_paths(c.out_dir))
-    if not state and (c.init_from == "resume" or c.eval_only or c.export_official or had_one):
-        where = f"{c.out_dir} and {c.gcs_dir}" if bucket else c.out_dir
-        hint = "--out_dir=... starts another run" if had_one else "--init_from=auto starts from scratch"
-        problem = f"--init_from={c.init_from}: no complete checkpoint in {where}"
-        raise UserError("; ".join([problem, *notes, hint]))
-    for note in notes:
-        say(note)
-    if state and state["data"] != data.sha256:
-        raise UserError(f"{c.data_path} is not the data set that the checkpoint in {c.out_dir} "
-                        "was trained on: choose that one, or another --out_dir")
-    return state
-
-
-def download_newer(c, bucket, state, say):
-    """state, or the bucket's newest complete checkpoint if it is newer: downloaded, with the run's log."""
-    remote_files = bucket.list()
-    complete = [n for n in remote_files if checkpoint_step(n) is not None and json_of(n) in remote_files]
-    for name in sorted(complete, key=checkpoint_step, reverse=True):
-        if checkpoint_step(name) <= state.get("step", -1):
-            break
-        say(f"fetching {name[:-3]} from {c.gcs_dir}")
-        logs = ["metrics.jsonl", "log.txt", "wandb.json", "best.pt", "best.json"]
-        for file in [*logs, name, json_of(name)]:
-            if file in remote_files:
-                bucket.download(file, os.path.join(c.out_dir, file))
-        state = newest_checkpoint(c.out_dir, say)
-    return state
-
-
-def refuse_other_run(c, bucket):
-    """Raises UserError if out_dir or the bucket's folder holds a run."""
-    files = [os.path.join(c.out_dir, name) for name in ("best.pt", "metrics.jsonl")]
-    if checkpoint_paths(c.out_dir) or any(map(os.path.exists, files)):
-        raise UserError(f"{c.out_dir} holds a run: "
-                        "--init_from=auto continues it, --out_dir=... starts another")
-    if bucket and any(name.startswith(("ckpt_", "best.", "metrics.")) for name in bucket.list()):
-        raise UserError(f"{c.gcs_dir} holds a run: "
-                        "--init_from=auto continues it, --gcs_dir=... starts another")
-
-
-def best_accuracy(c):
-    """The best_metric of best.pt, or -1 where there is none."""
-    path = os.path.join(c.out_dir, "best.json")
-    if not os.path.exists(path):
-        return -1.0
+def load_weights(model, named, where):
+    """Loads weights by the official code's names. Raises UserError if they do not fit; where: their file."""
     try:
-        with open(path, "rb") as f:
-            return json.load(f)["metrics"].get("eval/" + c.best_metric, -1.0)
-    except (ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{path}: damaged ({e}); remove it and best.pt") from None
+        model.load_named(named)
+    except ValueError as e:
+        raise UserError(f"{where}: {e}") from None
 
 
 class Mirror:
-    """A thread that copies what is new in out_dir to gcs_dir. If that fails, the next update tries again.
+    """A thread that copies out_dir to gcs_dir: the newest checkpoint, .pt before .json, then other files.
 
-    Rank 0 copies everything, another host its log. Only numbered checkpoints of this run are deleted there.
+    A checkpoint that a newer one overtakes is skipped whole. What fails is tried again at the next update,
+    and training continues.
     """
 
-    def __init__(self, c, log, first_step, everything):
-        """first_step: where this run starts. The bucket's checkpoints up to there are its own."""
-        self.c, self.log, self.first_step, self.everything = c, log, first_step, everything
-        self.bucket, self.own, self.failing, self.closing = Bucket(c.gcs_dir), None, False, False
+    def __init__(self, c, log, newest):
+        """newest: the name of the checkpoint from which the run starts, without its ending."""
+        self.c, self.log, self.newest = c, log, newest
+        self.bucket, self.failing, self.closing = Bucket(c.gcs_dir), False, False
         self.changed = threading.Event()
         self.thread = threading.Thread(target=self.work, daemon=True)  # does not keep the process alive
         self.thread.start()
 
-    def update(self):
-        """Begins to copy what is new."""
+    def update(self, newest=None):
+        """Begins to copy what is new; newest: the name of a checkpoint that is complete."""
+        self.newest = newest or self.newest
         self.changed.set()
 
     def close(self, seconds):
-        """Copies what is new, within the given time. Returns whether it did; logs of other hosts may lack."""
+        """Copies what is new, within the given time. Returns whether the bucket has everything."""
         self.closing = True
         self.update()
-        self.thread.join(5)
-        if self.thread.is_alive():
-            self.log.say(f"uploading to {self.c.gcs_dir}, for {seconds} s at most")
-            self.thread.join(seconds - 5)
+        self.log.print0(f"uploading to {self.c.gcs_dir}, for {seconds} s at most")
+        self.thread.join(seconds)
         complete = not (self.thread.is_alive() or self.failing)
         if not complete:
-            self.log.say(f"upload to {self.c.gcs_dir} not complete; {self.c.out_dir} has everything, and "
-                         "the same command with --init_from=auto uploads the rest")
-        return complete or not self.everything
+            self.log.print0(f"upload to {self.c.gcs_dir} not complete; --init_from=auto uploads the rest")
+        return complete
 
     def work(self):
         last = False
@@ -974,44 +758,48 @@ class Mirror:
             self.changed.wait()
             self.changed.clear()
             last = self.closing
-            try:
-                self.copy()
-                self.failing = False
-            except Exception as e:  # whatever it is, training continues
-                if not self.failing:
-                    self.log.say(f"upload failed, the next checkpoint tries again: {e}")
-                self.failing = True
+            failed_before, self.failing = self.failing, True  # until it has succeeded
+            errors = self.copy()
+            self.failing = bool(errors)
+            if errors and not failed_before:
+                self.log.print0(f"upload failed, the next checkpoint tries again: {errors[0]}")
 
     def copy(self):
-        remote_files = self.bucket.list()
-        if self.own is None:
-            steps = {name: checkpoint_step(name) for name in remote_files}
-            self.own = {name for name, step in steps.items() if step is not None and step <= self.first_step}
-        for name in self.files():
-            path = os.path.join(self.c.out_dir, name)
-            try:
-                if remote_files.get(name) != file_md5(path):
-                    self.bucket.upload(path, name)
-            except FileNotFoundError:  # pruned in the meantime
-                continue
-            if checkpoint_step(name) is not None:
-                self.own.add(name)
-        if not self.everything:
-            return
-        for name in sorted(self.own)[:-self.c.keep_last_n]:
-            self.bucket.delete(json_of(name))
-            self.bucket.delete(name)
-            self.own.remove(name)
+        """Copies what is new. Returns the errors: a file that fails does not stop the next."""
+        errors = []
 
-    def files(self):
-        """Names of the files to copy: logs, then the newest checkpoint, a .json always after its .pt."""
-        if not self.everything:
-            return [os.path.basename(self.log.path)]
-        names = {entry.name for entry in os.scandir(self.c.out_dir) if entry.is_file()}
-        complete = sorted((n for n in names if n.endswith(".pt") and json_of(n) in names), reverse=True)
-        pairs = [name for weights in complete for name in (weights, json_of(weights))]
-        skipped = {n for n in names if n.startswith(("ckpt_", "best.")) or n.endswith((".tmp", ".part"))}
-        return sorted(names - skipped) + pairs
+        def attempt(call, *args):
+            try:
+                return call(*args)
+            except Exception as e:  # whatever it is, training continues
+                errors.append(e)
+
+        attempt(self.copy_checkpoint, self.newest)
+        attempt(self.copy_checkpoint, "best")
+        remote = attempt(self.bucket.list) or {}
+        for entry in os.scandir(self.c.out_dir):
+            if entry.is_file() and not re.fullmatch(r"ckpt_.*|best\..*|.*\.(tmp|part|lock)", entry.name):
+                attempt(self.copy_file, entry.name, remote)
+        return errors
+
+    def copy_checkpoint(self, name):
+        """Copies name.pt and name.json, then deletes what is outdated in the bucket."""
+        path = os.path.join(self.c.out_dir, name)
+        try:
+            with open(path + ".json", "rb") as description, open(path + ".pt", "rb") as weights:
+                contents = weights.read(), description.read()
+        except FileNotFoundError:  # a newer one is complete, or there is none
+            return
+        if self.bucket.read(name + ".json") != contents[1]:
+            self.bucket.write(name + ".pt", contents[0])
+            self.bucket.write(name + ".json", contents[1])
+        for old in outdated(self.bucket.list(), name, self.c.keep_last_n):
+            self.bucket.delete(old)
+
+    def copy_file(self, name, remote):
+        path = os.path.join(self.c.out_dir, name)
+        if remote.get(name) != file_md5(path):
+            self.bucket.upload(path, name)
 
 
 # Logs.
@@ -1019,41 +807,34 @@ class Mirror:
 class Log:
     """Lines for people and for programs. A file that cannot be written costs a warning and not the run.
 
-    Rank 0 prints, and writes out_dir/log.txt and metrics.jsonl; each other host has a log.hostN.txt.
-    step: that of the last line of numbers.
+    Rank 0 prints, and writes out_dir/log.txt and metrics.jsonl. step: that of the last line of metrics.
     """
 
     def __init__(self, c, device, start):
         self.c, self.device, self.step, self.wandb_id = c, device, start.step, start.wandb_id
-        self.wandb, self.warned, self.path = None, False, None
-        self.metrics_path = os.path.join(c.out_dir, "metrics.jsonl")
+        self.wandb, self.warned = None, False
         if device.rank == 0:
-            self.path = os.path.join(c.out_dir, "log.txt")
-        elif device.local_rank == 0 and device.host != start.main_host:
-            self.path = os.path.join(c.out_dir, f"log.host{device.host}.txt")
-        if self.path:
             os.makedirs(c.out_dir, exist_ok=True)
 
-    def say(self, text):
-        """A line for people."""
+    def print0(self, text):
+        """Prints a line on rank 0, and adds it to log.txt."""
         if self.device.rank == 0:
-            try:
-                print(text, flush=True)
-            except OSError:  # a full disk, or nobody reads it any more; log.txt may still have room
-                pass
-        if self.path:
-            self.append(self.path, text)
+            print(text, flush=True)
+            self.append("log.txt", text)
 
-    def numbers(self, step, values):
-        """A line of metrics.jsonl."""
+    def log_metrics(self, step, values):
+        """Adds a line to metrics.jsonl."""
         if self.device.rank == 0:
             values = {k: float(f"{v:.8g}") if isinstance(v, float) else v for k, v in values.items()}
-            self.append(self.metrics_path, json.dumps({"step": step, **values}))
+            self.append("metrics.jsonl", json.dumps({"step": step, **values}))
 
-    def append(self, path, line):
+    def append(self, name, line):
+        path = os.path.join(self.c.out_dir, name)
         try:
-            with open(path, "a", encoding="utf-8") as f:
-                f.write(line + "\n")
+            with open(path, "a+b") as f:
+                if f.tell() and f.seek(-1, os.SEEK_END) and f.read(1) != b"\n":
+                    f.write(b"\n")  # a full disk has left half a line
+                f.write(line.encode(errors="backslashreplace") + b"\n")
         except OSError as e:
             if not self.warned:
                 print(f"{path}: cannot be written ({e.strerror}); training continues", file=sys.stderr)
@@ -1062,25 +843,26 @@ class Log:
     def header(self, run, data, test, notes):
         """What the run is, and on what."""
         c, device = self.c, self.device
-        self.say(f"# python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}, "
-                 f"{os.cpu_count()} cores, {device.world} x {device.kind} ({device.name}); "
-                 f"settings that differ from train.py's: {differences(c)}")
-        self.say(f"{run.num_parameters:,} parameters; "
-                 f"{len(data):,} training examples of {data.total_groups:,} puzzles, "
-                 f"{len(test):,} test puzzles in {c.data_path}")
+        self.print0(f"# python {platform.python_version()}, torch {torch.__version__}, "
+                    f"{platform.platform()}, {os.cpu_count()} cores, {device.world} x {device.kind} "
+                    f"({device.name}); settings that differ from train.py's: {differences(c)}")
+        self.print0(f"{run.num_parameters:,} parameters; "
+                    f"{len(data):,} training examples of {data.total_groups:,} puzzles, "
+                    f"{len(test):,} test puzzles in {c.data_path}")
         for note in [*device.notes, *notes]:
-            self.say(note)
+            self.print0(note)
 
     def begin(self, total_steps, **facts):
         """Drops the lines past the step where the run starts, and starts W&B. facts: for W&B's config."""
-        self.say(f"training from step {self.step} to {total_steps}, "
-                 f"{self.c.global_batch_size} sequences a step")
+        self.print0(f"training from step {self.step} to {total_steps}, "
+                    f"{self.c.global_batch_size} sequences a step")
         if self.device.rank == 0:
-            kept = [line for line in metrics_lines(self.c.out_dir) if line_step(line) <= self.step]
-            with replacing(self.metrics_path) as f:
-                f.write("".join(kept).encode())
+            path = os.path.join(self.c.out_dir, "metrics.jsonl")
+            kept = [line for line in read_metrics(path) if line["step"] <= self.step]
+            with replacing(path) as f:
+                f.write("".join(json.dumps(line) + "\n" for line in kept).encode())
             if wandb_wanted(self.c) and wandb_mode_of(self.c) != "disabled":
-                self.wandb = WandB(self.c, self.wandb_id, self.say, facts)
+                self.wandb = WandB(self.c, self.wandb_id, self.print0, facts)
                 self.wandb_id = self.wandb.id
 
     def restart_clock(self, step):
@@ -1091,58 +873,49 @@ class Log:
         """Reports the time of the first step, which compiles."""
         run.state["sums"].cpu()  # waits for the device
         seconds = time.perf_counter() - self.clock
-        self.say(f"step {step}: {seconds:.1f} s for the first step, compiling included; "
-                 "left out of the rates below")
+        self.print0(f"step {step}: {seconds:.1f} s for the first step, compiling included; "
+                    "left out of the rates below")
         self.restart_clock(step)
 
     def train(self, step, total_steps, sums, run, cycles):
-        """Logs the steps since the last line, and returns the numbers; sums: as Run.read_sums returns."""
+        """Logs the steps since the last line, and returns the metrics; sums: as Run.read_sums returns."""
         c, values = self.c, train_values(self.c, sums, step - self.step)
-        values["train/lr"] = learning_rate(c.lr, step - 1, c.lr_warmup_steps, total_steps, c.lr_min_ratio)
-        line = f"step {step}/{total_steps} | loss {values['train/loss']:.4f}"
+        values["train/lr"] = rates(c, step - 1, total_steps)["lr"]
+        line = f"step {step}/{total_steps} | "
+        line += "lm_loss {train/lm_loss:.4f} q_halt_loss {train/q_halt_loss:.4f}".format_map(values)
         if "train/steps" in values:
             line += " | accuracy {train/accuracy:.3f} exact {train/exact_accuracy:.3f}".format_map(values)
             line += f" halting step {values['train/steps']:.1f}"
         if step > self.timed_from:
             seconds = (time.perf_counter() - self.clock) / (step - self.timed_from)
             speed = c.global_batch_size / seconds
-            values |= {"perf/examples_per_sec": speed, "perf/step_time": seconds}
             flops = run.model.flops_per_example(cycles)[1]
-            values["perf/tflops"] = speed * flops / 1e12
+            values |= {"perf/examples_per_sec": speed, "perf/step_time": seconds,
+                       "perf/tflops": speed * flops / 1e12}
             if peak := peak_flops(self.device):
                 values["perf/mfu"] = speed * flops / peak / self.device.world
             line += f" | {speed:,.0f} examples/s {1e3 * seconds:,.0f} ms"
             line += f" | eta {duration((total_steps - step) * seconds)}"
         values |= self.device.counts()
-        self.numbers(step, values)
-        self.say(line)
+        self.log_metrics(step, values)
+        self.print0(line)
         self.step = step
         return values
 
-    def evaluation(self, step, values, example=""):
+    def evaluation(self, step, values, example):
         """Logs an evaluation; example: for W&B, as show_puzzle returns it."""
-        self.numbers(step, values | ({"eval/example": example} if example else {}))
-        self.say(eval_line(values, step))
-
-    def close(self, seconds):
-        """Ends W&B, within the given time, and the output."""
-        if self.wandb:
-            self.wandb.close(seconds)
-        try:
-            sys.stdout.flush()
-        except OSError:  # the interpreter would try once more, and change the exit code
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        self.log_metrics(step, values | ({"eval/example": example} if wandb_wanted(self.c) else {}))
+        self.print0(eval_line(values, step))
 
 
 def train_values(c, sums, steps):
-    """Means over `steps` steps: the losses over all sequences, the rest over the sequences that halted."""
-    lm_loss, q_halt_loss = (sums[name] / (steps * c.global_batch_size) for name in ("lm_loss", "q_halt_loss"))
-    values = {"train/loss": lm_loss + 0.5 * q_halt_loss, "train/lm_loss": lm_loss,
-              "train/q_halt_loss": q_halt_loss, "train/grad_norm": sums["grad_norm"] / steps}
-    if sums["count"]:
-        for name in ("accuracy", "exact_accuracy", "q_halt_accuracy", "steps"):
-            values["train/" + name] = sums[name] / sums["count"]
-    return values
+    """Means over `steps` steps: losses over all sequences, the other METRICS over those that halted."""
+    means = {"train/grad_norm": sums["grad_norm"] / steps}
+    for name in METRICS[1:]:
+        count = steps * c.global_batch_size if name.endswith("_loss") else sums["count"]
+        if count:
+            means["train/" + name] = sums[name] / count
+    return {"train/loss": means["train/lm_loss"] + 0.5 * means["train/q_halt_loss"]} | means
 
 
 def eval_line(values, step):
@@ -1153,39 +926,9 @@ def eval_line(values, step):
             f"accuracy {values['eval/accuracy']:.4f} loss {values['eval/loss']:.4f}")
     if "eval/path_valid" in values:
         line += " path valid {eval/path_valid:.4f} optimal {eval/path_optimal:.4f}".format_map(values)
-    for text, prefix in (("surest of", "eval/surest_of_"), ("any right of", "eval/any_of_")):
-        found = {name.removeprefix(prefix): v for name, v in values.items() if name.startswith(prefix)}
-        if found:
-            line += f" | {text} {', '.join(found)}: {', '.join(f'{v:.4f}' for v in found.values())}"
-    if "eval/majority_accuracy" in values:
-        line += " | majority {eval/majority_accuracy:.4f}".format_map(values)
+    if "eval/any_accuracy" in values:
+        line += " any attempt {eval/any_accuracy:.4f}".format_map(values)
     return line
-
-
-def duration(seconds):
-    """Seconds as 1h02m, 3m04s or 5s."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
-
-
-def metrics_lines(out_dir):
-    """The complete lines of metrics.jsonl."""
-    path = os.path.join(out_dir, "metrics.jsonl")
-    if not os.path.exists(path):
-        return []
-    with open(path, encoding="utf-8", errors="replace") as f:
-        return [line for line in f if line.endswith("\n")]
-
-
-def line_step(line):
-    """The step of a line of metrics.jsonl; infinity for a line that a crash damaged."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
 
 
 def wandb_wanted(c):
@@ -1204,30 +947,21 @@ class WandB:
     It is a process of its own, which can be killed: wandb can hang in init, in finish and in its exit hooks.
     """
 
-    def __init__(self, c, run_id, say, facts):
-        """run_id: of the run to continue, or None. facts: for W&B's config, besides the settings."""
-        self.id, self.say, self.out_dir, self.process = run_id or secrets.token_hex(4), say, c.out_dir, None
-        path, lines = os.path.join(c.out_dir, "wandb.json"), len(metrics_lines(c.out_dir))
-        sent = lines if run_id else 0  # how many lines W&B has
-        try:
-            with open(path, encoding="utf-8") as f:
-                earlier = json.load(f)
-            if earlier["id"] == run_id:
-                sent = min(lines, earlier["sent"])
-        except (OSError, ValueError, KeyError, TypeError):  # none, or damaged
-            pass
+    def __init__(self, c, run_id, print0, facts):
+        """run_id: that of the run to continue, or None; facts: added to the settings in W&B's config."""
+        self.id, self.print0, self.out_dir = run_id or secrets.token_hex(4), print0, c.out_dir
         name = c.wandb_run_name or os.path.basename(os.path.abspath(c.out_dir))
-        description = dict(id=self.id, project=c.wandb_project, name=name, mode=wandb_mode_of(c),
-                           config=vars(c) | facts, command=sys.argv, sent=sent)
+        run = dict(id=self.id, project=c.wandb_project, name=name, config=vars(c) | facts, command=sys.argv)
         script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "scripts", "wandb_follow.py")
+        self.process = None
         try:
-            with replacing(path) as f:
-                f.write(json.dumps(description, indent=1).encode())
+            with replacing(os.path.join(c.out_dir, "wandb.json")) as f:
+                f.write(json.dumps(run, indent=1).encode())
             self.process = subprocess.Popen(
-                [sys.executable, script, c.out_dir, "--child"], stdin=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, start_new_session=True)  # which Ctrl-C does not reach
+                [sys.executable, script, c.out_dir, "--child", f"--mode={wandb_mode_of(c)}"],
+                stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)  # without Ctrl-C
         except OSError as e:
-            say(f"W&B: off, it cannot be started ({e}); metrics.jsonl has everything")
+            print0(f"W&B: off, it cannot be started ({e}); metrics.jsonl has everything")
         atexit.register(self.close, 10)  # where an error ends the run
 
     def close(self, seconds):
@@ -1237,229 +971,175 @@ class WandB:
         self.process.stdin.close()
         try:
             code = self.process.wait(seconds)
-            if code not in (0, 1):  # 1: it has said why
-                self.say(f"W&B: off, its process died (exit code {code}); metrics.jsonl has everything")
+            problem = f"its process died (exit code {code})" if code not in (0, 1) else ""  # 1: it said why
         except subprocess.TimeoutExpired:
-            if hasattr(os, "killpg"):
-                os.killpg(self.process.pid, signal.SIGKILL)  # and what wandb has started
-            else:  # Windows
-                self.process.kill()
-            self.say(f"W&B: no end within {seconds} s, killed; metrics.jsonl has everything, and "
-                     f"python scripts/wandb_follow.py {self.out_dir} --again sends it")
+            os.killpg(self.process.pid, signal.SIGKILL)  # and what wandb has started
+            problem = f"no end within {seconds} s, killed"
+        if problem:
+            self.print0(f"W&B: {problem}; python scripts/wandb_follow.py {self.out_dir} sends the rest")
         self.process = None
 
 
-# Devices: the CPU and CUDA GPUs. xla.py has the TPU, with the same methods.
+# Where a run starts.
 
-# A chip's dense bfloat16 FLOP/s as its maker states them, for perf/mfu.
-PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5lite": 197e12, "TPU v5e": 197e12, "TPU v5p": 459e12, "TPU v6e": 918e12,
-              "A100": 312e12, "H100": 989e12, "H200": 989e12, "L40S": 362e12}
+CLAIM = "run.json"  # in the bucket's folder: a run has begun there
 
 
-def open_device(kind, c):
-    """The device of one replica; kind as choose_device returns it."""
-    if kind == "xla":
-        return xla.XLADevice()
-    if kind == "tpu":
-        import torchtpu
-        return torchtpu.TorchTPUDevice()
-    return Device(kind, c)
+def agree_on_start(c, device, data, model, total_steps):
+    """Where the run starts. All ranks, though only rank 0 reads out_dir and gcs_dir; all raise its error.
 
-
-class Device:
-    """The CPU, a CUDA GPU or Apple's GPU; the first two alone or under torchrun.
-
-    torch: the torch.device; rank of world replicas; local_rank on this host, number `host`; notes: lines for
-    the log.
+    Returns step, complete (nothing is left to do), and for rank 0 alone: state (ema and optimizer of a
+    checkpoint), best (accuracy so far), notes (lines for the log), wandb_id, lock.
     """
-
-    def __init__(self, kind, c):
-        self.kind, self.say, self.rank, self.world = kind, print, 0, 1
-        self.notes = []
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.host = int(os.environ.get("GROUP_RANK", 0))
-        self.compiles = c.compile == "on" or c.compile == "auto" and kind == "cuda"
-        self.torch, self.name = torch.device(kind), platform.processor() or platform.machine()
-        if kind == "cuda":
-            if self.local_rank >= torch.cuda.device_count():
-                raise UserError(f"replica {self.local_rank} of this host has no GPU: "
-                                f"torchrun --nproc-per-node={torch.cuda.device_count()}")
-            self.torch = torch.device("cuda", self.local_rank)
-            self.name = torch.cuda.get_device_name(self.torch)
-            torch.cuda.set_device(self.torch)
-            torch.set_float32_matmul_precision("high")  # TF32, for what is not in forward_dtype
-            self.adapt(c)
-        if "RANK" in os.environ:
-            backend = "nccl" if kind == "cuda" else "gloo"
-            patience = timedelta(seconds=c.stall_timeout or 10 ** 6)
-            torch.distributed.init_process_group(backend, timeout=patience)
-            if backend == "gloo":  # whose threads may abort at the end; NCCL would wait for a peer that died
-                atexit.register(torch.distributed.destroy_process_group)
-            self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-    def adapt(self, c):
-        """Does without what this GPU lacks: changes c.forward_dtype or runs eagerly, and notes that.
-
-        Raises UserError for a GPU that this build of torch has no kernels for, and for --compile=on.
-        """
+    start, error = SimpleNamespace(step=0, complete=False, state={}, best=-1.0, notes=[], wandb_id=None), None
+    if device.rank == 0:
         try:
-            torch.ones(1, device=self.torch).add(1).cpu()
-        except RuntimeError as e:
-            raise UserError(f"{self.name}: torch {torch.__version__} cannot use it ({one_line(e)}); "
-                            "another build of torch may, and --device=cpu trains on the CPU") from None
-        if c.forward_dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-            c.forward_dtype = "float16" if torch.cuda.get_device_capability()[0] >= 7 else "float32"
-            self.notes.append(f"forward_dtype is {c.forward_dtype}, not bfloat16: {self.name} has no "
-                              "bfloat16 units; results differ by rounding")
-        fault = compile_fault(self.torch) if self.compiles else ""
-        if fault and c.compile == "on":
-            raise UserError(f"--compile=on: torch.compile fails on {self.name} ({fault}); "
-                            "--compile=auto trains without it, more slowly")
-        if fault:
-            self.compiles = False
-            self.notes.append(f"compile is off, which is slower: torch.compile fails here ({fault})")
-
-    def put(self, tree):
-        """Arrays and tensors in dicts, on the device."""
-        def put_one(x):
-            x = torch.as_tensor(x)
-            if self.kind == "cuda" and x.device.type == "cpu":
-                x = x.pin_memory()  # a copy from pageable memory would wait for the steps under way
-            return x.to(self.torch, non_blocking=self.kind == "cuda")  # unsafe on mps: pytorch#189690
-
-        return tree_map(put_one, tree)
-
-    def fetch(self, x):
-        """Begins to copy a tensor to the host. Returns a function that waits for it, and nothing newer."""
-        if self.kind != "cuda":
-            return lambda: x
-        host, event = torch.empty_like(x, device="cpu", pin_memory=True), torch.cuda.Event()
-        host.copy_(x, non_blocking=True)
-        event.record()
-
-        def wait():
-            event.synchronize()
-            return host
-
-        return wait
-
-    def all_reduce(self, vector):
-        """The sum of the ranks' vectors, within a step. All ranks."""
-        if self.world > 1:
-            torch.distributed.all_reduce(vector)
-        return vector
-
-    def sum_on_host(self, vector):
-        """The sum of the ranks' vectors, on the host. All ranks."""
-        return self.all_reduce(self.put(vector)).cpu()
-
-    def prepare(self, model):
-        model.to(self.torch)
-
-    def compile(self, fn):
-        """fn through torch.compile, where the settings ask for that."""
-        if not self.compiles:
-            return fn
-        torch._dynamo.config.recompile_limit = 64  # a compilation for each stage of a curriculum
-        return torch.compile(fn, dynamic=False)
-
-    def program(self, fn):
-        """fn(state, inputs, *static), which changes the tensors of state in place and returns others."""
-        return fn
-
-    def sum_over(self, body, sums, weights, xs):
-        """The sums of body over the micro-batches in xs, as accumulate."""
-        return accumulate(body, sums, weights, xs)
-
-    def counts(self):
-        """The compiler's numbers for metrics.jsonl."""
-        return {}
+            find_start(c, data, model, total_steps, start)
+        except KeyboardInterrupt:  # a stop was requested
+            error = SystemExit(3)
+        except (UserError, TransientError, OSError) as e:
+            error = e
+    ranks = all_gather(device, SimpleNamespace(
+        host=device.host, dataset={"data_path": data.sha256}, code=imported_files(), error=error,
+        settings={name: value for name, value in vars(c).items() if name not in ("data_path", "out_dir")},
+        step=start.step, complete=start.complete))
+    check_same(ranks)
+    if ranks[0].error:
+        raise ranks[0].error
+    start.step, start.complete = ranks[0].step, ranks[0].complete
+    return start
 
 
-def compile_fault(device):
-    """Why torch.compile cannot compile for a GPU (no Triton, no C compiler, too old), or ""."""
-    def add_one(x):
-        return x + 1
+def imported_files():
+    """{name: SHA-256} of the files in this folder that are imported: the code, also that of forks."""
+    folder, hashes = os.path.dirname(os.path.abspath(__file__)) + os.sep, {}
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None) or ""
+        if path.startswith(folder) and "site-packages" not in path:
+            hashes[path.removeprefix(folder)] = file_hash(path)
+    return hashes
 
+
+def check_same(ranks):
+    """Raises an error if ranks have another dataset, other settings or other code than rank 0."""
+    # tpu.sh copies the code at a restart.
+    for what, error in (("dataset", UserError), ("settings", UserError), ("code", TransientError)):
+        for rank, facts in enumerate(ranks):
+            differing = dict(getattr(facts, what).items() ^ getattr(ranks[0], what).items())
+            if differing:
+                names = ", ".join(sorted(differing))
+                raise error(f"host {facts.host}, rank {rank}: {what} differ from rank 0's: {names}")
+
+
+def find_start(c, data, model, total_steps, start):
+    """Fills in `start` from init_from, loads its weights into the model and locks out_dir. Rank 0 alone.
+
+    Raises UserError where init_from, out_dir and gcs_dir do not fit together, and KeyboardInterrupt if a stop
+    is requested while the bucket does not answer.
+    """
+    patient = c.init_from != "scratch"  # a restart has time to wait for the bucket
+    bucket = Bucket(c.gcs_dir, stop=stop_requested, patient=patient) if c.gcs_dir else None
+    reads_only = bool(c.eval_only or c.export_official)
+    file = c.init_from if c.init_from not in ("scratch", "resume", "auto") else ""
+    if bucket:
+        bucket.check(write=not reads_only)
+    state, source = {}, c.out_dir
+    if c.init_from != "scratch" and not (file and reads_only):
+        state = find_checkpoint(c, bucket, data, start.notes.append)
+    begun_otherwise = c.init_from == "scratch" or file and state and state["settings"]["init_from"] != file
+    if begun_otherwise and not reads_only:
+        check_no_other_run(c, bucket)
+    if state:
+        resume(c, state, total_steps, start, reads_only)
+    elif file:
+        state, source = read_checkpoint(file), file
+        start.state = {"ema": state["ema"]} if "ema" in state else {}
+    if state:
+        load_weights(model, state["weights"], source)
+    if not reads_only:
+        claim(c, bucket, start)
+
+
+def resume(c, state, total_steps, start, reads_only):
+    """Fills in `start` from a checkpoint of this run. Raises UserError."""
+    settings = state["settings"]
+    if state["step"] > total_steps and not reads_only:
+        raise UserError(f"{c.out_dir} is at step {state['step']}, past the {total_steps} steps of this run: "
+                        "raise max_steps or epochs")
+    if settings["optimizer"] != c.optimizer and not reads_only:
+        raise UserError(f"{c.out_dir} was trained with optimizer={settings['optimizer']}, not {c.optimizer}: "
+                        "--init_from=FILE --out_dir=... begins another run with its weights")
+    for name, before in settings.items():
+        if name not in vars(c):
+            start.notes.append(f"{name}={before} in the checkpoint is a setting that this code does not have")
+        elif before != getattr(c, name) and name not in ("init_from", "eval_only"):
+            start.notes.append(f"{name} is {getattr(c, name)}; the checkpoint had {before}")
+    start.state = state
+    start.step, start.wandb_id, start.best = (state[name] for name in ("step", "wandb_id", "best"))
+    lines = read_metrics(os.path.join(c.out_dir, "metrics.jsonl"))
+    start.complete = start.step == total_steps and any(
+        line.get("final") and line["step"] == start.step for line in lines)
+
+
+def find_checkpoint(c, bucket, data, say):
+    """The newest complete checkpoint of out_dir or the bucket; {} if init_from starts without one."""
+    notes, names = [], bucket.list() if bucket else {}
+    state = newest_checkpoint(c.out_dir, notes.append)
+    stems = {match[1] for match in map(NUMBERED.fullmatch, names) if match}
+    complete = {stem for stem in stems if {stem + ".pt", stem + ".json"} <= names.keys()}
+    for name in sorted(complete, reverse=True):
+        if name <= f"ckpt_{state.get('step', -1):08d}":
+            break
+        notes.append(f"fetching {name} from {c.gcs_dir}")
+        logs = {"metrics.jsonl", "log.txt", "wandb.json", "best.pt", "best.json"} & names.keys()
+        for file in [*logs, name + ".pt", name + ".json"]:
+            bucket.download(file, os.path.join(c.out_dir, file))
+        state = newest_checkpoint(c.out_dir, notes.append)
+    # metrics.jsonl is uploaded after a checkpoint.
+    had_one = "metrics.jsonl" in names or any(os.path.exists(json_of(p)) for p in checkpoint_paths(c.out_dir))
+    if not state and (c.init_from == "resume" or c.eval_only or c.export_official or had_one):
+        where = c.out_dir + (f" and {c.gcs_dir}" if bucket else "")
+        problem = f"--init_from={c.init_from}: no complete checkpoint in {where}"
+        hint = "another out_dir or gcs_dir" if had_one else "--init_from=auto"
+        raise UserError("; ".join([problem, *notes, f"{hint} starts from scratch"]))
+    for note in notes:
+        say(note)
+    missing = {"optimizer", "settings", "data", "wandb_id", "best"} - state.keys()
+    if state and missing:
+        raise UserError(f"the checkpoint in {c.out_dir} is of another version of this code: it lacks "
+                        f"{', '.join(sorted(missing))}; --init_from=FILE begins with its weights alone")
+    if state and state["data"] != data.sha256:
+        raise UserError(f"{c.data_path} is not the dataset that the checkpoint in {c.out_dir} "
+                        "was trained on: choose that one, or another --out_dir")
+    return state
+
+
+def check_no_other_run(c, bucket):
+    """Raises UserError if out_dir or the bucket's folder holds a run."""
+    names = {"out_dir": os.listdir(c.out_dir) if os.path.isdir(c.out_dir) else [],
+             "gcs_dir": bucket.list() if bucket else []}
+    for setting, found in names.items():
+        if any(name.startswith(("ckpt_", "best.", "metrics.", CLAIM)) for name in found):
+            raise UserError(f"{getattr(c, setting)} holds a run: --init_from=auto continues it, "
+                            f"--{setting}=... starts another")
+
+
+def claim(c, bucket, start):
+    """Locks out_dir until the process ends, and claims the bucket's folder: one training at a time.
+
+    Raises TransientError if another process trains there, since it may end.
+    """
+    start.lock = locked(os.path.join(c.out_dir, "run"), wait=False)
     try:
-        torch.compile(add_one)(torch.ones(8, device=device))
-    except Exception as e:  # torch has many for this
-        return f"{type(e).__name__}: {one_line(e)}".partition(" Set TORCHDYNAMO")[0]  # advice on debugging it
-    return ""
-
-
-def one_line(error):
-    """The beginning of an error's message."""
-    return " ".join(str(error).split())[:200]
-
-
-def out_of_memory(c):
-    """The UserError for a GPU that is full. It names the next smaller micro_batch_size, half as large."""
-    batch_size = c.global_batch_size // int(os.environ.get("WORLD_SIZE", 1))
-    size = c.micro_batch_size or batch_size
-    smaller = [n for n in range(1, size // 2 + 1) if batch_size % n == 0]
-    if not smaller:
-        return UserError("out of GPU memory with one sequence at a time: --recompute needs less")
-    return UserError(f"out of GPU memory with {size} sequences at a time: "
-                     f"--micro_batch_size={smaller[-1]} needs less and gives the same result")
-
-
-def from_rank_0(device, vector):
-    """Rank 0's vector, on the host of every rank. All ranks."""
-    if device.world == 1:
-        return vector
-    return device.sum_on_host(vector if device.rank == 0 else torch.zeros_like(vector))
-
-
-def text_from_rank_0(device, text):
-    """Rank 0's text, cut to 4000 bytes. All ranks."""
-    numbers = torch.zeros(4000)
-    content = text.encode()[:len(numbers)]
-    numbers[:len(content)] = torch.tensor(list(content), dtype=torch.float32)
-    return bytes(int(x) for x in from_rank_0(device, numbers)).rstrip(b"\0").decode(errors="replace")
-
-
-def peak_flops(device):
-    """FLOP/s of a chip as its maker states them, or None."""
-    return next((flops for chip, flops in PEAK_FLOPS.items() if chip in device.name), None)
-
-
-def choose_device(wanted):
-    """(xla, tpu, cuda, mps or cpu; the reason in words). Raises UserError if the wanted one is missing."""
-    if wanted == "tpu":
-        import torchtpu  # an experiment, which forks may leave out
-        return "tpu", torchtpu.load()
-    pjrt = os.environ.get("PJRT_DEVICE")
-    has_xla = importlib.util.find_spec("torch_xla") is not None
-    chips = xla.tpu_chips() if has_xla and wanted in ("xla", "auto") else 0
-    if wanted == "xla" or wanted == "auto" and (pjrt or chips):
-        if not has_xla:
-            raise UserError(f"--device={wanted}: torch_xla is not installed: pip install -r requirements.txt")
-        if pjrt == "CPU":
-            replicas = int(os.environ.get("CPU_NUM_DEVICES") or 1)
-            os.environ.setdefault("XLA_THREAD_POOL_SIZE", str(max(16, replicas)))  # fewer would deadlock
-            return "xla", "PJRT_DEVICE=CPU"
-        if pjrt not in (None, "", "TPU"):
-            raise UserError(f"PJRT_DEVICE={pjrt}: must be TPU or CPU, or unset")
-        if not chips:
-            raise UserError(f"--device={wanted}: no TPU on this machine; "
-                            "PJRT_DEVICE=CPU in the environment runs torch_xla on the CPU")
-        os.environ["PJRT_DEVICE"] = "TPU"
-        return "xla", f"{chips} TPU chips on this host"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device=cuda: torch sees no CUDA GPU; --device=cpu trains on the CPU")
-    if wanted == "cuda" or wanted == "auto" and torch.cuda.is_available():
-        return "cuda", torch.cuda.get_device_name()
-    has_mps = torch.backends.mps.is_available()
-    if wanted == "mps" and not has_mps:
-        raise UserError("--device=mps: torch sees no Apple GPU; --device=cpu trains on the CPU")
-    if wanted == "mps" and "RANK" in os.environ:
-        raise UserError("--device=mps: torchrun cannot use it, since torch has no all-reduce for Apple's GPU")
-    if wanted == "mps":
-        return "mps", "Apple's GPU, which nobody has tested yet"
-    if wanted == "cpu":
-        return "cpu", "--device=cpu"
-    return "cpu", "no TPU and no CUDA GPU found" + ("; --device=mps is Apple's GPU" if has_mps else "")
+        start.lock.__enter__()
+    except BlockingIOError:
+        raise TransientError(f"--out_dir={c.out_dir}: another process trains there") from None
+    except OSError as e:
+        raise UserError(f"--out_dir={c.out_dir}: cannot be written to ({e.strerror})") from None
+    if bucket and CLAIM not in bucket.list():
+        owner = dict(host=platform.node(), process=os.getpid(), out_dir=os.path.abspath(c.out_dir))
+        if not bucket.write(CLAIM, json.dumps(owner).encode(), new=True):
+            raise TransientError(f"--gcs_dir={c.gcs_dir}: another run has just begun there")
 
 
 # Setting up.
@@ -1470,7 +1150,10 @@ def replica(c, kind):
     device = open_device(kind, c)
     check_batch_size(c, device)
     data, test = Dataset(c.data_path, "train"), Dataset(c.data_path, "test")
-    model = build_model(c, data, test)
+    model = new_model(c, **{name: getattr(data, name) for name in SIZES})
+    for name in SIZES:
+        if getattr(test, name) != getattr(data, name):
+            raise UserError(f"{c.data_path}: train and test differ in {name}: build it again")
     total_steps = count_steps(c, epoch_size(data))
     if total_steps < 1:
         raise UserError(f"epochs={c.epochs} of {data.total_groups} puzzles are less than one batch "
@@ -1478,24 +1161,24 @@ def replica(c, kind):
     start = agree_on_start(c, device, data, model, total_steps)
     if c.export_official:
         if device.rank == 0:
-            print(*start.notes, sep="\n")
+            print("".join(note + "\n" for note in start.notes), end="")
             write_official(c, model, start.state)
         return
-    run = Run(model, c, device, start.state)
-    log = Log(c, device, start)
-    device.say = log.say
+    run, log = Run(model, c, device, start.state), Log(c, device, start)
+    start.state = {}  # frees the memory of the checkpoint
+    device.print0 = log.print0
     log.header(run, data, test, start.notes)
     if c.eval_only:
         if not final_evaluation(run, test, log, start.step):
             sys.exit(3)
-    elif start.complete:
-        log.say(f"{c.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
-                "a higher max_steps or epochs continues it")
-        if not Checkpoints(c, device, log, start, data.sha256).close(600):  # what the last upload left out
+        return
+    checkpoints = Checkpoints(c, device, log, start, data.sha256)
+    if start.complete:
+        log.print0(f"{c.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
+                   "a higher max_steps or epochs continues it")
+        if checkpoints.mirror and not checkpoints.mirror.close(600):  # what the last upload left out
             sys.exit(1)
     else:
-        start.state = {}  # frees the checkpoint
-        checkpoints = Checkpoints(c, device, log, start, data.sha256)
         log.begin(total_steps, data_sha256=data.sha256, parameters=run.num_parameters)
         train_and_evaluate(run, data, test, log, checkpoints, start.step, total_steps)
 
@@ -1503,24 +1186,14 @@ def replica(c, kind):
 def check_batch_size(c, device):
     """Raises UserError unless the batch divides into replicas and micro-batches."""
     multiple = device.world * (c.micro_batch_size or 1)
-    if c.global_batch_size % multiple == 0:
-        return
-    below = max(1, c.global_batch_size // multiple) * multiple
-    reason = f"{device.world} replica" + ("s" if device.world > 1 else "")
-    if c.micro_batch_size:
-        reason += f" x micro_batch_size {c.micro_batch_size}"
-    raise UserError(f"global_batch_size {c.global_batch_size} must be a multiple of {multiple} ({reason}): "
-                    f"the nearest are {below} and {below + multiple}")
+    if c.global_batch_size % multiple:
+        below = c.global_batch_size // multiple * multiple
+        raise UserError(f"global_batch_size {c.global_batch_size} must be a multiple of {multiple} "
+                        f"({device.world} replicas x micro_batch_size {c.micro_batch_size or 1}), "
+                        f"as {below or multiple} or {below + multiple}")
 
 
-def build_model(c, data, test):
-    """The model for a data set, with its first weights. Raises UserError for sizes that do not fit."""
-    sizes = {name: getattr(data, name) for name in ("seq_len", "vocab_size", "num_puzzle_identifiers")}
-    for name, size in sizes.items():
-        if getattr(test, name) != size:
-            raise UserError(f"{c.data_path}: {name} is {size} in train, {getattr(test, name)} in test: "
-                            "build it again")
-    return new_model(c, **sizes)
+SIZES = "seq_len", "vocab_size", "num_puzzle_identifiers"  # of a dataset, and of a model for it
 
 
 def new_model(c, **sizes):
@@ -1531,65 +1204,6 @@ def new_model(c, **sizes):
         raise UserError(str(e)) from None
 
 
-def agree_on_start(c, device, data, model, total_steps):
-    """Where the run starts. All ranks: only rank 0 reads out_dir and gcs_dir, and an error there ends all.
-
-    Returns step, complete (nothing is left to do), main_host (that of rank 0), and for rank 0 alone: state
-    (ema, m and v of a checkpoint), best (accuracy so far), notes (lines for the log), wandb_id.
-    """
-    start = SimpleNamespace(step=0, complete=False, main_host=0, state={}, best=-1.0, notes=[], wandb_id=None)
-    error = None
-    if device.rank == 0:
-        try:
-            find_start(c, data, model, total_steps, start)
-        except (UserError, TransientError, OSError) as e:
-            error = e
-    facts = [error is not None, isinstance(error, UserError), start.step, start.complete]
-    table = gather(device, [device.host, *fingerprint(c, data), *facts])
-    refuse_differences(table)
-    start.main_host, (failed, is_wrong_input, start.step, start.complete) = table[0][0], table[0][-4:]
-    if failed:  # xmp.spawn shows the error of one process of a host, which need not be rank 0's
-        raise (UserError if is_wrong_input else TransientError)(text_from_rank_0(device, str(error)))
-    return start
-
-
-def gather(device, numbers):
-    """Every rank's numbers: whole, and below 2**24, which float32 holds exactly. All ranks."""
-    if device.world == 1:
-        return [numbers]
-    table = torch.zeros(device.world, len(numbers))
-    table[device.rank] = torch.tensor(numbers, dtype=torch.float32)
-    table = device.sum_on_host(table.flatten()).view(device.world, -1)
-    return [[int(x) for x in row] for row in table.tolist()]
-
-
-def fingerprint(c, data):
-    """Two numbers each for the data set, the settings and the code."""
-    settings = {name: value for name, value in vars(c).items() if name not in ("data_path", "out_dir")}
-    folder, sources = os.path.dirname(os.path.abspath(__file__)), b""
-    for name in ("train.py", "xla.py", "model.py", "data.py", "configurator.py"):
-        with open(os.path.join(folder, name), "rb") as f:
-            sources += f.read()
-    digests = [data.sha256]
-    for content in (json.dumps(settings, sort_keys=True).encode(), sources):
-        digests.append(hashlib.sha256(content).hexdigest())
-    return [int(digest[i:i + 6], 16) for digest in digests for i in (0, 6)]
-
-
-def refuse_differences(table):
-    """Raises an error if ranks have another data set, other settings or other code than rank 0.
-
-    table: rows of host, fingerprint, ... Other code is a TransientError: tpu.sh copies the code at a restart.
-    """
-    errors = {"data set": UserError, "settings": UserError, "code": TransientError}
-    for i, (name, error) in zip((1, 3, 5), errors.items()):
-        others = [row for row in table if row[i:i + 2] != table[0][i:i + 2]]
-        if others:
-            hosts = ", ".join(str(host) for host in sorted({row[0] for row in others}))
-            raise error(f"{name} of host {hosts} ({len(others)} of {len(table)} replicas): not that of "
-                        f"host {table[0][0]}, where rank 0 is")
-
-
 # Settings.
 
 CHOICES = {
@@ -1597,25 +1211,18 @@ CHOICES = {
     "forward_dtype": ("bfloat16", "float32", "float16"),
     "loss_type": ("stablemax_cross_entropy", "softmax_cross_entropy"),
     "optimizer": ("adam_atan2", "adamw", "lion", "muon"),
-    "best_metric": ("exact_accuracy", "surest_accuracy"),
     "device": ("auto", "xla", "cuda", "mps", "cpu", "tpu"),
     "compile": ("auto", "on", "off"),
     "wandb_mode": ("online", "offline", "disabled"),
 }
-BOUNDS = (  # (description, test, settings)
-    ("above 0", lambda v: v > 0,
-     "global_batch_size hidden_size num_heads expansion L_layers H_cycles L_cycles halt_max_steps lr "
-     "log_interval keep_last_n eval_rollouts"),
-    ("0 or more", lambda v: v >= 0,
-     "micro_batch_size epochs max_steps puzzle_emb_ndim puzzle_emb_len lr_min_ratio lr_warmup_steps "
-     "weight_decay puzzle_emb_lr puzzle_emb_weight_decay eval_interval eval_max_puzzles "
-     "eval_final_max_puzzles eval_halt_max_steps eval_patience eval_noise checkpoint_interval "
-     "curriculum_epochs stall_timeout"),
-    ("0 or more, and below 2**63", lambda v: 0 <= v < 2 ** 63, "seed"),
-    ("from 0 to below 1", lambda v: 0 <= v < 1, "beta1 beta2 ema_rate"),
-    ("from 0 to 1", lambda v: 0 <= v <= 1, "halt_exploration_prob"),
-    ("from 0 to 1, or -1 (constant)", lambda v: 0 <= v <= 1 or v == -1, "halt_exploration_prob_end"),
-)
+BOUNDS = {  # of numbers; those of all others: 0 or more
+    "above 0": (lambda v: v > 0, "global_batch_size hidden_size num_heads expansion L_layers H_cycles "
+                "L_cycles halt_max_steps lr log_interval keep_last_n eval_rollouts"),
+    "0 or more, and below 2**63": (lambda v: 0 <= v < 2 ** 63, "seed"),
+    "from 0 to below 1": (lambda v: 0 <= v < 1, "beta1 beta2 ema_rate"),
+    "from 0 to 1": (lambda v: 0 <= v <= 1, "halt_exploration_prob"),
+    "from 0 to 1, or -1 (constant)": (lambda v: 0 <= v <= 1 or v == -1, "halt_exploration_prob_end"),
+}
 EVAL_OUTPUTS = ("inputs", "labels", "preds", "q_halt_logits", "surest_preds", "surest_q_halt_logits")
 
 
@@ -1624,16 +1231,16 @@ def check_settings(c):
     for name, choices in CHOICES.items():
         if getattr(c, name) not in choices:
             raise UserError(f"{name} must be one of {', '.join(choices)}, not {getattr(c, name)!r}")
-    for bounds, is_valid, names in BOUNDS:
-        for name in names.split():
-            value = getattr(c, name)
+    for name, value in vars(c).items():
+        if type(value) in (int, float):
+            bounds = next((b for b, (_, names) in BOUNDS.items() if name in names.split()), "0 or more")
+            is_valid = BOUNDS[bounds][0] if bounds in BOUNDS else lambda v: v >= 0
             if not (math.isfinite(value) and is_valid(value)):
                 raise UserError(f"{name} must be {bounds}, not {value}")
-    if c.curriculum_epochs:
-        for name in ("H_cycles", "L_cycles"):
-            first, last = getattr(c, name + "_start"), getattr(c, name)
-            if not 1 <= first <= last:
-                raise UserError(f"{name}_start must be from 1 to {name} ({last}), not {first}")
+    for name in ("H_cycles", "L_cycles") if c.curriculum_epochs else ():
+        first, last = getattr(c, name + "_start"), getattr(c, name)
+        if not 1 <= first <= last:
+            raise UserError(f"{name}_start must be from 1 to {name} ({last}), not {first}")
     if not c.epochs and not c.max_steps:
         raise UserError("epochs and max_steps are both 0: set one of them")
     for name in filter(None, c.eval_save_outputs.split(",")):
@@ -1642,34 +1249,14 @@ def check_settings(c):
     for name in ("data_path", "out_dir", "init_from", "wandb_project"):
         if not getattr(c, name):
             raise UserError(f"{name} must not be empty")
-    if set(c.wandb_project) & set("/\\#?%:") or len(c.wandb_project) > 128:
-        raise UserError("wandb_project must have at most 128 characters and none of /\\#?%:, "
-                        f"not {c.wandb_project!r}")
     for name in ("eval_only", "export_official"):
         if getattr(c, name) and c.init_from == "scratch":
             raise UserError(f"{name} needs weights: --init_from=resume (the newest checkpoint of out_dir) "
                             "or --init_from=FILE")
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # torch.compile's
-    if c.compile == "on" and not shutil.which(compiler):
-        raise UserError(f"--compile=on needs a C++ compiler and finds no {compiler!r} (CXX names another); "
-                        "--compile=auto needs none on a CPU")
-    if c.gcs_dir:
-        Bucket(c.gcs_dir)  # raises UserError for a malformed address
-    check_folders(c)
-
-
-def check_folders(c):
-    """Raises UserError unless out_dir can be written, and export_official as a new file."""
     if os.path.lexists(c.export_official):
         raise UserError(f"--export_official={c.export_official}: exists already; choose another name")
-    folders = {"out_dir": os.path.abspath(c.out_dir)}
-    while not os.path.lexists(folders["out_dir"]):  # the nearest that exists
-        folders["out_dir"] = os.path.dirname(folders["out_dir"])
-    if c.export_official:
-        folders["export_official"] = os.path.dirname(os.path.abspath(c.export_official))
-    for name, folder in folders.items():
-        if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-            raise UserError(f"--{name}={getattr(c, name)}: {folder} is not a folder that can be written to")
+    if c.gcs_dir:
+        Bucket(c.gcs_dir)  # raises UserError for a malformed address
 
 
 def differences(c):
@@ -1693,20 +1280,11 @@ def on_signals():
         signal.signal(number, signal.SIG_DFL)
         if __name__ == "__main__":
             print(f"{signal.Signals(number).name}: saving and stopping; a second one kills", file=sys.stderr)
-        elif hasattr(signal, "alarm"):
+        else:
             signal.alarm(60)  # the reason may be that another replica died: then no peer answers
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handler)
-
-
-def end_with_parent():
-    """Ends this process, which xmp.spawn started, once the main process is gone: nothing else would."""
-    def watch():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def restart_watchdog(c):
@@ -1717,10 +1295,11 @@ def restart_watchdog(c):
 
 def xla_replica(index, c, kind):
     """replica() for xmp.spawn. If it breaks, its process ends: its peers would wait for it forever."""
+    configurator.protect_output()
     end_with_parent()
     try:
         replica(c, kind)
-    except (UserError, TransientError, FloatingPointError, SystemExit):  # on all replicas, or all of a host
+    except (UserError, TransientError, OSError, FloatingPointError, SystemExit):  # of all ranks of a host
         raise
     except BaseException:
         traceback.print_exc()
@@ -1729,33 +1308,42 @@ def xla_replica(index, c, kind):
 
 def make_dataset(c):
     """Runs data_prepare if data_path is missing: one process of a host, while the others wait."""
-    if not c.data_prepare or os.path.exists(c.data_path):
-        return
     try:
         command = shlex.split(c.data_prepare)
     except ValueError as e:
         raise UserError(f"data_prepare: {e}: {c.data_prepare}") from None
-    with locked(c.data_path):
-        if os.path.exists(c.data_path):
-            return
-        print(f"{c.data_path} is missing; making it: python {c.data_prepare}", flush=True)
-        code = subprocess.run([sys.executable, *command]).returncode
-        if code and not os.path.exists(c.data_path):  # another host that shares the folder may have made it
-            error = UserError if code == 2 else TransientError
-            raise error(f"data_prepare failed, see above: {c.data_prepare}")
+    if command and not os.path.exists(c.data_path):
+        with locked(c.data_path + ".made"):
+            code = 0 if os.path.exists(c.data_path) else run_python(command, c)
         if not os.path.exists(c.data_path):
-            raise UserError(f"data_prepare did not make data_path={c.data_path}: {c.data_prepare}")
+            error = TransientError if code not in (0, 2) else UserError
+            raise error(f"data_prepare did not make data_path={c.data_path}: {c.data_prepare}")
+    difference = made_by_another_command(c.data_path, c.data_prepare)
+    if difference:
+        raise UserError(f"{c.data_path} was made by another command than data_prepare: {difference}; "
+                        "another --data_path keeps both")
+
+
+def run_python(command, c):
+    print(f"{c.data_path} is missing; making it: python {c.data_prepare}", flush=True)
+    process = subprocess.Popen([sys.executable, *command])
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.terminate()  # Ctrl-C reaches it, but SIGTERM does not
+        process.wait()
+        raise
 
 
 def main(c):
-    """Checks the settings, makes the data set if it is missing, and runs a replica on each device."""
+    """Checks the settings, makes the dataset if it is missing, and runs a replica on each device."""
     check_settings(c)
     kind, reason = choose_device(c.device)
     if os.environ.get("RANK", "0") == "0":
         print(f"device {kind}: {reason}", flush=True)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler)  # ends what makes the data, too
-    c.data_path = local_dataset(c.data_path, patient=True)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
+        end_with_parent()
+    c.data_path = local_dataset(c.data_path)
     make_dataset(c)
     with tempfile.TemporaryDirectory() as folder:
         os.environ[STOP_FILE] = os.path.join(folder, "stop")
@@ -1769,12 +1357,10 @@ def main(c):
         except torch.OutOfMemoryError:
             raise out_of_memory(c) from None
         except FloatingPointError as e:
-            print(f"train.py: {e}", file=sys.stderr)
-            sys.exit(1)
+            raise TransientError(str(e)) from None
         except BrokenProcessPool:
-            print("train.py: a replica died, see above; --init_from=auto continues from the last checkpoint "
-                  f"in {c.out_dir}", file=sys.stderr)
-            sys.exit(1)
+            raise TransientError("a replica died, see above; --init_from=auto continues from the last "
+                                 f"checkpoint in {c.out_dir}") from None
 
 
 if __name__ == "__mp_main__":  # a process that xmp.spawn started

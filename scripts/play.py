@@ -3,8 +3,8 @@
     python scripts/play.py out/demo                     then open the address that it prints
     python scripts/play.py out/maze/best.pt --port=0    on any free port
 
-Test puzzles come from the run's data set where that exists; others can be typed. Official checkpoints,
-config files and flags work as in solve.py. The page is play.html. The server listens on 127.0.0.1 only and
+Test puzzles come from the run's dataset where that exists; others can be typed. Official checkpoints,
+config files and flags work as in solve.py. The server of the page, play.html, listens on 127.0.0.1 only and
 refuses pages of other sites, by the Host and Origin headers. Its API is JSON, errors are {"error": "..."}:
 
     GET  /api/run               what the model plays
@@ -14,6 +14,7 @@ refuses pages of other sites, by the Host and Origin headers. Its API is JSON, e
 /api/solve answers with a line of JSON at once and another after each supervision step. All copies of the
 puzzle but the first get normal noise on the latent after each step.
 """
+import contextlib
 import json
 import math
 import os
@@ -25,10 +26,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import solve  # noqa: E402
-from configurator import UserError, command  # noqa: E402
-from data import IGNORED, Dataset  # noqa: E402
-from prepare_sudoku import BOXES  # noqa: E402
+# isort: off
+import solve
+from configurator import UserError, command, split_arguments
+from data import IGNORED, Dataset
+from puzzles import (
+    are_solutions, broken_cells, check_questions, empty_token, parse, question_symbols, text_of)
 
 # server
 port = 8000  # of the page's address; 0: any free one
@@ -48,17 +51,15 @@ HEADERS = {
 
 def main(argv):
     """Loads the model and serves the page until Ctrl-C."""
-    s, operands, model_flags = solve.split_arguments(__file__, argv)
+    s, operands, model_flags = split_arguments(__file__, argv)
     if len(operands) != 1:
         raise UserError("usage: python scripts/play.py CHECKPOINT, a file or a run's folder; see --help")
     if not 0 <= s.port < 2 ** 16:
         raise UserError(f"port must be from 0 to 65535, not {s.port}")
     server = open_server(Game(operands[0], model_flags), s.port)
     print(f"http://127.0.0.1:{server.server_port} (Ctrl-C stops)", flush=True)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()
-    except KeyboardInterrupt:
-        pass
 
 
 def open_server(game, port):
@@ -72,45 +73,38 @@ def open_server(game, port):
 
 
 class Game:
-    """A model and its test puzzles, if its data set exists. Raises UserError."""
+    """A model and its test puzzles, if its dataset exists. Raises UserError."""
 
     def __init__(self, path, flags):
         state, c = solve.read_model(path, flags)
         self.test = Dataset(c.data_path, "test") if os.path.isdir(c.data_path) else None
-        self.kind, self.size = kind_and_size(state, c, self.test)
-        self.run = solve.build_run(state, c, path, self.kind, self.size)
+        self.puzzle = solve.puzzle_of(state, c, cells=self.test.seq_len if self.test else 0)
+        self.cells = math.prod(self.puzzle["grid"])
+        self.run = solve.build_run(state, c, path, self.cells)
         self.depth, self.noise = self.run.eval_depth, c.eval_noise
         self.path, self.training_step = path, state.get("step", 0)
         self.lock = threading.Lock()  # one request at a time changes the run's settings
 
     def describe(self):
         """The run, for the page."""
-        sudoku = self.kind == "sudoku"
+        puzzle = self.puzzle
         return {
-            "path": self.path,
-            "kind": self.kind,
-            "size": self.size,
-            "box": BOXES[self.size] if sudoku else (self.size, self.size),
-            "symbols": ".123456789"[:self.size + 1] if sudoku else "# SG",
-            "depth": self.depth,
-            "noise": self.noise,
-            "parameters": self.run.num_parameters,
-            "training_step": self.training_step,
-            "puzzles": len(self.test) if self.test else 0,
-        }
+            "path": self.path, "kind": puzzle["kind"], "grid": puzzle["grid"],
+            "box": puzzle.get("box", puzzle["grid"]),
+            "symbols": question_symbols(puzzle),
+            "empty": puzzle["symbols"][empty_token(puzzle)],
+            "depth": self.depth, "noise": self.noise, "parameters": self.run.num_parameters,
+            "training_step": self.training_step, "puzzles": len(self.test) if self.test else 0}
 
-    def puzzle(self, index):
+    def test_puzzle(self, index):
         """A test puzzle, for the page. Raises UserError."""
         count = len(self.test) if self.test else 0
         if not (index.isascii() and index.isdecimal() and len(index) < 10 and int(index) < count):
             raise UserError(f"index must be a number below {count}, not {index[:20]!r}")
         batch = self.test.test_batch([int(index)], 1)
         question, answer = batch["inputs"][0], batch["labels"][0]
-        return {
-            "index": int(index),
-            "question": solve.text_of(self.kind, question),
-            "answer": None if (answer == IGNORED).any() else solve.text_of(self.kind, answer),
-        }
+        return {"index": int(index), "question": text_of(self.puzzle, question),
+                "answer": None if (answer == IGNORED).any() else text_of(self.puzzle, answer)}
 
     def parse_request(self, body):
         """(tokens [cells], warning, values of LIMITS) of a request to solve. Raises UserError."""
@@ -120,7 +114,7 @@ class Game:
             raise UserError("the request is not JSON") from None
         values = {"question": "", "steps": self.depth, "copies": 1, "noise": self.noise, "seed": 0}
         if not isinstance(request, dict):
-            raise UserError("the request must be an object: {\"question\": ...}")
+            raise UserError('the request must be an object: {"question": ...}')
         for name, value in request.items():
             if name not in values:
                 raise UserError(f"unknown field {name[:20]!r}: known are {', '.join(values)}")
@@ -131,13 +125,10 @@ class Game:
         for name, (low, high) in LIMITS.items():
             if not low <= values[name] <= high:
                 raise UserError(f"{name} must be from {low} to {high}")
-        text = values.pop("question")
-        if len(text) != self.size ** 2:
-            raise UserError(f"the question has {len(text)} cells, not {self.size ** 2}")
-        kind, size, tokens = solve.parse_puzzle(text)
-        if (kind, size) != (self.kind, self.size):
-            raise UserError(f"the question is not a {self.kind} of {self.size}x{self.size} cells")
-        return tokens, solve.check_questions(kind, size, tokens[None], [""]), values
+        puzzle, tokens = parse(self.puzzle, values.pop("question"))
+        if len(tokens) != self.cells:
+            raise UserError(f"the question has {len(tokens)} cells, not {self.cells}")
+        return tokens, check_questions(puzzle, tokens[None], [""]), values
 
     def solve(self, question, steps, copies, noise, seed):
         """Yields a dict for the page after each step, with lists of the copies; kept: (copy, step) so far."""
@@ -148,43 +139,28 @@ class Game:
             for preds, q_halt in solve.solve(self.run, question[None]):
                 logits.append(q_halt)
                 (kept_step,), (kept_copy,) = solve.surest(np.stack(logits))
-                questions = question[None].repeat(copies, axis=0)
-                broken = solve.broken_cells(self.kind, self.size, questions, preds[0])
+                given = self.puzzle, question[None].repeat(copies, axis=0), preds[0]
+                broken, solved = broken_cells(*given), are_solutions(*given)
+                rules = solved is not None  # are known
                 yield {
-                    "answers": [solve.text_of(self.kind, answer) for answer in preds[0]],
+                    "answers": [text_of(self.puzzle, answer) for answer in preds[0]],
                     "sure": solve.sigmoid(q_halt[0]).round(4).tolist(),
-                    "broken": [np.flatnonzero(cells).tolist() for cells in broken],
-                    "solved": solve.are_solutions(self.kind, self.size, questions, preds[0]).tolist(),
-                    "kept": [int(kept_copy), int(kept_step) + 1],
-                }
-
-
-def kind_and_size(state, c, test):
-    """("sudoku" or "maze", cells of a row) of a model, by its data set or its weights. Raises UserError."""
-    prefix = c.puzzle_emb_ndim and (c.puzzle_emb_len or math.ceil(c.puzzle_emb_ndim / c.hidden_size))
-    cells = test.seq_len if test else solve.model_length(state) - prefix
-    vocab_size = solve.rows_of(state, "lm_head.weight")
-    if cells < 1:
-        raise UserError(f"the model takes puzzles of any size, and its data set is not in {c.data_path}: "
-                        "--data_path=FOLDER says where it is")
-    size = math.isqrt(cells)
-    kind = "sudoku" if size in BOXES and vocab_size == size + 2 else "maze"
-    if size * size != cells or kind == "maze" and vocab_size != len(solve.SYMBOLS["maze"]):
-        raise UserError(f"the model takes {cells} cells of {vocab_size} tokens: neither a Sudoku nor a maze")
-    return kind, size
+                    "broken": [np.flatnonzero(cells).tolist() for cells in broken] if rules else None,
+                    "solved": solved.tolist() if rules else None,
+                    "kept": [int(kept_copy), int(kept_step) + 1]}
 
 
 class RequestError(Exception):
-    """A request that is refused with an HTTP status."""
-
-    def __init__(self, status, message):
-        super().__init__(message)
-        self.status = status
+    """A request that is refused: RequestError(HTTP status, message)."""
 
 
 class Handler(BaseHTTPRequestHandler):
     timeout = 30  # seconds that a client may keep a thread waiting
     server_version, sys_version = "play", ""
+
+    def handle(self):
+        with contextlib.suppress(ConnectionError):  # the page was closed, or asked for something else
+            super().handle()
 
     def do_GET(self):
         try:
@@ -196,10 +172,7 @@ class Handler(BaseHTTPRequestHandler):
             elif url.path == "/api/run":
                 self.reply_json(200, self.server.game.describe())
             elif url.path == "/api/puzzle":
-                fields = urllib.parse.parse_qs(url.query, keep_blank_values=True)
-                if list(fields) != ["index"] or len(fields["index"]) != 1:
-                    raise RequestError(400, "the one field must be index: /api/puzzle?index=7")
-                self.reply_json(200, self.server.game.puzzle(fields["index"][0]))
+                self.reply_json(200, self.server.game.test_puzzle(url.query.removeprefix("index=")))
             elif url.path == "/api/solve":
                 raise RequestError(405, "/api/solve takes POST")
             else:
@@ -223,15 +196,10 @@ class Handler(BaseHTTPRequestHandler):
         except (RequestError, UserError, ValueError) as e:
             self.reply_error(e)
             return
-        lines = self.server.game.solve(question, **values)
-        try:
+        with contextlib.closing(self.server.game.solve(question, **values)) as lines:  # releases the model
             self.reply(200, "application/x-ndjson", json_line(values | {"warning": warning}))
             for line in lines:
                 self.wfile.write(json_line(line))
-        except OSError:  # the page was closed, or asked for something else
-            pass
-        finally:
-            lines.close()  # releases the model
 
     def own_hosts(self):
         return [f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")]
@@ -257,15 +225,14 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in ({"Content-Type": content_type} | HEADERS).items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     def reply_json(self, status, value):
         self.reply(status, "application/json", json_line(value))
 
     def reply_error(self, error):
-        message = " ".join(str(error).splitlines())
-        self.reply_json(getattr(error, "status", 400), {"error": message})
+        status, message = error.args if isinstance(error, RequestError) else (400, str(error))
+        self.reply_json(status, {"error": " ".join(message.splitlines())})
 
     def send_error(self, code, message=None, explain=None):
         """What the base class answers to requests that it cannot parse, and to other methods (501)."""

@@ -1,457 +1,380 @@
 """Runs the scaling study: the files of config/study, one after the other. Complete runs are skipped.
 
-    python scripts/sweep.py --list                                the runs
-    python scripts/sweep.py --pattern=exp01 --dry_run             what would run: differences, size, command
-    python scripts/sweep.py --prepare                             make the data sets that are missing
-    python scripts/sweep.py exp01a exp02b_03 --epochs=1000        two runs, both with a setting of train.py
-    python scripts/sweep.py config/mini.py                        all, this config file after that of each run
+    python scripts/sweep.py --list                          the runs
+    python scripts/sweep.py --pattern=exp01 --dry_run       what would run: differences, size, command
+    python scripts/sweep.py --prepare                       makes the datasets that are missing
+    python scripts/sweep.py exp01a exp02b_03 --epochs=1000  two runs, both with a setting of train.py
+    python scripts/sweep.py config/mini.py                  all, with this config file after each run's
     python scripts/sweep.py --continue_on_failure --gcs_dir=gs://BUCKET/study
 
 The settings below are sweep.py's own. All others are train.py's and apply to every run; the run's name is
-added to out_dir and gcs_dir. Each run has its log beside its folder, RUN.log. results.json has the results of
-all. On Ctrl-C or SIGTERM the current run saves and stops; the same command resumes it. The exit code is 0 if
-all runs are complete, 1 if one failed, and 3 if the sweep was stopped.
+added to out_dir and gcs_dir. Each run has its log beside its folder, RUN.log; results.json has all results.
+A folder that holds a run with other settings is left as it is and counts as a failure. Ctrl-C or SIGTERM
+makes the current run save and stop; the same command resumes it. The exit code is 0 if all runs are
+complete, 1 if one failed, and 3 if the sweep was stopped.
 
-Several sweeps at a time share the runs of a folder: what one has in progress the others leave to it, and
-take over if it dies. On a slice of several hosts a sweep runs on each of them and needs gcs_dir: by what the
-bucket contains all hosts skip the same runs.
+Several sweeps at a time share the runs of a folder: one leaves to the others what they have in progress, and
+takes it over if they die. On a slice of several hosts run a sweep on each, with gcs_dir: the bucket decides
+which runs are skipped.
 """
-import difflib
+import fcntl
 import fnmatch
 import functools
+import itertools
 import json
-import math
 import os
+import pathlib
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-from configurator import (  # noqa: E402; before torch
-    UserError, command, configure, read_settings, run_file, split_flags)
-import torch  # noqa: E402
+import configurator  # before torch: see there
+import torch
+from configurator import UserError, configure, read_settings, run_file, split_arguments
 
-import prepare_sudoku  # noqa: E402
-import train  # noqa: E402
-from data import Bucket, lock  # noqa: E402
-from model import TRM, TRMConfig  # noqa: E402
+import prepare_sudoku
+import train
+from bucket import Bucket
+from data import locked, parse_metrics, read_metrics, replacing
 
 # which runs; names without a dash select single ones
-pattern = ""  # runs whose file name starts so, with * and ? as in a shell; without it and names: all 67
+pattern = ""  # runs whose file names start so, with * and ? as in a shell; "" without names: all 67
 retries = 2  # how often a run that dies is resumed; wrong input is not retried
 continue_on_failure = False  # continue with the next run if one fails
 # instead of running them
 list = False  # print the names and what each run asks
 dry_run = False  # print what would run
-prepare = False  # make the data sets that are missing
+prepare = False  # make the datasets that are missing
 # ---
 
+PROGRESS_INTERVAL = 60  # seconds
 STUDY = os.path.join(ROOT, "config", "study")
 BASELINE = os.path.join(ROOT, "config", "baseline.py")
-# Settings that do not change a result.
-LABELS = ("data_prepare", "out_dir", "gcs_dir", "wandb_log", "wandb_project", "wandb_run_name")
+SETTINGS = read_settings(train.__file__)
+DEFAULTS = {name: default for name, (default, _, _) in SETTINGS.items()}
+# Settings that do not change a result. The data is known by data_path.
+NEUTRAL = {name for name, (_, _, group) in SETTINGS.items() if group in ("run", "logging")}
+NEUTRAL -= {"checkpoint_interval"}  # sequences start afresh there
+NEUTRAL |= {"data_prepare", "micro_batch_size", "eval_save_outputs", "eval_show_puzzle", "eval_only"}
 
 
 def main(argv):
-    """Separates sweep.py's flags from train.py's, and does what they ask for."""
-    if "--pattern" in argv[:-1]:  # its value may follow it
-        i = argv.index("--pattern")
-        argv = argv[:i] + [f"--pattern={argv[i + 1]}"] + argv[i + 2:]
-    own, rest = split_flags(__file__, argv)
-    s = configure(__file__, own)
+    """Separates sweep.py's arguments from train.py's, and does what they ask for."""
+    s, names, extra = split_arguments(__file__, argv)
     if s.retries < 0:
         raise UserError(f"retries must be 0 or more, not {s.retries}")
-    flags = [a for a in rest if a.startswith("-")]
-    configs = [a for a in rest if a.endswith(".py") and a not in flags]
-    paths = select_files([a for a in rest if a not in flags + configs], s.pattern)
-    runs = [StudyRun(path, configs + flags) for path in paths]
+    runs = [StudyRun(path, extra) for path in select_files(names, s.pattern)]
+    baseline = vars(configure(train.__file__, [BASELINE, *extra]))
     if s.list:
-        question = ""
-        for run in runs:
-            if question_of(run.path) != question:
-                question = question_of(run.path)
-                print(question)
-            print(f"  {os.path.basename(run.path)[:-3]:22}{differences(run)}")
+        for question, group in itertools.groupby(runs, lambda run: run.question):
+            print(question)
+            for run in group:
+                print(f"  {run.file:22}{changes(vars(run.c), baseline) or 'the baseline'}")
         print(f"{len(runs)} runs")
-        return
-    if s.dry_run:
+    elif s.dry_run:
         for run in runs:
-            describe(run)
-        flop = sum(run.flop_from(0) for run in runs)
+            describe(run, baseline)
+        flop = sum(run.flop() for run in runs)
         print(f"{len(runs)} runs, {sum(run.steps for run in runs):,} steps, {flop:.3g} FLOP")
     elif s.prepare:
-        make_datasets(runs)
+        for run in runs:
+            if not run.c.data_path.startswith("gs://"):
+                train.make_dataset(run.c)
+        print(f"datasets: {len({run.c.data_path for run in runs})}")
     else:
-        code = Sweep(runs, s.retries, s.continue_on_failure).run()
-        if code:
-            sys.exit(code)
+        sys.exit(Sweep(runs, s).run())
 
 
 def select_files(names, pattern):
-    """Files of config/study in the study's order. Raises UserError if a name or the pattern matches none."""
-    def order(name):
-        return name.startswith("contrib"), name.partition("_")[0], len(name), name  # 250 before 1000
-
-    files = sorted((name[:-3] for name in os.listdir(STUDY) if name.endswith(".py")), key=order)
+    """Files of config/study in the study's order. Raises UserError if a name or the pattern fits none."""
+    files = sorted((path.stem for path in pathlib.Path(STUDY).glob("*.py")), key=lambda name: (
+        name.startswith("contrib"), name.partition("_")[0], len(name), name))  # 250 before 1000
     for name in set(names) - set(files):
-        close = difflib.get_close_matches(name, files, 1, 0.3)
-        hint = f"; the closest is {close[0]}" if close else ""
-        raise UserError(f"{name}: no such run in config/study{hint}")
+        raise UserError(f"{name}: no such run in config/study; --list prints all")
     if names or pattern:
         matches = fnmatch.filter(files, pattern + "*") if pattern else []
-        files = [name for name in files if name in names or name in matches]
+        files = [name for name in files if name in [*names, *matches]]
     if not files:
-        raise UserError(f"--pattern={pattern}: no run's name starts so; --list prints them")
+        raise UserError(f"--pattern={pattern}: no run's name starts so; --list prints all")
     return [os.path.join(STUDY, name + ".py") for name in files]
 
 
-def question_of(path):
-    """The comment of a file of the study."""
-    with open(path, encoding="utf-8") as f:
-        return next(line[2:].strip() for line in f if line.startswith("# "))
+def changes(settings, others):
+    """The settings that differ in others and can change a result, as text; both are dicts."""
+    def differ(name):
+        pair = settings[name], others[name]
+        if name == "data_path":  # data/NAME is the copy of gs://bucket/NAME
+            pair = [os.path.basename(path.rstrip("/")) for path in pair]
+        return name not in NEUTRAL and pair[0] != pair[1]
+
+    return " ".join(f"{name}={settings[name]}" for name in DEFAULTS if differ(name))
 
 
-def differences(run):
-    """How a run differs from the baseline with the same config files and flags."""
-    baseline = vars(configure(train.__file__, [BASELINE, *run.extra]))
-    found = [f"{k}={v}" for k, v in vars(run.c).items() if v != baseline[k] and k not in LABELS]
-    return " ".join(found) or "the baseline"
-
-
-def describe(run):
-    """Prints how a run differs from the baseline, its size, its data set and its command."""
+def describe(run, baseline):
+    """Prints how a run differs from the baseline, its size, its dataset and its command."""
     c = run.c
-    missing = "" if has_dataset(c.data_path) else f"; missing: python {c.data_prepare}"
-    print(f"{run.name}: {question_of(run.path)}\n"
-          f"  differs from the baseline in  {differences(run)}\n"
+    exists = c.data_path.startswith("gs://") or os.path.exists(c.data_path)
+    missing = "" if exists else f"; missing: python {c.data_prepare}"
+    print(f"{run.name}: {run.question}\n"
+          f"  differs from the baseline in  {changes(vars(c), baseline) or 'nothing'}\n"
           f"  trains                        {run.steps:,} steps of {c.global_batch_size:,} sequences, "
-          f"{run.parameters:,} parameters, {run.flop_from(0):.2g} FLOP\n"
-          f"  data set                      {c.data_path}, {run.puzzles:,.0f} puzzles{missing}\n"
-          f"  W&B                           {wandb_of(run)}\n"
+          f"{run.parameters:,} parameters, {run.flop():.2g} FLOP\n"
+          f"  dataset                       {c.data_path}, {run.puzzles:,.0f} puzzles{missing}\n"
           f"  command                       {shlex.join(['python', *run.command])}")
-
-
-def wandb_of(run):
-    """Where a run logs, in words."""
-    if not run.c.wandb_log:
-        return "off"
-    return f"{run.c.wandb_project}; --wandb_log=False switches it off"
-
-
-def make_datasets(runs):
-    """Makes the data sets that are missing. Raises UserError if one fails."""
-    missing = {run.c.data_path: run.c.data_prepare for run in runs if not has_dataset(run.c.data_path)}
-    for i, (path, script) in enumerate(missing.items(), 1):
-        print(f"[{i}/{len(missing)}] {path}: python {script}", flush=True)
-        failed = subprocess.run([sys.executable, *shlex.split(script)]).returncode
-        if failed or not os.path.exists(path):
-            raise UserError(f"{path} was not made, see above: python {script}")
-    print(f"data sets: {len({run.c.data_path for run in runs})}, made now: {len(missing)}")
 
 
 class Sweep:
     """The runs in their order, one at a time."""
 
-    def __init__(self, runs, retries, continue_on_failure):
-        self.runs = runs
-        self.retries = retries
-        self.continue_on_failure = continue_on_failure
+    def __init__(self, runs, settings):
+        self.runs, self.settings = runs, settings
+        for run in runs:  # before anything runs, so that all hosts of a slice skip the same
+            run.read_bucket()
         self.results_path = os.path.join(os.path.dirname(runs[0].c.out_dir), "results.json")
-        self.results = {}  # by the runs' names, those of earlier sweeps too
-        self.read_results()
-        # FLOP of the incomplete runs, before anything runs, so that all hosts run the same ones
-        self.todo = {run.name: run.flop_from(run.step()) for run in runs if not run.is_complete()}
-        self.began = time.monotonic()
-        self.process = None
-        self.seconds = 0.0  # that train.py took for the current run
-        self.stop_requested = False
+        self.results, self.process, self.stop_requested = {}, None, False  # results: {name: result}
 
     def run(self):
         """Runs all; returns the exit code."""
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows has no SIGHUP
-            if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+        self.flop_before, self.began, self.printed = self.flop_left(), time.monotonic(), 0
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.on_signal)
-        if self.todo:
-            print(f"W&B: {wandb_of(self.runs[0])}", flush=True)
         queue = [(run, False) for run in self.runs]
         while queue and not self.stop_requested:
             run, wait = queue.pop(0)
-            self.seconds = 0.0
-            status, error = "complete", ""
-            if run.name not in self.todo:
-                print(f"{self.label(run)}: complete, skipped", flush=True)
-            else:
-                print(f"{self.label(run)}: step {run.step()} of {run.steps}, log in {run.log}", flush=True)
+            label = f"[{self.runs.index(run) + 1}/{len(self.runs)}] {run.name}"
+            status, error = run.state()
+            if status == "incomplete":
+                print(f"{label}: step {run.step()} of {run.steps}, log in {run.log}", flush=True)
                 status, error = self.train(run, wait)
-                reason = f": {error}" if error else ""
-                print(f"  {status}{reason}, {train.duration(self.seconds)}", flush=True)
+            print(f"{label}: {status}{error and ': ' + error}", flush=True)
             if status == "elsewhere":
                 queue.append((run, True))
                 continue
-            self.record(run, status, error)
-            self.stop_requested = self.stop_requested or status == "stopped"
-            if self.stop_requested or status == "failed" and not self.continue_on_failure:
+            if not run.conflict():
+                self.record(run, status, error)
+            self.stop_requested |= status == "stopped"
+            if status == "failed" and not self.settings.continue_on_failure:
                 break
         complete = self.print_table()
-        if complete == len(self.runs):
-            return 0
-        return 3 if self.stop_requested else 1
-
-    def label(self, run):
-        return f"[{self.runs.index(run) + 1}/{len(self.runs)}] {run.name}"
+        return 0 if complete == len(self.runs) else 3 if self.stop_requested else 1
 
     def train(self, run, wait):
-        """Runs train.py to its end, again if it dies.
+        """Runs train.py to its end, again if it dies. Returns the status and the error.
 
-        wait: whether to wait for another sweep that has the run in progress. Returns complete, stopped,
-        failed or elsewhere, and the error.
+        wait: whether to wait for another sweep that has the run in progress.
         """
         os.makedirs(os.path.dirname(run.log) or ".", exist_ok=True)
         with open(run.log, "a", encoding="utf-8") as log:
-            while not self.has_lock(log):
-                if not wait:
-                    return "elsewhere", "another sweep has it in progress"
-                if self.stop_requested:
-                    return "stopped", ""
+            while not self.stop_requested:
+                try:  # train.py inherits it and may outlive a killed sweep
+                    fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not wait:
+                        return "elsewhere", "another sweep has it in progress"
+                self.show_progress(run)
                 time.sleep(1)
-            if run.is_complete():
-                return "complete", ""
-            for attempt in range(self.retries + 1):
+            else:
+                return "stopped", ""
+            status, error = run.state()  # another sweep may have run it meanwhile
+            if status != "incomplete":
+                return status, error
+            for attempt in range(self.settings.retries + 1):
                 print("$", shlex.join(["python", *run.command]), file=log, flush=True)
-                code = self.run_process(run, log)
-                if code == 0:
-                    return "complete", ""
-                if code == 3 or self.stop_requested:
-                    return "stopped", ""
+                # In its own process group, so that Ctrl-C reaches it only once, from on_signal.
+                self.process = subprocess.Popen([sys.executable, *run.command], stdout=log, stderr=log,
+                                                stdin=subprocess.DEVNULL, preexec_fn=os.setpgrp)
+                if self.stop_requested:  # since there was no process to tell
+                    self.process.terminate()
+                while self.process.poll() is None:
+                    self.show_progress(run)
+                    time.sleep(0.1)
+                code = self.process.returncode
+                if code in (0, 3) or self.stop_requested:
+                    return "stopped" if code else "complete", ""
                 error = last_line(run.log)
                 if code < 0:
                     error = f"killed by {signal.Signals(-code).name} after {error!r}"
                 if code == 2:
                     break
-                if attempt < self.retries:
+                if attempt < self.settings.retries:
                     print(f"  died: {error}; resuming from its last checkpoint", flush=True)
             return "failed", error
 
-    def has_lock(self, log):
-        """Takes the lock of a run's log. train.py inherits it, and may outlive a sweep that is killed."""
-        try:
-            lock(log, wait=False)
-        except BlockingIOError:
-            return False
-        return True
+    def flop_left(self):
+        return sum(run.flop() * max(0, 1 - run.step() / run.steps) for run in self.runs)
 
-    def run_process(self, run, log):
-        """Runs train.py once and returns its exit code. Prints progress and the time left every minute."""
-        # In a process group of its own, so that Ctrl-C reaches it only once, from on_signal.
-        self.process = subprocess.Popen([sys.executable, *run.command], stdout=log, stderr=log,
-                                        stdin=subprocess.DEVNULL, preexec_fn=getattr(os, "setpgrp", None))
-        if self.stop_requested:  # since there was no process to tell
-            self.process.terminate()
-        began = printed = time.monotonic()
-        while self.process.poll() is None:
-            try:
-                self.process.wait(1)
-            except subprocess.TimeoutExpired:
-                if time.monotonic() > printed + 60:
-                    printed = time.monotonic()
-                    print(f"  {last_line(run.log)} | sweep {self.eta()}", flush=True)
-        self.seconds += time.monotonic() - began
-        code = self.process.returncode
-        self.process = None
-        return code
+    def show_progress(self, run):
+        """Prints the last line of the run's log and the time left to the sweep, by FLOP, once a minute."""
+        seconds = time.monotonic() - self.began
+        if seconds >= self.printed + PROGRESS_INTERVAL:
+            self.printed, left = seconds, self.flop_left()
+            done = self.flop_before - left
+            eta = train.duration(seconds * left / done) if done > 0 else "?"
+            print(f"  {last_line(run.log)} | sweep eta {eta}", flush=True)
 
     def on_signal(self, number, _):
         """Asks the run to save and stop. A second signal kills it."""
-        action = "the run saves and stops; a second one kills it"
-        if self.stop_requested:
-            action = "killing the run"
-        print(f"{signal.Signals(number).name}: {action}", file=sys.stderr, flush=True)
+        name = signal.Signals(number).name
+        print(f"{name}: the run saves and stops; a second one kills it", file=sys.stderr)
         self.stop_requested = True
         if self.process:
             self.process.terminate()  # not SIGINT, which processes that a shell starts with & ignore
 
-    def eta(self):
-        """The time left to the sweep, by the FLOP done so far, by this process and others."""
-        left = sum(run.flop_from(run.step()) for run in self.runs
-                   if run.name in self.todo and not run.is_complete())
-        done = sum(self.todo.values()) - left
-        if done <= 0:
-            return "eta ?"
-        return f"eta {train.duration(left / done * (time.monotonic() - self.began))}"
-
-    def read_results(self):
-        """Takes over results.json, to which another sweep may have written."""
-        if os.path.exists(self.results_path):
-            with open(self.results_path, encoding="utf-8") as f:
-                self.results |= {result["run"]: result for result in json.load(f)}
-
     def record(self, run, status, error):
         """Adds a run's result to results.json, which other sweeps write too."""
-        os.makedirs(os.path.dirname(self.results_path) or ".", exist_ok=True)
-        with open(self.results_path + ".lock", "w") as lock_file:
-            lock(lock_file)
-            self.read_results()
-            earlier = self.results.get(run.name, {}).get("wall_seconds", 0.0)
-            self.results[run.name] = run.result(status, earlier + self.seconds, error)
-            with train.replacing(self.results_path) as f:
-                f.write(json.dumps([self.results[name] for name in sorted(self.results)], indent=1).encode())
+        with locked(path := self.results_path):
+            try:
+                text = pathlib.Path(path).read_bytes() if os.path.exists(path) else b"[]"
+                found = {result["run"]: result for result in json.loads(text)}
+            except (ValueError, KeyError, TypeError):
+                os.replace(path, path + ".damaged")
+                found = {}
+                print(f"  {path} was damaged: kept as results.json.damaged; it is written anew", flush=True)
+            found[run.name] = self.results[run.name] = run.result(status, error)
+            with replacing(path) as f:
+                f.write(json.dumps([found[name] for name in sorted(found)], indent=1).encode())
 
     def print_table(self):
         """Prints the results; returns how many runs are complete."""
         print(f"\n{'run':32}{'status':>12}{'steps':>16}{'best':>9}{'last':>9}{'trained':>10}"
               f"{'examples/s':>12}")
-        results = [self.results.get(run.name) or run.result("not started", 0.0, "") for run in self.runs]
-        for r in results:
-            best, last = (as_text(r[f"{which}_exact_accuracy"], ".4f") for which in ("best", "last"))
-            trained = train.duration(r["train_seconds"] or 0)
-            rate = as_text(r["examples_per_sec"], ",.1f")
-            print(f"{r['run']:32}{r['status']:>12}{r['steps']:>8,}/{r['total_steps']:<7,}{best:>9}{last:>9}"
-                  f"{trained:>10}{rate:>12}")
+        complete = 0
+        for run in self.runs:
+            r = self.results.get(run.name) or run.result(*run.state())
+            best, last = ("-" if r[name] is None else f"{r[name]:.4f}"
+                          for name in ("best_exact_accuracy", "last_exact_accuracy"))
+            print(f"{run.name:32}{r['status']:>12}{r['steps']:>8,}/{run.steps:<7,}{best:>9}{last:>9}"
+                  f"{train.duration(r['train_seconds']):>10}{r['examples_per_sec']:>12,.1f}")
             if r["error"]:
                 print(f"  {r['error']}")
-        complete = sum(r["status"] == "complete" for r in results)
-        print(f"{complete} of {len(results)} complete; {self.results_path}")
+            complete += r["status"] == "complete"
+        print(f"{complete} of {len(self.runs)} complete; {self.results_path}")
         return complete
 
 
 class StudyRun:
-    """One run: its settings, command, steps and parameters, and its progress so far."""
+    """One run: its settings, command, size and progress."""
 
     def __init__(self, path, extra):
         """extra: config files and flags after the study's file."""
-        self.path, self.extra = path, extra
-        self.name = run_file(path, defaults(), defaults())["wandb_run_name"]
+        self.file = os.path.basename(path)[:-3]
+        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+        self.question = next(line[2:].strip() for line in lines if line.startswith("# "))
+        self.name = run_file(path, DEFAULTS, DEFAULTS)["wandb_run_name"]
         self.c = c = configure(train.__file__, [path, *extra])
         self.command = [os.path.relpath(train.__file__), os.path.relpath(path)]
         for arg in extra:
-            name = arg.lstrip("-").partition("=")[0]
+            name, _, value = arg.lstrip("-").partition("=")
             if arg.startswith("-") and name in ("out_dir", "gcs_dir"):
-                setattr(c, name, f"{arg.partition('=')[2].rstrip('/')}/{self.name}")
+                setattr(c, name, f"{value.rstrip('/')}/{self.name}")
                 arg = f"--{name}={getattr(c, name)}"
             self.command.append(arg)
         self.command.append("--init_from=auto")
-        train.check_settings(c)
         self.log = c.out_dir + ".log"
-        seq_len, vocab_size, self.puzzles = dataset_sizes(c.data_path, c.data_prepare)
-        self.steps = train.count_steps(c, self.puzzles)
+        self.bucket_rows, self.bucket_settings = [], {}
         try:
+            train.check_settings(c)
+            seq_len, vocab_size, self.puzzles = dataset_sizes(c.data_path, c.data_prepare)
             with torch.device("meta"):
-                self.model = TRM(TRMConfig.of(c, seq_len=seq_len, vocab_size=vocab_size))
-        except ValueError as e:
+                self.model = train.new_model(c, seq_len=seq_len, vocab_size=vocab_size)
+        except UserError as e:
             raise UserError(f"{self.name}: {e}") from None
+        self.steps = train.count_steps(c, self.puzzles)
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
-    def flop_from(self, step):
-        """FLOP of the training from step on."""
-        stages = train.stages(self.c, self.puzzles)
-        ends = [*stages, self.steps][1:]
-        flop = 0
-        for (start, cycles), end in zip(stages.items(), ends):
-            steps = max(0, min(end, self.steps) - max(start, step))
-            flop += steps * self.c.global_batch_size * self.model.flops_per_example(cycles)[1]
-        return flop
+    def flop(self):
+        """FLOP of the whole training."""
+        plan, flop = train.stages(self.c, self.puzzles), 0
+        for start, end, cycles in zip(plan, [*plan, self.steps][1:], plan.values()):
+            steps = max(0, min(end, self.steps) - start)
+            flop += steps * self.model.flops_per_example(cycles)[1]
+        return flop * self.c.global_batch_size
 
-    def is_complete(self):
-        """Whether it has its final evaluation. A bucket alone decides, so that all hosts agree."""
-        rows = self.bucket_rows if self.c.gcs_dir else self.rows()
-        return any("final" in row and row["step"] == self.steps for row in rows)
+    def state(self):
+        """complete, incomplete, or failed if its folder holds another run; and the error."""
+        if error := self.conflict():
+            return "failed", error
+        rows = self.bucket_rows if self.c.gcs_dir else self.rows()  # as all hosts see it
+        last = [row for row in rows if "final" in row and row["step"] == self.steps]
+        return "complete" if last else "incomplete", ""
+
+    def conflict(self):
+        """The error if a checkpoint in out_dir or in the bucket has other settings."""
+        local = settings_of(pathlib.Path(self.c.out_dir).glob("ckpt_*.json"), pathlib.Path.read_bytes)
+        for place, settings in ("out_dir", local), ("gcs_dir", self.bucket_settings):
+            if found := settings and changes(settings, vars(self.c)):
+                return (f"{getattr(self.c, place)} holds a run with other settings ({found}): delete it, "
+                        f"or choose another --{place}")
+        return ""
 
     def step(self):
         return max((row["step"] for row in self.rows()), default=0)
 
     def rows(self):
         """metrics.jsonl of this machine, or else of the bucket."""
-        return parse_rows(train.metrics_lines(self.c.out_dir)) or self.bucket_rows
+        return read_metrics(os.path.join(self.c.out_dir, "metrics.jsonl")) or self.bucket_rows
 
-    @functools.cached_property
-    def bucket_rows(self):
-        """metrics.jsonl in the bucket when the sweep began; [] without one."""
-        if not self.c.gcs_dir:
-            return []
-        text = (Bucket(self.c.gcs_dir).read("metrics.jsonl") or b"").decode()
-        return parse_rows(text.splitlines())
+    def read_bucket(self):
+        if self.c.gcs_dir:
+            bucket = Bucket(self.c.gcs_dir)
+            self.bucket_rows = parse_metrics((bucket.read("metrics.jsonl") or b"").splitlines())
+            self.bucket_settings = settings_of(fnmatch.filter(bucket.list(), "ckpt_*.json"), bucket.read)
 
-    def result(self, status, wall_seconds, error):
-        """The run's entry of results.json. train_seconds leaves out compiling, evaluating and saving."""
-        rows = self.rows()
-        exact = [row["eval/exact_accuracy"] for row in rows if "eval/exact_accuracy" in row]
-        surest = [row["eval/surest_accuracy"] for row in rows if "eval/surest_accuracy" in row]
-        trained = [row for row in rows if "train/loss" in row]
-        step = timed_steps = seconds = 0
-        for row in trained:
-            if "perf/step_time" in row:
-                timed_steps += row["step"] - step
-                seconds += (row["step"] - step) * row["perf/step_time"]
-            step = row["step"]
-        train_seconds = rate = None
-        if timed_steps:
-            step_time = seconds / timed_steps
-            train_seconds = round(step * step_time, 1)
-            rate = round(self.c.global_batch_size / step_time, 2)
+    def result(self, status, error):
+        """The run's entry of results.json. train_seconds: by the median rate."""
+        rows = [] if self.conflict() else self.rows()
+        exact, surest, rates = ([row[name] for row in rows if name in row] for name in (
+            "eval/exact_accuracy", "eval/surest_accuracy", "perf/examples_per_sec"))
+        step = self.step() if rows else 0
+        rate = statistics.median(rates) if rates else 0.0
         return dict(
             run=self.name, status=status, steps=step, total_steps=self.steps,
-            best_exact_accuracy=max(exact, default=None),
-            last_exact_accuracy=exact[-1] if exact else None,
-            last_surest_accuracy=surest[-1] if surest else None,
-            train_seconds=train_seconds,
-            wall_seconds=round(wall_seconds, 1),
-            examples_per_sec=rate,
-            error=error)
+            best_exact_accuracy=max(exact, default=None), last_exact_accuracy=[None, *exact][-1],
+            last_surest_accuracy=[None, *surest][-1],
+            train_seconds=round(step * self.c.global_batch_size / rate, 1) if rate else 0.0,
+            examples_per_sec=rate, error=error)
 
 
-@functools.lru_cache(maxsize=None)
-def defaults():
-    """The defaults of train.py's settings."""
-    return {name: default for name, (default, _, _) in read_settings(train.__file__).items()}
+def settings_of(files, read):
+    """Settings in the newest checkpoint's .json, or {}; read(file): a file's content."""
+    try:
+        return DEFAULTS | json.loads(read(max(files)))["settings"]
+    except (ValueError, KeyError, TypeError, FileNotFoundError):  # train.py names it
+        return {}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def dataset_sizes(path, data_prepare):
-    """(cells, tokens, puzzles of an epoch) of a data set, or of the one that data_prepare would make."""
-    text = None
-    if path.startswith("gs://"):
-        text = Bucket(path).read("train/dataset.json")
-    elif os.path.exists(os.path.join(path, "train", "dataset.json")):
-        with open(os.path.join(path, "train", "dataset.json"), "rb") as f:
-            text = f.read()
+    """(cells, tokens, puzzles of an epoch) of a dataset, or of the one that data_prepare makes."""
+    file = pathlib.Path(path, "train", "dataset.json")
+    in_bucket = path.startswith("gs://")
+    text = Bucket(path).read("train/dataset.json") if in_bucket else file.exists() and file.read_bytes()
     if text:
         try:
             metadata = json.loads(text)
             puzzles = metadata["total_groups"] * metadata["mean_puzzle_examples"]
             return metadata["seq_len"], metadata["vocab_size"], puzzles
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: train/dataset.json is damaged: build the data set again") from None
+            raise UserError(f"{path}: train/dataset.json is damaged: build it again") from None
     script, *flags = shlex.split(data_prepare) or [""]
     if script != "prepare_sudoku.py":
-        raise UserError(f"{path}: no such data set")
+        raise UserError(f"{path}: no such dataset")
     s = prepare_sudoku.complete(configure(prepare_sudoku.__file__, flags))
     return s.size ** 2, s.size + 2, s.num_train if s.source == "generate" else s.subsample_size
 
 
-def has_dataset(path):
-    return path.startswith("gs://") or os.path.exists(path)
-
-
-def parse_rows(lines):
-    """Lines of metrics.jsonl as dicts, without those that a crash damaged."""
-    return [json.loads(line) for line in lines if train.line_step(line) < math.inf]
-
-
 def last_line(path):
     """The last line of a text file that is not empty."""
-    with open(path, "rb") as f:
-        f.seek(max(0, os.path.getsize(path) - 16384))
-        lines = f.read().decode(errors="replace").splitlines()
-    return next((line for line in reversed(lines) if line.strip()), "")
-
-
-def as_text(value, form):
-    return "-" if value is None else format(value, form)
+    with open(path, encoding="utf-8", errors="replace") as f:
+        return next((line.strip() for line in reversed(f.readlines()) if line.strip()), "")
 
 
 if __name__ == "__main__":
-    command(lambda: main(sys.argv[1:]), __file__)
+    configurator.command(lambda: main(sys.argv[1:]), __file__)

@@ -13,31 +13,30 @@ ZONE=${ZONE:-}                   # of your quota, as us-central2-b; the bucket s
 PROJECT=${PROJECT:-}             # empty: gcloud's default
 TYPE=${TYPE:-}                   # v4-32 (32 cores: 16 chips, 4 hosts), v5e-8 (8 chips, 1 host), v6e-8, ...
 SPOT=${SPOT:-0}                  # 1: cheaper, and preempted when others need the chips
-RUNTIME=${RUNTIME:-}             # the hosts' image; empty: the default for TYPE
+RUNTIME=${RUNTIME:-}             # the hosts' image; if empty, the default for TYPE
 CREATE_FLAGS=${CREATE_FLAGS:-}   # more flags for the request: --network=... --service-account=... --reserved
 SSH_FLAGS=${SSH_FLAGS:-}         # more flags for ssh and scp: --internal-ip or --tunnel-through-iap
 LIBTPU_INIT_ARGS=${LIBTPU_INIT_ARGS:-}  # the TPU compiler's options for the run: see docs/performance.md
-NETRC=${NETRC:-}                 # file with W&B's login (~/.netrc after `wandb login`); push copies it
-WORKER=${WORKER:-}               # host for ssh, logs and pull; empty: rank 0's (ssh: all, its shell: 0)
+NETRC=${NETRC:-}                 # file with W&B's login (~/.netrc after `wandb login`), copied to the hosts
 POLL=${POLL:-60}                 # seconds between two checks of the slice
+TIMEOUT=${TIMEOUT:-300}          # seconds after which a gcloud that hangs is ended; four times it for setup
 MAX_FAILURES=${MAX_FAILURES:-3}  # keep gives up after so many without a new checkpoint, preemptions aside
 STOP_WAIT=${STOP_WAIT:-120}      # seconds that stop gives a run to save and upload
-DRY_RUN=${DRY_RUN:-0}            # 1: print every gcloud command, run none, write nothing
+
+# When the user's command began, on the hosts too: of keep (or run) and stop, the later one holds.
+began=${began:-$(date +%s)}
 
 usage() {
   cat <<'END'
 usage: [SETTING=value ...] scripts/tpu.sh COMMAND [...]
 
-  create                   request the slice, and wait until it is ready
-  push                     copy the files that git does not ignore (code, not data) to ~/trm of every host
-  setup                    make a virtual environment with the requirements on every host; after push
-  run SCRIPT [ARG ...]     start python SCRIPT ARG ... on every host, detached; train.py gets --init_from=auto
-  keep SCRIPT [ARG ...]    all of these, and again after each preemption or failure, until the run is complete
+  run SCRIPT [ARG ...]     request the slice, wait until it is ready, copy the files that git does not ignore
+                           (code, not data) to ~/trm of every host, install the requirements and start
+                           python SCRIPT ARG ... there, detached; train.py gets --init_from=auto
+  keep SCRIPT [ARG ...]    the same, and again after each preemption or failure, until the run is complete
   status                   show the state of the slice and of each host, and the end of its output
-  logs                     follow what the host of rank 0 prints (Ctrl-C does not stop the run)
-  ssh [COMMAND]            run COMMAND on every host; without one, open a shell on host 0
-  pull                     fetch out/ and the output of the host of rank 0 to out/NAME/
-  pull gs://DIR [REGEX]    fetch a folder of a bucket to out/, without the files that match REGEX
+  logs                     follow what all hosts print (Ctrl-C does not stop the run)
+  ssh COMMAND              run COMMAND on every host
   stop                     send SIGTERM: the run saves, uploads and ends, and so does keep (exit code 3)
   delete                   delete the slice with everything on its disks
 
@@ -52,7 +51,7 @@ main() {
   (($# == 0)) || shift
   case $command in
     help|-h|--help) usage; return ;;
-    create|push|setup|run|keep|status|logs|ssh|pull|stop|delete|host_*) ;;
+    run|keep|status|logs|ssh|stop|delete|host_*) ;;
     *) die "unknown command $command: --help lists them" ;;
   esac
   [[ $command == host_* ]] || check_settings "$command"
@@ -61,37 +60,39 @@ main() {
     [[ -f ${1:-} ]] || die "$command needs a script of this folder, as $command train.py config/baseline.py"
     [[ $1 != train.py || "$*" == *--init_from=* ]] || set -- "$@" --init_from=auto
   fi
-  exec 3>&1  # run_gcloud prints DRY_RUN's commands here, also where gcloud's output is captured
   "$command" "$@"
 }
 
 # Commands
 
+run() { MAX_FAILURES=1 keep "$@"; }
+
 keep() {  # keeps no state of its own: it can be stopped and started again at any time
-  local state run previous='' silent=0 started=0 arg
+  local state run previous='' silent=0 started=0 arg limit=$TIMEOUT
   bucket='' failures=0 checkpoints=''
   for arg in "$@"; do [[ $arg != --gcs_dir=* ]] || bucket=${arg#--gcs_dir=}; done
-  [[ $bucket == gs://?* ]] || die "keep needs --gcs_dir=gs://BUCKET/...: a preemption deletes the disks"
-  if [[ $DRY_RUN == 1 ]]; then
-    show_keep "$@" >/dev/null
-    return
-  fi
+  [[ $command == run || $bucket == gs://?* ]] ||
+    die "keep needs --gcs_dir=gs://BUCKET/...: a preemption deletes the disks"
+  command -v timeout >/dev/null ||
+    { limit=; log "no timeout (macOS: brew install coreutils): an ssh that hangs would not be ended"; }
   checkpoints=$(list_checkpoints)
   while true; do
     state=$(find_state) || exit
     run=
     [[ $state != READY ]] || run=$(find_run "$@")
-    [[ "$state $run" == "$previous" ]] || log "$NAME: $state${run:+, run: $run}"
+    [[ "$state $run" == "$previous" ]] || { log "$NAME: $state${run:+, run: $run}"; silent=0; }
     previous="$state $run"
     # How an earlier run ended says nothing about this one.
-    case $run in running) started=1 ;; wrong|failed|stop_requested|complete) ((started)) || run=new ;; esac
-    [[ $run == silent ]] || silent=0
+    case $run in running) started=1 ;; wrong|failed|complete) ((started)) || run=new ;; esac
     case $state${run:+ $run} in
       NONE) request_slice || count_failure "the request was refused" ;;
-      PREEMPTED|TERMINATED|STOPPED|UNKNOWN|QUEUE_SUSPENDED) delete || log "not deleted yet" ;;
-      QUEUE_FAILED) count_failure "the request failed"; delete || log "not deleted yet" ;;
+      CREATING|ACCEPTED|WAITING_FOR_RESOURCES|PROVISIONING|STARTING|RESTARTING|REPAIRING) ;;
+      SUSPENDING|STOPPING|DELETING|NO_ANSWER) ;;
+      PREEMPTED|TERMINATED|STOPPED|SUSPENDED) delete || log "not deleted yet" ;;
+      FAILED) count_failure "the request failed"; delete || log "not deleted yet" ;;
       'READY complete') log "complete; the slice costs money until you delete it"; return ;;
       'READY stop_requested') log "stopped on request"; exit 3 ;;
+      'READY running') [[ $command == keep ]] || die "a run is in progress: stop it first" ;;
       'READY busy') die "$NAME runs something else: see status" ;;
       'READY wrong'|'READY failed')
         status || true
@@ -100,20 +101,21 @@ keep() {  # keeps no state of its own: it can be stopped and started again at an
         count_failure "the run failed"
         started=0 ;;
       'READY new'|'READY stopped')
-        if start_all "$@"; then
+        if start "$@"; then
           started=1
+          [[ $command == keep ]] || return 0
         elif [[ $(find_state) == READY ]]; then
           call_hosts host_stop || true  # hosts that did start wait for the others
           count_failure "the start failed"
         fi ;;
-      'READY silent')
+      *)  # READY silent, or a state that gcloud's reference does not have
         silent=$((silent + 1))
         if ((silent % 5)); then
           :
         elif has_new_checkpoint; then  # only ssh is broken, on this machine maybe
-          log "not all hosts answer ssh, but the run may go on writing checkpoints: waiting"
+          log "$state${run:+, run: $run}, but the run goes on writing checkpoints: waiting"
         else
-          count_failure "not all hosts answer"
+          count_failure "$state${run:+, run: $run} at 5 checks"
           delete || log "not deleted yet"
         fi ;;
     esac
@@ -121,130 +123,63 @@ keep() {  # keeps no state of its own: it can be stopped and started again at an
   done
 }
 
-show_keep() {  # for DRY_RUN
-  note "where there is no slice"
-  request_slice
-  note "where the slice is ready, at the start and after each failure"
-  start_all "$@"
-  note "every $POLL s"
-  find_state
-  find_run "$@"
-  note "only after a failure"
-  status
-  call_hosts host_stop
-  list_checkpoints
-  note "only after a preemption, or where hosts do not answer; then everything again"
-  delete
-}
-
-create() {
-  local state='' previous=''
-  request_slice
-  until [[ $DRY_RUN == 1 || $state == READY ]]; do
-    state=$(find_state) || exit
-    [[ $state == "$previous" ]] || log "$NAME: $state"
-    case $state in QUEUE_FAILED|QUEUE_SUSPENDED|PREEMPTED|TERMINATED|STOPPED)
-      log "see gcloud compute tpus queued-resources describe $NAME --zone=$ZONE, then delete"
-      exit 1 ;;
-    esac
-    [[ $state == READY ]] || sleep "$POLL"
-    previous=$state
-  done
-}
-
-push() {
-  local archive=${TMPDIR:-/tmp}/trm-$NAME.tar.gz
-  if [[ $DRY_RUN == 0 ]]; then
-    git ls-files -z --cached --others --exclude-standard |  # names files that were deleted since, too
-      while IFS= read -r -d '' file; do [[ ! -e $file ]] || printf '%s\0' "$file"; done |
-      COPYFILE_DISABLE=1 tar --null -T - -czf "$archive" || { log "push: see above"; return 1; }
-    (($(wc -c <"$archive") < 64000000)) ||
-      die "push: $archive is over 64 MB, too much for code: add the data in it to .gitignore"
-  fi
-  copy "$archive" "$NAME:trm.tar.gz" --worker=all &&
-    { [[ -z $NETRC ]] || copy "$NETRC" "$NAME:.netrc" --worker=all; } &&
-    ssh_hosts 'mkdir -p trm && tar -xzf trm.tar.gz -C trm'
-}
-
-setup() { call_hosts host_setup; }
-run() { call_hosts host_start "$@"; }
-stop() { call_hosts host_stop stop_requested; }
+logs() { ssh_hosts 'tail -n 100 -F trm/run/output.txt'; }
+ssh() { ssh_hosts "$*"; }
 delete() { tpus queued-resources delete "$NAME" --force; }
+
+stop() {  # before anything was copied to the hosts, too
+  ssh_hosts "mkdir -p trm/run && echo $began >trm/run/stop_requested && $(if_pushed host_stop)"
+}
 
 status() {
   local state
   state=$(find_state) || exit
   echo "$NAME: $state"
   case $state in
-    READY|'') call_hosts host_status ;;  # '': DRY_RUN
+    READY) call_hosts host_status ;;
     NO_ANSWER) return 1 ;;
   esac
 }
 
-logs() {
-  find_rank_0
-  if [[ -n $WORKER ]]; then
-    ssh_hosts 'tail -n 100 -F trm/run/output.txt' "$WORKER"
-  else
-    call_hosts host_logs
-  fi
-}
-
-ssh() {
-  if (($#)); then
-    ssh_hosts "$*" "$WORKER"
-  else
-    input=/dev/stdin
-    # shellcheck disable=SC2086  # several flags
-    tpus tpu-vm ssh "$NAME" --worker="${WORKER:-0}" $SSH_FLAGS
-  fi
-}
-
-pull() {
-  local target=out/$NAME
-  if (($#)); then
-    target=out/$(basename "$1")
-  else
-    find_rank_0
-    target+=/${WORKER:+host}${WORKER:-rank0}
-  fi
-  [[ $DRY_RUN == 1 ]] || mkdir -p "$target"
-  if (($#)); then
-    run_gcloud storage rsync "$1" "$target" --recursive ${2:+"--exclude=$2"}
-  elif [[ -n $WORKER ]]; then
-    copy "$NAME:trm/out" "$NAME:trm/run" "$target" --recurse --worker="$WORKER"
-  else
-    call_hosts host_archive | tar -xf - -C "$target"
-  fi
-}
-
 # The slice, through gcloud: https://cloud.google.com/sdk/gcloud/reference/compute/tpus
 
-start_all() { push && setup && run "$@"; }
+start() {
+  local limit=${limit:+$((4 * limit))}
+  push && call_hosts host_setup && call_hosts host_start "$@"
+}
 
-find_state() {  # of the VM, else QUEUE_ and that of the request, else NONE; NO_ANSWER where gcloud fails
-  local answer
-  if answer=$(tpus tpu-vm describe "$NAME" --format='value(state)' 2>&1); then
-    echo "${answer##*$'\n'}"
-  elif [[ $answer != *NOT_FOUND* ]]; then
-    show_error "$answer"
-    echo NO_ANSWER
-  elif answer=$(tpus queued-resources describe "$NAME" --format='value(state.state)' 2>&1); then
-    echo "QUEUE_${answer##*$'\n'}"
-  elif [[ $answer == *NOT_FOUND* ]]; then
+push() {
+  local archive=${TMPDIR:-/tmp}/trm-$NAME.tar.gz
+  git ls-files -z --cached --others --exclude-standard |  # names files that were deleted since, too
+    while IFS= read -r -d '' file; do [[ ! -e $file ]] || printf '%s\0' "$file"; done |
+    COPYFILE_DISABLE=1 tar --null -T - -czf "$archive" || return
+  (($(wc -c <"$archive") < 64000000)) ||
+    die "$archive is over 64 MB, too much for code: add the data in it to .gitignore"
+  copy "$archive" "$NAME:trm.tar.gz" &&
+    { [[ -z $NETRC ]] || copy "$NETRC" "$NAME:.netrc"; } &&
+    ssh_hosts 'mkdir -p trm && tar -xzf trm.tar.gz -C trm'
+}
+
+find_state() {  # of the VM, else of its request, else NONE; NO_ANSWER where gcloud fails
+  local error
+  ! error=$(tpus tpu-vm describe "$NAME" --format='value(state)' 2>&1 >&3) || return 0
+  if [[ $error == *NOT_FOUND* ]]; then
+    ! error=$(tpus queued-resources describe "$NAME" --format='value(state.state)' 2>&1 >&3) || return 0
+  fi
+  if [[ $error == *NOT_FOUND* ]]; then
     echo NONE
   else
-    show_error "$answer"
+    show_error "$error"
     echo NO_ANSWER
   fi
-}
+} 3>&1
 
 # $1: gcloud's message, whose ERROR line says what is wrong; advice of several lines may follow. Exits with 2
 # where only the user can help. A name server that does not answer is reported as a problem with the login.
 show_error() {
   local line
   line=$(grep -m 1 ERROR <<<"$1") || line=${1##*$'\n'}
-  log "$line"
+  log "${line:-gcloud did not answer}"
   case $1 in
     *'Unable to find the server'*) ;;
     *'gcloud auth login'*|*UNAUTHENTICATED*|*PERMISSION_DENIED*) exit 2 ;;
@@ -254,9 +189,8 @@ show_error() {
 # The most serious state of the run on any host: complete only where every host says so. silent: a host does
 # not answer. gcloud exits with an error for it, since host_state itself never fails.
 find_run() {
-  local command words word
-  command="if [ -e trm/run ]; then $(host_command host_state "$@"); else echo new; fi"
-  words=$(ssh_hosts "$command" 2>/dev/null) || words+=$'\nsilent'
+  local words word
+  words=$(ssh_hosts "$(if_pushed host_state "$@")" 2>/dev/null) || words+=$'\nsilent'
   for word in busy wrong stop_requested silent failed running stopped new complete; do
     if grep -qx "$word" <<<"$words"; then echo "$word"; return; fi
   done
@@ -312,32 +246,24 @@ list_checkpoints() {  # in a fixed order
   run_gcloud storage ls "$bucket" --recursive 2>/dev/null | grep -E 'ckpt_[0-9]+\.json$' || true
 }
 
-# Chooses host 0, unless WORKER is set or some host shows the lines that only rank 0 prints: its number is its
-# own secret, but a command for all hosts finds it.
-find_rank_0() {
-  [[ -z $WORKER ]] || return 0
-  [[ -n $(call_hosts host_has_rank_0) ]] || {
-    note "if no host shows rank 0's lines"
-    WORKER=0
-  }
-}
-
 call_hosts() { ssh_hosts "$(host_command "$@")"; }
 host_command() {
-  local settings=(STOP_WAIT="$STOP_WAIT" ${LIBTPU_INIT_ARGS:+LIBTPU_INIT_ARGS="$LIBTPU_INIT_ARGS"})
+  local settings=(began="$began" STOP_WAIT="$STOP_WAIT")
+  [[ -z $LIBTPU_INIT_ARGS ]] || settings+=(LIBTPU_INIT_ARGS="$LIBTPU_INIT_ARGS")
   echo "env$(printf ' %q' "${settings[@]}" bash trm/scripts/tpu.sh "$@")"
 }
+if_pushed() { echo "if [ -e trm/scripts/tpu.sh ]; then $(host_command "$@"); else echo new; fi"; }
 
 # gcloud tries ten times, and ssh alone would take minutes each time to find out that a host is dead.
 ssh_hosts() {
   # shellcheck disable=SC2086  # several flags
-  tpus tpu-vm ssh "$NAME" --worker="${2:-all}" --command="$1" \
+  tpus tpu-vm ssh "$NAME" --worker=all --command="$1" \
     --ssh-flag=-oConnectTimeout=20 --ssh-flag=-oServerAliveInterval=20 $SSH_FLAGS
 }
 
 copy() {
   # shellcheck disable=SC2086  # several flags
-  tpus tpu-vm scp "$@" --scp-flag=-oConnectTimeout=20 ${SSH_FLAGS//--ssh-flag/--scp-flag}
+  tpus tpu-vm scp "$@" --worker=all --scp-flag=-oConnectTimeout=20 ${SSH_FLAGS//--ssh-flag/--scp-flag}
 }
 
 tpus() {
@@ -346,19 +272,20 @@ tpus() {
   run_gcloud ${track:+"$track"} compute tpus "$@" --zone="$ZONE" ${PROJECT:+"--project=$PROJECT"} --quiet
 }
 
-input=/dev/null  # of gcloud
+limit=  # seconds
 run_gcloud() {
-  if [[ $DRY_RUN == 1 ]]; then
-    { printf gcloud; printf ' %q' "$@"; echo; } >&3
-  else
-    gcloud "$@" <"$input"
+  if [[ -z $limit ]]; then
+    gcloud "$@" </dev/null
+  else  # in a process group of its own, which Ctrl-C reaches by the trap alone
+    timeout -k 5 "$limit" gcloud "$@" </dev/null &
+    trap 'kill $!; exit 130' INT
+    wait $!
   fi
 }
 
 # On a host, in ~/trm. run/ holds the command, the process that waits for it, its output and its exit code.
 
 host_setup() {
-  local began=$SECONDS
   if cat requirements.txt requirements-tpu.txt | cmp -s - venv/requirements; then return; fi
   echo "$(hostname): installing the requirements"
   [[ -x venv/bin/pip ]] || python3 -m venv --clear venv || {  # some images lack it
@@ -369,38 +296,41 @@ host_setup() {
   rm -f venv/requirements
   venv/bin/pip install --quiet --no-cache-dir -r requirements-tpu.txt
   cat requirements.txt requirements-tpu.txt >venv/requirements
-  echo "$(hostname): installed in $((SECONDS - began)) s"
 }
 
 host_start() {
   ! host_is_running || die "a run is in progress: stop it first"
   host_kill
   mkdir -p run
-  rm -f run/exit run/stop_requested
+  rm -f run/exit
   : >run/output.txt
   echo "$*" >run/command
   # A session of its own, which host_kill ends as a whole. An open file would keep the ssh connection open.
-  setsid nohup bash scripts/tpu.sh host_run "$@" >run/output.txt 2>&1 </dev/null 3>&- &
+  setsid nohup bash scripts/tpu.sh host_run "$@" >run/output.txt 2>&1 </dev/null &
   echo $! >run/pid
 }
 
 host_run() {
   local code=0
   export PJRT_DEVICE=TPU  # without it a TPU VM can train on its CPU
-  venv/bin/python -u "$@" || code=$?
+  if stop_requested; then code=3; else venv/bin/python -u "$@" || code=$?; fi
   echo $code >run/exit
 }
 
 host_is_running() { [[ -f run/pid ]] && ps -o args= -p "$(<run/pid)" | grep -q 'tpu.sh host_'; }
 
+stop_requested() { [[ -f run/stop_requested && $(<run/stop_requested) -ge $began ]]; }
+
 host_state() {  # of the run with these arguments, by train.py's exit codes
   local code
-  code=$(cat run/exit 2>/dev/null) || true
   if host_is_running; then
     if [[ $* == "$(<run/command)" ]]; then echo running; else echo busy; fi
-  elif [[ $code == 0 ]]; then
+    return
+  fi
+  code=$(cat run/exit 2>/dev/null) || true  # only now: a run that ends meanwhile has not failed
+  if [[ $code == 0 ]]; then
     echo complete
-  elif [[ -f run/stop_requested ]]; then
+  elif stop_requested; then
     echo stop_requested
   elif [[ ! -f run/pid ]]; then
     echo new
@@ -415,18 +345,12 @@ host_state() {  # of the run with these arguments, by train.py's exit codes
 
 host_status() {
   [[ -f run/command ]] || { echo "$(hostname): nothing has run"; return; }
-  echo "$(hostname): $(host_state "$(<run/command)"), python $(<run/command)"
+  echo "$(hostname): $(began=0 host_state "$(<run/command)"), python $(<run/command)"
   tail -n 10 run/output.txt
 }
 
-host_has_rank_0() { ! grep -qs '^# python' run/output.txt || echo "rank 0"; }
-host_logs() { [[ -z $(host_has_rank_0) ]] || exec tail -n 100 -F run/output.txt; }
-host_archive() { [[ -z $(host_has_rank_0) ]] || tar -cf - out run; }
-
-host_stop() {  # [stop_requested]: by the user, so that keep ends too
+host_stop() {
   local deadline=$((SECONDS + STOP_WAIT))
-  mkdir -p run
-  (($# == 0)) || touch "run/$1"
   if host_is_running; then
     pkill -TERM -P "$(<run/pid)" || true  # Python alone, which lets its workers save
     while host_is_running && ((SECONDS < deadline)); do sleep 0.2; done
@@ -443,21 +367,22 @@ host_kill() {
 }
 
 check_settings() {  # $1: the command
+  local number
   TYPE=${TYPE/#v5e-/v5litepod-}
   [[ $NAME =~ ^[a-z]([a-z0-9-]*[a-z0-9])?$ ]] ||
     die "NAME=$NAME: set it to the slice's name: lower-case letters, digits and hyphens"
   [[ $ZONE =~ ^[a-z]+-[a-z]+[0-9]+-[a-z]$ ]] || die "ZONE=$ZONE: set it to the slice's zone, as us-central2-b"
-  [[ ! $1 =~ ^(create|keep)$ || $TYPE =~ ^(v4|v5litepod|v5p|v6e)-[0-9]+$ ]] ||
+  [[ ! $1 =~ ^(run|keep)$ || $TYPE =~ ^(v4|v5litepod|v5p|v6e)-[0-9]+$ ]] ||
     die "TYPE=$TYPE: set it to v4-N, v5e-N, v5p-N or v6e-N, as v4-32"
-  [[ $SPOT$DRY_RUN =~ ^[01][01]$ ]] || die "SPOT=$SPOT DRY_RUN=$DRY_RUN: each must be 0 or 1"
-  [[ $MAX_FAILURES$STOP_WAIT =~ ^[0-9]+$ ]] ||
-    die "MAX_FAILURES=$MAX_FAILURES STOP_WAIT=$STOP_WAIT: must be numbers"
+  [[ $SPOT =~ ^[01]$ ]] || die "SPOT=$SPOT: set it to 0 or 1"
+  [[ $POLL =~ ^[0-9]+(\.[0-9]+)?$ ]] || die "POLL=$POLL: set it to a number of seconds, as 60"
+  for number in TIMEOUT MAX_FAILURES STOP_WAIT; do
+    [[ ${!number} =~ ^[1-9][0-9]*$ ]] || die "$number=${!number}: set it to a whole number above 0"
+  done
   [[ -z $NETRC || -f $NETRC ]] || die "NETRC=$NETRC: no such file"
-  [[ $DRY_RUN == 1 ]] || command -v gcloud >/dev/null ||
-    die "gcloud is not installed: https://cloud.google.com/sdk/docs/install"
+  command -v gcloud >/dev/null || die "gcloud is not installed: https://cloud.google.com/sdk/docs/install"
 }
 
-note() { [[ $DRY_RUN == 0 ]] || echo "# $*" >&3; }
 log() { echo "tpu.sh: $*" >&2; }
 die() { log "$*"; exit 2; }
 

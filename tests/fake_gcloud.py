@@ -2,9 +2,9 @@
 
 A folder, $CLOUD, holds the cloud: `slice` and `queue` (states of the TPU VM and of its request), hosts.json
 (an environment for each host), hosts/N (the home folder of host N, its whole disk), host_bin (programs of the
-hosts' image), calls (the commands so far). Files named refuse, no_capacity, no_ssh and logged_out change the
-answers.
-A flag that gcloud's reference does not list is refused.
+hosts' image), calls (the commands so far). Files named refuse, no_capacity, no_ssh, logged_out and hang (the
+number of a host, whose ssh connects and never ends) change the answers. Only stdout is the answer, as of the
+real one; a notice of updates follows on stderr. A flag that gcloud's reference does not list is refused.
 
 Cloud is for the tests: it makes all this, and a project whose scripts/tpu.sh they call.
 """
@@ -22,33 +22,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = dict(NAME="slice", ZONE="us-central2-b", TYPE="v4-32", POLL="0.05", STOP_WAIT="10")
-# The flags that gcloud's reference lists for each command, as read in 2025. Those with = need a value.
-# https://cloud.google.com/sdk/gcloud/reference/
-EVERY_COMMAND = {"--project=", "--quiet", "--format="}
+# Flags that gcloud's reference lists for each command, as read in 2025: those that tpu.sh and its guide use.
+# Those with = need a value. https://cloud.google.com/sdk/gcloud/reference/
+EVERY_COMMAND = {"--project=", "--quiet", "--format=", "--zone="}
 DOCUMENTED = {
     "compute tpus queued-resources create": {
-        "--zone=", "--runtime-version=", "--accelerator-type=", "--topology=", "--type=", "--node-id=",
-        "--node-count=", "--node-prefix=", "--async", "--boot-disk=", "--data-disk=", "--description=",
-        "--guaranteed", "--internal-ips", "--labels=", "--metadata=", "--metadata-from-file=", "--network=",
-        "--range=", "--reserved", "--scopes=", "--service-account=", "--shielded-secure-boot", "--spot",
-        "--subnetwork=", "--tags=", "--valid-after-duration=", "--valid-until-duration=",
-        "--reservation-host-project="},
-    "compute tpus queued-resources describe": {"--zone="},
-    "compute tpus queued-resources delete": {"--zone=", "--async", "--force"},
-    "compute tpus tpu-vm describe": {"--zone="},
-    "compute tpus tpu-vm ssh": {
-        "--zone=", "--dry-run", "--internal-ip", "--plain", "--ssh-flag=", "--ssh-key-file=",
-        "--strict-host-key-checking=", "--worker=", "--command=", "--output-directory="},
-    "compute tpus tpu-vm scp": {
-        "--zone=", "--compress", "--dry-run", "--internal-ip", "--plain", "--recurse", "--scp-flag=",
-        "--ssh-key-file=", "--worker="},
-    "storage ls": {"--recursive", "--long", "--json"},
-    "storage rsync": {"--recursive", "--exclude=", "--dry-run"},
+        "--runtime-version=", "--accelerator-type=", "--node-id=", "--internal-ips", "--network=",
+        "--reserved", "--service-account=", "--spot", "--subnetwork="},
+    "compute tpus queued-resources describe": set(),
+    "compute tpus queued-resources delete": {"--force"},
+    "compute tpus tpu-vm describe": set(),
+    "compute tpus tpu-vm ssh": {"--internal-ip", "--ssh-flag=", "--worker=", "--command="},
+    "compute tpus tpu-vm scp": {"--internal-ip", "--scp-flag=", "--worker="},
+    "storage ls": {"--recursive"},
 }
 ALPHA = {  # the flags that gcloud alpha has besides
     "compute tpus queued-resources create": {"--reservation=", "--provisioning-model="},
-    "compute tpus tpu-vm ssh": {"--tunnel-through-iap", "--batch-size="},
-    "compute tpus tpu-vm scp": {"--tunnel-through-iap", "--batch-size="},
+    "compute tpus tpu-vm ssh": {"--tunnel-through-iap"},
+    "compute tpus tpu-vm scp": {"--tunnel-through-iap"},
 }
 NO_LOGIN = """ERROR: (gcloud.{}) There was a problem refreshing your current auth tokens: Reauthentication \
 failed. cannot prompt during non-interactive execution.
@@ -56,13 +47,8 @@ Please run:
 
   $ gcloud auth login
 
-to obtain new credentials.
-
-If you have already logged in with a different account, run:
-
-  $ gcloud config set account ACCOUNT
-
-to select an already authenticated account to use."""
+to obtain new credentials."""
+UPDATES = "Updates are available for some Google Cloud CLI components.  To install them,\nplease run:"
 
 
 # For tests.
@@ -176,10 +162,10 @@ def main(arguments):
         shutil.rmtree(cloud / "hosts", ignore_errors=True)
         for path in (queue, cloud / "slice"):
             path.unlink(missing_ok=True)
-    elif name.endswith("resources describe"):
-        print(queue.read_text() if queue.exists() else fail(name, "NOT_FOUND: no such resource"))
-    elif name.endswith("vm describe"):
-        print(vm or fail(name, "NOT_FOUND: Resource 'projects/p/nodes/slice' was not found"))
+    elif name.endswith("describe"):
+        state = vm if name.endswith("vm describe") else queue.exists() and queue.read_text().strip()
+        print(state or fail(name, "NOT_FOUND: Resource 'projects/p/nodes/slice' was not found"), flush=True)
+        print(UPDATES, file=sys.stderr)
     elif name.endswith(("ssh", "scp")):
         if vm != "READY":
             fail(name, f"the TPU is in state {vm}, and cannot be used" if vm else "NOT_FOUND: no such TPU")
@@ -219,27 +205,27 @@ def provision(cloud):
 
 
 def on_workers(cloud, name, positional, flags):
-    """ssh or scp, on all the workers of --worker at once; exits with the code of the first that failed."""
+    """ssh or scp, on all workers at once; exits with the code of the first that failed."""
     environments = json.loads((cloud / "hosts.json").read_text())
-    worker = flags.get("--worker", "0")
-    if worker != "all" and not worker.isdigit() or worker.isdigit() and int(worker) >= len(environments):
-        fail(name, f"Invalid value for [--worker]: {worker}")
-    workers = list(range(len(environments))) if worker == "all" else [int(worker)]
-    if len(workers) > 1 and name.endswith("ssh") and "--command" not in flags:
-        fail(name, "[--worker]: cannot target multiple workers without the `--command` flag.")
+    if flags.get("--worker") != "all" or name.endswith("ssh") and "--command" not in flags:
+        fail(name, "not simulated")
     codes = {}
 
     def work(number):
-        home = cloud / "hosts" / str(number)
+        home, hang = cloud / "hosts" / str(number), cloud / "hang"
         print(f"{name[-3:].upper()}: Attempting to connect to worker {number}...", file=sys.stderr)
+        if hang.exists() and hang.read_text() == str(number):
+            time.sleep(3600)
         if not home.is_dir() or (cloud / "no_ssh").exists():
             print(f"ssh: connect to host 10.0.0.{number} port 22: Connection timed out", file=sys.stderr)
             codes[number] = 255
         elif name.endswith("ssh"):
-            codes[number] = shell(cloud, home, environments[number], flags.get("--command"))
+            codes[number] = shell(cloud, home, environments[number], flags["--command"])
         else:
-            codes[number] = copy(home, positional)
+            shutil.copy(positional[0], home / positional[1].partition(":")[2])
+            codes[number] = 0
 
+    workers = range(len(environments))
     threads = [threading.Thread(target=work, args=(number,)) for number in workers]
     for thread in threads:
         thread.start()
@@ -255,26 +241,11 @@ def on_workers(cloud, name, positional, flags):
 
 
 def shell(cloud, home, environment, command):
-    """Runs a command, or what stdin says, in a shell of the host; 255 if the host dies meanwhile."""
+    """Runs a command in a shell of the host; 255 if the host dies meanwhile."""
     path = f"{cloud / 'host_bin'}:/usr/local/bin:/usr/bin:/bin"
     environment = dict(PATH=path, HOME=str(home), FAKE_HOST=str(home), CLOUD=str(cloud)) | environment
-    arguments = ["-c", command] if command else []
-    code = subprocess.run(["bash", *arguments], cwd=home, env=environment).returncode
+    code = subprocess.run(["bash", "-c", command], cwd=home, env=environment).returncode
     return 255 if code < 0 else code
-
-
-def copy(home, positional):
-    """scp between this machine and a host, whose paths begin with the slice's name and a colon."""
-    *sources, target = [home / p.partition(":")[2] if ":" in p else Path(p) for p in positional]
-    for source in sources:
-        if not source.exists():
-            print(f"scp: {source.name}: No such file or directory", file=sys.stderr)
-            return 1
-        if source.is_dir():
-            shutil.copytree(source, target / source.name, dirs_exist_ok=True)
-        else:
-            shutil.copy(source, target)
-    return 0
 
 
 def list_objects(cloud, name, url):
@@ -305,7 +276,7 @@ def start_ranks(arguments):
 
     ranks = []
     for local_rank, rank in enumerate(os.environ["RANKS"].split()):
-        environment = os.environ | dict(RANK=rank, LOCAL_RANK=str(local_rank))
+        environment = os.environ | dict(RANK=rank, LOCAL_RANK=str(local_rank), TORCHELASTIC_RUN_ID="chaos")
         ranks.append(subprocess.Popen([sys.executable, *arguments], env=environment))
     signal.signal(signal.SIGTERM, terminate)
     while any(process.poll() is None for process in ranks):

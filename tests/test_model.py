@@ -2,14 +2,15 @@
 import math
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import model  # noqa: E402
-from model import METRICS, TRM, TRMConfig, supervision_step  # noqa: E402
+import model
+from model import TRM, TRMConfig, supervision_step
 
 
 def tiny(**settings):
@@ -70,7 +71,7 @@ def test_loss_is_the_mean_over_a_sequences_labelled_cells_summed_over_sequences(
     correct = answer == data["labels"]
     solved = torch.tensor([all(correct[0]), bool(correct[1, 0]), True]).float()
     want_q = F.binary_cross_entropy_with_logits(q, solved, reduction="sum")
-    sums = dict(zip(METRICS, sums.tolist()))
+    sums = {name: total.item() for name, total in sums.items()}
     assert sums["lm_loss"] == pytest.approx(want.item(), rel=1e-5)
     assert sums["q_halt_loss"] == pytest.approx(want_q.item(), rel=1e-5)
     assert loss.item() == pytest.approx((want + 0.5 * want_q).item(), rel=1e-5)
@@ -90,7 +91,7 @@ def test_sequences_halt_and_take_new_data():
     for i, source in enumerate([second, first, first, second]):
         assert (carry["inputs"][i] == source["inputs"][i]).all()
         assert (carry["labels"][i] == source["labels"][i]).all()
-    assert dict(zip(METRICS, sums.tolist()))["steps"] == 4  # 1 + 2 + 1 of those that halted
+    assert sums["steps"] == 4  # 1 + 2 + 1 of those that halted
     _, carry, _, _, _ = supervision_step(net, weights_of(net), net.new_carry(4, torch.float32), first, 3,
                                          training=False)
     assert not carry["halted"].any()  # an evaluation goes to the full depth
@@ -171,15 +172,16 @@ def problem(shape=(6, 4)):
     return torch.randn(shape, generator=g), [torch.randn(shape, generator=g) for _ in range(7)]
 
 
-def ours(update, moments, **settings):
-    w, gradients = problem()
-    state = [torch.zeros_like(w) for _ in range(moments)]
+def ours(optimizer, *shape, **betas):
+    """The weights after the problem's gradients, by update_weights as train.py calls it."""
+    w, gradients = problem(*shape)
+    c = SimpleNamespace(optimizer=optimizer, weight_decay=0.5, **betas)
+    shapes, state, vector = {"L_level.w": w.shape}, {}, w.flatten()
     for t, g in enumerate(gradients, 1):
-        corrections = []
-        if moments == 2:
-            corrections = [torch.tensor(1 - settings[beta] ** t) for beta in ("beta1", "beta2")]
-        update(w, g, *state, torch.tensor(0.03), *corrections, *settings.values())
-    return w
+        rates = dict(lr=0.03, bias_correction1=1 - c.beta1 ** t, bias_correction2=1 - c.beta2 ** t)
+        rates = {name: torch.tensor([rate]) for name, rate in rates.items()}
+        model.update_weights(c, shapes, vector, g.flatten(), state, rates)
+    return vector.view(w.shape)
 
 
 def theirs(optimizer):
@@ -194,18 +196,16 @@ def theirs(optimizer):
 
 def test_adamw_equals_torchs():
     want = theirs(lambda p: torch.optim.AdamW(p, lr=0.03, betas=(0.9, 0.95), weight_decay=0.5, eps=1e-8))
-    got = ours(model.adamw, 2, beta1=0.9, beta2=0.95, weight_decay=0.5)
+    got = ours("adamw", beta1=0.9, beta2=0.95)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_muon_equals_torchs():
     want = theirs(lambda p: torch.optim.Muon(p, lr=0.03, momentum=0.9, weight_decay=0.5,
                                              adjust_lr_fn="match_rms_adamw"))
-    got = ours(model.muon, 1, momentum=0.9, weight_decay=0.5)
+    got = ours("muon", beta1=0.9, beta2=0.95)
     assert (got - want).norm() / want.norm() < 0.01  # both orthogonalize in bfloat16
-    wide = problem((4, 6))[0]
-    # the other orientation runs too
-    model.muon(wide, torch.randn(4, 6), torch.zeros(4, 6), torch.tensor(0.03), 0.9, 0.0)
+    ours("muon", (4, 6), beta1=0.9, beta2=0.95)  # the other orientation runs too
 
 
 def test_adam_atan2_and_lion_by_their_definitions():
@@ -214,14 +214,14 @@ def test_adam_atan2_and_lion_by_their_definitions():
     for t, g in enumerate(gradients, 1):
         m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
         w = w * (1 - 0.03 * 0.5) - 0.03 / (1 - 0.9 ** t) * torch.atan2(m, v.sqrt() / math.sqrt(1 - 0.95 ** t))
-    got = ours(model.adam_atan2, 2, beta1=0.9, beta2=0.95, weight_decay=0.5)
+    got = ours("adam_atan2", beta1=0.9, beta2=0.95)
     torch.testing.assert_close(got, w, rtol=1e-5, atol=1e-6)
     w, gradients = problem()
     m = torch.zeros_like(w)
     for g in gradients:
         w = w * (1 - 0.03 * 0.5) - 0.03 * torch.sign(0.9 * m + 0.1 * g)
         m = 0.99 * m + 0.01 * g
-    got = ours(model.lion, 1, beta1=0.9, beta2=0.99, weight_decay=0.5)
+    got = ours("lion", beta1=0.9, beta2=0.99)
     torch.testing.assert_close(got, w, rtol=1e-5, atol=1e-6)
 
 

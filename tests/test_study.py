@@ -10,10 +10,11 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-import configurator  # noqa: E402
-import prepare_sudoku  # noqa: E402
-import train  # noqa: E402
-from model import TRM, TRMConfig  # noqa: E402
+import configurator
+
+import prepare_sudoku
+import train
+from model import TRM, TRMConfig
 
 BASELINE = os.path.join(ROOT, "config", "baseline.py")
 STUDY = glob.glob(os.path.join(ROOT, "config", "study", "*.py"))
@@ -31,31 +32,16 @@ def settings(path):
 
 def batch(n):
     """Learning rates grow with sqrt(batch); the warm-up has as many examples as the baseline's 2000 steps."""
-    return {
-        "global_batch_size": n,
-        "micro_batch_size": 16 if n == 1536 else 32,
-        "lr": 1e-4 * (n / 6144) ** 0.5,
-        "puzzle_emb_lr": 1e-4 * (n / 6144) ** 0.5,
-        "lr_warmup_steps": 2000 * 6144 // n,
-    }
+    lr = 1e-4 * (n / 6144) ** 0.5
+    return dict(global_batch_size=n, micro_batch_size=16 if n == 1536 else 32, lr=lr, puzzle_emb_lr=lr,
+                lr_warmup_steps=2000 * 6144 // n)
 
 
 def puzzles(n):
     """n puzzles, with as many steps and evaluations as the baseline: an epoch is n examples."""
     count = f"{n // 1000}k" if n >= 1000 else str(n)
-    return {
-        "data_path": f"data/sudoku-extreme-{count}-aug-1000",
-        "data_prepare": f"prepare_sudoku.py --subsample_size={n}",
-        "epochs": 50_000_000 // n,
-        "eval_interval": 5_000_000 // n,
-    }
-
-
-def copies(n):
-    return {
-        "data_path": f"data/sudoku-extreme-1k-aug-{n}",
-        "data_prepare": f"prepare_sudoku.py --num_aug={n}",
-    }
+    return dict(data_path=f"data/sudoku-extreme-{count}-aug-1000", epochs=50_000_000 // n,
+                data_prepare=f"prepare_sudoku.py --subsample_size={n}", eval_interval=5_000_000 // n)
 
 
 # W&B project: {file: (suffix of its run's name, the settings it changes)}
@@ -72,7 +58,9 @@ TABLE = {
     "TRM-Exp04a-DataSize": {
         "exp04a_1000": ("puzzles", {}), **{file: ("puzzles", puzzles(n)) for file, n in PUZZLES.items()}},
     "TRM-Exp04b-Augmentation": {
-        "exp04b_1000": ("copies", {}), **{file: ("copies", copies(n)) for file, n in COPIES.items()}},
+        "exp04b_1000": ("copies", {}), **{file: ("copies", dict(
+            data_path=f"data/sudoku-extreme-1k-aug-{n}",
+            data_prepare=f"prepare_sudoku.py --num_aug={n}")) for file, n in COPIES.items()}},
     "TRM-Exp05-HaltingSteps": {
         f"exp05_{x}": (f"halt{n}", dict(halt_max_steps=n)) for x, n in zip("abcdef", (4, 8, 12, 16, 24, 32))},
     "TRM-Exp06-BatchSize": {
@@ -110,47 +98,16 @@ RUNS = {
     for project, runs in TABLE.items() for file, (suffix, changes) in runs.items()}
 
 
-def test_the_files_are_those_of_the_table():
+def test_the_files_and_the_baseline_are_those_of_the_table():
     assert len(RUNS) == 67 and FILES.keys() == RUNS.keys()
-
-
-def test_the_baseline():
-    expected = {
-        "data_path": "data/sudoku-extreme-1k-aug-1000",
-        "mlp_t": True,
-        "pos_encodings": "none",
-        "hidden_size": 512,
-        "num_heads": 8,
-        "expansion": 4.0,
-        "L_layers": 2,
-        "H_cycles": 3,
-        "L_cycles": 6,
-        "puzzle_emb_ndim": 512,
-        "puzzle_emb_len": 16,
-        "halt_max_steps": 16,
-        "halt_exploration_prob": 0.1,
-        "halt_exploration_prob_end": -1.0,
-        "forward_dtype": "bfloat16",
-        "global_batch_size": 6144,
-        "epochs": 50000,
-        "max_steps": 0,
-        "curriculum_epochs": 0,
-        "eval_interval": 5000,
-        "eval_max_puzzles": 4096,
-        "eval_final_max_puzzles": 0,
-        "optimizer": "adam_atan2",
-        "lr": 1e-4,
-        "lr_min_ratio": 1.0,
-        "lr_warmup_steps": 2000,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "weight_decay": 1.0,
-        "puzzle_emb_lr": 1e-4,
-        "puzzle_emb_weight_decay": 1.0,
-        "ema": True,
-        "ema_rate": 0.999,
-        "checkpoint_interval": 1000,
-    }
+    expected = dict(
+        data_path="data/sudoku-extreme-1k-aug-1000", mlp_t=True, pos_encodings="none", hidden_size=512,
+        num_heads=8, expansion=4.0, L_layers=2, H_cycles=3, L_cycles=6, puzzle_emb_ndim=512,
+        puzzle_emb_len=16, halt_max_steps=16, halt_exploration_prob=0.1, halt_exploration_prob_end=-1.0,
+        forward_dtype="bfloat16", global_batch_size=6144, epochs=50000, max_steps=0, curriculum_epochs=0,
+        eval_interval=5000, eval_max_puzzles=4096, eval_final_max_puzzles=0, optimizer="adam_atan2", lr=1e-4,
+        lr_min_ratio=1.0, lr_warmup_steps=2000, beta1=0.9, beta2=0.95, weight_decay=1.0, puzzle_emb_lr=1e-4,
+        puzzle_emb_weight_decay=1.0, ema=True, ema_rate=0.999, checkpoint_interval=1000)
     assert expected.items() <= vars(settings(BASELINE)).items()
 
 
@@ -166,10 +123,7 @@ def test_a_run_changes_what_the_table_says_and_nothing_else(file):
     assert first == 'run("../baseline.py")' and second.startswith("# ")
     assert not any(line.startswith("#") for line in rest)
 
-
-@pytest.mark.parametrize("file", sorted(RUNS))
-def test_a_run_fits_its_data_its_steps_and_the_chips(file):
-    c = settings(FILES[file])
+    # It fits its data, its steps and the chips.
     flags = shlex.split(c.data_prepare)[1:]
     prepared = prepare_sudoku.complete(configurator.configure(prepare_sudoku.__file__, flags))
     assert prepared.output_dir == c.data_path and prepared.source == "hub" and prepared.seed == 0
@@ -192,11 +146,10 @@ def test_every_size_can_be_built():
         if (c.hidden_size, c.L_layers) not in counts:
             with torch.device("meta"):
                 counts[c.hidden_size, c.L_layers] = sum(p.numel() for p in TRM(c).parameters())
-    assert sorted(counts) == [
-        (256, 2), (384, 2), (512, 1), (512, 2), (512, 3), (512, 4), (512, 6), (768, 2), (1024, 2), (1536, 2)]
-    assert counts[512, 2] == 5_028_866
-    by_width = [counts[width, 2] for width in (256, 384, 512, 768, 1024, 1536)]
-    assert by_width == sorted(set(by_width))
+    widths = [256, 384, 512, 768, 1024, 1536]
+    assert counts.keys() == {(width, 2) for width in widths} | {(512, layers) for layers in (1, 2, 3, 4, 6)}
+    by_width = [counts[width, 2] for width in widths]
+    assert by_width == sorted(set(by_width)) and by_width[2] == 5_028_866
 
 
 def test_the_study_in_miniature():

@@ -1,8 +1,7 @@
-"""scripts/sweep.py: the plan of all runs, and small runs that are complete, killed, damaged and stopped."""
+"""scripts/sweep.py: the plan of all runs, and runs that are complete, killed, damaged, stopped or others."""
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,29 +14,36 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 sys.path.insert(0, os.path.join(ROOT, "scripts"))
-import prepare_sudoku  # noqa: E402
-import sweep as script  # noqa: E402
-import train  # noqa: E402
-from configurator import configure  # noqa: E402
+import sweep as script
 
+import train
+
+PREPARE = ("--data_prepare=prepare_sudoku.py --source=generate --size=4 --num_train=64 --num_test=40 "
+           "--num_aug=2 --output_dir=")
 TINY = [
     "--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=1",
     "--L_cycles=1", "--halt_max_steps=2", "--forward_dtype=float32", "--global_batch_size=16",
-    "--micro_batch_size=0", "--lr_warmup_steps=5", "--log_interval=5", "--checkpoint_interval=10",
-    "--eval_interval=4", "--wandb_log=False", "--device=cpu"]
+    "--micro_batch_size=0", "--lr_warmup_steps=5", "--log_interval=5", "--checkpoint_interval=20",
+    "--eval_interval=20", "--max_steps=120", "--wandb_log=False", "--device=cpu"]
+NAMES = EMA_OFF, EMA, ADAMW = "exp08a_ema_off", "exp08b_ema0.99", "exp09b_adamw_beta2_0.95"
+BUCKET = "--gcs_dir=gs://bucket/study"
+METRICS = """{"step": 30, "eval/exact_accuracy": 0.25, "perf/examples_per_sec": 32.0}
+{"step": 120, "train/loss": 1.0, "perf/examples_per_sec": 64.0}
+{"step": 120, "final": true, "eval/exact_accuracy": 0.125}
+"""
 
 
 @pytest.fixture
 def sweep(capfd, monkeypatch):
     """sweep.py in this process: a function of its flags that returns what it prints."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.chdir(ROOT)
 
     def sweep(*flags, code=0):
         capfd.readouterr()
         exit_code = 0
         try:
-            script.command(lambda: script.main(list(flags)), script.__file__)
+            script.configurator.command(lambda: script.main(list(flags)), script.__file__)
         except SystemExit as e:
             exit_code = e.code
         text = "".join(capfd.readouterr())
@@ -49,251 +55,220 @@ def sweep(capfd, monkeypatch):
         signal.signal(number, handler)
 
 
-def start(*flags):
-    """sweep.py as a process."""
-    return subprocess.Popen([sys.executable, script.__file__, *flags], stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+def child_of(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as f:
+        return int(f.read().split()[-1])
 
 
-def child_of(process):
-    with open(f"/proc/{process.pid}/task/{process.pid}/children") as f:
-        return int(f.read().split()[0])
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
+def wait_for(condition):
+    end = time.monotonic() + 120
+    while not condition() and time.monotonic() < end:
         time.sleep(0.005)
+    assert condition()
 
 
 def results(folder):
-    with open(folder / "results.json") as f:
-        return {result["run"]: result for result in json.load(f)}
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {result["run"]: result for result in json.loads((folder / "results.json").read_text())}
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("data") / "sudoku-4x4")
-    prepare_sudoku.prepare(configure(prepare_sudoku.__file__, [
-        "--source=generate", "--size=4", "--num_train=64", "--num_test=40", "--num_aug=5",
-        f"--output_dir={path}"]))
+    """Made by --prepare, once for two runs: a second time would be an error."""
+    path = tmp_path_factory.mktemp("data") / "sudoku-4x4"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        script.main(["--prepare", "exp08a", "exp08b", f"--data_path={path}", PREPARE + str(path)])
     return path
 
 
 def test_list_and_selection(sweep):
     text = sweep("--list")
-    assert text.splitlines()[-1] == "67 runs"
     lines = dict(line.split(None, 1) for line in text.splitlines() if line.startswith("  "))
     names = list(lines)
     assert lines["exp01a"] == "hidden_size=256 num_heads=4 puzzle_emb_ndim=256"
     assert lines["exp01c"] == "the baseline" and text.count("How does accuracy grow with the parameters") == 1
     assert len(names) == 67 and names[0] == "exp01a" and names[-1].startswith("contrib02")
-    assert names.index("exp04a_250") < names.index("exp04a_1000")
-    assert sweep("--list", "--pattern", "exp02a").splitlines()[-1] == "6 runs"
-    assert sweep("--list", "exp01a", "contrib01_curriculum").splitlines()[-1] == "2 runs"
-    assert sweep("--list", "exp01a", "--pattern=exp0?a_250").splitlines()[-1] == "2 runs"
+    assert text.endswith("\n67 runs\n") and names.index("exp04a_250") < names.index("exp04a_1000")
+    assert sweep("--list", "--pattern=exp02a").endswith("\n6 runs\n")
+    assert sweep("--list", "exp01a", "--pattern=exp0?a_250").endswith("\n2 runs\n")
 
 
-def test_dry_run_prints_what_would_run(sweep):
-    text = sweep("--dry_run", "--gcs_dir=gs://bucket/study/", "--out_dir=/tmp/study", "--epochs=6144",
+def test_dry_run_prints_what_would_run(sweep, tmp_path):
+    text = sweep("--dry_run", "--gcs_dir=gs://bucket/study/", f"--out_dir={tmp_path}/study", "--epochs=6144",
                  "exp01a", "exp04a_100", "exp06_f")
-    assert [re.split(": |, ", line)[0] for line in text.splitlines() if not line.startswith(" ")] == [
-        "exp01a_h256", "exp04a_100_puzzles", "exp06_f_batch49152", "3 runs"]
-    assert "3 runs, 1,225 steps, " in text
-    assert "differs from the baseline in  hidden_size=256 num_heads=4 puzzle_emb_ndim=256\n" in text
-    assert "W&B                           TRM-Exp01-ModelScaling; --wandb_log=False switches it off\n" in text
-    assert "1,000 steps of 6,144 sequences, " in text
-    assert "100 steps of 6,144" in text and "125 steps of 49,152" in text
-    assert ("data/sudoku-extreme-100-aug-1000, 100 puzzles; "
-            "missing: python prepare_sudoku.py --subsample_size=100" in text)
-    assert ("python train.py config/study/exp01a.py --gcs_dir=gs://bucket/study/exp01a_h256 "
-            "--out_dir=/tmp/study/exp01a_h256 --epochs=6144 --init_from=auto" in text)
-    assert not os.path.exists("/tmp/study")
+    for words in (
+            "exp01a_h256: How does", "1,000 steps of 6,144 sequences, ",
+            "differs from the baseline in  hidden_size=256 num_heads=4 puzzle_emb_ndim=256\n",
+            "python train.py config/study/exp01a.py --gcs_dir=gs://bucket/study/exp01a_h256 "
+            f"--out_dir={tmp_path}/study/exp01a_h256 --epochs=6144 --init_from=auto",
+            "\nexp04a_100_puzzles: ", " 100 steps of 6,144", "data/sudoku-extreme-100-aug-1000, 100 puzzles; "
+            "missing: python prepare_sudoku.py --subsample_size=100",
+            "\nexp06_f_batch49152: ", "125 steps of 49,152", "\n3 runs, 1,225 steps, "):
+        assert words in text
+    text = sweep("--dry_run", "exp08a", f"--data_path={tmp_path}/new", f"{PREPARE}{tmp_path}/new")
+    assert "520 steps of 6,144" in text and not os.listdir(tmp_path)  # 50,000 epochs of 64 puzzles
 
 
-@pytest.mark.parametrize("name", ["exp08a", "contrib01_curriculum"])
-def test_remaining_flop_is_the_sum_over_steps(data, name):
-    flags = [*TINY, "--H_cycles=3", "--L_cycles=6", "--curriculum_epochs=10", f"--data_path={data}"]
-    if name == "exp08a":
-        flags.append("--curriculum_epochs=0")
-    [path] = script.select_files([name], "")
-    for total_steps in (60, 17):  # the curriculum ends at step 40
-        run = script.StudyRun(path, [*flags, f"--max_steps={total_steps}"])
+def test_flop_is_the_sum_over_steps(data):
+    [path] = script.select_files(["contrib01_curriculum"], "")
+    for epochs, total_steps in (0, 60), (10, 60), (10, 17):  # the curriculum ends at step 40
+        run = script.StudyRun(path, [*TINY, "--H_cycles=3", "--L_cycles=6", f"--curriculum_epochs={epochs}",
+                                     f"--data_path={data}", f"--max_steps={total_steps}"])
         plan = train.stages(run.c, run.puzzles)
-        assert len(plan) == (1 if name == "exp08a" else 5)
-        depths = [train.cycles_at(plan, step) for step in range(total_steps)]
-        flop = [16 * run.model.flops_per_example(cycles)[1] for cycles in depths]
-        for step in (0, 1, 16, 17, 39, 40, 59, 60):
-            assert run.flop_from(step) == sum(flop[step:])
+        depths = [plan[max(start for start in plan if start <= step)] for step in range(total_steps)]
+        assert run.flop() == sum(16 * run.model.flops_per_example(cycles)[1] for cycles in depths)
 
 
-def test_missing_data_is_made_once(sweep, tmp_path):
-    flags = ["exp08a", "exp08b", f"--data_path={tmp_path}/4x4", f"--out_dir={tmp_path}/out",
-             "--data_prepare=prepare_sudoku.py --source=generate --size=4 --num_train=48 --num_test=9 "
-             f"--num_aug=2 --output_dir={tmp_path}/4x4"]
-    text = sweep("--dry_run", *flags)
-    assert "390 steps of 6,144" in text  # 50,000 epochs of 48 puzzles
-    assert not os.listdir(tmp_path)
-    assert "data sets: 1, made now: 1" in sweep("--prepare", *flags)
-    assert "data sets: 1, made now: 0" in sweep("--prepare", *flags)
-    assert "; missing" not in sweep("--dry_run", *flags)
+@pytest.mark.parametrize("flags, words", [
+    (["exp01ax"], "exp01ax: no such run in config/study; --list prints all"),
+    (["--pattern=exq"], "--pattern=exq"),
+    (["exp01a", "--data_path=nowhere", "--data_prepare="], "exp01a_h256: nowhere: no such dataset"),
+    (["--epoch=3"], "unknown setting epoch"),
+    (["exp01a", "--halt_max_steps=0"], "halt_max_steps must be above 0"),
+    (["exp01a", "--mlp_t=False", "--num_heads=7"], "exp01a_h256: hidden_size 256 must be a multiple"),
+    (["exp01a", "--retries=-1"], "retries must be 0 or more"),
+    (["exp01a", "--data_path=damaged"], "dataset.json is damaged")])
+def test_wrong_input(sweep, tmp_path, monkeypatch, flags, words):
+    (tmp_path / "damaged" / "train").mkdir(parents=True)
+    (tmp_path / "damaged" / "train" / "dataset.json").write_text('{"seq_len": 16')
+    monkeypatch.chdir(tmp_path)
+    text = sweep("--dry_run", *flags, code=2)
+    assert words in text and text.count("\n") == 1 and text.startswith("sweep.py: ")
 
 
-def test_a_bucket_decides_what_is_complete(data, tmp_path, monkeypatch):
+@pytest.fixture
+def write_run(data, tmp_path, monkeypatch):
+    """Makes runs that nobody trained, in a folder or a bucket. No process can be started."""
+    def write_run(file, *flags, metrics=METRICS):
+        [path] = script.select_files([file], "")
+        run = script.StudyRun(path, [*write_run.flags, *flags])
+        files = {"ckpt_00000040.json": json.dumps({"settings": vars(run.c)}),
+                 "ckpt_00000010.json": '{"settings": {"lr": 7.0}}', "metrics.jsonl": metrics}
+        folder = tmp_path / (run.c.gcs_dir or run.c.out_dir)
+        folder.mkdir(parents=True)
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        return run
+
+    write_run.flags = [*TINY, f"--data_path={data}", f"--out_dir={tmp_path}"]
+    monkeypatch.setattr(script, "Bucket", lambda url: types.SimpleNamespace(
+        list=lambda: [path.name for path in (tmp_path / url).glob("*")],
+        read=lambda name: next((path.read_bytes() for path in (tmp_path / url).glob(name)), None)))
+    monkeypatch.setattr(subprocess, "Popen", None)
+    return write_run
+
+
+def test_a_bucket_decides_what_is_complete(sweep, write_run, monkeypatch):
     """Every host of a slice sees the bucket, and only one has metrics.jsonl."""
-    final = [
-        {"step": 30, "train/loss": 1.0, "perf/step_time": 0.5},
-        {"step": 60, "train/loss": 1.0, "perf/step_time": 0.7},
-        {"step": 60, "final": True, "eval/exact_accuracy": 0.25}]
-    text = "".join(json.dumps(row) + "\n" for row in final)
-    bucket = {"gs://bucket/study/exp08a_ema_off": text.encode(), "gs://bucket/study/exp08b_ema0.99": None}
-    monkeypatch.setattr(script, "Bucket", lambda url: types.SimpleNamespace(read=lambda name: bucket[url]))
-    flags = [*TINY, f"--data_path={data}", f"--out_dir={tmp_path}", "--gcs_dir=gs://bucket/study",
-             "--max_steps=60"]
-    paths = script.select_files(["exp08a", "exp08b"], "")
-    in_bucket, local = (script.StudyRun(path, flags) for path in paths)
-    os.makedirs(local.c.out_dir)
-    with open(os.path.join(local.c.out_dir, "metrics.jsonl"), "w") as f:
-        f.write(text)
-    assert in_bucket.is_complete() and not local.is_complete()
-    for run in (in_bucket, local):
-        r = run.result("complete", 50.0, "")
-        assert r["steps"] == 60 and r["last_exact_accuracy"] == 0.25
-        assert r["train_seconds"] == 36.0 and r["examples_per_sec"] == round(16 / 0.6, 2)
+    local, _ = write_run("exp08b"), write_run("exp08a", BUCKET)
+    monkeypatch.setattr(script.Sweep, "train", lambda *_: ("stopped", ""))
+    text = sweep("exp08a", "exp08b", *write_run.flags, BUCKET, code=3)
+    assert f"{EMA_OFF}: complete\n" in text and f"{EMA}: step 120 of 120" in text
+    r = local.result("complete", "")
+    assert r["best_exact_accuracy"] == 0.25 and r["last_exact_accuracy"] == 0.125
+    assert r["steps"] == 120 and r["train_seconds"] == 40.0 and r["examples_per_sec"] == 48.0
+
+
+@pytest.mark.parametrize("place", ["out_dir", "gcs_dir"])
+@pytest.mark.parametrize("complete", [True, False])
+def test_runs_with_other_settings_are_left_alone(sweep, write_run, tmp_path, place, complete):
+    """Neither skipped as complete nor resumed, and nothing of them is shown, not even from results.json."""
+    bucket = [BUCKET] if place == "gcs_dir" else []
+    runs = [write_run(file, *bucket, metrics=METRICS * complete) for file in ("exp08a", "exp08b")]
+    flags = ["exp08a", "exp08b", *write_run.flags, *bucket]
+    before = {run.name: dict(run=run.name, status="complete", best_exact_accuracy=0.25) for run in runs}
+    (tmp_path / "results.json").write_text(json.dumps([*before.values()]))
+    text = sweep(*flags, "--lr=0.5", code=1)
+    for run in runs:
+        assert (f"{getattr(run.c, place)} holds a run with other settings (lr=0.0001): delete it, or choose "
+                f"another --{place}\n") in text
+    assert "0.25" not in text and "0 of 2 complete" in text and results(tmp_path) == before
+    if complete:  # settings that do not matter
+        text = sweep(*flags, "--log_interval=9", "--micro_batch_size=4", "--wandb_project=other")
+        assert "2 of 2 complete" in text and "0.25" in text
+
+
+@pytest.mark.parametrize("content", ["", "[{", "[1]", '{"exp08a": 1}'])
+def test_a_damaged_results_file_is_kept_and_written_again(sweep, write_run, tmp_path, content):
+    write_run("exp08a")
+    (tmp_path / "results.json").write_text(content)
+    text = sweep("exp08a", *write_run.flags)
+    assert f"{tmp_path}/results.json was damaged: kept as results.json.damaged" in text
+    assert (tmp_path / "results.json.damaged").read_text() == content
+    assert results(tmp_path)[EMA_OFF]["best_exact_accuracy"] == 0.25
 
 
 def test_sweeps_write_one_results_file(tmp_path):
     """Several at a time: none loses what another wrote."""
-    def write(sweep):
-        for run in sweep.runs:
-            sweep.record(run, "complete", "")
+    def write(name):
+        run = types.SimpleNamespace(name=name, c=types.SimpleNamespace(out_dir=str(tmp_path / name)),
+                                    read_bucket=lambda: None, result=lambda *_: dict(run=name))
+        script.Sweep([run], None).record(run, "complete", "")
 
-    def fake(name):
-        c = types.SimpleNamespace(out_dir=str(tmp_path / name))
-        return types.SimpleNamespace(name=name, c=c, is_complete=lambda: True,
-                                     result=lambda *_: dict(run=name))
-
-    sweeps = [script.Sweep([fake(f"{i}_{j}") for j in range(20)], 0, False) for i in range(4)]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(write, sweeps))
+        list(pool.map(write, map(str, range(80))))
     assert len(results(tmp_path)) == 80
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["exp01ax"], "exp01ax: no such run in config/study; the closest is exp01a"),
-    (["--pattern=exq"], "--pattern=exq"),
-    (["--epoch=3"], "unknown setting epoch"),
-    (["exp01a", "--lr=fast"], "lr must be float"),
-    (["exp01a", "--data_path=nowhere", "--data_prepare="], "nowhere: no such data set"),
-    (["exp01a", "--halt_max_steps=0"], "halt_max_steps must be above 0"),
-    (["exp01a", "--mlp_t=False", "--num_heads=7"], "exp01a_h256: hidden_size 256 must be a multiple"),
-    (["exp01a", "--retries=-1"], "retries must be 0 or more")])
-def test_wrong_input(sweep, flags, words):
-    text = sweep(*flags, code=2)
-    assert words in text and text.count("\n") == 1 and text.startswith("sweep.py: ")
+def test_progress_is_a_line_a_minute_with_the_time_left_by_flop(write_run, tmp_path, capsys):
+    """One of two equal runs and a quarter of the other took 100 s."""
+    runs = [write_run("exp08a"), write_run("exp08b", metrics='{"step": 30}\n')]
+    sweep = script.Sweep(runs, None)
+    sweep.began, sweep.printed, sweep.flop_before = time.monotonic() - 100, 0, 2 * runs[0].flop()
+    (tmp_path / f"{EMA}.log").write_text("step 25/120\nstep 30/120: loss 1\n\n")
+    for _ in range(2):
+        sweep.show_progress(runs[1])
+    assert capsys.readouterr().out == "  step 30/120: loss 1 | sweep eta 1m00s\n"
 
 
-@pytest.fixture(scope="module")
-def study(tmp_path_factory):
-    """The folder of the sweeps below."""
-    return tmp_path_factory.mktemp("study")
-
-
-def test_ctrl_c_stops_the_current_run_cleanly(sweep, data, study):
-    flags = [*TINY, f"--data_path={data}", f"--out_dir={study}", "--checkpoint_interval=0"]
-    process = start("exp08a", "exp08b", *flags, "--max_steps=100000")
-    log = study / "exp08a_ema_off.log"
+def test_stopped_complete_killed_and_damaged_runs(sweep, data, tmp_path, monkeypatch):
+    """Ctrl-C stops a run, another sweep takes it over; of the next two one is damaged, one is killed."""
+    flags = [*TINY, f"--data_path={data}", PREPARE + str(data), f"--out_dir={tmp_path}"]
+    first = subprocess.Popen([sys.executable, script.__file__, "exp08a", "exp08b", *flags], text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT)
+    log = tmp_path / f"{EMA_OFF}.log"
     wait_for(lambda: log.exists() and "step 10/" in log.read_text())
-    child = child_of(process)
+    child = child_of(first.pid)
     assert os.getpgid(child) == child  # a terminal's Ctrl-C reaches it through the sweep alone
-    assert os.getsid(child) == os.getsid(process.pid)  # which scripts/tpu.sh kills as a whole
+    assert os.getsid(child) == os.getsid(first.pid)  # which scripts/tpu.sh kills as a whole
 
-    second = start("exp08a", *flags, "--max_steps=100000")
-    wait_for(lambda: "another sweep has it in progress" in second.stdout.readline())
+    def stop_first(self, run, wait):
+        if wait:
+            first.send_signal(signal.SIGINT)
+        return train_run(self, run, wait)
 
-    began = time.time()
-    process.send_signal(signal.SIGINT)
-    text = process.communicate(timeout=60)[0]
-    assert process.returncode == 3 and time.time() - began < 30
-    assert "the run saves and stops" in text and "0 of 2 complete" in text
+    train_run = script.Sweep.train
+    with monkeypatch.context() as patch:
+        patch.setattr(script.Sweep, "train", stop_first)
+        text = sweep("exp08a", *flags)
+    assert f"{EMA_OFF}: elsewhere: another sweep has it in progress" in text and "1 of 1 complete" in text
     step = int(re.search(r"stopped at step (\d+), checkpoint saved", log.read_text())[1])
-    assert os.path.exists(train.checkpoint_paths(str(study / "exp08a_ema_off"))[0])
-    assert results(study)["exp08a_ema_off"]["status"] == "stopped"
-    assert not (study / "exp08b_ema0.99").exists() and re.search(r"exp08b_ema0.99 +not started", text)
+    assert re.findall(r"training from (step \d+ to \d+)", log.read_text())[1:] == [f"step {step} to 120"]
+    text = first.communicate(timeout=60)[0]
+    assert first.returncode == 3 and "SIGINT: the run saves and stops" in text and "0 of 2 complete" in text
+    assert not (tmp_path / EMA).exists() and re.search(f"{EMA} +incomplete", text)
 
-    # The second sweep, which waited, goes on where the first one stopped.
-    wait_for(lambda: f"training from step {step} to 100000" in log.read_text())
-    second.send_signal(signal.SIGINT)
-    second.communicate(timeout=60)
-    assert second.returncode == 3
-    step = int(re.findall(r"stopped at step (\d+), checkpoint saved", log.read_text())[-1])
+    (tmp_path / EMA).mkdir()
+    (tmp_path / EMA / "ckpt_00000010.pt").write_text("damaged")
+    (tmp_path / EMA / "ckpt_00000010.json").write_text("{}")
 
-    total_steps = max(60, step + 2)
-    assert "1 of 1 complete" in sweep("exp08a", *flags, f"--max_steps={total_steps}", "--eval_interval=0")
-    assert f"training from step {step} to {total_steps}" in log.read_text()
+    def kill():
+        wait_for((tmp_path / ADAMW / "ckpt_00000020.json").exists)
+        os.kill(child_of(os.getpid()), signal.SIGKILL)
 
-
-def test_complete_killed_and_damaged_runs(sweep, data, study):
-    """Four runs: the first is complete, one has a damaged checkpoint, one is killed, one is left alone."""
-    flags = [*TINY, f"--data_path={data}", f"--out_dir={study}"]
-    if not os.listdir(study):  # without the test above
-        sweep("exp08a", *flags, "--max_steps=60")
-    steps = results(study)["exp08a_ema_off"]["steps"]
-    flags.append(f"--max_steps={steps}")
-    before = (study / "exp08a_ema_off" / "metrics.jsonl").read_text()
-    four = ["exp08a", "exp08b", "exp09b", "exp10c"]
-    damaged, killed = study / "exp08b_ema0.99", study / "exp09b_adamw_beta2_0.95"
-    damaged.mkdir()
-    (damaged / "ckpt_00000010.pt").write_text("damaged")
-    (damaged / "ckpt_00000010.json").write_text("{}")
-
-    process = start(*four, *flags, "--continue_on_failure")
-    wait_for(lambda: (killed / "ckpt_00000010.json").exists())
-    os.kill(child_of(process), signal.SIGKILL)
-    text = process.communicate(timeout=60)[0]
-    assert process.returncode == 1 and text.splitlines()[-1].startswith("3 of 4 complete")
-    assert "[1/4] exp08a_ema_off: complete, skipped" in text
-    assert f"[2/4] exp08b_ema0.99: step 0 of {steps}" in text
-    found = results(study)
-    assert {name: r["status"] for name, r in found.items()} == {
-        "exp08a_ema_off": "complete", "exp08b_ema0.99": "failed", "exp09b_adamw_beta2_0.95": "complete",
-        "exp10c_lr3e-4": "complete"}
-    last = (study / "exp08b_ema0.99.log").read_text().splitlines()[-1]
-    assert last.startswith("train.py: --init_from=auto: no complete checkpoint")
-    assert f"  failed: {last}" in text
-    assert found["exp08b_ema0.99"]["error"] == last
-    died, resumed = (study / "exp09b_adamw_beta2_0.95.log").read_text().split("$ python")[1:]
-    last = [line for line in died.splitlines() if line.strip()][-1]  # of training, or of an evaluation
-    assert f"  died: killed by SIGKILL after {last!r}; resuming from its last checkpoint" in text
+    monkeypatch.setattr(script, "PROGRESS_INTERVAL", 0.5)
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(kill)
+        text = sweep("exp08a", "exp08b", "exp09b", *flags, "--continue_on_failure", code=1)
+        killing.result()
+    found = results(tmp_path)
+    assert [found[name]["status"] for name in NAMES] == ["complete", "failed", "complete"]
+    died, resumed = (tmp_path / f"{ADAMW}.log").read_text().split("$ python")[1:]
+    last, error = died.strip().splitlines()[-1], found[EMA]["error"]
+    assert error.startswith("train.py: --init_from=auto: no complete checkpoint")
+    for words in (f"[1/3] {EMA_OFF}: complete\n", f"[2/3] {EMA}: failed: {error}", "\n2 of 3 complete",
+                  f"  died: killed by SIGKILL after {last!r}; resuming from its last checkpoint"):
+        assert words in text
+    assert re.search(r"\n  step \d+/120.* \| sweep eta \d+", text)
     assert "resuming from" in resumed and "training from step 0 " not in resumed
-
-    for name in ("exp09b_adamw_beta2_0.95", "exp10c_lr3e-4"):
-        r, rows = found[name], metrics(study / name)
-        exact = [row["eval/exact_accuracy"] for row in rows if "eval/exact_accuracy" in row]
-        assert r["steps"] == r["total_steps"] == steps
-        assert r["best_exact_accuracy"] == max(exact) and r["last_exact_accuracy"] == exact[-1]
-        rates = [row["perf/examples_per_sec"] for row in rows if "perf/examples_per_sec" in row]
-        assert min(rates) <= r["examples_per_sec"] <= max(rates)
-        assert r["train_seconds"] == pytest.approx(steps * 16 / r["examples_per_sec"], abs=0.1)
-        assert r["wall_seconds"] > r["train_seconds"] and f"{name:32}" in text
-    logged = [row["step"] for row in metrics(killed) if "train/loss" in row]
-    assert logged == sorted(set(logged))
-    assert (study / "exp08a_ema_off" / "metrics.jsonl").read_text() == before
-
-    shutil.rmtree(damaged)
-    assert "4 of 4 complete" in sweep(*four, *flags)
-    text = sweep(*four, *flags)
-    assert text.count("complete, skipped") == 4
-    assert results(study)["exp10c_lr3e-4"]["train_seconds"] == found["exp10c_lr3e-4"]["train_seconds"]
-
-
-def test_a_damaged_data_set_is_one_line(sweep, tmp_path):
-    (tmp_path / "train").mkdir()
-    (tmp_path / "train" / "dataset.json").write_text('{"seq_len": 16')
-    text = sweep("--dry_run", "exp01a", f"--data_path={tmp_path}", code=2)
-    assert "dataset.json is damaged" in text and "Traceback" not in text
+    assert sweep("exp08a", "exp09b", *flags).count(": complete\n") == 2 and results(tmp_path) == found

@@ -24,26 +24,27 @@ os.environ |= dict(
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "scripts")]
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch_tpu._loader  # noqa: E402
-from jax._src import compiler  # noqa: E402
-from jax._src.interpreters import mlir  # noqa: E402
-from jax._src.lib import xla_client  # noqa: E402
-from jaxlib.mlir import ir  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
-from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
-from torch_tpu._internal import execution_mode  # noqa: E402
-from torch_tpu._internal import export as export_package  # noqa: E402
-from torch_tpu._internal.compile import tpu_torch_compile  # noqa: E402
-from torch_tpu._internal.export import export  # noqa: E402
+import aot
+import configurator
+import jax
+import numpy as np
+import torch
+import torch_tpu._loader
+from jax._src import compiler
+from jax._src.interpreters import mlir
+from jax._src.lib import xla_client
+from jaxlib.mlir import ir
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves, tree_map
+from torch_tpu._internal import execution_mode
+from torch_tpu._internal import export as export_package
+from torch_tpu._internal.compile import tpu_torch_compile
+from torch_tpu._internal.export import export
 
-import aot  # noqa: E402
-import configurator  # noqa: E402
-import torchtpu  # noqa: E402
-import train  # noqa: E402
-from model import TRM, TRMConfig  # noqa: E402
+import bench
+import torchtpu
+import train
+from device import open_device
 
 TINY = ["--hidden_size=64", "--num_heads=2", "--puzzle_emb_ndim=64", "--puzzle_emb_len=2", "--H_cycles=2",
         "--L_cycles=2", "--halt_max_steps=3", "--global_batch_size=8", "--micro_batch_size=2",
@@ -64,26 +65,25 @@ lowered = []  # the StableHLO modules that TorchTPU made: the loop's body, then 
 def main():
     begin_without_tpu()
     check_equal("MLP", TINY)
-    check_equal("attention, recompute", TINY + ["--mlp_t=False", "--pos_encodings=rope", "--recompute=True"])
+    check_equal("attention", TINY + ["--mlp_t=False", "--pos_encodings=rope"])
     check_compiles([os.path.join(ROOT, "config", "baseline.py"), f"--global_batch_size={128 * REPLICAS}"])
     print("all checks passed")
 
 
 def check_equal(label, flags):
     """The same results on the CPU and through TorchTPU: two training steps and one of an evaluation."""
-    c = configurator.configure(train.__file__, flags)
-    runs = [new_run(c, device) for device in (train.Device("cpu", c), torchtpu_device())]
+    c, puzzles = configurator.configure(train.__file__, flags), Puzzles()
+    runs = [new_run(c, device, puzzles) for device in (open_device("cpu", c), torchtpu_device())]
     worst = 0
     for step in range(2):
-        inputs = [run.device.put(training_inputs(c, step)) for run in runs]
+        inputs = [train.make_inputs(run, puzzles, step, 100) for run in runs]
         stops = [run.train_program(run.state, x, None) for run, x in zip(runs, inputs)]
         assert tree_leaves(stops[0])[0] == tree_leaves(stops[1])[0]
         worst = max(worst, difference(runs[0].state, runs[1].state))
         runs[1].state = tree_map(torch.clone, runs[0].state)
     states, results = [run.new_evaluation() for run in runs], []
     for run, state in zip(runs, states):
-        batch = training_inputs(c, 2)["batch"]
-        del batch["min_halt_steps"]
+        batch = puzzles.train_batch(c.seed, 2, c.global_batch_size)
         results.append(run.eval_program(state, run.eval_inputs(batch)))
     worst = max(worst, difference([states[0], results[0]], [states[1], results[1]]))
     print(f"{label}: differs from the CPU by {worst:.1e} of a tensor's largest number", flush=True)
@@ -95,12 +95,13 @@ def check_compiles(flags):
     c = configurator.configure(train.__file__, flags)
     torch.distributed.init_process_group("fake", rank=0, world_size=REPLICAS, store=FakeStore())
     device = torchtpu_device()
-    device.world, device.sum_on_host = REPLICAS, lambda vector: vector
-    run = new_run(c, device, seq_len=81, vocab_size=11)
+    device.world, device.all_reduce_cpu = REPLICAS, lambda vector: vector
+    puzzles = Puzzles(seq_len=81, vocab_size=11)
+    run = new_run(c, device, puzzles)
     lowered.clear()
     began = time.time()
     try:
-        run.train_program(run.state, device.put(training_inputs(c, 0, 81, 11, REPLICAS)), None)
+        run.train_program(run.state, train.make_inputs(run, puzzles, 0, 100), None)
     except RuntimeError as e:
         assert "replicas" in str(e), e  # the CPU cannot run it
     assert len(lowered) == 2, f"{len(lowered)} modules: the step is not one program"
@@ -116,20 +117,22 @@ def check_compiles(flags):
         aot.compile_step(path, SLICE, REPLICAS)
 
 
-def new_run(c, device, seq_len=36, vocab_size=10):
-    sizes = dict(seq_len=seq_len, vocab_size=vocab_size, num_puzzle_identifiers=5)
-    return train.Run(TRM(TRMConfig.of(c, **sizes), c.seed), c, device)
+class Puzzles:
+    """Stands for a dataset: random tokens, and five puzzle identifiers."""
+    num_puzzle_identifiers = 5
+
+    def __init__(self, seq_len=36, vocab_size=10):
+        self.seq_len, self.vocab_size = seq_len, vocab_size
+
+    def train_batch(self, seed, step, batch_size, rank=0, world=1):
+        draw, B = np.random.default_rng([seed, step, rank]), batch_size // world
+        cells = draw.integers(1, self.vocab_size, (2, B, self.seq_len), dtype=np.int32)
+        identifiers = draw.integers(0, self.num_puzzle_identifiers, B, dtype=np.int32)
+        return dict(inputs=cells[0], labels=cells[1], puzzle_identifiers=identifiers)
 
 
-def training_inputs(c, step, seq_len=36, vocab_size=10, replicas=1):
-    draw, B = np.random.default_rng(step), c.global_batch_size // replicas
-
-    def integers(low, high, *shape):
-        return draw.integers(low, high, shape, dtype=np.int32)
-
-    batch = dict(inputs=integers(1, vocab_size, B, seq_len), labels=integers(1, vocab_size, B, seq_len),
-                 puzzle_identifiers=integers(0, 5, B), min_halt_steps=integers(1, 3, B))
-    return dict(batch=batch, rates=train.rates(c, step, 100), stop_requested=np.float32([0]))
+def new_run(c, device, puzzles):
+    return train.Run(bench.new_model(c, puzzles), c, device)
 
 
 def difference(a, b):
