@@ -259,6 +259,9 @@ def upload_dataset(folder, url):
 
 def main(argv):
     """Runs `upload`; raises UserError."""
+    if {"--help", "-h"} & set(argv):
+        print(__doc__)
+        return
     if len(argv) != 3 or argv[0] != "upload":
         raise UserError("usage: python bucket.py upload data/NAME gs://bucket/data/NAME")
     upload_dataset(*argv[1:])

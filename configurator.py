@@ -24,6 +24,7 @@ from types import ModuleType, SimpleNamespace
 # `import torch` loads every device plugin that is installed, and with TorchTPU's the first step on a machine
 # without a TPU takes ten minutes. So scripts import this file before torch. --device=tpu loads the plugin.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+PARENT = os.getppid()  # for device.end_with_parent: it may die while torch is imported
 
 
 class UserError(Exception):

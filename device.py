@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import numpy as np
 import torch
-from configurator import UserError
+from configurator import PARENT, UserError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -415,7 +415,7 @@ def all_gather(device, value):
 def end_with_parent():
     """Ends this process once the one that started it is gone: a rank would wait for its peers forever."""
     starter = multiprocessing.parent_process()
-    parent = starter.pid if starter else os.getppid()
+    parent = starter.pid if starter else PARENT
 
     def watch():
         while os.getppid() == parent:

@@ -391,13 +391,11 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
 
     logits = logits.float()
     lm_loss = sequence_loss(logits, labels, loss_type)
-    with torch.no_grad():
-        answer = logits.argmax(-1).to(torch.int32)
-        mask = labels != IGNORE_LABEL
-        correct, cells = (mask & (answer == labels)).sum(-1), mask.sum(-1)
-        solved = correct == cells
+    answer = logits.argmax(-1).to(torch.int32)
+    mask = labels != IGNORE_LABEL
+    correct, cells = (mask & (answer == labels)).sum(-1), mask.sum(-1)
+    solved = correct == cells
     q_halt_loss = F.binary_cross_entropy_with_logits(q_halt, solved.float(), reduction="none")
-
     with torch.no_grad():
         halts = steps >= halt_max_steps
         if training and halt_max_steps > 1:

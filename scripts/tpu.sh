@@ -5,7 +5,7 @@
 #   export NAME=trm ZONE=us-central2-b TYPE=v4-32 SPOT=1
 #   scripts/tpu.sh keep train.py config/baseline.py --data_path=gs://BUCKET/DATA --gcs_dir=gs://BUCKET/RUN
 #
-# The hosts run the functions host_* of this same file, which push copies to them.
+# The hosts run the functions host_* of this same file, which is copied to them.
 set -euo pipefail
 
 NAME=${NAME:-}                   # of the TPU VM, and of the queued resource that requests it

@@ -480,7 +480,7 @@ def main():
         names += draw.sample(sorted(FAULTS), len(FAULTS))
     folder, began = Path(tempfile.mkdtemp(prefix="chaos-")), time.time()
     try:
-        chaos(folder, names[:c.faults], c.seed, max(100, 10 * c.faults))
+        chaos(folder, names[:c.faults], c.seed, 60 * c.faults)
     except Failure as e:
         sys.exit(f"chaos.py: {e}; see {folder}")
     shutil.rmtree(folder)
