@@ -354,6 +354,8 @@ def log_stablemax(x):
 def sequence_loss(logits, labels, loss_type):
     """Mean cross-entropy of each sequence's scored cells, [B]. logits: [B, S, V], float32; labels: [B, S]."""
     mask = labels != IGNORE_LABEL
+    if loss_type not in ("stablemax_cross_entropy", "softmax_cross_entropy"):
+        raise ValueError(f"loss_type {loss_type!r} is not implemented in sequence_loss")
     scores = log_stablemax(logits) if loss_type == "stablemax_cross_entropy" else logits
     target = torch.where(mask, labels, 0).long().unsqueeze(-1)
     cell_loss = torch.logsumexp(scores, -1) - scores.gather(-1, target).squeeze(-1)  # [B, S]

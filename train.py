@@ -310,7 +310,7 @@ class Run:
             t = t.to("cpu", copy=True)
             return unflatten(t, self.shapes) if t.shape == self.state["weights"].shape else t
 
-        others = {name: getattr(self.model, name).cpu() for name in ("H_init", "L_init")}
+        others = {name: t.cpu() for name, t in self.model.state_dict().items() if name not in self.shapes}
         if self.model.prefix:
             others["puzzle_emb.weights"] = self.state["puzzle_emb"].to("cpu", copy=True)
         state = dict(step=step, model=asdict(self.model.config))
@@ -1199,7 +1199,9 @@ SIZES = "seq_len", "vocab_size", "num_puzzle_identifiers"  # of a dataset, and o
 def new_model(c, **sizes):
     """A model of the settings with its first weights. Raises UserError for sizes that cannot be built."""
     try:
-        return TRM(TRMConfig.of(c, **sizes), c.seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(c.seed)  # of what init_weights leaves to the modules
+            return TRM(TRMConfig.of(c, **sizes), c.seed)
     except ValueError as e:
         raise UserError(str(e)) from None
 

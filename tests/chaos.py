@@ -140,6 +140,8 @@ def kill_parent(tpu, draw):
     parents = {pid: parent(pid) for pid in wait_for(tpu, tpu.all_ranks, "process for each rank").values()}
     struck = draw.choice(sorted(parents.values()))
     orphans = {pid for pid in parents if parents[pid] == struck}
+    # A rank notes who its parent is before it loads torch.
+    wait_for(tpu, lambda: all("libtorch" in read(f"/proc/{pid}/maps") for pid in orphans), "torch")
     tpu.keep.send_signal(signal.SIGSTOP)
     try:
         tpu.set_mark()

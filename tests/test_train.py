@@ -304,22 +304,23 @@ class ConvolutionBlock(torch.nn.Module):
     def __init__(self, config, length):
         super().__init__()
         self.mix = torch.nn.Conv1d(config.hidden_size, config.hidden_size, 3, padding=1, groups=8)
-        torch.nn.init.constant_(self.mix.bias, 0.25)
+        self.register_buffer("taper", torch.linspace(1, 0.5, length).view(-1, 1))
 
     def forward(self, x, rope):
-        return models.rms_norm(x + self.mix(x.mT).mT)
+        return models.rms_norm(x + self.mix(x.mT).mT * self.taper.to(x.dtype))
 
 
 def test_a_fork_with_another_block(data, tmp_path, monkeypatch):
     monkeypatch.setattr(train.TRM, "block", ConvolutionBlock)
     c = configurator.configure(train.__file__, TINY)
-    mix = train.new_model(c, seq_len=16, vocab_size=6).L_level.layers[0].mix
-    assert (mix.bias == 0.25).all() and mix.weight.shape == (32, 4, 3)
-    assert mix.weight.std().item() == pytest.approx(12 ** -0.5, rel=0.1)
+    mix, again = (train.new_model(c, seq_len=16, vocab_size=6).L_level.layers[0].mix for _ in range(2))
+    assert mix.bias.abs().min() > 0 and torch.equal(mix.bias, again.bias)  # its own start, by the seed
+    assert mix.weight.shape == (32, 4, 3) and mix.weight.std().item() == pytest.approx(12 ** -0.5, rel=0.1)
     run(data, tmp_path, "--max_steps=10")
     assert curve(tmp_path)[10] < curve(tmp_path)[5]
+    run(data, tmp_path, "--max_steps=15", "--init_from=resume")  # with its buffer
     state = torch.load(train.checkpoint_paths(str(tmp_path))[0], weights_only=True)
-    assert (state["weights"]["L_level.layers.0.mix.bias"] != 0.25).any()
+    assert (state["weights"]["L_level.layers.0.mix.bias"] != mix.bias).any()
 
 
 def test_a_fork_with_another_metric(data, tmp_path):
