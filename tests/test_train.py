@@ -298,6 +298,15 @@ def test_torch_compile_trains_the_same_curve_on_the_cpu(data, tmp_path, monkeypa
     assert "--compile=on: torch.compile fails on " in text and "Traceback" not in text
 
 
+def test_half_a_line_is_not_glued_to_the_next(tmp_path):
+    """A disk that was full leaves one."""
+    log = train.Log(types.SimpleNamespace(out_dir=str(tmp_path)), types.SimpleNamespace(rank=0),
+                    types.SimpleNamespace(step=0, wandb_id=None))
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 5}\n{"step": 10, "tra')
+    log.log_metrics(15, {})
+    assert [line["step"] for line in train.read_metrics(str(tmp_path / "metrics.jsonl"))] == [5, 15]
+
+
 # Forks: what one changes, and nothing else, must be enough.
 
 class ConvolutionBlock(torch.nn.Module):
