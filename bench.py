@@ -129,13 +129,13 @@ def seconds_of(n, call, label="", rank=0):
     seconds, shown = [], label and rank == 0
     if shown:
         print(f"timing {label}", flush=True)
-    with Progress(label, n) as progress:
-        for _ in range(n):
-            began = time.perf_counter()
-            call().cpu()
-            seconds.append(time.perf_counter() - began)
-            if shown:
-                progress.add(1)
+    progress = Progress(label, n)
+    for _ in range(n):
+        began = time.perf_counter()
+        call().cpu()
+        seconds.append(time.perf_counter() - began)
+        if shown:
+            progress.add(1)
     return seconds
 
 

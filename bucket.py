@@ -227,13 +227,13 @@ def local_dataset(path, stop=lambda: False):
         part = folder + ".part"
         shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
         names = [name for name in FILES if name in hashes]
-        with Progress(f"downloading {path}", len(names), "files") as progress:
-            for name in names:
-                file = os.path.join(part, name)
-                bucket.download(name, file)
-                if file_hash(file) != hashes[name]:
-                    raise UserError(f"{path}/{name} does not match manifest.json: upload the dataset again")
-                progress.add(1)
+        progress = Progress(f"downloading {path}", len(names), "files")
+        for name in names:
+            file = os.path.join(part, name)
+            bucket.download(name, file)
+            if file_hash(file) != hashes[name]:
+                raise UserError(f"{path}/{name} does not match manifest.json: upload the dataset again")
+            progress.add(1)
         bucket.download("manifest.json", os.path.join(part, "manifest.json"))
         os.rename(part, folder)
         return folder
@@ -249,11 +249,11 @@ def upload_dataset(folder, url):
     bucket.check()
     if bucket.read("manifest.json") not in (None, content):
         raise UserError(f"{url} holds another dataset: choose another address")
-    with Progress(f"uploading to {url}", len(manifest["sha256"]), "files") as progress:
-        for name in manifest["sha256"]:
-            dataset.check_file(name)
-            bucket.upload(os.path.join(folder, name), name)
-            progress.add(1)
+    progress = Progress(f"uploading to {url}", len(manifest["sha256"]), "files")
+    for name in manifest["sha256"]:
+        dataset.check_file(name)
+        bucket.upload(os.path.join(folder, name), name)
+        progress.add(1)
     bucket.write("manifest.json", content)
 
 

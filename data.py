@@ -13,10 +13,8 @@ Sudoku and its augmented copies are one group.
 
 Batches are a pure function of (seed, step), so a resumed run sees the same data.
 """
-import csv
 import fcntl
 import functools
-import gzip
 import hashlib
 import itertools
 import json
@@ -29,8 +27,8 @@ import shutil
 import signal
 import sys
 import time
-import zlib
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import numpy as np
 import requests
@@ -38,12 +36,13 @@ from configurator import TransientError, UserError, configure
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
+from puzzles import IGNORED, check_rows, task_of
+
 FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 SPLIT_FILES = ("dataset.json", *(f"all__{field}.npy" for field in FIELDS))
 FILES = (*(f"{split}/{name}" for split in ("test", "train") for name in SPLIT_FILES), "identifiers.json")
 METADATA = ("pad_id", "ignore_label_id", "blank_identifier_id", "vocab_size", "seq_len",
             "num_puzzle_identifiers", "total_groups", "mean_puzzle_examples")
-IGNORED = -100  # the label of cells that no loss and no metric counts
 POOL_AFTER = 2.0  # seconds that a pool must save: each of its processes imports the main script first
 RETRIED = {408, 429, *range(500, 600)}  # statuses of a server that may answer later
 ORDER, EXAMPLE, HALT, SUBSET, NOISE = range(5)  # independent random streams of one seed
@@ -53,19 +52,20 @@ class Dataset:
     """One split of a dataset, checked when it is loaded.
 
     path: the dataset's folder; split: "train" or "test". inputs and labels are memory-mapped, [N, seq_len];
-    len() is N. The keys of dataset.json are attributes. Datasets of the official code, without a manifest,
-    load too. Raises UserError, which names the file, if one is missing, damaged or inconsistent.
+    len() is N. The keys of dataset.json are attributes; task: as puzzles.py describes it. Datasets of the
+    official code, without a manifest, load too. Raises UserError, which names the file, if one is missing,
+    damaged or inconsistent.
     """
 
     def __init__(self, path, split):
         self.path = path
         folder = os.path.join(path, split)
         if not os.path.isdir(folder):
-            raise UserError(f"{folder}: no such dataset; build it with prepare_sudoku.py or prepare_maze.py")
+            raise UserError(f"{folder}: no such dataset; build it with prepare_sudoku.py, or another script")
         manifest = os.path.join(path, "manifest.json")
         self.manifest = read_json(manifest, "sha256") if os.path.exists(manifest) else {}
-        kind = self.manifest.get("kind")
-        self.hint = f"build it again with prepare_{kind}.py" if kind else "build it again"
+        script = self.manifest.get("command", {}).get("script", "the command that made it")
+        self.hint = f"build it again with {script}"
         for name in SPLIT_FILES:
             self.check_file(f"{split}/{name}")
         vars(self).update(read_json(os.path.join(folder, "dataset.json"), *METADATA))
@@ -77,6 +77,10 @@ class Dataset:
                 raise UserError(f"{path} cannot be read (truncated?): {self.hint} ({e})") from None
             setattr(self, field, np.asarray(array))  # a plain view of the file indexes faster than np.memmap
         self._check_arrays(folder)
+        try:
+            self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
+        except UserError as e:
+            raise UserError(f"{manifest}: {e}: {self.hint}") from None
 
     def __len__(self):
         return len(self.inputs)
@@ -218,10 +222,15 @@ def write_dataset(path, splits, vocab_size, manifest):
     """Writes a dataset to a folder in one move; if interrupted, it leaves nothing under that name.
 
     splits: {"train": (groups, copies, blocks)}: groups of `copies` puzzles with one example each. The
-    iterable blocks yields their rows in order, as pairs (inputs, labels), uint8 [n, seq_len]. Token 0 is the
-    padding and the ignored label. manifest: a dict with "grid" (rows, columns) and whatever else describes
-    the dataset, to which the files' SHA-256 are added. Raises UserError if path exists or cannot be written.
+    iterable blocks yields their rows in order, as pairs (inputs, labels), integers [n, seq_len]: tokens from
+    1 (0: padding, of inputs) to vocab_size - 1, and IGNORED for labels that do not count. manifest: a dict
+    with "grid" (rows, columns), better also "kind" and "symbols" (see puzzles.py), and whatever else
+    describes the dataset; the files' SHA-256 are added. Raises UserError for what does not fit, and if path
+    exists or cannot be written.
     """
+    if not 2 <= vocab_size <= 256:
+        raise UserError(f"{vocab_size - 1} symbols are too many for a dataset: 255 are the most")
+    task = task_of({"grid": []} | manifest, math.prod(manifest.get("grid", [])), vocab_size)
     path = os.path.normpath(path)
     part = f"{path}.part-{platform.node()}"  # other hosts may share the folder
     try:
@@ -230,7 +239,7 @@ def write_dataset(path, splits, vocab_size, manifest):
             shutil.rmtree(part, ignore_errors=True)  # of a command that was killed
             try:
                 for split, values in splits.items():
-                    write_split(os.path.join(part, split), *values, math.prod(manifest["grid"]), vocab_size)
+                    write_split(os.path.join(part, split), *values, task)
                 write_json(os.path.join(part, "identifiers.json"), ["<blank>"])
                 write_json(os.path.join(part, "manifest.json"), dict(manifest, sha256=hashes_of(part)))
                 os.rename(part, path)
@@ -240,32 +249,31 @@ def write_dataset(path, splits, vocab_size, manifest):
         raise UserError(f"{path} cannot be written: {e.strerror or e}") from None
 
 
-def write_split(folder, groups, copies, blocks, seq_len, vocab_size):
+def write_split(folder, groups, copies, blocks, task):
     """Writes the files of one split; see write_dataset."""
     os.makedirs(folder)
-    rows = groups * copies
+    rows, seq_len, vocab_size = groups * copies, math.prod(task["grid"]), len(task["symbols"])
+    rows_written = 0
     header = {"descr": "|u1", "fortran_order": False, "shape": (rows, seq_len)}
     with open(f"{folder}/all__inputs.npy", "wb") as inputs, open(f"{folder}/all__labels.npy", "wb") as labels:
         for file in (inputs, labels):
             np.lib.format.write_array_header_1_0(file, header)
         for block in blocks:
+            block = [np.asarray(array) for array in block]
+            check_rows(task, *block)
+            rows_written += len(block[0])
             for file, array in zip((inputs, labels), block):
-                file.write(np.ascontiguousarray(array, dtype=np.uint8).data)
+                file.write(np.where(array == IGNORED, 0, array).astype(np.uint8, order="C").data)
+    if rows_written != rows or not rows:
+        name = os.path.basename(folder)
+        raise UserError(f"{name} has {rows_written} rows: must be {groups} x {copies}, above 0")
     np.save(f"{folder}/all__puzzle_identifiers.npy", np.zeros(rows, dtype=np.int32))
     np.save(f"{folder}/all__puzzle_indices.npy", np.arange(rows + 1, dtype=np.int32))
     np.save(f"{folder}/all__group_indices.npy", np.arange(0, rows + 1, copies, dtype=np.int32))
-    write_json(os.path.join(folder, "dataset.json"), {
-        "pad_id": 0,
-        "ignore_label_id": 0,
-        "blank_identifier_id": 0,
-        "vocab_size": vocab_size,
-        "seq_len": seq_len,
-        "num_puzzle_identifiers": 1,
-        "total_groups": groups,
-        "mean_puzzle_examples": 1.0,
-        "total_puzzles": groups,  # not counting copies, as in the official builder
-        "sets": ["all"],
-    })
+    write_json(os.path.join(folder, "dataset.json"), dict(
+        pad_id=0, ignore_label_id=0, blank_identifier_id=0, vocab_size=vocab_size, seq_len=seq_len,
+        num_puzzle_identifiers=1, total_groups=groups, mean_puzzle_examples=1.0,
+        total_puzzles=groups, sets=["all"]))  # puzzles without copies, as the official builder counts them
 
 
 def write_json(path, value):
@@ -319,76 +327,11 @@ def made_by_another_command(path, data_prepare):
     if not made or not os.path.exists(script):
         return ""
     made = command_of(script, configure(script, [])) | made  # it may be older than a setting
-    wanted = command_of(script, check_source(configure(script, flags)))
+    wanted = command_of(script, configure(script, flags))
+    if wanted["train_csv"] and "source" in wanted:
+        wanted["source"] = "csv"  # as check_source does
     different = [key for key in wanted if made[key] != wanted[key]]
     return "; ".join(f"{key} is {made[key]!r} in it, {wanted[key]!r} in data_prepare" for key in different)
-
-
-# CSV files of puzzles.
-
-def read_csv(path, cells, question_values, answer_values, rated=True):
-    """Yields a file's puzzles in blocks (lines [n], questions [n, cells], answers [n, cells], ratings [n]).
-
-    The file, .csv or .csv.gz, has the columns source, question, answer and rating in any order. cells:
-    characters of a question; 0: as many as the first one has. The two dicts map characters to values, in
-    which they agree; questions and answers are returned as these values, uint8. rated: whether ratings must
-    be integers; if not, they are returned as 0. Raises UserError with file and line for the first wrong row.
-    """
-    numbered_rows = csv_rows(path)
-    _, header = next(numbered_rows, (1, []))
-    header = [name.strip() for name in header]
-    for name in ("source", "question", "answer", "rating"):
-        if name not in header:
-            hint = "the first line must be source,question,answer,rating"
-            raise UserError(f"{path}:1: no column {name}; {hint}")
-    question, answer, rating = map(header.index, ("question", "answer", "rating"))
-    columns = [(question, "question", "".join(question_values)), (answer, "answer", "".join(answer_values))]
-    values = question_values | answer_values
-    table = bytes(values.get(chr(code), 0) for code in range(256))
-
-    def error(row):
-        """What is wrong with a row, if anything is."""
-        if len(row) != len(header):
-            return f"{len(row)} columns, but the header has {len(header)}"
-        for column, name, allowed in columns:
-            if len(row[column]) != cells:
-                return f"the {name} has {len(row[column])} characters, not {cells}"
-            rest = row[column].lstrip(allowed)
-            if rest:
-                place = f"character {cells - len(rest) + 1} of the {name}"
-                return f"{place} is {rest[0]!r}, not one of {allowed!r}"
-        if rated and not row[rating].strip().removeprefix("-").isdecimal():
-            return f"the rating {row[rating]!r} is not an integer"
-        return None
-
-    lines = ()
-    while block := list(itertools.islice(numbered_rows, 16384)):
-        lines, rows = zip(*block)
-        if not cells and len(rows[0]) == len(header):
-            cells = len(rows[0][question])
-        n = next((i for i, row in enumerate(rows) if error(row)), len(rows))
-        if n:
-            text = "".join([row[question] + row[answer] for row in rows[:n]]).encode().translate(table)
-            puzzles = np.frombuffer(text, dtype=np.uint8).reshape(n, 2, cells)
-            ratings = [int(row[rating]) if rated else 0 for row in rows[:n]]
-            yield np.array(lines[:n]), puzzles[:, 0], puzzles[:, 1], np.array(ratings)
-        if n < len(rows):
-            raise UserError(f"{path}:{lines[n]}: {error(rows[n])}")
-    if not lines:
-        raise UserError(f"{path}:2: no puzzle under the header")
-
-
-def csv_rows(path):
-    """Yields (line number, row) of a .csv or .csv.gz file; raises UserError if it cannot be read."""
-    try:
-        with (gzip.open if path.endswith(".gz") else open)(
-                path, "rt", encoding="utf-8-sig", errors="replace", newline="") as f:
-            reader = csv.reader(f)
-            for row in reader:
-                if row:
-                    yield reader.line_num, row
-    except (OSError, EOFError, csv.Error, zlib.error) as e:
-        raise UserError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
 
 
 # Shared by the prepare scripts.
@@ -431,19 +374,19 @@ def distinct(name, n, make, seed, arguments, keys, processes, advice):
     Raises UserError, with advice, if there are not enough.
     """
     found, tasks_done = {}, 0
-    with Progress(f"generating {name}", n) as progress:
-        while len(found) < n:
-            count_before = len(found)
-            tasks = [(seed, tasks_done + i, *arguments) for i in range(max(16, tasks_done))]
-            for arrays in in_parallel(make, tasks, processes):
-                for key, *example in zip(keys(arrays[0]), *arrays):
-                    found.setdefault(key, example)
-                progress.add(min(n, len(found)) - progress.done)
-                if len(found) >= n:
-                    break
-            tasks_done += len(tasks)
-            if len(found) < min(n, count_before + len(tasks) // 8):
-                raise UserError(f"hardly more than {len(found)} {name} can be found: {advice} fewer than {n}")
+    progress = Progress(f"generating {name}", n)
+    while len(found) < n:
+        count_before = len(found)
+        tasks = [(seed, tasks_done + i, *arguments) for i in range(max(16, tasks_done))]
+        for arrays in in_parallel(make, tasks, processes):
+            for key, *example in zip(keys(arrays[0]), *arrays):
+                found.setdefault(key, example)
+            progress.add(min(n, len(found)) - progress.done)
+            if len(found) >= n:
+                break
+        tasks_done += len(tasks)
+        if len(found) < min(n, count_before + len(tasks) // 8):
+            raise UserError(f"hardly more than {len(found)} {name} can be found: {advice} fewer than {n}")
     return [np.array(array) for array in zip(*itertools.islice(found.values(), n))]
 
 
@@ -503,10 +446,9 @@ def replacing(path):
 
 def read_metrics(path):
     """The lines of a metrics.jsonl, as parse_metrics returns them; [] if there is none."""
-    if not os.path.exists(path):
-        return []
-    with open(path, "rb") as f:
+    with suppress(FileNotFoundError), open(path, "rb") as f:
         return parse_metrics(f)
+    return []
 
 
 def parse_metrics(lines):
@@ -523,12 +465,8 @@ def parse_metrics(lines):
 
 
 def duration(seconds):
-    """Seconds as 1h02m, 3m04s or 5s."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+    """Seconds as 1:02:03."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 class Progress:
@@ -539,22 +477,16 @@ class Progress:
         self.done = 0
         self.start = self.printed = time.monotonic()
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
-
     def add(self, n):
         self.done += n
         now = time.monotonic()
         if now >= self.printed + 10:
             self.printed = now
             rate = self.done / (now - self.start)
-            left = (self.total - self.done) / max(rate, 1e-9)
-            count = f"{self.done / self.scale:,.0f}/{self.total / self.scale:,.0f}{self.unit}"
-            print(f"{self.label}: {count}, {rate / self.scale:,.1f}{self.unit}/s, {left:.0f} s left",
-                  file=sys.stderr, flush=True)
+            total = f"/{self.total / self.scale:,.0f}" if self.total else ""
+            left = f", {(self.total - self.done) / max(rate, 1e-9):.0f} s left" if self.total else ""
+            print(f"{self.label}: {self.done / self.scale:,.0f}{total}{self.unit}, "
+                  f"{rate / self.scale:,.1f}{self.unit}/s{left}", file=sys.stderr, flush=True)
 
 
 # HTTP: downloads from the hub, and what bucket.py shares with them.
@@ -655,5 +587,6 @@ def download(url, path):
 
     with locked(path):
         if not os.path.exists(path):
-            with replacing(path) as f, Progress(f"downloading {url}", 0, "MB", 1e6) as progress:
+            progress = Progress(f"downloading {url}", 0, "MB", 1e6)
+            with replacing(path) as f:
                 receive(get, f, url, progress)

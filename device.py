@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from configurator import PARENT, UserError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from model import Recomputed, accumulate, recomputed_attention
+from model import accumulate, use_recomputed_attention
 
 # A chip's dense bfloat16 FLOP/s as its maker states them, for perf/mfu.
 PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5lite": 197e12, "TPU v5e": 197e12, "TPU v5p": 459e12, "TPU v6e": 918e12,
@@ -34,41 +35,34 @@ def choose_device(wanted):
     if wanted == "tpu":
         import torchtpu  # an experiment, which forks may leave out
         return "tpu", torchtpu.load()
-    pjrt = os.environ.get("PJRT_DEVICE")
-    has_xla = importlib.util.find_spec("torch_xla") is not None
-    chips = tpu_chips() if has_xla and wanted in ("xla", "auto") else 0
-    if wanted == "xla" or wanted == "auto" and (pjrt or chips):
-        if not has_xla:
-            raise UserError(f"--device={wanted}: torch_xla is not installed: pip install -r requirements.txt")
-        if pjrt == "CPU":
+    if wanted in ("xla", "auto"):
+        pjrt, has_xla = os.environ.get("PJRT_DEVICE"), importlib.util.find_spec("torch_xla") is not None
+        chips = tpu_chips() if has_xla else 0
+        if has_xla and pjrt == "CPU":
             replicas = int(os.environ.get("CPU_NUM_DEVICES") or 1)
             os.environ.setdefault("XLA_THREAD_POOL_SIZE", str(max(16, replicas)))  # fewer would deadlock
             return "xla", "PJRT_DEVICE=CPU"
-        if not chips:
-            raise UserError(f"--device={wanted}: no TPU on this machine; "
-                            "PJRT_DEVICE=CPU in the environment runs torch_xla on the CPU")
-        os.environ["PJRT_DEVICE"] = "TPU"
-        return "xla", f"{chips} TPU chips on this host"
+        if chips:
+            os.environ["PJRT_DEVICE"] = "TPU"
+            return "xla", f"{chips} TPU chips on this host"
+        if wanted == "xla" or pjrt:
+            problem = "no TPU on this machine; PJRT_DEVICE=CPU in the environment runs torch_xla on the CPU"
+            missing = "torch_xla is not installed: pip install -r requirements.txt"
+            raise UserError(f"--device={wanted}: {problem if has_xla else missing}")
     available = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
-    if not available.get(wanted, True):
+    if wanted in ("cuda", "mps") and not available[wanted]:
         raise UserError(f"--device={wanted}: torch sees no such GPU; --device=cpu trains on the CPU")
-    if wanted == "cuda" or wanted == "auto" and available["cuda"]:
+    if wanted in ("cuda", "auto") and available["cuda"]:
         return "cuda", torch.cuda.get_device_name()
     if wanted == "mps":
         return "mps", "Apple's GPU, which nobody has tested yet"
-    if wanted == "cpu":
-        return "cpu", "--device=cpu"
     hint = "; --device=mps is Apple's GPU" if available["mps"] else ""
-    return "cpu", "no TPU and no CUDA GPU found" + hint
+    return "cpu", "--device=cpu" if wanted == "cpu" else "no TPU and no CUDA GPU found" + hint
 
 
 def tpu_chips():
     """TPU chips of this host. Importing torch_xla fixes its device: only where a PCI device is Google's."""
-    vendors = []
-    for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
-        with open(path) as f:
-            vendors.append(f.read().strip())
-    if "0x1ae0" not in vendors:
+    if not any("0x1ae0" in Path(path).read_text() for path in glob.glob("/sys/bus/pci/devices/*/vendor")):
         return 0
     chosen = os.environ.setdefault("PJRT_DEVICE", "TPU")
     from torch_xla._internal import tpu
@@ -80,12 +74,10 @@ def tpu_chips():
 
 def open_device(kind, c):
     """The device of one replica; kind: as choose_device returns it. May change c.forward_dtype."""
-    if kind == "xla":
-        return XLADevice()
     if kind == "tpu":
         import torchtpu
         return torchtpu.TorchTPUDevice()
-    return Device(kind, c)
+    return XLADevice() if kind == "xla" else Device(kind, c)
 
 
 class Device:
@@ -240,10 +232,7 @@ class XLADevice:
 
     def prepare(self, model):
         model.to(self.torch)
-        Recomputed.barrier = staticmethod(self.barrier)
-        for layer in model.L_level.layers:
-            if hasattr(layer, "self_attn"):
-                layer.self_attn.attend = recomputed_attention
+        use_recomputed_attention(model, self.barrier)
 
     def compile(self, fn):
         return fn  # compile_step() compiles the whole step

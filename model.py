@@ -1,8 +1,8 @@
 """The Tiny Recursive Model (TRM, arXiv 2510.04871): network, loss, supervision step, optimizers, schedules.
 
-Pure torch: it depends on no device and reads no files. Parameter names are the official code's, without its
-"model.inner." prefix. The network computes in the dtype of the weights it is called with: training casts
-the float32 weights once a step and calls the network through torch.func.functional_call.
+Pure torch: it depends on no device, and TRM.load alone reads a file. Parameter names are the official code's,
+without its "model.inner." prefix. The network computes in the dtype of the weights it is called with:
+training casts the float32 weights once a step and calls the network through torch.func.functional_call.
 
 Letters in shape comments: B sequences, S cells of the puzzle, P positions of the puzzle embedding, L = P +
 S, D hidden_size, V vocabulary, N puzzle identifiers.
@@ -171,6 +171,14 @@ def recomputed_attention(q, k, v):
     return Recomputed.apply(attend, q, k, v)
 
 
+def use_recomputed_attention(model, barrier):
+    """Gives a model recomputed_attention, and Recomputed the device's barrier."""
+    Recomputed.barrier = staticmethod(barrier)
+    for layer in model.L_level.layers:
+        if hasattr(layer, "self_attn"):
+            layer.self_attn.attend = recomputed_attention
+
+
 class Embedding(nn.Module):
     """A table under the official code's name for it."""
 
@@ -233,20 +241,59 @@ class TRM(nn.Module):
             self.register_buffer("sin", angle.sin(), persistent=False)
         self.init_weights(torch.Generator().manual_seed(seed))
 
+    @classmethod
+    def load(cls, path):
+        """The model in a file that `train.py --export=FILE` wrote, or in a checkpoint: its averaged weights.
+
+        model.task: {"kind", "grid": [rows, columns], "symbols": a character for each token}. Nothing in the
+        file is executed. Raises ValueError for weights that do not fit.
+        """
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        model = cls(TRMConfig(**saved["model"]))
+        model.load_named(saved.get("ema", saved["weights"]))
+        model.task = saved["task"]
+        return model
+
+    @torch.no_grad()
+    def solve(self, question, steps=16):
+        """The surest answer in so many supervision steps, and how sure the model is, from 0 to 1.
+
+        question: a string of task["symbols"], line breaks aside, for a string and a float; or tokens [B, S],
+        for tokens [B, S] and a tensor [B]. Raises ValueError for other symbols or another number of cells.
+        """
+        if isinstance(question, str):
+            symbols = self.task["symbols"]
+            tokens = torch.tensor([symbols.index(symbol, 1) for symbol in question if symbol != "\n"])
+            answers, sure = self.solve(tokens.view(1, -1), steps)
+            return "".join(symbols[token] for token in answers[0]), sure.item()
+        B, S = question.shape
+        if S != self.config.seq_len:
+            raise ValueError(f"the question has {S} cells, not {self.config.seq_len}")
+        z_H, z_L = (t.expand(B, self.length, -1) for t in (self.H_init, self.L_init))
+        best = torch.full([B], -math.inf, device=question.device)
+        answers, identifiers = torch.zeros_like(question), torch.zeros_like(question[:, 0])
+        for _ in range(steps):
+            z_H, z_L, logits, q_halt = self(z_H, z_L, question, identifiers)
+            surer = q_halt >= best
+            answers = torch.where(surer.unsqueeze(-1), logits.argmax(-1), answers)
+            best = torch.where(surer, q_halt, best)
+        return answers, best.sigmoid()
+
     @torch.no_grad()
     def init_weights(self, generator):
         """Truncated normals of deviation 1/sqrt(fan in), 1 for initial states; q_head says "not solved".
 
-        Parameters of one dimension keep what their modules gave them.
+        Parameters of other kinds of modules keep what those gave them.
         """
         def fill(t, std):
             std /= 0.8796256610342398  # a unit normal cut at +-2 has this standard deviation
             nn.init.trunc_normal_(t, std=std, a=-2 * std, b=2 * std, generator=generator)
 
-        for p in self.parameters():
-            # 1/sqrt(D) for embeddings too: embed() scales them by sqrt(D).
-            if p.ndim > 1 and p is not self.q_head.weight:
-                fill(p, p[0].numel() ** -0.5)
+        for module in self.modules():
+            if isinstance(module, Embedding):  # 1/sqrt(D) too: embed() scales by sqrt(D)
+                fill(module.embedding_weight, self.config.hidden_size ** -0.5)
+            elif isinstance(module, (nn.Linear, nn.Conv1d)) and module is not self.q_head:
+                fill(module.weight, module.weight[0].numel() ** -0.5)
         self.q_head.weight.zero_()
         self.q_head.bias.fill_(-5.0)
         fill(self.H_init, 1.0)
@@ -470,21 +517,25 @@ def accumulate(body, sums, weights, xs):
 # The optimizers work in place on all weights as one float32 vector w with its gradient g: a few operations
 # for the whole model. rates: tensors of one element, so that a compiled step does not depend on their values.
 
-def update_weights(c, shapes, w, g, state, rates):
-    """One step of c.optimizer, with c's betas and weight_decay.
+def optimizer_state(c, shapes, w):
+    """What c.optimizer keeps between steps, before the first: {name: float32 tensor}. Checkpoints hold it."""
+    return {name: torch.zeros_like(w) for name in ("m" if c.optimizer == "lion" else "mv")}
 
-    shapes: {name: shape} of the parts of w. state: {name: tensor}, what the optimizer keeps between steps.
-    Its first call, with zero gradients, fills an empty one. rates: lr and bias_correction1, bias_correction2
-    = 1 - beta^t.
+
+def update_weights(c, shapes, w, g, state, rates):
+    """One step of c.optimizer, with c's betas and weight_decay, in place on w and state.
+
+    shapes: {name: shape} of the parts of w; state: as optimizer_state; rates: lr and bias_correction1,
+    bias_correction2 = 1 - beta^t.
     """
     if c.optimizer == "adam_atan2":
-        adam_atan2(c, rates, w, g, *moments(state, w, "m", "v"))
+        adam_atan2(c, rates, w, g, **state)
     elif c.optimizer == "adamw":
-        adamw(c, rates, w, g, *moments(state, w, "m", "v"))
+        adamw(c, rates, w, g, **state)
     elif c.optimizer == "lion":
-        lion(c, rates, w, g, *moments(state, w, "m"))
+        lion(c, rates, w, g, **state)
     elif c.optimizer == "muon":  # for the network's matrices
-        w, g, m, v = (unflatten(vector, shapes) for vector in (w, g, *moments(state, w, "m", "v")))
+        w, g, m, v = (unflatten(vector, shapes) for vector in (w, g, state["m"], state["v"]))
         for k, shape in shapes.items():
             if k.startswith("L_level.") and len(shape) == 2:
                 muon(c, rates, w[k], g[k], m[k])
@@ -492,11 +543,6 @@ def update_weights(c, shapes, w, g, state, rates):
                 adam_atan2(c, rates, w[k], g[k], m[k], v[k])
     else:
         raise ValueError(f"optimizer {c.optimizer!r} is not implemented in update_weights")
-
-
-def moments(state, w, *names):
-    """The vectors of these names in an optimizer's state, zero at first."""
-    return [state.setdefault(name, torch.zeros_like(w)) for name in names]
 
 
 def adam_atan2(c, rates, w, g, m, v):

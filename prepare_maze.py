@@ -15,9 +15,10 @@ import numpy as np
 # isort: off
 from configurator import UserError, start
 from data import (
-    board_keys, check_source, command_of, cores, csv_files, distinct, name_output, read_csv, refuse_existing,
+    board_keys, check_source, command_of, cores, csv_files, distinct, name_output, refuse_existing,
     write_dataset)
-from puzzles import GOAL, OPEN, PATH, START, WALL, are_solutions, broken_cells, path_steps
+from prepare_csv import read_csv, table_of
+from puzzles import GOAL, MAZE, OPEN, PATH, START, WALL, are_solutions, broken_cells, dihedral, path_steps
 
 # source
 source = "hub"  # hub (Maze-Hard from Hugging Face), csv, or generate
@@ -38,7 +39,7 @@ aug = True  # training mazes in all 8 rotations and reflections (off by default 
 # ---
 
 HUB = "sapientinc/maze-30x30-hard-1k"
-SYMBOLS = "# SGo"
+SYMBOLS = MAZE[1:]
 CHUNK = 4096  # grids at a time
 WALLS = 0.3, 0.5  # share of a generated grid's cells
 LARGEST = 64  # cells of a row: the bits of a word
@@ -63,19 +64,18 @@ def main(settings):
         "train": (len(train[0]), copies, augmented(*train, size, s.aug)),
         "test": (len(test[0]), 1, [test]),
     }
-    write_dataset(s.output_dir, splits, vocab_size=len(SYMBOLS) + 1, manifest={
-        "kind": "maze",
-        "command": command_of(__file__, s),
-        "counts": counts,
-        "grid": [size, size],
-        "symbols": "_" + SYMBOLS,
-    })
+    write_dataset(s.output_dir, splits, len(MAZE), task_of(size) | dict(
+        command=command_of(__file__, s), counts=counts))
     print(f"train: {len(train[0]):,} mazes of {size}x{size}, each in {copies} of 8 rotations and reflections")
     steps = np.sort((test[1] == PATH).sum(axis=1) + 1)
     print(f"test: {len(test[0]):,} mazes, shortest paths of {steps[0]} to {steps[-1]} steps, "
           f"median {steps[len(steps) // 2]}")
     print(f"Train on it: python train.py config/maze.py --data_path={s.output_dir}")
     return s.output_dir
+
+
+def task_of(size):
+    return dict(kind="maze", grid=[size, size], symbols=MAZE)
 
 
 def complete(settings):
@@ -103,8 +103,8 @@ def mazes_from_files(s):
     chosen, rows = np.array(list(chosen.values()), dtype=int), len(train[0])
     repeated = rows - in_test - len(chosen)
     if not len(chosen):
-        reason = "all are in the test set too, as they are or turned or reflected"
-        raise UserError(f"{train_csv}: no maze is left of {rows} rows: {reason}")
+        raise UserError(f"{train_csv}: no maze is left of {rows} rows: all are in the test set too, as they "
+                        "are or turned or reflected")
     if 0 < s.subsample_size < len(chosen):
         rng = np.random.default_rng([s.seed, 1])
         chosen = np.sort(rng.permutation(chosen)[:s.subsample_size])
@@ -121,32 +121,22 @@ def read_mazes(path, size, check):
     check: whether an answer must be a shortest path. Raises UserError with file and line for the first wrong
     row.
     """
-    answer_tokens = {character: token for token, character in enumerate(SYMBOLS, 1)}
-    question_tokens = {character: token for character, token in answer_tokens.items() if token != PATH}
-    blocks = []
-    rows = read_csv(path, size * size, question_tokens, answer_tokens, rated=False)
-    for lines, questions, answers, _ in rows:
+    table, blocks = table_of({character: token for token, character in enumerate(SYMBOLS, 1)}), []
+    for lines, *codes, _ in read_csv(path, size * size, SYMBOLS[:-1], SYMBOLS):
+        questions, answers = (table[code] for code in codes)
         cells = questions.shape[1]
         size = math.isqrt(cells)
         if size * size != cells or not 2 <= size <= LARGEST:
             expected = f"a square of 2x2 to {LARGEST}x{LARGEST} cells"
             raise UserError(f"{path}:{lines[0]}: a question of {cells} characters is not {expected}")
         if check:
-            wrong = wrong_answers(questions, answers, size)
+            puzzle = task_of(size), questions, answers
+            wrong = broken_cells(*puzzle).any(axis=1) | ~are_solutions(*puzzle)
             if wrong.any():
                 i = int(wrong.argmax())
                 raise UserError(f"{path}:{lines[i]}: {explain(questions[i], answers[i], size)}")
         blocks.append((questions, answers))
     return [np.concatenate(part) for part in zip(*blocks)]
-
-
-def wrong_answers(questions, answers, size):
-    """Which answers are not a shortest path of their questions, bool [n]."""
-    puzzle, wrong = dict(kind="maze", grid=(size, size)), []
-    for i in range(0, len(questions), CHUNK):
-        block = questions[i:i + CHUNK], answers[i:i + CHUNK]
-        wrong.append(broken_cells(puzzle, *block).any(axis=1) | ~are_solutions(puzzle, *block))
-    return np.concatenate(wrong)
 
 
 def explain(question, answer, size):
@@ -155,7 +145,7 @@ def explain(question, answer, size):
         count = (question == token).sum()
         if count != 1:
             return f"the question has {count} cells {SYMBOLS[token - 1]}, not 1"
-    maze = dict(kind="maze", grid=(size, size)), question[None], answer[None]
+    maze = task_of(size), question[None], answer[None]
     broken = broken_cells(*maze)[0]
     if broken.any():
         cell = int(broken.argmax())
@@ -177,7 +167,6 @@ def generated_mazes(s):
     questions = generate(s.size, s.num_train + s.num_test, s.seed, s.min_path, cores())
     blocks = [questions[i:i + CHUNK] for i in range(0, len(questions), CHUNK)]
     answers = np.concatenate([solve(block, s.size)[0] for block in blocks])
-    assert not wrong_answers(questions, answers, s.size).any()
     return zip(*[(array[:s.num_train], array[s.num_train:]) for array in (questions, answers)])
 
 
@@ -299,14 +288,6 @@ def augmented(questions, answers, size, aug):
         by_rule = (labels[:, 0] == solved[:, 0]).all(axis=1)
         labels = np.where(by_rule[:, None, None], solved, labels)
         yield [array.reshape(-1, size * size) for array in (inputs, labels)]
-
-
-def dihedral(size):
-    """The 8 rotations and reflections of a square as indices [8, cells], in the official builder's order."""
-    square = np.arange(size * size).reshape(size, size)
-    turned = [np.rot90(square, k) for k in range(4)]
-    reflected = [np.fliplr(square), np.flipud(square), square.T, np.fliplr(turned[1])]
-    return np.stack(turned + reflected).reshape(8, -1)
 
 
 def dihedral_keys(questions):

@@ -1,11 +1,11 @@
 """Makes a Sudoku dataset: Sudoku-Extreme from the hub, your own CSV files, or generated puzzles.
 
-    python prepare_sudoku.py                                             Sudoku-Extreme, 1000 puzzles x 1001
-    python prepare_sudoku.py --train_csv=train.csv --test_csv=test.csv   columns source,question,answer,rating
-    python prepare_sudoku.py --source=generate --size=6                  minimal 6x6 puzzles
+    python prepare_sudoku.py                              Sudoku-Extreme: 1000 puzzles x 1001
+    python prepare_sudoku.py --train_csv=A --test_csv=B   columns source,question,answer,rating
+    python prepare_sudoku.py --source=generate --size=6   minimal 6x6 puzzles
 
-Tokens are the official code's: 0 padding, 1 an empty cell, d + 1 the digit d. In this file, boards are digits
-[n, cells], 0 an empty cell.
+Tokens are the official code's: 0 padding, 1 an empty cell, d + 1 the digit d. In this file, boards are
+digits [n, cells], 0 an empty cell.
 """
 import itertools
 
@@ -15,8 +15,9 @@ import numpy as np
 from configurator import UserError, start
 from data import (
     Progress, board_keys, check_source, command_of, cores, csv_files, distinct, in_parallel, name_output,
-    read_csv, refuse_existing, write_dataset)
-from puzzles import BOXES
+    refuse_existing, write_dataset)
+from prepare_csv import read_csv, table_of
+from puzzles import BOXES, SUDOKU, broken_cells
 
 # source
 source = "hub"  # hub (Sudoku-Extreme from Hugging Face), csv, or generate
@@ -42,7 +43,7 @@ WIDTH = 4096  # boards in the solver at a time: as many as stay in the processor
 
 
 def main(settings):
-    """Makes the dataset that the settings (a namespace of all of them) describe and returns its folder.
+    """Makes the dataset that the settings (a namespace) describe and returns its folder.
 
     Raises UserError for a wrong setting, a wrong row of a file, or an existing folder.
     """
@@ -51,28 +52,27 @@ def main(settings):
     if s.source == "generate":
         boards = generate(s.size, s.num_train + s.num_test, s.seed, cores())
         train = [board[s.num_test:] for board in boards]
-        test = [board[:s.num_test] for board in boards]  # first: the same for each num_train
+        test = [board[:s.num_test] for board in boards]  # the same for each num_train
         counts = {}
     else:
         train, test, counts = puzzles_from_files(s)
     counts.update(train_puzzles=len(train[0]), test_puzzles=len(test[0]), copies_replaced=0)
+    examples = augmented(*train, s, set(board_keys(test[0])), counts)
     splits = {
-        "train": (len(train[0]), s.num_aug + 1, augmented(*train, s, set(board_keys(test[0])), counts)),
-        "test": (len(test[0]), 1, [(test[0] + np.uint8(1), test[1] + np.uint8(1))]),
+        "train": (len(train[0]), s.num_aug + 1, examples),
+        "test": (len(test[0]), 1, [[board + np.uint8(1) for board in test]]),
     }
-    write_dataset(s.output_dir, splits, vocab_size=s.size + 2, manifest={
-        "kind": "sudoku",
-        "command": command_of(__file__, s),
-        "counts": counts,
-        "grid": [s.size, s.size],
-        "box": list(BOXES[s.size]),
-        "symbols": " .123456789"[:s.size + 2],
-    })
-    replaced = f"{counts['copies_replaced']:,} drawn again because the test set has them"
-    print(f"train: {len(train[0]):,} puzzles, {s.num_aug:,} copies of each ({replaced})")
+    write_dataset(s.output_dir, splits, s.size + 2, task_of(s.size) | dict(
+        command=command_of(__file__, s), counts=counts, box=BOXES[s.size]))
+    print(f"train: {len(train[0]):,} puzzles, {s.num_aug:,} copies of each "
+          f"({counts['copies_replaced']:,} drawn again because the test set has them)")
     print(f"test: {len(test[0]):,} puzzles")
     print(f"Train on it: python train.py --data_path={s.output_dir}")
     return s.output_dir
+
+
+def task_of(size):
+    return dict(kind="sudoku", grid=[size, size], symbols=SUDOKU[:size + 2])
 
 
 def complete(settings):
@@ -93,33 +93,36 @@ def complete(settings):
 # Puzzles from CSV files.
 
 def puzzles_from_files(s):
-    """Training and test puzzles, [questions, answers] each, and a dict of counts; downloads the hub's."""
+    """Training and test puzzles, [questions, answers] each, and counts; downloads the hub's."""
     train_csv, test_csv = csv_files(s, HUB)
     (test_lines, *test), test_rows, _ = choose(test_csv, s, 0, set())
-    in_test = set(board_keys(test[0]))
-    (train_lines, *train), train_rows, rows_in_test = choose(train_csv, s, s.subsample_size, in_test)
+    exclude = set(board_keys(test[0]))
+    (train_lines, *train), train_rows, in_test = choose(train_csv, s, s.subsample_size, exclude)
     if s.check_unique:
         check_uniqueness(train_csv, train_lines, train[0], s.size, cores())
         check_uniqueness(test_csv, test_lines, test[0], s.size, cores())
-    print(f"{train_csv}: {train_rows:,} rows, {rows_in_test:,} dropped because the test set has them too")
-    return train, test, dict(test_rows=test_rows, train_rows=train_rows, train_rows_in_test=rows_in_test)
+    print(f"{train_csv}: {train_rows:,} rows, {in_test:,} dropped because the test set has them too")
+    counts = dict(test_rows=test_rows, train_rows=train_rows, train_rows_in_test=in_test)
+    return train, test, counts
 
 
 def choose(path, settings, n, exclude):
     """n random puzzles (0: all) of a CSV file, rated min_difficulty or more, whose key is not in exclude.
 
-    exclude: a set of board_keys of questions. Returns (lines, questions, answers), in the file's order, and
-    the numbers of rows read and of rows excluded. Holds no more in memory than these and a block. Raises
+    exclude: a set of board_keys of questions. Returns (lines, questions, answers), in the file's order,
+    and the numbers of rows read and excluded. Holds no more than these and a block in memory. Raises
     UserError with the line of the first wrong row.
     """
     size = settings.size
     rng = np.random.default_rng([settings.seed, 1])
-    digits = {str(digit): digit for digit in range(1, size + 1)}
+    digits = SUDOKU[2:size + 2]
+    table = table_of({digit: int(digit) for digit in digits})
     chosen, rows_read, rows_excluded = [], 0, 0
-    for lines, questions, answers, ratings in read_csv(path, size * size, {".": 0, "0": 0} | digits, digits):
-        valid = are_valid(questions, answers, size)
-        if not valid.all():
-            i = int(np.argmin(valid))
+    for lines, *codes, ratings in read_csv(path, size * size, ".0" + digits, digits, rated=True):
+        questions, answers = (table[code] for code in codes)
+        broken = broken_cells(task_of(size), questions + 1, answers + 1).any(axis=1)
+        if broken.any():
+            i = int(broken.argmax())
             raise UserError(f"{path}:{lines[i]}: {explain(questions[i], answers[i], size)}")
         hard_enough = ratings >= settings.min_difficulty
         excluded = np.array([key in exclude for key in board_keys(questions)])
@@ -127,25 +130,16 @@ def choose(path, settings, n, exclude):
         rows_read += len(lines)
         rows_excluded += int((hard_enough & excluded).sum())
         chosen.append((rng.random(int(take.sum())), lines[take], questions[take], answers[take]))
-        if n:  # the n smallest of random keys are a uniform choice, and need no number of rows in advance
+        if n:  # the n smallest of random keys: a uniform choice of rows whose number is not known
             parts = [np.concatenate(part) for part in zip(*chosen)]
             smallest = np.sort(np.argsort(parts[0])[:n])
             chosen = [[part[smallest] for part in parts]]
     _, *puzzles = [np.concatenate(part) for part in zip(*chosen)]
     if not len(puzzles[0]):
-        raise UserError(f"{path}: no puzzle is left of {rows_read} rows: {rows_excluded} are in the test set "
-                        f"too, the others are rated below min_difficulty={settings.min_difficulty}")
+        raise UserError(
+            f"{path}: no puzzle is left of {rows_read} rows: {rows_excluded} are in the test set too, "
+            f"the others are rated below min_difficulty={settings.min_difficulty}")
     return puzzles, rows_read, rows_excluded
-
-
-def are_valid(questions, answers, size):
-    """Which answers keep the rules and agree with their questions, bool [n]; boards: [n, cells]."""
-    shape, axes_of_units = units(size)
-    cells = candidates_of(answers, size).reshape(*shape, -1)
-    valid = ((questions == 0) | (questions == answers)).all(axis=1)
-    for axes in axes_of_units:
-        valid &= (np.bitwise_or.reduce(cells, axis=axes) == 2 ** size - 1).all(axis=(0, 1))
-    return valid
 
 
 def explain(question, answer, size):
@@ -168,12 +162,12 @@ def explain(question, answer, size):
 def check_uniqueness(path, lines, questions, size, processes):
     """Raises UserError with file and line of the first question that has a second solution."""
     tasks = [(questions[i:i + 2048], size) for i in range(0, len(questions), 2048)]
-    with Progress(f"checking that {path} is unambiguous", len(questions), "puzzles") as progress:
-        for (boards, _), ambiguous in zip(tasks, in_parallel(are_ambiguous, tasks, processes)):
-            if ambiguous.any():
-                line = lines[progress.done + int(np.argmax(ambiguous))]
-                raise UserError(f"{path}:{line}: the question has more than one solution")
-            progress.add(len(boards))
+    progress = Progress(f"checking that {path} is unambiguous", len(questions), "puzzles")
+    for (boards, _), ambiguous in zip(tasks, in_parallel(are_ambiguous, tasks, processes)):
+        if ambiguous.any():
+            line = lines[progress.done + int(np.argmax(ambiguous))]
+            raise UserError(f"{path}:{line}: the question has more than one solution")
+        progress.add(len(boards))
 
 
 def are_ambiguous(task):
@@ -186,15 +180,15 @@ def are_ambiguous(task):
 
 def generate(size, n, seed, processes):
     """n distinct minimal puzzles with one solution each: (questions, answers), uint8 [n, cells]."""
-    return distinct(f"distinct {size}x{size} puzzles", n, generate_chunk, seed, (512, size), board_keys,
-                    processes, "choose")
+    name = f"distinct {size}x{size} puzzles"
+    return distinct(
+        name, n, generate_chunk, seed, (512, size), board_keys, processes, "choose")
 
 
 def generate_chunk(task):
     """Minimal puzzles (questions, answers), uint8 [n, cells]; task: (seed, index, n, size).
 
-    Every clue of every board is tried once, in random order: it is removed unless that allows another digit
-    in its cell.
+    Every clue is tried once, in random order: it is removed unless that allows another digit in its cell.
     """
     seed, index, n, size = task
     rng = np.random.default_rng([seed, index])
@@ -210,7 +204,7 @@ def generate_chunk(task):
 
 
 def random_grids(n, size, rng):
-    """n random filled boards [n, cells]: cells with the fewest candidates first; broken boards start over."""
+    """n random filled boards [n, cells]: fewest candidates first; broken boards start over."""
     full = np.uint16(2 ** size - 1)
     bits = 1 << np.arange(size, dtype=np.uint16)
     boards = np.full((size * size, n), full)
@@ -221,8 +215,8 @@ def random_grids(n, size, rng):
         done.append(boards[:, solved])
         boards, stuck = boards[:, ~solved], np.flatnonzero(stuck[~solved])
         num_candidates = np.bitwise_count(boards[:, stuck])
-        key = np.where(num_candidates == 1, size + 1, num_candidates) + rng.random(num_candidates.shape)
-        cell = np.argmin(key, axis=0)
+        key = np.where(num_candidates == 1, size + 1, num_candidates)
+        cell = np.argmin(key + rng.random(key.shape), axis=0)
         is_candidate = boards[cell, stuck] & bits[:, None] > 0
         digit = np.argmax(is_candidate * rng.random((size, len(stuck))), axis=0)
         boards[cell, stuck] = bits[digit]
@@ -252,7 +246,7 @@ def count_solutions(candidates, size, limit):
         alive = ~broken & ~solved & (counts[owners] < limit)
         split = np.flatnonzero(alive & stuck)
         twins = np.take(boards, split, axis=1)
-        # Candidates and cell in one number: its minimum finds the cell. Decided cells wrap around: the last.
+        # Candidates and cell in one number, whose minimum finds the cell; decided cells wrap around.
         order = (np.bitwise_count(twins) - np.uint8(2)).astype(np.uint16) << 8 | cells
         cell = np.minimum.reduce(order, axis=0) & 0xFF
         column = np.arange(len(split))
@@ -267,9 +261,9 @@ def count_solutions(candidates, size, limit):
 
 
 def propagate(candidates, size):
-    """One round of naked and hidden singles: (candidates, broken, solved, stuck), the last three bool [n].
+    """One round of naked and hidden singles: (candidates, broken, solved, stuck), bool [n] the last three.
 
-    broken: without a solution; solved: all cells decided; stuck: unchanged by this round.
+    broken: no solution; solved: all cells decided; stuck: unchanged by this round.
     """
     shape, axes_of_units = units(size)
     after = candidates.copy()
@@ -301,7 +295,7 @@ def candidates_of(boards, size):
 
 
 def units(size):
-    """Shape (bands, rows, stacks, columns) of the cells, and the axes within a row, a column and a box."""
+    """Shape (bands, rows, stacks, columns) of boards, and the axes of a row, a column, a box."""
     rows, columns = BOXES[size]
     return (size // rows, rows, size // columns, columns), ((2, 3), (0, 1), (1, 3))
 
@@ -309,44 +303,43 @@ def units(size):
 # Augmented copies.
 
 def augmented(questions, answers, settings, exclude, counts):
-    """Yields token blocks (inputs, labels), uint8 [n, cells]: each puzzle, followed by its num_aug copies.
+    """Yields token blocks (inputs, labels), uint8 [n, cells]: each puzzle, then its num_aug copies.
 
-    A copy whose question is in exclude, a set of board_keys, is drawn again: counts["copies_replaced"].
+    A copy whose question is in exclude (board_keys) is drawn again: counts["copies_replaced"].
     """
     size, copies = settings.size, settings.num_aug
     rng = np.random.default_rng([settings.seed, 2])
     step = max(1, COPIES // (copies + 1))
-    with Progress("writing training examples", len(questions) * (copies + 1)) as progress:
-        for i in range(0, len(questions), step):
-            originals = questions[i:i + step], answers[i:i + step]
-            n = len(originals[0])
-            new = transform(*originals, copies, size, rng)
-            for _ in range(100):
-                hits = np.flatnonzero([key in exclude for key in board_keys(new[0])])
-                if not hits.size:
-                    break
-                counts["copies_replaced"] += hits.size
-                redrawn = (boards[hits // copies] for boards in originals)
-                new[0][hits], new[1][hits] = transform(*redrawn, 1, size, rng)
-            else:
-                raise UserError("a training puzzle's copies are all in the test set: "
-                                "choose fewer test puzzles or --num_aug=0")
-            groups = [np.concatenate([boards[:, None], array.reshape(n, copies, size * size)], axis=1)
-                      for boards, array in zip(originals, new)]
-            yield [group.reshape(-1, size * size) + np.uint8(1) for group in groups]
-            progress.add(n * (copies + 1))
+    progress = Progress("writing training examples", len(questions) * (copies + 1))
+    for i in range(0, len(questions), step):
+        originals = questions[i:i + step], answers[i:i + step]
+        n = len(originals[0])
+        new = transform(*originals, copies, size, rng)
+        for _ in range(100):
+            hits = np.flatnonzero([key in exclude for key in board_keys(new[0])])
+            if not hits.size:
+                break
+            counts["copies_replaced"] += hits.size
+            redrawn = (boards[hits // copies] for boards in originals)
+            new[0][hits], new[1][hits] = transform(*redrawn, 1, size, rng)
+        else:
+            raise UserError("all copies of a puzzle are test puzzles: take fewer, or --num_aug=0")
+        groups = [np.concatenate([boards[:, None], array.reshape(n, copies, size * size)], axis=1)
+                  for boards, array in zip(originals, new)]
+        yield [group.reshape(-1, size * size) + np.uint8(1) for group in groups]
+        progress.add(n * (copies + 1))
 
 
 def transform(questions, answers, copies, size, rng):
     """`copies` random symmetric copies of each board: (questions, answers), uint8 [n * copies, cells].
 
-    The symmetries are those of the official builder. It permutes the digits, the bands, the rows of each
-    band, the stacks and the columns of each stack; if boxes are square, it transposes every other board.
+    As the official builder does, it permutes the digits, the bands, the rows of each band, the stacks and
+    the columns of each stack; if boxes are square, it transposes every other board.
     """
     (bands, rows, stacks, columns), _ = units(size)
     n = len(questions) * copies
 
-    def random_order(groups, members):  # [n, size]: groups in random order, their members in random order
+    def random_order(groups, members):  # [n, size]: of groups, and of the members of each
         outer = rng.permuted(np.tile(np.arange(groups), (n, 1)), axis=1)
         inner = rng.permuted(np.tile(np.arange(members), (n, groups, 1)), axis=2)
         return (outer[:, :, None] * members + inner).reshape(n, size)

@@ -12,7 +12,7 @@ from configurator import UserError
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from model import Recomputed, accumulate, recomputed_attention
+from model import accumulate, use_recomputed_attention
 
 
 class TorchTPUDevice:
@@ -52,10 +52,7 @@ class TorchTPUDevice:
 
     def prepare(self, model):
         model.to(self.torch)
-        Recomputed.barrier = staticmethod(torch.tpu.ops.optimization_barrier)
-        for layer in model.L_level.layers:
-            if hasattr(layer, "self_attn"):
-                layer.self_attn.attend = recomputed_attention
+        use_recomputed_attention(model, torch.tpu.ops.optimization_barrier)
 
     def compile(self, fn):
         return fn  # compile_step() compiles the whole step

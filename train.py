@@ -9,7 +9,6 @@ them.
 """
 import atexit
 import faulthandler
-import functools
 import glob
 import json
 import math
@@ -25,6 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
@@ -37,14 +37,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 # isort: off
 import puzzles
-from bucket import Bucket, file_md5, local_dataset
+from bucket import Bucket, local_dataset
 from configurator import TransientError, UserError, read_settings
 from data import (Dataset, Progress, duration, file_hash, halting_draws, locked, made_by_another_command,
                   read_metrics, replacing)
 from device import (all_gather, broadcast, choose_device, end_with_parent, open_device, out_of_memory,
                     peak_flops)
-from model import (IGNORE_LABEL, METRICS, TRM, TRMConfig, exploration, flatten, normal_noise, rates, sign_sgd,
-                   stages, supervision_step, unflatten, update_weights)
+from model import (IGNORE_LABEL, METRICS, TRM, TRMConfig, exploration, flatten, normal_noise, optimizer_state,
+                   rates, sign_sgd, stages, supervision_step, unflatten, update_weights)
 
 # data
 data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
@@ -103,7 +103,7 @@ gcs_dir = ""  # gs://bucket/folder of this run alone: a mirror of out_dir, to re
 init_from = "scratch"  # scratch, resume, auto (resume if there is a checkpoint) or a FILE to begin with
 checkpoint_interval = 1000  # steps; sequences start afresh there, so that a resume changes nothing; 0: none
 keep_last_n = 3  # checkpoints to keep, besides best.pt
-export_official = ""  # write the evaluated weights to this file under the official code's names, then stop
+export = ""  # write a model FILE (averaged weights, sizes, task, 100 test puzzles), then stop
 log_interval = 10  # steps averaged in a line of the log
 stall_timeout = 1800  # exit if no step finishes for this many seconds; 0: never
 device = "auto"  # auto, xla, cuda, mps (Apple's GPU), cpu or tpu (TorchTPU); auto never takes mps or tpu
@@ -158,8 +158,8 @@ class Run:
         micro_batches = dict(carry=state["carry"], batch=self.split(inputs["batch"]))
         zeros = {name: torch.zeros_like(t, dtype=torch.float32) for name, t in weights.items()}
         zeros = dict(grads=zeros, **self.zeros())
-        body = functools.partial(self.train_micro_batch, cycles)
-        sums, carry = self.device.accumulate(body, zeros, weights, micro_batches)
+        sums, carry = self.device.accumulate(
+            lambda weights, x: self.train_micro_batch(weights, x, cycles), zeros, weights, micro_batches)
         for name, t in carry.items():
             state["carry"][name].copy_(t)
 
@@ -180,7 +180,7 @@ class Run:
         state["sums"] += torch.cat([reduced["metrics"], grad.square().sum().sqrt().view(1)])
         return reduced["stops"].clone()  # a view would keep all of the reduced vector alive
 
-    def train_micro_batch(self, cycles, weights, x):
+    def train_micro_batch(self, weights, x, cycles):
         """What the all-reduce adds up for sequences x, carry and batch; and their new carry.
 
         The former is a dict: grads {name: float32}, rows [N] (how often the batch holds each row of the
@@ -283,26 +283,22 @@ class Run:
     @torch.no_grad()
     def first_state(self, parameters, saved):
         """weights, ema, optimizer and puzzle_emb on the device: rank 0's, as are the initial latents."""
-        weights, model = flatten(p.detach() for p in parameters.values()), self.model
-        first = dict(weights=weights, ema=weights, optimizer={}, H_init=model.H_init, L_init=model.L_init)
-        first["puzzle_emb"] = model.puzzle_emb.weights if model.prefix else torch.zeros(0, 1)
-        ones, zeros = dict.fromkeys(rates(self.c, 0, 1), torch.ones(1)), torch.zeros_like(weights)
-        update_weights(self.c, self.shapes, weights.clone(), zeros, first["optimizer"], ones)
-        if "ema" in saved:
-            first["ema"] = self.as_vector(saved["ema"])
-        first["optimizer"] |= {name: self.as_vector(t) for name, t in saved.get("optimizer", {}).items()}
+        def as_vector(t):  # state_dict splits vectors by the names of the weights
+            return flatten(t[name] for name in self.shapes) if isinstance(t, dict) else t
+
+        model, weights = self.model, flatten(parameters.values())
+        optimizer = optimizer_state(self.c, self.shapes, weights) | saved.get("optimizer", {})
+        first = dict(weights=weights, ema=as_vector(saved.get("ema", weights)),
+                     optimizer={name: as_vector(t) for name, t in optimizer.items()},
+                     puzzle_emb=model.puzzle_emb.weights if model.prefix else torch.zeros(0, 1),
+                     H_init=model.H_init, L_init=model.L_init)
         tensors, structure = tree_flatten(first)
         vector = broadcast(self.device, flatten(t.float() for t in tensors))
-        parts = vector.split([t.numel() for t in tensors])
-        tensors = [part.view(t.shape).to(t.dtype, copy=True) for part, t in zip(parts, tensors)]
-        first = tree_unflatten(tensors, structure)
+        parts = unflatten(vector, {i: t.shape for i, t in enumerate(tensors)})
+        first = tree_unflatten([part.clone() for part in parts.values()], structure)
         for name in ("H_init", "L_init"):
             getattr(model, name).copy_(first.pop(name))
         return self.device.put(first)
-
-    def as_vector(self, saved):
-        """A tensor of a checkpoint: one vector where state_dict split it by the names of the weights."""
-        return flatten(saved[name] for name in self.shapes) if isinstance(saved, dict) else saved
 
     def state_dict(self, step):
         """A copy on the host of all that a resume needs; weights and ema are state dicts of the model."""
@@ -339,18 +335,14 @@ def train(run, data, test, log, checkpoints, step, total_steps):
     previous_stops = None  # a function: how many ranks were asked to stop at the step before
     log.restart_clock(step)
     while step < total_steps and not stop:
-        new_stage = step in plan or cycles is None
-        cycles = plan[max(first for first in plan if first <= step)]
-        if new_stage and len(plan) > 1:
-            log.print0(f"curriculum: H_cycles {cycles[0]}, L_cycles {cycles[1]} from step {step + 1} on")
-
+        previous_cycles, cycles = cycles, plan[max(first for first in plan if first <= step)]
         inputs = make_inputs(run, data, step, total_steps)
         stops = device.fetch(run.train_program(run.state, inputs, cycles))
         stop = previous_stops is not None and bool(previous_stops() > 0)  # does not wait for this step
         previous_stops, step = stops, step + 1
         restart_watchdog(c)
-        if new_stage:
-            log.first_step(step, run)
+        if cycles != previous_cycles:
+            log.first_step(step, run, cycles)
 
         # What follows depends on the step and on reduced sums alone, so that all ranks decide the same.
         last = step == total_steps
@@ -361,15 +353,15 @@ def train(run, data, test, log, checkpoints, step, total_steps):
         sums = run.read_sums()  # waits for the device
         if not math.isfinite(sums["lm_loss"] + sums["q_halt_loss"] + sums["grad_norm"]):
             checkpoints.written()
-            saved = [path for path in checkpoint_paths(c.out_dir) if os.path.exists(json_of(path))]
-            raise FloatingPointError(f"loss or gradient not finite between steps {log.step + 1} and {step}; "
-                                     f"the last good checkpoint: {(saved or ['none yet'])[0]}")
+            saved = checkpoint_paths(c.out_dir, (".pt", ".json"))
+            raise TransientError(f"loss or gradient not finite between steps {log.step + 1} and {step}; "
+                                 f"the last good checkpoint: {(saved or ['none yet'])[0]}")
         metrics = log.train(step, total_steps, sums, run, cycles)
         if eval_due:
             evaluation = evaluate(run, test, test.subset(c.eval_max_puzzles), f"evaluating at step {step}")
             stop = not evaluation  # it was interrupted
             if evaluation:
-                log.evaluation(step, evaluation, show_puzzle(run, test) if wandb_wanted(c) else "")
+                log.evaluation(step, evaluation)
                 metrics |= evaluation
                 checkpoints.save_if_best(step, run, metrics)
         if save_due or stop:
@@ -385,28 +377,23 @@ def train_and_evaluate(run, data, test, log, checkpoints, first_step, total_step
     Exits with 3 if it was stopped before, with 1 if the last checkpoint cannot be written or, at the end,
     uploaded.
     """
-    began = time.time()
+    began, done = time.time(), False
     step = train(run, data, test, log, checkpoints, first_step, total_steps)
     # All ranks leave together: one that went on to the evaluation would wait for rank 0 forever.
     if not all(all_gather(run.device, checkpoints.written())):
         sys.exit(1)
-    final = {}
     if step < total_steps:
         log.print0(f"stopped at step {step}, checkpoint saved in {run.c.out_dir}; "
                    "to continue: the same command with --init_from=resume")
     else:
         if step > first_step:
             log.print0(f"trained {step - first_step} steps in {duration(time.time() - began)}")
-        final = final_evaluation(run, test, log, step)
+        done = final_evaluation(run, test, log, step)
     faulthandler.cancel_dump_traceback_later()  # what follows has time limits of its own
-    mirror = checkpoints.mirror
-    uploaded = not mirror or mirror.close(600 if final else 15)
-    if log.wandb:
-        log.wandb.close(30 if final else 10)
-    if not final:
-        sys.exit(3)
-    if not uploaded:  # a slice may be deleted once its run says that it is complete
-        sys.exit(1)
+    uploaded = not checkpoints.mirror or checkpoints.mirror.close(600 if done else 15)
+    log.close(30 if done else 10)
+    if not (done and uploaded):  # a slice may be deleted once its run says that it is complete
+        sys.exit(1 if done else 3)
 
 
 def epoch_size(data):
@@ -493,19 +480,19 @@ def evaluate(run, test, indices, label, save_to=None):
             os.remove(path)
     mine, any_left = indices[device.rank::device.world], True
     solver = Solver(run, test, mine)
-    with Progress(label, len(mine) * c.eval_rollouts, "puzzles", c.eval_rollouts) as progress:
-        while any_left:
-            for _ in range(run.eval_depth if c.eval_patience else 1):
-                if stop_requested() or not solver.left():
-                    break
-                done = solver.step()
-                if device.rank == 0:
-                    progress.add(done)
-            # Ranks need different numbers of steps, and meet here.
-            stops, left = zip(*all_gather(device, (stop_requested(), solver.left())))
-            if any(stops):
-                return {}
-            any_left = any(left)
+    progress = Progress(label, len(mine) * c.eval_rollouts, "puzzles", c.eval_rollouts)
+    while any_left:
+        for _ in range(run.eval_depth if c.eval_patience else 1):
+            if stop_requested() or not solver.left():
+                break
+            done = solver.step()
+            if device.rank == 0:
+                progress.add(done)
+        # Ranks need different numbers of steps, and meet here.
+        stops, left = zip(*all_gather(device, (stop_requested(), solver.left())))
+        if any(stops):
+            return {}
+        any_left = any(left)
     answers = solver.answers
     surest = answers["surest_q_halt_logits"].argmax(0), np.arange(len(mine))  # of each puzzle's attempts
     arrays = test.test_batch(mine, len(mine))
@@ -513,7 +500,7 @@ def evaluate(run, test, indices, label, save_to=None):
     if save_to:
         save_outputs(c, device, save_to, mine, arrays)
     sums = dict(zip(METRICS, solver.state["totals"].cpu().tolist()))
-    sums |= puzzles.count_correct(test.manifest, arrays, answers["surest_preds"])
+    sums |= puzzles.count_correct(test.task, arrays, answers["surest_preds"])
     return eval_values(all_gather(device, sums))
 
 
@@ -538,7 +525,7 @@ def save_outputs(c, device, path, indices, arrays):
 
 
 def final_evaluation(run, test, log, step):
-    """The final evaluation, in the log; {} if it was interrupted. All ranks."""
+    """The final evaluation, in the log. Returns False if it was interrupted. All ranks."""
     c = run.c
     label = "evaluation" if c.eval_only else "final evaluation"
     save_to = os.path.join(c.out_dir, f"eval_{step:08d}") if c.eval_save_outputs else None
@@ -546,43 +533,32 @@ def final_evaluation(run, test, log, step):
     if not values:
         how = "" if c.eval_only else " with --init_from=resume"
         log.print0(f"{label} stopped; the same command{how} starts it again")
-        return {}
-    example = show_puzzle(run, test) if c.eval_show_puzzle or wandb_wanted(c) else ""
-    if c.eval_only:
-        log.print0(eval_line(values, step))  # metrics.jsonl is the record of the training run
+    elif c.eval_only:
+        log.print0(eval_line(step, values))  # metrics.jsonl is the record of the training run
     else:
-        log.evaluation(step, {"final": True, **values}, example)
-    if c.eval_show_puzzle:
-        log.print0("\n" + example)
-    return values
+        log.evaluation(step, {"final": True, **values})
+    if values and c.eval_show_puzzle:
+        log.print0("\n" + show_puzzle(run, test))
+    return bool(values)
 
 
 def show_puzzle(run, test):
     """A text: a test puzzle and the answers after supervision steps 1, 2, 4, ..., wrong cells marked with *.
 
-    Of one batch, it is the puzzle that these steps improved the most. With eval_patience, the answer with
-    which it left stays. All ranks.
+    All ranks.
     """
-    n, answers = min(run.batch_size, len(test)), {}
-    arrays = test.test_batch(test.subset(n), run.batch_size)
-    inputs, state, labels = run.eval_inputs(arrays), run.new_evaluation(), arrays["labels"]
-    answer, left = arrays["inputs"], np.zeros(run.batch_size, dtype=bool)
-    for step in range(1, run.eval_depth + 1):
-        preds = run.eval_program(state, inputs)["preds"].cpu().numpy()
-        restart_watchdog(run.c)
-        answer = np.where(left[:, None], answer, preds)  # the device starts those again
-        left |= state["carry"]["halted"].cpu().numpy().ravel()
-        if step & (step - 1) == 0 or step == run.eval_depth:
-            answers[step] = answer
-    wrong = {step: (answer != labels) & (labels != IGNORE_LABEL) for step, answer in answers.items()}
-    i = int((wrong[1].sum(1) - wrong[run.eval_depth].sum(1))[:n].argmax())  # the rest is padding
-    grids = [("question", arrays["inputs"][i], [False] * test.seq_len)]
-    for step, answer in answers.items():
-        count = wrong[step][i].sum()
-        title = f"step {step}: " + (f"{count} wrong" if count else "solved")
-        grids.append((title, answer[i], wrong[step][i]))
-    symbols = test.manifest.get("symbols") or [str(token) for token in range(test.vocab_size)]
-    return puzzles.side_by_side(grids, symbols, *test.manifest.get("grid") or [1, test.seq_len])
+    arrays = test.test_batch(test.subset(1), run.batch_size)
+    question, labels = arrays["inputs"][0], arrays["labels"][0]
+    inputs, state, step, halted = run.eval_inputs(arrays), run.new_evaluation(), 0, False
+    grids = [("question", question, [False] * test.seq_len)]
+    while not halted:
+        answer = run.eval_program(state, inputs)["preds"][0].cpu().numpy()
+        step, halted = step + 1, bool(state["carry"]["halted"].flatten()[0])
+        if halted or step & (step - 1) == 0:
+            wrong = (answer != labels) & (labels != IGNORE_LABEL)
+            result = f"{wrong.sum()} wrong" if wrong.any() else "solved"
+            grids.append((f"step {step}: {result}", answer, wrong))
+    return puzzles.side_by_side(grids, test.task["symbols"], *test.task["grid"])
 
 
 # Checkpoints: ckpt_STEP.pt and best.pt in out_dir, each with a .json, written after it, that holds its hash.
@@ -593,9 +569,9 @@ NUMBERED = re.compile(r"(ckpt_\d{8,})\.(pt|json)")
 class Checkpoints:
     """Writes rank 0's checkpoints on a background thread, prunes them, and tells the bucket's mirror."""
 
-    def __init__(self, c, device, log, start, data_sha256):
+    def __init__(self, c, device, log, start, data):
         self.c, self.rank, self.log = c, device.rank, log
-        self.best, self.data_sha256 = start.best, data_sha256
+        self.best, self.data = start.state.get("best", -1.0), data
         self.writer, self.writing, self.mirror = ThreadPoolExecutor(1), None, None
         if self.rank == 0:
             for path in glob.glob(os.path.join(glob.escape(c.out_dir), "*.tmp")):  # of a killed process
@@ -608,8 +584,8 @@ class Checkpoints:
         if self.rank == 0:
             self.written()
             state = run.state_dict(step)
-            state |= dict(settings=vars(self.c), data=self.data_sha256, wandb_id=self.log.wandb_id,
-                          best=self.best)
+            state |= dict(settings=vars(self.c), data=self.data.sha256, task=self.data.task,
+                          wandb_id=self.log.wandb_id, best=self.best)
             self.writing = self.writer.submit(self.write, name, state, metrics)
 
     def write(self, name, state, metrics):
@@ -643,34 +619,33 @@ class Checkpoints:
         return True
 
 
+def numbered(names, endings=(".pt", ".json")):
+    """The numbered checkpoints, newest first, of which `names` has the files with these endings."""
+    found = {match[1] for match in map(NUMBERED.fullmatch, names) if match}
+    return sorted((name for name in found if all(name + e in names for e in endings)), reverse=True)
+
+
 def outdated(names, newest, keep):
-    """Which of the names to delete, a .json before its .pt, once the checkpoint `newest` is complete.
+    """Which of the files `names` to delete, in this order, once the checkpoint `newest` is complete.
 
     All but the last `keep` complete ones. Those after `newest` were found damaged, and do not count.
     """
-    matches = sorted((m for m in map(NUMBERED.fullmatch, names) if m and m[1] <= newest), key=lambda m: m[0])
-    stems = [m[1] for m in matches]
-    kept = [stem for stem in dict.fromkeys(stems) if stems.count(stem) == 2][-keep:]
-    return [m[0] for m in matches if m[1] not in kept]
+    kept = [name for name in numbered(names) if name <= newest][:keep]
+    older = [name for name in numbered(names, ()) if name <= newest and name not in kept]
+    return [name + e for name in older for e in (".json", ".pt") if name + e in names]
 
 
-def checkpoint_paths(out_dir):
-    """Paths of the numbered checkpoints, newest first; those without a .json are not complete."""
+def checkpoint_paths(out_dir, endings=(".pt",)):
+    """Paths of the numbered checkpoints that have files with these endings, newest first."""
     names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
-    numbered = [name for name in names if NUMBERED.fullmatch(name) and name.endswith(".pt")]
-    return [os.path.join(out_dir, name) for name in sorted(numbered, reverse=True)]
-
-
-def json_of(path):
-    """The .json that describes the checkpoint in path."""
-    return path[:-3] + ".json"
+    return [os.path.join(out_dir, name + ".pt") for name in numbered(names, endings)]
 
 
 def newest_checkpoint(out_dir, say):
     """The state of the newest complete checkpoint, or {}. Says which it skips, and why."""
     for path in checkpoint_paths(out_dir):
         try:
-            with open(json_of(path), "rb") as f:
+            with open(path[:-3] + ".json", "rb") as f:
                 if json.load(f)["sha256"] != file_hash(path):
                     raise ValueError("it does not match the hash in its .json")
             state = read_checkpoint(path)
@@ -685,6 +660,7 @@ def newest_checkpoint(out_dir, say):
 
 def read_checkpoint(path):
     """The state in one of our checkpoints, or {"weights": ...} of an official one. Raises UserError."""
+    warnings.filterwarnings("ignore", "Detected pickle protocol")  # the error says it in one line
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -699,18 +675,31 @@ def read_checkpoint(path):
     return state if "weights" in state else {"weights": weights}
 
 
-def write_official(c, model, state):
-    """Writes the weights that an evaluation would use as a checkpoint that the official code loads."""
-    weights = model.state_dict() | (state.get("ema", {}) if c.ema else {})
-    for name in ("H_init", "L_init"):  # the official code holds these in the dtype of its forward pass
-        weights[name] = weights[name].to(getattr(torch, c.forward_dtype))
-    official = {"_orig_mod.model.inner." + name: t.clone() for name, t in weights.items()}
+def write_model(c, model, start, data, test):
+    """Writes a file for TRM.load, solve.py, init_from and, by its "weights", the official code.
+
+    The weights are those of an evaluation, in forward_dtype: what the network computes with.
+    """
+    groups = {name: group for name, (_, _, group) in read_settings(__file__).items()}
+    settings = {name: v for name, v in vars(c).items() if groups[name] not in ("run", "logging")}
+    made_by = vars(c) | start.state.get("settings", {})
+    made_by = SimpleNamespace(**{name: made_by[name] for name in [*settings, "init_from"]})
+    weights = model.state_dict() | (start.state.get("ema", {}) if c.ema else {})
+    lines = read_metrics(os.path.join(c.out_dir, "metrics.jsonl")) if start.state else []
+    batch = test.test_batch(test.subset(100), min(100, len(test)))
+    saved = dict(
+        weights={"_orig_mod.model.inner." + name: t.to(getattr(torch, c.forward_dtype), copy=True)
+                 for name, t in weights.items()},
+        model=asdict(model.config), task=data.task, data=data.sha256, step=start.step, settings=settings,
+        command="python train.py " + differences(made_by),
+        metrics=next((v for v in reversed(lines) if v["step"] == start.step and "eval/loss" in v), {}),
+        puzzles={name: torch.from_numpy(batch[name]).short() for name in ("inputs", "labels")})
     try:
-        with replacing(c.export_official) as f:
-            torch.save(official, f)
+        with replacing(c.export) as f:
+            torch.save(saved, f)
     except OSError as e:
-        raise UserError(f"--export_official={c.export_official}: {e.strerror}") from None
-    print(f"wrote {c.export_official}: {len(official)} tensors under the official code's names")
+        raise UserError(f"--export={c.export}: {e.strerror}") from None
+    print(f"wrote {c.export}: {os.path.getsize(c.export):,} bytes, weights in {c.forward_dtype}")
 
 
 def load_weights(model, named, where):
@@ -732,6 +721,7 @@ class Mirror:
         """newest: the name of the checkpoint from which the run starts, without its ending."""
         self.c, self.log, self.newest = c, log, newest
         self.bucket, self.failing, self.closing = Bucket(c.gcs_dir), False, False
+        self.copied = {}  # {name of a file: when it had changed}; "ckpt" if a checkpoint is complete
         self.changed = threading.Event()
         self.thread = threading.Thread(target=self.work, daemon=True)  # does not keep the process alive
         self.thread.start()
@@ -766,20 +756,19 @@ class Mirror:
 
     def copy(self):
         """Copies what is new. Returns the errors: a file that fails does not stop the next."""
-        errors = []
-
-        def attempt(call, *args):
+        errors, newest = [], self.newest
+        others = [entry.name for entry in os.scandir(self.c.out_dir) if entry.is_file()]
+        # A checkpoint's metrics come before it, or a kill between the two would lose them. But those of the
+        # first come after it: metrics without a checkpoint are a run that cannot be resumed.
+        for name in ["metrics.jsonl", newest, "best", *others]:
             try:
-                return call(*args)
+                if name in (newest, "best"):
+                    self.copy_checkpoint(name)
+                elif not re.fullmatch(r"ckpt_.*|best\..*|.*\.(tmp|part|lock)", name) and (
+                        name != "metrics.jsonl" or "ckpt" in self.copied):
+                    self.copy_file(name)
             except Exception as e:  # whatever it is, training continues
                 errors.append(e)
-
-        attempt(self.copy_checkpoint, self.newest)
-        attempt(self.copy_checkpoint, "best")
-        remote = attempt(self.bucket.list) or {}
-        for entry in os.scandir(self.c.out_dir):
-            if entry.is_file() and not re.fullmatch(r"ckpt_.*|best\..*|.*\.(tmp|part|lock)", entry.name):
-                attempt(self.copy_file, entry.name, remote)
         return errors
 
     def copy_checkpoint(self, name):
@@ -793,13 +782,16 @@ class Mirror:
         if self.bucket.read(name + ".json") != contents[1]:
             self.bucket.write(name + ".pt", contents[0])
             self.bucket.write(name + ".json", contents[1])
+        self.copied[name.partition("_")[0]] = 0
         for old in outdated(self.bucket.list(), name, self.c.keep_last_n):
             self.bucket.delete(old)
 
-    def copy_file(self, name, remote):
+    def copy_file(self, name):
         path = os.path.join(self.c.out_dir, name)
-        if remote.get(name) != file_md5(path):
+        changed = os.stat(path).st_mtime_ns
+        if self.copied.get(name) != changed:
             self.bucket.upload(path, name)
+            self.copied[name] = changed
 
 
 # Logs.
@@ -811,8 +803,8 @@ class Log:
     """
 
     def __init__(self, c, device, start):
-        self.c, self.device, self.step, self.wandb_id = c, device, start.step, start.wandb_id
-        self.wandb, self.warned = None, False
+        self.c, self.device, self.step, self.wandb_id = c, device, start.step, start.state.get("wandb_id")
+        self.follower, self.warned = None, False
         if device.rank == 0:
             os.makedirs(c.out_dir, exist_ok=True)
 
@@ -845,7 +837,7 @@ class Log:
         c, device = self.c, self.device
         self.print0(f"# python {platform.python_version()}, torch {torch.__version__}, "
                     f"{platform.platform()}, {os.cpu_count()} cores, {device.world} x {device.kind} "
-                    f"({device.name}); settings that differ from train.py's: {differences(c)}")
+                    f"({device.name}); settings that differ from train.py's: {differences(c) or 'none'}")
         self.print0(f"{run.num_parameters:,} parameters; "
                     f"{len(data):,} training examples of {data.total_groups:,} puzzles, "
                     f"{len(test):,} test puzzles in {c.data_path}")
@@ -861,31 +853,26 @@ class Log:
             kept = [line for line in read_metrics(path) if line["step"] <= self.step]
             with replacing(path) as f:
                 f.write("".join(json.dumps(line) + "\n" for line in kept).encode())
-            if wandb_wanted(self.c) and wandb_mode_of(self.c) != "disabled":
-                self.wandb = WandB(self.c, self.wandb_id, self.print0, facts)
-                self.wandb_id = self.wandb.id
+            if self.c.wandb_log:
+                self.start_wandb(facts)
 
     def restart_clock(self, step):
         """Leaves compiling, an evaluation or a checkpoint out of the rates."""
         self.clock, self.timed_from = time.perf_counter(), step
 
-    def first_step(self, step, run):
-        """Reports the time of the first step, which compiles."""
+    def first_step(self, step, run, cycles):
+        """Reports the time of the first step at a depth, which compiles."""
         run.state["sums"].cpu()  # waits for the device
         seconds = time.perf_counter() - self.clock
-        self.print0(f"step {step}: {seconds:.1f} s for the first step, compiling included; "
-                    "left out of the rates below")
+        self.print0(f"step {step}: {seconds:.1f} s for the first step at H_cycles {cycles[0]}, L_cycles "
+                    f"{cycles[1]}, compiling included; left out of the rates below")
         self.restart_clock(step)
 
     def train(self, step, total_steps, sums, run, cycles):
         """Logs the steps since the last line, and returns the metrics; sums: as Run.read_sums returns."""
         c, values = self.c, train_values(self.c, sums, step - self.step)
+        line = f"step {step}/{total_steps} | {listed(values)}"
         values["train/lr"] = rates(c, step - 1, total_steps)["lr"]
-        line = f"step {step}/{total_steps} | "
-        line += "lm_loss {train/lm_loss:.4f} q_halt_loss {train/q_halt_loss:.4f}".format_map(values)
-        if "train/steps" in values:
-            line += " | accuracy {train/accuracy:.3f} exact {train/exact_accuracy:.3f}".format_map(values)
-            line += f" halting step {values['train/steps']:.1f}"
         if step > self.timed_from:
             seconds = (time.perf_counter() - self.clock) / (step - self.timed_from)
             speed = c.global_batch_size / seconds
@@ -902,82 +889,72 @@ class Log:
         self.step = step
         return values
 
-    def evaluation(self, step, values, example):
-        """Logs an evaluation; example: for W&B, as show_puzzle returns it."""
-        self.log_metrics(step, values | ({"eval/example": example} if wandb_wanted(self.c) else {}))
-        self.print0(eval_line(values, step))
+    def evaluation(self, step, values):
+        self.log_metrics(step, values)
+        self.print0(eval_line(step, values))
+
+
+    def start_wandb(self, facts):
+        """Starts scripts/wandb_follow.py, which sends metrics.jsonl to Weights & Biases.
+
+        It is a process of its own, which can be killed: wandb can hang in init, in finish and in its exit
+        hooks. facts: added to the settings in W&B's config.
+        """
+        c, mode = self.c, self.c.wandb_mode
+        if mode == "online":  # the environment may keep a run from that, but not send an offline one there
+            mode = os.environ.get("WANDB_MODE") or mode
+        if mode == "disabled":
+            return
+        self.wandb_id = self.wandb_id or secrets.token_hex(4)
+        run = dict(id=self.wandb_id, project=c.wandb_project, config=vars(c) | facts, command=sys.argv,
+                   name=c.wandb_run_name or os.path.basename(os.path.abspath(c.out_dir)))
+        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "scripts", "wandb_follow.py")
+        try:
+            with replacing(os.path.join(c.out_dir, "wandb.json")) as f:
+                f.write(json.dumps(run, indent=1).encode())
+            self.follower = subprocess.Popen(
+                [sys.executable, script, c.out_dir, "--child", f"--mode={mode}"],
+                stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)  # without Ctrl-C
+        except OSError as e:
+            self.print0(f"W&B: off, it cannot be started ({e}); metrics.jsonl has everything")
+        atexit.register(self.close, 10)  # where an error ends the run
+
+    def close(self, seconds):
+        """Ends what start_wandb started, by closing its stdin, within `seconds`."""
+        if not self.follower:
+            return
+        self.follower.stdin.close()
+        try:
+            code = self.follower.wait(seconds)
+            problem = f"exit code {code}" if code not in (0, 1) else ""  # 1: it has said why
+        except subprocess.TimeoutExpired:
+            os.killpg(self.follower.pid, signal.SIGKILL)  # and what wandb has started
+            problem = f"no end within {seconds} s, killed"
+        if problem:
+            self.print0(f"W&B: {problem}; python scripts/wandb_follow.py {self.c.out_dir} sends the rest")
+        self.follower = None
 
 
 def train_values(c, sums, steps):
     """Means over `steps` steps: losses over all sequences, the other METRICS over those that halted."""
-    means = {"train/grad_norm": sums["grad_norm"] / steps}
+    means = {}
     for name in METRICS[1:]:
         count = steps * c.global_batch_size if name.endswith("_loss") else sums["count"]
         if count:
             means["train/" + name] = sums[name] / count
-    return {"train/loss": means["train/lm_loss"] + 0.5 * means["train/q_halt_loss"]} | means
+    loss = means["train/lm_loss"] + 0.5 * means["train/q_halt_loss"]
+    return means | {"train/loss": loss, "train/grad_norm": sums["grad_norm"] / steps}
 
 
-def eval_line(values, step):
+def eval_line(step, values):
     """A line of the console for an evaluation."""
-    line = (f"step {step} | {values['eval/puzzles']:,} test puzzles at {values['eval/steps']:.4g} "
-            f"supervision steps: exact {values['eval/exact_accuracy']:.4f} "
-            f"surest {values['eval/surest_accuracy']:.4f} "
-            f"accuracy {values['eval/accuracy']:.4f} loss {values['eval/loss']:.4f}")
-    if "eval/path_valid" in values:
-        line += " path valid {eval/path_valid:.4f} optimal {eval/path_optimal:.4f}".format_map(values)
-    if "eval/any_accuracy" in values:
-        line += " any attempt {eval/any_accuracy:.4f}".format_map(values)
-    return line
+    return f"step {step} | evaluation: {listed(values)}"
 
 
-def wandb_wanted(c):
-    """Whether the run logs to W&B. By its settings alone: the same on all ranks."""
-    return c.wandb_log and not c.eval_only and c.wandb_mode != "disabled"
-
-
-def wandb_mode_of(c):
-    """The environment may keep a run from going online, but not send an offline one there."""
-    return (os.environ.get("WANDB_MODE") or "online") if c.wandb_mode == "online" else c.wandb_mode
-
-
-class WandB:
-    """Starts scripts/wandb_follow.py, which sends metrics.jsonl to Weights & Biases, and ends it.
-
-    It is a process of its own, which can be killed: wandb can hang in init, in finish and in its exit hooks.
-    """
-
-    def __init__(self, c, run_id, print0, facts):
-        """run_id: that of the run to continue, or None; facts: added to the settings in W&B's config."""
-        self.id, self.print0, self.out_dir = run_id or secrets.token_hex(4), print0, c.out_dir
-        name = c.wandb_run_name or os.path.basename(os.path.abspath(c.out_dir))
-        run = dict(id=self.id, project=c.wandb_project, name=name, config=vars(c) | facts, command=sys.argv)
-        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "scripts", "wandb_follow.py")
-        self.process = None
-        try:
-            with replacing(os.path.join(c.out_dir, "wandb.json")) as f:
-                f.write(json.dumps(run, indent=1).encode())
-            self.process = subprocess.Popen(
-                [sys.executable, script, c.out_dir, "--child", f"--mode={wandb_mode_of(c)}"],
-                stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)  # without Ctrl-C
-        except OSError as e:
-            print0(f"W&B: off, it cannot be started ({e}); metrics.jsonl has everything")
-        atexit.register(self.close, 10)  # where an error ends the run
-
-    def close(self, seconds):
-        """Closes its stdin, which tells it that training has ended, and waits up to `seconds`."""
-        if not self.process:
-            return
-        self.process.stdin.close()
-        try:
-            code = self.process.wait(seconds)
-            problem = f"its process died (exit code {code})" if code not in (0, 1) else ""  # 1: it said why
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)  # and what wandb has started
-            problem = f"no end within {seconds} s, killed"
-        if problem:
-            self.print0(f"W&B: {problem}; python scripts/wandb_follow.py {self.out_dir} sends the rest")
-        self.process = None
+def listed(values):
+    """{"train/accuracy": 0.5, ...} as "accuracy 0.5000 ..."."""
+    return " ".join(f"{name.partition('/')[2]} " + (f"{v:.4f}" if isinstance(v, float) else str(v))
+                    for name, v in values.items() if "/" in name)
 
 
 # Where a run starts.
@@ -988,10 +965,10 @@ CLAIM = "run.json"  # in the bucket's folder: a run has begun there
 def agree_on_start(c, device, data, model, total_steps):
     """Where the run starts. All ranks, though only rank 0 reads out_dir and gcs_dir; all raise its error.
 
-    Returns step, complete (nothing is left to do), and for rank 0 alone: state (ema and optimizer of a
-    checkpoint), best (accuracy so far), notes (lines for the log), wandb_id, lock.
+    Returns step, complete (nothing is left to do), and for rank 0 alone: state (of a checkpoint, weights
+    alone are loaded already), notes (lines for the log) and lock.
     """
-    start, error = SimpleNamespace(step=0, complete=False, state={}, best=-1.0, notes=[], wandb_id=None), None
+    start, error = SimpleNamespace(step=0, complete=False, state={}, notes=[], lock=None), None
     if device.rank == 0:
         try:
             find_start(c, data, model, total_steps, start)
@@ -1039,92 +1016,85 @@ def find_start(c, data, model, total_steps, start):
     """
     patient = c.init_from != "scratch"  # a restart has time to wait for the bucket
     bucket = Bucket(c.gcs_dir, stop=stop_requested, patient=patient) if c.gcs_dir else None
-    reads_only = bool(c.eval_only or c.export_official)
+    reads_only = bool(c.eval_only or c.export)
     file = c.init_from if c.init_from not in ("scratch", "resume", "auto") else ""
     if bucket:
         bucket.check(write=not reads_only)
-    state, source = {}, c.out_dir
+    remote = bucket.list() if bucket else {}
+    state = {}
     if c.init_from != "scratch" and not (file and reads_only):
-        state = find_checkpoint(c, bucket, data, start.notes.append)
-    begun_otherwise = c.init_from == "scratch" or file and state and state["settings"]["init_from"] != file
-    if begun_otherwise and not reads_only:
-        check_no_other_run(c, bucket)
+        state = find_checkpoint(c, bucket, remote, start.notes.append)
+    is_another = c.init_from == "scratch" or file and state and state["settings"]["init_from"] != file
+    local = os.listdir(c.out_dir) if os.path.isdir(c.out_dir) else []
+    for setting, names in ("out_dir", local), ("gcs_dir", remote):
+        holds_run = any(name.startswith(("ckpt_", "best.", "metrics.", CLAIM)) for name in names)
+        if holds_run and is_another and not reads_only:
+            raise UserError(f"{getattr(c, setting)} holds a run: --init_from=auto continues it, "
+                            f"--{setting}=... starts another")
+    source = c.out_dir if state or not file else file
     if state:
-        resume(c, state, total_steps, start, reads_only)
+        resume(c, state, data, total_steps, start, reads_only)
     elif file:
-        state, source = read_checkpoint(file), file
+        state = read_checkpoint(file)
         start.state = {"ema": state["ema"]} if "ema" in state else {}
     if state:
         load_weights(model, state["weights"], source)
     if not reads_only:
-        claim(c, bucket, start)
+        claim(c, bucket, CLAIM in remote, start)
 
 
-def resume(c, state, total_steps, start, reads_only):
-    """Fills in `start` from a checkpoint of this run. Raises UserError."""
-    settings = state["settings"]
-    if state["step"] > total_steps and not reads_only:
-        raise UserError(f"{c.out_dir} is at step {state['step']}, past the {total_steps} steps of this run: "
-                        "raise max_steps or epochs")
-    if settings["optimizer"] != c.optimizer and not reads_only:
-        raise UserError(f"{c.out_dir} was trained with optimizer={settings['optimizer']}, not {c.optimizer}: "
-                        "--init_from=FILE --out_dir=... begins another run with its weights")
-    for name, before in settings.items():
-        if name not in vars(c):
-            start.notes.append(f"{name}={before} in the checkpoint is a setting that this code does not have")
-        elif before != getattr(c, name) and name not in ("init_from", "eval_only"):
-            start.notes.append(f"{name} is {getattr(c, name)}; the checkpoint had {before}")
-    start.state = state
-    start.step, start.wandb_id, start.best = (state[name] for name in ("step", "wandb_id", "best"))
-    lines = read_metrics(os.path.join(c.out_dir, "metrics.jsonl"))
-    start.complete = start.step == total_steps and any(
-        line.get("final") and line["step"] == start.step for line in lines)
-
-
-def find_checkpoint(c, bucket, data, say):
+def find_checkpoint(c, bucket, remote, say):
     """The newest complete checkpoint of out_dir or the bucket; {} if init_from starts without one."""
-    notes, names = [], bucket.list() if bucket else {}
+    notes = []
     state = newest_checkpoint(c.out_dir, notes.append)
-    stems = {match[1] for match in map(NUMBERED.fullmatch, names) if match}
-    complete = {stem for stem in stems if {stem + ".pt", stem + ".json"} <= names.keys()}
-    for name in sorted(complete, reverse=True):
+    for name in numbered(remote):
         if name <= f"ckpt_{state.get('step', -1):08d}":
             break
         notes.append(f"fetching {name} from {c.gcs_dir}")
-        logs = {"metrics.jsonl", "log.txt", "wandb.json", "best.pt", "best.json"} & names.keys()
+        logs = {"metrics.jsonl", "log.txt", "wandb.json", "best.pt", "best.json"} & remote.keys()
         for file in [*logs, name + ".pt", name + ".json"]:
             bucket.download(file, os.path.join(c.out_dir, file))
         state = newest_checkpoint(c.out_dir, notes.append)
     # metrics.jsonl is uploaded after a checkpoint.
-    had_one = "metrics.jsonl" in names or any(os.path.exists(json_of(p)) for p in checkpoint_paths(c.out_dir))
-    if not state and (c.init_from == "resume" or c.eval_only or c.export_official or had_one):
+    had_one = "metrics.jsonl" in remote or checkpoint_paths(c.out_dir, (".json",))
+    if not state and (c.init_from == "resume" or c.eval_only or c.export or had_one):
         where = c.out_dir + (f" and {c.gcs_dir}" if bucket else "")
         problem = f"--init_from={c.init_from}: no complete checkpoint in {where}"
         hint = "another out_dir or gcs_dir" if had_one else "--init_from=auto"
         raise UserError("; ".join([problem, *notes, f"{hint} starts from scratch"]))
     for note in notes:
         say(note)
-    missing = {"optimizer", "settings", "data", "wandb_id", "best"} - state.keys()
-    if state and missing:
-        raise UserError(f"the checkpoint in {c.out_dir} is of another version of this code: it lacks "
-                        f"{', '.join(sorted(missing))}; --init_from=FILE begins with its weights alone")
-    if state and state["data"] != data.sha256:
-        raise UserError(f"{c.data_path} is not the dataset that the checkpoint in {c.out_dir} "
-                        "was trained on: choose that one, or another --out_dir")
     return state
 
 
-def check_no_other_run(c, bucket):
-    """Raises UserError if out_dir or the bucket's folder holds a run."""
-    names = {"out_dir": os.listdir(c.out_dir) if os.path.isdir(c.out_dir) else [],
-             "gcs_dir": bucket.list() if bucket else []}
-    for setting, found in names.items():
-        if any(name.startswith(("ckpt_", "best.", "metrics.", CLAIM)) for name in found):
-            raise UserError(f"{getattr(c, setting)} holds a run: --init_from=auto continues it, "
-                            f"--{setting}=... starts another")
+def resume(c, state, data, total_steps, start, reads_only):
+    """Fills in `start` from a checkpoint of this run. Raises UserError."""
+    missing = {"optimizer", "settings", "data", "wandb_id", "best"} - state.keys()
+    if missing:
+        raise UserError(f"the checkpoint in {c.out_dir} is of another version of this code: it lacks "
+                        f"{', '.join(sorted(missing))}; --init_from=FILE begins with its weights alone")
+    if state["data"] != data.sha256:
+        raise UserError(f"{c.data_path} is not the dataset that the checkpoint in {c.out_dir} "
+                        "was trained on: choose that one, or another --out_dir")
+    if state["step"] > total_steps and not reads_only:
+        raise UserError(f"{c.out_dir} is at step {state['step']}, past the {total_steps} steps of this run: "
+                        "raise max_steps or epochs")
+    settings = state["settings"]
+    if settings["optimizer"] != c.optimizer and not reads_only:
+        raise UserError(f"{c.out_dir} was trained with optimizer={settings['optimizer']}, not {c.optimizer}: "
+                        "--init_from=FILE --out_dir=... begins another run with its weights")
+    for name, before in settings.items():
+        if name not in vars(c):
+            start.notes.append(f"{name}={before} in the checkpoint is a setting that this code does not have")
+        elif before != getattr(c, name) and name not in ("init_from", "eval_only", "export"):
+            start.notes.append(f"{name} is {getattr(c, name)}; the checkpoint had {before}")
+    start.state, start.step = state, state["step"]
+    lines = read_metrics(os.path.join(c.out_dir, "metrics.jsonl"))
+    start.complete = start.step == total_steps and any(
+        line.get("final") and line["step"] == start.step for line in lines)
 
 
-def claim(c, bucket, start):
+def claim(c, bucket, is_claimed, start):
     """Locks out_dir until the process ends, and claims the bucket's folder: one training at a time.
 
     Raises TransientError if another process trains there, since it may end.
@@ -1136,7 +1106,7 @@ def claim(c, bucket, start):
         raise TransientError(f"--out_dir={c.out_dir}: another process trains there") from None
     except OSError as e:
         raise UserError(f"--out_dir={c.out_dir}: cannot be written to ({e.strerror})") from None
-    if bucket and CLAIM not in bucket.list():
+    if bucket and not is_claimed:
         owner = dict(host=platform.node(), process=os.getpid(), out_dir=os.path.abspath(c.out_dir))
         if not bucket.write(CLAIM, json.dumps(owner).encode(), new=True):
             raise TransientError(f"--gcs_dir={c.gcs_dir}: another run has just begun there")
@@ -1159,20 +1129,20 @@ def replica(c, kind):
         raise UserError(f"epochs={c.epochs} of {data.total_groups} puzzles are less than one batch "
                         f"of global_batch_size={c.global_batch_size}")
     start = agree_on_start(c, device, data, model, total_steps)
-    if c.export_official:
+    if c.export:
         if device.rank == 0:
             print("".join(note + "\n" for note in start.notes), end="")
-            write_official(c, model, start.state)
+            write_model(c, model, start, data, test)
         return
     run, log = Run(model, c, device, start.state), Log(c, device, start)
-    start.state = {}  # frees the memory of the checkpoint
     device.print0 = log.print0
     log.header(run, data, test, start.notes)
     if c.eval_only:
         if not final_evaluation(run, test, log, start.step):
             sys.exit(3)
         return
-    checkpoints = Checkpoints(c, device, log, start, data.sha256)
+    checkpoints = Checkpoints(c, device, log, start, data)
+    start.state = {}  # frees the memory of the checkpoint
     if start.complete:
         log.print0(f"{c.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                    "a higher max_steps or epochs continues it")
@@ -1187,10 +1157,9 @@ def check_batch_size(c, device):
     """Raises UserError unless the batch divides into replicas and micro-batches."""
     multiple = device.world * (c.micro_batch_size or 1)
     if c.global_batch_size % multiple:
-        below = c.global_batch_size // multiple * multiple
         raise UserError(f"global_batch_size {c.global_batch_size} must be a multiple of {multiple} "
                         f"({device.world} replicas x micro_batch_size {c.micro_batch_size or 1}), "
-                        f"as {below or multiple} or {below + multiple}")
+                        f"as {-(-c.global_batch_size // multiple) * multiple}")
 
 
 SIZES = "seq_len", "vocab_size", "num_puzzle_identifiers"  # of a dataset, and of a model for it
@@ -1217,14 +1186,9 @@ CHOICES = {
     "compile": ("auto", "on", "off"),
     "wandb_mode": ("online", "offline", "disabled"),
 }
-BOUNDS = {  # of numbers; those of all others: 0 or more
-    "above 0": (lambda v: v > 0, "global_batch_size hidden_size num_heads expansion L_layers H_cycles "
-                "L_cycles halt_max_steps lr log_interval keep_last_n eval_rollouts"),
-    "0 or more, and below 2**63": (lambda v: 0 <= v < 2 ** 63, "seed"),
-    "from 0 to below 1": (lambda v: 0 <= v < 1, "beta1 beta2 ema_rate"),
-    "from 0 to 1": (lambda v: 0 <= v <= 1, "halt_exploration_prob"),
-    "from 0 to 1, or -1 (constant)": (lambda v: 0 <= v <= 1 or v == -1, "halt_exploration_prob_end"),
-}
+ABOVE_0 = ("global_batch_size", "hidden_size", "num_heads", "expansion", "L_layers", "H_cycles", "L_cycles",
+           "halt_max_steps", "lr", "log_interval", "keep_last_n", "eval_rollouts")  # other numbers: 0 or more
+SHARES = "beta1", "beta2", "ema_rate", "halt_exploration_prob", "halt_exploration_prob_end"  # from 0 to 1
 EVAL_OUTPUTS = ("inputs", "labels", "preds", "q_halt_logits", "surest_preds", "surest_q_halt_logits")
 
 
@@ -1234,10 +1198,11 @@ def check_settings(c):
         if getattr(c, name) not in choices:
             raise UserError(f"{name} must be one of {', '.join(choices)}, not {getattr(c, name)!r}")
     for name, value in vars(c).items():
-        if type(value) in (int, float):
-            bounds = next((b for b, (_, names) in BOUNDS.items() if name in names.split()), "0 or more")
-            is_valid = BOUNDS[bounds][0] if bounds in BOUNDS else lambda v: v >= 0
-            if not (math.isfinite(value) and is_valid(value)):
+        if type(value) in (int, float) and (name, value) != ("halt_exploration_prob_end", -1):
+            bounds = "above 0" if name in ABOVE_0 else "from 0 to 1" if name in SHARES else "0 or more"
+            below = value <= 0 if name in ABOVE_0 else value < 0
+            above = value > 1 if name in SHARES else value >= 2 ** 63 and type(value) is int
+            if below or above or not math.isfinite(value):
                 raise UserError(f"{name} must be {bounds}, not {value}")
     for name in ("H_cycles", "L_cycles") if c.curriculum_epochs else ():
         first, last = getattr(c, name + "_start"), getattr(c, name)
@@ -1251,12 +1216,12 @@ def check_settings(c):
     for name in ("data_path", "out_dir", "init_from", "wandb_project"):
         if not getattr(c, name):
             raise UserError(f"{name} must not be empty")
-    for name in ("eval_only", "export_official"):
+    for name in ("eval_only", "export"):
         if getattr(c, name) and c.init_from == "scratch":
             raise UserError(f"{name} needs weights: --init_from=resume (the newest checkpoint of out_dir) "
                             "or --init_from=FILE")
-    if os.path.lexists(c.export_official):
-        raise UserError(f"--export_official={c.export_official}: exists already; choose another name")
+    if os.path.lexists(c.export):
+        raise UserError(f"--export={c.export}: exists already; choose another name")
     if c.gcs_dir:
         Bucket(c.gcs_dir)  # raises UserError for a malformed address
 
@@ -1264,7 +1229,7 @@ def check_settings(c):
 def differences(c):
     """The settings that differ from their defaults, as flags."""
     defaults = read_settings(__file__)
-    return " ".join(f"--{name}={v}" for name, v in vars(c).items() if v != defaults[name][0]) or "none"
+    return shlex.join(f"--{name}={v}" for name, v in vars(c).items() if v != defaults[name][0])
 
 
 # Processes.
@@ -1301,7 +1266,7 @@ def xla_replica(index, c, kind):
     end_with_parent()
     try:
         replica(c, kind)
-    except (UserError, TransientError, OSError, FloatingPointError, SystemExit):  # of all ranks of a host
+    except (UserError, TransientError, OSError, SystemExit):  # of all ranks of a host
         raise
     except BaseException:
         traceback.print_exc()
@@ -1316,7 +1281,7 @@ def make_dataset(c):
         raise UserError(f"data_prepare: {e}: {c.data_prepare}") from None
     if command and not os.path.exists(c.data_path):
         with locked(c.data_path + ".made"):
-            code = 0 if os.path.exists(c.data_path) else run_python(command, c)
+            code = 0 if os.path.exists(c.data_path) else run_python(command, c.data_path)
         if not os.path.exists(c.data_path):
             error = TransientError if code not in (0, 2) else UserError
             raise error(f"data_prepare did not make data_path={c.data_path}: {c.data_prepare}")
@@ -1326,8 +1291,8 @@ def make_dataset(c):
                         "another --data_path keeps both")
 
 
-def run_python(command, c):
-    print(f"{c.data_path} is missing; making it: python {c.data_prepare}", flush=True)
+def run_python(command, path):
+    print(f"{path} is missing; making it: python", *command, flush=True)
     process = subprocess.Popen([sys.executable, *command])
     try:
         return process.wait()
@@ -1358,8 +1323,6 @@ def main(c):
                 replica(c, kind)
         except torch.OutOfMemoryError:
             raise out_of_memory(c) from None
-        except FloatingPointError as e:
-            raise TransientError(str(e)) from None
         except BrokenProcessPool:
             raise TransientError("a replica died, see above; --init_from=auto continues from the last "
                                  f"checkpoint in {c.out_dir}") from None

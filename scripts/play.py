@@ -1,11 +1,13 @@
 """A web page on this machine where a trained model solves puzzles, step by step.
 
-    python scripts/play.py out/demo                     then open the address that it prints
+    python scripts/play.py                              the model of models/ with the largest puzzles
+    python scripts/play.py out/demo --browser=False     a run's; then open the address that it prints
     python scripts/play.py out/maze/best.pt --port=0    on any free port
 
-Test puzzles come from the run's dataset where that exists; others can be typed. Official checkpoints,
-config files and flags work as in solve.py. The server of the page, play.html, listens on 127.0.0.1 only and
-refuses pages of other sites, by the Host and Origin headers. Its API is JSON, errors are {"error": "..."}:
+Test puzzles come from the model file, or from the run's dataset where that exists; others can be typed.
+Official checkpoints, config files and flags work as in solve.py. The server of the page, play.html, listens
+on 127.0.0.1 only and refuses pages of other sites, by the Host and Origin headers. Its API is JSON, errors
+are {"error": "..."}:
 
     GET  /api/run               what the model plays
     GET  /api/puzzle?index=7    a test puzzle and its answer
@@ -21,6 +23,7 @@ import os
 import sys
 import threading
 import urllib.parse
+import webbrowser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -31,10 +34,11 @@ import solve
 from configurator import UserError, command, split_arguments
 from data import IGNORED, Dataset
 from puzzles import (
-    are_solutions, broken_cells, check_questions, empty_token, parse, question_symbols, text_of)
+    are_solutions, broken_cells, check_questions, look, parse, text_of)
 
 # server
 port = 8000  # of the page's address; 0: any free one
+browser = True  # open the page in the browser
 # ---
 
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "play.html")
@@ -52,12 +56,18 @@ HEADERS = {
 def main(argv):
     """Loads the model and serves the page until Ctrl-C."""
     s, operands, model_flags = split_arguments(__file__, argv)
+    models = {} if operands else solve.shipped_models()
+    if not operands and models:
+        operands = [max(models, key=lambda path: (math.prod(models[path]["grid"]), path))]
     if len(operands) != 1:
-        raise UserError("usage: python scripts/play.py CHECKPOINT, a file or a run's folder; see --help")
+        raise UserError("usage: python scripts/play.py MODEL, a file or a run's folder; see --help")
     if not 0 <= s.port < 2 ** 16:
         raise UserError(f"port must be from 0 to 65535, not {s.port}")
     server = open_server(Game(operands[0], model_flags), s.port)
-    print(f"http://127.0.0.1:{server.server_port} (Ctrl-C stops)", flush=True)
+    address = f"http://127.0.0.1:{server.server_port}"
+    print(f"{address} (Ctrl-C stops)", flush=True)
+    if s.browser:  # in a thread: some browsers return when they are closed
+        threading.Thread(target=webbrowser.open, args=[address], daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()
 
@@ -73,37 +83,40 @@ def open_server(game, port):
 
 
 class Game:
-    """A model and its test puzzles, if its dataset exists. Raises UserError."""
+    """A model and its test puzzles: those in its file, or of its dataset if that exists. Raises UserError."""
 
     def __init__(self, path, flags):
         state, c = solve.read_model(path, flags)
-        self.test = Dataset(c.data_path, "test") if os.path.isdir(c.data_path) else None
+        own, has_dataset = "puzzles" in state, os.path.isdir(c.data_path)
+        self.test = Dataset(c.data_path, "test") if has_dataset and not own else None
         self.puzzle = solve.puzzle_of(state, c, cells=self.test.seq_len if self.test else 0)
+        if self.test and self.test.task["kind"] == self.puzzle["kind"]:
+            self.puzzle = self.test.task  # its grid: models with attention take any
         self.cells = math.prod(self.puzzle["grid"])
         self.run = solve.build_run(state, c, path, self.cells)
         self.depth, self.noise = self.run.eval_depth, c.eval_noise
         self.path, self.training_step = path, state.get("step", 0)
+        self.own = {name: t.numpy() for name, t in state["puzzles"].items()} if own else {"inputs": []}
+        self.num_puzzles = len(self.test or self.own["inputs"])
         self.lock = threading.Lock()  # one request at a time changes the run's settings
 
     def describe(self):
         """The run, for the page."""
         puzzle = self.puzzle
         return {
-            "path": self.path, "kind": puzzle["kind"], "grid": puzzle["grid"],
-            "box": puzzle.get("box", puzzle["grid"]),
-            "symbols": question_symbols(puzzle),
-            "empty": puzzle["symbols"][empty_token(puzzle)],
+            "path": self.path, "kind": puzzle["kind"], "grid": puzzle["grid"], **look(puzzle),
             "depth": self.depth, "noise": self.noise, "parameters": self.run.num_parameters,
-            "training_step": self.training_step, "puzzles": len(self.test) if self.test else 0}
+            "training_step": self.training_step, "puzzles": self.num_puzzles}
 
     def test_puzzle(self, index):
         """A test puzzle, for the page. Raises UserError."""
-        count = len(self.test) if self.test else 0
+        count = self.num_puzzles
         if not (index.isascii() and index.isdecimal() and len(index) < 10 and int(index) < count):
             raise UserError(f"index must be a number below {count}, not {index[:20]!r}")
-        batch = self.test.test_batch([int(index)], 1)
-        question, answer = batch["inputs"][0], batch["labels"][0]
-        return {"index": int(index), "question": text_of(self.puzzle, question),
+        i = int(index)
+        rows = self.test.test_batch([i], 1) if self.test else {k: v[i:i + 1] for k, v in self.own.items()}
+        question, answer = rows["inputs"][0], rows["labels"][0]
+        return {"index": i, "question": text_of(self.puzzle, question),
                 "answer": None if (answer == IGNORED).any() else text_of(self.puzzle, answer)}
 
     def parse_request(self, body):

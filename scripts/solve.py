@@ -1,6 +1,7 @@
 """Solves puzzles with a trained model.
 
-    python scripts/solve.py out/demo 2.....4...6.....156....2..3.5.......     the newest checkpoint of a run
+    python scripts/solve.py 2.....4...6.....156....2..3.5.......     by the model of models/ for this size
+    python scripts/solve.py out/demo puzzle.txt                       by the newest checkpoint of a run
     python scripts/solve.py out/maze/best.pt maze.txt --steps --halt_max_steps=64
     python scripts/solve.py out/demo puzzles.csv --output=answers.csv --eval_rollouts=8
     python scripts/solve.py official_checkpoint config/sudoku.py puzzle.txt --plot=answer.gif
@@ -11,17 +12,20 @@ A puzzle is a line, a file, or stdin (if left out, or -), in one line or in seve
 answer.
 
 The answer is the surest: that of the supervision step where the halting head was most certain, also of
-several attempts with noise (eval_rollouts). Our checkpoints contain the settings of the model. An official
-checkpoint needs those that differ from train.py's, as config files or flags. The model runs on the CPU as in
-train.py's evaluation: averaged weights, forward_dtype, full depth. Which puzzle the model solves is read from
-its dataset's manifest.json; without one, the model's sizes tell a Sudoku or a maze.
+several attempts with noise (eval_rollouts). The model is a file of train.py's --export, a run's folder or a
+checkpoint. They contain its settings and say what it solves. An official checkpoint needs the settings that
+differ from train.py's, as config files or flags; what it solves is read from its dataset's manifest.json, or
+told by its sizes. The model runs on the CPU as in train.py's evaluation: averaged weights, forward_dtype
+(float32 for a file of --export), full depth.
 """
 import csv
+import glob
 import importlib.util
 import math
 import os
 import sys
 import tempfile
+import zipfile
 
 import numpy as np
 
@@ -30,11 +34,12 @@ sys.path.insert(0, ROOT)
 # isort: off
 import train
 from configurator import UserError, command, configure, read_settings, split_arguments
-from data import IGNORED, NOISE, Progress, csv_rows, generator, read_json
+from data import IGNORED, NOISE, Progress, generator, read_json
 from device import open_device
+from prepare_csv import csv_rows
 from puzzles import (
-    PATH, WALL, are_solutions, broken_cells, check_questions, empty_token, guess, is_correct, parse,
-    side_by_side, text_of, tokens_of, verdict)
+    are_solutions, broken_cells, check_questions, given_cells, guess, is_correct, look, parse, side_by_side,
+    task_of, text_of, tokens_of, verdict)
 
 # output
 steps = False  # show the answers after several supervision steps, and how sure the halting head is
@@ -43,7 +48,8 @@ output = ""  # write the answers of a .csv to this new .csv: question, answer, c
 halt_max_steps = 0  # supervision steps; 0: those of the run's evaluation; more may solve more
 # ---
 
-CSV_ENDINGS = (".csv", ".csv.gz")
+MODELS = os.path.join(ROOT, "models")  # trained ones, files of --export
+CSV_ENDINGS = (".csv", ".csv.gz", ".jsonl", ".jsonl.gz")
 PANELS_IN_A_ROW = 4  # of --plot
 SURE = 0.9  # the certainty above which answers are counted apart
 CELLS_AT_A_TIME = 5_000  # of all puzzles in a batch: 61 of 9x9 Sudoku, 5 of 30x30 mazes
@@ -53,6 +59,7 @@ def main(argv):
     """Solves one puzzle and prints it, or those of a file."""
     s, checkpoint, source, model_flags = read_arguments(argv)
     rows = read_rows(source)
+    checkpoint = checkpoint or choose_model(rows[0][1])
     state, c = read_model(checkpoint, model_flags)
     puzzle, questions, labels = parse_rows(puzzle_of(state, c, rows[0][1]), rows)
     run = build_run(state, c, checkpoint, math.prod(puzzle["grid"]))
@@ -101,8 +108,8 @@ def solve_file(run, puzzle, questions, labels, path):
     known = labels[:, 0] != IGNORED
     is_right, certainty = np.zeros(len(questions), dtype=bool), np.zeros(len(questions))
     batch_size = max(1, CELLS_AT_A_TIME // (questions.shape[1] * run.c.eval_rollouts))
-    with (open(path or os.devnull, "x" if path else "w", encoding="utf-8", newline="") as f,
-          Progress("solving", len(questions), "puzzles") as progress):
+    progress = Progress("solving", len(questions), "puzzles")
+    with open(path or os.devnull, "x" if path else "w", encoding="utf-8", newline="") as f:
         rows = csv.writer(f, lineterminator="\n")
         rows.writerow(["question", "answer", "certainty", "step", "result"])
         for first in range(0, len(questions), batch_size):
@@ -182,11 +189,13 @@ def choose_panels(depth, best, per_row):
 # Input.
 
 def read_arguments(argv):
-    """solve.py's settings, the checkpoint, the puzzle, and the config files and flags of the model."""
+    """solve.py's settings, the model ("": of models/), the puzzle, and the model's config files and flags."""
     s, operands, model_flags = split_arguments(__file__, argv)
+    if len(operands) == 1 and not is_model(operands[0]):
+        operands.insert(0, "")
     if len(operands) not in (1, 2):
-        raise UserError("usage: python scripts/solve.py CHECKPOINT PUZZLE, each a file, or a run's folder "
-                        "and the puzzle in a line; see --help")
+        raise UserError("usage: python scripts/solve.py MODEL PUZZLE, each a file, or a run's folder "
+                        "and the puzzle in a line; or PUZZLE alone; see --help")
     checkpoint, source = (*operands, "-")[:2]
     if s.halt_max_steps < 0:
         raise UserError(f"halt_max_steps must be 0 or more, not {s.halt_max_steps}")
@@ -205,6 +214,10 @@ def read_arguments(argv):
         if getattr(s, name):
             check_writable(name, getattr(s, name))
     return s, checkpoint, source, model_flags
+
+
+def is_model(path):
+    return os.path.isdir(path) or path.endswith(".pt") or zipfile.is_zipfile(path)
 
 
 def check_writable(name, path):
@@ -229,18 +242,7 @@ def read_rows(source):
         is_stdin = source == "-"
         with open(0 if is_stdin else source, encoding="utf-8", errors="replace", closefd=not is_stdin) as f:
             return [("", f.read(), "")]
-    numbered_rows = csv_rows(source)
-    _, header = next(numbered_rows, (1, []))
-    header = [name.strip() for name in header]
-    if "question" not in header:
-        raise UserError(f"{source}:1: no column question; the first line must be question, question,answer "
-                        "or source,question,answer,rating")
-    rows = []
-    for line, row in numbered_rows:
-        if len(row) != len(header):
-            raise UserError(f"{source}:{line}: {len(row)} columns, but the header has {len(header)}")
-        values = dict(zip(header, row))
-        rows.append((f"{source}:{line}: ", values["question"], values.get("answer", "")))
+    rows = [(f"{source}:{line}: ", *texts) for line, texts in csv_rows(source, ["question"], ["answer"])]
     if not rows:
         raise UserError(f"{source}:2: no puzzle under the header")
     return rows
@@ -276,6 +278,27 @@ def parse_rows(puzzle, rows):
     return own, questions, labels
 
 
+def shipped_models():
+    """{path: task} of the files in models/."""
+    paths = sorted(glob.glob(os.path.join(glob.escape(MODELS), "*.pt")))
+    return {os.path.relpath(path): read_state(path)["task"] for path in paths}
+
+
+def choose_model(text):
+    """The file of models/ for puzzles of this one's size and symbols. Raises UserError if there is none."""
+    reasons = []
+    for path, task in shipped_models().items():
+        name, (rows, columns) = os.path.basename(path), task["grid"]
+        try:
+            if parse(task, text)[0]["grid"] == task["grid"]:
+                return path
+            reasons.append(f"{name} takes {rows}x{columns}")
+        except UserError as e:
+            reasons.append(f"{name}: {e}")
+    raise UserError(f"no file of models/ is for the puzzle {text.strip()[:20]!r} (is it a file that does not "
+                    f"exist?): {'; '.join(reasons)}")
+
+
 def read_model(path, flags):
     """The state in the checkpoint at path, a file or a run's folder, and its settings.
 
@@ -285,6 +308,8 @@ def read_model(path, flags):
     groups = {name: group for name, (_, _, group) in read_settings(train.__file__).items()}
     saved = {name: value for name, value in state.get("settings", {}).items()
              if groups.get(name) not in (None, "run", "logging")}
+    if "puzzles" in state:  # a file of --export travels, and many CPUs have no bfloat16 units
+        saved["forward_dtype"] = "float32"
     c = configure(train.__file__, [f"--{name}={value}" for name, value in saved.items()] + flags)
     c.global_batch_size = 1
     c.micro_batch_size = 0
@@ -295,11 +320,13 @@ def read_model(path, flags):
 
 
 def puzzle_of(state, c, text="", cells=0):
-    """What a model solves, as puzzles.py describes it: by its dataset's manifest, or by the model's sizes.
+    """The task of a model: of its checkpoint, or else of its dataset's manifest, or by the model's sizes.
 
     text, cells: of a question, for a model that takes any number of cells. Raises UserError if the model
-    has no manifest and is neither one of Sudoku nor of mazes.
+    has neither and is neither one of Sudoku nor of mazes.
     """
+    if state.get("task", {}).get("kind"):
+        return state["task"]
     own_cells, vocab_size = sizes_of(state, c)
     path = os.path.join(c.data_path, "manifest.json")
     manifest = read_json(path) if os.path.exists(path) else {}
@@ -340,7 +367,10 @@ def read_state(path):
     if not os.path.exists(path):
         raise UserError(f"{path}: no such checkpoint or folder")
     if not os.path.isdir(path):
-        return train.read_checkpoint(path)
+        state = train.read_checkpoint(path)
+        if "puzzles" in state:
+            check_model_file(state, path)
+        return state
 
     def print_skipped(note):
         if note.startswith("skipped"):
@@ -350,6 +380,21 @@ def read_state(path):
     if not state:
         raise UserError(f"{path}: no complete checkpoint (ckpt_*.pt with its .json) in it")
     return state
+
+
+def check_model_file(state, path):
+    """Raises UserError unless what a file of --export says of its model fits together: others made it."""
+    try:
+        cells, vocab_size = state["model"]["seq_len"], state["model"]["vocab_size"]
+        state["task"] = task_of(state["task"], cells, vocab_size)
+        inputs, labels = (state["puzzles"][name].numpy() for name in ("inputs", "labels"))
+        fits = (inputs.shape == labels.shape == (len(inputs), cells) and inputs.min() > 0
+                and inputs.max() < vocab_size and labels.max() < vocab_size
+                and isinstance(state["settings"], dict) and isinstance(state["step"], int))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError, UserError):
+        fits = False
+    if not fits:
+        raise UserError(f"{path}: damaged, or a model file of another version of this code")
 
 
 def rows_of(state, name):
@@ -385,18 +430,17 @@ def draw_animation(path, puzzle, question, grids):
 def draw_grid(ax, puzzle, question, title, tokens, broken):
     """Draws a grid: givens bold on grey, answers plain on white (a path on grey), broken cells on black."""
     rows, columns = puzzle["grid"]
-    given = question != empty_token(puzzle)
-    shades = np.where(given, 0.88, 1.0)
-    if puzzle["kind"] == "maze":
-        shades[tokens == PATH] = 0.75
-        shades[tokens == WALL] = 0.3
+    given, shown = given_cells(puzzle, question), look(puzzle)
+    shades, names = np.where(given, 0.88, 1.0), [shown["names"].get(symbol) for symbol in puzzle["symbols"]]
+    for name, shade in ("path", 0.75), ("wall", 0.3):
+        shades[np.array(names)[tokens] == name] = shade
     shades[broken] = 0
     ax.imshow(shades.reshape(rows, columns), cmap="gray", vmin=0, vmax=1)
     for i, token in enumerate(tokens):
         ax.text(i % columns, i // columns, puzzle["symbols"][token].strip("#_."), ha="center", va="center",
                 color="white" if broken[i] else "black", fontsize=max(6, 120 / columns),
                 fontweight="bold" if given[i] else "normal")
-    box_rows, box_columns = puzzle.get("box", puzzle["grid"])
+    box_rows, box_columns = shown["box"]
     for k in range(rows + 1):
         ax.axhline(k - 0.5, color="black", linewidth=0.2 if k % box_rows else 1.5)
     for k in range(columns + 1):

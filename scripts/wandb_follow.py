@@ -6,7 +6,6 @@ train.py starts it if wandb_log is set. By hand it works on any machine, during 
 id, project, name, config and command are in wandb.json; without it, they are made from a checkpoint.
 """
 import glob
-import html
 import json
 import os
 import secrets
@@ -122,12 +121,8 @@ class Sender:
         return int("final" not in row)
 
     def send_row(self, row):
-        import wandb
-        example = row.pop("eval/example", "")
         if "final" in row:
             self.run.summary.update({"final" + k[4:]: v for k, v in row.items() if k.startswith("eval/")})
-        if example:
-            row["eval/example"] = wandb.Html(f"<pre>{html.escape(example)}</pre>")
         if row["step"] >= self.run.starting_step:  # W&B has the steps before
             self.run.log(row, step=row["step"])
 

@@ -146,25 +146,21 @@ def kill_parent(tpu, draw):
     try:
         tpu.set_mark()
         os.kill(struck, signal.SIGKILL)
-        wait_for(tpu, lambda: orphans.isdisjoint(processes(tpu.cloud / "hosts")), "end of its ranks", 60)
+        wait_for(tpu, lambda: orphans.isdisjoint(processes(tpu.cloud / "hosts")), "end of its ranks")
     finally:
         tpu.keep.send_signal(signal.SIGCONT)
 
 
-def lose_host(tpu, draw):
+def preempt(tpu, draw, silently=False):
     wait_for(tpu, tpu.is_ready, "slice")
     tpu.set_mark()
-    tpu.lose_host(draw.randrange(tpu.hosts))
-
-
-def preempt(tpu, draw):
-    wait_for(tpu, tpu.is_ready, "slice")
-    tpu.set_mark()
-    tpu.preempt()
+    if silently:
+        tpu.lose_host(draw.randrange(tpu.hosts))
+    else:
+        tpu.preempt()
 
 
 def preempt_in_save(tpu, draw):
-    """While a checkpoint is written."""
     wait_for(tpu, tpu.has_recovered, "step")
     wait_for(tpu, lambda: list(tpu.out_dir.glob("ckpt_*.tmp")), "half a checkpoint", pause=0.0005)
     tpu.set_mark()
@@ -190,17 +186,17 @@ def hang_ssh(tpu, draw):
     (tpu.cloud / "hang").unlink()
 
 
-def kill_and_refuse(tpu, draw):
-    """The bucket answers 503 for 10 s from the first request after the restart."""
-    kill_and_wait(tpu, draw)
-    tpu.front.outage = "armed"
-
-
 def kill_and_wait(tpu, draw):
     """Kills a rank, and waits until keep has copied the files again and begins to start the run."""
     starts = len(tpu.calls("host_start"))
     kill_rank(tpu, draw)
     wait_for(tpu, lambda: len(tpu.calls("host_start")) > starts, "restart")
+
+
+def kill_and_refuse(tpu, draw):
+    """The bucket answers 503 for 10 s from the first request after the restart."""
+    kill_and_wait(tpu, draw)
+    tpu.front.outage = "armed"
 
 
 def fill_disk(tpu, draw):
@@ -232,7 +228,7 @@ FAULTS = {
     "kill -9 of a rank": kill_rank,
     "kill -9 of a rank's parent": kill_parent,
     "SIGTERM to one rank": partial(kill_rank, how=signal.SIGTERM),
-    "a host falls silent, its folder gone": lose_host,
+    "a host falls silent, its folder gone": partial(preempt, silently=True),
     "a rank hangs": partial(kill_rank, how=signal.SIGSTOP),
     "preemption": preempt,
     "preemption during a save": preempt_in_save,
@@ -327,6 +323,9 @@ class Slice(Cloud):
         steps = map(int, re.findall(r"^step (\d+)/", text, re.M))
         self.runs[-1].last = max(self.runs[-1].last, *steps, 0)
 
+    def in_bucket(self, name):
+        return self.front.storage.get_file("bucket", f"run/{name}")
+
     def is_past(self, step):
         return self.runs and self.runs[-1].last >= step
 
@@ -368,10 +367,6 @@ class Slice(Cloud):
         return dict(found) if sorted(rank for rank, _ in found) == list(range(self.world)) else {}
 
 
-def parent(pid):
-    return int(read(f"/proc/{pid}/stat").rpartition(")")[2].split()[1])
-
-
 class FaultyFront(Front):
     """Besides the faults of Front: uploads that take 2 s, and 10 s of 503."""
 
@@ -396,9 +391,12 @@ def free_port():
         return str(s.getsockname()[1])
 
 
+def parent(pid):
+    return int(read(f"/proc/{pid}/stat").rpartition(")")[2].split()[1])
+
+
 def read(path):
-    with open(path, encoding="utf-8", errors="replace") as f:
-        return f.read()
+    return Path(path).read_text(encoding="utf-8", errors="replace")
 
 
 # What must hold at the end.
@@ -408,7 +406,7 @@ def check_end(tpu, steps):
     said = re.findall("run: complete", read(tpu.output))
     if len(said) != 1:
         raise Failure(f"keep saw {len(said)} complete runs")
-    last = in_bucket(tpu, "metrics.jsonl").decode().splitlines()[-1]
+    last = tpu.in_bucket("metrics.jsonl").decode().splitlines()[-1]
     if json.loads(last)["step"] != steps or not json.loads(last).get("final"):
         raise Failure(f"the log in the bucket ends with {last}")
     time.sleep(1)  # for what ends by itself
@@ -426,20 +424,16 @@ def check_weights(tpu, steps, report):
     for run in tpu.runs:
         stops = [step for step in stops if step < run.first] + [run.first]
     stops = [step for step in stops if step % INTERVAL]
-    got = tensors(torch.load(io.BytesIO(in_bucket(tpu, f"ckpt_{steps:08d}.pt")), weights_only=True))
+    got = tensors(torch.load(io.BytesIO(tpu.in_bucket(f"ckpt_{steps:08d}.pt")), weights_only=True))
     wanted, wanted_losses = train_without_faults(tpu, [*stops, steps])
     different = [name for name, tensor in tensors(wanted).items() if not torch.equal(got[name], tensor)]
     if different:
         raise Failure(f"{different} differ from those of a run without faults, stopped at {stops}")
-    curve = losses(in_bucket(tpu, "metrics.jsonl").decode())
+    curve = losses(tpu.in_bucket("metrics.jsonl").decode())
     if not curve or any(wanted_losses[step] != loss for step, loss in curve.items()):
         raise Failure("the losses differ from those of a run without faults")
     report(f"weights, average and moments: bit for bit those of a run without faults, stopped at {stops}; "
            f"{len(curve)} of {steps} losses in the log, all equal")
-
-
-def in_bucket(tpu, name):
-    return tpu.front.storage.get_file("bucket", f"run/{name}")
 
 
 def train_without_faults(tpu, stops):

@@ -1,10 +1,16 @@
 """Environment of all tests, and of the commands that they start."""
 import faulthandler
+import http.server
 import importlib.util
 import os
 import signal
+import sys
+import threading
 
 import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path[:0] = [ROOT, os.path.join(ROOT, "scripts")]
 
 # Two test files run at a time (pytest.ini): more threads than cores would slow both down many times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,3 +33,38 @@ def no_watchdog():
     """A replica that a test ran in this process may have left its watchdog behind."""
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="session")
+def random_puzzles(tmp_path_factory):
+    """A dataset of 1000 random 4x4 grids for training and for tests."""
+    from types import SimpleNamespace
+
+    import bench
+    return bench.dataset_path(SimpleNamespace(data_path="4x4"), str(tmp_path_factory.mktemp("data")))[0]
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """No waits between attempts at a request, in this process."""
+    from urllib3.util import Retry
+    monkeypatch.setattr(Retry, "get_backoff_time", lambda self: 0.0)
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """A local server on another thread; state: its attributes."""
+
+    daemon_threads, block_on_close = True, False
+
+    def __init__(self, handler, **state):
+        vars(self).update(state)
+        super().__init__(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=[0.02], daemon=True).start()
+
+    def handle_error(self, request, client_address):
+        pass  # the resets that the tests ask for
+
+    def server_close(self):
+        self.shutdown()
+        super().server_close()

@@ -2,9 +2,10 @@
 
 A folder, $CLOUD, holds the cloud: `slice` and `queue` (states of the TPU VM and of its request), hosts.json
 (an environment for each host), hosts/N (the home folder of host N, its whole disk), host_bin (programs of the
-hosts' image), calls (the commands so far). Files named refuse, no_capacity, no_ssh, logged_out and hang (the
-number of a host, whose ssh connects and never ends) change the answers. Only stdout is the answer, as of the
-real one; a notice of updates follows on stderr. A flag that gcloud's reference does not list is refused.
+hosts' image), calls (the commands so far). Files named refuse, no_capacity, no_ssh, logged_out (may hold the
+message) and hang (the number of a host, whose ssh connects and never ends) change the answers. Only stdout is
+the answer, as of the real one; a notice of updates follows on stderr. A flag that gcloud's reference does not
+list is refused.
 
 Cloud is for the tests: it makes all this, and a project whose scripts/tpu.sh they call.
 """
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -129,10 +131,8 @@ def processes(folder):
 def kill_processes(folder):
     while pids := processes(folder):
         for pid in pids:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         time.sleep(0.01)
 
 
@@ -144,7 +144,7 @@ def main(arguments):
         f.write(shlex.join(arguments) + "\n")
     name, positional, flags = parse(arguments)
     if (cloud / "logged_out").exists():
-        sys.exit(NO_LOGIN.format(name.replace(" ", ".")))
+        sys.exit((cloud / "logged_out").read_text() or NO_LOGIN.format(name.replace(" ", ".")))
     vm = (cloud / "slice").read_text().strip() if (cloud / "slice").exists() else None
     queue = cloud / "queue"
     if queue.exists() and not vm and not (cloud / "no_capacity").exists():
@@ -160,8 +160,8 @@ def main(arguments):
     elif name.endswith("resources delete"):
         kill_processes(cloud / "hosts")
         shutil.rmtree(cloud / "hosts", ignore_errors=True)
-        for path in (queue, cloud / "slice"):
-            path.unlink(missing_ok=True)
+        queue.unlink(missing_ok=True)
+        (cloud / "slice").unlink(missing_ok=True)
     elif name.endswith("describe"):
         state = vm if name.endswith("vm describe") else queue.exists() and queue.read_text().strip()
         print(state or fail(name, "NOT_FOUND: Resource 'projects/p/nodes/slice' was not found"), flush=True)
@@ -252,15 +252,13 @@ def list_objects(cloud, name, url):
     """gs://BUCKET/PREFIX: from the emulator at STORAGE_EMULATOR_HOST, or the file `bucket` of the cloud."""
     if "STORAGE_EMULATOR_HOST" in os.environ:
         bucket, _, prefix = url.removeprefix("gs://").partition("/")
-        import urllib.parse  # slow, and needed by a few calls only
-        import urllib.request
-        server, query = os.environ["STORAGE_EMULATOR_HOST"], urllib.parse.urlencode({"prefix": prefix})
+        import urllib.request  # slow, and needed by a few calls only
+        server = os.environ["STORAGE_EMULATOR_HOST"]
         try:
-            with urllib.request.urlopen(f"{server}/storage/v1/b/{bucket}/o?{query}", timeout=10) as answer:
-                names = [item["name"] for item in json.load(answer).get("items", [])]
+            with urllib.request.urlopen(f"{server}/storage/v1/b/{bucket}/o?prefix={prefix}", timeout=10) as f:
+                print(*(f"gs://{bucket}/{item['name']}" for item in json.load(f).get("items", [])), sep="\n")
         except OSError as e:
             fail(name, str(e))
-        print(*(f"gs://{bucket}/{n}" for n in names), sep="\n")
     elif (cloud / "bucket").exists():
         print((cloud / "bucket").read_text(), end="")
     else:

@@ -3,7 +3,6 @@ import collections
 import csv
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -32,18 +31,10 @@ def prepare(path, **changes):
     return prepare_maze.main(settings(output_dir=path, **changes))
 
 
-def generated(path, **changes):
-    defaults = dict(source="generate", size=7, min_path=9, num_train=40, num_test=30)
-    return prepare(path, **(defaults | changes))
-
-
 def tokens(*grids):
     """Tokens [n, cells] of mazes drawn with "." for an open cell and "/" between rows."""
-    return np.array([[SYMBOLS.index(c) for c in characters(grid)] for grid in grids], dtype=np.uint8)
-
-
-def characters(grid):
-    return grid.replace("/", "").replace(".", " ")
+    drawn = ("_", "#", ".", "S", "G", "o")
+    return np.array([[drawn.index(c) for c in grid.replace("/", "")] for grid in grids], dtype=np.uint8)
 
 
 def text(cells):
@@ -135,17 +126,14 @@ def test_generation_depends_on_the_seed_and_not_on_the_processes(monkeypatch):
     assert (mazes == prepare_maze.generate(8, 1500, 7, 20, 2)).all()
 
 
-@pytest.mark.parametrize("size, min_path, n, found", [(3, 4, 800, r"\d+"), (6, 30, 10, "0")])
-def test_more_mazes_than_exist(size, min_path, n, found):
-    message = f"hardly more than {found} {size}x{size} mazes whose shortest path has {min_path} steps or more"
-    with pytest.raises(UserError, match=message):
-        prepare_maze.generate(size, n, 0, min_path, 1)
-
-
 # Datasets.
 
 def test_dataset(tmp_path):
-    path = generated(tmp_path / "a")
+    def generated(**changes):
+        defaults = dict(source="generate", size=7, min_path=9, num_train=40, num_test=30)
+        return prepare(tmp_path / str(len(os.listdir(tmp_path))), **(defaults | changes))
+
+    path = generated()
     train, test = Dataset(path, "train"), Dataset(path, "test")
     assert len(train) == 320 and len(test) == 30 and train.vocab_size == 6 and train.seq_len == 49
     manifest = train.manifest
@@ -161,9 +149,9 @@ def test_dataset(tmp_path):
         copies += [np.fliplr(grid), np.flipud(grid), grid.T, np.fliplr(np.rot90(grid))]
     assert (train.inputs == np.array(copies).reshape(-1, 49)).all()
     assert not {text(question) for question in test.inputs} & {text(question) for question in train.inputs}
-    same, other = (Dataset(generated(tmp_path / f"{seed}", seed=seed), "train") for seed in (0, 1))
+    same, other = (Dataset(generated(seed=seed), "train") for seed in (0, 1))
     assert same.sha256 == train.sha256 != other.sha256
-    plain = Dataset(generated(tmp_path / "d", aug=False), "train")
+    plain = Dataset(generated(aug=False), "train")
     assert (plain.inputs == train.inputs[::8]).all() and plain.manifest["command"]["aug"] is False
 
 
@@ -212,43 +200,10 @@ def test_csv_files(tmp_path):
         path = prepare(tmp_path / f"few{i}", train_csv=train, test_csv=test, subsample_size=5, seed=seed)
         subsets.append(Dataset(path, "train").inputs[::8])
     assert len(subsets[0]) == 5 and (subsets[0] == subsets[1]).all() and (subsets[0] != subsets[2]).any()
-    with pytest.raises(UserError, match=r"test\.csv: no maze is left of 5 rows: all are in the test set too"):
-        prepare(tmp_path / "b", train_csv=test, test_csv=test)
-
-
-GOOD = "S../.#./..G", "S../o#./ooG"
-WRONG_ROWS = {  # question, answer, message; test_wrong_input.py has more
-    "a path in the question": (
-        "So./.#./..G", "Soo/.#o/..G", "character 2 of the question is 'o', not one of '# SG'"),
-    "an unknown character": (
-        "S../.#./..G", "Soo/.#o/..x", "character 9 of the answer is 'x', not one of '# SGo'"),
-    "another maze": (
-        "S../.#./..G", "Soo/..o/..G", "the answer has ' ' in row 2, column 2, where the question has '#'"),
-    "both ways": ("S../.#./..G", "Soo/o#o/ooG", "the answer's o do not make one line from S to G"),
-    "a detour": (
-        "..../.##./S.G./....", "oooo/o##o/S.Go/....", "the answer's path has 8 steps where 2 are enough"),
-    "an empty question": ("/", "/", "a question of 0 characters is not a square of 2x2 to 64x64"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_ROWS)
-def test_wrong_rows_are_named(case, tmp_path):
-    """In line 3, or in line 2, from which the size is read, if the size is wrong."""
-    question, answer, message = WRONG_ROWS[case]
-    size = max(3, question.index("/"))
-    mazes = prepare_maze.generate(size, 1, 0, 2, 1)
-    good = write_csv(tmp_path / "good.csv", list(zip(mazes, prepare_maze.solve(mazes, size)[0])))
-    with open(good) as f:
-        lines = f.read().splitlines()
-    if len(characters(question)) != size * size:
-        lines = lines[:1]
-    lines.append(f"me,{characters(question)},{characters(answer)},1")
-    (tmp_path / "mine.csv").write_text("\n".join(lines) + "\n")
-    with pytest.raises(UserError, match=re.escape(f"mine.csv:{len(lines)}: {message}")) as error:
-        prepare(tmp_path / "out", train_csv=good, test_csv=tmp_path / "mine.csv")
-    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
-    if case in ("another maze", "both ways", "a detour"):
-        assert len(prepare_maze.read_mazes(str(tmp_path / "mine.csv"), 0, check=False)[1]) == 2
+    mazes = tokens("S../.#./..G", "S.G/.#./...", "S.G/.#./...")  # wrong ones: test_wrong_input.py
+    answers = tokens("Soo/..o/..G", "Soo/o#o/ooG", "S.G/o#o/ooo")
+    unchecked = write_csv(tmp_path / "any.csv", zip(mazes, answers))
+    assert len(prepare_maze.read_mazes(unchecked, 0, check=False)[1]) == 3
 
 
 def test_hub_end_to_end(hub, tmp_path, monkeypatch):
@@ -258,39 +213,34 @@ def test_hub_end_to_end(hub, tmp_path, monkeypatch):
     for split, part in (("train", rows[:2]), ("test", rows[2:])):
         with open(write_csv(f"{split}.csv", part), "rb") as f:
             hub.files[f"/datasets/sapientinc/maze-30x30-hard-1k/resolve/main/{split}.csv"] = f.read()
-    path = prepare_maze.main(settings())
-    assert path == "data/maze-30x30-hard-1k-aug-8"
-    train = Dataset(path, "train")
+    train = Dataset(prepare_maze.main(settings()), "train")
     assert len(train) == 16 and train.total_groups == 2 and (train.inputs[::8] == questions[:2]).all()
 
 
 # Metrics.
 
 QUESTION = "S..../.##../...../.##../....G"
-ANSWERS = {  # valid, optimal
-    "the label": ("S..../o##../o..../o##../ooooG", True, True),
-    "another shortest path": ("Soooo/.##.o/....o/.##.o/....G", True, True),
-    "a line that touches itself": ("S..../o##../ooo../o.o../ooooG", False, False),
-    "a gap": ("S..../o##../...../o##../ooooG", False, False),
-    "through walls": ("So.../.o#../.o.../.o#../.oooG", False, False),
-    "a stray cell": ("S...o/o##../o..../o##../ooooG", False, False),
-    "a blind alley": ("S..../o##../oo.../o##../ooooG", False, False),
-    "both ways": ("Soooo/o##.o/o...o/o##.o/ooooG", False, False),
-    "all cells": ("Soooo/o##oo/ooooo/o##oo/ooooG", False, False),
-    "two starts": ("S...S/o##../o..../o##../ooooG", False, False),
-    "a goal elsewhere": ("S..../o##../o..../o##../oooGo", False, False),
-    "a wall drawn open": ("S..../o.#../o..../o##../ooooG", True, True),
-    "padding": ("_____/_____/_____/_____/_____", False, False),
-}
+LABEL = "S..../o##../o..../o##../ooooG"
+ANSWERS = {  # whether they are valid and optimal
+    LABEL: True, "Soooo/.##.o/....o/.##.o/....G": True,
+    "S..../o##../ooo../o.o../ooooG": False,  # a line that touches itself
+    "S..../o##../...../o##../ooooG": False,  # a gap
+    "So.../.o#../.o.../.o#../.oooG": False,  # through walls
+    "S...o/o##../o..../o##../ooooG": False,  # a stray cell
+    "S..../o##../oo.../o##../ooooG": False,  # a blind alley
+    "Soooo/o##.o/o...o/o##.o/ooooG": False, "Soooo/o##oo/ooooo/o##oo/ooooG": False,  # both ways; all cells
+    "S...S/o##../o..../o##../ooooG": False,  # two starts
+    "S..../o##../o..../o##../oooGo": False,  # a goal elsewhere
+    "S..../o.#../o..../o##../ooooG": True,  # a wall drawn open
+    "_____/_____/_____/_____/_____": False}
 
 
-@pytest.mark.parametrize("case", ANSWERS)
-def test_path_metrics(case):
-    question, label = tokens(QUESTION, ANSWERS["the label"][0])
-    answer, = tokens(ANSWERS[case][0])
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_path_metrics(answer):
+    question, label, drawn = tokens(QUESTION, LABEL, answer)
     for turn in prepare_maze.dihedral(5):
-        got = path_metrics(question[None, turn], label[None, turn], answer[None, turn], (5, 5))
-        assert [values.tolist() for values in got] == [[ANSWERS[case][1]], [ANSWERS[case][2]]]
+        got = path_metrics(question[None, turn], label[None, turn], drawn[None, turn], (5, 5))
+        assert [values.tolist() for values in got] == [[ANSWERS[answer]]] * 2
 
 
 def test_path_metrics_of_a_batch():
@@ -300,28 +250,13 @@ def test_path_metrics_of_a_batch():
     near = "SG...../......./......./......."
     questions = tokens(question, question, free, near, free)
     labels = tokens(label, label, straight, near, straight)
-    answers = tokens(
-        "S.Go.../o##o.../oooo.../.......",
-        label,
-        "SoG..../....ooo/....o.o/....ooo",
-        near,
-        "S.G.ooo/....o../oooooo./.......",
-    )
+    answers = tokens("S.Go.../o##o.../oooo.../.......", label, "SoG..../....ooo/....o.o/....ooo", near,
+                     "S.G.ooo/....o../oooooo./.......")
     valid = [True, True, False, True, False]
     optimal = [False, True, False, True, False]
     for rows in (slice(None), slice(2, 3), slice(0, 0)):
         metrics = path_metrics(questions[rows], labels[rows], answers[rows], (4, 7))
         assert [values.tolist() for values in metrics] == [valid[rows], optimal[rows]]
-
-
-def test_path_metrics_of_generated_mazes():
-    questions = prepare_maze.generate(12, 20, 0, 30, 1)
-    answers, _ = prepare_maze.solve(questions, 12)
-    assert np.all(path_metrics(questions, answers, answers.astype(np.int32), (12, 12)))
-    maze, cell = np.nonzero(answers == PATH)  # a path without any one of its cells is none
-    wrong = answers[maze]
-    wrong[np.arange(len(maze)), cell] = OPEN
-    assert not np.any(path_metrics(questions[maze], answers[maze], wrong, (12, 12)))
 
 
 # train.py.
@@ -330,8 +265,7 @@ TINY = [
     "--device=cpu", "--hidden_size=16", "--num_heads=2", "--mlp_t=False", "--pos_encodings=rope",
     "--puzzle_emb_ndim=0", "--L_layers=1", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2",
     "--global_batch_size=16", "--lr=1e-2", "--lr_warmup_steps=5", "--ema=False", "--forward_dtype=float32",
-    "--eval_interval=0",
-]
+    "--eval_interval=0"]
 
 
 def test_train_and_evaluate(tmp_path, capfd):
@@ -351,7 +285,7 @@ def test_train_and_evaluate(tmp_path, capfd):
     assert final["eval/path_valid"] == pytest.approx(valid.mean())
     assert final["eval/path_optimal"] == pytest.approx(optimal.mean())
     assert 0 < final["eval/exact_accuracy"] <= final["eval/path_optimal"] <= final["eval/path_valid"]
-    line = f"path valid {valid.mean():.4f} optimal {optimal.mean():.4f}"
+    line = f"path_valid {valid.mean():.4f} path_optimal {optimal.mean():.4f}"
     assert text.count(line) == 1 and "question" in text
     # With 49 puzzles on 2 ranks in batches of 8, one rank has a puzzle in the last round and the other none.
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -361,6 +295,6 @@ def test_train_and_evaluate(tmp_path, capfd):
     path = shutil.copytree(path, tmp_path / "official")
     os.remove(path / "manifest.json")
     text = run(*TINY, f"--data_path={path}", f"--out_dir={tmp_path / 'other'}", "--max_steps=2")
-    assert "exact" in text and "path valid" not in text
+    assert "exact" in text and "path_valid" not in text
     text, _ = two_ranks.communicate(timeout=120)
     assert two_ranks.returncode == 0 and text.count(line) == 1, text

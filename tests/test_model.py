@@ -29,11 +29,10 @@ def batch(n, seed=0, S=4, V=5, N=3):
                 min_halt_steps=torch.zeros(n, dtype=torch.int32))
 
 
-def weights_of(net):
-    weights = dict(net.named_parameters())
-    if net.prefix:
-        weights["puzzle_emb.weights"] = net.puzzle_emb.weights
-    return weights
+def step(net, *args, **settings):
+    """supervision_step with the network's own weights."""
+    prefix = {"puzzle_emb.weights": net.puzzle_emb.weights} if net.prefix else {}
+    return supervision_step(net, dict(net.named_parameters()) | prefix, *args, **settings)
 
 
 @pytest.mark.parametrize("value", [-1e4, -3.0, -1.0, -1e-7, 0.0, 1e-7, 0.5, 1.0, 2.0, 1e4])
@@ -55,13 +54,11 @@ def test_loss_is_the_mean_over_a_sequences_labelled_cells_summed_over_sequences(
     data["labels"][1, 1:] = model.IGNORE_LABEL
     data["labels"][2, :] = model.IGNORE_LABEL
     carry = net.new_carry(3, torch.float32)
-    loss, carry, sums, answer, q_halt = supervision_step(net, weights_of(net), carry, data, 1, loss_type)
+    loss, carry, sums, answer, q_halt = step(net, carry, data, 1, loss_type)
     z = net.H_init.expand(3, net.length, -1), net.L_init.expand(3, net.length, -1)
     _, _, logits, q = net(*z, data["inputs"], data["puzzle_identifiers"])
-    if loss_type.startswith("stable"):
-        p = torch.where(logits < 0, 1 / (1 - logits), logits + 1)
-    else:
-        p = logits.exp()
+    stablemax = torch.where(logits < 0, 1 / (1 - logits), logits + 1)
+    p = stablemax if loss_type.startswith("stable") else logits.exp()
     p = p / p.sum(-1, keepdim=True)
 
     def cell(i, j):
@@ -84,16 +81,14 @@ def test_sequences_halt_and_take_new_data():
         net.q_head.bias[0] = 5.0  # the model always wants to halt
     first["min_halt_steps"] = second["min_halt_steps"] = torch.tensor([0, 2, 3, 0], dtype=torch.int32)
     carry = net.new_carry(4, torch.float32)
-    _, carry, _, _, _ = supervision_step(net, weights_of(net), carry, first, 3)
+    carry = step(net, carry, first, 3)[1]
     assert carry["halted"].tolist() == [True, False, False, True] and carry["steps"].tolist() == [1, 1, 1, 1]
-    _, carry, sums, _, _ = supervision_step(net, weights_of(net), carry, second, 3)
+    _, carry, sums, _, _ = step(net, carry, second, 3)
     assert carry["steps"].tolist() == [1, 2, 2, 1] and carry["halted"].tolist() == [True, True, False, True]
     for i, source in enumerate([second, first, first, second]):
-        assert (carry["inputs"][i] == source["inputs"][i]).all()
-        assert (carry["labels"][i] == source["labels"][i]).all()
+        assert all((carry[name][i] == source[name][i]).all() for name in ("inputs", "labels"))
     assert sums["steps"] == 4  # 1 + 2 + 1 of those that halted
-    _, carry, _, _, _ = supervision_step(net, weights_of(net), net.new_carry(4, torch.float32), first, 3,
-                                         training=False)
+    carry = step(net, net.new_carry(4, torch.float32), first, 3, training=False)[1]
     assert not carry["halted"].any()  # an evaluation goes to the full depth
 
 
@@ -102,14 +97,15 @@ def test_only_the_last_recursion_is_differentiated():
     net, data = tiny(), batch(3)
     g = torch.Generator().manual_seed(0)
     z = torch.randn(3, net.length, 16, generator=g), torch.zeros(3, net.length, 16)
-    _, _, logits, _ = net(*z, data["inputs"], data["puzzle_identifiers"])
-    got = torch.autograd.grad(logits.square().sum(), net.L_level.layers[0].mlp.down_proj.weight)[0]
+    def gradient(z):
+        _, _, logits, _ = net(*z, data["inputs"], data["puzzle_identifiers"])
+        return torch.autograd.grad(logits.square().sum(), net.L_level.layers[0].mlp.down_proj.weight)[0]
+
+    got = gradient(z)
     with torch.no_grad():
         middle = net.recursion(net.embed(data["inputs"], data["puzzle_identifiers"]), *z)
     net.config.H_cycles = 1
-    _, _, logits, _ = net(*middle, data["inputs"], data["puzzle_identifiers"])
-    want = torch.autograd.grad(logits.square().sum(), net.L_level.layers[0].mlp.down_proj.weight)[0]
-    assert torch.equal(got, want)
+    assert torch.equal(got, gradient(middle))
 
 
 def test_bfloat16_embedding_gradient_does_not_stall():
@@ -136,33 +132,19 @@ def test_initial_weights_have_the_stated_deviation_and_cut():
     assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), same.state_dict().values()))
 
 
-@pytest.mark.parametrize("settings", [
-    dict(pos_encodings="x"),
-    dict(mlp_t=False, hidden_size=18, num_heads=4, puzzle_emb_ndim=0),
-    dict(mlp_t=False, pos_encodings="rope", hidden_size=6, num_heads=2, puzzle_emb_ndim=0),
-    dict(puzzle_emb_ndim=64, puzzle_emb_len=1),
-])
-def test_sizes_that_cannot_be_built_raise(settings):
+def test_sizes_that_cannot_be_built_raise():  # the others: test_wrong_input.py
     with pytest.raises(ValueError):
-        tiny(**settings)
+        tiny(pos_encodings="x")
 
 
 @pytest.mark.parametrize("settings, length", [
-    (dict(), 6),
-    (dict(puzzle_emb_ndim=0), 4),
-    (dict(puzzle_emb_ndim=20, puzzle_emb_len=0), 6),
-    (dict(mlp_t=False, pos_encodings="learned"), 6),
-    (dict(mlp_t=False, pos_encodings="none"), 6),
-])
+    (dict(), 6), (dict(puzzle_emb_ndim=0), 4), (dict(puzzle_emb_ndim=20, puzzle_emb_len=0), 6),
+    (dict(mlp_t=False, pos_encodings="learned"), 6), (dict(mlp_t=False, pos_encodings="none"), 6)])
 def test_shapes(settings, length):
-    net, data = tiny(**settings), batch(3)
-    assert net.length == length
-    carry = net.new_carry(3, torch.float32)
-    loss, carry, sums, answer, q = supervision_step(net, weights_of(net), carry, data, 2)
-    assert carry["z_H"].shape == (3, length, 16)
-    assert answer.shape == (3, 4)
-    assert q.shape == (3,)
-    assert loss.isfinite()
+    net = tiny(**settings)
+    loss, carry, sums, answer, q = step(net, net.new_carry(3, torch.float32), batch(3), 2)
+    assert net.length == length and carry["z_H"].shape == (3, length, 16) and loss.isfinite()
+    assert answer.shape == (3, 4) and q.shape == (3,)
 
 
 # Optimizers
@@ -176,11 +158,12 @@ def ours(optimizer, *shape, **betas):
     """The weights after the problem's gradients, by update_weights as train.py calls it."""
     w, gradients = problem(*shape)
     c = SimpleNamespace(optimizer=optimizer, weight_decay=0.5, **betas)
-    shapes, state, vector = {"L_level.w": w.shape}, {}, w.flatten()
+    shapes, vector = {"L_level.w": w.shape}, w.flatten()
+    state = model.optimizer_state(c, shapes, vector)
     for t, g in enumerate(gradients, 1):
         rates = dict(lr=0.03, bias_correction1=1 - c.beta1 ** t, bias_correction2=1 - c.beta2 ** t)
-        rates = {name: torch.tensor([rate]) for name, rate in rates.items()}
-        model.update_weights(c, shapes, vector, g.flatten(), state, rates)
+        model.update_weights(c, shapes, vector, g.flatten(), state,
+                             {name: torch.tensor([rate]) for name, rate in rates.items()})
     return vector.view(w.shape)
 
 
@@ -194,13 +177,10 @@ def theirs(optimizer):
     return w.detach()
 
 
-def test_adamw_equals_torchs():
+def test_adamw_and_muon_equal_torchs():
     want = theirs(lambda p: torch.optim.AdamW(p, lr=0.03, betas=(0.9, 0.95), weight_decay=0.5, eps=1e-8))
     got = ours("adamw", beta1=0.9, beta2=0.95)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
-def test_muon_equals_torchs():
     want = theirs(lambda p: torch.optim.Muon(p, lr=0.03, momentum=0.9, weight_decay=0.5,
                                              adjust_lr_fn="match_rms_adamw"))
     got = ours("muon", beta1=0.9, beta2=0.95)
@@ -232,28 +212,20 @@ def test_sign_sgd_updates_only_the_rows_of_the_batch():
 
 
 def test_learning_rate_schedule():
-    def rate(step, ratio=1.0):
-        return model.learning_rate(1.0, step, 10, 110, ratio)
-
-    assert rate(0) == pytest.approx(0.1)
-    assert rate(8) == pytest.approx(0.9)
-    assert rate(9) == 1
-    assert rate(60) == 1
-    assert rate(109) == 1
-    assert rate(59, 0.1) == pytest.approx(0.55)
-    assert rate(109, 0.1) == pytest.approx(0.1)
-    assert rate(9, 0.0) == pytest.approx(1)
+    for step, ratio, rate in [(0, 1, 0.1), (8, 1, 0.9), (9, 1, 1), (60, 1, 1), (109, 1, 1), (59, 0.1, 0.55),
+                              (109, 0.1, 0.1), (9, 0.0, 1)]:
+        assert model.learning_rate(1.0, step, 10, 110, ratio) == pytest.approx(rate)
 
 
 def test_flops_equal_torchs_count():
     from torch.utils.flop_counter import FlopCounterMode
     for settings in (dict(), dict(mlp_t=False)):
         net, data = tiny(**settings), batch(6)
-        forward, step = net.flops_per_example()
+        forward, with_gradient = net.flops_per_example()
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            supervision_step(net, weights_of(net), net.new_carry(6, torch.float32), data, 2)
+            step(net, net.new_carry(6, torch.float32), data, 2)
         assert counter.get_total_flops() == pytest.approx(6 * forward, rel=0.02)
         with FlopCounterMode(display=False) as counter:
-            loss = supervision_step(net, weights_of(net), net.new_carry(6, torch.float32), data, 2)[0]
+            loss = step(net, net.new_carry(6, torch.float32), data, 2)[0]
             torch.autograd.grad(loss, list(net.parameters()))
-        assert counter.get_total_flops() == pytest.approx(6 * step, rel=0.05)
+        assert counter.get_total_flops() == pytest.approx(6 * with_gradient, rel=0.05)

@@ -1,6 +1,7 @@
 """scripts/play.py: its server, and its page in a real browser (Chromium, as Qt WebEngine)."""
 import functools
 import json
+import math
 import os
 import re
 import shutil
@@ -22,26 +23,9 @@ import play
 import solve
 import torch
 from configurator import UserError
-from test_solve import MODEL, TRAINING, prepare, prepare_exchange, run_train
+from test_solve import folder  # a fixture: the models
 
-import prepare_maze
-import prepare_sudoku
 import puzzles
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """NAME-data/ and NAME/ of models that solve little: 4x4 Sudoku, 6x6 mazes, and 2x3 cells to exchange."""
-    path = tmp_path_factory.mktemp("play")
-    counts = ["--num_train=300", "--num_test=20"]
-    prepare(prepare_sudoku, *counts, "--size=4", "--num_aug=9", f"--output_dir={path / 'sudoku-data'}")
-    prepare(prepare_maze, *counts, "--size=6", "--min_path=6", f"--output_dir={path / 'maze-data'}")
-    prepare_exchange(path / "exchange-data")
-    attention = ["--mlp_t=False", "--pos_encodings=rope"]
-    for name, steps, flags in ("sudoku", 20, []), ("maze", 4, attention), ("exchange", 30, []):
-        run_train(*MODEL, *TRAINING, *flags, f"--max_steps={steps}", f"--data_path={path / name}-data",
-                  f"--out_dir={path / name}", "--eval_final_max_puzzles=1")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +52,17 @@ def connect(server, sent):
     return connection
 
 
+def answer_to(server, sent):
+    with connect(server, sent) as s:
+        return b"".join(iter(lambda: s.recv(65536), b"")).decode()
+
+
 def ask(server, method, path, body=None, **headers):
     """(status, text) of an answer; body: JSON text. A header of None is left out."""
     headers = {"Host": "127.0.0.1:PORT", "Content-Length": None if body is None else len(body)} | headers
     fields = [f"{name}: {value}" for name, value in headers.items() if value is not None]
     request = "\r\n".join([f"{method} {path} HTTP/1.1", *fields, "", body or ""])
-    with connect(server, request.encode()) as s:
-        head, text = b"".join(iter(lambda: s.recv(65536), b"")).decode().split("\r\n\r\n")
+    head, text = answer_to(server, request.encode()).split("\r\n\r\n")
     return int(head.split()[1]), text
 
 
@@ -94,7 +82,7 @@ def ask_to_solve(server, **request):
 def test_run_and_puzzles(server, serve):
     status, run = ask_json(server, "GET", "/api/run")
     assert status == 200 and (run["kind"], run["grid"], run["box"]) == ("sudoku", [4, 4], [2, 2])
-    assert run["puzzles"] == 20 and run["depth"] == 4 and run["training_step"] == 20
+    assert run["puzzles"] == 60 and run["depth"] == 4 and run["training_step"] == 70
     status, puzzle = ask_json(server, "GET", "/api/puzzle?index=7", Host=f"LOCALHOST:{server.server_port}")
     assert status == 200 and re.fullmatch("[.1-4]{16}", puzzle["question"])
     for name, array in (("question", server.game.test.inputs), ("answer", server.game.test.labels)):
@@ -153,9 +141,9 @@ Q = '"question": "................"'
     ("GET /api/solve", None, 405, "takes POST"),
     ("OPTIONS /api/solve", None, 405, ""),
     ("GET /api/puzzle", None, 400, "index"),
-    ("GET /api/puzzle?index=20", None, 400, "index must be a number below 20, not '20'"),
-    ("GET /api/puzzle?index=" + "1" * 5000, None, 400, "below 20"),
-    ("GET /api/puzzle?index=%C2%B2", None, 400, "below 20"),
+    ("GET /api/puzzle?index=60", None, 400, "index must be a number below 60, not '60'"),
+    ("GET /api/puzzle?index=" + "1" * 5000, None, 400, "below 60"),
+    ("GET /api/puzzle?index=%C2%B2", None, 400, "below 60"),
     ("GET /api/puzzle?index=1&index=2", None, 400, "index")])
 def test_wrong_requests_are_refused(server, request_line, body, status, words, monkeypatch):
     monkeypatch.setattr(server.game, "solve", None)
@@ -166,13 +154,13 @@ def test_wrong_requests_are_refused(server, request_line, body, status, words, m
 def test_other_hosts_and_pages_of_other_sites_are_refused(server):
     port = server.server_port
     solving, own = ("POST", "/api/solve", f"{{{Q}}}"), f"http://localhost:{port}"
-    for host in (None, "", "evil.example", "127.0.0.1", f"127.0.0.1:{port}.evil.example", f"0.0.0.0:{port}"):
-        for request in (("GET", "/"), ("GET", "/api/run"), solving):
-            status, answer = ask_json(server, *request, Host=host)
-            assert status == 403 and "Host" in answer["error"]
-    for origin in ("http://evil.example", "null", "", own + "0", own.replace("http", "https")):
-        status, answer = ask_json(server, *solving, Origin=origin)
-        assert status == 403 and "other sites" in answer["error"]
+    hosts = None, "", "evil.example", "127.0.0.1", f"127.0.0.1:{port}.evil.example", f"0.0.0.0:{port}"
+    origins = "http://evil.example", "null", "", own + "0", own.replace("http", "https")
+    for request, headers, word in [
+            *((r, {"Host": h}, "Host") for h in hosts for r in (("GET", "/"), ("GET", "/api/run"), solving)),
+            *((solving, {"Origin": origin}, "other sites") for origin in origins)]:
+        status, answer = ask_json(server, *request, **headers)
+        assert status == 403 and word in answer["error"]
     assert ask(server, *solving, Origin=own)[0] == 200
 
 
@@ -180,15 +168,14 @@ HEAD = b"POST /api/solve HTTP/1.1\r\nHost: 127.0.0.1:PORT\r\n"
 
 
 @pytest.mark.parametrize("sent, status", [
-    (b"nonsense\r\n\r\n", b"Bad request syntax"),
-    (b"GET / HTTP/9.9\r\n\r\n", b"Invalid HTTP version"),  # of an unknown version: without a status line
-    (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"),
-    (HEAD.replace(b"POST /api/solve", b"GET /") + b"Host: 127.0.0.1:PORT\r\n\r\n", b"403")])
+    (b"nonsense\r\n\r\n", "Bad request syntax"),
+    (b"GET / HTTP/9.9\r\n\r\n", "Invalid HTTP version"),  # of an unknown version: without a status line
+    (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", "414"),
+    (HEAD.replace(b"POST /api/solve", b"GET /") + b"Host: 127.0.0.1:PORT\r\n\r\n", "403")])
 def test_malformed_http(server, sent, status):
-    with connect(server, sent) as s:
-        answer = b"".join(iter(lambda: s.recv(65536), b""))
-    assert list(json.loads(answer.split(b"\r\n\r\n")[-1])) == ["error"]
-    assert status in answer.split(b"\r\n")[0]
+    answer = answer_to(server, sent)
+    assert list(json.loads(answer.split("\r\n\r\n")[-1])) == ["error"]
+    assert status in answer.split("\r\n")[0]
 
 
 BODY = b"Content-Length: 80\r\n\r\n{%s, \"steps\": 256, \"copies\": 16}" % Q.encode().ljust(51)
@@ -211,31 +198,52 @@ def test_client_that_leaves(server, monkeypatch, capfd, sent, received):
     assert not server.game.lock.locked()
 
 
-def test_page_fetches_nothing_from_elsewhere(server):
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/", timeout=20) as response:
-        policy, page = response.headers["Content-Security-Policy"], response.read().decode()
-    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
-    assert not re.search(r"""(src|href)=["'](?!data:,)|url\(|@import|innerHTML""", page)
-    assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}
-
-
-def test_command(folder):
-    command = [sys.executable, play.__file__, str(folder / "sudoku"), "--port=0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_command_and_a_page_that_fetches_nothing_from_elsewhere(tmp_path):
+    """It plays the model of models/ with the largest puzzles, and opens the browser."""
+    command = [sys.executable, play.__file__, "--port=0"]
+    env = {**os.environ, "BROWSER": f"sh -c 'echo $0 > {tmp_path}/opened' %s"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     try:
         port = int(re.match(r"http://127\.0\.0\.1:(\d+) ", process.stdout.readline())[1])
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60) as response:
+            policy, page = response.headers["Content-Security-Policy"], response.read().decode()
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/run", timeout=60) as f:
-            assert json.load(f)["puzzles"] == 20
+            run = json.load(f)
+        shipped = [math.prod(task["grid"]) for task in solve.shipped_models().values()]
+        assert math.prod(run["grid"]) == max(shipped) and run["puzzles"] == 100
+        for _ in range(200):
+            if os.path.exists(tmp_path / "opened"):
+                break
+            time.sleep(0.1)
+        assert (tmp_path / "opened").read_text() == f"http://127.0.0.1:{port}\n"
         with pytest.raises(UserError, match="--port=0 takes a free one"):
             play.open_server(None, port)
     finally:
         process.send_signal(signal.SIGINT)
     assert process.wait(20) == 0 and process.stderr.read() == ""
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
+    assert not re.search(r"""(src|href)=["'](?!data:,)|url\(|@import|innerHTML""", page)
+    assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_browser_stays_closed(folder, monkeypatch, capsys):
+    monkeypatch.setattr(play.ThreadingHTTPServer, "serve_forever", lambda server: server.server_close())
+    monkeypatch.setattr(play.threading, "Thread", lambda **options: pytest.fail("it opens the browser"))
+    play.main([str(folder / "sudoku"), "--port=0", "--browser=False"])
+    assert "http://127.0.0.1:" in capsys.readouterr().out
+
+
+def test_model_file_brings_its_puzzles(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the dataset is not
+    own = play.Game(str(folder / "model.pt"), ["--data_path=nowhere"])
+    other = play.Game(str(folder / "sudoku"), [])
+    assert own.describe() | {"path": ""} == other.describe() | {"path": ""}
+    assert [own.test_puzzle(str(i)) for i in range(60)] == [other.test_puzzle(str(i)) for i in range(60)]
 
 
 def test_models_without_their_dataset(folder, tmp_path):
     state = torch.load(folder / "maze/ckpt_00000004.pt", weights_only=True)
-    state.pop("model", None)  # as in an official checkpoint
+    del state["model"], state["task"]  # as in an official checkpoint
     torch.save(state, tmp_path / "any.pt")
     torch.save(state | {"model": {"seq_len": 36, "vocab_size": 6}}, tmp_path / "sized.pt")
     shutil.copytree(folder / "maze-data", tmp_path / "official")
@@ -252,14 +260,11 @@ def test_models_without_their_dataset(folder, tmp_path):
         play.Game(str(tmp_path / "any.pt"), ["--data_path=nowhere"])
 
 
-@pytest.mark.parametrize("argv, words", [
-    ([], "usage"),
-    (["nowhere"], "no such checkpoint"),
-    (["{run}", "--port=70000"], "port must be from 0 to 65535"),
-    (["{run}", "--hidden_size=32"], "these settings need")])
-def test_wrong_arguments(folder, argv, words):
-    with pytest.raises(UserError, match=words):
-        play.main([a.format(run=folder / "sudoku") for a in argv])
+def test_wrong_arguments():
+    for argv, words in ((["a", "b"], "usage"), (["nowhere"], "no such checkpoint"),
+                        (["x", "--port=70000"], "65535")):
+        with pytest.raises(UserError, match=words):
+            play.main(argv)
 
 
 # The page.
@@ -308,6 +313,10 @@ class Browser:
     def until(self, code):
         self.wait(lambda: self.js(code))
 
+    def choose(self, index):
+        self.js(f"choose({index})")
+        self.until(f"index === {index}")
+
     def click(self, selector):
         self.js(f"document.querySelector({json.dumps(selector)}).click()")
 
@@ -355,19 +364,28 @@ def browser(chromium):
     assert chromium.messages == []  # no error in the console
 
 
-def test_page_solves_a_test_puzzle(browser, server):
+@pytest.fixture(scope="module")
+def puzzle(serve):
+    """A test puzzle whose answer after the first step is wrong."""
+    for i in range(1, 60):
+        puzzle = ask_json(serve("sudoku"), "GET", f"/api/puzzle?index={i}")[1]
+        if ask_to_solve(serve("sudoku"), question=puzzle["question"])[1]["answers"][0] != puzzle["answer"]:
+            return puzzle
+
+
+def test_page_solves_a_test_puzzle(browser, server, puzzle):
     browser.load(server)
+    browser.choose(puzzle["index"] - 1)
     browser.click("#next")
-    browser.until("index === 1")
-    puzzle = ask_json(server, "GET", "/api/puzzle?index=1")[1]
+    browser.until(f"index === {puzzle['index']}")
     assert browser.cells() == list(puzzle["question"])
     steps = browser.solve()
     assert len(steps) == browser.count("#curve circle") == 4 and browser.count("#curve polyline.chosen") == 1
     browser.js("$('slider').focus()")
     browser.press("Home", "Right")
-    assert browser.cells() == list(steps[0]["answers"][0])
-    wrong = [i for i, (a, b) in enumerate(zip(steps[0]["answers"][0], puzzle["answer"])) if a != b]
-    assert wrong  # the model is hardly trained
+    first = steps[0]["answers"][0]
+    assert browser.cells() == list(first)
+    wrong = [i for i, (a, b) in enumerate(zip(first, puzzle["answer"])) if a != b]
     assert browser.js("$('status').textContent").startswith(f"Step 1 of 4: {len(wrong)} wrong ✕, ")
     assert wrong == browser.js(
         "[...document.querySelectorAll('#board .cell')].flatMap((el, i) => "
@@ -461,8 +479,9 @@ def test_page_of_another_kind_compares_with_the_known_answer(browser, serve):
     assert not any(step["solved"][0] or step["broken"][0] for step in browser.solve())
 
 
-def test_page_is_readable_in_light_and_dark_and_has_names(browser, server):
+def test_page_is_readable_in_light_and_dark_and_has_names(browser, server, puzzle):
     browser.load(server)
+    browser.choose(puzzle["index"])
     browser.solve()
     browser.js("show(1)")
     colors = ("(style => [style.color, style.backgroundColor].map(color => color.match(/[0-9.]+/g)"

@@ -1,12 +1,11 @@
 """Several replicas: torch_xla on the CPU, where replicas are threads, and processes joined by gloo."""
-# ruff: noqa: F811, fixtures
 import contextlib
 import glob
 import io
 import json
 import os
+import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -15,14 +14,12 @@ import time
 import traceback
 from types import SimpleNamespace
 
+import configurator
 import numpy as np
 import pytest
 import torch
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
-import configurator
-from test_train import command, curve, data, fork  # F401
+from conftest import ROOT
+from test_train import CURRICULUM, begun, command, curve, data, edited_copy, fork
 from test_train import run as run_cpu
 
 import device as devices
@@ -56,7 +53,7 @@ def xla_run(rank, argv, name=""):
 
 
 def xla_step(rank, folder, argv):
-    """The first step's gradient and its program, from each replica."""
+    """The gradient of a step at the full depth and its program, from each replica."""
     import torch_xla.core.xla_builder as xb
     build, programs = xb.computation_from_module_proto, []
     c = configurator.configure(train.__file__, argv)
@@ -64,7 +61,8 @@ def xla_step(rank, folder, argv):
     run = train.Run(train.new_model(c, seq_len=16, vocab_size=6), c, device)
     device.xb = SimpleNamespace(**vars(xb))
     device.xb.computation_from_module_proto = lambda *args: programs.append(build(*args)) or programs[0]
-    run.train_program(run.state, train.make_inputs(run, dataset, 0, 30))
+    inputs = train.make_inputs(run, dataset, 0, 30)
+    run.train_program(run.state, inputs, list(train.stages(c, 64.0).values())[-1])
     np.savez(os.path.join(folder, f"{rank}.npz"), text=xb.get_computation_hlo(programs[0]),
              gradient=run.state["optimizer"]["m"].cpu().numpy() / (1 - c.beta1))
 
@@ -107,6 +105,10 @@ def work(world):
         pjrt._run_thread_per_device(0, 1, replica, pjrt.initialize_multiprocess)
 
 
+def xla_environment(world):
+    return {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(world)}
+
+
 @pytest.fixture(scope="module")
 def replicas():
     """A function (world, name, arguments) that lets a process with so many replicas call a function."""
@@ -114,10 +116,10 @@ def replicas():
 
     def call(world, name, *args):
         if world not in started:
-            env = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(world), "XLA_THREAD_POOL_SIZE": "16"}
+            env = xla_environment(world) | {"XLA_THREAD_POOL_SIZE": "16", "PYTHONPATH": ROOT}
             env |= {"XLA_FLAGS": ""} if world == 1 else {}  # programs as users compile them
             started[world] = subprocess.Popen([sys.executable, __file__, str(world)], stdin=subprocess.PIPE,
-                                              stdout=subprocess.PIPE, text=True, env={**os.environ, **env})
+                                              stdout=subprocess.PIPE, text=True, env=env)
         print(json.dumps([name, args]), file=started[world].stdin, flush=True)
         reply = started[world].stdout.readline()
         assert reply, f"{world} replicas ended in {name}{args}; see stderr"
@@ -198,12 +200,12 @@ def test_puzzles_leave_an_evaluation_early_on_any_number_of_replicas(data, repli
     for world in (1, 4):
         text = run_cpu(data, tmp_path, *SHALLOW, *flags) if world == 1 else replicas(
             4, "xla_run", flags_of(data, tmp_path, *again, "--micro_batch_size=2"))
-        assert 2 < float(text.split("40 test puzzles at ")[1].split()[0]) < 9, text
+        assert 2 < float(re.search(r"evaluation: .* steps (\S+)", text)[1]) < 9, text
         found[world] = saved_answers(tmp_path, 120)
         assert list(found[world]["indices"]) == list(range(40))
     assert (found[1]["preds"] != found[4]["preds"]).any(1).sum() <= 4  # where rounding repeats an answer
     few = replicas(4, "xla_run", flags_of(data, tmp_path, *again, "--eval_final_max_puzzles=2"))
-    assert "2 test puzzles at" in few  # two ranks have none
+    assert "puzzles 2\n" in few  # two ranks have none
 
 
 @pytest.mark.xla
@@ -220,22 +222,17 @@ def test_a_run_on_four_continues_on_one_and_on_four(data, four, replicas, tmp_pa
 
 # The real command: its processes, signals and exit codes.
 
-def start(world, data, out, *flags, script="train.py"):
-    argv = [sys.executable, os.path.join(ROOT, script), *flags_of(data, out, "--device=xla", *flags)]
-    env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(world)}
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+def xla_command(data, out, *flags, script=train.__file__):
+    return [sys.executable, script, *flags_of(data, out, "--device=xla", *flags)]
 
 
 @pytest.mark.xla
 def test_sigterm_stops_all(data, tmp_path):
-    process = start(2, data, tmp_path, "--max_steps=100000", "--checkpoint_interval=0", "--eval_interval=0")
-    for line in process.stdout:
-        if line.startswith("step 12/"):
-            process.send_signal(signal.SIGTERM)
-            break
-    began = time.time()
-    text = process.stdout.read()
-    assert process.wait(30) == 3 and time.time() - began < 30, text
+    argv = xla_command(data, tmp_path, "--max_steps=100000", "--checkpoint_interval=0", "--eval_interval=0")
+    with begun(argv, "step 12/", env=xla_environment(2)) as process:
+        process.terminate()
+        text = process.communicate(timeout=30)[0]
+    assert process.returncode == 3, text
     step = int(os.path.basename(train.checkpoint_paths(str(tmp_path))[0])[5:-3])
     assert f"stopped at step {step}" in text and list(curve(tmp_path)) == list(range(1, step + 1))
     assert "to continue: the same command with --init_from=resume" in text
@@ -244,26 +241,22 @@ def test_sigterm_stops_all(data, tmp_path):
 @pytest.mark.xla
 def test_wrong_input_ends_all_replicas_with_one_line(data, four):
     """An error that only rank 0 sees: out_dir holds a run."""
-    process = start(2, data, four, "--max_steps=30")
-    text = process.communicate(timeout=300)[0]
-    assert process.returncode == 2 and "Traceback" not in text
-    assert f"train.py: {four} holds a run" in text.splitlines()[-1]
+    done = subprocess.run(xla_command(data, four, "--max_steps=30"), env=xla_environment(2), timeout=300,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stdout
+    assert f"train.py: {four} holds a run" in done.stdout.splitlines()[-1]
 
 
 @pytest.mark.xla
 def test_a_replica_that_breaks_ends_the_run(data, tmp_path):
     """Rank 0 fails to load a batch: the other must not wait for it forever."""
-    for path in glob.glob(os.path.join(ROOT, "*.py")):
-        shutil.copy(path, tmp_path)
-    source = (tmp_path / "train.py").read_text()
     line = "    c, device = run.c, run.device\n    batch = "
-    assert source.count(line) == 1
     broken = line.replace("    batch", "    if (device.rank, step) == (0, 3):\n"
                           "        raise ValueError('broken on purpose')\n    batch")
-    (tmp_path / "train.py").write_text(source.replace(line, broken))
-    process = start(2, data, tmp_path / "run", "--max_steps=100000", script=tmp_path / "train.py")
-    text = process.communicate(timeout=60)[0]
-    assert process.returncode == 1 and "broken on purpose" in text and "a replica died" in text
+    script = edited_copy(tmp_path / "code", "train.py", line, broken)
+    with begun(xla_command(data, tmp_path, "--max_steps=100000", script=script), env=xla_environment(2)) as p:
+        text = p.communicate(timeout=60)[0]
+    assert p.returncode == 1 and "broken on purpose" in text and "a replica died" in text
 
 
 # The program of a step.
@@ -281,6 +274,23 @@ def test_a_step_has_one_all_reduce_and_a_gradient_that_does_not_depend_on_the_sp
         want = got if want is None else want
         # more replicas mean smaller shapes, whose products XLA sums in another order
         assert np.linalg.norm(got - want) < (1e-6 if world == 1 else 3e-6) * np.linalg.norm(want)
+
+
+@pytest.mark.xla
+def test_a_curriculum_is_a_program_a_stage_and_ends_in_that_of_a_run_without(data, replicas, tmp_path):
+    """The curve is the CPU's."""
+    flags = [*CURRICULUM, "--curriculum_epochs=6", "--max_steps=32", "--log_interval=5", "--eval_interval=0"]
+    replicas(4, "xla_run", flags_of(data, tmp_path / "xla", *flags))
+    run_cpu(data, tmp_path / "cpu", *SHALLOW, *flags)
+    compiles = curve(tmp_path / "xla", "xla/compiles")
+    assert [compiles[step] - compiles[5] for step in compiles] == [0] * 3 + [1] * 3 + [2] * 3, compiles
+    assert curve(tmp_path / "xla") == pytest.approx(curve(tmp_path / "cpu"), rel=1e-3)
+    assert set(curve(tmp_path / "xla", "xla/fallbacks").values()) == {0}
+    texts = []
+    for own in (CURRICULUM + ["--curriculum_epochs=1"], ["--H_cycles=2", "--L_cycles=3"], []):
+        replicas(1, "xla_step", str(tmp_path), flags_of(data, tmp_path, *own))
+        texts.append(str(np.load(tmp_path / "0.npz")["text"]))
+    assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("xla", marks=pytest.mark.xla)])
@@ -348,9 +358,8 @@ def test_a_stop_of_one_rank_in_an_evaluation_stops_all(data, two):
     assert any("parameters" in line for line in ranks[0].stdout)
     time.sleep(1)
     ranks[1].terminate()
-    began = time.time()
-    texts = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [3, 3] and time.time() - began < 40, texts
+    texts = [rank.communicate(timeout=40)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [3, 3], texts
     assert "evaluation stopped; the same command starts it again" in texts[0]
 
 
@@ -369,8 +378,15 @@ def test_ranks_that_differ_are_named(changed, error, words):
         train.check_same([facts(), facts(), facts(host=1, **changed)])
 
 
-def test_the_ranks_compare_every_imported_file_of_the_folder(tmp_path, monkeypatch):
-    assert {"train.py", "model.py", "data.py", "configurator.py"} <= train.imported_files().keys()
+def test_what_the_ranks_compare(data, tmp_path, monkeypatch):
+    """The dataset's content, the settings, and every imported file of the folder."""
+    gathered = []
+    monkeypatch.setattr(train, "all_gather", lambda device, value: gathered.append(value) or [value])
+    run_cpu(data, tmp_path, "--max_steps=1", "--eval_final_max_puzzles=1")
+    files = train.imported_files()
+    assert gathered[0].code == files and gathered[0].settings.items() > {("lr", 2e-3), ("max_steps", 1)}
+    assert gathered[0].dataset == {"data_path": train.Dataset(data, "train").sha256}
+    assert {"train.py", "model.py", "data.py", "configurator.py"} <= files.keys()
     monkeypatch.setattr(train, "__file__", str(tmp_path / "train.py"))
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "train.py").touch()

@@ -58,11 +58,6 @@ def run(*argv):
     report.command(lambda: report.main(list(map(str, argv))), report.__file__)
 
 
-def run_process(*argv, **env):
-    return subprocess.run([sys.executable, report.__file__, *map(str, argv)], capture_output=True, text=True,
-                          timeout=200, env={**os.environ, **env})
-
-
 def rows(text, group):
     """The table of a group: {setting: {column: text}}."""
     section = text.split(f"## {group}")[1].split("\n## ")[0]
@@ -86,12 +81,10 @@ def test_fit_recovers_a_known_law_within_its_stated_error():
     assert 0.55 < np.mean(within) < 0.8  # one standard error: 68% of a normal distribution
 
 
-@pytest.mark.parametrize("x, y, reason", [
-    ([1, 1, 2, 4], [10, 11, 20, 25], "3 sizes"),
-    ([1, 2, 4, 8], [40, 30, 20, 10], "does not rise"),
-    ([1, 2, 4, 8], [10, 20, 30, 40.5], "does not rise")])
-def test_no_fit_where_the_points_do_not_allow_one(x, y, reason):
-    assert reason in report.fit_power_law(x, y)
+def test_no_fit_where_the_points_do_not_allow_one():
+    assert "3 sizes" in report.fit_power_law([1, 1, 2, 4], [10, 11, 20, 25])
+    for y in [40, 30, 20, 10], [10, 20, 30, 40.5]:
+        assert "does not rise" in report.fit_power_law([1, 2, 4, 8], y)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +101,8 @@ def study(tmp_path_factory):
     os.makedirs(folder / "configs")
     for name in [f"exp01_{size}" for size in EXP01] + ["exp04a_100", "exp04a_250", "exp04a_2000", "exp07a"]:
         (folder / f"configs/{name}.py").touch()
-    done = run_process(folder / "runs", f"--out_dir={folder / 'out'}", f"--configs={folder / 'configs'}")
+    argv = [folder / "runs", f"--out_dir={folder / 'out'}", f"--configs={folder / 'configs'}"]
+    done = subprocess.run([sys.executable, report.__file__, *argv], capture_output=True, text=True)
     assert done.returncode == 0 and "10 complete runs of 11" in done.stdout, done.stderr
     return folder, (folder / "out/report.md").read_text()
 
@@ -205,6 +199,7 @@ def test_runs_that_repeat_a_setting_are_its_seeds_in_every_group(tmp_path):
 
 @pytest.mark.parametrize("path, found, instead, problem", [
     ("metrics.jsonl", '"step": 4000, "train.*}\n', '"step": 4000, "tra', ""),  # the next line is glued to it
+    ("metrics.jsonl", '.*"step": 4000, "train.*}\n', "\0\0\0\0\n", ""),  # no text in any encoding
     ("metrics.jsonl", '"train/loss": [\\d.]+', '"train/loss": "x"', ""),
     ("log.txt", "of 1,000 puzzles", "of 0 puzzles", ""),
     ("metrics.jsonl", '"final".*}', '"final": true}', "its final line in metrics.jsonl has no accuracy"),
@@ -224,17 +219,14 @@ def test_damage_costs_at_most_the_run_that_has_it(tmp_path, capsys, path, found,
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["nowhere"], "nowhere: no run"),
-    (["--targt=80"], "the closest is target")])
-def test_wrong_input_is_an_error_of_one_line(tmp_path, capsys, argv, words):
-    with pytest.raises(SystemExit, match="2"):
-        run(*argv, f"--out_dir={tmp_path / 'out'}")
-    output = capsys.readouterr().err
-    assert output.startswith("report.py: ") and words in output and output.count("\n") == 1
-
-
-@pytest.mark.parametrize("package", ["matplotlib", "scipy"])
-def test_without_a_package_the_error_says_how_to_install_it(study, tmp_path, package):
-    (tmp_path / f"{package}.py").write_text("raise ImportError('not installed')")
-    done = run_process(study[0] / "runs", f"--out_dir={tmp_path / 'out'}", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 2 and f"pip install {package}" in done.stderr and done.stderr.count("\n") == 1
+    ("nowhere", "nowhere: no run"), ("--targt=80", "the closest is target"),
+    ("without matplotlib", "pip install matplotlib"), ("without scipy", "pip install scipy")])
+def test_wrong_input_is_an_error_of_one_line(study, tmp_path, argv, words):
+    if argv.startswith("without "):
+        (tmp_path / f"{argv.split()[1]}.py").write_text("raise ImportError('not installed')")
+        argv = study[0] / "runs"
+    command = [sys.executable, report.__file__, argv, f"--out_dir={tmp_path / 'out'}"]
+    done = subprocess.run(command, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("report.py: ") and words in done.stderr

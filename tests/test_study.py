@@ -25,7 +25,7 @@ PUZZLES = {"exp04a_100": 100, "exp04a_250": 250, "exp04a_500": 500, "exp04a_2000
 COPIES = {"exp04b_0010": 10, "exp04b_0100": 100, "exp04b_0500": 500, "exp04b_2000": 2000}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def settings(path):
     return configurator.configure(train.__file__, [path])
 
@@ -117,7 +117,6 @@ def test_a_run_changes_what_the_table_says_and_nothing_else(file):
     c = settings(FILES[file])
     own = dict(wandb_log=True, wandb_project=project, wandb_run_name=name, out_dir=f"out/study/{name}")
     assert vars(c) == vars(settings(BASELINE)) | changes | own
-    train.check_settings(c)
     with open(FILES[file], encoding="utf-8") as f:
         first, second, *rest = f.read().splitlines()
     assert first == 'run("../baseline.py")' and second.startswith("# ")

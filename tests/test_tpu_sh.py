@@ -92,12 +92,15 @@ class SimulatedTraining(Cloud):
         killer = threading.Timer(60, keep.kill)  # a keep that hangs must not hang the test
         killer.daemon = True
         killer.start()
+        self.read_until(words, keep)
+        return keep
+
+    def read_until(self, words, keep):
         text = ""
         while words not in text:
             line = keep.stderr.readline()
             assert line, text
             text += line
-        return keep
 
     def wait_for(self, words):
         """Waits until status prints them for both hosts."""
@@ -106,6 +109,11 @@ class SimulatedTraining(Cloud):
             if text.count(words) == 2:
                 return text
         raise AssertionError(text)
+
+    def stop(self, keep):
+        """tpu.sh stop, at which keep ends."""
+        assert self.tpu("stop").returncode == 0
+        assert "stopped on request" in keep.communicate(timeout=30)[1] and keep.returncode == 3
 
     def plan(self, *fates):
         (self.cloud / "plan").write_text("\n".join(fates) + "\n")
@@ -191,21 +199,15 @@ def test_restarts_after_preemption(cloud):
     assert {"train.py", "config/baseline.py", "scripts/tpu.sh"} <= pushed and "data/large.npy" not in pushed
 
 
-def test_wrong_input_ends_keep(cloud):
-    cloud.plan("wrong", "complete")
+def test_wrong_input_ends_keep_and_failures_without_a_new_checkpoint(cloud):
+    cloud.plan("wrong", "failed", "checkpoint, failed", "failed", "complete")
     result = cloud.tpu("keep", *RUN)
     assert result.returncode == 2 and "lr must be above 0" in result.stdout and "wrong input" in result.stderr
     assert len(cloud.trained()) == 1
-    assert cloud.tpu("keep", *RUN).returncode == 0  # the user has corrected it
-    assert len(cloud.trained()) == 2
-
-
-def test_gives_up_without_a_new_checkpoint(cloud):
-    cloud.plan("failed", "checkpoint, failed", "failed", "complete")
-    result = cloud.tpu("keep", *RUN, "--init_from=start.pt", MAX_FAILURES="2")
+    result = cloud.tpu("keep", *RUN, "--init_from=start.pt", MAX_FAILURES="2")  # the user has corrected it
     assert result.returncode == 1 and "giving up" in result.stderr and "loss not finite" in result.stdout
     # The checkpoint of the second gave two more attempts.
-    assert cloud.trained() == [f"TPU -u {' '.join(RUN)} --init_from=start.pt"] * 3
+    assert cloud.trained()[1:] == [f"TPU -u {' '.join(RUN)} --init_from=start.pt"] * 3
     # Host 0 had waited for host 1.
     assert "stopped at step 11" in (cloud.home(0) / "trm/run/output.txt").read_text()
 
@@ -241,31 +243,22 @@ def test_complete_is_what_every_host_must_say(cloud):
 
 
 def test_broken_ssh_does_not_cost_a_slice_that_trains(cloud):
+    """Neither one that hangs, nor one that fails while checkpoints come or the bucket does not answer."""
     cloud.plan("running")
-    bucket = cloud.cloud / "bucket"
+    bucket, hang, no_ssh = (cloud.cloud / name for name in ("bucket", "hang", "no_ssh"))
     bucket.write_text("gs://bucket/runs/x/ckpt_00000000.json\n")
-    keep = cloud.start_keep("run: running")
-    (cloud.cloud / "no_ssh").touch()
-    for listing in ("gs://bucket/runs/x/ckpt_00000001.json\n", ""):  # a new one; the bucket does not answer
-        bucket.write_text(listing)
-        while "checkpoints: waiting" not in (line := keep.stderr.readline()):
-            assert line
-    (cloud.cloud / "no_ssh").unlink()
-    assert cloud.tpu("stop").returncode == 0
-    assert "stopped on request" in keep.communicate(timeout=30)[1] and keep.returncode == 3
-    assert not cloud.calls("queued-resources delete")
-
-
-def test_a_host_whose_ssh_hangs_is_silent(cloud):
-    cloud.plan("running")
     keep = cloud.start_keep("run: running", TIMEOUT="2")
-    (cloud.cloud / "hang").write_text("0")
-    for line in keep.stderr:
-        if "run: silent" in line:
-            break
-    (cloud.cloud / "hang").unlink()
-    assert cloud.tpu("stop").returncode == 0
-    assert "stopped on request" in keep.communicate(timeout=20)[1] and keep.returncode == 3
+    hang.write_text("0")
+    cloud.read_until("run: silent", keep)
+    hang.unlink()
+    cloud.read_until("run: running", keep)
+    no_ssh.touch()
+    for listing in ("gs://bucket/runs/x/ckpt_00000001.json\n", ""):
+        bucket.write_text(listing)
+        cloud.read_until("checkpoints: waiting", keep)
+    no_ssh.unlink()
+    cloud.stop(keep)
+    assert not cloud.calls("queued-resources delete")
 
 
 def test_an_unknown_state_that_stays_is_a_failure(cloud):
@@ -288,32 +281,38 @@ def test_a_stop_holds_until_a_later_keep(cloud):
     assert "stopped on request" in keep.communicate(timeout=20)[1] and keep.returncode == 3
     assert not (cloud.cloud / "trained0").exists()
     time.sleep(1)  # a command in the second of the stop would be stopped too
-    keep = cloud.start_keep("the run failed (1 of 3", POLL="3")
-    assert cloud.tpu("stop").returncode == 0  # before the next attempt
-    assert "stopped on request" in keep.communicate(timeout=20)[1] and keep.returncode == 3
+    cloud.stop(cloud.start_keep("the run failed (1 of 3", POLL="3"))  # before the next attempt
     assert len(cloud.trained()) == 1
 
 
 def test_a_second_command_waits_for_the_first_request(cloud):
     (cloud.cloud / "no_capacity").touch()
-    first = cloud.start("run", *RUN)
-    assert "slice: NONE" in first.stderr.readline()
-    assert "slice: WAITING_FOR_RESOURCES" in first.stderr.readline()
-    first.kill()
-    first.communicate()
-    second = cloud.start("run", *RUN)
-    assert "slice: WAITING_FOR_RESOURCES" in second.stderr.readline()
+    for number in ("first", "second"):
+        run = cloud.start("run", *RUN)
+        assert number == "second" or "slice: NONE" in run.stderr.readline()
+        assert "slice: WAITING_FOR_RESOURCES" in run.stderr.readline()
+        if number == "first":
+            run.kill()
+            run.communicate()
     cloud.plan("complete")
     (cloud.cloud / "no_capacity").unlink()
-    assert "slice: READY" in second.communicate(timeout=20)[1] and second.returncode == 0
+    assert "slice: READY" in run.communicate(timeout=20)[1] and run.returncode == 0
     cloud.wait_for(": complete, python train.py")
     assert len(cloud.calls("create")) == 1
 
 
-def test_a_missing_login_ends_with_gclouds_error(cloud):
+def test_a_missing_login_ends_with_gclouds_error_and_network_trouble_does_not(cloud):
+    """gcloud reports a name server that does not answer as a problem with the login."""
+    trouble = cloud.cloud / "logged_out"
+    trouble.write_text("ERROR: There was a problem refreshing your current auth tokens: Unable to find the "
+                       "server at google; gcloud auth login")
+    assert cloud.tpu("status").returncode == 1
     cloud.plan("running")
-    keep = cloud.start_keep("run: running")
-    (cloud.cloud / "logged_out").touch()
+    keep = cloud.start_keep("Unable to find the server")
+    cloud.read_until("slice: NO_ANSWER", keep)
+    trouble.unlink()
+    cloud.read_until("run: running", keep)
+    trouble.touch()
     assert "Reauthentication failed" in keep.communicate(timeout=20)[1] and keep.returncode == 2
     for args in (["keep", *RUN], ["status"]):
         result = cloud.tpu(*args)
@@ -321,37 +320,19 @@ def test_a_missing_login_ends_with_gclouds_error(cloud):
         [line] = result.stderr.splitlines()
         assert line.startswith("tpu.sh: ERROR: (gcloud.compute.tpus.")
         assert line.endswith("Reauthentication failed. cannot prompt during non-interactive execution.")
-    (cloud.cloud / "logged_out").unlink()
-
-
-def test_network_trouble_does_not_end_keep(cloud):
-    """gcloud reports a name server that does not answer as a problem with the login."""
-    message = "There was a problem refreshing your current auth tokens: Unable to find the server at google"
-    gcloud = cloud.cloud / "bin/gcloud"
-    gcloud.rename(cloud.cloud / "online")
-    write_program(gcloud, f"echo 'ERROR: {message}' 'gcloud auth login' >&2; exit 1")
-    assert cloud.tpu("status").returncode == 1
-    cloud.plan("complete")
-    keep = cloud.start("keep", *RUN)
-    assert "Unable to find the server" in keep.stderr.readline()
-    assert "slice: NO_ANSWER" in keep.stderr.readline()
-    (cloud.cloud / "online").rename(gcloud)
-    assert "complete" in keep.communicate(timeout=20)[1] and keep.returncode == 0
+    trouble.unlink()
 
 
 def test_requirements_are_installed_once(cloud):
+    """Those of TPU hosts are the CPU build of the same versions."""
     cloud.plan(*["complete"] * 3)
     for i, requirements in enumerate(("", "", "numpy\n")):
         (cloud.project / "requirements.txt").write_text(requirements)
         text = cloud.start_run()
-        for host in (0, 1):
-            assert (f"t1v-n-0-w-{host}: installing the requirements" in text) == (i != 1)
+        assert text.count(": installing the requirements") == (0 if i == 1 else 2)
         cloud.wait_for(": complete, python train.py")
     installed = (cloud.cloud / "pip").read_text().splitlines()
     assert installed == ["install --quiet --no-cache-dir -r requirements-tpu.txt"] * 4
-
-
-def test_tpu_hosts_install_the_cpu_build_of_the_same_versions():
     lines = (ROOT / "requirements-tpu.txt").read_text().splitlines()
     wanted = dict(line.split()[0].split("==") for line in lines if "==" in line)
     others = (ROOT / "requirements.txt").read_text().splitlines()
@@ -384,9 +365,7 @@ def test_step_by_step(cloud):
     result = cloud.tpu("ssh", "echo", "$HOST", "a b")
     assert sorted(result.stdout.splitlines()) == ["0 a b", "1 a b"] and result.returncode == 0
     assert cloud.tpu("ssh", "exit 5").returncode == 5
-    keep = cloud.start_keep("run: running")
-    assert cloud.tpu("stop").returncode == 0
-    assert "stopped on request" in keep.communicate(timeout=20)[1] and keep.returncode == 3
+    cloud.stop(cloud.start_keep("run: running"))
     assert cloud.tpu("delete").returncode == 0
     assert "slice: NONE" in cloud.tpu("status").stdout
 

@@ -1,6 +1,6 @@
 """train.py as people run it, at tiny sizes: logs, checkpoints, resume, exports, and what forks change."""
 import contextlib
-import hashlib
+import glob
 import io
 import json
 import os
@@ -11,14 +11,12 @@ import sys
 import types
 from unittest import mock
 
+import configurator
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from torch.utils._pytree import tree_flatten
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
-import configurator
 
 import model as models
 import prepare_sudoku
@@ -27,6 +25,9 @@ import train
 TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2",
         "--L_cycles=2", "--halt_max_steps=4", "--forward_dtype=float32", "--global_batch_size=16",
         "--lr=2e-3", "--lr_warmup_steps=5", "--log_interval=5", "--eval_interval=0"]
+CURRICULUM = ["--H_cycles=2", "--L_cycles=3", "--H_cycles_start=1", "--L_cycles_start=1", "--lr=5e-4",
+              "--halt_exploration_prob=0.9", "--halt_exploration_prob_end=0.1"]
+DATA = ["--source=generate", "--size=4", "--num_train=64", "--num_test=40", "--num_aug=5"]  # of the fixture
 # The run of the fixture whole.
 WHOLE = ["--max_steps=40", "--checkpoint_interval=10", "--keep_last_n=9", "--eval_interval=4",
          "--eval_max_puzzles=20"]
@@ -54,6 +55,21 @@ def run(data, out, *flags, code=0, code_of=train, **env):
     return printed.getvalue()
 
 
+@contextlib.contextmanager
+def begun(argv, until="training from", **options):
+    """The process of a command that has printed `until`. It is killed at the end."""
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+    try:
+        text = ""
+        while until not in text:
+            text = process.stdout.readline()
+            assert text, "it ended"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
 def fork(**edits):
     """train.py after edits of the source: {"train", "model" or "device": [(text, its replacement)]}."""
     with mock.patch.dict(sys.modules):
@@ -68,6 +84,17 @@ def fork(**edits):
             module.__file__ = path
             exec(compile(source, path, "exec"), vars(module))
     return module
+
+
+def edited_copy(folder, name, old, new):
+    """The path of train.py in a copy of the scripts, where a file has new instead of old."""
+    folder.mkdir()
+    for path in glob.glob(os.path.join(ROOT, "*.py")):
+        shutil.copy(path, folder)
+    source = (folder / name).read_text()
+    assert source.count(old) == 1
+    (folder / name).write_text(source.replace(old, new))
+    return str(folder / "train.py")
 
 
 def lines(out):
@@ -93,8 +120,7 @@ def same(a, b):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("data") / "sudoku-4x4")
-    flags = ["--source=generate", "--size=4", "--num_train=64", "--num_test=40", "--num_aug=5"]
-    prepare_sudoku.main(configurator.configure(prepare_sudoku.__file__, [*flags, f"--output_dir={path}"]))
+    prepare_sudoku.main(configurator.configure(prepare_sudoku.__file__, [*DATA, f"--output_dir={path}"]))
     return path
 
 
@@ -124,7 +150,7 @@ def test_a_run_logs_evaluates_and_saves(whole):
     best = json.load(open(os.path.join(out, "best.json")))["metrics"]["eval/exact_accuracy"]
     assert best == max(line["eval/exact_accuracy"] for line in evaluations[:2])
     # the two losses are apart: their sum rises while accuracy improves
-    shown = re.findall(r"step (\d+)/40 \| lm_loss (\S+) q_halt_loss (\S+) .*examples/s.* eta ", text)
+    shown = re.findall(r"step (\d+)/40 \| .*lm_loss (\S+) q_halt_loss (\S+) .*examples/s.* eta ", text)
     for step, *losses in shown:
         for name, loss in zip(("lm_loss", "q_halt_loss"), losses):
             assert loss == f"{curve(out, 'train/' + name)[int(step)]:.4f}"
@@ -132,11 +158,15 @@ def test_a_run_logs_evaluates_and_saves(whole):
     assert open(os.path.join(out, "log.txt")).read().strip() in text
 
 
-def test_old_checkpoints_are_deleted(data, whole, tmp_path):
+@pytest.fixture
+def out(whole, tmp_path):
+    """A copy of the folder of `whole`."""
+    return str(shutil.copytree(whole[0], tmp_path / "copy"))
+
+
+def test_old_checkpoints_are_deleted(data, out):
     """Only complete ones count, and none after that which a resume found damaged."""
-    out = tmp_path / "run"
-    shutil.copytree(whole[0], out)
-    os.remove(out / "ckpt_00000040.json")
+    os.remove(f"{out}/ckpt_00000040.json")
     run(data, out, "--max_steps=39", "--checkpoint_interval=3", "--keep_last_n=2", "--init_from=resume")
     assert sorted(name for name in os.listdir(out) if name.startswith("ckpt") and name < "ckpt_00000040") == [
         "ckpt_00000036.json", "ckpt_00000036.pt", "ckpt_00000039.json", "ckpt_00000039.pt"]
@@ -144,12 +174,14 @@ def test_old_checkpoints_are_deleted(data, whole, tmp_path):
 
 # A fork's optimizer that keeps more than moments.
 GRAM = [("    else:\n        raise ValueError", """    elif c.optimizer == "gram":
-        moments(state, w, "m")[0].lerp_(g, 0.1)
-        state.setdefault("gram", torch.zeros(3, 5)).add_(g[:15].view(3, 5))
-        state.setdefault("count", torch.zeros((), dtype=torch.int64)).add_(1)
+        state["m"].lerp_(g, 0.1)
+        state["gram"].add_(g[:15].view(3, 5))
+        state["count"] += 1
         w.sub_(rates["lr"] * torch.sign(state["m"]) * (1 + state["count"] / 9 + state["gram"].sum().tanh()))
     else:
-        raise ValueError""")]
+        raise ValueError"""), ("    return {name: torch.zeros_like(w)", """    if c.optimizer == "gram":
+        return dict(m=torch.zeros_like(w), gram=torch.ones(3, 5), count=torch.zeros(()))
+    return {name: torch.zeros_like(w)""")]
 CHOICE = [('"lion", "muon")', '"lion", "muon", "gram")')]
 RESUMES = {
     "": [],
@@ -165,6 +197,8 @@ RESUMES = {
     "softmax": ["--loss_type=softmax_cross_entropy"],
     "bfloat16": ["--forward_dtype=bfloat16"],
     "float16": ["--forward_dtype=float16", "--H_cycles=1", "--L_cycles=1", "--eval_interval=0"],  # slow here
+    "in a curriculum's second stage": [*CURRICULUM, "--curriculum_epochs=10", "--eval_interval=0"],
+    "at the border of stages": [*CURRICULUM, "--curriculum_epochs=15", "--eval_interval=8"],
     "a fork's optimizer": ["--optimizer=gram", "--lr=1e-3"],
 }
 
@@ -178,12 +212,11 @@ def test_a_resume_equals_no_interruption(data, whole, tmp_path, case):
         run(data, source, *flags, code_of=code_of)
         assert curve(source)[40] < curve(source)[5]
     shutil.copytree(source, out)
-    for name in ("ckpt_00000040.pt", "ckpt_00000040.json"):
-        os.remove(os.path.join(out, name))
+    for path in glob.glob(f"{out}/ckpt_00000040.*"):
+        os.remove(path)
     newest, init_from = os.path.join(out, "ckpt_00000030.pt"), "resume"
     if case == "newest truncated":
-        with open(newest, "r+b") as f:
-            f.truncate(os.path.getsize(newest) // 2)
+        os.truncate(newest, os.path.getsize(newest) // 2)
     if case == "newest without json":
         os.remove(newest[:-3] + ".json")
     if case == "half a line of metrics":
@@ -195,22 +228,20 @@ def test_a_resume_equals_no_interruption(data, whole, tmp_path, case):
             os.remove(os.path.join(out, name))
     text = run(data, out, *flags, f"--init_from={init_from}", code_of=code_of)
     if case.startswith("newest"):
-        assert f"skipped {newest}" in text and "resuming from " + newest.replace("30", "20") in text
+        assert f"skipped {newest}" in text and "resuming from " + newest.replace("30.pt", "20.pt") in text
     if case == "killed in the first checkpoint":
-        assert f"skipped {newest.replace('30', '10')}" in text and "training from step 0 to" in text
+        assert f"skipped {newest.replace('30.pt', '10.pt')}" in text and "training from step 0 to" in text
     assert same(last_weights(out), last_weights(source))
     assert curve(out) == curve(source) and curve(out, "eval/loss") == curve(source, "eval/loss")
 
 
-def test_a_resume_names_changed_settings_and_refuses_another_optimizer(data, whole, tmp_path):
-    out = tmp_path / "run"
-    shutil.copytree(whole[0], out)
-    path = out / "ckpt_00000040"
+def test_a_resume_names_changed_settings_and_refuses_another_optimizer(data, out):
+    path = os.path.join(out, "ckpt_00000040")
     state = torch.load(f"{path}.pt", weights_only=True)
     state["settings"]["best_metric"] = "exact_accuracy"
     torch.save(state, f"{path}.pt")
-    sha256 = hashlib.sha256(open(f"{path}.pt", "rb").read()).hexdigest()
-    json.dump(dict(sha256=sha256), open(f"{path}.json", "w"))
+    with open(f"{path}.json", "w") as f:
+        json.dump(dict(sha256=train.file_hash(f"{path}.pt")), f)
     text = run(data, out, "--max_steps=41", "--init_from=resume", "--lr=1e-3")
     assert "best_metric=exact_accuracy in the checkpoint is a setting that this code does not have" in text
     assert "lr is 0.001; the checkpoint had 0.002" in text
@@ -220,18 +251,15 @@ def test_a_resume_names_changed_settings_and_refuses_another_optimizer(data, who
 
 def test_nan_stops_the_run_and_names_the_last_good_checkpoint(data, tmp_path):
     """The learning rate overflows float32 weights."""
-    run(data, tmp_path / "run", "--max_steps=10")
-    text = run(data, tmp_path / "run", "--max_steps=30", "--init_from=resume", "--lr=1e38", "--beta1=0.5",
+    run(data, tmp_path, "--max_steps=10")
+    text = run(data, tmp_path, "--max_steps=30", "--init_from=resume", "--lr=1e38", "--beta1=0.5",
                "--lr_warmup_steps=0", code=1)
     assert re.search(r"not finite between steps 11 and 15.*ckpt_00000010.pt", text)
     assert "Traceback" not in text
-    saved = [os.path.basename(p) for p in train.checkpoint_paths(str(tmp_path / "run"))]
-    assert saved == ["ckpt_00000010.pt"]
+    assert train.checkpoint_paths(str(tmp_path)) == [str(tmp_path / "ckpt_00000010.pt")]
 
 
-def test_a_complete_run_says_so_and_evaluates_again(data, whole, tmp_path):
-    out = str(tmp_path / "run")
-    shutil.copytree(whole[0], out)
+def test_a_complete_run_says_so_and_evaluates_again(data, out):
     run(data, out, "--max_steps=50", "--init_from=resume")
     before = open(os.path.join(out, "metrics.jsonl")).read()
     with open(os.path.join(out, "metrics.jsonl"), "w") as f:  # killed before its last evaluation
@@ -244,40 +272,38 @@ def test_a_complete_run_says_so_and_evaluates_again(data, whole, tmp_path):
         open(os.path.join(out, f"eval_00000050.{rank}.npz"), "w").close()
     text = run(data, out, *again, "--eval_save_outputs=inputs,preds,q_halt_logits,preds")
     exact = lines(out)[-1]["eval/exact_accuracy"]
-    assert f"40 test puzzles at 4 supervision steps: exact {exact:.4f}" in text
+    assert f"exact_accuracy {exact:.4f}" in text and "steps 4.0000" in text and "puzzles 40" in text
     assert [name for name in os.listdir(out) if name.startswith("eval_")] == ["eval_00000050.npz"]
     saved = np.load(os.path.join(out, "eval_00000050.npz"))
     assert sorted(saved.files) == ["indices", "inputs", "preds", "q_halt_logits"]
     assert saved["preds"].shape == saved["inputs"].shape == (40, 16) and saved["q_halt_logits"].shape == (40,)
     deeper = run(data, out, *again, "--eval_final_max_puzzles=10", "--eval_halt_max_steps=9",
                  "--eval_show_puzzle")
-    assert "10 test puzzles at 9 supervision steps" in deeper and "step 8" in deeper and "question" in deeper
+    assert all(words in deeper for words in ("puzzles 10", "steps 9.0000", "step 8: ", "question"))
     assert open(os.path.join(out, "metrics.jsonl")).read() == before
 
 
 def test_weights_survive_the_export_to_the_official_code(data, whole, tmp_path):
-    exported = str(tmp_path / "official.pt")
-    run(data, whole[0], "--max_steps=40", "--init_from=resume", f"--export_official={exported}")
-    official = torch.load(exported, weights_only=True)
+    exported = str(tmp_path / "model.pt")
+    run(data, whole[0], "--max_steps=40", "--init_from=resume", f"--export={exported}")
+    official = torch.load(exported, weights_only=True)["weights"]
     assert all(k.startswith("_orig_mod.model.inner.") for k in official)
     assert "_orig_mod.model.inner.L_level.layers.0.mlp_t.down_proj.weight" in official
     ema = torch.load(train.checkpoint_paths(whole[0])[0], weights_only=True)["ema"]
     assert torch.equal(official["_orig_mod.model.inner.lm_head.weight"], ema["lm_head.weight"])
-    text = run(data, tmp_path / "eval", f"--init_from={exported}", "--eval_only")
+    torch.save(official, tmp_path / "official.pt")
+    text = run(data, tmp_path / "eval", f"--init_from={tmp_path / 'official.pt'}", "--eval_only")
     final = lines(whole[0])[-1]
-    assert (f"exact {final['eval/exact_accuracy']:.4f} surest {final['eval/surest_accuracy']:.4f} "
-            f"accuracy {final['eval/accuracy']:.4f} loss {final['eval/loss']:.4f}") in text
+    assert train.eval_line(0, {k: v for k, v in final.items() if k.startswith("eval/")}) in text
     # training can start from it too, at step 0
     run(data, tmp_path / "tuned", f"--init_from={exported}", "--max_steps=5")
     assert curve(str(tmp_path / "tuned"))[5] < curve(whole[0])[5]
 
 
-@pytest.mark.parametrize("weights", ["weights", "ema"])
-def test_a_checkpoint_is_all_that_a_notebook_needs(whole, weights):
-    state = torch.load(train.checkpoint_paths(whole[0])[0], weights_only=True)
-    model = models.TRM(models.TRMConfig(**state["model"]))
-    model.load_state_dict(state[weights])
-    assert torch.equal(model.q_head.bias, state[weights]["q_head.bias"]) and model.q_head.bias[0] != -5
+def test_a_checkpoint_is_all_that_a_notebook_needs(whole):
+    path = train.checkpoint_paths(whole[0])[0]
+    state, model = torch.load(path, weights_only=True), models.TRM.load(path)
+    assert torch.equal(model.q_head.bias, state["ema"]["q_head.bias"]) and model.q_head.bias[0] != -5
     assert torch.equal(model.puzzle_emb.weights, state["ema"]["puzzle_emb.weights"])
 
 
@@ -301,7 +327,7 @@ def test_torch_compile_trains_the_same_curve_on_the_cpu(data, tmp_path, monkeypa
 def test_half_a_line_is_not_glued_to_the_next(tmp_path):
     """A disk that was full leaves one."""
     log = train.Log(types.SimpleNamespace(out_dir=str(tmp_path)), types.SimpleNamespace(rank=0),
-                    types.SimpleNamespace(step=0, wandb_id=None))
+                    types.SimpleNamespace(step=0, state={}))
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 5}\n{"step": 10, "tra')
     log.log_metrics(15, {})
     assert [line["step"] for line in train.read_metrics(str(tmp_path / "metrics.jsonl"))] == [5, 15]

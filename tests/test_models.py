@@ -1,0 +1,60 @@
+"""The models in models/ do what their cards say, and the notebook runs."""
+import glob
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+import torch
+
+from model import TRM
+
+SHIPPED = sorted(glob.glob(os.path.join(ROOT, "models", "*.pt")))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=os.path.basename)
+def test_model_does_what_its_card_says(path):
+    with open(path[:-3] + ".md", encoding="utf-8") as f:
+        card = " ".join(f.read().split())
+    saved = torch.load(path, weights_only=True)
+    assert os.path.getsize(path) <= 1_000_000 and saved["data"] in card
+    solved, steps = map(int, re.search(r"(\d+) of the 100 puzzles in the file in (\d+) steps", card).groups())
+    answers, _ = TRM.load(path).solve(saved["puzzles"]["inputs"], steps)
+    right = (answers == saved["puzzles"]["labels"]).all(dim=1)
+    assert len(right) == 100 and abs(right.sum() - solved) <= 2  # rounding differs by processor
+
+
+def test_models_are_there():
+    assert {"maze-6x6.pt", "sudoku-6x6.pt"} <= set(map(os.path.basename, SHIPPED))
+
+
+def test_notebook(tmp_path, monkeypatch):
+    """Its cells, in order, with the demo's data and training cut short."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    with open(os.path.join(ROOT, "examples/demo.ipynb"), encoding="utf-8") as f:
+        cells = ["".join(cell["source"]) for cell in json.load(f)["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) == 6
+    data = tmp_path / "data"
+    prepare = ("prepare_sudoku.py --source=generate --size=6 --num_train=40 --num_test=8 --num_aug=1 "
+               f"--output_dir={data}")
+    flags = (f'"--data_path={data}" "--data_prepare={prepare}" --epochs=2 --device=cpu --eval_interval=1 '
+             "--global_batch_size=8 --eval_halt_max_steps=2 --log_interval=2")
+    cells[0] += f"\nout, flags = {str(tmp_path / 'out')!r}, {flags!r}"
+    space = {}
+    monkeypatch.chdir(os.path.join(ROOT, "examples"))
+    pyplot.switch_backend("Agg")
+    pyplot.close("all")  # those of other tests
+    monkeypatch.setattr(pyplot, "show", lambda: None)
+    for cell in cells:
+        if cell.startswith("!"):
+            subprocess.run(cell[1:].format(**space), shell=True, check=True, timeout=300)
+        else:
+            exec(cell, space)
+    assert all(re.fullmatch("[ .1-6]{36}", answer) for answer, _ in space["answers"].values())
+    assert len(pyplot.get_fignums()) == 2 and 0.5 < space["solved"].float().mean() <= 1
+    pyplot.close("all")
