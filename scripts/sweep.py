@@ -6,6 +6,7 @@
     python scripts/sweep.py exp01a exp02b_03 --epochs=1000  two runs, both with a setting of train.py
     python scripts/sweep.py config/mini.py                  all, with this config file after each run's
     python scripts/sweep.py --continue_on_failure --gcs_dir=gs://BUCKET/study
+    python scripts/sweep.py --jobs=scripts/sky-tpu.yaml --gcs_dir=gs://BUCKET/study     on rented machines
 
 The settings below are sweep.py's own. All others are train.py's and apply to every run; the run's name is
 added to out_dir and gcs_dir. Each run has its log beside its folder, RUN.log; results.json has all results.
@@ -14,8 +15,7 @@ makes the current run save and stop; the same command resumes it. The exit code 
 complete, 1 if one failed, and 3 if the sweep was stopped.
 
 Several sweeps at a time share the runs of a folder: one leaves to the others what they have in progress, and
-takes it over if they die. On a slice of several hosts run a sweep on each, with gcs_dir: the bucket decides
-which runs are skipped.
+takes it over if they die. Between machines there is no such sharing: jobs leaves the queue to SkyPilot.
 """
 import fcntl
 import fnmatch
@@ -24,18 +24,20 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import shlex
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 import configurator  # before torch: see there
 import torch
-from configurator import UserError, configure, read_settings, run_file, split_arguments
+from configurator import TransientError, UserError, configure, read_settings, run_file, split_arguments
 
 import prepare_sudoku
 import train
@@ -50,9 +52,14 @@ continue_on_failure = False  # continue with the next run if one fails
 list = False  # print the names and what each run asks
 dry_run = False  # print what would run
 prepare = False  # make the datasets that are missing
+pull = False  # download metrics and logs from gcs_dir to out_dir, for report.py, and print the table
+# on machines that SkyPilot rents, with gcs_dir
+jobs = ""  # a SkyPilot file: print a managed job for each run that is not complete in the bucket
+launch = False  # start these jobs and wait for them; those in SkyPilot's queue are not started again
+max_jobs = 4  # at a time, with launch
 # ---
 
-PROGRESS_INTERVAL = 60  # seconds
+PROGRESS_INTERVAL = 60  # seconds between two lines, or two looks at the queue
 STUDY = os.path.join(ROOT, "config", "study")
 BASELINE = os.path.join(ROOT, "config", "baseline.py")
 SETTINGS = read_settings(train.__file__)
@@ -68,7 +75,11 @@ def main(argv):
     s, names, extra = split_arguments(__file__, argv)
     if s.retries < 0:
         raise UserError(f"retries must be 0 or more, not {s.retries}")
+    if s.max_jobs < 1:
+        raise UserError(f"max_jobs must be 1 or more, not {s.max_jobs}")
     runs = [StudyRun(path, extra) for path in select_files(names, s.pattern)]
+    if (s.jobs or s.pull) and runs[0].c.gcs_dir.count("/") < 4:
+        raise UserError("--jobs and --pull need --gcs_dir=gs://BUCKET/FOLDER, the folder of all runs")
     baseline = vars(configure(train.__file__, [BASELINE, *extra]))
     if s.list:
         for question, group in itertools.groupby(runs, lambda run: run.question):
@@ -87,7 +98,8 @@ def main(argv):
                 train.make_dataset(run.c)
         print(f"datasets: {len({run.c.data_path for run in runs})}")
     else:
-        sys.exit(Sweep(runs, s).run())
+        sweep = Sweep(runs, s)
+        sys.exit(sweep.pull() if s.pull else sweep.run_jobs() if s.jobs else sweep.run())
 
 
 def select_files(names, pattern):
@@ -133,8 +145,8 @@ class Sweep:
 
     def __init__(self, runs, settings):
         self.runs, self.settings = runs, settings
-        for run in runs:  # before anything runs, so that all hosts of a slice skip the same
-            run.read_bucket()
+        with ThreadPoolExecutor() as pool:
+            [*pool.map(lambda run: run.read_bucket(), runs)]
         self.results_path = os.path.join(os.path.dirname(runs[0].c.out_dir), "results.json")
         self.results, self.process, self.stop_requested = {}, None, False  # results: {name: result}
 
@@ -161,8 +173,51 @@ class Sweep:
             self.stop_requested |= status == "stopped"
             if status == "failed" and not self.settings.continue_on_failure:
                 break
-        complete = self.print_table()
-        return 0 if complete == len(self.runs) else 3 if self.stop_requested else 1
+        return self.print_table()
+
+    def run_jobs(self):
+        """Prints a job for each run that is not complete or, with launch, starts them. Returns the exit code.
+
+        SkyPilot's queue alone knows what was started, so this can be stopped and started again.
+        """
+        waiting = {run.job_name(): run for run in self.runs if run.state()[0] == "incomplete"}
+        jobs = {name: run.job(self.settings.jobs) for name, run in waiting.items()}
+        if not self.settings.launch:
+            print(*(shlex.join(["sky", "jobs", *job]) for job in jobs.values()), sep="\n")
+            for run in self.runs:
+                if run.state()[0] != "incomplete":
+                    print(f"{run.name}: {': '.join(filter(None, run.state()))}", file=sys.stderr)
+            return 0
+        running = {}
+        self.flop_before, self.began, self.printed = self.flop_left(), time.monotonic(), 0
+        while True:
+            try:
+                queue = {job["job_name"] for job in queued_jobs()}
+                running |= {name: waiting.pop(name) for name in queue & waiting.keys()}
+                for name, run in [*running.items()]:
+                    run.read_bucket()
+                    if name not in queue:
+                        print(f"{run.name}: {' '.join(running.pop(name).state())}", flush=True)
+                for name in [*waiting][:max(0, self.settings.max_jobs - len(running))]:
+                    print(f"{waiting[name].name}: starting the job {name}", flush=True)
+                    run = waiting.pop(name)
+                    sky(*jobs[name])
+                    running[name] = run
+            except TransientError as e:  # the next look at the queue may succeed
+                print(f"  {e}", flush=True)
+            if not (waiting or running):
+                return self.print_table()
+            self.show_progress(f"{len(running)} jobs in the queue, {len(waiting)} waiting")
+            time.sleep(PROGRESS_INTERVAL)
+
+    def pull(self):
+        """Downloads what report.py reads, writes results.json and prints the table; returns the exit code."""
+        with ThreadPoolExecutor() as pool:
+            [*pool.map(StudyRun.pull, self.runs)]
+        for run in self.runs:
+            if not run.conflict():
+                self.record(run, *run.state())
+        return self.print_table()
 
     def train(self, run, wait):
         """Runs train.py to its end, again if it dies. Returns the status and the error.
@@ -178,7 +233,7 @@ class Sweep:
                 except BlockingIOError:
                     if not wait:
                         return "elsewhere", "another sweep has it in progress"
-                self.show_progress(run)
+                self.show_progress(last_line(run.log))
                 time.sleep(1)
             else:
                 return "stopped", ""
@@ -193,7 +248,7 @@ class Sweep:
                 if self.stop_requested:  # since there was no process to tell
                     self.process.terminate()
                 while self.process.poll() is None:
-                    self.show_progress(run)
+                    self.show_progress(last_line(run.log))
                     time.sleep(0.1)
                 code = self.process.returncode
                 if code in (0, 3) or self.stop_requested:
@@ -210,14 +265,14 @@ class Sweep:
     def flop_left(self):
         return sum(run.flop() * max(0, 1 - run.step() / run.steps) for run in self.runs)
 
-    def show_progress(self, run):
-        """Prints the last line of the run's log and the time left to the sweep, by FLOP, once a minute."""
+    def show_progress(self, text):
+        """Prints the text and the time left to the sweep, by FLOP, once a minute."""
         seconds = time.monotonic() - self.began
         if seconds >= self.printed + PROGRESS_INTERVAL:
             self.printed, left = seconds, self.flop_left()
             done = self.flop_before - left
             eta = train.duration(seconds * left / done) if done > 0 else "?"
-            print(f"  {last_line(run.log)} | sweep eta {eta}", flush=True)
+            print(f"  {text} | sweep eta {eta}", flush=True)
 
     def on_signal(self, number, _):
         """Asks the run to save and stop. A second signal kills it."""
@@ -242,7 +297,7 @@ class Sweep:
                 f.write(json.dumps([found[name] for name in sorted(found)], indent=1).encode())
 
     def print_table(self):
-        """Prints the results; returns how many runs are complete."""
+        """Prints the results; returns the exit code."""
         print(f"\n{'run':32}{'status':>12}{'steps':>16}{'best':>9}{'last':>9}{'trained':>10}"
               f"{'examples/s':>12}")
         complete = 0
@@ -256,7 +311,7 @@ class Sweep:
                 print(f"  {r['error']}")
             complete += r["status"] == "complete"
         print(f"{complete} of {len(self.runs)} complete; {self.results_path}")
-        return complete
+        return 0 if complete == len(self.runs) else 3 if self.stop_requested else 1
 
 
 class StudyRun:
@@ -270,6 +325,7 @@ class StudyRun:
         self.name = run_file(path, DEFAULTS, DEFAULTS)["wandb_run_name"]
         self.c = c = configure(train.__file__, [path, *extra])
         self.command = [os.path.relpath(train.__file__), os.path.relpath(path)]
+        self.extra = extra
         for arg in extra:
             name, _, value = arg.lstrip("-").partition("=")
             if arg.startswith("-") and name in ("out_dir", "gcs_dir"):
@@ -288,6 +344,25 @@ class StudyRun:
             raise UserError(f"{self.name}: {e}") from None
         self.steps = train.count_steps(c, self.puzzles)
         self.parameters = sum(p.numel() for p in self.model.parameters())
+
+    def job(self, file):
+        """The arguments of `sky jobs` that start the run; file: as scripts/sky-tpu.yaml.
+
+        Its dataset is expected in data/ beside the study's folder, unless data_path is an address.
+        """
+        bucket, study, name = self.c.gcs_dir.rsplit("/", 2)
+        data = self.c.data_path
+        if not data.startswith("gs://"):
+            data = f"{bucket}/data/{os.path.basename(data)}"
+        own = "--out_dir=", "--gcs_dir=", "--data_path=", "--data_prepare="
+        flags = [flag for flag in self.extra if not flag.startswith(own)]
+        config = shlex.join([self.command[1], *flags, "--data_prepare="])
+        variables = dict(BUCKET=bucket, CONFIG=config, DATA=data, RUN=f"{study}/{name}")
+        env = [f"--env={key}={value}" for key, value in variables.items()]
+        return ["launch", "--yes", "--detach-run", f"--name={self.job_name()}", file, *env]
+
+    def job_name(self):
+        return "-".join(self.c.gcs_dir.split("/")[-2:])
 
     def flop(self):
         """FLOP of the whole training."""
@@ -327,6 +402,15 @@ class StudyRun:
             self.bucket_rows = parse_metrics((bucket.read("metrics.jsonl") or b"").splitlines())
             self.bucket_settings = settings_of(fnmatch.filter(bucket.list(), "ckpt_*.json"), bucket.read)
 
+    def pull(self):
+        """Downloads metrics, log and settings to out_dir, unless it holds weights or another run."""
+        if self.conflict() or any(pathlib.Path(self.c.out_dir).glob("*.pt")):
+            return
+        bucket = Bucket(self.c.gcs_dir)
+        for name in bucket.list():
+            if re.fullmatch(r"metrics\.jsonl|log\.txt|(ckpt_\d+|best)\.json", name):
+                bucket.download(name, os.path.join(self.c.out_dir, name))
+
     def result(self, status, error):
         """The run's entry of results.json. train_seconds: by the median rate."""
         rows = [] if self.conflict() else self.rows()
@@ -348,6 +432,28 @@ def settings_of(files, read):
         return DEFAULTS | json.loads(read(max(files)))["settings"]
     except (ValueError, KeyError, TypeError, FileNotFoundError):  # train.py names it
         return {}
+
+
+def queued_jobs():
+    """The managed jobs that have not ended, as dicts."""
+    text = sky("queue", "--all", "--skip-finished", "--output=json")
+    try:
+        return json.loads(text[re.search(r"^\[", text, re.MULTILINE).start():])  # after any notices
+    except (AttributeError, ValueError):
+        raise TransientError(f"sky jobs queue: not a queue: {text[:80]!r}") from None
+
+
+def sky(*args):
+    """What `sky jobs` prints. Raises UserError without SkyPilot, TransientError if it fails."""
+    command = ["sky", "jobs", *args]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UserError("no program `sky` in PATH: docs/engines.md says how to install SkyPilot") from None
+    if done.returncode:
+        lines = (done.stderr + done.stdout).strip().splitlines() or [""]
+        raise TransientError(f"sky jobs {args[0]} failed: {lines[-1]}")
+    return done.stdout
 
 
 @functools.cache

@@ -212,7 +212,7 @@ def test_progress_is_a_line_a_minute_with_the_time_left_by_flop(write_run, tmp_p
     sweep.began, sweep.printed, sweep.flop_before = time.monotonic() - 100, 0, 2 * runs[0].flop()
     (tmp_path / f"{EMA}.log").write_text("step 25/120\nstep 30/120: loss 1\n\n")
     for _ in range(2):
-        sweep.show_progress(runs[1])
+        sweep.show_progress(script.last_line(runs[1].log))
     assert capsys.readouterr().out == "  step 30/120: loss 1 | sweep eta 0:01:00\n"
 
 
