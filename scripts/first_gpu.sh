@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# The first hour of a GPU: measures what README.md and docs/performance.md do not know yet.
+#
+#   scripts/first_gpu.sh                 all parts, and the tables; run it again after a cut: it goes on
+#   scripts/first_gpu.sh sudoku_on       only the parts of these names
+#   DEVICE=cpu FLAGS="--hidden_size=32 --L_cycles=1 --global_batch_size=192" scripts/first_gpu.sh    a rehearsal
+#
+# A part takes 9 minutes at most. OUT, by default out/first_gpu, keeps the log of each; PYTHON is the Python.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+PYTHON=${PYTHON:-python} DEVICE=${DEVICE:-cuda} OUT=${OUT:-out/first_gpu}
+read -ra flags <<< "${FLAGS:-}"
+wanted=("$@") failed=()
+mkdir -p "$OUT"
+
+part() {  # NAME COMMAND...: runs it, unless it is done or not wanted
+    local name=$1 began=$SECONDS code
+    shift
+    [[ ${#wanted[@]} == 0 || " ${wanted[*]} " == *" $name "* ]] || return 0
+    if [[ -e $OUT/$name.done ]]; then
+        echo "$name: done"
+        return 0
+    fi
+    echo "$name: at most 9 minutes: $*"
+    timeout --signal=TERM --kill-after=60 480 "$@" > "$OUT/$name.log" 2>&1
+    code=$?
+    [[ $code == 130 || $code == 143 ]] && exit 3
+    if [[ $code == 0 || $code == 124 && $name == begin ]]; then  # a run that was stopped has saved
+        touch "$OUT/$name.done"
+        echo "$name: $((SECONDS - began)) s"
+    else
+        failed+=("$name")
+        echo "$name: failed with $code after $((SECONDS - began)) s: $(tail -n 1 "$OUT/$name.log" | cut -c 1-200)"
+    fi
+}
+
+trap 'exit 3' INT TERM
+bench=("$PYTHON" bench.py)
+part smoke "$PYTHON" -m pytest -q test_smoke.py
+part demo "$PYTHON" train.py config/demo.py "--device=$DEVICE" "--out_dir=$OUT/demo" --init_from=auto "${flags[@]}"
+part demo_cpu "$PYTHON" train.py config/demo.py --device=cpu "--out_dir=$OUT/demo_cpu" --init_from=auto \
+    "${flags[@]}"
+for config in sudoku sudoku_fast; do
+    part "$config" "${bench[@]}" "config/$config.py" "--device=$DEVICE" "${flags[@]}"
+    part "${config}_on" "${bench[@]}" "config/$config.py" "--device=$DEVICE" --kernels=on "${flags[@]}"
+done
+part sudoku_eager "${bench[@]}" config/sudoku.py "--device=$DEVICE" --compile=off "${flags[@]}"
+part mixers "$PYTHON" scripts/first_gpu.py mixers "$DEVICE"
+part profile "${bench[@]}" config/sudoku.py "--device=$DEVICE" "--profile=$OUT/profile" "${flags[@]}"
+for size in 24 48 96 192; do
+    part "maze_$size" "${bench[@]}" config/maze.py "--device=$DEVICE" "--micro_batch_size=$size" "${flags[@]}"
+done
+if [[ $("$PYTHON" -c "import torch; print(torch.cuda.device_count())") -gt 1 ]]; then
+    part two "$PYTHON" -m torch.distributed.run --nproc-per-node=2 train.py config/demo.py \
+        "--out_dir=$OUT/two" --init_from=auto "${flags[@]}"
+fi
+part begin "$PYTHON" train.py config/sudoku_fast.py "--device=$DEVICE" "--out_dir=$OUT/begin" --init_from=auto \
+    --data_prepare=prepare_sudoku.py "${flags[@]}"
+"$PYTHON" scripts/first_gpu.py tables "$OUT"
+if [[ ${#failed[@]} -gt 0 ]]; then
+    echo "first_gpu.sh: failed: ${failed[*]}; $OUT/NAME.log has the reason, the same command tries again" >&2
+    exit 1
+fi
