@@ -722,7 +722,7 @@ class Mirror:
         """newest: the name of the checkpoint from which the run starts, without its ending."""
         self.c, self.log, self.newest = c, log, newest
         self.bucket, self.failing, self.closing = Bucket(c.gcs_dir), False, False
-        self.copied = {}  # {name of a file: when it had changed}; "ckpt" if a checkpoint is complete
+        self.copied = {}  # {name of a file: its version}; "ckpt" if a checkpoint is complete
         self.changed = threading.Event()
         self.thread = threading.Thread(target=self.work, daemon=True)  # does not keep the process alive
         self.thread.start()
@@ -789,10 +789,11 @@ class Mirror:
 
     def copy_file(self, name):
         path = os.path.join(self.c.out_dir, name)
-        changed = os.stat(path).st_mtime_ns
-        if self.copied.get(name) != changed:
+        found = os.stat(path)
+        version = found.st_mtime_ns, found.st_size  # two lines may be of one tick of the clock
+        if self.copied.get(name) != version:
             self.bucket.upload(path, name)
-            self.copied[name] = changed
+            self.copied[name] = version
 
 
 # Logs.

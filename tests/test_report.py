@@ -32,7 +32,7 @@ def write_run(folder, accuracy=80.0, parameters=5.0, final=True, settings=None, 
             lines.append({"step": step, "eval/exact_accuracy": exact * done ** 0.5, "eval/accuracy": 0.9})
     if final:
         lines.append({"step": 8000, "final": True, "eval/exact_accuracy": exact, "eval/accuracy": 0.95,
-                      "eval/surest_accuracy": 1.02 * exact, "eval/example": "a puzzle, with wandb_log"})
+                      "eval/surest_accuracy": 1.02 * exact})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "ckpt_00008000.json").write_text(json.dumps({"step": 8000, "settings": settings}))
     (folder / "log.txt").write_text(
