@@ -136,9 +136,12 @@ def kill_rank(tpu, draw, how=signal.SIGKILL):
 
 
 def kill_parent(tpu, draw):
-    """What torchrun's agent is. Its ranks must end by themselves: keep, which would kill them, is held."""
+    """What torchrun's agent is. Its ranks must end by themselves: keep, which would kill them, is held.
+
+    A host with one rank has no agent: its parent is the shell that tpu.sh starts.
+    """
     parents = {pid: parent(pid) for pid in wait_for(tpu, tpu.all_ranks, "process for each rank").values()}
-    struck = draw.choice(sorted(parents.values()))
+    struck = draw.choice([agent for agent in sorted(parents.values()) if list(parents.values()).count(agent) > 1])
     orphans = {pid for pid in parents if parents[pid] == struck}
     # A rank notes who its parent is before it loads torch.
     wait_for(tpu, lambda: all("libtorch" in read(f"/proc/{pid}/maps") for pid in orphans), "torch")
