@@ -141,7 +141,7 @@ def kill_parent(tpu, draw):
     A host with one rank has no agent: its parent is the shell that tpu.sh starts.
     """
     parents = {pid: parent(pid) for pid in wait_for(tpu, tpu.all_ranks, "process for each rank").values()}
-    struck = draw.choice([agent for agent in sorted(parents.values()) if list(parents.values()).count(agent) > 1])
+    struck = draw.choice(sorted(p for p in parents.values() if list(parents.values()).count(p) > 1))
     orphans = {pid for pid in parents if parents[pid] == struck}
     # A rank notes who its parent is before it loads torch.
     wait_for(tpu, lambda: all("libtorch" in read(f"/proc/{pid}/maps") for pid in orphans), "torch")

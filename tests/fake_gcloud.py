@@ -105,7 +105,8 @@ class Cloud:
     def lose_host(self, host):
         """It falls silent: its peers are not told, its disk is gone, ssh does not reach it."""
         for pid in processes(self.home(host)):
-            os.kill(pid, signal.SIGSTOP)
+            with suppress(ProcessLookupError):  # it has ended
+                os.kill(pid, signal.SIGSTOP)
         self.home(host).rename(self.cloud / f"lost{time.time()}")
 
 
