@@ -528,19 +528,16 @@ def save_outputs(c, device, path, indices, arrays):
 def final_evaluation(run, test, log, step):
     """The final evaluation, in the log. Returns False if it was interrupted. All ranks."""
     c = run.c
-    label = "evaluation" if c.eval_only else "final evaluation"
     save_to = os.path.join(c.out_dir, f"eval_{step:08d}") if c.eval_save_outputs else None
-    values = evaluate(run, test, test.subset(c.eval_final_max_puzzles), label, save_to)
+    values = evaluate(run, test, test.subset(c.eval_final_max_puzzles), "final evaluation", save_to)
     if not values:
         how = "" if c.eval_only else " with --init_from=resume"
-        log.print0(f"{label} stopped; the same command{how} starts it again")
-    elif c.eval_only:
-        log.print0(eval_line(step, values))  # metrics.jsonl is the record of the training run
-    else:
-        log.evaluation(step, {"final": True, **values})
-    if values and c.eval_show_puzzle:
+        log.print0(f"final evaluation stopped; the same command{how} starts it again")
+        return False
+    log.evaluation(step, {"final": True, **values})
+    if c.eval_show_puzzle:
         log.print0("\n" + show_puzzle(run, test))
-    return bool(values)
+    return True
 
 
 def show_puzzle(run, test):
@@ -892,9 +889,9 @@ class Log:
         return values
 
     def evaluation(self, step, values):
-        self.log_metrics(step, values)
-        self.print0(eval_line(step, values))
-
+        if not self.c.eval_only:  # metrics.jsonl is the record of the training run
+            self.log_metrics(step, values)
+        self.print0(f"step {step} | evaluation: {listed(values)}")
 
     def start_wandb(self, facts):
         """Starts scripts/wandb_follow.py, which sends metrics.jsonl to Weights & Biases.
@@ -946,11 +943,6 @@ def train_values(c, sums, steps):
             means["train/" + name] = sums[name] / count
     loss = means["train/lm_loss"] + 0.5 * means["train/q_halt_loss"]
     return means | {"train/loss": loss, "train/grad_norm": sums["grad_norm"] / steps}
-
-
-def eval_line(step, values):
-    """A line of the console for an evaluation."""
-    return f"step {step} | evaluation: {listed(values)}"
 
 
 def listed(values):

@@ -294,7 +294,8 @@ def test_weights_survive_the_export_to_the_official_code(data, whole, tmp_path):
     torch.save(official, tmp_path / "official.pt")
     text = run(data, tmp_path / "eval", f"--init_from={tmp_path / 'official.pt'}", "--eval_only")
     final = lines(whole[0])[-1]
-    assert train.eval_line(0, {k: v for k, v in final.items() if k.startswith("eval/")}) in text
+    values = {k: v for k, v in final.items() if k.startswith("eval/")}
+    assert f"step 0 | evaluation: {train.listed(values)}\n" in text
     # training can start from it too, at step 0
     run(data, tmp_path / "tuned", f"--init_from={exported}", "--max_steps=5")
     assert curve(str(tmp_path / "tuned"))[5] < curve(whole[0])[5]
