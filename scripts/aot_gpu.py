@@ -6,7 +6,9 @@ compiles each kernel to machine code with its own ptxas. Nothing runs. All that 
 is in this file.
 """
 import contextlib
+import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -17,11 +19,13 @@ from types import SimpleNamespace
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-import configurator  # noqa: F401 (before torch: see there)
+import configurator  # before torch: see there
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import bench
+import train
+from device import one_line, open_device
 
 TRIED = dict(torch="2.9.1", triton="3.5.1")  # other versions have other private parts
 # As NVIDIA's data sheets and its programming guide state them: compute capability, multiprocessors, bytes of
@@ -38,20 +42,15 @@ CONTEXT = 0.6e9  # bytes that CUDA and cuBLAS take before the first tensor, abou
 
 
 def untried():
-    """Which installed versions were not tried, as text, or ""."""
-    if not importlib.util.find_spec("triton"):
-        return "Triton is not installed"
-    import triton
-    found = dict(torch=torch.__version__.partition("+")[0], triton=triton.__version__)
-    if found != TRIED:
-        versions = [" and ".join(f"{k} {v}" for k, v in x.items()) for x in (found, TRIED)]
-        return f"{versions[0]} are not {versions[1]}, whose private parts this needs"
-    return ""
+    """How the installed versions differ from those that were tried, or ""."""
+    found = {name: importlib.metadata.version(name).partition("+")[0]
+             for name in TRIED if importlib.util.find_spec(name)}
+    return "" if found == TRIED else f"installed is {found}, and this needs private parts of {TRIED}"
 
 
-def compile_step(c, path, step, name):
-    """The figures of a step, train or eval, compiled for CARDS[name]; with a "fault" where that fails."""
-    card = CARDS[name]
+def compile_step(flags, path, step, name):
+    """Compiles a step, train or eval, for CARDS[name]. Prints the figures as a line of JSON."""
+    c, card = configurator.configure(train.__file__, flags), CARDS[name]
     if card.capability < (8, 0) and c.forward_dtype == "bfloat16":  # as device.py does
         c.forward_dtype = "float16"
     try:
@@ -61,44 +60,28 @@ def compile_step(c, path, step, name):
         parts = [lower(card, *graph) for graph in graphs]
         own = own_kernels(card, graphs)
     except Exception as e:
-        return dict(compiled=False, fault=f"{place(e)}{type(e).__name__}: {one_line(e)}")
+        print(json.dumps(dict(compiled=False, fault=f"{place(e)}{type(e).__name__}: {one_line(e)}")))
+        return
     faults = [*map(compile_kernel, sum((part.sources for part in parts), []))]
     faults += [f"{name}: {figures.pop('fault')}" for name, figures in own.items() if "fault" in figures]
     loops, fixed = c.global_batch_size // size, fixed + CONTEXT
     peak, kinds = max(part.peak for part in parts), sum((part.kinds for part in parts), Counter())
     sizes = [n for n in range(1, c.global_batch_size + 1) if c.global_batch_size % n == 0
              and fixed + n * peak / size <= card.memory]
-    found = dict(
-        compiled=not any(faults), forward_dtype=c.forward_dtype, kernels=len(faults),
+    print(json.dumps(dict(
+        compiled=not any(faults),
+        forward_dtype=c.forward_dtype,
+        kernels=len(faults),
         operations=loops * sum(part.operations for part in parts),
         launches=loops * sum(part.launches for part in parts),
-        hbm_gb=loops * sum(part.bytes for part in parts) / 1e9, estimated_ms=loops * kinds.total(),
-        kinds_ms={kind: loops * ms for kind, ms in kinds.most_common()}, peak_gb=(fixed + peak) / 1e9,
-        memory_gb=card.memory / 1e9, micro_batch_size=size, largest_micro_batch_size=max(sizes, default=0),
-        examples_per_sec=1e3 * size / kinds.total(), own_kernels=own)
-    return found | (dict(fault=next(filter(None, faults))) if any(faults) else {})
-
-
-def description(head, f):
-    """The figures of a compiled step as lines for people."""
-    if "fault" in f:
-        return f"{head} DOES NOT COMPILE: {f['fault']}"
-    fits = "fits" if f["peak_gb"] <= f["memory_gb"] else "DOES NOT FIT"
-    kinds = ", ".join(f"{kind} {ms:.1f}" for kind, ms in f["kinds_ms"].items())
-    lines = [
-        f"compiles in {f['forward_dtype']}: {f['kernels']} kernels, {f['operations']} operations in "
-        f"{f['launches']} launches",
-        f"{f['micro_batch_size']} sequences at a time: {fits}, {f['peak_gb']:.1f} of {f['memory_gb']:.0f} GB"
-        f"; the largest micro_batch_size that fits: {f['largest_micro_batch_size'] or 'none'}",
-        f"{f['hbm_gb']:.1f} GB through its memory, estimated {f['estimated_ms']:.1f} ms: {kinds}",
-        f"{f['examples_per_sec']:,.0f} examples/s at that time"]
-    lines += [f"{name}: {k['shared'] / 1024:.0f} KB of shared memory, {k['registers']} registers, "
-              f"{k['spilled']} bytes spilled" for name, k in f["own_kernels"].items()]
-    return "\n".join([f"{head} {lines[0]}"] + [f"{'':{len(head)}} {line}" for line in lines[1:]])
-
-
-def one_line(error):
-    return " ".join(str(error).split())[:300]
+        hbm_gb=loops * sum(part.bytes for part in parts) / 1e9,
+        estimated_ms=loops * kinds.total(),
+        kinds_ms={kind: round(loops * ms, 3) for kind, ms in kinds.most_common()},
+        peak_gb=(fixed + peak) / 1e9,
+        free_gb=(card.memory - fixed - peak) / 1e9,
+        micro_batch_size=size,
+        largest_micro_batch_size=max(sizes, default=0),
+        own_kernels=own) | (dict(fault=next(filter(None, faults))) if any(faults) else {})))
 
 
 def place(error):
@@ -122,7 +105,6 @@ class Called(Exception):
 
 def first_call(c, path, step, card):
     """(supervision_step with the arguments that Run gives it, bytes that the run keeps, sequences)"""
-    from device import open_device
     wanted, c.compile, c.kernels = c.kernels, "off", "off"  # of the CPU
     device = open_device("cpu", c)
     device.kernels = wanted == "on" and card.capability >= (8, 0) and c.forward_dtype != "float32"

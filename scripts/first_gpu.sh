@@ -45,7 +45,6 @@ for config in sudoku sudoku_fast; do
     part "${config}_on" "${bench[@]}" "config/$config.py" "--device=$DEVICE" --kernels=on "${flags[@]}"
 done
 part sudoku_eager "${bench[@]}" config/sudoku.py "--device=$DEVICE" --compile=off "${flags[@]}"
-part mixers "$PYTHON" scripts/first_gpu.py mixers "$DEVICE"
 part profile "${bench[@]}" config/sudoku.py "--device=$DEVICE" "--profile=$OUT/profile" "${flags[@]}"
 for size in 24 48 96 192; do
     part "maze_$size" "${bench[@]}" config/maze.py "--device=$DEVICE" "--micro_batch_size=$size" "${flags[@]}"
@@ -56,7 +55,7 @@ if [[ $("$PYTHON" -c "import torch; print(torch.cuda.device_count())") -gt 1 ]];
 fi
 part begin "$PYTHON" train.py config/sudoku_fast.py "--device=$DEVICE" "--out_dir=$OUT/begin" --init_from=auto \
     --data_prepare=prepare_sudoku.py "${flags[@]}"
-"$PYTHON" scripts/first_gpu.py tables "$OUT"
+"$PYTHON" scripts/first_gpu.py "$OUT"
 if [[ ${#failed[@]} -gt 0 ]]; then
     echo "first_gpu.sh: failed: ${failed[*]}; $OUT/NAME.log has the reason, the same command tries again" >&2
     exit 1

@@ -61,8 +61,6 @@ def main(argv):
         operands = [max(models, key=lambda path: (math.prod(models[path]["grid"]), path))]
     if len(operands) != 1:
         raise UserError("usage: python scripts/play.py MODEL, a file or a run's folder; see --help")
-    if not 0 <= s.port < 2 ** 16:
-        raise UserError(f"port must be from 0 to 65535, not {s.port}")
     server = open_server(Game(operands[0], model_flags), s.port)
     address = f"http://127.0.0.1:{server.server_port}"
     print(f"{address} (Ctrl-C stops)", flush=True)
@@ -73,11 +71,11 @@ def main(argv):
 
 
 def open_server(game, port):
-    """An HTTP server of the game, on 127.0.0.1. Raises UserError if the port is taken."""
+    """An HTTP server of the game, on 127.0.0.1. Raises UserError if the port cannot be used."""
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except OSError as e:
-        raise UserError(f"--port={port}: {e.strerror}; --port=0 takes a free one") from None
+    except (OSError, OverflowError) as e:
+        raise UserError(f"--port={port}: {e}; --port=0 takes a free one") from None
     server.game = game
     return server
 
@@ -122,12 +120,10 @@ class Game:
     def parse_request(self, body):
         """(tokens [cells], warning, values of LIMITS) of a request to solve. Raises UserError."""
         try:
-            request = json.loads(body)
-        except (ValueError, RecursionError):
-            raise UserError("the request is not JSON") from None
+            request = dict(json.loads(body))
+        except (ValueError, TypeError, RecursionError):
+            raise UserError('the request is not JSON, as {"question": ...}') from None
         values = {"question": "", "steps": self.depth, "copies": 1, "noise": self.noise, "seed": 0}
-        if not isinstance(request, dict):
-            raise UserError('the request must be an object: {"question": ...}')
         for name, value in request.items():
             if name not in values:
                 raise UserError(f"unknown field {name[:20]!r}: known are {', '.join(values)}")
@@ -186,8 +182,6 @@ class Handler(BaseHTTPRequestHandler):
                 self.reply_json(200, self.server.game.describe())
             elif url.path == "/api/puzzle":
                 self.reply_json(200, self.server.game.test_puzzle(url.query.removeprefix("index=")))
-            elif url.path == "/api/solve":
-                raise RequestError(405, "/api/solve takes POST")
             else:
                 raise RequestError(404, "no such page")
         except (RequestError, UserError, ValueError) as e:
@@ -200,10 +194,7 @@ class Handler(BaseHTTPRequestHandler):
             origin = self.headers.get("Origin")
             if origin is not None and origin.removeprefix("http://") not in self.own_hosts():
                 raise RequestError(403, "requests from pages of other sites are refused")
-            path = urllib.parse.urlsplit(self.path).path
-            if path in ("/", "/api/run", "/api/puzzle"):
-                raise RequestError(405, f"{path} takes GET")
-            if path != "/api/solve":
+            if self.path != "/api/solve":
                 raise RequestError(404, "no such page")
             question, warning, values = self.server.game.parse_request(body)
         except (RequestError, UserError, ValueError) as e:
@@ -246,10 +237,6 @@ class Handler(BaseHTTPRequestHandler):
     def reply_error(self, error):
         status, message = error.args if isinstance(error, RequestError) else (400, str(error))
         self.reply_json(status, {"error": " ".join(message.splitlines())})
-
-    def send_error(self, code, message=None, explain=None):
-        """What the base class answers to requests that it cannot parse, and to other methods (501)."""
-        self.reply_json(405 if code == 501 else code, {"error": message or "malformed request"})
 
     def log_message(self, *args):
         """No line for each request."""

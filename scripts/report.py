@@ -8,7 +8,6 @@ Writes out_dir/report.md and its PNGs. A run is a folder with metrics.jsonl, ckp
 that are missing, unfinished or damaged are named. Runs that differ only in their seed are one point. A run
 of another group with the same settings is one more seed.
 """
-import glob
 import json
 import math
 import os
@@ -26,6 +25,8 @@ try:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter
+    from scipy.optimize import curve_fit
+    from scipy.stats import t as student_t
 except ImportError:
     plt = None  # main raises an error
 
@@ -39,7 +40,6 @@ from data import read_metrics
 out_dir = "out/report"  # report.md and its pictures
 configs = "config/study"  # a file for each run that the study should have
 target = 85.0  # percent of the test puzzles, for the time and the data needed to reach it
-dpi = 110  # of the pictures
 # ---
 
 STUDY = "out/study"
@@ -132,7 +132,7 @@ def main(argv):
     """Reads the runs, writes report.md and its pictures, and prints what is missing."""
     c = configure(__file__, [a for a in argv if a.startswith("-")])
     if not plt:
-        raise UserError("the pictures need matplotlib: pip install matplotlib")
+        raise UserError("matplotlib or scipy is missing: pip install matplotlib scipy")
     documented = read_settings(os.path.join(ROOT, "train.py"))
     defaults = {name: values[0] for name, values in documented.items()}
     folders = find_runs([a for a in argv if not a.startswith("-")] or [STUDY])
@@ -227,8 +227,7 @@ def noise_finding(points):
     (mean, deviation), seeds = base["accuracy"], len(base["runs"])
     if seeds < 3 or len(points) < 2:
         return []
-    n = seeds - 1  # degrees of freedom of Student's t; its 97.5% quantile as a series
-    quantile = 1.96 + 2.37 / n + 2.82 / n ** 2 + 2.56 / n ** 3
+    quantile = student_t.ppf(0.975, seeds - 1)
     differences = []
     for point in points:
         difference = point["accuracy"][0] - mean
@@ -270,10 +269,10 @@ def find_runs(paths):
     """The folders with a metrics.jsonl in paths or below. Raises UserError."""
     found = []
     for path in paths:
-        files = sorted(glob.glob(f"{glob.escape(path)}/**/metrics.jsonl", recursive=True))
+        files = sorted(pathlib.Path(path).rglob("metrics.jsonl"))
         if not files:
             raise UserError(f"{path}: no run (a folder with metrics.jsonl) there")
-        found += [os.path.normpath(os.path.dirname(file)) for file in files]
+        found += [str(file.parent) for file in files]
     return list(dict.fromkeys(found))
 
 
@@ -434,10 +433,6 @@ def crossing(x, y, level):
 
 def fit_power_law(x, y):
     """Least squares of y = a - b * x^-c: ((a, b, c), covariance [3, 3]), or why not."""
-    try:
-        from scipy.optimize import curve_fit
-    except ImportError:
-        raise UserError("the fit needs scipy: pip install scipy") from None
     if len(set(x)) < 4:
         return f"No fit: {len(set(x))} sizes, and three parameters with an error need four."
     start = max(y), (max(y) - min(y)) * min(x), 1.0
@@ -464,22 +459,16 @@ def plot_group(group, series, law, c, path):
         else:
             plot_rows(ax, key, points, c)
             ax.set_yticks(range(len(points)), [p["label"] for p in points] if ax is axes[0, 0] else [])
-    save_figure(fig, axes[0], group.question, c, path)
+    save_figure(fig, axes[0], group.question, path)
 
 
 def plot_rows(ax, key, points, c):
     """A panel with one number, a row for each setting."""
-    missing = "not reached" if "_to" in key else "not known"
-    for row, point in enumerate(points):
-        value, deviation = point[key]
-        ax.errorbar(value, row, xerr=deviation, fmt="ko", capsize=3)
-        if math.isnan(value):
-            ax.text(0.03, row, missing, va="center", transform=ax.get_yaxis_transform())
+    values, deviations = zip(*(point[key] for point in points))
+    ax.errorbar(values, range(len(points)), xerr=deviations, fmt="ko", capsize=3)
     ax.set_xlabel(axis_label(key, c))
     ax.set_ylim(len(points) - 0.5, -0.5)
     ax.margins(x=0.15)
-    if all(math.isnan(p[key][0]) for p in points):
-        ax.set_xticks([])
 
 
 def plot_against_x(ax, key, group, series, law, c):
@@ -501,7 +490,10 @@ def plot_against_x(ax, key, group, series, law, c):
     xs = {p[group.x][0] for points in series.values() for p in points}
     ticks = sorted(x for x in xs if not math.isnan(x))
     if law and key == "accuracy":
-        plot_law(ax, law, ticks)
+        (a, b, exponent), _ = law
+        curve = np.geomspace(ticks[0], ticks[-1], 200)
+        ax.plot(curve, a - b * curve ** -exponent, "k--",
+                label=f"{a:.4g} - {b:.3g} n$^{{-{exponent:.3g}}}$, n in millions")
     ax.set_xlabel(axis_label(group.x, c))
     ax.set_ylabel("puzzles solved (%)" if both else axis_label(key, c))
     if group.log:
@@ -510,24 +502,8 @@ def plot_against_x(ax, key, group, series, law, c):
         labels = [f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}" for tick in ticks]
         ax.set_xticks(ticks, labels, rotation=30 if max(map(len, labels), default=0) > 4 else 0)
         ax.xaxis.minorticks_off()
-    if all(math.isnan(p[k][0]) for _, points, k in drawn for p in points):
-        missing = "not reached" if "_to" in key else "not known"
-        ax.text(0.5, 0.5, missing, ha="center", transform=ax.transAxes)
-        ax.plot(ticks, [0] * len(ticks), alpha=0)  # for the range of x
-        ax.set_yticks([])
     if group.bracket and key == "accuracy":
         ax.axhline(c.target, color="0.5", linestyle=":", label=f"{c.target:g}%")
-
-
-def plot_law(ax, law, ticks):
-    """The fitted law with its standard error, between the first and the last tick."""
-    (a, b, c), covariance = law
-    x = np.geomspace(ticks[0], ticks[-1], 200)
-    y = a - b * x ** -c
-    jacobian = np.stack([np.ones_like(x), -x ** -c, b * x ** -c * np.log(x)], axis=1)
-    error = np.sqrt(np.einsum("ni,ij,nj->n", jacobian, covariance, jacobian))
-    ax.plot(x, y, "k--", label=f"{a:.4g} - {b:.3g} n$^{{-{c:.3g}}}$, n in millions")
-    ax.fill_between(x, y - error, y + error, color="0.85", label="its standard error")
 
 
 def plot_curves(group, points, unfinished, c, path):
@@ -549,7 +525,7 @@ def plot_curves(group, points, unfinished, c, path):
         if abscissa != "time":
             ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     title = f"Learning curves: {group.question[0].lower() + group.question[1:]}"
-    save_figure(fig, list(axes.flat), title, c, path)
+    save_figure(fig, list(axes.flat), title, path)
 
 
 def plot_curve(ax, key, abscissa, runs, style, label):
@@ -568,7 +544,7 @@ def plot_curve(ax, key, abscissa, runs, style, label):
         ax.fill_between(x, mean - deviation, mean + deviation, color=color, alpha=0.2, linewidth=0)
 
 
-def save_figure(fig, axes, title, c, path):
+def save_figure(fig, axes, title, path):
     """Adds grid, title and a legend below the panels, and writes the file."""
     handles = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels())}
     width = fig.get_size_inches()[0]
@@ -584,7 +560,7 @@ def save_figure(fig, axes, title, c, path):
         if ax.get_ylabel().endswith("(%)"):
             ax.set_ylim(max(ax.get_ylim()[0], 0), min(ax.get_ylim()[1], 100))
     fig.suptitle("\n".join(textwrap.wrap(title, int(11 * width))))
-    fig.savefig(path, dpi=c.dpi)
+    fig.savefig(path, dpi=110)
     plt.close(fig)
 
 

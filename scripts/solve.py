@@ -24,7 +24,6 @@ import importlib.util
 import math
 import os
 import sys
-import tempfile
 import zipfile
 
 import numpy as np
@@ -81,11 +80,8 @@ def solve_one(run, puzzle, question, s, origin):
     for n, answer in enumerate(answers):
         title = f"step {n + 1}: {sure[n]:.0%}" + (", kept" if n == best else " sure")
         grids.append((title, answer, grids[0][2] if broken is None else broken[n]))
-    if s.steps:
-        per_row = 120 // (2 + max(3 * puzzle["grid"][1], *(len(title) for title, _, _ in grids)))
-        panels = choose_panels(run.eval_depth, best + 1, max(1, per_row))
-    else:
-        panels = [0, best + 1]
+    several = choose_panels(run.eval_depth, best + 1)
+    panels = several if s.steps else [0, best + 1]
     print(side_by_side([grids[n] for n in panels], puzzle["symbols"], *puzzle["grid"]))
     print(text_of(puzzle, answers[best]))
     attempts = f", attempt {attempt + 1} of {q_halt.shape[2]}" if q_halt.shape[2] > 1 else ""
@@ -94,8 +90,7 @@ def solve_one(run, puzzle, question, s, origin):
     if s.plot.endswith(".gif"):
         draw_animation(s.plot, puzzle, question, grids + [grids[best + 1]] * 3)  # it stays for a while
     elif s.plot:
-        panels = choose_panels(run.eval_depth, best + 1, PANELS_IN_A_ROW)
-        draw_picture(s.plot, puzzle, question, [grids[n] for n in panels])
+        draw_picture(s.plot, puzzle, question, [grids[n] for n in several])
     if s.plot:
         print(f"wrote {s.plot}")
 
@@ -130,8 +125,6 @@ def solve_file(run, puzzle, questions, labels, path):
     summary = f"{is_right.sum()} of {len(questions)} puzzles solved ({is_right.mean():.1%})"
     if by_rules is None and not known.all():
         summary += f", of which only {known.sum()} have a known answer to judge by"
-    elif known.any() and not known.all():
-        summary += f", {known.sum()} judged by their known answers and the others by the rules"
     sure = certainty >= SURE
     print(f"{summary}; of the {sure.sum()} answers that are {SURE:.0%} sure, "
           f"{is_right[sure].sum()} are right")
@@ -176,14 +169,9 @@ def sigmoid(logits):
     return 1 / (1 + np.exp(-np.float64(logits)))
 
 
-def choose_panels(depth, best, per_row):
-    """The steps to show, 0 for the question: the best, the last, 1, 2, 4, ..., and more to fill the rows."""
-    chosen = {0: None, best: None, depth: None} | {2 ** i: None for i in range(depth.bit_length())}
-    in_order = list(chosen | {step: None for step in range(depth)})
-    num_rows = math.ceil(len(chosen) / per_row)
-    if num_rows * per_row > len(in_order):
-        num_rows -= 1
-    return sorted(in_order[:num_rows * per_row or len(in_order)])
+def choose_panels(depth, best):
+    """The steps to show, 0 for the question: 1, 2, 4, ..., the best and the last."""
+    return sorted({0, best, depth} | {2 ** i for i in range(depth.bit_length())})
 
 
 # Input.
@@ -208,27 +196,14 @@ def read_arguments(argv):
         raise UserError("--steps and --plot show one puzzle, not a file of them")
     if s.output and not (is_file and s.output.endswith(".csv")):
         raise UserError(f"--output={s.output}: must end in .csv, and is for the puzzles of a .csv")
-    if os.path.lexists(s.output):
-        raise UserError(f"--output={s.output}: exists already; choose another name")
-    for name in ("plot", "output"):
-        if getattr(s, name):
-            check_writable(name, getattr(s, name))
+    for path in s.plot, s.output:
+        if os.path.lexists(path):
+            raise UserError(f"{path}: exists already; choose another name")
     return s, checkpoint, source, model_flags
 
 
 def is_model(path):
     return os.path.isdir(path) or path.endswith(".pt") or zipfile.is_zipfile(path)
-
-
-def check_writable(name, path):
-    """Raises UserError unless the file that a setting names can be written."""
-    is_new = not os.path.lexists(path)
-    try:
-        open(path, "ab").close()
-    except OSError as e:
-        raise UserError(f"--{name}={path}: cannot be written ({e.strerror or e})") from None
-    if is_new:
-        os.remove(path)
 
 
 def read_rows(source):
@@ -314,7 +289,6 @@ def read_model(path, flags):
     c.global_batch_size = 1
     c.micro_batch_size = 0
     c.eval_patience = 0  # every step is shown
-    c.out_dir = tempfile.gettempdir()  # nothing is written
     train.check_settings(c)
     return state, c
 
@@ -372,11 +346,8 @@ def read_state(path):
             check_model_file(state, path)
         return state
 
-    def print_skipped(note):
-        if note.startswith("skipped"):
-            print(note, file=sys.stderr)
-
-    state = train.newest_checkpoint(path, print_skipped)
+    state = train.newest_checkpoint(
+        path, lambda note: note.startswith("skipped") and print(note, file=sys.stderr))
     if not state:
         raise UserError(f"{path}: no complete checkpoint (ckpt_*.pt with its .json) in it")
     return state

@@ -2,6 +2,7 @@
 import glob
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,21 +41,20 @@ def test_what_a_tpu_makes_of_the_step(dataset, capsys):
     aot.main([*TINY, "--slices=v5e:2x2", "--micro_batch_size=2", f"--data_path={dataset}"])
     text = capsys.readouterr().out
     f, e = map(json.loads(text.splitlines()[-1])["v5e:2x2"].get, ("train", "eval"))
-    assert f["collectives"] == [["all-reduce", f["collectives"][0][1]]] and e["collectives"] == []
+    assert len(f["collectives"]) == 1 and e["collectives"] == []
     model = bench.new_model(configurator.configure(train.__file__, TINY), Dataset(dataset, "train"))
     # All at once: gradients of the weights and the puzzle embedding, uses of its row, METRICS, stop requests.
     reduced = sum(p.numel() for p in model.parameters()) + 64 + 1 + len(train.METRICS) + 1
-    assert f["collectives"][0][1] == pytest.approx(4 * reduced, abs=8)  # torch_xla's token rides along
+    assert re.search(rf"all-reduce .*\bf32\[{reduced}\]", f["collectives"][0]), (reduced, f["collectives"])
     carry = 2 * 4 * 83 * 64 * 2  # z_H and z_L of 4 sequences a chip
     assert carry < 1e9 * f["arguments_gb"] - 16 * reduced < 3 * carry
-    assert f["batch_per_chip"] == 4 and f["free_gb"] > 10 and "fits" in text and not f["float64_matmuls"]
+    assert f["batch_per_chip"] == 4 and f["free_gb"] > 10 and "v5e:2x2 train: fits\n" in text
     assert f["arithmetic_ms"] < e["estimated_ms"] < f["estimated_ms"] < 100
-    assert f"the compiler estimates {f['estimated_ms']:.1f} ms" in text
+    assert f"estimated_ms {f['estimated_ms']:.4g}" in " ".join(text.split())
+    assert "train: DOES NOT FIT" in aot.description("train", f | dict(free_gb=-0.1))
     assert f["examples_per_sec"] == pytest.approx(16e3 / f["estimated_ms"])
     for figures in f, e:  # the compiler counts the loop over the two micro-batches once
         assert 2 * figures["compiler_tflop"] == pytest.approx(figures["tflop"], rel=0.1)
-    slow = aot.description("eval", e | dict(float64_matmuls=["model.py:7"]))
-    assert "float64 matmul, which TPUs emulate many times slower: model.py:7" in slow
 
 
 INPUT = """
@@ -87,19 +87,17 @@ def fork(line, folder, monkeypatch):
 
 
 def test_a_forks_own_step_is_traced(dataset, tmp_path, monkeypatch):
-    """With its inputs, its block, its random numbers, and float64, whose line is named."""
+    """With its inputs and its block."""
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
     from jaxlib.mlir import ir
-    line = "y = (torch.rand_like(x).double() @ x.new_ones(64, 37).double()).sum(-1, keepdim=True).to(x.dtype)"
-    place = fork(line, tmp_path, monkeypatch)
-    assert aot.trace(TINY, dataset, 4, 1, "v5e:1x1", str(tmp_path)) is None
-    for step, own_shapes in (("train", ["7x13xf32", "x37xf64"]), ("eval", ["x37xf64"])):
+    fork("y = (x @ x.new_ones(64, 37)).sum(-1, keepdim=True)", tmp_path, monkeypatch)
+    assert aot.trace(TINY, dataset, 4, 1, "v5e:1x1", str(tmp_path)) == {}
+    for step, own_shapes in (("train", ["7x13xf32", "x37xbf16"]), ("eval", ["x37xbf16"])):
         with mlir.make_ir_context():
             program = (tmp_path / f"{step}.pb").read_bytes()
             text = str(ir.Module.parse(xla_client._xla.mlir.hlo_to_stablehlo(program)))
         assert all(shape in text for shape in own_shapes)
-        assert json.loads((tmp_path / f"{step}.json").read_text()) == [place]
 
 
 def test_a_fork_with_a_branch_on_data_learns_where(dataset, tmp_path, monkeypatch, capsys):
@@ -136,18 +134,20 @@ ENTRY %main (p0: (TYPE[], f32[24,1000])) -> (TYPE[], f32[24,1000]) {
 def test_cycles_and_collectives_of_a_program(counter):
     text = HLO.replace("TYPE", counter)
     assert aot.estimated_cycles(*aot.read_program(text)) == 24 * 100
-    assert aot.collectives(text) == [("all-reduce", 33)]
+    assert aot.collectives(text) == ["all-reduce (f32[2,3], bf16[4], pred[])"]
 
 
-@pytest.mark.parametrize("rate", [10000, 0], ids=["measured", "without the compiler"])
-def test_a_plan_counts_steps_hours_and_bytes(rate, monkeypatch, capsys):
-    monkeypatch.setattr(aot, "has_compiler", lambda: False)
-    aot.main([os.path.join(ROOT, "config", "baseline.py"), "--plan=v5e:2x4", f"--rate={rate}"])
+def test_a_plan_counts_steps_hours_and_bytes(monkeypatch, capsys):
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)  # no compiler
+    config = os.path.join(ROOT, "config", "baseline.py")
+    with pytest.raises(configurator.UserError, match="pip install jax libtpu"):
+        aot.main([config, "--plan=v5e:2x4"])
+    aot.main([config, "--plan=v5e:2x4", "--rate=10000"])
     text = capsys.readouterr().out
     f = json.loads(text.splitlines()[-1])
-    assert f["examples_per_sec"] == pytest.approx(rate or 8 * 197e12 / 42.7245e9, rel=1e-4)
+    assert f["examples_per_sec"] == 10000
     assert f["hours"] == pytest.approx(8138 * 6144 / f["examples_per_sec"] / 3600, rel=1e-4)
-    assert f["measured"] == bool(rate) and ("measured" if rate else "pip install jax libtpu") in text
+    assert f["measured"] and "at the measured speed" in text
     assert f["checkpoint_gb"] == pytest.approx(16 * f["parameters"] / 1e9, rel=1e-4)
     assert f["steps"] == 8138 and f["checkpoints"] == 9
     assert f["evaluations"] == 9  # the last interval ends with the run, which has its own

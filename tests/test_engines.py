@@ -171,7 +171,7 @@ def test_the_study_on_an_engine_to_its_report(front, sweep, data, new_engine, tm
     assert len(second["codes"]) == 2 and first["codes"] == [[0]]
     assert text.count("starting the job") == 1 and f"{EMA_OFF}: starting the job {jobs[0]}\n" in text
     assert re.search(r"\n  1 jobs in the queue, [01] waiting \| sweep eta \d+", text)
-    assert f"{EMA}: complete" in text and not out.exists()
+    assert f"{EMA}: complete" in text
 
     text = sweep("--pull", *flags)
     assert "2 of 2 complete" in text and results(out)[EMA]["steps"] == 60
@@ -187,7 +187,6 @@ def test_without_skypilot_a_launch_says_so(front, sweep, data, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     flags = ["exp08a", f"--data_path={data}", PREPARE + str(data), "--gcs_dir=gs://bucket/study", "--launch"]
     assert "no program `sky` in PATH" in sweep(f"--jobs={FILES[0]}", *flags, code=2)
-    assert "max_jobs must be" in sweep(f"--jobs={FILES[0]}", "--max_jobs=0", *flags, code=2)
 
 
 def test_the_jobset_fits_the_published_schema():

@@ -123,7 +123,7 @@ Q = '"question": "................"'
 @pytest.mark.parametrize("request_line, body, status, words", [
     ("POST /api/solve", "", 400, "not JSON"),
     ("POST /api/solve", "[" * 10000, 400, "not JSON"),
-    ("POST /api/solve", "[]", 400, "must be an object"),
+    ("POST /api/solve", "[7]", 400, "not JSON, as {"),
     ("POST /api/solve", '{"question": "12"}', 400, "has 2 cells: it must have 4x4"),
     ("POST /api/solve", '{"question": 12}', 400, "question must be str, not int"),
     ("POST /api/solve", '{"question": "11.............."}', 400, "the question has digit 1 twice in row 1"),
@@ -135,11 +135,9 @@ Q = '"question": "................"'
     ("POST /api/solve", " " * 500_000, 413, "more than 20000 bytes"),
     ("POST /api/solve", None, 411, "Content-Length"),
     ("POST /nowhere", "{}", 404, "no such page"),
-    ("POST /", "{}", 405, "takes GET"),
     ("GET /../play.py", None, 404, "no such page"),
     ("GET http://[", None, 400, ""),
-    ("GET /api/solve", None, 405, "takes POST"),
-    ("OPTIONS /api/solve", None, 405, ""),
+    ("GET /api/solve", None, 404, "no such page"),
     ("GET /api/puzzle", None, 400, "index"),
     ("GET /api/puzzle?index=60", None, 400, "index must be a number below 60, not '60'"),
     ("GET /api/puzzle?index=" + "1" * 5000, None, 400, "below 60"),
@@ -167,15 +165,9 @@ def test_other_hosts_and_pages_of_other_sites_are_refused(server):
 HEAD = b"POST /api/solve HTTP/1.1\r\nHost: 127.0.0.1:PORT\r\n"
 
 
-@pytest.mark.parametrize("sent, status", [
-    (b"nonsense\r\n\r\n", "Bad request syntax"),
-    (b"GET / HTTP/9.9\r\n\r\n", "Invalid HTTP version"),  # of an unknown version: without a status line
-    (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", "414"),
-    (HEAD.replace(b"POST /api/solve", b"GET /") + b"Host: 127.0.0.1:PORT\r\n\r\n", "403")])
-def test_malformed_http(server, sent, status):
-    answer = answer_to(server, sent)
-    assert list(json.loads(answer.split("\r\n\r\n")[-1])) == ["error"]
-    assert status in answer.split("\r\n")[0]
+def test_two_hosts_in_a_request_are_refused(server):
+    sent = HEAD.replace(b"POST /api/solve", b"GET /") + b"Host: 127.0.0.1:PORT\r\n\r\n"
+    assert "403" in answer_to(server, sent).split("\r\n")[0]
 
 
 BODY = b"Content-Length: 80\r\n\r\n{%s, \"steps\": 256, \"copies\": 16}" % Q.encode().ljust(51)
@@ -218,6 +210,8 @@ def test_command_and_a_page_that_fetches_nothing_from_elsewhere(tmp_path):
         assert (tmp_path / "opened").read_text() == f"http://127.0.0.1:{port}\n"
         with pytest.raises(UserError, match="--port=0 takes a free one"):
             play.open_server(None, port)
+        with pytest.raises(UserError, match="65535"):
+            play.open_server(None, 70000)
     finally:
         process.send_signal(signal.SIGINT)
     assert process.wait(20) == 0 and process.stderr.read() == ""
@@ -261,8 +255,7 @@ def test_models_without_their_dataset(folder, tmp_path):
 
 
 def test_wrong_arguments():
-    for argv, words in ((["a", "b"], "usage"), (["nowhere"], "no such checkpoint"),
-                        (["x", "--port=70000"], "65535")):
+    for argv, words in ((["a", "b"], "usage"), (["nowhere"], "no such checkpoint")):
         with pytest.raises(UserError, match=words):
             play.main(argv)
 

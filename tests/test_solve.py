@@ -252,12 +252,9 @@ def test_attempts_with_noise(run, folder, solved, model, evaluation):
     assert solved[1] in text and re.search(r"sure after step [1-4] of 4, attempt [1-4] of 4; ", text)
 
 
-@pytest.mark.parametrize("depth, best, per_row, expected", [
-    (4, 2, 5, [0, 1, 2, 3, 4]), (4, 2, 4, [0, 1, 2, 4]), (8, 5, 6, [0, 1, 2, 4, 5, 8]),
-    (8, 8, 6, [0, 1, 2, 3, 4, 8]), (8, 5, 5, [0, 1, 2, 5, 8]), (16, 11, 4, [0, 1, 2, 3, 4, 8, 11, 16]),
-    (2, 1, 6, [0, 1, 2]), (64, 64, 1, [0, 1, 2, 4, 8, 16, 32, 64])])
-def test_panels_fill_their_rows(depth, best, per_row, expected):
-    assert solve.choose_panels(depth, best, per_row) == expected
+def test_which_steps_are_shown():
+    assert solve.choose_panels(16, 11) == [0, 1, 2, 4, 8, 11, 16]
+    assert solve.choose_panels(2, 1) == [0, 1, 2]
 
 
 def test_puzzle_from_a_line_a_file_and_stdin(run, folder, solved, tmp_path):
@@ -276,8 +273,6 @@ def test_puzzle_from_a_line_a_file_and_stdin(run, folder, solved, tmp_path):
     text = run(folder / "sudoku", question, "--steps", "--halt_max_steps=19")  # more than in training
     assert {1, 2, 4, 8, 16, 19} <= {n for n in range(1, 20) if f"step {n}: " in text}
     assert text.count("%, kept") == 1 and "question" in text and re.search(r"after step \d+ of 19", text)
-    titles = [line for line in text.splitlines() if "step" in line and "sure after" not in line]
-    assert len(titles) == 2 and titles[0].count("step") + 1 == titles[1].count("step")
 
 
 def test_file_of_puzzles(run, folder, evaluation, tmp_path, monkeypatch):
@@ -290,8 +285,7 @@ def test_file_of_puzzles(run, folder, evaluation, tmp_path, monkeypatch):
     certainty = 1 / (1 + np.exp(-evaluation["surest_q_halt_logits"]))
     monkeypatch.setattr(solve, "SURE", float(np.median(certainty)))
     sure = certainty > np.median(certainty)
-    summary = (f"{right.sum()} of 60 puzzles solved ({right.mean():.1%}), 30 judged by their known answers "
-               "and the others by the rules; of the 30 answers that are "
+    summary = (f"{right.sum()} of 60 puzzles solved ({right.mean():.1%}); of the 30 answers that are "
                f"{solve.SURE:.0%} sure, {right[sure].sum()} are right")
     assert 0 < right[::2].sum() < 30 and 0 < right[1::2].sum() < 30
     assert summary in run(folder / "sudoku", tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}")
@@ -304,8 +298,8 @@ def test_file_of_puzzles(run, folder, evaluation, tmp_path, monkeypatch):
         assert [row["question"], row["answer"], row["result"]] == [*texts, results[i % 2][int(right[i])]]
     monkeypatch.setattr(solve, "CELLS_AT_A_TIME", 16 * 7 * 2)  # batches of 7 puzzles
     assert summary in run(folder / "sudoku", tmp_path / "a.csv", "--eval_rollouts=2", "--eval_noise=0")
-    with pytest.raises(UserError, match="exists already"):
-        run("nowhere", tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}")
+    with pytest.raises(FileExistsError, match="b.csv"):
+        run(folder / "sudoku", tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}")
     assert read_rows(tmp_path / "b.csv") == rows  # untouched
 
 
@@ -428,8 +422,6 @@ OFFICIAL = ["official.pt", *MODEL, "--data_path=nowhere"]  # a puzzle's text tel
     (["sudoku-data", "." * 16], "no complete checkpoint"),
     (["sudoku-data/manifest.json", "." * 16], "cannot be read as a checkpoint"),
     (["sudoku", "." * 16, "--plot=a.jpg"], ".png or .gif"),
-    (["nowhere", "." * 16, "--plot=nowhere/a.png"], "a.png: cannot be written"),
-    (["nowhere", "nowhere.csv", "--output=nowhere/b.csv"], "b.csv: cannot be written"),
     (["sudoku", "nowhere.csv", "--output=b.txt"], "must end in .csv"),
     (["sudoku", "." * 16, "--output=b.csv"], "is for the puzzles of a .csv"),
     (["sudoku", "nowhere.csv", "--steps"], "--steps and --plot show one puzzle"),
