@@ -62,10 +62,3 @@ def test_train_through_xla(data, tmp_path):
     python("train.py", f"--data_path={data}", f"--out_dir={tmp_path / 'out'}", "--device=xla", *TINY,
            "--max_steps=20", "--forward_dtype=float32", PJRT_DEVICE="CPU")
     assert losses(tmp_path / "out")[-1] < losses(tmp_path / "out")[0]
-
-
-def test_help_lists_every_setting():
-    text = python("train.py", "--help")
-    for name in ("--H_cycles=3", "--lr=0.0001", "--data_path=", "--init_from=scratch"):
-        assert name in text
-    assert "--subsample_size=1000" in python("prepare_sudoku.py", "--help")

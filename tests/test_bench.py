@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from configurator import UserError
+from conftest import xla_environment
 
 import bench
 import train
@@ -76,18 +77,13 @@ def test_profile_on_the_cpu(tmp_path, capsys):
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize("replicas, flags", [(2, ["--steps=1", "--micro_batch_size=16"]),
-                                             (1, ["--profile=p"])])
-def test_through_xla(replicas, flags, tmp_path):
-    """In a process of its own, which can start XLA only once."""
+def test_two_replicas_through_xla(tmp_path):
+    """test_replicas.py has the profile."""
     command = [sys.executable, bench.__file__, *MODEL, "--L_layers=1", "--H_cycles=1", "--L_cycles=1",
-               "--data_path=data/4x4", *flags]
-    env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(replicas)}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, env=env)
+               "--data_path=data/4x4", "--steps=1", "--micro_batch_size=16"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500,
+                          env=xla_environment(2))
     assert done.returncode == 0, done.stdout + done.stderr
-    if replicas == 1:
-        assert " ms " in done.stdout and " x dot\n" in done.stdout and "perfetto" in done.stdout
-        return
     f = json.loads(done.stdout.splitlines()[-1])
     assert f["kind"] == "xla" and f["replicas"] == 2 and f["micro_batch_size"] == 16
     assert f["global_batch_size"] == 32 and f["xla/fallbacks"] == 0
@@ -98,7 +94,6 @@ def test_through_xla(replicas, flags, tmp_path):
     (["--steps=-1"], "steps must be 0 or more"),
     (["--global_batch_size=16", "--micro_batch_size=5"], "16 must be a multiple of 5"),
     (["nowhere"], "nowhere: cannot read this config file"),
-    (["--hidden_size=-1"], "hidden_size must be above 0"),
     (["--mlp_t=False", "--num_heads=3"], "hidden_size 32 .*num_heads"),
 ])
 def test_wrong_input(flags, words):

@@ -7,10 +7,10 @@ import sys
 import configurator
 import pytest
 from configurator import UserError, configure, read_settings, split_arguments
+from conftest import ROOT
 
 import train
 
-ROOT = os.path.dirname(os.path.abspath(configurator.__file__))
 SCRIPT = '''"""Trains a toy.
 
     python toy.py config/small.py

@@ -4,14 +4,12 @@ import json
 import os
 import re
 import runpy
-import sys
 
 import numpy as np
 import pytest
 from configurator import UserError, configure
+from conftest import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
 import data
 import prepare_csv
 import prepare_maze
@@ -279,7 +277,6 @@ def test_a_fork_adds_the_rules_of_a_kind_in_one_place(tmp_path):
 
 def test_a_checkpoint_says_what_it_solves_whatever_its_sizes():
     """Latin squares of 4x4 have the sizes of a Sudoku, and are none."""
-    sys.path.insert(0, os.path.join(ROOT, "scripts"))
     import solve
     task = {"kind": "latin", "grid": [4, 4], "symbols": "_.1234"}
     assert solve.puzzle_of({"task": task}, None) == task

@@ -1,13 +1,13 @@
 """Schedules: the curriculum of depth and the decay of exploration, each a pure function of the step.
 
-Resumes within them are in test_train.py, their programs on XLA in test_replicas.py.
+Resumes within them are in test_train.py, their programs on XLA in test_replicas.py, wrong settings in
+test_wrong_input.py.
 """
 import os
 import re
 import types
 
 import configurator
-import pytest
 from test_train import CURRICULUM, ROOT, curve, data, run
 
 import train
@@ -61,15 +61,3 @@ def test_the_log_says_what_changes_and_evaluations_are_at_full_depth(data, tmp_p
     found = [re.search(r" loss (\S+)", run(data, tmp_path / "eval", *checkpoint, f"--L_cycles={L_cycles}"))[1]
              for L_cycles in (3, 1)]
     assert f"{curve(out, 'eval/loss')[8]:.4f}" == found[0] != found[1]
-
-
-@pytest.mark.parametrize("flag, words", [
-    ("--L_cycles_start=7", r"L_cycles_start must be from 1 to L_cycles \(6\), not 7"),
-    ("--H_cycles_start=0", r"H_cycles_start must be from 1 to H_cycles \(3\), not 0"),
-    ("--curriculum_epochs=-1", "curriculum_epochs must be 0 or more"),
-    ("--halt_exploration_prob_end=-0.5", "must be from 0 to 1, not -0.5"),
-    ("--halt_exploration_prob_end=2", "must be from 0 to 1"),
-])
-def test_wrong_settings(flag, words):
-    with pytest.raises(configurator.UserError, match=words):
-        train.check_settings(configurator.configure(train.__file__, ["--curriculum_epochs=5", flag]))

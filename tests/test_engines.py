@@ -4,13 +4,13 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 
 import jsonschema
 import pytest
 import yaml
+from conftest import hosts
 from fake_gcloud import processes, write_program
 from fake_sky import Engine
 from test_gcs import emulator, front
@@ -32,14 +32,6 @@ case $fate in
   *) exit "$fate" ;;
 esac
 """
-
-
-def hosts(n):
-    """Environments of n hosts whose ranks gloo joins, as libtpu joins those of a slice."""
-    with socket.create_server(("localhost", 0)) as s:
-        port = str(s.getsockname()[1])
-    return [dict(RANK=str(i), LOCAL_RANK="0", GROUP_RANK=str(i), WORLD_SIZE=str(n), MASTER_ADDR="localhost",
-                 MASTER_PORT=port) for i in range(n)]
 
 
 @pytest.fixture

@@ -1,29 +1,27 @@
 """Failures: kills at any moment, lost machines, transient storage errors. Real commands, emulated storage."""
-import functools
 import hashlib
 import json
 import os
 import pathlib
 import random
-import resource
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import test_train
 import torch
-from conftest import ROOT
+from conftest import ROOT, ForkedTrain, hosts
 from test_gcs import emulator, front, stored
-from test_train import DATA, WHOLE, begun, command, curve, data, edited_copy, last_weights, run, same, whole
+from test_train import WHOLE, begun, command, curve, data, edited_copy, forked, last_weights, popen, run, same
 
 import train
 from bucket import Bucket, upload_dataset
 
+whole = test_train.whole
 FLAGS = [*WHOLE, "--keep_last_n=2"]
 URL = "--gcs_dir=gs://bucket/run"
 
@@ -38,16 +36,16 @@ def test_twelve_kills_lose_nothing(data, tmp_path):
     run(data, tmp_path / "whole", *flags)
     out, draw, kills = str(tmp_path / "run"), random.Random(0), 0
     while True:
-        process = subprocess.Popen(command(data, out, *flags, "--init_from=auto"), stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT, text=True)
+        process = forked(data, out, *flags, "--init_from=auto")
+        text = ""
         for line in process.stdout:
+            text += line
             if line.startswith("training from") and kills < 12:
                 time.sleep(draw.uniform(0, 0.3))
                 process.kill()
-        process.wait()
-        if process.returncode == 0:
+        if process.wait() == 0:
             break
-        assert process.returncode == -signal.SIGKILL
+        assert process.returncode == -signal.SIGKILL, text
         kills += 1
     assert kills == 12
     assert same(last_weights(out), last_weights(tmp_path / "whole"))
@@ -88,7 +86,7 @@ def test_another_machine_resumes_from_the_bucket(data, front, whole, tmp_path):
 
 
 def test_an_unavailable_bucket_does_not_stop_training(data, front, whole, tmp_path):
-    with begun(command(data, tmp_path / "run", *FLAGS, URL, "--log_interval=1")) as process:
+    with begun(forked(data, tmp_path / "run", *FLAGS, URL, "--log_interval=1")) as process:
         front.denied = ("start", "insert", "list", "media")
         text = process.communicate(timeout=60)[0]
     assert process.returncode == 1, text  # complete here, but not in the bucket: a restart uploads the rest
@@ -127,8 +125,8 @@ def test_a_stop_while_a_dataset_is_made(by, tmp_path):
     """By the processes of a pool, which end too."""
     prepare = f"prepare_sudoku.py --source=generate --num_train=1000000 --output_dir={tmp_path / 'data'}"
     flags = [f"--data_path={tmp_path / 'data'}", f"--data_prepare={prepare}", f"--out_dir={tmp_path / 'run'}"]
-    argv = [sys.executable, "train.py", *flags, "--device=cpu"]
-    with begun(argv, "is missing; making it", cwd=ROOT, start_new_session=True) as process:
+    process = popen([sys.executable, "train.py", *flags, "--device=cpu"], cwd=ROOT, start_new_session=True)
+    with begun(process, "is missing; making it"):
         # A pool's two, and a tracker.
         while sum(ignores_sigint(pid) for child in children(process.pid) for pid in children(child)) < 3:
             time.sleep(0.02)
@@ -177,14 +175,15 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(monkeypatch, tmp_path, f
 def test_data_is_read_from_the_bucket(data, front, whole, tmp_path):
     upload_dataset(data, "gs://bucket/data/four")
     flags = ["--data_path=gs://bucket/data/four", f"--out_dir={tmp_path / 'run'}"]
-    subprocess.run(command(data, "", *FLAGS, *flags), cwd=tmp_path, check=True, capture_output=True)
+    process = ForkedTrain(command(data, "", *FLAGS, *flags)[2:], cwd=tmp_path)
+    assert process.communicate() and process.returncode == 0
     assert curve(tmp_path / "run") == curve(whole[0])
     assert (tmp_path / "data" / "four" / "manifest.json").exists()
 
 
 def test_sigterm_leaves_its_checkpoint_in_the_bucket(data, front, tmp_path):
-    argv = command(data, tmp_path / "run", "--max_steps=100000", "--checkpoint_interval=0", URL)
-    with begun(argv, "step 10/") as process:
+    process = forked(data, tmp_path / "run", "--max_steps=100000", "--checkpoint_interval=0", URL)
+    with begun(process, "step 10/"):
         process.terminate()
         text = process.communicate(timeout=30)[0]
     assert process.returncode == 3 and "to continue:" in text
@@ -199,24 +198,19 @@ def test_sigterm_leaves_its_checkpoint_in_the_bucket(data, front, tmp_path):
 SHALLOW = ["--max_steps=20", "--checkpoint_interval=10", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2"]
 
 
-def two_ranks(data, tmp_path, *flags, script=train.__file__, limit=None):
+def two_ranks(data, tmp_path, *flags, script=None, limit=None):
     """Runs two hosts of one rank each, with flags for each; returns (exit code, output) of both.
 
-    limit: the size of the largest file that the first may write, in bytes.
+    script: of a fork. limit: the size of the largest file that the first may write, in bytes.
     """
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        port = str(s.getsockname()[1])
     processes = []
-    for rank in (0, 1):
+    for rank, environment in enumerate(hosts(2)):
         host = tmp_path / f"host{rank}"
         host.mkdir(exist_ok=True)
-        env = dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", GROUP_RANK=str(rank),
-                   MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        set_limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
-        processes.append(subprocess.Popen(
-            [sys.executable, script, *command(data, "run", *SHALLOW, *(flags[rank] if flags else ()))[2:]],
-            cwd=host, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env},
-            preexec_fn=set_limit if limit and rank == 0 else None))
+        argv = command(data, "run", *SHALLOW, *(flags[rank] if flags else ()))[2:]
+        options = dict(cwd=host, env=os.environ | environment)
+        processes.append(popen([sys.executable, script, *argv], **options) if script else ForkedTrain(
+            argv, **options, limit=limit if rank == 0 else None))
     texts = [process.communicate(timeout=60)[0] for process in processes]
     return [(process.returncode, text) for process, text in zip(processes, texts)]
 
@@ -225,11 +219,13 @@ def test_ranks_that_differ_end_before_the_first_step(data, tmp_path):
     for code, text in two_ranks(data, tmp_path, ["--lr=1e-3"], ["--lr=2e-3"]):
         assert code == 2 and "step 1" not in text, text
         assert "train.py: host 1, rank 1: settings differ from rank 0's: lr" in text
+    for code, text in two_ranks(data, tmp_path, *[["--global_batch_size=3"]] * 2):
+        assert code == 2 and "train.py: global_batch_size 3 must be a multiple of 2" in text, text
 
 
 def test_two_hosts_of_which_one_has_the_files(data, tmp_path):
     """Rank 1 gets rank 0's weights and step, and writes nothing. Each makes its own dataset."""
-    prepare = f"{os.path.join(ROOT, 'prepare_sudoku.py')} --output_dir=data/new {' '.join(DATA)}"
+    prepare = f"{os.path.join(ROOT, 'prepare_sudoku.py')} --output_dir=data/new {' '.join(test_train.DATA)}"
     flags = ["--lr=2e-4", "--keep_last_n=9", "--eval_interval=4"]
     run(data, tmp_path / "one", *SHALLOW, *flags)
     flags += ["--data_path=data/new", f"--data_prepare={prepare}"]
@@ -278,7 +274,7 @@ def test_puzzle_identifiers_without_a_puzzle_embedding(data, tmp_path):
 # One training at a time, and a start that can be stopped.
 
 def test_one_training_in_a_folder_and_in_a_bucket(data, front, tmp_path):
-    with begun(command(data, tmp_path / "run", "--max_steps=100000", URL)):
+    with begun(forked(data, tmp_path / "run", "--max_steps=100000", URL)):
         assert "another process trains there" in run(data, tmp_path / "run", "--init_from=auto", code=1)
         assert "gs://bucket/run holds a run" in run(data, tmp_path / "other", URL, code=2)
     front.script = [None, None, None, b"{}"]  # the claim is not listed yet: another run has just begun
@@ -290,7 +286,7 @@ def test_one_training_in_a_folder_and_in_a_bucket(data, front, tmp_path):
 
 def test_ranks_end_with_torchruns_agent(data, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    with begun([*torchrun, *command(data, tmp_path / "run", "--max_steps=100000")[1:]]) as agent:
+    with begun(popen([*torchrun, *command(data, tmp_path / "run", "--max_steps=100000")[1:]])) as agent:
         rank, = children(agent.pid)
     deadline = time.time() + 20
     while os.path.exists(f"/proc/{rank}"):
@@ -312,7 +308,7 @@ def test_a_file_to_begin_with_is_resumed_after_a_preemption(data, front, whole, 
 
 def test_sigterm_while_the_bucket_is_tried_again(data, front, tmp_path):
     front.script, front.retry_after = [503] * 1000, "50"
-    with begun(command(data, tmp_path / "run", URL, "--init_from=auto"), "trying again in 50 s") as process:
+    with begun(forked(data, tmp_path / "run", URL, "--init_from=auto"), "trying again in 50 s") as process:
         process.terminate()
         assert process.wait(12) == 3
 

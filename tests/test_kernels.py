@@ -2,14 +2,12 @@
 import importlib.util
 import json
 import os
-import sys
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:0] = [ROOT, os.path.join(ROOT, "scripts"), os.path.join(ROOT, "tests")]
 if not importlib.util.find_spec("triton"):
     pytest.skip("torch brings Triton on Linux alone", allow_module_level=True)
 with pytest.MonkeyPatch.context() as environment:  # of Triton's first import alone
@@ -107,11 +105,11 @@ def dataset(tmp_path_factory):
 
 @pytest.mark.skipif(aot_gpu.untried() != "", reason=aot_gpu.untried())
 def test_the_real_step_for_an_h100(dataset):
-    """Its own targets: 150 GB, 70 ms and no spilled registers at batch 768."""
-    flags = [os.path.join(ROOT, "config", "sudoku.py"), "--kernels=on"]
+    """With fewer recursions, which compile faster: traffic, time, no spilled registers at batch 768."""
+    flags = [os.path.join(ROOT, "config", "sudoku.py"), "--kernels=on", "--H_cycles=2", "--L_cycles=2"]
     c = configurator.configure(train.__file__, flags)
     f = aot.compile_steps(c, flags, dataset, "h100", ["train"])["train"]
-    assert f["compiled"] and f["hbm_gb"] < 150 and f["estimated_ms"] < 70 and f["peak_gb"] < 24, f
+    assert f["compiled"] and f["hbm_gb"] < 60 and f["estimated_ms"] < 26 and f["peak_gb"] < 16, f
     assert f["operations"] == f["launches"] > 100 and f["largest_micro_batch_size"] == 768
     assert len(f["own_kernels"]) == 4 and not any(k["spilled"] for k in f["own_kernels"].values())
     # At least the arithmetic at the card's peak; what is computed again is on top.

@@ -4,13 +4,11 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import configurator
 import numpy as np
 import pytest
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
-import configurator
 import torch
+from conftest import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,22 +19,13 @@ import train
 
 TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2",
         "--L_cycles=2", "--halt_max_steps=4", "--global_batch_size=16", "--lr_warmup_steps=5",
-        "--eval_interval=0"]
+        "--eval_interval=0", "--eval_final_max_puzzles=16"]
 SCRIPTS = ["train.py", "bench.py", "data.py", "prepare_maze.py", "prepare_sudoku.py"] + sorted(
     f"scripts/{name}" for name in os.listdir(os.path.join(ROOT, "scripts")) if name.endswith(".py"))
 
 
 def settings(*flags):
     return configurator.configure(train.__file__, [*TINY, *flags])
-
-
-@pytest.fixture(scope="module")
-def puzzles(tmp_path_factory):
-    """A dataset of 4x4 grids with random tokens."""
-    path = str(tmp_path_factory.mktemp("data") / "random")
-    grids = np.random.default_rng(0).integers(1, 6, (2, 64, 16), dtype=np.uint8)
-    data.write_dataset(path, {split: (64, 1, [grids]) for split in ("train", "test")}, 6, {"grid": [4, 4]})
-    return path
 
 
 # GPUs. Torch's meta device stands for one: its tensors have shapes and no values.
@@ -83,9 +72,9 @@ class FakeGPU(TorchDispatchMode):
         return any(t.data_ptr() == pinned.data_ptr() for pinned in self.pinned)
 
 
-def train_on_fake(kind, puzzles, monkeypatch, *flags):
+def train_on_fake(kind, random_puzzles, monkeypatch, *flags):
     """Trains 6 steps, with a line of the log after each third; returns what happened, in order."""
-    c = settings(f"--data_path={puzzles}", "--log_interval=3", *flags)
+    c = settings(f"--data_path={random_puzzles}", "--log_interval=3", *flags)
     device = devices.Device("cpu", c)
     device.kind, device.torch = kind, torch.device("meta")
     with FakeGPU() as gpu:
@@ -97,7 +86,7 @@ def train_on_fake(kind, puzzles, monkeypatch, *flags):
                 gpu.events.append(f"wait for step {self.step}")
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        dataset, nothing = data.Dataset(puzzles, "train"), lambda *args, **kwargs: None
+        dataset, nothing = data.Dataset(random_puzzles, "train"), lambda *args, **kwargs: None
         run = train.Run(train.new_model(c, seq_len=16, vocab_size=6), c, device)
         program = run.train_program
         gpu.events.clear()
@@ -110,7 +99,7 @@ def train_on_fake(kind, puzzles, monkeypatch, *flags):
 
 @pytest.mark.parametrize("flags", [
     [], ["--micro_batch_size=4"], ["--mlp_t=False", "--pos_encodings=rope", "--optimizer=muon"]])
-def test_the_host_waits_for_a_gpu_only_before_a_line_of_the_log(flags, puzzles, monkeypatch):
+def test_the_host_waits_for_a_gpu_only_before_a_line_of_the_log(flags, random_puzzles, monkeypatch):
     """Otherwise it is a step ahead: it waits for the step before the one that it has just launched.
 
     Apple's GPU stands no float64, and no copy that may read the host's memory after it was freed
@@ -119,8 +108,8 @@ def test_the_host_waits_for_a_gpu_only_before_a_line_of_the_log(flags, puzzles, 
     first = ["launch", "launch", "wait for step 1", "launch", "wait for step 2", "wait", "line"]
     second = ["launch", "wait for step 3", "launch", "wait for step 4", "launch", "wait for step 5", "wait",
               "line"]
-    assert train_on_fake("cuda", puzzles, monkeypatch, *flags) == first + second
-    events = train_on_fake("mps", puzzles, monkeypatch, *flags)
+    assert train_on_fake("cuda", random_puzzles, monkeypatch, *flags) == first + second
+    events = train_on_fake("mps", random_puzzles, monkeypatch, *flags)
     assert events.count("launch") == 6 and "unpinned" not in events
 
 
@@ -186,11 +175,11 @@ def test_gpus_that_cannot_be_used(gpu, monkeypatch):
         open_fake()
 
 
-def test_the_log_has_the_devices_notes(puzzles, tmp_path, monkeypatch):
+def test_the_log_has_the_devices_notes(random_puzzles, tmp_path, monkeypatch):
     device = devices.Device("cpu", settings())
     device.notes = ["what this GPU lacks"]
     monkeypatch.setattr(train, "open_device", lambda *_: device)
-    train.replica(settings(f"--data_path={puzzles}", f"--out_dir={tmp_path}", "--max_steps=1"), "cpu")
+    train.replica(settings(f"--data_path={random_puzzles}", f"--out_dir={tmp_path}", "--max_steps=1"), "cpu")
     assert "\nwhat this GPU lacks\n" in (tmp_path / "log.txt").read_text()
 
 
@@ -200,7 +189,7 @@ def test_the_log_has_the_devices_notes(puzzles, tmp_path, monkeypatch):
     ("train.py", ["--micro_batch_size=5", "--global_batch_size=15"], 1,
      "5 sequences at a time: --micro_batch_size=1"),
     ("train.py", ["--micro_batch_size=1"], 1, "1 sequences at a time: --device=cpu has more")])
-def test_out_of_gpu_memory(script, flags, ranks, hint, puzzles, monkeypatch, capsys):
+def test_out_of_gpu_memory(script, flags, ranks, hint, random_puzzles, monkeypatch, capsys):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
@@ -208,7 +197,7 @@ def test_out_of_gpu_memory(script, flags, ranks, hint, puzzles, monkeypatch, cap
     monkeypatch.setattr(train, "replica", full)
     monkeypatch.setattr(train, "on_signals", lambda: None)
     monkeypatch.setattr(bench, "bench", full)
-    argv = [*TINY, "--device=cpu", f"--data_path={puzzles}", *flags]
+    argv = [*TINY, "--device=cpu", f"--data_path={random_puzzles}", *flags]
     mains = {"train.py": lambda: train.main(settings(*argv)),
              "bench.py": lambda: bench.main([*argv, "--steps=1"])}
     with pytest.raises(SystemExit) as stop:
@@ -249,12 +238,12 @@ def test_no_script_loads_plugins_of_torch(script, tmp_path):
         assert run_python(tmp_path, script, TORCH_DEVICE_BACKEND_AUTOLOAD="1").stdout == "1\n"
 
 
-def test_a_run_uses_nothing_deprecated_and_loads_no_plugins(puzzles, tmp_path):
+def test_a_run_uses_nothing_deprecated_and_loads_no_plugins(random_puzzles, tmp_path):
     info = tmp_path / "plugin-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[torch.backends]\nplugin = no_such_module:load\n")
     warnings = ["-W", "error::DeprecationWarning", "-W", "error::FutureWarning"]
-    done = run_python(tmp_path, *warnings, "train.py", *TINY, f"--data_path={puzzles}", "--max_steps=2",
-                      "--device=cpu", f"--out_dir={tmp_path / 'run'}")
+    flags = f"--data_path={random_puzzles}", "--max_steps=2", "--device=cpu", f"--out_dir={tmp_path / 'run'}"
+    done = run_python(tmp_path, *warnings, "train.py", *TINY, *flags)
     assert done.returncode == 0, done.stderr

@@ -4,12 +4,11 @@ import csv
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from configurator import UserError, configure
+from conftest import ForkedTrain, hosts
 from test_data import hub  # a fixture: a local server instead of the hub
 
 import data
@@ -18,7 +17,6 @@ import train
 from data import Dataset
 from puzzles import GOAL, OPEN, PATH, START, WALL, path_metrics
 
-ROOT = os.path.dirname(os.path.abspath(data.__file__))
 SYMBOLS = "_# SGo"
 HEADER = ["source", "question", "answer", "rating"]
 
@@ -288,13 +286,12 @@ def test_train_and_evaluate(tmp_path, capfd):
     line = f"path_valid {valid.mean():.4f} path_optimal {optimal.mean():.4f}"
     assert text.count(line) == 1 and "question" in text
     # With 49 puzzles on 2 ranks in batches of 8, one rank has a puzzle in the last round and the other none.
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*torchrun, "train.py", *flags, "--init_from=resume", "--eval_only"]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    two_ranks = subprocess.Popen(command, cwd=ROOT, **pipes)
+    argv = [*flags, "--init_from=resume", "--eval_only"]
+    ranks = [ForkedTrain(argv, env=os.environ | environment) for environment in hosts(2)]
     path = shutil.copytree(path, tmp_path / "official")
     os.remove(path / "manifest.json")
     text = run(*TINY, f"--data_path={path}", f"--out_dir={tmp_path / 'other'}", "--max_steps=2")
     assert "exact" in text and "path_valid" not in text
-    text, _ = two_ranks.communicate(timeout=120)
-    assert two_ranks.returncode == 0 and text.count(line) == 1, text
+    texts = [rank.communicate()[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], texts
+    assert [text.count(line) for text in texts] == [1, 0]

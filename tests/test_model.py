@@ -1,14 +1,11 @@
 """The network's parts, the loss, the halting and the optimizers, against torch or their definitions."""
 import math
-import os
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import model
 from model import TRM, TRMConfig, supervision_step
 

@@ -4,13 +4,10 @@ import json
 import os
 import re
 import subprocess
-import sys
 
 import pytest
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
 import torch
+from conftest import ROOT
 
 from model import TRM
 

@@ -8,17 +8,13 @@ import functools
 import glob
 import json
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
+import configurator
 import numpy as np
 import pytest
 import torch
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
-import configurator
+from conftest import ROOT
 
 import train
 from model import METRICS, TRM, TRMConfig
@@ -121,12 +117,10 @@ def distance(a, b):
     return np.abs(a - b).max() / max(np.abs(b).max(), 1e-3)
 
 
-def through_xla(path, tmp_path, replicas=1, **settings):
-    """trajectory() in a new process, where torch_xla is set up first; joins the replicas' slices."""
-    env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(replicas), "XLA_THREAD_POOL_SIZE": "8"}
-    subprocess.run([sys.executable, __file__, path, str(tmp_path), json.dumps(settings)], check=True, env=env,
-                   timeout=600)
-    parts = [np.load(tmp_path / f"{rank}.npz") for rank in range(replicas)]
+def through_xla(replicas, path, tmp_path, world, **settings):
+    """trajectory() on replicas of torch_xla, whose slices are joined."""
+    replicas(world, replica, path, str(tmp_path), settings)
+    parts = [np.load(tmp_path / f"{rank}.npz") for rank in range(world)]
     joined = {name: parts[0][name] for name in parts[0].files}
     for name in joined:
         if name.startswith(SLICED):
@@ -184,15 +178,15 @@ def compare(path, got):
 @pytest.mark.parametrize("kind", ["cpu", "cpu in micro-batches", *(
     pytest.param(kind, marks=pytest.mark.xla) for kind in ("xla in micro-batches", "xla on 2 replicas"))])
 @pytest.mark.parametrize("path", FILES, ids=os.path.basename)
-def test_golden(path, kind, tmp_path):
+def test_golden(path, kind, tmp_path, request):
     golden = np.load(path)
     size = json.loads(str(golden["config"]))["train"]["global_batch_size"]
     settings = {}
     if "micro" in kind:
         settings["micro_batch_size"] = next((d for d in range(2, size) if size % d == 0), size)
-    replicas = 2 if "replicas" in kind and size % 2 == 0 else 1
+    world = 2 if "replicas" in kind and size % 2 == 0 else 1
     if kind.startswith("xla"):
-        got = through_xla(path, tmp_path, replicas, **settings)
+        got = through_xla(request.getfixturevalue("replicas"), path, tmp_path, world, **settings)
     else:
         got = on_cpu(path) if kind == "cpu" else trajectory(golden, "cpu", **settings)
     excused = compare(path, got)
@@ -218,12 +212,5 @@ def test_the_step_is_one_graph_for_torch_compile(path, monkeypatch):
             assert distance(got[name], want[name]) < 1e-5, name
 
 
-def replica(index, path, folder, settings):
-    import torch_xla.runtime as xr
-    np.savez(os.path.join(folder, f"{xr.global_ordinal()}.npz"),
-             **trajectory(np.load(path), "xla", **settings))
-
-
-if __name__ == "__main__":
-    import torch_xla.distributed.xla_multiprocessing as xmp
-    xmp.spawn(replica, args=(sys.argv[1], sys.argv[2], json.loads(sys.argv[3])))
+def replica(rank, path, folder, settings):
+    np.savez(os.path.join(folder, f"{rank}.npz"), **trajectory(np.load(path), "xla", **settings))

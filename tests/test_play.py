@@ -15,11 +15,8 @@ import time
 import urllib.request
 
 import numpy as np
-import pytest
-
-SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "scripts")
-sys.path[:0] = [os.path.dirname(SCRIPTS), SCRIPTS]
 import play
+import pytest
 import solve
 import torch
 from configurator import UserError

@@ -1,27 +1,23 @@
 """Several replicas: torch_xla on the CPU, where replicas are threads, and processes joined by gloo."""
-import contextlib
 import glob
-import io
 import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import threading
 import time
-import traceback
 from types import SimpleNamespace
 
 import configurator
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-from test_train import CURRICULUM, begun, command, curve, data, edited_copy, fork
+from conftest import ROOT, ForkedTrain, hosts, xla_environment
+from test_train import CURRICULUM, begun, command, curve, data, edited_copy, fork, popen
 from test_train import run as run_cpu
 
+import bench
 import device as devices
 import train
 from model import recomputed_attention
@@ -42,7 +38,7 @@ FORKS = {
 }
 
 
-# What the replicas of one process do, one thing after another. torch_xla fixes their number when it starts.
+# What the replicas of one process do.
 
 def xla_run(rank, argv, name=""):
     """train.py; name: of a fork."""
@@ -67,68 +63,19 @@ def xla_step(rank, folder, argv):
              gradient=run.state["optimizer"]["m"].cpu().numpy() / (1 - c.beta1))
 
 
+def xla_profile(rank, folder, argv):
+    """bench.py --profile."""
+    own = configurator.configure(bench.__file__, [f"--profile={folder}"])
+    c = configurator.configure(train.__file__, argv)
+    bench.bench(rank, c, own, "xla", c.data_path)
+
+
 def attention(rank, path, kind="xla", attend=recomputed_attention):
     """Saves the result of attention over 37 positions and the gradients of q, k and v: [4, 2, 3, 37, 8]."""
     device = train.open_device(kind, configurator.configure(train.__file__, ["--compile=off"]))
     *qkv, weight = device.put(list(torch.randn(4, 2, 3, 37, 8, generator=torch.Generator().manual_seed(0))))
     out = attend(*[t.requires_grad_() for t in qkv])
     np.save(path, torch.stack([out, *torch.autograd.grad(out, qkv, weight)]).detach().cpu().numpy())
-
-
-def work(world):
-    """The process of XLA: reads (name of a function, arguments) from stdin, all its replicas call it."""
-    import torch_xla.debug.metrics
-    import torch_xla.runtime as xr
-    from torch_xla._internal import pjrt
-    barrier, replies, job = threading.Barrier(world), sys.stdout, []
-
-    def replica():
-        try:
-            while True:
-                if xr.global_ordinal() == 0:
-                    job[:] = json.loads(sys.stdin.readline() or "[null, []]")
-                    torch_xla.debug.metrics.clear_all()
-                barrier.wait()
-                if not job[0]:
-                    return
-                globals()[job[0]](xr.global_ordinal(), *job[1])
-                barrier.wait()
-                if xr.global_ordinal() == 0:
-                    print(json.dumps(printed.getvalue()), file=replies, flush=True)
-                    printed.seek(0)
-                    printed.truncate()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        pjrt._run_thread_per_device(0, 1, replica, pjrt.initialize_multiprocess)
-
-
-def xla_environment(world):
-    return {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(world)}
-
-
-@pytest.fixture(scope="module")
-def replicas():
-    """A function (world, name, arguments) that lets a process with so many replicas call a function."""
-    started = {}
-
-    def call(world, name, *args):
-        if world not in started:
-            env = xla_environment(world) | {"XLA_THREAD_POOL_SIZE": "16", "PYTHONPATH": ROOT}
-            env |= {"XLA_FLAGS": ""} if world == 1 else {}  # programs as users compile them
-            started[world] = subprocess.Popen([sys.executable, __file__, str(world)], stdin=subprocess.PIPE,
-                                              stdout=subprocess.PIPE, text=True, env=env)
-        print(json.dumps([name, args]), file=started[world].stdin, flush=True)
-        reply = started[world].stdout.readline()
-        assert reply, f"{world} replicas ended in {name}{args}; see stderr"
-        return json.loads(reply)
-
-    yield call
-    for process in started.values():
-        process.stdin.close()
-        process.wait(30)
 
 
 def flags_of(data, out, *flags):
@@ -139,7 +86,7 @@ def flags_of(data, out, *flags):
 def four(data, replicas, tmp_path_factory):
     """A run of 30 steps on four replicas."""
     out = str(tmp_path_factory.mktemp("four") / "run")
-    replicas(4, "xla_run", flags_of(data, out, "--max_steps=30"))
+    replicas(4, xla_run, flags_of(data, out, "--max_steps=30"))
     return out
 
 
@@ -179,7 +126,8 @@ def test_the_curve_is_that_of_one_process(data, replicas, tmp_path, request, kin
     if kind in ("four", "two"):
         out = request.getfixturevalue(kind)
     else:
-        replicas(int(kind), "xla_run", flags_of(data, out, "--max_steps=30", "--micro_batch_size=2"))
+        flags = flags_of(data, out, "--max_steps=30", "--micro_batch_size=2")
+        replicas(int(kind), xla_run, flags, optimised=kind == "1")
     run_cpu(data, tmp_path / "one", *SHALLOW, "--max_steps=30")
     for key in ("train/loss", "train/grad_norm", "train/accuracy", "eval/loss", "eval/accuracy"):
         want = curve(tmp_path / "one", key)
@@ -199,12 +147,12 @@ def test_puzzles_leave_an_evaluation_early_on_any_number_of_replicas(data, repli
     found = {}
     for world in (1, 4):
         text = run_cpu(data, tmp_path, *SHALLOW, *flags) if world == 1 else replicas(
-            4, "xla_run", flags_of(data, tmp_path, *again, "--micro_batch_size=2"))
+            4, xla_run, flags_of(data, tmp_path, *again, "--micro_batch_size=2"))
         assert 2 < float(re.search(r"evaluation: .* steps (\S+)", text)[1]) < 9, text
         found[world] = saved_answers(tmp_path, 120)
         assert list(found[world]["indices"]) == list(range(40))
     assert (found[1]["preds"] != found[4]["preds"]).any(1).sum() <= 4  # where rounding repeats an answer
-    few = replicas(4, "xla_run", flags_of(data, tmp_path, *again, "--eval_final_max_puzzles=2"))
+    few = replicas(4, xla_run, flags_of(data, tmp_path, *again, "--eval_final_max_puzzles=2"))
     assert "puzzles 2\n" in few  # two ranks have none
 
 
@@ -214,7 +162,7 @@ def test_a_run_on_four_continues_on_one_and_on_four(data, four, replicas, tmp_pa
         out = shutil.copytree(four, tmp_path / str(world))
         for name in ("ckpt_00000030.pt", "ckpt_00000030.json"):
             os.remove(out / name)
-        text = replicas(world, "xla_run", flags_of(data, out, "--max_steps=30", "--init_from=auto"))
+        text = replicas(world, xla_run, flags_of(data, out, "--max_steps=30", "--init_from=auto"))
         assert "training from step 20 to 30" in text and f"{world} x xla" in text
         assert list(curve(out)) == list(range(1, 31)) and curve(out) == pytest.approx(curve(four), rel=1e-4)
     assert curve(out) == curve(four)  # bit for bit
@@ -229,7 +177,7 @@ def xla_command(data, out, *flags, script=train.__file__):
 @pytest.mark.xla
 def test_sigterm_stops_all(data, tmp_path):
     argv = xla_command(data, tmp_path, "--max_steps=100000", "--checkpoint_interval=0", "--eval_interval=0")
-    with begun(argv, "step 12/", env=xla_environment(2)) as process:
+    with begun(popen(argv, env=xla_environment(2)), "step 12/") as process:
         process.terminate()
         text = process.communicate(timeout=30)[0]
     assert process.returncode == 3, text
@@ -254,9 +202,10 @@ def test_a_replica_that_breaks_ends_the_run(data, tmp_path):
     broken = line.replace("    batch", "    if (device.rank, step) == (0, 3):\n"
                           "        raise ValueError('broken on purpose')\n    batch")
     script = edited_copy(tmp_path / "code", "train.py", line, broken)
-    with begun(xla_command(data, tmp_path, "--max_steps=100000", script=script), env=xla_environment(2)) as p:
-        text = p.communicate(timeout=60)[0]
-    assert p.returncode == 1 and "broken on purpose" in text and "a replica died" in text
+    argv = xla_command(data, tmp_path, "--max_steps=100000", script=script)
+    with begun(popen(argv, env=xla_environment(2))) as process:
+        text = process.communicate(timeout=60)[0]
+    assert process.returncode == 1 and "broken on purpose" in text and "a replica died" in text
 
 
 # The program of a step.
@@ -266,7 +215,7 @@ def test_a_step_has_one_all_reduce_and_a_gradient_that_does_not_depend_on_the_sp
     """Micro-batches are a loop in the program."""
     want = None
     for world, micro in (1, 0), (1, 4), (4, 2), (4, 0):
-        replicas(world, "xla_step", str(tmp_path), flags_of(data, tmp_path, f"--micro_batch_size={micro}"))
+        replicas(world, xla_step, str(tmp_path), flags_of(data, tmp_path, f"--micro_batch_size={micro}"))
         ranks = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(world)]
         got, text = ranks[0]["gradient"], str(ranks[0]["text"])
         assert all(np.array_equal(got, r["gradient"]) and text == r["text"] for r in ranks)
@@ -280,7 +229,7 @@ def test_a_step_has_one_all_reduce_and_a_gradient_that_does_not_depend_on_the_sp
 def test_a_curriculum_is_a_program_a_stage_and_ends_in_that_of_a_run_without(data, replicas, tmp_path):
     """The curve is the CPU's."""
     flags = [*CURRICULUM, "--curriculum_epochs=6", "--max_steps=32", "--log_interval=5", "--eval_interval=0"]
-    replicas(4, "xla_run", flags_of(data, tmp_path / "xla", *flags))
+    replicas(4, xla_run, flags_of(data, tmp_path / "xla", *flags))
     run_cpu(data, tmp_path / "cpu", *SHALLOW, *flags)
     compiles = curve(tmp_path / "xla", "xla/compiles")
     assert [compiles[step] - compiles[5] for step in compiles] == [0] * 3 + [1] * 3 + [2] * 3, compiles
@@ -288,16 +237,22 @@ def test_a_curriculum_is_a_program_a_stage_and_ends_in_that_of_a_run_without(dat
     assert set(curve(tmp_path / "xla", "xla/fallbacks").values()) == {0}
     texts = []
     for own in (CURRICULUM + ["--curriculum_epochs=1"], ["--H_cycles=2", "--L_cycles=3"], []):
-        replicas(1, "xla_step", str(tmp_path), flags_of(data, tmp_path, *own))
+        replicas(1, xla_step, str(tmp_path), flags_of(data, tmp_path, *own))
         texts.append(str(np.load(tmp_path / "0.npz")["text"]))
     assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.xla
+def test_bench_shows_the_most_expensive_operations(data, replicas, tmp_path):
+    text = replicas(1, xla_profile, str(tmp_path), flags_of(data, tmp_path))
+    assert " ms " in text and " x dot\n" in text and "perfetto" in text
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("xla", marks=pytest.mark.xla)])
 def test_recomputed_attention_equals_torchs(kind, request, tmp_path):
     got, want = tmp_path / "got.npy", tmp_path / "want.npy"
     if kind == "xla":
-        request.getfixturevalue("replicas")(1, "attention", str(got))
+        request.getfixturevalue("replicas")(1, attention, str(got))
     else:
         attention(0, got, "cpu")
     attention(0, want, "cpu", torch.nn.functional.scaled_dot_product_attention)
@@ -317,7 +272,7 @@ def test_a_fork_that_cannot_be_captured_trains_traced_and_says_so(data, replicas
     if "draws" in why:  # updated weights would depend on the random numbers
         flags += ["--lr=1e-9", "--puzzle_emb_lr=0"]
     run_cpu(data, tmp_path / "cpu", *flags, code_of=fork(model=[(old, new)]))
-    text = replicas(1, "xla_run", command(data, tmp_path / "xla", *flags)[2:], name)
+    text = replicas(1, xla_run, command(data, tmp_path / "xla", *flags)[2:], name)
     warnings = [text for text in text.splitlines() if "traces" in text]
     assert len(warnings) == (1 if "draws" in why else 2), text  # one for training and one for evaluation
     assert all(f"model.py:{line}: {why}" in text for text in warnings), text
@@ -347,14 +302,10 @@ def test_an_operation_that_cannot_be_replayed_raises():
 # Processes, joined by gloo.
 
 def test_a_stop_of_one_rank_in_an_evaluation_stops_all(data, two):
-    with socket.create_server(("localhost", 0)) as s:
-        port = s.getsockname()[1]
-    env = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    flags = ["--max_steps=30", "--init_from=resume", "--eval_only", "--eval_halt_max_steps=1000",
+    flags = ["--max_steps=30", "--init_from=resume", "--eval_only", "--eval_halt_max_steps=300",
              "--global_batch_size=2", "--stall_timeout=60", "--eval_save_outputs="]
-    ranks = [subprocess.Popen(command(data, two, *SHALLOW, *flags), stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True, env=env | {"RANK": r, "LOCAL_RANK": r})
-             for r in "01"]
+    argv = command(data, two, *SHALLOW, *flags)[2:]
+    ranks = [ForkedTrain(argv, env=os.environ | environment) for environment in hosts(2)]
     assert any("parameters" in line for line in ranks[0].stdout)
     time.sleep(1)
     ranks[1].terminate()
@@ -395,7 +346,3 @@ def test_what_the_ranks_compare(data, tmp_path, monkeypatch):
     before = train.imported_files()
     (tmp_path / "layers_of_a_fork.py").write_text("size = 2\n")
     assert before.keys() == {"train.py", "layers_of_a_fork.py"} and before != train.imported_files()
-
-
-if __name__ == "__main__":
-    work(int(sys.argv[1]))

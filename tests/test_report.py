@@ -8,8 +8,6 @@ import sys
 import numpy as np
 import pytest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, os.path.join(ROOT, "scripts"))
 image = pytest.importorskip("matplotlib.image")
 pytest.importorskip("scipy")
 import report

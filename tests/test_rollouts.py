@@ -113,9 +113,8 @@ def left_early(test, run, patience, attempt=0):
     return np.stack(answers), np.array(left_at)
 
 
-@pytest.mark.parametrize("patience", [1, 2])
-@pytest.mark.parametrize("flags", [[], ["--micro_batch_size=4"], ["--global_batch_size=8"],
-                                   ["--global_batch_size=64"]], ids=str)
+@pytest.mark.parametrize("patience, flags", [(1, []), (2, ["--micro_batch_size=4"]), (
+    1, ["--global_batch_size=8"]), (2, ["--global_batch_size=64"])], ids=str)
 def test_puzzles_whose_answer_stays_the_same_leave_early(data, trained, patience, flags):
     """Each answer is that of the step where it was repeated, though its slot took other puzzles before."""
     run, test = new_run(data, trained, "--eval_halt_max_steps=6")

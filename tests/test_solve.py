@@ -12,9 +12,6 @@ import sys
 
 import numpy as np
 import pytest
-
-SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "scripts")
-sys.path[:0] = [os.path.dirname(SCRIPTS), SCRIPTS]
 import solve
 import torch
 from configurator import UserError, configure

@@ -3,14 +3,11 @@ import functools
 import glob
 import os
 import shlex
-import sys
 
+import configurator
 import pytest
 import torch
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
-import configurator
+from conftest import ROOT
 
 import prepare_sudoku
 import train

@@ -10,11 +10,8 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
-sys.path.insert(0, os.path.join(ROOT, "scripts"))
 import sweep as script
+from conftest import ROOT, wait_for
 
 import train
 
@@ -56,13 +53,6 @@ def sweep(capfd, monkeypatch):
 def child_of(pid):
     with open(f"/proc/{pid}/task/{pid}/children") as f:
         return int(f.read().split()[-1])
-
-
-def wait_for(condition):
-    end = time.monotonic() + 120
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.005)
-    assert condition()
 
 
 def results(folder):

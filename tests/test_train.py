@@ -15,7 +15,7 @@ import configurator
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, ForkedTrain
 from torch.utils._pytree import tree_flatten
 
 import model as models
@@ -44,10 +44,10 @@ def run(data, out, *flags, code=0, code_of=train, **env):
     Runs in this process, unless it should fail (code) or needs environment variables (env).
     """
     if code or env:
-        done = subprocess.run(command(data, out, *flags), capture_output=True, text=True, timeout=300,
-                              env={**os.environ, **env})
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        process = ForkedTrain(command(data, out, *flags)[2:], env={**os.environ, **env})
+        text, _ = process.communicate()
+        assert process.returncode == code, text
+        return text
     c = configurator.configure(train.__file__, command(data, out, *flags)[2:])
     code_of.check_settings(c)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -55,10 +55,17 @@ def run(data, out, *flags, code=0, code_of=train, **env):
     return printed.getvalue()
 
 
+def popen(argv, **options):
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def forked(data, out, *flags):
+    return ForkedTrain(command(data, out, *flags)[2:])
+
+
 @contextlib.contextmanager
-def begun(argv, until="training from", **options):
-    """The process of a command that has printed `until`. It is killed at the end."""
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+def begun(process, until="training from"):
+    """A process that has printed `until`. It is killed at the end."""
     try:
         text = ""
         while until not in text:
@@ -189,14 +196,13 @@ RESUMES = {
     "newest without json": [],
     "half a line of metrics": [],
     "killed in the first checkpoint": [],
-    "adamw": ["--optimizer=adamw", "--micro_batch_size=4"],
-    "lion": ["--optimizer=lion", "--lr=2e-4", "--ema=False"],
-    "muon": ["--optimizer=muon"],
-    "rope": ["--mlp_t=False", "--pos_encodings=rope", "--puzzle_emb_ndim=0"],
-    "learned": ["--mlp_t=False", "--pos_encodings=learned"],
-    "softmax": ["--loss_type=softmax_cross_entropy"],
-    "bfloat16": ["--forward_dtype=bfloat16"],
-    "float16": ["--forward_dtype=float16", "--H_cycles=1", "--L_cycles=1", "--eval_interval=0"],  # slow here
+    "adamw, rope, softmax": ["--optimizer=adamw", "--micro_batch_size=4", "--mlp_t=False",
+                             "--pos_encodings=rope", "--puzzle_emb_ndim=0",
+                             "--loss_type=softmax_cross_entropy"],
+    "lion, learned positions, bfloat16": ["--optimizer=lion", "--lr=2e-4", "--ema=False", "--mlp_t=False",
+                                          "--pos_encodings=learned", "--forward_dtype=bfloat16"],
+    "muon, float16": ["--optimizer=muon", "--forward_dtype=float16", "--H_cycles=1", "--L_cycles=1",
+                      "--eval_interval=0"],  # float16 is slow here
     "in a curriculum's second stage": [*CURRICULUM, "--curriculum_epochs=10", "--eval_interval=0"],
     "at the border of stages": [*CURRICULUM, "--curriculum_epochs=15", "--eval_interval=8"],
     "a fork's optimizer": ["--optimizer=gram", "--lr=1e-3"],

@@ -17,6 +17,7 @@ import conftest
 import pytest
 import wandb_follow
 from configurator import UserError, configure
+from conftest import wait_for
 from test_train import begun, command, data
 
 import train
@@ -46,13 +47,6 @@ def make_out_dir(path, lines=LINES):
 
 def about_wandb(text):
     return [line for line in text.splitlines() if line.startswith("W&B: ")]
-
-
-def wait_for(condition):
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 class Server(conftest.Server):
@@ -165,17 +159,17 @@ def test_a_killed_run_that_resumes_reaches_the_server_once(in_trouble, data, tmp
     """Two commands: each step arrives once, with the numbers of metrics.jsonl."""
     out_dir = tmp_path / "run"
     argv = command(data, out_dir, "--wandb_log", "--wandb_project=cells", "--eval_interval=40",
-                   "--checkpoint_interval=10")
+                   "--checkpoint_interval=10")[2:]
     with Server(works=True) as server:
-        options = dict(stdin=subprocess.DEVNULL, cwd=conftest.ROOT, env=environment(
+        options = dict(cwd=conftest.ROOT, env=environment(
             tmp_path, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, WANDB__FILE_STREAM_TRANSMIT_INTERVAL="1"))
-        with begun([*argv, "--max_steps=1000000"], **options) as killed:
+        with begun(conftest.ForkedTrain([*argv, "--max_steps=1000000"], **options)) as killed:
             wait_for(lambda: len(server.history) > 8)
             killed.kill()
             text = killed.communicate()[0]
         last = max(int(path.stem[5:]) for path in out_dir.glob("ckpt_*.json"))
-        with begun([*argv, f"--max_steps={last + 60}", "--init_from=resume"], **options) as done:
-            more = done.communicate()[0]
+        done = conftest.ForkedTrain([*argv, f"--max_steps={last + 60}", "--init_from=resume"], **options)
+        more = done.communicate()[0]
     assert done.returncode == 0 and KEY not in text + more and "Traceback" not in text + more
     rows = {}
     for line in read_metrics(out_dir / "metrics.jsonl"):
