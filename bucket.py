@@ -70,7 +70,8 @@ class Bucket:
         response = self._request("POST", self.uploads, name, (200, 412) if new else (200,), **options)
         if response.status_code == 412:
             return self.read(name) == content  # as an attempt whose answer was lost has written it
-        if self._parse(response, size_and_md5) != (len(content), hashlib.md5(content).hexdigest()):
+        md5 = self._parse(response, lambda item: base64.b64decode(item["md5Hash"]))
+        if md5 != hashlib.md5(content).digest():
             raise TransientError(f"{self._address(name)}: the upload arrived damaged")
         return True
 
@@ -85,18 +86,16 @@ class Bucket:
         self._request("DELETE", self._url(name), name, (200, 204, 404))
 
     def list(self):
-        """{name: (size in bytes, hex MD5 or None)} of all objects under the prefix."""
-        found = {}
-        params = {"prefix": self.prefix, "fields": "nextPageToken,items(name,size,md5Hash)"}
+        """{name: size in bytes} of all objects under the prefix."""
+        found, params = {}, {"prefix": self.prefix, "fields": "nextPageToken,items(name,size)"}
         while True:
             response = self._request("GET", self.objects, "", params=params)
             items, params["pageToken"] = self._parse(response, lambda page: (
-                {item["name"]: size_and_md5(item) for item in page.get("items", [])},
+                {item["name"].removeprefix(self.prefix): int(item["size"]) for item in page.get("items", [])},
                 page.get("nextPageToken")))
             found |= items
-            if not params["pageToken"]:
-                names = (name for name in found if not name.endswith("/"))  # folders of the web console
-                return {name.removeprefix(self.prefix): found[name] for name in names}
+            if not params["pageToken"]:  # without the folders of the web console
+                return {name: size for name, size in found.items() if name and not name.endswith("/")}
 
     def download(self, name, path):
         """Downloads an object to path, atomically."""
@@ -114,10 +113,12 @@ class Bucket:
         """The response, whose status is one of ok; raises UserError or TransientError."""
         options = dict(timeout=self.timeout, allow_redirects=False) | options
         for fresh in (False, True):  # once with a fresh token after a 401
-            token = self._token(fresh)
+            if not self.emulator and (fresh or time.monotonic() >= self.token_expiry):
+                self.token, seconds = access_token()
+                self.token_expiry = time.monotonic() + seconds
             headers = dict(headers or {})
-            if token:
-                headers["Authorization"] = f"Bearer {token}"
+            if self.token:
+                headers["Authorization"] = f"Bearer {self.token}"
             # A file is sent in blocks, of which each has the time-out; bytes would have one for all.
             body = content and io.BytesIO(content)
             try:
@@ -129,12 +130,8 @@ class Bucket:
                 return response
             if status != 401:
                 break
-        try:
-            message = response.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = response.text
-        message = message.replace(token or "***", "***")
-        message = f"{self._address(name)}: status {status} {' '.join(message.split())[:200]}".strip()
+        text = " ".join(response.text.replace(self.token or "***", "***").split())
+        message = f"{self._address(name)}: status {status} {text[:300]}".strip()
         if status < 400 or status in RETRIED:  # a redirect is a proxy's, not a bucket's
             raise TransientError(message)
         hint = {
@@ -143,12 +140,6 @@ class Bucket:
             404: ": no such bucket or object",
         }.get(status, "")
         raise UserError(message + hint)
-
-    def _token(self, fresh):
-        if not self.emulator and (fresh or time.monotonic() >= self.token_expiry):
-            self.token, seconds = access_token()
-            self.token_expiry = time.monotonic() + seconds
-        return self.token
 
     def _parse(self, response, read):
         """read(the response's JSON)."""
@@ -190,24 +181,12 @@ def access_token():
         raise TransientError(f"no Google credentials: {hint}, or set CLOUDSDK_AUTH_ACCESS_TOKEN") from None
 
 
-def size_and_md5(item):
-    """(size in bytes, hex MD5 or None) of an object as the API describes it."""
-    md5 = base64.b64decode(item["md5Hash"]).hex() if item.get("md5Hash") else None
-    return int(item["size"]), md5
-
-
-def file_md5(path):
-    """(size in bytes, hex MD5) of a file, as Bucket.list() has it."""
-    return os.path.getsize(path), file_hash(path, "md5")
-
-
 # Datasets in buckets.
 
 def local_dataset(path, stop=lambda: False):
     """The local folder of a dataset: path itself; for gs://bucket/.../NAME data/NAME, downloaded if missing.
 
-    stop: as Bucket's. One process of a host downloads, the others wait. Raises what Bucket raises, and
-    UserError if data/NAME is another dataset or a file does not match the manifest.
+    stop: as Bucket's. One process of a host downloads, the others wait. Raises UserError and TransientError.
     """
     if not path.startswith("gs://"):
         return path
@@ -221,8 +200,7 @@ def local_dataset(path, stop=lambda: False):
                             f"upload the dataset with `python bucket.py upload data/NAME {path}`") from None
         if os.path.lexists(folder):
             if Dataset(folder, "train").hashes() != hashes:
-                hint = "move it away, or name it to use it"
-                raise UserError(f"{folder} holds another dataset than {path}: {hint}")
+                raise UserError(f"{folder} holds another dataset than {path}: move it away, or name it")
             return folder
         part = folder + ".part"
         shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
@@ -246,7 +224,6 @@ def upload_dataset(folder, url):
     manifest = dataset.manifest or {"sha256": dataset.hashes()}
     content = (json.dumps(manifest, indent=2) + "\n").encode()
     bucket = Bucket(url)
-    bucket.check()
     if bucket.read("manifest.json") not in (None, content):
         raise UserError(f"{url} holds another dataset: choose another address")
     progress = Progress(f"uploading to {url}", len(manifest["sha256"]), "files")
@@ -259,9 +236,6 @@ def upload_dataset(folder, url):
 
 def main(argv):
     """Runs `upload`; raises UserError."""
-    if {"--help", "-h"} & set(argv):
-        print(__doc__)
-        return
     if len(argv) != 3 or argv[0] != "upload":
         raise UserError("usage: python bucket.py upload data/NAME gs://bucket/data/NAME")
     upload_dataset(*argv[1:])

@@ -11,12 +11,12 @@ Files and flags apply from left to right. A bool flag needs no value: --eval_onl
 """
 import ast
 import difflib
+import functools
 import io
 import itertools
 import os
 import signal
 import sys
-import threading
 import tokenize
 import traceback
 from types import ModuleType, SimpleNamespace
@@ -47,8 +47,7 @@ def command(run, script):
     """
     name, streams = os.path.basename(script), (sys.stdout, sys.stderr)
     protect_output()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run()
     except (UserError, TransientError, OSError) as e:
@@ -67,15 +66,11 @@ class Output:
 
     def __init__(self, stream):
         self.stream = stream
+        self.write = functools.partial(self.attempt, stream.write)
+        self.flush = functools.partial(self.attempt, stream.flush)
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
-
-    def write(self, text):
-        self.attempt(self.stream.write, text)
-
-    def flush(self):
-        self.attempt(self.stream.flush)
 
     def attempt(self, call, *args):
         try:
@@ -202,7 +197,7 @@ def read_settings(script):
         if token.type == tokenize.COMMENT:
             kind = own_line if token.line.lstrip().startswith("#") else comments
             kind[line] = token.string.lstrip("# ")
-    settings, previous_line, group = {}, 0, ""
+    settings = {}
     for node in ast.parse("\n".join(source.split("\n")[:line - 1])).body:
         name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
         if not name.isidentifier() or name.isupper():
@@ -214,10 +209,8 @@ def read_settings(script):
         if type(default) not in (int, float, bool, str):
             place = f"{os.path.basename(script)}:{node.lineno}"
             raise UserError(f"{place}: the default of {name} must be a plain int, float, bool or str")
-        lines_above = range(node.lineno - 1, previous_line, -1)
-        group = next((own_line[line] for line in lines_above if line in own_line), group)
+        group = next((text for line, text in reversed(own_line.items()) if line < node.lineno), "")
         settings[name] = (default, comments.get(node.lineno, ""), group)
-        previous_line = node.lineno
     return settings
 
 

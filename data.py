@@ -10,8 +10,6 @@ A dataset is a folder in the layout of the official code, plus a manifest:
 inputs and labels are [N, seq_len], one example a row. Puzzle i owns the examples
 puzzle_indices[i]:puzzle_indices[i + 1], and group g the puzzles group_indices[g]:group_indices[g + 1]: a
 Sudoku and its augmented copies are one group.
-
-Batches are a pure function of (seed, step), so a resumed run sees the same data.
 """
 import fcntl
 import functools
@@ -51,10 +49,9 @@ ORDER, EXAMPLE, HALT, SUBSET, NOISE = range(5)  # independent random streams of 
 class Dataset:
     """One split of a dataset, checked when it is loaded.
 
-    path: the dataset's folder; split: "train" or "test". inputs and labels are memory-mapped, [N, seq_len];
-    len() is N. The keys of dataset.json are attributes; task: as puzzles.py describes it. Datasets of the
-    official code, without a manifest, load too. Raises UserError, which names the file, if one is missing,
-    damaged or inconsistent.
+    split: "train" or "test". inputs and labels are memory-mapped, [N, seq_len]; len() is N. The keys of
+    dataset.json are attributes; task: as puzzles.py describes it. Datasets of the official code, without a
+    manifest, load too. Raises UserError, which names a file that is missing, damaged or inconsistent.
     """
 
     def __init__(self, path, split):
@@ -109,11 +106,11 @@ class Dataset:
         """The examples with these indices, as train_batch returns them, padded to size rows (not counted)."""
         indices = np.asarray(indices, dtype=np.int64)
         puzzles = np.searchsorted(self.puzzle_indices, indices, side="right") - 1
-        padding = {"inputs": self.pad_id, "labels": IGNORED, "puzzle_identifiers": self.blank_identifier_id}
-        batch = {}
-        for key, rows in self._batch(indices, puzzles).items():
-            batch[key] = np.full((size,) + rows.shape[1:], padding[key], dtype=np.int32)
-            batch[key][:len(rows)] = rows
+        batch, missing = self._batch(indices, puzzles), size - len(indices)
+        padding = self.pad_id, IGNORED, self.blank_identifier_id
+        for key, value in zip(batch, padding):
+            rest = np.full((missing, *batch[key].shape[1:]), value, dtype=np.int32)
+            batch[key] = np.concatenate([batch[key], rest])
         return batch
 
     def noise_keys(self, seed, indices, attempt, size):
@@ -253,7 +250,7 @@ def write_split(folder, groups, copies, blocks, task):
     """Writes the files of one split; see write_dataset."""
     os.makedirs(folder)
     rows, seq_len, vocab_size = groups * copies, math.prod(task["grid"]), len(task["symbols"])
-    rows_written = 0
+    progress = Progress(f"writing {folder}", rows, "rows")
     header = {"descr": "|u1", "fortran_order": False, "shape": (rows, seq_len)}
     with open(f"{folder}/all__inputs.npy", "wb") as inputs, open(f"{folder}/all__labels.npy", "wb") as labels:
         for file in (inputs, labels):
@@ -261,12 +258,12 @@ def write_split(folder, groups, copies, blocks, task):
         for block in blocks:
             block = [np.asarray(array) for array in block]
             check_rows(task, *block)
-            rows_written += len(block[0])
             for file, array in zip((inputs, labels), block):
                 file.write(np.where(array == IGNORED, 0, array).astype(np.uint8, order="C").data)
-    if rows_written != rows or not rows:
+            progress.add(len(block[0]))
+    if progress.done != rows or not rows:
         name = os.path.basename(folder)
-        raise UserError(f"{name} has {rows_written} rows: must be {groups} x {copies}, above 0")
+        raise UserError(f"{name} has {progress.done} rows: must be {groups} x {copies}, above 0")
     np.save(f"{folder}/all__puzzle_identifiers.npy", np.zeros(rows, dtype=np.int32))
     np.save(f"{folder}/all__puzzle_indices.npy", np.arange(rows + 1, dtype=np.int32))
     np.save(f"{folder}/all__group_indices.npy", np.arange(0, rows + 1, copies, dtype=np.int32))
@@ -301,12 +298,11 @@ def refuse_existing(path):
 
 def hashes_of(path):
     """{relative file: SHA-256} of those of a dataset's FILES that exist."""
-    paths = {name: os.path.join(path, name) for name in FILES}
-    return {name: file_hash(path) for name, path in paths.items() if os.path.exists(path)}
+    return {name: file_hash(f"{path}/{name}") for name in FILES if os.path.exists(f"{path}/{name}")}
 
 
-def file_hash(path, kind="sha256"):
-    digest = hashlib.new(kind)
+def file_hash(path):
+    digest = hashlib.sha256()
     with open(path, "rb") as f:
         while block := f.read(1 << 20):
             digest.update(block)
@@ -337,10 +333,7 @@ def made_by_another_command(path, data_prepare):
 # Shared by the prepare scripts.
 
 def check_source(s, **minimums):
-    """Returns a prepare script's settings, with the source that train_csv and test_csv imply.
-
-    Raises UserError for an unknown source, one without its files, or a setting below its minimum.
-    """
+    """Returns a prepare script's settings, with the source that its files imply. Raises UserError."""
     if s.train_csv or s.test_csv:
         s.source = "csv"
     if s.source not in ("hub", "csv", "generate"):
@@ -367,18 +360,18 @@ def board_keys(boards):
     return np.ascontiguousarray(boards, dtype=np.uint8).view(f"V{boards.shape[1]}").ravel().tolist()
 
 
-def distinct(name, n, make, seed, arguments, keys, processes, advice):
+def distinct(name, n, make, seed, arguments, keys, advice):
     """The first n examples of make((seed, i, *arguments)), i = 0, 1, ..., whose keys differ, as arrays.
 
-    make: returns arrays of examples; keys: a function of the first. processes: how many; they change nothing.
-    Raises UserError, with advice, if there are not enough.
+    make: returns arrays of examples; keys: a function of the first. Raises UserError, with advice, if there
+    are not enough.
     """
     found, tasks_done = {}, 0
     progress = Progress(f"generating {name}", n)
     while len(found) < n:
         count_before = len(found)
         tasks = [(seed, tasks_done + i, *arguments) for i in range(max(16, tasks_done))]
-        for arrays in in_parallel(make, tasks, processes):
+        for arrays in in_parallel(make, tasks):
             for key, *example in zip(keys(arrays[0]), *arrays):
                 found.setdefault(key, example)
             progress.add(min(n, len(found)) - progress.done)
@@ -390,13 +383,13 @@ def distinct(name, n, make, seed, arguments, keys, processes, advice):
     return [np.array(array) for array in zip(*itertools.islice(found.values(), n))]
 
 
-def in_parallel(function, tasks, processes):
+def in_parallel(function, tasks):
     """Yields function(task) of each task in order, on several processes if that saves time."""
     start = time.monotonic()
     first, rest = function(tasks[0]), tasks[1:]
     seconds = (time.monotonic() - start) * len(rest)
     yield first
-    workers = max(1, min(processes, len(rest)))
+    workers = max(1, min(cores(), len(rest)))
     if seconds * (1 - 1 / workers) > POOL_AFTER:
         ignore = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches this process, which ends them
         with multiprocessing.get_context("spawn").Pool(workers, signal.signal, ignore) as pool:
@@ -455,12 +448,10 @@ def parse_metrics(lines):
     """The dicts with a step in lines of a metrics.jsonl, without what a crash or a full disk has damaged."""
     found = []
     for line in lines:
-        try:
+        with suppress(ValueError):
             values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict) and type(values.get("step")) is int:
-            found.append(values)
+            if isinstance(values, dict) and type(values.get("step")) is int:
+                found.append(values)
     return found
 
 
@@ -552,10 +543,7 @@ def network_error(e):
 
 
 def csv_files(s, repo):
-    """Paths of the training and test CSV files of a prepare script's settings.
-
-    For source=hub they are downloaded from repo, on the Hugging Face hub or its mirror HF_ENDPOINT.
-    """
+    """Paths of the training and test files, downloaded from the Hugging Face hub where source is hub."""
     if s.source != "hub":
         return s.train_csv, s.test_csv
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
@@ -566,10 +554,7 @@ def csv_files(s, repo):
 
 
 def download(url, path):
-    """Downloads url to path unless path exists; one process of a host does, the others wait.
-
-    Raises UserError if trying again cannot help (status 404, say), TransientError after the last attempt.
-    """
+    """Downloads url to path unless path exists; one process of a host does, the others wait."""
     http = session(url, attempts=6)
     hint = "run again, or use files of your own with --source=csv"
 

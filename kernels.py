@@ -137,10 +137,6 @@ def positions_weights_kernel(x, gate_up, down, dr, sums, B, COUNT: tl.constexpr,
     store(sums, 2 * H + h, row, 3 * H, BL, down_sum)
 
 
-def launch(kernel, grid, *arguments, num_stages=2):
-    kernel[grid](*arguments, num_warps=8, num_stages=num_stages)
-
-
 def has_wgmma():
     """Whether the GPU has Hopper's matmuls: larger tiles then spill no registers."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -154,7 +150,8 @@ def positions(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]
     (B, L, D), (BL, H) = x.shape, down.shape
     y, scale = torch.empty_like(x), x.new_empty((B, D), dtype=torch.float32)
     BD, BH = (128, 32) if has_wgmma() else (64, 64)
-    launch(positions_kernel, (B, triton.cdiv(D, BD)), x, gate_up, down, y, scale, L, D, H, BL, BD, BH)
+    positions_kernel[B, triton.cdiv(D, BD)](
+        x, gate_up, down, y, scale, L, D, H, BL, BD, BH, num_warps=8, num_stages=2)
     return y, scale
 
 
@@ -165,11 +162,11 @@ def positions_backward(x: Tensor, gate_up: Tensor, down: Tensor, y: Tensor, scal
     (B, L, D), (BL, H), parts = x.shape, down.shape, min(32, len(x))
     dx, dr = torch.empty_like(x), torch.empty_like(x)
     sums = x.new_empty((parts, 3 * H, BL), dtype=torch.float32)
-    launch(positions_inputs_kernel, (B, triton.cdiv(D, 64)), x, gate_up, down, y, scale, dy, dx, dr, L, D, H,
-           BL, 64, 32, num_stages=1)
+    positions_inputs_kernel[B, triton.cdiv(D, 64)](
+        x, gate_up, down, y, scale, dy, dx, dr, L, D, H, BL, 64, 32, num_warps=8, num_stages=1)
     count = triton.cdiv(B * triton.cdiv(D, 32), parts)
-    launch(positions_weights_kernel, (H // 64, parts), x, gate_up, down, dr, sums, B, count, L, D, H, BL,
-           32, 64)
+    positions_weights_kernel[H // 64, parts](
+        x, gate_up, down, dr, sums, B, count, L, D, H, BL, 32, 64, num_warps=8, num_stages=2)
     return dx, sums.sum(0)
 
 
@@ -178,26 +175,18 @@ def channels(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     """(y, scale) of channels_kernel."""
     (N, D), H = x.shape, down.shape[1]
     y, scale = torch.empty_like(x), x.new_empty(N, dtype=torch.float32)
-    BK, BH = (64, 64) if has_wgmma() else (128, 16)
-    launch(channels_kernel, (triton.cdiv(N, 64),), x, gate_up, down, y, scale, N, D, H, 64,
-           triton.next_power_of_2(D), BK, BH)
+    BD, (BK, BH) = triton.next_power_of_2(D), (64, 64) if has_wgmma() else (128, 16)
+    channels_kernel[triton.cdiv(N, 64),](
+        x, gate_up, down, y, scale, N, D, H, 64, BD, BK, BH, num_warps=8, num_stages=2)
     return y, scale
 
 
-@positions.register_fake
-def _(x, gate_up, down):
-    return torch.empty_like(x), x.new_empty((x.shape[0], x.shape[2]), dtype=torch.float32)
-
-
-@positions_backward.register_fake
-def _(x, gate_up, down, y, scale, dy):
-    size = 3 * down.shape[1], down.shape[0]
-    return torch.empty_like(x), x.new_empty(size, dtype=torch.float32)
-
-
-@channels.register_fake
-def _(x, gate_up, down):
-    return torch.empty_like(x), x.new_empty(len(x), dtype=torch.float32)
+positions.register_fake(lambda x, gate_up, down: (
+    torch.empty_like(x), x.new_empty((len(x), x.shape[2]), dtype=torch.float32)))
+positions_backward.register_fake(lambda x, gate_up, down, y, scale, dy: (
+    torch.empty_like(x), x.new_empty((3 * down.shape[1], len(down)), dtype=torch.float32)))
+channels.register_fake(lambda x, gate_up, down: (
+    torch.empty_like(x), x.new_empty(len(x), dtype=torch.float32)))
 
 
 def save(ctx, inputs, output):

@@ -196,14 +196,6 @@ class Embedding(nn.Module):
         self.embedding_weight = nn.Parameter(torch.empty(rows, width))
 
 
-class PuzzleEmbedding(nn.Module):
-    """A learned vector for each puzzle identifier; a buffer, since SignSGD trains it, not the optimizer."""
-
-    def __init__(self, rows, width):
-        super().__init__()
-        self.register_buffer("weights", torch.zeros(rows, width))
-
-
 class TRM(nn.Module):
     """The network with its embeddings and heads.
 
@@ -218,11 +210,9 @@ class TRM(nn.Module):
         self.config = c = config
         if c.pos_encodings not in ("none", "rope", "learned"):
             raise ValueError(f"pos_encodings must be none, rope or learned, not {c.pos_encodings}")
-        if not c.mlp_t and c.hidden_size % c.num_heads:
-            raise ValueError(f"hidden_size {c.hidden_size} must be a multiple of num_heads {c.num_heads}")
-        if not c.mlp_t and c.pos_encodings == "rope" and c.hidden_size // c.num_heads % 2:
-            size = c.hidden_size // c.num_heads
-            raise ValueError(f"rope needs an even head size, not hidden_size / num_heads = {size}")
+        multiple = "an even multiple" if c.pos_encodings == "rope" else "a multiple"
+        if not c.mlp_t and c.hidden_size % (c.num_heads * (2 if c.pos_encodings == "rope" else 1)):
+            raise ValueError(f"hidden_size {c.hidden_size} must be {multiple} of num_heads {c.num_heads}")
         if round(c.expansion * min(c.hidden_size, c.seq_len) * 2 / 3) < 1:
             raise ValueError(f"expansion {c.expansion} leaves the SwiGLUs no hidden width")
         self.prefix = 0  # P
@@ -235,8 +225,10 @@ class TRM(nn.Module):
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         self.q_head = nn.Linear(c.hidden_size, 2)  # halt, and the official code's unused "continue"
-        if c.puzzle_emb_ndim:
-            self.puzzle_emb = PuzzleEmbedding(c.num_puzzle_identifiers, c.puzzle_emb_ndim)
+        if c.puzzle_emb_ndim:  # a vector for each identifier; a buffer, since SignSGD trains it
+            table = torch.zeros(c.num_puzzle_identifiers, c.puzzle_emb_ndim)
+            self.puzzle_emb = nn.Module()
+            self.puzzle_emb.register_buffer("weights", table)
         if c.pos_encodings == "learned":
             self.embed_pos = Embedding(self.length, c.hidden_size)
         self.L_level = Net(self.block, c, self.length)

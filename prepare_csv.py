@@ -3,8 +3,7 @@
     python prepare_csv.py --train_csv=train.csv --test_csv=test.csv --grid=6x6 --symbols=".01"
     python prepare_csv.py --train_csv=all.jsonl --holdout=1000 --dihedral --kind=distances
 
-Files are CSV with the columns question and answer, or JSON lines with these keys; either also .gz. A string
-has a character for each cell, row after row. Files are read twice: memory holds keys of rows, not rows.
+Files are CSV with the columns question and answer, or JSON lines with these keys; either also .gz.
 """
 import csv
 import gzip
@@ -13,255 +12,179 @@ import json
 import math
 import os
 import re
-import sys
 import zlib
-from types import SimpleNamespace
 
 import numpy as np
 
 # isort: off
 import puzzles
 from configurator import UserError, start
-from data import IGNORED, Progress, command_of, refuse_existing, write_dataset
+from data import IGNORED, Progress, board_keys, command_of, refuse_existing, write_dataset
 
 # files
 train_csv = ""  # training puzzles: .csv or .jsonl, also .gz
 test_csv = ""  # test puzzles, none of which is in train_csv
 holdout = 0  # test puzzles to draw from train_csv, instead of test_csv
-several_answers = False  # of several answers to one question keep the first; otherwise that is an error
+several_answers = False  # keep the first of several answers to a question, which are an error otherwise
 output_dir = ""  # "": data/ and the name of train_csv
 seed = 0  # of the test puzzles that are drawn, and of the copies
 # puzzle
 kind = "puzzle"  # its name; kinds that puzzles.py knows are judged by their rules
 grid = ""  # its rows and columns, as 6x6; "": a square
 symbols = ""  # its characters, first that of an empty cell; "": those of the files
-ignored = ""  # characters of answers, for cells that no loss and no metric counts
-# symmetries: name those that turn every puzzle and its answer into another puzzle and its answer
+ignored = ""  # characters of answers for cells that do not count
+# symmetries, which must turn every puzzle and its answer into another one
 dihedral = False  # the 8 rotations and reflections of a square
 permute_symbols = ""  # characters that may change places, as 1-9
-num_aug = 7  # copies of each training puzzle by these symmetries, besides itself
+num_aug = 7  # copies of each training puzzle, besides itself
 # ---
-
-ROWS = 16384  # rows that are made at a time
 
 
 def main(s):
-    """Makes the dataset that the settings (a namespace of all of them) describe and returns its folder.
-
-    Raises UserError for a wrong setting, a wrong row of a file, or an existing folder.
-    """
+    """Makes the dataset that the settings s describe and returns its folder. Raises UserError."""
     if not s.train_csv or bool(s.test_csv) == (s.holdout > 0) or min(s.num_aug, s.seed) < 0:
-        raise UserError("name --train_csv=FILE and either --test_csv=FILE or --holdout=N, no number below 0")
+        raise UserError("needs --train_csv=FILE and either --test_csv=FILE or --holdout=N, none below 0")
     path = s.output_dir or "data/" + os.path.basename(s.train_csv).split(".")[0]
     refuse_existing(path)
-    train = scan(s.train_csv, s, 0)
-    test = scan(s.test_csv, s, train.cells) if s.test_csv else train
-    questions, answers = train.used | test.used
-    found = *np.flatnonzero(questions & ~answers), *np.flatnonzero(answers)  # first what stands for empty
-    symbols = s.symbols or "".join(map(chr, found))
-    if set(exchanged(s)) - set(symbols):
-        raise UserError(f"permute_symbols={s.permute_symbols}: not all are among {symbols!r}")
+    train, repeated = read_puzzles(s.train_csv, s, {})
+    test, more = read_puzzles(s.test_csv, s, train) if s.test_csv else ({}, 0)
+    filled = set().union(*train.values(), *test.values()) - set(s.ignored)
+    empty = set().union(*train, *test) - filled
+    symbols = s.symbols or "".join(sorted(empty) + sorted(filled))
+    table = {ord(symbol): token for token, symbol in enumerate(symbols, 1)}
+    grid, *symmetries = symmetries_of(s, len(next(iter(train))), table)
+    questions = list(train)
+    order = np.random.default_rng([s.seed, 1]).permutation(len(questions))
+    for i in sorted(order[:s.holdout]):
+        test[questions[i]] = train.pop(questions[i])
+    of_test, of_train = (orbit_keys(token_blocks(found.items(), 4096, table), *symmetries)
+                         for found in (test, train))
+    in_test = set(of_test)
+    kept = {question: train[question] for question, key in zip(train, of_train) if key not in in_test}
     copies = 1 + (s.num_aug if s.permute_symbols else min(s.num_aug, 7) if s.dihedral else 0)
-    test_rows, train_rows, counts = choose(s, test, train)
-    sizes = counts["train_puzzles"], counts["test_puzzles"]
-    splits = {"train": (sizes[0], copies, examples(s, train, train_rows, symbols, copies)),
-              "test": (sizes[1], 1, examples(s, test, test_rows, symbols, 1))}
+    splits = {"train": (len(kept), copies, examples(s, kept, table, *symmetries, copies)),
+              "test": (len(test), 1, examples(s, test, table, *symmetries, 1))}
+    counts = dict(train_puzzles=len(kept), test_puzzles=len(test),
+                  repeated=repeated + more, symmetric=len(train) - len(kept))
     write_dataset(path, splits, len(symbols) + 1, dict(
-        kind=s.kind, command=command_of(__file__, s), counts=counts, grid=grid_of(s, train.cells),
-        symbols="_" + symbols))
-    print(f"train: {sizes[0]:,} puzzles, each {copies} times; test: {sizes[1]:,}; left out: "
-          f"{counts['repeated']:,} repeated, {counts['symmetric']:,} symmetric to a test puzzle")
+        kind=s.kind, command=command_of(__file__, s), counts=counts, grid=grid, symbols="_" + symbols))
+    print(f"train: {len(kept):,} puzzles, each {copies} times; test: {len(test):,}")
+    print("left out: {repeated:,} repeated, {symmetric:,} symmetric to a test puzzle".format(**counts))
     print(f"symbols: {symbols!r}; {symbols[0]!r} is an empty cell")
-    print(f"Train on it: python train.py --data_path={path} --out_dir=out/{os.path.basename(path)}")
+    print(f"Train on it: python train.py --data_path={path}")
     return path
 
 
-def grid_of(s, cells):
-    """[rows, columns] of the setting grid. Raises UserError if they do not fit."""
-    match = re.fullmatch(r"(\d+)x(\d+)", s.grid or "{0}x{0}".format(math.isqrt(cells)))
-    grid = list(map(int, match.groups())) if match else [0]
-    if math.prod(grid) != cells or s.dihedral and grid[0] != grid[1]:
+def read_puzzles(path, s, others):
+    """{question: answer} of a file, none of them in others, and how many rows are repeated."""
+    found, repeated, cells = {}, 0, len(next(iter(others), ""))
+    allowed = s.symbols, s.symbols and s.symbols + s.ignored
+    for question, answer, line in read_csv(path, cells, allowed):
+        repeated += question in found
+        if found.setdefault(question, answer) != answer and not s.several_answers:
+            raise UserError(f"{path}:{line}: another answer stands above (see --several_answers)")
+        if question in others:
+            raise UserError(f"{path}:{line}: the question is in {s.train_csv}, too")
+    return found, repeated
+
+
+def symmetries_of(s, cells, table):
+    """The grid, its turns as indices [n, cells], and the tokens that may change places."""
+    side = math.isqrt(cells)
+    grid = list(map(int, re.findall(r"\d+", s.grid or f"{side}x{side}")))
+    if math.prod(grid) != cells or s.dihedral and grid != [side, side]:
         wanted = "a square, for --dihedral" if s.dihedral else "as 6x6"
-        raise UserError(f"grid={s.grid} does not fit {cells} characters: it must be {wanted}")
-    return grid
+        raise UserError(f"grid={s.grid} does not fit {cells} characters: must be {wanted}")
+    turns = puzzles.dihedral(grid[0]) if s.dihedral else np.arange(cells)[None]
+    exchanged = []
+    for first, last in re.findall("(.)(?:-(.))?", s.permute_symbols):
+        exchanged += [table.get(code) for code in range(ord(first), ord(last or first) + 1)]
+    if None in exchanged:
+        raise UserError(f"permute_symbols={s.permute_symbols}: some are not in the puzzles")
+    return grid, turns, exchanged
 
 
-def exchanged(s):
-    """The characters of permute_symbols, with its ranges written out."""
-    return re.sub("(.)-(.)", lambda m: "".join(map(chr, range(ord(m[1]), ord(m[2]) + 1))), s.permute_symbols)
-
-
-def turns(s, cells):
-    """The rotations and reflections as indices [n, cells], first none."""
-    return puzzles.dihedral(math.isqrt(cells)) if s.dihedral else np.arange(cells)[None]
-
-
-# The first reading: which characters there are, and which rows are alike.
-
-def scan(path, s, cells):
-    """What a file has: path, cells, rows and used.
-
-    rows: the lines, and keys of questions, of answers, and of questions up to symmetries; used: which
-    characters questions and answers have, bool [2, characters].
-    """
-    parts, used = [], np.zeros((2, sys.maxunicode + 1), dtype=bool)
-    index_of = table_of({character: i for i, character in enumerate(exchanged(s), 1)})
-    progress = Progress(f"reading {path}", 0, "rows")
-    rows = read_csv(path, cells, s.symbols, s.symbols and s.symbols + s.ignored)
-    for lines, questions, answers, _ in rows:
-        cells = questions.shape[1]
-        grid_of(s, cells)
-        weights = np.random.default_rng(0).integers(2 ** 63, size=cells, dtype=np.uint64)
-        copies = [relabeled(questions[:, turn], index_of) for turn in turns(s, cells)]
-        keys = [(codes * weights).sum(axis=1) for codes in (questions, answers, *copies)]
-        parts.append([lines, *keys[:2], np.min(keys[2:], axis=0)])
-        used[0, questions] = used[1, answers] = True
-        progress.add(len(lines))
-    used[1, list(map(ord, s.ignored))] = False
-    return SimpleNamespace(path=path, cells=cells, used=used, rows=list(map(np.concatenate, zip(*parts))))
-
-
-def relabeled(codes, index_of):
-    """codes [n, cells]; characters in index_of are numbered as each row comes to them."""
-    index = index_of[codes].astype(int)
-    first = [np.full(len(codes), -1)]
-    for i in range(1, int(index_of.max()) + 1):
-        place = index == i
-        first.append(np.where(place.any(axis=1), place.argmax(axis=1), codes.shape[1]))
-    number = np.argsort(np.argsort(first, axis=0), axis=0).T
-    return np.where(index, sys.maxunicode + np.take_along_axis(number, index, 1), codes)
-
-
-def choose(s, test, train):
-    """Which rows are test and training puzzles, bool [rows] of the files, and counts.
-
-    Raises UserError for the first row that contradicts another one.
-    """
-    files = [train] if s.holdout else [test, train]
-    lines, questions, answers, orbits = map(np.concatenate, zip(*(file.rows for file in files)))
-    source = np.repeat(np.arange(len(files)), [len(file.rows[0]) for file in files])
-    _, first, group = np.unique(questions, return_index=True, return_inverse=True)
-    first = first[group]  # row with the same question
-    several = (answers != answers[first]) & (not s.several_answers)
-    for row in np.flatnonzero((source != source[first]) | several)[:1]:
-        here, there = (f"{files[source[i]].path}:{lines[i]}" for i in (row, first[row]))
-        what = "has another answer (see --several_answers)" if several[row] else "is a test puzzle too"
-        raise UserError(f"{here}: the question {what}, in {there}")
-    once = first == np.arange(len(lines))
-    drawn = np.random.default_rng([s.seed, 1]).permutation(np.flatnonzero(once))[:s.holdout]
-    in_test = np.isin(np.arange(len(lines)), drawn) if s.holdout else once & (source == 0)
-    symmetric = once & ~in_test & np.isin(orbits, orbits[in_test])
-    in_train = once & ~in_test & ~symmetric
-    counts = dict(train_puzzles=in_train, test_puzzles=in_test, repeated=~once, symmetric=symmetric)
-    counts = {name: int(rows.sum()) for name, rows in counts.items()}
-    return in_test[:len(test.rows[0])], in_train[-len(train.rows[0]):], counts
-
-
-# The second reading: tokens and copies.
-
-def examples(s, file, rows, symbols, copies):
-    """Yields blocks (inputs, labels) of write_dataset: each of the chosen rows, then its copies."""
-    rng, step = np.random.default_rng([s.seed, 2]), max(1, ROWS // copies)
-    table = table_of({character: token for token, character in enumerate(symbols, 1)})
-    of_answers = table.astype(np.int16)
-    of_answers[list(map(ord, s.ignored))] = 0
-    tokens = [symbols.index(character) + 1 for character in exchanged(s)]
-    shapes = np.resize(turns(s, file.cells), (copies, file.cells))  # in turn
-    begin, progress = 0, Progress("writing puzzles", len(rows), "rows")
-    for lines, questions, answers, _ in read_csv(file.path, file.cells):
-        chosen = np.flatnonzero(rows[begin:begin + len(lines)])
-        begin += len(lines)
-        progress.add(len(lines))
-        for i in range(0, len(chosen), step):
-            block = chosen[i:i + step]
-            to = np.tile(np.arange(256, dtype=np.int16), (len(block), copies, 1))
-            to[:, 1:, tokens] = rng.permuted(to[:, 1:, tokens], axis=2)
-            to[:, :, 0] = IGNORED
-            yield [np.take_along_axis(to, cells[block][:, shapes].astype(int), 2).reshape(-1, file.cells)
-                   for cells in (table[questions], of_answers[answers])]
+def examples(s, chosen, table, turns, exchanged, copies):
+    """Yields blocks (inputs, labels) of write_dataset: each puzzle, then its copies."""
+    rng, cells = np.random.default_rng([s.seed, 2]), turns.shape[1]
+    shapes = np.resize(turns, (copies, cells))
+    tables = table, table | dict.fromkeys(map(ord, s.ignored), 0)
+    for block in token_blocks(chosen.items(), max(1, 16384 // copies), *tables):
+        to = np.tile(np.arange(256, dtype=np.int16), (len(block[0]), copies, 1))
+        to[:, 1:, exchanged] = rng.permuted(to[:, 1:, exchanged], axis=2)
+        to[:, :, 0] = IGNORED
+        yield [np.take_along_axis(to, boards[:, shapes], axis=2).reshape(-1, cells) for boards in block]
 
 
 # For the other prepare scripts, too.
 
-def read_csv(path, cells=0, question_symbols="", answer_symbols="", rated=False):
-    """Yields a file's puzzles in blocks (lines [n], questions [n, cells], answers [n, cells], ratings [n]).
+def read_csv(path, cells, allowed, *more):
+    """Yields (question, answer, the columns more, line) of each row of a file. Raises UserError.
 
-    path: as of csv_rows, with question, answer and, if rated, rating. cells: characters of a question; 0: as
-    many as the first one has. question_symbols, answer_symbols: the allowed characters; "": any. Questions
-    and answers are the codes of their characters, uint32; ratings are 0 if not rated. Raises UserError with
-    file and line for the first wrong row.
+    cells: 0: as many as the first question has. allowed: symbols of questions, of answers; "": any.
     """
-    found = csv_rows(path, ("question", "answer", "rating")[:3 if rated else 2])
-    lines, error = (), None
-    while not error:
-        block = []
-        try:
-            for line, row in itertools.islice(found, 4096):
-                cells = cells or len(row[0])
-                for name, text, allowed in (("question", row[0], question_symbols),
-                                            ("answer", row[1], answer_symbols)):
-                    if len(text) != cells:
-                        raise UserError(f"{path}:{line}: the {name} has {len(text)} characters, not {cells}")
-                    rest = allowed and text.lstrip(allowed)
-                    if rest:
-                        place = f"{path}:{line}: character {cells - len(rest) + 1} of the {name}"
-                        raise UserError(f"{place} is {rest[0]!r}, not one of {allowed!r}")
-                if rated and not row[2].strip().removeprefix("-").isdecimal():
-                    raise UserError(f"{path}:{line}: the rating {row[2]!r} is not an integer")
-                block.append((line, *row))
-        except UserError as e:
-            error = e  # after the rows above it, in which the caller may find another error
-        if not block:
-            break
-        lines, questions, answers, *ratings = zip(*block)
-        text = "".join(itertools.chain.from_iterable(zip(questions, answers)))
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-        codes = codes.reshape(len(lines), 2, cells)
-        ratings = np.array(ratings[0] if rated else (0,) * len(lines), dtype=int)
-        yield np.array(lines), codes[:, 0], codes[:, 1], ratings
-    if error or not lines:
-        raise error or UserError(f"{path}:2: no puzzle under the header")
+    progress = Progress(f"reading {path}", 0, "rows")
+    for line, row in csv_rows(path, ("question", "answer", *more)):
+        cells = cells or len(row[0]) or 1
+        for name, text, symbols in zip(("question", "answer"), row, allowed):
+            rest = symbols and text.lstrip(symbols)
+            if len(text) != cells:
+                raise UserError(f"{path}:{line}: the {name} has {len(text)} characters, not {cells}")
+            if rest:
+                place = f"character {cells - len(rest) + 1} of the {name}"
+                raise UserError(f"{path}:{line}: {place} is {rest[0]!r}, not one of {symbols!r}")
+        yield *row, line
+        progress.add(1)
+    if not progress.done:
+        raise UserError(f"{path}:2: no puzzle under the header")
 
 
 def csv_rows(path, needed, optional=()):
-    """Yields (line, [texts of the columns needed and optional]) of a .csv or .jsonl file, also .gz.
-
-    .jsonl is a JSON object a line. Optional columns may be missing: "". Raises UserError for the first wrong
-    row, and if the file cannot be read.
-    """
-    line = 1
+    """Yields (line, [texts of columns]) of a file; optional ones may be missing: "". Raises UserError."""
+    line, header = 1, None
+    is_json, opener = ".jsonl" in path[-9:], gzip.open if path.endswith(".gz") else open
     try:
-        with (gzip.open if path.endswith(".gz") else open)(
-                path, "rt", encoding="utf-8-sig", errors="replace", newline="") as f:
-            if path.removesuffix(".gz").endswith(".jsonl"):
-                for line, text in enumerate(f, 1):
-                    if text.strip():
-                        row = dict.fromkeys(optional, "") | json.loads(text)
-                        yield line, [row[name] + "" for name in (*needed, *optional)]
-                return
-            reader = csv.reader(f)
-            header = [name.strip() for name in next(reader, [])]
-            for name in set(needed) - set(header):
-                raise UserError(f"{path}:1: no column {name}; the first line must be question,answer or "
-                                "source,question,answer,rating")
-            columns = [header.index(name) if name in header else -1 for name in (*needed, *optional)]
-            for row in filter(None, reader):
-                line = reader.line_num
-                if len(row) != len(header):
-                    raise UserError(f"{path}:{line}: {len(row)} columns, but the header has {len(header)}")
-                row.append("")
-                yield line, [row[column] for column in columns]
-    except (KeyError, TypeError, json.JSONDecodeError):
-        raise UserError(f'{path}:{line}: not a line as {{"question": "12", "answer": "34"}}') from None
+        with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as f:
+            for line, row in enumerate(f if is_json else csv.reader(f), 1):
+                if not row or is_json and row.isspace():
+                    continue
+                if is_json or header:
+                    row = json.loads(row) if is_json else dict(zip(header, row, strict=True))
+                    yield line, [row[k] + "" for k in needed] + [row.get(k, "") for k in optional]
+                else:
+                    header = [name.strip() for name in row]
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{path}:{line}: must have {', '.join(needed)}, as the first line has") from None
     except (OSError, EOFError, csv.Error, zlib.error) as e:
         raise UserError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
 
 
-def table_of(values):
-    """An array, uint8, from the codes of characters to their values; from all others to 0."""
-    table = np.zeros(sys.maxunicode + 1, dtype=np.uint8)
-    table[[ord(character) for character in values]] = list(values.values())
-    return table
+def token_blocks(rows, n, *tables):
+    """Yields columns of n rows at a time, the first by tables {code: token}: tokens, uint8 [n, cells]."""
+    rows = iter(rows)
+    while block := list(itertools.islice(rows, n)):
+        columns = list(zip(*block))
+        for i, table in enumerate(tables):
+            text = "".join(columns[i]).translate(table).encode("latin-1", "replace")
+            columns[i] = np.frombuffer(text, dtype=np.uint8).reshape(len(block), -1)
+        yield columns
+
+
+def orbit_keys(blocks, turns, exchanged=()):
+    """Yields a key of each board, equal for those that symmetries turn into each other.
+
+    blocks: as of token_blocks; turns, exchanged: as of symmetries_of.
+    """
+    exchanged = np.array(exchanged, dtype=int)
+    for boards, *_ in blocks:
+        keys = []
+        for turned in (boards[:, turn] for turn in turns):
+            same = turned[:, None] == exchanged[:, None]
+            first = np.where(same.any(axis=2), same.argmax(axis=2), boards.shape[1])
+            to = np.tile(np.arange(256, dtype=np.uint8), (len(boards), 1))
+            to[:, exchanged] = exchanged[first.argsort(axis=1).argsort(axis=1)]
+            keys.append(board_keys(np.take_along_axis(to, turned, axis=1)))
+        yield from map(min, zip(*keys))
 
 
 if __name__ == "__main__":

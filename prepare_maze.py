@@ -15,10 +15,10 @@ import numpy as np
 # isort: off
 from configurator import UserError, start
 from data import (
-    board_keys, check_source, command_of, cores, csv_files, distinct, name_output, refuse_existing,
-    write_dataset)
-from prepare_csv import read_csv, table_of
-from puzzles import GOAL, MAZE, OPEN, PATH, START, WALL, are_solutions, broken_cells, dihedral, path_steps
+    check_source, command_of, csv_files, distinct, name_output, refuse_existing, write_dataset)
+from prepare_csv import orbit_keys, read_csv, token_blocks
+from puzzles import (
+    GOAL, LARGEST, MAZE, OPEN, PATH, START, WALL, are_solutions, broken_cells, dihedral, path_steps)
 
 # source
 source = "hub"  # hub (Maze-Hard from Hugging Face), csv, or generate
@@ -28,7 +28,6 @@ output_dir = ""  # "": a folder under data/ named after these settings
 seed = 0  # of the choice of mazes and of generated mazes
 # mazes from the hub or from CSV files
 subsample_size = 0  # training mazes, chosen at random; 0: all; every test maze is kept
-check_paths = True  # refuse a file with an answer that is not a shortest path
 # generated mazes
 size = 30  # cells of a row
 min_path = 111  # least number of steps of the shortest path
@@ -42,28 +41,23 @@ HUB = "sapientinc/maze-30x30-hard-1k"
 SYMBOLS = MAZE[1:]
 CHUNK = 4096  # grids at a time
 WALLS = 0.3, 0.5  # share of a generated grid's cells
-LARGEST = 64  # cells of a row: the bits of a word
 
 
 def main(settings):
-    """Makes the dataset that the settings (a namespace of all of them) describe and returns its folder.
-
-    Raises UserError for a wrong setting, a wrong row of a file, or an existing folder.
-    """
-    s = complete(settings)
+    """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
+    s, counts = complete(settings), {}
     refuse_existing(s.output_dir)
     if s.source == "generate":
-        train, test = generated_mazes(s)
-        counts = {}
+        mazes = generate(s.size, s.num_train + s.num_test, s.seed, s.min_path)
+        train = [part[:s.num_train] for part in mazes]
+        test = [part[s.num_train:] for part in mazes]
     else:
         train, test, counts = mazes_from_files(s)
     size = math.isqrt(test[0].shape[1])
     copies = 8 if s.aug else 1
     counts.update(train_puzzles=len(train[0]), test_puzzles=len(test[0]))
-    splits = {
-        "train": (len(train[0]), copies, augmented(*train, size, s.aug)),
-        "test": (len(test[0]), 1, [test]),
-    }
+    splits = {"train": (len(train[0]), copies, augmented(*train, size, s.aug)),
+              "test": (len(test[0]), 1, [test])}
     write_dataset(s.output_dir, splits, len(MAZE), task_of(size) | dict(
         command=command_of(__file__, s), counts=counts))
     print(f"train: {len(train[0]):,} mazes of {size}x{size}, each in {copies} of 8 rotations and reflections")
@@ -93,8 +87,8 @@ def complete(settings):
 def mazes_from_files(s):
     """Training and test mazes, [questions, answers] each, and a dict of counts; downloads the hub's."""
     train_csv, test_csv = csv_files(s, HUB)
-    test = read_mazes(test_csv, 0, s.check_paths)
-    train = read_mazes(train_csv, math.isqrt(test[0].shape[1]), s.check_paths)
+    test = read_mazes(test_csv, 0)
+    train = read_mazes(train_csv, test[0].shape[1])
     test_keys, chosen, in_test = set(dihedral_keys(test[0])), {}, 0
     for row, key in enumerate(dihedral_keys(train[0])):
         in_test += key in test_keys
@@ -103,8 +97,8 @@ def mazes_from_files(s):
     chosen, rows = np.array(list(chosen.values()), dtype=int), len(train[0])
     repeated = rows - in_test - len(chosen)
     if not len(chosen):
-        raise UserError(f"{train_csv}: no maze is left of {rows} rows: all are in the test set too, as they "
-                        "are or turned or reflected")
+        raise UserError(f"{train_csv}: no maze is left of {rows} rows: the test set has all of them, turned "
+                        "or not")
     if 0 < s.subsample_size < len(chosen):
         rng = np.random.default_rng([s.seed, 1])
         chosen = np.sort(rng.permutation(chosen)[:s.subsample_size])
@@ -115,26 +109,20 @@ def mazes_from_files(s):
     return [part[chosen] for part in train], test, counts
 
 
-def read_mazes(path, size, check):
-    """All mazes of a CSV file: [questions, answers]. size: cells of a row; 0: as many as the first maze has.
-
-    check: whether an answer must be a shortest path. Raises UserError with file and line for the first wrong
-    row.
-    """
-    table, blocks = table_of({character: token for token, character in enumerate(SYMBOLS, 1)}), []
-    for lines, *codes, _ in read_csv(path, size * size, SYMBOLS[:-1], SYMBOLS):
-        questions, answers = (table[code] for code in codes)
+def read_mazes(path, cells):
+    """All mazes of a file: [questions, answers]; cells: 0: as many as the first has. Raises UserError."""
+    table, blocks = {ord(symbol): token for token, symbol in enumerate(SYMBOLS, 1)}, []
+    rows = read_csv(path, cells, (SYMBOLS[:-1], SYMBOLS))
+    for questions, answers, lines in token_blocks(rows, 4096, table, table):
         cells = questions.shape[1]
         size = math.isqrt(cells)
         if size * size != cells or not 2 <= size <= LARGEST:
             expected = f"a square of 2x2 to {LARGEST}x{LARGEST} cells"
             raise UserError(f"{path}:{lines[0]}: a question of {cells} characters is not {expected}")
-        if check:
-            puzzle = task_of(size), questions, answers
-            wrong = broken_cells(*puzzle).any(axis=1) | ~are_solutions(*puzzle)
-            if wrong.any():
-                i = int(wrong.argmax())
-                raise UserError(f"{path}:{lines[i]}: {explain(questions[i], answers[i], size)}")
+        puzzle = task_of(size), questions, answers
+        wrong = broken_cells(*puzzle).any(axis=1) | ~are_solutions(*puzzle)
+        for i in np.flatnonzero(wrong)[:1]:
+            raise UserError(f"{path}:{lines[i]}: {explain(questions[i], answers[i], size)}")
         blocks.append((questions, answers))
     return [np.concatenate(part) for part in zip(*blocks)]
 
@@ -162,23 +150,15 @@ def explain(question, answer, size):
 
 # Generated mazes.
 
-def generated_mazes(s):
-    """Training and test mazes, [questions, answers] each."""
-    questions = generate(s.size, s.num_train + s.num_test, s.seed, s.min_path, cores())
-    blocks = [questions[i:i + CHUNK] for i in range(0, len(questions), CHUNK)]
-    answers = np.concatenate([solve(block, s.size)[0] for block in blocks])
-    return zip(*[(array[:s.num_train], array[s.num_train:]) for array in (questions, answers)])
-
-
-def generate(size, n, seed, min_path, processes):
-    """n questions, no two alike even when turned or reflected. Raises UserError if there are not enough."""
+def generate(size, n, seed, min_path):
+    """n questions, no two alike even when turned or reflected, and their answers. Raises UserError."""
     name = f"{size}x{size} mazes whose shortest path has {min_path} steps or more"
-    return distinct(name, n, generate_chunk, seed, (size, min_path), dihedral_keys, processes,
-                    "choose a lower min_path or")[0]
+    advice = "choose a lower min_path or"
+    return distinct(name, n, generate_chunk, seed, (size, min_path), dihedral_keys, advice)
 
 
 def generate_chunk(task):
-    """The questions found among CHUNK random grids; task: (seed, index, size, min_path).
+    """The mazes (questions, answers) among CHUNK random grids; task: (seed, index, size, min_path).
 
     The method of Lehnert et al. (arXiv 2402.14083), which Maze-Hard's authors cite: 30 to 50% of the cells,
     anywhere, are walls, and grids without a long path are dropped. To drop fewer, one end is the cell
@@ -202,7 +182,7 @@ def generate_chunk(task):
     questions = np.where(unpack(open_cells), OPEN, WALL).astype(np.uint8)
     questions[unpack(np.where(swap, one_end, other_end))] = START
     questions[unpack(np.where(swap, other_end, one_end))] = GOAL
-    return [questions[keep]]
+    return questions[keep], solve(questions[keep], size)[0]
 
 
 def random_cells(bits, rng):
@@ -292,8 +272,7 @@ def augmented(questions, answers, size, aug):
 
 def dihedral_keys(questions):
     """Keys [n] of mazes, for sets and dicts, equal for the 8 copies of one."""
-    size = math.isqrt(questions.shape[1])
-    return list(map(min, *(board_keys(questions[:, copy]) for copy in dihedral(size))))
+    return orbit_keys([[questions]], dihedral(math.isqrt(questions.shape[1])))
 
 
 if __name__ == "__main__":

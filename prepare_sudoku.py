@@ -7,6 +7,7 @@
 Tokens are the official code's: 0 padding, 1 an empty cell, d + 1 the digit d. In this file, boards are
 digits [n, cells], 0 an empty cell.
 """
+import functools
 import itertools
 
 import numpy as np
@@ -14,10 +15,10 @@ import numpy as np
 # isort: off
 from configurator import UserError, start
 from data import (
-    Progress, board_keys, check_source, command_of, cores, csv_files, distinct, in_parallel, name_output,
+    Progress, board_keys, check_source, command_of, csv_files, distinct, in_parallel, name_output,
     refuse_existing, write_dataset)
-from prepare_csv import read_csv, table_of
-from puzzles import BOXES, SUDOKU, broken_cells
+from prepare_csv import read_csv, token_blocks
+from puzzles import BOXES, SUDOKU, broken_cells, units_of
 
 # source
 source = "hub"  # hub (Sudoku-Extreme from Hugging Face), csv, or generate
@@ -43,25 +44,19 @@ WIDTH = 4096  # boards in the solver at a time: as many as stay in the processor
 
 
 def main(settings):
-    """Makes the dataset that the settings (a namespace) describe and returns its folder.
-
-    Raises UserError for a wrong setting, a wrong row of a file, or an existing folder.
-    """
-    s = complete(settings)
+    """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
+    s, counts = complete(settings), {}
     refuse_existing(s.output_dir)
     if s.source == "generate":
-        boards = generate(s.size, s.num_train + s.num_test, s.seed, cores())
+        boards = generate(s.size, s.num_train + s.num_test, s.seed)
         train = [board[s.num_test:] for board in boards]
         test = [board[:s.num_test] for board in boards]  # the same for each num_train
-        counts = {}
     else:
         train, test, counts = puzzles_from_files(s)
     counts.update(train_puzzles=len(train[0]), test_puzzles=len(test[0]), copies_replaced=0)
     examples = augmented(*train, s, set(board_keys(test[0])), counts)
-    splits = {
-        "train": (len(train[0]), s.num_aug + 1, examples),
-        "test": (len(test[0]), 1, [[board + np.uint8(1) for board in test]]),
-    }
+    splits = {"train": (len(train[0]), s.num_aug + 1, examples),
+              "test": (len(test[0]), 1, [[board + np.uint8(1) for board in test]])}
     write_dataset(s.output_dir, splits, s.size + 2, task_of(s.size) | dict(
         command=command_of(__file__, s), counts=counts, box=BOXES[s.size]))
     print(f"train: {len(train[0]):,} puzzles, {s.num_aug:,} copies of each "
@@ -83,11 +78,10 @@ def complete(settings):
     if s.size not in BOXES:
         raise UserError(f"size must be 4, 6 or 9, not {s.size}")
     generated = s.source == "generate"
-    return name_output(
-        s, {"hub": "sudoku-extreme", "generate": f"sudoku-{s.size}x{s.size}"},
-        s.num_train if generated else s.subsample_size,
-        s.num_aug and f"aug-{s.num_aug}",
-        s.min_difficulty and not generated and f"min-{s.min_difficulty}")
+    names = {"hub": "sudoku-extreme", "generate": f"sudoku-{s.size}x{s.size}"}
+    hardest = s.min_difficulty and not generated and f"min-{s.min_difficulty}"
+    return name_output(s, names, s.num_train if generated else s.subsample_size,
+                       s.num_aug and f"aug-{s.num_aug}", hardest)
 
 
 # Puzzles from CSV files.
@@ -99,90 +93,79 @@ def puzzles_from_files(s):
     exclude = set(board_keys(test[0]))
     (train_lines, *train), train_rows, in_test = choose(train_csv, s, s.subsample_size, exclude)
     if s.check_unique:
-        check_uniqueness(train_csv, train_lines, train[0], s.size, cores())
-        check_uniqueness(test_csv, test_lines, test[0], s.size, cores())
+        check_uniqueness(train_csv, train_lines, train[0], s.size)
+        check_uniqueness(test_csv, test_lines, test[0], s.size)
     print(f"{train_csv}: {train_rows:,} rows, {in_test:,} dropped because the test set has them too")
-    counts = dict(test_rows=test_rows, train_rows=train_rows, train_rows_in_test=in_test)
-    return train, test, counts
+    return train, test, dict(test_rows=test_rows, train_rows=train_rows, train_rows_in_test=in_test)
 
 
 def choose(path, settings, n, exclude):
     """n random puzzles (0: all) of a CSV file, rated min_difficulty or more, whose key is not in exclude.
 
-    exclude: a set of board_keys of questions. Returns (lines, questions, answers), in the file's order,
-    and the numbers of rows read and excluded. Holds no more than these and a block in memory. Raises
-    UserError with the line of the first wrong row.
+    exclude: a set of board_keys of questions. Returns (lines, questions, answers), in the file's order, and
+    the numbers of rows read and excluded; memory holds no more than these. Raises UserError with a line.
     """
-    size = settings.size
-    rng = np.random.default_rng([settings.seed, 1])
+    size, rng = settings.size, np.random.default_rng([settings.seed, 1])
     digits = SUDOKU[2:size + 2]
-    table = table_of({digit: int(digit) for digit in digits})
+    table = {ord(digit): int(digit) for digit in "0" + digits} | {ord("."): 0}
     chosen, rows_read, rows_excluded = [], 0, 0
-    for lines, *codes, ratings in read_csv(path, size * size, ".0" + digits, digits, rated=True):
-        questions, answers = (table[code] for code in codes)
+    rows = read_csv(path, size * size, (".0" + digits, digits), "rating")
+    for questions, answers, ratings, lines in token_blocks(rows, 4096, table, table):
         broken = broken_cells(task_of(size), questions + 1, answers + 1).any(axis=1)
-        if broken.any():
-            i = int(broken.argmax())
+        for i in np.flatnonzero(broken)[:1]:
             raise UserError(f"{path}:{lines[i]}: {explain(questions[i], answers[i], size)}")
-        hard_enough = ratings >= settings.min_difficulty
+        for line, rating in zip(lines, ratings):
+            if not rating.strip().removeprefix("-").isdecimal():
+                raise UserError(f"{path}:{line}: the rating {rating!r} is not an integer")
+        hard_enough = np.array(ratings, dtype=int) >= settings.min_difficulty
         excluded = np.array([key in exclude for key in board_keys(questions)])
         take = hard_enough & ~excluded
         rows_read += len(lines)
         rows_excluded += int((hard_enough & excluded).sum())
-        chosen.append((rng.random(int(take.sum())), lines[take], questions[take], answers[take]))
+        columns = np.array(lines), questions, answers
+        chosen.append([rng.random(int(take.sum())), *(column[take] for column in columns)])
         if n:  # the n smallest of random keys: a uniform choice of rows whose number is not known
             parts = [np.concatenate(part) for part in zip(*chosen)]
             smallest = np.sort(np.argsort(parts[0])[:n])
             chosen = [[part[smallest] for part in parts]]
     _, *puzzles = [np.concatenate(part) for part in zip(*chosen)]
     if not len(puzzles[0]):
-        raise UserError(
-            f"{path}: no puzzle is left of {rows_read} rows: {rows_excluded} are in the test set too, "
-            f"the others are rated below min_difficulty={settings.min_difficulty}")
+        raise UserError(f"{path}: no puzzle is left of {rows_read} rows: {rows_excluded} are in the test set "
+                        f"too, the others are rated below min_difficulty={settings.min_difficulty}")
     return puzzles, rows_read, rows_excluded
 
 
 def explain(question, answer, size):
     """Which rule of Sudoku a question and its answer, [cells] each, break, in words."""
-    box_rows, box_columns = BOXES[size]
-    row, column = np.divmod(np.arange(size * size), size)
-    box = row // box_rows * box_rows + column // box_columns
-    for name, board in (("question", question), ("answer", answer)):
-        for kind, unit in (("row", row), ("column", column), ("box", box)):
+    for name, board in ("question", question), ("answer", answer):
+        for kind, unit in zip(("row", "column", "box"), units_of(size)):
             for i, digit in itertools.product(range(size), range(1, size + 1)):
                 if (board[unit == i] == digit).sum() > 1:
                     return f"the {name} has digit {digit} twice in {kind} {i + 1}"
     if not count_solutions(candidates_of(question[None], size), size, 1)[0]:
         return "the question has no solution"
     cell = int(np.argmax((question > 0) & (question != answer)))
-    place = f"row {row[cell] + 1}, column {column[cell] + 1}"
+    place = f"row {cell // size + 1}, column {cell % size + 1}"
     return f"the question has {question[cell]} in {place}, where the answer has {answer[cell]}"
 
 
-def check_uniqueness(path, lines, questions, size, processes):
+def check_uniqueness(path, lines, questions, size):
     """Raises UserError with file and line of the first question that has a second solution."""
-    tasks = [(questions[i:i + 2048], size) for i in range(0, len(questions), 2048)]
+    tasks = [candidates_of(questions[i:i + 2048], size) for i in range(0, len(questions), 2048)]
     progress = Progress(f"checking that {path} is unambiguous", len(questions), "puzzles")
-    for (boards, _), ambiguous in zip(tasks, in_parallel(are_ambiguous, tasks, processes)):
-        if ambiguous.any():
-            line = lines[progress.done + int(np.argmax(ambiguous))]
+    for counts in in_parallel(functools.partial(count_solutions, size=size, limit=2), tasks):
+        for i in np.flatnonzero(counts > 1)[:1]:
+            line = lines[progress.done + i]
             raise UserError(f"{path}:{line}: the question has more than one solution")
-        progress.add(len(boards))
-
-
-def are_ambiguous(task):
-    """Which questions have more than one solution, bool [n]; task: (questions [n, cells], size)."""
-    questions, size = task
-    return count_solutions(candidates_of(questions, size), size, 2) > 1
+        progress.add(len(counts))
 
 
 # Generated puzzles.
 
-def generate(size, n, seed, processes):
+def generate(size, n, seed):
     """n distinct minimal puzzles with one solution each: (questions, answers), uint8 [n, cells]."""
     name = f"distinct {size}x{size} puzzles"
-    return distinct(
-        name, n, generate_chunk, seed, (512, size), board_keys, processes, "choose")
+    return distinct(name, n, generate_chunk, seed, (512, size), board_keys, "choose")
 
 
 def generate_chunk(task):
@@ -265,9 +248,9 @@ def propagate(candidates, size):
 
     broken: no solution; solved: all cells decided; stuck: unchanged by this round.
     """
-    shape, axes_of_units = units(size)
+    axes_of_units = (2, 3), (0, 1), (1, 3)  # of a row, a column, a box
     after = candidates.copy()
-    cells = after.reshape(*shape, -1)  # (bands, rows, stacks, columns, n), a view
+    cells = after.reshape(*shape_of(size), -1)  # (bands, rows, stacks, columns, n), a view
     broken = np.zeros(after.shape[1], dtype=bool)
     for axes in axes_of_units:  # a digit placed in a unit leaves the unit's other cells
         placed = cells * (cells & (cells - 1) == 0)
@@ -294,10 +277,10 @@ def candidates_of(boards, size):
     return np.append(2 ** size - 1, 1 << np.arange(size)).astype(np.uint16)[boards.T]
 
 
-def units(size):
-    """Shape (bands, rows, stacks, columns) of boards, and the axes of a row, a column, a box."""
+def shape_of(size):
+    """Bands, rows of a band, stacks and columns of a stack."""
     rows, columns = BOXES[size]
-    return (size // rows, rows, size // columns, columns), ((2, 3), (0, 1), (1, 3))
+    return size // rows, rows, size // columns, columns
 
 
 # Augmented copies.
@@ -310,10 +293,8 @@ def augmented(questions, answers, settings, exclude, counts):
     size, copies = settings.size, settings.num_aug
     rng = np.random.default_rng([settings.seed, 2])
     step = max(1, COPIES // (copies + 1))
-    progress = Progress("writing training examples", len(questions) * (copies + 1))
     for i in range(0, len(questions), step):
         originals = questions[i:i + step], answers[i:i + step]
-        n = len(originals[0])
         new = transform(*originals, copies, size, rng)
         for _ in range(100):
             hits = np.flatnonzero([key in exclude for key in board_keys(new[0])])
@@ -324,10 +305,10 @@ def augmented(questions, answers, settings, exclude, counts):
             new[0][hits], new[1][hits] = transform(*redrawn, 1, size, rng)
         else:
             raise UserError("all copies of a puzzle are test puzzles: take fewer, or --num_aug=0")
-        groups = [np.concatenate([boards[:, None], array.reshape(n, copies, size * size)], axis=1)
+        shape = len(originals[0]), copies, size * size
+        groups = [np.concatenate([boards[:, None], array.reshape(shape)], axis=1)
                   for boards, array in zip(originals, new)]
         yield [group.reshape(-1, size * size) + np.uint8(1) for group in groups]
-        progress.add(n * (copies + 1))
 
 
 def transform(questions, answers, copies, size, rng):
@@ -336,7 +317,7 @@ def transform(questions, answers, copies, size, rng):
     As the official builder does, it permutes the digits, the bands, the rows of each band, the stacks and
     the columns of each stack; if boxes are square, it transposes every other board.
     """
-    (bands, rows, stacks, columns), _ = units(size)
+    bands, rows, stacks, columns = shape_of(size)
     n = len(questions) * copies
 
     def random_order(groups, members):  # [n, size]: of groups, and of the members of each

@@ -17,6 +17,7 @@ IGNORED = -100  # the label of cells that no loss and no metric counts
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box of Sudoku
 SUDOKU, MAZE = " .123456789", "_# SGo"  # symbols
 WALL, OPEN, START, GOAL, PATH = range(1, 6)  # tokens of a maze
+LARGEST = 64  # rows of a maze: solve() of prepare_maze.py has the bits of a word for them
 
 
 def task_of(manifest, seq_len, vocab_size):
@@ -37,7 +38,7 @@ def task_of(manifest, seq_len, vocab_size):
     if not "".join(symbols).isprintable():
         raise UserError(f"symbols {symbols!r} must be characters that can be printed")
     size = grid[0] if grid[0] == grid[1] else 0
-    expected = MAZE if size else ""
+    expected = MAZE if 0 < size <= LARGEST else ""
     if kind == "sudoku":
         expected = SUDOKU[:size + 2] if size in BOXES else ""
     if kind in ("sudoku", "maze") and symbols != expected:
@@ -51,35 +52,19 @@ def look(task):
     """How to draw a task and how the page of play.py speaks of it, as a dict for JSON.
 
     empty: the symbol of a cell that is not given; symbols: of questions; box: rows and columns between thick
-    lines; names, drawn: of symbols; typed: what stands for symbols; once: symbols that a question has once;
-    title, goal, failed: texts.
+    lines; names, drawn: of symbols; typed: what stands for symbols; once: symbols that a question has once.
     """
-    if task["kind"] == "maze":
-        return {
-            "title": "mazes",
-            "empty": " ",
-            "symbols": "# SG",
-            "box": task["grid"],
-            "names": {"#": "wall", " ": "open", "S": "start", "G": "goal", "o": "path"},
-            "drawn": {"o": "●"},
-            "typed": {".": " "},
-            "once": "SG",
-            "goal": "Find a shortest path from S to G.",
-            "failed": "not a shortest path",
-        }
-    is_sudoku = task["kind"] == "sudoku"
-    return {
-        "title": "Sudoku" if is_sudoku else task["kind"],
-        "empty": task["symbols"][1],
-        "symbols": task["symbols"][1:],
-        "box": BOXES[task["grid"][0]] if is_sudoku else task["grid"],
-        "names": {".": "empty"},
-        "drawn": {},
-        "typed": {"0": "."} if is_sudoku else {},
-        "once": "",
-        "goal": "",
-        "failed": "not solved",
-    }
+    about = dict(
+        title=task["kind"], empty=task["symbols"][1], symbols=task["symbols"][1:], box=task["grid"],
+        names={".": "empty"}, drawn={}, typed={}, once="", goal="", failed="not solved")
+    if task["kind"] == "sudoku":
+        about |= dict(title="Sudoku", box=BOXES[task["grid"][0]], typed={"0": "."})
+    elif task["kind"] == "maze":
+        about |= dict(
+            title="mazes", empty=" ", symbols="# SG", drawn={"o": "●"}, typed={".": " "}, once="SG",
+            names={"#": "wall", " ": "open", "S": "start", "G": "goal", "o": "path"},
+            goal="Find a shortest path from S to G.", failed="not a shortest path")
+    return about
 
 
 def read(task, text):
@@ -102,14 +87,19 @@ def broken_cells(task, questions, answers):
         return (answers != questions) & ~((questions == OPEN) & (answers == PATH))
     if task["kind"] == "sudoku":
         size = task["grid"][0]
-        box_rows, box_columns = BOXES[size]
-        row, column = np.divmod(np.arange(size * size), size)
         broken = (answers < 2) | ((questions > 1) & (answers != questions))
-        for unit in (row, column, row // box_rows * box_rows + column // box_columns):
+        for unit in units_of(size):
             digit_in_unit = (np.arange(len(answers))[:, None] * size + unit) * (size + 2) + answers
             broken |= np.bincount(digit_in_unit.ravel())[digit_in_unit] > 1
         return broken
     return None
+
+
+def units_of(size):
+    """The numbers of each cell's row, column and box in a Sudoku, [cells] each."""
+    box_rows, box_columns = BOXES[size]
+    row, column = np.divmod(np.arange(size * size), size)
+    return row, column, row // box_rows * box_rows + column // box_columns
 
 
 def are_solutions(task, questions, answers):
@@ -130,7 +120,7 @@ def is_correct(task, inputs, labels, preds):
     scored = labels != IGNORED
     correct = {"accuracy": ((preds == labels) | ~scored).all(axis=1) & scored.any(axis=1)}
     if task["kind"] == "maze":
-        valid, optimal = path_metrics(inputs, labels, preds, task["grid"])
+        valid, optimal = path_metrics(inputs, labels, preds, task["grid"][0])
         correct |= {"path_valid": valid, "path_optimal": optimal}
     return correct
 
@@ -154,34 +144,27 @@ def verdict(task, question, answer):
 
 
 def check_questions(task, questions, places):
-    """A warning if the questions are unlike those of training, else "".
+    """A warning if a question has several solutions, else "". places: a prefix of messages for each.
 
-    places: a prefix of messages for each question. Raises UserError for the first without a solution.
+    Raises UserError for the first question without a solution.
     """
     size, boards = task["grid"][0], questions
     if task["kind"] == "sudoku":
         import prepare_sudoku as script
         boards = questions - 1
         counts = script.count_solutions(script.candidates_of(boards, size), size, 2)
-        unusual, reason = counts > 1, "more than one solution"
     elif task["kind"] == "maze":
         import prepare_maze as script
-        if size > script.LARGEST:
-            raise UserError(f"{places[0]}the maze has {size} rows; {script.LARGEST} are the most")
+        if size > LARGEST:
+            raise UserError(f"{places[0]}the maze has {size} rows; {LARGEST} are the most")
         has_ends = ((questions == START).sum(axis=1) == 1) & ((questions == GOAL).sum(axis=1) == 1)
-        counts = has_ends * script.solve(questions, size)[1]
-        unusual, reason = (questions == WALL).mean(axis=1) < 0.1, "hardly any walls"
+        counts = has_ends & (script.solve(questions, size)[1] > 0)
     else:
         return ""
-    if not counts.all():
-        i = int(counts.argmin())
+    for i in np.flatnonzero(counts == 0)[:1]:
         raise UserError(places[i] + script.explain(boards[i], boards[i], size))
-    if not unusual.any():
-        return ""
-    i = int(unusual.argmax())
-    others = f" (as have {unusual.sum() - 1} others)" if unusual.sum() > 1 else ""
-    cells = f"{given_cells(task, questions[i]).sum()} of {size * size} cells are given"
-    return f"{places[i]}the puzzle has {reason}{others}, unlike those of training: {cells}"
+    several = np.flatnonzero(counts > 1)
+    return f"{places[several[0]]}the puzzle has more than one solution" if len(several) else ""
 
 
 # For all kinds.
@@ -253,37 +236,24 @@ def guess(cells, vocab_size, text=""):
 def path_steps(task, questions, answers):
     """Steps of each answer's path, 0 if it is none, and of the shortest paths: two int arrays [n]."""
     import prepare_maze
-    valid, _ = path_metrics(questions, answers, answers, task["grid"])
-    _, shortest = prepare_maze.solve(questions, task["grid"][0])
-    return valid * ((answers == PATH).sum(axis=1) + 1), shortest
+    size = task["grid"][0]
+    valid, _ = path_metrics(questions, answers, answers, size)
+    return valid * ((answers == PATH).sum(axis=1) + 1), prepare_maze.solve(questions, size)[1]
 
 
-def path_metrics(inputs, labels, preds, grid):
+def path_metrics(inputs, labels, preds, size):
     """Which answers to mazes are a path from S to G, and which a shortest one: two bool arrays [n].
 
-    inputs, labels (a shortest path each), preds: tokens [n, cells]; grid: (rows, columns). In a path, S and G
-    are where the question has them, every "o" is on a cell that is open in the question, and the "o" form one
-    line from S to G: each touches two other cells of the line, S and G touch one. Stray cells, gaps, forks
-    and rings break a path.
+    inputs, labels (a shortest path each), preds: tokens [n, size * size]. In a path, S and G are where the
+    question has them, every "o" is on a cell that is open in the question, and the "o" form one line from S
+    to G that does not touch itself: no way from S to G along it leaves out any of its cells.
     """
-    n, (rows, columns) = len(inputs), grid
-    size = (rows + 2) * (columns + 2)  # with a border, so that a step beyond an edge ends there
-    inputs, preds = (np.pad(tokens.reshape(n, *grid), ((0, 0), (1, 1), (1, 1))).reshape(n, size)
-                     for tokens in (inputs, preds))
+    import prepare_maze
     start, goal, path = inputs == START, inputs == GOAL, preds == PATH
-    line = path | start | goal
-    steps = np.array([-columns - 2, -1, 1, columns + 2])
-    touching = sum(np.roll(line, step, axis=1).astype(np.uint8) for step in steps)
     fits = ((preds == START) == start) & ((preds == GOAL) == goal) & (~path | (inputs == OPEN))
-    fits &= np.where(path, touching == 2, (touching == 1) | ~(start | goal))
     valid = fits.all(axis=1) & (start.sum(axis=1) == 1) & (goal.sum(axis=1) == 1)
-    remaining, position = line[valid], start[valid].argmax(axis=1)
-    n = np.arange(len(remaining))
-    for _ in range(int(remaining.sum(axis=1).max(initial=0))):  # erases the line from S; a ring remains
-        remaining[n, position] = False
-        onward = remaining[n[:, None], position[:, None] + steps]
-        position = position + steps[onward.argmax(axis=1)] * onward.any(axis=1)
-    valid[valid] = ~remaining.any(axis=1)
+    line = np.where(path, OPEN, np.where(start | goal, inputs, WALL))
+    valid &= prepare_maze.solve(line, size)[1] == path.sum(axis=1) + 1
     return valid, valid & (path.sum(axis=1) == (labels == PATH).sum(axis=1))
 
 

@@ -191,6 +191,7 @@ def hang_ssh(tpu, draw):
 
 def kill_and_wait(tpu, draw):
     """Kills a rank, and waits until keep has copied the files again and begins to start the run."""
+    wait_for(tpu, tpu.all_ranks, "process for each rank")  # a restart may be under way
     starts = len(tpu.calls("host_start"))
     kill_rank(tpu, draw)
     wait_for(tpu, lambda: len(tpu.calls("host_start")) > starts, "restart")

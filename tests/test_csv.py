@@ -131,18 +131,18 @@ WRONG = {  # rows of train.csv, flags, what the message names
     "another symbol": (GOOD + [("1x..", "1234")], ["--symbols=.1234"], ["train.csv:4", "character 2", "'x'"]),
     "a short question": (GOOD + [("1..", "1234")], [], ["train.csv:4", "question has 3 characters, not 4"]),
     "a long answer": (GOOD + [("3...", "12341")], [], ["train.csv:4", "answer has 5 characters, not 4"]),
-    "a third column": (GOOD + [("3...", "1234", "")], [], ["train.csv:4", "3 columns"]),
-    "two answers": (GOOD + [("1...", "1243")], [], ["train.csv:4", "train.csv:2", "--several_answers"]),
-    "on both sides": (GOOD, TEST, ["train.csv:2", "good.csv:2", "test puzzle"]),
+    "a third column": (GOOD + [("3...", "1234", "")], [], ["train.csv:4", "as the first line has"]),
+    "two answers": (GOOD + [("1...", "1243")], [], ["train.csv:4", "another answer", "--several_answers"]),
+    "on both sides": (GOOD, TEST, ["good.csv:2: the question is in", "train.csv"]),
     "a test file of other sizes": ([("1", "1")], TEST, ["good.csv:2", "not 1"]),
     "no rows": ([], [], ["train.csv:2", "no puzzle"]),
     "a grid that does not fit": (GOOD, ["--grid=2x3"], ["grid=2x3", "4 characters"]),
-    "a grid that is none": (GOOD, ["--grid=2*2"], ["grid=2*2", "6x6"]),
+    "a grid that is none": (GOOD, ["--grid=four"], ["grid=four", "6x6"]),
     "no square": ([("12", "12")], [], ["2 characters", "6x6"]),
     "too many symbols": (MANY, [], ["256 symbols", "255"]),
     "a tab": (GOOD + [("1\t..", "1234")], [], ["\\t", "printed"]),
     "a symbol twice": (GOOD, ["--symbols=.12341"], ["symbols", "different"]),
-    "an unknown permutation": (GOOD, ["--permute_symbols=1-5"], ["permute_symbols=1-5", ".1234"]),
+    "an unknown permutation": (GOOD, ["--permute_symbols=1-5"], ["permute_symbols=1-5", "not in the"]),
     "turns of an oblong": (GOOD, ["--grid=1x4", "--dihedral"], ["--dihedral", "1x4"]),
     "nothing held out": (GOOD, ["--holdout=0"], ["--test_csv", "--holdout"]),
     "all held out": (GOOD, ["--holdout=2"], ["train has 0 rows"]),
@@ -171,7 +171,7 @@ def test_wrong_json_lines(line, tmp_path):
     path = write(tmp_path / "train.jsonl", GOOD)
     with open(path, "a") as f:
         f.write("\n" + line + "\n")
-    with pytest.raises(UserError, match=r'train.jsonl:4: not a line as {"question"'):
+    with pytest.raises(UserError, match="train.jsonl:4: must have question, answer, as"):
         prepare(f"--train_csv={path}", "--holdout=1", f"--output_dir={tmp_path / 'x'}")
 
 

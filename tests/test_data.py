@@ -325,11 +325,13 @@ def test_generated_puzzles_are_minimal_with_one_solution(size, n):
 
 
 def test_generation_depends_on_the_seed_and_not_on_the_processes(monkeypatch):
-    questions, answers = prepare_sudoku.generate(4, 1500, 7, 1)
+    monkeypatch.setattr(data, "cores", lambda: 1)
+    questions, answers = prepare_sudoku.generate(4, 1500, 7)
     assert len(np.unique(questions, axis=0)) == 1500
-    assert (questions[:50] != prepare_sudoku.generate(4, 50, 8, 1)[0]).any()
+    assert (questions[:50] != prepare_sudoku.generate(4, 50, 8)[0]).any()
     monkeypatch.setattr(data, "POOL_AFTER", 0.0)
-    in_pool = prepare_sudoku.generate(4, 1500, 7, 2)
+    monkeypatch.setattr(data, "cores", lambda: 2)
+    in_pool = prepare_sudoku.generate(4, 1500, 7)
     assert (questions == in_pool[0]).all() and (answers == in_pool[1]).all()
 
 
@@ -338,7 +340,7 @@ def test_more_puzzles_than_exist(monkeypatch):
     monkeypatch.setattr(prepare_sudoku, "generate_chunk", lambda task: chunk)
     message = "hardly more than 10.. distinct 4x4 puzzles can be found: choose fewer than 3000"
     with pytest.raises(UserError, match=message):
-        prepare_sudoku.generate(4, 3000, 0, 1)
+        prepare_sudoku.generate(4, 3000, 0)
 
 
 def test_counting_agrees_with_all_288_grids():
@@ -449,8 +451,8 @@ def build(tmp_path, train, test, **changes):
 
 
 @pytest.mark.parametrize("wrong, message", [
-    ([CLUE_MISMATCH, B[:2], B[:3]], "the question has . in row ., column ., where the answer has ."),
-    ([B[:2], CLUE_MISMATCH, B[:3]], "2 columns, but the header has 4"),
+    ([CLUE_MISMATCH] * 2, "the question has . in row ., column ., where the answer has ."),
+    ([B[:2], CLUE_MISMATCH, B[:3]], "must have question, answer, rating, as the first line has"),
     ([(*B[:2], B[2] + "1", "3")], "the answer has 17 characters, not 16"),
     ([(*B[:2], "\u0663" + B[2][1:], "3")], "character 1 of the answer is '\u0663', not one of '1234'"),
     ([("me", "1..1" + "." * 12, *B[2:])], "the question has digit 1 twice in row 1"),

@@ -1,6 +1,5 @@
 """Buckets: against gcp-storage-emulator, behind a front that breaks requests as networks and servers do."""
 import collections
-import hashlib
 import http.client
 import http.server
 import json
@@ -27,7 +26,7 @@ from urllib3.util import Retry
 
 import bucket as bucket_module
 import data
-from bucket import Bucket, file_md5, local_dataset, upload_dataset
+from bucket import Bucket, local_dataset, upload_dataset
 from data import Dataset
 
 CONTENT = np.random.default_rng(0).bytes(1_500_000)
@@ -196,8 +195,8 @@ def kinds(front):
     return [call[0] for call in front.log]
 
 
-def sizes_and_digests(objects):
-    return {name: (len(content), hashlib.md5(content).hexdigest()) for name, content in objects.items()}
+def sizes(objects):
+    return {name: len(content) for name, content in objects.items()}
 
 
 # Uploads, downloads, lists.
@@ -227,7 +226,7 @@ def test_faults_lose_nothing(front, emulator, at_once, tmp_path):
     faults = collections.Counter(fault for _, fault, *_ in front.log)
     front.rate = 0.0
     assert {503, 429, 408, 401, 500, "reset", "stall", "lost"} <= faults.keys()
-    assert target.list() == sizes_and_digests(sent)
+    assert target.list() == sizes(sent)
     assert all(stored(emulator, f"run/{name}") == content for name, content in sent.items())
 
 
@@ -238,17 +237,16 @@ def test_a_large_upload_has_more_time(front, emulator):
 
 
 @pytest.mark.parametrize("call, fault, message", [
-    ("write", 503, "status 503 a fault, None"),
+    ("write", 503, "status 503 .*a fault, None"),
     ("write", "stall", "Read timed out"),
     ("write", "flip", "the upload arrived damaged"),
     ("list", 302, "status 302"),  # as a proxy's or a hotel's
     *((call, content, "not the answer of a bucket: " + re.escape(repr(content.decode())))
       for call in ("write", "list") for content in (b"<html>hello</html>", b"[]")),
     *((call, content, "not the answer of a bucket") for call, content in (
-        ("write", b"{}"), ("list", b'{"items": 3}'), ("list", b'{"items": [{"size": "3"}]}'),
-        ("list", b'{"items": [{"name": "run/a"}]}'),
-        ("list", b'{"items": [{"name": "a", "size": "1", "md5Hash": "x"}]}'))),
-    *((call, status, f"status {status} a fault") for call in CALLS for status in (400, 403, 404, 412)),
+        ("write", b"{}"), ("write", b'{"md5Hash": "x"}'), ("list", b'{"items": 3}'),
+        ("list", b'{"items": [{"size": "3"}]}'), ("list", b'{"items": [{"name": "run/a"}]}'))),
+    *((call, status, f"status {status} .*a fault") for call in CALLS for status in (400, 403, 404, 412)),
 ])
 def test_calls_give_up(front, at_once, tmp_path, monkeypatch, call, fault, message):
     """What a bucket refuses is the user's error, and not tried again."""
@@ -301,7 +299,7 @@ def test_downloads_resume(front, at_once, tmp_path, script, ranges):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_list_read_delete(front, tmp_path):
+def test_list_read_delete(front):
     target = bucket()
     front.page = 10
     names = [f"ckpt_{i:08d}.json" for i in range(25)] + ["sub/deep", "ü #?%2F.txt"]
@@ -310,10 +308,8 @@ def test_list_read_delete(front, tmp_path):
     bucket("gs://bucket/run2").write("other", b"x")
     bucket("gs://bucket").write("run/", b"")
     front.log[:] = []
-    assert target.list() == sizes_and_digests({name: name.encode() for name in names})
+    assert target.list() == sizes({name: name.encode() for name in names})
     assert kinds(front) == ["list"] * 3
-    (tmp_path / "file").write_bytes(names[0].encode())
-    assert target.list()[names[0]] == file_md5(str(tmp_path / "file"))
     assert bucket("gs://bucket").list().keys() == {f"run/{name}" for name in names} | {"run2/other"}
     assert [target.read(name) for name in names] == [name.encode() for name in names]
     for name in names[:20] * 2:  # as old checkpoints are pruned
@@ -424,7 +420,7 @@ def test_check(front):
     bucket().check(write=False)
     for denied, write in (("list", True), ("insert", True), ("DELETE", True), ("list", False)):
         front.denied, front.log[:] = (denied,), []
-        message = r"^gs://bucket/run.*: status 403 a fault, .*: the account needs the role Storage Object"
+        message = r"^gs://bucket/run.*: status 403 .*a fault, .*: the account needs the role Storage Object"
         with pytest.raises(UserError, match=message):
             bucket().check(write=write)
         assert len(front.log) <= 3
@@ -486,7 +482,7 @@ def test_the_upload_command(front, tmp_path, emulator, monkeypatch):
         ([], "usage: python bucket.py upload"),
         (["upload", "data/x", "gs://bucket/x"], "data/x/train: no such dataset"),
         (["upload", "data/small", "bucket/x"], "'bucket/x' is not an address in a bucket"),
-        (["upload", "data/small", "gs://other-bucket/x"], "gs://other-bucket/x at http"),
+        (["upload", "data/small", "gs://other-bucket/x"], "gs://other-bucket/x/test/dataset.json at http"),
     ):
         with pytest.raises(UserError, match=f"^{re.escape(line)}"):
             bucket_module.main(args)

@@ -46,7 +46,7 @@ HEADER = "source,question,answer,rating"
 GOOD = "me,1..3.42...1.2...,1243342143122134,0"
 PUZZLES = {
     "me,1..3,1243342143122134,0": "4 characters | 16",
-    "me,1..3.42...1.2...": "2 columns | 4",
+    "me,1..3.42...1.2...": "question, answer, rating | first line",
     "me,1..5.42...1.2...,1243342143122134,0": "character 4 | '5'",
     "me,é..3.42...1.2...,1243342143122134,0": "character 1 of the question | 'é'",
     "me,1..3.42...1.2...,124.342143122134,0": "character 4 of the answer | '.'",
@@ -218,7 +218,7 @@ TRAIN = {
         "forward_dtype": "bfloat16, float32, float16", "wandb_mode": "online, offline, disabled"}.items()},
     "--eval_save_outputs=preds,logits": "eval_save_outputs | 'logits' | q_halt_logits",
     "--mlp_t=False --num_heads=3": "hidden_size 16 | num_heads 3",
-    "--mlp_t=False --pos_encodings=rope --num_heads=16": "rope | even | num_heads",
+    "--mlp_t=False --pos_encodings=rope --num_heads=16": "hidden_size 16 | even | num_heads 16",
     "--expansion=0.01": "expansion",
     "--puzzle_emb_ndim=33": "puzzle_emb_ndim 33 | puzzle_emb_len 2 | hidden_size 16",
     "--data_path=data/new --data_prepare='x": "data_prepare | quot",
@@ -274,8 +274,8 @@ MAKE, CSV = "--source=generate --size=4 --num_aug=0 ", "--size=4 --num_aug=0 --o
 SUDOKU = {
     "--num_agu=3": "unknown setting num_agu | the closest is num_aug",
     **{f"{CSV}--test_csv=good.csv --train_csv={name}": f"{name}{words}" for name, words in {
-        "empty.csv": ":2 | no puzzle", "void.csv": ":1 | source,question,answer,rating",
-        "columns.csv": ":1 | no column answer | source,question,answer,rating",
+        "empty.csv": ":2 | no puzzle", "void.csv": ":2 | no puzzle",
+        "columns.csv": ":2 | question, answer, rating",
         "good.csv": " | no puzzle is left | test set", "nowhere.csv": " | No such file",
         "data": " | Is a directory", "cut.csv.gz": " | cannot be read", "plain.csv.gz": " | cannot be read",
         **{f"puzzle{i}.csv": f":3 | {words}" for i, words in enumerate(PUZZLES.values())}}.items()},
@@ -290,7 +290,7 @@ SUDOKU = {
 MAZE_FLAGS = {
     "--augment": "--augment | unknown setting augment | the closest is aug",
     "--train_csv=maze.csv --test_csv=oblong.csv": "oblong.csv:2 | not a square",
-    "--train_csv=maze.csv --test_csv=nothing.csv": "nothing.csv:2 | question of 0 characters | not a square",
+    "--train_csv=maze.csv --test_csv=nothing.csv": "nothing.csv:2 | question has 0 characters",
     **{f"--test_csv=maze.csv --output_dir=data/new --train_csv={name}": f"{name}{words}"
        for name, words in {
         "good.csv": ":2 | 16 characters | not 9", "maze.csv": " | no maze is left | test set",
