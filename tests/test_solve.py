@@ -295,7 +295,7 @@ def test_file_of_puzzles(run, folder, evaluation, tmp_path, monkeypatch):
         assert [row["question"], row["answer"], row["result"]] == [*texts, results[i % 2][int(right[i])]]
     monkeypatch.setattr(solve, "CELLS_AT_A_TIME", 16 * 7 * 2)  # batches of 7 puzzles
     assert summary in run(folder / "sudoku", tmp_path / "a.csv", "--eval_rollouts=2", "--eval_noise=0")
-    with pytest.raises(FileExistsError, match="b.csv"):
+    with pytest.raises(solve.UserError, match="b.csv: exists already"):
         run(folder / "sudoku", tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}")
     assert read_rows(tmp_path / "b.csv") == rows  # untouched
 
