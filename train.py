@@ -27,6 +27,7 @@ import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -755,13 +756,14 @@ class Mirror:
     def copy(self):
         """Copies what is new. Returns the errors: a file that fails does not stop the next."""
         errors, newest = [], self.newest
+        contents = self.checkpoint(newest)  # now, as a newer one prunes it
         others = [entry.name for entry in os.scandir(self.c.out_dir) if entry.is_file()]
         # A checkpoint's metrics come before it, or a kill between the two would lose them. But those of the
         # first come after it: metrics without a checkpoint are a run that cannot be resumed.
         for name in ["metrics.jsonl", newest, "best", *others]:
             try:
                 if name in (newest, "best"):
-                    self.copy_checkpoint(name)
+                    self.copy_checkpoint(name, contents if name == newest else self.checkpoint(name))
                 elif not re.fullmatch(r"ckpt_.*|best\..*|.*\.(tmp|part|lock)", name) and (
                         name != "metrics.jsonl" or "ckpt" in self.copied):
                     self.copy_file(name)
@@ -769,13 +771,16 @@ class Mirror:
                 errors.append(e)
         return errors
 
-    def copy_checkpoint(self, name):
-        """Copies name.pt and name.json, then deletes what is outdated in the bucket."""
+    def checkpoint(self, name):
+        """The bytes of name.pt and name.json; None if there is none, or a newer one is complete."""
         path = os.path.join(self.c.out_dir, name)
-        try:
+        with suppress(FileNotFoundError):
             with open(path + ".json", "rb") as description, open(path + ".pt", "rb") as weights:
-                contents = weights.read(), description.read()
-        except FileNotFoundError:  # a newer one is complete, or there is none
+                return weights.read(), description.read()
+
+    def copy_checkpoint(self, name, contents):
+        """Copies name.pt and name.json, then deletes what is outdated in the bucket."""
+        if not contents:
             return
         if self.bucket.read(name + ".json") != contents[1]:
             self.bucket.write(name + ".pt", contents[0])

@@ -434,8 +434,8 @@ def check_weights(tpu, steps, report):
     if different:
         raise Failure(f"{different} differ from those of a run without faults, stopped at {stops}")
     curve = losses(tpu.in_bucket("metrics.jsonl").decode())
-    if not curve or any(wanted_losses[step] != loss for step, loss in curve.items()):
-        raise Failure("the losses differ from those of a run without faults")
+    if len(curve) < steps / 2 or any(wanted_losses[step] != loss for step, loss in curve.items()):
+        raise Failure(f"{len(curve)} of {steps} losses, or others than those of a run without faults")
     report(f"weights, average and moments: bit for bit those of a run without faults, stopped at {stops}; "
            f"{len(curve)} of {steps} losses in the log, all equal")
 

@@ -65,6 +65,8 @@ class Front(http.server.BaseHTTPRequestHandler):
             self.rfile.read(length // 2)
             return self.leave(fault)
         body = self.rfile.read(length)
+        if len(body) < length:  # the client was killed; a bucket drops what is not whole
+            return self.leave("reset")
         if fault == "slow":
             server.stop.wait(server.delay)
         tokens = None if server.tokens is None else [f"Bearer {token}" for token in server.tokens]

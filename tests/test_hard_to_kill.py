@@ -422,8 +422,10 @@ def test_the_bucket_always_holds_a_complete_checkpoint(monkeypatch, tmp_path, se
             for _ in range(draw.randrange(6)):
                 save()
                 if draw.random() < 0.7:
+                    newest = int(checkpoints.mirror.newest[5:])
                     checkpoints.mirror.copy()
                     has_metrics = bucket.faults == (0.0, 0.0)
+                    assert not has_metrics or max(bucket.complete(), default=0) >= newest
                     meanwhile()
         except Killed:
             pass
