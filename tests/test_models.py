@@ -27,7 +27,7 @@ def test_model_does_what_its_card_says(path):
 
 
 def test_models_are_there():
-    assert {"maze-6x6.pt", "sudoku-6x6.pt"} <= set(map(os.path.basename, SHIPPED))
+    assert {"maze-6x6.pt", "sudoku-6x6.pt", "sudoku-9x9.pt"} <= set(map(os.path.basename, SHIPPED))
 
 
 def test_notebook(tmp_path, monkeypatch):
