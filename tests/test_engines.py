@@ -144,7 +144,7 @@ def test_the_study_on_an_engine_to_its_report(front, sweep, data, new_engine, tm
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(script, "PROGRESS_INTERVAL", 0.3)
     out = tmp_path / "study"
-    flags = [EMA_OFF[:6], EMA[:6], *TINY, "--max_steps=60", f"--data_path={data}", PREPARE + str(data),
+    flags = [EMA_OFF[:6], EMA[:6], *TINY, "--max_steps=200", f"--data_path={data}", PREPARE + str(data),
              f"--out_dir={out}", "--gcs_dir=gs://bucket/study"]
     jobs = [f"study-{EMA_OFF}", f"study-{EMA}"]
     command = next(line for line in sweep(f"--jobs={FILES[0]}", *flags).splitlines() if EMA in line)
@@ -166,7 +166,7 @@ def test_the_study_on_an_engine_to_its_report(front, sweep, data, new_engine, tm
     assert f"{EMA}: complete" in text
 
     text = sweep("--pull", *flags)
-    assert "2 of 2 complete" in text and results(out)[EMA]["steps"] == 60
+    assert "2 of 2 complete" in text and results(out)[EMA]["steps"] == 200
     assert not [*out.glob("*/*.pt")]
     report = [sys.executable, ROOT / "scripts/report.py", out, f"--out_dir={tmp_path}/report"]
     subprocess.run(report, check=True)
