@@ -755,8 +755,11 @@ class Mirror:
 
     def copy(self):
         """Copies what is new. Returns the errors: a file that fails does not stop the next."""
-        errors, newest = [], self.newest
-        contents = self.checkpoint(newest)  # now, as a newer one prunes it
+        errors, newest, contents = [], self.newest, None
+        try:
+            contents = self.checkpoint(newest)  # now, as a newer one prunes it
+        except OSError as e:
+            errors.append(e)
         others = [entry.name for entry in os.scandir(self.c.out_dir) if entry.is_file()]
         # A checkpoint's metrics come before it, or a kill between the two would lose them. But those of the
         # first come after it: metrics without a checkpoint are a run that cannot be resumed.

@@ -373,6 +373,17 @@ class MemoryBucket(dict):
                 hashlib.sha256(self.get(n[:-5] + ".pt", b"")).hexdigest() == json.loads(c)["sha256"]]
 
 
+def test_a_checkpoint_that_cannot_be_read_does_not_end_the_mirror(monkeypatch, tmp_path):
+    bucket = MemoryBucket(random.Random(0), lambda: None)
+    monkeypatch.setattr(train, "Bucket", lambda *args: bucket)
+    monkeypatch.setattr(train.Mirror, "work", lambda self: None)  # copy() is called here instead
+    (tmp_path / "ckpt_00000005.json").mkdir()
+    (tmp_path / "log.txt").write_text("a line")
+    c = SimpleNamespace(out_dir=str(tmp_path), gcs_dir="gs://bucket/run", keep_last_n=1)
+    [error] = train.Mirror(c, None, "ckpt_00000005").copy()
+    assert isinstance(error, IsADirectoryError) and bucket == {"log.txt": b"a line"}
+
+
 @pytest.mark.parametrize("seed", range(300))
 def test_the_bucket_always_holds_a_complete_checkpoint(monkeypatch, tmp_path, seed):
     """Random checkpoints, slow and failing uploads, kills, lost folders, restarts.
