@@ -25,6 +25,8 @@ import shutil
 import signal
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -392,8 +394,12 @@ def in_parallel(function, tasks):
     workers = max(1, min(cores(), len(rest)))
     if seconds * (1 - 1 / workers) > POOL_AFTER:
         ignore = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches this process, which ends them
-        with multiprocessing.get_context("spawn").Pool(workers, signal.signal, ignore) as pool:
-            yield from pool.imap(function, rest)
+        spawn = multiprocessing.get_context("spawn")
+        try:
+            with ProcessPoolExecutor(workers, spawn, signal.signal, ignore) as pool:
+                yield from pool.map(function, rest)
+        except BrokenProcessPool:
+            raise TransientError("a process was killed while it worked; is the memory full?") from None
     else:
         yield from map(function, rest)
 

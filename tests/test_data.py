@@ -335,6 +335,18 @@ def test_generation_depends_on_the_seed_and_not_on_the_processes(monkeypatch):
     assert (questions == in_pool[0]).all() and (answers == in_pool[1]).all()
 
 
+def killed_in_a_pool(task):
+    if task:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_of_the_pool_that_is_killed_is_an_error(monkeypatch):
+    monkeypatch.setattr(data, "POOL_AFTER", -1.0)
+    monkeypatch.setattr(data, "cores", lambda: 2)
+    with pytest.raises(TransientError, match="was killed"):
+        list(data.in_parallel(killed_in_a_pool, range(9)))
+
+
 def test_more_puzzles_than_exist(monkeypatch):
     chunk = prepare_sudoku.generate_chunk((0, 0, 1024, 4))
     monkeypatch.setattr(prepare_sudoku, "generate_chunk", lambda task: chunk)
