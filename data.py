@@ -32,7 +32,7 @@ from datetime import timedelta
 
 import numpy as np
 import requests
-from configurator import TransientError, UserError, configure
+from configurator import TransientError, UserError, configure, end_with_parent
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
@@ -393,15 +393,19 @@ def in_parallel(function, tasks):
     yield first
     workers = max(1, min(cores(), len(rest)))
     if seconds * (1 - 1 / workers) > POOL_AFTER:
-        ignore = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches this process, which ends them
         spawn = multiprocessing.get_context("spawn")
         try:
-            with ProcessPoolExecutor(workers, spawn, signal.signal, ignore) as pool:
+            with ProcessPoolExecutor(workers, spawn, start_worker) as pool:
                 yield from pool.map(function, rest)
         except BrokenProcessPool:
             raise TransientError("a process was killed while it worked; is the memory full?") from None
     else:
         yield from map(function, rest)
+
+
+def start_worker():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the process that started it
+    end_with_parent()
 
 
 def cores():

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from configurator import TransientError, UserError, configure
-from conftest import ROOT, Server
+from conftest import ROOT, Server, wait_for
 
 import data
 import prepare_sudoku
@@ -333,6 +333,16 @@ def test_generation_depends_on_the_seed_and_not_on_the_processes(monkeypatch):
     monkeypatch.setattr(data, "cores", lambda: 2)
     in_pool = prepare_sudoku.generate(4, 1500, 7)
     assert (questions == in_pool[0]).all() and (answers == in_pool[1]).all()
+
+
+def test_a_pool_ends_with_the_command_that_is_killed(tmp_path):
+    argv = [sys.executable, prepare_sudoku.__file__, "--source=generate", "--size=9", "--num_train=100000"]
+    process = subprocess.Popen([*argv, f"--output_dir={tmp_path / 'x'}"], start_new_session=True)
+    group = ["pgrep", "-g", str(process.pid)]
+    wait_for(lambda: len(subprocess.run(group, capture_output=True).stdout.split()) > 2)
+    process.kill()
+    process.wait()
+    wait_for(lambda: subprocess.run(group, capture_output=True).returncode)
 
 
 def killed_in_a_pool(task):
