@@ -1137,7 +1137,7 @@ def replica(c, kind):
         return
     run, log = Run(model, c, device, start.state), Log(c, device, start)
     device.print0 = log.print0
-    log.header(run, data, test, start.notes)
+    log.header(run, data, test, start.notes + puzzles.label_notes(data, test))
     if c.eval_only:
         if not final_evaluation(run, test, log, start.step):
             sys.exit(3)

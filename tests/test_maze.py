@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 
+import maze_copies
 import numpy as np
 import pytest
 from configurator import UserError, configure
@@ -15,7 +16,7 @@ import data
 import prepare_maze
 import train
 from data import Dataset
-from puzzles import GOAL, OPEN, PATH, START, WALL, path_metrics
+from puzzles import GOAL, OPEN, PATH, START, WALL, label_notes, path_metrics
 
 SYMBOLS = "_# SGo"
 HEADER = ["source", "question", "answer", "rating"]
@@ -127,6 +128,15 @@ def test_generation_depends_on_the_seed_and_not_on_the_processes(monkeypatch):
 
 
 # Datasets.
+
+def test_labels_that_were_turned_are_noticed(tmp_path):
+    maze_copies.main(tmp_path, 5, 60)
+    notes = {kind: label_notes(*(Dataset(f"{tmp_path}/5-60-{kind}", split) for split in ("train", "test")))
+             for kind in ("none", "solved", "turned")}
+    assert not notes["none"] and not notes["solved"]
+    [note] = notes["turned"]
+    assert note.startswith("100% of the test labels") and "turned with their mazes" in note
+
 
 def test_dataset(tmp_path):
     def generated(**changes):
