@@ -25,14 +25,12 @@ import shutil
 import signal
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import numpy as np
 import requests
-from configurator import TransientError, UserError, configure, end_with_parent
+from configurator import TransientError, UserError, configure
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
@@ -392,20 +390,33 @@ def in_parallel(function, tasks):
     seconds = (time.monotonic() - start) * len(rest)
     yield first
     workers = max(1, min(cores(), len(rest)))
-    if seconds * (1 - 1 / workers) > POOL_AFTER:
-        spawn = multiprocessing.get_context("spawn")
-        try:
-            with ProcessPoolExecutor(workers, spawn, start_worker) as pool:
-                yield from pool.map(function, rest)
-        except BrokenProcessPool:
-            raise TransientError("a process was killed while it worked; is the memory full?") from None
-    else:
+    if seconds * (1 - 1 / workers) <= POOL_AFTER:
         yield from map(function, rest)
+        return
+    context, processes, pipes = multiprocessing.get_context("spawn"), [], []
+    try:
+        for i in range(workers):  # with a pipe each: nothing waits for a process that was killed
+            pipe, theirs = context.Pipe(duplex=False)
+            arguments = function, rest[i::workers], theirs
+            processes.append(context.Process(target=work, args=arguments, daemon=True))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(pipe)
+        for i in range(len(rest)):
+            yield pipes[i % workers].recv()
+    except EOFError:
+        raise TransientError("a process was killed while it worked; is the memory full?") from None
+    finally:
+        for process in processes:
+            process.kill()
 
 
-def start_worker():
+def work(function, tasks, pipe):
+    """Sends function(task) of each task, in a process of in_parallel."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the process that started it
-    end_with_parent()
+    with suppress(BrokenPipeError):  # it has ended
+        for task in tasks:
+            pipe.send(function(task))
 
 
 def cores():

@@ -1,0 +1,53 @@
+"""Draws official.png and maze_copies.png from the .json of the same names: the pictures of results.md."""
+import json
+import os
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+SIZES = 500, 2000, 16000  # training mazes
+
+
+def select(rows, key, **values):
+    """The column `key` of the rows that have these values."""
+    return [row[key] for row in rows if all(row[name] == value for name, value in values.items())]
+
+
+def official(rows):
+    """Learning curves by minutes of training, a line for each seed."""
+    figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    for run, label, color in (("official", "official code", "grey"), ("demo", "config/demo.py", "tab:red"),
+                              ("same", "this code, the same recipe", "tab:blue")):
+        for seed in range(3):
+            x, y = (select(rows, key, run=run, seed=seed) for key in ("minutes", "exact_accuracy"))
+            axes.plot([0, *x], 100 * np.array([0, *y]), ".-", color=color, label="" if seed else label)
+    axes.axhline(90, color="black", linewidth=0.5)
+    axes.set(xlabel="minutes of training on one thread", xlim=0, ylim=(0, 100))
+    axes.set_ylabel("unseen puzzles solved (%)")
+    axes.legend(frameon=False)
+    figure.savefig("official.png", dpi=150)
+
+
+def maze_copies(rows):
+    """Accuracy by the number of training mazes: exact, and any shortest path."""
+    figure, both = plt.subplots(1, 2, figsize=(7, 3), sharey=True, layout="constrained")
+    titles = dict(exact_accuracy="the label", path_optimal="any shortest path")
+    for axes, (metric, title) in zip(both, titles.items()):
+        for copies, label, color in (("none", "no copies", "grey"), ("turned", "labels turned", "tab:red"),
+                                     ("solved", "copies solved anew", "tab:blue")):
+            found = 100 * np.array([select(rows, metric, size=6, mazes=n, copies=copies) for n in SIZES])
+            axes.errorbar(SIZES, found.mean(1), found.std(1, ddof=1), fmt=".-", capsize=3, color=color,
+                          label=label)
+        axes.set(title=title, xscale="log", xlabel="training mazes", ylim=(0, 100))
+        axes.set_xticks(SIZES, map(str, SIZES))
+        axes.minorticks_off()
+    both[0].set_ylabel("unseen mazes solved (%)")
+    both[0].legend(frameon=False)
+    figure.savefig("maze_copies.png", dpi=150)
+
+
+if __name__ == "__main__":
+    os.chdir(os.path.dirname(os.path.abspath(__file__)))
+    for draw in official, maze_copies:
+        with open(f"{draw.__name__}.json") as f:
+            draw(json.load(f))
