@@ -26,11 +26,11 @@ from types import SimpleNamespace
 import configurator  # before torch: see there
 import numpy as np
 import torch
-from configurator import UserError, end_with_parent
+from configurator import UserError
 
 import train
 from data import Dataset, Progress, write_dataset
-from device import choose_device, open_device, out_of_memory, peak_flops
+from device import choose_device, end_with_parent, open_device, out_of_memory, peak_flops
 
 # what is measured
 steps = 0  # steps to time, after a first one that compiles; 0: 10, or 5 on a CPU

@@ -14,12 +14,9 @@ import difflib
 import functools
 import io
 import itertools
-import multiprocessing
 import os
 import signal
 import sys
-import threading
-import time
 import tokenize
 import traceback
 from types import ModuleType, SimpleNamespace
@@ -27,7 +24,7 @@ from types import ModuleType, SimpleNamespace
 # `import torch` loads every device plugin that is installed, and with TorchTPU's the first step on a machine
 # without a TPU takes ten minutes. So scripts import this file before torch. --device=tpu loads the plugin.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-PARENT = os.getppid()  # for end_with_parent: it may die while torch is imported
+PARENT = os.getppid()  # for device.end_with_parent: it may die while torch is imported
 
 
 class UserError(Exception):
@@ -62,19 +59,6 @@ def command(run, script):
     finally:
         sys.stdout.flush()
         sys.stdout, sys.stderr = streams
-
-
-def end_with_parent():
-    """Ends this process once the one that started it is gone: it would wait for work or peers forever."""
-    starter = multiprocessing.parent_process()
-    parent = starter.pid if starter else PARENT
-
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 class Output:

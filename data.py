@@ -404,8 +404,8 @@ def in_parallel(function, tasks):
             pipes.append(pipe)
         for i in range(len(rest)):
             yield pipes[i % workers].recv()
-    except EOFError:
-        raise TransientError("a process was killed while it worked; is the memory full?") from None
+    except (EOFError, OSError):  # the latter within a result
+        raise TransientError("a process ended before its work was done; is the memory full?") from None
     finally:
         for process in processes:
             process.kill()
@@ -414,7 +414,7 @@ def in_parallel(function, tasks):
 def work(function, tasks, pipe):
     """Sends function(task) of each task, in a process of in_parallel."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the process that started it
-    with suppress(BrokenPipeError):  # it has ended
+    with suppress(BrokenPipeError):  # the receiver has ended
         for task in tasks:
             pipe.send(function(task))
 

@@ -6,17 +6,19 @@ before, so that other machines can do without it.
 import atexit
 import glob
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import platform
 import threading
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
-from configurator import UserError
+from configurator import PARENT, UserError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -406,6 +408,19 @@ def all_gather(device, value):
     table[device.rank, :len(content)] = torch.tensor(content.astype(np.float32))
     table = device.all_reduce_cpu(table.flatten()).view(device.world, -1).numpy().astype(np.uint8)
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(table, sizes)]
+
+
+def end_with_parent():
+    """Ends this process once the one that started it is gone: a rank would wait for its peers forever."""
+    starter = multiprocessing.parent_process()
+    parent = starter.pid if starter else PARENT
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def compile_error(device):

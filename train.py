@@ -39,10 +39,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 # isort: off
 import puzzles
 from bucket import Bucket, local_dataset
-from configurator import TransientError, UserError, end_with_parent, read_settings
+from configurator import TransientError, UserError, read_settings
 from data import (Dataset, Progress, duration, file_hash, halting_draws, locked, made_by_another_command,
                   read_metrics, replacing)
-from device import all_gather, broadcast, choose_device, open_device, out_of_memory, peak_flops
+from device import (all_gather, broadcast, choose_device, end_with_parent, open_device, out_of_memory,
+                    peak_flops)
 from model import (IGNORE_LABEL, METRICS, TRM, TRMConfig, exploration, flatten, normal_noise, optimizer_state,
                    rates, sign_sgd, stages, supervision_step, unflatten, update_weights)
 

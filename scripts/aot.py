@@ -29,12 +29,12 @@ import aot_gpu
 import configurator  # noqa: E402 (before torch: see there)
 import numpy as np
 import torch
-from configurator import TransientError, UserError, end_with_parent
+from configurator import TransientError, UserError
 
 import bench
 import train
 from data import Dataset
-from device import LAUNCH, Replayable, open_device
+from device import LAUNCH, Replayable, end_with_parent, open_device
 
 # one of these three
 slices = ""  # TPU slices to compile the training and the evaluation step for: v5e:2x4,v6e:2x2,v4:2x2x1

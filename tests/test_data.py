@@ -353,7 +353,7 @@ def killed_in_a_pool(task):
 def test_a_process_of_the_pool_that_is_killed_is_an_error(monkeypatch):
     monkeypatch.setattr(data, "POOL_AFTER", -1.0)
     monkeypatch.setattr(data, "cores", lambda: 2)
-    with pytest.raises(TransientError, match="was killed"):
+    with pytest.raises(TransientError, match="ended before its work"):
         list(data.in_parallel(killed_in_a_pool, range(9)))
 
 
