@@ -4,9 +4,9 @@
     python scripts/report.py out/demo0 out/demo1          these runs, or all runs in these folders
     python scripts/report.py pulled --out_dir=out/pulled  what was downloaded from a bucket
 
-Writes out_dir/report.md and its PNGs. A run is a folder with metrics.jsonl, ckpt_*.json and log.txt. Runs
-that are missing, unfinished or damaged are named. Runs that differ only in their seed are one point. A run
-of another group with the same settings is one more seed.
+Writes out_dir/report.md, its PNGs, and results.json with the numbers of each complete run. A run is a folder
+with metrics.jsonl, ckpt_*.json and log.txt. Runs that are missing, unfinished or damaged are named. Runs that
+differ only in their seed are one point. A run of another group with the same settings is one more seed.
 """
 import json
 import math
@@ -27,6 +27,7 @@ try:
     from matplotlib.ticker import EngFormatter
     from scipy.optimize import curve_fit
     from scipy.stats import t as student_t
+    from scipy.stats import ttest_ind
 except ImportError:
     plt = None  # main raises an error
 
@@ -51,57 +52,58 @@ class Group:
     prefix: str  # of its runs' names
     question: str
     label: str  # of a setting: what differs between the runs
-    x: str = ""  # abscissa of its plot; "": the labels
-    panels: tuple = ("accuracy",)  # ordinates, a panel each
+    x: str = ""  # abscissa of its panels; "": the labels
+    panels: tuple = ("accuracy",)  # ordinates, a panel each; the learning curves follow
+    columns: tuple = ()  # of its table, besides x, panels and COLUMNS
     log: bool = False  # logarithmic abscissa
     fit: bool = False  # accuracy = a - b * x^-c
     bracket: bool = False  # where accuracy crosses the target
-    compare: str = ""  # another group, drawn in the same plot
+    compare: str = ""  # another group, drawn in the same panels
+    curves: tuple = (("accuracy", "flop"),)  # ordinate and abscissa of the learning curves
 
 
 GROUPS = (
     Group("exp01", "How does accuracy grow with parameters, and where does it saturate?",
-          "hidden_size {hidden_size}", "parameters", ("accuracy", "per_time"), log=True, fit=True),
+          "hidden_size {hidden_size}", "parameters", columns=("per_time",), log=True, fit=True),
     Group("exp02a", "Does more effective depth, by L_cycles, help, and does it overfit?",
-          "L_cycles {L_cycles}", "depth", ("accuracy", "gap", "speed")),
+          "L_cycles {L_cycles}", "depth", columns=("gap", "speed")),
     Group("exp02b", "At equal effective depth, are H_cycles worth more than L_cycles?",
-          "H_cycles {H_cycles}", "depth", ("accuracy", "gap", "speed"), compare="exp02a"),
+          "H_cycles {H_cycles}", "depth", columns=("gap", "speed"), compare="exp02a"),
     Group("exp03", "Can recursion replace layers?",
-          "L_layers {L_layers}, L_cycles {L_cycles}", "", ("accuracy", "parameters", "speed")),
+          "L_layers {L_layers}, L_cycles {L_cycles}", columns=("parameters", "speed")),
     Group("exp04a", "How few training puzzles are enough?",
           "{puzzles:,.0f} puzzles", "puzzles", ("accuracy", "gap"), log=True, bracket=True),
     Group("exp04b", "Can augmented copies replace data?",
           "{copies:,.0f} copies", "copies", ("accuracy", "gap"), log=True),
     Group("exp05", "What does accuracy cost at inference?",
-          "halt_max_steps {halt_max_steps}", "halt_max_steps", ("accuracy", "halting", "saved")),
+          "halt_max_steps {halt_max_steps}", "halt_max_steps", ("accuracy", "halting"), ("saved",)),
     Group("exp06", "Up to which size does a larger batch save steps and gain throughput?",
-          "batch {global_batch_size}, lr {lr:.2e}", "global_batch_size", ("accuracy", "steps_to", "speed"),
+          "batch {global_batch_size}, lr {lr:.2e}", "global_batch_size", ("accuracy", "speed"), ("steps_to",),
           log=True),
-    Group("exp07", "Which precision is enough?", "{forward_dtype}", "", ("accuracy", "speed")),
-    Group("exp08", "Does the average of the weights help, and at which rate?",
-          "ema {average}", "", ("accuracy", "cells")),
-    Group("exp09", "Which optimizer?", "{optimizer}, beta2 {beta2}", "", ("accuracy", "steps_to", "speed")),
-    Group("exp10", "Which learning rate, and does decaying it help?",
-          "lr {lr:g}, {end}", "", ("accuracy", "steps_to")),
-    Group("contrib01", "Does a curriculum of growing depth reach the target sooner?",
-          "{variant}", "", ("accuracy", "time_to", "steps_to")),
-    Group("contrib02", "Does exploration that decays over the run lead to earlier halting?",
-          "{variant}", "", ("accuracy", "halting", "saved")),
+    Group("exp07", "Which precision is enough?", "{forward_dtype}", columns=("speed",)),
+    Group("exp08", "Does the average of the weights help, and at which rate?", "ema {average}"),
+    Group("exp09", "Which optimizer?", "{optimizer}, beta2 {beta2}", columns=("steps_to", "speed")),
+    Group("exp10", "Which learning rate, and does decaying it help?", "lr {lr:g}, {end}",
+          columns=("steps_to",)),
+    Group("contrib01", "Does a curriculum of growing depth reach the target sooner?", "{variant}",
+          columns=("time_to", "steps_to")),
+    Group("contrib02", "Does exploration that decays over the run lead to earlier halting?", "{variant}",
+          "", ("accuracy", "halting"), ("saved",)),
 )
-OTHERS = Group("", "How do these runs compare?", "{common}")
+OTHERS = Group("", "How do these runs compare?", "{common}", columns=("best", "parameters", "speed"),
+               curves=(("accuracy", "examples"), ("loss", "examples"), ("accuracy", "time")))
 # The numbers of a run: axis label with its unit, format in the tables.
 VALUES = {
     "accuracy": ("test puzzles solved (%)", "{:.2f}"),
     "surest": ("surest answers right (%)", "{:.2f}"),
     "best": ("best evaluation (%)", "{:.2f}"),
-    "cells": ("test cells right (%)", "{:.2f}"),
     "train": ("training puzzles solved (%)", "{:.2f}"),
     "gap": ("training - test (points)", "{:.2f}"),
     "parameters": ("parameters (millions)", "{:.3f}"),
     "depth": ("effective depth (layers per supervision step)", "{:.0f}"),
     "speed": ("throughput (examples/s)", "{:,.1f}"),
     "time": ("training time ({unit}s)", "{:.3f}"),
-    "per_time": ("accuracy per parameter-{unit}\n(% / (million {unit}s))", "{:,.2f}"),
+    "per_time": ("accuracy per parameter-{unit} (% / (million {unit}s))", "{:,.2f}"),
     "halting": ("mean halting step in training", "{:.2f}"),
     "saved": ("supervision steps saved by halting (%)", "{:.1f}"),
     "steps_to": ("steps to {target:g}%", "{:,.0f}"),
@@ -114,8 +116,7 @@ VALUES = {
     "flop": ("training arithmetic (FLOP)", "{:.3g}"),
     "loss": ("training loss (nats per sequence)", "{:.4f}"),
 }
-COLUMNS = ("accuracy", "surest", "best", "cells", "train", "gap", "parameters", "depth", "speed", "time",
-           "per_time")
+COLUMNS = "surest", "train", "flop", "time"  # of each table
 EXPLANATION = """Accuracy is the share of test puzzles solved in the final evaluation, after the last
 supervision step; the surest answer is that of the step where q_halt was highest.
 Training values are means over the last tenth of the run, of the weights and not of their average. Time is
@@ -165,8 +166,12 @@ def main(argv):
             status.append(f"| {' | '.join(cells)} |")
         if own:
             body += section(group, points, incomplete, c) + [f"- {note}" for note in notes] + [""]
+    results = ",\n".join(json.dumps(numbers(run)) for run in runs if not run["problem"])
+    pathlib.Path(c.out_dir, "results.json").write_text(f"[\n{results}\n]\n")
     path = pathlib.Path(c.out_dir, "report.md")
-    text = "\n".join(["# Report", "", EXPLANATION, "", *status, "", *body])
+    hardware = sorted({run["hardware"] for run in runs if not run["problem"]})
+    text = "\n".join(["# Report", "", EXPLANATION, "", f"Hardware: {'; '.join(hardware)}.", "",
+                      *status, "", *body])
     path.write_text(text, encoding="utf-8")
     print(*status, f"wrote {path}", sep="\n")
     print(f"of {sum(not run['problem'] for run in runs)} complete runs of {len(runs)}")
@@ -181,28 +186,21 @@ def section(group, points, incomplete, c):
     own = points[group.prefix]
     name = group.prefix or "runs"  # of its pictures
     lines = [f"## {group.prefix}{group.prefix and ': '}{group.question}", ""]
+    law = None
     if own:
-        extra = [key for key in (group.x, *group.panels) if key in VALUES and key not in COLUMNS]
-        sentences, law = noise_finding(own), None
+        sentences = chance_finding(own)
         if group.fit:
             sentence, law = fit_finding(own)
             sentences.append(sentence)
         if group.bracket:
             sentences.append(bracket_finding(group, own, c.target))
-        lines += table(own, (*COLUMNS[:1], *extra, *COLUMNS[1:]), c) + [""]
+        columns = [key for key in (group.x, *group.panels, *group.columns) if key in VALUES]
+        lines += table(own, dict.fromkeys(["accuracy", *columns, *COLUMNS]), c) + [""]
         lines += [f"- {sentence}" for sentence in sentences] + [""]
-        hardware = sorted({run["hardware"] for point in own for run in point["runs"]})
-        lines += [f"Hardware: {'; '.join(hardware)}.", ""]
-        series = {group.prefix: own}
-        if group.compare and points[group.compare]:
-            series[group.compare] = points[group.compare]
-        if max(map(len, series.values())) > 1:  # one setting alone is a lone dot; its curve says more
-            plot_group(group, series, law, c, os.path.join(c.out_dir, f"{name}.png"))
-            lines += [f"![{group.question}]({name}.png)", ""]
     started = [run for run in incomplete if len(run["curve"]["loss"]) > 1]
     if own or started:
-        plot_curves(group, own, started, c, os.path.join(c.out_dir, f"{name}_curves.png"))
-        lines += [f"![Learning curves]({name}_curves.png)", ""]
+        plot_group(group, points, started, law, c, os.path.join(c.out_dir, f"{name}.png"))
+        lines += [f"![{group.question}]({name}.png)", ""]
     return lines
 
 
@@ -215,29 +213,40 @@ def table(points, columns, c):
         for key in columns:
             (value, deviation), form = point[key], VALUES[key][1]
             cell = "-" if math.isnan(value) else form.format(value)
-            if deviation > 1e-9 * abs(value):
+            if float(form.format(deviation).replace(",", "")) and deviation > 1e-9 * abs(value):
                 cell += f" ± {form.format(deviation)}"
             rows[-1].append(cell)
     return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
-def noise_finding(points):
-    """Differences to the setting with the most seeds, and which may be chance."""
+def chance_finding(points):
+    """What differs from the setting with the most seeds beyond chance, and by how much."""
     base = max(points, key=lambda point: len(point["runs"]))
     (mean, deviation), seeds = base["accuracy"], len(base["runs"])
     if seeds < 3 or len(points) < 2:
         return []
-    quantile = student_t.ppf(0.975, seeds - 1)
-    differences = []
+    found = {True: [], False: []}
     for point in points:
-        difference = point["accuracy"][0] - mean
-        by_chance = quantile * deviation * math.sqrt(1 / seeds + 1 / len(point["runs"]))
         if point is not base:
-            note = " (may be chance)" if abs(difference) < by_chance else ""
-            differences.append(f"{point['label']}: {difference:+.2f}{note}")
-    by_chance = quantile * deviation * math.sqrt(1 / seeds + 1)
-    return [f"Points against {base['label']}, {mean:.2f} ± {deviation:.2f} over {seeds} seeds; "
-            f"one run may differ by {by_chance:.2f} by chance (95%): {'; '.join(differences)}."]
+            difference, low, high = difference_of(point["runs"], base["runs"])
+            found[low > 0 or high < 0].append(
+                f"{point['label']} {difference:+.1f} ({low:+.1f} to {high:+.1f})")
+    return [f"Points against {base['label']}, {mean:.1f} ± {deviation:.1f} over {seeds} seeds, with 95% "
+            f"confidence intervals. Beyond chance: {'; '.join(found[True]) or 'none'}. "
+            f"Within: {'; '.join(found[False]) or 'none'}."]
+
+
+def difference_of(runs, base):
+    """(mean accuracy of runs less that of base, low, high): its 95% confidence interval, by Welch's t test.
+
+    A run alone is taken to vary as those of base do, of which there are several.
+    """
+    a, b = ([run["accuracy"] for run in group] for group in (runs, base))
+    difference = np.mean(a) - np.mean(b)
+    if len(a) > 1:
+        return difference, *ttest_ind(a, b, equal_var=False).confidence_interval()
+    half = student_t.ppf(0.975, len(b) - 1) * np.std(b, ddof=1) * math.sqrt(1 + 1 / len(b))
+    return difference, difference - half, difference + half
 
 
 def fit_finding(points):
@@ -289,7 +298,7 @@ def read_run(folder, defaults, target):
     run["problem"] = "" if settings else "no ckpt_*.json with its settings"
     if "final" not in last:
         run["problem"] = f"unfinished at step {last['step']:,}"
-    elif not {"eval/exact_accuracy", "eval/accuracy"} <= last.keys():
+    elif "eval/exact_accuracy" not in last:
         run["problem"] = "its final line in metrics.jsonl has no accuracy"
 
     trained = [line for line in lines if "train/loss" in line]
@@ -319,13 +328,19 @@ def final_values(run, trained, last, hours, target):
         steps_to = next(iter(solved))
     return dict(
         accuracy=accuracy, surest=100 * last.get("eval/surest_accuracy", math.nan),
-        best=max(solved.values()), cells=100 * last["eval/accuracy"], train=train,
+        best=max(solved.values()), train=train, flop=run["curve"]["flop"][last["step"]],
         gap=train - accuracy, halting=halting, saved=100 * (1 - halting / run["halt_max_steps"]),
         depth=run["H_cycles"] * (run["L_cycles"] + 1) * run["L_layers"],
         speed=np.median(column(trained, "perf/examples_per_sec")),
         hours=hours(last["step"]), steps_to=steps_to, hours_to=hours(steps_to),
         average=f"{run['ema_rate']:g}" if run["ema"] else "off",
         end="constant" if run["lr_min_ratio"] == 1 else f"cosine to {run['lr_min_ratio']:g} of it")
+
+
+def numbers(run):
+    """What results.json has of a complete run: its seed, known VALUES, and accuracy by step."""
+    known = {key: float(f"{run[key]:.6g}") for key in VALUES if not math.isnan(run.get(key, math.nan))}
+    return dict(name=run["name"], seed=run["seed"], **known, evaluations=run["curve"]["accuracy"])
 
 
 def saved_settings(folder):
@@ -447,25 +462,32 @@ def fit_power_law(x, y):
     return "No fit: accuracy does not rise and level off with size as a - b * params^-c does."
 
 
-def plot_group(group, series, law, c, path):
-    """The picture of a group; series: {name: points}; law: of fit_power_law, or None."""
-    points = series[group.prefix]
-    width = 4.2 * len(group.panels)
-    size = (width, 3.6) if group.x else (width + 1.5, 1.5 + 0.36 * len(points))
-    fig, axes = plt.subplots(1, len(group.panels), figsize=size, layout="constrained", squeeze=False)
-    for key, ax in zip(group.panels, axes[0]):
+def plot_group(group, points, unfinished, law, c, path):
+    """The picture of a group: its panels and learning curves; law: of fit_power_law, or None."""
+    own, compared = points[group.prefix], points.get(group.compare)
+    series = {group.prefix: own} | ({group.compare: compared} if compared else {})
+    panels = group.panels if max(map(len, series.values())) > 1 else ()  # a lone dot says nothing
+    count, settings = len(panels) + len(group.curves), len(own) + len(unfinished)
+    fig, axes = plt.subplots(1, count, figsize=(4.2 * count, 3.4 + 0.12 * settings), layout="constrained",
+                             squeeze=False)
+    axes = axes[0]
+    for key, ax in zip(panels, axes):
         if group.x:
             plot_against_x(ax, key, group, series, law, c)
         else:
-            plot_rows(ax, key, points, c)
-            ax.set_yticks(range(len(points)), [p["label"] for p in points] if ax is axes[0, 0] else [])
-    save_figure(fig, axes[0], group.question, path)
+            plot_rows(ax, key, own, c)
+            ax.set_yticks(range(len(own)), [p["label"] for p in own] if ax is axes[0] else [])
+    for curve, ax in zip(group.curves, axes[len(panels):]):
+        plot_curves(ax, *curve, own, unfinished, c)
+    save_figure(fig, axes, group.question, path)
 
 
 def plot_rows(ax, key, points, c):
-    """A panel with one number, a row for each setting."""
-    values, deviations = zip(*(point[key] for point in points))
-    ax.errorbar(values, range(len(points)), xerr=deviations, fmt="ko", capsize=3)
+    """A panel with one number, a row for each setting: mean and deviation, and the single runs."""
+    for row, point in enumerate(points):
+        (value, deviation), runs = point[key], point["runs"]
+        ax.plot([run[key] for run in runs], [row] * len(runs), "k.", alpha=0.3)
+        ax.errorbar(value, row, xerr=deviation, fmt="ko", capsize=3)
     ax.set_xlabel(axis_label(key, c))
     ax.set_ylim(len(points) - 0.5, -0.5)
     ax.margins(x=0.15)
@@ -473,20 +495,11 @@ def plot_rows(ax, key, points, c):
 
 def plot_against_x(ax, key, group, series, law, c):
     """A panel with one number against the group's x."""
-    drawn = [(name, points, key) for name, points in series.items()]
-    both = key == "accuracy" and "gap" in group.panels  # both ends of the gap
-    if both:
-        drawn = [(f"{name}: {split}", points, k) for split, k in (("test", "accuracy"), ("training", "train"))
-                 for name, points in series.items()]
-    for (color, dashes, marker), (name, points, k) in zip(STYLES, drawn):
-        points = [p for p in points if not math.isnan(p[group.x][0] + p[k][0])]
-        x, values = ([p[key][0] for p in points] for key in (group.x, k))
-        ax.errorbar(x, values, [p[k][1] for p in points], color=color,
-                    label=name if key == "accuracy" and len(drawn) > 1 else None,
-                    linestyle="" if law and k == "accuracy" else dashes, capsize=3, marker=marker,
-                    markerfacecolor="white" if k == "train" else color)
-        if k in ("per_time", "steps_to") and values and max(values) > 10 * min(values) > 0:
-            ax.set_yscale("log")
+    for (color, dashes, marker), (name, points) in zip(STYLES, series.items()):
+        points = [p for p in points if not math.isnan(p[group.x][0] + p[key][0])]
+        x, values = ([p[k][0] for p in points] for k in (group.x, key))
+        ax.errorbar(x, values, [p[key][1] for p in points], color=color, capsize=3, marker=marker,
+                    label=name if len(series) > 1 else None, linestyle="" if law else dashes)
     xs = {p[group.x][0] for points in series.values() for p in points}
     ticks = sorted(x for x in xs if not math.isnan(x))
     if law and key == "accuracy":
@@ -495,7 +508,7 @@ def plot_against_x(ax, key, group, series, law, c):
         ax.plot(curve, a - b * curve ** -exponent, "k--",
                 label=f"{a:.4g} - {b:.3g} n$^{{-{exponent:.3g}}}$, n in millions")
     ax.set_xlabel(axis_label(group.x, c))
-    ax.set_ylabel("puzzles solved (%)" if both else axis_label(key, c))
+    ax.set_ylabel(axis_label(key, c))
     if group.log:
         ax.set_xscale("log")
     if len(ticks) < 9:  # the settings themselves
@@ -506,26 +519,17 @@ def plot_against_x(ax, key, group, series, law, c):
         ax.axhline(c.target, color="0.5", linestyle=":", label=f"{c.target:g}%")
 
 
-def plot_curves(group, points, unfinished, c, path):
-    """Learning curves: accuracy by examples, arithmetic and time, and loss."""
-    curves = []
-    for point in points:
-        seeds = len(point["runs"])
-        note = f" (mean ± deviation of {seeds})" if seeds > 1 else ""
-        curves.append((point["label"] + note, point["runs"]))
+def plot_curves(ax, key, abscissa, points, unfinished, c):
+    """A panel with the learning curves of all settings."""
+    curves = [(f"{point['label']} ({len(point['runs'])})", point["runs"]) for point in points]
     curves += [(f"{run['name']} (unfinished)", [run]) for run in unfinished]
-    fig, axes = plt.subplots(2, 2, figsize=(9, 6.5 + 0.1 * len(curves)), layout="constrained")
-    panels = ("accuracy", "examples"), ("loss", "examples"), ("accuracy", "flop"), ("accuracy", "time")
-    for (key, abscissa), ax in zip(panels, axes.flat):
-        for i, (label, runs) in enumerate(curves):
-            plot_curve(ax, key, abscissa, runs, STYLES[i % len(STYLES)], label)
-        ax.set_xlim(left=0)
-        ax.set_xlabel(axis_label(abscissa, c))
-        ax.set_ylabel(axis_label(key, c))
-        if abscissa != "time":
-            ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    title = f"Learning curves: {group.question[0].lower() + group.question[1:]}"
-    save_figure(fig, list(axes.flat), title, path)
+    for i, (label, runs) in enumerate(curves):
+        plot_curve(ax, key, abscissa, runs, STYLES[i % len(STYLES)], label)
+    ax.set_xlim(left=0)
+    ax.set_xlabel(axis_label(abscissa, c))
+    ax.set_ylabel(axis_label(key, c))
+    if abscissa != "time":
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def plot_curve(ax, key, abscissa, runs, style, label):

@@ -116,8 +116,7 @@ def test_tables_pictures_and_missing_runs_of_a_study(study):
     expected = {
         "seeds": "1", "test puzzles solved (%)": f"{accuracy:.2f}", "parameters (millions)": "43.000",
         "surest answers right (%)": f"{1.02 * accuracy:.2f}", "training time (hours)": "2.000",
-        "throughput (examples/s)": "6,826.7", "effective depth (layers per supervision step)": "42",
-        "training - test (points)": f"{train - accuracy:.2f}",
+        "training puzzles solved (%)": f"{train:.2f}", "training arithmetic (FLOP)": "3.6e+17",
         "accuracy per parameter-hour (% / (million hours))": f"{accuracy / 43 / 2:.2f}"}
     assert {key: row[key] for key in expected} == expected
     assert "8 x xla (TPU v5litepod-8)" in text
@@ -130,9 +129,12 @@ def test_tables_pictures_and_missing_runs_of_a_study(study):
         assert f"\n| {line} |\n" in text
     assert list(rows(text, "exp04a")) == ["250 puzzles", "500 puzzles", "1,000 puzzles"]
 
-    names = ["exp01.png", "exp01_curves.png", "exp04a.png", "exp04a_curves.png"]
+    names = ["exp01.png", "exp04a.png"]
     assert re.findall(r"\]\((.*\.png)\)", text) == names
-    assert sorted(os.listdir(folder / "out")) == names + ["report.md"]
+    assert sorted(os.listdir(folder / "out")) == names + ["report.md", "results.json"]
+    results = {run["name"]: run for run in json.loads((folder / "out/results.json").read_text())}
+    assert len(results) == 10 and results["exp01_1536"]["accuracy"] == pytest.approx(accuracy, rel=1e-5)
+    assert list(results["exp01_1536"]["evaluations"]) == ["2000", "4000", "6000", "8000"]
     for name in names:
         pixels = image.imread(folder / "out" / name)[..., :3]
         assert min(pixels.shape[:2]) > 250 and 0.02 < (pixels.min(-1) < 0.95).mean() < 0.5, name
@@ -160,7 +162,7 @@ def test_every_group_has_its_table_and_axes_of_percentages_end_at_0_and_100(tmp_
     assert [row["hours to 85%"] for row in rows(text, "contrib01").values()] == ["-", f"{hours:.3f}"]
     assert rows(text, "contrib02")["1"]["supervision steps saved by halting (%)"] == "50.0"
     percentages = [(low, high) for label, low, high in limits if label.endswith("(%)")]
-    assert len(percentages) > 50 and all(0 <= low < high <= 100 for low, high in percentages), limits
+    assert len(percentages) > 25 and all(0 <= low < high <= 100 for low, high in percentages), limits
 
 
 def test_runs_outside_the_study(tmp_path):
@@ -174,7 +176,7 @@ def test_runs_outside_the_study(tmp_path):
     table = rows(text, "How do these runs compare?")
     assert table["demo"]["test puzzles solved (%)"] == "98.67 ± 0.25"
     assert (table["wide"]["seeds"], table["wide"]["training time (seconds)"]) == ("1", "8.000")
-    assert "exp01" not in text and "(runs.png)" in text and "(runs_curves.png)" in text
+    assert "exp01" not in text and "(runs.png)" in text
 
 
 def test_runs_that_repeat_a_setting_are_its_seeds_in_every_group(tmp_path):
@@ -189,10 +191,18 @@ def test_runs_that_repeat_a_setting_are_its_seeds_in_every_group(tmp_path):
     assert rows(text, "exp01")["hidden_size 512"]["seeds"] == "3"
     assert "runs/exp06_c has the settings and the seed of" in text and "runs/copy/exp06_c: left out" in text
     # Student's t with 2 degrees of freedom: 4.30 * 1.00 * sqrt(1 / 3 + 1) = 4.97
-    found = re.search(r"by ([\d.]+) by chance \(95%\): hidden_size 128: \+1.10 \(may be chance\); "
-                      r"hidden_size 256: -11.00\.", text)
-    assert float(found[1]) == pytest.approx(4.97, rel=0.01), text
-    assert "exp06.png" not in text and "exp06_curves.png" in text  # one setting: a curve and no dot
+    assert ("Points against hidden_size 512, 81.0 ± 1.0 over 3 seeds, with 95% confidence intervals. Beyond "
+            "chance: hidden_size 256 -11.0 (-16.0 to -6.0). Within: hidden_size 128 +1.1 (-3.9 to +6.1)."
+            ) in text
+
+
+def test_a_difference_has_the_interval_of_welchs_test():
+    def difference(*groups):
+        return report.difference_of(*([{"accuracy": value} for value in group] for group in groups))
+
+    # variances of the means: 4 and 1 / 3; 1.170 degrees of freedom, of which the quantile is 9.083
+    half = 9.083 * (4 + 1 / 3) ** 0.5
+    assert difference([70, 74], [80, 81, 82]) == pytest.approx((-9, -9 - half, -9 + half), rel=1e-3)
 
 
 @pytest.mark.parametrize("path, found, instead, problem", [

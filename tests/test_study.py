@@ -149,7 +149,7 @@ def test_every_size_can_be_built():
 
 
 def test_the_study_in_miniature():
-    """config/mini.py keeps what the runs vary; those that repeat the baseline have seeds of their own."""
+    """config/mini.py keeps what the runs vary, but for the smallest halting depths and float16."""
     mini = os.path.join(ROOT, "config", "mini.py")
     own = ("seed", "out_dir", "data_prepare", "eval_interval", "wandb_project", "wandb_run_name")
     full_size, seeds = {}, {}
@@ -157,11 +157,12 @@ def test_the_study_in_miniature():
         c = configurator.configure(train.__file__, [path, mini])
         train.check_settings(c)
         small, full = ({k: v for k, v in vars(x).items() if k not in own} for x in (c, settings(path)))
-        assert full_size.setdefault(str(small), full) == full, name  # runs that differ still differ
+        if name not in ("exp05_b", "exp05_c", "exp07c"):
+            assert full_size.setdefault(str(small), full) == full, name  # runs that differ still differ
         seeds.setdefault(str(small), []).append(c.seed)
-    most = max(seeds.values(), key=len)
-    assert len(seeds) == 67 - 13 and len(most) == len(set(most)) == 14
-    for name, changed in (("exp01f", {"hidden_size": 192, "puzzle_emb_ndim": 192}),
-                          ("exp06_f", {"global_batch_size": 256}), ("exp04a_100", {"epochs": 250})):
+    assert sorted(map(len, seeds.values())) == [1] * 48 + [2, 3, 14]
+    assert all(len(own) == len(set(own)) for own in seeds.values())  # those that repeat one are its seeds
+    for name, changed in (("exp01f", {"hidden_size": 96, "puzzle_emb_ndim": 96}),
+                          ("exp06_f", {"global_batch_size": 256}), ("exp04a_100", {"epochs": 300})):
         c = vars(configurator.configure(train.__file__, [FILES[name], mini]))
         assert {key: c[key] for key in changed} == changed
