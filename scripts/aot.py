@@ -70,8 +70,10 @@ def main(argv):
         is_gpu = chip_and_count(name)[0] in aot_gpu.CARDS
         if own.gpus and name not in aot_gpu.CARDS or own.slices and is_gpu:
             raise UserError(f"{name!r}: --slices takes TPU slices, --gpus {', '.join(aot_gpu.CARDS)}")
-    if not own.rate:
-        check_compiler(is_gpu)
+    if not own.rate and is_gpu and aot_gpu.untried():
+        raise TransientError(f"{aot_gpu.untried()}; --plan with --rate needs no compiler")
+    if not own.rate and not is_gpu and not all(map(importlib.util.find_spec, ("jax", "libtpu"))):
+        raise UserError("the TPU compiler is missing: pip install jax libtpu; --plan with --rate needs none")
     with tempfile.TemporaryDirectory() as folder:
         path, source = bench.dataset_path(c, folder)
         path = os.path.abspath(path)
@@ -79,14 +81,6 @@ def main(argv):
             show_price(c, flags, path, source, own.plan, own.rate)
         else:
             show_steps(c, flags, path, names)
-
-
-def check_compiler(is_gpu):
-    """Raises an error unless the compiler for TPUs, or that for GPUs, is installed."""
-    if is_gpu and aot_gpu.untried():
-        raise TransientError(f"{aot_gpu.untried()}; --plan with --rate needs no compiler")
-    if not is_gpu and not all(map(importlib.util.find_spec, ("jax", "libtpu"))):
-        raise UserError("the TPU compiler is missing: pip install jax libtpu; --plan with --rate needs none")
 
 
 def chip_and_count(name):
@@ -185,8 +179,11 @@ def compile_for_tpu(c, flags, path, name, steps, batch_per_chip):
     peak, memory, clock = CHIPS[chip]
     forward, training = bench.new_model(c, Dataset(path, "train")).flops_per_example()
     flops = dict(train=training * batch_per_chip, eval=forward * batch_per_chip)
+    replicas = min(chips, 2)  # the all-reduce of two fits any number of them
+    flags = [*flags, f"--global_batch_size={batch_per_chip * replicas}", "--device=xla"]
     with tempfile.TemporaryDirectory() as folder:
-        traced = trace(flags, path, batch_per_chip, min(chips, 2), name, folder)
+        traced = run_child(f"tracing for {name}", f"trace_steps({folder!r}, {flags!r}, {path!r})",
+                           PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(replicas), XLA_THREAD_POOL_SIZE="16")
         if "fault" in traced:
             return {step: dict(fault=f"tracing: {traced['fault']}") for step in steps}
         found = {step: run_child(
@@ -228,18 +225,8 @@ def run_child(label, call, **env):
     return dict(fault=" ".join((found or lines)[-1].removeprefix("device.NotReplayable: ").split())[:500])
 
 
-def trace(flags, path, batch_per_chip, replicas, name, folder):
-    """Traces both steps on the CPU, into folder/{train,eval}.pb. Returns {}, or {"fault": text}.
-
-    replicas: 1 or 2; the all-reduce of two fits any number of them.
-    """
-    flags = [*flags, f"--global_batch_size={batch_per_chip * replicas}", "--device=xla"]
-    return run_child(f"tracing for {name}", f"trace_steps({folder!r}, {flags!r}, {path!r})",
-                     PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(replicas), XLA_THREAD_POOL_SIZE="16")
-
-
 def trace_steps(folder, flags, path):
-    """Runs trace_replica() on as many replicas as CPU_NUM_DEVICES says."""
+    """Traces both steps on the CPU: trace_replica() on as many replicas as CPU_NUM_DEVICES says."""
     import torch_xla.distributed.xla_multiprocessing as xmp
     c = configurator.configure(train.__file__, flags)
     xmp.spawn(trace_replica, args=(folder, c, path))

@@ -80,18 +80,18 @@ def solve_one(run, puzzle, question, s, origin):
     for n, answer in enumerate(answers):
         title = f"step {n + 1}: {sure[n]:.0%}" + (", kept" if n == best else " sure")
         grids.append((title, answer, grids[0][2] if broken is None else broken[n]))
-    several = choose_panels(run.eval_depth, best + 1)
+    powers = {2 ** i for i in range(run.eval_depth.bit_length())}
+    several = sorted({0, best + 1, run.eval_depth} | powers)  # 0: the question
     panels = several if s.steps else [0, best + 1]
     print(side_by_side([grids[n] for n in panels], puzzle["symbols"], *puzzle["grid"]))
     print(text_of(puzzle, answers[best]))
     attempts = f", attempt {attempt + 1} of {q_halt.shape[2]}" if q_halt.shape[2] > 1 else ""
     print(f"{verdict(puzzle, question, answers[best])} ({sure[best]:.0%} sure after step {best + 1} "
           f"of {run.eval_depth}{attempts}; {origin})")
-    if s.plot.endswith(".gif"):
-        draw_animation(s.plot, puzzle, question, grids + [grids[best + 1]] * 3)  # it stays for a while
-    elif s.plot:
-        draw_picture(s.plot, puzzle, question, [grids[n] for n in several])
     if s.plot:
+        frames = grids + [grids[best + 1]] * 3  # it stays for a while
+        is_gif = s.plot.endswith(".gif")
+        draw(s.plot, puzzle, question, frames if is_gif else [grids[n] for n in several])
         print(f"wrote {s.plot}")
 
 
@@ -167,11 +167,6 @@ def surest(q_halt):
 
 def sigmoid(logits):
     return 1 / (1 + np.exp(-np.float64(logits)))
-
-
-def choose_panels(depth, best):
-    """The steps to show, 0 for the question: 1, 2, 4, ..., the best and the last."""
-    return sorted({0, best, depth} | {2 ** i for i in range(depth.bit_length())})
 
 
 # Input.
@@ -375,31 +370,33 @@ def rows_of(state, name):
 
 # Pictures.
 
-def draw_picture(path, puzzle, question, grids):
-    """Draws the grids, (title, tokens, broken cells) each, side by side."""
-    columns = min(PANELS_IN_A_ROW, len(grids))
-    fig, axes = new_figure(puzzle["grid"], math.ceil(len(grids) / columns), columns)
-    for ax, grid in zip(axes, grids):
+def draw(path, puzzle, question, grids):
+    """Draws the grids, (title, tokens, broken cells) each, side by side or as the frames of a .gif."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import animation, pyplot
+    panels = 1 if path.endswith(".gif") else len(grids)
+    columns = min(PANELS_IN_A_ROW, panels)
+    rows = math.ceil(panels / columns)
+    height, width = (max(3, cells / 6) for cells in puzzle["grid"])
+    fig, axes = pyplot.subplots(rows, columns, squeeze=False, layout="constrained",
+                                figsize=(width * columns, (height + 0.3) * rows))
+    fig.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
+    if path.endswith(".gif"):
+        film = animation.FuncAnimation(
+            fig, lambda grid: draw_grid(axes[0, 0], puzzle, question, *grid), grids)
+        film.save(path, writer="pillow", fps=2, dpi=160)
+        return
+    for ax, grid in zip(axes.flat, grids):
         draw_grid(ax, puzzle, question, *grid)
-    for ax in axes[len(grids):]:
+    for ax in axes.flat[panels:]:
         ax.axis("off")
     fig.savefig(path, dpi=120)
 
 
-def draw_animation(path, puzzle, question, grids):
-    """Draws the grids, (title, tokens, broken cells) each, as the frames of a .gif."""
-    fig, (ax,) = new_figure(puzzle["grid"], 1, 1)
-    from matplotlib.animation import PillowWriter
-    writer = PillowWriter(fps=2)
-    with writer.saving(fig, path, dpi=160):
-        for grid in grids:
-            ax.clear()
-            draw_grid(ax, puzzle, question, *grid)
-            writer.grab_frame()
-
-
 def draw_grid(ax, puzzle, question, title, tokens, broken):
     """Draws a grid: givens bold on grey, answers plain on white (a path on grey), broken cells on black."""
+    ax.clear()
     rows, columns = puzzle["grid"]
     given, shown = given_cells(puzzle, question), look(puzzle)
     shades, names = np.where(given, 0.88, 1.0), [shown["names"].get(symbol) for symbol in puzzle["symbols"]]
@@ -417,18 +414,6 @@ def draw_grid(ax, puzzle, question, title, tokens, broken):
     for k in range(columns + 1):
         ax.axvline(k - 0.5, color="black", linewidth=0.2 if k % box_columns else 1.5)
     ax.set(title=title, xticks=[], yticks=[])
-
-
-def new_figure(grid, rows, columns):
-    """A figure and its axes [rows * columns] for grids of `grid` (rows, columns) cells each."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    height, width = (max(3, cells / 6) for cells in grid)
-    fig, axes = plt.subplots(rows, columns, squeeze=False, layout="constrained",
-                             figsize=(width * columns, (height + 0.3) * rows))
-    fig.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
-    return fig, axes.flatten()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ test_wrong_input.py.
 import os
 import re
 import types
+from unittest import mock
 
 import configurator
 from test_train import CURRICULUM, ROOT, curve, data, run
@@ -36,15 +37,11 @@ def test_exploration(data, tmp_path, monkeypatch):
     assert train.exploration(c, 7, 11) == 0.3
     c.halt_exploration_prob_end = 0.05
     assert train.exploration(c, 0, 1) == 0.3
-    drawn = []
-
-    def record(*args):
-        drawn.append((args[1], round(args[4], 6)))
-        return halting_draws(*args)
-
-    monkeypatch.setattr(train, "halting_draws", record)
+    draws = mock.Mock(wraps=halting_draws)
+    monkeypatch.setattr(train, "halting_draws", draws)
     for max_steps, init_from in ((2, "scratch"), (5, "resume")):
         run(data, tmp_path, *FLAGS, f"--max_steps={max_steps}", f"--init_from={init_from}")
+    drawn = [(call.args[1], round(call.args[4], 6)) for call in draws.call_args_list]
     assert drawn == [(0, 0.9), (1, 0.1), (2, 0.5), (3, 0.3), (4, 0.1)]
 
 

@@ -2,6 +2,7 @@
 import importlib.util
 import json
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import aot_gpu
 import configurator
 import test_aot
 import test_parity
+from test_aot import dataset
 
 import bench
 import device as devices
@@ -67,13 +69,12 @@ def test_golden(path, tmp_path, monkeypatch):
     """The first step of the golden trajectories with the kernels, as the setting chooses them."""
     monkeypatch.setattr(devices, "kernels_error", lambda kind, dtype: "")
     monkeypatch.setattr(kernels, "has_wgmma", lambda: True)
-    golden, calls = dict(np.load(path)), []
-    monkeypatch.setattr(kernels, "mix", lambda *args, mix=kernels.mix, **kwargs: (
-        calls.append(args), mix(*args, **kwargs))[1])
+    golden, mix = dict(np.load(path)), mock.Mock(wraps=kernels.mix)
+    monkeypatch.setattr(kernels, "mix", mix)
     short = {name: a[:1] if name.startswith("batch/") else a for name, a in golden.items()}
     np.savez(tmp_path / "short.npz", **short | {"eval/steps": 0})
     got = test_parity.trajectory(np.load(tmp_path / "short.npz"), "cpu", kernels="on")
-    assert calls
+    assert mix.called
     for name, want in test_parity.golden_values(np.load(path)):
         if name.startswith("grad0/") or name.endswith("/0"):
             assert test_parity.distance(got[name], want) < 1e-4, name
@@ -97,12 +98,6 @@ def test_where_the_kernels_run(monkeypatch):
 
 # Compiled for GPUs that are not here.
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    c = configurator.configure(train.__file__, ["--data_path=nowhere"])
-    return bench.dataset_path(c, str(tmp_path_factory.mktemp("data")))[0]
-
-
 @pytest.mark.skipif(aot_gpu.untried() != "", reason=aot_gpu.untried())
 def test_the_real_step_for_an_h100(dataset):
     """With fewer recursions, which compile faster: traffic, time, no spilled registers at batch 768."""
@@ -122,7 +117,7 @@ def test_the_real_step_for_an_h100(dataset):
 
 @pytest.mark.skipif(aot_gpu.untried() != "", reason=aot_gpu.untried())
 def test_a_line_that_no_gpu_can_compile_is_named(dataset, tmp_path, monkeypatch, capsys):
-    place = test_aot.fork("y = x if x.sum() > 0 else -x", tmp_path, monkeypatch)
+    place = test_aot.fork(tmp_path, monkeypatch)
     monkeypatch.setattr(aot, "STEPS", ("train",))
     with pytest.raises(SystemExit) as exit:
         aot.main([*test_aot.TINY, "--gpus=t4", f"--data_path={dataset}"])
@@ -159,7 +154,6 @@ def test_a_plan_for_rented_gpus(monkeypatch, capsys):
     assert f["chips"] == 8 and f["examples_per_sec"] == pytest.approx(8000)
     assert f["chip_hours"] == pytest.approx(8 * f["steps"] * 768 / 8000 / 3600)
     with pytest.raises(configurator.UserError, match="multiple of 7"):
-        monkeypatch.undo()
         aot.main([config, "--plan=a100:7"])
 
 

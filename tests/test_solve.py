@@ -6,7 +6,6 @@ import pickle
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -31,14 +30,6 @@ TRAINING = [
     "--device=cpu", "--global_batch_size=48", "--lr=1e-2", "--lr_warmup_steps=20", "--weight_decay=0.1",
     "--ema_rate=0.95", "--loss_type=softmax_cross_entropy", "--eval_interval=0"]
 SUDOKU, MAZE = puzzles.guess(16, 6), puzzles.guess(36, 6)
-
-
-def run_train(*flags):
-    """train.py in this process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    train.main(configure(train.__file__, flags))
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def prepare(script, *flags):
@@ -73,7 +64,10 @@ def folder(tmp_path_factory):
     write_dataset(str(path / "exchange-data"), splits, 3, kind)
 
     def train_one(name, *flags):
-        run_train(f"--data_path={path / name}-data", f"--out_dir={path / name}", *MODEL, *TRAINING, *flags)
+        c = configure(train.__file__, [
+            f"--data_path={path / name}-data", f"--out_dir={path / name}", *MODEL, *TRAINING, *flags])
+        train.check_settings(c)
+        train.replica(c, "cpu")
 
     outputs = "inputs,labels,preds,q_halt_logits,surest_preds,surest_q_halt_logits"
     train_one("sudoku", "--max_steps=70", f"--eval_save_outputs={outputs}")
@@ -100,25 +94,6 @@ def solved(evaluation):
     """A puzzle that the model solves and its answer, as lines."""
     i = int((evaluation["surest_preds"] == evaluation["labels"]).all(axis=1).argmax())
     return [puzzles.text_of(SUDOKU, evaluation[name][i]) for name in ("inputs", "labels")]
-
-
-@pytest.fixture
-def model(folder):
-    """The model of 4x4 Sudoku as a train.Run."""
-    path = str(folder / "sudoku")
-    state, c = solve.read_model(path, [])
-    return solve.build_run(state, c, path, 16)
-
-
-def test_answers_are_those_of_the_evaluation(model, evaluation):
-    assert (evaluation["preds"] == evaluation["labels"]).all(axis=1).mean() > 0.5
-    for rows in (slice(0, 20), slice(20, 21)):
-        preds, q_halt = (np.stack(arrays) for arrays in zip(*solve.solve(model, evaluation["inputs"][rows])))
-        assert len(preds) == 4 and (preds[-1, :, 0] == evaluation["preds"][rows]).all()
-        assert q_halt[-1, :, 0] == pytest.approx(evaluation["q_halt_logits"][rows], abs=1e-4)
-        step, attempt = solve.surest(q_halt)
-        assert (preds[step, np.arange(len(step)), attempt] == evaluation["surest_preds"][rows]).all()
-        assert q_halt.max(axis=(0, 2)) == pytest.approx(evaluation["surest_q_halt_logits"][rows], abs=1e-4)
 
 
 def test_model_file_needs_nothing_else(run, folder, evaluation, solved, tmp_path, monkeypatch):
@@ -184,9 +159,7 @@ class Code:
     (lambda saved: saved["task"].update(grid=[3, 6]), "another version"),
     (lambda saved: saved["task"].update(symbols=" .12"), "another version"),
     (lambda saved: saved["task"].update(symbols=7), "another version"),
-    (lambda saved: saved["task"].update(grid=[]), "another version"),
     (lambda saved: saved.update(task=None), "another version"),
-    (lambda saved: saved.pop("task"), "another version"),
     (lambda saved: saved["model"].pop("seq_len"), "another version"),
     (lambda saved: saved["model"].update(seq_len="16"), "another version"),
     (lambda saved: saved.update(settings=[]), "another version"),
@@ -196,7 +169,6 @@ class Code:
     (lambda saved: saved["settings"].update(hidden_size=-1), "hidden_size must be above 0"),
     (lambda saved: saved["settings"].update(hidden_size=48), "these settings need"),
     (lambda saved: saved["settings"].update(L_layers=2), "other settings"),
-    (lambda saved: saved["weights"].popitem(), "lacks"),
     (lambda saved: saved["weights"].update(gate=torch.zeros(1)), "also has gate"),
     (lambda saved: saved["weights"].update(gate="x"), "holds no weights by name"),
     (lambda saved: saved.update(weights={}), "holds no weights by name"),
@@ -233,10 +205,14 @@ def test_surest_of_equals_is_the_last_step_of_the_first_attempt():
     assert solve.surest(q_halt[:1])[1].tolist() == [1, 1]
 
 
-def test_attempts_with_noise(run, folder, solved, model, evaluation):
-    questions = evaluation["inputs"][:8]
+def test_attempts_with_noise(run, folder, solved, evaluation):
+    path, questions = str(folder / "sudoku"), evaluation["inputs"][:8]
+    state, c = solve.read_model(path, [])
+    model = solve.build_run(state, c, path, 16)
     plain = list(solve.solve(model, questions))
-    model.c.eval_rollouts = 3
+    assert len(plain) == 4 and (plain[-1][0][:, 0] == evaluation["preds"][:8]).all()
+    assert plain[-1][1][:, 0] == pytest.approx(evaluation["q_halt_logits"][:8], abs=1e-4)
+    c.eval_rollouts = 3
     noisy = list(solve.solve(model, questions))
     assert noisy[0][0].shape == (8, 3, 16) and noisy[0][1].shape == (8, 3)
     for (preds, q_halt), (noisy_preds, noisy_q_halt) in zip(plain, noisy):
@@ -245,13 +221,8 @@ def test_attempts_with_noise(run, folder, solved, model, evaluation):
     assert np.ptp(noisy[-1][1], axis=1).min() > 1e-4  # the others differ
     alone = list(solve.solve(model, questions[5:6]))  # whatever else is in the batch
     assert alone[-1][1] == pytest.approx(noisy[-1][1][5:6], abs=1e-4)
-    text = run(folder / "sudoku", solved[0], "--eval_rollouts=4", "--eval_noise=0.5")
+    text = run(path, solved[0], "--eval_rollouts=4", "--eval_noise=0.5")
     assert solved[1] in text and re.search(r"sure after step [1-4] of 4, attempt [1-4] of 4; ", text)
-
-
-def test_which_steps_are_shown():
-    assert solve.choose_panels(16, 11) == [0, 1, 2, 4, 8, 11, 16]
-    assert solve.choose_panels(2, 1) == [0, 1, 2]
 
 
 def test_puzzle_from_a_line_a_file_and_stdin(run, folder, solved, tmp_path):
@@ -268,8 +239,9 @@ def test_puzzle_from_a_line_a_file_and_stdin(run, folder, solved, tmp_path):
         assert run(folder / "sudoku", *operands) == text
     os.dup2(stdin, 0)
     text = run(folder / "sudoku", question, "--steps", "--halt_max_steps=19")  # more than in training
-    assert {1, 2, 4, 8, 16, 19} <= {n for n in range(1, 20) if f"step {n}: " in text}
-    assert text.count("%, kept") == 1 and "question" in text and re.search(r"after step \d+ of 19", text)
+    kept = int(re.search(r"after step (\d+) of 19", text)[1])
+    assert {1, 2, 4, 8, 16, kept, 19} == set(map(int, re.findall(r"step (\d+): ", text)))
+    assert text.count("%, kept") == 1 and "question" in text
 
 
 def test_file_of_puzzles(run, folder, evaluation, tmp_path, monkeypatch):
@@ -288,7 +260,7 @@ def test_file_of_puzzles(run, folder, evaluation, tmp_path, monkeypatch):
     assert summary in run(folder / "sudoku", tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}")
     rows = read_rows(tmp_path / "b.csv")
     assert [float(row["certainty"]) for row in rows] == pytest.approx(certainty, abs=1e-3)
-    assert {int(row["step"]) for row in rows} <= {1, 2, 3, 4}
+    assert len(steps := {row["step"] for row in rows}) > 1 and steps <= set("1234")
     results = [["wrong", "right"], ["not a solution", "solution"]]
     for i, row in enumerate(rows):
         texts = [puzzles.text_of(SUDOKU, tokens[i]) for tokens in (questions, answers)]
@@ -302,7 +274,7 @@ def test_file_of_puzzles(run, folder, evaluation, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content, words", [
     ("1" * 16 + "\n", ":2: no puzzle under the header"),
-    ("question\n", ":2: no puzzle"), ("question\n" + "." * 16 + "\n12\n", ":3: the puzzle '12' has 2 cells"),
+    ("question\n" + "." * 16 + "\n12\n", ":3: the puzzle '12' has 2 cells"),
     ("question,answer\n" + "." * 16 + "\n", ":2: must have question, as the first line has"),
     ("question,answer\n" + "." * 16 + ",12\n", ":2: the answer has 2 characters, not 16"),
     ("question,answer\n" + "." * 16 + "," + "x" * 16 + "\n", ":2: row 1, column 1 of the answer is 'x'"),
@@ -315,15 +287,13 @@ def test_wrong_file_is_refused_before_anything_is_solved(folder, content, words,
     assert not (tmp_path / "b.csv").exists()
 
 
-@pytest.mark.parametrize("puzzle, questions, warning", [
-    (SUDOKU, ["1234341221434321", "." * 16, "." * 16], "warning: 1:the puzzle has more than one solution\n"),
-    (MAZE, ["S" + " " * 34 + "G"], ""),
-    (MAZE, ["SG##"], ""),
-    (SUDOKU, ["12343412214343.."], "")])
-def test_warning_of_unusual_puzzles(puzzle, questions, warning, capsys):
-    solve.parse_rows(puzzle, [(f"{i}:", question, "") for i, question in enumerate(questions)])
-    printed = capsys.readouterr().err
-    assert printed.endswith(warning) and printed.count("\n") == bool(warning)
+def test_warning_of_several_solutions(capsys):
+    """Of a Sudoku: a maze may have several shortest paths."""
+    for puzzle, questions, warning in (
+            (SUDOKU, ["1234341221434321", "." * 16, "." * 16], "1:the puzzle has more than one solution\n"),
+            (SUDOKU, ["12343412214343.."], ""), (MAZE, ["S" + " " * 34 + "G"], ""), (MAZE, ["SG##"], "")):
+        solve.parse_rows(puzzle, [(f"{i}:", question, "") for i, question in enumerate(questions)])
+        assert capsys.readouterr().err == (warning and f"solve.py: warning: {warning}")
 
 
 def test_official_checkpoint_with_its_settings(run, folder, solved, tmp_path):
@@ -380,10 +350,7 @@ def test_another_kind_is_judged_by_its_known_answers(run, folder, tmp_path):
     text = run(model, tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}")
     assert "1 of 3 puzzles solved" in text and "only 2 have a known answer" in text
     assert [row["result"] for row in read_rows(tmp_path / "b.csv")] == ["right", "wrong", "not judged"]
-    with pytest.raises(UserError, match="row 1, column 1 of the puzzle is '.': must be one of '01'"):
-        run(model, "......")
-    shutil.copytree(model, tmp_path / "alone")  # the checkpoint says what it solves
-    assert "\n100101\n" in run(tmp_path / "alone", "011010", "--data_path=nowhere")
+    assert "\n100101\n" in run(model, "011010", "--data_path=nowhere")  # the checkpoint says what it solves
     state = torch.load(model / "ckpt_00000030.pt", weights_only=True)
     torch.save({k: v for k, v in state.items() if k != "task"}, tmp_path / "old.pt")
     with pytest.raises(UserError, match="6 cells of 3 tokens: neither a Sudoku nor a maze"):
@@ -396,7 +363,6 @@ def test_mazes(run, folder, tmp_path):
     text = run(folder / "maze", tmp_path / "maze.txt", "--steps")
     assert "path" in text and text == run(folder / "maze", maze.replace("\n", ""), "--steps")
     assert "path" in run(folder / "maze", "S" + " " * 62 + "G")  # 8x8: attention takes any length
-    assert "path" in run(folder / "maze", "S" + " " * 14 + "G", "--data_path=nowhere")
     _, question = puzzles.parse(MAZE, maze)
     path = prepare_maze.solve(question[None], 6)[0][0]
     path[2] = puzzles.PATH
@@ -417,19 +383,16 @@ OFFICIAL = ["official.pt", *MODEL, "--data_path=nowhere"]  # a puzzle's text tel
     (["a", "b", "c"], "MODEL PUZZLE"),
     (["nowhere", "." * 16], "nowhere: no such checkpoint or folder"),
     (["sudoku-data", "." * 16], "no complete checkpoint"),
-    (["sudoku-data/manifest.json", "." * 16], "cannot be read as a checkpoint"),
     (["sudoku", "." * 16, "--plot=a.jpg"], ".png or .gif"),
     (["sudoku", "nowhere.csv", "--output=b.txt"], "must end in .csv"),
     (["sudoku", "." * 16, "--output=b.csv"], "is for the puzzles of a .csv"),
     (["sudoku", "nowhere.csv", "--steps"], "--steps and --plot show one puzzle"),
     (["sudoku", "nowhere.csv"], "nowhere.csv: cannot be read"),
     (["sudoku", "." * 16, "--halt_max_steps=-1"], "0 or more"),
-    (["sudoku", "." * 16, "--hidden_size=48"], "these settings need"),
     (["sudoku", "empty.txt"], "the puzzle '' has 0 cells"),
     (["sudoku", "nowhere.txt"], "none of that name"),
     (["sudoku", "1..5............"], "row 1, column 4 of the puzzle is '5': must be one of '.1234'"),
     (["sudoku", "1.1............."], "digit 1 twice in row 1"),
-    (["sudoku", "123....4........"], "no solution"),
     (["exchange", "......"], "row 1, column 1 of the puzzle is '.': must be one of '01'"),
     (["official.pt", "." * 16, "--puzzle_emb_ndim=0"], "other settings (mlp_t, L_layers"),
     (OFFICIAL + ["S" + " " * 15], "the question has 0 cells G, not 1"),
