@@ -22,9 +22,11 @@ from configurator import TransientError, UserError, configure
 from conftest import ROOT, Server, wait_for
 
 import data
+import prepare_maze
 import prepare_sudoku
 from data import FIELDS, Dataset, halting_draws
 from prepare_csv import csv_rows
+from puzzles import are_solutions
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 REAL = {split: os.path.join(HERE, "data", f"sudoku_real_{split}_60.csv.gz") for split in ("train", "test")}
@@ -32,12 +34,12 @@ BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box
 COLUMNS = "source", "question", "answer", "rating"
 
 
-def settings(**changes):
-    return configure(prepare_sudoku.__file__, [f"--{key}={value}" for key, value in changes.items()])
+def settings(script=prepare_sudoku, **changes):
+    return configure(script.__file__, [f"--{key}={value}" for key, value in changes.items()])
 
 
-def prepare(path, **changes):
-    return prepare_sudoku.main(settings(output_dir=path, **changes))
+def prepare(path, script=prepare_sudoku, **changes):
+    return script.main(settings(script, output_dir=path, **changes))
 
 
 def generated(path, **changes):
@@ -47,8 +49,9 @@ def generated(path, **changes):
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     """40 real 9x9 puzzles with 50 copies each, and 60 test puzzles."""
-    path = str(tmp_path_factory.mktemp("real") / "sudoku")
-    return prepare(path, train_csv=REAL["train"], test_csv=REAL["test"], subsample_size=40, num_aug=50)
+    path = tmp_path_factory.mktemp("real") / "sudoku"
+    prepare(path, train_csv=REAL["train"], test_csv=REAL["test"], subsample_size=40, num_aug=50)
+    return path
 
 
 @pytest.fixture
@@ -60,39 +63,27 @@ def symbols(tokens):
     return "".join(" .123456789"[token] for token in tokens)
 
 
-def units(boards, size):
-    """Rows, columns and boxes of boards [n, cells]: [n, 3 * size, size]."""
-    box_rows, box_columns = BOXES[size]
-    rows = boards.reshape(-1, size, size)
-    columns = rows.transpose(0, 2, 1)
-    grid = boards.reshape(-1, size // box_rows, box_rows, size // box_columns, box_columns)
-    boxes = grid.transpose(0, 1, 3, 2, 4).reshape(-1, size, size)
-    return np.concatenate([rows, columns, boxes], axis=1)
-
-
-def assert_valid(questions, answers, size):
-    """Answers [n, cells] are filled by the rules, and the clues agree with them."""
-    assert (np.sort(units(answers, size), axis=2) == np.arange(1, size + 1)).all()
-    assert ((questions == 0) | (questions == answers)).all()
+def are_valid(questions, answers, size):
+    """Which answers are filled by the rules, and agree with the clues."""
+    assert answers.max() == size
+    return are_solutions(prepare_sudoku.task_of(size), questions + 1, answers + 1)
 
 
 # The layout.
 
 def test_layout_is_the_official_one(real):
     for split, groups, examples in (("train", 40, 40 * 51), ("test", 60, 60)):
-        with open(f"{real}/{split}/dataset.json") as f:
-            assert json.load(f) == {
-                "pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0, "vocab_size": 11, "seq_len": 81,
-                "num_puzzle_identifiers": 1, "total_groups": groups, "mean_puzzle_examples": 1.0,
-                "total_puzzles": groups, "sets": ["all"]}
+        assert json.loads((real / split / "dataset.json").read_text()) == {
+            "pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0, "vocab_size": 11, "seq_len": 81,
+            "num_puzzle_identifiers": 1, "total_groups": groups, "mean_puzzle_examples": 1.0,
+            "total_puzzles": groups, "sets": ["all"]}
         arrays = {field: np.load(f"{real}/{split}/all__{field}.npy") for field in FIELDS}
         assert [array.dtype for array in arrays.values()] == [np.uint8] * 2 + [np.int32] * 3
         assert arrays["inputs"].shape == arrays["labels"].shape == (examples, 81)
         assert (arrays["puzzle_identifiers"] == np.zeros(examples)).all()
         assert (arrays["puzzle_indices"] == np.arange(examples + 1)).all()
         assert (arrays["group_indices"] == np.arange(groups + 1) * (examples // groups)).all()
-    with open(f"{real}/identifiers.json") as f:
-        assert json.load(f) == ["<blank>"]
+    assert json.loads((real / "identifiers.json").read_text()) == ["<blank>"]
     manifest = Dataset(real, "test").manifest
     assert manifest["grid"] == [9, 9] and manifest["box"] == [3, 3] and manifest["symbols"] == " .123456789"
     assert manifest["kind"] == "sudoku" and manifest["command"]["source"] == "csv"
@@ -136,8 +127,7 @@ def test_a_killed_command_leaves_nothing_that_stays(tmp_path, by):
             f"--output_dir={tmp_path / 'x'}/", "--num_train=9", "--num_aug=3000000"]
     process = subprocess.Popen(argv, stderr=subprocess.PIPE)
     part = tmp_path / f"x.part-{platform.node()}"
-    while not list(tmp_path.glob("x.part*/train/*inputs*")):
-        time.sleep(0.01)
+    wait_for(lambda: list(tmp_path.glob("x.part*/train/*inputs*")))
     process.send_signal(by)
     process.communicate()
     assert process.returncode == (3 if by == signal.SIGTERM else -9)
@@ -201,6 +191,7 @@ def with_row(row, value):
     ("total_groups", lambda n: n + 1, r"group_indices.npy .* of shape \[42\], not"),
     ("inputs", lambda array: array.astype(float), r"inputs.npy must hold integers"),
     ("inputs", with_row(5, -3), r"inputs.npy holds -3 to 10"),
+    ("inputs", with_row(5, 11), r"inputs.npy holds 0 to 11, where dataset.json allows 0 to 10"),
     ("labels", lambda array: array[:-1], r"labels.npy .*, not uint8 of \[2039, 81\]"),
     ("puzzle_identifiers", with_row(5, 1), r"identifiers.npy holds 0 to 1, .* to 0"),
     ("puzzle_identifiers", lambda array: array[1:], r"puzzle_indices.npy .* of shape \[2040\], not"),
@@ -315,7 +306,7 @@ def test_generated_puzzles_are_minimal_with_one_solution(size, n):
     questions, answers = prepare_sudoku.generate_chunk((0, 0, n, size))
     assert questions.shape == answers.shape == (n, size * size)
     assert questions.dtype == answers.dtype == np.uint8
-    assert_valid(questions, answers, size)
+    assert are_valid(questions, answers, size).all()
     for question in questions:
         clues = np.flatnonzero(question)
         boards = np.tile(question, (len(clues) + 1, 1))
@@ -339,9 +330,11 @@ def test_a_pool_ends_with_the_command_that_is_killed(tmp_path):
     argv = [sys.executable, prepare_sudoku.__file__, "--source=generate", "--size=9", "--num_train=100000"]
     process = subprocess.Popen([*argv, f"--output_dir={tmp_path / 'x'}"], start_new_session=True)
     group = ["pgrep", "-g", str(process.pid)]
-    wait_for(lambda: len(subprocess.run(group, capture_output=True).stdout.split()) > 2)
-    process.kill()
-    process.wait()
+    try:
+        wait_for(lambda: len(subprocess.run(group, capture_output=True).stdout.split()) > 2)
+    finally:
+        process.kill()
+        process.wait()
     wait_for(lambda: subprocess.run(group, capture_output=True).returncode)
 
 
@@ -368,7 +361,7 @@ def test_more_puzzles_than_exist(monkeypatch):
 def test_counting_agrees_with_all_288_grids():
     rng, rows = np.random.default_rng(0), np.array(list(itertools.permutations(range(1, 5))), np.uint8)
     grids = rows[np.indices((24,) * 4).reshape(4, -1).T].reshape(-1, 16)
-    grids = grids[(np.sort(units(grids, 4), axis=2) == range(1, 5)).all(axis=(1, 2))]
+    grids = grids[are_valid(np.zeros_like(grids), grids, 4)]
     questions, answers = prepare_sudoku.generate_chunk((1, 0, 60, 4))
     for removed in (0, 1, 2, 3):  # boards that lack clues have several solutions
         boards = questions.copy()
@@ -392,10 +385,10 @@ def test_train_and_test_of_a_generated_set_are_distinct(tmp_path):
     assert len(set(test_rows)) == 800 and len(set(train_rows[::21])) == 300
     assert not set(test_rows) & set(train_rows)
     assert train.manifest["counts"]["copies_replaced"] > 0
-    assert_valid(train.inputs - 1, train.labels - 1, 4)
-    few = generated(tmp_path / "few", size=4, num_train=10, num_test=800, num_aug=1)
-    again, other = (generated(tmp_path / f"{seed}", size=4, num_train=10, num_test=800, num_aug=1, seed=seed)
-                    for seed in (0, 1))
+    assert are_valid(train.inputs - 1, train.labels - 1, 4).all()
+    few, again, other = (
+        generated(tmp_path / str(i), size=4, num_train=10, num_test=800, num_aug=1, seed=seed)
+        for i, seed in enumerate((0, 0, 1)))
     assert Dataset(again, "train").sha256 == Dataset(few, "train").sha256 != Dataset(other, "train").sha256
     assert np.array_equal(Dataset(few, "test").inputs, test.inputs)
     assert np.array_equal(Dataset(few, "train").inputs[::2], train.inputs[:210:21])
@@ -407,7 +400,7 @@ def test_copies_are_valid_puzzles(size):
     questions, answers = prepare_sudoku.generate_chunk((0, 0, 5, size))
     new_questions, new_answers = prepare_sudoku.transform(questions, answers, 1000, size, rng)
     assert new_questions.shape == (5000, size * size) and new_questions.dtype == np.uint8
-    assert_valid(new_questions, new_answers, size)
+    assert are_valid(new_questions, new_answers, size).all()
     assert ((new_questions > 0).sum(axis=1) == (questions > 0).sum(axis=1).repeat(1000)).all()
     distinct = [len(np.unique(new_questions[i:i + 1000], axis=0)) for i in range(0, 5000, 1000)]
     assert min(distinct) > (300 if size == 4 else 990)
@@ -457,38 +450,29 @@ A, B, C = [("mine", symbols(question + 1), symbols(answer + 1), "3")  # three pu
            for question, answer in zip(*prepare_sudoku.generate_chunk((0, 0, 3, 4)))]
 
 
-CLUE = re.search(r"\d", B[1]).start()
-FEWER_CLUES = (B[0], B[1][:CLUE] + "." + B[1][CLUE + 1:], *B[2:])
+FEWER_CLUES = ("mine", B[2][0] + "." * 15, *B[2:])
 CLUE_MISMATCH = (*B[:2], B[2].translate(str.maketrans("1234", "2143")), "3")  # another puzzle's answer
 
 
-def write_csv(path, rows, header=("source", "question", "answer", "rating")):
+def write_csv(path, rows):
     with open(path, "w", newline="", encoding="utf-8") as f:
-        csv.writer(f).writerows([header, *rows])
-    return str(path)
-
-
-def build(tmp_path, train, test, **changes):
-    return prepare(tmp_path / "out", train_csv=train, test_csv=test, size=4, num_aug=0, **changes)
+        csv.writer(f).writerows([COLUMNS, *rows])
+    return path
 
 
 @pytest.mark.parametrize("wrong, message", [
-    ([CLUE_MISMATCH] * 2, "the question has . in row ., column ., where the answer has ."),
-    ([B[:2], CLUE_MISMATCH, B[:3]], "must have question, answer, rating, as the first line has"),
-    ([(*B[:2], B[2] + "1", "3")], "the answer has 17 characters, not 16"),
-    ([(*B[:2], "\u0663" + B[2][1:], "3")], "character 1 of the answer is '\u0663', not one of '1234'"),
-    ([("me", "1..1" + "." * 12, *B[2:])], "the question has digit 1 twice in row 1"),
-    ([FEWER_CLUES, FEWER_CLUES], "the question has more than one solution"),
-    ([(*B[:3], "")], "the rating '' is not an integer"),
+    (CLUE_MISMATCH, "the question has . in row ., column ., where the answer has ."),
+    (FEWER_CLUES, "the question has more than one solution"),
+    ((*B[:3], ""), "the rating '' is not an integer"),
 ])
 def test_the_first_wrong_row_of_a_long_file_is_named(tmp_path, wrong, message):
     """Beyond the first block of rows, of either file."""
-    long = write_csv(tmp_path / "long.csv", [A] * 17000 + wrong)
+    long = write_csv(tmp_path / "long.csv", [A] * 17000 + [wrong] * 2)
     short = write_csv(tmp_path / "short.csv", [C])
-    for files in ((long, short), (short, long)):
-        with pytest.raises(UserError, match=rf"long\.csv:17002: {message}") as error:
-            build(tmp_path, *files, subsample_size=0)
-        assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+    for train, test in ((long, short), (short, long)):
+        with pytest.raises(UserError, match=rf"long\.csv:17002: {message}"):
+            prepare(tmp_path / "out", train_csv=train, test_csv=test, size=4, subsample_size=0, num_aug=0)
+        assert not (tmp_path / "out").exists()
 
 
 def test_csv_variants(tmp_path):
@@ -497,7 +481,8 @@ def test_csv_variants(tmp_path):
     text += f'7,{A[2]},{A[1].replace(".", "0")},"mine, not yours",\r\n\r\n-1,{B[2]},{FEWER_CLUES[1]},,x'
     (tmp_path / "train.csv").write_bytes(text.encode())
     test = write_csv(tmp_path / "test.csv", [C])
-    path = build(tmp_path, tmp_path / "train.csv", test, min_difficulty=-1, check_unique=False)
+    path = prepare(tmp_path / "out", train_csv=tmp_path / "train.csv", test_csv=test, size=4, num_aug=0,
+                   min_difficulty=-1, check_unique=False)
     train = Dataset(path, "train")
     assert [symbols(question) for question in train.inputs] == [A[1], FEWER_CLUES[1]]
     assert train.vocab_size == 6
@@ -521,15 +506,23 @@ def test_choice_of_rows(tmp_path):
         prepare(tmp_path / "none", **files, min_difficulty=100000)
 
 
-@pytest.mark.parametrize("changes, name", [
-    (dict(), "data/sudoku-extreme-1k-aug-1000"),
-    (dict(subsample_size=0, num_aug=0), "data/sudoku-extreme-full"),
-    (dict(min_difficulty=20, seed=3), "data/sudoku-extreme-1k-aug-1000-min-20-seed-3"),
-    (dict(train_csv="x/mine.csv.gz", test_csv="y.csv", subsample_size=123), "data/mine-123-aug-1000"),
-    (dict(source="generate", size=6, num_aug=10), "data/sudoku-6x6-3k-aug-10"),
+FILES = dict(train_csv="x/mine.csv.gz", test_csv="y.csv")
+
+
+@pytest.mark.parametrize("script, changes, name", [
+    (prepare_sudoku, dict(), "data/sudoku-extreme-1k-aug-1000"),
+    (prepare_sudoku, dict(subsample_size=0, num_aug=0), "data/sudoku-extreme-full"),
+    (prepare_sudoku, dict(min_difficulty=20, seed=3), "data/sudoku-extreme-1k-aug-1000-min-20-seed-3"),
+    (prepare_sudoku, FILES | dict(subsample_size=123), "data/mine-123-aug-1000"),
+    (prepare_sudoku, dict(source="generate", size=6, num_aug=10), "data/sudoku-6x6-3k-aug-10"),
+    (prepare_maze, dict(), "data/maze-30x30-hard-1k-aug-8"),
+    (prepare_maze, dict(aug=False, subsample_size=200, seed=3), "data/maze-30x30-hard-200-seed-3"),
+    (prepare_maze, FILES, "data/mine-full-aug-8"),
+    (prepare_maze, dict(source="generate", size=8, min_path=10, num_train=2000),
+     "data/maze-8x8-path-10-2k-aug-8"),
 ])
-def test_default_output_dir(changes, name):
-    assert prepare_sudoku.complete(settings(**changes)).output_dir == name
+def test_default_output_dir(script, changes, name):
+    assert script.complete(settings(script, **changes)).output_dir == name
 
 
 # Downloads.
@@ -607,9 +600,9 @@ def test_hub_end_to_end(hub, tmp_path, monkeypatch, capfd):
 def test_progress(capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(data.time, "monotonic", lambda: clock[0])
-    if progress := data.Progress("slow", 100e6, "MB", 1e6):
-        for _ in range(10):
-            clock[0] += 3.0
-            progress.add(10_000_000)
+    progress = data.Progress("slow", 100e6, "MB", 1e6)
+    for _ in range(10):
+        clock[0] += 3.0
+        progress.add(10_000_000)
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["slow: 40/100 MB, 3.3 MB/s, 18 s left", "slow: 80/100 MB, 3.3 MB/s, 6 s left"]

@@ -1,33 +1,22 @@
 """Mazes: generated ones, answers and copies, CSV files and the hub, path metrics, and train.py on mazes."""
 import collections
-import csv
-import json
+import functools
 import os
 import shutil
 
 import maze_copies
 import numpy as np
 import pytest
-from configurator import UserError, configure
 from conftest import ForkedTrain, hosts
-from test_data import hub  # a fixture: a local server instead of the hub
+from test_data import hub, prepare, settings, write_csv
+from test_train import command, lines, run
 
-import data
 import prepare_maze
-import train
 from data import Dataset
 from puzzles import GOAL, OPEN, PATH, START, WALL, label_notes, path_metrics
 
 SYMBOLS = "_# SGo"
-HEADER = ["source", "question", "answer", "rating"]
-
-
-def settings(**changes):
-    return configure(prepare_maze.__file__, [f"--{key}={value}" for key, value in changes.items()])
-
-
-def prepare(path, **changes):
-    return prepare_maze.main(settings(output_dir=path, **changes))
+prepare = functools.partial(prepare, script=prepare_maze)
 
 
 def tokens(*grids):
@@ -45,30 +34,17 @@ def neighbours(row, column):
     return (row + 1, column), (row, column - 1), (row, column + 1), (row - 1, column)
 
 
-def cell_of(grid, token):
-    row, column = np.argwhere(grid == token)[0]
-    return int(row), int(column)
-
-
-def distances(question, size, origin):
-    """{cell: steps from the cell with the token origin}, by a plain search."""
-    grid = question.reshape(size, size)
-    found = {cell_of(grid, origin): 0}
-    queue = collections.deque(found)
-    while queue:
-        position = queue.popleft()
-        for cell in neighbours(*position):
-            if 0 <= min(cell) and max(cell) < size and grid[cell] != WALL and cell not in found:
-                found[cell] = found[position] + 1
-                queue.append(cell)
-    return found
-
-
 def by_the_rule(question, size):
-    """The shortest path that prefers down, left, right, up in this order; None if there is none."""
-    steps_left = distances(question, size, GOAL)
+    """The shortest path that prefers down, left, right, up, by a plain search; None if there is none."""
     grid = question.reshape(size, size).copy()
-    position = cell_of(grid, START)
+    position, goal = (tuple(np.argwhere(grid == token)[0].tolist()) for token in (START, GOAL))
+    steps_left, queue = {goal: 0}, collections.deque([goal])
+    while queue:
+        reached = queue.popleft()
+        for cell in neighbours(*reached):
+            if 0 <= min(cell) and max(cell) < size and grid[cell] != WALL and cell not in steps_left:
+                steps_left[cell] = steps_left[reached] + 1
+                queue.append(cell)
     if position not in steps_left:
         return None
     for steps in range(steps_left[position] - 1, 0, -1):
@@ -77,17 +53,15 @@ def by_the_rule(question, size):
     return grid.ravel()
 
 
-def write_csv(path, mazes, rating="1"):
-    with open(path, "w", newline="") as f:
-        csv.writer(f).writerows([HEADER] + [["me", text(q), text(a), rating] for q, a in mazes])
-    return str(path)
+def write_mazes(path, mazes, rating="1"):
+    return write_csv(path, [("me", text(question), text(answer), rating) for question, answer in mazes])
 
 
 # The solver and the generator.
 
 @pytest.mark.parametrize("size", [2, 5, 32, 33, 64])
 def test_answers_are_shortest_paths_by_the_rule(size):
-    n = 40 if size < 30 else 6
+    n = 500 if size < 30 else 6
     rng = np.random.default_rng(size)
     questions = np.where(rng.random((n, size * size)) < 0.35, WALL, OPEN).astype(np.uint8)
     for question in questions:
@@ -109,22 +83,11 @@ def test_generated_mazes(size, min_path, n):
     assert questions.shape == (n, size * size) and questions.dtype == np.uint8
     assert ((questions == START).sum(axis=1) == 1).all() and ((questions == GOAL).sum(axis=1) == 1).all()
     assert set(np.unique(questions)) == {WALL, OPEN, START, GOAL}
-    goals = [cell_of(question.reshape(size, size), GOAL) for question in questions]
-    steps = [distances(q, size, START)[goal] for q, goal in zip(questions, goals)]
+    _, steps = prepare_maze.solve(questions, size)
     assert min(steps) >= min_path and (n == 10 or min(steps) == min_path)
     copies = {text(q[copy]) for q in questions for copy in prepare_maze.dihedral(size)}
     assert len(copies) == 8 * n  # none is symmetric, or another one turned or reflected
     assert 0.3 < (questions == WALL).mean() < 0.5
-
-
-def test_generation_depends_on_the_seed_and_not_on_the_processes(monkeypatch):
-    monkeypatch.setattr(data, "cores", lambda: 1)
-    mazes, _ = prepare_maze.generate(8, 1500, 7, 20)
-    assert (mazes[:50] == prepare_maze.generate(8, 50, 7, 20)[0]).all()
-    assert (mazes[:50] != prepare_maze.generate(8, 50, 8, 20)[0]).any()
-    monkeypatch.setattr(data, "POOL_AFTER", 0.0)
-    monkeypatch.setattr(data, "cores", lambda: 2)
-    assert (mazes == prepare_maze.generate(8, 1500, 7, 20)[0]).all()
 
 
 # Datasets.
@@ -151,8 +114,7 @@ def test_dataset(tmp_path):
     assert manifest["counts"] == {"train_puzzles": 40, "test_puzzles": 30}
     assert (np.diff(train.group_indices) == 8).all() and (np.diff(test.group_indices) == 1).all()
     for split in (train, test):
-        for question, answer in zip(split.inputs, split.labels):
-            assert (answer == by_the_rule(question, 7)).all()
+        assert (split.labels == prepare_maze.solve(split.inputs, 7)[0]).all()
     copies = []  # in the official builder's order
     for grid in train.inputs[::8].reshape(-1, 7, 7):
         copies += [grid, np.rot90(grid), np.rot90(grid, 2), np.rot90(grid, 3)]
@@ -167,23 +129,12 @@ def test_dataset(tmp_path):
 
 def test_answers_that_do_not_follow_the_rule_are_turned_with_their_mazes():
     question, = tokens("S../.../..G")
-    by_rule, other = tokens("S../o../ooG", "Soo/..o/..G")
-    questions, answers = np.stack([question, question]), np.stack([by_rule, other])
-    (inputs, labels), = prepare_maze.augmented(questions, answers, 3, True)
+    by_rule, other = answers = tokens("S../o../ooG", "Soo/..o/..G")
+    (inputs, labels), = prepare_maze.augmented(np.stack([question] * 2), answers, 3, True)
     copies = prepare_maze.dihedral(3)
     assert (inputs == np.concatenate([question[copies]] * 2)).all()
     assert (labels[8:] == other[copies]).all() and (labels[:8] != by_rule[copies]).any()
-    assert all((label == by_the_rule(inputs[i], 3)).all() for i, label in enumerate(labels[:8]))
-
-
-@pytest.mark.parametrize("changes, name", [
-    (dict(), "data/maze-30x30-hard-1k-aug-8"),
-    (dict(aug=False, subsample_size=200, seed=3), "data/maze-30x30-hard-200-seed-3"),
-    (dict(train_csv="x/mine.csv.gz", test_csv="y.csv"), "data/mine-full-aug-8"),
-    (dict(source="generate", size=8, min_path=10, num_train=2000), "data/maze-8x8-path-10-2k-aug-8"),
-])
-def test_default_output_dir(changes, name):
-    assert prepare_maze.complete(settings(**changes)).output_dir == name
+    assert (labels[:8] == prepare_maze.solve(inputs[:8], 3)[0]).all()
 
 
 # CSV files and the hub.
@@ -194,10 +145,10 @@ def test_csv_files(tmp_path):
     turn = prepare_maze.dihedral(6)[3]
     rows = list(zip(questions, answers))
     turned = list(zip(questions[:, turn], answers[:, turn]))
-    test = write_csv(tmp_path / "test.csv", rows[15:])
+    test = write_mazes(tmp_path / "test.csv", rows[15:])
     in_test = [rows[16], turned[17]]
     repeated = [rows[3], turned[4]]
-    train = write_csv(tmp_path / "train.csv", rows[:12] + in_test + repeated, rating="?")
+    train = write_mazes(tmp_path / "train.csv", rows[:12] + in_test + repeated, rating="?")
     path = prepare(tmp_path / "a", train_csv=train, test_csv=test, aug=False)
     assert (Dataset(path, "train").inputs == questions[:12]).all()
     assert (Dataset(path, "test").labels == answers[15:]).all()
@@ -216,78 +167,58 @@ def test_hub_end_to_end(hub, tmp_path, monkeypatch):
     questions, answers = prepare_maze.generate(30, 3, 0, 20)
     rows = list(zip(questions, answers))
     for split, part in (("train", rows[:2]), ("test", rows[2:])):
-        with open(write_csv(f"{split}.csv", part), "rb") as f:
-            hub.files[f"/datasets/sapientinc/maze-30x30-hard-1k/resolve/main/{split}.csv"] = f.read()
-    train = Dataset(prepare_maze.main(settings()), "train")
+        name = f"/datasets/sapientinc/maze-30x30-hard-1k/resolve/main/{split}.csv"
+        hub.files[name] = write_mazes(tmp_path / f"{split}.csv", part).read_bytes()
+    train = Dataset(prepare_maze.main(settings(prepare_maze)), "train")
     assert len(train) == 16 and train.total_groups == 2 and (train.inputs[::8] == questions[:2]).all()
 
 
 # Metrics.
 
-QUESTION = "S..../.##../...../.##../....G"
-LABEL = "S..../o##../o..../o##../ooooG"
-ANSWERS = {  # whether they are valid and optimal
-    LABEL: True, "Soooo/.##.o/....o/.##.o/....G": True,
-    "S..../o##../ooo../o.o../ooooG": False,  # a line that touches itself
-    "S..../o##../...../o##../ooooG": False,  # a gap
-    "So.../.o#../.o.../.o#../.oooG": False,  # through walls
-    "S...o/o##../o..../o##../ooooG": False,  # a stray cell
-    "S..../o##../oo.../o##../ooooG": False,  # a blind alley
-    "Soooo/o##.o/o...o/o##.o/ooooG": False, "Soooo/o##oo/ooooo/o##oo/ooooG": False,  # both ways; all cells
-    "S...S/o##../o..../o##../ooooG": False,  # two starts
-    "S..../o##../o..../o##../oooGo": False,  # a goal elsewhere
-    "S..../o.#../o..../o##../ooooG": True,  # a wall drawn open
-    "_____/_____/_____/_____/_____": False}
+MAZE = "S..../.##../...../.##../....G", "S..../o##../o..../o##../ooooG"  # and its shortest path
+NEAR = "SG.../...../...../...../....."
+FREE = "S.G../...../...../...../.....", "SoG../...../...../...../....."
+ANSWERS = [  # a maze, an answer, whether it is valid and optimal
+    (MAZE, MAZE[1], True, True), (MAZE, "Soooo/.##.o/....o/.##.o/....G", True, True),
+    (MAZE, "Soooo/.##.o/ooooo/o##../ooooG", True, False),  # a detour
+    (MAZE, "S..../o##../ooo../o.o../ooooG", False, False),  # a line that touches itself
+    (MAZE, "S..../o##../...../o##../ooooG", False, False),  # a gap
+    (MAZE, "So.../.o#../.o.../.o#../.oooG", False, False),  # through walls
+    (MAZE, "S...o/o##../o..../o##../ooooG", False, False),  # a stray cell
+    (MAZE, "S..../o##../oo.../o##../ooooG", False, False),  # a blind alley
+    (MAZE, "Soooo/o##.o/o...o/o##.o/ooooG", False, False),  # both ways
+    (MAZE, "Soooo/o##oo/ooooo/o##oo/ooooG", False, False),  # all cells
+    (MAZE, "S...S/o##../o..../o##../ooooG", False, False),  # two starts
+    (MAZE, "S..../o##../o..../o##../oooGo", False, False),  # a goal elsewhere
+    (MAZE, "S..../o.#../o..../o##../ooooG", True, True),  # a wall drawn open
+    (MAZE, "_____/_____/_____/_____/_____", False, False),
+    ((NEAR, NEAR), NEAR, True, True),
+    (FREE, "SoG../...../..ooo/..o.o/..ooo", False, False),  # a ring beside the path
+    (FREE, "S.G../..o../oooo./...o./..ooo", False, False)]  # cells that do not meet S
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
-def test_path_metrics(answer):
-    question, label, drawn = tokens(QUESTION, LABEL, answer)
+def test_path_metrics():
+    """In a batch and one by one, and of no answers."""
+    mazes, answers, valid, optimal = zip(*ANSWERS)
+    questions, labels = (tokens(*drawn) for drawn in zip(*mazes))
+    answers = tokens(*answers)
     for turn in prepare_maze.dihedral(5):
-        got = path_metrics(question[None, turn], label[None, turn], drawn[None, turn], 5)
-        assert [values.tolist() for values in got] == [[ANSWERS[answer]]] * 2
-
-
-def test_path_metrics_of_a_batch():
-    """A detour is valid but not optimal, a ring beside the path is not valid."""
-    rows = "......./" * 4 + "......."
-    question, label = f"S.G..../.##..../{rows}", f"SoG..../.##..../{rows}"
-    free, straight = question.replace("#", "."), label.replace("#", ".")
-    near = f"SG...../......./{rows}"
-    questions = tokens(question, question, free, near, free)
-    labels = tokens(label, label, straight, near, straight)
-    rows = rows[16:]
-    answers = tokens(f"S.Go.../o##o.../oooo.../......./{rows}", label,
-                     f"SoG..../....ooo/....o.o/....ooo/{rows}", near,
-                     f"S.G.ooo/....o../oooooo./......./{rows}")
-    valid = [True, True, False, True, False]
-    optimal = [False, True, False, True, False]
-    for rows in (slice(None), slice(2, 3), slice(0, 0)):
-        metrics = path_metrics(questions[rows], labels[rows], answers[rows], 7)
-        assert [values.tolist() for values in metrics] == [valid[rows], optimal[rows]]
+        for rows in (slice(None), slice(0, 0), *(slice(i, i + 1) for i in range(len(ANSWERS)))):
+            metrics = path_metrics(*(array[rows][:, turn] for array in (questions, labels, answers)), 5)
+            assert tuple(tuple(values) for values in metrics) == (valid[rows], optimal[rows])
 
 
 # train.py.
 
-TINY = [
-    "--device=cpu", "--hidden_size=16", "--num_heads=2", "--mlp_t=False", "--pos_encodings=rope",
-    "--puzzle_emb_ndim=0", "--L_layers=1", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2",
-    "--global_batch_size=16", "--lr=1e-2", "--lr_warmup_steps=5", "--ema=False", "--forward_dtype=float32",
-    "--eval_interval=0"]
-
-
-def test_train_and_evaluate(tmp_path, capfd):
+def test_train_and_evaluate(tmp_path):
     """The metrics that train.py logs are those of the answers that it saves."""
-    def run(*flags):
-        train.replica(configure(train.__file__, flags), "cpu")
-        return capfd.readouterr().out
-
+    flags = ["--hidden_size=16", "--mlp_t=False", "--pos_encodings=rope", "--puzzle_emb_ndim=0",
+             "--ema=False", "--L_layers=1", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2",
+             "--lr=1e-2", "--max_steps=80"]
     path = prepare(tmp_path / "maze", source="generate", size=4, min_path=1, num_train=60, num_test=49)
-    flags = [*TINY, f"--data_path={path}", f"--out_dir={tmp_path / 'out'}", "--max_steps=80"]
-    text = run(*flags, "--eval_save_outputs=inputs,labels,preds,", "--eval_show_puzzle")
-    with open(tmp_path / "out" / "metrics.jsonl") as f:
-        final = json.loads(f.readlines()[-1])
-    saved = np.load(tmp_path / "out" / "eval_00000080.npz")
+    out = tmp_path / "out"
+    text = run(path, out, *flags, "--eval_save_outputs=inputs,labels,preds,", "--eval_show_puzzle")
+    final, saved = lines(out)[-1], np.load(out / "eval_00000080.npz")
     valid, optimal = path_metrics(saved["inputs"], saved["labels"], saved["preds"], 4)
     assert final["eval/puzzles"] == len(valid) == 49
     assert final["eval/path_valid"] == pytest.approx(valid.mean())
@@ -296,11 +227,11 @@ def test_train_and_evaluate(tmp_path, capfd):
     line = f"path_valid {valid.mean():.4f} path_optimal {optimal.mean():.4f}"
     assert text.count(line) == 1 and "question" in text
     # With 49 puzzles on 2 ranks in batches of 8, one rank has a puzzle in the last round and the other none.
-    argv = [*flags, "--init_from=resume", "--eval_only"]
+    argv = command(path, out, *flags, "--init_from=resume", "--eval_only")[2:]
     ranks = [ForkedTrain(argv, env=os.environ | environment) for environment in hosts(2)]
     path = shutil.copytree(path, tmp_path / "official")
     os.remove(path / "manifest.json")
-    text = run(*TINY, f"--data_path={path}", f"--out_dir={tmp_path / 'other'}", "--max_steps=2")
+    text = run(path, tmp_path / "other", *flags, "--max_steps=2")
     assert "exact" in text and "path_valid" not in text
     texts = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], texts

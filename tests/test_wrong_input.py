@@ -50,9 +50,12 @@ PUZZLES = {
     "me,1..5.42...1.2...,1243342143122134,0": "character 4 | '5'",
     "me,é..3.42...1.2...,1243342143122134,0": "character 1 of the question | 'é'",
     "me,1..3.42...1.2...,124.342143122134,0": "character 4 of the answer | '.'",
+    "me,1..3.42...1.2...,12433421431221341,0": "answer has 17 characters | 16",
+    "me,1..3.42...1.2...,\u0663243342143122134,0": "character 1 of the answer | '\u0663' | '1234'",
     "me,1..3.42...1.2...,1243342143122134,hard": "rating 'hard' is not an integer",
     "me,1...............,2134431212433421,0": "1 in row 1, column 1 | 2",
-    "me,1..3.42...1.2...,1143342143122134,0": "digit 1 twice in row 1",
+    "me,1..3.42...1.2...,1143342143122134,0": "the answer has digit 1 twice in row 1",
+    "me,1..1............,1243342143122134,0": "the question has digit 1 twice in row 1",
     "me,1...............,1243342143122134,0": "more than one solution",
     "me,12....3....4....,1243342143122134,0": "no solution"}
 MAZE = "me,S   #   G,Soo #o  G,0"  # 3x3
@@ -81,11 +84,8 @@ def inherited():
 
 def command(script, argv, folder, **env):
     """Runs a script as its users do: (exit code, stdout, stderr)."""
-    try:
-        done = subprocess.run([sys.executable, os.path.join(ROOT, script), *argv], cwd=folder, timeout=120,
-                              capture_output=True, text=True, env=inherited() | env)
-    except subprocess.TimeoutExpired:
-        return None, "", "hangs"
+    done = subprocess.run([sys.executable, os.path.join(ROOT, script), *argv], cwd=folder, timeout=120,
+                          capture_output=True, text=True, env=inherited() | env)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -94,7 +94,6 @@ def world(tmp_path_factory):
     """A folder with a dataset, a run of two steps on it, and damaged, foreign and wrong files."""
     folder = tmp_path_factory.mktemp("world")
     (folder / "tiny.py").write_text(TINY)
-    (folder / "raises.py").write_text("\n\nlr = 1 / 0\n")
     for name, lines in CSVS.items():
         (folder / f"{name}.csv").write_text("".join(line + "\n" for line in lines))
     (folder / "cut.csv.gz").write_bytes(gzip.compress(("\n".join([HEADER] + [GOOD] * 9)).encode())[:-12])
@@ -123,17 +122,14 @@ def damage_datasets(folder):
     def replace(path, old, new):
         path.write_text(path.read_text().replace(old, new))
 
-    for path in damaged("cut"), damaged("cut_official", manifest=False):
-        inputs = path / "train/all__inputs.npy"
-        inputs.write_bytes(inputs.read_bytes()[:-40])
+    inputs = damaged("cut", manifest=False) / "train/all__inputs.npy"
+    inputs.write_bytes(inputs.read_bytes()[:-40])
     labels = damaged("changed") / "test/all__labels.npy"
     labels.write_bytes(labels.read_bytes()[:-1] + b"\1")
     os.remove(damaged("lacks") / "test/all__group_indices.npy")
     (damaged("garbled") / "manifest.json").write_text('{"sha256": ')
     shutil.rmtree(damaged("half") / "test")
     replace(damaged("broken", manifest=False) / "train/dataset.json", "vocab_size", "size")
-    inputs = damaged("tokens", manifest=False) / "train/all__inputs.npy"
-    np.save(inputs, np.load(inputs) + 9)
     test = damaged("mixed", manifest=False) / "test"
     replace(test / "dataset.json", '"seq_len": 16', '"seq_len": 9')
     for field in ("inputs", "labels"):
@@ -163,16 +159,12 @@ def damage_checkpoints(folder):
 
 
 def snapshot(folder):
-    """{relative path: (inode, size, mtime, ctime)} of everything under folder."""
+    """{path: what changes with the content} of everything under folder; locks may come and go in folders."""
     found = {}
-    for parent, folders, files in os.walk(folder):
-        for name in folders + files:
-            path = os.path.join(parent, name)
-            stat = os.stat(path)
-            stamps = stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-            if name in folders:  # a lock may come and go in it
-                stamps = stat.st_ino
-            found[os.path.relpath(path, folder)] = stamps
+    for path in folder.rglob("*"):
+        stat = path.stat()
+        stamps = stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+        found[str(path)] = stat.st_ino if path.is_dir() else stamps
     return found
 
 
@@ -190,7 +182,6 @@ def assert_refused(script, result, words, before, after):
 # Flags: words that the line must contain. train.py reads tiny.py first.
 RESUME, BEGIN = "--init_from=resume --out_dir=out/run ", "--init_from=out/run/ckpt_00000002.pt "
 TRAIN = {
-    "raises.py": "raises.py:3 | ZeroDivisionError | division by zero",
     "--hiden_size=8": "unknown setting hiden_size | the closest is hidden_size",
     # values
     "--micro_batch_size=3": "global_batch_size 4 | micro_batch_size 3 | as 6",
@@ -200,11 +191,9 @@ TRAIN = {
     "--micro_batch_size=-1": "micro_batch_size must be 0 or more | not -1",
     "--lr=-1e-3": "lr must be above 0 | not -0.001",
     "--lr=nan": "lr must be above 0 | nan", "--lr=inf": "lr must be above 0 | inf",
-    "--beta2=1.1": "beta2 must be from 0 to 1, not 1.1",
-    "--ema_rate=1.5": "ema_rate must be from 0 to 1",
-    "--halt_exploration_prob=1.5": "halt_exploration_prob must be from 0 to 1",
-    "--halt_exploration_prob_end=-0.5": "must be from 0 to 1, not -0.5",
-    "--halt_exploration_prob_end=2": "must be from 0 to 1",
+    **{f"--{name}={n}": f"{name} must be from 0 to 1, not {n}" for name, n in (
+        ("beta2", 1.1), ("ema_rate", 1.5), ("halt_exploration_prob", 1.5),
+        ("halt_exploration_prob_end", -0.5), ("halt_exploration_prob_end", 2.0))},
     "--curriculum_epochs=-1": "curriculum_epochs must be 0 or more",
     **{f"--curriculum_epochs=5 --{name}_start={n}": f"{name}_start must be from 1 to {name} (1), not {n}"
        for name, n in (("L_cycles", 7), ("H_cycles", 0))},
@@ -226,16 +215,13 @@ TRAIN = {
     # the dataset
     "--data_path=": "data_path", "--data_path=good.csv": "good.csv | no such dataset",
     "--data_path=data/nowhere": "data/nowhere | no such dataset | prepare_sudoku.py",
-    "--data_path=data/cut":
-        "data/cut/train/all__inputs.npy | does not match manifest.json | prepare_sudoku.py",
-    "--data_path=data/cut_official": "data/cut_official/train/all__inputs.npy | cannot be read | build",
+    "--data_path=data/cut": "data/cut/train/all__inputs.npy | cannot be read | build",
     "--data_path=data/changed":
         "data/changed/test/all__labels.npy | does not match manifest.json | prepare_sudoku.py",
     "--data_path=data/lacks": "data/lacks/test/all__group_indices.npy is missing | prepare_sudoku.py",
     "--data_path=data/half": "data/half/test | no such dataset",
     "--data_path=data/garbled": "data/garbled/manifest.json | build the dataset again",
     "--data_path=data/broken": "data/broken/train/dataset.json | vocab_size | again",
-    "--data_path=data/tokens": "data/tokens/train/all__inputs.npy | dataset.json | again",
     "--data_path=data/mixed": "data/mixed | seq_len",
     # checkpoints
     "--init_from=resume": "out/new | no complete checkpoint | --init_from=auto starts from scratch",
@@ -263,7 +249,6 @@ TRAIN = {
     RESUME + "--data_path=data/other": "data/other | out/run | --out_dir",
     RESUME + "--max_steps=1": "out/run | step 2 | max_steps",
     "--eval_only": "eval_only | --init_from=resume | --init_from=FILE",
-    "--eval_only --init_from=resume": "out/new | no complete checkpoint",
     "--eval_only --init_from=auto": "out/new | checkpoint",
     "--export=new.pt": "export | --init_from",
     "--export=new.pt --init_from=auto": "out/new | checkpoint",
@@ -329,14 +314,10 @@ def test_wrong_input(case, world, monkeypatch, capfd, recwarn):
     monkeypatch.setattr(sys, "argv", [script, *arguments(script, flags)])
     for variable in ("PJRT_DEVICE", "RANK"):
         monkeypatch.delenv(variable, raising=False)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
     before, module = snapshot(world), {T: train, P: prepare_sudoku, M: prepare_maze}[script]
-    try:
-        with pytest.raises(SystemExit) as stop:
-            configurator.start(module.main, module.__file__)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    with pytest.raises(SystemExit) as stop:
+        configurator.start(module.main, module.__file__)
     assert not [w.message for w in recwarn
                 if issubclass(w.category, (UserWarning, RuntimeWarning, FutureWarning))]
     assert_refused(script, (stop.value.code, *capfd.readouterr()), CASES[case], before, snapshot(world))
