@@ -96,16 +96,14 @@ class Device:
         self.torch, self.name = torch.device(kind), platform.processor() or platform.machine()
         if kind == "cuda":
             self.open_gpu(c)
-        error = compile_error(self.torch) if self.compiles else ""
-        if error and c.compile == "on":
-            raise UserError(f"--compile=on: torch.compile fails on {self.name} ({error}); "
-                            "--compile=auto trains without it, more slowly")
-        if error:
+        if self.compiles and (error := compile_error(self.torch)):
+            if c.compile == "on":
+                raise UserError(f"--compile=on: torch.compile fails on {self.name} ({error}); "
+                                "--compile=auto trains without it, more slowly")
             self.compiles = False
             self.notes.append(f"compile is off, which is slower: torch.compile fails here ({error})")
         self.kernels = c.kernels == "on"  # auto: until a GPU has measured them
-        error = kernels_error(kind, c.forward_dtype) if self.kernels else ""
-        if error:
+        if self.kernels and (error := kernels_error(kind, c.forward_dtype)):
             self.kernels = False
             self.notes.append(f"kernels are off: {error}")
         if "RANK" in os.environ:
@@ -334,8 +332,6 @@ class XLADevice:
 
     def barrier(self, tensors):
         """The same tensors as new values to XLA, so that it does not merge computations on both."""
-        if tensors[0].device.type != "xla":  # a model on the CPU beside one on XLA
-            return tensors
         tensors = [t.clone() for t in tensors]
         self.xm.optimization_barrier_(tensors)
         return tensors

@@ -56,7 +56,6 @@ max_jobs = 4  # at a time, with launch
 RETRIES = 2  # how often a run that dies is resumed; wrong input is not retried
 PROGRESS_INTERVAL = 60  # seconds between two lines, or two looks at the queue
 STUDY = os.path.join(ROOT, "config", "study")
-BASELINE = os.path.join(ROOT, "config", "baseline.py")
 SETTINGS = read_settings(train.__file__)
 DEFAULTS = {name: default for name, (default, _, _) in SETTINGS.items()}
 # Settings that do not change a result. The data is known by data_path.
@@ -72,7 +71,7 @@ def main(argv):
     if (s.jobs or s.pull) and runs[0].c.gcs_dir.count("/") < 4:
         raise UserError("--jobs and --pull need --gcs_dir=gs://BUCKET/FOLDER, the folder of all runs")
     if s.list:
-        print_list(runs, vars(configure(train.__file__, [BASELINE, *extra])))
+        print_list(runs, vars(configure(train.__file__, [os.path.join(ROOT, "config/baseline.py"), *extra])))
     elif s.prepare:
         for run in runs:
             train.make_dataset(run.c)
@@ -141,11 +140,10 @@ class Sweep:
         while queue and not self.stopped:
             run, waited = queue.pop(0)
             status, error = self.train(run)
-            elsewhere = status == "elsewhere"
-            if not (elsewhere and waited):
+            if status != "elsewhere" or not waited:
                 label = f"[{self.runs.index(run) + 1}/{len(self.runs)}] {run.name}"
                 print(f"{label}: {status}{error and ': ' + error}", flush=True)
-            if elsewhere:
+            if status == "elsewhere":
                 queue.append((run, True))
                 self.show_progress(last_line(run.log))
                 time.sleep(waited)
@@ -271,16 +269,11 @@ class StudyRun:
         lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
         self.question = next(line[2:].strip() for line in lines if line.startswith("# "))
         self.name = run_file(path, DEFAULTS, DEFAULTS)["wandb_run_name"]
-        self.c = c = configure(train.__file__, [path, *extra])
-        self.command = [os.path.relpath(train.__file__), os.path.relpath(path)]
-        self.extra = extra
-        for arg in extra:
-            name, _, value = arg.lstrip("-").partition("=")
-            if arg.startswith("-") and name in ("out_dir", "gcs_dir"):
-                setattr(c, name, f"{value.rstrip('/')}/{self.name}")
-                arg = f"--{name}={getattr(c, name)}"
-            self.command.append(arg)
-        self.command.append("--init_from=auto")
+        self.extra = [f"{arg.rstrip('/')}/{self.name}" if re.match("-+(out|gcs)_dir=", arg) else arg
+                      for arg in extra]
+        self.c = c = configure(train.__file__, [path, *self.extra])
+        script, config = os.path.relpath(train.__file__), os.path.relpath(path)
+        self.command = [script, config, *self.extra, "--init_from=auto"]
         self.log = c.out_dir + ".log"
         self.job_name = "-".join(c.gcs_dir.split("/")[-2:])
         self.bucket_rows, self.bucket_settings = [], {}
@@ -303,8 +296,8 @@ class StudyRun:
         data = self.c.data_path
         if not data.startswith("gs://"):
             data = f"{bucket}/data/{os.path.basename(data)}"
-        own = "--out_dir=", "--gcs_dir=", "--data_path=", "--data_prepare="
-        flags = [flag for flag in self.extra if not flag.startswith(own)]
+        own = re.compile("-+(out_dir|gcs_dir|data_path|data_prepare)=")
+        flags = [arg for arg in self.extra if not own.match(arg)]
         config = shlex.join([self.command[1], *flags, "--data_prepare="])
         env = dict(BUCKET=bucket, CONFIG=config, DATA=data, RUN=f"{study}/{name}")
         return ["launch", "--yes", "--detach-run", f"--name={self.job_name}", file,
@@ -312,20 +305,19 @@ class StudyRun:
 
     def flop(self):
         """FLOP of the whole training."""
-        plan, flop = train.stages(self.c, self.puzzles), 0
+        plan = train.stages(self.c, self.puzzles)
         ends = [*plan, self.steps][1:]
-        for start, end, cycles in zip(plan, ends, plan.values()):
-            steps = max(0, min(end, self.steps) - start)
-            flop += steps * self.model.flops_per_example(cycles)[1]
-        return flop * self.c.global_batch_size
+        return self.c.global_batch_size * sum(
+            max(0, min(end, self.steps) - start) * self.model.flops_per_example(cycles)[1]
+            for start, end, cycles in zip(plan, ends, plan.values()))
 
     def state(self):
         """complete, incomplete, or failed if its folder holds another run; and the error."""
         if error := self.conflict():
             return "failed", error
         rows = self.bucket_rows if self.c.gcs_dir else self.rows()  # as all hosts see it
-        last = [row for row in rows if "final" in row and row["step"] == self.steps]
-        return "complete" if last else "incomplete", ""
+        ended = any("final" in row and row["step"] == self.steps for row in rows)
+        return "complete" if ended else "incomplete", ""
 
     def conflict(self):
         """The error if a checkpoint in out_dir or in the bucket has other settings."""
@@ -405,11 +397,11 @@ def sky(*args):
 def dataset_sizes(path, data_prepare):
     """(cells, tokens, puzzles of an epoch) of a dataset, or of the one that data_prepare makes."""
     keys = "seq_len", "vocab_size", "total_groups", "mean_puzzle_examples"
-    file, found = os.path.join(path, "train", "dataset.json"), None
+    file = os.path.join(path, "train", "dataset.json")
     if path.startswith("gs://"):
         found = json.loads(Bucket(path).read("train/dataset.json") or "null")
-    elif os.path.exists(file):
-        found = read_json(file, *keys)
+    else:
+        found = os.path.exists(file) and read_json(file, *keys)
     if found:
         cells, tokens, groups, examples = map(found.get, keys)
         return cells, tokens, groups * examples

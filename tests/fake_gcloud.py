@@ -17,8 +17,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -71,23 +71,18 @@ class Cloud:
         write_program(self.cloud / "bin/gcloud", f'exec {sys.executable} -S {__file__} "$@"')
         write_program(self.cloud / "host_bin/hostname", "echo t1v-n-0-w-$HOST")
 
-    def environment(self, **settings):
-        """That of tpu.sh."""
-        inherited = {k: v for k, v in os.environ.items() if k in ("HOME", "TMPDIR", "LANG")}
-        path = f"{self.cloud / 'bin'}:{os.environ['PATH']}"
-        return inherited | dict(PATH=path, CLOUD=str(self.cloud)) | SETTINGS | settings
-
     def start(self, *args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **settings):
-        """tpu.sh, as a process that runs."""
-        command = ["bash", str(self.project / "scripts/tpu.sh"), *args]
-        return subprocess.Popen(command, env=self.environment(**settings), text=True,
-                                stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
+        """tpu.sh, as a process that runs. TMPDIR: its archive has the same name in all tests."""
+        environment = {k: v for k, v in os.environ.items() if k in ("HOME", "LANG")}
+        path = f"{self.cloud / 'bin'}:{os.environ['PATH']}"
+        environment |= dict(PATH=path, CLOUD=str(self.cloud), TMPDIR=str(self.cloud))
+        return subprocess.Popen(
+            ["bash", self.project / "scripts/tpu.sh", *args], env=environment | SETTINGS | settings,
+            stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True)
 
-    def tpu(self, *args, **settings):
-        """What tpu.sh did."""
-        process = self.start(*args, **settings)
-        stdout, stderr = process.communicate(timeout=60)
-        return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+    def tpu(self, *args, code=0, **settings):
+        """What tpu.sh prints on stdout and on stderr until it ends with this exit code."""
+        return finish(self.start(*args, **settings), code)
 
     def calls(self, word=""):
         path = self.cloud / "calls"
@@ -110,22 +105,31 @@ class Cloud:
         self.home(host).rename(self.cloud / f"lost{time.time()}")
 
 
+def finish(process, code):
+    """What a process prints on stdout and on stderr until it ends with this exit code."""
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == code, stdout + stderr
+    return stdout, stderr
+
+
 def write_program(path, text):
     path.write_text(f"#!/usr/bin/env bash\n{text}\n")
     path.chmod(0o755)
 
 
-def processes(folder):
-    """Pids of what runs on the host with this home folder, or on all hosts in this folder; no zombies."""
+def processes(folder, command=""):
+    """Pids of what runs on the host with this home folder, or on all hosts in this folder; no zombies.
+
+    command: a pattern of their arguments, each of which ends with a zero.
+    """
     found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as f:
-                home = re.search(rb"(?:^|\0)FAKE_HOST=([^\0]*)", f.read())
-        except OSError:  # it has ended
-            continue
-        if home and Path(os.fsdecode(home[1])).is_relative_to(folder):
-            found.append(int(pid))
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            environment, arguments = (
+                os.fsdecode((process / name).read_bytes()) for name in ("environ", "cmdline"))
+            home = re.search(r"(?:^|\0)FAKE_HOST=([^\0]*)", environment)
+            if home and Path(home[1]).is_relative_to(folder) and re.search(command, arguments):
+                found.append(int(process.name))
     return found
 
 
@@ -149,7 +153,10 @@ def main(arguments):
     vm = (cloud / "slice").read_text().strip() if (cloud / "slice").exists() else None
     queue = cloud / "queue"
     if queue.exists() and not vm and not (cloud / "no_capacity").exists():
-        provision(cloud)
+        for host in range(len(json.loads((cloud / "hosts.json").read_text()))):
+            (cloud / "hosts" / str(host)).mkdir(parents=True)
+        queue.write_text("ACTIVE\n")
+        (cloud / "slice").write_text("READY\n")
         vm = "READY"
     if name.endswith("resources create"):
         if (cloud / "refuse").exists():
@@ -171,10 +178,8 @@ def main(arguments):
         if vm != "READY":
             fail(name, f"the TPU is in state {vm}, and cannot be used" if vm else "NOT_FOUND: no such TPU")
         on_workers(cloud, name, positional, flags)
-    elif name == "storage ls":
-        list_objects(cloud, name, positional[0])
     else:
-        fail(name, "not simulated")
+        list_objects(cloud, name, positional[0])
 
 
 def fail(name, message, code=1):
@@ -198,55 +203,39 @@ def parse(arguments):
     return name, [a for a in arguments if a not in flags], dict(f.partition("=")[::2] for f in flags)
 
 
-def provision(cloud):
-    for host in range(len(json.loads((cloud / "hosts.json").read_text()))):
-        (cloud / "hosts" / str(host)).mkdir(parents=True)
-    (cloud / "queue").write_text("ACTIVE\n")
-    (cloud / "slice").write_text("READY\n")
-
-
 def on_workers(cloud, name, positional, flags):
     """ssh or scp, on all workers at once; exits with the code of the first that failed."""
     environments = json.loads((cloud / "hosts.json").read_text())
     if flags.get("--worker") != "all" or name.endswith("ssh") and "--command" not in flags:
         fail(name, "not simulated")
-    codes = {}
 
     def work(number):
+        """The exit code; 255 without a connection, or if the host dies meanwhile."""
         home, hang = cloud / "hosts" / str(number), cloud / "hang"
         print(f"{name[-3:].upper()}: Attempting to connect to worker {number}...", file=sys.stderr)
         if hang.exists() and hang.read_text() == str(number):
             time.sleep(3600)
         if not home.is_dir() or (cloud / "no_ssh").exists():
             print(f"ssh: connect to host 10.0.0.{number} port 22: Connection timed out", file=sys.stderr)
-            codes[number] = 255
-        elif name.endswith("ssh"):
-            codes[number] = shell(cloud, home, environments[number], flags["--command"])
-        else:
+            return 255
+        if name.endswith("scp"):
             shutil.copy(positional[0], home / positional[1].partition(":")[2])
-            codes[number] = 0
+            return 0
+        path = f"{cloud / 'host_bin'}:/usr/local/bin:/usr/bin:/bin"
+        environment = dict(PATH=path, HOME=str(home), FAKE_HOST=str(home), CLOUD=str(cloud))
+        environment |= environments[number]
+        code = subprocess.run(["bash", "-c", flags["--command"]], cwd=home, env=environment).returncode
+        return 255 if code < 0 else code
 
-    workers = range(len(environments))
-    threads = [threading.Thread(target=work, args=(number,)) for number in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number in workers:
-        if codes[number] == 255:
+    with ThreadPoolExecutor() as pool:
+        codes = [*pool.map(work, range(len(environments)))]
+    for number, code in enumerate(codes):
+        if code == 255:
             fail(name, "[/usr/bin/ssh] exited with return code [255].", 255)
-        if codes[number]:
-            print(f"##### Command execution on worker {number} failed with exit status {codes[number]}. "
-                  "Continuing.", file=sys.stderr)
-            sys.exit(codes[number])
-
-
-def shell(cloud, home, environment, command):
-    """Runs a command in a shell of the host; 255 if the host dies meanwhile."""
-    path = f"{cloud / 'host_bin'}:/usr/local/bin:/usr/bin:/bin"
-    environment = dict(PATH=path, HOME=str(home), FAKE_HOST=str(home), CLOUD=str(cloud)) | environment
-    code = subprocess.run(["bash", "-c", command], cwd=home, env=environment).returncode
-    return 255 if code < 0 else code
+        if code:
+            print(f"##### Command execution on worker {number} failed with exit status {code}. Continuing.",
+                  file=sys.stderr)
+            sys.exit(code)
 
 
 def list_objects(cloud, name, url):
@@ -270,19 +259,17 @@ def start_ranks(arguments):
     """Python on a host with several ranks: as xmp.spawn, a process for each; if one is killed, all end."""
     def terminate(*_):
         for process in ranks:
-            if process.poll() is None:
-                process.terminate()
+            process.terminate()
 
     ranks = []
     for local_rank, rank in enumerate(os.environ["RANKS"].split()):
         environment = os.environ | dict(RANK=rank, LOCAL_RANK=str(local_rank), TORCHELASTIC_RUN_ID="chaos")
         ranks.append(subprocess.Popen([sys.executable, *arguments], env=environment))
     signal.signal(signal.SIGTERM, terminate)
-    while any(process.poll() is None for process in ranks):
-        if any((process.poll() or 0) < 0 for process in ranks):
+    while None in (codes := [process.poll() for process in ranks]):
+        if any(code and code < 0 for code in codes):
             terminate()
         time.sleep(0.05)
-    codes = [process.returncode for process in ranks]
     print(f"exit codes of ranks {os.environ['RANKS']}: {codes}", file=sys.stderr)
     sys.exit(1 if min(codes) < 0 else max(codes))
 

@@ -22,7 +22,7 @@ from fake_gcloud import kill_processes, write_program
 from fake_gcloud import processes as alive
 
 SKY = Path(os.environ.get("SKY", "."))
-ENDED = "SUCCEEDED", "FAILED", "FAILED_SETUP"
+ENDED = "SUCCEEDED", "FAILED"
 IGNORED = shutil.ignore_patterns(".*", "__pycache__", "docs", "tests", "out", "data")
 
 
@@ -106,13 +106,12 @@ def attempt(folder, task, number):
                 return [1]
             processes.append(subprocess.Popen(["bash", "-i", "run.sh"], stdout=log, start_new_session=True,
                                               **options))
-    while (codes := [ended(p, folder / f"host{i}") for i, p in enumerate(processes)]).count(None):
-        if any(codes):
-            kill_processes(folder)
-            return [137 if code is None else code for code in codes]
+    codes = [None]
+    while None in codes and not any(codes):
         time.sleep(0.02)
+        codes = [ended(process, folder / f"host{i}") for i, process in enumerate(processes)]
     kill_processes(folder)
-    return codes
+    return [137 if code is None else code for code in codes]
 
 
 def ended(process, home):
@@ -127,13 +126,15 @@ class Engine:
         self.path = path
         (path / "bin").mkdir(parents=True)
         (path / "programs").mkdir()
-        (path / "hosts.json").write_text(json.dumps(hosts))
+        self.set_hosts(hosts)
         shift = "[[ $1 == jobs ]] && shift || exit 2"
         write_program(path / "programs/sky", f'{shift}\nexec {sys.executable} {__file__} "$@"')
         write_program(path / "bin/python", f'exec {sys.executable} "$@"')
         write_program(path / "bin/pip", 'echo "$*" >>"$SKY/pip"; [[ -e ${!#} ]]')
         write_program(path / "bin/sleep", "")
-        self.environment = dict(SKY=str(path), PATH=f"{path / 'programs'}:{os.environ['PATH']}")
+
+    def set_hosts(self, hosts):
+        (self.path / "hosts.json").write_text(json.dumps(hosts))
 
     def job(self, name):
         path = self.path / "jobs" / name / "job.json"
@@ -148,9 +149,6 @@ class Engine:
         job["logs"] = [path.read_text() for path in logs]
         assert job["status"] in ENDED, "\n".join(job["logs"])
         return job
-
-    def end(self):
-        kill_processes(self.path)
 
     def preempt(self, name):
         (self.path / "jobs" / name / "preempted").touch()

@@ -17,12 +17,11 @@ def test_a_run_that_is_struck_completes_as_if_it_had_not_been(tmp_path):
 def test_stop_leaves_no_process(tmp_path):
     """A rank is frozen, and the parent of the ranks of its host is dead."""
     with slice_with_data(tmp_path, THREE_RANKS) as tpu:
-        result = tpu.tpu("run", *tpu.command(10000))
-        assert result.returncode == 0, result.stderr
+        tpu.tpu("run", *tpu.command(10000))
         wait_for(tpu, lambda: tpu.runs and tpu.runs[-1].last > 5, "step 5")
         frozen = tpu.all_ranks()[1]
         os.kill(frozen, signal.SIGSTOP)
         os.kill(parent(frozen), signal.SIGKILL)
-        assert tpu.tpu("stop").returncode == 0
+        tpu.tpu("stop")
         assert processes(tpu.cloud / "hosts") == []
-        assert tpu.tpu("status").stdout.count(": stop_requested, python train.py") == 2
+        assert tpu.tpu("status")[0].count(": stop_requested, python train.py") == 2

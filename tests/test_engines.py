@@ -1,17 +1,19 @@
 """The files for SkyPilot and Kubernetes, what their commands do on hosts, and the study as jobs."""
 import json
+import math
 import os
 import pathlib
 import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import pytest
 import yaml
 from conftest import hosts
-from fake_gcloud import processes, write_program
+from fake_gcloud import kill_processes, processes, write_program
 from fake_sky import Engine
 from test_gcs import emulator, front
 from test_sweep import NAMES, PREPARE, TINY, data, results, script, sweep, wait_for
@@ -35,23 +37,18 @@ esac
 
 
 @pytest.fixture
-def new_engine(tmp_path):
-    """A function of the hosts' environments; what still runs is killed at the end."""
-    engines = []
-
-    def new_engine(hosts):
-        engines.append(Engine(tmp_path / "sky", hosts))
-        return engines[-1]
-
-    yield new_engine
-    for engine in engines:
-        engine.end()
+def engine(tmp_path, monkeypatch):
+    """Its jobs have two hosts, which gloo joins. What still runs is killed at the end."""
+    path = tmp_path / "sky"
+    monkeypatch.setenv("SKY", str(path))
+    monkeypatch.setenv("PATH", f"{path / 'programs'}:{os.environ['PATH']}")
+    yield Engine(path, hosts(2))
+    kill_processes(path)
 
 
-def launch(engine, file, *env):
+def launch(file, *env):
     command = ["sky", "jobs", "launch", "--yes", "--detach-run", "--name=job", file]
-    subprocess.run([*command, *(f"--env={text}" for text in env)], check=True, cwd=ROOT,
-                   env=os.environ | engine.environment)
+    subprocess.run([*command, *(f"--env={text}" for text in env)], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -60,12 +57,10 @@ def launch(engine, file, *env):
     (["3 waits", "waits 1", "0 0"], [[3, 137], [137, 1], [0, 0]]),
     (["killed waits", "0 0"], [[1, 137], [0, 0]]),
     (["2 waits"], [[2, 137]])])
-def test_a_restart_follows_all_exit_codes_but_2(new_engine, file, plan, codes):
-    engine = new_engine(hosts(2))
+def test_a_restart_follows_all_exit_codes_but_2(engine, file, plan, codes):
     write_program(engine.path / "bin/python", TRAIN)
     (engine.path / "plan").write_text("\n".join(plan) + "\n")
-    launch(engine, file, "BUCKET=gs://bucket", "DATA=gs://d",
-           "CONFIG=config/baseline.py --wandb_run_name='a b'")
+    launch(file, "BUCKET=gs://bucket", "DATA=gs://d", "CONFIG=config/baseline.py --wandb_run_name='a b'")
     job = engine.wait("job")
     assert job["codes"] == codes and job["status"] == ("SUCCEEDED" if plan[-1] == "0 0" else "FAILED")
     device = "--device=xla " if "tpu" in file else ""
@@ -78,32 +73,30 @@ def test_a_restart_follows_all_exit_codes_but_2(new_engine, file, plan, codes):
     assert not processes(engine.path / "jobs")
 
 
-def test_several_gpus_on_each_of_two_machines_are_ranks_in_their_order(new_engine, tmp_path):
+def test_several_gpus_on_each_of_two_machines_are_ranks_in_their_order(engine, tmp_path):
     task = yaml.safe_load((ROOT / FILES[0]).read_text())
     task["resources"]["accelerators"] = "H100:2"
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(task))
-    engine = new_engine([{}, {}])
+    engine.set_hosts([{}, {}])
     write_program(engine.path / "bin/python", r"""
         echo "$RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $MASTER_ADDR:$MASTER_PORT" >"$SKY/rank$RANK"
         [[ $RANK != 3 ]] || exit 2; /bin/sleep 200""")
-    launch(engine, str(tmp_path / "two.yaml"), "BUCKET=gs://bucket")
+    launch(str(tmp_path / "two.yaml"), "BUCKET=gs://bucket")
     job = engine.wait("job")
     assert job["codes"] == [[137, 2]] and not processes(engine.path / "jobs")
     ranks = [(engine.path / f"rank{rank}").read_text() for rank in range(4)]
     assert ranks == [f"{rank} {rank % 2} {rank // 2} 4 127.0.0.1:29500\n" for rank in range(4)]
 
 
-def test_a_run_on_a_slice_resumes_after_a_kill(front, data, new_engine):
+def test_a_run_on_a_slice_resumes_after_a_kill(front, data, engine):
     """Two hosts, joined by gloo: one loses its Python. The next attempt has new disks."""
     upload_dataset(str(data), "gs://bucket/data/tiny")
-    engine = new_engine(hosts(2))
     flags = " ".join([*TINY, "--max_steps=60", "--data_prepare=", "--stall_timeout=60"])
-    launch(engine, FILES[1], "BUCKET=gs://bucket", "DATA=gs://bucket/data/tiny",
+    launch(FILES[1], "BUCKET=gs://bucket", "DATA=gs://bucket/data/tiny",
            f"CONFIG=config/study/exp08a.py {flags}")
     run = Bucket("gs://bucket/runs/exp08a")
     wait_for(lambda: b'"step": 20' in (run.read("metrics.jsonl") or b""))
-    [host] = [pid for pid in processes(engine.path / "jobs/job/host1") if b"train.py" in cmdline(pid)][:1]
-    os.kill(host, signal.SIGKILL)
+    os.kill(processes(engine.path / "jobs/job/host1", r"train\.py")[0], signal.SIGKILL)
     job = engine.wait("job")
     assert job["status"] == "SUCCEEDED" and job["codes"][1:] == [[0, 0]], job
     first, second = (int(re.search(r"training from step (\d+) to 60", log)[1]) for log in job["logs"][::2])
@@ -111,13 +104,6 @@ def test_a_run_on_a_slice_resumes_after_a_kill(front, data, new_engine):
     rows = run.read("metrics.jsonl").splitlines()
     steps = [json.loads(row)["step"] for row in rows if b"train/loss" in row]
     assert steps == [*range(5, 61, 5)] and b"final" in rows[-1]
-
-
-def cmdline(pid):
-    try:
-        return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
-        return b""
 
 
 def test_the_study_has_a_job_for_each_run_that_is_not_complete(front, sweep, data):
@@ -136,12 +122,10 @@ def test_the_study_has_a_job_for_each_run_that_is_not_complete(front, sweep, dat
     assert "need --gcs_dir" in sweep(f"--jobs={FILES[1]}", "--gcs_dir=gs://bucket", *flags[:2], code=2)
 
 
-def test_the_study_on_an_engine_to_its_report(front, sweep, data, new_engine, tmp_path, monkeypatch):
+def test_the_study_on_an_engine_to_its_report(front, sweep, data, engine, tmp_path, monkeypatch):
     """One of two runs was started before; a time each; one is preempted; results come from the bucket."""
     upload_dataset(str(data), f"gs://bucket/data/{data.name}")
-    engine = new_engine(hosts(1))
-    for key, value in engine.environment.items():
-        monkeypatch.setenv(key, value)
+    engine.set_hosts(hosts(1))
     monkeypatch.setattr(script, "PROGRESS_INTERVAL", 0.3)
     out = tmp_path / "study"
     flags = [EMA_OFF[:6], EMA[:6], *TINY, "--max_steps=200", f"--data_path={data}", PREPARE + str(data),
@@ -149,15 +133,16 @@ def test_the_study_on_an_engine_to_its_report(front, sweep, data, new_engine, tm
     jobs = [f"study-{EMA_OFF}", f"study-{EMA}"]
     command = next(line for line in sweep(f"--jobs={FILES[0]}", *flags).splitlines() if EMA in line)
     subprocess.run(command, shell=True, check=True, cwd=ROOT)
-    started = subprocess.Popen(
-        [sys.executable, "-c", "import sys; sys.path.insert(0, 'scripts'); import sweep\n"
-         "sweep.PROGRESS_INTERVAL = 0.3; sweep.main(sys.argv[1:])",
-         f"--jobs={FILES[0]}", "--launch", "--max_jobs=1", *flags],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_for(lambda: b'"step": 20' in (Bucket(f"gs://bucket/study/{EMA}").read("metrics.jsonl") or b""))
-    engine.preempt(jobs[1])
-    text = started.communicate(timeout=200)[0]
-    assert started.returncode == 0 and "2 of 2 complete" in text, text
+
+    def preempt():
+        wait_for(lambda: b'"step": 20' in (Bucket(f"gs://bucket/study/{EMA}").read("metrics.jsonl") or b""))
+        engine.preempt(jobs[1])
+
+    with ThreadPoolExecutor(1) as pool:
+        preempting = pool.submit(preempt)
+        text = sweep(f"--jobs={FILES[0]}", "--launch", "--max_jobs=1", *flags)
+        preempting.result()
+    assert "2 of 2 complete" in text
     first, second = (engine.wait(name) for name in jobs)
     assert second["ended"] < first["began"]  # max_jobs
     assert len(second["codes"]) == 2 and first["codes"] == [[0]]
@@ -191,10 +176,8 @@ def test_the_jobset_fits_the_published_schema():
     [container], [rule] = pod["containers"], spec["podFailurePolicy"]["rules"]
     assert spec["parallelism"] == spec["completions"] and rule["onExitCodes"]["values"] == [2]
     assert rule["onExitCodes"]["containerName"] == container["name"] and pod["restartPolicy"] == "Never"
-    chips = 1
-    for side in pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x"):
-        chips *= int(side)
-    assert chips == spec["parallelism"] * container["resources"]["limits"]["google.com/tpu"]
+    chips = map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x"))
+    assert math.prod(chips) == spec["parallelism"] * container["resources"]["limits"]["google.com/tpu"]
     script.configure(script.train.__file__, [*container["command"][3:], *container["args"]])
     spec["paralelism"] = 4
     with pytest.raises(jsonschema.ValidationError, match="paralelism"):

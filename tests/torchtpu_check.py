@@ -73,7 +73,8 @@ def main():
 def check_equal(label, flags):
     """The same results on the CPU and through TorchTPU: two training steps and one of an evaluation."""
     c, puzzles = configurator.configure(train.__file__, flags), Puzzles()
-    runs = [new_run(c, device, puzzles) for device in (open_device("cpu", c), torchtpu_device())]
+    runs = [train.Run(bench.new_model(c, puzzles), c, device)
+            for device in (open_device("cpu", c), torchtpu_device())]
     worst = 0
     for step in range(2):
         inputs = [train.make_inputs(run, puzzles, step, 100) for run in runs]
@@ -97,7 +98,7 @@ def check_compiles(flags):
     device = torchtpu_device()
     device.world, device.all_reduce_cpu = REPLICAS, lambda vector: vector
     puzzles = Puzzles(seq_len=81, vocab_size=11)
-    run = new_run(c, device, puzzles)
+    run = train.Run(bench.new_model(c, puzzles), c, device)
     lowered.clear()
     began = time.time()
     try:
@@ -129,10 +130,6 @@ class Puzzles:
         cells = draw.integers(1, self.vocab_size, (2, B, self.seq_len), dtype=np.int32)
         identifiers = draw.integers(0, self.num_puzzle_identifiers, B, dtype=np.int32)
         return dict(inputs=cells[0], labels=cells[1], puzzle_identifiers=identifiers)
-
-
-def new_run(c, device, puzzles):
-    return train.Run(bench.new_model(c, puzzles), c, device)
 
 
 def difference(a, b):
