@@ -9,7 +9,6 @@ import io
 import json
 import multiprocessing.forkserver
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -75,20 +74,20 @@ def at_once(monkeypatch):
     monkeypatch.setattr(Retry, "get_backoff_time", lambda self: 0.0)
 
 
-def wait_for(condition):
+def wait_for(condition, seconds=120):
     """Waits until condition() is true."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)
 
 
 def hosts(n):
-    """Environments of n hosts with a rank each, which gloo joins."""
+    """Environments of ranks 0 to n - 1, which gloo joins. Rank 0 is on the last of n hosts."""
     with socket.create_server(("127.0.0.1", 0)) as s:
         port = str(s.getsockname()[1])
-    return [dict(RANK=str(i), LOCAL_RANK="0", GROUP_RANK=str(i), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1",
-                 MASTER_PORT=port) for i in range(n)]
+    return [dict(RANK=str(i), LOCAL_RANK="0", GROUP_RANK=str(n - 1 - i), WORLD_SIZE=str(n),
+                 MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for i in range(n)]
 
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -98,16 +97,16 @@ FORKS.set_forkserver_preload(["train"])
 class ForkedTrain:
     """`python train.py ...` in a fork of a process that has imported it, as importing torch takes seconds.
 
-    As subprocess.Popen with one pipe for output and errors. limit: of the size of files it writes, in bytes.
+    As subprocess.Popen with one pipe for output and errors.
     """
 
-    def __init__(self, argv, cwd=".", env=None, limit=None):
+    def __init__(self, argv, cwd=".", env=None):
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("PYTHONPATH", ROOT)
             multiprocessing.forkserver.ensure_running()
         reader, writer = FORKS.Pipe(duplex=False)
         self.process = FORKS.Process(
-            target=run_train, args=(argv, os.path.abspath(cwd), dict(env or os.environ), limit, writer))
+            target=run_train, args=(argv, os.path.abspath(cwd), dict(env or os.environ), writer))
         self.process.start()
         writer.close()
         self.stdout = open(os.dup(reader.fileno()), encoding="utf-8")
@@ -130,7 +129,7 @@ class ForkedTrain:
         return text, None
 
 
-def run_train(argv, cwd, env, limit, writer):
+def run_train(argv, cwd, env, writer):
     import configurator
 
     import train
@@ -143,8 +142,6 @@ def run_train(argv, cwd, env, limit, writer):
         setattr(sys, f"__{name}__", getattr(sys, name))
     writer.close()
     sys.argv = ["train.py", *argv]
-    if limit:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     code = 0
     try:
         configurator.start(train.main, train.__file__)

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -14,12 +15,12 @@ import numpy as np
 import pytest
 import test_train
 import torch
-from conftest import ROOT, ForkedTrain, hosts
+from conftest import ROOT, ForkedTrain, hosts, wait_for
 from test_gcs import emulator, front, stored
 from test_train import WHOLE, begun, command, curve, data, edited_copy, forked, last_weights, popen, run, same
 
 import train
-from bucket import Bucket, upload_dataset
+from bucket import Bucket
 
 whole = test_train.whole
 FLAGS = [*WHOLE, "--keep_last_n=2"]
@@ -34,20 +35,16 @@ def test_twelve_kills_lose_nothing(data, tmp_path):
     """SIGKILL at random moments, also while saving, then init_from=auto: the weights are bitwise equal."""
     flags = ["--max_steps=200", "--checkpoint_interval=5", "--eval_interval=20", "--eval_max_puzzles=20"]
     run(data, tmp_path / "whole", *flags)
-    out, draw, kills = str(tmp_path / "run"), random.Random(0), 0
-    while True:
+    out, draw = str(tmp_path / "run"), random.Random(0)
+    for start in range(13):
         process = forked(data, out, *flags, "--init_from=auto")
         text = ""
         for line in process.stdout:
             text += line
-            if line.startswith("training from") and kills < 12:
+            if line.startswith("training from") and start < 12:
                 time.sleep(draw.uniform(0, 0.3))
                 process.kill()
-        if process.wait() == 0:
-            break
-        assert process.returncode == -signal.SIGKILL, text
-        kills += 1
-    assert kills == 12
+        assert process.wait() == (-signal.SIGKILL if start < 12 else 0), text
     assert same(last_weights(out), last_weights(tmp_path / "whole"))
     assert curve(out) == curve(tmp_path / "whole") and curve(out, "final") == {200: True}
 
@@ -97,19 +94,6 @@ def test_an_unavailable_bucket_does_not_stop_training(data, front, whole, tmp_pa
     assert "is complete at step 40" in text and "ckpt_00000040.json" in in_bucket(), text
 
 
-def test_a_stop_is_seen_although_tmp_was_cleaned(tmp_path, monkeypatch):
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    monkeypatch.setenv(train.STOP_FILE, str(tmp_path / "gone" / "stop"))
-    try:
-        train.on_signals()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert train.stop_requested()
-    finally:
-        signal.alarm(0)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
 def children(pid):
     with open(f"/proc/{pid}/task/{pid}/children") as f:
         return f.read().split()
@@ -127,9 +111,8 @@ def test_a_stop_while_a_dataset_is_made(by, tmp_path):
     flags = [f"--data_path={tmp_path / 'data'}", f"--data_prepare={prepare}", f"--out_dir={tmp_path / 'run'}"]
     process = popen([sys.executable, "train.py", *flags, "--device=cpu"], cwd=ROOT, start_new_session=True)
     with begun(process, "is missing; making it"):
-        # A pool's two, and a tracker.
-        while sum(ignores_sigint(pid) for child in children(process.pid) for pid in children(child)) < 3:
-            time.sleep(0.02)
+        wait_for(lambda: sum(ignores_sigint(pid) for child in children(process.pid)
+                             for pid in children(child)) >= 3)  # a pool's two, and a tracker
         if by == "Ctrl-C":
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         else:
@@ -157,33 +140,28 @@ def test_a_bucket_that_refuses_is_wrong_input_and_one_that_is_away_is_not(data, 
     OSError("No space left on device"),
     RuntimeError("PytorchStreamWriter failed writing file"),
 ], ids=repr)
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(monkeypatch, tmp_path, fault):
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(data, tmp_path, monkeypatch, fault):
     def full(*_):
         raise fault
 
-    said = []
     monkeypatch.setattr(train.torch, "save", full)
-    c = SimpleNamespace(gcs_dir="", out_dir=str(tmp_path), keep_last_n=1)
-    start = SimpleNamespace(state={}, step=0)
-    log = SimpleNamespace(print0=said.append, wandb_id=None)
-    saver = train.Checkpoints(c, SimpleNamespace(rank=0), log, start, SimpleNamespace(sha256="", task={}))
-    saver.save("ckpt_00000010", 10, SimpleNamespace(state_dict=lambda step: dict(step=step)), {})
-    assert not saver.written() and said == [f"checkpoint not written: {fault}"] and saver.written()
-    assert os.listdir(tmp_path) == []  # nothing half-written stays
-
-
-def test_data_is_read_from_the_bucket(data, front, whole, tmp_path):
-    upload_dataset(data, "gs://bucket/data/four")
-    flags = ["--data_path=gs://bucket/data/four", f"--out_dir={tmp_path / 'run'}"]
-    process = ForkedTrain(command(data, "", *FLAGS, *flags)[2:], cwd=tmp_path)
-    assert process.communicate() and process.returncode == 0
-    assert curve(tmp_path / "run") == curve(whole[0])
-    assert (tmp_path / "data" / "four" / "manifest.json").exists()
+    with pytest.raises(SystemExit, match="1"):
+        run(data, tmp_path, "--max_steps=10", "--checkpoint_interval=5")
+    text = (tmp_path / "log.txt").read_text()
+    assert text.count(f"checkpoint not written: {fault}\n") == 2
+    assert list(curve(tmp_path)) == [5, 10]
+    assert not list(tmp_path.glob("ckpt_*"))  # nothing half-written stays
 
 
 def test_sigterm_leaves_its_checkpoint_in_the_bucket(data, front, tmp_path):
-    process = forked(data, tmp_path / "run", "--max_steps=100000", "--checkpoint_interval=0", URL)
+    """Although /tmp was cleaned, where the processes of a host find the request."""
+    argv = command(data, tmp_path / "run", "--max_steps=100000", "--checkpoint_interval=0", URL)[2:]
+    tmp = tmp_path / "tmp"
+    tmp.mkdir()
+    process = ForkedTrain(argv, env=os.environ | {"TMPDIR": str(tmp)})
     with begun(process, "step 10/"):
+        folder, = tmp.iterdir()
+        shutil.rmtree(folder)
         process.terminate()
         text = process.communicate(timeout=30)[0]
     assert process.returncode == 3 and "to continue:" in text
@@ -198,10 +176,10 @@ def test_sigterm_leaves_its_checkpoint_in_the_bucket(data, front, tmp_path):
 SHALLOW = ["--max_steps=20", "--checkpoint_interval=10", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2"]
 
 
-def two_ranks(data, tmp_path, *flags, script=None, limit=None):
+def two_ranks(data, tmp_path, *flags, scripts=None, limit=None):
     """Runs two hosts of one rank each, with flags for each; returns (exit code, output) of both.
 
-    script: of a fork. limit: the size of the largest file that the first may write, in bytes.
+    scripts: of forks. limit: the size of the largest file that the first may write, in bytes.
     """
     processes = []
     for rank, environment in enumerate(hosts(2)):
@@ -209,18 +187,33 @@ def two_ranks(data, tmp_path, *flags, script=None, limit=None):
         host.mkdir(exist_ok=True)
         argv = command(data, "run", *SHALLOW, *(flags[rank] if flags else ()))[2:]
         options = dict(cwd=host, env=os.environ | environment)
-        processes.append(popen([sys.executable, script, *argv], **options) if script else ForkedTrain(
-            argv, **options, limit=limit if rank == 0 else None))
+        if scripts:
+            processes.append(popen([sys.executable, scripts[rank], *argv], **options))
+        else:
+            processes.append(ForkedTrain(argv, **options))
+    if limit:
+        resource.prlimit(processes[0].pid, resource.RLIMIT_FSIZE, (limit, limit))
     texts = [process.communicate(timeout=60)[0] for process in processes]
     return [(process.returncode, text) for process, text in zip(processes, texts)]
 
 
-def test_ranks_that_differ_end_before_the_first_step(data, tmp_path):
-    for code, text in two_ranks(data, tmp_path, ["--lr=1e-3"], ["--lr=2e-3"]):
-        assert code == 2 and "step 1" not in text, text
-        assert "train.py: host 1, rank 1: settings differ from rank 0's: lr" in text
-    for code, text in two_ranks(data, tmp_path, *[["--global_batch_size=3"]] * 2):
-        assert code == 2 and "train.py: global_batch_size 3 must be a multiple of 2" in text, text
+def test_ranks_that_differ_end_before_the_first_step(data, random_puzzles, tmp_path):
+    """Rank 0 is on host 1. Of the code every file counts, also one that a fork adds."""
+    def check(*flags, code, line, scripts=None):
+        for got, text in two_ranks(data, tmp_path, *flags, scripts=scripts):
+            assert got == code and f"\ntrain.py: {line}" in text and "step 1" not in text, text
+
+    differ = "host 0, rank 1: {} differ from rank 0's: {}\n".format
+    check(["--lr=1e-3"], ["--lr=2e-3", "--seed=1"], code=2, line=differ("settings", "lr, seed"))
+    check([], [f"--data_path={random_puzzles}"], code=2, line=differ("dataset", "data_path"))
+    odd = ["--global_batch_size=3"]
+    check(odd, odd, code=2, line="global_batch_size 3 must be a multiple of 2 ")
+    copy = edited_copy(tmp_path / "code", "model.py", "import math\n", "import math\nimport mine\n")
+    (tmp_path / "code" / "mine.py").touch()
+    for path in (tmp_path / "code").glob("*.py"):
+        path.write_text(path.read_text() + "# another version\n")
+    imported = "bucket.py, configurator.py, data.py, device.py, mine.py, model.py, puzzles.py, train.py"
+    check(code=1, line=differ("code", imported), scripts=[train.__file__, copy])
 
 
 def test_two_hosts_of_which_one_has_the_files(data, tmp_path):
@@ -245,7 +238,7 @@ def test_a_rank_that_stalls_ends_all(data, tmp_path):
     line = "        rows = rank_slice(batch_size, rank, world)\n"
     stalls = "        if (rank, step) == (1, 14):\n            time.sleep(1000)\n"
     script, flags = edited_copy(tmp_path / "code", "data.py", line, line + stalls), ["--stall_timeout=5"]
-    for code, text in two_ranks(data, tmp_path, flags, flags, script=script):
+    for code, text in two_ranks(data, tmp_path, flags, flags, scripts=[script] * 2):
         assert code == 1 and "Timeout (0:00:05)!" in text, text
     assert os.path.exists(tmp_path / "host0" / "run" / "ckpt_00000010.json")
 
@@ -288,10 +281,7 @@ def test_ranks_end_with_torchruns_agent(data, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     with begun(popen([*torchrun, *command(data, tmp_path / "run", "--max_steps=100000")[1:]])) as agent:
         rank, = children(agent.pid)
-    deadline = time.time() + 20
-    while os.path.exists(f"/proc/{rank}"):
-        assert time.time() < deadline
-        time.sleep(0.1)
+    wait_for(lambda: not os.path.exists(f"/proc/{rank}"), 20)
 
 
 def test_a_file_to_begin_with_is_resumed_after_a_preemption(data, front, whole, tmp_path):
@@ -362,7 +352,7 @@ class MemoryBucket(dict):
         self.request(lambda: self.pop(name, None))
 
     def list(self):
-        return self.request(lambda: {name: (len(c), hashlib.md5(c).hexdigest()) for name, c in self.items()})
+        return self.request(lambda: {name: len(content) for name, content in self.items()})
 
     def download(self, name, path):
         pathlib.Path(path).write_bytes(self[name])
@@ -395,7 +385,7 @@ def test_the_bucket_always_holds_a_complete_checkpoint(monkeypatch, tmp_path, se
     monkeypatch.setattr(os, "fsync", lambda f: None)
     monkeypatch.setattr(train.torch, "save", lambda state, f: f.write(json.dumps(state).encode()))
     monkeypatch.setattr(train, "read_checkpoint", lambda path: json.loads(open(path, "rb").read()))
-    out, log = tmp_path / "run", SimpleNamespace(print0=lambda text: None, wandb_id=None)
+    out, log = tmp_path / "run", SimpleNamespace(print0=lambda text: None)
     c = SimpleNamespace(out_dir=str(out), gcs_dir="gs://bucket/run", keep_last_n=draw.choice([1, 2, 3]),
                         init_from="auto", eval_only=False, export="", data_path="")
     step, had_one, has_metrics, checkpoints = 0, False, False, None
@@ -426,8 +416,7 @@ def test_the_bucket_always_holds_a_complete_checkpoint(monkeypatch, tmp_path, se
         step = state.get("step", 0)
         assert step >= expected
         start = SimpleNamespace(state={}, step=step)
-        data = SimpleNamespace(sha256="", task={})
-        checkpoints = train.Checkpoints(c, SimpleNamespace(rank=0), log, start, data)
+        checkpoints = train.Checkpoints(c, SimpleNamespace(rank=0), log, start, data=None)
         bucket.faults = draw.choice([(0.0, 0.0), (0.02, 0.1), (0.1, 0.1), (0.0, 0.5)])
         try:
             for _ in range(draw.randrange(6)):

@@ -277,12 +277,9 @@ def test_a_fork_that_cannot_be_captured_trains_traced_and_says_so(data, replicas
     assert len(warnings) == (1 if "draws" in why else 2), text  # one for training and one for evaluation
     assert all(f"model.py:{line}: {why}" in text for text in warnings), text
     assert warnings[0] in open(tmp_path / "xla" / "log.txt").read()
-    got, want = curve(tmp_path / "xla"), curve(tmp_path / "cpu")
-    if "draws" in why:
-        evaluated = curve(tmp_path / "cpu", "eval/loss")
-        assert curve(tmp_path / "xla", "eval/loss") == pytest.approx(evaluated, rel=1e-3)
-    else:
-        assert got == pytest.approx(want, rel=1e-3) and len(got) == 2
+    key = "eval/loss" if "draws" in why else "train/loss"
+    want = curve(tmp_path / "cpu", key)
+    assert want and curve(tmp_path / "xla", key) == pytest.approx(want, rel=1e-3)
 
 
 def test_an_operation_that_cannot_be_replayed_raises():
@@ -312,37 +309,3 @@ def test_a_stop_of_one_rank_in_an_evaluation_stops_all(data, two):
     texts = [rank.communicate(timeout=40)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [3, 3], texts
     assert "evaluation stopped; the same command starts it again" in texts[0]
-
-
-def facts(**changed):
-    given = dict(host=0, dataset={"data_path": "1"}, settings={"lr": 1, "seed": 0}, code={"model.py": "1"})
-    return SimpleNamespace(**given | changed)
-
-
-@pytest.mark.parametrize("changed,error,words", [
-    (dict(settings={"lr": 2, "seed": 1}), configurator.UserError, "settings differ from rank 0's: lr, seed$"),
-    (dict(dataset={"data_path": "2"}), configurator.UserError, "dataset differ from rank 0's: data_path$"),
-    (dict(code={"model.py": "1", "mine.py": "1"}), configurator.TransientError, "code differ .*: mine.py$")])
-def test_ranks_that_differ_are_named(changed, error, words):
-    train.check_same([facts(), facts()])
-    with pytest.raises(error, match="^host 1, rank 2: " + words):
-        train.check_same([facts(), facts(), facts(host=1, **changed)])
-
-
-def test_what_the_ranks_compare(data, tmp_path, monkeypatch):
-    """The dataset's content, the settings, and every imported file of the folder."""
-    gathered = []
-    monkeypatch.setattr(train, "all_gather", lambda device, value: gathered.append(value) or [value])
-    run_cpu(data, tmp_path, "--max_steps=1", "--eval_final_max_puzzles=1")
-    files = train.imported_files()
-    assert gathered[0].code == files and gathered[0].settings.items() > {("lr", 2e-3), ("max_steps", 1)}
-    assert gathered[0].dataset == {"data_path": train.Dataset(data, "train").sha256}
-    assert {"train.py", "model.py", "data.py", "configurator.py"} <= files.keys()
-    monkeypatch.setattr(train, "__file__", str(tmp_path / "train.py"))
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "train.py").touch()
-    (tmp_path / "layers_of_a_fork.py").write_text("size = 1\n")
-    import layers_of_a_fork
-    before = train.imported_files()
-    (tmp_path / "layers_of_a_fork.py").write_text("size = 2\n")
-    assert before.keys() == {"train.py", "layers_of_a_fork.py"} and before != train.imported_files()
