@@ -213,7 +213,7 @@ def table(points, columns, c):
         for key in columns:
             (value, deviation), form = point[key], VALUES[key][1]
             cell = "-" if math.isnan(value) else form.format(value)
-            if float(form.format(deviation).replace(",", "")) and deviation > 1e-9 * abs(value):
+            if float(form.format(deviation).replace(",", "")) and deviation > 1e-6 * abs(value):
                 cell += f" ± {form.format(deviation)}"
             rows[-1].append(cell)
     return [f"| {' | '.join(cells)} |" for cells in rows]
