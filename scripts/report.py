@@ -122,8 +122,8 @@ answer (with eval_patience, one that repeats); the surest is that of the step wh
 Training values are means over the last tenth of the run, of the weights and not of their average. Time is
 steps times step time; arithmetic is that of matmuls. The supervision steps saved assume that halting works
 at inference as in training. Steps and time to the target are interpolated between evaluations.
-± is one standard deviation over seeds, of which a legend's brackets have the number. Only learning curves
-include unfinished runs."""
+± is one standard deviation over seeds; brackets in a legend give their number. Only learning curves include
+unfinished runs."""
 # Okabe and Ito's colours, with line styles and markers that differ in grey too.
 STYLES = [("#000000", "-", "o"), ("#0072B2", "--", "s"), ("#D55E00", "-.", "^"), ("#009E73", ":", "D"),
           ("#CC79A7", (0, (6, 1, 1, 1, 1, 1)), "v"), ("#E69F00", (0, (1, 1)), "P"),
