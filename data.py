@@ -379,7 +379,7 @@ def distinct(name, n, make, seed, arguments, keys, advice):
                 break
         tasks_done += len(tasks)
         if len(found) < min(n, count_before + len(tasks) // 8):
-            raise UserError(f"hardly more than {len(found)} {name} can be found: {advice} fewer than {n}")
+            raise UserError(f"only about {len(found)} {name} can be found: {advice} fewer than {n}")
     return [np.array(array) for array in zip(*itertools.islice(found.values(), n))]
 
 

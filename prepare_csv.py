@@ -43,7 +43,7 @@ num_aug = 7  # copies of each training puzzle, besides itself
 def main(s):
     """Makes the dataset that the settings s describe and returns its folder. Raises UserError."""
     if not s.train_csv or bool(s.test_csv) == (s.holdout > 0) or min(s.num_aug, s.seed) < 0:
-        raise UserError("needs --train_csv=FILE and either --test_csv=FILE or --holdout=N, none below 0")
+        raise UserError("needs --train_csv=FILE and either --test_csv=FILE or --holdout=N; no number below 0")
     path = s.output_dir or "data/" + os.path.basename(s.train_csv).split(".")[0]
     refuse_existing(path)
     train, repeated = read_puzzles(s.train_csv, s, {})
@@ -54,6 +54,8 @@ def main(s):
     table = {ord(symbol): token for token, symbol in enumerate(symbols, 1)}
     grid, *symmetries = symmetries_of(s, len(next(iter(train))), table)
     questions = list(train)
+    if s.holdout >= len(questions):
+        raise UserError(f"holdout={s.holdout}: {s.train_csv} has only {len(questions)} puzzles")
     order = np.random.default_rng([s.seed, 1]).permutation(len(questions))
     for i in sorted(order[:s.holdout]):
         test[questions[i]] = train.pop(questions[i])
@@ -91,7 +93,8 @@ def read_puzzles(path, s, others):
 def symmetries_of(s, cells, table):
     """The grid, its turns as indices [n, cells], and the tokens that may change places."""
     side = math.isqrt(cells)
-    grid = list(map(int, re.findall(r"\d+", s.grid or f"{side}x{side}")))
+    grid = re.fullmatch(r"(\d+)x(\d+)", s.grid or f"{side}x{side}")
+    grid = [int(n) for n in grid.groups()] if grid else []
     if math.prod(grid) != cells or s.dihedral and grid != [side, side]:
         wanted = "a square, for --dihedral" if s.dihedral else "as 6x6"
         raise UserError(f"grid={s.grid} does not fit {cells} characters: must be {wanted}")
@@ -154,7 +157,8 @@ def csv_rows(path, needed, optional=()):
                 else:
                     header = [name.strip() for name in row]
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"{path}:{line}: must have {', '.join(needed)}, as the first line has") from None
+        raise UserError(f"{path}:{line}: must have {', '.join(needed)}, as text; "
+                        "the first line of a CSV file names its columns") from None
     except (OSError, EOFError, csv.Error, zlib.error) as e:
         raise UserError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
 

@@ -1,6 +1,6 @@
 """Trains a Tiny Recursive Model (arXiv 2510.04871) on a TPU, a CUDA GPU or the CPU.
 
-    python train.py config/demo.py                        6x6 Sudoku, made on the spot, in 2 minutes
+    python train.py config/demo.py                        6x6 Sudoku, made on the spot, in a minute
     python train.py config/sudoku.py --device=cuda        the paper's Sudoku-Extreme, after prepare_sudoku.py
     python train.py config/sudoku.py --init_from=resume   continues from the newest checkpoint of out_dir
 

@@ -1,4 +1,4 @@
-# 6x6 Sudoku in one to two minutes on 2 CPU cores: makes puzzles, trains, solves unseen ones and shows one.
+# 6x6 Sudoku in a minute or two on 2 CPU cores: makes puzzles, trains, solves unseen ones and shows one.
 # Expected: 98% or more of 1000 unseen puzzles exactly right.
 import os
 

@@ -37,4 +37,8 @@ def main(path, n):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    try:
+        main(sys.argv[1], int(sys.argv[2]))
+    except (IndexError, ValueError, OSError) as e:
+        print(f"takuzu.py NEW_FILE NUMBER: {e}", file=sys.stderr)
+        sys.exit(2)

@@ -4,9 +4,10 @@
     python scripts/report.py out/demo0 out/demo1          these runs, or all runs in these folders
     python scripts/report.py pulled --out_dir=out/pulled  what was downloaded from a bucket
 
-Writes out_dir/report.md, its PNGs, and results.json with the numbers of each complete run. A run is a folder
-with metrics.jsonl, ckpt_*.json and log.txt. Runs that are missing, unfinished or damaged are named. Runs that
-differ only in their seed are one point. A run of another group with the same settings is one more seed.
+Writes out_dir/report.md, its PNGs, and results.json with the numbers of each complete run, in place of an
+earlier report's. A run is a folder with metrics.jsonl, ckpt_*.json and log.txt. Runs that are missing,
+unfinished or damaged are named. Runs that differ only in their seed are one point. A run of another group
+with the same settings is one more seed.
 """
 import json
 import math
@@ -174,8 +175,8 @@ def main(argv):
     text = "\n".join(["# Report", "", EXPLANATION, "", f"Hardware: {'; '.join(hardware)}.", "",
                       *status, "", *body])
     path.write_text(text, encoding="utf-8")
-    print(*status, f"wrote {path}", sep="\n")
-    print(f"of {sum(not run['problem'] for run in runs)} complete runs of {len(runs)}")
+    complete = sum(not run["problem"] for run in runs)
+    print(*status, f"wrote {path}: {complete} of {len(runs)} runs are complete", sep="\n")
 
 
 def group_of(name):
@@ -240,13 +241,13 @@ def chance_finding(points):
 def difference_of(runs, base):
     """(mean accuracy of runs less that of base, low, high): its 95% confidence interval, by Welch's t test.
 
-    A run alone is taken to vary as those of base do, of which there are several.
+    One run or two are taken to vary as those of base do, of which there are several.
     """
     a, b = ([run["accuracy"] for run in group] for group in (runs, base))
     difference = np.mean(a) - np.mean(b)
-    if len(a) > 1:
+    if len(a) > 2:
         return difference, *ttest_ind(a, b, equal_var=False).confidence_interval()
-    half = student_t.ppf(0.975, len(b) - 1) * np.std(b, ddof=1) * math.sqrt(1 + 1 / len(b))
+    half = student_t.ppf(0.975, len(b) - 1) * np.std(b, ddof=1) * math.sqrt(1 / len(a) + 1 / len(b))
     return difference, difference - half, difference + half
 
 

@@ -122,13 +122,13 @@ WRONG = {  # rows of train.csv, flags, what the message names
     "another symbol": (GOOD + [("1x..", "1234")], ["--symbols=.1234"], ["train.csv:4", "character 2", "'x'"]),
     "a short question": (GOOD + [("1..", "1234")], [], ["train.csv:4", "question has 3 characters, not 4"]),
     "a long answer": (GOOD + [("3...", "12341")], [], ["train.csv:4", "answer has 5 characters, not 4"]),
-    "a third column": (GOOD + [("3...", "1234", "")], [], ["train.csv:4", "as the first line has"]),
+    "a third column": (GOOD + [("3...", "1234", "")], [], ["train.csv:4", "question, answer, as text"]),
     "two answers": (GOOD + [("1...", "1243")], [], ["train.csv:4", "another answer", "--several_answers"]),
     "on both sides": (GOOD, TEST, ["good.csv:2: the question is in", "train.csv"]),
     "a test file of other sizes": ([("1", "1")], TEST, ["good.csv:2", "not 1"]),
     "no rows": ([], [], ["train.csv:2", "no puzzle"]),
     "a grid that does not fit": (GOOD, ["--grid=2x3"], ["grid=2x3", "4 characters"]),
-    "a grid that is none": (GOOD, ["--grid=four"], ["grid=four", "6x6"]),
+    "a grid that is none": (GOOD, ["--grid=2by2"], ["grid=2by2", "as 6x6"]),
     "no square": ([("12", "12")], [], ["2 characters", "6x6"]),
     "too many symbols": (MANY, [], ["256 symbols", "255"]),
     "a tab": (GOOD + [("1\t..", "1234")], [], ["\\t", "printed"]),
@@ -136,7 +136,7 @@ WRONG = {  # rows of train.csv, flags, what the message names
     "an unknown permutation": (GOOD, ["--permute_symbols=1-5"], ["permute_symbols=1-5", "not in the"]),
     "turns of an oblong": (GOOD, ["--grid=1x4", "--dihedral"], ["--dihedral", "1x4"]),
     "nothing held out": (GOOD, ["--holdout=0"], ["--test_csv", "--holdout"]),
-    "all held out": (GOOD, ["--holdout=2"], ["train has 0 rows"]),
+    "all held out": (GOOD, ["--holdout=2"], ["holdout=2", "has only 2 puzzles"]),
     "both": (GOOD, ["--test_csv={good}"], ["either"]),
     "no file": (GOOD, ["--train_csv=nowhere.csv"], ["nowhere.csv: cannot be read"]),
     "a folder that exists": (GOOD, ["--output_dir={tmp}"], ["exists already"]),
@@ -162,7 +162,7 @@ def test_wrong_json_lines(line, tmp_path):
     path = write(tmp_path / "train.jsonl", GOOD)
     with open(path, "a") as f:
         f.write("\n" + line + "\n")
-    with pytest.raises(UserError, match="train.jsonl:4: must have question, answer, as"):
+    with pytest.raises(UserError, match="train.jsonl:4: must have question, answer, as text"):
         prepare(tmp_path / "x", f"--train_csv={path}", "--holdout=1")
 
 

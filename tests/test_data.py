@@ -353,7 +353,7 @@ def test_a_process_of_the_pool_that_is_killed_is_an_error(monkeypatch):
 def test_more_puzzles_than_exist(monkeypatch):
     chunk = prepare_sudoku.generate_chunk((0, 0, 1024, 4))
     monkeypatch.setattr(prepare_sudoku, "generate_chunk", lambda task: chunk)
-    message = "hardly more than 10.. distinct 4x4 puzzles can be found: choose fewer than 3000"
+    message = "only about 10.. distinct 4x4 puzzles can be found: choose fewer than 3000"
     with pytest.raises(UserError, match=message):
         prepare_sudoku.generate(4, 3000, 0)
 

@@ -101,7 +101,7 @@ def study(tmp_path_factory):
         (folder / f"configs/{name}.py").touch()
     argv = [folder / "runs", f"--out_dir={folder / 'out'}", f"--configs={folder / 'configs'}"]
     done = subprocess.run([sys.executable, report.__file__, *argv], capture_output=True, text=True)
-    assert done.returncode == 0 and "10 complete runs of 11" in done.stdout, done.stderr
+    assert done.returncode == 0 and "10 of 11 runs are complete" in done.stdout, done.stderr
     return folder, (folder / "out/report.md").read_text()
 
 
@@ -196,12 +196,14 @@ def test_runs_that_repeat_a_setting_are_its_seeds_in_every_group(tmp_path):
             ) in text
 
 
-def test_a_difference_has_the_interval_of_welchs_test():
+def test_a_difference_has_its_confidence_interval():
     def difference(*groups):
         return report.difference_of(*([{"accuracy": value} for value in group] for group in groups))
 
-    # variances of the means: 4 and 1 / 3; 1.170 degrees of freedom, of which the quantile is 9.083
-    half = 9.083 * (4 + 1 / 3) ** 0.5
+    # Welch: variances of the means 4 / 3 and 1 / 3; 2.941 degrees of freedom, of which the quantile is 3.218
+    half = 3.218 * (5 / 3) ** 0.5
+    assert difference([70, 72, 74], [80, 81, 82]) == pytest.approx((-9, -9 - half, -9 + half), rel=1e-3)
+    half = 4.303 * (1 / 2 + 1 / 3) ** 0.5  # two runs say little of their own variance
     assert difference([70, 74], [80, 81, 82]) == pytest.approx((-9, -9 - half, -9 + half), rel=1e-3)
 
 

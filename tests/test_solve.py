@@ -275,7 +275,7 @@ def test_file_of_puzzles(run, folder, evaluation, tmp_path, monkeypatch):
 @pytest.mark.parametrize("content, words", [
     ("1" * 16 + "\n", ":2: no puzzle under the header"),
     ("question\n" + "." * 16 + "\n12\n", ":3: the puzzle '12' has 2 cells"),
-    ("question,answer\n" + "." * 16 + "\n", ":2: must have question, as the first line has"),
+    ("question,answer\n" + "." * 16 + "\n", ":2: must have question, as text"),
     ("question,answer\n" + "." * 16 + ",12\n", ":2: the answer has 2 characters, not 16"),
     ("question,answer\n" + "." * 16 + "," + "x" * 16 + "\n", ":2: row 1, column 1 of the answer is 'x'"),
     ("question,answer\n" + "." * 16 + ",1234341221434322\n", ":2: the answer is not a solution"),
