@@ -324,7 +324,7 @@ def made_by_another_command(path, data_prepare):
         return ""
     made = command_of(script, configure(script, [])) | made  # it may be older than a setting
     wanted = command_of(script, configure(script, flags))
-    if wanted["train_csv"] and "source" in wanted:
+    if wanted.get("train_csv") and "source" in wanted:
         wanted["source"] = "csv"  # as check_source does
     different = [key for key in wanted if made[key] != wanted[key]]
     return "; ".join(f"{key} is {made[key]!r} in it, {wanted[key]!r} in data_prepare" for key in different)

@@ -99,12 +99,13 @@ def symmetries_of(s, cells, table):
         wanted = "a square, for --dihedral" if s.dihedral else "as 6x6"
         raise UserError(f"grid={s.grid} does not fit {cells} characters: must be {wanted}")
     turns = puzzles.dihedral(grid[0]) if s.dihedral else np.arange(cells)[None]
-    exchanged = []
-    for first, last in re.findall("(.)(?:-(.))?", s.permute_symbols):
-        exchanged += [table.get(code) for code in range(ord(first), ord(last or first) + 1)]
+    exchanged = {}  # each once
+    for ends in re.findall("(.)(?:-(.))?", s.permute_symbols):
+        first, last = sorted(ord(end or ends[0]) for end in ends)
+        exchanged |= dict.fromkeys(map(table.get, range(first, last + 1)))
     if None in exchanged:
         raise UserError(f"permute_symbols={s.permute_symbols}: some are not in the puzzles")
-    return grid, turns, exchanged
+    return grid, turns, [*exchanged]
 
 
 def examples(s, chosen, table, turns, exchanged, copies):

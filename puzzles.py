@@ -35,7 +35,7 @@ def task_of(manifest, seq_len, vocab_size):
         raise UserError(f"grid {list(grid)} does not fit {seq_len} cells")
     if len(symbols) != vocab_size or len(set(symbols[1:])) != vocab_size - 1:
         raise UserError(f"symbols {symbols!r} must be {vocab_size}, one for each token, all different")
-    if not "".join(symbols).isprintable():
+    if "\ufffd" in symbols or not "".join(symbols).isprintable():
         raise UserError(f"symbols {symbols!r} must be characters that can be printed")
     size = grid[0] if grid[0] == grid[1] else 0
     expected = MAZE if 0 < size <= LARGEST else ""

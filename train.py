@@ -479,7 +479,8 @@ def evaluate(run, test, indices, label, save_to=None):
     c, device = run.c, run.device
     if save_to and device.local_rank == 0:
         for path in glob.glob(glob.escape(save_to) + "*.npz"):  # an earlier one may have had more ranks
-            os.remove(path)
+            with suppress(FileNotFoundError):  # hosts may share the folder
+                os.remove(path)
     mine, any_left = indices[device.rank::device.world], True
     solver = Solver(run, test, mine)
     progress = Progress(label, len(mine) * c.eval_rollouts, "puzzles", c.eval_rollouts)
@@ -684,7 +685,9 @@ def write_model(c, model, start, data, test):
     made_by = vars(c) | start.state.get("settings", {})
     made_by = SimpleNamespace(**{name: made_by[name] for name in [*settings, "init_from"]})
     weights = model.state_dict() | (start.state.get("ema", {}) if c.ema else {})
-    lines = read_metrics(os.path.join(c.out_dir, "metrics.jsonl")) if start.state else []
+    folder = os.path.dirname(os.path.abspath(c.init_from))
+    folder = c.out_dir if c.init_from in ("resume", "auto") else folder
+    lines = read_metrics(os.path.join(folder, "metrics.jsonl"))
     batch = test.test_batch(test.subset(100), min(100, len(test)))
     saved = dict(
         weights={"_orig_mod.model.inner." + name: t.to(getattr(torch, c.forward_dtype), copy=True)
@@ -813,7 +816,8 @@ class Log:
         self.c, self.device, self.step, self.wandb_id = c, device, start.step, start.state.get("wandb_id")
         self.follower, self.warned = None, False
         if device.rank == 0:
-            os.makedirs(c.out_dir, exist_ok=True)
+            with suppress(OSError):  # append() says so
+                os.makedirs(c.out_dir, exist_ok=True)
 
     def print0(self, text):
         """Prints a line on rank 0, and adds it to log.txt."""
@@ -1038,7 +1042,8 @@ def find_start(c, data, model, total_steps, start):
         resume(c, state, data, total_steps, start, reads_only)
     elif file:
         state = read_checkpoint(file)
-        start.state = {"ema": state["ema"]} if "ema" in state else {}
+        start.state = {name: state[name] for name in ("ema", "settings") if name in state}
+        start.step = state.get("step", 0) if reads_only else 0
     if state:
         load_weights(model, state["weights"], source)
     if not reads_only:
@@ -1283,7 +1288,7 @@ def make_dataset(c):
     except ValueError as e:
         raise UserError(f"data_prepare: {e}: {c.data_prepare}") from None
     if command and not os.path.exists(c.data_path):
-        with locked(c.data_path + ".made"):
+        with locked(os.path.normpath(c.data_path) + ".made"):
             code = 0 if os.path.exists(c.data_path) else run_python(command, c.data_path)
         if not os.path.exists(c.data_path):
             error = TransientError if code not in (0, 2) else UserError

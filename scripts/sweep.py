@@ -323,6 +323,8 @@ class StudyRun:
         """The error if a checkpoint in out_dir or in the bucket has other settings."""
         local = settings_of(pathlib.Path(self.c.out_dir).glob("ckpt_*.json"), pathlib.Path.read_bytes)
         for place, settings in ("out_dir", local), ("gcs_dir", self.bucket_settings):
+            if settings and self.c.forward_dtype == "bfloat16":  # a GPU without it has used another
+                settings = settings | {"forward_dtype": "bfloat16"}
             if found := settings and changes(settings, vars(self.c)):
                 return (f"{getattr(self.c, place)} holds a run with other settings ({found}): delete it, "
                         f"or choose another --{place}")

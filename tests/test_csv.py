@@ -84,7 +84,7 @@ def test_copies_are_symmetric_and_never_test_puzzles(tmp_path):
     rows = random_rows(400, alphabet="12")
     path = write(tmp_path / "all.csv", rows)
     flags = [f"--train_csv={path}", "--holdout=100", "--dihedral"]
-    folder = prepare(tmp_path / "x", *flags, "--permute_symbols=1-2", "--num_aug=15")
+    folder = prepare(tmp_path / "x", *flags, "--permute_symbols=2-12", "--num_aug=15")  # as 1-2
     train, test = Dataset(folder, "train"), Dataset(folder, "test")
     assert train.manifest["counts"]["symmetric"] > 0 and len(train) == 16 * train.total_groups
     turns = prepare_maze.dihedral(3)
@@ -131,6 +131,7 @@ WRONG = {  # rows of train.csv, flags, what the message names
     "a grid that is none": (GOOD, ["--grid=2by2"], ["grid=2by2", "as 6x6"]),
     "no square": ([("12", "12")], [], ["2 characters", "6x6"]),
     "too many symbols": (MANY, [], ["256 symbols", "255"]),
+    "not UTF-8": (GOOD + [("1\ufffd..", "1234")], [], ["\ufffd", "printed"]),
     "a tab": (GOOD + [("1\t..", "1234")], [], ["\\t", "printed"]),
     "a symbol twice": (GOOD, ["--symbols=.12341"], ["symbols", "different"]),
     "an unknown permutation": (GOOD, ["--permute_symbols=1-5"], ["permute_symbols=1-5", "not in the"]),

@@ -167,6 +167,11 @@ def test_a_dataset_that_another_command_made(tmp_path, real):
     assert data.made_by_another_command(real, files) == ""  # source=csv is implied
     manifest = tmp_path / "x" / "manifest.json"
     value = json.loads(manifest.read_text())
+    mine = tmp_path / "prepare_mine.py"  # a user's own
+    mine.write_text("rows = 9  # of them\n")
+    manifest.write_text(json.dumps(value | {"command": {"script": "prepare_mine.py", "rows": 9}}))
+    assert data.made_by_another_command(path, f"{mine} --rows=9") == ""
+    assert data.made_by_another_command(path, f"{mine} --rows=8") == "rows is 9 in it, 8 in data_prepare"
     del value["command"]["seed"]  # a setting that is newer than the dataset
     manifest.write_text(json.dumps(value))
     assert data.made_by_another_command(path, same) == ""

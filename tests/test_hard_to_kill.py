@@ -221,13 +221,13 @@ def test_two_hosts_of_which_one_has_the_files(data, tmp_path):
     prepare = f"{os.path.join(ROOT, 'prepare_sudoku.py')} --output_dir=data/new {' '.join(test_train.DATA)}"
     flags = ["--lr=2e-4", "--keep_last_n=9", "--eval_interval=4"]
     run(data, tmp_path / "one", *SHALLOW, *flags)
-    flags += ["--data_path=data/new", f"--data_prepare={prepare}"]
+    flags += ["--data_path=data/new/", f"--data_prepare={prepare}"]
     for max_steps, init_from in ((10, "scratch"), (20, "auto")):
         now = [*flags, f"--max_steps={max_steps}", f"--init_from={init_from}"]
         both = two_ranks(data, tmp_path, now, now)
         assert [code for code, _ in both] == [0, 0], both
         trains = [f"training from step {max_steps - 10} to {max_steps}" in text for _, text in both]
-        makes = ["data/new is missing; making it" in text for _, text in both]
+        makes = ["data/new/ is missing; making it" in text for _, text in both]
         assert trains == [True, False] and makes == [max_steps == 10] * 2
     one, two = curve(tmp_path / "one"), curve(tmp_path / "host0" / "run")
     assert one.keys() == two.keys() and two == pytest.approx(one, rel=1e-4)

@@ -65,7 +65,8 @@ def test_noise_is_that_of_an_independent_implementation():
             assert value == pytest.approx(radius * np.cos(2 * np.pi * (x % 2 ** 15) / 2 ** 15), abs=1e-5)
 
 
-def test_attempts_leave_the_papers_metrics_and_add_theirs(data, trained):
+def test_attempts_leave_the_papers_metrics_and_add_theirs(data, trained, monkeypatch):
+    monkeypatch.setattr(train.glob, "glob", lambda _: ["gone.npz"])  # a host that shares the folder was first
     noisy = ["--eval_rollouts=5", "--eval_noise=0.7"]
     one, saved_one = evaluated(data, trained)
     five, saved = evaluated(data, trained, *noisy)

@@ -295,10 +295,16 @@ def test_weights_survive_the_export_to_the_official_code(data, whole, tmp_path):
     ema = torch.load(train.checkpoint_paths(whole[0])[0], weights_only=True)["ema"]
     assert torch.equal(official["_orig_mod.model.inner.lm_head.weight"], ema["lm_head.weight"])
     torch.save(official, tmp_path / "official.pt")
-    text = run(data, tmp_path / "eval", f"--init_from={tmp_path / 'official.pt'}", "--eval_only")
+    # out_dir cannot be made: a warning
+    text = run(data, tmp_path / "official.pt" / "x", f"--init_from={tmp_path / 'official.pt'}", "--eval_only")
     final = lines(whole[0])[-1]
     values = {k: v for k, v in final.items() if k.startswith("eval/")}
     assert f"step 0 | evaluation: {train.listed(values)}\n" in text
+    run(data, tmp_path / "x", f"--init_from={whole[0]}/best.pt", f"--export={tmp_path / 'best.pt'}")
+    best = torch.load(tmp_path / "best.pt", weights_only=True)
+    evaluations = [line for line in lines(whole[0]) if "eval/loss" in line]
+    assert best["metrics"] == max(evaluations, key=lambda line: line["eval/exact_accuracy"])
+    assert best["step"] == best["metrics"]["step"] and "init_from" not in best["command"]
     # training can start from it too, at step 0
     run(data, tmp_path / "tuned", f"--init_from={exported}", "--max_steps=5")
     assert curve(str(tmp_path / "tuned"))[5] < curve(whole[0])[5]
