@@ -97,8 +97,7 @@ def new_run(c, device, path):
 
 
 def new_model(c, data):
-    sizes = {name: getattr(data, name) for name in ("seq_len", "vocab_size", "num_puzzle_identifiers")}
-    return train.new_model(c, **sizes)
+    return train.new_model(c, **{name: getattr(data, name) for name in train.SIZES})
 
 
 def evaluation_of(run, path):
@@ -115,7 +114,7 @@ def dataset_path(c, folder):
         return c.data_path, c.data_path
     grid = re.search(r"(\d+)x(\d+)", c.data_path)
     rows, columns = map(int, grid.groups()) if grid else (9, 9)
-    vocab_size, path = 6 if "maze" in c.data_path else rows + 2, os.path.join(folder, "random")
+    vocab_size, path = 6 if "maze" in c.data_path else min(rows + 2, 256), os.path.join(folder, "random")
     grids = np.random.default_rng(0).integers(1, vocab_size, (2, 1000, rows * columns), dtype=np.uint8)
     splits = {split: (len(grids[0]), 1, [grids]) for split in ("train", "test")}
     write_dataset(path, splits, vocab_size, {"grid": [rows, columns]})

@@ -183,14 +183,14 @@ def access_token():
 
 # Datasets in buckets.
 
-def local_dataset(path, stop=lambda: False):
+def local_dataset(path):
     """The local folder of a dataset: path itself; for gs://bucket/.../NAME data/NAME, downloaded if missing.
 
-    stop: as Bucket's. One process of a host downloads, the others wait. Raises UserError and TransientError.
+    One process of a host downloads, the others wait. Raises UserError and TransientError.
     """
     if not path.startswith("gs://"):
         return path
-    bucket = Bucket(path, stop)
+    bucket = Bucket(path)
     folder = os.path.join("data", path.rstrip("/").rpartition("/")[2])
     with locked(folder):
         try:

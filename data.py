@@ -113,13 +113,11 @@ class Dataset:
             batch[key] = np.concatenate([batch[key], rest])
         return batch
 
-    def noise_keys(self, seed, indices, attempt, size):
-        """Keys of model.normal_noise for these examples, int32 [size]; 0, no noise, for the first attempt."""
-        keys = np.zeros(size, dtype=np.int32)
-        if attempt:
-            draws = generator(seed, NOISE, attempt).integers(1, 2 ** 31, len(self), dtype=np.int32)
-            keys[:len(indices)] = draws[indices]
-        return keys
+    def noise_keys(self, seed, indices, attempt):
+        """Keys of model.normal_noise for these examples, int32 [n]; 0, no noise, for the first attempt."""
+        if not attempt:
+            return np.zeros(len(indices), dtype=np.int32)
+        return generator(seed, NOISE, attempt).integers(1, 2 ** 31, len(self), dtype=np.int32)[indices]
 
     def _batch(self, examples, puzzles):
         labels = self.labels[examples].astype(np.int32)
@@ -201,8 +199,6 @@ def epoch_order(seed, epoch, total_groups):
 
 
 def rank_slice(batch_size, rank, world):
-    if batch_size % world:
-        raise UserError(f"a batch of {batch_size} cannot be divided among {world} replicas: use a multiple")
     size = batch_size // world
     return slice(rank * size, (rank + 1) * size)
 
@@ -474,6 +470,14 @@ def parse_metrics(lines):
             if isinstance(values, dict) and type(values.get("step")) is int:
                 found.append(values)
     return found
+
+
+def saved_settings(files, read):
+    """The settings in the newest .json of a checkpoint that can be read, or {}; read(file): its bytes."""
+    for file in sorted(files, reverse=True):
+        with suppress(OSError, ValueError, KeyError, TypeError):  # an interrupted upload or download
+            return dict(json.loads(read(file))["settings"])
+    return {}
 
 
 def duration(seconds):

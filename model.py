@@ -335,10 +335,10 @@ class TRM(nn.Module):
             x = math.sqrt(0.5) * (x + self.embed_pos.embedding_weight)
         return math.sqrt(c.hidden_size) * x
 
-    def recursion(self, x, z_H, z_L, L_cycles=None):
+    def recursion(self, x, z_H, z_L, L_cycles):
         """Latent recursion (paper, figure 3): refines the latent z_L L_cycles times, then the answer z_H."""
         rope = (self.cos, self.sin) if self.config.pos_encodings == "rope" else None
-        for _ in range(L_cycles or self.config.L_cycles):
+        for _ in range(L_cycles):
             z_L = self.L_level(z_L + (z_H + x), rope)
         z_H = self.L_level(z_H + z_L, rope)
         return z_H, z_L

@@ -429,7 +429,7 @@ class Solver:
         self.slots = np.full(slots, -1)  # the attempt in each slot; -1: free
         self.state, self.batch = run.new_evaluation(), test.test_batch([], slots)
         self.keys = np.zeros(slots, dtype=np.int32)
-        self.noise_keys = np.stack([test.noise_keys(run.c.seed, indices, attempt, n)
+        self.noise_keys = np.stack([test.noise_keys(run.c.seed, indices, attempt)
                                     for attempt in range(self.attempts)])
         tokens = np.min_scalar_type(test.vocab_size)
         self.answers = {name: np.zeros((self.attempts, n, test.seq_len), tokens)

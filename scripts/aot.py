@@ -67,7 +67,11 @@ def main(argv):
         raise UserError(f"--rate={own.rate}: must be examples/s, above 0, measured on --plan=v5e:2x4")
     names = (own.slices or own.gpus or own.plan).split(",")
     for name in names:
-        is_gpu = chip_and_count(name)[0] in aot_gpu.CARDS
+        chip, count = chip_and_count(name)
+        is_gpu, multiple = chip in aot_gpu.CARDS, count * (c.micro_batch_size or 1)
+        if c.global_batch_size % multiple:
+            raise UserError(f"global_batch_size {c.global_batch_size} must be a multiple of {multiple} "
+                            f"for {name}")
         if own.gpus and name not in aot_gpu.CARDS or own.slices and is_gpu:
             raise UserError(f"{name!r}: --slices takes TPU slices, --gpus {', '.join(aot_gpu.CARDS)}")
     if not own.rate and is_gpu and aot_gpu.untried():
@@ -153,10 +157,6 @@ def compile_steps(c, flags, path, name, steps):
     path: of the dataset.
     """
     chip, count = chip_and_count(name)
-    multiple = count * (c.micro_batch_size or 1)
-    if c.global_batch_size % multiple:
-        raise UserError(f"global_batch_size {c.global_batch_size} must be a multiple of {multiple} "
-                        f"for {name}")
     batch_per_chip = c.global_batch_size // count
     if chip in aot_gpu.CARDS:
         flags = [*flags, f"--global_batch_size={batch_per_chip}"]

@@ -4,6 +4,7 @@
 """
 import json
 import os
+import statistics
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -12,8 +13,11 @@ from configurator import UserError, command
 from data import read_metrics
 
 
-def tables(folder):
-    """Prints what the parts in folder have found so far."""
+def main(argv):
+    """Prints what the parts in a folder have found so far."""
+    if len(argv) != 1 or not os.path.isdir(argv[0]):
+        raise UserError("give the folder with the logs of scripts/first_gpu.sh")
+    folder, = argv
     print("| step | ms | TFLOP/s | of a matmul | of the peak | evaluation | memory | first step |\n"
           "|---|---|---|---|---|---|---|---|")
     names = ["sudoku", "sudoku_on", "sudoku_eager", "sudoku_fast", "sudoku_fast_on"]
@@ -30,10 +34,11 @@ def tables(folder):
           "|---|---|---|---|---|")
     for name, lines in runs.items():
         if lines:
-            speeds = sorted(line["perf/examples_per_sec"] for line in lines if "train/loss" in line)
+            rates = [line["perf/examples_per_sec"] for line in lines if "perf/examples_per_sec" in line]
             accuracy = [line["eval/exact_accuracy"] for line in lines if "eval/exact_accuracy" in line]
             first = ", ".join(f"{line['train/loss']:.3f}" for line in lines[:4] if "train/loss" in line)
-            print(f"| {name} | {lines[-1]['step']} | {speeds[len(speeds) // 2]:,.0f} | "
+            speed = f"{statistics.median(rates):,.0f}" if rates else "-"
+            print(f"| {name} | {lines[-1]['step']} | {speed} | "
                   f"{f'{accuracy[-1]:.1%}' if accuracy else '-'} | {first} |")
 
 
@@ -45,12 +50,6 @@ def last_object(path):
         if lines and lines[-1].startswith("{"):
             return json.loads(lines[-1])
     return None
-
-
-def main(argv):
-    if len(argv) != 1 or not os.path.isdir(argv[0]):
-        raise UserError("give the folder with the logs of scripts/first_gpu.sh")
-    tables(argv[0])
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ part() {  # NAME COMMAND...: runs it, unless it is done or not wanted
         return 0
     fi
     echo "$name: at most 9 minutes: $*"
-    timeout --signal=TERM --kill-after=60 480 "$@" > "$OUT/$name.log" 2>&1
+    timeout --signal=TERM --kill-after=60 480 "$@" > "$OUT/$name.log" 2>&1 &
+    wait $!  # in the background, or bash would run the trap after the part
     code=$?
-    [[ $code == 130 || $code == 143 ]] && exit 3
     if [[ $code == 0 || $code == 124 && $name == begin ]]; then  # a run that was stopped has saved
         touch "$OUT/$name.done"
         echo "$name: $((SECONDS - began)) s"
@@ -34,7 +34,7 @@ part() {  # NAME COMMAND...: runs it, unless it is done or not wanted
     fi
 }
 
-trap 'exit 3' INT TERM
+trap 'kill $!; wait $!; exit 3' INT TERM
 bench=("$PYTHON" bench.py)
 part smoke "$PYTHON" -m pytest -q test_smoke.py
 part demo "$PYTHON" train.py config/demo.py "--device=$DEVICE" "--out_dir=$OUT/demo" --init_from=auto "${flags[@]}"

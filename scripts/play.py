@@ -92,7 +92,8 @@ class Game:
             self.puzzle = self.test.task  # its grid: models with attention take any
         self.cells = math.prod(self.puzzle["grid"])
         self.run = solve.build_run(state, c, path, self.cells)
-        self.depth, self.noise = self.run.eval_depth, c.eval_noise
+        self.depth = min(self.run.eval_depth, LIMITS["steps"][1])
+        self.noise = float(min(c.eval_noise, LIMITS["noise"][1]))
         self.path, self.training_step = path, state.get("step", 0)
         self.own = {name: t.numpy() for name, t in state["puzzles"].items()} if own else {"inputs": []}
         self.num_puzzles = len(self.test or self.own["inputs"])

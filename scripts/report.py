@@ -36,7 +36,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from configurator import UserError, command, configure, read_settings
 
-from data import read_metrics
+from data import read_metrics, saved_settings
 
 # input and output; arguments without a dash are folders to read
 out_dir = "out/report"  # report.md and its pictures
@@ -291,7 +291,8 @@ def read_run(folder, defaults, target):
     """One run as a flat dict: settings, VALUES, name, folder, curve, problem (or "")."""
     lines = [{key: value for key, value in line.items() if isinstance(value, (int, float))}
              for line in read_metrics(os.path.join(folder, "metrics.jsonl"))]
-    settings = saved_settings(folder)
+    files = [*pathlib.Path(folder).glob("ckpt_*.json"), pathlib.Path(folder, "best.json")]  # best: the last
+    settings = saved_settings(files, pathlib.Path.read_bytes)
     run = defaults | settings if settings else {}
     name = os.path.basename(os.path.abspath(folder))
     run |= dict(name=name, folder=folder, group=group_of(name), **read_log(folder))
@@ -343,17 +344,6 @@ def numbers(run):
     """What results.json has of a complete run: its seed, known VALUES, and accuracy by step."""
     known = {key: float(f"{run[key]:.6g}") for key in VALUES if not math.isnan(run.get(key, math.nan))}
     return dict(name=run["name"], seed=run["seed"], **known, evaluations=run["curve"]["accuracy"])
-
-
-def saved_settings(folder):
-    """The settings in a run's newest readable checkpoint's .json; {} without one."""
-    paths = sorted(pathlib.Path(folder).glob("ckpt_*.json"), reverse=True)
-    for path in [*paths, pathlib.Path(folder, "best.json")]:
-        try:
-            return dict(json.loads(path.read_bytes())["settings"])
-        except (OSError, ValueError, KeyError, TypeError):  # an interrupted pull
-            pass
-    return {}
 
 
 def read_log(folder):

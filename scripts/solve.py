@@ -194,6 +194,8 @@ def read_arguments(argv):
     for path in s.plot, s.output:
         if os.path.lexists(path):
             raise UserError(f"{path}: exists already; choose another name")
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            raise UserError(f"{path}: there is no such folder")
     return s, checkpoint, source, model_flags
 
 

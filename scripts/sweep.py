@@ -38,7 +38,7 @@ from configurator import TransientError, UserError, configure, read_settings, ru
 import prepare_sudoku
 import train
 from bucket import Bucket
-from data import locked, parse_metrics, read_json, read_metrics, replacing
+from data import locked, parse_metrics, read_json, read_metrics, replacing, saved_settings
 
 # which runs; names without a dash select single ones
 pattern = ""  # runs whose file names start so, with * and ? as in a shell; "" without names: all 67
@@ -67,6 +67,8 @@ NEUTRAL |= {"data_prepare", "micro_batch_size", "eval_save_outputs", "eval_show_
 def main(argv):
     """Separates sweep.py's arguments from train.py's, and does what they ask for."""
     s, names, extra = split_arguments(__file__, argv)
+    if s.launch and not s.jobs or s.max_jobs < 1:
+        raise UserError("--launch needs --jobs=FILE, as scripts/sky-tpu.yaml, and --max_jobs=1 or more")
     runs = [StudyRun(path, extra) for path in select_files(names, s.pattern)]
     if (s.jobs or s.pull) and runs[0].c.gcs_dir.count("/") < 4:
         raise UserError("--jobs and --pull need --gcs_dir=gs://BUCKET/FOLDER, the folder of all runs")
@@ -225,7 +227,7 @@ class Sweep:
             time.sleep(PROGRESS_INTERVAL)
 
     def flop_left(self):
-        return sum(run.flop() * max(0, 1 - run.step() / run.steps) for run in self.runs)
+        return sum(run.flop() * max(0, 1 - run.step() / max(1, run.steps)) for run in self.runs)
 
     def show_progress(self, text):
         """Prints the text and the time left to the sweep, by FLOP, once a minute."""
@@ -321,11 +323,11 @@ class StudyRun:
 
     def conflict(self):
         """The error if a checkpoint in out_dir or in the bucket has other settings."""
-        local = settings_of(pathlib.Path(self.c.out_dir).glob("ckpt_*.json"), pathlib.Path.read_bytes)
+        local = saved_settings(pathlib.Path(self.c.out_dir).glob("ckpt_*.json"), pathlib.Path.read_bytes)
         for place, settings in ("out_dir", local), ("gcs_dir", self.bucket_settings):
             if settings and self.c.forward_dtype == "bfloat16":  # a GPU without it has used another
                 settings = settings | {"forward_dtype": "bfloat16"}
-            if found := settings and changes(settings, vars(self.c)):
+            if found := settings and changes(DEFAULTS | settings, vars(self.c)):
                 return (f"{getattr(self.c, place)} holds a run with other settings ({found}): delete it, "
                         f"or choose another --{place}")
         return ""
@@ -341,7 +343,7 @@ class StudyRun:
         if self.c.gcs_dir:
             bucket = Bucket(self.c.gcs_dir)
             self.bucket_rows = parse_metrics((bucket.read("metrics.jsonl") or b"").splitlines())
-            self.bucket_settings = settings_of(fnmatch.filter(bucket.list(), "ckpt_*.json"), bucket.read)
+            self.bucket_settings = saved_settings(fnmatch.filter(bucket.list(), "ckpt_*.json"), bucket.read)
 
     def pull(self):
         """Downloads metrics, log and settings to out_dir, unless it holds weights or another run."""
@@ -363,14 +365,6 @@ class StudyRun:
             best_exact_accuracy=max(exact, default=None),
             last_exact_accuracy=[None, *exact][-1],
             last_surest_accuracy=[None, *surest][-1])
-
-
-def settings_of(files, read):
-    """Settings in the newest checkpoint's .json, or {}; read(file): a file's content."""
-    try:
-        return DEFAULTS | json.loads(read(max(files)))["settings"]
-    except (ValueError, KeyError, TypeError, FileNotFoundError):  # train.py names it
-        return {}
 
 
 def queued_jobs():

@@ -82,6 +82,12 @@ def wait_for(condition, seconds=120):
         time.sleep(0.01)
 
 
+def children(pid):
+    """The processes that a process has started, in this order."""
+    with open(f"/proc/{pid}/task/{pid}/children") as f:
+        return list(map(int, f.read().split()))
+
+
 def hosts(n):
     """Environments of ranks 0 to n - 1, which gloo joins. Rank 0 is on the last of n hosts."""
     with socket.create_server(("127.0.0.1", 0)) as s:

@@ -146,6 +146,7 @@ def test_a_plan_counts_steps_hours_and_bytes(monkeypatch, capsys):
     (["--slices=v5e:2x2,v5e:0x2"], "'v5e:0x2'.*v5e:2x4"),
     (["--slice=v5e:2x2"], "unknown setting slice; the closest"),
     (["--slices=v5e:2x4", "--global_batch_size=12"], "12 must be a multiple of 8"),
+    (["--plan=h100:3", "--rate=5"], "16 must be a multiple of 3 for h100:3"),
     (["--slices=v5e:2x2", "--rate=5"], "--rate.*--plan"),
     (["--plan=v5e:2x4", "--rate=-1"], "--rate=-1.0.*above 0"),
     (["--plan=v5e:2x4", "--hidden_size=-1"], "hidden_size"),

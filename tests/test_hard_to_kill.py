@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import test_train
 import torch
-from conftest import ROOT, ForkedTrain, hosts, wait_for
+from conftest import ROOT, ForkedTrain, children, hosts, wait_for
 from test_gcs import emulator, front, stored
 from test_train import WHOLE, begun, command, curve, data, edited_copy, forked, last_weights, popen, run, same
 
@@ -92,11 +92,6 @@ def test_an_unavailable_bucket_does_not_stop_training(data, front, whole, tmp_pa
     front.denied = ()
     text = run(data, tmp_path / "run", *FLAGS, URL, "--init_from=auto")
     assert "is complete at step 40" in text and "ckpt_00000040.json" in in_bucket(), text
-
-
-def children(pid):
-    with open(f"/proc/{pid}/task/{pid}/children") as f:
-        return f.read().split()
 
 
 def ignores_sigint(pid):

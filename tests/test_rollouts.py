@@ -90,7 +90,8 @@ def left_early(test, run, patience, attempt=0):
     state, answers, left_at = run.new_evaluation(), [], []
     for first in range(0, 40, 8):
         rows = np.arange(first, first + 8)
-        inputs = run.eval_inputs(test.test_batch(rows, 16), test.noise_keys(0, rows, attempt, 16))
+        keys = np.resize(test.noise_keys(0, rows, attempt), 16)
+        inputs = run.eval_inputs(test.test_batch(rows, 16), keys)
         steps = [run.eval_program(state, inputs)["preds"].numpy().copy() for _ in range(run.eval_depth)]
         for puzzle in range(8):
             repeats = step = 0

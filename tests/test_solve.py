@@ -384,6 +384,7 @@ OFFICIAL = ["official.pt", *MODEL, "--data_path=nowhere"]  # a puzzle's text tel
     (["nowhere", "." * 16], "nowhere: no such checkpoint or folder"),
     (["sudoku-data", "." * 16], "no complete checkpoint"),
     (["sudoku", "." * 16, "--plot=a.jpg"], ".png or .gif"),
+    (["sudoku", "." * 16, "--plot=nowhere/a.png"], "nowhere/a.png: there is no such folder"),
     (["sudoku", "nowhere.csv", "--output=b.txt"], "must end in .csv"),
     (["sudoku", "." * 16, "--output=b.csv"], "is for the puzzles of a .csv"),
     (["sudoku", "nowhere.csv", "--steps"], "--steps and --plot show one puzzle"),

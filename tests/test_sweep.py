@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import sweep as script
-from conftest import ROOT, wait_for
+from conftest import ROOT, children, wait_for
 
 import train
 
@@ -48,11 +48,6 @@ def sweep(capfd, monkeypatch):
     yield sweep
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-def child_of(pid):
-    with open(f"/proc/{pid}/task/{pid}/children") as f:
-        return int(f.read().split()[-1])
 
 
 def results(folder):
@@ -114,6 +109,7 @@ def test_flop_is_the_sum_over_steps(data):
     (["exp01ax"], "exp01ax: no such run in config/study; --list prints all"),
     (["--pattern=exq"], "--pattern=exq"),
     (["exp01a", "--data_path=nowhere", "--data_prepare="], "exp01a_h256: nowhere: no such dataset"),
+    (["--launch"], "--launch needs --jobs=FILE"), (["--jobs=x", "--max_jobs=0"], "--max_jobs=1 or more"),
     (["--epoch=3"], "unknown setting epoch"), (["exp01a", "--halt_max_steps=0"], "must be above 0"),
     (["exp01a", "--mlp_t=False", "--num_heads=7"], "exp01a_h256: hidden_size 256 must be a multiple"),
     (["exp01a", "--data_path=damaged"], "dataset.json cannot be read")])
@@ -216,7 +212,7 @@ def test_stopped_complete_killed_and_damaged_runs(sweep, data, tmp_path, monkeyp
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT)
     log = tmp_path / f"{EMA_OFF}.log"
     wait_for(lambda: log.exists() and "step 10/" in log.read_text())
-    child = child_of(first.pid)
+    child = children(first.pid)[-1]
     assert os.getpgid(child) == child  # a terminal's Ctrl-C reaches it through the sweep alone
     assert os.getsid(child) == os.getsid(first.pid)  # which scripts/tpu.sh kills as a whole
 
@@ -244,7 +240,7 @@ def test_stopped_complete_killed_and_damaged_runs(sweep, data, tmp_path, monkeyp
 
     def kill():
         wait_for((tmp_path / ADAMW / "ckpt_00000020.json").exists)
-        os.kill(child_of(os.getpid()), signal.SIGKILL)
+        os.kill(children(os.getpid())[-1], signal.SIGKILL)
 
     monkeypatch.setattr(script, "PROGRESS_INTERVAL", 0.5)
     with ThreadPoolExecutor(1) as pool:
