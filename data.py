@@ -1,4 +1,4 @@
-"""Datasets on disk -> batches; then the writer, CSV files and downloads that the prepare scripts share.
+"""Datasets on disk -> batches; then the writer, and what the prepare scripts share, such as downloads.
 
 A dataset is a folder in the layout of the official code, plus a manifest:
 

@@ -1,6 +1,6 @@
 """Trains a Tiny Recursive Model (arXiv 2510.04871) on a TPU, a CUDA GPU or the CPU.
 
-    python train.py config/demo.py                        6x6 Sudoku, made on the spot, in a minute
+    python train.py config/demo.py                        6x6 Sudoku, made on the spot, in a minute or two
     python train.py config/sudoku.py --device=cuda        the paper's Sudoku-Extreme, after prepare_sudoku.py
     python train.py config/sudoku.py --init_from=resume   continues from the newest checkpoint of out_dir
 
@@ -71,7 +71,7 @@ puzzle_emb_len = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
 forward_dtype = "bfloat16"  # bfloat16, float32 or float16; weights, optimizer and loss stay float32
 # halting
 halt_max_steps = 16  # maximum supervision steps of a sequence
-halt_exploration_prob = 0.1  # probability that a sequence must go on to a random step before it may halt
+halt_exploration_prob = 0.1  # probability, at each step, that a sequence needs a random number of steps to halt
 halt_exploration_prob_end = -1.0  # its value at the end of the run, reached linearly; -1: constant
 # optimizer
 loss_type = "stablemax_cross_entropy"  # or softmax_cross_entropy
@@ -102,7 +102,7 @@ eval_only = False  # run the final evaluation, then stop
 out_dir = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
 gcs_dir = ""  # gs://bucket/folder of this run alone: a mirror of out_dir, to resume on another machine
 init_from = "scratch"  # scratch, resume, auto (resume if there is a checkpoint) or a FILE to begin with
-checkpoint_interval = 1000  # steps; sequences start afresh there, so that a resume changes nothing; 0: none
+checkpoint_interval = 1000  # steps; sequences start afresh there, for an exact resume; 0: only at the end
 keep_last_n = 3  # checkpoints to keep, besides best.pt
 export = ""  # write a model FILE (averaged weights, sizes, task, 100 test puzzles), then stop
 log_interval = 10  # steps averaged in a line of the log

@@ -19,7 +19,7 @@ def official(rows):
     for run, label, color in (("official", "official code", "grey"), ("demo", "config/demo.py", "tab:red"),
                               ("same", "this code, the same recipe", "tab:blue")):
         for seed in range(3):
-            x, y = (select(rows, key, run=run, seed=seed) for key in ("minutes", "exact_accuracy"))
+            [x], [y] = (select(rows, key, run=run, seed=seed) for key in ("minutes", "exact_accuracy"))
             axes.plot([0, *x], 100 * np.array([0, *y]), ".-", color=color, label="" if seed else label)
     axes.axhline(90, color="black", linewidth=0.5)
     axes.set(xlabel="minutes of training on one thread", xlim=0, ylim=(0, 100))

@@ -9,7 +9,7 @@ The settings below are sweep.py's own. All others are train.py's and apply to ev
 added to out_dir and gcs_dir. Each run has its log beside its folder, RUN.log; results.json has all results.
 A run that dies is resumed twice. A folder that holds a run with other settings is left as it is and counts
 as a failure. Ctrl-C or SIGTERM makes the current run save and stop; the same command resumes it. The exit
-code is 0 if all runs are complete, 1 if one failed, and 3 if the sweep was stopped.
+code is 0 if all runs are complete, 1 if not, and 3 if the sweep was stopped.
 
 Several sweeps at a time share the runs of a folder: one leaves to the others what they have in progress,
 and takes it over if they die. Between machines there is no such sharing: SkyPilot has the queue of jobs.

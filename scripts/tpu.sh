@@ -19,7 +19,7 @@ SSH_FLAGS=${SSH_FLAGS:-}         # more flags for ssh and scp: --internal-ip or 
 LIBTPU_INIT_ARGS=${LIBTPU_INIT_ARGS:-}  # the TPU compiler's options for the run: see docs/performance.md
 NETRC=${NETRC:-}                 # file with W&B's login (~/.netrc after `wandb login`), copied to the hosts
 POLL=${POLL:-60}                 # seconds between two checks of the slice
-TIMEOUT=${TIMEOUT:-300}          # seconds after which a gcloud that hangs is ended; four times it for setup
+TIMEOUT=${TIMEOUT:-300}          # seconds until keep and run end a gcloud that hangs; four times it for setup
 MAX_FAILURES=${MAX_FAILURES:-3}  # keep gives up after so many without a new checkpoint, preemptions aside
 STOP_WAIT=${STOP_WAIT:-120}      # seconds that stop gives a run to save and upload
 
@@ -32,7 +32,7 @@ usage: [SETTING=value ...] scripts/tpu.sh COMMAND [...]
 
   run SCRIPT [ARG ...]     request the slice, wait until it is ready, copy the files that git does not ignore
                            (code, not data) to ~/trm of every host, install the requirements and start
-                           python SCRIPT ARG ... there, detached; train.py gets --init_from=auto
+                           python SCRIPT ARG ... there, detached; train.py gets --init_from=auto, if no other
   keep SCRIPT [ARG ...]    the same, and again after each preemption or failure, until the run is complete
   status                   show the state of the slice and of each host, and the end of its output
   logs                     follow what all hosts print (Ctrl-C does not stop the run)
