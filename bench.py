@@ -5,8 +5,8 @@
     python bench.py config/sudoku.py --profile=out/profile        the most expensive operations
 
 The settings below are bench.py's own, all others train.py's. Where data_path is missing, random puzzles take
-its place. The last line is one JSON object, except with --profile. scripts/aot.py shows what a TPU would make
-of the steps.
+its place. The last line is one JSON object, except with --profile. scripts/aot.py shows what a TPU or a GPU
+makes of the steps.
 """
 import glob
 import gzip

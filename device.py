@@ -1,7 +1,7 @@
 """CPU, CUDA, Apple's GPU and, through PyTorch/XLA, the TPU: one set of methods for all, which train.py uses.
 
-torchtpu.py has them once more, for an experiment. torch_xla is imported when a device is opened and not
-before, so that other machines can do without it.
+torchtpu.py has them once more, for an experiment. torch_xla is imported where a TPU is looked for or used:
+other machines can do without it.
 """
 import atexit
 import glob

@@ -1,8 +1,8 @@
 """Triton kernels for CUDA GPUs: a SwiGLU with its residual and its norm as one kernel.
 
 mix() stands in for model.mix, and computes the same up to rounding. The hidden activations, many times the
-size of x, stay on chip; the backward pass computes them again from x. Only a compiler and Triton's
-interpreter (TRITON_INTERPRET=1, on the CPU) have run this code; no GPU has.
+size of x, stay on chip in the forward pass; the backward pass computes them again. Only a compiler and
+Triton's interpreter (TRITON_INTERPRET=1, on the CPU) have run this code; no GPU has.
 
 Letters as in model.py: B sequences, L positions, D channels; H hidden channels of a SwiGLU; N = B * L rows.
 BL, BD, BH and BN are the sizes of tiles, powers of 2. A product is summed in float32.
@@ -219,7 +219,7 @@ channels.register_autograd(channels_gradients, setup_context=save)
 
 @register_flop_formula([torch.ops.trm.positions, torch.ops.trm.positions_backward, torch.ops.trm.channels])
 def flops(x, gate_up, down, *backward, out_shape=None, **_):
-    """Matmuls alone: three forward; eleven backward, of which five compute hidden activations again."""
+    """Matmuls alone: three forward; eleven backward, of which five repeat others."""
     numbers = x[0] * x[-1] * (x[1] if len(x) == 3 else 1)
     return 2 * numbers * down[1] * (11 if backward else 3)
 

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map
 
 IGNORE_LABEL = -100  # cells that the loss leaves out
-# The names of what supervision_step adds up over sequences: all are logged.
+# The names of what supervision_step adds up over sequences: all but count are logged.
 METRICS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps", "lm_loss", "q_halt_loss")
 
 

@@ -1,7 +1,7 @@
 """Makes a maze dataset: Maze-Hard from the hub, your own CSV files, or generated mazes.
 
     python prepare_maze.py                                               Maze-Hard, 1000 mazes x 8
-    python prepare_maze.py --train_csv=train.csv --test_csv=test.csv     columns source,question,answer,rating
+    python prepare_maze.py --train_csv=train.csv --test_csv=test.csv     columns question,answer
     python prepare_maze.py --source=generate --size=30 --min_path=111    mazes like those of Maze-Hard
 
 A maze is a square of the characters "# SGo", row after row: wall, open, start, goal, path. The answer is the

@@ -1,7 +1,7 @@
 """Makes a Sudoku dataset: Sudoku-Extreme from the hub, your own CSV files, or generated puzzles.
 
     python prepare_sudoku.py                              Sudoku-Extreme: 1000 puzzles x 1001
-    python prepare_sudoku.py --train_csv=A --test_csv=B   columns source,question,answer,rating
+    python prepare_sudoku.py --train_csv=A --test_csv=B   columns question,answer,rating
     python prepare_sudoku.py --source=generate --size=6   minimal 6x6 puzzles
 
 Tokens are the official code's: 0 padding, 1 an empty cell, d + 1 the digit d. In this file, boards are
@@ -315,7 +315,7 @@ def transform(questions, answers, copies, size, rng):
     """`copies` random symmetric copies of each board: (questions, answers), uint8 [n * copies, cells].
 
     As the official builder does, it permutes the digits, the bands, the rows of each band, the stacks and
-    the columns of each stack; if boxes are square, it transposes every other board.
+    the columns of each stack; if boxes are square, it transposes half of the boards.
     """
     bands, rows, stacks, columns = shape_of(size)
     n = len(questions) * copies

@@ -17,7 +17,7 @@ IGNORED = -100  # the label of cells that no loss and no metric counts
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box of Sudoku
 SUDOKU, MAZE = " .123456789", "_# SGo"  # symbols
 WALL, OPEN, START, GOAL, PATH = range(1, 6)  # tokens of a maze
-LARGEST = 64  # rows of a maze: solve() of prepare_maze.py has the bits of a word for them
+LARGEST = 64  # cells in a row of a maze: solve() of prepare_maze.py has the bits of a word for them
 
 
 def task_of(manifest, seq_len, vocab_size):

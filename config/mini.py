@@ -1,7 +1,7 @@
 # After a file of config/study: the same run in miniature, 6x6 Sudoku on one CPU core in some two minutes.
 #     OMP_NUM_THREADS=1 python scripts/sweep.py config/mini.py      all 67; start it twice to use two cores
 #     python scripts/report.py out/mini
-# What the study varies keeps its proportions and its recursions: a width is a 16th, a batch a 192nd.
+# What the study varies keeps its proportions (but halt_max_steps) and recursions: a width is a 16th.
 import math
 import zlib
 

@@ -1,6 +1,6 @@
 """What a TPU or a GPU makes of train.py's steps, and the price of a run, without either.
 
-    pip install jax libtpu                                                for --slices
+    pip install jax libtpu                            for --slices, and --plan of a slice
     python scripts/aot.py config/baseline.py --slices=v5e:2x4,v6e:2x2     memory, collectives, estimated time
     python scripts/aot.py config/sudoku.py --gpus=h100,a100,rtx4090,t4    kernels, traffic, memory, estimates
     python scripts/aot.py config/baseline.py --plan=v5e:2x4               steps, hours and bytes of a run
@@ -125,7 +125,7 @@ def listed(figures):
 
 
 def show_price(c, flags, path, source, name, rate):
-    """Prints the steps, hours and bytes of a run on a slice. rate: examples/s, or 0 for an estimate."""
+    """Prints the steps, hours and bytes of a run. rate: examples/s, or 0 for an estimate."""
     _, chips = chip_and_count(name)
     data = Dataset(path, "train")
     puzzles, model = train.epoch_size(data), bench.new_model(c, data)
@@ -140,6 +140,8 @@ def show_price(c, flags, path, source, name, rate):
         if "fault" in figures:
             raise UserError(f"{name}: the step does not compile: {figures['fault']}")
         speed, reason = figures["examples_per_sec"], "at the compiler's estimate, which no run has confirmed"
+        if not figures["estimated_ms"]:
+            reason = "at the chip's peak, as there is no estimate"
     hours = steps * c.global_batch_size / speed / 3600
     found = dict(
         slice=name, chips=chips, steps=steps, parameters=parameters, examples_per_sec=speed,

@@ -130,7 +130,7 @@ def first_call(c, path, step, card):
 
 
 def trace(call, training):
-    """A call as a graph on CPU tensors without values; its arguments; outputs of its forward pass.
+    """A call as a graph on CPU tensors without values; its arguments; their mode; its forward pass's outputs.
 
     With gradients of the weights if training. On the CPU, since autograd would ask a GPU for its stream.
     """

@@ -3,7 +3,7 @@
 #
 #   scripts/first_gpu.sh                 all parts, and the tables; run it again after a cut: it goes on
 #   scripts/first_gpu.sh sudoku_on       only the parts of these names
-#   DEVICE=cpu FLAGS="--hidden_size=32 --L_cycles=1 --global_batch_size=192" scripts/first_gpu.sh    a rehearsal
+#   DEVICE=cpu FLAGS="--hidden_size=32 --L_cycles=3 --global_batch_size=192" scripts/first_gpu.sh    a rehearsal
 #
 # A part takes 9 minutes at most. OUT, by default out/first_gpu, keeps the log of each; PYTHON is the Python.
 set -uo pipefail

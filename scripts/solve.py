@@ -8,8 +8,8 @@
 
 A puzzle is a line, a file, or stdin (if left out, or -), in one line or in several. A Sudoku has digits with
 . or 0 for an empty cell, a maze "# SG" (wall, open, start, goal), others the symbols of their dataset. A
-.csv or .csv.gz file has a puzzle a row, in the column question, and may have the right answers in the column
-answer.
+.csv or .jsonl file, also .gz, has a puzzle a row, in the column question, and may have the right answers in
+the column answer.
 
 The answer is the surest: that of the supervision step where the halting head was most certain, also of
 several attempts with noise (eval_rollouts). The model is a file of train.py's --export, a run's folder or a

@@ -138,6 +138,11 @@ def test_a_plan_counts_steps_hours_and_bytes(monkeypatch, capsys):
     assert f["checkpoint_gb"] == pytest.approx(16 * f["parameters"] / 1e9, rel=1e-4)
     assert f["steps"] == 8138 and f["checkpoints"] == 9
     assert f["evaluations"] == 9  # the last interval ends with the run, which has its own
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: True)
+    figures = dict(examples_per_sec=9000, estimated_ms=None)  # a v6e's, which cannot be read
+    monkeypatch.setattr(aot, "compile_steps", lambda *_: {"train": figures})
+    aot.main([config, "--plan=v6e:2x4"])
+    assert "at the chip's peak, as there is no estimate" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags, words", [
