@@ -17,6 +17,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import tokenize
 import traceback
 from types import ModuleType, SimpleNamespace
@@ -25,6 +26,7 @@ from types import ModuleType, SimpleNamespace
 # without a TPU takes ten minutes. So scripts import this file before torch. --device=tpu loads the plugin.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 PARENT = os.getppid()  # for device.end_with_parent: it may die while torch is imported
+PARSING = threading.Lock()  # replicas may be threads, and ast.parse is not safe in two: python/cpython#106905
 
 
 class UserError(Exception):
@@ -198,7 +200,9 @@ def read_settings(script):
             kind = own_line if token.line.lstrip().startswith("#") else comments
             kind[line] = token.string.lstrip("# ")
     settings = {}
-    for node in ast.parse("\n".join(source.split("\n")[:line - 1])).body:
+    with PARSING:
+        body = ast.parse("\n".join(source.split("\n")[:line - 1])).body
+    for node in body:
         name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
         if not name.isidentifier() or name.isupper():
             continue

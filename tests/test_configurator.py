@@ -62,6 +62,18 @@ def test_scripts_document_every_setting(script):
         assert comment and group, name
 
 
+def test_threads_may_read_settings_at_a_time():
+    """A garbage collection within ast.parse, as torch has callbacks of, lets another thread run."""
+    code = f"""
+import concurrent.futures, configurator, gc, sys
+gc.callbacks.append(lambda *_: sum(range(50)))
+gc.set_threshold(50)
+sys.setswitchinterval(1e-6)
+with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    list(pool.map(configurator.read_settings, [{train.__file__!r}] * 300))"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 @pytest.mark.parametrize("flag, value", {
     "--lr=3e-4": 3e-4, "--lr=2": 2.0, "--lr=-.5": -0.5, "-lr=1": 1.0, "--lr=inf": float("inf"),
     "--batch=32": 32, "--batch=10_000": 10000, "--shift=-7": -7, "--shift=+7": 7,
