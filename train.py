@@ -685,8 +685,7 @@ def write_model(c, model, start, data, test):
     made_by = vars(c) | start.state.get("settings", {})
     made_by = SimpleNamespace(**{name: made_by[name] for name in [*settings, "init_from"]})
     weights = model.state_dict() | (start.state.get("ema", {}) if c.ema else {})
-    folder = os.path.dirname(os.path.abspath(c.init_from))
-    folder = c.out_dir if c.init_from in ("resume", "auto") else folder
+    folder = c.out_dir if c.init_from in ("resume", "auto") else os.path.dirname(c.init_from)
     lines = read_metrics(os.path.join(folder, "metrics.jsonl"))
     batch = test.test_batch(test.subset(100), min(100, len(test)))
     saved = dict(
