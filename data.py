@@ -217,9 +217,9 @@ def write_dataset(path, splits, vocab_size, manifest):
     splits: {"train": (groups, copies, blocks)}: groups of `copies` puzzles with one example each. The
     iterable blocks yields their rows in order, as pairs (inputs, labels), integers [n, seq_len]: tokens from
     1 (0: padding, of inputs) to vocab_size - 1, and IGNORED for labels that do not count. manifest: a dict
-    with "grid" (rows, columns), better also "kind" and "symbols" (see puzzles.py), and whatever else
-    describes the dataset; the files' SHA-256 are added. Raises UserError for what does not fit, and if path
-    exists or cannot be written.
+    with "grid" (rows, columns), better also "kind" and "symbols" (see puzzles.py), "command" (as command_of),
+    and whatever else describes the dataset; the files' SHA-256 are added. Raises UserError for what does not
+    fit, and if path exists or cannot be written.
     """
     if not 2 <= vocab_size <= 256:
         raise UserError(f"{vocab_size - 1} symbols are too many for a dataset: 255 are the most")
@@ -500,7 +500,7 @@ class Progress:
             self.printed = now
             rate = self.done / (now - self.start)
             total = f"/{self.total / self.scale:,.0f}" if self.total else ""
-            left = f", {(self.total - self.done) / max(rate, 1e-9):.0f} s left" if self.total else ""
+            left = f", {(self.total - self.done) / rate:.0f} s left" if self.total and self.done else ""
             print(f"{self.label}: {self.done / self.scale:,.0f}{total}{self.unit}, "
                   f"{rate / self.scale:,.1f}{self.unit}/s{left}", file=sys.stderr, flush=True)
 

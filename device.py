@@ -22,7 +22,7 @@ from configurator import PARENT, UserError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from model import accumulate, use_recomputed_attention
+from model import Block, accumulate, use_recomputed_attention
 
 # A chip's dense bfloat16 FLOP/s as its maker states them, for perf/mfu.
 PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5lite": 197e12, "TPU v5e": 197e12, "TPU v5p": 459e12, "TPU v6e": 918e12,
@@ -173,7 +173,8 @@ class Device:
         if self.kernels:
             from kernels import mix  # which imports Triton
             for layer in model.L_level.layers:
-                layer.mix = mix
+                if type(layer) is Block:
+                    layer.mix = mix
 
     def compile(self, fn):
         """fn through torch.compile, where the settings ask for that."""

@@ -244,7 +244,7 @@ class TRM(nn.Module):
 
     @classmethod
     def load(cls, path):
-        """The model in a file that `train.py --export=FILE` wrote, or in a checkpoint: its averaged weights.
+        """The model in a file that `train.py --export=FILE` wrote, or in its checkpoint: averaged weights.
 
         model.task: {"kind", "grid": [rows, columns], "symbols": a character for each token}. Nothing in the
         file is executed. Raises ValueError for weights that do not fit.
@@ -253,7 +253,7 @@ class TRM(nn.Module):
         model = cls(TRMConfig(**saved["model"]))
         model.load_named(saved.get("ema", saved["weights"]))
         model.task = saved["task"]
-        return model
+        return model.eval()
 
     @torch.no_grad()
     def solve(self, question, steps=16):
@@ -264,7 +264,7 @@ class TRM(nn.Module):
         """
         if isinstance(question, str):
             symbols = self.task["symbols"]
-            tokens = torch.tensor([symbols.index(symbol, 1) for symbol in question if symbol != "\n"])
+            tokens = torch.tensor([symbols.index(symbol, 1) for symbol in question if symbol not in "\r\n"])
             answers, sure = self.solve(tokens.view(1, -1), steps)
             return "".join(symbols[token] for token in answers[0]), sure.item()
         B, S = question.shape
@@ -312,8 +312,8 @@ class TRM(nn.Module):
             named[table] = named[table].mean(0, keepdim=True).expand(len(own[table]), -1)
         for problem, names in (("lacks", own.keys() - named.keys()), ("also has", named.keys() - own.keys())):
             if names:
-                raise ValueError(f"{problem} {min(names)}: its model has other settings (mlp_t, L_layers, "
-                                 "pos_encodings, puzzle_emb_ndim?)")
+                raise ValueError(f"{problem} {min(names)}: its model has another block or other settings "
+                                 "(mlp_t, L_layers, pos_encodings, puzzle_emb_ndim?)")
         for name, t in own.items():
             if named[name].shape != t.shape:
                 raise ValueError(f"{name} has shape {list(named[name].shape)}, these settings need "
@@ -399,27 +399,27 @@ def log_stablemax(x):
     return torch.where(negative, -size, size)
 
 
-def sequence_loss(logits, labels, loss_type):
+def sequence_loss(c, logits, labels):
     """Mean cross-entropy of each sequence's scored cells, [B]. logits: [B, S, V], float32; labels: [B, S]."""
     mask = labels != IGNORE_LABEL
-    if loss_type not in ("stablemax_cross_entropy", "softmax_cross_entropy"):
-        raise ValueError(f"loss_type {loss_type!r} is not implemented in sequence_loss")
-    scores = log_stablemax(logits) if loss_type == "stablemax_cross_entropy" else logits
+    if c.loss_type not in ("stablemax_cross_entropy", "softmax_cross_entropy"):
+        raise ValueError(f"loss_type {c.loss_type!r} is not implemented in sequence_loss")
+    scores = log_stablemax(logits) if c.loss_type == "stablemax_cross_entropy" else logits
     target = torch.where(mask, labels, 0).long().unsqueeze(-1)
     cell_loss = torch.logsumexp(scores, -1) - scores.gather(-1, target).squeeze(-1)  # [B, S]
     return torch.where(mask, cell_loss, 0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
-def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="stablemax_cross_entropy",
-                     training=True, cycles=None, patience=0):
+def supervision_step(c, model, weights, carry, batch, halt_max_steps, training=True, cycles=None):
     """One step of deep supervision with adaptive halting (paper, sections 2 and 4.6).
 
-    weights: {name: tensor} for the network, all of one dtype, and "puzzle_emb.weights" [N, D'] in float32.
-    carry: as new_carry; sequences that halted take new data from batch, the others continue with theirs.
-    batch: inputs [B, S], labels [B, S] (-100 is not scored), puzzle_identifiers [B], and in training
-    min_halt_steps [B], drawn for exploration. A sequence halts at halt_max_steps, in training also once
-    q_halt is positive, in an evaluation with patience also once its answer stayed the same for so many steps
-    (carry then has preds and repeats as well). cycles: (H_cycles, L_cycles), by default the model's.
+    c: settings, of which loss_type and eval_patience count here. weights: {name: tensor} for the network, all
+    of one dtype, and "puzzle_emb.weights" [N, D'] in float32. carry: as new_carry; sequences that halted take
+    new data from batch, the others continue with theirs. batch: inputs [B, S], labels [B, S] (-100 is not
+    scored), puzzle_identifiers [B], and in training min_halt_steps [B], drawn for exploration. A sequence
+    halts at halt_max_steps, in training also once q_halt is positive, in an evaluation with eval_patience
+    also once its answer stayed the same for so many steps (carry then has preds and repeats as well). cycles:
+    (H_cycles, L_cycles), by default the model's.
 
     Returns the loss, summed over sequences: the mean cross-entropy of a sequence's scored cells + 0.5 * the
     binary cross-entropy of q_halt against "solved", a float32 scalar; the new carry, detached; {name of
@@ -433,6 +433,7 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
 
     inputs, labels = new_or_carried("inputs"), new_or_carried("labels")
     identifiers = new_or_carried("puzzle_identifiers")
+    # TRM.solve begins like this too.
     z_H = torch.where(halted.view(-1, 1, 1), model.H_init.to(carry["z_H"].dtype), carry["z_H"])
     z_L = torch.where(halted.view(-1, 1, 1), model.L_init.to(carry["z_L"].dtype), carry["z_L"])
     steps = torch.where(halted, 0, carry["steps"]) + 1
@@ -440,7 +441,7 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
     z_H, z_L, logits, q_halt = functional_call(model, weights, (z_H, z_L, inputs, identifiers, cycles))
 
     logits = logits.float()
-    lm_loss = sequence_loss(logits, labels, loss_type)
+    lm_loss = sequence_loss(c, logits, labels)
     answer = logits.argmax(-1).to(torch.int32)
     mask = labels != IGNORE_LABEL
     correct, cells = (mask & (answer == labels)).sum(-1), mask.sum(-1)
@@ -450,10 +451,10 @@ def supervision_step(model, weights, carry, batch, halt_max_steps, loss_type="st
         halts = steps >= halt_max_steps
         if training and halt_max_steps > 1:
             halts = (halts | (q_halt > 0)) & (steps >= batch["min_halt_steps"])
-        if patience:
+        if c.eval_patience and not training:
             repeated = ~halted & (answer == carry["preds"]).all(-1)
             kept = dict(preds=answer, repeats=torch.where(repeated, carry["repeats"] + 1, 0))
-            halts = halts | (kept["repeats"] >= patience)
+            halts = halts | (kept["repeats"] >= c.eval_patience)
         scored = halts & (cells > 0)  # the rows that pad an evaluation's last batch have no cells
         counted = torch.ones_like(scored) if training else scored
         metrics = dict(

@@ -42,7 +42,7 @@ num_aug = 7  # copies of each training puzzle, besides itself
 
 def main(s):
     """Makes the dataset that the settings s describe and returns its folder. Raises UserError."""
-    if not s.train_csv or bool(s.test_csv) == (s.holdout > 0) or min(s.num_aug, s.seed) < 0:
+    if not s.train_csv or bool(s.test_csv) == (s.holdout > 0) or min(s.num_aug, s.holdout, s.seed) < 0:
         raise UserError("needs --train_csv=FILE and either --test_csv=FILE or --holdout=N; no number below 0")
     path = s.output_dir or "data/" + os.path.basename(s.train_csv).split(".")[0]
     refuse_existing(path)
@@ -154,7 +154,8 @@ def csv_rows(path, needed, optional=()):
                     continue
                 if is_json or header:
                     row = json.loads(row) if is_json else dict(zip(header, row, strict=True))
-                    yield line, [row[k] + "" for k in needed] + [row.get(k, "") for k in optional]
+                    yield line, [row[k] + "" for k in needed] + [
+                        "" if row.get(k) is None else str(row[k]) for k in optional]
                 else:
                     header = [name.strip() for name in row]
     except (KeyError, TypeError, ValueError):

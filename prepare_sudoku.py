@@ -117,7 +117,7 @@ def choose(path, settings, n, exclude):
         for line, rating in zip(lines, ratings):
             if not rating.strip().removeprefix("-").isdecimal():
                 raise UserError(f"{path}:{line}: the rating {rating!r} is not an integer")
-        hard_enough = np.array(ratings, dtype=int) >= settings.min_difficulty
+        hard_enough = np.array([int(rating) >= settings.min_difficulty for rating in ratings])
         excluded = np.array([key in exclude for key in board_keys(questions)])
         take = hard_enough & ~excluded
         rows_read += len(lines)

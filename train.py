@@ -191,8 +191,7 @@ class Run:
         with torch.enable_grad():
             leaves = {name: t.detach().requires_grad_() for name, t in weights.items()}
             loss, carry, metrics, _, _ = self.supervision_step(
-                self.model, leaves, x["carry"], x["batch"], self.c.halt_max_steps, self.c.loss_type,
-                cycles=cycles)
+                self.c, self.model, leaves, x["carry"], x["batch"], self.c.halt_max_steps, cycles=cycles)
             grads = torch.autograd.grad(loss, list(leaves.values()))
         rows = self.zeros()["rows"]
         if self.model.prefix:
@@ -224,8 +223,7 @@ class Run:
         """{name of METRICS: sum} of sequences x, carry and batch; and their new carry, with their answers."""
         before, batch = x["carry"], x["batch"]
         _, carry, metrics, answer, q_halt = self.supervision_step(
-            self.model, weights, before, batch, self.eval_depth, self.c.loss_type, training=False,
-            patience=self.c.eval_patience)
+            self.c, self.model, weights, before, batch, self.eval_depth, training=False)
         surer = before["halted"] | (q_halt >= before["surest_q_halt_logits"])  # halted: a new puzzle
         carry["surest_preds"] = torch.where(surer.unsqueeze(-1), answer, before["surest_preds"])
         carry["surest_q_halt_logits"] = torch.where(surer, q_halt, before["surest_q_halt_logits"])
@@ -572,6 +570,9 @@ class Checkpoints:
     def __init__(self, c, device, log, start, data):
         self.c, self.rank, self.log = c, device.rank, log
         self.best, self.data = start.state.get("best", -1.0), data
+        self.settings = dict(vars(c))
+        if start.step and "settings" in start.state:  # where the run began, which a resume must not hide
+            self.settings["init_from"] = start.state["settings"]["init_from"]
         self.writer, self.writing, self.mirror = ThreadPoolExecutor(1), None, None
         if self.rank == 0:
             for path in glob.glob(os.path.join(glob.escape(c.out_dir), "*.tmp")):  # of a killed process
@@ -584,7 +585,7 @@ class Checkpoints:
         if self.rank == 0:
             self.written()
             state = run.state_dict(step)
-            state |= dict(settings=vars(self.c), data=self.data.sha256, task=self.data.task,
+            state |= dict(settings=self.settings, data=self.data.sha256, task=self.data.task,
                           wandb_id=self.log.wandb_id, best=self.best)
             self.writing = self.writer.submit(self.write, name, state, metrics)
 
@@ -1142,7 +1143,10 @@ def replica(c, kind):
         return
     run, log = Run(model, c, device, start.state), Log(c, device, start)
     device.print0 = log.print0
-    log.header(run, data, test, start.notes + puzzles.label_notes(data, test))
+    notes = start.notes + puzzles.label_notes(data, test)
+    if max(stages(c, epoch_size(data))) >= total_steps:
+        notes.append("the run ends before its curriculum does: it never trains at the depth of evaluations")
+    log.header(run, data, test, notes)
     if c.eval_only:
         if not final_evaluation(run, test, log, start.step):
             sys.exit(3)

@@ -35,6 +35,7 @@ import bench
 import train
 from data import Dataset
 from device import LAUNCH, Replayable, end_with_parent, open_device
+from model import flatten, optimizer_state
 
 # one of these three
 slices = ""  # TPU slices to compile the training and the evaluation step for: v5e:2x4,v6e:2x2,v4:2x2x1
@@ -130,8 +131,9 @@ def show_price(c, flags, path, source, name, rate):
     data = Dataset(path, "train")
     puzzles, model = train.epoch_size(data), bench.new_model(c, data)
     steps = train.count_steps(c, puzzles)
-    parameters = sum(p.numel() for p in model.parameters())
-    checkpoint_gb = 4 * parameters * (3 + c.ema) / 1e9
+    weights, shapes = flatten(model.parameters()), {name: p.shape for name, p in model.named_parameters()}
+    moments = optimizer_state(c, shapes, weights).values()
+    checkpoint_gb = 4 * ((1 + c.ema) * len(weights) + sum(t.numel() for t in moments)) / 1e9
     saves = math.ceil(steps / c.checkpoint_interval) if c.checkpoint_interval else 1
     stored = min(saves, c.keep_last_n) + 1
     speed, reason = rate, "at the measured speed"
@@ -144,7 +146,7 @@ def show_price(c, flags, path, source, name, rate):
             reason = "at the chip's peak, as there is no estimate"
     hours = steps * c.global_batch_size / speed / 3600
     found = dict(
-        slice=name, chips=chips, steps=steps, parameters=parameters, examples_per_sec=speed,
+        slice=name, chips=chips, steps=steps, parameters=len(weights), examples_per_sec=speed,
         measured=bool(rate), hours=hours, chip_hours=chips * hours, checkpoints=saves,
         checkpoint_gb=checkpoint_gb, uploaded_gb=saves * checkpoint_gb, stored_gb=stored * checkpoint_gb,
         evaluations=sum(train.evaluation_due(c, puzzles, step) for step in range(1, steps)))

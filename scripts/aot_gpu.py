@@ -123,7 +123,7 @@ def first_call(c, path, step, card):
             run.eval_step(*bench.evaluation_of(run, path))
     except Called as e:
         args, kwargs = e.args
-    weights = sum(t.nbytes for t in args[1].values())
+    weights = sum(t.nbytes for t in args[2].values())
     # Beside the state: the weights that are cast, and in training the sums of the gradients, flattened.
     fixed = state + weights + (12 * run.num_parameters if step == "train" else 0)
     return (function, args, kwargs), fixed, c.micro_batch_size or run.batch_size
@@ -137,7 +137,7 @@ def trace(call, training):
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
-    function, (model, *args), kwargs = call
+    function, (c, model, *args), kwargs = call
     mode, outputs = FakeTensorMode(allow_non_fake_inputs=True), []
     for layer in model.modules():
         if hasattr(layer, "attend"):
@@ -157,7 +157,7 @@ def trace(call, training):
             model.get_submodule(module)._buffers[name] = t
         leaves = {name: t.detach().requires_grad_(training) for name, t in args[0].items()}
         with torch.set_grad_enabled(training):
-            loss, *others = function(model, leaves, *args[1:], **kwargs)
+            loss, *others = function(c, model, leaves, *args[1:], **kwargs)
             forward = tree_leaves((loss.detach(), others))
             outputs.append(len(forward))
             return forward + list(torch.autograd.grad(loss, list(leaves.values()), tangent)

@@ -9,7 +9,7 @@
 A puzzle is a line, a file, or stdin (if left out, or -), in one line or in several. A Sudoku has digits with
 . or 0 for an empty cell, a maze "# SG" (wall, open, start, goal), others the symbols of their dataset. A
 .csv or .jsonl file, also .gz, has a puzzle a row, in the column question, and may have the right answers in
-the column answer.
+the column answer. A puzzle that begins with - must be in a file.
 
 The answer is the surest: that of the supervision step where the halting head was most certain, also of
 several attempts with noise (eval_rollouts). The model is a file of train.py's --export, a run's folder or a
@@ -18,6 +18,7 @@ differ from train.py's, as config files or flags; what it solves is read from it
 told by its sizes. The model runs on the CPU as in train.py's evaluation: averaged weights, forward_dtype
 (float32 for a file of --export), full depth.
 """
+import codecs
 import csv
 import glob
 import importlib.util
@@ -33,7 +34,7 @@ sys.path.insert(0, ROOT)
 # isort: off
 import train
 from configurator import UserError, command, configure, read_settings, split_arguments
-from data import IGNORED, NOISE, Progress, generator, read_json
+from data import IGNORED, NOISE, Progress, generator, read_json, replacing
 from device import open_device
 from prepare_csv import csv_rows
 from puzzles import (
@@ -104,8 +105,8 @@ def solve_file(run, puzzle, questions, labels, path):
     is_right, certainty = np.zeros(len(questions), dtype=bool), np.zeros(len(questions))
     batch_size = max(1, CELLS_AT_A_TIME // (questions.shape[1] * run.c.eval_rollouts))
     progress = Progress("solving", len(questions), "puzzles")
-    with open(path or os.devnull, "x" if path else "w", encoding="utf-8", newline="") as f:
-        rows = csv.writer(f, lineterminator="\n")
+    with replacing(path) if path else open(os.devnull, "wb") as f:
+        rows = csv.writer(codecs.getwriter("utf-8")(f), lineterminator="\n")
         rows.writerow(["question", "answer", "certainty", "step", "result"])
         for first in range(0, len(questions), batch_size):
             batch = slice(first, first + batch_size)
@@ -212,7 +213,8 @@ def read_rows(source):
         if source != "-" and not os.path.isfile(source):
             return [("", source, "")]
         is_stdin = source == "-"
-        with open(0 if is_stdin else source, encoding="utf-8", errors="replace", closefd=not is_stdin) as f:
+        with open(0 if is_stdin else source, encoding="utf-8-sig", errors="replace",
+                  closefd=not is_stdin) as f:
             return [("", f.read(), "")]
     rows = [(f"{source}:{line}: ", *texts) for line, texts in csv_rows(source, ["question"], ["answer"])]
     if not rows:
@@ -356,7 +358,7 @@ def check_model_file(state, path):
         cells, vocab_size = state["model"]["seq_len"], state["model"]["vocab_size"]
         state["task"] = task_of(state["task"], cells, vocab_size)
         inputs, labels = (state["puzzles"][name].numpy() for name in ("inputs", "labels"))
-        fits = (inputs.shape == labels.shape == (len(inputs), cells) and inputs.min() > 0
+        fits = (inputs.shape == labels.shape == (len(inputs), cells) and inputs.min() >= 0
                 and inputs.max() < vocab_size and labels.max() < vocab_size
                 and isinstance(state["settings"], dict) and isinstance(state["step"], int))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError, UserError):

@@ -70,6 +70,8 @@ def main(argv):
     if s.launch and not s.jobs or s.max_jobs < 1:
         raise UserError("--launch needs --jobs=FILE, as scripts/sky-tpu.yaml, and --max_jobs=1 or more")
     runs = [StudyRun(path, extra) for path in select_files(names, s.pattern)]
+    if len({run.c.out_dir for run in runs}) < len(runs):
+        raise UserError("a config file gives several runs one out_dir; name a run as exp01a, not by its path")
     if (s.jobs or s.pull) and runs[0].c.gcs_dir.count("/") < 4:
         raise UserError("--jobs and --pull need --gcs_dir=gs://BUCKET/FOLDER, the folder of all runs")
     if s.list:
@@ -269,7 +271,7 @@ class StudyRun:
         """extra: config files and flags after the study's file."""
         self.file = os.path.basename(path)[:-3]
         lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
-        self.question = next(line[2:].strip() for line in lines if line.startswith("# "))
+        self.question = next((line[2:].strip() for line in lines if line.startswith("# ")), "")
         self.name = run_file(path, DEFAULTS, DEFAULTS)["wandb_run_name"]
         self.extra = [f"{arg.rstrip('/')}/{self.name}" if re.match("-+(out|gcs)_dir=", arg) else arg
                       for arg in extra]

@@ -136,6 +136,9 @@ def test_a_plan_counts_steps_hours_and_bytes(monkeypatch, capsys):
     assert f["hours"] == pytest.approx(8138 * 6144 / f["examples_per_sec"] / 3600, rel=1e-4)
     assert f["measured"] and "at the measured speed" in text
     assert f["checkpoint_gb"] == pytest.approx(16 * f["parameters"] / 1e9, rel=1e-4)
+    aot.main([config, "--plan=v5e:2x4", "--rate=10000", "--optimizer=lion"])  # it has one moment
+    lion = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert lion["checkpoint_gb"] == pytest.approx(12 * f["parameters"] / 1e9, rel=1e-4)
     assert f["steps"] == 8138 and f["checkpoints"] == 9
     assert f["evaluations"] == 9  # the last interval ends with the run, which has its own
     monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: True)

@@ -137,6 +137,7 @@ WRONG = {  # rows of train.csv, flags, what the message names
     "an unknown permutation": (GOOD, ["--permute_symbols=1-5"], ["permute_symbols=1-5", "not in the"]),
     "turns of an oblong": (GOOD, ["--grid=1x4", "--dihedral"], ["--dihedral", "1x4"]),
     "nothing held out": (GOOD, ["--holdout=0"], ["--test_csv", "--holdout"]),
+    "negative": (GOOD, ["--test_csv={good}", "--holdout=-1"], ["no number below 0"]),
     "all held out": (GOOD, ["--holdout=2"], ["holdout=2", "has only 2 puzzles"]),
     "both": (GOOD, ["--test_csv={good}"], ["either"]),
     "no file": (GOOD, ["--train_csv=nowhere.csv"], ["nowhere.csv: cannot be read"]),
@@ -257,7 +258,7 @@ def test_a_fork_adds_the_rules_of_a_kind_in_one_place(tmp_path):
     given = fork["broken_cells"](task, others[:1], boards[:1])
     assert np.flatnonzero(given).tolist() == [0]
     with pytest.raises(UserError, match="breaks a rule of kind takuzu"):
-        fork["check_rows"](task, empty[:3], others[:3])
+        fork["check_rows"](task, empty[:1501], np.concatenate([boards[:1500], others[:1]]))
 
 
 def test_a_checkpoint_says_what_it_solves_whatever_its_sizes():

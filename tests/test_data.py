@@ -604,6 +604,10 @@ def test_progress(capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(data.time, "monotonic", lambda: clock[0])
     progress = data.Progress("slow", 100e6, "MB", 1e6)
+    clock[0] = 12.0
+    progress.add(0)
+    assert capsys.readouterr().err == "slow: 0/100 MB, 0.0 MB/s\n"
+    progress.start = progress.printed = 12.0
     for _ in range(10):
         clock[0] += 3.0
         progress.add(10_000_000)

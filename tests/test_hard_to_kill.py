@@ -285,7 +285,9 @@ def test_a_file_to_begin_with_is_resumed_after_a_preemption(data, front, whole, 
     again = [*FLAGS, URL, f"--init_from={file}"]
     assert "training from step 0 to 20" in run(data, out, *again, "--max_steps=20")
     shutil.rmtree(out)
-    assert "training from step 20 to 40" in run(data, out, *again)
+    text = run(data, out, *FLAGS, URL, "--max_steps=30", "--init_from=resume")
+    assert "training from step 20 to 30" in text
+    assert "training from step 30 to 40" in run(data, out, *again)
     for name in ("ckpt_00000040.pt", "ckpt_00000040.json"):
         os.remove(out / name)
     assert "holds a run" in run(data, out, *FLAGS, f"--init_from={whole[0]}/best.pt", code=2)

@@ -29,10 +29,11 @@ def batch(n, seed=0, S=4, V=5, N=3):
                 min_halt_steps=torch.zeros(n, dtype=torch.int32))
 
 
-def step(net, *args, **settings):
+def step(net, *args, loss_type="stablemax_cross_entropy", **options):
     """supervision_step with the network's own weights."""
     prefix = {"puzzle_emb.weights": net.puzzle_emb.weights} if net.prefix else {}
-    return supervision_step(net, dict(net.named_parameters()) | prefix, *args, **settings)
+    c = SimpleNamespace(loss_type=loss_type, eval_patience=0)
+    return supervision_step(c, net, dict(net.named_parameters()) | prefix, *args, **options)
 
 
 @pytest.mark.parametrize("value", [-1e4, -3.0, -1.0, -1e-7, 0.0, 1e-7, 0.5, 1.0, 2.0, 1e4])
@@ -53,7 +54,7 @@ def test_loss_is_the_mean_over_a_sequences_labelled_cells_summed_over_sequences(
     data["labels"][1, 1:] = model.IGNORE_LABEL
     data["labels"][2, :] = model.IGNORE_LABEL
     carry = net.new_carry(3, torch.float32)
-    loss, carry, sums, answer, q_halt = step(net, carry, data, 1, "softmax_cross_entropy")
+    loss, carry, sums, answer, q_halt = step(net, carry, data, 1, loss_type="softmax_cross_entropy")
     z = net.H_init.expand(3, net.length, -1), net.L_init.expand(3, net.length, -1)
     _, _, logits, q = net(*z, data["inputs"], data["puzzle_identifiers"])
     p = logits.softmax(-1)

@@ -111,7 +111,7 @@ def test_model_file_needs_nothing_else(run, folder, evaluation, solved, tmp_path
     monkeypatch.chdir(tmp_path)
     assert solved[1] in run("model.pt", solved[0]).splitlines()
     checkpoint = models.TRM.load(folder / "sudoku/ckpt_00000070.pt")
-    assert checkpoint.solve(solved[0], steps=4)[0] == solved[1]
+    assert checkpoint.solve(solved[0] + "\r\n", steps=4)[0] == solved[1]
     for question, words in ("12", "2 cells, not 16"), ("x" * 16, "substring"):
         with pytest.raises(ValueError, match=words):
             checkpoint.solve(question)
@@ -194,6 +194,7 @@ def test_damaged_model_files_and_newer_ones(run, folder, solved, tmp_path, monke
             run("a.pt", solved[0])
     assert not recwarn and os.listdir() == ["a.pt"]
     saved = torch.load(folder / "model.pt")
+    saved["puzzles"]["inputs"][0, 0] = 0  # padding
     torch.save(saved | {"more": 1, "settings": saved["settings"] | {"more": 1}}, tmp_path / "a.pt")
     assert solved[1] in run("a.pt", solved[0]).splitlines()
 
@@ -231,7 +232,7 @@ def test_puzzle_from_a_line_a_file_and_stdin(run, folder, solved, tmp_path):
     assert answer in text.splitlines() and "a solution: all rules" in text
     assert re.search(r"\d% sure after step [1-4] of 4; .*training step 70", text)
     grid = "\n".join(" ".join(question[i:i + 4]) for i in range(0, 16, 4)).replace(".", "0") + "\n"
-    (tmp_path / "puzzle.txt").write_text(grid)
+    (tmp_path / "puzzle.txt").write_text("\ufeff" + grid)
     stdin = os.dup(0)
     for operands in ([tmp_path / "puzzle.txt"], [], ["-"]):
         with open(tmp_path / "puzzle.txt") as f:
@@ -346,8 +347,9 @@ def test_another_kind_is_judged_by_its_known_answers(run, folder, tmp_path):
     text = run(model, "011\n010", "--steps")
     assert "\n100101\n" in text and "not judged: the rules are not known" in text
     assert re.search(r"\n 0  1  1 +1  0  0", text)
-    (tmp_path / "a.csv").write_text("question,answer\n011010,100101\n000000,000000\n111111,\n")
-    text = run(model, tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}")
+    rows = '{"question": "011010", "answer": 100101}', '{"question": "000000", "answer": "000000"}'
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows, '{"question": "111111", "answer": null}\n']))
+    text = run(model, tmp_path / "a.jsonl", f"--output={tmp_path / 'b.csv'}")
     assert "1 of 3 puzzles solved" in text and "only 2 have a known answer" in text
     assert [row["result"] for row in read_rows(tmp_path / "b.csv")] == ["right", "wrong", "not judged"]
     assert "\n100101\n" in run(model, "011010", "--data_path=nowhere")  # the checkpoint says what it solves

@@ -106,6 +106,7 @@ def test_flop_is_the_sum_over_steps(data):
 
 
 @pytest.mark.parametrize("flags, words", [
+    ([f"{ROOT}/config/study/exp01a.py"], "a config file gives several runs one out_dir"),
     (["exp01ax"], "exp01ax: no such run in config/study; --list prints all"),
     (["--pattern=exq"], "--pattern=exq"),
     (["exp01a", "--data_path=nowhere", "--data_prepare="], "exp01a_h256: nowhere: no such dataset"),

@@ -189,7 +189,7 @@ GRAM = [("    else:\n        raise ValueError", """    elif c.optimizer == "gram
         raise ValueError"""), ("    return {name: torch.zeros_like(w)", """    if c.optimizer == "gram":
         return dict(m=torch.zeros_like(w), gram=torch.ones(3, 5), count=torch.zeros(()))
     return {name: torch.zeros_like(w)""")]
-CHOICE = [('"lion", "muon")', '"lion", "muon", "gram")')]
+CHOICE = [('"optimizer": (', '"optimizer": ("gram", ')]
 RESUMES = {
     "newest truncated": [],
     "newest without json": [],
@@ -369,9 +369,9 @@ def test_a_fork_with_another_block(data, tmp_path, monkeypatch):
 
 
 def test_a_fork_with_another_metric(data, tmp_path):
-    loss = "            q_halt_loss=torch.where(counted, q_halt_loss, 0).sum(),\n"
-    step = [(loss, loss + "            z_norm=torch.where(scored, z_H.norm(dim=(1, 2)), 0).sum(),\n")]
-    names = [('"lm_loss", "q_halt_loss")', '"lm_loss", "q_halt_loss", "z_norm")')]
+    loss = "            lm_loss=torch.where(counted, lm_loss, 0).sum(),\n"
+    step = [(loss, "            z_norm=torch.where(scored, z_H.norm(dim=(1, 2)), 0).sum(),\n" + loss)]
+    names = [('"steps", "lm_loss"', '"steps", "z_norm", "lm_loss"')]
     run(data, tmp_path, "--max_steps=10", code_of=fork(model=step + names))
     for key in ("train/z_norm", "eval/z_norm"):  # each position has a root mean square of 1
         assert curve(tmp_path, key)[10] == pytest.approx((18 * 32) ** 0.5, rel=1e-3)
