@@ -244,7 +244,7 @@ class TRM(nn.Module):
 
     @classmethod
     def load(cls, path):
-        """The model in a file that `train.py --export=FILE` wrote, or in its checkpoint: averaged weights.
+        """The model in a file of `train.py --export`, or in a checkpoint of train.py: its averaged weights.
 
         model.task: {"kind", "grid": [rows, columns], "symbols": a character for each token}. Nothing in the
         file is executed. Raises ValueError for weights that do not fit.
