@@ -4,7 +4,6 @@ import json
 import os
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -64,20 +63,19 @@ def test_torch_compile_keeps_the_operators():
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("path", test_parity.FILES, ids=os.path.basename)
-def test_golden(path, tmp_path, monkeypatch):
-    """The first step of the golden trajectories with the kernels, as the setting chooses them."""
+STEPS = [path for path in test_parity.FILES if path.endswith("_steps.npz")]
+
+
+@pytest.mark.parametrize("path", STEPS, ids=os.path.basename)
+def test_golden(path, monkeypatch):
+    """The first golden training steps with the kernels, as the setting chooses them."""
     monkeypatch.setattr(devices, "kernels_error", lambda kind, dtype: "")
     monkeypatch.setattr(kernels, "has_wgmma", lambda: True)
-    golden, mix = dict(np.load(path)), mock.Mock(wraps=kernels.mix)
+    mix = mock.Mock(wraps=kernels.mix)
     monkeypatch.setattr(kernels, "mix", mix)
-    short = {name: a[:1] if name.startswith("batch/") else a for name, a in golden.items()}
-    np.savez(tmp_path / "short.npz", **short | {"eval/steps": 0})
-    got = test_parity.trajectory(np.load(tmp_path / "short.npz"), "cpu", kernels="on")
+    steps = test_parity.replay(path, "cpu", count=1, kernels="on")
     assert mix.called
-    for name, want in test_parity.golden_values(np.load(path)):
-        if name.startswith("grad0/") or name.endswith("/0"):
-            assert test_parity.distance(got[name], want) < 1e-4, name
+    test_parity.compare(path, steps)
 
 
 def test_where_the_kernels_run(monkeypatch):

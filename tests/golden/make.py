@@ -129,6 +129,8 @@ def make(settings, seed):
         inner.q_head.weight.normal_(std=0.5)
         inner.q_head.bias.zero_()
         inner.puzzle_emb.weights.normal_()
+        for p in inner.L_level.parameters():  # a step with smaller weights amplifies rounding less
+            p.mul_(0.5)
     table = CastedSparseEmbeddingSignSGD_Distributed(
         inner.puzzle_emb.buffers(), world_size=1, lr=0, weight_decay=TRAIN["puzzle_emb_weight_decay"])
     adam = AdamATan2(model.parameters(), (TRAIN["beta1"], TRAIN["beta2"]))
