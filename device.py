@@ -112,6 +112,9 @@ class Device:
             torch.distributed.init_process_group(backend, timeout=timeout)
             if backend == "gloo":  # whose threads may abort at the end; NCCL would wait for a peer that died
                 atexit.register(torch.distributed.destroy_process_group)
+                # A rank that now meets wrong input leaves: not before all peers have connected, whose
+                # connecting would fail. They meet the same input, and must end with the same exit code.
+                torch.distributed.barrier()
             self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def open_gpu(self, c):

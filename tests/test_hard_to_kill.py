@@ -102,7 +102,15 @@ def ignores_sigint(pid):
 @pytest.mark.parametrize("by", ["Ctrl-C", "SIGTERM"])
 def test_a_stop_while_a_dataset_is_made(by, tmp_path):
     """By the processes of a pool, which end too."""
-    prepare = f"prepare_sudoku.py --source=generate --num_train=1000000 --output_dir={tmp_path / 'data'}"
+    script = tmp_path / "prepare.py"  # the pool has two processes on any machine
+    script.write_text(f"""import sys
+sys.path.insert(0, {ROOT!r})
+import configurator, data, prepare_sudoku
+data.cores = lambda: 2
+if __name__ == "__main__":
+    configurator.start(prepare_sudoku.main, prepare_sudoku.__file__)
+""")
+    prepare = f"{script} --source=generate --num_train=1000000 --output_dir={tmp_path / 'data'}"
     flags = [f"--data_path={tmp_path / 'data'}", f"--data_prepare={prepare}", f"--out_dir={tmp_path / 'run'}"]
     process = popen([sys.executable, "train.py", *flags, "--device=cpu"], cwd=ROOT, start_new_session=True)
     with begun(process, "is missing; making it"):
@@ -112,7 +120,7 @@ def test_a_stop_while_a_dataset_is_made(by, tmp_path):
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         else:
             process.terminate()  # as a sweep does
-        said = process.communicate(timeout=30)[0].splitlines()  # waits until no process has stderr open
+        said = process.communicate(timeout=120)[0].splitlines()  # waits until no process has stderr open
     said = {line for line in said if "/s," not in line}
     assert process.returncode == 3 and {"prepare_sudoku.py: stopped", "train.py: stopped"} <= said
     assert by == "SIGTERM" or len(said) == 2
@@ -209,6 +217,19 @@ def test_ranks_that_differ_end_before_the_first_step(data, random_puzzles, tmp_p
         path.write_text(path.read_text() + "# another version\n")
     imported = "bucket.py, configurator.py, data.py, device.py, mine.py, model.py, puzzles.py, train.py"
     check(code=1, line=differ("code", imported), scripts=[train.__file__, copy])
+
+
+def test_a_rank_with_wrong_input_leaves_after_its_peers_have_connected(data, tmp_path):
+    """Connecting would fail otherwise, and a peer on a busy machine end with 1 instead of 2."""
+    line = "            torch.distributed.init_process_group(backend, timeout=timeout)\n"
+    busy = "            time.sleep(3)\n            Path('connected').touch()\n"
+    slow = edited_copy(tmp_path / "code", "device.py", line, line + busy)
+    argv = command(data, "run", "--global_batch_size=3")[2:]
+    ranks = [popen([sys.executable, script, *argv], cwd=tmp_path, env=os.environ | host)
+             for script, host in zip((train.__file__, slow), hosts(2))]
+    with begun(ranks[0], "must be a multiple of 2"):
+        assert (tmp_path / "connected").exists()
+        assert [rank.wait(120) for rank in ranks] == [2, 2]
 
 
 def test_two_hosts_of_which_one_has_the_files(data, tmp_path):
