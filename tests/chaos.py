@@ -37,6 +37,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from bucket import upload_dataset
 
+# Environment variables that change float32 arithmetic: the hosts have those of the run without faults.
+ARITHMETIC = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"
 THREE_RANKS = ("1 2", "0")  # the ranks of each host
 INTERVAL = 5  # steps between checkpoints
 SETTINGS = (
@@ -274,7 +276,8 @@ class Slice(Cloud):
 
     def __init__(self, folder, ranks, front):
         world = " ".join(ranks).split()
-        shared = hosts(len(world))[0] | dict(OMP_NUM_THREADS="1", STORAGE_EMULATOR_HOST=front.url)
+        shared = {name: os.environ[name] for name in ARITHMETIC if name in os.environ}
+        shared |= hosts(len(world))[0] | dict(OMP_NUM_THREADS="1", STORAGE_EMULATOR_HOST=front.url)
         super().__init__(folder, [shared | dict(HOST=str(i), GROUP_RANK=str(i), RANK=r, RANKS=r)
                                   for i, r in enumerate(ranks)])
         for path in (*ROOT.glob("*.py"), *ROOT.glob("requirements*.txt"), ROOT / ".gitignore"):
