@@ -23,7 +23,9 @@ def test_model_does_what_its_card_says(path):
     solved, steps = map(int, re.search(r"(\d+) of the 100 puzzles in the file in (\d+) steps", card).groups())
     answers, _ = TRM.load(path).solve(saved["puzzles"]["inputs"], steps)
     right = (answers == saved["puzzles"]["labels"]).all(dim=1)
-    assert len(right) == 100 and abs(right.sum() - solved) <= 2  # rounding differs by processor
+    # The card has the count of one processor. Rounding on another may turn a puzzle whose answer still
+    # changes at the last step. Other answers have settled before.
+    assert len(right) == 100 and abs(right.sum() - solved) <= 2
 
 
 def test_models_are_there():
