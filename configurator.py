@@ -3,30 +3,24 @@
     python train.py config/sudoku.py --lr=3e-4 --eval_only
 
 A script's settings are the literals assigned at its top level above its first function or class, except to
-names in capitals. A trailing comment documents each; a comment line of its own opens a group.
+names in capitals. --help prints them: a trailing comment documents a setting, and the nearest comment line
+above is the title of its group.
 
 A config file is Python that assigns some of the settings and may read the others. run("baseline.py") in it
-runs another one beside it. Imports, functions and names that start with an underscore are the file's own.
-Files and flags apply from left to right. A bool flag needs no value: --eval_only.
+runs another one beside it, which sees the outer file's path as `__file__`. Imports, functions and names that
+start with an underscore are the file's own. Files and flags apply from left to right. A bool flag needs no
+value: --eval_only.
 """
 import ast
 import difflib
 import functools
-import io
 import itertools
 import os
 import signal
 import sys
-import threading
-import tokenize
 import traceback
-from types import ModuleType, SimpleNamespace
-
-# `import torch` loads every device plugin that is installed, and with TorchTPU's the first step on a machine
-# without a TPU takes ten minutes. So scripts import this file before torch. --device=tpu loads the plugin.
-os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-PARENT = os.getppid()  # for device.end_with_parent: it may die while torch is imported
-PARSING = threading.Lock()  # replicas may be threads, and ast.parse is not safe in two: python/cpython#106905
+from types import SimpleNamespace
+from typing import NamedTuple
 
 
 class UserError(Exception):
@@ -37,145 +31,182 @@ class TransientError(Exception):
     """A network or a server failed, and may work later: one line. The exit code is 1."""
 
 
+class Settings(SimpleNamespace):
+    """Holds a script's settings as attributes; vars(settings) is a dict of them.
+
+    A copy can be changed even if the original is frozen, and so can the settings that a spawned process gets.
+    """
+
+    __slots__ = ("frozen",)  # outside vars(settings)
+
+    def freeze(self):
+        """Makes the settings read-only."""
+        object.__setattr__(self, "frozen", True)
+
+    def __setattr__(self, name, value):
+        if hasattr(self, "frozen"):
+            raise AttributeError(f"settings are read-only once training begins: {name}; "
+                                 "what depends on the step belongs in rates()")
+        super().__setattr__(name, value)
+
+
+class Setting(NamedTuple):
+    """Describes one setting, as its script writes it down."""
+
+    default: int | float | bool | str
+    comment: str  # the documentation that --help prints
+    group: str  # the title above it in --help
+
+
+class Arguments(NamedTuple):
+    """Holds the arguments of a script that passes some on to train.py."""
+
+    settings: Settings  # the script's own
+    operands: list  # what is neither a flag nor a config file
+    train_arguments: list  # config files and flags for train.py
+
+
+# Commands
+
 def start(main, script):
     """Runs main(settings) as a command, with the settings that sys.argv gives."""
     command(lambda: main(configure(script, sys.argv[1:])), script)
 
 
 def command(run, script):
-    """Runs run() as a command: an expected error becomes one line on stderr and an exit code.
+    """Runs run() as a command: an expected error becomes one line on stderr and an exit code."""
+    name = os.path.basename(script)
 
-    SIGTERM ends it as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed.
-    """
-    name, streams = os.path.basename(script), (sys.stdout, sys.stderr)
-    protect_output()
+    # SIGTERM ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run()
+        print(end="", flush=True)
+    except BrokenPipeError:
+        # The reader of the output has left, as `| head` does: Python must not flush the rest when it exits.
+        sys.stdout = None
+        sys.exit(1)
     except (UserError, TransientError, OSError) as e:
         print(f"{name}: {' '.join(str(e).splitlines())}", file=sys.stderr)
         sys.exit(2 if isinstance(e, UserError) else 1)
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
         sys.exit(3)
-    finally:
-        sys.stdout.flush()
-        sys.stdout, sys.stderr = streams
 
 
-class Output:
-    """A text stream that loses what cannot be written, instead of raising: no program ends for its output."""
-
-    def __init__(self, stream):
-        self.stream = stream
-        self.write = functools.partial(self.attempt, stream.write)
-        self.flush = functools.partial(self.attempt, stream.flush)
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def attempt(self, call, *args):
-        try:
-            call(*args)
-        except BrokenPipeError:  # the reader has left, as `| head` does; the interpreter flushes once more
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-        except (OSError, ValueError):  # a full disk, or the stream is closed
-            pass
-
-
-def protect_output():
-    """Makes sys.stdout and sys.stderr streams that never raise, also where they were closed (>&-)."""
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # otherwise the next file that is opened would take its number
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != descriptor:
-                os.dup2(null, descriptor)
-            os.set_inheritable(descriptor, True)
-            stream = open(descriptor, "w" if descriptor else "r", closefd=False)
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
-        if descriptor and not isinstance(getattr(sys, name), Output):
-            stream = getattr(sys, name)
-            if hasattr(stream, "reconfigure"):  # for names of files that its encoding does not have
-                stream.reconfigure(errors="backslashreplace")
-            setattr(sys, name, Output(stream))
-
+# Arguments
 
 def split_arguments(script, argv):
-    """Splits the arguments of a script that has settings of its own beside train.py's.
+    """Splits argv, the arguments of a script that has settings of its own beside train.py's."""
+    own_names = {*read_settings(script), "help", "h"}
 
-    Returns the script's settings; its operands; and the config files (NAME.py) and flags for train.py.
-    """
-    names = {*read_settings(script), "help", "h"}
-    own = [a for a in argv if a.startswith("-") and a.lstrip("-").partition("=")[0] in names]
-    rest = [a for a in argv if a not in own]
-    train_arguments = [a for a in rest if a.endswith(".py") or a.startswith("-") and a != "-"]
-    return configure(script, own), [a for a in rest if a not in train_arguments], train_arguments
+    # its own flags, train.py's flags and config files, and the rest
+    own_flags = []
+    operands = []
+    train_arguments = []
+    for argument in argv:
+        is_flag = argument.startswith("-") and argument != "-"
+        if is_flag and argument.lstrip("-").partition("=")[0] in own_names:
+            own_flags.append(argument)
+        elif is_flag or argument.endswith(".py"):
+            train_arguments.append(argument)
+        else:
+            operands.append(argument)
+    return Arguments(configure(script, own_flags), operands, train_arguments)
 
 
 def configure(script, argv):
-    """A script's settings after the config files and flags in argv. --help prints all settings and exits.
+    """Returns a script's Settings after the config files and flags in argv. --help prints them and exits.
 
     Raises UserError for an unknown key (it names the closest one), a wrong type, or a file that fails to run.
     """
-    documented = read_settings(script)
     if "--help" in argv or "-h" in argv:
-        print_help(script, documented)
+        print_help(script)
         sys.exit(0)
-    defaults = {name: default for name, (default, _, _) in documented.items()}
+
+    # later arguments override earlier ones
+    defaults = {name: setting.default for name, setting in read_settings(script).items()}
     values = defaults.copy()
-    for arg in argv:
-        if not arg.startswith("-"):
-            values.update(run_file(arg, values, defaults))
+    for argument in argv:
+        if not argument.startswith("-"):
+            values.update(run_file(argument, values, defaults))
             continue
-        name, equals, text = arg.lstrip("-").partition("=")
-        expected = type(defaults.get(name, ""))
-        if not equals and name in defaults and expected is not bool:
-            raise UserError(f"{arg} needs a value: {arg}={defaults[name]}")
-        values[name] = check(name, parse(text, expected) if equals else True, defaults, arg)
-    return SimpleNamespace(**values)
+
+        # a flag: --name=text, or --name alone for a bool
+        name, equals, text = argument.lstrip("-").partition("=")
+        value = parse(text, type(defaults.get(name, ""))) if equals else True
+        values[name] = check(name, value, defaults, argument)
+    return Settings(**values)
 
 
 def run_file(path, values, defaults):
-    """Runs a config file that sees `values`; returns the settings after it. Raises UserError."""
-    def run(other):
-        space.update(run_file(os.path.join(os.path.dirname(path), other), space, defaults))
+    """Runs a config file that sees `values`; returns the settings after it.
 
-    space = values | {"run": run}
+    Args:
+        path: of the file.
+        values: {name: value} of the settings before it.
+        defaults: {name: value} of all settings of the script: they say which names and types there are.
+
+    Raises UserError for a file that fails to run, an unknown setting, or a wrong type.
+    """
+    # A file that this one runs sees the settings so far, and the path of the outermost file: config/study.py
+    # names runs by it.
+    def run(other):
+        seen = {name: space[name] for name in (*defaults, "__file__")}
+        space.update(run_file(os.path.join(os.path.dirname(path), other), seen, defaults))
+
+    if not os.path.isfile(path):
+        raise UserError(f"{path}: no such config file; a setting is written --key=value")
+    space = {"__file__": path} | values | {"run": run}
     try:
         with open(path, "rb") as f:
-            source = f.read()
-    except OSError as e:
-        hint = "a setting is written --key=value"
-        raise UserError(f"{path}: cannot read this config file ({e.strerror}); {hint}") from None
-    try:
-        exec(compile(source, path, "exec"), space)
+            tree = ast.parse(f.read(), path)
+        exec(compile(tree, path, "exec"), space)
     except UserError:
         raise
     except Exception as e:
+        # name the line of the config file, which is seldom the innermost; a SyntaxError names its line itself
         lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
-        place = f"{path}:{lines[-1]}" if lines else path  # a SyntaxError names its line itself
-        raise UserError(f"{place}: {type(e).__name__}: {e}") from None
-    return {name: check(name, value, defaults, path) for name, value in space.items() if name in defaults
-            or not (name.startswith("_") or callable(value) or isinstance(value, ModuleType))}
+        where = f"{path}:{lines[-1]}" if lines else path
+        raise UserError(f"{where}: {type(e).__name__}: {e}") from None
+
+    # What is not the file's own must be a setting.
+    settings = {}
+    imported = imported_names(tree)
+    for name, value in space.items():
+        is_own = name.startswith("_") or name in imported or callable(value)
+        if name in defaults or not is_own:
+            settings[name] = check(name, value, defaults, path)
+    return settings
+
+
+def imported_names(tree):
+    """Returns the names that the import statements of a file bind."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+    return names
 
 
 def check(name, value, defaults, where):
     """Returns value as the type of defaults[name]; raises UserError for an unknown name or another type."""
     if name not in defaults:
-        lowered = {known.lower(): known for known in defaults}
-        close = difflib.get_close_matches(name.lower(), lowered, 1, 0.5)
-        hint = f"the closest is {lowered[close[0]]}" if close else "--help lists all"
+        close = difflib.get_close_matches(name, defaults, 1, 0.5)
+        hint = f"the closest is {close[0]}" if close else "--help lists all"
         raise UserError(f"{where}: unknown setting {name}; {hint}")
+
+    # an int will do for a float
     expected = type(defaults[name])
-    value = float(value) if expected is float and type(value) is int else value
+    if expected is float and type(value) is int:
+        value = float(value)
     if type(value) is not expected:
         raise UserError(f"{where}: {name} must be {expected.__name__} (as {defaults[name]!r}), not {value!r}")
     return value
 
 
 def parse(text, expected):
-    """A flag's text as a value of the expected type, or the text itself if it is not one."""
+    """Returns a flag's text as a value of the expected type, or the text itself if it is not one."""
     if expected is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
     try:
@@ -184,25 +215,55 @@ def parse(text, expected):
         return text
 
 
+# Values that a run can use
+
+def check_choices(settings, choices):
+    """Raises UserError for the first setting that is not one of its choices, {name: its values}."""
+    for name, allowed in choices.items():
+        value = getattr(settings, name)
+        if value not in allowed:
+            raise UserError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+
+
+def check_bounds(settings, bounds):
+    """Raises UserError for the first number outside its interval; NaN is outside of every one.
+
+    Args:
+        settings: all settings of a script.
+        bounds: {name: interval}, for example "[0, 1]", "[0, 1)" without its upper end, or "(0, inf)" without
+            both ends. Numbers that it does not name must be 0 or more, and fit into 64 bits.
+    """
+    for name, value in vars(settings).items():
+        if type(value) not in (int, float):
+            continue
+        interval = bounds.get(name, "[0, 9.2e18)")
+        low, high = map(float, interval[1:-1].split(","))
+        above = value > low or value == low and interval[0] == "["
+        below = value < high or value == high and interval[-1] == "]"
+        if not (above and below):
+            raise UserError(f"{name} must be in {interval}, not {value}")
+
+
+# Settings as a script documents them
+
+@functools.lru_cache
 def read_settings(script):
-    """The settings of a script, a path, without running it: {name: (default, comment, group)}, in its order.
+    """Returns the settings of a script, a path, without running it: {name: Setting}, in the script's order.
+
+    The result is cached, and not to be changed. A process in which replicas are threads calls this before
+    they start: ast.parse is not safe in two threads at once (python/cpython#106905).
 
     Raises UserError if a setting's default is not a plain int, float, bool or str.
     """
     with open(script, encoding="utf-8") as f:
         source = f.read()
-    comments, own_line = {}, {}  # {line: comment}, after a statement and on a line of its own
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        line, column = token.start
-        if column == 0 and token.string in ("def", "class", "@"):
-            break
-        if token.type == tokenize.COMMENT:
-            kind = own_line if token.line.lstrip().startswith("#") else comments
-            kind[line] = token.string.lstrip("# ")
+    lines = source.splitlines()
     settings = {}
-    with PARSING:
-        body = ast.parse("\n".join(source.split("\n")[:line - 1])).body
-    for node in body:
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            break
+
+        # name = literal
         name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
         if not name.isidentifier() or name.isupper():
             continue
@@ -211,18 +272,21 @@ def read_settings(script):
         except ValueError:
             default = None
         if type(default) not in (int, float, bool, str):
-            place = f"{os.path.basename(script)}:{node.lineno}"
-            raise UserError(f"{place}: the default of {name} must be a plain int, float, bool or str")
-        group = next((text for line, text in reversed(own_line.items()) if line < node.lineno), "")
-        settings[name] = (default, comments.get(node.lineno, ""), group)
+            message = f"the default of {name} must be a plain int, float, bool or str"
+            raise UserError(f"{script}:{node.lineno}: {message}")
+
+        # what --help prints: the comment at the end of the line, and the nearest comment line above
+        comment = lines[node.end_lineno - 1].partition("  # ")[2]
+        titles = [line for line in ["#", *lines[:node.lineno]] if line.startswith("#")]
+        settings[name] = Setting(default, comment, titles[-1].strip("# "))
     return settings
 
 
-def print_help(script, documented):
-    """Prints a script's docstring and settings; documented: as read_settings returns them."""
+def print_help(script):
+    """Prints a script's docstring and its settings in groups."""
     with open(script, encoding="utf-8") as f:
         print(ast.get_docstring(ast.parse(f.read())) or "")
-    for group, items in itertools.groupby(documented.items(), lambda item: item[1][2]):
+    for group, items in itertools.groupby(read_settings(script).items(), lambda item: item[1].group):
         print(f"\n{group}")
-        for name, (default, comment, _) in items:
-            print(f"  --{name}={default}".ljust(38) + f" {comment}")
+        for name, setting in items:
+            print(f"  --{name}={setting.default}".ljust(38), setting.comment, flush=True)

@@ -1,74 +1,151 @@
-"""What differs by kind of puzzle, and the one place that judges answers.
+"""What differs by kind of puzzle, the one place that judges answers, and the solvers.
 
 A task is a dict: "kind", "grid" ([rows, columns]) and "symbols", a character for each token (0: padding).
 It stands in a dataset's manifest.json and a checkpoint's state["task"]. Questions and answers are tokens
 [n, cells].
 
-Answers to kinds that are not known here are compared with the known answers. A branch in broken_cells
-judges those of another kind by its rules; look, read, are_solutions and check_questions are for what else
-differs.
+Answers to kinds that are not known here are compared with the known answers. RULES holds the rules of those
+that are known; a script may add a kind to it, as examples/coloring.py does.
 """
 import math
+from dataclasses import dataclass, field
 
 import numpy as np
+
 from configurator import UserError
 
-IGNORED = -100  # the label of cells that no loss and no metric counts
-BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box of Sudoku
-SUDOKU, MAZE = " .123456789", "_# SGo"  # symbols
-WALL, OPEN, START, GOAL, PATH = range(1, 6)  # tokens of a maze
-LARGEST = 64  # cells in a row of a maze: solve() of prepare_maze.py has the bits of a word for them
+IGNORE_LABEL = -100  # the label of cells that no loss and no metric counts
 
+# Sudoku: token 1 is an empty cell, d + 1 the digit d
+SUDOKU = " .123456789"  # symbols
+BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box
+BOARDS = 4096  # in the solver at a time: as many as stay in the processor's cache
+
+# mazes
+MAZE = "_# SGo"  # symbols
+WALL, OPEN, START, GOAL, PATH = range(1, 6)  # tokens
+LARGEST = 64  # cells in a row of a maze: solve_mazes has the bits of a word for them
+
+# ARC: token 1 is the edge below and on the right of a grid, c + 2 the colour c
+ARC = " |0123456789"  # symbols
+EDGE = 1  # token
+COLOUR = 2  # token of colour 0
+
+
+# -----------------------------------------------------------------------------
+# tasks
 
 def task_of(manifest, seq_len, vocab_size):
-    """The task in a dataset's manifest.json, checked. Raises UserError.
+    """Returns the task in a dataset's manifest.json, checked. Raises UserError.
 
     What is missing, as in datasets of the official code: kind "", one row, the tokens' numbers as symbols.
     """
-    numbers = [str(token) for token in range(vocab_size)]
-    task = {"kind": "", "grid": [1, seq_len], "symbols": numbers}
-    task |= {key: manifest[key] for key in task if key in manifest}
-    if all(len(symbol) == 1 for symbol in task["symbols"]):
-        task["symbols"] = "".join(task["symbols"])
-    kind, grid, symbols = task.values()
+    if not 2 <= vocab_size <= 256:
+        raise UserError(f"{vocab_size - 1} symbols: a dataset has from 1 to 255")
+    kind = manifest.get("kind", "")
+    grid = manifest.get("grid", [1, seq_len])
+    symbols = manifest.get("symbols", [str(token) for token in range(vocab_size)])
+    if all(len(symbol) == 1 for symbol in symbols):
+        symbols = "".join(symbols)
+
+    # the grid has the model's cells
     if len(grid) != 2 or math.prod(grid) != seq_len:
         raise UserError(f"grid {list(grid)} does not fit {seq_len} cells")
+
+    # each token has a symbol of its own
     if len(symbols) != vocab_size or len(set(symbols[1:])) != vocab_size - 1:
         raise UserError(f"symbols {symbols!r} must be {vocab_size}, one for each token, all different")
-    if "\ufffd" in symbols or not "".join(symbols).isprintable():
+    text = "".join(symbols)
+    if "\ufffd" in text or not text.isprintable():
         raise UserError(f"symbols {symbols!r} must be characters that can be printed")
+
+    # these kinds have fixed symbols
     size = grid[0] if grid[0] == grid[1] else 0
-    expected = MAZE if 0 < size <= LARGEST else ""
+    expected = symbols
     if kind == "sudoku":
         expected = SUDOKU[:size + 2] if size in BOXES else ""
-    if kind in ("sudoku", "maze") and symbols != expected:
+    if kind == "maze":
+        expected = MAZE if 0 < size <= LARGEST else ""
+    if kind == "arc":
+        expected = ARC if size else ""
+    if symbols != expected:
         raise UserError(f"grid {list(grid)} and symbols {symbols!r} are not those of kind {kind}")
-    return task
+    return {"kind": kind, "grid": grid, "symbols": symbols}
 
 
-# What differs by kind.
+def sudoku_task(size):
+    symbols = SUDOKU[:size + 2]
+    return {"kind": "sudoku", "grid": [size, size], "symbols": symbols}
 
-def look(task):
-    """How to draw a task and how the page of play.py speaks of it, as a dict for JSON.
 
-    empty: the symbol of a cell that is not given; symbols: of questions; box: rows and columns between thick
-    lines; names, drawn: of symbols; typed: what stands for symbols; once: symbols that a question has once.
+def maze_task(size):
+    return {"kind": "maze", "grid": [size, size], "symbols": MAZE}
+
+
+def arc_task(side):
+    return {"kind": "arc", "grid": [side, side], "symbols": ARC}
+
+
+def guess_task(cells, vocab_size, text=""):
+    """Returns the task of a model without one. Raises UserError if it is neither a Sudoku nor a maze.
+
+    Args:
+        cells: cells of a question; 0 if the model takes any number.
+        vocab_size: tokens of the model.
+        text: a question, which tells a maze of 4x4 from a Sudoku.
     """
-    about = dict(
-        title=task["kind"], empty=task["symbols"][1], symbols=task["symbols"][1:], box=task["grid"],
-        names={".": "empty"}, drawn={}, typed={}, once="", goal="", failed="not solved")
+    size = math.isqrt(cells)
+    digits = vocab_size - 2
+
+    # 4x4 mazes and 4x4 Sudokus have the same sizes
+    is_sudoku = digits in BOXES and cells in (0, digits ** 2)
+    is_maze = vocab_size == len(MAZE) and size * size == cells
+    if is_maze and (not is_sudoku or set(text) & set("#SG")):
+        return maze_task(size)
+    if is_sudoku:
+        return sudoku_task(digits)
+    raise UserError(f"the model takes {cells} cells of {vocab_size} tokens: neither a Sudoku nor a maze")
+
+
+@dataclass
+class Appearance:
+    """How to draw a kind of puzzle, and how the page of play.py speaks of it."""
+
+    title: str  # name of such puzzles
+    empty: str  # symbol of a cell that is not given
+    symbols: str  # symbols that a question may have
+    box: tuple  # rows and columns between thick lines
+    names: dict = field(default_factory=lambda: {".": "empty"})  # {symbol: its name}
+    drawn: dict = field(default_factory=dict)  # {symbol: the character that stands for it in drawings}
+    typed: dict = field(default_factory=dict)  # {character: the symbol that it means where it is typed}
+    once: str = ""  # symbols that a question has once
+    goal: str = ""  # what is to be done, as a sentence
+    failed: str = "not solved"  # verdict on an answer that is none
+
+
+def appearance(task):
+    """Returns the Appearance of a task."""
+    symbols = task["symbols"][1:]
+    rows = task["grid"][0]
     if task["kind"] == "sudoku":
-        about |= dict(title="Sudoku", box=BOXES[task["grid"][0]], typed={"0": "."})
-    elif task["kind"] == "maze":
-        about |= dict(
-            title="mazes", empty=" ", symbols="# SG", drawn={"o": "●"}, typed={".": " "}, once="SG",
+        return Appearance("Sudoku", ".", symbols, BOXES[rows], typed={"0": "."})
+    if task["kind"] == "maze":
+        return Appearance(
+            "mazes", " ", "# SG", task["grid"],
             names={"#": "wall", " ": "open", "S": "start", "G": "goal", "o": "path"},
-            goal="Find a shortest path from S to G.", failed="not a shortest path")
-    return about
+            drawn={"o": "●"},
+            typed={".": " "},
+            once="SG",
+            goal="Find a shortest path from S to G.",
+            failed="not a shortest path")
+    return Appearance(task["kind"], symbols[0], symbols, task["grid"])
 
 
-def read(task, text):
-    """The task with the grid of a typed question, and its cells as symbols.
+# -----------------------------------------------------------------------------
+# questions as text
+
+def read_question(task, text):
+    """Returns the task with the grid of a typed question, and its cells as symbols.
 
     Only a maze may have another grid than the task: models with attention take any number of cells.
     """
@@ -77,33 +154,122 @@ def read(task, text):
         width = max(map(len, lines), default=0)
         cells = "".join(line.ljust(width) for line in lines)  # editors strip spaces at the end of a line
         return task | {"grid": [math.isqrt(len(cells))] * 2}, cells
-    cells = "".join(text.splitlines() if " " in task["symbols"][1:] else text.split())
-    return task, cells.replace("0", ".") if task["kind"] == "sudoku" else cells
-
-
-def broken_cells(task, questions, answers):
-    """Which cells of the answers break a rule, bool [n, cells]; None if the kind's rules are not known."""
-    if task["kind"] == "maze":
-        return (answers != questions) & ~((questions == OPEN) & (answers == PATH))
     if task["kind"] == "sudoku":
-        size = task["grid"][0]
-        broken = (answers < 2) | ((questions > 1) & (answers != questions))
-        for unit in units_of(size):
-            digit_in_unit = (np.arange(len(answers))[:, None] * size + unit) * (size + 2) + answers
-            broken |= np.bincount(digit_in_unit.ravel())[digit_in_unit] > 1
-        return broken
-    return None
+        text = text.replace("0", ".")
+    words = text.splitlines() if " " in task["symbols"][1:] else text.split()
+    return task, "".join(words)
+
+
+def parse_question(task, text):
+    """Returns the task with the grid of a typed question, and its tokens, int32 [cells]. Raises UserError."""
+    task, cells = read_question(task, text)
+    rows, columns = task["grid"]
+    if len(cells) != rows * columns or not cells:
+        fitting = "as many rows as columns" if task["kind"] == "maze" else f"{rows}x{columns}"
+        start = text.strip()[:20]
+        raise UserError(f"the puzzle {start!r} has {len(cells)} cells: it must have {fitting}")
+    return task, tokens_of(task, cells, appearance(task).symbols, "the puzzle")
+
+
+def tokens_of(task, cells, allowed, name):
+    """Returns the tokens [cells] of a text. Raises UserError for a symbol that is not in `allowed`."""
+    tokens = []
+    for i, symbol in enumerate(cells):
+        if symbol not in allowed:
+            row, column = divmod(i, task["grid"][1])
+            raise UserError(f"row {row + 1}, column {column + 1} of {name} is {symbol!r}: "
+                            f"must be one of {allowed!r}")
+        tokens.append(task["symbols"].index(symbol, 1))
+    return np.array(tokens, dtype=np.int32)
+
+
+def text_of(task, tokens):
+    return "".join(task["symbols"][token] for token in tokens)
+
+
+def given_cells(task, question):
+    """Returns which cells of a question are given, bool [cells]."""
+    empty = appearance(task).empty
+    return question != task["symbols"].index(empty, 1)
+
+
+def side_by_side(grids, symbols, rows, columns):
+    """Returns a text: grids next to each other, as many as 120 characters hold.
+
+    Args:
+        grids: list of (title, tokens [cells], which cells to mark with * [cells]).
+        symbols: a character for each token.
+        rows, columns: of each grid.
+    """
+    width = max([3 * columns] + [len(title) for title, _, _ in grids]) + 2
+    grids_per_line = max(1, 120 // width)
+    text = ""
+    for first in range(0, len(grids), grids_per_line):
+        lines = [""] * (rows + 1)
+        for title, tokens, marked in grids[first:first + grids_per_line]:
+            lines[0] += title.ljust(width)
+            for row in range(rows):
+                line = ""
+                for cell in range(row * columns, (row + 1) * columns):
+                    line += ("*" if marked[cell] else " ") + symbols[tokens[cell]] + " "
+                lines[row + 1] += line.ljust(width)
+        for line in lines:
+            text += line.rstrip() + "\n"
+        text += "\n"
+    return text
+
+
+# -----------------------------------------------------------------------------
+# rules
+
+def broken_in_sudoku(task, questions, answers):
+    """Returns which cells are empty, differ from a given, or share a unit with an equal digit, bool."""
+    size = task["grid"][0]
+    changed = (questions > 1) & (answers != questions)
+    broken = (answers < 2) | changed
+    first_unit = np.arange(len(answers))[:, None] * size
+    for unit in units_of(size):
+        digit_in_unit = (first_unit + unit) * (size + 2) + answers  # a number for each unit and token
+        count = np.bincount(digit_in_unit.ravel())
+        broken |= count[digit_in_unit] > 1
+    return broken
 
 
 def units_of(size):
-    """The numbers of each cell's row, column and box in a Sudoku, [cells] each."""
+    """Returns the numbers of each cell's row, column and box in a Sudoku, [cells] each."""
     box_rows, box_columns = BOXES[size]
     row, column = np.divmod(np.arange(size * size), size)
-    return row, column, row // box_rows * box_rows + column // box_columns
+    box = row // box_rows * box_rows + column // box_columns
+    return row, column, box
+
+
+def broken_in_maze(task, questions, answers):
+    """Returns which cells differ from the question's, but for the path on open cells, bool."""
+    return (answers != questions) & ~((questions == OPEN) & (answers == PATH))
+
+
+# kind: the function (task, questions, answers) -> which cells of the answers break a rule, bool [n, cells]
+RULES = {"sudoku": broken_in_sudoku, "maze": broken_in_maze}
+
+# kinds of RULES whose questions have several right answers, of which the label is one; empty for Sudoku and
+# mazes: a Sudoku has one answer, and the paper's metric compares mazes with their labels
+SEVERAL_ANSWERS = set()
+
+
+def judged_by_rules(task):
+    """Returns True if any answer that keeps the rules counts as right, not the label alone."""
+    return task["kind"] in SEVERAL_ANSWERS
+
+
+def broken_cells(task, questions, answers):
+    """Returns which cells of the answers break a rule, bool [n, cells]; None if the rules are not known."""
+    if task["kind"] not in RULES:
+        return None
+    return RULES[task["kind"]](task, questions, answers)
 
 
 def are_solutions(task, questions, answers):
-    """Which answers keep all rules, or are a shortest path, bool [n]; None if the rules are not known."""
+    """Returns which answers keep all rules, or are a shortest path, bool [n]; None without rules."""
     if task["kind"] == "maze":
         steps, shortest = path_steps(task, questions, answers)
         return (steps > 0) & (steps == shortest)
@@ -112,30 +278,69 @@ def are_solutions(task, questions, answers):
 
 
 def is_correct(task, inputs, labels, preds):
-    """Which answers are correct: {name: bool [n]}; the names depend on the task alone.
+    """Returns which answers are correct: {name: bool [n]}; the names depend on the task alone.
 
-    "accuracy": all scored cells are right, and there is one; for mazes also "path_valid" and "path_optimal".
-    inputs, labels (-100: not scored), preds: tokens [n, cells].
+    "accuracy": all labelled cells are right, and there is one. For kinds with several right answers also
+    "valid_accuracy": by the rules. For mazes also "path_valid" and "path_optimal".
+
+    Args:
+        task: the puzzles' task.
+        inputs, labels, preds: tokens [n, cells]; labels are IGNORE_LABEL where they do not count.
     """
-    scored = labels != IGNORED
-    correct = {"accuracy": ((preds == labels) | ~scored).all(axis=1) & scored.any(axis=1)}
+    counts = labels != IGNORE_LABEL
+    right = (preds == labels) | ~counts
+    correct = {"accuracy": right.all(axis=1) & counts.any(axis=1)}
+    if judged_by_rules(task):
+        correct["valid_accuracy"] = are_solutions(task, inputs, preds)
     if task["kind"] == "maze":
         valid, optimal = path_metrics(inputs, labels, preds, task["grid"][0])
-        correct |= {"path_valid": valid, "path_optimal": optimal}
+        correct["path_valid"] = valid
+        correct["path_optimal"] = optimal
     return correct
 
 
+def count_correct(task, arrays, attempts):
+    """Returns {name of a metric: how many puzzles}, of the last and of the surest answers.
+
+    The names do not depend on the puzzles. "accuracy", of the last answers, is left out: the model counts it.
+
+    Args:
+        task: the puzzles' task.
+        arrays: inputs, labels, preds, surest_preds [n, cells].
+        attempts: the surest answers of each attempt, likewise.
+    """
+    inputs = arrays["inputs"]
+    labels = arrays["labels"]
+    counts = {}
+    for prefix, preds in ("", arrays["preds"]), ("surest_", arrays["surest_preds"]):
+        for name, correct in is_correct(task, inputs, labels, preds).items():
+            counts[prefix + name] = float(correct.sum())
+    del counts["accuracy"]
+
+    # puzzles that at least one attempt solves
+    if len(attempts) > 1:
+        solved = [is_correct(task, inputs, labels, preds)["accuracy"] for preds in attempts]
+        counts["any_accuracy"] = float(np.any(solved, axis=0).sum())
+    return counts
+
+
+def wrong_cells(task, question, labels, answer):
+    """Returns which cells of an answer are wrong, bool [cells], by its label or by the rules of its kind."""
+    if judged_by_rules(task):
+        return broken_cells(task, question[None], answer[None])[0]
+    return (answer != labels) & (labels != IGNORE_LABEL)
+
+
 def verdict(task, question, answer):
-    """Whether an answer [cells] is a solution, in words."""
-    question, answer = question[None], answer[None]
+    """Returns in words whether an answer [cells] is a solution."""
     if task["kind"] == "maze":
-        (steps,), (shortest,) = path_steps(task, question, answer)
+        (steps,), (shortest,) = path_steps(task, question[None], answer[None])
         if not steps:
             return "not a path from S to G"
         if steps > shortest:
             return f"a path of {steps} steps; the shortest has {shortest}"
         return f"a shortest path, {steps} steps"
-    broken = broken_cells(task, question, answer)
+    broken = broken_cells(task, question[None], answer[None])
     if broken is None:
         return "not judged: the rules are not known"
     if broken.any():
@@ -144,173 +349,366 @@ def verdict(task, question, answer):
 
 
 def check_questions(task, questions, places):
-    """A warning if a question has several solutions, else "". places: a prefix of messages for each.
+    """Returns a warning if a question has several solutions, else "". places: a prefix for each question.
 
     Raises UserError for the first question without a solution.
     """
-    size, boards = task["grid"][0], questions
+    size = task["grid"][0]
     if task["kind"] == "sudoku":
-        import prepare_sudoku as script
-        boards = questions - 1
-        counts = script.count_solutions(script.candidates_of(boards, size), size, 2)
+        counts = count_solutions(candidates_of(questions, size), size, 2)
     elif task["kind"] == "maze":
-        import prepare_maze as script
         if size > LARGEST:
             raise UserError(f"{places[0]}the maze has {size} rows; {LARGEST} are the most")
-        has_ends = ((questions == START).sum(axis=1) == 1) & ((questions == GOAL).sum(axis=1) == 1)
-        counts = has_ends & (script.solve(questions, size)[1] > 0)
+        _, steps = solve_mazes(questions, size)
+        counts = have_ends(questions) & (steps > 0)
     else:
         return ""
-    for i in np.flatnonzero(counts == 0)[:1]:
-        raise UserError(places[i] + script.explain(boards[i], boards[i], size))
-    several = np.flatnonzero(counts > 1)
-    return f"{places[several[0]]}the puzzle has more than one solution" if len(several) else ""
+
+    # the first question without a solution, or with several
+    if (counts == 0).any():
+        i = int(counts.argmin())
+        raise UserError(places[i] + explain(task, questions[i], questions[i]))
+    if (counts > 1).any():
+        i = int(counts.argmax())
+        return places[i] + "the puzzle has more than one solution"
+    return ""
 
 
-# For all kinds.
+def explain(task, question, answer):
+    """Returns in words why a question or its answer, [cells] each, is wrong; for Sudokus and mazes."""
+    size = task["grid"][0]
+    symbols = task["symbols"]
 
-def given_cells(task, question):
-    """Which cells of a question are given, bool [cells]."""
-    return question != task["symbols"].index(look(task)["empty"], 1)
+    # what is wrong with the question
+    if task["kind"] == "sudoku":
+        fault = repeated_digit("question", question, size) or repeated_digit("answer", answer, size)
+        if fault:
+            return fault
+        if not count_solutions(candidates_of(question[None], size), size, 1)[0]:
+            return "the question has no solution"
+    else:
+        for token in START, GOAL:
+            count = (question == token).sum()
+            if count != 1:
+                return f"the question has {count} cells {symbols[token]}, not 1"
 
+    # a cell of the answer that differs from the question's
+    broken = broken_cells(task, question[None], answer[None])[0]
+    if broken.any():
+        cell = int(broken.argmax())
+        row, column = divmod(cell, size)
+        return (f"the answer has {symbols[answer[cell]]!r} in row {row + 1}, column {column + 1}, "
+                f"where the question has {symbols[question[cell]]!r}")
 
-def check_rows(task, inputs, labels):
-    """Raises UserError for rows [n, cells] that cannot be in a dataset of the task (see write_dataset)."""
-    shape, end = (len(inputs), math.prod(task["grid"])), len(task["symbols"])
-    for name, array, lowest in ("inputs", inputs, 0), ("labels", labels, 1):
-        if array.dtype.kind not in "iu" or array.shape != shape:
-            raise UserError(f"{name} must be integers of shape {shape}, not {array.dtype} of {array.shape}")
-        wrong = ((array < lowest) | (array >= end)) & ((array != IGNORED) | (name == "inputs"))
-        if wrong.any():
-            raise UserError(f"{name} hold {array[wrong][0]}: must be {lowest} to {end - 1}, where 0 is the "
-                            f"padding of inputs, or {IGNORED} for labels that do not count")
-    scored = (labels != IGNORED).all(axis=1)
-    inputs, labels = inputs[scored], labels[scored].astype(np.int64)
-    broken = broken_cells(task, inputs, labels)
-    if broken is not None and broken.any():
-        i = int(broken.any(axis=1).argmax())
-        question, answer = (text_of(task, rows[i]) for rows in (inputs, labels))
-        raise UserError(f"the answer {answer!r} to {question!r} breaks a rule of kind {task['kind']}: "
-                        "correct it, or choose another kind")
-
-
-def parse(task, text):
-    """The task with the grid of this question, and the question's tokens, int32 [cells]. Raises UserError."""
-    task, cells = read(task, text)
-    rows, columns = task["grid"]
-    if len(cells) != rows * columns or not cells:
-        fitting = "as many rows as columns" if task["kind"] == "maze" else f"{rows}x{columns}"
-        start = text.strip()[:20]
-        raise UserError(f"the puzzle {start!r} has {len(cells)} cells: it must have {fitting}")
-    return task, tokens_of(task, cells, look(task)["symbols"], "the puzzle")
+    # an answer that is not a shortest path
+    (steps,), (shortest,) = path_steps(task, question[None], answer[None])
+    if not shortest:
+        return "the question has no way from S to G"
+    if not steps:
+        return "the answer's o do not make one line from S to G that does not touch itself"
+    return f"the answer's path has {steps} steps where {shortest} are enough"
 
 
-def tokens_of(task, cells, allowed, name):
-    """The tokens [cells] of a text. Raises UserError for the first symbol that is not in `allowed`."""
-    for i, symbol in enumerate(cells):
-        if symbol not in allowed:
-            row, column = divmod(i, task["grid"][1])
-            raise UserError(f"row {row + 1}, column {column + 1} of {name} is {symbol!r}: "
-                            f"must be one of {allowed!r}")
-    return np.array([task["symbols"].index(symbol, 1) for symbol in cells], dtype=np.int32)
-
-
-def text_of(task, tokens):
-    return "".join(task["symbols"][token] for token in tokens)
-
-
-def guess(cells, vocab_size, text=""):
-    """The task of a model without one. Raises UserError if it is neither a Sudoku nor a maze.
-
-    cells: of a question; 0 if the model takes any number. text: a question, to tell a 4x4 maze from a Sudoku.
-    """
-    size, digits = math.isqrt(cells), vocab_size - 2
-    may_be_maze = vocab_size == len(MAZE) and size * size == cells
-    if digits in BOXES and cells in (0, digits ** 2) and not (may_be_maze and set(text) & set("#SG")):
-        return dict(kind="sudoku", grid=[digits] * 2, symbols=SUDOKU[:vocab_size])
-    if may_be_maze:
-        return dict(kind="maze", grid=[size] * 2, symbols=MAZE)
-    raise UserError(f"the model takes {cells} cells of {vocab_size} tokens: neither a Sudoku nor a maze")
+def repeated_digit(name, board, size):
+    """Returns in words which digit stands twice in a unit of a Sudoku [cells]; "" if none does."""
+    for unit_name, unit in zip(("row", "column", "box"), units_of(size)):
+        for number in range(size):
+            tokens = np.bincount(board[unit == number], minlength=size + 2)
+            if tokens[2:].max() > 1:
+                digit = tokens[2:].argmax() + 1
+                return f"the {name} has digit {digit} twice in {unit_name} {number + 1}"
+    return ""
 
 
 def path_steps(task, questions, answers):
-    """Steps of each answer's path, 0 if it is none, and of the shortest paths: two int arrays [n]."""
-    import prepare_maze
+    """Returns the steps of each answer's path, 0 if it is none, and of the shortest paths: int [n] each."""
     size = task["grid"][0]
-    valid, _ = path_metrics(questions, answers, answers, size)
-    return valid * ((answers == PATH).sum(axis=1) + 1), prepare_maze.solve(questions, size)[1]
+    steps = (answers == PATH).sum(axis=1) + 1
+    _, shortest = solve_mazes(questions, size)
+    return steps * are_paths(questions, answers, size), shortest
 
 
 def path_metrics(inputs, labels, preds, size):
-    """Which answers to mazes are a path from S to G, and which a shortest one: two bool arrays [n].
+    """Returns which answers to mazes are a path from S to G, and which a shortest one: bool [n] each.
 
-    inputs, labels (a shortest path each), preds: tokens [n, size * size]. In a path, S and G are where the
-    question has them, every "o" is on a cell that is open in the question, and the "o" form one line from S
-    to G that does not touch itself: no way from S to G along it leaves out any of its cells.
+    inputs, labels (a shortest path each), preds: tokens [n, size * size].
     """
-    import prepare_maze
-    start, goal, path = inputs == START, inputs == GOAL, preds == PATH
-    fits = ((preds == START) == start) & ((preds == GOAL) == goal) & (~path | (inputs == OPEN))
-    valid = fits.all(axis=1) & (start.sum(axis=1) == 1) & (goal.sum(axis=1) == 1)
-    line = np.where(path, OPEN, np.where(start | goal, inputs, WALL))
-    valid &= prepare_maze.solve(line, size)[1] == path.sum(axis=1) + 1
-    return valid, valid & (path.sum(axis=1) == (labels == PATH).sum(axis=1))
+    valid = are_paths(inputs, preds, size)
+    steps = (preds == PATH).sum(axis=1)
+    shortest = (labels == PATH).sum(axis=1)
+    return valid, valid & (steps == shortest)
 
 
-def label_notes(train, test):
-    """Lines for the log of these Datasets: whether training labels were turned with their mazes."""
-    size = math.isqrt(test.seq_len)
-    if test.vocab_size != len(MAZE) or size * size != test.seq_len or size > LARGEST:
-        return []
-    import prepare_maze
-    shares = []  # of the labels that follow the rule of prepare_maze.solve, in at most 1000
-    for dataset in train, test:
-        indices = dataset.subset(1000)
-        mazes = dataset.test_batch(indices, len(indices))
-        answers, _ = prepare_maze.solve(mazes["inputs"], size)
-        shares.append((answers == mazes["labels"]).all(axis=1).mean())
-    if not shares[0] < 0.95 < shares[1]:
-        return []
-    return [f"{shares[1]:.0%} of the test labels take the first of down, left, right and up that is "
-            f"shortest, but only {shares[0]:.0%} of the training labels: turned with their mazes, they "
-            "teach eight rules; prepare_maze.py solves each copy anew"]
+def are_paths(questions, answers, size):
+    """Returns which answers to mazes are a path, bool [n].
 
+    In a path, S and G are where the question has them, every "o" is on a cell that is open in the question,
+    and the "o" form one line from S to G that does not touch itself: no way from S to G along it leaves out
+    any of its cells.
+    """
+    # S and G stay, and the path is on open cells
+    is_end = (questions == START) | (questions == GOAL)
+    path = answers == PATH
+    is_drawn_end = (answers == START) | (answers == GOAL)
+    fits = np.where(is_end, answers == questions, ~is_drawn_end)
+    fits &= ~path | (questions == OPEN)
+
+    # the maze whose only open cells are the path's: its shortest path takes all of them
+    line = np.where(is_end, questions, np.where(path, OPEN, WALL))
+    _, steps = solve_mazes(line, size)
+    return fits.all(axis=1) & have_ends(questions) & (steps == path.sum(axis=1) + 1)
+
+
+def have_ends(questions):
+    """Returns which mazes have one start and one goal, bool [n]."""
+    starts = (questions == START).sum(axis=1)
+    goals = (questions == GOAL).sum(axis=1)
+    return (starts == 1) & (goals == 1)
+
+
+# -----------------------------------------------------------------------------
+# symmetries
 
 def dihedral(size):
-    """The 8 turned squares as indices [8, cells], in the official builder's order."""
+    """Returns the 8 turned squares as indices [8, cells], in the official builder's order."""
     square = np.arange(size * size).reshape(size, size)
-    turned = [np.rot90(square, k) for k in range(4)]
-    reflected = [np.fliplr(square), np.flipud(square), square.T, np.fliplr(turned[1])]
-    return np.stack(turned + reflected).reshape(8, -1)
+    quarter = np.rot90(square)
+    turned = [
+        square,
+        quarter,
+        np.rot90(square, 2),
+        np.rot90(square, 3),
+        np.fliplr(square),
+        np.flipud(square),
+        square.T,
+        np.fliplr(quarter),
+    ]
+    return np.stack(turned).reshape(8, -1)
 
 
-def count_correct(task, arrays, attempts):
-    """{name of a metric: how many puzzles} of the last and the surest answers; the names depend on no puzzle.
+# -----------------------------------------------------------------------------
+# ARC: a grid is an array of colours [rows, columns], uint8. On a canvas of side x side tokens, it has an EDGE
+# below and on the right, where there is room. A version, uint8 [11], says how to turn a grid, and which
+# colours 0 to 9 become. Numbers and names of versions are those of the official builder.
 
-    arrays: inputs, labels, preds, surest_preds [n, cells]; attempts: each attempt's surest answers, likewise.
+ORIGINAL = np.array([0, *range(10)], dtype=np.uint8)  # the version that changes nothing
+
+# the 8 ways to turn a grid: whether rows become columns, then the steps along rows and columns of the result
+TURNS = ((False, 1, 1), (True, -1, 1), (False, -1, -1), (True, 1, -1),
+         (False, 1, -1), (False, -1, 1), (True, 1, 1), (True, -1, -1))
+WAY_BACK = (0, 3, 2, 1, 4, 5, 6, 7)
+
+
+def turned(grid, way):
+    """Returns a view of a grid that is turned in one of 8 ways."""
+    is_transposed, row_step, column_step = TURNS[way]
+    if is_transposed:
+        grid = grid.T
+    return grid[::row_step, ::column_step]
+
+
+def apply_version(grid, version):
+    return turned(version[1:][grid], version[0])
+
+
+def undo_version(grid, version):
+    colours = np.argsort(version[1:]).astype(np.uint8)
+    return colours[turned(grid, WAY_BACK[version[0]])]
+
+
+def version_name(task_name, version):
+    """Returns the name of a version, a list, of a task; the original has the task's name."""
+    if version == ORIGINAL.tolist():
+        return task_name
+    return f"{task_name}|||t{version[0]}|||{''.join(map(str, version[1:]))}"
+
+
+def canvas(grid, side, row=0, column=0):
+    """Returns tokens, uint8 [side, side]: a canvas with a grid whose first cell is at (row, column)."""
+    tokens = np.zeros((side, side), dtype=np.uint8)
+    end_row = row + grid.shape[0]
+    end_column = column + grid.shape[1]
+    tokens[row:end_row, column:end_column] = grid + COLOUR
+    tokens[end_row:end_row + 1, column:end_column] = EDGE
+    tokens[row:end_row, end_column:end_column + 1] = EDGE
+    return tokens
+
+
+def crop(tokens, side):
+    """Returns the grid at the top left of a canvas, tokens [side * side]; [0, 0] if there is none.
+
+    It is the largest rectangle of colours there, the flattest of equal ones, as in the official evaluation.
     """
-    last, surest, *tried = [is_correct(task, arrays["inputs"], arrays["labels"], preds)
-                            for preds in (arrays["preds"], arrays["surest_preds"], *attempts)]
-    found = {name: solved for name, solved in last.items() if name != "accuracy"}  # which the model counts
-    found |= {"surest_" + name: solved for name, solved in surest.items()}
-    if len(tried) > 1:
-        found["any_accuracy"] = np.any([correct["accuracy"] for correct in tried], axis=0)
-    return {name: float(solved.sum()) for name, solved in found.items()}
+    tokens = tokens.reshape(side, side)
+    run_lengths = np.logical_and.accumulate(tokens >= COLOUR, axis=1).sum(axis=1)
+    widths = np.minimum.accumulate(run_lengths)
+    areas = widths * np.arange(1, side + 1)
+    last_row = areas.argmax()
+    if not areas[last_row]:
+        return np.zeros((0, 0), dtype=np.uint8)
+    return (tokens[:last_row + 1, :widths[last_row]] - COLOUR).astype(np.uint8)
 
 
-def side_by_side(grids, symbols, rows, columns):
-    """A text: grids next to each other, as many as 120 characters hold.
+# -----------------------------------------------------------------------------
+# The Sudoku solver works on many boards at a time: candidates [cells, n], where bit d - 1 is set while digit
+# d is possible in the cell. Numpy is fast on these as long as every operation runs over all n boards.
 
-    grids: [(title, tokens, which cells to mark with *)], each with `rows` x `columns` cells.
+def count_solutions(candidates, size, limit):
+    """Returns the number of solutions of each board [n], counted up to limit; candidates: [cells, n].
+
+    It goes depth first over many boards at once: where the singles are stuck, it splits a board in two at one
+    of its cells with the fewest candidates.
     """
-    width = max(3 * columns, *(len(title) for title, _, _ in grids)) + 2
-    per_line, lines = max(1, 120 // width), []
-    for j in range(0, len(grids), per_line):
-        shown = grids[j:j + per_line]
-        lines.append("".join(title.ljust(width) for title, _, _ in shown))
-        for cells in np.arange(rows * columns).reshape(rows, columns):
-            texts = [" ".join(("*" if marked[k] else " ") + symbols[tokens[k]] for k in cells)
-                     for _, tokens, marked in shown]
-            lines.append("".join(text.ljust(width) for text in texts))
-        lines.append("")
-    return "\n".join(line.rstrip() for line in lines)
+    n = candidates.shape[1]
+    counts = np.zeros(n, dtype=np.int64)
+    waiting = [(candidates, np.arange(n))]
+    while waiting:
+        boards, owners = waiting.pop()
+        if len(owners) > BOARDS:
+            waiting.append((boards[:, BOARDS:], owners[BOARDS:]))
+            boards = boards[:, :BOARDS]
+            owners = owners[:BOARDS]
+
+        # boards that are solved, broken or solved often enough are done
+        boards, broken, solved, stuck = propagate(boards, size)
+        counts += np.bincount(owners[solved], minlength=n)
+        alive = ~broken & ~solved & (counts[owners] < limit)
+
+        # the stuck boards: one copy takes the cell's lowest candidate, the other one the rest
+        split = np.flatnonzero(alive & stuck)
+        others = boards[:, split]
+        column = np.arange(len(split))
+        cell = np.argmin(np.bitwise_count(others) - np.uint8(2), axis=0)  # decided cells wrap around
+        options = others[cell, column]
+        boards[cell, split] = options & -options
+        others[cell, column] = options & (options - 1)
+        if alive.any():
+            boards = np.concatenate([boards[:, alive], others], axis=1)
+            owners = np.concatenate([owners[alive], owners[split]])
+            waiting.append((boards, owners))
+    return np.minimum(counts, limit)
+
+
+def propagate(candidates, size):
+    """Runs one round of naked and hidden singles.
+
+    Returns the candidates, and bool [n] each: broken, solved, stuck.
+    broken: no solution; solved: all cells decided; stuck: unchanged by this round.
+    """
+    axes_of_units = (2, 3), (0, 1), (1, 3)  # of a row, a column, a box
+    after = candidates.copy()
+    cells = after.reshape(*box_shape(size), -1)  # (bands, rows, stacks, columns, n), a view
+    broken = np.zeros(after.shape[1], dtype=bool)
+
+    # a digit placed in a unit leaves the unit's other cells
+    for axes in axes_of_units:
+        is_placed = cells & (cells - 1) == 0
+        placed = cells * is_placed
+        taken = np.bitwise_or.reduce(placed, axis=axes, keepdims=True)
+        twice = taken != np.add.reduce(placed, axis=axes, keepdims=True, dtype=np.uint16)
+        broken |= twice.any(axis=(0, 1, 2, 3))
+        cells &= ~taken | placed
+
+    # a digit with one cell left in a unit is placed there
+    for axes in axes_of_units:
+        unit = np.moveaxis(cells, axes, (0, 1))
+        seen = np.uint16(0)
+        again = np.uint16(0)
+        for i, j in np.ndindex(unit.shape[:2]):
+            again = again | seen & unit[i, j]
+            seen = seen | unit[i, j]
+        lacks_digit = seen != 2 ** size - 1
+        broken |= lacks_digit.any(axis=(0, 1))
+        once = seen & ~again
+        single = cells & np.expand_dims(once, axes)
+        cells &= single | np.uint16(0xFFFF) * (single == 0)
+
+    # what the round came to
+    unchanged = (after == candidates).all(axis=0) & ~broken
+    decided = (after & (after - 1) == 0).all(axis=0)
+    return after, broken, unchanged & decided, unchanged & ~decided
+
+
+def candidates_of(boards, size):
+    """Returns the candidates [cells, n] of boards, tokens [n, cells]; an empty cell has all."""
+    padding = 0
+    all_digits = 2 ** size - 1
+    digits = 1 << np.arange(size)
+    by_token = np.concatenate([[padding, all_digits], digits])
+    return by_token.astype(np.uint16)[boards.T]
+
+
+def box_shape(size):
+    """Returns the bands, rows of a band, stacks and columns of a stack."""
+    rows, columns = BOXES[size]
+    return size // rows, rows, size // columns, columns
+
+
+# -----------------------------------------------------------------------------
+# The maze solver works on many mazes at a time: sets of cells are bits [rows, n], a word for a row of a maze.
+
+def solve_mazes(questions, size):
+    """Returns the answers, and the steps [n] of their shortest paths, 0 if there is none.
+
+    Of several shortest paths it takes the one that, seen from S, goes down where it can, else left, else
+    right, else up. All labels of Maze-Hard follow this rule, and a model can match them exactly only because
+    there is a rule.
+    """
+    # the cells that are 0, 1, 2, ... steps from the goal
+    start = pack(questions == START, size)
+    goal = pack(questions == GOAL, size)
+    layers = list(layers_from(goal, pack(questions != WALL, size)))
+    steps = np.zeros(len(questions), dtype=int)
+    for step, layer in enumerate(layers):
+        has_start = (layer & start > 0).any(axis=0)
+        steps += step * has_start
+
+    # walk from the start to the goal, each step to a cell of the next layer
+    position = np.zeros_like(start)
+    path = np.zeros_like(start)
+    for step in range(len(layers) - 2, 0, -1):
+        position = np.where(steps == step + 1, start, position)
+        down, left, right, up = neighbours(position)
+        position = up & layers[step]
+        for preferred in (right, left, down):
+            preferred = preferred & layers[step]
+            position = np.where(preferred.any(axis=0), preferred, position)
+        path |= position
+    return np.where(unpack(path), np.uint8(PATH), questions), steps
+
+
+def layers_from(start, open_cells):
+    """Yields the sets of cells that are 0, 1, 2, ... steps from start, up to the farthest of any maze."""
+    layer = start
+    unseen = open_cells & ~start
+    while True:
+        yield layer
+        layer = np.bitwise_or.reduce(neighbours(layer)) & unseen
+        if not layer.any():
+            return
+        unseen &= ~layer
+
+
+def neighbours(bits):
+    """Returns the cells below, left, right and above; bits beyond the right edge mean nothing."""
+    nothing = np.zeros_like(bits[:1])
+    below = np.concatenate([nothing, bits[:-1]])
+    above = np.concatenate([bits[1:], nothing])
+    return below, bits >> 1, bits << 1, above
+
+
+def pack(cells, size):
+    """Returns bits [rows, n] of bool [n, cells]."""
+    padded = np.zeros((len(cells), size, LARGEST), dtype=bool)
+    padded[:, :, :size] = cells.reshape(len(cells), size, size)
+    words = np.packbits(padded, axis=2, bitorder="little")
+    words = words.view("<u8")
+    return np.ascontiguousarray(words[:, :, 0].T)
+
+
+def unpack(bits):
+    """Returns bool [n, cells] of bits [rows, n]."""
+    size, n = bits.shape
+    words = np.ascontiguousarray(bits.T)[:, :, None].view(np.uint8)
+    cells = np.unpackbits(words, axis=2, count=size, bitorder="little")
+    return cells.reshape(n, size * size).astype(bool)

@@ -4,12 +4,12 @@
     python train.py config/sudoku.py --device=cuda        the paper's Sudoku-Extreme, after prepare_sudoku.py
     python train.py config/sudoku.py --init_from=resume   continues from the newest checkpoint of out_dir
 
-The settings below are the paper's Sudoku-Extreme recipe (MLP). Config files and --key=value flags override
-them.
+The file reads in the order of a run: the settings, the step, the loop, what the loop calls, where a run
+begins, the processes. The settings below are the paper's Sudoku-Extreme recipe (MLP). Config files and
+--key=value flags override them; in every process these globals hold the values in force.
 """
-import atexit
+import copy
 import faulthandler
-import glob
 import json
 import math
 import os
@@ -24,28 +24,50 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
-from types import SimpleNamespace
+from typing import NamedTuple
 
-import configurator  # before torch: see there
 import numpy as np
+import requests
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-# isort: off
-import puzzles
+import configurator
 from bucket import Bucket, local_dataset
-from configurator import TransientError, UserError, read_settings
-from data import (Dataset, Progress, duration, file_hash, halting_draws, locked, made_by_another_command,
-                  read_metrics, replacing)
-from device import (all_gather, broadcast, choose_device, end_with_parent, open_device, out_of_memory,
-                    peak_flops)
-from model import (IGNORE_LABEL, METRICS, TRM, TRMConfig, exploration, flatten, normal_noise, optimizer_state,
-                   rates, sign_sgd, stages, supervision_step, unflatten, update_weights)
+from checkpoint import (
+    check_resume,
+    check_task,
+    checkpoint_paths,
+    find_checkpoint,
+    load_weights,
+    outdated,
+    read_checkpoint,
+    read_run,
+    read_run_file,
+    setting_changes,
+    step_of,
+    write_model,
+)
+from configurator import TransientError, UserError, check_bounds, check_choices, read_settings
+from data import Dataset, duration, file_hash, halting_draws, locked, read_metrics, replacing
+from device import choose_device, end_with_parent, open_device, out_of_memory, peak_flops
+from evaluate import Evaluator, cast, evaluate, show_puzzle, split
+from model import (
+    LOSS_TERMS,
+    LOSSES,
+    METRICS,
+    TRM,
+    TRMConfig,
+    flatten,
+    parameter_shapes,
+    supervision_step,
+    take_new_puzzles,
+    unflatten,
+)
+from optim import OPTIMIZERS, exploration, optimizer_state, pack_rows, rates, sign_sgd, stages
 
 # data
 data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
@@ -68,7 +90,7 @@ mlp_t = True  # True: an MLP mixes the positions; False: self-attention
 pos_encodings = "none"  # none, rope (attention only) or learned
 puzzle_emb_ndim = 512  # width of the puzzle embedding; 0: none
 puzzle_emb_len = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
-forward_dtype = "bfloat16"  # bfloat16, float32 or float16; weights, optimizer and loss stay float32
+forward_dtype = "bfloat16"  # bfloat16, float32, float16 or auto; weights, optimizer and loss stay float32
 # halting
 halt_max_steps = 16  # maximum supervision steps of a sequence
 halt_exploration_prob = 0.1  # probability, at each step, that a random number of steps must precede a halt
@@ -84,6 +106,7 @@ beta2 = 0.95  # decay of the second moment
 weight_decay = 1.0  # decoupled: multiplied by the learning rate
 puzzle_emb_lr = 1e-4  # learning rate of SignSGD on the puzzle embedding
 puzzle_emb_weight_decay = 1.0  # decoupled weight decay of the puzzle embedding
+freeze_weights = False  # train the puzzle embedding alone
 ema = True  # evaluate and export an exponential moving average of the weights
 ema_rate = 0.999  # decay of that average per step
 seed = 0  # of the weights, the data order, the copies and the halting draws
@@ -91,6 +114,7 @@ seed = 0  # of the weights, the data order, the copies and the halting draws
 eval_interval = 5000  # epochs between evaluations; 0: only at the end
 eval_max_puzzles = 4096  # test puzzles during training, a fixed random subset; 0: all
 eval_final_max_puzzles = 0  # test puzzles in the final evaluation; 0: all
+eval_versions = 0  # versions of each ARC task in evaluations during training; 0: all
 eval_halt_max_steps = 0  # supervision steps in an evaluation; 0: halt_max_steps
 eval_patience = 0  # a puzzle leaves once its answer has not changed for this many steps; 0: never (the paper)
 eval_rollouts = 1  # attempts at each puzzle, all but the first with noise; the surest answer counts
@@ -107,7 +131,7 @@ keep_last_n = 3  # checkpoints to keep, besides best.pt
 export = ""  # write a model FILE (averaged weights, sizes, task, 100 test puzzles), then stop
 log_interval = 10  # steps averaged in a line of the log
 stall_timeout = 1800  # exit if no step finishes for this many seconds; 0: never
-device = "auto"  # auto, xla, cuda, mps (Apple's GPU), cpu or tpu (TorchTPU); auto never takes mps or tpu
+device = "auto"  # auto, xla, cuda, mps (Apple's GPU) or cpu; auto never takes mps
 compile = "auto"  # torch.compile: auto (on CUDA), on (on the CPU too: a minute, then 10% faster) or off
 kernels = "auto"  # Triton kernels for the MLPs on CUDA: off, on, auto (off until a GPU has measured them)
 # logging
@@ -115,258 +139,196 @@ wandb_log = False  # send metrics.jsonl to Weights & Biases too
 wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
 wandb_run_name = ""  # empty: the last part of out_dir
 wandb_mode = "online"  # online, offline (for `wandb sync`) or disabled; without login or network: offline
-# ---
 
-STATS = METRICS + ("grad_norm",)  # what the steps between two lines of the log add up
-STOP_FILE = "TRM_STOP_FILE"  # environment variable: the file that asks the replicas of this host to stop
+# What the steps between two lines of the log add up.
+# METRICS count sequences that halted, LOSS_TERMS all sequences, grad_norm steps.
+STATS = METRICS + LOSS_TERMS + ("grad_norm",)
+
+# Settings that say where and how a run takes place, and not what it trains.
+RUN_SETTINGS = (
+    "out_dir", "gcs_dir", "init_from", "checkpoint_interval", "keep_last_n", "export", "log_interval",
+    "stall_timeout", "device", "compile", "kernels",
+    "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode",
+)
 
 
-# The step.
+# ---------------------------------------------------------------------------------------------------------
+# The step
 
-class Run:
-    """What training changes, on the device, and the two steps that change it: of training and of evaluation.
+@torch.no_grad()
+def train_step(run, state, inputs, cycles=None):
+    """Runs one optimizer step, in place on state. On XLA it is one program with one all-reduce. All ranks.
 
-    state: weights and their average ema, a float32 vector each; optimizer, a dict; puzzle_emb [N, D']; sums
-    of STATS since the last line of the log; and the carry, in micro-batches: [micro-batches, sequences in
-    one, ...].
+    Args:
+        run: a Run.
+        state: run.state.
+        inputs: as make_inputs returns them.
+        cycles: (H_cycles, L_cycles); by default the model's.
+
+    Returns the number of ranks that were asked to stop, [1].
     """
+    settings = run.settings
+    model = run.model.train()
 
-    def __init__(self, model, c, device, saved=None):
-        """saved: ema and optimizer of a checkpoint, if it has them. All ranks start from rank 0's state."""
-        self.model, self.c, self.device = model, c, device
-        self.batch_size = c.global_batch_size // device.world
-        self.dtype = getattr(torch, c.forward_dtype)
-        self.eval_depth = c.eval_halt_max_steps or c.halt_max_steps
-        # Longest first: only the short biases, at the end, can leave a weight at an unaligned address.
-        parameters = sorted(model.named_parameters(), key=lambda item: -item[1].numel())
-        self.shapes = {name: p.shape for name, p in parameters}
-        self.state = self.first_state(dict(parameters), saved or {})
-        self.num_parameters = len(self.state["weights"]) + self.state["puzzle_emb"].numel()
-        device.prepare(model)
-        self.supervision_step = device.compile(supervision_step)
-        self.train_program = device.compile_step(self.train_step)
-        self.eval_program = device.compile_step(self.eval_step)
-        self.restart()
+    # cast the float32 weights to forward_dtype, once a step
+    weights = cast(state["weights"], run.shapes, run.dtype)
 
-    @torch.no_grad()
-    def train_step(self, state, inputs, cycles=None):
-        """One optimizer step, in place on state. On XLA it is one program with one all-reduce. All ranks.
+    # sequences that have halted start on the puzzles of the batch, and take their rows of the embedding
+    batch = split(inputs["batch"], settings.micro_batch_size)  # [micro-batches, sequences in one, ...]
+    sequences = take_new_puzzles(model, state["carry"], batch)
+    identifiers = sequences["puzzle_identifiers"]
+    micro_batches = dict(sequences=sequences, min_halt_steps=batch["min_halt_steps"])
+    if model.prefix:
+        micro_batches["puzzle_rows"] = state["puzzle_emb"][identifiers]
 
-        inputs: as make_inputs. cycles: (H_cycles, L_cycles), by default the model's. Returns the number of
-        ranks that were asked to stop [1].
-        """
-        c, model = self.c, self.model.train()
-        weights = self.cast(state["weights"], state["puzzle_emb"])
-        micro_batches = dict(carry=state["carry"], batch=self.split(inputs["batch"]))
-        zeros = {name: torch.zeros_like(t, dtype=torch.float32) for name, t in weights.items()}
-        zeros = dict(grads=zeros, **self.zeros())
-        sums, carry = self.device.accumulate(
-            lambda weights, x: self.train_micro_batch(weights, x, cycles), zeros, weights, micro_batches)
-        for name, t in carry.items():
-            state["carry"][name].copy_(t)
+    # forward and backward, one micro-batch after the other; gradients and statistics add up
+    grads = {name: torch.zeros_like(w, dtype=torch.float32) for name, w in weights.items()}
+    zeros = dict(grads=grads, stats=torch.zeros(len(STATS) - 1, device=run.device.torch))
+    sums, carry = run.device.for_each_micro_batch(
+        lambda weights, micro_batch: forward_backward(run, weights, micro_batch, cycles),
+        zeros, weights, micro_batches)
+    row_grads = carry.pop("row_grads", None)
+    assert carry.keys() == state["carry"].keys(), "supervision_step must return every entry of the carry"
+    for name, t in carry.items():
+        state["carry"][name].copy_(t)
 
-        # The one collective sums all that ranks share. Only here are gradients divided by the batch:
-        # float16 has no room in the backward pass for numbers that small.
-        parts = dict(grads=flatten(sums["grads"].values()) / c.global_batch_size, rows=sums["rows"],
-                     metrics=torch.stack([*sums["metrics"].values()]), stops=inputs["stop_requested"])
-        reduced = self.device.all_reduce(flatten(parts.values()))
-        reduced = unflatten(reduced, {name: part.shape for name, part in parts.items()})
-        grad, puzzle_grad = reduced["grads"].split([len(state["weights"]), state["puzzle_emb"].numel()])
+    # One all-reduce sums what all ranks share. Gradients are divided by the batch only here: float16 has no
+    # room in the backward pass for numbers that small.
+    shared = dict(grads=flatten(sums["grads"].values()) / settings.global_batch_size, stats=sums["stats"],
+                  stops=inputs["stop_requested"])
+    if model.prefix:
+        shared["rows"] = pack_rows(identifiers.flatten(), row_grads.flatten(0, 1), len(state["puzzle_emb"]),
+                                   settings.global_batch_size, inputs["rank"])
+    reduced = run.device.all_reduce(flatten(shared.values()))
+    reduced = unflatten(reduced, {name: t.shape for name, t in shared.items()})
 
-        if model.prefix:
-            sign_sgd(state["puzzle_emb"], puzzle_grad.view_as(state["puzzle_emb"]), reduced["rows"],
-                     inputs["rates"]["puzzle_emb_lr"], c.puzzle_emb_weight_decay)
-        update_weights(c, self.shapes, state["weights"], grad, state["optimizer"], inputs["rates"])
-        if c.ema:
-            state["ema"].lerp_(state["weights"], 1 - c.ema_rate)
-        state["sums"] += torch.cat([reduced["metrics"], grad.square().sum().sqrt().view(1)])
-        return reduced["stops"].clone()  # a view would keep all of the reduced vector alive
+    # update the weights and their average, and the puzzle embedding
+    step_rates = inputs["rates"]
+    if not settings.freeze_weights:
+        update = OPTIMIZERS[settings.optimizer]
+        update(settings, step_rates, run.shapes, state["weights"], reduced["grads"], **state["optimizer"])
+    if settings.ema:
+        state["ema"].lerp_(state["weights"], 1 - settings.ema_rate)
+    if model.prefix:
+        sign_sgd(state["puzzle_emb"], reduced["rows"], settings.global_batch_size,
+                 step_rates["puzzle_emb_lr"], settings.puzzle_emb_weight_decay)
 
-    def train_micro_batch(self, weights, x, cycles):
-        """What the all-reduce adds up for sequences x, carry and batch; and their new carry.
+    # add up what the log needs
+    grad_norm = reduced["grads"].square().sum().sqrt().view(1)
+    state["sums"] += torch.cat([reduced["stats"], grad_norm])
+    return reduced["stops"].clone()  # a view would keep all of the reduced vector alive
 
-        The former is a dict: grads {name: float32}, rows [N] (how often the batch holds each row of the
-        puzzle embedding) and metrics {name of METRICS: sum}. weights: {name: tensor}, in forward_dtype.
-        """
-        with torch.enable_grad():
-            leaves = {name: t.detach().requires_grad_() for name, t in weights.items()}
-            loss, carry, metrics, _, _ = self.supervision_step(
-                self.c, self.model, leaves, x["carry"], x["batch"], self.c.halt_max_steps, cycles=cycles)
-            grads = torch.autograd.grad(loss, list(leaves.values()))
-        rows = self.zeros()["rows"]
-        if self.model.prefix:
-            identifiers = carry["puzzle_identifiers"]
-            rows = rows.index_add(0, identifiers, torch.ones_like(identifiers, dtype=torch.float32))
-        grads = {name: g.float() for name, g in zip(leaves, grads)}
-        return dict(grads=grads, rows=rows, metrics=metrics), carry
 
-    @torch.no_grad()
-    def eval_step(self, state, inputs):
-        """One supervision step of an evaluation, in place on state. On XLA it is one program. No collective.
+def forward_backward(run, weights, micro_batch, cycles):
+    """Runs forward and backward on one micro-batch.
 
-        state: as new_evaluation; its totals count the sequences that halt, which take new data at the next
-        step. inputs: as eval_inputs. Returns preds [B, S] and q_halt_logits [B] of this step, and
-        surest_preds and surest_q_halt_logits of that step so far where q_halt was highest.
-        """
-        self.model.eval()
-        weights = self.cast(inputs["weights"], inputs["puzzle_emb"])
-        micro_batches = dict(carry=state["carry"], batch=self.split(inputs["batch"]))
-        metrics, rows = self.device.accumulate(
-            self.eval_micro_batch, self.zeros()["metrics"], weights, micro_batches)
-        for name, t in state["carry"].items():
-            t.copy_(rows[name])
-        state["totals"] += torch.stack([*metrics.values()])
-        names = "preds", "q_halt_logits", "surest_preds", "surest_q_halt_logits"
-        return {name: rows[name].flatten(0, 1) for name in names}
+    Args:
+        run: a Run.
+        weights: {name: tensor}, in forward_dtype.
+        micro_batch: sequences and min_halt_steps of supervision_step, and puzzle_rows [b, D'].
+        cycles: (H_cycles, L_cycles) or None.
 
-    def eval_micro_batch(self, weights, x):
-        """{name of METRICS: sum} of sequences x, carry and batch; and their new carry, with their answers."""
-        before, batch = x["carry"], x["batch"]
-        _, carry, metrics, answer, q_halt = self.supervision_step(
-            self.c, self.model, weights, before, batch, self.eval_depth, training=False)
-        surer = before["halted"] | (q_halt >= before["surest_q_halt_logits"])  # halted: a new puzzle
-        carry["surest_preds"] = torch.where(surer.unsqueeze(-1), answer, before["surest_preds"])
-        carry["surest_q_halt_logits"] = torch.where(surer, q_halt, before["surest_q_halt_logits"])
-        if "noise_keys" in batch:
-            noise = normal_noise(batch["noise_keys"], carry["steps"], carry["z_L"].shape[1:])
-            noise *= torch.where(batch["noise_keys"] == 0, 0, self.c.eval_noise).view(-1, 1, 1)
-            carry["z_L"] = carry["z_L"] + noise.to(self.dtype)
-        return metrics, carry | dict(preds=answer, q_halt_logits=q_halt)
+    Returns what the ranks and micro-batches add up, dict(grads={name: float32}, stats=[STATS but grad_norm]),
+    and the new carry with row_grads [b, D'].
+    """
+    # the gradients are of the weights and of the rows of the puzzle embedding that the batch has
+    leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
+    if "puzzle_rows" in micro_batch:
+        leaves["puzzle_rows"] = micro_batch["puzzle_rows"].detach().requires_grad_()
+    with torch.enable_grad():
+        step = run.supervision_step(run.settings, run.model, leaves, micro_batch["sequences"],
+                                    micro_batch["min_halt_steps"], cycles)
+        grads = torch.autograd.grad(step.values["loss"].sum(), list(leaves.values()))
+    # micro-batches add up in float32
+    grads = {name: grad.float() for name, grad in zip(leaves, grads)}
+    carry = dict(step.carry)
+    if "puzzle_rows" in grads:
+        carry["row_grads"] = grads.pop("puzzle_rows")
 
-    def eval_inputs(self, batch, noise_keys=None):
-        """The inputs of eval_step: the averaged weights where there are any.
-
-        noise_keys: int32 [B], of the noise on each sequence, 0: none. Ignored if eval_rollouts is 1.
-        """
-        if self.c.eval_rollouts > 1:
-            keys = np.zeros(self.batch_size, dtype=np.int32) if noise_keys is None else noise_keys
-            batch = batch | dict(noise_keys=keys)
-        weights = self.state["ema" if self.c.ema else "weights"]
-        return dict(batch=self.device.put(batch), weights=weights, puzzle_emb=self.state["puzzle_emb"])
-
-    def cast(self, vector, puzzle_emb):
-        """{name: weight in forward_dtype} of a vector of all weights, and the puzzle embedding in float32."""
-        weights = unflatten(vector.to(self.dtype, copy=True), self.shapes)  # the vector changes in place
-        return weights | {"puzzle_emb.weights": puzzle_emb} if self.model.prefix else weights
-
-    def split(self, rows):
-        """{name: [micro-batches, sequences in one, ...]} of {name: [sequences, ...]}."""
-        return {k: t.view(-1, self.c.micro_batch_size or len(t), *t.shape[1:]) for k, t in rows.items()}
-
-    def zeros(self):
-        """The rows and metrics of train_micro_batch for no sequences."""
-        metrics = {name: torch.zeros((), device=self.device.torch) for name in METRICS}
-        rows = max(1, len(self.state["puzzle_emb"]))  # XLA: not empty
-        return dict(rows=torch.zeros(rows, device=self.device.torch), metrics=metrics)
-
-    def restart(self):
-        """Gives every sequence new data at the next step, and resets the log's sums."""
-        carry = self.split(self.model.new_carry(self.batch_size, self.dtype))
-        self.state |= self.device.put(dict(carry=carry, sums=torch.zeros(len(STATS))))
-
-    def new_evaluation(self):
-        """The state of an evaluation: a carry, with the surest answers, and totals [METRICS]."""
-        carry = self.model.new_carry(self.batch_size, self.dtype)
-        carry["surest_preds"] = torch.zeros_like(carry["inputs"])
-        carry["surest_q_halt_logits"] = torch.zeros(self.batch_size)
-        if self.c.eval_patience:
-            carry["preds"] = torch.zeros_like(carry["inputs"])
-            carry["repeats"] = torch.zeros_like(carry["steps"])
-        return self.device.put(dict(carry=self.split(carry), totals=torch.zeros(len(METRICS))))
-
-    def read_sums(self):
-        """{name of STATS: sum over the steps since the last call}. Waits for the device."""
-        sums = dict(zip(STATS, self.state["sums"].cpu().tolist()))
-        self.state["sums"] = self.device.put(torch.zeros(len(STATS)))
-        return sums
-
-    @torch.no_grad()
-    def first_state(self, parameters, saved):
-        """weights, ema, optimizer and puzzle_emb on the device: rank 0's, as are the initial latents."""
-        def as_vector(t):  # state_dict splits vectors by the names of the weights
-            return flatten(t[name] for name in self.shapes) if isinstance(t, dict) else t
-
-        model, weights = self.model, flatten(parameters.values())
-        optimizer = optimizer_state(self.c, self.shapes, weights) | saved.get("optimizer", {})
-        first = dict(weights=weights, ema=as_vector(saved.get("ema", weights)),
-                     optimizer={name: as_vector(t) for name, t in optimizer.items()},
-                     puzzle_emb=model.puzzle_emb.weights if model.prefix else torch.zeros(0, 1),
-                     H_init=model.H_init, L_init=model.L_init)
-        tensors, structure = tree_flatten(first)
-        vector = broadcast(self.device, flatten(t.float() for t in tensors))
-        parts = unflatten(vector, {i: t.shape for i, t in enumerate(tensors)})
-        first = tree_unflatten([part.clone() for part in parts.values()], structure)
-        for name in ("H_init", "L_init"):
-            getattr(model, name).copy_(first.pop(name))
-        return self.device.put(first)
-
-    def state_dict(self, step):
-        """A copy on the host of all that a resume needs; weights and ema are state dicts of the model."""
-        def by_name(t):  # forks may reorder the weights, and an optimizer may keep other tensors
-            t = t.to("cpu", copy=True)
-            return unflatten(t, self.shapes) if t.shape == self.state["weights"].shape else t
-
-        others = {name: t.cpu() for name, t in self.model.state_dict().items() if name not in self.shapes}
-        if self.model.prefix:
-            others["puzzle_emb.weights"] = self.state["puzzle_emb"].to("cpu", copy=True)
-        state = dict(step=step, model=asdict(self.model.config))
-        state["weights"] = by_name(self.state["weights"]) | others
-        state["optimizer"] = {name: by_name(t) for name, t in self.state["optimizer"].items()}
-        return state | (dict(ema=by_name(self.state["ema"]) | others) if self.c.ema else {})
+    # METRICS count sequences that halted, LOSS_TERMS all
+    halted = step.carry["halted"]
+    stats = [torch.where(halted, step.values[name], 0).sum() for name in METRICS]
+    stats += [step.values[name].detach().sum() for name in LOSS_TERMS]
+    return dict(grads=grads, stats=torch.stack(stats)), carry
 
 
 def make_inputs(run, data, step, total_steps):
-    """The inputs of train_step `step`, on the device: this rank's batch, rates and stop_requested [1]."""
-    c, device = run.c, run.device
-    batch = data.train_batch(c.seed, step, c.global_batch_size, device.rank, device.world)
-    batch["min_halt_steps"] = halting_draws(c.seed, step, c.global_batch_size, c.halt_max_steps,
-                                            exploration(c, step, total_steps), device.rank, device.world)
-    step_rates = {name: np.float32([value]) for name, value in rates(c, step, total_steps).items()}
-    return device.put(dict(batch=batch, rates=step_rates, stop_requested=np.float32([stop_requested()])))
+    """Returns the inputs of train_step `step`, on the device; of the batch, this rank's part.
+
+    They are a pure function of the seed and the step, whatever the number of ranks.
+    """
+    settings = run.settings
+    device = run.device
+    # the puzzles, and the step before which each sequence may not halt
+    batch = data.train_batch(settings.seed, step, settings.global_batch_size, device.rank, device.world)
+    batch["min_halt_steps"] = halting_draws(
+        settings.seed, step, settings.global_batch_size, settings.halt_max_steps,
+        exploration(settings, step, total_steps), device.rank, device.world)
+    # numbers that change by step are inputs: a constant would compile anew at each step
+    step_rates = {name: np.float32([rate]) for name, rate in rates(settings, step, total_steps).items()}
+    return device.put(dict(batch=batch, rates=step_rates, stop_requested=np.float32([stop_requested()]),
+                           rank=np.int32([device.rank])))
 
 
-# The loop.
+# ---------------------------------------------------------------------------------------------------------
+# The loop
 
 def train(run, data, test, log, checkpoints, step, total_steps):
     """Trains from `step` to the end or until a stop is requested; returns the step reached. All ranks."""
-    c, device, epoch = run.c, run.device, epoch_size(data)
-    plan, cycles = stages(c, epoch), None
+    settings = run.settings
+    # the depth by step, {first step: (H_cycles, L_cycles)}, and what says that a stop was requested
+    epoch = epoch_size(data)
+    curriculum = stages(settings, epoch)
+    cycles = None
     stop = False
     previous_stops = None  # a function: how many ranks were asked to stop at the step before
     log.restart_clock(step)
     while step < total_steps and not stop:
-        previous_cycles, cycles = cycles, plan[max(first for first in plan if first <= step)]
+        # the depth of this step
+        previous_cycles = cycles
+        cycles = curriculum[max(first for first in curriculum if first <= step)]
+
+        # forward, backward, update; the stop flags of the step before do not wait for this step
         inputs = make_inputs(run, data, step, total_steps)
-        stops = device.fetch(run.train_program(run.state, inputs, cycles))
-        stop = previous_stops is not None and bool(previous_stops() > 0)  # does not wait for this step
-        previous_stops, step = stops, step + 1
-        restart_watchdog(c)
+        stops = run.device.fetch(run.train_program(run.state, inputs, cycles))
+        stop = previous_stops is not None and bool(previous_stops() > 0)
+        previous_stops = stops
+        step += 1
+        restart_watchdog(settings.stall_timeout)
         if cycles != previous_cycles:
             log.first_step(step, run, cycles)
 
-        # What follows depends on the step and on reduced sums alone, so that all ranks decide the same.
-        last = step == total_steps
-        save_due = stop or last or c.checkpoint_interval and step % c.checkpoint_interval == 0
-        eval_due = not stop and not last and evaluation_due(c, epoch, step)
-        if not (save_due or eval_due or step % c.log_interval == 0 or step in plan):  # a line has one depth
+        # what is due depends on the step and on reduced sums alone, so that all ranks decide the same
+        is_last = step == total_steps
+        eval_due = not stop and not is_last and evaluation_due(settings, epoch, step)
+        save_due = stop or is_last or is_multiple(step, settings.checkpoint_interval)
+        log_due = save_due or eval_due or is_multiple(step, settings.log_interval)
+        if not log_due and step not in curriculum:  # a line of the log has one depth
             continue
+
+        # log
         sums = run.read_sums()  # waits for the device
-        if not math.isfinite(sums["lm_loss"] + sums["q_halt_loss"] + sums["grad_norm"]):
-            checkpoints.written()
-            saved = checkpoint_paths(c.out_dir, (".pt", ".json"))
+        if not math.isfinite(sums["loss"] + sums["grad_norm"]):
+            checkpoints.wait()
+            newest = (checkpoint_paths(settings.out_dir, (".pt", ".json")) or ["none yet"])[0]
             raise TransientError(f"loss or gradient not finite between steps {log.step + 1} and {step}; "
-                                 f"the last good checkpoint: {(saved or ['none yet'])[0]}")
+                                 f"the last good checkpoint: {newest}")
         metrics = log.train(step, total_steps, sums, run, cycles)
+
+        # evaluate
         if eval_due:
-            evaluation = evaluate(run, test, test.subset(c.eval_max_puzzles), f"evaluating at step {step}")
+            indices = test.subset(settings.eval_max_puzzles, settings.eval_versions)
+            evaluation = run.evaluate(test, indices, f"evaluating at step {step}")
             stop = not evaluation  # it was interrupted
             if evaluation:
                 log.evaluation(step, evaluation)
                 metrics |= evaluation
                 checkpoints.save_if_best(step, run, metrics)
+
+        # save; a run that resumes starts all sequences afresh here, so this one does too
         if save_due or stop:
             checkpoints.save(f"ckpt_{step:08d}", step, run, metrics)
-            run.restart()  # a run that resumes starts all sequences afresh here, so this one does too
+            run.restart()
         log.restart_clock(step)
     return step
 
@@ -377,523 +339,328 @@ def train_and_evaluate(run, data, test, log, checkpoints, first_step, total_step
     Exits with 3 if it was stopped before, with 1 if the last checkpoint cannot be written or, at the end,
     uploaded.
     """
-    began, done = time.time(), False
+    # a monotonic clock: somebody may set the other one
+    began = time.monotonic()
+    is_complete = False
     step = train(run, data, test, log, checkpoints, first_step, total_steps)
-    # All ranks leave together: one that went on to the evaluation would wait for rank 0 forever.
-    if not all(all_gather(run.device, checkpoints.written())):
+    # all ranks leave together: one that went on to the evaluation would wait for rank 0 forever
+    if not all(run.device.all_gather(checkpoints.wait())):
         sys.exit(1)
     if step < total_steps:
-        log.print0(f"stopped at step {step}, checkpoint saved in {run.c.out_dir}; "
+        log.print0(f"stopped at step {step}, checkpoint saved in {run.settings.out_dir}; "
                    "to continue: the same command with --init_from=resume")
     else:
         if step > first_step:
-            log.print0(f"trained {step - first_step} steps in {duration(time.time() - began)}")
-        done = final_evaluation(run, test, log, step)
-    faulthandler.cancel_dump_traceback_later()  # what follows has time limits of its own
-    uploaded = not checkpoints.mirror or checkpoints.mirror.close(600 if done else 15)
-    log.close(30 if done else 10)
-    if not (done and uploaded):  # a slice may be deleted once its run says that it is complete
-        sys.exit(1 if done else 3)
+            log.print0(f"trained {step - first_step} steps in {duration(time.monotonic() - began)}")
+        # the evaluation in full; a stop interrupts it
+        is_complete = final_evaluation(run, test, log, step)
+    is_uploaded = checkpoints.close(600 if is_complete else 15)
+    log.close()
+    # the exit code
+    if not is_uploaded:  # a slice may be deleted once its run says that it is complete
+        sys.exit(1)
+    if not is_complete:
+        sys.exit(3)
 
 
 def epoch_size(data):
-    """Examples of an epoch."""
+    """Returns the number of examples of an epoch."""
     return data.total_groups * data.mean_puzzle_examples
 
 
-def count_steps(c, epoch):
-    """Optimizer steps of the whole run; epoch: examples of one."""
-    return c.max_steps or int(c.epochs * epoch / c.global_batch_size)
+def count_steps(settings, epoch):
+    """Returns the optimizer steps of the whole run; epoch: the examples of one epoch."""
+    return settings.max_steps or int(settings.epochs * epoch / settings.global_batch_size)
 
 
-def evaluation_due(c, epoch, step):
-    """Whether the last of `step` steps completed another eval_interval epochs."""
-    interval, examples = c.eval_interval * epoch, step * c.global_batch_size
-    return interval > 0 and examples // interval > (examples - c.global_batch_size) // interval
+def is_multiple(step, interval):
+    """Returns True if this step completes another interval; never for interval 0."""
+    return interval > 0 and step % interval == 0
 
 
-# Evaluation: a queue of puzzles, and a batch of slots that take the next one when theirs has left.
-
-class Solver:
-    """Solves the test puzzles `indices`, eval_rollouts times each, all but the first time with noise.
-
-    answers: {name: [attempts, puzzles, ...]}, what eval_step returned when a puzzle left.
-    """
-
-    def __init__(self, run, test, indices):
-        self.run, self.test, self.indices, self.attempts = run, test, indices, run.c.eval_rollouts
-        n, slots = len(indices), run.batch_size
-        self.next, self.end = 0, n * self.attempts  # the queue: attempt i is at puzzle i // attempts
-        self.slots = np.full(slots, -1)  # the attempt in each slot; -1: free
-        self.state, self.batch = run.new_evaluation(), test.test_batch([], slots)
-        self.keys = np.zeros(slots, dtype=np.int32)
-        self.noise_keys = np.stack([test.noise_keys(run.c.seed, indices, attempt)
-                                    for attempt in range(self.attempts)])
-        tokens = np.min_scalar_type(test.vocab_size)
-        self.answers = {name: np.zeros((self.attempts, n, test.seq_len), tokens)
-                        for name in ("preds", "surest_preds")}
-        self.answers |= {name: np.zeros((self.attempts, n), np.float32)
-                         for name in ("q_halt_logits", "surest_q_halt_logits")}
-
-    def left(self):
-        """How many attempts have not left."""
-        return self.end - self.next + (self.slots >= 0).sum()
-
-    def fill(self):
-        """Gives the free slots the next attempts of the queue."""
-        free = np.flatnonzero(self.slots < 0)[:self.end - self.next]
-        self.slots[free] = np.arange(self.next, self.next + len(free))
-        self.next += len(free)
-        puzzle, attempt = np.divmod(self.slots[free], self.attempts)
-        rows = self.test.test_batch(self.indices[puzzle], len(free))
-        rows["labels"][attempt > 0] = IGNORE_LABEL  # the device's totals are those of the first attempts
-        for name, array in rows.items():
-            self.batch[name][free] = array
-        self.keys[free] = self.noise_keys[attempt, puzzle]
-
-    def step(self):
-        """Fills the free slots, runs a step, and collects what has left: how many attempts."""
-        self.fill()
-        inputs = self.run.eval_inputs(self.batch, self.keys)
-        # Without eval_patience all puzzles leave together, and nothing waits for the device before.
-        for _ in range(1 if self.run.c.eval_patience else self.run.eval_depth):
-            outputs = self.run.eval_program(self.state, inputs)
-            restart_watchdog(self.run.c)
-        halted = self.state["carry"]["halted"].cpu().numpy().ravel()
-        left = np.flatnonzero(halted & (self.slots >= 0))
-        puzzle, attempt = np.divmod(self.slots[left], self.attempts)
-        for name, t in outputs.items() if len(left) else ():
-            self.answers[name][attempt, puzzle] = t.cpu().numpy()[left]
-        self.slots[left] = -1
-        self.batch["labels"][left] = IGNORE_LABEL  # a slot that stays free is not counted again
-        return len(left)
+def evaluation_due(settings, epoch, step):
+    """Returns True if this step crosses a multiple of eval_interval epochs."""
+    # examples, not steps: the number of puzzles need not divide into batches
+    interval = settings.eval_interval * epoch
+    examples = step * settings.global_batch_size
+    return interval > 0 and examples // interval > (examples - settings.global_batch_size) // interval
 
 
-def evaluate(run, test, indices, label, save_to=None):
-    """Evaluates the test puzzles `indices`: {"eval/...": number}, or {} if a stop is requested. All ranks.
-
-    save_to: where eval_save_outputs go, a path without its ending.
-    """
-    c, device = run.c, run.device
-    if save_to and device.local_rank == 0:
-        for path in glob.glob(glob.escape(save_to) + "*.npz"):  # an earlier one may have had more ranks
-            with suppress(FileNotFoundError):  # hosts may share the folder
-                os.remove(path)
-    mine, any_left = indices[device.rank::device.world], True
-    solver = Solver(run, test, mine)
-    progress = Progress(label, len(mine) * c.eval_rollouts, "puzzles", c.eval_rollouts)
-    while any_left:
-        for _ in range(run.eval_depth if c.eval_patience else 1):
-            if stop_requested() or not solver.left():
-                break
-            done = solver.step()
-            if device.rank == 0:
-                progress.add(done)
-        # Ranks need different numbers of steps, and meet here.
-        stops, left = zip(*all_gather(device, (stop_requested(), solver.left())))
-        if any(stops):
-            return {}
-        any_left = any(left)
-    answers = solver.answers
-    surest = answers["surest_q_halt_logits"].argmax(0), np.arange(len(mine))  # of each puzzle's attempts
-    arrays = test.test_batch(mine, len(mine))
-    arrays |= {name: a[surest] if name.startswith("surest") else a[0] for name, a in answers.items()}
-    if save_to:
-        save_outputs(c, device, save_to, mine, arrays)
-    sums = dict(zip(METRICS, solver.state["totals"].cpu().tolist()))
-    sums |= puzzles.count_correct(test.task, arrays, answers["surest_preds"])
-    return eval_values(all_gather(device, sums))
-
-
-def eval_values(ranks):
-    """{"eval/...": number} of the ranks' sums, of METRICS and of puzzles.count_correct."""
-    sums = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
-    values = {"eval/" + name: value / max(sums["count"], 1) for name, value in sums.items()}
-    lm_loss, q_halt_loss, _ = (values.pop("eval/" + name) for name in ("lm_loss", "q_halt_loss", "count"))
-    return values | {"eval/loss": lm_loss + 0.5 * q_halt_loss, "eval/puzzles": int(sums["count"])}
-
-
-def save_outputs(c, device, path, indices, arrays):
-    """Writes the rank's part of eval_save_outputs. If the disk is full, that is logged."""
-    path += f".{device.rank}.npz" if device.world > 1 else ".npz"
-    arrays = {name: arrays[name] for name in c.eval_save_outputs.split(",") if name}
-    try:
-        os.makedirs(c.out_dir, exist_ok=True)
-        with replacing(path) as f:
-            np.savez_compressed(f, indices=indices, **arrays)
-    except OSError as e:
-        device.print0(f"{path}: not written: {e}")
-
+# ---------------------------------------------------------------------------------------------------------
+# Evaluation at the end
 
 def final_evaluation(run, test, log, step):
-    """The final evaluation, in the log. Returns False if it was interrupted. All ranks."""
-    c = run.c
-    save_to = os.path.join(c.out_dir, f"eval_{step:08d}") if c.eval_save_outputs else None
-    values = evaluate(run, test, test.subset(c.eval_final_max_puzzles), "final evaluation", save_to)
+    """Logs the final evaluation. Returns False if it was interrupted. All ranks."""
+    settings = run.settings
+    save_to = os.path.join(settings.out_dir, f"eval_{step:08d}") if settings.eval_save_outputs else ""
+    indices = test.subset(settings.eval_final_max_puzzles)
+    # the arrays of eval_save_outputs go beside the checkpoint that they belong to
+    submit_to = os.path.join(settings.out_dir, "submission.json")  # for ARC
+    values = run.evaluate(test, indices, "final evaluation", save_to, submit_to)
     if not values:
-        how = "" if c.eval_only else " with --init_from=resume"
+        how = "" if settings.eval_only else " with --init_from=resume"
         log.print0(f"final evaluation stopped; the same command{how} starts it again")
         return False
+    # "final" marks the run as complete
     log.evaluation(step, {"final": True, **values})
-    if c.eval_show_puzzle:
-        log.print0("\n" + show_puzzle(run, test))
+    if settings.eval_show_puzzle:
+        log.print0("\n" + show_puzzle(run.evaluator, *run.eval_weights(), test))
     return True
 
 
-def show_puzzle(run, test):
-    """A text: a test puzzle and the answers after supervision steps 1, 2, 4, ..., wrong cells marked with *.
+# ---------------------------------------------------------------------------------------------------------
+# The state of training
 
-    All ranks.
+class Run:
+    """Training state on one device, and the programs of the train and eval steps.
+
+    state: weights and their average ema, a float32 vector each; optimizer, {name: vector}; puzzle_emb
+    [N, D']; sums of STATS since the last line of the log; and the carry, {name: [micro-batches, sequences in
+    one, ...]}. The weights are in the order of shapes.
+
+    Args:
+        settings: of train.py.
+        model: a TRM, which moves to the device.
+        device: as device.Device.
+        saved: ema and optimizer of a checkpoint, if it has them. All ranks start from rank 0's state.
     """
-    arrays = test.test_batch(test.subset(1), run.batch_size)
-    question, labels = arrays["inputs"][0], arrays["labels"][0]
-    inputs, state, step, halted = run.eval_inputs(arrays), run.new_evaluation(), 0, False
-    grids = [("question", question, [False] * test.seq_len)]
-    while not halted:
-        answer = run.eval_program(state, inputs)["preds"][0].cpu().numpy()
-        step, halted = step + 1, bool(state["carry"]["halted"].flatten()[0])
-        if halted or step & (step - 1) == 0:
-            wrong = (answer != labels) & (labels != IGNORE_LABEL)
-            result = f"{wrong.sum()} wrong" if wrong.any() else "solved"
-            grids.append((f"step {step}: {result}", answer, wrong))
-    return puzzles.side_by_side(grids, test.task["symbols"], *test.task["grid"])
+
+    def __init__(self, settings, model, device, saved=None):
+        self.settings = settings
+        self.model = model
+        self.device = device
+        self.batch_size = settings.global_batch_size // device.world
+        self.dtype = getattr(torch, settings.forward_dtype)
+        self.shapes = parameter_shapes(model)
+        # the weights, the average and the moments, equal on all ranks
+        self.state = self.first_state(saved or {})
+        self.num_parameters = sum(t.numel() for t in model.parameters())
+        if model.prefix:
+            self.num_parameters += self.state["puzzle_emb"].numel()
+        # the programs; the model holds its sizes and its code, and state holds the weights
+        device.prepare(model)
+        self.supervision_step = device.compile(supervision_step)
+        self.train_program = device.compile_step(
+            lambda state, inputs, cycles=None: train_step(self, state, inputs, cycles))
+        self.evaluator = Evaluator(settings, model, device, self.batch_size)
+        self.restart()
+
+    @torch.no_grad()
+    def first_state(self, saved):
+        """Returns weights, ema, optimizer and puzzle_emb on the device: rank 0's, as are the latents."""
+        def as_vector(t):  # state_dict splits vectors by the names of the weights
+            return flatten(t[name] for name in self.shapes) if isinstance(t, dict) else t
+
+        # all that a run starts with; a checkpoint replaces the average and the moments
+        model = self.model
+        parameters = dict(model.named_parameters())
+        weights = flatten(parameters[name] for name in self.shapes)
+        optimizer = optimizer_state(self.settings, self.shapes, weights)
+        optimizer |= {name: as_vector(t) for name, t in saved.get("optimizer", {}).items()}
+        first = dict(
+            weights=weights,
+            ema=as_vector(saved.get("ema", weights)),
+            optimizer=optimizer,
+            puzzle_emb=model.puzzle_emb.weights if model.prefix else torch.zeros(1, 1),
+            H_init=model.H_init,
+            L_init=model.L_init,
+        )
+        # one vector travels from rank 0 to all ranks
+        tensors, structure = tree_flatten(first)
+        vector = self.device.broadcast(flatten(t.float() for t in tensors))
+        received = unflatten(vector, {i: t.shape for i, t in enumerate(tensors)})
+        first = tree_unflatten([t.clone() for t in received.values()], structure)
+        # the latents stay in the model, which does not train them
+        model.H_init.copy_(first.pop("H_init"))
+        model.L_init.copy_(first.pop("L_init"))
+        return self.device.put(first)
+
+    def restart(self):
+        """Gives every sequence a new puzzle at the next step, and resets the log's sums."""
+        # all sequences count as halted, so that the next step gives them puzzles
+        carry = self.model.new_carry(self.batch_size, self.dtype)
+        carry = split(carry, self.settings.micro_batch_size)
+        self.state |= self.device.put(dict(carry=carry, sums=torch.zeros(len(STATS))))
+
+    def read_sums(self):
+        """Returns {name of STATS: sum over the steps since the last call}. Waits for the device."""
+        sums = dict(zip(STATS, self.state["sums"].cpu().tolist()))
+        self.state["sums"] = self.device.put(torch.zeros(len(STATS)))
+        return sums
+
+    def eval_weights(self):
+        """Returns the vector of weights that evaluations use, and the puzzle embedding."""
+        return self.state["ema" if self.settings.ema else "weights"], self.state["puzzle_emb"]
+
+    def evaluate(self, test, indices, label, save_to="", submit_to=""):
+        """See evaluate.evaluate()."""
+        # an evaluation counts as progress, and sees a stop after each step
+        def should_stop():
+            restart_watchdog(self.settings.stall_timeout)
+            return stop_requested()
+
+        return evaluate(self.evaluator, *self.eval_weights(), test, indices, label, should_stop, save_to,
+                        submit_to)
+
+    def state_dict(self, step):
+        """Returns a copy on the host of all that a resume needs; weights and ema are state dicts."""
+        def by_name(t):  # forks may reorder the weights; their optimizers may keep other shapes
+            t = t.to("cpu", copy=True)
+            return unflatten(t, self.shapes) if t.shape == self.state["weights"].shape else t
+
+        # the latents, which do not train, and the puzzle embedding, which is no parameter of the model
+        buffers = {name: t.cpu() for name, t in self.model.state_dict().items() if name not in self.shapes}
+        if self.model.prefix:
+            buffers["puzzle_emb.weights"] = self.state["puzzle_emb"].to("cpu", copy=True)
+        saved = dict(
+            step=step,
+            model=asdict(self.model.config),
+            weights=by_name(self.state["weights"]) | buffers,
+            optimizer={name: by_name(t) for name, t in self.state["optimizer"].items()},
+        )
+        if self.settings.ema:
+            saved["ema"] = by_name(self.state["ema"]) | buffers
+        return saved
 
 
-# Checkpoints: ckpt_STEP.pt and best.pt in out_dir, each with a .json, written after it, that holds its hash.
-
-NUMBERED = re.compile(r"(ckpt_\d{8,})\.(pt|json)")
+SIZES = "seq_len", "vocab_size", "num_puzzle_identifiers"  # of a dataset, and of a model for it
 
 
-class Checkpoints:
-    """Writes rank 0's checkpoints on a background thread, prunes them, and tells the bucket's mirror."""
-
-    def __init__(self, c, device, log, start, data):
-        self.c, self.rank, self.log = c, device.rank, log
-        self.best, self.data = start.state.get("best", -1.0), data
-        self.settings = dict(vars(c))
-        if start.step and "settings" in start.state:  # where the run began, which a resume must not hide
-            self.settings["init_from"] = start.state["settings"]["init_from"]
-        self.writer, self.writing, self.mirror = ThreadPoolExecutor(1), None, None
-        if self.rank == 0:
-            for path in glob.glob(os.path.join(glob.escape(c.out_dir), "*.tmp")):  # of a killed process
-                os.remove(path)
-            if c.gcs_dir:
-                self.mirror = Mirror(c, log, f"ckpt_{start.step:08d}")
-
-    def save(self, name, step, run, metrics):
-        """Begins to write out_dir/name.pt and its .json, after the one before: memory holds one copy."""
-        if self.rank == 0:
-            self.written()
-            state = run.state_dict(step)
-            state |= dict(settings=self.settings, data=self.data.sha256, task=self.data.task,
-                          wandb_id=self.log.wandb_id, best=self.best)
-            self.writing = self.writer.submit(self.write, name, state, metrics)
-
-    def write(self, name, state, metrics):
-        path = os.path.join(self.c.out_dir, name)
-        with replacing(path + ".pt") as f:
-            torch.save(state, f)
-        description = dict(step=state["step"], sha256=file_hash(path + ".pt"), data=state["data"],
-                           settings=state["settings"], metrics=metrics)
-        with replacing(path + ".json") as f:
-            f.write(json.dumps(description, indent=1).encode())
-        for old in outdated(os.listdir(self.c.out_dir), name, self.c.keep_last_n):
-            os.remove(os.path.join(self.c.out_dir, old))
-        if self.mirror and name != "best":
-            self.mirror.update(name)
-
-    def save_if_best(self, step, run, metrics):
-        """Saves best.pt if no earlier evaluation was better."""
-        if metrics["eval/exact_accuracy"] > self.best:
-            self.best = metrics["eval/exact_accuracy"]
-            self.save("best", step, run, metrics)
-
-    def written(self):
-        """Waits for the checkpoint that is being written. False, and a line in the log, if it failed."""
-        writing, self.writing = self.writing, None
+def new_model(settings, **sizes):
+    """Returns a model with its first weights. Raises UserError for sizes that cannot be built."""
+    # seeds modules that init_weights does not touch; replicas may be threads, which share torch's generator
+    with MODEL_LOCK, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
         try:
-            if writing:
-                writing.result()
-        except (OSError, RuntimeError) as e:  # torch.save reports a full disk by a RuntimeError
-            self.log.print0(f"checkpoint not written: {e}")
-            return False
-        return True
+            return TRM(TRMConfig.of(settings, **sizes), settings.seed)
+        except (ValueError, RuntimeError) as e:  # RuntimeError: more memory than there is
+            raise UserError(" ".join(str(e).split())[:200]) from None
 
 
-def numbered(names, endings=(".pt", ".json")):
-    """The numbered checkpoints, newest first, of which `names` has the files with these endings."""
-    found = {match[1] for match in map(NUMBERED.fullmatch, names) if match}
-    return sorted((name for name in found if all(name + e in names for e in endings)), reverse=True)
+MODEL_LOCK = threading.Lock()
 
 
-def outdated(names, newest, keep):
-    """Which of the files `names` to delete, in this order, once the checkpoint `newest` is complete.
-
-    All but the last `keep` complete ones. Those after `newest` were found damaged, and do not count.
-    """
-    kept = [name for name in numbered(names) if name <= newest][:keep]
-    older = [name for name in numbered(names, ()) if name <= newest and name not in kept]
-    return [name + e for name in older for e in (".json", ".pt") if name + e in names]
-
-
-def checkpoint_paths(out_dir, endings=(".pt",)):
-    """Paths of the numbered checkpoints that have files with these endings, newest first."""
-    names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
-    return [os.path.join(out_dir, name + ".pt") for name in numbered(names, endings)]
-
-
-def newest_checkpoint(out_dir, say):
-    """The state of the newest complete checkpoint, or {}. Says which it skips, and why."""
-    for path in checkpoint_paths(out_dir):
-        try:
-            with open(path[:-3] + ".json", "rb") as f:
-                if json.load(f)["sha256"] != file_hash(path):
-                    raise ValueError("it does not match the hash in its .json")
-            state = read_checkpoint(path)
-            say(f"resuming from {path}")
-            return state
-        except FileNotFoundError:
-            say(f"skipped {path}: its .json is missing, so the write was interrupted")
-        except (ValueError, KeyError, TypeError, UserError) as e:
-            say(f"skipped {path}: damaged ({e})")
-    return {}
-
-
-def read_checkpoint(path):
-    """The state in one of our checkpoints, or {"weights": ...} of an official one. Raises UserError."""
-    warnings.filterwarnings("ignore", "Detected pickle protocol")  # the error says it in one line
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such checkpoint; init_from is scratch, resume, auto or a file") from None
-    except Exception as e:
-        raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): "
-                        "damaged, or not one of ours or the official code's") from None
-    weights = state.get("weights", state) if isinstance(state, dict) else None
-    if not isinstance(weights, dict) or not weights or not all(
-            isinstance(name, str) and torch.is_tensor(t) for name, t in weights.items()):
-        raise UserError(f"{path}: holds no weights by name: not a checkpoint of ours or of the official code")
-    return state if "weights" in state else {"weights": weights}
-
-
-def write_model(c, model, start, data, test):
-    """Writes a file for TRM.load, solve.py, init_from and, by its "weights", the official code.
-
-    The weights are those of an evaluation, in forward_dtype: what the network computes with.
-    """
-    groups = {name: group for name, (_, _, group) in read_settings(__file__).items()}
-    settings = {name: v for name, v in vars(c).items() if groups[name] not in ("run", "logging")}
-    made_by = vars(c) | start.state.get("settings", {})
-    made_by = SimpleNamespace(**{name: made_by[name] for name in [*settings, "init_from"]})
-    weights = model.state_dict() | (start.state.get("ema", {}) if c.ema else {})
-    folder = c.out_dir if c.init_from in ("resume", "auto") else os.path.dirname(c.init_from)
-    lines = read_metrics(os.path.join(folder, "metrics.jsonl"))
-    batch = test.test_batch(test.subset(100), min(100, len(test)))
-    saved = dict(
-        weights={"_orig_mod.model.inner." + name: t.to(getattr(torch, c.forward_dtype), copy=True)
-                 for name, t in weights.items()},
-        model=asdict(model.config), task=data.task, data=data.sha256, step=start.step, settings=settings,
-        command="python train.py " + differences(made_by),
-        metrics=next((v for v in reversed(lines) if v["step"] == start.step and "eval/loss" in v), {}),
-        puzzles={name: torch.from_numpy(batch[name]).short() for name in ("inputs", "labels")})
-    try:
-        with replacing(c.export) as f:
-            torch.save(saved, f)
-    except OSError as e:
-        raise UserError(f"--export={c.export}: {e.strerror}") from None
-    print(f"wrote {c.export}: {os.path.getsize(c.export):,} bytes, weights in {c.forward_dtype}")
-
-
-def load_weights(model, named, where):
-    """Loads weights by the official code's names. Raises UserError if they do not fit; where: their file."""
-    try:
-        model.load_named(named)
-    except ValueError as e:
-        raise UserError(f"{where}: {e}") from None
-
-
-class Mirror:
-    """A thread that copies out_dir to gcs_dir: the newest checkpoint, .pt before .json, then other files.
-
-    A checkpoint that a newer one overtakes is skipped whole. What fails is tried again at the next update,
-    and training continues.
-    """
-
-    def __init__(self, c, log, newest):
-        """newest: the name of the checkpoint from which the run starts, without its ending."""
-        self.c, self.log, self.newest = c, log, newest
-        self.bucket, self.failing, self.closing = Bucket(c.gcs_dir), False, False
-        self.copied = {}  # {name of a file: its version}; "ckpt" if a checkpoint is complete
-        self.changed = threading.Event()
-        self.thread = threading.Thread(target=self.work, daemon=True)  # does not keep the process alive
-        self.thread.start()
-
-    def update(self, newest=None):
-        """Begins to copy what is new; newest: the name of a checkpoint that is complete."""
-        self.newest = newest or self.newest
-        self.changed.set()
-
-    def close(self, seconds):
-        """Copies what is new, within the given time. Returns whether the bucket has everything."""
-        self.closing = True
-        self.update()
-        self.log.print0(f"uploading to {self.c.gcs_dir}, for {seconds} s at most")
-        self.thread.join(seconds)
-        complete = not (self.thread.is_alive() or self.failing)
-        if not complete:
-            self.log.print0(f"upload to {self.c.gcs_dir} not complete; --init_from=auto uploads the rest")
-        return complete
-
-    def work(self):
-        last = False
-        while not last:
-            self.changed.wait()
-            self.changed.clear()
-            last = self.closing
-            failed_before, self.failing = self.failing, True  # until it has succeeded
-            errors = self.copy()
-            self.failing = bool(errors)
-            if errors and not failed_before:
-                self.log.print0(f"upload failed, the next checkpoint tries again: {errors[0]}")
-
-    def copy(self):
-        """Copies what is new. Returns the errors: a file that fails does not stop the next."""
-        errors, newest, contents = [], self.newest, None
-        try:
-            contents = self.checkpoint(newest)  # now, as a newer one prunes it
-        except OSError as e:
-            errors.append(e)
-        others = [entry.name for entry in os.scandir(self.c.out_dir) if entry.is_file()]
-        # A checkpoint's metrics come before it, or a kill between the two would lose them. But those of the
-        # first come after it: metrics without a checkpoint are a run that cannot be resumed.
-        for name in ["metrics.jsonl", newest, "best", *others]:
-            try:
-                if name in (newest, "best"):
-                    self.copy_checkpoint(name, contents if name == newest else self.checkpoint(name))
-                elif not re.fullmatch(r"ckpt_.*|best\..*|.*\.(tmp|part|lock)", name) and (
-                        name != "metrics.jsonl" or "ckpt" in self.copied):
-                    self.copy_file(name)
-            except Exception as e:  # whatever it is, training continues
-                errors.append(e)
-        return errors
-
-    def checkpoint(self, name):
-        """The bytes of name.pt and name.json; None if there is none, or a newer one is complete."""
-        path = os.path.join(self.c.out_dir, name)
-        with suppress(FileNotFoundError):
-            with open(path + ".json", "rb") as description, open(path + ".pt", "rb") as weights:
-                return weights.read(), description.read()
-
-    def copy_checkpoint(self, name, contents):
-        """Copies name.pt and name.json, then deletes what is outdated in the bucket."""
-        if not contents:
-            return
-        if self.bucket.read(name + ".json") != contents[1]:
-            self.bucket.write(name + ".pt", contents[0])
-            self.bucket.write(name + ".json", contents[1])
-        self.copied[name.partition("_")[0]] = 0
-        for old in outdated(self.bucket.list(), name, self.c.keep_last_n):
-            self.bucket.delete(old)
-
-    def copy_file(self, name):
-        path = os.path.join(self.c.out_dir, name)
-        found = os.stat(path)
-        version = found.st_mtime_ns, found.st_size  # two lines may be of one tick of the clock
-        if self.copied.get(name) != version:
-            self.bucket.upload(path, name)
-            self.copied[name] = version
-
-
-# Logs.
+# ---------------------------------------------------------------------------------------------------------
+# Logs
 
 class Log:
-    """Lines for people and for programs. A file that cannot be written costs a warning and not the run.
+    """Prints lines and writes log.txt and metrics.jsonl of out_dir, on rank 0; sends metrics to W&B.
 
-    Rank 0 prints, and writes out_dir/log.txt and metrics.jsonl. step: that of the last line of metrics.
+    A file that cannot be written costs a warning and not the run. step: of the last line of metrics.
     """
 
-    def __init__(self, c, device, start):
-        self.c, self.device, self.step, self.wandb_id = c, device, start.step, start.state.get("wandb_id")
-        self.follower, self.warned = None, False
+    def __init__(self, settings, device, step):
+        self.settings = settings
+        self.device = device
+        self.step = step
+        self.wandb = None
+        self.has_warned = False
         if device.rank == 0:
             with suppress(OSError):  # append() says so
-                os.makedirs(c.out_dir, exist_ok=True)
+                os.makedirs(settings.out_dir, exist_ok=True)
 
     def print0(self, text):
         """Prints a line on rank 0, and adds it to log.txt."""
         if self.device.rank == 0:
-            print(text, flush=True)
+            with suppress(OSError):  # the reader of a pipe has left, or the disk is full
+                print(text, flush=True)
             self.append("log.txt", text)
 
     def log_metrics(self, step, values):
-        """Adds a line to metrics.jsonl."""
-        if self.device.rank == 0:
-            values = {k: float(f"{v:.8g}") if isinstance(v, float) else v for k, v in values.items()}
-            self.append("metrics.jsonl", json.dumps({"step": step, **values}))
+        """Adds a line to metrics.jsonl, and a row at W&B."""
+        if self.device.rank != 0:
+            return
+        # eight digits are what float32 has
+        rounded = {"step": step}
+        for name, value in values.items():
+            rounded[name] = float(f"{value:.8g}") if isinstance(value, float) else value
+        self.append("metrics.jsonl", json.dumps(rounded))
+        if self.wandb:
+            try:
+                self.wandb.log(rounded)
+            except Exception as e:  # its process was killed
+                self.wandb = None
+                self.print0(f"W&B: stopped ({type(e).__name__}: {e}); metrics.jsonl has everything")
 
     def append(self, name, line):
-        path = os.path.join(self.c.out_dir, name)
+        path = os.path.join(self.settings.out_dir, name)
         try:
             with open(path, "a+b") as f:
+                # a full disk has left half a line
                 if f.tell() and f.seek(-1, os.SEEK_END) and f.read(1) != b"\n":
-                    f.write(b"\n")  # a full disk has left half a line
+                    f.write(b"\n")
                 f.write(line.encode(errors="backslashreplace") + b"\n")
         except OSError as e:
-            if not self.warned:
+            if not self.has_warned:
                 print(f"{path}: cannot be written ({e.strerror}); training continues", file=sys.stderr)
-            self.warned = True
+            self.has_warned = True
 
     def header(self, run, data, test, notes):
-        """What the run is, and on what."""
-        c, device = self.c, self.device
+        """Says what the run is, and on what."""
+        settings = self.settings
+        device = self.device
+        # versions and machine, and the settings that are the run's own
         self.print0(f"# python {platform.python_version()}, torch {torch.__version__}, "
                     f"{platform.platform()}, {os.cpu_count()} cores, {device.world} x {device.kind} "
-                    f"({device.name}); settings that differ from train.py's: {differences(c) or 'none'}")
+                    f"({device.name}); settings unlike train.py's: {differences(settings) or 'none'}")
+        # sizes of the model and of the dataset, and the command that makes the dataset again
         self.print0(f"{run.num_parameters:,} parameters; "
                     f"{len(data):,} training examples of {data.total_groups:,} puzzles, "
-                    f"{len(test):,} test puzzles in {c.data_path}")
+                    f"{len(test):,} test puzzles in {settings.data_path} ({data.made_by() or 'no manifest'})")
         for note in [*device.notes, *notes]:
             self.print0(note)
 
-    def begin(self, total_steps, **facts):
-        """Drops the lines past the step where the run starts, and starts W&B. facts: for W&B's config."""
+    def begin(self, run_id, total_steps, facts):
+        """Drops the lines past the step where the run starts, and starts W&B; facts: for W&B's config."""
+        settings = self.settings
         self.print0(f"training from step {self.step} to {total_steps}, "
-                    f"{self.c.global_batch_size} sequences a step")
-        if self.device.rank == 0:
-            path = os.path.join(self.c.out_dir, "metrics.jsonl")
-            kept = [line for line in read_metrics(path) if line["step"] <= self.step]
-            with replacing(path) as f:
-                f.write("".join(json.dumps(line) + "\n" for line in kept).encode())
-            if self.c.wandb_log:
-                self.start_wandb(facts)
+                    f"{settings.global_batch_size} sequences a step")
+        if self.device.rank != 0:
+            return
+        # a killed run may have logged steps past its last checkpoint, which this one repeats
+        path = os.path.join(settings.out_dir, "metrics.jsonl")
+        kept = [line for line in read_metrics(path) if line["step"] <= self.step]
+        with replacing(path) as f:
+            f.write("".join(json.dumps(line) + "\n" for line in kept).encode())
+        if settings.wandb_log:
+            self.wandb = start_wandb(settings, run_id, facts, self.print0)
 
     def restart_clock(self, step):
         """Leaves compiling, an evaluation or a checkpoint out of the rates."""
-        self.clock, self.timed_from = time.perf_counter(), step
+        self.clock = time.perf_counter()
+        self.timed_from = step
 
     def first_step(self, step, run, cycles):
         """Reports the time of the first step at a depth, which compiles."""
         run.state["sums"].cpu()  # waits for the device
+        # the first step is apart: later ones at this depth do not compile
         seconds = time.perf_counter() - self.clock
         self.print0(f"step {step}: {seconds:.1f} s for the first step at H_cycles {cycles[0]}, L_cycles "
                     f"{cycles[1]}, compiling included; left out of the rates below")
         self.restart_clock(step)
 
     def train(self, step, total_steps, sums, run, cycles):
-        """Logs the steps since the last line, and returns the metrics; sums: as Run.read_sums returns."""
-        c, values = self.c, train_values(self.c, sums, step - self.step)
+        """Logs the steps since the last line, and returns the metrics; sums: of Run.read_sums."""
+        settings = self.settings
+        # the metrics
+        values = train_values(settings, sums, step - self.step)
         line = f"step {step}/{total_steps} | {listed(values)}"
-        values["train/lr"] = rates(c, step - 1, total_steps)["lr"]
+        values["train/lr"] = rates(settings, step - 1, total_steps)["lr"]
+        # the speed, unless all these steps compiled
         if step > self.timed_from:
             seconds = (time.perf_counter() - self.clock) / (step - self.timed_from)
-            speed = c.global_batch_size / seconds
-            flops = run.model.flops_per_example(cycles)[1]
-            values |= {"perf/examples_per_sec": speed, "perf/step_time": seconds,
-                       "perf/tflops": speed * flops / 1e12}
-            if peak := peak_flops(self.device):
-                values["perf/mfu"] = speed * flops / peak / self.device.world
+            speed = settings.global_batch_size / seconds
+            # arithmetic of the model at this depth
+            flops = speed * run.model.flops_per_example(cycles)[1]
+            values["perf/examples_per_sec"] = speed
+            values["perf/step_time"] = seconds
+            values["perf/tflops"] = flops / 1e12
+            peak = peak_flops(self.device)
+            if peak:
+                values["perf/mfu"] = flops / peak / self.device.world
             line += f" | {speed:,.0f} examples/s {1e3 * seconds:,.0f} ms"
             line += f" | eta {duration((total_steps - step) * seconds)}"
+        # what the compiler counts, on XLA
         values |= self.device.counts()
         self.log_metrics(step, values)
         self.print0(line)
@@ -901,382 +668,644 @@ class Log:
         return values
 
     def evaluation(self, step, values):
-        if not self.c.eval_only:  # metrics.jsonl is the record of the training run
+        if not self.settings.eval_only:  # metrics.jsonl is the record of the training run
             self.log_metrics(step, values)
         self.print0(f"step {step} | evaluation: {listed(values)}")
 
-    def start_wandb(self, facts):
-        """Starts scripts/wandb_follow.py, which sends metrics.jsonl to Weights & Biases.
-
-        It is a process of its own, which can be killed: wandb can hang in init, in finish and in its exit
-        hooks. facts: added to the settings in W&B's config.
-        """
-        c, mode = self.c, self.c.wandb_mode
-        if mode == "online":  # the environment may keep a run from that, but not send an offline one there
-            mode = os.environ.get("WANDB_MODE") or mode
-        if mode == "disabled":
-            return
-        self.wandb_id = self.wandb_id or secrets.token_hex(4)
-        run = dict(id=self.wandb_id, project=c.wandb_project, config=vars(c) | facts, command=sys.argv,
-                   name=c.wandb_run_name or os.path.basename(os.path.abspath(c.out_dir)))
-        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "scripts", "wandb_follow.py")
-        try:
-            with replacing(os.path.join(c.out_dir, "wandb.json")) as f:
-                f.write(json.dumps(run, indent=1).encode())
-            self.follower = subprocess.Popen(
-                [sys.executable, script, c.out_dir, "--child", f"--mode={mode}"],
-                stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)  # without Ctrl-C
-        except OSError as e:
-            self.print0(f"W&B: off, it cannot be started ({e}); metrics.jsonl has everything")
-        atexit.register(self.close, 10)  # where an error ends the run
-
-    def close(self, seconds):
-        """Ends what start_wandb started, by closing its stdin, within `seconds`."""
-        if not self.follower:
-            return
-        self.follower.stdin.close()
-        try:
-            code = self.follower.wait(seconds)
-            problem = f"exit code {code}" if code not in (0, 1) else ""  # 1: it has said why
-        except subprocess.TimeoutExpired:
-            os.killpg(self.follower.pid, signal.SIGKILL)  # and what wandb has started
-            problem = f"no end within {seconds} s, killed"
-        if problem:
-            self.print0(f"W&B: {problem}; python scripts/wandb_follow.py {self.c.out_dir} sends the rest")
-        self.follower = None
+    def close(self):
+        """Ends W&B, which can hang: the watchdog then ends the process, whose checkpoints are complete."""
+        if self.wandb:
+            restart_watchdog(60)
+            with suppress(Exception):
+                self.wandb.finish()
+        restart_watchdog(0)
 
 
-def train_values(c, sums, steps):
-    """Means over `steps` steps: losses over all sequences, the other METRICS over those that halted."""
-    means = {}
-    for name in METRICS[1:]:
-        count = steps * c.global_batch_size if name.endswith("_loss") else sums["count"]
-        if count:
-            means["train/" + name] = sums[name] / count
-    loss = means["train/lm_loss"] + 0.5 * means["train/q_halt_loss"]
-    return means | {"train/loss": loss, "train/grad_norm": sums["grad_norm"] / steps}
+def start_wandb(settings, run_id, facts, say):
+    """Returns W&B's run, or None where it cannot start.
+
+    A run without a key or a server is offline from its start: once wandb.init has begun to wait for a
+    server, it cannot be told to give up.
+    """
+    try:
+        # the environment variable is W&B's own, and goes before the setting
+        import wandb
+        mode = os.environ.get("WANDB_MODE") or settings.wandb_mode
+        if mode == "online":
+            try:
+                # a server that hangs would hold wandb.init for minutes; so would a prompt for a key
+                requests.head(wandb.setup().settings.base_url, timeout=5)
+                wandb.login(timeout=5)
+            except Exception as e:  # requests and wandb have many for this
+                mode = "offline"
+                say(f"W&B: offline ({type(e).__name__}: {' '.join(str(e).split())[:100]})")
+        # a run that resumes has the id of its first start, and adds to what W&B has of it
+        run = wandb.init(
+            id=run_id, resume="allow", mode=mode, dir=settings.out_dir, project=settings.wandb_project,
+            name=settings.wandb_run_name or os.path.basename(os.path.abspath(settings.out_dir)),
+            config=vars(settings) | facts, settings=dict(console="off", init_timeout=60))
+        wandb.define_metric("*", step_metric="step")  # W&B drops rows whose own step goes back
+        where = run.url if mode == "online" else f"`wandb sync {os.path.dirname(run.dir)}` uploads it"
+        say(f"W&B: {mode}, {where}")
+        return run
+    except Exception as e:  # training goes on, whatever it is
+        say(f"W&B: off ({type(e).__name__}: {' '.join(str(e).split())[:200]}); metrics.jsonl has everything")
+        return None
+
+
+def train_values(settings, sums, steps):
+    """Returns means over `steps` steps: LOSS_TERMS over all sequences, METRICS over those that halted."""
+    # LOSS_TERMS are sums over all sequences of the steps
+    values = {"train/grad_norm": sums["grad_norm"] / steps}
+    for name in LOSS_TERMS:
+        values[f"train/{name}"] = sums[name] / (steps * settings.global_batch_size)
+    # METRICS are sums over the sequences that halted; the first of METRICS counts them
+    for name in METRICS[1:] if sums["count"] else ():
+        values[f"train/{name}"] = sums[name] / sums["count"]
+    return values
 
 
 def listed(values):
-    """{"train/accuracy": 0.5, ...} as "accuracy 0.5000 ..."."""
-    return " ".join(f"{name.partition('/')[2]} " + (f"{v:.4f}" if isinstance(v, float) else str(v))
-                    for name, v in values.items() if "/" in name)
+    """Returns {"train/accuracy": 0.5, ...} as "accuracy 0.5000 ..."."""
+    # names without a slash are for programs
+    texts = []
+    for name, value in values.items():
+        if "/" in name:
+            text = f"{value:.4f}" if isinstance(value, float) else str(value)
+            texts.append(f"{name.partition('/')[2]} {text}")
+    return " ".join(texts)
 
 
-# Where a run starts.
+# ---------------------------------------------------------------------------------------------------------
+# Checkpoints: checkpoint.py reads what these lines write
 
-CLAIM = "run.json"  # in the bucket's folder: a run has begun there
+class Checkpoints:
+    """Writes rank 0's checkpoints on a background thread, prunes them, and tells the bucket's mirror."""
+
+    def __init__(self, settings, device, log, start, data):
+        self.settings = settings
+        self.rank = device.rank
+        self.log = log
+        self.start = start
+        self.best = start.best
+        self.newest = start.step  # the step of the last good checkpoint
+        self.data = data
+        # one thread: checkpoints are written one after the other
+        self.writer = ThreadPoolExecutor(1)
+        self.writing = None
+        self.mirror = None
+        if self.rank == 0:
+            # halves of files that a killed process has left
+            for name in os.listdir(settings.out_dir):
+                if re.fullmatch(r"(ckpt_\d+|best)\.(pt|json)\.tmp", name):
+                    os.remove(os.path.join(settings.out_dir, name))
+            # the mirror is the only other thread, besides the writer
+            if start.bucket:
+                self.mirror = Mirror(settings, log, start)
+
+    def save(self, name, step, run, metrics):
+        """Begins to write out_dir/name.pt and its .json, after the one before: memory holds one copy."""
+        if self.rank != 0:
+            return
+        self.wait()
+        # a copy on the host: training changes the original while the thread writes
+        state = run.state_dict(step)
+        # what belongs to the run: a resume checks it, and goes on with it
+        state |= dict(
+            run_id=self.start.run_id,
+            settings=vars(self.settings) | dict(init_from=self.start.init_from),
+            data=self.data.sha256,
+            task=self.data.task,
+            best=self.best,
+        )
+        self.writing = self.writer.submit(self.write, name, state, metrics)
+
+    def save_if_best(self, step, run, metrics):
+        """Saves best.pt if no earlier evaluation was better."""
+        # the figure is in all later checkpoints, so that a resume knows it
+        if metrics["eval/exact_accuracy"] > self.best:
+            self.best = metrics["eval/exact_accuracy"]
+            self.save("best", step, run, metrics)
+
+    def write(self, name, state, metrics):
+        os.makedirs(self.settings.out_dir, exist_ok=True)
+        path = os.path.join(self.settings.out_dir, name)
+        # the surplus goes first if keep_last_n is lower than before, so that a full disk gives way
+        self.prune(self.newest)
+        # a name is there only once its content is on the disk
+        with replacing(path + ".pt") as f:
+            torch.save(state, f)
+        # the .json comes last, and proves that the .pt is complete
+        description = {key: state[key] for key in ("step", "run_id", "data", "settings")}
+        description |= dict(sha256=file_hash(path + ".pt"), metrics=metrics)
+        with replacing(path + ".json") as f:
+            f.write(json.dumps(description, indent=1).encode())
+        # older checkpoints go once the new one is whole; best.pt is none of those to keep
+        if name != "best":
+            self.newest = state["step"]
+            self.prune(self.newest)
+        if self.mirror:
+            self.mirror.update(name)
+
+    def prune(self, newest):
+        """Deletes all but the last keep_last_n complete checkpoints; a file that cannot be deleted stays."""
+        for name in outdated(os.listdir(self.settings.out_dir), newest, self.settings.keep_last_n):
+            with suppress(OSError):
+                os.remove(os.path.join(self.settings.out_dir, name))
+
+    def wait(self):
+        """Waits for the checkpoint that is being written. Returns False, and logs it, if that failed."""
+        # an error of the thread shows here
+        writing = self.writing
+        self.writing = None
+        try:
+            if writing:
+                writing.result()
+        except (OSError, RuntimeError) as e:  # torch.save reports a full disk by a RuntimeError
+            hint = "disk full: " if "unexpected pos" in str(e) else ""
+            self.log.print0(f"checkpoint not written: {hint}{e}")
+            return False
+        return True
+
+    def close(self, seconds):
+        """Ends the upload. Returns whether the bucket, where there is one, has everything."""
+        if not self.mirror:
+            return True
+        # a bucket may take longer than stall_timeout; the upload has a time limit of its own
+        restart_watchdog(0)
+        return self.mirror.close(seconds)
 
 
-def agree_on_start(c, device, data, model, total_steps):
-    """Where the run starts. All ranks, though only rank 0 reads out_dir and gcs_dir; all raise its error.
+# ---------------------------------------------------------------------------------------------------------
+# The bucket
 
-    Returns step, complete (nothing is left to do), and for rank 0 alone: state (of a checkpoint, weights
-    alone are loaded already), notes (lines for the log) and lock.
+class Mirror:
+    """A thread that copies out_dir to gcs_dir: the newest checkpoint, .pt before .json, and the other files.
+
+    What fails is tried again at the next update, and training continues. If another process has begun to
+    train the run, the mirror stops this one.
     """
-    start, error = SimpleNamespace(step=0, complete=False, state={}, notes=[], lock=None), None
+
+    def __init__(self, settings, log, start):
+        self.settings = settings
+        self.log = log
+        self.token = start.token
+        self.bucket = start.bucket
+        # what has been copied, and what has not
+        self.newest = f"ckpt_{start.step:08d}"
+        self.copied = {}  # {name of a file: its version}
+        self.errors = []  # of the last copy
+        self.is_closing = False
+        # the thread sleeps until there is something to copy
+        self.changed = threading.Event()
+        self.thread = threading.Thread(target=self.work, daemon=True)  # does not keep the process alive
+        self.thread.start()
+
+    def update(self, name=""):
+        """Begins to copy what is new; name: of a checkpoint that is complete."""
+        if name.startswith("ckpt_"):
+            self.newest = name
+        self.changed.set()
+
+    def close(self, seconds):
+        """Copies what is new, within the given time. Returns whether the bucket has everything."""
+        # the thread ends after this last copy; one that hangs ends with the process
+        self.is_closing = True
+        self.update()
+        # a line before what may take minutes
+        self.log.print0(f"uploading to {self.settings.gcs_dir}, for {seconds} s at most")
+        self.thread.join(seconds)
+        is_complete = not (self.thread.is_alive() or self.errors)
+        if not is_complete:
+            self.log.print0(f"upload to {self.settings.gcs_dir} not complete; "
+                            "--init_from=auto uploads the rest")
+        return is_complete
+
+    def work(self):
+        is_last = False
+        while not is_last:
+            # what changes during a copy is for the next one
+            self.changed.wait()
+            self.changed.clear()
+            is_last = self.is_closing
+            failed_before = bool(self.errors)
+            self.errors = self.copy()
+            # one line for all errors in a row
+            if self.errors and not failed_before:
+                self.log.print0(f"upload failed, the next checkpoint tries again: {self.errors[0]}")
+
+    def copy(self):
+        """Copies what is new. Returns the errors: a file that fails does not stop the next one."""
+        try:
+            self.check_owner()
+            # one checkpoint, whole, though a newer one may come meanwhile; then what it makes outdated
+            newest = self.newest
+            self.copy_file(newest + ".pt")
+            self.copy_file(newest + ".json")
+            for name in outdated(self.bucket.list(), step_of(newest), self.settings.keep_last_n):
+                self.bucket.delete(name)
+            names = os.listdir(self.settings.out_dir)
+        except Exception as e:  # whatever it is, training continues
+            return [e]
+
+        # the other files; best.pt comes before best.json, which has its hash
+        errors = []
+        for name in sorted(names, reverse=True):
+            if not re.fullmatch(r"ckpt_.*|run\.json|.*\.(tmp|part|lock)", name):
+                try:
+                    self.copy_file(name)
+                except Exception as e:
+                    errors.append(e)
+        return errors
+
+    def check_owner(self):
+        """Requests a stop if another process has begun to train the run."""
+        # no run.json is no other owner: somebody may have tidied up
+        owner = read_run(self.bucket.read("run.json"))
+        if owner.get("token", self.token) != self.token:
+            self.log.print0(f"another process, on {owner.get('host')}, has begun to train the run in "
+                            f"{self.settings.gcs_dir}: this one stops")
+            request_stop()
+            raise TransientError("another process trains this run")
+
+    def copy_file(self, name):
+        path = os.path.join(self.settings.out_dir, name)
+        if not os.path.isfile(path):  # a folder, a broken link, or a checkpoint that a newer one has replaced
+            return
+        # what has not changed is in the bucket already
+        stat = os.stat(path)
+        version = stat.st_mtime_ns, stat.st_size  # two lines may be of one tick of the clock
+        if self.copied.get(name) != version:
+            self.bucket.upload(path, name)
+            self.copied[name] = version
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Where a run begins
+
+class Start(NamedTuple):
+    """Where a run begins. Ranks other than 0 know step and is_complete alone."""
+    step: int = 0
+    is_complete: bool = False  # nothing is left to do
+    state: dict = {}  # of a checkpoint; its weights are in the model already
+    best: float = -1.0  # the best eval/exact_accuracy so far
+    run_id: str = ""  # the same from a run's first start to its end, and W&B's id
+    init_from: str = "scratch"  # where the run began, which a resume does not change
+    token: str = ""  # of this process, in the bucket's run.json: who has it may upload
+    bucket: Bucket | None = None
+    notes: tuple = ()  # lines for the log
+    lock: object = None  # of out_dir; another process can train there once it is gone
+
+
+def agree_on_start(settings, device, data, model, total_steps):
+    """Returns the Start. Rank 0 alone reads out_dir and gcs_dir; all ranks raise its error. All ranks."""
+    # rank 0 reads; an error must reach all ranks, which would wait for it
+    start = Start()
+    error = None
     if device.rank == 0:
         try:
-            find_start(c, data, model, total_steps, start)
+            start = find_start(settings, data, model, total_steps)
         except KeyboardInterrupt:  # a stop was requested
             error = SystemExit(3)
         except (UserError, TransientError, OSError) as e:
             error = e
-    ranks = all_gather(device, SimpleNamespace(
-        host=device.host, dataset={"data_path": data.sha256}, code=imported_files(), error=error,
-        settings={name: value for name, value in vars(c).items() if name not in ("data_path", "out_dir")},
-        step=start.step, complete=start.complete))
-    check_same(ranks)
-    if ranks[0].error:
-        raise ranks[0].error
-    start.step, start.complete = ranks[0].step, ranks[0].complete
-    return start
+    # what all ranks must have in common; their disks may differ
+    facts = vars(settings) | dict(dataset=data.sha256, data_path="", out_dir="")
+    # ranks that stopped here alone would leave their peers waiting
+    ranks = device.all_gather(dict(host=device.host, facts=facts, error=error,
+                                   step=start.step, is_complete=start.is_complete))
+    # an error about settings that differ explains all others
+    first = ranks[0]
+    for rank, other in enumerate(ranks):
+        differing = sorted(name for name in facts if other["facts"][name] != first["facts"][name])
+        if differing:
+            raise UserError(f"host {other['host']}, rank {rank}: not as on rank 0: {', '.join(differing)}")
+    if first["error"]:
+        raise first["error"]
+    return start._replace(step=first["step"], is_complete=first["is_complete"])
 
 
-def imported_files():
-    """{name: SHA-256} of the files in this folder that are imported: the code, also that of forks."""
-    folder, hashes = os.path.dirname(os.path.abspath(__file__)) + os.sep, {}
-    for module in list(sys.modules.values()):
-        path = getattr(module, "__file__", None) or ""
-        if path.startswith(folder) and "site-packages" not in path:
-            hashes[path.removeprefix(folder)] = file_hash(path)
-    return hashes
+def find_start(settings, data, model, total_steps):
+    """Returns the Start by init_from, out_dir and gcs_dir, on rank 0.
 
-
-def check_same(ranks):
-    """Raises an error if ranks have another dataset, other settings or other code than rank 0."""
-    # tpu.sh copies the code at a restart.
-    for what, error in (("dataset", UserError), ("settings", UserError), ("code", TransientError)):
-        for rank, facts in enumerate(ranks):
-            differing = dict(getattr(facts, what).items() ^ getattr(ranks[0], what).items())
-            if differing:
-                names = ", ".join(sorted(differing))
-                raise error(f"host {facts.host}, rank {rank}: {what} differ from rank 0's: {names}")
-
-
-def find_start(c, data, model, total_steps, start):
-    """Fills in `start` from init_from, loads its weights into the model and locks out_dir. Rank 0 alone.
-
-    Raises UserError where init_from, out_dir and gcs_dir do not fit together, and KeyboardInterrupt if a stop
-    is requested while the bucket does not answer.
+    Loads its weights into the model and locks out_dir. Raises UserError where these do not fit together,
+    TransientError where another process trains, and KeyboardInterrupt if a stop is requested while the bucket
+    does not answer.
     """
-    patient = c.init_from != "scratch"  # a restart has time to wait for the bucket
-    bucket = Bucket(c.gcs_dir, stop=stop_requested, patient=patient) if c.gcs_dir else None
-    reads_only = bool(c.eval_only or c.export)
-    file = c.init_from if c.init_from not in ("scratch", "resume", "auto") else ""
-    if bucket:
-        bucket.check(write=not reads_only)
-    remote = bucket.list() if bucket else {}
-    state = {}
-    if c.init_from != "scratch" and not (file and reads_only):
-        state = find_checkpoint(c, bucket, remote, start.notes.append)
-    is_another = c.init_from == "scratch" or file and state and state["settings"]["init_from"] != file
-    local = os.listdir(c.out_dir) if os.path.isdir(c.out_dir) else []
-    for setting, names in ("out_dir", local), ("gcs_dir", remote):
-        holds_run = any(name.startswith(("ckpt_", "best.", "metrics.", CLAIM)) for name in names)
-        if holds_run and is_another and not reads_only:
-            raise UserError(f"{getattr(c, setting)} holds a run: --init_from=auto continues it, "
-                            f"--{setting}=... starts another")
-    source = c.out_dir if state or not file else file
-    if state:
-        resume(c, state, data, total_steps, start, reads_only)
-    elif file:
+    reads_only = bool(settings.eval_only or settings.export)
+    file = settings.init_from if settings.init_from not in ("scratch", "resume", "auto") else ""
+
+    # a file that is evaluated or exported: no run's folder is touched
+    if file and reads_only:
         state = read_checkpoint(file)
-        start.state = {name: state[name] for name in ("ema", "settings") if name in state}
-        start.step = state.get("step", 0) if reads_only else 0
-    if state:
-        load_weights(model, state["weights"], source)
-    if not reads_only:
-        claim(c, bucket, CLAIM in remote, start)
+        check_task(state, data, file)
+        load_weights(model, state.pop("weights"), file)
+        return Start(state=state, step=state.get("step", 0))
 
+    # which runs out_dir and the bucket hold
+    local = os.listdir(settings.out_dir) if os.path.isdir(settings.out_dir) else []
+    runs = [read_run_file(settings.out_dir)]
+    bucket = None
+    remote = {}
+    if settings.gcs_dir:
+        is_patient = settings.init_from != "scratch"  # a restart has time to wait for the bucket
+        bucket = Bucket(settings.gcs_dir, stop=stop_requested, patient=is_patient)
+        bucket.check(write=not reads_only)
+        remote = bucket.list()
+        runs.append(read_run(bucket.read("run.json")))
+    ids = {run["id"] for run in runs if run}
+    if len(ids) > 1:
+        raise UserError(f"{settings.out_dir} and {settings.gcs_dir} hold two different runs: choose another "
+                        "--out_dir or --gcs_dir; to move a run, copy its folder to an empty one")
 
-def find_checkpoint(c, bucket, remote, say):
-    """The newest complete checkpoint of out_dir or the bucket; {} if init_from starts without one."""
+    # the newest checkpoint, which has to be of the run that init_from means
     notes = []
-    state = newest_checkpoint(c.out_dir, notes.append)
-    for name in numbered(remote):
-        if name <= f"ckpt_{state.get('step', -1):08d}":
-            break
-        notes.append(f"fetching {name} from {c.gcs_dir}")
-        logs = {"metrics.jsonl", "log.txt", "wandb.json", "best.pt", "best.json"} & remote.keys()
-        for file in [*logs, name + ".pt", name + ".json"]:
-            bucket.download(file, os.path.join(c.out_dir, file))
-        state = newest_checkpoint(c.out_dir, notes.append)
-    # metrics.jsonl is uploaded after a checkpoint.
-    had_one = "metrics.jsonl" in remote or checkpoint_paths(c.out_dir, (".json",))
-    if not state and (c.init_from == "resume" or c.eval_only or c.export or had_one):
-        where = c.out_dir + (f" and {c.gcs_dir}" if bucket else "")
-        problem = f"--init_from={c.init_from}: no complete checkpoint in {where}"
-        hint = "another out_dir or gcs_dir" if had_one else "--init_from=auto"
-        raise UserError("; ".join([problem, *notes, f"{hint} starts from scratch"]))
-    for note in notes:
-        say(note)
-    return state
+    state = {}
+    if settings.init_from != "scratch":
+        state = find_checkpoint(settings, bucket, remote, notes)
+    is_another = not state and settings.init_from == "scratch"
+    if state:
+        check_resume(settings, state, data, total_steps, bool(runs[-1]))
+        is_another = file not in ("", state["settings"]["init_from"])
+    for name, names in ("out_dir", local), ("gcs_dir", remote):
+        if is_another and any(name.startswith(("ckpt_", "best.", "metrics.", "run.json")) for name in names):
+            raise UserError(f"{getattr(settings, name)} holds a run: --init_from=auto continues it, "
+                            f"--{name}=... starts another")
+
+    # resume the run, or begin with a file's weights and their average
+    start = Start(bucket=bucket, init_from=settings.init_from)
+    source = settings.out_dir
+    if state:
+        notes += setting_changes(settings, state["settings"])
+        lines = read_metrics(os.path.join(settings.out_dir, "metrics.jsonl"))
+        has_ended = any(line.get("final") and line["step"] == state["step"] for line in lines)
+        start = start._replace(
+            step=state["step"], is_complete=has_ended and state["step"] == total_steps, state=state,
+            best=state["best"], run_id=state.get("run_id", state.get("wandb_id")),
+            init_from=state["settings"]["init_from"])
+    elif file:
+        source = file
+        state = read_checkpoint(file)
+        start = start._replace(state={name: state[name] for name in ("ema",) if name in state})
+    if state:
+        check_task(state, data, source)
+        load_weights(model, state["weights"], source)
+    start = start._replace(notes=notes)
+    if reads_only:
+        return start
+
+    # from here on this process trains the run
+    run_id = start.run_id or min(ids, default="") or secrets.token_hex(4)
+    token = secrets.token_hex(8)
+    owner = dict(id=run_id, token=token, host=platform.node(), process=os.getpid())
+    content = (json.dumps(owner, indent=1) + "\n").encode()
+    # the token of the process that started last is the one that counts
+    lock = lock_folder(settings.out_dir)
+    with replacing(os.path.join(settings.out_dir, "run.json")) as f:
+        f.write(content)
+    if bucket:
+        bucket.write("run.json", content)
+    return start._replace(run_id=run_id, token=token, lock=lock)
 
 
-def resume(c, state, data, total_steps, start, reads_only):
-    """Fills in `start` from a checkpoint of this run. Raises UserError."""
-    missing = {"optimizer", "settings", "data", "wandb_id", "best"} - state.keys()
-    if missing:
-        raise UserError(f"the checkpoint in {c.out_dir} is of another version of this code: it lacks "
-                        f"{', '.join(sorted(missing))}; --init_from=FILE begins with its weights alone")
-    if state["data"] != data.sha256:
-        raise UserError(f"{c.data_path} is not the dataset that the checkpoint in {c.out_dir} "
-                        "was trained on: choose that one, or another --out_dir")
-    if state["step"] > total_steps and not reads_only:
-        raise UserError(f"{c.out_dir} is at step {state['step']}, past the {total_steps} steps of this run: "
-                        "raise max_steps or epochs")
-    settings = state["settings"]
-    if settings["optimizer"] != c.optimizer and not reads_only:
-        raise UserError(f"{c.out_dir} was trained with optimizer={settings['optimizer']}, not {c.optimizer}: "
-                        "--init_from=FILE --out_dir=... begins another run with its weights")
-    for name, before in settings.items():
-        if name not in vars(c):
-            start.notes.append(f"{name}={before} in the checkpoint is a setting that this code does not have")
-        elif before != getattr(c, name) and name not in ("init_from", "eval_only", "export"):
-            start.notes.append(f"{name} is {getattr(c, name)}; the checkpoint had {before}")
-    start.state, start.step = state, state["step"]
-    lines = read_metrics(os.path.join(c.out_dir, "metrics.jsonl"))
-    start.complete = start.step == total_steps and any(
-        line.get("final") and line["step"] == start.step for line in lines)
-
-
-def claim(c, bucket, is_claimed, start):
-    """Locks out_dir until the process ends, and claims the bucket's folder: one training at a time.
-
-    Raises TransientError if another process trains there, since it may end.
-    """
-    start.lock = locked(os.path.join(c.out_dir, "run"), wait=False)
+def lock_folder(folder):
+    """Locks out_dir until the process ends. Raises TransientError if another process trains there."""
+    # the operating system frees the lock of a process that was killed
+    lock = locked(os.path.join(folder, "run"), wait=False)
     try:
-        start.lock.__enter__()
+        lock.__enter__()
     except BlockingIOError:
-        raise TransientError(f"--out_dir={c.out_dir}: another process trains there") from None
+        raise TransientError(f"--out_dir={folder}: another process trains there") from None
     except OSError as e:
-        raise UserError(f"--out_dir={c.out_dir}: cannot be written to ({e.strerror})") from None
-    if bucket and not is_claimed:
-        owner = dict(host=platform.node(), process=os.getpid(), out_dir=os.path.abspath(c.out_dir))
-        if not bucket.write(CLAIM, json.dumps(owner).encode(), new=True):
-            raise TransientError(f"--gcs_dir={c.gcs_dir}: another run has just begun there")
+        raise UserError(f"--out_dir={folder}: cannot be written to ({e.strerror})") from None
+    return lock
 
 
-# Setting up.
+def replica(settings, kind):
+    """Runs one replica from its start to its end. Checks all input before it writes anything."""
+    # the device, which chooses forward_dtype=auto; nothing changes the settings from here on
+    settings = copy.copy(settings)  # replicas may be threads
+    device = open_device(kind, settings)
+    settings.freeze()
+    globals().update(vars(settings))  # the values in force
+    check_batch_size(settings, device)
 
-def replica(c, kind):
-    """The whole run of one replica. Checks all input before it writes anything."""
-    restart_watchdog(c)
-    device = open_device(kind, c)
-    check_batch_size(c, device)
-    data, test = Dataset(c.data_path, "train"), Dataset(c.data_path, "test")
-    model = new_model(c, **{name: getattr(data, name) for name in SIZES})
+    # data and model
+    data = Dataset(settings.data_path, "train")
+    test = Dataset(settings.data_path, "test")
     for name in SIZES:
         if getattr(test, name) != getattr(data, name):
-            raise UserError(f"{c.data_path}: train and test differ in {name}: build it again")
-    total_steps = count_steps(c, epoch_size(data))
+            raise UserError(f"{settings.data_path}: train and test differ in {name}: build it again")
+    model = new_model(settings, **{name: getattr(data, name) for name in SIZES})
+    # the length of the run
+    total_steps = count_steps(settings, epoch_size(data))
     if total_steps < 1:
-        raise UserError(f"epochs={c.epochs} of {data.total_groups} puzzles are less than one batch "
-                        f"of global_batch_size={c.global_batch_size}")
-    start = agree_on_start(c, device, data, model, total_steps)
-    if c.export:
+        raise UserError(f"epochs={settings.epochs} of {data.total_groups} puzzles are less than one batch "
+                        f"of global_batch_size={settings.global_batch_size}")
+
+    # where to start
+    start = agree_on_start(settings, device, data, model, total_steps)
+    if settings.export:
         if device.rank == 0:
             print("".join(note + "\n" for note in start.notes), end="")
-            write_model(c, model, start, data, test)
+            # the settings of the training, which this command need not repeat
+            trained = vars(settings) | start.state.get("settings", {})
+            trained = {name: value for name, value in trained.items() if name not in RUN_SETTINGS}
+            command = f"python train.py {differences(configurator.Settings(**trained))}"
+            write_model(settings, model, start, data, test, dict(settings=trained, command=command))
         return
-    run, log = Run(model, c, device, start.state), Log(c, device, start)
+    # the watchdog begins here: what came before may have had to wait for a download
+    restart_watchdog(settings.stall_timeout)
+    run = Run(settings, model, device, start.state)
+    start = start._replace(state={})  # frees the memory of the checkpoint
+    # say what the run is, and on what
+    log = Log(settings, device, start.step)
     device.print0 = log.print0
-    notes = start.notes + puzzles.label_notes(data, test)
-    if max(stages(c, epoch_size(data))) >= total_steps:
+    notes = list(start.notes)
+    if max(stages(settings, epoch_size(data))) >= total_steps:
         notes.append("the run ends before its curriculum does: it never trains at the depth of evaluations")
     log.header(run, data, test, notes)
-    if c.eval_only:
+
+    # evaluate, finish an upload, or train
+    if settings.eval_only:
         if not final_evaluation(run, test, log, start.step):
             sys.exit(3)
         return
-    checkpoints = Checkpoints(c, device, log, start, data)
-    start.state = {}  # frees the memory of the checkpoint
-    if start.complete:
-        log.print0(f"{c.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
+    checkpoints = Checkpoints(settings, device, log, start, data)
+    if start.is_complete:
+        log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                    "a higher max_steps or epochs continues it")
-        if checkpoints.mirror and not checkpoints.mirror.close(600):  # what the last upload left out
+        if not checkpoints.close(600):  # what the last upload left out
             sys.exit(1)
-    else:
-        log.begin(total_steps, data_sha256=data.sha256, parameters=run.num_parameters)
-        train_and_evaluate(run, data, test, log, checkpoints, start.step, total_steps)
+        return
+    # train
+    log.begin(start.run_id, total_steps, dict(data_sha256=data.sha256, parameters=run.num_parameters))
+    train_and_evaluate(run, data, test, log, checkpoints, start.step, total_steps)
 
 
-def check_batch_size(c, device):
+def check_batch_size(settings, device):
     """Raises UserError unless the batch divides into replicas and micro-batches."""
-    multiple = device.world * (c.micro_batch_size or 1)
-    if c.global_batch_size % multiple:
-        raise UserError(f"global_batch_size {c.global_batch_size} must be a multiple of {multiple} "
-                        f"({device.world} replicas x micro_batch_size {c.micro_batch_size or 1}), "
-                        f"as {-(-c.global_batch_size // multiple) * multiple}")
+    # the next larger batch that fits is what most users want
+    multiple = device.world * (settings.micro_batch_size or 1)
+    if settings.global_batch_size % multiple:
+        fitting = -(-settings.global_batch_size // multiple) * multiple
+        raise UserError(f"global_batch_size {settings.global_batch_size} must be a multiple of {multiple} "
+                        f"({device.world} replicas x micro_batch_size {settings.micro_batch_size or 1}), "
+                        f"as {fitting}")
 
 
-SIZES = "seq_len", "vocab_size", "num_puzzle_identifiers"  # of a dataset, and of a model for it
+# ---------------------------------------------------------------------------------------------------------
+# What settings may be
 
-
-def new_model(c, **sizes):
-    """A model of the settings with its first weights. Raises UserError for sizes that cannot be built."""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(c.seed)  # of what init_weights leaves to the modules
-            return TRM(TRMConfig.of(c, **sizes), c.seed)
-    except ValueError as e:
-        raise UserError(str(e)) from None
-
-
-# Settings.
-
+# Names of which a setting must be one.
 CHOICES = {
     "pos_encodings": ("none", "rope", "learned"),
-    "forward_dtype": ("bfloat16", "float32", "float16"),
-    "loss_type": ("stablemax_cross_entropy", "softmax_cross_entropy"),
-    "optimizer": ("adam_atan2", "adamw", "lion", "muon"),
-    "device": ("auto", "xla", "cuda", "mps", "cpu", "tpu"),
+    "forward_dtype": ("auto", "bfloat16", "float32", "float16"),
+    "loss_type": tuple(LOSSES),
+    "optimizer": tuple(OPTIMIZERS),
+    "device": ("auto", "xla", "cuda", "mps", "cpu"),
     "compile": ("auto", "on", "off"),
     "kernels": ("auto", "on", "off"),
     "wandb_mode": ("online", "offline", "disabled"),
 }
-ABOVE_0 = ("global_batch_size", "hidden_size", "num_heads", "expansion", "L_layers", "H_cycles", "L_cycles",
-           "halt_max_steps", "lr", "log_interval", "keep_last_n", "eval_rollouts")  # other numbers: 0 or more
-SHARES = "beta1", "beta2", "ema_rate", "halt_exploration_prob", "halt_exploration_prob_end"  # from 0 to 1
+POSITIVE_INT = "[1, 2e9]"  # counts that are int32 on the device
+# Intervals as mathematics writes them; every other number must be 0 or more.
+BOUNDS = {
+    "global_batch_size": "[1, 1e8]",
+    "micro_batch_size": "[0, 1e8]",
+    "hidden_size": "[1, 1e6]",
+    "num_heads": "[1, 1e6]",
+    "expansion": "(0, 1e6]",
+    "L_layers": "[1, 1e6]",
+    "H_cycles": "[1, 1e6]",
+    "L_cycles": "[1, 1e6]",
+    "halt_max_steps": "[1, 1e9]",
+    "halt_exploration_prob": "[0, 1]",
+    "halt_exploration_prob_end": "[-1, 1]",
+    "lr": "(0, inf)",
+    "lr_min_ratio": "[0, 1]",
+    "beta1": "[0, 1)",
+    "beta2": "[0, 1)",
+    "ema_rate": "[0, 1]",
+    "weight_decay": "[0, inf)",
+    "puzzle_emb_lr": "[0, inf)",
+    "puzzle_emb_weight_decay": "[0, inf)",
+    "eval_halt_max_steps": "[0, 1e9]",
+    "eval_rollouts": "[1, 1e6]",
+    "eval_noise": "[0, 1e9]",
+    "keep_last_n": "[1, 1e9]",
+    "log_interval": "[1, 1e9]",
+    "stall_timeout": "[0, 1e6]",
+}
+# Arrays that an evaluation can save.
 EVAL_OUTPUTS = ("inputs", "labels", "preds", "q_halt_logits", "surest_preds", "surest_q_halt_logits")
+# The values above, before any override: this file is read again, since its globals change.
+DEFAULTS = {name: setting.default for name, setting in read_settings(__file__).items()}
 
 
-def check_settings(c):
+def check_settings(settings):
     """Raises UserError for the first value that no run could use."""
-    for name, choices in CHOICES.items():
-        if getattr(c, name) not in choices:
-            raise UserError(f"{name} must be one of {', '.join(choices)}, not {getattr(c, name)!r}")
-    for name, value in vars(c).items():
-        if type(value) in (int, float) and (name, value) != ("halt_exploration_prob_end", -1):
-            bounds = "above 0" if name in ABOVE_0 else "from 0 to 1" if name in SHARES else "0 or more"
-            below = value <= 0 if name in ABOVE_0 else value < 0
-            above = value > 1 if name in SHARES else value >= 2 ** 63 and type(value) is int
-            if below or above or not math.isfinite(value):
-                raise UserError(f"{name} must be {bounds}, not {value}")
-    for name in ("H_cycles", "L_cycles") if c.curriculum_epochs else ():
-        first, last = getattr(c, name + "_start"), getattr(c, name)
+    # each setting by itself
+    check_choices(settings, CHOICES)
+    check_bounds(settings, BOUNDS)
+    # settings that have to fit together
+    if -1 < settings.halt_exploration_prob_end < 0:
+        raise UserError(f"halt_exploration_prob_end must be -1 or in [0, 1], "
+                        f"not {settings.halt_exploration_prob_end}")
+    for name in ("H_cycles", "L_cycles") if settings.curriculum_epochs else ():
+        first = getattr(settings, name + "_start")
+        last = getattr(settings, name)
         if not 1 <= first <= last:
             raise UserError(f"{name}_start must be from 1 to {name} ({last}), not {first}")
-    if not c.epochs and not c.max_steps:
+    if not settings.epochs and not settings.max_steps:
         raise UserError("epochs and max_steps are both 0: set one of them")
-    for name in filter(None, c.eval_save_outputs.split(",")):
+    # lists of names
+    for name in filter(None, settings.eval_save_outputs.split(",")):
         if name not in EVAL_OUTPUTS:
             raise UserError(f"eval_save_outputs: unknown {name!r}; choose from {','.join(EVAL_OUTPUTS)}")
+    # paths and addresses
     for name in ("data_path", "out_dir", "init_from", "wandb_project"):
-        if not getattr(c, name):
+        if not getattr(settings, name):
             raise UserError(f"{name} must not be empty")
+    if settings.out_dir.startswith(("gs://", "~")):
+        raise UserError(f"--out_dir={settings.out_dir}: must be a folder of this machine, written out; "
+                        "--gcs_dir mirrors it to a bucket")
+    # what needs weights, and what would be overwritten
     for name in ("eval_only", "export"):
-        if getattr(c, name) and c.init_from == "scratch":
+        if getattr(settings, name) and settings.init_from == "scratch":
             raise UserError(f"{name} needs weights: --init_from=resume (the newest checkpoint of out_dir) "
                             "or --init_from=FILE")
-    if os.path.lexists(c.export):
-        raise UserError(f"--export={c.export}: exists already; choose another name")
-    if c.gcs_dir:
-        Bucket(c.gcs_dir)  # raises UserError for a malformed address
+    if os.path.lexists(settings.export):
+        raise UserError(f"--export={settings.export}: exists already; choose another name")
+    if settings.gcs_dir:
+        Bucket(settings.gcs_dir)  # raises UserError for a malformed address
 
 
-def differences(c):
-    """The settings that differ from their defaults, as flags."""
-    defaults = read_settings(__file__)
-    return shlex.join(f"--{name}={v}" for name, v in vars(c).items() if v != defaults[name][0])
+def differences(settings):
+    """Returns the settings that differ from their defaults, as flags."""
+    # in the order of the settings above
+    changed = {name: value for name, value in vars(settings).items() if value != DEFAULTS[name]}
+    return shlex.join(f"--{name}={value}" for name, value in changed.items())
 
 
-# Processes.
+# ---------------------------------------------------------------------------------------------------------
+# Processes. Replicas may be processes of their own; a file tells them that their host is asked to stop.
+
+STOP_FILE = "TRM_STOP_FILE"  # environment variable with the path of that file
+
+
+def open_stop_file():
+    """Opens that file for as long as the process lives: nobody who cleans /tmp prevents a stop."""
+    global stop_file
+    stop_file = os.open(os.environ[STOP_FILE], os.O_RDWR)
+
+
+stop_file = None  # its descriptor
+
 
 def stop_requested():
-    """Whether this host was asked to save and stop."""
-    return os.path.exists(os.environ.get(STOP_FILE, ""))
+    """Returns whether this host was asked to save and stop."""
+    return stop_file is not None and os.pread(stop_file, 1, 0) == b"1"
+
+
+def request_stop():
+    """Asks all replicas of this host to save and stop."""
+    os.pwrite(stop_file, b"1", 0)  # over a byte that is there: a full disk cannot prevent this
 
 
 def on_signals():
-    """SIGTERM and SIGINT create the stop file, at which the replicas save and stop. A second one kills."""
+    """Lets SIGTERM, SIGINT and SIGHUP request a stop. A second one kills."""
     def handler(number, _):
-        os.makedirs(os.path.dirname(os.environ[STOP_FILE]), exist_ok=True)  # /tmp may have been cleaned
-        open(os.environ[STOP_FILE], "w").close()
+        request_stop()
+        # from here on the system handles it: a second signal kills
         signal.signal(number, signal.SIG_DFL)
         if __name__ == "__main__":
             print(f"{signal.Signals(number).name}: saving and stopping; a second one kills", file=sys.stderr)
         else:
             signal.alarm(60)  # the reason may be that another replica died: then no peer answers
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handler)
+    # a closed terminal sends SIGHUP
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(number, handler)
 
 
-def restart_watchdog(c):
-    """Ends this process with 1, after the stacks of all threads, unless called again within stall_timeout."""
-    if c.stall_timeout:
-        faulthandler.dump_traceback_later(c.stall_timeout, exit=True, file=sys.__stderr__)
+def restart_watchdog(seconds):
+    """Ends this process with 1, after the stacks of all threads, unless called again within so many seconds.
+
+    0 calls it off.
+    """
+    # a C thread: Python code that hangs in a collective cannot prevent it
+    faulthandler.cancel_dump_traceback_later()
+    if seconds:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
 
-def xla_replica(index, c, kind):
-    """replica() for xmp.spawn. If it breaks, its process ends: its peers would wait for it forever."""
-    configurator.protect_output()
+def xla_replica(index, settings, kind):
+    """Runs replica() for xmp.spawn. If it breaks, its process ends: its peers would wait for it forever."""
     end_with_parent()
     try:
-        replica(c, kind)
+        replica(settings, kind)
     except (UserError, TransientError, OSError, SystemExit):  # of all ranks of a host
         raise
     except BaseException:
@@ -1284,62 +1313,67 @@ def xla_replica(index, c, kind):
         os._exit(1)
 
 
-def make_dataset(c):
+def make_dataset(settings):
     """Runs data_prepare if data_path is missing: one process of a host, while the others wait."""
     try:
-        command = shlex.split(c.data_prepare)
+        command = shlex.split(settings.data_prepare)
     except ValueError as e:
-        raise UserError(f"data_prepare: {e}: {c.data_prepare}") from None
-    if command and not os.path.exists(c.data_path):
-        with locked(os.path.normpath(c.data_path) + ".made"):
-            code = 0 if os.path.exists(c.data_path) else run_python(command, c.data_path)
-        if not os.path.exists(c.data_path):
-            error = TransientError if code not in (0, 2) else UserError
-            raise error(f"data_prepare did not make data_path={c.data_path}: {c.data_prepare}")
-    difference = made_by_another_command(c.data_path, c.data_prepare)
-    if difference:
-        raise UserError(f"{c.data_path} was made by another command than data_prepare: {difference}; "
-                        "another --data_path keeps both")
+        raise UserError(f"data_prepare: {e}: {settings.data_prepare}") from None
+    if not command or os.path.exists(settings.data_path):
+        return
+    # the first process of the host makes it, and the others find it made
+    with locked(os.path.normpath(settings.data_path) + ".made"):
+        if os.path.exists(settings.data_path):
+            return
+        print(f"{settings.data_path} is missing; making it: python", *command, flush=True)
+        process = subprocess.Popen([sys.executable, *command])
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            process.terminate()  # Ctrl-C reaches it, but SIGTERM does not
+            process.wait()
+            raise
+        if not os.path.exists(settings.data_path):
+            error = UserError if code in (0, 2) else TransientError
+            raise error(f"data_prepare did not make data_path={settings.data_path}: {settings.data_prepare}")
 
 
-def run_python(command, path):
-    print(f"{path} is missing; making it: python", *command, flush=True)
-    process = subprocess.Popen([sys.executable, *command])
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        process.terminate()  # Ctrl-C reaches it, but SIGTERM does not
-        process.wait()
-        raise
-
-
-def main(c):
+def main(settings):
     """Checks the settings, makes the dataset if it is missing, and runs a replica on each device."""
-    check_settings(c)
-    kind, reason = choose_device(c.device)
+    # the settings, before anything takes time
+    check_settings(settings)
+    kind, reason = choose_device(settings.device)
     if os.environ.get("RANK", "0") == "0":
         print(f"device {kind}: {reason}", flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
         end_with_parent()
-    c.data_path = local_dataset(c.data_path)
-    make_dataset(c)
+    # the dataset: from a bucket, from disk, or made here
+    settings.data_path = local_dataset(settings.data_path)
+    make_dataset(settings)
+    # the stop file, which replicas in processes of their own see too
     with tempfile.TemporaryDirectory() as folder:
         os.environ[STOP_FILE] = os.path.join(folder, "stop")
+        with open(os.environ[STOP_FILE], "wb") as f:
+            f.write(b"0")
+        open_stop_file()
         on_signals()
         try:
+            # torch_xla starts a process for each chip; every other device has this process alone
             if kind == "xla":
                 import torch_xla.distributed.xla_multiprocessing as xmp
-                xmp.spawn(xla_replica, args=(c, kind))
+                xmp.spawn(xla_replica, args=(settings, kind))
             else:
-                replica(c, kind)
+                replica(settings, kind)
+        # what breaks in a replica, in words
         except torch.OutOfMemoryError:
-            raise out_of_memory(c) from None
+            raise out_of_memory(settings) from None
         except BrokenProcessPool:
             raise TransientError("a replica died, see above; --init_from=auto continues from the last "
-                                 f"checkpoint in {c.out_dir}") from None
+                                 f"checkpoint in {settings.out_dir}") from None
 
 
 if __name__ == "__mp_main__":  # a process that xmp.spawn started
+    open_stop_file()
     on_signals()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process too, which asks to stop
 if __name__ == "__main__":

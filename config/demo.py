@@ -1,9 +1,5 @@
 # 6x6 Sudoku in a minute or two on 2 CPU cores: makes puzzles, trains, solves unseen ones and shows one.
 # Expected: 98% or more of 1000 unseen puzzles exactly right (in float32 97% or more).
-import os
-
-_cpuinfo = "/proc/cpuinfo"
-_has_bfloat16 = os.path.exists(_cpuinfo) and "avx512_bf16" in open(_cpuinfo).read()
 data_path = "data/sudoku-6x6-demo"
 data_prepare = (
     "prepare_sudoku.py --source=generate --size=6 --num_train=3000 --num_test=1000 --num_aug=100"
@@ -21,7 +17,7 @@ L_cycles = 3
 curriculum_epochs = 6  # H_cycles is 1 until then, 2 after it: 1 alone fails at depths not trained on
 H_cycles_start = 1
 L_cycles_start = 3
-forward_dtype = "bfloat16" if _has_bfloat16 else "float32"  # half the time, or more, by the processor
+forward_dtype = "auto"  # bfloat16 takes half the time, or more, on processors that have it
 loss_type = "softmax_cross_entropy"  # learns faster than stablemax on a short run
 halt_max_steps = 2  # fewer steps a puzzle, more puzzles a minute; evaluation goes deeper
 eval_halt_max_steps = 16

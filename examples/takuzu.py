@@ -11,29 +11,50 @@ import numpy as np
 
 
 def is_line(cells):
-    return sum(cells) == 3 and all(len(set(cells[i:i + 3])) > 1 for i in range(4))
+    """Returns True for three 0 and three 1, never three alike in a row."""
+    has_triple = any(len(set(cells[i:i + 3])) == 1 for i in range(4))
+    return sum(cells) == 3 and not has_triple
 
 
 def solved_boards():
-    """All of them, [4140, 36]."""
-    lines = list(filter(is_line, itertools.product((0, 1), repeat=6)))
-    halves = [half for half in itertools.permutations(lines, 3) if all(0 < sum(c) < 3 for c in zip(*half))]
-    boards = [top + bottom for top in halves for bottom in halves if not set(top) & set(bottom)]
-    boards = [board for board in boards if len(set(zip(*board))) == 6 and all(map(is_line, zip(*board)))]
+    """Returns all boards, [4140, 36]."""
+    lines = [line for line in itertools.product((0, 1), repeat=6) if is_line(line)]
+
+    # three different rows without three alike in a column
+    halves = []
+    for half in itertools.permutations(lines, 3):
+        if all(0 < sum(column) < 3 for column in zip(*half)):
+            halves.append(half)
+
+    # two halves are a board if their rows and columns are different lines
+    boards = []
+    for top, bottom in itertools.product(halves, halves):
+        if set(top) & set(bottom):
+            continue
+        columns = list(zip(*top, *bottom))
+        if len(set(columns)) == 6 and all(map(is_line, columns)):
+            boards.append(top + bottom)
     return np.array(boards).reshape(-1, 36)
 
 
 def main(path, n):
-    rng, boards = np.random.default_rng(0), solved_boards()
+    """Writes n puzzles to a new CSV file."""
+    rng = np.random.default_rng(0)
+    boards = solved_boards()
     with open(path, "x") as f:
         f.write("question,answer\n")
         for answer in boards[rng.integers(len(boards), size=n)]:
-            given, agrees = np.ones(36, dtype=bool), boards == answer
-            for cell in rng.permutation(36):  # without this clue, is the answer still the only one?
+            given = np.ones(36, dtype=bool)
+            agrees = boards == answer
+
+            # remove clues in random order, unless the answer is then not the only one
+            for cell in rng.permutation(36):
                 given[cell] = False
-                given[cell] = given.sum() < 24 or agrees[:, given].all(axis=1).sum() > 1
+                num_answers = agrees[:, given].all(axis=1).sum()
+                given[cell] = given.sum() < 24 or num_answers > 1
             cells = np.where(answer, "1", "0")
-            f.write(f"{''.join(np.where(given, cells, '.'))},{''.join(cells)}\n")
+            question = np.where(given, cells, ".")
+            f.write(f"{''.join(question)},{''.join(cells)}\n")
 
 
 if __name__ == "__main__":

@@ -9,47 +9,56 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from configurator import UserError, command
-
 from data import read_metrics
+
+BENCHES = ["sudoku", "sudoku_on", "sudoku_eager", "sudoku_fast", "sudoku_fast_on",
+           "maze_24", "maze_48", "maze_96", "maze_192"]
+RUNS = ["demo", "demo_cpu", "two", "begin"]
 
 
 def main(argv):
-    """Prints what the parts in a folder have found so far."""
+    """Prints what the parts in a folder have measured so far."""
     if len(argv) != 1 or not os.path.isdir(argv[0]):
         raise UserError("give the folder with the logs of scripts/first_gpu.sh")
-    folder, = argv
+    folder = argv[0]
+
+    # what bench.py measured, from the last lines of its logs
     print("| step | ms | TFLOP/s | of a matmul | of the peak | evaluation | memory | first step |\n"
           "|---|---|---|---|---|---|---|---|")
-    names = ["sudoku", "sudoku_on", "sudoku_eager", "sudoku_fast", "sudoku_fast_on"]
-    for name in names + [f"maze_{size}" for size in (24, 48, 96, 192)]:
-        f = last_object(os.path.join(folder, name + ".log"))
-        if f:
-            peak = f"{f['mfu_of_peak']:.0%}" if f["mfu_of_peak"] else "-"
-            print(f"| {name} | {f['step_ms']:.1f} ({f['step_ms_min']:.1f} to {f['step_ms_max']:.1f}) | "
-                  f"{f['tflops']:.1f} | {f['mfu_of_matmul']:.0%} | {peak} | {f['evaluation_ms']:.1f} ms | "
-                  f"{f['peak_memory_gb']:.1f} GB | {f['first_step_s']:.0f} s |")
-    runs = {name: read_metrics(os.path.join(folder, name, "metrics.jsonl"))
-            for name in ("demo", "demo_cpu", "two", "begin")}
+    for name in BENCHES:
+        figures = last_object(os.path.join(folder, name + ".log"))
+        if figures:
+            peak = f"{figures['mfu_of_peak']:.0%}" if figures["mfu_of_peak"] else "-"
+            print("| {} | {step_ms:.1f} ({step_ms_min:.1f} to {step_ms_max:.1f}) | {tflops:.1f} | "
+                  "{mfu_of_matmul:.0%} | {} | {evaluation_ms:.1f} ms | {peak_memory_gb:.1f} GB | "
+                  "{first_step_s:.0f} s |".format(name, peak, **figures))
+
+    # how the runs went, from their metrics.jsonl
     print("\n| run | steps | examples/s | eval/exact_accuracy | train/loss of the first lines |\n"
           "|---|---|---|---|---|")
-    for name, lines in runs.items():
+    for name in RUNS:
+        lines = read_metrics(os.path.join(folder, name, "metrics.jsonl"))
         if lines:
-            rates = [line["perf/examples_per_sec"] for line in lines if "perf/examples_per_sec" in line]
-            accuracy = [line["eval/exact_accuracy"] for line in lines if "eval/exact_accuracy" in line]
-            first = ", ".join(f"{line['train/loss']:.3f}" for line in lines[:4] if "train/loss" in line)
+            rates = column(lines, "perf/examples_per_sec")
             speed = f"{statistics.median(rates):,.0f}" if rates else "-"
-            print(f"| {name} | {lines[-1]['step']} | {speed} | "
-                  f"{f'{accuracy[-1]:.1%}' if accuracy else '-'} | {first} |")
+            accuracies = column(lines, "eval/exact_accuracy")
+            accuracy = f"{accuracies[-1]:.1%}" if accuracies else "-"
+            losses = ", ".join(f"{loss:.3f}" for loss in column(lines, "train/loss")[:4])
+            print(f"| {name} | {lines[-1]['step']} | {speed} | {accuracy} | {losses} |")
+
+
+def column(lines, key):
+    """Returns the values of a key in the lines of a metrics.jsonl that have it."""
+    return [line[key] for line in lines if key in line]
 
 
 def last_object(path):
-    """The JSON object in the last line of a log, or None."""
-    if os.path.exists(path):
-        with open(path) as f:
-            lines = f.read().splitlines()
-        if lines and lines[-1].startswith("{"):
-            return json.loads(lines[-1])
-    return None
+    """Returns the JSON object in the last line of a log, or None."""
+    if not os.path.exists(path):
+        return None
+    with open(path) as f:
+        last_line = f.read().rpartition("\n{")[2]
+    return json.loads("{" + last_line) if last_line.endswith("}\n") else None
 
 
 if __name__ == "__main__":

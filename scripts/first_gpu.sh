@@ -7,6 +7,7 @@
 #
 # A part takes 9 minutes at most. OUT, by default out/first_gpu, keeps the log of each; PYTHON is the Python.
 set -uo pipefail
+unset CDPATH  # cd would look for the folder in other places
 cd "$(dirname "$0")/.." || exit 1
 PYTHON=${PYTHON:-python} DEVICE=${DEVICE:-cuda} OUT=${OUT:-out/first_gpu}
 read -ra flags <<< "${FLAGS:-}"

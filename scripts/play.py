@@ -10,13 +10,19 @@ on 127.0.0.1 only and refuses pages of other sites, by the Host and Origin heade
 are {"error": "..."}:
 
     GET  /api/run               what the model plays
-    GET  /api/puzzle?index=7    a test puzzle and its answer
+    GET  /api/puzzle?index=7    a test puzzle and its answer, null if there are several
     POST /api/solve             {"question": "2...", "steps": 16, "copies": 4, "noise": 1.0, "seed": 0}
 
-/api/solve answers with a line of JSON at once and another after each supervision step. All copies of the
-puzzle but the first get normal noise on the latent after each step.
+For ARC, questions and answers are grids, [[0, 1], [2, 0]]. A test puzzle also has the name of its task and
+the pairs that demonstrate it; a request to solve has the name, "task", and copies counts the versions that
+vote. The answer is the original version's; votes lists all answers, each with the number of its votes.
+
+/api/solve answers with a line of JSON at once, and another after each supervision step with lists of the
+copies; kept: the most confident copy and step so far. All copies of the puzzle but the first get normal noise
+on the latent after each step.
 """
 import contextlib
+import copy
 import json
 import math
 import os
@@ -24,6 +30,7 @@ import sys
 import threading
 import urllib.parse
 import webbrowser
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -31,10 +38,14 @@ import numpy as np
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 # isort: off
 import solve
+from checkpoint import check_task
 from configurator import UserError, command, split_arguments
-from data import IGNORED, Dataset
+from data import Dataset
+from device import open_device
+from evaluate import Evaluator, count_votes, elect, grid_of, surest_attempts, weights_of
+from prepare_arc import grid_of as grid_of_json
 from puzzles import (
-    are_solutions, broken_cells, check_questions, look, parse, text_of)
+    appearance, are_solutions, broken_cells, check_questions, crop, judged_by_rules, parse_question, text_of)
 
 # server
 port = 8000  # of the page's address; 0: any free one
@@ -55,23 +66,23 @@ HEADERS = {
 
 def main(argv):
     """Loads the model and serves the page until Ctrl-C."""
-    s, operands, model_flags = split_arguments(__file__, argv)
-    models = {} if operands else solve.shipped_models()
-    if not operands and models:
-        operands = [max(models, key=lambda path: (math.prod(models[path]["grid"]), path))]
+    settings, operands, train_arguments = split_arguments(__file__, argv)
+    if not operands:
+        tasks = solve.shipped_models()
+        operands = sorted(tasks, key=lambda path: (math.prod(tasks[path]["grid"]), path))[-1:]
     if len(operands) != 1:
         raise UserError("usage: python scripts/play.py MODEL, a file or a run's folder; see --help")
-    server = open_server(Game(operands[0], model_flags), s.port)
+    server = open_server(Game(operands[0], train_arguments), settings.port)
     address = f"http://127.0.0.1:{server.server_port}"
     print(f"{address} (Ctrl-C stops)", flush=True)
-    if s.browser:  # in a thread: some browsers return when they are closed
+    if settings.browser:  # in a thread: some browsers return when they are closed
         threading.Thread(target=webbrowser.open, args=[address], daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()
 
 
 def open_server(game, port):
-    """An HTTP server of the game, on 127.0.0.1. Raises UserError if the port cannot be used."""
+    """Returns an HTTP server of the game, on 127.0.0.1. Raises UserError if the port cannot be used."""
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as e:
@@ -80,85 +91,201 @@ def open_server(game, port):
     return server
 
 
-class Game:
-    """A model and its test puzzles: those in its file, or of its dataset if that exists. Raises UserError."""
+# ---------------------------------------------------------------------------------------------------------
+# The game
 
-    def __init__(self, path, flags):
-        state, c = solve.read_model(path, flags)
-        own, has_dataset = "puzzles" in state, os.path.isdir(c.data_path)
-        self.test = Dataset(c.data_path, "test") if has_dataset and not own else None
-        self.puzzle = solve.puzzle_of(state, c, cells=self.test.seq_len if self.test else 0)
-        if self.test and self.test.task["kind"] == self.puzzle["kind"]:
-            self.puzzle = self.test.task  # its grid: models with attention take any
-        self.cells = math.prod(self.puzzle["grid"])
-        self.run = solve.build_run(state, c, path, self.cells)
-        self.depth = min(self.run.eval_depth, LIMITS["steps"][1])
-        self.noise = float(min(c.eval_noise, LIMITS["noise"][1]))
-        self.path, self.training_step = path, state.get("step", 0)
-        self.own = {name: t.numpy() for name, t in state["puzzles"].items()} if own else {"inputs": []}
-        self.num_puzzles = len(self.test or self.own["inputs"])
-        self.lock = threading.Lock()  # one request at a time changes the run's settings
+class Game:
+    """A model and its test puzzles: those in its file, or those of its dataset if that exists.
+
+    Args:
+        path: of the model, as solve.py takes it.
+        train_arguments: config files and flags of train.py.
+
+    Raises UserError, also if the weights were trained on other symbols than the dataset's.
+    """
+
+    def __init__(self, path, train_arguments):
+        saved = solve.read_saved(path, train_arguments)
+        self.path = path
+        self.training_step = saved.state.get("step", 0)
+        self.settings = settings = saved.settings
+
+        # the test puzzles, tokens [n, cells]; models with attention take the grid of any dataset
+        self.inputs = []
+        self.labels = []
+        task = {"kind": ""}
+        cells = 0
+        if "puzzles" in saved.state:
+            self.inputs = saved.state["puzzles"]["inputs"].numpy()
+            self.labels = saved.state["puzzles"]["labels"].numpy()
+        elif os.path.isdir(settings.data_path):
+            test = Dataset(settings.data_path, "test")
+            check_task(saved.state, test, path)
+            self.inputs = test.inputs
+            self.labels = test.labels
+            task = test.task
+            cells = test.seq_len
+        self.task = task if task["kind"] else solve.task_of_model(saved, cells=cells)
+        self.is_arc = self.task["kind"] == "arc"
+        if self.is_arc:
+            self.train_data, self.test_data = solve.arc_datasets(saved)
+            self.inputs = self.test_data.inputs
+
+        self.model = solve.build_model(saved, math.prod(self.task["grid"]))
+        self.depth = min(settings.eval_halt_max_steps or settings.halt_max_steps, LIMITS["steps"][1])
+        self.noise = float(min(settings.eval_noise, LIMITS["noise"][1]))
+        self.lock = threading.Lock()  # one request at a time uses the model
 
     def describe(self):
-        """The run, for the page."""
-        puzzle = self.puzzle
+        """Returns the run, for the page."""
         return {
-            "path": self.path, "kind": puzzle["kind"], "grid": puzzle["grid"], **look(puzzle),
-            "depth": self.depth, "noise": self.noise, "parameters": self.run.num_parameters,
-            "training_step": self.training_step, "puzzles": self.num_puzzles}
+            "path": self.path,
+            "kind": self.task["kind"],
+            "grid": self.task["grid"],
+            **asdict(appearance(self.task)),
+            "palette": solve.PALETTE,
+            "depth": self.depth,
+            "noise": self.noise,
+            "parameters": sum(t.numel() for t in self.model.state_dict().values()),
+            "training_step": self.training_step,
+            "puzzles": len(self.inputs),
+        }
 
     def test_puzzle(self, index):
-        """A test puzzle, for the page. Raises UserError."""
-        count = self.num_puzzles
-        if not (index.isascii() and index.isdecimal() and len(index) < 10 and int(index) < count):
-            raise UserError(f"index must be a number below {count}, not {index[:20]!r}")
-        i = int(index)
-        rows = self.test.test_batch([i], 1) if self.test else {k: v[i:i + 1] for k, v in self.own.items()}
-        question, answer = rows["inputs"][0], rows["labels"][0]
-        return {"index": i, "question": text_of(self.puzzle, question),
-                "answer": None if (answer == IGNORED).any() else text_of(self.puzzle, answer)}
+        """Returns a test puzzle, for the page; index: as text. Raises UserError.
+
+        The answer is None if it is not known, or one of several right ones.
+        """
+        try:
+            i = int(index)
+        except ValueError:
+            i = -1
+        if not 0 <= i < len(self.inputs):
+            raise UserError(f"index must be a number below {len(self.inputs)}, not {index[:20]!r}")
+        if self.is_arc:
+            return self.arc_puzzle(i)
+        labels = self.labels[i]
+        has_one_answer = (labels > 0).all() and not judged_by_rules(self.task)
+        return {
+            "index": i,
+            "question": text_of(self.task, self.inputs[i]),
+            "answer": text_of(self.task, labels) if has_one_answer else None,
+        }
+
+    def arc_puzzle(self, i):
+        """Returns a test input of an ARC task, for the page; the answer is None if it is not known."""
+        group = np.searchsorted(self.test_data.task_indices, i, side="right") - 1
+        name = self.test_data.task_names[group]
+        question, answer = self.test_data.grids[i]
+        pairs = solve.pairs_of(self.train_data, name)
+        return {
+            "index": i,
+            "task": name,
+            "pairs": [[grid.tolist() for grid in pair] for pair in pairs],
+            "question": question.tolist(),
+            "answer": answer.tolist() or None,
+        }
 
     def parse_request(self, body):
-        """(tokens [cells], warning, values of LIMITS) of a request to solve. Raises UserError."""
+        """Returns the question, a warning, and the values of LIMITS in a request to solve.
+
+        The question is tokens [cells], for ARC the name of a task and a grid. Raises UserError.
+        """
+        warning = ""
         try:
-            request = dict(json.loads(body))
-        except (ValueError, TypeError, RecursionError):
-            raise UserError('the request is not JSON, as {"question": ...}') from None
-        values = {"question": "", "steps": self.depth, "copies": 1, "noise": self.noise, "seed": 0}
-        for name, value in request.items():
-            if name not in values:
-                raise UserError(f"unknown field {name[:20]!r}: known are {', '.join(values)}")
-            expected = type(values[name])
-            if type(value) is not expected and (expected, type(value)) != (float, int):
-                raise UserError(f"{name} must be {expected.__name__}, not {type(value).__name__}")
-            values[name] = value
-        for name, (low, high) in LIMITS.items():
-            if not low <= values[name] <= high:
-                raise UserError(f"{name} must be from {low} to {high}")
-        puzzle, tokens = parse(self.puzzle, values.pop("question"))
-        if len(tokens) != self.cells:
-            raise UserError(f"the question has {len(tokens)} cells, not {self.cells}")
-        return tokens, check_questions(puzzle, tokens[None], [""]), values
+            request = json.loads(body)
+            text = request.pop("question")
+            if self.is_arc:
+                question = request.pop("task"), grid_of_json(text)
+            else:
+                task, question = parse_question(self.task, text + "")
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            raise UserError('the request is not JSON, as {"question": "..."}') from None
+
+        # the question, and the values
+        cells = math.prod(self.task["grid"])
+        if self.is_arc:
+            solve.group_of(self.train_data, question[0])
+            if max(question[1].shape) > self.train_data.side:
+                raise UserError(f"the grid has a side over {self.train_data.side}")
+        elif len(question) != cells:
+            raise UserError(f"the question has {len(question)} cells, not {cells}")
+        values = {"steps": self.depth, "copies": 1, "noise": self.noise, "seed": 0} | request
+        for name, value in values.items():
+            if name not in LIMITS:
+                raise UserError(f"unknown field {name[:20]!r}: known are question, {', '.join(LIMITS)}")
+            low, high = LIMITS[name]
+            types = (int, float) if name == "noise" else (int,)
+            if type(value) not in types or not low <= value <= high:
+                raise UserError(f"{name} must be a number from {low} to {high}")
+        if not self.is_arc:
+            warning = check_questions(task, question[None], [""])
+        return question, warning, values
 
     def solve(self, question, steps, copies, noise, seed):
-        """Yields a dict for the page after each step, with lists of the copies; kept: (copy, step) so far."""
-        with self.lock:
-            c, self.run.eval_depth = self.run.c, steps
-            c.eval_rollouts, c.eval_noise, c.seed = copies, noise, seed
-            logits = []
-            for preds, q_halt in solve.solve(self.run, question[None]):
-                logits.append(q_halt)
-                (kept_step,), (kept_copy,) = solve.surest(np.stack(logits))
-                given = self.puzzle, question[None].repeat(copies, axis=0), preds[0]
-                broken, solved = broken_cells(*given), are_solutions(*given)
-                rules = solved is not None  # are known
-                yield {
-                    "answers": [text_of(self.puzzle, answer) for answer in preds[0]],
-                    "sure": solve.sigmoid(q_halt[0]).round(4).tolist(),
-                    "broken": [np.flatnonzero(cells).tolist() for cells in broken] if rules else None,
-                    "solved": solved.tolist() if rules else None,
-                    "kept": [int(kept_copy), int(kept_step) + 1]}
+        """Yields a dict for the page after each step.
 
+        Args:
+            question: as parse_request returns it.
+            steps, copies, noise, seed: as in LIMITS.
+        """
+        settings = copy.copy(self.settings)
+        settings.eval_halt_max_steps = steps
+        settings.eval_rollouts = copies
+        settings.eval_noise = noise
+        settings.seed = seed
+        if self.is_arc:
+            with self.lock:
+                yield from self.solve_arc(settings, *question)
+            return
+        questions = question[None].repeat(copies, axis=0)
+        with self.lock:
+            for results in solve.watch(settings, self.model, question):
+                # the answers, and which is the most confident one so far
+                answers = results["preds"]
+                kept_copy = int(surest_attempts(results))
+                line = {
+                    "answers": [text_of(self.task, answer) for answer in answers],
+                    "sure": solve.sigmoid(results["q_halt_logits"]).round(4).tolist(),
+                    "broken": None,  # the rules are not known
+                    "solved": None,
+                    "kept": [kept_copy, int(results["surest_steps"][kept_copy])],
+                }
+
+                # by the rules
+                broken = broken_cells(self.task, questions, answers)
+                if broken is not None:
+                    line["broken"] = [np.flatnonzero(cells).tolist() for cells in broken]
+                    line["solved"] = are_solutions(self.task, questions, answers).tolist()
+                yield line
+
+
+    def solve_arc(self, settings, name, grid):
+        """Yields a dict for the page after each step.
+
+        Args:
+            settings: of train.py; eval_rollouts is how many versions vote.
+            name: of the task.
+            grid: its test input.
+        """
+        data = solve.choose_versions(self.train_data, name, [(grid, grid)], settings.eval_rollouts)
+        n = len(data)
+        settings.eval_rollouts = 1
+        evaluator = Evaluator(settings, self.model, open_device("cpu", settings), n)
+        batch = data.test_batch(range(n), n)
+        for step, results in enumerate(evaluator.watch(*weights_of(self.model), batch), 1):
+            answers = results["preds"]
+            votes = count_votes(data, range(n), answers, results["q_halt_logits"])[0, 0]
+            yield {
+                "answers": [crop(answers[0], data.side).tolist()],  # the first version is the original
+                "sure": solve.sigmoid(results["q_halt_logits"][:1]).round(4).tolist(),
+                "kept": [0, step],
+                "votes": [[grid_of(key).tolist(), votes[key][0]] for key in elect(votes)],
+            }
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The server
 
 class RequestError(Exception):
     """A request that is refused: RequestError(HTTP status, message)."""
@@ -166,7 +293,8 @@ class RequestError(Exception):
 
 class Handler(BaseHTTPRequestHandler):
     timeout = 30  # seconds that a client may keep a thread waiting
-    server_version, sys_version = "play", ""
+    server_version = "play"
+    sys_version = ""
 
     def handle(self):
         with contextlib.suppress(ConnectionError):  # the page was closed, or asked for something else
@@ -189,6 +317,7 @@ class Handler(BaseHTTPRequestHandler):
             self.reply_error(e)
 
     def do_POST(self):
+        # a page of another site may send requests here, but not hide where they are from
         try:
             body = self.read_body()
             self.check_host()
@@ -201,13 +330,18 @@ class Handler(BaseHTTPRequestHandler):
         except (RequestError, UserError, ValueError) as e:
             self.reply_error(e)
             return
+
+        # a line for the request, and one for each step
         with contextlib.closing(self.server.game.solve(question, **values)) as lines:  # releases the model
             self.reply(200, "application/x-ndjson", json_line(values | {"warning": warning}))
             for line in lines:
                 self.wfile.write(json_line(line))
 
     def own_hosts(self):
-        return [f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")]
+        """Returns the names of this server; clients leave out port 80."""
+        names = ["127.0.0.1", "localhost"]
+        port = self.server.server_port
+        return [f"{name}:{port}" for name in names] + (names if port == 80 else [])
 
     def check_host(self):
         """Refuses other names of this address: a page of another site may have pointed its own name here."""
@@ -216,6 +350,7 @@ class Handler(BaseHTTPRequestHandler):
             raise RequestError(403, f"the Host must be {self.own_hosts()[0]}")
 
     def read_body(self):
+        # a length that is a plain number, and not too large
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdecimal()):
             raise RequestError(411, "the request needs a Content-Length")

@@ -5,27 +5,39 @@
     python scripts/solve.py out/maze/best.pt maze.txt --steps --halt_max_steps=64
     python scripts/solve.py out/demo puzzles.csv --output=answers.csv --eval_rollouts=8
     python scripts/solve.py official_checkpoint config/sudoku.py puzzle.txt --plot=answer.gif
+    python scripts/solve.py out/arc --task=0934a4d8 --plot=task.png   an ARC task of the run's dataset
+    python scripts/solve.py out/arc tasks.json --output=submission.json
 
 A puzzle is a line, a file, or stdin (if left out, or -), in one line or in several. A Sudoku has digits with
 . or 0 for an empty cell, a maze "# SG" (wall, open, start, goal), others the symbols of their dataset. A
 .csv or .jsonl file, also .gz, has a puzzle a row, in the column question, and may have the right answers in
 the column answer. A puzzle that begins with - must be in a file.
 
-The answer is the surest: that of the supervision step where the halting head was most certain, also of
-several attempts with noise (eval_rollouts). The model is a file of train.py's --export, a run's folder or a
-checkpoint. They contain its settings and say what it solves. An official checkpoint needs the settings that
-differ from train.py's, as config files or flags; what it solves is read from its dataset's manifest.json, or
-told by its sizes. The model runs on the CPU as in train.py's evaluation: averaged weights, forward_dtype
-(float32 for a file of --export), full depth.
+The script keeps the most confident answer: of all supervision steps, and of several attempts with noise
+(eval_rollouts). The model is a file of train.py's --export, a run's folder or a checkpoint. They contain its
+settings and say what it solves. An official checkpoint needs the settings that differ from train.py's, as
+config files or flags; what it solves is read from its dataset's manifest.json, or told by its sizes. The
+model runs on the CPU as in train.py's evaluation: averaged weights, forward_dtype (float32 for a file of
+--export), full depth.
+
+ARC needs the dataset of the run, which knows the versions of each task. They vote, as in train.py's
+evaluation. Many tasks are a folder with a .json file for each, or a .json file like Kaggle's. If the dataset
+only trains on a task, the task's last pair is its test pair.
 """
 import codecs
+import copy
 import csv
 import glob
 import importlib.util
+import io
+import json
 import math
 import os
 import sys
 import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,390 +45,630 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 # isort: off
 import train
-from configurator import UserError, command, configure, read_settings, split_arguments
-from data import IGNORED, NOISE, Progress, generator, read_json, replacing
+from checkpoint import load_weights, newest_checkpoint, read_checkpoint
+from configurator import Settings, UserError, command, configure, split_arguments
+from data import Dataset, Progress, read_json, replacing
 from device import open_device
-from prepare_csv import csv_rows
+from evaluate import (
+    Evaluator, Queue, count_votes, elect, grid_of, noise_keys, submission, surest_answers, surest_attempts,
+    unlabelled_batch, weights_of)
+from prepare import csv_rows
+from prepare_arc import read_folder, read_object
+from prepare_arc import task_of as arc_task_of
 from puzzles import (
-    are_solutions, broken_cells, check_questions, given_cells, guess, is_correct, look, parse, side_by_side,
-    task_of, text_of, tokens_of, verdict)
+    IGNORE_LABEL, appearance, are_solutions, broken_cells, check_questions, given_cells, guess_task,
+    is_correct, judged_by_rules, parse_question, side_by_side, task_of, text_of, tokens_of, verdict)
 
 # output
 steps = False  # show the answers after several supervision steps, and how sure the halting head is
 plot = ""  # draw the answers of --steps: FILE.png, or FILE.gif with a frame for each step
 output = ""  # write the answers of a .csv to this new .csv: question, answer, certainty, step, result
+task = ""  # name of an ARC task in the model's dataset
+versions = 0  # versions of each ARC task that vote; 0: all
 halt_max_steps = 0  # supervision steps; 0: those of the run's evaluation; more may solve more
 # ---
 
 MODELS = os.path.join(ROOT, "models")  # trained ones, files of --export
 CSV_ENDINGS = (".csv", ".csv.gz", ".jsonl", ".jsonl.gz")
 PANELS_IN_A_ROW = 4  # of --plot
+PALETTE = ("#000000", "#0074d9", "#ff4136", "#2ecc40", "#ffdc00",  # of the ten ARC colours, as usual
+           "#aaaaaa", "#f012be", "#ff851b", "#7fdbff", "#870c25")
+ANSI = (16, 32, 203, 41, 220, 248, 199, 208, 117, 88)  # the nearest of a terminal's 256 colours
+DARK = (0, 1, 2, 6, 9)  # colours on which a digit is white
 SURE = 0.9  # the certainty above which answers are counted apart
 CELLS_AT_A_TIME = 5_000  # of all puzzles in a batch: 61 of 9x9 Sudoku, 5 of 30x30 mazes
 
 
 def main(argv):
     """Solves one puzzle and prints it, or those of a file."""
-    s, checkpoint, source, model_flags = read_arguments(argv)
-    rows = read_rows(source)
-    checkpoint = checkpoint or choose_model(rows[0][1])
-    state, c = read_model(checkpoint, model_flags)
-    puzzle, questions, labels = parse_rows(puzzle_of(state, c, rows[0][1]), rows)
-    run = build_run(state, c, checkpoint, math.prod(puzzle["grid"]))
-    run.eval_depth = s.halt_max_steps or run.eval_depth
+    settings, operands, train_arguments = split_arguments(__file__, argv)
+    path, source = model_and_source(operands + ["-"] * bool(settings.task))
+    check_output(settings, source)
+    if settings.halt_max_steps:
+        train_arguments.append(f"--eval_halt_max_steps={settings.halt_max_steps}")
+    if settings.task or source.endswith(".json") or os.path.isdir(source):
+        solve_arc(read_saved(path, train_arguments), source, settings)
+        return
+
+    # the puzzles, and the model for them
+    texts = read_texts(source)
+    path = path or choose_model(texts[0].question)
+    saved = read_saved(path, train_arguments)
+    task = task_of_model(saved, texts[0].question)
+    if task["kind"] == "arc":  # a question alone has no identifier
+        raise UserError(f"{path} solves ARC tasks: choose one with --task=NAME, or a file or folder of tasks")
+    puzzles = parse_texts(task, texts)
+    model = build_model(saved, puzzles.questions.shape[1])
+
+    # solve
     if source.endswith(CSV_ENDINGS):
-        solve_file(run, puzzle, questions, labels, s.output)
+        solve_file(saved.settings, model, puzzles, settings.output)
     else:
-        origin = f"{checkpoint}, training step {state.get('step', 0)}"
-        solve_one(run, puzzle, questions[0], s, origin)
+        solve_one(saved, model, puzzles.task, puzzles.questions[0], settings)
 
 
-def solve_one(run, puzzle, question, s, origin):
-    """Prints the question, the surest answer and whether it is a solution; draws them if asked to."""
-    preds, q_halt = [np.stack(arrays) for arrays in zip(*solve(run, question[None]))]
-    (best,), (attempt,) = surest(q_halt)
-    answers, sure = preds[:, 0, attempt], sigmoid(q_halt[:, 0, attempt])
-    grids = [("question", question, np.zeros(len(question), dtype=bool))]
-    broken = broken_cells(puzzle, question[None].repeat(len(answers), axis=0), answers)
-    for n, answer in enumerate(answers):
-        title = f"step {n + 1}: {sure[n]:.0%}" + (", kept" if n == best else " sure")
-        grids.append((title, answer, grids[0][2] if broken is None else broken[n]))
-    powers = {2 ** i for i in range(run.eval_depth.bit_length())}
-    several = sorted({0, best + 1, run.eval_depth} | powers)  # 0: the question
-    panels = several if s.steps else [0, best + 1]
-    print(side_by_side([grids[n] for n in panels], puzzle["symbols"], *puzzle["grid"]))
-    print(text_of(puzzle, answers[best]))
-    attempts = f", attempt {attempt + 1} of {q_halt.shape[2]}" if q_halt.shape[2] > 1 else ""
-    print(f"{verdict(puzzle, question, answers[best])} ({sure[best]:.0%} sure after step {best + 1} "
-          f"of {run.eval_depth}{attempts}; {origin})")
-    if s.plot:
-        frames = grids + [grids[best + 1]] * 3  # it stays for a while
-        is_gif = s.plot.endswith(".gif")
-        draw(s.plot, puzzle, question, frames if is_gif else [grids[n] for n in several])
-        print(f"wrote {s.plot}")
+# ---------------------------------------------------------------------------------------------------------
+# One puzzle
 
+def watch(settings, model, question):
+    """Yields the results [attempts, ...] of Evaluator.watch, of eval_rollouts attempts at one puzzle.
 
-def solve_file(run, puzzle, questions, labels, path):
-    """Solves questions [n, cells], writes a row for each to a new file, prints how many are right.
-
-    labels: [n, cells]; -100 in the rows of unknown answers, which the rules judge. path: "" for no file.
+    Args:
+        settings: of train.py.
+        model: a TRM on the CPU.
+        question: tokens int32 [cells].
     """
-    known = labels[:, 0] != IGNORED
-    is_right, certainty = np.zeros(len(questions), dtype=bool), np.zeros(len(questions))
-    batch_size = max(1, CELLS_AT_A_TIME // (questions.shape[1] * run.c.eval_rollouts))
-    progress = Progress("solving", len(questions), "puzzles")
-    with replacing(path) if path else open(os.devnull, "wb") as f:
-        rows = csv.writer(codecs.getwriter("utf-8")(f), lineterminator="\n")
-        rows.writerow(["question", "answer", "certainty", "step", "result"])
-        for first in range(0, len(questions), batch_size):
-            batch = slice(first, first + batch_size)
-            preds, q_halt = (np.stack(arrays) for arrays in zip(*solve(run, questions[batch])))
-            step, attempt = surest(q_halt)
-            chosen = step, np.arange(len(step)), attempt
-            answers, certainty[batch] = preds[chosen], sigmoid(q_halt[chosen])
-            by_label = is_correct(puzzle, questions[batch], labels[batch], answers)["accuracy"]
-            by_rules = are_solutions(puzzle, questions[batch], answers)
-            is_right[batch] = by_label if by_rules is None else np.where(known[batch], by_label, by_rules)
-            for i, answer in enumerate(answers, first):
-                results = ("wrong", "right") if known[i] else ("not a solution", "solution")
-                result = results[int(is_right[i])] if known[i] or by_rules is not None else "not judged"
-                rows.writerow([text_of(puzzle, questions[i]), text_of(puzzle, answer), f"{certainty[i]:.4f}",
-                               step[i - first] + 1, result])
-            progress.add(len(answers))
-    summary = f"{is_right.sum()} of {len(questions)} puzzles solved ({is_right.mean():.1%})"
-    if by_rules is None and not known.all():
-        summary += f", of which only {known.sum()} have a known answer to judge by"
-    sure = certainty >= SURE
-    print(f"{summary}; of the {sure.sum()} answers that are {SURE:.0%} sure, "
-          f"{is_right[sure].sum()} are right")
-    if path:
-        print(f"wrote {path}")
+    attempts = settings.eval_rollouts
+    evaluator = Evaluator(settings, model, open_device("cpu", settings), attempts)
+    batch = unlabelled_batch(question[None].repeat(attempts, axis=0))
+    keys = noise_keys(settings.seed, attempts, 1)[:, 0]
+    return evaluator.watch(*weights_of(model), batch, keys)
 
 
-def solve(run, questions):
-    """Yields preds [n, attempts, cells] and q_halt_logits [n, attempts] after each of eval_depth steps.
+def solve_one(saved, model, task, question, settings):
+    """Prints a question, the most confident answer and whether it is a solution; draws them if asked to.
 
-    questions: tokens [n, cells]. attempts: eval_rollouts of run.c, all but the first with noise.
+    Args:
+        saved, model: a Saved and its TRM.
+        task: of the question.
+        question: tokens int32 [cells].
+        settings: of this script.
     """
-    n, attempts = len(questions), run.c.eval_rollouts
-    noise_keys = generator(run.c.seed, NOISE).integers(1, 2 ** 31, attempts, dtype=np.int32)
-    noise_keys[0] = 0
-    rows = questions.repeat(attempts, axis=0)
-    batch = dict(
-        inputs=rows,
-        labels=np.full_like(rows, IGNORED),
-        puzzle_identifiers=np.zeros(len(rows), dtype=np.int32))
-    run.batch_size = len(rows)
-    inputs = run.eval_inputs(batch, np.tile(noise_keys, n))
-    state = run.new_evaluation()
-    for _ in range(run.eval_depth):
-        answers = run.eval_program(state, inputs)
-        preds, q_halt = answers["preds"].numpy(), answers["q_halt_logits"].numpy()
-        yield preds.reshape(n, attempts, -1), q_halt.reshape(n, attempts)
+    results = list(watch(saved.settings, model, question))
+    depth = len(results)
+    attempt = surest_attempts(results[-1])
+    kept = results[-1]["surest_steps"][attempt]
 
+    # the question, and after it the answer of each step
+    titles = ["question"]
+    answers = [question]
+    for step, result in enumerate(results, 1):
+        certainty = sigmoid(result["q_halt_logits"][attempt])
+        titles.append(f"step {step}: {certainty:.0%}" + (", kept" if step == kept else " sure"))
+        answers.append(result["preds"][attempt])
+    questions = np.stack([question] * len(answers))
+    broken = broken_cells(task, questions, np.stack(answers))
+    if broken is None:
+        broken = np.zeros_like(questions, dtype=bool)
+    broken[0] = False
+    grids = list(zip(titles, answers, broken))
 
-def surest(q_halt):
-    """The step and the attempt, from 0, of each question's surest answer; q_halt: [steps, n, attempts].
-
-    Of equals, the last step of the first attempt: that of train.py's evaluation.
-    """
-    num_steps, n, _ = q_halt.shape
-    last_first = q_halt[::-1].transpose(1, 2, 0).reshape(n, -1)  # [n, attempts * steps]
-    attempt, position = np.divmod(last_first.argmax(axis=1), num_steps)
-    return num_steps - 1 - position, attempt
+    # print the question and the kept answer, or several steps: 1, 2, 4, ..., the kept and the last one
+    powers = {2 ** i for i in range(depth.bit_length())}
+    several = [grids[step] for step in sorted({0, kept, depth} | powers)]
+    panels = several if settings.steps else [grids[0], grids[kept]]
+    print(side_by_side(panels, task["symbols"], *task["grid"]).rstrip("\n") + "\n")
+    print(text_of(task, answers[kept]))
+    attempts = saved.settings.eval_rollouts
+    which = f", attempt {attempt + 1} of {attempts}" if attempts > 1 else ""
+    certainty = sigmoid(results[-1]["surest_q_halt_logits"][attempt])
+    print(f"{verdict(task, question, answers[kept])} ({certainty:.0%} sure after step {kept} of {depth}"
+          f"{which}; {saved.path}, training step {saved.state.get('step', 0)})")
+    if settings.plot:
+        film = grids + [grids[kept]] * 3  # it stays for a while
+        draw(settings.plot, task, question, film if settings.plot.endswith(".gif") else several)
+        print(f"wrote {settings.plot}")
 
 
 def sigmoid(logits):
     return 1 / (1 + np.exp(-np.float64(logits)))
 
 
-# Input.
+# ---------------------------------------------------------------------------------------------------------
+# A file of puzzles
 
-def read_arguments(argv):
-    """solve.py's settings, the model ("": of models/), the puzzle, and the model's config files and flags."""
-    s, operands, model_flags = split_arguments(__file__, argv)
-    if len(operands) == 1 and not is_model(operands[0]):
-        operands.insert(0, "")
-    if len(operands) not in (1, 2):
+def solve_file(settings, model, puzzles, output):
+    """Solves puzzles, prints how many are right, and writes a row for each to a new file.
+
+    Args:
+        settings: of train.py.
+        model: a TRM.
+        puzzles: Puzzles.
+        output: path of the file, "" for none.
+    """
+    task, questions, labels = puzzles
+    n = len(questions)
+    surest = surest_answers(run_queue(settings, model, n, lambda i: unlabelled_batch(questions[i])))
+    answers = surest["surest_preds"]
+    certainties = sigmoid(surest["surest_q_halt_logits"])
+
+    # the known answers judge, or the rules where there is none or several are right
+    is_judged = labels[:, 0] != IGNORE_LABEL
+    is_right = is_correct(task, questions, labels, answers)["accuracy"]
+    is_solution = are_solutions(task, questions, answers)
+    if is_solution is not None:
+        is_right = np.where(is_judged & (not judged_by_rules(task)), is_right, is_solution)
+        is_judged[:] = True
+    results = np.where(is_judged, np.where(is_right, "right", "wrong"), "not judged")
+
+    # report
+    summary = f"{is_right.sum()} of {n} puzzles solved ({is_right.mean():.1%})"
+    if not is_judged.all():
+        summary += f", of which only {is_judged.sum()} have a known answer to judge by"
+    is_sure = certainties >= SURE
+    print(f"{summary}; of the {is_sure.sum()} answers that are {SURE:.0%} sure, "
+          f"{is_right[is_sure].sum()} are right")
+    if output:
+        with replacing(output) as f:
+            writer = csv.writer(codecs.getwriter("utf-8")(f), lineterminator="\n")
+            writer.writerow(["question", "answer", "certainty", "step", "result"])
+            for i in range(n):
+                writer.writerow([text_of(task, questions[i]), text_of(task, answers[i]),
+                                 f"{certainties[i]:.4f}", int(surest["surest_steps"][i]), results[i]])
+        print(f"wrote {output}")
+
+
+def run_queue(settings, model, n, read_rows):
+    """Returns the results of an evaluate.Queue.
+
+    Args:
+        settings: of train.py.
+        model: a TRM.
+        n: how many puzzles.
+        read_rows: as Queue takes it.
+    """
+    keys = noise_keys(settings.seed, settings.eval_rollouts, n)
+    slots = min(keys.size, max(1, CELLS_AT_A_TIME // model.config.seq_len))
+    evaluator = Evaluator(settings, model, open_device("cpu", settings), slots)
+    queue = Queue(evaluator, *weights_of(model), read_rows, keys)
+    progress = Progress("solving", keys.size, "puzzles", settings.eval_rollouts)
+    while queue.left():
+        progress.add(queue.step())
+    return queue.results
+
+
+# ---------------------------------------------------------------------------------------------------------
+# ARC
+
+def solve_arc(saved, source, settings):
+    """Solves an ARC task and prints it, or those of a file or folder, and writes a submission.
+
+    Args:
+        saved: a Saved.
+        source: path of the tasks, unless settings.task names one.
+        settings: of this script.
+    """
+    train_data, test_data = arc_datasets(saved)
+    model = build_model(saved, train_data.seq_len)
+
+    # one task
+    if settings.task:
+        demonstrations = pairs_of(train_data, settings.task)
+        if settings.task in test_data.task_names:
+            tests = pairs_of(test_data, settings.task)
+        else:
+            tests = [demonstrations.pop()]
+        data = choose_versions(train_data, settings.task, tests, settings.versions)
+        votes = vote(saved.settings, model, data)
+        show_task(demonstrations, tests, votes, settings.plot)
+        print(f"task {settings.task}; {saved.path}, training step {saved.state.get('step', 0)}")
+        return
+
+    # many tasks: all are checked before the first is solved
+    is_folder = os.path.isdir(source)
+    contents = read_folder(f"{glob.escape(source)}/*.json") if is_folder else read_object(source).items()
+    tasks = [arc_task_of(name, content) for name, content in contents]
+    chosen = [choose_versions(train_data, task.name, task.test, settings.versions) for task in tasks]
+
+    # answers in Kaggle's format
+    attempts = {}
+    for data in chosen:
+        attempts |= submission(data, vote(saved.settings, model, data))
+    with replacing(settings.output) as f:
+        f.write(json.dumps(attempts).encode())
+    print(f"wrote {settings.output}: two answers to each test input of {len(tasks)} tasks")
+
+
+def arc_datasets(saved):
+    """Returns both splits of the dataset that a Saved was trained on. Raises UserError unless it is ARC's."""
+    train_data = Dataset(saved.settings.data_path, "train")
+    if not train_data.has_versions:
+        raise UserError(f"{train_data.path}: not made by prepare_arc.py, so that it has no ARC tasks")
+
+    # the same tasks and versions, in the same order
+    same_number = train_data.num_puzzle_identifiers == saved.sizes["num_puzzle_identifiers"]
+    if not same_number or saved.state.get("data", train_data.sha256) != train_data.sha256:
+        raise UserError(f"{saved.path} was trained with other puzzle identifiers than those of "
+                        f"{train_data.path}: --data_path=FOLDER says where its dataset is")
+    return train_data, Dataset(saved.settings.data_path, "test")
+
+
+def pairs_of(data, name):
+    """Returns the pairs of a task in a split. Raises UserError."""
+    group = group_of(data, name)
+    return data.grids[slice(*data.task_indices[group:group + 2])]
+
+
+def group_of(data, name):
+    """Returns the group of a task. Raises UserError if there is none, and hence no identifier."""
+    if name not in data.task_names:
+        raise UserError(f"task {name}: the model has no identifier for it, since {data.path} lacks it; "
+                        "config/arc_adapt.py adapts a model to new tasks, see docs/arc.md")
+    return data.task_names.index(name)
+
+
+def choose_versions(data, name, pairs, num_versions):
+    """Returns a Dataset of one task in its versions, whose examples are the given pairs. Raises UserError.
+
+    Args:
+        data: the training split, which has the versions of all tasks.
+        name: of the task.
+        pairs: list of (input, output); an output that is not known is empty.
+        num_versions: how many of its versions, the original first; 0: all.
+    """
+    # the same split with the versions of this task alone
+    group = group_of(data, name)
+    puzzles = np.arange(*data.group_indices[group:group + 2])[:num_versions or None]
+    chosen = copy.copy(data)
+    chosen.task_names = [name]
+    chosen.group_indices = np.array([0, len(puzzles)])
+    chosen.versions = data.versions[puzzles]
+    chosen.puzzle_identifiers = data.puzzle_identifiers[puzzles]
+
+    # all versions share the pairs
+    chosen.grids = pairs
+    chosen.first_rows = np.zeros(len(puzzles), dtype=int)
+    chosen.puzzle_indices = np.arange(len(puzzles) + 1) * len(pairs)
+    return chosen
+
+
+def vote(settings, model, data):
+    """Returns the votes on the examples of choose_versions' Dataset, as evaluate.count_votes does."""
+    settings.eval_rollouts = 1
+    results = run_queue(settings, model, len(data), lambda i: data.test_batch(i, len(i)))
+    return count_votes(data, np.arange(len(data)), results["preds"][0], results["q_halt_logits"][0])
+
+
+def show_task(demonstrations, tests, votes, plot):
+    """Prints the pairs of a task and the answers with the most votes; draws them if asked to.
+
+    Args:
+        demonstrations, tests: lists of (input, output); an output that is not known is empty.
+        votes: on the test inputs, as vote() returns them.
+        plot: path of the picture, "" for none.
+    """
+    panels = [[("input", question), ("output", answer)] for question, answer in demonstrations]
+    for number, (question, answer) in enumerate(tests):
+        candidates = votes[0, number]
+        total = sum(count for count, _ in candidates.values())
+        row = [(f"test input {number + 1}", question)]
+        for rank, key in enumerate(elect(candidates)[:2], 1):
+            grid = grid_of(key)
+            verdict = ", right" if np.array_equal(grid, answer) else ""
+            row.append((f"answer {rank}: {candidates[key][0]} of {total} votes{verdict}", grid))
+        if answer.size:
+            row.append(("known answer", answer))
+        panels.append(row)
+
+    # a row of panels for each pair
+    for row in panels:
+        print(grids_as_text(row, sys.stdout.isatty()))
+    if plot:
+        draw_grids(plot, panels)
+        print(f"wrote {plot}")
+
+
+def grids_as_text(row, in_colour):
+    """Returns a text with grids side by side, in a terminal's colours if asked to; row: as in draw_grids."""
+    # the titles, then a line for each row of the tallest grid
+    lines = [""] * (1 + max(len(grid) for _, grid in row))
+    for title, grid in row:
+        width = max(len(title), 3 * grid.shape[1]) + 3
+        lines[0] += title.ljust(width)
+        for i in range(1, len(lines)):
+            colours = grid[i - 1] if i <= len(grid) else []
+            for colour in colours:
+                style = f"\033[48;5;{ANSI[colour]};38;5;{231 if colour in DARK else 16}m"
+                lines[i] += f"{style} {colour} \033[0m" if in_colour else f" {colour} "
+            lines[i] += " " * (width - 3 * len(colours))
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def draw_grids(path, panels):
+    """Draws grids in the ARC palette to a .png; panels: a list of (title, grid) for each row."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    columns = max(map(len, panels))
+    figure = Figure((3 * columns, 2.8 * len(panels)), dpi=120, layout="constrained")
+    for number, row in enumerate(panels):
+        for column, (title, grid) in enumerate(row, 1):
+            ax = figure.add_subplot(len(panels), columns, number * columns + column)
+            ax.set(title=title, xticks=[], yticks=[])
+            if grid.size:
+                ax.imshow(grid, cmap=ListedColormap(PALETTE), vmin=0, vmax=9)
+            # the numbers tell colours apart for everybody
+            for (i, j), colour in np.ndenumerate(grid):
+                ink = "white" if colour in DARK else "black"
+                size = min(8, 100 / max(grid.shape))
+                ax.text(j, i, colour, ha="center", va="center", color=ink, fontsize=size)
+    with replacing(path) as f:
+        figure.savefig(f)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Arguments and puzzles
+
+class PuzzleText(NamedTuple):
+    """A puzzle as a user wrote it."""
+    place: str  # file and line, a prefix of messages
+    question: str
+    answer: str  # "" if it is not known
+
+
+class Puzzles(NamedTuple):
+    """Puzzles as tokens."""
+    task: dict  # with their grid
+    questions: np.ndarray  # int32 [n, cells]
+    labels: np.ndarray  # [n, cells]; IGNORE_LABEL in rows without a known answer
+
+
+def model_and_source(operands):
+    """Returns the path of the model, "" for one of models/, and the puzzle or its file. Raises UserError."""
+    if len(operands) == 1:
+        name = operands[0]
+        is_model = os.path.isdir(name) or name.endswith(".pt") or zipfile.is_zipfile(name)
+        operands = [name, "-"] if is_model else ["", name]
+    if len(operands) != 2:
         raise UserError("usage: python scripts/solve.py MODEL PUZZLE, each a file, or a run's folder "
                         "and the puzzle in a line; or PUZZLE alone; see --help")
-    checkpoint, source = (*operands, "-")[:2]
-    if s.halt_max_steps < 0:
-        raise UserError(f"halt_max_steps must be 0 or more, not {s.halt_max_steps}")
-    if s.plot and not s.plot.endswith((".png", ".gif")):
-        raise UserError(f"--plot={s.plot}: must end in .png or .gif")
-    if s.plot and not importlib.util.find_spec("matplotlib"):
-        raise UserError("--plot needs matplotlib: pip install matplotlib")
-    is_file = source.endswith(CSV_ENDINGS)
-    if is_file and (s.steps or s.plot):
+    return operands
+
+
+def check_output(settings, source):
+    """Raises UserError if the output that is asked for cannot be written."""
+    is_arc = source.endswith(".json") or os.path.isdir(source)
+    is_file = is_arc or source.endswith(CSV_ENDINGS)
+    pictures = (".png",) if settings.task else (".png", ".gif")
+    if is_file and (settings.steps or settings.plot):
         raise UserError("--steps and --plot show one puzzle, not a file of them")
-    if s.output and not (is_file and s.output.endswith(".csv")):
-        raise UserError(f"--output={s.output}: must end in .csv, and is for the puzzles of a .csv")
-    for path in s.plot, s.output:
-        if os.path.lexists(path):
-            raise UserError(f"{path}: exists already; choose another name")
-        if not os.path.isdir(os.path.dirname(path) or "."):
-            raise UserError(f"{path}: there is no such folder")
-    return s, checkpoint, source, model_flags
+    if settings.plot and not settings.plot.endswith(pictures):
+        raise UserError(f"--plot={settings.plot}: must end in {' or '.join(pictures)}")
+    if settings.plot and not importlib.util.find_spec("matplotlib"):
+        raise UserError("--plot needs matplotlib: pip install matplotlib")
+    if settings.output and not (is_file and settings.output.endswith(".json" if is_arc else ".csv")):
+        raise UserError(f"--output={settings.output}: must end in .csv, and is for the puzzles of a .csv; or "
+                        "in .json, for a file or folder of ARC tasks")
+    if is_arc and not settings.output:
+        raise UserError(f"{source}: choose a file for the answers to its tasks, --output=submission.json")
+    path = settings.plot or settings.output
+    if os.path.lexists(path):
+        raise UserError(f"{path}: exists already; choose another name")
+    if not os.access(os.path.dirname(path) or ".", os.W_OK):
+        raise UserError(f"{path}: there is no such folder, or it cannot be written to")
 
 
-def is_model(path):
-    return os.path.isdir(path) or path.endswith(".pt") or zipfile.is_zipfile(path)
+def read_texts(source):
+    """Returns a list of PuzzleText, of a .csv, a file, stdin (-) or a line. Raises UserError."""
+    if source.endswith(CSV_ENDINGS):
+        rows = csv_rows(source, ["question"], ["answer"])
+        texts = [PuzzleText(f"{source}:{line}: ", *columns) for line, columns in rows]
+        if not texts:
+            raise UserError(f"{source}:2: no puzzle under the header")
+        return texts
+    if source == "-":
+        source = sys.stdin.buffer.read().decode("utf-8-sig", errors="replace")
+    elif os.path.isfile(source):
+        source = Path(source).read_bytes().decode("utf-8-sig", errors="replace")
+    return [PuzzleText("", source, "")]
 
 
-def read_rows(source):
-    """Texts of puzzles, [(place for messages, question, answer or "")], of a .csv, a file, stdin or a line.
+def parse_texts(task, texts):
+    """Returns Puzzles; texts: a list of PuzzleText. Warns on stderr if a puzzle has several solutions.
 
-    Raises UserError.
+    Raises UserError for the first that is wrong or has no solution.
     """
-    if not source.endswith(CSV_ENDINGS):
-        if source != "-" and not os.path.isfile(source):
-            return [("", source, "")]
-        is_stdin = source == "-"
-        with open(0 if is_stdin else source, encoding="utf-8-sig", errors="replace",
-                  closefd=not is_stdin) as f:
-            return [("", f.read(), "")]
-    rows = [(f"{source}:{line}: ", *texts) for line, texts in csv_rows(source, ["question"], ["answer"])]
-    if not rows:
-        raise UserError(f"{source}:2: no puzzle under the header")
-    return rows
-
-
-def parse_rows(puzzle, rows):
-    """The puzzle with the grid of the rows, questions and labels [n, cells]; a label is -100 if not known.
-
-    rows: as read_rows returns them. Raises UserError for the first one that is wrong or has no solution.
-    """
-    questions, labels, places = [], [], [place for place, _, _ in rows]
-    for place, question, answer in rows:
+    questions = []
+    labels = []
+    for place, question, answer in texts:
         try:
-            own, tokens = parse(puzzle, question)
+            task, tokens = parse_question(task, question)
             if questions and len(tokens) != len(questions[0]):
                 raise UserError("the puzzle has not as many cells as the first")
-            if answer and len(answer) != len(tokens):
-                raise UserError(f"the answer has {len(answer)} characters, not {len(tokens)}")
-            label = tokens_of(own, answer, own["symbols"][1:], "the answer") if answer else IGNORED
+            label = np.full_like(tokens, IGNORE_LABEL)
+            if answer:
+                label = tokens_of(task, answer, task["symbols"][1:], "the answer")
+            if len(label) != len(tokens):
+                raise UserError(f"the answer has {len(label)} characters, not {len(tokens)}")
         except UserError as e:
-            hint = "" if place or "\n" in question else " (if a file was meant: there is none of that name)"
-            raise UserError(f"{place}{e}{hint}") from None
+            raise UserError(f"{place}{e}") from None
         questions.append(tokens)
-        labels.append(np.broadcast_to(label, tokens.shape))
-    questions, labels = np.stack(questions), np.stack(labels)
-    warning = check_questions(own, questions, places)
+        labels.append(label)
+    questions = np.stack(questions)
+    warning = check_questions(task, questions, [text.place for text in texts])
     if warning:
         print(f"solve.py: warning: {warning}", file=sys.stderr)
-    known = np.flatnonzero(labels[:, 0] != IGNORED)
-    is_solution = are_solutions(own, questions[known], labels[known])
-    if is_solution is not None and not is_solution.all():
-        raise UserError(places[known[is_solution.argmin()]] + "the answer is not a solution of the question")
-    return own, questions, labels
+    return Puzzles(task, questions, np.stack(labels))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Models
+
+class Saved(NamedTuple):
+    """A trained model on disk."""
+    path: str
+    state: dict  # the content of its file
+    settings: Settings  # of train.py, for an evaluation of it
+    sizes: dict  # its train.SIZES; seq_len is 0 in an official checkpoint
 
 
 def shipped_models():
-    """{path: task} of the files in models/."""
-    paths = sorted(glob.glob(os.path.join(glob.escape(MODELS), "*.pt")))
-    return {os.path.relpath(path): read_state(path)["task"] for path in paths}
+    """Returns {path: task} of the files in models/. Names those that it cannot use, on stderr."""
+    tasks = {}
+    for path in sorted(glob.glob(os.path.join(glob.escape(MODELS), "*.pt"))):
+        path = os.path.relpath(path)
+        try:
+            tasks[path] = read_checkpoint(path)["task"]
+        except UserError as e:
+            print(f"skipped {e}", file=sys.stderr)
+        except KeyError:
+            print(f"skipped {path}: it does not say which puzzles it solves", file=sys.stderr)
+    return tasks
 
 
-def choose_model(text):
-    """The file of models/ for puzzles of this one's size and symbols. Raises UserError if there is none."""
+def choose_model(question):
+    """Returns the file of models/ for puzzles of this one's size and symbols. Raises UserError."""
     reasons = []
     for path, task in shipped_models().items():
-        name, (rows, columns) = os.path.basename(path), task["grid"]
         try:
-            if parse(task, text)[0]["grid"] == task["grid"]:
+            if parse_question(task, question)[0]["grid"] == task["grid"]:
                 return path
-            reasons.append(f"{name} takes {rows}x{columns}")
+            reason = "another size"
         except UserError as e:
-            reasons.append(f"{name}: {e}")
-    raise UserError(f"no file of models/ is for the puzzle {text.strip()[:20]!r} (is it a file that does not "
-                    f"exist?): {'; '.join(reasons)}")
+            reason = str(e)
+        reasons.append(f"{os.path.basename(path)}: {reason}")
+    raise UserError(f"no file of models/ is for the puzzle {question.strip()[:20]!r} (is it a file that does "
+                    f"not exist?): {'; '.join(reasons)}")
 
 
-def read_model(path, flags):
-    """The state in the checkpoint at path, a file or a run's folder, and its settings.
+def read_saved(path, train_arguments):
+    """Returns a Saved. Raises UserError.
 
-    flags: config files and flags of train.py, over the settings in the checkpoint. Raises UserError.
+    Args:
+        path: of a model file or a checkpoint, or a run's folder, for its newest checkpoint.
+        train_arguments: config files and flags of train.py, over the settings in the checkpoint.
     """
-    state = read_state(path)
-    groups = {name: group for name, (_, _, group) in read_settings(train.__file__).items()}
-    saved = {name: value for name, value in state.get("settings", {}).items()
-             if groups.get(name) not in (None, "run", "logging")}
+    if os.path.isdir(path):
+        notes = []
+        state = newest_checkpoint(path, notes.append)
+        if not state:
+            raise UserError("; ".join([f"{path}: no complete checkpoint (ckpt_*.pt with its .json)", *notes]))
+    else:
+        state = read_checkpoint(path)
+
+    # the settings that describe the model, and those for solving
+    flags = []
+    for name, value in state.get("settings", {}).items():
+        if name in train.DEFAULTS and name not in train.RUN_SETTINGS:
+            flags.append(f"--{name}={value}")
     if "puzzles" in state:  # a file of --export travels, and many CPUs have no bfloat16 units
-        saved["forward_dtype"] = "float32"
-    c = configure(train.__file__, [f"--{name}={value}" for name, value in saved.items()] + flags)
-    c.global_batch_size = 1
-    c.micro_batch_size = 0
-    c.eval_patience = 0  # every step is shown
-    train.check_settings(c)
-    return state, c
+        flags.append("--forward_dtype=float32")
+    settings = configure(train.__file__, flags + train_arguments)
+    settings.global_batch_size = 1
+    settings.micro_batch_size = 0
+    settings.eval_patience = 0  # every step is shown
+    train.check_settings(settings)
+
+    # an official checkpoint has its sizes in the shapes of its weights
+    lengths = {name.rpartition("inner.")[2]: len(t) for name, t in state["weights"].items()}
+    sizes = dict(seq_len=0, vocab_size=lengths.get("lm_head.weight", 0),
+                 num_puzzle_identifiers=lengths.get("puzzle_emb.weights", 1))
+    if "model" in state:
+        sizes = {name: state["model"][name] for name in train.SIZES}
+    return Saved(path, state, settings, sizes)
 
 
-def puzzle_of(state, c, text="", cells=0):
-    """The task of a model: of its checkpoint, or else of its dataset's manifest, or by the model's sizes.
+def task_of_model(saved, question="", cells=0):
+    """Returns the task of a model: its checkpoint's, its dataset's, or the one that its sizes tell.
 
-    text, cells: of a question, for a model that takes any number of cells. Raises UserError if the model
-    has neither and is neither one of Sudoku nor of mazes.
+    Args:
+        saved: a Saved.
+        question, cells: a typed question, or the cells of one.
+
+    Raises UserError if the model has none, and is neither for Sudoku nor for mazes.
     """
-    if state.get("task", {}).get("kind"):
-        return state["task"]
-    own_cells, vocab_size = sizes_of(state, c)
-    path = os.path.join(c.data_path, "manifest.json")
-    manifest = read_json(path) if os.path.exists(path) else {}
-    fits = {"kind", "grid", "symbols"} <= manifest.keys() and len(manifest["symbols"]) == vocab_size
-    if fits and own_cells in (0, math.prod(manifest["grid"])):
-        return manifest
-    cells = own_cells or cells or state.get("model", {}).get("seq_len", 0)
-    if not cells and not text:
-        raise UserError(f"the model takes puzzles of any size, and its dataset is not in {c.data_path}: "
-                        "--data_path=FOLDER says where it is")
-    return guess(cells, vocab_size, text)
+    seq_len = saved.sizes["seq_len"]
+    vocab_size = saved.sizes["vocab_size"]
+    task = saved.state.get("task", {})
+    if task.get("kind"):
+        return task_of(task, seq_len, vocab_size)
+    path = os.path.join(saved.settings.data_path, "manifest.json")
+    if os.path.exists(path):
+        manifest = read_json(path, "kind", "grid")
+        with suppress(UserError):  # the dataset of another model
+            return task_of(manifest, seq_len or math.prod(manifest["grid"]), vocab_size)
+    if not (seq_len or cells or question):
+        raise UserError(f"{saved.path} does not say what it solves, and its dataset is not in "
+                        f"{saved.settings.data_path}: --data_path=FOLDER says where it is")
+    return guess_task(cells or seq_len, vocab_size, question)
 
 
-def sizes_of(state, c):
-    """Cells that the model in a checkpoint's state takes, 0 for any number, and the tokens that it knows."""
-    sizes, cells = state.get("model", {}), 0
-    if c.mlp_t or c.pos_encodings == "learned":
-        prefix = c.puzzle_emb_ndim and (c.puzzle_emb_len or math.ceil(c.puzzle_emb_ndim / c.hidden_size))
-        length = rows_of(state, "mlp_t.down_proj.weight") or rows_of(state, "embed_pos.embedding_weight")
-        cells = sizes.get("seq_len", max(0, length - prefix))
-    return cells, sizes.get("vocab_size") or rows_of(state, "lm_head.weight")
+def build_model(saved, cells):
+    """Returns the TRM with the averaged weights. Raises UserError unless it takes so many cells."""
+    settings = saved.settings
+    seq_len = saved.sizes["seq_len"]
+    has_fixed_length = settings.mlp_t or settings.pos_encodings == "learned"
+    if has_fixed_length and seq_len not in (0, cells):
+        raise UserError(f"{saved.path}: the model takes {seq_len} cells, not {cells}")
+    model = train.new_model(settings, **saved.sizes | {"seq_len": cells})
+    load_weights(model, saved.state.get("ema", saved.state["weights"]), saved.path)
+    return model
 
 
-def build_run(state, c, path, cells):
-    """The model in a checkpoint's state as a train.Run. Raises UserError unless it takes so many cells."""
-    own_cells, vocab_size = sizes_of(state, c)
-    if own_cells not in (0, cells):
-        raise UserError(f"{path}: the model takes {own_cells} cells, not {cells}")
-    identifiers = rows_of(state, "puzzle_emb.weights") or 1
-    model = train.new_model(c, seq_len=cells, vocab_size=vocab_size, num_puzzle_identifiers=identifiers)
-    train.load_weights(model, state["weights"], path)
-    averaged = {"ema": state["ema"]} if "ema" in state else {}
-    return train.Run(model, c, open_device("cpu", c), averaged)
+# ---------------------------------------------------------------------------------------------------------
+# Pictures
+
+def draw(path, task, question, grids):
+    """Draws grids side by side, or as the frames of a .gif.
+
+    Args:
+        path: of the new file, .png or .gif.
+        task: of the puzzle.
+        question: tokens [cells].
+        grids: list of (title, tokens [cells], which cells break a rule [cells]).
+    """
+    from matplotlib.figure import Figure
+    from PIL import Image
+    height, width = (max(3, cells / 6) for cells in task["grid"])
+    with replacing(path) as f:
+        if path.endswith(".gif"):
+            frames = []
+            for grid in grids:
+                figure = Figure((width, height + 0.3), dpi=160, layout="constrained")
+                draw_grid(figure.subplots(), task, question, *grid)
+                frame = io.BytesIO()
+                figure.savefig(frame)
+                frames.append(Image.open(frame))
+            frames[0].save(f, "gif", save_all=True, append_images=frames[1:], duration=500, loop=0)
+        else:
+            columns = min(PANELS_IN_A_ROW, len(grids))
+            rows = math.ceil(len(grids) / columns)
+            figure = Figure((width * columns, (height + 0.3) * rows), dpi=120, layout="constrained")
+            for i, grid in enumerate(grids, 1):
+                draw_grid(figure.add_subplot(rows, columns, i), task, question, *grid)
+            figure.savefig(f)
 
 
-def read_state(path):
-    """The state in a checkpoint, or in the newest of a run's folder. Raises UserError."""
-    if not os.path.exists(path):
-        raise UserError(f"{path}: no such checkpoint or folder")
-    if not os.path.isdir(path):
-        state = train.read_checkpoint(path)
-        if "puzzles" in state:
-            check_model_file(state, path)
-        return state
-
-    state = train.newest_checkpoint(
-        path, lambda note: note.startswith("skipped") and print(note, file=sys.stderr))
-    if not state:
-        raise UserError(f"{path}: no complete checkpoint (ckpt_*.pt with its .json) in it")
-    return state
-
-
-def check_model_file(state, path):
-    """Raises UserError unless what a file of --export says of its model fits together: others made it."""
-    try:
-        cells, vocab_size = state["model"]["seq_len"], state["model"]["vocab_size"]
-        state["task"] = task_of(state["task"], cells, vocab_size)
-        inputs, labels = (state["puzzles"][name].numpy() for name in ("inputs", "labels"))
-        fits = (inputs.shape == labels.shape == (len(inputs), cells) and inputs.min() >= 0
-                and inputs.max() < vocab_size and labels.max() < vocab_size
-                and isinstance(state["settings"], dict) and isinstance(state["step"], int))
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError, UserError):
-        fits = False
-    if not fits:
-        raise UserError(f"{path}: damaged, or a model file of another version of this code")
-
-
-def rows_of(state, name):
-    """Rows of the weight whose name ends so; 0 if there is none."""
-    return next((len(t) for key, t in state["weights"].items() if key.endswith(name)), 0)
-
-
-# Pictures.
-
-def draw(path, puzzle, question, grids):
-    """Draws the grids, (title, tokens, broken cells) each, side by side or as the frames of a .gif."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import animation, pyplot
-    panels = 1 if path.endswith(".gif") else len(grids)
-    columns = min(PANELS_IN_A_ROW, panels)
-    rows = math.ceil(panels / columns)
-    height, width = (max(3, cells / 6) for cells in puzzle["grid"])
-    fig, axes = pyplot.subplots(rows, columns, squeeze=False, layout="constrained",
-                                figsize=(width * columns, (height + 0.3) * rows))
-    fig.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
-    if path.endswith(".gif"):
-        film = animation.FuncAnimation(
-            fig, lambda grid: draw_grid(axes[0, 0], puzzle, question, *grid), grids)
-        film.save(path, writer="pillow", fps=2, dpi=160)
-        return
-    for ax, grid in zip(axes.flat, grids):
-        draw_grid(ax, puzzle, question, *grid)
-    for ax in axes.flat[panels:]:
-        ax.axis("off")
-    fig.savefig(path, dpi=120)
-
-
-def draw_grid(ax, puzzle, question, title, tokens, broken):
+def draw_grid(ax, task, question, title, tokens, broken):
     """Draws a grid: givens bold on grey, answers plain on white (a path on grey), broken cells on black."""
-    ax.clear()
-    rows, columns = puzzle["grid"]
-    given, shown = given_cells(puzzle, question), look(puzzle)
-    shades, names = np.where(given, 0.88, 1.0), [shown["names"].get(symbol) for symbol in puzzle["symbols"]]
-    for name, shade in ("path", 0.75), ("wall", 0.3):
-        shades[np.array(names)[tokens] == name] = shade
-    shades[broken] = 0
-    ax.imshow(shades.reshape(rows, columns), cmap="gray", vmin=0, vmax=1)
+    rows, columns = task["grid"]
+    given = given_cells(task, question)
+    style = appearance(task)
+
+    # the cells
+    shades = np.where(given, 0.88, 1.0)
     for i, token in enumerate(tokens):
-        ax.text(i % columns, i // columns, puzzle["symbols"][token].strip("#_."), ha="center", va="center",
+        symbol = task["symbols"][token]
+        shades[i] = {"path": 0.75, "wall": 0.3}.get(style.names.get(symbol), shades[i])
+        ax.text(i % columns, i // columns, symbol.strip("#_."), ha="center", va="center",
                 color="white" if broken[i] else "black", fontsize=max(6, 120 / columns),
                 fontweight="bold" if given[i] else "normal")
-    box_rows, box_columns = shown["box"]
-    for k in range(rows + 1):
-        ax.axhline(k - 0.5, color="black", linewidth=0.2 if k % box_rows else 1.5)
-    for k in range(columns + 1):
-        ax.axvline(k - 0.5, color="black", linewidth=0.2 if k % box_columns else 1.5)
+    shades[broken] = 0
+    ax.imshow(shades.reshape(rows, columns), cmap="gray", vmin=0, vmax=1)
+
+    # the lines between them
+    for draw_line, cells, box in (ax.axhline, rows, style.box[0]), (ax.axvline, columns, style.box[1]):
+        for k in range(cells + 1):
+            draw_line(k - 0.5, color="black", linewidth=0.2 if k % box else 1.5)
     ax.set(title=title, xticks=[], yticks=[])
 
 

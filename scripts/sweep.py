@@ -3,417 +3,305 @@
     python scripts/sweep.py --list                          what each run asks, changes and costs
     python scripts/sweep.py exp01a exp02b_03 --epochs=1000  two runs, both with a setting of train.py
     python scripts/sweep.py --pattern=exp01 config/mini.py  with this config file after each run's
-    python scripts/sweep.py --jobs=scripts/sky-tpu.yaml --gcs_dir=gs://BUCKET/study
 
-The settings below are sweep.py's own. All others are train.py's and apply to every run; the run's name is
-added to out_dir and gcs_dir. Each run has its log beside its folder, RUN.log; results.json has all results.
-A run that dies is resumed twice. A folder that holds a run with other settings is left as it is and counts
-as a failure. Ctrl-C or SIGTERM makes the current run save and stop; the same command resumes it. The exit
-code is 0 if all runs are complete, 1 if not, and 3 if the sweep was stopped.
+A name selects the runs that begin with it. The settings below are sweep.py's own. All others are train.py's
+and apply to every run; the run's name is added to out_dir and gcs_dir. Each run has its log beside its
+folder, RUN.log. A run that dies is resumed twice. The sweep ends with a table and results.json. Ctrl-C or
+SIGTERM makes the current run save and stop; the same command resumes it. The exit code is 0 if all runs are
+complete, 1 if not, 2 for wrong input before the first run, and 3 if the sweep was stopped.
 
-Several sweeps at a time share the runs of a folder: one leaves to the others what they have in progress,
-and takes it over if they die. Between machines there is no such sharing: SkyPilot has the queue of jobs.
+Several sweeps on one machine may share a folder: a sweep does not start what another one is training.
 """
+import ast
 import fcntl
-import fnmatch
-import functools
-import itertools
+import glob
 import json
 import os
 import pathlib
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-import configurator  # before torch: see there
 import torch
-from configurator import TransientError, UserError, configure, read_settings, run_file, split_arguments
 
+import configurator  # before torch: see there
 import prepare_sudoku
 import train
-from bucket import Bucket
-from data import locked, parse_metrics, read_json, read_metrics, replacing, saved_settings
+from configurator import UserError, configure, split_arguments
+from data import locked, read_json, read_metrics, replacing, saved_settings
 
-# which runs; names without a dash select single ones
-pattern = ""  # runs whose file names start so, with * and ? as in a shell; "" without names: all 67
+# which runs; names without a dash select runs too
+pattern = ""  # runs whose names begin so, with * and ? as in a shell; "" without names: all 67
 continue_on_failure = False  # continue with the next run if one fails
 # instead of running them
 list = False  # print what each run asks, changes and costs
+dry_run = False  # print each run's data set and command besides
 prepare = False  # make the datasets that are missing
-pull = False  # download metrics and logs from gcs_dir to out_dir, for report.py, and print the table
-# on machines that SkyPilot rents, with gcs_dir
-jobs = ""  # a SkyPilot file: print a managed job for each run that is not complete in the bucket
-launch = False  # start these jobs and wait for them; those in SkyPilot's queue are not started again
-max_jobs = 4  # at a time, with launch
 # ---
 
-RETRIES = 2  # how often a run that dies is resumed; wrong input is not retried
-PROGRESS_INTERVAL = 60  # seconds between two lines, or two looks at the queue
 STUDY = os.path.join(ROOT, "config", "study")
-SETTINGS = read_settings(train.__file__)
-DEFAULTS = {name: default for name, (default, _, _) in SETTINGS.items()}
-# Settings that do not change a result. The data is known by data_path.
-NEUTRAL = {name for name, (_, _, group) in SETTINGS.items() if group in ("run", "logging")}
-NEUTRAL -= {"checkpoint_interval"}  # sequences start afresh there
-NEUTRAL |= {"data_prepare", "micro_batch_size", "eval_save_outputs", "eval_show_puzzle", "eval_only"}
+ATTEMPTS = 3  # of a run that dies
+# These settings say where and how a run is made, and do not change its result.
+RUN_SETTINGS = (
+    "out_dir", "gcs_dir", "init_from", "checkpoint_interval", "keep_last_n", "export", "log_interval",
+    "stall_timeout", "device", "compile", "kernels", "wandb_log", "wandb_project", "wandb_run_name",
+    "wandb_mode")
+NEUTRAL = (
+    *RUN_SETTINGS, "data_prepare", "micro_batch_size", "eval_save_outputs", "eval_show_puzzle", "eval_only")
+# train.py may replace these two: by the local copy of a bucket's dataset, by a type that the GPU has.
+REPLACED = ("data_path", "forward_dtype")
 
 
 def main(argv):
     """Separates sweep.py's arguments from train.py's, and does what they ask for."""
-    s, names, extra = split_arguments(__file__, argv)
-    if s.launch and not s.jobs or s.max_jobs < 1:
-        raise UserError("--launch needs --jobs=FILE, as scripts/sky-tpu.yaml, and --max_jobs=1 or more")
-    runs = [StudyRun(path, extra) for path in select_files(names, s.pattern)]
-    if len({run.c.out_dir for run in runs}) < len(runs):
+    settings, names, train_arguments = split_arguments(__file__, argv)
+    runs = [StudyRun(path, train_arguments) for path in select_files(names, settings.pattern)]
+    folders = {run.settings.out_dir for run in runs}
+    if len(folders) < len(runs):
         raise UserError("a config file gives several runs one out_dir; name a run as exp01a, not by its path")
-    if (s.jobs or s.pull) and runs[0].c.gcs_dir.count("/") < 4:
-        raise UserError("--jobs and --pull need --gcs_dir=gs://BUCKET/FOLDER, the folder of all runs")
-    if s.list:
-        print_list(runs, vars(configure(train.__file__, [os.path.join(ROOT, "config/baseline.py"), *extra])))
-    elif s.prepare:
+    if settings.list or settings.dry_run:
+        baseline = configure(train.__file__, [os.path.join(ROOT, "config/baseline.py"), *train_arguments])
+        print_runs(runs, vars(baseline), settings.dry_run)
+    elif settings.prepare:
         for run in runs:
-            train.make_dataset(run.c)
-        print(f"datasets: {len({run.c.data_path for run in runs})}")
+            train.make_dataset(run.settings)
     else:
-        sweep = Sweep(runs, s)
-        if s.pull:
-            with ThreadPoolExecutor() as pool:
-                [*pool.map(StudyRun.pull, runs)]
-        elif s.jobs and not s.launch:
-            return sweep.print_jobs()
-        else:
-            sweep.launch() if s.jobs else sweep.run()
-        sys.exit(sweep.finish())
+        sys.exit(sweep(runs, settings.continue_on_failure))
 
 
 def select_files(names, pattern):
-    """Files of config/study in the study's order. Raises UserError if a name or the pattern fits none."""
-    files = sorted((path.stem for path in pathlib.Path(STUDY).glob("*.py")), key=lambda name: (
-        name.startswith("contrib"), name.partition("_")[0], len(name), name))  # 250 before 1000
-    matches = fnmatch.filter(files, pattern + "*") if pattern or not names else []
-    unknown = sorted({*names} - {*files})
-    if unknown or not (names or matches):
-        raise UserError(f"{' '.join(unknown) or '--pattern=' + pattern}: no such run in config/study; "
-                        "--list prints all")
-    return [os.path.join(STUDY, name + ".py") for name in files if name in [*names, *matches]]
+    """Returns the files of config/study that the names and the pattern select, in the study's order.
+
+    Raises UserError if one of them selects none.
+    """
+    # exp04a_100 selects exp04a_100_puzzles.py, but not exp04a_1000_puzzles.py.
+    globs = {name: f"{name}[_.]*" for name in names}
+    if pattern or not names:
+        globs[f"--pattern={pattern}"] = f"{pattern}*.py"
+    selected = set()
+    for argument, text in globs.items():
+        paths = glob.glob(os.path.join(STUDY, text))
+        if not paths:
+            raise UserError(f"{argument}: no such run in config/study; --list prints all")
+        selected.update(paths)
+    return sorted(selected, key=place)
 
 
-def print_list(runs, baseline):
-    """Prints each run's size and how it differs from the baseline."""
-    for question, group in itertools.groupby(runs, lambda run: run.question):
-        print(question)
-        for run in group:
-            path = run.c.data_path
-            exists = path.startswith("gs://") or os.path.exists(path)
-            print(f"  {run.file:22}{run.steps:7,} steps {run.parameters:11,} weights {run.flop():8.2g} FLOP  "
-                  f"{changes(vars(run.c), baseline) or 'the baseline'}"
-                  f"{'' if exists else '; missing: ' + path}")
-    print(f"{len(runs)} runs, {sum(run.steps for run in runs):,} steps, "
-          f"{sum(run.flop() for run in runs):.3g} FLOP")
+def place(path):
+    """Returns the sort key of a run's file: the contributions come last, and 250 puzzles before 1000."""
+    group = os.path.basename(path).partition("_")[0]
+    return group.startswith("contrib"), group, len(path), path
 
 
-def changes(settings, others):
-    """The settings that differ in others and can change a result, as text; both are dicts."""
-    def value(values, name):  # data/NAME is the copy of gs://bucket/NAME
-        text = str(values[name])
-        return os.path.basename(text.rstrip("/")) if name == "data_path" else text
+def print_runs(runs, baseline, dry_run):
+    """Prints each run's size and how it differs from the baseline; with dry_run also its data and command."""
+    # A group's runs have one question, which is printed above them.
+    question = ""
+    for run in runs:
+        if run.question != question:
+            question = run.question
+            print(question)
+        differences = changes(vars(run.settings), baseline, NEUTRAL) or "the baseline"
+        print(f"  {run.name:32}{run.steps:7,} steps {run.parameters:11,} weights  {differences}")
+        if dry_run:
+            print(f"    {run.settings.data_path}\n    {shlex.join(['python', *run.command])}")
+    print(f"{len(runs)} runs, {sum(run.steps for run in runs):,} steps")
 
-    return " ".join(f"{name}={settings[name]}" for name in DEFAULTS
-                    if name not in NEUTRAL and value(settings, name) != value(others, name))
+
+def changes(settings, others, ignored):
+    """Returns the settings that differ from those in others, as text.
+
+    Args:
+        settings, others: {name: value} of train.py's settings.
+        ignored: names of settings that may differ.
+    """
+    differing = []
+    for name, value in settings.items():
+        if name not in ignored and value != others.get(name, value):
+            differing.append(f"{name}={value}")
+    return " ".join(differing)
 
 
-class Sweep:
-    """The runs in their order, one at a time."""
-
-    def __init__(self, runs, settings):
-        self.runs, self.settings = runs, settings
-        self.ended, self.stopped = {}, False  # ended: {run: (status, error)}
-        with ThreadPoolExecutor() as pool:
-            [*pool.map(StudyRun.read_bucket, runs)]
-        self.flop_before, self.began, self.printed = self.flop_left(), time.monotonic(), 0
-
-    def run(self):
-        """Runs all."""
-        queue = [(run, False) for run in self.runs]
-        while queue and not self.stopped:
-            run, waited = queue.pop(0)
-            status, error = self.train(run)
-            if status != "elsewhere" or not waited:
-                label = f"[{self.runs.index(run) + 1}/{len(self.runs)}] {run.name}"
-                print(f"{label}: {status}{error and ': ' + error}", flush=True)
-            if status == "elsewhere":
-                queue.append((run, True))
-                self.show_progress(last_line(run.log))
-                time.sleep(waited)
-                continue
-            self.ended[run] = status, error
-            if status == "failed" and not self.settings.continue_on_failure:
-                break
-
-    def train(self, run):
-        """Runs train.py to its end, again if it dies. Returns the status and the error."""
-        os.makedirs(os.path.dirname(run.log) or ".", exist_ok=True)
+def sweep(runs, continue_on_failure):
+    """Runs all that is not complete; returns sweep.py's exit code. KeyboardInterrupt stops it."""
+    for run in runs:
+        run.check_folder()
+    errors = {}  # {name of a run that failed: last line of its log}
+    waiting = runs.copy()
+    while waiting:
+        run = waiting.pop(0)
+        os.makedirs(run.settings.out_dir, exist_ok=True)
         with open(run.log, "a", encoding="utf-8") as log:
-            try:  # train.py inherits it and may outlive a killed sweep
+            # A sweep holds the lock of the run that it trains. train.py inherits the open file and with it
+            # the lock, which therefore outlives a sweep that is killed.
+            try:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return "elsewhere", "another sweep has it in progress"
-            status, error = run.state()
-            if status != "incomplete":
-                return status, error
-            print(f"{run.name}: step {run.step()} of {run.steps}, log in {run.log}", flush=True)
-            for attempt in range(RETRIES + 1):
-                if attempt:
-                    print(f"  died: {error}; resuming from its last checkpoint", flush=True)
-                print("$", shlex.join(["python", *run.command]), file=log, flush=True)
-                # In its own process group, so that a terminal's Ctrl-C reaches it only once, from here.
-                process = subprocess.Popen(
-                    [sys.executable, *run.command], stdout=log, stderr=log,
-                    stdin=subprocess.DEVNULL, preexec_fn=os.setpgrp)
-                while process.returncode is None:
-                    try:
-                        self.show_progress(last_line(run.log))
-                        process.wait(0.1)
-                    except subprocess.TimeoutExpired:
-                        continue
-                    except KeyboardInterrupt:
-                        print("the run saves and stops; a second signal kills it", file=sys.stderr)
-                        self.stopped = True
-                        process.terminate()  # not SIGINT, which processes started with & ignore
-                code, error = process.returncode, last_line(run.log)
-                if code in (0, 3) or self.stopped:
-                    return "stopped" if code else "complete", ""
-                if code < 0:
-                    error = f"killed by {signal.Signals(-code).name} after {error!r}"
-                if code == 2:
-                    break
-            return "failed", error
+                waiting.append(run)
+                time.sleep(1)
+                continue
+            # With a bucket, train.py itself finds out whether all of the run has been uploaded.
+            if run.result()["status"] == "complete" and not run.settings.gcs_dir:
+                print(f"{run.name}: complete", flush=True)
+                continue
+            code = train_to_end(run, log)
+        if code:
+            text = pathlib.Path(run.log).read_text(encoding="utf-8", errors="replace")
+            errors[run.name] = text.strip().rpartition("\n")[2]
+            print(f"{run.name}: failed: {errors[run.name]}", flush=True)
+            if not continue_on_failure:
+                break
 
-    def print_jobs(self):
-        """Prints the command of a managed job for each run that is not complete."""
-        for run in self.runs:
-            status, error = run.state()
-            if status == "incomplete":
-                print(shlex.join(["sky", "jobs", *run.job(self.settings.jobs)]))
-            else:
-                print(f"{run.name}: {status} {error}", file=sys.stderr)
+    # All runs are in the table, also those that this sweep has not reached.
+    results = [run.result(errors.get(run.name, "")) for run in runs]
+    complete = write_results(results, os.path.join(os.path.dirname(runs[0].log), "results.json"))
+    return 0 if complete == len(runs) else 1
 
-    def launch(self):
-        """Starts these jobs, max_jobs at a time, and waits for them.
 
-        SkyPilot's queue alone knows what was started, so this can be stopped and started again.
-        """
-        waiting = {run.job_name: run for run in self.runs if run.state()[0] == "incomplete"}
-        running = {}
-        while waiting or running:
-            try:
-                queue = queued_jobs()
-                running |= {name: waiting.pop(name) for name in queue & waiting.keys()}
-                for name, run in [*running.items()]:
-                    run.read_bucket()
-                    if name not in queue:
-                        print(f"{run.name}: {' '.join(running.pop(name).state())}", flush=True)
-                for name in [*waiting][:max(0, self.settings.max_jobs - len(running))]:
-                    print(f"{waiting[name].name}: starting the job {name}", flush=True)
-                    sky(*waiting[name].job(self.settings.jobs))
-                    running[name] = waiting.pop(name)
-            except TransientError as e:  # the next look at the queue may succeed
-                print(f"  {e}", flush=True)
-            self.show_progress(f"{len(running)} jobs in the queue, {len(waiting)} waiting")
-            time.sleep(PROGRESS_INTERVAL)
+def train_to_end(run, log):
+    """Runs train.py, again if it dies; returns its last exit code.
 
-    def flop_left(self):
-        return sum(run.flop() * max(0, 1 - run.step() / max(1, run.steps)) for run in self.runs)
+    Args:
+        log: the open file that gets train.py's output.
+    """
+    for attempt in range(ATTEMPTS):
+        print(f"{run.name}: attempt {attempt + 1}, log in {run.log}", flush=True)
+        print("$", shlex.join(["python", *run.command]), file=log, flush=True)
+        # The process has its own group, so that a terminal's Ctrl-C reaches it once, from here.
+        process = subprocess.Popen(
+            [sys.executable, *run.command], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            preexec_fn=os.setpgrp)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            print("the run saves and stops", file=sys.stderr)
+            process.terminate()
+            process.wait()
+            raise
+        # Complete, wrong input, or stopped by someone else: another attempt would not help.
+        if code in (0, 2, 3):
+            break
+        print(f"{run.name}: died with exit code {code}", flush=True)
+    return code
 
-    def show_progress(self, text):
-        """Prints the text and the time left to the sweep, by FLOP, once a minute."""
-        seconds = time.monotonic() - self.began
-        if seconds >= self.printed + PROGRESS_INTERVAL:
-            self.printed, left = seconds, self.flop_left()
-            done = self.flop_before - left
-            eta = train.duration(seconds * left / done) if done > 0 else "?"
-            print(f"  {text} | sweep eta {eta}", flush=True)
 
-    def finish(self):
-        """Prints the results, adds them to results.json and returns the exit code."""
-        results = {run: run.result(*self.ended.get(run) or run.state()) for run in self.runs}
-        print(f"\n{'run':32}{'status':>12}{'steps':>16}{'best':>9}{'last':>9}")
-        for r in results.values():
-            best, last = ("-" if r[name] is None else f"{r[name]:.4f}"
-                          for name in ("best_exact_accuracy", "last_exact_accuracy"))
-            print(f"{r['run']:32}{r['status']:>12}{r['steps']:>8,}/{r['total_steps']:<7,}{best:>9}{last:>9}")
-            if r["error"]:
-                print(f"  {r['error']}")
-        complete = sum(r["status"] == "complete" for r in results.values())
-        path = os.path.join(os.path.dirname(self.runs[0].c.out_dir), "results.json")
-        print(f"{complete} of {len(self.runs)} complete; {path}")
-        with locked(path):  # other sweeps write it too
-            try:
-                found = {r["run"]: r for r in json.loads(pathlib.Path(path).read_bytes())}
-            except (FileNotFoundError, ValueError, KeyError, TypeError):  # a damaged file is written anew
-                found = {}
-            found |= {run.name: r for run, r in results.items() if not run.conflict()}
-            with replacing(path) as f:
-                f.write(json.dumps([found[name] for name in sorted(found)], indent=1).encode())
-        return 0 if complete == len(self.runs) else 3 if self.stopped else 1
+def write_results(results, path):
+    """Prints the results and adds them to results.json at path; returns how many runs are complete."""
+    print(f"\n{'run':32}{'status':>12}{'steps':>16}{'best':>9}{'last':>9}{'hours':>9}{'examples/s':>12}")
+    row = ("{run:32}{status:>12}{steps:>8,}/{total_steps:<7,}{best_exact_accuracy!s:>9.6}"
+           "{last_exact_accuracy!s:>9.6}{hours:>9.2f}{examples_per_sec!s:>12.7}")
+    for result in results:
+        print(row.format_map(result).replace("None", "   -"))
+    complete = [result["status"] for result in results].count("complete")
+    print(f"{complete} of {len(results)} complete; {path}")
+
+    # Other sweeps write this file too.
+    with locked(path):
+        by_name = {}
+        if os.path.exists(path):
+            by_name = {result["run"]: result for result in read_json(path)}
+        by_name |= {result["run"]: result for result in results}
+        with replacing(path) as f:
+            f.write(json.dumps([*by_name.values()], indent=1).encode())
+    return complete
 
 
 class StudyRun:
-    """One run: its settings, command, size and progress."""
+    """One run: its settings, command and size."""
 
-    def __init__(self, path, extra):
-        """extra: config files and flags after the study's file."""
-        self.file = os.path.basename(path)[:-3]
-        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
-        self.question = next((line[2:].strip() for line in lines if line.startswith("# ")), "")
-        self.name = run_file(path, DEFAULTS, DEFAULTS)["wandb_run_name"]
-        self.extra = [f"{arg.rstrip('/')}/{self.name}" if re.match("-+(out|gcs)_dir=", arg) else arg
-                      for arg in extra]
-        self.c = c = configure(train.__file__, [path, *self.extra])
-        script, config = os.path.relpath(train.__file__), os.path.relpath(path)
-        self.command = [script, config, *self.extra, "--init_from=auto"]
-        self.log = c.out_dir + ".log"
-        self.job_name = "-".join(c.gcs_dir.split("/")[-2:])
-        self.bucket_rows, self.bucket_settings = [], {}
-        try:
-            train.check_settings(c)
-            seq_len, vocab_size, self.puzzles = dataset_sizes(c.data_path, c.data_prepare)
-            with torch.device("meta"):
-                self.model = train.new_model(c, seq_len=seq_len, vocab_size=vocab_size)
-        except UserError as e:
-            raise UserError(f"{self.name}: {e}") from None
-        self.steps = train.count_steps(c, self.puzzles)
-        self.parameters = sum(p.numel() for p in self.model.parameters())
+    def __init__(self, path, train_arguments):
+        """Reads the run's file. Raises UserError for settings that train.py refuses.
 
-    def job(self, file):
-        """The arguments of `sky jobs` that start the run; file: as scripts/sky-tpu.yaml.
-
-        Its dataset is expected in data/ beside the study's folder, unless data_path is an address.
+        Args:
+            path: a file of config/study.
+            train_arguments: config files and flags for all runs, which follow the run's file.
         """
-        bucket, study, name = self.c.gcs_dir.rsplit("/", 2)
-        data = self.c.data_path
-        if not data.startswith("gs://"):
-            data = f"{bucket}/data/{os.path.basename(data)}"
-        own = re.compile("-+(out_dir|gcs_dir|data_path|data_prepare)=")
-        flags = [arg for arg in self.extra if not own.match(arg)]
-        config = shlex.join([self.command[1], *flags, "--data_prepare="])
-        env = dict(BUCKET=bucket, CONFIG=config, DATA=data, RUN=f"{study}/{name}")
-        return ["launch", "--yes", "--detach-run", f"--name={self.job_name}", file,
-                *(f"--env={key}={value}" for key, value in env.items())]
+        self.name = os.path.basename(path).removesuffix(".py")
+        self.question = read_question(path)
+        # Each run gets a folder of its own in the folders that are given for all.
+        own_arguments = []
+        for argument in train_arguments:
+            if re.match("-+(out|gcs)_dir=", argument):
+                argument = f"{argument.rstrip('/')}/{self.name}"
+            own_arguments.append(argument)
+        script = os.path.relpath(train.__file__)
+        self.command = [script, os.path.relpath(path), *own_arguments, "--init_from=auto"]
+        self.settings = configure(train.__file__, [path, *own_arguments])
+        self.log = self.settings.out_dir + ".log"
 
-    def flop(self):
-        """FLOP of the whole training."""
-        plan = train.stages(self.c, self.puzzles)
-        ends = [*plan, self.steps][1:]
-        return self.c.global_batch_size * sum(
-            max(0, min(end, self.steps) - start) * self.model.flops_per_example(cycles)[1]
-            for start, end, cycles in zip(plan, ends, plan.values()))
+        # the length of the run and the size of the model, which is not built in memory
+        train.check_settings(self.settings)
+        seq_len, vocab_size, examples = dataset_sizes(self.settings)
+        with torch.device("meta"):
+            model = train.new_model(self.settings, seq_len=seq_len, vocab_size=vocab_size)
+        self.steps = train.count_steps(self.settings, examples)
+        self.parameters = sum(weight.numel() for weight in model.parameters())
 
-    def state(self):
-        """complete, incomplete, or failed if its folder holds another run; and the error."""
-        if error := self.conflict():
-            return "failed", error
-        rows = self.bucket_rows if self.c.gcs_dir else self.rows()  # as all hosts see it
-        ended = any("final" in row and row["step"] == self.steps for row in rows)
-        return "complete" if ended else "incomplete", ""
+    def check_folder(self):
+        """Raises UserError if out_dir holds a run with other settings."""
+        files = pathlib.Path(self.settings.out_dir).glob("ckpt_*.json")
+        saved = saved_settings(files, pathlib.Path.read_bytes)
+        difference = changes(saved, vars(self.settings), NEUTRAL + REPLACED)
+        if difference:
+            raise UserError(f"{self.settings.out_dir} holds a run with other settings ({difference}): "
+                            "delete it, or choose another --out_dir")
 
-    def conflict(self):
-        """The error if a checkpoint in out_dir or in the bucket has other settings."""
-        local = saved_settings(pathlib.Path(self.c.out_dir).glob("ckpt_*.json"), pathlib.Path.read_bytes)
-        for place, settings in ("out_dir", local), ("gcs_dir", self.bucket_settings):
-            if settings and self.c.forward_dtype == "bfloat16":  # a GPU without it has used another
-                settings = settings | {"forward_dtype": "bfloat16"}
-            if found := settings and changes(DEFAULTS | settings, vars(self.c)):
-                return (f"{getattr(self.c, place)} holds a run with other settings ({found}): delete it, "
-                        f"or choose another --{place}")
-        return ""
+    def result(self, error=""):
+        """Returns the run's entry of results.json.
 
-    def step(self):
-        return max((row["step"] for row in self.rows()), default=0)
-
-    def rows(self):
-        """metrics.jsonl of this machine, or else of the bucket."""
-        return read_metrics(os.path.join(self.c.out_dir, "metrics.jsonl")) or self.bucket_rows
-
-    def read_bucket(self):
-        if self.c.gcs_dir:
-            bucket = Bucket(self.c.gcs_dir)
-            self.bucket_rows = parse_metrics((bucket.read("metrics.jsonl") or b"").splitlines())
-            self.bucket_settings = saved_settings(fnmatch.filter(bucket.list(), "ckpt_*.json"), bucket.read)
-
-    def pull(self):
-        """Downloads metrics, log and settings to out_dir, unless it holds weights or another run."""
-        if self.conflict() or any(pathlib.Path(self.c.out_dir).glob("*.pt")):
-            return
-        bucket = Bucket(self.c.gcs_dir)
-        for name in bucket.list():
-            if re.fullmatch(r"metrics\.jsonl|log\.txt|(ckpt_\d+|best)\.json", name):
-                bucket.download(name, os.path.join(self.c.out_dir, name))
-
-    def result(self, status, error):
-        """The run's entry of results.json."""
-        rows = [] if self.conflict() else self.rows()
-        exact, surest = ([row[name] for row in rows if name in row]
-                         for name in ("eval/exact_accuracy", "eval/surest_accuracy"))
+        Args:
+            error: the line with which the run failed in this sweep.
+        """
+        metrics = read_metrics(os.path.join(self.settings.out_dir, "metrics.jsonl"))
+        status = "failed" if error else "incomplete"
+        if any("final" in line and line["step"] == self.steps for line in metrics):
+            status = "complete"
+        accuracies = values(metrics, "eval/exact_accuracy")
+        steps = max(values(metrics, "step"), default=0)
+        # Times are those of the steps: without compiling, evaluations and interruptions.
+        step_times = values(metrics, "perf/step_time")
+        step_time = sum(step_times) / max(1, len(step_times))
         return dict(
-            run=self.name, status=status, error=error,
-            steps=self.step() if rows else 0, total_steps=self.steps,
-            best_exact_accuracy=max(exact, default=None),
-            last_exact_accuracy=[None, *exact][-1],
-            last_surest_accuracy=[None, *surest][-1])
+            run=self.name,
+            status=status,
+            error=error,
+            steps=steps,
+            total_steps=self.steps,
+            best_exact_accuracy=max(accuracies, default=None),
+            last_exact_accuracy=[None, *accuracies][-1],
+            hours=steps * step_time / 3600,
+            examples_per_sec=self.settings.global_batch_size / step_time if step_time else None,
+        )
 
 
-def queued_jobs():
-    """The names of the managed jobs that have not ended."""
-    text = "\n" + sky("queue", "--all", "--skip-finished", "--output=json")
-    try:
-        return {job["job_name"] for job in json.loads(text[text.index("\n["):])}  # after any notices
-    except ValueError:
-        raise TransientError(f"sky jobs queue: not a queue: {text[:80]!r}") from None
+def values(metrics, name):
+    """Returns the values of a metric in the lines that have it."""
+    return [line[name] for line in metrics if name in line]
 
 
-def sky(*args):
-    """What `sky jobs` prints. Raises UserError without SkyPilot, TransientError if it fails."""
-    command = ["sky", "jobs", *args]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise UserError("no program `sky` in PATH: docs/engines.md says how to install SkyPilot") from None
-    if done.returncode:
-        text = (done.stderr + done.stdout).strip()
-        raise TransientError(f"sky jobs {args[0]} failed: " + text.rpartition("\n")[2])
-    return done.stdout
+def read_question(path):
+    """Returns the value of _question in a config file; the name is private to the file."""
+    for node in ast.parse(pathlib.Path(path).read_text(encoding="utf-8")).body:
+        if ast.unparse(node).startswith("_question ="):
+            return ast.literal_eval(node.value)
 
 
-@functools.cache
-def dataset_sizes(path, data_prepare):
-    """(cells, tokens, puzzles of an epoch) of a dataset, or of the one that data_prepare makes."""
-    keys = "seq_len", "vocab_size", "total_groups", "mean_puzzle_examples"
-    file = os.path.join(path, "train", "dataset.json")
-    if path.startswith("gs://"):
-        found = json.loads(Bucket(path).read("train/dataset.json") or "null")
-    else:
-        found = os.path.exists(file) and read_json(file, *keys)
-    if found:
-        cells, tokens, groups, examples = map(found.get, keys)
-        return cells, tokens, groups * examples
-    script, *flags = shlex.split(data_prepare) or [""]
+def dataset_sizes(settings):
+    """Returns (cells, tokens, examples of an epoch) of the dataset, or of the one data_prepare would make."""
+    file = os.path.join(settings.data_path, "train", "dataset.json")
+    if os.path.exists(file):
+        sizes = read_json(file, "seq_len", "vocab_size", "total_groups", "mean_puzzle_examples")
+        return sizes["seq_len"], sizes["vocab_size"], sizes["total_groups"] * sizes["mean_puzzle_examples"]
+    script, _, flags = settings.data_prepare.partition(" ")
     if script != "prepare_sudoku.py":
-        raise UserError(f"{path}: no such dataset")
-    s = prepare_sudoku.complete(configure(prepare_sudoku.__file__, flags))
-    return s.size ** 2, s.size + 2, s.num_train if s.source == "generate" else s.subsample_size
-
-
-def last_line(path):
-    """The last line of a text file that is not empty."""
-    text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
-    return text.strip().rpartition("\n")[2]
+        raise UserError(f"{settings.data_path}: no such dataset")
+    prepared = configure(prepare_sudoku.__file__, shlex.split(flags))
+    examples = prepared.num_train if prepared.source == "generate" else prepared.subsample_size
+    return prepared.size ** 2, prepared.size + 2, examples
 
 
 if __name__ == "__main__":

@@ -23,8 +23,11 @@ TIMEOUT=${TIMEOUT:-300}          # seconds until keep and run end a gcloud that 
 MAX_FAILURES=${MAX_FAILURES:-3}  # keep gives up after so many without a new checkpoint, preemptions aside
 STOP_WAIT=${STOP_WAIT:-120}      # seconds that stop gives a run to save and upload
 
-# When the user's command began, on the hosts too: of keep (or run) and stop, the later one holds.
-began=${began:-$(date +%s)}
+# On the hosts: seconds since the user's keep (or run) began. A stop holds for those that began before it, and
+# only the hosts' clocks say so: the machines of two users may differ.
+age=${age:-0}
+
+unset CDPATH  # cd would look for the folders below in other places
 
 usage() {
   cat <<'END'
@@ -58,6 +61,8 @@ main() {
   cd "$(dirname "$0")/.."
   if [[ $command == run || $command == keep ]]; then
     [[ -f ${1:-} ]] || die "$command needs a script of this folder, as $command train.py config/baseline.py"
+    git rev-parse >/dev/null 2>&1 ||
+      die "this folder is no git checkout, and the hosts get the files that git does not ignore: run git init"
     [[ $1 != train.py || "$*" == *--init_from=* ]] || set -- "$@" --init_from=auto
   fi
   "$command" "$@"
@@ -75,6 +80,8 @@ keep() {  # keeps no state of its own: it can be stopped and started again at an
     die "keep needs --gcs_dir=gs://BUCKET/...: a preemption deletes the disks"
   command -v timeout >/dev/null ||
     { limit=; log "no timeout (macOS: brew install coreutils): an ssh that hangs would not be ended"; }
+  archive=$(mktemp) || exit
+  trap 'rm -f "$archive"' EXIT
   checkpoints=$(list_checkpoints)
   while true; do
     state=$(find_state) || exit
@@ -128,7 +135,7 @@ ssh() { ssh_hosts "$*"; }
 delete() { tpus queued-resources delete "$NAME" --force; }
 
 stop() {  # before anything was copied to the hosts, too
-  ssh_hosts "mkdir -p trm/run && echo $began >trm/run/stop_requested && $(if_pushed host_stop)"
+  ssh_hosts "mkdir -p trm/run && date +%s >trm/run/stop_requested && $(if_pushed host_stop)"
 }
 
 status() {
@@ -149,12 +156,11 @@ start() {
 }
 
 push() {
-  local archive=${TMPDIR:-/tmp}/trm-$NAME.tar.gz
   git ls-files -z --cached --others --exclude-standard |  # names files that were deleted since, too
     while IFS= read -r -d '' file; do [[ ! -e $file ]] || printf '%s\0' "$file"; done |
     COPYFILE_DISABLE=1 tar --null -T - -czf "$archive" || return
   (($(wc -c <"$archive") < 64000000)) ||
-    die "$archive is over 64 MB, too much for code: add the data in it to .gitignore"
+    die "the files that git does not ignore are over 64 MB, too much for code: add the data to .gitignore"
   copy "$archive" "$NAME:trm.tar.gz" &&
     { [[ -z $NETRC ]] || copy "$NETRC" "$NAME:.netrc"; } &&
     ssh_hosts 'mkdir -p trm && tar -xzf trm.tar.gz -C trm'
@@ -248,7 +254,7 @@ list_checkpoints() {  # in a fixed order
 
 call_hosts() { ssh_hosts "$(host_command "$@")"; }
 host_command() {
-  local settings=(began="$began" STOP_WAIT="$STOP_WAIT")
+  local settings=(age="$SECONDS" STOP_WAIT="$STOP_WAIT")
   [[ -z $LIBTPU_INIT_ARGS ]] || settings+=(LIBTPU_INIT_ARGS="$LIBTPU_INIT_ARGS")
   echo "env$(printf ' %q' "${settings[@]}" bash trm/scripts/tpu.sh "$@")"
 }
@@ -319,12 +325,12 @@ host_run() {
 
 host_is_running() { [[ -f run/pid ]] && ps -o args= -p "$(<run/pid)" | grep -q 'tpu.sh host_'; }
 
-stop_requested() { [[ -f run/stop_requested && $(<run/stop_requested) -ge $began ]]; }
+stop_requested() { [[ -f run/stop_requested && $(<run/stop_requested) -ge $(($(date +%s) - age)) ]]; }
 
 host_state() {  # of the run with these arguments, by train.py's exit codes
   local code
   if host_is_running; then
-    if [[ $* == "$(<run/command)" ]]; then echo running; else echo busy; fi
+    if [[ $(printf %s "$*") == "$(<run/command)" ]]; then echo running; else echo busy; fi
     return
   fi
   code=$(cat run/exit 2>/dev/null) || true  # only now: a run that ends meanwhile has not failed
@@ -345,7 +351,7 @@ host_state() {  # of the run with these arguments, by train.py's exit codes
 
 host_status() {
   [[ -f run/command ]] || { echo "$(hostname): nothing has run"; return; }
-  echo "$(hostname): $(began=0 host_state "$(<run/command)"), python $(<run/command)"
+  echo "$(hostname): $(age=$(date +%s) host_state "$(<run/command)"), python $(<run/command)"
   tail -n 10 run/output.txt
 }
 

@@ -26,8 +26,6 @@ sys.path[:0] = [ROOT, os.path.join(ROOT, "scripts")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # XLA's CPU compiler takes most of the tests' time; the programs are small, and optimising them does not pay.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-# As configurator.py does, but before tests import torch.
-os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 # A shell that starts the tests with & lets them ignore SIGINT, and so would the scripts that tests interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,7 +33,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # The files that take longest. The two workers take whole files, these first, so that both end together.
 LONGEST = ("replicas", "hard_to_kill", "engines", "tpu_sh", "kernels", "aot", "sweep", "train", "chaos",
-           "play", "parity", "wrong_input", "wandb", "smoke", "gcs", "solve", "rollouts", "data", "bench")
+           "play", "parity", "wrong_input", "smoke", "gcs", "solve", "rollouts", "data", "bench")
 
 
 def pytest_collection_modifyitems(items):
@@ -72,6 +70,7 @@ def at_once(monkeypatch):
     """No waits between attempts at a request, in this process."""
     from urllib3.util import Retry
     monkeypatch.setattr(Retry, "get_backoff_time", lambda self: 0.0)
+    monkeypatch.setattr("bucket.backoff", lambda attempt: 0)
 
 
 def wait_for(condition, seconds=120):
@@ -137,7 +136,6 @@ class ForkedTrain:
 
 def run_train(argv, cwd, env, writer):
     import configurator
-
     import train
     os.chdir(cwd)
     os.environ.clear()
@@ -196,22 +194,17 @@ def xla_environment(world):
 
 @pytest.fixture(scope="session")
 def replicas():
-    """A function (world, function, arguments) that lets a process with so many replicas call it.
-
-    optimised: whether XLA compiles as it does for users.
-    """
+    """A function (world, function, arguments) that lets a process with so many replicas call it."""
     started = {}
 
-    def call(world, function, *args, optimised=False):
-        key = world, optimised
-        if key not in started:
+    def call(world, function, *args):
+        if world not in started:
             env = xla_environment(world) | {"XLA_THREAD_POOL_SIZE": "16", "PYTHONPATH": ROOT}
-            env |= {"XLA_FLAGS": ""} if optimised else {}
-            started[key] = subprocess.Popen([sys.executable, __file__, str(world)], stdin=subprocess.PIPE,
-                                            stdout=subprocess.PIPE, text=True, env=env)
+            started[world] = subprocess.Popen([sys.executable, __file__, str(world)], stdin=subprocess.PIPE,
+                                              stdout=subprocess.PIPE, text=True, env=env)
         job = function.__module__, function.__name__, args
-        print(json.dumps(job), file=started[key].stdin, flush=True)
-        reply = started[key].stdout.readline()
+        print(json.dumps(job), file=started[world].stdin, flush=True)
+        reply = started[world].stdout.readline()
         assert reply, f"{world} replicas ended in {job}; see stderr"
         return json.loads(reply)
 

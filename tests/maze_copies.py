@@ -10,8 +10,8 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import prepare_maze
-from data import write_dataset
-from puzzles import MAZE, dihedral
+from prepare import write_dataset
+from puzzles import MAZE, dihedral, maze_task
 
 
 def main(folder, size, *counts):
@@ -25,7 +25,7 @@ def main(folder, size, *counts):
                       solved=(8, prepare_maze.augmented(*train, size, True)), turned=(8, [turned]))
         for name, (number, blocks) in copies.items():
             splits = {"train": (n, number, blocks), "test": (1000, 1, [test])}
-            write_dataset(f"{folder}/{size}-{n}-{name}", splits, len(MAZE), prepare_maze.task_of(size))
+            write_dataset(f"{folder}/{size}-{n}-{name}", splits, len(MAZE), maze_task(size))
 
 
 if __name__ == "__main__":

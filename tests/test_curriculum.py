@@ -5,39 +5,38 @@ test_wrong_input.py.
 """
 import os
 import re
-import types
 from unittest import mock
 
-import configurator
-from test_train import CURRICULUM, ROOT, curve, data, run
+from conftest import ROOT
+from test_train import CURRICULUM, curve, data, run
 
+import configurator
 import train
-from data import halting_draws
+from optim import exploration, stages
 
 # 64 puzzles in batches of 16: 6 epochs are 24 steps, 12 at (1, 1) and 12 at (1, 2), then (2, 3).
 FLAGS = [*CURRICULUM, "--curriculum_epochs=6", "--max_steps=32", "--checkpoint_interval=8", "--keep_last_n=9"]
 
 
 def test_the_stages():
-    c = configurator.configure(train.__file__,
-                               [os.path.join(ROOT, "config", "baseline.py"), "--curriculum_epochs=10000"])
+    config = os.path.join(ROOT, "config", "baseline.py")
+    settings = configurator.configure(train.__file__, [config, "--curriculum_epochs=10000"])
     # 10,000,000 / 6144 = 1627.6
-    assert train.stages(c, 1000.0) == {0: (1, 2), 407: (1, 3), 814: (2, 4), 1221: (2, 5), 1628: (3, 6)}
-    c.H_cycles_start = 3
-    assert list(train.stages(c, 1000.0).values()) == [(3, 2), (3, 3), (3, 4), (3, 5), (3, 6)]
-    c.L_cycles_start = 6
-    assert train.stages(c, 1000.0) == {0: (3, 6)}
-    c.curriculum_epochs, c.L_cycles = 0, 1
-    assert train.stages(c, 1000.0) == {0: (3, 1)}
+    assert stages(settings, 1000.0) == {0: (1, 2), 407: (1, 3), 814: (2, 4), 1221: (2, 5), 1628: (3, 6)}
+    settings.H_cycles_start = 3
+    assert list(stages(settings, 1000.0).values()) == [(3, 2), (3, 3), (3, 4), (3, 5), (3, 6)]
+    settings.L_cycles_start = 6
+    assert stages(settings, 1000.0) == {0: (3, 6)}
+    settings.curriculum_epochs = 0
+    settings.L_cycles = 1
+    assert stages(settings, 1000.0) == {0: (3, 1)}
 
 
 def test_exploration(data, tmp_path, monkeypatch):
     """A run explores with the probability of its step, and so does one that resumes."""
-    c = types.SimpleNamespace(halt_exploration_prob=0.3, halt_exploration_prob_end=-1.0)
-    assert train.exploration(c, 7, 11) == 0.3
-    c.halt_exploration_prob_end = 0.05
-    assert train.exploration(c, 0, 1) == 0.3
-    draws = mock.Mock(wraps=halting_draws)
+    constant = configurator.configure(train.__file__, ["--halt_exploration_prob=0.3"])
+    assert exploration(constant, 7, 11) == 0.3
+    draws = mock.Mock(wraps=train.halting_draws)
     monkeypatch.setattr(train, "halting_draws", draws)
     for max_steps, init_from in ((2, "scratch"), (5, "resume")):
         text = run(data, tmp_path, *FLAGS, f"--max_steps={max_steps}", f"--init_from={init_from}")
@@ -55,8 +54,8 @@ def test_the_log_says_what_changes_and_evaluations_are_at_full_depth(data, tmp_p
     # no line covers two stages
     assert list(curve(out)) == [5, 8, 10, 12, 15, 16, 20, 24, 25, 30, 32]
     # the first step of a stage is left out of the rates
-    assert set(curve(out)) - set(curve(out, "perf/step_time")) == {25}
-    checkpoint = [f"--init_from={out}/ckpt_00000008.pt", "--eval_only", "--H_cycles=2"]
-    found = [re.search(r" loss (\S+)", run(data, tmp_path / "eval", *checkpoint, f"--L_cycles={L_cycles}"))[1]
-             for L_cycles in (3, 1)]
-    assert f"{curve(out, 'eval/loss')[8]:.4f}" == found[0] != found[1]
+    assert curve(out).keys() - curve(out, "perf/step_time").keys() == {25}
+    for L_cycles, is_same in ((3, True), (1, False)):
+        text = run(data, tmp_path / "eval", f"--init_from={out}/ckpt_00000008.pt", "--eval_only",
+                   "--H_cycles=2", f"--L_cycles={L_cycles}")
+        assert (f" loss {curve(out, 'eval/loss')[8]:.4f}" in text) == is_same

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import socket
 import struct
@@ -12,18 +11,20 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import urllib.request
 
 import numpy as np
 import play
 import pytest
 import solve
-import torch
-from configurator import UserError
 from conftest import wait_for
-from test_solve import folder  # a fixture: the models
+from test_arc_tools import arc_folder, arc_test  # fixtures: a model and its test set
+from test_solve import folder, write_exchange  # folder is a fixture: the models
 
 import puzzles
+from configurator import UserError
+from evaluate import elect, grid_of
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,11 @@ def serve(folder):
 @pytest.fixture
 def server(serve):
     return serve("sudoku")
+
+
+@pytest.fixture
+def arc_server(serve, arc_folder):
+    return serve(arc_folder / "arc")
 
 
 def connect(server, sent):
@@ -73,66 +79,53 @@ def ask_to_solve(server, **request):
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_run_and_puzzles(server, serve):
-    status, run = ask_json(server, "GET", "/api/run")
-    assert status == 200 and (run["kind"], run["grid"], run["box"]) == ("sudoku", [4, 4], [2, 2])
-    assert run["puzzles"] == 60 and run["depth"] == 4 and run["training_step"] == 70
-    status, puzzle = ask_json(server, "GET", "/api/puzzle?index=7", Host=f"LOCALHOST:{server.server_port}")
-    assert status == 200 and re.fullmatch("[.1-4]{16}", puzzle["question"])
-    for name, array in (("question", server.game.test.inputs), ("answer", server.game.test.labels)):
-        assert puzzle[name] == puzzles.text_of(puzzles.guess(16, 6), array[7])
-    assert len(ask_to_solve(server, question="." * 16)) == 5  # as many steps as in the evaluation
-    run = ask_json(serve("maze"), "GET", "/api/run")[1]
-    assert (run["kind"], run["grid"], run["symbols"]) == ("maze", [6, 6], "# SG")
-    status, answer = ask_json(serve("maze"), "POST", "/api/solve", '{"question": "S       G"}')
-    assert status == 400 and answer["error"] == "the question has 9 cells, not 36"
+@pytest.mark.parametrize("kind", ["sudoku", "maze"])
+def test_answers_are_those_of_solve(serve, folder, kind):
+    game = serve(kind).game
+    text = game.test_puzzle("3")["question"]
+    first, *lines = ask_to_solve(serve(kind), question=text, steps=6, copies=3, noise=0.5, seed=3)
+    assert first["warning"] == "" and len(lines) == 6
+    saved = solve.read_saved(str(folder / kind), [
+        "--eval_rollouts=3", "--eval_noise=0.5", "--seed=3", "--eval_halt_max_steps=6"])
+    _, question = puzzles.parse_question(game.task, text)
+    for line, step in zip(lines, solve.watch(saved.settings, game.model, question)):
+        assert line["sure"] == pytest.approx(solve.sigmoid(step["q_halt_logits"]), abs=1e-3)
+        assert line["answers"] == [puzzles.text_of(game.task, answer) for answer in step["preds"]]
+        solved = puzzles.are_solutions(game.task, np.stack([question] * 3), step["preds"])
+        assert line["solved"] == solved.tolist()
+    copy, step = lines[-1]["kept"]
+    assert lines[step - 1]["sure"][copy] == max(max(line["sure"]) for line in lines)
 
 
-@pytest.mark.parametrize("kind, copies", [("sudoku", 1), ("sudoku", 3), ("maze", 2)])
-def test_answers_are_those_of_solve(serve, folder, kind, copies):
-    site, path = serve(kind), str(folder / kind)
-    puzzle = ask_json(site, "GET", "/api/puzzle?index=3")[1]
-    settings = dict(steps=6, copies=copies, noise=0.5, seed=3)
-    first, *steps = ask_to_solve(site, question=puzzle["question"], **settings)
-    assert first == settings | {"warning": ""} and len(steps) == 6
-    state, c = solve.read_model(path, [f"--eval_rollouts={copies}", "--eval_noise=0.5", "--seed=3"])
-    kind, question = puzzles.parse(solve.puzzle_of(state, c), puzzle["question"])
-    run = solve.build_run(state, c, path, len(question))
-    run.eval_depth = 6
-    answers = list(solve.solve(run, question[None]))
-    (best,), (attempt,) = solve.surest(np.stack([q_halt for _, q_halt in answers]))
-    assert steps[-1]["kept"] == [attempt, best + 1]
-    for step, ((preds,), (q_halt,)) in zip(steps, answers):
-        given = kind, question[None].repeat(copies, axis=0), preds
-        assert step["sure"] == pytest.approx(1 / (1 + np.exp(-q_halt)), abs=1e-3)
-        assert step["answers"] == [puzzles.text_of(kind, answer) for answer in preds]
-        assert step["broken"] == [np.flatnonzero(cells).tolist() for cells in puzzles.broken_cells(*given)]
-        assert step["solved"] == puzzles.are_solutions(*given).tolist()
+def test_weights_and_dataset_must_have_the_same_symbols(folder, tmp_path):
+    write_exchange(tmp_path / "turned", "_10")
+    with pytest.raises(UserError, match="symbols '_01'.*turned has symbols '_10'"):
+        play.Game(str(folder / "exchange"), [f"--data_path={tmp_path / 'turned'}"])
+
+
+def test_one_of_several_right_answers_is_not_shown_as_the_answer(serve, monkeypatch):
+    """The page then marks what breaks the rules, not what differs from the known answer."""
+    game = serve("sudoku").game
+    monkeypatch.setattr(puzzles, "SEVERAL_ANSWERS", {"sudoku"})
+    assert game.test_puzzle("3")["answer"] is None
 
 
 Q = '"question": "................"'
 
 
 @pytest.mark.parametrize("request_line, body, status, words", [
-    ("POST /api/solve", "", 400, "not JSON"),
     ("POST /api/solve", "[" * 10000, 400, "not JSON"),
-    ("POST /api/solve", "[7]", 400, "not JSON, as {"),
+    ("POST /api/solve", "[[1, 2]]", 400, "not JSON, as {"),
     ("POST /api/solve", '{"question": "12"}', 400, "has 2 cells: it must have 4x4"),
-    ("POST /api/solve", '{"question": 12}', 400, "question must be str, not int"),
     ("POST /api/solve", '{"question": "11.............."}', 400, "the question has digit 1 twice in row 1"),
-    ("POST /api/solve", '{"question": "\\ud800..............."}', 400, "row 1, column 1"),
     ("POST /api/solve", f'{{{Q}, "step": 4}}', 400, "unknown field 'step'"),
-    ("POST /api/solve", f'{{{Q}, "steps": 257}}', 400, "steps must be from 1 to 256"),
-    ("POST /api/solve", f'{{{Q}, "steps": true}}', 400, "steps must be int, not bool"),
-    ("POST /api/solve", f'{{{Q}, "noise": NaN}}', 400, "noise must be from 0 to 10"),
+    ("POST /api/solve", f'{{{Q}, "steps": 257}}', 400, "steps must be a number from 1 to 256"),
+    ("POST /api/solve", f'{{{Q}, "noise": NaN}}', 400, "noise must be a number from 0 to 10"),
     ("POST /api/solve", " " * 500_000, 413, "more than 20000 bytes"),
     ("POST /api/solve", None, 411, "Content-Length"),
     ("POST /nowhere", "{}", 404, "no such page"),
     ("GET /../play.py", None, 404, "no such page"),
-    ("GET http://[", None, 400, ""),
-    ("GET /api/puzzle", None, 400, "index"),
     ("GET /api/puzzle?index=60", None, 400, "index must be a number below 60, not '60'"),
-    ("GET /api/puzzle?index=" + "1" * 5000, None, 400, "below 60"),
     ("GET /api/puzzle?index=%C2%B2", None, 400, "below 60")])
 def test_wrong_requests_are_refused(server, request_line, body, status, words, monkeypatch):
     monkeypatch.setattr(server.game, "solve", None)
@@ -142,102 +135,75 @@ def test_wrong_requests_are_refused(server, request_line, body, status, words, m
 
 def test_other_hosts_and_pages_of_other_sites_are_refused(server):
     port = server.server_port
-    solving, own = ("POST", "/api/solve", f"{{{Q}}}"), f"http://localhost:{port}"
-    hosts = (None, "", "evil.example", "127.0.0.1", f"127.0.0.1:{port}.evil.example", f"0.0.0.0:{port}",
-             f"127.0.0.1:{port}\r\nHost: 127.0.0.1:{port}")
-    origins = "http://evil.example", "null", "", own + "0", own.replace("http", "https")
-    for request, headers, word in [
-            *((r, {"Host": h}, "Host") for h in hosts for r in (("GET", "/"), ("GET", "/api/run"), solving)),
-            *((solving, {"Origin": origin}, "other sites") for origin in origins)]:
-        status, answer = ask_json(server, *request, **headers)
-        assert status == 403 and word in answer["error"]
-    assert ask(server, *solving, Origin=own)[0] == 200
+    request = "POST", "/api/solve", f"{{{Q}}}"
+    for host in None, "evil.example", "127.0.0.1", f"127.0.0.1:{port}.evil.example", f"0.0.0.0:{port}":
+        for refused in ("GET", "/"), request:
+            status, answer = ask_json(server, *refused, Host=host)
+            assert status == 403 and "Host" in answer["error"]
+    for origin in "http://evil.example", "null", f"https://localhost:{port}":
+        status, answer = ask_json(server, *request, Origin=origin)
+        assert status == 403 and "other sites" in answer["error"]
+    assert ask(server, *request, Origin=f"http://localhost:{port}")[0] == 200
+    on_port_80 = types.SimpleNamespace(server=types.SimpleNamespace(server_port=80))
+    assert {"127.0.0.1", "localhost:80"} <= set(play.Handler.own_hosts(on_port_80))
 
 
-HEAD = b"POST /api/solve HTTP/1.1\r\nHost: 127.0.0.1:PORT\r\n"
-
-
-BODY = b"Content-Length: 80\r\n\r\n{%s, \"steps\": 256, \"copies\": 16}" % Q.encode().ljust(51)
-
-
-@pytest.mark.parametrize("sent, received", [
-    (b"", 0), (b"GET /", 0), (HEAD, 0), (HEAD + BODY[:40], 0), (HEAD + BODY, 0), (HEAD + BODY, 15),
-    (HEAD.replace(b"POST /api/solve", b"GET /") + b"\r\n", 0)])
-def test_client_that_leaves(server, monkeypatch, capfd, sent, received):
-    """With a reset: whatever it was doing, the server prints nothing, and the model is free again."""
-    ended, left = threading.Event(), threading.Event()
-    shutdown, reply = server.shutdown_request, play.Handler.reply
-    monkeypatch.setattr(server, "shutdown_request", lambda request: (shutdown(request), ended.set()))
-    monkeypatch.setattr(play.Handler, "reply", lambda *args: (received or left.wait(20), reply(*args)))
-    with connect(server, sent) as s:
+def test_a_client_that_leaves_frees_the_model(server, capfd):
+    """It leaves with a reset, after the first step: the server prints nothing."""
+    body = b'{%s, "steps": 256, "copies": 16}' % Q.encode()
+    head = b"POST /api/solve HTTP/1.1\r\nHost: 127.0.0.1:PORT\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with connect(server, head + body) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends a reset
-        assert s.recv(received) if received else time.sleep(0.05) is None  # the server reads what there is
-    left.set()
-    assert ended.wait(30) and capfd.readouterr() == ("", "")
-    assert not server.game.lock.locked()
+        assert s.recv(15)
+    wait_for(lambda: not server.game.lock.locked())
+    assert len(ask_to_solve(server, question="." * 16)) == 5 and capfd.readouterr() == ("", "")
 
 
-def test_command_and_a_page_that_fetches_nothing_from_elsewhere(tmp_path):
-    """It plays the model of models/ with the largest puzzles, and opens the browser."""
+def test_command_opens_the_browser_on_the_model_with_the_largest_puzzles(tmp_path):
     command = [sys.executable, play.__file__, "--port=0"]
     env = {**os.environ, "BROWSER": f"sh -c 'echo $0 > {tmp_path}/opened' %s"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     try:
-        port = int(re.match(r"http://127\.0\.0\.1:(\d+) ", process.stdout.readline())[1])
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60) as response:
-            policy, page = response.headers["Content-Security-Policy"], response.read().decode()
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/run", timeout=60) as f:
+        address = re.match(r"(http://127\.0\.0\.1:\d+) ", process.stdout.readline())[1]
+        with urllib.request.urlopen(f"{address}/api/run", timeout=60) as f:
             run = json.load(f)
         shipped = [math.prod(task["grid"]) for task in solve.shipped_models().values()]
         assert math.prod(run["grid"]) == max(shipped) and run["puzzles"] == 100
         wait_for((tmp_path / "opened").exists)
-        assert (tmp_path / "opened").read_text() == f"http://127.0.0.1:{port}\n"
-        with pytest.raises(UserError, match="--port=0 takes a free one"):
-            play.open_server(None, port)
-        with pytest.raises(UserError, match="65535"):
-            play.open_server(None, 70000)
+        assert (tmp_path / "opened").read_text() == f"{address}\n"
     finally:
         process.send_signal(signal.SIGINT)
     assert process.wait(20) == 0 and process.stderr.read() == ""
+
+
+def test_page_fetches_nothing_from_elsewhere(server):
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/", timeout=60) as response:
+        policy = response.headers["Content-Security-Policy"]
+        page = response.read().decode()
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy
     assert not re.search(r"""(src|href)=["'](?!data:,)|url\(|@import|innerHTML""", page)
     assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}
 
 
-def test_browser_stays_closed(folder, monkeypatch, capsys):
-    with pytest.raises(UserError, match="usage"):
-        play.main(["a", "b"])
-    monkeypatch.setattr(play.ThreadingHTTPServer, "serve_forever", lambda server: server.server_close())
-    monkeypatch.setattr(play.threading, "Thread", lambda **options: pytest.fail("it opens the browser"))
-    play.main([str(folder / "sudoku"), "--port=0", "--browser=False"])
-    assert "http://127.0.0.1:" in capsys.readouterr().out
+def test_votes_on_an_arc_task_are_those_of_solve(arc_server, arc_test):
+    _, puzzle = ask_json(arc_server, "GET", "/api/puzzle?index=2")
+    question, answer = arc_test.grids[2]
+    assert puzzle["question"] == question.tolist() and puzzle["answer"] == answer.tolist()
+    game = arc_server.game
+    *_, line = game.solve((puzzle["task"], question), 3, 4, 0, 0)
+    data = solve.choose_versions(game.train_data, puzzle["task"], [(question, answer)], 0)
+    votes = solve.vote(game.settings, game.model, data)[0, 0]
+    assert line["votes"] == [[grid_of(key).tolist(), votes[key][0]] for key in elect(votes)]
 
 
-def test_model_file_brings_its_puzzles(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where the dataset is not
-    own = play.Game(str(folder / "model.pt"), ["--data_path=nowhere"])
-    other = play.Game(str(folder / "sudoku"), [])
-    assert own.describe() | {"path": ""} == other.describe() | {"path": ""}
-    assert [own.test_puzzle(str(i)) for i in range(60)] == [other.test_puzzle(str(i)) for i in range(60)]
-
-
-def test_models_without_their_dataset(folder, tmp_path):
-    state = torch.load(folder / "maze/ckpt_00000004.pt", weights_only=True)
-    del state["model"], state["task"]  # as in an official checkpoint
-    torch.save(state, tmp_path / "any.pt")
-    torch.save(state | {"model": {"seq_len": 36, "vocab_size": 6}}, tmp_path / "sized.pt")
-    shutil.copytree(folder / "maze-data", tmp_path / "official")
-    os.remove(tmp_path / "official/manifest.json")
-    for path, data_path, *expected in (
-            (folder / "sudoku", "nowhere", "sudoku", [4, 4], 0),
-            (tmp_path / "sized.pt", "nowhere", "maze", [6, 6], 0),
-            (tmp_path / "any.pt", tmp_path / "official", "maze", [6, 6], 20)):
-        run = (game := play.Game(str(path), [f"--data_path={data_path}"])).describe()
-        assert [run["kind"], run["grid"], run["puzzles"]] == expected
-        with pytest.raises(UserError, match=f"index must be a number below {expected[-1]}"):
-            game.test_puzzle("20")
-    with pytest.raises(UserError, match="puzzles of any size.*--data_path"):
-        play.Game(str(tmp_path / "any.pt"), ["--data_path=nowhere"])
+@pytest.mark.parametrize("change, words", [
+    ({"task": "new"}, "task new: the model has no identifier"),
+    ({"question": [[1, 2], [3]]}, "not JSON"),
+    ({"question": [[1] * 5]}, "a side over 4")])
+def test_wrong_requests_for_arc_are_refused(arc_server, arc_test, change, words):
+    request = {"task": arc_test.task_names[0], "question": [[1, 2]]} | change
+    status, answer = ask_json(arc_server, "POST", "/api/solve", json.dumps(request))
+    assert status == 400 and words in answer["error"]
 
 
 # The page.
@@ -348,9 +314,7 @@ def puzzle(serve):
 
 def test_page_solves_a_test_puzzle(browser, server, puzzle):
     browser.load(server)
-    browser.choose(puzzle["index"] - 1)
-    browser.click("#next")
-    browser.until(f"index === {puzzle['index']}")
+    browser.choose(puzzle["index"])
     assert browser.cells() == list(puzzle["question"])
     steps = browser.solve()
     assert len(steps) == browser.count("#curve circle") == 4 and browser.count("#curve polyline.chosen") == 1
@@ -360,12 +324,8 @@ def test_page_solves_a_test_puzzle(browser, server, puzzle):
     assert browser.cells() == list(first)
     wrong = [i for i, (a, b) in enumerate(zip(first, puzzle["answer"])) if a != b]
     assert browser.js("$('status').textContent").startswith(f"Step 1 of 4: {len(wrong)} wrong ✕, ")
-    assert wrong == browser.js(
-        "[...document.querySelectorAll('#board .cell')].flatMap((el, i) => "
-        "getComputedStyle(el).textDecorationLine === 'underline' && el.ariaLabel.endsWith('wrong') && "
-        "getComputedStyle(el, '::after').content === '\"✕\"' ? [i] : [])")
-    browser.press("Right", "Right")
-    assert browser.cells() == list(steps[2]["answers"][0]) and browser.js("shown") == 3
+    assert wrong == browser.js("[...document.querySelectorAll('#board .cell')].flatMap("
+                               "(el, i) => el.ariaLabel.endsWith('wrong') ? [i] : [])")
     browser.click("#kept")
     assert browser.js("shown") == steps[-1]["kept"][1]
     browser.js("(request.steps = 100, show(0))")  # which makes the playback fast
@@ -385,7 +345,6 @@ def test_page_thinks_deeper_and_in_copies(browser, server):
     browser.js("show(2)")
     browser.click("#copies .copy:nth-child(3)")
     assert browser.cells() == list(browser.js("steps[1].answers[2]"))
-    assert browser.js("document.querySelector('[aria-pressed=true].copy .caption').textContent[0]") in "◆C"
     sure = browser.js("steps[1].sure")
     browser.click("#redraw")
     browser.until("!controller && steps.length === 16 && request.seed === 1")
@@ -403,21 +362,13 @@ def test_page_takes_typed_puzzles_and_shows_errors(browser, server):
     assert browser.js("$('error').hidden")
     browser.solve()
     assert browser.js("$('error').textContent") == "⚠ The question has digit 1 twice in row 1"
-    assert browser.js("getComputedStyle($('error')).display") != "none" and browser.js("steps") == []
     browser.click("#clear")
     browser.js("document.querySelector('#board .cell').focus()")
     browser.press("Right", "Down", "3", "Right", "Down", "2", "Left", "4", "Backspace", "Home", "Up", "1")
     typed = "....13....2....."
     assert browser.js("$('text').value") == typed and browser.cells() == list(typed)
-    assert browser.js("document.activeElement.getAttribute('aria-label')") == "row 2 column 1: 1, given"
     browser.solve()
     assert "more than one solution" in browser.js("$('warning').textContent")
-    browser.js("show(1)")
-    assert browser.count("#board .wrong") == len(browser.js("steps[0].broken[0]"))
-    browser.click("#edit")
-    browser.click("#keypad button:nth-child(2)")
-    assert browser.js("$('text').value") == "....23....2....."
-    browser.check_width(360)
 
 
 def test_page_solves_mazes(browser, serve):
@@ -433,42 +384,29 @@ def test_page_solves_mazes(browser, serve):
     browser.press("S", "Right", "NumberSign", "Right", "Space")
     question = browser.js("question")
     assert question.count("S") == 1 and question[7:10] == ["S", "#", " "]
+    browser.check_width(360)
+
+
+def test_page_shows_an_arc_task_its_votes_and_edits_the_test_input(browser, arc_server):
+    browser.load(arc_server)
+    browser.choose(1)
+    puzzle = arc_server.game.test_puzzle("1")
+    cells = [str(colour) for row in puzzle["question"] for colour in row]
+    assert browser.count("#pairs .pair") == 4 and browser.cells() == cells
+    assert browser.js("[...document.querySelectorAll('#board .cell')].map(el => el.title)") == cells
+    votes = browser.solve()[-1]["votes"]
+    browser.js("show(3)")
+    captions = browser.js("[...document.querySelectorAll('#copies figcaption')].map(el => el.textContent)")
+    assert captions[0].startswith(f"{votes[0][1]} of 4") and captions[-1] == "Known answer"
+    assert len(captions) == len(votes) + 1
     for width in (360, 1100):
         browser.check_width(width)
 
-
-def test_page_of_another_kind_compares_with_the_known_answer(browser, serve):
-    """On a board of 2x3 cells; of a question that was typed, nothing is known."""
-    browser.load(serve("exchange"))
-    steps = browser.solve()
-    solved = [step["answers"][0] == browser.js("answer.join('')") for step in steps]
-    assert [step["solved"][0] for step in steps] == solved and any(solved)
-    browser.js("show(1)")
-    assert browser.cells() == list(steps[0]["answers"][0])
-    assert browser.js("getComputedStyle($('board')).gridTemplateColumns.split(' ').length") == 3
+    # by key, by palette, by a second click, and as text
     browser.js("selectCell(1)")
-    browser.press("1", "Down", "0", "Left", "Backspace")
-    assert browser.js("question.join('')[1] + question.join('').slice(3, 5)") == "100"
-    assert not any(step["solved"][0] or step["broken"][0] for step in browser.solve())
-
-
-def test_page_is_readable_in_light_and_dark_and_has_names(browser, server, puzzle):
-    browser.load(server)
-    browser.choose(puzzle["index"])
-    browser.solve()
-    browser.js("show(1)")
-    colors = ("(style => [style.color, style.backgroundColor].map(color => color.match(/[0-9.]+/g)"
-              ".slice(0, 3).map(Number)))(getComputedStyle(document.querySelector('%s')))")
-    rule = "(dark = [...document.styleSheets[0].cssRules].find(rule => rule.media)).media.mediaText"
-    assert browser.js(rule) == "(prefers-color-scheme: dark)"
-    for scheme in ("not all", "all"):
-        browser.js(f"dark.media.mediaText = '{scheme}'")
-        for selector in ("body", "#board-card", "#puzzle-card", "#board .wrong", "#board .given", "#solve"):
-            rgb = np.array(browser.js(colors % selector)) / 255
-            linear = np.where(rgb <= 0.03928, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-            ink, paper = linear @ [0.2126, 0.7152, 0.0722]  # luminance, as in WCAG
-            assert selector != "body" or (ink > paper) == (scheme == "all")
-            assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) > 4.5, (scheme, selector)
-    nameless = browser.js("[...document.querySelectorAll('button, input')].filter(el => !(el.ariaLabel || "
-                          "el.textContent.trim() || el.labels?.length)).map(el => el.outerHTML)")
-    assert nameless == []
+    browser.press("7", "Right")
+    browser.click("#keypad button:nth-child(4)")
+    browser.click("#board .cell:nth-child(3)")
+    assert browser.js("question.slice(1, 3)") == ["7", "4"] and browser.js("answer") is None
+    browser.js("($('text').value = '12 34', $('typed').requestSubmit())")
+    assert browser.js("asGrid(question)") == [[1, 2], [3, 4]] and len(browser.solve()) == 3

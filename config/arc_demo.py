@@ -1,0 +1,30 @@
+# Small ARC-like tasks of ten families: makes tasks, trains in five to six minutes on a CPU core with bfloat16,
+# and solves 37 of 100 unseen tasks in two tries (seed 0, 1 run; copying the input solves none). Recolouring and
+# filling are learned; moving, mirroring and turning are not. The demonstration pairs of the test tasks are
+# trained on, their test inputs are new.
+data_path = "data/arc-demo"
+data_prepare = f"prepare_arc.py --source=generate --num_aug=3 --output_dir={data_path}"
+out_dir = "out/arc_demo"
+global_batch_size = 32
+max_steps = 5000
+hidden_size = 128
+expansion = 2.0
+L_layers = 1
+H_cycles = 2
+L_cycles = 3
+puzzle_emb_ndim = 128
+puzzle_emb_len = 1
+forward_dtype = "auto"
+loss_type = "softmax_cross_entropy"  # learns faster than stablemax on a short run
+halt_max_steps = 2
+eval_halt_max_steps = 4
+lr = 4e-3
+lr_min_ratio = 0.0
+lr_warmup_steps = 50
+weight_decay = 0.1
+puzzle_emb_lr = 2e-2
+puzzle_emb_weight_decay = 0.1
+ema_rate = 0.99
+eval_interval = 0
+log_interval = 100
+eval_show_puzzle = True

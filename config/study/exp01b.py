@@ -1,9 +1,0 @@
-run("../baseline.py")
-# How does accuracy grow with the parameters (accuracy = a - b * params^-c), and where does it saturate?
-hidden_size = 384
-num_heads = 6
-puzzle_emb_ndim = hidden_size
-wandb_log = True
-wandb_project = "TRM-Exp01-ModelScaling"
-wandb_run_name = "exp01b_h384"
-out_dir = "out/study/exp01b_h384"

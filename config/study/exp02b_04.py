@@ -1,7 +1,0 @@
-run("../baseline.py")
-# Is depth better spent on H_cycles or, as in exp02a, on L_cycles? Here the depth is 56.
-H_cycles = 4
-wandb_log = True
-wandb_project = "TRM-Exp02b-HCycles"
-wandb_run_name = "exp02b_04_H4"
-out_dir = "out/study/exp02b_04_H4"

@@ -1,8 +1,0 @@
-run("../baseline.py")
-# Can recursion replace layers, and at what speed and memory? L_layers * L_cycles is 12 in all of exp03.
-L_layers = 1
-L_cycles = 12
-wandb_log = True
-wandb_project = "TRM-Exp03-LayersVsCycles"
-wandb_run_name = "exp03a_1x12"
-out_dir = "out/study/exp03a_1x12"

@@ -1,0 +1,2 @@
+run("../study.py")
+_question = "Can augmented copies replace puzzles?"

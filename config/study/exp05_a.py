@@ -1,7 +1,0 @@
-run("../baseline.py")
-# How much accuracy do more supervision steps buy, at what inference cost, and when do sequences halt?
-halt_max_steps = 4
-wandb_log = True
-wandb_project = "TRM-Exp05-HaltingSteps"
-wandb_run_name = "exp05_a_halt4"
-out_dir = "out/study/exp05_a_halt4"

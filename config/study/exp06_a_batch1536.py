@@ -1,0 +1,7 @@
+run("../study.py")
+_question = "What is the critical batch size, and how does throughput grow with the batch?"
+global_batch_size = 1536
+micro_batch_size = 16  # must divide the 48 sequences of each of 32 chips
+lr = 1e-4 * (global_batch_size / 6144) ** 0.5
+puzzle_emb_lr = lr
+lr_warmup_steps = 2000 * 6144 // global_batch_size  # as many examples as the baseline's warm-up

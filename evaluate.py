@@ -1,0 +1,547 @@
+"""Solves puzzles with a model: train.py's evaluations, scripts/solve.py, scripts/play.py and TRM.solve.
+
+A batch has slots, and a slot works on one attempt at one puzzle. After each supervision step a slot keeps the
+last answer and the most confident one so far ("surest": of the step where q_halt was highest). An attempt
+leaves its slot after eval_halt_max_steps, or once its answer has not changed for eval_patience steps; then
+the slot takes the next attempt of the queue. All attempts at a puzzle but the first get noise on the latent.
+"""
+import glob
+import json
+import math
+import os
+import re
+from contextlib import suppress
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+import puzzles
+from data import NOISE, Progress, generator, replacing
+from model import (
+    LOSS_TERMS,
+    METRICS,
+    flatten,
+    parameter_shapes,
+    supervision_step,
+    take_new_puzzles,
+    unflatten,
+)
+from puzzles import IGNORE_LABEL
+
+ANSWERS = ("preds", "q_halt_logits", "surest_preds", "surest_q_halt_logits", "surest_steps")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# One step of a batch
+
+class Evaluator:
+    """Runs supervision steps without gradients on a batch of slots.
+
+    Args:
+        settings: of train.py; loss_type, forward_dtype, micro_batch_size, the halting and eval_ settings
+            count here.
+        model: a TRM.
+        device: as device.Device.
+        batch_size: the number of slots on this device.
+    """
+
+    def __init__(self, settings, model, device, batch_size):
+        self.settings = settings
+        self.model = model
+        self.device = device
+        self.batch_size = batch_size
+        self.depth = settings.eval_halt_max_steps or settings.halt_max_steps
+        self.dtype = getattr(torch, settings.forward_dtype)
+        self.shapes = parameter_shapes(model)
+        self.supervision_step = device.compile(supervision_step)
+        self.program = device.compile_step(self.step)
+
+    def new_state(self):
+        """Returns {"carry": {name: [micro-batches, slots in one, ...]}}; all slots are free."""
+        carry = self.model.new_carry(self.batch_size, self.dtype)
+        carry["preds"] = torch.zeros_like(carry["inputs"])
+        carry["repeats"] = torch.zeros_like(carry["steps"])
+        carry["surest_preds"] = torch.zeros_like(carry["inputs"])
+        carry["surest_q_halt_logits"] = torch.zeros(self.batch_size)
+        carry["surest_steps"] = torch.zeros_like(carry["steps"])
+        return dict(carry=self.device.put(split(carry, self.settings.micro_batch_size)))
+
+    def inputs(self, weights, table, batch, noise_keys=None):
+        """Returns the inputs of program(), on the device.
+
+        Args:
+            weights: the vector of all weights, float32, on the device.
+            table: the puzzle embedding [N, D'], on the device.
+            batch: {"inputs", "labels": [B, S], "puzzle_identifiers": [B]} of new puzzles for free slots.
+            noise_keys: int32 [B], which noise an attempt gets; 0: none. None: none for all.
+        """
+        if self.settings.eval_rollouts > 1:
+            if noise_keys is None:
+                noise_keys = np.zeros(self.batch_size, dtype=np.int32)
+            batch = batch | dict(noise_keys=noise_keys)
+        return dict(batch=self.device.put(batch), weights=weights, table=table)
+
+    @torch.no_grad()
+    def step(self, state, inputs):
+        """Runs one supervision step of all slots, in place on state. On XLA it is one program.
+
+        Returns {name: [B, ...]}: ANSWERS, METRICS and LOSS_TERMS of each slot after this step, and halted.
+        """
+        self.model.eval()
+        weights = cast(inputs["weights"], self.shapes, self.dtype)
+        batch = split(inputs["batch"], self.settings.micro_batch_size)
+        micro_batches = dict(carry=state["carry"], batch=batch)
+        _, results = self.device.for_each_micro_batch(
+            self.step_micro_batch, {}, weights | dict(table=inputs["table"]), micro_batches)
+        for name, t in state["carry"].items():
+            t.copy_(results[name])
+        names = (*ANSWERS, *METRICS, *LOSS_TERMS, "halted")
+        return {name: results[name].flatten(0, 1) for name in names}
+
+    def step_micro_batch(self, weights, micro_batch):
+        """Returns {}, and {name: [b, ...]} of the carry and the values after a supervision step."""
+        settings = self.settings
+        before = micro_batch["carry"]
+        batch = micro_batch["batch"]
+        is_new = before["halted"]
+        sequences = take_new_puzzles(self.model, before, batch)
+        weights = dict(weights)
+        table = weights.pop("table")
+        if self.model.prefix:
+            weights["puzzle_rows"] = table[sequences["puzzle_identifiers"]]
+        step = self.supervision_step(settings, self.model, weights, sequences)
+        carry = step.carry
+
+        # an attempt leaves at the full depth, or once its answer repeats
+        is_repeated = ~is_new & (step.answers == before["preds"]).all(-1)
+        carry["repeats"] = torch.where(is_repeated, before["repeats"] + 1, 0)
+        carry["halted"] = carry["steps"] >= self.depth
+        if settings.eval_patience:
+            has_repeated = carry["repeats"] >= settings.eval_patience
+            carry["halted"] = carry["halted"] | has_repeated
+
+        # the most confident answer so far; of equals, the last
+        is_surer = is_new | (step.q_halt >= before["surest_q_halt_logits"])
+        carry["surest_preds"] = torch.where(is_surer.unsqueeze(-1), step.answers, before["surest_preds"])
+        carry["surest_q_halt_logits"] = torch.where(is_surer, step.q_halt, before["surest_q_halt_logits"])
+        carry["surest_steps"] = torch.where(is_surer, carry["steps"], before["surest_steps"])
+
+        # noise for the next step of all attempts but the first
+        if "noise_keys" in batch:
+            keys = batch["noise_keys"]
+            noise = normal_noise(keys, carry["steps"], carry["z_L"].shape[1:])
+            deviation = torch.where(keys == 0, 0, settings.eval_noise).view(-1, 1, 1)
+            carry["z_L"] = carry["z_L"] + (deviation * noise).to(self.dtype)
+        # carry's "steps" count for puzzles without labels too, unlike the metric of that name
+        return {}, step.values | carry | dict(preds=step.answers, q_halt_logits=step.q_halt)
+
+    def watch(self, weights, table, batch, noise_keys=None):
+        """Yields the results of step() as arrays, after each supervision step of one batch of puzzles."""
+        state = self.new_state()
+        inputs = self.inputs(weights, table, batch, noise_keys)
+        for _ in range(self.depth):
+            results = self.program(state, inputs)
+            yield {name: t.cpu().numpy() for name, t in results.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A queue of attempts
+
+class Queue:
+    """Solves n puzzles, eval_rollouts times each, on the slots of an Evaluator.
+
+    results: {name of ANSWERS, METRICS or LOSS_TERMS: [attempts, n, ...]}, zeros until an attempt leaves.
+
+    Args:
+        evaluator: an Evaluator.
+        weights, table: as Evaluator.inputs takes them.
+        read_rows: a function of indices [k] from 0 to n - 1 that returns their batch, {name: [k, ...]}.
+        keys: noise keys int32 [attempts, n], as noise_keys returns them.
+    """
+
+    def __init__(self, evaluator, weights, table, read_rows, keys):
+        self.evaluator = evaluator
+        self.read_rows = read_rows
+        self.keys = keys
+        self.attempts, self.n = keys.shape
+        self.next = 0  # attempt i is at puzzle i // attempts
+        self.slots = np.full(evaluator.batch_size, -1)  # the attempt in each slot; -1: free
+        self.state = evaluator.new_state()
+        seq_len = evaluator.model.config.seq_len
+
+        # an answer has a byte for each cell, since a test set may have a third of a billion cells
+        self.results = {}
+        for name in (*ANSWERS, *METRICS, *LOSS_TERMS):
+            cells = (seq_len,) if name.endswith("preds") else ()
+            dtype = np.uint8 if name.endswith("preds") else np.float32
+            self.results[name] = np.zeros((self.attempts, self.n, *cells), dtype)
+
+        # slots without an attempt work on zeros, which nothing collects
+        self.batch = unlabelled_batch(np.zeros((evaluator.batch_size, seq_len), dtype=np.int32))
+        self.noise_keys = np.zeros(evaluator.batch_size, dtype=np.int32)
+        self.weights = weights
+        self.table = table
+
+    def left(self):
+        """Returns how many attempts have not left."""
+        num_waiting = self.n * self.attempts - self.next
+        num_in_slots = np.count_nonzero(self.slots >= 0)
+        return num_waiting + num_in_slots
+
+    def fill(self):
+        """Gives the free slots the next attempts; returns the inputs of the next step."""
+        # free slots, as many as attempts wait
+        num_waiting = self.n * self.attempts - self.next
+        free = np.flatnonzero(self.slots < 0)[:num_waiting]
+        self.slots[free] = np.arange(self.next, self.next + len(free))
+        self.next += len(free)
+
+        # their puzzles and noise
+        puzzle, attempt = np.divmod(self.slots[free], self.attempts)
+        for name, array in self.read_rows(puzzle).items():
+            self.batch[name][free] = array
+        self.noise_keys[free] = self.keys[attempt, puzzle]
+        return self.evaluator.inputs(self.weights, self.table, self.batch, self.noise_keys)
+
+    def step(self, should_stop=lambda: False):
+        """Fills the slots, runs until attempts may leave, and collects their results; returns how many left.
+
+        should_stop: a function; where it returns true, the step ends early.
+        """
+        inputs = self.fill()
+        # without eval_patience all attempts leave together, and nothing waits for the device before
+        num_steps = 1 if self.evaluator.settings.eval_patience else self.evaluator.depth
+        for _ in range(num_steps):
+            if should_stop():
+                return 0
+            results = self.evaluator.program(self.state, inputs)
+
+        # collect what leaves, and free its slots
+        halted = results.pop("halted").cpu().numpy()
+        leaving = np.flatnonzero(halted & (self.slots >= 0))
+        puzzle, attempt = np.divmod(self.slots[leaving], self.attempts)
+        for name, t in results.items() if len(leaving) else ():
+            self.results[name][attempt, puzzle] = t.cpu().numpy()[leaving]
+        self.slots[leaving] = -1
+        return len(leaving)
+
+
+def unlabelled_batch(questions):
+    """Returns the batch of questions, tokens int32 [n, S], without answers; their puzzle identifier is 0."""
+    return dict(
+        inputs=questions,
+        labels=np.full_like(questions, IGNORE_LABEL),
+        puzzle_identifiers=np.zeros(len(questions), dtype=np.int32),
+    )
+
+
+def surest_attempts(results):
+    """Returns the attempt with the most confident answer of each puzzle, [...]; of equals, the first.
+
+    results: {name: [attempts, ...]} of a Queue, or of Evaluator.watch for attempts at one puzzle.
+    """
+    return results["surest_q_halt_logits"].argmax(0)
+
+
+def surest_answers(results):
+    """Returns {name: [n, ...]} of the ANSWERS "surest_...", each puzzle's of its most confident attempt."""
+    attempts = surest_attempts(results)
+    names = [name for name in ANSWERS if name.startswith("surest")]
+    return {name: results[name][attempts, np.arange(len(attempts))] for name in names}
+
+
+def noise_keys(seed, attempts, n):
+    """Returns the keys of normal_noise, int32 [attempts, n]; 0, no noise, for the first attempt."""
+    keys = np.zeros((attempts, n), dtype=np.int32)
+    for attempt in range(1, attempts):
+        random = generator(seed, NOISE, attempt)
+        keys[attempt] = random.integers(1, 2 ** 31, n, dtype=np.int32)
+    return keys
+
+
+def solve_tokens(model, question, steps, identifiers=None):
+    """Returns the most confident answers to questions, tokens [B, S], and their confidence from 0 to 1 [B].
+
+    identifiers: the puzzle identifier of each question [B]; None: 0 for all. Raises ValueError for another
+    number of cells than the model takes.
+    """
+    from device import Device
+    B, S = question.shape
+    if S != model.config.seq_len:
+        raise ValueError(f"the question has {S} cells, not {model.config.seq_len}")
+    settings = SimpleNamespace(
+        loss_type="softmax_cross_entropy", forward_dtype="float32", micro_batch_size=0, halt_max_steps=steps,
+        eval_halt_max_steps=0, eval_patience=0, eval_rollouts=1, compile="off", kernels="off")
+    evaluator = Evaluator(settings, model, Device("cpu", settings), B)
+    batch = unlabelled_batch(question.int().cpu().numpy())
+    if identifiers is not None:
+        batch["puzzle_identifiers"] = identifiers.int().cpu().numpy()
+    *_, results = evaluator.watch(*weights_of(model), batch)
+    answers = torch.from_numpy(results["surest_preds"]).to(question)
+    return answers, torch.from_numpy(results["surest_q_halt_logits"]).sigmoid()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The evaluation of a test set, on all ranks
+
+def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_to="", submit_to=""):
+    """Returns {"eval/...": number} for test puzzles, or {} if a stop is requested. All ranks.
+
+    Args:
+        evaluator: an Evaluator.
+        weights, table: as Evaluator.inputs takes them.
+        test: a Dataset.
+        indices: of the examples in it, for all ranks.
+        label: the beginning of the lines that show the progress.
+        should_stop: a function that says whether this host is asked to stop.
+        save_to: path, without its ending, of the arrays in eval_save_outputs; "": none.
+        submit_to: path of ARC's submission.json; "": none.
+    """
+    settings = evaluator.settings
+    device = evaluator.device
+    own = indices[device.rank::device.world]
+    keys = noise_keys(settings.seed, settings.eval_rollouts, len(test))[:, own]
+    queue = Queue(evaluator, weights, table, lambda i: test.test_batch(own[i], len(i)), keys)
+    progress = Progress(label, len(own) * settings.eval_rollouts, "puzzles", settings.eval_rollouts)
+
+    # Ranks need different numbers of steps. They meet after a few and leave together.
+    is_done = False
+    while not is_done:
+        for _ in range(evaluator.depth if settings.eval_patience else 1):
+            if not queue.left() or should_stop():
+                break
+            num_left = queue.step(should_stop)
+            if device.rank == 0:
+                progress.add(num_left)
+        ranks = device.all_gather((should_stop(), queue.left()))
+        if any(stop for stop, _ in ranks):
+            return {}
+        is_done = not any(left for _, left in ranks)
+
+    # the last answer of the first attempt, as in the paper, and the surest of all attempts
+    arrays = test.test_batch(own, len(own))
+    arrays |= {name: array[0] for name, array in queue.results.items()}
+    arrays |= surest_answers(queue.results)
+    if save_to:
+        save_outputs(settings, device, save_to, own, arrays)
+    values = eval_values(device.all_gather(eval_sums(test, arrays, queue.results)))
+    if test.task["kind"] == "arc":
+        own_votes = count_votes(test, own, arrays["preds"], arrays["q_halt_logits"])
+        votes = merge_votes(device.all_gather(own_votes))
+        values |= vote_values(test, votes)
+        if submit_to and device.rank == 0:
+            with replacing(submit_to) as f:
+                f.write(json.dumps(submission(test, votes)).encode())
+    return values
+
+
+def eval_sums(test, arrays, results):
+    """Returns {name: sum over this rank's puzzles} of METRICS, LOSS_TERMS and the judgements of answers."""
+    sums = dict.fromkeys(METRICS + LOSS_TERMS, 0.0)
+    for name in sums:
+        sums[name] = float((arrays["count"] * arrays[name]).sum(dtype=np.float64))
+    return sums | puzzles.count_correct(test.task, arrays, results["surest_preds"])
+
+
+def eval_values(ranks):
+    """Returns {"eval/...": number} of the ranks' sums."""
+    total = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
+    count = total.pop("count")
+    values = {}
+    for name, value in total.items():
+        values["eval/" + name] = value / max(count, 1)
+    return values | {"eval/puzzles": int(count)}
+
+
+def save_outputs(settings, device, path, indices, arrays):
+    """Writes this rank's part of eval_save_outputs, then deletes the files of an earlier evaluation.
+
+    If they cannot be written, as on a full disk, that is logged.
+    """
+    endings = [".npz"]
+    if device.world > 1:
+        endings = [f".{rank}.npz" for rank in range(device.world)]
+    name = path + endings[device.rank]
+    wanted = {key: arrays[key] for key in settings.eval_save_outputs.split(",") if key}
+    try:
+        os.makedirs(settings.out_dir, exist_ok=True)
+        with replacing(name) as f:
+            np.savez_compressed(f, indices=indices, **wanted)
+    except OSError as e:
+        device.print0(f"{name}: not written: {e}")
+        return
+    # an earlier evaluation may have had other ranks, whose files no rank has replaced
+    for old in glob.glob(glob.escape(path) + "*.npz"):
+        ending = old.removeprefix(path)
+        if re.fullmatch(r"(\.\d+)?\.npz", ending) and ending not in endings:
+            with suppress(FileNotFoundError):  # another rank may delete it too
+                os.remove(old)
+
+
+def show_puzzle(evaluator, weights, table, test):
+    """Returns a text: a test puzzle, its answers after supervision steps 1, 2, 4, ...; * marks wrong cells.
+
+    All ranks.
+    """
+    batch = test.test_batch(test.subset(1, 1)[:1], evaluator.batch_size)
+    question = batch["inputs"][0]
+    labels = batch["labels"][0]
+    grids = [("question", question, np.zeros(test.seq_len, dtype=bool))]
+    steps = evaluator.watch(weights, table, batch)
+    for step, results in enumerate(steps, 1):
+        is_last = bool(results["halted"][0])
+        if is_last or step & (step - 1) == 0:  # a power of 2
+            answer = results["preds"][0]
+            wrong = puzzles.wrong_cells(test.task, question, labels, answer)
+            verdict = f"{wrong.sum()} wrong" if wrong.any() else "solved"
+            grids.append((f"step {step}: {verdict}", answer, wrong))
+        if is_last:
+            break
+    return puzzles.side_by_side(grids, test.task["symbols"], *test.task["grid"])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# ARC-AGI: the versions of a task vote on the answer to each of its test inputs
+
+PASSES = (1, 2, 5, 10, 100, 1000)  # pass@K: the right answer is among the K with the most votes
+
+
+def count_votes(test, indices, preds, q_halt):
+    """Returns {(group, member): {answer: (votes, sum of confidences)}} of test examples.
+
+    A group is a task, a member one of its test inputs. Answers are grids in the task's own version, as
+    grid_key writes them.
+
+    Args:
+        test: a Dataset with versions.
+        indices: of the examples [n].
+        preds: their answers, tokens [n, S].
+        q_halt: the confidence of each answer, logits [n].
+    """
+    votes = {}
+    versions, members = test.locate(indices)
+    groups = test.groups_of(versions)
+    confidences = 1 / (1 + np.exp(-q_halt.astype(np.float64)))
+    for i, (group, member) in enumerate(zip(groups.tolist(), members.tolist())):
+        grid = puzzles.undo_version(puzzles.crop(preds[i], test.side), test.versions[versions[i]])
+        candidates = votes.setdefault((group, member), {})
+        count, confidence = candidates.get(grid_key(grid), (0, 0.0))
+        candidates[grid_key(grid)] = (count + 1, confidence + confidences[i])
+    return votes
+
+
+def merge_votes(ranks):
+    """Returns the sum of the ranks' votes."""
+    total = {}
+    for votes in ranks:
+        for test_input, candidates in votes.items():
+            merged = total.setdefault(test_input, {})
+            for answer, (count, confidence) in candidates.items():
+                count_before, confidence_before = merged.get(answer, (0, 0.0))
+                merged[answer] = (count_before + count, confidence_before + confidence)
+    return total
+
+
+def elect(candidates):
+    """Returns the answers to one test input, by their votes, then by their mean confidence."""
+    def standing(answer):
+        count, confidence = candidates[answer]
+        return count, confidence / count
+
+    return sorted(candidates, key=standing, reverse=True)
+
+
+def vote_values(test, votes):
+    """Returns {"eval/pass1": share, ...} of the tasks that were voted on and have known answers.
+
+    A task counts by the share of its test inputs that are solved (official evaluators/arc.py).
+    """
+    solved = dict.fromkeys(PASSES, 0.0)
+    groups = {group for group, _ in votes}
+    num_tasks = 0
+    for group in sorted(groups):
+        answers = [answer for _, answer in test.grids[slice(*test.task_indices[group:group + 2])]]
+        if not all(answer.size for answer in answers):  # not known
+            continue
+        num_tasks += 1
+        for member, answer in enumerate(answers):
+            elected = elect(votes[group, member])
+            for k in PASSES:
+                solved[k] += (grid_key(answer) in elected[:k]) / len(answers)
+    return {f"eval/pass{k}": total / max(1, num_tasks) for k, total in solved.items()}
+
+
+def submission(test, votes):
+    """Returns {task: [{"attempt_1": grid, "attempt_2": grid}, ...]}, an entry a test input, as for Kaggle."""
+    attempts = {}
+    for group, member in sorted(votes):
+        elected = elect(votes[group, member])
+        first = grid_of(elected[0]).tolist()
+        second = grid_of(elected[1]).tolist() if len(elected) > 1 else first
+        attempts.setdefault(test.task_names[group], []).append(dict(attempt_1=first, attempt_2=second))
+    return attempts
+
+
+def grid_key(grid):
+    """Returns a grid of colours, uint8 [rows, columns], as bytes."""
+    return bytes(grid.shape) + grid.tobytes()
+
+
+def grid_of(key):
+    """Returns the grid of a grid_key."""
+    return np.frombuffer(key, dtype=np.uint8, offset=2).reshape(key[0], key[1])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Helpers
+
+def cast(vector, shapes, dtype):
+    """Returns {name: weight in dtype} of the vector of all weights."""
+    return unflatten(vector.to(dtype, copy=True), shapes)  # a copy, since the vector changes in place
+
+
+def split(tensors, micro_batch_size):
+    """Returns {name: [micro-batches, sequences in one, ...]} of {name: [sequences, ...]}; 0: one batch."""
+    parts = {}
+    for name, t in tensors.items():
+        parts[name] = t.view(-1, micro_batch_size or len(t), *t.shape[1:])
+    return parts
+
+
+def weights_of(model):
+    """Returns the vector of all weights of a model and its puzzle embedding, for Evaluator.inputs."""
+    parameters = dict(model.named_parameters())
+    vector = flatten(parameters[name].detach().float() for name in parameter_shapes(model))
+    table = torch.zeros(1, 1)
+    if model.prefix:
+        table = model.puzzle_emb.weights
+    return vector, table
+
+
+def normal_noise(keys, steps, shape):
+    """Returns standard normal noise [B, *shape], float32, from integers alone: the same on every device.
+
+    keys, steps: int32 [B], not negative. Each number is a hash of its key, step and position, half of it as
+    radius, half as angle (Box and Muller).
+    """
+    positions = torch.arange(math.prod(shape), dtype=torch.int32, device=keys.device)
+    x = hash31(keys)
+    x = hash31(x + steps & BITS_31)
+    x = hash31(x.unsqueeze(-1) + positions & BITS_31)
+
+    # the upper 16 bits as a uniform number between 0 and 1, the lower 15 as a part of a turn
+    uniform = ((x >> 15) + 0.5) / 2 ** 16
+    angle = (x & 0x7FFF) * (2 * math.pi / 2 ** 15)
+    noise = torch.sqrt(-2 * torch.log(uniform)) * torch.cos(angle)
+    return noise.view(-1, *shape)
+
+
+BITS_31 = 2 ** 31 - 1  # XLA and torch shift negative numbers differently
+
+
+def hash31(x):
+    """Returns a hash of integers below 2^31 (lowbias32 of C. Wellons' hash-prospector, cut to 31 bits)."""
+    x = (x ^ x >> 16) * 0x7FEB352D & BITS_31
+    x = (x ^ x >> 15) * 0x046CA68B & BITS_31
+    return x ^ x >> 16

@@ -1,0 +1,202 @@
+"""Optimizers and schedules.
+
+The optimizers work in place on all weights as one float32 vector w with its gradient g: a few operations for
+the whole model. `rates` are tensors of one element, so that a compiled step does not depend on their values.
+"""
+import math
+from fractions import Fraction
+
+import torch
+
+from model import unflatten
+
+# ---------------------------------------------------------------------------------------------------------
+# Optimizers: functions (settings, rates, shapes, w, g, m, v), in place on w and the moments m and v.
+# rates: lr, and bias_correction1, bias_correction2 = 1 - beta^t; shapes: {name: shape} of the parts of w.
+
+def optimizer_state(settings, shapes, w):
+    """Returns what the optimizer keeps from step to step, {name: float32 tensor}: its arguments after g.
+
+    An optimizer of a fork may keep tensors of other names and shapes. Checkpoints hold them all.
+    """
+    return dict(m=torch.zeros_like(w), v=torch.zeros_like(w))
+
+
+def adam_atan2(settings, rates, shapes, w, g, m, v):
+    """Adam with atan2 instead of division and epsilon (arXiv 2407.05872), scaled as in the official code."""
+    root = update_moments(settings, rates, g, m, v)
+    update = torch.atan2(m, root)
+    descend(settings, rates, w, update, rates["lr"] / rates["bias_correction1"])
+
+
+def adamw(settings, rates, shapes, w, g, m, v):
+    """Adam with decoupled weight decay (arXiv 1711.05101, algorithm 2), epsilon 1e-8."""
+    root = update_moments(settings, rates, g, m, v)
+    update = m / (root + 1e-8)
+    descend(settings, rates, w, update, rates["lr"] / rates["bias_correction1"])
+
+
+def lion(settings, rates, shapes, w, g, m, v):
+    """Lion (arXiv 2302.06675, algorithm 2); v stays zero."""
+    update = torch.sign(torch.lerp(g, m, settings.beta1))
+    descend(settings, rates, w, update, rates["lr"])
+    m.lerp_(g, 1 - settings.beta2)
+
+
+def muon(settings, rates, shapes, w, g, m, v):
+    """Muon (Jordan et al. 2024) for the matrices of the network, AdamATan2 for all other parameters."""
+    weights = unflatten(w, shapes)
+    grads = unflatten(g, shapes)
+    first_moments = unflatten(m, shapes)
+    second_moments = unflatten(v, shapes)
+    for name, shape in shapes.items():
+        arguments = weights[name], grads[name], first_moments[name]
+        if name.startswith("L_level.") and len(shape) == 2:
+            muon_matrix(settings, rates, *arguments)
+        else:
+            adam_atan2(settings, rates, shapes, *arguments, second_moments[name])
+
+
+def muon_matrix(settings, rates, w, g, m):
+    """One step of Muon on a matrix [a, b]: Nesterov momentum, orthogonalised by Newton-Schulz iterations.
+
+    The update is scaled by 0.2 sqrt(max(a, b)) to the size of AdamW's (arXiv 2502.16982), so that lr means
+    the same for both.
+    """
+    m.lerp_(g, 1 - settings.beta1)
+    update = torch.lerp(g, m, settings.beta1).bfloat16()
+
+    # the iterations are cheaper on the smaller of x x^T and x^T x
+    is_tall = len(update) > update.shape[1]
+    x = update.T if is_tall else update
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        a = x @ x.T
+        b = -4.7750 * a + 2.0315 * a @ a
+        x = 3.4445 * x + b @ x
+    update = x.T if is_tall else x
+    step_size = rates["lr"] * 0.2 * math.sqrt(max(w.shape))
+    descend(settings, rates, w, update.to(w.dtype), step_size)
+
+
+def update_moments(settings, rates, g, m, v):
+    """Updates Adam's moments in place; returns the square root of the second one, whose bias is corrected."""
+    m.lerp_(g, 1 - settings.beta1)
+    v.lerp_(g.square(), 1 - settings.beta2)
+    return (v / rates["bias_correction2"]).sqrt()
+
+
+def descend(settings, rates, w, update, step_size):
+    """Applies decoupled weight decay, then an update times step_size, in place on w."""
+    w.mul_(1 - rates["lr"] * settings.weight_decay)
+    w.sub_(update * step_size)
+
+
+OPTIMIZERS = dict(adam_atan2=adam_atan2, adamw=adamw, lion=lion, muon=muon)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The puzzle embedding: SignSGD on the rows that the global batch holds. What ranks exchange does not grow
+# with the number of rows N: a table with fewer rows than the batch has sequences is exchanged whole.
+
+def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
+    """Returns the part of one rank in the sum that sign_sgd needs, [min(num_rows, batch_size), D' + 1].
+
+    Args:
+        identifiers: the table's row of each of the rank's sequences, int [b].
+        row_grads: the gradient of each sequence with respect to its row, [b, D'].
+        num_rows: N of the table.
+        batch_size: the sequences of all ranks.
+        rank: of these sequences, an int tensor [1].
+    """
+    if num_rows <= batch_size:
+        # a slot for each row of the table: the sum of its gradients, and how often the batch holds it
+        counts = torch.ones_like(row_grads[:, :1])
+        counted = torch.cat([row_grads, counts], dim=1)
+        slots = torch.zeros(num_rows, counted.shape[1], device=counted.device)
+        return slots.index_add(0, identifiers, counted)
+    # A slot for each sequence of the batch: its gradient and its identifier; other ranks' slots are zero. The
+    # rank is a value: a program that differed between replicas would wait for its peers forever.
+    own_slots = torch.cat([row_grads, identifiers.view(-1, 1).float()], dim=1)
+    slots = own_slots.repeat(batch_size // len(identifiers), 1)
+    rank_of_slot = torch.arange(batch_size, device=slots.device) // len(identifiers)
+    return torch.where((rank_of_slot == rank).view(-1, 1), slots, 0)
+
+
+def sign_sgd(table, packed, batch_size, lr, weight_decay):
+    """Moves the rows of the table that the batch holds, in place: decoupled decay and the gradient's sign.
+
+    Args:
+        table: the puzzle embedding [N, D'].
+        packed: the sum of pack_rows over all ranks.
+        batch_size: the sequences of all ranks.
+        lr, weight_decay: tensors or numbers.
+    """
+    grads = packed[:, :-1]
+    if len(table) <= batch_size:
+        is_held = packed[:, -1:] > 0
+        change = weight_decay * table + torch.sign(grads)
+        table.sub_(is_held * lr * change)
+        return
+
+    # Sequences of one identifier add up in the slot of the first of them, and all of them write that sum.
+    identifiers = packed[:, -1].long()
+    is_same = identifiers.unsqueeze(0) == identifiers.unsqueeze(1)  # [B, B]
+    first = is_same.int().argmax(1)
+    total = torch.zeros_like(grads)
+    total = total.index_add(0, first, grads)[first]
+    old = table[identifiers]
+    change = weight_decay * old + torch.sign(total)
+    table[identifiers] = old - lr * change
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Schedules: pure functions of the settings and the step, from 0; epoch: the examples of one epoch
+
+def learning_rate(base, step, warmup_steps, total_steps, min_ratio):
+    """Returns the rate of a step: linear warm-up, then a cosine to base * min_ratio at total_steps."""
+    step += 1
+    if step < warmup_steps:
+        return base * step / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return base * (min_ratio + max(0.0, (1 - min_ratio) * cosine))
+
+
+def rates(settings, step, total_steps):
+    """Returns {name: float} of all that depends on the step: learning rates and Adam's bias corrections."""
+    schedule = settings.lr_warmup_steps, total_steps, settings.lr_min_ratio
+    return dict(
+        lr=learning_rate(settings.lr, step, *schedule),
+        puzzle_emb_lr=learning_rate(settings.puzzle_emb_lr, step, *schedule),
+        bias_correction1=1 - settings.beta1 ** (step + 1),
+        bias_correction2=1 - settings.beta2 ** (step + 1),
+    )
+
+
+def exploration(settings, step, total_steps):
+    """Returns the halt_exploration_prob of a step."""
+    first = settings.halt_exploration_prob
+    last = settings.halt_exploration_prob_end
+    if last == -1:
+        return first
+    return first + (last - first) * step / max(1, total_steps - 1)
+
+
+def stages(settings, epoch):
+    """Returns the curriculum, {first step: (H_cycles, L_cycles)}; both grow linearly over its epochs."""
+    if not settings.curriculum_epochs:
+        return {0: (settings.H_cycles, settings.L_cycles)}
+    H_growth = settings.H_cycles - settings.H_cycles_start
+    L_growth = settings.L_cycles - settings.L_cycles_start
+    # the shares of the curriculum after which one of the two numbers has grown by one
+    shares = {Fraction(0)}
+    for growth in (H_growth, L_growth):
+        shares |= {Fraction(i, growth) for i in range(1, growth + 1)}
+    plan = {}
+    for share in sorted(shares):
+        first_step = math.ceil(share * settings.curriculum_epochs * epoch / settings.global_batch_size)
+        H_cycles = settings.H_cycles_start + int(share * H_growth)
+        L_cycles = settings.L_cycles_start + int(share * L_growth)
+        plan[first_step] = (H_cycles, L_cycles)
+    return plan

@@ -1,0 +1,495 @@
+"""What the prepare scripts share: settings, files of puzzles, generators, downloads, and the writer."""
+import csv
+import gzip
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import platform
+import shutil
+import signal
+import threading
+import time
+import zlib
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+
+import numpy as np
+import requests
+
+# isort: off
+from configurator import TransientError, UserError
+from bucket import RETRIED, network_error, receive, session
+from data import Progress, hashes_of, locked, replacing
+from puzzles import IGNORE_LABEL, are_solutions, broken_cells, explain, task_of, text_of
+
+POOL_AFTER = 4.0  # seconds of work that are worth processes: each of them imports the main script first
+
+
+# -----------------------------------------------------------------------------
+# settings
+
+def check_source(settings, **minimums):
+    """Fills in the source that the files imply. Raises UserError for a wrong setting."""
+    # files of one's own need no --source=csv
+    if settings.train_csv or settings.test_csv:
+        settings.source = "csv"
+    if settings.source not in ("hub", "csv", "generate"):
+        raise UserError(f"source must be hub, csv or generate, not {settings.source!r}")
+    if settings.source == "csv" and not (settings.train_csv and settings.test_csv):
+        raise UserError("source=csv needs both --train_csv=FILE and --test_csv=FILE")
+
+    # the numbers
+    for name, minimum in minimums.items():
+        value = getattr(settings, name)
+        if value < minimum:
+            raise UserError(f"{name} must be at least {minimum}, not {value}")
+
+
+def name_output(settings, source_names, num_puzzles, options):
+    """Returns the settings' output_dir, or a name made of source, number of puzzles, options and seed.
+
+    Args:
+        settings: of a prepare script.
+        source_names: {source: its name}, for hub and generate.
+        num_puzzles: training puzzles; 0: all.
+        options: words to add.
+    """
+    if settings.output_dir:
+        return settings.output_dir
+    words = [source_names.get(settings.source) or os.path.basename(settings.train_csv).split(".")[0]]
+
+    # 1k for 1000
+    if not num_puzzles:
+        words.append("full")
+    elif num_puzzles % 1000:
+        words.append(str(num_puzzles))
+    else:
+        words.append(f"{num_puzzles // 1000}k")
+    words += options
+    if settings.seed:
+        words.append(f"seed-{settings.seed}")
+    return "data/" + "-".join(words)
+
+
+def command_of(script, settings):
+    """Returns what a manifest says of the command that made the dataset: the script and its settings."""
+    command = {"script": os.path.basename(script)} | vars(settings)
+    del command["output_dir"]
+    return command
+
+
+def refuse_existing(path):
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists already: delete it or choose another --output_dir")
+
+
+# -----------------------------------------------------------------------------
+# files of puzzles
+
+def csv_rows(path, needed, optional=()):
+    """Yields (line, [texts of columns]) of a CSV file or of JSON lines, also .gz. Raises UserError.
+
+    Args:
+        path: the file.
+        needed: names of columns that must be there, as text.
+        optional: names of columns that may be missing: then their text is "".
+    """
+    is_json = ".jsonl" in path[-9:]
+    opener = gzip.open if path.endswith(".gz") else open
+    header = None
+    line = 1
+    try:
+        with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as f:
+            for line, row in enumerate(f if is_json else csv.reader(f), 1):
+                if not row or is_json and row.isspace():
+                    continue
+                if not is_json and not header:
+                    header = [name.strip() for name in row]
+                    continue
+
+                # a KeyError, TypeError or ValueError if the row is not as it must be
+                values = json.loads(row) if is_json else dict(zip(header, row, strict=True))
+                texts = [values[name] + "" for name in needed]
+                for name in optional:
+                    value = values.get(name)
+                    texts.append("" if value is None else str(value))
+                yield line, texts
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise UserError(f"{path}:{line}: must have {', '.join(needed)}, as text; "
+                        "the first line of a CSV file names its columns") from None
+    except (OSError, EOFError, csv.Error, zlib.error) as e:
+        raise UserError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
+
+
+def read_csv(path, cells, allowed, *more_columns):
+    """Yields (question, answer, texts of more_columns, line) of each row of a file. Raises UserError.
+
+    Args:
+        path: the file.
+        cells: characters of a question and of an answer; 0: as many as the first question has.
+        allowed: the characters of questions and those of answers, two texts; "": any.
+        more_columns: names of other columns.
+    """
+    progress = Progress(f"reading {path}", 0, "rows")
+    for line, row in csv_rows(path, ("question", "answer", *more_columns)):
+        cells = cells or len(row[0]) or 1
+        # the first wrong character is named, as files have millions of rows
+        for name, text, symbols in zip(("question", "answer"), row, allowed):
+            if len(text) != cells:
+                raise UserError(f"{path}:{line}: the {name} has {len(text)} characters, not {cells}")
+            rest = symbols and text.lstrip(symbols)
+            if rest:
+                raise UserError(f"{path}:{line}: character {cells - len(rest) + 1} of the {name} is "
+                                f"{rest[0]!r}, not one of {symbols!r}")
+        yield *row, line
+        progress.add(1)
+    if not progress.done:
+        raise UserError(f"{path}:2: no puzzle under the header")
+
+
+def token_blocks(rows, n, *tables):
+    """Yields lists of columns of up to n rows; the first columns become tokens, uint8 [n, cells].
+
+    Args:
+        rows: iterable of tuples, whose first elements are texts.
+        n: rows of a block.
+        tables: for each column of texts, {code of a character: token}.
+    """
+    rows = iter(rows)
+    while block := list(itertools.islice(rows, n)):
+        columns = list(zip(*block))
+        # one long text is translated at once: a loop over characters would take minutes
+        for i, table in enumerate(tables):
+            text = "".join(columns[i]).translate(table).encode("latin-1", "replace")
+            columns[i] = np.frombuffer(text, dtype=np.uint8).reshape(len(block), -1)
+        yield columns
+
+
+def checked_blocks(path, cells, task_of_cells, alphabets, table, *more_columns):
+    """Yields token_blocks of a file whose answers keep the rules. Raises UserError with the first wrong line.
+
+    Args:
+        path, cells: as of read_csv.
+        task_of_cells: a function, which returns the task of puzzles with so many cells.
+        alphabets: the characters of questions and those of answers.
+        table: {code of a character: token}.
+        more_columns: names of other columns.
+    """
+    rows = read_csv(path, cells, alphabets, *more_columns)
+    for questions, answers, *columns in token_blocks(rows, 4096, table, table):
+        lines = columns[-1]
+        try:
+            task = task_of_cells(questions.shape[1])
+        except UserError as e:
+            raise UserError(f"{path}:{lines[0]}: {e}") from None
+        right = are_solutions(task, questions, answers) & ~broken_cells(task, questions, answers).any(axis=1)
+        if not right.all():
+            i = int(right.argmin())
+            raise UserError(f"{path}:{lines[i]}: {explain(task, questions[i], answers[i])}")
+        yield questions, answers, *columns
+
+
+def board_keys(boards):
+    """Returns the boards [n, cells] as a list of bytes, for sets and dicts."""
+    return np.ascontiguousarray(boards, dtype=np.uint8).view(f"V{boards.shape[1]}").ravel().tolist()
+
+
+def orbit_keys(boards, turns, exchanged=()):
+    """Returns a list of keys of boards, equal for those that symmetries turn into each other.
+
+    Args:
+        boards: tokens [n, cells].
+        turns: the symmetries of the grid, as indices [m, cells].
+        exchanged: tokens that may change places.
+    """
+    exchanged = np.array(exchanged, dtype=int)
+    keys = []
+    for first in range(0, len(boards), 4096):  # as memory allows
+        keys_of_turns = []
+        for turn in turns:
+            turned = boards[first:first + 4096, turn]
+
+            # number the exchanged tokens in the order in which they come first on the board
+            same = turned[:, None] == exchanged[:, None]
+            first_cell = np.where(same.any(axis=2), same.argmax(axis=2), boards.shape[1])
+            to = np.tile(np.arange(256, dtype=np.uint8), (len(turned), 1))
+            to[:, exchanged] = exchanged[first_cell.argsort(axis=1).argsort(axis=1)]
+            keys_of_turns.append(board_keys(np.take_along_axis(to, turned, axis=1)))
+        keys += map(min, zip(*keys_of_turns))
+    return keys
+
+
+# -----------------------------------------------------------------------------
+# generated puzzles
+
+def distinct(name, n, make, arguments, keys, advice):
+    """Returns the first n examples whose keys differ, as arrays. Raises UserError if there are not enough.
+
+    Args:
+        name: of the examples, for messages.
+        n: examples that are wanted.
+        make: a function of (i, *arguments), which returns arrays of examples; i = 0, 1, ...
+        arguments: the others.
+        keys: a function of the first array, which returns a list.
+        advice: what an error suggests.
+    """
+    examples = {}
+    tasks_done = 0
+    progress = Progress(f"generating {name}", n)
+    while len(examples) < n:
+        # at first 16 tasks, then as many again as were done
+        count_before = len(examples)
+        num_tasks = max(16, tasks_done)
+        tasks = [(i, *arguments) for i in range(tasks_done, tasks_done + num_tasks)]
+        for arrays in in_parallel(make, tasks):
+            for key, *example in zip(keys(arrays[0]), *arrays):
+                examples.setdefault(key, example)
+            progress.add(min(n, len(examples)) - progress.done)
+            if len(examples) >= n:
+                break
+        tasks_done += num_tasks
+
+        # hardly a new one: nearly all that exist were found
+        if len(examples) < min(n, count_before + num_tasks // 8):
+            raise UserError(f"only about {len(examples)} {name} can be found: {advice} fewer than {n}")
+    chosen = itertools.islice(examples.values(), n)
+    return [np.array(array) for array in zip(*chosen)]
+
+
+def in_parallel(function, tasks):
+    """Yields function(*task) of each task, in order, on several processes if that saves time."""
+    # how long will it take?
+    start = time.monotonic()
+    first = function(*tasks[0])
+    seconds = (time.monotonic() - start) * (len(tasks) - 1)
+    yield first
+    if cores() == 1 or seconds < POOL_AFTER:
+        yield from itertools.starmap(function, tasks[1:])
+        return
+
+    # as many processes as cores; they are killed when the caller has enough, or is stopped
+    pool = ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn"), prepare_process)
+    try:
+        yield from pool.map(function, *zip(*tasks[1:]))
+    except BrokenProcessPool:
+        raise TransientError("a process ended before its work was done; is the memory full?") from None
+    finally:
+        for process in multiprocessing.active_children():
+            process.kill()
+        pool.shutdown(cancel_futures=True)
+
+
+def prepare_process():
+    """Lets a process of in_parallel ignore Ctrl-C, which its parent handles, and end with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def cores():
+    """Returns the number of processor cores that this process may use; macOS counts all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+# -----------------------------------------------------------------------------
+# downloads
+
+def csv_files(settings, repository):
+    """Returns the paths of the training and test file, downloaded from Hugging Face where source is hub."""
+    if settings.source != "hub":
+        return settings.train_csv, settings.test_csv
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+    # data/downloads keeps them for the next run
+    paths = []
+    for split in "train", "test":
+        path = f"data/downloads/{os.path.basename(repository)}/{split}.csv"
+        download(f"{endpoint}/datasets/{repository}/resolve/main/{split}.csv", path)
+        paths.append(path)
+    return paths
+
+
+def download(url, path, advice="use files of your own with --source=csv"):
+    """Downloads url to path unless path exists; one process of a host does, the others wait."""
+    http = session(url, attempts=6)
+
+    def fail(error, cause):
+        raise error(f"{url} cannot be downloaded ({cause}): run again, or {advice}") from None
+
+    def get(headers):
+        try:
+            response = http.get(url, headers=headers, stream=True, timeout=(10, 30))
+        except requests.RequestException as e:
+            fail(UserError if isinstance(e, ValueError) else TransientError, network_error(e))  # no URL
+
+        # is it the file?
+        status = response.status_code
+        if status >= 400:
+            fail(TransientError if status in RETRIED else UserError, f"status {status}")
+        if response.headers.get("Content-Type", "").startswith("text/html"):
+            fail(UserError, "the answer is a web page; does this network ask for a login?")
+        progress.total = int(response.headers.get("Content-Length", 0)) + progress.done
+        return response
+
+    with locked(path):
+        if not os.path.exists(path):
+            progress = Progress(f"downloading {url}", 0, "MB", 1e6)
+            with replacing(path) as f:
+                receive(get, f, url, progress)
+
+
+# -----------------------------------------------------------------------------
+# the writer
+
+def write_puzzles(settings, script, task, train_blocks, train, test, copies, counts):
+    """Writes the dataset of a prepare script, adds its sizes to counts, and says how to train on it.
+
+    Args:
+        settings, script: of the prepare script.
+        task: of the puzzles; further keys go to the manifest as they are.
+        train_blocks: iterable of the training examples, as of write_dataset.
+        train, test: (questions, answers), tokens [n, cells].
+        copies: training examples of each puzzle, itself included.
+        counts: a dict for the manifest, which train_blocks may change.
+    """
+    # the manifest
+    num_train = len(train[0])
+    num_test = len(test[0])
+    counts["train_puzzles"] = num_train
+    counts["test_puzzles"] = num_test
+    splits = {"train": (num_train, copies, train_blocks), "test": (num_test, 1, [test])}
+    manifest = task | {"command": command_of(script, settings), "counts": counts}
+    write_dataset(settings.output_dir, splits, len(task["symbols"]), manifest)
+
+    # what the user reads
+    print(f"train: {num_train:,} puzzles, each {copies:,} times; test: {num_test:,}")
+    print(f"Train on it: python train.py --data_path={settings.output_dir}")
+
+
+def write_dataset(path, splits, vocab_size, manifest):
+    """Writes a dataset to a folder in one move; if interrupted, it leaves nothing under that name.
+
+    Args:
+        path: the new folder.
+        splits: {"train": (groups, copies, blocks)}: groups of `copies` puzzles with one example each. The
+            iterable blocks yields their rows in order, as pairs (inputs, labels), integers [n, seq_len]:
+            tokens from 1 (0: padding, of inputs) to vocab_size - 1, and IGNORE_LABEL for labels that do not
+            count.
+        vocab_size: tokens, padding included.
+        manifest: a dict with "grid" (rows, columns), better also "kind" and "symbols" (see puzzles.py),
+            "command" (see command_of), and whatever else describes the dataset. The files' SHA-256 are added.
+
+    Raises UserError for what does not fit, and if path exists or cannot be written.
+    """
+    grid = manifest.get("grid", [])
+    task = task_of(manifest | {"grid": grid}, math.prod(grid), vocab_size)
+
+    with new_dataset(path, manifest) as folder:
+        for split, (groups, copies, blocks) in splits.items():
+            write_split(os.path.join(folder, split), groups, copies, blocks, task)
+        write_json(os.path.join(folder, "identifiers.json"), ["<blank>"])
+
+
+@contextmanager
+def new_dataset(path, manifest):
+    """Yields a folder for the files of a dataset; adds manifest.json to them, and moves the folder to path.
+
+    Raises UserError if path exists or cannot be written.
+    """
+    # written beside its place, moved when it is whole
+    path = os.path.normpath(path)
+    part = f"{path}.part-{platform.node()}"  # other hosts may share the folder
+    try:
+        with locked(part):
+            refuse_existing(path)
+            shutil.rmtree(part, ignore_errors=True)  # of a command that was killed
+            try:
+                yield part
+                write_json(os.path.join(part, "manifest.json"), dict(manifest, sha256=hashes_of(part)))
+                os.rename(part, path)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+    except OSError as e:
+        raise UserError(f"{path} cannot be written: {e.strerror or e}") from None
+
+
+def write_split(folder, groups, copies, blocks, task):
+    """Writes the files of one split; see write_dataset."""
+    os.makedirs(folder)
+    num_rows = groups * copies
+    seq_len = math.prod(task["grid"])
+    progress = Progress(f"writing {folder}", num_rows, "rows")
+
+    # the examples, block by block: there may be more than memory holds
+    header = {"descr": "|u1", "fortran_order": False, "shape": (num_rows, seq_len)}
+    with open(f"{folder}/all__inputs.npy", "wb") as inputs_file, \
+            open(f"{folder}/all__labels.npy", "wb") as labels_file:
+        np.lib.format.write_array_header_1_0(inputs_file, header)
+        np.lib.format.write_array_header_1_0(labels_file, header)
+        for inputs, labels in blocks:
+            check_rows(task, inputs, labels)
+            inputs_file.write(inputs.astype(np.uint8, order="C").data)
+            labels = np.where(labels == IGNORE_LABEL, 0, labels)
+            labels_file.write(labels.astype(np.uint8, order="C").data)
+            progress.add(len(inputs))
+    if progress.done != num_rows or not num_rows:
+        raise UserError(f"{os.path.basename(folder)} has {progress.done} rows: must be {groups} x {copies}, "
+                        "and at least one")
+
+    # one puzzle an example
+    np.save(f"{folder}/all__puzzle_identifiers.npy", np.zeros(num_rows, dtype=np.int32))
+    np.save(f"{folder}/all__puzzle_indices.npy", np.arange(num_rows + 1, dtype=np.int32))
+    np.save(f"{folder}/all__group_indices.npy", np.arange(0, num_rows + 1, copies, dtype=np.int32))
+    # total_puzzles: puzzles without copies, as the official builder counts them
+    write_metadata(folder, vocab_size=len(task["symbols"]), seq_len=seq_len, num_puzzle_identifiers=1,
+                   total_groups=groups, mean_puzzle_examples=1.0, total_puzzles=groups)
+
+
+def write_metadata(folder, **values):
+    """Writes a split's dataset.json: the values, and what is the same in all datasets."""
+    tokens = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0}
+    write_json(os.path.join(folder, "dataset.json"), tokens | values | {"sets": ["all"]})
+
+
+def check_rows(task, inputs, labels):
+    """Raises UserError for rows [n, cells] that cannot be in a dataset of the task."""
+    shape = (len(inputs), math.prod(task["grid"]))
+    counts = labels != IGNORE_LABEL
+    check_tokens("inputs", inputs, inputs, shape, 0, len(task["symbols"]) - 1)
+    check_tokens("labels", labels, labels[counts], shape, 1, len(task["symbols"]) - 1)
+    if not counts.any(axis=1).all():
+        raise UserError("an answer has no cell that counts: a model would learn nothing from it")
+
+    # answers that are known whole keep the rules
+    whole = counts.all(axis=1)
+    inputs = inputs[whole]
+    labels = labels[whole].astype(np.int64)
+    broken = broken_cells(task, inputs, labels)
+    if broken is not None and broken.any():
+        i = int(broken.any(axis=1).argmax())
+        raise UserError(f"the answer {text_of(task, labels[i])!r} to {text_of(task, inputs[i])!r} breaks a "
+                        f"rule of kind {task['kind']}: correct it, or choose another kind")
+
+
+def check_tokens(name, array, tokens, shape, smallest, largest):
+    """Raises UserError unless an array has this shape, and its tokens are integers in these bounds."""
+    if array.dtype.kind not in "iu" or array.shape != shape:
+        raise UserError(f"{name} must be integers of shape {shape}, not {array.dtype} of {array.shape}")
+    for token in tokens.min(initial=smallest), tokens.max(initial=smallest):
+        if not smallest <= token <= largest:
+            raise UserError(f"{name} hold {token}: must be {smallest} to {largest}, where 0 is the padding "
+                            f"of inputs, or {IGNORE_LABEL} for labels that do not count")
+
+
+def write_json(path, value):
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(json.dumps(value, indent=2) + "\n")

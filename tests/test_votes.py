@@ -1,0 +1,50 @@
+"""The vote of evaluate.py against the official evaluator, on recorded predictions for 57 real tasks.
+
+tests/data/arc_votes.npz holds: tasks, 62 ARC-AGI-1 tasks with small grids as Kaggle's four files; preds and
+q_halt, made-up answers to all test inputs in all versions (right, wrong alike, wrong each in its own way,
+empty); official, what the official code (e7b6871) makes of them: the identifiers of its builder with
+--num-aug 12, pass@K and submission.json of its evaluators/arc.py.
+"""
+import json
+import os
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import configurator
+import prepare_arc
+from data import Dataset, identifier_names
+from evaluate import count_votes, merge_votes, submission, vote_values
+
+RECORDED = np.load(os.path.join(ROOT, "tests", "data", "arc_votes.npz"))
+OFFICIAL = json.loads(RECORDED["official"].tobytes())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("arc")
+    for name, content in json.loads(RECORDED["tasks"].tobytes()).items():
+        (path / f"small_{name}.json").write_text(json.dumps(content))
+    flags = [f"--source={path}/small", "--num_aug=12", f"--output_dir={path}/data"]
+    return prepare_arc.main(configurator.configure(prepare_arc.__file__, flags))
+
+
+def test_identifiers_are_the_official_builders(folder):
+    assert identifier_names(folder) == OFFICIAL["identifiers"]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_vote_is_the_official_evaluators(folder, world):
+    """On any number of ranks."""
+    test = Dataset(folder, "test")
+    indices = np.arange(len(test))
+    ranks = []
+    for rank in range(world):
+        own = slice(rank, None, world)
+        ranks.append(count_votes(test, indices[own], RECORDED["preds"][own], RECORDED["q_halt"][own]))
+    votes = merge_votes(ranks)
+    values = vote_values(test, votes)
+    assert {f"ARC/pass@{name.removeprefix('eval/pass')}": value for name, value in values.items()} == \
+        OFFICIAL["result"]
+    assert submission(test, votes) == OFFICIAL["submission"]

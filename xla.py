@@ -1,0 +1,298 @@
+"""A TPU chip through PyTorch/XLA, with the methods of device.Device.
+
+A step is traced and compiled once, then replayed: tracing takes the host longer than the step takes a TPU.
+With PJRT_DEVICE=CPU the device is the CPU, and replicas are threads of one process.
+"""
+import os
+import pickle
+import platform
+import threading
+import traceback
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.runtime as xr
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from configurator import UserError
+from device import for_each_micro_batch
+
+THIS_FILE = os.path.abspath(__file__)
+LAUNCH = threading.Lock()  # for replicas that are threads: one compiles, the others find its program
+
+
+class XLADevice:
+    """A TPU chip, or with PJRT_DEVICE=CPU a replica on the CPU. See device.Device for the methods."""
+    kind = "xla"
+
+    def __init__(self):
+        self.print0 = print
+        self.notes = []
+        self.torch = torch_xla.device()
+        self.rank = xr.global_ordinal()
+        self.world = xr.world_size()
+        self.local_rank = xr.local_ordinal()  # ordinals need not follow the hosts
+        self.host = xr.host_index()
+        self.threads = self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU"
+        self.tracing = False  # True while a step that cannot be captured is traced
+        # The backward pass stays on this thread. Gradients that another thread still holds when the step ends
+        # would become outputs of the program, which makes it a different program.
+        torch.autograd.set_multithreading_enabled(False)
+        self.name = platform.machine()
+        if os.environ["PJRT_DEVICE"] == "TPU":
+            from torch_xla._internal import tpu
+            chip = os.environ.get("TPU_ACCELERATOR_TYPE") or tpu.get_tpu_env()["ACCELERATOR_TYPE"]
+            self.name = "TPU " + chip
+
+    def fastest_dtype(self):
+        if self.name.startswith("TPU"):
+            return "bfloat16", "TPUs have units for it"
+        return "float32", "torch_xla on the CPU has no instructions for bfloat16"
+
+    def put(self, tree):
+        return tree_map(lambda x: torch.as_tensor(x).to(self.torch), tree)
+
+    def fetch(self, x):
+        return x.cpu
+
+    def all_reduce(self, vector):
+        return xm.all_reduce(xm.REDUCE_SUM, vector) if self.world > 1 else vector
+
+    def all_reduce_cpu(self, vector):
+        """Returns the sum of the ranks' vectors, on the host. All ranks."""
+        total = self.all_reduce(self.put(vector))
+        self.launch(total)
+        return total.cpu()
+
+    def all_gather(self, value):
+        """Gathers by sums, since torch_xla's own rendezvous deadlocks where replicas are threads."""
+        if self.world == 1:
+            return [value]
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.zeros(self.world)
+        sizes[self.rank] = len(content)
+        sizes = self.all_reduce_cpu(sizes).int().tolist()
+        # the table's size takes few values, since each compiles on a TPU
+        width = -(-max(sizes) // 4096) * 4096
+        table = torch.zeros(self.world, width)
+        table[self.rank, :len(content)] = content
+        table = self.all_reduce_cpu(table.flatten()).byte()
+        values = []
+        for rank, size in enumerate(sizes):
+            own = table[rank * width:rank * width + size]
+            values.append(pickle.loads(own.numpy().tobytes()))
+        return values
+
+    def broadcast(self, vector):
+        if self.world == 1:
+            return vector
+        return self.all_reduce_cpu(vector if self.rank == 0 else torch.zeros_like(vector))
+
+    def prepare(self, model):
+        model.to(self.torch)
+        for layer in model.L_level.layers:
+            if hasattr(layer, "self_attn"):
+                layer.self_attn.attend = recomputed_attention
+
+    def compile(self, fn):
+        return fn  # compile_step() compiles the whole step
+
+    def compile_step(self, fn):
+        """Returns fn(state, inputs, *static) as one program for each static: traced once, then replayed.
+
+        What fn reads besides its arguments must not change. What cannot be captured is traced at each call.
+        """
+        captured = {}
+
+        def call(state, inputs, *static):
+            if static not in captured:
+                try:
+                    with LAUNCH, torch.no_grad():
+                        captured[static] = self.capture(fn, state, inputs, *static)
+                except NotReplayable as e:
+                    if self.threads:
+                        raise UserError(f"{e}; replicas on the CPU cannot do without a replay") from None
+                    self.print0(f"{e}; so torch_xla traces this step anew each time, which is slower")
+                    captured[static] = None
+            if not captured[static]:
+                self.tracing = True
+                outputs = fn(state, inputs, *static)
+                self.tracing = False
+                torch_xla.sync()
+                return outputs
+            replay, structure = captured[static]
+            tensors = tree_flatten((state, inputs))[0]  # kept: freeing one would wait for the program
+            results = replay(tensors)
+            new_state, outputs = tree_unflatten(results, structure)
+            state.update(new_state)
+            self.launch(results[0])
+            return outputs
+
+        return call
+
+    def capture(self, fn, state, inputs, *static):
+        """Traces fn: (function from the tensors of (state, inputs) to results, structure of the results)."""
+        with Replayable():
+            lowering, placeholders, structure = self.lower(fn, state, inputs, *static)
+        program = xb.computation_from_module_proto("step", lowering.hlo())
+        # a parameter of the program is one of the inputs or a constant that fn made
+        sources = {lowering.tensor_parameter_id(t): i for i, t in enumerate(placeholders)}
+        constants = lowering.device_parameter_id_tensor_mapping()
+        parameters = sorted((set(constants) | set(sources)) - {-1})  # -1: an unused input
+
+        def replay(tensors):
+            arguments = [tensors[sources[p]] if p in sources else constants[p] for p in parameters]
+            return torch_xla._XLAC._xla_user_computation("xla::_op_step", arguments, program)
+
+        return replay, structure
+
+    def lower(self, fn, state, inputs, *static):
+        """Returns fn's program, not compiled: (LoweringContext, its parameters, structure of its results)."""
+        lowering = torch_xla._XLAC.lowering.LoweringContext("step")
+        lowering.set_name_string("step")
+        tensors, structure = tree_flatten((state, inputs))
+        placeholders = [xb.create_placeholder_tensor(t.shape, t.dtype) for t in tensors]
+        # clones, since a placeholder that fn changed in place would no longer stand for its input
+        state, inputs = tree_unflatten([t.clone() for t in placeholders], structure)
+        outputs = fn(state, inputs, *static)
+        results, structure = tree_flatten((state, outputs))
+        lowering.build(results)
+        return lowering, placeholders, structure
+
+    def launch(self, result):
+        """Runs what was traced since the last call, one program; result: one of its results. All ranks."""
+        if self.threads:
+            # sync() frees buffers while it holds Python's lock, and waits for peers that need the lock
+            with LAUNCH:
+                torch_xla._XLAC._xla_step_marker(torch_xla._XLAC._xla_get_default_device(), [], wait=False)
+            result.cpu()
+        torch_xla.sync()
+
+    def for_each_micro_batch(self, body, sums, weights, micro_batches):
+        """Runs body in a loop inside the program, whose memory does not grow with its length."""
+        from torch_xla.experimental.scan import _scan_impl_pytree
+
+        def step(carry, micro_batch):
+            sums, weights = carry
+            # the scan turns bools into integers
+            micro_batch = tree_map(lambda t, like: t.to(like.dtype), micro_batch, micro_batches)
+            addends, result = body(weights, micro_batch)
+            sums = tree_map(torch.add, sums, addends)
+            # and wants a carry of new tensors
+            weights = {name: w * 1 for name, w in weights.items()}
+            return (sums, weights), result
+
+        if self.tracing or len(tree_flatten(micro_batches)[0][0]) == 1:
+            return for_each_micro_batch(body, sums, weights, micro_batches)
+        (sums, _), results = _scan_impl_pytree(step, (sums, weights), micro_batches)
+        return sums, results
+
+    def counts(self):
+        """Returns, so far: programs compiled, seconds that took, operations run on the host."""
+        compiles = met.metric_data("CompileTime") or (0, 0)  # their number, nanoseconds, samples
+        fallbacks = 0
+        for name in met.counter_names():
+            if name.startswith("aten::"):
+                fallbacks += met.counter_value(name)
+        return {
+            "xla/compiles": compiles[0],
+            "xla/compile_time": compiles[1] / 1e9,
+            "xla/fallbacks": fallbacks,
+        }
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What a replay cannot do
+
+class NotReplayable(Exception):
+    """A step cannot be captured and replayed; the message names the operation and its line."""
+
+
+class Replayable(TorchDispatchMode):
+    """Raises NotReplayable before an operation that a replay would get wrong.
+
+    Such an operation needs values, which a capture does not have (torch_xla would crash), or XLA leaves it to
+    the host, or it draws random numbers, which every replay would repeat.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        problem = self.find_problem(func, args, kwargs)
+        if not problem:
+            return func(*args, **kwargs)
+        # the innermost line of this folder, outside this file
+        place = ""
+        for frame in traceback.extract_stack():
+            if frame.filename != THIS_FILE and os.path.dirname(frame.filename) == os.path.dirname(THIS_FILE):
+                place = f"{os.path.basename(frame.filename)}:{frame.lineno}: "
+        name = func.name().removeprefix("aten::").replace("_local_scalar_dense", "item")
+        raise NotReplayable(f"{place}{name} {problem}")
+
+    def find_problem(self, func, args, kwargs):
+        """Returns what is wrong with an operation, in words, or ""."""
+        aten = torch.ops.aten
+        tags = set(func.tags)
+        if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
+            # an index by integers has a shape that is known, one by a mask has not
+            for index in args[1]:
+                if index is not None and index.dtype in (torch.bool, torch.uint8):
+                    return "has a shape that depends on data"
+        elif tags & {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}:
+            return "has a value or a shape that depends on data"
+        elif torch.Tag.nondeterministic_seeded in tags:
+            return "draws random numbers"
+
+        # what XLA has no operation for would run on the host
+        tensors = tree_flatten((args, kwargs))[0]
+        if any(torch.is_tensor(t) and t.device.type == "xla" for t in tensors):
+            keys = "XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd"
+            if not any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys):
+                return "is not among XLA's operations"
+            if torch.device(kwargs.get("device") or "meta").type == "cpu":
+                return "reads from the device"
+        return ""
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Attention
+
+class Recomputed(torch.autograd.Function):
+    """fn(*tensors), one tensor; the backward pass computes it again instead of keeping its activations."""
+
+    @staticmethod
+    def forward(ctx, fn, *tensors):
+        ctx.fn = fn
+        ctx.save_for_backward(*tensors)
+        return fn(*tensors)
+
+    @staticmethod
+    def backward(ctx, grad):
+        *tensors, grad = barrier([*ctx.saved_tensors, grad])
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        with torch.enable_grad():
+            return None, *torch.autograd.grad(ctx.fn(*leaves), leaves, grad)
+
+
+def barrier(tensors):
+    """Returns the same tensors as new values to XLA, so that it does not merge computations on both."""
+    tensors = [t.clone() for t in tensors]
+    if tensors[0].device.type == "xla":
+        xm.optimization_barrier_(tensors)
+    return tensors
+
+
+def recomputed_attention(q, k, v):
+    """softmax(q k^T / sqrt(d)) v of [B, heads, L, d]; for the backward pass only q, k and v are kept.
+
+    XLA compiles torch's own attention to something slower: it keeps all scores, in float32, and makes a pass
+    over them for rows that a mask leaves empty.
+    """
+    def attend(q, k, v):  # float32 scores cost nothing: a TPU accumulates bfloat16 products in float32
+        scores = (q.float() * q.shape[-1] ** -0.5) @ k.float().mT
+        return scores.softmax(-1).to(v.dtype) @ v
+
+    return Recomputed.apply(attend, q, k, v)
