@@ -111,7 +111,7 @@ def bench(index, settings, own, kind, path):
 
 def new_run(settings, device, path):
     """Returns a train.Run for the dataset at path, and a function that returns its next step's inputs."""
-    data = Dataset(path, "train")
+    data = train.Dataset(path, "train")
     run = train.Run(settings, new_model(settings, data), device)
     total_steps = max(1, train.count_steps(settings, train.epoch_size(data)))
     count = itertools.count()
@@ -124,7 +124,7 @@ def new_model(settings, data):
 
 def evaluation_of(run, path):
     """Returns the state and the inputs of an evaluation's first step."""
-    test = Dataset(path, "test")
+    test = train.Dataset(path, "test")
     indices = test.subset(run.batch_size, 1)[:run.batch_size]
     keys = noise_keys(run.settings.seed, run.settings.eval_rollouts, len(indices))
     queue = Queue(run.evaluator, *run.eval_weights(), lambda i: test.test_batch(indices[i], len(i)), keys)
@@ -133,7 +133,8 @@ def evaluation_of(run, path):
 
 def dataset_path(settings, folder):
     """Returns (path, words for it): data_path, or where it is missing random puzzles of its size."""
-    if os.path.isdir(settings.data_path):
+    # a fork's own class may need no folder
+    if os.path.isdir(settings.data_path) or train.Dataset is not Dataset:
         return settings.data_path, settings.data_path
     grid = re.search(r"(\d+)x(\d+)", settings.data_path)
     # its size is in the name of the folder, as in data/sudoku-6x6; token 0 is padding
@@ -325,7 +326,7 @@ def main(argv):
 
     with tempfile.TemporaryDirectory() as folder:
         path, source = dataset_path(settings, folder)
-        new_model(settings, Dataset(path, "train"))  # raises UserError for sizes that cannot be built
+        new_model(settings, train.Dataset(path, "train"))  # raises UserError for sizes that cannot be built
         print(f"device {kind}: {reason}; dataset: {source}", flush=True)
         if kind == "xla":
             import torch_xla.distributed.xla_multiprocessing as xmp

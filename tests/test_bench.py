@@ -19,6 +19,17 @@ def run(*flags):
     bench.main([*MODEL, "--device=cpu", *flags])
 
 
+def test_a_forks_dataset_is_measured_and_no_random_puzzles(random_puzzles, monkeypatch, capsys):
+    class Fork(train.Dataset):
+        def __init__(self, path, split):
+            assert path == "of the fork"
+            super().__init__(str(random_puzzles), split)
+
+    monkeypatch.setattr(train, "Dataset", Fork)
+    run("--steps=1", "--global_batch_size=4", "--data_path=of the fork")
+    assert "dataset: of the fork" in capsys.readouterr().out
+
+
 def test_figures_of_a_forks_steps_on_the_cpu(random_puzzles, monkeypatch, capsys):
     """The fork adds an input to make_inputs: the steps that are timed get it, at each step anew."""
     make_inputs = train.make_inputs
