@@ -358,6 +358,18 @@ def stall(self, seed, step, batch_size, rank, world):
     return train_batch(self, seed, step, batch_size, rank, world)
 data.Dataset.train_batch = stall
 """
+CONNECTS_SLOWLY = """
+import pathlib, time
+import torch.distributed as dist
+connect = dist.init_process_group
+def connect_slowly(*args, **options):
+    connect(*args, **options)
+    time.sleep(3)
+    pathlib.Path("connected").touch()
+dist.init_process_group = connect_slowly
+"""
+
+
 def two_ranks(data, tmp_path, *flags, script=None, limit=None):
     """Runs two hosts of one rank each, with flags for each; returns (exit code, output) of both.
 
@@ -387,6 +399,17 @@ def test_ranks_that_differ_end_before_the_first_step(data, random_puzzles, tmp_p
     check(["--lr=1e-3"], ["--lr=2e-3", "--seed=1"], line=differs("lr, seed"))
     check([], [f"--data_path={random_puzzles}"], line=differs("dataset"))
     check(["--init_from=no.pt"], ["--init_from=no.pt"], line="no.pt: no such checkpoint")
+
+
+def test_a_rank_with_wrong_input_leaves_after_its_peers_have_connected(data, tmp_path):
+    """Connecting would fail otherwise, and a peer on a busy machine end with 1 instead of 2."""
+    slow = fork(tmp_path / "slow.py", CONNECTS_SLOWLY)
+    argv = command(data, "run", "--global_batch_size=3")[2:]
+    ranks = [popen([sys.executable, script, *argv], cwd=tmp_path, env=os.environ | host)
+             for script, host in zip((train.__file__, slow), hosts(2))]
+    with begun(ranks[0], "must be a multiple of 2"):
+        assert (tmp_path / "connected").exists()
+        assert [rank.wait(120) for rank in ranks] == [2, 2]
 
 
 def test_two_hosts_of_which_one_has_the_files(data, tmp_path):

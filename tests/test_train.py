@@ -7,6 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -304,6 +306,7 @@ def test_torch_compile_trains_the_same_curve_on_the_cpu(data, tmp_path, monkeypa
 class ConvolutionBlock(torch.nn.Module):
     def __init__(self, config, length):
         super().__init__()
+        time.sleep(0.05)  # lets another thread draw from torch's generator, if it may
         self.conv = torch.nn.Conv1d(config.hidden_size, config.hidden_size, 3, padding=1, groups=8)
         self.register_buffer("taper", torch.linspace(1, 0.5, length).view(-1, 1))
 
@@ -315,8 +318,11 @@ def test_a_fork_with_another_block(data, tmp_path, monkeypatch):
     monkeypatch.setattr(TRM, "block", ConvolutionBlock)
     settings = configurator.configure(train.__file__, TINY)
 
-    first, second = [train.new_model(settings, seq_len=16, vocab_size=6).L_level.layers[0].conv
-                     for _ in range(2)]
+    def new_layer(_):
+        return train.new_model(settings, seq_len=16, vocab_size=6).L_level.layers[0].conv
+
+    with ThreadPoolExecutor(2) as threads:  # as replicas are, with torch_xla on the CPU
+        first, second = threads.map(new_layer, range(2))
     assert first.bias.abs().min() > 0 and torch.equal(first.bias, second.bias)  # its own start, by the seed
     run(data, tmp_path, "--max_steps=10")
     run(data, tmp_path, "--max_steps=15", "--init_from=resume")  # with its buffer
@@ -347,6 +353,18 @@ def test_a_fork_with_another_metric_and_another_term_of_the_loss(data, tmp_path)
                  for name in ("z_norm", "loss", "lm_loss", "q_halt_loss")}
         parts = value["lm_loss"] + 0.5 * value["q_halt_loss"] + 0.1 * value["z_norm"]
         assert value["loss"] == pytest.approx(parts, rel=1e-4)
+
+
+def test_a_fork_that_forgets_an_entry_of_the_carry(data, tmp_path, monkeypatch):
+    original = train.supervision_step
+
+    def forgetful(*args):
+        step = original(*args)
+        return step._replace(carry={name: t for name, t in step.carry.items() if name != "z_L"})
+
+    monkeypatch.setattr(train, "supervision_step", forgetful)
+    with pytest.raises(AssertionError, match="must return every entry of the carry"):
+        run(data, tmp_path, "--max_steps=1")
 
 
 def test_settings_are_read_only_in_training_and_the_globals_hold_them(data, tmp_path, monkeypatch):
