@@ -91,9 +91,13 @@ class Evaluator:
         self.model.eval()
         weights = cast(inputs["weights"], self.shapes, self.dtype)
         batch = split(inputs["batch"], self.settings.micro_batch_size)
-        micro_batches = dict(carry=state["carry"], batch=batch)
-        _, results = self.device.for_each_micro_batch(
-            self.step_micro_batch, {}, weights | dict(table=inputs["table"]), micro_batches)
+
+        # free slots start on the puzzles of the batch; the loop gets rows of the embedding, never all of it
+        sequences = take_new_puzzles(self.model, state["carry"], batch)
+        micro_batches = dict(carry=state["carry"], batch=batch, sequences=sequences)
+        if self.model.prefix:
+            micro_batches["puzzle_rows"] = inputs["table"][sequences["puzzle_identifiers"]]
+        _, results = self.device.for_each_micro_batch(self.step_micro_batch, {}, weights, micro_batches)
         for name, t in state["carry"].items():
             t.copy_(results[name])
         names = (*ANSWERS, *METRICS, *LOSS_TERMS, "halted")
@@ -105,12 +109,9 @@ class Evaluator:
         before = micro_batch["carry"]
         batch = micro_batch["batch"]
         is_new = before["halted"]
-        sequences = take_new_puzzles(self.model, before, batch)
-        weights = dict(weights)
-        table = weights.pop("table")
         if self.model.prefix:
-            weights["puzzle_rows"] = table[sequences["puzzle_identifiers"]]
-        step = self.supervision_step(settings, self.model, weights, sequences)
+            weights = weights | dict(puzzle_rows=micro_batch["puzzle_rows"])
+        step = self.supervision_step(settings, self.model, weights, micro_batch["sequences"])
         carry = step.carry
 
         # an attempt leaves at the full depth, or once its answer repeats
