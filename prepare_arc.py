@@ -35,8 +35,9 @@ max_side = 30  # rows and columns of the dataset's grids; tasks with a larger gr
 output_dir = ""  # "": a folder under data/ named after source and num_aug
 seed = 42  # of the order and the versions of the tasks, and of generated tasks
 # generated tasks
-size = 5  # rows and columns of a grid
-num_train = 400  # tasks to train on
+size = 4  # rows and columns of a grid
+num_pairs = 24  # pairs of a task, the last one for the test
+num_train = 300  # tasks to train on
 num_test = 100  # tasks for the test
 # augmentation
 num_aug = 1000  # versions of each task, besides the original
@@ -107,7 +108,7 @@ def complete(settings):
     """Returns the settings with output_dir filled in; raises UserError for a wrong one."""
     if settings.source == "generate":
         settings.max_side = settings.size
-    for name, minimum in ("seed", 0), ("size", 4):
+    for name, minimum in ("seed", 0), ("size", 4), ("num_pairs", 2):
         if getattr(settings, name) < minimum:
             raise UserError(f"{name} must be at least {minimum}, not {getattr(settings, name)}")
 
@@ -354,7 +355,7 @@ def write_split(folder, groups, side, num_identifiers):
 # generated tasks
 
 def generate(settings, is_test):
-    """Returns the training or the test tasks, of 4 demonstration pairs and a test pair, as from files.
+    """Returns the training or the test tasks, as from files.
 
     The test tasks are the same for each num_train. A task's name says its family.
     """
@@ -366,12 +367,12 @@ def generate(settings, is_test):
         family = FAMILIES[number % len(FAMILIES)]
 
         # inputs that any family can start from: 40% of the cells have one of three colours
-        shape = 5, settings.size, settings.size
+        shape = settings.num_pairs, settings.size, settings.size
         colours = rng.permutation(9) + 1
         grids = np.where(rng.random(shape) < 0.4, rng.choice(colours[:3], shape), 0)
         questions, answers = family(rng, grids, colours)
         pairs = [{"input": question, "output": answer} for question, answer in zip(questions, answers)]
-        tasks.append((f"{family.__name__}_{number:04d}", {"train": pairs[:4], "test": pairs[4:]}))
+        tasks.append((f"{family.__name__}_{number:04d}", {"train": pairs[:-1], "test": pairs[-1:]}))
     return tasks
 
 
@@ -384,20 +385,19 @@ def mirror(rng, grids, colours):
 
 
 def turn(rng, grids, colours):
-    """Turns the grid by one, two or three quarters."""
-    return grids, np.rot90(grids, rng.integers(1, 4), axes=(1, 2))
+    """Turns the grid by a quarter, to the left or to the right."""
+    return grids, np.rot90(grids, rng.choice([1, 3]), axes=(1, 2))
 
 
 def move(rng, grids, colours):
-    """Moves everything by one cell; what leaves the grid comes in on the other side."""
-    return grids, np.roll(grids, rng.choice([-1, 1]), rng.integers(1, 3))
+    """Moves everything down or right by one cell; what leaves the grid comes in on the other side."""
+    return grids, np.roll(grids, 1, rng.integers(1, 3))
 
 
 def gravity(rng, grids, colours):
-    """Lets all coloured cells fall to one side."""
-    axis = rng.integers(1, 3)
-    falls_first = (grids > 0) == rng.integers(2)
-    return grids, np.take_along_axis(grids, np.argsort(falls_first, axis, kind="stable"), axis)
+    """Lets all coloured cells fall to the bottom."""
+    order = np.argsort(grids > 0, axis=1, kind="stable")
+    return grids, np.take_along_axis(grids, order, axis=1)
 
 
 def complete_symmetry(rng, grids, colours):
@@ -421,8 +421,8 @@ def fill(rng, grids, colours):
 
 
 def line(rng, grids, colours):
-    """Draws lines through the cells of one colour, along the rows or the columns."""
-    is_hit = (grids == colours[0]).any(axis=rng.integers(1, 3), keepdims=True)
+    """Draws lines along the rows through the cells of one colour."""
+    is_hit = (grids == colours[0]).any(axis=2, keepdims=True)
     return grids, np.where(is_hit, colours[0], grids)
 
 

@@ -12,6 +12,7 @@ import copy
 import faulthandler
 import json
 import math
+import multiprocessing
 import os
 import platform
 import re
@@ -437,6 +438,8 @@ class Run:
         self.num_parameters = sum(t.numel() for t in model.parameters())
         if model.prefix:
             self.num_parameters += self.state["puzzle_emb"].numel()
+            # the model shares the table, whose memory would be taken twice
+            model.puzzle_emb.weights = self.state["puzzle_emb"]
         # the programs; the model holds its sizes and its code, and state holds the weights
         device.prepare(model)
         self.supervision_step = device.compile(supervision_step)
@@ -1161,8 +1164,8 @@ def check_batch_size(settings, device):
 CHOICES = {
     "pos_encodings": ("none", "rope", "learned"),
     "forward_dtype": ("auto", "bfloat16", "float32", "float16"),
-    "loss_type": tuple(LOSSES),
-    "optimizer": tuple(OPTIMIZERS),
+    "loss_type": LOSSES,
+    "optimizer": OPTIMIZERS,
     "device": ("auto", "xla", "cuda", "mps", "cpu"),
     "compile": ("auto", "on", "off"),
     "kernels": ("auto", "on", "off"),
@@ -1252,6 +1255,8 @@ def differences(settings):
 # Processes. Replicas may be processes of their own; a file tells them that their host is asked to stop.
 
 STOP_FILE = "TRM_STOP_FILE"  # environment variable with the path of that file
+# True in a process that xmp.spawn started, which imports this file again, by itself or from a fork's script.
+IS_SPAWNED = multiprocessing.current_process().name != "MainProcess" and STOP_FILE in os.environ
 
 
 def open_stop_file():
@@ -1279,10 +1284,10 @@ def on_signals():
         request_stop()
         # from here on the system handles it: a second signal kills
         signal.signal(number, signal.SIG_DFL)
-        if __name__ == "__main__":
-            print(f"{signal.Signals(number).name}: saving and stopping; a second one kills", file=sys.stderr)
-        else:
+        if IS_SPAWNED:
             signal.alarm(60)  # the reason may be that another replica died: then no peer answers
+        else:
+            print(f"{signal.Signals(number).name}: saving and stopping; a second one kills", file=sys.stderr)
 
     # a closed terminal sends SIGHUP
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -1372,7 +1377,7 @@ def main(settings):
                                  f"checkpoint in {settings.out_dir}") from None
 
 
-if __name__ == "__mp_main__":  # a process that xmp.spawn started
+if IS_SPAWNED:
     open_stop_file()
     on_signals()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process too, which asks to stop

@@ -182,8 +182,11 @@ def xla_command(data, out, *flags, script=train.__file__):
 
 
 @pytest.mark.xla
-def test_sigterm_stops_all(data, tmp_path):
-    argv = xla_command(data, tmp_path, "--max_steps=100000", "--checkpoint_interval=0", "--eval_interval=0")
+def test_sigterm_stops_all_replicas_of_a_fork(data, tmp_path):
+    """A process that xmp.spawn starts for a fork does not run train.py itself, but imports it."""
+    script = fork(tmp_path / "fork.py", "")
+    argv = xla_command(data, tmp_path, "--max_steps=100000", "--checkpoint_interval=0", "--eval_interval=0",
+                       script=script)
     with begun(popen(argv, env=xla_environment(2)), "step 12/") as process:
         process.terminate()
         text = process.communicate(timeout=30)[0]
