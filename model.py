@@ -387,7 +387,9 @@ class TRM(nn.Module):
 
     config: a TRMConfig. seed: of the initial weights, which are the same on every device.
     Two class attributes are for forks. block: the class of a layer, called as block(config, L), whose
-    forward takes x [B, L, D] and rope, a pair or None. is_solved: the target of q_halt, as equals_labels.
+    forward takes x [B, L, D] and rope, a pair or None. The first P positions are the puzzle embedding's, the
+    others the cells, row by row. Parameters come in forward_dtype; buffers stay as they are, and ranks do not
+    share them. is_solved: the target of q_halt, as equals_labels.
     Raises ValueError for sizes that cannot be built.
     """
     block = Block
@@ -504,7 +506,7 @@ class TRM(nn.Module):
         for module in self.modules():
             if isinstance(module, Embedding):  # embed() scales by sqrt(D)
                 truncated_normal(module.embedding_weight, self.config.hidden_size ** -0.5, generator)
-            elif isinstance(module, (nn.Linear, nn.Conv1d)) and module is not self.q_head:
+            elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) and module is not self.q_head:
                 truncated_normal(module.weight, module.weight[0].numel() ** -0.5, generator)
         # q_head begins far below 0, so that no sequence halts before it has learned to
         self.q_head.weight.zero_()
