@@ -424,12 +424,20 @@ def count_votes(test, indices, preds, q_halt):
     versions, members = test.locate(indices)
     groups = test.groups_of(versions)
     confidences = 1 / (1 + np.exp(-q_halt.astype(np.float64)))
-    for i, (group, member) in enumerate(zip(groups.tolist(), members.tolist())):
-        grid = puzzles.undo_version(puzzles.crop(preds[i], test.side), test.versions[versions[i]])
-        candidates = votes.setdefault((group, member), {})
-        count, confidence = candidates.get(grid_key(grid), (0, 0.0))
-        candidates[grid_key(grid)] = (count + 1, confidence + confidences[i])
+    for i, version in enumerate(versions):
+        # the answer in the task's own colours and orientation
+        grid = puzzles.crop(preds[i], test.side)
+        grid = puzzles.undo_version(grid, test.versions[version])
+        test_input = (int(groups[i]), int(members[i]))
+        add_votes(votes, test_input, grid_key(grid), 1, confidences[i])
     return votes
+
+
+def add_votes(votes, test_input, answer, count, confidence):
+    """Adds votes for an answer to a test input (group, member), in place."""
+    candidates = votes.setdefault(test_input, {})
+    count_before, confidence_before = candidates.get(answer, (0, 0.0))
+    candidates[answer] = (count_before + count, confidence_before + confidence)
 
 
 def merge_votes(ranks):
@@ -437,10 +445,8 @@ def merge_votes(ranks):
     total = {}
     for votes in ranks:
         for test_input, candidates in votes.items():
-            merged = total.setdefault(test_input, {})
-            for answer, (count, confidence) in candidates.items():
-                count_before, confidence_before = merged.get(answer, (0, 0.0))
-                merged[answer] = (count_before + count, confidence_before + confidence)
+            for answer, standing in candidates.items():
+                add_votes(total, test_input, answer, *standing)
     return total
 
 
