@@ -239,10 +239,10 @@ class Bucket:
             options: of requests.Session.request.
         """
         # A file is sent in blocks, each with the first time limit; bytes would have one for all. What a slow
-        # network still holds of it has to arrive before the answer: 10 s for each megabyte.
+        # network still holds of it has to arrive before the answer: 3 s for each megabyte.
         body = content and io.BytesIO(content)
         url = url or f"{self.objects}/{urllib.parse.quote(self.prefix + name, safe='')}"
-        timeout = (self.timeout, self.timeout + min(len(content) / 1e5, 600))
+        timeout = (self.timeout, self.timeout + min(len(content) / 3e5, 600))
         try:
             response = self.session.request(method, url, data=body, timeout=timeout, allow_redirects=False,
                                             **options)

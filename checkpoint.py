@@ -79,10 +79,11 @@ def read_checkpoint(path):
         # ours has "weights" among other entries; the official code saves the weights alone
         state = state if "weights" in state else {"weights": state}
         has_weights = all(map(torch.is_tensor, state["weights"].values()))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such checkpoint; init_from is scratch, resume, auto or a file") from None
     except Exception as e:  # torch has many for this
-        raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): no such checkpoint, "
-                        "damaged, or not one of ours or the official code's; init_from is scratch, resume, "
-                        "auto or a file") from None
+        raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): "
+                        "damaged, or not one of ours or the official code's") from None
     if not has_weights:
         raise UserError(f"{path}: holds no weights by name: not a checkpoint of ours or of the official code")
     return state
@@ -167,7 +168,7 @@ def find_checkpoint(settings, bucket, remote, notes):
     had_one = own or numbered(remote)
     if not state and (had_one or settings.init_from == "resume" or settings.eval_only or settings.export):
         hint = "another out_dir or gcs_dir" if had_one else "--init_from=auto"
-        problem = f"no complete checkpoint in {settings.out_dir} {settings.gcs_dir}"
+        problem = f"--init_from={settings.init_from}: no complete checkpoint in {settings.out_dir}"
         raise UserError("; ".join([problem, *notes, f"{hint} starts from scratch"]))
     return state
 

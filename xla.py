@@ -42,6 +42,7 @@ class XLADevice:
         # The backward pass stays on this thread. Gradients that another thread still holds when the step ends
         # would become outputs of the program, which makes it a different program.
         torch.autograd.set_multithreading_enabled(False)
+        # the chip's name, as PEAK_FLOPS has it
         self.name = platform.machine()
         if os.environ["PJRT_DEVICE"] == "TPU":
             from torch_xla._internal import tpu
@@ -93,6 +94,7 @@ class XLADevice:
 
     def prepare(self, model):
         model.to(self.torch)
+        # XLA compiles torch's own attention to something slower
         for layer in model.L_level.layers:
             if hasattr(layer, "self_attn"):
                 layer.self_attn.attend = recomputed_attention
@@ -137,6 +139,7 @@ class XLADevice:
         constants = lowering.device_parameter_id_tensor_mapping()
         parameters = sorted({*constants, *sources} - {-1})  # -1: an unused input
 
+        # a call of the program takes tensors in this order
         def replay(state, inputs, *static):
             tensors = tree_flatten((state, inputs))[0]  # kept: freeing one would wait for the program
             arguments = [tensors[sources[p]] if p in sources else constants[p] for p in parameters]

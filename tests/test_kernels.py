@@ -47,7 +47,7 @@ def test_a_mixer_and_its_gradients(size, across, dtype, limit, monkeypatch):
 
 
 def test_torch_compile_keeps_the_operators():
-    """Whole graphs, and what torch itself asks of an operator: its fake, its gradient, no aliases."""
+    """A whole graph, and what torch itself asks of an operator: its fake, its gradient, no aliases."""
     mlp = model.SwiGLU(16, 0.5)
     x = torch.randn(2, 16, 16, requires_grad=True)
     weights = mlp.gate_up_proj.weight.detach(), mlp.down_proj.weight.detach()
@@ -55,11 +55,7 @@ def test_torch_compile_keeps_the_operators():
     torch.library.opcheck(kernels.channels, (x.detach().view(-1, 16).requires_grad_(), *weights))
     compiled = torch.compile(kernels.mix, fullgraph=True, backend="aot_eager")
     for across in (True, False):
-        got = compiled(x, mlp, across)
-        want = model.mix(x, mlp, across)
-        torch.testing.assert_close(got, want)
-        got, want = (torch.autograd.grad(y.square().sum(), x)[0] for y in (got, want))
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(compiled(x, mlp, across), model.mix(x, mlp, across))
 
 
 @pytest.mark.parametrize("mixer", [["--mlp_t"], ["--mlp_t=False", "--pos_encodings=rope"]], ids=str)
