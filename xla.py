@@ -271,18 +271,13 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        *tensors, grad = barrier([*ctx.saved_tensors, grad])
-        leaves = [t.detach().requires_grad_() for t in tensors]
+        # new values to XLA, so that it does not merge these computations with the first ones
+        tensors = tree_map(torch.clone, [*ctx.saved_tensors, grad])
+        if grad.device.type == "xla":
+            xm.optimization_barrier_(tensors)
+        leaves = [t.detach().requires_grad_() for t in tensors[:-1]]
         with torch.enable_grad():
-            return None, *torch.autograd.grad(ctx.fn(*leaves), leaves, grad)
-
-
-def barrier(tensors):
-    """Returns the same tensors as new values to XLA, so that it does not merge computations on both."""
-    tensors = tree_map(torch.clone, tensors)
-    if tensors[0].device.type == "xla":
-        xm.optimization_barrier_(tensors)
-    return tensors
+            return None, *torch.autograd.grad(ctx.fn(*leaves), leaves, tensors[-1])
 
 
 def recomputed_attention(q, k, v):

@@ -66,8 +66,8 @@ def test_a_training_step_with_the_kernels_is_the_same(mixer, random_puzzles, mon
     gradients = {}
     for choice in ("on", "off"):
         flags = [*mixer, f"--kernels={choice}", "--forward_dtype=float32", "--hidden_size=64",
-                 "--num_heads=2", "--puzzle_emb_ndim=64", "--puzzle_emb_len=2", "--H_cycles=2",
-                 "--L_cycles=2", "--halt_max_steps=4", "--global_batch_size=4", "--compile=off"]
+                 "--num_heads=2", "--puzzle_emb_ndim=64", "--puzzle_emb_len=2", "--H_cycles=1",
+                 "--L_cycles=1", "--halt_max_steps=4", "--global_batch_size=4", "--compile=off"]
         settings = configurator.configure(train.__file__, flags)
         run, next_inputs = bench.new_run(settings, devices.Device("cpu", settings), random_puzzles)
         run.train_program(run.state, next_inputs())
