@@ -56,7 +56,7 @@ class Settings(SimpleNamespace):
 class Setting(NamedTuple):
     """Describes one setting, as its script writes it down."""
 
-    default: int | float | bool | str
+    default: object  # of one of TYPES
     comment: str  # the documentation that --help prints
     group: str  # the title above it in --help
 
