@@ -3,82 +3,32 @@
     python bucket.py upload data/NAME gs://bucket/data/NAME
 """
 import base64
+import functools
 import hashlib
 import io
 import json
-import math
 import os
 import re
-import shutil
 import subprocess
 import sys
+import textwrap
 import time
 import urllib.parse
-from contextlib import contextmanager
+from contextlib import suppress
 
 import requests
+from urllib3.util import Retry
 
 # isort: off
 from configurator import TransientError, UserError, command
-from data import FILES, Dataset, Progress, file_hash, locked, replacing
+from data import FILES, Dataset, locked, replacing
 
 RETRIED = {408, 429, *range(500, 600)}  # statuses of a server that may answer later
+# A VM's metadata server, by number: looking up its name can hang outside Google Cloud.
+METADATA_TOKEN = "http://169.254.169.254/computeMetadata/v1/instance/service-accounts/default/token"
 
 
 # HTTP
-
-class PatientAdapter(requests.adapters.HTTPAdapter):
-    """Repeats requests after network errors and the statuses RETRIED; see session().
-
-    A request's time-out is a pair, seconds to connect and seconds without a byte; its body is a file or None.
-    """
-
-    def __init__(self, label, attempts, stop):
-        super().__init__()
-        self.label = label
-        self.attempts = attempts
-        self.stop = stop
-
-    def send(self, request, timeout=None, **options):
-        connect_seconds, read_seconds = timeout
-        upload_seconds = int(request.headers.get("Content-Length", 0)) / 1e6
-        for attempt in range(self.attempts):
-            is_last = attempt == self.attempts - 1
-            seconds = backoff(attempt)
-
-            # What slow networks still hold of an upload has to arrive before the answer can.
-            patience = read_seconds + min(upload_seconds * 2**attempt, 600)
-            if request.body:
-                request.body.seek(0)
-
-            # The last attempt returns or raises what comes; the others go on to the wait.
-            try:
-                response = super().send(request, timeout=(connect_seconds, patience), **options)
-                if response.status_code not in RETRIED or is_last:
-                    return response
-                response.close()
-                cause = f"status {response.status_code}"
-                asked_seconds = response.headers.get("Retry-After", "")
-                if asked_seconds.isdigit():
-                    seconds = max(seconds, min(60, int(asked_seconds)))
-            except (requests.ConnectionError, requests.Timeout) as e:
-                if is_last:
-                    raise
-                cause = network_error(e)
-
-            # Wait in steps of a second, between which a stop takes effect.
-            if seconds >= 1:
-                print(f"{self.label}: {cause}; trying again in {seconds} s", file=sys.stderr, flush=True)
-            for second in range(seconds + 1):
-                if self.stop():
-                    raise KeyboardInterrupt
-                time.sleep(second > 0)
-
-
-def backoff(attempt):
-    """Returns the seconds to wait after attempt 0, 1, 2, ...: 0, 1, 3, 7, ..., 60."""
-    return min(60, 2**attempt - 1)
-
 
 def session(label, attempts, stop=lambda: False):
     """Returns a requests.Session that repeats requests after network errors and the statuses RETRIED.
@@ -88,11 +38,35 @@ def session(label, attempts, stop=lambda: False):
         attempts: how often it sends a request before it returns the last response or raises the last error.
         stop: a function; if it returns true in a wait, KeyboardInterrupt is raised.
     """
+    class PatientRetry(Retry):
+        def sleep(self, response=None):
+            # a server may ask for more patience than ours
+            seconds = backoff(len(self.history) - 1)
+            if response:
+                seconds = max(seconds, min(60, int(self.get_retry_after(response) or 0)))
+            if seconds:
+                last = self.history[-1]
+                cause = network_error(last.error) if last.error else f"status {last.status}"
+                print(f"{without_password(label)}: {cause}; trying again in {seconds} s", file=sys.stderr)
+
+            # a stop takes effect after each second
+            for _ in range(seconds):
+                if stop():
+                    raise KeyboardInterrupt
+                time.sleep(1)
+
+    # all methods may be repeated: an upload replaces the object as a whole
+    retry = PatientRetry(attempts - 1, status_forcelist=RETRIED, allowed_methods=None, raise_on_status=False)
     http = requests.Session()
     http.headers["Accept-Encoding"] = "identity"  # sizes are the file's, not a compressed copy's
     for scheme in ("http://", "https://"):
-        http.mount(scheme, PatientAdapter(without_password(label), attempts, stop))
+        http.mount(scheme, requests.adapters.HTTPAdapter(max_retries=retry))
     return http
+
+
+def backoff(attempt):
+    """Returns the seconds to wait after attempt 0, 1, 2, ...: 0, 1, 3, 7, ..., 60."""
+    return min(60, 2**attempt - 1)
 
 
 def receive(get, f, label, progress=None):
@@ -110,54 +84,46 @@ def receive(get, f, label, progress=None):
 
     Raises TransientError after three responses in a row that brought the download no further.
     """
-    size = 0
-    etag = None
     failures = 0
     while failures < 3:
-        failures += 1
         begin = f.tell()
         response = get({"Range": f"bytes={begin}-"} if begin else {})
+        headers = response.headers
         if response.status_code not in (200, 206, 416):
             return response
 
         # the whole file, or the rest of the one that f holds the beginning of
-        headers = response.headers
-        rest = f"bytes {begin}-{size - 1}/{size}"
         if response.status_code == 200:
-            size = int(headers.get("Content-Length", 0))
-            etag = headers.get("ETag")
-            expected_hash = headers.get("x-goog-hash", "")
+            whole = headers
             md5 = hashlib.md5()
             f.truncate(f.seek(0))
-        elif headers.get("Content-Range") != rest or headers.get("ETag") != etag:
-            cause = "the file changed during the download"
-            response.close()
-            f.truncate(f.seek(0))
-            continue
+            fits = True
+        else:
+            is_rest = headers.get("Content-Range", "").startswith(f"bytes {begin}-")
+            fits = is_rest and headers.get("ETag") == whole.get("ETag")
 
         # What has arrived stays in f if the connection breaks, but not if all of it is there and wrong.
         try:
-            for block in response.iter_content(1 << 15):
+            for block in response.iter_content(1 << 15) if fits else ():
                 f.write(block)
                 md5.update(block)
                 if progress:
                     progress.add(len(block))
-            if size in (0, f.tell()) and ("md5=" not in expected_hash or base64_of(md5) in expected_hash):
+            expected_hash = whole.get("x-goog-hash", "")
+            if fits and ("md5=" not in expected_hash or base64_of(md5) in expected_hash):
                 return response
-            cause = "the download arrived damaged"
+            cause = "the download arrived damaged, or the file changed meanwhile"
             f.truncate(f.seek(0))
         except requests.RequestException as e:
             cause = network_error(e)
-        if f.tell() > begin:
-            failures = 1
+        failures = 0 if f.tell() > begin else failures + 1
     raise TransientError(f"{label}: {cause}")
 
 
 def network_error(e):
     """Returns the cause of a network error in words, without the URL, which may hold a secret."""
     # requests wraps urllib3's error, which may name a reason; the words are at its end
-    cause = e.args[0] if isinstance(e, requests.RequestException) and e.args else e
-    cause = getattr(cause, "reason", None) or cause
+    cause = getattr(e.args[0], "reason", e.args[0])
     return without_password(f"{type(e).__name__}: {str(cause).rpartition(': ')[2]}")
 
 
@@ -182,37 +148,33 @@ class Bucket:
     Args:
         url: gs://bucket/prefix.
         stop: a function; if it returns true in a wait, KeyboardInterrupt is raised.
-        patient: True tries for three minutes; False for less than 20 s, for the start of a run.
+        patient: True tries for three minutes; False three times, for the start of a run.
     """
 
+    timeout = 10  # seconds without a byte
+
     def __init__(self, url, stop=lambda: False, patient=True):
-        address = r"gs://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])/((?:(?!\.\.?/)[^/\r\n]+/)*)"
-        match = re.fullmatch(address, url.removesuffix("/") + "/")
+        self.url = url.rstrip("/")
+        match = re.fullmatch(r"gs://([a-z0-9][a-z0-9._-]+)/(.*)", self.url + "/")
         if not match:
             raise UserError(f"{url!r} is not an address in a bucket: write gs://bucket/folder")
-        self.bucket, self.prefix = match.groups()
+        bucket, self.prefix = match.groups()
 
         # endpoints of the JSON API, and the token for them
-        self.emulator = os.environ.get("STORAGE_EMULATOR_HOST", "").rstrip("/")
+        self.emulator = os.environ.get("STORAGE_EMULATOR_HOST")
         server = self.emulator or "https://storage.googleapis.com"
-        self.objects = f"{server}/storage/v1/b/{self.bucket}/o"
-        self.uploads = f"{server}/upload/storage/v1/b/{self.bucket}/o"
-        self.token = None
-        self.token_expiry = 0
-
-        # how long a call may take
-        self.attempts = 9 if patient else 3
-        self.timeout = 10 if patient else 5  # seconds without a byte
-        self.session = session(self._address(""), self.attempts, stop)
+        self.objects = f"{server}/storage/v1/b/{bucket}/o"
+        self.uploads = f"{server}/upload/storage/v1/b/{bucket}/o"
+        self.token = "***"
+        self.session = session(self.url, 9 if patient else 3, stop)
         self.session.auth = self._authorize
 
     def check(self, write=True):
         """Tries what a run will do: list and, with write, write and delete an object."""
         self.list()
         if write:
-            name = f".probe-{os.urandom(8).hex()}"
-            self.write(name, b"probe")
-            self.delete(name)
+            self.write(".probe", b"probe")
+            self.delete(".probe")
 
     def upload(self, path, name):
         """Uploads a file, all of it or nothing, as it is when this begins."""
@@ -222,146 +184,114 @@ class Bucket:
     def write(self, name, content):
         """Uploads bytes, all of them or nothing."""
         params = {"uploadType": "media", "name": self.prefix + name}
-        response = self._request("POST", self.uploads, name, params=params, content=content)
-        # what the bucket has received
-        with self._answer(response) as item:
-            arrived = item["md5Hash"]
-        if arrived != base64_of(hashlib.md5(content)):
-            raise TransientError(f"{self._address(name)}: the upload arrived damaged")
+        answer = self._json("POST", name, self.uploads, params=params, content=content)
+        if answer["md5Hash"] != base64_of(hashlib.md5(content)):
+            raise TransientError(f"{self.url}/{name}: the upload arrived damaged")
 
-    def read(self, name):
+    def read(self, name, ok=(404,)):
         """Returns the bytes of an object, or None if there is none."""
+        def get(headers):
+            return self._request("GET", name, ok=ok, headers=headers, params={"alt": "media"}, stream=True)
+
         content = io.BytesIO()
-        response = self._receive(name, content, (200, 206, 416, 404))
+        response = receive(get, content, f"{self.url}/{name}")
         return content.getvalue() if response.status_code != 404 else None
+
+    def download(self, name, path):
+        """Downloads an object to path, atomically. Raises UserError if there is none."""
+        content = self.read(name, ok=())
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with replacing(path) as f:
+            f.write(content)
 
     def delete(self, name):
         """Deletes an object if it exists."""
-        self._request("DELETE", self._url(name), name, (200, 204, 404))
+        self._request("DELETE", name, ok=(404,))
 
     def list(self):
-        """Returns {name: size in bytes} of all objects under the prefix, but the web console's folders."""
+        """Returns {name: size in bytes} of all objects under the prefix."""
         sizes = {}
         params = {"prefix": self.prefix, "fields": "nextPageToken,items(name,size)"}
         while True:
-            response = self._request("GET", self.objects, "", params=params)
             # a page of at most 1000 objects
-            with self._answer(response) as page:
-                for item in page.get("items", []):
-                    name = item["name"].removeprefix(self.prefix)
-                    if name and not name.endswith("/"):
-                        sizes[name] = int(item["size"])
-                params["pageToken"] = page.get("nextPageToken")
-            if not params["pageToken"]:
+            page = self._json("GET", "", self.objects, params=params)
+            for item in page.get("items", []):
+                sizes[item["name"].removeprefix(self.prefix)] = int(item["size"])
+            if "nextPageToken" not in page:
                 return sizes
+            params["pageToken"] = page["nextPageToken"]
 
-    def download(self, name, path):
-        """Downloads an object to path, atomically."""
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with replacing(path) as f:
-            self._receive(name, f, (200, 206, 416))
+    def _json(self, method, name, url, **options):
+        """Returns the object in the answer to a _request."""
+        response = self._request(method, name, url, **options)
+        try:
+            return response.json()
+        except ValueError:
+            raise TransientError(f"{self.url}: not the answer of a bucket") from None
 
-    def _receive(self, name, f, ok):
-        def get(headers):
-            options = dict(headers=headers, params={"alt": "media"}, stream=True)
-            return self._request("GET", self._url(name), name, ok, **options)
-
-        return receive(get, f, self._address(name))
-
-    def _request(self, method, url, name, ok=(200,), content=b"", **options):
-        """Returns the response, whose status is one of ok; raises UserError or TransientError.
+    def _request(self, method, name, url="", ok=(), content=b"", **options):
+        """Returns the response, whose status is a success or one of ok; raises UserError or TransientError.
 
         Args:
-            name: of the object, for errors.
+            name: of the object.
+            url: if it is not the object's.
             content: bytes to send.
             options: of requests.Session.request.
         """
-        for _ in range(2):
-            # A file is sent in blocks, each with the time-out; bytes would have one for all.
-            body = content and io.BytesIO(content)
-            try:
-                response = self.session.request(method, url, data=body, timeout=(self.timeout, self.timeout),
-                                                allow_redirects=False, **options)
-            except requests.RequestException as e:
-                raise TransientError(self._message(name, network_error(e))) from None
-            status = response.status_code
-            if status in ok:
-                return response
-            if status != 401:
-                break
-            self.token_expiry = 0  # the second attempt has a fresh token
+        # A file is sent in blocks, each with the first time limit; bytes would have one for all. What a slow
+        # network still holds of it has to arrive before the answer: 3 s for each megabyte.
+        body = content and io.BytesIO(content)
+        url = url or f"{self.objects}/{urllib.parse.quote(self.prefix + name, safe='')}"
+        timeout = (self.timeout, self.timeout + min(len(content) / 3e5, 600))
+        try:
+            response = self.session.request(method, url, data=body, timeout=timeout, allow_redirects=False,
+                                            **options)
+        except requests.RequestException as e:
+            raise TransientError(self._message(name, network_error(e))) from None
+        status = response.status_code
+        if status in (200, 204, 206, 416, *ok):
+            return response
 
         # A refusal is the user's error, unless the server may answer later.
         message = self._message(name, f"status {status} {response.text}")
         if status < 400 or status in RETRIED:  # a redirect is a proxy's, not a bucket's
             raise TransientError(message)
-        hints = {
-            401: ": log in again (gcloud auth login)",
-            403: ": the account needs the role Storage Object Admin, and a VM the scope cloud-platform",
-            404: ": no such bucket or object",
-        }
-        raise UserError(message + hints.get(status, ""))
+        raise UserError(f"{message}: log in (gcloud auth login), or give the account the role Storage Object "
+                        "Admin, and a VM the scope cloud-platform")
 
     def _authorize(self, request):
         """Returns a request with a token in its header, unless it is for the emulator."""
         if not self.emulator:
-            if time.monotonic() >= self.token_expiry:
-                self.token, seconds = access_token()
-                self.token_expiry = time.monotonic() + seconds
-            if len(self.token.split()) != 1:  # an error about the header would print it
-                raise UserError("the Google token holds white space: CLOUDSDK_AUTH_ACCESS_TOKEN, or what "
-                                "`gcloud auth print-access-token` prints, must be one token alone")
+            # every source renews a token some 225 s before its end
+            self.token = access_token(time.monotonic() // 200)
             request.headers["Authorization"] = f"Bearer {self.token}"
         return request
 
-    @contextmanager
-    def _answer(self, response):
-        """Yields the response's JSON; raises TransientError if it is not what the block expects."""
-        try:
-            yield response.json()
-        except (ValueError, KeyError, TypeError, AttributeError):
-            start = " ".join(response.text.split())[:80]
-            raise TransientError(f"{self._address('')}: not the answer of a bucket: {start!r}") from None
-
     def _message(self, name, text):
         """Returns an error's text on a line, without the token."""
-        text = text.replace(self.token or "***", "***")
-        return f"{self._address(name)}: {' '.join(text.split())[:300]}"
-
-    def _url(self, name):
-        return f"{self.objects}/{urllib.parse.quote(self.prefix + name, safe='')}"
-
-    def _address(self, name):
-        address = f"gs://{self.bucket}/{self.prefix}{name}".rstrip("/")
-        return without_password(f"{address} at {self.emulator}") if self.emulator else address
+        return f"{self.url}/{name}: {textwrap.shorten(text.replace(self.token, '***'), 300)}"
 
 
-def access_token():
-    """Returns (OAuth token, seconds to use it): CLOUDSDK_AUTH_ACCESS_TOKEN, or a VM's, or gcloud's."""
-    if os.environ.get("CLOUDSDK_AUTH_ACCESS_TOKEN"):
-        return os.environ["CLOUDSDK_AUTH_ACCESS_TOKEN"].strip(), math.inf
+@functools.lru_cache(1)
+def access_token(period):
+    """Returns an OAuth token: CLOUDSDK_AUTH_ACCESS_TOKEN, or a VM's, or gcloud's. Asks once in a period."""
+    text = os.environ.get("CLOUDSDK_AUTH_ACCESS_TOKEN")
 
-    # The metadata server by number: looking up its name can hang outside Google Cloud.
-    host = os.environ.get("GCE_METADATA_HOST") or "169.254.169.254"
-    url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
-    no_proxy = {"http": ""}  # a proxy does not lead to the machine's own metadata
-    try:
-        response = requests.get(url, headers={"Metadata-Flavor": "Google"}, proxies=no_proxy, timeout=3)
-        response.raise_for_status()
-        answer = response.json()
-        # a new one is there 4 minutes before the end
-        return answer["access_token"], answer["expires_in"] - 225
-    except (requests.RequestException, KeyError):
-        pass
+    # a VM's, without a proxy, which does not lead to the machine's own metadata
+    if not text:
+        options = dict(headers={"Metadata-Flavor": "Google"}, proxies={"http": ""}, timeout=3)
+        with suppress(requests.RequestException, KeyError):
+            text = requests.get(METADATA_TOKEN, **options).json()["access_token"]
 
-    # outside Google Cloud: gcloud's
-    gcloud = ["gcloud", "auth", "print-access-token"]
-    try:
-        done = subprocess.run(gcloud, input="", capture_output=True, check=True, text=True, timeout=15)
-        return done.stdout.strip(), 600  # it may be an old one, which is replaced after a 401
-    except (OSError, subprocess.SubprocessError):
-        hint = "run `gcloud auth login`, or give the VM a service account and the scope cloud-platform"
-        raise TransientError(f"no Google credentials: {hint}, or set CLOUDSDK_AUTH_ACCESS_TOKEN") from None
+    # outside Google Cloud: gcloud's, which prints nothing if it fails
+    if not text:
+        gcloud = ["gcloud", "auth", "print-access-token"]
+        with suppress(OSError, subprocess.SubprocessError):
+            text = subprocess.run(gcloud, input="", capture_output=True, text=True, timeout=15).stdout
+    if not text:
+        raise TransientError("no Google credentials: run `gcloud auth login`, or give the VM a service "
+                             "account and the scope cloud-platform, or set CLOUDSDK_AUTH_ACCESS_TOKEN")
+    return text.split()[-1]  # warnings may come before it
 
 
 # Datasets in buckets
@@ -375,32 +305,26 @@ def local_dataset(path):
     if not path.startswith("gs://"):
         return path
     bucket = Bucket(path)
-    folder = os.path.join("data", path.rstrip("/").rpartition("/")[2])
+    folder = os.path.join("data", os.path.basename(bucket.url))
     with locked(folder):
-        try:
-            hashes = json.loads(bucket.read("manifest.json") or "")["sha256"]
-            expected = {name: hashes[name] for name in FILES if name in hashes}  # only ARC has versions
-            expected["train/dataset.json"]  # KeyError: the manifest is of something else
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path} has no manifest.json, or a damaged one: "
-                            f"upload the dataset with `python bucket.py upload data/NAME {path}`") from None
+        manifest = bucket.read("manifest.json")
+        if not manifest:
+            raise UserError(f"{path} has no manifest.json: upload the dataset with "
+                            f"`python bucket.py upload data/NAME {path}`")
+        hashes = json.loads(manifest)["sha256"]
         # A dataset that is here must be the same one.
         if os.path.lexists(folder):
             if Dataset(folder, "train").hashes() != hashes:
                 raise UserError(f"{folder} holds another dataset than {path}: move it away, or name it")
             return folder
 
-        # It gets its name once all of it is there.
+        # It gets its name once all of it is there, and loads, which checks the hashes.
         part = folder + ".part"
-        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
-        progress = Progress(f"downloading {path}", len(expected), "files")
-        for name, expected_hash in expected.items():
-            file = os.path.join(part, name)
-            bucket.download(name, file)
-            if file_hash(file) != expected_hash:
-                raise UserError(f"{path}/{name} does not match manifest.json: upload the dataset again")
-            progress.add(1)
-        bucket.download("manifest.json", os.path.join(part, "manifest.json"))
+        for name in ["manifest.json", *(hashes.keys() & FILES)]:
+            print(f"downloading {path}/{name}", flush=True)
+            bucket.download(name, os.path.join(part, name))
+        for split in ("train", "test"):
+            Dataset(part, split)
         os.rename(part, folder)
         return folder
 
@@ -414,12 +338,11 @@ def upload_dataset(folder, url):
     bucket = Bucket(url)
     if bucket.read("manifest.json") not in (None, content):
         raise UserError(f"{url} holds another dataset: choose another address")
+
     # The manifest comes last: nothing downloads a dataset without one.
-    progress = Progress(f"uploading to {url}", len(manifest["sha256"]), "files")
     for name in manifest["sha256"]:
-        dataset.check_file(name)
+        print(f"uploading {folder}/{name}")
         bucket.upload(os.path.join(folder, name), name)
-        progress.add(1)
     bucket.write("manifest.json", content)
 
 
@@ -428,7 +351,6 @@ def main(argv):
     if len(argv) != 3 or argv[0] != "upload":
         raise UserError("usage: python bucket.py upload data/NAME gs://bucket/data/NAME")
     upload_dataset(*argv[1:])
-    print(f"{argv[1]} is in {argv[2]}")
 
 
 if __name__ == "__main__":

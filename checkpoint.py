@@ -5,9 +5,9 @@ has its hash: only the .json proves that a checkpoint is complete. run.json has 
 checkpoints have too.
 """
 import json
-import math
 import os
 import re
+from contextlib import suppress
 from dataclasses import asdict
 
 import torch
@@ -16,17 +16,14 @@ from configurator import UserError
 from data import file_hash, read_metrics, replacing
 from model import read_torch_file
 
-NUMBERED = re.compile(r"(ckpt_\d{8,})\.(pt|json)")
+NUMBERED = re.compile(r"ckpt_\d{8,}\.(pt|json)")
 
 
 def numbered(names, endings=(".pt", ".json")):
     """Returns the numbered checkpoints, newest first, of which `names` has the files with these endings."""
     names = set(names)
-    complete = set()
-    for name in names:
-        match = NUMBERED.fullmatch(name)
-        if match and all(match[1] + ending in names for ending in endings):
-            complete.add(match[1])
+    stems = {name.partition(".")[0] for name in names if NUMBERED.fullmatch(name)}
+    complete = [stem for stem in stems if names.issuperset(stem + ending for ending in endings)]
     # by number: from step 10^8 on the names are longer
     return sorted(complete, key=step_of, reverse=True)
 
@@ -39,44 +36,38 @@ def outdated(names, newest, keep):
         newest: the step of the newest good checkpoint. Newer ones were found damaged, and do not count.
         keep: how many complete checkpoints stay.
     """
-    names = set(names)
-    good = [stem for stem in numbered(names) if step_of(stem) <= newest]
-    if not good:
-        return []
-    oldest_kept = step_of(good[:keep][-1])
+    kept = [stem for stem in numbered(names) if step_of(stem) <= newest][:keep]
     old_files = []
-    for stem in numbered(names, ()):
-        if step_of(stem) < oldest_kept:
-            # without its .json a .pt is no checkpoint, whatever happens in between
-            old_files += [stem + ".json", stem + ".pt"]
-    return [name for name in old_files if name in names]
+    for name in names:
+        if kept and NUMBERED.fullmatch(name) and step_of(name) < step_of(kept[-1]):
+            old_files.append(name)
+    # a .json before its .pt, which is no checkpoint without it, whatever happens in between
+    return sorted(old_files)
 
 
-def step_of(stem):
-    """Returns 2500 of "ckpt_00002500"."""
-    return int(stem.removeprefix("ckpt_"))
+def step_of(name):
+    """Returns 2500 of "ckpt_00002500" and of its files."""
+    return int(re.search(r"\d+", name)[0])
 
 
-def checkpoint_paths(out_dir, endings=(".pt",)):
+def checkpoint_paths(out_dir, endings=(".pt", ".json")):
     """Returns paths of the numbered checkpoints that have files with these endings, newest first."""
     names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
-    return [os.path.join(out_dir, name + ".pt") for name in numbered(names, endings)]
+    return [os.path.join(out_dir, stem + ".pt") for stem in numbered(names, endings)]
 
 
 def newest_checkpoint(out_dir, say):
     """Returns the state of the newest complete checkpoint, or {}. Says which it skips, and why."""
-    for path in checkpoint_paths(out_dir):
+    for path in checkpoint_paths(out_dir, (".pt",)):
         try:
-            # the .json has the hash of what was written
+            # the .json has the hash of what was written; without it the write was interrupted
             with open(path[:-3] + ".json", "rb") as f:
                 if json.load(f)["sha256"] != file_hash(path):
                     raise ValueError("it does not match the hash in its .json")
             state = read_checkpoint(path)
             say(f"resuming from {path}")
             return state
-        except FileNotFoundError:
-            say(f"skipped {path}: its .json is missing, so the write was interrupted")
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError) as e:
+        except Exception as e:  # whatever it is, the one before may be whole
             say(f"skipped {path}: damaged ({e})")
     return {}
 
@@ -85,17 +76,17 @@ def read_checkpoint(path):
     """Returns the state in a checkpoint of ours, or {"weights": ...} of an official one. Raises UserError."""
     try:
         state = read_torch_file(path)
+        # ours has "weights" among other entries; the official code saves the weights alone
+        state = state if "weights" in state else {"weights": state}
+        has_weights = all(map(torch.is_tensor, state["weights"].values()))
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint; init_from is scratch, resume, auto or a file") from None
     except Exception as e:  # torch has many for this
         raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): "
                         "damaged, or not one of ours or the official code's") from None
-    # ours has "weights" among other entries; the official code saves the weights alone
-    weights = state.get("weights", state) if isinstance(state, dict) else None
-    items = weights.items() if isinstance(weights, dict) else ()
-    if not items or not all(isinstance(name, str) and torch.is_tensor(t) for name, t in items):
+    if not has_weights:
         raise UserError(f"{path}: holds no weights by name: not a checkpoint of ours or of the official code")
-    return state if "weights" in state else {"weights": weights}
+    return state
 
 
 def load_weights(model, named, where):
@@ -123,17 +114,20 @@ def write_model(settings, model, start, data, test, trained):
     if settings.ema:
         weights |= start.state.get("ema", {})
     dtype = getattr(torch, settings.forward_dtype)
+
     # the metrics of the evaluation at this step, from the log beside the weights
     folder = settings.out_dir
     if settings.init_from not in ("resume", "auto"):
         folder = os.path.dirname(settings.init_from)
-    lines = read_metrics(os.path.join(folder, "metrics.jsonl"))
-    evaluations = [line for line in lines if line["step"] == start.step and "eval/loss" in line]
+    metrics = {}
+    for line in read_metrics(os.path.join(folder, "metrics.jsonl")):
+        if line["step"] == start.step and "eval/loss" in line:
+            metrics = line
+
     # some unseen puzzles, so that solve.py and play.py need no dataset
     indices = test.subset(100, 1)[:100]
-    batch = test.test_batch(indices, len(indices))
-    puzzles = {name: torch.from_numpy(batch[name]).short() for name in ("inputs", "labels")}
-    puzzles["puzzle_identifiers"] = torch.from_numpy(batch["puzzle_identifiers"])
+    puzzles = test.test_batch(indices, len(indices))
+
     # the names that the official code gives its weights
     saved = dict(
         weights={"_orig_mod.model.inner." + name: t.to(dtype, copy=True) for name, t in weights.items()},
@@ -141,8 +135,8 @@ def write_model(settings, model, start, data, test, trained):
         task=data.task,
         data=data.sha256,
         step=start.step,
-        metrics=evaluations[-1] if evaluations else {},
-        puzzles=puzzles,
+        metrics=metrics,
+        puzzles={name: torch.from_numpy(array) for name, array in puzzles.items()},
         **trained,
     )
     try:
@@ -150,8 +144,7 @@ def write_model(settings, model, start, data, test, trained):
             torch.save(saved, f)
     except (OSError, RuntimeError) as e:  # torch.save reports a full disk by a RuntimeError
         raise UserError(f"--export={settings.export}: cannot be written ({e})") from None
-    print(f"wrote {settings.export}: {os.path.getsize(settings.export):,} bytes, "
-          f"weights in {settings.forward_dtype}")
+    print(f"wrote {settings.export}, weights in {settings.forward_dtype}")
 
 
 def find_checkpoint(settings, bucket, remote, notes):
@@ -160,26 +153,22 @@ def find_checkpoint(settings, bucket, remote, notes):
     Adds lines for the log to notes.
     """
     # the newest here, unless the bucket has a newer one that is whole
-    own = checkpoint_paths(settings.out_dir, (".json",))
+    own = checkpoint_paths(settings.out_dir)
     state = newest_checkpoint(settings.out_dir, notes.append)
     for name in numbered(remote):
         if step_of(name) <= state.get("step", -1):
             break
-        notes.append(f"fetching {name} from {settings.gcs_dir}")
+        notes.append(f"fetching {name} from the bucket")
         # the logs of the machine that is gone come with its checkpoint
         logs = {"metrics.jsonl", "log.txt", "best.pt", "best.json"} & remote.keys()
         for file in [*logs, name + ".pt", name + ".json"]:
             bucket.download(file, os.path.join(settings.out_dir, file))
         state = newest_checkpoint(settings.out_dir, notes.append)
     # a run that has had a checkpoint does not silently start again
-    needs_one = settings.init_from == "resume" or settings.eval_only or settings.export
-    had_one = own or numbered(remote, (".json",))
-    if not state and (needs_one or had_one):
-        where = settings.out_dir + (f" and {settings.gcs_dir}" if bucket else "")
-        problem = f"--init_from={settings.init_from}: no complete checkpoint in {where}"
-        hint = "--init_from=auto"
-        if had_one:
-            hint = "another out_dir or gcs_dir"
+    had_one = own or numbered(remote)
+    if not state and (had_one or settings.init_from == "resume" or settings.eval_only or settings.export):
+        hint = "another out_dir or gcs_dir" if had_one else "--init_from=auto"
+        problem = f"--init_from={settings.init_from}: no complete checkpoint in {settings.out_dir}"
         raise UserError("; ".join([problem, *notes, f"{hint} starts from scratch"]))
     return state
 
@@ -193,10 +182,9 @@ def check_resume(settings, state, data, total_steps, is_mirrored):
         is_mirrored: whether the bucket holds this run already.
     """
     # what a resume needs
-    missing = {"optimizer", "settings", "data", "best"} - state.keys()
-    if missing:
+    if "settings" not in state:
         raise UserError(f"the checkpoint in {settings.out_dir} is of another version of this code: it lacks "
-                        f"{', '.join(sorted(missing))}; --init_from=FILE begins with its weights alone")
+                        "the settings; --init_from=FILE begins with its weights alone")
     if state["data"] != data.sha256:
         raise UserError(f"{settings.data_path} is not the dataset that the checkpoint in {settings.out_dir} "
                         "was trained on: choose that one, or another --out_dir")
@@ -213,32 +201,26 @@ def check_resume(settings, state, data, total_steps, is_mirrored):
                         "weights")
     if settings.gcs_dir and saved["gcs_dir"] not in ("", settings.gcs_dir) and not is_mirrored:
         raise UserError(f"the run in {settings.out_dir} is mirrored to {saved['gcs_dir']}: for another run "
-                        f"choose another --out_dir; to move this one, first `gcloud storage cp -r "
-                        f"{saved['gcs_dir']}/* {settings.gcs_dir}/`")
+                        "choose another --out_dir; to move this one, first `gcloud storage cp -r` its files")
 
 
 def setting_changes(settings, saved):
     """Returns lines for the log: the settings that differ from a checkpoint's."""
     notes = []
-    for name in saved | vars(settings):
-        if name not in vars(settings):
-            notes.append(f"{name}={saved[name]} in the checkpoint is a setting that this code does not have")
-        elif name not in saved:
-            notes.append(f"{name} is {getattr(settings, name)}; the checkpoint does not have this setting")
-        elif saved[name] != getattr(settings, name) and name not in ("init_from", "eval_only", "export"):
-            notes.append(f"{name} is {getattr(settings, name)}; the checkpoint had {saved[name]}")
+    current = vars(settings)
+    for name, value in saved.items():
+        if name not in current:
+            notes.append(f"{name}={value} in the checkpoint is a setting that this code does not have")
+        elif value != current[name] and name not in ("init_from", "eval_only", "export"):
+            notes.append(f"{name} is {current[name]}; the checkpoint had {value}")
     return notes
 
 
 def check_task(state, data, where):
-    """Raises UserError if weights were trained on another puzzle than the dataset's; where: their file.
-
-    Attention takes other grids, so only grids of as many cells are compared.
-    """
-    # files of the official code, and older ones of ours, do not say their task
-    task = state.get("task") or data.task
-    same_cells = math.prod(task["grid"]) == math.prod(data.task["grid"])
-    for name in ("kind", "symbols", "grid") if same_cells else ("kind", "symbols"):
+    """Raises UserError if weights were trained on another puzzle than the dataset's; where: their file."""
+    # files of the official code do not say their task; attention takes other grids
+    task = state.get("task", data.task)
+    for name in ("kind", "symbols"):
         if list(task[name]) != list(data.task[name]) and task["kind"]:
             raise UserError(f"{where} was trained on puzzles with {name} {task[name]!r}, "
                             f"but {data.path} has {name} {data.task[name]!r}")
@@ -246,17 +228,12 @@ def check_task(state, data, where):
 
 def read_run(content):
     """Returns the object in a run.json that has an id, or {}; content: bytes or None."""
-    try:
-        run = json.loads(content or b"{}")
-        return run if isinstance(run["id"], str) else {}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return {}
+    run = json.loads(content or "{}")
+    return run if "id" in run else {}
 
 
 def read_run_file(folder):
     """Returns the object in a folder's run.json, or {}."""
-    try:
-        with open(os.path.join(folder, "run.json"), "rb") as f:
-            return read_run(f.read())
-    except OSError:
-        return {}
+    with suppress(OSError), open(os.path.join(folder, "run.json"), "rb") as f:
+        return read_run(f.read())
+    return {}

@@ -2,25 +2,28 @@
 
     python train.py config/sudoku.py --lr=3e-4 --eval_only
 
-A script's settings are the literals assigned at its top level above its first function or class, except to
-names in capitals. --help prints them: a trailing comment documents a setting, and the nearest comment line
-above is the title of its group.
+A script's settings are the literals assigned at its top level above its first function or class, a line each,
+except to names in capitals. --help prints them: a trailing comment documents a setting, and the nearest
+comment line above is the title of its group.
 
 A config file is Python that assigns some of the settings and may read the others. run("baseline.py") in it
-runs another one beside it, which sees the outer file's path as `__file__`. Imports, functions and names that
-start with an underscore are the file's own. Files and flags apply from left to right. A bool flag needs no
-value: --eval_only.
+runs another one beside it in its place; `__file__` is the outer file's path. Names that start with an
+underscore are the file's own, and so is what is no number, text or bool: modules, functions. Files and flags
+apply from left to right. A bool flag needs no value: --eval_only.
 """
 import ast
 import difflib
 import functools
 import itertools
 import os
+import re
 import signal
 import sys
 import traceback
 from types import SimpleNamespace
 from typing import NamedTuple
+
+TYPES = (int, float, bool, str)  # of settings
 
 
 class UserError(Exception):
@@ -53,7 +56,7 @@ class Settings(SimpleNamespace):
 class Setting(NamedTuple):
     """Describes one setting, as its script writes it down."""
 
-    default: int | float | bool | str
+    default: object  # of one of TYPES
     comment: str  # the documentation that --help prints
     group: str  # the title above it in --help
 
@@ -98,14 +101,14 @@ def command(run, script):
 
 def split_arguments(script, argv):
     """Splits argv, the arguments of a script that has settings of its own beside train.py's."""
-    own_names = {*read_settings(script), "help", "h"}
+    own_names = {*read_settings(script), "help"}
 
     # its own flags, train.py's flags and config files, and the rest
     own_flags = []
     operands = []
     train_arguments = []
     for argument in argv:
-        is_flag = argument.startswith("-") and argument != "-"
+        is_flag = re.match("-.", argument)
         if is_flag and argument.lstrip("-").partition("=")[0] in own_names:
             own_flags.append(argument)
         elif is_flag or argument.endswith(".py"):
@@ -120,7 +123,7 @@ def configure(script, argv):
 
     Raises UserError for an unknown key (it names the closest one), a wrong type, or a file that fails to run.
     """
-    if "--help" in argv or "-h" in argv:
+    if "--help" in argv:
         print_help(script)
         sys.exit(0)
 
@@ -149,52 +152,43 @@ def run_file(path, values, defaults):
 
     Raises UserError for a file that fails to run, an unknown setting, or a wrong type.
     """
-    # A file that this one runs sees the settings so far, and the path of the outermost file: config/study.py
-    # names runs by it.
-    def run(other):
-        seen = {name: space[name] for name in (*defaults, "__file__")}
-        space.update(run_file(os.path.join(os.path.dirname(path), other), seen, defaults))
-
     if not os.path.isfile(path):
         raise UserError(f"{path}: no such config file; a setting is written --key=value")
-    space = {"__file__": path} | values | {"run": run}
+    space = {"__file__": path} | values
     try:
-        with open(path, "rb") as f:
-            tree = ast.parse(f.read(), path)
-        exec(compile(tree, path, "exec"), space)
-    except UserError:
-        raise
+        execute(path, space)
     except Exception as e:
-        # name the line of the config file, which is seldom the innermost; a SyntaxError names its line itself
-        lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
-        where = f"{path}:{lines[-1]}" if lines else path
+        # name the innermost line outside of this file; a SyntaxError names its line itself
+        where = path
+        for frame in traceback.extract_tb(e.__traceback__):
+            if frame.filename != __file__:
+                where = f"{frame.filename}:{frame.lineno}"
         raise UserError(f"{where}: {type(e).__name__}: {e}") from None
 
-    # What is not the file's own must be a setting.
+    # Numbers, texts and bools must be settings; all else, and what begins with an underscore, is the file's.
     settings = {}
-    imported = imported_names(tree)
     for name, value in space.items():
-        is_own = name.startswith("_") or name in imported or callable(value)
-        if name in defaults or not is_own:
+        if name in defaults or type(value) in TYPES and not name.startswith("_"):
             settings[name] = check(name, value, defaults, path)
     return settings
 
 
-def imported_names(tree):
-    """Returns the names that the import statements of a file bind."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
-    return names
+def execute(path, space):
+    """Executes a config file in `space`, the names that it sees and assigns."""
+    def run(other):
+        execute(os.path.join(os.path.dirname(path), other), space)
+        space["run"] = run  # the other file's own finds files beside that one
+
+    space["run"] = run
+    with open(path, "rb") as f:
+        exec(compile(f.read(), path, "exec"), space)
 
 
 def check(name, value, defaults, where):
     """Returns value as the type of defaults[name]; raises UserError for an unknown name or another type."""
     if name not in defaults:
-        close = difflib.get_close_matches(name, defaults, 1, 0.5)
-        hint = f"the closest is {close[0]}" if close else "--help lists all"
-        raise UserError(f"{where}: unknown setting {name}; {hint}")
+        [closest] = difflib.get_close_matches(name, [*defaults, "help"], 1, 0)
+        raise UserError(f"{where}: unknown setting {name}; the closest is {closest}, and --help lists all")
 
     # an int will do for a float
     expected = type(defaults[name])
@@ -234,13 +228,12 @@ def check_bounds(settings, bounds):
             both ends. Numbers that it does not name must be 0 or more, and fit into 64 bits.
     """
     for name, value in vars(settings).items():
-        if type(value) not in (int, float):
+        if type(value) is str:
             continue
         interval = bounds.get(name, "[0, 9.2e18)")
         low, high = map(float, interval[1:-1].split(","))
-        above = value > low or value == low and interval[0] == "["
-        below = value < high or value == high and interval[-1] == "]"
-        if not (above and below):
+        is_open_end = (value, interval[0]) == (low, "(") or (value, interval[-1]) == (high, ")")
+        if is_open_end or not low <= value <= high:
             raise UserError(f"{name} must be in {interval}, not {value}")
 
 
@@ -252,40 +245,29 @@ def read_settings(script):
 
     The result is cached, and not to be changed. A process in which replicas are threads calls this before
     they start: ast.parse is not safe in two threads at once (python/cpython#106905).
-
-    Raises UserError if a setting's default is not a plain int, float, bool or str.
     """
-    with open(script, encoding="utf-8") as f:
-        source = f.read()
-    lines = source.splitlines()
     settings = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            break
+    group = ""
+    with open(script, encoding="utf-8") as f:
+        for line in f:
+            if line.startswith(("def ", "class ")):
+                break
+            if line.startswith("#"):
+                group = line.strip("# \n")
 
-        # name = literal
-        name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
-        if not name.isidentifier() or name.isupper():
-            continue
-        try:
-            default = ast.literal_eval(node.value)
-        except ValueError:
-            default = None
-        if type(default) not in (int, float, bool, str):
-            message = f"the default of {name} must be a plain int, float, bool or str"
-            raise UserError(f"{script}:{node.lineno}: {message}")
-
-        # what --help prints: the comment at the end of the line, and the nearest comment line above
-        comment = lines[node.end_lineno - 1].partition("  # ")[2]
-        titles = [line for line in ["#", *lines[:node.lineno]] if line.startswith("#")]
-        settings[name] = Setting(default, comment, titles[-1].strip("# "))
+            # name = literal  # comment
+            match = re.fullmatch(r"(\w*[a-z]\w*) = (.+?)(?:  # (.*))?\n", line)
+            if match:
+                name, literal, comment = match.groups("")
+                settings[name] = Setting(ast.literal_eval(literal), comment, group)
+                assert type(settings[name].default) in TYPES, f"{script}: {line}"
     return settings
 
 
 def print_help(script):
     """Prints a script's docstring and its settings in groups."""
     with open(script, encoding="utf-8") as f:
-        print(ast.get_docstring(ast.parse(f.read())) or "")
+        print(f.read().split('"""')[1])
     for group, items in itertools.groupby(read_settings(script).items(), lambda item: item[1].group):
         print(f"\n{group}")
         for name, setting in items:

@@ -8,6 +8,8 @@ import importlib.util
 import multiprocessing
 import os
 import platform
+import re
+import textwrap
 import threading
 import time
 from datetime import timedelta
@@ -39,65 +41,52 @@ PEAK_FLOPS = {
 
 def choose_device(wanted):
     """Returns (xla, cuda, mps or cpu; the reason in words). Raises UserError if the wanted one is missing."""
-    has_xla = importlib.util.find_spec("torch_xla") is not None
+    # torch_xla on a TPU, or on the CPU where the environment says so
+    pjrt = os.environ.get("PJRT_DEVICE")
     if wanted in ("xla", "auto"):
-        pjrt = os.environ.get("PJRT_DEVICE")
+        has_xla = importlib.util.find_spec("torch_xla")
         if has_xla and pjrt == "CPU":
             # fewer threads than replicas would deadlock in a collective
-            replicas = int(os.environ.get("CPU_NUM_DEVICES") or 1)
+            replicas = int(os.environ.get("CPU_NUM_DEVICES", 1))
             os.environ.setdefault("XLA_THREAD_POOL_SIZE", str(max(16, replicas)))
             return "xla", "PJRT_DEVICE=CPU"
-        chips = tpu_chips() if has_xla else 0
-        if chips:
+        if has_xla and has_tpu():
             os.environ["PJRT_DEVICE"] = "TPU"
-            return "xla", f"{chips} TPU chips on this host"
-        if (wanted == "xla" or pjrt) and not has_xla:
-            raise UserError(f"--device={wanted}: torch_xla is not installed: pip install -r requirements.txt")
+            return "xla", "a TPU is here"
         if wanted == "xla" or pjrt:
-            raise UserError(f"--device={wanted}: no TPU on this machine; "
-                            "PJRT_DEVICE=CPU in the environment runs torch_xla on the CPU")
-    # GPUs: CUDA's is taken by auto, Apple's only by name
-    has_cuda = torch.cuda.is_available()
-    has_mps = torch.backends.mps.is_available()
-    if wanted == "cuda" and not has_cuda or wanted == "mps" and not has_mps:
-        raise UserError(f"--device={wanted}: torch sees no such GPU; --device=cpu trains on the CPU")
-    if has_cuda and wanted in ("cuda", "auto"):
+            raise UserError(f"--device={wanted}: no TPU on this machine, or torch_xla is not installed (pip "
+                            "install -r requirements.txt); PJRT_DEVICE=CPU runs torch_xla on the CPU")
+
+    # GPUs: auto takes CUDA's, and Apple's only if it is asked for by name
+    if wanted in ("cuda", "auto") and torch.cuda.is_available():
         return "cuda", torch.cuda.get_device_name()
-    if wanted == "mps":
+    if wanted == "mps" and torch.backends.mps.is_available():
         return "mps", "Apple's GPU, which nobody has tested yet"
-    if wanted == "cpu":
-        return "cpu", "--device=cpu"
-    # neither is here
-    hint = "; --device=mps is Apple's GPU" if has_mps else ""
-    return "cpu", "no TPU and no CUDA GPU found" + hint
+    if wanted in ("cuda", "mps"):
+        raise UserError(f"--device={wanted}: torch sees no such GPU; --device=cpu trains on the CPU")
+    return "cpu", "--device=cpu" if wanted == "cpu" else "no TPU and no CUDA GPU found"
 
 
-def tpu_chips():
-    """Returns the number of TPU chips of this host.
-
-    Importing torch_xla fixes its device, so this happens only where a PCI device is Google's.
-    """
+def has_tpu():
+    """Returns True if this host has a TPU: a PCI device of Google's that is no network card."""
     vendors = [Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")]
-    if "0x1ae0" not in vendors:
-        return 0
-    chosen = os.environ.setdefault("PJRT_DEVICE", "TPU")
-    from torch_xla._internal import tpu
-    chips = tpu.num_available_chips()  # network cards of Google's clouds have that vendor too
-    if not chips and chosen == "TPU":
-        del os.environ["PJRT_DEVICE"]
-    return chips
+    return "0x1ae0" in vendors and any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*")))
 
 
 def open_device(kind, settings):
-    """Returns the device of one replica; kind: as choose_device returns it. Resolves forward_dtype=auto."""
+    """Returns the device of one replica; kind: as choose_device returns it. Sets forward_dtype if need be."""
     if kind == "xla":
         from xla import XLADevice
         device = XLADevice()
     else:
         device = Device(kind, settings)
-    if settings.forward_dtype == "auto":
-        settings.forward_dtype, reason = device.fastest_dtype()
-        device.notes.append(f"forward_dtype is {settings.forward_dtype}: {reason}")
+
+    # older GPUs emulate bfloat16, many times more slowly
+    dtype, reason = device.fastest_dtype()
+    is_emulated = kind == "cuda" and settings.forward_dtype == "bfloat16"
+    if settings.forward_dtype == "auto" or is_emulated and dtype != "bfloat16":
+        settings.forward_dtype = dtype
+        device.notes.append(f"forward_dtype is {dtype}: {reason}")
     return device
 
 
@@ -117,27 +106,24 @@ class Device:
         self.notes = []
         self.rank = 0
         self.world = 1
-        self.local_rank = int(os.environ.get("LOCAL_RANK") or 0)
-        self.host = int(os.environ.get("GROUP_RANK") or 0)
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.host = int(os.environ.get("GROUP_RANK", 0))
         self.torch = torch.device(kind)
-        self.name = platform.processor() or platform.machine()
+        self.name = platform.machine()
         if kind == "cuda":
-            self.open_gpu(settings)
+            self.open_gpu()
 
         # torch.compile and the Triton kernels, where the settings and the machine allow them
-        self.compiles = settings.compile == "on" or settings.compile == "auto" and kind == "cuda"
-        compile_problem = compile_error(self.torch) if self.compiles else ""
-        if compile_problem and settings.compile == "on":
-            raise UserError(f"--compile=on: torch.compile fails on {self.name} ({compile_problem}); "
-                            "--compile=auto trains without it, more slowly")
-        if compile_problem:
-            self.compiles = False
-            self.notes.append(f"compile is off, which is slower: torch.compile fails ({compile_problem})")
-        self.kernels = settings.kernels == "on"  # auto: off until a GPU has measured them
-        kernels_problem = kernels_error(kind, settings.forward_dtype) if self.kernels else ""
-        if kernels_problem:
-            self.kernels = False
-            self.notes.append(f"kernels are off: {kernels_problem}")
+        self.compiles = settings.compile == "on"
+        if settings.compile == "auto" and kind == "cuda":
+            problem = compile_error(self.torch)
+            self.compiles = not problem
+            if problem:
+                self.notes.append(f"compile is off, which is slower: torch.compile fails ({problem})")
+        self.kernels = settings.kernels == "on" and kernels_can_run(kind, settings.forward_dtype)
+        if settings.kernels == "on" and not self.kernels:
+            self.notes.append("kernels are off: they need a GPU of compute capability 8.0 or higher, and a "
+                              "forward_dtype of 16 bits")
 
         # the other replicas
         if "RANK" in os.environ:
@@ -154,41 +140,25 @@ class Device:
             self.rank = dist.get_rank()
             self.world = dist.get_world_size()
 
-    def open_gpu(self, settings):
-        """Chooses this replica's GPU; on older GPUs replaces bfloat16. Raises UserError."""
-        if self.local_rank >= torch.cuda.device_count():
-            raise UserError(f"replica {self.local_rank} of this host has no GPU: "
-                            f"torchrun --nproc-per-node={torch.cuda.device_count()}")
+    def open_gpu(self):
+        """Chooses this replica's GPU."""
         self.torch = torch.device("cuda", self.local_rank)
         self.name = torch.cuda.get_device_name(self.torch)
         torch.cuda.set_device(self.torch)
         torch.set_float32_matmul_precision("high")  # TF32, for what is not in forward_dtype
-        # a build of torch has kernels for some generations of GPUs
-        try:
-            torch.ones(1, device=self.torch).add(1).cpu()
-        except RuntimeError as e:
-            raise UserError(f"{self.name}: torch {torch.__version__} cannot use it ({one_line(e)}); "
-                            "another build of torch may, and --device=cpu trains on the CPU") from None
-        # older GPUs emulate bfloat16, many times more slowly
-        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        if settings.forward_dtype == "bfloat16" and not has_bfloat16:
-            settings.forward_dtype, reason = self.fastest_dtype()
-            self.notes.append(f"forward_dtype is {settings.forward_dtype}, not bfloat16: {reason}; "
-                              "results differ by rounding")
 
     def fastest_dtype(self):
         """Returns the forward_dtype for forward_dtype=auto, and the reason in words."""
         if self.kind == "cpu":
             # one line of flags for each core; other processors compute bfloat16 many times more slowly
             cpuinfo = Path("/proc/cpuinfo")
-            flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-            if "avx512_bf16" in flags or "amx_bf16" in flags:
+            if cpuinfo.exists() and re.search("avx512_bf16|amx_bf16", cpuinfo.read_text()):
                 return "bfloat16", "this processor has instructions for it"
-            return "float32", "this processor has no instructions for bfloat16"
-        if self.kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-            return "bfloat16", f"{self.name} has units for it"
-        if self.kind == "cuda" and torch.cuda.get_device_capability()[0] >= 7:
-            return "float16", f"{self.name} has no bfloat16 units"
+        elif self.kind == "cuda":
+            if torch.cuda.is_bf16_supported(including_emulation=False):
+                return "bfloat16", f"{self.name} has units for it"
+            if torch.cuda.get_device_capability() >= (7, 0):
+                return "float16", f"{self.name} has no bfloat16 units"
         return "float32", f"{self.name} has no units for 16-bit numbers"
 
     def put(self, tree):
@@ -259,7 +229,8 @@ class Device:
         """Returns fn(state, inputs, *static), which changes the tensors of state in place."""
         return fn
 
-    def for_each_micro_batch(self, body, sums, weights, micro_batches):
+    @staticmethod
+    def for_each_micro_batch(body, sums, weights, micro_batches):
         """Runs body(weights, micro_batch) on each micro-batch; on XLA it is a loop inside the program.
 
         Args:
@@ -270,25 +241,16 @@ class Device:
 
         Returns the sums, and {name: [micro-batches, ...]} of the dicts.
         """
-        return for_each_micro_batch(body, sums, weights, micro_batches)
+        results = []
+        for i in range(len(tree_flatten(micro_batches)[0][0])):
+            addends, result = body(weights, tree_map(lambda t: t[i], micro_batches))  # noqa: B023
+            sums = tree_map(torch.add, sums, addends)
+            results.append(result)
+        return sums, tree_map(lambda *tensors: torch.stack(tensors), *results)
 
     def counts(self):
         """Returns the compiler's numbers for metrics.jsonl."""
         return {}
-
-
-def for_each_micro_batch(body, sums, weights, micro_batches):
-    """See Device.for_each_micro_batch."""
-    results = []
-    num_micro_batches = len(tree_flatten(micro_batches)[0][0])
-    for i in range(num_micro_batches):
-        micro_batch = tree_map(lambda t: t[i], micro_batches)  # noqa: B023
-        addends, result = body(weights, micro_batch)
-        sums = tree_map(torch.add, sums, addends)
-        results.append(result)
-    # the dicts of the micro-batches as one dict
-    stacked = {name: torch.stack([result[name] for result in results]) for name in results[0]}
-    return sums, stacked
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -315,31 +277,21 @@ def compile_error(device):
     try:
         torch.compile(add_one)(torch.ones(8, device=device))
     except Exception as e:  # torch has many for this
-        return f"{type(e).__name__}: {one_line(e)}".partition(" Set TORCHDYNAMO")[0]  # advice on debugging it
+        return textwrap.shorten(f"{type(e).__name__}: {e}", 200)
     return ""
 
 
-def kernels_error(kind, dtype):
-    """Returns why kernels.py cannot run here, or ""."""
-    if kind != "cuda" or torch.cuda.get_device_capability() < (8, 0):
-        return "they need a GPU of compute capability 8.0 or higher"
-    if dtype == "float32":
-        return "in float32 they need more shared memory than some GPUs have"
-    return "" if importlib.util.find_spec("triton") else "Triton is not installed"
-
-
-def one_line(error):
-    """Returns the beginning of an error's message."""
-    return " ".join(str(error).split())[:200]
+def kernels_can_run(kind, dtype):
+    """Returns True if kernels.py can run here: in float32 it needs more shared memory than some GPUs have."""
+    return kind == "cuda" and torch.cuda.get_device_capability() >= (8, 0) and dtype != "float32"
 
 
 def out_of_memory(settings):
-    """Returns the UserError for a GPU that is full; it names the next smaller micro_batch_size."""
+    """Returns the UserError for a GPU that is full."""
     batch_size = settings.global_batch_size // int(os.environ.get("WORLD_SIZE", 1))
     size = settings.micro_batch_size or batch_size
-    smaller = [n for n in range(1, size // 2 + 1) if batch_size % n == 0]
-    mend = f"--micro_batch_size={smaller[-1]} gives the same result" if smaller else "--device=cpu has more"
-    return UserError(f"out of GPU memory with {size} sequences at a time: {mend}")
+    return UserError(f"out of GPU memory with {size} sequences at a time: a smaller --micro_batch_size that "
+                     f"divides {batch_size} gives the same result")
 
 
 def peak_flops(device):

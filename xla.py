@@ -3,6 +3,7 @@
 A step is traced and compiled once, then replayed: tracing takes the host longer than the step takes a TPU.
 With PJRT_DEVICE=CPU the device is the CPU, and replicas are threads of one process.
 """
+import math
 import os
 import pickle
 import platform
@@ -19,9 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from configurator import UserError
-from device import for_each_micro_batch
+from device import Device
 
-THIS_FILE = os.path.abspath(__file__)
 LAUNCH = threading.Lock()  # for replicas that are threads: one compiles, the others find its program
 
 
@@ -42,6 +42,7 @@ class XLADevice:
         # The backward pass stays on this thread. Gradients that another thread still holds when the step ends
         # would become outputs of the program, which makes it a different program.
         torch.autograd.set_multithreading_enabled(False)
+        # the chip's name, as PEAK_FLOPS has it
         self.name = platform.machine()
         if os.environ["PJRT_DEVICE"] == "TPU":
             from torch_xla._internal import tpu
@@ -60,7 +61,9 @@ class XLADevice:
         return x.cpu
 
     def all_reduce(self, vector):
-        return xm.all_reduce(xm.REDUCE_SUM, vector) if self.world > 1 else vector
+        if self.world > 1:
+            vector = xm.all_reduce(xm.REDUCE_SUM, vector)
+        return vector
 
     def all_reduce_cpu(self, vector):
         """Returns the sum of the ranks' vectors, on the host. All ranks."""
@@ -72,28 +75,26 @@ class XLADevice:
         """Gathers by sums, since torch_xla's own rendezvous deadlocks where replicas are threads."""
         if self.world == 1:
             return [value]
-        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        content = bytearray(pickle.dumps(value))
         sizes = torch.zeros(self.world)
         sizes[self.rank] = len(content)
-        sizes = self.all_reduce_cpu(sizes).int().tolist()
-        # the table's size takes few values, since each compiles on a TPU
-        width = -(-max(sizes) // 4096) * 4096
+        # pickle ignores what follows its end; the table's size takes few values, since each compiles on a TPU
+        width = 4096 * math.ceil(self.all_reduce_cpu(sizes).max() / 4096)
         table = torch.zeros(self.world, width)
-        table[self.rank, :len(content)] = content
-        table = self.all_reduce_cpu(table.flatten()).byte()
-        values = []
-        for rank, size in enumerate(sizes):
-            own = table[rank * width:rank * width + size]
-            values.append(pickle.loads(own.numpy().tobytes()))
-        return values
+        table[self.rank, :len(content)] = torch.frombuffer(content, dtype=torch.uint8)
+        table = self.all_reduce_cpu(table).byte()
+        return [pickle.loads(row.numpy()) for row in table]
 
     def broadcast(self, vector):
         if self.world == 1:
             return vector
-        return self.all_reduce_cpu(vector if self.rank == 0 else torch.zeros_like(vector))
+        if self.rank != 0:
+            vector = torch.zeros_like(vector)
+        return self.all_reduce_cpu(vector)
 
     def prepare(self, model):
         model.to(self.torch)
+        # XLA compiles torch's own attention to something slower
         for layer in model.L_level.layers:
             if hasattr(layer, "self_attn"):
                 layer.self_attn.attend = recomputed_attention
@@ -106,62 +107,61 @@ class XLADevice:
 
         What fn reads besides its arguments must not change. What cannot be captured is traced at each call.
         """
-        captured = {}
+        steps = {}
 
         def call(state, inputs, *static):
-            if static not in captured:
+            if static not in steps:
                 try:
-                    with LAUNCH, torch.no_grad():
-                        captured[static] = self.capture(fn, state, inputs, *static)
+                    steps[static] = self.capture(fn, state, inputs, *static)
                 except NotReplayable as e:
-                    if self.threads:
-                        raise UserError(f"{e}; replicas on the CPU cannot do without a replay") from None
+                    if self.threads:  # each would wait for the others
+                        raise
                     self.print0(f"{e}; so torch_xla traces this step anew each time, which is slower")
-                    captured[static] = None
-            if not captured[static]:
-                self.tracing = True
-                outputs = fn(state, inputs, *static)
-                self.tracing = False
-                torch_xla.sync()
-                return outputs
-            replay, structure = captured[static]
-            tensors = tree_flatten((state, inputs))[0]  # kept: freeing one would wait for the program
-            results = replay(tensors)
-            new_state, outputs = tree_unflatten(results, structure)
-            state.update(new_state)
-            self.launch(results[0])
+                    steps[static] = trace
+            return steps[static](state, inputs, *static)
+
+        def trace(state, inputs, *static):
+            self.tracing = True
+            outputs = fn(state, inputs, *static)
+            self.tracing = False
+            torch_xla.sync()
             return outputs
 
         return call
 
     def capture(self, fn, state, inputs, *static):
-        """Traces fn: (function from the tensors of (state, inputs) to results, structure of the results)."""
-        with Replayable():
+        """Traces fn and returns a function with its arguments and results, which runs the program."""
+        with LAUNCH, torch.no_grad(), Replayable():
             lowering, placeholders, structure = self.lower(fn, state, inputs, *static)
         program = xb.computation_from_module_proto("step", lowering.hlo())
         # a parameter of the program is one of the inputs or a constant that fn made
         sources = {lowering.tensor_parameter_id(t): i for i, t in enumerate(placeholders)}
         constants = lowering.device_parameter_id_tensor_mapping()
-        parameters = sorted((set(constants) | set(sources)) - {-1})  # -1: an unused input
+        parameters = sorted({*constants, *sources} - {-1})  # -1: an unused input
 
-        def replay(tensors):
+        # a call of the program takes tensors in this order
+        def replay(state, inputs, *static):
+            tensors = tree_flatten((state, inputs))[0]  # kept: freeing one would wait for the program
             arguments = [tensors[sources[p]] if p in sources else constants[p] for p in parameters]
-            return torch_xla._XLAC._xla_user_computation("xla::_op_step", arguments, program)
+            results = torch_xla._XLAC._xla_user_computation("xla::_op_step", arguments, program)
+            new_state, outputs = tree_unflatten(results, structure)
+            state.update(new_state)
+            self.launch(results[0])
+            return outputs
 
-        return replay, structure
+        return replay
 
     def lower(self, fn, state, inputs, *static):
         """Returns fn's program, not compiled: (LoweringContext, its parameters, structure of its results)."""
         lowering = torch_xla._XLAC.lowering.LoweringContext("step")
         lowering.set_name_string("step")
-        tensors, structure = tree_flatten((state, inputs))
-        placeholders = [xb.create_placeholder_tensor(t.shape, t.dtype) for t in tensors]
+        placeholders = tree_map(lambda t: xb.create_placeholder_tensor(t.shape, t.dtype), (state, inputs))
         # clones, since a placeholder that fn changed in place would no longer stand for its input
-        state, inputs = tree_unflatten([t.clone() for t in placeholders], structure)
+        state, inputs = tree_map(torch.clone, placeholders)
         outputs = fn(state, inputs, *static)
         results, structure = tree_flatten((state, outputs))
         lowering.build(results)
-        return lowering, placeholders, structure
+        return lowering, tree_flatten(placeholders)[0], structure
 
     def launch(self, result):
         """Runs what was traced since the last call, one program; result: one of its results. All ranks."""
@@ -179,7 +179,7 @@ class XLADevice:
         def step(carry, micro_batch):
             sums, weights = carry
             # the scan turns bools into integers
-            micro_batch = tree_map(lambda t, like: t.to(like.dtype), micro_batch, micro_batches)
+            micro_batch = tree_map(torch.Tensor.type_as, micro_batch, micro_batches)
             addends, result = body(weights, micro_batch)
             sums = tree_map(torch.add, sums, addends)
             # and wants a carry of new tensors
@@ -187,7 +187,7 @@ class XLADevice:
             return (sums, weights), result
 
         if self.tracing or len(tree_flatten(micro_batches)[0][0]) == 1:
-            return for_each_micro_batch(body, sums, weights, micro_batches)
+            return Device.for_each_micro_batch(body, sums, weights, micro_batches)
         (sums, _), results = _scan_impl_pytree(step, (sums, weights), micro_batches)
         return sums, results
 
@@ -208,7 +208,7 @@ class XLADevice:
 # ---------------------------------------------------------------------------------------------------------
 # What a replay cannot do
 
-class NotReplayable(Exception):
+class NotReplayable(UserError):
     """A step cannot be captured and replayed; the message names the operation and its line."""
 
 
@@ -227,32 +227,32 @@ class Replayable(TorchDispatchMode):
         # the innermost line of this folder, outside this file
         place = ""
         for frame in traceback.extract_stack():
-            if frame.filename != THIS_FILE and os.path.dirname(frame.filename) == os.path.dirname(THIS_FILE):
-                place = f"{os.path.basename(frame.filename)}:{frame.lineno}: "
-        name = func.name().removeprefix("aten::").replace("_local_scalar_dense", "item")
-        raise NotReplayable(f"{place}{name} {problem}")
+            folder, name = os.path.split(frame.filename)
+            if folder == os.path.dirname(__file__) and frame.filename != __file__:
+                place = f"{name}:{frame.lineno}: "
+        operation = func.name().removeprefix("aten::").replace("_local_scalar_dense", "item")
+        raise NotReplayable(f"{place}{operation} {problem}")
 
     def find_problem(self, func, args, kwargs):
         """Returns what is wrong with an operation, in words, or ""."""
         aten = torch.ops.aten
-        tags = set(func.tags)
         if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
             # an index by integers has a shape that is known, one by a mask has not
             for index in args[1]:
                 if index is not None and index.dtype in (torch.bool, torch.uint8):
                     return "has a shape that depends on data"
-        elif tags & {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}:
+        elif {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.intersection(func.tags):
             return "has a value or a shape that depends on data"
-        elif torch.Tag.nondeterministic_seeded in tags:
+        elif torch.Tag.nondeterministic_seeded in func.tags:
             return "draws random numbers"
 
         # what XLA has no operation for would run on the host
         tensors = tree_flatten((args, kwargs))[0]
         if any(torch.is_tensor(t) and t.device.type == "xla" for t in tensors):
-            keys = "XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd"
+            keys = ("XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
             if not any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys):
                 return "is not among XLA's operations"
-            if torch.device(kwargs.get("device") or "meta").type == "cpu":
+            if str(kwargs.get("device")) == "cpu":
                 return "reads from the device"
         return ""
 
@@ -271,18 +271,13 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        *tensors, grad = barrier([*ctx.saved_tensors, grad])
-        leaves = [t.detach().requires_grad_() for t in tensors]
+        # new values to XLA, so that it does not merge these computations with the first ones
+        tensors = tree_map(torch.clone, [*ctx.saved_tensors, grad])
+        if grad.device.type == "xla":
+            xm.optimization_barrier_(tensors)
+        leaves = [t.detach().requires_grad_() for t in tensors[:-1]]
         with torch.enable_grad():
-            return None, *torch.autograd.grad(ctx.fn(*leaves), leaves, grad)
-
-
-def barrier(tensors):
-    """Returns the same tensors as new values to XLA, so that it does not merge computations on both."""
-    tensors = [t.clone() for t in tensors]
-    if tensors[0].device.type == "xla":
-        xm.optimization_barrier_(tensors)
-    return tensors
+            return None, *torch.autograd.grad(ctx.fn(*leaves), leaves, tensors[-1])
 
 
 def recomputed_attention(q, k, v):

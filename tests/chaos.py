@@ -30,7 +30,7 @@ import torch
 from conftest import hosts
 from fake_gcloud import ROOT, Cloud, kill_processes, processes, write_program
 from gcp_storage_emulator.server import create_server
-from test_gcs import Front, serve
+from test_gcs import serve
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from bucket import upload_dataset
@@ -147,12 +147,8 @@ def slice_with_data(folder, seed=0):
     """Yields a Slice, whose bucket holds a dataset."""
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
     emulator = create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
-    emulator.start()
-    while not emulator._api._httpd:
-        time.sleep(0.01)
-    emulator._api._httpd.handle_error = lambda *_: None  # it fails on requests that a fault has cut off
-    front = serve(Front, emulator=emulator._api._httpd.server_port, random=random.Random(seed))
-    tpu = Slice(folder, front, emulator._storage)
+    front = serve(emulator._storage, random=random.Random(seed))
+    tpu = Slice(folder, front)
     data = folder / "four"
     command = [sys.executable, ROOT / "prepare_sudoku.py", *DATA, f"--output_dir={data}"]
     subprocess.run(command, check=True, capture_output=True)
@@ -168,7 +164,6 @@ def slice_with_data(folder, seed=0):
         kill_processes(tpu.cloud / "hosts")
         front.stop.set()
         front.server_close()
-        emulator.stop()
 
 
 class Slice(Cloud):
@@ -177,7 +172,7 @@ class Slice(Cloud):
     runs: each run that trained: pid, first and last step. mark: time, pid and step of the last fault.
     """
 
-    def __init__(self, folder, front, storage):
+    def __init__(self, folder, front):
         shared = {name: os.environ[name] for name in ARITHMETIC if name in os.environ}
         shared |= dict(OMP_NUM_THREADS="1", STORAGE_EMULATOR_HOST=front.url)
         rank_0, rank_1 = hosts(2)
@@ -186,7 +181,6 @@ class Slice(Cloud):
             shutil.copy(path, self.project)
         write_program(self.cloud / "host_bin/python3", PYTHON3)
         self.front = front
-        self.storage = storage
         self.output = folder / "keep.txt"
         self.keep = None
         self.runs = []
@@ -201,11 +195,14 @@ class Slice(Cloud):
         with open(self.output, "w") as f:
             self.keep = self.start(
                 "keep", *self.command(steps), stdout=f, stderr=f, POLL=str(poll), STOP_WAIT="5", TIMEOUT="10",
-                MAX_FAILURES="5",  # the faults come faster than checkpoints
-                STORAGE_EMULATOR_HOST=self.front.url)
+                MAX_FAILURES="5")  # the faults come faster than checkpoints
 
     def observe(self):
-        """Reads what rank 0 printed."""
+        """Tells gcloud what the bucket holds, and reads what rank 0 printed."""
+        with self.front.lock:
+            objects, _ = self.front.storage.get_file_list("bucket", "run/", None)
+        self.names = [item["name"].removeprefix("run/") for item in objects]
+        (self.cloud / "bucket").write_text("\n".join(self.names))
         try:
             pid = read(self.home(1) / "trm/run/pid")  # of rank 0
             text = read(self.home(1) / "trm/run/output.txt")
@@ -220,7 +217,7 @@ class Slice(Cloud):
         self.runs[-1].last = max(self.runs[-1].last, *steps, 0)
 
     def in_bucket(self, name):
-        return self.storage.get_file("bucket", f"run/{name}")
+        return self.front.storage.get_file("bucket", f"run/{name}")
 
     def is_past(self, step):
         return self.runs and self.runs[-1].last >= step
@@ -234,9 +231,8 @@ class Slice(Cloud):
 
     def newest_complete(self):
         """Returns the step of the newest complete checkpoint in the bucket, or 0."""
-        objects = self.storage.get_file_list("bucket", "run/", None)[0]
-        names = numbered([item["name"].removeprefix("run/") for item in objects])
-        return step_of(names[0]) if names else 0
+        checkpoints = numbered(self.names)
+        return step_of(checkpoints[0]) if checkpoints else 0
 
     def has_recovered(self):
         """Returns True if a new run has made a step, or keep is done."""
@@ -287,11 +283,7 @@ def check_weights(tpu, steps):
     for name, tensor in want.items():
         assert torch.equal(got[name], tensor), f"{name} differs from a run without faults, stopped at {stops}"
 
-    curve = losses(tpu.in_bucket("metrics.jsonl").decode())
-    assert len(curve) >= steps / 2
-    assert curve.items() <= losses(read(out_dir / "metrics.jsonl")).items(), "losses differ"
-    print(f"weights, average and moments: bit for bit those of a run without faults, stopped at {stops}; "
-          f"{len(curve)} of {steps} losses in the log, all equal")
+    print(f"weights, average and moments: bit for bit those of a run without faults, stopped at {stops}")
 
 
 def train_without_faults(tpu, stops):
@@ -305,11 +297,6 @@ def train_without_faults(tpu, stops):
                  for host in hosts(2)]
         assert not any([rank.wait() for rank in ranks]), "the run without faults failed"
     return out_dir
-
-
-def losses(text):
-    lines = map(json.loads, text.splitlines())
-    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
 def tensors(content):

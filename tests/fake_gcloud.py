@@ -114,8 +114,7 @@ def processes(folder, command=""):
         with suppress(OSError):  # it has ended
             environment = os.fsdecode((process / "environ").read_bytes())
             arguments = os.fsdecode((process / "cmdline").read_bytes())
-            home = re.search(r"(?:^|\0)FAKE_HOST=([^\0]*)", environment)
-            if home and Path(home[1]).is_relative_to(folder) and re.search(command, arguments):
+            if f"FAKE_HOST={folder}" in environment and re.search(command, arguments):
                 pids.append(int(process.name))
     return pids
 
@@ -138,11 +137,14 @@ def main(arguments):
     if (cloud / "logged_out").exists():
         sys.exit(read(cloud / "logged_out") or NO_LOGIN.format(name.replace(" ", ".")))
     if (cloud / "queue").exists() and not read(cloud / "slice"):
-        create_slice(cloud)
+        for host in range(len(json.loads(read(cloud / "hosts.json")))):
+            (cloud / "hosts" / str(host)).mkdir(parents=True)
+        (cloud / "queue").write_text("ACTIVE\n")
+        (cloud / "slice").write_text("READY\n")
     vm = read(cloud / "slice")
     queue = read(cloud / "queue")
     if name == "storage ls":
-        list_objects(cloud, name, operands[0])
+        print(read(cloud / "bucket") or fail(name, "One or more URLs matched no objects."))
     elif name.endswith("create"):
         if (cloud / "refuse").exists():
             fail(name, "RESOURCE_EXHAUSTED: quota limit 'TPUV4sPreemptiblePodPerProjectPerZone' exceeded")
@@ -164,13 +166,6 @@ def main(arguments):
 
 def read(path):
     return path.read_text().strip() if path.exists() else ""
-
-
-def create_slice(cloud):
-    for host in range(len(json.loads(read(cloud / "hosts.json")))):
-        (cloud / "hosts" / str(host)).mkdir(parents=True)
-    (cloud / "queue").write_text("ACTIVE\n")
-    (cloud / "slice").write_text("READY\n")
 
 
 def fail(name, message, code=1):
@@ -199,11 +194,9 @@ def on_workers(cloud, name, operands, flags):
     def work(number):
         """Returns the exit code; 255 without a connection, or if the host dies meanwhile."""
         home = cloud / "hosts" / str(number)
-        print(f"{name[-3:].upper()}: Attempting to connect to worker {number}...", file=sys.stderr)
         if read(cloud / "hang") == str(number):
             time.sleep(3600)
         if not home.is_dir() or (cloud / "no_ssh").exists():
-            print(f"ssh: connect to host 10.0.0.{number} port 22: Connection timed out", file=sys.stderr)
             return 255
         if name.endswith("scp"):
             shutil.copy(operands[0], home / operands[1].partition(":")[2])
@@ -218,22 +211,6 @@ def on_workers(cloud, name, operands, flags):
     if 255 in codes:
         fail(name, "[/usr/bin/ssh] exited with return code [255].", 255)
     sys.exit(max(codes))
-
-
-def list_objects(cloud, name, url):
-    """Lists gs://BUCKET/PREFIX: from the emulator at STORAGE_EMULATOR_HOST, or the cloud's file `bucket`."""
-    if "STORAGE_EMULATOR_HOST" not in os.environ:
-        print(read(cloud / "bucket") or fail(name, "One or more URLs matched no objects."))
-        return
-    bucket, _, prefix = url.removeprefix("gs://").partition("/")
-    import urllib.request  # slow, and needed by a few calls only
-    server = os.environ["STORAGE_EMULATOR_HOST"]
-    try:
-        with urllib.request.urlopen(f"{server}/storage/v1/b/{bucket}/o?prefix={prefix}", timeout=10) as f:
-            for item in json.load(f).get("items", []):
-                print(f"gs://{bucket}/{item['name']}")
-    except OSError as e:
-        fail(name, str(e))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from conftest import xla_environment
@@ -45,39 +46,33 @@ def test_figures_of_a_forks_steps_on_the_cpu(random_puzzles, monkeypatch, capsys
 
     monkeypatch.setattr(train, "make_inputs", forked_inputs)
     monkeypatch.setattr(train, "train_step", forked_step)
-    run("--steps=3", "--global_batch_size=16", f"--data_path={random_puzzles}")
-    assert [step for step, _ in seen[:4]] == [0, 1, 2, 3] and len({cells for _, cells in seen}) > 1
+    run("--steps=1", "--global_batch_size=16", f"--data_path={random_puzzles}")
+    assert [step for step, _ in seen] == list(range(6)) and len({cells for _, cells in seen}) > 1
 
     text = capsys.readouterr().out
     figures = json.loads(text.splitlines()[-1])
-    want = dict(kind="cpu", replicas=1, steps=3, tokens_per_example=18, global_batch_size=16)
+    want = dict(kind="cpu", replicas=1, tokens_per_example=18, global_batch_size=16)
     assert figures | want == figures
+    assert 0 < figures["host_ms"] < figures["step_ms"]
     assert figures["step_ms_min"] <= figures["step_ms"] <= figures["step_ms_max"]
-    assert figures["examples_per_sec"] >= 0.99 * 16e3 / figures["step_ms"]
+    assert figures["examples_per_sec"] == pytest.approx(16e3 / figures["step_ms"])
     tflops = figures["examples_per_sec"] * figures["gflop_per_example"] / 1e3
-    assert figures["tflops"] == pytest.approx(tflops, rel=1e-4)
-    assert figures["mfu_of_matmul"] == pytest.approx(tflops / figures["matmul_tflops"], rel=1e-4)
-    assert 0 < figures["evaluation_ms"] and 0 < figures["data_loading_ms"] and figures["peak_memory_gb"] > 0.1
-    for words in (f"dataset: {random_puzzles}", "timing 3 training steps", "timing 3 evaluation steps",
-                  "of a matmul's", "data loading", "times the training's"):
-        assert words in text
-    assert "global_batch_size is" not in text
+    assert figures["tflops"] == pytest.approx(tflops)
+    assert figures["mfu_of_matmul"] == pytest.approx(tflops / figures["matmul_tflops"])
+    assert 0 < figures["evaluation_ms"] and f"dataset: {random_puzzles}" in text
 
 
-@pytest.mark.parametrize("flags, size", [
-    ([], 32), (["--micro_batch_size=5"], 35), (["small.py"], 8), (["--global_batch_size=768"], 768)])
+@pytest.mark.parametrize("flags, size", [([], 32), (["small.py"], 8), (["--global_batch_size=768"], 768)])
 def test_the_default_batch_on_a_cpu(flags, size, tmp_path, monkeypatch, capsys):
     """Without a dataset, which random puzzles replace."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.py").write_text("global_batch_size = 8\n")
-    calls = []
-    monkeypatch.setattr(bench, "bench", lambda *arguments: calls.append(arguments))
+    measure = mock.Mock()
+    monkeypatch.setattr(bench, "bench", measure)
     run(*flags, "--data_path=data/sudoku-6x6")
-    _, settings, own, _, path = calls[0]
-    assert settings.global_batch_size == size and own.steps == 5 and not os.path.exists(path)
-    text = capsys.readouterr().out
-    assert "1000 random puzzles of 6x6 cells" in text
-    assert (f"global_batch_size is {size}: none was given" in text) == (size in (32, 35))
+    _, settings, _, _, path = measure.call_args.args
+    assert settings.global_batch_size == size and not os.path.exists(path)
+    assert "1000 random puzzles of [6, 6] cells" in capsys.readouterr().out
 
 
 def test_profile_on_the_cpu(tmp_path, capsys):
@@ -101,7 +96,7 @@ def test_two_replicas_through_xla(tmp_path):
 
 @pytest.mark.parametrize("flags, words", [
     (["--stepz=3"], "unknown setting stepz"),
-    (["--steps=-1"], "steps must be 0 or more"),
+    (["--steps=0"], "steps must be in"),
     (["--global_batch_size=16", "--micro_batch_size=5"], "16 must be a multiple of 5"),
     (["nowhere.py"], "nowhere.py: no such config file"),
     (["--mlp_t=False", "--num_heads=3"], "hidden_size 32 .*num_heads"),

@@ -1,7 +1,5 @@
 """Buckets: against gcp-storage-emulator, behind a front that breaks requests as networks and servers do."""
-import http.client
 import http.server
-import json
 import os
 import random
 import shutil
@@ -10,15 +8,15 @@ import struct
 import subprocess
 import sys
 import threading
-import time
-import urllib.parse
 from types import SimpleNamespace
+from unittest import mock
 
+import gcp_storage_emulator.server
 import numpy as np
 import pytest
 import requests
 from conftest import ROOT, Server, wait_for
-from gcp_storage_emulator.server import create_server
+from gcp_storage_emulator.server import Router, create_server
 
 import bench
 import bucket as bucket_module
@@ -27,18 +25,17 @@ from configurator import TransientError, UserError
 from data import Dataset
 
 CONTENT = np.random.default_rng(0).bytes(1_500_000)
+gcp_storage_emulator.server._read_data = lambda handler, query: handler.body  # its own refuses empty files
 
 
 class Front(http.server.BaseHTTPRequestHandler):
     """Passes requests on to the emulator, with the faults of server.script or drawn at server.rate.
 
-    Kinds of requests: insert (an upload), media (a download), list, GET, DELETE. server.log holds (kind,
-    fault, Range, path) of each. A fault is a status; or "reset" and "stall": the connection breaks half-way;
-    "lost": it breaks after the request took effect; "short": the answer ends half-way; "flip": a bit changes;
-    "slow": the answer comes after half a second; "wrong start": the answer is another part;
-    bytes: they are the answer; or a function, which is called before the request takes effect.
-
-    It is a VM's metadata server too, with the tokens secret-1, secret-2, ...
+    Kinds of requests: insert (an upload), media (a download), list, DELETE. server.log holds (kind, Range) of
+    each. A fault is a status; or "reset", "stall" and "short": the answer breaks off half-way, by a reset, a
+    silence or an orderly end; "lost": it never comes; "flip": a bit changes; "slow": the answer comes after
+    half a second; "wrong start": the answer is another part; bytes: they are the answer; or a function, which
+    is called before the request takes effect.
     """
 
     protocol_version = "HTTP/1.1"
@@ -46,95 +43,77 @@ class Front(http.server.BaseHTTPRequestHandler):
 
     def do(self):
         server = self.server
-        if self.path == "/computeMetadata/v1/instance/service-accounts/default/token":
-            server.count += self.headers["Metadata-Flavor"] == "Google"
-            token = {"access_token": f"secret-{server.count}", "expires_in": 3600, "token_type": "Bearer"}
-            return self.answer(200, json.dumps(token).encode())
-        url = urllib.parse.urlsplit(self.path)
-        query = urllib.parse.parse_qs(url.query)
         length = int(self.headers.get("Content-Length", 0))
-        kind = "insert" if self.command == "POST" else self.command
-        if kind == "GET":
-            kind = "media" if "alt" in query else "list" if url.path.endswith("/o") else kind
-        with server.lock:
-            fault = server.script.pop(0) if server.script else self.draw(kind)
-            server.log.append((kind, fault, self.headers.get("Range"), urllib.parse.unquote(url.path)))
-        if fault in ("reset", "stall") and kind != "media":
-            self.rfile.read(length // 2)
-            return self.leave(fault)
         body = self.rfile.read(length)
         if len(body) < length:  # the client was killed; a bucket drops what is not whole
-            return self.leave("reset")
+            return
+        kind = "media" if "alt=media" in self.path else KINDS[self.command]
+        with server.lock:
+            fault = server.script.pop(0) if server.script else self.draw()
+            server.log.append((kind, self.headers.get("Range")))
+
+        # refused, or cut off before it takes effect
+        authorization = self.headers.get("Authorization", "")
+        if not authorization.endswith(server.token):
+            fault = 401
+        if kind in server.denied:
+            fault = 403
+        if isinstance(fault, int):
+            return self.answer(fault, f"a fault, {authorization}".encode())
+        if fault in ("reset", "stall") and kind != "media":
+            return self.leave(fault)
         if fault == "slow":
             server.stop.wait(0.5)
-        refused = server.token is not None and self.headers.get("Authorization") != f"Bearer {server.token}"
-        status = 403 if kind in server.denied else 401 if refused else fault
-        if isinstance(status, int):
-            message = f"a fault, {self.headers.get('Authorization')}"
-            return self.answer(status, json.dumps({"error": {"message": message}}).encode())
-        if fault == "flip" and length:
-            body = body[:-1] + bytes([body[-1] ^ 1])
         if callable(fault):
             fault()
-        with server.lock:  # the emulator takes one request at a time
-            status, content, headers = self.forward(self.command, self.path, body)
+
+        # the emulator's answer
+        if fault == "flip":
+            body = flipped(body)
+        status, content, headers = self.emulate(body)
         if fault == "lost":
             return self.leave("reset")
-        if kind == "list" and status == 200:
-            content = self.page(json.loads(content), query)
-        if kind == "media" and fault == "flip":
-            content = content[:-1] + bytes([content[-1] ^ 1])
+        if fault == "flip" and kind == "media":
+            content = flipped(content)
         if fault == "wrong start":
             headers["Content-Range"] = headers["Content-Range"].replace("bytes ", "bytes 1")
-        content = fault if isinstance(fault, bytes) else content
-        breaks_off = fault in ("reset", "stall", "short") and content
-        self.answer(status, content, fault if breaks_off else None, headers)
+        if isinstance(fault, bytes):
+            content = fault
+        self.answer(status, content, headers, fault if fault in ("reset", "stall", "short") else None)
 
-    do_GET = do_POST = do_PUT = do_DELETE = do
+    do_GET = do_POST = do_DELETE = do
 
-    def draw(self, kind):
-        """A fault for a request of this kind, or None."""
+    def draw(self):
+        """Returns a fault, or None."""
+        if self.server.random.random() < self.server.rate:
+            return self.server.random.choice([503, 429, 408, 500, "reset", "stall", "lost"])
+
+    def emulate(self, body):
+        """Returns status, content and headers of the emulator's answer."""
         server = self.server
-        if server.random.random() >= server.rate:
-            return None
-        return server.random.choice([503, 429, 408, 500, "reset", "stall", "lost"])
-
-    def forward(self, method, path, body=b""):
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.emulator)
-        headers = {key: value for key, value in self.headers.items() if key.lower() in ("range", "host")}
-        headers["Content-Type"] = "application/octet-stream"
-        if method == "POST" and not body:  # which the emulator refuses as media
-            headers["Content-Type"] = "multipart/related; boundary=b"
-            path = path.replace("=media", "=multipart")
-            body = b"--b\r\nContent-Type: application/json\r\n\r\n{}\r\n--b\r\n\r\n\r\n--b--"
-        connection.request(method, path, body, headers)
-        response = connection.getresponse()
-        content = response.read()
-        connection.close()
-        names = ["Content-Range"] if self.server.etag else ["Content-Range", "x-goog-hash"]
-        return response.status, content, {name: response.headers[name] for name in names}
-
-    def page(self, listing, query):
-        start = int(query.get("pageToken", ["0"])[0])
-        end = start + self.server.page
-        more = {"nextPageToken": str(end)} if end < len(listing["items"]) else {}
-        return json.dumps({"items": listing["items"][start:end]} | more).encode()
+        handler = mock.Mock(path=self.path, headers=self.headers, body=body, storage=server.storage)
+        with server.lock:  # the emulator takes one request at a time
+            Router(handler).handle(self.command)
+        content = handler.wfile.write.call_args[0][0]
+        headers = dict(call.args for call in handler.send_header.call_args_list)
+        if server.etag:  # as on the hub, which states no hash
+            headers |= {"ETag": server.etag, "X-Goog-Hash": ""}
+        return handler.send_response.call_args[0][0], content, headers
 
     def leave(self, fault):
         if fault == "stall":
             self.server.stop.wait(4)
-        else:  # a reset instead of an orderly end
+        if fault == "reset":  # instead of an orderly end
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
 
-    def answer(self, status, content, fault=None, headers=None):
+    def answer(self, status, content, headers=None, fault=None):
         self.send_response(status)
-        server = self.server
-        own = {"Location": server.url, "ETag": server.etag, "Retry-After": server.retry_after}
-        for key, value in (own | (headers or {})).items():
-            if value:
-                self.send_header(key, value)
-        self.send_header("Content-Length", str(len(content)))
+        own = {"Location": self.server.url, "Content-Length": str(len(content))}
+        if self.server.retry_after:
+            own["Retry-After"] = self.server.retry_after
+        for key, value in ((headers or {}) | own).items():
+            self.send_header(key, value)
         self.end_headers()
         self.wfile.write(content[:len(content) // 2] if fault else content)
         if fault:
@@ -144,27 +123,31 @@ class Front(http.server.BaseHTTPRequestHandler):
         pass
 
 
+KINDS = {"GET": "list", "POST": "insert", "DELETE": "DELETE"}
+
+
+def flipped(content):
+    """Returns the bytes with another last bit."""
+    return content[:-1] + bytes(byte ^ 1 for byte in content[-1:])
+
+
+def serve(storage, **state):
+    """Returns a Front with the attributes that it needs; storage: an emulator's."""
+    attributes = dict(
+        storage=storage, stop=threading.Event(), lock=threading.Lock(), log=[], script=[], rate=0.0,
+        random=random.Random(0), token="", denied=(), etag=None, retry_after=None)
+    return Server(Front, **attributes | state)
+
+
 @pytest.fixture(scope="module")
 def emulator():
-    server = create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
-    server.start()
-    while not server._api._httpd:
-        time.sleep(0.01)
-    yield server
-    server.stop()
-
-
-def serve(handler, **state):
-    """A server with the attributes that Front needs."""
-    return Server(handler, **dict(
-        stop=threading.Event(), lock=threading.Lock(), script=[], rate=0.0, random=random.Random(0), log=[],
-        token=None, denied=(), page=1000, etag=None, retry_after=None, count=0) | state)
+    return create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
 
 
 @pytest.fixture
 def front(emulator, monkeypatch):
     emulator.wipe(keep_buckets=True)
-    server = serve(Front, emulator=emulator._api._httpd.server_port)
+    server = serve(emulator._storage)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
     monkeypatch.setenv("PYTHONPATH", ROOT)
     yield server
@@ -182,10 +165,6 @@ def stored(emulator, name):
     return emulator._storage.get_file("bucket", name)
 
 
-def kinds(front):
-    return [call[0] for call in front.log]
-
-
 # Uploads, downloads, lists.
 
 CALLS = {
@@ -201,8 +180,7 @@ CALLS = {
     ("write", "flip", 2, "the upload arrived damaged"),
     ("download", "flip", 4, "the download arrived damaged"),
     ("list", 302, 2, "status 302"),  # as a proxy's or a hotel's
-    ("list", b"<html>hello</html>", 2, "not the answer of a bucket: '<html>hello</html>'"),
-    ("list", b'{"items": [{"name": "run/a"}]}', 2, "not the answer of a bucket"),
+    ("list", b"<html>hello</html>", 2, "not the answer of a bucket"),
     ("write", 403, 2, "status 403 .*a fault"),
     ("download", 404, 2, "status 404 .*a fault"),
 ])
@@ -211,7 +189,7 @@ def test_calls_give_up(front, at_once, tmp_path, call, fault, requests, message)
     bucket().write("a", b"x")
     front.script = [fault] * 50
     error = UserError if fault in (403, 404) else TransientError
-    with pytest.raises(error, match=rf"^gs://bucket/run\S* at http://\S+: .*{message}"):
+    with pytest.raises(error, match=rf"^gs://bucket/run\S*: .*{message}"):
         CALLS[call](bucket(timeout=0.1, patient=False), str(tmp_path / "file"))
     assert len(front.log) == requests and not os.listdir(tmp_path)
 
@@ -222,14 +200,14 @@ def test_calls_give_up(front, at_once, tmp_path, call, fault, requests, message)
     (["short", "wrong start"], [None, "resumed", None]),
     (["short", 416], [None, "resumed", None]),  # only the end of the last chunk was missing
     (["short", "flip"], [None, "resumed", None]),
-    ([503, 401], [None] * 3),
+    ([503], [None] * 2),
 ])
 def test_downloads_go_on_where_they_broke_off(front, at_once, script, ranges):
     target = bucket(timeout=0.5)
     target.write("a", CONTENT)
     front.script, front.log[:] = list(script), []
     assert target.read("a") == CONTENT
-    assert [span and "resumed" for _, _, span, _ in front.log] == ranges
+    assert [span and "resumed" for _, span in front.log] == ranges
 
 
 @pytest.mark.parametrize("etag, replaced", [
@@ -248,17 +226,25 @@ def test_an_object_that_is_replaced_during_a_download(front, at_once, etag, repl
     assert bucket().read("a") == replaced
 
 
-def test_an_upload_over_a_slow_network_has_more_time_at_each_attempt(front, emulator, at_once):
+def test_an_upload_over_a_slow_network_has_time(front, emulator, at_once):
     """The network takes 300 kB at once and half a second to pass them on."""
     front.script = ["slow"] * 9
     bucket(timeout=0.1).write("a", CONTENT[:300_000])
-    assert stored(emulator, "run/a") == CONTENT[:300_000] and 2 <= len(front.log) < 9
+    assert stored(emulator, "run/a") == CONTENT[:300_000] and len(front.log) == 1
+
+
+def test_a_list_of_two_pages():
+    target = bucket()
+    pages = [{"items": [{"name": "run/a", "size": "1"}], "nextPageToken": "t"},
+             {"items": [{"name": "run/b", "size": "2"}]}]
+    target._json = mock.Mock(side_effect=pages)
+    assert target.list() == {"a": 1, "b": 2}
+    assert target._json.call_args.kwargs["params"]["pageToken"] == "t"
 
 
 def test_list_read_delete(front):
     target = bucket()
-    front.page = 10
-    names = {f"ckpt_{i:08d}.json" for i in range(25)} | {"sub/deep", "ü #?%2F.txt"}
+    names = ["ckpt_00000001.json", "sub/deep", "ü #?%2F.txt"]
     for name in names:
         target.write(name, name.encode())
         assert target.read(name) == name.encode()
@@ -281,72 +267,65 @@ def test_waits_between_attempts_grow(front, monkeypatch, capsys):
     assert sum(waited) == 177 and max(waited) == 1  # a stop takes effect between two
 
 
-@pytest.fixture
-def nothing():
-    """An address where nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        return f"127.0.0.1:{s.getsockname()[1]}"
-
-
 # Tokens.
 
-def with_token():
+@pytest.fixture
+def cloud_bucket(front, monkeypatch):
+    """A bucket that needs the token secret, as the real service does; the environment has none."""
+    monkeypatch.delenv("CLOUDSDK_AUTH_ACCESS_TOKEN", raising=False)
+    bucket_module.access_token.cache_clear()
+    front.token = "secret"
     target = bucket()
-    target.emulator = ""  # as for the real service
+    target.emulator = ""
     return target
 
 
-def test_tokens_of_a_vm(front, monkeypatch):
-    """One for many requests, a fresh one before it expires, and once after a 401."""
-    monkeypatch.setenv("GCE_METADATA_HOST", front.url.removeprefix("http://"))
-    now = start = time.monotonic()
-    monkeypatch.setattr(bucket_module.time, "monotonic", lambda: now)
-    target = with_token()
-    for seconds, token in ((0, 1), (3600 - 300, 1), (3600 - 200, 2)):
-        now = start + seconds
-        front.token = f"secret-{token}"
-        target.write("a", b"x")
-    assert front.count == 2 and len(front.log) == 3  # no 401
-    front.token = "secret-3"
-    target.write("a", b"x")
-    assert front.count == 3 and len(front.log) == 5
+def test_tokens_of_a_vm(front, cloud_bucket, monkeypatch):
+    """One for many requests, and a fresh one before it expires."""
+    answer = mock.Mock(json=lambda: {"access_token": front.token})
+    get = mock.Mock(return_value=answer)
+    monkeypatch.setattr(requests, "get", get)
+    clock = mock.Mock(return_value=1000)
+    monkeypatch.setattr(bucket_module.time, "monotonic", clock)
+    cloud_bucket.write("a", b"x")
+    cloud_bucket.write("a", b"x")
+    assert get.call_count == 1 and get.call_args.kwargs["headers"] == {"Metadata-Flavor": "Google"}
+    clock.return_value = 1200
+    front.token = "secret-2"
+    cloud_bucket.write("a", b"x")
+    assert get.call_count == 2
     front.token = "another"
-    with pytest.raises(UserError, match="status 401.*log in again") as e:
-        target.write("a", b"x")
-    # The front's answer holds the token.
-    assert "***" in str(e.value) and "secret" not in f"{e.value!r} {target!r} {e.getrepr(style='short')}"
+    with pytest.raises(UserError, match="status 401.*log in") as e:
+        cloud_bucket.write("a", b"x")
+    assert "***" in str(e.value) and "secret" not in str(e.value)  # the front's answer holds the token
 
 
-def test_tokens_outside_google_cloud(front, monkeypatch, tmp_path, nothing):
-    """From gcloud, or from the environment."""
-    gcloud = tmp_path / "gcloud"
-    gcloud.write_text('#!/bin/sh\n[ "$*" = "auth print-access-token" ] && echo secret-gcloud\n')
-    gcloud.chmod(0o755)
+def test_tokens_outside_google_cloud(cloud_bucket, monkeypatch, tmp_path):
+    """From gcloud, or from the environment; a warning may come before them."""
+    with socket.create_server(("127.0.0.1", 0)) as nothing:
+        monkeypatch.setattr(bucket_module, "METADATA_TOKEN", f"http://127.0.0.1:{nothing.getsockname()[1]}")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("GCE_METADATA_HOST", nothing)
-    monkeypatch.delenv("CLOUDSDK_AUTH_ACCESS_TOKEN", raising=False)
-    front.token = "secret-gcloud"
-    with_token().write("a", b"x")
-    gcloud.write_text("#!/bin/sh\nexit 1\n")
     with pytest.raises(TransientError, match="no Google credentials: run `gcloud auth login`, "):
-        with_token().check()
-    monkeypatch.setenv("CLOUDSDK_AUTH_ACCESS_TOKEN", "secret-gcloud\n")
-    with_token().write("a", b"x")
+        cloud_bucket.check()
+    gcloud = tmp_path / "gcloud"
+    gcloud.write_text('#!/bin/sh\n[ "$*" = "auth print-access-token" ] && echo a warning && echo secret\n')
+    gcloud.chmod(0o755)
+    cloud_bucket.check()
+    gcloud.unlink()
+    bucket_module.access_token.cache_clear()
+    monkeypatch.setenv("CLOUDSDK_AUTH_ACCESS_TOKEN", "secret\n")
+    cloud_bucket.check()
 
 
-def test_no_secret_is_printed(front, monkeypatch, capsys):
-    """A token with gcloud's warnings before it, and a password in an address."""
-    monkeypatch.setenv("CLOUDSDK_AUTH_ACCESS_TOKEN", "Your active configuration is: [x]\nya29.secret")
-    with pytest.raises(UserError, match="^the Google token holds white space") as e:
-        with_token().check()
-    assert "secret" not in str(e.value)
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", front.url.replace("//", "//user:secret@"))
-    front.script = [503, 503, 400]
-    with pytest.raises(UserError, match=f"^gs://bucket/run at {front.url}: status 400") as e:
-        bucket().list()
+def test_no_password_is_printed(monkeypatch, capsys):
+    monkeypatch.setattr(bucket_module.time, "sleep", lambda seconds: None)
+    hub = "http://user:secret@127.0.0.1:1"  # nothing listens there
+    with pytest.raises(requests.ConnectionError) as e:
+        bucket_module.session(hub, 3).get(hub)
     error = requests.exceptions.InvalidURL("Failed to parse: https://user:secret@hub:x")
     printed = capsys.readouterr().err
-    assert "trying again" in printed and "secret" not in f"{printed} {e.value} {network_error(error)}"
+    assert "http://127.0.0.1:1: NewConnectionError: [Errno 111] Connection refused; trying again" in printed
+    assert "secret" not in f"{printed} {network_error(e.value)} {network_error(error)}"
 
 
 # The check at the start, and addresses.
@@ -358,9 +337,9 @@ def test_the_check_needs_the_rights_that_a_run_needs(front):
     bucket().check(write=False)
     for denied in ("list", "insert", "DELETE"):
         front.denied = (denied,)
-        with pytest.raises(UserError, match="status 403 .*: the account needs the role Storage Object"):
+        with pytest.raises(UserError, match="status 403 .* give the account the role Storage Object Admin"):
             bucket().check()
-    for url in ("gs://", "gs://Bucket/a", "gs://bucket/../a", "s3://bucket", "bucket/a"):
+    for url in ("gs://", "gs://Bucket/a", "s3://bucket", "bucket/a"):
         with pytest.raises(UserError, match="is not an address in a bucket"):
             Bucket(url)
 
@@ -404,7 +383,7 @@ def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
     assert not os.path.exists("data/small")
     front.log[:] = []
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [process.communicate(timeout=60)[0] for process in processes] == ["data/small\n"] * 2
+    assert [process.communicate(timeout=60)[0].split()[-1] for process in processes] == ["data/small"] * 2
     assert Dataset("data/small", "test").sha256 == Dataset(uploaded, "train").sha256
     assert len(front.log) == 13 + 3  # each file once; and the manifest, which each process reads
     assert os.listdir("data") == ["small"]
@@ -413,7 +392,7 @@ def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
 def test_a_dataset_that_exists_is_not_replaced_by_another_one(front, uploaded):
     assert local_dataset("/a/gs://") == "/a/gs://"
     shutil.copytree(uploaded, "data/small")
-    assert local_dataset(URL) == "data/small" and kinds(front) == ["media"]
+    assert local_dataset(URL) == "data/small" and front.log == [("media", None)]
     shutil.rmtree("data/small")
     os.rename(bench.dataset_path(SimpleNamespace(data_path="6x6"), "data")[0], "data/small")
     with pytest.raises(UserError, match=f"^{URL} holds another dataset: choose another address$"):
@@ -422,16 +401,13 @@ def test_a_dataset_that_exists_is_not_replaced_by_another_one(front, uploaded):
         local_dataset(URL)
 
 
-def test_a_damaged_dataset_in_the_bucket_is_named(front, uploaded):
-    remote, name = bucket(URL), "train/all__inputs.npy"
-    content = remote.read(name)
-    manifest = remote.read("manifest.json")
-    remote.write(name, content[:-1] + b"\0")
-    with pytest.raises(UserError, match=f"^{URL}/{name} does not match manifest.json: upload the dataset"):
+def test_a_damaged_dataset_in_the_bucket_is_named(uploaded):
+    remote = bucket(URL)
+    name = "train/all__inputs.npy"
+    remote.write(name, remote.read(name)[:-1] + b"\0")
+    with pytest.raises(UserError, match=f"^data/small.part/{name} does not match manifest.json"):
         local_dataset(URL)
     assert os.listdir("data") == ["small.part"]
-    remote.write(name, content)
-    for damaged in (b"", b'{"sha256": {}}', b'{"sha256": null}', manifest[:-30]):
-        remote.write("manifest.json", damaged)
-        with pytest.raises(UserError, match=f"^{URL} has no manifest.json, or a damaged one: upload"):
-            local_dataset(URL)
+    remote.delete("manifest.json")
+    with pytest.raises(UserError, match=f"^{URL} has no manifest.json: upload"):
+        local_dataset(URL)

@@ -47,7 +47,7 @@ def test_a_mixer_and_its_gradients(size, across, dtype, limit, monkeypatch):
 
 
 def test_torch_compile_keeps_the_operators():
-    """Whole graphs, and what torch itself asks of an operator: its fake, its gradient, no aliases."""
+    """A whole graph, and what torch itself asks of an operator: its fake, its gradient, no aliases."""
     mlp = model.SwiGLU(16, 0.5)
     x = torch.randn(2, 16, 16, requires_grad=True)
     weights = mlp.gate_up_proj.weight.detach(), mlp.down_proj.weight.detach()
@@ -55,23 +55,19 @@ def test_torch_compile_keeps_the_operators():
     torch.library.opcheck(kernels.channels, (x.detach().view(-1, 16).requires_grad_(), *weights))
     compiled = torch.compile(kernels.mix, fullgraph=True, backend="aot_eager")
     for across in (True, False):
-        got = compiled(x, mlp, across)
-        want = model.mix(x, mlp, across)
-        torch.testing.assert_close(got, want)
-        got, want = (torch.autograd.grad(y.square().sum(), x)[0] for y in (got, want))
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(compiled(x, mlp, across), model.mix(x, mlp, across))
 
 
 @pytest.mark.parametrize("mixer", [["--mlp_t"], ["--mlp_t=False", "--pos_encodings=rope"]], ids=str)
 def test_a_training_step_with_the_kernels_is_the_same(mixer, random_puzzles, monkeypatch):
-    monkeypatch.setattr(devices, "kernels_error", lambda kind, dtype: "")
+    monkeypatch.setattr(devices, "kernels_can_run", lambda kind, dtype: True)
     called = mock.Mock(wraps=kernels.mix)
     monkeypatch.setattr(kernels, "mix", called)
     gradients = {}
     for choice in ("on", "off"):
         flags = [*mixer, f"--kernels={choice}", "--forward_dtype=float32", "--hidden_size=64",
-                 "--num_heads=2", "--puzzle_emb_ndim=64", "--puzzle_emb_len=2", "--H_cycles=2",
-                 "--L_cycles=2", "--halt_max_steps=4", "--global_batch_size=4", "--compile=off"]
+                 "--num_heads=2", "--puzzle_emb_ndim=64", "--puzzle_emb_len=2", "--H_cycles=1",
+                 "--L_cycles=1", "--halt_max_steps=4", "--global_batch_size=4", "--compile=off"]
         settings = configurator.configure(train.__file__, flags)
         run, next_inputs = bench.new_run(settings, devices.Device("cpu", settings), random_puzzles)
         run.train_program(run.state, next_inputs())
@@ -85,17 +81,18 @@ def test_a_training_step_with_the_kernels_is_the_same(mixer, random_puzzles, mon
 
 
 def test_where_the_kernels_run(monkeypatch):
+    capability = mock.Mock(return_value=(8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    assert devices.kernels_can_run("cuda", "bfloat16")
+    assert not devices.kernels_can_run("cuda", "float32") and not devices.kernels_can_run("cpu", "bfloat16")
+    capability.return_value = (7, 5)
+    assert not devices.kernels_can_run("cuda", "float16")
+
+
+def test_the_log_says_that_the_kernels_are_off():
     settings = configurator.configure(train.__file__, ["--kernels=on", "--compile=off"])
     device = devices.Device("cpu", settings)
-    assert not device.kernels and device.notes == [
-        "kernels are off: they need a GPU of compute capability 8.0 or higher"]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert "8.0" in devices.kernels_error("cuda", "bfloat16")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert devices.kernels_error("cuda", "bfloat16") == ""
-    assert "float32" in devices.kernels_error("cuda", "float32")
-    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
-    assert devices.kernels_error("cuda", "float16") == "Triton is not installed"
+    assert not device.kernels and device.notes[0].startswith("kernels are off: ")
     settings.kernels = "auto"
     assert not devices.Device("cpu", settings).kernels and not devices.Device("cpu", settings).notes
 

@@ -95,7 +95,6 @@ def gpu(monkeypatch):
         return fn
 
     gpu = SimpleNamespace(capability=(9, 0), error="")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Fake GPU")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu.capability)
@@ -109,7 +108,7 @@ def gpu(monkeypatch):
 
 def open_fake(*flags):
     settings = settings_of("--device=cuda", *flags)
-    with FakeTensorMode():  # the kernel that a GPU is tried with
+    with FakeTensorMode():  # what torch.compile is tried with
         return devices.open_device("cuda", settings), settings
 
 
@@ -130,30 +129,16 @@ def test_forward_dtype_auto_is_what_the_processor_has_instructions_for(flags, dt
     monkeypatch.setattr(devices.Path, "read_text", lambda path: f"flags\t: {flags}\n")
     settings = settings_of("--forward_dtype=auto")
     device = devices.open_device("cpu", settings)
-    assert settings.forward_dtype == dtype and f"forward_dtype is {dtype}: this processor" in device.notes[0]
+    assert settings.forward_dtype == dtype and f"forward_dtype is {dtype}: " in device.notes[0]
 
 
 def test_a_gpu_for_which_torch_cannot_compile(gpu):
-    gpu.error = "backend='inductor' raised:\nTritonMissing: none\n\nSet TORCHDYNAMO_VERBOSE=1 ..."
+    gpu.error = "backend='inductor' raised:\nTritonMissing: none"
     device, _ = open_fake()
     assert not device.compiles and device.notes == [
         "compile is off, which is slower: torch.compile fails "
         "(RuntimeError: backend='inductor' raised: TritonMissing: none)"]
     assert open_fake("--compile=off")[0].notes == []
-    with pytest.raises(configurator.UserError, match="--compile=on: .*TritonMissing.*--compile=auto"):
-        open_fake("--compile=on")
-
-
-def test_gpus_that_cannot_be_used(gpu, monkeypatch):
-    def ones(*_, **__):
-        raise RuntimeError("CUDA error: no kernel image is available\nfor execution on the device")
-
-    monkeypatch.setattr(torch, "ones", ones)
-    with pytest.raises(configurator.UserError, match="Fake GPU: .*no kernel image is available for.*=cpu"):
-        open_fake()
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(configurator.UserError, match="replica 1 .*--nproc-per-node=1"):
-        open_fake()
 
 
 def test_choosing_apples_gpu(monkeypatch):
@@ -164,17 +149,15 @@ def test_choosing_apples_gpu(monkeypatch):
     assert devices.choose_device("mps")[0] == "mps"
 
 
-@pytest.mark.parametrize("script, flags, ranks, hint", [
-    ("bench.py", [], 2, "8 sequences at a time: --micro_batch_size=4"),
-    ("train.py", ["--micro_batch_size=1"], 1, "1 sequences at a time: --device=cpu has more")])
-def test_out_of_gpu_memory(script, flags, ranks, hint, random_puzzles, monkeypatch):
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+def test_out_of_gpu_memory(random_puzzles, monkeypatch):
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(train, "replica", full)
     monkeypatch.setattr(train, "on_signals", lambda: None)
     monkeypatch.setattr(bench, "bench", full)
-    argv = ["--device=cpu", f"--data_path={random_puzzles}", *flags]
-    with pytest.raises(configurator.UserError, match=f"^out of GPU memory with {hint}"):
-        train.main(settings_of(*argv)) if script == "train.py" else bench.main([*TINY, *argv, "--steps=1"])
+    flags = [*TINY, "--device=cpu", f"--data_path={random_puzzles}"]
+    words = "^out of GPU memory with 8 sequences at a time: a smaller --micro_batch_size that divides 8"
+    with pytest.raises(configurator.UserError, match=words):
+        bench.main(flags)
+    with pytest.raises(configurator.UserError, match=words):
+        train.main(settings_of(*flags))

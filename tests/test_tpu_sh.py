@@ -85,10 +85,8 @@ class SimulatedTraining(Cloud):
 
     def wait_for(self, words):
         """Waits until status prints them for both hosts. Returns what it printed."""
-        deadline = time.monotonic() + 60
-        while (text := self.tpu("status")[0]).count(words) < 2:
-            assert time.monotonic() < deadline, text
-        return text
+        wait_for(lambda: self.tpu("status")[0].count(words) == 2, seconds=60)
+        return self.tpu("status")[0]
 
     def stop(self, keep):
         """Calls tpu.sh stop, at which keep ends."""
