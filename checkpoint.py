@@ -5,6 +5,7 @@ has its hash: only the .json proves that a checkpoint is complete. run.json has 
 checkpoints have too.
 """
 import json
+import math
 import os
 import re
 from contextlib import suppress
@@ -213,14 +214,20 @@ def setting_changes(settings, saved):
             notes.append(f"{name}={value} in the checkpoint is a setting that this code does not have")
         elif value != current[name] and name not in ("init_from", "eval_only", "export"):
             notes.append(f"{name} is {current[name]}; the checkpoint had {value}")
+    for name in current.keys() - saved.keys():
+        notes.append(f"{name} is {current[name]}; the checkpoint does not have this setting")
     return notes
 
 
 def check_task(state, data, where):
-    """Raises UserError if weights were trained on another puzzle than the dataset's; where: their file."""
-    # files of the official code do not say their task; attention takes other grids
+    """Raises UserError if weights were trained on another puzzle than the dataset's; where: their file.
+
+    Attention takes other grids, so only grids of as many cells are compared.
+    """
+    # files of the official code do not say their task
     task = state.get("task", data.task)
-    for name in ("kind", "symbols"):
+    same_cells = math.prod(task["grid"]) == math.prod(data.task["grid"])
+    for name in ("kind", "symbols", "grid") if same_cells else ("kind", "symbols"):
         if list(task[name]) != list(data.task[name]) and task["kind"]:
             raise UserError(f"{where} was trained on puzzles with {name} {task[name]!r}, "
                             f"but {data.path} has {name} {data.task[name]!r}")

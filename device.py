@@ -51,7 +51,6 @@ def choose_device(wanted):
             os.environ.setdefault("XLA_THREAD_POOL_SIZE", str(max(16, replicas)))
             return "xla", "PJRT_DEVICE=CPU"
         if has_xla and has_tpu():
-            os.environ["PJRT_DEVICE"] = "TPU"
             return "xla", "a TPU is here"
         if wanted == "xla" or pjrt:
             raise UserError(f"--device={wanted}: no TPU on this machine, or torch_xla is not installed (pip "
@@ -68,9 +67,18 @@ def choose_device(wanted):
 
 
 def has_tpu():
-    """Returns True if this host has a TPU: a PCI device of Google's that is no network card."""
+    """Returns True if this host has a TPU. It sets PJRT_DEVICE, since importing torch_xla fixes its device."""
+    # network cards of Google's clouds are Google's PCI devices too
     vendors = [Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")]
-    return "0x1ae0" in vendors and any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*")))
+    if "0x1ae0" not in vendors:
+        return False
+    before = os.environ.get("PJRT_DEVICE", "")
+    os.environ["PJRT_DEVICE"] = "TPU"
+    from torch_xla._internal import tpu
+    if tpu.num_available_chips():
+        return True
+    os.environ["PJRT_DEVICE"] = before
+    return False
 
 
 def open_device(kind, settings):
