@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 import urllib.request
 
 import numpy as np
@@ -113,24 +112,23 @@ def test_one_of_several_right_answers_is_not_shown_as_the_answer(serve, monkeypa
 Q = '"question": "................"'
 
 
-@pytest.mark.parametrize("request_line, body, status, words", [
-    ("POST /api/solve", "[" * 10000, 400, "not JSON"),
-    ("POST /api/solve", "[[1, 2]]", 400, "not JSON, as {"),
-    ("POST /api/solve", '{"question": "12"}', 400, "has 2 cells: it must have 4x4"),
-    ("POST /api/solve", '{"question": "11.............."}', 400, "the question has digit 1 twice in row 1"),
-    ("POST /api/solve", f'{{{Q}, "step": 4}}', 400, "unknown field 'step'"),
-    ("POST /api/solve", f'{{{Q}, "steps": 257}}', 400, "steps must be a number from 1 to 256"),
-    ("POST /api/solve", f'{{{Q}, "noise": NaN}}', 400, "noise must be a number from 0 to 10"),
-    ("POST /api/solve", " " * 500_000, 413, "more than 20000 bytes"),
-    ("POST /api/solve", None, 411, "Content-Length"),
-    ("POST /nowhere", "{}", 404, "no such page"),
-    ("GET /../play.py", None, 404, "no such page"),
-    ("GET /api/puzzle?index=60", None, 400, "index must be a number below 60, not '60'"),
-    ("GET /api/puzzle?index=%C2%B2", None, 400, "below 60")])
-def test_wrong_requests_are_refused(server, request_line, body, status, words, monkeypatch):
+@pytest.mark.parametrize("request_line, body, words", [
+    ("POST /api/solve", "[" * 10000, "not JSON"),
+    ("POST /api/solve", "[[1, 2]]", "not JSON, as {"),
+    ("POST /api/solve", '{"question": "12"}', "has 2 cells, not 4x4"),
+    ("POST /api/solve", '{"question": "11.............."}', "the question has digit 1 twice in row 1"),
+    ("POST /api/solve", f'{{{Q}, "steps": 257}}', "steps must be a number from 1 to 256"),
+    ("POST /api/solve", f'{{{Q}, "steps": 1e999}}', "not JSON"),
+    ("POST /api/solve", f'{{{Q}, "noise": NaN}}', "noise must be a number from 0 to 10"),
+    ("POST /api/solve", " " * 500_000, "more than 20000 bytes"),
+    ("POST /api/solve", None, "not JSON"),
+    ("GET /../play.py", None, "no such page"),
+    ("GET /api/puzzle?index=60", None, "index must be a number below 60, not 60"),
+    ("GET /api/puzzle?index=%C2%B2", None, "%C2%B2")])
+def test_wrong_requests_are_refused(server, request_line, body, words, monkeypatch):
     monkeypatch.setattr(server.game, "solve", None)
-    code, answer = ask_json(server, *request_line.split(), body)
-    assert code == status and list(answer) == ["error"] and words in answer["error"]
+    status, answer = ask_json(server, *request_line.split(), body)
+    assert status == 400 and list(answer) == ["error"] and words in answer["error"]
 
 
 def test_other_hosts_and_pages_of_other_sites_are_refused(server):
@@ -138,14 +136,10 @@ def test_other_hosts_and_pages_of_other_sites_are_refused(server):
     request = "POST", "/api/solve", f"{{{Q}}}"
     for host in None, "evil.example", "127.0.0.1", f"127.0.0.1:{port}.evil.example", f"0.0.0.0:{port}":
         for refused in ("GET", "/"), request:
-            status, answer = ask_json(server, *refused, Host=host)
-            assert status == 403 and "Host" in answer["error"]
+            assert "the Host must be" in ask_json(server, *refused, Host=host)[1]["error"]
     for origin in "http://evil.example", "null", f"https://localhost:{port}":
-        status, answer = ask_json(server, *request, Origin=origin)
-        assert status == 403 and "other sites" in answer["error"]
+        assert "other sites" in ask_json(server, *request, Origin=origin)[1]["error"]
     assert ask(server, *request, Origin=f"http://localhost:{port}")[0] == 200
-    on_port_80 = types.SimpleNamespace(server=types.SimpleNamespace(server_port=80))
-    assert {"127.0.0.1", "localhost:80"} <= set(play.Handler.own_hosts(on_port_80))
 
 
 def test_a_client_that_leaves_frees_the_model(server, capfd):
@@ -192,7 +186,7 @@ def test_votes_on_an_arc_task_are_those_of_solve(arc_server, arc_test):
     game = arc_server.game
     *_, line = game.solve((puzzle["task"], question), 3, 4, 0, 0)
     data = solve.choose_versions(game.train_data, puzzle["task"], [(question, answer)], 0)
-    votes = solve.vote(game.settings, game.model, data)[0, 0]
+    votes = solve.vote(game.saved.settings, game.model, data)[0, 0]
     assert line["votes"] == [[grid_of(key).tolist(), votes[key][0]] for key in elect(votes)]
 
 
