@@ -17,8 +17,8 @@ The script keeps the most confident answer: of all supervision steps, and of sev
 (eval_rollouts). The model is a file of train.py's --export, a run's folder or a checkpoint. They contain its
 settings and say what it solves. An official checkpoint needs the settings that differ from train.py's, as
 config files or flags; what it solves is read from its dataset's manifest.json, or told by its sizes if they
-are those of Sudoku-Extreme or Maze-Hard. The model runs on the CPU as in train.py's evaluation: averaged weights, forward_dtype (float32 for a file of
---export), full depth.
+are those of Sudoku-Extreme or Maze-Hard. The model runs on the CPU as in train.py's evaluation: averaged
+weights, forward_dtype (float32 for a file of --export), full depth.
 
 ARC needs the dataset of the run, which knows the versions of each task. They vote, as in train.py's
 evaluation. Many tasks are a folder with a .json file for each, or a .json file like Kaggle's. If the dataset
@@ -197,7 +197,7 @@ def solve_file(settings, model, puzzles, output):
 
     # report
     is_sure = certainties >= SURE
-    print(f"{is_right.sum()} of {n} puzzles solved ({is_right.mean():.1%}), {n - is_judged.sum()} not judged; "
+    print(f"{is_right.sum()} of {n} solved ({is_right.mean():.1%}), {n - is_judged.sum()} not judged; "
           f"of the {is_sure.sum()} answers that are {SURE:.0%} sure, {is_right[is_sure].sum()} are right")
     if output:
         file = io.StringIO()

@@ -94,11 +94,9 @@ def test_a_study_has_tables_pictures_a_law_and_the_names_of_missing_runs(tmp_pat
         (tmp_path / f"configs/{name}.py").touch()
     argv = [tmp_path / "runs", f"--out_dir={tmp_path / 'out'}", f"--configs={tmp_path / 'configs'}"]
     done = subprocess.run([sys.executable, report.__file__, *argv], capture_output=True, text=True)
-    assert done.returncode == 0 and "11 of 13 runs are complete" in done.stdout, done.stderr
+    status = "- 11 of 13 runs are complete\n- exp04a_2000: unfinished\n- exp04a_100: missing\n"
     text = (tmp_path / "out/report.md").read_text()
-    for line in ("exp01 | 8 | -",
-                 "exp04a | 3 | exp04a_2000: unfinished; exp04a_100: missing"):
-        assert f"\n| {line} |\n" in done.stdout and f"\n| {line} |\n" in text
+    assert done.returncode == 0 and status in done.stdout and status in text, done.stderr
 
     table = rows(text, "exp01")
     assert list(table) == [f"exp01_{size}" for size in EXP01]
@@ -109,15 +107,12 @@ def test_a_study_has_tables_pictures_a_law_and_the_names_of_missing_runs(tmp_pat
     expected = {
         "seeds": "1", "test puzzles solved (%)": f"{accuracy:.4g}", "parameters (millions)": "43",
         "surest answers right (%)": f"{1.02 * accuracy:.4g}", "training time (hours)": "2",
-        "training puzzles solved (%)": f"{train:.4g}", "training arithmetic (PFLOP)": "360",
-        "accuracy per parameter-hour (% / (million hours))": f"{accuracy / 43 / 2:.4g}"}
+        "training puzzles solved (%)": f"{train:.4g}", "training arithmetic (PFLOP)": "360"}
     assert {key: row[key] for key in expected} == expected
     assert "8 x xla (TPU v5litepod-8)" in text
     fit = re.search(", ".join(name + r" = ([\d.]+) ± ([\d.]+)" for name in "abc"), text)
     values = np.array(fit.groups(), float)
     assert (abs(values[::2] - [90, 20, 0.8]) < 2 * values[1::2]).all()
-    # 85 is half-way from 80 to 90, in the logarithm of the puzzles
-    assert f"Puzzles for 85%, interpolated between runs: {np.sqrt(500 * 1000):.4g}." in text
 
     names = ["exp01.png", "exp04a.png"]
     assert sorted(os.listdir(tmp_path / "out")) == names + ["report.md", "results.json"]
@@ -130,11 +125,12 @@ def test_a_study_has_tables_pictures_a_law_and_the_names_of_missing_runs(tmp_pat
 
 
 def test_every_group_has_its_table(tmp_path, run):
-    for group in report.GROUPS:
-        write_run(tmp_path / f"runs/{group.prefix}_0", 80)
-        write_run(tmp_path / f"runs/{group.prefix}_1", 86, halt_max_steps=8)
+    groups = [group.prefix for group in report.GROUPS[:-1]]
+    for prefix in groups:
+        write_run(tmp_path / f"runs/{prefix}_0", 80)
+        write_run(tmp_path / f"runs/{prefix}_1", 86, halt_max_steps=8)
     text, _ = run(tmp_path / "runs")
-    assert all(len(rows(text, group.prefix)) == 2 for group in report.GROUPS)
+    assert all(len(rows(text, prefix)) == 2 for prefix in groups)
     before = 86 * 0.75 ** 0.5  # at step 6000, 1.5 hours
     hours = 1.5 + 0.5 * (85 - before) / (86 - before)
     assert [row["hours to the target"] for row in rows(text, "contrib01").values()] == ["-", f"{hours:.4g}"]
@@ -159,7 +155,7 @@ def test_runs_outside_the_study_are_compared_by_their_settings(tmp_path, run):
         write_run(tmp_path / f"demo{seed}", accuracy, seed=seed)
     write_run(tmp_path / "wide", 99.0, hidden_size=1024)
     text, _ = run(tmp_path / "wide", *sorted(tmp_path.glob("demo*")))
-    table = rows(text, "runs: How do these runs compare?")
+    table = rows(text, "runs: How do the other runs compare?")
     assert table["demo0, demo1, demo2"]["test puzzles solved (%)"] == "98.67 ± 0.2517"
     assert table["wide"]["seeds"] == "1" and "exp01" not in text and "(runs.png)" in text
 
@@ -169,27 +165,19 @@ def test_runs_outside_the_study_are_compared_by_their_settings(tmp_path, run):
     ("log.txt", "of 1,000 puzzles", "of 0 puzzles", "damaged: ZeroDivisionError"),
     ("metrics.jsonl", '"final".*\n', '"fin', "unfinished"),  # a run in progress
     ("ckpt_00008000.json", '"L_cycles": 6', '"L_cycles": null', "damaged: TypeError"),
-    ("ckpt_00008000.json", '"settings".*', '"sett', "no ckpt_*.json with its settings")])
+    ("ckpt_00008000.json", '"settings".*', '"sett', "damaged: KeyError")])
 def test_damage_costs_at_most_the_run_that_has_it(tmp_path, run, path, pattern, instead, problem):
     for name in ("exp04a_damaged", "exp04a_whole"):
         write_run(tmp_path / f"runs/{name}", data_path=name)
     path = tmp_path / "runs/exp04a_damaged" / path
     path.write_text(re.sub(pattern, lambda _: instead, path.read_text(), count=1))
     text, printed = run(tmp_path / "runs", "--configs=nowhere")
-    complete, named = (1, f"exp04a_damaged: {problem}") if problem else (2, "-")
-    assert f"| exp04a | {complete} | {named}" in printed
-    assert len(rows(text, "exp04a")) == complete
+    complete = 1 if problem else 2
+    assert f"- {complete} of 2 runs are complete\n" in printed and len(rows(text, "exp04a")) == complete
+    assert not problem or f"\n- exp04a_damaged: {problem}" in printed
 
 
 @pytest.mark.parametrize("argv, words", [("nowhere", "nowhere: no run"), ("--targt=80", "closest is target")])
 def test_wrong_input_is_an_error_of_one_line(argv, words):
     with pytest.raises(report.UserError, match=words):
         report.main([argv])
-
-
-def test_a_missing_package_is_an_error_of_one_line(tmp_path):
-    (tmp_path / "scipy.py").write_text("raise ImportError('not installed')")
-    done = subprocess.run([sys.executable, report.__file__], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    message = "report.py: matplotlib or scipy is missing: pip install matplotlib scipy\n"
-    assert (done.returncode, done.stderr) == (2, message)

@@ -198,7 +198,7 @@ def test_file_of_puzzles(run, folder, evaluation, tmp_path, monkeypatch):
     right = np.array(answers) == labels
     monkeypatch.setattr(solve, "CELLS_AT_A_TIME", 16 * 7)  # batches of 7 puzzles
     text = run(folder / "sudoku", tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}")
-    assert f"{right.sum()} of 60 puzzles solved ({right.mean():.1%}), 0 not judged; of the " in text
+    assert f"{right.sum()} of 60 solved ({right.mean():.1%}), 0 not judged; of the " in text
     rows = read_results(tmp_path / "b.csv")
     assert [row["question"] for row in rows] == questions and [row["answer"] for row in rows] == answers
     assert [row["result"] for row in rows] == np.where(right, "right", "wrong").tolist()
@@ -229,7 +229,7 @@ def test_a_puzzle_of_another_kind_is_judged_by_its_known_answers(run, folder, tm
     rows = '{"question": "011010", "answer": 100101}', '{"question": "000000", "answer": "000000"}'
     (tmp_path / "a.jsonl").write_text("\n".join([*rows, '{"question": "111111", "answer": null}\n']))
     text = run(model, tmp_path / "a.jsonl", f"--output={tmp_path / 'b.csv'}")
-    assert "1 of 3 puzzles solved (33.3%), 1 not judged" in text
+    assert "1 of 3 solved (33.3%), 1 not judged" in text
     assert [row["result"] for row in read_results(tmp_path / "b.csv")] == ["right", "wrong", "not judged"]
 
 
