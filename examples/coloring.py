@@ -27,8 +27,7 @@ from configurator import command, start
 
 def broken_in_coloring(task, questions, answers):
     """Returns which cells are empty, differ from a given, or have a neighbour of their colour, bool."""
-    changed = (questions > 1) & (answers != questions)
-    broken = (answers < 2) | changed
+    broken = (answers < 2) | (questions > 1) & (answers != questions)
     colors = answers.reshape(-1, *task["grid"])
     marks = broken.reshape(colors.shape)  # a view
 
@@ -46,15 +45,7 @@ def broken_in_coloring(task, questions, answers):
 
 def is_solved(inputs, labels, answer):
     """Returns which answers keep the rules, bool [b]; inputs, labels, answer: tensors of tokens [b, 20]."""
-    kept = (inputs < 2) | (answer == inputs)
-    filled = answer > 1
-    colors = answer.reshape(-1, 4, 5)
-    below = colors[:, 1:] != colors[:, :-1]
-    beside = colors[:, :, 1:] != colors[:, :, :-1]
-    solved = kept.all(1) & filled.all(1)
-    solved &= below.flatten(1).all(1)
-    solved &= beside.flatten(1).all(1)
-    return solved
+    return ~broken_in_coloring({"grid": [4, 5]}, inputs, answer).any(1)
 
 
 puzzles.RULES["coloring"] = broken_in_coloring
@@ -73,15 +64,11 @@ def make(path, n):
             # cell by cell, a colour that neither the cell above nor the one to the left has
             colors = np.zeros((5, 6), dtype=int)  # with a border of 0 above and to the left
             for row, column in np.ndindex(4, 5):
-                above = colors[row, column + 1]
-                left = colors[row + 1, column]
-                allowed = {1, 2, 3} - {above, left}
-                colors[row + 1, column + 1] = rng.choice(list(allowed))
+                taken = {colors[row, column + 1], colors[row + 1, column]}
+                colors[row + 1, column + 1] = rng.choice(list({1, 2, 3} - taken))
             answer = colors[1:, 1:].astype(str).ravel()
-            is_given = rng.random(20) < 0.2
-            question = np.where(is_given, answer, ".")
-            f.write("".join(question) + ",")
-            f.write("".join(answer) + "\n")
+            question = np.where(rng.random(20) < 0.2, answer, ".")
+            f.write("".join(question) + "," + "".join(answer) + "\n")
 
 
 def main(action, *arguments):

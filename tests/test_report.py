@@ -86,15 +86,13 @@ def test_a_study_has_tables_pictures_a_law_and_the_names_of_missing_runs(tmp_pat
         write_run(tmp_path / f"runs/exp01_{size}", law(parameters), parameters, hidden_size=size)
     write_run(tmp_path / "runs/seed1/exp01_512", law(5.03) + 1, 5.03, hidden_size=512, seed=1, out_dir="x")
     write_run(tmp_path / "runs/copy/exp01_512", law(5.03), 5.03, hidden_size=512)
-    for puzzles, accuracy in ((250, 70.0), (500, 80.0), (1000, 90.0), (2000, 95.0)):
-        write_run(tmp_path / f"runs/exp04a_{puzzles}", accuracy, final=puzzles < 2000, puzzles=puzzles,
-                  data_path=f"data/{puzzles}")
-    os.makedirs(tmp_path / "configs")
+    write_run(tmp_path / "runs/exp04a_2000", 90.0, final=False)
+    (tmp_path / "configs").mkdir()
     for name in ("exp01_256", "exp04a_100", "exp04a_2000"):
         (tmp_path / f"configs/{name}.py").touch()
     argv = [tmp_path / "runs", f"--out_dir={tmp_path / 'out'}", f"--configs={tmp_path / 'configs'}"]
     done = subprocess.run([sys.executable, report.__file__, *argv], capture_output=True, text=True)
-    status = "- 11 of 13 runs are complete\n- exp04a_2000: unfinished\n- exp04a_100: missing\n"
+    status = "- 8 of 10 runs are complete\n- exp04a_2000: unfinished\n- exp04a_100: missing\n"
     text = (tmp_path / "out/report.md").read_text()
     assert done.returncode == 0 and status in done.stdout and status in text, done.stderr
 
@@ -108,20 +106,17 @@ def test_a_study_has_tables_pictures_a_law_and_the_names_of_missing_runs(tmp_pat
         "seeds": "1", "test puzzles solved (%)": f"{accuracy:.4g}", "parameters (millions)": "43",
         "surest answers right (%)": f"{1.02 * accuracy:.4g}", "training time (hours)": "2",
         "training puzzles solved (%)": f"{train:.4g}", "training arithmetic (PFLOP)": "360"}
-    assert {key: row[key] for key in expected} == expected
-    assert "8 x xla (TPU v5litepod-8)" in text
+    assert expected.items() <= row.items() and "8 x xla (TPU v5litepod-8)" in text
     fit = re.search(", ".join(name + r" = ([\d.]+) ± ([\d.]+)" for name in "abc"), text)
     values = np.array(fit.groups(), float)
     assert (abs(values[::2] - [90, 20, 0.8]) < 2 * values[1::2]).all()
 
-    names = ["exp01.png", "exp04a.png"]
-    assert sorted(os.listdir(tmp_path / "out")) == names + ["report.md", "results.json"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["exp01.png", "report.md", "results.json"]
     results = {result["name"]: result for result in json.loads((tmp_path / "out/results.json").read_text())}
     assert results["exp01_1536"]["accuracy"] == pytest.approx(accuracy)
     assert list(results["exp01_1536"]["evaluations"]) == ["2000", "4000", "6000", "8000"]
-    for name in names:
-        pixels = image.imread(tmp_path / "out" / name)[..., :3]
-        assert 0.02 < (pixels.min(-1) < 0.95).mean() < 0.5 and f"]({name})" in text
+    pixels = image.imread(tmp_path / "out/exp01.png")[..., :3]
+    assert 0.02 < (pixels.min(-1) < 0.95).mean() < 0.5 and "](exp01.png)" in text
 
 
 def test_every_group_has_its_table(tmp_path, run):

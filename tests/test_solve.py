@@ -164,19 +164,15 @@ def test_official_checkpoint_with_its_settings(run, folder, solved, tmp_path):
 
 # Answers
 
-def test_attempts_with_noise(run, folder, solved):
-    text = run(folder / "sudoku", solved[0], "--eval_rollouts=4", "--eval_noise=0.5")
-    assert solved[1] in text and re.search(r"sure, kept of 4 steps, attempt [1-4] of 4; ", text)
-
-
 def test_puzzle_from_a_line_a_file_and_stdin(run, folder, solved, tmp_path, monkeypatch):
     question, answer = solved
     text = run(folder / "sudoku", question)
     assert answer in text.splitlines() and "a solution: all rules" in text
     assert re.search(r"\(step [1-4]: \d+% sure, kept of 4 steps, .*training step 70\)", text)
-    grid = "\n".join(" ".join(question[i:i + 4]) for i in range(0, 16, 4)).replace(".", "0") + "\n"
+    grid = "\n".join(re.findall("....", question)).replace(".", "0") + "\n"
     (tmp_path / "puzzle.txt").write_text("\ufeff" + grid)
-    for operands in [tmp_path / "puzzle.txt"], [], ["-"]:
+    assert run(folder / "sudoku", tmp_path / "puzzle.txt") == text
+    for operands in [], ["-"]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(grid.encode())))
         assert run(folder / "sudoku", *operands) == text
 
@@ -189,31 +185,31 @@ def test_steps_shows_powers_of_two_the_kept_and_the_last_step(run, folder, solve
 
 
 def test_file_of_puzzles(run, folder, evaluation, tmp_path, monkeypatch):
-    """Every other one has its answer; the rules judge the others."""
-    questions, labels, answers = [
-        [puzzles.text_of(SUDOKU, row) for row in evaluation[name]]
-        for name in ("inputs", "labels", "surest_preds")]
-    lines = [f"{'' if i % 2 else labels[i]},x,{questions[i]}" for i in range(60)]
-    (tmp_path / "a.csv").write_text("\n".join(["answer, source ,question", *lines, ""]))
-    right = np.array(answers) == labels
+    """Every other one has its answer; the rules judge all."""
+    texts = {name: [puzzles.text_of(SUDOKU, row) for row in evaluation[name]]
+             for name in ("inputs", "labels", "surest_preds")}
+    lines = [f"{'' if i % 2 else texts['labels'][i]},x,{texts['inputs'][i]}\n" for i in range(60)]
+    (tmp_path / "a.csv").write_text("answer, source ,question\n" + "".join(lines))
+    right = (evaluation["surest_preds"] == evaluation["labels"]).all(axis=1)
     monkeypatch.setattr(solve, "CELLS_AT_A_TIME", 16 * 7)  # batches of 7 puzzles
-    text = run(folder / "sudoku", tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}")
-    assert f"{right.sum()} of 60 solved ({right.mean():.1%}), 0 not judged; of the " in text
+    argv = folder / "sudoku", tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}"
+    assert f"{right.sum()} of 60 solved ({right.mean():.1%}), 0 not judged; of the " in run(*argv)
     rows = read_results(tmp_path / "b.csv")
-    assert [row["question"] for row in rows] == questions and [row["answer"] for row in rows] == answers
+    assert [row["question"] for row in rows] == texts["inputs"]
+    assert [row["answer"] for row in rows] == texts["surest_preds"]
     assert [row["result"] for row in rows] == np.where(right, "right", "wrong").tolist()
     certainty = solve.sigmoid(evaluation["surest_q_halt_logits"])
     assert [float(row["certainty"]) for row in rows] == pytest.approx(certainty, abs=1e-3)
     with pytest.raises(UserError, match="b.csv: exists already"):
-        run(folder / "sudoku", tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}")
+        run(*argv)
     assert read_results(tmp_path / "b.csv") == rows  # untouched
 
 
 @pytest.mark.parametrize("content, words", [
-    ("1" * 16 + "\n", ":2: no puzzle under the header"),
-    ("question\n" + "." * 16 + "\n12\n", ":3: the puzzle '12' has 2 cells"),
-    ("question,answer\n" + "." * 16 + ",12\n", ":2: the answer '12' has 2 cells, not 4x4"),
-    ("question,answer\n" + "." * 16 + "," + "x" * 16 + "\n", ":2: row 1, column 1 of the answer is 'x'")])
+    ("1111\n", ":2: no puzzle under the header"),
+    ("question\n................\n12\n", ":3: the puzzle '12' has 2 cells"),
+    ("question,answer\n................,12\n", ":2: the answer '12' has 2 cells, not 4x4"),
+    ("question,answer\n................,xxxxxxxxxxxxxxxx\n", ":2: row 1, column 1 of the answer is 'x'")])
 def test_wrong_file_is_refused_before_anything_is_solved(folder, content, words, tmp_path):
     (tmp_path / "a.csv").write_text(content)
     with pytest.raises(UserError, match=re.escape(words)):
@@ -233,12 +229,13 @@ def test_a_puzzle_of_another_kind_is_judged_by_its_known_answers(run, folder, tm
     assert [row["result"] for row in read_results(tmp_path / "b.csv")] == ["right", "wrong", "not judged"]
 
 
-def test_mazes_of_any_size(run, folder, tmp_path):
+def test_mazes_of_any_size_and_attempts_with_noise(run, folder, tmp_path):
     maze = "S #   \n  # # \n ## # \n      \n # ## \n     G\n"
     (tmp_path / "maze.txt").write_text("".join(line.rstrip() + "\n" for line in maze.splitlines()))
     text = run(folder / "maze", tmp_path / "maze.txt", "--steps")
     assert "path" in text and text == run(folder / "maze", maze.replace("\n", ""), "--steps")
-    assert "path" in run(folder / "maze", "S" + " " * 62 + "G")  # 8x8: attention takes any length
+    text = run(folder / "maze", "S" + " " * 62 + "G", "--eval_rollouts=4", "--eval_noise=0.5")  # 8x8
+    assert "path" in text and re.search(r"attempt [1-4] of 4; ", text)
 
 
 def test_pictures(run, folder, solved, tmp_path):
