@@ -122,23 +122,18 @@ def appearance(task):
 # -----------------------------------------------------------------------------
 # questions as text
 
-def parse_question(task, text):
+def parse_question(task, text, allowed="", name="the puzzle"):
     """Returns the task with the grid of a typed question, and its tokens, int32 [cells]. Raises UserError.
 
     Only a maze may have another grid than the task: models with attention take any number of cells.
-    """
-    return parse_cells(task, text, appearance(task).symbols, "the puzzle")
-
-
-def parse_cells(task, text, allowed, name):
-    """Returns the task with the grid of a typed text, and its tokens, int32 [cells]. Raises UserError.
 
     Args:
         task: of the puzzle.
         text: its cells, also in several lines.
-        allowed: the symbols that the text may have.
+        allowed: the symbols that the text may have; "": those of questions.
         name: of the text, in errors.
     """
+    allowed = allowed or appearance(task).symbols
     if task["kind"] == "maze":
         # editors strip spaces at the end of a line
         lines = text.strip("\r\n").splitlines()

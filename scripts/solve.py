@@ -16,9 +16,8 @@ the column answer. A puzzle that begins with - must be in a file.
 The script keeps the most confident answer: of all supervision steps, and of several attempts with noise
 (eval_rollouts). The model is a file of train.py's --export, a run's folder or a checkpoint. They contain its
 settings and say what it solves. An official checkpoint needs the settings that differ from train.py's, as
-config files or flags; what it solves is read from its dataset's manifest.json, or told by its sizes if they
-are those of Sudoku-Extreme or Maze-Hard. The model runs on the CPU as in train.py's evaluation: averaged
-weights, forward_dtype (float32 for a file of --export), full depth.
+config files or flags; its sizes tell whether it solves Sudoku or mazes. The model runs on the CPU as in
+train.py's evaluation: averaged weights, forward_dtype (float32 for a file of --export), full depth.
 
 ARC needs the dataset of the run, which knows the versions of each task. They vote, as in train.py's
 evaluation. Many tasks are a folder with a .json file for each, or a .json file like Kaggle's. If the dataset
@@ -47,7 +46,7 @@ sys.path.insert(0, ROOT)
 import train
 from checkpoint import load_weights, newest_checkpoint, read_checkpoint
 from configurator import Settings, UserError, command, configure, split_arguments
-from data import Dataset, Progress, read_json, replacing
+from data import Dataset, Progress, replacing
 from device import open_device
 from evaluate import (
     Evaluator, Queue, count_votes, elect, grid_of, noise_keys, submission, surest_answers, surest_attempts,
@@ -56,9 +55,8 @@ from prepare import csv_rows
 from prepare_arc import read_folder, read_object
 from prepare_arc import task_of as arc_task_of
 from puzzles import (
-    ARC, IGNORE_LABEL, MAZE, SUDOKU, appearance, arc_task, are_solutions, broken_cells, canvas,
-    check_questions, maze_task, parse_cells, parse_question, side_by_side, sudoku_task, task_of, text_of,
-    verdict)
+    ARC, BOXES, IGNORE_LABEL, MAZE, appearance, arc_task, are_solutions, broken_cells, canvas,
+    check_questions, maze_task, parse_question, side_by_side, sudoku_task, text_of, verdict)
 
 # output
 steps = False  # show the answers after several supervision steps, and how sure the halting head is
@@ -71,7 +69,6 @@ halt_max_steps = 0  # supervision steps; 0: those of the run's evaluation; more 
 
 MODELS = os.path.join(ROOT, "models")  # trained ones, files of --export
 CSV_ENDINGS = (".csv", ".csv.gz", ".jsonl", ".jsonl.gz")
-SURE = 0.9  # the certainty above which answers are counted apart
 CELLS_AT_A_TIME = 5_000  # of all puzzles in a batch: 61 of 9x9 Sudoku, 5 of 30x30 mazes
 
 
@@ -196,9 +193,7 @@ def solve_file(settings, model, puzzles, output):
     results = np.where(is_judged, np.where(is_right, "right", "wrong"), "not judged")
 
     # report
-    is_sure = certainties >= SURE
-    print(f"{is_right.sum()} of {n} solved ({is_right.mean():.1%}), {n - is_judged.sum()} not judged; "
-          f"of the {is_sure.sum()} answers that are {SURE:.0%} sure, {is_right[is_sure].sum()} are right")
+    print(f"{is_right.sum()} of {n} puzzles solved ({is_right.mean():.1%}), {n - is_judged.sum()} not judged")
     if output:
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
@@ -505,7 +500,7 @@ def parse_texts(task, texts):
             task, tokens = parse_question(task, question)
             label = np.full_like(tokens, IGNORE_LABEL)
             if answer:
-                _, label = parse_cells(task, answer, task["symbols"][1:], "the answer")
+                _, label = parse_question(task, answer, task["symbols"][1:], "the answer")
         except UserError as e:
             raise UserError(f"{place}{e}") from None
         questions.append(tokens)
@@ -589,32 +584,25 @@ def read_saved(path, train_arguments):
 
 
 def task_of_model(saved, question="", cells=0):
-    """Returns the task of a model: its checkpoint's, its dataset's, or the official one of its sizes.
+    """Returns the task of a model: its checkpoint's, or the one that its sizes tell.
 
     Args:
         saved: a Saved.
         question, cells: a typed question, or the cells of one.
 
-    Raises UserError if that does not tell it.
+    Raises UserError if they tell none.
     """
     task = saved.state.get("task", {})
     if task.get("kind"):
         return task
-    vocab_size = saved.sizes["vocab_size"]
-    path = os.path.join(saved.settings.data_path, "manifest.json")
-    if os.path.exists(path):
-        manifest = read_json(path, "kind", "grid")
-        with suppress(UserError):  # the dataset of another model
-            return task_of(manifest, math.prod(manifest["grid"]), vocab_size)
-
-    # Sudoku-Extreme and Maze-Hard
     cells = cells or saved.sizes["seq_len"] or len(question)
-    if vocab_size == len(SUDOKU):
-        return sudoku_task(9)
+    vocab_size = saved.sizes["vocab_size"]
     if vocab_size == len(MAZE) and cells:
         return maze_task(math.isqrt(cells))
-    raise UserError(f"{saved.path} does not say what it solves, and its dataset is not in "
-                    f"{saved.settings.data_path}: --data_path=FOLDER says where it is")
+    if vocab_size - 2 in BOXES:
+        return sudoku_task(vocab_size - 2)
+    raise UserError(f"{saved.path} does not say what it solves, and its sizes do not tell; play.py shows the "
+                    "puzzles of its dataset, --data_path=FOLDER")
 
 
 def build_model(saved, cells):
