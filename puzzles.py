@@ -30,8 +30,19 @@ LARGEST = 64  # cells in a row of a maze: solve_mazes has the bits of a word for
 ARC = " |0123456789"  # symbols
 EDGE = 1  # token
 COLOUR = 2  # token of colour 0
-COLOURS = ("#000000", "#0074d9", "#ff4136", "#2ecc40", "#ffdc00",  # the usual ones
-           "#aaaaaa", "#f012be", "#ff851b", "#7fdbff", "#870c25")
+# the colours 0 to 9 as everybody draws them
+COLOURS = (
+    "#000000",  # black
+    "#0074d9",  # blue
+    "#ff4136",  # red
+    "#2ecc40",  # green
+    "#ffdc00",  # yellow
+    "#aaaaaa",  # grey
+    "#f012be",  # magenta
+    "#ff851b",  # orange
+    "#7fdbff",  # light blue
+    "#870c25",  # maroon
+)
 
 
 # -----------------------------------------------------------------------------
@@ -423,8 +434,16 @@ def have_ends(questions):
 # symmetries
 
 # the 8 ways to turn a grid: whether rows become columns, then the steps along rows and columns of the result
-TURNS = ((False, 1, 1), (True, -1, 1), (False, -1, -1), (True, 1, -1),
-         (False, 1, -1), (False, -1, 1), (True, 1, 1), (True, -1, -1))
+TURNS = (
+    (False, 1, 1),
+    (True, -1, 1),  # a quarter
+    (False, -1, -1),  # a half
+    (True, 1, -1),  # three quarters
+    (False, 1, -1),  # left and right exchanged
+    (False, -1, 1),  # up and down exchanged
+    (True, 1, 1),  # transposed
+    (True, -1, -1),  # transposed along the other diagonal
+)
 WAY_BACK = (0, 3, 2, 1, 4, 5, 6, 7)
 
 
