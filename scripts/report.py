@@ -5,7 +5,7 @@
     python scripts/report.py pulled --out_dir=out/pulled  what was downloaded from a bucket
 
 Writes out_dir/report.md, its PNGs, and results.json with the numbers of each complete run. A run is a folder
-with metrics.jsonl, ckpt_*.json and log.txt. Runs that are missing, unfinished or damaged are named. Runs that
+with metrics.jsonl, ckpt_*.json and log.txt. Runs that are unfinished or damaged are named. Runs that
 differ only in their seed are one setting. A run of another group with the same settings is one more seed.
 It needs matplotlib and scipy.
 """
@@ -33,7 +33,6 @@ from train import RUN_SETTINGS
 
 # input and output; arguments without a dash are folders to read
 out_dir = "out/report"  # report.md and its pictures
-configs = "config/study"  # a file for each run that the study should have
 target = 85.0  # percent of the test puzzles, for the steps and the time needed to reach it
 # ---
 
@@ -138,19 +137,12 @@ class Setting:
 
 
 def main(argv):
-    """Reads the runs, writes report.md and its pictures, and prints what is missing."""
+    """Reads the runs, writes report.md and its pictures, and prints what is not complete."""
     settings, folders, unknown = split_arguments(__file__, argv)
     configure(__file__, unknown)  # raises UserError for the first
     runs = []
     for folder in find_runs(folders or [STUDY]):
         runs.append(read_run(folder, settings.target))
-
-    # If some runs are of the study, those of its runs without a folder are missing.
-    names = {run.name for run in runs}
-    if any(run.group.prefix for run in runs):
-        for path in sorted(pathlib.Path(settings.configs).glob("*.py")):
-            if path.stem not in names:
-                runs.append(Run(path.stem, "missing"))
     complete = [run for run in runs if not run.problem]
     status = [f"- {len(complete)} of {len(runs)} runs are complete"]
     hardware = set()

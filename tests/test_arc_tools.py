@@ -68,22 +68,20 @@ def test_a_task_is_shown_with_the_votes_and_the_known_answer(run, arc_folder, ar
     assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_a_question_alone_is_refused(arc_folder):
-    with pytest.raises(UserError, match="solves ARC tasks: choose one with --task=NAME"):
-        solve.main([str(arc_folder / "arc"), "0" * 16])
-
-
 def test_the_last_pair_of_a_task_that_is_only_trained_on_is_its_test(run, arc_folder, arc_test):
     names = Dataset(arc_test.path, "train").task_names
     text = run(arc_folder / "arc", f"--task={min(set(names) - set(arc_test.task_names))}")
     assert text.count("output") == 4 and text.count("test input") == 1
 
 
-def test_tasks_without_an_identifier_are_refused_with_how_to_adapt(arc_folder, arc_test, tmp_path):
+def test_what_the_model_cannot_solve_is_refused(arc_folder, arc_test, tmp_path):
     tasks = (arc_folder / "tasks.json").read_text()
     (tmp_path / "tasks.json").write_text(tasks.replace(arc_test.task_names[3], "new"))
-    words = "task new: the model has no identifier for it.*config/arc_adapt.py adapts.*docs/arc.md"
-    for arguments in ["--task=new"], [f"{tmp_path}/tasks.json", f"--output={tmp_path}/a.json"]:
+    unknown = "task new: the model has no identifier for it.*config/arc_adapt.py adapts.*docs/arc.md"
+    for words, arguments in (
+            (unknown, ["--task=new"]),
+            (unknown, [f"{tmp_path}/tasks.json", f"--output={tmp_path}/a.json"]),
+            ("solves ARC tasks: choose one with --task=NAME", ["0" * 16])):
         with pytest.raises(UserError, match=words):
             solve.main([str(arc_folder / "arc"), *arguments])
     assert not (tmp_path / "a.json").exists()

@@ -81,18 +81,15 @@ def test_there_is_no_fit_for_too_few_sizes_or_another_shape(x, y):
     assert report.fit_power_law(x, y) is None
 
 
-def test_a_study_has_tables_pictures_a_law_and_the_names_of_missing_runs(tmp_path):
+def test_a_study_has_tables_pictures_a_law_and_the_names_of_unfinished_runs(tmp_path):
     for size, parameters in EXP01.items():
         write_run(tmp_path / f"runs/exp01_{size}", law(parameters), parameters, hidden_size=size)
     write_run(tmp_path / "runs/seed1/exp01_512", law(5.03) + 1, 5.03, hidden_size=512, seed=1, out_dir="x")
     write_run(tmp_path / "runs/copy/exp01_512", law(5.03), 5.03, hidden_size=512)
     write_run(tmp_path / "runs/exp04a_2000", 90.0, final=False)
-    (tmp_path / "configs").mkdir()
-    for name in ("exp01_256", "exp04a_100", "exp04a_2000"):
-        (tmp_path / f"configs/{name}.py").touch()
-    argv = [tmp_path / "runs", f"--out_dir={tmp_path / 'out'}", f"--configs={tmp_path / 'configs'}"]
+    argv = [tmp_path / "runs", f"--out_dir={tmp_path / 'out'}"]
     done = subprocess.run([sys.executable, report.__file__, *argv], capture_output=True, text=True)
-    status = "- 8 of 10 runs are complete\n- exp04a_2000: unfinished\n- exp04a_100: missing\n"
+    status = "- 8 of 9 runs are complete\n- exp04a_2000: unfinished\n"
     text = (tmp_path / "out/report.md").read_text()
     assert done.returncode == 0 and status in done.stdout and status in text, done.stderr
 
@@ -166,7 +163,7 @@ def test_damage_costs_at_most_the_run_that_has_it(tmp_path, run, path, pattern, 
         write_run(tmp_path / f"runs/{name}", data_path=name)
     path = tmp_path / "runs/exp04a_damaged" / path
     path.write_text(re.sub(pattern, lambda _: instead, path.read_text(), count=1))
-    text, printed = run(tmp_path / "runs", "--configs=nowhere")
+    text, printed = run(tmp_path / "runs")
     complete = 1 if problem else 2
     assert f"- {complete} of 2 runs are complete\n" in printed and len(rows(text, "exp04a")) == complete
     assert not problem or f"\n- exp04a_damaged: {problem}" in printed
