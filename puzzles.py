@@ -133,18 +133,12 @@ def appearance(task):
 # -----------------------------------------------------------------------------
 # questions as text
 
-def parse_question(task, text, allowed="", name="the puzzle"):
+def parse_question(task, text):
     """Returns the task with the grid of a typed question, and its tokens, int32 [cells]. Raises UserError.
 
     Only a maze may have another grid than the task: models with attention take any number of cells.
-
-    Args:
-        task: of the puzzle.
-        text: its cells, also in several lines.
-        allowed: the symbols that the text may have; "": those of questions.
-        name: of the text, in errors.
     """
-    allowed = allowed or appearance(task).symbols
+    allowed = appearance(task).symbols
     if task["kind"] == "maze":
         # editors strip spaces at the end of a line
         lines = text.strip("\r\n").splitlines()
@@ -158,13 +152,13 @@ def parse_question(task, text, allowed="", name="the puzzle"):
         cells = cells.replace("0", ".")
     rows, columns = task["grid"]
     if not cells or len(cells) != rows * columns:
-        raise UserError(f"{name} {text.strip()[:20]!r} has {len(cells)} cells, not {rows}x{columns}")
+        raise UserError(f"the puzzle {text.strip()[:20]!r} has {len(cells)} cells, not {rows}x{columns}")
 
     # the first wrong symbol
     rest = cells.lstrip("".join(allowed))
     if rest:
         row, column = divmod(len(cells) - len(rest), columns)
-        raise UserError(f"row {row + 1}, column {column + 1} of {name} is {rest[0]!r}: "
+        raise UserError(f"row {row + 1}, column {column + 1} of the puzzle is {rest[0]!r}: "
                         f"must be one of {allowed!r}")
     tokens = [task["symbols"].index(symbol, 1) for symbol in cells]
     return task, np.array(tokens, dtype=np.int32)

@@ -10,8 +10,8 @@
 
 A puzzle is a line, a file, or stdin (if left out, or -), in one line or in several. A Sudoku has digits with
 . or 0 for an empty cell, a maze "# SG" (wall, open, start, goal), others the symbols of their dataset. A
-.csv or .jsonl file, also .gz, has a puzzle a row, in the column question, and may have the right answers in
-the column answer. A puzzle that begins with - must be in a file.
+.csv or .jsonl file, also .gz, has a puzzle a row, in the column question. The rules of Sudoku and mazes judge
+the answers. A puzzle that begins with - must be in a file.
 
 The script keeps the most confident answer: of all supervision steps, and of several attempts with noise
 (eval_rollouts). The model is a file of train.py's --export, a run's folder or a checkpoint. They contain its
@@ -34,6 +34,7 @@ import os
 import re
 import sys
 import zipfile
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -55,7 +56,7 @@ from prepare import csv_rows
 from prepare_arc import read_folder, read_object
 from prepare_arc import task_of as arc_task_of
 from puzzles import (
-    ARC, BOXES, IGNORE_LABEL, MAZE, appearance, arc_task, are_solutions, broken_cells, canvas,
+    ARC, BOXES, MAZE, appearance, arc_task, are_solutions, broken_cells, canvas,
     check_questions, maze_task, parse_question, side_by_side, sudoku_task, text_of, verdict)
 
 # output
@@ -86,19 +87,19 @@ def main(argv):
 
     # the puzzles, and the model for them
     texts = read_texts(source)
-    path = path or choose_model(texts[0].question)
+    path = path or choose_model(texts[0][1])
     saved = read_saved(path, train_arguments)
-    task = task_of_model(saved, texts[0].question)
+    task = task_of_model(saved, texts[0][1])
     if task["kind"] == "arc":  # a question alone has no identifier
         raise UserError(f"{path} solves ARC tasks: choose one with --task=NAME, or a file or folder of tasks")
-    puzzles = parse_texts(task, texts)
-    model = build_model(saved, puzzles.questions.shape[1])
+    task, questions = parse_texts(task, texts)
+    model = build_model(saved, questions.shape[1])
 
     # solve
     if source.endswith(CSV_ENDINGS):
-        solve_file(saved.settings, model, puzzles, settings.output)
+        solve_file(saved.settings, model, task, questions, settings.output)
     else:
-        solve_one(saved, model, puzzles.task, puzzles.questions[0], settings)
+        solve_one(saved, model, task, questions[0], settings)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -168,42 +169,40 @@ def sigmoid(logits):
 # ---------------------------------------------------------------------------------------------------------
 # A file of puzzles
 
-def solve_file(settings, model, puzzles, output):
+def solve_file(settings, model, task, questions, output):
     """Solves puzzles, prints how many are right, and writes a row for each to a new file.
 
     Args:
         settings: of train.py.
         model: a TRM.
-        puzzles: Puzzles.
+        task: of the puzzles.
+        questions: tokens int32 [n, cells].
         output: path of the file, "" for none.
     """
-    task, questions, labels = puzzles
     n = len(questions)
     surest = surest_answers(run_queue(settings, model, n, lambda i: unlabelled_batch(questions[i])))
     answers = surest["surest_preds"]
     certainties = sigmoid(surest["surest_q_halt_logits"])
-
-    # the rules judge, or where they are not known the known answers
-    is_judged = labels[:, 0] != IGNORE_LABEL
-    is_right = are_solutions(task, questions, answers)
-    if is_right is None:
-        is_right = (answers == labels).all(axis=1)
+    is_solution = are_solutions(task, questions, answers)
+    if is_solution is None:
+        results = ["not judged"] * n
     else:
-        is_judged[:] = True
-    results = np.where(is_judged, np.where(is_right, "right", "wrong"), "not judged")
+        results = np.where(is_solution, "right", "wrong").tolist()
+    for result, count in Counter(results).items():
+        print(f"{count} of {n} {result} ({count / n:.1%})")
+    if not output:
+        return
 
-    # report
-    print(f"{is_right.sum()} of {n} puzzles solved ({is_right.mean():.1%}), {n - is_judged.sum()} not judged")
-    if output:
-        file = io.StringIO()
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["question", "answer", "certainty", "step", "result"])
-        for i in range(n):
-            writer.writerow([text_of(task, questions[i]), text_of(task, answers[i]),
-                             certainties[i].round(4), int(surest["surest_steps"][i]), results[i]])
-        with replacing(output) as f:
-            f.write(file.getvalue().encode())
-        print(f"wrote {output}")
+    # a row for each
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["question", "answer", "certainty", "step", "result"])
+    for i in range(n):
+        writer.writerow([text_of(task, questions[i]), text_of(task, answers[i]),
+                         certainties[i].round(4), int(surest["surest_steps"][i]), results[i]])
+    with replacing(output) as f:
+        f.write(file.getvalue().encode())
+    print(f"wrote {output}")
 
 
 def run_queue(settings, model, n, read_rows):
@@ -424,20 +423,6 @@ def draw_grid(ax, task, given, tokens, broken):
 # ---------------------------------------------------------------------------------------------------------
 # Arguments and puzzles
 
-class PuzzleText(NamedTuple):
-    """A puzzle as a user wrote it."""
-    question: str
-    answer: str = ""  # "": not known
-    place: str = ""  # file and line, a prefix of messages
-
-
-class Puzzles(NamedTuple):
-    """Puzzles as tokens."""
-    task: dict  # with their grid
-    questions: np.ndarray  # int32 [n, cells]
-    labels: np.ndarray  # [n, cells]; IGNORE_LABEL in rows without a known answer
-
-
 def model_and_source(operands):
     """Returns the path of the model, "" for one of models/, and the puzzle or its file. Raises UserError."""
     if len(operands) == 1:
@@ -472,10 +457,9 @@ def check_output(settings, is_arc_file, is_csv):
 
 
 def read_texts(source):
-    """Returns a list of PuzzleText, of a .csv, a file, stdin (-) or a line. Raises UserError."""
+    """Returns a list of (file and line, puzzle), of a .csv, a file, stdin (-) or a line. Raises UserError."""
     if source.endswith(CSV_ENDINGS):
-        rows = csv_rows(source, ["question"], ["answer"])
-        texts = [PuzzleText(*columns, f"{source}:{line}: ") for line, columns in rows]
+        texts = [(f"{source}:{line}: ", text) for line, [text] in csv_rows(source, ["question"])]
         if not texts:
             raise UserError(f"{source}:2: no puzzle under the header")
         return texts
@@ -485,33 +469,28 @@ def read_texts(source):
         content = Path(source).read_bytes()
     else:
         content = source.encode()
-    return [PuzzleText(content.decode("utf-8-sig", errors="replace"))]
+    return [("", content.decode("utf-8-sig", errors="replace"))]
 
 
 def parse_texts(task, texts):
-    """Returns Puzzles; texts: a list of PuzzleText. Warns on stderr if a puzzle has several solutions.
+    """Returns the task with the grid of puzzles, and their tokens, int32 [n, cells]; texts: of read_texts.
 
-    Raises UserError for the first that is wrong or has no solution.
+    Warns on stderr if one has several solutions. Raises UserError for the first that is wrong or has none.
     """
     questions = []
-    labels = []
-    for question, answer, place in texts:
+    for place, text in texts:
         try:
-            task, tokens = parse_question(task, question)
-            label = np.full_like(tokens, IGNORE_LABEL)
-            if answer:
-                _, label = parse_question(task, answer, task["symbols"][1:], "the answer")
+            task, tokens = parse_question(task, text)
         except UserError as e:
             raise UserError(f"{place}{e}") from None
         questions.append(tokens)
-        labels.append(label)
-    if len(set(map(len, questions + labels))) > 1:
-        raise UserError("the puzzles and their answers must all have as many cells")
+    if len(set(map(len, questions))) > 1:
+        raise UserError("the puzzles must all have as many cells")
     questions = np.stack(questions)
-    warning = check_questions(task, questions, [text.place for text in texts])
+    warning = check_questions(task, questions, [place for place, _ in texts])
     if warning:
         print(f"solve.py: warning: {warning}", file=sys.stderr)
-    return Puzzles(task, questions, np.stack(labels))
+    return task, questions
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -189,15 +189,13 @@ def test_steps_shows_powers_of_two_the_kept_and_the_last_step(run, folder, solve
 
 
 def test_file_of_puzzles(run, folder, evaluation, tmp_path, monkeypatch):
-    """Every other one has its answer; the rules judge all."""
     texts = {name: [puzzles.text_of(SUDOKU, row) for row in evaluation[name]]
-             for name in ("inputs", "labels", "surest_preds")}
-    lines = [f"{'' if i % 2 else texts['labels'][i]},x,{texts['inputs'][i]}\n" for i in range(60)]
-    (tmp_path / "a.csv").write_text("answer, source ,question\n" + "".join(lines))
+             for name in ("inputs", "surest_preds")}
+    (tmp_path / "a.csv").write_text("source, question\n" + "".join(f"x,{text}\n" for text in texts["inputs"]))
     right = (evaluation["surest_preds"] == evaluation["labels"]).all(axis=1)
     monkeypatch.setattr(solve, "CELLS_AT_A_TIME", 16 * 7)  # batches of 7 puzzles
     argv = folder / "sudoku", tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}"
-    assert f"{right.sum()} of 60 puzzles solved ({right.mean():.1%}), 0 not judged\n" in run(*argv)
+    assert f"{right.sum()} of 60 right ({right.mean():.1%})\n" in run(*argv)
     rows = read_results(tmp_path / "b.csv")
     assert [row["question"] for row in rows] == texts["inputs"]
     assert [row["answer"] for row in rows] == texts["surest_preds"]
@@ -211,9 +209,7 @@ def test_file_of_puzzles(run, folder, evaluation, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content, words", [
     ("1111\n", ":2: no puzzle under the header"),
-    ("question\n................\n12\n", ":3: the puzzle '12' has 2 cells"),
-    ("question,answer\n................,12\n", ":2: the answer '12' has 2 cells, not 4x4"),
-    ("question,answer\n................,xxxxxxxxxxxxxxxx\n", ":2: row 1, column 1 of the answer is 'x'")])
+    ("question\n................\n12\n", ":3: the puzzle '12' has 2 cells")])
 def test_wrong_file_is_refused_before_anything_is_solved(folder, content, words, tmp_path):
     (tmp_path / "a.csv").write_text(content)
     with pytest.raises(UserError, match=re.escape(words)):
@@ -221,16 +217,15 @@ def test_wrong_file_is_refused_before_anything_is_solved(folder, content, words,
     assert not (tmp_path / "b.csv").exists()
 
 
-def test_a_puzzle_of_another_kind_is_judged_by_its_known_answers(run, folder, tmp_path):
+def test_a_puzzle_of_another_kind_is_answered_without_rules(run, folder, tmp_path):
     model = folder / "exchange"
     text = run(model, "011\n010", "--steps", "--data_path=nowhere")  # the checkpoint says what it solves
     assert "\n100101\n" in text and "not judged: the rules are not known" in text
     assert re.search(r"\n 0  1  1 +1  0  0", text)
-    rows = '{"question": "011010", "answer": 100101}', '{"question": "000000", "answer": "000000"}'
-    (tmp_path / "a.jsonl").write_text("\n".join([*rows, '{"question": "111111", "answer": null}\n']))
-    text = run(model, tmp_path / "a.jsonl", f"--output={tmp_path / 'b.csv'}")
-    assert "1 of 3 puzzles solved (33.3%), 1 not judged" in text
-    assert [row["result"] for row in read_results(tmp_path / "b.csv")] == ["right", "wrong", "not judged"]
+    (tmp_path / "a.jsonl").write_text('{"question": "011010"}\n')
+    assert "1 of 1 not judged" in run(model, tmp_path / "a.jsonl", f"--output={tmp_path / 'b.csv'}")
+    assert [(row["answer"], row["result"]) for row in read_results(tmp_path / "b.csv")] == [
+        ("100101", "not judged")]
 
 
 def test_mazes_of_any_size_and_attempts_with_noise(run, folder, tmp_path):
