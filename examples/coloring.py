@@ -27,7 +27,8 @@ from configurator import command, start
 
 def broken_in_coloring(task, questions, answers):
     """Returns which cells are empty, differ from a given, or have a neighbour of their colour, bool."""
-    broken = (answers < 2) | (questions > 1) & (answers != questions)
+    changed = (questions > 1) & (answers != questions)
+    broken = (answers < 2) | changed
     colors = answers.reshape(-1, *task["grid"])
     marks = broken.reshape(colors.shape)  # a view
 
@@ -64,11 +65,14 @@ def make(path, n):
             # cell by cell, a colour that neither the cell above nor the one to the left has
             colors = np.zeros((5, 6), dtype=int)  # with a border of 0 above and to the left
             for row, column in np.ndindex(4, 5):
-                taken = {colors[row, column + 1], colors[row + 1, column]}
-                colors[row + 1, column + 1] = rng.choice(list({1, 2, 3} - taken))
+                above = colors[row, column + 1]
+                left = colors[row + 1, column]
+                allowed = {1, 2, 3} - {above, left}
+                colors[row + 1, column + 1] = rng.choice(list(allowed))
             answer = colors[1:, 1:].astype(str).ravel()
             question = np.where(rng.random(20) < 0.2, answer, ".")
-            f.write("".join(question) + "," + "".join(answer) + "\n")
+            f.write("".join(question) + ",")
+            f.write("".join(answer) + "\n")
 
 
 def main(action, *arguments):

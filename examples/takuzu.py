@@ -13,7 +13,8 @@ import numpy as np
 def is_line(cells):
     """Returns True for three 0 and three 1, never three alike in a row."""
     triples = zip(cells, cells[1:], cells[2:])
-    return sum(cells) == 3 and {0, 3}.isdisjoint(map(sum, triples))
+    has_triple = any(sum(triple) in (0, 3) for triple in triples)
+    return sum(cells) == 3 and not has_triple
 
 
 def solved_boards():
@@ -23,14 +24,17 @@ def solved_boards():
     # three different rows without three alike in a column
     halves = []
     for half in itertools.permutations(lines, 3):
-        if {0, 3}.isdisjoint(map(sum, zip(*half))):
+        sums = set(map(sum, zip(*half)))
+        if sums.isdisjoint((0, 3)):
             halves.append(half)
 
     # two halves are a board if their rows and columns are different lines
     boards = []
     for top, bottom in itertools.product(halves, halves):
+        rows = {*top, *bottom}
         columns = set(zip(*top, *bottom))
-        if len({*top, *bottom}) == len(columns) == 6 and all(map(is_line, columns)):
+        are_lines = all(map(is_line, columns))
+        if are_lines and len(rows) == len(columns) == 6:
             boards.append(top + bottom)
     return np.array(boards).reshape(-1, 36)
 
@@ -52,7 +56,8 @@ def main(path, n):
                 given[cell] = given.sum() < 24 or num_answers > 1
             cells = np.where(answer, "1", "0")
             question = np.where(given, cells, ".")
-            f.write("".join(question) + "," + "".join(cells) + "\n")
+            f.write("".join(question) + ",")
+            f.write("".join(cells) + "\n")
 
 
 if __name__ == "__main__":

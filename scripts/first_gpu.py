@@ -11,6 +11,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from configurator import UserError, command
 from data import read_metrics
 
+# the parts of first_gpu.sh: those of bench.py, and those of train.py
 BENCHES = ["sudoku", "sudoku_on", "sudoku_eager", "sudoku_fast", "sudoku_fast_on",
            "maze_24", "maze_48", "maze_96", "maze_192"]
 RUNS = ["demo", "demo_cpu", "two", "begin"]
@@ -54,6 +55,7 @@ def last_object(path):
     """Returns the JSON object in the last line of a log, or None."""
     if not os.path.exists(path):
         return None
+    # the figures are the only line that begins with a brace; a log without its end has none
     with open(path) as f:
         last_line = f.read().rpartition("\n{")[2]
     return json.loads("{" + last_line) if last_line.endswith("}\n") else None

@@ -69,11 +69,13 @@ HEADERS = {
 def main(argv):
     """Loads the model and serves the page until Ctrl-C."""
     settings, operands, train_arguments = split_arguments(__file__, argv)
+    # without a model, the one with the largest puzzles
     if not operands:
         tasks = solve.shipped_models()
         operands = [max(tasks, key=lambda path: math.prod(tasks[path]["grid"]))]
     if len(operands) != 1:
         raise UserError("usage: python scripts/play.py MODEL, a file or a run's folder; see --help")
+    # the page, until Ctrl-C
     server = open_server(Game(operands[0], train_arguments), settings.port)
     address = f"http://127.0.0.1:{server.server_port}"
     print(f"{address} (Ctrl-C stops)", flush=True)
@@ -189,6 +191,7 @@ class Game:
         The question is tokens [cells], for ARC the name of a task and a grid. Raises UserError.
         """
         values = {}
+        # a KeyError, TypeError or ValueError if the request is not as it must be
         try:
             request = self.defaults | json.loads(body)
             text = request["question"]
@@ -200,6 +203,7 @@ class Game:
                 values[name] = convert(request[name])
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
             raise UserError('the request is not JSON, as {"question": "..."}') from None
+        # its values
         for name, (_, low, high) in LIMITS.items():
             if not low <= values[name] <= high:
                 raise UserError(f"{name} must be a number from {low} to {high}")
@@ -221,6 +225,7 @@ class Game:
             question: as parse_request returns it.
             steps, copies, noise, seed: as in LIMITS.
         """
+        # the run's settings but for those of the request
         changed = dict(eval_halt_max_steps=steps, eval_rollouts=copies, eval_noise=noise, seed=seed)
         settings = Settings(**vars(self.saved.settings) | changed)
         with self.lock:
@@ -252,6 +257,7 @@ class Game:
             name: of the task.
             grid: its test input.
         """
+        # each version of the task is a sequence of one batch
         data = solve.choose_versions(self.train_data, name, [(grid, grid)], settings.eval_rollouts)
         n = len(data)
         settings.eval_rollouts = 1
@@ -259,6 +265,7 @@ class Game:
         batch = data.test_batch(range(n), n)
         for step, results in enumerate(evaluator.watch(*weights_of(self.model), batch), 1):
             answers = results["preds"]
+            # what the versions answer, turned back
             votes = count_votes(data, range(n), answers, results["q_halt_logits"])[0, 0]
             yield {
                 "answers": [crop(answers[0], data.side).tolist()],  # the first version is the original
@@ -313,11 +320,13 @@ class Handler(BaseHTTPRequestHandler):
         return body
 
     def check_origin(self):
-        """Refuses pages of other sites: their own name may point here, but they cannot hide it."""
+        """Raises UserError for requests of other sites' pages, which cannot hide where they are from."""
+        # a page of another site may have pointed its own name here
         port = self.server.server_port
         own_hosts = [f"127.0.0.1:{port}", f"localhost:{port}"]
         if self.headers.get("Host") not in own_hosts:
             raise UserError(f"the Host must be {own_hosts[0]}")
+        # or may send requests to this address
         origin = self.headers.get("Origin")
         if origin is not None and origin.removeprefix("http://") not in own_hosts:
             raise UserError("requests from pages of other sites are refused")

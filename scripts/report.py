@@ -174,13 +174,12 @@ def main(argv):
 
 def find_runs(paths):
     """Returns the folders with a metrics.jsonl in paths or below. Raises UserError."""
-    folders = {}
+    files = []
     for path in paths:
-        files = sorted(pathlib.Path(path).rglob("metrics.jsonl"))
-        if not files:
-            raise UserError(f"{path}: no run (a folder with metrics.jsonl) there")
-        folders |= {file.parent: True for file in files}
-    return list(folders)
+        files += sorted(pathlib.Path(path).rglob("metrics.jsonl"))
+    if not files:
+        raise UserError(f"{' '.join(paths)}: no run (a folder with metrics.jsonl) there")
+    return list(dict.fromkeys(file.parent for file in files))
 
 
 def read_run(folder, target):

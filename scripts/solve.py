@@ -339,8 +339,7 @@ def show_task(demonstrations, tests, votes, plot):
         row = [(f"test input {number + 1}", question)]
         candidates = votes[0, number]
         for key in elect(candidates)[:2]:
-            is_right = np.array_equal(grid_of(key), answer)
-            row.append((f"answer with {candidates[key][0]} votes" + ", right" * is_right, grid_of(key)))
+            row.append((f"answer with {candidates[key][0]} votes", grid_of(key)))
         if answer.size:
             row.append(("known answer", answer))
         rows.append(row)
@@ -367,7 +366,7 @@ def draw(path, task, given, rows):
     Args:
         path: of the file.
         task: of the puzzle.
-        given: which cells to draw bold on grey [cells].
+        given: which cells to draw on grey [cells].
         rows: lists of (title, tokens [cells], which cells break a rule [cells]).
     """
     if path.endswith(".gif"):
@@ -397,7 +396,7 @@ def picture(task, given, rows):
 
 
 def draw_grid(ax, task, given, tokens, broken):
-    """Draws a grid: givens bold on grey, broken cells on black, others in the colours of their kind."""
+    """Draws a grid: givens on grey, broken cells on black, others in the colours of their kind."""
     from matplotlib.colors import to_rgb
     rows, columns = task["grid"]
     style = appearance(task)
@@ -410,8 +409,7 @@ def draw_grid(ax, task, given, tokens, broken):
         if not broken[i]:
             colours[place] = to_rgb(style.palette.get(symbol, "#e0e0e0" if given[i] else "white"))
         ax.text(*place[::-1], symbol.strip("#_."), ha="center", va="center",
-                color="white" if colours[place][1] < 0.5 else "black", fontsize=max(6, 120 / columns),
-                fontweight="bold" if given[i] else "normal")
+                color="white" if colours[place][1] < 0.5 else "black", fontsize=max(6, 120 / columns))
     ax.imshow(colours)
 
     # the lines between them
