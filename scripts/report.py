@@ -46,31 +46,26 @@ class Group:
     question: str
     x: str = ""  # abscissa of its panels; "": the settings' names
     panels: tuple = ("accuracy",)  # ordinates, a panel each; the learning curves follow
-    columns: tuple = ()  # of its table, besides x, panels and COLUMNS
 
 
 GROUPS = (
     Group("exp01", "How does accuracy grow with parameters, and where does it saturate?", "parameters"),
-    Group("exp02a", "Does more effective depth, by L_cycles, help, and does it overfit?", "depth",
-          columns=("gap", "speed")),
-    Group("exp02b", "At equal effective depth, are H_cycles worth more than L_cycles?", "depth",
-          columns=("gap", "speed")),
-    Group("exp03", "Can recursion replace layers?", columns=("parameters", "speed")),
+    Group("exp02a", "Does more effective depth, by L_cycles, help, and does it overfit?", "depth"),
+    Group("exp02b", "At equal effective depth, are H_cycles worth more than L_cycles?", "depth"),
+    Group("exp03", "Can recursion replace layers?"),
     Group("exp04a", "How few training puzzles are enough?", "puzzles", ("accuracy", "gap")),
     Group("exp04b", "Can augmented copies replace data?", "copies", ("accuracy", "gap")),
-    Group("exp05", "What does accuracy cost at inference?", "halt_max_steps", ("accuracy", "halting"),
-          ("saved",)),
+    Group("exp05", "What does accuracy cost at inference?", "halt_max_steps", ("accuracy", "halting")),
     Group("exp06", "Up to which size does a larger batch save steps and gain throughput?",
-          "global_batch_size", ("accuracy", "speed"), ("steps_to",)),
-    Group("exp07", "Which precision is enough?", columns=("speed",)),
+          "global_batch_size", ("accuracy", "speed")),
+    Group("exp07", "Which precision is enough?"),
     Group("exp08", "Does the average of the weights help, and at which rate?"),
-    Group("exp09", "Which optimizer?", columns=("steps_to", "speed")),
-    Group("exp10", "Which learning rate, and does decaying it help?", columns=("steps_to",)),
-    Group("contrib01", "Does a curriculum of growing depth reach the target sooner?",
-          columns=("steps_to", "hours_to")),
+    Group("exp09", "Which optimizer?"),
+    Group("exp10", "Which learning rate, and does decaying it help?"),
+    Group("contrib01", "Does a curriculum of growing depth reach the target sooner?"),
     Group("contrib02", "Does exploration that decays over the run lead to earlier halting?",
-          panels=("accuracy", "halting"), columns=("saved",)),
-    Group("", "How do the other runs compare?", columns=("parameters", "speed")),
+          panels=("accuracy", "halting")),
+    Group("", "How do the other runs compare?"),
 )
 # The numbers of a run, with their units.
 VALUES = {
@@ -93,7 +88,9 @@ VALUES = {
     "pflop": "training arithmetic (PFLOP)",
 }
 LOGARITHMIC = "parameters", "puzzles", "copies", "global_batch_size"
-COLUMNS = "surest", "train", "pflop", "hours"  # of each table
+# the columns of each table, after accuracy, x and the panels
+COLUMNS = (
+    "surest", "train", "gap", "parameters", "speed", "saved", "steps_to", "hours_to", "pflop", "hours")
 EXPLANATION = """Accuracy is the share of test puzzles solved in the final evaluation, by each puzzle's last
 answer (with eval_patience, one that repeats); the surest is that of the step where q_halt was highest.
 Training values are means over the last tenth of the run, of the weights and not of their average. Time is
@@ -353,7 +350,7 @@ def table(group, settings):
     """Returns Markdown lines: a row for each setting, mean ± deviation over seeds, - if not known."""
     # The setting with the most seeds is the one that all others are compared with.
     base = max(settings, key=lambda setting: len(setting.runs))
-    keys = dict.fromkeys(["accuracy", group.x, *group.panels, *group.columns, *COLUMNS])
+    keys = dict.fromkeys(["accuracy", group.x, *group.panels, *COLUMNS])
     keys.pop("", None)
 
     # one row for each setting

@@ -26,7 +26,6 @@ only trains on a task, the task's last pair is its test pair.
 import copy
 import csv
 import glob
-import importlib.util
 import io
 import json
 import math
@@ -61,7 +60,7 @@ from puzzles import (
 
 # output
 steps = False  # show the answers after several supervision steps, and how sure the halting head is
-plot = ""  # draw the answers of --steps: FILE.png, or FILE.gif with a frame for each step
+plot = ""  # draw them: FILE.png, or FILE.gif with a frame for each step; needs matplotlib
 output = ""  # write the answers of a .csv to this new .csv: question, answer, certainty, step, result
 task = ""  # name of an ARC task in the model's dataset
 versions = 0  # versions of each ARC task that vote; 0: all
@@ -155,7 +154,7 @@ def solve_one(saved, model, task, question, settings):
     shown = several if settings.steps else [grids[0], grids[kept]]
     print(side_by_side(shown, task["symbols"], *task["grid"]))
     print(text_of(task, answers[kept]))
-    print(f"{verdict(task, question, answers[kept])} ({titles[kept]} of {depth} steps, "
+    print(f"{verdict(task, question, answers[kept])} ({titles[kept]}; {depth} steps, "
           f"attempt {attempt + 1} of {saved.settings.eval_rollouts}; {saved.name})")
     if settings.plot:
         given = question != task["symbols"].index(appearance(task).empty, 1)
@@ -440,8 +439,6 @@ def check_output(settings, is_arc_file, is_csv):
         raise UserError("--steps and --plot show one puzzle or task, --output is for a file of them")
     if is_arc_file and not settings.output:
         raise UserError("choose a file for the answers to the tasks, --output=submission.json")
-    if settings.plot and not importlib.util.find_spec("matplotlib"):
-        raise UserError("--plot needs matplotlib: pip install matplotlib")
 
     # a new file
     path = settings.plot or settings.output
@@ -510,9 +507,10 @@ def shipped_models():
     """Returns {path: task} of the files in models/ that say what they solve."""
     tasks = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(MODELS), "*.pt"))):
-        path = os.path.relpath(path)
-        tasks[path] = read_checkpoint(path).get("task")
-    return {path: task for path, task in tasks.items() if task}
+        task = read_checkpoint(path).get("task")
+        if task:
+            tasks[os.path.relpath(path)] = task
+    return tasks
 
 
 def choose_model(question):

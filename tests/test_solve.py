@@ -172,7 +172,7 @@ def test_puzzle_from_a_line_a_file_and_stdin(run, folder, solved, tmp_path, monk
     question, answer = solved
     text = run(folder / "sudoku", question)
     assert answer in text.splitlines() and "a solution: all rules" in text
-    assert re.search(r"\(step [1-4]: \d+% sure, kept of 4 steps, .*training step 70\)", text)
+    assert re.search(r"\(step [1-4]: \d+% sure, kept; 4 steps, .*training step 70\)", text)
     grid = "\n".join(re.findall("....", question)).replace(".", "0") + "\n"
     (tmp_path / "puzzle.txt").write_text("\ufeff" + grid)
     assert run(folder / "sudoku", tmp_path / "puzzle.txt") == text
@@ -183,9 +183,9 @@ def test_puzzle_from_a_line_a_file_and_stdin(run, folder, solved, tmp_path, monk
 
 def test_steps_shows_powers_of_two_the_kept_and_the_last_step(run, folder, solved):
     text = run(folder / "sudoku", solved[0], "--steps", "--halt_max_steps=19")  # more than in training
-    kept = int(re.search(r"step (\d+): \d+% sure, kept of 19", text)[1])
+    kept = int(re.search(r"step (\d+): \d+% sure, kept; 19", text)[1])
     assert {1, 2, 4, 8, 16, kept, 19} == set(map(int, re.findall(r"step (\d+): ", text)))
-    assert text.count("sure, kept ") == 2 and "question" in text
+    assert text.count("sure, kept") == 2 and "question" in text
 
 
 def test_file_of_puzzles(run, folder, evaluation, tmp_path, monkeypatch):
