@@ -158,12 +158,12 @@ def main(argv):
             lines += section(group, compared, out_dir)
     (out_dir / "report.md").write_text("\n".join(lines), encoding="utf-8")
 
-    # results.json has a line for each run, with the numbers that are known
+    # results.json has the numbers that are known
     results = []
     for run in complete:
         known = {key: value for key, value in run.values.items() if not math.isnan(value)}
-        results.append(json.dumps(dict(name=run.name, seed=run.seed, **known, evaluations=run.evaluations)))
-    (out_dir / "results.json").write_text("[\n" + ",\n".join(results) + "\n]\n")
+        results.append(dict(name=run.name, seed=run.seed, **known, evaluations=run.evaluations))
+    (out_dir / "results.json").write_text(json.dumps(results, indent=1))
     print(*status, f"wrote {out_dir}/report.md", sep="\n")
 
 
@@ -173,9 +173,10 @@ def find_runs(paths):
     """Returns the folders with a metrics.jsonl in paths or below. Raises UserError."""
     files = []
     for path in paths:
-        files += sorted(pathlib.Path(path).rglob("metrics.jsonl"))
-    if not files:
-        raise UserError(f"{' '.join(paths)}: no run (a folder with metrics.jsonl) there")
+        found = sorted(pathlib.Path(path).rglob("metrics.jsonl"))
+        if not found:
+            raise UserError(f"{path}: no run (a folder with metrics.jsonl) there")
+        files += found
     return list(dict.fromkeys(file.parent for file in files))
 
 
