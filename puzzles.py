@@ -499,10 +499,8 @@ def crop(tokens, side):
     run_lengths = np.logical_and.accumulate(tokens >= COLOUR, axis=1).sum(axis=1)
     widths = np.minimum.accumulate(run_lengths)
     areas = widths * np.arange(1, side + 1)
-    last_row = areas.argmax()
-    if not areas[last_row]:
-        return np.zeros((0, 0), dtype=np.uint8)
-    return (tokens[:last_row + 1, :widths[last_row]] - COLOUR).astype(np.uint8)
+    rows = np.append(0, areas).argmax()
+    return (tokens[:rows, :widths[rows - 1]] - COLOUR).astype(np.uint8)
 
 
 # -----------------------------------------------------------------------------

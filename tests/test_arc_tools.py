@@ -8,10 +8,9 @@ import pytest
 import solve
 import torch
 from conftest import ROOT
-from test_solve import prepare, run  # run is a fixture
+from test_solve import prepare, run, train_one  # run is a fixture
 
 import prepare_arc
-import train
 from configurator import UserError, configure
 from data import Dataset
 from model import TRM
@@ -23,20 +22,14 @@ TINY = [
 GENERATED = ["--size=4", "--num_train=4", "--num_test=6", "--num_aug=3"]
 
 
-def train_one(config, path, *flags):
-    settings = configure(train.__file__, [os.path.join(ROOT, "config", config), *TINY, *flags,
-                                          f"--data_path={path}-data", f"--out_dir={path}"])
-    train.check_settings(settings)
-    train.replica(settings, "cpu")
-
-
 @pytest.fixture(scope="module")
 def arc_folder(tmp_path_factory):
     """arc/, a run with its dataset arc-data/; model.pt, its file; the test tasks in tasks.json."""
     path = tmp_path_factory.mktemp("arc")
     prepare(prepare_arc, *GENERATED, f"--output_dir={path / 'arc-data'}")
-    train_one("arc1.py", path / "arc", "--lr=1e-2", "--lr_warmup_steps=1")
-    train_one("arc1.py", path / "arc", "--init_from=resume", f"--export={path / 'model.pt'}")
+    flags = [os.path.join(ROOT, "config/arc1.py"), *TINY, "--lr=1e-2", "--lr_warmup_steps=1"]
+    train_one(path / "arc", *flags)
+    train_one(path / "arc", *flags, "--init_from=resume", f"--export={path / 'model.pt'}")
     tasks = dict(prepare_arc.generate(configure(prepare_arc.__file__, GENERATED), True))
     (path / "tasks.json").write_text(json.dumps(tasks, default=np.ndarray.tolist))
     return path
@@ -97,7 +90,8 @@ def test_adaptation_answers_new_tasks(run, arc_folder, tmp_path):
     adapted = tmp_path / "adapted"
     prepare(prepare_arc, f"--source={tmp_path}", "--subsets=evaluation", "--max_side=4", "--num_aug=2",
             f"--output_dir={adapted}-data")
-    train_one("arc_adapt.py", adapted, f"--init_from={arc_folder / 'model.pt'}")
+    config = os.path.join(ROOT, "config/arc_adapt.py")
+    train_one(adapted, config, *TINY, f"--init_from={arc_folder / 'model.pt'}")
     run(adapted, new, f"--output={tmp_path}/a.json")
     answers = json.loads((tmp_path / "a.json").read_text())
     assert answers == json.loads((adapted / "submission.json").read_text())

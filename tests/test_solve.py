@@ -45,9 +45,9 @@ def prepare(script, *flags):
     script.main(configure(script.__file__, ["--source=generate", *flags]))
 
 
-def train_one(path, name, *flags):
-    settings = configure(train.__file__, [
-        f"--data_path={path / name}-data", f"--out_dir={path / name}", *MODEL, *TRAINING, *flags])
+def train_one(path, *flags):
+    """Trains on the dataset PATH-data."""
+    settings = configure(train.__file__, [*flags, f"--data_path={path}-data", f"--out_dir={path}"])
     train.check_settings(settings)
     train.replica(settings, "cpu")
 
@@ -65,12 +65,13 @@ def folder(tmp_path_factory):
             f"--output_dir={path / 'maze-data'}")
     write_exchange(path / "exchange-data", "_01")
     outputs = "inputs,labels,preds,q_halt_logits,surest_preds,surest_q_halt_logits"
-    train_one(path, "sudoku", "--max_steps=70", f"--eval_save_outputs={outputs}")
-    train_one(path, "sudoku", "--max_steps=70", "--init_from=resume", f"--export={path / 'model.pt'}")
+    flags = [*MODEL, *TRAINING, "--max_steps=70"]
+    train_one(path / "sudoku", *flags, f"--eval_save_outputs={outputs}")
+    train_one(path / "sudoku", *flags, "--init_from=resume", f"--export={path / 'model.pt'}")
     torch.save(torch.load(path / "model.pt")["weights"], path / "official.pt")
-    train_one(path, "maze", "--mlp_t=False", "--pos_encodings=rope", "--max_steps=4",
+    train_one(path / "maze", *flags, "--mlp_t=False", "--pos_encodings=rope", "--max_steps=4",
               "--eval_final_max_puzzles=8")
-    train_one(path, "exchange", "--max_steps=30")
+    train_one(path / "exchange", *flags, "--max_steps=30")
     return path
 
 
