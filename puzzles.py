@@ -8,7 +8,7 @@ Answers to kinds that are not known here are compared with the known answers. RU
 that are known; a script may add a kind to it, as examples/coloring.py does.
 """
 import math
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,19 @@ LARGEST = 64  # cells in a row of a maze: solve_mazes has the bits of a word for
 ARC = " |0123456789"  # symbols
 EDGE = 1  # token
 COLOUR = 2  # token of colour 0
+# the colours 0 to 9 as everybody draws them
+COLOURS = (
+    "#000000",  # black
+    "#0074d9",  # blue
+    "#ff4136",  # red
+    "#2ecc40",  # green
+    "#ffdc00",  # yellow
+    "#aaaaaa",  # grey
+    "#f012be",  # magenta
+    "#ff851b",  # orange
+    "#7fdbff",  # light blue
+    "#870c25",  # maroon
+)
 
 
 # -----------------------------------------------------------------------------
@@ -43,81 +56,55 @@ def task_of(manifest, seq_len, vocab_size):
     if not 2 <= vocab_size <= 256:
         raise UserError(f"{vocab_size - 1} symbols: a dataset has from 1 to 255")
     kind = manifest.get("kind", "")
-    grid = manifest.get("grid", [1, seq_len])
-    symbols = manifest.get("symbols", [str(token) for token in range(vocab_size)])
-    if all(len(symbol) == 1 for symbol in symbols):
-        symbols = "".join(symbols)
+    grid = list(manifest.get("grid", [1, seq_len]))
+    symbols = manifest.get("symbols", list(map(str, range(vocab_size))))
+    text = "".join(symbols)
+    if len(text) == len(symbols):
+        symbols = text
 
     # the grid has the model's cells
     if len(grid) != 2 or math.prod(grid) != seq_len:
-        raise UserError(f"grid {list(grid)} does not fit {seq_len} cells")
+        raise UserError(f"grid {grid} does not fit {seq_len} cells")
 
     # each token has a symbol of its own
     if len(symbols) != vocab_size or len(set(symbols[1:])) != vocab_size - 1:
         raise UserError(f"symbols {symbols!r} must be {vocab_size}, one for each token, all different")
-    text = "".join(symbols)
     if "\ufffd" in text or not text.isprintable():
         raise UserError(f"symbols {symbols!r} must be characters that can be printed")
 
     # these kinds have fixed symbols
-    size = grid[0] if grid[0] == grid[1] else 0
-    expected = symbols
-    if kind == "sudoku":
-        expected = SUDOKU[:size + 2] if size in BOXES else ""
-    if kind == "maze":
-        expected = MAZE if 0 < size <= LARGEST else ""
-    if kind == "arc":
-        expected = ARC if size else ""
-    if symbols != expected:
-        raise UserError(f"grid {list(grid)} and symbols {symbols!r} are not those of kind {kind}")
-    return {"kind": kind, "grid": grid, "symbols": symbols}
+    task = {"kind": kind, "grid": grid, "symbols": symbols}
+    known_tasks = {"sudoku": sudoku_task, "maze": maze_task, "arc": arc_task}
+    if kind in known_tasks and task != known_tasks[kind](grid[0]):
+        raise UserError(f"grid {grid} and symbols {symbols!r} are not those of kind {kind}")
+    return task
 
 
 def sudoku_task(size):
-    symbols = SUDOKU[:size + 2]
+    symbols = SUDOKU[:size + 2] if size in BOXES else ""
     return {"kind": "sudoku", "grid": [size, size], "symbols": symbols}
 
 
 def maze_task(size):
-    return {"kind": "maze", "grid": [size, size], "symbols": MAZE}
+    symbols = MAZE if size <= LARGEST else ""
+    return {"kind": "maze", "grid": [size, size], "symbols": symbols}
 
 
 def arc_task(side):
     return {"kind": "arc", "grid": [side, side], "symbols": ARC}
 
 
-def guess_task(cells, vocab_size, text=""):
-    """Returns the task of a model without one. Raises UserError if it is neither a Sudoku nor a maze.
-
-    Args:
-        cells: cells of a question; 0 if the model takes any number.
-        vocab_size: tokens of the model.
-        text: a question, which tells a maze of 4x4 from a Sudoku.
-    """
-    size = math.isqrt(cells)
-    digits = vocab_size - 2
-
-    # 4x4 mazes and 4x4 Sudokus have the same sizes
-    is_sudoku = digits in BOXES and cells in (0, digits ** 2)
-    is_maze = vocab_size == len(MAZE) and size * size == cells
-    if is_maze and (not is_sudoku or set(text) & set("#SG")):
-        return maze_task(size)
-    if is_sudoku:
-        return sudoku_task(digits)
-    raise UserError(f"the model takes {cells} cells of {vocab_size} tokens: neither a Sudoku nor a maze")
-
-
-@dataclass
-class Appearance:
+class Appearance(NamedTuple):
     """How to draw a kind of puzzle, and how the page of play.py speaks of it."""
 
     title: str  # name of such puzzles
     empty: str  # symbol of a cell that is not given
     symbols: str  # symbols that a question may have
     box: tuple  # rows and columns between thick lines
-    names: dict = field(default_factory=lambda: {".": "empty"})  # {symbol: its name}
-    drawn: dict = field(default_factory=dict)  # {symbol: the character that stands for it in drawings}
-    typed: dict = field(default_factory=dict)  # {character: the symbol that it means where it is typed}
+    names: dict = {".": "empty"}  # {symbol: its name}
+    palette: dict = {}  # {symbol: the colour of its cells}
+    drawn: dict = {}  # {symbol: the character that stands for it on the page}
+    typed: dict = {}  # {character: the symbol that it means where it is typed}
     once: str = ""  # symbols that a question has once
     goal: str = ""  # what is to be done, as a sentence
     failed: str = "not solved"  # verdict on an answer that is none
@@ -133,64 +120,52 @@ def appearance(task):
         return Appearance(
             "mazes", " ", "# SG", task["grid"],
             names={"#": "wall", " ": "open", "S": "start", "G": "goal", "o": "path"},
+            palette={"#": "#4d4d4d", "o": "#bfbfbf"},
             drawn={"o": "●"},
             typed={".": " "},
             once="SG",
             goal="Find a shortest path from S to G.",
             failed="not a shortest path")
-    return Appearance(task["kind"], symbols[0], symbols, task["grid"])
+    palette = dict(zip("0123456789", COLOURS)) if task["kind"] == "arc" else {}
+    return Appearance(task["kind"], symbols[0], symbols, task["grid"], palette=palette)
 
 
 # -----------------------------------------------------------------------------
 # questions as text
 
-def read_question(task, text):
-    """Returns the task with the grid of a typed question, and its cells as symbols.
+def parse_question(task, text):
+    """Returns the task with the grid of a typed question, and its tokens, int32 [cells]. Raises UserError.
 
     Only a maze may have another grid than the task: models with attention take any number of cells.
     """
+    allowed = appearance(task).symbols
     if task["kind"] == "maze":
+        # editors strip spaces at the end of a line
         lines = text.strip("\r\n").splitlines()
         width = max(map(len, lines), default=0)
-        cells = "".join(line.ljust(width) for line in lines)  # editors strip spaces at the end of a line
-        return task | {"grid": [math.isqrt(len(cells))] * 2}, cells
+        cells = "".join(line.ljust(width) for line in lines)
+        task = maze_task(min(math.isqrt(len(cells)), LARGEST))
+    else:
+        words = text.splitlines() if " " in allowed else text.split()
+        cells = "".join(words)
     if task["kind"] == "sudoku":
-        text = text.replace("0", ".")
-    words = text.splitlines() if " " in task["symbols"][1:] else text.split()
-    return task, "".join(words)
-
-
-def parse_question(task, text):
-    """Returns the task with the grid of a typed question, and its tokens, int32 [cells]. Raises UserError."""
-    task, cells = read_question(task, text)
+        cells = cells.replace("0", ".")
     rows, columns = task["grid"]
-    if len(cells) != rows * columns or not cells:
-        fitting = "as many rows as columns" if task["kind"] == "maze" else f"{rows}x{columns}"
-        start = text.strip()[:20]
-        raise UserError(f"the puzzle {start!r} has {len(cells)} cells: it must have {fitting}")
-    return task, tokens_of(task, cells, appearance(task).symbols, "the puzzle")
+    if not cells or len(cells) != rows * columns:
+        raise UserError(f"the puzzle {text.strip()[:20]!r} has {len(cells)} cells, not {rows}x{columns}")
 
-
-def tokens_of(task, cells, allowed, name):
-    """Returns the tokens [cells] of a text. Raises UserError for a symbol that is not in `allowed`."""
-    tokens = []
-    for i, symbol in enumerate(cells):
-        if symbol not in allowed:
-            row, column = divmod(i, task["grid"][1])
-            raise UserError(f"row {row + 1}, column {column + 1} of {name} is {symbol!r}: "
-                            f"must be one of {allowed!r}")
-        tokens.append(task["symbols"].index(symbol, 1))
-    return np.array(tokens, dtype=np.int32)
+    # the first wrong symbol
+    rest = cells.lstrip("".join(allowed))
+    if rest:
+        row, column = divmod(len(cells) - len(rest), columns)
+        raise UserError(f"row {row + 1}, column {column + 1} of the puzzle is {rest[0]!r}: "
+                        f"must be one of {allowed!r}")
+    tokens = [task["symbols"].index(symbol, 1) for symbol in cells]
+    return task, np.array(tokens, dtype=np.int32)
 
 
 def text_of(task, tokens):
     return "".join(task["symbols"][token] for token in tokens)
-
-
-def given_cells(task, question):
-    """Returns which cells of a question are given, bool [cells]."""
-    empty = appearance(task).empty
-    return question != task["symbols"].index(empty, 1)
 
 
 def side_by_side(grids, symbols, rows, columns):
@@ -201,20 +176,23 @@ def side_by_side(grids, symbols, rows, columns):
         symbols: a character for each token.
         rows, columns: of each grid.
     """
-    width = max([3 * columns] + [len(title) for title, _, _ in grids]) + 2
-    grids_per_line = max(1, 120 // width)
+    # the lines of each grid, below its title
+    blocks = []
+    for title, tokens, marked in grids:
+        cells = []
+        for token, is_marked in zip(tokens, marked):
+            mark = "*" if is_marked else " "
+            cells.append(mark + symbols[token] + " ")
+        lines = np.reshape(cells, (rows, columns))
+        blocks.append([title, *map("".join, lines)])
+
+    # blocks of the same width in one line
+    width = max(len(line) for block in blocks for line in block) + 2
+    blocks_per_line = max(1, 120 // width)
     text = ""
-    for first in range(0, len(grids), grids_per_line):
-        lines = [""] * (rows + 1)
-        for title, tokens, marked in grids[first:first + grids_per_line]:
-            lines[0] += title.ljust(width)
-            for row in range(rows):
-                line = ""
-                for cell in range(row * columns, (row + 1) * columns):
-                    line += ("*" if marked[cell] else " ") + symbols[tokens[cell]] + " "
-                lines[row + 1] += line.ljust(width)
-        for line in lines:
-            text += line.rstrip() + "\n"
+    for first in range(0, len(blocks), blocks_per_line):
+        for lines in zip(*blocks[first:first + blocks_per_line]):
+            text += "".join(line.ljust(width) for line in lines).rstrip() + "\n"
         text += "\n"
     return text
 
@@ -224,23 +202,25 @@ def side_by_side(grids, symbols, rows, columns):
 
 def broken_in_sudoku(task, questions, answers):
     """Returns which cells are empty, differ from a given, or share a unit with an equal digit, bool."""
-    size = task["grid"][0]
     changed = (questions > 1) & (answers != questions)
     broken = (answers < 2) | changed
-    first_unit = np.arange(len(answers))[:, None] * size
-    for unit in units_of(size):
-        digit_in_unit = (first_unit + unit) * (size + 2) + answers  # a number for each unit and token
-        count = np.bincount(digit_in_unit.ravel())
-        broken |= count[digit_in_unit] > 1
+    for _, _, counts in unit_counts(answers, task["grid"][0]):
+        broken |= counts > 1
     return broken
 
 
-def units_of(size):
-    """Returns the numbers of each cell's row, column and box in a Sudoku, [cells] each."""
+def unit_counts(boards, size):
+    """Yields, for the rows, the columns and the boxes of Sudokus, tokens [n, cells]:
+
+    their name, the number of each cell's unit [cells], and how many cells of the unit are equal [n, cells].
+    """
     box_rows, box_columns = BOXES[size]
     row, column = np.divmod(np.arange(size * size), size)
     box = row // box_rows * box_rows + column // box_columns
-    return row, column, box
+    first_unit = np.arange(len(boards))[:, None] * size
+    for name, unit in ("row", row), ("column", column), ("box", box):
+        token_in_unit = (first_unit + unit) * (size + 2) + boards  # a number for each unit and token
+        yield name, unit, np.bincount(token_in_unit.ravel())[token_in_unit]
 
 
 def broken_in_maze(task, questions, answers):
@@ -262,17 +242,20 @@ def judged_by_rules(task):
 
 
 def broken_cells(task, questions, answers):
-    """Returns which cells of the answers break a rule, bool [n, cells]; None if the rules are not known."""
-    if task["kind"] not in RULES:
-        return None
-    return RULES[task["kind"]](task, questions, answers)
+    """Returns which cells of the answers break a rule, bool [n, cells]; None if the rules are not known.
+
+    questions, answers: tokens [n, cells]; one question [1, cells] will do for all answers.
+    """
+    rule = RULES.get(task["kind"])
+    return rule and rule(task, questions, answers)
 
 
 def are_solutions(task, questions, answers):
     """Returns which answers keep all rules, or are a shortest path, bool [n]; None without rules."""
     if task["kind"] == "maze":
-        steps, shortest = path_steps(task, questions, answers)
-        return (steps > 0) & (steps == shortest)
+        size = task["grid"][0]
+        shortest, _ = solve_mazes(questions, size)
+        return path_metrics(questions, shortest, answers, size)[1]
     broken = broken_cells(task, questions, answers)
     return None if broken is None else ~broken.any(axis=1)
 
@@ -333,19 +316,10 @@ def wrong_cells(task, question, labels, answer):
 
 def verdict(task, question, answer):
     """Returns in words whether an answer [cells] is a solution."""
-    if task["kind"] == "maze":
-        (steps,), (shortest,) = path_steps(task, question[None], answer[None])
-        if not steps:
-            return "not a path from S to G"
-        if steps > shortest:
-            return f"a path of {steps} steps; the shortest has {shortest}"
-        return f"a shortest path, {steps} steps"
-    broken = broken_cells(task, question[None], answer[None])
-    if broken is None:
+    solved = are_solutions(task, question[None], answer[None])
+    if solved is None:
         return "not judged: the rules are not known"
-    if broken.any():
-        return f"not a solution: {broken.sum()} cells break a rule"
-    return "a solution: all rules and givens kept"
+    return "a solution: all rules and givens kept" if solved[0] else appearance(task).failed
 
 
 def check_questions(task, questions, places):
@@ -357,21 +331,17 @@ def check_questions(task, questions, places):
     if task["kind"] == "sudoku":
         counts = count_solutions(candidates_of(questions, size), size, 2)
     elif task["kind"] == "maze":
-        if size > LARGEST:
-            raise UserError(f"{places[0]}the maze has {size} rows; {LARGEST} are the most")
         _, steps = solve_mazes(questions, size)
         counts = have_ends(questions) & (steps > 0)
     else:
         return ""
 
     # the first question without a solution, or with several
-    if (counts == 0).any():
-        i = int(counts.argmin())
-        raise UserError(places[i] + explain(task, questions[i], questions[i]))
-    if (counts > 1).any():
-        i = int(counts.argmax())
-        return places[i] + "the puzzle has more than one solution"
-    return ""
+    fewest = int(counts.argmin())
+    most = int(counts.argmax())
+    if not counts[fewest]:
+        raise UserError(places[fewest] + explain(task, questions[fewest], questions[fewest]))
+    return places[most] + "the puzzle has more than one solution" if counts[most] > 1 else ""
 
 
 def explain(task, question, answer):
@@ -393,7 +363,7 @@ def explain(task, question, answer):
                 return f"the question has {count} cells {symbols[token]}, not 1"
 
     # a cell of the answer that differs from the question's
-    broken = broken_cells(task, question[None], answer[None])[0]
+    broken = broken_cells(task, question, answer[None])[0]
     if broken.any():
         cell = int(broken.argmax())
         row, column = divmod(cell, size)
@@ -401,31 +371,20 @@ def explain(task, question, answer):
                 f"where the question has {symbols[question[cell]]!r}")
 
     # an answer that is not a shortest path
-    (steps,), (shortest,) = path_steps(task, question[None], answer[None])
-    if not shortest:
-        return "the question has no way from S to G"
+    shortest, (steps,) = solve_mazes(question[None], size)
     if not steps:
+        return "the question has no way from S to G"
+    if not path_metrics(question[None], shortest, answer[None], size)[0][0]:
         return "the answer's o do not make one line from S to G that does not touch itself"
-    return f"the answer's path has {steps} steps where {shortest} are enough"
+    return f"the answer's path has {(answer == PATH).sum() + 1} steps where {steps} are enough"
 
 
 def repeated_digit(name, board, size):
     """Returns in words which digit stands twice in a unit of a Sudoku [cells]; "" if none does."""
-    for unit_name, unit in zip(("row", "column", "box"), units_of(size)):
-        for number in range(size):
-            tokens = np.bincount(board[unit == number], minlength=size + 2)
-            if tokens[2:].max() > 1:
-                digit = tokens[2:].argmax() + 1
-                return f"the {name} has digit {digit} twice in {unit_name} {number + 1}"
+    for unit_name, unit, counts in unit_counts(board[None], size):
+        for cell in np.flatnonzero((board > 1) & (counts[0] > 1)):
+            return f"the {name} has digit {board[cell] - 1} twice in {unit_name} {unit[cell] + 1}"
     return ""
-
-
-def path_steps(task, questions, answers):
-    """Returns the steps of each answer's path, 0 if it is none, and of the shortest paths: int [n] each."""
-    size = task["grid"][0]
-    steps = (answers == PATH).sum(axis=1) + 1
-    _, shortest = solve_mazes(questions, size)
-    return steps * are_paths(questions, answers, size), shortest
 
 
 def path_metrics(inputs, labels, preds, size):
@@ -447,14 +406,13 @@ def are_paths(questions, answers, size):
     any of its cells.
     """
     # S and G stay, and the path is on open cells
-    is_end = (questions == START) | (questions == GOAL)
+    ends = np.where(np.isin(questions, (START, GOAL)), questions, 0)
+    drawn_ends = np.where(np.isin(answers, (START, GOAL)), answers, 0)
     path = answers == PATH
-    is_drawn_end = (answers == START) | (answers == GOAL)
-    fits = np.where(is_end, answers == questions, ~is_drawn_end)
-    fits &= ~path | (questions == OPEN)
+    fits = (ends == drawn_ends) & (~path | (questions == OPEN))
 
     # the maze whose only open cells are the path's: its shortest path takes all of them
-    line = np.where(is_end, questions, np.where(path, OPEN, WALL))
+    line = np.where(path, OPEN, np.where(ends, ends, WALL))
     _, steps = solve_mazes(line, size)
     return fits.all(axis=1) & have_ends(questions) & (steps == path.sum(axis=1) + 1)
 
@@ -469,21 +427,32 @@ def have_ends(questions):
 # -----------------------------------------------------------------------------
 # symmetries
 
+# the 8 ways to turn a grid: whether rows become columns, then the steps along rows and columns of the result
+TURNS = (
+    (False, 1, 1),
+    (True, -1, 1),  # a quarter
+    (False, -1, -1),  # a half
+    (True, 1, -1),  # three quarters
+    (False, 1, -1),  # left and right exchanged
+    (False, -1, 1),  # up and down exchanged
+    (True, 1, 1),  # transposed
+    (True, -1, -1),  # transposed along the other diagonal
+)
+WAY_BACK = (0, 3, 2, 1, 4, 5, 6, 7)
+
+
+def turned(grid, way):
+    """Returns a view of a grid that is turned in one of 8 ways, in the official builder's order."""
+    is_transposed, row_step, column_step = TURNS[way]
+    if is_transposed:
+        grid = grid.T
+    return grid[::row_step, ::column_step]
+
+
 def dihedral(size):
-    """Returns the 8 turned squares as indices [8, cells], in the official builder's order."""
+    """Returns the 8 turned squares as indices [8, cells]."""
     square = np.arange(size * size).reshape(size, size)
-    quarter = np.rot90(square)
-    turned = [
-        square,
-        quarter,
-        np.rot90(square, 2),
-        np.rot90(square, 3),
-        np.fliplr(square),
-        np.flipud(square),
-        square.T,
-        np.fliplr(quarter),
-    ]
-    return np.stack(turned).reshape(8, -1)
+    return np.stack([turned(square, way) for way in range(8)]).reshape(8, -1)
 
 
 # -----------------------------------------------------------------------------
@@ -492,19 +461,6 @@ def dihedral(size):
 # colours 0 to 9 become. Numbers and names of versions are those of the official builder.
 
 ORIGINAL = np.array([0, *range(10)], dtype=np.uint8)  # the version that changes nothing
-
-# the 8 ways to turn a grid: whether rows become columns, then the steps along rows and columns of the result
-TURNS = ((False, 1, 1), (True, -1, 1), (False, -1, -1), (True, 1, -1),
-         (False, 1, -1), (False, -1, 1), (True, 1, 1), (True, -1, -1))
-WAY_BACK = (0, 3, 2, 1, 4, 5, 6, 7)
-
-
-def turned(grid, way):
-    """Returns a view of a grid that is turned in one of 8 ways."""
-    is_transposed, row_step, column_step = TURNS[way]
-    if is_transposed:
-        grid = grid.T
-    return grid[::row_step, ::column_step]
 
 
 def apply_version(grid, version):
@@ -543,10 +499,8 @@ def crop(tokens, side):
     run_lengths = np.logical_and.accumulate(tokens >= COLOUR, axis=1).sum(axis=1)
     widths = np.minimum.accumulate(run_lengths)
     areas = widths * np.arange(1, side + 1)
-    last_row = areas.argmax()
-    if not areas[last_row]:
-        return np.zeros((0, 0), dtype=np.uint8)
-    return (tokens[:last_row + 1, :widths[last_row]] - COLOUR).astype(np.uint8)
+    rows = np.append(0, areas).argmax()
+    return (tokens[:rows, :widths[rows - 1]] - COLOUR).astype(np.uint8)
 
 
 # -----------------------------------------------------------------------------
@@ -631,11 +585,9 @@ def propagate(candidates, size):
 
 def candidates_of(boards, size):
     """Returns the candidates [cells, n] of boards, tokens [n, cells]; an empty cell has all."""
-    padding = 0
-    all_digits = 2 ** size - 1
     digits = 1 << np.arange(size)
-    by_token = np.concatenate([[padding, all_digits], digits])
-    return by_token.astype(np.uint16)[boards.T]
+    by_token = np.array([0, digits.sum(), *digits], dtype=np.uint16)  # of padding none
+    return by_token[boards.T]
 
 
 def box_shape(size):
@@ -698,17 +650,14 @@ def neighbours(bits):
 
 
 def pack(cells, size):
-    """Returns bits [rows, n] of bool [n, cells]."""
-    padded = np.zeros((len(cells), size, LARGEST), dtype=bool)
-    padded[:, :, :size] = cells.reshape(len(cells), size, size)
-    words = np.packbits(padded, axis=2, bitorder="little")
-    words = words.view("<u8")
-    return np.ascontiguousarray(words[:, :, 0].T)
+    """Returns bits, uint64 [rows, n], of bool [n, cells]."""
+    columns = np.arange(size, dtype=np.uint64)
+    bits = cells.reshape(-1, size, size) << columns
+    return np.ascontiguousarray(bits.sum(axis=2, dtype=np.uint64).T)
 
 
 def unpack(bits):
     """Returns bool [n, cells] of bits [rows, n]."""
-    size, n = bits.shape
-    words = np.ascontiguousarray(bits.T)[:, :, None].view(np.uint8)
-    cells = np.unpackbits(words, axis=2, count=size, bitorder="little")
-    return cells.reshape(n, size * size).astype(bool)
+    columns = np.arange(len(bits), dtype=np.uint64)
+    cells = bits.T[:, :, None] >> columns & 1
+    return cells.reshape(-1, len(bits) ** 2).astype(bool)

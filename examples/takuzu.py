@@ -12,7 +12,8 @@ import numpy as np
 
 def is_line(cells):
     """Returns True for three 0 and three 1, never three alike in a row."""
-    has_triple = any(len(set(cells[i:i + 3])) == 1 for i in range(4))
+    triples = zip(cells, cells[1:], cells[2:])
+    has_triple = any(sum(triple) in (0, 3) for triple in triples)
     return sum(cells) == 3 and not has_triple
 
 
@@ -23,16 +24,17 @@ def solved_boards():
     # three different rows without three alike in a column
     halves = []
     for half in itertools.permutations(lines, 3):
-        if all(0 < sum(column) < 3 for column in zip(*half)):
+        sums = set(map(sum, zip(*half)))
+        if sums.isdisjoint((0, 3)):
             halves.append(half)
 
     # two halves are a board if their rows and columns are different lines
     boards = []
     for top, bottom in itertools.product(halves, halves):
-        if set(top) & set(bottom):
-            continue
-        columns = list(zip(*top, *bottom))
-        if len(set(columns)) == 6 and all(map(is_line, columns)):
+        rows = {*top, *bottom}
+        columns = set(zip(*top, *bottom))
+        are_lines = all(map(is_line, columns))
+        if are_lines and len(rows) == len(columns) == 6:
             boards.append(top + bottom)
     return np.array(boards).reshape(-1, 36)
 
@@ -54,12 +56,9 @@ def main(path, n):
                 given[cell] = given.sum() < 24 or num_answers > 1
             cells = np.where(answer, "1", "0")
             question = np.where(given, cells, ".")
-            f.write(f"{''.join(question)},{''.join(cells)}\n")
+            f.write("".join(question) + ",")
+            f.write("".join(cells) + "\n")
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1], int(sys.argv[2]))
-    except (IndexError, ValueError, OSError) as e:
-        print(f"takuzu.py NEW_FILE NUMBER: {e}", file=sys.stderr)
-        sys.exit(2)
+    main(sys.argv[1], int(sys.argv[2]))

@@ -16,7 +16,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -31,8 +30,6 @@ import train
 from configurator import UserError
 from data import Dataset
 from device import PEAK_FLOPS, end_with_parent, open_device
-from model import flatten
-from optim import optimizer_state
 
 # of aot.py
 slices = ""  # TPU slices to compile for: v5e:2x4,v6e:2x2,v4:2x2x1
@@ -93,28 +90,13 @@ def parse_slice(name, settings):
 
 
 def price(settings, path, tpu_slice, rate):
-    """Returns the steps, hours and bytes of a run; rate: examples/s of the slice.
+    """Returns the steps and hours of a run; rate: examples/s of the slice.
 
     The hours leave out compiling (minutes) and the evaluations.
     """
-    data = Dataset(path, "train")
-    steps = train.count_steps(settings, train.epoch_size(data))
+    steps = train.count_steps(settings, train.epoch_size(Dataset(path, "train")))
     hours = steps * settings.global_batch_size / rate / 3600
-
-    # a checkpoint holds the weights, their average and the optimizer's moments, in float32
-    model = bench.new_model(settings, data)
-    weights = flatten(model.parameters())
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    moments = optimizer_state(settings, shapes, weights).values()
-    numbers = (1 + settings.ema) * len(weights) + sum(t.numel() for t in moments)
-    checkpoint_gb = 4 * numbers / 1e9
-    return dict(
-        parameters=len(weights),
-        steps=steps,
-        hours=hours,
-        chip_hours=tpu_slice.chips * hours,
-        checkpoint_gb=checkpoint_gb,
-        stored_gb=(settings.keep_last_n + 1) * checkpoint_gb)  # with best.pt
+    return dict(steps=steps, hours=hours, chip_hours=tpu_slice.chips * hours)
 
 
 def compile_steps(settings, flags, path, tpu_slice):
@@ -210,11 +192,9 @@ def compile_step(path, tpu_slice, batch_per_chip, flops):
     options = compiler.get_compile_options(
         num_replicas=len(devices), num_partitions=1, device_assignment=np.array([[d.id] for d in devices]))
     # torch_xla's program (HLO) in the form that the compiler takes
-    began = time.time()
     with open(path, "rb") as f, mlir.make_ir_context():
         module = ir.Module.parse(xla_client._xla.mlir.hlo_to_stablehlo(f.read()))
         program = devices[0].client.compile(module, xla_client._xla.DeviceList(tuple(devices)), options)
-    seconds = time.time() - began
 
     # what the compiler says
     memory = program.get_compiled_memory_stats()
@@ -234,7 +214,6 @@ def compile_step(path, tpu_slice, batch_per_chip, flops):
         examples_per_sec=1e3 * batch_per_chip * tpu_slice.chips / milliseconds,
         tflop=flops / 1e12,
         arithmetic_ms=arithmetic_ms,
-        compile_s=seconds,
         arguments_gb=memory.argument_size_in_bytes / 1e9,
         temporaries_gb=memory.temp_size_in_bytes / 1e9,
         used_gb=used / 1e9,
@@ -244,28 +223,26 @@ def compile_step(path, tpu_slice, batch_per_chip, flops):
 # The text of a compiled program (HLO).
 
 def read_program(text):
-    """Returns {name: lines} of all computations of a program, and the name of the one where it starts."""
+    """Returns {name: text} of all computations of a program, and the name of the one where it starts."""
     computations = {}
     entry = None
-    # a computation begins with its name and parameters, one line each for what it does
-    for part in re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text):
-        header = re.match(r"(ENTRY )?%([\w.\-]+) \(", part)
-        if header:
-            computations[header[2]] = part.splitlines()[1:]
-            if header[1]:
-                entry = header[2]
+    pattern = r"^(ENTRY )?%([\w.\-]+) \((.*?)^}(?!\))"
+    for is_entry, name, body in re.findall(pattern, text, re.M | re.S):
+        computations[name] = body
+        if is_entry:
+            entry = name
     return computations, entry
 
 
 def estimated_cycles(computations, name):
     """Returns the cycles that the compiler estimates for a computation, all iterations of loops included."""
     total = 0
-    for line in computations[name]:
+    for line in computations[name].splitlines():
         cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
         if " while(" in line:
             # a loop counts up to the constant in its condition
             condition, body = re.search(r"condition=%([\w.\-]+), body=%([\w.\-]+)", line).groups()
-            constants = re.findall(r" = [su]32\[\]\S* constant\((\d+)\)", "\n".join(computations[condition]))
+            constants = re.findall(r" = [su]32\[\]\S* constant\((\d+)\)", computations[condition])
             iterations = max(map(int, constants), default=1)
             total += iterations * estimated_cycles(computations, body)
         elif cycles:

@@ -22,15 +22,12 @@ copies; kept: the most confident copy and step so far. All copies of the puzzle 
 on the latent after each step.
 """
 import contextlib
-import copy
 import json
 import math
 import os
 import sys
 import threading
-import urllib.parse
 import webbrowser
-from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -39,10 +36,9 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 # isort: off
 import solve
 from checkpoint import check_task
-from configurator import UserError, command, split_arguments
+from configurator import Settings, UserError, command, split_arguments
 from data import Dataset
-from device import open_device
-from evaluate import Evaluator, count_votes, elect, grid_of, surest_attempts, weights_of
+from evaluate import count_votes, elect, grid_of, surest_attempts, weights_of
 from prepare_arc import grid_of as grid_of_json
 from puzzles import (
     appearance, are_solutions, broken_cells, check_questions, crop, judged_by_rules, parse_question, text_of)
@@ -54,7 +50,13 @@ browser = True  # open the page in the browser
 
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "play.html")
 LARGEST_BODY = 20_000  # bytes of a request; the largest maze takes 4096
-LIMITS = {"steps": (1, 256), "copies": (1, 16), "noise": (0, 10), "seed": (0, 2 ** 31 - 1)}
+# the values of a request: type, smallest, largest
+LIMITS = {
+    "steps": (int, 1, 256),
+    "copies": (int, 1, 16),
+    "noise": (float, 0, 10),
+    "seed": (int, 0, 2 ** 31 - 1),
+}
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -67,11 +69,13 @@ HEADERS = {
 def main(argv):
     """Loads the model and serves the page until Ctrl-C."""
     settings, operands, train_arguments = split_arguments(__file__, argv)
+    # without a model, the one with the largest puzzles
     if not operands:
         tasks = solve.shipped_models()
-        operands = sorted(tasks, key=lambda path: (math.prod(tasks[path]["grid"]), path))[-1:]
+        operands = [max(tasks, key=lambda path: math.prod(tasks[path]["grid"]))]
     if len(operands) != 1:
         raise UserError("usage: python scripts/play.py MODEL, a file or a run's folder; see --help")
+    # the page, until Ctrl-C
     server = open_server(Game(operands[0], train_arguments), settings.port)
     address = f"http://127.0.0.1:{server.server_port}"
     print(f"{address} (Ctrl-C stops)", flush=True)
@@ -105,63 +109,58 @@ class Game:
     """
 
     def __init__(self, path, train_arguments):
-        saved = solve.read_saved(path, train_arguments)
-        self.path = path
-        self.training_step = saved.state.get("step", 0)
-        self.settings = settings = saved.settings
+        self.saved = solve.read_saved(path, train_arguments)
+        state = self.saved.state
+        settings = self.saved.settings
 
         # the test puzzles, tokens [n, cells]; models with attention take the grid of any dataset
-        self.inputs = []
-        self.labels = []
+        puzzles = {"inputs": [], "labels": []}
         task = {"kind": ""}
         cells = 0
-        if "puzzles" in saved.state:
-            self.inputs = saved.state["puzzles"]["inputs"].numpy()
-            self.labels = saved.state["puzzles"]["labels"].numpy()
+        if "puzzles" in state:
+            puzzles = {name: t.numpy() for name, t in state["puzzles"].items()}
         elif os.path.isdir(settings.data_path):
             test = Dataset(settings.data_path, "test")
-            check_task(saved.state, test, path)
-            self.inputs = test.inputs
-            self.labels = test.labels
+            check_task(state, test, path)
+            puzzles = vars(test)
             task = test.task
             cells = test.seq_len
-        self.task = task if task["kind"] else solve.task_of_model(saved, cells=cells)
+        self.task = task if task["kind"] else solve.task_of_model(self.saved, cells=cells)
         self.is_arc = self.task["kind"] == "arc"
         if self.is_arc:
-            self.train_data, self.test_data = solve.arc_datasets(saved)
-            self.inputs = self.test_data.inputs
+            self.train_data, self.test_data = solve.arc_datasets(self.saved)
+            puzzles = vars(self.test_data)
+        self.inputs = puzzles["inputs"]
+        self.labels = puzzles["labels"]
 
-        self.model = solve.build_model(saved, math.prod(self.task["grid"]))
-        self.depth = min(settings.eval_halt_max_steps or settings.halt_max_steps, LIMITS["steps"][1])
-        self.noise = float(min(settings.eval_noise, LIMITS["noise"][1]))
+        self.model = solve.build_model(self.saved, math.prod(self.task["grid"]))
         self.lock = threading.Lock()  # one request at a time uses the model
+        # what a request need not say
+        depth = settings.eval_halt_max_steps or settings.halt_max_steps
+        self.defaults = {"steps": min(depth, 256), "copies": 1, "noise": settings.eval_noise, "seed": 0}
 
     def describe(self):
         """Returns the run, for the page."""
         return {
-            "path": self.path,
+            "path": self.saved.path,
             "kind": self.task["kind"],
             "grid": self.task["grid"],
-            **asdict(appearance(self.task)),
-            "palette": solve.PALETTE,
-            "depth": self.depth,
-            "noise": self.noise,
+            **appearance(self.task)._asdict(),
+            "depth": self.defaults["steps"],
+            "noise": self.defaults["noise"],
             "parameters": sum(t.numel() for t in self.model.state_dict().values()),
-            "training_step": self.training_step,
+            "training_step": self.saved.state.get("step", 0),
             "puzzles": len(self.inputs),
         }
 
     def test_puzzle(self, index):
-        """Returns a test puzzle, for the page; index: as text. Raises UserError.
+        """Returns a test puzzle, for the page; index: as text. Raises UserError, or ValueError for no number.
 
         The answer is None if it is not known, or one of several right ones.
         """
-        try:
-            i = int(index)
-        except ValueError:
-            i = -1
+        i = int(index)
         if not 0 <= i < len(self.inputs):
-            raise UserError(f"index must be a number below {len(self.inputs)}, not {index[:20]!r}")
+            raise UserError(f"index must be a number below {len(self.inputs)}, not {i}")
         if self.is_arc:
             return self.arc_puzzle(i)
         labels = self.labels[i]
@@ -191,36 +190,33 @@ class Game:
 
         The question is tokens [cells], for ARC the name of a task and a grid. Raises UserError.
         """
-        warning = ""
+        values = {}
+        # a KeyError, TypeError or ValueError if the request is not as it must be
         try:
-            request = json.loads(body)
-            text = request.pop("question")
+            request = self.defaults | json.loads(body)
+            text = request["question"]
             if self.is_arc:
-                question = request.pop("task"), grid_of_json(text)
+                question = request["task"], grid_of_json(text)
             else:
                 task, question = parse_question(self.task, text + "")
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            for name, (convert, _, _) in LIMITS.items():
+                values[name] = convert(request[name])
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
             raise UserError('the request is not JSON, as {"question": "..."}') from None
+        # its values
+        for name, (_, low, high) in LIMITS.items():
+            if not low <= values[name] <= high:
+                raise UserError(f"{name} must be a number from {low} to {high}")
 
-        # the question, and the values
-        cells = math.prod(self.task["grid"])
+        # the question
         if self.is_arc:
             solve.group_of(self.train_data, question[0])
             if max(question[1].shape) > self.train_data.side:
                 raise UserError(f"the grid has a side over {self.train_data.side}")
-        elif len(question) != cells:
-            raise UserError(f"the question has {len(question)} cells, not {cells}")
-        values = {"steps": self.depth, "copies": 1, "noise": self.noise, "seed": 0} | request
-        for name, value in values.items():
-            if name not in LIMITS:
-                raise UserError(f"unknown field {name[:20]!r}: known are question, {', '.join(LIMITS)}")
-            low, high = LIMITS[name]
-            types = (int, float) if name == "noise" else (int,)
-            if type(value) not in types or not low <= value <= high:
-                raise UserError(f"{name} must be a number from {low} to {high}")
-        if not self.is_arc:
-            warning = check_questions(task, question[None], [""])
-        return question, warning, values
+            return question, "", values
+        if task["grid"] != self.task["grid"]:
+            raise UserError(f"the question has {len(question)} cells, not {math.prod(self.task['grid'])}")
+        return question, check_questions(task, question[None], [""]), values
 
     def solve(self, question, steps, copies, noise, seed):
         """Yields a dict for the page after each step.
@@ -229,17 +225,13 @@ class Game:
             question: as parse_request returns it.
             steps, copies, noise, seed: as in LIMITS.
         """
-        settings = copy.copy(self.settings)
-        settings.eval_halt_max_steps = steps
-        settings.eval_rollouts = copies
-        settings.eval_noise = noise
-        settings.seed = seed
-        if self.is_arc:
-            with self.lock:
-                yield from self.solve_arc(settings, *question)
-            return
-        questions = question[None].repeat(copies, axis=0)
+        # the run's settings but for those of the request
+        changed = dict(eval_halt_max_steps=steps, eval_rollouts=copies, eval_noise=noise, seed=seed)
+        settings = Settings(**vars(self.saved.settings) | changed)
         with self.lock:
+            if self.is_arc:
+                yield from self.solve_arc(settings, *question)
+                return
             for results in solve.watch(settings, self.model, question):
                 # the answers, and which is the most confident one so far
                 answers = results["preds"]
@@ -247,18 +239,15 @@ class Game:
                 line = {
                     "answers": [text_of(self.task, answer) for answer in answers],
                     "sure": solve.sigmoid(results["q_halt_logits"]).round(4).tolist(),
-                    "broken": None,  # the rules are not known
-                    "solved": None,
                     "kept": [kept_copy, int(results["surest_steps"][kept_copy])],
                 }
 
-                # by the rules
-                broken = broken_cells(self.task, questions, answers)
+                # by the rules, if they are known
+                broken = broken_cells(self.task, question[None], answers)
                 if broken is not None:
                     line["broken"] = [np.flatnonzero(cells).tolist() for cells in broken]
-                    line["solved"] = are_solutions(self.task, questions, answers).tolist()
+                    line["solved"] = are_solutions(self.task, question[None], answers).tolist()
                 yield line
-
 
     def solve_arc(self, settings, name, grid):
         """Yields a dict for the page after each step.
@@ -268,13 +257,15 @@ class Game:
             name: of the task.
             grid: its test input.
         """
+        # each version of the task is a sequence of one batch
         data = solve.choose_versions(self.train_data, name, [(grid, grid)], settings.eval_rollouts)
         n = len(data)
         settings.eval_rollouts = 1
-        evaluator = Evaluator(settings, self.model, open_device("cpu", settings), n)
+        evaluator = solve.evaluator_of(settings, self.model, n)
         batch = data.test_batch(range(n), n)
         for step, results in enumerate(evaluator.watch(*weights_of(self.model), batch), 1):
             answers = results["preds"]
+            # what the versions answer, turned back
             votes = count_votes(data, range(n), answers, results["q_halt_logits"])[0, 0]
             yield {
                 "answers": [crop(answers[0], data.side).tolist()],  # the first version is the original
@@ -287,10 +278,6 @@ class Game:
 # ---------------------------------------------------------------------------------------------------------
 # The server
 
-class RequestError(Exception):
-    """A request that is refused: RequestError(HTTP status, message)."""
-
-
 class Handler(BaseHTTPRequestHandler):
     timeout = 30  # seconds that a client may keep a thread waiting
     server_version = "play"
@@ -300,65 +287,56 @@ class Handler(BaseHTTPRequestHandler):
         with contextlib.suppress(ConnectionError):  # the page was closed, or asked for something else
             super().handle()
 
-    def do_GET(self):
-        try:
-            self.check_host()
-            url = urllib.parse.urlsplit(self.path)
-            if url.path == "/":
-                with open(PAGE, "rb") as f:
-                    self.reply(200, "text/html; charset=utf-8", f.read())
-            elif url.path == "/api/run":
-                self.reply_json(200, self.server.game.describe())
-            elif url.path == "/api/puzzle":
-                self.reply_json(200, self.server.game.test_puzzle(url.query.removeprefix("index=")))
-            else:
-                raise RequestError(404, "no such page")
-        except (RequestError, UserError, ValueError) as e:
-            self.reply_error(e)
-
-    def do_POST(self):
-        # a page of another site may send requests here, but not hide where they are from
+    def answer(self):
+        """Answers a request. What is wrong with it gets status 400 and {"error": ...}."""
+        game = self.server.game
         try:
             body = self.read_body()
-            self.check_host()
-            origin = self.headers.get("Origin")
-            if origin is not None and origin.removeprefix("http://") not in self.own_hosts():
-                raise RequestError(403, "requests from pages of other sites are refused")
-            if self.path != "/api/solve":
-                raise RequestError(404, "no such page")
-            question, warning, values = self.server.game.parse_request(body)
-        except (RequestError, UserError, ValueError) as e:
-            self.reply_error(e)
-            return
+            self.check_origin()
+            path, _, index = self.path.partition("?index=")
+            if path == "/":
+                with open(PAGE, "rb") as f:
+                    self.reply(200, "text/html; charset=utf-8", f.read())
+            elif path == "/api/run":
+                self.reply_json(200, game.describe())
+            elif path == "/api/puzzle":
+                self.reply_json(200, game.test_puzzle(index))
+            elif path == "/api/solve":
+                question, warning, values = game.parse_request(body)
+                self.stream(values | {"warning": warning}, game.solve(question, **values))
+            else:
+                raise UserError("no such page")
+        except (UserError, ValueError) as e:
+            self.reply_json(400, {"error": " ".join(str(e).splitlines())})
 
-        # a line for the request, and one for each step
-        with contextlib.closing(self.server.game.solve(question, **values)) as lines:  # releases the model
-            self.reply(200, "application/x-ndjson", json_line(values | {"warning": warning}))
-            for line in lines:
-                self.wfile.write(json_line(line))
-
-    def own_hosts(self):
-        """Returns the names of this server; clients leave out port 80."""
-        names = ["127.0.0.1", "localhost"]
-        port = self.server.server_port
-        return [f"{name}:{port}" for name in names] + (names if port == 80 else [])
-
-    def check_host(self):
-        """Refuses other names of this address: a page of another site may have pointed its own name here."""
-        hosts = self.headers.get_all("Host", [])
-        if len(hosts) != 1 or hosts[0].lower() not in self.own_hosts():
-            raise RequestError(403, f"the Host must be {self.own_hosts()[0]}")
+    do_GET = answer
+    do_POST = answer
 
     def read_body(self):
-        # a length that is a plain number, and not too large
-        length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdecimal()):
-            raise RequestError(411, "the request needs a Content-Length")
-        length = int(length[:20])
+        length = int(self.headers.get("Content-Length", 0))
         body = self.rfile.read(min(length, 50 * LARGEST_BODY))  # many clients send all before they read
         if length > LARGEST_BODY:
-            raise RequestError(413, f"the request has more than {LARGEST_BODY} bytes")
+            raise UserError(f"the request has more than {LARGEST_BODY} bytes")
         return body
+
+    def check_origin(self):
+        """Raises UserError for requests of other sites' pages, which cannot hide where they are from."""
+        # a page of another site may have pointed its own name here
+        port = self.server.server_port
+        own_hosts = [f"127.0.0.1:{port}", f"localhost:{port}"]
+        if self.headers.get("Host") not in own_hosts:
+            raise UserError(f"the Host must be {own_hosts[0]}")
+        # or may send requests to this address
+        origin = self.headers.get("Origin")
+        if origin is not None and origin.removeprefix("http://") not in own_hosts:
+            raise UserError("requests from pages of other sites are refused")
+
+    def stream(self, first, lines):
+        """Sends a line for the request, and one for each step."""
+        with contextlib.closing(lines):  # releases the model
+            self.reply(200, "application/x-ndjson", json_line(first))
+            for line in lines:
+                self.wfile.write(json_line(line))
 
     def reply(self, status, content_type, body):
         self.send_response(status)
@@ -369,10 +347,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def reply_json(self, status, value):
         self.reply(status, "application/json", json_line(value))
-
-    def reply_error(self, error):
-        status, message = error.args if isinstance(error, RequestError) else (400, str(error))
-        self.reply_json(status, {"error": " ".join(message.splitlines())})
 
     def log_message(self, *args):
         """No line for each request."""

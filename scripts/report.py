@@ -5,8 +5,9 @@
     python scripts/report.py pulled --out_dir=out/pulled  what was downloaded from a bucket
 
 Writes out_dir/report.md, its PNGs, and results.json with the numbers of each complete run. A run is a folder
-with metrics.jsonl, ckpt_*.json and log.txt. Runs that are missing, unfinished or damaged are named. Runs that
+with metrics.jsonl, ckpt_*.json and log.txt. Runs that are unfinished or damaged are named. Runs that
 differ only in their seed are one setting. A run of another group with the same settings is one more seed.
+It needs matplotlib and scipy.
 """
 import json
 import math
@@ -16,28 +17,23 @@ import re
 import sys
 from dataclasses import dataclass
 
+import matplotlib
 import numpy as np
+from scipy.optimize import curve_fit
+from scipy.stats import ttest_ind
 
-try:
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from scipy.optimize import curve_fit
-    from scipy.stats import ttest_ind
-except ImportError:
-    plt = None  # main raises an error
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-from sweep import RUN_SETTINGS
-
-from configurator import UserError, command, configure
+from configurator import UserError, command, configure, split_arguments
 from data import read_metrics, saved_settings
+from train import RUN_SETTINGS
 
 # input and output; arguments without a dash are folders to read
 out_dir = "out/report"  # report.md and its pictures
-configs = "config/study"  # a file for each run that the study should have
-target = 85.0  # percent of the test puzzles, for the steps, the time and the data needed to reach it
+target = 85.0  # percent of the test puzzles, for the steps and the time needed to reach it
 # ---
 
 STUDY = "out/study"
@@ -50,33 +46,27 @@ class Group:
     question: str
     x: str = ""  # abscissa of its panels; "": the settings' names
     panels: tuple = ("accuracy",)  # ordinates, a panel each; the learning curves follow
-    columns: tuple = ()  # of its table, besides x, panels and COLUMNS
 
 
 GROUPS = (
-    Group("exp01", "How does accuracy grow with parameters, and where does it saturate?", "parameters",
-          columns=("per_hour",)),
-    Group("exp02a", "Does more effective depth, by L_cycles, help, and does it overfit?", "depth",
-          columns=("gap", "speed")),
-    Group("exp02b", "At equal effective depth, are H_cycles worth more than L_cycles?", "depth",
-          columns=("gap", "speed")),
-    Group("exp03", "Can recursion replace layers?", columns=("parameters", "speed")),
+    Group("exp01", "How does accuracy grow with parameters, and where does it saturate?", "parameters"),
+    Group("exp02a", "Does more effective depth, by L_cycles, help, and does it overfit?", "depth"),
+    Group("exp02b", "At equal effective depth, are H_cycles worth more than L_cycles?", "depth"),
+    Group("exp03", "Can recursion replace layers?"),
     Group("exp04a", "How few training puzzles are enough?", "puzzles", ("accuracy", "gap")),
     Group("exp04b", "Can augmented copies replace data?", "copies", ("accuracy", "gap")),
-    Group("exp05", "What does accuracy cost at inference?", "halt_max_steps", ("accuracy", "halting"),
-          ("saved",)),
+    Group("exp05", "What does accuracy cost at inference?", "halt_max_steps", ("accuracy", "halting")),
     Group("exp06", "Up to which size does a larger batch save steps and gain throughput?",
-          "global_batch_size", ("accuracy", "speed"), ("steps_to",)),
-    Group("exp07", "Which precision is enough?", columns=("speed",)),
+          "global_batch_size", ("accuracy", "speed")),
+    Group("exp07", "Which precision is enough?"),
     Group("exp08", "Does the average of the weights help, and at which rate?"),
-    Group("exp09", "Which optimizer?", columns=("steps_to", "speed")),
-    Group("exp10", "Which learning rate, and does decaying it help?", columns=("steps_to",)),
-    Group("contrib01", "Does a curriculum of growing depth reach the target sooner?",
-          columns=("steps_to", "hours_to")),
+    Group("exp09", "Which optimizer?"),
+    Group("exp10", "Which learning rate, and does decaying it help?"),
+    Group("contrib01", "Does a curriculum of growing depth reach the target sooner?"),
     Group("contrib02", "Does exploration that decays over the run lead to earlier halting?",
-          panels=("accuracy", "halting"), columns=("saved",)),
+          panels=("accuracy", "halting")),
+    Group("", "How do the other runs compare?"),
 )
-OTHERS = Group("", "How do these runs compare?", columns=("parameters", "speed"))
 # The numbers of a run, with their units.
 VALUES = {
     "accuracy": "test puzzles solved (%)",
@@ -87,7 +77,6 @@ VALUES = {
     "depth": "effective depth (layers per supervision step)",
     "speed": "throughput (examples/s)",
     "hours": "training time (hours)",
-    "per_hour": "accuracy per parameter-hour (% / (million hours))",
     "halting": "mean halting step in training",
     "saved": "supervision steps saved by halting (%)",
     "steps_to": "steps to the target",
@@ -99,7 +88,9 @@ VALUES = {
     "pflop": "training arithmetic (PFLOP)",
 }
 LOGARITHMIC = "parameters", "puzzles", "copies", "global_batch_size"
-COLUMNS = "surest", "train", "pflop", "hours"  # of each table
+# the columns of each table, after accuracy, x and the panels
+COLUMNS = (
+    "surest", "train", "gap", "parameters", "speed", "saved", "steps_to", "hours_to", "pflop", "hours")
 EXPLANATION = """Accuracy is the share of test puzzles solved in the final evaluation, by each puzzle's last
 answer (with eval_patience, one that repeats); the surest is that of the step where q_halt was highest.
 Training values are means over the last tenth of the run, of the weights and not of their average. Time is
@@ -116,14 +107,12 @@ class Run:
     settings: str = ""  # those that can change its result, but for the seed, as JSON
     seed: int = 0
     values: dict = None  # {key of VALUES: number}, if it is complete
-    steps: tuple = ()  # of its evaluations
-    pflop: tuple = ()  # until each of them
-    accuracy: tuple = ()  # of each of them, in percent
-    hardware: str = "unknown"
+    evaluations: dict = None  # {step: percent of the test puzzles solved}
+    hardware: tuple = ()  # a run may move between machines
 
     @property
     def group(self):
-        return next((group for group in GROUPS if self.name.startswith(group.prefix)), OTHERS)
+        return next(group for group in GROUPS if self.name.startswith(group.prefix))
 
 
 @dataclass
@@ -141,98 +130,106 @@ class Setting:
 
     def deviation(self, key):
         """Returns the standard deviation over seeds, 0 if there is one."""
-        return np.std(self.values(key), ddof=1) if len(self.runs) > 1 else 0.0
+        return np.std(self.values(key), ddof=min(1, len(self.runs) - 1))
 
 
 def main(argv):
-    """Reads the runs, writes report.md and its pictures, and prints what is missing."""
-    # arguments with a dash are settings, all others folders
-    settings = configure(__file__, [argument for argument in argv if argument.startswith("-")])
-    if not plt:
-        raise UserError("matplotlib or scipy is missing: pip install matplotlib scipy")
-    folders = find_runs([argument for argument in argv if not argument.startswith("-")] or [STUDY])
-    runs = [read_run(folder, settings.target) for folder in folders]
-    # If some runs are of the study, those of its runs without a folder are missing.
-    if any(run.group is not OTHERS for run in runs):
-        names = {run.name for run in runs}
-        planned = sorted(path.stem for path in pathlib.Path(settings.configs).glob("*.py"))
-        runs += [Run(name, "missing") for name in planned if name not in names]
+    """Reads the runs, writes report.md and its pictures, and prints what is not complete."""
+    settings, folders, unknown = split_arguments(__file__, argv)
+    configure(__file__, unknown)  # raises UserError for the first
+    runs = []
+    for folder in find_runs(folders or [STUDY]):
+        runs.append(read_run(folder, settings.target))
     complete = [run for run in runs if not run.problem]
-    hardware = sorted({run.hardware for run in complete})
-    os.makedirs(settings.out_dir, exist_ok=True)
+    status = [f"- {len(complete)} of {len(runs)} runs are complete"]
+    hardware = set()
+    for run in runs:
+        hardware.update(run.hardware)
+        if run.problem:
+            status.append(f"- {run.name}: {run.problem}")
 
     # report.md has the status of the runs, then a section for each group
-    status = status_table(runs)
-    lines = ["# Report", "", EXPLANATION, "", f"Hardware: {'; '.join(hardware)}.", "", *status, ""]
-    for group in (*GROUPS, OTHERS):
-        lines += section(group, runs, settings)
-    path = pathlib.Path(settings.out_dir, "report.md")
-    path.write_text("\n".join(lines), encoding="utf-8")
+    out_dir = pathlib.Path(settings.out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    lines = ["# Report", "", EXPLANATION, "", f"Hardware: {'; '.join(sorted(hardware))}.", "", *status, ""]
+    for group in GROUPS:
+        compared = settings_of(group, complete)
+        if compared:
+            lines += section(group, compared, out_dir)
+    (out_dir / "report.md").write_text("\n".join(lines), encoding="utf-8")
 
-    # results.json has a line for each run.
-    results = ",\n".join(json.dumps(run_numbers(run)) for run in complete)
-    pathlib.Path(settings.out_dir, "results.json").write_text(f"[\n{results}\n]\n")
-    print(*status, f"wrote {path}: {len(complete)} of {len(runs)} runs are complete", sep="\n")
+    # results.json has the numbers that are known
+    results = []
+    for run in complete:
+        known = {key: value for key, value in run.values.items() if not math.isnan(value)}
+        results.append(dict(name=run.name, seed=run.seed, **known, evaluations=run.evaluations))
+    (out_dir / "results.json").write_text(json.dumps(results, indent=1))
+    print(*status, f"wrote {out_dir}/report.md", sep="\n")
 
 
 # Reading.
 
 def find_runs(paths):
     """Returns the folders with a metrics.jsonl in paths or below. Raises UserError."""
-    folders = []
+    files = []
     for path in paths:
-        files = sorted(pathlib.Path(path).rglob("metrics.jsonl"))
-        if not files:
+        found = sorted(pathlib.Path(path).rglob("metrics.jsonl"))
+        if not found:
             raise UserError(f"{path}: no run (a folder with metrics.jsonl) there")
-        folders += [file.parent for file in files]
-    return list(dict.fromkeys(folders))
+        files += found
+    return list(dict.fromkeys(file.parent for file in files))
 
 
 def read_run(folder, target):
     """Returns the Run in a folder. A damaged file costs the run its numbers, and is the problem."""
     name = folder.absolute().name
     try:
-        return read_files(folder, name, target)
+        lines = read_metrics(folder / "metrics.jsonl")
+        if not lines or "final" not in lines[-1]:
+            return Run(name, "unfinished")
+        settings = saved_settings(folder.glob("ckpt_*.json"), pathlib.Path.read_bytes)
+        log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+        values, evaluations = read_values(lines, settings, log, target)
+        hardware = tuple(re.findall(r"cores, (\d+ x .*?); settings", log))
+        seed = settings.pop("seed")
     except Exception as e:
         return Run(name, f"damaged: {type(e).__name__}: {e}"[:200])
 
+    # what tells this run from others
+    for key in (*RUN_SETTINGS, "data_prepare"):
+        settings.pop(key, None)
+    return Run(name, "", json.dumps(settings, sort_keys=True), seed, values, evaluations, hardware)
 
-def read_files(folder, name, target):
-    """Returns the Run in a folder. Raises some exception if a file is damaged."""
-    # Lines that a crash has cut or glued together are left out.
-    lines = read_metrics(folder / "metrics.jsonl")
+
+def read_values(lines, settings, log, target):
+    """Returns the numbers of a run, {key of VALUES: number}, and its accuracy in percent, {step: number}.
+
+    Args:
+        lines: of its metrics.jsonl.
+        settings: its own.
+        log: the text of its log.txt.
+        target: percent of the test puzzles.
+    """
     trained = [line for line in lines if "perf/step_time" in line]
     evaluated = [line for line in lines if "eval/exact_accuracy" in line]
 
-    # Only a complete run has numbers.
-    settings = saved_settings(folder.glob("ckpt_*.json"), pathlib.Path.read_bytes)
-    if not lines or "final" not in lines[-1]:
-        return Run(name, "unfinished")
-    if not settings:
-        return Run(name, "no ckpt_*.json with its settings")
-
-    # What training had cost at each evaluation. Each line has the means of the steps since the line before.
-    logged_steps = [0, *column(trained, "step")]
+    # what training had cost at each line, which has the means of the steps since the line before
+    logged_steps = np.append(0, column(trained, "step"))
     seconds = np.diff(logged_steps) * column(trained, "perf/step_time")
-    hours = np.cumsum([0, *seconds / 3600])
-    logged_pflop = np.cumsum([0, *seconds * column(trained, "perf/tflops") / 1000])
+    hours = np.append(0, seconds.cumsum() / 3600)
     steps = column(evaluated, "step")
-    pflop = np.interp(steps, logged_steps, logged_pflop)
     accuracy = 100 * column(evaluated, "eval/exact_accuracy")
+    steps_to = crossing(steps, accuracy, target)
 
-    # Means over the last tenth of the run.
+    # means over the last tenth of the run
     tail = [line for line in trained if line["step"] > 0.9 * trained[-1]["step"]]
-    train = 100 * np.mean(column(tail, "train/exact_accuracy"))
-    halting = np.mean(column(tail, "train/steps"))
+    train = 100 * column(tail, "train/exact_accuracy").mean()
+    halting = column(tail, "train/steps").mean()
 
-    # The size of the model and of the data. A resumed run repeats this line.
-    log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
-    pattern = r"^([\d,]+) parameters; ([\d,]+) training examples of ([\d,]+) puzzles"
-    counts = [float(text.replace(",", "")) for text in re.findall(pattern, log, re.M)[-1]]
-    parameters, examples, puzzles = counts
-
-    # what it reached, and what that took
-    steps_to = crossing([0, *steps], [0, *accuracy], target)
+    # the size of the model and of the data; a resumed run repeats this line
+    pattern = r"^(\d+) parameters; (\d+) training examples of (\d+) puzzles"
+    counts = re.findall(pattern, log.replace(",", ""), re.M)[-1]
+    parameters, examples, puzzles = map(float, counts)
     values = dict(
         accuracy=accuracy[-1],
         surest=100 * lines[-1]["eval/surest_accuracy"],
@@ -242,7 +239,6 @@ def read_files(folder, name, target):
         depth=settings["H_cycles"] * (settings["L_cycles"] + 1) * settings["L_layers"],
         speed=np.median(column(trained, "perf/examples_per_sec")),
         hours=hours[-1],
-        per_hour=1e6 * accuracy[-1] / parameters / hours[-1],
         halting=halting,
         saved=100 * (1 - halting / settings["halt_max_steps"]),
         steps_to=steps_to,
@@ -251,15 +247,9 @@ def read_files(folder, name, target):
         copies=examples / puzzles - 1,
         global_batch_size=settings["global_batch_size"],
         halt_max_steps=settings["halt_max_steps"],
-        pflop=pflop[-1],
+        pflop=(seconds * column(trained, "perf/tflops")).sum() / 1000,
     )
-    # What tells this run from others. A run may have moved between machines.
-    hardware = "; ".join(dict.fromkeys(re.findall(r"cores, (\d+ x .*?); settings", log)))
-    seed = settings.pop("seed")
-    for key in (*RUN_SETTINGS, "data_prepare"):
-        settings.pop(key, None)
-    settings = json.dumps(settings, sort_keys=True)
-    return Run(name, "", settings, seed, values, steps, pflop, accuracy, hardware)
+    return values, dict(zip(steps.astype(int).tolist(), accuracy.tolist()))
 
 
 def column(lines, key):
@@ -267,43 +257,31 @@ def column(lines, key):
     return np.array([line[key] for line in lines], dtype=float)
 
 
-def crossing(x, y, level):
-    """Returns the interpolated x at which y first rises to level, or nan. x rises."""
-    for i in range(1, len(y)):
-        if y[i - 1] < level <= y[i]:
-            return np.interp(level, y[i - 1:i + 1], x[i - 1:i + 1])
-    return math.nan
-
-
-def run_numbers(run):
-    """Returns what results.json has of a run: its seed, the numbers that are known, accuracy by step."""
-    known = {key: value for key, value in run.values.items() if not math.isnan(value)}
-    evaluations = dict(zip(run.steps.astype(int).tolist(), run.accuracy.tolist()))
-    return dict(name=run.name, seed=run.seed, **known, evaluations=evaluations)
+def crossing(steps, accuracy, level):
+    """Returns the step at which accuracy, which is 0 at step 0, first rises to a level; nan if never."""
+    reached = np.flatnonzero(accuracy >= level)
+    if not len(reached):
+        return math.nan
+    around = slice(reached[0], reached[0] + 2)
+    return np.interp(level, np.append(0, accuracy)[around], np.append(0, steps)[around])
 
 
 # Comparing.
 
 def settings_of(group, runs):
-    """Returns the Settings of a group's complete runs, by x. Runs of other groups add seeds."""
-    complete = [run for run in runs if run.group is not OTHERS or group is OTHERS]
-    complete = [run for run in complete if not run.problem]
-    complete.sort(key=lambda run: run.group is not group)
-
+    """Returns the Settings of a group, by x; runs: all that are complete. Those of other groups add seeds."""
     # {settings: {seed: run}}; of two runs with one seed the group's own counts
     by_settings = {}
-    for run in complete:
-        if run.group is group:
-            by_settings.setdefault(run.settings, {})
-        if run.settings in by_settings:
-            by_settings[run.settings].setdefault(run.seed, run)
+    for run in sorted(runs, key=lambda run: run.group is not group):
+        by_seed = by_settings.setdefault(run.settings, {})
+        by_seed.setdefault(run.seed, run)
 
-    # A setting is named by the group's own runs.
+    # a setting is named by the group's own runs
     settings = []
     for by_seed in by_settings.values():
-        same = [*by_seed.values()]
-        names = dict.fromkeys(run.name for run in same if run.group is group)
-        settings.append(Setting(", ".join(names), same))
+        names = dict.fromkeys(run.name for run in by_seed.values() if run.group is group)
+        if names:
+            settings.append(Setting(", ".join(names), list(by_seed.values())))
     if group.x:
         settings.sort(key=lambda setting: setting.mean(group.x))
     return settings
@@ -340,43 +318,23 @@ def power_law(x, a, b, c):
 
 # Writing.
 
-def status_table(runs):
-    """Returns Markdown lines: how many runs of each group are complete, and what all others lack."""
-    lines = ["| group | complete | not complete |", "|---|---|---|"]
-    for group in (*GROUPS, OTHERS):
-        own = [run for run in runs if run.group is group]
-        problems = [f"{run.name}: {run.problem}" for run in own if run.problem]
-        if own:
-            complete = len(own) - len(problems)
-            lines.append(f"| {group.prefix or 'others'} | {complete} | {'; '.join(problems) or '-'} |")
-    return lines
-
-
-def section(group, runs, settings):
-    """Draws a group's picture; returns its Markdown lines, [] without runs.
+def section(group, settings, out_dir):
+    """Draws a group's picture; returns its Markdown lines.
 
     Args:
         group: the Group.
-        runs: of all groups.
-        settings: report.py's.
+        settings: its Settings.
+        out_dir: folder of the picture.
     """
-    compared = settings_of(group, runs)
-    if not compared:
-        return []
     name = group.prefix or "runs"
-    lines = [f"## {name}: {group.question}", "", *table(group, compared), ""]
+    lines = [f"## {name}: {group.question}", "", *table(group, settings), ""]
     law = None
     if group.x == "parameters":
-        parameters = np.concatenate([setting.values("parameters") for setting in compared])
-        accuracy = np.concatenate([setting.values("accuracy") for setting in compared])
+        parameters = np.concatenate([setting.values("parameters") for setting in settings])
+        accuracy = np.concatenate([setting.values("accuracy") for setting in settings])
         law = fit_power_law(parameters, accuracy)
         lines += [law_sentence(law), ""]
-    if group.x == "puzzles":
-        log_puzzles = [math.log(setting.mean("puzzles")) for setting in compared]
-        accuracy = [setting.mean("accuracy") for setting in compared]
-        puzzles = math.exp(crossing(log_puzzles, accuracy, settings.target))
-        lines += [f"Puzzles for {settings.target:g}%, interpolated between runs: {digits(puzzles)}.", ""]
-    plot_group(group, compared, law, f"{settings.out_dir}/{name}.png")
+    plot_group(group, settings, law, out_dir / f"{name}.png")
     return [*lines, f"![{group.question}]({name}.png)", ""]
 
 
@@ -393,11 +351,11 @@ def table(group, settings):
     """Returns Markdown lines: a row for each setting, mean ± deviation over seeds, - if not known."""
     # The setting with the most seeds is the one that all others are compared with.
     base = max(settings, key=lambda setting: len(setting.runs))
-    keys = [key for key in ("accuracy", group.x, *group.panels, *group.columns, *COLUMNS) if key]
-    keys = [*dict.fromkeys(keys)]  # each once
+    keys = dict.fromkeys(["accuracy", group.x, *group.panels, *COLUMNS])
+    keys.pop("", None)
 
     # one row for each setting
-    titles = ["setting", "seeds", f"points against {base.label}", *(VALUES[key] for key in keys)]
+    titles = ["setting", "seeds", f"points against {base.label}", *map(VALUES.get, keys)]
     rows = [titles, ["---"] * len(titles)]
     for setting in settings:
         row = [setting.label, str(len(setting.runs)), difference_of(setting, base)]
@@ -407,7 +365,7 @@ def table(group, settings):
                 cell += f" ± {digits(setting.deviation(key))}"
             row.append(cell)
         rows.append(row)
-    return [f"| {' | '.join(row)} |" for row in rows]
+    return ["| " + " | ".join(row) + " |" for row in rows]
 
 
 def digits(value):
@@ -428,38 +386,30 @@ def plot_group(group, settings, law, path):
         law: as fit_power_law returns it.
         path: of the picture.
     """
-    # the panels: a point for each setting, with its deviation over seeds
     count = len(group.panels) + 1
     fig, axes = plt.subplots(1, count, figsize=(4.5 * count, 4.5), layout="constrained")
+    for i, setting in enumerate(settings):
+        # a point in each panel, with its deviation over seeds; a learning curve for each seed
+        x = setting.mean(group.x) if group.x else setting.label
+        for key, ax in zip(group.panels, axes):
+            ax.errorbar(x, setting.mean(key), setting.deviation(key), fmt="o", capsize=3, color=f"C{i}",
+                        label=setting.label)
+        for run in setting.runs:
+            axes[-1].plot(list(run.evaluations), list(run.evaluations.values()), color=f"C{i}")
+
+    # the axes
     for key, ax in zip(group.panels, axes):
-        x = [setting.mean(group.x) if group.x else setting.label for setting in settings]
-        means = [setting.mean(key) for setting in settings]
-        deviations = [setting.deviation(key) for setting in settings]
-        ax.errorbar(x, means, deviations, fmt="o:", capsize=3, label=group.prefix or "runs")
-        ax.set_xlabel(VALUES.get(group.x, ""))
-        ax.set_ylabel(VALUES[key])
+        ax.set(xlabel=VALUES.get(group.x, ""), ylabel=VALUES[key])
         ax.tick_params("x", rotation=30)
         if group.x in LOGARITHMIC:
             ax.set_xscale("log")
+    axes[-1].set(xlabel="step", ylabel=VALUES["accuracy"])
+
     # the fitted law, over the width of its panel
     if law:
         x = np.geomspace(*axes[0].get_xlim(), 200)
         axes[0].plot(x, power_law(x, *law[0]), "k--", label="a - b * n^-c")
-
-    # the learning curves: a colour for each setting, a line for each seed
-    ax = axes[-1]
-    for i, setting in enumerate(settings):
-        label = f"{setting.label} ({len(setting.runs)})"
-        for run in setting.runs:
-            ax.plot(run.pflop, run.accuracy, color=f"C{i}", label=label)
-            label = None  # once in the legend
-    ax.set_xlabel(VALUES["pflop"])
-    ax.set_ylabel(VALUES["accuracy"])
-
-    # what all panels have
-    for ax in axes:
-        ax.grid(color="0.9")
-        ax.legend(fontsize="small")
+    axes[0].legend(fontsize="small")
     fig.suptitle(group.question)
     fig.savefig(path, dpi=110)
     plt.close(fig)

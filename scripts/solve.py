@@ -10,31 +10,30 @@
 
 A puzzle is a line, a file, or stdin (if left out, or -), in one line or in several. A Sudoku has digits with
 . or 0 for an empty cell, a maze "# SG" (wall, open, start, goal), others the symbols of their dataset. A
-.csv or .jsonl file, also .gz, has a puzzle a row, in the column question, and may have the right answers in
-the column answer. A puzzle that begins with - must be in a file.
+.csv or .jsonl file, also .gz, has a puzzle a row, in the column question. The rules of Sudoku and mazes judge
+the answers. A puzzle that begins with - must be in a file.
 
 The script keeps the most confident answer: of all supervision steps, and of several attempts with noise
 (eval_rollouts). The model is a file of train.py's --export, a run's folder or a checkpoint. They contain its
 settings and say what it solves. An official checkpoint needs the settings that differ from train.py's, as
-config files or flags; what it solves is read from its dataset's manifest.json, or told by its sizes. The
-model runs on the CPU as in train.py's evaluation: averaged weights, forward_dtype (float32 for a file of
---export), full depth.
+config files or flags; its sizes tell whether it solves Sudoku or mazes. The model runs on the CPU as in
+train.py's evaluation: averaged weights, forward_dtype (float32 for a file of --export), full depth.
 
 ARC needs the dataset of the run, which knows the versions of each task. They vote, as in train.py's
 evaluation. Many tasks are a folder with a .json file for each, or a .json file like Kaggle's. If the dataset
 only trains on a task, the task's last pair is its test pair.
 """
-import codecs
 import copy
 import csv
 import glob
-import importlib.util
 import io
 import json
 import math
 import os
+import re
 import sys
 import zipfile
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -47,7 +46,7 @@ sys.path.insert(0, ROOT)
 import train
 from checkpoint import load_weights, newest_checkpoint, read_checkpoint
 from configurator import Settings, UserError, command, configure, split_arguments
-from data import Dataset, Progress, read_json, replacing
+from data import Dataset, Progress, replacing
 from device import open_device
 from evaluate import (
     Evaluator, Queue, count_votes, elect, grid_of, noise_keys, submission, surest_answers, surest_attempts,
@@ -56,12 +55,12 @@ from prepare import csv_rows
 from prepare_arc import read_folder, read_object
 from prepare_arc import task_of as arc_task_of
 from puzzles import (
-    IGNORE_LABEL, appearance, are_solutions, broken_cells, check_questions, given_cells, guess_task,
-    is_correct, judged_by_rules, parse_question, side_by_side, task_of, text_of, tokens_of, verdict)
+    ARC, BOXES, MAZE, appearance, arc_task, are_solutions, broken_cells, canvas,
+    check_questions, maze_task, parse_question, side_by_side, sudoku_task, text_of, verdict)
 
 # output
 steps = False  # show the answers after several supervision steps, and how sure the halting head is
-plot = ""  # draw the answers of --steps: FILE.png, or FILE.gif with a frame for each step
+plot = ""  # draw them: FILE.png, or FILE.gif with a frame for each step; needs matplotlib
 output = ""  # write the answers of a .csv to this new .csv: question, answer, certainty, step, result
 task = ""  # name of an ARC task in the model's dataset
 versions = 0  # versions of each ARC task that vote; 0: all
@@ -70,12 +69,6 @@ halt_max_steps = 0  # supervision steps; 0: those of the run's evaluation; more 
 
 MODELS = os.path.join(ROOT, "models")  # trained ones, files of --export
 CSV_ENDINGS = (".csv", ".csv.gz", ".jsonl", ".jsonl.gz")
-PANELS_IN_A_ROW = 4  # of --plot
-PALETTE = ("#000000", "#0074d9", "#ff4136", "#2ecc40", "#ffdc00",  # of the ten ARC colours, as usual
-           "#aaaaaa", "#f012be", "#ff851b", "#7fdbff", "#870c25")
-ANSI = (16, 32, 203, 41, 220, 248, 199, 208, 117, 88)  # the nearest of a terminal's 256 colours
-DARK = (0, 1, 2, 6, 9)  # colours on which a digit is white
-SURE = 0.9  # the certainty above which answers are counted apart
 CELLS_AT_A_TIME = 5_000  # of all puzzles in a batch: 61 of 9x9 Sudoku, 5 of 30x30 mazes
 
 
@@ -83,28 +76,29 @@ def main(argv):
     """Solves one puzzle and prints it, or those of a file."""
     settings, operands, train_arguments = split_arguments(__file__, argv)
     path, source = model_and_source(operands + ["-"] * bool(settings.task))
-    check_output(settings, source)
+    is_arc_file = source.endswith(".json") or os.path.isdir(source)
+    check_output(settings, is_arc_file, source.endswith(CSV_ENDINGS))
     if settings.halt_max_steps:
         train_arguments.append(f"--eval_halt_max_steps={settings.halt_max_steps}")
-    if settings.task or source.endswith(".json") or os.path.isdir(source):
+    if settings.task or is_arc_file:
         solve_arc(read_saved(path, train_arguments), source, settings)
         return
 
     # the puzzles, and the model for them
     texts = read_texts(source)
-    path = path or choose_model(texts[0].question)
+    path = path or choose_model(texts[0][1])
     saved = read_saved(path, train_arguments)
-    task = task_of_model(saved, texts[0].question)
+    task = task_of_model(saved, texts[0][1])
     if task["kind"] == "arc":  # a question alone has no identifier
         raise UserError(f"{path} solves ARC tasks: choose one with --task=NAME, or a file or folder of tasks")
-    puzzles = parse_texts(task, texts)
-    model = build_model(saved, puzzles.questions.shape[1])
+    task, questions = parse_texts(task, texts)
+    model = build_model(saved, questions.shape[1])
 
     # solve
     if source.endswith(CSV_ENDINGS):
-        solve_file(saved.settings, model, puzzles, settings.output)
+        solve_file(saved.settings, model, task, questions, settings.output)
     else:
-        solve_one(saved, model, puzzles.task, puzzles.questions[0], settings)
+        solve_one(saved, model, task, questions[0], settings)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -119,10 +113,14 @@ def watch(settings, model, question):
         question: tokens int32 [cells].
     """
     attempts = settings.eval_rollouts
-    evaluator = Evaluator(settings, model, open_device("cpu", settings), attempts)
     batch = unlabelled_batch(question[None].repeat(attempts, axis=0))
     keys = noise_keys(settings.seed, attempts, 1)[:, 0]
-    return evaluator.watch(*weights_of(model), batch, keys)
+    return evaluator_of(settings, model, attempts).watch(*weights_of(model), batch, keys)
+
+
+def evaluator_of(settings, model, slots):
+    """Returns an Evaluator on the CPU."""
+    return Evaluator(settings, model, open_device("cpu", settings), slots)
 
 
 def solve_one(saved, model, task, question, settings):
@@ -138,36 +136,29 @@ def solve_one(saved, model, task, question, settings):
     depth = len(results)
     attempt = surest_attempts(results[-1])
     kept = results[-1]["surest_steps"][attempt]
+    answers = np.stack([question] + [result["preds"][attempt] for result in results])
+    broken = broken_cells(task, question[None], answers)
+    if broken is None:
+        broken = np.zeros(answers.shape, dtype=bool)
+    broken[0] = False  # the question's
 
     # the question, and after it the answer of each step
     titles = ["question"]
-    answers = [question]
     for step, result in enumerate(results, 1):
         certainty = sigmoid(result["q_halt_logits"][attempt])
-        titles.append(f"step {step}: {certainty:.0%}" + (", kept" if step == kept else " sure"))
-        answers.append(result["preds"][attempt])
-    questions = np.stack([question] * len(answers))
-    broken = broken_cells(task, questions, np.stack(answers))
-    if broken is None:
-        broken = np.zeros_like(questions, dtype=bool)
-    broken[0] = False
+        titles.append(f"step {step}: {certainty:.0%} sure" + ", kept" * int(step == kept))
     grids = list(zip(titles, answers, broken))
 
     # print the question and the kept answer, or several steps: 1, 2, 4, ..., the kept and the last one
-    powers = {2 ** i for i in range(depth.bit_length())}
-    several = [grids[step] for step in sorted({0, kept, depth} | powers)]
-    panels = several if settings.steps else [grids[0], grids[kept]]
-    print(side_by_side(panels, task["symbols"], *task["grid"]).rstrip("\n") + "\n")
+    several = [grids[i] for i in range(depth + 1) if i in (kept, depth) or i & (i - 1) == 0]
+    shown = several if settings.steps else [grids[0], grids[kept]]
+    print(side_by_side(shown, task["symbols"], *task["grid"]))
     print(text_of(task, answers[kept]))
-    attempts = saved.settings.eval_rollouts
-    which = f", attempt {attempt + 1} of {attempts}" if attempts > 1 else ""
-    certainty = sigmoid(results[-1]["surest_q_halt_logits"][attempt])
-    print(f"{verdict(task, question, answers[kept])} ({certainty:.0%} sure after step {kept} of {depth}"
-          f"{which}; {saved.path}, training step {saved.state.get('step', 0)})")
+    print(f"{verdict(task, question, answers[kept])} ({titles[kept]}; {depth} steps, "
+          f"attempt {attempt + 1} of {saved.settings.eval_rollouts}; {saved.name})")
     if settings.plot:
-        film = grids + [grids[kept]] * 3  # it stays for a while
-        draw(settings.plot, task, question, film if settings.plot.endswith(".gif") else several)
-        print(f"wrote {settings.plot}")
+        given = question != task["symbols"].index(appearance(task).empty, 1)
+        draw(settings.plot, task, given, [grids if settings.plot.endswith(".gif") else several])
 
 
 def sigmoid(logits):
@@ -177,45 +168,40 @@ def sigmoid(logits):
 # ---------------------------------------------------------------------------------------------------------
 # A file of puzzles
 
-def solve_file(settings, model, puzzles, output):
+def solve_file(settings, model, task, questions, output):
     """Solves puzzles, prints how many are right, and writes a row for each to a new file.
 
     Args:
         settings: of train.py.
         model: a TRM.
-        puzzles: Puzzles.
+        task: of the puzzles.
+        questions: tokens int32 [n, cells].
         output: path of the file, "" for none.
     """
-    task, questions, labels = puzzles
     n = len(questions)
     surest = surest_answers(run_queue(settings, model, n, lambda i: unlabelled_batch(questions[i])))
     answers = surest["surest_preds"]
     certainties = sigmoid(surest["surest_q_halt_logits"])
-
-    # the known answers judge, or the rules where there is none or several are right
-    is_judged = labels[:, 0] != IGNORE_LABEL
-    is_right = is_correct(task, questions, labels, answers)["accuracy"]
     is_solution = are_solutions(task, questions, answers)
-    if is_solution is not None:
-        is_right = np.where(is_judged & (not judged_by_rules(task)), is_right, is_solution)
-        is_judged[:] = True
-    results = np.where(is_judged, np.where(is_right, "right", "wrong"), "not judged")
+    if is_solution is None:
+        results = ["not judged"] * n
+    else:
+        results = np.where(is_solution, "right", "wrong").tolist()
+    for result, count in Counter(results).items():
+        print(f"{count} of {n} {result} ({count / n:.1%})")
+    if not output:
+        return
 
-    # report
-    summary = f"{is_right.sum()} of {n} puzzles solved ({is_right.mean():.1%})"
-    if not is_judged.all():
-        summary += f", of which only {is_judged.sum()} have a known answer to judge by"
-    is_sure = certainties >= SURE
-    print(f"{summary}; of the {is_sure.sum()} answers that are {SURE:.0%} sure, "
-          f"{is_right[is_sure].sum()} are right")
-    if output:
-        with replacing(output) as f:
-            writer = csv.writer(codecs.getwriter("utf-8")(f), lineterminator="\n")
-            writer.writerow(["question", "answer", "certainty", "step", "result"])
-            for i in range(n):
-                writer.writerow([text_of(task, questions[i]), text_of(task, answers[i]),
-                                 f"{certainties[i]:.4f}", int(surest["surest_steps"][i]), results[i]])
-        print(f"wrote {output}")
+    # a row for each
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["question", "answer", "certainty", "step", "result"])
+    for i in range(n):
+        writer.writerow([text_of(task, questions[i]), text_of(task, answers[i]),
+                         certainties[i].round(4), int(surest["surest_steps"][i]), results[i]])
+    with replacing(output) as f:
+        f.write(file.getvalue().encode())
+    print(f"wrote {output}")
 
 
 def run_queue(settings, model, n, read_rows):
@@ -229,8 +215,7 @@ def run_queue(settings, model, n, read_rows):
     """
     keys = noise_keys(settings.seed, settings.eval_rollouts, n)
     slots = min(keys.size, max(1, CELLS_AT_A_TIME // model.config.seq_len))
-    evaluator = Evaluator(settings, model, open_device("cpu", settings), slots)
-    queue = Queue(evaluator, *weights_of(model), read_rows, keys)
+    queue = Queue(evaluator_of(settings, model, slots), *weights_of(model), read_rows, keys)
     progress = Progress("solving", keys.size, "puzzles", settings.eval_rollouts)
     while queue.left():
         progress.add(queue.step())
@@ -261,7 +246,7 @@ def solve_arc(saved, source, settings):
         data = choose_versions(train_data, settings.task, tests, settings.versions)
         votes = vote(saved.settings, model, data)
         show_task(demonstrations, tests, votes, settings.plot)
-        print(f"task {settings.task}; {saved.path}, training step {saved.state.get('step', 0)}")
+        print(f"task {settings.task}; {saved.name}")
         return
 
     # many tasks: all are checked before the first is solved
@@ -285,9 +270,9 @@ def arc_datasets(saved):
     if not train_data.has_versions:
         raise UserError(f"{train_data.path}: not made by prepare_arc.py, so that it has no ARC tasks")
 
-    # the same tasks and versions, in the same order
-    same_number = train_data.num_puzzle_identifiers == saved.sizes["num_puzzle_identifiers"]
-    if not same_number or saved.state.get("data", train_data.sha256) != train_data.sha256:
+    # the same tasks and versions, in the same order; an official checkpoint knows their number
+    trained_on = saved.sizes["num_puzzle_identifiers"], saved.state.get("data", train_data.sha256)
+    if trained_on != (train_data.num_puzzle_identifiers, train_data.sha256):
         raise UserError(f"{saved.path} was trained with other puzzle identifiers than those of "
                         f"{train_data.path}: --data_path=FOLDER says where its dataset is")
     return train_data, Dataset(saved.settings.data_path, "test")
@@ -347,80 +332,93 @@ def show_task(demonstrations, tests, votes, plot):
         votes: on the test inputs, as vote() returns them.
         plot: path of the picture, "" for none.
     """
-    panels = [[("input", question), ("output", answer)] for question, answer in demonstrations]
+    # a row of (title, grid) for each pair
+    rows = [[("input", question), ("output", answer)] for question, answer in demonstrations]
     for number, (question, answer) in enumerate(tests):
-        candidates = votes[0, number]
-        total = sum(count for count, _ in candidates.values())
         row = [(f"test input {number + 1}", question)]
-        for rank, key in enumerate(elect(candidates)[:2], 1):
-            grid = grid_of(key)
-            verdict = ", right" if np.array_equal(grid, answer) else ""
-            row.append((f"answer {rank}: {candidates[key][0]} of {total} votes{verdict}", grid))
+        candidates = votes[0, number]
+        for key in elect(candidates)[:2]:
+            row.append((f"answer with {candidates[key][0]} votes", grid_of(key)))
         if answer.size:
             row.append(("known answer", answer))
-        panels.append(row)
+        rows.append(row)
 
-    # a row of panels for each pair
-    for row in panels:
-        print(grids_as_text(row, sys.stdout.isatty()))
+    # all on canvases of one size, whose edges are not shown
+    side = max(max(grid.shape) for row in rows for _, grid in row)
+    task = arc_task(side) | {"symbols": ARC.replace("|", " ")}
+    nothing = np.zeros(side * side, dtype=bool)
+    panels = []
+    for row in rows:
+        panels.append([(title, canvas(grid, side).ravel(), nothing) for title, grid in row])
+        text = side_by_side(panels[-1], task["symbols"], side, side)
+        print(re.sub("\n{2,}", "\n\n", text), end="")
     if plot:
-        draw_grids(plot, panels)
-        print(f"wrote {plot}")
+        draw(plot, task, nothing, panels)
 
 
-def grids_as_text(row, in_colour):
-    """Returns a text with grids side by side, in a terminal's colours if asked to; row: as in draw_grids."""
-    # the titles, then a line for each row of the tallest grid
-    lines = [""] * (1 + max(len(grid) for _, grid in row))
-    for title, grid in row:
-        width = max(len(title), 3 * grid.shape[1]) + 3
-        lines[0] += title.ljust(width)
-        for i in range(1, len(lines)):
-            colours = grid[i - 1] if i <= len(grid) else []
-            for colour in colours:
-                style = f"\033[48;5;{ANSI[colour]};38;5;{231 if colour in DARK else 16}m"
-                lines[i] += f"{style} {colour} \033[0m" if in_colour else f" {colour} "
-            lines[i] += " " * (width - 3 * len(colours))
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+# ---------------------------------------------------------------------------------------------------------
+# Pictures
 
+def draw(path, task, given, rows):
+    """Draws grids to a new .png, or each as a frame of a .gif.
 
-def draw_grids(path, panels):
-    """Draws grids in the ARC palette to a .png; panels: a list of (title, grid) for each row."""
-    from matplotlib.colors import ListedColormap
-    from matplotlib.figure import Figure
-    columns = max(map(len, panels))
-    figure = Figure((3 * columns, 2.8 * len(panels)), dpi=120, layout="constrained")
-    for number, row in enumerate(panels):
-        for column, (title, grid) in enumerate(row, 1):
-            ax = figure.add_subplot(len(panels), columns, number * columns + column)
-            ax.set(title=title, xticks=[], yticks=[])
-            if grid.size:
-                ax.imshow(grid, cmap=ListedColormap(PALETTE), vmin=0, vmax=9)
-            # the numbers tell colours apart for everybody
-            for (i, j), colour in np.ndenumerate(grid):
-                ink = "white" if colour in DARK else "black"
-                size = min(8, 100 / max(grid.shape))
-                ax.text(j, i, colour, ha="center", va="center", color=ink, fontsize=size)
+    Args:
+        path: of the file.
+        task: of the puzzle.
+        given: which cells to draw on grey [cells].
+        rows: lists of (title, tokens [cells], which cells break a rule [cells]).
+    """
+    if path.endswith(".gif"):
+        frames = [picture(task, given, [[grid]]) for row in rows for grid in row]
+    else:
+        frames = [picture(task, given, rows)]
     with replacing(path) as f:
-        figure.savefig(f)
+        frames[0].save(f, path[-3:], save_all=True, append_images=frames[1:], duration=500, loop=0)
+    print(f"wrote {path}")
+
+
+def picture(task, given, rows):
+    """Returns an image of grids; given, rows: as in draw."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+    size = max(3, max(task["grid"]) / 6)  # inches
+    columns = max(map(len, rows))
+    figure = Figure((size * columns, (size + 0.3) * len(rows)), dpi=160, layout="constrained")
+    for i, row in enumerate(rows):
+        for j, (title, tokens, broken) in enumerate(row, 1):
+            ax = figure.add_subplot(len(rows), columns, i * columns + j)
+            ax.set(title=title, xticks=[], yticks=[])
+            draw_grid(ax, task, given, tokens, broken)
+    file = io.BytesIO()
+    figure.savefig(file)
+    return Image.open(file)
+
+
+def draw_grid(ax, task, given, tokens, broken):
+    """Draws a grid: givens on grey, broken cells on black, others in the colours of their kind."""
+    from matplotlib.colors import to_rgb
+    rows, columns = task["grid"]
+    style = appearance(task)
+
+    # the cells, with symbols that are white on dark colours
+    colours = np.zeros((rows, columns, 3))
+    for i, token in enumerate(tokens):
+        place = divmod(i, columns)
+        symbol = task["symbols"][token]
+        if not broken[i]:
+            colours[place] = to_rgb(style.palette.get(symbol, "#e0e0e0" if given[i] else "white"))
+        ax.text(*place[::-1], symbol.strip("#_."), ha="center", va="center",
+                color="white" if colours[place][1] < 0.5 else "black", fontsize=max(6, 120 / columns))
+    ax.imshow(colours)
+
+    # the lines between them
+    for draw_line, cells, box in (ax.axhline, rows, style.box[0]), (ax.axvline, columns, style.box[1]):
+        for k in range(cells + 1):
+            draw_line(k - 0.5, color="black", linewidth=0.2 if k % box else 1.5)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Arguments and puzzles
-
-class PuzzleText(NamedTuple):
-    """A puzzle as a user wrote it."""
-    place: str  # file and line, a prefix of messages
-    question: str
-    answer: str  # "" if it is not known
-
-
-class Puzzles(NamedTuple):
-    """Puzzles as tokens."""
-    task: dict  # with their grid
-    questions: np.ndarray  # int32 [n, cells]
-    labels: np.ndarray  # [n, cells]; IGNORE_LABEL in rows without a known answer
-
 
 def model_and_source(operands):
     """Returns the path of the model, "" for one of models/, and the puzzle or its file. Raises UserError."""
@@ -434,23 +432,19 @@ def model_and_source(operands):
     return operands
 
 
-def check_output(settings, source):
+def check_output(settings, is_arc_file, is_csv):
     """Raises UserError if the output that is asked for cannot be written."""
-    is_arc = source.endswith(".json") or os.path.isdir(source)
-    is_file = is_arc or source.endswith(CSV_ENDINGS)
-    pictures = (".png",) if settings.task else (".png", ".gif")
-    if is_file and (settings.steps or settings.plot):
-        raise UserError("--steps and --plot show one puzzle, not a file of them")
-    if settings.plot and not settings.plot.endswith(pictures):
-        raise UserError(f"--plot={settings.plot}: must end in {' or '.join(pictures)}")
-    if settings.plot and not importlib.util.find_spec("matplotlib"):
-        raise UserError("--plot needs matplotlib: pip install matplotlib")
-    if settings.output and not (is_file and settings.output.endswith(".json" if is_arc else ".csv")):
-        raise UserError(f"--output={settings.output}: must end in .csv, and is for the puzzles of a .csv; or "
-                        "in .json, for a file or folder of ARC tasks")
-    if is_arc and not settings.output:
-        raise UserError(f"{source}: choose a file for the answers to its tasks, --output=submission.json")
+    is_file = is_arc_file or is_csv
+    if is_file and (settings.steps or settings.plot) or settings.output and not is_file:
+        raise UserError("--steps and --plot show one puzzle or task, --output is for a file of them")
+    if is_arc_file and not settings.output:
+        raise UserError("choose a file for the answers to the tasks, --output=submission.json")
+
+    # a new file
     path = settings.plot or settings.output
+    endings = (".json",) if is_arc_file else (".csv",) if is_csv else (".png", ".gif")
+    if path and not path.endswith(endings):
+        raise UserError(f"{path}: must end in {' or '.join(endings)}")
     if os.path.lexists(path):
         raise UserError(f"{path}: exists already; choose another name")
     if not os.access(os.path.dirname(path) or ".", os.W_OK):
@@ -458,46 +452,40 @@ def check_output(settings, source):
 
 
 def read_texts(source):
-    """Returns a list of PuzzleText, of a .csv, a file, stdin (-) or a line. Raises UserError."""
+    """Returns a list of (file and line, puzzle), of a .csv, a file, stdin (-) or a line. Raises UserError."""
     if source.endswith(CSV_ENDINGS):
-        rows = csv_rows(source, ["question"], ["answer"])
-        texts = [PuzzleText(f"{source}:{line}: ", *columns) for line, columns in rows]
+        texts = [(f"{source}:{line}: ", text) for line, [text] in csv_rows(source, ["question"])]
         if not texts:
             raise UserError(f"{source}:2: no puzzle under the header")
         return texts
     if source == "-":
-        source = sys.stdin.buffer.read().decode("utf-8-sig", errors="replace")
+        content = sys.stdin.buffer.read()
     elif os.path.isfile(source):
-        source = Path(source).read_bytes().decode("utf-8-sig", errors="replace")
-    return [PuzzleText("", source, "")]
+        content = Path(source).read_bytes()
+    else:
+        content = source.encode()
+    return [("", content.decode("utf-8-sig", errors="replace"))]
 
 
 def parse_texts(task, texts):
-    """Returns Puzzles; texts: a list of PuzzleText. Warns on stderr if a puzzle has several solutions.
+    """Returns the task with the grid of puzzles, and their tokens, int32 [n, cells]; texts: of read_texts.
 
-    Raises UserError for the first that is wrong or has no solution.
+    Warns on stderr if one has several solutions. Raises UserError for the first that is wrong or has none.
     """
     questions = []
-    labels = []
-    for place, question, answer in texts:
+    for place, text in texts:
         try:
-            task, tokens = parse_question(task, question)
-            if questions and len(tokens) != len(questions[0]):
-                raise UserError("the puzzle has not as many cells as the first")
-            label = np.full_like(tokens, IGNORE_LABEL)
-            if answer:
-                label = tokens_of(task, answer, task["symbols"][1:], "the answer")
-            if len(label) != len(tokens):
-                raise UserError(f"the answer has {len(label)} characters, not {len(tokens)}")
+            task, tokens = parse_question(task, text)
         except UserError as e:
             raise UserError(f"{place}{e}") from None
         questions.append(tokens)
-        labels.append(label)
+    if len(set(map(len, questions))) > 1:
+        raise UserError("the puzzles must all have as many cells")
     questions = np.stack(questions)
-    warning = check_questions(task, questions, [text.place for text in texts])
+    warning = check_questions(task, questions, [place for place, _ in texts])
     if warning:
         print(f"solve.py: warning: {warning}", file=sys.stderr)
-    return Puzzles(task, questions, np.stack(labels))
+    return task, questions
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -510,34 +498,29 @@ class Saved(NamedTuple):
     settings: Settings  # of train.py, for an evaluation of it
     sizes: dict  # its train.SIZES; seq_len is 0 in an official checkpoint
 
+    @property
+    def name(self):
+        return f"{self.path}, training step {self.state.get('step', 0)}"
+
 
 def shipped_models():
-    """Returns {path: task} of the files in models/. Names those that it cannot use, on stderr."""
+    """Returns {path: task} of the files in models/ that say what they solve."""
     tasks = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(MODELS), "*.pt"))):
-        path = os.path.relpath(path)
-        try:
-            tasks[path] = read_checkpoint(path)["task"]
-        except UserError as e:
-            print(f"skipped {e}", file=sys.stderr)
-        except KeyError:
-            print(f"skipped {path}: it does not say which puzzles it solves", file=sys.stderr)
+        task = read_checkpoint(path).get("task")
+        if task:
+            tasks[os.path.relpath(path)] = task
     return tasks
 
 
 def choose_model(question):
     """Returns the file of models/ for puzzles of this one's size and symbols. Raises UserError."""
-    reasons = []
-    for path, task in shipped_models().items():
-        try:
-            if parse_question(task, question)[0]["grid"] == task["grid"]:
+    tasks = shipped_models()
+    for path, task in tasks.items():
+        with suppress(UserError):
+            if parse_question(task, question)[0] == task:
                 return path
-            reason = "another size"
-        except UserError as e:
-            reason = str(e)
-        reasons.append(f"{os.path.basename(path)}: {reason}")
-    raise UserError(f"no file of models/ is for the puzzle {question.strip()[:20]!r} (is it a file that does "
-                    f"not exist?): {'; '.join(reasons)}")
+    raise UserError(f"{question.strip()[:20]!r} is no file, and no puzzle for one of {', '.join(tasks)}")
 
 
 def read_saved(path, train_arguments):
@@ -562,10 +545,8 @@ def read_saved(path, train_arguments):
             flags.append(f"--{name}={value}")
     if "puzzles" in state:  # a file of --export travels, and many CPUs have no bfloat16 units
         flags.append("--forward_dtype=float32")
-    settings = configure(train.__file__, flags + train_arguments)
-    settings.global_batch_size = 1
-    settings.micro_batch_size = 0
-    settings.eval_patience = 0  # every step is shown
+    one_batch = ["--global_batch_size=1", "--micro_batch_size=0", "--eval_patience=0"]  # shows every step
+    settings = configure(train.__file__, flags + train_arguments + one_batch)
     train.check_settings(settings)
 
     # an official checkpoint has its sizes in the shapes of its weights
@@ -578,98 +559,32 @@ def read_saved(path, train_arguments):
 
 
 def task_of_model(saved, question="", cells=0):
-    """Returns the task of a model: its checkpoint's, its dataset's, or the one that its sizes tell.
+    """Returns the task of a model: its checkpoint's, or the one that its sizes tell.
 
     Args:
         saved: a Saved.
         question, cells: a typed question, or the cells of one.
 
-    Raises UserError if the model has none, and is neither for Sudoku nor for mazes.
+    Raises UserError if they tell none.
     """
-    seq_len = saved.sizes["seq_len"]
-    vocab_size = saved.sizes["vocab_size"]
     task = saved.state.get("task", {})
     if task.get("kind"):
-        return task_of(task, seq_len, vocab_size)
-    path = os.path.join(saved.settings.data_path, "manifest.json")
-    if os.path.exists(path):
-        manifest = read_json(path, "kind", "grid")
-        with suppress(UserError):  # the dataset of another model
-            return task_of(manifest, seq_len or math.prod(manifest["grid"]), vocab_size)
-    if not (seq_len or cells or question):
-        raise UserError(f"{saved.path} does not say what it solves, and its dataset is not in "
-                        f"{saved.settings.data_path}: --data_path=FOLDER says where it is")
-    return guess_task(cells or seq_len, vocab_size, question)
+        return task
+    cells = cells or saved.sizes["seq_len"] or len(question)
+    vocab_size = saved.sizes["vocab_size"]
+    if vocab_size == len(MAZE) and cells:
+        return maze_task(math.isqrt(cells))
+    if vocab_size - 2 in BOXES:
+        return sudoku_task(vocab_size - 2)
+    raise UserError(f"{saved.path} does not say what it solves, and its sizes do not tell; play.py shows the "
+                    "puzzles of its dataset, --data_path=FOLDER")
 
 
 def build_model(saved, cells):
-    """Returns the TRM with the averaged weights. Raises UserError unless it takes so many cells."""
-    settings = saved.settings
-    seq_len = saved.sizes["seq_len"]
-    has_fixed_length = settings.mlp_t or settings.pos_encodings == "learned"
-    if has_fixed_length and seq_len not in (0, cells):
-        raise UserError(f"{saved.path}: the model takes {seq_len} cells, not {cells}")
-    model = train.new_model(settings, **saved.sizes | {"seq_len": cells})
+    """Returns the TRM for so many cells with the averaged weights. Raises UserError if they do not fit."""
+    model = train.new_model(saved.settings, **saved.sizes | {"seq_len": cells})
     load_weights(model, saved.state.get("ema", saved.state["weights"]), saved.path)
     return model
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Pictures
-
-def draw(path, task, question, grids):
-    """Draws grids side by side, or as the frames of a .gif.
-
-    Args:
-        path: of the new file, .png or .gif.
-        task: of the puzzle.
-        question: tokens [cells].
-        grids: list of (title, tokens [cells], which cells break a rule [cells]).
-    """
-    from matplotlib.figure import Figure
-    from PIL import Image
-    height, width = (max(3, cells / 6) for cells in task["grid"])
-    with replacing(path) as f:
-        if path.endswith(".gif"):
-            frames = []
-            for grid in grids:
-                figure = Figure((width, height + 0.3), dpi=160, layout="constrained")
-                draw_grid(figure.subplots(), task, question, *grid)
-                frame = io.BytesIO()
-                figure.savefig(frame)
-                frames.append(Image.open(frame))
-            frames[0].save(f, "gif", save_all=True, append_images=frames[1:], duration=500, loop=0)
-        else:
-            columns = min(PANELS_IN_A_ROW, len(grids))
-            rows = math.ceil(len(grids) / columns)
-            figure = Figure((width * columns, (height + 0.3) * rows), dpi=120, layout="constrained")
-            for i, grid in enumerate(grids, 1):
-                draw_grid(figure.add_subplot(rows, columns, i), task, question, *grid)
-            figure.savefig(f)
-
-
-def draw_grid(ax, task, question, title, tokens, broken):
-    """Draws a grid: givens bold on grey, answers plain on white (a path on grey), broken cells on black."""
-    rows, columns = task["grid"]
-    given = given_cells(task, question)
-    style = appearance(task)
-
-    # the cells
-    shades = np.where(given, 0.88, 1.0)
-    for i, token in enumerate(tokens):
-        symbol = task["symbols"][token]
-        shades[i] = {"path": 0.75, "wall": 0.3}.get(style.names.get(symbol), shades[i])
-        ax.text(i % columns, i // columns, symbol.strip("#_."), ha="center", va="center",
-                color="white" if broken[i] else "black", fontsize=max(6, 120 / columns),
-                fontweight="bold" if given[i] else "normal")
-    shades[broken] = 0
-    ax.imshow(shades.reshape(rows, columns), cmap="gray", vmin=0, vmax=1)
-
-    # the lines between them
-    for draw_line, cells, box in (ax.axhline, rows, style.box[0]), (ax.axvline, columns, style.box[1]):
-        for k in range(cells + 1):
-            draw_line(k - 0.5, color="black", linewidth=0.2 if k % box else 1.5)
-    ax.set(title=title, xticks=[], yticks=[])
 
 
 if __name__ == "__main__":

@@ -6,16 +6,15 @@
 
 A name selects the runs that begin with it. The settings below are sweep.py's own. All others are train.py's
 and apply to every run; the run's name is added to out_dir and gcs_dir. Each run has its log beside its
-folder, RUN.log. A run that dies is resumed twice. The sweep ends with a table and results.json. Ctrl-C or
-SIGTERM makes the current run save and stop; the same command resumes it. The exit code is 0 if all runs are
-complete, 1 if not, 2 for wrong input before the first run, and 3 if the sweep was stopped.
+folder, RUN.log. A run that dies is resumed twice. The sweep ends with the status of each run, and report.py
+compares them. Ctrl-C or SIGTERM makes the current run save and stop; the same command resumes it. The exit
+code is 0 if all runs are complete, 1 if not, 2 for wrong input before the first run, and 3 if the sweep was
+stopped.
 
 Several sweeps on one machine may share a folder: a sweep does not start what another one is training.
 """
-import ast
 import fcntl
 import glob
-import json
 import os
 import pathlib
 import re
@@ -28,11 +27,11 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 import torch
 
-import configurator  # before torch: see there
+import configurator
 import prepare_sudoku
 import train
 from configurator import UserError, configure, split_arguments
-from data import locked, read_json, read_metrics, replacing, saved_settings
+from data import read_json, read_metrics, saved_settings
 
 # which runs; names without a dash select runs too
 pattern = ""  # runs whose names begin so, with * and ? as in a shell; "" without names: all 67
@@ -45,13 +44,9 @@ prepare = False  # make the datasets that are missing
 
 STUDY = os.path.join(ROOT, "config", "study")
 ATTEMPTS = 3  # of a run that dies
-# These settings say where and how a run is made, and do not change its result.
-RUN_SETTINGS = (
-    "out_dir", "gcs_dir", "init_from", "checkpoint_interval", "keep_last_n", "export", "log_interval",
-    "stall_timeout", "device", "compile", "kernels", "wandb_log", "wandb_project", "wandb_run_name",
-    "wandb_mode")
-NEUTRAL = (
-    *RUN_SETTINGS, "data_prepare", "micro_batch_size", "eval_save_outputs", "eval_show_puzzle", "eval_only")
+# settings that do not change a run's result
+NEUTRAL = (*train.RUN_SETTINGS, "data_prepare", "micro_batch_size", "eval_save_outputs", "eval_show_puzzle",
+           "eval_only")
 # train.py may replace these two: by the local copy of a bucket's dataset, by a type that the GPU has.
 REPLACED = ("data_path", "forward_dtype")
 
@@ -145,21 +140,26 @@ def sweep(runs, continue_on_failure):
                 time.sleep(1)
                 continue
             # With a bucket, train.py itself finds out whether all of the run has been uploaded.
-            if run.result()["status"] == "complete" and not run.settings.gcs_dir:
+            if run.is_complete() and not run.settings.gcs_dir:
                 print(f"{run.name}: complete", flush=True)
                 continue
             code = train_to_end(run, log)
         if code:
             text = pathlib.Path(run.log).read_text(encoding="utf-8", errors="replace")
-            errors[run.name] = text.strip().rpartition("\n")[2]
-            print(f"{run.name}: failed: {errors[run.name]}", flush=True)
+            errors[run.name] = "failed: " + text.strip().rpartition("\n")[2]
+            print(f"{run.name}: {errors[run.name]}", flush=True)
             if not continue_on_failure:
                 break
 
-    # All runs are in the table, also those that this sweep has not reached.
-    results = [run.result(errors.get(run.name, "")) for run in runs]
-    complete = write_results(results, os.path.join(os.path.dirname(runs[0].log), "results.json"))
-    return 0 if complete == len(runs) else 1
+    # the status of all runs, also of those that this sweep has not reached
+    complete = 0
+    for run in runs:
+        status = "complete" if run.is_complete() else "incomplete"
+        status = errors.get(run.name, status)
+        complete += status == "complete"
+        print(f"{run.name:32} {status}")
+    print(f"{complete} of {len(runs)} complete; python scripts/report.py compares them")
+    return int(complete < len(runs))
 
 
 def train_to_end(run, log):
@@ -189,27 +189,6 @@ def train_to_end(run, log):
     return code
 
 
-def write_results(results, path):
-    """Prints the results and adds them to results.json at path; returns how many runs are complete."""
-    print(f"\n{'run':32}{'status':>12}{'steps':>16}{'best':>9}{'last':>9}{'hours':>9}{'examples/s':>12}")
-    row = ("{run:32}{status:>12}{steps:>8,}/{total_steps:<7,}{best_exact_accuracy!s:>9.6}"
-           "{last_exact_accuracy!s:>9.6}{hours:>9.2f}{examples_per_sec!s:>12.7}")
-    for result in results:
-        print(row.format_map(result).replace("None", "   -"))
-    complete = [result["status"] for result in results].count("complete")
-    print(f"{complete} of {len(results)} complete; {path}")
-
-    # Other sweeps write this file too.
-    with locked(path):
-        by_name = {}
-        if os.path.exists(path):
-            by_name = {result["run"]: result for result in read_json(path)}
-        by_name |= {result["run"]: result for result in results}
-        with replacing(path) as f:
-            f.write(json.dumps([*by_name.values()], indent=1).encode())
-    return complete
-
-
 class StudyRun:
     """One run: its settings, command and size."""
 
@@ -221,7 +200,8 @@ class StudyRun:
             train_arguments: config files and flags for all runs, which follow the run's file.
         """
         self.name = os.path.basename(path).removesuffix(".py")
-        self.question = read_question(path)
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+        self.question = re.search('_question = "(.*)"', text)[1]
         # Each run gets a folder of its own in the folders that are given for all.
         own_arguments = []
         for argument in train_arguments:
@@ -250,44 +230,9 @@ class StudyRun:
             raise UserError(f"{self.settings.out_dir} holds a run with other settings ({difference}): "
                             "delete it, or choose another --out_dir")
 
-    def result(self, error=""):
-        """Returns the run's entry of results.json.
-
-        Args:
-            error: the line with which the run failed in this sweep.
-        """
+    def is_complete(self):
         metrics = read_metrics(os.path.join(self.settings.out_dir, "metrics.jsonl"))
-        status = "failed" if error else "incomplete"
-        if any("final" in line and line["step"] == self.steps for line in metrics):
-            status = "complete"
-        accuracies = values(metrics, "eval/exact_accuracy")
-        steps = max(values(metrics, "step"), default=0)
-        # Times are those of the steps: without compiling, evaluations and interruptions.
-        step_times = values(metrics, "perf/step_time")
-        step_time = sum(step_times) / max(1, len(step_times))
-        return dict(
-            run=self.name,
-            status=status,
-            error=error,
-            steps=steps,
-            total_steps=self.steps,
-            best_exact_accuracy=max(accuracies, default=None),
-            last_exact_accuracy=[None, *accuracies][-1],
-            hours=steps * step_time / 3600,
-            examples_per_sec=self.settings.global_batch_size / step_time if step_time else None,
-        )
-
-
-def values(metrics, name):
-    """Returns the values of a metric in the lines that have it."""
-    return [line[name] for line in metrics if name in line]
-
-
-def read_question(path):
-    """Returns the value of _question in a config file; the name is private to the file."""
-    for node in ast.parse(pathlib.Path(path).read_text(encoding="utf-8")).body:
-        if ast.unparse(node).startswith("_question ="):
-            return ast.literal_eval(node.value)
+        return any("final" in line and line["step"] == self.steps for line in metrics)
 
 
 def dataset_sizes(settings):

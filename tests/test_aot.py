@@ -109,11 +109,9 @@ def test_a_price_at_a_measured_speed_needs_no_compiler(monkeypatch, capsys):
     with pytest.raises(configurator.UserError, match="pip install jax libtpu"):
         aot.main([BASELINE, "--slices=v5e:2x4"])
     aot.main([BASELINE, "--slices=v5e:2x4", "--rate=10000"])
+    hours = pytest.approx(8138 * 6144 / 10000 / 3600)
     run = last_object(capsys)["v5e:2x4"]["run"]
-    assert run["steps"] == 8138
-    assert run["hours"] == pytest.approx(8138 * 6144 / 10000 / 3600, rel=1e-4)
-    assert run["chip_hours"] == 8 * run["hours"]
-    assert run["checkpoint_gb"] == pytest.approx(16 * run["parameters"] / 1e9, rel=1e-4)
+    assert run == dict(steps=8138, hours=hours, chip_hours=8 * run["hours"])
 
 
 @pytest.mark.parametrize("flags, words", [

@@ -8,10 +8,9 @@ import pytest
 import solve
 import torch
 from conftest import ROOT
-from test_solve import prepare, run  # run is a fixture
+from test_solve import prepare, run, train_one  # run is a fixture
 
 import prepare_arc
-import train
 from configurator import UserError, configure
 from data import Dataset
 from model import TRM
@@ -23,20 +22,14 @@ TINY = [
 GENERATED = ["--size=4", "--num_train=4", "--num_test=6", "--num_aug=3"]
 
 
-def train_one(config, path, *flags):
-    settings = configure(train.__file__, [os.path.join(ROOT, "config", config), *TINY, *flags,
-                                          f"--data_path={path}-data", f"--out_dir={path}"])
-    train.check_settings(settings)
-    train.replica(settings, "cpu")
-
-
 @pytest.fixture(scope="module")
 def arc_folder(tmp_path_factory):
     """arc/, a run with its dataset arc-data/; model.pt, its file; the test tasks in tasks.json."""
     path = tmp_path_factory.mktemp("arc")
     prepare(prepare_arc, *GENERATED, f"--output_dir={path / 'arc-data'}")
-    train_one("arc1.py", path / "arc", "--lr=1e-2", "--lr_warmup_steps=1")
-    train_one("arc1.py", path / "arc", "--init_from=resume", f"--export={path / 'model.pt'}")
+    flags = [os.path.join(ROOT, "config/arc1.py"), *TINY, "--lr=1e-2", "--lr_warmup_steps=1"]
+    train_one(path / "arc", *flags)
+    train_one(path / "arc", *flags, "--init_from=resume", f"--export={path / 'model.pt'}")
     tasks = dict(prepare_arc.generate(configure(prepare_arc.__file__, GENERATED), True))
     (path / "tasks.json").write_text(json.dumps(tasks, default=np.ndarray.tolist))
     return path
@@ -61,23 +54,11 @@ def test_a_task_is_shown_with_the_votes_and_the_known_answer(run, arc_folder, ar
     text = run(arc_folder / "arc", f"--task={name}", "--versions=2", f"--plot={tmp_path}/a.png")
     *pairs, shown, _ = text.split("\n\n")
     assert len(pairs) == 4 and all(re.match(r"input +output\n", pair) for pair in pairs)
-    assert re.match(r"test input 1 +answer 1: [12] of 2 votes.* +known answer\n", shown)
+    assert re.match(r"test input 1 +answer with [12] votes.* +known answer\n", shown)
     question, answer = arc_test.grids[0]
     first_row = list(map(int, shown.splitlines()[1].split()))
     assert first_row[:4] == question[0].tolist() and first_row[-4:] == answer[0].tolist()
     assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
-
-
-def test_a_terminal_shows_colours():
-    row = [("input", np.array([[0, 4]], dtype=np.uint8))]
-    assert solve.grids_as_text(row, False) == "input\n 0  4\n"
-    assert solve.grids_as_text(row, True) == (
-        "input\n\033[48;5;16;38;5;231m 0 \033[0m\033[48;5;220;38;5;16m 4 \033[0m\n")
-
-
-def test_a_question_alone_is_refused(arc_folder):
-    with pytest.raises(UserError, match="solves ARC tasks: choose one with --task=NAME"):
-        solve.main([str(arc_folder / "arc"), "0" * 16])
 
 
 def test_the_last_pair_of_a_task_that_is_only_trained_on_is_its_test(run, arc_folder, arc_test):
@@ -86,11 +67,14 @@ def test_the_last_pair_of_a_task_that_is_only_trained_on_is_its_test(run, arc_fo
     assert text.count("output") == 4 and text.count("test input") == 1
 
 
-def test_tasks_without_an_identifier_are_refused_with_how_to_adapt(arc_folder, arc_test, tmp_path):
+def test_what_the_model_cannot_solve_is_refused(arc_folder, arc_test, tmp_path):
     tasks = (arc_folder / "tasks.json").read_text()
     (tmp_path / "tasks.json").write_text(tasks.replace(arc_test.task_names[3], "new"))
-    words = "task new: the model has no identifier for it.*config/arc_adapt.py adapts.*docs/arc.md"
-    for arguments in ["--task=new"], [f"{tmp_path}/tasks.json", f"--output={tmp_path}/a.json"]:
+    unknown = "task new: the model has no identifier for it.*config/arc_adapt.py adapts.*docs/arc.md"
+    for words, arguments in (
+            (unknown, ["--task=new"]),
+            (unknown, [f"{tmp_path}/tasks.json", f"--output={tmp_path}/a.json"]),
+            ("solves ARC tasks: choose one with --task=NAME", ["0" * 16])):
         with pytest.raises(UserError, match=words):
             solve.main([str(arc_folder / "arc"), *arguments])
     assert not (tmp_path / "a.json").exists()
@@ -106,7 +90,8 @@ def test_adaptation_answers_new_tasks(run, arc_folder, tmp_path):
     adapted = tmp_path / "adapted"
     prepare(prepare_arc, f"--source={tmp_path}", "--subsets=evaluation", "--max_side=4", "--num_aug=2",
             f"--output_dir={adapted}-data")
-    train_one("arc_adapt.py", adapted, f"--init_from={arc_folder / 'model.pt'}")
+    config = os.path.join(ROOT, "config/arc_adapt.py")
+    train_one(adapted, config, *TINY, f"--init_from={arc_folder / 'model.pt'}")
     run(adapted, new, f"--output={tmp_path}/a.json")
     answers = json.loads((tmp_path / "a.json").read_text())
     assert answers == json.loads((adapted / "submission.json").read_text())

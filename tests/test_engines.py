@@ -41,15 +41,15 @@ def test_the_jobset_fits_the_published_schema():
     with open(os.path.join(ROOT, "scripts/jobset.yaml")) as f:
         jobset = yaml.safe_load(f)
     jsonschema.validate(jobset, schema)
-    [job] = jobset["spec"]["replicatedJobs"]
-    spec = job["template"]["spec"]
-    pod = spec["template"]["spec"]
-    [container], [rule] = pod["containers"], spec["podFailurePolicy"]["rules"]
-    assert spec["parallelism"] == spec["completions"] and rule["onExitCodes"]["values"] == [2]
-    assert rule["onExitCodes"]["containerName"] == container["name"] and pod["restartPolicy"] == "Never"
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = job["template"]["spec"]
+    [container] = pod["containers"]
+    on_exit = job["podFailurePolicy"]["rules"][0]["onExitCodes"]
+    assert (on_exit["values"], on_exit["containerName"]) == ([2], container["name"])
+    assert job["parallelism"] == job["completions"] and pod["restartPolicy"] == "Never"
     chips = map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x"))
-    assert math.prod(chips) == spec["parallelism"] * container["resources"]["limits"]["google.com/tpu"]
+    assert math.prod(chips) == job["parallelism"] * container["resources"]["limits"]["google.com/tpu"]
     configure(train.__file__, [*container["command"][3:], *container["args"]])
-    spec["paralelism"] = 4
+    job["paralelism"] = 4
     with pytest.raises(jsonschema.ValidationError, match="paralelism"):
         jsonschema.validate(jobset, schema)

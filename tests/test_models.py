@@ -1,5 +1,4 @@
 """The models in models/ do what their cards say, and the notebook runs."""
-import glob
 import json
 import os
 import re
@@ -11,12 +10,11 @@ from conftest import ROOT
 
 from model import TRM
 
-SHIPPED = sorted(glob.glob(os.path.join(ROOT, "models", "*.pt")))
 
-
-@pytest.mark.parametrize("path", SHIPPED, ids=os.path.basename)
-def test_model_does_what_its_card_says(path):
-    with open(path[:-3] + ".md", encoding="utf-8") as f:
+@pytest.mark.parametrize("name", ["maze-6x6", "sudoku-6x6", "sudoku-9x9"])
+def test_model_does_what_its_card_says(name):
+    path = os.path.join(ROOT, "models", f"{name}.pt")
+    with open(os.path.join(ROOT, "models", f"{name}.md"), encoding="utf-8") as f:
         card = " ".join(f.read().split())
     saved = torch.load(path, weights_only=True)
     assert os.path.getsize(path) <= 1_000_000 and saved["data"] in card
@@ -26,10 +24,6 @@ def test_model_does_what_its_card_says(path):
     # The card has the count of one processor. Rounding on another may turn a puzzle whose answer still
     # changes at the last step. Other answers have settled before.
     assert len(right) == 100 and abs(right.sum() - solved) <= 2
-
-
-def test_models_are_there():
-    assert {"maze-6x6.pt", "sudoku-6x6.pt", "sudoku-9x9.pt"} <= set(map(os.path.basename, SHIPPED))
 
 
 def test_notebook(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """scripts/play.py: its server, and its page in a real browser (Chromium, as Qt WebEngine)."""
 import functools
+import http.client
 import json
-import math
 import os
 import re
 import signal
@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 import urllib.request
 
 import numpy as np
@@ -49,21 +48,12 @@ def arc_server(serve, arc_folder):
     return serve(arc_folder / "arc")
 
 
-def connect(server, sent):
-    """A connection that has sent these bytes; PORT in them is the server's port."""
-    connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=60)
-    connection.sendall(sent.replace(b"PORT", str(server.server_port).encode()))
-    return connection
-
-
 def ask(server, method, path, body=None, **headers):
-    """(status, text) of an answer; body: JSON text. A header of None is left out."""
-    headers = {"Host": "127.0.0.1:PORT", "Content-Length": None if body is None else len(body)} | headers
-    fields = [f"{name}: {value}" for name, value in headers.items() if value is not None]
-    request = "\r\n".join([f"{method} {path} HTTP/1.1", *fields, "", body or ""])
-    with connect(server, request.encode()) as s:
-        head, text = b"".join(iter(lambda: s.recv(65536), b"")).decode().split("\r\n\r\n")
-    return int(head.split()[1]), text
+    """(status, text) of an answer; body: JSON text."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection.request(method, path, body, headers)
+    response = connection.getresponse()
+    return response.status, response.read().decode()
 
 
 def ask_json(server, method, path, body=None, **headers):
@@ -91,8 +81,7 @@ def test_answers_are_those_of_solve(serve, folder, kind):
     for line, step in zip(lines, solve.watch(saved.settings, game.model, question)):
         assert line["sure"] == pytest.approx(solve.sigmoid(step["q_halt_logits"]), abs=1e-3)
         assert line["answers"] == [puzzles.text_of(game.task, answer) for answer in step["preds"]]
-        solved = puzzles.are_solutions(game.task, np.stack([question] * 3), step["preds"])
-        assert line["solved"] == solved.tolist()
+        assert line["solved"] == puzzles.are_solutions(game.task, question[None], step["preds"]).tolist()
     copy, step = lines[-1]["kept"]
     assert lines[step - 1]["sure"][copy] == max(max(line["sure"]) for line in lines)
 
@@ -113,67 +102,61 @@ def test_one_of_several_right_answers_is_not_shown_as_the_answer(serve, monkeypa
 Q = '"question": "................"'
 
 
-@pytest.mark.parametrize("request_line, body, status, words", [
-    ("POST /api/solve", "[" * 10000, 400, "not JSON"),
-    ("POST /api/solve", "[[1, 2]]", 400, "not JSON, as {"),
-    ("POST /api/solve", '{"question": "12"}', 400, "has 2 cells: it must have 4x4"),
-    ("POST /api/solve", '{"question": "11.............."}', 400, "the question has digit 1 twice in row 1"),
-    ("POST /api/solve", f'{{{Q}, "step": 4}}', 400, "unknown field 'step'"),
-    ("POST /api/solve", f'{{{Q}, "steps": 257}}', 400, "steps must be a number from 1 to 256"),
-    ("POST /api/solve", f'{{{Q}, "noise": NaN}}', 400, "noise must be a number from 0 to 10"),
-    ("POST /api/solve", " " * 500_000, 413, "more than 20000 bytes"),
-    ("POST /api/solve", None, 411, "Content-Length"),
-    ("POST /nowhere", "{}", 404, "no such page"),
-    ("GET /../play.py", None, 404, "no such page"),
-    ("GET /api/puzzle?index=60", None, 400, "index must be a number below 60, not '60'"),
-    ("GET /api/puzzle?index=%C2%B2", None, 400, "below 60")])
-def test_wrong_requests_are_refused(server, request_line, body, status, words, monkeypatch):
+@pytest.mark.parametrize("request_line, body, words", [
+    ("POST /api/solve", "[" * 10000, "not JSON"),
+    ("POST /api/solve", "[[1, 2]]", "not JSON, as {"),
+    ("POST /api/solve", '{"question": "12"}', "has 2 cells, not 4x4"),
+    ("POST /api/solve", '{"question": "11.............."}', "the question has digit 1 twice in row 1"),
+    ("POST /api/solve", f'{{{Q}, "steps": 257}}', "steps must be a number from 1 to 256"),
+    ("POST /api/solve", f'{{{Q}, "steps": 1e999}}', "not JSON"),
+    ("POST /api/solve", f'{{{Q}, "noise": NaN}}', "noise must be a number from 0 to 10"),
+    ("POST /api/solve", " " * 500_000, "more than 20000 bytes"),
+    ("POST /api/solve", None, "not JSON"),
+    ("GET /../play.py", None, "no such page"),
+    ("GET /api/puzzle?index=60", None, "index must be a number below 60, not 60"),
+    ("GET /api/puzzle?index=%C2%B2", None, "%C2%B2")])
+def test_wrong_requests_are_refused(server, request_line, body, words, monkeypatch):
     monkeypatch.setattr(server.game, "solve", None)
-    code, answer = ask_json(server, *request_line.split(), body)
-    assert code == status and list(answer) == ["error"] and words in answer["error"]
+    status, answer = ask_json(server, *request_line.split(), body)
+    assert status == 400 and list(answer) == ["error"] and words in answer["error"]
 
 
 def test_other_hosts_and_pages_of_other_sites_are_refused(server):
     port = server.server_port
     request = "POST", "/api/solve", f"{{{Q}}}"
-    for host in None, "evil.example", "127.0.0.1", f"127.0.0.1:{port}.evil.example", f"0.0.0.0:{port}":
+    for host in "", "evil.example", "127.0.0.1", f"127.0.0.1:{port}.evil.example", f"0.0.0.0:{port}":
         for refused in ("GET", "/"), request:
-            status, answer = ask_json(server, *refused, Host=host)
-            assert status == 403 and "Host" in answer["error"]
+            assert "the Host must be" in ask_json(server, *refused, Host=host)[1]["error"]
     for origin in "http://evil.example", "null", f"https://localhost:{port}":
-        status, answer = ask_json(server, *request, Origin=origin)
-        assert status == 403 and "other sites" in answer["error"]
+        assert "other sites" in ask_json(server, *request, Origin=origin)[1]["error"]
     assert ask(server, *request, Origin=f"http://localhost:{port}")[0] == 200
-    on_port_80 = types.SimpleNamespace(server=types.SimpleNamespace(server_port=80))
-    assert {"127.0.0.1", "localhost:80"} <= set(play.Handler.own_hosts(on_port_80))
 
 
 def test_a_client_that_leaves_frees_the_model(server, capfd):
     """It leaves with a reset, after the first step: the server prints nothing."""
-    body = b'{%s, "steps": 256, "copies": 16}' % Q.encode()
-    head = b"POST /api/solve HTTP/1.1\r\nHost: 127.0.0.1:PORT\r\nContent-Length: %d\r\n\r\n" % len(body)
-    with connect(server, head + body) as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends a reset
-        assert s.recv(15)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+    connection.request("POST", "/api/solve", f'{{{Q}, "steps": 256, "copies": 16}}')
+    reset = struct.pack("ii", 1, 0)  # instead of a proper end
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+    assert connection.sock.recv(15)
+    connection.close()
     wait_for(lambda: not server.game.lock.locked())
     assert len(ask_to_solve(server, question="." * 16)) == 5 and capfd.readouterr() == ("", "")
 
 
 def test_command_opens_the_browser_on_the_model_with_the_largest_puzzles(tmp_path):
-    command = [sys.executable, play.__file__, "--port=0"]
-    env = {**os.environ, "BROWSER": f"sh -c 'echo $0 > {tmp_path}/opened' %s"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    process = subprocess.Popen([sys.executable, play.__file__, "--port=0"], stdout=subprocess.PIPE, text=True,
+                               env={**os.environ, "BROWSER": f"sh -c 'echo $0 > {tmp_path}/opened' %s"})
     try:
-        address = re.match(r"(http://127\.0\.0\.1:\d+) ", process.stdout.readline())[1]
+        address = process.stdout.readline().split()[0]
         with urllib.request.urlopen(f"{address}/api/run", timeout=60) as f:
             run = json.load(f)
-        shipped = [math.prod(task["grid"]) for task in solve.shipped_models().values()]
-        assert math.prod(run["grid"]) == max(shipped) and run["puzzles"] == 100
+        assert run["path"].endswith("sudoku-9x9.pt") and run["puzzles"] == 100
         wait_for((tmp_path / "opened").exists)
         assert (tmp_path / "opened").read_text() == f"{address}\n"
     finally:
         process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 0 and process.stderr.read() == ""
+    assert process.wait(20) == 0
 
 
 def test_page_fetches_nothing_from_elsewhere(server):
@@ -192,7 +175,7 @@ def test_votes_on_an_arc_task_are_those_of_solve(arc_server, arc_test):
     game = arc_server.game
     *_, line = game.solve((puzzle["task"], question), 3, 4, 0, 0)
     data = solve.choose_versions(game.train_data, puzzle["task"], [(question, answer)], 0)
-    votes = solve.vote(game.settings, game.model, data)[0, 0]
+    votes = solve.vote(game.saved.settings, game.model, data)[0, 0]
     assert line["votes"] == [[grid_of(key).tolist(), votes[key][0]] for key in elect(votes)]
 
 
@@ -257,10 +240,10 @@ class Browser:
         self.until(f"index === {index}")
 
     def click(self, selector):
-        self.js(f"document.querySelector({json.dumps(selector)}).click()")
+        self.js(f"document.querySelector('{selector}').click()")
 
     def count(self, selector):
-        return self.js(f"document.querySelectorAll({json.dumps(selector)}).length")
+        return self.js(f"document.querySelectorAll('{selector}').length")
 
     def press(self, *names):
         from PyQt6.QtCore import Qt
@@ -337,19 +320,18 @@ def test_page_solves_a_test_puzzle(browser, server, puzzle):
 def test_page_thinks_deeper_and_in_copies(browser, server):
     browser.load(server)
     browser.solve()
-    browser.click("input[name=steps][value='16']")  # one click solves again
+    browser.click('input[name=steps][value="16"]')  # one click solves again
     browser.until("!controller && steps.length === 16")
-    browser.click("input[name=copies][value='4']")
+    browser.click('input[name=copies][value="4"]')
     browser.until("!controller && request.copies === 4 && steps.length === 16")
     assert browser.count("#copies .copy") == browser.count("#curve polyline") == 4
-    browser.js("show(2)")
+    steps = browser.js("(show(2), steps)")
     browser.click("#copies .copy:nth-child(3)")
-    assert browser.cells() == list(browser.js("steps[1].answers[2]"))
-    sure = browser.js("steps[1].sure")
+    assert browser.cells() == list(steps[1]["answers"][2])
     browser.click("#redraw")
     browser.until("!controller && steps.length === 16 && request.seed === 1")
     again = browser.js("steps[1].sure")
-    assert again[0] == sure[0] and again[1:] != sure[1:]
+    assert again[0] == steps[1]["sure"][0] and again[1:] != steps[1]["sure"][1:]
     for width in (360, 700, 1400):
         browser.check_width(width)
 
@@ -373,7 +355,7 @@ def test_page_takes_typed_puzzles_and_shows_errors(browser, server):
 
 def test_page_solves_mazes(browser, serve):
     browser.load(serve("maze"))
-    browser.click("input[name=copies][value='4']")
+    browser.click('input[name=copies][value="4"]')
     steps = browser.solve()
     browser.js("show(4)")
     symbols = {"●": "o", ".": " "}

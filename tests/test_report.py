@@ -19,26 +19,24 @@ DEFAULTS = {name: values[0] for name, values in read_settings(os.path.join(ROOT,
 EXP01 = {256: 1.4, 384: 2.9, 512: 5.03, 768: 11.0, 1024: 19.4, 1536: 43.0}  # hidden_size: million parameters
 
 
-def write_run(folder, accuracy=80.0, parameters=5.0, final=True, puzzles=1000, copies=1000, **settings):
+def write_run(folder, accuracy=80.0, parameters=5.0, final=True, **settings):
     """Writes what train.py leaves of a run of 8000 steps and 2 hours, with an evaluation every 2000 steps."""
     os.makedirs(folder)
-    exact, lines = accuracy / 100, []
+    lines = []
     for step in range(100, 8001, 100):
-        done = step / 8000
+        exact = accuracy / 100 * (step / 8000) ** 0.5
         lines.append({
-            "step": step, "train/loss": 0.5, "train/exact_accuracy": 0.95 * done ** 0.5, "train/steps": 4.0,
-            "perf/examples_per_sec": 6826.0, "perf/step_time": 0.9, "perf/tflops": 50.0})
-        if step % 2000 == 0 and step < 8000:
-            lines.append({"step": step, "eval/exact_accuracy": exact * done ** 0.5})
+            "step": step, "train/loss": 0.5, "train/exact_accuracy": 0.95 * (step / 8000) ** 0.5,
+            "train/steps": 4.0, "perf/examples_per_sec": 6826.0, "perf/step_time": 0.9, "perf/tflops": 50.0})
+        if step % 2000 == 0:
+            lines.append({"step": step, "eval/exact_accuracy": exact})
     if final:
-        lines.append({"step": 8000, "final": True, "eval/exact_accuracy": exact,
-                      "eval/surest_accuracy": 1.02 * exact})
+        lines[-1] |= {"final": True, "eval/surest_accuracy": 1.02 * exact}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "ckpt_00008000.json").write_text(json.dumps({"step": 8000, "settings": DEFAULTS | settings}))
     (folder / "log.txt").write_text(
         "# python 3.11, torch 2.9.1, Linux, 112 cores, 8 x xla (TPU v5litepod-8); settings that differ ...\n"
-        f"{round(parameters * 1e6):,} parameters; {puzzles * (copies + 1):,} training examples of "
-        f"{puzzles:,} puzzles, 422,786 test puzzles in data/x\n")
+        f"{round(parameters * 1e6):,} parameters; 1,001,000 training examples of 1,000 puzzles, 9 test\n")
 
 
 @pytest.fixture
@@ -81,24 +79,17 @@ def test_there_is_no_fit_for_too_few_sizes_or_another_shape(x, y):
     assert report.fit_power_law(x, y) is None
 
 
-def test_a_study_has_tables_pictures_a_law_and_the_names_of_missing_runs(tmp_path):
+def test_a_study_has_tables_pictures_a_law_and_the_names_of_unfinished_runs(tmp_path):
     for size, parameters in EXP01.items():
         write_run(tmp_path / f"runs/exp01_{size}", law(parameters), parameters, hidden_size=size)
     write_run(tmp_path / "runs/seed1/exp01_512", law(5.03) + 1, 5.03, hidden_size=512, seed=1, out_dir="x")
     write_run(tmp_path / "runs/copy/exp01_512", law(5.03), 5.03, hidden_size=512)
-    for puzzles, accuracy in ((250, 70.0), (500, 80.0), (1000, 90.0), (2000, 95.0)):
-        write_run(tmp_path / f"runs/exp04a_{puzzles}", accuracy, final=puzzles < 2000, puzzles=puzzles,
-                  data_path=f"data/{puzzles}")
-    os.makedirs(tmp_path / "configs")
-    for name in ("exp01_256", "exp04a_100", "exp04a_2000"):
-        (tmp_path / f"configs/{name}.py").touch()
-    argv = [tmp_path / "runs", f"--out_dir={tmp_path / 'out'}", f"--configs={tmp_path / 'configs'}"]
+    write_run(tmp_path / "runs/exp04a_2000", 90.0, final=False)
+    argv = [tmp_path / "runs", f"--out_dir={tmp_path / 'out'}"]
     done = subprocess.run([sys.executable, report.__file__, *argv], capture_output=True, text=True)
-    assert done.returncode == 0 and "11 of 13 runs are complete" in done.stdout, done.stderr
+    status = "- 8 of 9 runs are complete\n- exp04a_2000: unfinished\n"
     text = (tmp_path / "out/report.md").read_text()
-    for line in ("exp01 | 8 | -",
-                 "exp04a | 3 | exp04a_2000: unfinished; exp04a_100: missing"):
-        assert f"\n| {line} |\n" in done.stdout and f"\n| {line} |\n" in text
+    assert done.returncode == 0 and status in done.stdout and status in text, done.stderr
 
     table = rows(text, "exp01")
     assert list(table) == [f"exp01_{size}" for size in EXP01]
@@ -109,32 +100,27 @@ def test_a_study_has_tables_pictures_a_law_and_the_names_of_missing_runs(tmp_pat
     expected = {
         "seeds": "1", "test puzzles solved (%)": f"{accuracy:.4g}", "parameters (millions)": "43",
         "surest answers right (%)": f"{1.02 * accuracy:.4g}", "training time (hours)": "2",
-        "training puzzles solved (%)": f"{train:.4g}", "training arithmetic (PFLOP)": "360",
-        "accuracy per parameter-hour (% / (million hours))": f"{accuracy / 43 / 2:.4g}"}
-    assert {key: row[key] for key in expected} == expected
-    assert "8 x xla (TPU v5litepod-8)" in text
+        "training puzzles solved (%)": f"{train:.4g}", "training arithmetic (PFLOP)": "360"}
+    assert expected.items() <= row.items() and "8 x xla (TPU v5litepod-8)" in text
     fit = re.search(", ".join(name + r" = ([\d.]+) ± ([\d.]+)" for name in "abc"), text)
     values = np.array(fit.groups(), float)
     assert (abs(values[::2] - [90, 20, 0.8]) < 2 * values[1::2]).all()
-    # 85 is half-way from 80 to 90, in the logarithm of the puzzles
-    assert f"Puzzles for 85%, interpolated between runs: {np.sqrt(500 * 1000):.4g}." in text
 
-    names = ["exp01.png", "exp04a.png"]
-    assert sorted(os.listdir(tmp_path / "out")) == names + ["report.md", "results.json"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["exp01.png", "report.md", "results.json"]
     results = {result["name"]: result for result in json.loads((tmp_path / "out/results.json").read_text())}
     assert results["exp01_1536"]["accuracy"] == pytest.approx(accuracy)
     assert list(results["exp01_1536"]["evaluations"]) == ["2000", "4000", "6000", "8000"]
-    for name in names:
-        pixels = image.imread(tmp_path / "out" / name)[..., :3]
-        assert 0.02 < (pixels.min(-1) < 0.95).mean() < 0.5 and f"]({name})" in text
+    pixels = image.imread(tmp_path / "out/exp01.png")[..., :3]
+    assert 0.02 < (pixels.min(-1) < 0.95).mean() < 0.5 and "](exp01.png)" in text
 
 
 def test_every_group_has_its_table(tmp_path, run):
-    for group in report.GROUPS:
-        write_run(tmp_path / f"runs/{group.prefix}_0", 80)
-        write_run(tmp_path / f"runs/{group.prefix}_1", 86, halt_max_steps=8)
+    groups = [group.prefix for group in report.GROUPS[:-1]]
+    for prefix in groups:
+        write_run(tmp_path / f"runs/{prefix}_0", 80)
+        write_run(tmp_path / f"runs/{prefix}_1", 86, halt_max_steps=8)
     text, _ = run(tmp_path / "runs")
-    assert all(len(rows(text, group.prefix)) == 2 for group in report.GROUPS)
+    assert all(len(rows(text, prefix)) == 2 for prefix in groups)
     before = 86 * 0.75 ** 0.5  # at step 6000, 1.5 hours
     hours = 1.5 + 0.5 * (85 - before) / (86 - before)
     assert [row["hours to the target"] for row in rows(text, "contrib01").values()] == ["-", f"{hours:.4g}"]
@@ -159,7 +145,7 @@ def test_runs_outside_the_study_are_compared_by_their_settings(tmp_path, run):
         write_run(tmp_path / f"demo{seed}", accuracy, seed=seed)
     write_run(tmp_path / "wide", 99.0, hidden_size=1024)
     text, _ = run(tmp_path / "wide", *sorted(tmp_path.glob("demo*")))
-    table = rows(text, "runs: How do these runs compare?")
+    table = rows(text, "runs: How do the other runs compare?")
     assert table["demo0, demo1, demo2"]["test puzzles solved (%)"] == "98.67 ± 0.2517"
     assert table["wide"]["seeds"] == "1" and "exp01" not in text and "(runs.png)" in text
 
@@ -169,27 +155,19 @@ def test_runs_outside_the_study_are_compared_by_their_settings(tmp_path, run):
     ("log.txt", "of 1,000 puzzles", "of 0 puzzles", "damaged: ZeroDivisionError"),
     ("metrics.jsonl", '"final".*\n', '"fin', "unfinished"),  # a run in progress
     ("ckpt_00008000.json", '"L_cycles": 6', '"L_cycles": null', "damaged: TypeError"),
-    ("ckpt_00008000.json", '"settings".*', '"sett', "no ckpt_*.json with its settings")])
+    ("ckpt_00008000.json", '"settings".*', '"sett', "damaged: KeyError")])
 def test_damage_costs_at_most_the_run_that_has_it(tmp_path, run, path, pattern, instead, problem):
     for name in ("exp04a_damaged", "exp04a_whole"):
         write_run(tmp_path / f"runs/{name}", data_path=name)
     path = tmp_path / "runs/exp04a_damaged" / path
     path.write_text(re.sub(pattern, lambda _: instead, path.read_text(), count=1))
-    text, printed = run(tmp_path / "runs", "--configs=nowhere")
-    complete, named = (1, f"exp04a_damaged: {problem}") if problem else (2, "-")
-    assert f"| exp04a | {complete} | {named}" in printed
-    assert len(rows(text, "exp04a")) == complete
+    text, printed = run(tmp_path / "runs")
+    complete = 1 if problem else 2
+    assert f"- {complete} of 2 runs are complete\n" in printed and len(rows(text, "exp04a")) == complete
+    assert not problem or f"\n- exp04a_damaged: {problem}" in printed
 
 
 @pytest.mark.parametrize("argv, words", [("nowhere", "nowhere: no run"), ("--targt=80", "closest is target")])
 def test_wrong_input_is_an_error_of_one_line(argv, words):
     with pytest.raises(report.UserError, match=words):
         report.main([argv])
-
-
-def test_a_missing_package_is_an_error_of_one_line(tmp_path):
-    (tmp_path / "scipy.py").write_text("raise ImportError('not installed')")
-    done = subprocess.run([sys.executable, report.__file__], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    message = "report.py: matplotlib or scipy is missing: pip install matplotlib scipy\n"
-    assert (done.returncode, done.stderr) == (2, message)

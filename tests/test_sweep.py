@@ -18,7 +18,7 @@ TINY = [
     "--L_cycles=1", "--halt_max_steps=2", "--forward_dtype=float32", "--global_batch_size=16",
     "--micro_batch_size=0", "--lr_warmup_steps=5", "--log_interval=5", "--checkpoint_interval=20",
     "--eval_interval=20", "--max_steps=120", "--wandb_log=False", "--device=cpu"]
-NAMES = EMA_OFF, EMA, ADAMW = "exp08a_ema_off", "exp08b_ema0.99", "exp09b_adamw_beta2_0.95"
+EMA_OFF, EMA, ADAMW = "exp08a_ema_off", "exp08b_ema0.99", "exp09b_adamw_beta2_0.95"
 
 
 @pytest.fixture
@@ -39,10 +39,6 @@ def sweep(capfd, monkeypatch):
     yield sweep
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-def results(folder):
-    return {result["run"]: result for result in json.loads((folder / "results.json").read_text())}
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +111,6 @@ def test_a_folder_with_a_run_of_other_settings_stops_the_sweep_before_its_first_
     assert os.listdir(tmp_path) == [EMA]
 
 
-def test_sweeps_that_end_together_write_one_results_file(tmp_path):
-    result = script.StudyRun(*script.select_files([EMA], ""), [f"--out_dir={tmp_path}"]).result()
-    with ThreadPoolExecutor() as pool:
-        for name in map(str, range(40)):
-            pool.submit(script.write_results, [result | dict(run=name)], str(tmp_path / "results.json"))
-    assert len(results(tmp_path)) == 40
-
-
 def test_stopped_complete_killed_and_damaged_runs(sweep, data, tmp_path):
     """Ctrl-C stops a run, another sweep takes it over; of the next two one is damaged, one is killed."""
     flags = [*TINY, f"--data_path={data}", PREPARE + str(data), f"--out_dir={tmp_path}"]
@@ -155,15 +143,10 @@ def test_stopped_complete_killed_and_damaged_runs(sweep, data, tmp_path):
         killing = pool.submit(kill)
         text = sweep("exp08a", "exp08b", "exp09b", *flags, "--continue_on_failure", code=1)
         killing.result()
-    table = results(tmp_path)
-    assert [table[name]["status"] for name in NAMES] == ["complete", "failed", "complete"]
-    assert table[EMA]["error"].startswith("train.py: --init_from=auto: no complete checkpoint")
-    assert table[ADAMW]["steps"] == table[ADAMW]["total_steps"] == 120
-    assert table[ADAMW]["best_exact_accuracy"] >= table[ADAMW]["last_exact_accuracy"] >= 0
-    assert table[ADAMW]["hours"] > 0 and table[ADAMW]["examples_per_sec"] > 0
-    for words in (f"{EMA_OFF}: complete\n", f"{EMA}: failed: {table[EMA]['error']}", "\n2 of 3 complete",
-                  f"{ADAMW}: died with exit code -9\n"):
+    error = f"{EMA}: failed: train.py: --init_from=auto: no complete checkpoint"
+    for words in (f"{EMA_OFF}: complete\n", error, f"{ADAMW}: died with exit code -9\n",
+                  f"\n{ADAMW:32} complete\n2 of 3 complete"):
         assert words in text
     resumed = (tmp_path / f"{ADAMW}.log").read_text().split("$ python")[2]
     assert "resuming from" in resumed and "training from step 0 " not in resumed
-    assert sweep("exp08a", "exp09b", *flags).count(": complete\n") == 2 and results(tmp_path) == table
+    assert sweep("exp08a", "exp09b", *flags).count(": complete\n") == 2
