@@ -91,9 +91,9 @@ def read_checkpoint(path):
 
 
 def load_weights(model, named, where):
-    """Loads weights by the official code's names; where: their file. Raises UserError if they do not fit."""
+    """See TRM.load_named; where: the file of the weights. Raises UserError if they do not fit."""
     try:
-        model.load_named(named)
+        return model.load_named(named)
     except ValueError as e:
         raise UserError(f"{where}: {e}") from None
 

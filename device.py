@@ -67,7 +67,7 @@ def choose_device(wanted):
 
 
 def has_tpu():
-    """Returns True if this host has a TPU. It sets PJRT_DEVICE, since importing torch_xla fixes its device."""
+    """Returns True if this host has a TPU. Sets PJRT_DEVICE: importing torch_xla fixes its device."""
     # network cards of Google's clouds are Google's PCI devices too
     vendors = [Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")]
     if "0x1ae0" not in vendors:

@@ -517,8 +517,8 @@ class TRM(nn.Module):
     def load_named(self, named):
         """Copies weights by the official code's names, whose prefixes may be there.
 
-        Raises ValueError for names or shapes that do not fit. A puzzle embedding of other puzzles is
-        averaged, as in the official code.
+        Returns True if the puzzle embedding is of other puzzles, whose mean all rows take then, as in the
+        official code. Raises ValueError for names or shapes that do not fit.
         """
         # the official code's names, without the prefixes of its wrappers
         weights = {}
@@ -530,9 +530,10 @@ class TRM(nn.Module):
         # other puzzles have no row of their own in the table: they take the mean
         own = self.state_dict()
         table = weights.get("puzzle_emb.weights")
-        if table is not None and self.prefix and len(table) != self.config.num_puzzle_identifiers:
-            mean = table.mean(0, keepdim=True)
-            weights["puzzle_emb.weights"] = mean.expand(self.config.num_puzzle_identifiers, -1)
+        num_rows = self.config.num_puzzle_identifiers
+        is_averaged = self.prefix > 0 and table is not None and len(table) != num_rows
+        if is_averaged:
+            weights["puzzle_emb.weights"] = table.mean(0, keepdim=True).expand(num_rows, -1)
 
         # names and shapes must be these; a part of them would train in silence
         hint = "another block or other settings (mlp_t, L_layers, pos_encodings, puzzle_emb_ndim?)"
@@ -545,6 +546,7 @@ class TRM(nn.Module):
                 raise ValueError(f"{name} has shape {list(weights[name].shape)}, "
                                  f"these settings need {list(t.shape)}")
         self.load_state_dict(weights)
+        return is_averaged
 
     @classmethod
     def load(cls, path):

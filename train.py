@@ -1002,7 +1002,9 @@ def find_start(settings, data, model, total_steps):
     if file and reads_only:
         state = read_checkpoint(file)
         check_task(state, data, file)
-        load_weights(model, state.pop("weights"), file)
+        if load_weights(model, state.pop("weights"), file):
+            raise UserError(f"{file} has other puzzle identifiers than {settings.data_path}: it can be "
+                            "trained further, but not evaluated (docs/arc.md)")
         return Start(state=state, step=state.get("step", 0))
 
     # which runs out_dir and the bucket hold
@@ -1052,7 +1054,8 @@ def find_start(settings, data, model, total_steps):
         start = start._replace(state={name: state[name] for name in ("ema",) if name in state})
     if state:
         check_task(state, data, source)
-        load_weights(model, state["weights"], source)
+        if load_weights(model, state["weights"], source):
+            notes.append(f"{source} has other puzzle identifiers: all start from the mean of its embedding")
     start = start._replace(notes=notes)
     if reads_only:
         return start

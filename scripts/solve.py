@@ -26,6 +26,7 @@ only trains on a task, the task's last pair is its test pair.
 import copy
 import csv
 import glob
+import importlib.util
 import io
 import json
 import math
@@ -55,7 +56,7 @@ from prepare import csv_rows
 from prepare_arc import read_folder, read_object
 from prepare_arc import task_of as arc_task_of
 from puzzles import (
-    ARC, BOXES, MAZE, appearance, arc_task, are_solutions, broken_cells, canvas,
+    ARC, BOXES, COLOURS, MAZE, appearance, arc_task, are_solutions, broken_cells, canvas,
     check_questions, maze_task, parse_question, side_by_side, sudoku_task, text_of, verdict)
 
 # output
@@ -351,9 +352,25 @@ def show_task(demonstrations, tests, votes, plot):
     for row in rows:
         panels.append([(title, canvas(grid, side).ravel(), nothing) for title, grid in row])
         text = side_by_side(panels[-1], task["symbols"], side, side)
-        print(re.sub("\n{2,}", "\n\n", text), end="")
+        text = re.sub("\n{2,}", "\n\n", text)
+        print(in_colour(text) if sys.stdout.isatty() else text, end="")
     if plot:
         draw(plot, task, nothing, panels)
+
+
+def in_colour(text):
+    """Returns a text of ARC grids with a terminal's codes for the colours of the cells."""
+    def coloured(cell):
+        red, green, blue = bytes.fromhex(COLOURS[int(cell[1])][1:])
+        ink = 97 if green < 128 else 30  # white or black
+        return f"\033[{ink};48;2;{red};{green};{blue}m {cell[1]} \033[0m"
+
+    # titles have letters
+    lines = text.split("\n")
+    for i, line in enumerate(lines):
+        if not re.search("[a-z]", line):
+            lines[i] = re.sub(r" (\d) ?", coloured, line)
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -445,6 +462,8 @@ def check_output(settings, is_arc_file, is_csv):
     endings = (".json",) if is_arc_file else (".csv",) if is_csv else (".png", ".gif")
     if path and not path.endswith(endings):
         raise UserError(f"{path}: must end in {' or '.join(endings)}")
+    if settings.plot and not importlib.util.find_spec("matplotlib"):
+        raise UserError("--plot needs matplotlib: pip install matplotlib")
     if os.path.lexists(path):
         raise UserError(f"{path}: exists already; choose another name")
     if not os.access(os.path.dirname(path) or ".", os.W_OK):

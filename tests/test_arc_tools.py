@@ -19,7 +19,7 @@ TINY = [
     "--hidden_size=32", "--num_heads=2", "--expansion=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=1",
     "--H_cycles=1", "--L_cycles=1", "--L_layers=1", "--halt_max_steps=3", "--forward_dtype=float32",
     "--device=cpu", "--global_batch_size=16", "--max_steps=20"]
-GENERATED = ["--size=4", "--num_train=4", "--num_test=6", "--num_aug=3"]
+GENERATED = ["--num_pairs=5", "--num_train=4", "--num_test=6", "--num_aug=3"]
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,11 @@ def test_a_task_is_shown_with_the_votes_and_the_known_answer(run, arc_folder, ar
     assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_a_terminal_shows_colours():
+    assert solve.in_colour("input 1\n 0  4\n") == (
+        "input 1\n\033[97;48;2;0;0;0m 0 \033[0m\033[30;48;2;255;220;0m 4 \033[0m\n")
+
+
 def test_the_last_pair_of_a_task_that_is_only_trained_on_is_its_test(run, arc_folder, arc_test):
     names = Dataset(arc_test.path, "train").task_names
     text = run(arc_folder / "arc", f"--task={min(set(names) - set(arc_test.task_names))}")
@@ -91,7 +96,11 @@ def test_adaptation_answers_new_tasks(run, arc_folder, tmp_path):
     prepare(prepare_arc, f"--source={tmp_path}", "--subsets=evaluation", "--max_side=4", "--num_aug=2",
             f"--output_dir={adapted}-data")
     config = os.path.join(ROOT, "config/arc_adapt.py")
-    train_one(adapted, config, *TINY, f"--init_from={arc_folder / 'model.pt'}")
+    flags = [config, *TINY, f"--init_from={arc_folder / 'model.pt'}"]
+    with pytest.raises(UserError, match="has other puzzle identifiers than .*: it can be trained further"):
+        train_one(adapted, *flags, "--eval_only")
+    train_one(adapted, *flags)
+    assert "all start from the mean of its embedding" in (adapted / "log.txt").read_text()
     run(adapted, new, f"--output={tmp_path}/a.json")
     answers = json.loads((tmp_path / "a.json").read_text())
     assert answers == json.loads((adapted / "submission.json").read_text())
