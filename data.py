@@ -34,12 +34,26 @@ import numpy as np
 from configurator import UserError
 from puzzles import IGNORE_LABEL, apply_version, canvas, crop, task_of, version_name
 
-FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
+FIELDS = (
+    "inputs",  # [N, seq_len], tokens
+    "labels",  # [N, seq_len], tokens
+    "puzzle_identifiers",  # [puzzles], rows of the model's table
+    "puzzle_indices",  # [puzzles + 1], rows of inputs and labels
+    "group_indices",  # [groups + 1], puzzles
+)
 ARC_FIELDS = ("inputs", "labels", "puzzle_identifiers", "task_indices", "group_indices", "versions")
 SPLIT_FILES = ("dataset.json", *(f"all__{field}.npy" for field in dict.fromkeys(FIELDS + ARC_FIELDS)))
 FILES = (*(f"{split}/{name}" for split in ("test", "train") for name in SPLIT_FILES), "identifiers.json")
-METADATA = ("pad_id", "ignore_label_id", "blank_identifier_id", "vocab_size", "seq_len",
-            "num_puzzle_identifiers", "total_groups", "mean_puzzle_examples")
+METADATA = (
+    "pad_id",  # token of padding
+    "ignore_label_id",  # label of cells that do not count
+    "blank_identifier_id",  # puzzle identifier of padding
+    "vocab_size",  # tokens, padding included
+    "seq_len",  # cells of a puzzle
+    "num_puzzle_identifiers",
+    "total_groups",
+    "mean_puzzle_examples",  # examples of a group, on average
+)
 NO_TRANSLATION = itertools.repeat(0)  # of any number of examples
 ORDER, EXAMPLE, HALT, SUBSET, NOISE = range(5)  # independent random streams of one seed
 
@@ -113,13 +127,14 @@ class Dataset:
         """Finds each puzzle's stored rows, and how many examples each group brings to an epoch."""
         if self.has_versions:
             # all versions of a task share its rows, which hold grids
-            num_versions = np.diff(self.group_indices)
-            self.num_examples = np.repeat(np.diff(self.task_indices), num_versions)
-            self.first_rows = np.repeat(self.task_indices[:-1], num_versions)
+            tasks = self.groups_of(range(len(self.versions)))
+            self.num_examples = np.diff(self.task_indices)[tasks]
+            self.first_rows = self.task_indices[tasks]
             self.puzzle_indices = np.append(0, self.num_examples.cumsum())
             self.side = math.isqrt(self.seq_len)
-            pairs = zip(self.inputs, self.labels)
-            self.grids = [(crop(question, self.side), crop(answer, self.side)) for question, answer in pairs]
+            self.grids = []
+            for pair in zip(self.inputs, self.labels):
+                self.grids.append([crop(tokens, self.side) for tokens in pair])
         else:
             self.num_examples = np.diff(self.puzzle_indices)
             self.first_rows = self.puzzle_indices[:-1]
@@ -149,13 +164,12 @@ class Dataset:
             return self._batch_of_whole_puzzles(seed, epochs, positions)
 
         # one example a group: the whole batch draws, so that the draws do not depend on the number of ranks
-        groups = np.empty_like(positions)
+        groups = []
         for epoch in np.unique(epochs).tolist():
-            in_epoch = epochs == epoch
             order = epoch_order(seed, epoch, self.total_groups)
-            groups[in_epoch] = order[positions[in_epoch]]
+            groups.extend(order[positions[epochs == epoch]])
         draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part]
-        puzzles = random_members(self.group_indices, groups, draws[:, 0])
+        puzzles = random_members(self.group_indices, np.array(groups), draws[:, 0])
         return self._batch(puzzles, members=0)
 
     def _batch_of_whole_puzzles(self, seed, epochs, positions):
@@ -248,15 +262,12 @@ class Dataset:
         """Returns inputs and labels [b, seq_len]: canvases with the versions of the grids in rows [b]."""
         canvases = []
         for row, version, draws in zip(rows, versions, translation_draws):
-            question, answer = self.grids[row]
-            question = apply_version(question, version)
-            answer = apply_version(answer, version)
+            grids = [apply_version(grid, version) for grid in self.grids[row]]
 
             # both are moved alike, as far as there is room for them
-            room = self.side + 1 - np.maximum(question.shape, answer.shape)
+            room = self.side + 1 - np.maximum(grids[0].shape, grids[1].shape)
             offset = (draws * room).astype(np.int64)
-            canvases.append(canvas(question, self.side, *offset))
-            canvases.append(canvas(answer, self.side, *offset))
+            canvases += [canvas(grid, self.side, *offset) for grid in grids]
         canvases = np.reshape(canvases, (-1, 2, self.seq_len))
         return canvases[:, 0], canvases[:, 1]
 
@@ -288,9 +299,10 @@ class Dataset:
 
     def made_by(self):
         """Returns the command that made the dataset, as "prepare_sudoku.py --size=6 ..."; "" if not known."""
-        words = []
-        for name, value in self.manifest.get("command", {}).items():
-            words.append(value if name == "script" else f"--{name}={shlex.quote(str(value))}")
+        command = dict(self.manifest.get("command", {}))
+        words = [command.pop("script", "")]
+        for name, value in command.items():
+            words.append(f"--{name}={shlex.quote(str(value))}")
         return " ".join(words)
 
     @functools.cached_property
@@ -314,10 +326,9 @@ class Dataset:
 def identifier_names(path):
     """Returns the names of an ARC dataset's puzzle identifiers, as the official builder does."""
     train = Dataset(path, "train")
-    task_of_puzzle = train.groups_of(range(len(train.versions)))
     names = ["<blank>"]
-    for group, version in zip(task_of_puzzle, train.versions.tolist()):
-        names.append(version_name(train.task_names[group], version))
+    for puzzle, version in enumerate(train.versions.tolist()):
+        names.append(version_name(train.task_names[train.groups_of(puzzle)], version))
     return names
 
 

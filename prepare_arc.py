@@ -25,7 +25,7 @@ from configurator import UserError, start
 from data import Progress
 from prepare import (
     check_minimums, command_of, download, finish_split, new_dataset, refuse_existing, write_json)
-from puzzles import ARC, ORIGINAL, arc_task, canvas, turned
+from puzzles import ARC, ORIGINAL, apply_version, arc_task, canvas
 
 # source
 source = "arc1"  # arc1, arc2, generate, a folder, or the prefix of Kaggle's files
@@ -238,58 +238,31 @@ def grid_of(value):
 # -----------------------------------------------------------------------------
 # versions
 
-# random numbers for keys of pairs: of the cells of inputs and of outputs, and of the colours
-KEY_RNG = np.random.default_rng(0)
-CELL_KEYS = KEY_RNG.integers(2 ** 64, size=(2, LARGEST, LARGEST), dtype=np.uint64)
-COLOUR_KEYS = KEY_RNG.integers(2 ** 64, size=10, dtype=np.uint64)
-
-
 def choose_versions(task, num_aug, rng):
     """Returns different versions of a task, uint8 [n, 11]: the original, then up to num_aug others.
 
     It draws what the official builder draws: one of 8 ways to turn and an order of the colours 1 to 9, up to
     5 * num_aug times. A version counts unless it has the same pairs as an earlier one, in any order.
     """
-    sums = colour_sums(task.train + task.test)
-    versions = [ORIGINAL]
-    seen = set(keys_of_versions(ORIGINAL[None], sums))
-    tries_left = TRIES * num_aug
-    while tries_left and len(versions) <= num_aug:
-        # as many tries as cannot be too many
-        drawn = np.tile(ORIGINAL, (min(tries_left, num_aug + 1 - len(versions)), 1))
-        tries_left -= len(drawn)
-        for version in drawn:
-            version[0] = rng.randint(8)
-            rng.shuffle(version[2:])
-
-        # the versions that are new
-        for key, version in zip(keys_of_versions(drawn, sums), drawn):
-            if key not in seen:
-                seen.add(key)
-                versions.append(version)
-    return np.stack(versions)
+    pairs = task.train + task.test
+    versions = {key_of_version(ORIGINAL, pairs): ORIGINAL}
+    for _ in range(TRIES * num_aug):
+        if len(versions) > num_aug:
+            break
+        version = ORIGINAL.copy()
+        version[0] = rng.randint(8)
+        rng.shuffle(version[2:])
+        versions.setdefault(key_of_version(version, pairs), version)
+    return np.stack(list(versions.values()))
 
 
-def colour_sums(pairs):
-    """Returns the sums of cell keys over each colour's cells, uint64 [8 ways to turn, 10 colours, pairs]."""
-    sums = np.zeros((8, 10, len(pairs)), dtype=np.uint64)
-    for number, pair in enumerate(pairs):
-        for grid, cell_keys in zip(pair, CELL_KEYS):
-            for way in range(8):
-                turned_grid = turned(grid, way)
-                rows, columns = turned_grid.shape
-                np.add.at(sums[way, :, number], turned_grid, cell_keys[:rows, :columns])
-    return sums
-
-
-def keys_of_versions(versions, sums):
-    """Returns a list of keys of versions [n, 11], equal for versions with the same pairs in any order.
-
-    The key of a pair is the sum, over its cells, of the cell's key times its colour's key, modulo 2^64.
-    """
-    colour_keys = COLOUR_KEYS[versions[:, 1:]]  # [n, 10]
-    pair_keys = (colour_keys[:, :, None] * sums[versions[:, 0]]).sum(axis=1)  # [n, pairs]
-    return list(map(tuple, np.sort(pair_keys).tolist()))
+def key_of_version(version, pairs):
+    """Returns a key, equal for versions with the same pairs in any order."""
+    keys = []
+    for pair in pairs:
+        question, answer = [apply_version(grid, version) for grid in pair]
+        keys.append((question.shape, question.tobytes(), answer.shape, answer.tobytes()))
+    return tuple(sorted(keys))
 
 
 # -----------------------------------------------------------------------------

@@ -90,7 +90,6 @@ def main(settings):
     task = {"kind": settings.kind, "command": {}, "counts": {}, "grid": grid, "symbols": "_" + symbols}
     test = boards[:, test_rows]
     write_puzzles(settings, __file__, task, blocks, len(train_rows), test, copies, counts)
-    print(f"left out: {repeated:,} repeated, {counts['symmetric']:,} symmetric to a test puzzle")
     print(f"symbols: {symbols!r}; {symbols[0]!r} is an empty cell")
     return settings.output_dir
 

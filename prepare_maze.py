@@ -49,7 +49,8 @@ def main(settings):
     if settings.source == "generate":
         num_mazes = settings.num_train + settings.num_test
         mazes = generate(settings.size, num_mazes, settings.seed, settings.min_path)
-        train, test = np.split(mazes, [settings.num_train], axis=1)
+        train = mazes[:, :settings.num_train]
+        test = mazes[:, settings.num_train:]
         counts = {}
     else:
         train, test, counts = mazes_from_files(settings)
@@ -94,19 +95,20 @@ def mazes_from_files(settings):
             row_of.setdefault(key, row)
     chosen = list(row_of.values())
     in_test = sum(key in test_keys for key in keys)
-    repeated = len(keys) - in_test - len(chosen)
     if not chosen:
         raise UserError(f"{train_csv}: no maze is left of {len(keys)} rows: the test set has all of them, "
                         "turned or not")
-    print(f"{train_csv}: {len(keys):,} rows, {in_test:,} dropped because the test set has them too, "
-          f"{repeated:,} because they are repeated, turned and reflected ones included")
 
     # a random choice, in the file's order
     if settings.subsample_size:
         rng = np.random.default_rng([settings.seed, 1])
         chosen = np.sort(rng.permutation(chosen)[:settings.subsample_size])
-    counts = {"train_rows": len(keys), "test_rows": len(test[0]), "train_rows_in_test": in_test,
-              "train_rows_twice": repeated}
+    counts = {
+        "train_rows": len(keys),
+        "test_rows": len(test[0]),
+        "train_rows_in_test": in_test,
+        "train_rows_twice": len(keys) - in_test - len(row_of),
+    }
     return train[:, chosen], test, counts
 
 

@@ -49,20 +49,23 @@ def main(settings):
     if settings.source == "generate":
         counts = {}
         boards = generate(settings.size, settings.num_train + settings.num_test, settings.seed)
-        test, train = np.split(boards, [settings.num_test], axis=1)  # the same test for each num_train
+        test = boards[:, :settings.num_test]  # the same for each num_train
+        train = boards[:, settings.num_test:]
     else:
         train_csv, test_csv = csv_files(settings, HUB)
         test, test_rows, _ = choose(test_csv, settings, 0, set())
-        test_keys = set(keys_of(test[0]))
-        train, train_rows, in_test = choose(train_csv, settings, settings.subsample_size, test_keys)
-        print(f"{train_csv}: {train_rows:,} rows, {in_test:,} dropped because the test set has them too")
-        counts = {"test_rows": test_rows, "train_rows": train_rows, "train_rows_in_test": in_test}
+        train, train_rows, in_test = choose(
+            train_csv, settings, settings.subsample_size, set(keys_of(test[0])))
+        counts = {
+            "test_rows": test_rows,
+            "train_rows": train_rows,
+            "train_rows_in_test": in_test,
+        }
 
     # and the copies
     blocks = augmented(train, settings, set(keys_of(test[0])), counts)
     task = sudoku_task(settings.size)
     write_puzzles(settings, __file__, task, blocks, len(train[0]), test, settings.num_aug + 1, counts)
-    print(f"{counts['copies_replaced']:,} copies were drawn again because the test set has them")
     return settings.output_dir
 
 
@@ -116,18 +119,19 @@ def choose(path, settings, n, test_keys):
             raise UserError(f"{path}:{line}: the rating {str(rating)!r} is not an integer") from None
     in_test = np.array([key in test_keys for key in keys_of(questions)])
     left = np.flatnonzero(is_hard & ~in_test)
-    num_in_test = sum(is_hard & in_test)
+    num_in_test = int(np.sum(is_hard & in_test))
     if not len(left):
         raise UserError(f"{path}: no puzzle is left of {len(lines)} rows: {num_in_test} are in the test set "
                         f"too, the others are rated below min_difficulty={settings.min_difficulty}")
 
     # n of them, in the file's order
     if n:
-        order = np.random.default_rng([settings.seed, 1]).random(len(left)).argsort()
+        rng = np.random.default_rng([settings.seed, 1])
+        order = rng.random(len(left)).argsort()
         left = left[np.sort(order[:n])]
     if settings.check_unique:
         check_uniqueness(path, lines[left], questions[left], settings.size)
-    return np.array([questions[left], answers[left]]), len(lines), int(num_in_test)
+    return np.array([questions[left], answers[left]]), len(lines), num_in_test
 
 
 def check_uniqueness(path, lines, questions, size):
@@ -238,8 +242,10 @@ def transform(boards, copies, size, rng):
     n = boards.shape[1] * copies
 
     def random_order(groups, members):  # [n, size]: of groups, and of the members of each
-        outer = rng.permuted(np.tile(np.arange(groups), (n, 1)), axis=1)
-        inner = rng.permuted(np.tile(np.arange(members), (n, groups, 1)), axis=2)
+        outer = np.tile(np.arange(groups), (n, 1))
+        outer = rng.permuted(outer, axis=1)
+        inner = np.tile(np.arange(members), (n, groups, 1))
+        inner = rng.permuted(inner, axis=2)
         return (outer[:, :, None] * members + inner).reshape(n, size)
 
     # the cell that each cell of a copy comes from
@@ -247,14 +253,16 @@ def transform(boards, copies, size, rng):
     stride = np.where(transposed, 1, size)[:, None]
     rows_from = random_order(bands, rows) * stride
     columns_from = random_order(stacks, columns) * (size + 1 - stride)
-    cells_from = (rows_from[:, :, None] + columns_from[:, None]).reshape(n, size * size)
+    cells_from = rows_from[:, :, None] + columns_from[:, None]
+    cells_from = cells_from.reshape(n, size * size)
 
     # and what its token becomes
-    tokens = np.ones((n, size + 2), dtype=np.uint8)
-    digits = np.arange(2, size + 2, dtype=np.uint8)
-    tokens[:, 2:] = rng.permuted(np.tile(digits, (n, 1)), axis=1)
+    digits = np.tile(np.arange(2, size + 2, dtype=np.uint8), (n, 1))
+    digits = rng.permuted(digits, axis=1)
+    tokens = np.pad(digits, [(0, 0), (2, 0)], constant_values=EMPTY)
     copy = np.arange(n)[:, None]
-    return tokens[copy, boards[:, copy // max(copies, 1), cells_from]]
+    board_from = copy // max(copies, 1)
+    return tokens[copy, boards[:, board_from, cells_from]]
 
 
 if __name__ == "__main__":
