@@ -41,7 +41,14 @@ FIELDS = (
     "puzzle_indices",  # [puzzles + 1], rows of inputs and labels
     "group_indices",  # [groups + 1], puzzles
 )
-ARC_FIELDS = ("inputs", "labels", "puzzle_identifiers", "task_indices", "group_indices", "versions")
+ARC_FIELDS = (
+    "inputs",
+    "labels",
+    "puzzle_identifiers",
+    "task_indices",  # [groups + 1], rows of inputs and labels
+    "group_indices",
+    "versions",  # [puzzles, 11]
+)
 SPLIT_FILES = ("dataset.json", *(f"all__{field}.npy" for field in dict.fromkeys(FIELDS + ARC_FIELDS)))
 FILES = (*(f"{split}/{name}" for split in ("test", "train") for name in SPLIT_FILES), "identifiers.json")
 METADATA = (
@@ -77,10 +84,9 @@ class Dataset:
 
     def __init__(self, path, split):
         self.path = path
-        self.folder = f"{path}/{split}"
-        if not os.path.isdir(self.folder):
-            raise UserError(
-                f"{self.folder}: no such dataset; build it with prepare_sudoku.py, or another script")
+        folder = f"{path}/{split}"
+        if not os.path.isdir(folder):
+            raise UserError(f"{folder}: no such dataset; build it with prepare_sudoku.py, or another script")
 
         # the official builder writes no manifest
         self.manifest = {}
@@ -88,18 +94,15 @@ class Dataset:
         if os.path.exists(manifest_path):
             self.manifest = read_json(manifest_path, "sha256")
         self.hint = f"build it again with {self.made_by() or 'the command that made it'}"
-        self.has_versions = f"{split}/all__versions.npy" in self.manifest.get("sha256", {})
 
         # the sizes
         self.check_file(f"{split}/dataset.json")
-        metadata = read_json(f"{self.folder}/dataset.json", *METADATA)
+        metadata = read_json(f"{folder}/dataset.json", *METADATA)
         vars(self).update(metadata)
-        try:
-            self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
-        except UserError as e:
-            raise UserError(f"{path}/manifest.json: {e}: {self.hint}") from None
+        self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
 
         # the examples stay on the disk; the indices, which are small, are read
+        self.has_versions = f"{split}/all__versions.npy" in self.manifest.get("sha256", {})
         for field in ARC_FIELDS if self.has_versions else FIELDS:
             name = f"{split}/all__{field}.npy"
             self.check_file(name)
@@ -110,17 +113,20 @@ class Dataset:
                 raise UserError(f"{path}/{name} cannot be read (truncated?): {self.hint} ({e})") from None
             setattr(self, field, np.asarray(array))  # a plain view of the file indexes faster than np.memmap
 
-        # every puzzle owns examples, every group puzzles, and the tokens are those of dataset.json
+        # shapes, tokens and identifiers are those of dataset.json, and indices end where their arrays do
         row_indices = self.task_indices if self.has_versions else self.puzzle_indices
+        example_shape = (row_indices[-1], self.seq_len)
         fits = [
-            self.inputs.shape == self.labels.shape == (row_indices[-1], self.seq_len),
-            max(self.inputs.max(), self.labels.max()) < self.vocab_size,
+            self.inputs.shape == example_shape,
+            self.labels.shape == example_shape,
+            self.inputs.max() < self.vocab_size,
+            self.labels.max() < self.vocab_size,
             self.puzzle_identifiers.max() < self.num_puzzle_identifiers,
             self.group_indices.shape == (self.total_groups + 1,),
             self.group_indices[-1] == len(self.puzzle_identifiers),
         ]
         if not all(fits):
-            raise UserError(f"{self.folder}: dataset.json and the arrays do not fit each other: {self.hint}")
+            raise UserError(f"{folder}: dataset.json and the arrays do not fit each other: {self.hint}")
         self._count_examples()
 
     def _count_examples(self):
@@ -268,8 +274,8 @@ class Dataset:
             room = self.side + 1 - np.maximum(grids[0].shape, grids[1].shape)
             offset = (draws * room).astype(np.int64)
             canvases += [canvas(grid, self.side, *offset) for grid in grids]
-        canvases = np.reshape(canvases, (-1, 2, self.seq_len))
-        return canvases[:, 0], canvases[:, 1]
+        pairs = np.reshape(canvases, (-1, 2, self.seq_len))
+        return pairs[:, 0], pairs[:, 1]
 
     @functools.cached_property
     def task_names(self):
@@ -341,7 +347,7 @@ def halting_draws(seed, step, batch_size, halt_max_steps, halt_exploration_prob,
     They follow from (seed, step): 0 with probability 1 - halt_exploration_prob, else uniform in
     2..halt_max_steps.
     """
-    # the whole batch draws, as in train_batch
+    # the whole batch draws, so that the draws do not depend on the number of ranks
     rng = generator(seed, HALT, step)
     explores = rng.random(batch_size) < halt_exploration_prob
     steps = rng.integers(2, max(halt_max_steps, 2) + 1, batch_size, dtype=np.int32)
@@ -382,7 +388,7 @@ def read_json(path, *keys):
             value = json.load(f)
     except (OSError, ValueError) as e:
         raise UserError(f"{path} cannot be read as JSON: build the dataset again ({e})") from None
-    missing = set(keys).difference(value)
+    missing = [key for key in keys if key not in value]
     if missing:
         raise UserError(f"{path} lacks {', '.join(missing)}: build the dataset again")
     return value
@@ -390,7 +396,12 @@ def read_json(path, *keys):
 
 def hashes_of(path):
     """Returns {relative file: SHA-256} of the files of a dataset that exist."""
-    return {name: file_hash(f"{path}/{name}") for name in FILES if os.path.exists(f"{path}/{name}")}
+    hashes = {}
+    for name in FILES:
+        file = f"{path}/{name}"
+        if os.path.exists(file):
+            hashes[name] = file_hash(file)
+    return hashes
 
 
 def file_hash(path):
@@ -488,6 +499,7 @@ class Progress:
             return
         self.printed = now
 
+        # done of total unit, time left
         text = f"{self.label}: {self.done / self.scale:,.0f}"
         if self.total:
             seconds = (now - self.start) * (self.total / max(1, self.done) - 1)

@@ -289,12 +289,11 @@ def csv_files(settings, repository):
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
     # data/downloads keeps them for the next run
-    paths = []
+    folder = f"data/downloads/{os.path.basename(repository)}"
     for split in "train", "test":
-        path = f"data/downloads/{os.path.basename(repository)}/{split}.csv"
-        download(f"{endpoint}/datasets/{repository}/resolve/main/{split}.csv", path)
-        paths.append(path)
-    return paths
+        url = f"{endpoint}/datasets/{repository}/resolve/main/{split}.csv"
+        download(url, f"{folder}/{split}.csv")
+    return f"{folder}/train.csv", f"{folder}/test.csv"
 
 
 def download(url, path, advice="use files of your own with --source=csv"):

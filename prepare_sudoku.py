@@ -54,8 +54,8 @@ def main(settings):
     else:
         train_csv, test_csv = csv_files(settings, HUB)
         test, test_rows, _ = choose(test_csv, settings, 0, set())
-        train, train_rows, in_test = choose(
-            train_csv, settings, settings.subsample_size, set(keys_of(test[0])))
+        test_keys = set(keys_of(test[0]))
+        train, train_rows, in_test = choose(train_csv, settings, settings.subsample_size, test_keys)
         counts = {
             "test_rows": test_rows,
             "train_rows": train_rows,
@@ -63,9 +63,11 @@ def main(settings):
         }
 
     # and the copies
-    blocks = augmented(train, settings, set(keys_of(test[0])), counts)
+    test_keys = set(keys_of(test[0]))
+    blocks = augmented(train, settings, test_keys, counts)
     task = sudoku_task(settings.size)
-    write_puzzles(settings, __file__, task, blocks, len(train[0]), test, settings.num_aug + 1, counts)
+    copies = settings.num_aug + 1
+    write_puzzles(settings, __file__, task, blocks, len(train[0]), test, copies, counts)
     return settings.output_dir
 
 
@@ -78,13 +80,15 @@ def complete(settings):
         raise UserError(f"size must be 4, 6 or 9, not {settings.size}")
 
     # the name of the folder
-    is_generated = settings.source == "generate"
     options = []
     if settings.num_aug:
         options.append(f"aug-{settings.num_aug}")
-    if settings.min_difficulty and not is_generated:
-        options.append(f"min-{settings.min_difficulty}")
-    num_puzzles = settings.num_train if is_generated else settings.subsample_size
+    if settings.source == "generate":
+        num_puzzles = settings.num_train
+    else:
+        num_puzzles = settings.subsample_size
+        if settings.min_difficulty:
+            options.append(f"min-{settings.min_difficulty}")
     source_names = {"hub": "sudoku-extreme", "generate": f"sudoku-{settings.size}x{settings.size}"}
     settings.output_dir = name_output(settings, source_names, num_puzzles, options)
     return settings
@@ -105,10 +109,12 @@ def choose(path, settings, n, test_keys):
     Returns also the numbers of rows read and of those left out. Raises UserError with a line.
     """
     digits = SUDOKU[2:settings.size + 2]
-    table = {ord(symbol): token for token, symbol in enumerate(SUDOKU)} | {ord("0"): EMPTY}
+    table = {ord(symbol): token for token, symbol in enumerate(SUDOKU)}
+    table[ord("0")] = EMPTY
     alphabets = ".0" + digits, digits  # of questions, of answers
-    questions, answers, ratings, lines = read_puzzles(
+    columns = read_puzzles(
         path, settings.size ** 2, lambda *_: sudoku_task(settings.size), alphabets, table, "rating")
+    questions, answers, ratings, lines = columns
 
     # the puzzles that are hard enough, and not in the test set
     is_hard = []
@@ -120,7 +126,7 @@ def choose(path, settings, n, test_keys):
     in_test = np.array([key in test_keys for key in keys_of(questions)])
     left = np.flatnonzero(is_hard & ~in_test)
     num_in_test = int(np.sum(is_hard & in_test))
-    if not len(left):
+    if not left.size:
         raise UserError(f"{path}: no puzzle is left of {len(lines)} rows: {num_in_test} are in the test set "
                         f"too, the others are rated below min_difficulty={settings.min_difficulty}")
 
@@ -131,7 +137,8 @@ def choose(path, settings, n, test_keys):
         left = left[np.sort(order[:n])]
     if settings.check_unique:
         check_uniqueness(path, lines[left], questions[left], settings.size)
-    return np.array([questions[left], answers[left]]), len(lines), num_in_test
+    chosen = np.array([questions[left], answers[left]])
+    return chosen, len(lines), num_in_test
 
 
 def check_uniqueness(path, lines, questions, size):
@@ -170,7 +177,8 @@ def generate_chunk(index, seed, n, size):
         boards[cell, column] = all_digits ^ clue
         needed = count_solutions(boards, size, 1)
         boards[cell, column] = np.where(needed, clue, all_digits)
-    return np.where(boards.T == all_digits, np.uint8(EMPTY), answers), answers
+    is_empty = boards.T == all_digits
+    return np.where(is_empty, np.uint8(EMPTY), answers), answers
 
 
 def random_grids(n, size, rng):
@@ -222,14 +230,16 @@ def augmented(puzzles, settings, test_keys, counts):
             if not hits.size:
                 break
             counts["copies_replaced"] += hits.size
-            new[:, hits] = transform(originals[:, hits // copies], 1, settings.size, rng)
+            repeated = originals[:, hits // copies]
+            new[:, hits] = transform(repeated, 1, settings.size, rng)
         else:
             raise UserError("all copies of a puzzle are test puzzles: take fewer, or --num_aug=0")
 
         # each puzzle before its copies
         _, n, cells = originals.shape
         new = new.reshape(2, n, copies, cells)
-        yield np.concatenate([originals[:, :, None], new], axis=2).reshape(2, -1, cells)
+        groups = np.concatenate([originals[:, :, None], new], axis=2)
+        yield groups.reshape(2, -1, cells)
 
 
 def transform(boards, copies, size, rng):
