@@ -178,8 +178,8 @@ def read_puzzles(path, cells, task_of_cells, alphabets, table, *more_columns):
 
 
 def keys_of(boards):
-    """Returns the boards [n, cells] as a list of bytes, for sets and dicts."""
-    return [board.tobytes() for board in boards]
+    """Returns an iterator over the boards [n, cells] as bytes, for sets and dicts."""
+    return map(np.ndarray.tobytes, boards)
 
 
 def orbit_keys(boards, turns, exchanged=()):
@@ -198,7 +198,7 @@ def orbit_keys(boards, turns, exchanged=()):
         has_token = turned[:, None] == exchanged[:, None]  # [n, tokens, cells]
         to = np.tile(np.arange(256, dtype=np.int16), (len(boards), 1))
         to[:, exchanged] = 256 + has_token.argmax(axis=2)
-        keys = keys_of(np.take_along_axis(to, turned, axis=1))
+        keys = list(keys_of(np.take_along_axis(to, turned, axis=1)))
         smallest = list(map(min, smallest or keys, keys))
     return smallest
 

@@ -49,36 +49,33 @@ def main(settings):
     both = train | test
     symbols = settings.symbols or symbols_of(both, settings.ignored)
 
-    # as tokens [n, cells], where 0 is a cell of an answer that does not count
+    # questions and answers as tokens, where 0 is a cell of an answer that does not count
     table = {ord(symbol): token for token, symbol in enumerate(symbols, 1)}
-    questions = tokens_of(both, table)
-    answers = tokens_of(both.values(), table | dict.fromkeys(map(ord, settings.ignored), 0))
-    grid, turns = grid_of(settings, questions.shape[1])
+    answer_table = table | dict.fromkeys(map(ord, settings.ignored), 0)
+    boards = np.array([tokens_of(both, table), tokens_of(both.values(), answer_table)])  # [2, n, cells]
+    grid, turns = grid_of(settings, boards.shape[2])
     exchanged = exchanged_tokens(settings.permute_symbols, table)
 
-    # the rows of the test puzzles
-    if settings.holdout >= len(train):
-        raise UserError(f"holdout={settings.holdout}: {settings.train_csv} has only {len(train)} puzzles")
-    test_rows = np.arange(len(train), len(both))
-    if settings.holdout:
-        order = np.random.default_rng([settings.seed, 1]).permutation(len(train))
-        test_rows = np.sort(order[:settings.holdout])
+    # the rows of the test puzzles, drawn or from their own file
+    rng = np.random.default_rng([settings.seed, 1])
+    order = rng.permutation(len(train))
+    test_rows = [*np.sort(order[:settings.holdout]), *range(len(train), len(both))]
 
-    # training puzzles that a symmetry turns into a test puzzle are left out
-    keys = []
+    # test puzzles, and training puzzles that a symmetry turns into one, are not trained on
+    test = boards[:, test_rows]
+    test_keys = set(orbit_keys(test[0], turns, exchanged))
+    train_rows = []
     for first in range(0, len(both), 4096):  # as memory allows
-        keys += orbit_keys(questions[first:first + 4096], turns, exchanged)
-    test_keys = {keys[row] for row in test_rows}
-    train_rows = [row for row in range(len(train)) if keys[row] not in test_keys]
+        keys = orbit_keys(boards[0, first:first + 4096], turns, exchanged)
+        train_rows += [row for row, key in enumerate(keys, first) if key not in test_keys]
     if not train_rows:
-        raise UserError(f"{settings.train_csv}: no puzzle is left: a symmetry turns each "
-                        "into a test puzzle")
+        raise UserError(f"{settings.train_csv}: no puzzle is left of {len(train)}: each is a test puzzle, "
+                        "or a symmetry turns it into one")
 
     # the puzzle itself, and its copies
     copies = 1 + settings.num_aug
     if not exchanged:
         copies = min(copies, len(turns))
-    boards = np.array([questions, answers])
     blocks = examples(settings, boards[:, train_rows], turns, exchanged, copies)
     counts = {
         "train_puzzles": len(train_rows),
@@ -88,7 +85,6 @@ def main(settings):
     }
     # "command" and "counts" are filled in later: this is the order of manifest.json
     task = {"kind": settings.kind, "command": {}, "counts": {}, "grid": grid, "symbols": "_" + symbols}
-    test = boards[:, test_rows]
     write_puzzles(settings, __file__, task, blocks, len(train_rows), test, copies, counts)
     print(f"symbols: {symbols!r}; {symbols[0]!r} is an empty cell")
     return settings.output_dir

@@ -130,7 +130,7 @@ def choose(path, settings, n, test_keys):
         raise UserError(f"{path}: no puzzle is left of {len(lines)} rows: {num_in_test} are in the test set "
                         f"too, the others are rated below min_difficulty={settings.min_difficulty}")
 
-    # n of them, in the file's order
+    # n of them at random, in the file's order
     if n:
         rng = np.random.default_rng([settings.seed, 1])
         order = rng.random(len(left)).argsort()
@@ -143,9 +143,11 @@ def choose(path, settings, n, test_keys):
 
 def check_uniqueness(path, lines, questions, size):
     """Raises UserError with file and line of the first question that has a second solution."""
-    progress = Progress(f"checking that {path} is unambiguous", len(questions), "puzzles")
-    blocks = np.split(questions, range(2048, len(questions), 2048))
-    tasks = [(candidates_of(block, size), size, 2) for block in blocks]
+    progress = Progress(f"checking that {path} is unambiguous", len(questions))
+    tasks = []
+    for first in range(0, len(questions), 2048):
+        candidates = candidates_of(questions[first:first + 2048], size)
+        tasks.append((candidates, size, 2))
     for counts in in_parallel(count_solutions, tasks):
         if counts.max() > 1:
             line = lines[progress.done + counts.argmax()]
@@ -260,14 +262,16 @@ def transform(boards, copies, size, rng):
 
     # the cell that each cell of a copy comes from
     transposed = rng.random(n) < (0.5 if rows == columns else 0)
-    stride = np.where(transposed, 1, size)[:, None]
-    rows_from = random_order(bands, rows) * stride
-    columns_from = random_order(stacks, columns) * (size + 1 - stride)
+    row_stride = np.where(transposed, 1, size)[:, None]
+    column_stride = size + 1 - row_stride
+    rows_from = random_order(bands, rows) * row_stride
+    columns_from = random_order(stacks, columns) * column_stride
     cells_from = rows_from[:, :, None] + columns_from[:, None]
     cells_from = cells_from.reshape(n, size * size)
 
     # and what its token becomes
-    digits = np.tile(np.arange(2, size + 2, dtype=np.uint8), (n, 1))
+    digits = np.arange(2, size + 2, dtype=np.uint8)
+    digits = np.tile(digits, (n, 1))
     digits = rng.permuted(digits, axis=1)
     tokens = np.pad(digits, [(0, 0), (2, 0)], constant_values=EMPTY)
     copy = np.arange(n)[:, None]

