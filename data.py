@@ -79,7 +79,7 @@ class Dataset:
         path: the folder of the dataset.
         split: "train" or "test".
 
-    Raises UserError, which names a file that is missing, damaged or inconsistent.
+    Raises UserError, which names a file or folder that is missing, damaged or inconsistent.
     """
 
     def __init__(self, path, split):
