@@ -34,12 +34,33 @@ import numpy as np
 from configurator import UserError
 from puzzles import IGNORE_LABEL, apply_version, canvas, crop, task_of, version_name
 
-FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
-ARC_FIELDS = ("inputs", "labels", "puzzle_identifiers", "task_indices", "group_indices", "versions")
+FIELDS = (
+    "inputs",  # [N, seq_len], tokens
+    "labels",  # [N, seq_len], tokens
+    "puzzle_identifiers",  # [puzzles], rows of the model's table
+    "puzzle_indices",  # [puzzles + 1], rows of inputs and labels
+    "group_indices",  # [groups + 1], puzzles
+)
+ARC_FIELDS = (
+    "inputs",
+    "labels",
+    "puzzle_identifiers",
+    "task_indices",  # [groups + 1], rows of inputs and labels
+    "group_indices",
+    "versions",  # [puzzles, 11]
+)
 SPLIT_FILES = ("dataset.json", *(f"all__{field}.npy" for field in dict.fromkeys(FIELDS + ARC_FIELDS)))
 FILES = (*(f"{split}/{name}" for split in ("test", "train") for name in SPLIT_FILES), "identifiers.json")
-METADATA = ("pad_id", "ignore_label_id", "blank_identifier_id", "vocab_size", "seq_len",
-            "num_puzzle_identifiers", "total_groups", "mean_puzzle_examples")
+METADATA = (
+    "pad_id",  # token of padding
+    "ignore_label_id",  # label of cells that do not count
+    "blank_identifier_id",  # puzzle identifier of padding
+    "vocab_size",  # tokens, padding included
+    "seq_len",  # cells of a puzzle
+    "num_puzzle_identifiers",
+    "total_groups",
+    "mean_puzzle_examples",  # examples of a group, on average
+)
 NO_TRANSLATION = itertools.repeat(0)  # of any number of examples
 ORDER, EXAMPLE, HALT, SUBSET, NOISE = range(5)  # independent random streams of one seed
 
@@ -58,83 +79,68 @@ class Dataset:
         path: the folder of the dataset.
         split: "train" or "test".
 
-    Raises UserError, which names a file that is missing, damaged or inconsistent.
+    Raises UserError, which names a file or folder that is missing, damaged or inconsistent.
     """
 
     def __init__(self, path, split):
         self.path = path
-        self.folder = os.path.join(path, split)
-        if not os.path.isdir(self.folder):
-            raise UserError(
-                f"{self.folder}: no such dataset; build it with prepare_sudoku.py, or another script")
+        folder = f"{path}/{split}"
+        if not os.path.isdir(folder):
+            raise UserError(f"{folder}: no such dataset; build it with prepare_sudoku.py, or another script")
 
         # the official builder writes no manifest
         self.manifest = {}
-        manifest_path = os.path.join(path, "manifest.json")
+        manifest_path = f"{path}/manifest.json"
         if os.path.exists(manifest_path):
             self.manifest = read_json(manifest_path, "sha256")
-        try:
-            self._load(split)
-        # other programs write such files, too
-        except (AttributeError, KeyError, TypeError, ValueError) as e:
-            raise UserError(f"{path}: manifest.json or {split}/dataset.json holds a value of a wrong type: "
-                            f"build the dataset again ({e})") from None
+        self.hint = f"build it again with {self.made_by() or 'the command that made it'}"
 
-    def _load(self, split):
-        """Checks the files of the split against the manifest, then reads and checks their content."""
-        # what errors suggest
-        command = self.manifest.get("command", {})
-        script = command.get("script", "the command that made it")
-        self.hint = f"build it again with {script}"
-
-        # the content, as bytes
-        self.has_versions = f"{split}/all__versions.npy" in self.manifest.get("sha256", {})
+        # the sizes
         self.check_file(f"{split}/dataset.json")
-        metadata = read_json(os.path.join(self.folder, "dataset.json"), *METADATA)
+        metadata = read_json(f"{folder}/dataset.json", *METADATA)
         vars(self).update(metadata)
+        self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
 
         # the examples stay on the disk; the indices, which are small, are read
+        self.has_versions = f"{split}/all__versions.npy" in self.manifest.get("sha256", {})
         for field in ARC_FIELDS if self.has_versions else FIELDS:
-            self.check_file(f"{split}/all__{field}.npy")
-            path = self._file_of(field)
+            name = f"{split}/all__{field}.npy"
+            self.check_file(name)
             mmap_mode = "r" if field in ("inputs", "labels") else None
             try:
-                array = np.load(path, mmap_mode=mmap_mode)
+                array = np.load(f"{path}/{name}", mmap_mode=mmap_mode)
             except (OSError, ValueError, EOFError) as e:
-                raise UserError(f"{path} cannot be read (truncated?): {self.hint} ({e})") from None
+                raise UserError(f"{path}/{name} cannot be read (truncated?): {self.hint} ({e})") from None
             setattr(self, field, np.asarray(array))  # a plain view of the file indexes faster than np.memmap
 
-        # the shape and the largest value of each array follow from dataset.json and the other arrays
-        num_rows = len(self.inputs)
-        num_puzzles = len(self.puzzle_identifiers)
-        example_shape = [num_rows, self.seq_len]
-        self._check_array("inputs", example_shape, self.vocab_size - 1)
-        self._check_array("labels", example_shape, self.vocab_size - 1)
-        self._check_array("puzzle_identifiers", [num_puzzles], self.num_puzzle_identifiers - 1)
-        if self.has_versions:
-            self._check_array("versions", [num_puzzles, 11], 9)
-            self._check_array("task_indices", [self.total_groups + 1], num_rows)
-        else:
-            self._check_array("puzzle_indices", [num_puzzles + 1], num_rows)
-        self._check_array("group_indices", [self.total_groups + 1], num_puzzles)
+        # shapes, tokens and identifiers are those of dataset.json, and indices end where their arrays do
+        row_indices = self.task_indices if self.has_versions else self.puzzle_indices
+        example_shape = (row_indices[-1], self.seq_len)
+        fits = [
+            self.inputs.shape == example_shape,
+            self.labels.shape == example_shape,
+            self.inputs.max() < self.vocab_size,
+            self.labels.max() < self.vocab_size,
+            self.puzzle_identifiers.max() < self.num_puzzle_identifiers,
+            self.group_indices.shape == (self.total_groups + 1,),
+            self.group_indices[-1] == len(self.puzzle_identifiers),
+        ]
+        if not all(fits):
+            raise UserError(f"{folder}: dataset.json and the arrays do not fit each other: {self.hint}")
         self._count_examples()
-        try:
-            self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
-        except UserError as e:
-            raise UserError(f"{self.path}/manifest.json: {e}: {self.hint}") from None
 
     def _count_examples(self):
         """Finds each puzzle's stored rows, and how many examples each group brings to an epoch."""
         if self.has_versions:
             # all versions of a task share its rows, which hold grids
-            num_versions = np.diff(self.group_indices)
-            self.num_examples = np.repeat(np.diff(self.task_indices), num_versions)
-            self.first_rows = np.repeat(self.task_indices[:-1], num_versions)
+            tasks = self.groups_of(range(len(self.versions)))
+            self.num_examples = np.diff(self.task_indices)[tasks]
+            self.first_rows = self.task_indices[tasks]
             self.puzzle_indices = np.append(0, self.num_examples.cumsum())
             self.side = math.isqrt(self.seq_len)
             self.grids = []
-            for question, answer in zip(self.inputs, self.labels):
-                self.grids.append((crop(question, self.side), crop(answer, self.side)))
+            for pair in zip(self.inputs, self.labels):
+                self.grids.append([crop(tokens, self.side) for tokens in pair])
         else:
             self.num_examples = np.diff(self.puzzle_indices)
             self.first_rows = self.puzzle_indices[:-1]
@@ -142,30 +148,6 @@ class Dataset:
         # what a group brings to an epoch: if its puzzles are of several sizes, the smaller ones repeat theirs
         self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
         self.epoch_examples = int(self.group_sizes.sum())
-
-    def _file_of(self, field):
-        return os.path.join(self.folder, f"all__{field}.npy")
-
-    def _check_array(self, field, shape, largest):
-        """Raises UserError unless an array holds integers of this shape, from 0 to largest."""
-        array = getattr(self, field)
-        smallest = 0
-        if field == "labels":
-            smallest = min(0, self.ignore_label_id or 0)  # it is -100 in some datasets
-        low = array.min(initial=0)
-        high = array.max(initial=0)
-        wrong = ""
-        if array.dtype.kind not in "iu" or list(array.shape) != shape:
-            wrong = f"must hold integers of shape {shape}, not {array.dtype} of {list(array.shape)}"
-        elif low < smallest or high > largest:
-            wrong = f"holds {low} to {high}, where dataset.json allows 0 to {largest}"
-        elif field.endswith("indices"):
-            # every puzzle owns an example, and every group a puzzle
-            rises = (array[1:] > array[:-1]).all()
-            if not rises or array[0] != 0 or array[-1] != largest:
-                wrong = f"must rise from 0 to {largest}"
-        if wrong:
-            raise UserError(f"{self._file_of(field)} {wrong}: {self.hint}")
 
     def __len__(self):
         return int(self.puzzle_indices[-1])
@@ -188,13 +170,12 @@ class Dataset:
             return self._batch_of_whole_puzzles(seed, epochs, positions)
 
         # one example a group: the whole batch draws, so that the draws do not depend on the number of ranks
-        groups = np.empty_like(positions)
+        groups = []
         for epoch in np.unique(epochs).tolist():
-            in_epoch = epochs == epoch
             order = epoch_order(seed, epoch, self.total_groups)
-            groups[in_epoch] = order[positions[in_epoch]]
+            groups.extend(order[positions[epochs == epoch]])
         draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part]
-        puzzles = random_members(self.group_indices, groups, draws[:, 0])
+        puzzles = random_members(self.group_indices, np.array(groups), draws[:, 0])
         return self._batch(puzzles, members=0)
 
     def _batch_of_whole_puzzles(self, seed, epochs, positions):
@@ -243,11 +224,10 @@ class Dataset:
             "labels": IGNORE_LABEL,
             "puzzle_identifiers": self.blank_identifier_id,
         }
-        num_missing = size - len(indices)
         for name, value in padding.items():
-            shape = (num_missing, *batch[name].shape[1:])
-            rows = np.full(shape, value, dtype=np.int32)
-            batch[name] = np.concatenate([batch[name], rows])
+            rows = np.full((size, *batch[name].shape[1:]), value, dtype=np.int32)
+            rows[:len(indices)] = batch[name]
+            batch[name] = rows
         return batch
 
     def locate(self, indices):
@@ -277,8 +257,7 @@ class Dataset:
 
         # the loss knows one label that does not count, whatever the dataset's
         labels = labels.astype(np.int32)
-        if self.ignore_label_id is not None:
-            labels[labels == self.ignore_label_id] = IGNORE_LABEL
+        labels[labels == self.ignore_label_id] = IGNORE_LABEL
         return {
             "inputs": inputs.astype(np.int32),
             "labels": labels,
@@ -289,23 +268,23 @@ class Dataset:
         """Returns inputs and labels [b, seq_len]: canvases with the versions of the grids in rows [b]."""
         canvases = []
         for row, version, draws in zip(rows, versions, translation_draws):
-            question, answer = self.grids[row]
-            question = apply_version(question, version)
-            answer = apply_version(answer, version)
+            grids = [apply_version(grid, version) for grid in self.grids[row]]
 
             # both are moved alike, as far as there is room for them
-            room = self.side + 1 - np.maximum(question.shape, answer.shape)
+            room = self.side + 1 - np.maximum(grids[0].shape, grids[1].shape)
             offset = (draws * room).astype(np.int64)
-            canvases.append(canvas(question, self.side, *offset))
-            canvases.append(canvas(answer, self.side, *offset))
-        canvases = np.reshape(canvases, (-1, 2, self.seq_len))
-        return canvases[:, 0], canvases[:, 1]
+            canvases += [canvas(grid, self.side, *offset) for grid in grids]
+        pairs = np.reshape(canvases, (-1, 2, self.seq_len))
+        return pairs[:, 0], pairs[:, 1]
 
     @functools.cached_property
     def task_names(self):
-        """The name of each group's task, for ARC: the name of its first puzzle, the original."""
-        names = identifier_names(self.path)
-        return [names[i] for i in self.puzzle_identifiers[self.group_indices[:-1]]]
+        """The name of each group's task, for datasets with versions."""
+        _, *names = read_json(f"{self.path}/identifiers.json")  # of the tasks in train
+        # the versions of these tasks have the identifiers 1, 2, ...
+        first_identifiers = np.load(f"{self.path}/train/all__group_indices.npy") + 1
+        identifiers = self.puzzle_identifiers[self.group_indices[:-1]]
+        return [names[i] for i in np.searchsorted(first_identifiers, identifiers)]
 
     def subset(self, n, num_versions=0):
         """Returns the sorted indices of n random puzzles, the same in every run; all if n is 0 or too large.
@@ -317,18 +296,19 @@ class Dataset:
         if not self.has_versions:
             return np.sort(rng.permutation(len(self))[:n or None])
         groups = np.sort(rng.permutation(self.total_groups)[:n or None])
-        puzzles = []
-        for group in groups.tolist():
-            first, end = self.group_indices[group:group + 2].tolist()
-            puzzles.append(np.arange(first, end)[:num_versions or None])
-        examples = [np.arange(*self.puzzle_indices[i:i + 2]) for i in np.concatenate(puzzles)]
-        return np.concatenate(examples)
+        examples = []
+        for group in groups:
+            puzzles = range(*self.group_indices[group:group + 2])
+            for puzzle in puzzles[:num_versions or None]:
+                examples += range(*self.puzzle_indices[puzzle:puzzle + 2])
+        return np.array(examples)
 
     def made_by(self):
         """Returns the command that made the dataset, as "prepare_sudoku.py --size=6 ..."; "" if not known."""
-        words = []
-        for name, value in self.manifest.get("command", {}).items():
-            words.append(value if name == "script" else f"--{name}={shlex.quote(str(value))}")
+        command = dict(self.manifest.get("command", {}))
+        words = [command.pop("script", "")]
+        for name, value in command.items():
+            words.append(f"--{name}={shlex.quote(str(value))}")
         return " ".join(words)
 
     @functools.cached_property
@@ -343,28 +323,19 @@ class Dataset:
 
     def check_file(self, name):
         """Raises UserError if the file is missing or does not match the manifest."""
-        path = os.path.join(self.path, name)
-        if not os.path.isfile(path):
-            raise UserError(f"{path} is missing: {self.hint}")
-        if not self.manifest:
-            return
-        if self.manifest["sha256"].get(name) != file_hash(path):
-            raise UserError(f"{path} does not match manifest.json (changed or truncated): {self.hint}")
+        if self.manifest:
+            path = f"{self.path}/{name}"
+            if not os.path.isfile(path) or self.manifest["sha256"].get(name) != file_hash(path):
+                raise UserError(f"{path} is missing or does not match manifest.json: {self.hint}")
 
 
 def identifier_names(path):
-    """Returns the names of a dataset's puzzle identifiers, as the official builder's identifiers.json does.
-
-    In a dataset of prepare_arc.py, identifiers.json has the names of the tasks alone.
-    """
-    names = read_json(os.path.join(path, "identifiers.json"))
+    """Returns the names of an ARC dataset's puzzle identifiers, as the official builder does."""
     train = Dataset(path, "train")
-    if not train.has_versions:
-        return names
-    # a name for each version of each task
-    num_versions = np.diff(train.group_indices)
-    task_names = np.repeat(names[1:], num_versions).tolist()
-    return names[:1] + list(map(version_name, task_names, train.versions.tolist()))
+    names = ["<blank>"]
+    for puzzle, version in enumerate(train.versions.tolist()):
+        names.append(version_name(train.task_names[train.groups_of(puzzle)], version))
+    return names
 
 
 # -----------------------------------------------------------------------------
@@ -376,11 +347,11 @@ def halting_draws(seed, step, batch_size, halt_max_steps, halt_exploration_prob,
     They follow from (seed, step): 0 with probability 1 - halt_exploration_prob, else uniform in
     2..halt_max_steps.
     """
-    # the whole batch draws, as in train_batch
+    # the whole batch draws, so that the draws do not depend on the number of ranks
     rng = generator(seed, HALT, step)
     explores = rng.random(batch_size) < halt_exploration_prob
     steps = rng.integers(2, max(halt_max_steps, 2) + 1, batch_size, dtype=np.int32)
-    draws = np.where(explores & (halt_max_steps >= 2), steps, 0).astype(np.int32)
+    draws = steps * explores * (halt_max_steps >= 2)
     return draws[rank_slice(batch_size, rank, world)]
 
 
@@ -415,11 +386,11 @@ def read_json(path, *keys):
     try:
         with open(path, encoding="utf-8") as f:
             value = json.load(f)
-    except (OSError, ValueError, RecursionError) as e:
+    except (OSError, ValueError) as e:
         raise UserError(f"{path} cannot be read as JSON: build the dataset again ({e})") from None
-    for key in keys:
-        if not isinstance(value, dict) or key not in value:
-            raise UserError(f"{path} lacks {key}: build the dataset again")
+    missing = [key for key in keys if key not in value]
+    if missing:
+        raise UserError(f"{path} lacks {', '.join(missing)}: build the dataset again")
     return value
 
 
@@ -450,13 +421,10 @@ def locked(path, wait=True):
     # the file that is locked must be the one that has the name: another owner may just have removed it
     held = False
     while not held:
-        descriptor = os.open(name, os.O_RDONLY | os.O_CREAT, 0o666)  # another user's file will do
-        f = open(descriptor)
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = os.path.samestat(os.fstat(descriptor), os.stat(name))
-        except FileNotFoundError:
-            continue
+        f = open(os.open(name, os.O_RDONLY | os.O_CREAT, 0o666))  # another user's file will do
+        fcntl.flock(f, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(FileNotFoundError):
+            held = os.path.samefile(f.fileno(), name)
     try:
         yield
     finally:
@@ -481,20 +449,14 @@ def replacing(path):
 
 
 def read_metrics(path):
-    """Returns the lines of a metrics.jsonl, as parse_metrics does; [] if there is none."""
-    with suppress(FileNotFoundError), open(path, "rb") as f:
-        return parse_metrics(f)
-    return []
-
-
-def parse_metrics(lines):
-    """Returns the dicts with a step in lines of a metrics.jsonl, without what a crash has damaged."""
+    """Returns the dicts with a step in a metrics.jsonl, without damaged lines; [] if it is missing."""
     metrics = []
-    for line in lines:
-        with suppress(ValueError, RecursionError):
-            values = json.loads(line)
-            if isinstance(values, dict) and type(values.get("step")) is int:
-                metrics.append(values)
+    with suppress(FileNotFoundError), open(path, "rb") as f:
+        for line in f:
+            with suppress(ValueError):
+                values = json.loads(line)
+                if isinstance(values, dict) and "step" in values:
+                    metrics.append(values)
     return metrics
 
 
@@ -512,7 +474,7 @@ def duration(seconds):
 
 
 class Progress:
-    """Prints how much is done, the rate and the time left to stderr every 10 seconds.
+    """Prints how much is done and the time left to stderr every 10 seconds.
 
     Args:
         label: what the lines begin with.
@@ -524,7 +486,7 @@ class Progress:
     def __init__(self, label, total, unit="", scale=1):
         self.label = label
         self.total = total
-        self.unit = unit and f" {unit}"
+        self.unit = unit
         self.scale = scale
         self.done = 0
         self.start = time.monotonic()
@@ -537,12 +499,9 @@ class Progress:
             return
         self.printed = now
 
-        # done/total unit, unit/s, time left
-        rate = self.done / (now - self.start)
+        # done of total unit, time left
         text = f"{self.label}: {self.done / self.scale:,.0f}"
         if self.total:
-            text += f"/{self.total / self.scale:,.0f}"
-        text += f"{self.unit}, {rate / self.scale:,.1f}{self.unit}/s"
-        if self.total and self.done:
-            text += f", {(self.total - self.done) / rate:.0f} s left"
+            seconds = (now - self.start) * (self.total / max(1, self.done) - 1)
+            text += f" of {self.total / self.scale:,.0f} {self.unit}, {seconds:.0f} s left"
         print(text, file=sys.stderr, flush=True)

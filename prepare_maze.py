@@ -15,10 +15,9 @@ import numpy as np
 # isort: off
 from configurator import UserError, start
 from prepare import (
-    check_source, checked_blocks, csv_files, distinct, name_output, orbit_keys, refuse_existing,
-    write_puzzles)
+    check_source, csv_files, distinct, name_output, orbit_keys, read_puzzles, refuse_existing, write_puzzles)
 from puzzles import (
-    GOAL, LARGEST, MAZE, OPEN, PATH, START, WALL, dihedral, layers_from, maze_task, pack, solve_mazes, unpack)
+    GOAL, LARGEST, MAZE, OPEN, START, WALL, dihedral, layers_from, maze_task, pack, solve_mazes, unpack)
 
 # source
 source = "hub"  # hub (Maze-Hard from Hugging Face), csv, or generate
@@ -50,17 +49,16 @@ def main(settings):
     if settings.source == "generate":
         num_mazes = settings.num_train + settings.num_test
         mazes = generate(settings.size, num_mazes, settings.seed, settings.min_path)
-        train = [array[:settings.num_train] for array in mazes]
-        test = [array[settings.num_train:] for array in mazes]
+        train = mazes[:, :settings.num_train]
+        test = mazes[:, settings.num_train:]
         counts = {}
     else:
         train, test, counts = mazes_from_files(settings)
 
-    size = math.isqrt(test[0].shape[1])
+    size = math.isqrt(test.shape[2])
     blocks = augmented(*train, size, settings.aug)
-    write_puzzles(settings, __file__, maze_task(size), blocks, train, test, 8 if settings.aug else 1, counts)
-    steps = (test[1] == PATH).sum(axis=1) + 1
-    print(f"shortest paths of the test mazes: {min(steps)} to {max(steps)} steps")
+    copies = 8 if settings.aug else 1
+    write_puzzles(settings, __file__, maze_task(size), blocks, len(train[0]), test, copies, counts)
     return settings.output_dir
 
 
@@ -69,13 +67,11 @@ def complete(settings):
     check_source(settings, subsample_size=0, seed=0, size=2, min_path=1, num_train=1, num_test=1)
     if settings.size > LARGEST:
         raise UserError(f"size must be at most {LARGEST}, not {settings.size}")
-    num_mazes = settings.subsample_size
+    num_mazes = settings.num_train if settings.source == "generate" else settings.subsample_size
     if settings.source == "hub":
         num_mazes = num_mazes or 1000
-    if settings.source == "generate":
-        num_mazes = settings.num_train
-    source_names = {"hub": "maze-30x30-hard",
-                    "generate": f"maze-{settings.size}x{settings.size}-path-{settings.min_path}"}
+    name = f"maze-{settings.size}x{settings.size}-path-{settings.min_path}"
+    source_names = {"hub": "maze-30x30-hard", "generate": name}
     options = ["aug-8"] if settings.aug else []
     settings.output_dir = name_output(settings, source_names, num_mazes, options)
     return settings
@@ -85,58 +81,50 @@ def complete(settings):
 # mazes from CSV files
 
 def mazes_from_files(settings):
-    """Returns training and test mazes, [questions, answers] each, and counts; downloads the hub's."""
+    """Returns training and test mazes, [2, n, cells] each, and counts; downloads the hub's."""
     train_csv, test_csv = csv_files(settings, HUB)
     test = read_mazes(test_csv, 0)
-    train = read_mazes(train_csv, test[0].shape[1])
+    train = read_mazes(train_csv, test.shape[2])
 
     # training mazes that are not in the test set, and each once, whichever way they are turned
     test_keys = set(dihedral_keys(test[0]))
+    keys = dihedral_keys(train[0])
     row_of = {}
-    in_test = 0
-    for row, key in enumerate(dihedral_keys(train[0])):
-        if key in test_keys:
-            in_test += 1
-        else:
+    for row, key in enumerate(keys):
+        if key not in test_keys:
             row_of.setdefault(key, row)
     chosen = list(row_of.values())
-    num_rows = len(train[0])
-    repeated = num_rows - in_test - len(chosen)
+    in_test = sum(key in test_keys for key in keys)
     if not chosen:
-        raise UserError(f"{train_csv}: no maze is left of {num_rows} rows: the test set has all of them, "
+        raise UserError(f"{train_csv}: no maze is left of {len(keys)} rows: the test set has all of them, "
                         "turned or not")
-    print(f"{train_csv}: {num_rows:,} rows, {in_test:,} dropped because the test set has them too, "
-          f"{repeated:,} because they are repeated, turned and reflected ones included")
 
     # a random choice, in the file's order
-    if 0 < settings.subsample_size < len(chosen):
+    if settings.subsample_size:
         rng = np.random.default_rng([settings.seed, 1])
         chosen = np.sort(rng.permutation(chosen)[:settings.subsample_size])
-    counts = {"train_rows": num_rows, "test_rows": len(test[0]), "train_rows_in_test": in_test,
-              "train_rows_twice": repeated}
-    return [array[chosen] for array in train], test, counts
+    counts = {
+        "train_rows": len(keys),
+        "test_rows": len(test[0]),
+        "train_rows_in_test": in_test,
+        "train_rows_twice": len(keys) - in_test - len(row_of),
+    }
+    return train[:, chosen], test, counts
 
 
 def read_mazes(path, cells):
-    """Returns all mazes of a file, [questions, answers]. Raises UserError with a line.
-
-    Args:
-        path: the file.
-        cells: characters of a maze; 0: as many as the first has.
-    """
+    """Returns all mazes of a file, [2, n, cells]; cells: as of read_csv."""
     table = {ord(symbol): token for token, symbol in enumerate(MAZE)}
     alphabets = SYMBOLS[:-1], SYMBOLS  # of questions, of answers
-    mazes = []
-    for questions, answers, _ in checked_blocks(path, cells, square_task, alphabets, table):
-        mazes.append((questions, answers))
-    return [np.concatenate(blocks) for blocks in zip(*mazes)]
+    questions, answers, _ = read_puzzles(path, cells, square_task, alphabets, table)
+    return np.array([questions, answers])
 
 
-def square_task(cells):
+def square_task(cells, place):
     """Returns the task of mazes with so many cells; raises UserError if they make no square."""
     size = math.isqrt(cells)
-    if size * size != cells or not 2 <= size <= LARGEST:
-        raise UserError(f"a question of {cells} characters is not a square of 2 to {LARGEST} rows")
+    if size * size != cells or size > LARGEST:
+        raise UserError(f"{place}: a question of {cells} characters is not a square of up to {LARGEST} rows")
     return maze_task(size)
 
 
@@ -150,9 +138,8 @@ def dihedral_keys(questions):
 
 def generate(size, n, seed, min_path):
     """Returns n questions, no two alike even when turned or reflected, and their answers."""
-    name = f"{size}x{size} mazes whose shortest path has {min_path} steps or more"
-    advice = "choose a lower min_path or"
-    return distinct(name, n, generate_chunk, (seed, size, min_path), dihedral_keys, advice)
+    name = f"{size}x{size} mazes whose shortest path has min_path={min_path} steps or more"
+    return distinct(name, n, generate_chunk, (seed, size, min_path), dihedral_keys)
 
 
 def generate_chunk(index, seed, size, min_path):
@@ -208,16 +195,14 @@ def augmented(questions, answers, size, aug):
     one.
     """
     copies = dihedral(size)[:8 if aug else 1]
-    cells = size * size
+    mazes = np.array([questions, answers])
     for first in range(0, len(questions), CHUNK // 8):
-        block = slice(first, first + CHUNK // 8)
-        inputs = questions[block][:, copies]  # (n, copies, cells)
-        labels = answers[block][:, copies]
-        solved, _ = solve_mazes(inputs.reshape(-1, cells), size)
+        inputs, labels = mazes[:, first:first + CHUNK // 8, copies]  # (n, copies, cells)
+        solved, _ = solve_mazes(inputs.reshape(-1, size * size), size)
         solved = solved.reshape(inputs.shape)
-        by_rule = (labels[:, 0] == solved[:, 0]).all(axis=1)
-        labels = np.where(by_rule[:, None, None], solved, labels)
-        yield inputs.reshape(-1, cells), labels.reshape(-1, cells)
+        by_rule = (labels[:, :1] == solved[:, :1]).all(axis=2, keepdims=True)
+        labels = np.where(by_rule, solved, labels)
+        yield np.reshape([inputs, labels], (2, -1, size * size))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import numpy as np
 from configurator import UserError, start
 from data import Progress
 from prepare import (
-    board_keys, check_source, checked_blocks, csv_files, distinct, in_parallel, name_output,
-    refuse_existing, write_puzzles)
+    check_source, csv_files, distinct, in_parallel, keys_of, name_output, read_puzzles, refuse_existing,
+    write_puzzles)
 from puzzles import (
     BOXES, SUDOKU, box_shape, candidates_of, count_solutions, propagate, sudoku_task)
 
@@ -45,22 +45,29 @@ def main(settings):
     settings = complete(settings)
     refuse_existing(settings.output_dir)
 
-    # the puzzles
+    # the puzzles: [2, n, cells], questions and answers
     if settings.source == "generate":
-        boards = generate(settings.size, settings.num_train + settings.num_test, settings.seed)
-        test = [array[:settings.num_test] for array in boards]  # the same for each num_train
-        train = [array[settings.num_test:] for array in boards]
         counts = {}
+        boards = generate(settings.size, settings.num_train + settings.num_test, settings.seed)
+        test = boards[:, :settings.num_test]  # the same for each num_train
+        train = boards[:, settings.num_test:]
     else:
-        train, test, counts = puzzles_from_files(settings)
-
+        train_csv, test_csv = csv_files(settings, HUB)
+        test, test_rows, _ = choose(test_csv, settings, 0, set())
+        test_keys = set(keys_of(test[0]))
+        train, train_rows, in_test = choose(train_csv, settings, settings.subsample_size, test_keys)
+        counts = {
+            "test_rows": test_rows,
+            "train_rows": train_rows,
+            "train_rows_in_test": in_test,
+        }
 
     # and the copies
+    test_keys = set(keys_of(test[0]))
+    blocks = augmented(train, settings, test_keys, counts)
     task = sudoku_task(settings.size)
-    test_keys = set(board_keys(test[0]))
-    blocks = augmented(*train, settings, test_keys, counts)
-    write_puzzles(settings, __file__, task, blocks, train, test, settings.num_aug + 1, counts)
-    print(f"{counts['copies_replaced']:,} copies were drawn again because the test set has them")
+    copies = settings.num_aug + 1
+    write_puzzles(settings, __file__, task, blocks, len(train[0]), test, copies, counts)
     return settings.output_dir
 
 
@@ -76,8 +83,9 @@ def complete(settings):
     options = []
     if settings.num_aug:
         options.append(f"aug-{settings.num_aug}")
-    num_puzzles = settings.num_train
-    if settings.source != "generate":
+    if settings.source == "generate":
+        num_puzzles = settings.num_train
+    else:
         num_puzzles = settings.subsample_size
         if settings.min_difficulty:
             options.append(f"min-{settings.min_difficulty}")
@@ -89,91 +97,60 @@ def complete(settings):
 # -----------------------------------------------------------------------------
 # puzzles from CSV files
 
-def puzzles_from_files(settings):
-    """Returns training and test puzzles, [questions, answers] each, and counts; downloads the hub's."""
-    train_csv, test_csv = csv_files(settings, HUB)
-    test, test_rows, _ = choose(test_csv, settings, 0, set())
-    test_keys = set(board_keys(test[0]))
-    train, train_rows, in_test = choose(train_csv, settings, settings.subsample_size, test_keys)
-    print(f"{train_csv}: {train_rows:,} rows, {in_test:,} dropped because the test set has them too")
-    counts = {
-        "test_rows": test_rows,
-        "train_rows": train_rows,
-        "train_rows_in_test": in_test,
-    }
-    return train, test, counts
-
-
 def choose(path, settings, n, test_keys):
-    """Returns random puzzles of a CSV file, [questions, answers], in the file's order.
+    """Returns random puzzles of a CSV file, [2, n, cells], in the file's order.
 
     Args:
         path: the file.
         settings: puzzles must be rated min_difficulty or more; check_unique.
         n: puzzles to choose; 0: all.
-        test_keys: set of board_keys of questions that are left out.
+        test_keys: set of keys_of questions that are left out.
 
     Returns also the numbers of rows read and of those left out. Raises UserError with a line.
     """
-    size = settings.size
-    digits = SUDOKU[2:size + 2]
+    digits = SUDOKU[2:settings.size + 2]
     table = {ord(symbol): token for token, symbol in enumerate(SUDOKU)}
     table[ord("0")] = EMPTY
-    columns = []
-    rows_read = 0
-    rows_in_test = 0
     alphabets = ".0" + digits, digits  # of questions, of answers
-    blocks = checked_blocks(path, size * size, lambda _: sudoku_task(size), alphabets, table, "rating")
-    for questions, answers, ratings, lines in blocks:
-        hard_enough = []
-        for rating, line in zip(ratings, lines):
-            hard_enough.append(is_hard_enough(rating, settings.min_difficulty, f"{path}:{line}"))
-        in_test = np.array([key in test_keys for key in board_keys(questions)])
-        keep = hard_enough & ~in_test
-        rows_read += len(lines)
-        rows_in_test += int((hard_enough & in_test).sum())
-        columns.append((
-            questions[keep],
-            answers[keep],
-            np.array(lines)[keep],
-        ))
-    questions, answers, lines = [np.concatenate(blocks) for blocks in zip(*columns)]
-    if not len(lines):
-        raise UserError(f"{path}: no puzzle is left of {rows_read} rows: {rows_in_test} are in the test set "
+    columns = read_puzzles(
+        path, settings.size ** 2, lambda *_: sudoku_task(settings.size), alphabets, table, "rating")
+    questions, answers, ratings, lines = columns
+
+    # the puzzles that are hard enough, and not in the test set
+    is_hard = []
+    for rating, line in zip(ratings, lines):
+        try:
+            is_hard.append(int(rating) >= settings.min_difficulty)
+        except ValueError:
+            raise UserError(f"{path}:{line}: the rating {str(rating)!r} is not an integer") from None
+    in_test = np.array([key in test_keys for key in keys_of(questions)])
+    left = np.flatnonzero(is_hard & ~in_test)
+    num_in_test = int(np.sum(is_hard & in_test))
+    if not left.size:
+        raise UserError(f"{path}: no puzzle is left of {len(lines)} rows: {num_in_test} are in the test set "
                         f"too, the others are rated below min_difficulty={settings.min_difficulty}")
 
-    # n of them, in the file's order
+    # n of them at random, in the file's order
     if n:
         rng = np.random.default_rng([settings.seed, 1])
-        order = rng.random(len(lines)).argsort()
-        chosen = np.sort(order[:n])
-        questions = questions[chosen]
-        answers = answers[chosen]
-        lines = lines[chosen]
+        order = rng.random(len(left)).argsort()
+        left = left[np.sort(order[:n])]
     if settings.check_unique:
-        check_uniqueness(path, lines, questions, size)
-    return [questions, answers], rows_read, rows_in_test
-
-
-def is_hard_enough(rating, min_difficulty, place):
-    """Returns True for a rating, a text, of min_difficulty or more; raises UserError if it is no integer."""
-    try:
-        return int(rating) >= min_difficulty
-    except ValueError:
-        raise UserError(f"{place}: the rating {rating!r} is not an integer") from None
+        check_uniqueness(path, lines[left], questions[left], settings.size)
+    chosen = np.array([questions[left], answers[left]])
+    return chosen, len(lines), num_in_test
 
 
 def check_uniqueness(path, lines, questions, size):
     """Raises UserError with file and line of the first question that has a second solution."""
+    progress = Progress(f"checking that {path} is unambiguous", len(questions))
     tasks = []
     for first in range(0, len(questions), 2048):
         candidates = candidates_of(questions[first:first + 2048], size)
         tasks.append((candidates, size, 2))
-    progress = Progress(f"checking that {path} is unambiguous", len(questions), "puzzles")
     for counts in in_parallel(count_solutions, tasks):
-        several = counts > 1
-        if several.any():
-            line = lines[progress.done + several.argmax()]
+        if counts.max() > 1:
+            line = lines[progress.done + counts.argmax()]
             raise UserError(f"{path}:{line}: the question has more than one solution")
         progress.add(len(counts))
 
@@ -182,9 +159,8 @@ def check_uniqueness(path, lines, questions, size):
 # generated puzzles
 
 def generate(size, n, seed):
-    """Returns n distinct minimal puzzles with one solution each: (questions, answers), uint8 [n, cells]."""
-    name = f"distinct {size}x{size} puzzles"
-    return distinct(name, n, generate_chunk, (seed, 512, size), board_keys, "choose")
+    """Returns n distinct minimal puzzles with one solution each, questions and answers [2, n, cells]."""
+    return distinct(f"distinct {size}x{size} puzzles", n, generate_chunk, (seed, 512, size), keys_of)
 
 
 def generate_chunk(index, seed, n, size):
@@ -203,7 +179,8 @@ def generate_chunk(index, seed, n, size):
         boards[cell, column] = all_digits ^ clue
         needed = count_solutions(boards, size, 1)
         boards[cell, column] = np.where(needed, clue, all_digits)
-    return np.where(boards.T == all_digits, np.uint8(EMPTY), answers), answers
+    is_empty = boards.T == all_digits
+    return np.where(is_empty, np.uint8(EMPTY), answers), answers
 
 
 def random_grids(n, size, rng):
@@ -236,45 +213,45 @@ def random_grids(n, size, rng):
 # -----------------------------------------------------------------------------
 # augmented copies
 
-def augmented(questions, answers, settings, test_keys, counts):
-    """Yields blocks (inputs, labels), uint8 [n, cells]: each puzzle, then its num_aug copies.
+def augmented(puzzles, settings, test_keys, counts):
+    """Yields blocks [2, n, cells], inputs and labels: each puzzle, then its num_aug copies.
 
-    A copy whose question is in test_keys (board_keys) is drawn again: counts["copies_replaced"].
+    A copy whose question is in test_keys (keys_of) is drawn again: counts["copies_replaced"].
     """
     counts["copies_replaced"] = 0
-    size = settings.size
     copies = settings.num_aug
     rng = np.random.default_rng([settings.seed, 2])
     step = max(1, COPIES // (copies + 1))
-    for first in range(0, len(questions), step):
-        block = slice(first, first + step)
-        originals = np.stack([questions[block], answers[block]])  # (2, n, cells)
-        new = np.stack(transform(*originals, copies, size, rng))
+    for first in range(0, puzzles.shape[1], step):
+        originals = puzzles[:, first:first + step]
+        new = transform(originals, copies, settings.size, rng)
 
         # no copy of a training puzzle is a test puzzle
         for _ in range(100):
-            hits = np.flatnonzero([key in test_keys for key in board_keys(new[0])])
+            hits = np.flatnonzero([key in test_keys for key in keys_of(new[0])])
             if not hits.size:
                 break
             counts["copies_replaced"] += hits.size
-            new[:, hits] = transform(*originals[:, hits // copies], 1, size, rng)
+            repeated = originals[:, hits // copies]
+            new[:, hits] = transform(repeated, 1, settings.size, rng)
         else:
             raise UserError("all copies of a puzzle are test puzzles: take fewer, or --num_aug=0")
 
         # each puzzle before its copies
-        new = new.reshape(2, len(originals[0]), copies, size * size)
+        _, n, cells = originals.shape
+        new = new.reshape(2, n, copies, cells)
         groups = np.concatenate([originals[:, :, None], new], axis=2)
-        yield groups.reshape(2, -1, size * size)
+        yield groups.reshape(2, -1, cells)
 
 
-def transform(questions, answers, copies, size, rng):
-    """Returns `copies` random symmetric copies of each board: (questions, answers), [n * copies, cells].
+def transform(boards, copies, size, rng):
+    """Returns `copies` random symmetric copies of each puzzle [2, n, cells], as [2, n * copies, cells].
 
     As the official builder does, it permutes the digits, the bands, the rows of each band, the stacks and
     the columns of each stack; if boxes are square, it transposes half of the boards.
     """
     bands, rows, stacks, columns = box_shape(size)
-    n = len(questions) * copies
+    n = boards.shape[1] * copies
 
     def random_order(groups, members):  # [n, size]: of groups, and of the members of each
         outer = np.tile(np.arange(groups), (n, 1))
@@ -285,21 +262,21 @@ def transform(questions, answers, copies, size, rng):
 
     # the cell that each cell of a copy comes from
     transposed = rng.random(n) < (0.5 if rows == columns else 0)
-    stride = np.where(transposed, 1, size)[:, None]
-    rows_from = random_order(bands, rows) * stride
-    columns_from = random_order(stacks, columns) * (size + 1 - stride)
+    row_stride = np.where(transposed, 1, size)[:, None]
+    column_stride = size + 1 - row_stride
+    rows_from = random_order(bands, rows) * row_stride
+    columns_from = random_order(stacks, columns) * column_stride
     cells_from = rows_from[:, :, None] + columns_from[:, None]
     cells_from = cells_from.reshape(n, size * size)
-    copy = np.arange(n)[:, None]
-    board_from = copy // max(copies, 1)
 
     # and what its token becomes
-    tokens = np.ones((n, size + 2), dtype=np.uint8)
     digits = np.arange(2, size + 2, dtype=np.uint8)
-    tokens[:, 2:] = rng.permuted(np.tile(digits, (n, 1)), axis=1)
-    new_questions = tokens[copy, questions[board_from, cells_from]]
-    new_answers = tokens[copy, answers[board_from, cells_from]]
-    return new_questions, new_answers
+    digits = np.tile(digits, (n, 1))
+    digits = rng.permuted(digits, axis=1)
+    tokens = np.pad(digits, [(0, 0), (2, 0)], constant_values=EMPTY)
+    copy = np.arange(n)[:, None]
+    board_from = copy // max(copies, 1)
+    return tokens[copy, boards[:, board_from, cells_from]]
 
 
 if __name__ == "__main__":

