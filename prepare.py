@@ -102,7 +102,7 @@ def csv_rows(path, needed, optional=()):
                 if not row or is_json and row.isspace():
                     continue
                 if not is_json and not header:
-                    header = row
+                    header = [name.strip() for name in row]
                     continue
 
                 # a KeyError, TypeError or ValueError if the row is not as it must be

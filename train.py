@@ -4,8 +4,8 @@
     python train.py config/sudoku.py --device=cuda        the paper's Sudoku-Extreme, after prepare_sudoku.py
     python train.py config/sudoku.py --init_from=resume   continues from the newest checkpoint of out_dir
 
-The file reads in the order of a run: the settings, the step, the loop, what the loop calls, where a run
-begins, the processes. The settings below are the paper's Sudoku-Extreme recipe (MLP). Config files and
+The file holds the settings, the step and the loop; then what they call; at the end how a run starts: where
+it begins, replica(), main(). The settings below are the paper's Sudoku-Extreme recipe (MLP). Config files and
 --key=value flags override them; in every process these globals hold the values in force.
 """
 import copy
@@ -1290,7 +1290,9 @@ def on_signals():
         if IS_SPAWNED:
             signal.alarm(60)  # the reason may be that another replica died: then no peer answers
         else:
-            print(f"{signal.Signals(number).name}: saving and stopping; a second one kills", file=sys.stderr)
+            # print could be under way, and cannot be entered twice; a closed terminal takes nothing
+            with suppress(OSError):
+                os.write(2, f"{signal.Signals(number).name}: saving and stopping; a second one kills\n".encode())
 
     # a closed terminal sends SIGHUP
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -1378,6 +1380,8 @@ def main(settings):
         except BrokenProcessPool:
             raise TransientError("a replica died, see above; --init_from=auto continues from the last "
                                  f"checkpoint in {settings.out_dir}") from None
+        finally:
+            del os.environ[STOP_FILE]
 
 
 if IS_SPAWNED:
