@@ -184,8 +184,8 @@ class Queue:
         self.weights = weights
         self.table = table
 
-    def left(self):
-        """Returns how many attempts have not left."""
+    def num_unfinished(self):
+        """Returns the number of attempts that wait or run."""
         num_waiting = self.n * self.attempts - self.next
         num_in_slots = np.count_nonzero(self.slots >= 0)
         return num_waiting + num_in_slots
@@ -206,9 +206,10 @@ class Queue:
         return self.evaluator.inputs(self.weights, self.table, self.batch, self.noise_keys)
 
     def step(self, should_stop=lambda: False):
-        """Fills the slots, runs until attempts may leave, and collects their results; returns how many left.
+        """Fills the slots, runs until attempts may leave, and collects their results.
 
-        should_stop: a function; where it returns true, the step ends early.
+        should_stop: a function; where it returns true, the step ends early. Returns the number of attempts
+        that have finished.
         """
         inputs = self.fill()
         # without eval_patience all attempts leave together, and nothing waits for the device before
@@ -222,8 +223,9 @@ class Queue:
         halted = results.pop("halted").cpu().numpy()
         leaving = np.flatnonzero(halted & (self.slots >= 0))
         puzzle, attempt = np.divmod(self.slots[leaving], self.attempts)
-        for name, t in results.items() if len(leaving) else ():
-            self.results[name][attempt, puzzle] = t.cpu().numpy()[leaving]
+        if len(leaving):
+            for name, t in results.items():
+                self.results[name][attempt, puzzle] = t.cpu().numpy()[leaving]
         self.slots[leaving] = -1
         return len(leaving)
 
@@ -246,7 +248,7 @@ def surest_attempts(results):
 
 
 def surest_answers(results):
-    """Returns {name: [n, ...]} of the ANSWERS "surest_...", each puzzle's of its most confident attempt."""
+    """Returns {name of ANSWERS: [n, ...]}, the surest_ ones, of the most confident attempt at each puzzle."""
     attempts = surest_attempts(results)
     names = [name for name in ANSWERS if name.startswith("surest")]
     return {name: results[name][attempts, np.arange(len(attempts))] for name in names}
@@ -306,19 +308,22 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
     queue = Queue(evaluator, weights, table, lambda i: test.test_batch(own[i], len(i)), keys)
     progress = Progress(label, len(own) * settings.eval_rollouts, "puzzles", settings.eval_rollouts)
 
-    # Ranks need different numbers of steps. They meet after a few and leave together.
+    # Ranks need different numbers of steps. They meet after `depth` supervision steps, and leave together.
+    steps_between_meetings = evaluator.depth if settings.eval_patience else 1
     is_done = False
     while not is_done:
-        for _ in range(evaluator.depth if settings.eval_patience else 1):
-            if not queue.left() or should_stop():
+        for _ in range(steps_between_meetings):
+            if not queue.num_unfinished() or should_stop():
                 break
-            num_left = queue.step(should_stop)
+            num_finished = queue.step(should_stop)
             if device.rank == 0:
-                progress.add(num_left)
-        ranks = device.all_gather((should_stop(), queue.left()))
+                progress.add(num_finished)
+
+        # a stop of one rank stops all
+        ranks = device.all_gather((should_stop(), queue.num_unfinished()))
         if any(stop for stop, _ in ranks):
             return {}
-        is_done = not any(left for _, left in ranks)
+        is_done = not any(num_unfinished for _, num_unfinished in ranks)
 
     # the last answer of the first attempt, as in the paper, and the surest of all attempts
     arrays = test.test_batch(own, len(own))
@@ -534,8 +539,8 @@ def normal_noise(keys, steps, shape):
     """
     positions = torch.arange(math.prod(shape), dtype=torch.int32, device=keys.device)
     x = hash31(keys)
-    x = hash31(x + steps & BITS_31)
-    x = hash31(x.unsqueeze(-1) + positions & BITS_31)
+    x = hash31((x + steps) & BITS_31)
+    x = hash31((x.unsqueeze(-1) + positions) & BITS_31)
 
     # the upper 16 bits as a uniform number between 0 and 1, the lower 15 as a part of a turn
     uniform = ((x >> 15) + 0.5) / 2 ** 16
@@ -549,6 +554,6 @@ BITS_31 = 2 ** 31 - 1  # XLA and torch shift negative numbers differently
 
 def hash31(x):
     """Returns a hash of integers below 2^31 (lowbias32 of C. Wellons' hash-prospector, cut to 31 bits)."""
-    x = (x ^ x >> 16) * 0x7FEB352D & BITS_31
-    x = (x ^ x >> 15) * 0x046CA68B & BITS_31
-    return x ^ x >> 16
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & BITS_31
+    x = ((x ^ (x >> 15)) * 0x046CA68B) & BITS_31
+    return x ^ (x >> 16)

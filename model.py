@@ -8,6 +8,7 @@ Letters in shapes: B sequences, S cells of the puzzle, P positions of the puzzle
 D hidden_size, D' puzzle_emb_ndim, V vocabulary, N puzzle identifiers.
 """
 import math
+import pickle
 import zipfile
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -435,7 +436,7 @@ class TRM(nn.Module):
             puzzle = F.pad(puzzle_rows.to(x.dtype), (0, padding))
             puzzle = puzzle.view(-1, self.prefix, config.hidden_size)
             x = torch.cat((puzzle, x), dim=1)
-        # the sum keeps the deviation of its two terms
+        # sqrt(0.5): the sum of two has the deviation of one
         if config.pos_encodings == "learned":
             x = math.sqrt(0.5) * (x + self.embed_pos.embedding_weight)
         return math.sqrt(config.hidden_size) * x
@@ -498,9 +499,9 @@ class TRM(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator):
-        """Draws truncated normals of deviation 1/sqrt(fan in), 1 for initial latents; q_head says "wrong".
+        """Draws truncated normals: deviation 1/sqrt(fan in) for matrices, 1 for the initial latents.
 
-        Parameters of other kinds of modules keep what those gave them.
+        q_head starts at -5, which says "not solved". Layers of other types, in forks, keep their own values.
         """
         # embeddings and matrices, in the order of the modules
         for module in self.modules():
@@ -556,6 +557,8 @@ class TRM(nn.Module):
         Nothing in the file is executed. Raises ValueError for a damaged file and for weights that do not fit.
         """
         saved = read_torch_file(path)
+        if "task" not in saved:
+            raise ValueError(f"{path} is no file of train.py --export and no checkpoint of train.py")
         model = cls(TRMConfig(**saved["model"]))
         model.load_named(saved.get("ema", saved["weights"]))
         model.task = saved["task"]
@@ -585,7 +588,10 @@ def read_torch_file(path):
     # torch does not compare the checksums of the zip archives that it writes
     if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():
         raise ValueError(f"{path} is damaged")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
+        raise ValueError(f"{path} is damaged, or torch.save did not write it ({type(e).__name__})") from None
 
 
 def truncated_normal(t, std, generator):

@@ -4,7 +4,6 @@ The optimizers work in place on all weights as one float32 vector w with its gra
 the whole model. `rates` are tensors of one element, so that a compiled step does not depend on their values.
 """
 import math
-from fractions import Fraction
 
 import torch
 
@@ -15,7 +14,7 @@ from model import unflatten
 # rates: lr, and bias_correction1, bias_correction2 = 1 - beta^t; shapes: {name: shape} of the parts of w.
 
 def optimizer_state(settings, shapes, w):
-    """Returns what the optimizer keeps from step to step, {name: float32 tensor}: its arguments after g.
+    """Returns the state of the optimizer, {name: float32 tensor}: its keyword arguments after g.
 
     An optimizer of a fork may keep tensors of other names and shapes. Checkpoints hold them all.
     """
@@ -100,14 +99,18 @@ OPTIMIZERS = dict(adam_atan2=adam_atan2, adamw=adamw, lion=lion, muon=muon)
 # with the number of rows N: a table with fewer rows than the batch has sequences is exchanged whole.
 
 def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
-    """Returns the part of one rank in the sum that sign_sgd needs, [min(num_rows, batch_size), D' + 1].
+    """Packs the row gradients of one rank; the sum over the ranks is what sign_sgd takes.
+
+    Sudoku's table has one row, ARC's have hundreds of thousands.
 
     Args:
         identifiers: the table's row of each of the rank's sequences, int [b].
         row_grads: the gradient of each sequence with respect to its row, [b, D'].
         num_rows: N of the table.
         batch_size: the sequences of all ranks.
-        rank: of these sequences, an int tensor [1].
+        rank: this rank, an int tensor [1]: a constant would give each replica a program of its own.
+
+    Returns [min(num_rows, batch_size), D' + 1].
     """
     if num_rows <= batch_size:
         # a slot for each row of the table: the sum of its gradients, and how often the batch holds it
@@ -115,8 +118,7 @@ def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
         counted = torch.cat([row_grads, counts], dim=1)
         slots = torch.zeros(num_rows, counted.shape[1], device=counted.device)
         return slots.index_add(0, identifiers, counted)
-    # A slot for each sequence of the batch: its gradient and its identifier; other ranks' slots are zero. The
-    # rank is a value: a program that differed between replicas would wait for its peers forever.
+    # a slot for each sequence of the batch: its gradient and its identifier; other ranks' slots are zero
     own_slots = torch.cat([row_grads, identifiers.view(-1, 1).float()], dim=1)
     slots = own_slots.repeat(batch_size // len(identifiers), 1)
     rank_of_slot = torch.arange(batch_size, device=slots.device) // len(identifiers)
@@ -183,20 +185,12 @@ def exploration(settings, step, total_steps):
     return first + (last - first) * step / max(1, total_steps - 1)
 
 
-def stages(settings, epoch):
-    """Returns the curriculum, {first step: (H_cycles, L_cycles)}; both grow linearly over its epochs."""
-    if not settings.curriculum_epochs:
-        return {0: (settings.H_cycles, settings.L_cycles)}
-    H_growth = settings.H_cycles - settings.H_cycles_start
-    L_growth = settings.L_cycles - settings.L_cycles_start
-    # the shares of the curriculum after which one of the two numbers has grown by one
-    shares = {Fraction(0)}
-    for growth in (H_growth, L_growth):
-        shares |= {Fraction(i, growth) for i in range(1, growth + 1)}
-    plan = {}
-    for share in sorted(shares):
-        first_step = math.ceil(share * settings.curriculum_epochs * epoch / settings.global_batch_size)
-        H_cycles = settings.H_cycles_start + int(share * H_growth)
-        L_cycles = settings.L_cycles_start + int(share * L_growth)
-        plan[first_step] = (H_cycles, L_cycles)
-    return plan
+def cycles_at(settings, epoch, step):
+    """Returns (H_cycles, L_cycles) of a step. In a curriculum each grows linearly over curriculum_epochs."""
+    last = settings.H_cycles, settings.L_cycles
+    examples = step * settings.global_batch_size
+    length = settings.curriculum_epochs * epoch  # of the curriculum, in examples
+    if examples >= length:
+        return last
+    first = settings.H_cycles_start, settings.L_cycles_start
+    return tuple(a + int((b - a) * examples // length) for a, b in zip(first, last))

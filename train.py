@@ -68,7 +68,7 @@ from model import (
     take_new_puzzles,
     unflatten,
 )
-from optim import OPTIMIZERS, exploration, optimizer_state, pack_rows, rates, sign_sgd, stages
+from optim import OPTIMIZERS, cycles_at, exploration, optimizer_state, pack_rows, rates, sign_sgd
 
 # data
 data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
@@ -141,9 +141,10 @@ wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
 wandb_run_name = ""  # empty: the last part of out_dir
 wandb_mode = "online"  # online, offline (for `wandb sync`) or disabled; without login or network: offline
 
-# What the steps between two lines of the log add up.
-# METRICS count sequences that halted, LOSS_TERMS all sequences, grad_norm steps.
-STATS = METRICS + LOSS_TERMS + ("grad_norm",)
+# Sums over micro-batches and ranks: METRICS of sequences that halted, LOSS_TERMS of all sequences.
+BATCH_STATS = METRICS + LOSS_TERMS
+# Sums over the steps between two lines of the log.
+STATS = (*BATCH_STATS, "grad_norm")
 
 # Settings that say where and how a run takes place, and not what it trains.
 RUN_SETTINGS = (
@@ -184,7 +185,7 @@ def train_step(run, state, inputs, cycles=None):
 
     # forward and backward, one micro-batch after the other; gradients and statistics add up
     grads = {name: torch.zeros_like(w, dtype=torch.float32) for name, w in weights.items()}
-    zeros = dict(grads=grads, stats=torch.zeros(len(STATS) - 1, device=run.device.torch))
+    zeros = dict(grads=grads, stats=torch.zeros(len(BATCH_STATS), device=run.device.torch))
     sums, carry = run.device.for_each_micro_batch(
         lambda weights, micro_batch: forward_backward(run, weights, micro_batch, cycles),
         zeros, weights, micro_batches)
@@ -193,8 +194,8 @@ def train_step(run, state, inputs, cycles=None):
     for name, t in carry.items():
         state["carry"][name].copy_(t)
 
-    # One all-reduce sums what all ranks share. Gradients are divided by the batch only here: float16 has no
-    # room in the backward pass for numbers that small.
+    # One all-reduce sums what all ranks share. The division by the batch comes here, and not in the loss: a
+    # gradient divided by 768 underflows in float16.
     shared = dict(grads=flatten(sums["grads"].values()) / settings.global_batch_size, stats=sums["stats"],
                   stops=inputs["stop_requested"])
     if model.prefix:
@@ -229,7 +230,7 @@ def forward_backward(run, weights, micro_batch, cycles):
         micro_batch: sequences and min_halt_steps of supervision_step, and puzzle_rows [b, D'].
         cycles: (H_cycles, L_cycles) or None.
 
-    Returns what the ranks and micro-batches add up, dict(grads={name: float32}, stats=[STATS but grad_norm]),
+    Returns what the ranks and micro-batches add up, dict(grads={name: float32}, stats=BATCH_STATS),
     and the new carry with row_grads [b, D'].
     """
     # the gradients are of the weights and of the rows of the puzzle embedding that the batch has
@@ -277,26 +278,26 @@ def make_inputs(run, data, step, total_steps):
 def train(run, data, test, log, checkpoints, step, total_steps):
     """Trains from `step` to the end or until a stop is requested; returns the step reached. All ranks."""
     settings = run.settings
-    # the depth by step, {first step: (H_cycles, L_cycles)}, and what says that a stop was requested
     epoch = epoch_size(data)
-    curriculum = stages(settings, epoch)
-    cycles = None
+    cycles = None  # (H_cycles, L_cycles) of the last step
     stop = False
-    previous_stops = None  # a function: how many ranks were asked to stop at the step before
+    read_last_stops = None  # a function: how many ranks were asked to stop at the last step
     log.restart_clock(step)
     while step < total_steps and not stop:
         # the depth of this step
-        previous_cycles = cycles
-        cycles = curriculum[max(first for first in curriculum if first <= step)]
+        last_cycles = cycles
+        cycles = cycles_at(settings, epoch, step)
 
-        # forward, backward, update; the stop flags of the step before do not wait for this step
+        # forward, backward, update; the stop flags are read a step late, so that the host need not wait
         inputs = make_inputs(run, data, step, total_steps)
-        stops = run.device.fetch(run.train_program(run.state, inputs, cycles))
-        stop = previous_stops is not None and bool(previous_stops() > 0)
-        previous_stops = stops
+        stops = run.train_program(run.state, inputs, cycles)
+        read_stops = run.device.fetch(stops)
+        if read_last_stops:
+            stop = bool(read_last_stops() > 0)
+        read_last_stops = read_stops
         step += 1
         restart_watchdog(settings.stall_timeout)
-        if cycles != previous_cycles:
+        if cycles != last_cycles:
             log.first_step(step, run, cycles)
 
         # what is due depends on the step and on reduced sums alone, so that all ranks decide the same
@@ -304,14 +305,16 @@ def train(run, data, test, log, checkpoints, step, total_steps):
         eval_due = not stop and not is_last and evaluation_due(settings, epoch, step)
         save_due = stop or is_last or is_multiple(step, settings.checkpoint_interval)
         log_due = save_due or eval_due or is_multiple(step, settings.log_interval)
-        if not log_due and step not in curriculum:  # a line of the log has one depth
+        depth_ends = cycles_at(settings, epoch, step) != cycles  # a line of the log has one depth
+        if not log_due and not depth_ends:
             continue
 
         # log
         sums = run.read_sums()  # waits for the device
         if not math.isfinite(sums["loss"] + sums["grad_norm"]):
             checkpoints.wait()
-            newest = (checkpoint_paths(settings.out_dir, (".pt", ".json")) or ["none yet"])[0]
+            paths = checkpoint_paths(settings.out_dir)
+            newest = paths[0] if paths else "none yet"
             raise TransientError(f"loss or gradient not finite between steps {log.step + 1} and {step}; "
                                  f"the last good checkpoint: {newest}")
         metrics = log.train(step, total_steps, sums, run, cycles)
@@ -393,10 +396,10 @@ def evaluation_due(settings, epoch, step):
 def final_evaluation(run, test, log, step):
     """Logs the final evaluation. Returns False if it was interrupted. All ranks."""
     settings = run.settings
-    save_to = os.path.join(settings.out_dir, f"eval_{step:08d}") if settings.eval_save_outputs else ""
     indices = test.subset(settings.eval_final_max_puzzles)
-    # the arrays of eval_save_outputs go beside the checkpoint that they belong to
-    submit_to = os.path.join(settings.out_dir, "submission.json")  # for ARC
+    # the arrays of eval_save_outputs and ARC's answers go beside the checkpoint that they belong to
+    save_to = os.path.join(settings.out_dir, f"eval_{step:08d}") if settings.eval_save_outputs else ""
+    submit_to = os.path.join(settings.out_dir, "submission.json")
     values = run.evaluate(test, indices, "final evaluation", save_to, submit_to)
     if not values:
         how = "" if settings.eval_only else " with --init_from=resume"
@@ -450,7 +453,7 @@ class Run:
 
     @torch.no_grad()
     def first_state(self, saved):
-        """Returns weights, ema, optimizer and puzzle_emb on the device: rank 0's, as are the latents."""
+        """Builds the state from the model and a checkpoint, and broadcasts rank 0's to all ranks."""
         def as_vector(t):  # state_dict splits vectors by the names of the weights
             return flatten(t[name] for name in self.shapes) if isinstance(t, dict) else t
 
@@ -723,8 +726,9 @@ def train_values(settings, sums, steps):
     for name in LOSS_TERMS:
         values[f"train/{name}"] = sums[name] / (steps * settings.global_batch_size)
     # METRICS are sums over the sequences that halted; the first of METRICS counts them
-    for name in METRICS[1:] if sums["count"] else ():
-        values[f"train/{name}"] = sums[name] / sums["count"]
+    if sums["count"]:
+        for name in METRICS[1:]:
+            values[f"train/{name}"] = sums[name] / sums["count"]
     return values
 
 
@@ -1051,7 +1055,7 @@ def find_start(settings, data, model, total_steps):
     elif file:
         source = file
         state = read_checkpoint(file)
-        start = start._replace(state={name: state[name] for name in ("ema",) if name in state})
+        start = start._replace(state={"ema": state["ema"]} if "ema" in state else {})
     if state:
         check_task(state, data, source)
         if load_weights(model, state["weights"], source):
@@ -1128,7 +1132,7 @@ def replica(settings, kind):
     log = Log(settings, device, start.step)
     device.print0 = log.print0
     notes = list(start.notes)
-    if max(stages(settings, epoch_size(data))) >= total_steps:
+    if cycles_at(settings, epoch_size(data), total_steps - 1) != (settings.H_cycles, settings.L_cycles):
         notes.append("the run ends before its curriculum does: it never trains at the depth of evaluations")
     log.header(run, data, test, notes)
 
@@ -1292,7 +1296,8 @@ def on_signals():
         else:
             # print could be under way, and cannot be entered twice; a closed terminal takes nothing
             with suppress(OSError):
-                os.write(2, f"{signal.Signals(number).name}: saving and stopping; a second one kills\n".encode())
+                name = signal.Signals(number).name
+                os.write(2, f"{name}: saving and stopping; a second one kills\n".encode())
 
     # a closed terminal sends SIGHUP
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -218,7 +218,7 @@ def run_queue(settings, model, n, read_rows):
     slots = min(keys.size, max(1, CELLS_AT_A_TIME // model.config.seq_len))
     queue = Queue(evaluator_of(settings, model, slots), *weights_of(model), read_rows, keys)
     progress = Progress("solving", keys.size, "puzzles", settings.eval_rollouts)
-    while queue.left():
+    while queue.num_unfinished():
         progress.add(queue.step())
     return queue.results
 

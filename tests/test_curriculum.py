@@ -12,24 +12,25 @@ from test_train import CURRICULUM, curve, data, run
 
 import configurator
 import train
-from optim import exploration, stages
+from optim import cycles_at, exploration
 
 # 64 puzzles in batches of 16: 6 epochs are 24 steps, 12 at (1, 1) and 12 at (1, 2), then (2, 3).
 FLAGS = [*CURRICULUM, "--curriculum_epochs=6", "--max_steps=32", "--checkpoint_interval=8", "--keep_last_n=9"]
 
 
-def test_the_stages():
+def test_the_depth_of_each_step():
     config = os.path.join(ROOT, "config", "baseline.py")
     settings = configurator.configure(train.__file__, [config, "--curriculum_epochs=10000"])
     # 10,000,000 / 6144 = 1627.6
-    assert stages(settings, 1000.0) == {0: (1, 2), 407: (1, 3), 814: (2, 4), 1221: (2, 5), 1628: (3, 6)}
+    plan = {0: (1, 2), 407: (1, 3), 814: (2, 4), 1221: (2, 5), 1628: (3, 6)}
+    depth = None
+    for step in range(2000):
+        depth = plan.get(step, depth)
+        assert cycles_at(settings, 1000.0, step) == depth
     settings.H_cycles_start = 3
-    assert list(stages(settings, 1000.0).values()) == [(3, 2), (3, 3), (3, 4), (3, 5), (3, 6)]
-    settings.L_cycles_start = 6
-    assert stages(settings, 1000.0) == {0: (3, 6)}
+    assert cycles_at(settings, 1000.0, 407) == (3, 3)
     settings.curriculum_epochs = 0
-    settings.L_cycles = 1
-    assert stages(settings, 1000.0) == {0: (3, 1)}
+    assert cycles_at(settings, 1000.0, 0) == (3, 6)
 
 
 def test_exploration(data, tmp_path, monkeypatch):
