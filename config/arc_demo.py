@@ -1,7 +1,7 @@
-# Small ARC-like tasks of ten families: makes tasks, trains in five to six minutes on a CPU core with bfloat16
-# and solves 37 of 100 unseen tasks in two tries (seed 0, 1 run; copying the input solves none). It learns to
-# recolour and to fill, but not to move, mirror or turn. The demonstration pairs of the test tasks are trained
-# on; their test inputs are new.
+# Small ARC-like tasks of ten families: makes tasks, trains for TIME_DEMO on 2 CPU cores with bfloat16, and
+# solves RES_DEMO of 100 unseen tasks (3 seeds). Copying the input solves 3 of them, the output of the most
+# similar demonstration 10, and the outputs of the two most similar 12. A task is a rule with 23 demonstration
+# pairs on 4x4 grids. Those of the test tasks are trained on; their test inputs are new.
 data_path = "data/arc-demo"
 data_prepare = f"prepare_arc.py --source=generate --num_aug=0 --output_dir={data_path}"
 out_dir = "out/arc_demo"
@@ -10,18 +10,18 @@ max_steps = 7000
 hidden_size = 128
 expansion = 2.0
 L_layers = 1
-H_cycles = 1
+H_cycles = 1  # rules of one step need little depth, and examples are many
 L_cycles = 2
 puzzle_emb_ndim = 512
-puzzle_emb_len = 4  # four positions of 128 channels: the rows steer the MLPs that mix the positions
+puzzle_emb_len = 4  # with one position instead of four, moving and turning is not learned
 forward_dtype = "auto"
 loss_type = "softmax_cross_entropy"  # learns faster than stablemax on a short run
 halt_max_steps = 1
 lr = 4e-3
 lr_min_ratio = 0.0
 lr_warmup_steps = 50
-weight_decay = 1.0
-puzzle_emb_lr = 0.1  # a row has some 100 updates to learn its task
+weight_decay = 1.0  # with 0.1 the rows remember their examples
+puzzle_emb_lr = 0.1  # each row has some 24 updates to learn its task
 puzzle_emb_weight_decay = 0.1
 ema_rate = 0.99
 eval_interval = 0

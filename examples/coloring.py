@@ -20,6 +20,7 @@ sys.path[:0] = [ROOT, os.path.join(ROOT, "scripts")]
 # isort: off
 import puzzles
 from configurator import command, start
+from model import TRM
 
 
 # -----------------------------------------------------------------------------
@@ -51,6 +52,7 @@ def is_solved(inputs, labels, answer):
 
 puzzles.RULES["coloring"] = broken_in_coloring
 puzzles.SEVERAL_ANSWERS.add("coloring")
+TRM.is_solved = staticmethod(is_solved)  # not in main(): the processes of torch_xla import this file anew
 
 
 # -----------------------------------------------------------------------------
@@ -82,7 +84,6 @@ def main(action, *arguments):
         make(path, int(n))
     elif action == "train":
         import train
-        train.TRM.is_solved = staticmethod(is_solved)
         sys.argv[1:2] = []
         start(train.main, train.__file__)
     else:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+import model
 import prepare_csv
 import puzzles
 from configurator import UserError, configure
@@ -182,6 +183,7 @@ def coloring(monkeypatch):
     """examples/coloring.py, whose rules puzzles.py forgets after the test."""
     monkeypatch.setattr(puzzles, "RULES", puzzles.RULES.copy())
     monkeypatch.setattr(puzzles, "SEVERAL_ANSWERS", set())
+    monkeypatch.setattr(model.TRM, "is_solved", model.TRM.is_solved)
     return SimpleNamespace(**runpy.run_path(os.path.join(ROOT, "examples", "coloring.py")))
 
 
