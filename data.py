@@ -240,6 +240,11 @@ class Dataset:
         """Returns the groups [n] of puzzles: for ARC the task of each version."""
         return np.searchsorted(self.group_indices, puzzles, side="right") - 1
 
+    def pairs(self, group):
+        """Returns the pairs (input, output) of an ARC task: grids of colours."""
+        first, end = self.task_indices[group:group + 2]
+        return self.grids[first:end]
+
     def _batch(self, puzzles, members, translation_draws=NO_TRANSLATION):
         """Returns the batch of some examples.
 

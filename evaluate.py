@@ -470,28 +470,35 @@ def vote_values(test, votes):
     A task counts by the share of its test inputs that are solved (official evaluators/arc.py).
     """
     solved = dict.fromkeys(PASSES, 0.0)
-    groups = {group for group, _ in votes}
     num_tasks = 0
-    for group in sorted(groups):
-        answers = [answer for _, answer in test.grids[slice(*test.task_indices[group:group + 2])]]
-        if not all(answer.size for answer in answers):  # not known
+    for group in sorted({group for group, _ in votes}):
+        pairs = test.pairs(group)
+        if not all(answer.size for _, answer in pairs):  # not known
             continue
         num_tasks += 1
-        for member, answer in enumerate(answers):
+        for member, (_, answer) in enumerate(pairs):
             elected = elect(votes[group, member])
             for k in PASSES:
-                solved[k] += (grid_key(answer) in elected[:k]) / len(answers)
-    return {f"eval/pass{k}": total / max(1, num_tasks) for k, total in solved.items()}
+                is_solved = grid_key(answer) in elected[:k]
+                solved[k] += is_solved / len(pairs)
+
+    # the mean over the tasks
+    values = {}
+    for k, total in solved.items():
+        values[f"eval/pass{k}"] = total / max(1, num_tasks)
+    return values
 
 
 def submission(test, votes):
     """Returns {task: [{"attempt_1": grid, "attempt_2": grid}, ...]}, an entry a test input, as for Kaggle."""
     attempts = {}
     for group, member in sorted(votes):
+        # an only answer is given twice
         elected = elect(votes[group, member])
         first = grid_of(elected[0]).tolist()
-        second = grid_of(elected[1]).tolist() if len(elected) > 1 else first
-        attempts.setdefault(test.task_names[group], []).append(dict(attempt_1=first, attempt_2=second))
+        second = grid_of(elected[:2][-1]).tolist()
+        answers = attempts.setdefault(test.task_names[group], [])
+        answers.append(dict(attempt_1=first, attempt_2=second))
     return attempts
 
 

@@ -281,8 +281,7 @@ def arc_datasets(saved):
 
 def pairs_of(data, name):
     """Returns the pairs of a task in a split. Raises UserError."""
-    group = group_of(data, name)
-    return data.grids[slice(*data.task_indices[group:group + 2])]
+    return data.pairs(group_of(data, name))
 
 
 def group_of(data, name):

@@ -68,8 +68,6 @@ def random_puzzles(tmp_path_factory):
 @pytest.fixture
 def at_once(monkeypatch):
     """No waits between attempts at a request, in this process."""
-    from urllib3.util import Retry
-    monkeypatch.setattr(Retry, "get_backoff_time", lambda self: 0.0)
     monkeypatch.setattr("bucket.backoff", lambda attempt: 0)
 
 
