@@ -16,7 +16,7 @@ SPOT=${SPOT:-0}                  # 1: cheaper, and preempted when others need th
 RUNTIME=${RUNTIME:-}             # the hosts' image; if empty, the default for TYPE
 CREATE_FLAGS=${CREATE_FLAGS:-}   # more flags for the request: --network=... --service-account=... --reserved
 SSH_FLAGS=${SSH_FLAGS:-}         # more flags for ssh and scp: --internal-ip or --tunnel-through-iap
-LIBTPU_INIT_ARGS=${LIBTPU_INIT_ARGS:-}  # the TPU compiler's options for the run: see docs/performance.md
+LIBTPU_INIT_ARGS=${LIBTPU_INIT_ARGS:-}  # the TPU compiler's options for the run: see docs/tpu.md
 NETRC=${NETRC:-}                 # file with W&B's login (~/.netrc after `wandb login`), copied to the hosts
 POLL=${POLL:-60}                 # seconds between two checks of the slice
 TIMEOUT=${TIMEOUT:-300}          # seconds until keep and run end a gcloud that hangs; four times it for setup
