@@ -25,7 +25,7 @@ from configurator import UserError, start
 from data import Progress
 from prepare import (
     check_minimums, command_of, download, finish_split, new_dataset, refuse_existing, write_json)
-from puzzles import ARC, ORIGINAL, apply_version, arc_task, canvas
+from puzzles import ARC, ORIGINAL, arc_task, canvas, turned
 
 # source
 source = "arc1"  # arc1, arc2, generate, a folder, or the prefix of Kaggle's files
@@ -254,24 +254,38 @@ def choose_versions(task, num_aug, rng):
     It draws what the official builder draws: one of 8 ways to turn and an order of the colours 1 to 9, up to
     5 * num_aug times. A version counts unless it has the same pairs as an earlier one, in any order.
     """
-    pairs = task.train + task.test
-    versions = {key_of_version(ORIGINAL, pairs): ORIGINAL}
+    layouts = [layout_of(task.train + task.test, way) for way in range(8)]
+    versions = {key_of_version(ORIGINAL, layouts): ORIGINAL}
     for _ in range(TRIES * num_aug):
         if len(versions) > num_aug:
             break
         version = ORIGINAL.copy()
         version[0] = rng.randint(8)
         rng.shuffle(version[2:])
-        versions.setdefault(key_of_version(version, pairs), version)
+        versions.setdefault(key_of_version(version, layouts), version)
     return np.stack(list(versions.values()))
 
 
-def key_of_version(version, pairs):
-    """Returns a key, equal for versions with the same pairs in any order."""
-    keys = []
+def layout_of(pairs, way):
+    """Returns the cells of all pairs, turned, in one array; and shapes, first cell and end of each pair."""
+    cells = []
+    parts = []
+    first = 0
     for pair in pairs:
-        question, answer = [apply_version(grid, version) for grid in pair]
-        keys.append((question.shape, question.tobytes(), answer.shape, answer.tobytes()))
+        question, answer = [turned(grid, way) for grid in pair]
+        cells += [question.ravel(), answer.ravel()]
+        end = first + question.size + answer.size
+        parts.append((question.shape, answer.shape, first, end))
+        first = end
+    return np.concatenate(cells), parts
+
+
+def key_of_version(version, layouts):
+    """Returns a key, equal for versions with the same pairs in any order; layouts: of the 8 ways to turn."""
+    cells, parts = layouts[version[0]]
+    colours = version[1:]
+    content = colours[cells].tobytes()
+    keys = [(question, answer, content[first:end]) for question, answer, first, end in parts]
     return tuple(sorted(keys))
 
 

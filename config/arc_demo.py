@@ -1,7 +1,7 @@
-# Small ARC-like tasks of ten families: makes tasks, trains for TIME_DEMO on 2 CPU cores with bfloat16, and
-# solves 85, 83 and 88 of 100 unseen tasks (seeds 0, 1, 2). Copying the input solves 3 of them, the output of the most
-# similar demonstration 10, and the outputs of the two most similar 12. A task is a rule with 23 demonstration
-# pairs on 4x4 grids. Those of the test tasks are trained on; their test inputs are new.
+# Small ARC-like tasks of ten families: makes tasks, trains for 4.3 minutes on 2 CPU cores with bfloat16, and
+# solves 85, 83 and 88 of 100 unseen tasks (seeds 0, 1, 2). Copying the input solves 3 of them; the output of
+# the most similar demonstration 10, and those of the two most similar 12. A task is a rule with 23
+# demonstration pairs on 4x4 grids. The pairs of the test tasks are trained on; their test inputs are new.
 data_path = "data/arc-demo"
 data_prepare = f"prepare_arc.py --source=generate --num_aug=0 --output_dir={data_path}"
 out_dir = "out/arc_demo"

@@ -22,7 +22,7 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "scripts")]
 
-# Two test files run at a time (pytest.ini): more threads than cores would slow both down many times.
+# Three test files run at a time (pytest.ini): more threads than cores would slow all down many times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # XLA's CPU compiler takes most of the tests' time; the programs are small, and optimising them does not pay.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
@@ -31,7 +31,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The files that take longest. The two workers take whole files, these first, so that both end together.
+# The files that take longest. The workers take whole files, these first, so that all end together.
 LONGEST = ("replicas", "hard_to_kill", "engines", "tpu_sh", "kernels", "aot", "sweep", "train", "chaos",
            "play", "parity", "wrong_input", "smoke", "gcs", "solve", "rollouts", "data", "bench")
 
