@@ -80,8 +80,15 @@ def command(run, script):
     """Runs run() as a command: an expected error becomes one line on stderr and an exit code."""
     name = os.path.basename(script)
 
-    # SIGTERM ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SIGTERM ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed. train.py
+    # hands a Ctrl-C on as SIGTERM, which must not interrupt that.
+    def interrupt(number, frame):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # a shell's & has it ignored
+        signal.signal(signal.SIGINT, interrupt)
     try:
         run()
         print(end="", flush=True)
