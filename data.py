@@ -401,6 +401,7 @@ def read_json(path, *keys):
 
 def hashes_of(path):
     """Returns {relative file: SHA-256} of the files of a dataset that exist."""
+    # a dataset has the arrays of ARC or those of other puzzles, not both
     hashes = {}
     for name in FILES:
         file = f"{path}/{name}"
@@ -410,6 +411,7 @@ def hashes_of(path):
 
 
 def file_hash(path):
+    # a megabyte at a time: a file may be larger than the memory
     digest = hashlib.sha256()
     with open(path, "rb") as f:
         while block := f.read(1 << 20):
@@ -448,6 +450,7 @@ def replacing(path):
             f.flush()
             os.fsync(f.fileno())
         os.replace(path + ".tmp", path)
+    # a writer that failed or was interrupted leaves nothing
     finally:
         if os.path.exists(path + ".tmp"):
             os.remove(path + ".tmp")
