@@ -511,5 +511,6 @@ class Progress:
         text = f"{self.label}: {self.done / self.scale:,.0f}"
         if self.total:
             seconds = (now - self.start) * (self.total / max(1, self.done) - 1)
-            text += f" of {self.total / self.scale:,.0f} {self.unit}, {seconds:.0f} s left"
+            text += f" of {self.total / self.scale:,.0f} {self.unit}".rstrip()
+            text += f", {seconds:.0f} s left"
         print(text, file=sys.stderr, flush=True)

@@ -72,12 +72,11 @@ def has_tpu():
     vendors = [Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")]
     if "0x1ae0" not in vendors:
         return False
-    before = os.environ.get("PJRT_DEVICE", "")
     os.environ["PJRT_DEVICE"] = "TPU"
     from torch_xla._internal import tpu
     if tpu.num_available_chips():
         return True
-    os.environ["PJRT_DEVICE"] = before
+    del os.environ["PJRT_DEVICE"]
     return False
 
 
