@@ -35,13 +35,13 @@ profile = ""  # folder for a trace of 3 steps, whose most expensive operations a
 CPU_BATCH_SIZE = "--global_batch_size=32"  # where none is given: a step of the default takes a CPU minutes
 
 
-def bench(index, settings, own, kind, path):
+def bench(index, settings, bench_settings, kind, path):
     """Measures on every replica, and prints on rank 0.
 
     Args:
         index: of the replica, from xmp.spawn.
         settings: of train.py.
-        own: bench.py's settings.
+        bench_settings: bench.py's settings.
         kind: as choose_device returns it.
         path: of the dataset.
     """
@@ -63,11 +63,11 @@ def bench(index, settings, own, kind, path):
     # the training step; its first call compiles
     say("\n".join([*device.notes, "the first step"]))
     first_step = seconds_of(1, train_step)[0]
-    if own.profile:
-        say(trace(device, own.profile, train_step))
+    if bench_settings.profile:
+        say(trace(device, bench_settings.profile, train_step))
         return
-    say(f"{5 * own.steps} training steps, after {first_step:.1f} s for the first")
-    rounds = [seconds_of(own.steps, train_step) for _ in range(5)]
+    say(f"{5 * bench_settings.steps} training steps, after {first_step:.1f} s for the first")
+    rounds = [seconds_of(bench_settings.steps, train_step) for _ in range(5)]
     step, host = map(statistics.median, zip(*rounds))
 
     # the step of an evaluation
@@ -77,7 +77,7 @@ def bench(index, settings, own, kind, path):
         return run.evaluator.program(state, inputs)["loss"]
 
     seconds_of(1, eval_step)
-    eval_seconds = seconds_of(own.steps, eval_step)[0]
+    eval_seconds = seconds_of(bench_settings.steps, eval_step)[0]
 
     # the figures
     matmul_flops = matmul_rate(run) * device.world
@@ -219,8 +219,8 @@ def trace(device, folder, train_step):
 
 def main(argv):
     """Measures on this machine's device."""
-    own, operands, train_arguments = configurator.split_arguments(__file__, argv)
-    configurator.check_bounds(own, {"steps": "[1, 1e6]"})
+    bench_settings, operands, train_arguments = configurator.split_arguments(__file__, argv)
+    configurator.check_bounds(bench_settings, {"steps": "[1, 1e6]"})
     flags = [*operands, *train_arguments]
     settings = configurator.configure(train.__file__, flags)
     kind, reason = choose_device(settings.device)
@@ -235,9 +235,9 @@ def main(argv):
         try:
             if kind == "xla":
                 import torch_xla.distributed.xla_multiprocessing as xmp
-                xmp.spawn(bench, args=(settings, own, kind, path))
+                xmp.spawn(bench, args=(settings, bench_settings, kind, path))
             else:
-                bench(0, settings, own, kind, path)
+                bench(0, settings, bench_settings, kind, path)
         except torch.OutOfMemoryError:
             raise out_of_memory(settings) from None
 

@@ -154,7 +154,7 @@ def find_checkpoint(settings, bucket, remote, notes):
     Adds lines for the log to notes.
     """
     # the newest here, unless the bucket has a newer one that is whole
-    own = checkpoint_paths(settings.out_dir)
+    local_paths = checkpoint_paths(settings.out_dir)
     state = newest_checkpoint(settings.out_dir, notes.append)
     for name in numbered(remote):
         if step_of(name) <= state.get("step", -1):
@@ -166,7 +166,7 @@ def find_checkpoint(settings, bucket, remote, notes):
             bucket.download(file, os.path.join(settings.out_dir, file))
         state = newest_checkpoint(settings.out_dir, notes.append)
     # a run that has had a checkpoint does not silently start again
-    had_one = own or numbered(remote)
+    had_one = local_paths or numbered(remote)
     if not state and (had_one or settings.init_from == "resume" or settings.eval_only or settings.export):
         hint = "another out_dir or gcs_dir" if had_one else "--init_from=auto"
         problem = f"--init_from={settings.init_from}: no complete checkpoint in {settings.out_dir}"

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -59,13 +60,15 @@ class Evaluator:
 
     def new_state(self):
         """Returns {"carry": {name: [micro-batches, slots in one, ...]}}; all slots are free."""
+        # what training carries, and the answers that count
         carry = self.model.new_carry(self.batch_size, self.dtype)
         carry["preds"] = torch.zeros_like(carry["inputs"])
         carry["repeats"] = torch.zeros_like(carry["steps"])
         carry["surest_preds"] = torch.zeros_like(carry["inputs"])
         carry["surest_q_halt_logits"] = torch.zeros(self.batch_size)
         carry["surest_steps"] = torch.zeros_like(carry["steps"])
-        return dict(carry=self.device.put(split(carry, self.settings.micro_batch_size)))
+        carry = split(carry, self.settings.micro_batch_size)
+        return {"carry": self.device.put(carry)}
 
     def inputs(self, weights, table, batch, noise_keys=None):
         """Returns the inputs of program(), on the device.
@@ -115,7 +118,8 @@ class Evaluator:
         carry = step.carry
 
         # an attempt leaves at the full depth, or once its answer repeats
-        is_repeated = ~is_new & (step.answers == before["preds"]).all(-1)
+        is_same = (step.answers == before["preds"]).all(-1)
+        is_repeated = is_same & ~is_new
         carry["repeats"] = torch.where(is_repeated, before["repeats"] + 1, 0)
         carry["halted"] = carry["steps"] >= self.depth
         if settings.eval_patience:
@@ -124,18 +128,23 @@ class Evaluator:
 
         # the most confident answer so far; of equals, the last
         is_surer = is_new | (step.q_halt >= before["surest_q_halt_logits"])
-        carry["surest_preds"] = torch.where(is_surer.unsqueeze(-1), step.answers, before["surest_preds"])
-        carry["surest_q_halt_logits"] = torch.where(is_surer, step.q_halt, before["surest_q_halt_logits"])
-        carry["surest_steps"] = torch.where(is_surer, carry["steps"], before["surest_steps"])
+        kept = dict(surest_preds=step.answers, surest_q_halt_logits=step.q_halt, surest_steps=carry["steps"])
+        for name, t in kept.items():
+            is_kept = is_surer.unsqueeze(-1) if t.ndim > 1 else is_surer
+            carry[name] = torch.where(is_kept, t, before[name])
 
         # noise for the next step of all attempts but the first
         if "noise_keys" in batch:
             keys = batch["noise_keys"]
             noise = normal_noise(keys, carry["steps"], carry["z_L"].shape[1:])
-            deviation = torch.where(keys == 0, 0, settings.eval_noise).view(-1, 1, 1)
-            carry["z_L"] = carry["z_L"] + (deviation * noise).to(self.dtype)
+            deviation = torch.where(keys == 0, 0, settings.eval_noise)
+            noise = noise * deviation.view(-1, 1, 1)
+            carry["z_L"] = carry["z_L"] + noise.to(self.dtype)
         # carry's "steps" count for puzzles without labels too, unlike the metric of that name
-        return {}, step.values | carry | dict(preds=step.answers, q_halt_logits=step.q_halt)
+        results = step.values | carry
+        results["preds"] = step.answers
+        results["q_halt_logits"] = step.q_halt
+        return {}, results
 
     def watch(self, weights, table, batch, noise_keys=None):
         """Yields the results of step() as arrays, after each supervision step of one batch of puzzles."""
@@ -174,12 +183,15 @@ class Queue:
         # an answer has a byte for each cell, since a test set may have a third of a billion cells
         self.results = {}
         for name in (*ANSWERS, *METRICS, *LOSS_TERMS):
-            cells = (seq_len,) if name.endswith("preds") else ()
-            dtype = np.uint8 if name.endswith("preds") else np.float32
-            self.results[name] = np.zeros((self.attempts, self.n, *cells), dtype)
+            if name.endswith("preds"):
+                array = np.zeros((self.attempts, self.n, seq_len), dtype=np.uint8)
+            else:
+                array = np.zeros((self.attempts, self.n), dtype=np.float32)
+            self.results[name] = array
 
         # slots without an attempt work on zeros, which nothing collects
-        self.batch = unlabelled_batch(np.zeros((evaluator.batch_size, seq_len), dtype=np.int32))
+        questions = np.zeros((evaluator.batch_size, seq_len), dtype=np.int32)
+        self.batch = unlabelled_batch(questions)
         self.noise_keys = np.zeros(evaluator.batch_size, dtype=np.int32)
         self.weights = weights
         self.table = table
@@ -195,8 +207,9 @@ class Queue:
         # free slots, as many as attempts wait
         num_waiting = self.n * self.attempts - self.next
         free = np.flatnonzero(self.slots < 0)[:num_waiting]
-        self.slots[free] = np.arange(self.next, self.next + len(free))
+        first = self.next
         self.next += len(free)
+        self.slots[free] = np.arange(first, self.next)
 
         # their puzzles and noise
         puzzle, attempt = np.divmod(self.slots[free], self.attempts)
@@ -225,7 +238,8 @@ class Queue:
         puzzle, attempt = np.divmod(self.slots[leaving], self.attempts)
         if len(leaving):
             for name, t in results.items():
-                self.results[name][attempt, puzzle] = t.cpu().numpy()[leaving]
+                array = t.cpu().numpy()
+                self.results[name][attempt, puzzle] = array[leaving]
         self.slots[leaving] = -1
         return len(leaving)
 
@@ -250,8 +264,11 @@ def surest_attempts(results):
 def surest_answers(results):
     """Returns {name of ANSWERS: [n, ...]}, the surest_ ones, of the most confident attempt at each puzzle."""
     attempts = surest_attempts(results)
-    names = [name for name in ANSWERS if name.startswith("surest")]
-    return {name: results[name][attempts, np.arange(len(attempts))] for name in names}
+    puzzle = np.arange(len(attempts))
+    answers = {}
+    for name in ("surest_preds", "surest_q_halt_logits", "surest_steps"):
+        answers[name] = results[name][attempts, puzzle]
+    return answers
 
 
 def noise_keys(seed, attempts, n):
@@ -303,10 +320,16 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
     """
     settings = evaluator.settings
     device = evaluator.device
-    own = indices[device.rank::device.world]
-    keys = noise_keys(settings.seed, settings.eval_rollouts, len(test))[:, own]
-    queue = Queue(evaluator, weights, table, lambda i: test.test_batch(own[i], len(i)), keys)
-    progress = Progress(label, len(own) * settings.eval_rollouts, "puzzles", settings.eval_rollouts)
+    attempts = settings.eval_rollouts
+    own_indices = indices[device.rank::device.world]
+
+    def read_rows(i):
+        return test.test_batch(own_indices[i], len(i))
+
+    # the noise of a puzzle does not depend on the number of ranks
+    keys = noise_keys(settings.seed, attempts, len(test))
+    queue = Queue(evaluator, weights, table, read_rows, keys[:, own_indices])
+    progress = Progress(label, len(own_indices) * attempts, "puzzles", attempts)
 
     # Ranks need different numbers of steps. They meet after `depth` supervision steps, and leave together.
     steps_between_meetings = evaluator.depth if settings.eval_patience else 1
@@ -326,14 +349,18 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         is_done = not any(num_unfinished for _, num_unfinished in ranks)
 
     # the last answer of the first attempt, as in the paper, and the surest of all attempts
-    arrays = test.test_batch(own, len(own))
-    arrays |= {name: array[0] for name, array in queue.results.items()}
+    arrays = test.test_batch(own_indices, len(own_indices))
+    for name, array in queue.results.items():
+        arrays[name] = array[0]
     arrays |= surest_answers(queue.results)
     if save_to:
-        save_outputs(settings, device, save_to, own, arrays)
-    values = eval_values(device.all_gather(eval_sums(test, arrays, queue.results)))
+        save_outputs(settings, device, save_to, own_indices, arrays)
+
+    # the figures of all ranks, and ARC's votes
+    sums = eval_sums(test, arrays, queue.results)
+    values = eval_values(device.all_gather(sums))
     if test.task["kind"] == "arc":
-        own_votes = count_votes(test, own, arrays["preds"], arrays["q_halt_logits"])
+        own_votes = count_votes(test, own_indices, arrays["preds"], arrays["q_halt_logits"])
         votes = merge_votes(device.all_gather(own_votes))
         values |= vote_values(test, votes)
         if submit_to and device.rank == 0:
@@ -344,15 +371,18 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
 
 def eval_sums(test, arrays, results):
     """Returns {name: sum over this rank's puzzles} of METRICS, LOSS_TERMS and the judgements of answers."""
-    sums = dict.fromkeys(METRICS + LOSS_TERMS, 0.0)
-    for name in sums:
-        sums[name] = float((arrays["count"] * arrays[name]).sum(dtype=np.float64))
+    sums = {}
+    for name in METRICS + LOSS_TERMS:
+        counted = arrays["count"] * arrays[name]
+        sums[name] = float(counted.sum(dtype=np.float64))
     return sums | puzzles.count_correct(test.task, arrays, results["surest_preds"])
 
 
 def eval_values(ranks):
     """Returns {"eval/...": number} of the ranks' sums."""
-    total = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
+    total = Counter()
+    for sums in ranks:
+        total.update(sums)
     count = total.pop("count")
     values = {}
     for name, value in total.items():
@@ -369,7 +399,9 @@ def save_outputs(settings, device, path, indices, arrays):
     if device.world > 1:
         endings = [f".{rank}.npz" for rank in range(device.world)]
     name = path + endings[device.rank]
-    wanted = {key: arrays[key] for key in settings.eval_save_outputs.split(",") if key}
+    wanted = {}
+    for key in filter(None, settings.eval_save_outputs.split(",")):
+        wanted[key] = arrays[key]
     try:
         os.makedirs(settings.out_dir, exist_ok=True)
         with replacing(name) as f:
@@ -390,10 +422,12 @@ def show_puzzle(evaluator, weights, table, test):
 
     All ranks.
     """
-    batch = test.test_batch(test.subset(1, 1)[:1], evaluator.batch_size)
+    indices = test.subset(1, 1)[:1]
+    batch = test.test_batch(indices, evaluator.batch_size)
     question = batch["inputs"][0]
     labels = batch["labels"][0]
-    grids = [("question", question, np.zeros(test.seq_len, dtype=bool))]
+    nothing = np.zeros(test.seq_len, dtype=bool)
+    grids = [("question", question, nothing)]
     steps = evaluator.watch(weights, table, batch)
     for step, results in enumerate(steps, 1):
         is_last = bool(results["halted"][0])
@@ -428,7 +462,8 @@ def count_votes(test, indices, preds, q_halt):
     votes = {}
     versions, members = test.locate(indices)
     groups = test.groups_of(versions)
-    confidences = 1 / (1 + np.exp(-q_halt.astype(np.float64)))
+    q_halt = q_halt.astype(np.float64)
+    confidences = 1 / (1 + np.exp(-q_halt))
     for i, version in enumerate(versions):
         # the answer in the task's own colours and orientation
         grid = puzzles.crop(preds[i], test.side)
@@ -509,7 +544,8 @@ def grid_key(grid):
 
 def grid_of(key):
     """Returns the grid of a grid_key."""
-    return np.frombuffer(key, dtype=np.uint8, offset=2).reshape(key[0], key[1])
+    rows, columns = key[:2]
+    return np.frombuffer(key, dtype=np.uint8, offset=2).reshape(rows, columns)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -524,7 +560,8 @@ def split(tensors, micro_batch_size):
     """Returns {name: [micro-batches, sequences in one, ...]} of {name: [sequences, ...]}; 0: one batch."""
     parts = {}
     for name, t in tensors.items():
-        parts[name] = t.view(-1, micro_batch_size or len(t), *t.shape[1:])
+        size = micro_batch_size or len(t)
+        parts[name] = t.view(-1, size, *t.shape[1:])
     return parts
 
 
@@ -552,7 +589,8 @@ def normal_noise(keys, steps, shape):
     # the upper 16 bits as a uniform number between 0 and 1, the lower 15 as a part of a turn
     uniform = ((x >> 15) + 0.5) / 2 ** 16
     angle = (x & 0x7FFF) * (2 * math.pi / 2 ** 15)
-    noise = torch.sqrt(-2 * torch.log(uniform)) * torch.cos(angle)
+    radius = torch.sqrt(-2 * torch.log(uniform))
+    noise = radius * torch.cos(angle)
     return noise.view(-1, *shape)
 
 

@@ -529,7 +529,7 @@ class TRM(nn.Module):
             weights[name] = t.float()
 
         # other puzzles have no row of their own in the table: they take the mean
-        own = self.state_dict()
+        expected = self.state_dict()
         table = weights.get("puzzle_emb.weights")
         num_rows = self.config.num_puzzle_identifiers
         is_averaged = self.prefix > 0 and table is not None and len(table) != num_rows
@@ -538,11 +538,11 @@ class TRM(nn.Module):
 
         # names and shapes must be these; a part of them would train in silence
         hint = "another block or other settings (mlp_t, L_layers, pos_encodings, puzzle_emb_ndim?)"
-        if own.keys() - weights.keys():
-            raise ValueError(f"lacks {min(own.keys() - weights.keys())}: {hint}")
-        if weights.keys() - own.keys():
-            raise ValueError(f"also has {min(weights.keys() - own.keys())}: {hint}")
-        for name, t in own.items():
+        if expected.keys() - weights.keys():
+            raise ValueError(f"lacks {min(expected.keys() - weights.keys())}: {hint}")
+        if weights.keys() - expected.keys():
+            raise ValueError(f"also has {min(weights.keys() - expected.keys())}: {hint}")
+        for name, t in expected.items():
             if weights[name].shape != t.shape:
                 raise ValueError(f"{name} has shape {list(weights[name].shape)}, "
                                  f"these settings need {list(t.shape)}")

@@ -25,19 +25,22 @@ def adam_atan2(settings, rates, shapes, w, g, m, v):
     """Adam with atan2 instead of division and epsilon (arXiv 2407.05872), scaled as in the official code."""
     root = update_moments(settings, rates, g, m, v)
     update = torch.atan2(m, root)
-    descend(settings, rates, w, update, rates["lr"] / rates["bias_correction1"])
+    step_size = rates["lr"] / rates["bias_correction1"]
+    descend(settings, rates, w, update, step_size)
 
 
 def adamw(settings, rates, shapes, w, g, m, v):
     """Adam with decoupled weight decay (arXiv 1711.05101, algorithm 2), epsilon 1e-8."""
     root = update_moments(settings, rates, g, m, v)
     update = m / (root + 1e-8)
-    descend(settings, rates, w, update, rates["lr"] / rates["bias_correction1"])
+    step_size = rates["lr"] / rates["bias_correction1"]
+    descend(settings, rates, w, update, step_size)
 
 
 def lion(settings, rates, shapes, w, g, m, v):
     """Lion (arXiv 2302.06675, algorithm 2); v stays zero."""
-    update = torch.sign(torch.lerp(g, m, settings.beta1))
+    momentum = torch.lerp(g, m, settings.beta1)
+    update = torch.sign(momentum)
     descend(settings, rates, w, update, rates["lr"])
     m.lerp_(g, 1 - settings.beta2)
 
@@ -63,31 +66,39 @@ def muon_matrix(settings, rates, w, g, m):
     the same for both.
     """
     m.lerp_(g, 1 - settings.beta1)
-    update = torch.lerp(g, m, settings.beta1).bfloat16()
+    x = torch.lerp(g, m, settings.beta1).bfloat16()
 
     # the iterations are cheaper on the smaller of x x^T and x^T x
-    is_tall = len(update) > update.shape[1]
-    x = update.T if is_tall else update
+    rows, columns = x.shape
+    is_tall = rows > columns
+    if is_tall:
+        x = x.T
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):
         a = x @ x.T
         b = -4.7750 * a + 2.0315 * a @ a
         x = 3.4445 * x + b @ x
-    update = x.T if is_tall else x
-    step_size = rates["lr"] * 0.2 * math.sqrt(max(w.shape))
-    descend(settings, rates, w, update.to(w.dtype), step_size)
+    if is_tall:
+        x = x.T
+
+    # the update, in float32
+    scale = 0.2 * math.sqrt(max(rows, columns))
+    step_size = rates["lr"] * scale
+    descend(settings, rates, w, x.to(w.dtype), step_size)
 
 
 def update_moments(settings, rates, g, m, v):
     """Updates Adam's moments in place; returns the square root of the second one, whose bias is corrected."""
     m.lerp_(g, 1 - settings.beta1)
     v.lerp_(g.square(), 1 - settings.beta2)
-    return (v / rates["bias_correction2"]).sqrt()
+    corrected = v / rates["bias_correction2"]
+    return corrected.sqrt()
 
 
 def descend(settings, rates, w, update, step_size):
     """Applies decoupled weight decay, then an update times step_size, in place on w."""
-    w.mul_(1 - rates["lr"] * settings.weight_decay)
+    decay = rates["lr"] * settings.weight_decay
+    w.mul_(1 - decay)
     w.sub_(update * step_size)
 
 
@@ -116,13 +127,17 @@ def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
         # a slot for each row of the table: the sum of its gradients, and how often the batch holds it
         counts = torch.ones_like(row_grads[:, :1])
         counted = torch.cat([row_grads, counts], dim=1)
-        slots = torch.zeros(num_rows, counted.shape[1], device=counted.device)
+        width = counted.shape[1]
+        slots = torch.zeros(num_rows, width, device=counted.device)
         return slots.index_add(0, identifiers, counted)
     # a slot for each sequence of the batch: its gradient and its identifier; other ranks' slots are zero
-    own_slots = torch.cat([row_grads, identifiers.view(-1, 1).float()], dim=1)
-    slots = own_slots.repeat(batch_size // len(identifiers), 1)
-    rank_of_slot = torch.arange(batch_size, device=slots.device) // len(identifiers)
-    return torch.where((rank_of_slot == rank).view(-1, 1), slots, 0)
+    own_identifiers = identifiers.view(-1, 1).float()
+    own_slots = torch.cat([row_grads, own_identifiers], dim=1)
+    own_size = len(own_slots)
+    slots = own_slots.repeat(batch_size // own_size, 1)
+    rank_of_slot = torch.arange(batch_size, device=slots.device) // own_size
+    is_own = rank_of_slot == rank
+    return torch.where(is_own.view(-1, 1), slots, 0)
 
 
 def sign_sgd(table, packed, batch_size, lr, weight_decay):
@@ -144,11 +159,11 @@ def sign_sgd(table, packed, batch_size, lr, weight_decay):
     # Sequences of one identifier add up in the slot of the first of them, and all of them write that sum.
     identifiers = packed[:, -1].long()
     is_same = identifiers.unsqueeze(0) == identifiers.unsqueeze(1)  # [B, B]
-    first = is_same.int().argmax(1)
+    first_slot = is_same.int().argmax(1)
     total = torch.zeros_like(grads)
-    total = total.index_add(0, first, grads)[first]
+    total = total.index_add(0, first_slot, grads)
     old = table[identifiers]
-    change = weight_decay * old + torch.sign(total)
+    change = weight_decay * old + torch.sign(total[first_slot])
     table[identifiers] = old - lr * change
 
 
@@ -160,9 +175,11 @@ def learning_rate(base, step, warmup_steps, total_steps, min_ratio):
     step += 1
     if step < warmup_steps:
         return base * step / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    decay_steps = max(1, total_steps - warmup_steps)
+    progress = (step - warmup_steps) / decay_steps
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return base * (min_ratio + max(0.0, (1 - min_ratio) * cosine))
+    ratio = min_ratio + max(0.0, (1 - min_ratio) * cosine)
+    return base * ratio
 
 
 def rates(settings, step, total_steps):
@@ -182,7 +199,8 @@ def exploration(settings, step, total_steps):
     last = settings.halt_exploration_prob_end
     if last == -1:
         return first
-    return first + (last - first) * step / max(1, total_steps - 1)
+    last_step = max(1, total_steps - 1)
+    return first + (last - first) * step / last_step
 
 
 def cycles_at(settings, epoch, step):
@@ -192,5 +210,8 @@ def cycles_at(settings, epoch, step):
     length = settings.curriculum_epochs * epoch  # of the curriculum, in examples
     if examples >= length:
         return last
-    first = settings.H_cycles_start, settings.L_cycles_start
-    return tuple(a + int((b - a) * examples // length) for a, b in zip(first, last))
+    cycles = []
+    for first, full in (settings.H_cycles_start, last[0]), (settings.L_cycles_start, last[1]):
+        growth = (full - first) * examples // length
+        cycles.append(first + int(growth))
+    return tuple(cycles)

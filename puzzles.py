@@ -296,14 +296,16 @@ def count_correct(task, arrays, attempts):
     labels = arrays["labels"]
     counts = {}
     for prefix, preds in ("", arrays["preds"]), ("surest_", arrays["surest_preds"]):
-        for name, correct in is_correct(task, inputs, labels, preds).items():
+        judgements = is_correct(task, inputs, labels, preds)
+        for name, correct in judgements.items():
             counts[prefix + name] = float(correct.sum())
     del counts["accuracy"]
 
     # puzzles that at least one attempt solves
     if len(attempts) > 1:
         solved = [is_correct(task, inputs, labels, preds)["accuracy"] for preds in attempts]
-        counts["any_accuracy"] = float(np.any(solved, axis=0).sum())
+        is_solved = np.any(solved, axis=0)
+        counts["any_accuracy"] = float(is_solved.sum())
     return counts
 
 
@@ -414,7 +416,8 @@ def are_paths(questions, answers, size):
     # the maze whose only open cells are the path's: its shortest path takes all of them
     line = np.where(path, OPEN, np.where(ends, ends, WALL))
     _, steps = solve_mazes(line, size)
-    return fits.all(axis=1) & have_ends(questions) & (steps == path.sum(axis=1) + 1)
+    uses_all_cells = steps == path.sum(axis=1) + 1
+    return fits.all(axis=1) & have_ends(questions) & uses_all_cells
 
 
 def have_ends(questions):
@@ -452,7 +455,8 @@ def turned(grid, way):
 def dihedral(size):
     """Returns the 8 turned squares as indices [8, cells]."""
     square = np.arange(size * size).reshape(size, size)
-    return np.stack([turned(square, way) for way in range(8)]).reshape(8, -1)
+    squares = np.stack([turned(square, way) for way in range(8)])
+    return squares.reshape(8, -1)
 
 
 # -----------------------------------------------------------------------------
@@ -476,7 +480,8 @@ def version_name(task_name, version):
     """Returns the name of a version, a list, of a task; the original has the task's name."""
     if version == ORIGINAL.tolist():
         return task_name
-    return f"{task_name}|||t{version[0]}|||{''.join(map(str, version[1:]))}"
+    way, *colours = version
+    return f"{task_name}|||t{way}|||{''.join(map(str, colours))}"
 
 
 def canvas(grid, side, row=0, column=0):
@@ -500,7 +505,9 @@ def crop(tokens, side):
     widths = np.minimum.accumulate(run_lengths)
     areas = widths * np.arange(1, side + 1)
     rows = np.append(0, areas).argmax()
-    return (tokens[:rows, :widths[rows - 1]] - COLOUR).astype(np.uint8)
+    columns = widths[rows - 1]
+    grid = tokens[:rows, :columns] - COLOUR
+    return grid.astype(np.uint8)
 
 
 # -----------------------------------------------------------------------------

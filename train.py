@@ -463,7 +463,7 @@ class Run:
         weights = flatten(parameters[name] for name in self.shapes)
         optimizer = optimizer_state(self.settings, self.shapes, weights)
         optimizer |= {name: as_vector(t) for name, t in saved.get("optimizer", {}).items()}
-        first = dict(
+        state = dict(
             weights=weights,
             ema=as_vector(saved.get("ema", weights)),
             optimizer=optimizer,
@@ -472,14 +472,14 @@ class Run:
             L_init=model.L_init,
         )
         # one vector travels from rank 0 to all ranks
-        tensors, structure = tree_flatten(first)
+        tensors, structure = tree_flatten(state)
         vector = self.device.broadcast(flatten(t.float() for t in tensors))
         received = unflatten(vector, {i: t.shape for i, t in enumerate(tensors)})
-        first = tree_unflatten([t.clone() for t in received.values()], structure)
+        state = tree_unflatten([t.clone() for t in received.values()], structure)
         # the latents stay in the model, which does not train them
-        model.H_init.copy_(first.pop("H_init"))
-        model.L_init.copy_(first.pop("L_init"))
-        return self.device.put(first)
+        model.H_init.copy_(state.pop("H_init"))
+        model.L_init.copy_(state.pop("L_init"))
+        return self.device.put(state)
 
     def restart(self):
         """Gives every sequence a new puzzle at the next step, and resets the log's sums."""
@@ -982,14 +982,14 @@ def agree_on_start(settings, device, data, model, total_steps):
     ranks = device.all_gather(dict(host=device.host, facts=facts, error=error,
                                    step=start.step, is_complete=start.is_complete))
     # an error about settings that differ explains all others
-    first = ranks[0]
+    rank0 = ranks[0]
     for rank, other in enumerate(ranks):
-        differing = sorted(name for name in facts if other["facts"][name] != first["facts"][name])
+        differing = sorted(name for name in facts if other["facts"][name] != rank0["facts"][name])
         if differing:
             raise UserError(f"host {other['host']}, rank {rank}: not as on rank 0: {', '.join(differing)}")
-    if first["error"]:
-        raise first["error"]
-    return start._replace(step=first["step"], is_complete=first["is_complete"])
+    if rank0["error"]:
+        raise rank0["error"]
+    return start._replace(step=rank0["step"], is_complete=rank0["is_complete"])
 
 
 def find_start(settings, data, model, total_steps):
@@ -1002,14 +1002,8 @@ def find_start(settings, data, model, total_steps):
     reads_only = bool(settings.eval_only or settings.export)
     file = settings.init_from if settings.init_from not in ("scratch", "resume", "auto") else ""
 
-    # a file that is evaluated or exported: no run's folder is touched
     if file and reads_only:
-        state = read_checkpoint(file)
-        check_task(state, data, file)
-        if load_weights(model, state.pop("weights"), file):
-            raise UserError(f"{file} has other puzzle identifiers than {settings.data_path}: it can be "
-                            "trained further, but not evaluated (docs/arc.md)")
-        return Start(state=state, step=state.get("step", 0))
+        return start_of_file(settings, file, data, model)
 
     # which runs out_dir and the bucket hold
     local = os.listdir(settings.out_dir) if os.path.isdir(settings.out_dir) else []
@@ -1060,12 +1054,23 @@ def find_start(settings, data, model, total_steps):
         check_task(state, data, source)
         if load_weights(model, state["weights"], source):
             notes.append(f"{source} has other puzzle identifiers: all start from the mean of its embedding")
-    start = start._replace(notes=notes)
-    if reads_only:
-        return start
+    start = start._replace(notes=notes, run_id=start.run_id or min(ids, default=""))
+    return start if reads_only else take_over(settings, start)
 
-    # from here on this process trains the run
-    run_id = start.run_id or min(ids, default="") or secrets.token_hex(4)
+
+def start_of_file(settings, file, data, model):
+    """Returns the Start of a file that is evaluated or exported, for which no run's folder is touched."""
+    state = read_checkpoint(file)
+    check_task(state, data, file)
+    if load_weights(model, state.pop("weights"), file):
+        raise UserError(f"{file} has other puzzle identifiers than {settings.data_path}: it can be "
+                        "trained further, but not evaluated (docs/arc.md)")
+    return Start(state=state, step=state.get("step", 0))
+
+
+def take_over(settings, start):
+    """Makes this process the one that trains the run: locks out_dir and writes run.json."""
+    run_id = start.run_id or secrets.token_hex(4)
     token = secrets.token_hex(8)
     owner = dict(id=run_id, token=token, host=platform.node(), process=os.getpid())
     content = (json.dumps(owner, indent=1) + "\n").encode()
@@ -1073,8 +1078,8 @@ def find_start(settings, data, model, total_steps):
     lock = lock_folder(settings.out_dir)
     with replacing(os.path.join(settings.out_dir, "run.json")) as f:
         f.write(content)
-    if bucket:
-        bucket.write("run.json", content)
+    if start.bucket:
+        start.bucket.write("run.json", content)
     return start._replace(run_id=run_id, token=token, lock=lock)
 
 

@@ -55,10 +55,11 @@ def main(path, n):
                 num_answers = agrees[:, given].all(axis=1).sum()
                 given[cell] = given.sum() < 24 or num_answers > 1
             cells = np.where(answer, "1", "0")
-            question = np.where(given, cells, ".")
-            f.write("".join(question) + ",")
-            f.write("".join(cells) + "\n")
+            question = "".join(np.where(given, cells, "."))
+            answer = "".join(cells)
+            f.write(f"{question},{answer}\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    path, n = sys.argv[1:]
+    main(path, int(n))
