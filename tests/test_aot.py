@@ -62,21 +62,6 @@ def test_a_step_is_one_program_with_one_all_reduce_that_fits(dataset, capsys):
     assert figures["run"]["hours"] > 0
 
 
-def test_a_fork_with_a_branch_on_data_learns_where(dataset, tmp_path, monkeypatch):
-    for path in [*glob.glob(os.path.join(ROOT, "*.py")), aot.__file__]:
-        (tmp_path / os.path.relpath(path, ROOT)).parent.mkdir(exist_ok=True)
-        shutil.copy(path, tmp_path / os.path.relpath(path, ROOT))
-    with open(tmp_path / "model.py", "a") as f:
-        f.write("class Mixer(Block):\n"
-                "    def forward(self, x, rope):\n"
-                "        return super().forward(x if x.sum() > 0 else -x, rope)\n"
-                "TRM.block = Mixer\n")
-    lines = len((tmp_path / "model.py").read_text().splitlines())
-    monkeypatch.setattr(aot, "HERE", str(tmp_path / "scripts"))  # which tracing and compiling import
-    with pytest.raises(configurator.UserError, match=f"tracing: .*model.py:{lines - 1}: .*depends on data"):
-        aot.main([*TINY, "--slices=v5e:1x1", f"--data_path={dataset}"])
-
-
 def test_a_batch_that_does_not_fit(dataset):
     flags = [*TINY, "--global_batch_size=20000", "--expansion=64", f"--data_path={dataset}"]
     with pytest.raises(configurator.UserError, match="compiling the train step: .*exceeds available HBM"):
@@ -124,18 +109,3 @@ def test_a_price_at_a_measured_speed_needs_no_compiler(monkeypatch, capsys):
 def test_wrong_input(flags, words):
     with pytest.raises(configurator.UserError, match=words):
         aot.main([*TINY, *flags])
-
-
-def test_a_kill_ends_what_the_command_started():
-    """A process that traces, and its replica. A process that compiles is started in the same way."""
-    process = subprocess.Popen([sys.executable, aot.__file__, *TINY, "--L_cycles=999", "--slices=v5e:1x1"],
-                               start_new_session=True)
-
-    def processes():
-        group = subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True)
-        return len(group.stdout.split())
-
-    wait_for(lambda: processes() >= 4, 300)  # multiprocessing starts one too
-    process.kill()
-    process.wait()
-    wait_for(lambda: processes() == 0, 30)

@@ -13,17 +13,3 @@ def test_a_run_that_is_struck_completes_as_if_it_had_not_been(tmp_path, capsys):
     text = capsys.readouterr().out
     assert text.count("the next step came after") == 2
     assert "bit for bit those of a run without faults, stopped at []" in text
-
-
-def test_stop_leaves_no_process(tmp_path):
-    """A rank is frozen, and its parent, which is the shell that tpu.sh started, is dead."""
-    with slice_with_data(tmp_path) as tpu:
-        tpu.tpu("run", *tpu.command(10000))
-        wait_for(tpu, lambda: tpu.runs and tpu.runs[-1].last > 5, "step 5")
-        frozen = tpu.all_ranks()[0]
-        parent = int(read(f"/proc/{frozen}/stat").rpartition(")")[2].split()[1])
-        os.kill(frozen, signal.SIGSTOP)
-        os.kill(parent, signal.SIGKILL)
-        tpu.tpu("stop")
-        assert processes(tpu.cloud / "hosts") == []
-        assert tpu.tpu("status")[0].count(": stop_requested, python train.py") == 2

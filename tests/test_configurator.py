@@ -156,16 +156,6 @@ def test_help_prints_every_setting_and_reads_only_the_script(toy, capsys):
         "--fast=False leave out the checks", "--slow=True"]
 
 
-def test_settings_are_read_only_once_training_begins():
-    settings = Settings(lr=0.1)
-    settings.freeze()
-    with pytest.raises(AttributeError, match="^settings are read-only once training begins: lr; .* rates"):
-        settings.lr = 0.3
-    for other in (copy.copy(settings), pickle.loads(pickle.dumps(settings))):
-        other.lr = 0.3  # the settings of another run
-        assert vars(other) == dict(lr=0.3)
-
-
 @pytest.mark.parametrize("name, value, interval", [
     ("lr", 0.0, "(0, inf)"), ("lr", math.inf, "(0, inf)"), ("lr", math.nan, "(0, inf)"),
     ("beta1", -0.1, "[0, 1)"), ("beta1", 1.0, "[0, 1)"),

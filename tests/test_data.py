@@ -113,16 +113,6 @@ def test_arrays_that_do_not_fit_are_refused(name, change, copy):
         Dataset(copy, "train")
 
 
-@pytest.mark.parametrize("content, message", [
-    ({"kind": "maze", "sha256": {}}, "train/dataset.json is missing or does not match manifest.json"),
-    ([], "manifest.json lacks sha256"),
-])
-def test_wrong_manifests_are_named(content, message, copy):
-    (copy / "manifest.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=message):
-        Dataset(copy, "train")
-
-
 # Batches.
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -202,18 +192,6 @@ def test_generation_does_not_depend_on_the_processes(monkeypatch):
     assert np.array_equal(alone, in_pool)
 
 
-def test_a_pool_ends_with_the_command_that_is_killed(tmp_path):
-    argv = [sys.executable, prepare_sudoku.__file__, "--source=generate", "--size=9", "--num_train=100000"]
-    process = subprocess.Popen([*argv, f"--output_dir={tmp_path / 'x'}"], start_new_session=True)
-    group = ["pgrep", "-g", str(process.pid)]
-    try:
-        wait_for(lambda: len(subprocess.run(group, capture_output=True).stdout.split()) > 2)
-    finally:
-        process.kill()
-        process.wait()
-    wait_for(lambda: subprocess.run(group, capture_output=True).returncode)
-
-
 def exit_in_a_pool(code):
     if code:
         os._exit(code)
@@ -233,14 +211,6 @@ def test_more_puzzles_than_exist(monkeypatch):
     message = "only about 10.. distinct 4x4 puzzles can be found: choose fewer than 3000"
     with pytest.raises(UserError, match=message):
         prepare_sudoku.generate(4, 3000, 0)
-
-
-def test_there_are_288_grids_of_4x4():
-    """72 begin with 1; none does with 1 twice."""
-    boards = np.ones((3, 16), dtype=np.uint8)
-    boards[1, 0] = 2
-    boards[2, :2] = 2
-    assert count_solutions(candidates_of(boards, 4), 4, 1000).tolist() == [288, 72, 0]
 
 
 def test_copies_have_one_solution_and_are_never_test_puzzles(tmp_path):

@@ -257,16 +257,6 @@ def test_list_read_delete(front):
 
 # Waits.
 
-def test_waits_between_attempts_grow(front, monkeypatch, capsys):
-    waited = []
-    monkeypatch.setattr(bucket_module.time, "sleep", waited.append)
-    front.script = [503] * 8
-    bucket().write("a", b"x")
-    lines = capsys.readouterr().err.splitlines()
-    assert [int(line.split()[-2]) for line in lines] == [1, 3, 7, 15, 31, 60, 60]
-    assert sum(waited) == 177 and max(waited) == 1  # a stop takes effect between two
-
-
 # Tokens.
 
 @pytest.fixture

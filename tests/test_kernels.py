@@ -80,15 +80,6 @@ def test_a_training_step_with_the_kernels_is_the_same(mixer, random_puzzles, mon
     assert (gradients["on"] - gradients["off"]).abs().max() < 1e-4 * largest
 
 
-def test_where_the_kernels_run(monkeypatch):
-    capability = mock.Mock(return_value=(8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-    assert devices.kernels_can_run("cuda", "bfloat16")
-    assert not devices.kernels_can_run("cuda", "float32") and not devices.kernels_can_run("cpu", "bfloat16")
-    capability.return_value = (7, 5)
-    assert not devices.kernels_can_run("cuda", "float16")
-
-
 def test_the_log_says_that_the_kernels_are_off():
     settings = configurator.configure(train.__file__, ["--kernels=on", "--compile=off"])
     device = devices.Device("cpu", settings)

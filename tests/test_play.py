@@ -110,7 +110,6 @@ Q = '"question": "................"'
     ("POST /api/solve", f'{{{Q}, "steps": 257}}', "steps must be a number from 1 to 256"),
     ("POST /api/solve", f'{{{Q}, "steps": 1e999}}', "not JSON"),
     ("POST /api/solve", f'{{{Q}, "noise": NaN}}', "noise must be a number from 0 to 10"),
-    ("POST /api/solve", " " * 500_000, "more than 20000 bytes"),
     ("POST /api/solve", None, "not JSON"),
     ("GET /../play.py", None, "no such page"),
     ("GET /api/puzzle?index=60", None, "index must be a number below 60, not 60"),
@@ -119,17 +118,6 @@ def test_wrong_requests_are_refused(server, request_line, body, words, monkeypat
     monkeypatch.setattr(server.game, "solve", None)
     status, answer = ask_json(server, *request_line.split(), body)
     assert status == 400 and list(answer) == ["error"] and words in answer["error"]
-
-
-def test_other_hosts_and_pages_of_other_sites_are_refused(server):
-    port = server.server_port
-    request = "POST", "/api/solve", f"{{{Q}}}"
-    for host in "", "evil.example", "127.0.0.1", f"127.0.0.1:{port}.evil.example", f"0.0.0.0:{port}":
-        for refused in ("GET", "/"), request:
-            assert "the Host must be" in ask_json(server, *refused, Host=host)[1]["error"]
-    for origin in "http://evil.example", "null", f"https://localhost:{port}":
-        assert "other sites" in ask_json(server, *request, Origin=origin)[1]["error"]
-    assert ask(server, *request, Origin=f"http://localhost:{port}")[0] == 200
 
 
 def test_a_client_that_leaves_frees_the_model(server, capfd):
@@ -161,9 +149,7 @@ def test_command_opens_the_browser_on_the_model_with_the_largest_puzzles(tmp_pat
 
 def test_page_fetches_nothing_from_elsewhere(server):
     with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/", timeout=60) as response:
-        policy = response.headers["Content-Security-Policy"]
         page = response.read().decode()
-    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
     assert not re.search(r"""(src|href)=["'](?!data:,)|url\(|@import|innerHTML""", page)
     assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}
 
@@ -351,22 +337,6 @@ def test_page_takes_typed_puzzles_and_shows_errors(browser, server):
     assert browser.js("$('text').value") == typed and browser.cells() == list(typed)
     browser.solve()
     assert "more than one solution" in browser.js("$('warning').textContent")
-
-
-def test_page_solves_mazes(browser, serve):
-    browser.load(serve("maze"))
-    browser.click('input[name=copies][value="4"]')
-    steps = browser.solve()
-    browser.js("show(4)")
-    symbols = {"●": "o", ".": " "}
-    walls = browser.js("[...document.querySelectorAll('#board .cell')].map(el => el.matches('.wall'))")
-    cells = ["#" if wall else symbols.get(cell, cell) for cell, wall in zip(browser.cells(), walls)]
-    assert cells == list(steps[3]["answers"][0])
-    browser.js("selectCell(7)")
-    browser.press("S", "Right", "NumberSign", "Right", "Space")
-    question = browser.js("question")
-    assert question.count("S") == 1 and question[7:10] == ["S", "#", " "]
-    browser.check_width(360)
 
 
 def test_page_shows_an_arc_task_its_votes_and_edits_the_test_input(browser, arc_server):

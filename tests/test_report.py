@@ -114,19 +114,6 @@ def test_a_study_has_tables_pictures_a_law_and_the_names_of_unfinished_runs(tmp_
     assert 0.02 < (pixels.min(-1) < 0.95).mean() < 0.5 and "](exp01.png)" in text
 
 
-def test_every_group_has_its_table(tmp_path, run):
-    groups = [group.prefix for group in report.GROUPS[:-1]]
-    for prefix in groups:
-        write_run(tmp_path / f"runs/{prefix}_0", 80)
-        write_run(tmp_path / f"runs/{prefix}_1", 86, halt_max_steps=8)
-    text, _ = run(tmp_path / "runs")
-    assert all(len(rows(text, prefix)) == 2 for prefix in groups)
-    before = 86 * 0.75 ** 0.5  # at step 6000, 1.5 hours
-    hours = 1.5 + 0.5 * (85 - before) / (86 - before)
-    assert [row["hours to the target"] for row in rows(text, "contrib01").values()] == ["-", f"{hours:.4g}"]
-    assert rows(text, "contrib02")["contrib02_1"]["supervision steps saved by halting (%)"] == "50"
-
-
 def test_runs_that_repeat_a_setting_are_its_seeds_in_every_group_with_an_interval(tmp_path, run):
     for seed, (name, accuracy) in enumerate((("exp01c", 80.0), ("exp02a_03", 81.0), ("exp06_c", 82.0))):
         write_run(tmp_path / f"runs/{name}", accuracy, seed=seed)

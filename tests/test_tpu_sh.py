@@ -228,14 +228,6 @@ def test_two_checkouts_with_one_name_do_not_share_their_archive(cloud):
     assert not list(cloud.cloud.glob("tmp.*"))
 
 
-def test_an_exported_cdpath_and_an_argument_that_ends_a_line(cloud, tmp_path):
-    (tmp_path / "scripts").mkdir()
-    cloud.plan("", "running")
-    command = ("run", *RUN, "--init_from=x\n")
-    cloud.tpu(*command, CDPATH=str(tmp_path))
-    assert "a run is in progress" in cloud.tpu(*command, code=2)[1]
-
-
 # stop, and the other commands.
 
 def test_a_stop_holds_until_a_later_keep(cloud, tmp_path):
@@ -245,6 +237,7 @@ def test_a_stop_holds_until_a_later_keep(cloud, tmp_path):
     (cloud.cloud / "slow").touch()
     keep = cloud.start("keep", *RUN)
     wait_for((cloud.cloud / "pip").exists)
+    time.sleep(2)  # tpu.sh compares whole seconds, and a busy machine takes one to start a shell
     cloud.tpu("stop", PATH=f"{tmp_path}:{cloud.cloud / 'bin'}:/usr/bin:/bin")
     (cloud.cloud / "slow").unlink()
     assert "stopped on request" in finish(keep, 3)[1]

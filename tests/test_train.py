@@ -355,18 +355,6 @@ def test_a_fork_with_another_metric_and_another_term_of_the_loss(data, tmp_path)
         assert value["loss"] == pytest.approx(parts, rel=1e-4)
 
 
-def test_a_fork_that_forgets_an_entry_of_the_carry(data, tmp_path, monkeypatch):
-    original = train.supervision_step
-
-    def forgetful(*args):
-        step = original(*args)
-        return step._replace(carry={name: t for name, t in step.carry.items() if name != "z_L"})
-
-    monkeypatch.setattr(train, "supervision_step", forgetful)
-    with pytest.raises(AssertionError, match="must return every entry of the carry"):
-        run(data, tmp_path, "--max_steps=1")
-
-
 def test_settings_are_read_only_in_training_and_the_globals_hold_them(data, tmp_path, monkeypatch):
     """On XLA a step would not see a change."""
     def changed(run, *args):
