@@ -966,7 +966,15 @@ class Start(NamedTuple):
 
 def agree_on_start(settings, device, data, model, total_steps):
     """Returns the Start. Rank 0 alone reads out_dir and gcs_dir; all ranks raise its error. All ranks."""
-    # rank 0 reads; an error must reach all ranks, which would wait for it
+    # what all ranks must have in common; their disks may differ
+    facts = vars(settings) | dict(dataset=data.sha256, data_path="", out_dir="")
+    ranks = device.all_gather(dict(host=device.host, facts=facts))
+    for rank, other in enumerate(ranks):
+        differing = sorted(name for name in facts if other["facts"][name] != ranks[0]["facts"][name])
+        if differing:
+            raise UserError(f"host {other['host']}, rank {rank}: not as on rank 0: {', '.join(differing)}")
+
+    # rank 0 reads; its error must reach all ranks, which would wait for it
     start = Start()
     error = None
     if device.rank == 0:
@@ -976,20 +984,10 @@ def agree_on_start(settings, device, data, model, total_steps):
             error = SystemExit(3)
         except (UserError, TransientError, OSError) as e:
             error = e
-    # what all ranks must have in common; their disks may differ
-    facts = vars(settings) | dict(dataset=data.sha256, data_path="", out_dir="")
-    # ranks that stopped here alone would leave their peers waiting
-    ranks = device.all_gather(dict(host=device.host, facts=facts, error=error,
-                                   step=start.step, is_complete=start.is_complete))
-    # an error about settings that differ explains all others
-    rank0 = ranks[0]
-    for rank, other in enumerate(ranks):
-        differing = sorted(name for name in facts if other["facts"][name] != rank0["facts"][name])
-        if differing:
-            raise UserError(f"host {other['host']}, rank {rank}: not as on rank 0: {', '.join(differing)}")
-    if rank0["error"]:
-        raise rank0["error"]
-    return start._replace(step=rank0["step"], is_complete=rank0["is_complete"])
+    error, step, is_complete = device.all_gather((error, start.step, start.is_complete))[0]
+    if error:
+        raise error
+    return start._replace(step=step, is_complete=is_complete)
 
 
 def find_start(settings, data, model, total_steps):

@@ -394,6 +394,7 @@ def test_ranks_that_differ_end_before_the_first_step(data, random_puzzles, tmp_p
     def check(*flags, line):
         for code, text in two_ranks(data, tmp_path, *flags):
             assert code == 2 and f"\ntrain.py: {line}" in text and "step 1" not in text, text
+        assert list(tmp_path.rglob("run.json")) == []
 
     differs = "host 0, rank 1: not as on rank 0: {}\n".format
     check(["--lr=1e-3"], ["--lr=2e-3", "--seed=1"], line=differs("lr, seed"))
