@@ -556,10 +556,11 @@ def read_saved(path, train_arguments):
     else:
         state = read_checkpoint(path)
 
-    # the settings that describe the model, and those for solving
+    # the settings that describe the model, and those for solving; a fork's loss and optimizer are not needed
+    ignored = (*train.RUN_SETTINGS, "loss_type", "optimizer")
     flags = []
     for name, value in state.get("settings", {}).items():
-        if name in train.DEFAULTS and name not in train.RUN_SETTINGS:
+        if name in train.DEFAULTS and name not in ignored:
             flags.append(f"--{name}={value}")
     if "puzzles" in state:  # a file of --export travels, and many CPUs have no bfloat16 units
         flags.append("--forward_dtype=float32")
