@@ -6,8 +6,7 @@
 
 Test puzzles come from the model file, or from the run's dataset where that exists; others can be typed.
 Official checkpoints, config files and flags work as in solve.py. The server of the page, play.html, listens
-on 127.0.0.1 only and refuses pages of other sites, by the Host and Origin headers. Its API is JSON, errors
-are {"error": "..."}:
+on 127.0.0.1 only. Its API is JSON, errors are {"error": "..."}:
 
     GET  /api/run               what the model plays
     GET  /api/puzzle?index=7    a test puzzle and its answer, null if there are several
