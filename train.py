@@ -1028,8 +1028,9 @@ def find_start(settings, data, model, total_steps):
     if state:
         check_resume(settings, state, data, total_steps, bool(runs[-1]))
         is_another = file not in ("", state["settings"]["init_from"])
-    for name, names in ("out_dir", local), ("gcs_dir", remote):
-        if is_another and any(name.startswith(("ckpt_", "best.", "metrics.", "run.json")) for name in names):
+    for name, entries in ("out_dir", local), ("gcs_dir", remote):
+        is_run = any(entry.startswith(("ckpt_", "best.", "metrics.", "run.json")) for entry in entries)
+        if is_another and is_run:
             raise UserError(f"{getattr(settings, name)} holds a run: --init_from=auto continues it, "
                             f"--{name}=... starts another")
 
