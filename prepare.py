@@ -15,7 +15,7 @@ import time
 import zlib
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import requests
@@ -258,7 +258,8 @@ def in_parallel(function, tasks):
     finally:
         for process in multiprocessing.active_children():
             process.kill()
-        pool.shutdown(cancel_futures=True)
+        with suppress(RuntimeError):  # Ctrl-C came while the pool's thread was about to start
+            pool.shutdown(cancel_futures=True)
 
 
 def prepare_process():

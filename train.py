@@ -984,6 +984,8 @@ def agree_on_start(settings, device, data, model, total_steps):
             error = SystemExit(3)
         except (UserError, TransientError, OSError) as e:
             error = e
+
+    # what the others need of it
     error, step, is_complete = device.all_gather((error, start.step, start.is_complete))[0]
     if error:
         raise error
@@ -1000,6 +1002,7 @@ def find_start(settings, data, model, total_steps):
     reads_only = bool(settings.eval_only or settings.export)
     file = settings.init_from if settings.init_from not in ("scratch", "resume", "auto") else ""
 
+    # an evaluation or an export of a file needs no run
     if file and reads_only:
         return start_of_file(settings, file, data, model)
 
@@ -1069,6 +1072,7 @@ def start_of_file(settings, file, data, model):
 
 def take_over(settings, start):
     """Makes this process the one that trains the run: locks out_dir and writes run.json."""
+    # a run keeps its id; the token is new with each process
     run_id = start.run_id or secrets.token_hex(4)
     token = secrets.token_hex(8)
     owner = dict(id=run_id, token=token, host=platform.node(), process=os.getpid())

@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures.process import _ExecutorManagerThread
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -203,6 +205,14 @@ def test_a_process_of_the_pool_that_is_killed_is_an_error(monkeypatch):
     monkeypatch.setattr(shared, "cores", lambda: 2)
     with pytest.raises(TransientError, match="ended before its work"):
         list(shared.in_parallel(exit_in_a_pool, [(0,), (1,)]))
+
+
+def test_ctrl_c_before_the_thread_of_the_pool_runs_is_a_ctrl_c(monkeypatch):
+    monkeypatch.setattr(shared, "POOL_AFTER", -1.0)
+    monkeypatch.setattr(shared, "cores", lambda: 2)
+    monkeypatch.setattr(_ExecutorManagerThread, "start", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        list(shared.in_parallel(exit_in_a_pool, [(0,), (0,)]))
 
 
 def test_more_puzzles_than_exist(monkeypatch):
