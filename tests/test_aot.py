@@ -1,15 +1,12 @@
 """scripts/aot.py at tiny sizes: what the TPU compiler says, a fork, prices, wrong input and kills."""
-import glob
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 
 import aot
 import pytest
-from conftest import ROOT, wait_for
+from conftest import ROOT
 
 import bench
 import configurator

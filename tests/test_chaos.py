@@ -1,9 +1,6 @@
 """A slice whose processes are real, under scripts/tpu.sh. tests/chaos.py is the same at length."""
-import os
-import signal
 
-from chaos import chaos, read, slice_with_data, wait_for
-from fake_gcloud import processes
+from chaos import chaos
 
 
 def test_a_run_that_is_struck_completes_as_if_it_had_not_been(tmp_path, capsys):

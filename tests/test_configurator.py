@@ -1,9 +1,7 @@
 """Settings, config files and flags: configurator.py."""
-import copy
 import glob
 import math
 import os
-import pickle
 import subprocess
 import sys
 

@@ -255,8 +255,6 @@ def test_list_read_delete(front):
     assert "sub/deep" not in target.list() and target.read("sub/deep") is None
 
 
-# Waits.
-
 # Tokens.
 
 @pytest.fixture

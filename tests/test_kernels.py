@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT
 
 if not importlib.util.find_spec("triton"):
     pytest.skip("torch brings Triton on Linux alone", allow_module_level=True)

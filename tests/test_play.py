@@ -13,7 +13,6 @@ import threading
 import time
 import urllib.request
 
-import numpy as np
 import play
 import pytest
 import solve
