@@ -4,8 +4,8 @@
     python train.py config/sudoku.py --device=cuda        the paper's Sudoku-Extreme, after prepare_sudoku.py
     python train.py config/sudoku.py --init_from=resume   continues from the newest checkpoint of out_dir
 
-The file holds the settings, the step and the loop; then what they call; at the end how a run starts: where
-it begins, replica(), main(). The settings below are the paper's Sudoku-Extreme recipe (MLP). Config files and
+The file holds the settings, the step and the loop; then what they call; at the end how a run starts:
+replica() and main(). The settings below are the paper's Sudoku-Extreme recipe (MLP). Config files and
 --key=value flags override them; in every process these globals hold the values in force.
 """
 import copy
@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import platform
 import re
-import secrets
 import shlex
 import signal
 import subprocess
@@ -29,7 +28,6 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
-from typing import NamedTuple
 
 import numpy as np
 import requests
@@ -38,20 +36,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import configurator
 from bucket import Bucket, local_dataset
-from checkpoint import (
-    check_resume,
-    check_task,
-    checkpoint_paths,
-    find_checkpoint,
-    load_weights,
-    outdated,
-    read_checkpoint,
-    read_run,
-    read_run_file,
-    setting_changes,
-    step_of,
-    write_model,
-)
+from checkpoint import agree_on_start, checkpoint_paths, outdated, read_run, step_of, write_model
 from configurator import TransientError, UserError, check_bounds, check_choices, read_settings
 from data import Dataset, duration, file_hash, halting_draws, locked, read_metrics, replacing
 from device import choose_device, end_with_parent, open_device, out_of_memory, peak_flops
@@ -948,156 +933,7 @@ class Mirror:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Where a run begins
-
-class Start(NamedTuple):
-    """Where a run begins. Ranks other than 0 know step and is_complete alone."""
-    step: int = 0
-    is_complete: bool = False  # nothing is left to do
-    state: dict = {}  # of a checkpoint; its weights are in the model already
-    best: float = -1.0  # the best eval/exact_accuracy so far
-    run_id: str = ""  # the same from a run's first start to its end, and W&B's id
-    init_from: str = "scratch"  # where the run began, which a resume does not change
-    token: str = ""  # of this process, in the bucket's run.json: who has it may upload
-    bucket: Bucket | None = None
-    notes: tuple = ()  # lines for the log
-    lock: object = None  # of out_dir; another process can train there once it is gone
-
-
-def agree_on_start(settings, device, data, model, total_steps):
-    """Returns the Start. Rank 0 alone reads out_dir and gcs_dir; all ranks raise its error. All ranks."""
-    # what all ranks must have in common; their disks may differ
-    facts = vars(settings) | dict(dataset=data.sha256, data_path="", out_dir="")
-    ranks = device.all_gather(dict(host=device.host, facts=facts))
-    for rank, other in enumerate(ranks):
-        differing = sorted(name for name in facts if other["facts"][name] != ranks[0]["facts"][name])
-        if differing:
-            raise UserError(f"host {other['host']}, rank {rank}: not as on rank 0: {', '.join(differing)}")
-
-    # rank 0 reads; its error must reach all ranks, which would wait for it
-    start = Start()
-    error = None
-    if device.rank == 0:
-        try:
-            start = find_start(settings, data, model, total_steps)
-        except KeyboardInterrupt:  # a stop was requested
-            error = SystemExit(3)
-        except (UserError, TransientError, OSError) as e:
-            error = e
-
-    # what the others need of it
-    error, step, is_complete = device.all_gather((error, start.step, start.is_complete))[0]
-    if error:
-        raise error
-    return start._replace(step=step, is_complete=is_complete)
-
-
-def find_start(settings, data, model, total_steps):
-    """Returns the Start by init_from, out_dir and gcs_dir, on rank 0.
-
-    Loads its weights into the model and locks out_dir. Raises UserError where these do not fit together,
-    TransientError where another process trains, and KeyboardInterrupt if a stop is requested while the bucket
-    does not answer.
-    """
-    reads_only = bool(settings.eval_only or settings.export)
-    file = settings.init_from if settings.init_from not in ("scratch", "resume", "auto") else ""
-
-    # an evaluation or an export of a file needs no run
-    if file and reads_only:
-        return start_of_file(settings, file, data, model)
-
-    # which runs out_dir and the bucket hold
-    local = os.listdir(settings.out_dir) if os.path.isdir(settings.out_dir) else []
-    runs = [read_run_file(settings.out_dir)]
-    bucket = None
-    remote = {}
-    if settings.gcs_dir:
-        is_patient = settings.init_from != "scratch"  # a restart has time to wait for the bucket
-        bucket = Bucket(settings.gcs_dir, stop=stop_requested, patient=is_patient)
-        bucket.check(write=not reads_only)
-        remote = bucket.list()
-        runs.append(read_run(bucket.read("run.json")))
-    ids = {run["id"] for run in runs if run}
-    if len(ids) > 1:
-        raise UserError(f"{settings.out_dir} and {settings.gcs_dir} hold two different runs: choose another "
-                        "--out_dir or --gcs_dir; to move a run, copy its folder to an empty one")
-
-    # the newest checkpoint, which has to be of the run that init_from means
-    notes = []
-    state = {}
-    if settings.init_from != "scratch":
-        state = find_checkpoint(settings, bucket, remote, notes)
-    is_another = not state and settings.init_from == "scratch"
-    if state:
-        check_resume(settings, state, data, total_steps, bool(runs[-1]))
-        is_another = file not in ("", state["settings"]["init_from"])
-    for name, entries in ("out_dir", local), ("gcs_dir", remote):
-        is_run = any(entry.startswith(("ckpt_", "best.", "metrics.", "run.json")) for entry in entries)
-        if is_another and is_run:
-            raise UserError(f"{getattr(settings, name)} holds a run: --init_from=auto continues it, "
-                            f"--{name}=... starts another")
-
-    # resume the run, or begin with a file's weights and their average
-    start = Start(bucket=bucket, init_from=settings.init_from)
-    source = settings.out_dir
-    if state:
-        notes += setting_changes(settings, state["settings"])
-        lines = read_metrics(os.path.join(settings.out_dir, "metrics.jsonl"))
-        has_ended = any(line.get("final") and line["step"] == state["step"] for line in lines)
-        start = start._replace(
-            step=state["step"], is_complete=has_ended and state["step"] == total_steps, state=state,
-            best=state["best"], run_id=state.get("run_id", state.get("wandb_id")),
-            init_from=state["settings"]["init_from"])
-    elif file:
-        source = file
-        state = read_checkpoint(file)
-        start = start._replace(state={"ema": state["ema"]} if "ema" in state else {})
-    if state:
-        check_task(state, data, source)
-        if load_weights(model, state["weights"], source):
-            notes.append(f"{source} has other puzzle identifiers: all start from the mean of its embedding")
-    start = start._replace(notes=notes, run_id=start.run_id or min(ids, default=""))
-    return start if reads_only else take_over(settings, start)
-
-
-def start_of_file(settings, file, data, model):
-    """Returns the Start of a file that is evaluated or exported, for which no run's folder is touched."""
-    state = read_checkpoint(file)
-    check_task(state, data, file)
-    if load_weights(model, state.pop("weights"), file):
-        raise UserError(f"{file} has other puzzle identifiers than {settings.data_path}: it can be "
-                        "trained further, but not evaluated (docs/arc.md)")
-    return Start(state=state, step=state.get("step", 0))
-
-
-def take_over(settings, start):
-    """Makes this process the one that trains the run: locks out_dir and writes run.json."""
-    # a run keeps its id; the token is new with each process
-    run_id = start.run_id or secrets.token_hex(4)
-    token = secrets.token_hex(8)
-    owner = dict(id=run_id, token=token, host=platform.node(), process=os.getpid())
-    content = (json.dumps(owner, indent=1) + "\n").encode()
-    # the token of the process that started last is the one that counts
-    lock = lock_folder(settings.out_dir)
-    with replacing(os.path.join(settings.out_dir, "run.json")) as f:
-        f.write(content)
-    if start.bucket:
-        start.bucket.write("run.json", content)
-    return start._replace(run_id=run_id, token=token, lock=lock)
-
-
-def lock_folder(folder):
-    """Locks out_dir until the process ends. Raises TransientError if another process trains there."""
-    # the operating system frees the lock of a process that was killed
-    lock = locked(os.path.join(folder, "run"), wait=False)
-    try:
-        lock.__enter__()
-    except BlockingIOError:
-        raise TransientError(f"--out_dir={folder}: another process trains there") from None
-    except OSError as e:
-        raise UserError(f"--out_dir={folder}: cannot be written to ({e.strerror})") from None
-    return lock
-
+# A replica
 
 def replica(settings, kind):
     """Runs one replica from its start to its end. Checks all input before it writes anything."""
@@ -1122,7 +958,7 @@ def replica(settings, kind):
                         f"of global_batch_size={settings.global_batch_size}")
 
     # where to start
-    start = agree_on_start(settings, device, data, model, total_steps)
+    start = agree_on_start(settings, device, data, model, total_steps, stop_requested)
     if settings.export:
         if device.rank == 0:
             print("".join(note + "\n" for note in start.notes), end="")

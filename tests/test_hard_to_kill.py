@@ -20,7 +20,7 @@ from test_train import WHOLE, begun, command, curve, data, fork, forked, last_we
 
 import train
 from bucket import Bucket
-from checkpoint import checkpoint_paths, numbered, outdated, step_of
+from checkpoint import Start, checkpoint_paths, numbered, outdated, step_of
 from configurator import UserError
 
 whole = test_train.whole
@@ -286,7 +286,7 @@ def test_a_checkpoint_that_a_newer_one_overtakes_is_uploaded_whole(front, tmp_pa
         mirror.update(f"ckpt_{step:08d}")
 
     monkeypatch.setattr(train.Mirror, "work", lambda self: None)  # copy() is called here instead
-    start = train.Start(bucket=Bucket("gs://bucket/run"))
+    start = Start(bucket=Bucket("gs://bucket/run"))
     settings = SimpleNamespace(out_dir=tmp_path, gcs_dir="gs://bucket/run", keep_last_n=2)
     mirror = train.Mirror(settings, None, start)
     save(10)
