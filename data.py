@@ -32,7 +32,7 @@ from datetime import timedelta
 import numpy as np
 
 from configurator import UserError
-from puzzles import IGNORE_LABEL, apply_version, canvas, crop, task_of, version_name
+from puzzles import IGNORE_LABEL, apply_version, canvas, crop, task_of
 
 FIELDS = (
     "inputs",  # [N, seq_len], tokens
@@ -332,15 +332,6 @@ class Dataset:
             path = f"{self.path}/{name}"
             if not os.path.isfile(path) or self.manifest["sha256"].get(name) != file_hash(path):
                 raise UserError(f"{path} is missing or does not match manifest.json: {self.hint}")
-
-
-def identifier_names(path):
-    """Returns the names of an ARC dataset's puzzle identifiers, as the official builder does."""
-    train = Dataset(path, "train")
-    names = ["<blank>"]
-    for puzzle, version in enumerate(train.versions.tolist()):
-        names.append(version_name(train.task_names[train.groups_of(puzzle)], version))
-    return names
 
 
 # -----------------------------------------------------------------------------

@@ -461,8 +461,8 @@ def dihedral(size):
 
 # -----------------------------------------------------------------------------
 # ARC: a grid is an array of colours [rows, columns], uint8. On a canvas of side x side tokens, it has an EDGE
-# below and on the right, where there is room. A version, uint8 [11], says how to turn a grid, and which
-# colours 0 to 9 become. Numbers and names of versions are those of the official builder.
+# below and on the right, where there is room. A version, uint8 [11], says in which of the 8 ways to turn a
+# grid, numbered as in the official builder, and what the colours 0 to 9 become.
 
 ORIGINAL = np.array([0, *range(10)], dtype=np.uint8)  # the version that changes nothing
 
@@ -474,14 +474,6 @@ def apply_version(grid, version):
 def undo_version(grid, version):
     colours = np.argsort(version[1:]).astype(np.uint8)
     return colours[turned(grid, WAY_BACK[version[0]])]
-
-
-def version_name(task_name, version):
-    """Returns the name of a version, a list, of a task; the original has the task's name."""
-    if version == ORIGINAL.tolist():
-        return task_name
-    way, *colours = version
-    return f"{task_name}|||t{way}|||{''.join(map(str, colours))}"
 
 
 def canvas(grid, side, row=0, column=0):

@@ -51,7 +51,7 @@ class AdamATan2(torch.optim.Optimizer):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 state["m"].lerp_(p.grad, 1 - self.betas[0])
                 state["v"].lerp_(p.grad.square(), 1 - self.betas[1])
-                p.sub_(torch.atan2(state["m"] / bias1, (state["v"] / bias2).sqrt()), alpha=group["lr"])
+                p.sub_(torch.atan2(state["m"], (state["v"] / bias2).sqrt()), alpha=group["lr"] / bias1)
 
 
 def dataset(split, **options):

