@@ -24,6 +24,7 @@ import json
 import math
 import os
 import shlex
+import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
@@ -31,7 +32,7 @@ from datetime import timedelta
 
 import numpy as np
 
-from configurator import UserError
+from configurator import TransientError, UserError
 from puzzles import IGNORE_LABEL, apply_version, canvas, crop, task_of
 
 FIELDS = (
@@ -332,6 +333,31 @@ class Dataset:
             path = f"{self.path}/{name}"
             if not os.path.isfile(path) or self.manifest["sha256"].get(name) != file_hash(path):
                 raise UserError(f"{path} is missing or does not match manifest.json: {self.hint}")
+
+
+def make_dataset(settings):
+    """Runs data_prepare if data_path is missing: one process of a host, while the others wait."""
+    try:
+        command = shlex.split(settings.data_prepare)
+    except ValueError as e:
+        raise UserError(f"data_prepare: {e}: {settings.data_prepare}") from None
+    if not command or os.path.exists(settings.data_path):
+        return
+    # the first process of the host makes it, and the others find it made
+    with locked(os.path.normpath(settings.data_path) + ".made"):
+        if os.path.exists(settings.data_path):
+            return
+        print(f"{settings.data_path} is missing; making it: python", *command, flush=True)
+        process = subprocess.Popen([sys.executable, *command])
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            process.terminate()  # Ctrl-C reaches it, but SIGTERM does not
+            process.wait()
+            raise
+        if not os.path.exists(settings.data_path):
+            error = UserError if code in (0, 2) else TransientError
+            raise error(f"data_prepare did not make data_path={settings.data_path}: {settings.data_prepare}")
 
 
 # -----------------------------------------------------------------------------

@@ -360,8 +360,6 @@ class TRMConfig:
 
     def check(self):
         """Raises ValueError for sizes that cannot be built."""
-        if self.pos_encodings not in ("none", "rope", "learned"):
-            raise ValueError(f"pos_encodings must be none, rope or learned, not {self.pos_encodings}")
         if not self.mlp_t and self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of "
                              f"num_heads {self.num_heads}")

@@ -18,7 +18,6 @@ import platform
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -38,7 +37,7 @@ import configurator
 from bucket import Bucket, local_dataset
 from checkpoint import agree_on_start, checkpoint_paths, outdated, read_run, step_of, write_model
 from configurator import TransientError, UserError, check_bounds, check_choices, read_settings
-from data import Dataset, duration, file_hash, halting_draws, locked, read_metrics, replacing
+from data import Dataset, duration, file_hash, halting_draws, make_dataset, read_metrics, replacing
 from device import choose_device, end_with_parent, open_device, out_of_memory, peak_flops
 from evaluate import Evaluator, cast, evaluate, show_puzzle, split
 from model import (
@@ -576,10 +575,7 @@ class Log:
     def append(self, name, line):
         path = os.path.join(self.settings.out_dir, name)
         try:
-            with open(path, "a+b") as f:
-                # a full disk has left half a line
-                if f.tell() and f.seek(-1, os.SEEK_END) and f.read(1) != b"\n":
-                    f.write(b"\n")
+            with open(path, "ab") as f:
                 f.write(line.encode(errors="backslashreplace") + b"\n")
         except OSError as e:
             if not self.has_warned:
@@ -746,14 +742,8 @@ class Checkpoints:
         self.writer = ThreadPoolExecutor(1)
         self.writing = None
         self.mirror = None
-        if self.rank == 0:
-            # halves of files that a killed process has left
-            for name in os.listdir(settings.out_dir):
-                if re.fullmatch(r"(ckpt_\d+|best)\.(pt|json)\.tmp", name):
-                    os.remove(os.path.join(settings.out_dir, name))
-            # the mirror is the only other thread, besides the writer
-            if start.bucket:
-                self.mirror = Mirror(settings, log, start)
+        if self.rank == 0 and start.bucket:
+            self.mirror = Mirror(settings, log, start)
 
     def save(self, name, step, run, metrics):
         """Begins to write out_dir/name.pt and its .json, after the one before: memory holds one copy."""
@@ -1170,31 +1160,6 @@ def xla_replica(index, settings, kind):
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-
-
-def make_dataset(settings):
-    """Runs data_prepare if data_path is missing: one process of a host, while the others wait."""
-    try:
-        command = shlex.split(settings.data_prepare)
-    except ValueError as e:
-        raise UserError(f"data_prepare: {e}: {settings.data_prepare}") from None
-    if not command or os.path.exists(settings.data_path):
-        return
-    # the first process of the host makes it, and the others find it made
-    with locked(os.path.normpath(settings.data_path) + ".made"):
-        if os.path.exists(settings.data_path):
-            return
-        print(f"{settings.data_path} is missing; making it: python", *command, flush=True)
-        process = subprocess.Popen([sys.executable, *command])
-        try:
-            code = process.wait()
-        except KeyboardInterrupt:
-            process.terminate()  # Ctrl-C reaches it, but SIGTERM does not
-            process.wait()
-            raise
-        if not os.path.exists(settings.data_path):
-            error = UserError if code in (0, 2) else TransientError
-            raise error(f"data_prepare did not make data_path={settings.data_path}: {settings.data_prepare}")
 
 
 def main(settings):
