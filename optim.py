@@ -52,11 +52,13 @@ def muon(settings, rates, shapes, w, g, m, v):
     first_moments = unflatten(m, shapes)
     second_moments = unflatten(v, shapes)
     for name, shape in shapes.items():
-        arguments = weights[name], grads[name], first_moments[name]
+        weight = weights[name]
+        grad = grads[name]
+        m = first_moments[name]
         if name.startswith("L_level.") and len(shape) == 2:
-            muon_matrix(settings, rates, *arguments)
+            muon_matrix(settings, rates, weight, grad, m)
         else:
-            adam_atan2(settings, rates, shapes, *arguments, second_moments[name])
+            adam_atan2(settings, rates, shapes, weight, grad, m, second_moments[name])
 
 
 def muon_matrix(settings, rates, w, g, m):
@@ -170,24 +172,27 @@ def sign_sgd(table, packed, batch_size, lr, weight_decay):
 # ---------------------------------------------------------------------------------------------------------
 # Schedules: pure functions of the settings and the step, from 0; epoch: the examples of one epoch
 
-def learning_rate(base, step, warmup_steps, total_steps, min_ratio):
-    """Returns the rate of a step: linear warm-up, then a cosine to base * min_ratio at total_steps."""
+def learning_rate(settings, peak, step, total_steps):
+    """Returns the rate of a step: linear warm-up to peak, then a cosine to peak * lr_min_ratio at the end."""
+    # warm-up
     step += 1
+    warmup_steps = settings.lr_warmup_steps
     if step < warmup_steps:
-        return base * step / warmup_steps
+        return peak * step / warmup_steps
+    # cosine
     decay_steps = max(1, total_steps - warmup_steps)
     progress = (step - warmup_steps) / decay_steps
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    ratio = min_ratio + max(0.0, (1 - min_ratio) * cosine)
-    return base * ratio
+    last_ratio = settings.lr_min_ratio
+    ratio = last_ratio + max(0.0, (1 - last_ratio) * cosine)
+    return peak * ratio
 
 
 def rates(settings, step, total_steps):
     """Returns {name: float} of all that depends on the step: learning rates and Adam's bias corrections."""
-    schedule = settings.lr_warmup_steps, total_steps, settings.lr_min_ratio
     return dict(
-        lr=learning_rate(settings.lr, step, *schedule),
-        puzzle_emb_lr=learning_rate(settings.puzzle_emb_lr, step, *schedule),
+        lr=learning_rate(settings, settings.lr, step, total_steps),
+        puzzle_emb_lr=learning_rate(settings, settings.puzzle_emb_lr, step, total_steps),
         bias_correction1=1 - settings.beta1 ** (step + 1),
         bias_correction2=1 - settings.beta2 ** (step + 1),
     )

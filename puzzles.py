@@ -67,7 +67,8 @@ def task_of(manifest, seq_len, vocab_size):
         raise UserError(f"grid {grid} does not fit {seq_len} cells")
 
     # each token has a symbol of its own
-    if len(symbols) != vocab_size or len(set(symbols[1:])) != vocab_size - 1:
+    num_different = len(set(symbols[1:]))
+    if len(symbols) != vocab_size or num_different != vocab_size - 1:
         raise UserError(f"symbols {symbols!r} must be {vocab_size}, one for each token, all different")
     if "\ufffd" in text or not text.isprintable():
         raise UserError(f"symbols {symbols!r} must be characters that can be printed")
@@ -157,7 +158,8 @@ def parse_question(task, text):
     # the first wrong symbol
     rest = cells.lstrip("".join(allowed))
     if rest:
-        row, column = divmod(len(cells) - len(rest), columns)
+        cell = len(cells) - len(rest)
+        row, column = divmod(cell, columns)
         raise UserError(f"row {row + 1}, column {column + 1} of the puzzle is {rest[0]!r}: "
                         f"must be one of {allowed!r}")
     tokens = [task["symbols"].index(symbol, 1) for symbol in cells]
@@ -192,7 +194,8 @@ def side_by_side(grids, symbols, rows, columns):
     text = ""
     for first in range(0, len(blocks), blocks_per_line):
         for lines in zip(*blocks[first:first + blocks_per_line]):
-            text += "".join(line.ljust(width) for line in lines).rstrip() + "\n"
+            line = "".join(part.ljust(width) for part in lines)
+            text += line.rstrip() + "\n"
         text += "\n"
     return text
 
@@ -340,10 +343,13 @@ def check_questions(task, questions, places):
 
     # the first question without a solution, or with several
     fewest = int(counts.argmin())
-    most = int(counts.argmax())
     if not counts[fewest]:
-        raise UserError(places[fewest] + explain(task, questions[fewest], questions[fewest]))
-    return places[most] + "the puzzle has more than one solution" if counts[most] > 1 else ""
+        question = questions[fewest]
+        raise UserError(places[fewest] + explain(task, question, question))
+    most = int(counts.argmax())
+    if counts[most] > 1:
+        return places[most] + "the puzzle has more than one solution"
+    return ""
 
 
 def explain(task, question, answer):
@@ -373,12 +379,14 @@ def explain(task, question, answer):
                 f"where the question has {symbols[question[cell]]!r}")
 
     # an answer that is not a shortest path
-    shortest, (steps,) = solve_mazes(question[None], size)
+    _, (steps,) = solve_mazes(question[None], size)
     if not steps:
         return "the question has no way from S to G"
-    if not path_metrics(question[None], shortest, answer[None], size)[0][0]:
+    is_path = are_paths(question[None], answer[None], size)[0]
+    if not is_path:
         return "the answer's o do not make one line from S to G that does not touch itself"
-    return f"the answer's path has {(answer == PATH).sum() + 1} steps where {steps} are enough"
+    num_steps = (answer == PATH).sum() + 1
+    return f"the answer's path has {num_steps} steps where {steps} are enough"
 
 
 def repeated_digit(name, board, size):
