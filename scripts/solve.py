@@ -56,7 +56,7 @@ from prepare import csv_rows
 from prepare_arc import read_folder, read_object
 from prepare_arc import task_of as arc_task_of
 from puzzles import (
-    ARC, BOXES, COLOURS, MAZE, appearance, arc_task, are_solutions, broken_cells, canvas,
+    ARC, BOXES, MAZE, appearance, arc_task, are_solutions, broken_cells, canvas,
     check_questions, maze_task, parse_question, side_by_side, sudoku_task, text_of, verdict)
 
 # output
@@ -352,24 +352,9 @@ def show_task(demonstrations, tests, votes, plot):
         panels.append([(title, canvas(grid, side).ravel(), nothing) for title, grid in row])
         text = side_by_side(panels[-1], task["symbols"], side, side)
         text = re.sub("\n{2,}", "\n\n", text)
-        print(in_colour(text) if sys.stdout.isatty() else text, end="")
+        print(text, end="")
     if plot:
         draw(plot, task, nothing, panels)
-
-
-def in_colour(text):
-    """Returns a text of ARC grids with a terminal's codes for the colours of the cells."""
-    def coloured(cell):
-        red, green, blue = bytes.fromhex(COLOURS[int(cell[1])][1:])
-        ink = 97 if green < 128 else 30  # white or black
-        return f"\033[{ink};48;2;{red};{green};{blue}m {cell[1]} \033[0m"
-
-    # titles have letters
-    lines = text.split("\n")
-    for i, line in enumerate(lines):
-        if not re.search("[a-z]", line):
-            lines[i] = re.sub(r" (\d) ?", coloured, line)
-    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------------------

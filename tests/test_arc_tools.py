@@ -61,11 +61,6 @@ def test_a_task_is_shown_with_the_votes_and_the_known_answer(run, arc_folder, ar
     assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_a_terminal_shows_colours():
-    assert solve.in_colour("input 1\n 0  4\n") == (
-        "input 1\n\033[97;48;2;0;0;0m 0 \033[0m\033[30;48;2;255;220;0m 4 \033[0m\n")
-
-
 def test_the_last_pair_of_a_task_that_is_only_trained_on_is_its_test(run, arc_folder, arc_test):
     names = Dataset(arc_test.path, "train").task_names
     text = run(arc_folder / "arc", f"--task={min(set(names) - set(arc_test.task_names))}")
