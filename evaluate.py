@@ -83,7 +83,11 @@ class Evaluator:
             if noise_keys is None:
                 noise_keys = np.zeros(self.batch_size, dtype=np.int32)
             batch = batch | dict(noise_keys=noise_keys)
-        return dict(batch=self.device.put(batch), weights=weights, table=table)
+        return dict(
+            batch=self.device.put(batch),
+            weights=weights,
+            table=table,
+        )
 
     @torch.no_grad()
     def step(self, state, inputs):
@@ -123,12 +127,15 @@ class Evaluator:
         carry["repeats"] = torch.where(is_repeated, before["repeats"] + 1, 0)
         carry["halted"] = carry["steps"] >= self.depth
         if settings.eval_patience:
-            has_repeated = carry["repeats"] >= settings.eval_patience
-            carry["halted"] = carry["halted"] | has_repeated
+            carry["halted"] |= carry["repeats"] >= settings.eval_patience
 
         # the most confident answer so far; of equals, the last
         is_surer = is_new | (step.q_halt >= before["surest_q_halt_logits"])
-        kept = dict(surest_preds=step.answers, surest_q_halt_logits=step.q_halt, surest_steps=carry["steps"])
+        kept = dict(
+            surest_preds=step.answers,
+            surest_q_halt_logits=step.q_halt,
+            surest_steps=carry["steps"],
+        )
         for name, t in kept.items():
             is_kept = is_surer.unsqueeze(-1) if t.ndim > 1 else is_surer
             carry[name] = torch.where(is_kept, t, before[name])
@@ -136,7 +143,8 @@ class Evaluator:
         # noise for the next step of all attempts but the first
         if "noise_keys" in batch:
             keys = batch["noise_keys"]
-            noise = normal_noise(keys, carry["steps"], carry["z_L"].shape[1:])
+            shape = carry["z_L"].shape[1:]
+            noise = normal_noise(keys, carry["steps"], shape)
             deviation = torch.where(keys == 0, 0, settings.eval_noise)
             noise = noise * deviation.view(-1, 1, 1)
             carry["z_L"] = carry["z_L"] + noise.to(self.dtype)
@@ -213,7 +221,8 @@ class Queue:
 
         # their puzzles and noise
         puzzle, attempt = np.divmod(self.slots[free], self.attempts)
-        for name, array in self.read_rows(puzzle).items():
+        batch = self.read_rows(puzzle)
+        for name, array in batch.items():
             self.batch[name][free] = array
         self.noise_keys[free] = self.keys[attempt, puzzle]
         return self.evaluator.inputs(self.weights, self.table, self.batch, self.noise_keys)
@@ -239,7 +248,8 @@ class Queue:
         if len(leaving):
             for name, t in results.items():
                 array = t.cpu().numpy()
-                self.results[name][attempt, puzzle] = array[leaving]
+                collected = self.results[name]
+                collected[attempt, puzzle] = array[leaving]
         self.slots[leaving] = -1
         return len(leaving)
 
@@ -291,15 +301,25 @@ def solve_tokens(model, question, steps, identifiers=None):
     if S != model.config.seq_len:
         raise ValueError(f"the question has {S} cells, not {model.config.seq_len}")
     settings = SimpleNamespace(
-        loss_type="softmax_cross_entropy", forward_dtype="float32", micro_batch_size=0, halt_max_steps=steps,
-        eval_halt_max_steps=0, eval_patience=0, eval_rollouts=1, compile="off", kernels="off")
+        loss_type="softmax_cross_entropy",
+        forward_dtype="float32",
+        micro_batch_size=0,
+        halt_max_steps=steps,
+        eval_halt_max_steps=0,
+        eval_patience=0,
+        eval_rollouts=1,
+        compile="off",
+        kernels="off",
+    )
     evaluator = Evaluator(settings, model, Device("cpu", settings), B)
     batch = unlabelled_batch(question.int().cpu().numpy())
     if identifiers is not None:
         batch["puzzle_identifiers"] = identifiers.int().cpu().numpy()
-    *_, results = evaluator.watch(*weights_of(model), batch)
-    answers = torch.from_numpy(results["surest_preds"]).to(question)
-    return answers, torch.from_numpy(results["surest_q_halt_logits"]).sigmoid()
+    weights, table = weights_of(model)
+    *_, results = evaluator.watch(weights, table, batch)
+    answers = torch.from_numpy(results["surest_preds"])
+    q_halt = torch.from_numpy(results["surest_q_halt_logits"])
+    return answers.to(question), q_halt.sigmoid()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -328,8 +348,10 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
 
     # the noise of a puzzle does not depend on the number of ranks
     keys = noise_keys(settings.seed, attempts, len(test))
-    queue = Queue(evaluator, weights, table, read_rows, keys[:, own_indices])
-    progress = Progress(label, len(own_indices) * attempts, "puzzles", attempts)
+    own_keys = keys[:, own_indices]
+    queue = Queue(evaluator, weights, table, read_rows, own_keys)
+    total = len(own_indices) * attempts
+    progress = Progress(label, total, "puzzles", attempts)
 
     # Ranks need different numbers of steps. They meet after `depth` supervision steps, and leave together.
     steps_between_meetings = evaluator.depth if settings.eval_patience else 1
@@ -364,8 +386,9 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         votes = merge_votes(device.all_gather(own_votes))
         values |= vote_values(test, votes)
         if submit_to and device.rank == 0:
+            answers = json.dumps(submission(test, votes))
             with replacing(submit_to) as f:
-                f.write(json.dumps(submission(test, votes)).encode())
+                f.write(answers.encode())
     return values
 
 
@@ -387,7 +410,8 @@ def eval_values(ranks):
     values = {}
     for name, value in total.items():
         values["eval/" + name] = value / max(count, 1)
-    return values | {"eval/puzzles": int(count)}
+    values["eval/puzzles"] = int(count)
+    return values
 
 
 def save_outputs(settings, device, path, indices, arrays):
@@ -400,7 +424,8 @@ def save_outputs(settings, device, path, indices, arrays):
         endings = [f".{rank}.npz" for rank in range(device.world)]
     name = path + endings[device.rank]
     wanted = {}
-    for key in filter(None, settings.eval_save_outputs.split(",")):
+    keys = settings.eval_save_outputs.split(",")
+    for key in filter(None, keys):
         wanted[key] = arrays[key]
     try:
         os.makedirs(settings.out_dir, exist_ok=True)
@@ -431,14 +456,17 @@ def show_puzzle(evaluator, weights, table, test):
     steps = evaluator.watch(weights, table, batch)
     for step, results in enumerate(steps, 1):
         is_last = bool(results["halted"][0])
-        if is_last or step & (step - 1) == 0:  # a power of 2
+        is_power_of_2 = step & (step - 1) == 0
+        if is_last or is_power_of_2:
             answer = results["preds"][0]
             wrong = puzzles.wrong_cells(test.task, question, labels, answer)
             verdict = f"{wrong.sum()} wrong" if wrong.any() else "solved"
             grids.append((f"step {step}: {verdict}", answer, wrong))
         if is_last:
             break
-    return puzzles.side_by_side(grids, test.task["symbols"], *test.task["grid"])
+    symbols = test.task["symbols"]
+    rows, columns = test.task["grid"]
+    return puzzles.side_by_side(grids, symbols, rows, columns)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -468,8 +496,9 @@ def count_votes(test, indices, preds, q_halt):
         # the answer in the task's own colours and orientation
         grid = puzzles.crop(preds[i], test.side)
         grid = puzzles.undo_version(grid, test.versions[version])
+        answer = grid_key(grid)
         test_input = (int(groups[i]), int(members[i]))
-        add_votes(votes, test_input, grid_key(grid), 1, confidences[i])
+        add_votes(votes, test_input, answer, 1, confidences[i])
     return votes
 
 
@@ -506,9 +535,11 @@ def vote_values(test, votes):
     """
     solved = dict.fromkeys(PASSES, 0.0)
     num_tasks = 0
-    for group in sorted({group for group, _ in votes}):
+    groups = {group for group, _ in votes}
+    for group in sorted(groups):
         pairs = test.pairs(group)
-        if not all(answer.size for _, answer in pairs):  # not known
+        is_known = all(answer.size for _, answer in pairs)
+        if not is_known:
             continue
         num_tasks += 1
         for member, (_, answer) in enumerate(pairs):
@@ -529,11 +560,13 @@ def submission(test, votes):
     attempts = {}
     for group, member in sorted(votes):
         # an only answer is given twice
-        elected = elect(votes[group, member])
-        first = grid_of(elected[0]).tolist()
-        second = grid_of(elected[:2][-1]).tolist()
+        first, *others = elect(votes[group, member])
+        second = others[0] if others else first
         answers = attempts.setdefault(test.task_names[group], [])
-        answers.append(dict(attempt_1=first, attempt_2=second))
+        answers.append(dict(
+            attempt_1=grid_of(first).tolist(),
+            attempt_2=grid_of(second).tolist(),
+        ))
     return attempts
 
 
@@ -545,7 +578,8 @@ def grid_key(grid):
 def grid_of(key):
     """Returns the grid of a grid_key."""
     rows, columns = key[:2]
-    return np.frombuffer(key, dtype=np.uint8, offset=2).reshape(rows, columns)
+    cells = np.frombuffer(key, dtype=np.uint8, offset=2)
+    return cells.reshape(rows, columns)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -561,14 +595,15 @@ def split(tensors, micro_batch_size):
     parts = {}
     for name, t in tensors.items():
         size = micro_batch_size or len(t)
-        parts[name] = t.view(-1, size, *t.shape[1:])
+        parts[name] = t.unflatten(0, (-1, size))
     return parts
 
 
 def weights_of(model):
     """Returns the vector of all weights of a model and its puzzle embedding, for Evaluator.inputs."""
     parameters = dict(model.named_parameters())
-    vector = flatten(parameters[name].detach().float() for name in parameter_shapes(model))
+    weights = [parameters[name] for name in parameter_shapes(model)]
+    vector = flatten(weights).detach().float()
     table = torch.zeros(1, 1)
     if model.prefix:
         table = model.puzzle_emb.weights
@@ -581,14 +616,18 @@ def normal_noise(keys, steps, shape):
     keys, steps: int32 [B], not negative. Each number is a hash of its key, step and position, half of it as
     radius, half as angle (Box and Muller).
     """
-    positions = torch.arange(math.prod(shape), dtype=torch.int32, device=keys.device)
+    numbers = math.prod(shape)
+    positions = torch.arange(numbers, dtype=torch.int32, device=keys.device)
     x = hash31(keys)
     x = hash31((x + steps) & BITS_31)
-    x = hash31((x.unsqueeze(-1) + positions) & BITS_31)
+    x = x.unsqueeze(-1) + positions
+    x = hash31(x & BITS_31)
 
     # the upper 16 bits as a uniform number between 0 and 1, the lower 15 as a part of a turn
-    uniform = ((x >> 15) + 0.5) / 2 ** 16
-    angle = (x & 0x7FFF) * (2 * math.pi / 2 ** 15)
+    upper = x >> 15
+    lower = x & 0x7FFF
+    uniform = (upper + 0.5) / 2 ** 16
+    angle = lower * (2 * math.pi / 2 ** 15)
     radius = torch.sqrt(-2 * torch.log(uniform))
     noise = radius * torch.cos(angle)
     return noise.view(-1, *shape)
