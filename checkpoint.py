@@ -108,7 +108,7 @@ def find_start(settings, data, model, total_steps, should_stop):
     notes = []
     state = {}
     if settings.init_from != "scratch":
-        state = find_checkpoint(settings, bucket, remote, notes)
+        state, notes = find_checkpoint(settings, bucket, remote)
     is_another = not state and settings.init_from == "scratch"
     if state:
         check_resume(settings, state, data, total_steps, bool(runs[-1]))
@@ -315,11 +315,12 @@ def write_model(settings, model, start, data, test, trained):
     print(f"wrote {settings.export}, weights in {settings.forward_dtype}")
 
 
-def find_checkpoint(settings, bucket, remote, notes):
-    """Returns the newest complete checkpoint of out_dir or the bucket, {} if init_from starts without one.
+def find_checkpoint(settings, bucket, remote):
+    """Returns the newest complete checkpoint of out_dir or the bucket, and lines for the log.
 
-    Adds lines for the log to notes.
+    It is {} if init_from starts without one.
     """
+    notes = []
     # the newest here, unless the bucket has a newer one that is whole
     local_paths = checkpoint_paths(settings.out_dir)
     state = newest_checkpoint(settings.out_dir, notes.append)
@@ -338,7 +339,7 @@ def find_checkpoint(settings, bucket, remote, notes):
         hint = "another out_dir or gcs_dir" if had_one else "--init_from=auto"
         problem = f"--init_from={settings.init_from}: no complete checkpoint in {settings.out_dir}"
         raise UserError("; ".join([problem, *notes, f"{hint} starts from scratch"]))
-    return state
+    return state, notes
 
 
 def check_resume(settings, state, data, total_steps, is_mirrored):

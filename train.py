@@ -265,7 +265,7 @@ def train(run, data, test, log, checkpoints, step, total_steps):
     epoch = epoch_size(data)
     cycles = None  # (H_cycles, L_cycles) of the last step
     stop = False
-    read_last_stops = None  # a function: how many ranks were asked to stop at the last step
+    read_stops = int  # returns how many ranks were asked to stop at the last step; int() is 0
     log.restart_clock(step)
     while step < total_steps and not stop:
         # the depth of this step
@@ -274,11 +274,9 @@ def train(run, data, test, log, checkpoints, step, total_steps):
 
         # forward, backward, update; the stop flags are read a step late, so that the host need not wait
         inputs = make_inputs(run, data, step, total_steps)
-        stops = run.train_program(run.state, inputs, cycles)
-        read_stops = run.device.fetch(stops)
-        if read_last_stops:
-            stop = bool(read_last_stops() > 0)
         read_last_stops = read_stops
+        read_stops = run.device.fetch(run.train_program(run.state, inputs, cycles))
+        stop = bool(read_last_stops() > 0)
         step += 1
         restart_watchdog(settings.stall_timeout)
         if cycles != last_cycles:
