@@ -4,6 +4,7 @@ A run's folder holds ckpt_STEP.pt for the last steps and best.pt, each with a .j
 has its hash: only the .json proves that a checkpoint is complete. run.json has the run's id, which its
 checkpoints have too.
 """
+import fcntl
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import torch
 
 from bucket import Bucket
 from configurator import TransientError, UserError
-from data import file_hash, locked, read_metrics, replacing
+from data import file_hash, read_metrics, replacing
 from model import read_torch_file
 
 # ---------------------------------------------------------------------------------------------------------
@@ -86,9 +87,9 @@ def find_start(settings, data, model, total_steps, should_stop):
 
     # an evaluation or an export of a file needs no run
     if file and reads_only:
-        return start_of_file(settings, file, data, model)
+        return start_from_file(settings, data, model)
 
-    # which runs out_dir and the bucket hold
+    # what out_dir and the bucket hold: names of files, and the run.json of a run
     local = os.listdir(settings.out_dir) if os.path.isdir(settings.out_dir) else []
     runs = [read_run_file(settings.out_dir)]
     bucket = None
@@ -98,58 +99,69 @@ def find_start(settings, data, model, total_steps, should_stop):
         bucket = Bucket(settings.gcs_dir, stop=should_stop, patient=is_patient)
         bucket.check(write=not reads_only)
         remote = bucket.list()
-        runs.append(read_run(bucket.read("run.json")))
+        runs.append(parse_run(bucket.read("run.json")))
     ids = {run["id"] for run in runs if run}
     if len(ids) > 1:
         raise UserError(f"{settings.out_dir} and {settings.gcs_dir} hold two different runs: choose another "
                         "--out_dir or --gcs_dir; to move a run, copy its folder to an empty one")
 
-    # the newest checkpoint, which has to be of the run that init_from means
-    notes = []
-    state = {}
-    if settings.init_from != "scratch":
-        state, notes = find_checkpoint(settings, bucket, remote)
-    is_another = not state and settings.init_from == "scratch"
+    # resume from the newest checkpoint, or begin with a file's weights, or with the first weights
+    state, notes = find_checkpoint(settings, bucket, remote)
     if state:
-        check_resume(settings, state, data, total_steps, bool(runs[-1]))
-        is_another = file not in ("", state["settings"]["init_from"])
-    for name, entries in ("out_dir", local), ("gcs_dir", remote):
-        is_run = any(entry.startswith(("ckpt_", "best.", "metrics.", "run.json")) for entry in entries)
-        if is_another and is_run:
-            raise UserError(f"{getattr(settings, name)} holds a run: --init_from=auto continues it, "
-                            f"--{name}=... starts another")
+        start = resume(settings, state, data, model, total_steps)
+    else:
+        start = start_from_file(settings, data, model) if file else Start()
+    # a run that begins must not mix its files with another one's
+    if settings.init_from == "scratch" or file and start.init_from != file:
+        refuse_run(f"--out_dir={settings.out_dir}", local)
+        refuse_run(f"--gcs_dir={settings.gcs_dir}", remote)
 
-    # resume the run, or begin with a file's weights and their average
-    start = Start(bucket=bucket, init_from=settings.init_from)
-    source = settings.out_dir
-    if state:
-        notes += setting_changes(settings, state["settings"])
-        lines = read_metrics(os.path.join(settings.out_dir, "metrics.jsonl"))
-        has_ended = any(line.get("final") and line["step"] == state["step"] for line in lines)
-        start = start._replace(
-            step=state["step"], is_complete=has_ended and state["step"] == total_steps, state=state,
-            best=state["best"], run_id=state.get("run_id", state.get("wandb_id")),
-            init_from=state["settings"]["init_from"])
-    elif file:
-        source = file
-        state = read_checkpoint(file)
-        start = start._replace(state={"ema": state["ema"]} if "ema" in state else {})
-    if state:
-        check_task(state, data, source)
-        if load_weights(model, state["weights"], source):
-            notes.append(f"{source} has other puzzle identifiers: all start from the mean of its embedding")
-    start = start._replace(notes=notes, run_id=start.run_id or min(ids, default=""))
+    run_id = start.run_id or min(ids, default="")
+    start = start._replace(bucket=bucket, notes=[*notes, *start.notes], run_id=run_id)
     return start if reads_only else take_over(settings, start)
 
 
-def start_of_file(settings, file, data, model):
-    """Returns the Start of a file that is evaluated or exported, for which no run's folder is touched."""
+def resume(settings, state, data, model, total_steps):
+    """Returns the Start at a checkpoint of the run; state: of the checkpoint."""
+    check_resume(settings, state, data, total_steps)
+    load_weights(model, state["weights"], settings.out_dir)
+    # a run that has ended says so in its last line
+    lines = read_metrics(os.path.join(settings.out_dir, "metrics.jsonl"))
+    has_ended = any(line.get("final") and line["step"] == state["step"] for line in lines)
+    return Start(
+        step=state["step"],
+        is_complete=has_ended and state["step"] == total_steps,
+        state=state,
+        best=state["best"],
+        run_id=state.get("run_id", state.get("wandb_id")),
+        init_from=state["settings"]["init_from"],
+        notes=setting_changes(settings, state["settings"]),
+    )
+
+
+def start_from_file(settings, data, model):
+    """Returns the Start of a new run with a file's weights, or of an evaluation or an export of the file."""
+    file = settings.init_from
     state = read_checkpoint(file)
     check_task(state, data, file)
-    if load_weights(model, state.pop("weights"), file):
+    is_averaged = load_weights(model, state["weights"], file)
+    if not (settings.eval_only or settings.export):
+        # a new run takes the weights and their average, and counts its own steps
+        notes = []
+        if is_averaged:
+            notes = [f"{file} has other puzzle identifiers: all start from the mean of its embedding"]
+        return Start(init_from=file, notes=notes, state={"ema": state["ema"]} if "ema" in state else {})
+    if is_averaged:
         raise UserError(f"{file} has other puzzle identifiers than {settings.data_path}: it can be "
                         "trained further, but not evaluated (docs/arc.md)")
     return Start(state=state, step=state.get("step", 0))
+
+
+def refuse_run(flag, names):
+    """Raises UserError if a run is among the files `names` of the folder that `flag` gives."""
+    if any(name.startswith(("ckpt_", "best.", "metrics.", "run.json")) for name in names):
+        raise UserError(f"{flag} holds a run: --init_from=auto continues it, another "
+                        f"{flag.partition('=')[0]} starts another")
 
 
 def take_over(settings, start):
@@ -159,26 +171,21 @@ def take_over(settings, start):
     token = secrets.token_hex(8)
     owner = dict(id=run_id, token=token, host=platform.node(), process=os.getpid())
     content = (json.dumps(owner, indent=1) + "\n").encode()
+    # the operating system frees the lock of a process that was killed; the file stays
+    try:
+        os.makedirs(settings.out_dir, exist_ok=True)
+        lock = open(os.path.join(settings.out_dir, "run.lock"), "ab")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise TransientError(f"--out_dir={settings.out_dir}: another process trains there") from None
+    except OSError as e:
+        raise UserError(f"--out_dir={settings.out_dir}: cannot be written to ({e.strerror})") from None
     # the token of the process that started last is the one that counts
-    lock = lock_folder(settings.out_dir)
     with replacing(os.path.join(settings.out_dir, "run.json")) as f:
         f.write(content)
     if start.bucket:
         start.bucket.write("run.json", content)
     return start._replace(run_id=run_id, token=token, lock=lock)
-
-
-def lock_folder(folder):
-    """Locks out_dir until the process ends. Raises TransientError if another process trains there."""
-    # the operating system frees the lock of a process that was killed
-    lock = locked(os.path.join(folder, "run"), wait=False)
-    try:
-        lock.__enter__()
-    except BlockingIOError:
-        raise TransientError(f"--out_dir={folder}: another process trains there") from None
-    except OSError as e:
-        raise UserError(f"--out_dir={folder}: cannot be written to ({e.strerror})") from None
-    return lock
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -321,6 +328,8 @@ def find_checkpoint(settings, bucket, remote):
     It is {} if init_from starts without one.
     """
     notes = []
+    if settings.init_from == "scratch":
+        return {}, notes
     # the newest here, unless the bucket has a newer one that is whole
     local_paths = checkpoint_paths(settings.out_dir)
     state = newest_checkpoint(settings.out_dir, notes.append)
@@ -342,14 +351,8 @@ def find_checkpoint(settings, bucket, remote):
     return state, notes
 
 
-def check_resume(settings, state, data, total_steps, is_mirrored):
-    """Raises UserError where the settings do not fit the checkpoint of this run.
-
-    Args:
-        settings, data, total_steps: of this run.
-        state: of the checkpoint.
-        is_mirrored: whether the bucket holds this run already.
-    """
+def check_resume(settings, state, data, total_steps):
+    """Raises UserError where the settings do not fit the checkpoint of this run; state: of the checkpoint."""
     # what a resume needs
     if "settings" not in state:
         raise UserError(f"the checkpoint in {settings.out_dir} is of another version of this code: it lacks "
@@ -368,22 +371,15 @@ def check_resume(settings, state, data, total_steps, is_mirrored):
         raise UserError(f"{settings.out_dir} was trained with optimizer={saved['optimizer']}, not "
                         f"{settings.optimizer}: --init_from=FILE --out_dir=... begins another run with its "
                         "weights")
-    if settings.gcs_dir and saved["gcs_dir"] not in ("", settings.gcs_dir) and not is_mirrored:
-        raise UserError(f"the run in {settings.out_dir} is mirrored to {saved['gcs_dir']}: for another run "
-                        "choose another --out_dir; to move this one, first `gcloud storage cp -r` its files")
 
 
 def setting_changes(settings, saved):
     """Returns lines for the log: the settings that differ from a checkpoint's."""
     notes = []
-    current = vars(settings)
-    for name, value in saved.items():
-        if name not in current:
-            notes.append(f"{name}={value} in the checkpoint is a setting that this code does not have")
-        elif value != current[name] and name not in ("init_from", "eval_only", "export"):
-            notes.append(f"{name} is {current[name]}; the checkpoint had {value}")
-    for name in current.keys() - saved.keys():
-        notes.append(f"{name} is {current[name]}; the checkpoint does not have this setting")
+    for name, value in vars(settings).items():
+        is_changed = name in saved and saved[name] != value
+        if is_changed and name not in ("init_from", "eval_only", "export"):
+            notes.append(f"{name} is {value}; the checkpoint had {saved[name]}")
     return notes
 
 
@@ -401,7 +397,7 @@ def check_task(state, data, where):
                             f"but {data.path} has {name} {data.task[name]!r}")
 
 
-def read_run(content):
+def parse_run(content):
     """Returns the object in a run.json that has an id, or {}; content: bytes or None."""
     run = json.loads(content or "{}")
     return run if "id" in run else {}
@@ -410,5 +406,5 @@ def read_run(content):
 def read_run_file(folder):
     """Returns the object in a folder's run.json, or {}."""
     with suppress(OSError), open(os.path.join(folder, "run.json"), "rb") as f:
-        return read_run(f.read())
+        return parse_run(f.read())
     return {}

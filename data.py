@@ -437,16 +437,16 @@ def file_hash(path):
 
 
 @contextmanager
-def locked(path, wait=True):
-    """Holds path + ".lock", which one process at a time can; wait=False: or else raises BlockingIOError."""
+def locked(path):
+    """Holds path + ".lock", which one process at a time can; the others wait."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     name = path + ".lock"
 
     # the file that is locked must be the one that has the name: another owner may just have removed it
     held = False
     while not held:
-        f = open(os.open(name, os.O_RDONLY | os.O_CREAT, 0o666))  # another user's file will do
-        fcntl.flock(f, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        f = open(name, "ab")  # NFS locks files alone that are open for writing
+        fcntl.flock(f, fcntl.LOCK_EX)
         with suppress(FileNotFoundError):
             held = os.path.samefile(f.fileno(), name)
     try:

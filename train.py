@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import configurator
 from bucket import Bucket, local_dataset
-from checkpoint import agree_on_start, checkpoint_paths, outdated, read_run, step_of, write_model
+from checkpoint import agree_on_start, checkpoint_paths, outdated, parse_run, step_of, write_model
 from configurator import TransientError, UserError, check_bounds, check_choices, read_settings
 from data import Dataset, duration, file_hash, halting_draws, make_dataset, read_metrics, replacing
 from device import choose_device, end_with_parent, open_device, out_of_memory, peak_flops
@@ -170,10 +170,10 @@ def train_step(run, state, inputs, cycles=None):
     # forward and backward, one micro-batch after the other; gradients and statistics add up
     grads = {name: torch.zeros_like(w, dtype=torch.float32) for name, w in weights.items()}
     zeros = dict(grads=grads, stats=torch.zeros(len(BATCH_STATS), device=run.device.torch))
-    sums, carry = run.device.for_each_micro_batch(
+    sums, results = run.device.for_each_micro_batch(
         lambda weights, micro_batch: forward_backward(run, weights, micro_batch, cycles),
         zeros, weights, micro_batches)
-    row_grads = carry.pop("row_grads", None)
+    carry = results["carry"]
     assert carry.keys() == state["carry"].keys(), "supervision_step must return every entry of the carry"
     for name, t in carry.items():
         state["carry"][name].copy_(t)
@@ -183,7 +183,8 @@ def train_step(run, state, inputs, cycles=None):
     shared = dict(grads=flatten(sums["grads"].values()) / settings.global_batch_size, stats=sums["stats"],
                   stops=inputs["stop_requested"])
     if model.prefix:
-        shared["rows"] = pack_rows(identifiers.flatten(), row_grads.flatten(0, 1), len(state["puzzle_emb"]),
+        row_grads = results["row_grads"].flatten(0, 1)
+        shared["rows"] = pack_rows(identifiers.flatten(), row_grads, len(state["puzzle_emb"]),
                                    settings.global_batch_size, inputs["rank"])
     reduced = run.device.all_reduce(flatten(shared.values()))
     reduced = unflatten(reduced, {name: t.shape for name, t in shared.items()})
@@ -214,8 +215,8 @@ def forward_backward(run, weights, micro_batch, cycles):
         micro_batch: sequences and min_halt_steps of supervision_step, and puzzle_rows [b, D'].
         cycles: (H_cycles, L_cycles) or None.
 
-    Returns what the ranks and micro-batches add up, dict(grads={name: float32}, stats=BATCH_STATS),
-    and the new carry with row_grads [b, D'].
+    Returns what the micro-batches and ranks add up, dict(grads={name: float32}, stats=BATCH_STATS), and
+    what belongs to each sequence, dict(carry=..., row_grads [b, D']).
     """
     # the gradients are of the weights and of the rows of the puzzle embedding that the batch has
     leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
@@ -227,15 +228,15 @@ def forward_backward(run, weights, micro_batch, cycles):
         grads = torch.autograd.grad(step.values["loss"].sum(), list(leaves.values()))
     # micro-batches add up in float32
     grads = {name: grad.float() for name, grad in zip(leaves, grads)}
-    carry = dict(step.carry)
+    results = dict(carry=step.carry)
     if "puzzle_rows" in grads:
-        carry["row_grads"] = grads.pop("puzzle_rows")
+        results["row_grads"] = grads.pop("puzzle_rows")
 
     # METRICS count sequences that halted, LOSS_TERMS all
     halted = step.carry["halted"]
     stats = [torch.where(halted, step.values[name], 0).sum() for name in METRICS]
     stats += [step.values[name].detach().sum() for name in LOSS_TERMS]
-    return dict(grads=grads, stats=torch.stack(stats)), carry
+    return dict(grads=grads, stats=torch.stack(stats)), results
 
 
 def make_inputs(run, data, step, total_steps):
@@ -704,9 +705,9 @@ def train_values(settings, sums, steps):
     values = {"train/grad_norm": sums["grad_norm"] / steps}
     for name in LOSS_TERMS:
         values[f"train/{name}"] = sums[name] / (steps * settings.global_batch_size)
-    # METRICS are sums over the sequences that halted; the first of METRICS counts them
-    if sums["count"]:
-        for name in METRICS[1:]:
+    # METRICS are sums over the sequences that halted, which "count" counts
+    for name in METRICS:
+        if name != "count" and sums["count"]:
             values[f"train/{name}"] = sums[name] / sums["count"]
     return values
 
@@ -901,7 +902,7 @@ class Mirror:
     def check_owner(self):
         """Requests a stop if another process has begun to train the run."""
         # no run.json is no other owner: somebody may have tidied up
-        owner = read_run(self.bucket.read("run.json"))
+        owner = parse_run(self.bucket.read("run.json"))
         if owner.get("token", self.token) != self.token:
             self.log.print0(f"another process, on {owner.get('host')}, has begun to train the run in "
                             f"{self.settings.gcs_dir}: this one stops")
@@ -949,12 +950,7 @@ def replica(settings, kind):
     start = agree_on_start(settings, device, data, model, total_steps, stop_requested)
     if settings.export:
         if device.rank == 0:
-            print("".join(note + "\n" for note in start.notes), end="")
-            # the settings of the training, which this command need not repeat
-            trained = vars(settings) | start.state.get("settings", {})
-            trained = {name: value for name, value in trained.items() if name not in RUN_SETTINGS}
-            command = f"python train.py {differences(configurator.Settings(**trained))}"
-            write_model(settings, model, start, data, test, dict(settings=trained, command=command))
+            export_model(settings, model, start, data, test)
         return
     # the watchdog begins here: what came before may have had to wait for a download
     restart_watchdog(settings.stall_timeout)
@@ -963,10 +959,7 @@ def replica(settings, kind):
     # say what the run is, and on what
     log = Log(settings, device, start.step)
     device.print0 = log.print0
-    notes = list(start.notes)
-    if cycles_at(settings, epoch_size(data), total_steps - 1) != (settings.H_cycles, settings.L_cycles):
-        notes.append("the run ends before its curriculum does: it never trains at the depth of evaluations")
-    log.header(run, data, test, notes)
+    log.header(run, data, test, start.notes)
 
     # evaluate, finish an upload, or train
     if settings.eval_only:
@@ -983,6 +976,17 @@ def replica(settings, kind):
     # train
     log.begin(start.run_id, total_steps, dict(data_sha256=data.sha256, parameters=run.num_parameters))
     train_and_evaluate(run, data, test, log, checkpoints, start.step, total_steps)
+
+
+def export_model(settings, model, start, data, test):
+    """Writes the file of --export. Rank 0."""
+    for note in start.notes:
+        print(note)
+    # the settings of the training, which this command need not repeat
+    trained = vars(settings) | start.state.get("settings", {})
+    trained = {name: value for name, value in trained.items() if name not in RUN_SETTINGS}
+    command = f"python train.py {differences(configurator.Settings(**trained))}"
+    write_model(settings, model, start, data, test, dict(settings=trained, command=command))
 
 
 def check_batch_size(settings, device):

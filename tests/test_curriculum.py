@@ -40,8 +40,7 @@ def test_exploration(data, tmp_path, monkeypatch):
     draws = mock.Mock(wraps=train.halting_draws)
     monkeypatch.setattr(train, "halting_draws", draws)
     for max_steps, init_from in ((2, "scratch"), (5, "resume")):
-        text = run(data, tmp_path, *FLAGS, f"--max_steps={max_steps}", f"--init_from={init_from}")
-        assert "the run ends before its curriculum does" in text
+        run(data, tmp_path, *FLAGS, f"--max_steps={max_steps}", f"--init_from={init_from}")
     drawn = [(call.args[1], round(call.args[4], 6)) for call in draws.call_args_list]
     assert drawn == [(0, 0.9), (1, 0.1), (2, 0.5), (3, 0.3), (4, 0.1)]
 
@@ -49,7 +48,6 @@ def test_exploration(data, tmp_path, monkeypatch):
 def test_the_log_says_what_changes_and_evaluations_are_at_full_depth(data, tmp_path):
     out = tmp_path / "run"
     text = run(data, out, *FLAGS, "--eval_interval=2", "--eval_max_puzzles=0")
-    assert "the run ends before" not in text
     assert re.findall(r"step (\d+): .* s for the first step at H_cycles (\d), L_cycles (\d)", text) == [
         ("1", "1", "1"), ("13", "1", "2"), ("25", "2", "3")]
     # no line covers two stages

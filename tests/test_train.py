@@ -218,13 +218,7 @@ def test_a_resume_equals_no_interruption(data, whole, tmp_path, monkeypatch, cas
 
 
 def test_a_resume_names_changed_settings_and_refuses_another_optimizer(data, out):
-    path = os.path.join(out, "ckpt_00000040")
-    state = newest(out)
-    state["settings"]["best_metric"] = "exact_accuracy"
-    torch.save(state, path + ".pt")
-    Path(path + ".json").write_text(json.dumps(dict(sha256=file_hash(path + ".pt"))))
     text = run(data, out, "--max_steps=41", "--init_from=resume", "--lr=1e-3")
-    assert "best_metric=exact_accuracy in the checkpoint is a setting that this code does not have" in text
     assert "lr is 0.001; the checkpoint had 0.002" in text
     with pytest.raises(configurator.UserError, match="was trained with optimizer=adam_atan2, not lion: "):
         run(data, out, "--max_steps=50", "--init_from=resume", "--optimizer=lion")
