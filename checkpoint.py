@@ -29,22 +29,23 @@ class Start(NamedTuple):
     """Where a run begins. Ranks other than 0 know step and is_complete alone."""
     step: int = 0
     is_complete: bool = False  # nothing is left to do
-    state: dict = {}  # of a checkpoint; its weights are in the model already
+    state: dict = {}  # the checkpoint; its weights are in the model already
     best: float = -1.0  # the best eval/exact_accuracy so far
     run_id: str = ""  # the same from a run's first start to its end, and W&B's id
     init_from: str = "scratch"  # where the run began, which a resume does not change
-    token: str = ""  # of this process, in the bucket's run.json: who has it may upload
+    token: str = ""  # names this process in the bucket's run.json: who has it may upload
     bucket: Bucket | None = None
     notes: tuple = ()  # lines for the log
-    lock: object = None  # of out_dir; another process can train there once it is gone
+    lock: object = None  # holds out_dir; another process can train there once it is gone
 
 
 def agree_on_start(settings, device, data, model, total_steps, should_stop):
     """Returns the Start. Rank 0 alone reads out_dir and gcs_dir; all ranks raise its error. All ranks.
 
     Args:
-        settings, total_steps: of this run.
-        device: as device.Device.
+        settings: the run's settings.
+        total_steps: its length.
+        device: a device.Device, or an object with its methods.
         data: the Dataset that it trains on.
         model: a TRM, which takes the weights of a checkpoint.
         should_stop: a function that says whether this host is asked to stop.
@@ -122,7 +123,7 @@ def find_start(settings, data, model, total_steps, should_stop):
 
 
 def resume(settings, state, data, model, total_steps):
-    """Returns the Start at a checkpoint of the run; state: of the checkpoint."""
+    """Returns the Start at a checkpoint of the run; state: the checkpoint."""
     check_resume(settings, state, data, total_steps)
     load_weights(model, state["weights"], settings.out_dir)
     # a run that has ended says so in its last line
@@ -207,7 +208,7 @@ def outdated(names, newest, keep):
     """Returns which of the files `names` to delete, in this order.
 
     Args:
-        names: of all files in the folder.
+        names: all files in the folder.
         newest: the step of the newest good checkpoint. Newer ones were found damaged, and do not count.
         keep: how many complete checkpoints stay.
     """
@@ -278,7 +279,7 @@ def write_model(settings, model, start, data, test, trained):
     The weights are the ones of an evaluation, in forward_dtype: what the network computes with.
 
     Args:
-        settings: of this command; export is the file.
+        settings: the command's settings; export is the file.
         model: a TRM with the weights of the checkpoint.
         start: a Start, with the checkpoint's average.
         data, test: the Datasets; the file gets 100 test puzzles.
@@ -352,7 +353,7 @@ def find_checkpoint(settings, bucket, remote):
 
 
 def check_resume(settings, state, data, total_steps):
-    """Raises UserError where the settings do not fit the checkpoint of this run; state: of the checkpoint."""
+    """Raises UserError where the settings do not fit a checkpoint of this run; state: the checkpoint."""
     # what a resume needs
     if "settings" not in state:
         raise UserError(f"the checkpoint in {settings.out_dir} is of another version of this code: it lacks "

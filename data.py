@@ -62,7 +62,7 @@ METADATA = (
     "total_groups",
     "mean_puzzle_examples",  # examples of a group, on average
 )
-NO_TRANSLATION = itertools.repeat(0)  # of any number of examples
+NO_TRANSLATION = itertools.repeat(0)  # as long as any batch
 ORDER, EXAMPLE, HALT, SUBSET, NOISE = range(5)  # independent random streams of one seed
 
 
@@ -187,8 +187,8 @@ class Dataset:
         from (seed, epoch), so that a puzzle which a batch cuts goes on in the next one.
 
         Args:
-            seed: of the run.
-            epochs, positions: of the examples in the stream [b], ascending.
+            seed: the run's seed.
+            epochs, positions: where the examples are in the stream [b], ascending.
         """
         columns = []
         for epoch in np.unique(epochs).tolist():
@@ -286,7 +286,7 @@ class Dataset:
     @functools.cached_property
     def task_names(self):
         """The name of each group's task, for datasets with versions."""
-        _, *names = read_json(f"{self.path}/identifiers.json")  # of the tasks in train
+        _, *names = read_json(f"{self.path}/identifiers.json")  # the tasks in train
         # the versions of these tasks have the identifiers 1, 2, ...
         first_identifiers = np.load(f"{self.path}/train/all__group_indices.npy") + 1
         identifiers = self.puzzle_identifiers[self.group_indices[:-1]]

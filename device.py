@@ -81,7 +81,7 @@ def has_tpu():
 
 
 def open_device(kind, settings):
-    """Returns the device of one replica; kind: as choose_device returns it. Sets forward_dtype if need be."""
+    """Returns the device of one replica; kind: from choose_device. Sets forward_dtype if need be."""
     if kind == "xla":
         from xla import XLADevice
         device = XLADevice()
@@ -103,7 +103,8 @@ def open_device(kind, settings):
 class Device:
     """The CPU, a CUDA GPU or Apple's GPU; the first two alone or under torchrun.
 
-    torch: the torch.device. rank: of world replicas. local_rank: on this host, which has number `host`.
+    torch: the torch.device. rank: this replica's number among `world`. local_rank: its number on this host,
+    which has number `host`.
     notes: lines for the log. print0: a function that prints a line.
     """
 

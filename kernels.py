@@ -1,8 +1,8 @@
 """Triton kernels for CUDA GPUs: a SwiGLU with its residual and its norm as one kernel.
 
 mix() stands in for model.mix, and computes the same up to rounding. The hidden activations, many times the
-size of x, stay on chip in the forward pass; the backward pass computes them again, with torch. Only a compiler
-and Triton's interpreter (TRITON_INTERPRET=1, on the CPU) have run this code; no GPU has.
+size of x, stay on chip in the forward pass; the backward pass computes them again, with torch. Only a
+compiler and Triton's interpreter (TRITON_INTERPRET=1, on the CPU) have run this code; no GPU has.
 
 Letters as in model.py: B sequences, L positions, D channels; H hidden channels of a SwiGLU; N = B * L rows.
 BL, BD, BH and BN are the sizes of tiles, powers of 2. A product is summed in float32.
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 import model
-
 
 # ---------------------------------------------------------------------------------------------------------
 # The kernels

@@ -93,11 +93,11 @@ def supervision_step(settings, model, weights, sequences, min_halt_steps=None, c
     """Runs the recursion once on each sequence, scores its answer and decides whether it halts.
 
     Args:
-        settings: of train.py; loss_type and halt_max_steps count here.
+        settings: train.py's settings; loss_type and halt_max_steps count here.
         model: a TRM.
         weights: {name: tensor} of the network, all of one dtype, and "puzzle_rows" [B, D'] in float32,
             the rows of the puzzle embedding that belong to the sequences.
-        sequences: as take_new_puzzles returns them.
+        sequences: what take_new_puzzles returns.
         min_halt_steps: in training, the least number of steps of each sequence, int32 [B]. It halts once
             q_halt is positive, at the latest at halt_max_steps. None in evaluations, which run the full
             depth: none of them halts here.
@@ -384,7 +384,7 @@ class Embedding(nn.Module):
 class TRM(nn.Module):
     """The network with its embeddings and heads.
 
-    config: a TRMConfig. seed: of the initial weights, which are the same on every device.
+    config: a TRMConfig. seed: decides the initial weights, which are the same on every device.
     Two class attributes are for forks. block: the class of a layer, called as block(config, L), whose
     forward takes x [B, L, D] and rope, a pair or None. The first P positions are the puzzle embedding's, the
     others the cells, row by row. Parameters come in forward_dtype; buffers stay as they are, and ranks do not
@@ -479,7 +479,7 @@ class TRM(nn.Module):
     def flops_per_example(self, cycles=None):
         """Returns the FLOPs of a sequence in one supervision step: (of a forward pass, of a training step).
 
-        It counts matrix products alone, 2 FLOPs a multiply-add. cycles: as in forward.
+        It counts matrix products alone, 2 FLOPs a multiply-add. cycles: see forward.
         """
         config = self.config
         H_cycles, L_cycles = cycles or (config.H_cycles, config.L_cycles)

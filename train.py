@@ -94,7 +94,7 @@ puzzle_emb_weight_decay = 1.0  # decoupled weight decay of the puzzle embedding
 freeze_weights = False  # train the puzzle embedding alone
 ema = True  # evaluate and export an exponential moving average of the weights
 ema_rate = 0.999  # decay of that average per step
-seed = 0  # of the weights, the data order, the copies and the halting draws
+seed = 0  # decides the weights, the data order, the copies and the halting draws
 # evaluation
 eval_interval = 5000  # epochs between evaluations; 0: only at the end
 eval_max_puzzles = 4096  # test puzzles during training, a fixed random subset; 0: all
@@ -148,7 +148,7 @@ def train_step(run, state, inputs, cycles=None):
     Args:
         run: a Run.
         state: run.state.
-        inputs: as make_inputs returns them.
+        inputs: what make_inputs returns.
         cycles: (H_cycles, L_cycles); by default the model's.
 
     Returns the number of ranks that were asked to stop, [1].
@@ -240,9 +240,9 @@ def forward_backward(run, weights, micro_batch, cycles):
 
 
 def make_inputs(run, data, step, total_steps):
-    """Returns the inputs of train_step `step`, on the device; of the batch, this rank's part.
+    """Returns this rank's inputs of train_step `step`, on the device.
 
-    They are a pure function of the seed and the step, whatever the number of ranks.
+    The ranks' batches together are a pure function of the seed and the step, whatever the number of ranks.
     """
     settings = run.settings
     device = run.device
@@ -406,9 +406,9 @@ class Run:
     one, ...]}. The weights are in the order of shapes.
 
     Args:
-        settings: of train.py.
+        settings: the run's settings.
         model: a TRM, which moves to the device.
-        device: as device.Device.
+        device: a device.Device, or an object with its methods.
         saved: ema and optimizer of a checkpoint, if it has them. All ranks start from rank 0's state.
     """
 
@@ -512,7 +512,8 @@ class Run:
         return saved
 
 
-SIZES = "seq_len", "vocab_size", "num_puzzle_identifiers"  # of a dataset, and of a model for it
+# Sizes that a dataset and a model for it have in common.
+SIZES = "seq_len", "vocab_size", "num_puzzle_identifiers"
 
 
 def new_model(settings, **sizes):
@@ -535,7 +536,8 @@ MODEL_LOCK = threading.Lock()
 class Log:
     """Prints lines and writes log.txt and metrics.jsonl of out_dir, on rank 0; sends metrics to W&B.
 
-    A file that cannot be written costs a warning and not the run. step: of the last line of metrics.
+    A file that cannot be written costs a warning and not the run. `step` is the step of the last line
+    of metrics.
     """
 
     def __init__(self, settings, device, step):
@@ -835,7 +837,7 @@ class Mirror:
         # what has been copied, and what has not
         self.newest = f"ckpt_{start.step:08d}"
         self.copied = {}  # {name of a file: its version}
-        self.errors = []  # of the last copy
+        self.errors = []  # what the last copy raised
         self.is_closing = False
         # the thread sleeps until there is something to copy
         self.changed = threading.Event()
@@ -843,7 +845,7 @@ class Mirror:
         self.thread.start()
 
     def update(self, name=""):
-        """Begins to copy what is new; name: of a checkpoint that is complete."""
+        """Begins to copy what is new; name: a checkpoint that is complete."""
         if name.startswith("ckpt_"):
             self.newest = name
         self.changed.set()
@@ -901,7 +903,7 @@ class Mirror:
 
     def check_owner(self):
         """Requests a stop if another process has begun to train the run."""
-        # no run.json is no other owner: somebody may have tidied up
+        # a missing run.json names no other owner: somebody may have deleted it
         owner = parse_run(self.bucket.read("run.json"))
         if owner.get("token", self.token) != self.token:
             self.log.print0(f"another process, on {owner.get('host')}, has begun to train the run in "
@@ -1003,7 +1005,7 @@ def check_batch_size(settings, device):
 # ---------------------------------------------------------------------------------------------------------
 # What settings may be
 
-# Names of which a setting must be one.
+# The values that a setting may have.
 CHOICES = {
     "pos_encodings": ("none", "rope", "learned"),
     "forward_dtype": ("auto", "bfloat16", "float32", "float16"),
@@ -1157,7 +1159,7 @@ def xla_replica(index, settings, kind):
     end_with_parent()
     try:
         replica(settings, kind)
-    except (UserError, TransientError, OSError, SystemExit):  # of all ranks of a host
+    except (UserError, TransientError, OSError, SystemExit):  # every rank of the host raises it
         raise
     except BaseException:
         traceback.print_exc()
