@@ -1,7 +1,4 @@
-"""HTTP that tries again, Google Cloud Storage over it, and datasets in buckets.
-
-    python bucket.py upload data/NAME gs://bucket/data/NAME
-"""
+"""HTTP that tries again, Google Cloud Storage over it, and datasets in buckets."""
 import base64
 import functools
 import hashlib
@@ -20,7 +17,7 @@ import requests
 from urllib3.util import Retry
 
 # isort: off
-from configurator import TransientError, UserError, command
+from configurator import TransientError, UserError
 from data import FILES, Dataset, locked, replacing
 
 RETRIED = {408, 429, *range(500, 600)}  # statuses of a server that may answer later
@@ -310,7 +307,7 @@ def local_dataset(path):
         manifest = bucket.read("manifest.json")
         if not manifest:
             raise UserError(f"{path} has no manifest.json: upload the dataset with "
-                            f"`python bucket.py upload data/NAME {path}`")
+                            f"`gcloud storage rsync -r data/NAME {path}`")
         hashes = json.loads(manifest)["sha256"]
         # A dataset that is here must be the same one.
         if os.path.lexists(folder):
@@ -327,31 +324,3 @@ def local_dataset(path):
             Dataset(part, split)
         os.rename(part, folder)
         return folder
-
-
-def upload_dataset(folder, url):
-    """Uploads a dataset, checked, manifest.json last; raises UserError if url holds another dataset."""
-    dataset = Dataset(folder, "train")
-    Dataset(folder, "test")
-    manifest = dataset.manifest or {"sha256": dataset.hashes()}
-    content = (json.dumps(manifest, indent=2) + "\n").encode()
-    bucket = Bucket(url)
-    if bucket.read("manifest.json") not in (None, content):
-        raise UserError(f"{url} holds another dataset: choose another address")
-
-    # The manifest comes last: nothing downloads a dataset without one.
-    for name in manifest["sha256"]:
-        print(f"uploading {folder}/{name}")
-        bucket.upload(os.path.join(folder, name), name)
-    bucket.write("manifest.json", content)
-
-
-def main(argv):
-    """Runs `upload`; raises UserError."""
-    if len(argv) != 3 or argv[0] != "upload":
-        raise UserError("usage: python bucket.py upload data/NAME gs://bucket/data/NAME")
-    upload_dataset(*argv[1:])
-
-
-if __name__ == "__main__":
-    command(lambda: main(sys.argv[1:]), __file__)

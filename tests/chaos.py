@@ -30,10 +30,9 @@ import torch
 from conftest import hosts
 from fake_gcloud import ROOT, Cloud, kill_processes, processes, write_program
 from gcp_storage_emulator.server import create_server
-from test_gcs import serve
+from test_gcs import serve, upload
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from bucket import upload_dataset
 from checkpoint import numbered, step_of
 
 # Environment variables that change float32 arithmetic: the hosts have those of the run without faults.
@@ -154,7 +153,7 @@ def slice_with_data(folder, seed=0):
     subprocess.run(command, check=True, capture_output=True)
     os.environ["STORAGE_EMULATOR_HOST"] = front.url
     try:
-        upload_dataset(str(data), "gs://bucket/data/four")
+        upload(data, "gs://bucket/data/four")
         front.rate = 0.02
         yield tpu
     finally:

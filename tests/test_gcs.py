@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,7 +21,7 @@ from gcp_storage_emulator.server import Router, create_server
 
 import bench
 import bucket as bucket_module
-from bucket import Bucket, local_dataset, network_error, upload_dataset
+from bucket import Bucket, local_dataset, network_error
 from configurator import TransientError, UserError
 from data import Dataset
 
@@ -337,28 +338,21 @@ def test_the_check_needs_the_rights_that_a_run_needs(front):
 URL = "gs://bucket/data/small"
 
 
+def upload(folder, url):
+    """Copies the files of a dataset to url, as `gcloud storage rsync` does."""
+    for path in Path(folder).rglob("*.*"):
+        Bucket(url).upload(path, str(path.relative_to(folder)))
+
+
 @pytest.fixture
 def uploaded(front, random_puzzles, tmp_path, monkeypatch):
     """The folder of a dataset that is at URL too; the working directory is another."""
     path = shutil.copytree(random_puzzles, tmp_path / "source")
-    upload_dataset(path, URL)
+    upload(path, URL)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     front.log[:] = []
     return path
-
-
-def test_the_upload_command_can_be_repeated_and_adds_a_manifest(emulator, uploaded):
-    """The official builder makes none."""
-    os.remove(os.path.join(uploaded, "manifest.json"))
-    url = "gs://bucket/data/official"
-    for _ in range(2):
-        bucket_module.main(["upload", uploaded, url])
-    newest = max(emulator._storage.objects["bucket"].values(), key=lambda item: int(item["generation"]))
-    assert newest["name"] == "data/official/manifest.json"  # it comes last
-    assert Dataset(local_dataset(url), "train").manifest["sha256"] == Dataset(uploaded, "train").hashes()
-    with pytest.raises(UserError, match="^usage: python bucket.py upload"):
-        bucket_module.main([])
 
 
 def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
@@ -383,8 +377,6 @@ def test_a_dataset_that_exists_is_not_replaced_by_another_one(front, uploaded):
     assert local_dataset(URL) == "data/small" and front.log == [("media", None)]
     shutil.rmtree("data/small")
     os.rename(bench.dataset_path(SimpleNamespace(data_path="6x6"), "data")[0], "data/small")
-    with pytest.raises(UserError, match=f"^{URL} holds another dataset: choose another address$"):
-        upload_dataset("data/small", URL)
     with pytest.raises(UserError, match=f"^data/small holds another dataset than {URL}: move it away"):
         local_dataset(URL)
 
