@@ -5,13 +5,10 @@ last answer and the most confident one so far ("surest": of the step where q_hal
 leaves its slot after eval_halt_max_steps, or once its answer has not changed for eval_patience steps; then
 the slot takes the next attempt of the queue. All attempts at a puzzle but the first get noise on the latent.
 """
-import glob
 import json
 import math
 import os
-import re
 from collections import Counter
-from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -415,14 +412,8 @@ def eval_values(ranks):
 
 
 def save_outputs(settings, device, path, indices, arrays):
-    """Writes this rank's part of eval_save_outputs, then deletes the files of an earlier evaluation.
-
-    If they cannot be written, as on a full disk, that is logged.
-    """
-    endings = [".npz"]
-    if device.world > 1:
-        endings = [f".{rank}.npz" for rank in range(device.world)]
-    name = path + endings[device.rank]
+    """Writes this rank's part of eval_save_outputs. If it cannot be written, as on a full disk, logs that."""
+    name = f"{path}.npz" if device.world == 1 else f"{path}.{device.rank}.npz"
     wanted = {}
     keys = settings.eval_save_outputs.split(",")
     for key in filter(None, keys):
@@ -433,40 +424,6 @@ def save_outputs(settings, device, path, indices, arrays):
             np.savez_compressed(f, indices=indices, **wanted)
     except OSError as e:
         device.print0(f"{name}: not written: {e}")
-        return
-    # an earlier evaluation may have had other ranks, whose files no rank has replaced
-    for old in glob.glob(glob.escape(path) + "*.npz"):
-        ending = old.removeprefix(path)
-        if re.fullmatch(r"(\.\d+)?\.npz", ending) and ending not in endings:
-            with suppress(FileNotFoundError):  # another rank may delete it too
-                os.remove(old)
-
-
-def show_puzzle(evaluator, weights, table, test):
-    """Returns a text: a test puzzle, its answers after supervision steps 1, 2, 4, ...; * marks wrong cells.
-
-    All ranks.
-    """
-    indices = test.subset(1, 1)[:1]
-    batch = test.test_batch(indices, evaluator.batch_size)
-    question = batch["inputs"][0]
-    labels = batch["labels"][0]
-    nothing = np.zeros(test.seq_len, dtype=bool)
-    grids = [("question", question, nothing)]
-    steps = evaluator.watch(weights, table, batch)
-    for step, results in enumerate(steps, 1):
-        is_last = bool(results["halted"][0])
-        is_power_of_2 = step & (step - 1) == 0
-        if is_last or is_power_of_2:
-            answer = results["preds"][0]
-            wrong = puzzles.wrong_cells(test.task, question, labels, answer)
-            verdict = f"{wrong.sum()} wrong" if wrong.any() else "solved"
-            grids.append((f"step {step}: {verdict}", answer, wrong))
-        if is_last:
-            break
-    symbols = test.task["symbols"]
-    rows, columns = test.task["grid"]
-    return puzzles.side_by_side(grids, symbols, rows, columns)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -312,13 +312,6 @@ def count_correct(task, arrays, attempts):
     return counts
 
 
-def wrong_cells(task, question, labels, answer):
-    """Returns which cells of an answer are wrong, bool [cells], by its label or by the rules of its kind."""
-    if judged_by_rules(task):
-        return broken_cells(task, question[None], answer[None])[0]
-    return (answer != labels) & (labels != IGNORE_LABEL)
-
-
 def verdict(task, question, answer):
     """Returns in words whether an answer [cells] is a solution."""
     solved = are_solutions(task, question[None], answer[None])

@@ -39,7 +39,7 @@ from checkpoint import agree_on_start, checkpoint_paths, outdated, parse_run, st
 from configurator import TransientError, UserError, check_bounds, check_choices, read_settings
 from data import Dataset, duration, file_hash, halting_draws, make_dataset, read_metrics, replacing
 from device import choose_device, end_with_parent, open_device, out_of_memory, peak_flops
-from evaluate import Evaluator, cast, evaluate, show_puzzle, split
+from evaluate import Evaluator, cast, evaluate, split
 from model import (
     LOSS_TERMS,
     LOSSES,
@@ -105,7 +105,6 @@ eval_patience = 0  # a puzzle leaves once its answer has not changed for this ma
 eval_rollouts = 1  # attempts at each puzzle, all but the first with noise; the surest answer counts
 eval_noise = 1.0  # standard deviation of that noise, added to the latent z_L after each supervision step
 eval_save_outputs = ""  # any of inputs,labels,preds,q_halt_logits,surest_...: saved to out_dir/eval_STEP.npz
-eval_show_puzzle = False  # end by printing an unseen puzzle and its answers after steps 1, 2, 4, ...
 eval_only = False  # run the final evaluation, then stop
 # run
 out_dir = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
@@ -390,8 +389,6 @@ def final_evaluation(run, test, log, step):
         return False
     # "final" marks the run as complete
     log.evaluation(step, {"final": True, **values})
-    if settings.eval_show_puzzle:
-        log.print0("\n" + show_puzzle(run.evaluator, *run.eval_weights(), test))
     return True
 
 

@@ -26,4 +26,3 @@ puzzle_emb_weight_decay = 0.1
 ema_rate = 0.99
 eval_interval = 0
 log_interval = 100
-eval_show_puzzle = True

@@ -30,4 +30,3 @@ ema_rate = 0.98
 eval_interval = 3
 eval_max_puzzles = 100
 log_interval = 25
-eval_show_puzzle = True

@@ -45,8 +45,7 @@ prepare = False  # make the datasets that are missing
 STUDY = os.path.join(ROOT, "config", "study")
 ATTEMPTS = 3  # of a run that dies
 # settings that do not change a run's result
-NEUTRAL = (*train.RUN_SETTINGS, "data_prepare", "micro_batch_size", "eval_save_outputs", "eval_show_puzzle",
-           "eval_only")
+NEUTRAL = (*train.RUN_SETTINGS, "data_prepare", "micro_batch_size", "eval_save_outputs", "eval_only")
 # train.py may replace these two: by the local copy of a bucket's dataset, by a type that the GPU has.
 REPLACED = ("data_path", "forward_dtype")
 
