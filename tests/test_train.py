@@ -22,7 +22,7 @@ import optim
 import prepare_sudoku
 import train
 from checkpoint import checkpoint_paths
-from data import file_hash, read_metrics
+from data import read_metrics
 from model import TRM, rms_norm
 
 TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2",
