@@ -37,10 +37,10 @@ class Evaluator:
     """Runs supervision steps without gradients on a batch of slots.
 
     Args:
-        settings: of train.py; loss_type, forward_dtype, micro_batch_size, the halting and eval_ settings
-            count here.
+        settings: train.py's settings; loss_type, forward_dtype, micro_batch_size, the halting and the eval_
+            settings count here.
         model: a TRM.
-        device: as device.Device.
+        device: a device.Device, or an object with its methods.
         batch_size: the number of slots on this device.
     """
 
@@ -103,22 +103,25 @@ class Evaluator:
             micro_batches["puzzle_rows"] = inputs["table"][sequences["puzzle_identifiers"]]
         _, results = self.device.for_each_micro_batch(self.step_micro_batch, {}, weights, micro_batches)
         for name, t in state["carry"].items():
-            t.copy_(results[name])
-        names = (*ANSWERS, *METRICS, *LOSS_TERMS, "halted")
-        return {name: results[name].flatten(0, 1) for name in names}
+            t.copy_(results["carry"][name])
+        return {name: t.flatten(0, 1) for name, t in results["values"].items()}
 
     def step_micro_batch(self, weights, micro_batch):
-        """Returns {}, and {name: [b, ...]} of the carry and the values after a supervision step."""
+        """Runs a supervision step of some slots, for device.for_each_micro_batch.
+
+        Returns {}, since nothing adds up, and dict(carry=..., values=...); values are what step() returns.
+        """
         settings = self.settings
-        before = micro_batch["carry"]
+        before = micro_batch["carry"]  # {name: [b, ...]}
         batch = micro_batch["batch"]
-        is_new = before["halted"]
+        is_new = before["halted"]  # [b]
         if self.model.prefix:
             weights = weights | dict(puzzle_rows=micro_batch["puzzle_rows"])
         step = self.supervision_step(settings, self.model, weights, micro_batch["sequences"])
         carry = step.carry
 
         # an attempt leaves at the full depth, or once its answer repeats
+        carry["preds"] = step.answers
         is_same = (step.answers == before["preds"]).all(-1)
         is_repeated = is_same & ~is_new
         carry["repeats"] = torch.where(is_repeated, before["repeats"] + 1, 0)
@@ -128,14 +131,12 @@ class Evaluator:
 
         # the most confident answer so far; of equals, the last
         is_surer = is_new | (step.q_halt >= before["surest_q_halt_logits"])
-        kept = dict(
-            surest_preds=step.answers,
-            surest_q_halt_logits=step.q_halt,
-            surest_steps=carry["steps"],
+        surest = dict(
+            surest_preds=torch.where(is_surer.unsqueeze(-1), step.answers, before["surest_preds"]),
+            surest_q_halt_logits=torch.where(is_surer, step.q_halt, before["surest_q_halt_logits"]),
+            surest_steps=torch.where(is_surer, carry["steps"], before["surest_steps"]),
         )
-        for name, t in kept.items():
-            is_kept = is_surer.unsqueeze(-1) if t.ndim > 1 else is_surer
-            carry[name] = torch.where(is_kept, t, before[name])
+        carry |= surest
 
         # noise for the next step of all attempts but the first
         if "noise_keys" in batch:
@@ -145,11 +146,13 @@ class Evaluator:
             deviation = torch.where(keys == 0, 0, settings.eval_noise)
             noise = noise * deviation.view(-1, 1, 1)
             carry["z_L"] = carry["z_L"] + noise.to(self.dtype)
-        # carry's "steps" count for puzzles without labels too, unlike the metric of that name
-        results = step.values | carry
-        results["preds"] = step.answers
-        results["q_halt_logits"] = step.q_halt
-        return {}, results
+
+        answers = dict(
+            preds=step.answers,
+            q_halt_logits=step.q_halt,
+            halted=carry["halted"],
+        )
+        return {}, dict(carry=carry, values=step.values | answers | surest)
 
     def watch(self, weights, table, batch, noise_keys=None):
         """Yields the results of step() as arrays, after each supervision step of one batch of puzzles."""
@@ -170,9 +173,9 @@ class Queue:
 
     Args:
         evaluator: an Evaluator.
-        weights, table: as Evaluator.inputs takes them.
+        weights, table: see Evaluator.inputs.
         read_rows: a function of indices [k] from 0 to n - 1 that returns their batch, {name: [k, ...]}.
-        keys: noise keys int32 [attempts, n], as noise_keys returns them.
+        keys: noise keys int32 [attempts, n], from noise_keys.
     """
 
     def __init__(self, evaluator, weights, table, read_rows, keys):
@@ -239,13 +242,12 @@ class Queue:
             results = self.evaluator.program(self.state, inputs)
 
         # collect what leaves, and free its slots
-        halted = results.pop("halted").cpu().numpy()
+        halted = results["halted"].cpu().numpy()
         leaving = np.flatnonzero(halted & (self.slots >= 0))
         puzzle, attempt = np.divmod(self.slots[leaving], self.attempts)
         if len(leaving):
-            for name, t in results.items():
-                array = t.cpu().numpy()
-                collected = self.results[name]
+            for name, collected in self.results.items():
+                array = results[name].cpu().numpy()
                 collected[attempt, puzzle] = array[leaving]
         self.slots[leaving] = -1
         return len(leaving)
@@ -327,9 +329,9 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
 
     Args:
         evaluator: an Evaluator.
-        weights, table: as Evaluator.inputs takes them.
+        weights, table: see Evaluator.inputs.
         test: a Dataset.
-        indices: of the examples in it, for all ranks.
+        indices: which of its examples, for all ranks.
         label: the beginning of the lines that show the progress.
         should_stop: a function that says whether this host is asked to stop.
         save_to: path, without its ending, of the arrays in eval_save_outputs; "": none.
@@ -440,7 +442,7 @@ def count_votes(test, indices, preds, q_halt):
 
     Args:
         test: a Dataset with versions.
-        indices: of the examples [n].
+        indices: which of its examples [n].
         preds: their answers, tokens [n, S].
         q_halt: the confidence of each answer, logits [n].
     """
@@ -521,8 +523,8 @@ def submission(test, votes):
         second = others[0] if others else first
         answers = attempts.setdefault(test.task_names[group], [])
         answers.append(dict(
-            attempt_1=grid_of(first).tolist(),
-            attempt_2=grid_of(second).tolist(),
+            attempt_1=grid_of_key(first).tolist(),
+            attempt_2=grid_of_key(second).tolist(),
         ))
     return attempts
 
@@ -532,7 +534,7 @@ def grid_key(grid):
     return bytes(grid.shape) + grid.tobytes()
 
 
-def grid_of(key):
+def grid_of_key(key):
     """Returns the grid of a grid_key."""
     rows, columns = key[:2]
     cells = np.frombuffer(key, dtype=np.uint8, offset=2)

@@ -56,7 +56,7 @@ def name_output(settings, source_names, num_puzzles, options):
     """Returns the settings' output_dir, or a name made of source, number of puzzles, options and seed.
 
     Args:
-        settings: of a prepare script.
+        settings: the settings of a prepare script.
         source_names: {source: its name}, for hub and generate.
         num_puzzles: training puzzles; 0: all.
         options: words to add.
@@ -123,7 +123,7 @@ def read_csv(path, cells, allowed, *more_columns):
     Args:
         path: the file.
         cells: characters of a question and of an answer; 0: as many as the first question has.
-        allowed: the characters of questions and those of answers, two texts; "": any.
+        allowed: two texts, the characters of questions and of answers; "": any.
         more_columns: names of other columns.
     """
     progress = Progress(f"reading {path}", 0)
@@ -154,9 +154,9 @@ def read_puzzles(path, cells, task_of_cells, alphabets, table, *more_columns):
     """Returns the columns of a file whose answers keep the rules. Raises UserError with the first wrong line.
 
     Args:
-        path, cells: as of read_csv.
+        path, cells: see read_csv.
         task_of_cells: a function of the number of cells and a prefix for errors, which returns the task.
-        alphabets: the characters of questions and those of answers.
+        alphabets: two texts, the characters of questions and of answers.
         table: {code of a character: token}.
         more_columns: names of other columns.
 
@@ -210,7 +210,7 @@ def distinct(name, n, make, arguments, keys):
     """Returns the first n examples with different keys, [2, n, cells]. Raises UserError if they are too few.
 
     Args:
-        name: of the examples, for messages.
+        name: what the examples are called in messages.
         n: examples that are wanted.
         make: a function of (i, *arguments), which returns questions and answers; i = 0, 1, ...
         arguments: the others.
@@ -265,10 +265,10 @@ def in_parallel(function, tasks):
 def prepare_process():
     """Lets a process of in_parallel ignore Ctrl-C, which its parent handles, and end with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def end_with_parent():
+def exit_with_parent():
     multiprocessing.parent_process().join()
     os._exit(1)
 

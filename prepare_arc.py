@@ -132,7 +132,7 @@ def read_subsets(settings):
         tasks = subsets.setdefault(subset, [])
         for name, content in read_subset(settings, subset):
             # a name stands for one task, as some extra tasks are tasks of the source
-            task = task_of(name, content)
+            task = arc_task_of(name, content)
             if name in names and subset != "extra":
                 raise UserError(f"{settings.source}: there are two tasks with the name {name}")
             side = max(max(grid.shape) for pair in task.train + task.test for grid in pair)
@@ -219,7 +219,7 @@ def read_object(path):
         raise UserError(f"{path}: cannot be read as a JSON object ({e})") from None
 
 
-def task_of(name, content):
+def arc_task_of(name, content):
     """Returns the Task of a name and the content of its JSON. Raises UserError."""
     pairs = {"train": [], "test": []}
     try:

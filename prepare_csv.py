@@ -22,11 +22,11 @@ test_csv = ""  # test puzzles, none of which is in train_csv
 holdout = 0  # test puzzles to draw from train_csv, instead of test_csv
 several_answers = False  # keep the first of several answers to a question, which are an error otherwise
 output_dir = ""  # "": data/ and the name of train_csv
-seed = 0  # of the test puzzles that are drawn, and of the copies
+seed = 0  # decides which test puzzles are drawn, and the copies
 # puzzle
 kind = "puzzle"  # its name; kinds that puzzles.py knows are judged by their rules
 grid = ""  # its rows and columns, as 6x6; "": a square
-symbols = ""  # its characters, first that of an empty cell; "": those of the files
+symbols = ""  # its characters, the empty cell first; "": all that the files have
 ignored = ""  # characters of answers for cells that do not count
 # symmetries, which must turn every puzzle and its answer into another one
 dihedral = False  # the 8 rotations and reflections of a square
@@ -53,7 +53,7 @@ def main(settings):
     table = {ord(symbol): token for token, symbol in enumerate(symbols, 1)}
     answer_table = table | dict.fromkeys(map(ord, settings.ignored), 0)
     boards = np.array([tokens_of(both, table), tokens_of(both.values(), answer_table)])  # [2, n, cells]
-    grid, turns = grid_of(settings, boards.shape[2])
+    grid, turns = grid_and_turns(settings, boards.shape[2])
     exchanged = exchanged_tokens(settings.permute_symbols, table)
 
     # the rows of the test puzzles, drawn or from their own file
@@ -123,7 +123,7 @@ def symbols_of(answers, ignored):
     return "".join(sorted(empty) + sorted(filled))
 
 
-def grid_of(settings, cells):
+def grid_and_turns(settings, cells):
     """Returns the grid, [rows, columns], and its turns as indices [n, cells]. Raises UserError."""
     side = math.isqrt(cells)
     square = [side, side]

@@ -2,7 +2,7 @@
 
     python prepare_maze.py                                               Maze-Hard, 1000 mazes x 8
     python prepare_maze.py --train_csv=train.csv --test_csv=test.csv     columns question,answer
-    python prepare_maze.py --source=generate --size=30 --min_path=111    mazes like those of Maze-Hard
+    python prepare_maze.py --source=generate --size=30 --min_path=111    mazes like Maze-Hard's
 
 A maze is a square of the characters "# SGo", row after row: wall, open, start, goal, path. The answer is the
 question with the open cells of one shortest path from S to G as "o". Steps go up, down, left and right.
@@ -191,7 +191,7 @@ def augmented(questions, answers, size, aug):
     """Yields blocks (inputs, labels), uint8 [n, cells]: each maze or, with aug, its 8 copies in turn.
 
     A copy's answer is the answer, turned alike. But where the answer follows the rule of solve_mazes, the
-    copy gets its own answer by that rule: otherwise the copies would teach 8 rules, of which the test set has
+    copy gets its own answer by that rule: otherwise the copies would teach 8 rules, and the test set has
     one.
     """
     copies = dihedral(size)[:8 if aug else 1]

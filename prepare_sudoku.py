@@ -23,7 +23,7 @@ train_csv = ""  # training puzzles, .csv or .csv.gz; implies csv
 test_csv = ""  # test puzzles
 size = 9  # cells of a row: 9, 6 (boxes of 2 rows, 3 columns) or 4
 output_dir = ""  # "": a folder under data/ named after these settings
-seed = 0  # of the choice of puzzles, their copies, and generated puzzles
+seed = 0  # decides the choice of puzzles, their copies, and generated puzzles
 # puzzles from the hub or from CSV files
 subsample_size = 1000  # training puzzles, chosen at random; 0: all; every test puzzle is kept
 min_difficulty = 0  # lowest rating that is kept, in training and test

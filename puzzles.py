@@ -77,7 +77,7 @@ def task_of(manifest, seq_len, vocab_size):
     task = {"kind": kind, "grid": grid, "symbols": symbols}
     known_tasks = {"sudoku": sudoku_task, "maze": maze_task, "arc": arc_task}
     if kind in known_tasks and task != known_tasks[kind](grid[0]):
-        raise UserError(f"grid {grid} and symbols {symbols!r} are not those of kind {kind}")
+        raise UserError(f"grid {grid} and symbols {symbols!r} do not fit kind {kind}")
     return task
 
 

@@ -127,7 +127,7 @@ def compile_steps(settings, flags, path, tpu_slice):
         for step, flops in ("train", training * batch_per_chip), ("eval", forward * batch_per_chip):
             results[step] = run_child(
                 f"{tpu_slice.name}: compiling the {step} step",
-                f"compile_step({os.path.join(folder, step)!r}, aot.{tpu_slice}, {batch_per_chip}, {flops})",
+                f"compile_for({os.path.join(folder, step)!r}, aot.{tpu_slice}, {batch_per_chip}, {flops})",
                 JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
                 TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_HOSTNAMES="localhost")
     return results
@@ -177,7 +177,7 @@ def trace_replica(index, folder, settings, path):
                 f.write(program)
 
 
-def compile_step(path, tpu_slice, batch_per_chip, flops):
+def compile_for(path, tpu_slice, batch_per_chip, flops):
     """Compiles the program at path for a slice with libtpu. Prints its figures as a line of JSON.
 
     flops: FLOP of a step on one chip, counted from the model.

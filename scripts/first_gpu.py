@@ -11,7 +11,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from configurator import UserError, command
 from data import read_metrics
 
-# the parts of first_gpu.sh: those of bench.py, and those of train.py
+# the parts of first_gpu.sh: first bench.py's, then train.py's
 BENCHES = ["sudoku", "sudoku_on", "sudoku_eager", "sudoku_fast", "sudoku_fast_on",
            "maze_24", "maze_48", "maze_96", "maze_192"]
 RUNS = ["demo", "demo_cpu", "two", "begin"]

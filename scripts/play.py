@@ -37,8 +37,8 @@ import solve
 from checkpoint import check_task
 from configurator import Settings, UserError, command, split_arguments
 from data import Dataset
-from evaluate import count_votes, elect, grid_of, surest_attempts, weights_of
-from prepare_arc import grid_of as grid_of_json
+from evaluate import count_votes, elect, grid_of_key, surest_attempts, weights_of
+from prepare_arc import grid_of
 from puzzles import (
     appearance, are_solutions, broken_cells, check_questions, crop, judged_by_rules, parse_question, text_of)
 
@@ -90,7 +90,7 @@ def open_server(game, port):
 # The game
 
 class Game:
-    """A model and its test puzzles: those in its file, or those of its dataset if that exists.
+    """A model and its test puzzles, from its dataset if that exists, else from its file.
 
     Args:
         path: of the model, as solve.py takes it.
@@ -187,7 +187,7 @@ class Game:
             request = self.defaults | json.loads(body)
             text = request["question"]
             if self.is_arc:
-                question = request["task"], grid_of_json(text)
+                question = request["task"], grid_of(text)
             else:
                 task, question = parse_question(self.task, text + "")
             for name, (convert, _, _) in LIMITS.items():
@@ -216,7 +216,7 @@ class Game:
             question: as parse_request returns it.
             steps, copies, noise, seed: as in LIMITS.
         """
-        # the run's settings but for those of the request
+        # the run's settings, and the request's
         changed = dict(eval_halt_max_steps=steps, eval_rollouts=copies, eval_noise=noise, seed=seed)
         settings = Settings(**vars(self.saved.settings) | changed)
         with self.lock:
@@ -262,7 +262,7 @@ class Game:
                 "answers": [crop(answers[0], data.side).tolist()],  # the first version is the original
                 "sure": solve.sigmoid(results["q_halt_logits"][:1]).round(4).tolist(),
                 "kept": [0, step],
-                "votes": [[grid_of(key).tolist(), votes[key][0]] for key in elect(votes)],
+                "votes": [[grid_of_key(key).tolist(), votes[key][0]] for key in elect(votes)],
             }
 
 

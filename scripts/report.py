@@ -92,9 +92,9 @@ LOGARITHMIC = "parameters", "puzzles", "copies", "global_batch_size"
 COLUMNS = (
     "surest", "train", "gap", "parameters", "speed", "saved", "steps_to", "hours_to", "pflop", "hours")
 EXPLANATION = """Accuracy is the share of test puzzles solved in the final evaluation, by each puzzle's last
-answer (with eval_patience, one that repeats); the surest is that of the step where q_halt was highest.
+answer (with eval_patience, one that repeats); the surest comes from the step where q_halt was highest.
 Training values are means over the last tenth of the run, of the weights and not of their average. Time is
-steps times step time; arithmetic is that of matmuls. The supervision steps saved assume that halting works
+steps times step time; arithmetic counts matmuls alone. The supervision steps saved assume that halting works
 at inference as in training. Steps and time to the target are interpolated between evaluations.
 ± is one standard deviation over seeds. Differences have 95% confidence intervals by Welch's test."""
 
@@ -116,7 +116,7 @@ class Run:
 
 
 @dataclass
-class Setting:
+class Variant:
     """Runs of equal settings, one for each seed: a row of a table, a point of a panel."""
     label: str
     runs: list
@@ -153,7 +153,7 @@ def main(argv):
     out_dir.mkdir(parents=True, exist_ok=True)
     lines = ["# Report", "", EXPLANATION, "", f"Hardware: {'; '.join(sorted(hardware))}.", "", *status, ""]
     for group in GROUPS:
-        compared = settings_of(group, complete)
+        compared = variants_of(group, complete)
         if compared:
             lines += section(group, compared, out_dir)
     (out_dir / "report.md").write_text("\n".join(lines), encoding="utf-8")
@@ -268,32 +268,32 @@ def crossing(steps, accuracy, level):
 
 # Comparing.
 
-def settings_of(group, runs):
-    """Returns the Settings of a group, by x; runs: all that are complete. Those of other groups add seeds."""
+def variants_of(group, runs):
+    """Returns the Variants of a group, by x; runs: all that are complete. Those of other groups add seeds."""
     # {settings: {seed: run}}; of two runs with one seed the group's own counts
     by_settings = {}
     for run in sorted(runs, key=lambda run: run.group is not group):
         by_seed = by_settings.setdefault(run.settings, {})
         by_seed.setdefault(run.seed, run)
 
-    # a setting is named by the group's own runs
-    settings = []
+    # a variant is named by the group's own runs
+    variants = []
     for by_seed in by_settings.values():
         names = dict.fromkeys(run.name for run in by_seed.values() if run.group is group)
         if names:
-            settings.append(Setting(", ".join(names), list(by_seed.values())))
+            variants.append(Variant(", ".join(names), list(by_seed.values())))
     if group.x:
-        settings.sort(key=lambda setting: setting.mean(group.x))
-    return settings
+        variants.sort(key=lambda variant: variant.mean(group.x))
+    return variants
 
 
-def difference_of(setting, base):
-    """Returns the points of accuracy between two settings, with their 95% confidence interval, as text."""
-    if setting is base or min(len(setting.runs), len(base.runs)) < 2:
+def difference_of(variant, base):
+    """Returns the points of accuracy between two variants, with their 95% confidence interval, as text."""
+    if variant is base or min(len(variant.runs), len(base.runs)) < 2:
         return "-"
-    interval = ttest_ind(setting.values("accuracy"), base.values("accuracy"), equal_var=False)
+    interval = ttest_ind(variant.values("accuracy"), base.values("accuracy"), equal_var=False)
     low, high = interval.confidence_interval()
-    return f"{setting.mean('accuracy') - base.mean('accuracy'):+.1f} ({low:+.1f} to {high:+.1f})"
+    return f"{variant.mean('accuracy') - base.mean('accuracy'):+.1f} ({low:+.1f} to {high:+.1f})"
 
 
 def fit_power_law(x, y):
@@ -318,23 +318,23 @@ def power_law(x, a, b, c):
 
 # Writing.
 
-def section(group, settings, out_dir):
+def section(group, variants, out_dir):
     """Draws a group's picture; returns its Markdown lines.
 
     Args:
         group: the Group.
-        settings: its Settings.
+        variants: its Variants.
         out_dir: folder of the picture.
     """
     name = group.prefix or "runs"
-    lines = [f"## {name}: {group.question}", "", *table(group, settings), ""]
+    lines = [f"## {name}: {group.question}", "", *table(group, variants), ""]
     law = None
     if group.x == "parameters":
-        parameters = np.concatenate([setting.values("parameters") for setting in settings])
-        accuracy = np.concatenate([setting.values("accuracy") for setting in settings])
+        parameters = np.concatenate([variant.values("parameters") for variant in variants])
+        accuracy = np.concatenate([variant.values("accuracy") for variant in variants])
         law = fit_power_law(parameters, accuracy)
         lines += [law_sentence(law), ""]
-    plot_group(group, settings, law, out_dir / f"{name}.png")
+    plot_group(group, variants, law, out_dir / f"{name}.png")
     return [*lines, f"![{group.question}]({name}.png)", ""]
 
 
@@ -347,22 +347,22 @@ def law_sentence(law):
             "(standard errors).")
 
 
-def table(group, settings):
-    """Returns Markdown lines: a row for each setting, mean ± deviation over seeds, - if not known."""
-    # The setting with the most seeds is the one that all others are compared with.
-    base = max(settings, key=lambda setting: len(setting.runs))
+def table(group, variants):
+    """Returns Markdown lines: a row for each variant, mean ± deviation over seeds, - if not known."""
+    # The variant with the most seeds is the one that all others are compared with.
+    base = max(variants, key=lambda variant: len(variant.runs))
     keys = dict.fromkeys(["accuracy", group.x, *group.panels, *COLUMNS])
     keys.pop("", None)
 
-    # one row for each setting
+    # one row for each variant
     titles = ["setting", "seeds", f"points against {base.label}", *map(VALUES.get, keys)]
     rows = [titles, ["---"] * len(titles)]
-    for setting in settings:
-        row = [setting.label, str(len(setting.runs)), difference_of(setting, base)]
+    for variant in variants:
+        row = [variant.label, str(len(variant.runs)), difference_of(variant, base)]
         for key in keys:
-            cell = digits(setting.mean(key))
-            if setting.deviation(key) > 1e-6 * abs(setting.mean(key)):
-                cell += f" ± {digits(setting.deviation(key))}"
+            cell = digits(variant.mean(key))
+            if variant.deviation(key) > 1e-6 * abs(variant.mean(key)):
+                cell += f" ± {digits(variant.deviation(key))}"
             row.append(cell)
         rows.append(row)
     return ["| " + " | ".join(row) + " |" for row in rows]
@@ -377,24 +377,24 @@ def digits(value):
 
 # Drawing.
 
-def plot_group(group, settings, law, path):
+def plot_group(group, variants, law, path):
     """Writes the picture of a group: its panels and learning curves.
 
     Args:
         group: the Group.
-        settings: its Settings.
+        variants: its Variants.
         law: as fit_power_law returns it.
         path: of the picture.
     """
     count = len(group.panels) + 1
     fig, axes = plt.subplots(1, count, figsize=(4.5 * count, 4.5), layout="constrained")
-    for i, setting in enumerate(settings):
+    for i, variant in enumerate(variants):
         # a point in each panel, with its deviation over seeds; a learning curve for each seed
-        x = setting.mean(group.x) if group.x else setting.label
+        x = variant.mean(group.x) if group.x else variant.label
         for key, ax in zip(group.panels, axes):
-            ax.errorbar(x, setting.mean(key), setting.deviation(key), fmt="o", capsize=3, color=f"C{i}",
-                        label=setting.label)
-        for run in setting.runs:
+            ax.errorbar(x, variant.mean(key), variant.deviation(key), fmt="o", capsize=3, color=f"C{i}",
+                        label=variant.label)
+        for run in variant.runs:
             axes[-1].plot(list(run.evaluations), list(run.evaluations.values()), color=f"C{i}")
 
     # the axes

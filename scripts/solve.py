@@ -50,11 +50,10 @@ from configurator import Settings, UserError, command, configure, split_argument
 from data import Dataset, Progress, replacing
 from device import open_device
 from evaluate import (
-    Evaluator, Queue, count_votes, elect, grid_of, noise_keys, submission, surest_answers, surest_attempts,
-    unlabelled_batch, weights_of)
+    Evaluator, Queue, count_votes, elect, grid_of_key, noise_keys, submission, surest_answers,
+    surest_attempts, unlabelled_batch, weights_of)
 from prepare import csv_rows
-from prepare_arc import read_folder, read_object
-from prepare_arc import task_of as arc_task_of
+from prepare_arc import arc_task_of, read_folder, read_object
 from puzzles import (
     ARC, BOXES, MAZE, appearance, arc_task, are_solutions, broken_cells, canvas,
     check_questions, maze_task, parse_question, side_by_side, sudoku_task, text_of, verdict)
@@ -65,16 +64,16 @@ plot = ""  # draw them: FILE.png, or FILE.gif with a frame for each step; needs 
 output = ""  # write the answers of a .csv to this new .csv: question, answer, certainty, step, result
 task = ""  # name of an ARC task in the model's dataset
 versions = 0  # versions of each ARC task that vote; 0: all
-halt_max_steps = 0  # supervision steps; 0: those of the run's evaluation; more may solve more
+halt_max_steps = 0  # supervision steps; 0: as many as the run's evaluation; more may solve more
 # ---
 
 MODELS = os.path.join(ROOT, "models")  # trained ones, files of --export
 CSV_ENDINGS = (".csv", ".csv.gz", ".jsonl", ".jsonl.gz")
-CELLS_AT_A_TIME = 5_000  # of all puzzles in a batch: 61 of 9x9 Sudoku, 5 of 30x30 mazes
+CELLS_AT_A_TIME = 5_000  # in a batch: 61 Sudokus of 9x9 or 5 mazes of 30x30
 
 
 def main(argv):
-    """Solves one puzzle and prints it, or those of a file."""
+    """Solves one puzzle and prints it, or solves all puzzles in a file."""
     settings, operands, train_arguments = split_arguments(__file__, argv)
     path, source = model_and_source(operands + ["-"] * bool(settings.task))
     is_arc_file = source.endswith(".json") or os.path.isdir(source)
@@ -109,7 +108,7 @@ def watch(settings, model, question):
     """Yields the results [attempts, ...] of Evaluator.watch, of eval_rollouts attempts at one puzzle.
 
     Args:
-        settings: of train.py.
+        settings: train.py's settings.
         model: a TRM on the CPU.
         question: tokens int32 [cells].
     """
@@ -129,7 +128,7 @@ def solve_one(saved, model, task, question, settings):
 
     Args:
         saved, model: a Saved and its TRM.
-        task: of the question.
+        task: the question's task.
         question: tokens int32 [cells].
         settings: of this script.
     """
@@ -141,7 +140,7 @@ def solve_one(saved, model, task, question, settings):
     broken = broken_cells(task, question[None], answers)
     if broken is None:
         broken = np.zeros(answers.shape, dtype=bool)
-    broken[0] = False  # the question's
+    broken[0] = False  # the question itself
 
     # the question, and after it the answer of each step
     titles = ["question"]
@@ -173,9 +172,9 @@ def solve_file(settings, model, task, questions, output):
     """Solves puzzles, prints how many are right, and writes a row for each to a new file.
 
     Args:
-        settings: of train.py.
+        settings: train.py's settings.
         model: a TRM.
-        task: of the puzzles.
+        task: the puzzles' task.
         questions: tokens int32 [n, cells].
         output: path of the file, "" for none.
     """
@@ -209,10 +208,10 @@ def run_queue(settings, model, n, read_rows):
     """Returns the results of an evaluate.Queue.
 
     Args:
-        settings: of train.py.
+        settings: train.py's settings.
         model: a TRM.
         n: how many puzzles.
-        read_rows: as Queue takes it.
+        read_rows: see Queue.
     """
     keys = noise_keys(settings.seed, settings.eval_rollouts, n)
     slots = min(keys.size, max(1, CELLS_AT_A_TIME // model.config.seq_len))
@@ -227,7 +226,7 @@ def run_queue(settings, model, n, read_rows):
 # ARC
 
 def solve_arc(saved, source, settings):
-    """Solves an ARC task and prints it, or those of a file or folder, and writes a submission.
+    """Solves an ARC task and prints it, or solves all tasks in a file or folder and writes a submission.
 
     Args:
         saved: a Saved.
@@ -274,8 +273,8 @@ def arc_datasets(saved):
     # the same tasks and versions, in the same order; an official checkpoint knows their number
     trained_on = saved.sizes["num_puzzle_identifiers"], saved.state.get("data", train_data.sha256)
     if trained_on != (train_data.num_puzzle_identifiers, train_data.sha256):
-        raise UserError(f"{saved.path} was trained with other puzzle identifiers than those of "
-                        f"{train_data.path}: --data_path=FOLDER says where its dataset is")
+        raise UserError(f"{saved.path} was trained with other puzzle identifiers than "
+                        f"{train_data.path} has: --data_path=FOLDER says where its dataset is")
     return train_data, Dataset(saved.settings.data_path, "test")
 
 
@@ -297,7 +296,7 @@ def choose_versions(data, name, pairs, num_versions):
 
     Args:
         data: the training split, which has the versions of all tasks.
-        name: of the task.
+        name: the task's name.
         pairs: list of (input, output); an output that is not known is empty.
         num_versions: how many of its versions, the original first; 0: all.
     """
@@ -318,7 +317,7 @@ def choose_versions(data, name, pairs, num_versions):
 
 
 def vote(settings, model, data):
-    """Returns the votes on the examples of choose_versions' Dataset, as evaluate.count_votes does."""
+    """Returns the votes on the examples of choose_versions' Dataset, see evaluate.count_votes."""
     settings.eval_rollouts = 1
     results = run_queue(settings, model, len(data), lambda i: data.test_batch(i, len(i)))
     return count_votes(data, np.arange(len(data)), results["preds"][0], results["q_halt_logits"][0])
@@ -329,7 +328,7 @@ def show_task(demonstrations, tests, votes, plot):
 
     Args:
         demonstrations, tests: lists of (input, output); an output that is not known is empty.
-        votes: on the test inputs, as vote() returns them.
+        votes: what vote() returns for the test inputs.
         plot: path of the picture, "" for none.
     """
     # a row of (title, grid) for each pair
@@ -338,7 +337,7 @@ def show_task(demonstrations, tests, votes, plot):
         row = [(f"test input {number + 1}", question)]
         candidates = votes[0, number]
         for key in elect(candidates)[:2]:
-            row.append((f"answer with {candidates[key][0]} votes", grid_of(key)))
+            row.append((f"answer with {candidates[key][0]} votes", grid_of_key(key)))
         if answer.size:
             row.append(("known answer", answer))
         rows.append(row)
@@ -364,8 +363,8 @@ def draw(path, task, given, rows):
     """Draws grids to a new .png, or each as a frame of a .gif.
 
     Args:
-        path: of the file.
-        task: of the puzzle.
+        path: the file.
+        task: the puzzle's task.
         given: which cells to draw on grey [cells].
         rows: lists of (title, tokens [cells], which cells break a rule [cells]).
     """
@@ -379,7 +378,7 @@ def draw(path, task, given, rows):
 
 
 def picture(task, given, rows):
-    """Returns an image of grids; given, rows: as in draw."""
+    """Returns an image of grids; given, rows: see draw."""
     from matplotlib.figure import Figure
     from PIL import Image
     size = max(3, max(task["grid"]) / 6)  # inches
@@ -471,7 +470,7 @@ def read_texts(source):
 
 
 def parse_texts(task, texts):
-    """Returns the task with the grid of puzzles, and their tokens, int32 [n, cells]; texts: of read_texts.
+    """Returns the task with the grid of puzzles, and their tokens, int32 [n, cells]; texts: from read_texts.
 
     Warns on stderr if one has several solutions. Raises UserError for the first that is wrong or has none.
     """
@@ -498,7 +497,7 @@ class Saved(NamedTuple):
     """A trained model on disk."""
     path: str
     state: dict  # the content of its file
-    settings: Settings  # of train.py, for an evaluation of it
+    settings: Settings  # train.py's, for an evaluation of the model
     sizes: dict  # its train.SIZES; seq_len is 0 in an official checkpoint
 
     @property
@@ -530,7 +529,7 @@ def read_saved(path, train_arguments):
     """Returns a Saved. Raises UserError.
 
     Args:
-        path: of a model file or a checkpoint, or a run's folder, for its newest checkpoint.
+        path: a model file or a checkpoint, or a run's folder, for its newest checkpoint.
         train_arguments: config files and flags of train.py, over the settings in the checkpoint.
     """
     if os.path.isdir(path):

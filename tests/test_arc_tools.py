@@ -101,7 +101,7 @@ def test_adaptation_answers_new_tasks(run, arc_folder, tmp_path):
     assert answers == json.loads((adapted / "submission.json").read_text())
     name = min(answers)
     assert len(answers) == 6 and "known answer" not in run(adapted, f"--task={name}")
-    with pytest.raises(UserError, match="other puzzle identifiers than those of .*adapted-data"):
+    with pytest.raises(UserError, match="other puzzle identifiers than .*adapted-data has"):
         solve.main([str(arc_folder / "arc"), f"--task={name}", f"--data_path={adapted}-data"])
 
 

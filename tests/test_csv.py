@@ -124,7 +124,7 @@ WRONG = [  # rows of train.csv, flags, what the message names
     (GOOD, ["--grid=1x4", "--dihedral"], "grid=1x4 .* a square for --dihedral"),
     (GOOD, ["--holdout=2"], "train.csv: no puzzle is left of 2"),
     (GOOD, ["--train_csv=nowhere.csv"], "nowhere.csv: cannot be read"),
-    (GOOD, ["--kind=sudoku"], "symbols '_.1234' are not those of kind sudoku"),
+    (GOOD, ["--kind=sudoku"], "symbols '_.1234' do not fit kind sudoku"),
     ([("1..", "???"), ("2..", "???")], ["--ignored=?", "--grid=1x3"], "no cell that counts"),
     ([("12", "12"), ("21", "21")], ["--grid=1x2", "--permute_symbols=12"],
      "train.csv: no puzzle is left of 2.* symmetry"),

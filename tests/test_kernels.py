@@ -23,7 +23,7 @@ import model
 import train
 
 # [B, L, D]: sizes that the tiles divide, and that they do not
-SIZES = [(2, 97, 128), (1, 81, 512), (2, 36, 192), (1, 128, 256), (1, 900, 128)]
+SIZES = [(2, 97, 128), (1, 81, 512), (2, 36, 192), (1, 900, 128)]
 
 
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.float16, 3e-3)], ids=str)

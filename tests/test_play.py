@@ -22,7 +22,7 @@ from test_solve import folder, write_exchange  # folder is a fixture: the models
 
 import puzzles
 from configurator import UserError
-from evaluate import elect, grid_of
+from evaluate import elect, grid_of_key
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_votes_on_an_arc_task_are_those_of_solve(arc_server, arc_test):
     *_, line = game.solve((puzzle["task"], question), 3, 4, 0, 0)
     data = solve.choose_versions(game.train_data, puzzle["task"], [(question, answer)], 0)
     votes = solve.vote(game.saved.settings, game.model, data)[0, 0]
-    assert line["votes"] == [[grid_of(key).tolist(), votes[key][0]] for key in elect(votes)]
+    assert line["votes"] == [[grid_of_key(key).tolist(), votes[key][0]] for key in elect(votes)]
 
 
 @pytest.mark.parametrize("change, words", [

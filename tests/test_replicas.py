@@ -158,6 +158,7 @@ def test_puzzles_leave_an_evaluation_early_on_any_number_of_replicas(data, repli
         saved = saved_answers(tmp_path, 120)
         assert list(saved["indices"]) == list(range(40))
         preds.append(saved["preds"])
+        (tmp_path / "eval_00000120.npz").unlink(missing_ok=True)
     assert (preds[0] != preds[1]).any(1).sum() <= 4  # where rounding repeats an answer
     few = replicas(4, xla_run, [*again, "--eval_final_max_puzzles=2"])
     assert "puzzles 2\n" in few  # two ranks have none
@@ -201,7 +202,7 @@ def test_wrong_input_ends_all_replicas_with_one_line(data, four):
     process = popen(xla_command(data, four, "--max_steps=30"), env=xla_environment(2))
     text = process.communicate(timeout=300)[0]
     assert process.returncode == 2 and "Traceback" not in text
-    assert f"train.py: {four} holds a run" in text.splitlines()[-1]
+    assert f"train.py: --out_dir={four} holds a run" in text.splitlines()[-1]
 
 
 BREAKS = """
