@@ -41,7 +41,7 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mixer", [
-    ["--forward_dtype=bfloat16"],
+    ["--forward_dtype=auto"],
     ["--mlp_t=False", "--pos_encodings=rope", "--forward_dtype=float32"],
 ], ids=["mlp", "attention"])
 def test_train_resume_evaluate_export(data, tmp_path, mixer):

@@ -60,7 +60,7 @@ def test_a_step_is_one_program_with_one_all_reduce_that_fits(dataset, capsys):
 
 
 def test_a_batch_that_does_not_fit(dataset):
-    flags = [*TINY, "--global_batch_size=20000", "--expansion=64", f"--data_path={dataset}"]
+    flags = [*TINY, "--H_cycles=1", "--global_batch_size=20000", "--expansion=64", f"--data_path={dataset}"]
     with pytest.raises(configurator.UserError, match="compiling the train step: .*exceeds available HBM"):
         aot.main([*flags, "--slices=v5e:1x1"])
 
