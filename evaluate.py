@@ -191,7 +191,7 @@ class Queue:
         # an answer has a byte for each cell, since a test set may have a third of a billion cells
         self.results = {}
         for name in (*ANSWERS, *METRICS, *LOSS_TERMS):
-            if name.endswith("preds"):
+            if name in ("preds", "surest_preds"):
                 array = np.zeros((self.attempts, self.n, seq_len), dtype=np.uint8)
             else:
                 array = np.zeros((self.attempts, self.n), dtype=np.float32)

@@ -1,4 +1,4 @@
-# 6x6 Sudoku in a minute or two on 2 CPU cores: makes puzzles, trains, solves unseen ones and shows one.
+# 6x6 Sudoku in a minute or two on 2 CPU cores: makes puzzles, trains and solves unseen ones.
 # Expected: 98% or more of 1000 unseen puzzles exactly right (in float32 97% or more).
 data_path = "data/sudoku-6x6-demo"
 data_prepare = (

@@ -138,6 +138,7 @@ def run_train(argv, cwd, env, writer):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup lets the tests ignore it
     for descriptor, name in (1, "stdout"), (2, "stderr"):
         os.dup2(writer.fileno(), descriptor)
         setattr(sys, name, open(descriptor, "w", buffering=1, closefd=False, encoding="utf-8"))
