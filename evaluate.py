@@ -152,7 +152,8 @@ class Evaluator:
             q_halt_logits=step.q_halt,
             halted=carry["halted"],
         )
-        return {}, dict(carry=carry, values=step.values | answers | surest)
+        values = step.values | answers | surest
+        return {}, dict(carry=carry, values=values)
 
     def watch(self, weights, table, batch, noise_keys=None):
         """Yields the results of step() as arrays, after each supervision step of one batch of puzzles."""
@@ -191,11 +192,11 @@ class Queue:
         # an answer has a byte for each cell, since a test set may have a third of a billion cells
         self.results = {}
         for name in (*ANSWERS, *METRICS, *LOSS_TERMS):
+            shape = (self.attempts, self.n)
             if name in ("preds", "surest_preds"):
-                array = np.zeros((self.attempts, self.n, seq_len), dtype=np.uint8)
+                self.results[name] = np.zeros((*shape, seq_len), dtype=np.uint8)
             else:
-                array = np.zeros((self.attempts, self.n), dtype=np.float32)
-            self.results[name] = array
+                self.results[name] = np.zeros(shape, dtype=np.float32)
 
         # slots without an attempt work on zeros, which nothing collects
         questions = np.zeros((evaluator.batch_size, seq_len), dtype=np.int32)
@@ -415,7 +416,9 @@ def eval_values(ranks):
 
 def save_outputs(settings, device, path, indices, arrays):
     """Writes this rank's part of eval_save_outputs. If it cannot be written, as on a full disk, logs that."""
-    name = f"{path}.npz" if device.world == 1 else f"{path}.{device.rank}.npz"
+    name = f"{path}.npz"
+    if device.world > 1:
+        name = f"{path}.{device.rank}.npz"
     wanted = {}
     keys = settings.eval_save_outputs.split(",")
     for key in filter(None, keys):
