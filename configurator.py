@@ -89,6 +89,17 @@ def command(run, script):
     signal.signal(signal.SIGTERM, interrupt)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # a shell's & has it ignored
         signal.signal(signal.SIGINT, interrupt)
+
+    # Python drops an exception that is raised in a weakref's callback or in __del__, whatever it is: a stop
+    # that arrives there, as it did during an import, is raised once more.
+    def raise_again(dropped):
+        if dropped.exc_type is not KeyboardInterrupt:
+            sys.__unraisablehook__(dropped)
+            return
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+
+    sys.unraisablehook = raise_again
     try:
         run()
         print(end="", flush=True)

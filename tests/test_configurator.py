@@ -169,8 +169,16 @@ def test_a_number_out_of_bounds_is_refused(name, value, interval):
 
 ERROR = "toy.py: an error of two lines\n"
 MAIN = """
-import sys
+import signal, sys, time
 from configurator import TransientError, UserError, start
+
+class Freed:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)  # Python drops the KeyboardInterrupt
+
+def stop(text):
+    Freed()
+    time.sleep(20)
 
 def main(settings):
     print(settings.lr, "ü")
@@ -197,6 +205,7 @@ def toy_command(tmp_path, arguments):
     "--slow=False --fast --path=UserError": (2, "0.001 ü\n\n", ERROR),
     "--slow=False --fast --path=TransientError": (1, "0.001 ü\n\n", ERROR),
     "--slow=False --fast --path=KeyboardInterrupt": (3, "0.001 ü\n\n", "toy.py: stopped\n"),
+    "--slow=False --fast --path=stop": (3, "0.001 ü\n\n", "toy.py: stopped\n"),
     "| true": (1, "", ""), "--help | true": (1, "", ""), ">&-": (0, "", "")}.items())
 def test_exit_codes(tmp_path, arguments, done):
     """Expected errors are one line; a reader that leaves, as `| head` does, costs none."""
