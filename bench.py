@@ -23,7 +23,7 @@ import torch
 import configurator
 import train
 from data import Dataset
-from device import choose_device, end_with_parent, open_device, out_of_memory, peak_flops
+from device import choose_device, open_device, out_of_memory, peak_flops
 from evaluate import Queue, noise_keys
 from prepare import write_dataset
 
@@ -39,14 +39,14 @@ def bench(index, settings, bench_settings, kind, path):
     """Measures on every replica, and prints on rank 0.
 
     Args:
-        index: of the replica, from xmp.spawn.
-        settings: of train.py.
+        index: the replica's number, from xmp.spawn.
+        settings: train.py's settings.
         bench_settings: bench.py's settings.
-        kind: as choose_device returns it.
-        path: of the dataset.
+        kind: what choose_device returns.
+        path: the dataset's folder.
     """
     if kind == "xla":
-        end_with_parent()
+        configurator.end_with_parent()
     # the device, and train.py's run on it
     device = open_device(kind, settings)
     train.check_batch_size(settings, device)
@@ -90,7 +90,7 @@ def bench(index, settings, bench_settings, kind, path):
         replicas=device.world,
         torch=torch.__version__,
         settings=train.differences(settings),
-        parameters=run.num_parameters,
+        parameters=run.model.num_parameters(),
         global_batch_size=settings.global_batch_size,
         micro_batch_size=settings.micro_batch_size or run.batch_size,
         tokens_per_example=run.model.length,

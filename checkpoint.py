@@ -13,6 +13,7 @@ import re
 import secrets
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -26,15 +27,14 @@ from model import read_torch_file
 # Where a run begins
 
 class Start(NamedTuple):
-    """Where a run begins. Ranks other than 0 know step and is_complete alone."""
+    """Where a run begins. Ranks other than 0 only know step and is_complete."""
     step: int = 0
     is_complete: bool = False  # nothing is left to do
     state: dict = {}  # the checkpoint; its weights are in the model already
     best: float = -1.0  # the best eval/exact_accuracy so far
     run_id: str = ""  # the same from a run's first start to its end, and W&B's id
     init_from: str = "scratch"  # where the run began, which a resume does not change
-    token: str = ""  # names this process in the bucket's run.json: who has it may upload
-    bucket: Bucket | None = None
+    token: str = ""  # names this process in the bucket's run.json: whoever has it may upload
     notes: tuple = ()  # lines for the log
     lock: object = None  # holds out_dir; another process can train there once it is gone
 
@@ -92,7 +92,9 @@ def find_start(settings, data, model, total_steps, should_stop):
 
     # what out_dir and the bucket hold: names of files, and the run.json of a run
     local = os.listdir(settings.out_dir) if os.path.isdir(settings.out_dir) else []
-    runs = [read_run_file(settings.out_dir)]
+    runs = []
+    if "run.json" in local:
+        runs.append(parse_run(Path(settings.out_dir, "run.json").read_bytes()))
     bucket = None
     remote = {}
     if settings.gcs_dir:
@@ -118,8 +120,8 @@ def find_start(settings, data, model, total_steps, should_stop):
         refuse_run(f"--gcs_dir={settings.gcs_dir}", remote)
 
     run_id = start.run_id or min(ids, default="")
-    start = start._replace(bucket=bucket, notes=[*notes, *start.notes], run_id=run_id)
-    return start if reads_only else take_over(settings, start)
+    start = start._replace(notes=[*notes, *start.notes], run_id=run_id)
+    return start if reads_only else take_over(settings, start, bucket)
 
 
 def resume(settings, state, data, model, total_steps):
@@ -134,7 +136,7 @@ def resume(settings, state, data, model, total_steps):
         is_complete=has_ended and state["step"] == total_steps,
         state=state,
         best=state["best"],
-        run_id=state.get("run_id", state.get("wandb_id")),
+        run_id=state.get("run_id", ""),
         init_from=state["settings"]["init_from"],
         notes=setting_changes(settings, state["settings"]),
     )
@@ -143,6 +145,8 @@ def resume(settings, state, data, model, total_steps):
 def start_from_file(settings, data, model):
     """Returns the Start of a new run with a file's weights, or of an evaluation or an export of the file."""
     file = settings.init_from
+    if not os.path.exists(file):
+        raise UserError(f"{file}: no such checkpoint; init_from is scratch, resume, auto or a file")
     state = read_checkpoint(file)
     check_task(state, data, file)
     is_averaged = load_weights(model, state["weights"], file)
@@ -165,7 +169,7 @@ def refuse_run(flag, names):
                         f"{flag.partition('=')[0]} starts another")
 
 
-def take_over(settings, start):
+def take_over(settings, start, bucket):
     """Makes this process the one that trains the run: locks out_dir and writes run.json."""
     # a run keeps its id; the token is new with each process
     run_id = start.run_id or secrets.token_hex(4)
@@ -184,8 +188,8 @@ def take_over(settings, start):
     # the token of the process that started last is the one that counts
     with replacing(os.path.join(settings.out_dir, "run.json")) as f:
         f.write(content)
-    if start.bucket:
-        start.bucket.write("run.json", content)
+    if bucket:
+        bucket.write("run.json", content)
     return start._replace(run_id=run_id, token=token, lock=lock)
 
 
@@ -240,9 +244,7 @@ def newest_checkpoint(out_dir, say):
             with open(path[:-3] + ".json", "rb") as f:
                 if json.load(f)["sha256"] != file_hash(path):
                     raise ValueError("it does not match the hash in its .json")
-            state = read_checkpoint(path)
-            say(f"resuming from {path}")
-            return state
+            return read_checkpoint(path)
         except Exception as e:  # whatever it is, the one before may be whole
             say(f"skipped {path}: damaged ({e})")
     return {}
@@ -256,7 +258,7 @@ def read_checkpoint(path):
         state = state if "weights" in state else {"weights": state}
         has_weights = all(map(torch.is_tensor, state["weights"].values()))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such checkpoint; init_from is scratch, resume, auto or a file") from None
+        raise UserError(f"{path}: no such checkpoint or model file") from None
     except Exception as e:  # torch has many for this
         raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): "
                         "damaged, or not one of ours or the official code's") from None
@@ -349,6 +351,8 @@ def find_checkpoint(settings, bucket, remote):
         hint = "another out_dir or gcs_dir" if had_one else "--init_from=auto"
         problem = f"--init_from={settings.init_from}: no complete checkpoint in {settings.out_dir}"
         raise UserError("; ".join([problem, *notes, f"{hint} starts from scratch"]))
+    if state:
+        notes.append(f"resuming from {settings.out_dir}/ckpt_{state['step']:08d}.pt")
     return state, notes
 
 
@@ -391,21 +395,19 @@ def check_task(state, data, where):
     """
     # files of the official code do not say their task
     task = state.get("task", data.task)
-    same_cells = math.prod(task["grid"]) == math.prod(data.task["grid"])
-    for name in ("kind", "symbols", "grid") if same_cells else ("kind", "symbols"):
+    compared = ["kind", "symbols"]
+    if math.prod(task["grid"]) == math.prod(data.task["grid"]):
+        compared.append("grid")
+    for name in compared:
         if list(task[name]) != list(data.task[name]) and task["kind"]:
             raise UserError(f"{where} was trained on puzzles with {name} {task[name]!r}, "
                             f"but {data.path} has {name} {data.task[name]!r}")
 
 
 def parse_run(content):
-    """Returns the object in a run.json that has an id, or {}; content: bytes or None."""
-    run = json.loads(content or "{}")
-    return run if "id" in run else {}
-
-
-def read_run_file(folder):
-    """Returns the object in a folder's run.json, or {}."""
-    with suppress(OSError), open(os.path.join(folder, "run.json"), "rb") as f:
-        return parse_run(f.read())
+    """Returns the object in a run.json that has an id; {} for None and for a damaged one; content: bytes."""
+    with suppress(ValueError):
+        run = json.loads(content or "{}")
+        if "id" in run:
+            return run
     return {}

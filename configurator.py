@@ -15,10 +15,13 @@ import ast
 import difflib
 import functools
 import itertools
+import multiprocessing
 import os
 import re
 import signal
 import sys
+import threading
+import time
 import traceback
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -113,6 +116,19 @@ def command(run, script):
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
         sys.exit(3)
+
+
+def end_with_parent():
+    """Ends this process once the one that started it is gone: a rank would wait for its peers forever."""
+    starter = multiprocessing.parent_process()
+    parent = starter.pid if starter else os.getppid()
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 # Arguments

@@ -19,7 +19,6 @@ them, and batches make the copies.
 import fcntl
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -29,6 +28,7 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 
@@ -60,9 +60,8 @@ METADATA = (
     "seq_len",  # cells of a puzzle
     "num_puzzle_identifiers",
     "total_groups",
-    "mean_puzzle_examples",  # examples of a group, on average
+    "mean_puzzle_examples",  # examples of a puzzle, on average
 )
-NO_TRANSLATION = itertools.repeat(0)  # as long as any batch
 ORDER, EXAMPLE, HALT, SUBSET, NOISE = range(5)  # independent random streams of one seed
 
 
@@ -114,7 +113,7 @@ class Dataset:
                 raise UserError(f"{path}/{name} cannot be read (truncated?): {self.hint} ({e})") from None
             setattr(self, field, np.asarray(array))  # a plain view of the file indexes faster than np.memmap
 
-        # shapes, tokens and identifiers are those of dataset.json, and indices end where their arrays do
+        # shapes, tokens and identifiers agree with dataset.json, and indices end where their arrays do
         row_indices = self.task_indices if self.has_versions else self.puzzle_indices
         example_shape = (row_indices[-1], self.seq_len)
         fits = [
@@ -246,13 +245,13 @@ class Dataset:
         first, end = self.task_indices[group:group + 2]
         return self.grids[first:end]
 
-    def _batch(self, puzzles, members, translation_draws=NO_TRANSLATION):
+    def _batch(self, puzzles, members, translation_draws=0):
         """Returns the batch of some examples.
 
         Args:
             puzzles: numbers of puzzles [b].
             members: which of its puzzle's examples each one is [b].
-            translation_draws: for each example a pair of numbers in [0, 1), or NO_TRANSLATION.
+            translation_draws: numbers in [0, 1), [b, 2]; 0: nothing moves.
         """
         rows = self.first_rows[puzzles] + members
         if self.has_versions:
@@ -273,6 +272,7 @@ class Dataset:
     def _draw_versions(self, rows, versions, translation_draws):
         """Returns inputs and labels [b, seq_len]: canvases with the versions of the grids in rows [b]."""
         canvases = []
+        translation_draws = np.broadcast_to(translation_draws, (len(rows), 2))
         for row, version, draws in zip(rows, versions, translation_draws):
             grids = [apply_version(grid, version) for grid in self.grids[row]]
 
@@ -445,7 +445,7 @@ def locked(path):
     # the file that is locked must be the one that has the name: another owner may just have removed it
     held = False
     while not held:
-        f = open(name, "ab")  # NFS locks files alone that are open for writing
+        f = open(name, "ab")  # NFS only locks files that are open for writing
         fcntl.flock(f, fcntl.LOCK_EX)
         with suppress(FileNotFoundError):
             held = os.path.samefile(f.fileno(), name)
@@ -485,11 +485,11 @@ def read_metrics(path):
     return metrics
 
 
-def saved_settings(files, read):
-    """Returns the settings in the newest .json of a checkpoint that can be read, or {}; read(file): bytes."""
-    for file in sorted(files, reverse=True):
+def saved_settings(folder):
+    """Returns the settings in a run's newest .json of a checkpoint that can be read, or {}."""
+    for path in sorted(Path(folder).glob("ckpt_*.json"), reverse=True):
         with suppress(OSError, ValueError, KeyError, TypeError):  # an interrupted upload or download
-            return dict(json.loads(read(file))["settings"])
+            return dict(json.loads(path.read_bytes())["settings"])
     return {}
 
 

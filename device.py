@@ -5,13 +5,10 @@ torch_xla is imported where a TPU is looked for or used: other machines can do w
 import atexit
 import glob
 import importlib.util
-import multiprocessing
 import os
 import platform
 import re
 import textwrap
-import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -90,8 +87,8 @@ def open_device(kind, settings):
 
     # older GPUs emulate bfloat16, many times more slowly
     dtype, reason = device.fastest_dtype()
-    is_emulated = kind == "cuda" and settings.forward_dtype == "bfloat16"
-    if settings.forward_dtype == "auto" or is_emulated and dtype != "bfloat16":
+    is_emulated = kind == "cuda" and settings.forward_dtype == "bfloat16" != dtype
+    if settings.forward_dtype == "auto" or is_emulated:
         settings.forward_dtype = dtype
         device.notes.append(f"forward_dtype is {dtype}: {reason}")
     return device
@@ -212,7 +209,7 @@ class Device:
         """Returns rank 0's vector, on the host of every rank. All ranks."""
         if self.world == 1:
             return vector
-        # NCCL takes tensors on a GPU alone
+        # NCCL only takes tensors on a GPU
         vector = self.put(vector)
         dist.broadcast(vector, 0)
         return vector.cpu()
@@ -263,19 +260,6 @@ class Device:
 
 # ---------------------------------------------------------------------------------------------------------
 # Helpers
-
-def end_with_parent():
-    """Ends this process once the one that started it is gone: a rank would wait for its peers forever."""
-    starter = multiprocessing.parent_process()
-    parent = starter.pid if starter else os.getppid()
-
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
 
 def compile_error(device):
     """Returns why torch.compile fails for a device (no Triton, no C compiler, too old a GPU), or ""."""

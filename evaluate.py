@@ -16,15 +16,8 @@ import torch
 
 import puzzles
 from data import NOISE, Progress, generator, replacing
-from model import (
-    LOSS_TERMS,
-    METRICS,
-    flatten,
-    parameter_shapes,
-    supervision_step,
-    take_new_puzzles,
-    unflatten,
-)
+from model import LOSS_TERMS, METRICS, supervision_step, take_new_puzzles
+from optim import cast, flatten, parameter_shapes
 from puzzles import IGNORE_LABEL
 
 ANSWERS = ("preds", "q_halt_logits", "surest_preds", "surest_q_halt_logits", "surest_steps")
@@ -67,18 +60,16 @@ class Evaluator:
         carry = split(carry, self.settings.micro_batch_size)
         return {"carry": self.device.put(carry)}
 
-    def inputs(self, weights, table, batch, noise_keys=None):
+    def inputs(self, weights, table, batch, noise_keys):
         """Returns the inputs of program(), on the device.
 
         Args:
             weights: the vector of all weights, float32, on the device.
             table: the puzzle embedding [N, D'], on the device.
             batch: {"inputs", "labels": [B, S], "puzzle_identifiers": [B]} of new puzzles for free slots.
-            noise_keys: int32 [B], which noise an attempt gets; 0: none. None: none for all.
+            noise_keys: int32 [B], which noise an attempt gets; 0: none. Unused where eval_rollouts is 1.
         """
         if self.settings.eval_rollouts > 1:
-            if noise_keys is None:
-                noise_keys = np.zeros(self.batch_size, dtype=np.int32)
             batch = batch | dict(noise_keys=noise_keys)
         return dict(
             batch=self.device.put(batch),
@@ -325,7 +316,7 @@ def solve_tokens(model, question, steps, identifiers=None):
 # ---------------------------------------------------------------------------------------------------------
 # The evaluation of a test set, on all ranks
 
-def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_to="", submit_to=""):
+def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_to=""):
     """Returns {"eval/...": number} for test puzzles, or {} if a stop is requested. All ranks.
 
     Args:
@@ -335,8 +326,8 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         indices: which of its examples, for all ranks.
         label: the beginning of the lines that show the progress.
         should_stop: a function that says whether this host is asked to stop.
-        save_to: path, without its ending, of the arrays in eval_save_outputs; "": none.
-        submit_to: path of ARC's submission.json; "": none.
+        save_to: path, without its ending, of the arrays in eval_save_outputs; submission.json, ARC's answers,
+            goes into the same folder. "": neither is written.
     """
     settings = evaluator.settings
     device = evaluator.device
@@ -375,7 +366,7 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
     for name, array in queue.results.items():
         arrays[name] = array[0]
     arrays |= surest_answers(queue.results)
-    if save_to:
+    if save_to and settings.eval_save_outputs:
         save_outputs(settings, device, save_to, own_indices, arrays)
 
     # the figures of all ranks, and ARC's votes
@@ -385,9 +376,9 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         own_votes = count_votes(test, own_indices, arrays["preds"], arrays["q_halt_logits"])
         votes = merge_votes(device.all_gather(own_votes))
         values |= vote_values(test, votes)
-        if submit_to and device.rank == 0:
+        if save_to and device.rank == 0:
             answers = json.dumps(submission(test, votes))
-            with replacing(submit_to) as f:
+            with replacing(os.path.join(os.path.dirname(save_to), "submission.json")) as f:
                 f.write(answers.encode())
     return values
 
@@ -546,11 +537,6 @@ def grid_of_key(key):
 
 # ---------------------------------------------------------------------------------------------------------
 # Helpers
-
-def cast(vector, shapes, dtype):
-    """Returns {name: weight in dtype} of the vector of all weights."""
-    return unflatten(vector.to(dtype, copy=True), shapes)  # a copy, since the vector changes in place
-
 
 def split(tensors, micro_batch_size):
     """Returns {name: [micro-batches, sequences in one, ...]} of {name: [sequences, ...]}; 0: one batch."""

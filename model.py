@@ -126,21 +126,20 @@ def supervision_step(settings, model, weights, sequences, min_halt_steps=None, c
         # halting: at q_halt > 0, unless exploration asks for more steps
         halted = torch.zeros_like(solved)
         if min_halt_steps is not None:
-            halted = steps >= settings.halt_max_steps
-            if settings.halt_max_steps > 1:
-                halted = (halted | (q_halt > 0)) & (steps >= min_halt_steps)
+            halted = (steps >= settings.halt_max_steps) | (q_halt > 0)
+            halted &= steps >= min_halt_steps
 
         # metrics of each sequence; sequences without labels count nowhere
         is_labelled = labels != IGNORE_LABEL
         num_labelled = is_labelled.sum(-1)
         num_correct = (is_labelled & (answers == labels)).sum(-1)
-        counts = num_labelled > 0
+        has_labels = num_labelled > 0
         values = dict(
-            count=counts,
+            count=has_labels,
             accuracy=num_correct / num_labelled.clamp(min=1),
-            exact_accuracy=counts & (num_correct == num_labelled),
-            q_halt_accuracy=counts & ((q_halt >= 0) == solved),
-            steps=torch.where(counts, steps, 0),
+            exact_accuracy=has_labels & (num_correct == num_labelled),
+            q_halt_accuracy=has_labels & ((q_halt >= 0) == solved),
+            steps=torch.where(has_labels, steps, 0),
         )
         values = {name: value.float() for name, value in values.items()}
     values |= dict(loss=loss, lm_loss=lm_loss, q_halt_loss=q_halt_loss)
@@ -476,6 +475,11 @@ class TRM(nn.Module):
             puzzle_identifiers=torch.zeros(batch_size, dtype=torch.int32),
         )
 
+    def num_parameters(self):
+        """Returns how many numbers training changes, those of the puzzle embedding included."""
+        table_size = self.puzzle_emb.weights.numel() if self.prefix else 0
+        return table_size + sum(p.numel() for p in self.parameters())
+
     def flops_per_example(self, cycles=None):
         """Returns the FLOPs of a sequence in one supervision step: (of a forward pass, of a training step).
 
@@ -514,10 +518,10 @@ class TRM(nn.Module):
         truncated_normal(self.L_init, 1.0, generator)
 
     def load_named(self, named):
-        """Copies weights by the official code's names, whose prefixes may be there.
+        """Loads weights under the official code's names, with or without their prefixes.
 
-        Returns True if the puzzle embedding is of other puzzles, whose mean all rows take then, as in the
-        official code. Raises ValueError for names or shapes that do not fit.
+        Returns True if the embedding has another number of rows: every row then becomes their mean, as in
+        the official code. Raises ValueError for names or shapes that do not fit.
         """
         # the official code's names, without the prefixes of its wrappers
         weights = {}
@@ -606,27 +610,3 @@ def truncated_normal(t, std, generator):
     # rounding may pass the cut
     t.mul_(std * math.sqrt(2))
     t.clamp_(-2 * std, 2 * std)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The weights as one float32 vector, which the optimizers and the all-reduce work on
-
-def parameter_shapes(model):
-    """Returns {name: shape} of the parameters, in the order in which the vector of all weights holds them.
-
-    The longest come first: only the short biases, at the end, can leave a weight at an unaligned address.
-    """
-    parameters = sorted(model.named_parameters(), key=lambda item: -item[1].numel())
-    return {name: p.shape for name, p in parameters}
-
-
-def flatten(tensors):
-    """Returns all numbers of the tensors in one vector."""
-    return torch.cat([t.reshape(-1) for t in tensors])
-
-
-def unflatten(vector, shapes):
-    """Returns {name: view of vector} for {name: shape}, in order."""
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    parts = zip(shapes.items(), vector.split(sizes))
-    return {name: part.view(shape) for (name, shape), part in parts}

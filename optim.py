@@ -7,7 +7,34 @@ import math
 
 import torch
 
-from model import unflatten
+# ---------------------------------------------------------------------------------------------------------
+# The weights as one float32 vector, which the optimizers and the all-reduce work on
+
+def parameter_shapes(model):
+    """Returns {name: shape} of the parameters, in the order in which the vector of all weights holds them.
+
+    The longest come first: only the short biases, at the end, can leave a weight at an unaligned address.
+    """
+    parameters = sorted(model.named_parameters(), key=lambda item: -item[1].numel())
+    return {name: p.shape for name, p in parameters}
+
+
+def flatten(tensors):
+    """Returns all numbers of the tensors in one vector."""
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def unflatten(vector, shapes):
+    """Returns {name: view of vector} for {name: shape}, in order."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    parts = zip(shapes.items(), vector.split(sizes))
+    return {name: part.view(shape) for (name, shape), part in parts}
+
+
+def cast(vector, shapes, dtype):
+    """Returns {name: weight in dtype} of the vector of all weights."""
+    return unflatten(vector.to(dtype, copy=True), shapes)  # a copy, since the vector changes in place
+
 
 # ---------------------------------------------------------------------------------------------------------
 # Optimizers: functions (settings, rates, shapes, w, g, m, v), in place on w and the moments m and v.
@@ -54,11 +81,12 @@ def muon(settings, rates, shapes, w, g, m, v):
     for name, shape in shapes.items():
         weight = weights[name]
         grad = grads[name]
-        m = first_moments[name]
+        first_moment = first_moments[name]
         if name.startswith("L_level.") and len(shape) == 2:
-            muon_matrix(settings, rates, weight, grad, m)
+            muon_matrix(settings, rates, weight, grad, first_moment)
         else:
-            adam_atan2(settings, rates, shapes, weight, grad, m, second_moments[name])
+            second_moment = second_moments[name]
+            adam_atan2(settings, rates, shapes, weight, grad, first_moment, second_moment)
 
 
 def muon_matrix(settings, rates, w, g, m):
@@ -170,7 +198,7 @@ def sign_sgd(table, packed, batch_size, lr, weight_decay):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Schedules: pure functions of the settings and the step, from 0; epoch: the examples of one epoch
+# Schedules: pure functions of the settings and the step, which counts from 0
 
 def learning_rate(settings, peak, step, total_steps):
     """Returns the rate of a step: linear warm-up to peak, then a cosine to peak * lr_min_ratio at the end."""
@@ -184,7 +212,7 @@ def learning_rate(settings, peak, step, total_steps):
     progress = (step - warmup_steps) / decay_steps
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     last_ratio = settings.lr_min_ratio
-    ratio = last_ratio + max(0.0, (1 - last_ratio) * cosine)
+    ratio = last_ratio + (1 - last_ratio) * cosine
     return peak * ratio
 
 
@@ -208,11 +236,11 @@ def exploration(settings, step, total_steps):
     return first + (last - first) * step / last_step
 
 
-def cycles_at(settings, epoch, step):
+def cycles_at(settings, examples_per_epoch, step):
     """Returns (H_cycles, L_cycles) of a step. In a curriculum each grows linearly over curriculum_epochs."""
     last = settings.H_cycles, settings.L_cycles
     examples = step * settings.global_batch_size
-    length = settings.curriculum_epochs * epoch  # of the curriculum, in examples
+    length = settings.curriculum_epochs * examples_per_epoch  # of the curriculum, in examples
     if examples >= length:
         return last
     cycles = []

@@ -10,7 +10,6 @@ import platform
 import re
 import shutil
 import signal
-import threading
 import time
 import zlib
 from concurrent.futures import ProcessPoolExecutor
@@ -21,7 +20,7 @@ import numpy as np
 import requests
 
 # isort: off
-from configurator import TransientError, UserError
+from configurator import TransientError, UserError, end_with_parent
 from bucket import RETRIED, network_error, receive, session
 from data import Progress, hashes_of, locked, replacing
 from puzzles import IGNORE_LABEL, are_solutions, broken_cells, explain, task_of, text_of
@@ -265,12 +264,7 @@ def in_parallel(function, tasks):
 def prepare_process():
     """Lets a process of in_parallel ignore Ctrl-C, which its parent handles, and end with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-
-
-def exit_with_parent():
-    multiprocessing.parent_process().join()
-    os._exit(1)
+    end_with_parent()
 
 
 def cores():
@@ -331,9 +325,9 @@ def write_puzzles(settings, script, task, train_blocks, num_train, test, copies,
     """Writes the dataset of a prepare script, adds its sizes to counts, and says how to train on it.
 
     Args:
-        settings, script: of the prepare script.
-        task: of the puzzles.
-        train_blocks: iterable of the training examples, as of write_dataset.
+        settings, script: the prepare script's settings and its path.
+        task: the puzzles' task.
+        train_blocks: iterable of the training examples, see write_dataset.
         num_train: training puzzles.
         test: (questions, answers), tokens [n, cells].
         copies: training examples of each puzzle, itself included.

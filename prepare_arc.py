@@ -34,7 +34,7 @@ test_subset = "evaluation"  # the subset whose test pairs are the test set
 extra = ""  # a folder with more tasks to train on, *.json anywhere in it, such as ConceptARC
 max_side = 30  # rows and columns of the dataset's grids; tasks with a larger grid are left out
 output_dir = ""  # "": a folder under data/ named after source and num_aug
-seed = 42  # of the order and the versions of the tasks, and of generated tasks
+seed = 42  # decides the order and the versions of the tasks, and generated tasks
 # generated tasks
 size = 4  # rows and columns of a grid
 num_pairs = 24  # pairs of a task, the last one for the test
@@ -66,7 +66,7 @@ class Task(NamedTuple):
 
 def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
-    settings = complete(settings)
+    fill_in(settings)
     refuse_existing(settings.output_dir)
     subsets = read_subsets(settings)
 
@@ -105,8 +105,8 @@ def main(settings):
     return settings.output_dir
 
 
-def complete(settings):
-    """Returns the settings with output_dir filled in; raises UserError for a wrong one."""
+def fill_in(settings):
+    """Fills in output_dir. Raises UserError for a wrong setting."""
     if settings.source == "generate":
         settings.max_side = settings.size
     check_minimums(settings, seed=0, size=4, num_pairs=2)
@@ -116,7 +116,6 @@ def complete(settings):
         raise UserError(f"test_subset={settings.test_subset}: must be one of subsets={settings.subsets}")
     name = os.path.basename(os.path.normpath(settings.source))
     settings.output_dir = settings.output_dir or f"data/{name}-aug-{settings.num_aug}"
-    return settings
 
 
 # -----------------------------------------------------------------------------

@@ -37,7 +37,7 @@ num_aug = 7  # copies of each training puzzle, besides itself
 
 def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
-    check(settings)
+    fill_in(settings)
     refuse_existing(settings.output_dir)
 
     # {question: answer}, as text
@@ -78,19 +78,16 @@ def main(settings):
         copies = min(copies, len(turns))
     blocks = examples(settings, boards[:, train_rows], turns, exchanged, copies)
     counts = {
-        "train_puzzles": len(train_rows),
-        "test_puzzles": len(test_rows),
         "repeated": repeated,
         "symmetric": len(train) - settings.holdout - len(train_rows),
     }
-    # "command" and "counts" are filled in later: this is the order of manifest.json
-    task = {"kind": settings.kind, "command": {}, "counts": {}, "grid": grid, "symbols": "_" + symbols}
+    task = {"kind": settings.kind, "grid": grid, "symbols": "_" + symbols}
     write_puzzles(settings, __file__, task, blocks, len(train_rows), test, copies, counts)
     print(f"symbols: {symbols!r}; {symbols[0]!r} is an empty cell")
     return settings.output_dir
 
 
-def check(settings):
+def fill_in(settings):
     """Fills in output_dir. Raises UserError for settings that do not fit together."""
     # test puzzles come from a file or are drawn, not both
     has_test = bool(settings.test_csv) != bool(settings.holdout)

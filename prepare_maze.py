@@ -24,7 +24,7 @@ source = "hub"  # hub (Maze-Hard from Hugging Face), csv, or generate
 train_csv = ""  # training mazes, .csv or .csv.gz; implies csv
 test_csv = ""  # test mazes
 output_dir = ""  # "": a folder under data/ named after these settings
-seed = 0  # of the choice of mazes and of generated mazes
+seed = 0  # decides the choice of mazes, and generated mazes
 # mazes from the hub or from CSV files
 subsample_size = 0  # training mazes, chosen at random; 0: all; every test maze is kept
 # generated mazes
@@ -44,7 +44,7 @@ WALLS = 0.3, 0.5  # share of a generated grid's cells
 
 def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
-    settings = complete(settings)
+    fill_in(settings)
     refuse_existing(settings.output_dir)
     if settings.source == "generate":
         num_mazes = settings.num_train + settings.num_test
@@ -62,8 +62,8 @@ def main(settings):
     return settings.output_dir
 
 
-def complete(settings):
-    """Returns the settings with source and output_dir filled in; raises UserError for a wrong one."""
+def fill_in(settings):
+    """Fills in source and output_dir. Raises UserError for a wrong setting."""
     check_source(settings, subsample_size=0, seed=0, size=2, min_path=1, num_train=1, num_test=1)
     if settings.size > LARGEST:
         raise UserError(f"size must be at most {LARGEST}, not {settings.size}")
@@ -74,7 +74,6 @@ def complete(settings):
     source_names = {"hub": "maze-30x30-hard", "generate": name}
     options = ["aug-8"] if settings.aug else []
     settings.output_dir = name_output(settings, source_names, num_mazes, options)
-    return settings
 
 
 # -----------------------------------------------------------------------------
@@ -113,7 +112,7 @@ def mazes_from_files(settings):
 
 
 def read_mazes(path, cells):
-    """Returns all mazes of a file, [2, n, cells]; cells: as of read_csv."""
+    """Returns all mazes of a file, [2, n, cells]; cells: see read_csv."""
     table = {ord(symbol): token for token, symbol in enumerate(MAZE)}
     alphabets = SYMBOLS[:-1], SYMBOLS  # of questions, of answers
     questions, answers, _ = read_puzzles(path, cells, square_task, alphabets, table)

@@ -42,7 +42,7 @@ COPIES = 16384  # copies made at a time
 
 def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
-    settings = complete(settings)
+    fill_in(settings)
     refuse_existing(settings.output_dir)
 
     # the puzzles: [2, n, cells], questions and answers
@@ -71,8 +71,8 @@ def main(settings):
     return settings.output_dir
 
 
-def complete(settings):
-    """Returns the settings with source and output_dir filled in; raises UserError for a wrong one."""
+def fill_in(settings):
+    """Fills in source and output_dir. Raises UserError for a wrong setting."""
     check_source(settings, subsample_size=0, num_aug=0, seed=0, num_train=1, num_test=1)
     if settings.source == "hub" and settings.size != 9:
         raise UserError(f"size must be 9 for the hub, not {settings.size}")
@@ -91,7 +91,6 @@ def complete(settings):
             options.append(f"min-{settings.min_difficulty}")
     source_names = {"hub": "sudoku-extreme", "generate": f"sudoku-{settings.size}x{settings.size}"}
     settings.output_dir = name_output(settings, source_names, num_puzzles, options)
-    return settings
 
 
 # -----------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class Appearance(NamedTuple):
     typed: dict = {}  # {character: the symbol that it means where it is typed}
     once: str = ""  # symbols that a question has once
     goal: str = ""  # what is to be done, as a sentence
-    failed: str = "not solved"  # verdict on an answer that is none
+    failed: str = "not solved"  # verdict on a wrong answer
 
 
 def appearance(task):
@@ -158,9 +158,8 @@ def parse_question(task, text):
     # the first wrong symbol
     rest = cells.lstrip("".join(allowed))
     if rest:
-        cell = len(cells) - len(rest)
-        row, column = divmod(cell, columns)
-        raise UserError(f"row {row + 1}, column {column + 1} of the puzzle is {rest[0]!r}: "
+        place = place_of(len(cells) - len(rest), task)
+        raise UserError(f"{place} of the puzzle is {rest[0]!r}: "
                         f"must be one of {allowed!r}")
     tokens = [task["symbols"].index(symbol, 1) for symbol in cells]
     return task, np.array(tokens, dtype=np.int32)
@@ -207,23 +206,18 @@ def broken_in_sudoku(task, questions, answers):
     """Returns which cells are empty, differ from a given, or share a unit with an equal digit, bool."""
     changed = (questions > 1) & (answers != questions)
     broken = (answers < 2) | changed
-    for _, _, counts in unit_counts(answers, task["grid"][0]):
-        broken |= counts > 1
-    return broken
 
-
-def unit_counts(boards, size):
-    """Yields, for the rows, the columns and the boxes of Sudokus, tokens [n, cells]:
-
-    their name, the number of each cell's unit [cells], and how many cells of the unit are equal [n, cells].
-    """
+    # no digit stands twice in a row, a column or a box
+    size = task["grid"][0]
     box_rows, box_columns = BOXES[size]
     row, column = np.divmod(np.arange(size * size), size)
     box = row // box_rows * box_rows + column // box_columns
-    first_unit = np.arange(len(boards))[:, None] * size
-    for name, unit in ("row", row), ("column", column), ("box", box):
-        token_in_unit = (first_unit + unit) * (size + 2) + boards  # a number for each unit and token
-        yield name, unit, np.bincount(token_in_unit.ravel())[token_in_unit]
+    first_unit = np.arange(len(answers))[:, None] * size
+    for unit in row, column, box:
+        token_in_unit = (first_unit + unit) * (size + 2) + answers  # a number for each unit and token
+        counts = np.bincount(token_in_unit.ravel())
+        broken |= counts[token_in_unit] > 1
+    return broken
 
 
 def broken_in_maze(task, questions, answers):
@@ -237,11 +231,6 @@ RULES = {"sudoku": broken_in_sudoku, "maze": broken_in_maze}
 # kinds of RULES whose questions have several right answers, of which the label is one; empty for Sudoku and
 # mazes: a Sudoku has one answer, and the paper's metric compares mazes with their labels
 SEVERAL_ANSWERS = set()
-
-
-def judged_by_rules(task):
-    """Returns True if any answer that keeps the rules counts as right, not the label alone."""
-    return task["kind"] in SEVERAL_ANSWERS
 
 
 def broken_cells(task, questions, answers):
@@ -273,10 +262,10 @@ def is_correct(task, inputs, labels, preds):
         task: the puzzles' task.
         inputs, labels, preds: tokens [n, cells]; labels are IGNORE_LABEL where they do not count.
     """
-    counts = labels != IGNORE_LABEL
-    right = (preds == labels) | ~counts
-    correct = {"accuracy": right.all(axis=1) & counts.any(axis=1)}
-    if judged_by_rules(task):
+    is_labelled = labels != IGNORE_LABEL
+    is_right = (preds == labels) | ~is_labelled
+    correct = {"accuracy": is_right.all(axis=1) & is_labelled.any(axis=1)}
+    if task["kind"] in SEVERAL_ANSWERS:
         correct["valid_accuracy"] = are_solutions(task, inputs, preds)
     if task["kind"] == "maze":
         valid, optimal = path_metrics(inputs, labels, preds, task["grid"][0])
@@ -338,7 +327,9 @@ def check_questions(task, questions, places):
     fewest = int(counts.argmin())
     if not counts[fewest]:
         question = questions[fewest]
-        raise UserError(places[fewest] + explain(task, question, question))
+        clashes = broken_cells(task, question[None], question[None])[0] & (question > 1)
+        where = f": {place_of(clashes.argmax(), task)} breaks a rule" if clashes.any() else ""
+        raise UserError(f"{places[fewest]}the puzzle has no solution{where}")
     most = int(counts.argmax())
     if counts[most] > 1:
         return places[most] + "the puzzle has more than one solution"
@@ -346,48 +337,16 @@ def check_questions(task, questions, places):
 
 
 def explain(task, question, answer):
-    """Returns in words why a question or its answer, [cells] each, is wrong; for Sudokus and mazes."""
-    size = task["grid"][0]
-    symbols = task["symbols"]
-
-    # what is wrong with the question
-    if task["kind"] == "sudoku":
-        fault = repeated_digit("question", question, size) or repeated_digit("answer", answer, size)
-        if fault:
-            return fault
-        if not count_solutions(candidates_of(question[None], size), size, 1)[0]:
-            return "the question has no solution"
-    else:
-        for token in START, GOAL:
-            count = (question == token).sum()
-            if count != 1:
-                return f"the question has {count} cells {symbols[token]}, not 1"
-
-    # a cell of the answer that differs from the question's
-    broken = broken_cells(task, question, answer[None])[0]
+    """Returns in words why an answer to a question, [cells] each, is no solution."""
+    broken = broken_cells(task, question[None], answer[None])[0]
     if broken.any():
-        cell = int(broken.argmax())
-        row, column = divmod(cell, size)
-        return (f"the answer has {symbols[answer[cell]]!r} in row {row + 1}, column {column + 1}, "
-                f"where the question has {symbols[question[cell]]!r}")
-
-    # an answer that is not a shortest path
-    _, (steps,) = solve_mazes(question[None], size)
-    if not steps:
-        return "the question has no way from S to G"
-    is_path = are_paths(question[None], answer[None], size)[0]
-    if not is_path:
-        return "the answer's o do not make one line from S to G that does not touch itself"
-    num_steps = (answer == PATH).sum() + 1
-    return f"the answer's path has {num_steps} steps where {steps} are enough"
+        return f"{place_of(broken.argmax(), task)} of the answer breaks a rule"
+    return f"the answer is {appearance(task).failed}"
 
 
-def repeated_digit(name, board, size):
-    """Returns in words which digit stands twice in a unit of a Sudoku [cells]; "" if none does."""
-    for unit_name, unit, counts in unit_counts(board[None], size):
-        for cell in np.flatnonzero((board > 1) & (counts[0] > 1)):
-            return f"the {name} has digit {board[cell] - 1} twice in {unit_name} {unit[cell] + 1}"
-    return ""
+def place_of(cell, task):
+    row, column = divmod(int(cell), task["grid"][1])
+    return f"row {row + 1}, column {column + 1}"
 
 
 def path_metrics(inputs, labels, preds, size):

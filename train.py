@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 import requests
@@ -36,23 +37,39 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import configurator
 from bucket import Bucket, local_dataset
 from checkpoint import agree_on_start, checkpoint_paths, outdated, parse_run, step_of, write_model
-from configurator import TransientError, UserError, check_bounds, check_choices, read_settings
+from configurator import (
+    TransientError,
+    UserError,
+    check_bounds,
+    check_choices,
+    end_with_parent,
+    read_settings,
+)
 from data import Dataset, duration, file_hash, halting_draws, make_dataset, read_metrics, replacing
-from device import choose_device, end_with_parent, open_device, out_of_memory, peak_flops
-from evaluate import Evaluator, cast, evaluate, split
+from device import choose_device, open_device, out_of_memory, peak_flops
+from evaluate import ANSWERS, Evaluator, evaluate, split, weights_of
 from model import (
     LOSS_TERMS,
     LOSSES,
     METRICS,
     TRM,
     TRMConfig,
-    flatten,
-    parameter_shapes,
     supervision_step,
     take_new_puzzles,
+)
+from optim import (
+    OPTIMIZERS,
+    cast,
+    cycles_at,
+    exploration,
+    flatten,
+    optimizer_state,
+    pack_rows,
+    parameter_shapes,
+    rates,
+    sign_sgd,
     unflatten,
 )
-from optim import OPTIMIZERS, cycles_at, exploration, optimizer_state, pack_rows, rates, sign_sgd
 
 # data
 data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
@@ -262,15 +279,18 @@ def make_inputs(run, data, step, total_steps):
 def train(run, data, test, log, checkpoints, step, total_steps):
     """Trains from `step` to the end or until a stop is requested; returns the step reached. All ranks."""
     settings = run.settings
-    epoch = epoch_size(data)
+    examples_per_epoch = epoch_size(data)
     cycles = None  # (H_cycles, L_cycles) of the last step
     stop = False
-    read_stops = int  # returns how many ranks were asked to stop at the last step; int() is 0
+
+    def read_stops():  # how many ranks were asked to stop at the last step
+        return 0
+
     log.restart_clock(step)
     while step < total_steps and not stop:
         # the depth of this step
         last_cycles = cycles
-        cycles = cycles_at(settings, epoch, step)
+        cycles = cycles_at(settings, examples_per_epoch, step)
 
         # forward, backward, update; the stop flags are read a step late, so that the host need not wait
         inputs = make_inputs(run, data, step, total_steps)
@@ -284,11 +304,12 @@ def train(run, data, test, log, checkpoints, step, total_steps):
 
         # what is due depends on the step and on reduced sums alone, so that all ranks decide the same
         is_last = step == total_steps
-        eval_due = not stop and not is_last and evaluation_due(settings, epoch, step)
+        eval_due = not stop and not is_last and evaluation_due(settings, examples_per_epoch, step)
         save_due = stop or is_last or is_multiple(step, settings.checkpoint_interval)
         log_due = save_due or eval_due or is_multiple(step, settings.log_interval)
-        depth_ends = cycles_at(settings, epoch, step) != cycles  # a line of the log has one depth
-        if not log_due and not depth_ends:
+        next_cycles = cycles_at(settings, examples_per_epoch, step)
+        log_due |= next_cycles != cycles  # a line of the log has one depth
+        if not log_due:
             continue
 
         # log
@@ -322,8 +343,7 @@ def train(run, data, test, log, checkpoints, step, total_steps):
 def train_and_evaluate(run, data, test, log, checkpoints, first_step, total_steps):
     """Trains to the end, saves, evaluates and uploads. All ranks.
 
-    Exits with 3 if it was stopped before, with 1 if the last checkpoint cannot be written or, at the end,
-    uploaded.
+    Exits with 3 if it was stopped early, with 1 if the last checkpoint cannot be written or uploaded.
     """
     # a monotonic clock: somebody may set the other one
     began = time.monotonic()
@@ -354,9 +374,9 @@ def epoch_size(data):
     return data.total_groups * data.mean_puzzle_examples
 
 
-def count_steps(settings, epoch):
-    """Returns the optimizer steps of the whole run; epoch: the examples of one epoch."""
-    return settings.max_steps or int(settings.epochs * epoch / settings.global_batch_size)
+def count_steps(settings, examples_per_epoch):
+    """Returns the optimizer steps of the whole run."""
+    return settings.max_steps or int(settings.epochs * examples_per_epoch / settings.global_batch_size)
 
 
 def is_multiple(step, interval):
@@ -364,10 +384,10 @@ def is_multiple(step, interval):
     return interval > 0 and step % interval == 0
 
 
-def evaluation_due(settings, epoch, step):
+def evaluation_due(settings, examples_per_epoch, step):
     """Returns True if this step crosses a multiple of eval_interval epochs."""
     # examples, not steps: the number of puzzles need not divide into batches
-    interval = settings.eval_interval * epoch
+    interval = settings.eval_interval * examples_per_epoch
     examples = step * settings.global_batch_size
     return interval > 0 and examples // interval > (examples - settings.global_batch_size) // interval
 
@@ -380,9 +400,8 @@ def final_evaluation(run, test, log, step):
     settings = run.settings
     indices = test.subset(settings.eval_final_max_puzzles)
     # the arrays of eval_save_outputs and ARC's answers go beside the checkpoint that they belong to
-    save_to = os.path.join(settings.out_dir, f"eval_{step:08d}") if settings.eval_save_outputs else ""
-    submit_to = os.path.join(settings.out_dir, "submission.json")
-    values = run.evaluate(test, indices, "final evaluation", save_to, submit_to)
+    save_to = os.path.join(settings.out_dir, f"eval_{step:08d}")
+    values = run.evaluate(test, indices, "final evaluation", save_to)
     if not values:
         how = "" if settings.eval_only else " with --init_from=resume"
         log.print0(f"final evaluation stopped; the same command{how} starts it again")
@@ -418,16 +437,13 @@ class Run:
         self.shapes = parameter_shapes(model)
         # the weights, the average and the moments, equal on all ranks
         self.state = self.first_state(saved or {})
-        self.num_parameters = sum(t.numel() for t in model.parameters())
         if model.prefix:
-            self.num_parameters += self.state["puzzle_emb"].numel()
             # the model shares the table, whose memory would be taken twice
             model.puzzle_emb.weights = self.state["puzzle_emb"]
         # the programs; the model holds its sizes and its code, and state holds the weights
         device.prepare(model)
         self.supervision_step = device.compile(supervision_step)
-        self.train_program = device.compile_step(
-            lambda state, inputs, cycles=None: train_step(self, state, inputs, cycles))
+        self.train_program = device.compile_step(partial(train_step, self))
         self.evaluator = Evaluator(settings, model, device, self.batch_size)
         self.restart()
 
@@ -439,15 +455,14 @@ class Run:
 
         # all that a run starts with; a checkpoint replaces the average and the moments
         model = self.model
-        parameters = dict(model.named_parameters())
-        weights = flatten(parameters[name] for name in self.shapes)
+        weights, puzzle_emb = weights_of(model)
         optimizer = optimizer_state(self.settings, self.shapes, weights)
         optimizer |= {name: as_vector(t) for name, t in saved.get("optimizer", {}).items()}
         state = dict(
             weights=weights,
             ema=as_vector(saved.get("ema", weights)),
             optimizer=optimizer,
-            puzzle_emb=model.puzzle_emb.weights if model.prefix else torch.zeros(1, 1),
+            puzzle_emb=puzzle_emb,
             H_init=model.H_init,
             L_init=model.L_init,
         )
@@ -478,15 +493,14 @@ class Run:
         """Returns the vector of weights that evaluations use, and the puzzle embedding."""
         return self.state["ema" if self.settings.ema else "weights"], self.state["puzzle_emb"]
 
-    def evaluate(self, test, indices, label, save_to="", submit_to=""):
+    def evaluate(self, test, indices, label, save_to=""):
         """See evaluate.evaluate()."""
         # an evaluation counts as progress, and sees a stop after each step
         def should_stop():
             restart_watchdog(self.settings.stall_timeout)
             return stop_requested()
 
-        return evaluate(self.evaluator, *self.eval_weights(), test, indices, label, should_stop, save_to,
-                        submit_to)
+        return evaluate(self.evaluator, *self.eval_weights(), test, indices, label, should_stop, save_to)
 
     def state_dict(self, step):
         """Returns a copy on the host of all that a resume needs; weights and ema are state dicts."""
@@ -589,7 +603,7 @@ class Log:
                     f"{platform.platform()}, {os.cpu_count()} cores, {device.world} x {device.kind} "
                     f"({device.name}); settings unlike train.py's: {differences(settings) or 'none'}")
         # sizes of the model and of the dataset, and the command that makes the dataset again
-        self.print0(f"{run.num_parameters:,} parameters; "
+        self.print0(f"{run.model.num_parameters():,} parameters; "
                     f"{len(data):,} training examples of {data.total_groups:,} puzzles, "
                     f"{len(test):,} test puzzles in {settings.data_path} ({data.made_by() or 'no manifest'})")
         for note in [*device.notes, *notes]:
@@ -690,8 +704,8 @@ def start_wandb(settings, run_id, facts, say):
             name=settings.wandb_run_name or os.path.basename(os.path.abspath(settings.out_dir)),
             config=vars(settings) | facts, settings=dict(console="off", init_timeout=60))
         wandb.define_metric("*", step_metric="step")  # W&B drops rows whose own step goes back
-        where = run.url if mode == "online" else f"`wandb sync {os.path.dirname(run.dir)}` uploads it"
-        say(f"W&B: {mode}, {where}")
+        hint = f"`wandb sync {os.path.dirname(run.dir)}` uploads it" if mode == "offline" else run.url
+        say(f"W&B: {mode}, {hint}")
         return run
     except Exception as e:  # training goes on, whatever it is
         say(f"W&B: off ({type(e).__name__}: {' '.join(str(e).split())[:200]}); metrics.jsonl has everything")
@@ -740,7 +754,7 @@ class Checkpoints:
         self.writer = ThreadPoolExecutor(1)
         self.writing = None
         self.mirror = None
-        if self.rank == 0 and start.bucket:
+        if self.rank == 0 and settings.gcs_dir:
             self.mirror = Mirror(settings, log, start)
 
     def save(self, name, step, run, metrics):
@@ -830,7 +844,7 @@ class Mirror:
         self.settings = settings
         self.log = log
         self.token = start.token
-        self.bucket = start.bucket
+        self.bucket = Bucket(settings.gcs_dir)  # a stop does not end its attempts
         # what has been copied, and what has not
         self.newest = f"ckpt_{start.step:08d}"
         self.copied = {}  # {name of a file: its version}
@@ -880,8 +894,7 @@ class Mirror:
             self.check_owner()
             # one checkpoint, whole, though a newer one may come meanwhile; then what it makes outdated
             newest = self.newest
-            self.copy_file(newest + ".pt")
-            self.copy_file(newest + ".json")
+            self.copy_checkpoint(newest)
             for name in outdated(self.bucket.list(), step_of(newest), self.settings.keep_last_n):
                 self.bucket.delete(name)
             names = os.listdir(self.settings.out_dir)
@@ -891,7 +904,8 @@ class Mirror:
         # the other files; best.pt comes before best.json, which has its hash
         errors = []
         for name in sorted(names, reverse=True):
-            if not re.fullmatch(r"ckpt_.*|run\.json|.*\.(tmp|part|lock)", name):
+            is_file = os.path.isfile(os.path.join(self.settings.out_dir, name))
+            if is_file and not re.fullmatch(r"ckpt_.*|run\.json|.*\.(tmp|part|lock)", name):
                 try:
                     self.copy_file(name)
                 except Exception as e:
@@ -908,10 +922,18 @@ class Mirror:
             request_stop()
             raise TransientError("another process trains this run")
 
+    def copy_checkpoint(self, name):
+        """Copies a numbered checkpoint, unless it has been deleted: then a newer one is complete."""
+        path = os.path.join(self.settings.out_dir, name)
+        with suppress(FileNotFoundError):
+            # the .json may be deleted during the upload of the .pt, and proves that one complete
+            with open(path + ".json", "rb") as f:
+                description = f.read()
+            self.copy_file(name + ".pt")
+            self.bucket.write(name + ".json", description)
+
     def copy_file(self, name):
         path = os.path.join(self.settings.out_dir, name)
-        if not os.path.isfile(path):  # a folder, a broken link, or a checkpoint that a newer one has replaced
-            return
         # what has not changed is in the bucket already
         stat = os.stat(path)
         version = stat.st_mtime_ns, stat.st_size  # two lines may be of one tick of the clock
@@ -973,7 +995,7 @@ def replica(settings, kind):
             sys.exit(1)
         return
     # train
-    log.begin(start.run_id, total_steps, dict(data_sha256=data.sha256, parameters=run.num_parameters))
+    log.begin(start.run_id, total_steps, dict(data_sha256=data.sha256, parameters=model.num_parameters()))
     train_and_evaluate(run, data, test, log, checkpoints, start.step, total_steps)
 
 
@@ -983,7 +1005,8 @@ def export_model(settings, model, start, data, test):
         print(note)
     # the settings of the training, which this command need not repeat
     trained = vars(settings) | start.state.get("settings", {})
-    trained = {name: value for name, value in trained.items() if name not in RUN_SETTINGS}
+    kept = DEFAULTS.keys() - RUN_SETTINGS  # a file of an older train.py may have others
+    trained = {name: value for name, value in trained.items() if name in kept}
     command = f"python train.py {differences(configurator.Settings(**trained))}"
     write_model(settings, model, start, data, test, dict(settings=trained, command=command))
 
@@ -1043,7 +1066,7 @@ BOUNDS = {
     "stall_timeout": "[0, 1e6]",
 }
 # Arrays that an evaluation can save.
-EVAL_OUTPUTS = ("inputs", "labels", "preds", "q_halt_logits", "surest_preds", "surest_q_halt_logits")
+EVAL_OUTPUTS = ("inputs", "labels", *ANSWERS)
 # The values above, before any override: this file is read again, since its globals change.
 DEFAULTS = {name: setting.default for name, setting in read_settings(__file__).items()}
 
@@ -1057,10 +1080,10 @@ def check_settings(settings):
     if -1 < settings.halt_exploration_prob_end < 0:
         raise UserError(f"halt_exploration_prob_end must be -1 or in [0, 1], "
                         f"not {settings.halt_exploration_prob_end}")
-    for name in ("H_cycles", "L_cycles") if settings.curriculum_epochs else ():
+    for name in "H_cycles", "L_cycles":
         first = getattr(settings, name + "_start")
         last = getattr(settings, name)
-        if not 1 <= first <= last:
+        if settings.curriculum_epochs and not 1 <= first <= last:
             raise UserError(f"{name}_start must be from 1 to {name} ({last}), not {first}")
     if not settings.epochs and not settings.max_steps:
         raise UserError("epochs and max_steps are both 0: set one of them")
@@ -1102,7 +1125,7 @@ IS_SPAWNED = multiprocessing.current_process().name != "MainProcess" and STOP_FI
 
 
 def open_stop_file():
-    """Opens that file for as long as the process lives: nobody who cleans /tmp prevents a stop."""
+    """Keeps the stop file open, so that cleaning /tmp cannot prevent a stop."""
     global stop_file
     stop_file = os.open(os.environ[STOP_FILE], os.O_RDWR)
 

@@ -27,9 +27,9 @@ import torch
 import bench
 import configurator
 import train
-from configurator import UserError
+from configurator import UserError, end_with_parent
 from data import Dataset
-from device import PEAK_FLOPS, end_with_parent, open_device
+from device import PEAK_FLOPS, open_device
 
 # of aot.py
 slices = ""  # TPU slices to compile for: v5e:2x4,v6e:2x2,v4:2x2x1

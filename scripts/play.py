@@ -40,15 +40,15 @@ from data import Dataset
 from evaluate import count_votes, elect, grid_of_key, surest_attempts, weights_of
 from prepare_arc import grid_of
 from puzzles import (
-    appearance, are_solutions, broken_cells, check_questions, crop, judged_by_rules, parse_question, text_of)
+    SEVERAL_ANSWERS, appearance, are_solutions, broken_cells, check_questions, crop, parse_question, text_of)
 
 # server
-port = 8000  # of the page's address; 0: any free one
+port = 8000  # the port of the page's address; 0: any free one
 browser = True  # open the page in the browser
 # ---
 
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "play.html")
-# the values of a request: type, smallest, largest
+# the values in a request: type, smallest, largest
 LIMITS = {
     "steps": (int, 1, 256),
     "copies": (int, 1, 16),
@@ -93,8 +93,8 @@ class Game:
     """A model and its test puzzles, from its dataset if that exists, else from its file.
 
     Args:
-        path: of the model, as solve.py takes it.
-        train_arguments: config files and flags of train.py.
+        path: the model's path, as solve.py takes it.
+        train_arguments: train.py's config files and flags.
 
     Raises UserError, also if the weights were trained on other symbols than the dataset's.
     """
@@ -139,7 +139,7 @@ class Game:
             **appearance(self.task)._asdict(),
             "depth": self.defaults["steps"],
             "noise": self.defaults["noise"],
-            "parameters": sum(t.numel() for t in self.model.state_dict().values()),
+            "parameters": self.model.num_parameters(),
             "training_step": self.saved.state.get("step", 0),
             "puzzles": len(self.inputs),
         }
@@ -155,7 +155,7 @@ class Game:
         if self.is_arc:
             return self.arc_puzzle(i)
         labels = self.labels[i]
-        has_one_answer = (labels > 0).all() and not judged_by_rules(self.task)
+        has_one_answer = (labels > 0).all() and self.task["kind"] not in SEVERAL_ANSWERS
         return {
             "index": i,
             "question": text_of(self.task, self.inputs[i]),
@@ -217,11 +217,12 @@ class Game:
             steps, copies, noise, seed: as in LIMITS.
         """
         # the run's settings, and the request's
-        changed = dict(eval_halt_max_steps=steps, eval_rollouts=copies, eval_noise=noise, seed=seed)
+        attempts = 1 if self.is_arc else copies
+        changed = dict(eval_halt_max_steps=steps, eval_rollouts=attempts, eval_noise=noise, seed=seed)
         settings = Settings(**vars(self.saved.settings) | changed)
         with self.lock:
             if self.is_arc:
-                yield from self.solve_arc(settings, *question)
+                yield from self.solve_arc(settings, *question, copies)
                 return
             for results in solve.watch(settings, self.model, question):
                 # the answers, and which is the most confident one so far
@@ -240,18 +241,18 @@ class Game:
                     line["solved"] = are_solutions(self.task, question[None], answers).tolist()
                 yield line
 
-    def solve_arc(self, settings, name, grid):
+    def solve_arc(self, settings, name, grid, num_versions):
         """Yields a dict for the page after each step.
 
         Args:
-            settings: of train.py; eval_rollouts is how many versions vote.
-            name: of the task.
+            settings: train.py's settings.
+            name: the task's name.
             grid: its test input.
+            num_versions: how many of its versions vote.
         """
         # each version of the task is a sequence of one batch
-        data = solve.choose_versions(self.train_data, name, [(grid, grid)], settings.eval_rollouts)
+        data = solve.choose_versions(self.train_data, name, [(grid, grid)], num_versions)
         n = len(data)
-        settings.eval_rollouts = 1
         evaluator = solve.evaluator_of(settings, self.model, n)
         batch = data.test_batch(range(n), n)
         for step, results in enumerate(evaluator.watch(*weights_of(self.model), batch), 1):

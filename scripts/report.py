@@ -187,7 +187,7 @@ def read_run(folder, target):
         lines = read_metrics(folder / "metrics.jsonl")
         if not lines or "final" not in lines[-1]:
             return Run(name, "unfinished")
-        settings = saved_settings(folder.glob("ckpt_*.json"), pathlib.Path.read_bytes)
+        settings = saved_settings(folder)
         log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
         values, evaluations = read_values(lines, settings, log, target)
         hardware = tuple(re.findall(r"cores, (\d+ x .*?); settings", log))

@@ -75,12 +75,15 @@ CELLS_AT_A_TIME = 5_000  # in a batch: 61 Sudokus of 9x9 or 5 mazes of 30x30
 def main(argv):
     """Solves one puzzle and prints it, or solves all puzzles in a file."""
     settings, operands, train_arguments = split_arguments(__file__, argv)
-    path, source = model_and_source(operands + ["-"] * bool(settings.task))
+    if settings.task:  # it takes the place of a puzzle
+        operands.append("-")
+    path, source = model_and_source(operands)
     is_arc_file = source.endswith(".json") or os.path.isdir(source)
     check_output(settings, is_arc_file, source.endswith(CSV_ENDINGS))
     if settings.halt_max_steps:
         train_arguments.append(f"--eval_halt_max_steps={settings.halt_max_steps}")
     if settings.task or is_arc_file:
+        train_arguments.append("--eval_rollouts=1")  # the versions of a task are its attempts
         solve_arc(read_saved(path, train_arguments), source, settings)
         return
 
@@ -318,7 +321,6 @@ def choose_versions(data, name, pairs, num_versions):
 
 def vote(settings, model, data):
     """Returns the votes on the examples of choose_versions' Dataset, see evaluate.count_votes."""
-    settings.eval_rollouts = 1
     results = run_queue(settings, model, len(data), lambda i: data.test_batch(i, len(i)))
     return count_votes(data, np.arange(len(data)), results["preds"][0], results["q_halt_logits"][0])
 

@@ -222,8 +222,7 @@ class StudyRun:
 
     def check_folder(self):
         """Raises UserError if out_dir holds a run with other settings."""
-        files = pathlib.Path(self.settings.out_dir).glob("ckpt_*.json")
-        saved = saved_settings(files, pathlib.Path.read_bytes)
+        saved = saved_settings(self.settings.out_dir)
         difference = changes(saved, vars(self.settings), NEUTRAL + REPLACED)
         if difference:
             raise UserError(f"{self.settings.out_dir} holds a run with other settings ({difference}): "

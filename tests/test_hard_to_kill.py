@@ -236,6 +236,15 @@ def test_sigterm_while_the_bucket_is_tried_again(data, front, tmp_path):
         assert process.wait(30) == 3
 
 
+def test_an_upload_is_tried_again_after_sigterm(data, front, tmp_path):
+    with begun(forked(data, tmp_path / "run", *ENDLESS, URL)) as process:
+        front.script = [503] * 2
+        process.terminate()
+        text = process.communicate()[0]
+    assert process.returncode == 3 and "trying again in 1 s" in text, text
+    assert numbered(in_bucket())
+
+
 def test_ranks_end_with_torchruns_agent(data, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     with begun(popen([*torchrun, *command(data, tmp_path / "run", *ENDLESS)[1:]])) as agent:
@@ -277,12 +286,16 @@ def test_a_checkpoint_that_a_newer_one_overtakes_is_uploaded_whole(front, tmp_pa
             (tmp_path / f"ckpt_{step:08d}.{ending}").touch()
         mirror.update(f"ckpt_{step:08d}")
 
+    def overtake():
+        save(20)
+        for name in ("ckpt_00000010.pt", "ckpt_00000010.json"):
+            (tmp_path / name).unlink()
+
     monkeypatch.setattr(train.Mirror, "work", lambda self: None)  # copy() is called here instead
-    start = Start(bucket=Bucket("gs://bucket/run"))
     settings = SimpleNamespace(out_dir=tmp_path, gcs_dir="gs://bucket/run", keep_last_n=2)
-    mirror = train.Mirror(settings, None, start)
+    mirror = train.Mirror(settings, None, Start())
     save(10)
-    front.script = [None, lambda: save(20)]  # read run.json, and the first upload
+    front.script = [None, overtake]  # read run.json, and the first upload
     assert not mirror.copy() and in_bucket().keys() == {"ckpt_00000010.pt", "ckpt_00000010.json"}
     assert not mirror.copy() and numbered(in_bucket()) == ["ckpt_00000020", "ckpt_00000010"]
 

@@ -2,12 +2,15 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 
 import pytest
 import torch
 from conftest import ROOT
 
+import train
+from configurator import configure
 from model import TRM
 
 
@@ -18,6 +21,7 @@ def test_model_does_what_its_card_says(name):
         card = " ".join(f.read().split())
     saved = torch.load(path, weights_only=True)
     assert os.path.getsize(path) <= 1_000_000 and saved["data"] in card
+    configure(train.__file__, shlex.split(saved["command"])[2:])  # its command still has settings of train.py
     solved, steps = map(int, re.search(r"(\d+) of the 100 puzzles in the file in (\d+) steps", card).groups())
     answers, _ = TRM.load(path).solve(saved["puzzles"]["inputs"], steps)
     right = (answers == saved["puzzles"]["labels"]).all(dim=1)

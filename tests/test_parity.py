@@ -21,8 +21,8 @@ from conftest import ROOT
 import configurator
 import train
 from evaluate import split
-from model import LOSS_TERMS, METRICS, TRM, TRMConfig, flatten, unflatten
-from optim import rates
+from model import LOSS_TERMS, METRICS, TRM, TRMConfig
+from optim import flatten, rates, unflatten
 
 FILES = sorted(glob.glob(os.environ.get("TRM_GOLDEN") or f"{ROOT}/tests/golden/*_steps.npz"))
 LIMIT = 1e-4
@@ -103,7 +103,7 @@ class Replay:
         evaluator = self.run.evaluator
         state = evaluator.new_state()
         state["carry"] |= self.run.device.put(self.carry_before("eval/carry/", k))
-        results = evaluator.program(state, evaluator.inputs(*self.run.eval_weights(), self.batch(0)))
+        results = evaluator.program(state, evaluator.inputs(*self.run.eval_weights(), self.batch(0), None))
         results = {name: t.cpu().numpy() for name, t in results.items()}
         ranks = self.run.device.all_gather({name: results[name].sum() for name in SUMS})
         values = {"eval/metric/" + name: sum(sums[name] for sums in ranks) for name in SUMS}

@@ -94,7 +94,7 @@ def test_weights_and_dataset_must_have_the_same_symbols(folder, tmp_path):
 def test_one_of_several_right_answers_is_not_shown_as_the_answer(serve, monkeypatch):
     """The page then marks what breaks the rules, not what differs from the known answer."""
     game = serve("sudoku").game
-    monkeypatch.setattr(puzzles, "SEVERAL_ANSWERS", {"sudoku"})
+    monkeypatch.setattr(play, "SEVERAL_ANSWERS", {"sudoku"})
     assert game.test_puzzle("3")["answer"] is None
 
 
@@ -105,7 +105,7 @@ Q = '"question": "................"'
     ("POST /api/solve", "[" * 10000, "not JSON"),
     ("POST /api/solve", "[[1, 2]]", "not JSON, as {"),
     ("POST /api/solve", '{"question": "12"}', "has 2 cells, not 4x4"),
-    ("POST /api/solve", '{"question": "11.............."}', "the question has digit 1 twice in row 1"),
+    ("POST /api/solve", '{"question": "11.............."}', "the puzzle has no solution: row 1, column 1"),
     ("POST /api/solve", f'{{{Q}, "steps": 257}}', "steps must be a number from 1 to 256"),
     ("POST /api/solve", f'{{{Q}, "steps": 1e999}}', "not JSON"),
     ("POST /api/solve", f'{{{Q}, "noise": NaN}}', "noise must be a number from 0 to 10"),
@@ -328,7 +328,7 @@ def test_page_takes_typed_puzzles_and_shows_errors(browser, server):
     browser.js("($('text').value = '11' + '.'.repeat(14), $('typed').requestSubmit())")
     assert browser.js("$('error').hidden")
     browser.solve()
-    assert browser.js("$('error').textContent") == "⚠ The question has digit 1 twice in row 1"
+    assert browser.js("$('error').textContent") == "⚠ The puzzle has no solution: row 1, column 1 breaks a rule"
     browser.click("#clear")
     browser.js("document.querySelector('#board .cell').focus()")
     browser.press("Right", "Down", "3", "Right", "Down", "2", "Left", "4", "Backspace", "Home", "Up", "1")

@@ -275,9 +275,9 @@ OFFICIAL = ["official.pt", *MODEL]  # 4x4 Sudokus have as many symbols as mazes
     (["sudoku", "nowhere.csv", "--steps"], "--steps and --plot show one puzzle"),
     (["sudoku", "nowhere.csv"], "nowhere.csv: cannot be read"),
     (["sudoku", "1..5............"], "row 1, column 4 of the puzzle is '5': must be one of '.1234'"),
-    (["sudoku", "1.1............."], "digit 1 twice in row 1"),
+    (["sudoku", "1.1............."], "the puzzle has no solution: row 1, column 1 breaks a rule"),
     (["official.pt", "SG" + " " * 14], "other settings (mlp_t, L_layers"),
-    (OFFICIAL + ["S" + " " * 15], "the question has 0 cells G, not 1"),
+    (OFFICIAL + ["S" + " " * 15], "the puzzle has no solution"),
     (OFFICIAL + ["SG" + " " * 4223], "has 4225 cells, not 64x64")])
 def test_wrong_input_is_one_line(folder, argv, words, monkeypatch):
     monkeypatch.chdir(folder)

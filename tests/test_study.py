@@ -117,7 +117,8 @@ def test_a_run_changes_what_the_table_says_and_nothing_else(name):
 
     # It fits its data, its steps and the chips.
     flags = shlex.split(run.data_prepare)[1:]
-    prepared = prepare_sudoku.complete(configurator.configure(prepare_sudoku.__file__, flags))
+    prepared = configurator.configure(prepare_sudoku.__file__, flags)
+    prepare_sudoku.fill_in(prepared)
     assert prepared.output_dir == run.data_path and prepared.source == "hub" and prepared.seed == 0
     steps = train.count_steps(run, prepared.subsample_size)
     assert steps == STEPS_OF_BATCH.get(run.global_batch_size, STEPS) and run.lr_warmup_steps < steps / 4

@@ -273,6 +273,13 @@ def test_weights_survive_the_export_to_the_official_code(data, whole, tmp_path):
     best = torch.load(tmp_path / "best.pt", weights_only=True)
     assert best["step"] == best["metrics"]["step"] and "init_from" not in best["command"]
 
+    # so can a file of an older version, whose settings are other ones
+    older = torch.load(exported, weights_only=True)
+    older["settings"]["forgotten"] = True
+    torch.save(older, tmp_path / "older.pt")
+    run(data, tmp_path / "x", f"--init_from={tmp_path / 'older.pt'}", f"--export={tmp_path / 'newer.pt'}")
+    assert torch.load(tmp_path / "newer.pt", weights_only=True)["command"] == older["command"]
+
     # training can start from it, at step 0
     run(data, tmp_path / "tuned", f"--init_from={exported}", "--max_steps=5")
     assert curve(tmp_path / "tuned")[5] < curve(whole[0])[5]

@@ -50,19 +50,18 @@ PUZZLES = {
     "me,1..5.42...1.2...,1243342143122134,0": "character 4 | '5'",
     "me,1..3.42...1.2...,124.342143122134,0": "character 4 of the answer | '.'",
     "me,1..3.42...1.2...,1243342143122134,hard": "rating 'hard' is not an integer",
-    "me,1...............,2134431212433421,0": "the answer has '2' in row 1, column 1 | the question has '1'",
-    "me,1..3.42...1.2...,1143342143122134,0": "the answer has digit 1 twice in row 1",
+    "me,1...............,2134431212433421,0": "row 1, column 1 of the answer breaks a rule",
+    "me,1..3.42...1.2...,1143342143122134,0": "row 1, column 1 of the answer breaks a rule",
     "me,1...............,1243342143122134,0": "more than one solution",
-    "me,12....3....4....,1243342143122134,0": "no solution"}
+    "me,12....3....4....,1243342143122134,0": "row 2, column 3 of the answer breaks a rule"}
 MAZE = "me,S   #   G,Soo #o  G,0"  # 3x3
 MAZES = {
     "me,S   #  G,Soo #o G,0": "8 characters | 9",
     "me,So  #   G,Soo #o  G,0": "character 2 of the question | 'o' | '# SG'",
-    "me,S  G#   G,SooG#o  G,0": "2 cells G",
-    "me,S   #   G,So  oo  G,0": "the answer has 'o' in row 2, column 2 | the question has '#'",
-    "me,S   #   G,Sooo#oooG,0": "one line from S to G",
-    "me,S ####  G,S ####  G,0": "no way from S to G",
-    "me,S G #    ,S Go#oooo,0": "6 steps | 2 are enough"}
+    "me,S  G#   G,SooG#o  G,0": "the answer is not a shortest path",
+    "me,S   #   G,So  oo  G,0": "row 2, column 2 of the answer breaks a rule",
+    "me,S   #   G,Sooo#oooG,0": "the answer is not a shortest path",
+    "me,S G #    ,S Go#oooo,0": "the answer is not a shortest path"}
 CSVS = {
     "good": [HEADER, GOOD], "empty": [HEADER], "columns": ["source,question,rating", "me,1,2"],
     "maze": [HEADER, MAZE], "oblong": [HEADER, "me,S   #  G,So o#o G,0"],
