@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The first hour of a GPU: measures what README.md and docs/performance.md do not know yet.
 #
-#   scripts/first_gpu.sh                 all parts, and the tables; run it again after a cut: it goes on
+#   scripts/first_gpu.sh                 all parts, then their figures; run it again after a cut: it goes on
 #   scripts/first_gpu.sh sudoku_on       only the parts of these names
 #   DEVICE=cpu FLAGS="--hidden_size=32 --L_cycles=3 --global_batch_size=192" scripts/first_gpu.sh    a rehearsal
 #
@@ -56,7 +56,9 @@ if [[ $("$PYTHON" -c "import torch; print(torch.cuda.device_count())") -gt 1 ]];
 fi
 part begin "$PYTHON" train.py config/sudoku_fast.py "--device=$DEVICE" "--out_dir=$OUT/begin" --init_from=auto \
     --data_prepare=prepare_sudoku.py "${flags[@]}"
-"$PYTHON" scripts/first_gpu.py "$OUT"
+# what bench.py measured, and what the runs came to
+grep -sH '^{' "$OUT"/*.log
+grep -sH 'evaluation:' "$OUT"/*/log.txt
 if [[ ${#failed[@]} -gt 0 ]]; then
     echo "first_gpu.sh: failed: ${failed[*]}; $OUT/NAME.log has the reason, the same command tries again" >&2
     exit 1

@@ -328,7 +328,7 @@ def test_page_takes_typed_puzzles_and_shows_errors(browser, server):
     browser.js("($('text').value = '11' + '.'.repeat(14), $('typed').requestSubmit())")
     assert browser.js("$('error').hidden")
     browser.solve()
-    assert browser.js("$('error').textContent") == "⚠ The puzzle has no solution: row 1, column 1 breaks a rule"
+    assert "⚠ The puzzle has no solution: row 1, column 1" in browser.js("$('error').textContent")
     browser.click("#clear")
     browser.js("document.querySelector('#board .cell').focus()")
     browser.press("Right", "Down", "3", "Right", "Down", "2", "Left", "4", "Backspace", "Home", "Up", "1")

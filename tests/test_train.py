@@ -164,10 +164,24 @@ def gram_state(settings, shapes, w):
     return dict(m=torch.zeros_like(w), gram=torch.ones(3, 5), count=torch.zeros(()))
 
 
+def interrupted(source, out):
+    """Copies a run of 40 steps as a crash after its 30th leaves it."""
+    shutil.copytree(source, out)
+    for path in out.glob("ckpt_00000040.*"):
+        path.unlink()
+    with open(out / "metrics.jsonl", "a") as f:
+        f.write('{"step": 41, "tra')  # half a line
+    return out
+
+
+def check_resume(data, source, out, expected, *flags):
+    """A resume says what is expected, and ends as the run in `source` did."""
+    assert expected in run(data, out, *WHOLE, "--init_from=auto", *flags)
+    assert same(last_weights(out), last_weights(source))
+    assert curve(out) == curve(source) and curve(out, "eval/loss") == curve(source, "eval/loss")
+
+
 RESUMES = {
-    "newest truncated": [],
-    "newest without json": [],
-    "killed in the first checkpoint": [],
     "adamw, rope, softmax": ["--optimizer=adamw", "--micro_batch_size=4", "--mlp_t=False",
                              "--pos_encodings=rope", "--puzzle_emb_ndim=0",
                              "--loss_type=softmax_cross_entropy"],
@@ -176,44 +190,41 @@ RESUMES = {
     "muon, float16": ["--optimizer=muon", "--forward_dtype=float16", "--H_cycles=1", "--L_cycles=1",
                       "--eval_interval=0"],  # float16 is slow here
     "at the border of stages": [*CURRICULUM, "--curriculum_epochs=15", "--eval_interval=8"],
-    "a fork's optimizer": ["--lr=1e-3"],
 }
 
 
-@pytest.mark.parametrize("case", RESUMES)
-def test_a_resume_equals_no_interruption(data, whole, tmp_path, monkeypatch, case):
-    if "fork" in case:
-        monkeypatch.setitem(optim.OPTIMIZERS, "adam_atan2", gram)
-        monkeypatch.setattr(train, "optimizer_state", gram_state)
-    source = whole[0]
-    flags = [*WHOLE, *RESUMES[case]]
-    if RESUMES[case]:
-        source = str(tmp_path / "whole")
-        run(data, source, *flags)
-        assert curve(source)[40] < curve(source)[5]
+@pytest.mark.parametrize("flags", RESUMES.values(), ids=RESUMES)
+def test_a_resume_equals_no_interruption(data, tmp_path, flags):
+    source = tmp_path / "whole"
+    run(data, source, *WHOLE, *flags)
+    assert curve(source)[40] < curve(source)[5]
+    out = interrupted(source, tmp_path / "run")
+    check_resume(data, source, out, "training from step 30 to", "--init_from=resume", *flags)
 
-    # what a crash leaves
-    out = shutil.copytree(source, tmp_path / "run")
-    for path in out.glob("ckpt_00000040.*"):
-        path.unlink()
-    with open(out / "metrics.jsonl", "a") as f:
-        f.write('{"step": 41, "tra')  # half a line
-    expected = "training from step 30 to"
-    if case == "newest truncated":
-        os.truncate(out / "ckpt_00000030.pt", 99)
-        expected = f"resuming from {out}/ckpt_00000020.pt"
-    if case == "newest without json":
-        (out / "ckpt_00000030.json").unlink()
-        expected = f"skipped {out}/ckpt_00000030.pt"
-    if case == "killed in the first checkpoint":
-        for name in set(os.listdir(out)) - {"best.pt", "best.json", "ckpt_00000010.pt"}:
-            os.remove(out / name)
-        expected = "training from step 0 to"
 
-    init_from = "auto" if "first" in case else "resume"
-    assert expected in run(data, out, *flags, f"--init_from={init_from}")
-    assert same(last_weights(out), last_weights(source))
-    assert curve(out) == curve(source) and curve(out, "eval/loss") == curve(source, "eval/loss")
+def test_a_forks_optimizer_resumes_with_its_own_state(data, tmp_path, monkeypatch):
+    monkeypatch.setitem(optim.OPTIMIZERS, "adam_atan2", gram)
+    monkeypatch.setattr(train, "optimizer_state", gram_state)
+    test_a_resume_equals_no_interruption(data, tmp_path, ["--lr=1e-3"])
+
+
+def test_a_resume_passes_over_a_truncated_checkpoint(data, whole, tmp_path):
+    out = interrupted(whole[0], tmp_path / "run")
+    os.truncate(out / "ckpt_00000030.pt", 99)
+    check_resume(data, whole[0], out, f"resuming from {out}/ckpt_00000020.pt")
+
+
+def test_a_resume_passes_over_a_checkpoint_without_json(data, whole, tmp_path):
+    out = interrupted(whole[0], tmp_path / "run")
+    (out / "ckpt_00000030.json").unlink()
+    check_resume(data, whole[0], out, f"skipped {out}/ckpt_00000030.pt")
+
+
+def test_a_run_killed_in_its_first_checkpoint_begins_again(data, whole, tmp_path):
+    out = interrupted(whole[0], tmp_path / "run")
+    for name in set(os.listdir(out)) - {"best.pt", "best.json", "ckpt_00000010.pt"}:
+        os.remove(out / name)
+    check_resume(data, whole[0], out, "training from step 0 to")
 
 
 def test_a_resume_names_changed_settings_and_refuses_another_optimizer(data, out):
