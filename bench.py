@@ -106,7 +106,7 @@ def bench(index, settings, bench_settings, kind, path):
         mfu_of_matmul=rate * step_flops / matmul_flops,
         mfu_of_peak=peak and rate * step_flops / peak / device.world,
         evaluation_ms=1e3 * eval_seconds,
-        peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9,  # of a GPU
+        peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9,  # 0 without a GPU
         **device.counts(),
     )
     for name, value in figures.items():

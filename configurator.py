@@ -26,7 +26,7 @@ import traceback
 from types import SimpleNamespace
 from typing import NamedTuple
 
-TYPES = (int, float, bool, str)  # of settings
+TYPES = (int, float, bool, str)  # that a setting may have
 
 
 class UserError(Exception):
@@ -59,7 +59,7 @@ class Settings(SimpleNamespace):
 class Setting(NamedTuple):
     """Describes one setting, as its script writes it down."""
 
-    default: object  # of one of TYPES
+    default: object  # an int, float, bool or str
     comment: str  # the documentation that --help prints
     group: str  # the title above it in --help
 

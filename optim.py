@@ -240,7 +240,7 @@ def cycles_at(settings, examples_per_epoch, step):
     """Returns (H_cycles, L_cycles) of a step. In a curriculum each grows linearly over curriculum_epochs."""
     last = settings.H_cycles, settings.L_cycles
     examples = step * settings.global_batch_size
-    length = settings.curriculum_epochs * examples_per_epoch  # of the curriculum, in examples
+    length = settings.curriculum_epochs * examples_per_epoch  # the curriculum's, in examples
     if examples >= length:
         return last
     cycles = []

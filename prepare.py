@@ -383,7 +383,7 @@ def new_dataset(path, manifest):
     try:
         with locked(part):
             refuse_existing(path)
-            shutil.rmtree(part, ignore_errors=True)  # of a command that was killed
+            shutil.rmtree(part, ignore_errors=True)  # a command that was killed left it
             try:
                 yield part
                 write_json(os.path.join(part, "manifest.json"), dict(manifest, sha256=hashes_of(part)))

@@ -114,7 +114,7 @@ def mazes_from_files(settings):
 def read_mazes(path, cells):
     """Returns all mazes of a file, [2, n, cells]; cells: see read_csv."""
     table = {ord(symbol): token for token, symbol in enumerate(MAZE)}
-    alphabets = SYMBOLS[:-1], SYMBOLS  # of questions, of answers
+    alphabets = SYMBOLS[:-1], SYMBOLS  # the symbols of questions and of answers
     questions, answers, _ = read_puzzles(path, cells, square_task, alphabets, table)
     return np.array([questions, answers])
 

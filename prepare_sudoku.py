@@ -110,7 +110,7 @@ def choose(path, settings, n, test_keys):
     digits = SUDOKU[2:settings.size + 2]
     table = {ord(symbol): token for token, symbol in enumerate(SUDOKU)}
     table[ord("0")] = EMPTY
-    alphabets = ".0" + digits, digits  # of questions, of answers
+    alphabets = ".0" + digits, digits  # the symbols of questions and of answers
     columns = read_puzzles(
         path, settings.size ** 2, lambda *_: sudoku_task(settings.size), alphabets, table, "rating")
     questions, answers, ratings, lines = columns

@@ -508,7 +508,7 @@ def propagate(candidates, size):
     Returns the candidates, and bool [n] each: broken, solved, stuck.
     broken: no solution; solved: all cells decided; stuck: unchanged by this round.
     """
-    axes_of_units = (2, 3), (0, 1), (1, 3)  # of a row, a column, a box
+    axes_of_units = (2, 3), (0, 1), (1, 3)  # a row, a column, a box
     after = candidates.copy()
     cells = after.reshape(*box_shape(size), -1)  # (bands, rows, stacks, columns, n), a view
     broken = np.zeros(after.shape[1], dtype=bool)
@@ -545,7 +545,7 @@ def propagate(candidates, size):
 def candidates_of(boards, size):
     """Returns the candidates [cells, n] of boards, tokens [n, cells]; an empty cell has all."""
     digits = 1 << np.arange(size)
-    by_token = np.array([0, digits.sum(), *digits], dtype=np.uint16)  # of padding none
+    by_token = np.array([0, digits.sum(), *digits], dtype=np.uint16)  # padding has none
     return by_token[boards.T]
 
 

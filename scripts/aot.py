@@ -31,7 +31,7 @@ from configurator import UserError, end_with_parent
 from data import Dataset
 from device import PEAK_FLOPS, open_device
 
-# of aot.py
+# what to compile for
 slices = ""  # TPU slices to compile for: v5e:2x4,v6e:2x2,v4:2x2x1
 rate = 0.0  # examples/s that were measured there: prices a run without the compiler
 # ---

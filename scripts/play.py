@@ -213,7 +213,7 @@ class Game:
         """Yields a dict for the page after each step.
 
         Args:
-            question: as parse_request returns it.
+            question: what parse_request returns.
             steps, copies, noise, seed: as in LIMITS.
         """
         # the run's settings, and the request's
@@ -224,7 +224,7 @@ class Game:
             if self.is_arc:
                 yield from self.solve_arc(settings, *question, copies)
                 return
-            for results in solve.watch(settings, self.model, question):
+            for results in solve.watch_attempts(settings, self.model, question):
                 # the answers, and which is the most confident one so far
                 answers = results["preds"]
                 kept_copy = int(surest_attempts(results))
@@ -251,7 +251,7 @@ class Game:
             num_versions: how many of its versions vote.
         """
         # each version of the task is a sequence of one batch
-        data = solve.choose_versions(self.train_data, name, [(grid, grid)], num_versions)
+        data = solve.dataset_of_task(self.train_data, name, [(grid, grid)], num_versions)
         n = len(data)
         evaluator = solve.evaluator_of(settings, self.model, n)
         batch = data.test_batch(range(n), n)

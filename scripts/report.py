@@ -42,7 +42,7 @@ STUDY = "out/study"
 @dataclass
 class Group:
     """A question of the study, and the keys of VALUES that answer it."""
-    prefix: str  # of its runs' names
+    prefix: str  # how its runs' names begin
     question: str
     x: str = ""  # abscissa of its panels; "": the settings' names
     panels: tuple = ("accuracy",)  # ordinates, a panel each; the learning curves follow
@@ -102,7 +102,7 @@ at inference as in training. Steps and time to the target are interpolated betwe
 @dataclass
 class Run:
     """One run, as its folder has it."""
-    name: str  # of its folder
+    name: str  # its folder's
     problem: str = ""  # why it is not complete; "" if it is
     settings: str = ""  # those that can change its result, but for the seed, as JSON
     seed: int = 0
@@ -383,7 +383,7 @@ def plot_group(group, variants, law, path):
     Args:
         group: the Group.
         variants: its Variants.
-        law: as fit_power_law returns it.
+        law: what fit_power_law returns.
         path: of the picture.
     """
     count = len(group.panels) + 1

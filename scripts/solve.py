@@ -107,7 +107,7 @@ def main(argv):
 # ---------------------------------------------------------------------------------------------------------
 # One puzzle
 
-def watch(settings, model, question):
+def watch_attempts(settings, model, question):
     """Yields the results [attempts, ...] of Evaluator.watch, of eval_rollouts attempts at one puzzle.
 
     Args:
@@ -135,7 +135,7 @@ def solve_one(saved, model, task, question, settings):
         question: tokens int32 [cells].
         settings: of this script.
     """
-    results = list(watch(saved.settings, model, question))
+    results = list(watch_attempts(saved.settings, model, question))
     depth = len(results)
     attempt = surest_attempts(results[-1])
     kept = results[-1]["surest_steps"][attempt]
@@ -246,7 +246,7 @@ def solve_arc(saved, source, settings):
             tests = pairs_of(test_data, settings.task)
         else:
             tests = [demonstrations.pop()]
-        data = choose_versions(train_data, settings.task, tests, settings.versions)
+        data = dataset_of_task(train_data, settings.task, tests, settings.versions)
         votes = vote(saved.settings, model, data)
         show_task(demonstrations, tests, votes, settings.plot)
         print(f"task {settings.task}; {saved.name}")
@@ -256,7 +256,7 @@ def solve_arc(saved, source, settings):
     is_folder = os.path.isdir(source)
     contents = read_folder(f"{glob.escape(source)}/*.json") if is_folder else read_object(source).items()
     tasks = [arc_task_of(name, content) for name, content in contents]
-    chosen = [choose_versions(train_data, task.name, task.test, settings.versions) for task in tasks]
+    chosen = [dataset_of_task(train_data, task.name, task.test, settings.versions) for task in tasks]
 
     # answers in Kaggle's format
     attempts = {}
@@ -294,7 +294,7 @@ def group_of(data, name):
     return data.task_names.index(name)
 
 
-def choose_versions(data, name, pairs, num_versions):
+def dataset_of_task(data, name, pairs, num_versions):
     """Returns a Dataset of one task in its versions, whose examples are the given pairs. Raises UserError.
 
     Args:
@@ -320,7 +320,7 @@ def choose_versions(data, name, pairs, num_versions):
 
 
 def vote(settings, model, data):
-    """Returns the votes on the examples of choose_versions' Dataset, see evaluate.count_votes."""
+    """Returns the votes on the examples of dataset_of_task' Dataset, see evaluate.count_votes."""
     results = run_queue(settings, model, len(data), lambda i: data.test_batch(i, len(i)))
     return count_votes(data, np.arange(len(data)), results["preds"][0], results["q_halt_logits"][0])
 

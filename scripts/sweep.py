@@ -43,7 +43,7 @@ prepare = False  # make the datasets that are missing
 # ---
 
 STUDY = os.path.join(ROOT, "config", "study")
-ATTEMPTS = 3  # of a run that dies
+ATTEMPTS = 3  # how often a run that dies is started
 # settings that do not change a run's result
 NEUTRAL = (*train.RUN_SETTINGS, "data_prepare", "micro_batch_size", "eval_save_outputs", "eval_only")
 # train.py may replace these two: by the local copy of a bucket's dataset, by a type that the GPU has.

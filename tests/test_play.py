@@ -77,7 +77,7 @@ def test_answers_are_those_of_solve(serve, folder, kind):
     saved = solve.read_saved(str(folder / kind), [
         "--eval_rollouts=3", "--eval_noise=0.5", "--seed=3", "--eval_halt_max_steps=6"])
     _, question = puzzles.parse_question(game.task, text)
-    for line, step in zip(lines, solve.watch(saved.settings, game.model, question)):
+    for line, step in zip(lines, solve.watch_attempts(saved.settings, game.model, question)):
         assert line["sure"] == pytest.approx(solve.sigmoid(step["q_halt_logits"]), abs=1e-3)
         assert line["answers"] == [puzzles.text_of(game.task, answer) for answer in step["preds"]]
         assert line["solved"] == puzzles.are_solutions(game.task, question[None], step["preds"]).tolist()
@@ -159,7 +159,7 @@ def test_votes_on_an_arc_task_are_those_of_solve(arc_server, arc_test):
     assert puzzle["question"] == question.tolist() and puzzle["answer"] == answer.tolist()
     game = arc_server.game
     *_, line = game.solve((puzzle["task"], question), 3, 4, 0, 0)
-    data = solve.choose_versions(game.train_data, puzzle["task"], [(question, answer)], 0)
+    data = solve.dataset_of_task(game.train_data, puzzle["task"], [(question, answer)], 0)
     votes = solve.vote(game.saved.settings, game.model, data)[0, 0]
     assert line["votes"] == [[grid_of_key(key).tolist(), votes[key][0]] for key in elect(votes)]
 
