@@ -27,6 +27,8 @@ import matplotlib.pyplot as plt
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+from sweep import GROUPS, group_of
+
 from configurator import UserError, command, configure, split_arguments
 from data import read_metrics, saved_settings
 from train import RUN_SETTINGS
@@ -37,36 +39,6 @@ target = 85.0  # percent of the test puzzles, for the steps and the time needed 
 # ---
 
 STUDY = "out/study"
-
-
-@dataclass
-class Group:
-    """A question of the study, and the keys of VALUES that answer it."""
-    prefix: str  # how its runs' names begin
-    question: str
-    x: str = ""  # abscissa of its panels; "": the settings' names
-    panels: tuple = ("accuracy",)  # ordinates, a panel each; the learning curves follow
-
-
-GROUPS = (
-    Group("exp01", "How does accuracy grow with parameters, and where does it saturate?", "parameters"),
-    Group("exp02a", "Does more effective depth, by L_cycles, help, and does it overfit?", "depth"),
-    Group("exp02b", "At equal effective depth, are H_cycles worth more than L_cycles?", "depth"),
-    Group("exp03", "Can recursion replace layers?"),
-    Group("exp04a", "How few training puzzles are enough?", "puzzles", ("accuracy", "gap")),
-    Group("exp04b", "Can augmented copies replace data?", "copies", ("accuracy", "gap")),
-    Group("exp05", "What does accuracy cost at inference?", "halt_max_steps", ("accuracy", "halting")),
-    Group("exp06", "Up to which size does a larger batch save steps and gain throughput?",
-          "global_batch_size", ("accuracy", "speed")),
-    Group("exp07", "Which precision is enough?"),
-    Group("exp08", "Does the average of the weights help, and at which rate?"),
-    Group("exp09", "Which optimizer?"),
-    Group("exp10", "Which learning rate, and does decaying it help?"),
-    Group("contrib01", "Does a curriculum of growing depth reach the target sooner?"),
-    Group("contrib02", "Does exploration that decays over the run lead to earlier halting?",
-          panels=("accuracy", "halting")),
-    Group("", "How do the other runs compare?"),
-)
 # The numbers of a run, with their units.
 VALUES = {
     "accuracy": "test puzzles solved (%)",
@@ -109,11 +81,6 @@ class Run:
     values: dict = None  # {key of VALUES: number}, if it is complete
     evaluations: dict = None  # {step: percent of the test puzzles solved}
     hardware: tuple = ()  # a run may move between machines
-
-    @property
-    def group(self):
-        return next(group for group in GROUPS if self.name.startswith(group.prefix))
-
 
 @dataclass
 class Variant:
@@ -272,14 +239,14 @@ def variants_of(group, runs):
     """Returns the Variants of a group, by x; runs: all that are complete. Those of other groups add seeds."""
     # {settings: {seed: run}}; of two runs with one seed the group's own counts
     by_settings = {}
-    for run in sorted(runs, key=lambda run: run.group is not group):
+    for run in sorted(runs, key=lambda run: group_of(run.name) is not group):
         by_seed = by_settings.setdefault(run.settings, {})
         by_seed.setdefault(run.seed, run)
 
     # a variant is named by the group's own runs
     variants = []
     for by_seed in by_settings.values():
-        names = dict.fromkeys(run.name for run in by_seed.values() if run.group is group)
+        names = dict.fromkeys(run.name for run in by_seed.values() if group_of(run.name) is group)
         if names:
             variants.append(Variant(", ".join(names), list(by_seed.values())))
     if group.x:

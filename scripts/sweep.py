@@ -22,6 +22,7 @@ import shlex
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
@@ -48,6 +49,40 @@ ATTEMPTS = 3  # how often a run that dies is started
 NEUTRAL = (*train.RUN_SETTINGS, "data_prepare", "micro_batch_size", "eval_save_outputs", "eval_only")
 # train.py may replace these two: by the local copy of a bucket's dataset, by a type that the GPU has.
 REPLACED = ("data_path", "forward_dtype")
+
+
+class Group(NamedTuple):
+    """A question of the study, and what report.py draws to answer it: keys of its VALUES."""
+    prefix: str  # how its runs' names begin
+    question: str
+    x: str = ""  # abscissa of its panels; "": the settings' names
+    panels: tuple = ("accuracy",)  # ordinates, a panel each; the learning curves follow
+
+
+GROUPS = (
+    Group("exp01", "How does accuracy grow with parameters, and where does it saturate?", "parameters"),
+    Group("exp02a", "Does more effective depth, by L_cycles, help, and does it overfit?", "depth"),
+    Group("exp02b", "At equal effective depth, are H_cycles worth more than L_cycles?", "depth"),
+    Group("exp03", "Can recursion replace layers?"),
+    Group("exp04a", "How few training puzzles are enough?", "puzzles", ("accuracy", "gap")),
+    Group("exp04b", "Can augmented copies replace data?", "copies", ("accuracy", "gap")),
+    Group("exp05", "What does accuracy cost at inference?", "halt_max_steps", ("accuracy", "halting")),
+    Group("exp06", "Up to which size does a larger batch save steps and gain throughput?",
+          "global_batch_size", ("accuracy", "speed")),
+    Group("exp07", "Which precision is enough?"),
+    Group("exp08", "Does the average of the weights help, and at which rate?"),
+    Group("exp09", "Which optimizer?"),
+    Group("exp10", "Which learning rate, and does decaying it help?"),
+    Group("contrib01", "Does a curriculum of growing depth reach the target sooner?"),
+    Group("contrib02", "Does exploration that decays over the run lead to earlier halting?",
+          panels=("accuracy", "halting")),
+    Group("", "How do the other runs compare?"),
+)
+
+
+def group_of(name):
+    """Returns the Group of a run; the last one takes every name."""
+    return next(group for group in GROUPS if name.startswith(group.prefix))
 
 
 def main(argv):
@@ -93,11 +128,11 @@ def place(path):
 
 def print_runs(runs, baseline, dry_run):
     """Prints each run's size and how it differs from the baseline; with dry_run also its data and command."""
-    # A group's runs have one question, which is printed above them.
+    # a group's runs have one question, which is printed above them
     question = ""
     for run in runs:
-        if run.question != question:
-            question = run.question
+        if group_of(run.name).question != question:
+            question = group_of(run.name).question
             print(question)
         differences = changes(vars(run.settings), baseline, NEUTRAL) or "the baseline"
         print(f"  {run.name:32}{run.steps:7,} steps {run.parameters:11,} weights  {differences}")
@@ -199,8 +234,6 @@ class StudyRun:
             train_arguments: config files and flags for all runs, which follow the run's file.
         """
         self.name = os.path.basename(path).removesuffix(".py")
-        text = pathlib.Path(path).read_text(encoding="utf-8")
-        self.question = re.search('_question = "(.*)"', text)[1]
         # Each run gets a folder of its own in the folders that are given for all.
         own_arguments = []
         for argument in train_arguments:

@@ -59,7 +59,7 @@ def test_the_list_has_each_runs_question_size_and_changes(sweep, tmp_path):
     names = [*runs]
     assert len(names) == 67 and names[0] == "exp01a_h256" and names[-1].startswith("contrib02")
     assert names.index("exp04a_250_puzzles") < names.index("exp04a_1000_puzzles")
-    assert len([line for line in lines if line.startswith("How does accuracy grow with the par")]) == 1
+    assert len([line for line in lines if line.startswith("How does accuracy grow with par")]) == 1
     # without a dataset, and nothing is written
     text = sweep("--list", "exp08a", f"--data_path={tmp_path}/new", f"{PREPARE}{tmp_path}/new")
     assert " 520 steps" in text and not os.listdir(tmp_path)  # 50,000 epochs of 64 puzzles

@@ -1,5 +1,4 @@
 run("../study.py")
-_question = "How does accuracy grow with the parameters, as a - b * params^-c, and where does it saturate?"
 hidden_size = 256
 num_heads = 4
 puzzle_emb_ndim = hidden_size

@@ -1,5 +1,4 @@
 run("../study.py")
-_question = "Can recursion replace layers, and at what speed and memory?"
 # L_layers * L_cycles is 12 in all files of exp03.
 L_layers = 4
 L_cycles = 3

@@ -1,4 +1,3 @@
 run("../study.py")
-_question = "Can augmented copies replace puzzles?"
 data_path = "data/sudoku-extreme-1k-aug-10"
 data_prepare = "prepare_sudoku.py --num_aug=10"

@@ -1,2 +1,1 @@
 run("../study.py")
-_question = "Can augmented copies replace puzzles?"

@@ -1,5 +1,4 @@
 run("../study.py")
-_question = "What is the critical batch size, and how does throughput grow with the batch?"
 global_batch_size = 1536
 micro_batch_size = 16  # must divide the 48 sequences of each of 32 chips
 lr = 1e-4 * (global_batch_size / 6144) ** 0.5

@@ -1,5 +1,4 @@
 run("../study.py")
-_question = "What is the critical batch size, and how does throughput grow with the batch?"
 global_batch_size = 24576
 lr = 1e-4 * (global_batch_size / 6144) ** 0.5
 puzzle_emb_lr = lr

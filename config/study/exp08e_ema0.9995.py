@@ -1,3 +1,2 @@
 run("../study.py")
-_question = "How much does evaluating averaged weights help, and how long should the average be?"
 ema_rate = 0.9995

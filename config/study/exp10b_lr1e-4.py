@@ -1,3 +1,2 @@
 run("../study.py")
-_question = "Which learning rate is best, and does it help to decay it?"
 lr = 1e-4
