@@ -370,7 +370,7 @@ def train_and_evaluate(run, data, test, log, checkpoints, first_step, total_step
 
 
 def epoch_size(data):
-    """Returns the number of examples of an epoch."""
+    """Returns the examples of an epoch as the official code counts them, by the mean over all puzzles."""
     return data.total_groups * data.mean_puzzle_examples
 
 
@@ -523,22 +523,20 @@ class Run:
         return saved
 
 
+MODEL_LOCK = threading.Lock()  # replicas may be threads, which share torch's generator
 # Sizes that a dataset and a model for it have in common.
 SIZES = "seq_len", "vocab_size", "num_puzzle_identifiers"
 
 
 def new_model(settings, **sizes):
     """Returns a model with its first weights. Raises UserError for sizes that cannot be built."""
-    # seeds modules that init_weights does not touch; replicas may be threads, which share torch's generator
+    # the seed is for modules that init_weights does not touch
     with MODEL_LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         try:
             return TRM(TRMConfig.of(settings, **sizes), settings.seed)
         except (ValueError, RuntimeError) as e:  # RuntimeError: more memory than there is
             raise UserError(" ".join(str(e).split())[:200]) from None
-
-
-MODEL_LOCK = threading.Lock()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1120,6 +1118,7 @@ def differences(settings):
 # Processes. Replicas may be processes of their own; a file tells them that their host is asked to stop.
 
 STOP_FILE = "TRM_STOP_FILE"  # environment variable with the path of that file
+stop_file = None  # its descriptor
 # True in a process that xmp.spawn started, which imports this file again, by itself or from a fork's script.
 IS_SPAWNED = multiprocessing.current_process().name != "MainProcess" and STOP_FILE in os.environ
 
@@ -1128,9 +1127,6 @@ def open_stop_file():
     """Keeps the stop file open, so that cleaning /tmp cannot prevent a stop."""
     global stop_file
     stop_file = os.open(os.environ[STOP_FILE], os.O_RDWR)
-
-
-stop_file = None  # its descriptor
 
 
 def stop_requested():
