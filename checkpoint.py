@@ -27,11 +27,11 @@ from model import read_torch_file
 # Where a run begins
 
 class Start(NamedTuple):
-    """Where a run begins. Ranks other than 0 only know step and is_complete."""
+    """Where a run begins. Ranks other than 0 only know the first three."""
     step: int = 0
     is_complete: bool = False  # nothing is left to do
+    is_evaluated: bool = True  # no evaluation is left to do at this step
     state: dict = {}  # the checkpoint; its weights are in the model already
-    best: float = -1.0  # the best eval/exact_accuracy so far
     run_id: str = ""  # the same from a run's first start to its end, and W&B's id
     init_from: str = "scratch"  # where the run began, which a resume does not change
     token: str = ""  # names this process in the bucket's run.json: whoever has it may upload
@@ -70,10 +70,11 @@ def agree_on_start(settings, device, data, model, total_steps, should_stop):
             error = e
 
     # what the others need of it
-    error, step, is_complete = device.all_gather((error, start.step, start.is_complete))[0]
+    known = (error, start.step, start.is_complete, start.is_evaluated)
+    error, step, is_complete, is_evaluated = device.all_gather(known)[0]
     if error:
         raise error
-    return start._replace(step=step, is_complete=is_complete)
+    return start._replace(step=step, is_complete=is_complete, is_evaluated=is_evaluated)
 
 
 def find_start(settings, data, model, total_steps, should_stop):
@@ -128,14 +129,15 @@ def resume(settings, state, data, model, total_steps):
     """Returns the Start at a checkpoint of the run; state: the checkpoint."""
     check_resume(settings, state, data, total_steps)
     load_weights(model, state["weights"], settings.out_dir)
-    # a run that has ended says so in its last line
+    # what the run has done at this step; one that has ended says so in its last line
     lines = read_metrics(os.path.join(settings.out_dir, "metrics.jsonl"))
-    has_ended = any(line.get("final") and line["step"] == state["step"] for line in lines)
+    lines = [line for line in lines if line["step"] == state["step"]]
+    has_ended = any(line.get("final") for line in lines)
     return Start(
         step=state["step"],
         is_complete=has_ended and state["step"] == total_steps,
+        is_evaluated=any("eval/loss" in line for line in lines),
         state=state,
-        best=state["best"],
         run_id=state.get("run_id", ""),
         init_from=state["settings"]["init_from"],
         notes=setting_changes(settings, state["settings"]),

@@ -276,11 +276,14 @@ def make_inputs(run, data, step, total_steps):
 # ---------------------------------------------------------------------------------------------------------
 # The loop
 
-def train(run, data, test, log, checkpoints, step, total_steps):
-    """Trains from `step` to the end or until a stop is requested; returns the step reached. All ranks."""
+def train(run, data, test, log, checkpoints, start, total_steps):
+    """Trains from start.step to the end or until a stop is requested; returns the step reached. All ranks."""
     settings = run.settings
     examples_per_epoch = epoch_size(data)
+    step = start.step
+    is_evaluated = start.is_evaluated
     cycles = None  # (H_cycles, L_cycles) of the last step
+    metrics = {}  # the last line of the log
     stop = False
 
     def read_stops():  # how many ranks were asked to stop at the last step
@@ -288,6 +291,18 @@ def train(run, data, test, log, checkpoints, step, total_steps):
 
     log.restart_clock(step)
     while step < total_steps and not stop:
+        # evaluate, before the next step: a resume then makes up for an evaluation that was interrupted
+        if not is_evaluated and evaluation_due(settings, examples_per_epoch, step):
+            indices = test.subset(settings.eval_max_puzzles, settings.eval_versions)
+            evaluation = run.evaluate(test, indices, f"evaluating at step {step}")
+            if not evaluation:  # a stop was requested
+                checkpoints.save(f"ckpt_{step:08d}", step, run, metrics)
+                break
+            log.evaluation(step, evaluation)
+            checkpoints.save_if_best(step, run, metrics | evaluation)
+            log.restart_clock(step)
+        is_evaluated = False
+
         # the depth of this step
         last_cycles = cycles
         cycles = cycles_at(settings, examples_per_epoch, step)
@@ -303,12 +318,10 @@ def train(run, data, test, log, checkpoints, step, total_steps):
             log.first_step(step, run, cycles)
 
         # what is due depends on the step and on reduced sums alone, so that all ranks decide the same
-        is_last = step == total_steps
-        eval_due = not stop and not is_last and evaluation_due(settings, examples_per_epoch, step)
-        save_due = stop or is_last or is_multiple(step, settings.checkpoint_interval)
-        log_due = save_due or eval_due or is_multiple(step, settings.log_interval)
-        next_cycles = cycles_at(settings, examples_per_epoch, step)
-        log_due |= next_cycles != cycles  # a line of the log has one depth
+        save_due = stop or step == total_steps or is_multiple(step, settings.checkpoint_interval)
+        log_due = save_due or is_multiple(step, settings.log_interval)
+        log_due |= evaluation_due(settings, examples_per_epoch, step)
+        log_due |= cycles_at(settings, examples_per_epoch, step) != cycles  # a line of the log has one depth
         if not log_due:
             continue
 
@@ -322,25 +335,15 @@ def train(run, data, test, log, checkpoints, step, total_steps):
                                  f"the last good checkpoint: {newest}")
         metrics = log.train(step, total_steps, sums, run, cycles)
 
-        # evaluate
-        if eval_due:
-            indices = test.subset(settings.eval_max_puzzles, settings.eval_versions)
-            evaluation = run.evaluate(test, indices, f"evaluating at step {step}")
-            stop = not evaluation  # it was interrupted
-            if evaluation:
-                log.evaluation(step, evaluation)
-                metrics |= evaluation
-                checkpoints.save_if_best(step, run, metrics)
-
         # save; a run that resumes starts all sequences afresh here, so this one does too
-        if save_due or stop:
+        if save_due:
             checkpoints.save(f"ckpt_{step:08d}", step, run, metrics)
             run.restart()
         log.restart_clock(step)
     return step
 
 
-def train_and_evaluate(run, data, test, log, checkpoints, first_step, total_steps):
+def train_and_evaluate(run, data, test, log, checkpoints, start, total_steps):
     """Trains to the end, saves, evaluates and uploads. All ranks.
 
     Exits with 3 if it was stopped early, with 1 if the last checkpoint cannot be written or uploaded.
@@ -348,7 +351,7 @@ def train_and_evaluate(run, data, test, log, checkpoints, first_step, total_step
     # a monotonic clock: somebody may set the other one
     began = time.monotonic()
     is_complete = False
-    step = train(run, data, test, log, checkpoints, first_step, total_steps)
+    step = train(run, data, test, log, checkpoints, start, total_steps)
     # all ranks leave together: one that went on to the evaluation would wait for rank 0 forever
     if not all(run.device.all_gather(checkpoints.wait())):
         sys.exit(1)
@@ -356,8 +359,8 @@ def train_and_evaluate(run, data, test, log, checkpoints, first_step, total_step
         log.print0(f"stopped at step {step}, checkpoint saved in {run.settings.out_dir}; "
                    "to continue: the same command with --init_from=resume")
     else:
-        if step > first_step:
-            log.print0(f"trained {step - first_step} steps in {duration(time.monotonic() - began)}")
+        if step > start.step:
+            log.print0(f"trained {step - start.step} steps in {duration(time.monotonic() - began)}")
         # the evaluation in full; a stop interrupts it
         is_complete = final_evaluation(run, test, log, step)
     is_uploaded = checkpoints.close(600 if is_complete else 15)
@@ -745,7 +748,6 @@ class Checkpoints:
         self.rank = device.rank
         self.log = log
         self.start = start
-        self.best = start.best
         self.newest = start.step  # the step of the last good checkpoint
         self.data = data
         # one thread: checkpoints are written one after the other
@@ -768,15 +770,19 @@ class Checkpoints:
             settings=vars(self.settings) | dict(init_from=self.start.init_from),
             data=self.data.sha256,
             task=self.data.task,
-            best=self.best,
         )
         self.writing = self.writer.submit(self.write, name, state, metrics)
 
     def save_if_best(self, step, run, metrics):
-        """Saves best.pt if no earlier evaluation was better."""
-        # the figure is in all later checkpoints, so that a resume knows it
-        if metrics["eval/exact_accuracy"] > self.best:
-            self.best = metrics["eval/exact_accuracy"]
+        """Saves best.pt if the evaluation in `metrics` is better than the one in best.json."""
+        if self.rank != 0:
+            return
+        self.wait()
+        best = -1.0
+        with suppress(OSError, ValueError):  # there is none yet, or the disk was full
+            with open(os.path.join(self.settings.out_dir, "best.json"), "rb") as f:
+                best = json.load(f)["metrics"]["eval/exact_accuracy"]
+        if metrics["eval/exact_accuracy"] > best:
             self.save("best", step, run, metrics)
 
     def write(self, name, state, metrics):
@@ -994,7 +1000,7 @@ def replica(settings, kind):
         return
     # train
     log.begin(start.run_id, total_steps, dict(data_sha256=data.sha256, parameters=model.num_parameters()))
-    train_and_evaluate(run, data, test, log, checkpoints, start.step, total_steps)
+    train_and_evaluate(run, data, test, log, checkpoints, start, total_steps)
 
 
 def export_model(settings, model, start, data, test):
