@@ -95,7 +95,8 @@ class Evaluator:
         _, results = self.device.for_each_micro_batch(self.step_micro_batch, {}, weights, micro_batches)
         for name, t in state["carry"].items():
             t.copy_(results["carry"][name])
-        return {name: t.flatten(0, 1) for name, t in results["values"].items()}
+        values = results["values"]
+        return {name: t.flatten(0, 1) for name, t in values.items()}
 
     def step_micro_batch(self, weights, micro_batch):
         """Runs a supervision step of some slots, for device.for_each_micro_batch.
@@ -377,8 +378,9 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         votes = merge_votes(device.all_gather(own_votes))
         values |= vote_values(test, votes)
         if save_to and device.rank == 0:
+            folder = os.path.dirname(save_to)
             answers = json.dumps(submission(test, votes))
-            with replacing(os.path.join(os.path.dirname(save_to), "submission.json")) as f:
+            with replacing(os.path.join(folder, "submission.json")) as f:
                 f.write(answers.encode())
     return values
 

@@ -328,11 +328,7 @@ def train(run, data, test, log, checkpoints, start, total_steps):
         # log
         sums = run.read_sums()  # waits for the device
         if not math.isfinite(sums["loss"] + sums["grad_norm"]):
-            checkpoints.wait()
-            paths = checkpoint_paths(settings.out_dir)
-            newest = paths[0] if paths else "none yet"
-            raise TransientError(f"loss or gradient not finite between steps {log.step + 1} and {step}; "
-                                 f"the last good checkpoint: {newest}")
+            raise not_finite(settings, checkpoints, log.step + 1, step)
         metrics = log.train(step, total_steps, sums, run, cycles)
 
         # save; a run that resumes starts all sequences afresh here, so this one does too
@@ -341,6 +337,15 @@ def train(run, data, test, log, checkpoints, start, total_steps):
             run.restart()
         log.restart_clock(step)
     return step
+
+
+def not_finite(settings, checkpoints, first_step, last_step):
+    """Returns the error for a loss or a gradient that is not finite, which names the last good checkpoint."""
+    checkpoints.wait()
+    paths = checkpoint_paths(settings.out_dir)
+    newest = paths[0] if paths else "none yet"
+    return TransientError(f"loss or gradient not finite between steps {first_step} and {last_step}; "
+                          f"the last good checkpoint: {newest}")
 
 
 def train_and_evaluate(run, data, test, log, checkpoints, start, total_steps):
