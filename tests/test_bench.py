@@ -6,7 +6,7 @@ import sys
 from unittest import mock
 
 import pytest
-from conftest import xla_environment
+from helpers import xla_environment
 
 import bench
 import train
@@ -16,7 +16,7 @@ MODEL = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_
          "--L_cycles=2", "--halt_max_steps=4", "--forward_dtype=float32"]
 
 
-def run(*flags):
+def run_bench(*flags):
     bench.main([*MODEL, "--device=cpu", *flags])
 
 
@@ -27,7 +27,7 @@ def test_a_forks_dataset_is_measured_and_no_random_puzzles(random_puzzles, monke
             super().__init__(str(random_puzzles), split)
 
     monkeypatch.setattr(train, "Dataset", Fork)
-    run("--steps=1", "--global_batch_size=4", "--data_path=of the fork")
+    run_bench("--steps=1", "--global_batch_size=4", "--data_path=of the fork")
     assert "dataset: of the fork" in capsys.readouterr().out
 
 
@@ -46,7 +46,7 @@ def test_figures_of_a_forks_steps_on_the_cpu(random_puzzles, monkeypatch, capsys
 
     monkeypatch.setattr(train, "make_inputs", forked_inputs)
     monkeypatch.setattr(train, "train_step", forked_step)
-    run("--steps=1", "--global_batch_size=16", f"--data_path={random_puzzles}")
+    run_bench("--steps=1", "--global_batch_size=16", f"--data_path={random_puzzles}")
     assert [step for step, _ in seen] == list(range(6)) and len({cells for _, cells in seen}) > 1
 
     text = capsys.readouterr().out
@@ -69,14 +69,14 @@ def test_the_default_batch_on_a_cpu(flags, size, tmp_path, monkeypatch, capsys):
     (tmp_path / "small.py").write_text("global_batch_size = 8\n")
     measure = mock.Mock()
     monkeypatch.setattr(bench, "bench", measure)
-    run(*flags, "--data_path=data/sudoku-6x6")
+    run_bench(*flags, "--data_path=data/sudoku-6x6")
     _, settings, _, _, path = measure.call_args.args
     assert settings.global_batch_size == size and not os.path.exists(path)
     assert "1000 random puzzles of [6, 6] cells" in capsys.readouterr().out
 
 
 def test_profile_on_the_cpu(tmp_path, capsys):
-    run("--global_batch_size=8", f"--profile={tmp_path / 'p'}")
+    run_bench("--global_batch_size=8", f"--profile={tmp_path / 'p'}")
     text = capsys.readouterr().out
     assert "aten::" in text and "perfetto" in text
     assert "aten::" in (tmp_path / "p" / "trace.0.json").read_text()
@@ -103,4 +103,4 @@ def test_two_replicas_through_xla(tmp_path):
 ])
 def test_wrong_input(flags, words):
     with pytest.raises(UserError, match=words):
-        run(*flags)
+        run_bench(*flags)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from helpers import ROOT
 
 import model
 import prepare_csv
@@ -19,7 +19,7 @@ from prepare import csv_rows, keys_of, write_dataset
 from puzzles import IGNORE_LABEL
 
 
-def prepare(folder, *flags):
+def prepare_rows(folder, *flags):
     return prepare_csv.main(configure(prepare_csv.__file__, [f"--output_dir={folder}", *flags]))
 
 
@@ -59,7 +59,7 @@ def test_datasets_hold_the_files_rows(ending, tmp_path):
     train = write(tmp_path / f"train{ending}", rows[:20] + [rows[0], (rows[1][0], "ββββββ")])
     test = write(tmp_path / f"test{ending}", rows[20:])
     flags = [f"--train_csv={train}", f"--test_csv={test}", "--grid=2x3", "--kind=mine", "--several_answers"]
-    path = prepare(tmp_path / "x", *flags)
+    path = prepare_rows(tmp_path / "x", *flags)
     for split, expected in ("train", rows[:20]), ("test", rows[20:]):
         dataset = Dataset(path, split)
         assert dataset.task == {"kind": "mine", "grid": [2, 3], "symbols": "_.áβ😀"}
@@ -71,7 +71,7 @@ def test_held_out_puzzles_are_drawn_by_the_seed(tmp_path):
     path = write(tmp_path / "all.csv", rows + rows[:2])
     drawn = []
     for seed in "01":
-        folder = prepare(tmp_path / seed, f"--train_csv={path}", "--holdout=20", f"--seed={seed}")
+        folder = prepare_rows(tmp_path / seed, f"--train_csv={path}", "--holdout=20", f"--seed={seed}")
         train, test = [texts(Dataset(folder, split), "inputs") for split in ("train", "test")]
         assert len(test) == 20 and sorted(train + test) == sorted(dict(rows))
         drawn.append(test)
@@ -83,11 +83,11 @@ def test_copies_are_symmetric_and_never_test_puzzles(tmp_path):
     path = write(tmp_path / "all.csv", random_rows(400, alphabet="12"))
     flags = [f"--train_csv={path}", "--holdout=100", "--dihedral"]
     turns = puzzles.dihedral(3)
-    train = Dataset(prepare(tmp_path / "turned", *flags), "train")
+    train = Dataset(prepare_rows(tmp_path / "turned", *flags), "train")
     assert (train.inputs.reshape(-1, 8, 9) == train.inputs[::8][:, turns]).all()
 
     # with 1 and 2 exchanged, too
-    folder = prepare(tmp_path / "x", *flags, "--permute_symbols=12", "--num_aug=15")
+    folder = prepare_rows(tmp_path / "x", *flags, "--permute_symbols=12", "--num_aug=15")
     train = Dataset(folder, "train")
     pairs = np.concatenate([train.inputs, train.labels], axis=1).reshape(-1, 16, 2, 9)
     turned = np.stack([pairs[:, 0][..., turns[k % 8]] for k in range(16)], axis=1)
@@ -102,7 +102,7 @@ def test_copies_are_symmetric_and_never_test_puzzles(tmp_path):
 def test_cells_whose_answer_is_ignored_do_not_count(tmp_path):
     rows = [(question, "?" + answer[1:]) for question, answer in random_rows(30)]
     path = write(tmp_path / "all.csv", rows)
-    test = Dataset(prepare(tmp_path / "x", f"--train_csv={path}", "--holdout=9", "--ignored=?"), "test")
+    test = Dataset(prepare_rows(tmp_path / "x", f"--train_csv={path}", "--holdout=9", "--ignored=?"), "test")
     assert test.task["symbols"] == "_.123"
     labels = test.test_batch(range(9), 9)["labels"]
     assert (labels[:, 0] == IGNORE_LABEL).all() and (labels[:, 1:] > 1).all()
@@ -137,7 +137,7 @@ def test_wrong_input_is_one_line_and_leaves_nothing(rows, flags, message, tmp_pa
     good = write(tmp_path / "good.csv", GOOD)
     flags = [flag.format(good=good) for flag in flags]
     with pytest.raises(UserError, match=message):
-        prepare(tmp_path / "x", f"--train_csv={path}", "--holdout=1", *flags)
+        prepare_rows(tmp_path / "x", f"--train_csv={path}", "--holdout=1", *flags)
     assert sorted(os.listdir(tmp_path)) == ["good.csv", "train.csv"]
 
 
@@ -146,7 +146,7 @@ def test_wrong_json_lines(line, tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text('{"question": "1...", "answer": "1234"}\n\n' + line)
     with pytest.raises(UserError, match="train.jsonl:3: must have question, answer, as text"):
-        prepare(tmp_path / "x", f"--train_csv={path}", "--holdout=1")
+        prepare_rows(tmp_path / "x", f"--train_csv={path}", "--holdout=1")
 
 
 # What write_dataset and Dataset refuse.
@@ -215,10 +215,10 @@ def test_the_coloring_example_becomes_a_dataset(coloring, tmp_path):
     path = str(tmp_path / "c.csv")
     coloring.make(path, 50)
     flags = [f"--train_csv={path}", "--holdout=9", "--kind=coloring", "--grid=4x5"]
-    assert Dataset(prepare(tmp_path / "x", *flags), "train").task == COLORING
+    assert Dataset(prepare_rows(tmp_path / "x", *flags), "train").task == COLORING
     wrong = write(tmp_path / "wrong.csv", [("1" + "." * 19, "1" * 20), ("2" + "." * 19, "23" * 10)])
     with pytest.raises(UserError, match="breaks a rule of kind coloring"):
-        prepare(tmp_path / "y", f"--train_csv={wrong}", "--holdout=1", "--symbols=.123", *flags[2:])
+        prepare_rows(tmp_path / "y", f"--train_csv={wrong}", "--holdout=1", "--symbols=.123", *flags[2:])
 
 
 def test_a_checkpoint_says_what_it_solves_whatever_its_sizes():

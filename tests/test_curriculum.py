@@ -7,8 +7,7 @@ import os
 import re
 from unittest import mock
 
-from conftest import ROOT
-from test_train import CURRICULUM, curve, data, run
+from helpers import CURRICULUM, ROOT, curve, run
 
 import configurator
 import train

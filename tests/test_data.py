@@ -1,8 +1,6 @@
 """Datasets, batches, CSV files, generated puzzles, copies and downloads: data.py and prepare_sudoku.py."""
-import csv
 import gzip
 import hashlib
-import http.server
 import json
 import os
 import shutil
@@ -14,28 +12,18 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import Server, wait_for
+from helpers import COLUMNS, ROOT, dataset_settings, prepare, wait_for, write_csv
 
 import data
 import prepare as shared
 import prepare_maze
 import prepare_sudoku
-from configurator import TransientError, UserError, configure
+from configurator import TransientError, UserError
 from data import FIELDS, Dataset, halting_draws
 from prepare import csv_rows
 from puzzles import are_solutions, candidates_of, count_solutions, sudoku_task, text_of
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-REAL = {split: os.path.join(HERE, "data", f"sudoku_real_{split}_60.csv.gz") for split in ("train", "test")}
-COLUMNS = "source", "question", "answer", "rating"
-
-
-def settings(script=prepare_sudoku, **changes):
-    return configure(script.__file__, [f"--{key}={value}" for key, value in changes.items()])
-
-
-def prepare(path, script=prepare_sudoku, **changes):
-    return script.main(settings(script, output_dir=path, **changes))
+REAL = {split: os.path.join(ROOT, f"tests/data/sudoku_real_{split}_60.csv.gz") for split in ("train", "test")}
 
 
 @pytest.fixture(scope="module")
@@ -265,12 +253,6 @@ A = ("mine", "1..3.42...1.2...", "1243342143122134", "7")
 B = ("mine", "..13...43....1..", "2413132432414132", "3")
 
 
-def write_csv(path, rows):
-    with open(path, "w", newline="", encoding="utf-8") as f:
-        csv.writer(f).writerows([COLUMNS, *rows])
-    return path
-
-
 def test_the_first_wrong_row_of_a_long_file_is_named(tmp_path):
     """Beyond the first block of rows."""
     several = ("mine", "1" + "." * 15, A[2], "3")
@@ -307,49 +289,6 @@ def test_easy_rows_and_rows_of_the_test_set_are_dropped(tmp_path):
 
 # Downloads.
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves server.files; each request takes the next fault of server.faults[path]. server.log: first bytes.
-
-    A fault is a status, or "break": the connection breaks half-way.
-    """
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        server = self.server
-        start = int(self.headers.get("Range", "bytes=0-")[6:-1])
-        server.log.append(start)
-        body = server.files.get(self.path, b"")
-        size = end = len(body)
-        status = 206 if start else 200 if body else 404
-        if server.faults.get(self.path):
-            fault = server.faults[self.path].pop(0)
-            if fault == "break":
-                self.close_connection = True
-                end = (start + size) // 2
-            else:
-                status = fault
-        self.send_response(status)
-        self.send_header("Location", f"/cdn{self.path}")
-        self.send_header("Content-Type", server.content_type)
-        self.send_header("Content-Length", str(size - start))
-        self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
-        self.end_headers()
-        self.wfile.write(body[start:end])
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def hub(monkeypatch, at_once):
-    """A local server instead of the hub, and no waits between attempts."""
-    server = Server(Hub, files={}, faults={}, log=[], content_type="text/csv")
-    monkeypatch.setenv("HF_ENDPOINT", server.url + "/")
-    yield server
-    server.server_close()
-
-
 @pytest.mark.parametrize("faults, error, requests, message", [
     (404, UserError, 1, r"cannot be downloaded \(status 404\)"),
     (503, TransientError, 6, r"cannot be downloaded \(status 503\): run again.*--source=csv"),
@@ -375,13 +314,13 @@ def test_hub_end_to_end(hub, tmp_path, monkeypatch):
         name = f"/datasets/sapientinc/sudoku-extreme/resolve/main/{split}.csv"
         hub.files |= {name: body, f"/cdn{name}": body}
         hub.faults |= {name: [302, 302], f"/cdn{name}": ["break"]}
-    path = prepare_sudoku.main(settings(subsample_size=10, num_aug=5))
+    path = prepare_sudoku.main(dataset_settings(subsample_size=10, num_aug=5))
     assert path == "data/sudoku-extreme-10-aug-5"
     assert len(Dataset(path, "train")) == 60 and len(Dataset(path, "test")) == 60
     assert [start > 0 for start in hub.log] == [False, False, True, True] * 2
 
     # a second dataset needs no download
-    prepare_sudoku.main(settings(subsample_size=10, num_aug=0))
+    prepare_sudoku.main(dataset_settings(subsample_size=10, num_aug=0))
     assert len(hub.log) == 8
 
 

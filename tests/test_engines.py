@@ -7,7 +7,7 @@ import subprocess
 import jsonschema
 import pytest
 import yaml
-from conftest import ROOT
+from helpers import ROOT
 
 import train
 from configurator import configure

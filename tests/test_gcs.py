@@ -1,23 +1,16 @@
 """Buckets: against gcp-storage-emulator, behind a front that breaks requests as networks and servers do."""
-import http.server
 import os
-import random
 import shutil
 import socket
-import struct
 import subprocess
 import sys
-import threading
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import gcp_storage_emulator.server
 import numpy as np
 import pytest
 import requests
-from conftest import ROOT, Server, wait_for
-from gcp_storage_emulator.server import Router, create_server
+from helpers import stored, upload, wait_for
 
 import bench
 import bucket as bucket_module
@@ -26,144 +19,12 @@ from configurator import TransientError, UserError
 from data import Dataset
 
 CONTENT = np.random.default_rng(0).bytes(1_500_000)
-gcp_storage_emulator.server._read_data = lambda handler, query: handler.body  # its own refuses empty files
-
-
-class Front(http.server.BaseHTTPRequestHandler):
-    """Passes requests on to the emulator, with the faults of server.script or drawn at server.rate.
-
-    Kinds of requests: insert (an upload), media (a download), list, DELETE. server.log holds (kind, Range) of
-    each. A fault is a status; or "reset", "stall" and "short": the answer breaks off half-way, by a reset, a
-    silence or an orderly end; "lost": it never comes; "flip": a bit changes; "slow": the answer comes after
-    half a second; "wrong start": the answer is another part; bytes: they are the answer; or a function, which
-    is called before the request takes effect.
-    """
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def do(self):
-        server = self.server
-        length = int(self.headers.get("Content-Length", 0))
-        body = self.rfile.read(length)
-        if len(body) < length:  # the client was killed; a bucket drops what is not whole
-            return
-        kind = "media" if "alt=media" in self.path else KINDS[self.command]
-        with server.lock:
-            fault = server.script.pop(0) if server.script else self.draw()
-            server.log.append((kind, self.headers.get("Range")))
-
-        # refused, or cut off before it takes effect
-        authorization = self.headers.get("Authorization", "")
-        if not authorization.endswith(server.token):
-            fault = 401
-        if kind in server.denied:
-            fault = 403
-        if isinstance(fault, int):
-            return self.answer(fault, f"a fault, {authorization}".encode())
-        if fault in ("reset", "stall") and kind != "media":
-            return self.leave(fault)
-        if fault == "slow":
-            server.stop.wait(0.5)
-        if callable(fault):
-            fault()
-
-        # the emulator's answer
-        if fault == "flip":
-            body = flipped(body)
-        status, content, headers = self.emulate(body)
-        if fault == "lost":
-            return self.leave("reset")
-        if fault == "flip" and kind == "media":
-            content = flipped(content)
-        if fault == "wrong start":
-            headers["Content-Range"] = headers["Content-Range"].replace("bytes ", "bytes 1")
-        if isinstance(fault, bytes):
-            content = fault
-        self.answer(status, content, headers, fault if fault in ("reset", "stall", "short") else None)
-
-    do_GET = do_POST = do_DELETE = do
-
-    def draw(self):
-        """Returns a fault, or None."""
-        if self.server.random.random() < self.server.rate:
-            return self.server.random.choice([503, 429, 408, 500, "reset", "stall", "lost"])
-
-    def emulate(self, body):
-        """Returns status, content and headers of the emulator's answer."""
-        server = self.server
-        handler = mock.Mock(path=self.path, headers=self.headers, body=body, storage=server.storage)
-        with server.lock:  # the emulator takes one request at a time
-            Router(handler).handle(self.command)
-        content = handler.wfile.write.call_args[0][0]
-        headers = dict(call.args for call in handler.send_header.call_args_list)
-        if server.etag:  # as on the hub, which states no hash
-            headers |= {"ETag": server.etag, "X-Goog-Hash": ""}
-        return handler.send_response.call_args[0][0], content, headers
-
-    def leave(self, fault):
-        if fault == "stall":
-            self.server.stop.wait(4)
-        if fault == "reset":  # instead of an orderly end
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.close_connection = True
-
-    def answer(self, status, content, headers=None, fault=None):
-        self.send_response(status)
-        own = {"Location": self.server.url, "Content-Length": str(len(content))}
-        if self.server.retry_after:
-            own["Retry-After"] = self.server.retry_after
-        for key, value in ((headers or {}) | own).items():
-            self.send_header(key, value)
-        self.end_headers()
-        self.wfile.write(content[:len(content) // 2] if fault else content)
-        if fault:
-            self.leave(fault)
-
-    def log_message(self, *args):
-        pass
-
-
-KINDS = {"GET": "list", "POST": "insert", "DELETE": "DELETE"}
-
-
-def flipped(content):
-    """Returns the bytes with another last bit."""
-    return content[:-1] + bytes(byte ^ 1 for byte in content[-1:])
-
-
-def serve(storage, **state):
-    """Returns a Front with the attributes that it needs; storage: an emulator's."""
-    attributes = dict(
-        storage=storage, stop=threading.Event(), lock=threading.Lock(), log=[], script=[], rate=0.0,
-        random=random.Random(0), token="", denied=(), etag=None, retry_after=None)
-    return Server(Front, **attributes | state)
-
-
-@pytest.fixture(scope="module")
-def emulator():
-    return create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
-
-
-@pytest.fixture
-def front(emulator, monkeypatch):
-    emulator.wipe(keep_buckets=True)
-    server = serve(emulator._storage)
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
-    monkeypatch.setenv("PYTHONPATH", ROOT)
-    yield server
-    server.stop.set()
-    server.server_close()
 
 
 def bucket(url="gs://bucket/run", timeout=10, **options):
     target = Bucket(url, **options)
     target.timeout = timeout
     return target
-
-
-def stored(emulator, name):
-    return emulator._storage.get_file("bucket", name)
 
 
 # Uploads, downloads, lists.
@@ -336,12 +197,6 @@ def test_the_check_needs_the_rights_that_a_run_needs(front):
 # Datasets.
 
 URL = "gs://bucket/data/small"
-
-
-def upload(folder, url):
-    """Copies the files of a dataset to url, as `gcloud storage rsync` does."""
-    for path in Path(folder).rglob("*.*"):
-        Bucket(url).upload(path, str(path.relative_to(folder)))
 
 
 @pytest.fixture

@@ -12,19 +12,32 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import test_train
 import torch
-from conftest import ROOT, ForkedTrain, children, hosts, wait_for
-from test_gcs import emulator, front, stored
-from test_train import WHOLE, begun, command, curve, data, fork, forked, last_weights, popen, run, same
+from helpers import (
+    DATA,
+    ROOT,
+    WHOLE,
+    ForkedTrain,
+    begun,
+    children,
+    command,
+    curve,
+    fork,
+    forked,
+    hosts,
+    last_weights,
+    popen,
+    run,
+    same,
+    stored,
+    wait_for,
+)
 
 import train
 from bucket import Bucket
 from checkpoint import Start, checkpoint_paths, numbered, outdated, step_of
 from configurator import UserError
 
-whole = test_train.whole
-out = test_train.out
 URL = "--gcs_dir=gs://bucket/run"
 FLAGS = [*WHOLE, "--keep_last_n=2", URL]
 AUTO = [*WHOLE, "--init_from=auto"]
@@ -418,7 +431,7 @@ def test_a_rank_with_wrong_input_leaves_after_its_peers_have_connected(data, tmp
 
 def test_two_hosts_of_which_one_has_the_files(data, tmp_path):
     """Rank 1 gets rank 0's weights and step, and writes nothing. Each makes its own dataset."""
-    prepare = f"{os.path.join(ROOT, 'prepare_sudoku.py')} --output_dir=data/new {' '.join(test_train.DATA)}"
+    prepare = f"{os.path.join(ROOT, 'prepare_sudoku.py')} --output_dir=data/new {' '.join(DATA)}"
     flags = ["--data_path=data/new/", f"--data_prepare={prepare}"]
     for max_steps, init_from in ((10, "scratch"), (20, "auto")):
         own = [*flags, f"--max_steps={max_steps}", f"--init_from={init_from}"]

@@ -13,7 +13,8 @@ if not importlib.util.find_spec("triton"):
     pytest.skip("torch brings Triton on Linux alone", allow_module_level=True)
 with pytest.MonkeyPatch.context() as environment:  # only Triton's first import reads the variable
     environment.setenv("TRITON_INTERPRET", "1")
-    import triton.experimental.gluon.language  # which the interpreter would import later
+    # which the interpreter would import later
+    import triton.experimental.gluon.language  # noqa: F401
 
     import kernels
 import bench

@@ -4,9 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from conftest import ForkedTrain, hosts
-from test_data import prepare, write_csv
-from test_train import command, lines, run
+from helpers import ForkedTrain, command, hosts, lines, prepare, run, write_csv
 
 import prepare_maze
 from data import Dataset
@@ -14,7 +12,7 @@ from data import Dataset
 # isort: off
 from puzzles import GOAL, OPEN, PATH, START, WALL, dihedral, path_metrics, solve_mazes, text_of
 
-prepare = functools.partial(prepare, script=prepare_maze)
+prepare_mazes = functools.partial(prepare, script=prepare_maze)
 
 
 def tokens(*grids):
@@ -80,7 +78,7 @@ def test_generated_mazes_are_hard_and_distinct(size, min_path, n):
 # Datasets.
 
 def test_the_copies_of_a_maze_are_its_8_turns_each_solved_by_the_rule(tmp_path):
-    path = prepare(tmp_path / "x", source="generate", size=7, min_path=9, num_train=40, num_test=30)
+    path = prepare_mazes(tmp_path / "x", source="generate", size=7, min_path=9, num_train=40, num_test=30)
     train = Dataset(path, "train")
     assert (train.labels == solve_mazes(train.inputs, 7)[0]).all()
     assert (np.diff(train.group_indices) == 8).all()
@@ -109,7 +107,7 @@ def test_rows_that_are_repeated_or_in_the_test_set_are_dropped_turned_or_not(tmp
     test = write_mazes(tmp_path / "test.csv", mazes[:, 15:])
     chosen = [mazes[:, :12], mazes[:, 16:17], turned[:, 17:18], mazes[:, 3:4], turned[:, 4:5]]
     train = write_mazes(tmp_path / "train.csv", np.concatenate(chosen, axis=1))
-    path = prepare(tmp_path / "x", train_csv=train, test_csv=test, aug=False)
+    path = prepare_mazes(tmp_path / "x", train_csv=train, test_csv=test, aug=False)
     assert (Dataset(path, "train").inputs == mazes[0, :12]).all()
     assert (Dataset(path, "test").labels == mazes[1, 15:]).all()
 
@@ -146,7 +144,7 @@ def test_the_logged_metrics_are_those_of_the_saved_answers(tmp_path):
     flags = ["--hidden_size=16", "--mlp_t=False", "--pos_encodings=rope", "--puzzle_emb_ndim=0",
              "--ema=False", "--L_layers=1", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2",
              "--lr=1e-2", "--max_steps=80"]
-    path = prepare(tmp_path / "maze", source="generate", size=4, min_path=1, num_train=60, num_test=49)
+    path = prepare_mazes(tmp_path / "maze", source="generate", size=4, min_path=1, num_train=60, num_test=49)
     out = tmp_path / "out"
     run(path, out, *flags, "--eval_save_outputs=inputs,labels,preds,")
     final = lines(out)[-1]

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 import torch
-from conftest import ROOT
+from helpers import ROOT
 
 import train
 from configurator import configure

@@ -16,7 +16,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from helpers import ROOT
 
 import configurator
 import train

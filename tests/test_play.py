@@ -16,9 +16,7 @@ import urllib.request
 import play
 import pytest
 import solve
-from conftest import wait_for
-from test_arc_tools import arc_folder, arc_test  # fixtures: a model and its test set
-from test_solve import folder, write_exchange  # folder is a fixture: the models
+from helpers import wait_for, write_exchange
 
 import puzzles
 from configurator import UserError
@@ -26,11 +24,11 @@ from evaluate import elect, grid_of_key
 
 
 @pytest.fixture(scope="module")
-def serve(folder):
+def serve(models_folder):
     """A function of a model's name that returns its server, which runs in a thread."""
     @functools.cache
     def serve(name):
-        server = play.open_server(play.Game(str(folder / name), []), 0)
+        server = play.open_server(play.Game(str(models_folder / name), []), 0)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return server
 
@@ -69,12 +67,12 @@ def ask_to_solve(server, **request):
 
 
 @pytest.mark.parametrize("kind", ["sudoku", "maze"])
-def test_answers_are_those_of_solve(serve, folder, kind):
+def test_answers_are_those_of_solve(serve, models_folder, kind):
     game = serve(kind).game
     text = game.test_puzzle("3")["question"]
     first, *lines = ask_to_solve(serve(kind), question=text, steps=6, copies=3, noise=0.5, seed=3)
     assert first["warning"] == "" and len(lines) == 6
-    saved = solve.read_saved(str(folder / kind), [
+    saved = solve.read_saved(str(models_folder / kind), [
         "--eval_rollouts=3", "--eval_noise=0.5", "--seed=3", "--eval_halt_max_steps=6"])
     _, question = puzzles.parse_question(game.task, text)
     for line, step in zip(lines, solve.watch_attempts(saved.settings, game.model, question)):
@@ -85,10 +83,10 @@ def test_answers_are_those_of_solve(serve, folder, kind):
     assert lines[step - 1]["sure"][copy] == max(max(line["sure"]) for line in lines)
 
 
-def test_weights_and_dataset_must_have_the_same_symbols(folder, tmp_path):
+def test_weights_and_dataset_must_have_the_same_symbols(models_folder, tmp_path):
     write_exchange(tmp_path / "turned", "_10")
     with pytest.raises(UserError, match="symbols '_01'.*turned has symbols '_10'"):
-        play.Game(str(folder / "exchange"), [f"--data_path={tmp_path / 'turned'}"])
+        play.Game(str(models_folder / "exchange"), [f"--data_path={tmp_path / 'turned'}"])
 
 
 def test_one_of_several_right_answers_is_not_shown_as_the_answer(serve, monkeypatch):

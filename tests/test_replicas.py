@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ForkedTrain, hosts, xla_environment
-from test_train import CURRICULUM, begun, command, curve, data, fork, popen
-from test_train import run as run_cpu
+from helpers import CURRICULUM, ForkedTrain, begun, command, curve, fork, hosts, popen, run, xla_environment
 
 import configurator
 import train
@@ -94,7 +92,7 @@ def identifiers_of(num_identifiers):
 def one(data, tmp_path_factory):
     """A run of 30 steps in one process."""
     out = tmp_path_factory.mktemp("one") / "run"
-    run_cpu(data, out, *SHALLOW, "--max_steps=30")
+    run(data, out, *SHALLOW, "--max_steps=30")
     return out
 
 
@@ -152,7 +150,7 @@ def test_puzzles_leave_an_evaluation_early_on_any_number_of_replicas(data, repli
     again = flags_of(data, tmp_path, *flags, "--init_from=resume", "--eval_only")
     preds = []
     for world in (1, 4):
-        text = run_cpu(data, tmp_path, *SHALLOW, *flags) if world == 1 else replicas(
+        text = run(data, tmp_path, *SHALLOW, *flags) if world == 1 else replicas(
             4, xla_run, [*again, "--micro_batch_size=2"])
         assert 2 < float(re.search(r"evaluation: .* steps (\S+)", text)[1]) < 9, text
         saved = saved_answers(tmp_path, 120)
@@ -275,7 +273,7 @@ def test_a_curriculum_is_a_program_a_stage(data, replicas, tmp_path):
     """The curve is the CPU's."""
     flags = [*CURRICULUM, "--curriculum_epochs=6", "--max_steps=32", "--log_interval=5", "--eval_interval=0"]
     replicas(4, xla_run, flags_of(data, tmp_path / "xla", *flags))
-    run_cpu(data, tmp_path / "cpu", *SHALLOW, *flags)
+    run(data, tmp_path / "cpu", *SHALLOW, *flags)
     compiles = curve(tmp_path / "xla", "xla/compiles")
     assert [compiles[step] - compiles[5] for step in compiles] == [0] * 3 + [1] * 3 + [2] * 3, compiles
     assert curve(tmp_path / "xla") == pytest.approx(curve(tmp_path / "cpu"), rel=1e-3)
@@ -294,7 +292,7 @@ def test_a_fork_that_cannot_be_captured_trains_traced_and_says_so(
     if is_random:  # updated weights would depend on the random numbers
         flags += ["--lr=1e-9", "--puzzle_emb_lr=0"]
     monkeypatch.setattr(train.TRM, "block", BLOCKS[name])
-    run_cpu(data, tmp_path / "cpu", *flags)
+    run(data, tmp_path / "cpu", *flags)
     text = replicas(1, xla_run, command(data, tmp_path / "xla", *flags)[2:], name)
     warnings = [line for line in text.splitlines() if "traces" in line]
     assert len(warnings) == (1 if is_random else 2), text  # one for training and one for evaluation

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 from configurator import read_settings
 
@@ -40,15 +40,15 @@ def write_run(folder, accuracy=80.0, parameters=5.0, final=True, **settings):
 
 
 @pytest.fixture
-def run(tmp_path, capsys, monkeypatch):
+def run_report(tmp_path, capsys, monkeypatch):
     """report.py in this process: a function of its arguments that returns report.md and what it prints."""
     monkeypatch.setattr(report.plt.Figure, "savefig", lambda *_, **__: None)  # drawing takes a second
 
-    def run(*argv):
+    def run_report(*argv):
         report.main([*map(str, argv), f"--out_dir={tmp_path / 'out'}"])
         return (tmp_path / "out/report.md").read_text(), capsys.readouterr().out
 
-    return run
+    return run_report
 
 
 def rows(text, group):
@@ -114,12 +114,12 @@ def test_a_study_has_tables_pictures_a_law_and_the_names_of_unfinished_runs(tmp_
     assert 0.02 < (pixels.min(-1) < 0.95).mean() < 0.5 and "](exp01.png)" in text
 
 
-def test_runs_that_repeat_a_setting_are_its_seeds_in_every_group_with_an_interval(tmp_path, run):
+def test_runs_that_repeat_a_setting_are_its_seeds_in_every_group_with_an_interval(tmp_path, run_report):
     for seed, (name, accuracy) in enumerate((("exp01c", 80.0), ("exp02a_03", 81.0), ("exp06_c", 82.0))):
         write_run(tmp_path / f"runs/{name}", accuracy, seed=seed)
     for seed, accuracy in enumerate((70.0, 74.0)):
         write_run(tmp_path / f"runs/{seed}/exp01a", accuracy, hidden_size=256, seed=seed)
-    text, _ = run(tmp_path / "runs")
+    text, _ = run_report(tmp_path / "runs")
     assert rows(text, "exp06")["exp06_c"]["test puzzles solved (%)"] == "81 ± 1"
     # Welch: variances of the means 4 and 1 / 3; 1.169 degrees of freedom, of which the quantile is 9.06
     interval = rows(text, "exp01")["exp01a"]["points against exp01c"]
@@ -127,11 +127,11 @@ def test_runs_that_repeat_a_setting_are_its_seeds_in_every_group_with_an_interva
     assert (low, high) == pytest.approx((-9 - 9.06 * (13 / 3) ** 0.5, -9 + 9.06 * (13 / 3) ** 0.5), abs=0.1)
 
 
-def test_runs_outside_the_study_are_compared_by_their_settings(tmp_path, run):
+def test_runs_outside_the_study_are_compared_by_their_settings(tmp_path, run_report):
     for seed, accuracy in enumerate((98.9, 98.4, 98.7)):
         write_run(tmp_path / f"demo{seed}", accuracy, seed=seed)
     write_run(tmp_path / "wide", 99.0, hidden_size=1024)
-    text, _ = run(tmp_path / "wide", *sorted(tmp_path.glob("demo*")))
+    text, _ = run_report(tmp_path / "wide", *sorted(tmp_path.glob("demo*")))
     table = rows(text, "runs: How do the other runs compare?")
     assert table["demo0, demo1, demo2"]["test puzzles solved (%)"] == "98.67 ± 0.2517"
     assert table["wide"]["seeds"] == "1" and "exp01" not in text and "(runs.png)" in text
@@ -143,12 +143,12 @@ def test_runs_outside_the_study_are_compared_by_their_settings(tmp_path, run):
     ("metrics.jsonl", '"final".*\n', '"fin', "unfinished"),  # a run in progress
     ("ckpt_00008000.json", '"L_cycles": 6', '"L_cycles": null', "damaged: TypeError"),
     ("ckpt_00008000.json", '"settings".*', '"sett', "damaged: KeyError")])
-def test_damage_costs_at_most_the_run_that_has_it(tmp_path, run, path, pattern, instead, problem):
+def test_damage_costs_at_most_the_run_that_has_it(tmp_path, run_report, path, pattern, instead, problem):
     for name in ("exp04a_damaged", "exp04a_whole"):
         write_run(tmp_path / f"runs/{name}", data_path=name)
     path = tmp_path / "runs/exp04a_damaged" / path
     path.write_text(re.sub(pattern, lambda _: instead, path.read_text(), count=1))
-    text, printed = run(tmp_path / "runs")
+    text, printed = run_report(tmp_path / "runs")
     complete = 1 if problem else 2
     assert f"- {complete} of 2 runs are complete\n" in printed and len(rows(text, "exp04a")) == complete
     assert not problem or f"\n- exp04a_damaged: {problem}" in printed

@@ -8,7 +8,6 @@ import os
 import numpy as np
 import pytest
 import torch
-from test_train import data
 
 import configurator
 import evaluate

@@ -11,81 +11,19 @@ import numpy as np
 import pytest
 import solve
 import torch
+from helpers import SOLVE_MODEL
 
 import model as models
-import prepare_maze
-import prepare_sudoku
 import puzzles
-import train
-from configurator import UserError, configure
-from prepare import write_dataset
+from configurator import UserError
 
-MODEL = [
-    "--hidden_size=64", "--num_heads=2", "--puzzle_emb_ndim=0", "--expansion=2", "--H_cycles=1",
-    "--L_cycles=1", "--L_layers=1", "--halt_max_steps=2", "--eval_halt_max_steps=4",
-    "--forward_dtype=float32"]
-TRAINING = [
-    "--device=cpu", "--global_batch_size=48", "--lr=1e-2", "--lr_warmup_steps=20", "--weight_decay=0.1",
-    "--ema_rate=0.95", "--loss_type=softmax_cross_entropy", "--eval_interval=0"]
 SUDOKU = puzzles.sudoku_task(4)
 
 
-@pytest.fixture
-def run(capsys):
-    """solve.py in this process: a function of its arguments that returns what it prints."""
-    def run(*argv):
-        capsys.readouterr()
-        solve.main(list(map(str, argv)))
-        return capsys.readouterr().out
-
-    return run
-
-
-def prepare(script, *flags):
-    script.main(configure(script.__file__, ["--source=generate", *flags]))
-
-
-def train_one(path, *flags):
-    """Trains on the dataset PATH-data."""
-    settings = configure(train.__file__, [*flags, f"--data_path={path}-data", f"--out_dir={path}"])
-    train.check_settings(settings)
-    train.replica(settings, "cpu")
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """NAME-data/ and NAME/ of three models; model.pt and official.pt, the first of them in files.
-
-    One solves most 4x4 Sudokus; one 6x6 mazes, badly; one exchanges the cells 0 and 1 of a grid of 2x3.
-    """
-    path = tmp_path_factory.mktemp("solve")
-    prepare(prepare_sudoku, "--size=4", "--num_train=500", "--num_test=60", "--num_aug=10",
-            f"--output_dir={path / 'sudoku-data'}")
-    prepare(prepare_maze, "--size=6", "--min_path=6", "--num_train=64", "--num_test=20",
-            f"--output_dir={path / 'maze-data'}")
-    write_exchange(path / "exchange-data", "_01")
-    outputs = "inputs,labels,preds,q_halt_logits,surest_preds,surest_q_halt_logits"
-    flags = [*MODEL, *TRAINING, "--max_steps=70"]
-    train_one(path / "sudoku", *flags, f"--eval_save_outputs={outputs}")
-    train_one(path / "sudoku", *flags, "--init_from=resume", f"--export={path / 'model.pt'}")
-    torch.save(torch.load(path / "model.pt")["weights"], path / "official.pt")
-    train_one(path / "maze", *flags, "--mlp_t=False", "--pos_encodings=rope", "--max_steps=4",
-              "--eval_final_max_puzzles=8")
-    train_one(path / "exchange", *flags, "--max_steps=30")
-    return path
-
-
-def write_exchange(path, symbols):
-    """Writes a dataset of 2x3 cells whose answers exchange the two symbols."""
-    questions = np.random.default_rng(0).integers(1, 3, (64, 6), dtype=np.uint8)
-    splits = {split: (64, 1, [(questions, 3 - questions)]) for split in ("train", "test")}
-    write_dataset(str(path), splits, 3, {"kind": "exchange", "grid": [2, 3], "symbols": symbols})
-
-
-@pytest.fixture(scope="module")
-def evaluation(folder):
+def evaluation(models_folder):
     """The answers of train.py's own evaluation of the test set."""
-    return np.load(folder / "sudoku/eval_00000070.npz")
+    return np.load(models_folder / "sudoku/eval_00000070.npz")
 
 
 @pytest.fixture(scope="module")
@@ -101,32 +39,32 @@ def read_results(path):
 
 # Models
 
-def test_model_file_needs_no_dataset(run, folder, evaluation, solved, tmp_path, monkeypatch):
+def test_model_file_needs_no_dataset(run_solve, models_folder, evaluation, solved, tmp_path, monkeypatch):
     """TRM.load in a notebook, solve.py, and train.py's evaluation give the same answers."""
     monkeypatch.chdir(tmp_path)
-    saved = torch.load(folder / "model.pt")
+    saved = torch.load(models_folder / "model.pt")
     saved["settings"] |= dict(loss_type="a fork's", optimizer="a fork's")
     torch.save(saved, "model.pt")
     model = models.TRM.load("model.pt")
     answers, _ = model.solve(torch.load("model.pt")["puzzles"]["inputs"], steps=4)
     assert (answers.numpy() == evaluation["surest_preds"]).all()
-    assert solved[1] in run("model.pt", solved[0]).splitlines()
-    checkpoint = models.TRM.load(folder / "sudoku/ckpt_00000070.pt")
+    assert solved[1] in run_solve("model.pt", solved[0]).splitlines()
+    checkpoint = models.TRM.load(models_folder / "sudoku/ckpt_00000070.pt")
     assert checkpoint.solve(solved[0] + "\r\n", steps=4)[0] == solved[1]
     with pytest.raises(ValueError, match="2 cells, not 16"):
         checkpoint.solve("12")
 
 
-def test_a_puzzle_alone_takes_the_model_of_its_size(run, folder, solved, tmp_path, monkeypatch):
+def test_a_puzzle_alone_takes_the_model_of_its_size(run_solve, models_folder, solved, tmp_path, monkeypatch):
     """Official checkpoints among the models do not say what they solve."""
     monkeypatch.setattr(solve, "MODELS", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    saved = torch.load(folder / "model.pt")
+    saved = torch.load(models_folder / "model.pt")
     torch.save(saved | {"task": puzzles.maze_task(4)}, "a.pt")
-    shutil.copy(folder / "model.pt", "b.pt")
-    shutil.copy(folder / "official.pt", tmp_path)
+    shutil.copy(models_folder / "model.pt", "b.pt")
+    shutil.copy(models_folder / "official.pt", tmp_path)
     (tmp_path / "puzzle").write_text(solved[0])
-    assert "; b.pt, training step 70" in run("puzzle")
+    assert "; b.pt, training step 70" in run_solve("puzzle")
     with pytest.raises(UserError, match="'12' is no file, and no puzzle for one of a.pt, b.pt"):
         solve.main(["12"])
 
@@ -146,9 +84,9 @@ def flip_a_bit(content):
 
 @pytest.mark.parametrize("damage", [
     lambda content: b"", lambda content: content[:-30], lambda content: pickle.dumps(Code()), flip_a_bit])
-def test_damaged_model_files_are_refused_and_not_executed(folder, damage, tmp_path, monkeypatch):
+def test_damaged_model_files_are_refused_and_not_executed(models_folder, damage, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.pt").write_bytes(damage((folder / "model.pt").read_bytes()))
+    (tmp_path / "a.pt").write_bytes(damage((models_folder / "model.pt").read_bytes()))
     with pytest.raises(UserError, match="a.pt: cannot be read as a checkpoint"):
         solve.main(["a.pt", "." * 16])
     if damage is flip_a_bit:
@@ -157,48 +95,50 @@ def test_damaged_model_files_are_refused_and_not_executed(folder, damage, tmp_pa
     assert os.listdir() == ["a.pt"]
 
 
-def test_official_checkpoint_with_its_settings(run, folder, tmp_path):
+def test_official_checkpoint_with_its_settings(run_solve, models_folder, tmp_path):
     """It has its weights alone; its sizes tell what it solves."""
-    torch.save(torch.load(folder / "maze/ckpt_00000004.pt")["ema"], tmp_path / "official.pt")
-    (tmp_path / "model.py").write_text("\n".join(MODEL).replace("--", "").replace("float32", "'float32'"))
+    torch.save(torch.load(models_folder / "maze/ckpt_00000004.pt")["ema"], tmp_path / "official.pt")
+    settings = "\n".join(SOLVE_MODEL).replace("--", "").replace("float32", "'float32'")
+    (tmp_path / "model.py").write_text(settings)
     maze = "S" + " " * 34 + "G"
-    answer = run(folder / "maze", maze).rpartition("; ")[0]
-    for given in MODEL, [tmp_path / "model.py"]:
-        text = run(tmp_path / "official.pt", *given, "--mlp_t=False", "--pos_encodings=rope", maze,
+    answer = run_solve(models_folder / "maze", maze).rpartition("; ")[0]
+    for given in SOLVE_MODEL, [tmp_path / "model.py"]:
+        text = run_solve(tmp_path / "official.pt", *given, "--mlp_t=False", "--pos_encodings=rope", maze,
                    "--halt_max_steps=4")
         assert text.startswith(answer)
 
 
 # Answers
 
-def test_puzzle_from_a_line_a_file_and_stdin(run, folder, solved, tmp_path, monkeypatch):
+def test_puzzle_from_a_line_a_file_and_stdin(run_solve, models_folder, solved, tmp_path, monkeypatch):
     question, answer = solved
-    text = run(folder / "sudoku", question)
+    text = run_solve(models_folder / "sudoku", question)
     assert answer in text.splitlines() and "a solution: all rules" in text
     assert re.search(r"\(step [1-4]: \d+% sure, kept; 4 steps, .*training step 70\)", text)
     grid = "\n".join(re.findall("....", question)).replace(".", "0") + "\n"
     (tmp_path / "puzzle.txt").write_text("\ufeff" + grid)
-    assert run(folder / "sudoku", tmp_path / "puzzle.txt") == text
+    assert run_solve(models_folder / "sudoku", tmp_path / "puzzle.txt") == text
     for operands in [], ["-"]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(grid.encode())))
-        assert run(folder / "sudoku", *operands) == text
+        assert run_solve(models_folder / "sudoku", *operands) == text
 
 
-def test_steps_shows_powers_of_two_the_kept_and_the_last_step(run, folder, solved):
-    text = run(folder / "sudoku", solved[0], "--steps", "--halt_max_steps=19")  # more than in training
+def test_steps_shows_powers_of_two_the_kept_and_the_last_step(run_solve, models_folder, solved):
+    # more steps than in training
+    text = run_solve(models_folder / "sudoku", solved[0], "--steps", "--halt_max_steps=19")
     kept = int(re.search(r"step (\d+): \d+% sure, kept; 19", text)[1])
     assert {1, 2, 4, 8, 16, kept, 19} == set(map(int, re.findall(r"step (\d+): ", text)))
     assert text.count("sure, kept") == 2 and "question" in text
 
 
-def test_file_of_puzzles(run, folder, evaluation, tmp_path, monkeypatch):
+def test_file_of_puzzles(run_solve, models_folder, evaluation, tmp_path, monkeypatch):
     texts = {name: [puzzles.text_of(SUDOKU, row) for row in evaluation[name]]
              for name in ("inputs", "surest_preds")}
     (tmp_path / "a.csv").write_text("source, question\n" + "".join(f"x,{text}\n" for text in texts["inputs"]))
     right = (evaluation["surest_preds"] == evaluation["labels"]).all(axis=1)
     monkeypatch.setattr(solve, "CELLS_AT_A_TIME", 16 * 7)  # batches of 7 puzzles
-    argv = folder / "sudoku", tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}"
-    assert f"{right.sum()} of 60 right ({right.mean():.1%})\n" in run(*argv)
+    argv = models_folder / "sudoku", tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}"
+    assert f"{right.sum()} of 60 right ({right.mean():.1%})\n" in run_solve(*argv)
     rows = read_results(tmp_path / "b.csv")
     assert [row["question"] for row in rows] == texts["inputs"]
     assert [row["answer"] for row in rows] == texts["surest_preds"]
@@ -206,44 +146,47 @@ def test_file_of_puzzles(run, folder, evaluation, tmp_path, monkeypatch):
     certainty = solve.sigmoid(evaluation["surest_q_halt_logits"])
     assert [float(row["certainty"]) for row in rows] == pytest.approx(certainty, abs=1e-3)
     with pytest.raises(UserError, match="b.csv: exists already"):
-        run(*argv)
+        run_solve(*argv)
     assert read_results(tmp_path / "b.csv") == rows  # untouched
 
 
 @pytest.mark.parametrize("content, words", [
     ("1111\n", ":2: no puzzle under the header"),
     ("question\n................\n12\n", ":3: the puzzle '12' has 2 cells")])
-def test_wrong_file_is_refused_before_anything_is_solved(folder, content, words, tmp_path):
+def test_wrong_file_is_refused_before_anything_is_solved(models_folder, content, words, tmp_path):
     (tmp_path / "a.csv").write_text(content)
     with pytest.raises(UserError, match=re.escape(words)):
-        solve.main([str(folder / "sudoku"), str(tmp_path / "a.csv"), f"--output={tmp_path / 'b.csv'}"])
+        solve.main([str(models_folder / "sudoku"), str(tmp_path / "a.csv"), f"--output={tmp_path / 'b.csv'}"])
     assert not (tmp_path / "b.csv").exists()
 
 
-def test_a_puzzle_of_another_kind_is_answered_without_rules(run, folder, tmp_path):
-    model = folder / "exchange"
-    text = run(model, "011\n010", "--steps", "--data_path=nowhere")  # the checkpoint says what it solves
+def test_a_puzzle_of_another_kind_is_answered_without_rules(run_solve, models_folder, tmp_path):
+    model = models_folder / "exchange"
+    # the checkpoint says what it solves
+    text = run_solve(model, "011\n010", "--steps", "--data_path=nowhere")
     assert "\n100101\n" in text and "not judged: the rules are not known" in text
     assert re.search(r"\n 0  1  1 +1  0  0", text)
     (tmp_path / "a.jsonl").write_text('{"question": "011010"}\n')
-    assert "1 of 1 not judged" in run(model, tmp_path / "a.jsonl", f"--output={tmp_path / 'b.csv'}")
+    assert "1 of 1 not judged" in run_solve(model, tmp_path / "a.jsonl", f"--output={tmp_path / 'b.csv'}")
     assert [(row["answer"], row["result"]) for row in read_results(tmp_path / "b.csv")] == [
         ("100101", "not judged")]
 
 
-def test_mazes_of_any_size_and_attempts_with_noise(run, folder, tmp_path):
+def test_mazes_of_any_size_and_attempts_with_noise(run_solve, models_folder, tmp_path):
     maze = "S #   \n  # # \n ## # \n      \n # ## \n     G\n"
     (tmp_path / "maze.txt").write_text("".join(line.rstrip() + "\n" for line in maze.splitlines()))
-    text = run(folder / "maze", tmp_path / "maze.txt", "--steps")
-    assert "path" in text and text == run(folder / "maze", maze.replace("\n", ""), "--steps")
-    text = run(folder / "maze", "S" + " " * 62 + "G", "--eval_rollouts=4", "--eval_noise=0.5")  # 8x8
+    text = run_solve(models_folder / "maze", tmp_path / "maze.txt", "--steps")
+    assert "path" in text and text == run_solve(models_folder / "maze", maze.replace("\n", ""), "--steps")
+    larger = "S" + " " * 62 + "G"  # 8x8
+    text = run_solve(models_folder / "maze", larger, "--eval_rollouts=4", "--eval_noise=0.5")
     assert "path" in text and re.search(r"attempt [1-4] of 4; ", text)
 
 
-def test_pictures(run, folder, solved, tmp_path):
+def test_pictures(run_solve, models_folder, solved, tmp_path):
     image = pytest.importorskip("PIL.Image")
     for name, depth, smallest in ("a.png", 7, 500), ("a.gif", 2, 480):
-        text = run(folder / "sudoku", solved[0], f"--plot={tmp_path / name}", f"--halt_max_steps={depth}")
+        text = run_solve(
+            models_folder / "sudoku", solved[0], f"--plot={tmp_path / name}", f"--halt_max_steps={depth}")
         picture = image.open(tmp_path / name)
         assert f"wrote {tmp_path / name}" in text and min(picture.size) >= smallest
     assert picture.n_frames >= 2  # 3, and 3 more of the answer; the writer merges equal ones
@@ -262,7 +205,7 @@ def test_cells_that_break_a_rule():
     assert puzzles.are_solutions(SUDOKU, questions, boards).tolist() == [True, False, False, False]
 
 
-OFFICIAL = ["official.pt", *MODEL]  # 4x4 Sudokus have as many symbols as mazes
+OFFICIAL = ["official.pt", *SOLVE_MODEL]  # 4x4 Sudokus have as many symbols as mazes
 
 
 @pytest.mark.parametrize("argv, words", [
@@ -279,7 +222,7 @@ OFFICIAL = ["official.pt", *MODEL]  # 4x4 Sudokus have as many symbols as mazes
     (["official.pt", "SG" + " " * 14], "other settings (mlp_t, L_layers"),
     (OFFICIAL + ["S" + " " * 15], "the puzzle has no solution"),
     (OFFICIAL + ["SG" + " " * 4223], "has 4225 cells, not 64x64")])
-def test_wrong_input_is_one_line(folder, argv, words, monkeypatch):
-    monkeypatch.chdir(folder)
+def test_wrong_input_is_one_line(models_folder, argv, words, monkeypatch):
+    monkeypatch.chdir(models_folder)
     with pytest.raises(UserError, match=re.escape(words)):
         solve.main(argv)

@@ -4,7 +4,7 @@ import os
 import shlex
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 import configurator
 import prepare_sudoku

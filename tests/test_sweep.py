@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import sweep as script
-from conftest import ROOT, children, wait_for
+from helpers import ROOT, children, wait_for
 
 PREPARE = ("--data_prepare=prepare_sudoku.py --source=generate --size=4 --num_train=64 --num_test=40 "
            "--num_aug=2 --output_dir=")

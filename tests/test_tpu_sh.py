@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import wait_for
 from fake_gcloud import DOCUMENTED, ROOT, Cloud, finish, parse, processes, write_program
+from helpers import wait_for
 
 RUN = ("train.py", "config/baseline.py", "--gcs_dir=gs://bucket/runs/x")
 # python3 -m venv --clear venv on a host: its pip notes its arguments and can be slow, its python is TRAIN

@@ -1,12 +1,9 @@
 """train.py as people run it, at tiny sizes: logs, checkpoints, resume, exports, and what forks change."""
-import contextlib
-import io
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,122 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, ForkedTrain
-from torch.utils._pytree import tree_flatten
+from helpers import CURRICULUM, TINY, WHOLE, command, curve, fork, last_weights, lines, newest, run, same
 
 import configurator
 import optim
-import prepare_sudoku
 import train
 from checkpoint import checkpoint_paths
-from data import read_metrics
 from model import TRM, rms_norm
-
-TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2",
-        "--L_cycles=2", "--halt_max_steps=4", "--forward_dtype=float32", "--global_batch_size=16",
-        "--lr=2e-3", "--lr_warmup_steps=5", "--log_interval=5", "--eval_interval=0"]
-CURRICULUM = ["--H_cycles=2", "--L_cycles=3", "--H_cycles_start=1", "--L_cycles_start=1", "--lr=5e-4",
-              "--halt_exploration_prob=0.9", "--halt_exploration_prob_end=0.1"]
-DATA = ["--source=generate", "--size=4", "--num_train=64", "--num_test=40", "--num_aug=5"]  # of the fixture
-# The run of the fixture whole.
-WHOLE = ["--max_steps=40", "--checkpoint_interval=10", "--keep_last_n=9", "--eval_interval=4",
-         "--eval_max_puzzles=20"]
-
-
-def command(data, out, *flags, script=train.__file__):
-    return [sys.executable, str(script), f"--data_path={data}", f"--out_dir={out}", "--device=cpu",
-            *TINY, *flags]
-
-
-def run(data, out, *flags, code=0):
-    """Runs train.py and returns its output: in this process, unless it should fail. Later flags win."""
-    argv = command(data, out, *flags)[2:]
-    if code:
-        process = ForkedTrain(argv)
-        text, _ = process.communicate()
-        assert process.returncode == code, text
-        return text
-    settings = configurator.configure(train.__file__, argv)
-    train.check_settings(settings)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        train.replica(settings, settings.device)
-    return printed.getvalue()
-
-
-def popen(argv, **options):
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
-
-
-def forked(data, out, *flags):
-    return ForkedTrain(command(data, out, *flags)[2:])
-
-
-@contextlib.contextmanager
-def begun(process, until="training from"):
-    """A process that has printed `until`. It is killed at the end."""
-    try:
-        text = ""
-        while until not in text:
-            text = process.stdout.readline()
-            assert text, "it ended"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def fork(path, code):
-    """Writes a fork of train.py, a script that runs `code` before it imports train; returns its path."""
-    lines = ["import sys", f"sys.path.insert(0, {ROOT!r})", code, "import configurator, train",
-             "if __name__ == '__main__':", "    configurator.start(train.main, train.__file__)"]
-    path.write_text("\n".join(lines))
-    return path
-
-
-def lines(out):
-    return read_metrics(os.path.join(out, "metrics.jsonl"))
-
-
-def curve(out, key="train/loss"):
-    return {line["step"]: line[key] for line in lines(out) if key in line}
-
-
-def newest(out):
-    """Returns the newest checkpoint."""
-    return torch.load(checkpoint_paths(str(out))[0], weights_only=True)
-
-
-def last_weights(out):
-    state = newest(out)
-    return [state["step"], state["weights"], state["optimizer"], state.get("ema")]
-
-
-def same(a, b):
-    a, structure = tree_flatten(a)
-    b, other = tree_flatten(b)
-    return structure == other and all(torch.equal(torch.as_tensor(x), torch.as_tensor(y))
-                                      for x, y in zip(a, b) if x is not None)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("data") / "sudoku-4x4")
-    prepare_sudoku.main(configurator.configure(prepare_sudoku.__file__, [*DATA, f"--output_dir={path}"]))
-    return path
-
-
-@pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
-    """An uninterrupted run of 40 steps with a checkpoint every 10: (out_dir, its output)."""
-    out = str(tmp_path_factory.mktemp("whole") / "run")
-    return out, run(data, out, *WHOLE)
-
-
-@pytest.fixture
-def out(whole, tmp_path):
-    """A copy of the folder of `whole`."""
-    return str(shutil.copytree(whole[0], tmp_path / "copy"))
-
 
 # A run
 

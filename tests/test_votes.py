@@ -10,9 +10,8 @@ import os
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from helpers import ROOT, prepare
 
-import configurator
 import prepare_arc
 from data import Dataset
 from evaluate import count_votes, merge_votes, submission, vote_values
@@ -26,8 +25,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("arc")
     for name, content in json.loads(RECORDED["tasks"].tobytes()).items():
         (path / f"small_{name}.json").write_text(json.dumps(content))
-    flags = [f"--source={path}/small", "--num_aug=12", f"--output_dir={path}/data"]
-    return prepare_arc.main(configurator.configure(prepare_arc.__file__, flags))
+    return prepare(path / "data", prepare_arc, source=path / "small", num_aug=12)
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -5,10 +5,8 @@ import os
 import signal
 import socket
 
-import conftest
 import pytest
-from conftest import ForkedTrain, children, wait_for
-from test_train import begun, command, data, fork, popen
+from helpers import ForkedTrain, Server, begun, children, command, fork, popen, wait_for
 
 from data import read_metrics
 
@@ -70,7 +68,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    with conftest.Server(Handler, runs=set(), history=[]) as server:
+    with Server(Handler, runs=set(), history=[]) as server:
         yield server
 
 

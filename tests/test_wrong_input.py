@@ -15,13 +15,12 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from helpers import ROOT, prepare
 
 import configurator
 import prepare_maze
 import prepare_sudoku
 import train
-from configurator import configure
 from data import file_hash
 
 T, P, M = "train.py", "prepare_sudoku.py", "prepare_maze.py"
@@ -69,7 +68,7 @@ CSVS = {
     **{f"maze{i}": [HEADER, MAZE, row] for i, row in enumerate(MAZES)}}
 
 
-def command(script, argv, folder, **env):
+def run_command(script, argv, folder, **env):
     """Runs a script as its users do: (exit code, stdout, stderr)."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "RANK")}
     done = subprocess.run([sys.executable, os.path.join(ROOT, script), *argv], cwd=folder, timeout=120,
@@ -86,10 +85,9 @@ def world(tmp_path_factory):
         (folder / f"{name}.csv").write_text("".join(line + "\n" for line in lines))
     (folder / "cut.csv.gz").write_bytes(gzip.compress(("\n".join([HEADER] + [GOOD] * 9)).encode())[:-12])
     for name, seed in (("sudoku", 0), ("other", 1)):
-        prepare_sudoku.main(configure(prepare_sudoku.__file__, [
-            "--source=generate", "--size=4", "--num_train=16", "--num_test=4", "--num_aug=1",
-            f"--seed={seed}", f"--output_dir={folder}/data/{name}"]))
-    code, out, err = command("train.py", ["tiny.py", "--out_dir=out/run"], folder)
+        prepare(folder / "data" / name, source="generate", size=4, num_train=16, num_test=4, num_aug=1,
+                seed=seed)
+    code, out, err = run_command("train.py", ["tiny.py", "--out_dir=out/run"], folder)
     assert (code, err) == (0, ""), err
     damage_datasets(folder / "data")
     damage_checkpoints(folder)
@@ -257,5 +255,5 @@ def test_wrong_input_of_the_command(case, world):
         pytest.skip("a TPU is here")
     before = snapshot(world)
     env = dict(variable.split("=") for variable in variables.split())
-    result = command(script, arguments(script, flags), world, **env)
+    result = run_command(script, arguments(script, flags), world, **env)
     assert_refused(script, result, COMMANDS[case], before, snapshot(world))

@@ -1,0 +1,494 @@
+"""What several test files use: commands and runs at tiny sizes, and servers that stand for the real ones.
+
+As a script it is the process of the fixture replicas.
+"""
+import atexit
+import contextlib
+import csv
+import gc
+import http.server
+import importlib
+import io
+import json
+import multiprocessing.forkserver
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path[:0] = [ROOT, os.path.join(ROOT, "scripts")]
+import configurator
+import prepare_sudoku
+import train
+from bucket import Bucket
+from checkpoint import checkpoint_paths
+from data import read_metrics
+from prepare import write_dataset
+
+TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2",
+        "--L_cycles=2", "--halt_max_steps=4", "--forward_dtype=float32", "--global_batch_size=16",
+        "--lr=2e-3", "--lr_warmup_steps=5", "--log_interval=5", "--eval_interval=0"]
+CURRICULUM = ["--H_cycles=2", "--L_cycles=3", "--H_cycles_start=1", "--L_cycles_start=1", "--lr=5e-4",
+              "--halt_exploration_prob=0.9", "--halt_exploration_prob_end=0.1"]
+DATA = ["--source=generate", "--size=4", "--num_train=64", "--num_test=40", "--num_aug=5"]  # of the fixture
+# The run of the fixture whole.
+WHOLE = ["--max_steps=40", "--checkpoint_interval=10", "--keep_last_n=9", "--eval_interval=4",
+         "--eval_max_puzzles=20"]
+# The models of the fixtures models_folder and arc_folder.
+SOLVE_MODEL = [
+    "--hidden_size=64", "--num_heads=2", "--puzzle_emb_ndim=0", "--expansion=2", "--H_cycles=1",
+    "--L_cycles=1", "--L_layers=1", "--halt_max_steps=2", "--eval_halt_max_steps=4",
+    "--forward_dtype=float32"]
+ARC_MODEL = [
+    "--hidden_size=32", "--num_heads=2", "--expansion=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=1",
+    "--H_cycles=1", "--L_cycles=1", "--L_layers=1", "--halt_max_steps=3", "--forward_dtype=float32",
+    "--device=cpu", "--global_batch_size=16", "--max_steps=20"]
+COLUMNS = "source", "question", "answer", "rating"  # of the hub's CSV files
+
+
+def wait_for(condition, seconds=120):
+    """Waits until condition() is true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def children(pid):
+    """Returns the processes that a process has started, in this order."""
+    with open(f"/proc/{pid}/task/{pid}/children") as f:
+        return list(map(int, f.read().split()))
+
+
+def hosts(n):
+    """Returns environments of ranks 0 to n - 1, which gloo joins. Rank 0 is on the last of n hosts."""
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = str(s.getsockname()[1])
+    return [dict(RANK=str(i), LOCAL_RANK="0", GROUP_RANK=str(n - 1 - i), WORLD_SIZE=str(n),
+                 MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for i in range(n)]
+
+
+# Datasets.
+
+def dataset_settings(script=prepare_sudoku, **changes):
+    """Returns the settings of a script that makes datasets."""
+    return configurator.configure(script.__file__, [f"--{key}={value}" for key, value in changes.items()])
+
+
+def prepare(path, script=prepare_sudoku, **changes):
+    """Makes a dataset and returns its path."""
+    return script.main(dataset_settings(script, output_dir=path, **changes))
+
+
+def write_csv(path, rows):
+    """Writes a CSV file of puzzles and returns its path."""
+    with open(path, "w", newline="", encoding="utf-8") as f:
+        csv.writer(f).writerows([COLUMNS, *rows])
+    return path
+
+
+def write_exchange(path, symbols):
+    """Writes a dataset of 2x3 cells whose answers exchange the two symbols."""
+    questions = np.random.default_rng(0).integers(1, 3, (64, 6), dtype=np.uint8)
+    splits = {split: (64, 1, [(questions, 3 - questions)]) for split in ("train", "test")}
+    write_dataset(str(path), splits, 3, {"kind": "exchange", "grid": [2, 3], "symbols": symbols})
+
+
+# train.py in another process.
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["train"])
+
+
+class ForkedTrain:
+    """Runs `python train.py ...` in a fork of a process that has imported it: to import torch takes seconds.
+
+    As subprocess.Popen with one pipe for output and errors.
+    """
+
+    def __init__(self, argv, cwd=".", env=None):
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("PYTHONPATH", ROOT)
+            multiprocessing.forkserver.ensure_running()
+        reader, writer = FORKS.Pipe(duplex=False)
+        self.process = FORKS.Process(
+            target=run_train, args=(argv, os.path.abspath(cwd), dict(env or os.environ), writer))
+        self.process.start()
+        writer.close()
+        self.stdout = open(os.dup(reader.fileno()), encoding="utf-8")
+        self.kill = self.process.kill
+        self.terminate = self.process.terminate
+        self.pid = self.process.pid
+
+    @property
+    def returncode(self):
+        return self.process.exitcode
+
+    def wait(self, timeout=None):
+        self.process.join(timeout)
+        return self.returncode
+
+    def communicate(self, timeout=60):
+        killer = threading.Timer(timeout, self.kill)
+        killer.start()
+        text = self.stdout.read()
+        self.wait()
+        killer.cancel()
+        return text, None
+
+
+def run_train(argv, cwd, env, writer):
+    """Runs train.py as a command does, in this process; writer: of the pipe for its output."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup lets the tests ignore it
+    for descriptor, name in (1, "stdout"), (2, "stderr"):
+        os.dup2(writer.fileno(), descriptor)
+        setattr(sys, name, open(descriptor, "w", buffering=1, closefd=False, encoding="utf-8"))
+        setattr(sys, f"__{name}__", getattr(sys, name))
+    writer.close()
+    sys.argv = ["train.py", *argv]
+    code = 0
+    try:
+        configurator.start(train.main, train.__file__)
+    except SystemExit as e:
+        code = e.code
+    atexit._run_exitfuncs()  # multiprocessing ends without them, and frees nothing: a lock's file would stay
+    gc.collect()
+    sys.exit(code)
+
+
+def command(data, out, *flags, script=train.__file__):
+    """Returns a command that trains a tiny model. Later flags win."""
+    return [sys.executable, str(script), f"--data_path={data}", f"--out_dir={out}", "--device=cpu",
+            *TINY, *flags]
+
+
+def popen(argv, **options):
+    """Starts a command with one pipe for output and errors."""
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def forked(data, out, *flags):
+    """Starts the command as a ForkedTrain."""
+    return ForkedTrain(command(data, out, *flags)[2:])
+
+
+@contextlib.contextmanager
+def begun(process, until="training from"):
+    """Yields a process that has printed `until`, and kills it at the end."""
+    try:
+        text = ""
+        while until not in text:
+            text = process.stdout.readline()
+            assert text, "it ended"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def fork(path, code):
+    """Writes a fork of train.py, a script that runs `code` before it imports train; returns its path."""
+    lines = ["import sys", f"sys.path.insert(0, {ROOT!r})", code, "import configurator, train",
+             "if __name__ == '__main__':", "    configurator.start(train.main, train.__file__)"]
+    path.write_text("\n".join(lines))
+    return path
+
+
+# Runs, and what they leave.
+
+def run(data, out, *flags, code=0):
+    """Runs train.py and returns its output: in this process, unless it should fail. Later flags win."""
+    argv = command(data, out, *flags)[2:]
+    if code:
+        process = ForkedTrain(argv)
+        text, _ = process.communicate()
+        assert process.returncode == code, text
+        return text
+    settings = configurator.configure(train.__file__, argv)
+    train.check_settings(settings)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train.replica(settings, settings.device)
+    return printed.getvalue()
+
+
+def train_one(path, *flags):
+    """Trains in a folder on the dataset PATH-data, in this process."""
+    paths = [f"--data_path={path}-data", f"--out_dir={path}"]
+    settings = configurator.configure(train.__file__, [*flags, *paths])
+    train.check_settings(settings)
+    train.replica(settings, "cpu")
+
+
+def lines(out):
+    """Returns the lines of a run's metrics.jsonl."""
+    return read_metrics(os.path.join(out, "metrics.jsonl"))
+
+
+def curve(out, key="train/loss"):
+    """Returns {step: value} of one of a run's metrics."""
+    return {line["step"]: line[key] for line in lines(out) if key in line}
+
+
+def newest(out):
+    """Returns the newest checkpoint."""
+    return torch.load(checkpoint_paths(str(out))[0], weights_only=True)
+
+
+def last_weights(out):
+    """Returns step, weights, moments and average of the newest checkpoint."""
+    state = newest(out)
+    return [state["step"], state["weights"], state["optimizer"], state.get("ema")]
+
+
+def same(a, b):
+    """Returns whether two trees have the same structure and equal tensors."""
+    a, structure = tree_flatten(a)
+    b, other = tree_flatten(b)
+    return structure == other and all(torch.equal(torch.as_tensor(x), torch.as_tensor(y))
+                                      for x, y in zip(a, b) if x is not None)
+
+
+# Replicas of torch_xla on the CPU: threads of one process that stays, as torch_xla takes long to import.
+
+def xla_environment(world):
+    """Returns the environment of a process with so many replicas."""
+    return {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(world)}
+
+
+def work(world):
+    """Reads (module, name of a function, arguments) from stdin, all replicas call it with their rank."""
+    import torch_xla.debug.metrics
+    import torch_xla.runtime as xr
+    from torch_xla._internal import pjrt
+    barrier = threading.Barrier(world)
+    replies = sys.stdout
+    job = []
+
+    def replica():
+        try:
+            while True:
+                if xr.global_ordinal() == 0:
+                    job[:] = json.loads(sys.stdin.readline() or "[null, null, []]")
+                    torch_xla.debug.metrics.clear_all()
+                barrier.wait()
+                if not job[0]:
+                    return
+                getattr(importlib.import_module(job[0]), job[1])(xr.global_ordinal(), *job[2])
+                barrier.wait()
+                if xr.global_ordinal() == 0:
+                    print(json.dumps(printed.getvalue()), file=replies, flush=True)
+                    printed.seek(0)
+                    printed.truncate()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        pjrt._run_thread_per_device(0, 1, replica, pjrt.initialize_multiprocess)
+
+
+# Servers.
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves at a free port of this machine, on another thread; state: its attributes."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, handler, **state):
+        vars(self).update(state)
+        super().__init__(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=[0.02], daemon=True).start()
+
+    def handle_error(self, request, client_address):
+        pass  # the resets that the tests ask for
+
+    def server_close(self):
+        self.shutdown()
+        super().server_close()
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Serves server.files; each request takes the next fault of server.faults[path]. server.log: first bytes.
+
+    A fault is a status, or "break": the connection breaks half-way.
+    """
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        server = self.server
+        start = int(self.headers.get("Range", "bytes=0-")[6:-1])
+        server.log.append(start)
+        body = server.files.get(self.path, b"")
+        size = end = len(body)
+        status = 206 if start else 200 if body else 404
+        if server.faults.get(self.path):
+            fault = server.faults[self.path].pop(0)
+            if fault == "break":
+                self.close_connection = True
+                end = (start + size) // 2
+            else:
+                status = fault
+        self.send_response(status)
+        self.send_header("Location", f"/cdn{self.path}")
+        self.send_header("Content-Type", server.content_type)
+        self.send_header("Content-Length", str(size - start))
+        self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
+        self.end_headers()
+        self.wfile.write(body[start:end])
+
+    def log_message(self, *args):
+        pass
+
+
+class Front(http.server.BaseHTTPRequestHandler):
+    """Passes requests on to the emulator, with the faults of server.script or drawn at server.rate.
+
+    Kinds of requests: insert (an upload), media (a download), list, DELETE. server.log holds (kind, Range) of
+    each. A fault is a status; or "reset", "stall" and "short": the answer breaks off half-way, by a reset, a
+    silence or an orderly end; "lost": it never comes; "flip": a bit changes; "slow": the answer comes after
+    half a second; "wrong start": the answer is another part; bytes: they are the answer; or a function, which
+    is called before the request takes effect.
+    """
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do(self):
+        server = self.server
+        length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(length)
+        if len(body) < length:  # the client was killed; a bucket drops what is not whole
+            return
+        kind = "media" if "alt=media" in self.path else KINDS[self.command]
+        with server.lock:
+            fault = server.script.pop(0) if server.script else self.draw()
+            server.log.append((kind, self.headers.get("Range")))
+
+        # refused, or cut off before it takes effect
+        authorization = self.headers.get("Authorization", "")
+        if not authorization.endswith(server.token):
+            fault = 401
+        if kind in server.denied:
+            fault = 403
+        if isinstance(fault, int):
+            return self.answer(fault, f"a fault, {authorization}".encode())
+        if fault in ("reset", "stall") and kind != "media":
+            return self.leave(fault)
+        if fault == "slow":
+            server.stop.wait(0.5)
+        if callable(fault):
+            fault()
+
+        # the emulator's answer
+        if fault == "flip":
+            body = flipped(body)
+        status, content, headers = self.emulate(body)
+        if fault == "lost":
+            return self.leave("reset")
+        if fault == "flip" and kind == "media":
+            content = flipped(content)
+        if fault == "wrong start":
+            headers["Content-Range"] = headers["Content-Range"].replace("bytes ", "bytes 1")
+        if isinstance(fault, bytes):
+            content = fault
+        self.answer(status, content, headers, fault if fault in ("reset", "stall", "short") else None)
+
+    do_GET = do_POST = do_DELETE = do
+
+    def draw(self):
+        """Returns a fault, or None."""
+        if self.server.random.random() < self.server.rate:
+            return self.server.random.choice([503, 429, 408, 500, "reset", "stall", "lost"])
+
+    def emulate(self, body):
+        """Returns status, content and headers of the emulator's answer."""
+        from gcp_storage_emulator.server import Router
+        server = self.server
+        handler = mock.Mock(path=self.path, headers=self.headers, body=body, storage=server.storage)
+        with server.lock:  # the emulator takes one request at a time
+            Router(handler).handle(self.command)
+        content = handler.wfile.write.call_args[0][0]
+        headers = dict(call.args for call in handler.send_header.call_args_list)
+        if server.etag:  # as on the hub, which states no hash
+            headers |= {"ETag": server.etag, "X-Goog-Hash": ""}
+        return handler.send_response.call_args[0][0], content, headers
+
+    def leave(self, fault):
+        if fault == "stall":
+            self.server.stop.wait(4)
+        if fault == "reset":  # instead of an orderly end
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+
+    def answer(self, status, content, headers=None, fault=None):
+        self.send_response(status)
+        own = {"Location": self.server.url, "Content-Length": str(len(content))}
+        if self.server.retry_after:
+            own["Retry-After"] = self.server.retry_after
+        for key, value in ((headers or {}) | own).items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(content[:len(content) // 2] if fault else content)
+        if fault:
+            self.leave(fault)
+
+    def log_message(self, *args):
+        pass
+
+
+KINDS = {"GET": "list", "POST": "insert", "DELETE": "DELETE"}
+
+
+def flipped(content):
+    """Returns the bytes with another last bit."""
+    return content[:-1] + bytes(byte ^ 1 for byte in content[-1:])
+
+
+def serve_bucket(storage, **state):
+    """Returns a Front with the attributes that it needs; storage: an emulator's."""
+    attributes = dict(
+        storage=storage, stop=threading.Event(), lock=threading.Lock(), log=[], script=[], rate=0.0,
+        random=random.Random(0), token="", denied=(), etag=None, retry_after=None)
+    return Server(Front, **attributes | state)
+
+
+def new_emulator():
+    """Returns a gcp-storage-emulator with one bucket, in memory. It is not in requirements-gpu.txt."""
+    from gcp_storage_emulator import server
+    server._read_data = lambda handler, query: handler.body  # its own refuses empty files
+    return server.create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
+
+
+def stored(emulator, name):
+    """Returns the content of an object in the emulator's bucket."""
+    return emulator._storage.get_file("bucket", name)
+
+
+def upload(folder, url):
+    """Copies the files of a dataset to url, as `gcloud storage rsync` does."""
+    for path in Path(folder).rglob("*.*"):
+        Bucket(url).upload(path, str(path.relative_to(folder)))
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]))
