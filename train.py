@@ -27,7 +27,6 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 
 import numpy as np
 import requests
@@ -451,7 +450,8 @@ class Run:
         # the programs; the model holds its sizes and its code, and state holds the weights
         device.prepare(model)
         self.supervision_step = device.compile(supervision_step)
-        self.train_program = device.compile_step(partial(train_step, self))
+        self.train_program = device.compile_step(
+            lambda state, inputs, cycles=None: train_step(self, state, inputs, cycles))
         self.evaluator = Evaluator(settings, model, device, self.batch_size)
         self.restart()
 

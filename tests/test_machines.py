@@ -11,6 +11,7 @@ import bench
 import configurator
 import device as devices
 import train
+from checkpoint import Start
 
 TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2",
         "--L_cycles=2", "--halt_max_steps=4", "--global_batch_size=16", "--lr_warmup_steps=5",
@@ -79,7 +80,7 @@ def test_the_host_waits_for_a_gpu_only_before_a_line_of_the_log(flags, random_pu
         program = run.train_program
         run.train_program = launch
         gpu.events.clear()
-        train.train(run, data, data, log, mock.Mock(), 0, 6)
+        train.train(run, data, data, log, mock.Mock(), Start(), 6)
     first = ["launch", "launch", "wait for step 1", "launch", "wait for step 2", "wait", "line"]
     second = ["launch", "wait for step 3", "launch", "wait for step 4", "launch", "wait for step 5", "wait",
               "line"]

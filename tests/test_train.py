@@ -115,6 +115,15 @@ def test_a_run_killed_in_its_first_checkpoint_begins_again(data, whole, tmp_path
     check_resume(data, whole[0], out, "training from step 0 to")
 
 
+def test_a_resume_makes_up_for_an_evaluation_that_was_stopped(data, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="3"):
+        patch.setattr(train, "evaluate", lambda *args: {})  # as if a stop was requested
+        run(data, tmp_path, *WHOLE)
+    assert last_weights(tmp_path)[0] == 16
+    run(data, tmp_path, *WHOLE, "--init_from=resume")
+    assert curve(tmp_path, "eval/puzzles") == {16: 20, 32: 20, 40: 40}
+
+
 def test_a_resume_names_changed_settings_and_refuses_another_optimizer(data, out):
     text = run(data, out, "--max_steps=41", "--init_from=resume", "--lr=1e-3")
     assert "lr is 0.001; the checkpoint had 0.002" in text
