@@ -27,8 +27,10 @@ def flatten(tensors):
 def unflatten(vector, shapes):
     """Returns {name: view of vector} for {name: shape}, in order."""
     sizes = [math.prod(shape) for shape in shapes.values()]
-    parts = zip(shapes.items(), vector.split(sizes))
-    return {name: part.view(shape) for (name, shape), part in parts}
+    views = {}
+    for (name, shape), part in zip(shapes.items(), vector.split(sizes)):
+        views[name] = part.view(shape)
+    return views
 
 
 def cast(vector, shapes, dtype):

@@ -178,7 +178,8 @@ def random_cells(bits, rng):
     """Returns one random cell of each set [rows, n], as bits; none of an empty set."""
     cells = unpack(bits)
     chosen = np.zeros_like(cells)
-    cell = (cells * (1 - rng.random(cells.shape, dtype=np.float32))).argmax(axis=1)
+    draws = 1 - rng.random(cells.shape, dtype=np.float32)  # above 0
+    cell = (cells * draws).argmax(axis=1)
     chosen[np.arange(len(cells)), cell] = True
     return pack(chosen & cells, len(bits))
 

@@ -147,6 +147,7 @@ def check_uniqueness(path, lines, questions, size):
     for first in range(0, len(questions), 2048):
         candidates = candidates_of(questions[first:first + 2048], size)
         tasks.append((candidates, size, 2))
+
     for counts in in_parallel(count_solutions, tasks):
         if counts.max() > 1:
             line = lines[progress.done + counts.argmax()]
@@ -159,7 +160,8 @@ def check_uniqueness(path, lines, questions, size):
 
 def generate(size, n, seed):
     """Returns n distinct minimal puzzles with one solution each, questions and answers [2, n, cells]."""
-    return distinct(f"distinct {size}x{size} puzzles", n, generate_chunk, (seed, 512, size), keys_of)
+    name = f"distinct {size}x{size} puzzles"
+    return distinct(name, n, generate_chunk, (seed, 512, size), keys_of)
 
 
 def generate_chunk(index, seed, n, size):

@@ -1,8 +1,7 @@
-"""What the TPU's own compiler makes of train.py's steps, and the price of a run, without a TPU.
+"""What the TPU's own compiler makes of train.py's steps, and the hours of a run, without a TPU.
 
     pip install jax libtpu
-    python scripts/aot.py config/baseline.py --slices=v5e:2x4,v6e:2x2     memory, time, collectives and price
-    python scripts/aot.py config/baseline.py --slices=v5e:2x4 --rate=9000     only the price, at that speed
+    python scripts/aot.py config/baseline.py --slices=v5e:2x4,v6e:2x2     memory, time, collectives
 
 The steps are traced on the CPU and compiled by libtpu. Nothing runs, and no TPU has confirmed the estimates.
 Where data_path is missing, random puzzles take its place. The settings below are aot.py's own, all others
@@ -33,7 +32,6 @@ from device import PEAK_FLOPS, open_device
 
 # what to compile for
 slices = ""  # TPU slices to compile for: v5e:2x4,v6e:2x2,v4:2x2x1
-rate = 0.0  # examples/s that were measured there: prices a run without the compiler
 # ---
 
 # Bytes of a chip's memory as its maker states them, and cycles/s: the peak FLOP/s divided by the FLOP of all
@@ -50,24 +48,22 @@ class Slice(NamedTuple):
 
 
 def main(argv):
-    """Prints figures and price for each slice. Raises UserError at the first step that does not compile."""
+    """Prints figures for each slice. Raises UserError at the first step that does not compile."""
     aot_settings, operands, flags = configurator.split_arguments(__file__, argv)
     flags = [*operands, *flags]
     settings = configurator.configure(train.__file__, flags)
     train.check_settings(settings)
     tpu_slices = [parse_slice(name, settings) for name in aot_settings.slices.split(",")]
-    if not aot_settings.rate and not importlib.util.find_spec("libtpu"):
-        raise UserError("the TPU compiler is missing: pip install jax libtpu; --rate=9000 needs none")
+    if not importlib.util.find_spec("libtpu"):
+        raise UserError("the TPU compiler is missing: pip install jax libtpu")
 
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         path, source = bench.dataset_path(settings, folder)
         print(f"dataset: {source}")
         for tpu_slice in tpu_slices:
-            # a measured speed takes the place of the compiler's estimate
-            figures = {} if aot_settings.rate else compile_steps(settings, flags, path, tpu_slice)
-            rate = aot_settings.rate or figures["train"]["examples_per_sec"]
-            figures["run"] = price(settings, path, tpu_slice, rate)
+            figures = compile_steps(settings, flags, path, tpu_slice)
+            figures["run"] = hours_of(settings, path, tpu_slice, figures["train"]["examples_per_sec"])
             results[tpu_slice.name] = figures
             # lines for people; the JSON object at the end has all digits
             for title, values in figures.items():
@@ -89,7 +85,7 @@ def parse_slice(name, settings):
     return Slice(name, chip, chips)
 
 
-def price(settings, path, tpu_slice, rate):
+def hours_of(settings, path, tpu_slice, rate):
     """Returns the steps and hours of a run; rate: examples/s of the slice.
 
     The hours leave out compiling (minutes) and the evaluations.

@@ -86,13 +86,16 @@ def test_cycles_and_collectives_of_a_program(counter):
     assert aot.collectives(text) == ["all-reduce (f32[2,3], bf16[4], pred[])"]
 
 
-def test_a_price_at_a_measured_speed_needs_no_compiler(monkeypatch, capsys):
+def test_without_the_compiler(monkeypatch):
     monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(configurator.UserError, match="pip install jax libtpu"):
         aot.main([BASELINE, "--slices=v5e:2x4"])
-    aot.main([BASELINE, "--slices=v5e:2x4", "--rate=10000"])
+
+
+def test_the_hours_of_a_run_follow_from_its_speed(random_puzzles):
+    settings = configurator.configure(train.__file__, [BASELINE])
+    run = aot.hours_of(settings, random_puzzles, aot.parse_slice("v5e:2x4", settings), 10000)
     hours = pytest.approx(8138 * 6144 / 10000 / 3600)
-    run = last_object(capsys)["v5e:2x4"]["run"]
     assert run == dict(steps=8138, hours=hours, chip_hours=8 * run["hours"])
 
 

@@ -1,4 +1,4 @@
-"""prepare_csv.py, what write_dataset refuses, and the examples of other puzzles."""
+"""prepare_csv.py, what write_dataset refuses, and the example of another puzzle."""
 import gzip
 import json
 import os
@@ -15,7 +15,7 @@ import prepare_csv
 import puzzles
 from configurator import UserError, configure
 from data import Dataset
-from prepare import csv_rows, keys_of, write_dataset
+from prepare import keys_of, write_dataset
 from puzzles import IGNORE_LABEL
 
 
@@ -163,19 +163,6 @@ def test_what_write_dataset_refuses(manifest, message, tmp_path):
     with pytest.raises(UserError, match=message):
         write_dataset(str(tmp_path / "x"), {"train": (1, 1, [(np.ones_like(LATIN), LATIN)])}, 6, manifest)
     assert os.listdir(tmp_path) == []
-
-
-def test_takuzu_example(tmp_path, monkeypatch):
-    """Every puzzle has one solution."""
-    path = str(tmp_path / "takuzu.csv")
-    example = runpy.run_path(os.path.join(ROOT, "examples", "takuzu.py"))
-    boards = example["solved_boards"]()
-    monkeypatch.setitem(example["main"].__globals__, "solved_boards", lambda: boards)
-    example["main"](path, 40)
-    for _, (question, answer) in csv_rows(path, ["question", "answer"]):
-        given = np.array(list(question)) != "."
-        agrees = boards == np.array(list(map(int, answer)))
-        assert agrees[:, given].all(axis=1).sum() == 1
 
 
 @pytest.fixture
