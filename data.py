@@ -115,8 +115,10 @@ class Dataset:
 
         # shapes, tokens and identifiers agree with dataset.json, and indices end where their arrays do
         row_indices = self.task_indices if self.has_versions else self.puzzle_indices
+        num_owners = self.total_groups if self.has_versions else len(self.puzzle_identifiers)
         example_shape = (row_indices[-1], self.seq_len)
         fits = [
+            row_indices.shape == (num_owners + 1,),
             self.inputs.shape == example_shape,
             self.labels.shape == example_shape,
             self.inputs.max() < self.vocab_size,

@@ -386,8 +386,8 @@ class TRM(nn.Module):
     config: a TRMConfig. seed: decides the initial weights, which are the same on every device.
     Two class attributes are for forks. block: the class of a layer, called as block(config, L), whose
     forward takes x [B, L, D] and rope, a pair or None. The first P positions are the puzzle embedding's, the
-    others the cells, row by row. Parameters come in forward_dtype; buffers stay as they are, and ranks do not
-    share them. is_solved: the target of q_halt, as equals_labels.
+    others the cells, row by row. forward sees parameters in forward_dtype, and buffers in their own dtype;
+    ranks do not synchronise buffers. is_solved: the target of q_halt, as equals_labels.
     Raises ValueError for sizes that cannot be built.
     """
     block = Block

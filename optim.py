@@ -188,7 +188,7 @@ def sign_sgd(table, packed, batch_size, lr, weight_decay):
         table.sub_(is_held * lr * change)
         return
 
-    # Sequences of one identifier add up in the slot of the first of them, and all of them write that sum.
+    # Gradients of one identifier add up in its first slot; each of its slots then writes the same new row.
     identifiers = packed[:, -1].long()
     is_same = identifiers.unsqueeze(0) == identifiers.unsqueeze(1)  # [B, B]
     first_slot = is_same.int().argmax(1)

@@ -75,7 +75,7 @@ data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its g
 data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
 global_batch_size = 768  # sequences per step, over all replicas
 micro_batch_size = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
-epochs = 50000  # an epoch offers each puzzle once, in one copy; sequences that halted take it
+epochs = 50000  # an epoch offers each puzzle once, in one copy; only sequences that halted take it
 max_steps = 0  # length of the run in steps; 0: from epochs
 # model
 hidden_size = 512  # D
@@ -94,7 +94,7 @@ puzzle_emb_len = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
 forward_dtype = "bfloat16"  # bfloat16, float32, float16 or auto; weights, optimizer and loss stay float32
 # halting
 halt_max_steps = 16  # maximum supervision steps of a sequence
-halt_exploration_prob = 0.1  # probability, at each step, that a random number of steps must precede a halt
+halt_exploration_prob = 0.1  # probability, drawn at each step, that a sequence may not halt before a random one
 halt_exploration_prob_end = -1.0  # its value at the end of the run, reached linearly; -1: constant
 # optimizer
 loss_type = "stablemax_cross_entropy"  # or softmax_cross_entropy
@@ -611,7 +611,7 @@ class Log:
         # sizes of the model and of the dataset, and the command that makes the dataset again
         self.print0(f"{run.model.num_parameters():,} parameters; "
                     f"{len(data):,} training examples of {data.total_groups:,} puzzles, "
-                    f"{len(test):,} test puzzles in {settings.data_path} ({data.made_by() or 'no manifest'})")
+                    f"{len(test):,} test puzzles in {settings.data_path} ({data.made_by() or 'made by an unknown command'})")
         for note in [*device.notes, *notes]:
             self.print0(note)
 

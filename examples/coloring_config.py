@@ -3,4 +3,4 @@ run("../config/demo.py")
 data_prepare = ""
 data_path = "data/coloring"
 out_dir = "out/coloring"
-epochs = 6  # 923 steps
+epochs = 6  # 780 steps

@@ -92,6 +92,7 @@ def test_a_killed_command_leaves_nothing_that_stays(tmp_path, by):
     ("inputs", lambda array: array + 1),
     ("labels", lambda array: array[:-1]),
     ("puzzle_identifiers", lambda array: array + 1),
+    ("puzzle_indices", lambda array: np.delete(array, 1)),
     ("group_indices", lambda array: array[::-1]),
 ])
 def test_arrays_that_do_not_fit_are_refused(name, change, copy):
