@@ -94,7 +94,7 @@ puzzle_emb_len = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
 forward_dtype = "bfloat16"  # bfloat16, float32, float16 or auto; weights, optimizer and loss stay float32
 # halting
 halt_max_steps = 16  # maximum supervision steps of a sequence
-halt_exploration_prob = 0.1  # probability, drawn at each step, that a sequence may not halt before a random one
+halt_exploration_prob = 0.1  # probability, at each step, of a random step before which it may not halt
 halt_exploration_prob_end = -1.0  # its value at the end of the run, reached linearly; -1: constant
 # optimizer
 loss_type = "stablemax_cross_entropy"  # or softmax_cross_entropy
@@ -609,9 +609,10 @@ class Log:
                     f"{platform.platform()}, {os.cpu_count()} cores, {device.world} x {device.kind} "
                     f"({device.name}); settings unlike train.py's: {differences(settings) or 'none'}")
         # sizes of the model and of the dataset, and the command that makes the dataset again
+        command = data.made_by() or "made by an unknown command"
         self.print0(f"{run.model.num_parameters():,} parameters; "
                     f"{len(data):,} training examples of {data.total_groups:,} puzzles, "
-                    f"{len(test):,} test puzzles in {settings.data_path} ({data.made_by() or 'made by an unknown command'})")
+                    f"{len(test):,} test puzzles in {settings.data_path} ({command})")
         for note in [*device.notes, *notes]:
             self.print0(note)
 
