@@ -30,7 +30,6 @@ from prepare import write_dataset
 # what is measured
 steps = 2  # steps that follow each other without a wait, as in training; five times
 profile = ""  # folder for a trace of 3 steps, whose most expensive operations are printed
-# ---
 
 CPU_BATCH_SIZE = "--global_batch_size=32"  # where none is given: a step of the default takes a CPU minutes
 

@@ -229,7 +229,8 @@ def check(name, value, defaults, where):
     if expected is float and type(value) is int:
         value = float(value)
     if type(value) is not expected:
-        raise UserError(f"{where}: {name} must be {expected.__name__} (as {defaults[name]!r}), not {value!r}")
+        raise UserError(f"{where}: {name} must be {expected.__name__}, such as {defaults[name]!r}, "
+                        f"not {value!r}")
     return value
 
 

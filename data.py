@@ -118,12 +118,13 @@ class Dataset:
         num_owners = self.total_groups if self.has_versions else len(self.puzzle_identifiers)
         example_shape = (row_indices[-1], self.seq_len)
         fits = [
+            len(self.inputs) > 0,
             row_indices.shape == (num_owners + 1,),
             self.inputs.shape == example_shape,
             self.labels.shape == example_shape,
-            self.inputs.max() < self.vocab_size,
-            self.labels.max() < self.vocab_size,
-            self.puzzle_identifiers.max() < self.num_puzzle_identifiers,
+            self.inputs.max(initial=0) < self.vocab_size,
+            self.labels.max(initial=0) < self.vocab_size,
+            self.puzzle_identifiers.max(initial=0) < self.num_puzzle_identifiers,
             self.group_indices.shape == (self.total_groups + 1,),
             self.group_indices[-1] == len(self.puzzle_identifiers),
         ]
@@ -262,7 +263,7 @@ class Dataset:
             inputs = self.inputs[rows]
             labels = self.labels[rows]
 
-        # the loss knows one label that does not count, whatever the dataset's
+        # the dataset's label that does not count becomes the loss's
         labels = labels.astype(np.int32)
         labels[labels == self.ignore_label_id] = IGNORE_LABEL
         return {

@@ -84,6 +84,7 @@ def open_device(kind, settings):
         device = XLADevice()
     else:
         device = Device(kind, settings)
+        device.join_replicas(settings)
 
     # older GPUs emulate bfloat16, many times more slowly
     dtype, reason = device.fastest_dtype()
@@ -130,11 +131,12 @@ class Device:
             self.notes.append("kernels are off: they need a GPU of compute capability 8.0 or higher, and a "
                               "forward_dtype of 16 bits")
 
-        # the other replicas
+    def join_replicas(self, settings):
+        """Waits for the replicas that torchrun starts beside this one, if it does."""
         if "RANK" in os.environ:
             if "WORLD_SIZE" not in os.environ:
                 raise UserError("RANK is set without WORLD_SIZE: start with torchrun, or unset RANK")
-            backend = "nccl" if kind == "cuda" else "gloo"
+            backend = "nccl" if self.kind == "cuda" else "gloo"
             timeout = timedelta(seconds=settings.stall_timeout or 10 ** 6)
             dist.init_process_group(backend, timeout=timeout)
             if backend == "gloo":  # its threads may abort at the end; NCCL would wait for a peer that died

@@ -190,7 +190,7 @@ class Queue:
             else:
                 self.results[name] = np.zeros(shape, dtype=np.float32)
 
-        # slots without an attempt work on zeros, which nothing collects
+        # slots without an attempt repeat their last puzzle, zeros at first, and nothing collects the results
         questions = np.zeros((evaluator.batch_size, seq_len), dtype=np.int32)
         self.batch = unlabelled_batch(questions)
         self.noise_keys = np.zeros(evaluator.batch_size, dtype=np.int32)
@@ -227,7 +227,7 @@ class Queue:
         that have finished.
         """
         inputs = self.fill()
-        # without eval_patience all attempts leave together, and nothing waits for the device before
+        # without eval_patience all attempts leave together: no result is read before the last step
         num_steps = 1 if self.evaluator.settings.eval_patience else self.evaluator.depth
         for _ in range(num_steps):
             if should_stop():

@@ -138,7 +138,7 @@ def supervision_step(settings, model, weights, sequences, min_halt_steps=None, c
             count=has_labels,
             accuracy=num_correct / num_labelled.clamp(min=1),
             exact_accuracy=has_labels & (num_correct == num_labelled),
-            q_halt_accuracy=has_labels & ((q_halt >= 0) == solved),
+            q_halt_accuracy=has_labels & ((q_halt >= 0) == solved),  # >=, as the official metric has it
             steps=torch.where(has_labels, steps, 0),
         )
         values = {name: value.float() for name, value in values.items()}

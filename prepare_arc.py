@@ -42,7 +42,6 @@ num_train = 300  # tasks to train on
 num_test = 100  # tasks for the test
 # augmentation
 num_aug = 1000  # versions of each task, besides the original
-# ---
 
 LARGEST = 30  # rows or columns of a grid
 COLOURS = set(range(10))

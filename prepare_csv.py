@@ -32,7 +32,6 @@ ignored = ""  # characters of answers for cells that do not count
 dihedral = False  # the 8 rotations and reflections of a square
 permute_symbols = ""  # characters that may change places, as 1-9
 num_aug = 7  # copies of each training puzzle, besides itself
-# ---
 
 
 def main(settings):

@@ -17,7 +17,7 @@ from configurator import UserError, start
 from prepare import (
     check_source, csv_files, distinct, name_output, orbit_keys, read_puzzles, refuse_existing, write_puzzles)
 from puzzles import (
-    GOAL, LARGEST, MAZE, OPEN, START, WALL, dihedral, layers_from, maze_task, pack, solve_mazes, unpack)
+    GOAL, LARGEST_MAZE, MAZE, OPEN, START, WALL, dihedral, layers_from, maze_task, pack, solve_mazes, unpack)
 
 # source
 source = "hub"  # hub (Maze-Hard from Hugging Face), csv, or generate
@@ -34,7 +34,6 @@ num_train = 1000  # training mazes
 num_test = 1000  # test mazes
 # augmentation
 aug = True  # training mazes in all 8 rotations and reflections (off by default in the official builder)
-# ---
 
 HUB = "sapientinc/maze-30x30-hard-1k"
 SYMBOLS = MAZE[1:]
@@ -65,8 +64,8 @@ def main(settings):
 def fill_in(settings):
     """Fills in source and output_dir. Raises UserError for a wrong setting."""
     check_source(settings, subsample_size=0, seed=0, size=2, min_path=1, num_train=1, num_test=1)
-    if settings.size > LARGEST:
-        raise UserError(f"size must be at most {LARGEST}, not {settings.size}")
+    if settings.size > LARGEST_MAZE:
+        raise UserError(f"size must be at most {LARGEST_MAZE}, not {settings.size}")
     num_mazes = settings.num_train if settings.source == "generate" else settings.subsample_size
     if settings.source == "hub":
         num_mazes = num_mazes or 1000
@@ -122,8 +121,9 @@ def read_mazes(path, cells):
 def square_task(cells, place):
     """Returns the task of mazes with so many cells; raises UserError if they make no square."""
     size = math.isqrt(cells)
-    if size * size != cells or size > LARGEST:
-        raise UserError(f"{place}: a question of {cells} characters is not a square of up to {LARGEST} rows")
+    if size * size != cells or size > LARGEST_MAZE:
+        raise UserError(f"{place}: a question of {cells} characters is not a square of up to "
+                        f"{LARGEST_MAZE} rows")
     return maze_task(size)
 
 

@@ -33,7 +33,6 @@ num_train = 3000  # training puzzles
 num_test = 1000  # test puzzles, the same for each num_train
 # augmentation
 num_aug = 1000  # augmented copies of each training puzzle, besides itself
-# ---
 
 HUB = "sapientinc/sudoku-extreme"
 EMPTY = 1  # token
@@ -66,8 +65,8 @@ def main(settings):
     test_keys = set(keys_of(test[0]))
     blocks = augmented(train, settings, test_keys, counts)
     task = sudoku_task(settings.size)
-    copies = settings.num_aug + 1
-    write_puzzles(settings, __file__, task, blocks, len(train[0]), test, copies, counts)
+    group_size = settings.num_aug + 1
+    write_puzzles(settings, __file__, task, blocks, len(train[0]), test, group_size, counts)
     return settings.output_dir
 
 
@@ -123,20 +122,20 @@ def choose(path, settings, n, test_keys):
         except ValueError:
             raise UserError(f"{path}:{line}: the rating {str(rating)!r} is not an integer") from None
     in_test = np.array([key in test_keys for key in keys_of(questions)])
-    left = np.flatnonzero(is_hard & ~in_test)
+    usable = np.flatnonzero(is_hard & ~in_test)
     num_in_test = int(np.sum(is_hard & in_test))
-    if not left.size:
+    if not usable.size:
         raise UserError(f"{path}: no puzzle is left of {len(lines)} rows: {num_in_test} are in the test set "
                         f"too, the others are rated below min_difficulty={settings.min_difficulty}")
 
     # n of them at random, in the file's order
     if n:
         rng = np.random.default_rng([settings.seed, 1])
-        order = rng.random(len(left)).argsort()
-        left = left[np.sort(order[:n])]
+        order = rng.random(len(usable)).argsort()
+        usable = usable[np.sort(order[:n])]
     if settings.check_unique:
-        check_uniqueness(path, lines[left], questions[left], settings.size)
-    chosen = np.array([questions[left], answers[left]])
+        check_uniqueness(path, lines[usable], questions[usable], settings.size)
+    chosen = np.array([questions[usable], answers[usable]])
     return chosen, len(lines), num_in_test
 
 
@@ -222,9 +221,9 @@ def augmented(puzzles, settings, test_keys, counts):
     counts["copies_replaced"] = 0
     copies = settings.num_aug
     rng = np.random.default_rng([settings.seed, 2])
-    step = max(1, COPIES // (copies + 1))
-    for first in range(0, puzzles.shape[1], step):
-        originals = puzzles[:, first:first + step]
+    block_size = max(1, COPIES // (copies + 1))
+    for first in range(0, puzzles.shape[1], block_size):
+        originals = puzzles[:, first:first + block_size]
         new = transform(originals, copies, settings.size, rng)
 
         # no copy of a training puzzle is a test puzzle

@@ -24,7 +24,7 @@ BOARDS = 4096  # in the solver at a time: as many as stay in the processor's cac
 # mazes
 MAZE = "_# SGo"  # symbols
 WALL, OPEN, START, GOAL, PATH = range(1, 6)  # tokens
-LARGEST = 64  # cells in a row of a maze: solve_mazes has the bits of a word for them
+LARGEST_MAZE = 64  # cells in a row: solve_mazes packs them into the bits of a word
 
 # ARC: token 1 is the edge below and on the right of a grid, c + 2 the colour c
 ARC = " |0123456789"  # symbols
@@ -87,7 +87,7 @@ def sudoku_task(size):
 
 
 def maze_task(size):
-    symbols = MAZE if size <= LARGEST else ""
+    symbols = MAZE if size <= LARGEST_MAZE else ""
     return {"kind": "maze", "grid": [size, size], "symbols": symbols}
 
 
@@ -145,7 +145,7 @@ def parse_question(task, text):
         lines = text.strip("\r\n").splitlines()
         width = max(map(len, lines), default=0)
         cells = "".join(line.ljust(width) for line in lines)
-        task = maze_task(min(math.isqrt(len(cells)), LARGEST))
+        task = maze_task(min(math.isqrt(len(cells)), LARGEST_MAZE))
     else:
         words = text.splitlines() if " " in allowed else text.split()
         cells = "".join(words)

@@ -80,7 +80,7 @@ max_steps = 0  # length of the run in steps; 0: from epochs
 # model
 hidden_size = 512  # D
 num_heads = 8  # attention heads
-expansion = 4.0  # hidden width of the SwiGLUs, before the 2/3 of gating
+expansion = 4.0  # hidden width of a SwiGLU: 2/3 of expansion x its width, rounded up to 256s
 L_layers = 2  # layers of the one network
 H_cycles = 3  # T of the paper: recursions per step; all but the last without gradient
 L_cycles = 6  # n of the paper: latent updates per recursion
@@ -148,7 +148,7 @@ STATS = (*BATCH_STATS, "grad_norm")
 # Settings that say where and how a run takes place, and not what it trains.
 RUN_SETTINGS = (
     "out_dir", "gcs_dir", "init_from", "checkpoint_interval", "keep_last_n", "export", "log_interval",
-    "stall_timeout", "device", "compile", "kernels",
+    "stall_timeout", "device", "compile", "kernels", "eval_only", "eval_save_outputs",
     "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode",
 )
 
@@ -285,7 +285,7 @@ def train(run, data, test, log, checkpoints, start, total_steps):
     metrics = {}  # the last line of the log
     stop = False
 
-    def read_stops():  # how many ranks were asked to stop at the last step
+    def read_previous_stops():  # how many ranks were asked to stop at the step before; there is none
         return 0
 
     log.restart_clock(step)
@@ -308,9 +308,9 @@ def train(run, data, test, log, checkpoints, start, total_steps):
 
         # forward, backward, update; the stop flags are read a step late, so that the host need not wait
         inputs = make_inputs(run, data, step, total_steps)
-        read_last_stops = read_stops
         read_stops = run.device.fetch(run.train_program(run.state, inputs, cycles))
-        stop = bool(read_last_stops() > 0)
+        stop = bool(read_previous_stops() > 0)
+        read_previous_stops = read_stops
         step += 1
         restart_watchdog(settings.stall_timeout)
         if cycles != last_cycles:
@@ -352,7 +352,7 @@ def train_and_evaluate(run, data, test, log, checkpoints, start, total_steps):
 
     Exits with 3 if it was stopped early, with 1 if the last checkpoint cannot be written or uploaded.
     """
-    # a monotonic clock: somebody may set the other one
+    # monotonic: the system's clock can be changed during a run
     began = time.monotonic()
     is_complete = False
     step = train(run, data, test, log, checkpoints, start, total_steps)
@@ -553,7 +553,7 @@ def new_model(settings, **sizes):
 class Log:
     """Prints lines and writes log.txt and metrics.jsonl of out_dir, on rank 0; sends metrics to W&B.
 
-    A file that cannot be written costs a warning and not the run. `step` is the step of the last line
+    A line that cannot be appended costs a warning and not the run. `step` is the step of the last line
     of metrics.
     """
 
@@ -794,7 +794,7 @@ class Checkpoints:
     def write(self, name, state, metrics):
         os.makedirs(self.settings.out_dir, exist_ok=True)
         path = os.path.join(self.settings.out_dir, name)
-        # the surplus goes first if keep_last_n is lower than before, so that a full disk gives way
+        # if keep_last_n is lower than before, this may free the space that the checkpoint needs
         self.prune(self.newest)
         # a name is there only once its content is on the disk
         with replacing(path + ".pt") as f:
@@ -804,7 +804,7 @@ class Checkpoints:
         description |= dict(sha256=file_hash(path + ".pt"), metrics=metrics)
         with replacing(path + ".json") as f:
             f.write(json.dumps(description, indent=1).encode())
-        # older checkpoints go once the new one is whole; best.pt is none of those to keep
+        # older checkpoints go once the new one is whole; best.pt does not count towards keep_last_n
         if name != "best":
             self.newest = state["step"]
             self.prune(self.newest)
@@ -946,7 +946,7 @@ class Mirror:
         path = os.path.join(self.settings.out_dir, name)
         # what has not changed is in the bucket already
         stat = os.stat(path)
-        version = stat.st_mtime_ns, stat.st_size  # two lines may be of one tick of the clock
+        version = stat.st_mtime_ns, stat.st_size  # the size too: two appends can share one mtime
         if self.copied.get(name) != version:
             self.bucket.upload(path, name)
             self.copied[name] = version
@@ -1029,7 +1029,7 @@ def check_batch_size(settings, device):
         fitting = -(-settings.global_batch_size // multiple) * multiple
         raise UserError(f"global_batch_size {settings.global_batch_size} must be a multiple of {multiple} "
                         f"({device.world} replicas x micro_batch_size {settings.micro_batch_size or 1}), "
-                        f"as {fitting}")
+                        f"for example {fitting}")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1160,7 +1160,7 @@ def on_signals():
         if IS_SPAWNED:
             signal.alarm(60)  # the reason may be that another replica died: then no peer answers
         else:
-            # print could be under way, and cannot be entered twice; a closed terminal takes nothing
+            # os.write, since print is not reentrant; the terminal may be closed
             with suppress(OSError):
                 name = signal.Signals(number).name
                 os.write(2, f"{name}: saving and stopping; a second one kills\n".encode())

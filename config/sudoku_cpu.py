@@ -1,5 +1,5 @@
 # 9x9 Sudoku on one CPU core in two hours (with bfloat16): makes 60,000 minimal puzzles in 21 versions each.
-# models/sudoku-9x9.pt is of this recipe, with real puzzles among those of training: docs/results.md.
+# models/sudoku-9x9.pt was trained with this recipe, on these and on real puzzles: docs/results.md.
 run("demo.py")
 data_path = "data/sudoku-9x9-cpu"
 data_prepare = (

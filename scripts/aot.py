@@ -32,7 +32,6 @@ from device import PEAK_FLOPS, open_device
 
 # what to compile for
 slices = ""  # TPU slices to compile for: v5e:2x4,v6e:2x2,v4:2x2x1
-# ---
 
 # Bytes of a chip's memory as its maker states them, and cycles/s: the peak FLOP/s divided by the FLOP of all
 # matrix units in a cycle.

@@ -45,7 +45,6 @@ from puzzles import (
 # server
 port = 8000  # the port of the page's address; 0: any free one
 browser = True  # open the page in the browser
-# ---
 
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "play.html")
 # the values in a request: type, smallest, largest

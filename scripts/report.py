@@ -36,7 +36,6 @@ from train import RUN_SETTINGS
 # input and output; arguments without a dash are folders to read
 out_dir = "out/report"  # report.md and its pictures
 target = 85.0  # percent of the test puzzles, for the steps and the time needed to reach it
-# ---
 
 STUDY = "out/study"
 # The numbers of a run, with their units.

@@ -65,7 +65,6 @@ output = ""  # write the answers of a .csv to this new .csv: question, answer, c
 task = ""  # name of an ARC task in the model's dataset
 versions = 0  # versions of each ARC task that vote; 0: all
 halt_max_steps = 0  # supervision steps; 0: as many as the run's evaluation; more may solve more
-# ---
 
 MODELS = os.path.join(ROOT, "models")  # trained ones, files of --export
 CSV_ENDINGS = (".csv", ".csv.gz", ".jsonl", ".jsonl.gz")
@@ -320,7 +319,7 @@ def dataset_of_task(data, name, pairs, num_versions):
 
 
 def vote(settings, model, data):
-    """Returns the votes on the examples of dataset_of_task' Dataset, see evaluate.count_votes."""
+    """Returns the votes on the examples of a Dataset from dataset_of_task, see evaluate.count_votes."""
     results = run_queue(settings, model, len(data), lambda i: data.test_batch(i, len(i)))
     return count_votes(data, np.arange(len(data)), results["preds"][0], results["q_halt_logits"][0])
 
@@ -451,7 +450,7 @@ def check_output(settings, is_arc_file, is_csv):
         raise UserError("--plot needs matplotlib: pip install matplotlib")
     if os.path.lexists(path):
         raise UserError(f"{path}: exists already; choose another name")
-    if not os.access(os.path.dirname(path) or ".", os.W_OK):
+    if path and not os.access(os.path.dirname(path) or ".", os.W_OK):
         raise UserError(f"{path}: there is no such folder, or it cannot be written to")
 
 

@@ -41,12 +41,11 @@ continue_on_failure = False  # continue with the next run if one fails
 list = False  # print what each run asks, changes and costs
 dry_run = False  # print each run's data set and command besides
 prepare = False  # make the datasets that are missing
-# ---
 
 STUDY = os.path.join(ROOT, "config", "study")
 ATTEMPTS = 3  # how often a run that dies is started
 # settings that do not change a run's result
-NEUTRAL = (*train.RUN_SETTINGS, "data_prepare", "micro_batch_size", "eval_save_outputs", "eval_only")
+NEUTRAL = (*train.RUN_SETTINGS, "data_prepare", "micro_batch_size")
 # train.py may replace these two: by the local copy of a bucket's dataset, by a type that the GPU has.
 REPLACED = ("data_path", "forward_dtype")
 

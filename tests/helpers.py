@@ -114,7 +114,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train"])
 
 
-class ForkedTrain:
+class TrainProcess:
     """Runs `python train.py ...` in a fork of a process that has imported it: to import torch takes seconds.
 
     As subprocess.Popen with one pipe for output and errors.
@@ -184,9 +184,9 @@ def popen(argv, **options):
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
 
-def forked(data, out, *flags):
-    """Starts the command as a ForkedTrain."""
-    return ForkedTrain(command(data, out, *flags)[2:])
+def start_train(data, out, *flags):
+    """Starts the command as a TrainProcess."""
+    return TrainProcess(command(data, out, *flags)[2:])
 
 
 @contextlib.contextmanager
@@ -203,7 +203,7 @@ def begun(process, until="training from"):
         process.wait()
 
 
-def fork(path, code):
+def write_fork(path, code):
     """Writes a fork of train.py, a script that runs `code` before it imports train; returns its path."""
     lines = ["import sys", f"sys.path.insert(0, {ROOT!r})", code, "import configurator, train",
              "if __name__ == '__main__':", "    configurator.start(train.main, train.__file__)"]
@@ -217,7 +217,7 @@ def run(data, out, *flags, code=0):
     """Runs train.py and returns its output: in this process, unless it should fail. Later flags win."""
     argv = command(data, out, *flags)[2:]
     if code:
-        process = ForkedTrain(argv)
+        process = TrainProcess(argv)
         text, _ = process.communicate()
         assert process.returncode == code, text
         return text

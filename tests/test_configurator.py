@@ -114,12 +114,12 @@ def test_run_overrides_only_what_precedes_it(toy):
 @pytest.mark.parametrize("wrong, message", [
     ("--btach=3", "--btach=3: unknown setting btach; the closest is batch"),
     ("--zzz=3", "--zzz=3: unknown setting zzz; the closest is "),
-    ("--lr", "--lr: lr must be float (as 0.001), not True"),
-    ("--batch=1.5", "batch must be int (as 16), not '1.5'"),
+    ("--lr", "--lr: lr must be float, such as 0.001, not True"),
+    ("--batch=1.5", "batch must be int, such as 16, not '1.5'"),
     ("lr=3", "lr=3: no such config file; a setting is written --key=value"),
     ("btach = 3", "a.py: unknown setting btach; the closest is batch"),
-    ("lr = '1e-3'", "a.py: lr must be float (as 0.001), not '1e-3'"),
-    ("batch = True", "batch must be int (as 16), not True"),
+    ("lr = '1e-3'", "a.py: lr must be float, such as 0.001, not '1e-3'"),
+    ("batch = True", "batch must be int, such as 16, not True"),
     ("lr = 1.0\nbatch = (3\n", "a.py: SyntaxError: '(' was never closed (a.py, line 2)"),
     ("def half(n):\n    return n // zero\nbatch = half(3)", "a.py:2: NameError: name 'zero' is not defined"),
     ("run('b.py')", "No such file or directory: 'b.py'"),
@@ -201,7 +201,7 @@ def toy_command(tmp_path, arguments):
 
 @pytest.mark.parametrize("arguments, done", {
     "--lr=2 --slow=False": (0, "2.0 ü\n\n", ""),
-    "--lr": (2, "", "toy.py: --lr: lr must be float (as 0.001), not True\n"),
+    "--lr": (2, "", "toy.py: --lr: lr must be float, such as 0.001, not True\n"),
     "--slow=False --fast --path=UserError": (2, "0.001 ü\n\n", ERROR),
     "--slow=False --fast --path=TransientError": (1, "0.001 ü\n\n", ERROR),
     "--slow=False --fast --path=KeyboardInterrupt": (3, "0.001 ü\n\n", "toy.py: stopped\n"),

@@ -90,6 +90,7 @@ def test_a_killed_command_leaves_nothing_that_stays(tmp_path, by):
 
 @pytest.mark.parametrize("name, change", [
     ("inputs", lambda array: array + 1),
+    ("inputs", lambda array: array[:0]),
     ("labels", lambda array: array[:-1]),
     ("puzzle_identifiers", lambda array: array + 1),
     ("puzzle_indices", lambda array: np.delete(array, 1)),

@@ -17,20 +17,20 @@ from helpers import (
     DATA,
     ROOT,
     WHOLE,
-    ForkedTrain,
+    TrainProcess,
     begun,
     children,
     command,
     curve,
-    fork,
-    forked,
     hosts,
     last_weights,
     popen,
     run,
     same,
+    start_train,
     stored,
     wait_for,
+    write_fork,
 )
 
 import train
@@ -61,7 +61,7 @@ def test_kills_and_lost_machines_lose_nothing(data, front, emulator, tmp_path):
             shutil.rmtree(out)
         here = os.listdir(out) if out.exists() else []
         complete = [step_of(stem) for stem in numbered(in_bucket()) + numbered(here)]
-        process = forked(data, out, *flags, URL, "--init_from=auto")
+        process = start_train(data, out, *flags, URL, "--init_from=auto")
         text = ""
         for line in process.stdout:
             text += line
@@ -147,10 +147,10 @@ def test_two_runs_are_not_mixed(data, front, out, tmp_path):
 
 def test_of_two_machines_that_train_one_run_the_later_one_goes_on(data, front, tmp_path):
     flags = [*ENDLESS, "--checkpoint_interval=20", URL]
-    with begun(forked(data, tmp_path / "first", *flags)) as first:
+    with begun(start_train(data, tmp_path / "first", *flags)) as first:
         assert "holds a run" in run(data, tmp_path / "second", URL, code=2)
         wait_for(lambda: "ckpt_00000020.json" in in_bucket())
-        with begun(forked(data, tmp_path / "second", *flags, "--init_from=auto")) as second:
+        with begun(start_train(data, tmp_path / "second", *flags, "--init_from=auto")) as second:
             text = first.communicate()[0]
             assert "has begun to train the run in gs://bucket/run: this one stops" in text
             second.terminate()
@@ -159,7 +159,7 @@ def test_of_two_machines_that_train_one_run_the_later_one_goes_on(data, front, t
 
 
 def test_one_process_trains_in_a_folder(data, tmp_path):
-    with begun(forked(data, tmp_path / "run", *ENDLESS)):
+    with begun(start_train(data, tmp_path / "run", *ENDLESS)):
         assert "another process trains there" in run(data, tmp_path / "run", "--init_from=auto", code=1)
     assert "training from step 0" in run(data, tmp_path / "run", "--init_from=auto", "--max_steps=5")
 
@@ -186,7 +186,7 @@ def test_a_stop_leaves_its_checkpoint_in_the_bucket(data, front, tmp_path, numbe
     tmp.mkdir()
     out = tmp_path / "run"
     argv = command(data, out, *ENDLESS, "--checkpoint_interval=0", URL)[2:]
-    with begun(ForkedTrain(argv, env=os.environ | {"TMPDIR": str(tmp)})) as process:
+    with begun(TrainProcess(argv, env=os.environ | {"TMPDIR": str(tmp)})) as process:
         wait_for(lambda: "step 1:" in (out / "log.txt").read_text())
         folder, = tmp.iterdir()
         shutil.rmtree(folder)
@@ -211,7 +211,7 @@ def test_an_evaluation_that_is_stopped_costs_no_earlier_one(data, out):
     run(data, out, *again)
     saved = Path(out) / "eval_00000040.npz"
     content = saved.read_bytes()
-    with begun(forked(data, out, *again, "--eval_halt_max_steps=10000000"), "resuming from") as process:
+    with begun(start_train(data, out, *again, "--eval_halt_max_steps=10000000"), "resuming from") as process:
         time.sleep(1)
         process.terminate()
         assert "final evaluation stopped" in process.communicate()[0] and process.returncode == 3
@@ -244,13 +244,14 @@ if __name__ == "__main__":
 
 def test_sigterm_while_the_bucket_is_tried_again(data, front, tmp_path):
     front.script, front.retry_after = [503] * 1000, "50"
-    with begun(forked(data, tmp_path / "run", URL, "--init_from=auto"), "trying again in 50 s") as process:
+    process = start_train(data, tmp_path / "run", URL, "--init_from=auto")
+    with begun(process, "trying again in 50 s"):
         process.terminate()
         assert process.wait(30) == 3
 
 
 def test_an_upload_is_tried_again_after_sigterm(data, front, tmp_path):
-    with begun(forked(data, tmp_path / "run", *ENDLESS, URL)) as process:
+    with begun(start_train(data, tmp_path / "run", *ENDLESS, URL)) as process:
         front.script = [503] * 2
         process.terminate()
         text = process.communicate()[0]
@@ -268,7 +269,7 @@ def test_ranks_end_with_torchruns_agent(data, tmp_path):
 # A bucket in trouble.
 
 def test_an_unavailable_bucket_does_not_stop_training(data, front, whole, tmp_path):
-    with begun(forked(data, tmp_path / "run", *FLAGS, "--log_interval=1")) as process:
+    with begun(start_train(data, tmp_path / "run", *FLAGS, "--log_interval=1")) as process:
         front.denied = ("insert", "list", "media")
         text = process.communicate()[0]
     assert process.returncode == 1, text  # complete here, but not in the bucket: a restart uploads the rest
@@ -285,7 +286,8 @@ def test_a_bucket_that_refuses_is_wrong_input_and_one_that_is_away_is_not(data, 
     assert "status 403" in run(data, tmp_path / "run", *FLAGS, code=2)
     assert not (tmp_path / "run").exists()
     front.denied, front.script, front.retry_after = (), [503] * 2, "4"
-    process = forked(data, tmp_path / "run", *FLAGS, "--max_steps=5", "--init_from=auto", "--stall_timeout=6")
+    patient = ["--max_steps=5", "--init_from=auto", "--stall_timeout=6"]
+    process = start_train(data, tmp_path / "run", *FLAGS, *patient)
     text = process.communicate()[0]
     assert process.returncode == 0 and "trying again in 4 s" in text, text
     front.script, front.retry_after = [503] * 1000, None
@@ -397,7 +399,7 @@ def two_ranks(data, tmp_path, *flags, script=None, limit=None):
         host.mkdir(exist_ok=True)
         argv = command(data, "run", *SHALLOW, *(flags[rank] if flags else ()))[2:]
         options = dict(cwd=host, env=os.environ | environment)
-        start = popen([sys.executable, script, *argv], **options) if script else ForkedTrain(argv, **options)
+        start = popen([sys.executable, script, *argv], **options) if script else TrainProcess(argv, **options)
         processes.append(start)
     if limit:
         resource.prlimit(processes[0].pid, resource.RLIMIT_FSIZE, (limit, limit))
@@ -420,7 +422,7 @@ def test_ranks_that_differ_end_before_the_first_step(data, random_puzzles, tmp_p
 
 def test_a_rank_with_wrong_input_leaves_after_its_peers_have_connected(data, tmp_path):
     """Connecting would fail otherwise, and a peer on a busy machine end with 1 instead of 2."""
-    slow = fork(tmp_path / "slow.py", CONNECTS_SLOWLY)
+    slow = write_fork(tmp_path / "slow.py", CONNECTS_SLOWLY)
     argv = command(data, "run", "--global_batch_size=3")[2:]
     ranks = [popen([sys.executable, script, *argv], cwd=tmp_path, env=os.environ | host)
              for script, host in zip((train.__file__, slow), hosts(2))]
@@ -445,7 +447,7 @@ def test_two_hosts_of_which_one_has_the_files(data, tmp_path):
 
 
 def test_a_rank_that_stalls_ends_all(data, tmp_path):
-    script = fork(tmp_path / "fork.py", STALLS)
+    script = write_fork(tmp_path / "fork.py", STALLS)
     flags = ["--stall_timeout=5"]
     for code, text in two_ranks(data, tmp_path, flags, flags, script=script):
         assert code == 1 and "Timeout (0:00:05)!" in text, text

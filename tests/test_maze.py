@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from helpers import ForkedTrain, command, hosts, lines, prepare, run, write_csv
+from helpers import TrainProcess, command, hosts, lines, prepare, run, write_csv
 
 import prepare_maze
 from data import Dataset
@@ -158,7 +158,7 @@ def test_the_logged_metrics_are_those_of_the_saved_answers(tmp_path):
 
     # with 49 puzzles on 2 ranks in batches of 8, one rank has a puzzle in the last round and the other none
     argv = command(path, out, *flags, "--init_from=resume", "--eval_only")[2:]
-    ranks = [ForkedTrain(argv, env=os.environ | environment) for environment in hosts(2)]
+    ranks = [TrainProcess(argv, env=os.environ | environment) for environment in hosts(2)]
     texts = [rank.communicate()[0] for rank in ranks]
     line = f"path_valid {valid:.4f} path_optimal {optimal:.4f}"
     assert [text.count(line) for text in texts] == [1, 0], texts

@@ -30,6 +30,13 @@ def test_model_does_what_its_card_says(name):
     assert len(right) == 100 and abs(right.sum() - solved) <= 2
 
 
+def test_a_rank_of_torchrun_solves_by_itself(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    model = TRM.load(os.path.join(ROOT, "models", "sudoku-6x6.pt"))
+    answer, _ = model.solve("2.....4...6.....156....2..3.5.......")
+    assert answer[0] == "2"
+
+
 def test_notebook(tmp_path, monkeypatch):
     """Its cells, in order, with the demo's data and training cut short."""
     pyplot = pytest.importorskip("matplotlib.pyplot")

@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CURRICULUM, ForkedTrain, begun, command, curve, fork, hosts, popen, run, xla_environment
+from helpers import (
+    CURRICULUM,
+    TrainProcess,
+    begun,
+    command,
+    curve,
+    hosts,
+    popen,
+    run,
+    write_fork,
+    xla_environment,
+)
 
 import configurator
 import train
@@ -183,7 +194,7 @@ def xla_command(data, out, *flags, script=train.__file__):
 @pytest.mark.xla
 def test_sigterm_stops_all_replicas_of_a_fork(data, tmp_path):
     """A process that xmp.spawn starts for a fork does not run train.py itself, but imports it."""
-    script = fork(tmp_path / "fork.py", "")
+    script = write_fork(tmp_path / "fork.py", "")
     argv = xla_command(data, tmp_path, "--max_steps=100000", "--checkpoint_interval=0", "--eval_interval=0",
                        script=script)
     with begun(popen(argv, env=xla_environment(2)), "step 12/") as process:
@@ -219,7 +230,7 @@ train.make_inputs = broken
 @pytest.mark.xla
 def test_a_replica_that_breaks_ends_the_run(data, tmp_path):
     """Rank 0 fails to load a batch: the other must not wait for it forever."""
-    script = fork(tmp_path / "fork.py", BREAKS)
+    script = write_fork(tmp_path / "fork.py", BREAKS)
     process = popen(xla_command(data, tmp_path / "run", "--max_steps=100000", script=script),
                     env=xla_environment(2))
     with begun(process):
@@ -310,7 +321,7 @@ def test_a_stop_of_one_rank_in_an_evaluation_stops_all(data, two):
     flags = ["--max_steps=30", "--init_from=resume", "--eval_only", "--eval_halt_max_steps=300",
              "--global_batch_size=2", "--stall_timeout=60", "--eval_save_outputs="]
     argv = command(data, two, *SHALLOW, *flags)[2:]
-    ranks = [ForkedTrain(argv, env=os.environ | environment) for environment in hosts(2)]
+    ranks = [TrainProcess(argv, env=os.environ | environment) for environment in hosts(2)]
     assert any("parameters" in line for line in ranks[0].stdout)
     time.sleep(1)
     ranks[1].terminate()

@@ -64,6 +64,7 @@ def test_a_puzzle_alone_takes_the_model_of_its_size(run_solve, models_folder, so
     shutil.copy(models_folder / "model.pt", "b.pt")
     shutil.copy(models_folder / "official.pt", tmp_path)
     (tmp_path / "puzzle").write_text(solved[0])
+    monkeypatch.setattr(os, "access", lambda *args: False)  # a folder that cannot be written to will do
     assert "; b.pt, training step 70" in run_solve("puzzle")
     with pytest.raises(UserError, match="'12' is no file, and no puzzle for one of a.pt, b.pt"):
         solve.main(["12"])

@@ -11,7 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import CURRICULUM, TINY, WHOLE, command, curve, fork, last_weights, lines, newest, run, same
+from helpers import (
+    CURRICULUM,
+    TINY,
+    WHOLE,
+    command,
+    curve,
+    last_weights,
+    lines,
+    newest,
+    run,
+    same,
+    write_fork,
+)
 
 import configurator
 import optim
@@ -188,6 +200,12 @@ def test_weights_survive_the_export_to_the_official_code(data, whole, tmp_path):
     run(data, tmp_path / "x", f"--init_from={tmp_path / 'older.pt'}", f"--export={tmp_path / 'newer.pt'}")
     assert torch.load(tmp_path / "newer.pt", weights_only=True)["command"] == older["command"]
 
+    # and weights without settings, which an evaluation may precede
+    torch.save(official, tmp_path / "bare.pt")
+    flags = [f"--init_from={tmp_path / 'bare.pt'}", "--eval_only", f"--export={tmp_path / 'named.pt'}"]
+    run(data, tmp_path / "x", *flags)
+    assert "eval_only" not in torch.load(tmp_path / "named.pt", weights_only=True)["settings"]
+
     # training can start from it, at step 0
     run(data, tmp_path / "tuned", f"--init_from={exported}", "--max_steps=5")
     assert curve(tmp_path / "tuned")[5] < curve(whole[0])[5]
@@ -254,7 +272,7 @@ model.supervision_step = supervision_step
 
 
 def test_a_fork_with_another_metric_and_another_term_of_the_loss(data, tmp_path):
-    script = fork(tmp_path / "fork.py", METRIC_AND_LOSS)
+    script = write_fork(tmp_path / "fork.py", METRIC_AND_LOSS)
     subprocess.run(command(data, tmp_path, "--max_steps=5", script=script), check=True, capture_output=True)
     for split in ("train", "eval"):
         value = {name: curve(tmp_path, f"{split}/{name}")[5]

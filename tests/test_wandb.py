@@ -6,7 +6,7 @@ import signal
 import socket
 
 import pytest
-from helpers import ForkedTrain, Server, begun, children, command, fork, popen, wait_for
+from helpers import Server, TrainProcess, begun, children, command, popen, wait_for, write_fork
 
 from data import read_metrics
 
@@ -22,7 +22,7 @@ def environment(home, **more):
 def train(data, folder, *flags, **more):
     """Returns a process that trains in folder/run and sends its metrics."""
     argv = command(data, folder / "run", "--wandb_log", *flags)[2:]
-    return ForkedTrain(argv, cwd=folder, env=environment(folder, **more))
+    return TrainProcess(argv, cwd=folder, env=environment(folder, **more))
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -122,7 +122,7 @@ train.start_wandb = lambda *_: Run()
 
 
 def test_a_wandb_that_hangs_at_the_end_is_left(data, tmp_path):
-    script = fork(tmp_path / "fork.py", HANGS)
+    script = write_fork(tmp_path / "fork.py", HANGS)
     flags = ["--wandb_log", "--max_steps=10", "--stall_timeout=0"]
     process = popen(command(data, tmp_path / "run", *flags, script=script))
     assert "Timeout" in process.communicate(timeout=100)[0] and process.returncode == 1

@@ -143,7 +143,7 @@ RESUME, BEGIN = "--init_from=resume --out_dir=out/run ", "--init_from=out/run/ck
 TRAIN = {
     "--hiden_size=8": "unknown setting hiden_size | the closest is hidden_size",
     # values
-    "--micro_batch_size=3": "global_batch_size 4 | micro_batch_size 3 | as 6",
+    "--micro_batch_size=3": "global_batch_size 4 | micro_batch_size 3 | for example 6",
     "--lr=nan": "lr must be in (0, inf), not nan",
     **{f"--{flag}": flag.partition("=")[0] + " must be in " for flag in (
         "beta1=1", "halt_max_steps=3000000000", "stall_timeout=99999999999", "expansion=1e308",
