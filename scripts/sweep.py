@@ -86,11 +86,14 @@ def group_of(name):
 
 def main(argv):
     """Separates sweep.py's arguments from train.py's, and does what they ask for."""
+    # the runs, each with a folder of its own
     settings, names, train_arguments = split_arguments(__file__, argv)
     runs = [StudyRun(path, train_arguments) for path in select_files(names, settings.pattern)]
     folders = {run.settings.out_dir for run in runs}
     if len(folders) < len(runs):
         raise UserError("a config file gives several runs one out_dir; name a run as exp01a, not by its path")
+
+    # print them, make their data, or run them
     if settings.list or settings.dry_run:
         baseline = configure(train.__file__, [os.path.join(ROOT, "config/baseline.py"), *train_arguments])
         print_runs(runs, vars(baseline), settings.dry_run)
@@ -177,6 +180,7 @@ def sweep(runs, continue_on_failure):
                 print(f"{run.name}: complete", flush=True)
                 continue
             code = train_to_end(run, log)
+        # what failed is named by the last line of its log
         if code:
             text = pathlib.Path(run.log).read_text(encoding="utf-8", errors="replace")
             errors[run.name] = "failed: " + text.strip().rpartition("\n")[2]
