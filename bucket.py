@@ -25,6 +25,7 @@ RETRIED = {408, 429, *range(500, 600)}  # statuses of a server that may answer l
 METADATA_TOKEN = "http://169.254.169.254/computeMetadata/v1/instance/service-accounts/default/token"
 
 
+# ---------------------------------------------------------------------------------------------------------
 # HTTP
 
 def session(label, attempts, stop=lambda: False):
@@ -134,6 +135,7 @@ def base64_of(digest):
     return base64.b64encode(digest.digest()).decode()
 
 
+# ---------------------------------------------------------------------------------------------------------
 # Google Cloud Storage
 
 class Bucket:
@@ -291,6 +293,7 @@ def access_token(period):
     return text.split()[-1]  # warnings may come before it
 
 
+# ---------------------------------------------------------------------------------------------------------
 # Datasets in buckets
 
 def local_dataset(path):

@@ -72,6 +72,7 @@ class Arguments(NamedTuple):
     train_arguments: list  # config files and flags for train.py
 
 
+# ---------------------------------------------------------------------------------------------------------
 # Commands
 
 def start(main, script):
@@ -131,6 +132,7 @@ def end_with_parent():
     threading.Thread(target=watch, daemon=True).start()
 
 
+# ---------------------------------------------------------------------------------------------------------
 # Arguments
 
 def split_arguments(script, argv):
@@ -244,6 +246,7 @@ def parse(text, expected):
         return text
 
 
+# ---------------------------------------------------------------------------------------------------------
 # Values that a run can use
 
 def check_choices(settings, choices):
@@ -272,6 +275,7 @@ def check_bounds(settings, bounds):
             raise UserError(f"{name} must be in {interval}, not {value}")
 
 
+# ---------------------------------------------------------------------------------------------------------
 # Settings as a script documents them
 
 @functools.lru_cache

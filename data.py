@@ -65,8 +65,8 @@ METADATA = (
 ORDER, EXAMPLE, HALT, SUBSET, NOISE = range(5)  # independent random streams of one seed
 
 
-# -----------------------------------------------------------------------------
-# datasets
+# ---------------------------------------------------------------------------------------------------------
+# Datasets
 
 class Dataset:
     """One split of a dataset, checked when it is loaded.
@@ -363,8 +363,8 @@ def make_dataset(settings):
             raise error(f"data_prepare did not make data_path={settings.data_path}: {settings.data_prepare}")
 
 
-# -----------------------------------------------------------------------------
-# random numbers
+# ---------------------------------------------------------------------------------------------------------
+# Random numbers
 
 def halting_draws(seed, step, batch_size, halt_max_steps, halt_exploration_prob, rank=0, world=1):
     """Returns the minimum halting steps of a step's sequences, int32 [batch_size // world].
@@ -403,8 +403,8 @@ def random_members(indices, owners, draws):
     return start + (draws * count).astype(np.int64)
 
 
-# -----------------------------------------------------------------------------
-# files
+# ---------------------------------------------------------------------------------------------------------
+# Files
 
 def read_json(path, *keys):
     """Returns the object in a JSON file; raises UserError if it is unreadable or lacks one of the keys."""

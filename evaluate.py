@@ -21,6 +21,7 @@ from optim import cast, flatten, parameter_shapes
 from puzzles import IGNORE_LABEL
 
 ANSWERS = ("preds", "q_halt_logits", "surest_preds", "surest_q_halt_logits", "surest_steps")
+BITS_31 = 2 ** 31 - 1  # XLA and torch shift negative numbers differently
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -581,9 +582,6 @@ def normal_noise(keys, steps, shape):
     radius = torch.sqrt(-2 * torch.log(uniform))
     noise = radius * torch.cos(angle)
     return noise.view(-1, *shape)
-
-
-BITS_31 = 2 ** 31 - 1  # XLA and torch shift negative numbers differently
 
 
 def hash31(x):

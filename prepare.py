@@ -28,8 +28,8 @@ from puzzles import IGNORE_LABEL, are_solutions, broken_cells, explain, task_of,
 POOL_AFTER = 4.0  # seconds of work that are worth processes: each of them imports the main script first
 
 
-# -----------------------------------------------------------------------------
-# settings
+# ---------------------------------------------------------------------------------------------------------
+# Settings
 
 def check_source(settings, **minimums):
     """Fills in the source that the files imply. Raises UserError for a wrong setting."""
@@ -80,8 +80,8 @@ def refuse_existing(path):
         raise UserError(f"{path} exists already: delete it or choose another --output_dir")
 
 
-# -----------------------------------------------------------------------------
-# files of puzzles
+# ---------------------------------------------------------------------------------------------------------
+# Files of puzzles
 
 def csv_rows(path, needed, optional=()):
     """Yields (line, [texts of columns]) of a CSV file or of JSON lines, also .gz. Raises UserError.
@@ -202,8 +202,8 @@ def orbit_keys(boards, turns, exchanged=()):
     return smallest
 
 
-# -----------------------------------------------------------------------------
-# generated puzzles
+# ---------------------------------------------------------------------------------------------------------
+# Generated puzzles
 
 def distinct(name, n, make, arguments, keys):
     """Returns the first n examples with different keys, [2, n, cells]. Raises UserError if they are too few.
@@ -274,8 +274,8 @@ def cores():
     return os.cpu_count()
 
 
-# -----------------------------------------------------------------------------
-# downloads
+# ---------------------------------------------------------------------------------------------------------
+# Downloads
 
 def csv_files(settings, repository):
     """Returns the paths of the training and test file, downloaded from Hugging Face where source is hub."""
@@ -318,8 +318,8 @@ def download(url, path, advice="use files of your own with --source=csv"):
                 receive(get, f, url, progress)
 
 
-# -----------------------------------------------------------------------------
-# the writer
+# ---------------------------------------------------------------------------------------------------------
+# The writer
 
 def write_puzzles(settings, script, task, train_blocks, num_train, test, copies, counts):
     """Writes the dataset of a prepare script, adds its sizes to counts, and says how to train on it.

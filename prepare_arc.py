@@ -117,8 +117,8 @@ def fill_in(settings):
     settings.output_dir = settings.output_dir or f"data/{name}-aug-{settings.num_aug}"
 
 
-# -----------------------------------------------------------------------------
-# tasks from files
+# ---------------------------------------------------------------------------------------------------------
+# Tasks from files
 
 def read_subsets(settings):
     """Returns {subset: Tasks}, the extra ones last, without repeated and large ones. Raises UserError."""
@@ -243,8 +243,8 @@ def grid_of(value):
     return grid.astype(np.uint8)
 
 
-# -----------------------------------------------------------------------------
-# versions
+# ---------------------------------------------------------------------------------------------------------
+# Versions
 
 def choose_versions(task, num_aug, rng):
     """Returns different versions of a task, uint8 [n, 11]: the original, then up to num_aug others.
@@ -287,8 +287,8 @@ def key_of_version(version, layouts):
     return tuple(sorted(keys))
 
 
-# -----------------------------------------------------------------------------
-# the files
+# ---------------------------------------------------------------------------------------------------------
+# The files
 
 def write_split(folder, groups, side, num_identifiers):
     """Writes the files of a split; groups: (pairs, versions, identifiers of the versions) of each task."""
@@ -317,8 +317,8 @@ def write_split(folder, groups, side, num_identifiers):
         total_puzzles=num_puzzles)
 
 
-# -----------------------------------------------------------------------------
-# generated tasks
+# ---------------------------------------------------------------------------------------------------------
+# Generated tasks
 
 def generate(settings, is_test):
     """Returns the training or the test tasks, as from files.

@@ -75,8 +75,8 @@ def fill_in(settings):
     settings.output_dir = name_output(settings, source_names, num_mazes, options)
 
 
-# -----------------------------------------------------------------------------
-# mazes from CSV files
+# ---------------------------------------------------------------------------------------------------------
+# Mazes from CSV files
 
 def mazes_from_files(settings):
     """Returns training and test mazes, [2, n, cells] each, and counts; downloads the hub's."""
@@ -132,8 +132,8 @@ def dihedral_keys(questions):
     return orbit_keys(questions, dihedral(math.isqrt(questions.shape[1])))
 
 
-# -----------------------------------------------------------------------------
-# generated mazes
+# ---------------------------------------------------------------------------------------------------------
+# Generated mazes
 
 def generate(size, n, seed, min_path):
     """Returns n questions, no two alike even when turned or reflected, and their answers."""
@@ -184,8 +184,8 @@ def random_cells(bits, rng):
     return pack(chosen & cells, len(bits))
 
 
-# -----------------------------------------------------------------------------
-# augmented copies
+# ---------------------------------------------------------------------------------------------------------
+# Augmented copies
 
 def augmented(questions, answers, size, aug):
     """Yields blocks (inputs, labels), uint8 [n, cells]: each maze or, with aug, its 8 copies in turn.

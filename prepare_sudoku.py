@@ -92,8 +92,8 @@ def fill_in(settings):
     settings.output_dir = name_output(settings, source_names, num_puzzles, options)
 
 
-# -----------------------------------------------------------------------------
-# puzzles from CSV files
+# ---------------------------------------------------------------------------------------------------------
+# Puzzles from CSV files
 
 def choose(path, settings, n, test_keys):
     """Returns random puzzles of a CSV file, [2, n, cells], in the file's order.
@@ -154,8 +154,8 @@ def check_uniqueness(path, lines, questions, size):
         progress.add(len(counts))
 
 
-# -----------------------------------------------------------------------------
-# generated puzzles
+# ---------------------------------------------------------------------------------------------------------
+# Generated puzzles
 
 def generate(size, n, seed):
     """Returns n distinct minimal puzzles with one solution each, questions and answers [2, n, cells]."""
@@ -210,8 +210,8 @@ def random_grids(n, size, rng):
     return np.bitwise_count(filled - 1).astype(np.uint8) + np.uint8(2)  # bit d - 1 is token d + 1
 
 
-# -----------------------------------------------------------------------------
-# augmented copies
+# ---------------------------------------------------------------------------------------------------------
+# Augmented copies
 
 def augmented(puzzles, settings, test_keys, counts):
     """Yields blocks [2, n, cells], inputs and labels: each puzzle, then its num_aug copies.

@@ -45,8 +45,8 @@ COLOURS = (
 )
 
 
-# -----------------------------------------------------------------------------
-# tasks
+# ---------------------------------------------------------------------------------------------------------
+# Tasks
 
 def task_of(manifest, seq_len, vocab_size):
     """Returns the task in a dataset's manifest.json, checked. Raises UserError.
@@ -131,8 +131,8 @@ def appearance(task):
     return Appearance(task["kind"], symbols[0], symbols, task["grid"], palette=palette)
 
 
-# -----------------------------------------------------------------------------
-# questions as text
+# ---------------------------------------------------------------------------------------------------------
+# Questions as text
 
 def parse_question(task, text):
     """Returns the task with the grid of a typed question, and its tokens, int32 [cells]. Raises UserError.
@@ -199,8 +199,8 @@ def side_by_side(grids, symbols, rows, columns):
     return text
 
 
-# -----------------------------------------------------------------------------
-# rules
+# ---------------------------------------------------------------------------------------------------------
+# Rules
 
 def broken_in_sudoku(task, questions, answers):
     """Returns which cells are empty, differ from a given, or share a unit with an equal digit, bool."""
@@ -387,8 +387,8 @@ def have_ends(questions):
     return (starts == 1) & (goals == 1)
 
 
-# -----------------------------------------------------------------------------
-# symmetries
+# ---------------------------------------------------------------------------------------------------------
+# Symmetries
 
 # the 8 ways to turn a grid: whether rows become columns, then the steps along rows and columns of the result
 TURNS = (
@@ -419,7 +419,7 @@ def dihedral(size):
     return squares.reshape(8, -1)
 
 
-# -----------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
 # ARC: a grid is an array of colours [rows, columns], uint8. On a canvas of side x side tokens, it has an EDGE
 # below and on the right, where there is room. A version, uint8 [11], says in which of the 8 ways to turn a
 # grid, numbered as in the official builder, and what the colours 0 to 9 become.
@@ -462,7 +462,7 @@ def crop(tokens, side):
     return grid.astype(np.uint8)
 
 
-# -----------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
 # The Sudoku solver works on many boards at a time: candidates [cells, n], where bit d - 1 is set while digit
 # d is possible in the cell. Numpy is fast on these as long as every operation runs over all n boards.
 
@@ -555,7 +555,7 @@ def box_shape(size):
     return size // rows, rows, size // columns, columns
 
 
-# -----------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
 # The maze solver works on many mazes at a time: sets of cells are bits [rows, n], a word for a row of a maze.
 
 def solve_mazes(questions, size):

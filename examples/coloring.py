@@ -23,8 +23,8 @@ from configurator import command, start
 from model import TRM
 
 
-# -----------------------------------------------------------------------------
-# the rules, for puzzles.py and for the target of q_halt
+# ---------------------------------------------------------------------------------------------------------
+# The rules, for puzzles.py and for the target of q_halt
 
 def broken_in_coloring(task, questions, answers):
     """Returns which cells are empty, differ from a given, or have a neighbour of their colour, bool."""
@@ -55,8 +55,8 @@ puzzles.SEVERAL_ANSWERS.add("coloring")
 TRM.is_solved = staticmethod(is_solved)  # not in main(): the processes of torch_xla import this file anew
 
 
-# -----------------------------------------------------------------------------
-# puzzles
+# ---------------------------------------------------------------------------------------------------------
+# Puzzles
 
 def make(path, n):
     """Writes n random colourings and questions with about a fifth of their cells to a new CSV file."""

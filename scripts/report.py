@@ -133,7 +133,8 @@ def main(argv):
     print(*status, f"wrote {out_dir}/report.md", sep="\n")
 
 
-# Reading.
+# ---------------------------------------------------------------------------------------------------------
+# Reading
 
 def find_runs(paths):
     """Returns the folders with a metrics.jsonl in paths or below. Raises UserError."""
@@ -232,7 +233,8 @@ def crossing(steps, accuracy, level):
     return np.interp(level, np.append(0, accuracy)[around], np.append(0, steps)[around])
 
 
-# Comparing.
+# ---------------------------------------------------------------------------------------------------------
+# Comparing
 
 def variants_of(group, runs):
     """Returns the Variants of a group, by x; runs: all that are complete. Those of other groups add seeds."""
@@ -282,7 +284,8 @@ def power_law(x, a, b, c):
     return a - b * np.power(x, -c)
 
 
-# Writing.
+# ---------------------------------------------------------------------------------------------------------
+# Writing
 
 def section(group, variants, out_dir):
     """Draws a group's picture; returns its Markdown lines.
@@ -341,7 +344,8 @@ def digits(value):
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-# Drawing.
+# ---------------------------------------------------------------------------------------------------------
+# Drawing
 
 def plot_group(group, variants, law, path):
     """Writes the picture of a group: its panels and learning curves.
