@@ -94,8 +94,8 @@ def command(run, script):
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # a shell's & has it ignored
         signal.signal(signal.SIGINT, interrupt)
 
-    # Python drops an exception that is raised in a weakref's callback or in __del__, whatever it is: a stop
-    # that arrives there, as it did during an import, is raised once more.
+    # Python drops any exception that is raised in a weakref's callback or in __del__. A stop that arrives
+    # there, for example during an import, is raised once more.
     def raise_again(dropped):
         if dropped.exc_type is not KeyboardInterrupt:
             sys.__unraisablehook__(dropped)

@@ -80,7 +80,7 @@ max_steps = 0  # length of the run in steps; 0: from epochs
 # model
 hidden_size = 512  # D
 num_heads = 8  # attention heads
-expansion = 4.0  # hidden width of a SwiGLU: 2/3 of expansion x its width, rounded up to 256s
+expansion = 4.0  # hidden width of a SwiGLU: 2/3 x expansion x width, up to a multiple of 256
 L_layers = 2  # layers of the one network
 H_cycles = 3  # T of the paper: recursions per step; all but the last without gradient
 L_cycles = 6  # n of the paper: latent updates per recursion
@@ -94,7 +94,7 @@ puzzle_emb_len = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
 forward_dtype = "bfloat16"  # bfloat16, float32, float16 or auto; weights, optimizer and loss stay float32
 # halting
 halt_max_steps = 16  # maximum supervision steps of a sequence
-halt_exploration_prob = 0.1  # probability, at each step, of a random step before which it may not halt
+halt_exploration_prob = 0.1  # probability, at each step, that a sequence must first reach a random step
 halt_exploration_prob_end = -1.0  # its value at the end of the run, reached linearly; -1: constant
 # optimizer
 loss_type = "stablemax_cross_entropy"  # or softmax_cross_entropy
@@ -285,7 +285,7 @@ def train(run, data, test, log, checkpoints, start, total_steps):
     metrics = {}  # the last line of the log
     stop = False
 
-    def read_previous_stops():  # how many ranks were asked to stop at the step before; there is none
+    def read_previous_stops():  # how many ranks were asked to stop at the last step: there is none yet
         return 0
 
     log.restart_clock(step)
