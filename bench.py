@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 import configurator
+import data as datasets
 import train
 from data import Dataset
 from device import choose_device, open_device, out_of_memory, peak_flops
@@ -48,6 +49,7 @@ def bench(index, settings, bench_settings, kind, path):
         configurator.end_with_parent()
     # the device, and train.py's run on it
     device = open_device(kind, settings)
+    settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     train.check_batch_size(settings, device)
     run, next_inputs = new_run(settings, device, path)
 
@@ -60,7 +62,9 @@ def bench(index, settings, bench_settings, kind, path):
         return run.state["sums"]
 
     # the training step; its first call compiles
-    say("\n".join([*device.notes, "the first step"]))
+    if dtype_note:
+        say(dtype_note)
+    say("the first step")
     first_step = seconds_of(1, train_step)[0]
     if bench_settings.profile:
         say(trace(device, bench_settings.profile, train_step))
@@ -80,7 +84,7 @@ def bench(index, settings, bench_settings, kind, path):
 
     # the figures
     matmul_flops = matmul_rate(run) * device.world
-    step_flops = run.model.flops_per_example()[1]
+    step_flops = run.model.flops_per_example(settings)[1]
     rate = settings.global_batch_size / step
     peak = peak_flops(device)
     figures = dict(
@@ -119,7 +123,7 @@ def bench(index, settings, bench_settings, kind, path):
 
 def new_run(settings, device, path):
     """Returns a train.Run for the dataset at path, and a function that returns its next step's inputs."""
-    data = train.Dataset(path, "train")
+    data = datasets.Dataset(path, "train")
     run = train.Run(settings, new_model(settings, data), device)
     total_steps = max(1, train.count_steps(settings, train.epoch_size(data)))
     count = itertools.count()
@@ -132,7 +136,7 @@ def new_model(settings, data):
 
 def evaluation_of(run, path):
     """Returns the state and the inputs of an evaluation's first step."""
-    test = train.Dataset(path, "test")
+    test = datasets.Dataset(path, "test")
     indices = test.subset(run.batch_size, 1)[:run.batch_size]
     keys = noise_keys(run.settings.seed, run.settings.eval_rollouts, len(indices))
     queue = Queue(run.evaluator, *run.eval_weights(), lambda i: test.test_batch(indices[i], len(i)), keys)
@@ -142,7 +146,7 @@ def evaluation_of(run, path):
 def dataset_path(settings, folder):
     """Returns (path, words for it): data_path, or where it is missing random puzzles of its size."""
     # a fork's own class may need no folder
-    if os.path.isdir(settings.data_path) or train.Dataset is not Dataset:
+    if os.path.isdir(settings.data_path) or datasets.Dataset is not Dataset:
         return settings.data_path, settings.data_path
     # its size is in the name of the folder, as in data/sudoku-6x6; token 0 is padding
     size = re.search(r"(\d+)x(\d+)", settings.data_path + " 9x9")
@@ -229,7 +233,8 @@ def main(argv):
 
     with tempfile.TemporaryDirectory() as folder:
         path, source = dataset_path(settings, folder)
-        new_model(settings, train.Dataset(path, "train"))  # raises UserError for sizes that cannot be built
+        # sizes that cannot be built raise UserError here, and not in a replica
+        new_model(settings, datasets.Dataset(path, "train"))
         print(f"device {kind}: {reason}; dataset: {source}", flush=True)
         try:
             if kind == "xla":
@@ -238,7 +243,7 @@ def main(argv):
             else:
                 bench(0, settings, bench_settings, kind, path)
         except torch.OutOfMemoryError:
-            raise out_of_memory(settings) from None
+            raise out_of_memory(settings, 1) from None
 
 
 if __name__ == "__main__":

@@ -10,15 +10,21 @@ A config file is Python that assigns some of the settings and may read the other
 runs another one beside it in its place; `__file__` is the outer file's path. Names that start with an
 underscore are the file's own, and so is what is no number, text or bool: modules, functions. Files and flags
 apply from left to right. A bool flag needs no value: --eval_only.
+
+A config file may also be a fork: new(grad_clip=0.0) adds settings, and it may replace classes and functions
+in the modules that it imports, each where it stands: import model; model.TRM = MyTRM.
 """
 import ast
 import difflib
 import functools
+import hashlib
+import importlib
 import itertools
 import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -38,22 +44,7 @@ class TransientError(Exception):
 
 
 class Settings(SimpleNamespace):
-    """Holds a script's settings as attributes; vars(settings) is a dict of them.
-
-    A copy can be changed even if the original is frozen, and so can the settings that a spawned process gets.
-    """
-
-    __slots__ = ("frozen",)  # outside vars(settings)
-
-    def freeze(self):
-        """Makes the settings read-only."""
-        object.__setattr__(self, "frozen", True)
-
-    def __setattr__(self, name, value):
-        if hasattr(self, "frozen"):
-            raise AttributeError(f"settings are read-only once training begins: {name}; "
-                                 "what depends on the step belongs in rates()")
-        super().__setattr__(name, value)
+    """Holds a script's settings as attributes; vars(settings) is a dict of them."""
 
 
 class Setting(NamedTuple):
@@ -70,6 +61,12 @@ class Arguments(NamedTuple):
     settings: Settings  # the script's own
     operands: list  # what is neither a flag nor a config file
     train_arguments: list  # config files and flags for train.py
+
+
+# {file name: the beginning of its text's SHA-256} of the forks that this process has run
+FORKS = {}
+# {module: its attributes before a fork replaced some}
+ORIGINALS = {}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -93,17 +90,7 @@ def command(run, script):
     signal.signal(signal.SIGTERM, interrupt)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # a shell's & has it ignored
         signal.signal(signal.SIGINT, interrupt)
-
-    # Python drops any exception that is raised in a weakref's callback or in __del__. A stop that arrives
-    # there, for example during an import, is raised once more.
-    def raise_again(dropped):
-        if dropped.exc_type is not KeyboardInterrupt:
-            sys.__unraisablehook__(dropped)
-            return
-        signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-
-    sys.unraisablehook = raise_again
+    end_after_signal(4)
     try:
         run()
         print(end="", flush=True)
@@ -117,6 +104,26 @@ def command(run, script):
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
         sys.exit(3)
+
+
+def end_after_signal(seconds):
+    """Ends this process with 3 so many seconds after a signal, unless it has ended by itself.
+
+    Python runs a signal's handler once an operation has finished, which can take minutes, and it drops a
+    KeyboardInterrupt that is raised in __del__. signal.set_wakeup_fd(-1) calls it off.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.detach())
+
+    def watch():
+        # one byte for each signal; a child that has ended is no reason
+        while reader.recv(1)[0] not in (signal.SIGTERM, signal.SIGINT):
+            continue
+        time.sleep(seconds)
+        os._exit(3)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def end_with_parent():
@@ -159,38 +166,50 @@ def configure(script, argv):
 
     Raises UserError for an unknown key (it names the closest one), a wrong type, or a file that fails to run.
     """
-    if "--help" in argv:
-        print_help(script)
-        sys.exit(0)
-
+    # a fork that runs once more does not replace its own replacements
+    for module, attributes in ORIGINALS.items():
+        vars(module).update(attributes)
     # later arguments override earlier ones
-    defaults = {name: setting.default for name, setting in read_settings(script).items()}
-    values = defaults.copy()
+    known = read_settings(script)
+    values = {name: setting.default for name, setting in known.items()}
     for argument in argv:
         if not argument.startswith("-"):
-            values.update(run_file(argument, values, defaults))
+            values.update(run_file(argument, values, known))
             continue
 
         # a flag: --name=text, or --name alone for a bool
         name, equals, text = argument.lstrip("-").partition("=")
-        value = parse(text, type(defaults.get(name, ""))) if equals else True
-        values[name] = check(name, value, defaults, argument)
+        if name == "help":
+            continue
+        value = True
+        if equals:
+            value = parse(text, type(known[name].default) if name in known else str)
+        values[name] = check(name, value, known, argument)
+    if "--help" in argv:
+        print_help(script)
+        sys.exit(0)
     return Settings(**values)
 
 
-def run_file(path, values, defaults):
+def run_file(path, values, known):
     """Runs a config file that sees `values`; returns the settings after it.
 
     Args:
         path: of the file.
         values: {name: value} of the settings before it.
-        defaults: {name: value} of all settings of the script: they say which names and types there are.
+        known: {name: Setting} of the script, to which new() in the file adds some.
 
     Raises UserError for a file that fails to run, an unknown setting, or a wrong type.
     """
     if not os.path.isfile(path):
         raise UserError(f"{path}: no such config file; a setting is written --key=value")
-    space = {"__file__": path} | values
+
+    def new(**settings):
+        for name, default in settings.items():
+            known[name] = Setting(default, "", f"from {path}")
+            space.setdefault(name, default)
+
+    space = {"__file__": path, "new": new} | values
     try:
         execute(path, space)
     except Exception as e:
@@ -204,8 +223,8 @@ def run_file(path, values, defaults):
     # Numbers, texts and bools must be settings; all else, and what begins with an underscore, is the file's.
     settings = {}
     for name, value in space.items():
-        if name in defaults or type(value) in TYPES and not name.startswith("_"):
-            settings[name] = check(name, value, defaults, path)
+        if name in known or type(value) in TYPES and not name.startswith("_"):
+            settings[name] = check(name, value, known, path)
     return settings
 
 
@@ -217,22 +236,48 @@ def execute(path, space):
 
     space["run"] = run
     with open(path, "rb") as f:
-        exec(compile(f.read(), path, "exec"), space)
+        text = f.read()
+    # a fork adds settings or imports modules of this folder, which a script in another folder may not find
+    folder = os.path.dirname(os.path.abspath(__file__))
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    imported = re.findall(r"^\s*(?:import|from) (\w+)", text.decode(), re.MULTILINE)
+    own_modules = [name for name in imported if os.path.exists(os.path.join(folder, f"{name}.py"))]
+    if own_modules or re.search(r"^new\(", text.decode(), re.MULTILINE):
+        FORKS[os.path.basename(path)] = hashlib.sha256(text).hexdigest()[:8]
+    for name in own_modules:
+        module = importlib.import_module(name)
+        ORIGINALS.setdefault(module, dict(vars(module)))
+    exec(compile(text, path, "exec"), space)
 
 
-def check(name, value, defaults, where):
-    """Returns value as the type of defaults[name]; raises UserError for an unknown name or another type."""
-    if name not in defaults:
-        [closest] = difflib.get_close_matches(name, [*defaults, "help"], 1, 0)
+def missing_forks(forks):
+    """Returns a line for each fork of a checkpoint or model file that this process has not run.
+
+    forks: FORKS of the process that wrote the file.
+    """
+    lines = []
+    for name, digest in forks.items():
+        if FORKS.get(name) != digest:
+            other = f"has {FORKS[name]} here" if name in FORKS else "is not among the arguments"
+            lines.append(f"trained with the fork {name} {digest}, which {other}: results may differ")
+    return lines
+
+
+def check(name, value, known, where):
+    """Returns value as the type of the setting; raises UserError for an unknown name or another type."""
+    if name not in known:
+        [closest] = difflib.get_close_matches(name, [*known, "help"], 1, 0)
         raise UserError(f"{where}: unknown setting {name}; the closest is {closest}, and --help lists all")
 
     # an int will do for a float
-    expected = type(defaults[name])
+    default = known[name].default
+    expected = type(default)
     if expected is float and type(value) is int:
         value = float(value)
     if type(value) is not expected:
-        raise UserError(f"{where}: {name} must be {expected.__name__}, such as {defaults[name]!r}, "
-                        f"not {value!r}")
+        raise UserError(f"{where}: {name} must be of type {expected.__name__}, for example "
+                        f"--{name}={default}, not {value!r}")
     return value
 
 
@@ -282,8 +327,8 @@ def check_bounds(settings, bounds):
 def read_settings(script):
     """Returns the settings of a script, a path, without running it: {name: Setting}, in the script's order.
 
-    The result is cached, and not to be changed. A process in which replicas are threads calls this before
-    they start: ast.parse is not safe in two threads at once (python/cpython#106905).
+    The result is cached, and new() in a config file adds to it. A process in which replicas are threads
+    calls this before they start: ast.parse is not safe in two threads at once (python/cpython#106905).
     """
     settings = {}
     group = ""

@@ -9,6 +9,7 @@ import pytest
 from helpers import xla_environment
 
 import bench
+import data
 import train
 from configurator import UserError
 
@@ -21,12 +22,12 @@ def run_bench(*flags):
 
 
 def test_a_forks_dataset_is_measured_and_no_random_puzzles(random_puzzles, monkeypatch, capsys):
-    class Fork(train.Dataset):
+    class Fork(data.Dataset):
         def __init__(self, path, split):
             assert path == "of the fork"
             super().__init__(str(random_puzzles), split)
 
-    monkeypatch.setattr(train, "Dataset", Fork)
+    monkeypatch.setattr(data, "Dataset", Fork)
     run_bench("--steps=1", "--global_batch_size=4", "--data_path=of the fork")
     assert "dataset: of the fork" in capsys.readouterr().out
 

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 from helpers import ROOT
@@ -114,12 +115,12 @@ def test_run_overrides_only_what_precedes_it(toy):
 @pytest.mark.parametrize("wrong, message", [
     ("--btach=3", "--btach=3: unknown setting btach; the closest is batch"),
     ("--zzz=3", "--zzz=3: unknown setting zzz; the closest is "),
-    ("--lr", "--lr: lr must be float, such as 0.001, not True"),
-    ("--batch=1.5", "batch must be int, such as 16, not '1.5'"),
+    ("--lr", "--lr: lr must be of type float, for example --lr=0.001, not True"),
+    ("--batch=1.5", "batch must be of type int, for example --batch=16, not '1.5'"),
     ("lr=3", "lr=3: no such config file; a setting is written --key=value"),
     ("btach = 3", "a.py: unknown setting btach; the closest is batch"),
-    ("lr = '1e-3'", "a.py: lr must be float, such as 0.001, not '1e-3'"),
-    ("batch = True", "batch must be int, such as 16, not True"),
+    ("lr = '1e-3'", "a.py: lr must be of type float, for example --lr=0.001, not '1e-3'"),
+    ("batch = True", "batch must be of type int, for example --batch=16, not True"),
     ("lr = 1.0\nbatch = (3\n", "a.py: SyntaxError: '(' was never closed (a.py, line 2)"),
     ("def half(n):\n    return n // zero\nbatch = half(3)", "a.py:2: NameError: name 'zero' is not defined"),
     ("run('b.py')", "No such file or directory: 'b.py'"),
@@ -144,7 +145,7 @@ def test_arguments_for_train_py_are_split_off(toy):
 
 def test_help_prints_every_setting_and_reads_only_the_script(toy, capsys):
     with pytest.raises(SystemExit, match="0"):
-        configure("toy.py", ["no_such_config.py", "--help", "--nonsense"])
+        configure("toy.py", ["--help"])
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         "Trains a toy.", "", "python toy.py config/small.py", "", "", "", "--undocumented=3", "",
@@ -201,15 +202,21 @@ def toy_command(tmp_path, arguments):
 
 @pytest.mark.parametrize("arguments, done", {
     "--lr=2 --slow=False": (0, "2.0 ü\n\n", ""),
-    "--lr": (2, "", "toy.py: --lr: lr must be float, such as 0.001, not True\n"),
+    "--lr": (2, "", "toy.py: --lr: lr must be of type float, for example --lr=0.001, not True\n"),
     "--slow=False --fast --path=UserError": (2, "0.001 ü\n\n", ERROR),
     "--slow=False --fast --path=TransientError": (1, "0.001 ü\n\n", ERROR),
     "--slow=False --fast --path=KeyboardInterrupt": (3, "0.001 ü\n\n", "toy.py: stopped\n"),
-    "--slow=False --fast --path=stop": (3, "0.001 ü\n\n", "toy.py: stopped\n"),
     "| true": (1, "", ""), "--help | true": (1, "", ""), ">&-": (0, "", "")}.items())
 def test_exit_codes(tmp_path, arguments, done):
     """Expected errors are one line; a reader that leaves, as `| head` does, costs none."""
     assert toy_command(tmp_path, arguments) == done
+
+
+def test_a_stop_that_python_drops_ends_a_command(tmp_path):
+    """So does one in the middle of an operation that takes minutes."""
+    began = time.monotonic()
+    assert toy_command(tmp_path, "--slow=False --fast --path=stop")[0] == 3
+    assert time.monotonic() - began < 15
 
 
 CONFIGS = sorted(glob.glob(os.path.join(ROOT, "config", "**", "*.py"), recursive=True))

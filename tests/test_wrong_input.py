@@ -154,7 +154,7 @@ TRAIN = {
     "--gcs_dir=bucket/run": "'bucket/run' | gs://bucket/folder",
     "--max_steps=0 --epochs=0": "epochs and max_steps are both 0",
     "--max_steps=0 --epochs=1 --global_batch_size=32": "epochs=1 | 16 puzzles | global_batch_size=32",
-    "--optimizer=x": "optimizer must be one of adam_atan2, adamw, lion, muon | 'x'",
+    "--optimizer=x": "optimizer must be one of adam_atan2, adamw, lion | 'x'",
     "--eval_save_outputs=preds,logits": "eval_save_outputs | 'logits' | q_halt_logits",
     "--mlp_t=False --num_heads=3": "hidden_size 16 | num_heads 3",
     "--expansion=0.01": "expansion",
