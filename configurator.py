@@ -302,22 +302,25 @@ def check_choices(settings, choices):
             raise UserError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
 
 
-def check_bounds(settings, bounds):
-    """Raises UserError for the first number outside its interval; NaN is outside of every one.
+def check_numbers(settings, positive, shares=()):
+    """Raises UserError for the first number that no run could use: one below 0, NaN, or beyond 64 bits.
 
     Args:
-        settings: all settings of a script.
-        bounds: {name: interval}, for example "[0, 1]", "[0, 1)" without its upper end, or "(0, inf)" without
-            both ends. Numbers that it does not name must be 0 or more, and fit into 64 bits.
+        settings: {name: value}.
+        positive: names of settings that must be above 0.
+        shares: names of settings that are at most 1.
     """
-    for name, value in vars(settings).items():
-        if type(value) is str:
+    for name, value in settings.items():
+        if isinstance(value, str):
             continue
-        interval = bounds.get(name, "[0, 9.2e18)")
-        low, high = map(float, interval[1:-1].split(","))
-        is_open_end = (value, interval[0]) == (low, "(") or (value, interval[-1]) == (high, ")")
-        if is_open_end or not low <= value <= high:
-            raise UserError(f"{name} must be in {interval}, not {value}")
+        # comparisons with NaN are false
+        too_large = float("inf") if isinstance(value, float) else 2 ** 63
+        if name in shares and not 0 <= value <= 1:
+            raise UserError(f"{name} must be from 0 to 1, not {value}")
+        if name in positive and not 0 < value < too_large:
+            raise UserError(f"{name} must be above 0, not {value}")
+        if not 0 <= value < too_large:
+            raise UserError(f"{name} must be 0 or more, not {value}")
 
 
 # ---------------------------------------------------------------------------------------------------------

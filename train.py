@@ -42,8 +42,8 @@ from checkpoint import agree_on_start, checkpoint_paths, outdated, parse_run, st
 from configurator import (
     TransientError,
     UserError,
-    check_bounds,
     check_choices,
+    check_numbers,
     end_with_parent,
     read_settings,
 )
@@ -268,7 +268,7 @@ def make_inputs(run, data, step, total_steps):
 def train(run, data, test, log, checkpoints, start, total_steps):
     """Trains from start.step to the end or until a stop is requested; returns the step reached. All ranks."""
     settings = run.settings
-    examples_per_epoch = epoch_size(data)
+    examples_per_epoch = optim.epoch_size(data)
     step = start.step
     is_evaluated = start.is_evaluated
     cycles = None  # (H_cycles, L_cycles) of the last step
@@ -279,7 +279,7 @@ def train(run, data, test, log, checkpoints, start, total_steps):
     log.restart_clock(step)
     while step < total_steps and not stop:
         # evaluate, before the next step: a resume then makes up for an evaluation that was interrupted
-        if not is_evaluated and evaluation_due(settings, examples_per_epoch, step):
+        if not is_evaluated and optim.evaluation_due(settings, examples_per_epoch, step):
             indices = test.subset(settings.eval_max_puzzles, settings.eval_versions)
             evaluation = run.evaluate(test, indices, f"evaluating at step {step}")
             if not evaluation:  # a stop was requested
@@ -307,7 +307,7 @@ def train(run, data, test, log, checkpoints, start, total_steps):
         # what is due depends on the step and on reduced sums alone, so that all ranks decide the same
         save_due = stop or step == total_steps or is_multiple(step, settings.checkpoint_interval)
         log_due = save_due or is_multiple(step, settings.log_interval)
-        log_due |= evaluation_due(settings, examples_per_epoch, step)
+        log_due |= optim.evaluation_due(settings, examples_per_epoch, step)
         log_due |= optim.cycles_at(settings, examples_per_epoch, step) != cycles  # a line has one depth
         if not log_due:
             continue
@@ -364,27 +364,9 @@ def train_and_evaluate(run, data, test, log, checkpoints, start, total_steps):
         sys.exit(3)
 
 
-def epoch_size(data):
-    """Returns the examples of an epoch as the official code counts them, by the mean over all puzzles."""
-    return data.total_groups * data.mean_puzzle_examples
-
-
-def count_steps(settings, examples_per_epoch):
-    """Returns the optimizer steps of the whole run."""
-    return settings.max_steps or int(settings.epochs * examples_per_epoch / settings.global_batch_size)
-
-
 def is_multiple(step, interval):
     """Returns True if this step completes another interval; never for interval 0."""
     return interval > 0 and step % interval == 0
-
-
-def evaluation_due(settings, examples_per_epoch, step):
-    """Returns True if this step crosses a multiple of eval_interval epochs."""
-    # examples, not steps: the number of puzzles need not divide into batches
-    interval = settings.eval_interval * examples_per_epoch
-    examples = step * settings.global_batch_size
-    return interval > 0 and examples // interval > (examples - settings.global_batch_size) // interval
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -951,7 +933,7 @@ def replica(settings, kind):
             raise UserError(f"{settings.data_path}: train and test differ in {name}: build it again")
     model = new_model(settings, **{name: getattr(data, name) for name in SIZES})
     # the length of the run
-    total_steps = count_steps(settings, epoch_size(data))
+    total_steps = optim.count_steps(settings, optim.epoch_size(data))
     if total_steps < 1:
         raise UserError(f"epochs={settings.epochs} of {data.total_groups} puzzles are less than one batch "
                         f"of global_batch_size={settings.global_batch_size}")
@@ -1033,35 +1015,12 @@ CHOICES = {
     "compile": ("auto", "on", "off"),
     "wandb_mode": ("online", "offline", "disabled"),
 }
-POSITIVE_INT = "[1, 2e9]"  # counts that are int32 on the device
-# Intervals as mathematics writes them; every other number must be 0 or more.
-BOUNDS = {
-    "global_batch_size": "[1, 1e8]",
-    "micro_batch_size": "[0, 1e8]",
-    "hidden_size": "[1, 1e6]",
-    "num_heads": "[1, 1e6]",
-    "expansion": "(0, 1e6]",
-    "L_layers": "[1, 1e6]",
-    "H_cycles": "[1, 1e6]",
-    "L_cycles": "[1, 1e6]",
-    "halt_max_steps": "[1, 1e9]",
-    "halt_exploration_prob": "[0, 1]",
-    "halt_exploration_prob_end": "[-1, 1]",
-    "lr": "(0, inf)",
-    "lr_min_ratio": "[0, 1]",
-    "beta1": "[0, 1)",
-    "beta2": "[0, 1)",
-    "ema_rate": "[0, 1]",
-    "weight_decay": "[0, inf)",
-    "puzzle_emb_lr": "[0, inf)",
-    "puzzle_emb_weight_decay": "[0, inf)",
-    "eval_halt_max_steps": "[0, 1e9]",
-    "eval_rollouts": "[1, 1e6]",
-    "eval_noise": "[0, 1e9]",
-    "keep_last_n": "[1, 1e9]",
-    "log_interval": "[1, 1e9]",
-    "stall_timeout": "[0, 1e6]",
-}
+# Numbers above 0, and numbers from 0 to 1; all others are 0 or more.
+POSITIVE = (
+    "global_batch_size", "hidden_size", "num_heads", "expansion", "L_layers", "H_cycles", "L_cycles",
+    "halt_max_steps", "lr", "eval_rollouts", "keep_last_n", "log_interval",
+)
+SHARES = ("halt_exploration_prob", "halt_exploration_prob_end", "lr_min_ratio", "beta1", "beta2", "ema_rate")
 # Arrays that an evaluation can save.
 EVAL_OUTPUTS = ("inputs", "labels", *evaluate.ANSWERS)
 
@@ -1070,11 +1029,11 @@ def check_settings(settings):
     """Raises UserError for the first value that no run could use."""
     # each setting by itself
     check_choices(settings, CHOICES)
-    check_bounds(settings, BOUNDS)
+    numbers = dict(vars(settings))
+    if settings.halt_exploration_prob_end == -1:
+        del numbers["halt_exploration_prob_end"]
+    check_numbers(numbers, POSITIVE, SHARES)
     # settings that have to fit together
-    if -1 < settings.halt_exploration_prob_end < 0:
-        raise UserError(f"halt_exploration_prob_end must be -1 or in [0, 1], "
-                        f"not {settings.halt_exploration_prob_end}")
     for name in "H_cycles", "L_cycles":
         first = getattr(settings, name + "_start")
         last = getattr(settings, name)
@@ -1117,6 +1076,7 @@ def differences(settings):
 
 STOP = threading.Event()  # set once this process is asked to save and stop; one rank's request stops all
 START_TIMEOUT = 1800  # seconds in which torch_xla must have started a replica
+STOP_TIMEOUT = 60  # seconds in which a replica must have stopped; the system kills it then
 
 
 def on_signals(is_spawned=False):
@@ -1126,7 +1086,7 @@ def on_signals(is_spawned=False):
     def handler(number, _):
         STOP.set()
         if is_spawned:
-            signal.alarm(60)  # the reason may be that another replica died: then no peer answers
+            signal.alarm(STOP_TIMEOUT)  # if a replica died, the pool of processes stops its peers, which wait
             return
         for process in multiprocessing.active_children():
             process.terminate()

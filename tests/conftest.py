@@ -68,7 +68,8 @@ def at_once(monkeypatch):
 @pytest.fixture(scope="session")
 def random_puzzles(tmp_path_factory):
     """A dataset of 1000 random 4x4 grids for training and for tests."""
-    return bench.dataset_path(SimpleNamespace(data_path="4x4"), str(tmp_path_factory.mktemp("data")))[0]
+    missing = SimpleNamespace(data_path="missing")
+    return bench.dataset_path(missing, 4, str(tmp_path_factory.mktemp("data")))[0]
 
 
 @pytest.fixture(scope="session")
