@@ -505,7 +505,7 @@ def new_model(settings, **sizes):
         try:
             return models.TRM(models.TRMConfig.of(settings, **sizes), settings.seed)
         except (ValueError, RuntimeError) as e:  # RuntimeError: more memory than there is
-            raise UserError(" ".join(str(e).split())[:200]) from None
+            raise UserError(one_line(e)) from None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -523,7 +523,6 @@ class Log:
         self.device = device
         self.step = step
         self.wandb = None
-        self.has_warned = False
         if device.rank == 0:
             with suppress(OSError):  # append() says so
                 os.makedirs(settings.out_dir, exist_ok=True)
@@ -549,7 +548,7 @@ class Log:
                 self.wandb.log(rounded)
             except Exception as e:  # its process was killed
                 self.wandb = None
-                self.print0(f"W&B: stopped ({type(e).__name__}: {e}); metrics.jsonl has everything")
+                self.print0(f"W&B: stopped ({one_line(e)}); metrics.jsonl has everything")
 
     def append(self, name, line):
         path = os.path.join(self.settings.out_dir, name)
@@ -557,9 +556,7 @@ class Log:
             with open(path, "ab") as f:
                 f.write(line.encode(errors="backslashreplace") + b"\n")
         except OSError as e:
-            if not self.has_warned:
-                print(f"{path}: cannot be written ({e.strerror}); training continues", file=sys.stderr)
-            self.has_warned = True
+            print(f"{path}: cannot be written ({e.strerror}); training continues", file=sys.stderr)
 
     def header(self, run, data, test, notes):
         """Says what the run is, and on what."""
@@ -620,9 +617,11 @@ class Log:
             speed = settings.global_batch_size / seconds
             # arithmetic of the model at this depth
             flops = speed * self.flops_per_example
-            values["perf/examples_per_sec"] = speed
-            values["perf/step_time"] = seconds
-            values["perf/tflops"] = flops / 1e12
+            values |= {
+                "perf/examples_per_sec": speed,
+                "perf/step_time": seconds,
+                "perf/tflops": flops / 1e12,
+            }
             peak = peak_flops(self.device)
             if peak:
                 values["perf/mfu"] = flops / peak / self.device.world
@@ -659,26 +658,32 @@ def start_wandb(settings, run_id, facts, say):
         # the environment variable is W&B's own, and goes before the setting
         import wandb
         mode = os.environ.get("WANDB_MODE") or settings.wandb_mode
-        if mode == "online":
-            try:
-                # a server that hangs would hold wandb.init for minutes; so would a prompt for a key
+        try:
+            # a server that hangs would hold wandb.init for minutes; so would a prompt for a key
+            if mode == "online":
                 requests.head(wandb.setup().settings.base_url, timeout=5)
                 wandb.login(timeout=5)
-            except Exception as e:  # requests and wandb have many for this
-                mode = "offline"
-                say(f"W&B: offline ({type(e).__name__}: {' '.join(str(e).split())[:100]})")
+        except Exception as e:  # requests and wandb have many for this
+            mode = "offline"
+            say(f"W&B: offline ({one_line(e)})")
         # a run that resumes has the id of its first start, and adds to what W&B has of it
+        name = settings.wandb_run_name or os.path.basename(os.path.abspath(settings.out_dir))
         run = wandb.init(
-            id=run_id, resume="allow", mode=mode, dir=settings.out_dir, project=settings.wandb_project,
-            name=settings.wandb_run_name or os.path.basename(os.path.abspath(settings.out_dir)),
-            config=vars(settings) | facts, settings=dict(console="off", init_timeout=60))
+            id=run_id, resume="allow", mode=mode, dir=settings.out_dir,
+            project=settings.wandb_project, name=name, config=vars(settings) | facts,
+            settings=dict(console="off", init_timeout=60))
         wandb.define_metric("*", step_metric="step")  # W&B drops rows whose own step goes back
         hint = f"`wandb sync {os.path.dirname(run.dir)}` uploads it" if mode == "offline" else run.url
         say(f"W&B: {mode}, {hint}")
         return run
     except Exception as e:  # training goes on, whatever it is
-        say(f"W&B: off ({type(e).__name__}: {' '.join(str(e).split())[:200]}); metrics.jsonl has everything")
+        say(f"W&B: off ({one_line(e)}); metrics.jsonl has everything")
         return None
+
+
+def one_line(error):
+    """Returns an error's type and the beginning of its text."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def train_values(sums, steps):
