@@ -2,7 +2,7 @@
 # The first hour of a GPU: measures what README.md and docs/performance.md do not know yet.
 #
 #   scripts/first_gpu.sh                 all parts, then their figures; run it again after a cut: it goes on
-#   scripts/first_gpu.sh sudoku_on       only the parts of these names; --help lists them
+#   scripts/first_gpu.sh sudoku profile  only the parts of these names; --help lists them
 #   DEVICE=cpu FLAGS="--hidden_size=32 --L_cycles=3 --global_batch_size=192" scripts/first_gpu.sh    a rehearsal
 #
 # A part takes 9 minutes at most. OUT, by default out/first_gpu, keeps the log of each; PYTHON is the Python.
@@ -44,7 +44,6 @@ measure() {
         "${flags[@]}"
     for config in sudoku sudoku_fast; do
         part "$config" "${bench[@]}" "config/$config.py" "--device=$DEVICE" "${flags[@]}"
-        part "${config}_on" "${bench[@]}" "config/$config.py" "--device=$DEVICE" --kernels=on "${flags[@]}"
     done
     part sudoku_eager "${bench[@]}" config/sudoku.py "--device=$DEVICE" --compile=off "${flags[@]}"
     part profile "${bench[@]}" config/sudoku.py "--device=$DEVICE" "--profile=$OUT/profile" "${flags[@]}"

@@ -1,7 +1,6 @@
 """A cloud for tests, whose gcloud is fake_gcloud.sh, and a project whose scripts/tpu.sh they call."""
 import os
 import re
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -11,7 +10,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = dict(NAME="slice", ZONE="us-central2-b", TYPE="v4-32", PROJECT="mine", POLL="0.05", STOP_WAIT="10")
+FOLDERS = """
+mkdir -p project/scripts cloud/{bin,host_bin,environments}
+git init -q project
+cp "$0/scripts/tpu.sh" project/scripts
+ln -s "$0/tests/fake_gcloud.sh" cloud/bin/gcloud
+printf '#!/bin/sh\\necho t1v-n-0-w-$HOST\\n' >cloud/host_bin/hostname
+chmod +x cloud/host_bin/hostname
+"""
 
+
+# The cloud, and the user's machine.
 
 class Cloud:
     """A project with scripts/tpu.sh, and a cloud with one slice (fake_gcloud.sh says what it consists of).
@@ -23,18 +32,13 @@ class Cloud:
         self.project = path / "project"
         self.cloud = path / "cloud"
         self.started = []
-        for folder in ("project/scripts", "cloud/bin", "cloud/host_bin", "cloud/environments"):
-            (path / folder).mkdir(parents=True)
+        subprocess.run(["bash", "-ec", FOLDERS, ROOT], cwd=path, check=True)
         for i, variables in enumerate(hosts):
             lines = [f"{name}={value}\n" for name, value in variables.items()]
             (self.cloud / f"environments/{i}").write_text("".join(lines))
-        shutil.copy(ROOT / "scripts/tpu.sh", self.project / "scripts")
-        subprocess.run(["git", "init", "-q"], cwd=self.project, check=True)
-        (self.cloud / "bin/gcloud").symlink_to(ROOT / "tests/fake_gcloud.sh")
-        write_program(self.cloud / "host_bin/hostname", "echo t1v-n-0-w-$HOST")
 
-    def start(self, *args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **settings):
-        """Starts tpu.sh in the project. Returns the process."""
+    def start(self, *args, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **settings):
+        """Starts tpu.sh in the project. Returns the process, with one pipe for output and errors."""
         folder = str(self.cloud)
         path = f"{folder}/bin:{os.environ['PATH']}"
         environment = dict(SETTINGS, HOME=folder, CLOUD=folder, TMPDIR=folder, PATH=path) | settings
@@ -51,6 +55,8 @@ class Cloud:
         (self.cloud / "slice").write_text("PREEMPTED\n")
         kill_processes(self.cloud / "hosts")
 
+
+# The hosts' programs and processes.
 
 def write_program(path, text):
     path.write_text(f"#!/usr/bin/env bash\n{text}\n")
@@ -79,6 +85,8 @@ def kill_processes(folder):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
+
+# The real gcloud.
 
 def refusal(command, **environment):
     """Returns what the real gcloud says of a shell command that calls it, or "" where it takes the words.
