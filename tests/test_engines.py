@@ -1,4 +1,5 @@
 """The files for other people's machines: SkyPilot, Kubernetes, and what a TPU host installs."""
+import glob
 import importlib.metadata
 import json
 import math
@@ -52,6 +53,14 @@ def test_the_jobset_fits_the_published_schema_and_its_slice():
     assert math.prod(map(int, topology.split("x"))) == 4 * job["parallelism"] == 4 * job["completions"]
     assert container["resources"]["limits"] == {"google.com/tpu": 4}
     configure(train.__file__, [*container["command"][3:], *container["args"]])
+
+
+def test_the_guides_loop_has_all_runs_of_the_study_and_their_datasets():
+    begin = re.search(r"data_path\(\).*?; do", read("docs/tpu.md"), re.S)[0]
+    loop = begin.replace("python", sys.executable) + " echo $file; done; data_path config/study/exp04b_2000*"
+    *files, data_path = subprocess.check_output(["bash", "-c", loop], cwd=ROOT, text=True).splitlines()
+    assert sorted(files) == sorted(glob.glob("config/study/*.py", root_dir=ROOT))
+    assert data_path == "data/sudoku-extreme-1k-aug-2000"
 
 
 @pytest.mark.xla
