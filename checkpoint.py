@@ -254,11 +254,12 @@ class Checkpoints:
         if self.device.rank != 0 or not settings.gcs_dir:
             return
         bucket = Bucket(settings.gcs_dir)  # a stop does not end its attempts
+        token = self.token
 
         def check_owner():
             # a missing run.json names no other owner: somebody may have deleted it
             owner = read_run(bucket)
-            if owner.get("token", self.token) != self.token:
+            if owner.get("token", token) != token:
                 say(f"another process, on {owner['host']}, has begun to train the run in {bucket.url}: this "
                     "one stops")
                 request_stop()
