@@ -72,9 +72,18 @@ ORIGINALS = {}
 # ---------------------------------------------------------------------------------------------------------
 # Commands
 
-def start(main, script):
-    """Runs main(settings) as a command, with the settings that sys.argv gives."""
-    command(lambda: main(configure(script, sys.argv[1:])), script)
+def start(main, script, find_saved=None):
+    """Runs main(settings) as a command, with the settings that sys.argv gives.
+
+    find_saved: a function of these settings that returns others, {name: value}, to take instead of the
+    defaults: those in a checkpoint.
+    """
+    def run():
+        settings = configure(script, sys.argv[1:])
+        saved = find_saved(settings) if find_saved else {}
+        main(configure(script, sys.argv[1:], saved) if saved else settings)
+
+    command(run, script)
 
 
 def command(run, script):
@@ -161,9 +170,11 @@ def split_arguments(script, argv):
     return Arguments(configure(script, own_flags), operands, train_arguments)
 
 
-def configure(script, argv):
+def configure(script, argv, saved=()):
     """Returns a script's Settings after the config files and flags in argv. --help prints them and exits.
 
+    saved: {name: value} that take the place of defaults, such as those in a checkpoint; unknown names are
+    left out.
     Raises UserError for an unknown key (it names the closest one), a wrong type, or a file that fails to run.
     """
     # a fork that runs once more does not replace its own replacements
@@ -171,7 +182,7 @@ def configure(script, argv):
         vars(module).update(attributes)
     # later arguments override earlier ones
     known = read_settings(script)
-    values = {name: setting.default for name, setting in known.items()}
+    values = {name: setting.default for name, setting in known.items()} | dict(saved)
     for argument in argv:
         if not argument.startswith("-"):
             values.update(run_file(argument, values, known))
@@ -188,7 +199,7 @@ def configure(script, argv):
     if "--help" in argv:
         print_help(script)
         sys.exit(0)
-    return Settings(**values)
+    return Settings(**{name: value for name, value in values.items() if name in known})
 
 
 def run_file(path, values, known):
