@@ -9,7 +9,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 # Three test files run at a time (pytest.ini): more threads than cores would slow all down many times.
@@ -130,8 +129,8 @@ def arc_folder(tmp_path_factory):
     flags = [config, *helpers.ARC_MODEL, "--lr=1e-2", "--lr_warmup_steps=1"]
     helpers.train_one(path / "arc", *flags)
     helpers.train_one(path / "arc", *flags, "--init_from=resume", f"--export={path / 'model.pt'}")
-    tasks = dict(prepare_arc.generate(helpers.dataset_settings(prepare_arc, **generated), True))
-    (path / "tasks.json").write_text(json.dumps(tasks, default=np.ndarray.tolist))
+    settings = helpers.dataset_settings(prepare_arc, **generated)
+    (path / "tasks.json").write_text(json.dumps(dict(prepare_arc.generate(settings, "evaluation"))))
     return path
 
 

@@ -223,7 +223,7 @@ def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
     assert [process.communicate(timeout=60)[0].split()[-1] for process in processes] == ["data/small"] * 2
     assert Dataset("data/small", "test").sha256 == Dataset(uploaded, "train").sha256
     assert len(front.log) == 13 + 3  # each file once; and the manifest, which each process reads
-    assert os.listdir("data") == ["small"]
+    assert sorted(os.listdir("data")) == ["small", "small.lock"]
 
 
 def test_a_dataset_that_exists_is_not_replaced_by_another_one(front, uploaded):
@@ -242,7 +242,7 @@ def test_a_damaged_dataset_in_the_bucket_is_named(uploaded):
     remote.write(name, remote.read(name)[:-1] + b"\0")
     with pytest.raises(UserError, match=f"^data/small.part/{name} is missing or does not match"):
         local_dataset(URL)
-    assert os.listdir("data") == ["small.part"]
+    assert sorted(os.listdir("data")) == ["small.lock", "small.part"]
     remote.delete("manifest.json")
     with pytest.raises(UserError, match=f"^{URL} has no manifest.json: upload"):
         local_dataset(URL)
