@@ -26,7 +26,7 @@ import optim
 import train
 from device import choose_device, open_device, out_of_memory, peak_flops
 from evaluate import Queue, noise_keys
-from prepare import write_dataset
+from puzzles.files import write_dataset
 
 # what is measured
 steps = 2  # steps that follow each other without a wait, as in training; three times

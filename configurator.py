@@ -253,7 +253,7 @@ def execute(path, space):
     if folder not in sys.path:
         sys.path.insert(0, folder)
     imported = re.findall(r"^\s*(?:import|from) (\w+)", text.decode(), re.MULTILINE)
-    own_modules = [name for name in imported if os.path.exists(os.path.join(folder, f"{name}.py"))]
+    own_modules = [name for name in imported if name == "puzzles" or os.path.exists(f"{folder}/{name}.py")]
     if own_modules or re.search(r"^new\(", text.decode(), re.MULTILINE):
         FORKS[os.path.basename(path)] = hashlib.sha256(text).hexdigest()[:8]
     for name in own_modules:

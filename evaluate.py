@@ -426,8 +426,8 @@ def count_votes(test, indices, preds, q_halt):
     confidences = 1 / (1 + np.exp(-q_halt))
     for i, version in enumerate(versions):
         # the answer in the task's own colours and orientation
-        grid = puzzles.crop(preds[i], test.side)
-        grid = puzzles.undo_version(grid, test.versions[version])
+        grid = puzzles.arc.crop(preds[i], test.side)
+        grid = puzzles.arc.undo_version(grid, test.versions[version])
         answer = grid_key(grid)
         test_input = (int(groups[i]), int(members[i]))
         add_votes(votes, test_input, answer, 1, confidences[i])

@@ -36,7 +36,7 @@ def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "sudoku-4x4"
     text = python("prepare_sudoku.py", "--source=generate", "--size=4", "--num_train=64", "--num_test=40",
                   "--num_aug=5", f"--output_dir={path}")
-    assert f"train.py --data_path={path}" in text
+    assert f"train.py config/demo.py --data_prepare= --data_path={path}" in text
     return path
 
 

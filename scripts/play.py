@@ -38,9 +38,8 @@ from checkpoint import check_task
 from configurator import Settings, UserError, command, split_arguments
 from data import Dataset
 from evaluate import count_votes, elect, grid_of_key, surest_attempts, weights_of
-from prepare_arc import grid_of
-from puzzles import (
-    SEVERAL_ANSWERS, appearance, are_solutions, broken_cells, check_questions, crop, parse_question, text_of)
+from puzzles import SEVERAL_ANSWERS, check_questions, judge, parse_question, text_of
+from puzzles.arc import crop, grid_of
 
 # server
 port = 8000  # the port of the page's address; 0: any free one
@@ -135,7 +134,7 @@ class Game:
             "path": self.saved.path,
             "kind": self.task["kind"],
             "grid": self.task["grid"],
-            **appearance(self.task)._asdict(),
+            "symbols": self.task["symbols"][1:],
             "depth": self.defaults["steps"],
             "noise": self.defaults["noise"],
             "parameters": self.model.num_parameters(),
@@ -234,10 +233,10 @@ class Game:
                 }
 
                 # by the rules, if they are known
-                broken = broken_cells(self.task, question[None], answers)
-                if broken is not None:
-                    line["broken"] = [np.flatnonzero(cells).tolist() for cells in broken]
-                    line["solved"] = are_solutions(self.task, question[None], answers).tolist()
+                judgement = judge(self.task, question[None], answers)
+                if judgement:
+                    line["broken"] = [np.flatnonzero(cells).tolist() for cells in judgement.broken]
+                    line["solved"] = judgement.solved.tolist()
                 yield line
 
     def solve_arc(self, settings, name, grid, num_versions):

@@ -10,7 +10,7 @@
 
 A puzzle is a line, a file, or stdin (if left out, or -), in one line or in several. A Sudoku has digits with
 . or 0 for an empty cell, a maze "# SG" (wall, open, start, goal), others the symbols of their dataset. A
-.csv or .jsonl file, also .gz, has a puzzle a row, in the column question. The rules of Sudoku and mazes judge
+.csv file, also .gz, has a puzzle a row, in the column question. The rules of Sudoku and mazes judge
 the answers. A puzzle that begins with - must be in a file.
 
 The script keeps the most confident answer: of all supervision steps, and of several attempts with noise
@@ -52,11 +52,12 @@ from device import open_device
 from evaluate import (
     Evaluator, Queue, count_votes, elect, grid_of_key, noise_keys, submission, surest_answers,
     surest_attempts, unlabelled_batch, weights_of)
-from prepare import csv_rows
 from prepare_arc import arc_task_of, read_folder, read_object
-from puzzles import (
-    ARC, BOXES, MAZE, appearance, arc_task, are_solutions, broken_cells, canvas,
-    check_questions, maze_task, parse_question, side_by_side, sudoku_task, text_of, verdict)
+from puzzles import check_questions, judge, parse_question, side_by_side, text_of, verdict
+from puzzles.arc import ARC, arc_task, canvas
+from puzzles.files import csv_rows
+from puzzles.maze import MAZE, OPEN, maze_task
+from puzzles.sudoku import BOXES, sudoku_task
 
 # output
 steps = False  # show the answers after several supervision steps, and how sure the halting head is
@@ -67,7 +68,14 @@ versions = 0  # versions of each ARC task that vote; 0: all
 halt_max_steps = 0  # supervision steps; 0: as many as the run's evaluation; more may solve more
 
 MODELS = os.path.join(ROOT, "models")  # trained ones, files of export.py
-CSV_ENDINGS = (".csv", ".csv.gz", ".jsonl", ".jsonl.gz")
+CSV_ENDINGS = (".csv", ".csv.gz")
+# the colours of cells in pictures, by kind and symbol; play.html has them too
+PALETTES = {
+    "maze": {"#": "#4d4d4d", "o": "#bfbfbf"},
+    "arc": {
+        "0": "#000000", "1": "#0074d9", "2": "#ff4136", "3": "#2ecc40", "4": "#ffdc00", "5": "#aaaaaa",
+        "6": "#f012be", "7": "#ff851b", "8": "#7fdbff", "9": "#870c25"},
+}
 CELLS_AT_A_TIME = 5_000  # in a batch: 61 Sudokus of 9x9 or 5 mazes of 30x30
 
 
@@ -139,9 +147,8 @@ def solve_one(saved, model, task, question, settings):
     attempt = surest_attempts(results[-1])
     kept = results[-1]["surest_steps"][attempt]
     answers = np.stack([question] + [result["preds"][attempt] for result in results])
-    broken = broken_cells(task, question[None], answers)
-    if broken is None:
-        broken = np.zeros(answers.shape, dtype=bool)
+    judgement = judge(task, question[None], answers)
+    broken = judgement.broken if judgement else np.zeros(answers.shape, dtype=bool)
     broken[0] = False  # the question itself
 
     # the question, and after it the answer of each step
@@ -159,7 +166,7 @@ def solve_one(saved, model, task, question, settings):
     print(f"{verdict(task, question, answers[kept])} ({titles[kept]}; {depth} steps, "
           f"attempt {attempt + 1} of {saved.settings.eval_rollouts}; {saved.name})")
     if settings.plot:
-        given = question != task["symbols"].index(appearance(task).empty, 1)
+        given = question != (OPEN if task["kind"] == "maze" else 1)
         draw(settings.plot, task, given, [grids if settings.plot.endswith(".gif") else several])
 
 
@@ -184,11 +191,8 @@ def solve_file(settings, model, task, questions, output):
     surest = surest_answers(run_queue(settings, model, n, lambda i: unlabelled_batch(questions[i])))
     answers = surest["surest_preds"]
     certainties = sigmoid(surest["surest_q_halt_logits"])
-    is_solution = are_solutions(task, questions, answers)
-    if is_solution is None:
-        results = ["not judged"] * n
-    else:
-        results = np.where(is_solution, "right", "wrong").tolist()
+    judgement = judge(task, questions, answers)
+    results = np.where(judgement.solved, "right", "wrong").tolist() if judgement else ["not judged"] * n
     for result, count in Counter(results).items():
         print(f"{count} of {n} {result} ({count / n:.1%})")
     if not output:
@@ -399,7 +403,8 @@ def draw_grid(ax, task, given, tokens, broken):
     """Draws a grid: givens on grey, broken cells on black, others in the colours of their kind."""
     from matplotlib.colors import to_rgb
     rows, columns = task["grid"]
-    style = appearance(task)
+    palette = PALETTES.get(task["kind"], {})
+    box = BOXES[rows] if task["kind"] == "sudoku" else task["grid"]
 
     # the cells, with symbols that are white on dark colours
     colours = np.zeros((rows, columns, 3))
@@ -407,15 +412,15 @@ def draw_grid(ax, task, given, tokens, broken):
         place = divmod(i, columns)
         symbol = task["symbols"][token]
         if not broken[i]:
-            colours[place] = to_rgb(style.palette.get(symbol, "#e0e0e0" if given[i] else "white"))
+            colours[place] = to_rgb(palette.get(symbol, "#e0e0e0" if given[i] else "white"))
         ax.text(*place[::-1], symbol.strip("#_."), ha="center", va="center",
                 color="white" if colours[place][1] < 0.5 else "black", fontsize=max(6, 120 / columns))
     ax.imshow(colours)
 
     # the lines between them
-    for draw_line, cells, box in (ax.axhline, rows, style.box[0]), (ax.axvline, columns, style.box[1]):
+    for draw_line, cells, thick in (ax.axhline, rows, box[0]), (ax.axvline, columns, box[1]):
         for k in range(cells + 1):
-            draw_line(k - 0.5, color="black", linewidth=0.2 if k % box else 1.5)
+            draw_line(k - 0.5, color="black", linewidth=0.2 if k % thick else 1.5)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 # Three test files run at a time (pytest.ini): more threads than cores would slow all down many times.
@@ -134,8 +133,8 @@ def arc_folder(tmp_path_factory):
     flags = [config, *helpers.ARC_MODEL, "--lr=1e-2", "--lr_warmup_steps=1"]
     helpers.train_one(path / "arc", *flags)
     export.main([str(path / "arc"), str(path / "model.pt")])
-    tasks = dict(prepare_arc.generate(helpers.dataset_settings(prepare_arc, **generated), True))
-    (path / "tasks.json").write_text(json.dumps(tasks, default=np.ndarray.tolist))
+    settings = helpers.dataset_settings(prepare_arc, **generated)
+    (path / "tasks.json").write_text(json.dumps(dict(prepare_arc.generate(settings, "evaluation"))))
     return path
 
 

@@ -37,7 +37,7 @@ import train
 from bucket import Bucket
 from checkpoint import checkpoint_paths
 from data import read_metrics
-from prepare import write_dataset
+from puzzles.files import write_dataset
 
 TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2",
         "--L_cycles=2", "--halt_max_steps=4", "--forward_dtype=float32", "--global_batch_size=16",

@@ -221,8 +221,8 @@ def test_ctrl_c_while_a_dataset_is_made(tmp_path):
     script = tmp_path / "make_data.py"  # the pool has two processes on any machine
     script.write_text(f"""import sys
 sys.path.insert(0, {ROOT!r})
-import configurator, prepare, prepare_sudoku
-prepare.cores = lambda: 2
+import configurator, prepare_sudoku, puzzles.files
+puzzles.files.cores = lambda: 2
 if __name__ == "__main__":
     configurator.start(prepare_sudoku.main, prepare_sudoku.__file__)
 """)

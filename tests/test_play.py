@@ -77,7 +77,7 @@ def test_answers_are_those_of_solve(serve, models_folder, kind):
     for line, step in zip(lines, solve.watch_attempts(saved.settings, game.model, question)):
         assert line["sure"] == pytest.approx(solve.sigmoid(step["q_halt_logits"]), abs=1e-3)
         assert line["answers"] == [puzzles.text_of(game.task, answer) for answer in step["preds"]]
-        assert line["solved"] == puzzles.are_solutions(game.task, question[None], step["preds"]).tolist()
+        assert line["solved"] == puzzles.judge(game.task, question[None], step["preds"]).solved.tolist()
     copy, step = lines[-1]["kept"]
     assert lines[step - 1]["sure"][copy] == max(max(line["sure"]) for line in lines)
 
