@@ -476,16 +476,29 @@ def replacing(path):
             os.remove(path + ".tmp")
 
 
-def read_metrics(path):
+def read_lines(path):
     """Returns the dicts with a step in a metrics.jsonl, without damaged lines; [] if it is missing."""
-    metrics = []
+    lines = []
     with suppress(FileNotFoundError), open(path, "rb") as f:
         for line in f:
             with suppress(ValueError):
                 values = json.loads(line)
                 if isinstance(values, dict) and "step" in values:
-                    metrics.append(values)
-    return metrics
+                    lines.append(values)
+    return lines
+
+
+def read_metrics(path):
+    """Returns the lines of a metrics.jsonl that have metrics; see read_lines."""
+    return [line for line in read_lines(path) if "run" not in line]
+
+
+def read_facts(path):
+    """Returns what the first line of a metrics.jsonl says about its run; {} if it says nothing."""
+    for line in read_lines(path):
+        if "run" in line:
+            return line["run"]
+    return {}
 
 
 def saved_settings(folder):
