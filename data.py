@@ -28,7 +28,6 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 
@@ -498,14 +497,6 @@ def read_facts(path):
     for line in read_lines(path):
         if "run" in line:
             return line["run"]
-    return {}
-
-
-def saved_settings(folder):
-    """Returns the settings in a run's newest .json of a checkpoint that can be read, or {}."""
-    for path in sorted(Path(folder).glob("ckpt_*.json"), reverse=True):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # an interrupted upload or download
-            return dict(json.loads(path.read_bytes())["settings"])
     return {}
 
 
