@@ -46,7 +46,7 @@ from configurator import (
     end_with_parent,
     read_settings,
 )
-from data import duration, make_dataset, read_metrics, replacing
+from data import duration, make_dataset, read_facts, read_metrics, replacing
 from device import choose_device, open_device, out_of_memory, peak_flops
 
 # data
@@ -574,18 +574,28 @@ class Log:
         for note in notes:
             self.print0(note)
 
-    def begin(self, run_id, total_steps, facts):
-        """Drops the lines past the step where the run starts, and starts W&B; facts: for W&B's config."""
+    def begin(self, run_id, facts):
+        """Writes the first line of metrics.jsonl, drops lines past the first step, and starts W&B.
+
+        Args:
+            run_id: W&B's id of the run.
+            facts: {name: value} of what the run is, besides its settings.
+        """
         settings = self.settings
-        self.print0(f"training from step {self.step} to {total_steps}, "
+        self.print0(f"training from step {self.step} to {facts['total_steps']}, "
                     f"{settings.global_batch_size} sequences a step")
         if self.device.rank != 0:
             return
-        # a killed run may have logged steps past its last checkpoint, which this one repeats
+        # the first line, which scripts read; a run that resumes may have begun on other hardware
         path = os.path.join(settings.out_dir, "metrics.jsonl")
+        trained = {name: value for name, value in vars(settings).items() if name not in RUN_SETTINGS}
+        hardware = f"{self.device.world} x {self.device.kind} ({self.device.name})"
+        hardware = sorted({hardware, *read_facts(path).get("hardware", [])})
+        first_line = {"step": 0, "run": dict(settings=trained, hardware=hardware, **facts)}
+        # a killed run may have logged steps past its last checkpoint, which this one repeats
         kept = [line for line in read_metrics(path) if line["step"] <= self.step]
         with replacing(path) as f:
-            f.write("".join(json.dumps(line) + "\n" for line in kept).encode())
+            f.write("".join(json.dumps(line) + "\n" for line in [first_line, *kept]).encode())
         if settings.wandb_log:
             self.wandb = start_wandb(settings, run_id, facts, self.print0)
 
@@ -760,8 +770,14 @@ def replica(settings, kind):
             sys.exit(1)
         return
     # train
-    facts = dict(data_sha256=data.sha256, parameters=model.num_parameters())
-    log.begin(checkpoints.run_id, total_steps, facts)
+    log.begin(checkpoints.run_id, dict(
+        total_steps=total_steps,
+        parameters=model.num_parameters(),
+        flops_per_example=model.flops_per_example(settings)[1],
+        examples=len(data),
+        puzzles=data.total_groups,
+        data_sha256=data.sha256,
+    ))
     train_and_evaluate(run, data, test, log, checkpoints, start, total_steps)
 
 

@@ -318,7 +318,8 @@ def test_hub_end_to_end(hub, tmp_path, monkeypatch):
 
 
 def test_damaged_lines_of_metrics_are_left_out(tmp_path):
-    lines = ['{"step": 1}', "\0" * 90, '{"step": ', "[]", '{"step": 3}']
+    lines = ['{"step": 0, "run": {"seed": 5}}', '{"step": 1}', "\0" * 90, '{"step": ', "[]", '{"step": 3}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert data.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 3}]
-    assert data.read_metrics(tmp_path / "none.jsonl") == []
+    assert data.read_facts(tmp_path / "metrics.jsonl") == {"seed": 5}
+    assert data.read_metrics(tmp_path / "none.jsonl") == [] and data.read_facts(tmp_path / "none.jsonl") == {}

@@ -121,7 +121,7 @@ def test_nan_stops_the_run_and_names_the_last_good_checkpoint(data, tmp_path):
 
 def test_a_complete_run_says_so_and_evaluates_again(data, out):
     metrics = Path(out, "metrics.jsonl")
-    flags = ["--max_steps=40", "--eval_save_outputs=inputs,preds,q_halt_logits"]
+    flags = [*WHOLE, "--eval_save_outputs=inputs,preds,q_halt_logits"]
     before = metrics.read_text()
     metrics.write_text(before[:before.rindex('{"step"')])  # killed before its last evaluation
     assert "training from step 40 to 40" in run(data, out, *flags, "--init_from=resume")
