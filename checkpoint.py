@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from bucket import Bucket, Mirror
-from configurator import TransientError, UserError
+from configurator import TransientError, UserError, missing_forks
 from data import file_hash, read_metrics, replacing
 from model import read_torch_file
 
@@ -195,6 +195,7 @@ class Checkpoints:
 
         # what the log says of it
         self.notes.append(f"resuming from {path}")
+        self.note_missing(state)
         for name, value in vars(settings).items():
             if saved.get(name, value) != value and name != "init_from":
                 self.notes.append(f"{name} is {value}; the checkpoint had {saved[name]}")
@@ -211,6 +212,7 @@ class Checkpoints:
         state = read_checkpoint(file)
         check_task(state, self.data, file)
         is_averaged = load_weights(model, state["weights"], file)
+        self.note_missing(state)
         if self.settings.eval_only:
             if is_averaged:
                 raise UserError(f"{file} has other puzzle identifiers than {self.data.path}: it can be "
@@ -220,6 +222,14 @@ class Checkpoints:
         if is_averaged:
             self.notes.append(f"{file} has other puzzle identifiers: all start from their mean")
         return Start(state={"ema": state["ema"]} if "ema" in state else {})
+
+    def note_missing(self, state):
+        """Notes which forks have trained a checkpoint, and which settings it has, that are not known here."""
+        self.notes += missing_forks(state.get("forks", {}))
+        gone = state.get("settings", {}).keys() - vars(self.settings).keys()
+        if gone:
+            names = ", ".join(sorted(gone))
+            self.notes.append(f"the checkpoint has settings that are not known here: {names}")
 
     def take_over(self, bucket):
         """Makes this process the one that trains the run: locks out_dir and writes run.json."""
@@ -449,6 +459,17 @@ def read_checkpoint(path):
         raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): "
                         "damaged, or not one of ours or the official code's") from None
     return state
+
+
+def saved_settings(settings):
+    """Returns the settings of the checkpoint that a resume or an evaluation begins with, or {}."""
+    if settings.init_from in ("resume", "auto"):
+        for path in checkpoint_paths(settings.out_dir)[:1]:
+            with suppress(ValueError, KeyError):  # a damaged file: the resume itself says so
+                return json.loads(Path(path).with_suffix(".json").read_bytes())["settings"]
+    elif settings.eval_only and settings.init_from != "scratch":
+        return read_checkpoint(settings.init_from).get("settings", {})
+    return {}
 
 
 def load_weights(model, named, where):

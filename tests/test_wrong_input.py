@@ -143,7 +143,7 @@ RESUME, BEGIN = "--init_from=resume --out_dir=out/run ", "--init_from=out/run/ck
 TRAIN = {
     "--hiden_size=8": "unknown setting hiden_size | the closest is hidden_size",
     # values
-    "--micro_batch_size=3": "global_batch_size 4 | micro_batch_size 3 | for example 6",
+    "--micro_batch_size=3": "micro_batch_size 3 must divide the 4 sequences of a replica: 2 does",
     "--lr=nan": "lr must be above 0, not nan",
     "--beta1=1.5": "beta1 must be from 0 to 1, not 1.5",
     f"--seed={2 ** 65}": "seed must be 0 or more",
