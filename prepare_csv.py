@@ -109,7 +109,8 @@ def read(path, cells, settings, symbols):
     first_rows = {}
     for row, key in enumerate(keys_of(puzzles[0])):
         first = first_rows.setdefault(key, row)
-        if not settings.several_answers and (puzzles[1, row] != puzzles[1, first]).any():
+        is_other = first < row and (puzzles[1, row] != puzzles[1, first]).any()
+        if is_other and not settings.several_answers:
             raise UserError(f"{path}:{lines[row]}: another answer stands above (see --several_answers)")
     if len(first_rows) < len(lines):
         print(f"{path}: left out, since they are repeated: {len(lines) - len(first_rows):,}")
