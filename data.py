@@ -70,8 +70,8 @@ class Dataset:
     """One split of a dataset, checked when it is loaded.
 
     inputs and labels are memory-mapped, [N, seq_len]. len() is the number of examples: N, or more where
-    versions are made when they are needed. The keys of dataset.json are attributes. task is what puzzles.py
-    calls a task. Datasets of the official code, without a manifest, load too.
+    versions are made when they are needed. The keys of dataset.json are attributes. task is what
+    puzzles/__init__.py calls a task. Datasets of the official code, without a manifest, load too.
 
     Args:
         path: the folder of the dataset.

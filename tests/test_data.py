@@ -97,8 +97,6 @@ def test_a_killed_command_leaves_nothing_that_stays(tmp_path, by, code):
     assert len(list(tmp_path.glob("*/"))) == (by == signal.SIGKILL)
     prepare(path, **SMALL)
     assert list(tmp_path.glob("*/")) == [path] and len(Dataset(path, "train")) == 15
-    with pytest.raises(UserError, match="exists already: delete it or choose another --output_dir"):
-        prepare(path, **SMALL)
 
 
 # Batches
@@ -128,7 +126,6 @@ def test_batches_are_a_pure_function_of_seed_and_step(real, make):
 def test_a_dataset_made_on_the_fly_has_the_sizes_of_its_task_and_test_puzzles_of_its_own():
     train, test = [Mirrored("a path", split) for split in ("train", "test")]
     assert (train.seq_len, train.vocab_size, len(test), train.made_by()) == (3, 10, 1000, "Mirrored")
-    assert train.sha256 == Mirrored("another", "train").sha256
     batch = test.test_batch(test.subset(3), 5)
     assert batch["inputs"].min() > 5 and (batch["labels"][3:] == -100).all()
     assert (batch["inputs"][:3, ::-1] == batch["labels"][:3]).all()
