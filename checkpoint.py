@@ -208,7 +208,8 @@ class Checkpoints:
             return Start(state.get("step", 0), state=state)
         # a new run takes the weights and their average, and counts its own steps
         if is_averaged:
-            self.notes.append(f"{file} has other puzzle identifiers: all start from their mean")
+            self.notes.append(f"{file} has other puzzle identifiers: all start from the mean of its "
+                              "embedding")
         return Start(state={"ema": state["ema"]} if "ema" in state else {})
 
     def take_over(self, bucket):
@@ -433,8 +434,8 @@ def read_checkpoint(path):
         if not all(map(torch.is_tensor, state["weights"].values())):
             raise ValueError
     except Exception as e:  # torch has many for this
-        raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): damaged, or not one of "
-                        "ours or the official code's; init_from is scratch, resume, auto or a FILE") from None
+        raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): damaged, or not one "
+                        "of ours or the official code's; init_from: scratch, resume, auto or a FILE") from None
     return state
 
 
