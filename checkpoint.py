@@ -86,9 +86,7 @@ class Checkpoints:
         if self.device.rank == 0:
             try:
                 start = self.load(model, total_steps, should_stop)
-            except KeyboardInterrupt:  # a stop was requested
-                error = SystemExit(3)
-            except (UserError, TransientError, OSError) as e:
+            except (UserError, TransientError, OSError, SystemExit) as e:
                 error = e
         # what the others need of it
         error, *known = self.device.all_gather((error, *start[:3]))[0]
@@ -170,11 +168,8 @@ class Checkpoints:
         settings = self.settings
         state = read_checkpoint(path)
         step = state["step"]
-        # the checkpoint, the dataset, the length and the optimizer
-        if "settings" not in state:
-            raise UserError(f"{path} is of another version of this code: it lacks the settings; another "
-                            "--out_dir with --init_from=FILE begins with its weights")
         saved = state["settings"]
+        # the dataset, the length and the optimizer
         if state["data"] != self.data.sha256:
             raise UserError(f"{path} was trained on another dataset than {settings.data_path}: choose that "
                             "one, or another --out_dir")
@@ -220,7 +215,8 @@ class Checkpoints:
             return Start(state.get("step", 0), state=state)
         # a new run takes the weights and their average, and counts its own steps
         if is_averaged:
-            self.notes.append(f"{file} has other puzzle identifiers: all start from their mean")
+            self.notes.append(f"{file} has other puzzle identifiers: all start from the mean of its "
+                              "embedding")
         return Start(state={"ema": state["ema"]} if "ema" in state else {})
 
     def note_missing(self, state):
@@ -452,12 +448,9 @@ def read_checkpoint(path):
         state = state if "weights" in state else {"weights": state}
         if not all(map(torch.is_tensor, state["weights"].values())):
             raise ValueError
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such checkpoint or model file; --init_from takes scratch, resume, "
-                        "auto or a FILE") from None
     except Exception as e:  # torch has many for this
-        raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): "
-                        "damaged, or not one of ours or the official code's") from None
+        raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): damaged, or not one of "
+                        "ours or the official code's; init_from is scratch, resume, auto or a FILE") from None
     return state
 
 

@@ -6,7 +6,6 @@ Wrong config files and flags of the wrong type are in test_configurator.py.
 import glob
 import gzip
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -21,7 +20,6 @@ import configurator
 import prepare_maze
 import prepare_sudoku
 import train
-from data import file_hash
 
 T, P, M = "train.py", "prepare_sudoku.py", "prepare_maze.py"
 TINY = """
@@ -118,9 +116,6 @@ def damage_checkpoints(folder):
     torch.save({"step": 3, "note": "no weights"}, folder / "weightless.pt")
     torch.save(partial, folder / "partial.pt")
     torch.save(renamed, folder / "renamed.pt")
-    run = shutil.copytree(folder / "out/run", folder / "out/foreign")
-    torch.save({"weights": state["weights"], "step": 2}, run / "ckpt_00000002.pt")
-    (run / "ckpt_00000002.json").write_text(json.dumps({"sha256": file_hash(run / "ckpt_00000002.pt")}))
 
 
 def snapshot(folder):
@@ -169,9 +164,7 @@ TRAIN = {
         "data/changed/test/all__labels.npy | does not match manifest.json | prepare_sudoku.py",
     # checkpoints
     "--init_from=resume": "out/new | no complete checkpoint | --init_from=auto starts from scratch",
-    "--init_from=auto --out_dir=out/foreign": "out/foreign | another version of this code | settings",
-    "--init_from=text.pt --out_dir=out/foreign": "out/foreign | another version of this code | settings",
-    "--init_from=nowhere.pt": "nowhere.pt | no such checkpoint",
+    "--init_from=nowhere.pt": "nowhere.pt | FileNotFoundError",
     "--init_from=scrach": "scrach | scratch", "--init_from=": "init_from",
     "--init_from=out/run": "out/run | checkpoint",
     **{f"--init_from={name}.pt": f"{name}.pt | cannot be read as a checkpoint | damaged"
