@@ -72,9 +72,18 @@ ORIGINALS = {}
 # ---------------------------------------------------------------------------------------------------------
 # Commands
 
-def start(main, script):
-    """Runs main(settings) as a command, with the settings that sys.argv gives."""
-    command(lambda: main(configure(script, sys.argv[1:])), script)
+def start(main, script, find_saved=None):
+    """Runs main(settings) as a command, with the settings that sys.argv gives.
+
+    find_saved: a function of these settings that returns others, {name: value}, to take instead of the
+    defaults: those in a checkpoint.
+    """
+    def run():
+        settings = configure(script, sys.argv[1:])
+        saved = find_saved(settings) if find_saved else {}
+        main(configure(script, sys.argv[1:], saved) if saved else settings)
+
+    command(run, script)
 
 
 def command(run, script):
@@ -161,9 +170,11 @@ def split_arguments(script, argv):
     return Arguments(configure(script, own_flags), operands, train_arguments)
 
 
-def configure(script, argv):
+def configure(script, argv, saved=()):
     """Returns a script's Settings after the config files and flags in argv. --help prints them and exits.
 
+    saved: {name: value} that take the place of defaults, such as those in a checkpoint; unknown names are
+    left out.
     Raises UserError for an unknown key (it names the closest one), a wrong type, or a file that fails to run.
     """
     # a fork that runs once more does not replace its own replacements
@@ -171,7 +182,7 @@ def configure(script, argv):
         vars(module).update(attributes)
     # later arguments override earlier ones
     known = read_settings(script)
-    values = {name: setting.default for name, setting in known.items()}
+    values = {name: setting.default for name, setting in known.items()} | dict(saved)
     for argument in argv:
         if not argument.startswith("-"):
             values.update(run_file(argument, values, known))
@@ -188,7 +199,7 @@ def configure(script, argv):
     if "--help" in argv:
         print_help(script)
         sys.exit(0)
-    return Settings(**values)
+    return Settings(**{name: value for name, value in values.items() if name in known})
 
 
 def run_file(path, values, known):
@@ -242,7 +253,7 @@ def execute(path, space):
     if folder not in sys.path:
         sys.path.insert(0, folder)
     imported = re.findall(r"^\s*(?:import|from) (\w+)", text.decode(), re.MULTILINE)
-    own_modules = [name for name in imported if os.path.exists(os.path.join(folder, f"{name}.py"))]
+    own_modules = [name for name in imported if name == "puzzles" or os.path.exists(f"{folder}/{name}.py")]
     if own_modules or re.search(r"^new\(", text.decode(), re.MULTILINE):
         FORKS[os.path.basename(path)] = hashlib.sha256(text).hexdigest()[:8]
     for name in own_modules:
@@ -302,22 +313,25 @@ def check_choices(settings, choices):
             raise UserError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
 
 
-def check_bounds(settings, bounds):
-    """Raises UserError for the first number outside its interval; NaN is outside of every one.
+def check_numbers(settings, positive, shares=()):
+    """Raises UserError for the first number that no run could use: one below 0, NaN, or beyond 64 bits.
 
     Args:
-        settings: all settings of a script.
-        bounds: {name: interval}, for example "[0, 1]", "[0, 1)" without its upper end, or "(0, inf)" without
-            both ends. Numbers that it does not name must be 0 or more, and fit into 64 bits.
+        settings: {name: value}.
+        positive: names of settings that must be above 0.
+        shares: names of settings that are at most 1.
     """
-    for name, value in vars(settings).items():
-        if type(value) is str:
+    for name, value in settings.items():
+        if isinstance(value, str):
             continue
-        interval = bounds.get(name, "[0, 9.2e18)")
-        low, high = map(float, interval[1:-1].split(","))
-        is_open_end = (value, interval[0]) == (low, "(") or (value, interval[-1]) == (high, ")")
-        if is_open_end or not low <= value <= high:
-            raise UserError(f"{name} must be in {interval}, not {value}")
+        # comparisons with NaN are false
+        too_large = float("inf") if isinstance(value, float) else 2 ** 63
+        if name in shares and not 0 <= value <= 1:
+            raise UserError(f"{name} must be from 0 to 1, not {value}")
+        if name in positive and not 0 < value < too_large:
+            raise UserError(f"{name} must be above 0, not {value}")
+        if not 0 <= value < too_large:
+            raise UserError(f"{name} must be 0 or more, not {value}")
 
 
 # ---------------------------------------------------------------------------------------------------------

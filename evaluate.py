@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_map
 
 import model as models
 import puzzles
+from bucket import Bucket
+from configurator import TransientError, UserError
 from data import NOISE, Progress, generator, replacing
 from puzzles import IGNORE_LABEL
 
@@ -338,7 +340,7 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         arrays[name] = array[0]
     arrays |= surest_answers(queue.results)
     if save_to and settings.eval_save_outputs:
-        save_outputs(settings, device, save_to, own_indices, arrays)
+        save_outputs(settings, device, save_to, own_indices, arrays, should_stop)
 
     # the figures of all ranks, and ARC's votes
     sums = eval_sums(test, arrays, queue.results)
@@ -377,8 +379,11 @@ def eval_values(ranks):
     return values
 
 
-def save_outputs(settings, device, path, indices, arrays):
-    """Writes this rank's part of eval_save_outputs. If it cannot be written, as on a full disk, logs that."""
+def save_outputs(settings, device, path, indices, arrays, should_stop):
+    """Writes this rank's part of eval_save_outputs, and uploads it: the mirror has rank 0's folder alone.
+
+    What fails costs a line on stderr.
+    """
     name = f"{path}.npz"
     if device.world > 1:
         name = f"{path}.{device.rank}.npz"
@@ -390,8 +395,10 @@ def save_outputs(settings, device, path, indices, arrays):
         os.makedirs(settings.out_dir, exist_ok=True)
         with replacing(name) as f:
             np.savez_compressed(f, indices=indices, **wanted)
-    except OSError as e:
-        print(f"{name}: not written: {e}", file=sys.stderr)
+        if settings.gcs_dir:
+            Bucket(settings.gcs_dir, should_stop).upload(name, os.path.basename(name))
+    except (OSError, UserError, TransientError, KeyboardInterrupt) as e:  # KeyboardInterrupt: should_stop
+        print(f"{name}: not saved: {e}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -419,8 +426,8 @@ def count_votes(test, indices, preds, q_halt):
     confidences = 1 / (1 + np.exp(-q_halt))
     for i, version in enumerate(versions):
         # the answer in the task's own colours and orientation
-        grid = puzzles.crop(preds[i], test.side)
-        grid = puzzles.undo_version(grid, test.versions[version])
+        grid = puzzles.arc.crop(preds[i], test.side)
+        grid = puzzles.arc.undo_version(grid, test.versions[version])
         answer = grid_key(grid)
         test_input = (int(groups[i]), int(members[i]))
         add_votes(votes, test_input, answer, 1, confidences[i])

@@ -151,6 +151,24 @@ def sign_sgd(table, packed, batch_size, lr, weight_decay):
 # ---------------------------------------------------------------------------------------------------------
 # Schedules: pure functions of the settings and the step, which counts from 0
 
+def epoch_size(data):
+    """Returns the examples of an epoch as the official code counts them, by the mean over all puzzles."""
+    return data.total_groups * data.mean_puzzle_examples
+
+
+def count_steps(settings, examples_per_epoch):
+    """Returns the optimizer steps of the whole run."""
+    return settings.max_steps or int(settings.epochs * examples_per_epoch / settings.global_batch_size)
+
+
+def evaluation_due(settings, examples_per_epoch, step):
+    """Returns True if this step crosses a multiple of eval_interval epochs."""
+    # examples, not steps: the number of puzzles need not divide into batches
+    interval = settings.eval_interval * examples_per_epoch
+    examples = step * settings.global_batch_size
+    return interval > 0 and examples // interval > (examples - settings.global_batch_size) // interval
+
+
 def learning_rate(settings, peak, step, total_steps):
     """Returns the rate of a step: linear warm-up to peak, then a cosine to peak * lr_min_ratio at the end."""
     # warm-up

@@ -15,17 +15,16 @@ import math
 import multiprocessing
 import os
 import platform
-import re
 import shlex
 import signal
 import sys
 import threading
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import requests
@@ -38,16 +37,16 @@ import evaluate
 import model as models
 import optim
 from bucket import Bucket, local_dataset
-from checkpoint import agree_on_start, checkpoint_paths, outdated, parse_run, step_of, write_model
+from checkpoint import Checkpoints, checkpoint_paths, read_checkpoint
 from configurator import (
     TransientError,
     UserError,
-    check_bounds,
     check_choices,
+    check_numbers,
     end_with_parent,
     read_settings,
 )
-from data import duration, file_hash, make_dataset, read_metrics, replacing
+from data import duration, make_dataset, read_metrics, replacing
 from device import choose_device, open_device, out_of_memory, peak_flops
 
 # data
@@ -108,7 +107,6 @@ gcs_dir = ""  # gs://bucket/folder of this run alone: a mirror of out_dir, to re
 init_from = "scratch"  # scratch, resume, auto (resume if there is a checkpoint) or a FILE to begin with
 checkpoint_interval = 1000  # steps; sequences start afresh there, for an exact resume; 0: only at the end
 keep_last_n = 3  # checkpoints to keep, besides best.pt
-export = ""  # write a model FILE (averaged weights, sizes, task, 100 test puzzles), then stop
 log_interval = 10  # steps averaged in a line of the log
 stall_timeout = 1800  # exit if no step finishes for this many seconds; 0: never
 device = "auto"  # auto, xla, cuda or cpu
@@ -121,7 +119,7 @@ wandb_mode = "online"  # online, offline (for `wandb sync`) or disabled; without
 
 # Settings that say where and how a run takes place, and not what it trains.
 RUN_SETTINGS = (
-    "out_dir", "gcs_dir", "init_from", "checkpoint_interval", "keep_last_n", "export", "log_interval",
+    "out_dir", "gcs_dir", "init_from", "checkpoint_interval", "keep_last_n", "log_interval",
     "stall_timeout", "device", "compile", "eval_only", "eval_save_outputs",
     "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode",
 )
@@ -268,7 +266,7 @@ def make_inputs(run, data, step, total_steps):
 def train(run, data, test, log, checkpoints, start, total_steps):
     """Trains from start.step to the end or until a stop is requested; returns the step reached. All ranks."""
     settings = run.settings
-    examples_per_epoch = epoch_size(data)
+    examples_per_epoch = optim.epoch_size(data)
     step = start.step
     is_evaluated = start.is_evaluated
     cycles = None  # (H_cycles, L_cycles) of the last step
@@ -279,11 +277,11 @@ def train(run, data, test, log, checkpoints, start, total_steps):
     log.restart_clock(step)
     while step < total_steps and not stop:
         # evaluate, before the next step: a resume then makes up for an evaluation that was interrupted
-        if not is_evaluated and evaluation_due(settings, examples_per_epoch, step):
+        if not is_evaluated and optim.evaluation_due(settings, examples_per_epoch, step):
             indices = test.subset(settings.eval_max_puzzles, settings.eval_versions)
             evaluation = run.evaluate(test, indices, f"evaluating at step {step}")
             if not evaluation:  # a stop was requested
-                checkpoints.save(f"ckpt_{step:08d}", step, run, metrics)
+                checkpoints.save(step, run, metrics)
                 break
             log.evaluation(step, evaluation)
             checkpoints.save_if_best(step, run, metrics | evaluation)
@@ -307,7 +305,7 @@ def train(run, data, test, log, checkpoints, start, total_steps):
         # what is due depends on the step and on reduced sums alone, so that all ranks decide the same
         save_due = stop or step == total_steps or is_multiple(step, settings.checkpoint_interval)
         log_due = save_due or is_multiple(step, settings.log_interval)
-        log_due |= evaluation_due(settings, examples_per_epoch, step)
+        log_due |= optim.evaluation_due(settings, examples_per_epoch, step)
         log_due |= optim.cycles_at(settings, examples_per_epoch, step) != cycles  # a line has one depth
         if not log_due:
             continue
@@ -320,7 +318,7 @@ def train(run, data, test, log, checkpoints, start, total_steps):
 
         # save; a run that resumes starts all sequences afresh here, so this one does too
         if save_due:
-            checkpoints.save(f"ckpt_{step:08d}", step, run, metrics)
+            checkpoints.save(step, run, metrics)
             run.restart()
         log.restart_clock(step)
     return step
@@ -355,6 +353,8 @@ def train_and_evaluate(run, data, test, log, checkpoints, start, total_steps):
             log.print0(f"trained {step - start.step} steps in {duration(time.monotonic() - began)}")
         # the evaluation in full; a stop interrupts it
         is_complete = final_evaluation(run, test, log, step)
+    # a bucket may take longer than stall_timeout; the upload has a time limit of its own
+    restart_watchdog(0)
     is_uploaded = checkpoints.close(600 if is_complete else 15)
     log.close()
     # the exit code
@@ -364,27 +364,9 @@ def train_and_evaluate(run, data, test, log, checkpoints, start, total_steps):
         sys.exit(3)
 
 
-def epoch_size(data):
-    """Returns the examples of an epoch as the official code counts them, by the mean over all puzzles."""
-    return data.total_groups * data.mean_puzzle_examples
-
-
-def count_steps(settings, examples_per_epoch):
-    """Returns the optimizer steps of the whole run."""
-    return settings.max_steps or int(settings.epochs * examples_per_epoch / settings.global_batch_size)
-
-
 def is_multiple(step, interval):
     """Returns True if this step completes another interval; never for interval 0."""
     return interval > 0 and step % interval == 0
-
-
-def evaluation_due(settings, examples_per_epoch, step):
-    """Returns True if this step crosses a multiple of eval_interval epochs."""
-    # examples, not steps: the number of puzzles need not divide into batches
-    interval = settings.eval_interval * examples_per_epoch
-    examples = step * settings.global_batch_size
-    return interval > 0 and examples // interval > (examples - settings.global_batch_size) // interval
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -523,7 +505,7 @@ def new_model(settings, **sizes):
         try:
             return models.TRM(models.TRMConfig.of(settings, **sizes), settings.seed)
         except (ValueError, RuntimeError) as e:  # RuntimeError: more memory than there is
-            raise UserError(" ".join(str(e).split())[:200]) from None
+            raise UserError(one_line(e)) from None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -541,7 +523,6 @@ class Log:
         self.device = device
         self.step = step
         self.wandb = None
-        self.has_warned = False
         if device.rank == 0:
             with suppress(OSError):  # append() says so
                 os.makedirs(settings.out_dir, exist_ok=True)
@@ -567,7 +548,7 @@ class Log:
                 self.wandb.log(rounded)
             except Exception as e:  # its process was killed
                 self.wandb = None
-                self.print0(f"W&B: stopped ({type(e).__name__}: {e}); metrics.jsonl has everything")
+                self.print0(f"W&B: stopped ({one_line(e)}); metrics.jsonl has everything")
 
     def append(self, name, line):
         path = os.path.join(self.settings.out_dir, name)
@@ -575,9 +556,7 @@ class Log:
             with open(path, "ab") as f:
                 f.write(line.encode(errors="backslashreplace") + b"\n")
         except OSError as e:
-            if not self.has_warned:
-                print(f"{path}: cannot be written ({e.strerror}); training continues", file=sys.stderr)
-            self.has_warned = True
+            print(f"{path}: cannot be written ({e.strerror}); training continues", file=sys.stderr)
 
     def header(self, run, data, test, notes):
         """Says what the run is, and on what."""
@@ -638,9 +617,11 @@ class Log:
             speed = settings.global_batch_size / seconds
             # arithmetic of the model at this depth
             flops = speed * self.flops_per_example
-            values["perf/examples_per_sec"] = speed
-            values["perf/step_time"] = seconds
-            values["perf/tflops"] = flops / 1e12
+            values |= {
+                "perf/examples_per_sec": speed,
+                "perf/step_time": seconds,
+                "perf/tflops": flops / 1e12,
+            }
             peak = peak_flops(self.device)
             if peak:
                 values["perf/mfu"] = flops / peak / self.device.world
@@ -677,26 +658,32 @@ def start_wandb(settings, run_id, facts, say):
         # the environment variable is W&B's own, and goes before the setting
         import wandb
         mode = os.environ.get("WANDB_MODE") or settings.wandb_mode
-        if mode == "online":
-            try:
-                # a server that hangs would hold wandb.init for minutes; so would a prompt for a key
+        try:
+            # a server that hangs would hold wandb.init for minutes; so would a prompt for a key
+            if mode == "online":
                 requests.head(wandb.setup().settings.base_url, timeout=5)
                 wandb.login(timeout=5)
-            except Exception as e:  # requests and wandb have many for this
-                mode = "offline"
-                say(f"W&B: offline ({type(e).__name__}: {' '.join(str(e).split())[:100]})")
+        except Exception as e:  # requests and wandb have many for this
+            mode = "offline"
+            say(f"W&B: offline ({one_line(e)})")
         # a run that resumes has the id of its first start, and adds to what W&B has of it
+        name = settings.wandb_run_name or os.path.basename(os.path.abspath(settings.out_dir))
         run = wandb.init(
-            id=run_id, resume="allow", mode=mode, dir=settings.out_dir, project=settings.wandb_project,
-            name=settings.wandb_run_name or os.path.basename(os.path.abspath(settings.out_dir)),
-            config=vars(settings) | facts, settings=dict(console="off", init_timeout=60))
+            id=run_id, resume="allow", mode=mode, dir=settings.out_dir,
+            project=settings.wandb_project, name=name, config=vars(settings) | facts,
+            settings=dict(console="off", init_timeout=60))
         wandb.define_metric("*", step_metric="step")  # W&B drops rows whose own step goes back
         hint = f"`wandb sync {os.path.dirname(run.dir)}` uploads it" if mode == "offline" else run.url
         say(f"W&B: {mode}, {hint}")
         return run
     except Exception as e:  # training goes on, whatever it is
-        say(f"W&B: off ({type(e).__name__}: {' '.join(str(e).split())[:200]}); metrics.jsonl has everything")
+        say(f"W&B: off ({one_line(e)}); metrics.jsonl has everything")
         return None
+
+
+def one_line(error):
+    """Returns an error's type and the beginning of its text."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def train_values(sums, steps):
@@ -724,215 +711,6 @@ def listed(values):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Checkpoints: checkpoint.py reads what these lines write
-
-class Checkpoints:
-    """Writes rank 0's checkpoints on a background thread, prunes them, and tells the bucket's mirror."""
-
-    def __init__(self, settings, device, log, start, data):
-        self.settings = settings
-        self.rank = device.rank
-        self.log = log
-        self.start = start
-        self.newest = start.step  # the step of the last good checkpoint
-        self.data = data
-        # one thread: checkpoints are written one after the other
-        self.writer = ThreadPoolExecutor(1)
-        self.writing = None
-        self.mirror = None
-        if self.rank == 0 and settings.gcs_dir:
-            self.mirror = Mirror(settings, log, start)
-
-    def save(self, name, step, run, metrics):
-        """Begins to write out_dir/name.pt and its .json, after the one before: memory holds one copy."""
-        if self.rank != 0:
-            return
-        self.wait()
-        # a copy on the host: training changes the original while the thread writes
-        state = run.state_dict(step)
-        # what belongs to the run: a resume checks it, and goes on with it
-        state |= dict(
-            run_id=self.start.run_id,
-            settings=vars(self.settings) | dict(init_from=self.start.init_from),
-            data=self.data.sha256,
-            task=self.data.task,
-        )
-        self.writing = self.writer.submit(self.write, name, state, metrics)
-
-    def save_if_best(self, step, run, metrics):
-        """Saves best.pt if the evaluation in `metrics` is better than the one in best.json."""
-        if self.rank != 0:
-            return
-        self.wait()
-        best = -1.0
-        with suppress(OSError, ValueError):  # there is none yet, or the disk was full
-            with open(os.path.join(self.settings.out_dir, "best.json"), "rb") as f:
-                best = json.load(f)["metrics"]["eval/exact_accuracy"]
-        if metrics["eval/exact_accuracy"] > best:
-            self.save("best", step, run, metrics)
-
-    def write(self, name, state, metrics):
-        os.makedirs(self.settings.out_dir, exist_ok=True)
-        path = os.path.join(self.settings.out_dir, name)
-        # if keep_last_n is lower than before, this may free the space that the checkpoint needs
-        self.prune(self.newest)
-        # a name is there only once its content is on the disk
-        with replacing(path + ".pt") as f:
-            torch.save(state, f)
-        # the .json comes last, and proves that the .pt is complete
-        description = {key: state[key] for key in ("step", "run_id", "data", "settings")}
-        description |= dict(sha256=file_hash(path + ".pt"), metrics=metrics)
-        with replacing(path + ".json") as f:
-            f.write(json.dumps(description, indent=1).encode())
-        # older checkpoints go once the new one is whole; best.pt does not count towards keep_last_n
-        if name != "best":
-            self.newest = state["step"]
-            self.prune(self.newest)
-        if self.mirror:
-            self.mirror.update(name)
-
-    def prune(self, newest):
-        """Deletes all but the last keep_last_n complete checkpoints; a file that cannot be deleted stays."""
-        for name in outdated(os.listdir(self.settings.out_dir), newest, self.settings.keep_last_n):
-            with suppress(OSError):
-                os.remove(os.path.join(self.settings.out_dir, name))
-
-    def wait(self):
-        """Waits for the checkpoint that is being written. Returns False, and logs it, if that failed."""
-        # an error of the thread shows here
-        writing = self.writing
-        self.writing = None
-        try:
-            if writing:
-                writing.result()
-        except (OSError, RuntimeError) as e:  # torch.save reports a full disk by a RuntimeError
-            hint = "disk full: " if "unexpected pos" in str(e) else ""
-            self.log.print0(f"checkpoint not written: {hint}{e}")
-            return False
-        return True
-
-    def close(self, seconds):
-        """Ends the upload. Returns whether the bucket, where there is one, has everything."""
-        if not self.mirror:
-            return True
-        # a bucket may take longer than stall_timeout; the upload has a time limit of its own
-        restart_watchdog(0)
-        return self.mirror.close(seconds)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The bucket
-
-class Mirror:
-    """A thread that copies out_dir to gcs_dir: the newest checkpoint, .pt before .json, and the other files.
-
-    What fails is tried again at the next update, and training continues. If another process has begun to
-    train the run, the mirror stops this one.
-    """
-
-    def __init__(self, settings, log, start):
-        self.settings = settings
-        self.log = log
-        self.token = start.token
-        self.bucket = Bucket(settings.gcs_dir)  # a stop does not end its attempts
-        # what has been copied, and what has not
-        self.newest = f"ckpt_{start.step:08d}"
-        self.copied = {}  # {name of a file: its version}
-        self.errors = []  # what the last copy raised
-        self.is_closing = False
-        # the thread sleeps until there is something to copy
-        self.changed = threading.Event()
-        self.thread = threading.Thread(target=self.work, daemon=True)  # does not keep the process alive
-        self.thread.start()
-
-    def update(self, name=""):
-        """Begins to copy what is new; name: a checkpoint that is complete."""
-        if name.startswith("ckpt_"):
-            self.newest = name
-        self.changed.set()
-
-    def close(self, seconds):
-        """Copies what is new, within the given time. Returns whether the bucket has everything."""
-        # the thread ends after this last copy; one that hangs ends with the process
-        self.is_closing = True
-        self.update()
-        # a line before what may take minutes
-        self.log.print0(f"uploading to {self.settings.gcs_dir}, for {seconds} s at most")
-        self.thread.join(seconds)
-        is_complete = not (self.thread.is_alive() or self.errors)
-        if not is_complete:
-            self.log.print0(f"upload to {self.settings.gcs_dir} not complete; "
-                            "--init_from=auto uploads the rest")
-        return is_complete
-
-    def work(self):
-        is_last = False
-        while not is_last:
-            # what changes during a copy is for the next one
-            self.changed.wait()
-            self.changed.clear()
-            is_last = self.is_closing
-            failed_before = bool(self.errors)
-            self.errors = self.copy()
-            # one line for all errors in a row
-            if self.errors and not failed_before:
-                self.log.print0(f"upload failed, the next checkpoint tries again: {self.errors[0]}")
-
-    def copy(self):
-        """Copies what is new. Returns the errors: a file that fails does not stop the next one."""
-        try:
-            self.check_owner()
-            # one checkpoint, whole, though a newer one may come meanwhile; then what it makes outdated
-            newest = self.newest
-            self.copy_checkpoint(newest)
-            for name in outdated(self.bucket.list(), step_of(newest), self.settings.keep_last_n):
-                self.bucket.delete(name)
-            names = os.listdir(self.settings.out_dir)
-        except Exception as e:  # whatever it is, training continues
-            return [e]
-
-        # the other files; best.pt comes before best.json, which has its hash
-        errors = []
-        for name in sorted(names, reverse=True):
-            is_file = os.path.isfile(os.path.join(self.settings.out_dir, name))
-            if is_file and not re.fullmatch(r"ckpt_.*|run\.json|.*\.(tmp|part|lock)", name):
-                try:
-                    self.copy_file(name)
-                except Exception as e:
-                    errors.append(e)
-        return errors
-
-    def check_owner(self):
-        """Requests a stop if another process has begun to train the run."""
-        # a missing run.json names no other owner: somebody may have deleted it
-        owner = parse_run(self.bucket.read("run.json"))
-        if owner.get("token", self.token) != self.token:
-            self.log.print0(f"another process, on {owner.get('host')}, has begun to train the run in "
-                            f"{self.settings.gcs_dir}: this one stops")
-            STOP.set()
-            raise TransientError("another process trains this run")
-
-    def copy_checkpoint(self, name):
-        """Copies a numbered checkpoint, unless it has been deleted: then a newer one is complete."""
-        path = os.path.join(self.settings.out_dir, name)
-        with suppress(FileNotFoundError):
-            # the .json may be deleted during the upload of the .pt, and proves that one complete
-            with open(path + ".json", "rb") as f:
-                description = f.read()
-            self.copy_file(name + ".pt")
-            self.bucket.write(name + ".json", description)
-
-    def copy_file(self, name):
-        path = os.path.join(self.settings.out_dir, name)
-        # what has not changed is in the bucket already
-        stat = os.stat(path)
-        version = stat.st_mtime_ns, stat.st_size  # the size too: two appends can share one mtime
-        if self.copied.get(name) != version:
-            self.bucket.upload(path, name)
-            self.copied[name] = version
-
-
-# ---------------------------------------------------------------------------------------------------------
 # A replica
 
 def replica(settings, kind):
@@ -951,21 +729,18 @@ def replica(settings, kind):
             raise UserError(f"{settings.data_path}: train and test differ in {name}: build it again")
     model = new_model(settings, **{name: getattr(data, name) for name in SIZES})
     # the length of the run
-    total_steps = count_steps(settings, epoch_size(data))
+    total_steps = optim.count_steps(settings, optim.epoch_size(data))
     if total_steps < 1:
         raise UserError(f"epochs={settings.epochs} of {data.total_groups} puzzles are less than one batch "
                         f"of global_batch_size={settings.global_batch_size}")
 
     # where to start
-    start = agree_on_start(settings, device, data, model, total_steps, STOP.is_set)
-    if settings.export:
-        if device.rank == 0:
-            export_model(settings, model, start, data, test)
-        return
+    checkpoints = Checkpoints(settings, device, data, test)
+    start = checkpoints.find_start(model, total_steps, STOP.is_set)
     # the watchdog begins here: what came before may have had to wait for a download
     restart_watchdog(settings.stall_timeout)
     run = Run(settings, model, device, start.state)
-    notes = [dtype_note, *start.notes, *missing_code(start.state, settings)]
+    notes = [dtype_note, *checkpoints.notes, *missing_code(start.state, settings)]
     start = start._replace(state={})  # frees the memory of the checkpoint
     # say what the run is, and on what
     log = Log(settings, device, start.step)
@@ -976,15 +751,17 @@ def replica(settings, kind):
         if not final_evaluation(run, test, log, start.step):
             sys.exit(3)
         return
-    checkpoints = Checkpoints(settings, device, log, start, data)
+    checkpoints.open(start, log.print0, STOP.set)
     if start.is_complete:
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                    "a higher max_steps or epochs continues it")
+        restart_watchdog(0)  # the upload has a time limit of its own
         if not checkpoints.close(600):  # what the last upload left out
             sys.exit(1)
         return
     # train
-    log.begin(start.run_id, total_steps, dict(data_sha256=data.sha256, parameters=model.num_parameters()))
+    facts = dict(data_sha256=data.sha256, parameters=model.num_parameters())
+    log.begin(checkpoints.run_id, total_steps, facts)
     train_and_evaluate(run, data, test, log, checkpoints, start, total_steps)
 
 
@@ -995,18 +772,6 @@ def missing_code(state, settings):
     if gone:
         lines.append(f"the checkpoint has settings that are not known here: {', '.join(sorted(gone))}")
     return lines
-
-
-def export_model(settings, model, start, data, test):
-    """Writes the file of --export. Rank 0."""
-    for note in start.notes:
-        print(note)
-    # the settings of the training, which this command need not repeat
-    trained = vars(settings) | start.state.get("settings", {})
-    kept = read_settings(__file__).keys() - RUN_SETTINGS  # a file of an older train.py may have others
-    trained = {name: value for name, value in trained.items() if name in kept}
-    command = f"python train.py {differences(configurator.Settings(**trained))}"
-    write_model(settings, model, start, data, test, dict(settings=trained, command=command))
 
 
 def check_batch_size(settings, device):
@@ -1033,35 +798,12 @@ CHOICES = {
     "compile": ("auto", "on", "off"),
     "wandb_mode": ("online", "offline", "disabled"),
 }
-POSITIVE_INT = "[1, 2e9]"  # counts that are int32 on the device
-# Intervals as mathematics writes them; every other number must be 0 or more.
-BOUNDS = {
-    "global_batch_size": "[1, 1e8]",
-    "micro_batch_size": "[0, 1e8]",
-    "hidden_size": "[1, 1e6]",
-    "num_heads": "[1, 1e6]",
-    "expansion": "(0, 1e6]",
-    "L_layers": "[1, 1e6]",
-    "H_cycles": "[1, 1e6]",
-    "L_cycles": "[1, 1e6]",
-    "halt_max_steps": "[1, 1e9]",
-    "halt_exploration_prob": "[0, 1]",
-    "halt_exploration_prob_end": "[-1, 1]",
-    "lr": "(0, inf)",
-    "lr_min_ratio": "[0, 1]",
-    "beta1": "[0, 1)",
-    "beta2": "[0, 1)",
-    "ema_rate": "[0, 1]",
-    "weight_decay": "[0, inf)",
-    "puzzle_emb_lr": "[0, inf)",
-    "puzzle_emb_weight_decay": "[0, inf)",
-    "eval_halt_max_steps": "[0, 1e9]",
-    "eval_rollouts": "[1, 1e6]",
-    "eval_noise": "[0, 1e9]",
-    "keep_last_n": "[1, 1e9]",
-    "log_interval": "[1, 1e9]",
-    "stall_timeout": "[0, 1e6]",
-}
+# Numbers above 0, and numbers from 0 to 1; all others are 0 or more.
+POSITIVE = (
+    "global_batch_size", "hidden_size", "num_heads", "expansion", "L_layers", "H_cycles", "L_cycles",
+    "halt_max_steps", "lr", "eval_rollouts", "keep_last_n", "log_interval",
+)
+SHARES = ("halt_exploration_prob", "halt_exploration_prob_end", "lr_min_ratio", "beta1", "beta2", "ema_rate")
 # Arrays that an evaluation can save.
 EVAL_OUTPUTS = ("inputs", "labels", *evaluate.ANSWERS)
 
@@ -1070,11 +812,11 @@ def check_settings(settings):
     """Raises UserError for the first value that no run could use."""
     # each setting by itself
     check_choices(settings, CHOICES)
-    check_bounds(settings, BOUNDS)
+    numbers = dict(vars(settings))
+    if settings.halt_exploration_prob_end == -1:
+        del numbers["halt_exploration_prob_end"]
+    check_numbers(numbers, POSITIVE, SHARES)
     # settings that have to fit together
-    if -1 < settings.halt_exploration_prob_end < 0:
-        raise UserError(f"halt_exploration_prob_end must be -1 or in [0, 1], "
-                        f"not {settings.halt_exploration_prob_end}")
     for name in "H_cycles", "L_cycles":
         first = getattr(settings, name + "_start")
         last = getattr(settings, name)
@@ -1093,15 +835,29 @@ def check_settings(settings):
     if settings.out_dir.startswith(("gs://", "~")):
         raise UserError(f"--out_dir={settings.out_dir}: must be a folder of this machine, written out; "
                         "--gcs_dir mirrors it to a bucket")
-    # what needs weights, and what would be overwritten
-    for name in ("eval_only", "export"):
-        if getattr(settings, name) and settings.init_from == "scratch":
-            raise UserError(f"{name} needs weights: --init_from=resume (the newest checkpoint of out_dir) "
-                            "or --init_from=FILE")
-    if os.path.lexists(settings.export):
-        raise UserError(f"--export={settings.export}: exists already; choose another name")
+    # what needs weights
+    if settings.eval_only and settings.init_from == "scratch":
+        raise UserError("eval_only needs weights: --init_from=resume (the newest checkpoint of out_dir) "
+                        "or --init_from=FILE")
     if settings.gcs_dir:
         Bucket(settings.gcs_dir)  # raises UserError for a malformed address
+
+
+def recipe(settings):
+    """Returns those of {name: value} that say what a run trains, and not where and how it runs."""
+    return {name: value for name, value in settings.items() if name not in RUN_SETTINGS}
+
+
+def saved_recipe(settings):
+    """Returns the recipe of the checkpoint that a resume or an evaluation begins with, or {}."""
+    saved = {}
+    if settings.init_from in ("resume", "auto"):
+        for path in checkpoint_paths(settings.out_dir)[:1]:
+            with suppress(ValueError, KeyError):  # a damaged file: the resume itself says so
+                saved = json.loads(Path(path).with_suffix(".json").read_bytes())["settings"]
+    elif settings.eval_only and settings.init_from != "scratch":
+        saved = read_checkpoint(settings.init_from).get("settings", {})
+    return recipe(saved)
 
 
 def differences(settings):
@@ -1117,6 +873,7 @@ def differences(settings):
 
 STOP = threading.Event()  # set once this process is asked to save and stop; one rank's request stops all
 START_TIMEOUT = 1800  # seconds in which torch_xla must have started a replica
+STOP_TIMEOUT = 60  # seconds in which a replica must have stopped; the system kills it then
 
 
 def on_signals(is_spawned=False):
@@ -1126,7 +883,7 @@ def on_signals(is_spawned=False):
     def handler(number, _):
         STOP.set()
         if is_spawned:
-            signal.alarm(60)  # the reason may be that another replica died: then no peer answers
+            signal.alarm(STOP_TIMEOUT)  # if a replica died, the pool of processes stops its peers, which wait
             return
         for process in multiprocessing.active_children():
             process.terminate()
@@ -1209,4 +966,4 @@ if multiprocessing.current_process().name != "MainProcess" and __name__ == "trai
     restart_watchdog(START_TIMEOUT)
 if __name__ == "__main__":
     import train  # the module that forks import, and not this second copy of it
-    configurator.start(train.main, train.__file__)
+    configurator.start(train.main, train.__file__, train.saved_recipe)

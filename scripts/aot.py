@@ -25,6 +25,7 @@ import torch
 
 import bench
 import configurator
+import optim
 import train
 from configurator import UserError, end_with_parent
 from data import Dataset
@@ -89,7 +90,7 @@ def hours_of(settings, path, tpu_slice, rate):
 
     The hours leave out compiling (minutes) and the evaluations.
     """
-    steps = train.count_steps(settings, train.epoch_size(Dataset(path, "train")))
+    steps = optim.count_steps(settings, optim.epoch_size(Dataset(path, "train")))
     hours = steps * settings.global_batch_size / rate / 3600
     return dict(steps=steps, hours=hours, chip_hours=tpu_slice.chips * hours)
 

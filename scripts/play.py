@@ -39,7 +39,7 @@ import evaluate
 import puzzles
 from configurator import Settings, UserError, command, split_arguments
 from device import Device
-from prepare_arc import grid_of
+from puzzles import arc
 
 # server
 port = 8000  # the port of the page's address; 0: any free one
@@ -171,8 +171,8 @@ class Game:
                 values[name] = min(max(low, convert(request[name])), high)
             if self.is_arc:
                 group = self.train_data.task_names.index(request["task"])
-                grid = grid_of(request["question"])
-                puzzles.canvas(grid, self.train_data.side)  # a ValueError if it is too large
+                grid = arc.grid_of(request["question"])
+                arc.canvas(grid, self.train_data.side)  # a ValueError if it is too large
                 return (group, grid), "", values
             task, tokens = puzzles.parse_question(self.task, str(request["question"]))
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as e:
@@ -228,14 +228,14 @@ class Game:
         data = self.train_data
         numbers = range(*data.group_indices[group:group + 2])[:num_versions]
         versions = data.versions[numbers]
-        canvases = [puzzles.canvas(puzzles.apply_version(grid, version), data.side) for version in versions]
+        canvases = [arc.canvas(arc.apply_version(grid, version), data.side) for version in versions]
         batch = evaluate.unlabelled_batch(np.int32(canvases).reshape(len(numbers), -1))
         batch["puzzle_identifiers"] = data.puzzle_identifiers[numbers]
         evaluator = evaluate.Evaluator(settings, self.model, Device("cpu", settings), len(numbers))
         for results in evaluator.watch(*evaluate.weights_of(self.model), batch):
             answers = []
             for tokens, version in zip(results["preds"], versions):
-                answers.append(puzzles.undo_version(puzzles.crop(tokens, data.side), version).tolist())
+                answers.append(arc.undo_version(arc.crop(tokens, data.side), version).tolist())
             yield {"answers": answers, "sure": solve.sigmoid(results["q_halt_logits"]).tolist()}
 
 

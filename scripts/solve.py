@@ -38,7 +38,8 @@ from checkpoint import newest_whole
 from configurator import UserError, command, configure, missing_forks, split_arguments
 from data import Progress, replacing
 from device import Device
-from prepare import csv_rows
+from puzzles.files import csv_rows
+from puzzles.sudoku import BOXES
 
 # output
 steps = False  # show the answers after several supervision steps, and how sure the halting head is
@@ -206,7 +207,7 @@ def draw(path, task, question, grids):
     from matplotlib.animation import FuncAnimation
     from matplotlib.figure import Figure
     rows, columns = task["grid"]
-    box = puzzles.BOXES[rows] if task["kind"] == "sudoku" else task["grid"]
+    box = BOXES[rows] if task["kind"] == "sudoku" else task["grid"]
     is_empty = question == max(1, task["symbols"].find(" ", 1))
     ax = Figure((5, 5), layout="constrained").add_subplot()
 

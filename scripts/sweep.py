@@ -29,6 +29,7 @@ sys.path.insert(0, ROOT)
 import torch
 
 import configurator
+import optim
 import prepare_sudoku
 import train
 from configurator import UserError, configure, split_arguments
@@ -253,7 +254,7 @@ class StudyRun:
         seq_len, vocab_size, examples = dataset_sizes(self.settings)
         with torch.device("meta"):
             model = train.new_model(self.settings, seq_len=seq_len, vocab_size=vocab_size)
-        self.steps = train.count_steps(self.settings, examples)
+        self.steps = optim.count_steps(self.settings, examples)
         self.parameters = sum(weight.numel() for weight in model.parameters())
 
     def check_folder(self):

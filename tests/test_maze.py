@@ -1,5 +1,4 @@
 """Mazes: generated ones, answers and copies, CSV files and the hub, path metrics, and train.py on mazes."""
-import functools
 import os
 
 import numpy as np
@@ -10,9 +9,9 @@ import prepare_maze
 from data import Dataset
 
 # isort: off
-from puzzles import GOAL, OPEN, PATH, START, WALL, dihedral, path_metrics, solve_mazes, text_of
-
-prepare_mazes = functools.partial(prepare, script=prepare_maze)
+from puzzles import maze_task, text_of
+from puzzles.maze import GOAL, OPEN, PATH, START, WALL, maze_copies, path_metrics, solve_mazes
+from puzzles.symmetries import dihedral
 
 
 def tokens(*grids):
@@ -22,9 +21,8 @@ def tokens(*grids):
 
 
 def write_mazes(path, mazes):
-    task = prepare_maze.maze_task(6)
-    rows = [("me", text_of(task, question), text_of(task, answer), "?") for question, answer in zip(*mazes)]
-    return write_csv(path, rows)
+    texts = [[text_of(maze_task(6), tokens) for tokens in pair] for pair in mazes.swapaxes(0, 1)]
+    return write_csv(path, [("me", question, answer, "?") for question, answer in texts])
 
 
 DOWN_LEFT_RIGHT_UP = np.array([(1, 0), (0, -1), (0, 1), (-1, 0)])
@@ -43,9 +41,9 @@ def steps_to_goal(grid):
     return steps
 
 
-# The solver and the generator.
+# The solver and the generator
 
-@pytest.mark.parametrize("size, n", [(2, 300), (5, 300), (33, 6), (64, 6)])
+@pytest.mark.parametrize("size, n", [(2, 300), (5, 300), (33, 6), (70, 3)])
 def test_answers_are_shortest_paths_that_prefer_down_left_right_up(size, n):
     rng = np.random.default_rng(size)
     questions = np.where(rng.random((n, size * size)) < 0.35, WALL, OPEN).astype(np.uint8)
@@ -75,10 +73,11 @@ def test_generated_mazes_are_hard_and_distinct(size, min_path, n):
     assert len(np.unique(turned, axis=0)) == 8 * n
 
 
-# Datasets.
+# Datasets
 
 def test_the_copies_of_a_maze_are_its_8_turns_each_solved_by_the_rule(tmp_path):
-    path = prepare_mazes(tmp_path / "x", source="generate", size=7, min_path=9, num_train=40, num_test=30)
+    path = prepare(
+        tmp_path / "x", prepare_maze, source="generate", size=7, min_path=9, num_train=40, num_test=30)
     train = Dataset(path, "train")
     assert (train.labels == solve_mazes(train.inputs, 7)[0]).all()
     assert (np.diff(train.group_indices) == 8).all()
@@ -92,27 +91,25 @@ def test_the_copies_of_a_maze_are_its_8_turns_each_solved_by_the_rule(tmp_path):
 def test_answers_that_do_not_follow_the_rule_are_turned_with_their_mazes():
     questions = tokens("S../.../..G", "S../.../..G")
     answers = tokens("S../o../ooG", "Soo/..o/..G")  # by the rule, and another one
-    (inputs, labels), = prepare_maze.augmented(questions, answers, 3, True)
-    copies = dihedral(3)
-    assert (inputs == questions[0][np.tile(copies, (2, 1))]).all()
-    assert (labels[:8] == solve_mazes(inputs[:8], 3)[0]).all()
-    assert (labels[8:] == answers[1][copies]).all()
+    inputs, labels = maze_copies(np.stack([questions, answers]), 8)
+    assert (inputs == questions[:, dihedral(3)]).all()
+    assert (labels[0] == solve_mazes(inputs[0], 3)[0]).all()
+    assert (labels[1] == answers[1][dihedral(3)]).all()
 
 
-# CSV files.
-
-def test_rows_that_are_repeated_or_in_the_test_set_are_dropped_turned_or_not(tmp_path):
+def test_rows_that_are_repeated_or_in_the_test_set_are_dropped_turned_or_not(tmp_path, capsys):
     mazes = prepare_maze.generate(6, 20, 0, 6)
     turned = mazes[:, :, dihedral(6)[3]]
     test = write_mazes(tmp_path / "test.csv", mazes[:, 15:])
     chosen = [mazes[:, :12], mazes[:, 16:17], turned[:, 17:18], mazes[:, 3:4], turned[:, 4:5]]
     train = write_mazes(tmp_path / "train.csv", np.concatenate(chosen, axis=1))
-    path = prepare_mazes(tmp_path / "x", train_csv=train, test_csv=test, aug=False)
+    path = prepare(tmp_path / "x", prepare_maze, train_csv=train, test_csv=test, aug=False)
     assert (Dataset(path, "train").inputs == mazes[0, :12]).all()
     assert (Dataset(path, "test").labels == mazes[1, 15:]).all()
+    assert "the test set has them: 2\nleft out, since they are repeated: 2\n" in capsys.readouterr().out
 
 
-# Metrics.
+# Metrics
 
 MAZE = "S..../.##../...../.##../....G", "S..../o##../o..../o##../ooooG"  # and its shortest path
 ANSWERS = {  # to MAZE: whether it is valid and optimal
@@ -133,32 +130,27 @@ def test_path_metrics():
     question, label = tokens(*MAZE)
     answers = tokens(*ANSWERS)
     for turn in dihedral(5):
-        copies = [np.tile(array[turn], (len(answers), 1)) for array in (question, label)]
-        valid, optimal = path_metrics(*copies, answers[:, turn], 5)
+        valid, optimal = path_metrics(question[None, turn], label[None, turn], answers[:, turn])
         assert list(zip(valid, optimal)) == list(ANSWERS.values())
 
-
-# train.py.
 
 def test_the_logged_metrics_are_those_of_the_saved_answers(tmp_path):
     flags = ["--hidden_size=16", "--mlp_t=False", "--pos_encodings=rope", "--puzzle_emb_ndim=0",
              "--ema=False", "--L_layers=1", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2",
              "--lr=1e-2", "--max_steps=80"]
-    path = prepare_mazes(tmp_path / "maze", source="generate", size=4, min_path=1, num_train=60, num_test=49)
+    path = prepare(
+        tmp_path / "maze", prepare_maze, source="generate", size=4, min_path=1, num_train=60, num_test=49)
     out = tmp_path / "out"
     run(path, out, *flags, "--eval_save_outputs=inputs,labels,preds,")
-    final = lines(out)[-1]
     saved = np.load(out / "eval_00000080.npz")
-    metrics = path_metrics(saved["inputs"], saved["labels"], saved["preds"], 4)
-    valid, optimal = (np.mean(values) for values in metrics)
-    assert final["eval/puzzles"] == 49
-    assert final["eval/path_valid"] == pytest.approx(valid)
-    assert final["eval/path_optimal"] == pytest.approx(optimal)
+    shares = [np.mean(metric) for metric in path_metrics(saved["inputs"], saved["labels"], saved["preds"])]
+    final = lines(out)[-1]
+    assert [final["eval/path_valid"], final["eval/path_optimal"]] == pytest.approx(shares)
     assert 0 < final["eval/exact_accuracy"] <= final["eval/path_optimal"] <= final["eval/path_valid"]
 
     # with 49 puzzles on 2 ranks in batches of 8, one rank has a puzzle in the last round and the other none
     argv = command(path, out, *flags, "--init_from=resume", "--eval_only")[2:]
     ranks = [TrainProcess(argv, env=os.environ | environment) for environment in hosts(2)]
     texts = [rank.communicate()[0] for rank in ranks]
-    line = f"path_valid {valid:.4f} path_optimal {optimal:.4f}"
+    line = "path_valid {:.4f} path_optimal {:.4f}".format(*shares)
     assert [text.count(line) for text in texts] == [1, 0], texts

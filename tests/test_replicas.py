@@ -23,6 +23,7 @@ from helpers import (
     write_fork,
     xla_environment,
 )
+from torch.utils._pytree import tree_flatten
 
 import configurator
 import model
@@ -70,6 +71,7 @@ def xla_run(rank, argv, block=""):
 def xla_step(rank, folder, argv, num_identifiers=1):
     """Saves the program of a step at the full depth, what it made of the table, and its gradient."""
     import torch_xla.core.xla_builder as xb
+    import torch_xla.debug.metrics
     programs = []
 
     def recorded(*arguments):
@@ -79,6 +81,7 @@ def xla_step(rank, folder, argv, num_identifiers=1):
 
     settings = configurator.configure(train.__file__, argv)
     device = train.open_device("xla", settings)
+    device.choose_dtype(settings.forward_dtype)
     dataset = Dataset(settings.data_path, "train")
     net = train.new_model(settings, seq_len=16, vocab_size=6, num_puzzle_identifiers=num_identifiers)
     run = train.Run(settings, net, device)
@@ -90,9 +93,11 @@ def xla_step(rank, folder, argv, num_identifiers=1):
     lower = device.lower
     device.lower = recorded
     run.train_program(run.state, inputs)
+    aliases = torch_xla.debug.metrics.metric_data("InputOutputAliasCount")
     moments = {name: state["m"] for name, state in run.state["optimizer"].items()}
     np.savez(os.path.join(folder, f"{rank}.npz"), program=xb.get_computation_hlo(programs[0]),
-             table=run.state["puzzle_emb"].cpu().numpy(),
+             table=run.state["puzzle_emb"].cpu().numpy(), aliases=aliases[2][-1][1],
+             state_tensors=len(tree_flatten(run.state)[0]), tables=run.model.puzzle_emb.weights.is_meta,
              gradient=flatten(moments)[0].cpu() / (1 - settings.beta1))
 
 
@@ -256,6 +261,10 @@ def test_a_step_has_one_all_reduce_and_a_gradient_that_does_not_depend_on_the_sp
         for rank in ranks:
             assert np.array_equal(gradient, rank["gradient"])
         assert program.count(" all-reduce(") == (world > 1) and program.count(" while(") == (micro > 0)
+        # a TPU multiplies float32 numbers as bfloat16 unless each product asks for more
+        assert program.count(" dot(") == program.count("operand_precision={highest,highest}") > 9
+        # the new state takes the memory of the old one, and the model's own table has none
+        assert ranks[0]["aliases"] == ranks[0]["state_tensors"] and ranks[0]["tables"]
         first = gradient if first is None else first
         # more replicas mean smaller shapes, whose products XLA sums in another order
         limit = 1e-6 if world == 1 else 3e-6

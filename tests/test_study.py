@@ -7,6 +7,7 @@ import pytest
 from helpers import ROOT
 
 import configurator
+import optim
 import prepare_sudoku
 import train
 
@@ -119,7 +120,7 @@ def test_a_run_changes_what_the_table_says_and_nothing_else(name):
     prepared = configurator.configure(prepare_sudoku.__file__, flags)
     prepare_sudoku.fill_in(prepared)
     assert prepared.output_dir == run.data_path and prepared.source == "hub" and prepared.seed == 0
-    steps = train.count_steps(run, prepared.subsample_size)
+    steps = optim.count_steps(run, prepared.subsample_size)
     assert steps == STEPS_OF_BATCH.get(run.global_batch_size, STEPS) and run.lr_warmup_steps < steps / 4
     for chips in (8, 16, 32):
         assert run.global_batch_size % (chips * run.micro_batch_size) == 0

@@ -87,7 +87,7 @@ def test_a_dry_run_prints_the_command_of_each_run(sweep):
     (["--pattern=exq"], "--pattern=exq"),
     (["exp01a", "--data_path=nowhere", "--data_prepare="], "nowhere: no such dataset"),
     (["--epoch=3"], "unknown setting epoch"),
-    (["exp01a", "--halt_max_steps=0"], "halt_max_steps must be in "),
+    (["exp01a", "--halt_max_steps=0"], "halt_max_steps must be above 0"),
     (["exp01a", "--mlp_t=False", "--num_heads=7"], "hidden_size 256 must be a multiple"),
     (["exp01a", "--data_path=damaged"], "dataset.json cannot be read")])
 def test_wrong_input_is_an_error_of_one_line(sweep, tmp_path, monkeypatch, flags, words):
