@@ -419,20 +419,44 @@ class TRM(nn.Module):
         return is_averaged
 
     @classmethod
-    def load(cls, path):
+    def load(cls, path, cells=0):
         """Returns the model in a file of scripts/export.py, or the average in a checkpoint of train.py.
 
-        model.task describes the puzzle: {"kind", "grid": [rows, columns], "symbols": a character a token};
-        model.settings are those of the training. Nothing in the file is executed. Raises ValueError for a
-        damaged file and for weights that do not fit.
+        cells: of a puzzle, where they differ from the training's; 0: as many. Attention takes any number.
+
+        Beside its config, the model has what the file says:
+            task: the puzzle, {"kind", "grid": [rows, columns], "symbols": a character for each token}.
+            settings: those of the training.
+            puzzles: 100 test puzzles or fewer, {"inputs", "labels": [n, S], "puzzle_identifiers": [n]}.
+            forks: the forks that trained it, see configurator.missing_forks.
+            step, data: the steps of the training, and the SHA-256 of its dataset.
+
+        Nothing in the file is executed. Raises ValueError for a damaged file, for one of the official code,
+        and for weights that do not fit.
         """
         saved = read_torch_file(path)
         if "task" not in saved:
-            raise ValueError(f"{path} is no file of scripts/export.py and no checkpoint of train.py")
-        model = cls(TRMConfig(**saved["model"]))
-        model.load_named(saved.get("ema", saved["weights"]))
+            raise ValueError(f"{path} does not say what it solves: scripts/export.py makes a model file of a "
+                             "checkpoint of the official code")
+        sizes = dict(saved["model"])
+        sizes["seq_len"] = cells or sizes["seq_len"]
+        forks = saved.get("forks", {})
+        try:
+            model = cls(TRMConfig(**sizes))
+            model.load_named(saved.get("ema", saved["weights"]))
+        except (TypeError, ValueError) as e:  # TypeError: a size that TRMConfig does not have
+            hint = f"; it was trained with {', '.join(forks)}" if forks else ""
+            raise ValueError(f"{path}: {e}{hint}") from None
+
         model.task = saved["task"]
         model.settings = SimpleNamespace(**saved["settings"])
+        # answers do not depend on the loss, which may be a fork's
+        if model.settings.loss_type not in LOSSES:
+            model.settings.loss_type = "softmax_cross_entropy"
+        model.puzzles = saved.get("puzzles", {})  # older checkpoints have none
+        model.forks = forks
+        model.step = saved.get("step", 0)
+        model.data = saved.get("data", "")
         return model.eval()
 
 
