@@ -31,6 +31,7 @@ def main(argv):
     if len(operands) != 2:
         raise UserError("usage: python scripts/export.py MODEL FILE; MODEL is a run's folder or a checkpoint")
     path, target = operands
+    # a new file, of the newest checkpoint of a run's folder
     if os.path.lexists(target):
         raise UserError(f"{target}: exists already; choose another name")
     if os.path.isdir(path):
@@ -43,6 +44,7 @@ def main(argv):
         state = add_dataset(state, settings, path)
     settings = Settings(**train.recipe(vars(settings)))
 
+    # all that does not only serve to train on
     dtype = getattr(torch, settings.forward_dtype)
     weights = state["weights"] | state.get("ema", {})
     content = dict(
@@ -63,6 +65,7 @@ def add_dataset(state, settings, path):
 
     path: of its file. Raises UserError if it and the dataset do not fit.
     """
+    # the model has the dataset's sizes, and the weights' names without the official code's prefixes
     folder = local_dataset(settings.data_path)
     data = Dataset(folder, "train")
     check_task(state, data, path)
@@ -75,7 +78,6 @@ def add_dataset(state, settings, path):
         data=data.sha256,
         puzzles=some_puzzles(Dataset(folder, "test")),
     )
-    # the weights' names without the prefixes of the official code's wrappers
     return added | state | dict(weights=model.state_dict())
 
 
