@@ -154,9 +154,10 @@ def split_arguments(script, argv):
     return Arguments(configure(script, own_flags), operands, train_arguments)
 
 
-def configure(script, argv):
+def configure(script, argv, saved=()):
     """Returns a script's Settings after the config files and flags in argv. --help prints them and exits.
 
+    saved: {name: value} that take the place of the script's defaults, such as those in a checkpoint.
     Raises UserError for an unknown key (it names the closest one), a wrong type, or a file that fails to run.
     """
     if "--help" in argv:
@@ -165,7 +166,7 @@ def configure(script, argv):
 
     # later arguments override earlier ones
     defaults = {name: setting.default for name, setting in read_settings(script).items()}
-    values = defaults.copy()
+    values = defaults | dict(saved)
     for argument in argv:
         if not argument.startswith("-"):
             values.update(run_file(argument, values, defaults))

@@ -8,6 +8,7 @@ the slot takes the next attempt of the queue. All attempts at a puzzle but the f
 import json
 import math
 import os
+import sys
 from collections import Counter
 from types import SimpleNamespace
 
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 
 import puzzles
+from bucket import Bucket
+from configurator import TransientError, UserError
 from data import NOISE, Progress, generator, replacing
 from model import LOSS_TERMS, METRICS, supervision_step, take_new_puzzles
 from optim import cast, flatten, parameter_shapes
@@ -369,7 +372,7 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         arrays[name] = array[0]
     arrays |= surest_answers(queue.results)
     if save_to and settings.eval_save_outputs:
-        save_outputs(settings, device, save_to, own_indices, arrays)
+        save_outputs(settings, device, save_to, own_indices, arrays, should_stop)
 
     # the figures of all ranks, and ARC's votes
     sums = eval_sums(test, arrays, queue.results)
@@ -408,8 +411,11 @@ def eval_values(ranks):
     return values
 
 
-def save_outputs(settings, device, path, indices, arrays):
-    """Writes this rank's part of eval_save_outputs. If it cannot be written, as on a full disk, logs that."""
+def save_outputs(settings, device, path, indices, arrays, should_stop):
+    """Writes this rank's part of eval_save_outputs, and uploads it: the mirror has rank 0's folder alone.
+
+    What fails costs a line on stderr.
+    """
     name = f"{path}.npz"
     if device.world > 1:
         name = f"{path}.{device.rank}.npz"
@@ -421,8 +427,10 @@ def save_outputs(settings, device, path, indices, arrays):
         os.makedirs(settings.out_dir, exist_ok=True)
         with replacing(name) as f:
             np.savez_compressed(f, indices=indices, **wanted)
-    except OSError as e:
-        device.print0(f"{name}: not written: {e}")
+        if settings.gcs_dir:
+            Bucket(settings.gcs_dir, should_stop).upload(name, os.path.basename(name))
+    except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
+        print(f"{name}: not saved: {e}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------

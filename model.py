@@ -553,14 +553,14 @@ class TRM(nn.Module):
 
     @classmethod
     def load(cls, path):
-        """Returns the model in a file of `train.py --export`, or the average in a checkpoint of train.py.
+        """Returns the model in a file of scripts/export.py, or the average in a checkpoint of train.py.
 
         model.task describes the puzzle: {"kind", "grid": [rows, columns], "symbols": a character a token}.
         Nothing in the file is executed. Raises ValueError for a damaged file and for weights that do not fit.
         """
         saved = read_torch_file(path)
         if "task" not in saved:
-            raise ValueError(f"{path} is no file of train.py --export and no checkpoint of train.py")
+            raise ValueError(f"{path} is no file of export.py and no checkpoint of train.py")
         model = cls(TRMConfig(**saved["model"]))
         model.load_named(saved.get("ema", saved["weights"]))
         model.task = saved["task"]

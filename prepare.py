@@ -21,7 +21,7 @@ import requests
 
 # isort: off
 from configurator import TransientError, UserError, end_with_parent
-from bucket import RETRIED, network_error, receive, session
+from bucket import RETRIED, network_error, try_again, without_password
 from data import Progress, hashes_of, locked, replacing
 from puzzles import IGNORE_LABEL, are_solutions, broken_cells, explain, task_of, text_of
 
@@ -293,29 +293,37 @@ def csv_files(settings, repository):
 
 def download(url, path, advice="use files of your own with --source=csv"):
     """Downloads url to path unless path exists; one process of a host does, the others wait."""
-    http = session(url, attempts=6)
     progress = Progress(f"downloading {url}", 0, "MB", 1e6)
 
-    def refuse(error, cause):
-        raise error(f"{url} cannot be downloaded ({cause}): run again, or {advice}") from None
-
-    def get(headers):
+    def attempt():
+        # sizes are the file's, not a compressed copy's
+        headers = {"Accept-Encoding": "identity"}
         try:
-            response = http.get(url, headers=headers, stream=True, timeout=(10, 30))
-        except requests.RequestException as e:
-            refuse(UserError if isinstance(e, ValueError) else TransientError, network_error(e))  # no URL
+            response = requests.get(url, headers=headers, stream=True, timeout=(10, 30))
+        except ValueError as e:  # no URL
+            raise UserError(f"{url} cannot be downloaded ({network_error(e)})") from None
         status = response.status_code
+        if status in RETRIED:
+            raise TransientError(f"status {status}")
         if status >= 400:
-            refuse(TransientError if status in RETRIED else UserError, f"status {status}")
+            raise UserError(f"{url} cannot be downloaded (status {status}): {advice}")
         if response.headers.get("Content-Type", "").startswith("text/html"):
-            refuse(UserError, "the answer is a web page; does this network ask for a login?")
-        progress.total = int(response.headers.get("Content-Length", 0)) + progress.done
-        return response
+            raise UserError(f"{url}: the answer is a web page; does this network ask for a login?")
+        # the whole file, each time
+        progress.done = 0
+        progress.total = int(response.headers.get("Content-Length", 0))
+        f.truncate(f.seek(0))
+        for block in response.iter_content(1 << 15):
+            f.write(block)
+            progress.add(len(block))
 
     with locked(path):
         if not os.path.exists(path):
-            with replacing(path) as f:
-                receive(get, f, url, progress)
+            try:
+                with replacing(path) as f:
+                    try_again(attempt, without_password(url), 6)
+            except TransientError as e:
+                raise TransientError(f"{e}: run again, or {advice}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------

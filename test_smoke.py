@@ -53,7 +53,7 @@ def test_train_resume_evaluate_export(data, tmp_path, mixer):
     shown = python("train.py", *common, *resume)
     assert all(words in shown for words in ("training from step 40 to 60", "40 test puzzles"))
     exported = tmp_path / "model.pt"
-    python("train.py", *common, *resume, f"--export={exported}")
+    python("scripts/export.py", tmp_path / "out", exported)
     assert "40 test puzzles" in python("train.py", *common, f"--init_from={exported}", "--eval_only")
 
 

@@ -15,7 +15,6 @@ import math
 import multiprocessing
 import os
 import platform
-import re
 import shlex
 import signal
 import sys
@@ -23,7 +22,6 @@ import tempfile
 import threading
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
@@ -35,7 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import configurator
 from bucket import Bucket, local_dataset
-from checkpoint import agree_on_start, checkpoint_paths, outdated, parse_run, step_of, write_model
+from checkpoint import Checkpoints, checkpoint_paths
 from configurator import (
     TransientError,
     UserError,
@@ -44,7 +42,7 @@ from configurator import (
     end_with_parent,
     read_settings,
 )
-from data import Dataset, duration, file_hash, halting_draws, make_dataset, read_metrics, replacing
+from data import Dataset, duration, halting_draws, make_dataset, read_metrics, replacing
 from device import choose_device, open_device, out_of_memory, peak_flops
 from evaluate import ANSWERS, Evaluator, evaluate, split, weights_of
 from model import (
@@ -128,7 +126,6 @@ gcs_dir = ""  # gs://bucket/folder of this run alone: a mirror of out_dir, to re
 init_from = "scratch"  # scratch, resume, auto (resume if there is a checkpoint) or a FILE to begin with
 checkpoint_interval = 1000  # steps; sequences start afresh there, for an exact resume; 0: only at the end
 keep_last_n = 3  # checkpoints to keep, besides best.pt
-export = ""  # write a model FILE (averaged weights, sizes, task, 100 test puzzles), then stop
 log_interval = 10  # steps averaged in a line of the log
 stall_timeout = 1800  # exit if no step finishes for this many seconds; 0: never
 device = "auto"  # auto, xla, cuda, mps (Apple's GPU) or cpu; auto never takes mps
@@ -147,7 +144,7 @@ STATS = (*BATCH_STATS, "grad_norm")
 
 # Settings that say where and how a run takes place, and not what it trains.
 RUN_SETTINGS = (
-    "out_dir", "gcs_dir", "init_from", "checkpoint_interval", "keep_last_n", "export", "log_interval",
+    "out_dir", "gcs_dir", "init_from", "checkpoint_interval", "keep_last_n", "log_interval",
     "stall_timeout", "device", "compile", "kernels", "eval_only", "eval_save_outputs",
     "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode",
 )
@@ -295,7 +292,7 @@ def train(run, data, test, log, checkpoints, start, total_steps):
             indices = test.subset(settings.eval_max_puzzles, settings.eval_versions)
             evaluation = run.evaluate(test, indices, f"evaluating at step {step}")
             if not evaluation:  # a stop was requested
-                checkpoints.save(f"ckpt_{step:08d}", step, run, metrics)
+                checkpoints.save(step, run, metrics)
                 break
             log.evaluation(step, evaluation)
             checkpoints.save_if_best(step, run, metrics | evaluation)
@@ -332,7 +329,7 @@ def train(run, data, test, log, checkpoints, start, total_steps):
 
         # save; a run that resumes starts all sequences afresh here, so this one does too
         if save_due:
-            checkpoints.save(f"ckpt_{step:08d}", step, run, metrics)
+            checkpoints.save(step, run, metrics)
             run.restart()
         log.restart_clock(step)
     return step
@@ -367,6 +364,8 @@ def train_and_evaluate(run, data, test, log, checkpoints, start, total_steps):
             log.print0(f"trained {step - start.step} steps in {duration(time.monotonic() - began)}")
         # the evaluation in full; a stop interrupts it
         is_complete = final_evaluation(run, test, log, step)
+    # a bucket may take longer than stall_timeout; the upload has a time limit of its own
+    restart_watchdog(0)
     is_uploaded = checkpoints.close(600 if is_complete else 15)
     log.close()
     # the exit code
@@ -744,215 +743,6 @@ def listed(values):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Checkpoints: checkpoint.py reads what these lines write
-
-class Checkpoints:
-    """Writes rank 0's checkpoints on a background thread, prunes them, and tells the bucket's mirror."""
-
-    def __init__(self, settings, device, log, start, data):
-        self.settings = settings
-        self.rank = device.rank
-        self.log = log
-        self.start = start
-        self.newest = start.step  # the step of the last good checkpoint
-        self.data = data
-        # one thread: checkpoints are written one after the other
-        self.writer = ThreadPoolExecutor(1)
-        self.writing = None
-        self.mirror = None
-        if self.rank == 0 and settings.gcs_dir:
-            self.mirror = Mirror(settings, log, start)
-
-    def save(self, name, step, run, metrics):
-        """Begins to write out_dir/name.pt and its .json, after the one before: memory holds one copy."""
-        if self.rank != 0:
-            return
-        self.wait()
-        # a copy on the host: training changes the original while the thread writes
-        state = run.state_dict(step)
-        # what belongs to the run: a resume checks it, and goes on with it
-        state |= dict(
-            run_id=self.start.run_id,
-            settings=vars(self.settings) | dict(init_from=self.start.init_from),
-            data=self.data.sha256,
-            task=self.data.task,
-        )
-        self.writing = self.writer.submit(self.write, name, state, metrics)
-
-    def save_if_best(self, step, run, metrics):
-        """Saves best.pt if the evaluation in `metrics` is better than the one in best.json."""
-        if self.rank != 0:
-            return
-        self.wait()
-        best = -1.0
-        with suppress(OSError, ValueError):  # there is none yet, or the disk was full
-            with open(os.path.join(self.settings.out_dir, "best.json"), "rb") as f:
-                best = json.load(f)["metrics"]["eval/exact_accuracy"]
-        if metrics["eval/exact_accuracy"] > best:
-            self.save("best", step, run, metrics)
-
-    def write(self, name, state, metrics):
-        os.makedirs(self.settings.out_dir, exist_ok=True)
-        path = os.path.join(self.settings.out_dir, name)
-        # if keep_last_n is lower than before, this may free the space that the checkpoint needs
-        self.prune(self.newest)
-        # a name is there only once its content is on the disk
-        with replacing(path + ".pt") as f:
-            torch.save(state, f)
-        # the .json comes last, and proves that the .pt is complete
-        description = {key: state[key] for key in ("step", "run_id", "data", "settings")}
-        description |= dict(sha256=file_hash(path + ".pt"), metrics=metrics)
-        with replacing(path + ".json") as f:
-            f.write(json.dumps(description, indent=1).encode())
-        # older checkpoints go once the new one is whole; best.pt does not count towards keep_last_n
-        if name != "best":
-            self.newest = state["step"]
-            self.prune(self.newest)
-        if self.mirror:
-            self.mirror.update(name)
-
-    def prune(self, newest):
-        """Deletes all but the last keep_last_n complete checkpoints; a file that cannot be deleted stays."""
-        for name in outdated(os.listdir(self.settings.out_dir), newest, self.settings.keep_last_n):
-            with suppress(OSError):
-                os.remove(os.path.join(self.settings.out_dir, name))
-
-    def wait(self):
-        """Waits for the checkpoint that is being written. Returns False, and logs it, if that failed."""
-        # an error of the thread shows here
-        writing = self.writing
-        self.writing = None
-        try:
-            if writing:
-                writing.result()
-        except (OSError, RuntimeError) as e:  # torch.save reports a full disk by a RuntimeError
-            hint = "disk full: " if "unexpected pos" in str(e) else ""
-            self.log.print0(f"checkpoint not written: {hint}{e}")
-            return False
-        return True
-
-    def close(self, seconds):
-        """Ends the upload. Returns whether the bucket, where there is one, has everything."""
-        if not self.mirror:
-            return True
-        # a bucket may take longer than stall_timeout; the upload has a time limit of its own
-        restart_watchdog(0)
-        return self.mirror.close(seconds)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The bucket
-
-class Mirror:
-    """A thread that copies out_dir to gcs_dir: the newest checkpoint, .pt before .json, and the other files.
-
-    What fails is tried again at the next update, and training continues. If another process has begun to
-    train the run, the mirror stops this one.
-    """
-
-    def __init__(self, settings, log, start):
-        self.settings = settings
-        self.log = log
-        self.token = start.token
-        self.bucket = Bucket(settings.gcs_dir)  # a stop does not end its attempts
-        # what has been copied, and what has not
-        self.newest = f"ckpt_{start.step:08d}"
-        self.copied = {}  # {name of a file: its version}
-        self.errors = []  # what the last copy raised
-        self.is_closing = False
-        # the thread sleeps until there is something to copy
-        self.changed = threading.Event()
-        self.thread = threading.Thread(target=self.work, daemon=True)  # does not keep the process alive
-        self.thread.start()
-
-    def update(self, name=""):
-        """Begins to copy what is new; name: a checkpoint that is complete."""
-        if name.startswith("ckpt_"):
-            self.newest = name
-        self.changed.set()
-
-    def close(self, seconds):
-        """Copies what is new, within the given time. Returns whether the bucket has everything."""
-        # the thread ends after this last copy; one that hangs ends with the process
-        self.is_closing = True
-        self.update()
-        # a line before what may take minutes
-        self.log.print0(f"uploading to {self.settings.gcs_dir}, for {seconds} s at most")
-        self.thread.join(seconds)
-        is_complete = not (self.thread.is_alive() or self.errors)
-        if not is_complete:
-            self.log.print0(f"upload to {self.settings.gcs_dir} not complete; "
-                            "--init_from=auto uploads the rest")
-        return is_complete
-
-    def work(self):
-        is_last = False
-        while not is_last:
-            # what changes during a copy is for the next one
-            self.changed.wait()
-            self.changed.clear()
-            is_last = self.is_closing
-            failed_before = bool(self.errors)
-            self.errors = self.copy()
-            # one line for all errors in a row
-            if self.errors and not failed_before:
-                self.log.print0(f"upload failed, the next checkpoint tries again: {self.errors[0]}")
-
-    def copy(self):
-        """Copies what is new. Returns the errors: a file that fails does not stop the next one."""
-        try:
-            self.check_owner()
-            # one checkpoint, whole, though a newer one may come meanwhile; then what it makes outdated
-            newest = self.newest
-            self.copy_checkpoint(newest)
-            for name in outdated(self.bucket.list(), step_of(newest), self.settings.keep_last_n):
-                self.bucket.delete(name)
-            names = os.listdir(self.settings.out_dir)
-        except Exception as e:  # whatever it is, training continues
-            return [e]
-
-        # the other files; best.pt comes before best.json, which has its hash
-        errors = []
-        for name in sorted(names, reverse=True):
-            is_file = os.path.isfile(os.path.join(self.settings.out_dir, name))
-            if is_file and not re.fullmatch(r"ckpt_.*|run\.json|.*\.(tmp|part|lock)", name):
-                try:
-                    self.copy_file(name)
-                except Exception as e:
-                    errors.append(e)
-        return errors
-
-    def check_owner(self):
-        """Requests a stop if another process has begun to train the run."""
-        # a missing run.json names no other owner: somebody may have deleted it
-        owner = parse_run(self.bucket.read("run.json"))
-        if owner.get("token", self.token) != self.token:
-            self.log.print0(f"another process, on {owner.get('host')}, has begun to train the run in "
-                            f"{self.settings.gcs_dir}: this one stops")
-            request_stop()
-            raise TransientError("another process trains this run")
-
-    def copy_checkpoint(self, name):
-        """Copies a numbered checkpoint, unless it has been deleted: then a newer one is complete."""
-        path = os.path.join(self.settings.out_dir, name)
-        with suppress(FileNotFoundError):
-            # the .json may be deleted during the upload of the .pt, and proves that one complete
-            with open(path + ".json", "rb") as f:
-                description = f.read()
-            self.copy_file(name + ".pt")
-            self.bucket.write(name + ".json", description)
-
-    def copy_file(self, name):
-        path = os.path.join(self.settings.out_dir, name)
-        # what has not changed is in the bucket already
-        stat = os.stat(path)
-        version = stat.st_mtime_ns, stat.st_size  # the size too: two appends can share one mtime
-        if self.copied.get(name) != version:
-            self.bucket.upload(path, name)
-            self.copied[name] = version
-
-
-# ---------------------------------------------------------------------------------------------------------
 # A replica
 
 def replica(settings, kind):
@@ -978,11 +768,8 @@ def replica(settings, kind):
                         f"of global_batch_size={settings.global_batch_size}")
 
     # where to start
-    start = agree_on_start(settings, device, data, model, total_steps, stop_requested)
-    if settings.export:
-        if device.rank == 0:
-            export_model(settings, model, start, data, test)
-        return
+    checkpoints = Checkpoints(settings, device, data, test)
+    start = checkpoints.find_start(model, total_steps, stop_requested)
     # the watchdog begins here: what came before may have had to wait for a download
     restart_watchdog(settings.stall_timeout)
     run = Run(settings, model, device, start.state)
@@ -990,35 +777,25 @@ def replica(settings, kind):
     # say what the run is, and on what
     log = Log(settings, device, start.step)
     device.print0 = log.print0
-    log.header(run, data, test, start.notes)
+    log.header(run, data, test, checkpoints.notes)
 
     # evaluate, finish an upload, or train
     if settings.eval_only:
         if not final_evaluation(run, test, log, start.step):
             sys.exit(3)
         return
-    checkpoints = Checkpoints(settings, device, log, start, data)
+    checkpoints.open(start, log.print0, request_stop)
     if start.is_complete:
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                    "a higher max_steps or epochs continues it")
+        restart_watchdog(0)  # the upload has a time limit of its own
         if not checkpoints.close(600):  # what the last upload left out
             sys.exit(1)
         return
     # train
-    log.begin(start.run_id, total_steps, dict(data_sha256=data.sha256, parameters=model.num_parameters()))
+    facts = dict(data_sha256=data.sha256, parameters=model.num_parameters())
+    log.begin(checkpoints.run_id, total_steps, facts)
     train_and_evaluate(run, data, test, log, checkpoints, start, total_steps)
-
-
-def export_model(settings, model, start, data, test):
-    """Writes the file of --export. Rank 0."""
-    for note in start.notes:
-        print(note)
-    # the settings of the training, which this command need not repeat
-    trained = vars(settings) | start.state.get("settings", {})
-    kept = DEFAULTS.keys() - RUN_SETTINGS  # a file of an older train.py may have others
-    trained = {name: value for name, value in trained.items() if name in kept}
-    command = f"python train.py {differences(configurator.Settings(**trained))}"
-    write_model(settings, model, start, data, test, dict(settings=trained, command=command))
 
 
 def check_batch_size(settings, device):
@@ -1108,15 +885,18 @@ def check_settings(settings):
     if settings.out_dir.startswith(("gs://", "~")):
         raise UserError(f"--out_dir={settings.out_dir}: must be a folder of this machine, written out; "
                         "--gcs_dir mirrors it to a bucket")
-    # what needs weights, and what would be overwritten
-    for name in ("eval_only", "export"):
-        if getattr(settings, name) and settings.init_from == "scratch":
-            raise UserError(f"{name} needs weights: --init_from=resume (the newest checkpoint of out_dir) "
-                            "or --init_from=FILE")
-    if os.path.lexists(settings.export):
-        raise UserError(f"--export={settings.export}: exists already; choose another name")
+    # what needs weights
+    if settings.eval_only and settings.init_from == "scratch":
+        raise UserError("eval_only needs weights: --init_from=resume (the newest checkpoint of out_dir) "
+                        "or --init_from=FILE")
     if settings.gcs_dir:
         Bucket(settings.gcs_dir)  # raises UserError for a malformed address
+
+
+def recipe(settings):
+    """Returns those of {name: value} that say what a run trains, and not where and how it runs."""
+    names = DEFAULTS.keys() - RUN_SETTINGS
+    return {name: value for name, value in settings.items() if name in names}
 
 
 def differences(settings):

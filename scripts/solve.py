@@ -14,10 +14,10 @@ A puzzle is a line, a file, or stdin (if left out, or -), in one line or in seve
 the answers. A puzzle that begins with - must be in a file.
 
 The script keeps the most confident answer: of all supervision steps, and of several attempts with noise
-(eval_rollouts). The model is a file of train.py's --export, a run's folder or a checkpoint. They contain its
+(eval_rollouts). The model is a file of export.py, a run's folder or a checkpoint. They contain its
 settings and say what it solves. An official checkpoint needs the settings that differ from train.py's, as
 config files or flags; its sizes tell whether it solves Sudoku or mazes. The model runs on the CPU as in
-train.py's evaluation: averaged weights, forward_dtype (float32 for a file of --export), full depth.
+train.py's evaluation: averaged weights, forward_dtype (float32 for a file of export.py), full depth.
 
 ARC needs the dataset of the run, which knows the versions of each task. They vote, as in train.py's
 evaluation. Many tasks are a folder with a .json file for each, or a .json file like Kaggle's. If the dataset
@@ -66,7 +66,7 @@ task = ""  # name of an ARC task in the model's dataset
 versions = 0  # versions of each ARC task that vote; 0: all
 halt_max_steps = 0  # supervision steps; 0: as many as the run's evaluation; more may solve more
 
-MODELS = os.path.join(ROOT, "models")  # trained ones, files of --export
+MODELS = os.path.join(ROOT, "models")  # trained ones, files of export.py
 CSV_ENDINGS = (".csv", ".csv.gz", ".jsonl", ".jsonl.gz")
 CELLS_AT_A_TIME = 5_000  # in a batch: 61 Sudokus of 9x9 or 5 mazes of 30x30
 
@@ -547,7 +547,7 @@ def read_saved(path, train_arguments):
     for name, value in state.get("settings", {}).items():
         if name in train.DEFAULTS and name not in ignored:
             flags.append(f"--{name}={value}")
-    if "puzzles" in state:  # a file of --export travels, and many CPUs have no bfloat16 units
+    if "command" in state:  # a file of export.py travels, and many CPUs have no bfloat16 units
         flags.append("--forward_dtype=float32")
     one_batch = ["--global_batch_size=1", "--micro_batch_size=0", "--eval_patience=0"]  # shows every step
     settings = configure(train.__file__, flags + train_arguments + one_batch)

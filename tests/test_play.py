@@ -16,10 +16,9 @@ import urllib.request
 import play
 import pytest
 import solve
-from helpers import wait_for, write_exchange
+from helpers import wait_for
 
 import puzzles
-from configurator import UserError
 from evaluate import elect, grid_of_key
 
 
@@ -81,12 +80,6 @@ def test_answers_are_those_of_solve(serve, models_folder, kind):
         assert line["solved"] == puzzles.are_solutions(game.task, question[None], step["preds"]).tolist()
     copy, step = lines[-1]["kept"]
     assert lines[step - 1]["sure"][copy] == max(max(line["sure"]) for line in lines)
-
-
-def test_weights_and_dataset_must_have_the_same_symbols(models_folder, tmp_path):
-    write_exchange(tmp_path / "turned", "_10")
-    with pytest.raises(UserError, match="symbols '_01'.*turned has symbols '_10'"):
-        play.Game(str(models_folder / "exchange"), [f"--data_path={tmp_path / 'turned'}"])
 
 
 def test_one_of_several_right_answers_is_not_shown_as_the_answer(serve, monkeypatch):

@@ -211,7 +211,7 @@ OFFICIAL = ["official.pt", *SOLVE_MODEL]  # 4x4 Sudokus have as many symbols as 
 
 @pytest.mark.parametrize("argv, words", [
     (["a", "b", "c"], "MODEL PUZZLE"),
-    (["nowhere", "." * 16], "nowhere: no such checkpoint"),
+    (["nowhere", "." * 16], "nowhere: cannot be read as a checkpoint"),
     (["sudoku-data", "." * 16], "no complete checkpoint"),
     (["sudoku", "." * 16, "--plot=a.jpg"], ".png or .gif"),
     (["sudoku", "tasks.json"], "choose a file for the answers to the tasks, --output=submission.json"),

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import export
 import numpy as np
 import pytest
 import torch
@@ -108,18 +109,6 @@ def test_a_forks_optimizer_resumes_with_its_own_state(data, tmp_path, monkeypatc
     test_a_resume_equals_no_interruption(data, tmp_path, ["--lr=1e-3"])
 
 
-def test_a_resume_passes_over_a_truncated_checkpoint(data, whole, tmp_path):
-    out = interrupted(whole[0], tmp_path / "run")
-    os.truncate(out / "ckpt_00000030.pt", 99)
-    check_resume(data, whole[0], out, f"resuming from {out}/ckpt_00000020.pt")
-
-
-def test_a_resume_passes_over_a_checkpoint_without_json(data, whole, tmp_path):
-    out = interrupted(whole[0], tmp_path / "run")
-    (out / "ckpt_00000030.json").unlink()
-    check_resume(data, whole[0], out, f"skipped {out}/ckpt_00000030.pt")
-
-
 def test_a_run_killed_in_its_first_checkpoint_begins_again(data, whole, tmp_path):
     out = interrupted(whole[0], tmp_path / "run")
     for name in set(os.listdir(out)) - {"best.pt", "best.json", "ckpt_00000010.pt"}:
@@ -139,7 +128,7 @@ def test_a_resume_makes_up_for_an_evaluation_that_was_stopped(data, tmp_path, mo
 def test_a_resume_names_changed_settings_and_refuses_another_optimizer(data, out):
     text = run(data, out, "--max_steps=41", "--init_from=resume", "--lr=1e-3")
     assert "lr is 0.001; the checkpoint had 0.002" in text
-    with pytest.raises(configurator.UserError, match="was trained with optimizer=adam_atan2, not lion: "):
+    with pytest.raises(configurator.UserError, match="was trained with optimizer=adam_atan2: "):
         run(data, out, "--max_steps=50", "--init_from=resume", "--optimizer=lion")
 
 
@@ -175,12 +164,10 @@ def test_a_complete_run_says_so_and_evaluates_again(data, out):
 
 def test_weights_survive_the_export_to_the_official_code(data, whole, tmp_path):
     exported = str(tmp_path / "model.pt")
-    run(data, whole[0], "--max_steps=40", "--init_from=resume", f"--export={exported}")
+    export.main([whole[0], exported])
     official = torch.load(exported, weights_only=True)["weights"]
-    average = newest(whole[0])["ema"]
-    assert official.keys() == {"_orig_mod.model.inner." + name for name in average}
-    for name, t in average.items():
-        assert torch.equal(t, official["_orig_mod.model.inner." + name])
+    average = {"_orig_mod.model.inner." + name: t for name, t in newest(whole[0])["ema"].items()}
+    assert same(official, average)
 
     # it scores the same; out_dir cannot be made, which is a warning
     torch.save(official, tmp_path / "official.pt")
@@ -188,27 +175,31 @@ def test_weights_survive_the_export_to_the_official_code(data, whole, tmp_path):
     values = {name: value for name, value in lines(whole[0])[-1].items() if name.startswith("eval/")}
     assert f"step 0 | evaluation: {train.listed(values)}\n" in text
 
-    # best.pt can be exported too, with its metrics
-    run(data, tmp_path / "x", f"--init_from={whole[0]}/best.pt", f"--export={tmp_path / 'best.pt'}")
-    best = torch.load(tmp_path / "best.pt", weights_only=True)
-    assert best["step"] == best["metrics"]["step"] and "init_from" not in best["command"]
+    # an official file takes the dataset's puzzles, and the settings of the command
+    export.main([str(tmp_path / "official.pt"), str(tmp_path / "named.pt"), f"--data_path={data}", *TINY])
+    named = torch.load(tmp_path / "named.pt", weights_only=True)
+    assert same(dict(sorted(named["weights"].items())), dict(sorted(official.items())))
+    assert len(named["puzzles"]["inputs"]) == 40
 
-    # so can a file of an older version, whose settings are other ones
-    older = torch.load(exported, weights_only=True)
-    older["settings"]["forgotten"] = True
-    torch.save(older, tmp_path / "older.pt")
-    run(data, tmp_path / "x", f"--init_from={tmp_path / 'older.pt'}", f"--export={tmp_path / 'newer.pt'}")
-    assert torch.load(tmp_path / "newer.pt", weights_only=True)["command"] == older["command"]
-
-    # and weights without settings, which an evaluation may precede
-    torch.save(official, tmp_path / "bare.pt")
-    flags = [f"--init_from={tmp_path / 'bare.pt'}", "--eval_only", f"--export={tmp_path / 'named.pt'}"]
-    run(data, tmp_path / "x", *flags)
-    assert "eval_only" not in torch.load(tmp_path / "named.pt", weights_only=True)["settings"]
-
-    # training can start from it, at step 0
+    # training can start from a file, at step 0
     run(data, tmp_path / "tuned", f"--init_from={exported}", "--max_steps=5")
     assert curve(tmp_path / "tuned")[5] < curve(whole[0])[5]
+
+
+def test_an_export_needs_a_checkpoint_alone(data, whole, tmp_path):
+    """best.pt, or one of an older version with other settings, whose puzzles come from the dataset."""
+    export.main([f"{whole[0]}/best.pt", str(tmp_path / "best.pt")])
+    best = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert best["step"] == 16 and "--lr=0.002" in best["command"] and "init_from" not in best["command"]
+    older = torch.load(f"{whole[0]}/best.pt", weights_only=True)
+    older["settings"]["forgotten"] = True
+    del older["puzzles"]
+    torch.save(older, tmp_path / "older.pt")
+    export.main([str(tmp_path / "older.pt"), str(tmp_path / "newer.pt")])
+    newer = torch.load(tmp_path / "newer.pt", weights_only=True)
+    assert newer["command"] == best["command"] and same(newer["puzzles"], best["puzzles"])
+    with pytest.raises(configurator.UserError, match="best.pt: exists already; choose another name"):
+        export.main([whole[0], str(tmp_path / "best.pt")])
 
 
 def test_evaluation_does_not_change_training(data, whole, tmp_path):
