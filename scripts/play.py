@@ -5,8 +5,8 @@
     python scripts/play.py out/fork fork.py --port=0    a model that fork.py trained, on any free port
 
 The model is what solve.py takes, and brings 100 test puzzles; others can be typed. ARC's tasks come from the
-dataset of the training (--data_path). The server of the page, play.html, listens on 127.0.0.1 only. Its API is
-JSON, errors are {"error": "..."}:
+dataset of the training (--data_path). The server of the page, play.html, listens on 127.0.0.1 only. Its API
+is JSON, errors are {"error": "..."}:
 
     GET  /api/run                what the model plays
     GET  /api/puzzle?number=7    a test puzzle, from 1, and its answer, null if there are several
@@ -105,7 +105,7 @@ class Game:
             self.train_data = datasets.Dataset(folder, "train")
             self.test_data = datasets.Dataset(folder, "test")
             if self.train_data.sha256 != self.model.data:
-                raise UserError(f"{path} was not trained on {folder}: --data_path=FOLDER says where its dataset is")
+                raise UserError(f"{path} was not trained on {folder}: choose another --data_path")
             self.puzzles = vars(self.test_data)
 
     def describe(self):
@@ -126,7 +126,7 @@ class Game:
         return len(self.puzzles.get("inputs", ()))
 
     def test_puzzle(self, number):
-        """Returns a test puzzle, for the page; number: as text. Raises UserError, or ValueError for no number.
+        """Returns a test puzzle, for the page; number: a text. Raises UserError, ValueError for no number.
 
         The answer is None if it is not known, or one of several right ones.
         """
