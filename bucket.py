@@ -35,7 +35,7 @@ def try_again(attempt, label, attempts, stop=lambda: False):
         attempt: a function; after a TransientError or an error of requests it is called again.
         label: the beginning of the lines on stderr and of the last error.
         attempts: the number of calls.
-        stop: a function; if it returns true in a pause, KeyboardInterrupt is raised.
+        stop: a function; if it returns true in a pause, SystemExit(3) is raised.
 
     Raises TransientError if the last call fails.
     """
@@ -47,7 +47,7 @@ def try_again(attempt, label, attempts, stop=lambda: False):
             print(f"{label}: {cause}; trying again in {seconds} s", file=sys.stderr)
         for _ in range(seconds):
             if stop():
-                raise KeyboardInterrupt
+                raise SystemExit(3)
             time.sleep(1)
 
         try:
@@ -88,7 +88,7 @@ class Bucket:
 
     Args:
         url: gs://bucket/prefix.
-        stop: a function; if it returns true in a pause, KeyboardInterrupt is raised.
+        stop: a function; if it returns true in a pause, SystemExit(3) is raised.
         attempts: at each request; nine take three minutes.
     """
 

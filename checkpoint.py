@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from bucket import Bucket, Mirror
-from configurator import TransientError, UserError
+from configurator import TransientError, UserError, missing_forks
 from data import file_hash, read_metrics, replacing
 from model import read_torch_file
 
@@ -86,9 +86,7 @@ class Checkpoints:
         if self.device.rank == 0:
             try:
                 start = self.load(model, total_steps, should_stop)
-            except KeyboardInterrupt:  # a stop was requested
-                error = SystemExit(3)
-            except (UserError, TransientError, OSError) as e:
+            except (UserError, TransientError, OSError, SystemExit) as e:
                 error = e
         # what the others need of it
         error, *known = self.device.all_gather((error, *start[:3]))[0]
@@ -170,11 +168,8 @@ class Checkpoints:
         settings = self.settings
         state = read_checkpoint(path)
         step = state["step"]
-        # the checkpoint, the dataset, the length and the optimizer
-        if "settings" not in state:
-            raise UserError(f"{path} is of another version of this code: it lacks the settings; another "
-                            "--out_dir with --init_from=FILE begins with its weights")
         saved = state["settings"]
+        # the dataset, the length and the optimizer
         if state["data"] != self.data.sha256:
             raise UserError(f"{path} was trained on another dataset than {settings.data_path}: choose that "
                             "one, or another --out_dir")
@@ -195,6 +190,7 @@ class Checkpoints:
 
         # what the log says of it
         self.notes.append(f"resuming from {path}")
+        self.note_missing(state)
         for name, value in vars(settings).items():
             if saved.get(name, value) != value and name != "init_from":
                 self.notes.append(f"{name} is {value}; the checkpoint had {saved[name]}")
@@ -211,6 +207,7 @@ class Checkpoints:
         state = read_checkpoint(file)
         check_task(state, self.data, file)
         is_averaged = load_weights(model, state["weights"], file)
+        self.note_missing(state)
         if self.settings.eval_only:
             if is_averaged:
                 raise UserError(f"{file} has other puzzle identifiers than {self.data.path}: it can be "
@@ -218,8 +215,17 @@ class Checkpoints:
             return Start(state.get("step", 0), state=state)
         # a new run takes the weights and their average, and counts its own steps
         if is_averaged:
-            self.notes.append(f"{file} has other puzzle identifiers: all start from their mean")
+            self.notes.append(f"{file} has other puzzle identifiers: all start from the mean of its "
+                              "embedding")
         return Start(state={"ema": state["ema"]} if "ema" in state else {})
+
+    def note_missing(self, state):
+        """Notes which forks have trained a checkpoint, and which settings it has, that are not known here."""
+        self.notes += missing_forks(state.get("forks", {}))
+        gone = state.get("settings", {}).keys() - vars(self.settings).keys()
+        if gone:
+            names = ", ".join(sorted(gone))
+            self.notes.append(f"the checkpoint has settings that are not known here: {names}")
 
     def take_over(self, bucket):
         """Makes this process the one that trains the run: locks out_dir and writes run.json."""
@@ -442,13 +448,21 @@ def read_checkpoint(path):
         state = state if "weights" in state else {"weights": state}
         if not all(map(torch.is_tensor, state["weights"].values())):
             raise ValueError
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such checkpoint or model file; --init_from takes scratch, resume, "
-                        "auto or a FILE") from None
     except Exception as e:  # torch has many for this
-        raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): "
-                        "damaged, or not one of ours or the official code's") from None
+        raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): damaged, or not one "
+                        "of ours or the official code's; init_from is scratch, resume, auto or a FILE") from None
     return state
+
+
+def saved_settings(settings):
+    """Returns the settings of the checkpoint that a resume or an evaluation begins with, or {}."""
+    if settings.init_from in ("resume", "auto"):
+        for path in checkpoint_paths(settings.out_dir)[:1]:
+            with suppress(ValueError, KeyError):  # a damaged file: the resume itself says so
+                return json.loads(Path(path).with_suffix(".json").read_bytes())["settings"]
+    elif settings.eval_only and settings.init_from != "scratch":
+        return read_checkpoint(settings.init_from).get("settings", {})
+    return {}
 
 
 def load_weights(model, named, where):

@@ -28,7 +28,6 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 
@@ -71,8 +70,8 @@ class Dataset:
     """One split of a dataset, checked when it is loaded.
 
     inputs and labels are memory-mapped, [N, seq_len]. len() is the number of examples: N, or more where
-    versions are made when they are needed. The keys of dataset.json are attributes. task is what puzzles.py
-    calls a task. Datasets of the official code, without a manifest, load too.
+    versions are made when they are needed. The keys of dataset.json are attributes. task is what
+    puzzles/__init__.py calls a task. Datasets of the official code, without a manifest, load too.
 
     Args:
         path: the folder of the dataset.
@@ -499,23 +498,28 @@ def replacing(path):
             os.remove(path + ".tmp")
 
 
-def read_metrics(path):
+def read_lines(path):
     """Returns the dicts with a step in a metrics.jsonl, without damaged lines; [] if it is missing."""
-    metrics = []
+    lines = []
     with suppress(FileNotFoundError), open(path, "rb") as f:
         for line in f:
             with suppress(ValueError):
                 values = json.loads(line)
                 if isinstance(values, dict) and "step" in values:
-                    metrics.append(values)
-    return metrics
+                    lines.append(values)
+    return lines
 
 
-def saved_settings(folder):
-    """Returns the settings in a run's newest .json of a checkpoint that can be read, or {}."""
-    for path in sorted(Path(folder).glob("ckpt_*.json"), reverse=True):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # an interrupted upload or download
-            return dict(json.loads(path.read_bytes())["settings"])
+def read_metrics(path):
+    """Returns the lines of a metrics.jsonl that have metrics; see read_lines."""
+    return [line for line in read_lines(path) if "run" not in line]
+
+
+def read_facts(path):
+    """Returns what the first line of a metrics.jsonl says about its run; {} if it says nothing."""
+    for line in read_lines(path):
+        if "run" in line:
+            return line["run"]
     return {}
 
 

@@ -397,7 +397,7 @@ def save_outputs(settings, device, path, indices, arrays, should_stop):
             np.savez_compressed(f, indices=indices, **wanted)
         if settings.gcs_dir:
             Bucket(settings.gcs_dir, should_stop).upload(name, os.path.basename(name))
-    except (OSError, UserError, TransientError, KeyboardInterrupt) as e:  # KeyboardInterrupt: should_stop
+    except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
         print(f"{name}: not saved: {e}", file=sys.stderr)
 
 

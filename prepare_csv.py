@@ -21,7 +21,7 @@ from puzzles.symmetries import dihedral as dihedral_turns, keys_of, orbit_keys
 
 # files
 train_csv = ""  # training puzzles, .csv or .csv.gz
-test_csv = ""  # test puzzles, none of which is in train_csv
+test_csv = ""  # test puzzles, which are left out of the training puzzles
 holdout = 0  # test puzzles to draw from train_csv, instead of test_csv
 several_answers = False  # keep the first of several answers to a question, which are an error otherwise
 output_dir = ""  # "": data/ and the name of train_csv
@@ -53,7 +53,8 @@ def main(settings):
         test = train[:, np.sort(order[:settings.holdout])]
 
     # neither test puzzles nor what a symmetry turns into one are trained on
-    grid, turns = grid_and_turns(settings, train.shape[2])
+    grid = grid_of(settings, train.shape[2])
+    turns = dihedral_turns(grid[0]) if settings.dihedral else np.arange(train.shape[2])[None]
     exchanged = exchanged_tokens(settings.permute_symbols, symbols)
     keys = orbit_keys(train[0], turns, exchanged)
     rows = rows_to_train_on(settings.train_csv, keys, set(orbit_keys(test[0], turns, exchanged)))
@@ -78,6 +79,9 @@ def fill_in(settings):
     if not settings.train_csv or not has_test:
         raise UserError("needs --train_csv=FILE and either --test_csv=FILE or --holdout=N")
     check_minimums(settings, num_aug=0, holdout=0, seed=0)
+    form = r"(\d+)x\1|" if settings.dihedral else r"\d+x\d+|"
+    if not re.fullmatch(form, settings.grid):
+        raise UserError(f"grid={settings.grid}: must be as 6x6, and a square for --dihedral")
     name = os.path.basename(settings.train_csv).split(".")[0]
     settings.output_dir = settings.output_dir or f"data/{name}"
 
@@ -97,8 +101,7 @@ def symbols_of(settings):
 def read(path, cells, settings, symbols):
     """Returns the puzzles of a file, [2, n, cells], each once; cells: see read_puzzles. Raises UserError."""
     def task_of_cells(cells):
-        grid, _ = grid_and_turns(settings, cells)
-        manifest = {"kind": settings.kind, "grid": grid, "symbols": "_" + symbols}
+        manifest = {"kind": settings.kind, "grid": grid_of(settings, cells), "symbols": "_" + symbols}
         return task_of(manifest, cells, len(symbols) + 1)
 
     tables = table_of(symbols), table_of(symbols) | dict.fromkeys(settings.ignored, 0)
@@ -109,22 +112,18 @@ def read(path, cells, settings, symbols):
     first_rows = {}
     for row, key in enumerate(keys_of(puzzles[0])):
         first = first_rows.setdefault(key, row)
-        if not settings.several_answers and (puzzles[1, row] != puzzles[1, first]).any():
+        is_other = first < row and (puzzles[1, row] != puzzles[1, first]).any()
+        if is_other and not settings.several_answers:
             raise UserError(f"{path}:{lines[row]}: another answer stands above (see --several_answers)")
     if len(first_rows) < len(lines):
         print(f"{path}: left out, since they are repeated: {len(lines) - len(first_rows):,}")
     return puzzles[:, list(first_rows.values())]
 
 
-def grid_and_turns(settings, cells):
-    """Returns the grid, [rows, columns], and its turns as indices [n, cells]. Raises UserError."""
+def grid_of(settings, cells):
+    """Returns the grid of so many cells, [rows, columns]: a square, unless the settings have another one."""
     side = math.isqrt(cells)
-    square = [side, side]
-    grid = list(map(int, re.findall(r"\d+", settings.grid))) if settings.grid else square
-    if math.prod(grid) != cells or settings.dihedral and grid != square:
-        raise UserError(f"grid={settings.grid} does not fit {cells} characters: must be as 6x6, and a square "
-                        "for --dihedral")
-    return grid, dihedral_turns(side) if settings.dihedral else np.arange(cells)[None]
+    return list(map(int, settings.grid.split("x"))) if settings.grid else [side, side]
 
 
 def exchanged_tokens(permute_symbols, symbols):

@@ -24,7 +24,6 @@ import traceback
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import requests
@@ -37,7 +36,7 @@ import evaluate
 import model as models
 import optim
 from bucket import Bucket, local_dataset
-from checkpoint import Checkpoints, checkpoint_paths, read_checkpoint
+from checkpoint import Checkpoints, checkpoint_paths, saved_settings
 from configurator import (
     TransientError,
     UserError,
@@ -46,7 +45,7 @@ from configurator import (
     end_with_parent,
     read_settings,
 )
-from data import duration, make_dataset, read_metrics, replacing
+from data import duration, make_dataset, read_facts, read_metrics, replacing
 from device import choose_device, open_device, out_of_memory, peak_flops
 
 # data
@@ -574,18 +573,28 @@ class Log:
         for note in notes:
             self.print0(note)
 
-    def begin(self, run_id, total_steps, facts):
-        """Drops the lines past the step where the run starts, and starts W&B; facts: for W&B's config."""
+    def begin(self, run_id, facts):
+        """Writes the first line of metrics.jsonl, drops lines past the first step, and starts W&B.
+
+        Args:
+            run_id: W&B's id of the run.
+            facts: {name: value} of what the run is, besides its settings.
+        """
         settings = self.settings
-        self.print0(f"training from step {self.step} to {total_steps}, "
+        self.print0(f"training from step {self.step} to {facts['total_steps']}, "
                     f"{settings.global_batch_size} sequences a step")
         if self.device.rank != 0:
             return
-        # a killed run may have logged steps past its last checkpoint, which this one repeats
+        # the first line, which scripts read; a run that resumes may have begun on other hardware
         path = os.path.join(settings.out_dir, "metrics.jsonl")
+        trained = {name: value for name, value in vars(settings).items() if name not in RUN_SETTINGS}
+        hardware = f"{self.device.world} x {self.device.kind} ({self.device.name})"
+        hardware = sorted({hardware, *read_facts(path).get("hardware", [])})
+        first_line = {"step": 0, "run": dict(settings=trained, hardware=hardware, **facts)}
+        # a killed run may have logged steps past its last checkpoint, which this one repeats
         kept = [line for line in read_metrics(path) if line["step"] <= self.step]
         with replacing(path) as f:
-            f.write("".join(json.dumps(line) + "\n" for line in kept).encode())
+            f.write("".join(json.dumps(line) + "\n" for line in [first_line, *kept]).encode())
         if settings.wandb_log:
             self.wandb = start_wandb(settings, run_id, facts, self.print0)
 
@@ -740,11 +749,10 @@ def replica(settings, kind):
     # the watchdog begins here: what came before may have had to wait for a download
     restart_watchdog(settings.stall_timeout)
     run = Run(settings, model, device, start.state)
-    notes = [dtype_note, *checkpoints.notes, *missing_code(start.state, settings)]
     start = start._replace(state={})  # frees the memory of the checkpoint
     # say what the run is, and on what
     log = Log(settings, device, start.step)
-    log.header(run, data, test, filter(None, notes))
+    log.header(run, data, test, filter(None, [dtype_note, *checkpoints.notes]))
 
     # evaluate, finish an upload, or train
     if settings.eval_only:
@@ -760,29 +768,28 @@ def replica(settings, kind):
             sys.exit(1)
         return
     # train
-    facts = dict(data_sha256=data.sha256, parameters=model.num_parameters())
-    log.begin(checkpoints.run_id, total_steps, facts)
+    log.begin(checkpoints.run_id, dict(
+        total_steps=total_steps,
+        parameters=model.num_parameters(),
+        flops_per_example=model.flops_per_example(settings)[1],
+        examples=len(data),
+        puzzles=data.total_groups,
+        data_sha256=data.sha256,
+    ))
     train_and_evaluate(run, data, test, log, checkpoints, start, total_steps)
-
-
-def missing_code(state, settings):
-    """Returns lines on what trained a checkpoint, or a file, and is not here: forks and their settings."""
-    lines = configurator.missing_forks(state.get("forks", {}))
-    gone = state.get("settings", {}).keys() - vars(settings).keys()
-    if gone:
-        lines.append(f"the checkpoint has settings that are not known here: {', '.join(sorted(gone))}")
-    return lines
 
 
 def check_batch_size(settings, device):
     """Raises UserError unless the batch divides into replicas and micro-batches."""
-    # the next larger batch that fits is what most users want
-    multiple = device.world * (settings.micro_batch_size or 1)
-    if settings.global_batch_size % multiple:
-        fitting = -(-settings.global_batch_size // multiple) * multiple
-        raise UserError(f"global_batch_size {settings.global_batch_size} must be a multiple of {multiple} "
-                        f"({device.world} replicas x micro_batch_size {settings.micro_batch_size or 1}), "
-                        f"for example {fitting}")
+    share, rest = divmod(settings.global_batch_size, device.world)
+    if rest:
+        raise UserError(f"global_batch_size {settings.global_batch_size} must be a multiple of the "
+                        f"{device.world} replicas")
+    size = settings.micro_batch_size
+    if size and share % size:
+        fitting = max(n for n in range(1, min(size, share) + 1) if share % n == 0)
+        raise UserError(f"micro_batch_size {size} must divide the {share} sequences of a replica: {fitting} "
+                        "does, and any other size gives the same result")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -850,14 +857,7 @@ def recipe(settings):
 
 def saved_recipe(settings):
     """Returns the recipe of the checkpoint that a resume or an evaluation begins with, or {}."""
-    saved = {}
-    if settings.init_from in ("resume", "auto"):
-        for path in checkpoint_paths(settings.out_dir)[:1]:
-            with suppress(ValueError, KeyError):  # a damaged file: the resume itself says so
-                saved = json.loads(Path(path).with_suffix(".json").read_bytes())["settings"]
-    elif settings.eval_only and settings.init_from != "scratch":
-        saved = read_checkpoint(settings.init_from).get("settings", {})
-    return recipe(saved)
+    return recipe(saved_settings(settings))
 
 
 def differences(settings):

@@ -20,7 +20,7 @@ import train
 from bucket import local_dataset
 from checkpoint import check_task, load_weights, newest_whole, read_checkpoint, some_puzzles
 from configurator import Settings, UserError, command, configure, split_arguments
-from data import Dataset, read_metrics, replacing
+from data import Dataset, replacing
 
 PREFIX = "_orig_mod.model.inner."  # of the names that the official code gives its weights
 
@@ -43,11 +43,6 @@ def main(argv):
         state = add_dataset(state, settings, path)
     settings = Settings(**train.recipe(vars(settings)))
 
-    # the last evaluation at this step, from the log beside the checkpoint
-    for line in read_metrics(os.path.join(os.path.dirname(path), "metrics.jsonl")):
-        if line["step"] == state.get("step") and "eval/loss" in line:
-            state["metrics"] = line
-
     dtype = getattr(torch, settings.forward_dtype)
     weights = state["weights"] | state.get("ema", {})
     content = dict(
@@ -55,7 +50,6 @@ def main(argv):
         settings=vars(settings),
         command=f"python train.py {train.differences(settings)}",
         step=state.get("step", 0),
-        metrics=state.get("metrics", {}),
     )
     content |= {name: state[name] for name in ("model", "task", "data", "puzzles")}
     content["forks"] = state.get("forks", {})

@@ -381,7 +381,7 @@ class Front(http.server.BaseHTTPRequestHandler):
 
         # before the request takes effect
         if fault in ("stall", "slow"):
-            server.stop.wait(4 if fault == "stall" else 0.5)
+            server.stop.wait(1 if fault == "stall" else 0.5)
         if fault == "stall":
             self.close_connection = True
             return

@@ -195,33 +195,12 @@ def test_crop_takes_the_flatter_of_two_equally_large_rectangles():
     assert crop(tokens, 3).shape == (1, 3)
 
 
-# Generated tasks
-
-COLOURS = range(1, 10)
-RULES = {  # of some families
-    "mirror": [np.flipud, np.fliplr],
-    "turn": [lambda grid, k=k: np.rot90(grid, k) for k in (1, 2, 3)],
-    "fill": [lambda grid, c=c: np.where(grid == 0, c, grid) for c in COLOURS],
-}
-
-
-def test_generated_tasks_have_one_rule_that_their_demonstrations_show(tmp_path):
-    """The rules of these families that fit the demonstrations give the right answer to the test."""
-    path = build(tmp_path / "out", source="generate", num_train=200, num_test=100, num_aug=1)
-    train = Dataset(path, "train")
+def test_generated_tasks_are_those_of_the_published_figures(tmp_path):
+    """config/arc_demo.py has these. The test tasks are the same for each num_train."""
+    path = build(tmp_path / "many", source="generate", num_train=20, num_test=10, num_aug=0)
+    few = build(tmp_path / "few", source="generate", num_train=5, num_test=10, num_aug=0)
     test = Dataset(path, "test")
-    assert len(test.task_names) == 100 and len(set(train.task_names)) == 300
-    for name, (question, answer) in zip(test.task_names, test.grids):
-        demonstrations = train.pairs(train.task_names.index(name))
-        fitting = []
-        for family, rules in RULES.items():
-            for rule in rules:
-                if all(np.array_equal(rule(given), shown) for given, shown in demonstrations):
-                    fitting.append(family)
-                    assert np.array_equal(rule(question), answer), (name, family)
-        family = name.rpartition("_")[0]
-        assert family in fitting or family not in RULES
-
-    # no question of the test is trained on
-    seen = {question.tobytes() for question, _ in train.grids}
-    assert not any(question.tobytes() in seen for question, _ in test.grids)
+    assert Dataset(path, "train").sha256[:16] == "9162fa7c3ade0f82"
+    assert sorted(test.inputs.tolist()) == sorted(Dataset(few, "test").inputs.tolist())
+    question, answer = test.grids[test.task_names.index("gravity_0003")]
+    assert np.array_equal(np.sort(question > 0, axis=0), answer > 0)

@@ -99,7 +99,7 @@ def test_two_replicas_through_xla(tmp_path):
 @pytest.mark.parametrize("flags, words", [
     (["--stepz=3"], "unknown setting stepz"),
     (["--steps=0"], "steps must be above 0"),
-    (["--global_batch_size=16", "--micro_batch_size=5"], "16 must be a multiple of 5"),
+    (["--global_batch_size=16", "--micro_batch_size=5"], "micro_batch_size 5 must divide the 16 .*: 4 does"),
     (["nowhere.py"], "nowhere.py: no such config file"),
     (["--mlp_t=False", "--num_heads=3"], "hidden_size 32 .*num_heads"),
 ])

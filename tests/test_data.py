@@ -97,8 +97,6 @@ def test_a_killed_command_leaves_nothing_that_stays(tmp_path, by, code):
     assert len(list(tmp_path.glob("*/"))) == (by == signal.SIGKILL)
     prepare(path, **SMALL)
     assert list(tmp_path.glob("*/")) == [path] and len(Dataset(path, "train")) == 15
-    with pytest.raises(UserError, match="exists already: delete it or choose another --output_dir"):
-        prepare(path, **SMALL)
 
 
 # Batches
@@ -128,7 +126,6 @@ def test_batches_are_a_pure_function_of_seed_and_step(real, make):
 def test_a_dataset_made_on_the_fly_has_the_sizes_of_its_task_and_test_puzzles_of_its_own():
     train, test = [Mirrored("a path", split) for split in ("train", "test")]
     assert (train.seq_len, train.vocab_size, len(test), train.made_by()) == (3, 10, 1000, "Mirrored")
-    assert train.sha256 == Mirrored("another", "train").sha256
     batch = test.test_batch(test.subset(3), 5)
     assert batch["inputs"].min() > 5 and (batch["labels"][3:] == -100).all()
     assert (batch["inputs"][:3, ::-1] == batch["labels"][:3]).all()
@@ -318,7 +315,8 @@ def test_hub_end_to_end(hub, tmp_path, monkeypatch):
 
 
 def test_damaged_lines_of_metrics_are_left_out(tmp_path):
-    lines = ['{"step": 1}', "\0" * 90, '{"step": ', "[]", '{"step": 3}']
+    lines = ['{"step": 0, "run": {"seed": 5}}', '{"step": 1}', "\0" * 90, '{"step": ', "[]", '{"step": 3}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert data.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 3}]
-    assert data.read_metrics(tmp_path / "none.jsonl") == []
+    assert data.read_facts(tmp_path / "metrics.jsonl") == {"seed": 5}
+    assert data.read_metrics(tmp_path / "none.jsonl") == [] and data.read_facts(tmp_path / "none.jsonl") == {}

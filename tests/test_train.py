@@ -121,7 +121,7 @@ def test_nan_stops_the_run_and_names_the_last_good_checkpoint(data, tmp_path):
 
 def test_a_complete_run_says_so_and_evaluates_again(data, out):
     metrics = Path(out, "metrics.jsonl")
-    flags = ["--max_steps=40", "--eval_save_outputs=inputs,preds,q_halt_logits"]
+    flags = [*WHOLE, "--eval_save_outputs=inputs,preds,q_halt_logits"]
     before = metrics.read_text()
     metrics.write_text(before[:before.rindex('{"step"')])  # killed before its last evaluation
     assert "training from step 40 to 40" in run(data, out, *flags, "--init_from=resume")
@@ -167,7 +167,7 @@ def test_an_export_needs_a_checkpoint_alone(data, whole, tmp_path):
     """best.pt, or one of an older version with other settings, whose puzzles come from the dataset."""
     export.main([f"{whole[0]}/best.pt", str(tmp_path / "best.pt")])
     best = torch.load(tmp_path / "best.pt", weights_only=True)
-    assert best["step"] == best["metrics"]["step"] and "init_from" not in best["command"]
+    assert best["step"] == 16 and "--lr=0.002" in best["command"] and "init_from" not in best["command"]
     older = torch.load(f"{whole[0]}/best.pt", weights_only=True)
     older["settings"]["forgotten"] = True
     del older["puzzles"]
