@@ -95,20 +95,8 @@ def watch(settings, model, questions, keys):
     """
     evaluator = evaluate.Evaluator(settings, model, Device("cpu", settings), keys.size)
     batch = evaluate.unlabelled_batch(np.tile(questions, (len(keys), 1)))
-    unscored = unscored_cells(model)
     for results in evaluator.watch(*evaluate.weights_of(model), batch, keys.ravel()):
-        for name, array in results.items():
-            results[name] = array.reshape(*keys.shape, *array.shape[1:])
-        for name in "preds", "surest_preds":
-            results[name][..., unscored] = questions[:, unscored]
-        yield results
-
-
-def unscored_cells(model):
-    """Returns which cells count in none of the model's test puzzles, such as signs between cells."""
-    labels = model.puzzles.get("labels", np.empty((1, 0)))
-    is_unscored = (labels == puzzles.IGNORE_LABEL).all(0)
-    return is_unscored if len(is_unscored) == model.config.seq_len else slice(0)
+        yield {name: array.reshape(*keys.shape, *array.shape[1:]) for name, array in results.items()}
 
 
 def sigmoid(logits):

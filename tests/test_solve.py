@@ -157,13 +157,6 @@ def test_without_rules_the_column_answer_judges(run_solve, models_folder, tmp_pa
     assert [row["result"] for row in read_results(tmp_path / "b.csv")] == list(answers.values())
 
 
-def test_cells_that_never_count_show_the_question(run_solve, models_folder, tmp_path):
-    saved = torch.load(models_folder / "exchange/ckpt_00000030.pt")
-    saved["puzzles"]["labels"][:, 1] = puzzles.IGNORE_LABEL
-    torch.save(saved, tmp_path / "model.pt")
-    assert "\n110101\n" in run_solve(tmp_path / "model.pt", "011010")
-
-
 def test_mazes_of_any_size_and_attempts_with_noise(run_solve, models_folder, tmp_path):
     maze = "S #   \n  # # \n ## # \n      \n # ## \n     G"
     (tmp_path / "maze.txt").write_text(maze.replace(" \n", "\n"))  # as editors do
