@@ -5,20 +5,20 @@
     python scripts/play.py out/fork fork.py --port=0    a model that fork.py trained, on any free port
 
 The model is what solve.py takes, and brings 100 test puzzles; others can be typed. ARC's tasks come from the
-dataset of the training (--data_path). The server of the page, play.html, listens on 127.0.0.1 only. Its API is
-JSON, errors are {"error": "..."}:
+dataset of the training (--data_path). The server of the page, play.html, listens on 127.0.0.1 only. Its API
+is JSON, errors are {"error": "..."}:
 
     GET  /api/run                what the model plays
     GET  /api/puzzle?number=7    a test puzzle, from 1, and its answer, null if there are several
     POST /api/solve              {"question": "2...", "steps": 16, "copies": 4, "noise": 1.0, "seed": 0}
 
-For ARC, questions and answers are grids, [[0, 1], [2, 0]]. A test puzzle also has the name of its task and
-the pairs that demonstrate it; a request to solve has the name, "task", and copies counts the versions that
-vote. The answer is the original version's; votes lists all answers, each with the number of its votes.
+/api/solve answers with a line of JSON at once, and another after each supervision step: lists of the copies'
+answers, certainties, cells that break a rule, and whether they are solved. All copies of the puzzle but the
+first get normal noise on the latent after each step.
 
-/api/solve answers with a line of JSON at once, and another after each supervision step with lists of the
-copies; kept: the most confident copy and step so far. All copies of the puzzle but the first get normal noise
-on the latent after each step.
+For ARC, questions and answers are grids, [[0, 1], [2, 0]]. A test puzzle also has the name of its task and
+the pairs that demonstrate it; a request to solve has the name, "task". The copies are versions of the task,
+whose answers are turned and recoloured back; the first one is the original.
 """
 import contextlib
 import json
@@ -92,21 +92,23 @@ class Game:
         self.path = os.path.relpath(path)
         self.model, self.settings = solve.load(path, train_arguments)
         self.task = self.model.task
-        self.puzzles = {name: t.numpy() for name, t in self.model.puzzles.items()}
         self.lock = threading.Lock()  # one request at a time uses the model
         # what a request need not say
         depth = self.settings.eval_halt_max_steps or self.settings.halt_max_steps
         self.defaults = {"steps": depth, "copies": 1, "noise": self.settings.eval_noise, "seed": 0}
 
-        # the versions of ARC's tasks are in the dataset
+        # the test puzzles, (question, answer) each; the versions of ARC's tasks are in the dataset
         self.is_arc = self.task["kind"] == "arc"
         if self.is_arc:
             folder = self.settings.data_path
             self.train_data = datasets.Dataset(folder, "train")
             self.test_data = datasets.Dataset(folder, "test")
             if self.train_data.sha256 != self.model.data:
-                raise UserError(f"{path} was not trained on {folder}: --data_path=FOLDER says where its dataset is")
-            self.puzzles = vars(self.test_data)
+                raise UserError(f"{path} was not trained on {folder}: choose another --data_path")
+            self.puzzles = self.test_data.grids
+        else:
+            tokens = self.model.puzzles
+            self.puzzles = list(zip(tokens.get("inputs", []), tokens.get("labels", [])))
 
     def describe(self):
         """Returns the run, for the page."""
@@ -119,26 +121,20 @@ class Game:
             "noise": self.defaults["noise"],
             "parameters": self.model.num_parameters(),
             "training_step": self.model.step,
-            "puzzles": self.num_puzzles(),
+            "puzzles": len(self.puzzles),
         }
 
-    def num_puzzles(self):
-        return len(self.puzzles.get("inputs", ()))
-
     def test_puzzle(self, number):
-        """Returns a test puzzle, for the page; number: as text. Raises UserError, or ValueError for no number.
+        """Returns a test puzzle, for the page; number: a text. Raises UserError, ValueError for no number.
 
         The answer is None if it is not known, or one of several right ones.
         """
         i = int(number) - 1
-        if not 0 <= i < self.num_puzzles():
-            raise UserError(f"number must be from 1 to {self.num_puzzles()}, not {number}")
+        if not 0 <= i < len(self.puzzles):
+            raise UserError(f"number must be from 1 to {len(self.puzzles)}, not {number}")
         if self.is_arc:
             return self.arc_puzzle(i)
-        question = self.puzzles["inputs"][i]
-        unscored = solve.unscored_cells(self.model)
-        answer = self.puzzles["labels"][i].copy()
-        answer[unscored] = question[unscored]
+        question, answer = self.puzzles[i]
         has_one_answer = (answer > 0).all() and self.task["kind"] not in puzzles.SEVERAL_ANSWERS
         return {
             "question": puzzles.text_of(self.task, question),
@@ -149,7 +145,7 @@ class Game:
         """Returns a test input of an ARC task, for the page; the answer is None if it is not known."""
         group = np.searchsorted(self.test_data.task_indices, i, side="right") - 1
         name = self.test_data.task_names[group]
-        question, answer = self.test_data.grids[i]
+        question, answer = self.puzzles[i]
         pairs = self.train_data.pairs(self.train_data.task_names.index(name))
         return {
             "task": name,
@@ -199,15 +195,11 @@ class Game:
         """See solve; settings: train.py's settings."""
         keys = evaluate.noise_keys(settings.seed, settings.eval_rollouts, 1)
         for results in solve.watch(settings, self.model, question, keys):
-            # the answers, and which is the most confident one so far
             answers = results["preds"][:, 0]
-            [kept_copy] = evaluate.surest_attempts(results).tolist()
             line = {
                 "answers": [puzzles.text_of(self.task, answer) for answer in answers],
                 "sure": solve.sigmoid(results["q_halt_logits"][:, 0]).tolist(),
-                "kept": [kept_copy, int(results["surest_steps"][kept_copy, 0])],
             }
-
             # by the rules, if they are known
             judgement = puzzles.judge(self.task, question, answers)
             if judgement:
@@ -252,42 +244,42 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self):
         """Answers a request. What is wrong with it gets status 400 and {"error": ...}."""
         game = self.server.game
+        path, _, number = self.path.partition("?number=")
+        if path == "/":
+            self.begin(200, "text/html; charset=utf-8")
+            self.wfile.write(PAGE.read_bytes())
+            return
+
+        # lines of JSON
         status = 200
-        content_type = "application/json"
         try:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            path, _, number = self.path.partition("?number=")
-            if path == "/":
-                content_type = "text/html; charset=utf-8"
-                chunks = [PAGE.read_bytes()]
-            elif path == "/api/run":
-                chunks = [json_line(game.describe())]
+            if path == "/api/run":
+                lines = [game.describe()]
             elif path == "/api/puzzle":
-                chunks = [json_line(game.test_puzzle(number))]
+                lines = [game.test_puzzle(number)]
             elif path == "/api/solve":
-                chunks = map(json_line, game.solve(*game.parse_request(body)))
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                lines = game.solve(*game.parse_request(body))
             else:
                 raise UserError("no such page")
         except (UserError, ValueError) as e:
             status = 400
-            chunks = [json_line({"error": " ".join(str(e).splitlines())})]
+            lines = [{"error": " ".join(str(e).splitlines())}]
+        self.begin(status, "application/json")
+        for line in lines:
+            self.wfile.write(json.dumps(line).encode() + b"\n")
 
+    def begin(self, status, content_type):
+        """Sends the beginning of an answer."""
         self.send_response(status)
         self.send_header("Content-Type", content_type)
-        self.send_header("Cache-Control", "no-store")
         self.end_headers()
-        for chunk in chunks:
-            self.wfile.write(chunk)
 
     do_GET = answer
     do_POST = answer
 
     def log_message(self, *args):
         """No line for each request."""
-
-
-def json_line(value):
-    return json.dumps(value).encode() + b"\n"
 
 
 if __name__ == "__main__":

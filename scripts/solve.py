@@ -8,13 +8,14 @@
 
 A puzzle is a line, a file, or stdin (-), in one line or in several. A Sudoku has digits with . or 0 for an
 empty cell, a maze "# SG" (wall, open, start, goal), others the symbols of their dataset. A puzzle that begins
-with - must be in a file. A .csv file, also .gz, has a puzzle a row, in the column question. Answers are judged
-by the rules where they are known, else by the column answer, if there is one.
+with - must be in a file. A .csv file, also .gz, has a puzzle a row, in the column question. Rules judge the
+answers; where no rules are known, the column answer does.
 
 The script keeps the most confident answer: of all supervision steps, and of several attempts with noise
-(eval_rollouts). The model is a file of export.py, a run's folder or a checkpoint. It says what it solves, and
-how it is evaluated; flags of train.py change that. It runs on the CPU in float32, with averaged weights, at full
-depth. export.py makes a model file of a checkpoint of the official code. play.py shows ARC's tasks.
+(eval_rollouts). The model is a file of export.py, a run's folder or a checkpoint. It says what it solves and
+how it is evaluated; train.py's config files and flags change that. It runs on the CPU in float32, with
+averaged weights, at full depth. export.py makes a model file of a checkpoint of the official code. play.py
+shows ARC's tasks.
 """
 import codecs
 import csv
@@ -39,6 +40,7 @@ from configurator import UserError, command, configure, missing_forks, split_arg
 from data import Progress, replacing
 from device import Device
 from puzzles.files import csv_rows
+from puzzles.maze import OPEN
 from puzzles.sudoku import BOXES
 
 # output
@@ -93,19 +95,8 @@ def watch(settings, model, questions, keys):
     """
     evaluator = evaluate.Evaluator(settings, model, Device("cpu", settings), keys.size)
     batch = evaluate.unlabelled_batch(np.tile(questions, (len(keys), 1)))
-    unscored = unscored_cells(model)
-    for step in evaluator.watch(*evaluate.weights_of(model), batch, keys.ravel()):
-        results = {name: array.reshape(*keys.shape, *array.shape[1:]) for name, array in step.items()}
-        for name in "preds", "surest_preds":
-            results[name][..., unscored] = questions[:, unscored]
-        yield results
-
-
-def unscored_cells(model):
-    """Returns which cells count in none of the model's test puzzles, such as signs between cells."""
-    labels = model.puzzles.get("labels", np.empty((1, 0)))
-    is_unscored = (labels == puzzles.IGNORE_LABEL).all(0)
-    return is_unscored if len(is_unscored) == model.config.seq_len else slice(0)
+    for results in evaluator.watch(*evaluate.weights_of(model), batch, keys.ravel()):
+        yield {name: array.reshape(*keys.shape, *array.shape[1:]) for name, array in results.items()}
 
 
 def sigmoid(logits):
@@ -192,7 +183,10 @@ def judge_answers(task, questions, answers, rows):
         # other characters than the puzzle's stand in cells that do not count
         pairs = zip(puzzles.text_of(task, answer), known)
         is_right = all(ours == theirs for ours, theirs in pairs if theirs in task["symbols"])
-        results.append(("right" if is_right else "wrong") if known else "not judged")
+        if not known:
+            results.append("not judged")
+        else:
+            results.append("right" if is_right else "wrong")
     return results
 
 
@@ -200,30 +194,33 @@ def judge_answers(task, questions, answers, rows):
 # Pictures
 
 def draw(path, task, question, grids):
-    """Draws grids, (title, tokens [cells], broken cells [cells]), each as a frame of a .gif; or one to a .png.
+    """Draws grids, (title, tokens [cells], broken cells [cells]), as the frames of a .gif; or one as a .png.
 
     What the question gives is on grey, what breaks a rule on red.
     """
-    from matplotlib.animation import FuncAnimation
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.animation import FuncAnimation
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
     rows, columns = task["grid"]
     box = BOXES[rows] if task["kind"] == "sudoku" else task["grid"]
-    is_empty = question == max(1, task["symbols"].find(" ", 1))
-    ax = Figure((5, 5), layout="constrained").add_subplot()
+    empty = OPEN if task["kind"] == "maze" else 1
+    ax = Figure((4, 4), layout="constrained").add_subplot()
 
     def draw_grid(grid):
         title, tokens, broken = grid
-        symbols = puzzles.text_of(task, tokens).replace(".", " ")
-        colours = np.where(broken, "salmon", np.where(is_empty, "white", "lightgrey"))
         ax.clear()
         ax.set(title=title, xticks=[], yticks=[], xlim=(0, columns), ylim=(rows, 0), aspect="equal")
-        cells = ax.table(
-            cellText=np.reshape(list(symbols), task["grid"]),
-            cellColours=colours.reshape(task["grid"]),
+        symbols = list(puzzles.text_of(task, tokens).replace(".", " "))
+        colours = np.where(broken, "salmon", np.where(question == empty, "white", "lightgrey"))
+        table = ax.table(
+            cellText=np.reshape(symbols, task["grid"]),
+            cellColours=np.reshape(colours, task["grid"]),
             cellLoc="center",
             bbox=[0, 0, 1, 1],
         )
-        cells.set_fontsize(180 / columns)
+        table.set_fontsize(140 / columns)
         # the lines between boxes
         ax.hlines(range(0, rows + 1, box[0]), 0, columns, "black", linewidth=3)
         ax.vlines(range(0, columns + 1, box[1]), 0, rows, "black", linewidth=3)
@@ -247,9 +244,11 @@ def check_output(settings, is_csv):
 
 
 def read_rows(source, is_csv):
-    """Returns a list of (file and line, puzzle, known answer or "") of a .csv, a file, stdin (-) or a line."""
+    """Returns a list of (file and line, puzzle, known answer or ""); source: a file, stdin (-) or a line."""
     if is_csv:
-        rows = [(f"{source}:{line}: ", *texts) for line, texts in csv_rows(source, ["question"], ["answer"])]
+        rows = []
+        for line, texts in csv_rows(source, ["question"], ["answer"]):
+            rows.append((f"{source}:{line}: ", *texts))
         if not rows:
             raise UserError(f"{source}:2: no puzzle under the header")
         return rows
