@@ -60,7 +60,7 @@ def main(argv):
     settings, operands, train_arguments = split_arguments(__file__, argv)
     if len(operands) > 1:
         raise UserError("usage: python scripts/play.py MODEL, a file or a run's folder; see --help")
-    [path] = operands or [f"{solve.MODELS}/sudoku-9x9.pt"]
+    [path] = operands or [os.path.relpath(f"{solve.MODELS}/sudoku-9x9.pt")]
     server = open_server(Game(path, train_arguments), settings.port)
     address = f"http://127.0.0.1:{server.server_port}"
     print(f"{address} (Ctrl-C stops)", flush=True)
@@ -89,7 +89,7 @@ class Game:
     """
 
     def __init__(self, path, train_arguments):
-        self.path = os.path.relpath(path)
+        self.path = path
         self.model, self.settings = solve.load(path, train_arguments)
         self.task = self.model.task
         self.lock = threading.Lock()  # one request at a time uses the model
