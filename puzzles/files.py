@@ -14,10 +14,9 @@ import platform
 import re
 import shutil
 import signal
+import time
 import zlib
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import numpy as np
 import requests
@@ -28,7 +27,7 @@ from bucket import RETRIED, network_error, try_again, without_password
 from data import Progress, hashes_of, locked, replacing
 from puzzles import IGNORE_LABEL, judge, task_of, verdict
 
-FEW = 4  # tasks that are not worth a pool of processes, which takes a second to start
+SECONDS_ALONE = 2  # that one process works before it starts others, which take a second to begin
 ROWS = 16384  # examples that are made at a time
 
 
@@ -218,7 +217,7 @@ def distinct(name, n, make, arguments, keys):
     while True:
         # at first a few tasks, then three times as many as were done
         num_before = len(puzzles)
-        num_tasks = max(FEW, 3 * num_done)
+        num_tasks = max(4, 3 * num_done)
         tasks = [(i, *arguments) for i in range(num_done, num_done + num_tasks)]
         for questions, answers in in_parallel(make, tasks):
             for key, *puzzle in zip(keys(questions), questions, answers):
@@ -234,31 +233,42 @@ def distinct(name, n, make, arguments, keys):
 
 
 def in_parallel(function, tasks):
-    """Yields function(*task) of each task, in order, on as many processes as there are cores."""
-    if len(tasks) <= FEW or cores() == 1:
-        yield from itertools.starmap(function, tasks)
-        return
+    """Yields function(*task) of each task, in order; after some time from as many processes as cores."""
+    n = cores()
+    start = time.monotonic()
+    while tasks and (n == 1 or time.monotonic() < start + SECONDS_ALONE):
+        yield function(*tasks[0])
+        tasks = tasks[1:]
 
-    # the processes are killed when the caller has enough, or is stopped
-    pool = ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn"), prepare_process)
+    # A pipe from each process, so that one that is killed while it sends holds up no other. They are killed
+    # when the caller has enough, or is stopped.
+    context = multiprocessing.get_context("spawn")
+    readers = []
+    processes = []
     try:
-        # not pool.map, which cancels its tasks: a thread complains of those whose process is killed
-        futures = [pool.submit(function, *task) for task in tasks]
-        for future in futures:
-            yield future.result()
-    except BrokenProcessPool:
+        for i in range(min(n, len(tasks))):
+            reader, writer = context.Pipe(duplex=False)
+            arguments = function, tasks[i::n], writer
+            process = context.Process(target=send_results, args=arguments, daemon=True)
+            process.start()
+            writer.close()
+            readers.append(reader)
+            processes.append(process)
+        for i in range(len(tasks)):
+            yield readers[i % n].recv()
+    except EOFError:
         raise TransientError("a process ended before its work was done; is the memory full?") from None
     finally:
-        for process in multiprocessing.active_children():
+        for process in processes:
             process.kill()
-        with suppress(RuntimeError):  # Ctrl-C came while the pool's thread was about to start
-            pool.shutdown()
 
 
-def prepare_process():
-    """Lets a process of in_parallel ignore Ctrl-C, which its parent handles, and end with its parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def send_results(function, tasks, writer):
+    """Sends function(*task) of each task, in a process of in_parallel."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     end_with_parent()
+    for task in tasks:
+        writer.send(function(*task))
 
 
 def cores():

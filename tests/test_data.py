@@ -7,8 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures.process import _ExecutorManagerThread
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -179,22 +177,16 @@ def test_generation_does_not_depend_on_the_processes(monkeypatch, capfd):
     monkeypatch.setattr(files, "cores", lambda: 1)
     alone = prepare_sudoku.generate(4, 900, 7)
     monkeypatch.setattr(files, "cores", lambda: 2)
-    monkeypatch.setattr(files, "FEW", 1)
+    monkeypatch.setattr(files, "SECONDS_ALONE", 0)
     assert np.array_equal(alone, prepare_sudoku.generate(4, 900, 7)) and not capfd.readouterr().err
 
 
-def test_a_process_of_the_pool_that_is_killed_is_an_error(monkeypatch):
+def test_a_process_that_is_killed_is_an_error(monkeypatch):
     """As where memory is full."""
     monkeypatch.setattr(files, "cores", lambda: 2)
+    monkeypatch.setattr(files, "SECONDS_ALONE", 0)
     with pytest.raises(TransientError, match="ended before its work"):
         list(files.in_parallel(os._exit, [(1,)] * 5))
-
-
-def test_ctrl_c_before_the_thread_of_the_pool_runs_is_a_ctrl_c(monkeypatch):
-    monkeypatch.setattr(files, "cores", lambda: 2)
-    monkeypatch.setattr(_ExecutorManagerThread, "start", mock.Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        list(files.in_parallel(abs, [(0,)] * 5))
 
 
 def test_copies_have_one_solution_and_are_never_test_puzzles(tmp_path, capsys):
