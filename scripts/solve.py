@@ -135,7 +135,8 @@ def solve_one(train_settings, model, task, questions, settings, path):
     print(puzzles.side_by_side(shown, task["symbols"], *task["grid"]))
     print(puzzles.text_of(task, answer))
     verdict = puzzles.verdict(task, question, answer)
-    print(f"{verdict} ({title}; {len(results)} steps, attempt {attempt + 1} of {len(keys)}; {path})")
+    attempts = f"attempt {attempt + 1} of {len(keys)}"
+    print(f"{verdict} ({title}; {len(results)} steps, {attempts}; {path})")
     if settings.plot:
         frames = grids if settings.plot.endswith(".gif") else [grids[kept]]
         draw(settings.plot, task, question, frames)
@@ -218,7 +219,14 @@ def draw(path, task, question, grids):
     def draw_grid(grid):
         title, tokens, broken = grid
         ax.clear()
-        ax.set(title=title, xticks=[], yticks=[], xlim=(0, columns), ylim=(rows, 0), aspect="equal")
+        ax.set(
+            title=title,
+            xlim=(0, columns),
+            ylim=(rows, 0),
+            xticks=[],
+            yticks=[],
+            aspect="equal",
+        )
         symbols = list(puzzles.text_of(task, tokens).replace(".", " "))
         colours = np.where(question == empty, "white", "lightgrey")
         colours = np.where(broken, "salmon", colours)
@@ -316,7 +324,10 @@ def load(path, train_arguments, cells=0):
     saved.pop("optimizer")
     settings = configure(train.__file__, train_arguments, saved)
     train.check_settings(settings)
-    vars(settings).update(forward_dtype="float32", micro_batch_size=0, eval_patience=0)
+    # as TRM.solve does it, and all steps of all puzzles
+    settings.forward_dtype = "float32"
+    settings.micro_batch_size = 0
+    settings.eval_patience = 0
     return model, settings
 
 
