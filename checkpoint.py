@@ -450,7 +450,7 @@ def read_checkpoint(path):
             raise ValueError
     except Exception as e:  # torch has many for this
         raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): damaged, or not one "
-                        "of ours or the official code's; init_from is scratch, resume, auto or FILE") from None
+                        "of ours or the official code's; init_from: scratch, resume, auto or FILE") from None
     return state
 
 
