@@ -113,27 +113,21 @@ class Evaluator:
 
         # the last answer and the most confident one; what has its last answer leaves, the rest gets noise
         kept = keep_answers(slots["kept"], step, is_new)
-        carry = step.carry | dict(halted=self.leaves(step.carry["steps"], kept["repeats"]))
+        halted = step.carry["steps"] >= self.depth
+        if self.settings.eval_patience:
+            halted |= kept["repeats"] >= self.settings.eval_patience
+        carry = step.carry | dict(halted=halted)
         if self.settings.eval_rollouts > 1:
             carry["state"] = self.add_noise(carry, slots["noise_keys"])
 
-        answers = {name: kept[name] for name in ANSWERS if name in kept}
-        values = step.values | answers | dict(q_halt_logits=step.q_halt, halted=carry["halted"])
+        values = step.values | kept | dict(q_halt_logits=step.q_halt, halted=halted)
         return {}, dict(state=dict(carry=carry, kept=kept), values=values)
-
-    def leaves(self, steps, repeats):
-        """Returns which attempts are at the full depth, or have an answer that repeats, bool [b]."""
-        is_deep = steps >= self.depth
-        patience = self.settings.eval_patience
-        return is_deep | (repeats >= patience) if patience else is_deep
 
     def add_noise(self, carry, keys):
         """Returns the state of the recursion with noise for all attempts whose key is not 0."""
-        deviation = torch.where(keys == 0, 0, self.settings.eval_noise)
-
         def noise(shape):
-            numbers = normal_noise(keys, carry["steps"], shape)
-            return (numbers * deviation.view(-1, *[1] * len(shape))).to(self.dtype)
+            numbers = self.settings.eval_noise * normal_noise(keys, carry["steps"], shape)
+            return models.where(keys == 0, torch.zeros_like(numbers), numbers).to(self.dtype)
 
         return self.model.noisy(carry["state"], noise)
 
@@ -179,20 +173,17 @@ class Queue:
         self.evaluator = evaluator
         self.read_rows = read_rows
         self.keys = keys
-        self.attempts, self.n = keys.shape
-        self.next = 0  # attempt i is at puzzle i // attempts
+        self.attempts = len(keys)
+        self.waiting = np.arange(keys.size)  # attempt i is at puzzle i // attempts
         self.slots = np.full(evaluator.batch_size, -1)  # the attempt in each slot; -1: free
         self.state = evaluator.new_state()
         seq_len = evaluator.model.config.seq_len
 
         # an answer has a byte for each cell, since a test set may have a third of a billion cells
-        self.results = {}
-        for name in (*ANSWERS, *models.METRICS, *models.LOSS_TERMS):
-            shape = (self.attempts, self.n)
-            if name in ("preds", "surest_preds"):
-                self.results[name] = np.zeros((*shape, seq_len), dtype=np.uint8)
-            else:
-                self.results[name] = np.zeros(shape, dtype=np.float32)
+        names = (*ANSWERS, *models.METRICS, *models.LOSS_TERMS)
+        self.results = {name: np.zeros(keys.shape, dtype=np.float32) for name in names}
+        for name in ("preds", "surest_preds"):
+            self.results[name] = np.zeros((*keys.shape, seq_len), dtype=np.uint8)
 
         # slots without an attempt repeat their last puzzle, zeros at first, and nothing collects the results
         questions = np.zeros((evaluator.batch_size, seq_len), dtype=np.int32)
@@ -203,18 +194,14 @@ class Queue:
 
     def num_unfinished(self):
         """Returns the number of attempts that wait or run."""
-        num_waiting = self.n * self.attempts - self.next
-        num_in_slots = np.count_nonzero(self.slots >= 0)
-        return num_waiting + num_in_slots
+        return len(self.waiting) + np.count_nonzero(self.slots >= 0)
 
     def fill(self):
         """Gives the free slots the next attempts; returns the inputs of the next step."""
         # free slots, as many as attempts wait
-        num_waiting = self.n * self.attempts - self.next
-        free = np.flatnonzero(self.slots < 0)[:num_waiting]
-        first = self.next
-        self.next += len(free)
-        self.slots[free] = np.arange(first, self.next)
+        free = np.flatnonzero(self.slots < 0)[:len(self.waiting)]
+        self.slots[free] = self.waiting[:len(free)]
+        self.waiting = self.waiting[len(free):]
 
         # their puzzles and noise
         puzzle, attempt = np.divmod(self.slots[free], self.attempts)
@@ -271,10 +258,8 @@ def surest_answers(results):
     """Returns {name of ANSWERS: [n, ...]}, the surest_ ones, of the most confident attempt at each puzzle."""
     attempts = surest_attempts(results)
     puzzle = np.arange(len(attempts))
-    answers = {}
-    for name in ("surest_preds", "surest_q_halt_logits", "surest_steps"):
-        answers[name] = results[name][attempts, puzzle]
-    return answers
+    names = ("surest_preds", "surest_q_halt_logits", "surest_steps")
+    return {name: results[name][attempts, puzzle] for name in names}
 
 
 def noise_keys(seed, attempts, n):
@@ -319,8 +304,8 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
 
     # Ranks need different numbers of steps. They meet after `depth` supervision steps, and leave together.
     steps_between_meetings = evaluator.depth if settings.eval_patience else 1
-    is_done = False
-    while not is_done:
+    num_unfinished = 1
+    while num_unfinished:
         for _ in range(steps_between_meetings):
             if not queue.num_unfinished() or should_stop():
                 break
@@ -329,15 +314,13 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
                 progress.add(num_finished)
 
         # a stop of one rank stops all
-        ranks = device.all_gather((should_stop(), queue.num_unfinished()))
-        if any(stop for stop, _ in ranks):
+        stops, num_unfinished = np.sum(device.all_gather((should_stop(), queue.num_unfinished())), axis=0)
+        if stops:
             return {}
-        is_done = not any(num_unfinished for _, num_unfinished in ranks)
 
     # the last answer of the first attempt, as in the paper, and the surest of all attempts
     arrays = test.test_batch(own_indices, len(own_indices))
-    for name, array in queue.results.items():
-        arrays[name] = array[0]
+    arrays |= {name: array[0] for name, array in queue.results.items()}
     arrays |= surest_answers(queue.results)
     if save_to and settings.eval_save_outputs:
         save_outputs(settings, device, save_to, own_indices, arrays, should_stop)
@@ -350,10 +333,8 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         votes = merge_votes(device.all_gather(own_votes))
         values |= vote_values(test, votes)
         if save_to and device.rank == 0:
-            folder = os.path.dirname(save_to)
-            answers = json.dumps(submission(test, votes))
-            with replacing(os.path.join(folder, "submission.json")) as f:
-                f.write(answers.encode())
+            with replacing(os.path.join(os.path.dirname(save_to), "submission.json")) as f:
+                f.write(json.dumps(submission(test, votes)).encode())
     return values
 
 
@@ -372,11 +353,8 @@ def eval_values(ranks):
     for sums in ranks:
         total.update(sums)
     count = total.pop("count")
-    values = {}
-    for name, value in total.items():
-        values["eval/" + name] = value / max(count, 1)
-    values["eval/puzzles"] = int(count)
-    return values
+    means = {f"eval/{name}": value / max(count, 1) for name, value in total.items()}
+    return means | {"eval/puzzles": int(count)}
 
 
 def save_outputs(settings, device, path, indices, arrays, should_stop):
@@ -384,13 +362,8 @@ def save_outputs(settings, device, path, indices, arrays, should_stop):
 
     What fails costs a line on stderr.
     """
-    name = f"{path}.npz"
-    if device.world > 1:
-        name = f"{path}.{device.rank}.npz"
-    wanted = {}
-    keys = settings.eval_save_outputs.split(",")
-    for key in filter(None, keys):
-        wanted[key] = arrays[key]
+    name = f"{path}.{device.rank}.npz" if device.world > 1 else f"{path}.npz"
+    wanted = {key: arrays[key] for key in filter(None, settings.eval_save_outputs.split(","))}
     try:
         os.makedirs(settings.out_dir, exist_ok=True)
         with replacing(name) as f:
@@ -408,7 +381,7 @@ PASSES = (1, 2, 5, 10, 100, 1000)  # pass@K: the right answer is among the K wit
 
 
 def count_votes(test, indices, preds, q_halt):
-    """Returns {(group, member): {answer: (votes, sum of confidences)}} of test examples.
+    """Returns {(group, member): {answer: [the confidence of each of its votes]}} of test examples.
 
     A group is a task, a member one of its test inputs. Answers are grids in the task's own version, as
     grid_key writes them.
@@ -422,23 +395,14 @@ def count_votes(test, indices, preds, q_halt):
     votes = {}
     versions, members = test.locate(indices)
     groups = test.groups_of(versions)
-    q_halt = q_halt.astype(np.float64)
-    confidences = 1 / (1 + np.exp(-q_halt))
+    confidences = 1 / (1 + np.exp(-q_halt.astype(np.float64)))
     for i, version in enumerate(versions):
         # the answer in the task's own colours and orientation
         grid = puzzles.arc.crop(preds[i], test.side)
         grid = puzzles.arc.undo_version(grid, test.versions[version])
-        answer = grid_key(grid)
-        test_input = (int(groups[i]), int(members[i]))
-        add_votes(votes, test_input, answer, 1, confidences[i])
+        candidates = votes.setdefault((int(groups[i]), int(members[i])), {})
+        candidates.setdefault(grid_key(grid), []).append(float(confidences[i]))
     return votes
-
-
-def add_votes(votes, test_input, answer, count, confidence):
-    """Adds votes for an answer to a test input (group, member), in place."""
-    candidates = votes.setdefault(test_input, {})
-    count_before, confidence_before = candidates.get(answer, (0, 0.0))
-    candidates[answer] = (count_before + count, confidence_before + confidence)
 
 
 def merge_votes(ranks):
@@ -446,16 +410,17 @@ def merge_votes(ranks):
     total = {}
     for votes in ranks:
         for test_input, candidates in votes.items():
-            for answer, standing in candidates.items():
-                add_votes(total, test_input, answer, *standing)
+            merged = total.setdefault(test_input, {})
+            for answer, confidences in candidates.items():
+                merged[answer] = merged.get(answer, []) + confidences
     return total
 
 
 def elect(candidates):
     """Returns the answers to one test input, by their votes, then by their mean confidence."""
     def standing(answer):
-        count, confidence = candidates[answer]
-        return count, confidence / count
+        confidences = candidates[answer]
+        return len(confidences), sum(confidences) / len(confidences)
 
     return sorted(candidates, key=standing, reverse=True)
 
@@ -467,24 +432,18 @@ def vote_values(test, votes):
     """
     solved = dict.fromkeys(PASSES, 0.0)
     num_tasks = 0
-    groups = {group for group, _ in votes}
-    for group in sorted(groups):
+    for group in sorted({group for group, _ in votes}):
         pairs = test.pairs(group)
-        is_known = all(answer.size for _, answer in pairs)
-        if not is_known:
+        if not all(answer.size for _, answer in pairs):  # not known
             continue
         num_tasks += 1
         for member, (_, answer) in enumerate(pairs):
             elected = elect(votes[group, member])
             for k in PASSES:
-                is_solved = grid_key(answer) in elected[:k]
-                solved[k] += is_solved / len(pairs)
+                solved[k] += (grid_key(answer) in elected[:k]) / len(pairs)
 
     # the mean over the tasks
-    values = {}
-    for k, total in solved.items():
-        values[f"eval/pass{k}"] = total / max(1, num_tasks)
-    return values
+    return {f"eval/pass{k}": total / max(1, num_tasks) for k, total in solved.items()}
 
 
 def submission(test, votes):
@@ -494,8 +453,7 @@ def submission(test, votes):
         # an only answer is given twice
         first, *others = elect(votes[group, member])
         second = others[0] if others else first
-        answers = attempts.setdefault(test.task_names[group], [])
-        answers.append(dict(
+        attempts.setdefault(test.task_names[group], []).append(dict(
             attempt_1=grid_of_key(first).tolist(),
             attempt_2=grid_of_key(second).tolist(),
         ))
@@ -510,8 +468,7 @@ def grid_key(grid):
 def grid_of_key(key):
     """Returns the grid of a grid_key."""
     rows, columns = key[:2]
-    cells = np.frombuffer(key, dtype=np.uint8, offset=2)
-    return cells.reshape(rows, columns)
+    return np.frombuffer(key, dtype=np.uint8, offset=2).reshape(rows, columns)
 
 
 # ---------------------------------------------------------------------------------------------------------
