@@ -443,8 +443,8 @@ def read_checkpoint(path):
         if not all(map(torch.is_tensor, state["weights"].values())):
             raise ValueError
     except Exception as e:  # torch has many for this
-        raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): damaged, or not one of "
-                        "ours; init_from is scratch, resume, auto or a FILE") from None
+        raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): damaged, or not one "
+                        "of ours; init_from is scratch, resume, auto or a FILE") from None
     return state
 
 

@@ -100,7 +100,10 @@ class Device:
         self.name = platform.machine()
         self.compiles = settings.compile == "on" or settings.compile == "auto" and kind == "cuda"
         if kind == "cuda":
-            self.open_gpu()
+            self.torch = torch.device("cuda", self.local_rank)
+            self.name = torch.cuda.get_device_name(self.torch)
+            torch.cuda.set_device(self.torch)
+            torch.set_float32_matmul_precision("high")  # TF32, for what is not in forward_dtype
             # without Triton or a C compiler, "auto" trains without torch.compile, which says so itself
             torch._dynamo.config.suppress_errors = settings.compile == "auto"
         if "RANK" in os.environ:
@@ -118,13 +121,6 @@ class Device:
             dist.barrier()
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
-
-    def open_gpu(self):
-        """Chooses this replica's GPU."""
-        self.torch = torch.device("cuda", self.local_rank)
-        self.name = torch.cuda.get_device_name(self.torch)
-        torch.cuda.set_device(self.torch)
-        torch.set_float32_matmul_precision("high")  # TF32, for what is not in forward_dtype
 
     def choose_dtype(self, wanted):
         """Returns the forward_dtype to use instead of the wanted one, and a note for the log, or ""."""

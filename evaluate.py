@@ -121,13 +121,19 @@ class Evaluator:
             carry["state"] = self.add_noise(carry, slots["noise_keys"])
 
         values = step.values | kept | dict(q_halt_logits=step.q_halt, halted=halted)
-        return {}, dict(state=dict(carry=carry, kept=kept), values=values)
+        results = dict(
+            state=dict(carry=carry, kept=kept),
+            values=values,
+        )
+        return {}, results
 
     def add_noise(self, carry, keys):
         """Returns the state of the recursion with noise for all attempts whose key is not 0."""
         def noise(shape):
-            numbers = self.settings.eval_noise * normal_noise(keys, carry["steps"], shape)
-            return models.where(keys == 0, torch.zeros_like(numbers), numbers).to(self.dtype)
+            numbers = normal_noise(keys, carry["steps"], shape)
+            numbers *= self.settings.eval_noise
+            numbers = models.where(keys == 0, torch.zeros_like(numbers), numbers)
+            return numbers.to(self.dtype)
 
         return self.model.noisy(carry["state"], noise)
 
@@ -258,8 +264,11 @@ def surest_answers(results):
     """Returns {name of ANSWERS: [n, ...]}, the surest_ ones, of the most confident attempt at each puzzle."""
     attempts = surest_attempts(results)
     puzzle = np.arange(len(attempts))
-    names = ("surest_preds", "surest_q_halt_logits", "surest_steps")
-    return {name: results[name][attempts, puzzle] for name in names}
+    return dict(
+        surest_preds=results["surest_preds"][attempts, puzzle],
+        surest_q_halt_logits=results["surest_q_halt_logits"][attempts, puzzle],
+        surest_steps=results["surest_steps"][attempts, puzzle],
+    )
 
 
 def noise_keys(seed, attempts, n):
@@ -304,8 +313,7 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
 
     # Ranks need different numbers of steps. They meet after `depth` supervision steps, and leave together.
     steps_between_meetings = evaluator.depth if settings.eval_patience else 1
-    num_unfinished = 1
-    while num_unfinished:
+    while True:
         for _ in range(steps_between_meetings):
             if not queue.num_unfinished() or should_stop():
                 break
@@ -314,13 +322,17 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
                 progress.add(num_finished)
 
         # a stop of one rank stops all
-        stops, num_unfinished = np.sum(device.all_gather((should_stop(), queue.num_unfinished())), axis=0)
-        if stops:
+        ranks = device.all_gather((should_stop(), queue.num_unfinished()))
+        num_stops, num_unfinished = np.sum(ranks, axis=0)
+        if num_stops:
             return {}
+        if not num_unfinished:
+            break
 
     # the last answer of the first attempt, as in the paper, and the surest of all attempts
     arrays = test.test_batch(own_indices, len(own_indices))
-    arrays |= {name: array[0] for name, array in queue.results.items()}
+    for name, array in queue.results.items():
+        arrays[name] = array[0]
     arrays |= surest_answers(queue.results)
     if save_to and settings.eval_save_outputs:
         save_outputs(settings, device, save_to, own_indices, arrays, should_stop)
@@ -333,8 +345,9 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         votes = merge_votes(device.all_gather(own_votes))
         values |= vote_values(test, votes)
         if save_to and device.rank == 0:
+            text = json.dumps(submission(test, votes))
             with replacing(os.path.join(os.path.dirname(save_to), "submission.json")) as f:
-                f.write(json.dumps(submission(test, votes)).encode())
+                f.write(text.encode())
     return values
 
 
@@ -353,8 +366,11 @@ def eval_values(ranks):
     for sums in ranks:
         total.update(sums)
     count = total.pop("count")
-    means = {f"eval/{name}": value / max(count, 1) for name, value in total.items()}
-    return means | {"eval/puzzles": int(count)}
+    values = {}
+    for name, value in total.items():
+        values["eval/" + name] = value / max(count, 1)
+    values["eval/puzzles"] = int(count)
+    return values
 
 
 def save_outputs(settings, device, path, indices, arrays, should_stop):
@@ -362,8 +378,11 @@ def save_outputs(settings, device, path, indices, arrays, should_stop):
 
     What fails costs a line on stderr.
     """
-    name = f"{path}.{device.rank}.npz" if device.world > 1 else f"{path}.npz"
-    wanted = {key: arrays[key] for key in filter(None, settings.eval_save_outputs.split(","))}
+    name = f"{path}.npz"
+    if device.world > 1:
+        name = f"{path}.{device.rank}.npz"
+    keys = settings.eval_save_outputs.split(",")
+    wanted = {key: arrays[key] for key in filter(None, keys)}
     try:
         os.makedirs(settings.out_dir, exist_ok=True)
         with replacing(name) as f:
@@ -395,13 +414,17 @@ def count_votes(test, indices, preds, q_halt):
     votes = {}
     versions, members = test.locate(indices)
     groups = test.groups_of(versions)
-    confidences = 1 / (1 + np.exp(-q_halt.astype(np.float64)))
+    q_halt = q_halt.astype(np.float64)
+    confidences = 1 / (1 + np.exp(-q_halt))
     for i, version in enumerate(versions):
         # the answer in the task's own colours and orientation
         grid = puzzles.arc.crop(preds[i], test.side)
         grid = puzzles.arc.undo_version(grid, test.versions[version])
-        candidates = votes.setdefault((int(groups[i]), int(members[i])), {})
-        candidates.setdefault(grid_key(grid), []).append(float(confidences[i]))
+        answer = grid_key(grid)
+        test_input = (int(groups[i]), int(members[i]))
+        candidates = votes.setdefault(test_input, {})
+        candidates.setdefault(answer, [])
+        candidates[answer].append(float(confidences[i]))
     return votes
 
 
@@ -432,7 +455,8 @@ def vote_values(test, votes):
     """
     solved = dict.fromkeys(PASSES, 0.0)
     num_tasks = 0
-    for group in sorted({group for group, _ in votes}):
+    groups = {group for group, _ in votes}
+    for group in sorted(groups):
         pairs = test.pairs(group)
         if not all(answer.size for _, answer in pairs):  # not known
             continue
@@ -443,7 +467,10 @@ def vote_values(test, votes):
                 solved[k] += (grid_key(answer) in elected[:k]) / len(pairs)
 
     # the mean over the tasks
-    return {f"eval/pass{k}": total / max(1, num_tasks) for k, total in solved.items()}
+    values = {}
+    for k, total in solved.items():
+        values[f"eval/pass{k}"] = total / max(1, num_tasks)
+    return values
 
 
 def submission(test, votes):
@@ -453,7 +480,8 @@ def submission(test, votes):
         # an only answer is given twice
         first, *others = elect(votes[group, member])
         second = others[0] if others else first
-        attempts.setdefault(test.task_names[group], []).append(dict(
+        answers = attempts.setdefault(test.task_names[group], [])
+        answers.append(dict(
             attempt_1=grid_of_key(first).tolist(),
             attempt_2=grid_of_key(second).tolist(),
         ))
@@ -468,7 +496,8 @@ def grid_key(grid):
 def grid_of_key(key):
     """Returns the grid of a grid_key."""
     rows, columns = key[:2]
-    return np.frombuffer(key, dtype=np.uint8, offset=2).reshape(rows, columns)
+    cells = np.frombuffer(key, dtype=np.uint8, offset=2)
+    return cells.reshape(rows, columns)
 
 
 # ---------------------------------------------------------------------------------------------------------

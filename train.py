@@ -881,8 +881,7 @@ def on_signals(is_spawned=False):
         signal.signal(number, signal.SIG_DFL)
         # os.write, since print is not reentrant; the terminal may be closed
         with suppress(OSError):
-            name = signal.Signals(number).name
-            os.write(2, f"{name}: saving and stopping; a second one kills\n".encode())
+            os.write(2, b"saving and stopping; a second signal kills\n")
 
     # a closed terminal sends SIGHUP
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
