@@ -434,12 +434,6 @@ def newest_whole(out_dir, say=lambda line: None):
     return ""
 
 
-def newest_checkpoint(out_dir, say):
-    """Returns the state of the newest whole checkpoint, or {}; see newest_whole."""
-    path = newest_whole(out_dir, say)
-    return read_checkpoint(path) if path else {}
-
-
 def read_checkpoint(path):
     """Returns the state in a checkpoint of ours, or {"weights": ...} of an official one. Raises UserError."""
     try:

@@ -210,7 +210,6 @@ def test_exit_codes(tmp_path, arguments, done):
 
 
 def test_a_stop_that_python_drops_ends_a_command(tmp_path):
-    """So does one in the middle of an operation that takes minutes."""
     began = time.monotonic()
     assert toy_command(tmp_path, "--slow=False --fast --path=stop")[0] == 3
     assert time.monotonic() - began < 15

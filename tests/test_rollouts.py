@@ -12,7 +12,7 @@ import torch
 import configurator
 import evaluate
 import train
-from checkpoint import load_weights, newest_checkpoint
+from checkpoint import load_weights, newest_whole, read_checkpoint
 from data import Dataset
 from device import open_device
 from evaluate import Evaluator, noise_keys, normal_noise, weights_of
@@ -43,7 +43,7 @@ def new_evaluator(data, trained, *flags):
     settings = configured(data, trained, *flags)
     test = Dataset(data, "test")
     model = train.new_model(settings, **{name: getattr(test, name) for name in train.SIZES})
-    load_weights(model, newest_checkpoint(trained, print)["weights"], trained)
+    load_weights(model, read_checkpoint(newest_whole(trained))["weights"], trained)
     return Evaluator(settings, model, open_device("cpu", settings), settings.global_batch_size), test
 
 

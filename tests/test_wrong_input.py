@@ -213,7 +213,6 @@ NO_TPU = "no TPU | PJRT_DEVICE=CPU" if XLA else "torch_xla is not installed | pi
 COMMANDS = {
     (T, "--device=cuda", "CUDA_VISIBLE_DEVICES="): "--device=cuda | no such GPU | --device=cpu",
     (T, "--device=xla", "PJRT_DEVICE=TPU"): f"--device=xla | {NO_TPU}",
-    (T, "", "RANK=0"): "RANK is set without WORLD_SIZE",
     (T, "--data_path=data/new --data_prepare=tiny.py", ""): "data/new | data_prepare"}
 
 
