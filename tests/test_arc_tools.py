@@ -1,12 +1,13 @@
-"""ARC after the training: new tasks, and TRM.solve; on a small model that is trained here."""
+"""ARC: a model file with puzzle identifiers, and its adaptation to new tasks, on a small model."""
 import json
 
 import pytest
 import torch
-from helpers import ARC_MODEL, ROOT, prepare, train_one
+from helpers import ARC_MODEL, prepare, run_config
 
 import prepare_arc
 from configurator import UserError
+from data import Dataset
 from model import TRM
 
 
@@ -18,17 +19,18 @@ def test_adaptation_answers_new_tasks(arc_folder, tmp_path):
         (tmp_path / f"evaluation/new_{name}.json").write_text(json.dumps(content))
     adapted = tmp_path / "adapted"
     prepare(f"{adapted}-data", prepare_arc, source=tmp_path, subsets="evaluation", max_side=4, num_aug=2)
-    flags = [f"{ROOT}/config/arc_adapt.py", *ARC_MODEL, f"--init_from={arc_folder / 'model.pt'}"]
+    flags = [*ARC_MODEL, f"--init_from={arc_folder / 'model.pt'}"]
     with pytest.raises(UserError, match="has other puzzle identifiers than .*: it can be trained further"):
-        train_one(adapted, *flags, "--eval_only")
-    train_one(adapted, *flags)
+        run_config("arc_adapt.py", adapted, *flags, "--eval_only")
+    run_config("arc_adapt.py", adapted, *flags)
     assert "all start from the mean of its embedding" in (adapted / "log.txt").read_text()
     assert len(json.loads((adapted / "submission.json").read_text())) == 6
 
 
-def test_model_file_has_the_identifiers_of_its_puzzles(arc_folder, arc_test):
+def test_a_model_file_has_the_identifiers_of_its_puzzles(arc_folder):
     model = TRM.load(arc_folder / "model.pt")
-    originals = arc_test.puzzle_identifiers[arc_test.group_indices[:-1]]
+    test = Dataset(arc_folder / "arc-data", "test")
+    originals = test.puzzle_identifiers[test.group_indices[:-1]]
     assert model.puzzles["puzzle_identifiers"].tolist() == originals.tolist()
 
     # the identifiers matter once their rows differ
