@@ -50,26 +50,34 @@ def test_layout_is_the_official_one(real):
     assert train.made_by().startswith("prepare_sudoku.py --source=csv ")
 
 
-def test_datasets_of_the_official_builder_load_and_arrays_that_do_not_fit_are_named(real, tmp_path):
-    """They have no manifest, and integers of 64 bits. test_wrong_input.py has more damage."""
-    official = shutil.copytree(real, tmp_path / "official")
-    os.remove(official / "manifest.json")
-    for path in official.glob("train/*.npy"):
-        np.save(path, np.load(path).astype(np.int64))
+@pytest.fixture
+def official(real, tmp_path):
+    """The same as the official builder writes it: without a manifest, and with integers of 64 bits."""
+    path = shutil.copytree(real, tmp_path / "official")
+    os.remove(path / "manifest.json")
+    for file in path.glob("train/*.npy"):
+        np.save(file, np.load(file).astype(np.int64))
+    return path
+
+
+def test_datasets_of_the_official_builder_load(official, real):
     ours, theirs = [Dataset(path, "train").train_batch(1, 2, 64) for path in (real, official)]
     assert contents(ours) == contents(theirs)
 
-    for name, change, wrong in (
-            ("inputs", lambda array: array + 1, "vocab_size"),
-            ("labels", lambda array: array[:-1], "labels"),
-            ("puzzle_identifiers", lambda array: array + 1, "puzzle_identifiers"),
-            ("puzzle_indices", lambda array: np.delete(array, 1), "indices of rows")):
-        path = official / f"train/all__{name}.npy"
-        before = np.load(path)
-        np.save(path, change(before))
-        with pytest.raises(UserError, match=f"official/train: dataset.json does not fit {wrong}: build it"):
-            Dataset(official, "train")
-        np.save(path, before)
+
+@pytest.mark.parametrize("name, change, wrong", [
+    ("inputs", lambda array: array + 1, "vocab_size"),
+    ("labels", lambda array: array[:-1], "labels"),
+    ("puzzle_identifiers", lambda array: array + 1, "puzzle_identifiers"),
+    ("puzzle_indices", lambda array: np.delete(array, 1), "indices of rows"),
+    ("group_indices", lambda array: array[::-1], "number of puzzles"),
+])
+def test_arrays_that_do_not_fit_are_named(name, change, wrong, official):
+    """test_wrong_input.py has more damage."""
+    path = official / f"train/all__{name}.npy"
+    np.save(path, change(np.load(path)))
+    with pytest.raises(UserError, match=f"official/train: dataset.json does not fit {wrong}: build it again"):
+        Dataset(official, "train")
 
 
 @pytest.mark.parametrize("by, code", [(signal.SIGTERM, 3), (signal.SIGKILL, -9)])
