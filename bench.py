@@ -1,4 +1,4 @@
-"""How fast train.py's own steps are on this machine, and how near to what it can do.
+"""How fast train.py's own steps are on this machine.
 
     python bench.py                                               this machine; on a CPU, at a small batch
     python bench.py config/sudoku.py --global_batch_size=32       any config file and setting of train.py
@@ -8,10 +8,10 @@ The settings below are bench.py's own, all others train.py's. Where data_path is
 its place. The last line is one JSON object, except with --profile. scripts/aot.py shows what a TPU makes of
 the steps.
 """
+import copy
 import itertools
 import json
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -21,20 +21,22 @@ import numpy as np
 import torch
 
 import configurator
+import data as datasets
+import optim
 import train
-from data import Dataset
 from device import choose_device, open_device, out_of_memory, peak_flops
-from evaluate import Queue, noise_keys
-from prepare import write_dataset
+from puzzles.files import write_dataset
 
 # what is measured
-steps = 2  # steps that follow each other without a wait, as in training; five times
+steps = 2  # steps that follow each other without a wait, as in training; three times
+size = 9  # side of the random puzzles where data_path is missing
 profile = ""  # folder for a trace of 3 steps, whose most expensive operations are printed
 
-CPU_BATCH_SIZE = "--global_batch_size=32"  # where none is given: a step of the default takes a CPU minutes
+CPU_STEP_SECONDS = 3  # a CPU's batch, where none is given, is the largest whose step takes so long, or 1
+CPU_BATCH_SIZES = (32, 16, 8, 4, 2, 1)
 
 
-def bench(index, settings, bench_settings, kind, path):
+def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
     """Measures on every replica, and prints on rank 0.
 
     Args:
@@ -43,33 +45,42 @@ def bench(index, settings, bench_settings, kind, path):
         bench_settings: bench.py's settings.
         kind: what choose_device returns.
         path: the dataset's folder.
+        chooses_batch: True lets one timed step choose global_batch_size.
     """
     if kind == "xla":
         configurator.end_with_parent()
     # the device, and train.py's run on it
     device = open_device(kind, settings)
+    epoch_size = optim.epoch_size(datasets.Dataset(path, "train"))
+    examples = settings.global_batch_size * optim.count_steps(settings, epoch_size)
+    settings = copy.copy(settings)
+    settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
+
+    def say(text):
+        if device.rank == 0 and text:
+            print(text, flush=True)
+
+    say(dtype_note)
+    if chooses_batch:
+        settings.global_batch_size = choose_batch_size(settings, device, path, say)
     train.check_batch_size(settings, device)
     run, next_inputs = new_run(settings, device, path)
 
-    def say(text):
-        if device.rank == 0:
-            print(text, flush=True)
-
     def train_step():
-        run.train_program(run.state, next_inputs())
-        return run.state["sums"]
+        return run.train_program(run.state, next_inputs())
 
     # the training step; its first call compiles
-    say("\n".join([*device.notes, "the first step"]))
+    say(f"the first training step, {settings.global_batch_size} sequences")
     first_step = seconds_of(1, train_step)[0]
     if bench_settings.profile:
         say(trace(device, bench_settings.profile, train_step))
         return
-    say(f"{5 * bench_settings.steps} training steps, after {first_step:.1f} s for the first")
-    rounds = [seconds_of(bench_settings.steps, train_step) for _ in range(5)]
+    say(f"{3 * bench_settings.steps} training steps, after {first_step:.1f} s for the first")
+    rounds = [seconds_of(bench_settings.steps, train_step) for _ in range(3)]
     step, host = map(statistics.median, zip(*rounds))
 
     # the step of an evaluation
+    say("evaluation steps")
     state, inputs = evaluation_of(run, path)
 
     def eval_step():
@@ -79,8 +90,7 @@ def bench(index, settings, bench_settings, kind, path):
     eval_seconds = seconds_of(bench_settings.steps, eval_step)[0]
 
     # the figures
-    matmul_flops = matmul_rate(run) * device.world
-    step_flops = run.model.flops_per_example()[1]
+    step_flops = run.model.flops_per_example(settings)[1]
     rate = settings.global_batch_size / step
     peak = peak_flops(device)
     figures = dict(
@@ -101,11 +111,10 @@ def bench(index, settings, bench_settings, kind, path):
         examples_per_sec=rate,
         gflop_per_example=step_flops / 1e9,
         tflops=rate * step_flops / 1e12,
-        matmul_tflops=matmul_flops / 1e12,
-        mfu_of_matmul=rate * step_flops / matmul_flops,
-        mfu_of_peak=peak and rate * step_flops / peak / device.world,
+        mfu=peak and rate * step_flops / peak / device.world,
         evaluation_ms=1e3 * eval_seconds,
-        peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9,  # 0 without a GPU
+        peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9 or None,  # None without a GPU
+        hours_of_the_run=examples / rate / 3600,
         **device.counts(),
     )
     for name, value in figures.items():
@@ -114,14 +123,25 @@ def bench(index, settings, bench_settings, kind, path):
     say(json.dumps(figures))
 
 
+def choose_batch_size(settings, device, path, say):
+    """Returns the batch size that one timed step leaves a CPU."""
+    settings.global_batch_size = 2
+    run, next_inputs = new_run(settings, device, path)
+    seconds_of(1, lambda: run.train_program(run.state, next_inputs()))
+    seconds = seconds_of(1, lambda: run.train_program(run.state, next_inputs()))[0]
+    batch_size = next(n for n in CPU_BATCH_SIZES if n * seconds / 2 < CPU_STEP_SECONDS or n == 1)
+    say(f"a step of 2 sequences takes {seconds:.1f} s: {batch_size} at a time")
+    return batch_size
+
+
 # ---------------------------------------------------------------------------------------------------------
 # train.py's steps and their inputs, which scripts/aot.py compiles
 
 def new_run(settings, device, path):
     """Returns a train.Run for the dataset at path, and a function that returns its next step's inputs."""
-    data = train.Dataset(path, "train")
+    data = datasets.Dataset(path, "train")
     run = train.Run(settings, new_model(settings, data), device)
-    total_steps = max(1, train.count_steps(settings, train.epoch_size(data)))
+    total_steps = max(1, optim.count_steps(settings, optim.epoch_size(data)))
     count = itertools.count()
     return run, lambda: train.make_inputs(run, data, next(count), total_steps)
 
@@ -132,28 +152,24 @@ def new_model(settings, data):
 
 def evaluation_of(run, path):
     """Returns the state and the inputs of an evaluation's first step."""
-    test = train.Dataset(path, "test")
-    indices = test.subset(run.batch_size, 1)[:run.batch_size]
-    keys = noise_keys(run.settings.seed, run.settings.eval_rollouts, len(indices))
-    queue = Queue(run.evaluator, *run.eval_weights(), lambda i: test.test_batch(indices[i], len(i)), keys)
-    return queue.state, queue.fill()
+    test = datasets.Dataset(path, "test")
+    batch = test.test_batch(test.subset(run.batch_size, 1)[:run.batch_size], run.batch_size)
+    keys = np.ones(run.batch_size, dtype=np.int32)
+    return run.evaluator.new_state(), run.evaluator.inputs(*run.eval_weights(), batch, keys)
 
 
-def dataset_path(settings, folder):
-    """Returns (path, words for it): data_path, or where it is missing random puzzles of its size."""
+def dataset_path(settings, folder, size=size):
+    """Returns (path, words for it): data_path, or where it is missing 1000 random puzzles in `folder`."""
     # a fork's own class may need no folder
-    if os.path.isdir(settings.data_path) or train.Dataset is not Dataset:
+    is_forked = datasets.Dataset.__module__ != "data"
+    if os.path.isdir(settings.data_path) or is_forked:
         return settings.data_path, settings.data_path
-    # its size is in the name of the folder, as in data/sudoku-6x6; token 0 is padding
-    size = re.search(r"(\d+)x(\d+)", settings.data_path + " 9x9")
-    grid = [int(size[1]), int(size[2])]
-    vocab_size = grid[0] + 2
-    shape = (2, 1000, grid[0] * grid[1])  # inputs and labels
-    cells = np.random.default_rng(0).integers(1, vocab_size, shape, dtype=np.uint8)
+    # token 0 is padding
+    cells = np.random.default_rng(0).integers(1, size + 2, (2, 1000, size * size), dtype=np.uint8)
     splits = {split: (1000, 1, [cells]) for split in ("train", "test")}
     path = os.path.join(folder, "random")
-    write_dataset(path, splits, vocab_size, {"grid": grid})
-    return path, f"1000 random puzzles of {grid} cells, as {settings.data_path} is not here"
+    write_dataset(path, splits, size + 2, {"grid": [size, size]})
+    return path, f"1000 random puzzles of {size}x{size} cells, as {settings.data_path} is not here"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -170,27 +186,6 @@ def seconds_of(n, call):
     host_seconds = time.perf_counter() - began
     result.cpu()
     return (time.perf_counter() - began) / n, host_seconds / n
-
-
-def matmul_rate(run):
-    """Returns the FLOP/s of products like the MLP's, [tokens, D] x [D, 6 D] and back; the fastest of five."""
-    tokens = run.batch_size * run.model.length
-    width = run.settings.hidden_size
-
-    @torch.no_grad()
-    def matmuls(state, inputs):
-        product = state["x"] @ inputs["up"] @ inputs["down"]
-        state["x"].copy_(product)
-        return product[0, :1]
-
-    # products that neither grow nor vanish
-    state = run.device.put(dict(x=torch.randn(tokens, width).to(run.dtype)))
-    up = torch.randn(width, 6 * width) / width ** 0.5
-    down = torch.randn(6 * width, width) / (6 * width) ** 0.5
-    inputs = run.device.put(dict(up=up.to(run.dtype), down=down.to(run.dtype)))
-    program = run.device.compile_step(matmuls)
-    seconds = min(seconds_of(4, lambda: program(state, inputs)) for _ in range(5))[0]
-    return 2 * 2 * tokens * width * 6 * width / seconds
 
 
 def trace(device, folder, train_step):
@@ -219,26 +214,25 @@ def trace(device, folder, train_step):
 def main(argv):
     """Measures on this machine's device."""
     bench_settings, operands, train_arguments = configurator.split_arguments(__file__, argv)
-    configurator.check_bounds(bench_settings, {"steps": "[1, 1e6]"})
-    flags = [*operands, *train_arguments]
-    settings = configurator.configure(train.__file__, flags)
-    kind, reason = choose_device(settings.device)
-    if kind == "cpu" or os.environ.get("PJRT_DEVICE") == "CPU":
-        settings = configurator.configure(train.__file__, [CPU_BATCH_SIZE, *flags])
+    configurator.check_numbers(vars(bench_settings), ["steps", "size"])
+    settings = configurator.configure(train.__file__, [*operands, *train_arguments])
     train.check_settings(settings)
+    kind, reason = choose_device(settings.device)
+    # a CPU would take minutes for a step of the default
+    is_default = settings.global_batch_size == train.global_batch_size
+    is_given = not is_default or any("global_batch_size" in flag for flag in argv)
 
     with tempfile.TemporaryDirectory() as folder:
-        path, source = dataset_path(settings, folder)
-        new_model(settings, train.Dataset(path, "train"))  # raises UserError for sizes that cannot be built
+        path, source = dataset_path(settings, folder, bench_settings.size)
         print(f"device {kind}: {reason}; dataset: {source}", flush=True)
         try:
             if kind == "xla":
                 import torch_xla.distributed.xla_multiprocessing as xmp
                 xmp.spawn(bench, args=(settings, bench_settings, kind, path))
             else:
-                bench(0, settings, bench_settings, kind, path)
+                bench(0, settings, bench_settings, kind, path, kind == "cpu" and not is_given)
         except torch.OutOfMemoryError:
-            raise out_of_memory(settings) from None
+            raise out_of_memory(settings, 1) from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""HTTP that tries again, Google Cloud Storage over it, and datasets in buckets."""
+"""HTTP that tries again, Google Cloud Storage over it, the mirror of a run, and datasets in buckets."""
 import base64
 import functools
 import hashlib
@@ -9,12 +9,12 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import urllib.parse
 from contextlib import suppress
 
 import requests
-from urllib3.util import Retry
 
 # isort: off
 from configurator import TransientError, UserError
@@ -28,94 +28,40 @@ METADATA_TOKEN = "http://169.254.169.254/computeMetadata/v1/instance/service-acc
 # ---------------------------------------------------------------------------------------------------------
 # HTTP
 
-def session(label, attempts, stop=lambda: False):
-    """Returns a requests.Session that repeats requests after network errors and the statuses RETRIED.
+def try_again(attempt, label, attempts, stop=lambda: False):
+    """Calls attempt() until it succeeds, at most so many times, and returns its result.
 
     Args:
-        label: the beginning of its lines on stderr.
-        attempts: how often it sends a request before it returns the last response or raises the last error.
-        stop: a function; if it returns true in a wait, KeyboardInterrupt is raised.
+        attempt: a function; after a TransientError or an error of requests it is called again.
+        label: the beginning of the lines on stderr and of the last error.
+        attempts: the number of calls.
+        stop: a function; if it returns true in a pause, SystemExit(3) is raised.
+
+    Raises TransientError if the last call fails.
     """
-    class PatientRetry(Retry):
-        def sleep(self, response=None):
-            # a server may ask for more patience than ours
-            seconds = backoff(len(self.history) - 1)
-            if response:
-                seconds = max(seconds, min(60, int(self.get_retry_after(response) or 0)))
-            if seconds:
-                last = self.history[-1]
-                cause = network_error(last.error) if last.error else f"status {last.status}"
-                print(f"{without_password(label)}: {cause}; trying again in {seconds} s", file=sys.stderr)
+    cause = ""
+    for number in range(attempts):
+        # the pause; a stop takes effect after each second
+        seconds = backoff(number)
+        if seconds:
+            print(f"{label}: {cause}; trying again in {seconds} s", file=sys.stderr)
+        for _ in range(seconds):
+            if stop():
+                raise SystemExit(3)
+            time.sleep(1)
 
-            # a stop takes effect after each second
-            for _ in range(seconds):
-                if stop():
-                    raise KeyboardInterrupt
-                time.sleep(1)
-
-    # all methods may be repeated: an upload replaces the object as a whole
-    retry = PatientRetry(attempts - 1, status_forcelist=RETRIED, allowed_methods=None, raise_on_status=False)
-    http = requests.Session()
-    http.headers["Accept-Encoding"] = "identity"  # sizes are the file's, not a compressed copy's
-    for scheme in ("http://", "https://"):
-        http.mount(scheme, requests.adapters.HTTPAdapter(max_retries=retry))
-    return http
-
-
-def backoff(attempt):
-    """Returns the seconds to wait after attempt 0, 1, 2, ...: 0, 1, 3, 7, ..., 60."""
-    return min(60, 2**attempt - 1)
-
-
-def receive(get, f, label, progress=None):
-    """Downloads a file into f and returns the last response.
-
-    Where a response breaks off, the next one goes on. If that one does not fit, since the file has changed on
-    the server, or if the content does not have the hash that the server states, the download starts again.
-
-    Args:
-        get: a function of request headers that returns a streamed response. One whose status is not 200, 206
-            or 416 (there is no such part) is returned as it is.
-        f: an empty binary file.
-        label: the beginning of errors.
-        progress: a Progress that counts bytes, or None.
-
-    Raises TransientError after three responses in a row that brought the download no further.
-    """
-    failures = 0
-    while failures < 3:
-        begin = f.tell()
-        response = get({"Range": f"bytes={begin}-"} if begin else {})
-        headers = response.headers
-        if response.status_code not in (200, 206, 416):
-            return response
-
-        # the whole file, or the rest of the one that f holds the beginning of
-        if response.status_code == 200:
-            whole = headers
-            md5 = hashlib.md5()
-            f.truncate(f.seek(0))
-            fits = True
-        else:
-            is_rest = headers.get("Content-Range", "").startswith(f"bytes {begin}-")
-            fits = is_rest and headers.get("ETag") == whole.get("ETag")
-
-        # What has arrived stays in f if the connection breaks, but not if all of it is there and wrong.
         try:
-            for block in response.iter_content(1 << 15) if fits else ():
-                f.write(block)
-                md5.update(block)
-                if progress:
-                    progress.add(len(block))
-            expected_hash = whole.get("x-goog-hash", "")
-            if fits and ("md5=" not in expected_hash or base64_of(md5) in expected_hash):
-                return response
-            cause = "the download arrived damaged, or the file changed meanwhile"
-            f.truncate(f.seek(0))
+            return attempt()
+        except TransientError as e:
+            cause = e
         except requests.RequestException as e:
             cause = network_error(e)
-        failures = 0 if f.tell() > begin else failures + 1
     raise TransientError(f"{label}: {cause}")
+
+
+def backoff(failures):
+    """Returns the seconds to wait after 0, 1, 2, 3, ... failures: 0, 1, 2, 4, ..., 60."""
+    return min(60, 2**failures // 2)
 
 
 def network_error(e):
@@ -130,43 +76,39 @@ def without_password(text):
     return re.sub(r"//[^/\s]*@", "//", text)
 
 
-def base64_of(digest):
-    """Returns a hashlib object's digest as Cloud Storage writes it."""
-    return base64.b64encode(digest.digest()).decode()
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Google Cloud Storage
 
 class Bucket:
     """The objects under gs://bucket/prefix in Google Cloud Storage, or in the emulator STORAGE_EMULATOR_HOST.
 
-    Object names are relative to the prefix. The methods are thread-safe. They raise UserError if the bucket
-    refuses, and TransientError after the last attempt or for an answer that is not a bucket's.
+    An object is uploaded and downloaded as a whole, and tried again as a whole; its MD5 hash says whether it
+    arrived. Object names are relative to the prefix. The methods are thread-safe. They raise UserError if the
+    bucket refuses, and TransientError after the last attempt.
 
     Args:
         url: gs://bucket/prefix.
-        stop: a function; if it returns true in a wait, KeyboardInterrupt is raised.
-        patient: True tries for three minutes; False three times, for the start of a run.
+        stop: a function; if it returns true in a pause, SystemExit(3) is raised.
+        attempts: at each request; nine take three minutes.
     """
 
-    timeout = 10  # seconds without a byte
+    # Seconds to connect or to send a block; and from the last block to the answer, since a slow network may
+    # still hold 4 MB then.
+    timeout = (10, 20)
 
-    def __init__(self, url, stop=lambda: False, patient=True):
+    def __init__(self, url, stop=lambda: False, attempts=9):
         self.url = url.rstrip("/")
         match = re.fullmatch(r"gs://([a-z0-9][a-z0-9._-]+)/(.*)", self.url + "/")
         if not match:
             raise UserError(f"{url!r} is not an address in a bucket: write gs://bucket/folder")
         bucket, self.prefix = match.groups()
+        self.stop = stop
+        self.attempts = attempts
 
-        # endpoints of the JSON API, and the token for them
-        self.emulator = os.environ.get("STORAGE_EMULATOR_HOST")
-        server = self.emulator or "https://storage.googleapis.com"
+        # endpoints of the JSON API
+        server = os.environ.get("STORAGE_EMULATOR_HOST", "https://storage.googleapis.com")
         self.objects = f"{server}/storage/v1/b/{bucket}/o"
         self.uploads = f"{server}/upload/storage/v1/b/{bucket}/o"
-        self.token = "***"
-        self.session = session(self.url, 9 if patient else 3, stop)
-        self.session.auth = self._authorize
 
     def check(self, write=True):
         """Tries what a run will do: list and, with write, write and delete an object."""
@@ -176,99 +118,102 @@ class Bucket:
             self.delete(".probe")
 
     def upload(self, path, name):
-        """Uploads a file, all of it or nothing, as it is when this begins."""
+        """Uploads a file as it is when this begins."""
         with open(path, "rb") as f:
             self.write(name, f.read())
 
     def write(self, name, content):
-        """Uploads bytes, all of them or nothing."""
-        params = {"uploadType": "media", "name": self.prefix + name}
-        answer = self._json("POST", name, self.uploads, params=params, content=content)
-        if answer["md5Hash"] != base64_of(hashlib.md5(content)):
-            raise TransientError(f"{self.url}/{name}: the upload arrived damaged")
+        """Uploads bytes."""
+        def check(response):
+            if response.json()["md5Hash"] != md5_of(content):
+                raise TransientError("the upload arrived damaged")
 
-    def read(self, name, ok=(404,)):
-        """Returns the bytes of an object, or None if there is none."""
-        def get(headers):
-            return self._request("GET", name, ok=ok, headers=headers, params={"alt": "media"}, stream=True)
-
-        content = io.BytesIO()
-        response = receive(get, content, f"{self.url}/{name}")
-        return content.getvalue() if response.status_code != 404 else None
+        self._request("POST", name, check, self.uploads, content=content,
+                      params={"uploadType": "media", "name": self.prefix + name})
 
     def download(self, name, path):
-        """Downloads an object to path, atomically. Raises UserError if there is none."""
-        content = self.read(name, ok=())
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with replacing(path) as f:
-            f.write(content)
+        """Downloads an object, if it exists, to path, atomically."""
+        content = self.read(name)
+        if content is not None:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with replacing(path) as f:
+                f.write(content)
+
+    def read(self, name):
+        """Returns the bytes of an object, or None if there is none."""
+        def content(response):
+            stated = response.headers.get("x-goog-hash", "")
+            if "md5=" in stated and md5_of(response.content) not in stated:
+                raise TransientError("the download arrived damaged")
+            return response.content
+
+        return self._request("GET", name, content, may_lack=True, params={"alt": "media"})
 
     def delete(self, name):
         """Deletes an object if it exists."""
-        self._request("DELETE", name, ok=(404,))
+        self._request("DELETE", name, lambda response: None, may_lack=True)
 
-    def list(self):
-        """Returns {name: size in bytes} of all objects under the prefix."""
-        sizes = {}
-        params = {"prefix": self.prefix, "fields": "nextPageToken,items(name,size)"}
-        while True:
-            # a page of at most 1000 objects
-            page = self._json("GET", "", self.objects, params=params)
-            for item in page.get("items", []):
-                sizes[item["name"].removeprefix(self.prefix)] = int(item["size"])
-            if "nextPageToken" not in page:
-                return sizes
-            params["pageToken"] = page["nextPageToken"]
+    def list(self, page_token=None):
+        """Returns the names of all objects under the prefix, from the page of a token on."""
+        params = {"prefix": self.prefix, "fields": "nextPageToken,items(name)", "pageToken": page_token}
+        page = self._request("GET", "", requests.Response.json, self.objects, params=params)
+        names = [item["name"].removeprefix(self.prefix) for item in page.get("items", [])]
+        # a page has at most 1000 objects
+        if "nextPageToken" in page:
+            names += self.list(page["nextPageToken"])
+        return names
 
-    def _json(self, method, name, url, **options):
-        """Returns the object in the answer to a _request."""
-        response = self._request(method, name, url, **options)
-        try:
-            return response.json()
-        except ValueError:
-            raise TransientError(f"{self.url}: not the answer of a bucket") from None
-
-    def _request(self, method, name, url="", ok=(), content=b"", **options):
-        """Returns the response, whose status is a success or one of ok; raises UserError or TransientError.
+    def _request(self, method, name, result, url="", may_lack=False, content=b"", **options):
+        """Returns result(response), or None for an object that the bucket may lack and does lack.
 
         Args:
             name: of the object.
+            result: a function of the response. If it raises TransientError, the request is sent again.
             url: if it is not the object's.
+            may_lack: without it the lack of an object is an error.
             content: bytes to send.
-            options: of requests.Session.request.
+            options: of requests.request.
+
+        Raises UserError or TransientError.
         """
-        # A file is sent in blocks, each with the first time limit; bytes would have one for all. What a slow
-        # network still holds of it has to arrive before the answer: 3 s for each megabyte.
-        body = content and io.BytesIO(content)
+        label = f"{self.url}/{name}"
         url = url or f"{self.objects}/{urllib.parse.quote(self.prefix + name, safe='')}"
-        timeout = (self.timeout, self.timeout + min(len(content) / 3e5, 600))
-        try:
-            response = self.session.request(method, url, data=body, timeout=timeout, allow_redirects=False,
-                                            **options)
-        except requests.RequestException as e:
-            raise TransientError(self._message(name, network_error(e))) from None
-        status = response.status_code
-        if status in (200, 204, 206, 416, *ok):
-            return response
 
-        # A refusal is the user's error, unless the server may answer later.
-        message = self._message(name, f"status {status} {response.text}")
-        if status < 400 or status in RETRIED:  # a redirect is a proxy's, not a bucket's
-            raise TransientError(message)
-        raise UserError(f"{message}: log in (gcloud auth login), or give the account the role Storage Object "
-                        "Admin, and a VM the scope cloud-platform")
+        def attempt():
+            # a file is sent in blocks, each with the first time limit; bytes would have one for all
+            body = content and io.BytesIO(content)
+            response = requests.request(method, url, data=body, timeout=self.timeout, auth=authorize,
+                                        allow_redirects=False, **options)
+            status = response.status_code
+            if status == 404 and may_lack:
+                return None
+            if status in (200, 204):
+                try:
+                    return result(response)
+                except ValueError:  # no JSON
+                    raise TransientError("not the answer of a bucket") from None
 
-    def _authorize(self, request):
-        """Returns a request with a token in its header, unless it is for the emulator."""
-        if not self.emulator:
-            # every source renews a token some 225 s before its end
-            self.token = access_token(time.monotonic() // 200)
-            request.headers["Authorization"] = f"Bearer {self.token}"
-        return request
+            # a refusal is the user's error, unless the server may answer later
+            message = textwrap.shorten(re.sub(r"Bearer \S+", "***", f"status {status} {response.text}"), 300)
+            if status in RETRIED:
+                raise TransientError(message)
+            raise UserError(f"{label}: {message}: log in (gcloud auth login), or give the account the role "
+                            "Storage Object Admin, and a VM the scope cloud-platform")
 
-    def _message(self, name, text):
-        """Returns an error's text on a line, without the token."""
-        return f"{self.url}/{name}: {textwrap.shorten(text.replace(self.token, '***'), 300)}"
+        return try_again(attempt, label, self.attempts, self.stop)
+
+
+def md5_of(content):
+    """Returns the MD5 hash of bytes as Cloud Storage writes it."""
+    return base64.b64encode(hashlib.md5(content).digest()).decode()
+
+
+def authorize(request):
+    """Returns a request with a token in its header, unless it is for the emulator."""
+    if "STORAGE_EMULATOR_HOST" not in os.environ:
+        # every source renews a token some 225 s before its end
+        request.headers["Authorization"] = f"Bearer {access_token(time.monotonic() // 200)}"
+    return request
 
 
 @functools.lru_cache(1)
@@ -284,13 +229,107 @@ def access_token(period):
 
     # outside Google Cloud: gcloud's, which prints nothing if it fails
     if not text:
-        gcloud = ["gcloud", "auth", "print-access-token"]
         with suppress(OSError, subprocess.SubprocessError):
-            text = subprocess.run(gcloud, input="", capture_output=True, text=True, timeout=15).stdout
+            text = subprocess.run(["gcloud", "auth", "print-access-token"], input="", capture_output=True,
+                                  text=True, timeout=15).stdout
     if not text:
         raise TransientError("no Google credentials: run `gcloud auth login`, or give the VM a service "
                              "account and the scope cloud-platform, or set CLOUDSDK_AUTH_ACCESS_TOKEN")
     return text.split()[-1]  # warnings may come before it
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The mirror of a run
+
+class Mirror:
+    """A thread that copies a run's folder to a bucket: the newest checkpoint, .pt before .json, and the logs.
+
+    What fails costs a line of the log, and is tried again at the next update; training continues.
+
+    Args:
+        folder: the run's.
+        bucket: a Bucket, whose attempts a stop does not end.
+        newest: the name of the newest checkpoint, such as "ckpt_00002500".
+        check: a function that raises an error if this process may not write to the bucket any more.
+        outdated: a function of (names in the bucket, newest) that returns the names to delete.
+        say: a function for the lines of the log.
+    """
+
+    def __init__(self, folder, bucket, newest, check, outdated, say):
+        self.folder = folder
+        self.bucket = bucket
+        self.newest = newest
+        self.check = check
+        self.outdated = outdated
+        self.say = say
+        self.copied = {}  # {name of a file: its version in the bucket}
+        self.error = None  # of the last copy
+        self.is_closing = False
+        # the thread sleeps until there is something to copy, and does not keep the process alive
+        self.changed = threading.Event()
+        self.thread = threading.Thread(target=self.work, daemon=True)
+        self.thread.start()
+
+    def update(self, newest):
+        """Begins to copy what is new; newest: the newest complete checkpoint."""
+        self.newest = newest
+        self.changed.set()
+
+    def close(self, seconds):
+        """Copies what is new, within the given time. Returns whether the bucket has everything."""
+        # a line before what may take minutes
+        self.say(f"uploading to {self.bucket.url}, for {seconds} s at most")
+        # the thread ends after this last copy; one that hangs ends with the process
+        self.is_closing = True
+        self.changed.set()
+        self.thread.join(seconds)
+        is_complete = not (self.thread.is_alive() or self.error)
+        if not is_complete:
+            self.say(f"upload to {self.bucket.url} not complete; --init_from=auto uploads the rest")
+        return is_complete
+
+    def work(self):
+        is_last = False
+        while not is_last:
+            # what changes during a copy is for the next one
+            self.changed.wait()
+            self.changed.clear()
+            is_last = self.is_closing
+            try:
+                self.copy()
+                self.error = None
+            except Exception as e:  # whatever it is, training continues
+                # one line for all errors in a row
+                if not self.error:
+                    self.say(f"upload failed, the next checkpoint tries again: {e}")
+                self.error = e
+
+    def copy(self):
+        """Copies what is new."""
+        self.check()
+        # one checkpoint, whole, though a newer one may come meanwhile, which may delete it
+        newest = self.newest
+        with suppress(FileNotFoundError):
+            # the .json may be deleted during the upload of the .pt, and proves that one complete
+            with open(os.path.join(self.folder, newest + ".json"), "rb") as f:
+                description = f.read()
+            self.copy_file(newest + ".pt")
+            self.bucket.write(newest + ".json", description)
+        for name in self.outdated(self.bucket.list(), newest):
+            self.bucket.delete(name)
+        # the other files; best.pt comes before best.json, which has its hash
+        for name in sorted(os.listdir(self.folder), reverse=True):
+            if re.fullmatch(r"(best|metrics|log|submission|eval_.*)\.(pt|json|jsonl|txt|npz)", name):
+                self.copy_file(name)
+
+    def copy_file(self, name):
+        """Copies a file, unless the bucket has it as it is."""
+        path = os.path.join(self.folder, name)
+        stat = os.stat(path)
+        version = stat.st_mtime_ns, stat.st_size  # the size too: two appends can share one mtime
+        if self.copied.get(name) != version:
+            self.bucket.upload(path, name)
+            self.copied[name] = version
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -312,18 +351,18 @@ def local_dataset(path):
             raise UserError(f"{path} has no manifest.json: upload the dataset with "
                             f"`gcloud storage rsync -r data/NAME {path}`")
         hashes = json.loads(manifest)["sha256"]
-        # A dataset that is here must be the same one.
-        if os.path.lexists(folder):
-            if Dataset(folder, "train").hashes() != hashes:
-                raise UserError(f"{folder} holds another dataset than {path}: move it away, or name it")
-            return folder
 
-        # It gets its name once all of it is there, and loads, which checks the hashes.
-        part = folder + ".part"
-        for name in ["manifest.json", *(hashes.keys() & FILES)]:
-            print(f"downloading {path}/{name}", flush=True)
-            bucket.download(name, os.path.join(part, name))
-        for split in ("train", "test"):
-            Dataset(part, split)
-        os.rename(part, folder)
+        # it gets its name once all of it is there, and loads, which checks the hashes
+        if not os.path.lexists(folder):
+            part = folder + ".part"
+            print(f"downloading {path}", flush=True)
+            for name in ("manifest.json", *FILES):
+                bucket.download(name, os.path.join(part, name))
+            for split in ("train", "test"):
+                Dataset(part, split)
+            os.rename(part, folder)
+
+        # one that was here must be the same one
+        if Dataset(folder, "train").hashes() != hashes:
+            raise UserError(f"{folder} holds another dataset than {path}: move it away, or name it")
         return folder

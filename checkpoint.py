@@ -1,167 +1,353 @@
-"""Where a run begins, and checkpoints on disk: which there are, how one is read, checked and exported.
+"""A run's checkpoints: where it begins, what is written, pruned and mirrored, and how one is read.
 
 A run's folder holds ckpt_STEP.pt for the last steps and best.pt, each with a .json, written after it, that
 has its hash: only the .json proves that a checkpoint is complete. run.json has the run's id, which its
-checkpoints have too.
+checkpoints have too. A checkpoint has all that solve.py, play.py and export.py need, 100 test puzzles too.
 """
 import fcntl
 import json
-import math
 import os
 import platform
 import re
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from bucket import Bucket
-from configurator import TransientError, UserError
+from bucket import Bucket, Mirror
+from configurator import TransientError, UserError, missing_forks
 from data import file_hash, read_metrics, replacing
 from model import read_torch_file
 
-# ---------------------------------------------------------------------------------------------------------
-# Where a run begins
+# The logs and the best checkpoint, which go where a run goes.
+LOGS = ("metrics.jsonl", "log.txt", "best.pt", "best.json")
+
 
 class Start(NamedTuple):
-    """Where a run begins. Ranks other than 0 only know the first three."""
+    """Where a run begins."""
     step: int = 0
     is_complete: bool = False  # nothing is left to do
     is_evaluated: bool = True  # no evaluation is left to do at this step
-    state: dict = {}  # the checkpoint; its weights are in the model already
-    run_id: str = ""  # the same from a run's first start to its end, and W&B's id
-    init_from: str = "scratch"  # where the run began, which a resume does not change
-    token: str = ""  # names this process in the bucket's run.json: whoever has it may upload
-    notes: tuple = ()  # lines for the log
-    lock: object = None  # holds out_dir; another process can train there once it is gone
+    state: dict = {}  # the checkpoint, on rank 0; its weights are in the model already
 
 
-def agree_on_start(settings, device, data, model, total_steps, should_stop):
-    """Returns the Start. Rank 0 alone reads out_dir and gcs_dir; all ranks raise its error. All ranks.
+class Checkpoints:
+    """The checkpoints of a run, in out_dir and gcs_dir. All ranks call its methods, rank 0 reads and writes.
+
+    find_start() says where the run begins and makes it this process's own; open() starts the threads that
+    save() needs.
 
     Args:
         settings: the run's settings.
-        total_steps: its length.
         device: a device.Device, or an object with its methods.
-        data: the Dataset that it trains on.
-        model: a TRM, which takes the weights of a checkpoint.
-        should_stop: a function that says whether this host is asked to stop.
+        data, test: the Datasets.
+
+    run_id: the same from a run's first start to its end, and W&B's id. notes: lines for the log.
     """
-    # what all ranks must have in common; their disks may differ
-    facts = vars(settings) | dict(dataset=data.sha256, data_path="", out_dir="")
-    ranks = device.all_gather(dict(host=device.host, facts=facts))
-    for rank, other in enumerate(ranks):
-        differing = sorted(name for name in facts if other["facts"][name] != ranks[0]["facts"][name])
-        if differing:
-            raise UserError(f"host {other['host']}, rank {rank}: not as on rank 0: {', '.join(differing)}")
 
-    # rank 0 reads; its error must reach all ranks, which would wait for it
-    start = Start()
-    error = None
-    if device.rank == 0:
-        try:
-            start = find_start(settings, data, model, total_steps, should_stop)
-        except KeyboardInterrupt:  # a stop was requested
-            error = SystemExit(3)
-        except (UserError, TransientError, OSError) as e:
-            error = e
+    def __init__(self, settings, device, data, test):
+        self.settings = settings
+        self.device = device
+        self.data = data
+        self.test = test
+        self.out_dir = settings.out_dir
+        self.run_id = ""
+        self.notes = []
+        # what the run began with, which a resume does not change
+        is_file = settings.init_from not in ("scratch", "resume", "auto")
+        self.init_from = settings.init_from if is_file else "scratch"
+        # one thread: checkpoints are written one after the other
+        self.writer = ThreadPoolExecutor(1)
+        self.writing = self.writer.submit(lambda: True)
+        self.mirror = None
 
-    # what the others need of it
-    known = (error, start.step, start.is_complete, start.is_evaluated)
-    error, step, is_complete, is_evaluated = device.all_gather(known)[0]
-    if error:
-        raise error
-    return start._replace(step=step, is_complete=is_complete, is_evaluated=is_evaluated)
+    # -----------------------------------------------------------------------------------------------------
+    # Where a run begins
 
+    def find_start(self, model, total_steps, should_stop):
+        """Returns the Start by init_from, out_dir and gcs_dir. All ranks; all raise rank 0's error.
 
-def find_start(settings, data, model, total_steps, should_stop):
-    """Returns the Start by init_from, out_dir and gcs_dir, on rank 0.
+        Args:
+            model: a TRM, which takes the weights of a checkpoint.
+            total_steps: the length of the run.
+            should_stop: a function that says whether this host is asked to stop.
 
-    Loads its weights into the model and locks out_dir. Raises UserError where these do not fit together,
-    TransientError where another process trains, and KeyboardInterrupt if a stop is requested while the bucket
-    does not answer.
-    """
-    reads_only = bool(settings.eval_only or settings.export)
-    file = settings.init_from if settings.init_from not in ("scratch", "resume", "auto") else ""
+        Raises UserError where settings, files and datasets do not fit together, TransientError where another
+        process trains or the bucket does not answer, SystemExit if a stop is requested meanwhile.
+        """
+        self.check_ranks()
+        # rank 0 reads; its error must reach all ranks, which would wait for it
+        start = Start()
+        error = None
+        if self.device.rank == 0:
+            try:
+                start = self.load(model, total_steps, should_stop)
+            except (UserError, TransientError, OSError, SystemExit) as e:
+                error = e
+        # what the others need of it
+        error, *known = self.device.all_gather((error, *start[:3]))[0]
+        if error:
+            raise error
+        return Start(*known, start.state)
 
-    # an evaluation or an export of a file needs no run
-    if file and reads_only:
-        return start_from_file(settings, data, model)
+    def check_ranks(self):
+        """Raises UserError if ranks differ in what all must have in common; their disks may differ."""
+        own = vars(self.settings) | dict(dataset=self.data.sha256, data_path="", out_dir="")
+        ranks = self.device.all_gather((self.device.host, own))
+        _, expected = ranks[0]
+        for rank, (host, facts) in enumerate(ranks):
+            differing = sorted(dict(facts.items() - expected.items()))
+            if differing:
+                raise UserError(f"host {host}, rank {rank}: not as on rank 0: {', '.join(differing)}")
 
-    # what out_dir and the bucket hold: names of files, and the run.json of a run
-    local = os.listdir(settings.out_dir) if os.path.isdir(settings.out_dir) else []
-    runs = []
-    if "run.json" in local:
-        runs.append(parse_run(Path(settings.out_dir, "run.json").read_bytes()))
-    bucket = None
-    remote = {}
-    if settings.gcs_dir:
-        is_patient = settings.init_from != "scratch"  # a restart has time to wait for the bucket
-        bucket = Bucket(settings.gcs_dir, stop=should_stop, patient=is_patient)
-        bucket.check(write=not reads_only)
-        remote = bucket.list()
-        runs.append(parse_run(bucket.read("run.json")))
-    ids = {run["id"] for run in runs if run}
-    if len(ids) > 1:
-        raise UserError(f"{settings.out_dir} and {settings.gcs_dir} hold two different runs: choose another "
-                        "--out_dir or --gcs_dir; to move a run, copy its folder to an empty one")
+    def load(self, model, total_steps, should_stop):
+        """Returns the Start, and makes the run this process's own unless it only evaluates. Rank 0."""
+        settings = self.settings
+        file = "" if self.init_from == "scratch" else self.init_from
+        # an evaluation of a file needs no run
+        if settings.eval_only and file:
+            return self.start_from_file(model, file)
+        bucket = None
+        if settings.gcs_dir:
+            bucket = Bucket(settings.gcs_dir, should_stop)
+            bucket.check(write=not settings.eval_only)
 
-    # resume from the newest checkpoint, or begin with a file's weights, or with the first weights
-    state, notes = find_checkpoint(settings, bucket, remote)
-    if state:
-        start = resume(settings, state, data, model, total_steps)
-    else:
-        start = start_from_file(settings, data, model) if file else Start()
-    # a run that begins must not mix its files with another one's
-    if settings.init_from == "scratch" or file and start.init_from != file:
-        refuse_run(f"--out_dir={settings.out_dir}", local)
-        refuse_run(f"--gcs_dir={settings.gcs_dir}", remote)
+        # the newest checkpoint of bucket and out_dir
+        if settings.init_from == "scratch":
+            refuse_run(f"--out_dir={self.out_dir}", listed(self.out_dir))
+            refuse_run(f"--gcs_dir={settings.gcs_dir}", bucket.list() if bucket else [])
+        else:
+            self.pull(bucket)
+        newest = newest_whole(self.out_dir, self.notes.append)
+        # a run that has had a checkpoint does not silently start again
+        must_exist = settings.init_from == "resume" or settings.eval_only or checkpoint_paths(self.out_dir)
+        if must_exist and not newest:
+            problem = f"--init_from={settings.init_from}: no complete checkpoint in {self.out_dir}"
+            hint = "--init_from=auto starts from scratch where out_dir and gcs_dir hold none"
+            raise UserError("; ".join([problem, *self.notes, hint]))
 
-    run_id = start.run_id or min(ids, default="")
-    start = start._replace(notes=[*notes, *start.notes], run_id=run_id)
-    return start if reads_only else take_over(settings, start, bucket)
+        # evaluate it, go on from it, or begin, with the weights of a file or without
+        if settings.eval_only:
+            return self.start_from_file(model, newest)
+        start = Start()
+        if newest:
+            start = self.resume(model, newest, total_steps)
+        elif file:
+            start = self.start_from_file(model, file)
+        self.take_over(bucket)
+        return start
 
+    def pull(self, bucket):
+        """Brings the newest whole checkpoint of the bucket, and its logs, to out_dir, unless that has it."""
+        # the id of the run
+        with suppress(FileNotFoundError):
+            self.run_id = json.loads(Path(self.out_dir, "run.json").read_bytes())["id"]
+        if not bucket:
+            return
+        remote_id = read_run(bucket).get("id", self.run_id)
+        if self.run_id and remote_id != self.run_id:
+            raise UserError(f"{self.out_dir} and {bucket.url} hold two different runs: choose another; "
+                            "to move a run, copy its files to an empty one")
+        self.run_id = remote_id
 
-def resume(settings, state, data, model, total_steps):
-    """Returns the Start at a checkpoint of the run; state: the checkpoint."""
-    check_resume(settings, state, data, total_steps)
-    load_weights(model, state["weights"], settings.out_dir)
-    # what the run has done at this step; one that has ended says so in its last line
-    lines = read_metrics(os.path.join(settings.out_dir, "metrics.jsonl"))
-    lines = [line for line in lines if line["step"] == state["step"]]
-    has_ended = any(line.get("final") for line in lines)
-    return Start(
-        step=state["step"],
-        is_complete=has_ended and state["step"] == total_steps,
-        is_evaluated=any("eval/loss" in line for line in lines),
-        state=state,
-        run_id=state.get("run_id", ""),
-        init_from=state["settings"]["init_from"],
-        notes=setting_changes(settings, state["settings"]),
-    )
+        for name in numbered(bucket.list()):
+            newest = newest_whole(self.out_dir)
+            if newest and step_of(newest) >= step_of(name):
+                return
+            self.notes.append(f"fetching {name} from the bucket")
+            # the .json comes last
+            for file in (*LOGS, name + ".pt", name + ".json"):
+                bucket.download(file, os.path.join(self.out_dir, file))
 
+    def resume(self, model, path, total_steps):
+        """Returns the Start at a checkpoint of the run. Raises UserError if the settings do not fit it."""
+        settings = self.settings
+        state = read_checkpoint(path)
+        step = state["step"]
+        saved = state["settings"]
+        # the dataset, the length and the optimizer
+        if state["data"] != self.data.sha256:
+            raise UserError(f"{path} was trained on another dataset than {settings.data_path}: choose that "
+                            "one, or another --out_dir")
+        if step > total_steps:
+            raise UserError(f"{path} is past the {total_steps} steps of this run: raise max_steps or epochs")
+        if saved["optimizer"] != settings.optimizer:
+            raise UserError(f"{path} was trained with optimizer={saved['optimizer']}: another --out_dir with "
+                            "--init_from=FILE begins with its weights")
+        # with a FILE, the same command goes on with the run that it has begun
+        if self.init_from not in ("scratch", saved["init_from"]):
+            refuse_run(f"--out_dir={self.out_dir}", listed(self.out_dir))
+        load_weights(model, state["weights"], path)
+        # versions up to November 2026 kept the moments by kind, and not by parameter
+        optimizer = state["optimizer"]
+        if optimizer.keys() == {"m", "v"}:
+            m, v = optimizer["m"], optimizer["v"]
+            state["optimizer"] = {name: dict(m=m[name], v=v[name]) for name in m}
 
-def start_from_file(settings, data, model):
-    """Returns the Start of a new run with a file's weights, or of an evaluation or an export of the file."""
-    file = settings.init_from
-    if not os.path.exists(file):
-        raise UserError(f"{file}: no such checkpoint; init_from is scratch, resume, auto or a file")
-    state = read_checkpoint(file)
-    check_task(state, data, file)
-    is_averaged = load_weights(model, state["weights"], file)
-    if not (settings.eval_only or settings.export):
+        # what the log says of it
+        self.notes.append(f"resuming from {path}")
+        self.note_missing(state)
+        for name, value in vars(settings).items():
+            if saved.get(name, value) != value and name != "init_from":
+                self.notes.append(f"{name} is {value}; the checkpoint had {saved[name]}")
+        self.run_id = state.get("run_id", self.run_id)
+        self.init_from = saved["init_from"]
+        # its evaluations at this step, of which the last one of all is final
+        lines = read_metrics(os.path.join(self.out_dir, "metrics.jsonl"))
+        evaluations = [line for line in lines if line["step"] == step and "eval/loss" in line]
+        has_ended = step == total_steps and any(line.get("final") for line in evaluations)
+        return Start(step, has_ended, bool(evaluations), state)
+
+    def start_from_file(self, model, file):
+        """Returns the Start of a new run with a file's weights, or of an evaluation of the file."""
+        state = read_checkpoint(file)
+        check_task(state, self.data, file)
+        is_averaged = load_weights(model, state["weights"], file)
+        self.note_missing(state)
+        if self.settings.eval_only:
+            if is_averaged:
+                raise UserError(f"{file} has other puzzle identifiers than {self.data.path}: it can be "
+                                "trained further, but not evaluated (docs/arc.md)")
+            return Start(state.get("step", 0), state=state)
         # a new run takes the weights and their average, and counts its own steps
-        notes = []
         if is_averaged:
-            notes = [f"{file} has other puzzle identifiers: all start from the mean of its embedding"]
-        return Start(init_from=file, notes=notes, state={"ema": state["ema"]} if "ema" in state else {})
-    if is_averaged:
-        raise UserError(f"{file} has other puzzle identifiers than {settings.data_path}: it can be "
-                        "trained further, but not evaluated (docs/arc.md)")
-    return Start(state=state, step=state.get("step", 0))
+            self.notes.append(f"{file} has other puzzle identifiers: all start from the mean of its "
+                              "embedding")
+        return Start(state={"ema": state["ema"]} if "ema" in state else {})
+
+    def note_missing(self, state):
+        """Notes which forks have trained a checkpoint, and which settings it has, that are not known here."""
+        self.notes += missing_forks(state.get("forks", {}))
+        gone = state.get("settings", {}).keys() - vars(self.settings).keys()
+        if gone:
+            names = ", ".join(sorted(gone))
+            self.notes.append(f"the checkpoint has settings that are not known here: {names}")
+
+    def take_over(self, bucket):
+        """Makes this process the one that trains the run: locks out_dir and writes run.json."""
+        # a run keeps its id; the token is new with each process, and the last one counts
+        self.run_id = self.run_id or secrets.token_hex(4)
+        self.token = secrets.token_hex(8)
+        owner = dict(id=self.run_id, token=self.token, host=platform.node())
+        content = json.dumps(owner).encode()
+        # the operating system frees the lock of a process that was killed; the file stays
+        try:
+            os.makedirs(self.out_dir, exist_ok=True)
+            self.lock = open(os.path.join(self.out_dir, "run.lock"), "ab")
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TransientError(f"--out_dir={self.out_dir}: another process trains there") from None
+        except OSError as e:
+            raise UserError(f"--out_dir={self.out_dir}: cannot be written to ({e.strerror})") from None
+        with replacing(os.path.join(self.out_dir, "run.json")) as f:
+            f.write(content)
+        if bucket:
+            bucket.write("run.json", content)
+
+    # -----------------------------------------------------------------------------------------------------
+    # Saving
+
+    def open(self, start, say, request_stop):
+        """Starts the thread that uploads to gcs_dir.
+
+        Args:
+            start: the Start of find_start.
+            say: a function for the lines of the log.
+            request_stop: a function that stops this run.
+        """
+        self.say = say
+        self.newest = stem(start.step)  # the last good checkpoint
+        settings = self.settings
+        if self.device.rank != 0 or not settings.gcs_dir:
+            return
+        bucket = Bucket(settings.gcs_dir)  # a stop does not end its attempts
+        token = self.token
+
+        def check_owner():
+            # a missing run.json names no other owner: somebody may have deleted it
+            owner = read_run(bucket)
+            if owner.get("token", token) != token:
+                say(f"another process, on {owner['host']}, has begun to train the run in {bucket.url}: this "
+                    "one stops")
+                request_stop()
+                raise TransientError("another process trains this run")
+
+        too_old = partial(outdated, keep=settings.keep_last_n)
+        self.mirror = Mirror(self.out_dir, bucket, self.newest, check_owner, too_old, say)
+
+    def save(self, step, run, metrics, name=""):
+        """Begins to write a checkpoint and its .json, after the one before: memory holds one copy."""
+        if self.device.rank != 0:
+            return
+        self.wait()
+        # a copy on the host: training changes the original while the thread writes
+        state = run.state_dict(step)
+        # what belongs to the run: a resume checks it, and goes on with it
+        state |= dict(
+            run_id=self.run_id,
+            settings=vars(self.settings) | dict(init_from=self.init_from),
+            data=self.data.sha256,
+            task=self.data.task,
+            puzzles=some_puzzles(self.test),
+        )
+        self.writing = self.writer.submit(self.write, name or stem(step), state, metrics)
+
+    def save_if_best(self, step, run, metrics):
+        """Saves best.pt if the evaluation in `metrics` is better than the one in best.json."""
+        if self.device.rank != 0:
+            return
+        self.wait()
+        best = -1.0
+        with suppress(OSError, ValueError):  # there is none yet, or the disk was full
+            description = json.loads(Path(self.out_dir, "best.json").read_bytes())
+            best = description["metrics"]["eval/exact_accuracy"]
+        if metrics["eval/exact_accuracy"] > best:
+            self.save(step, run, metrics, "best")
+
+    def write(self, name, state, metrics):
+        """Writes a checkpoint, on the thread. Returns False, and logs it, if it cannot be written."""
+        try:
+            os.makedirs(self.out_dir, exist_ok=True)
+            path = os.path.join(self.out_dir, name)
+            # if keep_last_n is lower than before, this may free the space that the checkpoint needs
+            self.prune()
+            # a name is there only once its content is on the disk
+            with replacing(path + ".pt") as f:
+                torch.save(state, f)
+            # the .json comes last, and proves that the .pt is complete
+            description = dict(sha256=file_hash(path + ".pt"), metrics=metrics)
+            for key in ("step", "run_id", "data", "settings"):
+                description[key] = state[key]
+            with replacing(path + ".json") as f:
+                f.write(json.dumps(description, indent=1).encode())
+        except (OSError, RuntimeError) as e:  # torch.save reports a full disk by a RuntimeError
+            self.say(f"checkpoint not written (is the disk full?): {e}")
+            return False
+        # older checkpoints go once the new one is whole; best.pt does not count towards keep_last_n
+        if name != "best":
+            self.newest = name
+            self.prune()
+        if self.mirror:
+            self.mirror.update(self.newest)
+        return True
+
+    def prune(self):
+        """Deletes all but the last keep_last_n complete checkpoints; a file that cannot be deleted stays."""
+        for name in outdated(os.listdir(self.out_dir), self.newest, self.settings.keep_last_n):
+            with suppress(OSError):
+                os.remove(os.path.join(self.out_dir, name))
+
+    def wait(self):
+        """Waits for the checkpoint that is being written. Returns whether it could be written."""
+        return self.writing.result()
+
+    def close(self, seconds):
+        """Ends the upload. Returns whether the bucket, where there is one, has everything."""
+        return not self.mirror or self.mirror.close(seconds)
 
 
 def refuse_run(flag, names):
@@ -171,41 +357,37 @@ def refuse_run(flag, names):
                         f"{flag.partition('=')[0]} starts another")
 
 
-def take_over(settings, start, bucket):
-    """Makes this process the one that trains the run: locks out_dir and writes run.json."""
-    # a run keeps its id; the token is new with each process
-    run_id = start.run_id or secrets.token_hex(4)
-    token = secrets.token_hex(8)
-    owner = dict(id=run_id, token=token, host=platform.node(), process=os.getpid())
-    content = (json.dumps(owner, indent=1) + "\n").encode()
-    # the operating system frees the lock of a process that was killed; the file stays
-    try:
-        os.makedirs(settings.out_dir, exist_ok=True)
-        lock = open(os.path.join(settings.out_dir, "run.lock"), "ab")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise TransientError(f"--out_dir={settings.out_dir}: another process trains there") from None
-    except OSError as e:
-        raise UserError(f"--out_dir={settings.out_dir}: cannot be written to ({e.strerror})") from None
-    # the token of the process that started last is the one that counts
-    with replacing(os.path.join(settings.out_dir, "run.json")) as f:
-        f.write(content)
-    if bucket:
-        bucket.write("run.json", content)
-    return start._replace(run_id=run_id, token=token, lock=lock)
+def read_run(bucket):
+    """Returns the run.json of a bucket, {} if there is none."""
+    return json.loads(bucket.read("run.json") or "{}")
+
+
+def some_puzzles(test):
+    """Returns 100 test puzzles, {name: tensor [100, ...]}, the same for each call."""
+    indices = test.subset(100, 1)[:100]
+    return {name: torch.from_numpy(array) for name, array in test.test_batch(indices, len(indices)).items()}
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Checkpoints
+# Names of checkpoints
 
 NUMBERED = re.compile(r"ckpt_\d{8,}\.(pt|json)")
 
 
-def numbered(names, endings=(".pt", ".json")):
-    """Returns the numbered checkpoints, newest first, of which `names` has the files with these endings."""
-    names = set(names)
+def stem(step):
+    """Returns the name of a step's checkpoint without its ending."""
+    return f"ckpt_{step:08d}"
+
+
+def step_of(name):
+    """Returns 2500 of "ckpt_00002500" and of its files and their paths."""
+    return int(re.search(r"(\d+)(\.\w+)?$", name)[1])
+
+
+def numbered(names):
+    """Returns the numbered checkpoints that have a .pt and a .json among the files `names`, newest first."""
     stems = {name.partition(".")[0] for name in names if NUMBERED.fullmatch(name)}
-    complete = [stem for stem in stems if names.issuperset(stem + ending for ending in endings)]
+    complete = [stem for stem in stems if {stem + ".pt", stem + ".json"} <= {*names}]
     # by number: from step 10^8 on the names are longer
     return sorted(complete, key=step_of, reverse=True)
 
@@ -215,41 +397,41 @@ def outdated(names, newest, keep):
 
     Args:
         names: all files in the folder.
-        newest: the step of the newest good checkpoint. Newer ones were found damaged, and do not count.
+        newest: the newest good checkpoint. Newer ones were found damaged, and do not count.
         keep: how many complete checkpoints stay.
     """
-    kept = [stem for stem in numbered(names) if step_of(stem) <= newest][:keep]
-    old_files = []
-    for name in names:
-        if kept and NUMBERED.fullmatch(name) and step_of(name) < step_of(kept[-1]):
-            old_files.append(name)
+    kept = [stem for stem in numbered(names) if step_of(stem) <= step_of(newest)][:keep]
+    if not kept:
+        return []
+    old_files = [name for name in names if NUMBERED.fullmatch(name) and step_of(name) < step_of(kept[-1])]
     # a .json before its .pt, which is no checkpoint without it, whatever happens in between
     return sorted(old_files)
 
 
-def step_of(name):
-    """Returns 2500 of "ckpt_00002500" and of its files."""
-    return int(re.search(r"\d+", name)[0])
+def listed(folder):
+    """Returns the names of the files in a folder; [] if there is no such folder."""
+    return os.listdir(folder) if os.path.isdir(folder) else []
 
 
-def checkpoint_paths(out_dir, endings=(".pt", ".json")):
-    """Returns paths of the numbered checkpoints that have files with these endings, newest first."""
-    names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
-    return [os.path.join(out_dir, stem + ".pt") for stem in numbered(names, endings)]
+def checkpoint_paths(out_dir):
+    """Returns the paths of the numbered checkpoints that have a .json, newest first."""
+    return [os.path.join(out_dir, stem + ".pt") for stem in numbered(listed(out_dir))]
 
 
-def newest_checkpoint(out_dir, say):
-    """Returns the state of the newest complete checkpoint, or {}. Says which it skips, and why."""
-    for path in checkpoint_paths(out_dir, (".pt",)):
+# ---------------------------------------------------------------------------------------------------------
+# Reading
+
+def newest_whole(out_dir, say=lambda line: None):
+    """Returns the path of the newest checkpoint with the hash in its .json, or ""; says which are damaged."""
+    for path in checkpoint_paths(out_dir):
+        cause = "it does not match the hash in its .json"
         try:
-            # the .json has the hash of what was written; without it the write was interrupted
-            with open(path[:-3] + ".json", "rb") as f:
-                if json.load(f)["sha256"] != file_hash(path):
-                    raise ValueError("it does not match the hash in its .json")
-            return read_checkpoint(path)
+            if json.loads(Path(path).with_suffix(".json").read_bytes())["sha256"] == file_hash(path):
+                return path
         except Exception as e:  # whatever it is, the one before may be whole
-            say(f"skipped {path}: damaged ({e})")
-    return {}
+            cause = e
+        say(f"skipped {path}: damaged ({cause})")
+    return ""
 
 
 def read_checkpoint(path):
@@ -258,15 +440,23 @@ def read_checkpoint(path):
         state = read_torch_file(path)
         # ours has "weights" among other entries; the official code saves the weights alone
         state = state if "weights" in state else {"weights": state}
-        has_weights = all(map(torch.is_tensor, state["weights"].values()))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such checkpoint or model file") from None
+        if not all(map(torch.is_tensor, state["weights"].values())):
+            raise ValueError
     except Exception as e:  # torch has many for this
-        raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): "
-                        "damaged, or not one of ours or the official code's") from None
-    if not has_weights:
-        raise UserError(f"{path}: holds no weights by name: not a checkpoint of ours or of the official code")
+        raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): damaged, or not one "
+                        "of ours or the official code's; init_from: scratch, resume, auto or FILE") from None
     return state
+
+
+def saved_settings(settings):
+    """Returns the settings of the checkpoint that a resume or an evaluation begins with, or {}."""
+    if settings.init_from in ("resume", "auto"):
+        for path in checkpoint_paths(settings.out_dir)[:1]:
+            with suppress(ValueError, KeyError):  # a damaged file: the resume itself says so
+                return json.loads(Path(path).with_suffix(".json").read_bytes())["settings"]
+    elif settings.eval_only and settings.init_from != "scratch":
+        return read_checkpoint(settings.init_from).get("settings", {})
+    return {}
 
 
 def load_weights(model, named, where):
@@ -277,139 +467,11 @@ def load_weights(model, named, where):
         raise UserError(f"{where}: {e}") from None
 
 
-def write_model(settings, model, start, data, test, trained):
-    """Writes a file for TRM.load, solve.py, init_from and, by its "weights", the official code.
-
-    The weights are the ones of an evaluation, in forward_dtype: what the network computes with.
-
-    Args:
-        settings: the command's settings; export is the file.
-        model: a TRM with the weights of the checkpoint.
-        start: a Start, with the checkpoint's average.
-        data, test: the Datasets; the file gets 100 test puzzles.
-        trained: dict(settings=..., command=...) of the training.
-    """
-    # the weights that evaluations use
-    weights = model.state_dict()
-    if settings.ema:
-        weights |= start.state.get("ema", {})
-    dtype = getattr(torch, settings.forward_dtype)
-
-    # the metrics of the evaluation at this step, from the log beside the weights
-    folder = settings.out_dir
-    if settings.init_from not in ("resume", "auto"):
-        folder = os.path.dirname(settings.init_from)
-    metrics = {}
-    for line in read_metrics(os.path.join(folder, "metrics.jsonl")):
-        if line["step"] == start.step and "eval/loss" in line:
-            metrics = line
-
-    # some unseen puzzles, so that solve.py and play.py need no dataset
-    indices = test.subset(100, 1)[:100]
-    puzzles = test.test_batch(indices, len(indices))
-
-    # the names that the official code gives its weights
-    saved = dict(
-        weights={"_orig_mod.model.inner." + name: t.to(dtype, copy=True) for name, t in weights.items()},
-        model=asdict(model.config),
-        task=data.task,
-        data=data.sha256,
-        step=start.step,
-        metrics=metrics,
-        puzzles={name: torch.from_numpy(array) for name, array in puzzles.items()},
-        **trained,
-    )
-    try:
-        with replacing(settings.export) as f:
-            torch.save(saved, f)
-    except (OSError, RuntimeError) as e:  # torch.save reports a full disk by a RuntimeError
-        raise UserError(f"--export={settings.export}: cannot be written ({e})") from None
-    print(f"wrote {settings.export}, weights in {settings.forward_dtype}")
-
-
-def find_checkpoint(settings, bucket, remote):
-    """Returns the newest complete checkpoint of out_dir or the bucket, and lines for the log.
-
-    It is {} if init_from starts without one.
-    """
-    notes = []
-    if settings.init_from == "scratch":
-        return {}, notes
-    # the newest here, unless the bucket has a newer one that is whole
-    local_paths = checkpoint_paths(settings.out_dir)
-    state = newest_checkpoint(settings.out_dir, notes.append)
-    for name in numbered(remote):
-        if step_of(name) <= state.get("step", -1):
-            break
-        notes.append(f"fetching {name} from the bucket")
-        # the logs of the machine that is gone come with its checkpoint
-        logs = {"metrics.jsonl", "log.txt", "best.pt", "best.json"} & remote.keys()
-        for file in [*logs, name + ".pt", name + ".json"]:
-            bucket.download(file, os.path.join(settings.out_dir, file))
-        state = newest_checkpoint(settings.out_dir, notes.append)
-    # a run that has had a checkpoint does not silently start again
-    had_one = local_paths or numbered(remote)
-    if not state and (had_one or settings.init_from == "resume" or settings.eval_only or settings.export):
-        hint = "another out_dir or gcs_dir" if had_one else "--init_from=auto"
-        problem = f"--init_from={settings.init_from}: no complete checkpoint in {settings.out_dir}"
-        raise UserError("; ".join([problem, *notes, f"{hint} starts from scratch"]))
-    if state:
-        notes.append(f"resuming from {settings.out_dir}/ckpt_{state['step']:08d}.pt")
-    return state, notes
-
-
-def check_resume(settings, state, data, total_steps):
-    """Raises UserError where the settings do not fit a checkpoint of this run; state: the checkpoint."""
-    # what a resume needs
-    if "settings" not in state:
-        raise UserError(f"the checkpoint in {settings.out_dir} is of another version of this code: it lacks "
-                        "the settings; --init_from=FILE begins with its weights alone")
-    if state["data"] != data.sha256:
-        raise UserError(f"{settings.data_path} is not the dataset that the checkpoint in {settings.out_dir} "
-                        "was trained on: choose that one, or another --out_dir")
-    # what concerns only runs that train on
-    if settings.eval_only or settings.export:
-        return
-    saved = state["settings"]
-    if state["step"] > total_steps:
-        raise UserError(f"{settings.out_dir} is at step {state['step']}, past the {total_steps} steps of "
-                        "this run: raise max_steps or epochs")
-    if saved["optimizer"] != settings.optimizer:
-        raise UserError(f"{settings.out_dir} was trained with optimizer={saved['optimizer']}, not "
-                        f"{settings.optimizer}: --init_from=FILE --out_dir=... begins another run with its "
-                        "weights")
-
-
-def setting_changes(settings, saved):
-    """Returns lines for the log: the settings that differ from a checkpoint's."""
-    notes = []
-    for name, value in vars(settings).items():
-        is_changed = name in saved and saved[name] != value
-        if is_changed and name not in ("init_from", "eval_only", "export"):
-            notes.append(f"{name} is {value}; the checkpoint had {saved[name]}")
-    return notes
-
-
 def check_task(state, data, where):
-    """Raises UserError if weights were trained on another puzzle than the dataset's; where: their file.
-
-    Attention takes other grids, so only grids of as many cells are compared.
-    """
+    """Raises UserError if the weights in the file `where` were trained on another kind of puzzle."""
     # files of the official code do not say their task
     task = state.get("task", data.task)
-    compared = ["kind", "symbols"]
-    if math.prod(task["grid"]) == math.prod(data.task["grid"]):
-        compared.append("grid")
-    for name in compared:
-        if list(task[name]) != list(data.task[name]) and task["kind"]:
-            raise UserError(f"{where} was trained on puzzles with {name} {task[name]!r}, "
-                            f"but {data.path} has {name} {data.task[name]!r}")
-
-
-def parse_run(content):
-    """Returns the object in a run.json that has an id; {} for None and for a damaged one; content: bytes."""
-    with suppress(ValueError):
-        run = json.loads(content or "{}")
-        if "id" in run:
-            return run
-    return {}
+    for name in ("kind", "symbols"):
+        if task["kind"] and list(task[name]) != list(data.task[name]):
+            raise UserError(f"{where} was trained on puzzles with {name} {task[name]!r}, but {data.path} has "
+                            f"{data.task[name]!r}")

@@ -10,10 +10,15 @@ A config file is Python that assigns some of the settings and may read the other
 runs another one beside it in its place; `__file__` is the outer file's path. Names that start with an
 underscore are the file's own, and so is what is no number, text or bool: modules, functions. Files and flags
 apply from left to right. A bool flag needs no value: --eval_only.
+
+A config file may also be a fork: new(grad_clip=0.0) adds settings, and it may replace classes and functions
+in the modules that it imports, each where it stands: import model; model.TRM = MyTRM.
 """
 import ast
 import difflib
 import functools
+import hashlib
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -38,22 +43,7 @@ class TransientError(Exception):
 
 
 class Settings(SimpleNamespace):
-    """Holds a script's settings as attributes; vars(settings) is a dict of them.
-
-    A copy can be changed even if the original is frozen, and so can the settings that a spawned process gets.
-    """
-
-    __slots__ = ("frozen",)  # outside vars(settings)
-
-    def freeze(self):
-        """Makes the settings read-only."""
-        object.__setattr__(self, "frozen", True)
-
-    def __setattr__(self, name, value):
-        if hasattr(self, "frozen"):
-            raise AttributeError(f"settings are read-only once training begins: {name}; "
-                                 "what depends on the step belongs in rates()")
-        super().__setattr__(name, value)
+    """Holds a script's settings as attributes; vars(settings) is a dict of them."""
 
 
 class Setting(NamedTuple):
@@ -72,12 +62,27 @@ class Arguments(NamedTuple):
     train_arguments: list  # config files and flags for train.py
 
 
+# {file name: the beginning of its text's SHA-256} of the forks that this process has run
+FORKS = {}
+# {module: its attributes before a fork replaced some}
+ORIGINALS = {}
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Commands
 
-def start(main, script):
-    """Runs main(settings) as a command, with the settings that sys.argv gives."""
-    command(lambda: main(configure(script, sys.argv[1:])), script)
+def start(main, script, find_saved=None):
+    """Runs main(settings) as a command, with the settings that sys.argv gives.
+
+    find_saved: a function of these settings that returns others, {name: value}, to take instead of the
+    defaults: those in a checkpoint.
+    """
+    def run():
+        settings = configure(script, sys.argv[1:])
+        saved = find_saved(settings) if find_saved else {}
+        main(configure(script, sys.argv[1:], saved) if saved else settings)
+
+    command(run, script)
 
 
 def command(run, script):
@@ -88,22 +93,15 @@ def command(run, script):
     # hands a Ctrl-C on as SIGTERM, which must not interrupt that.
     def interrupt(number, frame):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # Python drops a KeyboardInterrupt that is raised in __del__
+        last_resort = threading.Timer(4, os._exit, [3])
+        last_resort.daemon = True
+        last_resort.start()
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # a shell's & has it ignored
         signal.signal(signal.SIGINT, interrupt)
-
-    # Python drops any exception that is raised in a weakref's callback or in __del__. A stop that arrives
-    # there, for example during an import, is raised once more.
-    def raise_again(dropped):
-        if dropped.exc_type is not KeyboardInterrupt:
-            sys.__unraisablehook__(dropped)
-            return
-        signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-
-    sys.unraisablehook = raise_again
     try:
         run()
         print(end="", flush=True)
@@ -154,43 +152,57 @@ def split_arguments(script, argv):
     return Arguments(configure(script, own_flags), operands, train_arguments)
 
 
-def configure(script, argv):
+def configure(script, argv, saved=()):
     """Returns a script's Settings after the config files and flags in argv. --help prints them and exits.
 
+    saved: {name: value} that take the place of defaults, such as those in a checkpoint; unknown names are
+    left out.
     Raises UserError for an unknown key (it names the closest one), a wrong type, or a file that fails to run.
     """
-    if "--help" in argv:
-        print_help(script)
-        sys.exit(0)
-
+    # a fork that runs once more does not replace its own replacements
+    for module, attributes in ORIGINALS.items():
+        vars(module).update(attributes)
     # later arguments override earlier ones
-    defaults = {name: setting.default for name, setting in read_settings(script).items()}
-    values = defaults.copy()
+    known = read_settings(script)
+    values = {name: setting.default for name, setting in known.items()} | dict(saved)
     for argument in argv:
         if not argument.startswith("-"):
-            values.update(run_file(argument, values, defaults))
+            values.update(run_file(argument, values, known))
             continue
 
         # a flag: --name=text, or --name alone for a bool
         name, equals, text = argument.lstrip("-").partition("=")
-        value = parse(text, type(defaults.get(name, ""))) if equals else True
-        values[name] = check(name, value, defaults, argument)
-    return Settings(**values)
+        if name == "help":
+            continue
+        value = True
+        if equals:
+            value = parse(text, type(known[name].default) if name in known else str)
+        values[name] = check(name, value, known, argument)
+    if "--help" in argv:
+        print_help(script)
+        sys.exit(0)
+    return Settings(**{name: value for name, value in values.items() if name in known})
 
 
-def run_file(path, values, defaults):
+def run_file(path, values, known):
     """Runs a config file that sees `values`; returns the settings after it.
 
     Args:
         path: of the file.
         values: {name: value} of the settings before it.
-        defaults: {name: value} of all settings of the script: they say which names and types there are.
+        known: {name: Setting} of the script, to which new() in the file adds some.
 
     Raises UserError for a file that fails to run, an unknown setting, or a wrong type.
     """
     if not os.path.isfile(path):
         raise UserError(f"{path}: no such config file; a setting is written --key=value")
-    space = {"__file__": path} | values
+
+    def new(**settings):
+        for name, default in settings.items():
+            known[name] = Setting(default, "", f"from {path}")
+            space.setdefault(name, default)
+
+    space = {"__file__": path, "new": new} | values
     try:
         execute(path, space)
     except Exception as e:
@@ -204,8 +216,8 @@ def run_file(path, values, defaults):
     # Numbers, texts and bools must be settings; all else, and what begins with an underscore, is the file's.
     settings = {}
     for name, value in space.items():
-        if name in defaults or type(value) in TYPES and not name.startswith("_"):
-            settings[name] = check(name, value, defaults, path)
+        if name in known or type(value) in TYPES and not name.startswith("_"):
+            settings[name] = check(name, value, known, path)
     return settings
 
 
@@ -217,22 +229,48 @@ def execute(path, space):
 
     space["run"] = run
     with open(path, "rb") as f:
-        exec(compile(f.read(), path, "exec"), space)
+        text = f.read()
+    # a fork adds settings or imports modules of this folder, which a script in another folder may not find
+    folder = os.path.dirname(os.path.abspath(__file__))
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    imported = re.findall(r"^\s*(?:import|from) (\w+)", text.decode(), re.MULTILINE)
+    own_modules = [name for name in imported if name == "puzzles" or os.path.exists(f"{folder}/{name}.py")]
+    if own_modules or re.search(r"^new\(", text.decode(), re.MULTILINE):
+        FORKS[os.path.basename(path)] = hashlib.sha256(text).hexdigest()[:8]
+    for name in own_modules:
+        module = importlib.import_module(name)
+        ORIGINALS.setdefault(module, dict(vars(module)))
+    exec(compile(text, path, "exec"), space)
 
 
-def check(name, value, defaults, where):
-    """Returns value as the type of defaults[name]; raises UserError for an unknown name or another type."""
-    if name not in defaults:
-        [closest] = difflib.get_close_matches(name, [*defaults, "help"], 1, 0)
+def missing_forks(forks):
+    """Returns a line for each fork of a checkpoint or model file that this process has not run.
+
+    forks: FORKS of the process that wrote the file.
+    """
+    lines = []
+    for name, digest in forks.items():
+        if FORKS.get(name) != digest:
+            other = f"has {FORKS[name]} here" if name in FORKS else "is not among the arguments"
+            lines.append(f"trained with the fork {name} {digest}, which {other}: results may differ")
+    return lines
+
+
+def check(name, value, known, where):
+    """Returns value as the type of the setting; raises UserError for an unknown name or another type."""
+    if name not in known:
+        [closest] = difflib.get_close_matches(name, [*known, "help"], 1, 0)
         raise UserError(f"{where}: unknown setting {name}; the closest is {closest}, and --help lists all")
 
     # an int will do for a float
-    expected = type(defaults[name])
+    default = known[name].default
+    expected = type(default)
     if expected is float and type(value) is int:
         value = float(value)
     if type(value) is not expected:
-        raise UserError(f"{where}: {name} must be {expected.__name__}, such as {defaults[name]!r}, "
-                        f"not {value!r}")
+        raise UserError(f"{where}: {name} must be of type {expected.__name__}, for example "
+                        f"--{name}={default}, not {value!r}")
     return value
 
 
@@ -257,22 +295,25 @@ def check_choices(settings, choices):
             raise UserError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
 
 
-def check_bounds(settings, bounds):
-    """Raises UserError for the first number outside its interval; NaN is outside of every one.
+def check_numbers(settings, positive, shares=()):
+    """Raises UserError for the first number that no run could use: one below 0, NaN, or beyond 64 bits.
 
     Args:
-        settings: all settings of a script.
-        bounds: {name: interval}, for example "[0, 1]", "[0, 1)" without its upper end, or "(0, inf)" without
-            both ends. Numbers that it does not name must be 0 or more, and fit into 64 bits.
+        settings: {name: value}.
+        positive: names of settings that must be above 0.
+        shares: names of settings that are at most 1.
     """
-    for name, value in vars(settings).items():
-        if type(value) is str:
+    for name, value in settings.items():
+        if isinstance(value, str):
             continue
-        interval = bounds.get(name, "[0, 9.2e18)")
-        low, high = map(float, interval[1:-1].split(","))
-        is_open_end = (value, interval[0]) == (low, "(") or (value, interval[-1]) == (high, ")")
-        if is_open_end or not low <= value <= high:
-            raise UserError(f"{name} must be in {interval}, not {value}")
+        # comparisons with NaN are false
+        too_large = float("inf") if isinstance(value, float) else 2 ** 63
+        if name in shares and not 0 <= value <= 1:
+            raise UserError(f"{name} must be from 0 to 1, not {value}")
+        if name in positive and not 0 < value < too_large:
+            raise UserError(f"{name} must be above 0, not {value}")
+        if not 0 <= value < too_large:
+            raise UserError(f"{name} must be 0 or more, not {value}")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -282,8 +323,8 @@ def check_bounds(settings, bounds):
 def read_settings(script):
     """Returns the settings of a script, a path, without running it: {name: Setting}, in the script's order.
 
-    The result is cached, and not to be changed. A process in which replicas are threads calls this before
-    they start: ast.parse is not safe in two threads at once (python/cpython#106905).
+    The result is cached, and new() in a config file adds to it. A process in which replicas are threads
+    calls this before they start: ast.parse is not safe in two threads at once (python/cpython#106905).
     """
     settings = {}
     group = ""

@@ -28,12 +28,12 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 
 from configurator import TransientError, UserError
-from puzzles import IGNORE_LABEL, apply_version, canvas, crop, task_of
+from puzzles import IGNORE_LABEL, task_of
+from puzzles.arc import apply_version, canvas, crop
 
 FIELDS = (
     "inputs",  # [N, seq_len], tokens
@@ -53,9 +53,7 @@ ARC_FIELDS = (
 SPLIT_FILES = ("dataset.json", *(f"all__{field}.npy" for field in dict.fromkeys(FIELDS + ARC_FIELDS)))
 FILES = (*(f"{split}/{name}" for split in ("test", "train") for name in SPLIT_FILES), "identifiers.json")
 METADATA = (
-    "pad_id",  # token of padding
     "ignore_label_id",  # label of cells that do not count
-    "blank_identifier_id",  # puzzle identifier of padding
     "vocab_size",  # tokens, padding included
     "seq_len",  # cells of a puzzle
     "num_puzzle_identifiers",
@@ -72,8 +70,8 @@ class Dataset:
     """One split of a dataset, checked when it is loaded.
 
     inputs and labels are memory-mapped, [N, seq_len]. len() is the number of examples: N, or more where
-    versions are made when they are needed. The keys of dataset.json are attributes. task is what puzzles.py
-    calls a task. Datasets of the official code, without a manifest, load too.
+    versions are made when they are needed. The keys of dataset.json are attributes. task is what
+    puzzles/__init__.py calls a task. Datasets of the official code, without a manifest, load too.
 
     Args:
         path: the folder of the dataset.
@@ -89,48 +87,51 @@ class Dataset:
             raise UserError(f"{folder}: no such dataset; build it with prepare_sudoku.py, or another script")
 
         # the official builder writes no manifest
-        self.manifest = {}
-        manifest_path = f"{path}/manifest.json"
-        if os.path.exists(manifest_path):
-            self.manifest = read_json(manifest_path, "sha256")
+        self.manifest = {"sha256": {}}
+        if os.path.exists(f"{path}/manifest.json"):
+            self.manifest = read_json(f"{path}/manifest.json", "sha256")
         self.hint = f"build it again with {self.made_by() or 'the command that made it'}"
+        for name, digest in self.manifest["sha256"].items():
+            file = f"{path}/{name}"
+            if name.startswith(f"{split}/") and not (os.path.isfile(file) and file_hash(file) == digest):
+                raise UserError(f"{file} is missing or does not match manifest.json: {self.hint}")
 
         # the sizes
-        self.check_file(f"{split}/dataset.json")
-        metadata = read_json(f"{folder}/dataset.json", *METADATA)
-        vars(self).update(metadata)
+        vars(self).update(read_json(f"{folder}/dataset.json", *METADATA))
         self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
 
         # the examples stay on the disk; the indices, which are small, are read
-        self.has_versions = f"{split}/all__versions.npy" in self.manifest.get("sha256", {})
+        self.has_versions = f"{split}/all__versions.npy" in self.manifest["sha256"]
         for field in ARC_FIELDS if self.has_versions else FIELDS:
-            name = f"{split}/all__{field}.npy"
-            self.check_file(name)
+            file = f"{folder}/all__{field}.npy"
             mmap_mode = "r" if field in ("inputs", "labels") else None
             try:
-                array = np.load(f"{path}/{name}", mmap_mode=mmap_mode)
+                array = np.load(file, mmap_mode=mmap_mode)
             except (OSError, ValueError, EOFError) as e:
-                raise UserError(f"{path}/{name} cannot be read (truncated?): {self.hint} ({e})") from None
+                raise UserError(f"{file} cannot be read (truncated?): {self.hint} ({e})") from None
             setattr(self, field, np.asarray(array))  # a plain view of the file indexes faster than np.memmap
 
-        # shapes, tokens and identifiers agree with dataset.json, and indices end where their arrays do
-        row_indices = self.task_indices if self.has_versions else self.puzzle_indices
-        num_owners = self.total_groups if self.has_versions else len(self.puzzle_identifiers)
-        example_shape = (row_indices[-1], self.seq_len)
-        fits = [
-            len(self.inputs) > 0,
-            row_indices.shape == (num_owners + 1,),
-            self.inputs.shape == example_shape,
-            self.labels.shape == example_shape,
-            self.inputs.max(initial=0) < self.vocab_size,
-            self.labels.max(initial=0) < self.vocab_size,
-            self.puzzle_identifiers.max(initial=0) < self.num_puzzle_identifiers,
-            self.group_indices.shape == (self.total_groups + 1,),
-            self.group_indices[-1] == len(self.puzzle_identifiers),
-        ]
-        if not all(fits):
-            raise UserError(f"{folder}: dataset.json and the arrays do not fit each other: {self.hint}")
+        # they fit each other
+        wrong = [name for name, fits in self._checks().items() if not fits]
+        if wrong:
+            raise UserError(f"{folder}: dataset.json does not fit {', '.join(wrong)}: {self.hint}")
         self._count_examples()
+
+    def _checks(self):
+        """Returns {what: whether it fits}: shapes, and numbers within their ranges."""
+        num_puzzles = len(self.puzzle_identifiers)
+        row_indices = self.task_indices if self.has_versions else self.puzzle_indices
+        num_owners = self.total_groups if self.has_versions else num_puzzles
+        shape = (row_indices[-1], self.seq_len)
+        return {
+            "inputs": self.inputs.shape == shape,
+            "labels": self.labels.shape == shape,
+            "vocab_size": max(self.inputs.max(initial=0), self.labels.max(initial=0)) < self.vocab_size,
+            "puzzle_identifiers": self.puzzle_identifiers.max() < self.num_puzzle_identifiers,
+            "indices of rows": len(row_indices) == num_owners + 1,
+            "group_indices": len(self.group_indices) == self.total_groups + 1,
+            "number of puzzles": self.group_indices[-1] == num_puzzles,
+        }
 
     def _count_examples(self):
         """Finds each puzzle's stored rows, and how many examples each group brings to an epoch."""
@@ -169,68 +170,24 @@ class Dataset:
         part = rank_slice(batch_size, rank, world)
         positions = np.arange(step * batch_size + part.start, step * batch_size + part.stop)
         epochs, positions = np.divmod(positions, self.epoch_examples)
-        if self.has_versions or self.epoch_examples > self.total_groups:
-            return self._batch_of_whole_puzzles(seed, epochs, positions)
-
-        # one example a group: the whole batch draws, so that the draws do not depend on the number of ranks
-        groups = []
-        for epoch in np.unique(epochs).tolist():
-            order = epoch_order(seed, epoch, self.total_groups)
-            groups.extend(order[positions[epochs == epoch]])
-        draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part]
-        puzzles = random_members(self.group_indices, np.array(groups), draws[:, 0])
-        return self._batch(puzzles, members=0)
-
-    def _batch_of_whole_puzzles(self, seed, epochs, positions):
-        """Returns the batch of the examples at some positions of the stream of whole puzzles.
-
-        The training data are an endless stream of examples that the batches cut. In each epoch every group
-        comes once, in another random order, and brings all examples of one of its puzzles. The draws follow
-        from (seed, epoch), so that a puzzle which a batch cuts goes on in the next one.
-
-        Args:
-            seed: the run's seed.
-            epochs, positions: where the examples are in the stream [b], ascending.
-        """
         columns = []
         for epoch in np.unique(epochs).tolist():
-            in_epoch = positions[epochs == epoch]
+            plan = epoch_plan(self, seed, epoch)
+            columns.append([column[positions[epochs == epoch]] for column in plan])
+        puzzles, members, translation_draws = map(np.concatenate, zip(*columns))
 
-            # the group and its example at each position
-            order = epoch_order(seed, epoch, self.total_groups)
-            ends = self.group_sizes[order].cumsum()
-            turns = np.searchsorted(ends, in_epoch, side="right")
-            groups = order[turns]
-            sizes = self.group_sizes[groups]
-            members = in_epoch - ends[turns] + sizes
-
-            # one random puzzle of each group
-            rng = generator(seed, EXAMPLE, epoch)
-            puzzle_draws, fixed_draws = rng.random((2, self.total_groups))
-            puzzles = random_members(self.group_indices, groups, puzzle_draws[groups])
-
-            # every example but one of a puzzle moves
-            translation_draws = rng.random((self.epoch_examples, 2))[in_epoch]
-            fixed_members = (fixed_draws[groups] * sizes).astype(np.int64)
-            translation_draws[members == fixed_members] = 0
-            members = members % self.num_examples[puzzles]
-            columns.append((puzzles, members, translation_draws))
-        return self._batch(*map(np.concatenate, zip(*columns)))
+        # Where no puzzle can be cut by a batch, the step draws one of each group, and not the epoch: all
+        # published results were trained on these draws.
+        if not self.has_versions and self.epoch_examples == self.total_groups:
+            draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part, 0]
+            puzzles = random_members(self.group_indices, self.groups_of(puzzles), draws)
+        return self._batch(puzzles, members, translation_draws)
 
     def test_batch(self, indices, size):
-        """Returns the examples with these indices, as train_batch does, padded to size rows."""
-        batch = self._batch(*self.locate(indices))
-
+        """Returns the examples with these indices, as train_batch does, and unlabelled ones up to size."""
         # every batch has the same shape, so that one program evaluates all of them
-        padding = {
-            "inputs": self.pad_id,
-            "labels": IGNORE_LABEL,
-            "puzzle_identifiers": self.blank_identifier_id,
-        }
-        for name, value in padding.items():
-            rows = np.full((size, *batch[name].shape[1:]), value, dtype=np.int32)
-            rows[:len(indices)] = batch[name]
-            batch[name] = rows
+        batch = self._batch(*self.locate(np.resize(indices, size)))
+        batch["labels"][len(indices):] = IGNORE_LABEL
         return batch
 
     def locate(self, indices):
@@ -298,19 +255,18 @@ class Dataset:
     def subset(self, n, num_versions=0):
         """Returns the sorted indices of n random puzzles, the same in every run; all if n is 0 or too large.
 
-        Test sets are ordered by source: their first n examples would not represent the whole set. For ARC, n
-        counts tasks, and all their test inputs come in the first num_versions of their versions, 0: in all.
+        Test sets are ordered by source: their first n examples would not represent the whole set. A task with
+        several test inputs counts as one, and brings them all. For ARC they come in the first num_versions of
+        the task's versions, 0: in all.
         """
-        rng = generator(0, SUBSET)
-        if not self.has_versions:
-            return np.sort(rng.permutation(len(self))[:n or None])
-        groups = np.sort(rng.permutation(self.total_groups)[:n or None])
-        examples = []
-        for group in groups:
-            puzzles = range(*self.group_indices[group:group + 2])
-            for puzzle in puzzles[:num_versions or None]:
-                examples += range(*self.puzzle_indices[puzzle:puzzle + 2])
-        return np.array(examples)
+        groups = generator(0, SUBSET).permutation(self.total_groups)
+        groups = np.sort(groups[:n or None])
+        starts = self.group_indices[groups]
+        ends = self.group_indices[groups + 1]
+        if num_versions:
+            ends = np.minimum(ends, starts + num_versions)
+        puzzles = ranges(starts, ends)
+        return ranges(self.puzzle_indices[puzzles], self.puzzle_indices[puzzles + 1])
 
     def made_by(self):
         """Returns the command that made the dataset, as "prepare_sudoku.py --size=6 ..."; "" if not known."""
@@ -328,14 +284,64 @@ class Dataset:
 
     def hashes(self):
         """Returns {relative file: SHA-256} of both splits, from the manifest or else from the files."""
-        return self.manifest.get("sha256") or hashes_of(self.path)
+        return self.manifest["sha256"] or hashes_of(self.path)
 
-    def check_file(self, name):
-        """Raises UserError if the file is missing or does not match the manifest."""
-        if self.manifest:
-            path = f"{self.path}/{name}"
-            if not os.path.isfile(path) or self.manifest["sha256"].get(name) != file_hash(path):
-                raise UserError(f"{path} is missing or does not match manifest.json: {self.hint}")
+
+class Generated:
+    """A dataset whose puzzles are made when they are needed, for forks: `data.Dataset = Mine` uses it.
+
+    A subclass has a task, sizes where they differ from these, and a method
+
+        draw(self, rng, n, split) -> questions, answers: tokens [n, cells]
+
+    which makes n puzzles with a numpy.random.Generator. For the split "test" it must not make puzzles that it
+    makes for "train". All replicas draw the whole batch of a step, from (seed, step), and take their slices.
+    """
+
+    task = {}  # see puzzles/__init__.py; its grid and symbols are the model's sizes
+    total_groups = 1000  # puzzles of an epoch
+    test_size = 1000  # test puzzles, the same in every run
+    num_puzzle_identifiers = 1
+    mean_puzzle_examples = 1
+
+    def __init__(self, path, split):
+        self.path = path
+        self.seq_len = math.prod(self.task["grid"])
+        self.vocab_size = len(self.task["symbols"])
+        # the test puzzles, or some of the others, which tell one way to draw from another
+        self.puzzles = self._batch(generator(0, SUBSET), self.test_size, split)
+        content = self.puzzles["inputs"].tobytes() + self.puzzles["labels"].tobytes()
+        self.sha256 = hashlib.sha256(content).hexdigest()
+
+    def __len__(self):
+        return self.test_size
+
+    def train_batch(self, seed, step, batch_size, rank=0, world=1):
+        """See Dataset.train_batch."""
+        batch = self._batch(generator(seed, EXAMPLE, step), batch_size, "train")
+        part = rank_slice(batch_size, rank, world)
+        return {name: array[part] for name, array in batch.items()}
+
+    def test_batch(self, indices, size):
+        """See Dataset.test_batch."""
+        batch = {name: array[np.resize(indices, size)] for name, array in self.puzzles.items()}
+        batch["labels"][len(indices):] = IGNORE_LABEL
+        return batch
+
+    def subset(self, n, num_versions=0):
+        """Returns the indices of the first n test puzzles; num_versions is for ARC."""
+        return np.arange(self.test_size)[:n or None]
+
+    def made_by(self):
+        return type(self).__name__
+
+    def _batch(self, rng, n, split):
+        questions, answers = self.draw(rng, n, split)
+        return {
+            "inputs": questions.astype(np.int32),
+            "labels": answers.astype(np.int32),
+            "puzzle_identifiers": np.zeros(n, dtype=np.int32),
+        }
 
 
 def make_dataset(settings):
@@ -386,14 +392,42 @@ def generator(seed, *key):
     return np.random.Generator(np.random.Philox(sequence))
 
 
-@functools.lru_cache(maxsize=4)  # a batch spans one or two epochs, or more if they are small
-def epoch_order(seed, epoch, total_groups):
-    return generator(seed, ORDER, epoch).permutation(total_groups)
+@functools.lru_cache(maxsize=2)  # a batch spans one or two epochs, or more if they are small
+def epoch_plan(dataset, seed, epoch):
+    """Returns the examples of an epoch, in order: arrays of the arguments of Dataset._batch.
+
+    The training data are an endless stream of examples, which the batches cut. In each epoch every group
+    comes once, in another random order, and brings all examples of one of its puzzles. All follows from
+    (seed, epoch), so that a puzzle which a batch cuts goes on in the next one.
+    """
+    # the group of each example, and its number there
+    order = generator(seed, ORDER, epoch).permutation(dataset.total_groups)
+    sizes = dataset.group_sizes[order]
+    groups = np.repeat(order, sizes)
+    members = ranges(np.zeros_like(sizes), sizes)
+
+    # one random puzzle of each group
+    rng = generator(seed, EXAMPLE, epoch)
+    puzzle_draws, fixed_draws = rng.random((2, dataset.total_groups))
+    puzzles = random_members(dataset.group_indices, groups, puzzle_draws[groups])
+
+    # every example but one of a puzzle moves; a small puzzle repeats its examples
+    translation_draws = rng.random((len(groups), 2))
+    fixed_members = (fixed_draws[groups] * dataset.group_sizes[groups]).astype(np.int64)
+    translation_draws[members == fixed_members] = 0
+    return puzzles, members % dataset.num_examples[puzzles], translation_draws
 
 
 def rank_slice(batch_size, rank, world):
     size = batch_size // world
     return slice(rank * size, (rank + 1) * size)
+
+
+def ranges(starts, ends):
+    """Returns the numbers of all ranges start:end, one range after the other."""
+    counts = ends - starts
+    offsets = starts - counts.cumsum() + counts
+    return np.repeat(offsets, counts) + np.arange(counts.sum())
 
 
 def random_members(indices, owners, draws):
@@ -441,23 +475,11 @@ def file_hash(path):
 
 @contextmanager
 def locked(path):
-    """Holds path + ".lock", which one process at a time can; the others wait."""
+    """Holds path + ".lock", which one process at a time can; the others wait. The file stays."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    name = path + ".lock"
-
-    # the file that is locked must be the one that has the name: another owner may just have removed it
-    held = False
-    while not held:
-        f = open(name, "ab")  # NFS only locks files that are open for writing
+    with open(path + ".lock", "ab") as f:  # NFS only locks files that are open for writing
         fcntl.flock(f, fcntl.LOCK_EX)
-        with suppress(FileNotFoundError):
-            held = os.path.samefile(f.fileno(), name)
-    try:
         yield
-    finally:
-        with suppress(OSError):
-            os.remove(name)
-        f.close()
 
 
 @contextmanager
@@ -476,23 +498,28 @@ def replacing(path):
             os.remove(path + ".tmp")
 
 
-def read_metrics(path):
+def read_lines(path):
     """Returns the dicts with a step in a metrics.jsonl, without damaged lines; [] if it is missing."""
-    metrics = []
+    lines = []
     with suppress(FileNotFoundError), open(path, "rb") as f:
         for line in f:
             with suppress(ValueError):
                 values = json.loads(line)
-                if isinstance(values, dict) and "step" in values:
-                    metrics.append(values)
-    return metrics
+                if "step" in values:
+                    lines.append(values)
+    return lines
 
 
-def saved_settings(folder):
-    """Returns the settings in a run's newest .json of a checkpoint that can be read, or {}."""
-    for path in sorted(Path(folder).glob("ckpt_*.json"), reverse=True):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # an interrupted upload or download
-            return dict(json.loads(path.read_bytes())["settings"])
+def read_metrics(path):
+    """Returns the lines of a metrics.jsonl that have metrics; see read_lines."""
+    return [line for line in read_lines(path) if "run" not in line]
+
+
+def read_facts(path):
+    """Returns what the first line of a metrics.jsonl says about its run; {} if it says nothing."""
+    for line in read_lines(path):
+        if "run" in line:
+            return line["run"]
     return {}
 
 
@@ -518,19 +545,16 @@ class Progress:
         self.scale = scale
         self.done = 0
         self.start = time.monotonic()
-        self.printed = self.start
+        self.next_line = 10  # seconds after the start
 
     def add(self, n):
         self.done += n
-        now = time.monotonic()
-        if now < self.printed + 10:
+        seconds = time.monotonic() - self.start
+        if seconds < self.next_line:
             return
-        self.printed = now
-
-        # done of total unit, time left
+        self.next_line = seconds + 10
         text = f"{self.label}: {self.done / self.scale:,.0f}"
         if self.total:
-            seconds = (now - self.start) * (self.total / max(1, self.done) - 1)
-            text += f" of {self.total / self.scale:,.0f} {self.unit}".rstrip()
-            text += f", {seconds:.0f} s left"
+            seconds_left = seconds * (self.total / max(1, self.done) - 1)
+            text += f" of {self.total / self.scale:,.0f} {self.unit}, {seconds_left:.0f} s left"
         print(text, file=sys.stderr, flush=True)

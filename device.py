@@ -1,4 +1,4 @@
-"""The CPU, CUDA and Apple's GPU: one set of methods, which train.py uses; xla.py has them for TPUs.
+"""The CPU and CUDA GPUs: one set of methods, which train.py uses; xla.py has them for TPUs.
 
 torch_xla is imported where a TPU is looked for or used: other machines can do without it.
 """
@@ -8,16 +8,14 @@ import importlib.util
 import os
 import platform
 import re
-import textwrap
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from configurator import UserError
-from model import Block
 
 # A chip's dense bfloat16 FLOP/s as its maker states them, for perf/mfu.
 PEAK_FLOPS = {
@@ -37,7 +35,7 @@ PEAK_FLOPS = {
 # Which device
 
 def choose_device(wanted):
-    """Returns (xla, cuda, mps or cpu; the reason in words). Raises UserError if the wanted one is missing."""
+    """Returns (xla, cuda or cpu; the reason in words). Raises UserError if the wanted one is missing."""
     # torch_xla on a TPU, or on the CPU where the environment says so
     pjrt = os.environ.get("PJRT_DEVICE")
     if wanted in ("xla", "auto"):
@@ -53,13 +51,10 @@ def choose_device(wanted):
             raise UserError(f"--device={wanted}: no TPU on this machine, or torch_xla is not installed (pip "
                             "install -r requirements.txt); PJRT_DEVICE=CPU runs torch_xla on the CPU")
 
-    # GPUs: auto takes CUDA's, and Apple's only if it is asked for by name
     if wanted in ("cuda", "auto") and torch.cuda.is_available():
         return "cuda", torch.cuda.get_device_name()
-    if wanted == "mps" and torch.backends.mps.is_available():
-        return "mps", "Apple's GPU, which nobody has tested yet"
-    if wanted in ("cuda", "mps"):
-        raise UserError(f"--device={wanted}: torch sees no such GPU; --device=cpu trains on the CPU")
+    if wanted == "cuda":
+        raise UserError("--device=cuda: torch sees no such GPU; --device=cpu trains on the CPU")
     return "cpu", "--device=cpu" if wanted == "cpu" else "no TPU and no CUDA GPU found"
 
 
@@ -78,90 +73,73 @@ def has_tpu():
 
 
 def open_device(kind, settings):
-    """Returns the device of one replica; kind: from choose_device. Sets forward_dtype if need be."""
+    """Returns the device of one replica; kind: from choose_device."""
     if kind == "xla":
         from xla import XLADevice
-        device = XLADevice()
-    else:
-        device = Device(kind, settings)
-        device.join_replicas(settings)
-
-    # older GPUs emulate bfloat16, many times more slowly
-    dtype, reason = device.fastest_dtype()
-    is_emulated = kind == "cuda" and settings.forward_dtype == "bfloat16" != dtype
-    if settings.forward_dtype == "auto" or is_emulated:
-        settings.forward_dtype = dtype
-        device.notes.append(f"forward_dtype is {dtype}: {reason}")
-    return device
+        return XLADevice()
+    return Device(kind, settings)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # The device
 
 class Device:
-    """The CPU, a CUDA GPU or Apple's GPU; the first two alone or under torchrun.
+    """The CPU or a CUDA GPU, alone or under torchrun.
 
     torch: the torch.device. rank: this replica's number among `world`. local_rank: its number on this host,
     which has number `host`.
-    notes: lines for the log. print0: a function that prints a line.
     """
 
     def __init__(self, kind, settings):
         self.kind = kind
-        self.print0 = print
-        self.notes = []
         self.rank = 0
         self.world = 1
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.host = int(os.environ.get("GROUP_RANK", 0))
         self.torch = torch.device(kind)
         self.name = platform.machine()
+        self.compiles = settings.compile == "on" or settings.compile == "auto" and kind == "cuda"
         if kind == "cuda":
-            self.open_gpu()
-
-        # torch.compile and the Triton kernels, where the settings and the machine allow them
-        self.compiles = settings.compile == "on"
-        if settings.compile == "auto" and kind == "cuda":
-            problem = compile_error(self.torch)
-            self.compiles = not problem
-            if problem:
-                self.notes.append(f"compile is off, which is slower: torch.compile fails ({problem})")
-        self.kernels = settings.kernels == "on" and kernels_can_run(kind, settings.forward_dtype)
-        if settings.kernels == "on" and not self.kernels:
-            self.notes.append("kernels are off: they need a GPU of compute capability 8.0 or higher, and a "
-                              "forward_dtype of 16 bits")
+            self.torch = torch.device("cuda", self.local_rank)
+            self.name = torch.cuda.get_device_name(self.torch)
+            torch.cuda.set_device(self.torch)
+            torch.set_float32_matmul_precision("high")  # TF32, for what is not in forward_dtype
+            # without Triton or a C compiler, "auto" trains without torch.compile, which says so itself
+            torch._dynamo.config.suppress_errors = settings.compile == "auto"
+        if "RANK" in os.environ:
+            self.join_replicas(settings)
 
     def join_replicas(self, settings):
-        """Waits for the replicas that torchrun starts beside this one, if it does."""
-        if "RANK" in os.environ:
-            if "WORLD_SIZE" not in os.environ:
-                raise UserError("RANK is set without WORLD_SIZE: start with torchrun, or unset RANK")
-            backend = "nccl" if self.kind == "cuda" else "gloo"
-            timeout = timedelta(seconds=settings.stall_timeout or 10 ** 6)
-            dist.init_process_group(backend, timeout=timeout)
-            if backend == "gloo":  # its threads may abort at the end; NCCL would wait for a peer that died
-                atexit.register(dist.destroy_process_group)
-                # A rank that meets wrong input leaves at once. If a peer has not connected by then, that
-                # fails, and the peer ends with 1 instead of 2.
-                dist.barrier()
-            self.rank = dist.get_rank()
-            self.world = dist.get_world_size()
+        """Waits for the replicas that torchrun starts beside this one."""
+        backend = "nccl" if self.kind == "cuda" else "gloo"
+        timeout = timedelta(seconds=settings.stall_timeout or 10 ** 6)
+        dist.init_process_group(backend, timeout=timeout)
+        if backend == "gloo":  # its threads may abort at the end; NCCL would wait for a peer that died
+            atexit.register(dist.destroy_process_group)
+            # A rank that meets wrong input leaves at once. If a peer has not connected by then, that
+            # fails, and the peer ends with 1 instead of 2.
+            dist.barrier()
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
 
-    def open_gpu(self):
-        """Chooses this replica's GPU."""
-        self.torch = torch.device("cuda", self.local_rank)
-        self.name = torch.cuda.get_device_name(self.torch)
-        torch.cuda.set_device(self.torch)
-        torch.set_float32_matmul_precision("high")  # TF32, for what is not in forward_dtype
+    def choose_dtype(self, wanted):
+        """Returns the forward_dtype to use instead of the wanted one, and a note for the log, or ""."""
+        fastest, reason = self.fastest_dtype()
+        # older GPUs and processors emulate bfloat16, many times more slowly
+        if wanted == "auto" or wanted == "bfloat16" != fastest:
+            return fastest, f"forward_dtype is {fastest}: {reason}"
+        if wanted == "float16" and self.kind == "cpu":
+            return wanted, "forward_dtype=float16: a CPU emulates it, many times more slowly than float32"
+        return wanted, ""
 
     def fastest_dtype(self):
-        """Returns the forward_dtype for forward_dtype=auto, and the reason in words."""
+        """Returns the fastest forward_dtype, and the reason in words."""
         if self.kind == "cpu":
             # one line of flags for each core; other processors compute bfloat16 many times more slowly
             cpuinfo = Path("/proc/cpuinfo")
             if cpuinfo.exists() and re.search("avx512_bf16|amx_bf16", cpuinfo.read_text()):
                 return "bfloat16", "this processor has instructions for it"
-        elif self.kind == "cuda":
+        else:
             if torch.cuda.is_bf16_supported(including_emulation=False):
                 return "bfloat16", f"{self.name} has units for it"
             if torch.cuda.get_device_capability() >= (7, 0):
@@ -169,12 +147,12 @@ class Device:
         return "float32", f"{self.name} has no units for 16-bit numbers"
 
     def put(self, tree):
-        """Copies arrays and tensors in dicts to the device."""
+        """Copies a tree of arrays and tensors to the device."""
         def put_one(x):
             x = torch.as_tensor(x)
             if self.kind == "cuda" and x.device.type == "cpu":
                 x = x.pin_memory()  # a copy from pageable memory would wait for the steps under way
-            return x.to(self.torch, non_blocking=self.kind == "cuda")  # unsafe on mps: pytorch#189690
+            return x.to(self.torch, non_blocking=True)
 
         return tree_map(put_one, tree)
 
@@ -194,11 +172,13 @@ class Device:
 
         return wait
 
-    def all_reduce(self, vector):
-        """Returns the sum of the ranks' vectors, within a step. All ranks."""
-        if self.world > 1:
-            dist.all_reduce(vector)
-        return vector
+    def all_reduce(self, tree):
+        """Returns the sum of the ranks' trees of float32 tensors, by one collective. All ranks."""
+        if self.world == 1:
+            return tree
+        vector, restore = flatten(tree)
+        dist.all_reduce(vector)
+        return restore(vector)
 
     def all_gather(self, value):
         """Returns every rank's value, any Python object, in the order of the ranks. All ranks."""
@@ -207,23 +187,17 @@ class Device:
             dist.all_gather_object(values, value)
         return values
 
-    def broadcast(self, vector):
-        """Returns rank 0's vector, on the host of every rank. All ranks."""
-        if self.world == 1:
-            return vector
-        # NCCL only takes tensors on a GPU
-        vector = self.put(vector)
-        dist.broadcast(vector, 0)
-        return vector.cpu()
+    def broadcast(self, tree):
+        """Returns a copy of rank 0's tree of tensors in float32, on the host of every rank. All ranks."""
+        vector, restore = flatten(tree)
+        if self.world > 1:
+            vector = self.put(vector)  # NCCL only takes tensors on a GPU
+            dist.broadcast(vector, 0)
+        return tree_map(torch.clone, restore(vector.cpu()))
 
     def prepare(self, model):
-        """Moves the model here, and chooses its mixers."""
+        """Moves the model here."""
         model.to(self.torch)
-        if self.kernels:
-            from kernels import mix  # which imports Triton
-            for layer in model.L_level.layers:
-                if type(layer) is Block:
-                    layer.mix = mix
 
     def compile(self, fn):
         """Returns fn through torch.compile, where the settings ask for that."""
@@ -236,24 +210,19 @@ class Device:
         """Returns fn(state, inputs, *static), which changes the tensors of state in place."""
         return fn
 
-    @staticmethod
-    def for_each_micro_batch(body, sums, weights, micro_batches):
+    def for_each_micro_batch(self, body, sums, weights, sequences, size):
         """Runs body(weights, micro_batch) on each micro-batch; on XLA it is a loop inside the program.
 
         Args:
-            body: returns what is added to sums, and a dict of tensors.
+            body: returns what is added to sums, and a tree of tensors [size, ...].
             sums: a tree of tensors, zeros at the start.
             weights: {name: tensor}.
-            micro_batches: a tree of tensors [micro-batches, ...].
+            sequences: a tree of tensors [B, ...].
+            size: the sequences in a micro-batch; 0: all B.
 
-        Returns the sums, and {name: [micro-batches, ...]} of the dicts.
+        Returns the sums, and the trees joined, [B, ...].
         """
-        results = []
-        for i in range(len(tree_flatten(micro_batches)[0][0])):
-            addends, result = body(weights, tree_map(lambda t: t[i], micro_batches))  # noqa: B023
-            sums = tree_map(torch.add, sums, addends)
-            results.append(result)
-        return sums, tree_map(lambda *tensors: torch.stack(tensors), *results)
+        return for_each_micro_batch(body, sums, weights, sequences, size)
 
     def counts(self):
         """Returns the compiler's numbers for metrics.jsonl."""
@@ -263,29 +232,41 @@ class Device:
 # ---------------------------------------------------------------------------------------------------------
 # Helpers
 
-def compile_error(device):
-    """Returns why torch.compile fails for a device (no Triton, no C compiler, too old a GPU), or ""."""
-    def add_one(x):
-        return x + 1
-
-    try:
-        torch.compile(add_one)(torch.ones(8, device=device))
-    except Exception as e:  # torch has many for this
-        return textwrap.shorten(f"{type(e).__name__}: {e}", 200)
-    return ""
-
-
-def kernels_can_run(kind, dtype):
-    """Returns True if kernels.py can run here: in float32 it needs more shared memory than some GPUs have."""
-    return kind == "cuda" and torch.cuda.get_device_capability() >= (8, 0) and dtype != "float32"
+def for_each_micro_batch(body, sums, weights, sequences, size):
+    """See Device.for_each_micro_batch."""
+    num_sequences = len(tree_flatten(sequences)[0][0])
+    size = size or num_sequences
+    results = []
+    for first in range(0, num_sequences, size):
+        micro_batch = tree_map(lambda t: t[first:first + size], sequences)  # noqa: B023
+        addends, result = body(weights, micro_batch)
+        sums = tree_map(torch.add, sums, addends)
+        results.append(result)
+    return sums, tree_map(lambda *parts: torch.cat(parts), *results)
 
 
-def out_of_memory(settings):
-    """Returns the UserError for a GPU that is full."""
-    batch_size = settings.global_batch_size // int(os.environ.get("WORLD_SIZE", 1))
+def flatten(tree):
+    """Returns the numbers of a tree of tensors as a float32 vector, and a function that restores the tree.
+
+    The function takes a vector of that length and returns views of it.
+    """
+    tensors, structure = tree_flatten(tree)
+    vector = torch.cat([t.reshape(-1).float() for t in tensors])
+
+    def restore(vector):
+        parts = vector.split([t.numel() for t in tensors])
+        views = [part.view(t.shape) for part, t in zip(parts, tensors)]
+        return tree_unflatten(views, structure)
+
+    return vector, restore
+
+
+def out_of_memory(settings, world):
+    """Returns the UserError for a device whose memory is full."""
+    batch_size = settings.global_batch_size // world
     size = settings.micro_batch_size or batch_size
-    return UserError(f"out of GPU memory with {size} sequences at a time: a smaller --micro_batch_size that "
-                     f"divides {batch_size} gives the same result")
+    return UserError(f"out of memory on the device with {size} sequences at a time: a smaller "
+                     f"--micro_batch_size that divides {batch_size} gives the same result")
 
 
 def peak_flops(device):
@@ -293,4 +274,3 @@ def peak_flops(device):
     for chip, flops in PEAK_FLOPS.items():
         if chip in device.name:
             return flops
-    return None

@@ -1,4 +1,4 @@
-"""Solves puzzles with a model: train.py's evaluations, scripts/solve.py, scripts/play.py and TRM.solve.
+"""Solves puzzles with a model: train.py's evaluations, scripts/solve.py and scripts/play.py.
 
 A batch has slots, and a slot works on one attempt at one puzzle. After each supervision step a slot keeps the
 last answer and the most confident one so far ("surest": of the step where q_halt was highest). An attempt
@@ -8,16 +8,18 @@ the slot takes the next attempt of the queue. All attempts at a puzzle but the f
 import json
 import math
 import os
+import sys
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
+import model as models
 import puzzles
+from bucket import Bucket
+from configurator import TransientError, UserError
 from data import NOISE, Progress, generator, replacing
-from model import LOSS_TERMS, METRICS, supervision_step, take_new_puzzles
-from optim import cast, flatten, parameter_shapes
 from puzzles import IGNORE_LABEL
 
 ANSWERS = ("preds", "q_halt_logits", "surest_preds", "surest_q_halt_logits", "surest_steps")
@@ -45,27 +47,27 @@ class Evaluator:
         self.batch_size = batch_size
         self.depth = settings.eval_halt_max_steps or settings.halt_max_steps
         self.dtype = getattr(torch, settings.forward_dtype)
-        self.shapes = parameter_shapes(model)
-        self.supervision_step = device.compile(supervision_step)
+        self.supervision_step = device.compile(model.supervision_step)
         self.program = device.compile_step(self.step)
 
     def new_state(self):
-        """Returns {"carry": {name: [micro-batches, slots in one, ...]}}; all slots are free."""
-        # what training carries, and the answers that count
+        """Returns {"carry": TRM.new_carry, "kept": {name: [slots, ...]}}; all slots are free."""
         carry = self.model.new_carry(self.batch_size, self.dtype)
-        carry["preds"] = torch.zeros_like(carry["inputs"])
-        carry["repeats"] = torch.zeros_like(carry["steps"])
-        carry["surest_preds"] = torch.zeros_like(carry["inputs"])
-        carry["surest_q_halt_logits"] = torch.zeros(self.batch_size)
-        carry["surest_steps"] = torch.zeros_like(carry["steps"])
-        carry = split(carry, self.settings.micro_batch_size)
-        return {"carry": self.device.put(carry)}
+        # the answers that count
+        kept = dict(
+            preds=torch.zeros_like(carry["inputs"]),
+            repeats=torch.zeros_like(carry["steps"]),
+            surest_preds=torch.zeros_like(carry["inputs"]),
+            surest_q_halt_logits=torch.zeros(self.batch_size),
+            surest_steps=torch.zeros_like(carry["steps"]),
+        )
+        return self.device.put(dict(carry=carry, kept=kept))
 
     def inputs(self, weights, table, batch, noise_keys):
         """Returns the inputs of program(), on the device.
 
         Args:
-            weights: the vector of all weights, float32, on the device.
+            weights: {name: float32 tensor}, on the device.
             table: the puzzle embedding [N, D'], on the device.
             batch: {"inputs", "labels": [B, S], "puzzle_identifiers": [B]} of new puzzles for free slots.
             noise_keys: int32 [B], which noise an attempt gets; 0: none. Unused where eval_rollouts is 1.
@@ -85,68 +87,55 @@ class Evaluator:
         Returns {name: [B, ...]}: ANSWERS, METRICS and LOSS_TERMS of each slot after this step, and halted.
         """
         self.model.eval()
-        weights = cast(inputs["weights"], self.shapes, self.dtype)
-        batch = split(inputs["batch"], self.settings.micro_batch_size)
+        weights = {name: w.to(self.dtype) for name, w in inputs["weights"].items()}
 
         # free slots start on the puzzles of the batch; the loop gets rows of the embedding, never all of it
-        sequences = take_new_puzzles(self.model, state["carry"], batch)
-        micro_batches = dict(carry=state["carry"], batch=batch, sequences=sequences)
+        sequences = models.take_new_puzzles(state["carry"], inputs["batch"])
+        slots = dict(sequences=sequences, kept=state["kept"])
+        if self.settings.eval_rollouts > 1:
+            slots["noise_keys"] = inputs["batch"]["noise_keys"]
         if self.model.prefix:
-            micro_batches["puzzle_rows"] = inputs["table"][sequences["puzzle_identifiers"]]
-        _, results = self.device.for_each_micro_batch(self.step_micro_batch, {}, weights, micro_batches)
-        for name, t in state["carry"].items():
-            t.copy_(results["carry"][name])
-        values = results["values"]
-        return {name: t.flatten(0, 1) for name, t in values.items()}
+            slots["puzzle_rows"] = inputs["table"][sequences["puzzle_identifiers"]]
+        _, results = self.device.for_each_micro_batch(
+            self.step_micro_batch, {}, weights, slots, self.settings.micro_batch_size)
+        tree_map(torch.Tensor.copy_, state, results["state"])
+        return results["values"]
 
-    def step_micro_batch(self, weights, micro_batch):
+    def step_micro_batch(self, weights, slots):
         """Runs a supervision step of some slots, for device.for_each_micro_batch.
 
-        Returns {}, since nothing adds up, and dict(carry=..., values=...); values are what step() returns.
+        Returns {}, since nothing adds up, and dict(state=..., values=...); values are what step() returns.
         """
-        settings = self.settings
-        before = micro_batch["carry"]  # {name: [b, ...]}
-        batch = micro_batch["batch"]
-        is_new = before["halted"]  # [b]
         if self.model.prefix:
-            weights = weights | dict(puzzle_rows=micro_batch["puzzle_rows"])
-        step = self.supervision_step(settings, self.model, weights, micro_batch["sequences"])
-        carry = step.carry
+            weights = weights | dict(puzzle_rows=slots["puzzle_rows"])
+        step = self.supervision_step(self.settings, weights, slots["sequences"])
+        is_new = slots["sequences"]["steps"] == 0
 
-        # an attempt leaves at the full depth, or once its answer repeats
-        carry["preds"] = step.answers
-        is_same = (step.answers == before["preds"]).all(-1)
-        is_repeated = is_same & ~is_new
-        carry["repeats"] = torch.where(is_repeated, before["repeats"] + 1, 0)
-        carry["halted"] = carry["steps"] >= self.depth
-        if settings.eval_patience:
-            carry["halted"] |= carry["repeats"] >= settings.eval_patience
+        # the last answer and the most confident one; what has its last answer leaves, the rest gets noise
+        kept = keep_answers(slots["kept"], step, is_new)
+        halted = step.carry["steps"] >= self.depth
+        if self.settings.eval_patience:
+            halted |= kept["repeats"] >= self.settings.eval_patience
+        carry = step.carry | dict(halted=halted)
+        if self.settings.eval_rollouts > 1:
+            carry["state"] = self.add_noise(carry, slots["noise_keys"])
 
-        # the most confident answer so far; of equals, the last
-        is_surer = is_new | (step.q_halt >= before["surest_q_halt_logits"])
-        surest = dict(
-            surest_preds=torch.where(is_surer.unsqueeze(-1), step.answers, before["surest_preds"]),
-            surest_q_halt_logits=torch.where(is_surer, step.q_halt, before["surest_q_halt_logits"]),
-            surest_steps=torch.where(is_surer, carry["steps"], before["surest_steps"]),
+        values = step.values | kept | dict(q_halt_logits=step.q_halt, halted=halted)
+        results = dict(
+            state=dict(carry=carry, kept=kept),
+            values=values,
         )
-        carry |= surest
+        return {}, results
 
-        # noise for the next step of all attempts but the first
-        if "noise_keys" in batch:
-            keys = batch["noise_keys"]
-            shape = carry["z_L"].shape[1:]
-            noise = normal_noise(keys, carry["steps"], shape)
-            deviation = torch.where(keys == 0, 0, settings.eval_noise)
-            noise = noise * deviation.view(-1, 1, 1)
-            carry["z_L"] = carry["z_L"] + noise.to(self.dtype)
+    def add_noise(self, carry, keys):
+        """Returns the state of the recursion with noise for all attempts whose key is not 0."""
+        def noise(shape):
+            numbers = normal_noise(keys, carry["steps"], shape)
+            numbers *= self.settings.eval_noise
+            numbers = models.where(keys == 0, torch.zeros_like(numbers), numbers)
+            return numbers.to(self.dtype)
 
-        answers = dict(
-            preds=step.answers,
-            q_halt_logits=step.q_halt,
-            halted=carry["halted"],
-        )
-        values = step.values | answers | surest
-        return {}, dict(carry=carry, values=values)
+        return self.model.noisy(carry["state"], noise)
 
     def watch(self, weights, table, batch, noise_keys=None):
         """Yields the results of step() as arrays, after each supervision step of one batch of puzzles."""
@@ -155,6 +144,20 @@ class Evaluator:
         for _ in range(self.depth):
             results = self.program(state, inputs)
             yield {name: t.cpu().numpy() for name, t in results.items()}
+
+
+def keep_answers(kept, step, is_new):
+    """Returns the answers that count after a SupervisionStep: the last one and the most confident one."""
+    is_repeated = (step.answers == kept["preds"]).all(-1) & ~is_new
+    # of equally confident answers, the last
+    is_surer = is_new | (step.q_halt >= kept["surest_q_halt_logits"])
+    return dict(
+        preds=step.answers,
+        repeats=torch.where(is_repeated, kept["repeats"] + 1, 0),
+        surest_preds=models.where(is_surer, step.answers, kept["surest_preds"]),
+        surest_q_halt_logits=torch.where(is_surer, step.q_halt, kept["surest_q_halt_logits"]),
+        surest_steps=torch.where(is_surer, step.carry["steps"], kept["surest_steps"]),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -176,20 +179,17 @@ class Queue:
         self.evaluator = evaluator
         self.read_rows = read_rows
         self.keys = keys
-        self.attempts, self.n = keys.shape
-        self.next = 0  # attempt i is at puzzle i // attempts
+        self.attempts = len(keys)
+        self.waiting = np.arange(keys.size)  # attempt i is at puzzle i // attempts
         self.slots = np.full(evaluator.batch_size, -1)  # the attempt in each slot; -1: free
         self.state = evaluator.new_state()
         seq_len = evaluator.model.config.seq_len
 
         # an answer has a byte for each cell, since a test set may have a third of a billion cells
-        self.results = {}
-        for name in (*ANSWERS, *METRICS, *LOSS_TERMS):
-            shape = (self.attempts, self.n)
-            if name in ("preds", "surest_preds"):
-                self.results[name] = np.zeros((*shape, seq_len), dtype=np.uint8)
-            else:
-                self.results[name] = np.zeros(shape, dtype=np.float32)
+        names = (*ANSWERS, *models.METRICS, *models.LOSS_TERMS)
+        self.results = {name: np.zeros(keys.shape, dtype=np.float32) for name in names}
+        for name in ("preds", "surest_preds"):
+            self.results[name] = np.zeros((*keys.shape, seq_len), dtype=np.uint8)
 
         # slots without an attempt repeat their last puzzle, zeros at first, and nothing collects the results
         questions = np.zeros((evaluator.batch_size, seq_len), dtype=np.int32)
@@ -200,18 +200,14 @@ class Queue:
 
     def num_unfinished(self):
         """Returns the number of attempts that wait or run."""
-        num_waiting = self.n * self.attempts - self.next
-        num_in_slots = np.count_nonzero(self.slots >= 0)
-        return num_waiting + num_in_slots
+        return len(self.waiting) + np.count_nonzero(self.slots >= 0)
 
     def fill(self):
         """Gives the free slots the next attempts; returns the inputs of the next step."""
         # free slots, as many as attempts wait
-        num_waiting = self.n * self.attempts - self.next
-        free = np.flatnonzero(self.slots < 0)[:num_waiting]
-        first = self.next
-        self.next += len(free)
-        self.slots[free] = np.arange(first, self.next)
+        free = np.flatnonzero(self.slots < 0)[:len(self.waiting)]
+        self.slots[free] = self.waiting[:len(free)]
+        self.waiting = self.waiting[len(free):]
 
         # their puzzles and noise
         puzzle, attempt = np.divmod(self.slots[free], self.attempts)
@@ -268,10 +264,11 @@ def surest_answers(results):
     """Returns {name of ANSWERS: [n, ...]}, the surest_ ones, of the most confident attempt at each puzzle."""
     attempts = surest_attempts(results)
     puzzle = np.arange(len(attempts))
-    answers = {}
-    for name in ("surest_preds", "surest_q_halt_logits", "surest_steps"):
-        answers[name] = results[name][attempts, puzzle]
-    return answers
+    return dict(
+        surest_preds=results["surest_preds"][attempts, puzzle],
+        surest_q_halt_logits=results["surest_q_halt_logits"][attempts, puzzle],
+        surest_steps=results["surest_steps"][attempts, puzzle],
+    )
 
 
 def noise_keys(seed, attempts, n):
@@ -281,38 +278,6 @@ def noise_keys(seed, attempts, n):
         random = generator(seed, NOISE, attempt)
         keys[attempt] = random.integers(1, 2 ** 31, n, dtype=np.int32)
     return keys
-
-
-def solve_tokens(model, question, steps, identifiers=None):
-    """Returns the most confident answers to questions, tokens [B, S], and their confidence from 0 to 1 [B].
-
-    identifiers: the puzzle identifier of each question [B]; None: 0 for all. Raises ValueError for another
-    number of cells than the model takes.
-    """
-    from device import Device
-    B, S = question.shape
-    if S != model.config.seq_len:
-        raise ValueError(f"the question has {S} cells, not {model.config.seq_len}")
-    settings = SimpleNamespace(
-        loss_type="softmax_cross_entropy",
-        forward_dtype="float32",
-        micro_batch_size=0,
-        halt_max_steps=steps,
-        eval_halt_max_steps=0,
-        eval_patience=0,
-        eval_rollouts=1,
-        compile="off",
-        kernels="off",
-    )
-    evaluator = Evaluator(settings, model, Device("cpu", settings), B)
-    batch = unlabelled_batch(question.int().cpu().numpy())
-    if identifiers is not None:
-        batch["puzzle_identifiers"] = identifiers.int().cpu().numpy()
-    weights, table = weights_of(model)
-    *_, results = evaluator.watch(weights, table, batch)
-    answers = torch.from_numpy(results["surest_preds"])
-    q_halt = torch.from_numpy(results["surest_q_halt_logits"])
-    return answers.to(question), q_halt.sigmoid()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -348,8 +313,7 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
 
     # Ranks need different numbers of steps. They meet after `depth` supervision steps, and leave together.
     steps_between_meetings = evaluator.depth if settings.eval_patience else 1
-    is_done = False
-    while not is_done:
+    while True:
         for _ in range(steps_between_meetings):
             if not queue.num_unfinished() or should_stop():
                 break
@@ -359,9 +323,11 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
 
         # a stop of one rank stops all
         ranks = device.all_gather((should_stop(), queue.num_unfinished()))
-        if any(stop for stop, _ in ranks):
+        num_stops, num_unfinished = np.sum(ranks, axis=0)
+        if num_stops:
             return {}
-        is_done = not any(num_unfinished for _, num_unfinished in ranks)
+        if not num_unfinished:
+            break
 
     # the last answer of the first attempt, as in the paper, and the surest of all attempts
     arrays = test.test_batch(own_indices, len(own_indices))
@@ -369,7 +335,7 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         arrays[name] = array[0]
     arrays |= surest_answers(queue.results)
     if save_to and settings.eval_save_outputs:
-        save_outputs(settings, device, save_to, own_indices, arrays)
+        save_outputs(settings, device, save_to, own_indices, arrays, should_stop)
 
     # the figures of all ranks, and ARC's votes
     sums = eval_sums(test, arrays, queue.results)
@@ -379,17 +345,16 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         votes = merge_votes(device.all_gather(own_votes))
         values |= vote_values(test, votes)
         if save_to and device.rank == 0:
-            folder = os.path.dirname(save_to)
-            answers = json.dumps(submission(test, votes))
-            with replacing(os.path.join(folder, "submission.json")) as f:
-                f.write(answers.encode())
+            text = json.dumps(submission(test, votes))
+            with replacing(os.path.join(os.path.dirname(save_to), "submission.json")) as f:
+                f.write(text.encode())
     return values
 
 
 def eval_sums(test, arrays, results):
     """Returns {name: sum over this rank's puzzles} of METRICS, LOSS_TERMS and the judgements of answers."""
     sums = {}
-    for name in METRICS + LOSS_TERMS:
+    for name in (*models.METRICS, *models.LOSS_TERMS):
         counted = arrays["count"] * arrays[name]
         sums[name] = float(counted.sum(dtype=np.float64))
     return sums | puzzles.count_correct(test.task, arrays, results["surest_preds"])
@@ -408,21 +373,24 @@ def eval_values(ranks):
     return values
 
 
-def save_outputs(settings, device, path, indices, arrays):
-    """Writes this rank's part of eval_save_outputs. If it cannot be written, as on a full disk, logs that."""
+def save_outputs(settings, device, path, indices, arrays, should_stop):
+    """Writes this rank's part of eval_save_outputs, and uploads it: the mirror has rank 0's folder alone.
+
+    What fails costs a line on stderr.
+    """
     name = f"{path}.npz"
     if device.world > 1:
         name = f"{path}.{device.rank}.npz"
-    wanted = {}
     keys = settings.eval_save_outputs.split(",")
-    for key in filter(None, keys):
-        wanted[key] = arrays[key]
+    wanted = {key: arrays[key] for key in filter(None, keys)}
     try:
         os.makedirs(settings.out_dir, exist_ok=True)
         with replacing(name) as f:
             np.savez_compressed(f, indices=indices, **wanted)
-    except OSError as e:
-        device.print0(f"{name}: not written: {e}")
+        if settings.gcs_dir:
+            Bucket(settings.gcs_dir, should_stop).upload(name, os.path.basename(name))
+    except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
+        print(f"{name}: not saved: {e}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -432,7 +400,7 @@ PASSES = (1, 2, 5, 10, 100, 1000)  # pass@K: the right answer is among the K wit
 
 
 def count_votes(test, indices, preds, q_halt):
-    """Returns {(group, member): {answer: (votes, sum of confidences)}} of test examples.
+    """Returns {(group, member): {answer: [the confidence of each of its votes]}} of test examples.
 
     A group is a task, a member one of its test inputs. Answers are grids in the task's own version, as
     grid_key writes them.
@@ -450,19 +418,14 @@ def count_votes(test, indices, preds, q_halt):
     confidences = 1 / (1 + np.exp(-q_halt))
     for i, version in enumerate(versions):
         # the answer in the task's own colours and orientation
-        grid = puzzles.crop(preds[i], test.side)
-        grid = puzzles.undo_version(grid, test.versions[version])
+        grid = puzzles.arc.crop(preds[i], test.side)
+        grid = puzzles.arc.undo_version(grid, test.versions[version])
         answer = grid_key(grid)
         test_input = (int(groups[i]), int(members[i]))
-        add_votes(votes, test_input, answer, 1, confidences[i])
+        candidates = votes.setdefault(test_input, {})
+        candidates.setdefault(answer, [])
+        candidates[answer].append(float(confidences[i]))
     return votes
-
-
-def add_votes(votes, test_input, answer, count, confidence):
-    """Adds votes for an answer to a test input (group, member), in place."""
-    candidates = votes.setdefault(test_input, {})
-    count_before, confidence_before = candidates.get(answer, (0, 0.0))
-    candidates[answer] = (count_before + count, confidence_before + confidence)
 
 
 def merge_votes(ranks):
@@ -470,16 +433,17 @@ def merge_votes(ranks):
     total = {}
     for votes in ranks:
         for test_input, candidates in votes.items():
-            for answer, standing in candidates.items():
-                add_votes(total, test_input, answer, *standing)
+            merged = total.setdefault(test_input, {})
+            for answer, confidences in candidates.items():
+                merged[answer] = merged.get(answer, []) + confidences
     return total
 
 
 def elect(candidates):
     """Returns the answers to one test input, by their votes, then by their mean confidence."""
     def standing(answer):
-        count, confidence = candidates[answer]
-        return count, confidence / count
+        confidences = candidates[answer]
+        return len(confidences), sum(confidences) / len(confidences)
 
     return sorted(candidates, key=standing, reverse=True)
 
@@ -494,15 +458,13 @@ def vote_values(test, votes):
     groups = {group for group, _ in votes}
     for group in sorted(groups):
         pairs = test.pairs(group)
-        is_known = all(answer.size for _, answer in pairs)
-        if not is_known:
+        if not all(answer.size for _, answer in pairs):  # not known
             continue
         num_tasks += 1
         for member, (_, answer) in enumerate(pairs):
             elected = elect(votes[group, member])
             for k in PASSES:
-                is_solved = grid_key(answer) in elected[:k]
-                solved[k] += is_solved / len(pairs)
+                solved[k] += (grid_key(answer) in elected[:k]) / len(pairs)
 
     # the mean over the tasks
     values = {}
@@ -541,24 +503,10 @@ def grid_of_key(key):
 # ---------------------------------------------------------------------------------------------------------
 # Helpers
 
-def split(tensors, micro_batch_size):
-    """Returns {name: [micro-batches, sequences in one, ...]} of {name: [sequences, ...]}; 0: one batch."""
-    parts = {}
-    for name, t in tensors.items():
-        size = micro_batch_size or len(t)
-        parts[name] = t.unflatten(0, (-1, size))
-    return parts
-
-
 def weights_of(model):
-    """Returns the vector of all weights of a model and its puzzle embedding, for Evaluator.inputs."""
-    parameters = dict(model.named_parameters())
-    weights = [parameters[name] for name in parameter_shapes(model)]
-    vector = flatten(weights).detach().float()
-    table = torch.zeros(1, 1)
-    if model.prefix:
-        table = model.puzzle_emb.weights
-    return vector, table
+    """Returns a model's weights and its puzzle embedding, for Evaluator.inputs."""
+    table = model.puzzle_emb.weights if model.prefix else torch.zeros(1, 1)
+    return model.weights(), table
 
 
 def normal_noise(keys, steps, shape):

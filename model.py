@@ -1,4 +1,4 @@
-"""The Tiny Recursive Model (TRM, arXiv 2510.04871): recursion, supervision step, loss, network.
+"""The Tiny Recursive Model (TRM, arXiv 2510.04871): recursion, supervision step, losses, network.
 
 Pure torch: this file knows no device, and TRM.load alone reads a file. Parameters have the official code's
 names, without its "model.inner." prefix. The network computes in the dtype of the weights that it is called
@@ -11,12 +11,15 @@ import math
 import pickle
 import zipfile
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 from puzzles import IGNORE_LABEL
 
@@ -61,105 +64,416 @@ class SupervisionStep(NamedTuple):
     q_halt: torch.Tensor  # float32 [B]; positive where the model predicts that its answer is right
 
 
-def take_new_puzzles(model, carry, batch):
-    """Returns the carry in which the sequences that have halted start on the puzzles of the batch.
+def take_new_puzzles(carry, batch):
+    """Returns the carry in which the sequences that have halted have the puzzles of the batch, at step 0.
 
     Args:
-        model: a TRM, for its initial latents.
-        carry: the sequences as new_carry describes them.
+        carry: the sequences as TRM.new_carry describes them.
         batch: inputs [B, S], labels [B, S] (IGNORE_LABEL is not scored) and puzzle_identifiers [B].
     """
-    halted = carry["halted"]
     fresh = dict(
-        z_H=model.H_init.to(carry["z_H"].dtype),
-        z_L=model.L_init.to(carry["z_L"].dtype),
         steps=torch.zeros_like(carry["steps"]),
         inputs=batch["inputs"],
         labels=batch["labels"],
         puzzle_identifiers=batch["puzzle_identifiers"],
     )
-    # where a sequence has halted its fresh value, elsewhere the old one
-    sequences = {}
+    sequences = dict(carry)
     for name, value in fresh.items():
-        # halted is [B], or [micro-batches, sequences in one]; other tensors have up to two dimensions more
-        mask = halted
-        while mask.ndim < carry[name].ndim:
-            mask = mask.unsqueeze(-1)
-        sequences[name] = torch.where(mask, value, carry[name])
+        sequences[name] = where(carry["halted"], value, carry[name])
     return sequences
 
 
-def supervision_step(settings, model, weights, sequences, min_halt_steps=None, cycles=None):
-    """Runs the recursion once on each sequence, scores its answer and decides whether it halts.
+def where(mask, new, old):
+    """Returns new [B, ...] where the mask [B] is true, elsewhere old [B, ...]."""
+    mask = mask.view(-1, *[1] * (old.ndim - 1))
+    return torch.where(mask, new, old)
 
-    Args:
-        settings: train.py's settings; loss_type and halt_max_steps count here.
-        model: a TRM.
-        weights: {name: tensor} of the network, all of one dtype, and "puzzle_rows" [B, D'] in float32,
-            the rows of the puzzle embedding that belong to the sequences.
-        sequences: what take_new_puzzles returns.
-        min_halt_steps: in training, the least number of steps of each sequence, int32 [B]. It halts once
-            q_halt is positive, at the latest at halt_max_steps. None in evaluations, which run the full
-            depth: none of them halts here.
-        cycles: (H_cycles, L_cycles); by default the model's.
 
-    Returns a SupervisionStep.
+class TRM(nn.Module):
+    """The network with its embeddings and heads, and all that a sequence goes through.
+
+    config: a TRMConfig. seed: decides the initial weights, which are the same on every device.
+    Raises ValueError for sizes that cannot be built.
+
+    A fork replaces methods: first_state, recursion, answer, losses, halts, noisy, supervision_step, and
+    is_solved. Training, evaluations and solve() call them all. They see parameters in forward_dtype, and
+    buffers in their own dtype; ranks do not synchronise buffers. self.training is false in evaluations.
     """
-    weights = dict(weights)
-    puzzle_rows = weights.pop("puzzle_rows", None)
-    labels = sequences["labels"]
-    steps = sequences["steps"] + 1
+    tied = {}  # {name of a parameter: name of the one that takes its place}, for forks
 
-    # the forward pass, with these weights in place of the model's own
-    arguments = (sequences["z_H"], sequences["z_L"], sequences["inputs"], puzzle_rows, cycles)
-    z_H, z_L, logits, q_halt = functional_call(model, weights, arguments)
-    logits = logits.float()
-    answers = logits.argmax(-1).to(torch.int32)
+    def __init__(self, config, seed=0):
+        super().__init__()
+        config.check()
+        self.config = config
+        self.prefix = config.prefix  # P
+        self.length = self.prefix + config.seq_len  # L
 
-    # the loss of each sequence: its cells, and how well q_halt tells whether the answer is right
-    solved = model.is_solved(sequences["inputs"], labels, answers)
-    lm_loss = LOSSES[settings.loss_type](settings, logits, labels)
-    q_halt_loss = F.binary_cross_entropy_with_logits(q_halt, solved.float(), reduction="none")
-    loss = lm_loss + 0.5 * q_halt_loss
+        # The order of the modules is the order in which init_weights draws their weights.
+        # Embeddings and heads; SignSGD trains the puzzle embedding, so it is a buffer and no parameter.
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.q_head = nn.Linear(config.hidden_size, 2)  # halt, and the official code's unused "continue"
+        if config.puzzle_emb_ndim:
+            table = torch.zeros(config.num_puzzle_identifiers, config.puzzle_emb_ndim)
+            self.puzzle_emb = nn.Module()
+            self.puzzle_emb.register_buffer("weights", table)
+        if config.pos_encodings == "learned":
+            self.embed_pos = Embedding(self.length, config.hidden_size)
 
-    with torch.no_grad():
-        # halting: at q_halt > 0, unless exploration asks for more steps
-        halted = torch.zeros_like(solved)
-        if min_halt_steps is not None:
-            halted = (steps >= settings.halt_max_steps) | (q_halt > 0)
-            halted &= steps >= min_halt_steps
+        # the network and the initial latents
+        self.L_level = Net(config, self.length)
+        self.register_buffer("H_init", torch.empty(config.hidden_size))
+        self.register_buffer("L_init", torch.empty(config.hidden_size))
+        self.init_weights(torch.Generator().manual_seed(seed))
 
-        # metrics of each sequence; sequences without labels count nowhere
-        is_labelled = labels != IGNORE_LABEL
-        num_labelled = is_labelled.sum(-1)
-        num_correct = (is_labelled & (answers == labels)).sum(-1)
-        has_labels = num_labelled > 0
-        values = dict(
-            count=has_labels,
-            accuracy=num_correct / num_labelled.clamp(min=1),
-            exact_accuracy=has_labels & (num_correct == num_labelled),
-            q_halt_accuracy=has_labels & ((q_halt >= 0) == solved),  # >=, as the official metric has it
-            steps=torch.where(has_labels, steps, 0),
+    # What a sequence goes through. The state of its recursion is a dict of any tensors [B, ...].
+
+    def first_state(self, B):
+        """Returns the state in which sequences begin, {name: [B, ...]}; it may depend on parameters."""
+        shape = B, self.length, self.config.hidden_size
+        return dict(z_H=self.H_init.expand(shape), z_L=self.L_init.expand(shape))
+
+    def recursion(self, x, state, H_cycles, L_cycles):
+        """Returns the state after one deep recursion on the embedded question x [B, L, D]."""
+        z_H, z_L = deep_recursion(self.L_level, x, state["z_H"], state["z_L"], H_cycles, L_cycles)
+        return dict(z_H=z_H, z_L=z_L)
+
+    def answer(self, state, labels=None):
+        """Returns the logits [B, S, V] and q_halt [B] of a state; labels [B, S]: in training alone."""
+        # an answer for each cell of the puzzle; the first position says whether to halt
+        logits = self.lm_head(state["z_H"][:, self.prefix:])
+        q_halt = self.q_head(state["z_H"][:, 0])[:, 0]
+        return logits, q_halt
+
+    def losses(self, settings, logits, q_halt, labels, solved):
+        """Returns the values of LOSS_TERMS, {name: [B]}; training minimises "loss".
+
+        Args:
+            settings: train.py's settings; loss_type counts here.
+            logits: float32 [B, S, V].
+            q_halt: float32 [B].
+            labels: [B, S].
+            solved: which answers are right, bool [B].
+        """
+        # the cells, and how well q_halt tells whether the answer is right
+        lm_loss = LOSSES[settings.loss_type](settings, logits, labels)
+        q_halt_loss = F.binary_cross_entropy_with_logits(q_halt, solved.float(), reduction="none")
+        return dict(loss=lm_loss + 0.5 * q_halt_loss, lm_loss=lm_loss, q_halt_loss=q_halt_loss)
+
+    def halts(self, settings, steps, q_halt, min_halt_steps):
+        """Returns which sequences end after a training step, bool [B]; steps, min_halt_steps: int32 [B]."""
+        # at q_halt > 0, unless exploration asks for more steps
+        wants_to_halt = (steps >= settings.halt_max_steps) | (q_halt > 0)
+        return wants_to_halt & (steps >= min_halt_steps)
+
+    def noisy(self, state, noise):
+        """Returns the state with noise, for another attempt in an evaluation; noise: of a shape [...]."""
+        z_L = state["z_L"]
+        return state | dict(z_L=z_L + noise(z_L.shape[1:]))
+
+    @staticmethod
+    def is_solved(inputs, labels, answers):
+        """Returns which answers have the label in every scored cell, bool [B]; all arguments are [B, S].
+
+        It is the target of q_halt. A puzzle with several right answers has rules of its own here.
+        """
+        return ((answers == labels) | (labels == IGNORE_LABEL)).all(-1)
+
+    def forward(self, state, is_new, inputs, puzzle_rows=None, labels=None, cycles=None):
+        """Runs the recursion of one supervision step.
+
+        Args:
+            state: {name: [B, ...]}, what first_state or the last step returned.
+            is_new: which sequences begin now, bool [B].
+            inputs: the question's tokens [B, S].
+            puzzle_rows: rows of the puzzle embedding [B, D'], where the model has one.
+            labels: in training the answer's tokens [B, S].
+            cycles: (H_cycles, L_cycles); by default the config's.
+
+        Returns the state, logits [B, S, V] and q_halt [B].
+        """
+        # inside of the forward pass, so that the first state can be learned
+        first = self.first_state(len(inputs))
+        state = {name: where(is_new, first[name].to(t.dtype), t) for name, t in state.items()}
+        # the question, the recursion, the answer
+        x = self.embed(inputs, puzzle_rows)
+        H_cycles, L_cycles = cycles or (self.config.H_cycles, self.config.L_cycles)
+        state = self.recursion(x, state, H_cycles, L_cycles)
+        logits, q_halt = self.answer(state, labels)
+        return state, logits, q_halt
+
+    def supervision_step(self, settings, weights, sequences, min_halt_steps=None, cycles=None):
+        """Runs the recursion once on each sequence, scores its answer and decides whether it halts.
+
+        Args:
+            settings: train.py's settings; loss_type and halt_max_steps count here.
+            weights: {name: tensor} of the network, all of one dtype, and "puzzle_rows" [B, D'] in float32,
+                the rows of the puzzle embedding that belong to the sequences.
+            sequences: what take_new_puzzles returns.
+            min_halt_steps: in training, the least number of steps of each sequence, int32 [B]. None in
+                evaluations, which run the full depth: no sequence halts here.
+            cycles: (H_cycles, L_cycles); by default the model's.
+
+        Returns a SupervisionStep.
+        """
+        weights = dict(weights)
+        puzzle_rows = weights.pop("puzzle_rows", None)
+        weights |= {name: weights[other] for name, other in self.tied.items()}
+        inputs = sequences["inputs"]
+        labels = sequences["labels"]
+        is_new = sequences["steps"] == 0
+        steps = sequences["steps"] + 1
+        is_training = min_halt_steps is not None
+
+        # the forward pass, with these weights in place of the model's own
+        arguments = (sequences["state"], is_new, inputs, puzzle_rows, labels if is_training else None, cycles)
+        state, logits, q_halt = functional_call(self, weights, arguments)
+        logits = logits.float()
+        q_halt = q_halt.float()
+        answers = logits.argmax(-1).to(torch.int32)
+
+        # the loss of each sequence
+        solved = self.is_solved(inputs, labels, answers)
+        values = self.losses(settings, logits, q_halt, labels, solved)
+
+        # halting, and the metrics
+        with torch.no_grad():
+            halted = torch.zeros_like(solved)
+            if is_training:
+                halted = self.halts(settings, steps, q_halt, min_halt_steps)
+            values |= step_metrics(labels, answers, q_halt, solved, steps)
+
+        # the next step continues from here, without a gradient to this one
+        state = {name: t.detach() for name, t in state.items()}
+        carry = sequences | dict(state=state, steps=steps, halted=halted)
+        return SupervisionStep(carry, values, answers, q_halt.detach())
+
+    def new_carry(self, batch_size, dtype):
+        """Returns what sequences carry from one supervision step to the next, a tree of tensors [B, ...].
+
+        All of them are halted, so that the next step gives them new puzzles. dtype: of the state.
+        """
+        with torch.no_grad():
+            first = self.first_state(batch_size)
+        seq_len = self.config.seq_len
+        return dict(
+            state={name: torch.zeros(t.shape, dtype=dtype) for name, t in first.items()},
+            steps=torch.zeros(batch_size, dtype=torch.int32),
+            halted=torch.ones(batch_size, dtype=torch.bool),
+            inputs=torch.zeros(batch_size, seq_len, dtype=torch.int32),
+            labels=torch.full((batch_size, seq_len), IGNORE_LABEL, dtype=torch.int32),
+            puzzle_identifiers=torch.zeros(batch_size, dtype=torch.int32),
         )
-        values = {name: value.float() for name, value in values.items()}
-    values |= dict(loss=loss, lm_loss=lm_loss, q_halt_loss=q_halt_loss)
 
-    # the next step continues from here, without a gradient to this one
-    changed = dict(
-        z_H=z_H.detach(),
-        z_L=z_L.detach(),
-        steps=steps,
-        halted=halted,
+    @torch.no_grad()
+    def solve(self, question, steps=16, identifiers=None):
+        """Returns the most confident answer in so many supervision steps, and the confidence from 0 to 1.
+
+        Args:
+            question: tokens [B, S], for tokens [B, S] and a tensor [B]; or a string of task["symbols"], line
+                breaks aside, for a string and a float.
+            steps: the supervision steps.
+            identifiers: with tokens, the puzzle identifier of each question [B], for ARC; None: 0 for all.
+
+        Raises ValueError for other symbols or another number of cells.
+        """
+        # a string: to tokens and back
+        if isinstance(question, str):
+            symbols = self.task["symbols"]
+            cells = "".join(question.splitlines())
+            tokens = torch.tensor([[symbols.find(symbol, 1) for symbol in cells]])
+            if tokens.min() < 0:
+                raise ValueError(f"the question may have the symbols {symbols[1:]} alone")
+            [answer], [confidence] = self.solve(tokens, steps)
+            return "".join(symbols[token] for token in answer), confidence.item()
+
+        B, S = question.shape
+        if S != self.config.seq_len:
+            raise ValueError(f"the question has {S} cells, not {self.config.seq_len}")
+        # sequences that begin with these questions
+        if identifiers is None:
+            identifiers = torch.zeros(B)
+        batch = dict(
+            inputs=question.int(),
+            labels=torch.full((B, S), IGNORE_LABEL, dtype=torch.int32),
+            puzzle_identifiers=identifiers.int(),
+        )
+        sequences = take_new_puzzles(self.new_carry(B, torch.float32), batch)
+        weights = self.weights()
+        if self.prefix:
+            weights["puzzle_rows"] = self.puzzle_emb.weights[batch["puzzle_identifiers"]]
+
+        # the answer of the step where q_halt is highest
+        best = torch.full((B,), -math.inf)
+        answers = batch["inputs"]
+        for _ in range(steps):
+            step = self.supervision_step(self.settings, weights, sequences)
+            sequences = step.carry
+            answers = where(step.q_halt >= best, step.answers, answers)
+            best = torch.maximum(step.q_halt, best)
+        return answers.to(question), best.sigmoid()
+
+    # Weights
+
+    def weights(self):
+        """Returns {name: float32 tensor} of the parameters that the optimizer trains."""
+        named = self.named_parameters()
+        return {name: p.detach().float() for name, p in named if name not in self.tied}
+
+    def embed(self, inputs, puzzle_rows):
+        """Returns the embedded question x [B, L, D]; inputs: tokens [B, S]; puzzle_rows: [B, D'] or None."""
+        config = self.config
+        table = self.embed_tokens.embedding_weight
+        # A product with a one-hot matrix is exact, and so is its gradient's sum in float32. The gradient of
+        # a gather would be a scatter that sums in the low precision.
+        vocabulary = torch.arange(config.vocab_size, device=inputs.device, dtype=inputs.dtype)
+        one_hot = inputs.unsqueeze(-1) == vocabulary  # [B, S, V]
+        x = one_hot.to(table.dtype) @ table
+        if self.prefix:
+            # the row fills the first positions, zeros the others
+            padding = self.prefix * config.hidden_size - config.puzzle_emb_ndim
+            puzzle = F.pad(puzzle_rows.to(x.dtype), (0, padding))
+            puzzle = puzzle.view(-1, self.prefix, config.hidden_size)
+            x = torch.cat((puzzle, x), dim=1)
+        # sqrt(0.5): the sum of two has the deviation of one
+        if config.pos_encodings == "learned":
+            x = math.sqrt(0.5) * (x + self.embed_pos.embedding_weight)
+        return math.sqrt(config.hidden_size) * x
+
+    def num_parameters(self):
+        """Returns how many numbers training changes, those of the puzzle embedding included."""
+        table_size = self.puzzle_emb.weights.numel() if self.prefix else 0
+        return table_size + sum(w.numel() for w in self.weights().values())
+
+    def flops_per_example(self, settings, cycles=None):
+        """Returns the FLOPs of a sequence in one supervision step: (of a forward pass, of a training step).
+
+        It counts matrix products alone, 2 FLOPs a multiply-add. cycles: see forward.
+        """
+        def count(min_halt_steps):
+            with FlopCounterMode(display=False) as counter:
+                step = self.supervision_step(settings, leaves | buffers, carry, min_halt_steps, cycles)
+                if min_halt_steps is not None:
+                    step.values["loss"].sum().backward()
+            return counter.get_total_flops()
+
+        # one sequence on the device "meta", where tensors have shapes and no numbers
+        leaves = self.weights()
+        if self.prefix:
+            leaves["puzzle_rows"] = torch.empty(1, self.config.puzzle_emb_ndim)
+        leaves = {name: t.to("meta").requires_grad_() for name, t in leaves.items()}
+        buffers = {name: t.to("meta") for name, t in self.named_buffers()}
+        carry = tree_map(lambda t: t.to("meta"), self.new_carry(1, torch.float32))
+        return count(None), count(carry["steps"])
+
+    @torch.no_grad()
+    def init_weights(self, generator):
+        """Draws truncated normals: deviation 1/sqrt(fan in) for matrices, 1 for the initial latents.
+
+        q_head starts at -5, which says "not solved". Layers of other types, in forks, keep their own values.
+        """
+        # embeddings and matrices, in the order of the modules
+        for module in self.modules():
+            if isinstance(module, Embedding):  # embed() scales by sqrt(D)
+                truncated_normal(module.embedding_weight, self.config.hidden_size ** -0.5, generator)
+            elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) and module is not self.q_head:
+                truncated_normal(module.weight, module.weight[0].numel() ** -0.5, generator)
+        # q_head begins far below 0, so that no sequence halts before it has learned to
+        self.q_head.weight.zero_()
+        self.q_head.bias.fill_(-5.0)
+        truncated_normal(self.H_init, 1.0, generator)
+        truncated_normal(self.L_init, 1.0, generator)
+
+    def load_named(self, named):
+        """Loads weights under the official code's names, with or without their prefixes.
+
+        Returns True if the embedding has another number of rows: every row then becomes their mean, as in
+        the official code. Raises ValueError for names or shapes that do not fit.
+        """
+        # the official code's names, without the prefixes of its wrappers
+        weights = {}
+        for name, t in named.items():
+            for prefix in ("_orig_mod.", "model.", "inner."):
+                name = name.removeprefix(prefix)
+            weights[name] = t.float()
+
+        # other puzzles have no row of their own in the table: they take the mean
+        expected = self.state_dict()
+        table = weights.get("puzzle_emb.weights")
+        num_rows = self.config.num_puzzle_identifiers
+        is_averaged = self.prefix > 0 and table is not None and len(table) != num_rows
+        if is_averaged:
+            weights["puzzle_emb.weights"] = table.mean(0, keepdim=True).expand(num_rows, -1)
+
+        # names and shapes must be these; a part of them would train in silence
+        hint = "another block or other settings (mlp_t, L_layers, pos_encodings, puzzle_emb_ndim?)"
+        if expected.keys() - weights.keys():
+            raise ValueError(f"lacks {min(expected.keys() - weights.keys())}: {hint}")
+        if weights.keys() - expected.keys():
+            raise ValueError(f"also has {min(weights.keys() - expected.keys())}: {hint}")
+        for name, t in expected.items():
+            if weights[name].shape != t.shape:
+                raise ValueError(f"{name} has shape {list(weights[name].shape)}, "
+                                 f"these settings need {list(t.shape)}")
+        self.load_state_dict(weights)
+        return is_averaged
+
+    @classmethod
+    def load(cls, path, cells=0):
+        """Returns the model in a file of scripts/export.py, or the average in a checkpoint of train.py.
+
+        cells: of a puzzle, where they differ from the training's; 0: as many. Attention takes any number.
+
+        Beside its config, the model has what the file says:
+            task: the puzzle, {"kind", "grid": [rows, columns], "symbols": a character for each token}.
+            settings: those of the training.
+            puzzles: 100 test puzzles or fewer, {"inputs", "labels": [n, S], "puzzle_identifiers": [n]}.
+            forks: the forks that trained it, see configurator.missing_forks.
+            step, data: the steps of the training, and the SHA-256 of its dataset.
+
+        Nothing in the file is executed. Raises ValueError for a damaged file, for one of the official code,
+        and for weights that do not fit.
+        """
+        saved = read_torch_file(path)
+        if "task" not in saved:
+            raise ValueError(f"{path} does not say what it solves: scripts/export.py makes a model file of a "
+                             "checkpoint of the official code")
+        sizes = dict(saved["model"])
+        sizes["seq_len"] = cells or sizes["seq_len"]
+        forks = saved.get("forks", {})
+        try:
+            model = cls(TRMConfig(**sizes))
+            model.load_named(saved.get("ema", saved["weights"]))
+        except (TypeError, ValueError) as e:  # TypeError: a size that TRMConfig does not have
+            hint = f"; it was trained with {', '.join(forks)}" if forks else ""
+            raise ValueError(f"{path}: {e}{hint}") from None
+
+        model.task = saved["task"]
+        model.settings = SimpleNamespace(**saved["settings"])
+        # answers do not depend on the loss, which may be a fork's
+        if model.settings.loss_type not in LOSSES:
+            model.settings.loss_type = "softmax_cross_entropy"
+        model.puzzles = saved.get("puzzles", {})  # older checkpoints have none
+        model.forks = forks
+        model.step = saved.get("step", 0)
+        model.data = saved.get("data", "")
+        return model.eval()
+
+
+def step_metrics(labels, answers, q_halt, solved, steps):
+    """Returns METRICS of each sequence, {name: float32 [B]}; sequences without labels count nowhere."""
+    is_labelled = labels != IGNORE_LABEL
+    num_labelled = is_labelled.sum(-1)
+    num_correct = (is_labelled & (answers == labels)).sum(-1)
+    has_labels = num_labelled > 0
+    metrics = dict(
+        count=has_labels,
+        accuracy=num_correct / num_labelled.clamp(min=1),
+        exact_accuracy=has_labels & (num_correct == num_labelled),
+        q_halt_accuracy=has_labels & ((q_halt >= 0) == solved),  # >=, as the official metric has it
+        steps=torch.where(has_labels, steps, 0),
     )
-    return SupervisionStep(sequences | changed, values, answers, q_halt.detach())
-
-
-def equals_labels(inputs, labels, answers):
-    """Returns which answers have the label in every scored cell, bool [B]; all arguments are [B, S].
-
-    It is the target of q_halt. A puzzle with several right answers sets TRM.is_solved to its own rules.
-    """
-    return ((answers == labels) | (labels == IGNORE_LABEL)).all(-1)
+    return {name: value.float() for name, value in metrics.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -271,17 +585,8 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).reshape(B, L, D))
 
 
-def mix(x, mlp, across=False):
-    """Returns the norm of x + mlp(x), over channels or, with across=True, over positions; x [B, L, D]."""
-    return rms_norm(x + mlp(x, across), dim=1 if across else -1)
-
-
 class Block(nn.Module):
-    """Mixes positions (by an MLP or by attention), then channels; each is a residual followed by its norm.
-
-    mix: a function (x, mlp, across) as mix() above. A device may replace it.
-    """
-    mix = staticmethod(mix)
+    """Mixes positions (by an MLP or by attention), then channels; each is a residual followed by its norm."""
 
     def __init__(self, config, length):
         super().__init__()
@@ -291,22 +596,23 @@ class Block(nn.Module):
             self.self_attn = Attention(config.hidden_size, config.num_heads)
         self.mlp = SwiGLU(config.hidden_size, config.expansion)
 
-    def forward(self, x, rope):  # [B, L, D]
-        # across positions
+    def forward(self, x, rope):
+        """Returns x [B, L, D] after the layer; rope: the pair (cos, sin) [L, d], or None."""
+        # across positions: the first P are the puzzle embedding's, the others the cells, row by row
         if hasattr(self, "mlp_t"):
-            x = self.mix(x, self.mlp_t, across=True)
+            x = rms_norm(x + self.mlp_t(x, across=True), dim=1)
         else:
             x = rms_norm(x + self.self_attn(x, rope))
         # across channels
-        return self.mix(x, self.mlp)
+        return rms_norm(x + self.mlp(x))
 
 
 class Net(nn.Module):
     """The one network of the recursion (paper, section 4.3: a single network for both latents)."""
 
-    def __init__(self, block, config, length):
+    def __init__(self, config, length):
         super().__init__()
-        self.layers = nn.ModuleList(block(config, length) for _ in range(config.L_layers))
+        self.layers = nn.ModuleList(Block(config, length) for _ in range(config.L_layers))
         self.has_rope = config.pos_encodings == "rope"
         if self.has_rope:
             # an angle for each position and channel of a head, its two halves alike
@@ -324,7 +630,7 @@ class Net(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The model: embeddings, network, heads
+# Sizes, embeddings and files
 
 @dataclass
 class TRMConfig:
@@ -378,211 +684,6 @@ class Embedding(nn.Module):
     def __init__(self, num_rows, width):
         super().__init__()
         self.embedding_weight = nn.Parameter(torch.empty(num_rows, width))
-
-
-class TRM(nn.Module):
-    """The network with its embeddings and heads.
-
-    config: a TRMConfig. seed: decides the initial weights, which are the same on every device.
-    Two class attributes are for forks. block: the class of a layer, called as block(config, L), whose
-    forward takes x [B, L, D] and rope, a pair or None. The first P positions are the puzzle embedding's, the
-    others the cells, row by row. forward sees parameters in forward_dtype, and buffers in their own dtype;
-    ranks do not synchronise buffers. is_solved: the target of q_halt, as equals_labels.
-    Raises ValueError for sizes that cannot be built.
-    """
-    block = Block
-    is_solved = staticmethod(equals_labels)
-
-    def __init__(self, config, seed=0):
-        super().__init__()
-        config.check()
-        self.config = config
-        self.prefix = config.prefix  # P
-        self.length = self.prefix + config.seq_len  # L
-
-        # The order of the modules is the order in which init_weights draws their weights.
-        # Embeddings and heads; SignSGD trains the puzzle embedding, so it is a buffer and no parameter.
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.q_head = nn.Linear(config.hidden_size, 2)  # halt, and the official code's unused "continue"
-        if config.puzzle_emb_ndim:
-            table = torch.zeros(config.num_puzzle_identifiers, config.puzzle_emb_ndim)
-            self.puzzle_emb = nn.Module()
-            self.puzzle_emb.register_buffer("weights", table)
-        if config.pos_encodings == "learned":
-            self.embed_pos = Embedding(self.length, config.hidden_size)
-
-        # the network and the initial latents
-        self.L_level = Net(self.block, config, self.length)
-        self.register_buffer("H_init", torch.empty(config.hidden_size))
-        self.register_buffer("L_init", torch.empty(config.hidden_size))
-        self.init_weights(torch.Generator().manual_seed(seed))
-
-    def embed(self, inputs, puzzle_rows):
-        """Returns the embedded question x [B, L, D]; inputs: tokens [B, S]; puzzle_rows: [B, D'] or None."""
-        config = self.config
-        table = self.embed_tokens.embedding_weight
-        # A product with a one-hot matrix is exact, and so is its gradient's sum in float32. The gradient of
-        # a gather would be a scatter that sums in the low precision.
-        vocabulary = torch.arange(config.vocab_size, device=inputs.device, dtype=inputs.dtype)
-        one_hot = inputs.unsqueeze(-1) == vocabulary  # [B, S, V]
-        x = one_hot.to(table.dtype) @ table
-        if self.prefix:
-            # the row fills the first positions, zeros the others
-            padding = self.prefix * config.hidden_size - config.puzzle_emb_ndim
-            puzzle = F.pad(puzzle_rows.to(x.dtype), (0, padding))
-            puzzle = puzzle.view(-1, self.prefix, config.hidden_size)
-            x = torch.cat((puzzle, x), dim=1)
-        # sqrt(0.5): the sum of two has the deviation of one
-        if config.pos_encodings == "learned":
-            x = math.sqrt(0.5) * (x + self.embed_pos.embedding_weight)
-        return math.sqrt(config.hidden_size) * x
-
-    def forward(self, z_H, z_L, inputs, puzzle_rows=None, cycles=None):
-        """Runs the recursion of one supervision step.
-
-        Args:
-            z_H, z_L: the answer and the latent, [B, L, D].
-            inputs: the question's tokens [B, S].
-            puzzle_rows: rows of the puzzle embedding [B, D'], where the model has one.
-            cycles: (H_cycles, L_cycles); by default the config's.
-
-        Returns z_H, z_L, logits [B, S, V] and q_halt [B] in float32.
-        """
-        # the recursion, by default at the full depth
-        H_cycles, L_cycles = cycles or (self.config.H_cycles, self.config.L_cycles)
-        x = self.embed(inputs, puzzle_rows)
-        z_H, z_L = deep_recursion(self.L_level, x, z_H, z_L, H_cycles, L_cycles)
-
-        # an answer for each cell of the puzzle; the first position says whether to halt
-        logits = self.lm_head(z_H[:, self.prefix:])
-        q_halt = self.q_head(z_H[:, 0])[:, 0].float()
-        return z_H, z_L, logits, q_halt
-
-    def new_carry(self, batch_size, dtype):
-        """Returns the state of sequences between supervision steps, {name: [B, ...]}.
-
-        All of them are halted, so that the next step gives them new puzzles.
-        """
-        config = self.config
-        return dict(
-            z_H=torch.zeros(batch_size, self.length, config.hidden_size, dtype=dtype),
-            z_L=torch.zeros(batch_size, self.length, config.hidden_size, dtype=dtype),
-            steps=torch.zeros(batch_size, dtype=torch.int32),
-            halted=torch.ones(batch_size, dtype=torch.bool),
-            inputs=torch.zeros(batch_size, config.seq_len, dtype=torch.int32),
-            labels=torch.full((batch_size, config.seq_len), IGNORE_LABEL, dtype=torch.int32),
-            puzzle_identifiers=torch.zeros(batch_size, dtype=torch.int32),
-        )
-
-    def num_parameters(self):
-        """Returns how many numbers training changes, those of the puzzle embedding included."""
-        table_size = self.puzzle_emb.weights.numel() if self.prefix else 0
-        return table_size + sum(p.numel() for p in self.parameters())
-
-    def flops_per_example(self, cycles=None):
-        """Returns the FLOPs of a sequence in one supervision step: (of a forward pass, of a training step).
-
-        It counts matrix products alone, 2 FLOPs a multiply-add. cycles: see forward.
-        """
-        config = self.config
-        H_cycles, L_cycles = cycles or (config.H_cycles, config.L_cycles)
-        # the position mixer applies its weights to D channels, all others to L positions
-        multiply_adds = 0
-        for name, p in self.L_level.named_parameters():
-            multiply_adds += p.numel() * (config.hidden_size if ".mlp_t." in name else self.length)
-        if not config.mlp_t:
-            multiply_adds += config.L_layers * 2 * self.length ** 2 * config.hidden_size  # attention's scores
-        recursion = 2 * multiply_adds * (L_cycles + 1)
-        # embed_tokens and lm_head
-        heads = 2 * 2 * config.seq_len * config.vocab_size * config.hidden_size
-        # the backward pass costs two forward passes of the last recursion
-        return H_cycles * recursion + heads, (H_cycles + 2) * recursion + 3 * heads
-
-    @torch.no_grad()
-    def init_weights(self, generator):
-        """Draws truncated normals: deviation 1/sqrt(fan in) for matrices, 1 for the initial latents.
-
-        q_head starts at -5, which says "not solved". Layers of other types, in forks, keep their own values.
-        """
-        # embeddings and matrices, in the order of the modules
-        for module in self.modules():
-            if isinstance(module, Embedding):  # embed() scales by sqrt(D)
-                truncated_normal(module.embedding_weight, self.config.hidden_size ** -0.5, generator)
-            elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) and module is not self.q_head:
-                truncated_normal(module.weight, module.weight[0].numel() ** -0.5, generator)
-        # q_head begins far below 0, so that no sequence halts before it has learned to
-        self.q_head.weight.zero_()
-        self.q_head.bias.fill_(-5.0)
-        truncated_normal(self.H_init, 1.0, generator)
-        truncated_normal(self.L_init, 1.0, generator)
-
-    def load_named(self, named):
-        """Loads weights under the official code's names, with or without their prefixes.
-
-        Returns True if the embedding has another number of rows: every row then becomes their mean, as in
-        the official code. Raises ValueError for names or shapes that do not fit.
-        """
-        # the official code's names, without the prefixes of its wrappers
-        weights = {}
-        for name, t in named.items():
-            for prefix in ("_orig_mod.", "model.", "inner."):
-                name = name.removeprefix(prefix)
-            weights[name] = t.float()
-
-        # other puzzles have no row of their own in the table: they take the mean
-        expected = self.state_dict()
-        table = weights.get("puzzle_emb.weights")
-        num_rows = self.config.num_puzzle_identifiers
-        is_averaged = self.prefix > 0 and table is not None and len(table) != num_rows
-        if is_averaged:
-            weights["puzzle_emb.weights"] = table.mean(0, keepdim=True).expand(num_rows, -1)
-
-        # names and shapes must be these; a part of them would train in silence
-        hint = "another block or other settings (mlp_t, L_layers, pos_encodings, puzzle_emb_ndim?)"
-        if expected.keys() - weights.keys():
-            raise ValueError(f"lacks {min(expected.keys() - weights.keys())}: {hint}")
-        if weights.keys() - expected.keys():
-            raise ValueError(f"also has {min(weights.keys() - expected.keys())}: {hint}")
-        for name, t in expected.items():
-            if weights[name].shape != t.shape:
-                raise ValueError(f"{name} has shape {list(weights[name].shape)}, "
-                                 f"these settings need {list(t.shape)}")
-        self.load_state_dict(weights)
-        return is_averaged
-
-    @classmethod
-    def load(cls, path):
-        """Returns the model in a file of `train.py --export`, or the average in a checkpoint of train.py.
-
-        model.task describes the puzzle: {"kind", "grid": [rows, columns], "symbols": a character a token}.
-        Nothing in the file is executed. Raises ValueError for a damaged file and for weights that do not fit.
-        """
-        saved = read_torch_file(path)
-        if "task" not in saved:
-            raise ValueError(f"{path} is no file of train.py --export and no checkpoint of train.py")
-        model = cls(TRMConfig(**saved["model"]))
-        model.load_named(saved.get("ema", saved["weights"]))
-        model.task = saved["task"]
-        return model.eval()
-
-    def solve(self, question, steps=16, identifiers=None):
-        """Returns the most confident answer in so many supervision steps, and the confidence from 0 to 1.
-
-        question: a string of task["symbols"], line breaks aside, for a string and a float; or tokens [B, S],
-        for tokens [B, S] and a tensor [B]. Raises ValueError for other symbols or another number of cells.
-        identifiers: with tokens, the puzzle identifier of each question [B], for ARC; None: 0 for all.
-        """
-        from evaluate import solve_tokens  # a convenience for notebooks, and the one import that goes up
-        if not isinstance(question, str):
-            return solve_tokens(self, question, steps, identifiers)
-
-        # a string: to tokens and back
-        symbols = self.task["symbols"]
-        cells = question.replace("\r", "").replace("\n", "")
-        tokens = torch.tensor([[symbols.index(symbol, 1) for symbol in cells]])
-        answers, confidence = solve_tokens(self, tokens, steps)
-        return "".join(symbols[token] for token in answers[0]), confidence.item()
 
 
 def read_torch_file(path):

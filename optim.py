@@ -1,122 +1,58 @@
 """Optimizers and schedules.
 
-The optimizers work in place on all weights as one float32 vector w with its gradient g: a few operations for
-the whole model. `rates` are tensors of one element, so that a compiled step does not depend on their values.
+An optimizer works in place on one float32 weight w with its gradient g. `rates` are tensors of one element,
+so that a compiled step does not depend on their values.
 """
 import math
 
 import torch
 
 # ---------------------------------------------------------------------------------------------------------
-# The weights as one float32 vector, which the optimizers and the all-reduce work on
+# Optimizers: functions (settings, rates, w, g, **state), in place on w and on its state.
+# rates: lr, and bias_correction1, bias_correction2 = 1 - beta^t.
 
-def parameter_shapes(model):
-    """Returns {name: shape} of the parameters, in the order in which the vector of all weights holds them.
+def optimizer_state(settings, name, w):
+    """Returns the state of the optimizer for the parameter of that name, {name: float32 tensor}.
 
-    The longest come first: only the short biases, at the end, can leave a weight at an unaligned address.
-    """
-    parameters = sorted(model.named_parameters(), key=lambda item: -item[1].numel())
-    return {name: p.shape for name, p in parameters}
-
-
-def flatten(tensors):
-    """Returns all numbers of the tensors in one vector."""
-    return torch.cat([t.reshape(-1) for t in tensors])
-
-
-def unflatten(vector, shapes):
-    """Returns {name: view of vector} for {name: shape}, in order."""
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    views = {}
-    for (name, shape), part in zip(shapes.items(), vector.split(sizes)):
-        views[name] = part.view(shape)
-    return views
-
-
-def cast(vector, shapes, dtype):
-    """Returns {name: weight in dtype} of the vector of all weights."""
-    return unflatten(vector.to(dtype, copy=True), shapes)  # a copy, since the vector changes in place
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Optimizers: functions (settings, rates, shapes, w, g, m, v), in place on w and the moments m and v.
-# rates: lr, and bias_correction1, bias_correction2 = 1 - beta^t; shapes: {name: shape} of the parts of w.
-
-def optimizer_state(settings, shapes, w):
-    """Returns the state of the optimizer, {name: float32 tensor}: its keyword arguments after g.
-
-    An optimizer of a fork may keep tensors of other names and shapes. Checkpoints hold them all.
+    The tensors are the optimizer's keyword arguments. A fork may keep others, of any shape; checkpoints hold
+    them all.
     """
     return dict(m=torch.zeros_like(w), v=torch.zeros_like(w))
 
 
-def adam_atan2(settings, rates, shapes, w, g, m, v):
+def update(settings, rates, weights, grads, states):
+    """Runs one step of the optimizer on all weights, in place.
+
+    Args:
+        settings: train.py's settings.
+        rates: what rates() returns, as tensors of one element.
+        weights, grads: {name: float32 tensor}.
+        states: {name: what optimizer_state returns}.
+    """
+    optimize = OPTIMIZERS[settings.optimizer]
+    for name, w in weights.items():
+        optimize(settings, rates, w, grads[name], **states[name])
+
+
+def adam_atan2(settings, rates, w, g, m, v):
     """Adam with atan2 instead of division and epsilon (arXiv 2407.05872), scaled as in the official code."""
     root = update_moments(settings, rates, g, m, v)
-    update = torch.atan2(m, root)
     step_size = rates["lr"] / rates["bias_correction1"]
-    descend(settings, rates, w, update, step_size)
+    descend(settings, rates, w, torch.atan2(m, root), step_size)
 
 
-def adamw(settings, rates, shapes, w, g, m, v):
+def adamw(settings, rates, w, g, m, v):
     """Adam with decoupled weight decay (arXiv 1711.05101, algorithm 2), epsilon 1e-8."""
     root = update_moments(settings, rates, g, m, v)
-    update = m / (root + 1e-8)
     step_size = rates["lr"] / rates["bias_correction1"]
-    descend(settings, rates, w, update, step_size)
+    descend(settings, rates, w, m / (root + 1e-8), step_size)
 
 
-def lion(settings, rates, shapes, w, g, m, v):
+def lion(settings, rates, w, g, m, v):
     """Lion (arXiv 2302.06675, algorithm 2); v stays zero."""
     momentum = torch.lerp(g, m, settings.beta1)
-    update = torch.sign(momentum)
-    descend(settings, rates, w, update, rates["lr"])
+    descend(settings, rates, w, torch.sign(momentum), rates["lr"])
     m.lerp_(g, 1 - settings.beta2)
-
-
-def muon(settings, rates, shapes, w, g, m, v):
-    """Muon (Jordan et al. 2024) for the matrices of the network, AdamATan2 for all other parameters."""
-    weights = unflatten(w, shapes)
-    grads = unflatten(g, shapes)
-    first_moments = unflatten(m, shapes)
-    second_moments = unflatten(v, shapes)
-    for name, shape in shapes.items():
-        weight = weights[name]
-        grad = grads[name]
-        first_moment = first_moments[name]
-        if name.startswith("L_level.") and len(shape) == 2:
-            muon_matrix(settings, rates, weight, grad, first_moment)
-        else:
-            second_moment = second_moments[name]
-            adam_atan2(settings, rates, shapes, weight, grad, first_moment, second_moment)
-
-
-def muon_matrix(settings, rates, w, g, m):
-    """One step of Muon on a matrix [a, b]: Nesterov momentum, orthogonalised by Newton-Schulz iterations.
-
-    The update is scaled by 0.2 sqrt(max(a, b)) to the size of AdamW's (arXiv 2502.16982), so that lr means
-    the same for both.
-    """
-    m.lerp_(g, 1 - settings.beta1)
-    x = torch.lerp(g, m, settings.beta1).bfloat16()
-
-    # the iterations are cheaper on the smaller of x x^T and x^T x
-    rows, columns = x.shape
-    is_tall = rows > columns
-    if is_tall:
-        x = x.T
-    x = x / x.norm().clamp(min=1e-7)
-    for _ in range(5):
-        a = x @ x.T
-        b = -4.7750 * a + 2.0315 * a @ a
-        x = 3.4445 * x + b @ x
-    if is_tall:
-        x = x.T
-
-    # the update, in float32
-    scale = 0.2 * math.sqrt(max(rows, columns))
-    step_size = rates["lr"] * scale
-    descend(settings, rates, w, x.to(w.dtype), step_size)
 
 
 def update_moments(settings, rates, g, m, v):
@@ -127,14 +63,26 @@ def update_moments(settings, rates, g, m, v):
     return corrected.sqrt()
 
 
-def descend(settings, rates, w, update, step_size):
-    """Applies decoupled weight decay, then an update times step_size, in place on w."""
+def descend(settings, rates, w, direction, step_size):
+    """Applies decoupled weight decay, then subtracts direction * step_size, in place on w."""
     decay = rates["lr"] * settings.weight_decay
     w.mul_(1 - decay)
-    w.sub_(update * step_size)
+    w.sub_(direction * step_size)
 
 
-OPTIMIZERS = dict(adam_atan2=adam_atan2, adamw=adamw, lion=lion, muon=muon)
+def move_average(settings, average, weights):
+    """Moves the average (EMA) towards the weights, {name: tensor} both, in place."""
+    for name, w in weights.items():
+        average[name].lerp_(w, 1 - settings.ema_rate)
+
+
+def norm(tensors):
+    """Returns the Euclidean norm of all numbers of {name: tensor}, [1]."""
+    squares = [t.square().sum() for t in tensors.values()]
+    return torch.stack(squares).sum().sqrt().view(1)
+
+
+OPTIMIZERS = dict(adam_atan2=adam_atan2, adamw=adamw, lion=lion)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -163,6 +111,7 @@ def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
         slots = torch.zeros(num_rows, width, device=counted.device)
         return slots.index_add(0, identifiers, counted)
     # a slot for each sequence of the batch: its gradient and its identifier; other ranks' slots are zero
+    assert num_rows < 2 ** 24, "float32 holds no larger identifiers"
     own_identifiers = identifiers.view(-1, 1).float()
     own_slots = torch.cat([row_grads, own_identifiers], dim=1)
     own_size = len(own_slots)
@@ -201,6 +150,24 @@ def sign_sgd(table, packed, batch_size, lr, weight_decay):
 
 # ---------------------------------------------------------------------------------------------------------
 # Schedules: pure functions of the settings and the step, which counts from 0
+
+def epoch_size(data):
+    """Returns the examples of an epoch as the official code counts them, by the mean over all puzzles."""
+    return data.total_groups * data.mean_puzzle_examples
+
+
+def count_steps(settings, examples_per_epoch):
+    """Returns the optimizer steps of the whole run."""
+    return settings.max_steps or int(settings.epochs * examples_per_epoch / settings.global_batch_size)
+
+
+def evaluation_due(settings, examples_per_epoch, step):
+    """Returns True if this step crosses a multiple of eval_interval epochs."""
+    # examples, not steps: the number of puzzles need not divide into batches
+    interval = settings.eval_interval * examples_per_epoch
+    examples = step * settings.global_batch_size
+    return interval > 0 and examples // interval > (examples - settings.global_batch_size) // interval
+
 
 def learning_rate(settings, peak, step, total_steps):
     """Returns the rate of a step: linear warm-up to peak, then a cosine to peak * lr_min_ratio at the end."""

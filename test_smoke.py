@@ -36,7 +36,7 @@ def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "sudoku-4x4"
     text = python("prepare_sudoku.py", "--source=generate", "--size=4", "--num_train=64", "--num_test=40",
                   "--num_aug=5", f"--output_dir={path}")
-    assert f"train.py --data_path={path}" in text
+    assert f"train.py config/demo.py --data_prepare= --data_path={path}" in text
     return path
 
 
@@ -53,7 +53,7 @@ def test_train_resume_evaluate_export(data, tmp_path, mixer):
     shown = python("train.py", *common, *resume)
     assert all(words in shown for words in ("training from step 40 to 60", "40 test puzzles"))
     exported = tmp_path / "model.pt"
-    python("train.py", *common, *resume, f"--export={exported}")
+    python("scripts/export.py", tmp_path / "out", exported)
     assert "40 test puzzles" in python("train.py", *common, f"--init_from={exported}", "--eval_only")
 
 

@@ -5,8 +5,8 @@
     python train.py config/sudoku.py --init_from=resume   continues from the newest checkpoint of out_dir
 
 The file holds the settings, the step and the loop; then what they call; at the end how a run starts:
-replica() and main(). The settings below are the paper's Sudoku-Extreme recipe (MLP). Config files and
---key=value flags override them; in every process these globals hold the values in force.
+replica() and main(). The settings below are defaults, the paper's Sudoku-Extreme recipe (MLP). Config files
+and --key=value flags override them, and functions take the result as `settings`.
 """
 import copy
 import faulthandler
@@ -15,15 +15,12 @@ import math
 import multiprocessing
 import os
 import platform
-import re
 import shlex
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
@@ -31,44 +28,25 @@ from dataclasses import asdict
 import numpy as np
 import requests
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map
 
 import configurator
+import data as datasets
+import evaluate
+import model as models
+import optim
 from bucket import Bucket, local_dataset
-from checkpoint import agree_on_start, checkpoint_paths, outdated, parse_run, step_of, write_model
+from checkpoint import Checkpoints, checkpoint_paths, saved_settings
 from configurator import (
     TransientError,
     UserError,
-    check_bounds,
     check_choices,
+    check_numbers,
     end_with_parent,
     read_settings,
 )
-from data import Dataset, duration, file_hash, halting_draws, make_dataset, read_metrics, replacing
+from data import duration, make_dataset, read_facts, read_metrics, replacing
 from device import choose_device, open_device, out_of_memory, peak_flops
-from evaluate import ANSWERS, Evaluator, evaluate, split, weights_of
-from model import (
-    LOSS_TERMS,
-    LOSSES,
-    METRICS,
-    TRM,
-    TRMConfig,
-    supervision_step,
-    take_new_puzzles,
-)
-from optim import (
-    OPTIMIZERS,
-    cast,
-    cycles_at,
-    exploration,
-    flatten,
-    optimizer_state,
-    pack_rows,
-    parameter_shapes,
-    rates,
-    sign_sgd,
-    unflatten,
-)
 
 # data
 data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
@@ -98,11 +76,11 @@ halt_exploration_prob = 0.1  # probability, at each step, that a sequence must f
 halt_exploration_prob_end = -1.0  # its value at the end of the run, reached linearly; -1: constant
 # optimizer
 loss_type = "stablemax_cross_entropy"  # or softmax_cross_entropy
-optimizer = "adam_atan2"  # adam_atan2, adamw, lion or muon (with adam_atan2 for all other parameters)
+optimizer = "adam_atan2"  # adam_atan2, adamw or lion
 lr = 1e-4  # peak learning rate
 lr_min_ratio = 1.0  # end of the cosine, as a share of lr; 1: constant
 lr_warmup_steps = 2000  # steps of linear warm-up
-beta1 = 0.9  # decay of the first moment; muon's momentum
+beta1 = 0.9  # decay of the first moment
 beta2 = 0.95  # decay of the second moment
 weight_decay = 1.0  # decoupled: multiplied by the learning rate
 puzzle_emb_lr = 1e-4  # learning rate of SignSGD on the puzzle embedding
@@ -128,27 +106,20 @@ gcs_dir = ""  # gs://bucket/folder of this run alone: a mirror of out_dir, to re
 init_from = "scratch"  # scratch, resume, auto (resume if there is a checkpoint) or a FILE to begin with
 checkpoint_interval = 1000  # steps; sequences start afresh there, for an exact resume; 0: only at the end
 keep_last_n = 3  # checkpoints to keep, besides best.pt
-export = ""  # write a model FILE (averaged weights, sizes, task, 100 test puzzles), then stop
 log_interval = 10  # steps averaged in a line of the log
 stall_timeout = 1800  # exit if no step finishes for this many seconds; 0: never
-device = "auto"  # auto, xla, cuda, mps (Apple's GPU) or cpu; auto never takes mps
+device = "auto"  # auto, xla, cuda or cpu
 compile = "auto"  # torch.compile: auto (on CUDA), on (on the CPU too: a minute, then 10% faster) or off
-kernels = "auto"  # Triton kernels for the MLPs on CUDA: off, on, auto (off until a GPU has measured them)
 # logging
 wandb_log = False  # send metrics.jsonl to Weights & Biases too
 wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
 wandb_run_name = ""  # empty: the last part of out_dir
 wandb_mode = "online"  # online, offline (for `wandb sync`) or disabled; without login or network: offline
 
-# Sums over micro-batches and ranks: METRICS of sequences that halted, LOSS_TERMS of all sequences.
-BATCH_STATS = METRICS + LOSS_TERMS
-# Sums over the steps between two lines of the log.
-STATS = (*BATCH_STATS, "grad_norm")
-
 # Settings that say where and how a run takes place, and not what it trains.
 RUN_SETTINGS = (
-    "out_dir", "gcs_dir", "init_from", "checkpoint_interval", "keep_last_n", "export", "log_interval",
-    "stall_timeout", "device", "compile", "kernels", "eval_only", "eval_save_outputs",
+    "out_dir", "gcs_dir", "init_from", "checkpoint_interval", "keep_last_n", "log_interval",
+    "stall_timeout", "device", "compile", "eval_only", "eval_save_outputs",
     "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode",
 )
 
@@ -169,78 +140,89 @@ def train_step(run, state, inputs, cycles=None):
     Returns the number of ranks that were asked to stop, [1].
     """
     settings = run.settings
+
+    # forward and backward, then one all-reduce of all that the ranks share
+    sums = gradients(run, state, inputs, inputs["batch"], cycles)
+    sums = run.device.all_reduce(sums | dict(stops=inputs["stop_requested"]))
+    grad_norm = optim.norm(sums["grads"])
+
+    # update the weights and their average, and the rows of the puzzle embedding
+    rates = inputs["rates"]
+    if not settings.freeze_weights:
+        optim.update(settings, rates, state["weights"], sums["grads"], state["optimizer"])
+    if settings.ema:
+        optim.move_average(settings, state["ema"], state["weights"])
+    if run.model.prefix:
+        optim.sign_sgd(state["puzzle_emb"], sums["rows"], settings.global_batch_size,
+                       rates["puzzle_emb_lr"], settings.puzzle_emb_weight_decay)
+
+    # add up what the log needs
+    state["sums"] += torch.cat([sums["stats"], grad_norm])
+    return sums["stops"].clone()  # a view would keep all of the reduced numbers alive
+
+
+def gradients(run, state, inputs, batch, cycles):
+    """Runs forward and backward on the rank's sequences, in place on their carry.
+
+    Args:
+        run, state, inputs, cycles: see train_step.
+        batch: puzzles for the sequences that have halted, and min_halt_steps, {name: [B, ...]}.
+
+    Returns what the ranks add up, a tree of float32 tensors: grads {name: tensor}, stats (run.stat_names
+    without grad_norm) and, with a puzzle embedding, rows (of optim.pack_rows).
+    """
+    settings = run.settings
     model = run.model.train()
 
     # cast the float32 weights to forward_dtype, once a step
-    weights = cast(state["weights"], run.shapes, run.dtype)
+    weights = {name: w.to(run.dtype) for name, w in state["weights"].items()}
 
     # sequences that have halted start on the puzzles of the batch, and take their rows of the embedding
-    batch = split(inputs["batch"], settings.micro_batch_size)  # [micro-batches, sequences in one, ...]
-    sequences = take_new_puzzles(model, state["carry"], batch)
+    sequences = models.take_new_puzzles(state["carry"], batch)
     identifiers = sequences["puzzle_identifiers"]
-    micro_batches = dict(sequences=sequences, min_halt_steps=batch["min_halt_steps"])
+    examples = dict(sequences=sequences, min_halt_steps=batch["min_halt_steps"])
     if model.prefix:
-        micro_batches["puzzle_rows"] = state["puzzle_emb"][identifiers]
+        examples["puzzle_rows"] = state["puzzle_emb"][identifiers]
 
     # forward and backward, one micro-batch after the other; gradients and statistics add up
-    grads = {name: torch.zeros_like(w, dtype=torch.float32) for name, w in weights.items()}
-    zeros = dict(grads=grads, stats=torch.zeros(len(BATCH_STATS), device=run.device.torch))
+    zeros = dict(
+        grads={name: torch.zeros_like(w) for name, w in state["weights"].items()},
+        stats=torch.zeros(len(run.stat_names) - 1, device=run.device.torch),
+    )
     sums, results = run.device.for_each_micro_batch(
-        lambda weights, micro_batch: forward_backward(run, weights, micro_batch, cycles),
-        zeros, weights, micro_batches)
-    carry = results["carry"]
-    assert carry.keys() == state["carry"].keys(), "supervision_step must return every entry of the carry"
-    for name, t in carry.items():
-        state["carry"][name].copy_(t)
+        lambda weights, examples: forward_backward(run, weights, examples, cycles),
+        zeros, weights, examples, settings.micro_batch_size)
+    tree_map(torch.Tensor.copy_, state["carry"], results["carry"])
 
-    # One all-reduce sums what all ranks share. The division by the batch comes here, and not in the loss: a
-    # gradient divided by 768 underflows in float16.
-    shared = dict(grads=flatten(sums["grads"].values()) / settings.global_batch_size, stats=sums["stats"],
-                  stops=inputs["stop_requested"])
+    # the division by the batch comes here and not in the loss, where gradients would underflow in float16
+    sums["grads"] = {name: grad / settings.global_batch_size for name, grad in sums["grads"].items()}
     if model.prefix:
-        row_grads = results["row_grads"].flatten(0, 1)
-        shared["rows"] = pack_rows(identifiers.flatten(), row_grads, len(state["puzzle_emb"]),
-                                   settings.global_batch_size, inputs["rank"])
-    reduced = run.device.all_reduce(flatten(shared.values()))
-    reduced = unflatten(reduced, {name: t.shape for name, t in shared.items()})
-
-    # update the weights and their average, and the puzzle embedding
-    step_rates = inputs["rates"]
-    if not settings.freeze_weights:
-        update = OPTIMIZERS[settings.optimizer]
-        update(settings, step_rates, run.shapes, state["weights"], reduced["grads"], **state["optimizer"])
-    if settings.ema:
-        state["ema"].lerp_(state["weights"], 1 - settings.ema_rate)
-    if model.prefix:
-        sign_sgd(state["puzzle_emb"], reduced["rows"], settings.global_batch_size,
-                 step_rates["puzzle_emb_lr"], settings.puzzle_emb_weight_decay)
-
-    # add up what the log needs
-    grad_norm = reduced["grads"].square().sum().sqrt().view(1)
-    state["sums"] += torch.cat([reduced["stats"], grad_norm])
-    return reduced["stops"].clone()  # a view would keep all of the reduced vector alive
+        sums["rows"] = optim.pack_rows(identifiers, results["row_grads"], len(state["puzzle_emb"]),
+                                       settings.global_batch_size, inputs["rank"])
+    return sums
 
 
-def forward_backward(run, weights, micro_batch, cycles):
+def forward_backward(run, weights, examples, cycles):
     """Runs forward and backward on one micro-batch.
 
     Args:
         run: a Run.
         weights: {name: tensor}, in forward_dtype.
-        micro_batch: sequences and min_halt_steps of supervision_step, and puzzle_rows [b, D'].
+        examples: sequences and min_halt_steps of TRM.supervision_step, and puzzle_rows [b, D'].
         cycles: (H_cycles, L_cycles) or None.
 
-    Returns what the micro-batches and ranks add up, dict(grads={name: float32}, stats=BATCH_STATS), and
-    what belongs to each sequence, dict(carry=..., row_grads [b, D']).
+    Returns what micro-batches add up, dict(grads={name: float32}, stats=[...]), and what belongs to each
+    sequence, dict(carry=..., row_grads [b, D']).
     """
     # the gradients are of the weights and of the rows of the puzzle embedding that the batch has
     leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
-    if "puzzle_rows" in micro_batch:
-        leaves["puzzle_rows"] = micro_batch["puzzle_rows"].detach().requires_grad_()
+    if "puzzle_rows" in examples:
+        leaves["puzzle_rows"] = examples["puzzle_rows"].detach().requires_grad_()
     with torch.enable_grad():
-        step = run.supervision_step(run.settings, run.model, leaves, micro_batch["sequences"],
-                                    micro_batch["min_halt_steps"], cycles)
-        grads = torch.autograd.grad(step.values["loss"].sum(), list(leaves.values()))
+        step = run.supervision_step(run.settings, leaves, examples["sequences"],
+                                    examples["min_halt_steps"], cycles)
+        # zeros for a parameter that does not take part, such as q_head in a loss without q_halt
+        grads = torch.autograd.grad(step.values["loss"].sum(), list(leaves.values()), materialize_grads=True)
     # micro-batches add up in float32
     grads = {name: grad.float() for name, grad in zip(leaves, grads)}
     results = dict(carry=step.carry)
@@ -249,9 +231,10 @@ def forward_backward(run, weights, micro_batch, cycles):
 
     # METRICS count sequences that halted, LOSS_TERMS all
     halted = step.carry["halted"]
-    stats = [torch.where(halted, step.values[name], 0).sum() for name in METRICS]
-    stats += [step.values[name].detach().sum() for name in LOSS_TERMS]
-    return dict(grads=grads, stats=torch.stack(stats)), results
+    stats = [torch.where(halted, step.values[name], 0).sum() for name in models.METRICS]
+    stats += [step.values[name].detach().sum() for name in models.LOSS_TERMS]
+    num_sequences = torch.ones_like(step.q_halt).sum()
+    return dict(grads=grads, stats=torch.stack([*stats, num_sequences])), results
 
 
 def make_inputs(run, data, step, total_steps):
@@ -263,13 +246,17 @@ def make_inputs(run, data, step, total_steps):
     device = run.device
     # the puzzles, and the step before which each sequence may not halt
     batch = data.train_batch(settings.seed, step, settings.global_batch_size, device.rank, device.world)
-    batch["min_halt_steps"] = halting_draws(
+    batch["min_halt_steps"] = datasets.halting_draws(
         settings.seed, step, settings.global_batch_size, settings.halt_max_steps,
-        exploration(settings, step, total_steps), device.rank, device.world)
+        optim.exploration(settings, step, total_steps), device.rank, device.world)
     # numbers that change by step are inputs: a constant would compile anew at each step
-    step_rates = {name: np.float32([rate]) for name, rate in rates(settings, step, total_steps).items()}
-    return device.put(dict(batch=batch, rates=step_rates, stop_requested=np.float32([stop_requested()]),
-                           rank=np.int32([device.rank])))
+    rates = optim.rates(settings, step, total_steps)
+    return device.put(dict(
+        batch=batch,
+        rates={name: np.float32([rate]) for name, rate in rates.items()},
+        stop_requested=np.float32([STOP.is_set()]),
+        rank=np.int32([device.rank]),
+    ))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -278,24 +265,22 @@ def make_inputs(run, data, step, total_steps):
 def train(run, data, test, log, checkpoints, start, total_steps):
     """Trains from start.step to the end or until a stop is requested; returns the step reached. All ranks."""
     settings = run.settings
-    examples_per_epoch = epoch_size(data)
+    examples_per_epoch = optim.epoch_size(data)
     step = start.step
     is_evaluated = start.is_evaluated
     cycles = None  # (H_cycles, L_cycles) of the last step
     metrics = {}  # the last line of the log
+    read_previous_stops = None  # a function: how many ranks were asked to stop at the last step
     stop = False
-
-    def read_previous_stops():  # how many ranks were asked to stop at the last step: there is none yet
-        return 0
 
     log.restart_clock(step)
     while step < total_steps and not stop:
         # evaluate, before the next step: a resume then makes up for an evaluation that was interrupted
-        if not is_evaluated and evaluation_due(settings, examples_per_epoch, step):
+        if not is_evaluated and optim.evaluation_due(settings, examples_per_epoch, step):
             indices = test.subset(settings.eval_max_puzzles, settings.eval_versions)
             evaluation = run.evaluate(test, indices, f"evaluating at step {step}")
             if not evaluation:  # a stop was requested
-                checkpoints.save(f"ckpt_{step:08d}", step, run, metrics)
+                checkpoints.save(step, run, metrics)
                 break
             log.evaluation(step, evaluation)
             checkpoints.save_if_best(step, run, metrics | evaluation)
@@ -304,12 +289,12 @@ def train(run, data, test, log, checkpoints, start, total_steps):
 
         # the depth of this step
         last_cycles = cycles
-        cycles = cycles_at(settings, examples_per_epoch, step)
+        cycles = optim.cycles_at(settings, examples_per_epoch, step)
 
         # forward, backward, update; the stop flags are read a step late, so that the host need not wait
         inputs = make_inputs(run, data, step, total_steps)
         read_stops = run.device.fetch(run.train_program(run.state, inputs, cycles))
-        stop = bool(read_previous_stops() > 0)
+        stop = read_previous_stops is not None and bool(read_previous_stops() > 0)
         read_previous_stops = read_stops
         step += 1
         restart_watchdog(settings.stall_timeout)
@@ -319,8 +304,8 @@ def train(run, data, test, log, checkpoints, start, total_steps):
         # what is due depends on the step and on reduced sums alone, so that all ranks decide the same
         save_due = stop or step == total_steps or is_multiple(step, settings.checkpoint_interval)
         log_due = save_due or is_multiple(step, settings.log_interval)
-        log_due |= evaluation_due(settings, examples_per_epoch, step)
-        log_due |= cycles_at(settings, examples_per_epoch, step) != cycles  # a line of the log has one depth
+        log_due |= optim.evaluation_due(settings, examples_per_epoch, step)
+        log_due |= optim.cycles_at(settings, examples_per_epoch, step) != cycles  # a line has one depth
         if not log_due:
             continue
 
@@ -332,7 +317,7 @@ def train(run, data, test, log, checkpoints, start, total_steps):
 
         # save; a run that resumes starts all sequences afresh here, so this one does too
         if save_due:
-            checkpoints.save(f"ckpt_{step:08d}", step, run, metrics)
+            checkpoints.save(step, run, metrics)
             run.restart()
         log.restart_clock(step)
     return step
@@ -367,6 +352,8 @@ def train_and_evaluate(run, data, test, log, checkpoints, start, total_steps):
             log.print0(f"trained {step - start.step} steps in {duration(time.monotonic() - began)}")
         # the evaluation in full; a stop interrupts it
         is_complete = final_evaluation(run, test, log, step)
+    # a bucket may take longer than stall_timeout; the upload has a time limit of its own
+    restart_watchdog(0)
     is_uploaded = checkpoints.close(600 if is_complete else 15)
     log.close()
     # the exit code
@@ -376,27 +363,9 @@ def train_and_evaluate(run, data, test, log, checkpoints, start, total_steps):
         sys.exit(3)
 
 
-def epoch_size(data):
-    """Returns the examples of an epoch as the official code counts them, by the mean over all puzzles."""
-    return data.total_groups * data.mean_puzzle_examples
-
-
-def count_steps(settings, examples_per_epoch):
-    """Returns the optimizer steps of the whole run."""
-    return settings.max_steps or int(settings.epochs * examples_per_epoch / settings.global_batch_size)
-
-
 def is_multiple(step, interval):
     """Returns True if this step completes another interval; never for interval 0."""
     return interval > 0 and step % interval == 0
-
-
-def evaluation_due(settings, examples_per_epoch, step):
-    """Returns True if this step crosses a multiple of eval_interval epochs."""
-    # examples, not steps: the number of puzzles need not divide into batches
-    interval = settings.eval_interval * examples_per_epoch
-    examples = step * settings.global_batch_size
-    return interval > 0 and examples // interval > (examples - settings.global_batch_size) // interval
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -424,9 +393,8 @@ def final_evaluation(run, test, log, step):
 class Run:
     """Training state on one device, and the programs of the train and eval steps.
 
-    state: weights and their average ema, a float32 vector each; optimizer, {name: vector}; puzzle_emb
-    [N, D']; sums of STATS since the last line of the log; and the carry, {name: [micro-batches, sequences in
-    one, ...]}. The weights are in the order of shapes.
+    state: weights, their average ema and the optimizer's state, by the parameters' names; puzzle_emb [N, D'];
+    sums of stat_names since the last line of the log; and carry, of TRM.new_carry.
 
     Args:
         settings: the run's settings.
@@ -441,64 +409,58 @@ class Run:
         self.device = device
         self.batch_size = settings.global_batch_size // device.world
         self.dtype = getattr(torch, settings.forward_dtype)
-        self.shapes = parameter_shapes(model)
-        # the weights, the average and the moments, equal on all ranks
+        # what the log sums up: METRICS of sequences that halted, LOSS_TERMS of all
+        self.stat_names = (*models.METRICS, *models.LOSS_TERMS, "sequences", "grad_norm")
+        # the state, equal on all ranks; the model keeps its code and its sizes, but for the buffers
         self.state = self.first_state(saved or {})
-        if model.prefix:
-            # the model shares the table, whose memory would be taken twice
-            model.puzzle_emb.weights = self.state["puzzle_emb"]
-        # the programs; the model holds its sizes and its code, and state holds the weights
         device.prepare(model)
-        self.supervision_step = device.compile(supervision_step)
+        if model.prefix:
+            model.puzzle_emb.weights = model.puzzle_emb.weights.to("meta")  # two tables would not fit
+        # the programs
+        self.supervision_step = device.compile(model.supervision_step)
         self.train_program = device.compile_step(
             lambda state, inputs, cycles=None: train_step(self, state, inputs, cycles))
-        self.evaluator = Evaluator(settings, model, device, self.batch_size)
+        self.evaluator = evaluate.Evaluator(settings, model, device, self.batch_size)
         self.restart()
 
     @torch.no_grad()
     def first_state(self, saved):
         """Builds the state from the model and a checkpoint, and broadcasts rank 0's to all ranks."""
-        def as_vector(t):  # state_dict splits vectors by the names of the weights
-            return flatten(t[name] for name in self.shapes) if isinstance(t, dict) else t
-
-        # all that a run starts with; a checkpoint replaces the average and the moments
+        # all that a run starts with; a checkpoint replaces the average and the optimizer's state
         model = self.model
-        weights, puzzle_emb = weights_of(model)
-        optimizer = optimizer_state(self.settings, self.shapes, weights)
-        optimizer |= {name: as_vector(t) for name, t in saved.get("optimizer", {}).items()}
-        state = dict(
+        weights, table = evaluate.weights_of(model)
+        optimizer = {name: optim.optimizer_state(self.settings, name, w) for name, w in weights.items()}
+        state = self.device.broadcast(dict(
             weights=weights,
-            ema=as_vector(saved.get("ema", weights)),
-            optimizer=optimizer,
-            puzzle_emb=puzzle_emb,
-            H_init=model.H_init,
-            L_init=model.L_init,
-        )
-        # one vector travels from rank 0 to all ranks
-        tensors, structure = tree_flatten(state)
-        vector = self.device.broadcast(flatten(t.float() for t in tensors))
-        received = unflatten(vector, {i: t.shape for i, t in enumerate(tensors)})
-        state = tree_unflatten([t.clone() for t in received.values()], structure)
-        # the latents stay in the model, which does not train them
-        model.H_init.copy_(state.pop("H_init"))
-        model.L_init.copy_(state.pop("L_init"))
+            ema={name: saved.get("ema", weights)[name] for name in weights},
+            optimizer=optimizer | saved.get("optimizer", {}),
+            puzzle_emb=table,
+            buffers=self.buffers(),
+        ))
+        # buffers, such as the first latents, stay in the model
+        for name, t in state.pop("buffers").items():
+            model.get_buffer(name).copy_(t)
         return self.device.put(state)
+
+    def buffers(self):
+        """Returns {name: tensor} of what checkpoints hold and training does not change."""
+        trained = {*self.model.weights(), *self.model.tied, "puzzle_emb.weights"}
+        return {name: t for name, t in self.model.state_dict().items() if name not in trained}
 
     def restart(self):
         """Gives every sequence a new puzzle at the next step, and resets the log's sums."""
         # all sequences count as halted, so that the next step gives them puzzles
         carry = self.model.new_carry(self.batch_size, self.dtype)
-        carry = split(carry, self.settings.micro_batch_size)
-        self.state |= self.device.put(dict(carry=carry, sums=torch.zeros(len(STATS))))
+        self.state |= self.device.put(dict(carry=carry, sums=torch.zeros(len(self.stat_names))))
 
     def read_sums(self):
-        """Returns {name of STATS: sum over the steps since the last call}. Waits for the device."""
-        sums = dict(zip(STATS, self.state["sums"].cpu().tolist()))
-        self.state["sums"] = self.device.put(torch.zeros(len(STATS)))
+        """Returns {name of stat_names: sum over the steps since the last call}. Waits for the device."""
+        sums = dict(zip(self.stat_names, self.state["sums"].cpu().tolist()))
+        self.state["sums"] = self.device.put(torch.zeros(len(self.stat_names)))
         return sums
 
     def eval_weights(self):
-        """Returns the vector of weights that evaluations use, and the puzzle embedding."""
+        """Returns the weights that evaluations use, and the puzzle embedding."""
         return self.state["ema" if self.settings.ema else "weights"], self.state["puzzle_emb"]
 
     def evaluate(self, test, indices, label, save_to=""):
@@ -506,29 +468,25 @@ class Run:
         # an evaluation counts as progress, and sees a stop after each step
         def should_stop():
             restart_watchdog(self.settings.stall_timeout)
-            return stop_requested()
+            return STOP.is_set()
 
-        return evaluate(self.evaluator, *self.eval_weights(), test, indices, label, should_stop, save_to)
+        weights, table = self.eval_weights()
+        return evaluate.evaluate(self.evaluator, weights, table, test, indices, label, should_stop, save_to)
 
     def state_dict(self, step):
         """Returns a copy on the host of all that a resume needs; weights and ema are state dicts."""
-        def by_name(t):  # forks may reorder the weights; their optimizers may keep other shapes
-            t = t.to("cpu", copy=True)
-            return unflatten(t, self.shapes) if t.shape == self.state["weights"].shape else t
-
-        # the latents, which do not train, and the puzzle embedding, which is no parameter of the model
-        buffers = {name: t.cpu() for name, t in self.model.state_dict().items() if name not in self.shapes}
+        state_dicts = ("weights", "ema") if self.settings.ema else ("weights",)
+        state = {name: self.state[name] for name in (*state_dicts, "optimizer", "puzzle_emb")}
+        state = tree_map(lambda t: t.to("cpu", copy=True), state)
+        # what both state dicts have in common, and the names of tied weights
+        others = tree_map(torch.Tensor.cpu, self.buffers())
+        table = state.pop("puzzle_emb")
         if self.model.prefix:
-            buffers["puzzle_emb.weights"] = self.state["puzzle_emb"].to("cpu", copy=True)
-        saved = dict(
-            step=step,
-            model=asdict(self.model.config),
-            weights=by_name(self.state["weights"]) | buffers,
-            optimizer={name: by_name(t) for name, t in self.state["optimizer"].items()},
-        )
-        if self.settings.ema:
-            saved["ema"] = by_name(self.state["ema"]) | buffers
-        return saved
+            others["puzzle_emb.weights"] = table
+        for key in state_dicts:
+            weights = state[key]
+            weights |= others | {name: weights[other] for name, other in self.model.tied.items()}
+        return dict(step=step, model=asdict(self.model.config), forks=dict(configurator.FORKS), **state)
 
 
 MODEL_LOCK = threading.Lock()  # replicas may be threads, which share torch's generator
@@ -542,9 +500,9 @@ def new_model(settings, **sizes):
     with MODEL_LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         try:
-            return TRM(TRMConfig.of(settings, **sizes), settings.seed)
+            return models.TRM(models.TRMConfig.of(settings, **sizes), settings.seed)
         except (ValueError, RuntimeError) as e:  # RuntimeError: more memory than there is
-            raise UserError(" ".join(str(e).split())[:200]) from None
+            raise UserError(one_line(e)) from None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -562,10 +520,6 @@ class Log:
         self.device = device
         self.step = step
         self.wandb = None
-        self.has_warned = False
-        if device.rank == 0:
-            with suppress(OSError):  # append() says so
-                os.makedirs(settings.out_dir, exist_ok=True)
 
     def print0(self, text):
         """Prints a line on rank 0, and adds it to log.txt."""
@@ -578,27 +532,23 @@ class Log:
         """Adds a line to metrics.jsonl, and a row at W&B."""
         if self.device.rank != 0:
             return
-        # eight digits are what float32 has
-        rounded = {"step": step}
-        for name, value in values.items():
-            rounded[name] = float(f"{value:.8g}") if isinstance(value, float) else value
-        self.append("metrics.jsonl", json.dumps(rounded))
+        line = {"step": step, **values}
+        self.append("metrics.jsonl", json.dumps(line))
         if self.wandb:
             try:
-                self.wandb.log(rounded)
+                self.wandb.log(line)
             except Exception as e:  # its process was killed
                 self.wandb = None
-                self.print0(f"W&B: stopped ({type(e).__name__}: {e}); metrics.jsonl has everything")
+                self.print0(f"W&B: stopped ({one_line(e)}); metrics.jsonl has everything")
 
     def append(self, name, line):
         path = os.path.join(self.settings.out_dir, name)
         try:
+            os.makedirs(self.settings.out_dir, exist_ok=True)
             with open(path, "ab") as f:
                 f.write(line.encode(errors="backslashreplace") + b"\n")
         except OSError as e:
-            if not self.has_warned:
-                print(f"{path}: cannot be written ({e.strerror}); training continues", file=sys.stderr)
-            self.has_warned = True
+            print(f"{path}: cannot be written ({e.strerror}); training continues", file=sys.stderr)
 
     def header(self, run, data, test, notes):
         """Says what the run is, and on what."""
@@ -613,21 +563,30 @@ class Log:
         self.print0(f"{run.model.num_parameters():,} parameters; "
                     f"{len(data):,} training examples of {data.total_groups:,} puzzles, "
                     f"{len(test):,} test puzzles in {settings.data_path} ({command})")
-        for note in [*device.notes, *notes]:
+        for note in notes:
             self.print0(note)
 
-    def begin(self, run_id, total_steps, facts):
-        """Drops the lines past the step where the run starts, and starts W&B; facts: for W&B's config."""
+    def begin(self, run_id, facts):
+        """Writes the first line of metrics.jsonl, drops lines past the first step, and starts W&B.
+
+        Args:
+            run_id: W&B's id of the run.
+            facts: {name: value} of what the run is, besides its settings.
+        """
         settings = self.settings
-        self.print0(f"training from step {self.step} to {total_steps}, "
+        self.print0(f"training from step {self.step} to {facts['total_steps']}, "
                     f"{settings.global_batch_size} sequences a step")
         if self.device.rank != 0:
             return
-        # a killed run may have logged steps past its last checkpoint, which this one repeats
+        # the first line, which scripts read; a run that resumes may have begun on other hardware
         path = os.path.join(settings.out_dir, "metrics.jsonl")
+        hardware = f"{self.device.world} x {self.device.kind} ({self.device.name})"
+        hardware = sorted({hardware, *read_facts(path).get("hardware", [])})
+        first_line = {"step": 0, "run": dict(settings=recipe(vars(settings)), hardware=hardware, **facts)}
+        # a killed run may have logged steps past its last checkpoint, which this one repeats
         kept = [line for line in read_metrics(path) if line["step"] <= self.step]
         with replacing(path) as f:
-            f.write("".join(json.dumps(line) + "\n" for line in kept).encode())
+            f.write("".join(json.dumps(line) + "\n" for line in [first_line, *kept]).encode())
         if settings.wandb_log:
             self.wandb = start_wandb(settings, run_id, facts, self.print0)
 
@@ -639,6 +598,7 @@ class Log:
     def first_step(self, step, run, cycles):
         """Reports the time of the first step at a depth, which compiles."""
         run.state["sums"].cpu()  # waits for the device
+        self.flops_per_example = run.model.flops_per_example(self.settings, cycles)[1]
         # the first step is apart: later ones at this depth do not compile
         seconds = time.perf_counter() - self.clock
         self.print0(f"step {step}: {seconds:.1f} s for the first step at H_cycles {cycles[0]}, L_cycles "
@@ -649,18 +609,20 @@ class Log:
         """Logs the steps since the last line, and returns the metrics; sums: of Run.read_sums."""
         settings = self.settings
         # the metrics
-        values = train_values(settings, sums, step - self.step)
+        values = train_values(sums, step - self.step)
         line = f"step {step}/{total_steps} | {listed(values)}"
-        values["train/lr"] = rates(settings, step - 1, total_steps)["lr"]
+        values["train/lr"] = optim.rates(settings, step - 1, total_steps)["lr"]
         # the speed, unless all these steps compiled
         if step > self.timed_from:
             seconds = (time.perf_counter() - self.clock) / (step - self.timed_from)
             speed = settings.global_batch_size / seconds
             # arithmetic of the model at this depth
-            flops = speed * run.model.flops_per_example(cycles)[1]
-            values["perf/examples_per_sec"] = speed
-            values["perf/step_time"] = seconds
-            values["perf/tflops"] = flops / 1e12
+            flops = speed * self.flops_per_example
+            values |= {
+                "perf/examples_per_sec": speed,
+                "perf/step_time": seconds,
+                "perf/tflops": flops / 1e12,
+            }
             peak = peak_flops(self.device)
             if peak:
                 values["perf/mfu"] = flops / peak / self.device.world
@@ -697,36 +659,42 @@ def start_wandb(settings, run_id, facts, say):
         # the environment variable is W&B's own, and goes before the setting
         import wandb
         mode = os.environ.get("WANDB_MODE") or settings.wandb_mode
-        if mode == "online":
-            try:
-                # a server that hangs would hold wandb.init for minutes; so would a prompt for a key
+        try:
+            # a server that hangs would hold wandb.init for minutes; so would a prompt for a key
+            if mode == "online":
                 requests.head(wandb.setup().settings.base_url, timeout=5)
                 wandb.login(timeout=5)
-            except Exception as e:  # requests and wandb have many for this
-                mode = "offline"
-                say(f"W&B: offline ({type(e).__name__}: {' '.join(str(e).split())[:100]})")
+        except Exception as e:  # requests and wandb have many for this
+            mode = "offline"
+            say(f"W&B: offline ({one_line(e)})")
         # a run that resumes has the id of its first start, and adds to what W&B has of it
+        name = settings.wandb_run_name or os.path.basename(os.path.abspath(settings.out_dir))
         run = wandb.init(
-            id=run_id, resume="allow", mode=mode, dir=settings.out_dir, project=settings.wandb_project,
-            name=settings.wandb_run_name or os.path.basename(os.path.abspath(settings.out_dir)),
-            config=vars(settings) | facts, settings=dict(console="off", init_timeout=60))
+            id=run_id, resume="allow", mode=mode, dir=settings.out_dir,
+            project=settings.wandb_project, name=name, config=vars(settings) | facts,
+            settings=dict(console="off", init_timeout=60))
         wandb.define_metric("*", step_metric="step")  # W&B drops rows whose own step goes back
         hint = f"`wandb sync {os.path.dirname(run.dir)}` uploads it" if mode == "offline" else run.url
         say(f"W&B: {mode}, {hint}")
         return run
     except Exception as e:  # training goes on, whatever it is
-        say(f"W&B: off ({type(e).__name__}: {' '.join(str(e).split())[:200]}); metrics.jsonl has everything")
+        say(f"W&B: off ({one_line(e)}); metrics.jsonl has everything")
         return None
 
 
-def train_values(settings, sums, steps):
+def one_line(error):
+    """Returns an error's type and the beginning of its text."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def train_values(sums, steps):
     """Returns means over `steps` steps: LOSS_TERMS over all sequences, METRICS over those that halted."""
     # LOSS_TERMS are sums over all sequences of the steps
     values = {"train/grad_norm": sums["grad_norm"] / steps}
-    for name in LOSS_TERMS:
-        values[f"train/{name}"] = sums[name] / (steps * settings.global_batch_size)
+    for name in models.LOSS_TERMS:
+        values[f"train/{name}"] = sums[name] / sums["sequences"]
     # METRICS are sums over the sequences that halted, which "count" counts
-    for name in METRICS:
+    for name in models.METRICS:
         if name != "count" and sums["count"]:
             values[f"train/{name}"] = sums[name] / sums["count"]
     return values
@@ -744,292 +712,76 @@ def listed(values):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Checkpoints: checkpoint.py reads what these lines write
-
-class Checkpoints:
-    """Writes rank 0's checkpoints on a background thread, prunes them, and tells the bucket's mirror."""
-
-    def __init__(self, settings, device, log, start, data):
-        self.settings = settings
-        self.rank = device.rank
-        self.log = log
-        self.start = start
-        self.newest = start.step  # the step of the last good checkpoint
-        self.data = data
-        # one thread: checkpoints are written one after the other
-        self.writer = ThreadPoolExecutor(1)
-        self.writing = None
-        self.mirror = None
-        if self.rank == 0 and settings.gcs_dir:
-            self.mirror = Mirror(settings, log, start)
-
-    def save(self, name, step, run, metrics):
-        """Begins to write out_dir/name.pt and its .json, after the one before: memory holds one copy."""
-        if self.rank != 0:
-            return
-        self.wait()
-        # a copy on the host: training changes the original while the thread writes
-        state = run.state_dict(step)
-        # what belongs to the run: a resume checks it, and goes on with it
-        state |= dict(
-            run_id=self.start.run_id,
-            settings=vars(self.settings) | dict(init_from=self.start.init_from),
-            data=self.data.sha256,
-            task=self.data.task,
-        )
-        self.writing = self.writer.submit(self.write, name, state, metrics)
-
-    def save_if_best(self, step, run, metrics):
-        """Saves best.pt if the evaluation in `metrics` is better than the one in best.json."""
-        if self.rank != 0:
-            return
-        self.wait()
-        best = -1.0
-        with suppress(OSError, ValueError):  # there is none yet, or the disk was full
-            with open(os.path.join(self.settings.out_dir, "best.json"), "rb") as f:
-                best = json.load(f)["metrics"]["eval/exact_accuracy"]
-        if metrics["eval/exact_accuracy"] > best:
-            self.save("best", step, run, metrics)
-
-    def write(self, name, state, metrics):
-        os.makedirs(self.settings.out_dir, exist_ok=True)
-        path = os.path.join(self.settings.out_dir, name)
-        # if keep_last_n is lower than before, this may free the space that the checkpoint needs
-        self.prune(self.newest)
-        # a name is there only once its content is on the disk
-        with replacing(path + ".pt") as f:
-            torch.save(state, f)
-        # the .json comes last, and proves that the .pt is complete
-        description = {key: state[key] for key in ("step", "run_id", "data", "settings")}
-        description |= dict(sha256=file_hash(path + ".pt"), metrics=metrics)
-        with replacing(path + ".json") as f:
-            f.write(json.dumps(description, indent=1).encode())
-        # older checkpoints go once the new one is whole; best.pt does not count towards keep_last_n
-        if name != "best":
-            self.newest = state["step"]
-            self.prune(self.newest)
-        if self.mirror:
-            self.mirror.update(name)
-
-    def prune(self, newest):
-        """Deletes all but the last keep_last_n complete checkpoints; a file that cannot be deleted stays."""
-        for name in outdated(os.listdir(self.settings.out_dir), newest, self.settings.keep_last_n):
-            with suppress(OSError):
-                os.remove(os.path.join(self.settings.out_dir, name))
-
-    def wait(self):
-        """Waits for the checkpoint that is being written. Returns False, and logs it, if that failed."""
-        # an error of the thread shows here
-        writing = self.writing
-        self.writing = None
-        try:
-            if writing:
-                writing.result()
-        except (OSError, RuntimeError) as e:  # torch.save reports a full disk by a RuntimeError
-            hint = "disk full: " if "unexpected pos" in str(e) else ""
-            self.log.print0(f"checkpoint not written: {hint}{e}")
-            return False
-        return True
-
-    def close(self, seconds):
-        """Ends the upload. Returns whether the bucket, where there is one, has everything."""
-        if not self.mirror:
-            return True
-        # a bucket may take longer than stall_timeout; the upload has a time limit of its own
-        restart_watchdog(0)
-        return self.mirror.close(seconds)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The bucket
-
-class Mirror:
-    """A thread that copies out_dir to gcs_dir: the newest checkpoint, .pt before .json, and the other files.
-
-    What fails is tried again at the next update, and training continues. If another process has begun to
-    train the run, the mirror stops this one.
-    """
-
-    def __init__(self, settings, log, start):
-        self.settings = settings
-        self.log = log
-        self.token = start.token
-        self.bucket = Bucket(settings.gcs_dir)  # a stop does not end its attempts
-        # what has been copied, and what has not
-        self.newest = f"ckpt_{start.step:08d}"
-        self.copied = {}  # {name of a file: its version}
-        self.errors = []  # what the last copy raised
-        self.is_closing = False
-        # the thread sleeps until there is something to copy
-        self.changed = threading.Event()
-        self.thread = threading.Thread(target=self.work, daemon=True)  # does not keep the process alive
-        self.thread.start()
-
-    def update(self, name=""):
-        """Begins to copy what is new; name: a checkpoint that is complete."""
-        if name.startswith("ckpt_"):
-            self.newest = name
-        self.changed.set()
-
-    def close(self, seconds):
-        """Copies what is new, within the given time. Returns whether the bucket has everything."""
-        # the thread ends after this last copy; one that hangs ends with the process
-        self.is_closing = True
-        self.update()
-        # a line before what may take minutes
-        self.log.print0(f"uploading to {self.settings.gcs_dir}, for {seconds} s at most")
-        self.thread.join(seconds)
-        is_complete = not (self.thread.is_alive() or self.errors)
-        if not is_complete:
-            self.log.print0(f"upload to {self.settings.gcs_dir} not complete; "
-                            "--init_from=auto uploads the rest")
-        return is_complete
-
-    def work(self):
-        is_last = False
-        while not is_last:
-            # what changes during a copy is for the next one
-            self.changed.wait()
-            self.changed.clear()
-            is_last = self.is_closing
-            failed_before = bool(self.errors)
-            self.errors = self.copy()
-            # one line for all errors in a row
-            if self.errors and not failed_before:
-                self.log.print0(f"upload failed, the next checkpoint tries again: {self.errors[0]}")
-
-    def copy(self):
-        """Copies what is new. Returns the errors: a file that fails does not stop the next one."""
-        try:
-            self.check_owner()
-            # one checkpoint, whole, though a newer one may come meanwhile; then what it makes outdated
-            newest = self.newest
-            self.copy_checkpoint(newest)
-            for name in outdated(self.bucket.list(), step_of(newest), self.settings.keep_last_n):
-                self.bucket.delete(name)
-            names = os.listdir(self.settings.out_dir)
-        except Exception as e:  # whatever it is, training continues
-            return [e]
-
-        # the other files; best.pt comes before best.json, which has its hash
-        errors = []
-        for name in sorted(names, reverse=True):
-            is_file = os.path.isfile(os.path.join(self.settings.out_dir, name))
-            if is_file and not re.fullmatch(r"ckpt_.*|run\.json|.*\.(tmp|part|lock)", name):
-                try:
-                    self.copy_file(name)
-                except Exception as e:
-                    errors.append(e)
-        return errors
-
-    def check_owner(self):
-        """Requests a stop if another process has begun to train the run."""
-        # a missing run.json names no other owner: somebody may have deleted it
-        owner = parse_run(self.bucket.read("run.json"))
-        if owner.get("token", self.token) != self.token:
-            self.log.print0(f"another process, on {owner.get('host')}, has begun to train the run in "
-                            f"{self.settings.gcs_dir}: this one stops")
-            request_stop()
-            raise TransientError("another process trains this run")
-
-    def copy_checkpoint(self, name):
-        """Copies a numbered checkpoint, unless it has been deleted: then a newer one is complete."""
-        path = os.path.join(self.settings.out_dir, name)
-        with suppress(FileNotFoundError):
-            # the .json may be deleted during the upload of the .pt, and proves that one complete
-            with open(path + ".json", "rb") as f:
-                description = f.read()
-            self.copy_file(name + ".pt")
-            self.bucket.write(name + ".json", description)
-
-    def copy_file(self, name):
-        path = os.path.join(self.settings.out_dir, name)
-        # what has not changed is in the bucket already
-        stat = os.stat(path)
-        version = stat.st_mtime_ns, stat.st_size  # the size too: two appends can share one mtime
-        if self.copied.get(name) != version:
-            self.bucket.upload(path, name)
-            self.copied[name] = version
-
-
-# ---------------------------------------------------------------------------------------------------------
 # A replica
 
 def replica(settings, kind):
     """Runs one replica from its start to its end. Checks all input before it writes anything."""
-    # the device, which chooses forward_dtype=auto; nothing changes the settings from here on
-    settings = copy.copy(settings)  # replicas may be threads
+    # the device, and the forward_dtype that it is fast in
     device = open_device(kind, settings)
-    settings.freeze()
-    globals().update(vars(settings))  # the values in force
+    settings = copy.copy(settings)  # replicas may be threads
+    settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     check_batch_size(settings, device)
 
     # data and model
-    data = Dataset(settings.data_path, "train")
-    test = Dataset(settings.data_path, "test")
+    data = datasets.Dataset(settings.data_path, "train")
+    test = datasets.Dataset(settings.data_path, "test")
     for name in SIZES:
         if getattr(test, name) != getattr(data, name):
             raise UserError(f"{settings.data_path}: train and test differ in {name}: build it again")
     model = new_model(settings, **{name: getattr(data, name) for name in SIZES})
     # the length of the run
-    total_steps = count_steps(settings, epoch_size(data))
+    total_steps = optim.count_steps(settings, optim.epoch_size(data))
     if total_steps < 1:
         raise UserError(f"epochs={settings.epochs} of {data.total_groups} puzzles are less than one batch "
                         f"of global_batch_size={settings.global_batch_size}")
 
     # where to start
-    start = agree_on_start(settings, device, data, model, total_steps, stop_requested)
-    if settings.export:
-        if device.rank == 0:
-            export_model(settings, model, start, data, test)
-        return
+    checkpoints = Checkpoints(settings, device, data, test)
+    start = checkpoints.find_start(model, total_steps, STOP.is_set)
     # the watchdog begins here: what came before may have had to wait for a download
     restart_watchdog(settings.stall_timeout)
     run = Run(settings, model, device, start.state)
     start = start._replace(state={})  # frees the memory of the checkpoint
     # say what the run is, and on what
     log = Log(settings, device, start.step)
-    device.print0 = log.print0
-    log.header(run, data, test, start.notes)
+    log.header(run, data, test, filter(None, [dtype_note, *checkpoints.notes]))
 
     # evaluate, finish an upload, or train
     if settings.eval_only:
         if not final_evaluation(run, test, log, start.step):
             sys.exit(3)
         return
-    checkpoints = Checkpoints(settings, device, log, start, data)
+    checkpoints.open(start, log.print0, STOP.set)
     if start.is_complete:
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                    "a higher max_steps or epochs continues it")
+        restart_watchdog(0)  # the upload has a time limit of its own
         if not checkpoints.close(600):  # what the last upload left out
             sys.exit(1)
         return
     # train
-    log.begin(start.run_id, total_steps, dict(data_sha256=data.sha256, parameters=model.num_parameters()))
+    log.begin(checkpoints.run_id, dict(
+        total_steps=total_steps,
+        parameters=model.num_parameters(),
+        flops_per_example=model.flops_per_example(settings)[1],
+        examples=len(data),
+        puzzles=data.total_groups,
+        data_sha256=data.sha256,
+    ))
     train_and_evaluate(run, data, test, log, checkpoints, start, total_steps)
-
-
-def export_model(settings, model, start, data, test):
-    """Writes the file of --export. Rank 0."""
-    for note in start.notes:
-        print(note)
-    # the settings of the training, which this command need not repeat
-    trained = vars(settings) | start.state.get("settings", {})
-    kept = DEFAULTS.keys() - RUN_SETTINGS  # a file of an older train.py may have others
-    trained = {name: value for name, value in trained.items() if name in kept}
-    command = f"python train.py {differences(configurator.Settings(**trained))}"
-    write_model(settings, model, start, data, test, dict(settings=trained, command=command))
 
 
 def check_batch_size(settings, device):
     """Raises UserError unless the batch divides into replicas and micro-batches."""
-    # the next larger batch that fits is what most users want
-    multiple = device.world * (settings.micro_batch_size or 1)
-    if settings.global_batch_size % multiple:
-        fitting = -(-settings.global_batch_size // multiple) * multiple
-        raise UserError(f"global_batch_size {settings.global_batch_size} must be a multiple of {multiple} "
-                        f"({device.world} replicas x micro_batch_size {settings.micro_batch_size or 1}), "
-                        f"for example {fitting}")
+    share, rest = divmod(settings.global_batch_size, device.world)
+    if rest:
+        raise UserError(f"global_batch_size {settings.global_batch_size} must be a multiple of the "
+                        f"{device.world} replicas")
+    size = settings.micro_batch_size
+    if size and share % size:
+        fitting = max(n for n in range(1, size) if share % n == 0)
+        raise UserError(f"micro_batch_size {size} must divide the {share} sequences of a replica: {fitting} "
+                        "does, and any other size gives the same result")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1039,57 +791,31 @@ def check_batch_size(settings, device):
 CHOICES = {
     "pos_encodings": ("none", "rope", "learned"),
     "forward_dtype": ("auto", "bfloat16", "float32", "float16"),
-    "loss_type": LOSSES,
-    "optimizer": OPTIMIZERS,
-    "device": ("auto", "xla", "cuda", "mps", "cpu"),
+    "loss_type": models.LOSSES,
+    "optimizer": optim.OPTIMIZERS,
+    "device": ("auto", "xla", "cuda", "cpu"),
     "compile": ("auto", "on", "off"),
-    "kernels": ("auto", "on", "off"),
     "wandb_mode": ("online", "offline", "disabled"),
 }
-POSITIVE_INT = "[1, 2e9]"  # counts that are int32 on the device
-# Intervals as mathematics writes them; every other number must be 0 or more.
-BOUNDS = {
-    "global_batch_size": "[1, 1e8]",
-    "micro_batch_size": "[0, 1e8]",
-    "hidden_size": "[1, 1e6]",
-    "num_heads": "[1, 1e6]",
-    "expansion": "(0, 1e6]",
-    "L_layers": "[1, 1e6]",
-    "H_cycles": "[1, 1e6]",
-    "L_cycles": "[1, 1e6]",
-    "halt_max_steps": "[1, 1e9]",
-    "halt_exploration_prob": "[0, 1]",
-    "halt_exploration_prob_end": "[-1, 1]",
-    "lr": "(0, inf)",
-    "lr_min_ratio": "[0, 1]",
-    "beta1": "[0, 1)",
-    "beta2": "[0, 1)",
-    "ema_rate": "[0, 1]",
-    "weight_decay": "[0, inf)",
-    "puzzle_emb_lr": "[0, inf)",
-    "puzzle_emb_weight_decay": "[0, inf)",
-    "eval_halt_max_steps": "[0, 1e9]",
-    "eval_rollouts": "[1, 1e6]",
-    "eval_noise": "[0, 1e9]",
-    "keep_last_n": "[1, 1e9]",
-    "log_interval": "[1, 1e9]",
-    "stall_timeout": "[0, 1e6]",
-}
+# Numbers above 0, and numbers from 0 to 1; all others are 0 or more.
+POSITIVE = (
+    "global_batch_size", "hidden_size", "num_heads", "expansion", "L_layers", "H_cycles", "L_cycles",
+    "halt_max_steps", "lr", "eval_rollouts", "keep_last_n", "log_interval",
+)
+SHARES = ("halt_exploration_prob", "halt_exploration_prob_end", "lr_min_ratio", "beta1", "beta2", "ema_rate")
 # Arrays that an evaluation can save.
-EVAL_OUTPUTS = ("inputs", "labels", *ANSWERS)
-# The values above, before any override: this file is read again, since its globals change.
-DEFAULTS = {name: setting.default for name, setting in read_settings(__file__).items()}
+EVAL_OUTPUTS = ("inputs", "labels", *evaluate.ANSWERS)
 
 
 def check_settings(settings):
     """Raises UserError for the first value that no run could use."""
     # each setting by itself
     check_choices(settings, CHOICES)
-    check_bounds(settings, BOUNDS)
+    numbers = dict(vars(settings))
+    if settings.halt_exploration_prob_end == -1:
+        del numbers["halt_exploration_prob_end"]
+    check_numbers(numbers, POSITIVE, SHARES)
     # settings that have to fit together
-    if -1 < settings.halt_exploration_prob_end < 0:
-        raise UserError(f"halt_exploration_prob_end must be -1 or in [0, 1], "
-                        f"not {settings.halt_exploration_prob_end}")
     for name in "H_cycles", "L_cycles":
         first = getattr(settings, name + "_start")
         last = getattr(settings, name)
@@ -1108,67 +834,61 @@ def check_settings(settings):
     if settings.out_dir.startswith(("gs://", "~")):
         raise UserError(f"--out_dir={settings.out_dir}: must be a folder of this machine, written out; "
                         "--gcs_dir mirrors it to a bucket")
-    # what needs weights, and what would be overwritten
-    for name in ("eval_only", "export"):
-        if getattr(settings, name) and settings.init_from == "scratch":
-            raise UserError(f"{name} needs weights: --init_from=resume (the newest checkpoint of out_dir) "
-                            "or --init_from=FILE")
-    if os.path.lexists(settings.export):
-        raise UserError(f"--export={settings.export}: exists already; choose another name")
+    # what needs weights
+    if settings.eval_only and settings.init_from == "scratch":
+        raise UserError("eval_only needs weights: --init_from=resume (the newest checkpoint of out_dir) "
+                        "or --init_from=FILE")
     if settings.gcs_dir:
         Bucket(settings.gcs_dir)  # raises UserError for a malformed address
 
 
+def recipe(settings):
+    """Returns those of {name: value} that say what a run trains, and not where and how it runs."""
+    return {name: value for name, value in settings.items() if name not in RUN_SETTINGS}
+
+
+def saved_recipe(settings):
+    """Returns the recipe of the checkpoint that a resume or an evaluation begins with, or {}."""
+    return recipe(saved_settings(settings))
+
+
 def differences(settings):
     """Returns the settings that differ from their defaults, as flags."""
-    # in the order of the settings above
-    changed = {name: value for name, value in vars(settings).items() if value != DEFAULTS[name]}
+    # in the order of the settings above; a fork's come last
+    known = read_settings(__file__)
+    changed = {name: value for name, value in vars(settings).items() if value != known[name].default}
     return shlex.join(f"--{name}={value}" for name, value in changed.items())
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Processes. Replicas may be processes of their own; a file tells them that their host is asked to stop.
+# Processes. On TPUs each replica is a process, to which the main process passes on a request to stop.
 
-STOP_FILE = "TRM_STOP_FILE"  # environment variable with the path of that file
-stop_file = None  # its descriptor
-# True in a process that xmp.spawn started, which imports this file again, by itself or from a fork's script.
-IS_SPAWNED = multiprocessing.current_process().name != "MainProcess" and STOP_FILE in os.environ
-
-
-def open_stop_file():
-    """Keeps the stop file open, so that cleaning /tmp cannot prevent a stop."""
-    global stop_file
-    stop_file = os.open(os.environ[STOP_FILE], os.O_RDWR)
+STOP = threading.Event()  # set once this process is asked to save and stop; one rank's request stops all
+START_TIMEOUT = 1800  # seconds in which torch_xla must have started a replica
+STOP_TIMEOUT = 60  # seconds in which a replica must have stopped; the system kills it then
 
 
-def stop_requested():
-    """Returns whether this host was asked to save and stop."""
-    return stop_file is not None and os.pread(stop_file, 1, 0) == b"1"
-
-
-def request_stop():
-    """Asks all replicas of this host to save and stop."""
-    os.pwrite(stop_file, b"1", 0)  # over a byte that is there: a full disk cannot prevent this
-
-
-def on_signals():
-    """Lets SIGTERM, SIGINT and SIGHUP request a stop. A second one kills."""
+def on_signals(is_spawned=False):
+    """Lets SIGTERM, SIGINT and SIGHUP request a stop. A second one kills this process and its replicas."""
     def handler(number, _):
-        request_stop()
+        STOP.set()
+        if is_spawned:
+            signal.alarm(STOP_TIMEOUT)  # if a replica died, the pool of processes stops its peers, which wait
+            return
+        for process in multiprocessing.active_children():
+            process.terminate()
         # from here on the system handles it: a second signal kills
         signal.signal(number, signal.SIG_DFL)
-        if IS_SPAWNED:
-            signal.alarm(60)  # the reason may be that another replica died: then no peer answers
-        else:
-            # os.write, since print is not reentrant; the terminal may be closed
-            with suppress(OSError):
-                name = signal.Signals(number).name
-                os.write(2, f"{name}: saving and stopping; a second one kills\n".encode())
+        # os.write, since print is not reentrant; the terminal may be closed
+        with suppress(OSError):
+            os.write(2, b"saving and stopping; a second signal kills\n")
 
     # a closed terminal sends SIGHUP
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, handler)
+    if is_spawned:  # Ctrl-C reaches the main process too, which passes it on
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def restart_watchdog(seconds):
@@ -1187,9 +907,13 @@ def xla_replica(index, settings, kind):
     end_with_parent()
     try:
         replica(settings, kind)
-    except (UserError, TransientError, OSError, SystemExit):  # every rank of the host raises it
+    except (UserError, TransientError, SystemExit):  # every rank of the host raises it
         raise
-    except BaseException:
+    except BaseException as e:
+        # XLA's compiler says so, on every rank: no restart helps
+        if "RESOURCE_EXHAUSTED" in str(e):
+            import torch_xla.runtime as xr
+            raise out_of_memory(settings, xr.world_size()) from None
         traceback.print_exc()
         os._exit(1)
 
@@ -1206,33 +930,29 @@ def main(settings):
     # the dataset: from a bucket, from disk, or made here
     settings.data_path = local_dataset(settings.data_path)
     make_dataset(settings)
-    # the stop file, which replicas in processes of their own see too
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ[STOP_FILE] = os.path.join(folder, "stop")
-        with open(os.environ[STOP_FILE], "wb") as f:
-            f.write(b"0")
-        open_stop_file()
-        on_signals()
-        try:
-            # torch_xla starts a process for each chip; every other device has this process alone
-            if kind == "xla":
-                import torch_xla.distributed.xla_multiprocessing as xmp
-                xmp.spawn(xla_replica, args=(settings, kind))
-            else:
-                replica(settings, kind)
-        # what breaks in a replica, in words
-        except torch.OutOfMemoryError:
-            raise out_of_memory(settings) from None
-        except BrokenProcessPool:
-            raise TransientError("a replica died, see above; --init_from=auto continues from the last "
-                                 f"checkpoint in {settings.out_dir}") from None
-        finally:
-            del os.environ[STOP_FILE]
-
-
-if IS_SPAWNED:
-    open_stop_file()
     on_signals()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process too, which asks to stop
+    try:
+        # torch_xla starts a process for each chip; every other device has this process alone
+        if kind == "xla":
+            import torch_xla.distributed.xla_multiprocessing as xmp
+            xmp.spawn(xla_replica, args=(settings, kind))
+        else:
+            replica(settings, kind)
+    # what breaks in a replica, in words
+    except torch.OutOfMemoryError:
+        raise out_of_memory(settings, int(os.environ.get("WORLD_SIZE", 1))) from None
+    except BrokenProcessPool:
+        raise TransientError("a replica died, see above; --init_from=auto continues from the last "
+                             f"checkpoint in {settings.out_dir}") from None
+
+
+if multiprocessing.current_process().name != "MainProcess" and __name__ == "train":
+    # xmp.spawn has started this process, with the main process's argv. Config files may replace classes and
+    # functions here, too.
+    configurator.configure(__file__, [path for path in sys.argv[1:] if path.endswith(".py")])
+    on_signals(is_spawned=True)
+    # torch_xla looks for the chips next, and may wait for ever; replica() restarts the watchdog
+    restart_watchdog(START_TIMEOUT)
 if __name__ == "__main__":
-    configurator.start(main, __file__)
+    import train  # the module that forks import, and not this second copy of it
+    configurator.start(train.main, train.__file__, train.saved_recipe)

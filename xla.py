@@ -12,6 +12,7 @@ import traceback
 
 import torch
 import torch_xla
+import torch_xla.backends
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from configurator import UserError
-from device import Device
+from device import flatten, for_each_micro_batch
 
 LAUNCH = threading.Lock()  # for replicas that are threads: one compiles, the others find its program
 
@@ -30,15 +31,12 @@ class XLADevice:
     kind = "xla"
 
     def __init__(self):
-        self.print0 = print
-        self.notes = []
         self.torch = torch_xla.device()
         self.rank = xr.global_ordinal()
         self.world = xr.world_size()
         self.local_rank = xr.local_ordinal()  # ordinals need not follow the hosts
         self.host = xr.host_index()
         self.threads = self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU"
-        self.tracing = False  # True while a step that cannot be captured is traced
         # The backward pass stays on this thread. Gradients that another thread still holds when the step ends
         # would become outputs of the program, which makes it a different program.
         torch.autograd.set_multithreading_enabled(False)
@@ -49,10 +47,15 @@ class XLADevice:
             chip = os.environ.get("TPU_ACCELERATOR_TYPE") or tpu.get_tpu_env()["ACCELERATOR_TYPE"]
             self.name = "TPU " + chip
 
-    def fastest_dtype(self):
-        if self.name.startswith("TPU"):
-            return "bfloat16", "TPUs have units for it"
-        return "float32", "torch_xla on the CPU has no instructions for bfloat16"
+    def choose_dtype(self, wanted):
+        note = ""
+        if wanted == "auto":
+            wanted = "bfloat16" if self.name.startswith("TPU") else "float32"
+            note = f"forward_dtype is {wanted}: {self.name} has units for it"
+        # by default a TPU multiplies float32 numbers in one pass of bfloat16
+        if wanted == "float32" and torch_xla.backends.get_mat_mul_precision() != "highest":
+            torch_xla.backends.set_mat_mul_precision("highest")
+        return wanted, note
 
     def put(self, tree):
         return tree_map(lambda x: torch.as_tensor(x).to(self.torch), tree)
@@ -60,10 +63,11 @@ class XLADevice:
     def fetch(self, x):
         return x.cpu
 
-    def all_reduce(self, vector):
-        if self.world > 1:
-            vector = xm.all_reduce(xm.REDUCE_SUM, vector)
-        return vector
+    def all_reduce(self, tree):
+        if self.world == 1:
+            return tree
+        vector, restore = flatten(tree)
+        return restore(xm.all_reduce(xm.REDUCE_SUM, vector))
 
     def all_reduce_cpu(self, vector):
         """Returns the sum of the ranks' vectors, on the host. All ranks."""
@@ -85,12 +89,13 @@ class XLADevice:
         table = self.all_reduce_cpu(table).byte()
         return [pickle.loads(row.numpy()) for row in table]
 
-    def broadcast(self, vector):
-        if self.world == 1:
-            return vector
+    def broadcast(self, tree):
+        vector, restore = flatten(tree)
         if self.rank != 0:
             vector = torch.zeros_like(vector)
-        return self.all_reduce_cpu(vector)
+        if self.world > 1:
+            vector = self.all_reduce_cpu(vector)
+        return tree_map(torch.clone, restore(vector))
 
     def prepare(self, model):
         model.to(self.torch)
@@ -105,27 +110,14 @@ class XLADevice:
     def compile_step(self, fn):
         """Returns fn(state, inputs, *static) as one program for each static: traced once, then replayed.
 
-        What fn reads besides its arguments must not change. What cannot be captured is traced at each call.
+        What fn reads besides its arguments must not change. Raises NotReplayable for what cannot be captured.
         """
-        steps = {}
+        programs = {}
 
         def call(state, inputs, *static):
-            if static not in steps:
-                try:
-                    steps[static] = self.capture(fn, state, inputs, *static)
-                except NotReplayable as e:
-                    if self.threads:  # each would wait for the others
-                        raise
-                    self.print0(f"{e}; so torch_xla traces this step anew each time, which is slower")
-                    steps[static] = trace
-            return steps[static](state, inputs, *static)
-
-        def trace(state, inputs, *static):
-            self.tracing = True
-            outputs = fn(state, inputs, *static)
-            self.tracing = False
-            torch_xla.sync()
-            return outputs
+            if static not in programs:
+                programs[static] = self.capture(fn, state, inputs, *static)
+            return programs[static](state, inputs)
 
         return call
 
@@ -140,8 +132,11 @@ class XLADevice:
         parameters = sorted({*constants, *sources} - {-1})  # -1: an unused input
 
         # a call of the program takes tensors in this order
-        def replay(state, inputs, *static):
+        def replay(state, inputs):
             tensors = tree_flatten((state, inputs))[0]  # kept: freeing one would wait for the program
+            # the new state takes the memory of the old one
+            for t in tree_flatten(state)[0]:
+                torch_xla._XLAC._set_buffer_donation(t, True)
             arguments = [tensors[sources[p]] if p in sources else constants[p] for p in parameters]
             results = torch_xla._XLAC._xla_user_computation("xla::_op_step", arguments, program)
             new_state, outputs = tree_unflatten(results, structure)
@@ -172,24 +167,26 @@ class XLADevice:
             result.cpu()
         torch_xla.sync()
 
-    def for_each_micro_batch(self, body, sums, weights, micro_batches):
+    def for_each_micro_batch(self, body, sums, weights, sequences, size):
         """Runs body in a loop inside the program, whose memory does not grow with its length."""
         from torch_xla.experimental.scan import _scan_impl_pytree
+
+        if size in (0, len(tree_flatten(sequences)[0][0])):
+            return for_each_micro_batch(body, sums, weights, sequences, size)
 
         def step(carry, micro_batch):
             sums, weights = carry
             # the scan turns bools into integers
-            micro_batch = tree_map(torch.Tensor.type_as, micro_batch, micro_batches)
+            micro_batch = tree_map(torch.Tensor.type_as, micro_batch, sequences)
             addends, result = body(weights, micro_batch)
             sums = tree_map(torch.add, sums, addends)
             # and wants a carry of new tensors
             weights = {name: w * 1 for name, w in weights.items()}
             return (sums, weights), result
 
-        if self.tracing or len(tree_flatten(micro_batches)[0][0]) == 1:
-            return Device.for_each_micro_batch(body, sums, weights, micro_batches)
+        micro_batches = tree_map(lambda t: t.unflatten(0, (-1, size)), sequences)
         (sums, _), results = _scan_impl_pytree(step, (sums, weights), micro_batches)
-        return sums, results
+        return sums, tree_map(lambda t: t.flatten(0, 1), results)
 
     def counts(self):
         """Returns, so far: programs compiled, seconds that took, operations run on the host."""
@@ -290,4 +287,6 @@ def recomputed_attention(q, k, v):
         scores = (q.float() * q.shape[-1] ** -0.5) @ k.float().mT
         return scores.softmax(-1).to(v.dtype) @ v
 
+    if q.device.type == "meta":  # the FLOPs of the model do not count what is computed twice
+        return attend(q, k, v)
     return Recomputed.apply(attend, q, k, v)

@@ -1,13 +1,20 @@
-# After a file of config/study: the same run in miniature, 6x6 Sudoku on one CPU core in some two minutes.
-#     OMP_NUM_THREADS=1 python scripts/sweep.py config/mini.py      all 67; start it twice to use two cores
+# After a file of config/study: the same run in miniature, 6x6 Sudoku on one core of a CPU.
+#     export OMP_NUM_THREADS=1
+#     python scripts/sweep.py config/mini.py      all 67
 #     python scripts/report.py out/mini
-# What the study varies keeps its proportions (but halt_max_steps) and recursions: a width is a 16th.
+# A run takes two minutes on a core with instructions for bfloat16, and eight on others, in float32.
+# The recursions stay as in the study, widths are a 16th. Other things that the study varies keep their
+# proportions, but for halt_max_steps.
 import math
+import shlex
+
+import prepare_sudoku
+from configurator import configure
 
 # The dataset has as many puzzles as the study's, and a tenth of the copies.
-_prepare_flags = dict(flag.lstrip("-").split("=") for flag in data_prepare.split()[1:])
-_puzzles = int(_prepare_flags.get("subsample_size", 1000))
-_copies = int(_prepare_flags.get("num_aug", 1000)) // 10
+_study_data = configure(prepare_sudoku.__file__, shlex.split(data_prepare)[1:])
+_puzzles = _study_data.subsample_size
+_copies = _study_data.num_aug // 10
 data_path = f"data/mini-{_puzzles}-aug-{_copies}"
 data_prepare = (
     f"prepare_sudoku.py --source=generate --size=6 --num_train={_puzzles} --num_test=1000 --num_aug={_copies}"
@@ -38,30 +45,6 @@ weight_decay /= 10
 ema_rate = 1 - 5 * (1 - ema_rate)
 puzzle_emb_lr *= 50
 puzzle_emb_weight_decay /= 10
-
-# Runs whose other settings are equal here get different seeds; a run that is not named has seed 0.
-_seeds = {
-    # the baseline, 14 times; exp01c_h512 has seed 0
-    "exp02a_03_L6": 1,
-    "exp02b_03_H3": 2,
-    "exp03b_2x6": 3,
-    "exp04a_1000_puzzles": 4,
-    "exp04b_1000_copies": 5,
-    "exp05_d_halt16": 6,
-    "exp06_c_batch6144": 7,
-    "exp07b_bfloat16": 8,
-    "exp08d_ema0.999": 9,
-    "exp09a_adam_atan2_beta2_0.95": 10,
-    "exp10b_lr1e-4": 11,
-    "contrib01_baseline_3x6": 12,
-    "contrib02_baseline_0.1": 13,
-    # halt_max_steps is 1 in these and in exp05_a_halt4
-    "exp05_b_halt8": 1,
-    "exp05_c_halt12": 2,
-    # forward_dtype is float32 in this and in exp07a_float32
-    "exp07c_float16": 1,
-}
-seed = _seeds.get(wandb_run_name, 0)
 
 # evaluation
 eval_interval = math.ceil(epochs / 8)

@@ -24,10 +24,13 @@ from model import TRM
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The rules, for puzzles.py and for the target of q_halt
+# The rules, for the judge of answers and for the target of q_halt
 
-def broken_in_coloring(task, questions, answers):
-    """Returns which cells are empty, differ from a given, or have a neighbour of their colour, bool."""
+def judge_coloring(task, questions, answers):
+    """Returns which cells are empty, differ from a given, or have a neighbour of their colour.
+
+    See JUDGES in puzzles/__init__.py; arrays and tensors alike.
+    """
     changed = (questions > 1) & (answers != questions)
     broken = (answers < 2) | changed
     colors = answers.reshape(-1, *task["grid"])
@@ -42,15 +45,16 @@ def broken_in_coloring(task, questions, answers):
     equal = colors[:, :, 1:] == colors[:, :, :-1]
     marks[:, :, 1:] |= equal
     marks[:, :, :-1] |= equal
-    return broken
+    return broken, ~broken.any(1)
 
 
 def is_solved(inputs, labels, answer):
     """Returns which answers keep the rules, bool [b]; inputs, labels, answer: tensors of tokens [b, 20]."""
-    return ~broken_in_coloring({"grid": [4, 5]}, inputs, answer).any(1)
+    _, solved = judge_coloring({"grid": [4, 5]}, inputs, answer)
+    return solved
 
 
-puzzles.RULES["coloring"] = broken_in_coloring
+puzzles.JUDGES["coloring"] = judge_coloring
 puzzles.SEVERAL_ANSWERS.add("coloring")
 TRM.is_solved = staticmethod(is_solved)  # not in main(): the processes of torch_xla import this file anew
 

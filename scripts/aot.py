@@ -64,7 +64,7 @@ def main(argv):
     figures = {}
     topology = TOPOLOGIES[name]
     with tempfile.TemporaryDirectory() as folder:
-        path, source = bench.dataset_path(settings, folder)
+        path, source = bench.dataset_path(settings, folder, 9)
         print(f"dataset: {source}")
         dump = Path(folder, "libtpu")
         # both at once: torch_xla's programs on the CPU crash once libtpu is loaded

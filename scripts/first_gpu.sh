@@ -2,7 +2,7 @@
 # The first hour of a GPU: measures what README.md and docs/performance.md do not know yet.
 #
 #   scripts/first_gpu.sh                 all parts, then their figures; run it again after a cut: it goes on
-#   scripts/first_gpu.sh sudoku_on       only the parts of these names
+#   scripts/first_gpu.sh sudoku profile  only the parts of these names; --help lists them
 #   DEVICE=cpu FLAGS="--hidden_size=32 --L_cycles=3 --global_batch_size=192" scripts/first_gpu.sh    a rehearsal
 #
 # A part takes 9 minutes at most. OUT, by default out/first_gpu, keeps the log of each; PYTHON is the Python.
@@ -11,12 +11,12 @@ unset CDPATH  # cd would look for the folder in other places
 cd "$(dirname "$0")/.." || exit 1
 PYTHON=${PYTHON:-python} DEVICE=${DEVICE:-cuda} OUT=${OUT:-out/first_gpu}
 read -ra flags <<< "${FLAGS:-}"
-wanted=("$@") failed=()
-mkdir -p "$OUT"
+wanted=("$@") parts=() failed=()
 
-part() {  # NAME COMMAND...: runs it, unless it is done or not wanted
+part() {  # NAME COMMAND...: runs it, unless it is done or not wanted; notes its name until all are listed
     local name=$1 began=$SECONDS code
     shift
+    [[ -n ${listed:-} ]] || { parts+=("$name"); return; }
     [[ ${#wanted[@]} == 0 || " ${wanted[*]} " == *" $name "* ]] || return 0
     if [[ -e $OUT/$name.done ]]; then
         echo "$name: done"
@@ -35,27 +35,44 @@ part() {  # NAME COMMAND...: runs it, unless it is done or not wanted
     fi
 }
 
+measure() {
+    local bench=("$PYTHON" bench.py) config size
+    part smoke "$PYTHON" -m pytest -q test_smoke.py
+    part demo "$PYTHON" train.py config/demo.py "--device=$DEVICE" "--out_dir=$OUT/demo" --init_from=auto \
+        "${flags[@]}"
+    part demo_cpu "$PYTHON" train.py config/demo.py --device=cpu "--out_dir=$OUT/demo_cpu" --init_from=auto \
+        "${flags[@]}"
+    for config in sudoku sudoku_fast; do
+        part "$config" "${bench[@]}" "config/$config.py" "--device=$DEVICE" "${flags[@]}"
+    done
+    part sudoku_eager "${bench[@]}" config/sudoku.py "--device=$DEVICE" --compile=off "${flags[@]}"
+    part profile "${bench[@]}" config/sudoku.py "--device=$DEVICE" "--profile=$OUT/profile" "${flags[@]}"
+    for size in 24 48 96 192; do
+        part "maze_$size" "${bench[@]}" config/maze.py "--device=$DEVICE" "--micro_batch_size=$size" "${flags[@]}"
+    done
+    if [[ -z ${listed:-} || $("$PYTHON" -c "import torch; print(torch.cuda.device_count())") -gt 1 ]]; then
+        part two "$PYTHON" -m torch.distributed.run --nproc-per-node=2 train.py config/demo.py \
+            "--out_dir=$OUT/two" --init_from=auto "${flags[@]}"
+    fi
+    part begin "$PYTHON" train.py config/sudoku_fast.py "--device=$DEVICE" "--out_dir=$OUT/begin" \
+        --init_from=auto --data_prepare=prepare_sudoku.py "${flags[@]}"
+}
+
+measure
+listed=1
+for name in "${wanted[@]}"; do
+    if [[ $name == -h || $name == --help ]]; then
+        sed -n '2,/^set/s/^# \{0,1\}//p' scripts/first_gpu.sh
+        echo "parts: ${parts[*]}"
+        exit
+    elif [[ " ${parts[*]} " != *" $name "* ]]; then
+        echo "first_gpu.sh: no such part: $name; --help lists them" >&2
+        exit 2
+    fi
+done
 trap 'kill $!; wait $!; exit 3' INT TERM
-bench=("$PYTHON" bench.py)
-part smoke "$PYTHON" -m pytest -q test_smoke.py
-part demo "$PYTHON" train.py config/demo.py "--device=$DEVICE" "--out_dir=$OUT/demo" --init_from=auto "${flags[@]}"
-part demo_cpu "$PYTHON" train.py config/demo.py --device=cpu "--out_dir=$OUT/demo_cpu" --init_from=auto \
-    "${flags[@]}"
-for config in sudoku sudoku_fast; do
-    part "$config" "${bench[@]}" "config/$config.py" "--device=$DEVICE" "${flags[@]}"
-    part "${config}_on" "${bench[@]}" "config/$config.py" "--device=$DEVICE" --kernels=on "${flags[@]}"
-done
-part sudoku_eager "${bench[@]}" config/sudoku.py "--device=$DEVICE" --compile=off "${flags[@]}"
-part profile "${bench[@]}" config/sudoku.py "--device=$DEVICE" "--profile=$OUT/profile" "${flags[@]}"
-for size in 24 48 96 192; do
-    part "maze_$size" "${bench[@]}" config/maze.py "--device=$DEVICE" "--micro_batch_size=$size" "${flags[@]}"
-done
-if [[ $("$PYTHON" -c "import torch; print(torch.cuda.device_count())") -gt 1 ]]; then
-    part two "$PYTHON" -m torch.distributed.run --nproc-per-node=2 train.py config/demo.py \
-        "--out_dir=$OUT/two" --init_from=auto "${flags[@]}"
-fi
-part begin "$PYTHON" train.py config/sudoku_fast.py "--device=$DEVICE" "--out_dir=$OUT/begin" --init_from=auto \
-    --data_prepare=prepare_sudoku.py "${flags[@]}"
+mkdir -p "$OUT"
+measure
 # what bench.py measured, and what the runs came to
 grep -sH '^{' "$OUT"/*.log
 grep -sH 'evaluation:' "$OUT"/*/log.txt

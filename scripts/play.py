@@ -2,51 +2,50 @@
 
     python scripts/play.py                              the model of models/ with the largest puzzles
     python scripts/play.py out/demo --browser=False     a run's; then open the address that it prints
-    python scripts/play.py out/maze/best.pt --port=0    on any free port
+    python scripts/play.py out/fork fork.py --port=0    a model that fork.py trained, on any free port
 
-Test puzzles come from the model file, or from the run's dataset where that exists; others can be typed.
-Official checkpoints, config files and flags work as in solve.py. The server of the page, play.html, listens
-on 127.0.0.1 only. Its API is JSON, errors are {"error": "..."}:
+The model is what solve.py takes, and brings 100 test puzzles; others can be typed. ARC's tasks come from the
+dataset of the training (--data_path). The server of the page, play.html, listens on 127.0.0.1 only. Its API
+is JSON, errors are {"error": "..."}:
 
-    GET  /api/run               what the model plays
-    GET  /api/puzzle?index=7    a test puzzle and its answer, null if there are several
-    POST /api/solve             {"question": "2...", "steps": 16, "copies": 4, "noise": 1.0, "seed": 0}
+    GET  /api/run                what the model plays
+    GET  /api/puzzle?number=7    a test puzzle, from 1, and its answer, null if there are several
+    POST /api/solve              {"question": "2...", "steps": 16, "copies": 4, "noise": 1.0, "seed": 0}
+
+/api/solve answers with a line of JSON at once, and another after each supervision step: lists of the copies'
+answers, certainties, cells that break a rule, and whether they are solved. All copies of the puzzle but the
+first get normal noise on the latent after each step.
 
 For ARC, questions and answers are grids, [[0, 1], [2, 0]]. A test puzzle also has the name of its task and
-the pairs that demonstrate it; a request to solve has the name, "task", and copies counts the versions that
-vote. The answer is the original version's; votes lists all answers, each with the number of its votes.
-
-/api/solve answers with a line of JSON at once, and another after each supervision step with lists of the
-copies; kept: the most confident copy and step so far. All copies of the puzzle but the first get normal noise
-on the latent after each step.
+the pairs that demonstrate it; a request to solve has the name, "task". The copies are versions of the task,
+whose answers are turned and recoloured back; the first one is the original.
 """
 import contextlib
 import json
-import math
 import os
 import sys
 import threading
 import webbrowser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 # isort: off
 import solve
-from checkpoint import check_task
+import data as datasets
+import evaluate
+import puzzles
 from configurator import Settings, UserError, command, split_arguments
-from data import Dataset
-from evaluate import count_votes, elect, grid_of_key, surest_attempts, weights_of
-from prepare_arc import grid_of
-from puzzles import (
-    SEVERAL_ANSWERS, appearance, are_solutions, broken_cells, check_questions, crop, parse_question, text_of)
+from device import Device
+from puzzles import arc
 
 # server
 port = 8000  # the port of the page's address; 0: any free one
 browser = True  # open the page in the browser
 
-PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "play.html")
+PAGE = Path(__file__).with_suffix(".html")
 # the values in a request: type, smallest, largest
 LIMITS = {
     "steps": (int, 1, 256),
@@ -59,20 +58,15 @@ LIMITS = {
 def main(argv):
     """Loads the model and serves the page until Ctrl-C."""
     settings, operands, train_arguments = split_arguments(__file__, argv)
-    # without a model, the one with the largest puzzles
-    if not operands:
-        tasks = solve.shipped_models()
-        operands = [max(tasks, key=lambda path: math.prod(tasks[path]["grid"]))]
-    if len(operands) != 1:
+    if len(operands) > 1:
         raise UserError("usage: python scripts/play.py MODEL, a file or a run's folder; see --help")
-    # the page, until Ctrl-C
-    server = open_server(Game(operands[0], train_arguments), settings.port)
+    [path] = operands or [os.path.relpath(f"{solve.MODELS}/sudoku-9x9.pt")]
+    server = open_server(Game(path, train_arguments), settings.port)
     address = f"http://127.0.0.1:{server.server_port}"
     print(f"{address} (Ctrl-C stops)", flush=True)
     if settings.browser:  # in a thread: some browsers return when they are closed
         threading.Thread(target=webbrowser.open, args=[address], daemon=True).start()
-    with contextlib.suppress(KeyboardInterrupt):
-        server.serve_forever()
+    server.serve_forever()
 
 
 def open_server(game, port):
@@ -89,86 +83,71 @@ def open_server(game, port):
 # The game
 
 class Game:
-    """A model and its test puzzles, from its dataset if that exists, else from its file.
+    """A model and its test puzzles.
 
-    Args:
-        path: the model's path, as solve.py takes it.
-        train_arguments: train.py's config files and flags.
-
-    Raises UserError, also if the weights were trained on other symbols than the dataset's.
+    Args: see solve.load. Raises UserError.
     """
 
     def __init__(self, path, train_arguments):
-        self.saved = solve.read_saved(path, train_arguments)
-        state = self.saved.state
-        settings = self.saved.settings
-
-        # the test puzzles, tokens [n, cells]; models with attention take the grid of any dataset
-        puzzles = {"inputs": [], "labels": []}
-        task = {"kind": ""}
-        cells = 0
-        if "puzzles" in state:
-            puzzles = {name: t.numpy() for name, t in state["puzzles"].items()}
-        elif os.path.isdir(settings.data_path):
-            test = Dataset(settings.data_path, "test")
-            check_task(state, test, path)
-            puzzles = vars(test)
-            task = test.task
-            cells = test.seq_len
-        self.task = task if task["kind"] else solve.task_of_model(self.saved, cells=cells)
-        self.is_arc = self.task["kind"] == "arc"
-        if self.is_arc:
-            self.train_data, self.test_data = solve.arc_datasets(self.saved)
-            puzzles = vars(self.test_data)
-        self.inputs = puzzles["inputs"]
-        self.labels = puzzles["labels"]
-
-        self.model = solve.build_model(self.saved, math.prod(self.task["grid"]))
+        self.path = path
+        self.model, self.settings = solve.load(path, train_arguments)
+        self.task = self.model.task
         self.lock = threading.Lock()  # one request at a time uses the model
         # what a request need not say
-        depth = settings.eval_halt_max_steps or settings.halt_max_steps
-        self.defaults = {"steps": min(depth, 256), "copies": 1, "noise": settings.eval_noise, "seed": 0}
+        depth = self.settings.eval_halt_max_steps or self.settings.halt_max_steps
+        self.defaults = {"steps": depth, "copies": 1, "noise": self.settings.eval_noise, "seed": 0}
+
+        # the test puzzles, (question, answer) each; the versions of ARC's tasks are in the dataset
+        self.is_arc = self.task["kind"] == "arc"
+        if self.is_arc:
+            folder = self.settings.data_path
+            self.train_data = datasets.Dataset(folder, "train")
+            self.test_data = datasets.Dataset(folder, "test")
+            if self.train_data.sha256 != self.model.data:
+                raise UserError(f"{path} was not trained on {folder}: choose another --data_path")
+            self.puzzles = self.test_data.grids
+        else:
+            tokens = self.model.puzzles
+            self.puzzles = list(zip(tokens.get("inputs", []), tokens.get("labels", [])))
 
     def describe(self):
         """Returns the run, for the page."""
         return {
-            "path": self.saved.path,
+            "path": self.path,
             "kind": self.task["kind"],
             "grid": self.task["grid"],
-            **appearance(self.task)._asdict(),
+            "symbols": self.task["symbols"][1:],
             "depth": self.defaults["steps"],
             "noise": self.defaults["noise"],
             "parameters": self.model.num_parameters(),
-            "training_step": self.saved.state.get("step", 0),
-            "puzzles": len(self.inputs),
+            "training_step": self.model.step,
+            "puzzles": len(self.puzzles),
         }
 
-    def test_puzzle(self, index):
-        """Returns a test puzzle, for the page; index: as text. Raises UserError, or ValueError for no number.
+    def test_puzzle(self, number):
+        """Returns a test puzzle, for the page; number: a text. Raises UserError, ValueError for no number.
 
         The answer is None if it is not known, or one of several right ones.
         """
-        i = int(index)
-        if not 0 <= i < len(self.inputs):
-            raise UserError(f"index must be a number below {len(self.inputs)}, not {i}")
+        i = int(number) - 1
+        if not 0 <= i < len(self.puzzles):
+            raise UserError(f"number must be from 1 to {len(self.puzzles)}, not {number}")
         if self.is_arc:
             return self.arc_puzzle(i)
-        labels = self.labels[i]
-        has_one_answer = (labels > 0).all() and self.task["kind"] not in SEVERAL_ANSWERS
+        question, answer = self.puzzles[i]
+        has_one_answer = (answer > 0).all() and self.task["kind"] not in puzzles.SEVERAL_ANSWERS
         return {
-            "index": i,
-            "question": text_of(self.task, self.inputs[i]),
-            "answer": text_of(self.task, labels) if has_one_answer else None,
+            "question": puzzles.text_of(self.task, question),
+            "answer": puzzles.text_of(self.task, answer) if has_one_answer else None,
         }
 
     def arc_puzzle(self, i):
         """Returns a test input of an ARC task, for the page; the answer is None if it is not known."""
         group = np.searchsorted(self.test_data.task_indices, i, side="right") - 1
         name = self.test_data.task_names[group]
-        question, answer = self.test_data.grids[i]
-        pairs = solve.pairs_of(self.train_data, name)
+        question, answer = self.puzzles[i]
+        pairs = self.train_data.pairs(self.train_data.task_names.index(name))
         return {
-            "index": i,
             "task": name,
             "pairs": [[grid.tolist() for grid in pair] for pair in pairs],
             "question": question.tolist(),
@@ -176,94 +155,84 @@ class Game:
         }
 
     def parse_request(self, body):
-        """Returns the question, a warning, and the values of LIMITS in a request to solve.
+        """Returns the question, a warning, and the values of LIMITS in a request to solve. Raises UserError.
 
-        The question is tokens [cells], for ARC the name of a task and a grid. Raises UserError.
+        The question is tokens [1, cells], for ARC the task's number and a grid. Values outside of LIMITS are
+        taken as the nearest.
         """
-        values = {}
-        # a KeyError, TypeError or ValueError if the request is not as it must be
+        # a TypeError, ValueError or LookupError if the request is not as it must be
         try:
             request = self.defaults | json.loads(body)
-            text = request["question"]
+            values = {}
+            for name, (convert, low, high) in LIMITS.items():
+                values[name] = min(max(low, convert(request[name])), high)
+            # the question
             if self.is_arc:
-                question = request["task"], grid_of(text)
-            else:
-                task, question = parse_question(self.task, text + "")
-            for name, (convert, _, _) in LIMITS.items():
-                values[name] = convert(request[name])
-        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
-            raise UserError('the request is not JSON, as {"question": "..."}') from None
-        # its values
-        for name, (_, low, high) in LIMITS.items():
-            if not low <= values[name] <= high:
-                raise UserError(f"{name} must be a number from {low} to {high}")
+                group = self.train_data.task_names.index(request["task"])
+                grid = arc.grid_of(request["question"])
+                arc.canvas(grid, self.train_data.side)  # a ValueError if it is too large
+                return (group, grid), "", values
+            task, tokens = puzzles.parse_question(self.task, str(request["question"]))
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as e:
+            raise UserError(f'the request is not as {{"question": "..."}}: {e}') from None
+        if task != self.task:
+            raise UserError(f"the question has {tokens.size} cells, not {self.model.config.seq_len}")
+        return tokens[None], puzzles.check_questions(task, tokens[None], [""]), values
 
-        # the question
-        if self.is_arc:
-            solve.group_of(self.train_data, question[0])
-            if max(question[1].shape) > self.train_data.side:
-                raise UserError(f"the grid has a side over {self.train_data.side}")
-            return question, "", values
-        if task["grid"] != self.task["grid"]:
-            raise UserError(f"the question has {len(question)} cells, not {math.prod(self.task['grid'])}")
-        return question, check_questions(task, question[None], [""]), values
-
-    def solve(self, question, steps, copies, noise, seed):
-        """Yields a dict for the page after each step.
-
-        Args:
-            question: what parse_request returns.
-            steps, copies, noise, seed: as in LIMITS.
-        """
+    def solve(self, question, warning, values):
+        """Yields a dict for the page at once, and another after each step; arguments: from parse_request."""
+        yield values | {"warning": warning}
         # the run's settings, and the request's
-        attempts = 1 if self.is_arc else copies
-        changed = dict(eval_halt_max_steps=steps, eval_rollouts=attempts, eval_noise=noise, seed=seed)
-        settings = Settings(**vars(self.saved.settings) | changed)
+        settings = Settings(**vars(self.settings))
+        settings.eval_halt_max_steps = values["steps"]
+        settings.eval_rollouts = 1 if self.is_arc else values["copies"]
+        settings.eval_noise = values["noise"]
+        settings.seed = values["seed"]
         with self.lock:
             if self.is_arc:
-                yield from self.solve_arc(settings, *question, copies)
-                return
-            for results in solve.watch_attempts(settings, self.model, question):
-                # the answers, and which is the most confident one so far
-                answers = results["preds"]
-                kept_copy = int(surest_attempts(results))
-                line = {
-                    "answers": [text_of(self.task, answer) for answer in answers],
-                    "sure": solve.sigmoid(results["q_halt_logits"]).round(4).tolist(),
-                    "kept": [kept_copy, int(results["surest_steps"][kept_copy])],
-                }
+                yield from self.solve_arc(settings, *question, values["copies"])
+            else:
+                yield from self.solve_puzzle(settings, question)
 
-                # by the rules, if they are known
-                broken = broken_cells(self.task, question[None], answers)
-                if broken is not None:
-                    line["broken"] = [np.flatnonzero(cells).tolist() for cells in broken]
-                    line["solved"] = are_solutions(self.task, question[None], answers).tolist()
-                yield line
+    def solve_puzzle(self, settings, question):
+        """See solve; settings: train.py's settings."""
+        keys = evaluate.noise_keys(settings.seed, settings.eval_rollouts, 1)
+        for results in solve.watch(settings, self.model, question, keys):
+            answers = results["preds"][:, 0]
+            line = {
+                "answers": [puzzles.text_of(self.task, answer) for answer in answers],
+                "sure": solve.sigmoid(results["q_halt_logits"][:, 0]).tolist(),
+            }
+            # by the rules, if they are known
+            judgement = puzzles.judge(self.task, question, answers)
+            if judgement:
+                line["broken"] = [np.flatnonzero(cells).tolist() for cells in judgement.broken]
+                line["solved"] = judgement.solved.tolist()
+            yield line
 
-    def solve_arc(self, settings, name, grid, num_versions):
-        """Yields a dict for the page after each step.
+    def solve_arc(self, settings, group, grid, num_versions):
+        """See solve.
 
         Args:
             settings: train.py's settings.
-            name: the task's name.
+            group: the task's number in the dataset.
             grid: its test input.
             num_versions: how many of its versions vote.
         """
-        # each version of the task is a sequence of one batch
-        data = solve.dataset_of_task(self.train_data, name, [(grid, grid)], num_versions)
-        n = len(data)
-        evaluator = solve.evaluator_of(settings, self.model, n)
-        batch = data.test_batch(range(n), n)
-        for step, results in enumerate(evaluator.watch(*weights_of(self.model), batch), 1):
-            answers = results["preds"]
-            # what the versions answer, turned back
-            votes = count_votes(data, range(n), answers, results["q_halt_logits"])[0, 0]
-            yield {
-                "answers": [crop(answers[0], data.side).tolist()],  # the first version is the original
-                "sure": solve.sigmoid(results["q_halt_logits"][:1]).round(4).tolist(),
-                "kept": [0, step],
-                "votes": [[grid_of_key(key).tolist(), votes[key][0]] for key in elect(votes)],
-            }
+        # each version of the task is a sequence of one batch, and the first one is the original
+        data = self.train_data
+        numbers = range(*data.group_indices[group:group + 2])[:num_versions]
+        versions = data.versions[numbers]
+        canvases = [arc.canvas(arc.apply_version(grid, version), data.side) for version in versions]
+        batch = evaluate.unlabelled_batch(np.int32(canvases).reshape(len(numbers), -1))
+        batch["puzzle_identifiers"] = data.puzzle_identifiers[numbers]
+        evaluator = evaluate.Evaluator(settings, self.model, Device("cpu", settings), len(numbers))
+        for results in evaluator.watch(*evaluate.weights_of(self.model), batch):
+            # the answers, turned and recoloured back
+            answers = []
+            for tokens, version in zip(results["preds"], versions):
+                answers.append(arc.undo_version(arc.crop(tokens, data.side), version).tolist())
+            yield {"answers": answers, "sure": solve.sigmoid(results["q_halt_logits"]).tolist()}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -279,50 +248,42 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self):
         """Answers a request. What is wrong with it gets status 400 and {"error": ...}."""
         game = self.server.game
+        path, _, number = self.path.partition("?number=")
+        if path == "/":
+            self.begin(200, "text/html; charset=utf-8")
+            self.wfile.write(PAGE.read_bytes())
+            return
+
+        # lines of JSON
+        status = 200
         try:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            path, _, index = self.path.partition("?index=")
-            if path == "/":
-                with open(PAGE, "rb") as f:
-                    self.reply(200, "text/html; charset=utf-8", f.read())
-            elif path == "/api/run":
-                self.reply_json(200, game.describe())
+            if path == "/api/run":
+                lines = [game.describe()]
             elif path == "/api/puzzle":
-                self.reply_json(200, game.test_puzzle(index))
+                lines = [game.test_puzzle(number)]
             elif path == "/api/solve":
-                question, warning, values = game.parse_request(body)
-                self.stream(values | {"warning": warning}, game.solve(question, **values))
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                lines = game.solve(*game.parse_request(body))
             else:
                 raise UserError("no such page")
         except (UserError, ValueError) as e:
-            self.reply_json(400, {"error": " ".join(str(e).splitlines())})
+            status = 400
+            lines = [{"error": " ".join(str(e).splitlines())}]
+        self.begin(status, "application/json")
+        for line in lines:
+            self.wfile.write(json.dumps(line).encode() + b"\n")
+
+    def begin(self, status, content_type):
+        """Sends the beginning of an answer."""
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.end_headers()
 
     do_GET = answer
     do_POST = answer
 
-    def stream(self, first, lines):
-        """Sends a line for the request, and one for each step."""
-        with contextlib.closing(lines):  # releases the model
-            self.reply(200, "application/x-ndjson", json_line(first))
-            for line in lines:
-                self.wfile.write(json_line(line))
-
-    def reply(self, status, content_type, body):
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Cache-Control", "no-store")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def reply_json(self, status, value):
-        self.reply(status, "application/json", json_line(value))
-
     def log_message(self, *args):
         """No line for each request."""
-
-
-def json_line(value):
-    return json.dumps(value).encode() + b"\n"
 
 
 if __name__ == "__main__":

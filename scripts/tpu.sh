@@ -9,14 +9,14 @@
 set -euo pipefail
 
 NAME=${NAME:-}                   # of the TPU VM, and of the queued resource that requests it
-ZONE=${ZONE:-}                   # of your quota, as us-central2-b; the bucket should be in its region
-PROJECT=${PROJECT:-}             # empty: gcloud's default
+ZONE=${ZONE:-}                   # of your quota, such as us-central2-b; the bucket should be in its region
+PROJECT=${PROJECT:-}             # if empty, gcloud's default
 TYPE=${TYPE:-}                   # v4-32 (32 cores: 16 chips, 4 hosts), v5e-8 (8 chips, 1 host), v6e-8, ...
 SPOT=${SPOT:-0}                  # 1: cheaper, and preempted when others need the chips
 RUNTIME=${RUNTIME:-}             # the hosts' image; if empty, the default for TYPE
 CREATE_FLAGS=${CREATE_FLAGS:-}   # more flags for the request: --network=... --service-account=... --reserved
 SSH_FLAGS=${SSH_FLAGS:-}         # more flags for ssh and scp: --internal-ip or --tunnel-through-iap
-LIBTPU_INIT_ARGS=${LIBTPU_INIT_ARGS:-}  # the TPU compiler's options for the run: see docs/tpu.md
+LIBTPU_INIT_ARGS=${LIBTPU_INIT_ARGS:-}  # options of the TPU's compiler and runtime for the run
 NETRC=${NETRC:-}                 # file with W&B's login (~/.netrc after `wandb login`), copied to the hosts
 POLL=${POLL:-60}                 # seconds between two checks of the slice
 TIMEOUT=${TIMEOUT:-300}          # seconds until keep and run end a gcloud that hangs; four times it for setup
@@ -37,7 +37,7 @@ usage: [SETTING=value ...] scripts/tpu.sh COMMAND [...]
                            (code, not data) to ~/trm of every host, install the requirements and start
                            python SCRIPT ARG ... there, detached; train.py gets --init_from=auto, if no other
   keep SCRIPT [ARG ...]    the same, and again after each preemption or failure, until the run is complete
-  status                   show the state of the slice and of each host, and the end of its output
+  status                   show the state and health of the slice, and the end of each host's output
   logs                     follow what all hosts print (Ctrl-C does not stop the run)
   ssh COMMAND              run COMMAND on every host
   stop                     send SIGTERM: the run saves, uploads and ends, and so does keep (exit code 3)
@@ -50,7 +50,7 @@ END
 }
 
 main() {
-  local command=${1:-help}
+  local command=${1:-help} argument
   (($# == 0)) || shift
   case $command in
     help|-h|--help) usage; return ;;
@@ -60,7 +60,11 @@ main() {
   [[ $command == host_* ]] || check_settings "$command"
   cd "$(dirname "$0")/.."
   if [[ $command == run || $command == keep ]]; then
-    [[ -f ${1:-} ]] || die "$command needs a script of this folder, as $command train.py config/baseline.py"
+    [[ -f ${1:-} ]] ||
+      die "$command needs a script of this folder, such as $command train.py config/baseline.py"
+    for argument in "$@"; do
+      [[ $argument == -* || $argument != *.py || -f $argument ]] || die "$argument: no such file in this folder"
+    done
     git rev-parse >/dev/null 2>&1 ||
       die "this folder is no git checkout, and the hosts get the files that git does not ignore: run git init"
     [[ $1 != train.py || "$*" == *--init_from=* ]] || set -- "$@" --init_from=auto
@@ -73,15 +77,15 @@ main() {
 run() { MAX_FAILURES=1 keep "$@"; }
 
 keep() {  # keeps no state of its own: it can be stopped and started again at any time
-  local state run previous='' silent=0 started=0 arg limit=$TIMEOUT
+  local state run previous='' silent=0 started=0 argument limit=$TIMEOUT
   bucket='' failures=0 checkpoints=''
-  for arg in "$@"; do [[ $arg != --gcs_dir=* ]] || bucket=${arg#--gcs_dir=}; done
+  for argument in "$@"; do [[ $argument != --gcs_dir=* ]] || bucket=${argument#--gcs_dir=}; done
   [[ $command == run || $bucket == gs://?* ]] ||
     die "keep needs --gcs_dir=gs://BUCKET/...: a preemption deletes the disks"
   command -v timeout >/dev/null ||
     { limit=; log "no timeout (macOS: brew install coreutils): an ssh that hangs would not be ended"; }
-  archive=$(mktemp) || exit
-  trap 'rm -f "$archive"' EXIT
+  scratch=$(mktemp -d) || exit
+  trap 'rm -rf "$scratch"' EXIT
   checkpoints=$(list_checkpoints)
   while true; do
     state=$(find_state) || exit
@@ -106,7 +110,12 @@ keep() {  # keeps no state of its own: it can be stopped and started again at an
         call_hosts host_stop || true  # other hosts wait for the one that failed
         [[ $run != wrong ]] || die "wrong input, see above: a restart would not help"
         count_failure "the run failed"
-        started=0 ;;
+        started=0
+        # host_stop has ended what held the chips. A second failure needs other chips.
+        if ((failures > 1)) && has_sick_chips; then
+          log "chips are busy or unhealthy: replacing the slice"
+          delete || log "not deleted yet"
+        fi ;;
       'READY new'|'READY stopped')
         if start "$@"; then
           started=1
@@ -117,6 +126,7 @@ keep() {  # keeps no state of its own: it can be stopped and started again at an
         fi ;;
       *)  # READY silent, or a state that gcloud's reference does not have
         silent=$((silent + 1))
+        [[ -z $run ]] || ((silent % 5 != 1)) || show_ssh_error
         if ((silent % 5)); then
           :
         elif has_new_checkpoint; then  # only ssh is broken, on this machine maybe
@@ -143,7 +153,9 @@ status() {
   state=$(find_state) || exit
   echo "$NAME: $state"
   case $state in
-    READY) call_hosts host_status ;;
+    READY)
+      echo "health: $(find_health)"
+      call_hosts host_status ;;
     NO_ANSWER) return 1 ;;
   esac
 }
@@ -158,10 +170,10 @@ start() {
 push() {
   git ls-files -z --cached --others --exclude-standard |  # names files that were deleted since, too
     while IFS= read -r -d '' file; do [[ ! -e $file ]] || printf '%s\0' "$file"; done |
-    COPYFILE_DISABLE=1 tar --null -T - -czf "$archive" || return
-  (($(wc -c <"$archive") < 64000000)) ||
+    COPYFILE_DISABLE=1 tar --null -T - -czf "$scratch/trm.tar.gz" || return
+  (($(wc -c <"$scratch/trm.tar.gz") < 64000000)) ||
     die "the files that git does not ignore are over 64 MB, too much for code: add the data to .gitignore"
-  copy "$archive" "$NAME:trm.tar.gz" &&
+  copy "$scratch/trm.tar.gz" "$NAME:trm.tar.gz" &&
     { [[ -z $NETRC ]] || copy "$NETRC" "$NAME:.netrc"; } &&
     ssh_hosts 'mkdir -p trm && tar -xzf trm.tar.gz -C trm'
 }
@@ -180,6 +192,16 @@ find_state() {  # of the VM, else of its request, else NONE; NO_ANSWER where gcl
   fi
 } 3>&1
 
+# HEALTHY, TIMEOUT, UNHEALTHY_TENSORFLOW, UNHEALTHY_MAINTENANCE, or nothing
+find_health() { tpus tpu-vm describe "$NAME" --format='value(health)' 2>/dev/null || true; }
+
+# A slice can be READY and unhealthy. Some hosts never free the chips of a process that was killed.
+has_sick_chips() {
+  local busy='resource busy|TPU is already in use|TPU initialization failed'
+  [[ $(find_health) =~ UNHEALTHY|TIMEOUT ||
+    $(ssh_hosts 'tail -n 50 trm/run/output.txt' 2>/dev/null) =~ $busy ]]
+}
+
 # $1: gcloud's message, whose ERROR line says what is wrong; advice of several lines may follow. Exits with 2
 # where only the user can help. A name server that does not answer is reported as a problem with the login.
 show_error() {
@@ -196,11 +218,18 @@ show_error() {
 # not answer. gcloud exits with an error for it, since host_state itself never fails.
 find_run() {
   local words word
-  words=$(ssh_hosts "$(if_pushed host_state "$@")" 2>/dev/null) || words+=$'\nsilent'
+  words=$(ssh_hosts "$(if_pushed host_state "$@")" 2>"$scratch/ssh.txt") || words+=$'\nsilent'
   for word in busy wrong stop_requested silent failed running stopped new complete; do
     if grep -qx "$word" <<<"$words"; then echo "$word"; return; fi
   done
   echo silent
+}
+
+show_ssh_error() {  # the last error of ssh itself; the rest of the lines are gcloud's
+  local line
+  line=$(grep -E '^(ssh|kex_|Connection|Host key|ERROR)|denied' "$scratch/ssh.txt" | grep -v 'return code \[' |
+    tail -n 1) || true
+  log "hosts do not answer: ${line:-no error from ssh within $TIMEOUT s}"
 }
 
 # A queued resource waits for capacity, where `tpu-vm create` fails at once: the documentation's advice for
@@ -275,7 +304,7 @@ copy() {
 tpus() {
   local track='' only_alpha='--(tunnel-through-iap|reservation[= ]|provisioning-model)'  # by the reference
   [[ ! "$*" =~ $only_alpha ]] || track=alpha
-  run_gcloud ${track:+"$track"} compute tpus "$@" --zone="$ZONE" ${PROJECT:+"--project=$PROJECT"} --quiet
+  run_gcloud ${track:+"$track"} compute tpus "$@" --zone="$ZONE" --project="$PROJECT" --quiet
 }
 
 limit=  # seconds
@@ -295,7 +324,8 @@ host_setup() {
   if cat requirements.txt requirements-tpu.txt | cmp -s - venv/requirements; then return; fi
   echo "$(hostname): installing the requirements"
   [[ -x venv/bin/pip ]] || python3 -m venv --clear venv || {  # some images lack it
-    sudo apt-get -o DPkg::Lock::Timeout=300 update -q
+    # A new host updates its own lists, and apt-get update does not wait for their lock.
+    for _ in {1..10}; do sudo apt-get update -q && break; sleep 30; done
     sudo apt-get -o DPkg::Lock::Timeout=300 install -qy python3-venv
     python3 -m venv --clear venv
   }
@@ -373,20 +403,40 @@ host_kill() {
 }
 
 check_settings() {  # $1: the command
-  local number
-  TYPE=${TYPE/#v5e-/v5litepod-}
+  local number key=~/.ssh/google_compute_engine
   [[ $NAME =~ ^[a-z]([a-z0-9-]*[a-z0-9])?$ ]] ||
     die "NAME=$NAME: set it to the slice's name: lower-case letters, digits and hyphens"
-  [[ $ZONE =~ ^[a-z]+-[a-z]+[0-9]+-[a-z]$ ]] || die "ZONE=$ZONE: set it to the slice's zone, as us-central2-b"
-  [[ ! $1 =~ ^(run|keep)$ || $TYPE =~ ^(v4|v5litepod|v5p|v6e)-[0-9]+$ ]] ||
-    die "TYPE=$TYPE: set it to v4-N, v5e-N, v5p-N or v6e-N, as v4-32"
+  [[ $ZONE =~ ^[a-z]+-[a-z]+[0-9]+-[a-z]$ ]] ||
+    die "ZONE=$ZONE: set it to the slice's zone, such as us-central2-b"
   [[ $SPOT =~ ^[01]$ ]] || die "SPOT=$SPOT: set it to 0 or 1"
-  [[ $POLL =~ ^[0-9]+(\.[0-9]+)?$ ]] || die "POLL=$POLL: set it to a number of seconds, as 60"
+  [[ $POLL =~ ^[0-9]+(\.[0-9]+)?$ ]] || die "POLL=$POLL: set it to a number of seconds, such as 60"
   for number in TIMEOUT MAX_FAILURES STOP_WAIT; do
     [[ ${!number} =~ ^[1-9][0-9]*$ ]] || die "$number=${!number}: set it to a whole number above 0"
   done
   [[ -z $NETRC || -f $NETRC ]] || die "NETRC=$NETRC: no such file"
+  if [[ $1 == run || $1 == keep ]]; then
+    check_type
+    # Their ssh runs in the background, where nobody can type the passphrase of gcloud's key.
+    [[ ! -f $key || $SSH_FLAGS == *--ssh-key-file* ]] || ssh-keygen -y -P '' -f "$key" &>/dev/null ||
+      ssh-add -T "$key.pub" &>/dev/null ||
+      die "$key has a passphrase: run eval \"\$(ssh-agent)\" and ssh-add $key first"
+  fi
   command -v gcloud >/dev/null || die "gcloud is not installed: https://cloud.google.com/sdk/docs/install"
+  PROJECT=${PROJECT:-$(gcloud config get-value project 2>/dev/null)} || true
+  [[ -n $PROJECT ]] || die "PROJECT is empty, and gcloud has no default: set it to your project's ID"
+}
+
+# v4 and v5p count cores, two on each chip; v5e and v6e count chips.
+check_type() {
+  local n=${TYPE##*-}
+  TYPE=${TYPE/#v5e-/v5litepod-}
+  [[ $TYPE =~ ^(v4|v5litepod|v5p|v6e)-[1-9][0-9]*$ ]] ||
+    die "TYPE=$TYPE: set it to v4-N, v5e-N, v5p-N or v6e-N, such as v4-32"
+  case $TYPE in
+    v4-*|v5p-*)
+      ((n % 128 == 0 || n >= 8 && 64 % n == 0)) || die "TYPE=$TYPE: N is 8, 16, 32, 64 or a multiple of 128" ;;
+    *) ((n != 2 && 256 % n == 0)) || die "TYPE=$TYPE: N is 1, 4, 8, 16, 32, 64, 128 or 256" ;;
+  esac
 }
 
 log() { echo "tpu.sh: $*" >&2; }

@@ -21,15 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from fake_gcloud import ROOT, Cloud, kill_processes, processes, write_program
-from helpers import hosts, new_emulator, serve_bucket, upload
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from helpers import hosts, new_emulator, same, serve_bucket, upload
 
 from checkpoint import numbered, step_of
 
@@ -67,27 +66,24 @@ def chaos(folder, names, seed=0, steps=200, poll=1):
     Raises:
         AssertionError: the run does not complete, or not as one without faults.
     """
+    draw = random.Random(seed)
     with slice_with_data(folder, seed) as tpu:
         tpu.start_keep(steps, poll)
-        strike(tpu, names, random.Random(seed), steps)
+        for i, name in enumerate(names):
+            # each fault in its share of the run, but every fifth during the restart before it
+            if i % 5 == 4:
+                time.sleep(draw.uniform(0, 8))
+            else:
+                step = 3 + int((steps - 25) * (i + draw.random()) / len(names))
+                observe_until(tpu, partial(tpu.is_past, step), f"step {step}")
+            FAULTS[name](tpu, draw)
+            print(f"step {tpu.mark.last}: {name}", flush=True)
+            if i % 5 != 3:
+                observe_until(tpu, tpu.has_recovered, f"step after {name}", seconds=240)
+                print(f"the next step came after {time.time() - tpu.mark.time:.1f} s", flush=True)
         assert tpu.keep.wait(300) == 0, f"keep ended with exit code {tpu.keep.returncode}"
         check_end(tpu, steps)
         check_weights(tpu, steps)
-
-
-def strike(tpu, names, draw, steps):
-    """Lets the faults strike, each in its share of the run, or every fifth during the restart before it."""
-    for i, name in enumerate(names):
-        if i % 5 == 4:
-            time.sleep(draw.uniform(0, 8))
-        else:
-            step = 3 + int((steps - 25) * (i + draw.random()) / len(names))
-            observe_until(tpu, partial(tpu.is_past, step), f"step {step}")
-        FAULTS[name](tpu, draw)
-        print(f"step {tpu.mark.step}: {name}", flush=True)
-        if i % 5 != 3:
-            observe_until(tpu, tpu.has_recovered, f"step after {name}", seconds=240)
-            print(f"the next step came after {time.time() - tpu.mark.time:.1f} s", flush=True)
 
 
 def observe_until(tpu, condition, description, seconds=120):
@@ -98,7 +94,7 @@ def observe_until(tpu, condition, description, seconds=120):
         value = condition()
         if value:
             return value
-        code = tpu.keep and tpu.keep.poll()
+        code = tpu.keep.poll()
         assert code is None, f"keep ended with exit code {code} before the {description}"
         time.sleep(0.02)
     raise AssertionError(f"no {description} within {seconds} s")
@@ -143,15 +139,13 @@ FAULTS = {
 def slice_with_data(folder, seed=0):
     """Yields a Slice, whose bucket holds a dataset."""
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
-    emulator = new_emulator()
-    front = serve_bucket(emulator._storage, random=random.Random(seed))
-    tpu = Slice(folder, front)
-    data = folder / "four"
-    command = [sys.executable, ROOT / "prepare_sudoku.py", *DATA, f"--output_dir={data}"]
-    subprocess.run(command, check=True, capture_output=True)
+    front = serve_bucket(new_emulator()._storage, random=random.Random(seed))
     os.environ["STORAGE_EMULATOR_HOST"] = front.url
+    tpu = Slice(folder, front)
+    command = [sys.executable, ROOT / "prepare_sudoku.py", *DATA, f"--output_dir={folder / 'four'}"]
+    subprocess.run(command, check=True, capture_output=True)
     try:
-        upload(data, "gs://bucket/data/four")
+        upload(folder / "four", "gs://bucket/data/four")
         front.rate = 0.02
         yield tpu
     finally:
@@ -166,7 +160,8 @@ def slice_with_data(folder, seed=0):
 class Slice(Cloud):
     """The simulated slice with a copy of the project, and what its run prints.
 
-    runs: each run that trained: pid, first and last step. mark: time, pid and step of the last fault.
+    runs: each run that trained: pid, first and last step. mark: time, pid and last step of a fault, and
+    the newest complete checkpoint that the bucket had then.
     """
 
     def __init__(self, folder, front):
@@ -174,8 +169,11 @@ class Slice(Cloud):
         shared |= dict(OMP_NUM_THREADS="1", STORAGE_EMULATOR_HOST=front.url)
         rank_0, rank_1 = hosts(2)
         super().__init__(folder, [shared | rank_1 | dict(HOST="0"), shared | rank_0 | dict(HOST="1")])
-        for path in (*ROOT.glob("*.py"), *ROOT.glob("requirements*.txt"), ROOT / ".gitignore"):
-            shutil.copy(path, self.project)
+        for pattern in ("*.py", "puzzles/*.py", "requirements*.txt", ".gitignore"):
+            for path in ROOT.glob(pattern):
+                copy = self.project / path.relative_to(ROOT)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy(path, copy)
         write_program(self.cloud / "host_bin/python3", PYTHON3)
         self.front = front
         self.output = folder / "keep.txt"
@@ -183,38 +181,29 @@ class Slice(Cloud):
         self.runs = []
         self.set_mark()
 
-    def command(self, steps):
-        """Returns the run's command, as tpu.sh takes it."""
-        return ["train.py", *SETTINGS, f"--max_steps={steps}", "--out_dir=out/run", "--stall_timeout=20",
-                "--gcs_dir=gs://bucket/run", "--data_path=gs://bucket/data/four"]
-
     def start_keep(self, steps, poll):
+        command = ["train.py", *SETTINGS, f"--max_steps={steps}", "--out_dir=out/run", "--stall_timeout=20",
+                   "--gcs_dir=gs://bucket/run", "--data_path=gs://bucket/data/four"]
         with open(self.output, "w") as f:
             self.keep = self.start(
-                "keep", *self.command(steps), stdout=f, stderr=f, POLL=str(poll), STOP_WAIT="5", TIMEOUT="10",
+                "keep", *command, stdout=f, stderr=f, POLL=str(poll), STOP_WAIT="5", TIMEOUT="10",
                 MAX_FAILURES="5")  # the faults come faster than checkpoints
 
     def observe(self):
         """Tells gcloud what the bucket holds, and reads what rank 0 printed."""
         with self.front.lock:
             objects, _ = self.front.storage.get_file_list("bucket", "run/", None)
-        self.names = [item["name"].removeprefix("run/") for item in objects]
-        (self.cloud / "bucket").write_text("\n".join(self.names))
-        try:
-            pid = read(self.home(1) / "trm/run/pid")  # of rank 0
-            text = read(self.home(1) / "trm/run/output.txt")
-        except OSError:
-            return
-        begin = re.search(r"^training from step (\d+) to", text, re.M)
-        if not begin:
-            return
-        if not self.runs or self.runs[-1].pid != pid:
-            self.runs.append(SimpleNamespace(pid=pid, first=int(begin[1]), last=int(begin[1])))
-        steps = map(int, re.findall(r"^step (\d+)/", text, re.M))
-        self.runs[-1].last = max(self.runs[-1].last, *steps, 0)
-
-    def in_bucket(self, name):
-        return self.front.storage.get_file("bucket", f"run/{name}")
+        names = [item["name"].removeprefix("run/") for item in objects]
+        (self.cloud / "bucket").write_text("\n".join(names))
+        self.complete = max(map(step_of, numbered(names)), default=0)
+        with suppress(OSError):
+            pid, text = (read(self.home(1) / "trm/run" / name) for name in ("pid", "output.txt"))
+            # the step that training starts from, and those of the log
+            steps = [int(step) for step in re.findall(r"^(?:training from )?step (\d+)[ /:]", text, re.M)]
+            if steps and (not self.runs or self.runs[-1].pid != pid):
+                self.runs.append(SimpleNamespace(pid=pid, first=steps[0]))
+            if steps:
+                self.runs[-1].last = max(steps)
 
     def is_past(self, step):
         return self.runs and self.runs[-1].last >= step
@@ -223,13 +212,7 @@ class Slice(Cloud):
         """Notes that a fault strikes."""
         self.observe()
         run = self.runs[-1] if self.runs else SimpleNamespace(pid=None, last=0)
-        self.mark = SimpleNamespace(
-            time=time.time(), pid=run.pid, step=run.last, complete=self.newest_complete())
-
-    def newest_complete(self):
-        """Returns the step of the newest complete checkpoint in the bucket, or 0."""
-        checkpoints = numbered(self.names)
-        return step_of(checkpoints[0]) if checkpoints else 0
+        self.mark = SimpleNamespace(time=time.time(), pid=run.pid, last=run.last, complete=self.complete)
 
     def has_recovered(self):
         """Returns True if a new run has made a step, or keep is done."""
@@ -246,6 +229,9 @@ class Slice(Cloud):
         """Returns the pid of the process that trains on each host, or [] unless both do."""
         pids = [processes(self.home(host), r"python3?\0-u\0train.py\0") for host in range(2)]
         return sum(pids, []) if list(map(len, pids)) == [1, 1] else []
+
+    def in_bucket(self, name):
+        return self.front.storage.get_file("bucket", f"run/{name}")
 
 
 def read(path):
@@ -274,32 +260,22 @@ def check_weights(tpu, steps):
         stops = [step for step in stops if step < run.first] + [run.first]
     stops = [step for step in stops if step % INTERVAL]
 
-    out_dir = train_without_faults(tpu, [*stops, steps])
-    want = tensors((out_dir / f"ckpt_{steps:08d}.pt").read_bytes())
-    got = tensors(tpu.in_bucket(f"ckpt_{steps:08d}.pt"))
-    for name, tensor in want.items():
-        assert torch.equal(got[name], tensor), f"{name} differs from a run without faults, stopped at {stops}"
-
-    print(f"weights, average and moments: bit for bit those of a run without faults, stopped at {stops}")
-
-
-def train_without_faults(tpu, stops):
-    """Trains on as many ranks without tpu.sh, stopped after these steps. Returns its out_dir."""
+    # as many ranks, without tpu.sh
     out_dir = Path(tempfile.mkdtemp(dir=tpu.project))
-    for step in stops:
+    for step in [*stops, steps]:
         command = [sys.executable, "train.py", *SETTINGS, f"--max_steps={step}", "--data_path=../four",
                    f"--out_dir={out_dir}", "--init_from=auto"]
         ranks = [subprocess.Popen(command, cwd=tpu.project, stdout=subprocess.DEVNULL,
                                   env=os.environ | host | dict(OMP_NUM_THREADS="1"))
                  for host in hosts(2)]
         assert not any([rank.wait() for rank in ranks]), "the run without faults failed"
-    return out_dir
 
-
-def tensors(content):
-    """Returns {name: tensor} of all that a checkpoint holds."""
-    leaves, _ = tree_flatten_with_path(torch.load(io.BytesIO(content), weights_only=True))
-    return {keystr(path): leaf for path, leaf in leaves if torch.is_tensor(leaf)}
+    name = f"ckpt_{steps:08d}.pt"
+    expected = torch.load(out_dir / name)
+    state = torch.load(io.BytesIO(tpu.in_bucket(name)))
+    for key in ("weights", "ema", "optimizer"):
+        assert same(state[key], expected[key]), f"{key}: not as without faults, stopped at {stops}"
+    print(f"weights, average and moments: bit for bit those of a run without faults, stopped at {stops}")
 
 
 if __name__ == "__main__":

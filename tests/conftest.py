@@ -9,7 +9,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 # Three test files run at a time (pytest.ini): more threads than cores would slow all down many times.
@@ -22,6 +21,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 pytest.register_assert_rewrite("helpers")
 import helpers  # it adds the project and its scripts to sys.path, for what follows
+
+# isort: split
+import export
 import solve
 import torch
 
@@ -68,7 +70,8 @@ def at_once(monkeypatch):
 @pytest.fixture(scope="session")
 def random_puzzles(tmp_path_factory):
     """A dataset of 1000 random 4x4 grids for training and for tests."""
-    return bench.dataset_path(SimpleNamespace(data_path="4x4"), str(tmp_path_factory.mktemp("data")))[0]
+    missing = SimpleNamespace(data_path="missing")
+    return bench.dataset_path(missing, str(tmp_path_factory.mktemp("data")), 4)[0]
 
 
 @pytest.fixture(scope="session")
@@ -112,7 +115,7 @@ def models_folder(tmp_path_factory):
     outputs = "inputs,labels,preds,q_halt_logits,surest_preds,surest_q_halt_logits"
     flags = [*helpers.SOLVE_MODEL, *TRAINING, "--max_steps=70"]
     helpers.train_one(path / "sudoku", *flags, f"--eval_save_outputs={outputs}")
-    helpers.train_one(path / "sudoku", *flags, "--init_from=resume", f"--export={path / 'model.pt'}")
+    export.main([str(path / "sudoku"), str(path / "model.pt")])
     torch.save(torch.load(path / "model.pt")["weights"], path / "official.pt")
     helpers.train_one(path / "maze", *flags, "--mlp_t=False", "--pos_encodings=rope", "--max_steps=4",
                       "--eval_final_max_puzzles=8")
@@ -129,9 +132,9 @@ def arc_folder(tmp_path_factory):
     config = os.path.join(helpers.ROOT, "config/arc1.py")
     flags = [config, *helpers.ARC_MODEL, "--lr=1e-2", "--lr_warmup_steps=1"]
     helpers.train_one(path / "arc", *flags)
-    helpers.train_one(path / "arc", *flags, "--init_from=resume", f"--export={path / 'model.pt'}")
-    tasks = dict(prepare_arc.generate(helpers.dataset_settings(prepare_arc, **generated), True))
-    (path / "tasks.json").write_text(json.dumps(tasks, default=np.ndarray.tolist))
+    export.main([str(path / "arc"), str(path / "model.pt")])
+    settings = helpers.dataset_settings(prepare_arc, **generated)
+    (path / "tasks.json").write_text(json.dumps(dict(prepare_arc.generate(settings, "evaluation"))))
     return path
 
 

@@ -37,7 +37,7 @@ import train
 from bucket import Bucket
 from checkpoint import checkpoint_paths
 from data import read_metrics
-from prepare import write_dataset
+from puzzles.files import write_dataset
 
 TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2",
         "--L_cycles=2", "--halt_max_steps=4", "--forward_dtype=float32", "--global_batch_size=16",
@@ -165,7 +165,7 @@ def run_train(argv, cwd, env, writer):
     sys.argv = ["train.py", *argv]
     code = 0
     try:
-        configurator.start(train.main, train.__file__)
+        configurator.start(train.main, train.__file__, train.saved_recipe)
     except SystemExit as e:
         code = e.code
     atexit._run_exitfuncs()  # multiprocessing ends without them, and frees nothing: a lock's file would stay
@@ -327,7 +327,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves server.files; each request takes the next fault of server.faults[path]. server.log: first bytes.
+    """Serves server.files; each request takes the next fault of server.faults[path]. server.log: paths.
 
     A fault is a status, or "break": the connection breaks half-way.
     """
@@ -336,25 +336,16 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         server = self.server
-        start = int(self.headers.get("Range", "bytes=0-")[6:-1])
-        server.log.append(start)
+        server.log.append(self.path)
         body = server.files.get(self.path, b"")
-        size = end = len(body)
-        status = 206 if start else 200 if body else 404
-        if server.faults.get(self.path):
-            fault = server.faults[self.path].pop(0)
-            if fault == "break":
-                self.close_connection = True
-                end = (start + size) // 2
-            else:
-                status = fault
-        self.send_response(status)
+        fault = server.faults[self.path].pop(0) if server.faults.get(self.path) else None
+        self.send_response(fault if isinstance(fault, int) else 200 if body else 404)
         self.send_header("Location", f"/cdn{self.path}")
         self.send_header("Content-Type", server.content_type)
-        self.send_header("Content-Length", str(size - start))
-        self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body[start:end])
+        self.close_connection = fault == "break"
+        self.wfile.write(body[:len(body) // 2] if fault == "break" else body)
 
     def log_message(self, *args):
         pass
@@ -363,11 +354,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
 class Front(http.server.BaseHTTPRequestHandler):
     """Passes requests on to the emulator, with the faults of server.script or drawn at server.rate.
 
-    Kinds of requests: insert (an upload), media (a download), list, DELETE. server.log holds (kind, Range) of
-    each. A fault is a status; or "reset", "stall" and "short": the answer breaks off half-way, by a reset, a
-    silence or an orderly end; "lost": it never comes; "flip": a bit changes; "slow": the answer comes after
-    half a second; "wrong start": the answer is another part; bytes: they are the answer; or a function, which
-    is called before the request takes effect.
+    Kinds of requests: insert (an upload), media (a download), list, DELETE. server.log has the kind of each.
+    A fault is a status; bytes: they are the answer; a function, which is called before the request takes
+    effect; "stall": silence; "slow": the answer comes after half a second; "flip": a bit changes; "reset" and
+    "short": the answer breaks off half-way, by a reset or by an orderly end.
     """
 
     protocol_version = "HTTP/1.1"
@@ -382,43 +372,45 @@ class Front(http.server.BaseHTTPRequestHandler):
         kind = "media" if "alt=media" in self.path else KINDS[self.command]
         with server.lock:
             fault = server.script.pop(0) if server.script else self.draw()
-            server.log.append((kind, self.headers.get("Range")))
-
-        # refused, or cut off before it takes effect
+            server.log.append(kind)
         authorization = self.headers.get("Authorization", "")
         if not authorization.endswith(server.token):
             fault = 401
         if kind in server.denied:
             fault = 403
-        if isinstance(fault, int):
-            return self.answer(fault, f"a fault, {authorization}".encode())
-        if fault in ("reset", "stall") and kind != "media":
-            return self.leave(fault)
-        if fault == "slow":
-            server.stop.wait(0.5)
+
+        # before the request takes effect
+        if fault in ("stall", "slow"):
+            server.stop.wait(1 if fault == "stall" else 0.5)
+        if fault == "stall":
+            self.close_connection = True
+            return
         if callable(fault):
             fault()
 
-        # the emulator's answer
-        if fault == "flip":
-            body = flipped(body)
-        status, content, headers = self.emulate(body)
-        if fault == "lost":
-            return self.leave("reset")
-        if fault == "flip" and kind == "media":
+        # the answer: the fault's, or the emulator's
+        if isinstance(fault, (int, bytes)):
+            text = f"a fault, {authorization}".encode()
+            status, content, headers = (fault, text, {}) if isinstance(fault, int) else (200, fault, {})
+        else:
+            status, content, headers = self.emulate(flipped(body) if fault == "flip" else body)
+        if (fault, kind) == ("flip", "media"):
             content = flipped(content)
-        if fault == "wrong start":
-            headers["Content-Range"] = headers["Content-Range"].replace("bytes ", "bytes 1")
-        if isinstance(fault, bytes):
-            content = fault
-        self.answer(status, content, headers, fault if fault in ("reset", "stall", "short") else None)
+        self.send_response(status)
+        for key, value in (headers | {"Location": server.url, "Content-Length": str(len(content))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.close_connection = fault in ("reset", "short")
+        self.wfile.write(content[:len(content) // 2] if self.close_connection else content)
+        if fault == "reset":  # instead of an orderly end
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     do_GET = do_POST = do_DELETE = do
 
     def draw(self):
         """Returns a fault, or None."""
         if self.server.random.random() < self.server.rate:
-            return self.server.random.choice([503, 429, 408, 500, "reset", "stall", "lost"])
+            return self.server.random.choice([503, 429, 408, 500, "reset", "short", "stall"])
 
     def emulate(self, body):
         """Returns status, content and headers of the emulator's answer."""
@@ -427,30 +419,8 @@ class Front(http.server.BaseHTTPRequestHandler):
         handler = mock.Mock(path=self.path, headers=self.headers, body=body, storage=server.storage)
         with server.lock:  # the emulator takes one request at a time
             Router(handler).handle(self.command)
-        content = handler.wfile.write.call_args[0][0]
         headers = dict(call.args for call in handler.send_header.call_args_list)
-        if server.etag:  # as on the hub, which states no hash
-            headers |= {"ETag": server.etag, "X-Goog-Hash": ""}
-        return handler.send_response.call_args[0][0], content, headers
-
-    def leave(self, fault):
-        if fault == "stall":
-            self.server.stop.wait(4)
-        if fault == "reset":  # instead of an orderly end
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.close_connection = True
-
-    def answer(self, status, content, headers=None, fault=None):
-        self.send_response(status)
-        own = {"Location": self.server.url, "Content-Length": str(len(content))}
-        if self.server.retry_after:
-            own["Retry-After"] = self.server.retry_after
-        for key, value in ((headers or {}) | own).items():
-            self.send_header(key, value)
-        self.end_headers()
-        self.wfile.write(content[:len(content) // 2] if fault else content)
-        if fault:
-            self.leave(fault)
+        return handler.send_response.call_args[0][0], handler.wfile.write.call_args[0][0], headers
 
     def log_message(self, *args):
         pass
@@ -468,7 +438,7 @@ def serve_bucket(storage, **state):
     """Returns a Front with the attributes that it needs; storage: an emulator's."""
     attributes = dict(
         storage=storage, stop=threading.Event(), lock=threading.Lock(), log=[], script=[], rate=0.0,
-        random=random.Random(0), token="", denied=(), etag=None, retry_after=None)
+        random=random.Random(0), token="", denied=())
     return Server(Front, **attributes | state)
 
 

@@ -8,27 +8,25 @@ the labels, as prepare_maze.py does; turned: labels turned with their mazes. doc
 import os
 import sys
 
-import numpy as np
-
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import prepare_maze
-from prepare import write_dataset
-from puzzles import MAZE, dihedral, maze_task
+from puzzles.files import write_dataset
+from puzzles.maze import MAZE, maze_copies, maze_task
+from puzzles.symmetries import dihedral
 
 
 def main(folder, size, *counts):
-    questions, answers = prepare_maze.generate(size, max(counts) + 1000, 0, size)
-    test = questions[-1000:], answers[-1000:]
+    mazes = prepare_maze.generate(size, max(counts) + 1000, 0, size)
     for n in counts:
-        train = questions[:n], answers[:n]
-        turned = np.array(train)[:, :, dihedral(size)].reshape(2, -1, size * size)
+        train = mazes[:, :n]
         datasets = {
-            "none": (1, prepare_maze.augmented(*train, size, False)),
-            "solved": (8, prepare_maze.augmented(*train, size, True)),
-            "turned": (8, [turned]),
+            "none": train[:, :, None],
+            "solved": maze_copies(train, 8),
+            "turned": train[:, :, dihedral(size)],
         }
-        for name, (copies, blocks) in datasets.items():
-            splits = {"train": (n, copies, blocks), "test": (1000, 1, [test])}
+        for name, copies in datasets.items():
+            block = copies.reshape(2, -1, size * size)
+            splits = {"train": (n, copies.shape[2], [block]), "test": (1000, 1, [mazes[:, -1000:]])}
             write_dataset(f"{folder}/{size}-{n}-{name}", splits, len(MAZE), maze_task(size))
 
 

@@ -1,9 +1,7 @@
-"""prepare_csv.py, what write_dataset refuses, and the example of another puzzle."""
+"""prepare_csv.py, the rules that a script adds, and the example of another puzzle."""
 import gzip
-import json
 import os
 import runpy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,204 +13,164 @@ import prepare_csv
 import puzzles
 from configurator import UserError, configure
 from data import Dataset
-from prepare import keys_of, write_dataset
-from puzzles import IGNORE_LABEL
+from puzzles.symmetries import dihedral, orbit_keys
 
 
-def prepare_rows(folder, *flags):
-    return prepare_csv.main(configure(prepare_csv.__file__, [f"--output_dir={folder}", *flags]))
+def build(folder, flags):
+    return prepare_csv.main(configure(prepare_csv.__file__, [f"--output_dir={folder}", *flags.split()]))
 
 
-def write(path, rows):
-    """Writes rows (question, answer) as a .csv or .jsonl.gz file; returns its path."""
-    path = str(path)
-    if path.endswith(".csv"):
-        lines = ["question,answer", *map(",".join, rows)]
-    else:
-        lines = [json.dumps(dict(question=question, answer=answer)) for question, answer in rows]
-    opener = gzip.open if path.endswith(".gz") else open
+def write(path, *rows):
+    """Writes a CSV file of rows "question,answer"; returns its path."""
+    opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "wt", encoding="utf-8") as f:
-        f.write("\n".join(lines) + "\n")
+        f.write("\n".join(["question,answer", *rows]))
     return path
 
 
-def texts(dataset, field):
-    symbols = dataset.task["symbols"]
-    return ["".join(map(symbols.__getitem__, row)) for row in getattr(dataset, field)]
+def rows_of(folder, split):
+    """Returns the rows of a dataset as they stood in its file."""
+    dataset = Dataset(folder, split)
+    pairs = zip(dataset.inputs, dataset.labels)
+    return [",".join(puzzles.text_of(dataset.task, tokens) for tokens in pair) for pair in pairs]
 
 
 def random_rows(n, cells=9, alphabet="123"):
-    """Returns n distinct questions with . for an empty cell, and their answers."""
+    """Returns n rows with different questions, where an empty cell is a dot."""
     rng = np.random.default_rng(0)
-    answers = {}
-    while len(answers) < n:
+    rows = {}
+    while len(rows) < n:
         answer = rng.choice(list(alphabet), cells)
-        question = np.where(rng.random(cells) < 0.5, answer, ".")
-        answers["".join(question)] = "".join(answer)
-    return list(answers.items())
+        question = "".join(np.where(rng.random(cells) < 0.5, answer, "."))
+        rows[question] = f"{question},{''.join(answer)}"
+    return list(rows.values())
 
 
-@pytest.mark.parametrize("ending", [".csv", ".jsonl.gz"])
+# Datasets
+
+@pytest.mark.parametrize("ending", ["csv", "csv.gz"])
 def test_datasets_hold_the_files_rows(ending, tmp_path):
     """Of several answers to a question, the first."""
-    rows = random_rows(30, cells=6, alphabet="áβ😀")
-    train = write(tmp_path / f"train{ending}", rows[:20] + [rows[0], (rows[1][0], "ββββββ")])
-    test = write(tmp_path / f"test{ending}", rows[20:])
-    flags = [f"--train_csv={train}", f"--test_csv={test}", "--grid=2x3", "--kind=mine", "--several_answers"]
-    path = prepare_rows(tmp_path / "x", *flags)
-    for split, expected in ("train", rows[:20]), ("test", rows[20:]):
-        dataset = Dataset(path, split)
-        assert dataset.task == {"kind": "mine", "grid": [2, 3], "symbols": "_.áβ😀"}
-        assert list(zip(texts(dataset, "inputs"), texts(dataset, "labels"))) == expected
+    rows = random_rows(30, 6, "áβ😀")
+    train = write(tmp_path / f"train.{ending}", *rows[:20], rows[0], rows[1][:7] + "ββββββ")
+    test = write(tmp_path / f"test.{ending}", *rows[20:])
+    flags = f"--train_csv={train} --test_csv={test} --grid=2x3 --kind=my --several_answers"
+    path = build(tmp_path / "x", flags)
+    assert rows_of(path, "train") == rows[:20] and rows_of(path, "test") == rows[20:]
+    assert Dataset(path, "test").task == {"kind": "my", "grid": [2, 3], "symbols": "_.áβ😀"}
 
 
 def test_held_out_puzzles_are_drawn_by_the_seed(tmp_path):
     rows = random_rows(60)
-    path = write(tmp_path / "all.csv", rows + rows[:2])
+    path = write(tmp_path / "all.csv", *rows, rows[0])
     drawn = []
     for seed in "01":
-        folder = prepare_rows(tmp_path / seed, f"--train_csv={path}", "--holdout=20", f"--seed={seed}")
-        train, test = [texts(Dataset(folder, split), "inputs") for split in ("train", "test")]
-        assert len(test) == 20 and sorted(train + test) == sorted(dict(rows))
-        drawn.append(test)
-    assert drawn[0] != drawn[1]
+        folder = build(tmp_path / seed, f"--train_csv={path} --holdout=20 --seed={seed}")
+        drawn.append(rows_of(folder, "test"))
+        assert sorted(drawn[-1] + rows_of(folder, "train")) == sorted(rows)
+    assert drawn[0] != drawn[1] and len(drawn[0]) == 20
 
 
-def test_copies_are_symmetric_and_never_test_puzzles(tmp_path):
+def test_copies_are_symmetric_and_never_test_puzzles(tmp_path, capsys):
     """Training puzzles that a symmetry turns into a test puzzle are left out."""
-    path = write(tmp_path / "all.csv", random_rows(400, alphabet="12"))
-    flags = [f"--train_csv={path}", "--holdout=100", "--dihedral"]
-    turns = puzzles.dihedral(3)
-    train = Dataset(prepare_rows(tmp_path / "turned", *flags), "train")
-    assert (train.inputs.reshape(-1, 8, 9) == train.inputs[::8][:, turns]).all()
+    path = write(tmp_path / "all.csv", *random_rows(400, 9, "12"))
+    folder = build(
+        tmp_path / "x", f"--train_csv={path} --holdout=100 --dihedral --permute_symbols=12 --num_aug=15")
+    train, test = [Dataset(folder, split) for split in ("train", "test")]
+    turns = dihedral(3)
+    seen = set(orbit_keys(train.inputs, turns, [2, 3]))
+    assert seen.isdisjoint(orbit_keys(test.inputs, turns, [2, 3]))
 
-    # with 1 and 2 exchanged, too
-    folder = prepare_rows(tmp_path / "x", *flags, "--permute_symbols=12", "--num_aug=15")
-    train = Dataset(folder, "train")
-    pairs = np.concatenate([train.inputs, train.labels], axis=1).reshape(-1, 16, 2, 9)
-    turned = np.stack([pairs[:, 0][..., turns[k % 8]] for k in range(16)], axis=1)
-    swapped = np.array([0, 1, 3, 2], dtype=np.uint8)[turned]
-    is_same = (pairs == turned).all(axis=(2, 3))
-    is_swapped = (pairs == swapped).all(axis=(2, 3))
-    assert (is_same | is_swapped).all() and is_same.any() and is_swapped.any()
-    seen = set(keys_of(np.concatenate([turned[:, :, 0], swapped[:, :, 0]]).reshape(-1, 9)))
-    assert seen.isdisjoint(keys_of(Dataset(folder, "test").inputs))
+    # questions are turned like their answers
+    pairs = np.concatenate([train.inputs, train.labels], axis=1)
+    keys = orbit_keys(pairs, np.concatenate([turns, turns + 9], axis=1), [2, 3])
+    assert keys[::16] == keys[5::16] == keys[15::16] and (pairs[::16] != pairs[5::16]).any()
+    left_out = 300 - len(pairs) // 16
+    assert f"a symmetry makes a test puzzle: {left_out}\n" in capsys.readouterr().out
 
 
 def test_cells_whose_answer_is_ignored_do_not_count(tmp_path):
-    rows = [(question, "?" + answer[1:]) for question, answer in random_rows(30)]
-    path = write(tmp_path / "all.csv", rows)
-    test = Dataset(prepare_rows(tmp_path / "x", f"--train_csv={path}", "--holdout=9", "--ignored=?"), "test")
-    assert test.task["symbols"] == "_.123"
+    path = write(tmp_path / "all.csv", *[row[:10] + "?" + row[11:] for row in random_rows(30)])
+    test = Dataset(build(tmp_path / "x", f"--train_csv={path} --holdout=9 --ignored=?"), "test")
     labels = test.test_batch(range(9), 9)["labels"]
-    assert (labels[:, 0] == IGNORE_LABEL).all() and (labels[:, 1:] > 1).all()
+    assert test.task["symbols"] == "_.123" and (labels[:, 0] == -100).all() and (labels[:, 1:] > 1).all()
 
 
-GOOD = [("1...", "1234"), ("2...", "2143")]
-TEST = ["--test_csv={good}", "--holdout=0"]
-MANY = [(chr(0x4e00 + i) * 4, chr(0x4e00 + i) * 4) for i in range(256)]
-WRONG = [  # rows of train.csv, flags, what the message names
-    (GOOD + [("1x..", "1234")], ["--symbols=.1234"], "train.csv:4: character 2 .* 'x'"),
-    (GOOD + [("1..", "1234")], [], "train.csv:4: the question has 3 characters, not 4"),
-    (GOOD + [("1...", "1243")], [], "train.csv:4.* another answer .*--several_answers"),
-    (GOOD, TEST, "good.csv:2: the question is in .*train.csv"),
-    ([], [], "train.csv:2: no puzzle"),
-    (GOOD, ["--grid=2x3"], "grid=2x3.* 4 characters"),
-    (MANY, [], "256 symbols.* 1 to 255"),
-    (GOOD + [("1\t..", "1234")], [], "symbols .* must be characters that can be printed"),
-    (GOOD, ["--permute_symbols=1-5"], "permute_symbols=1-5.* not in the"),
-    (GOOD, ["--grid=1x4", "--dihedral"], "grid=1x4 .* a square for --dihedral"),
-    (GOOD, ["--holdout=2"], "train.csv: no puzzle is left of 2"),
-    (GOOD, ["--train_csv=nowhere.csv"], "nowhere.csv: cannot be read"),
-    (GOOD, ["--kind=sudoku"], "symbols '_.1234' do not fit kind sudoku"),
-    ([("1..", "???"), ("2..", "???")], ["--ignored=?", "--grid=1x3"], "no cell that counts"),
-    ([("12", "12"), ("21", "21")], ["--grid=1x2", "--permute_symbols=12"],
-     "train.csv: no puzzle is left of 2.* symmetry"),
-]
+# Wrong input
+
+GOOD = "1...,1234\n2...,2143\n"
+MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
 
 
-@pytest.mark.parametrize("rows, flags, message", WRONG)
+@pytest.mark.parametrize("rows, flags, message", [
+    (GOOD + "1x..,1234", "--symbols=.1234", "train.csv:4: character 2 of the question is 'x'"),
+    (GOOD + "1..,1234", "", "train.csv:4: the question has 3 characters, not 4"),
+    (GOOD + "1...,1243", "", "train.csv:4.* another answer .*--several_answers"),
+    (GOOD + "1...,1234,5", "", "train.csv:4: must have question, answer"),
+    ("", "", "train.csv:2: no puzzle"),
+    (GOOD, "--grid=2x3", r"grid \[2, 3\] does not fit 4 cells"),
+    (GOOD, "--grid=1x4 --dihedral", "grid=1x4: .* a square for --dihedral"),
+    (MANY, "", "256 symbols.* 1 to 255"),
+    (GOOD, "--symbols=.12334", "symbols '_.12334' must be .* all different"),
+    (GOOD + "1\t..,1234", "", "symbols .* must be characters that can be printed"),
+    (GOOD, "--permute_symbols=1-5", "permute_symbols=1-5.* not in the"),
+    (GOOD, "--holdout=2", "train.csv: no puzzle is left of 2"),
+    (GOOD, "--holdout=0 --test_csv={path}", "train.csv: no puzzle is left of 2: each is in the test set"),
+    ("12,12\n21,21", "--grid=1x2 --permute_symbols=12", "no puzzle is left .* symmetry"),
+    (GOOD, "--holdout=0", "either --test_csv=FILE or --holdout=N"),
+    (GOOD, "--train_csv=nowhere.csv", "nowhere.csv: cannot be read"),
+    (GOOD, "--kind=sudoku", r"grid \[2, 2\] and symbols '_.1234' do not fit kind sudoku"),
+    ("1..,???\n2..,???", "--ignored=? --grid=1x3", "no cell that counts"),
+])
 def test_wrong_input_is_one_line_and_leaves_nothing(rows, flags, message, tmp_path):
     path = write(tmp_path / "train.csv", rows)
-    good = write(tmp_path / "good.csv", GOOD)
-    flags = [flag.format(good=good) for flag in flags]
     with pytest.raises(UserError, match=message):
-        prepare_rows(tmp_path / "x", f"--train_csv={path}", "--holdout=1", *flags)
-    assert sorted(os.listdir(tmp_path)) == ["good.csv", "train.csv"]
+        build(tmp_path / "x", f"--train_csv={path} --holdout=1 " + flags.format(path=path))
+    assert not list(tmp_path.glob("x*/"))
 
 
-@pytest.mark.parametrize("line", ['{"question": "1..."}', '{"question": "1...", "answer": 1234}', "1,2"])
-def test_wrong_json_lines(line, tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_text('{"question": "1...", "answer": "1234"}\n\n' + line)
-    with pytest.raises(UserError, match="train.jsonl:3: must have question, answer, as text"):
-        prepare_rows(tmp_path / "x", f"--train_csv={path}", "--holdout=1")
-
-
-# What write_dataset and Dataset refuse.
-
-LATIN = np.array([[(row + column) % 4 + 2 for row in range(4) for column in range(4)]])  # no boxes
-SUDOKU = {"kind": "sudoku", "grid": [4, 4], "symbols": " .1234"}
-
-
-@pytest.mark.parametrize("manifest, message", [
-    (SUDOKU, "breaks a rule of kind sudoku"),
-    (SUDOKU | {"symbols": " .1233"}, "all different"),
-])
-def test_what_write_dataset_refuses(manifest, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        write_dataset(str(tmp_path / "x"), {"train": (1, 1, [(np.ones_like(LATIN), LATIN)])}, 6, manifest)
-    assert os.listdir(tmp_path) == []
-
+# Rules
 
 @pytest.fixture
 def coloring(monkeypatch):
-    """examples/coloring.py, whose rules puzzles.py forgets after the test."""
-    monkeypatch.setattr(puzzles, "RULES", puzzles.RULES.copy())
+    """The names of examples/coloring.py, whose rules are forgotten after the test."""
+    monkeypatch.setattr(puzzles, "JUDGES", puzzles.JUDGES.copy())
     monkeypatch.setattr(puzzles, "SEVERAL_ANSWERS", set())
     monkeypatch.setattr(model.TRM, "is_solved", model.TRM.is_solved)
-    return SimpleNamespace(**runpy.run_path(os.path.join(ROOT, "examples", "coloring.py")))
+    return runpy.run_path(os.path.join(ROOT, "examples", "coloring.py"))
 
 
 COLORING = {"kind": "coloring", "grid": [4, 5], "symbols": "_.123"}
 CHECKED = "12312231233123112312"  # each cell's number is its diagonal's
-
-
-def colors(*texts):
-    return np.array([["_.123".index(symbol) for symbol in text] for text in texts])
+OTHER = CHECKED.translate(str.maketrans("23", "32"))
+ONE_GIVEN = "1" + "." * 19
 
 
 def test_any_right_answer_counts_where_a_kind_has_several(coloring):
-    questions = colors("1" + "." * 19).repeat(3, axis=0)
-    labels = colors(CHECKED).repeat(3, axis=0)
-    other = CHECKED.translate(str.maketrans("23", "32"))
-    answers = colors(CHECKED, other, CHECKED[:19] + "1")
-    correct = puzzles.is_correct(COLORING, questions, labels, answers)
-    assert correct["accuracy"].tolist() == [True, False, False]
-    assert correct["valid_accuracy"].tolist() == [True, True, False]
-    arrays = dict(inputs=questions, labels=labels, preds=answers, surest_preds=answers)
-    assert puzzles.count_correct(COLORING, arrays, [answers]) == {
-        "valid_accuracy": 2, "surest_accuracy": 1, "surest_valid_accuracy": 2}
-    solved = coloring.is_solved(torch.tensor(questions), torch.tensor(labels), torch.tensor(answers))
+    texts = [ONE_GIVEN] * 3 + [CHECKED] * 3 + [CHECKED, OTHER, CHECKED[:19] + "1"]
+    tokens = [[COLORING["symbols"].index(symbol) for symbol in text] for text in texts]
+    questions, labels, preds = np.reshape(tokens, (3, 3, 20))
+    assert puzzles.judge(COLORING, questions[:1], preds).solved.tolist() == [True, True, False]
+    solved = coloring["is_solved"](*map(torch.tensor, (questions, labels, preds)))
     assert solved.tolist() == [True, True, False]
+    arrays = dict(inputs=questions, labels=labels, preds=preds, surest_preds=preds[[0, 0, 2]])
+    assert puzzles.count_correct(COLORING, arrays, [preds, labels]) == {
+        "valid_accuracy": 2, "surest_valid_accuracy": 2, "surest_accuracy": 2, "any_accuracy": 3}
 
 
-def test_the_coloring_example_becomes_a_dataset(coloring, tmp_path):
-    """Whose writer checks the rules that the example adds."""
-    path = str(tmp_path / "c.csv")
-    coloring.make(path, 50)
-    flags = [f"--train_csv={path}", "--holdout=9", "--kind=coloring", "--grid=4x5"]
-    assert Dataset(prepare_rows(tmp_path / "x", *flags), "train").task == COLORING
-    wrong = write(tmp_path / "wrong.csv", [("1" + "." * 19, "1" * 20), ("2" + "." * 19, "23" * 10)])
-    with pytest.raises(UserError, match="breaks a rule of kind coloring"):
-        prepare_rows(tmp_path / "y", f"--train_csv={wrong}", "--holdout=1", "--symbols=.123", *flags[2:])
+def test_the_coloring_example_becomes_a_dataset_and_wrong_answers_are_named(coloring, tmp_path):
+    coloring["make"](tmp_path / "c.csv", 50)
+    flags = "--holdout=9 --kind=coloring --grid=4x5 --symbols=.123 --train_csv="
+    assert Dataset(build(tmp_path / "x", flags + f"{tmp_path}/c.csv"), "train").task == COLORING
+    wrong = write(tmp_path / "wrong.csv", f"{ONE_GIVEN},{CHECKED}", f"{ONE_GIVEN[::-1]},{CHECKED}")
+    with pytest.raises(UserError, match="wrong.csv:3: row 4, column 5 of the answer breaks a rule"):
+        build(tmp_path / "y", flags + str(wrong))
 
 
-def test_a_checkpoint_says_what_it_solves_whatever_its_sizes():
+def test_answers_to_kinds_without_rules_are_compared_with_the_labels():
     """Latin squares of 4x4 have the sizes of a Sudoku, and are none."""
-    import solve
     task = {"kind": "latin", "grid": [4, 4], "symbols": "_.1234"}
-    saved = solve.Saved("latin.pt", {"task": task}, None, {"seq_len": 16, "vocab_size": 6})
-    assert solve.task_of_model(saved) == task
-    latin = LATIN.astype(np.int64)
-    assert puzzles.is_correct(task, latin, latin, latin)["accuracy"].all()
+    answer = np.array([[2, 3, 4, 5, 3, 4, 5, 2, 4, 5, 2, 3, 5, 2, 3, 4]])
+    assert puzzles.judge(task, answer, answer) is None
+    arrays = dict(inputs=answer, labels=answer, preds=answer, surest_preds=answer)
+    assert puzzles.count_correct(task, arrays, [answer]) == {"surest_accuracy": 1}

@@ -10,6 +10,7 @@ from unittest import mock
 from helpers import CURRICULUM, ROOT, curve, run
 
 import configurator
+import data as data_module
 import train
 from optim import cycles_at, exploration
 
@@ -36,8 +37,8 @@ def test_exploration(data, tmp_path, monkeypatch):
     """A run explores with the probability of its step, and so does one that resumes."""
     constant = configurator.configure(train.__file__, ["--halt_exploration_prob=0.3"])
     assert exploration(constant, 7, 11) == 0.3
-    draws = mock.Mock(wraps=train.halting_draws)
-    monkeypatch.setattr(train, "halting_draws", draws)
+    draws = mock.Mock(wraps=data_module.halting_draws)
+    monkeypatch.setattr(data_module, "halting_draws", draws)
     for max_steps, init_from in ((2, "scratch"), (5, "resume")):
         run(data, tmp_path, *FLAGS, f"--max_steps={max_steps}", f"--init_from={init_from}")
     drawn = [(call.args[1], round(call.args[4], 6)) for call in draws.call_args_list]

@@ -1,8 +1,12 @@
-"""The files for SkyPilot and Kubernetes: their commands start train.py, and the JobSet fits its schema."""
+"""The files for other people's machines: SkyPilot, Kubernetes, and what a TPU host installs."""
+import glob
+import importlib.metadata
 import json
 import math
-import os
+import re
 import subprocess
+import sys
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -12,44 +16,63 @@ from helpers import ROOT
 import train
 from configurator import configure
 
+# As SkyPilot sets them on the second of two machines.
+ENVIRONMENT = dict(
+    BUCKET="gs://bucket", CONFIG="config/sudoku.py --lr=2e-4", RUN="study/x", DATA="data/x",
+    SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_RANK="1", SKYPILOT_NUM_GPUS_PER_NODE="8",
+    SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2")
 
-@pytest.mark.parametrize("file, program, words", [
-    ("sky.yaml", "torchrun", "--nnodes=2 --node-rank=1 --nproc-per-node=8 --master-addr=10.0.0.1 "
-                             "--master-port=29500"),
-    ("sky-tpu.yaml", "python", "-u")])
-def test_the_command_of_a_sky_file_is_one_that_train_accepts(tmp_path, file, program, words):
-    (tmp_path / program).write_text('#!/usr/bin/env bash\necho "$@"\n')
-    (tmp_path / program).chmod(0o755)
-    with open(os.path.join(ROOT, "scripts", file)) as f:
-        task = yaml.safe_load(f)
-    env = task["envs"] | dict(
-        BUCKET="gs://bucket", CONFIG="config/study/exp08a_ema_off.py --lr=2e-4", RUN="study/exp08a_ema_off",
-        SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_RANK="1", SKYPILOT_NUM_GPUS_PER_NODE="8",
-        SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2", PATH=f"{tmp_path}:{os.environ['PATH']}")
-    done = subprocess.run(["bash", "-c", task["run"]], env=env, capture_output=True, text=True, check=True)
-    before, _, arguments = done.stdout.partition(" train.py ")
-    assert before == words
+
+def read(name):
+    return Path(ROOT, name).read_text()
+
+
+@pytest.mark.parametrize("file, launcher", [
+    ("sky.yaml", "torchrun --nnodes=2 --node-rank=1 --nproc-per-node=8 --master-addr=10.0.0.1 "
+                 "--master-port=29500"),
+    ("sky-tpu.yaml", "python -u")])
+def test_the_command_of_a_sky_file_is_one_that_train_accepts(file, launcher):
+    command = yaml.safe_load(read(f"scripts/{file}"))["run"]
+    prepared = 'torchrun() { echo torchrun "$@"; }; python() { echo python "$@"; }; ' + command
+    output = subprocess.check_output(["bash", "-c", prepared], env=ENVIRONMENT, text=True)
+    before, _, arguments = output.partition(" train.py ")
+    assert before == launcher
     settings = configure(train.__file__, arguments.split())
     train.check_settings(settings)
-    assert settings.data_path == "gs://bucket/data/sudoku-extreme-1k-aug-1000" and settings.lr == 2e-4
-    assert settings.gcs_dir == "gs://bucket/study/exp08a_ema_off" and settings.init_from == "auto"
+    assert settings.data_path == "gs://bucket/data/x" and settings.gcs_dir == "gs://bucket/study/x"
+    assert settings.lr == 2e-4 and settings.init_from == "auto"
 
 
-def test_the_jobset_fits_the_published_schema():
-    with open(os.path.join(ROOT, "tests/data/jobset_schema.json")) as f:
-        schema = json.load(f)
-    with open(os.path.join(ROOT, "scripts/jobset.yaml")) as f:
-        jobset = yaml.safe_load(f)
-    jsonschema.validate(jobset, schema)
+def test_the_jobset_fits_the_published_schema_and_its_slice():
+    jobset = yaml.safe_load(read("scripts/jobset.yaml"))
+    jsonschema.validate(jobset, json.loads(read("tests/data/jobset_schema.json")))
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     pod = job["template"]["spec"]
-    [container] = pod["containers"]
-    on_exit = job["podFailurePolicy"]["rules"][0]["onExitCodes"]
-    assert (on_exit["values"], on_exit["containerName"]) == ([2], container["name"])
-    assert job["parallelism"] == job["completions"] and pod["restartPolicy"] == "Never"
-    chips = map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x"))
-    assert math.prod(chips) == job["parallelism"] * container["resources"]["limits"]["google.com/tpu"]
+    container = pod["containers"][0]
+    topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    assert math.prod(map(int, topology.split("x"))) == 4 * job["parallelism"] == 4 * job["completions"]
+    assert container["resources"]["limits"] == {"google.com/tpu": 4}
     configure(train.__file__, [*container["command"][3:], *container["args"]])
-    job["paralelism"] = 4
-    with pytest.raises(jsonschema.ValidationError, match="paralelism"):
-        jsonschema.validate(jobset, schema)
+
+
+def test_the_guides_loop_has_all_runs_of_the_study_and_their_datasets():
+    begin = re.search(r"data_path\(\).*?; do", read("docs/tpu.md"), re.S)[0]
+    loop = begin.replace("python", sys.executable) + " echo $file; done; data_path config/study/exp04b_2000*"
+    *files, data_path = subprocess.check_output(["bash", "-c", loop], cwd=ROOT, text=True).splitlines()
+    assert sorted(files) == sorted(glob.glob("config/study/*.py", root_dir=ROOT))
+    assert data_path == "data/sudoku-extreme-1k-aug-2000"
+
+
+@pytest.mark.xla
+def test_a_tpu_host_gets_the_libtpu_that_torch_xla_executes_with():
+    """docs/tpu.md has the version of the PJRT API of the pinned libtpu, and of the installed one."""
+    assert "torch_xla[tpu]==2.9.0" in read("requirements-tpu.txt")
+    assert 'libtpu==0.0.21; extra == "tpu"' in importlib.metadata.requires("torch_xla")
+    apis = dict(re.findall(r"^\| ([\d.]+).*?\| 0\.(\d+) \|", read("docs/tpu.md"), re.M))
+    assert apis["0.0.21"] == "75"
+    pytest.importorskip("libtpu")
+    # GetPjrtApi returns: size and extensions (64 bits each); the version's size, extensions, major and minor
+    code = ("import ctypes, libtpu; get = ctypes.CDLL(libtpu.get_library_path()).GetPjrtApi; "
+            "get.restype = ctypes.POINTER(ctypes.c_int32 * 10); print(get().contents[9])")
+    minor = subprocess.check_output([sys.executable, "-c", code], text=True).strip()
+    assert apis[importlib.metadata.version("libtpu")] == minor

@@ -4,7 +4,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from types import SimpleNamespace
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -12,146 +12,117 @@ import pytest
 import requests
 from helpers import stored, upload, wait_for
 
-import bench
 import bucket as bucket_module
-from bucket import Bucket, local_dataset, network_error
+from bucket import Bucket, local_dataset, network_error, try_again, without_password
 from configurator import TransientError, UserError
 from data import Dataset
 
 CONTENT = np.random.default_rng(0).bytes(1_500_000)
 
 
-def bucket(url="gs://bucket/run", timeout=10, **options):
-    target = Bucket(url, **options)
-    target.timeout = timeout
-    return target
+@pytest.fixture
+def bucket(front, at_once, monkeypatch):
+    """A bucket that waits half a second for an answer."""
+    monkeypatch.setattr(Bucket, "timeout", (10, 0.5))
+    return Bucket("gs://bucket/run", attempts=3)
 
 
 # Uploads, downloads, lists.
 
-CALLS = {
-    "write": lambda target, path: target.write("a", b"x"),
-    "list": lambda target, path: target.list(),
-    "download": lambda target, path: target.download("a", path),
-}
+@pytest.mark.parametrize("fault", [408, 429, 503, "reset", "short", "stall", "flip"])
+def test_an_upload_and_a_download_are_tried_again(bucket, front, emulator, fault):
+    front.script = [fault, fault]
+    bucket.write("a", CONTENT)
+    assert stored(emulator, "run/a") == CONTENT
+    front.script = [fault, fault]
+    assert bucket.read("a") == CONTENT and front.log == ["insert"] * 3 + ["media"] * 3
 
 
-@pytest.mark.parametrize("call, fault, requests, message", [
-    ("write", 503, 4, "status 503 .*a fault"),
-    ("write", "stall", 4, "Read timed out"),
-    ("write", "flip", 2, "the upload arrived damaged"),
-    ("download", "flip", 4, "the download arrived damaged"),
-    ("list", 302, 2, "status 302"),  # as a proxy's or a hotel's
-    ("list", b"<html>hello</html>", 2, "not the answer of a bucket"),
-    ("write", 403, 2, "status 403 .*a fault"),
-    ("download", 404, 2, "status 404 .*a fault"),
+@pytest.mark.parametrize("fault, attempts, error, message", [
+    (503, 3, TransientError, "status 503 a fault"),
+    ("stall", 3, TransientError, "ReadTimeout: Read timed out"),
+    ("flip", 3, TransientError, "the upload arrived damaged"),
+    (b"<html>hello</html>", 3, TransientError, "not the answer of a bucket"),
+    (302, 1, UserError, "status 302"),  # as a proxy's or a hotel's
+    (403, 1, UserError, "status 403 .*give the account the role Storage Object Admin"),
+    (404, 1, UserError, "status 404 "),
 ])
-def test_calls_give_up(front, at_once, tmp_path, call, fault, requests, message):
-    """What a bucket refuses is the user's error, and not tried again."""
-    bucket().write("a", b"x")
-    front.script = [fault] * 50
-    error = UserError if fault in (403, 404) else TransientError
-    with pytest.raises(error, match=rf"^gs://bucket/run\S*: .*{message}"):
-        CALLS[call](bucket(timeout=0.1, patient=False), str(tmp_path / "file"))
-    assert len(front.log) == requests and not os.listdir(tmp_path)
+def test_what_a_bucket_refuses_is_the_users_error_and_not_tried_again(
+        bucket, front, fault, attempts, error, message):
+    front.script = [fault] * 9
+    with pytest.raises(error, match=f"^gs://bucket/run/a: {message}"):
+        bucket.write("a", b"x")
+    assert len(front.log) == attempts
 
 
-@pytest.mark.parametrize("script, ranges", [
-    (["reset", "stall"], [None, "resumed", "resumed"]),
-    (["reset"] * 7, [None] + ["resumed"] * 7),  # each receives something
-    (["short", "wrong start"], [None, "resumed", None]),
-    (["short", 416], [None, "resumed", None]),  # only the end of the last chunk was missing
-    (["short", "flip"], [None, "resumed", None]),
-    ([503], [None] * 2),
-])
-def test_downloads_go_on_where_they_broke_off(front, at_once, script, ranges):
-    target = bucket(timeout=0.5)
-    target.write("a", CONTENT)
-    front.script, front.log[:] = list(script), []
-    assert target.read("a") == CONTENT
-    assert [span and "resumed" for _, span in front.log] == ranges
-
-
-@pytest.mark.parametrize("etag, replaced", [
-    (None, b"shorter"),
-    (None, CONTENT[::-1]),  # its hash is another one
-    ("first", CONTENT[::-1]),  # as on the hub, which states no hash
-])
-def test_an_object_that_is_replaced_during_a_download(front, at_once, etag, replaced):
-    bucket().write("a", CONTENT)
-
-    def replace():
-        front.etag = etag and "second"
-        bucket().write("a", replaced)
-
-    front.etag, front.script = etag, ["short", replace]
-    assert bucket().read("a") == replaced
-
-
-def test_an_upload_over_a_slow_network_has_time(front, emulator, at_once):
-    """The network takes 300 kB at once and half a second to pass them on."""
-    front.script = ["slow"] * 9
-    bucket(timeout=0.1).write("a", CONTENT[:300_000])
-    assert stored(emulator, "run/a") == CONTENT[:300_000] and len(front.log) == 1
-
-
-def test_a_list_of_two_pages():
-    target = bucket()
-    pages = [{"items": [{"name": "run/a", "size": "1"}], "nextPageToken": "t"},
-             {"items": [{"name": "run/b", "size": "2"}]}]
-    target._json = mock.Mock(side_effect=pages)
-    assert target.list() == {"a": 1, "b": 2}
-    assert target._json.call_args.kwargs["params"]["pageToken"] == "t"
-
-
-def test_list_read_delete(front):
-    target = bucket()
+def test_list_read_delete(bucket, tmp_path):
     names = ["ckpt_00000001.json", "sub/deep", "ü #?%2F.txt"]
     for name in names:
-        target.write(name, name.encode())
-        assert target.read(name) == name.encode()
-    bucket("gs://bucket/run2").write("other", b"x")
-    assert target.list() == {name: len(name.encode()) for name in names}
-    for _ in range(2):  # what is gone can be deleted
-        target.delete("sub/deep")
-    assert "sub/deep" not in target.list() and target.read("sub/deep") is None
+        bucket.write(name, name.encode())
+        assert bucket.read(name) == name.encode()
+    Bucket("gs://bucket/run2").write("other", b"x")
+    assert sorted(bucket.list()) == sorted(names)
+    for _ in range(2):  # what is gone can be deleted, and read as nothing
+        bucket.delete("sub/deep")
+    assert "sub/deep" not in bucket.list() and bucket.read("sub/deep") is None
+    bucket.download("sub/deep", str(tmp_path / "file"))
+    assert os.listdir(tmp_path) == []
 
 
-# Tokens.
+def test_a_list_of_two_pages(bucket):
+    pages = [{"items": [{"name": "run/a"}], "nextPageToken": "t"}, {"items": [{"name": "run/b"}]}]
+    bucket._request = mock.Mock(side_effect=pages)
+    assert bucket.list() == ["a", "b"]
+    assert bucket._request.call_args.kwargs["params"]["pageToken"] == "t"
+
+
+def test_the_check_needs_the_rights_that_a_run_needs(bucket, front):
+    bucket.check()
+    front.denied = ("insert", "DELETE")
+    bucket.check(write=False)
+    for denied in ("list", "insert", "DELETE"):
+        front.denied = (denied,)
+        with pytest.raises(UserError, match="status 403 "):
+            bucket.check()
+
+
+@pytest.mark.parametrize("url", ["gs://", "gs://Bucket/a", "s3://bucket", "bucket/a"])
+def test_an_address_that_is_none(url):
+    with pytest.raises(UserError, match="is not an address in a bucket: write gs://bucket/folder"):
+        Bucket(url)
+
+
+# Tokens and passwords.
 
 @pytest.fixture
-def cloud_bucket(front, monkeypatch):
+def cloud_bucket(bucket, front, monkeypatch):
     """A bucket that needs the token secret, as the real service does; the environment has none."""
     monkeypatch.delenv("CLOUDSDK_AUTH_ACCESS_TOKEN", raising=False)
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST")
     bucket_module.access_token.cache_clear()
     front.token = "secret"
-    target = bucket()
-    target.emulator = ""
-    return target
+    return bucket
 
 
-def test_tokens_of_a_vm(front, cloud_bucket, monkeypatch):
-    """One for many requests, and a fresh one before it expires."""
+def test_a_vm_asks_for_a_token_once_and_again_before_it_expires(cloud_bucket, front, monkeypatch):
     answer = mock.Mock(json=lambda: {"access_token": front.token})
     get = mock.Mock(return_value=answer)
     monkeypatch.setattr(requests, "get", get)
     clock = mock.Mock(return_value=1000)
     monkeypatch.setattr(bucket_module.time, "monotonic", clock)
-    cloud_bucket.write("a", b"x")
-    cloud_bucket.write("a", b"x")
-    assert get.call_count == 1 and get.call_args.kwargs["headers"] == {"Metadata-Flavor": "Google"}
-    clock.return_value = 1200
-    front.token = "secret-2"
-    cloud_bucket.write("a", b"x")
-    assert get.call_count == 2
-    front.token = "another"
-    with pytest.raises(UserError, match="status 401.*log in") as e:
+    for time, token in ((1000, "secret"), (1199, "secret"), (1200, "secret-2")):
+        clock.return_value, front.token = time, token
         cloud_bucket.write("a", b"x")
-    assert "***" in str(e.value) and "secret" not in str(e.value)  # the front's answer holds the token
+    assert get.call_count == 2 and get.call_args.kwargs["headers"] == {"Metadata-Flavor": "Google"}
+    front.token = "another"
+    with pytest.raises(UserError, match="status 401 a fault, .*log in") as e:
+        cloud_bucket.write("a", b"x")
+    assert "secret" not in str(e.value)  # although the answer holds it
 
 
-def test_tokens_outside_google_cloud(cloud_bucket, monkeypatch, tmp_path):
-    """From gcloud, or from the environment; a warning may come before them."""
+def test_outside_google_cloud_a_token_comes_from_gcloud_or_the_environment(
+        cloud_bucket, monkeypatch, tmp_path):
+    """A warning may come before it."""
     with socket.create_server(("127.0.0.1", 0)) as nothing:
         monkeypatch.setattr(bucket_module, "METADATA_TOKEN", f"http://127.0.0.1:{nothing.getsockname()[1]}")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -170,28 +141,12 @@ def test_tokens_outside_google_cloud(cloud_bucket, monkeypatch, tmp_path):
 def test_no_password_is_printed(monkeypatch, capsys):
     monkeypatch.setattr(bucket_module.time, "sleep", lambda seconds: None)
     hub = "http://user:secret@127.0.0.1:1"  # nothing listens there
-    with pytest.raises(requests.ConnectionError) as e:
-        bucket_module.session(hub, 3).get(hub)
+    with pytest.raises(TransientError) as e:
+        try_again(lambda: requests.get(hub), without_password(hub), 3)
     error = requests.exceptions.InvalidURL("Failed to parse: https://user:secret@hub:x")
     printed = capsys.readouterr().err
-    assert "http://127.0.0.1:1: NewConnectionError: [Errno 111] Connection refused; trying again" in printed
-    assert "secret" not in f"{printed} {network_error(e.value)} {network_error(error)}"
-
-
-# The check at the start, and addresses.
-
-def test_the_check_needs_the_rights_that_a_run_needs(front):
-    bucket().check()
-    assert bucket("gs://bucket").list() == {}
-    front.denied = ("insert", "DELETE")
-    bucket().check(write=False)
-    for denied in ("list", "insert", "DELETE"):
-        front.denied = (denied,)
-        with pytest.raises(UserError, match="status 403 .* give the account the role Storage Object Admin"):
-            bucket().check()
-    for url in ("gs://", "gs://Bucket/a", "s3://bucket", "bucket/a"):
-        with pytest.raises(UserError, match="is not an address in a bucket"):
-            Bucket(url)
+    assert "http://127.0.0.1:1: ConnectionError: [Errno 111] Connection refused; trying again" in printed
+    assert "secret" not in f"{printed} {e.value} {network_error(error)}"
 
 
 # Datasets.
@@ -212,32 +167,31 @@ def uploaded(front, random_puzzles, tmp_path, monkeypatch):
 
 def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
     command = [sys.executable, "-c", f"import bucket; print(bucket.local_dataset('{URL}'))"]
+    start = partial(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)
     front.script = [None] * 4 + ["stall"]
-    killed = subprocess.Popen(command)
+    killed = start()
     wait_for(lambda: len(front.log) == 5)
     killed.kill()
-    killed.wait()
+    killed.communicate()
     assert not os.path.exists("data/small")
-    front.log[:] = []
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [process.communicate(timeout=60)[0].split()[-1] for process in processes] == ["data/small"] * 2
+    printed = [process.communicate(timeout=60)[0] for process in (start(), start())]
+    assert sorted(text.count("downloading") for text in printed) == [0, 1]
+    assert sorted(os.listdir("data")) == ["small", "small.lock"]
     assert Dataset("data/small", "test").sha256 == Dataset(uploaded, "train").sha256
-    assert len(front.log) == 13 + 3  # each file once; and the manifest, which each process reads
-    assert os.listdir("data") == ["small"]
 
 
-def test_a_dataset_that_exists_is_not_replaced_by_another_one(front, uploaded):
+def test_a_dataset_that_exists_is_not_replaced_by_another_one(front, uploaded, data):
     assert local_dataset("/a/gs://") == "/a/gs://"
     shutil.copytree(uploaded, "data/small")
-    assert local_dataset(URL) == "data/small" and front.log == [("media", None)]
+    assert local_dataset(URL) == "data/small" and front.log == ["media"]  # the manifest
     shutil.rmtree("data/small")
-    os.rename(bench.dataset_path(SimpleNamespace(data_path="6x6"), "data")[0], "data/small")
+    shutil.copytree(data, "data/small")
     with pytest.raises(UserError, match=f"^data/small holds another dataset than {URL}: move it away"):
         local_dataset(URL)
 
 
 def test_a_damaged_dataset_in_the_bucket_is_named(uploaded):
-    remote = bucket(URL)
+    remote = Bucket(URL)
     name = "train/all__inputs.npy"
     remote.write(name, remote.read(name)[:-1] + b"\0")
     with pytest.raises(UserError, match=f"^data/small.part/{name} is missing or does not match"):

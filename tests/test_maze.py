@@ -1,5 +1,4 @@
 """Mazes: generated ones, answers and copies, CSV files and the hub, path metrics, and train.py on mazes."""
-import functools
 import os
 
 import numpy as np
@@ -10,9 +9,9 @@ import prepare_maze
 from data import Dataset
 
 # isort: off
-from puzzles import GOAL, OPEN, PATH, START, WALL, dihedral, path_metrics, solve_mazes, text_of
-
-prepare_mazes = functools.partial(prepare, script=prepare_maze)
+from puzzles import maze_task, text_of
+from puzzles.maze import GOAL, OPEN, PATH, START, WALL, maze_copies, path_metrics, solve_mazes
+from puzzles.symmetries import dihedral
 
 
 def tokens(*grids):
@@ -22,30 +21,34 @@ def tokens(*grids):
 
 
 def write_mazes(path, mazes):
-    task = prepare_maze.maze_task(6)
-    rows = [("me", text_of(task, question), text_of(task, answer), "?") for question, answer in zip(*mazes)]
-    return write_csv(path, rows)
+    texts = [[text_of(maze_task(6), tokens) for tokens in pair] for pair in mazes.swapaxes(0, 1)]
+    return write_csv(path, [("me", question, answer, "?") for question, answer in texts])
 
 
-DOWN_LEFT_RIGHT_UP = np.array([(1, 0), (0, -1), (0, 1), (-1, 0)])
+def plain_answer(maze):
+    """Solves a maze [rows, columns] with walls around it; returns the answer and the steps of its path."""
+    [goal], [start] = [list(map(tuple, np.argwhere(maze == token))) for token in (GOAL, START)]
+    steps = {goal: 0}
+    cells = [goal]
+    for row, column in cells:
+        for cell in (row + 1, column), (row, column - 1), (row, column + 1), (row - 1, column):
+            if maze[cell] != WALL and cell not in steps:
+                steps[cell] = steps[row, column] + 1
+                cells.append(cell)
+
+    # down, left, right or up to a cell that is nearer to the goal
+    answer = maze.copy()
+    row, column = start
+    for left in range(steps.get(start, 0) - 1, 0, -1):
+        neighbours = (row + 1, column), (row, column - 1), (row, column + 1), (row - 1, column)
+        row, column = next(cell for cell in neighbours if steps.get(cell) == left)
+        answer[row, column] = PATH
+    return answer, steps.get(start, 0)
 
 
-def steps_to_goal(grid):
-    """Returns the steps from each cell to the goal, -1 where no way leads there, by a plain search."""
-    steps = np.full_like(grid, -1, dtype=int)
-    reached = grid == GOAL
-    length = 0
-    while reached.any():
-        steps[reached] = length
-        length += 1
-        near = [np.roll(reached, move, axis=(0, 1)) for move in DOWN_LEFT_RIGHT_UP]
-        reached = np.any(near, axis=0) & (grid != WALL) & (steps < 0)
-    return steps
+# The solver and the generator
 
-
-# The solver and the generator.
-
-@pytest.mark.parametrize("size, n", [(2, 300), (5, 300), (33, 6), (64, 6)])
+@pytest.mark.parametrize("size, n", [(2, 300), (5, 300), (33, 6), (70, 3)])
 def test_answers_are_shortest_paths_that_prefer_down_left_right_up(size, n):
     rng = np.random.default_rng(size)
     questions = np.where(rng.random((n, size * size)) < 0.35, WALL, OPEN).astype(np.uint8)
@@ -54,15 +57,9 @@ def test_answers_are_shortest_paths_that_prefer_down_left_right_up(size, n):
     answers, lengths = solve_mazes(questions, size)
     assert (lengths > 0).any()
     for question, answer, length in zip(questions, answers, lengths):
-        expected = np.pad(question.reshape(size, size), 1, constant_values=WALL)
-        steps = steps_to_goal(expected)
-        position = np.argwhere(expected == START)[0]
-        assert length == max(steps[tuple(position)], 0)
-        for steps_left in range(length - 1, 0, -1):
-            cells = position + DOWN_LEFT_RIGHT_UP
-            position = cells[np.argmax(steps[tuple(cells.T)] == steps_left)]
-            expected[tuple(position)] = PATH
-        assert (answer.reshape(size, size) == expected[1:-1, 1:-1]).all()
+        with_walls = np.pad(question.reshape(size, size), 1, constant_values=WALL)
+        expected, expected_length = plain_answer(with_walls)
+        assert length == expected_length and (answer == expected[1:-1, 1:-1].ravel()).all()
 
 
 @pytest.mark.parametrize("size, min_path, n", [(30, 111, 10), (8, 12, 200)])
@@ -75,44 +72,43 @@ def test_generated_mazes_are_hard_and_distinct(size, min_path, n):
     assert len(np.unique(turned, axis=0)) == 8 * n
 
 
-# Datasets.
+# Datasets
 
 def test_the_copies_of_a_maze_are_its_8_turns_each_solved_by_the_rule(tmp_path):
-    path = prepare_mazes(tmp_path / "x", source="generate", size=7, min_path=9, num_train=40, num_test=30)
+    path = prepare(
+        tmp_path / "x", prepare_maze, source="generate", size=7, min_path=9, num_train=40, num_test=30)
     train = Dataset(path, "train")
     assert (train.labels == solve_mazes(train.inputs, 7)[0]).all()
     assert (np.diff(train.group_indices) == 8).all()
-    copies = []  # in the official builder's order
-    for grid in train.inputs[::8].reshape(-1, 7, 7):
-        copies += [grid, np.rot90(grid), np.rot90(grid, 2), np.rot90(grid, 3)]
-        copies += [np.fliplr(grid), np.flipud(grid), grid.T, np.fliplr(np.rot90(grid))]
-    assert (train.inputs == np.array(copies).reshape(-1, 49)).all()
+    grid = train.inputs[0].reshape(7, 7)
+    turns = [  # in the official builder's order
+        grid, np.rot90(grid), np.rot90(grid, 2), np.rot90(grid, 3), np.fliplr(grid), np.flipud(grid), grid.T,
+        np.rot90(grid.T, 2)]
+    assert (train.inputs[:8].reshape(8, 7, 7) == turns).all()
 
 
 def test_answers_that_do_not_follow_the_rule_are_turned_with_their_mazes():
     questions = tokens("S../.../..G", "S../.../..G")
     answers = tokens("S../o../ooG", "Soo/..o/..G")  # by the rule, and another one
-    (inputs, labels), = prepare_maze.augmented(questions, answers, 3, True)
-    copies = dihedral(3)
-    assert (inputs == questions[0][np.tile(copies, (2, 1))]).all()
-    assert (labels[:8] == solve_mazes(inputs[:8], 3)[0]).all()
-    assert (labels[8:] == answers[1][copies]).all()
+    inputs, labels = maze_copies(np.stack([questions, answers]), 8)
+    assert (inputs == questions[:, dihedral(3)]).all()
+    assert (labels[0] == solve_mazes(inputs[0], 3)[0]).all()
+    assert (labels[1] == answers[1][dihedral(3)]).all()
 
 
-# CSV files.
-
-def test_rows_that_are_repeated_or_in_the_test_set_are_dropped_turned_or_not(tmp_path):
+def test_rows_that_are_repeated_or_in_the_test_set_are_dropped_turned_or_not(tmp_path, capsys):
     mazes = prepare_maze.generate(6, 20, 0, 6)
     turned = mazes[:, :, dihedral(6)[3]]
     test = write_mazes(tmp_path / "test.csv", mazes[:, 15:])
-    chosen = [mazes[:, :12], mazes[:, 16:17], turned[:, 17:18], mazes[:, 3:4], turned[:, 4:5]]
-    train = write_mazes(tmp_path / "train.csv", np.concatenate(chosen, axis=1))
-    path = prepare_mazes(tmp_path / "x", train_csv=train, test_csv=test, aug=False)
+    more = turned[:, [3, 4, 16, 17]]
+    train = write_mazes(tmp_path / "train.csv", np.concatenate([mazes[:, :12], more], axis=1))
+    path = prepare(tmp_path / "x", prepare_maze, train_csv=train, test_csv=test, aug=False)
     assert (Dataset(path, "train").inputs == mazes[0, :12]).all()
     assert (Dataset(path, "test").labels == mazes[1, 15:]).all()
+    assert "the test set has them: 2\nleft out, since they are repeated: 2\n" in capsys.readouterr().out
 
 
-# Metrics.
+# Metrics
 
 MAZE = "S..../.##../...../.##../....G", "S..../o##../o..../o##../ooooG"  # and its shortest path
 ANSWERS = {  # to MAZE: whether it is valid and optimal
@@ -133,32 +129,27 @@ def test_path_metrics():
     question, label = tokens(*MAZE)
     answers = tokens(*ANSWERS)
     for turn in dihedral(5):
-        copies = [np.tile(array[turn], (len(answers), 1)) for array in (question, label)]
-        valid, optimal = path_metrics(*copies, answers[:, turn], 5)
+        valid, optimal = path_metrics(question[None, turn], label[None, turn], answers[:, turn])
         assert list(zip(valid, optimal)) == list(ANSWERS.values())
 
-
-# train.py.
 
 def test_the_logged_metrics_are_those_of_the_saved_answers(tmp_path):
     flags = ["--hidden_size=16", "--mlp_t=False", "--pos_encodings=rope", "--puzzle_emb_ndim=0",
              "--ema=False", "--L_layers=1", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2",
              "--lr=1e-2", "--max_steps=80"]
-    path = prepare_mazes(tmp_path / "maze", source="generate", size=4, min_path=1, num_train=60, num_test=49)
+    path = prepare(
+        tmp_path / "maze", prepare_maze, source="generate", size=4, min_path=1, num_train=60, num_test=49)
     out = tmp_path / "out"
     run(path, out, *flags, "--eval_save_outputs=inputs,labels,preds,")
-    final = lines(out)[-1]
     saved = np.load(out / "eval_00000080.npz")
-    metrics = path_metrics(saved["inputs"], saved["labels"], saved["preds"], 4)
-    valid, optimal = (np.mean(values) for values in metrics)
-    assert final["eval/puzzles"] == 49
-    assert final["eval/path_valid"] == pytest.approx(valid)
-    assert final["eval/path_optimal"] == pytest.approx(optimal)
+    shares = [np.mean(metric) for metric in path_metrics(saved["inputs"], saved["labels"], saved["preds"])]
+    final = lines(out)[-1]
+    assert [final["eval/path_valid"], final["eval/path_optimal"]] == pytest.approx(shares)
     assert 0 < final["eval/exact_accuracy"] <= final["eval/path_optimal"] <= final["eval/path_valid"]
 
     # with 49 puzzles on 2 ranks in batches of 8, one rank has a puzzle in the last round and the other none
     argv = command(path, out, *flags, "--init_from=resume", "--eval_only")[2:]
     ranks = [TrainProcess(argv, env=os.environ | environment) for environment in hosts(2)]
     texts = [rank.communicate()[0] for rank in ranks]
-    line = f"path_valid {valid:.4f} path_optimal {optimal:.4f}"
+    line = "path_valid {:.4f} path_optimal {:.4f}".format(*shares)
     assert [text.count(line) for text in texts] == [1, 0], texts

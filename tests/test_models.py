@@ -19,12 +19,13 @@ def test_model_does_what_its_card_says(name):
     path = os.path.join(ROOT, "models", f"{name}.pt")
     with open(os.path.join(ROOT, "models", f"{name}.md"), encoding="utf-8") as f:
         card = " ".join(f.read().split())
-    saved = torch.load(path, weights_only=True)
-    assert os.path.getsize(path) <= 1_000_000 and saved["data"] in card
-    configure(train.__file__, shlex.split(saved["command"])[2:])  # its command still has settings of train.py
+    model = TRM.load(path)
+    assert os.path.getsize(path) <= 1_000_000 and model.data in card
+    command = torch.load(path, weights_only=True)["command"]
+    configure(train.__file__, shlex.split(command)[2:])  # its command still has settings of train.py
     solved, steps = map(int, re.search(r"(\d+) of the 100 puzzles in the file in (\d+) steps", card).groups())
-    answers, _ = TRM.load(path).solve(saved["puzzles"]["inputs"], steps)
-    right = (answers == saved["puzzles"]["labels"]).all(dim=1)
+    answers, _ = model.solve(model.puzzles["inputs"], steps)
+    right = (answers == model.puzzles["labels"]).all(dim=1)
     # The card has the count of one processor. Rounding on another may turn a puzzle whose answer still
     # changes at the last step. Other answers have settled before.
     assert len(right) == 100 and abs(right.sum() - solved) <= 2

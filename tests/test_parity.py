@@ -20,9 +20,9 @@ from helpers import ROOT
 
 import configurator
 import train
-from evaluate import split
+from device import Device
 from model import LOSS_TERMS, METRICS, TRM, TRMConfig
-from optim import flatten, rates, unflatten
+from optim import rates
 
 FILES = sorted(glob.glob(os.environ.get("TRM_GOLDEN") or f"{ROOT}/tests/golden/*_steps.npz"))
 LIMIT = 1e-4
@@ -61,7 +61,7 @@ class Replay:
     def train(self, k):
         run = self.run
         self.load_state(k)
-        weights = unflatten(run.state["weights"].to("cpu", copy=True), run.shapes)
+        weights = {name: w.to("cpu", copy=True) for name, w in run.state["weights"].items()}
         batch = self.batch(k) | dict(min_halt_steps=np.zeros(run.batch_size, np.int32))
         step_rates = rates(run.settings, k, self.total_steps)
         step_rates = {name: np.float32([rate]) for name, rate in step_rates.items()}
@@ -72,23 +72,28 @@ class Replay:
 
     def load_state(self, k):
         """Gives the run the official state before step k."""
-        state = {}
-        for name in ("weights", "ema", "m", "v"):
-            arrays = [self.golden[f"{name}/{OFFICIAL}{weight}"][k] for weight in self.run.shapes]
-            state[name] = flatten(map(torch.from_numpy, arrays))
-        state["optimizer"] = dict(m=state.pop("m"), v=state.pop("v"))
-        state["puzzle_emb"] = self.golden["weights/" + PUZZLE_EMB][k]
-        state["carry"] = self.carry_before("carry/", k)
-        self.run.state |= self.run.device.put(state)
+        def by_name(kind):
+            names = self.run.state["weights"]
+            return {name: self.golden[f"{kind}/{OFFICIAL}{name}"][k].copy() for name in names}
+
+        m, v = by_name("m"), by_name("v")
+        self.run.state |= self.run.device.put(dict(
+            weights=by_name("weights"),
+            ema=by_name("ema"),
+            optimizer={name: dict(m=m[name], v=v[name]) for name in m},
+            puzzle_emb=self.golden["weights/" + PUZZLE_EMB][k].copy(),
+            carry=self.carry_before("carry/", k),
+        ))
 
     def read_state(self, weights):
         """Returns all that a training step computed; weights: before its update, for the logits."""
         run = self.run
         saved = run.state_dict(0)
         values = {}
-        for kind, tensors in (saved | saved["optimizer"]).items():
-            if kind in ("weights", "ema", "m", "v"):
-                values |= {f"{kind}/{OFFICIAL}{name}": t.numpy().copy() for name, t in tensors.items()}
+        for kind in "weights", "ema":
+            values |= {f"{kind}/{OFFICIAL}{name}": t.numpy().copy() for name, t in saved[kind].items()}
+        for name, moments in saved["optimizer"].items():
+            values |= {f"{kind}/{OFFICIAL}{name}": t.numpy().copy() for kind, t in moments.items()}
         sums = run.read_sums()
         values |= {"metric/" + name: np.float64(sums[name]) for name in SUMS}
         values |= carry_after(run.state, "carry/")
@@ -102,7 +107,7 @@ class Replay:
         """Returns what step k of an evaluation computes from the official carry before it."""
         evaluator = self.run.evaluator
         state = evaluator.new_state()
-        state["carry"] |= self.run.device.put(self.carry_before("eval/carry/", k))
+        state["carry"] = self.run.device.put(self.carry_before("eval/carry/", k))
         results = evaluator.program(state, evaluator.inputs(*self.run.eval_weights(), self.batch(0), None))
         results = {name: t.cpu().numpy() for name, t in results.items()}
         ranks = self.run.device.all_gather({name: results[name].sum() for name in SUMS})
@@ -114,12 +119,14 @@ class Replay:
         return {name: t[k][self.rows] for name, t in named(self.golden, "batch/").items()}
 
     def carry_before(self, prefix, k):
-        carry = {name: torch.from_numpy(t[k][self.rows]) for name, t in named(self.golden, prefix).items()}
-        return split(carry, self.run.settings.micro_batch_size)
+        carry = {name: t[k][self.rows].copy() for name, t in named(self.golden, prefix).items()}
+        return dict(state={name: carry.pop(name) for name in ("z_H", "z_L")}, **carry)
 
 
 def carry_after(state, prefix):
-    return {prefix + name: t.cpu().flatten(0, 1).numpy().copy() for name, t in state["carry"].items()}
+    carry = dict(state["carry"])
+    carry |= carry.pop("state")
+    return {prefix + name: t.cpu().numpy().copy() for name, t in carry.items()}
 
 
 def named(golden, prefix):
@@ -214,6 +221,8 @@ def xla_replay(rank, path, folder, options):
 @each_file
 def test_the_step_is_one_graph_for_torch_compile(path, monkeypatch):
     """The step that device=cuda compiles, captured whole and differentiated, without code generation."""
-    whole = torch.compile(train.supervision_step, dynamic=False, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(train, "supervision_step", whole)
+    def compiled(step):
+        return torch.compile(step, dynamic=False, fullgraph=True, backend="aot_eager")
+
+    monkeypatch.setattr(Device, "compile", lambda self, step: compiled(step))
     compare(path, Replay(path, "cpu").steps(1))

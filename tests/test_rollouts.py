@@ -12,7 +12,8 @@ import torch
 import configurator
 import evaluate
 import train
-from checkpoint import load_weights, newest_checkpoint
+from checkpoint import load_weights, newest_whole, read_checkpoint
+from data import Dataset
 from device import open_device
 from evaluate import Evaluator, noise_keys, normal_noise, weights_of
 
@@ -40,9 +41,9 @@ def trained(data, tmp_path_factory):
 
 def new_evaluator(data, trained, *flags):
     settings = configured(data, trained, *flags)
-    test = train.Dataset(data, "test")
+    test = Dataset(data, "test")
     model = train.new_model(settings, **{name: getattr(test, name) for name in train.SIZES})
-    load_weights(model, newest_checkpoint(trained, print)["weights"], trained)
+    load_weights(model, read_checkpoint(newest_whole(trained))["weights"], trained)
     return Evaluator(settings, model, open_device("cpu", settings), settings.global_batch_size), test
 
 
@@ -127,7 +128,7 @@ def test_the_answers_do_not_depend_on_the_batch(data, trained, size):
 
 def test_best_pt_is_the_first_with_the_highest_exact_accuracy(data, tmp_path, monkeypatch):
     made_up = iter([0.1, 0.5, 0.4, 0.5, 0.9])  # the last is the final evaluation
-    monkeypatch.setattr(train, "evaluate", lambda *_: {
+    monkeypatch.setattr(evaluate, "evaluate", lambda *_: {
         "eval/exact_accuracy": next(made_up), "eval/loss": 0.0, "eval/puzzles": N})
     train.replica(configured(data, tmp_path, "--max_steps=20", "--eval_interval=1"), "cpu")
     best = json.loads((tmp_path / "best.json").read_text())

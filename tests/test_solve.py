@@ -1,73 +1,85 @@
-"""scripts/solve.py and puzzles.py: on a small model of 4x4 Sudoku that is trained here, and on mazes."""
+"""scripts/solve.py, on small models of 4x4 Sudoku, of 6x6 mazes and of a puzzle without rules."""
 import csv
 import io
 import os
 import pickle
 import re
-import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
+import play
 import pytest
 import solve
 import torch
-from helpers import SOLVE_MODEL
+from helpers import run
+from test_forks import each_fork, flags_of, no_fork_stays  # noqa: F401
 
+import configurator
 import model as models
 import puzzles
+import train
 from configurator import UserError
-
-SUDOKU = puzzles.sudoku_task(4)
+from model import TRM
 
 
 @pytest.fixture(scope="module")
 def evaluation(models_folder):
-    """The answers of train.py's own evaluation of the test set."""
-    return np.load(models_folder / "sudoku/eval_00000070.npz")
+    """Questions, answers and labels of train.py's own evaluation of the test set, as texts."""
+    arrays = np.load(models_folder / "sudoku/eval_00000070.npz")
+    names = "inputs", "surest_preds", "labels"
+    return [[puzzles.text_of(puzzles.sudoku_task(4), row) for row in arrays[name]] for name in names]
 
 
 @pytest.fixture(scope="module")
 def solved(evaluation):
-    """A puzzle that the model solves and its answer, as lines."""
-    i = int((evaluation["surest_preds"] == evaluation["labels"]).all(axis=1).argmax())
-    return [puzzles.text_of(SUDOKU, evaluation[name][i]) for name in ("inputs", "labels")]
-
-
-def read_results(path):
-    return list(csv.DictReader(path.read_text().splitlines()))
+    """A puzzle that the model solves, and its answer."""
+    return next((question, answer) for question, answer, label in zip(*evaluation) if answer == label)
 
 
 # Models
 
-def test_model_file_needs_no_dataset(run_solve, models_folder, evaluation, solved, tmp_path, monkeypatch):
+def test_a_model_file_needs_no_dataset_and_no_fork(run_solve, models_folder, evaluation, solved, tmp_path):
     """TRM.load in a notebook, solve.py, and train.py's evaluation give the same answers."""
-    monkeypatch.chdir(tmp_path)
     saved = torch.load(models_folder / "model.pt")
-    saved["settings"] |= dict(loss_type="a fork's", optimizer="a fork's")
-    torch.save(saved, "model.pt")
-    model = models.TRM.load("model.pt")
-    answers, _ = model.solve(torch.load("model.pt")["puzzles"]["inputs"], steps=4)
-    assert (answers.numpy() == evaluation["surest_preds"]).all()
-    assert solved[1] in run_solve("model.pt", solved[0]).splitlines()
-    checkpoint = models.TRM.load(models_folder / "sudoku/ckpt_00000070.pt")
-    assert checkpoint.solve(solved[0] + "\r\n", steps=4)[0] == solved[1]
-    with pytest.raises(ValueError, match="2 cells, not 16"):
-        checkpoint.solve("12")
+    saved["settings"] |= dict(loss_type="a fork's", optimizer="a fork's", data_path="gone")
+    torch.save(saved, tmp_path / "model.pt")
+    model = TRM.load(tmp_path / "model.pt")
+    questions, answers, _ = evaluation
+    assert [model.solve(question, steps=4)[0] for question in questions[:20]] == answers[:20]
+    assert solved[1] in run_solve(tmp_path / "model.pt", solved[0]).splitlines()
 
 
-def test_a_puzzle_alone_takes_the_model_of_its_size(run_solve, models_folder, solved, tmp_path, monkeypatch):
-    """Official checkpoints among the models do not say what they solve."""
-    monkeypatch.setattr(solve, "MODELS", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    saved = torch.load(models_folder / "model.pt")
-    torch.save(saved | {"task": puzzles.maze_task(4)}, "a.pt")
-    shutil.copy(models_folder / "model.pt", "b.pt")
-    shutil.copy(models_folder / "official.pt", tmp_path)
-    (tmp_path / "puzzle").write_text(solved[0])
-    monkeypatch.setattr(os, "access", lambda *args: False)  # a folder that cannot be written to will do
-    assert "; b.pt, training step 70" in run_solve("puzzle")
-    with pytest.raises(UserError, match="'12' is no file, and no puzzle for one of a.pt, b.pt"):
-        solve.main(["12"])
+def test_a_checkpoint_is_a_model_too(models_folder, solved):
+    model = TRM.load(models_folder / "sudoku/ckpt_00000070.pt")
+    assert model.solve(solved[0] + "\r\n", steps=4)[0] == solved[1]
+    assert len(model.puzzles["inputs"]) == 60 and model.step == 70
+
+
+@pytest.mark.parametrize("question, words", [
+    ("2.....4...6.....156....2..3.5.......", r"as a 6x6 sudoku, \S*models/sudoku-6x6.pt\n"),
+    ("S     " + " " * 24 + "     G", r"as a 6x6 maze, \S*models/maze-6x6.pt\n")])
+def test_a_puzzle_alone_takes_the_model_of_its_size_and_says_which(run_solve, question, words):
+    assert re.match(words, run_solve(question))
+
+
+@each_fork
+def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data, tmp_path, run_solve, capsys):
+    run(data, tmp_path, *flags_of(fork, "--max_steps=2"))
+    question = play.Game(str(tmp_path), [fork]).test_puzzle("1")["question"]
+    text = run_solve(tmp_path, fork, question, "--halt_max_steps=3")
+    answer, _ = models.TRM.load(tmp_path / "ckpt_00000002.pt").solve(question, steps=3)
+    assert answer in text.splitlines()
+
+    # as in another process, where it warns, or cannot build the model
+    configurator.configure(train.__file__, [])
+    configurator.FORKS.clear()
+    error = None
+    try:
+        solve.main([str(tmp_path), question])
+    except UserError as e:
+        error = e
+    assert Path(fork).name in f"{error} {capsys.readouterr().err}"
 
 
 class Code:
@@ -84,146 +96,107 @@ def flip_a_bit(content):
 
 
 @pytest.mark.parametrize("damage", [
-    lambda content: b"", lambda content: content[:-30], lambda content: pickle.dumps(Code()), flip_a_bit])
+    lambda content: content[:-30], lambda content: pickle.dumps(Code()), flip_a_bit])
 def test_damaged_model_files_are_refused_and_not_executed(models_folder, damage, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.pt").write_bytes(damage((models_folder / "model.pt").read_bytes()))
-    with pytest.raises(UserError, match="a.pt: cannot be read as a checkpoint"):
+    Path("a.pt").write_bytes(damage((models_folder / "model.pt").read_bytes()))
+    with pytest.raises(UserError, match="a.pt is damaged"):
         solve.main(["a.pt", "." * 16])
-    if damage is flip_a_bit:
-        with pytest.raises(ValueError, match="a.pt is damaged"):
-            models.TRM.load("a.pt")
     assert os.listdir() == ["a.pt"]
-
-
-def test_official_checkpoint_with_its_settings(run_solve, models_folder, tmp_path):
-    """It has its weights alone; its sizes tell what it solves."""
-    torch.save(torch.load(models_folder / "maze/ckpt_00000004.pt")["ema"], tmp_path / "official.pt")
-    settings = "\n".join(SOLVE_MODEL).replace("--", "").replace("float32", "'float32'")
-    (tmp_path / "model.py").write_text(settings)
-    maze = "S" + " " * 34 + "G"
-    answer = run_solve(models_folder / "maze", maze).rpartition("; ")[0]
-    for given in SOLVE_MODEL, [tmp_path / "model.py"]:
-        text = run_solve(tmp_path / "official.pt", *given, "--mlp_t=False", "--pos_encodings=rope", maze,
-                   "--halt_max_steps=4")
-        assert text.startswith(answer)
 
 
 # Answers
 
-def test_puzzle_from_a_line_a_file_and_stdin(run_solve, models_folder, solved, tmp_path, monkeypatch):
-    question, answer = solved
-    text = run_solve(models_folder / "sudoku", question)
-    assert answer in text.splitlines() and "a solution: all rules" in text
-    assert re.search(r"\(step [1-4]: \d+% sure, kept; 4 steps, .*training step 70\)", text)
-    grid = "\n".join(re.findall("....", question)).replace(".", "0") + "\n"
-    (tmp_path / "puzzle.txt").write_text("\ufeff" + grid)
+def test_a_puzzle_is_a_line_a_file_or_stdin(run_solve, models_folder, solved, tmp_path, monkeypatch):
+    text = run_solve(models_folder / "sudoku", solved[0])
+    assert solved[1] in text.splitlines() and "a solution: all rules" in text
+    grid = "\ufeff" + "\n".join(re.findall("....", solved[0])).replace(".", "0") + "\n"
+    (tmp_path / "puzzle.txt").write_text(grid)
     assert run_solve(models_folder / "sudoku", tmp_path / "puzzle.txt") == text
-    for operands in [], ["-"]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(grid.encode())))
-        assert run_solve(models_folder / "sudoku", *operands) == text
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(grid.encode())))
+    assert run_solve(models_folder / "sudoku", "-") == text
 
 
-def test_steps_shows_powers_of_two_the_kept_and_the_last_step(run_solve, models_folder, solved):
-    # more steps than in training
+def test_steps_shows_each_step_and_may_be_more_than_in_training(run_solve, models_folder, solved):
     text = run_solve(models_folder / "sudoku", solved[0], "--steps", "--halt_max_steps=19")
-    kept = int(re.search(r"step (\d+): \d+% sure, kept; 19", text)[1])
-    assert {1, 2, 4, 8, 16, kept, 19} == set(map(int, re.findall(r"step (\d+): ", text)))
-    assert text.count("sure, kept") == 2 and "question" in text
+    assert [*range(1, 20)] == [int(step) for step in re.findall(r"step (\d+): \d+% sure(?!;)", text)]
 
 
-def test_file_of_puzzles(run_solve, models_folder, evaluation, tmp_path, monkeypatch):
-    texts = {name: [puzzles.text_of(SUDOKU, row) for row in evaluation[name]]
-             for name in ("inputs", "surest_preds")}
-    (tmp_path / "a.csv").write_text("source, question\n" + "".join(f"x,{text}\n" for text in texts["inputs"]))
-    right = (evaluation["surest_preds"] == evaluation["labels"]).all(axis=1)
+def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, models_folder, evaluation, tmp_path,
+                                                            monkeypatch):
+    questions, answers, labels = evaluation
+    results = ["right" if answer == label else "wrong" for answer, label in zip(answers, labels)]
+    (tmp_path / "a.csv").write_text("\n".join(["question", *questions]))
     monkeypatch.setattr(solve, "CELLS_AT_A_TIME", 16 * 7)  # batches of 7 puzzles
     argv = models_folder / "sudoku", tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}"
-    assert f"{right.sum()} of 60 right ({right.mean():.1%})\n" in run_solve(*argv)
+    assert f"{results.count('right')} of 60 right" in run_solve(*argv)
     rows = read_results(tmp_path / "b.csv")
-    assert [row["question"] for row in rows] == texts["inputs"]
-    assert [row["answer"] for row in rows] == texts["surest_preds"]
-    assert [row["result"] for row in rows] == np.where(right, "right", "wrong").tolist()
-    certainty = solve.sigmoid(evaluation["surest_q_halt_logits"])
-    assert [float(row["certainty"]) for row in rows] == pytest.approx(certainty, abs=1e-3)
-    with pytest.raises(UserError, match="b.csv: exists already"):
+    columns = [[row[name] for row in rows] for name in ("question", "answer", "result")]
+    assert columns == [questions, answers, results]
+    with pytest.raises(UserError, match="b.csv exists already"):
         run_solve(*argv)
-    assert read_results(tmp_path / "b.csv") == rows  # untouched
 
 
-@pytest.mark.parametrize("content, words", [
-    ("1111\n", ":2: no puzzle under the header"),
-    ("question\n................\n12\n", ":3: the puzzle '12' has 2 cells")])
-def test_wrong_file_is_refused_before_anything_is_solved(models_folder, content, words, tmp_path):
-    (tmp_path / "a.csv").write_text(content)
-    with pytest.raises(UserError, match=re.escape(words)):
-        solve.main([str(models_folder / "sudoku"), str(tmp_path / "a.csv"), f"--output={tmp_path / 'b.csv'}"])
-    assert not (tmp_path / "b.csv").exists()
+def read_results(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
 
 
-def test_a_puzzle_of_another_kind_is_answered_without_rules(run_solve, models_folder, tmp_path):
-    model = models_folder / "exchange"
-    # the checkpoint says what it solves
-    text = run_solve(model, "011\n010", "--steps", "--data_path=nowhere")
-    assert "\n100101\n" in text and "not judged: the rules are not known" in text
-    assert re.search(r"\n 0  1  1 +1  0  0", text)
-    (tmp_path / "a.jsonl").write_text('{"question": "011010"}\n')
-    assert "1 of 1 not judged" in run_solve(model, tmp_path / "a.jsonl", f"--output={tmp_path / 'b.csv'}")
-    assert [(row["answer"], row["result"]) for row in read_results(tmp_path / "b.csv")] == [
-        ("100101", "not judged")]
+def test_a_wrong_row_is_named_before_anything_is_solved(models_folder, tmp_path):
+    (tmp_path / "a.csv").write_text("question\n................\n12\n")
+    with pytest.raises(UserError, match="a.csv:3: the puzzle '12' has 2 cells"):
+        solve.main([str(models_folder / "sudoku"), str(tmp_path / "a.csv")])
+
+
+def test_without_rules_the_column_answer_judges(run_solve, models_folder, tmp_path):
+    """The model exchanges the two symbols; other characters stand in cells that do not count."""
+    text = run_solve(models_folder / "exchange", "011\n010")
+    assert "\n100101\nnot judged: the rules are not known" in text
+    answers = {"100101": "right", "?00101": "right", "000101": "wrong", "": "not judged"}
+    rows = "".join(f"011010,{answer}\n" for answer in answers)
+    (tmp_path / "a.csv").write_text("question,answer\n" + rows)
+    text = run_solve(models_folder / "exchange", tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}")
+    assert "2 of 4 right (50.0%)" in text
+    assert [row["result"] for row in read_results(tmp_path / "b.csv")] == list(answers.values())
 
 
 def test_mazes_of_any_size_and_attempts_with_noise(run_solve, models_folder, tmp_path):
-    maze = "S #   \n  # # \n ## # \n      \n # ## \n     G\n"
-    (tmp_path / "maze.txt").write_text("".join(line.rstrip() + "\n" for line in maze.splitlines()))
-    text = run_solve(models_folder / "maze", tmp_path / "maze.txt", "--steps")
-    assert "path" in text and text == run_solve(models_folder / "maze", maze.replace("\n", ""), "--steps")
+    maze = "S #   \n  # # \n ## # \n      \n # ## \n     G"
+    (tmp_path / "maze.txt").write_text(maze.replace(" \n", "\n"))  # as editors do
+    assert run_solve(models_folder / "maze", tmp_path / "maze.txt") == run_solve(models_folder / "maze", maze)
     larger = "S" + " " * 62 + "G"  # 8x8
-    text = run_solve(models_folder / "maze", larger, "--eval_rollouts=4", "--eval_noise=0.5")
-    assert "path" in text and re.search(r"attempt [1-4] of 4; ", text)
+    assert "of 4; " in run_solve(models_folder / "maze", larger, "--eval_rollouts=4", "--eval_noise=0.5")
 
 
 def test_pictures(run_solve, models_folder, solved, tmp_path):
     image = pytest.importorskip("PIL.Image")
-    for name, depth, smallest in ("a.png", 7, 500), ("a.gif", 2, 480):
-        text = run_solve(
-            models_folder / "sudoku", solved[0], f"--plot={tmp_path / name}", f"--halt_max_steps={depth}")
-        picture = image.open(tmp_path / name)
-        assert f"wrote {tmp_path / name}" in text and min(picture.size) >= smallest
-    assert picture.n_frames >= 2  # 3, and 3 more of the answer; the writer merges equal ones
+    for name in "a.png", "a.gif":
+        run_solve(models_folder / "sudoku", solved[0], f"--plot={tmp_path / name}")
+    assert image.open(tmp_path / "a.png").size == (400, 400)
+    assert image.open(tmp_path / "a.gif").n_frames > 1
 
 
-# Rules
-
-def test_cells_that_break_a_rule():
-    _, question = puzzles.parse_question(SUDOKU, "1...............")
-    answer = np.array([int(d) + 1 for d in "1234341221434321"])
-    boards, questions = np.stack([answer] * 4), np.stack([question] * 4)
-    # 2 again in row 2, column 2: in its row, its column and its box; cell 1 empty; 2 for the given 1
-    boards[[1, 2, 3], [5, 1, 0]] = 3, 1, 3
-    broken = puzzles.broken_cells(SUDOKU, questions, boards)
-    assert [np.flatnonzero(cells).tolist() for cells in broken] == [[], [1, 5, 7], [1], [0, 1, 8]]
-    assert puzzles.are_solutions(SUDOKU, questions, boards).tolist() == [True, False, False, False]
-
-
-OFFICIAL = ["official.pt", *SOLVE_MODEL]  # 4x4 Sudokus have as many symbols as mazes
-
+# Wrong input
 
 @pytest.mark.parametrize("argv, words", [
     (["a", "b", "c"], "MODEL PUZZLE"),
-    (["nowhere", "." * 16], "nowhere: no such checkpoint"),
-    (["sudoku-data", "." * 16], "no complete checkpoint"),
+    (["sudoku"], "'sudoku' is neither a file nor a puzzle for any of "),
+    (["nowhere", "." * 16], "No such file or directory: 'nowhere'"),
+    (["official.pt", "." * 16], "official.pt does not say what it solves: scripts/export.py makes"),
+    (["maze-data", "." * 16], "maze-data: no complete checkpoint"),
     (["sudoku", "." * 16, "--plot=a.jpg"], ".png or .gif"),
-    (["sudoku", "tasks.json"], "choose a file for the answers to the tasks, --output=submission.json"),
-    (["sudoku", "--task=x"], "sudoku-data: not made by prepare_arc.py"),
     (["sudoku", "nowhere.csv", "--steps"], "--steps and --plot show one puzzle"),
     (["sudoku", "nowhere.csv"], "nowhere.csv: cannot be read"),
+    (["sudoku", "." * 16, "--eval_rollouts=0"], "eval_rollouts must be"),
     (["sudoku", "1..5............"], "row 1, column 4 of the puzzle is '5': must be one of '.1234'"),
     (["sudoku", "1.1............."], "the puzzle has no solution: row 1, column 1 breaks a rule"),
-    (["official.pt", "SG" + " " * 14], "other settings (mlp_t, L_layers"),
-    (OFFICIAL + ["S" + " " * 15], "the puzzle has no solution"),
-    (OFFICIAL + ["SG" + " " * 4223], "has 4225 cells, not 64x64")])
+    (["maze", "S" + " " * 15], "the puzzle has no solution"),
+    (["maze", "SG" + " " * 4222], "has 4224 cells, not 64x64")])
 def test_wrong_input_is_one_line(models_folder, argv, words, monkeypatch):
     monkeypatch.chdir(models_folder)
     with pytest.raises(UserError, match=re.escape(words)):
         solve.main(argv)
+
+
+def test_arc_is_for_the_page(arc_folder):
+    with pytest.raises(UserError, match="solves ARC tasks: play.py shows them"):
+        solve.main([str(arc_folder / "model.pt"), "0" * 16])

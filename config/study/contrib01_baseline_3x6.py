@@ -1,1 +1,2 @@
 run("../study.py")
+seed = 12  # the baseline once more

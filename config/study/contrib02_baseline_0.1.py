@@ -1,1 +1,2 @@
 run("../study.py")
+seed = 13  # the baseline once more

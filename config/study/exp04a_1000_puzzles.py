@@ -1,1 +1,2 @@
 run("../study.py")
+seed = 4  # the baseline once more

@@ -1,1 +1,2 @@
 run("../study.py")
+seed = 5  # the baseline once more

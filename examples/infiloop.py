@@ -1,0 +1,39 @@
+"""InfiLoop (arXiv 2610.11570): each latent is a running mean of the states so far, weighted by a gate.
+
+    python train.py config/demo.py examples/infiloop.py
+
+It leaves out the original's depth (H_cycles 6, L_cycles 12, 12 supervision steps): those are settings.
+"""
+import torch
+
+import model
+
+
+class InfiLoop(model.TRM):
+    def __init__(self, config, seed=0):
+        super().__init__(config, seed)
+        self.gate_H = torch.nn.Parameter(torch.zeros(config.hidden_size))
+        self.gate_L = torch.nn.Parameter(torch.zeros(config.hidden_size))
+
+    def first_state(self, B):
+        zeros = self.H_init.new_zeros(B, self.length, 1)
+        return super().first_state(B) | dict(sum_H=zeros, sum_L=zeros)  # sums of the weights so far
+
+    def recursion(self, x, state, H_cycles, L_cycles):
+        z_H, z_L, sum_H, sum_L = (state[name] for name in ("z_H", "z_L", "sum_H", "sum_L"))
+        for H in range(H_cycles):
+            is_last = H == H_cycles - 1
+            with torch.set_grad_enabled(torch.is_grad_enabled() and is_last):
+                for _ in range(L_cycles):
+                    z_L, sum_L = self.add(z_L, sum_L, self.L_level(z_L + (z_H + x)), self.gate_L)
+                z_H, sum_H = self.add(z_H, sum_H, self.L_level(z_H + z_L), self.gate_H)
+        return dict(z_H=z_H, z_L=z_L, sum_H=sum_H, sum_L=sum_L)
+
+    def add(self, mean, total, z, gate):
+        """Returns the mean and its sum of weights with another state z."""
+        weight = torch.exp(model.rms_norm(z) @ gate).unsqueeze(-1)
+        total = 0.5 * total + weight  # older states count half
+        return mean + weight / total * (z - mean), total
+
+
+model.TRM = InfiLoop

@@ -1,0 +1,43 @@
+"""RSM (arXiv 2603.15641): one supervision step a puzzle, a recursion that deepens in stages, a tied head.
+
+    python train.py config/demo.py examples/rsm.py
+
+It leaves out the original's batch of 512 and its 14,969 steps: those are settings.
+"""
+import model
+import optim
+
+new(grad_clip=1.0)
+halt_max_steps = eval_halt_max_steps = L_layers = 1
+H_cycles = 8
+L_cycles = 12
+lr = 1e-3
+weight_decay = 0.1
+_stages = {0: (2, 2), 0.33: (5, 7), 0.67: (8, 12)}  # {share of curriculum_epochs: (H_cycles, L_cycles)}
+_update = optim.update
+
+
+def cycles_at(settings, examples_per_epoch, step):
+    epochs = step * settings.global_batch_size / examples_per_epoch
+    share = epochs / max(settings.curriculum_epochs, 1e-9)
+    return _stages[max(first for first in _stages if first <= share)]
+
+
+def clipped(settings, rates, weights, grads, states):
+    scale = (settings.grad_clip / optim.norm(grads)).clamp(max=1)
+    grads = {name: grad * scale for name, grad in grads.items()}
+    _update(settings, rates, weights, grads, states)
+
+
+class RSM(model.TRM):
+    tied = {"lm_head.weight": "embed_tokens.embedding_weight"}
+
+    def losses(self, *arguments):
+        # q_halt is not trained
+        losses = super().losses(*arguments)
+        return losses | dict(loss=losses["lm_loss"])
+
+
+optim.cycles_at = cycles_at
+optim.update = clipped
+model.TRM = RSM

@@ -1,0 +1,231 @@
+"""What a puzzle is: its task, questions and answers as text and as tokens, and the one judge of answers.
+
+A task is a dict: "kind", "grid" ([rows, columns]) and "symbols", a character for each token (0: padding).
+It stands in a dataset's manifest.json and a checkpoint's state["task"]. Questions and answers are tokens
+[n, cells]. Each kind that is known has a file here, with its rules, solver, generator and symmetries.
+
+Answers to other kinds are compared with the known answers, unless a script adds their rules to JUDGES, as
+examples/coloring.py does.
+"""
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from configurator import UserError
+from puzzles.arc import arc_task
+from puzzles.maze import MAZE, judge_maze, maze_task, num_paths, path_metrics
+from puzzles.sudoku import judge_sudoku, num_solutions, sudoku_task
+
+IGNORE_LABEL = -100  # the label of cells that no loss and no metric counts
+
+# kinds whose grids and symbols are fixed: a function of the grid's rows that returns the task
+TASKS = {"sudoku": sudoku_task, "maze": maze_task, "arc": arc_task}
+
+# The rules: {kind: a function (task, questions, answers)}. Questions and answers are numpy arrays of tokens
+# [n, cells], or one question [1, cells] for all answers. A token is the place of its symbol in
+# task["symbols"]: 1 is the empty cell, 2 the first symbol after it. The function returns two arrays of bool:
+# which cells of the answers break a rule, [n, cells], and which answers are solutions, [n].
+JUDGES = {"sudoku": judge_sudoku, "maze": judge_maze}
+
+# kinds of JUDGES whose questions have several right answers, of which the label is one; Sudoku and mazes are
+# not here: a Sudoku has one answer, and the paper's metric compares mazes with their labels
+SEVERAL_ANSWERS = set()
+
+# {kind: a function (questions, rows of the grid) that counts their solutions up to 2}
+SOLVERS = {"sudoku": num_solutions, "maze": num_paths}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Tasks
+
+def task_of(manifest, seq_len, vocab_size):
+    """Returns the task in a dataset's manifest.json, checked. Raises UserError.
+
+    What is missing, as in datasets of the official code: kind "", one row, the tokens' numbers as symbols.
+    """
+    kind = manifest.get("kind", "")
+    grid = list(manifest.get("grid", [1, seq_len]))
+    symbols = manifest.get("symbols", list(map(str, range(vocab_size))))
+    text = "".join(symbols)
+    if len(text) == len(symbols):
+        symbols = text
+    task = {"kind": kind, "grid": grid, "symbols": symbols}
+
+    # each token has a symbol of its own, and the grid has the model's cells
+    num_different = 1 + len(set(symbols[1:]))
+    problems = {
+        f"{vocab_size - 1} symbols: a dataset has from 1 to 255": not 2 <= vocab_size <= 256,
+        f"grid {grid} does not fit {seq_len} cells": len(grid) != 2 or math.prod(grid) != seq_len,
+        f"symbols {symbols!r} must be {vocab_size}, one for each token, all different":
+            not len(symbols) == num_different == vocab_size,
+        f"symbols {symbols!r} must be characters that can be printed":
+            "\ufffd" in text or not text.isprintable(),
+        f"grid {grid} and symbols {symbols!r} do not fit kind {kind}":
+            kind in TASKS and task != TASKS[kind](grid[0]),
+    }
+    for problem, is_wrong in problems.items():
+        if is_wrong:
+            raise UserError(problem)
+    return task
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Text and tokens
+
+def parse_question(task, text):
+    """Returns the task with the grid of a typed question, and its tokens, int32 [cells]. Raises UserError.
+
+    Only a maze may have another grid than the task: models with attention take any number of cells.
+    """
+    # the symbols of answers to mazes are one more
+    allowed = MAZE[1:-1] if task["kind"] == "maze" else "".join(task["symbols"][1:])
+    if " " in allowed:
+        # editors strip spaces at the end of a line
+        lines = text.strip("\r\n").splitlines()
+        width = max(map(len, lines), default=0)
+        cells = "".join(line.ljust(width) for line in lines)
+    else:
+        cells = "".join(text.split())
+    if task["kind"] == "sudoku":
+        cells = cells.replace("0", ".")
+
+    # as many cells as the grid has
+    if task["kind"] == "maze":
+        task = maze_task(math.isqrt(len(cells)))
+    rows, columns = task["grid"]
+    if not cells or len(cells) != rows * columns:
+        raise UserError(f"the puzzle {text.strip()[:20]!r} has {len(cells)} cells, not {rows}x{columns}")
+
+    # the first wrong symbol
+    rest = cells.lstrip(allowed)
+    if rest:
+        place = place_of(len(cells) - len(rest), task)
+        raise UserError(f"{place} of the puzzle is {rest[0]!r}: must be one of {allowed!r}")
+    tokens = [task["symbols"].index(symbol, 1) for symbol in cells]
+    return task, np.array(tokens, dtype=np.int32)
+
+
+def text_of(task, tokens):
+    """Returns the symbols of tokens [cells] as a text."""
+    return "".join(task["symbols"][token] for token in tokens)
+
+
+def side_by_side(grids, symbols, rows, columns):
+    """Returns a text: grids next to each other, as many as 120 characters hold.
+
+    Args:
+        grids: list of (title, tokens [cells], which cells to mark with * [cells]).
+        symbols: a character for each token.
+        rows, columns: of each grid.
+    """
+    # the lines of each grid, below its title
+    blocks = []
+    for title, tokens, marked in grids:
+        cells = [" *"[int(mark)] + symbols[token] + " " for token, mark in zip(tokens, marked)]
+        lines = np.reshape(cells, (rows, columns))
+        blocks.append([title, *map("".join, lines)])
+
+    # blocks of the same width in one line
+    width = max(len(line) for block in blocks for line in block) + 2
+    blocks_per_line = max(1, 120 // width)
+    text = ""
+    for first in range(0, len(blocks), blocks_per_line):
+        for lines in zip(*blocks[first:first + blocks_per_line]):
+            line = "".join(part.ljust(width) for part in lines)
+            text += line.rstrip() + "\n"
+        text += "\n"
+    return text
+
+
+def place_of(cell, task):
+    row, column = divmod(int(cell), task["grid"][1])
+    return f"row {row + 1}, column {column + 1}"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The judge
+
+class Judgement(NamedTuple):
+    """What the rules say of answers."""
+
+    broken: np.ndarray  # which cells break a rule, bool [n, cells]
+    solved: np.ndarray  # which answers are solutions, bool [n]
+
+
+def judge(task, questions, answers):
+    """Returns the Judgement of answers by their rules; None if the rules are not known.
+
+    questions, answers: tokens [n, cells]; one question [1, cells] will do for all answers.
+    """
+    if task["kind"] not in JUDGES:
+        return None
+    return Judgement(*JUDGES[task["kind"]](task, questions, answers))
+
+
+def verdict(task, question, answer):
+    """Returns in words whether an answer [cells] is a solution."""
+    judgement = judge(task, question[None], answer[None])
+    if judgement is None:
+        return "not judged: the rules are not known"
+    if judgement.broken.any():
+        return f"{place_of(judgement.broken.argmax(), task)} of the answer breaks a rule"
+    if not judgement.solved[0]:
+        return "the answer is not a shortest path" if task["kind"] == "maze" else "the answer is no solution"
+    return "a solution: all rules and givens kept"
+
+
+def check_questions(task, questions, places):
+    """Returns a warning if a question has several solutions, else "". places: a prefix for each question.
+
+    Raises UserError for the first question without a solution.
+    """
+    if task["kind"] not in SOLVERS:
+        return ""
+    counts = SOLVERS[task["kind"]](questions, task["grid"][0])
+    fewest = counts.argmin()
+    most = counts.argmax()
+    if not counts[fewest]:
+        # two givens may break a rule
+        question = questions[fewest]
+        clashes = judge(task, question[None], question[None]).broken[0] & (question > 1)
+        where = f": {place_of(clashes.argmax(), task)} breaks a rule" if clashes.any() else ""
+        raise UserError(f"{places[fewest]}the puzzle has no solution{where}")
+    return places[most] + "the puzzle has more than one solution" if counts[most] > 1 else ""
+
+
+def count_correct(task, arrays, attempts):
+    """Returns {name of a metric: how many puzzles}, for evaluations; the names depend on the task alone.
+
+    surest_accuracy counts the surest answers that equal the labels, any_accuracy the puzzles that at least
+    one of several attempts solves so. By the rules, and with the prefix surest_ for the surest answers: kinds
+    with several right answers have valid_accuracy, mazes path_valid and path_optimal.
+
+    Args:
+        task: the puzzles' task.
+        arrays: inputs, labels, preds, surest_preds, tokens [n, cells]; labels are IGNORE_LABEL where they do
+            not count.
+        attempts: the surest answers of each attempt, likewise.
+    """
+    inputs = arrays["inputs"]
+    labels = arrays["labels"]
+    correct = {}
+    for prefix in "", "surest_":
+        preds = arrays[prefix + "preds"]
+        if task["kind"] in SEVERAL_ANSWERS:
+            correct[prefix + "valid_accuracy"] = judge(task, inputs, preds).solved
+        if task["kind"] == "maze":
+            valid, optimal = path_metrics(inputs, labels, preds)
+            correct[prefix + "path_valid"] = valid
+            correct[prefix + "path_optimal"] = optimal
+    correct["surest_accuracy"] = equal_labels(arrays["surest_preds"], labels)
+    if len(attempts) > 1:
+        correct["any_accuracy"] = np.any([equal_labels(preds, labels) for preds in attempts], axis=0)
+    return {name: float(is_correct.sum()) for name, is_correct in correct.items()}
+
+
+def equal_labels(preds, labels):
+    """Returns which answers are right in all labelled cells, of which there is one at least, bool [n]."""
+    is_labelled = labels != IGNORE_LABEL
+    is_right = (preds == labels) | ~is_labelled
+    return is_right.all(axis=1) & is_labelled.any(axis=1)

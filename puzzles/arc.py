@@ -1,0 +1,154 @@
+"""ARC: grids and their versions, and a generator of small tasks.
+
+A grid is an array of colours [rows, columns], uint8. On a canvas of side x side tokens, it has an EDGE below
+and on the right, where there is room. A version, uint8 [11], says in which of the 8 ways to turn a grid,
+numbered as in the official builder, and what the colours 0 to 9 become.
+"""
+import numpy as np
+
+from puzzles.symmetries import WAY_BACK, turned
+
+ARC = " |0123456789"  # a symbol for each token
+EDGE = 1  # token
+COLOUR = 2  # token of colour 0
+LARGEST_GRID = 30  # rows or columns
+ORIGINAL = np.array([0, *range(10)], dtype=np.uint8)  # the version that changes nothing
+
+
+def arc_task(side):
+    """Returns the task of canvases of side x side cells."""
+    return {"kind": "arc", "grid": [side, side], "symbols": ARC}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Grids
+
+def grid_of(value):
+    """Returns a grid, uint8 [rows, columns], of lists of colours. Raises ValueError."""
+    grid = np.array(value)
+    fits = grid.ndim == 2 and 0 < grid.size and max(grid.shape) <= LARGEST_GRID
+    if not fits or not set(range(10)).issuperset(grid.flat):
+        raise ValueError(
+            f"a grid is not a rectangle of at most {LARGEST_GRID}x{LARGEST_GRID} colours from 0 to 9")
+    return grid.astype(np.uint8)
+
+
+def apply_version(grid, version):
+    return turned(version[1:][grid], version[0])
+
+
+def undo_version(grid, version):
+    colours = np.argsort(version[1:]).astype(np.uint8)
+    return colours[turned(grid, WAY_BACK[version[0]])]
+
+
+def canvas(grid, side, row=0, column=0):
+    """Returns tokens, uint8 [side, side]: a canvas with a grid whose first cell is at (row, column)."""
+    tokens = np.zeros((side, side), dtype=np.uint8)
+    end_row = row + grid.shape[0]
+    end_column = column + grid.shape[1]
+    tokens[row:end_row, column:end_column] = grid + COLOUR
+    tokens[end_row:end_row + 1, column:end_column] = EDGE
+    tokens[row:end_row, end_column:end_column + 1] = EDGE
+    return tokens
+
+
+def crop(tokens, side):
+    """Returns the grid at the top left of a canvas, tokens [side * side]; [0, 0] if there is none.
+
+    It is the largest rectangle of colours there, the flattest of equal ones, as in the official evaluation.
+    """
+    tokens = tokens.reshape(side, side)
+    run_lengths = np.logical_and.accumulate(tokens >= COLOUR, axis=1).sum(axis=1)
+    widths = np.minimum.accumulate(run_lengths)
+    areas = widths * np.arange(1, side + 1)
+    rows = np.append(0, areas).argmax()
+    columns = widths[rows - 1]
+    grid = tokens[:rows, :columns] - COLOUR
+    return grid.astype(np.uint8)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Generated tasks
+
+def generated_task(number, seed, size, num_pairs):
+    """Returns the name of a task and its content, as in a JSON file; the name says its family.
+
+    Args:
+        number: of the task, from 0; the families take turns.
+        seed: together with the number, decides the task.
+        size: rows and columns of a grid.
+        num_pairs: pairs of grids, the last one for the test.
+    """
+    rng = np.random.default_rng([seed, number])
+    family = FAMILIES[number % len(FAMILIES)]
+
+    # inputs that any family can start from: 40% of the cells have one of three colours
+    shape = num_pairs, size, size
+    colours = rng.permutation(9) + 1
+    grids = np.where(rng.random(shape) < 0.4, rng.choice(colours[:3], shape), 0)
+    questions, answers = family(rng, grids, colours)
+    pairs = []
+    for question, answer in zip(questions, answers):
+        pairs.append({"input": question.tolist(), "output": answer.tolist()})
+    return f"{family.__name__}_{number:04d}", {"train": pairs[:-1], "test": pairs[-1:]}
+
+
+# A family takes a random generator, grids [n, size, size] of three colours on 0, and the colours 1 to 9 in
+# the task's order, of which the first three are in the grids. It returns inputs and outputs by one rule.
+
+def mirror(rng, grids, colours):
+    """Exchanges left and right, or above and below."""
+    return grids, np.flip(grids, rng.integers(1, 3))
+
+
+def turn(rng, grids, colours):
+    """Turns the grid by a quarter, to the left or to the right."""
+    return grids, np.rot90(grids, rng.choice([1, 3]), axes=(1, 2))
+
+
+def move(rng, grids, colours):
+    """Moves everything down or right by one cell; what leaves the grid comes in on the other side."""
+    return grids, np.roll(grids, 1, rng.integers(1, 3))
+
+
+def gravity(rng, grids, colours):
+    """Lets all coloured cells fall to the bottom."""
+    order = np.argsort(grids > 0, axis=1, kind="stable")
+    return grids, np.take_along_axis(grids, order, axis=1)
+
+
+def complete_symmetry(rng, grids, colours):
+    """Gives empty cells the colour that their mirror image has."""
+    return grids, np.where(grids == 0, np.flip(grids, rng.integers(1, 3)), grids)
+
+
+def recolour(rng, grids, colours):
+    """Gives the cells of one colour another one."""
+    return grids, np.where(grids == colours[0], colours[3], grids)
+
+
+def keep(rng, grids, colours):
+    """Keeps the cells of one colour, and no others."""
+    return grids, np.where(grids == colours[0], grids, 0)
+
+
+def fill(rng, grids, colours):
+    """Fills the empty cells with a colour."""
+    return grids, np.where(grids == 0, colours[3], grids)
+
+
+def line(rng, grids, colours):
+    """Draws lines along the rows through the cells of one colour."""
+    is_hit = (grids == colours[0]).any(axis=2, keepdims=True)
+    return grids, np.where(is_hit, colours[0], grids)
+
+
+def count(rng, grids, colours):
+    """Fills the grid with the colour that has the most cells."""
+    most = np.resize(rng.permutation(colours[:3]), (len(grids), 1, 1))
+    questions = np.where(rng.random(grids.shape) < 0.6, most, grids)
+    return questions, np.broadcast_to(most, grids.shape)
+
+
+FAMILIES = (mirror, turn, move, gravity, complete_symmetry, recolour, keep, fill, line, count)

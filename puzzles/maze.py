@@ -1,0 +1,205 @@
+"""Mazes: the rules, a solver, a generator, and copies that are turned and solved anew.
+
+Mazes are the official code's tokens [n, cells], 0 padding and 1 to 5 the symbols "# SGo": wall, open, start,
+goal, path. They are squares, row after row. The answer is the question with the open cells of one shortest
+path from S to G as "o". Steps go up, down, left and right.
+"""
+import itertools
+import math
+
+import numpy as np
+
+from puzzles.symmetries import dihedral
+
+MAZE = "_# SGo"  # a symbol for each token
+WALL, OPEN, START, GOAL, PATH = range(1, 6)  # tokens
+GRIDS = 4096  # that the generator makes at a time
+WALLS = 0.3, 0.5  # share of a generated grid's cells
+
+
+def maze_task(size):
+    """Returns the task of mazes of size x size cells."""
+    return {"kind": "maze", "grid": [size, size], "symbols": MAZE}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Rules
+
+def judge_maze(task, questions, answers):
+    """Returns which cells differ from the question's, but for the path on open cells.
+
+    See JUDGES in __init__.py. An answer is a solution if it is a shortest path.
+    """
+    broken = (answers != questions) & ~((questions == OPEN) & (answers == PATH))
+    labels, _ = solve_mazes(questions, task["grid"][0])
+    _, is_shortest = path_metrics(questions, labels, answers)
+    return broken, is_shortest
+
+
+def path_metrics(questions, labels, answers):
+    """Returns which answers to mazes are a path from S to G, and which a shortest one: bool [n] each.
+
+    questions, labels (a shortest path each), answers: tokens [n, cells].
+    """
+    valid = are_paths(questions, answers)
+    steps = (answers == PATH).sum(axis=1)
+    fewest_steps = (labels == PATH).sum(axis=1)
+    return valid, valid & (steps == fewest_steps)
+
+
+def are_paths(questions, answers):
+    """Returns which answers to mazes are a path, bool [n].
+
+    In a path, S and G are where the question has them, every "o" is on a cell that is open in the question,
+    and the "o" form one line from S to G that does not touch itself: no way from S to G along it leaves out
+    any of its cells.
+    """
+    # S and G stay, and the path is on open cells
+    ends = np.where(is_end(questions), questions, 0)
+    drawn_ends = np.where(is_end(answers), answers, 0)
+    path = answers == PATH
+    fits = (ends == drawn_ends) & (~path | (questions == OPEN))
+
+    # the maze whose only open cells are the path's: its shortest path takes all of them
+    line = np.where(path, OPEN, np.where(ends, ends, WALL))
+    _, steps = solve_mazes(line, math.isqrt(line.shape[1]))
+    uses_all_cells = steps == path.sum(axis=1) + 1
+    return fits.all(axis=1) & have_ends(questions) & uses_all_cells
+
+
+def is_end(tokens):
+    return (tokens == START) | (tokens == GOAL)
+
+
+def have_ends(questions):
+    """Returns which mazes have one start and one goal, bool [n]."""
+    starts = (questions == START).sum(axis=1)
+    goals = (questions == GOAL).sum(axis=1)
+    return (starts == 1) & (goals == 1)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The solver works on many mazes at a time
+
+def num_paths(questions, size):
+    """Returns 1 for mazes with a path from the one start to the one goal, else 0, [n]."""
+    _, steps = solve_mazes(questions, size)
+    return have_ends(questions) & (steps > 0)
+
+
+def solve_mazes(questions, size):
+    """Returns the answers, and the steps [n] of their shortest paths, 0 if there is none.
+
+    Of several shortest paths it takes the one that, seen from S, goes down where it can, else left, else
+    right, else up. All labels of Maze-Hard follow this rule, and a model can match them exactly only because
+    there is a rule.
+    """
+    squares = questions.reshape(-1, size, size)
+    from_goal = distances(squares == GOAL, squares != WALL)
+
+    # with a border around them, all cells have four neighbours
+    width = size + 2
+    border = (0, 0), (1, 1), (1, 1)
+    from_goal = np.pad(from_goal, border, constant_values=-1).reshape(-1, width * width)
+    cells = np.pad(squares, border).reshape(-1, width * width)
+    position = (cells == START).argmax(axis=1)  # on the border if there is no start
+    steps = np.maximum(from_goal[np.arange(len(cells)), position], 0)
+
+    # walk from the start to the goal: the mazes with the longest way first, until all are as near
+    for steps_left in range(steps.max(initial=0) - 1, 0, -1):
+        rows = np.flatnonzero(steps > steps_left)[:, None]
+        neighbours = position[rows] + [width, -1, 1, -width]  # down, left, right, up
+        choice = (from_goal[rows, neighbours] == steps_left).argmax(axis=1, keepdims=True)
+        position[rows] = np.take_along_axis(neighbours, choice, axis=1)
+        cells[rows, position[rows]] = PATH
+    answers = cells.reshape(-1, width, width)[:, 1:-1, 1:-1]
+    return answers.reshape(questions.shape), steps
+
+
+def distances(starts, is_open):
+    """Returns how many steps cells are from a start, int16 [n, size, size]; -1 where no way leads there.
+
+    starts, is_open: bool [n, size, size].
+    """
+    # [size, size, n]: numpy is fast where the last axis is long
+    reached = np.ascontiguousarray(np.moveaxis(starts, 0, 2))
+    unseen = np.ascontiguousarray(np.moveaxis(is_open & ~starts, 0, 2))
+    steps = np.where(reached, np.int16(0), np.int16(-1))
+    for step in itertools.count(1):
+        if not reached.any():
+            return np.moveaxis(steps, 2, 0)
+        # the neighbours of the cells that were reached last
+        near = np.zeros_like(reached)
+        near[1:] |= reached[:-1]
+        near[:-1] |= reached[1:]
+        near[:, 1:] |= reached[:, :-1]
+        near[:, :-1] |= reached[:, 1:]
+        reached = near & unseen
+        unseen ^= reached
+        np.copyto(steps, step, where=reached)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Generated mazes
+
+def long_mazes(index, seed, size, min_path):
+    """Returns the mazes (questions, answers) among GRIDS random grids, which depend on seed and index.
+
+    The method of Lehnert et al. (arXiv 2402.14083), which Maze-Hard's authors cite: 30 to 50% of the cells,
+    anywhere, are walls, and grids without a long path are dropped. To drop fewer, one end is the cell
+    farthest from a random one, and the other any cell at least min_path steps away.
+    """
+    rng = np.random.default_rng([seed, index])
+    is_open = rng.random((GRIDS, size * size), dtype=np.float32) >= rng.uniform(*WALLS, (GRIDS, 1))
+    is_origin = np.zeros_like(is_open)
+    is_origin[np.arange(GRIDS), rng.integers(size * size, size=GRIDS)] = True
+    is_open = (is_open | is_origin).reshape(-1, size, size)
+
+    # the cells that are farthest from a random one; no two cells are farther apart than twice that
+    steps = distances(is_origin.reshape(is_open.shape), is_open)
+    farthest = steps.max(axis=(1, 2), keepdims=True)
+    keep = 2 * farthest.ravel() >= min_path
+    is_open = is_open[keep]
+    one_end = random_cells((steps == farthest)[keep], rng)
+
+    # the other end
+    other_end = random_cells(distances(one_end, is_open) >= min_path, rng)
+    swap = rng.random((len(is_open), 1, 1)) < 0.5
+    questions = np.where(is_open, np.uint8(OPEN), np.uint8(WALL))
+    questions[np.where(swap, one_end, other_end)] = START
+    questions[np.where(swap, other_end, one_end)] = GOAL
+    questions = questions[other_end.any(axis=(1, 2))].reshape(-1, size * size)
+    answers, _ = solve_mazes(questions, size)
+    return questions, answers
+
+
+def random_cells(squares, rng):
+    """Returns one random cell of each set, bool [n, size, size]; none of an empty set."""
+    n, rows, columns = squares.shape
+    cells = squares.reshape(n, rows * columns)
+    draws = 1 - rng.random(cells.shape, dtype=np.float32)  # above 0
+    chosen = (cells * draws).argmax(axis=1)
+    is_chosen = np.arange(rows * columns) == chosen[:, None]
+    return squares & is_chosen.reshape(squares.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Symmetric copies
+
+def maze_copies(puzzles, num_copies):
+    """Returns each maze in the first ways to turn it, [2, n, num_copies, cells], the maze itself first.
+
+    A copy's answer is the answer, turned alike. But where the answer follows the rule of solve_mazes, the
+    copy gets its own answer by that rule: otherwise the copies would teach 8 rules, and the test set has
+    one.
+
+    Args:
+        puzzles: questions and answers, [2, n, cells].
+        num_copies: from 1 to 8.
+    """
+    size = math.isqrt(puzzles.shape[2])
+    inputs, labels = puzzles[:, :, dihedral(size)[:num_copies]]
+    solved, _ = solve_mazes(inputs.reshape(-1, size * size), size)
+    solved = solved.reshape(inputs.shape)
+    by_rule = (labels[:, :1] == solved[:, :1]).all(axis=2, keepdims=True)
+    return np.stack([inputs, np.where(by_rule, solved, labels)])

@@ -1,0 +1,267 @@
+"""Sudoku: the rules, a solver, a generator of minimal puzzles, and symmetric copies.
+
+Boards are the official code's tokens [n, cells]: 0 padding, 1 an empty cell, d + 1 the digit d. A board has
+4, 6 or 9 rows.
+"""
+import numpy as np
+
+from configurator import UserError
+
+SUDOKU = " .123456789"  # a symbol for each token
+EMPTY = 1  # token
+BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # {rows of a board: rows and columns of a box}
+UNITS = (2, 3), (0, 1), (1, 3)  # axes of (bands, rows, stacks, columns) along a row, a column and a box
+REPLACED = "copies made anew, since they were test puzzles"
+BOARDS = 4096  # in the solver at a time: as many as stay in the processor's cache
+
+
+def sudoku_task(size):
+    """Returns the task of boards of size x size cells; it has no symbols if there is no such Sudoku."""
+    symbols = SUDOKU[:size + 2] if size in BOXES else ""
+    return {"kind": "sudoku", "grid": [size, size], "symbols": symbols}
+
+
+def box_shape(size):
+    """Returns the bands, rows of a band, stacks and columns of a stack."""
+    rows, columns = BOXES[size]
+    return size // rows, rows, size // columns, columns
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Rules
+
+def judge_sudoku(task, questions, answers):
+    """Returns which cells are empty, differ from a given, or share a unit with an equal digit.
+
+    See JUDGES in __init__.py.
+    """
+    # no token stands twice in a row, a column or a box
+    cells = (1 << answers.T.astype(np.uint16)).reshape(*box_shape(task["grid"][0]), -1)
+    repeated = np.zeros(cells.shape, dtype=bool)
+    for axes in UNITS:
+        _, again = digits_of_units(cells, axes)
+        repeated |= cells & again > 0
+
+    changed = (questions > 1) & (answers != questions)
+    broken = (answers < 2) | changed | repeated.reshape(answers.T.shape).T
+    return broken, ~broken.any(axis=1)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The solver works on many boards at a time: candidates [cells, n], where bit d - 1 is set while digit d is
+# possible in the cell. Numpy is fast on these as long as every operation runs over all n boards.
+
+def num_solutions(boards, size):
+    """Returns the number of solutions of boards, tokens [n, cells], counted up to 2."""
+    return count_solutions(candidates_of(boards, size), size, 2)
+
+
+def candidates_of(boards, size):
+    """Returns the candidates [cells, n] of boards, tokens [n, cells]; an empty cell has all."""
+    digits = 1 << np.arange(size)
+    by_token = np.array([0, digits.sum(), *digits], dtype=np.uint16)  # padding has none
+    return by_token[boards.T]
+
+
+def count_solutions(candidates, size, limit):
+    """Returns the number of solutions of each board [n], counted up to limit; candidates: [cells, n].
+
+    It goes depth first over many boards at once: where the singles are stuck, it splits a board in two at one
+    of its cells with the fewest candidates.
+    """
+    n = candidates.shape[1]
+    counts = np.zeros(n, dtype=np.int64)
+    waiting = [(candidates, np.arange(n))]
+    while waiting:
+        boards, owners = waiting.pop()
+        if len(owners) > BOARDS:
+            waiting.append((boards[:, BOARDS:], owners[BOARDS:]))
+            boards = boards[:, :BOARDS]
+            owners = owners[:BOARDS]
+
+        # boards that are solved, broken or solved often enough are done
+        boards, broken, solved, stuck = propagate(boards, size)
+        counts += np.bincount(owners[solved], minlength=n)
+        alive = ~broken & ~solved & (counts[owners] < limit)
+
+        # the stuck boards: one copy takes the cell's lowest candidate, the other one the rest
+        split = np.flatnonzero(alive & stuck)
+        others = boards[:, split]
+        column = np.arange(len(split))
+        cell = np.argmin(np.bitwise_count(others) - np.uint8(2), axis=0)  # decided cells wrap around
+        options = others[cell, column]
+        boards[cell, split] = options & -options
+        others[cell, column] = options & (options - 1)
+        if alive.any():
+            boards = np.concatenate([boards[:, alive], others], axis=1)
+            owners = np.concatenate([owners[alive], owners[split]])
+            waiting.append((boards, owners))
+    return np.minimum(counts, limit)
+
+
+def propagate(candidates, size):
+    """Runs one round of naked and hidden singles.
+
+    Returns the candidates, and bool [n] each: broken, solved, stuck.
+    broken: no solution; solved: all cells decided; stuck: unchanged by this round.
+    """
+    after = candidates.copy()
+    cells = after.reshape(*box_shape(size), -1)  # (bands, rows, stacks, columns, n), a view
+    broken = np.zeros(after.shape[1], dtype=bool)
+
+    # a digit placed in a unit leaves the unit's other cells
+    for axes in UNITS:
+        placed = cells * is_decided(cells)
+        taken = np.bitwise_or.reduce(placed, axis=axes, keepdims=True)
+        twice = taken != np.add.reduce(placed, axis=axes, keepdims=True, dtype=np.uint16)
+        broken |= twice.any(axis=(0, 1, 2, 3))
+        cells &= ~taken | placed
+
+    # a digit with one cell left in a unit is placed there
+    for axes in UNITS:
+        seen, again = digits_of_units(cells, axes)
+        lacks_digit = seen != 2 ** size - 1
+        broken |= lacks_digit.any(axis=(0, 1, 2, 3))
+        single = cells & seen & ~again
+        cells &= single | np.uint16(0xFFFF) * (single == 0)
+
+    # what the round came to
+    unchanged = (after == candidates).all(axis=0) & ~broken
+    decided = is_decided(after).all(axis=0)
+    return after, broken, unchanged & decided, unchanged & ~decided
+
+
+def digits_of_units(cells, axes):
+    """Returns the bits that some cells, and those that several cells of each unit have.
+
+    cells: uint16 (bands, rows, stacks, columns, n). axes: of UNITS; the results have length 1 along them.
+    """
+    seen = np.uint16(0)
+    again = np.uint16(0)
+    unit = np.moveaxis(cells, axes, (0, 1))
+    for i, j in np.ndindex(unit.shape[:2]):
+        again = again | seen & unit[i, j]
+        seen = seen | unit[i, j]
+    return np.expand_dims(seen, axes), np.expand_dims(again, axes)
+
+
+def is_decided(candidates):
+    """Returns which cells have one candidate, or none, bool."""
+    return candidates & (candidates - 1) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Generated puzzles
+
+def minimal_sudokus(index, seed, n, size):
+    """Returns n minimal puzzles (questions, answers), uint8 [n, cells], which depend on seed and index.
+
+    It tries every clue once, in random order, and removes it unless that allows another digit in its cell.
+    """
+    rng = np.random.default_rng([seed, index])
+    answers = random_boards(n, size, rng)
+    boards = candidates_of(answers, size)
+    all_digits = np.uint16(2 ** size - 1)
+    column = np.arange(n)
+    for cell in shuffled(rng, n, size * size).T:
+        clue = boards[cell, column]
+        boards[cell, column] = all_digits ^ clue
+        needed = count_solutions(boards, size, 1)
+        boards[cell, column] = np.where(needed, clue, all_digits)
+    is_empty = boards.T == all_digits
+    return np.where(is_empty, np.uint8(EMPTY), answers), answers
+
+
+def random_boards(n, size, rng):
+    """Returns n random filled boards [n, cells].
+
+    A random digit in a random cell of those with the fewest candidates, again and again; broken boards start
+    over.
+    """
+    all_digits = np.uint16(2 ** size - 1)
+    bits = 1 << np.arange(size, dtype=np.uint16)
+    boards = np.full((size * size, n), all_digits)
+    done = []
+    while boards.shape[1]:
+        boards, broken, solved, stuck = propagate(boards, size)
+        boards[:, broken] = all_digits
+        done.append(boards[:, solved])
+        boards = boards[:, ~solved]
+        stuck = np.flatnonzero(stuck[~solved])
+
+        # the cell
+        key = np.bitwise_count(boards[:, stuck])
+        key[key == 1] = size + 1  # decided cells come last
+        cell = np.argmin(key + rng.random(key.shape), axis=0)
+
+        # and its digit
+        is_candidate = boards[cell, stuck] & bits[:, None] > 0
+        digit = np.argmax(is_candidate * rng.random((size, len(stuck))), axis=0)
+        boards[cell, stuck] = bits[digit]
+    filled = np.concatenate(done, axis=1).T
+    return np.bitwise_count(filled - 1).astype(np.uint8) + np.uint8(2)  # bit d - 1 is token d + 1
+
+
+def shuffled(rng, *shape):
+    """Returns random orders of 0, 1, ... along the last axis of an array with this shape."""
+    return rng.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Symmetric copies
+
+def sudoku_copies(puzzles, num_aug, size, rng, test_keys, counts):
+    """Returns each puzzle before its symmetric copies, [2, n, 1 + num_aug, cells].
+
+    Args:
+        puzzles: questions and answers, [2, n, cells].
+        num_aug: copies of each puzzle.
+        size: rows of a board.
+        rng: a random generator.
+        test_keys: all test questions, as bytes; a copy that is one of them is made anew.
+        counts: a dict that counts these.
+
+    Raises UserError if there are no other copies.
+    """
+    originals = np.repeat(puzzles, num_aug, axis=1)
+    copies = symmetric_sudokus(originals, size, rng)
+    for _ in range(100):
+        hits = np.flatnonzero([question.tobytes() in test_keys for question in copies[0]])
+        if not hits.size:
+            break
+        counts[REPLACED] = counts.get(REPLACED, 0) + hits.size
+        copies[:, hits] = symmetric_sudokus(originals[:, hits], size, rng)
+    else:
+        raise UserError("all copies of a puzzle are test puzzles: take fewer, or --num_aug=0")
+    _, n, cells = puzzles.shape
+    copies = copies.reshape(2, n, num_aug, cells)
+    return np.concatenate([puzzles[:, :, None], copies], axis=2)
+
+
+def symmetric_sudokus(puzzles, size, rng):
+    """Returns a random symmetric copy of each puzzle [2, n, cells].
+
+    As the official builder does, it permutes the digits, the bands, the rows of each band, the stacks and
+    the columns of each stack; if boxes are square, it transposes half of the boards.
+    """
+    bands, rows, stacks, columns = box_shape(size)
+    n = puzzles.shape[1]
+
+    def random_order(groups, members):  # [n, size]: of groups, and of the members of each
+        first = shuffled(rng, n, groups) * members
+        order = first[:, :, None] + shuffled(rng, n, groups, members)
+        return order.reshape(n, size)
+
+    # the cell that each cell of a copy comes from
+    transposed = rng.random(n) < (0.5 if rows == columns else 0)
+    row_stride = np.where(transposed, 1, size)[:, None]
+    column_stride = size + 1 - row_stride
+    rows_from = random_order(bands, rows) * row_stride
+    columns_from = random_order(stacks, columns) * column_stride
+    cells_from = rows_from[:, :, None] + columns_from[:, None]
+    moved = np.take_along_axis(puzzles, cells_from.reshape(1, n, size * size), axis=2)
+
+    # and what its token becomes
+    digits = shuffled(rng, n, size) + 2
+    tokens = np.pad(digits, [(0, 0), (2, 0)], constant_values=EMPTY).astype(np.uint8)
+    return np.take_along_axis(tokens[None], moved, axis=2)

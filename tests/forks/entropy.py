@@ -1,0 +1,21 @@
+"""A term of the loss, and a metric."""
+import model
+
+new(entropy_weight=0.1)
+model.METRICS += ("z_norm",)
+model.LOSS_TERMS += ("entropy",)
+
+
+class WithEntropy(model.TRM):
+    def losses(self, settings, logits, q_halt, labels, solved):
+        losses = super().losses(settings, logits, q_halt, labels, solved)
+        entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum((1, 2))
+        return losses | dict(entropy=entropy, loss=losses["loss"] + settings.entropy_weight * entropy)
+
+    def supervision_step(self, *arguments):
+        step = super().supervision_step(*arguments)
+        step.values["z_norm"] = step.carry["state"]["z_H"].float().norm(dim=(1, 2))
+        return step
+
+
+model.TRM = WithEntropy

@@ -1,0 +1,191 @@
+"""A fork is a config file: it replaces classes and functions where they stand, and everybody follows."""
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import (
+    ROOT,
+    TrainProcess,
+    command,
+    curve,
+    last_weights,
+    lines,
+    newest,
+    popen,
+    run,
+    same,
+    xla_environment,
+)
+
+import configurator
+import train
+
+FORKS = [f"{ROOT}/examples/{name}.py" for name in ("rsm", "infiloop", "fprm", "chains")]
+FORKS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
+FLAGS = ["--halt_max_steps=2", "--H_cycles=2", "--L_cycles=2", "--H_cycles_start=1", "--curriculum_epochs=6",
+         "--puzzle_emb_ndim=0", "--lr_min_ratio=1", "--log_interval=1", "--eval_max_puzzles=20",
+         "--label_smoothing=0.1", "--grad_clip=1", "--chains=3"]
+each_fork = pytest.mark.parametrize("fork", FORKS, ids=lambda path: Path(path).stem)
+
+
+@pytest.fixture(autouse=True)
+def no_fork_stays():
+    """Undoes what a fork replaced in this process."""
+    yield
+    configurator.configure(train.__file__, [])
+    configurator.FORKS.clear()
+    configurator.read_settings.cache_clear()
+
+
+def flags_of(fork, *flags):
+    """Returns a fork's arguments: those of FLAGS that it has settings for."""
+    own = Path(fork).read_text()
+    known = configurator.read_settings(train.__file__)
+    names = {flag: flag[2:].partition("=")[0] for flag in FLAGS}
+    return [fork, *(flag for flag, name in names.items() if name in known or f"{name}=" in own), *flags]
+
+
+def figures(out):
+    """Returns the lines of metrics.jsonl without what a machine measures."""
+    return [{name: value for name, value in line.items() if not name.startswith(("perf/", "xla/"))}
+            for line in lines(out)]
+
+
+@each_fork
+def test_a_fork_resumes_bit_for_bit(fork, data, tmp_path):
+    flags = flags_of(fork, "--checkpoint_interval=10")
+    run(data, tmp_path / "whole", *flags, "--max_steps=20")
+    run(data, tmp_path / "parts", *flags, "--max_steps=10")
+    run(data, tmp_path / "parts", *flags, "--max_steps=20", "--init_from=resume")
+    assert same(last_weights(tmp_path / "whole"), last_weights(tmp_path / "parts"))
+    assert figures(tmp_path / "parts")[-10:] == figures(tmp_path / "whole")[-10:]
+
+
+LOCK = threading.Lock()
+CONFIGURED = {}  # {arguments: settings}; replicas that are threads share what a fork replaces
+
+
+def xla_fork(rank, argv):
+    """Trains as train.py does in a process that xmp.spawn started, where the fork has run once."""
+    with LOCK:
+        if tuple(argv) not in CONFIGURED:
+            CONFIGURED[tuple(argv)] = configurator.configure(train.__file__, argv)
+    train.replica(CONFIGURED[tuple(argv)], "xla")
+
+
+@pytest.mark.xla
+@each_fork
+def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(fork, data, replicas, tmp_path):
+    flags = flags_of(fork, "--max_steps=6", "--lr=1e-4")
+    run(data, tmp_path / "cpu", *flags)
+    replicas(2, xla_fork, command(data, tmp_path / "xla", *flags, "--micro_batch_size=4")[2:])
+    for ours, theirs in zip(figures(tmp_path / "xla"), figures(tmp_path / "cpu"), strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-6)
+
+
+# Where a function of the trainer is replaced, training and evaluations call it. (S1 of a study of forks.)
+
+REPLACED = """
+    model.take_new_puzzles model.latent_recursion model.deep_recursion model.cross_entropy model.rms_norm
+    model.step_metrics optim.optimizer_state optim.rates optim.exploration optim.cycles_at optim.update
+    optim.descend optim.move_average optim.learning_rate data.halting_draws evaluate.evaluate
+    evaluate.eval_sums train.make_inputs train.gradients train.train_step
+""".split()
+
+
+def test_a_function_is_replaced_where_it_stands(data, tmp_path):
+    code = []
+    for place in REPLACED:
+        module, name = place.split(".")
+        code.append(f"""
+import {module}
+def replaced(*args, _old={module}.{name}, **options):
+    open({str(tmp_path / 'calls')!r}, "a").write("{place}\\n")
+    return _old(*args, **options)
+{module}.{name} = replaced""")
+    fork = tmp_path / "fork.py"
+    fork.write_text("\n".join(code))
+    run(data, tmp_path / "run", str(fork), "--max_steps=2", "--H_cycles=1", "--halt_max_steps=2")
+    assert {*(tmp_path / "calls").read_text().split()} == {*REPLACED}
+
+
+# What went unnoticed before: each of these was a silent failure.
+
+def test_a_checkpoint_names_the_forks_that_trained_it(data, tmp_path):
+    fork = f"{ROOT}/tests/forks/smoothing.py"
+    run(data, tmp_path, fork, "--max_steps=2")
+    assert newest(tmp_path)["forks"].keys() == {"smoothing.py"}
+    for flags, told in ([], True), ([fork], False):
+        argv = command(data, tmp_path, *flags, "--init_from=resume", "--eval_only")[2:]
+        text, _ = TrainProcess(argv).communicate()
+        assert ("trained with the fork smoothing.py" in text) == told
+        assert ("settings that are not known here: grad_clip, label_smoothing" in text) == told
+
+
+def test_a_changed_fork_is_not_taken_for_the_same(data, tmp_path):
+    fork = tmp_path / "fork.py"
+    fork.write_text("import optim\n")
+    run(data, tmp_path / "run", str(fork), "--max_steps=2")
+    fork.write_text("import optim  # changed\n")
+    text = run(data, tmp_path / "run", str(fork), "--init_from=resume", "--eval_only")
+    assert re.search(r"the fork fork.py \w+, which has \w+ here", text)
+
+
+@pytest.mark.xla
+def test_spawned_replicas_run_the_fork(data, tmp_path):
+    """A file that only the main process ran would train another model there."""
+    fork = f"{ROOT}/tests/forks/convolution.py"
+    text = popen(command(data, tmp_path, fork, "--max_steps=2", "--device=xla"), env=xla_environment(2))
+    text = text.communicate(timeout=200)[0]
+    run(data, tmp_path / "cpu", fork, "--max_steps=2")
+    parameters = re.search(r"[\d,]+ parameters", (tmp_path / "cpu/log.txt").read_text())[0]
+    assert parameters in text and newest(tmp_path)["forks"].keys() == {"convolution.py"}
+
+
+def test_tied_weights_stay_tied_in_checkpoints(data, tmp_path):
+    run(data, tmp_path, *flags_of(FORKS[0], "--max_steps=3"))
+    saved = newest(tmp_path)
+    for weights in saved["weights"], saved["ema"]:
+        assert torch.equal(weights["lm_head.weight"], weights["embed_tokens.embedding_weight"])
+    assert "lm_head.weight" not in saved["optimizer"]
+    again = run(data, tmp_path, *flags_of(FORKS[0], "--max_steps=3", "--init_from=resume", "--eval_only"))
+    assert f" loss {curve(tmp_path, 'eval/loss')[3]:.4f}" in again
+
+
+def test_noise_goes_where_the_fork_says(data, tmp_path):
+    for name in "infiloop", "chains":
+        fork = f"{ROOT}/examples/{name}.py"
+        run(data, tmp_path / name, *flags_of(fork, "--max_steps=2", "--eval_rollouts=3"))
+        assert lines(tmp_path / name)[-1]["eval/any_accuracy"] >= 0
+
+
+def test_figures_of_a_fork_are_its_own(data, tmp_path):
+    """The loss is a mean over what ran; grad_norm is of the gradient before clipping."""
+    flags = ["--max_steps=1", "--puzzle_emb_ndim=0"]
+    run(data, tmp_path / "plain", *flags)
+    run(data, tmp_path / "two_steps", f"{ROOT}/tests/forks/two_steps.py", *flags)
+    run(data, tmp_path / "clipped", f"{ROOT}/tests/forks/smoothing.py", *flags, "--grad_clip=1e-3")
+    first = {name: lines(tmp_path / name)[0] for name in ("plain", "two_steps", "clipped")}
+    assert first["two_steps"]["train/loss"] == pytest.approx(first["plain"]["train/loss"], rel=0.2)
+    assert first["clipped"]["train/grad_norm"] == pytest.approx(first["plain"]["train/grad_norm"], rel=1e-5)
+
+
+def test_smoothing_leaves_the_loss_of_evaluations_alone(data, tmp_path):
+    fork = f"{ROOT}/tests/forks/smoothing.py"
+    run(data, tmp_path, fork, "--max_steps=2")
+    losses = set()
+    for smoothing in 0.0, 0.2:
+        flags = [f"--label_smoothing={smoothing}", "--init_from=resume", "--eval_only"]
+        text = run(data, tmp_path, fork, *flags)
+        losses.add(re.search(r"evaluation: .* loss (\S+)", text)[1])
+    assert len(losses) == 1
+
+
+def test_a_fork_counts_its_own_flops(data, tmp_path):
+    settings = configurator.configure(train.__file__, [*command(data, tmp_path)[3:]])
+    plain = train.new_model(settings, seq_len=16, vocab_size=6).flops_per_example(settings)
+    settings = configurator.configure(train.__file__, [FORKS[3], *command(data, tmp_path)[3:]])
+    chains = train.new_model(settings, seq_len=16, vocab_size=6).flops_per_example(settings)
+    assert chains[1] == pytest.approx(4 * plain[1], rel=0.02)
