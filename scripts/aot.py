@@ -4,9 +4,9 @@
     python scripts/aot.py config/baseline.py --tpu=v4-32
 
 It says whether the steps compile and fit, and estimates their time twice. The compiler's cost model sees a
-program before it is scheduled; the sum of the final schedules leaves out waits for memory and for other chips.
-The truth lies between, and no TPU has confirmed either. Where data_path is missing, random puzzles take its
-place. The setting below is aot.py's own, all others train.py's. The output ends with one JSON object.
+program before it is scheduled; the sum of the final schedules leaves out waits for memory and other chips. The
+truth lies between, and no TPU has confirmed either. Where data_path is missing, random puzzles take its place.
+The setting below is aot.py's own, all others train.py's. The output ends with one JSON object.
 """
 import importlib.util
 import json
@@ -41,7 +41,7 @@ TOPOLOGIES = {
     "v6e-1": "v6e:1x1", "v6e-4": "v6e:2x2", "v6e-8": "v6e:2x4", "v6e-16": "v6e:4x4", "v6e-32": "v6e:4x8",
 }
 # How torch_xla runs the cores of a chip: megacore is two as one. GB of memory, as the maker states them.
-# Cycles/s: the peak FLOP/s divided by the FLOP of all matrix units in a cycle. Rows and columns of a matrix unit, and
+# Cycles/s: the peak FLOP/s divided by the FLOP of all matrix units in a cycle. Rows and columns of a unit, and
 # how many rows it takes in a cycle.
 CORES = {"v4": "megacore", "v5p": "megacore", "v5e": "default", "v6e": "default"}
 MEMORY = {"v4": 32, "v5p": 95, "v5e": 16, "v6e": 32}
@@ -80,7 +80,7 @@ def main(argv):
 # A step: trace it, compile it, read what libtpu has written
 
 def trace(settings, path, topology):
-    """Yields (name, program, state) of the training and of the evaluation step, as a chip of a slice gets them.
+    """Yields (name, program, state) of the training and the evaluation step, as a chip of a slice gets them.
 
     The program is HLO; state lists the numbers of the parameters that hold the state. Raises NotReplayable,
     with the line, where a shape or a branch depends on data.
@@ -89,6 +89,10 @@ def trace(settings, path, topology):
     os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
     import xla
     replica = device.open_device("xla", settings)
+    # on the CPU it cannot know what a TPU has units for
+    if settings.forward_dtype == "auto":
+        settings.forward_dtype = "bfloat16"
+    replica.choose_dtype(settings.forward_dtype)
     replica.world = math.prod(map(int, topology.split(":")[1].split("x")))
     train.check_batch_size(settings, replica)
     replica.compile_step = lambda fn: fn  # the programs below are the steps themselves
@@ -152,7 +156,9 @@ def read_dump(dump, topology):
                      for stage in ("before_optimizations", "after_codegen")]
     flops = arithmetic(before, SIDE[kind])
     arithmetic_ms, padded_ms = (1e3 * flop / device.PEAK_FLOPS["TPU " + kind] for flop in flops)
-    schedules_ms, cost_model_ms = (1e3 * cycles / CLOCK[kind] for cycles in estimates(after, dump, ROWS[kind]))
+    schedules, cost_model = estimates(after, dump, ROWS[kind])
+    schedules_ms = 1e3 * schedules / CLOCK[kind]
+    cost_model_ms = 1e3 * cost_model / CLOCK[kind]
     return dict(
         donated_tensors=after.splitlines()[0].count("-alias)"),
         collectives=re.findall(r" = (.*) (all-reduce|all-gather|reduce-scatter)(?:-start)?\(", after),
@@ -170,7 +176,7 @@ def read_dump(dump, topology):
 # The text of programs and schedules
 
 def executed(text, pattern):
-    """Returns [(how often a program executes it, groups of pattern ...)] of instructions that match pattern."""
+    """Returns [(how often a program executes it, groups of pattern ...)] of the matching instructions."""
     computations = dict(re.findall(r"^(?:ENTRY )?%([\w.\-]+) \((.*?)^}(?!\))", text, re.M | re.S))
     # callers come after what they call, and the program's own computation comes last
     times = Counter([[*computations][-1]])
@@ -179,7 +185,10 @@ def executed(text, pattern):
             # a loop counts up to the constant in its condition
             constants = re.findall(r" = [su]\d+\[\]\S* constant\((\d+)\)", computations.get(condition, ""))
             times[callee] += times[name] * max(map(int, constants), default=1)
-    return [(times[name], *groups) for name, body in computations.items() for groups in re.findall(pattern, body)]
+    found = []
+    for name, body in computations.items():
+        found += [(times[name], *groups) for groups in re.findall(pattern, body)]
+    return found
 
 
 def arithmetic(text, side):
@@ -212,7 +221,7 @@ def estimates(text, dump, rows):
 
 
 def schedule_cycles(text, buffers, rows):
-    """Returns the cycles of a schedule, loops included: of its instructions, or of a matrix unit if it takes longer.
+    """Returns the cycles of a schedule, loops included: of its instructions, or of a busier matrix unit.
 
     Args:
         text: the schedule, an instruction (bundle) a line.

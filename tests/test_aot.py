@@ -8,6 +8,7 @@ import pytest
 
 import bench
 import configurator
+import model as models
 import train
 from data import Dataset
 
@@ -34,13 +35,13 @@ def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(ra
     settings = configurator.configure(train.__file__, TINY)
     model = bench.new_model(settings, Dataset(random_puzzles, "train"))
     reduced = sum(p.numel() for p in model.parameters()) + 64 + 1  # gradients, the table's row and its count
-    reduced += len(train.METRICS) + len(train.LOSS_TERMS) + 1  # and the stops
+    reduced += len(models.METRICS + models.LOSS_TERMS) + 2  # and the sequences, and the stops
     [[shape, _]] = training["collectives"]
     assert f"f32[{reduced}]" in shape and evaluation["collectives"] == []
 
     # a chip's share of the batch is 4 sequences
     assert training["chips"] == 4
-    assert training["tflop"] == pytest.approx(4 * model.flops_per_example()[1] / 1e12)
+    assert training["tflop"] == pytest.approx(4 * model.flops_per_example(settings)[1] / 1e12)
     for step in training, evaluation:
         assert step["donated_tensors"] == step["state_tensors"] > 10
         assert step["rounded_products"] == 0
@@ -55,10 +56,11 @@ def test_a_batch_that_does_not_fit_is_refused_in_the_compilers_words(random_puzz
     assert process.returncode == 2 and "exceeds available HBM" in process.stderr.splitlines()[-1]
 
 
+CONFIG = 'backend_config={"buffering_level":"3","estimated_cycles":"99"}'
 PROGRAM = """\
 %body.1 (arg: (TYPE[], f32[24,1000])) -> (TYPE[], f32[24,1000]) {
-  %fusion.1 = (f32[9]{0}, bf16[8]{0}) fusion(%xs), calls=%f, backend_config={"buffering_level":"3","estimated_cycles":"99"}
-  %fusion.2 = (f32[9]{0}, bf16[8]{0}) fusion(%ys), calls=%g, backend_config={"buffering_level":"3","estimated_cycles":"99"}
+  %fusion.1 = (f32[9]{0}, bf16[8]{0}) fusion(%xs), calls=%f, FUSION_CONFIG
+  %fusion.2 = (f32[9]{0}, bf16[8]{0}) fusion(%ys), calls=%g, FUSION_CONFIG
   %dot.1 = bf16[4,97]{1,0} dot(%left.1, %right.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }
 
@@ -73,7 +75,7 @@ ENTRY %main.1 (p0: (TYPE[], f32[24,1000])) -> (TYPE[], f32[24,1000]) {
 """
 LOOP = """\
      0   :  { %s1 = smov.u32 0 }
-   0x1 LB: > { %s2 = sphi %s1, %s3  ;;  %8 = vadd %v1  ;;  %9 = vadd %v2 } /* Start region 7 :: Start region 8 */
+   0x1 LB: > { %s2 = sphi %s1, %s3 ;; %8 = vadd %v1 ;; %9 = vadd %v2 } /* Start region 7 :: Start region 8 */
    0x2   : > { %p7_p2 = scmp.ge.s32.totalorder %s3, 10 /* loop exit test */ }
    0x3   :  { %12 = sbr.rel (!%p7_p2) target = $region8 }
 """
@@ -87,7 +89,7 @@ INNER = """\
 
 @pytest.mark.parametrize("counter", ["s32", "u64"])
 def test_a_program_counts_as_often_as_its_loops_run(counter, tmp_path):
-    program = PROGRAM.replace("TYPE", counter)
+    program = PROGRAM.replace("TYPE", counter).replace("FUSION_CONFIG", CONFIG)
     assert aot.arithmetic(program, 128) == (24 * 2 * 4 * 97 * 97, 24 * 2 * 4 * 97 * 128)
     # the second fusion shares the schedule of the first, whose loop has 10 - 4 iterations that compute
     (tmp_path / "1795572765749462644-fusion.1-01-final_bundles.txt").write_text(LOOP)
