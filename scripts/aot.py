@@ -4,8 +4,8 @@
     python scripts/aot.py config/baseline.py --tpu=v4-32
 
 It says whether the steps compile and fit, and estimates their time twice. The compiler's cost model sees a
-program before it is scheduled; the sum of the final schedules leaves out waits for memory and other chips. The
-truth lies between, and no TPU has confirmed either. Where data_path is missing, random puzzles take its place.
+program before it is scheduled; the sum of the final schedules leaves out waits for memory and other chips.
+The truth lies between, and no TPU has confirmed either. Random puzzles take the place of a missing data_path.
 The setting below is aot.py's own, all others train.py's. The output ends with one JSON object.
 """
 import importlib.util
@@ -41,8 +41,8 @@ TOPOLOGIES = {
     "v6e-1": "v6e:1x1", "v6e-4": "v6e:2x2", "v6e-8": "v6e:2x4", "v6e-16": "v6e:4x4", "v6e-32": "v6e:4x8",
 }
 # How torch_xla runs the cores of a chip: megacore is two as one. GB of memory, as the maker states them.
-# Cycles/s: the peak FLOP/s divided by the FLOP of all matrix units in a cycle. Rows and columns of a unit, and
-# how many rows it takes in a cycle.
+# Cycles/s: the peak FLOP/s divided by the FLOP of all matrix units in a cycle. Rows and columns of one,
+# and how many rows it takes in a cycle.
 CORES = {"v4": "megacore", "v5p": "megacore", "v5e": "default", "v6e": "default"}
 MEMORY = {"v4": 32, "v5p": 95, "v5e": 16, "v6e": 32}
 CLOCK = {"v4": 1.05e9, "v5p": 1.75e9, "v5e": 1.5e9, "v6e": 1.75e9}
