@@ -28,16 +28,19 @@ def end(process):
         subprocess.run(["pkill", "-9", "-s", str(process.pid)])  # its session
 
 
-# Rank 1 dies, and rank 0, for which torch_xla waits first, waits for its peer.
+# Rank 1 dies once rank 0 has begun: torch_xla waits for rank 0 first, which waits for its peer.
 DIES = """
 import os, time
 import train
 train.STOP_TIMEOUT = 3
 
 def replica(settings, kind):
-    if os.environ["PJRT_LOCAL_PROCESS_RANK"] == "1":
-        raise OSError("no answer")  # as a request does
-    time.sleep(1000)
+    if os.environ["PJRT_LOCAL_PROCESS_RANK"] == "0":
+        os.mkdir(settings.out_dir)
+        time.sleep(1000)
+    while not os.path.exists(settings.out_dir):
+        time.sleep(0.1)
+    raise OSError("no answer")  # as a request does
 
 train.replica = replica
 """
