@@ -348,7 +348,8 @@ class TRM(nn.Module):
     def flops_per_example(self, settings, cycles=None):
         """Returns the FLOPs of a sequence in one supervision step: (of a forward pass, of a training step).
 
-        It counts matrix products alone, 2 FLOPs a multiply-add. cycles: see forward.
+        It counts matrix products alone, 2 FLOPs a multiply-add. cycles: see forward. A fork that reads values
+        cannot be counted, and has (0, 0).
         """
         def count(min_halt_steps):
             with FlopCounterMode(display=False) as counter:
@@ -364,7 +365,10 @@ class TRM(nn.Module):
         leaves = {name: t.to("meta").requires_grad_() for name, t in leaves.items()}
         buffers = {name: t.to("meta") for name, t in self.named_buffers()}
         carry = tree_map(lambda t: t.to("meta"), self.new_carry(1, torch.float32))
-        return count(None), count(carry["steps"])
+        try:
+            return count(None), count(carry["steps"])
+        except RuntimeError:  # item() and the like
+            return 0, 0
 
     @torch.no_grad()
     def init_weights(self, generator):
