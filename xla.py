@@ -221,12 +221,12 @@ class Replayable(TorchDispatchMode):
         problem = self.find_problem(func, args, kwargs)
         if not problem:
             return func(*args, **kwargs)
-        # the innermost line of this folder, outside this file
+        # the innermost line outside this file and installed packages: a fork's, where it has one
+        packages = os.path.dirname(os.path.dirname(torch.__file__))
         place = ""
         for frame in traceback.extract_stack():
-            folder, name = os.path.split(frame.filename)
-            if folder == os.path.dirname(__file__) and frame.filename != __file__:
-                place = f"{name}:{frame.lineno}: "
+            if not frame.filename.startswith((packages, __file__)):
+                place = f"{os.path.basename(frame.filename)}:{frame.lineno}: "
         operation = func.name().removeprefix("aten::").replace("_local_scalar_dense", "item")
         raise NotReplayable(f"{place}{operation} {problem}")
 

@@ -246,7 +246,7 @@ def xla_refused(rank, argv, block, why):
     """Runs train.py with a Block of this file, which cannot be captured."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "Block", globals()[block])
-        with pytest.raises(configurator.UserError, match=rf"model\.py:\d+: {why}"):
+        with pytest.raises(configurator.UserError, match=rf"test_replicas\.py:\d+: {why}"):
             xla_run(rank, argv)
 
 
