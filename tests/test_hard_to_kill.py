@@ -246,7 +246,7 @@ def test_a_bucket_that_refuses_is_wrong_input_and_one_that_is_away_is_not(data, 
     assert "status 403" in run(data, tmp_path / "run", *FLAGS, code=2)
     assert not (tmp_path / "run").exists()
     front.denied, front.script = (), [503] * 4
-    process = start_train(data, tmp_path / "run", *FLAGS, "--max_steps=5", "--stall_timeout=6")
+    process = start_train(data, tmp_path / "run", *FLAGS, "--max_steps=5", "--stall_timeout=12")
     text = process.communicate()[0]
     assert process.returncode == 0 and "trying again in 4 s" in text, text
 
@@ -381,13 +381,13 @@ def test_two_hosts_of_which_one_has_the_files(data, front, tmp_path):
 
 def test_a_rank_that_stalls_ends_all(data, tmp_path):
     script = write_fork(tmp_path / "fork.py", STALLS)
-    flags = [["--stall_timeout=5"]] * 2
+    flags = [["--stall_timeout=10"]] * 2
 
     def start(argv, **options):
         return popen([sys.executable, script, *argv], **options)
 
     for code, text in two_ranks(data, tmp_path, flags, start):
-        assert code == 1 and "Timeout (0:00:05)!" in text, text
+        assert code == 1 and "Timeout (0:00:10)!" in text, text
     assert os.path.exists(tmp_path / "host0/run/ckpt_00000010.json")
 
 
