@@ -25,7 +25,6 @@ import data as datasets
 import optim
 import train
 from device import choose_device, open_device, out_of_memory, peak_flops
-from evaluate import Queue, noise_keys
 from puzzles.files import write_dataset
 
 # what is measured
@@ -52,7 +51,8 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
         configurator.end_with_parent()
     # the device, and train.py's run on it
     device = open_device(kind, settings)
-    examples = num_examples(settings, path)
+    epoch_size = optim.epoch_size(datasets.Dataset(path, "train"))
+    examples = settings.global_batch_size * optim.count_steps(settings, epoch_size)
     settings = copy.copy(settings)
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
 
@@ -67,8 +67,7 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
     run, next_inputs = new_run(settings, device, path)
 
     def train_step():
-        run.train_program(run.state, next_inputs())
-        return run.state["sums"]
+        return run.train_program(run.state, next_inputs())
 
     # the training step; its first call compiles
     say(f"the first training step, {settings.global_batch_size} sequences")
@@ -147,12 +146,6 @@ def new_run(settings, device, path):
     return run, lambda: train.make_inputs(run, data, next(count), total_steps)
 
 
-def num_examples(settings, path):
-    """Returns how many sequences the whole run trains."""
-    epoch_size = optim.epoch_size(datasets.Dataset(path, "train"))
-    return settings.global_batch_size * optim.count_steps(settings, epoch_size)
-
-
 def new_model(settings, data):
     return train.new_model(settings, **{name: getattr(data, name) for name in train.SIZES})
 
@@ -160,13 +153,12 @@ def new_model(settings, data):
 def evaluation_of(run, path):
     """Returns the state and the inputs of an evaluation's first step."""
     test = datasets.Dataset(path, "test")
-    indices = test.subset(run.batch_size, 1)[:run.batch_size]
-    keys = noise_keys(run.settings.seed, run.settings.eval_rollouts, len(indices))
-    queue = Queue(run.evaluator, *run.eval_weights(), lambda i: test.test_batch(indices[i], len(i)), keys)
-    return queue.state, queue.fill()
+    batch = test.test_batch(test.subset(run.batch_size, 1)[:run.batch_size], run.batch_size)
+    keys = np.ones(run.batch_size, dtype=np.int32)
+    return run.evaluator.new_state(), run.evaluator.inputs(*run.eval_weights(), batch, keys)
 
 
-def dataset_path(settings, size, folder):
+def dataset_path(settings, folder, size=size):
     """Returns (path, words for it): data_path, or where it is missing 1000 random puzzles in `folder`."""
     # a fork's own class may need no folder
     is_forked = datasets.Dataset.__module__ != "data"
@@ -227,13 +219,11 @@ def main(argv):
     train.check_settings(settings)
     kind, reason = choose_device(settings.device)
     # a CPU would take minutes for a step of the default
-    default = configurator.read_settings(train.__file__)["global_batch_size"].default
-    is_given = settings.global_batch_size != default or any("global_batch_size" in flag for flag in argv)
+    is_default = settings.global_batch_size == train.global_batch_size
+    is_given = not is_default or any("global_batch_size" in flag for flag in argv)
 
     with tempfile.TemporaryDirectory() as folder:
-        path, source = dataset_path(settings, bench_settings.size, folder)
-        # sizes that cannot be built raise UserError here, and not in a replica
-        new_model(settings, datasets.Dataset(path, "train"))
+        path, source = dataset_path(settings, folder, bench_settings.size)
         print(f"device {kind}: {reason}; dataset: {source}", flush=True)
         try:
             if kind == "xla":

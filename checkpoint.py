@@ -434,12 +434,6 @@ def newest_whole(out_dir, say=lambda line: None):
     return ""
 
 
-def newest_checkpoint(out_dir, say):
-    """Returns the state of the newest whole checkpoint, or {}; see newest_whole."""
-    path = newest_whole(out_dir, say)
-    return read_checkpoint(path) if path else {}
-
-
 def read_checkpoint(path):
     """Returns the state in a checkpoint of ours, or {"weights": ...} of an official one. Raises UserError."""
     try:
@@ -450,7 +444,7 @@ def read_checkpoint(path):
             raise ValueError
     except Exception as e:  # torch has many for this
         raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): damaged, or not one "
-                        "of ours or the official code's; init_from is scratch, resume, auto or FILE") from None
+                        "of ours or the official code's; init_from: scratch, resume, auto or FILE") from None
     return state
 
 

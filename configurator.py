@@ -24,7 +24,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -94,12 +93,15 @@ def command(run, script):
     # hands a Ctrl-C on as SIGTERM, which must not interrupt that.
     def interrupt(number, frame):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # Python drops a KeyboardInterrupt that is raised in __del__
+        last_resort = threading.Timer(4, os._exit, [3])
+        last_resort.daemon = True
+        last_resort.start()
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # a shell's & has it ignored
         signal.signal(signal.SIGINT, interrupt)
-    end_after_signal(4)
     try:
         run()
         print(end="", flush=True)
@@ -113,26 +115,6 @@ def command(run, script):
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
         sys.exit(3)
-
-
-def end_after_signal(seconds):
-    """Ends this process with 3 so many seconds after a signal, unless it has ended by itself.
-
-    Python runs a signal's handler once an operation has finished, which can take minutes, and it drops a
-    KeyboardInterrupt that is raised in __del__. signal.set_wakeup_fd(-1) calls it off.
-    """
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    signal.set_wakeup_fd(writer.detach())
-
-    def watch():
-        # one byte for each signal; a child that has ended is no reason
-        while reader.recv(1)[0] not in (signal.SIGTERM, signal.SIGINT):
-            continue
-        time.sleep(seconds)
-        os._exit(3)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def end_with_parent():

@@ -505,7 +505,7 @@ def read_lines(path):
         for line in f:
             with suppress(ValueError):
                 values = json.loads(line)
-                if isinstance(values, dict) and "step" in values:
+                if "step" in values:
                     lines.append(values)
     return lines
 

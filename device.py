@@ -77,9 +77,7 @@ def open_device(kind, settings):
     if kind == "xla":
         from xla import XLADevice
         return XLADevice()
-    device = Device(kind, settings)
-    device.join_replicas(settings)
-    return device
+    return Device(kind, settings)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -102,32 +100,27 @@ class Device:
         self.name = platform.machine()
         self.compiles = settings.compile == "on" or settings.compile == "auto" and kind == "cuda"
         if kind == "cuda":
-            self.open_gpu()
+            self.torch = torch.device("cuda", self.local_rank)
+            self.name = torch.cuda.get_device_name(self.torch)
+            torch.cuda.set_device(self.torch)
+            torch.set_float32_matmul_precision("high")  # TF32, for what is not in forward_dtype
             # without Triton or a C compiler, "auto" trains without torch.compile, which says so itself
             torch._dynamo.config.suppress_errors = settings.compile == "auto"
+        if "RANK" in os.environ:
+            self.join_replicas(settings)
 
     def join_replicas(self, settings):
-        """Waits for the replicas that torchrun starts beside this one, if it does."""
-        if "RANK" in os.environ:
-            if "WORLD_SIZE" not in os.environ:
-                raise UserError("RANK is set without WORLD_SIZE: start with torchrun, or unset RANK")
-            backend = "nccl" if self.kind == "cuda" else "gloo"
-            timeout = timedelta(seconds=settings.stall_timeout or 10 ** 6)
-            dist.init_process_group(backend, timeout=timeout)
-            if backend == "gloo":  # its threads may abort at the end; NCCL would wait for a peer that died
-                atexit.register(dist.destroy_process_group)
-                # A rank that meets wrong input leaves at once. If a peer has not connected by then, that
-                # fails, and the peer ends with 1 instead of 2.
-                dist.barrier()
-            self.rank = dist.get_rank()
-            self.world = dist.get_world_size()
-
-    def open_gpu(self):
-        """Chooses this replica's GPU."""
-        self.torch = torch.device("cuda", self.local_rank)
-        self.name = torch.cuda.get_device_name(self.torch)
-        torch.cuda.set_device(self.torch)
-        torch.set_float32_matmul_precision("high")  # TF32, for what is not in forward_dtype
+        """Waits for the replicas that torchrun starts beside this one."""
+        backend = "nccl" if self.kind == "cuda" else "gloo"
+        timeout = timedelta(seconds=settings.stall_timeout or 10 ** 6)
+        dist.init_process_group(backend, timeout=timeout)
+        if backend == "gloo":  # its threads may abort at the end; NCCL would wait for a peer that died
+            atexit.register(dist.destroy_process_group)
+            # A rank that meets wrong input leaves at once. If a peer has not connected by then, that
+            # fails, and the peer ends with 1 instead of 2.
+            dist.barrier()
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
 
     def choose_dtype(self, wanted):
         """Returns the forward_dtype to use instead of the wanted one, and a note for the log, or ""."""
@@ -281,4 +274,3 @@ def peak_flops(device):
     for chip, flops in PEAK_FLOPS.items():
         if chip in device.name:
             return flops
-    return None

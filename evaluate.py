@@ -113,27 +113,27 @@ class Evaluator:
 
         # the last answer and the most confident one; what has its last answer leaves, the rest gets noise
         kept = keep_answers(slots["kept"], step, is_new)
-        carry = step.carry | dict(halted=self.leaves(step.carry["steps"], kept["repeats"]))
+        halted = step.carry["steps"] >= self.depth
+        if self.settings.eval_patience:
+            halted |= kept["repeats"] >= self.settings.eval_patience
+        carry = step.carry | dict(halted=halted)
         if self.settings.eval_rollouts > 1:
             carry["state"] = self.add_noise(carry, slots["noise_keys"])
 
-        answers = {name: kept[name] for name in ANSWERS if name in kept}
-        values = step.values | answers | dict(q_halt_logits=step.q_halt, halted=carry["halted"])
-        return {}, dict(state=dict(carry=carry, kept=kept), values=values)
-
-    def leaves(self, steps, repeats):
-        """Returns which attempts are at the full depth, or have an answer that repeats, bool [b]."""
-        is_deep = steps >= self.depth
-        patience = self.settings.eval_patience
-        return is_deep | (repeats >= patience) if patience else is_deep
+        values = step.values | kept | dict(q_halt_logits=step.q_halt, halted=halted)
+        results = dict(
+            state=dict(carry=carry, kept=kept),
+            values=values,
+        )
+        return {}, results
 
     def add_noise(self, carry, keys):
         """Returns the state of the recursion with noise for all attempts whose key is not 0."""
-        deviation = torch.where(keys == 0, 0, self.settings.eval_noise)
-
         def noise(shape):
             numbers = normal_noise(keys, carry["steps"], shape)
-            return (numbers * deviation.view(-1, *[1] * len(shape))).to(self.dtype)
+            numbers *= self.settings.eval_noise
+            numbers = models.where(keys == 0, torch.zeros_like(numbers), numbers)
+            return numbers.to(self.dtype)
 
         return self.model.noisy(carry["state"], noise)
 
@@ -179,20 +179,17 @@ class Queue:
         self.evaluator = evaluator
         self.read_rows = read_rows
         self.keys = keys
-        self.attempts, self.n = keys.shape
-        self.next = 0  # attempt i is at puzzle i // attempts
+        self.attempts = len(keys)
+        self.waiting = np.arange(keys.size)  # attempt i is at puzzle i // attempts
         self.slots = np.full(evaluator.batch_size, -1)  # the attempt in each slot; -1: free
         self.state = evaluator.new_state()
         seq_len = evaluator.model.config.seq_len
 
         # an answer has a byte for each cell, since a test set may have a third of a billion cells
-        self.results = {}
-        for name in (*ANSWERS, *models.METRICS, *models.LOSS_TERMS):
-            shape = (self.attempts, self.n)
-            if name in ("preds", "surest_preds"):
-                self.results[name] = np.zeros((*shape, seq_len), dtype=np.uint8)
-            else:
-                self.results[name] = np.zeros(shape, dtype=np.float32)
+        names = (*ANSWERS, *models.METRICS, *models.LOSS_TERMS)
+        self.results = {name: np.zeros(keys.shape, dtype=np.float32) for name in names}
+        for name in ("preds", "surest_preds"):
+            self.results[name] = np.zeros((*keys.shape, seq_len), dtype=np.uint8)
 
         # slots without an attempt repeat their last puzzle, zeros at first, and nothing collects the results
         questions = np.zeros((evaluator.batch_size, seq_len), dtype=np.int32)
@@ -203,18 +200,14 @@ class Queue:
 
     def num_unfinished(self):
         """Returns the number of attempts that wait or run."""
-        num_waiting = self.n * self.attempts - self.next
-        num_in_slots = np.count_nonzero(self.slots >= 0)
-        return num_waiting + num_in_slots
+        return len(self.waiting) + np.count_nonzero(self.slots >= 0)
 
     def fill(self):
         """Gives the free slots the next attempts; returns the inputs of the next step."""
         # free slots, as many as attempts wait
-        num_waiting = self.n * self.attempts - self.next
-        free = np.flatnonzero(self.slots < 0)[:num_waiting]
-        first = self.next
-        self.next += len(free)
-        self.slots[free] = np.arange(first, self.next)
+        free = np.flatnonzero(self.slots < 0)[:len(self.waiting)]
+        self.slots[free] = self.waiting[:len(free)]
+        self.waiting = self.waiting[len(free):]
 
         # their puzzles and noise
         puzzle, attempt = np.divmod(self.slots[free], self.attempts)
@@ -271,10 +264,11 @@ def surest_answers(results):
     """Returns {name of ANSWERS: [n, ...]}, the surest_ ones, of the most confident attempt at each puzzle."""
     attempts = surest_attempts(results)
     puzzle = np.arange(len(attempts))
-    answers = {}
-    for name in ("surest_preds", "surest_q_halt_logits", "surest_steps"):
-        answers[name] = results[name][attempts, puzzle]
-    return answers
+    return dict(
+        surest_preds=results["surest_preds"][attempts, puzzle],
+        surest_q_halt_logits=results["surest_q_halt_logits"][attempts, puzzle],
+        surest_steps=results["surest_steps"][attempts, puzzle],
+    )
 
 
 def noise_keys(seed, attempts, n):
@@ -319,8 +313,7 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
 
     # Ranks need different numbers of steps. They meet after `depth` supervision steps, and leave together.
     steps_between_meetings = evaluator.depth if settings.eval_patience else 1
-    is_done = False
-    while not is_done:
+    while True:
         for _ in range(steps_between_meetings):
             if not queue.num_unfinished() or should_stop():
                 break
@@ -330,9 +323,11 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
 
         # a stop of one rank stops all
         ranks = device.all_gather((should_stop(), queue.num_unfinished()))
-        if any(stop for stop, _ in ranks):
+        num_stops, num_unfinished = np.sum(ranks, axis=0)
+        if num_stops:
             return {}
-        is_done = not any(num_unfinished for _, num_unfinished in ranks)
+        if not num_unfinished:
+            break
 
     # the last answer of the first attempt, as in the paper, and the surest of all attempts
     arrays = test.test_batch(own_indices, len(own_indices))
@@ -350,10 +345,9 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         votes = merge_votes(device.all_gather(own_votes))
         values |= vote_values(test, votes)
         if save_to and device.rank == 0:
-            folder = os.path.dirname(save_to)
-            answers = json.dumps(submission(test, votes))
-            with replacing(os.path.join(folder, "submission.json")) as f:
-                f.write(answers.encode())
+            text = json.dumps(submission(test, votes))
+            with replacing(os.path.join(os.path.dirname(save_to), "submission.json")) as f:
+                f.write(text.encode())
     return values
 
 
@@ -387,10 +381,8 @@ def save_outputs(settings, device, path, indices, arrays, should_stop):
     name = f"{path}.npz"
     if device.world > 1:
         name = f"{path}.{device.rank}.npz"
-    wanted = {}
     keys = settings.eval_save_outputs.split(",")
-    for key in filter(None, keys):
-        wanted[key] = arrays[key]
+    wanted = {key: arrays[key] for key in filter(None, keys)}
     try:
         os.makedirs(settings.out_dir, exist_ok=True)
         with replacing(name) as f:
@@ -408,7 +400,7 @@ PASSES = (1, 2, 5, 10, 100, 1000)  # pass@K: the right answer is among the K wit
 
 
 def count_votes(test, indices, preds, q_halt):
-    """Returns {(group, member): {answer: (votes, sum of confidences)}} of test examples.
+    """Returns {(group, member): {answer: [the confidence of each of its votes]}} of test examples.
 
     A group is a task, a member one of its test inputs. Answers are grids in the task's own version, as
     grid_key writes them.
@@ -430,15 +422,10 @@ def count_votes(test, indices, preds, q_halt):
         grid = puzzles.arc.undo_version(grid, test.versions[version])
         answer = grid_key(grid)
         test_input = (int(groups[i]), int(members[i]))
-        add_votes(votes, test_input, answer, 1, confidences[i])
+        candidates = votes.setdefault(test_input, {})
+        candidates.setdefault(answer, [])
+        candidates[answer].append(float(confidences[i]))
     return votes
-
-
-def add_votes(votes, test_input, answer, count, confidence):
-    """Adds votes for an answer to a test input (group, member), in place."""
-    candidates = votes.setdefault(test_input, {})
-    count_before, confidence_before = candidates.get(answer, (0, 0.0))
-    candidates[answer] = (count_before + count, confidence_before + confidence)
 
 
 def merge_votes(ranks):
@@ -446,16 +433,17 @@ def merge_votes(ranks):
     total = {}
     for votes in ranks:
         for test_input, candidates in votes.items():
-            for answer, standing in candidates.items():
-                add_votes(total, test_input, answer, *standing)
+            merged = total.setdefault(test_input, {})
+            for answer, confidences in candidates.items():
+                merged[answer] = merged.get(answer, []) + confidences
     return total
 
 
 def elect(candidates):
     """Returns the answers to one test input, by their votes, then by their mean confidence."""
     def standing(answer):
-        count, confidence = candidates[answer]
-        return count, confidence / count
+        confidences = candidates[answer]
+        return len(confidences), sum(confidences) / len(confidences)
 
     return sorted(candidates, key=standing, reverse=True)
 
@@ -470,15 +458,13 @@ def vote_values(test, votes):
     groups = {group for group, _ in votes}
     for group in sorted(groups):
         pairs = test.pairs(group)
-        is_known = all(answer.size for _, answer in pairs)
-        if not is_known:
+        if not all(answer.size for _, answer in pairs):  # not known
             continue
         num_tasks += 1
         for member, (_, answer) in enumerate(pairs):
             elected = elect(votes[group, member])
             for k in PASSES:
-                is_solved = grid_key(answer) in elected[:k]
-                solved[k] += is_solved / len(pairs)
+                solved[k] += (grid_key(answer) in elected[:k]) / len(pairs)
 
     # the mean over the tasks
     values = {}

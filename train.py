@@ -475,20 +475,18 @@ class Run:
 
     def state_dict(self, step):
         """Returns a copy on the host of all that a resume needs; weights and ema are state dicts."""
-        state = {name: t for name, t in self.state.items() if name not in ("carry", "sums")}
+        state_dicts = ("weights", "ema") if self.settings.ema else ("weights",)
+        state = {name: self.state[name] for name in (*state_dicts, "optimizer", "puzzle_emb")}
         state = tree_map(lambda t: t.to("cpu", copy=True), state)
         # what both state dicts have in common, and the names of tied weights
         others = tree_map(torch.Tensor.cpu, self.buffers())
+        table = state.pop("puzzle_emb")
         if self.model.prefix:
-            others["puzzle_emb.weights"] = state["puzzle_emb"]
-        for key in "weights", "ema":
+            others["puzzle_emb.weights"] = table
+        for key in state_dicts:
             weights = state[key]
             weights |= others | {name: weights[other] for name, other in self.model.tied.items()}
-        saved = dict(step=step, model=asdict(self.model.config), forks=dict(configurator.FORKS), **state)
-        del saved["puzzle_emb"]
-        if not self.settings.ema:
-            del saved["ema"]
-        return saved
+        return dict(step=step, model=asdict(self.model.config), forks=dict(configurator.FORKS), **state)
 
 
 MODEL_LOCK = threading.Lock()  # replicas may be threads, which share torch's generator
@@ -522,9 +520,6 @@ class Log:
         self.device = device
         self.step = step
         self.wandb = None
-        if device.rank == 0:
-            with suppress(OSError):  # append() says so
-                os.makedirs(settings.out_dir, exist_ok=True)
 
     def print0(self, text):
         """Prints a line on rank 0, and adds it to log.txt."""
@@ -537,14 +532,11 @@ class Log:
         """Adds a line to metrics.jsonl, and a row at W&B."""
         if self.device.rank != 0:
             return
-        # eight digits are what float32 has
-        rounded = {"step": step}
-        for name, value in values.items():
-            rounded[name] = float(f"{value:.8g}") if isinstance(value, float) else value
-        self.append("metrics.jsonl", json.dumps(rounded))
+        line = {"step": step, **values}
+        self.append("metrics.jsonl", json.dumps(line))
         if self.wandb:
             try:
-                self.wandb.log(rounded)
+                self.wandb.log(line)
             except Exception as e:  # its process was killed
                 self.wandb = None
                 self.print0(f"W&B: stopped ({one_line(e)}); metrics.jsonl has everything")
@@ -552,6 +544,7 @@ class Log:
     def append(self, name, line):
         path = os.path.join(self.settings.out_dir, name)
         try:
+            os.makedirs(self.settings.out_dir, exist_ok=True)
             with open(path, "ab") as f:
                 f.write(line.encode(errors="backslashreplace") + b"\n")
         except OSError as e:
@@ -587,10 +580,9 @@ class Log:
             return
         # the first line, which scripts read; a run that resumes may have begun on other hardware
         path = os.path.join(settings.out_dir, "metrics.jsonl")
-        trained = {name: value for name, value in vars(settings).items() if name not in RUN_SETTINGS}
         hardware = f"{self.device.world} x {self.device.kind} ({self.device.name})"
         hardware = sorted({hardware, *read_facts(path).get("hardware", [])})
-        first_line = {"step": 0, "run": dict(settings=trained, hardware=hardware, **facts)}
+        first_line = {"step": 0, "run": dict(settings=recipe(vars(settings)), hardware=hardware, **facts)}
         # a killed run may have logged steps past its last checkpoint, which this one repeats
         kept = [line for line in read_metrics(path) if line["step"] <= self.step]
         with replacing(path) as f:
@@ -787,7 +779,7 @@ def check_batch_size(settings, device):
                         f"{device.world} replicas")
     size = settings.micro_batch_size
     if size and share % size:
-        fitting = max(n for n in range(1, min(size, share) + 1) if share % n == 0)
+        fitting = max(n for n in range(1, size) if share % n == 0)
         raise UserError(f"micro_batch_size {size} must divide the {share} sequences of a replica: {fitting} "
                         "does, and any other size gives the same result")
 
@@ -878,8 +870,6 @@ STOP_TIMEOUT = 60  # seconds in which a replica must have stopped; the system ki
 
 def on_signals(is_spawned=False):
     """Lets SIGTERM, SIGINT and SIGHUP request a stop. A second one kills this process and its replicas."""
-    signal.set_wakeup_fd(-1)  # a stop may take longer here than configurator allows
-
     def handler(number, _):
         STOP.set()
         if is_spawned:
@@ -891,8 +881,7 @@ def on_signals(is_spawned=False):
         signal.signal(number, signal.SIG_DFL)
         # os.write, since print is not reentrant; the terminal may be closed
         with suppress(OSError):
-            name = signal.Signals(number).name
-            os.write(2, f"{name}: saving and stopping; a second one kills\n".encode())
+            os.write(2, b"saving and stopping; a second signal kills\n")
 
     # a closed terminal sends SIGHUP
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -1,256 +1,247 @@
-"""What the TPU's own compiler makes of train.py's steps, and the hours of a run, without a TPU.
+"""What the TPU's own compiler makes of train.py's two steps, without a TPU.
 
     pip install jax libtpu
-    python scripts/aot.py config/baseline.py --slices=v5e:2x4,v6e:2x2     memory, time, collectives
+    python scripts/aot.py config/baseline.py --tpu=v4-32
 
-The steps are traced on the CPU and compiled by libtpu. Nothing runs, and no TPU has confirmed the estimates.
-Where data_path is missing, random puzzles take its place. The settings below are aot.py's own, all others
-train.py's. The last line is one JSON object.
+It says whether the steps compile and fit, and estimates their time twice. The compiler's cost model sees a
+program before it is scheduled; the sum of the final schedules leaves out waits for memory and other chips.
+The truth lies between, and no TPU has confirmed either. Random puzzles take the place of a missing data_path.
+The setting below is aot.py's own, all others train.py's. The output ends with one JSON object.
 """
 import importlib.util
 import json
 import math
 import os
 import re
-import subprocess
+import shutil
 import sys
 import tempfile
-from types import SimpleNamespace
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from pathlib import Path
+from statistics import mean
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(HERE))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import numpy as np
 import torch
 
 import bench
 import configurator
-import optim
+import device
 import train
-from configurator import UserError, end_with_parent
-from data import Dataset
-from device import PEAK_FLOPS, open_device
+from configurator import UserError
 
 # what to compile for
-slices = ""  # TPU slices to compile for: v5e:2x4,v6e:2x2,v4:2x2x1
+tpu = ""  # a TPU slice, as v4-32, v5e-8 or v6e-4
 
-# Bytes of a chip's memory as its maker states them, and cycles/s: the peak FLOP/s divided by the FLOP of all
-# matrix units in a cycle.
-MEMORY = {"v4": 32e9, "v5e": 16e9, "v5p": 95e9, "v6e": 32e9}
-CLOCK = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
-
-
-class Slice(NamedTuple):
-    """A TPU slice: v5e:2x4 has the name v5e:2x4, the chip v5e and 8 chips."""
-    name: str
-    chip: str
-    chips: int
+# Slices in libtpu's words. The number in the name of a v4 or v5p counts cores, two per chip.
+TOPOLOGIES = {
+    "v4-8": "v4:2x2x1", "v4-16": "v4:2x2x2", "v4-32": "v4:2x2x4", "v4-64": "v4:2x4x4",
+    "v5p-8": "v5p:2x2x1", "v5p-16": "v5p:2x2x2", "v5p-32": "v5p:2x2x4", "v5p-64": "v5p:2x4x4",
+    "v5e-1": "v5e:1x1", "v5e-4": "v5e:2x2", "v5e-8": "v5e:2x4", "v5e-16": "v5e:4x4", "v5e-32": "v5e:4x8",
+    "v6e-1": "v6e:1x1", "v6e-4": "v6e:2x2", "v6e-8": "v6e:2x4", "v6e-16": "v6e:4x4", "v6e-32": "v6e:4x8",
+}
+# How torch_xla runs the cores of a chip: megacore is two as one. GB of memory, as the maker states them.
+# Cycles/s: the peak FLOP/s divided by the FLOP of all matrix units in a cycle. Rows and columns of one,
+# and how many rows it takes in a cycle.
+CORES = {"v4": "megacore", "v5p": "megacore", "v5e": "default", "v6e": "default"}
+MEMORY = {"v4": 32, "v5p": 95, "v5e": 16, "v6e": 32}
+CLOCK = {"v4": 1.05e9, "v5p": 1.75e9, "v5e": 1.5e9, "v6e": 1.75e9}
+SIDE = {"v4": 128, "v5p": 128, "v5e": 128, "v6e": 256}
+ROWS = {"v4": 1, "v5p": 1, "v5e": 1, "v6e": 2}
 
 
 def main(argv):
-    """Prints figures for each slice. Raises UserError at the first step that does not compile."""
+    """Prints the figures of both steps. Raises UserError if one does not compile or fit."""
     aot_settings, operands, flags = configurator.split_arguments(__file__, argv)
-    flags = [*operands, *flags]
-    settings = configurator.configure(train.__file__, flags)
+    settings = configurator.configure(train.__file__, [*operands, *flags, "--device=xla"])
     train.check_settings(settings)
-    tpu_slices = [parse_slice(name, settings) for name in aot_settings.slices.split(",")]
+    name = aot_settings.tpu.replace("v5litepod", "v5e")
+    if name not in TOPOLOGIES:
+        raise UserError(f"--tpu={name}: it takes {', '.join(TOPOLOGIES)}")
     if not importlib.util.find_spec("libtpu"):
         raise UserError("the TPU compiler is missing: pip install jax libtpu")
 
-    results = {}
+    figures = {}
+    topology = TOPOLOGIES[name]
     with tempfile.TemporaryDirectory() as folder:
-        path, source = bench.dataset_path(settings, folder)
+        path, source = bench.dataset_path(settings, folder, 9)
         print(f"dataset: {source}")
-        for tpu_slice in tpu_slices:
-            figures = compile_steps(settings, flags, path, tpu_slice)
-            figures["run"] = hours_of(settings, path, tpu_slice, figures["train"]["examples_per_sec"])
-            results[tpu_slice.name] = figures
-            # lines for people; the JSON object at the end has all digits
-            for title, values in figures.items():
-                print(f"{tpu_slice.name} {title}:")
-                for name, value in values.items():
-                    text = f"{value:,.4g}" if isinstance(value, float) else value
-                    print(f"  {name:16} {text}", flush=True)
-    print(json.dumps(results))
+        dump = Path(folder, "libtpu")
+        # both at once: torch_xla's programs on the CPU crash once libtpu is loaded
+        for step, program, state in list(trace(settings, path, topology)):
+            print(f"{topology}: compiling the {step} step, which can take minutes", flush=True)
+            memory = compile_program(program, state, topology, dump)
+            figures[step] = memory | read_dump(dump, topology)
+            shutil.rmtree(dump)
+    print(json.dumps(figures, indent=2))
 
 
-def parse_slice(name, settings):
-    """Returns the Slice of this name. Raises UserError, also if its chips cannot share a batch evenly."""
-    match = re.fullmatch(r"(v4|v5e|v5p|v6e):([1-9]\d*(?:x[1-9]\d*){1,2})", name)
-    if not match:
-        raise UserError(f"{name!r} is no TPU slice: --slices takes v4:2x2x1, v5e:2x4, v5p:2x2x1 or v6e:2x2")
-    chip, topology = match.groups()
-    chips = math.prod(map(int, topology.split("x")))
-    train.check_batch_size(settings, SimpleNamespace(world=chips))
-    return Slice(name, chip, chips)
+# ---------------------------------------------------------------------------------------------------------
+# A step: trace it, compile it, read what libtpu has written
 
+def trace(settings, path, topology):
+    """Yields (name, program, state) of the training and the evaluation step, as a chip of a slice gets them.
 
-def hours_of(settings, path, tpu_slice, rate):
-    """Returns the steps and hours of a run; rate: examples/s of the slice.
-
-    The hours leave out compiling (minutes) and the evaluations.
+    The program is HLO; state lists the numbers of the parameters that hold the state. Raises NotReplayable,
+    with the line, where a shape or a branch depends on data.
     """
-    steps = optim.count_steps(settings, optim.epoch_size(Dataset(path, "train")))
-    hours = steps * settings.global_batch_size / rate / 3600
-    return dict(steps=steps, hours=hours, chip_hours=tpu_slice.chips * hours)
+    # one replica on the CPU, whose all-reduce torch_xla keeps, takes itself for one of the slice's
+    os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
+    import xla
+    replica = device.open_device("xla", settings)
+    # on the CPU it cannot know what a TPU has units for
+    if settings.forward_dtype == "auto":
+        settings.forward_dtype = "bfloat16"
+    replica.choose_dtype(settings.forward_dtype)
+    replica.world = math.prod(map(int, topology.split(":")[1].split("x")))
+    train.check_batch_size(settings, replica)
+    replica.compile_step = lambda fn: fn  # the programs below are the steps themselves
+    run, next_inputs = bench.new_run(settings, replica, path)
+    steps = dict(
+        train=(run.train_program, run.state, next_inputs()),
+        eval=(run.evaluator.program, *bench.evaluation_of(run, path)),
+    )
+    for name, (step, state, inputs) in steps.items():
+        with torch.no_grad(), xla.Replayable():
+            lowering, placeholders, _ = replica.lower(step, state, inputs)
+        state_size = len(xla.tree_flatten(state)[0])
+        yield name, lowering.hlo(), [lowering.tensor_parameter_id(t) for t in placeholders[:state_size]]
 
 
-def compile_steps(settings, flags, path, tpu_slice):
-    """Compiles the training and the evaluation step for a slice.
+def compile_program(program, state, topology, dump):
+    """Compiles a program for a slice, and returns the memory that it needs on a chip. Raises UserError.
 
     Args:
-        settings: train.py's.
-        flags: the arguments that gave these settings.
-        path: of the dataset.
-        tpu_slice: a Slice.
-
-    Returns:
-        {"train": figures, "eval": figures}
-
-    Raises:
-        UserError: a step cannot be traced or compiled, or does not fit.
+        program: from trace().
+        state: numbers of parameters, whose memory the results may take.
+        topology: the slice, in libtpu's words.
+        dump: the folder for what libtpu writes.
     """
-    batch_per_chip = settings.global_batch_size // tpu_slice.chips
-    replicas = min(tpu_slice.chips, 2)  # the all-reduce of two fits any number of them
-    flags = [*flags, f"--global_batch_size={batch_per_chip * replicas}", "--device=xla"]
-    forward, training = bench.new_model(settings, Dataset(path, "train")).flops_per_example()
-    results = {}
-    with tempfile.TemporaryDirectory() as folder:
-        # the programs, on replicas of torch_xla on the CPU
-        run_child(f"{tpu_slice.name}: tracing", f"trace_steps({folder!r}, {flags!r}, {path!r})",
-                  PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(replicas), XLA_THREAD_POOL_SIZE="16")
-        # the environment keeps libtpu from asking a cloud which TPU it is on
-        for step, flops in ("train", training * batch_per_chip), ("eval", forward * batch_per_chip):
-            results[step] = run_child(
-                f"{tpu_slice.name}: compiling the {step} step",
-                f"compile_for({os.path.join(folder, step)!r}, aot.{tpu_slice}, {batch_per_chip}, {flops})",
-                JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-                TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_HOSTNAMES="localhost")
-    return results
-
-
-# Tracing and compiling, each in a process of its own: a compiler that crashes must leave a message.
-
-def run_child(label, call, **environment):
-    """Runs aot.CALL in another process. Returns the JSON object in its last line. Raises UserError."""
-    code = f"import sys; sys.path.insert(0, {HERE!r}); import aot; aot.end_with_parent(); aot.{call}"
-    print(f"{label}, which can take minutes", file=sys.stderr, flush=True)
-    process = subprocess.run([sys.executable, "-c", code], env=os.environ | environment,
-                             capture_output=True, text=True)
-    if process.returncode:
-        # the last error of a traceback, or what a compiler that crashed printed last
-        errors = re.findall(r"^[\w.]*(?:Error|NotReplayable)\b.*", process.stderr, re.M)
-        raise UserError(f"{label}: {(errors or process.stderr.splitlines())[-1]}")
-    return json.loads(process.stdout.splitlines()[-1])
-
-
-def trace_steps(folder, flags, path):
-    """Traces both steps on the CPU: trace_replica() on as many replicas as CPU_NUM_DEVICES says."""
-    import torch_xla.distributed.xla_multiprocessing as xmp
-    settings = configurator.configure(train.__file__, flags)
-    xmp.spawn(trace_replica, args=(folder, settings, path))
-    print("{}")
-
-
-def trace_replica(index, folder, settings, path):
-    """Writes the two steps, as train.py would have them compiled, to folder/train and folder/eval.
-
-    Raises NotReplayable, with the line, where a shape or a branch depends on data.
-    """
-    end_with_parent()
-    from xla import LAUNCH, Replayable  # torch_xla takes its device from the environment of this process
-    device = open_device("xla", settings)
-    run, next_inputs = bench.new_run(settings, device, path)
-    steps = dict(
-        train=(lambda state, inputs: train.train_step(run, state, inputs), run.state, next_inputs()),
-        eval=(run.evaluator.step, *bench.evaluation_of(run, path)),
-    )
-    for name, step in steps.items():
-        with LAUNCH, Replayable(), torch.no_grad():
-            program = device.lower(*step)[0].hlo()
-        if device.rank == 0:
-            with open(os.path.join(folder, name), "wb") as f:
-                f.write(program)
-
-
-def compile_for(path, tpu_slice, batch_per_chip, flops):
-    """Compiles the program at path for a slice with libtpu. Prints its figures as a line of JSON.
-
-    flops: FLOP of a step on one chip, counted from the model.
-    """
+    # libtpu asks no cloud which TPU it has
+    os.environ.update(
+        JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_HOSTNAMES="localhost",
+        XLA_FLAGS=f"--xla_dump_to={dump} --xla_dump_hlo_as_text",
+        LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text --xla_jf_dump_llo_pass_label_regex="
+                         f"final_bundles {os.environ.get('LIBTPU_INIT_ARGS', '')}")
     from jax._src import compiler
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
     from jax.experimental import topologies
     from jaxlib.mlir import ir
-    topology = topologies.get_topology_desc(topology_name=tpu_slice.name, platform="tpu")
-    devices = topology.devices[:tpu_slice.chips]
-    options = compiler.get_compile_options(
-        num_replicas=len(devices), num_partitions=1, device_assignment=np.array([[d.id] for d in devices]))
-    # torch_xla's program (HLO) in the form that the compiler takes
-    with open(path, "rb") as f, mlir.make_ir_context():
-        module = ir.Module.parse(xla_client._xla.mlir.hlo_to_stablehlo(f.read()))
-        program = devices[0].client.compile(module, xla_client._xla.DeviceList(tuple(devices)), options)
+    kind = topology.split(":")[0]
+    devices = topologies.get_topology_desc(topology, "tpu", chip_config_name=CORES[kind]).devices
+    options = compiler.get_compile_options(len(devices), 1, [[d.id] for d in devices])
+    with mlir.make_ir_context():
+        # the program in jax's form, with jax's mark for memory that results may take
+        module = ir.Module.parse(xla_client._xla.mlir.hlo_to_stablehlo(program))
+        function = ir.SymbolTable(module.operation)["main"]
+        marks = ["{jax.buffer_donor = true}" if i in state else "{}" for i in range(len(function.arguments))]
+        function.attributes["arg_attrs"] = ir.Attribute.parse(f"[{', '.join(marks)}]")
+        try:
+            compiled = devices[0].client.compile(module, xla_client._xla.DeviceList(tuple(devices)), options)
+        except RuntimeError as e:
+            raise UserError(str(e)[:600]) from None
+    memory = compiled.get_compiled_memory_stats()
+    used = (memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+            + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes)
+    return dict(chips=len(devices), used_gb=used / 1e9, chip_gb=MEMORY[kind],
+                temporaries_gb=memory.temp_size_in_bytes / 1e9, state_tensors=len(state))
 
-    # what the compiler says
-    memory = program.get_compiled_memory_stats()
-    used = (memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-            + memory.generated_code_size_in_bytes)
-    # at the chip's peak, and as estimated
-    arithmetic_ms = 1e3 * flops / PEAK_FLOPS["TPU " + tpu_slice.chip]
-    milliseconds = arithmetic_ms
-    figures = {}
-    try:
-        text = program.hlo_modules()[0].to_string()
-        milliseconds = 1e3 * estimated_cycles(*read_program(text)) / CLOCK[tpu_slice.chip]
-        figures = dict(estimated_ms=milliseconds, collectives=collectives(text))
-    except xla_client.XlaRuntimeError:  # jaxlib 0.10.2 cannot read a program for v6e
-        pass
-    print(json.dumps(figures | dict(
-        examples_per_sec=1e3 * batch_per_chip * tpu_slice.chips / milliseconds,
-        tflop=flops / 1e12,
+
+def read_dump(dump, topology):
+    """Returns the figures of the programs (HLO) and the schedules in libtpu's folder."""
+    kind = topology.split(":")[0]
+    before, after = [next(dump.glob(f"*.{stage}.txt")).read_text()
+                     for stage in ("before_optimizations", "after_codegen")]
+    flops = arithmetic(before, SIDE[kind])
+    arithmetic_ms, padded_ms = (1e3 * flop / device.PEAK_FLOPS["TPU " + kind] for flop in flops)
+    schedules, cost_model = estimates(after, dump, ROWS[kind])
+    schedules_ms = 1e3 * schedules / CLOCK[kind]
+    cost_model_ms = 1e3 * cost_model / CLOCK[kind]
+    return dict(
+        donated_tensors=after.splitlines()[0].count("-alias)"),
+        collectives=re.findall(r" = (.*) (all-reduce|all-gather|reduce-scatter)(?:-start)?\(", after),
+        rounded_products=len(re.findall(r" = f32\S+ dot\((?!.*highest)", before)),
+        tflop=flops[0] / 1e12,
         arithmetic_ms=arithmetic_ms,
-        arguments_gb=memory.argument_size_in_bytes / 1e9,
-        temporaries_gb=memory.temp_size_in_bytes / 1e9,
-        used_gb=used / 1e9,
-        chip_gb=MEMORY[tpu_slice.chip] / 1e9)))
+        padded_ms=padded_ms,
+        schedules_ms=schedules_ms,
+        cost_model_ms=cost_model_ms,
+        mfu=[arithmetic_ms / cost_model_ms, arithmetic_ms / schedules_ms],
+    )
 
 
-# The text of a compiled program (HLO).
+# ---------------------------------------------------------------------------------------------------------
+# The text of programs and schedules
 
-def read_program(text):
-    """Returns {name: text} of all computations of a program, and the name of the one where it starts."""
-    computations = {}
-    entry = None
-    pattern = r"^(ENTRY )?%([\w.\-]+) \((.*?)^}(?!\))"
-    for is_entry, name, body in re.findall(pattern, text, re.M | re.S):
-        computations[name] = body
-        if is_entry:
-            entry = name
-    return computations, entry
-
-
-def estimated_cycles(computations, name):
-    """Returns the cycles that the compiler estimates for a computation, all iterations of loops included."""
-    total = 0
-    for line in computations[name].splitlines():
-        cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
-        if " while(" in line:
+def executed(text, pattern):
+    """Returns [(how often a program executes it, groups of pattern ...)] of the matching instructions."""
+    computations = dict(re.findall(r"^(?:ENTRY )?%([\w.\-]+) \((.*?)^}(?!\))", text, re.M | re.S))
+    # callers come after what they call, and the program's own computation comes last
+    times = Counter([[*computations][-1]])
+    for name, body in reversed(computations.items()):
+        for condition, callee in re.findall(r"(?:condition=%([\w.\-]+), body|to_apply)=%([\w.\-]+)", body):
             # a loop counts up to the constant in its condition
-            condition, body = re.search(r"condition=%([\w.\-]+), body=%([\w.\-]+)", line).groups()
-            constants = re.findall(r" = [su]32\[\]\S* constant\((\d+)\)", computations[condition])
-            iterations = max(map(int, constants), default=1)
-            total += iterations * estimated_cycles(computations, body)
-        elif cycles:
-            total += int(cycles[1])
-    return total
+            constants = re.findall(r" = [su]\d+\[\]\S* constant\((\d+)\)", computations.get(condition, ""))
+            times[callee] += times[name] * max(map(int, constants), default=1)
+    found = []
+    for name, body in computations.items():
+        found += [(times[name], *groups) for groups in re.findall(pattern, body)]
+    return found
 
 
-def collectives(text):
-    """Returns what a program's collectives return, as ["all-reduce f32[5028931]"]."""
-    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-    matches = re.findall(rf" = (.*?) ({kinds})(?:-start)?\(", text)
-    return [f"{kind} {re.sub('{.*?}', '', shape)}" for shape, kind in matches]
+def arithmetic(text, side):
+    """Returns the FLOP of a program's matrix products, and the FLOP with what pads them to matrix units."""
+    shapes = dict(re.findall(r"%([\w.\-]+) = \w+\[([\d,]*)\]", text))
+    flop = padded_flop = 0
+    pattern = r" = \w+\[(.*)\]\S* dot\(%([\w.\-]+).*lhs_contracting_dims={(\d+)}"
+    for times, result, left, dimension in executed(text, pattern):
+        # what is summed over fills the rows of a unit
+        length = int(shapes[left].split(",")[int(dimension)])
+        product = 2 * times * length * math.prod(map(int, re.findall(r"\d+", result)))
+        flop += product
+        padded_flop += product * math.ceil(length / side) * side / length
+    return flop, padded_flop
+
+
+def estimates(text, dump, rows):
+    """Returns the cycles of a program by the schedules in a dump, and by the compiler's cost model."""
+    cost_model = 0
+    times_of = Counter()
+    cycles_of = defaultdict(list)
+    pattern = r'%([\w.\-]+) = (.*?) [\w\-]+\(.*?(?:"buffering_level":"(\d+)".*)?"estimated_cycles":"(\d+)"'
+    for times, name, shape, buffers, estimate in executed(text, pattern):
+        cost_model += times * int(estimate)
+        times_of[shape, estimate] += times
+        # instructions that the compiler found equal share one schedule, whose file's name begins with a time
+        for file in dump.glob(f"{'?' * 19}-{name}-01-final_bundles.txt"):
+            cycles_of[shape, estimate].append(schedule_cycles(file.read_text(), int(buffers or 1), rows))
+    return sum(times * mean(cycles_of[key]) for key, times in times_of.items()), cost_model
+
+
+def schedule_cycles(text, buffers, rows):
+    """Returns the cycles of a schedule, loops included: of its instructions, or of a busier matrix unit.
+
+    Args:
+        text: the schedule, an instruction (bundle) a line.
+        buffers: how many a loop has for what it loads; its first and its last iterations only load and store.
+        rows: how many a matrix unit takes in a cycle.
+    """
+    cycles = np.zeros(2)
+    starts = {}  # {region: cycles before it}
+    ends = dict(re.findall(r"%(\w+) = scmp\S+ %\w+, (\d+) /\* loop exit test", text))
+    for bundle in re.findall(r"^ *(?:0x)?[0-9a-f]+ .*", text, re.M):
+        starts |= dict.fromkeys(re.findall(r"Start region (\d+)", bundle), cycles)
+        # all units do the same: the first one gets 8 rows, or 16 of bfloat16 in pairs
+        products = re.findall(r"vmatmul(\S*)mxu0", bundle)
+        cycles = cycles + [1, sum(8 if re.search("f32|lmr", kind) else 16 for kind in products) / rows]
+        # a jump back repeats what lies between
+        jump = re.search(r"sbr\.rel \(!%(\w+)\) target = \$region(\d+)", bundle)
+        if jump and jump[2] in starts:
+            iterations = max(1, int(ends.get(jump[1], 1)) - 2 * (buffers - 1))
+            cycles = cycles + (iterations - 1) * (cycles - starts[jump[2]])
+    return max(cycles)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def main(argv):
     settings, operands, train_arguments = split_arguments(__file__, argv)
     if len(operands) > 1:
         raise UserError("usage: python scripts/play.py MODEL, a file or a run's folder; see --help")
-    [path] = operands or [f"{solve.MODELS}/sudoku-9x9.pt"]
+    [path] = operands or [os.path.relpath(f"{solve.MODELS}/sudoku-9x9.pt")]
     server = open_server(Game(path, train_arguments), settings.port)
     address = f"http://127.0.0.1:{server.server_port}"
     print(f"{address} (Ctrl-C stops)", flush=True)
@@ -89,7 +89,7 @@ class Game:
     """
 
     def __init__(self, path, train_arguments):
-        self.path = os.path.relpath(path)
+        self.path = path
         self.model, self.settings = solve.load(path, train_arguments)
         self.task = self.model.task
         self.lock = threading.Lock()  # one request at a time uses the model
@@ -160,11 +160,13 @@ class Game:
         The question is tokens [1, cells], for ARC the task's number and a grid. Values outside of LIMITS are
         taken as the nearest.
         """
+        # a TypeError, ValueError or LookupError if the request is not as it must be
         try:
             request = self.defaults | json.loads(body)
             values = {}
             for name, (convert, low, high) in LIMITS.items():
                 values[name] = min(max(low, convert(request[name])), high)
+            # the question
             if self.is_arc:
                 group = self.train_data.task_names.index(request["task"])
                 grid = arc.grid_of(request["question"])
@@ -180,6 +182,7 @@ class Game:
     def solve(self, question, warning, values):
         """Yields a dict for the page at once, and another after each step; arguments: from parse_request."""
         yield values | {"warning": warning}
+        # the run's settings, and the request's
         settings = Settings(**vars(self.settings))
         settings.eval_halt_max_steps = values["steps"]
         settings.eval_rollouts = 1 if self.is_arc else values["copies"]
@@ -225,6 +228,7 @@ class Game:
         batch["puzzle_identifiers"] = data.puzzle_identifiers[numbers]
         evaluator = evaluate.Evaluator(settings, self.model, Device("cpu", settings), len(numbers))
         for results in evaluator.watch(*evaluate.weights_of(self.model), batch):
+            # the answers, turned and recoloured back
             answers = []
             for tokens, version in zip(results["preds"], versions):
                 answers.append(arc.undo_version(arc.crop(tokens, data.side), version).tolist())

@@ -118,23 +118,28 @@ def solve_one(train_settings, model, task, questions, settings, path):
     kept = results[-1]["surest_steps"][attempt, 0]
 
     # the question, and after it the answer of each step, with the cells that break a rule
-    nothing = questions[0] < 0
-    grids = [("question", questions[0], nothing)]
+    [question] = questions
+    nothing = question < 0
+    grids = [("question", question, nothing)]
     for result in results:
         answers = result["preds"][attempt]
         certainty = sigmoid(result["q_halt_logits"][attempt, 0])
         judgement = puzzles.judge(task, questions, answers)
         broken = judgement.broken[0] if judgement else nothing
-        grids.append((f"step {len(grids)}: {certainty:.0%} sure", answers[0], broken))
+        title = f"step {len(grids)}: {certainty:.0%} sure"
+        grids.append((title, answers[0], broken))
 
+    # the most confident answer
     title, answer, _ = grids[kept]
     shown = grids if settings.steps else [grids[0], grids[kept]]
     print(puzzles.side_by_side(shown, task["symbols"], *task["grid"]))
     print(puzzles.text_of(task, answer))
-    verdict = puzzles.verdict(task, questions[0], answer)
-    print(f"{verdict} ({title}; {len(results)} steps, attempt {attempt + 1} of {len(keys)}; {path})")
+    verdict = puzzles.verdict(task, question, answer)
+    attempts = f"attempt {attempt + 1} of {len(keys)}"
+    print(f"{verdict} ({title}; {len(results)} steps, {attempts}; {path})")
     if settings.plot:
-        draw(settings.plot, task, questions[0], grids if settings.plot.endswith(".gif") else [grids[kept]])
+        frames = grids if settings.plot.endswith(".gif") else [grids[kept]]
+        draw(settings.plot, task, question, frames)
 
 
 def solve_file(settings, model, task, questions, rows, output):
@@ -157,19 +162,24 @@ def solve_file(settings, model, task, questions, rows, output):
         batch = slice(first, first + size)
         *_, results = watch(settings, model, questions[batch], keys[:, batch])
         surest = evaluate.surest_answers(results)
-        certainties = sigmoid(surest["surest_q_halt_logits"]).round(4)
-        judged = judge_answers(task, questions[batch], surest["surest_preds"], rows[batch])
-        solved += zip(surest["surest_preds"], certainties, surest["surest_steps"], judged)
-        progress.add(len(judged))
+        answers = surest["surest_preds"]
+        solved += zip(
+            [puzzles.text_of(task, question) for question in questions[batch]],
+            [puzzles.text_of(task, answer) for answer in answers],
+            sigmoid(surest["surest_q_halt_logits"]).round(4),
+            surest["surest_steps"],
+            judge_answers(task, questions[batch], answers, rows[batch]),
+        )
+        progress.add(len(answers))
 
-    for result, count in Counter(result for *_, result in solved).items():
+    counts = Counter(result for *_, result in solved)
+    for result, count in counts.items():
         print(f"{count} of {n} {result} ({count / n:.1%})")
     if output:
         with replacing(output) as f:
             writer = csv.writer(codecs.getwriter("utf-8")(f), lineterminator="\n")
             writer.writerow(["question", "answer", "certainty", "step", "result"])
-            for question, (answer, *values) in zip(questions, solved):
-                writer.writerow([puzzles.text_of(task, question), puzzles.text_of(task, answer), *values])
+            writer.writerows(solved)
         print(f"wrote {output}")
 
 
@@ -182,11 +192,9 @@ def judge_answers(task, questions, answers, rows):
     for answer, (_, _, known) in zip(answers, rows):
         # other characters than the puzzle's stand in cells that do not count
         pairs = zip(puzzles.text_of(task, answer), known)
-        is_right = all(ours == theirs for ours, theirs in pairs if theirs in task["symbols"])
-        if not known:
-            results.append("not judged")
-        else:
-            results.append("right" if is_right else "wrong")
+        is_equal = [ours == theirs for ours, theirs in pairs if theirs in task["symbols"]]
+        result = "right" if all(is_equal) else "wrong"
+        results.append(result if is_equal else "not judged")
     return results
 
 
@@ -211,9 +219,17 @@ def draw(path, task, question, grids):
     def draw_grid(grid):
         title, tokens, broken = grid
         ax.clear()
-        ax.set(title=title, xticks=[], yticks=[], xlim=(0, columns), ylim=(rows, 0), aspect="equal")
+        ax.set(
+            title=title,
+            xlim=(0, columns),
+            ylim=(rows, 0),
+            xticks=[],
+            yticks=[],
+            aspect="equal",
+        )
         symbols = list(puzzles.text_of(task, tokens).replace(".", " "))
-        colours = np.where(broken, "salmon", np.where(question == empty, "white", "lightgrey"))
+        colours = np.where(question == empty, "white", "lightgrey")
+        colours = np.where(broken, "salmon", colours)
         table = ax.table(
             cellText=np.reshape(symbols, task["grid"]),
             cellColours=np.reshape(colours, task["grid"]),
@@ -308,7 +324,10 @@ def load(path, train_arguments, cells=0):
     saved.pop("optimizer")
     settings = configure(train.__file__, train_arguments, saved)
     train.check_settings(settings)
-    vars(settings).update(forward_dtype="float32", micro_batch_size=0, eval_patience=0)
+    # as TRM.solve does it, and all steps of all puzzles
+    settings.forward_dtype = "float32"
+    settings.micro_batch_size = 0
+    settings.eval_patience = 0
     return model, settings
 
 

@@ -24,6 +24,7 @@ import helpers  # it adds the project and its scripts to sys.path, for what foll
 
 # isort: split
 import export
+import numpy as np
 import solve
 import torch
 
@@ -32,11 +33,12 @@ import configurator
 import prepare_arc
 import prepare_maze
 import prepare_sudoku
-from data import Dataset
+from puzzles import files
 
 # The files that take longest. The workers take whole files, these first, so that all end together.
-LONGEST = ("replicas", "hard_to_kill", "engines", "tpu_sh", "kernels", "aot", "sweep", "train", "chaos",
-           "play", "parity", "wrong_input", "smoke", "gcs", "solve", "rollouts", "data", "bench")
+LONGEST = ("replicas", "hard_to_kill", "forks", "spawn", "tpu_sh", "wandb", "engines", "aot", "sweep",
+           "train", "chaos", "play", "parity", "wrong_input", "smoke", "gcs", "solve", "rollouts", "data",
+           "bench")
 
 
 def pytest_collection_modifyitems(items):
@@ -71,7 +73,7 @@ def at_once(monkeypatch):
 def random_puzzles(tmp_path_factory):
     """A dataset of 1000 random 4x4 grids for training and for tests."""
     missing = SimpleNamespace(data_path="missing")
-    return bench.dataset_path(missing, 4, str(tmp_path_factory.mktemp("data")))[0]
+    return bench.dataset_path(missing, str(tmp_path_factory.mktemp("data")), 4)[0]
 
 
 @pytest.fixture(scope="session")
@@ -97,8 +99,8 @@ def out(whole, tmp_path):
 
 
 TRAINING = [
-    "--device=cpu", "--global_batch_size=48", "--lr=1e-2", "--lr_warmup_steps=20", "--weight_decay=0.1",
-    "--ema_rate=0.95", "--loss_type=softmax_cross_entropy", "--eval_interval=0"]
+    "--global_batch_size=48", "--lr=1e-2", "--lr_warmup_steps=20", "--weight_decay=0.1", "--ema_rate=0.95",
+    "--loss_type=softmax_cross_entropy"]
 
 
 @pytest.fixture(scope="session")
@@ -111,15 +113,20 @@ def models_folder(tmp_path_factory):
     helpers.prepare(path / "sudoku-data", source="generate", size=4, num_train=500, num_test=60, num_aug=10)
     helpers.prepare(path / "maze-data", prepare_maze, source="generate", size=6, min_path=6, num_train=64,
                     num_test=20)
-    helpers.write_exchange(path / "exchange-data", "_01")
+    questions = np.random.default_rng(0).integers(1, 3, (64, 6), dtype=np.uint8)
+    splits = {split: (64, 1, [(questions, 3 - questions)]) for split in ("train", "test")}
+    exchange = {"kind": "exchange", "grid": [2, 3], "symbols": "_01"}
+    files.write_dataset(str(path / "exchange-data"), splits, 3, exchange)
+
+    def train(name, *flags):
+        helpers.run(path / f"{name}-data", path / name, *helpers.SOLVE_MODEL, *TRAINING, *flags)
+
     outputs = "inputs,labels,preds,q_halt_logits,surest_preds,surest_q_halt_logits"
-    flags = [*helpers.SOLVE_MODEL, *TRAINING, "--max_steps=70"]
-    helpers.train_one(path / "sudoku", *flags, f"--eval_save_outputs={outputs}")
+    train("sudoku", "--max_steps=70", f"--eval_save_outputs={outputs}")
     export.main([str(path / "sudoku"), str(path / "model.pt")])
     torch.save(torch.load(path / "model.pt")["weights"], path / "official.pt")
-    helpers.train_one(path / "maze", *flags, "--mlp_t=False", "--pos_encodings=rope", "--max_steps=4",
-                      "--eval_final_max_puzzles=8")
-    helpers.train_one(path / "exchange", *flags, "--max_steps=30")
+    train("maze", "--mlp_t=False", "--pos_encodings=rope", "--max_steps=4", "--eval_final_max_puzzles=8")
+    train("exchange", "--max_steps=30")
     return path
 
 
@@ -129,18 +136,11 @@ def arc_folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("arc")
     generated = dict(source="generate", num_pairs=5, num_train=4, num_test=6, num_aug=3)
     helpers.prepare(path / "arc-data", prepare_arc, **generated)
-    config = os.path.join(helpers.ROOT, "config/arc1.py")
-    flags = [config, *helpers.ARC_MODEL, "--lr=1e-2", "--lr_warmup_steps=1"]
-    helpers.train_one(path / "arc", *flags)
+    helpers.run_config("arc1.py", path / "arc", *helpers.ARC_MODEL, "--lr=1e-2", "--lr_warmup_steps=1")
     export.main([str(path / "arc"), str(path / "model.pt")])
     settings = helpers.dataset_settings(prepare_arc, **generated)
     (path / "tasks.json").write_text(json.dumps(dict(prepare_arc.generate(settings, "evaluation"))))
     return path
-
-
-@pytest.fixture(scope="session")
-def arc_test(arc_folder):
-    return Dataset(arc_folder / "arc-data", "test")
 
 
 @pytest.fixture

@@ -24,7 +24,6 @@ import traceback
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten
@@ -37,7 +36,6 @@ import train
 from bucket import Bucket
 from checkpoint import checkpoint_paths
 from data import read_metrics
-from puzzles.files import write_dataset
 
 TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2",
         "--L_cycles=2", "--halt_max_steps=4", "--forward_dtype=float32", "--global_batch_size=16",
@@ -53,10 +51,8 @@ SOLVE_MODEL = [
     "--hidden_size=64", "--num_heads=2", "--puzzle_emb_ndim=0", "--expansion=2", "--H_cycles=1",
     "--L_cycles=1", "--L_layers=1", "--halt_max_steps=2", "--eval_halt_max_steps=4",
     "--forward_dtype=float32"]
-ARC_MODEL = [
-    "--hidden_size=32", "--num_heads=2", "--expansion=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=1",
-    "--H_cycles=1", "--L_cycles=1", "--L_layers=1", "--halt_max_steps=3", "--forward_dtype=float32",
-    "--device=cpu", "--global_batch_size=16", "--max_steps=20"]
+ARC_MODEL = [*TINY, "--expansion=2", "--puzzle_emb_len=1", "--H_cycles=1", "--L_cycles=1", "--L_layers=1",
+             "--halt_max_steps=3", "--max_steps=20"]
 COLUMNS = "source", "question", "answer", "rating"  # of the hub's CSV files
 
 
@@ -99,13 +95,6 @@ def write_csv(path, rows):
     with open(path, "w", newline="", encoding="utf-8") as f:
         csv.writer(f).writerows([COLUMNS, *rows])
     return path
-
-
-def write_exchange(path, symbols):
-    """Writes a dataset of 2x3 cells whose answers exchange the two symbols."""
-    questions = np.random.default_rng(0).integers(1, 3, (64, 6), dtype=np.uint8)
-    splits = {split: (64, 1, [(questions, 3 - questions)]) for split in ("train", "test")}
-    write_dataset(str(path), splits, 3, {"kind": "exchange", "grid": [2, 3], "symbols": symbols})
 
 
 # train.py in another process.
@@ -228,12 +217,10 @@ def run(data, out, *flags, code=0):
     return printed.getvalue()
 
 
-def train_one(path, *flags):
-    """Trains in a folder on the dataset PATH-data, in this process."""
+def run_config(name, path, *flags):
+    """Runs train.py with a config file of the project in a folder, on the dataset PATH-data."""
     paths = [f"--data_path={path}-data", f"--out_dir={path}"]
-    settings = configurator.configure(train.__file__, [*flags, *paths])
-    train.check_settings(settings)
-    train.replica(settings, "cpu")
+    return run("", "", f"{ROOT}/config/{name}", *paths, *flags)
 
 
 def lines(out):

@@ -11,6 +11,7 @@ came out.
 import argparse
 import itertools
 import json
+import os
 import sys
 import time
 
@@ -23,35 +24,21 @@ parser.add_argument("curve", help="file of JSON lines to which evaluations are a
 parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--batch", type=int, default=32)
 parser.add_argument("--seed", type=int, default=0)
-parser.add_argument("--minutes", type=float, default=60, help="of training, at most")
-parser.add_argument("--every", type=float, default=1.5, help="minutes between evaluations")
 args = parser.parse_args()
-TARGET, NEAR, WARMUP, DECAY = 0.9, 0.88, 100, 1.0
+TARGET = 0.9  # of all test puzzles
+NEAR = 0.88  # of 200 of them: then all are evaluated
+WARMUP = 100  # steps
+DECAY = 1.0
+INTERVAL = 90  # seconds of training between evaluations
+LIMIT = 3600  # seconds of training
 
-sys.path.insert(0, args.official)
+sys.path[:0] = [args.official, os.path.join(os.path.dirname(__file__), "golden")]
+from make import AdamATan2
 from models.ema import EMAHelper
 from models.losses import ACTLossHead
 from models.recursive_reasoning.trm import TinyRecursiveReasoningModel_ACTV1
 from models.sparse_embedding import CastedSparseEmbeddingSignSGD_Distributed
 from puzzle_dataset import PuzzleDataset, PuzzleDatasetConfig
-
-
-class AdamATan2(torch.optim.Optimizer):
-    def __init__(self, params, lr, weight_decay, betas=(0.9, 0.95)):
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
-        self.betas, self.step_count = betas, 0
-
-    @torch.no_grad()
-    def step(self):
-        self.step_count += 1
-        bias1, bias2 = (1 - beta ** self.step_count for beta in self.betas)
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p] = self.state[p] or dict(m=torch.zeros_like(p), v=torch.zeros_like(p))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                state["m"].lerp_(p.grad, 1 - self.betas[0])
-                state["v"].lerp_(p.grad.square(), 1 - self.betas[1])
-                p.sub_(torch.atan2(state["m"], (state["v"] / bias2).sqrt()), alpha=group["lr"] / bias1)
 
 
 def dataset(split, **options):
@@ -86,11 +73,15 @@ def main():
         "stablemax_cross_entropy")
     embedding = CastedSparseEmbeddingSignSGD_Distributed(
         model.model.puzzle_emb.buffers(), world_size=1, lr=0, weight_decay=DECAY)
-    optimizers = {embedding: 1e-4, AdamATan2(model.parameters(), lr=0, weight_decay=DECAY): args.lr}
+    optimizers = {embedding: 1e-4, AdamATan2(model.parameters(), DECAY): args.lr}
     ema = EMAHelper(mu=0.999)
     ema.register(model)
-    carry, seconds, next_evaluation, began = None, 0.0, args.every * 60, time.process_time()
+    carry = None
+    seconds = 0.0  # of training
+    next_evaluation = INTERVAL
+    began = time.process_time()
     for step, (_, batch, size) in enumerate(train, 1):
+        # a step of training
         model.train()
         carry, loss, *_ = model(carry=carry or model.initial_carry(batch), batch=batch, return_keys=[])
         (loss / size).backward()
@@ -99,20 +90,21 @@ def main():
             optimizer.step()
             optimizer.zero_grad()
         ema.update(model)
+
+        # an evaluation
         if seconds + time.process_time() - began < next_evaluation:
             continue
-        seconds, next_evaluation = seconds + time.process_time() - began, next_evaluation + args.every * 60
+        seconds += time.process_time() - began
+        next_evaluation += INTERVAL
         average = ema.ema_copy(model)
-        for puzzles in (200, 1000):
+        for puzzles in 200, 1000:
             accuracy, puzzles = exact_accuracy(average, test, puzzles)
-            row = dict(step=step, minutes=seconds / 60, puzzles=puzzles, exact_accuracy=accuracy,
-                       lr=args.lr, batch=args.batch, seed=args.seed)
-            print(json.dumps(row), flush=True)
+            row = vars(args) | dict(step=step, minutes=seconds / 60, puzzles=puzzles, exact_accuracy=accuracy)
             with open(args.curve, "a") as f:
                 print(json.dumps(row), file=f)
             if accuracy < NEAR:
                 break
-        if puzzles == 1000 and accuracy >= TARGET or seconds >= 60 * args.minutes:
+        if puzzles == 1000 and accuracy >= TARGET or seconds >= LIMIT:
             return
         began = time.process_time()
 

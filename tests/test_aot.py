@@ -1,15 +1,14 @@
-"""scripts/aot.py at tiny sizes: what the TPU compiler says, a fork, prices, wrong input and kills."""
+"""scripts/aot.py at tiny sizes: what the TPU compiler says, how its files are read, wrong input."""
 import json
-import os
-import re
+import subprocess
 import sys
 
 import aot
 import pytest
-from helpers import ROOT
 
 import bench
 import configurator
+import model as models
 import train
 from data import Dataset
 
@@ -17,94 +16,110 @@ if sys.version_info < (3, 11):
     pytest.importorskip("jax", reason="the TPU compiler needs Python 3.11")
 pytestmark = pytest.mark.xla
 
-BASELINE = os.path.join(ROOT, "config", "baseline.py")
 TINY = ["--hidden_size=64", "--num_heads=2", "--puzzle_emb_ndim=64", "--puzzle_emb_len=2", "--L_layers=1",
         "--H_cycles=2", "--L_cycles=1", "--halt_max_steps=4", "--global_batch_size=16"]
 
 
-@pytest.fixture(autouse=True)
-def xla_optimises(monkeypatch):
-    """Without the flag of conftest.py, which is for the CPU's compiler."""
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
+def run_aot(*flags):
+    return subprocess.run([sys.executable, aot.__file__, *TINY, *flags], capture_output=True, text=True)
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    settings = configurator.configure(train.__file__, ["--data_path=nowhere"])
-    return bench.dataset_path(settings, str(tmp_path_factory.mktemp("data")))[0]
-
-
-def last_object(capsys):
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
-def test_a_step_is_one_program_with_one_all_reduce_that_fits(dataset, capsys):
-    aot.main([*TINY, "--slices=v5e:2x2", "--micro_batch_size=2", f"--data_path={dataset}"])
-    figures = last_object(capsys)["v5e:2x2"]
+@pytest.mark.parametrize("tpu, dtype", [("v4-8", "bfloat16"), ("v5litepod-4", "float32")])
+def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(random_puzzles, tpu, dtype):
+    output = run_aot(f"--tpu={tpu}", f"--forward_dtype={dtype}", "--micro_batch_size=2",
+                     f"--data_path={random_puzzles}").stdout
+    figures = json.loads(output[output.index("{"):])
     training, evaluation = figures["train"], figures["eval"]
 
     # All at once: gradients of the weights and the puzzle embedding, uses of its row, METRICS, stop requests.
     settings = configurator.configure(train.__file__, TINY)
-    model = bench.new_model(settings, Dataset(dataset, "train"))
+    model = bench.new_model(settings, Dataset(random_puzzles, "train"))
     reduced = sum(p.numel() for p in model.parameters()) + 64 + 1  # gradients, the table's row and its count
-    reduced += len(train.METRICS) + len(train.LOSS_TERMS) + 1  # and the stops
-    assert len(training["collectives"]) == 1 and evaluation["collectives"] == []
-    assert re.search(rf"all-reduce .*\bf32\[{reduced}\]", training["collectives"][0]), reduced
+    reduced += len(models.METRICS + models.LOSS_TERMS) + 2  # and the sequences, and the stops
+    [[shape, _]] = training["collectives"]
+    assert f"f32[{reduced}]" in shape and evaluation["collectives"] == []
 
-    carry = 2 * 4 * 83 * 64 * 2  # z_H and z_L of 4 sequences a chip
-    assert carry < 1e9 * training["arguments_gb"] - 16 * reduced < 3 * carry
-    assert training["used_gb"] < 6 and training["chip_gb"] == 16
-    assert training["arithmetic_ms"] < evaluation["estimated_ms"] < training["estimated_ms"] < 100
-    assert training["examples_per_sec"] == pytest.approx(16e3 / training["estimated_ms"])
-    assert figures["run"]["hours"] > 0
-
-
-def test_a_batch_that_does_not_fit(dataset):
-    flags = [*TINY, "--H_cycles=1", "--global_batch_size=20000", "--expansion=64", f"--data_path={dataset}"]
-    with pytest.raises(configurator.UserError, match="compiling the train step: .*exceeds available HBM"):
-        aot.main([*flags, "--slices=v5e:1x1"])
+    # a chip's share of the batch is 4 sequences
+    assert training["chips"] == 4
+    assert training["tflop"] == pytest.approx(4 * model.flops_per_example(settings)[1] / 1e12)
+    for step in training, evaluation:
+        assert step["donated_tensors"] == step["state_tensors"] > 10
+        assert step["rounded_products"] == 0
+        assert step["temporaries_gb"] < step["used_gb"] < 0.1
+        assert step["arithmetic_ms"] < step["padded_ms"] < step["schedules_ms"] < step["cost_model_ms"] < 1
+    assert 0 < training["mfu"][0] < training["mfu"][1] < 1
 
 
-HLO = """\
-%body (arg: (TYPE[], f32[24,1000])) -> (TYPE[], f32[24,1000]) {
-  %fusion.1 = f32[1000]{0} fusion(%xs, %i), calls=%sliced, backend_config={"estimated_cycles":"100"}
+def test_a_batch_that_does_not_fit_is_refused_in_the_compilers_words(random_puzzles):
+    flags = ["--H_cycles=1", "--global_batch_size=200000", "--expansion=64", f"--data_path={random_puzzles}"]
+    process = run_aot("--tpu=v5e-1", *flags)
+    assert process.returncode == 2 and "exceeds available HBM" in process.stderr.splitlines()[-1]
+
+
+CONFIG = 'backend_config={"buffering_level":"3","estimated_cycles":"99"}'
+PROGRAM = """\
+%body.1 (arg: (TYPE[], f32[24,1000])) -> (TYPE[], f32[24,1000]) {
+  %fusion.1 = (f32[9]{0}, bf16[8]{0}) fusion(%xs), calls=%f, FUSION_CONFIG
+  %fusion.2 = (f32[9]{0}, bf16[8]{0}) fusion(%ys), calls=%g, FUSION_CONFIG
+  %dot.1 = bf16[4,97]{1,0} dot(%left.1, %right.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }
-%condition (arg.1: TYPE[]) -> pred[] {
+
+%condition.1 (arg.1: TYPE[]) -> pred[] {
   %constant.24 = TYPE[]{:T(128)} constant(24)
 }
-ENTRY %main (p0: (TYPE[], f32[24,1000])) -> (TYPE[], f32[24,1000]) {
-  %all = (f32[2,3]{1,0}, bf16[4]{0:S(1)}, pred[]) all-reduce-start(%p0), replica_groups={}
-  ROOT %while.1 = (TYPE[], f32[24,1000]{1,0}) while(%p0), condition=%condition, body=%body
+
+ENTRY %main.1 (p0: (TYPE[], f32[24,1000])) -> (TYPE[], f32[24,1000]) {
+  %left.1 = bf16[4,97]{1,0} parameter(0)
+  ROOT %while.1 = (TYPE[], f32[24,1000]{1,0}) while(%p0), condition=%condition.1, body=%body.1
 }
+"""
+LOOP = """\
+     0   :  { %s1 = smov.u32 0 }
+   0x1 LB: > { %s2 = sphi %s1, %s3 ;; %8 = vadd %v1 ;; %9 = vadd %v2 } /* Start region 7 :: Start region 8 */
+   0x2   : > { %p7_p2 = scmp.ge.s32.totalorder %s3, 10 /* loop exit test */ }
+   0x3   :  { %12 = sbr.rel (!%p7_p2) target = $region8 }
+"""
+INNER = """\
+   0x1 LB: > { %s2 = sphi %s1, %s3 } /* Start region 7 :: Start region 8 */
+   0x2 LB: >> { %s4 = sphi %s1, %s5 } /* Start region 9 */
+   0x3   : >> { %p6_p1 = scmp.ge.s32.totalorder %s5, 5 /* loop exit test */ }
+   0x4   : > { %11 = sbr.rel (!%p6_p1) target = $region9 }
 """
 
 
-@pytest.mark.parametrize("counter", ["s32", "u32"])
-def test_cycles_and_collectives_of_a_program(counter):
-    text = HLO.replace("TYPE", counter)
-    assert aot.estimated_cycles(*aot.read_program(text)) == 24 * 100
-    assert aot.collectives(text) == ["all-reduce (f32[2,3], bf16[4], pred[])"]
+@pytest.mark.parametrize("counter", ["s32", "u64"])
+def test_a_program_counts_as_often_as_its_loops_run(counter, tmp_path):
+    program = PROGRAM.replace("TYPE", counter).replace("FUSION_CONFIG", CONFIG)
+    assert aot.arithmetic(program, 128) == (24 * 2 * 4 * 97 * 97, 24 * 2 * 4 * 97 * 128)
+    # the second fusion shares the schedule of the first, whose loop has 10 - 4 iterations that compute
+    (tmp_path / "1795572765749462644-fusion.1-01-final_bundles.txt").write_text(LOOP)
+    assert aot.estimates(program, tmp_path, rows=1) == (24 * 2 * (1 + 6 * 3), 24 * 2 * 99)
+
+
+@pytest.mark.parametrize("changes, cycles", [
+    ({}, 1 + 10 * 3),
+    ({LOOP.splitlines(True)[1]: INNER}, 1 + 10 * (1 + 5 * 3 + 2)),
+    ({"%8 = vadd": "%8 = vmatmul.msk.bf16.gmra.mxu0", "%9 = vadd": "%9 = vmatmul.bf16.gmra.mxu1"}, 10 * 16),
+    ({"%8 = vadd": "%8 = vmatmul.lmr.bf16.gmra.16.mxu0", "%9 = vadd": "%9 = vmatmul.f32.gmra.mxu0"}, 10 * 16),
+])
+def test_a_schedule_takes_as_long_as_its_instructions_or_its_products(changes, cycles):
+    text = LOOP
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    assert aot.schedule_cycles(text, buffers=1, rows=1) == cycles
 
 
 def test_without_the_compiler(monkeypatch):
     monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(configurator.UserError, match="pip install jax libtpu"):
-        aot.main([BASELINE, "--slices=v5e:2x4"])
-
-
-def test_the_hours_of_a_run_follow_from_its_speed(random_puzzles):
-    settings = configurator.configure(train.__file__, [BASELINE])
-    run = aot.hours_of(settings, random_puzzles, aot.parse_slice("v5e:2x4", settings), 10000)
-    hours = pytest.approx(8138 * 6144 / 10000 / 3600)
-    assert run == dict(steps=8138, hours=hours, chip_hours=8 * run["hours"])
+        aot.main(["--tpu=v5e-8"])
 
 
 @pytest.mark.parametrize("flags, words", [
-    ([], "'' is no TPU slice: --slices takes .*v5e:2x4"),
-    (["--slices=v5e:2x2,v5e:0x2"], "'v5e:0x2'.*v5e:2x4"),
-    (["--slice=v5e:2x2"], "unknown setting slice; the closest"),
-    (["--slices=v5e:2x4", "--global_batch_size=12"], "12 must be a multiple of 8"),
-    (["--slices=v5e:2x4", "--hidden_size=-1"], "hidden_size"),
+    ([], "--tpu=: it takes .*v4-32"),
+    (["--tpu=v5e-7"], "v5e-7: it takes .*v5e-8"),
+    (["--tpus=v5e-8"], "unknown setting tpus; the closest"),
+    (["--tpu=v5e-8", "--hidden_size=-1"], "hidden_size"),
 ])
 def test_wrong_input(flags, words):
     with pytest.raises(configurator.UserError, match=words):

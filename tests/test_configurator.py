@@ -1,6 +1,5 @@
 """Settings, config files and flags: configurator.py."""
 import glob
-import math
 import os
 import subprocess
 import sys
@@ -10,12 +9,7 @@ import pytest
 from helpers import ROOT
 
 import train
-from configurator import (
-    UserError,
-    check_numbers,
-    configure,
-    split_arguments,
-)
+from configurator import UserError, configure, split_arguments
 
 SCRIPT = '''"""Trains a toy.
 
@@ -96,34 +90,25 @@ fast = not fast and batch > 1
     assert vars(settings) == DEFAULTS | dict(batch=4, lr=2.0, path=".", shift=2, fast=True)
 
 
-def test_a_file_runs_another_file_found_beside_it(toy):
+def test_a_file_runs_another_file_found_beside_it_in_its_place(toy):
     files = {"config__base": "lr = 5.0\nbatch = 5",
              "config__study__middle": 'run("../base.py")\nassert lr == 5.0\nlr = 6.0',
              "config__study__leaf": 'run("middle.py")\nassert lr == 6.0\nshift = batch\n'}
     os.makedirs("config")
     assert vars(toy("config/study/leaf.py", **files)) == DEFAULTS | dict(lr=6.0, batch=5, shift=5)
-    assert toy(os.path.abspath("config/study/leaf.py")).lr == 6.0
-
-
-def test_run_overrides_only_what_precedes_it(toy):
-    files = dict(base="lr = 2 * lr\nbatch = 5", last='lr = 6\nshift = 6\nrun("base.py")\ndel shift')
-    assert vars(toy("last.py", **files)) == DEFAULTS | dict(lr=12.0, batch=5)
-    assert toy("first.py", first='run("base.py")\nlr = 6').lr == 6.0
+    assert toy("last.py", last='lr = 6.0\nrun("config/base.py")').lr == 5.0
 
 
 @pytest.mark.parametrize("wrong, message", [
     ("--btach=3", "--btach=3: unknown setting btach; the closest is batch"),
-    ("--zzz=3", "--zzz=3: unknown setting zzz; the closest is "),
     ("--lr", "--lr: lr must be of type float, for example --lr=0.001, not True"),
     ("--batch=1.5", "batch must be of type int, for example --batch=16, not '1.5'"),
     ("lr=3", "lr=3: no such config file; a setting is written --key=value"),
     ("btach = 3", "a.py: unknown setting btach; the closest is batch"),
     ("lr = '1e-3'", "a.py: lr must be of type float, for example --lr=0.001, not '1e-3'"),
-    ("batch = True", "batch must be of type int, for example --batch=16, not True"),
     ("lr = 1.0\nbatch = (3\n", "a.py: SyntaxError: '(' was never closed (a.py, line 2)"),
     ("def half(n):\n    return n // zero\nbatch = half(3)", "a.py:2: NameError: name 'zero' is not defined"),
     ("run('b.py')", "No such file or directory: 'b.py'"),
-    ("\nrun('c.py')", "c.py:2: KeyError: 'x'"),
     ("run('a.py')", "RecursionError"),
     ("weights.pt", "weights.pt: "),
 ])
@@ -132,7 +117,7 @@ def test_wrong_flags_and_files(toy, tmp_path, wrong, message):
     (tmp_path / "weights.pt").write_bytes(b"PK\x03\x04\x00\x00\x80\xff")
     is_text = "(" in wrong or " = " in wrong
     with pytest.raises(UserError) as error:
-        toy("a.py" if is_text else wrong, a=wrong, c="\n{}['x']")
+        toy("a.py" if is_text else wrong, a=wrong)
     assert message in str(error.value)
 
 
@@ -152,17 +137,6 @@ def test_help_prints_every_setting_and_reads_only_the_script(toy, capsys):
         "the last line above a group names it", "--batch=16 sequences a step", "",
         "optimizer", '--lr=0.001 peak; "#1" of the choices', "--shift=-1 may be negative",
         "--fast=False leave out the checks", "--slow=True"]
-
-
-@pytest.mark.parametrize("name, value, words", [
-    ("lr", 0.0, "above 0"), ("lr", math.inf, "above 0"), ("lr", math.nan, "above 0"),
-    ("beta1", -0.1, "from 0 to 1"), ("beta1", 1.1, "from 0 to 1"), ("seed", 2 ** 63, "0 or more"),
-    ("seed", -1, "0 or more")])
-def test_a_number_that_no_run_could_use_is_refused(name, value, words):
-    check_numbers(dict(lr=1e300, beta1=0.0, seed=2 ** 62, path="x"), ["lr"], ["beta1"])
-    with pytest.raises(UserError) as error:
-        check_numbers({name: value}, ["lr"], ["beta1"])
-    assert str(error.value) == f"{name} must be {words}, not {value}"
 
 
 ERROR = "toy.py: an error of two lines\n"
@@ -210,7 +184,6 @@ def test_exit_codes(tmp_path, arguments, done):
 
 
 def test_a_stop_that_python_drops_ends_a_command(tmp_path):
-    """So does one in the middle of an operation that takes minutes."""
     began = time.monotonic()
     assert toy_command(tmp_path, "--slow=False --fast --path=stop")[0] == 3
     assert time.monotonic() - began < 15

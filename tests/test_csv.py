@@ -49,12 +49,11 @@ def random_rows(n, cells=9, alphabet="123"):
 
 # Datasets
 
-@pytest.mark.parametrize("ending", ["csv", "csv.gz"])
-def test_datasets_hold_the_files_rows(ending, tmp_path):
+def test_datasets_hold_the_files_rows(tmp_path):
     """Of several answers to a question, the first."""
     rows = random_rows(30, 6, "áβ😀")
-    train = write(tmp_path / f"train.{ending}", *rows[:20], rows[0], rows[1][:7] + "ββββββ")
-    test = write(tmp_path / f"test.{ending}", *rows[20:])
+    train = write(tmp_path / "train.csv.gz", *rows[:20], rows[0], rows[1][:7] + "ββββββ")
+    test = write(tmp_path / "test.csv", *rows[20:])
     flags = f"--train_csv={train} --test_csv={test} --grid=2x3 --kind=my --several_answers"
     path = build(tmp_path / "x", flags)
     assert rows_of(path, "train") == rows[:20] and rows_of(path, "test") == rows[20:]
@@ -105,21 +104,15 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
 
 @pytest.mark.parametrize("rows, flags, message", [
     (GOOD + "1x..,1234", "--symbols=.1234", "train.csv:4: character 2 of the question is 'x'"),
-    (GOOD + "1..,1234", "", "train.csv:4: the question has 3 characters, not 4"),
     (GOOD + "1...,1243", "", "train.csv:4.* another answer .*--several_answers"),
     (GOOD + "1...,1234,5", "", "train.csv:4: must have question, answer"),
-    ("", "", "train.csv:2: no puzzle"),
     (GOOD, "--grid=2x3", r"grid \[2, 3\] does not fit 4 cells"),
     (GOOD, "--grid=1x4 --dihedral", "grid=1x4: .* a square for --dihedral"),
     (MANY, "", "256 symbols.* 1 to 255"),
-    (GOOD, "--symbols=.12334", "symbols '_.12334' must be .* all different"),
     (GOOD + "1\t..,1234", "", "symbols .* must be characters that can be printed"),
-    (GOOD, "--permute_symbols=1-5", "permute_symbols=1-5.* not in the"),
-    (GOOD, "--holdout=2", "train.csv: no puzzle is left of 2"),
     (GOOD, "--holdout=0 --test_csv={path}", "train.csv: no puzzle is left of 2: each is in the test set"),
     ("12,12\n21,21", "--grid=1x2 --permute_symbols=12", "no puzzle is left .* symmetry"),
     (GOOD, "--holdout=0", "either --test_csv=FILE or --holdout=N"),
-    (GOOD, "--train_csv=nowhere.csv", "nowhere.csv: cannot be read"),
     (GOOD, "--kind=sudoku", r"grid \[2, 2\] and symbols '_.1234' do not fit kind sudoku"),
     ("1..,???\n2..,???", "--ignored=? --grid=1x3", "no cell that counts"),
 ])

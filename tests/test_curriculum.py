@@ -5,12 +5,11 @@ test_wrong_input.py.
 """
 import os
 import re
-from unittest import mock
 
+import pytest
 from helpers import CURRICULUM, ROOT, curve, run
 
 import configurator
-import data as data_module
 import train
 from optim import cycles_at, exploration
 
@@ -33,16 +32,11 @@ def test_the_depth_of_each_step():
     assert cycles_at(settings, 1000.0, 0) == (3, 6)
 
 
-def test_exploration(data, tmp_path, monkeypatch):
-    """A run explores with the probability of its step, and so does one that resumes."""
+def test_exploration_falls_in_a_line_or_is_constant():
+    falling = configurator.configure(train.__file__, CURRICULUM)
+    assert [exploration(falling, step, 5) for step in range(5)] == pytest.approx([0.9, 0.7, 0.5, 0.3, 0.1])
     constant = configurator.configure(train.__file__, ["--halt_exploration_prob=0.3"])
     assert exploration(constant, 7, 11) == 0.3
-    draws = mock.Mock(wraps=data_module.halting_draws)
-    monkeypatch.setattr(data_module, "halting_draws", draws)
-    for max_steps, init_from in ((2, "scratch"), (5, "resume")):
-        run(data, tmp_path, *FLAGS, f"--max_steps={max_steps}", f"--init_from={init_from}")
-    drawn = [(call.args[1], round(call.args[4], 6)) for call in draws.call_args_list]
-    assert drawn == [(0, 0.9), (1, 0.1), (2, 0.5), (3, 0.3), (4, 0.1)]
 
 
 def test_the_log_says_what_changes_and_evaluations_are_at_full_depth(data, tmp_path):

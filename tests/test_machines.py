@@ -1,9 +1,9 @@
 """Machines that are not here: GPUs, and processors with and without instructions for bfloat16."""
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from helpers import TINY
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench
@@ -13,13 +13,9 @@ import train
 from checkpoint import Start
 from data import Dataset
 
-TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2",
-        "--L_cycles=2", "--halt_max_steps=4", "--global_batch_size=16", "--lr_warmup_steps=5",
-        "--eval_interval=0", "--eval_final_max_puzzles=16"]
-
 
 def settings_of(*flags):
-    return configurator.configure(train.__file__, [*TINY, *flags])
+    return configurator.configure(train.__file__, [*TINY, "--eval_final_max_puzzles=16", *flags])
 
 
 # GPUs. Torch's meta device stands for one: its tensors have shapes and no values.
@@ -87,28 +83,19 @@ def test_the_host_waits_for_a_gpu_only_before_a_line_of_the_log(flags, random_pu
     assert gpu.events == first + second
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """A GPU that torch believes in."""
-    gpu = SimpleNamespace(capability=(9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Fake GPU")
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu.capability)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported",
-                        lambda including_emulation: including_emulation or gpu.capability >= (8, 0))
-    precision = torch.get_float32_matmul_precision()
-    yield gpu
-    torch.set_float32_matmul_precision(precision)
-
-
 @pytest.mark.parametrize("capability, given, taken", [
     ((9, 0), "bfloat16", "bfloat16"), ((7, 5), "bfloat16", "float16"), ((6, 1), "bfloat16", "float32"),
     ((7, 5), "auto", "float16")])
-def test_a_gpu_compiles_has_tf32_and_may_lack_bfloat16_units(gpu, capability, given, taken):
-    gpu.capability = capability
+def test_a_gpu_compiles_has_tf32_and_may_lack_bfloat16_units(capability, given, taken, monkeypatch):
+    for name, value in (("get_device_name", "Fake GPU"), ("set_device", None),
+                        ("get_device_capability", capability)):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=value))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported",
+                        lambda including_emulation: including_emulation or capability >= (8, 0))
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", mock.Mock())
     device = devices.open_device("cuda", settings_of("--device=cuda"))
     dtype, note = device.choose_dtype(given)
-    assert device.compiles and torch.get_float32_matmul_precision() == "high"
+    assert device.compiles and torch.set_float32_matmul_precision.call_args.args == ("high",)
     assert dtype == taken and note.startswith(f"forward_dtype is {taken}" if given != taken else "")
 
 
@@ -128,7 +115,7 @@ def test_out_of_gpu_memory(random_puzzles, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(train, "replica", full)
     monkeypatch.setattr(train, "on_signals", lambda: None)
-    flags = [*TINY, "--device=cpu", f"--data_path={random_puzzles}"]
+    flags = ["--device=cpu", f"--data_path={random_puzzles}"]
     words = "^out of memory on the device with 8 sequences at a time: .* --micro_batch_size that divides 8"
     with pytest.raises(configurator.UserError, match=words):
         train.main(settings_of(*flags))

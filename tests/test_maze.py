@@ -1,9 +1,7 @@
 """Mazes: generated ones, answers and copies, CSV files and the hub, path metrics, and train.py on mazes."""
-import os
-
 import numpy as np
 import pytest
-from helpers import TrainProcess, command, hosts, lines, prepare, run, write_csv
+from helpers import lines, prepare, run, write_csv
 
 import prepare_maze
 from data import Dataset
@@ -25,30 +23,30 @@ def write_mazes(path, mazes):
     return write_csv(path, [("me", question, answer, "?") for question, answer in texts])
 
 
-def plain_answer(maze):
-    """Solves a maze [rows, columns] with walls around it; returns the answer and the steps of its path."""
-    [goal], [start] = [list(map(tuple, np.argwhere(maze == token))) for token in (GOAL, START)]
+def plain_answer(maze, width):
+    """Solves a maze with walls around it, a row after the other; returns the answer and the path's steps."""
+    start, goal = [maze.tolist().index(token) for token in (START, GOAL)]
+    moves = width, -1, 1, -width  # down, left, right, up
     steps = {goal: 0}
     cells = [goal]
-    for row, column in cells:
-        for cell in (row + 1, column), (row, column - 1), (row, column + 1), (row - 1, column):
-            if maze[cell] != WALL and cell not in steps:
-                steps[cell] = steps[row, column] + 1
-                cells.append(cell)
+    for cell in cells:
+        for move in moves:
+            if maze[cell + move] != WALL and cell + move not in steps:
+                steps[cell + move] = steps[cell] + 1
+                cells.append(cell + move)
 
-    # down, left, right or up to a cell that is nearer to the goal
+    # from the start, the first move to a cell that is nearer to the goal
     answer = maze.copy()
-    row, column = start
+    cell = start
     for left in range(steps.get(start, 0) - 1, 0, -1):
-        neighbours = (row + 1, column), (row, column - 1), (row, column + 1), (row - 1, column)
-        row, column = next(cell for cell in neighbours if steps.get(cell) == left)
-        answer[row, column] = PATH
+        cell = next(cell + move for move in moves if steps.get(cell + move) == left)
+        answer[cell] = PATH
     return answer, steps.get(start, 0)
 
 
 # The solver and the generator
 
-@pytest.mark.parametrize("size, n", [(2, 300), (5, 300), (33, 6), (70, 3)])
+@pytest.mark.parametrize("size, n", [(2, 300), (5, 300), (70, 3)])
 def test_answers_are_shortest_paths_that_prefer_down_left_right_up(size, n):
     rng = np.random.default_rng(size)
     questions = np.where(rng.random((n, size * size)) < 0.35, WALL, OPEN).astype(np.uint8)
@@ -58,8 +56,9 @@ def test_answers_are_shortest_paths_that_prefer_down_left_right_up(size, n):
     assert (lengths > 0).any()
     for question, answer, length in zip(questions, answers, lengths):
         with_walls = np.pad(question.reshape(size, size), 1, constant_values=WALL)
-        expected, expected_length = plain_answer(with_walls)
-        assert length == expected_length and (answer == expected[1:-1, 1:-1].ravel()).all()
+        expected, expected_length = plain_answer(with_walls.ravel(), size + 2)
+        expected = expected.reshape(with_walls.shape)[1:-1, 1:-1]
+        assert length == expected_length and (answer == expected.ravel()).all()
 
 
 @pytest.mark.parametrize("size, min_path, n", [(30, 111, 10), (8, 12, 200)])
@@ -81,9 +80,8 @@ def test_the_copies_of_a_maze_are_its_8_turns_each_solved_by_the_rule(tmp_path):
     assert (train.labels == solve_mazes(train.inputs, 7)[0]).all()
     assert (np.diff(train.group_indices) == 8).all()
     grid = train.inputs[0].reshape(7, 7)
-    turns = [  # in the official builder's order
-        grid, np.rot90(grid), np.rot90(grid, 2), np.rot90(grid, 3), np.fliplr(grid), np.flipud(grid), grid.T,
-        np.rot90(grid.T, 2)]
+    turns = [*(np.rot90(grid, k) for k in range(4)), np.fliplr(grid), np.flipud(grid), grid.T,
+             np.rot90(grid.T, 2)]  # in the official builder's order
     assert (train.inputs[:8].reshape(8, 7, 7) == turns).all()
 
 
@@ -134,9 +132,8 @@ def test_path_metrics():
 
 
 def test_the_logged_metrics_are_those_of_the_saved_answers(tmp_path):
-    flags = ["--hidden_size=16", "--mlp_t=False", "--pos_encodings=rope", "--puzzle_emb_ndim=0",
-             "--ema=False", "--L_layers=1", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2",
-             "--lr=1e-2", "--max_steps=80"]
+    flags = ["--puzzle_emb_ndim=0", "--ema=False", "--L_layers=1", "--H_cycles=1", "--L_cycles=1",
+             "--halt_max_steps=2", "--lr=1e-2", "--max_steps=80"]
     path = prepare(
         tmp_path / "maze", prepare_maze, source="generate", size=4, min_path=1, num_train=60, num_test=49)
     out = tmp_path / "out"
@@ -146,10 +143,3 @@ def test_the_logged_metrics_are_those_of_the_saved_answers(tmp_path):
     final = lines(out)[-1]
     assert [final["eval/path_valid"], final["eval/path_optimal"]] == pytest.approx(shares)
     assert 0 < final["eval/exact_accuracy"] <= final["eval/path_optimal"] <= final["eval/path_valid"]
-
-    # with 49 puzzles on 2 ranks in batches of 8, one rank has a puzzle in the last round and the other none
-    argv = command(path, out, *flags, "--init_from=resume", "--eval_only")[2:]
-    ranks = [TrainProcess(argv, env=os.environ | environment) for environment in hosts(2)]
-    texts = [rank.communicate()[0] for rank in ranks]
-    line = "path_valid {:.4f} path_optimal {:.4f}".format(*shares)
-    assert [text.count(line) for text in texts] == [1, 0], texts

@@ -1,17 +1,18 @@
 """Golden parity with the official code at float32, on any machine.
 
 Each step of train.py starts from the official state before it, and all that it computes is compared with the
-official code: logits, halts, metrics, carry, moments, weights, their average and the puzzle embedding. Each
-step of an evaluation is compared in the same way. So only the rounding of a single step is left. It depends
-on the machine (the order of sums, the instructions) and is about 1e-6 of a tensor's largest entry; the limit
-is 1e-4. Halts and counts must be equal: tests/golden/make.py, which records these files, keeps no step in
-which a decision is close.
+official code: halts, metrics, carry, moments, weights, their average and the puzzle embedding. Each step of
+an evaluation is compared in the same way, with its answers and q_halt. So only the rounding of a single step
+is left. It depends on the machine (the order of sums, the instructions) and is about 1e-6 of a tensor's
+largest entry; the limit is 1e-4. Halts and counts must be equal: tests/golden/make.py, which records these
+files, keeps no step in which a decision is close.
 
 TRM_GOLDEN is a glob of golden files (default: tests/golden/*_steps.npz).
 """
 import glob
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ import configurator
 import train
 from device import Device
 from model import LOSS_TERMS, METRICS, TRM, TRMConfig
-from optim import rates
 
 FILES = sorted(glob.glob(os.environ.get("TRM_GOLDEN") or f"{ROOT}/tests/golden/*_steps.npz"))
 LIMIT = 1e-4
@@ -59,16 +59,10 @@ class Replay:
         return [self.train(k) if k < num_training else self.evaluate(k - num_training) for k in range(count)]
 
     def train(self, k):
-        run = self.run
         self.load_state(k)
-        weights = {name: w.to("cpu", copy=True) for name, w in run.state["weights"].items()}
-        batch = self.batch(k) | dict(min_halt_steps=np.zeros(run.batch_size, np.int32))
-        step_rates = rates(run.settings, k, self.total_steps)
-        step_rates = {name: np.float32([rate]) for name, rate in step_rates.items()}
-        inputs = dict(batch=batch, rates=step_rates, stop_requested=np.zeros(1, np.float32),
-                      rank=np.int32([run.device.rank]))
-        run.train_program(run.state, run.device.put(inputs))
-        return self.read_state(weights)
+        dataset = SimpleNamespace(train_batch=lambda *_: self.batch(k))
+        self.run.train_program(self.run.state, train.make_inputs(self.run, dataset, k, self.total_steps))
+        return self.read_state()
 
     def load_state(self, k):
         """Gives the run the official state before step k."""
@@ -85,8 +79,8 @@ class Replay:
             carry=self.carry_before("carry/", k),
         ))
 
-    def read_state(self, weights):
-        """Returns all that a training step computed; weights: before its update, for the logits."""
+    def read_state(self):
+        """Returns all that a training step computed."""
         run = self.run
         saved = run.state_dict(0)
         values = {}
@@ -96,12 +90,7 @@ class Replay:
             values |= {f"{kind}/{OFFICIAL}{name}": t.numpy().copy() for kind, t in moments.items()}
         sums = run.read_sums()
         values |= {"metric/" + name: np.float64(sums[name]) for name in SUMS}
-        values |= carry_after(run.state, "carry/")
-        z_H = values["carry/z_H"]
-        values["logits"] = z_H[:, run.model.prefix:] @ weights["lm_head.weight"].numpy().T
-        values["q_halt_logits"] = z_H[:, 0] @ weights["q_head.weight"][0].numpy()
-        values["q_halt_logits"] += weights["q_head.bias"][0].item()
-        return values
+        return values | carry_after(run.state, "carry/")
 
     def evaluate(self, k):
         """Returns what step k of an evaluation computes from the official carry before it."""
@@ -138,7 +127,7 @@ def named(golden, prefix):
 def official(path):
     golden = dict(np.load(path))
     values = {name: t[1:] if name.startswith(STATES) else t for name, t in golden.items()
-              if not name.startswith(("config", "batch/", "eval/logits"))}
+              if not name.startswith(("config", "batch/", "eval/logits", "logits", "q_halt_logits"))}
     values["eval/preds"] = golden["eval/logits"].argmax(-1)
     metrics = {name: values.pop(name)[0] for name in list(values) if name.startswith("eval/metric/")}
     evaluation = {name: values.pop(name) for name in list(values) if name.startswith("eval/")}

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import play
 import pytest
 import solve
 import torch
@@ -63,10 +64,11 @@ def test_a_puzzle_alone_takes_the_model_of_its_size_and_says_which(run_solve, qu
 
 
 @each_fork
-def test_a_forks_model_solves_with_its_file_and_names_it_without(fork, data, tmp_path, run_solve, capsys):
+def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data, tmp_path, run_solve, capsys):
     run(data, tmp_path, *flags_of(fork, "--max_steps=2"))
-    text = run_solve(tmp_path, fork, "." * 16, "--halt_max_steps=3")
-    answer, _ = models.TRM.load(tmp_path / "ckpt_00000002.pt").solve("." * 16, steps=3)
+    question = play.Game(str(tmp_path), [fork]).test_puzzle("1")["question"]
+    text = run_solve(tmp_path, fork, question, "--halt_max_steps=3")
+    answer, _ = models.TRM.load(tmp_path / "ckpt_00000002.pt").solve(question, steps=3)
     assert answer in text.splitlines()
 
     # as in another process, where it warns, or cannot build the model
@@ -74,7 +76,7 @@ def test_a_forks_model_solves_with_its_file_and_names_it_without(fork, data, tmp
     configurator.FORKS.clear()
     error = None
     try:
-        solve.main([str(tmp_path), "." * 16])
+        solve.main([str(tmp_path), question])
     except UserError as e:
         error = e
     assert Path(fork).name in f"{error} {capsys.readouterr().err}"

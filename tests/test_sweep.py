@@ -8,13 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import sweep as script
-from helpers import ROOT, children, lines, wait_for
+from helpers import ROOT, TINY, children, lines, wait_for
 
-TINY = [
-    "--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=1",
-    "--L_cycles=1", "--halt_max_steps=2", "--forward_dtype=float32", "--global_batch_size=16",
-    "--micro_batch_size=0", "--lr_warmup_steps=5", "--log_interval=5", "--checkpoint_interval=20",
-    "--eval_interval=20", "--max_steps=120", "--wandb_log=False", "--device=cpu"]
+FLAGS = [*TINY, "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2", "--micro_batch_size=0",
+         "--checkpoint_interval=20", "--max_steps=120", "--wandb_log=False", "--device=cpu", "--lr=1e-4"]
 EMA_OFF, EMA = "exp08a_ema_off", "exp08b_ema0.99"
 
 
@@ -41,7 +38,7 @@ def sweep(capfd, monkeypatch):
 @pytest.fixture
 def flags(data, tmp_path):
     """Train a tiny model in tmp_path."""
-    return [*TINY, f"--data_path={data}", f"--out_dir={tmp_path}"]
+    return [*FLAGS, f"--data_path={data}", f"--out_dir={tmp_path}"]
 
 
 def listed(text):
@@ -60,13 +57,9 @@ def test_the_list_has_each_runs_question_size_cost_and_changes_without_a_dataset
     assert "67 runs cost 76.0 times the baseline" in text
 
 
-@pytest.mark.parametrize("argv, names", [
-    (["exp04a_100"], ["exp04a_100_puzzles"]),
-    (["exp08a_ema_off", "--pattern=exp0?a_[12]*"],
-     ["exp03a_1x12", "exp04a_100_puzzles", "exp04a_250_puzzles", "exp04a_1000_puzzles", "exp04a_2000_puzzles",
-      "exp08a_ema_off"])])
-def test_names_and_patterns_select_runs_that_begin_with_them(sweep, argv, names):
-    assert [*listed(sweep("--list", *argv))] == names
+def test_names_and_patterns_select_runs_that_begin_with_them(sweep):
+    names = [*listed(sweep("--list", "exp04a_100", "--pattern=exp0?a_2*"))]
+    assert names == ["exp04a_100_puzzles", "exp04a_250_puzzles", "exp04a_2000_puzzles"]
 
 
 def test_a_dry_run_prints_the_data_and_the_command_of_each_run_with_a_folder_of_its_own(sweep):
@@ -79,8 +72,6 @@ def test_a_dry_run_prints_the_data_and_the_command_of_each_run_with_a_folder_of_
 
 @pytest.mark.parametrize("argv, words", [
     (["exp01ax"], "config/study has no exp01ax"),
-    (["--pattern=exq"], "config/study has no exq"),
-    (["--epoch=3"], "unknown setting epoch"),
     (["exp01a", "--halt_max_steps=0"], "halt_max_steps must be above 0"),
     (["exp01a", "--mlp_t=False", "--num_heads=7"], "must be a multiple of num_heads 7")])
 def test_wrong_input_is_an_error_of_one_line(sweep, argv, words):

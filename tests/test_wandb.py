@@ -6,27 +6,22 @@ import signal
 import socket
 
 import pytest
-from helpers import Server, TrainProcess, begun, children, command, popen, wait_for, write_fork
+from helpers import Server, TrainProcess, begun, children, command, wait_for
 
 from data import read_metrics
 
 KEY = "0123456789abcdef" * 3
 
 
-def environment(home, **more):
-    """Returns an environment without a login and a configuration of W&B's."""
+def train(data, folder, *flags, **environment):
+    """Returns a process that trains in folder/run and sends its metrics, without a login of W&B's."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    return {**kept, "HOME": str(home), "NO_PROXY": "*", **more}
-
-
-def train(data, folder, *flags, **more):
-    """Returns a process that trains in folder/run and sends its metrics."""
     argv = command(data, folder / "run", "--wandb_log", *flags)[2:]
-    return TrainProcess(argv, cwd=folder, env=environment(folder, **more))
+    return TrainProcess(argv, cwd=folder, env={**kept, "HOME": str(folder), "NO_PROXY": "*", **environment})
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers what W&B's client asks a server for; server.runs: the ids; server.history: the rows."""
+    """Answers W&B's client; server.runs: the runs' ids; server.history: the rows. A run with rows resumes."""
 
     def do_HEAD(self):
         self.send_response(200)
@@ -37,30 +32,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = {} if "otel" in self.path else json.loads(body or "{}")
         for line in body.get("files", {}).get("wandb-history.jsonl", {"content": []})["content"]:
             self.server.history.append(json.loads(line))
-        answer = {"exitcode": None, "limits": {}}
-        if "query" in body:
-            answer = {"data": self.data(body["query"], body.get("variables", {}))}
+        variables = body.get("variables", {})
+        if "upsertBucket" in body.get("query", ""):
+            self.server.runs.add(variables["name"])
         self.do_HEAD()
+        answer = {"exitcode": None, "limits": {}, "data": self.data(variables.get("name"))}
         self.wfile.write(json.dumps(answer).encode())
 
-    def data(self, query, variables):
-        """Returns the answer to a GraphQL query; a run that has history can be resumed."""
+    def data(self, name):
+        """Returns the answer to any of the client's GraphQL queries: each takes its part."""
         history = self.server.history
-        project = {"id": "P", "name": "trm", "entity": {"id": "E", "name": "me"}}
-        bucket = {"id": "R", "name": variables.get("name"), "displayName": "r", "config": "{}", "tags": [],
-                  "project": project, "historyLineCount": len(history), "eventsTail": "[]",
-                  "historyTail": json.dumps([json.dumps(row) for row in history[-1:]]),
-                  "summaryMetrics": "{}", "eventsLineCount": 0, "logLineCount": 0}
-        if "viewer {" in query:
-            return {"viewer": {"id": "V", "entity": "me", "flags": "{}", "teams": {"edges": []}}}
-        if "createRunFiles" in query:
-            return {"createRunFiles": {"runID": "R", "uploadHeaders": [], "files": []}}
-        if "upsertBucket" in query:
-            self.server.runs.add(variables["name"])
-            return {"upsertBucket": {"inserted": not history, "bucket": bucket}}
-        if "bucket(" in query:
-            return {"model": {"bucket": bucket if history else None}}
-        return {"serverInfo": {}}
+        bucket = {"id": "R", "name": name, "displayName": "r", "config": "{}", "summaryMetrics": "{}",
+                  "project": {"id": "P", "name": "trm", "entity": {"id": "E", "name": "me"}},
+                  "historyLineCount": len(history), "eventsLineCount": 0, "logLineCount": 0,
+                  "historyTail": json.dumps([json.dumps(row) for row in history[-1:]]), "eventsTail": "[]"}
+        return {"viewer": {"id": "V", "entity": "me", "flags": "{}", "teams": {"edges": []}},
+                "createRunFiles": {"runID": "R", "uploadHeaders": [], "files": []},
+                "upsertBucket": {"inserted": not history, "bucket": bucket},
+                "model": {"bucket": bucket if history else None}, "serverInfo": {}}
 
     def log_message(self, *_):
         pass
@@ -122,9 +111,8 @@ train.start_wandb = lambda *_: Run()
 
 
 def test_a_wandb_that_hangs_at_the_end_is_left(data, tmp_path):
-    script = write_fork(tmp_path / "fork.py", HANGS)
-    flags = ["--wandb_log", "--max_steps=10", "--stall_timeout=0"]
-    process = popen(command(data, tmp_path / "run", *flags, script=script))
-    assert "Timeout" in process.communicate(timeout=100)[0] and process.returncode == 1
+    (tmp_path / "fork.py").write_text(HANGS)
+    process = train(data, tmp_path, "fork.py", "--max_steps=10", "--stall_timeout=0")
+    assert "Timeout" in process.communicate()[0] and process.returncode == 1
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["final"]
     assert os.path.exists(tmp_path / "run" / "ckpt_00000010.json")

@@ -48,15 +48,12 @@ PUZZLES = {
     "me,1..3.42...1.2...,124.342143122134,0": "character 4 of the answer | '.'",
     "me,1..3.42...1.2...,1243342143122134,hard": "rating 'hard' is not an integer",
     "me,1...............,2134431212433421,0": "row 1, column 1 of the answer breaks a rule",
-    "me,1..3.42...1.2...,1143342143122134,0": "row 1, column 1 of the answer breaks a rule",
     "me,12....3....4....,1243342143122134,0": "row 2, column 3 of the answer breaks a rule"}
 MAZE = "me,S   #   G,Soo #o  G,0"  # 3x3
 MAZES = {
     "me,S   #  G,Soo #o G,0": "8 characters | 9",
     "me,So  #   G,Soo #o  G,0": "character 2 of the question | 'o' | '# SG'",
     "me,S  G#   G,SooG#o  G,0": "the answer is not a shortest path",
-    "me,S   #   G,So  oo  G,0": "row 2, column 2 of the answer breaks a rule",
-    "me,S   #   G,Sooo#oooG,0": "the answer is not a shortest path",
     "me,S G #    ,S Go#oooo,0": "the answer is not a shortest path"}
 CSVS = {
     "good": [HEADER, GOOD], "empty": [HEADER], "columns": ["source,question,rating", "me,1,2"],
@@ -110,7 +107,6 @@ def damage_checkpoints(folder):
     (folder / "cut.pt").write_bytes(content[:-1000])
     content[len(content) // 2] ^= 1
     (folder / "flipped.pt").write_bytes(content)
-    (folder / "text.pt").write_text("no checkpoint")
     partial = {name: t for name, t in state["weights"].items() if "L_level" not in name}
     renamed = state | {"task": state["task"] | {"symbols": "_.4321"}}
     torch.save({"step": 3, "note": "no weights"}, folder / "weightless.pt")
@@ -143,7 +139,6 @@ TRAIN = {
     "--beta1=1.5": "beta1 must be from 0 to 1, not 1.5",
     f"--seed={2 ** 65}": "seed must be 0 or more",
     "--hidden_size=1000000": "memory",
-    "--halt_exploration_prob_end=-0.5": "halt_exploration_prob_end must be from 0 to 1, not -0.5",
     "--curriculum_epochs=5 --L_cycles_start=7": "L_cycles_start must be from 1 to L_cycles (1), not 7",
     "--gcs_dir=bucket/run": "'bucket/run' | gs://bucket/folder",
     "--max_steps=0 --epochs=0": "epochs and max_steps are both 0",
@@ -151,10 +146,9 @@ TRAIN = {
     "--optimizer=x": "optimizer must be one of adam_atan2, adamw, lion | 'x'",
     "--eval_save_outputs=preds,logits": "eval_save_outputs | 'logits' | q_halt_logits",
     "--mlp_t=False --num_heads=3": "hidden_size 16 | num_heads 3",
-    "--expansion=0.01": "expansion",
     "--puzzle_emb_ndim=33": "puzzle_emb_ndim 33 | puzzle_emb_len 2 | hidden_size 16",
     "--data_path=data/new --data_prepare='x": "data_prepare | quot",
-    "--out_dir=": "out_dir", "--out_dir=out/file": "out/file",
+    "--out_dir=out/file": "out/file",
     "--out_dir=gs://bucket/run": "gs://bucket/run | --gcs_dir", "--out_dir=~/run": "~/run | written out",
     # the dataset
     "--data_path=": "data_path", "--data_path=good.csv": "good.csv | no such dataset",
@@ -165,24 +159,19 @@ TRAIN = {
     # checkpoints
     "--init_from=resume": "out/new | no complete checkpoint | --init_from=auto starts from scratch",
     "--init_from=nowhere.pt": "nowhere.pt | FileNotFoundError",
-    "--init_from=scrach": "scrach | scratch", "--init_from=": "init_from",
+    "--init_from=scrach": "scrach | scratch",
     "--init_from=out/run": "out/run | checkpoint",
     **{f"--init_from={name}.pt": f"{name}.pt | cannot be read as a checkpoint | damaged"
-       for name in ("text", "cut", "flipped", "weightless")},
+       for name in ("cut", "flipped", "weightless")},
     "--init_from=partial.pt": "partial.pt | lacks L_level",
-    **{f"--init_from=renamed.pt{flags}": "renamed.pt | symbols '_.4321' | data/sudoku has ' .1234'"
-       for flags in ("", " --eval_only")},
+    "--init_from=renamed.pt": "renamed.pt | symbols '_.4321' | data/sudoku has ' .1234'",
     BEGIN + "--hidden_size=32": "ckpt_00000002.pt | shape | settings",
-    BEGIN + "--mlp_t=False": "ckpt_00000002.pt | mlp_t",
-    RESUME + "--hidden_size=32 --max_steps=4": "out/run | shape | settings",
     "--out_dir=out/run": "out/run | --init_from=auto | --out_dir",
-    BEGIN + "--out_dir=out/run": "out/run | --init_from=auto",
     RESUME + "--data_path=data/other": "data/other | out/run | --out_dir",
     RESUME + "--max_steps=1": "out/run/ckpt_00000002.pt | max_steps",
     "--eval_only": "eval_only | --init_from=resume | --init_from=FILE"}
 MAKE, CSV = "--source=generate --size=4 --num_aug=0 ", "--size=4 --num_aug=0 --output_dir=data/new "
 SUDOKU = {
-    "--num_agu=3": "unknown setting num_agu | the closest is num_aug",
     **{f"{CSV}--test_csv=good.csv --train_csv={name}": f"{name}{words}" for name, words in {
         "empty.csv": ":2 | no puzzle",
         "columns.csv": ":2 | question, answer, rating",
@@ -190,21 +179,19 @@ SUDOKU = {
         "data": " | Is a directory", "cut.csv.gz": " | cannot be read",
         **{f"puzzle{i}.csv": f":3 | {words}" for i, words in enumerate(PUZZLES.values())}}.items()},
     CSV + "--test_csv=good.csv": "--train_csv",
-    MAKE + "--size=5": "size must be 4, 6 or 9 | not 5", "--size=6": "size must be 9 | not 6",
+    "--size=6": "size must be 9 | not 6",
     "--source=web": "source must be hub, csv or generate | 'web'",
     MAKE + "--num_train=0": "num_train must be at least 1 | not 0",
     MAKE + "--output_dir=data/sudoku": "data/sudoku exists | --output_dir",
     MAKE + "--num_train=8 --num_test=4 --output_dir=good.csv/new": "good.csv/new | cannot be written"}
 MAZE_FLAGS = {
-    "--augment": "--augment | unknown setting augment | the closest is aug",
     "--train_csv=maze.csv --test_csv=oblong.csv": "oblong.csv | not squares",
     **{f"--test_csv=maze.csv --output_dir=data/new --train_csv={name}": f"{name}{words}"
        for name, words in {
         "good.csv": ":2 | 16 characters | not 9", "maze.csv": " | no puzzle is left | test set",
         **{f"maze{i}.csv": f":3 | {words}" for i, words in enumerate(MAZES.values())}}.items()},
     "--source=generate --size=5": "5x5 | 111 steps | min_path",
-    "--source=generate --min_path=0": "min_path must be at least 1 | not 0",
-    "--source=generate --output_dir=data/sudoku": "data/sudoku exists | --output_dir"}
+    "--source=generate --min_path=0": "min_path must be at least 1 | not 0"}
 CASES = {(script, flags): words for script, table in ((T, TRAIN), (P, SUDOKU), (M, MAZE_FLAGS))
          for flags, words in table.items()}
 XLA, TPU = importlib.util.find_spec("torch_xla"), glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
@@ -213,7 +200,6 @@ NO_TPU = "no TPU | PJRT_DEVICE=CPU" if XLA else "torch_xla is not installed | pi
 COMMANDS = {
     (T, "--device=cuda", "CUDA_VISIBLE_DEVICES="): "--device=cuda | no such GPU | --device=cpu",
     (T, "--device=xla", "PJRT_DEVICE=TPU"): f"--device=xla | {NO_TPU}",
-    (T, "", "RANK=0"): "RANK is set without WORLD_SIZE",
     (T, "--data_path=data/new --data_prepare=tiny.py", ""): "data/new | data_prepare"}
 
 

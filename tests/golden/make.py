@@ -50,8 +50,8 @@ CLOSE_CALL = 5e-3  # a q_halt, or a lead among logits, below this is a decision 
 class AdamATan2(torch.optim.Optimizer):
     """The official optimizer's update, which it computes in CUDA alone."""
 
-    def __init__(self, params, betas):
-        super().__init__(params, dict(lr=0.0, weight_decay=TRAIN["weight_decay"]))
+    def __init__(self, params, weight_decay, betas=(0.9, 0.95)):
+        super().__init__(params, dict(lr=0.0, weight_decay=weight_decay))
         self.betas = betas
         self.step_count = 0
         for group in self.param_groups:
@@ -133,7 +133,7 @@ def make(settings, seed):
             p.mul_(0.5)
     table = CastedSparseEmbeddingSignSGD_Distributed(
         inner.puzzle_emb.buffers(), world_size=1, lr=0, weight_decay=TRAIN["puzzle_emb_weight_decay"])
-    adam = AdamATan2(model.parameters(), (TRAIN["beta1"], TRAIN["beta2"]))
+    adam = AdamATan2(model.parameters(), TRAIN["weight_decay"], (TRAIN["beta1"], TRAIN["beta2"]))
     ema = EMAHelper(mu=TRAIN["ema_rate"])
     ema.register(model)
     recorder = Recorder()

@@ -1,0 +1,41 @@
+"""ARC: a model file with puzzle identifiers, and its adaptation to new tasks, on a small model."""
+import json
+
+import pytest
+import torch
+from helpers import ARC_MODEL, prepare, run_config
+
+import prepare_arc
+from configurator import UserError
+from data import Dataset
+from model import TRM
+
+
+def test_adaptation_answers_new_tasks(arc_folder, tmp_path):
+    """config/arc_adapt.py goes from a model file and a folder of tasks to answers."""
+    (tmp_path / "evaluation").mkdir()
+    for name, content in json.loads((arc_folder / "tasks.json").read_text()).items():
+        del content["test"][0]["output"]
+        (tmp_path / f"evaluation/new_{name}.json").write_text(json.dumps(content))
+    adapted = tmp_path / "adapted"
+    prepare(f"{adapted}-data", prepare_arc, source=tmp_path, subsets="evaluation", max_side=4, num_aug=2)
+    flags = [*ARC_MODEL, f"--init_from={arc_folder / 'model.pt'}"]
+    with pytest.raises(UserError, match="has other puzzle identifiers than .*: it can be trained further"):
+        run_config("arc_adapt.py", adapted, *flags, "--eval_only")
+    run_config("arc_adapt.py", adapted, *flags)
+    assert "all start from the mean of its embedding" in (adapted / "log.txt").read_text()
+    assert len(json.loads((adapted / "submission.json").read_text())) == 6
+
+
+def test_a_model_file_has_the_identifiers_of_its_puzzles(arc_folder):
+    model = TRM.load(arc_folder / "model.pt")
+    test = Dataset(arc_folder / "arc-data", "test")
+    originals = test.puzzle_identifiers[test.group_indices[:-1]]
+    assert model.puzzles["puzzle_identifiers"].tolist() == originals.tolist()
+
+    # the identifiers matter once their rows differ
+    model.puzzle_emb.weights.data[1:] = torch.randn(len(model.puzzle_emb.weights) - 1, 32)
+    questions = model.puzzles["inputs"]
+    answers, _ = model.solve(questions, steps=3, identifiers=model.puzzles["puzzle_identifiers"])
+    others, _ = model.solve(questions, steps=3)
+    assert (answers != others).any()
