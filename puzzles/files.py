@@ -90,6 +90,7 @@ def csv_rows(path, needed, optional=()):
     try:
         with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as f:
             reader = csv.DictReader(f)
+            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             for row in reader:
                 # a KeyError or ValueError if the row is not as it must be
                 line = reader.line_num

@@ -8,12 +8,13 @@ import pytest
 import torch
 from helpers import ROOT
 
+import data
 import model
 import prepare_csv
 import puzzles
 from configurator import UserError, configure
 from data import Dataset
-from puzzles.symmetries import dihedral, orbit_keys
+from puzzles.symmetries import dihedral, keys_of, orbit_keys
 
 
 def build(folder, flags):
@@ -126,38 +127,47 @@ def test_wrong_input_is_one_line_and_leaves_nothing(rows, flags, message, tmp_pa
 
 @pytest.fixture
 def coloring(monkeypatch):
-    """The names of examples/coloring.py, whose rules are forgotten after the test."""
+    """The names of examples/coloring.py; what it replaces is restored after the test."""
     monkeypatch.setattr(puzzles, "JUDGES", puzzles.JUDGES.copy())
     monkeypatch.setattr(puzzles, "SEVERAL_ANSWERS", set())
     monkeypatch.setattr(model.TRM, "is_solved", model.TRM.is_solved)
+    monkeypatch.setattr(data, "Dataset", Dataset)
     return runpy.run_path(os.path.join(ROOT, "examples", "coloring.py"))
 
 
-COLORING = {"kind": "coloring", "grid": [4, 5], "symbols": "_.123"}
 CHECKED = "12312231233123112312"  # each cell's number is its diagonal's
 OTHER = CHECKED.translate(str.maketrans("23", "32"))
 ONE_GIVEN = "1" + "." * 19
 
 
 def test_any_right_answer_counts_where_a_kind_has_several(coloring):
+    task = coloring["Coloring"].task
     texts = [ONE_GIVEN] * 3 + [CHECKED] * 3 + [CHECKED, OTHER, CHECKED[:19] + "1"]
-    tokens = [[COLORING["symbols"].index(symbol) for symbol in text] for text in texts]
+    tokens = [[task["symbols"].index(symbol) for symbol in text] for text in texts]
     questions, labels, preds = np.reshape(tokens, (3, 3, 20))
-    assert puzzles.judge(COLORING, questions[:1], preds).solved.tolist() == [True, True, False]
+    assert puzzles.judge(task, questions[:1], preds).solved.tolist() == [True, True, False]
     solved = coloring["is_solved"](*map(torch.tensor, (questions, labels, preds)))
     assert solved.tolist() == [True, True, False]
     arrays = dict(inputs=questions, labels=labels, preds=preds, surest_preds=preds[[0, 0, 2]])
-    assert puzzles.count_correct(COLORING, arrays, [preds, labels]) == {
+    assert puzzles.count_correct(task, arrays, [preds, labels]) == {
         "valid_accuracy": 2, "surest_valid_accuracy": 2, "surest_accuracy": 2, "any_accuracy": 3}
 
 
-def test_the_coloring_example_becomes_a_dataset_and_wrong_answers_are_named(coloring, tmp_path):
-    coloring["make"](tmp_path / "c.csv", 50)
-    flags = "--holdout=9 --kind=coloring --grid=4x5 --symbols=.123 --train_csv="
-    assert Dataset(build(tmp_path / "x", flags + f"{tmp_path}/c.csv"), "train").task == COLORING
-    wrong = write(tmp_path / "wrong.csv", f"{ONE_GIVEN},{CHECKED}", f"{ONE_GIVEN[::-1]},{CHECKED}")
+def test_the_coloring_example_makes_solvable_puzzles_and_does_not_train_on_those_of_the_test(coloring):
+    given = []
+    for split in "train", "test":
+        puzzles_of_split = coloring["Coloring"]("coloring", split).puzzles
+        questions = puzzles_of_split["inputs"]
+        assert coloring["judge_coloring"]({}, questions, puzzles_of_split["labels"])[1].all()
+        given.append(set(keys_of(questions > 1)))
+    assert len(given[0]) > 800 and given[0].isdisjoint(given[1])
+
+
+def test_answers_that_break_the_rules_that_a_script_adds_are_named(coloring, tmp_path):
+    path = write(tmp_path / "wrong.csv", f"{ONE_GIVEN},{CHECKED}", f"{ONE_GIVEN[::-1]},{CHECKED}")
+    flags = f"--train_csv={path} --holdout=1 --kind=coloring --grid=4x5 --symbols=.123"
     with pytest.raises(UserError, match="wrong.csv:3: row 4, column 5 of the answer breaks a rule"):
-        build(tmp_path / "y", flags + str(wrong))
+        build(tmp_path / "y", flags)
 
 
 def test_answers_to_kinds_without_rules_are_compared_with_the_labels():
