@@ -65,7 +65,7 @@ def test_a_puzzle_alone_takes_the_model_of_its_size_and_says_which(run_solve, qu
 
 @each_fork
 def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data, tmp_path, run_solve, capsys):
-    run(data, tmp_path, *flags_of(fork, "--max_steps=2"))
+    run(data, tmp_path, *flags_of(fork, "--max_steps=2", "--eval_rollouts=1"))
     question = play.Game(str(tmp_path), [fork]).test_puzzle("1")["question"]
     text = run_solve(tmp_path, fork, question, "--halt_max_steps=3")
     answer, _ = models.TRM.load(tmp_path / "ckpt_00000002.pt").solve(question, steps=3)
