@@ -5,8 +5,8 @@
 
 It says whether the steps compile and fit, and estimates their time twice. The compiler's cost model sees a
 program before it is scheduled; the sum of the final schedules leaves out waits for memory and other chips.
-The truth lies between, and no TPU has confirmed either. Random puzzles take the place of a missing data_path.
-The setting below is aot.py's own, all others train.py's. The output ends with one JSON object.
+The truth lies between, and no TPU has confirmed either. Where data_path is missing, random puzzles take its
+place. The setting below is aot.py's own, all others train.py's. The output ends with one JSON object.
 """
 import importlib.util
 import json
@@ -19,6 +19,7 @@ import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import numpy as np
@@ -40,14 +41,22 @@ TOPOLOGIES = {
     "v5e-1": "v5e:1x1", "v5e-4": "v5e:2x2", "v5e-8": "v5e:2x4", "v5e-16": "v5e:4x4", "v5e-32": "v5e:4x8",
     "v6e-1": "v6e:1x1", "v6e-4": "v6e:2x2", "v6e-8": "v6e:2x4", "v6e-16": "v6e:4x4", "v6e-32": "v6e:4x8",
 }
-# How torch_xla runs the cores of a chip: megacore is two as one. GB of memory, as the maker states them.
-# Cycles/s: the peak FLOP/s divided by the FLOP of all matrix units in a cycle. Rows and columns of one,
-# and how many rows it takes in a cycle.
-CORES = {"v4": "megacore", "v5p": "megacore", "v5e": "default", "v6e": "default"}
-MEMORY = {"v4": 32, "v5p": 95, "v5e": 16, "v6e": 32}
-CLOCK = {"v4": 1.05e9, "v5p": 1.75e9, "v5e": 1.5e9, "v6e": 1.75e9}
-SIDE = {"v4": 128, "v5p": 128, "v5e": 128, "v6e": 256}
-ROWS = {"v4": 1, "v5p": 1, "v5e": 1, "v6e": 2}
+
+
+class Chip(NamedTuple):
+    """Describes a kind of TPU chip."""
+    cores: str  # how torch_xla runs them, in libtpu's words: megacore is two as one
+    memory: int  # GB, as its maker states them
+    clock: float  # cycles/s: the peak FLOP/s divided by the FLOP of all matrix units in a cycle
+    side: int  # rows and columns of a matrix unit
+
+
+CHIPS = {
+    "v4": Chip("megacore", 32, 1.05e9, 128),
+    "v5p": Chip("megacore", 95, 1.75e9, 128),
+    "v5e": Chip("default", 16, 1.5e9, 128),
+    "v6e": Chip("default", 32, 1.75e9, 256),
+}
 
 
 def main(argv):
@@ -62,38 +71,36 @@ def main(argv):
         raise UserError("the TPU compiler is missing: pip install jax libtpu")
 
     figures = {}
-    topology = TOPOLOGIES[name]
+    kind, shape = TOPOLOGIES[name].split(":")
     with tempfile.TemporaryDirectory() as folder:
-        path, source = bench.dataset_path(settings, folder, 9)
+        path, source = bench.dataset_path(settings, folder)
         print(f"dataset: {source}")
-        dump = Path(folder, "libtpu")
-        # both at once: torch_xla's programs on the CPU crash once libtpu is loaded
-        for step, program, state in list(trace(settings, path, topology)):
-            print(f"{topology}: compiling the {step} step, which can take minutes", flush=True)
-            memory = compile_program(program, state, topology, dump)
-            figures[step] = memory | read_dump(dump, topology)
+        programs = trace(settings, path, math.prod(map(int, shape.split("x"))))
+        for step, (program, state) in programs.items():
+            print(f"{TOPOLOGIES[name]}: compiling the {step} step, which can take minutes", flush=True)
+            dump = Path(folder, "libtpu")
+            memory = compile_program(program, state, TOPOLOGIES[name], CHIPS[kind].cores, dump)
+            figures[step] = memory | read_dump(dump, kind)
             shutil.rmtree(dump)
     print(json.dumps(figures, indent=2))
 
 
 # ---------------------------------------------------------------------------------------------------------
-# A step: trace it, compile it, read what libtpu has written
+# The steps: trace them, compile them, read what libtpu has written
 
-def trace(settings, path, topology):
-    """Yields (name, program, state) of the training and the evaluation step, as a chip of a slice gets them.
+def trace(settings, path, chips):
+    """Returns {"train" or "eval": (program, state)} for one of so many chips.
 
     The program is HLO; state lists the numbers of the parameters that hold the state. Raises NotReplayable,
     with the line, where a shape or a branch depends on data.
     """
-    # one replica on the CPU, whose all-reduce torch_xla keeps, takes itself for one of the slice's
+    # one replica on the CPU, whose all-reduce torch_xla keeps
     os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
     import xla
     replica = device.open_device("xla", settings)
-    # on the CPU it cannot know what a TPU has units for
-    if settings.forward_dtype == "auto":
-        settings.forward_dtype = "bfloat16"
-    replica.choose_dtype(settings.forward_dtype)
-    replica.world = math.prod(map(int, topology.split(":")[1].split("x")))
+    replica.name = "TPU"
+    replica.world = chips
+    settings.forward_dtype, _ = replica.choose_dtype(settings.forward_dtype)
     train.check_batch_size(settings, replica)
     replica.compile_step = lambda fn: fn  # the programs below are the steps themselves
     run, next_inputs = bench.new_run(settings, replica, path)
@@ -101,20 +108,23 @@ def trace(settings, path, topology):
         train=(run.train_program, run.state, next_inputs()),
         eval=(run.evaluator.program, *bench.evaluation_of(run, path)),
     )
+    programs = {}
     for name, (step, state, inputs) in steps.items():
         with torch.no_grad(), xla.Replayable():
             lowering, placeholders, _ = replica.lower(step, state, inputs)
-        state_size = len(xla.tree_flatten(state)[0])
-        yield name, lowering.hlo(), [lowering.tensor_parameter_id(t) for t in placeholders[:state_size]]
+        numbers = [lowering.tensor_parameter_id(t) for t in placeholders]
+        programs[name] = lowering.hlo(), numbers[:len(xla.tree_flatten(state)[0])]
+    return programs
 
 
-def compile_program(program, state, topology, dump):
+def compile_program(program, state, topology, cores, dump):
     """Compiles a program for a slice, and returns the memory that it needs on a chip. Raises UserError.
 
     Args:
-        program: from trace().
+        program: HLO.
         state: numbers of parameters, whose memory the results may take.
         topology: the slice, in libtpu's words.
+        cores: how its chips run their cores.
         dump: the folder for what libtpu writes.
     """
     # libtpu asks no cloud which TPU it has
@@ -129,8 +139,7 @@ def compile_program(program, state, topology, dump):
     from jax._src.lib import xla_client
     from jax.experimental import topologies
     from jaxlib.mlir import ir
-    kind = topology.split(":")[0]
-    devices = topologies.get_topology_desc(topology, "tpu", chip_config_name=CORES[kind]).devices
+    devices = topologies.get_topology_desc(topology, "tpu", chip_config_name=cores).devices
     options = compiler.get_compile_options(len(devices), 1, [[d.id] for d in devices])
     with mlir.make_ir_context():
         # the program in jax's form, with jax's mark for memory that results may take
@@ -145,27 +154,28 @@ def compile_program(program, state, topology, dump):
     memory = compiled.get_compiled_memory_stats()
     used = (memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
             + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes)
-    return dict(chips=len(devices), used_gb=used / 1e9, chip_gb=MEMORY[kind],
-                temporaries_gb=memory.temp_size_in_bytes / 1e9, state_tensors=len(state))
+    return dict(chips=len(devices), used_gb=used / 1e9, temporaries_gb=memory.temp_size_in_bytes / 1e9,
+                state_tensors=len(state))
 
 
-def read_dump(dump, topology):
-    """Returns the figures of the programs (HLO) and the schedules in libtpu's folder."""
-    kind = topology.split(":")[0]
+def read_dump(dump, kind):
+    """Returns the figures of the programs (HLO) and the schedules in libtpu's folder, for a kind of chip."""
+    chip = CHIPS[kind]
     before, after = [next(dump.glob(f"*.{stage}.txt")).read_text()
                      for stage in ("before_optimizations", "after_codegen")]
-    flops = arithmetic(before, SIDE[kind])
-    arithmetic_ms, padded_ms = (1e3 * flop / device.PEAK_FLOPS["TPU " + kind] for flop in flops)
-    schedules, cost_model = estimates(after, dump, ROWS[kind])
-    schedules_ms = 1e3 * schedules / CLOCK[kind]
-    cost_model_ms = 1e3 * cost_model / CLOCK[kind]
+    flop, padded_flop = arithmetic(before, chip.side)
+    schedules, cost_model = estimates(after, dump)
+    arithmetic_ms = 1e3 * flop / device.PEAK_FLOPS["TPU " + kind]
+    schedules_ms = 1e3 * schedules / chip.clock
+    cost_model_ms = 1e3 * cost_model / chip.clock
     return dict(
+        chip_gb=chip.memory,
         donated_tensors=after.splitlines()[0].count("-alias)"),
         collectives=re.findall(r" = (.*) (all-reduce|all-gather|reduce-scatter)(?:-start)?\(", after),
         rounded_products=len(re.findall(r" = f32\S+ dot\((?!.*highest)", before)),
-        tflop=flops[0] / 1e12,
+        tflop=flop / 1e12,
         arithmetic_ms=arithmetic_ms,
-        padded_ms=padded_ms,
+        padded_ms=arithmetic_ms * padded_flop / flop,
         schedules_ms=schedules_ms,
         cost_model_ms=cost_model_ms,
         mfu=[arithmetic_ms / cost_model_ms, arithmetic_ms / schedules_ms],
@@ -176,7 +186,7 @@ def read_dump(dump, topology):
 # The text of programs and schedules
 
 def executed(text, pattern):
-    """Returns [(how often a program executes it, groups of pattern ...)] of the matching instructions."""
+    """Returns [(how often a program runs it, groups of pattern ...)] of instructions that match pattern."""
     computations = dict(re.findall(r"^(?:ENTRY )?%([\w.\-]+) \((.*?)^}(?!\))", text, re.M | re.S))
     # callers come after what they call, and the program's own computation comes last
     times = Counter([[*computations][-1]])
@@ -185,10 +195,8 @@ def executed(text, pattern):
             # a loop counts up to the constant in its condition
             constants = re.findall(r" = [su]\d+\[\]\S* constant\((\d+)\)", computations.get(condition, ""))
             times[callee] += times[name] * max(map(int, constants), default=1)
-    found = []
-    for name, body in computations.items():
-        found += [(times[name], *groups) for groups in re.findall(pattern, body)]
-    return found
+    return [(times[name], *groups) for name, body in computations.items()
+            for groups in re.findall(pattern, body)]
 
 
 def arithmetic(text, side):
@@ -205,7 +213,7 @@ def arithmetic(text, side):
     return flop, padded_flop
 
 
-def estimates(text, dump, rows):
+def estimates(text, dump):
     """Returns the cycles of a program by the schedules in a dump, and by the compiler's cost model."""
     cost_model = 0
     times_of = Counter()
@@ -216,26 +224,26 @@ def estimates(text, dump, rows):
         times_of[shape, estimate] += times
         # instructions that the compiler found equal share one schedule, whose file's name begins with a time
         for file in dump.glob(f"{'?' * 19}-{name}-01-final_bundles.txt"):
-            cycles_of[shape, estimate].append(schedule_cycles(file.read_text(), int(buffers or 1), rows))
+            cycles_of[shape, estimate].append(schedule_cycles(file.read_text(), int(buffers or 1)))
     return sum(times * mean(cycles_of[key]) for key, times in times_of.items()), cost_model
 
 
-def schedule_cycles(text, buffers, rows):
-    """Returns the cycles of a schedule, loops included: of its instructions, or of a busier matrix unit.
+def schedule_cycles(text, buffers):
+    """Returns the cycles of a schedule's instructions, or of its matrix products if they take longer.
 
     Args:
         text: the schedule, an instruction (bundle) a line.
         buffers: how many a loop has for what it loads; its first and its last iterations only load and store.
-        rows: how many a matrix unit takes in a cycle.
     """
-    cycles = np.zeros(2)
+    cycles = np.zeros(2)  # of the instructions, of a matrix unit
     starts = {}  # {region: cycles before it}
     ends = dict(re.findall(r"%(\w+) = scmp\S+ %\w+, (\d+) /\* loop exit test", text))
     for bundle in re.findall(r"^ *(?:0x)?[0-9a-f]+ .*", text, re.M):
         starts |= dict.fromkeys(re.findall(r"Start region (\d+)", bundle), cycles)
-        # all units do the same: the first one gets 8 rows, or 16 of bfloat16 in pairs
-        products = re.findall(r"vmatmul(\S*)mxu0", bundle)
-        cycles = cycles + [1, sum(8 if re.search("f32|lmr", kind) else 16 for kind in products) / rows]
+        # a unit takes a row in a cycle, for which the schedules of v4 and v5e do not wait; an instruction
+        # brings 8 rows, or 16 of bfloat16 in pairs; all units do the same
+        products = re.findall(r"vmatmul(?!\.mubr)(\S*)mxu0", bundle)
+        cycles = cycles + [1, sum(8 if re.search("f32|lmr", kind) else 16 for kind in products)]
         # a jump back repeats what lies between
         jump = re.search(r"sbr\.rel \(!%(\w+)\) target = \$region(\d+)", bundle)
         if jump and jump[2] in starts:

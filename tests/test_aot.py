@@ -1,5 +1,6 @@
 """scripts/aot.py at tiny sizes: what the TPU compiler says, how its files are read, wrong input."""
 import json
+import re
 import subprocess
 import sys
 
@@ -8,7 +9,6 @@ import pytest
 
 import bench
 import configurator
-import model as models
 import train
 from data import Dataset
 
@@ -29,25 +29,23 @@ def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(ra
     output = run_aot(f"--tpu={tpu}", f"--forward_dtype={dtype}", "--micro_batch_size=2",
                      f"--data_path={random_puzzles}").stdout
     figures = json.loads(output[output.index("{"):])
-    training, evaluation = figures["train"], figures["eval"]
-
-    # All at once: gradients of the weights and the puzzle embedding, uses of its row, METRICS, stop requests.
     settings = configurator.configure(train.__file__, TINY)
     model = bench.new_model(settings, Dataset(random_puzzles, "train"))
-    reduced = sum(p.numel() for p in model.parameters()) + 64 + 1  # gradients, the table's row and its count
-    reduced += len(models.METRICS + models.LOSS_TERMS) + 2  # and the sequences, and the stops
-    [[shape, _]] = training["collectives"]
-    assert f"f32[{reduced}]" in shape and evaluation["collectives"] == []
 
-    # a chip's share of the batch is 4 sequences
-    assert training["chips"] == 4
-    assert training["tflop"] == pytest.approx(4 * model.flops_per_example(settings)[1] / 1e12)
-    for step in training, evaluation:
+    # all gradients, and some metrics, at once
+    [[shape, _]] = figures["train"]["collectives"]
+    size = int(re.search(r"f32\[(\d+)\]", shape)[1])
+    assert 0 < size - model.num_parameters() < 50
+
+    # each of four chips has 4 sequences
+    assert figures["train"]["tflop"] == pytest.approx(4 * model.flops_per_example(settings)[1] / 1e12)
+    for step in figures.values():
+        assert step["chips"] == 4
         assert step["donated_tensors"] == step["state_tensors"] > 10
         assert step["rounded_products"] == 0
         assert step["temporaries_gb"] < step["used_gb"] < 0.1
         assert step["arithmetic_ms"] < step["padded_ms"] < step["schedules_ms"] < step["cost_model_ms"] < 1
-    assert 0 < training["mfu"][0] < training["mfu"][1] < 1
+        assert 0 < step["mfu"][0] < step["mfu"][1] < 1
 
 
 def test_a_batch_that_does_not_fit_is_refused_in_the_compilers_words(random_puzzles):
@@ -56,11 +54,10 @@ def test_a_batch_that_does_not_fit_is_refused_in_the_compilers_words(random_puzz
     assert process.returncode == 2 and "exceeds available HBM" in process.stderr.splitlines()[-1]
 
 
-CONFIG = 'backend_config={"buffering_level":"3","estimated_cycles":"99"}'
 PROGRAM = """\
 %body.1 (arg: (TYPE[], f32[24,1000])) -> (TYPE[], f32[24,1000]) {
-  %fusion.1 = (f32[9]{0}, bf16[8]{0}) fusion(%xs), calls=%f, FUSION_CONFIG
-  %fusion.2 = (f32[9]{0}, bf16[8]{0}) fusion(%ys), calls=%g, FUSION_CONFIG
+  %fusion.1 = (f32[9]{0}, bf16[8]{0}) fusion(%x), config={"buffering_level":"3","estimated_cycles":"99"}
+  %fusion.2 = (f32[9]{0}, bf16[8]{0}) fusion(%y), config={"buffering_level":"3","estimated_cycles":"99"}
   %dot.1 = bf16[4,97]{1,0} dot(%left.1, %right.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }
 
@@ -75,13 +72,13 @@ ENTRY %main.1 (p0: (TYPE[], f32[24,1000])) -> (TYPE[], f32[24,1000]) {
 """
 LOOP = """\
      0   :  { %s1 = smov.u32 0 }
-   0x1 LB: > { %s2 = sphi %s1, %s3 ;; %8 = vadd %v1 ;; %9 = vadd %v2 } /* Start region 7 :: Start region 8 */
+   0x1 LB: > { %8 = vadd %v1  ;;  %9 = vadd %v2 } /* Start region 7 :: Start region 8 */
    0x2   : > { %p7_p2 = scmp.ge.s32.totalorder %s3, 10 /* loop exit test */ }
    0x3   :  { %12 = sbr.rel (!%p7_p2) target = $region8 }
 """
 INNER = """\
-   0x1 LB: > { %s2 = sphi %s1, %s3 } /* Start region 7 :: Start region 8 */
-   0x2 LB: >> { %s4 = sphi %s1, %s5 } /* Start region 9 */
+   0x1 LB: > { } /* Start region 7 :: Start region 8 */
+   0x2 LB: >> { } /* Start region 9 */
    0x3   : >> { %p6_p1 = scmp.ge.s32.totalorder %s5, 5 /* loop exit test */ }
    0x4   : > { %11 = sbr.rel (!%p6_p1) target = $region9 }
 """
@@ -89,11 +86,11 @@ INNER = """\
 
 @pytest.mark.parametrize("counter", ["s32", "u64"])
 def test_a_program_counts_as_often_as_its_loops_run(counter, tmp_path):
-    program = PROGRAM.replace("TYPE", counter).replace("FUSION_CONFIG", CONFIG)
+    program = PROGRAM.replace("TYPE", counter)
     assert aot.arithmetic(program, 128) == (24 * 2 * 4 * 97 * 97, 24 * 2 * 4 * 97 * 128)
     # the second fusion shares the schedule of the first, whose loop has 10 - 4 iterations that compute
     (tmp_path / "1795572765749462644-fusion.1-01-final_bundles.txt").write_text(LOOP)
-    assert aot.estimates(program, tmp_path, rows=1) == (24 * 2 * (1 + 6 * 3), 24 * 2 * 99)
+    assert aot.estimates(program, tmp_path) == (24 * 2 * (1 + 6 * 3), 24 * 2 * 99)
 
 
 @pytest.mark.parametrize("changes, cycles", [
@@ -106,7 +103,7 @@ def test_a_schedule_takes_as_long_as_its_instructions_or_its_products(changes, c
     text = LOOP
     for old, new in changes.items():
         text = text.replace(old, new)
-    assert aot.schedule_cycles(text, buffers=1, rows=1) == cycles
+    assert aot.schedule_cycles(text, buffers=1) == cycles
 
 
 def test_without_the_compiler(monkeypatch):
