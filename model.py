@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from puzzles import IGNORE_LABEL
 
@@ -352,11 +353,11 @@ class TRM(nn.Module):
         cannot be counted, and has (0, 0).
         """
         def count(min_halt_steps):
-            with FlopCounterMode(display=False) as counter:
+            with FlopCounter() as counter:
                 step = self.supervision_step(settings, leaves | buffers, carry, min_halt_steps, cycles)
                 if min_halt_steps is not None:
                     step.values["loss"].sum().backward()
-            return counter.get_total_flops()
+            return counter.total
 
         # one sequence on the device "meta", where tensors have shapes and no numbers
         leaves = self.weights()
@@ -462,6 +463,18 @@ class TRM(nn.Module):
         model.step = saved.get("step", 0)
         model.data = saved.get("data", "")
         return model.eval()
+
+
+class FlopCounter(TorchDispatchMode):
+    """Adds up the FLOPs of products by torch's formulas; torch's own counter is not safe in threads."""
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.overloadpacket in flop_registry:
+            self.total += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+        return result
 
 
 def step_metrics(labels, answers, q_halt, solved, steps):

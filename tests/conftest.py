@@ -33,6 +33,7 @@ import configurator
 import prepare_arc
 import prepare_maze
 import prepare_sudoku
+import train
 from puzzles import files
 
 # The files that take longest. The workers take whole files, these first, so that all end together.
@@ -55,10 +56,14 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(autouse=True)
-def no_watchdog():
-    """A replica that a test ran in this process may have left its watchdog behind."""
+def nothing_stays():
+    """Undoes what a replica or a fork that a test ran in this process may have left behind."""
     yield
     faulthandler.cancel_dump_traceback_later()
+    if configurator.FORKS:
+        configurator.configure(train.__file__, [])
+        configurator.FORKS.clear()
+        configurator.read_settings.cache_clear()
 
 
 @pytest.fixture

@@ -32,15 +32,6 @@ OWN = dict(smoothing=["--label_smoothing=0.1", "--grad_clip=1"], chains=["--chai
 each_fork = pytest.mark.parametrize("fork", FORKS, ids=lambda path: Path(path).stem)
 
 
-@pytest.fixture(autouse=True)
-def no_fork_stays():
-    """Undoes what a fork replaced in this process."""
-    yield
-    configurator.configure(train.__file__, [])
-    configurator.FORKS.clear()
-    configurator.read_settings.cache_clear()
-
-
 def flags_of(fork, *flags):
     """Returns a fork's arguments."""
     return [fork, *FLAGS, *OWN.get(Path(fork).stem, []), *flags]

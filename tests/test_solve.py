@@ -13,7 +13,7 @@ import pytest
 import solve
 import torch
 from helpers import run
-from test_forks import each_fork, flags_of, no_fork_stays  # noqa: F401
+from test_forks import each_fork, flags_of
 
 import configurator
 import model as models
