@@ -63,6 +63,7 @@ def nothing_stays():
     if configurator.FORKS:
         configurator.configure(train.__file__, [])
         configurator.FORKS.clear()
+        configurator.ORIGINALS.clear()  # or the next configure() would undo a test's monkeypatch
         configurator.read_settings.cache_clear()
 
 
