@@ -272,21 +272,25 @@ class TRM(nn.Module):
 
         Args:
             question: tokens [B, S], for tokens [B, S] and a tensor [B]; or a string of task["symbols"], line
-                breaks aside, for a string and a float.
+                breaks aside, for a string and a float; or a list of strings, for a list of each.
             steps: the supervision steps.
             identifiers: with tokens, the puzzle identifier of each question [B], for ARC; None: 0 for all.
 
         Raises ValueError for other symbols or another number of cells.
         """
-        # a string: to tokens and back
+        # strings: to tokens and back
         if isinstance(question, str):
+            [answer], [confidence] = self.solve([question], steps)
+            return answer, confidence
+        if isinstance(question, list):
             symbols = self.task["symbols"]
-            cells = "".join(question.splitlines())
-            tokens = torch.tensor([[symbols.find(symbol, 1) for symbol in cells]])
+            cells = ["".join(text.splitlines()) for text in question]
+            tokens = torch.tensor([[symbols.find(symbol, 1) for symbol in text] for text in cells])
             if tokens.min() < 0:
                 raise ValueError(f"the question may have the symbols {symbols[1:]} alone")
-            [answer], [confidence] = self.solve(tokens, steps)
-            return "".join(symbols[token] for token in answer), confidence.item()
+            answers, confidences = self.solve(tokens, steps)
+            texts = ["".join(symbols[token] for token in answer) for answer in answers]
+            return texts, confidences.tolist()
 
         B, S = question.shape
         if S != self.config.seq_len:

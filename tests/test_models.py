@@ -31,6 +31,17 @@ def test_model_does_what_its_card_says(name):
     assert len(right) == 100 and abs(right.sum() - solved) <= 2
 
 
+def test_a_model_solves_a_string_or_a_list_of_them():
+    model = TRM.load(os.path.join(ROOT, "models", "sudoku-6x6.pt"))
+    question = "2.....4...6.....156....2..3.5......."
+    answer, sure = model.solve(question)
+    assert "." not in answer and 0.9 < sure <= 1
+    answers, confidences = model.solve([question, answer])
+    assert answers == [answer, answer] and confidences[0] == pytest.approx(sure)
+    with pytest.raises(ValueError, match="symbols"):
+        model.solve([question.replace("2", "x"), answer])
+
+
 def test_a_rank_of_torchrun_solves_by_itself(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     model = TRM.load(os.path.join(ROOT, "models", "sudoku-6x6.pt"))
