@@ -58,7 +58,8 @@ max_steps = 0  # length of the run in steps; 0: from epochs
 # model
 hidden_size = 512  # D
 num_heads = 8  # attention heads
-expansion = 4.0  # hidden width of a SwiGLU: 2/3 x expansion x width, up to a multiple of 256
+expansion = 4.0  # hidden width of a SwiGLU: 2/3 x expansion x width, up to a multiple of multiple_of
+multiple_of = 256  # small models train on half the FLOP with 128: docs/records.md
 L_layers = 2  # layers of the one network
 H_cycles = 3  # T of the paper: recursions per step; all but the last without gradient
 L_cycles = 6  # n of the paper: latent updates per recursion
@@ -799,8 +800,8 @@ CHOICES = {
 }
 # Numbers above 0, and numbers from 0 to 1; all others are 0 or more.
 POSITIVE = (
-    "global_batch_size", "hidden_size", "num_heads", "expansion", "L_layers", "H_cycles", "L_cycles",
-    "halt_max_steps", "lr", "eval_rollouts", "keep_last_n", "log_interval",
+    "global_batch_size", "hidden_size", "num_heads", "expansion", "multiple_of", "L_layers", "H_cycles",
+    "L_cycles", "halt_max_steps", "lr", "eval_rollouts", "keep_last_n", "log_interval",
 )
 SHARES = ("halt_exploration_prob", "halt_exploration_prob_end", "lr_min_ratio", "beta1", "beta2", "ema_rate")
 # Arrays that an evaluation can save.
