@@ -903,6 +903,23 @@ def restart_watchdog(seconds):
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
 
+def watch_replicas():
+    """Stops all replicas of this host once one has died: its peers would wait for it.
+
+    Python's pool of processes does so too, but does not notice the last process that it starts if its own
+    thread is slow (ProcessPoolExecutor.submit wakes that thread before it starts the process).
+    """
+    def watch():
+        replicas = set()
+        while not any(replica.exitcode for replica in replicas):  # None: it runs, 0: it is done
+            time.sleep(0.5)
+            replicas.update(multiprocessing.active_children())
+        for replica in replicas:
+            replica.terminate()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def xla_replica(index, settings, kind):
     """Runs replica() for xmp.spawn. If it breaks, its process ends: its peers would wait for it forever."""
     end_with_parent()
@@ -936,6 +953,7 @@ def main(settings):
         # torch_xla starts a process for each chip; every other device has this process alone
         if kind == "xla":
             import torch_xla.distributed.xla_multiprocessing as xmp
+            watch_replicas()
             xmp.spawn(xla_replica, args=(settings, kind))
         else:
             replica(settings, kind)
