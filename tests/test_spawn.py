@@ -28,8 +28,8 @@ def end(process):
         subprocess.run(["pkill", "-9", "-s", str(process.pid)])  # its session
 
 
-# The second process dies once the first has begun, which waits for it. Python's own pool of processes would not
-# notice it: it starts a second late, as on a busy machine.
+# The second process dies once the first has begun, which waits for it. It starts a second late, as on a busy
+# machine: Python's own pool of processes does not notice its death then.
 DIES = """
 import multiprocessing, os, time
 from concurrent.futures import ProcessPoolExecutor
