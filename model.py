@@ -547,11 +547,11 @@ def rms_norm(x, dim=-1):
 class SwiGLU(nn.Module):
     """Gated MLP (arXiv 2002.05202) over the last dimension, or with across=True over the second of three."""
 
-    def __init__(self, width, expansion):
+    def __init__(self, width, expansion, multiple_of=256):
         super().__init__()
-        # the official code rounds the hidden width up to a multiple of 256
+        # the hidden width, rounded up; the official code's multiple is 256
         hidden = round(expansion * width * 2 / 3)
-        hidden = math.ceil(hidden / 256) * 256
+        hidden = math.ceil(hidden / multiple_of) * multiple_of
         self.gate_up_proj = nn.Linear(width, 2 * hidden, bias=False)
         self.down_proj = nn.Linear(hidden, width, bias=False)
 
@@ -612,10 +612,10 @@ class Block(nn.Module):
     def __init__(self, config, length):
         super().__init__()
         if config.mlp_t:
-            self.mlp_t = SwiGLU(length, config.expansion)
+            self.mlp_t = SwiGLU(length, config.expansion, config.multiple_of)
         else:
             self.self_attn = Attention(config.hidden_size, config.num_heads)
-        self.mlp = SwiGLU(config.hidden_size, config.expansion)
+        self.mlp = SwiGLU(config.hidden_size, config.expansion, config.multiple_of)
 
     def forward(self, x, rope):
         """Returns x [B, L, D] after the layer; rope: the pair (cos, sin) [L, d], or None."""
@@ -662,6 +662,7 @@ class TRMConfig:
     hidden_size: int = 512  # D
     num_heads: int = 8
     expansion: float = 4.0
+    multiple_of: int = 256
     L_layers: int = 2
     H_cycles: int = 3
     L_cycles: int = 6

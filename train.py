@@ -58,7 +58,8 @@ max_steps = 0  # length of the run in steps; 0: from epochs
 # model
 hidden_size = 512  # D
 num_heads = 8  # attention heads
-expansion = 4.0  # hidden width of a SwiGLU: 2/3 x expansion x width, up to a multiple of 256
+expansion = 4.0  # hidden width of a SwiGLU: 2/3 x expansion x width, up to a multiple of multiple_of
+multiple_of = 256  # small models train on half the FLOP with 128: docs/records.md
 L_layers = 2  # layers of the one network
 H_cycles = 3  # T of the paper: recursions per step; all but the last without gradient
 L_cycles = 6  # n of the paper: latent updates per recursion
@@ -799,8 +800,8 @@ CHOICES = {
 }
 # Numbers above 0, and numbers from 0 to 1; all others are 0 or more.
 POSITIVE = (
-    "global_batch_size", "hidden_size", "num_heads", "expansion", "L_layers", "H_cycles", "L_cycles",
-    "halt_max_steps", "lr", "eval_rollouts", "keep_last_n", "log_interval",
+    "global_batch_size", "hidden_size", "num_heads", "expansion", "multiple_of", "L_layers", "H_cycles",
+    "L_cycles", "halt_max_steps", "lr", "eval_rollouts", "keep_last_n", "log_interval",
 )
 SHARES = ("halt_exploration_prob", "halt_exploration_prob_end", "lr_min_ratio", "beta1", "beta2", "ema_rate")
 # Arrays that an evaluation can save.
@@ -902,6 +903,23 @@ def restart_watchdog(seconds):
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
 
+def watch_replicas():
+    """Stops all replicas of this host once one has died: its peers would wait for it.
+
+    Python's pool of processes does so too, but does not notice the last process that it starts if its own
+    thread is slow (ProcessPoolExecutor.submit wakes that thread before it starts the process).
+    """
+    def watch():
+        replicas = set()
+        while not any(replica.exitcode for replica in replicas):  # None: it runs, 0: it is done
+            time.sleep(0.5)
+            replicas.update(multiprocessing.active_children())
+        for replica in replicas:
+            replica.terminate()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def xla_replica(index, settings, kind):
     """Runs replica() for xmp.spawn. If it breaks, its process ends: its peers would wait for it forever."""
     end_with_parent()
@@ -935,6 +953,7 @@ def main(settings):
         # torch_xla starts a process for each chip; every other device has this process alone
         if kind == "xla":
             import torch_xla.distributed.xla_multiprocessing as xmp
+            watch_replicas()
             xmp.spawn(xla_replica, args=(settings, kind))
         else:
             replica(settings, kind)

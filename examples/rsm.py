@@ -13,14 +13,16 @@ H_cycles = 8
 L_cycles = 12
 lr = 1e-3
 weight_decay = 0.1
-_stages = {0: (2, 2), 0.33: (5, 7), 0.67: (8, 12)}  # {share of curriculum_epochs: (H_cycles, L_cycles)}
+# {share of curriculum_epochs: share of the cycles}: (2, 2), (5, 7), then (8, 12)
+_stages = {0: 0.2, 0.33: 0.6, 0.67: 1.0}
 _update = optim.update
 
 
 def cycles_at(settings, examples_per_epoch, step):
     epochs = step * settings.global_batch_size / examples_per_epoch
     share = epochs / max(settings.curriculum_epochs, 1e-9)
-    return _stages[max(first for first in _stages if first <= share)]
+    depth = _stages[max(first for first in _stages if first <= share)]
+    return tuple(max(1, round(depth * cycles)) for cycles in (settings.H_cycles, settings.L_cycles))
 
 
 def clipped(settings, rates, weights, grads, states):

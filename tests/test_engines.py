@@ -1,4 +1,4 @@
-"""The files for other people's machines: SkyPilot, Kubernetes, and what a TPU host installs."""
+"""The files for other people's machines: Kubernetes, the guide's loop, and what a TPU host installs."""
 import glob
 import importlib.metadata
 import json
@@ -16,31 +16,9 @@ from helpers import ROOT
 import train
 from configurator import configure
 
-# As SkyPilot sets them on the second of two machines.
-ENVIRONMENT = dict(
-    BUCKET="gs://bucket", CONFIG="config/sudoku.py --lr=2e-4", RUN="study/x", DATA="data/x",
-    SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_RANK="1", SKYPILOT_NUM_GPUS_PER_NODE="8",
-    SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2")
-
 
 def read(name):
     return Path(ROOT, name).read_text()
-
-
-@pytest.mark.parametrize("file, launcher", [
-    ("sky.yaml", "torchrun --nnodes=2 --node-rank=1 --nproc-per-node=8 --master-addr=10.0.0.1 "
-                 "--master-port=29500"),
-    ("sky-tpu.yaml", "python -u")])
-def test_the_command_of_a_sky_file_is_one_that_train_accepts(file, launcher):
-    command = yaml.safe_load(read(f"scripts/{file}"))["run"]
-    prepared = 'torchrun() { echo torchrun "$@"; }; python() { echo python "$@"; }; ' + command
-    output = subprocess.check_output(["bash", "-c", prepared], env=ENVIRONMENT, text=True)
-    before, _, arguments = output.partition(" train.py ")
-    assert before == launcher
-    settings = configure(train.__file__, arguments.split())
-    train.check_settings(settings)
-    assert settings.data_path == "gs://bucket/data/x" and settings.gcs_dir == "gs://bucket/study/x"
-    assert settings.lr == 2e-4 and settings.init_from == "auto"
 
 
 def test_the_jobset_fits_the_published_schema_and_its_slice():

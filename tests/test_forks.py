@@ -24,7 +24,7 @@ from helpers import (
 import configurator
 import train
 
-FORKS = [f"{ROOT}/examples/{name}.py" for name in ("rsm", "infiloop", "fprm", "chains", "narrow")]
+FORKS = [f"{ROOT}/examples/{name}.py" for name in ("rsm", "infiloop", "fprm", "chains")]
 FORKS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
 FLAGS = ["--halt_max_steps=2", "--H_cycles_start=1", "--curriculum_epochs=3", "--puzzle_emb_ndim=0",
          "--lr_min_ratio=1", "--log_interval=1", "--eval_final_max_puzzles=20", "--eval_rollouts=2"]

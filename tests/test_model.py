@@ -122,6 +122,16 @@ def test_flops_are_those_of_the_products():
     assert training == pytest.approx(4 * recursion, rel=0.02)
 
 
+def test_multiple_of_rounds_the_hidden_widths_up():
+    """The official code's multiple, and a smaller one: 16 channels and 6 positions, expansion 4."""
+    def hidden_widths(multiple_of):
+        block = tiny(multiple_of=multiple_of).L_level.layers[0]
+        return block.mlp.down_proj.in_features, block.mlp_t.down_proj.in_features
+
+    assert hidden_widths(256) == (256, 256)
+    assert hidden_widths(8) == (48, 16)
+
+
 # Optimizers
 
 def problem(*shape):

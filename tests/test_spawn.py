@@ -28,20 +28,28 @@ def end(process):
         subprocess.run(["pkill", "-9", "-s", str(process.pid)])  # its session
 
 
-# Rank 1 dies once rank 0 has begun: torch_xla waits for rank 0 first, which waits for its peer.
+# The second process dies once the first has begun, which waits for it. It starts a second late, as on a busy
+# machine: Python's own pool of processes does not notice its death then.
 DIES = """
-import os, time
+import multiprocessing, os, time
+from concurrent.futures import ProcessPoolExecutor
 import train
 train.STOP_TIMEOUT = 3
+_start = ProcessPoolExecutor._spawn_process
+
+def slow_start(self):
+    time.sleep(1)
+    _start(self)
 
 def replica(settings, kind):
-    if os.environ["PJRT_LOCAL_PROCESS_RANK"] == "0":
+    if multiprocessing.current_process().name.endswith("-1"):
         os.mkdir(settings.out_dir)
         time.sleep(1000)
     while not os.path.exists(settings.out_dir):
         time.sleep(0.1)
     raise OSError("no answer")  # as a request does
 
+ProcessPoolExecutor._spawn_process = slow_start
 train.replica = replica
 """
 # Torch_xla's requests to the metadata server have no time limit.
