@@ -2,17 +2,13 @@
 
     python bench.py                                               this machine; on a CPU, at a small batch
     python bench.py config/sudoku.py --global_batch_size=32       any config file and setting of train.py
-    python bench.py config/sudoku.py --profile=out/profile        the most expensive operations
 
 The settings below are bench.py's own, all others train.py's. Where data_path is missing, random puzzles take
-its place. The last line is one JSON object, except with --profile. scripts/aot.py shows what a TPU makes of
-the steps.
+its place. The last line is one JSON object. scripts/aot.py shows what a TPU makes of the steps.
 """
-import copy
 import itertools
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -30,7 +26,6 @@ from puzzles.files import write_dataset
 # what is measured
 steps = 2  # steps that follow each other without a wait, as in training; three times
 size = 9  # side of the random puzzles where data_path is missing
-profile = ""  # folder for a trace of 3 steps, whose most expensive operations are printed
 
 CPU_STEP_SECONDS = 3  # a CPU's batch, where none is given, is the largest whose step takes so long, or 1
 CPU_BATCH_SIZES = (32, 16, 8, 4, 2, 1)
@@ -49,17 +44,17 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
     """
     if kind == "xla":
         configurator.end_with_parent()
-    # the device, and train.py's run on it
+    # the device, and the examples of the config's run
     device = open_device(kind, settings)
+    settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     epoch_size = optim.epoch_size(datasets.Dataset(path, "train"))
     examples = settings.global_batch_size * optim.count_steps(settings, epoch_size)
-    settings = copy.copy(settings)
-    settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
 
     def say(text):
         if device.rank == 0 and text:
             print(text, flush=True)
 
+    # the steps of train.py, at the batch to measure
     say(dtype_note)
     if chooses_batch:
         settings.global_batch_size = choose_batch_size(settings, device, path, say)
@@ -71,15 +66,12 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
 
     # the training step; its first call compiles
     say(f"the first training step, {settings.global_batch_size} sequences")
-    first_step = seconds_of(1, train_step)[0]
-    if bench_settings.profile:
-        say(trace(device, bench_settings.profile, train_step))
-        return
-    say(f"{3 * bench_settings.steps} training steps, after {first_step:.1f} s for the first")
+    first_seconds, _ = seconds_of(1, train_step)
+    say(f"{3 * bench_settings.steps} training steps, after {first_seconds:.1f} s for the first")
     rounds = [seconds_of(bench_settings.steps, train_step) for _ in range(3)]
-    step, host = map(statistics.median, zip(*rounds))
+    step_seconds, host_seconds = sorted(rounds)[1]
 
-    # the step of an evaluation
+    # the step of an evaluation, of the weights that training has left
     say("evaluation steps")
     state, inputs = evaluation_of(run, path)
 
@@ -87,11 +79,11 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
         return run.evaluator.program(state, inputs)["loss"]
 
     seconds_of(1, eval_step)
-    eval_seconds = seconds_of(bench_settings.steps, eval_step)[0]
+    eval_seconds, _ = seconds_of(bench_settings.steps, eval_step)
 
     # the figures
-    step_flops = run.model.flops_per_example(settings)[1]
-    rate = settings.global_batch_size / step
+    _, step_flops = run.model.flops_per_example(settings)
+    rate = settings.global_batch_size / step_seconds
     peak = peak_flops(device)
     figures = dict(
         device=device.name,
@@ -101,13 +93,9 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
         settings=train.differences(settings),
         parameters=run.model.num_parameters(),
         global_batch_size=settings.global_batch_size,
-        micro_batch_size=settings.micro_batch_size or run.batch_size,
-        tokens_per_example=run.model.length,
-        first_step_s=first_step,
-        step_ms=1e3 * step,
-        step_ms_min=1e3 * min(rounds)[0],
-        step_ms_max=1e3 * max(rounds)[0],
-        host_ms=1e3 * host,  # the host is busy, loading included
+        first_step_s=first_seconds,
+        step_ms=1e3 * step_seconds,
+        host_ms=1e3 * host_seconds,  # the host is busy, loading included
         examples_per_sec=rate,
         gflop_per_example=step_flops / 1e9,
         tflops=rate * step_flops / 1e12,
@@ -127,8 +115,8 @@ def choose_batch_size(settings, device, path, say):
     """Returns the batch size that one timed step leaves a CPU."""
     settings.global_batch_size = 2
     run, next_inputs = new_run(settings, device, path)
-    seconds_of(1, lambda: run.train_program(run.state, next_inputs()))
-    seconds = seconds_of(1, lambda: run.train_program(run.state, next_inputs()))[0]
+    for _ in range(2):  # the first step takes longer
+        seconds, _ = seconds_of(1, lambda: run.train_program(run.state, next_inputs()))
     batch_size = next(n for n in CPU_BATCH_SIZES if n * seconds / 2 < CPU_STEP_SECONDS or n == 1)
     say(f"a step of 2 sequences takes {seconds:.1f} s: {batch_size} at a time")
     return batch_size
@@ -186,26 +174,6 @@ def seconds_of(n, call):
     host_seconds = time.perf_counter() - began
     result.cpu()
     return (time.perf_counter() - began) / n, host_seconds / n
-
-
-def trace(device, folder, train_step):
-    """Writes a trace of 3 steps to folder, for the usual viewers. Returns a text: what took the longest."""
-    os.makedirs(folder, exist_ok=True)
-    if device.kind == "xla":
-        import torch_xla.debug.profiler as xp
-        server = xp.start_server(9012)  # noqa: F841 (it lives as long as the trace)
-        xp.start_trace(folder)
-        seconds_of(3, train_step)
-        xp.stop_trace()
-        return f"trace of 3 steps in {folder}: open it with xprof or tensorboard --logdir={folder}"
-    # without arguments it traces the CPU and, if there is one, the GPU
-    with torch.profiler.profile() as profiler:
-        seconds_of(3, train_step)
-    path = os.path.join(folder, f"trace.{device.rank}.json")
-    profiler.export_chrome_trace(path)
-    kind = "cuda" if device.kind == "cuda" else "cpu"
-    table = profiler.key_averages().table(f"self_{kind}_time_total", row_limit=10, max_name_column_width=60)
-    return f"{table}\ntrace of 3 steps in {path}: open it in https://ui.perfetto.dev or chrome://tracing"
 
 
 # ---------------------------------------------------------------------------------------------------------

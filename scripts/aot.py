@@ -3,10 +3,11 @@
     pip install jax libtpu
     python scripts/aot.py config/baseline.py --tpu=v4-32
 
-It says whether the steps compile and fit, and estimates their time twice. The compiler's cost model sees a
-program before it is scheduled; the sum of the final schedules leaves out waits for memory and other chips.
-The truth lies between, and no TPU has confirmed either. Where data_path is missing, random puzzles take its
-place. The setting below is aot.py's own, all others train.py's. The output ends with one JSON object.
+It says whether the steps compile and fit, and how many tensors of the state they overwrite ("donated"). It
+estimates their time twice: the compiler's cost model sees a program before it is scheduled; the sum of the
+final schedules leaves out waits for memory and other chips. The truth lies between, and no TPU has confirmed
+either. Where data_path is missing, random puzzles take its place. The setting below is aot.py's own, all
+others train.py's. The output ends with one JSON object.
 """
 import importlib.util
 import json
@@ -19,7 +20,6 @@ import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import numpy as np
@@ -41,46 +41,35 @@ TOPOLOGIES = {
     "v5e-1": "v5e:1x1", "v5e-4": "v5e:2x2", "v5e-8": "v5e:2x4", "v5e-16": "v5e:4x4", "v5e-32": "v5e:4x8",
     "v6e-1": "v6e:1x1", "v6e-4": "v6e:2x2", "v6e-8": "v6e:2x4", "v6e-16": "v6e:4x4", "v6e-32": "v6e:4x8",
 }
-
-
-class Chip(NamedTuple):
-    """Describes a kind of TPU chip."""
-    cores: str  # how torch_xla runs them, in libtpu's words: megacore is two as one
-    memory: int  # GB, as its maker states them
-    clock: float  # cycles/s: the peak FLOP/s divided by the FLOP of all matrix units in a cycle
-    side: int  # rows and columns of a matrix unit
-
-
-CHIPS = {
-    "v4": Chip("megacore", 32, 1.05e9, 128),
-    "v5p": Chip("megacore", 95, 1.75e9, 128),
-    "v5e": Chip("default", 16, 1.5e9, 128),
-    "v6e": Chip("default", 32, 1.75e9, 256),
-}
+# How torch_xla runs the cores of a chip, in libtpu's words: megacore is two as one.
+CORES = {"v4": "megacore", "v5p": "megacore", "v5e": "default", "v6e": "default"}
+# Cycles in a second: the peak FLOP/s divided by the FLOP of all matrix units in a cycle.
+CLOCKS = {"v4": 1.05e9, "v5p": 1.75e9, "v5e": 1.5e9, "v6e": 1.75e9}
 
 
 def main(argv):
     """Prints the figures of both steps. Raises UserError if one does not compile or fit."""
     aot_settings, operands, flags = configurator.split_arguments(__file__, argv)
-    settings = configurator.configure(train.__file__, [*operands, *flags, "--device=xla"])
+    settings = configurator.configure(train.__file__, [*operands, *flags])
     train.check_settings(settings)
-    name = aot_settings.tpu.replace("v5litepod", "v5e")
-    if name not in TOPOLOGIES:
-        raise UserError(f"--tpu={name}: it takes {', '.join(TOPOLOGIES)}")
+    aot_settings.tpu = aot_settings.tpu.replace("v5litepod", "v5e")
+    configurator.check_choices(aot_settings, dict(tpu=TOPOLOGIES))
     if not importlib.util.find_spec("libtpu"):
         raise UserError("the TPU compiler is missing: pip install jax libtpu")
 
+    # trace both steps, then compile them
+    topology = TOPOLOGIES[aot_settings.tpu]
+    kind, shape = topology.split(":")
     figures = {}
-    kind, shape = TOPOLOGIES[name].split(":")
     with tempfile.TemporaryDirectory() as folder:
         path, source = bench.dataset_path(settings, folder)
         print(f"dataset: {source}")
         programs = trace(settings, path, math.prod(map(int, shape.split("x"))))
+        dump = Path(folder, "libtpu")
         for step, (program, state) in programs.items():
-            print(f"{TOPOLOGIES[name]}: compiling the {step} step, which can take minutes", flush=True)
-            dump = Path(folder, "libtpu")
-            memory = compile_program(program, state, TOPOLOGIES[name], CHIPS[kind].cores, dump)
-            figures[step] = memory | read_dump(dump, kind)
+            print(f"{topology}: compiling the {step} step, which can take minutes", flush=True)
+            memory = compile_program(program, state, topology, CORES[kind], dump)
+            figures[step] = memory | read_dump(dump, CLOCKS[kind])
             shutil.rmtree(dump)
     print(json.dumps(figures, indent=2))
 
@@ -154,78 +143,50 @@ def compile_program(program, state, topology, cores, dump):
     memory = compiled.get_compiled_memory_stats()
     used = (memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
             + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes)
-    return dict(chips=len(devices), used_gb=used / 1e9, temporaries_gb=memory.temp_size_in_bytes / 1e9,
-                state_tensors=len(state))
+    return dict(chips=len(devices), used_gb=used / 1e9, state_tensors=len(state))
 
 
-def read_dump(dump, kind):
-    """Returns the figures of the programs (HLO) and the schedules in libtpu's folder, for a kind of chip."""
-    chip = CHIPS[kind]
-    before, after = [next(dump.glob(f"*.{stage}.txt")).read_text()
-                     for stage in ("before_optimizations", "after_codegen")]
-    flop, padded_flop = arithmetic(before, chip.side)
-    schedules, cost_model = estimates(after, dump)
-    arithmetic_ms = 1e3 * flop / device.PEAK_FLOPS["TPU " + kind]
-    schedules_ms = 1e3 * schedules / chip.clock
-    cost_model_ms = 1e3 * cost_model / chip.clock
+def read_dump(dump, clock):
+    """Returns the figures of the compiled program and of its schedules.
+
+    Args:
+        dump: libtpu's folder.
+        clock: cycles in a second.
+    """
+    text = next(dump.glob("*.after_codegen.txt")).read_text()
+    schedules, cost_model = estimates(text, dump)
     return dict(
-        chip_gb=chip.memory,
-        donated_tensors=after.splitlines()[0].count("-alias)"),
-        collectives=re.findall(r" = (.*) (all-reduce|all-gather|reduce-scatter)(?:-start)?\(", after),
-        rounded_products=len(re.findall(r" = f32\S+ dot\((?!.*highest)", before)),
-        tflop=flop / 1e12,
-        arithmetic_ms=arithmetic_ms,
-        padded_ms=arithmetic_ms * padded_flop / flop,
-        schedules_ms=schedules_ms,
-        cost_model_ms=cost_model_ms,
-        mfu=[arithmetic_ms / cost_model_ms, arithmetic_ms / schedules_ms],
+        donated_tensors=text.splitlines()[0].count("-alias)"),
+        collectives=re.findall(r" = (.*) (all-reduce|all-gather|reduce-scatter)(?:-start)?\(", text),
+        schedules_ms=1e3 * schedules / clock,
+        cost_model_ms=1e3 * cost_model / clock,
     )
 
 
 # ---------------------------------------------------------------------------------------------------------
 # The text of programs and schedules
 
-def executed(text, pattern):
-    """Returns [(how often a program runs it, groups of pattern ...)] of instructions that match pattern."""
-    computations = dict(re.findall(r"^(?:ENTRY )?%([\w.\-]+) \((.*?)^}(?!\))", text, re.M | re.S))
-    # callers come after what they call, and the program's own computation comes last
-    times = Counter([[*computations][-1]])
-    for name, body in reversed(computations.items()):
-        for condition, callee in re.findall(r"(?:condition=%([\w.\-]+), body|to_apply)=%([\w.\-]+)", body):
-            # a loop counts up to the constant in its condition
-            constants = re.findall(r" = [su]\d+\[\]\S* constant\((\d+)\)", computations.get(condition, ""))
-            times[callee] += times[name] * max(map(int, constants), default=1)
-    return [(times[name], *groups) for name, body in computations.items()
-            for groups in re.findall(pattern, body)]
-
-
-def arithmetic(text, side):
-    """Returns the FLOP of a program's matrix products, and the FLOP with what pads them to matrix units."""
-    shapes = dict(re.findall(r"%([\w.\-]+) = \w+\[([\d,]*)\]", text))
-    flop = padded_flop = 0
-    pattern = r" = \w+\[(.*)\]\S* dot\(%([\w.\-]+).*lhs_contracting_dims={(\d+)}"
-    for times, result, left, dimension in executed(text, pattern):
-        # what is summed over fills the rows of a unit
-        length = int(shapes[left].split(",")[int(dimension)])
-        product = 2 * times * length * math.prod(map(int, re.findall(r"\d+", result)))
-        flop += product
-        padded_flop += product * math.ceil(length / side) * side / length
-    return flop, padded_flop
-
-
 def estimates(text, dump):
     """Returns the cycles of a program by the schedules in a dump, and by the compiler's cost model."""
+    computations = dict(re.findall(r"^(?:ENTRY )?%([\w.\-]+) \((.*?)^}(?!\))", text, re.M | re.S))
+    runs = Counter([[*computations][-1]])  # {computation: how often it runs}; the program's own comes last
     cost_model = 0
-    times_of = Counter()
+    runs_of = Counter()  # of equal instructions
     cycles_of = defaultdict(list)
-    pattern = r'%([\w.\-]+) = (.*?) [\w\-]+\(.*?(?:"buffering_level":"(\d+)".*)?"estimated_cycles":"(\d+)"'
-    for times, name, shape, buffers, estimate in executed(text, pattern):
-        cost_model += times * int(estimate)
-        times_of[shape, estimate] += times
+    for computation, body in reversed(computations.items()):
+        # a loop's body comes before its caller; it runs up to the constant in the loop's condition
+        for condition, loop in re.findall(r"condition=%([\w.\-]+), body=%([\w.\-]+)", body):
+            constants = re.findall(r" = [su]\d+\[\]\S* constant\((\d+)\)", computations[condition])
+            runs[loop] = runs[computation] * max(map(int, constants))
         # instructions that the compiler found equal share one schedule, whose file's name begins with a time
-        for file in dump.glob(f"{'?' * 19}-{name}-01-final_bundles.txt"):
-            cycles_of[shape, estimate].append(schedule_cycles(file.read_text(), int(buffers or 1)))
-    return sum(times * mean(cycles_of[key]) for key, times in times_of.items()), cost_model
+        pattern = (r'%([\w.\-]+) = (.*?) [\w\-]+\(.*?'
+                   r'(?:"buffering_level":"(\d+)".*)?"estimated_cycles":"(\d+)"')
+        for name, shape, buffers, estimate in re.findall(pattern, body):
+            cost_model += runs[computation] * int(estimate)
+            runs_of[shape, estimate] += runs[computation]
+            for file in dump.glob(f"{'?' * 19}-{name}-01-final_bundles.txt"):
+                cycles_of[shape, estimate].append(schedule_cycles(file.read_text(), int(buffers or 1)))
+    return sum(n * mean(cycles_of[key]) for key, n in runs_of.items()), cost_model
 
 
 def schedule_cycles(text, buffers):

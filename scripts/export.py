@@ -18,7 +18,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 # isort: off
 import train
 from bucket import local_dataset
-from checkpoint import check_task, load_weights, newest_whole, read_checkpoint, some_puzzles
+from checkpoint import load_weights, newest_whole, read_checkpoint, some_puzzles
 from configurator import Settings, UserError, command, configure, split_arguments
 from data import Dataset, replacing
 
@@ -47,14 +47,12 @@ def main(argv):
     # all that does not only serve to train on
     dtype = getattr(torch, settings.forward_dtype)
     weights = state["weights"] | state.get("ema", {})
-    content = dict(
+    content = {name: state[name] for name in ("model", "task", "data", "puzzles", "step", "forks")}
+    content |= dict(
         weights={PREFIX + name.removeprefix(PREFIX): t.to(dtype) for name, t in weights.items()},
         settings=vars(settings),
         command=f"python train.py {train.differences(settings)}",
-        step=state.get("step", 0),
     )
-    content |= {name: state[name] for name in ("model", "task", "data", "puzzles")}
-    content["forks"] = state.get("forks", {})
     with replacing(target) as f:
         torch.save(content, f)
     print(f"wrote {target}, weights in {settings.forward_dtype}")
@@ -66,17 +64,17 @@ def add_dataset(state, settings, path):
     path: of its file. Raises UserError if it and the dataset do not fit.
     """
     # the model has the dataset's sizes, and the weights' names without the official code's prefixes
-    folder = local_dataset(settings.data_path)
-    data = Dataset(folder, "train")
-    check_task(state, data, path)
+    data = Dataset(local_dataset(settings.data_path), "train")
     model = train.new_model(settings, **{name: getattr(data, name) for name in train.SIZES})
     if load_weights(model, state["weights"], path):
-        raise UserError(f"{path} has other puzzle identifiers than {folder}")
+        raise UserError(f"{path} has other puzzle identifiers than {data.path}")
     added = dict(
         model=asdict(model.config),
         task=data.task,
         data=data.sha256,
-        puzzles=some_puzzles(Dataset(folder, "test")),
+        puzzles=some_puzzles(Dataset(data.path, "test")),
+        step=0,
+        forks={},
     )
     return added | state | dict(weights=model.state_dict())
 

@@ -2,7 +2,7 @@
 # The first hour of a GPU: measures what README.md and docs/performance.md do not know yet.
 #
 #   scripts/first_gpu.sh                 all parts, then their figures; run it again after a cut: it goes on
-#   scripts/first_gpu.sh sudoku profile  only the parts of these names; --help lists them
+#   scripts/first_gpu.sh sudoku maze_24  only the parts of these names; --help lists them
 #   DEVICE=cpu FLAGS="--hidden_size=32 --L_cycles=3 --global_batch_size=192" scripts/first_gpu.sh    a rehearsal
 #
 # A part takes 9 minutes at most. OUT, by default out/first_gpu, keeps the log of each; PYTHON is the Python.
@@ -46,9 +46,9 @@ measure() {
         part "$config" "${bench[@]}" "config/$config.py" "--device=$DEVICE" "${flags[@]}"
     done
     part sudoku_eager "${bench[@]}" config/sudoku.py "--device=$DEVICE" --compile=off "${flags[@]}"
-    part profile "${bench[@]}" config/sudoku.py "--device=$DEVICE" "--profile=$OUT/profile" "${flags[@]}"
     for size in 24 48 96 192; do
-        part "maze_$size" "${bench[@]}" config/maze.py "--device=$DEVICE" "--micro_batch_size=$size" "${flags[@]}"
+        part "maze_$size" "${bench[@]}" config/maze.py "--device=$DEVICE" --size=30 "--micro_batch_size=$size" \
+            "${flags[@]}"
     done
     if [[ -z ${listed:-} || $("$PYTHON" -c "import torch; print(torch.cuda.device_count())") -gt 1 ]]; then
         part two "$PYTHON" -m torch.distributed.run --nproc-per-node=2 train.py config/demo.py \

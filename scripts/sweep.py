@@ -8,18 +8,18 @@ A name selects the runs that begin with it. The settings below are sweep.py's ow
 and apply to every run; the run's name is added to out_dir and gcs_dir. A run's cost is the arithmetic of its
 training as a multiple of the baseline's, a curriculum counted at its full depth.
 
-Each run has its log beside its folder, RUN.log. A run that dies is resumed twice. The sweep ends with the
-status of each run, and report.py compares them. Ctrl-C or SIGTERM makes the current run save and stop; the
-same command resumes it. The exit code is 0 if all runs are complete, 1 if not, 2 for wrong input before the
-first run, and 3 if the sweep was stopped.
+A run's folder has its log, log.txt. A run that dies is resumed twice. The sweep ends with the status of each
+run, and report.py compares them. Ctrl-C or SIGTERM makes the current run save and stop; the same command
+resumes it. The exit code is 0 if all runs are complete, 1 if not, 2 for wrong input before the first run, and
+3 if the sweep was stopped.
 """
 import glob
-import itertools
 import os
 import runpy
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
@@ -40,17 +40,19 @@ list = False  # print what each run asks, changes and costs
 dry_run = False  # print each run's data set and command besides
 prepare = False  # make the datasets that are missing
 
-STUDY = os.path.join(ROOT, "config", "study")
-BASELINE = os.path.join(ROOT, "config", "baseline.py")
+STUDY = Path(ROOT, "config", "study")
+BASELINE = Path(ROOT, "config", "baseline.py")
 # {how the names of a group's runs begin: the group}; nothing else in config/study.py counts here
-GROUPS = runpy.run_path(STUDY + ".py", {"run": lambda path: None})["groups"]
+GROUPS = runpy.run_path(f"{STUDY}.py", {"run": lambda path: None})["groups"]
 # Settings that do not change a run's result.
-NEUTRAL = (*train.RUN_SETTINGS, "data_prepare", "micro_batch_size", "eval_interval", "eval_max_puzzles",
-           "eval_versions")
+NEUTRAL = (
+    *train.RUN_SETTINGS, "data_prepare", "micro_batch_size", "eval_interval", "eval_max_puzzles",
+    "eval_versions",
+)
 # train.py may replace these two: by the local copy of a bucket's dataset, by a type that the device has.
 REPLACED = ("data_path", "forward_dtype")
-FLOPS = {}  # {sizes of a model: FLOPs of a training step}
 ATTEMPTS = 3  # how often a run that dies is started
+FLOPS = {}  # {sizes of a model: FLOPs of a training step for a sequence}
 
 
 def main(argv):
@@ -80,13 +82,16 @@ def select_files(names, pattern):
         globs.append(f"{pattern}*.py")
     files = set()
     for text in globs:
-        found = glob.glob(text, root_dir=STUDY)
+        found = glob.glob(f"{STUDY}/{text}")
         if not found:
             raise UserError(f"config/study has no {text}; --list prints all runs")
-        files.update(found)
+        files.update(map(Path, found))
+
     # the contributions come last, and 250 puzzles before 1000
-    files = sorted(files, key=lambda file: ("contrib" in file, file.split("_")[0], len(file), file))
-    return [os.path.join(STUDY, file) for file in files]
+    def place(file):
+        return "contrib" in file.stem, file.stem.split("_")[0], len(file.stem), file
+
+    return sorted(files, key=place)
 
 
 class StudyRun:
@@ -100,7 +105,7 @@ class StudyRun:
     """
 
     def __init__(self, path, train_arguments):
-        self.name = os.path.basename(path).removesuffix(".py")
+        self.name = path.stem
         arguments = [os.path.relpath(path), *train_arguments]
         given = vars(configure(train.__file__, arguments))
         # a folder that is given for all runs gets one for each
@@ -120,12 +125,12 @@ class StudyRun:
         puzzles = data.num_train if data.source == "generate" else data.subsample_size
         with torch.device("meta"):  # takes no memory
             model = train.new_model(self.settings, seq_len=data.size ** 2, vocab_size=data.size + 2)
-        steps = optim.count_steps(self.settings, puzzles)
         # counting takes half a second, and most runs have the baseline's sizes
-        if str(model.config) not in FLOPS:
-            FLOPS[str(model.config)] = model.flops_per_example(self.settings)[1]
-        flops = steps * self.settings.global_batch_size * FLOPS[str(model.config)]
-        return steps, model.num_parameters(), flops
+        sizes = str(model.config)
+        if sizes not in FLOPS:
+            _, FLOPS[sizes] = model.flops_per_example(self.settings)
+        steps = optim.count_steps(self.settings, puzzles)
+        return steps, model.num_parameters(), steps * self.settings.global_batch_size * FLOPS[sizes]
 
 
 def group_of(name):
@@ -150,18 +155,21 @@ def changes(settings, others, ignored=NEUTRAL):
 def print_runs(runs, baseline, dry_run):
     """Prints each run's size and how it differs from the baseline; with dry_run also its data and command."""
     *_, baseline_flops = baseline.size()
-    total_flops = 0
-    for group, members in itertools.groupby(runs, lambda run: group_of(run.name)):
-        print(GROUPS[group]["question"])
-        for run in members:
-            steps, parameters, flops = run.size()
-            total_flops += flops
-            differences = changes(vars(run.settings), vars(baseline.settings)) or "the baseline"
-            print(f"  {run.name:32}{steps:7,} steps {parameters:11,} parameters "
-                  f"cost {flops / baseline_flops:5.2f}  {differences}")
-            if dry_run:
-                print(f"    {run.settings.data_path}\n    {shlex.join(['python', *run.command])}")
-    print(f"{len(runs)} runs cost {total_flops / baseline_flops:.1f} times the baseline, by their arithmetic")
+    total = 0
+    group = ""
+    for run in runs:
+        # the question of the group, before its first run
+        if group_of(run.name) != group:
+            group = group_of(run.name)
+            print(GROUPS[group]["question"])
+        steps, parameters, flops = run.size()
+        cost = flops / baseline_flops
+        total += cost
+        differences = changes(vars(run.settings), vars(baseline.settings)) or "the baseline"
+        print(f"  {run.name:32}{steps:7,} steps {parameters:11,} parameters cost {cost:5.2f}  {differences}")
+        if dry_run:
+            print(f"    {run.settings.data_path}\n    {shlex.join(['python', *run.command])}")
+    print(f"{len(runs)} runs cost {total:.1f} times the baseline, by their arithmetic")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -177,11 +185,11 @@ def sweep(runs, continue_on_failure):
             raise UserError(f"{run.settings.out_dir} holds a run with other settings ({difference}): "
                             "delete it, or choose another --out_dir")
 
-    statuses = {run.name: "not reached" for run in runs}
+    statuses = dict.fromkeys([run.name for run in runs], "not reached")
     for run in runs:
-        statuses[run.name] = status = train_to_end(run)
-        print(f"{run.name}: {status}", flush=True)
-        if status != "complete" and not continue_on_failure:
+        code = train_to_end(run)
+        statuses[run.name] = f"failed with exit code {code}" if code else "complete"
+        if code and not continue_on_failure:
             break
     # the table
     for name, status in statuses.items():
@@ -192,32 +200,24 @@ def sweep(runs, continue_on_failure):
 
 
 def train_to_end(run):
-    """Runs train.py unless the run is complete, again if it dies. Returns the status of the run, in words."""
+    """Runs train.py unless the run is complete, again if it dies. Returns its exit code."""
     # with a bucket, train.py itself finds out whether all of the run has been uploaded
     metrics = read_metrics(run.metrics)
     if metrics and "final" in metrics[-1] and not run.settings.gcs_dir:
-        return "complete"
-    os.makedirs(run.settings.out_dir, exist_ok=True)
-    with open(run.settings.out_dir + ".log", "a+", encoding="utf-8", errors="replace") as log:
-        for attempt in range(ATTEMPTS):
-            print(f"{run.name}: attempt {attempt + 1}, log in {log.name}", flush=True)
-            print("$", shlex.join(["python", *run.command]), file=log, flush=True)
-            # The process has its own group, so that a terminal's Ctrl-C reaches it once, from here.
-            process = subprocess.Popen([sys.executable, *run.command], stdin=subprocess.DEVNULL, stdout=log,
-                                       stderr=log, preexec_fn=os.setpgrp)
-            try:
-                code = process.wait()
-            except KeyboardInterrupt:
-                print("the run saves and stops", file=sys.stderr)
-                process.terminate()
-                process.wait()
-                raise
-            # complete, wrong input, or stopped by someone else: another attempt would not help
-            if code in (0, 2, 3):
-                break
-        log.seek(0)
-        last_line = log.readlines()[-1]
-    return f"failed: {last_line.strip()}" if code else "complete"
+        return 0
+    for _ in range(ATTEMPTS):
+        print("$", shlex.join(["python", *run.command]), flush=True)
+        process = subprocess.Popen([sys.executable, *run.command])
+        try:
+            code = process.wait()
+        finally:
+            # after Ctrl-C or SIGTERM the run saves and stops
+            process.terminate()
+            process.wait()
+        # complete, wrong input, or stopped by someone else: another attempt would not help
+        if code in (0, 2, 3):
+            break
+    return code
 
 
 if __name__ == "__main__":

@@ -29,23 +29,18 @@ def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(ra
     output = run_aot(f"--tpu={tpu}", f"--forward_dtype={dtype}", "--micro_batch_size=2",
                      f"--data_path={random_puzzles}").stdout
     figures = json.loads(output[output.index("{"):])
-    settings = configurator.configure(train.__file__, TINY)
-    model = bench.new_model(settings, Dataset(random_puzzles, "train"))
 
     # all gradients, and some metrics, at once
+    model = bench.new_model(configurator.configure(train.__file__, TINY), Dataset(random_puzzles, "train"))
     [[shape, _]] = figures["train"]["collectives"]
     size = int(re.search(r"f32\[(\d+)\]", shape)[1])
     assert 0 < size - model.num_parameters() < 50
 
-    # each of four chips has 4 sequences
-    assert figures["train"]["tflop"] == pytest.approx(4 * model.flops_per_example(settings)[1] / 1e12)
     for step in figures.values():
         assert step["chips"] == 4
         assert step["donated_tensors"] == step["state_tensors"] > 10
-        assert step["rounded_products"] == 0
-        assert step["temporaries_gb"] < step["used_gb"] < 0.1
-        assert step["arithmetic_ms"] < step["padded_ms"] < step["schedules_ms"] < step["cost_model_ms"] < 1
-        assert 0 < step["mfu"][0] < step["mfu"][1] < 1
+        assert 0 < step["used_gb"] < 0.1
+        assert 0 < step["schedules_ms"] < step["cost_model_ms"] < 1
 
 
 def test_a_batch_that_does_not_fit_is_refused_in_the_compilers_words(random_puzzles):
@@ -58,7 +53,6 @@ PROGRAM = """\
 %body.1 (arg: (TYPE[], f32[24,1000])) -> (TYPE[], f32[24,1000]) {
   %fusion.1 = (f32[9]{0}, bf16[8]{0}) fusion(%x), config={"buffering_level":"3","estimated_cycles":"99"}
   %fusion.2 = (f32[9]{0}, bf16[8]{0}) fusion(%y), config={"buffering_level":"3","estimated_cycles":"99"}
-  %dot.1 = bf16[4,97]{1,0} dot(%left.1, %right.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }
 
 %condition.1 (arg.1: TYPE[]) -> pred[] {
@@ -66,7 +60,6 @@ PROGRAM = """\
 }
 
 ENTRY %main.1 (p0: (TYPE[], f32[24,1000])) -> (TYPE[], f32[24,1000]) {
-  %left.1 = bf16[4,97]{1,0} parameter(0)
   ROOT %while.1 = (TYPE[], f32[24,1000]{1,0}) while(%p0), condition=%condition.1, body=%body.1
 }
 """
@@ -86,11 +79,9 @@ INNER = """\
 
 @pytest.mark.parametrize("counter", ["s32", "u64"])
 def test_a_program_counts_as_often_as_its_loops_run(counter, tmp_path):
-    program = PROGRAM.replace("TYPE", counter)
-    assert aot.arithmetic(program, 128) == (24 * 2 * 4 * 97 * 97, 24 * 2 * 4 * 97 * 128)
     # the second fusion shares the schedule of the first, whose loop has 10 - 4 iterations that compute
     (tmp_path / "1795572765749462644-fusion.1-01-final_bundles.txt").write_text(LOOP)
-    assert aot.estimates(program, tmp_path) == (24 * 2 * (1 + 6 * 3), 24 * 2 * 99)
+    assert aot.estimates(PROGRAM.replace("TYPE", counter), tmp_path) == (24 * 2 * (1 + 6 * 3), 24 * 2 * 99)
 
 
 @pytest.mark.parametrize("changes, cycles", [
@@ -106,18 +97,13 @@ def test_a_schedule_takes_as_long_as_its_instructions_or_its_products(changes, c
     assert aot.schedule_cycles(text, buffers=1) == cycles
 
 
-def test_without_the_compiler(monkeypatch):
-    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(configurator.UserError, match="pip install jax libtpu"):
-        aot.main(["--tpu=v5e-8"])
-
-
 @pytest.mark.parametrize("flags, words", [
-    ([], "--tpu=: it takes .*v4-32"),
-    (["--tpu=v5e-7"], "v5e-7: it takes .*v5e-8"),
-    (["--tpus=v5e-8"], "unknown setting tpus; the closest"),
+    ([], "tpu must be one of v4-8, .*v6e-32, not ''"),
+    (["--tpu=v5e-7"], "tpu must be one of .*v5e-8, .*not 'v5e-7'"),
     (["--tpu=v5e-8", "--hidden_size=-1"], "hidden_size"),
+    (["--tpu=v5e-8"], "pip install jax libtpu"),
 ])
-def test_wrong_input(flags, words):
+def test_wrong_input_and_a_missing_compiler(flags, words, monkeypatch):
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(configurator.UserError, match=words):
         aot.main([*TINY, *flags])

@@ -39,7 +39,7 @@ def test_a_run_has_its_name_and_fits_its_data_the_steps_and_the_chips(file):
 
 
 def test_the_baseline_of_each_group_differs_from_the_baseline_in_its_seed_alone():
-    baseline = vars(configure(train.__file__, [BASELINE]))
+    baseline = vars(configure(train.__file__, [str(BASELINE)]))
     same = [file for file in FILES if not changes(vars(settings_of(file)), baseline, (*NEUTRAL, "seed"))]
     assert same == sorted(group["baseline"] + ".py" for group in GROUPS.values())
     assert len(FILES) == 67
