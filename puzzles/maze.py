@@ -28,12 +28,12 @@ def maze_task(size):
 def judge_maze(task, questions, answers):
     """Returns which cells differ from the question's, but for the path on open cells.
 
-    See JUDGES in __init__.py. An answer is a solution if it is a shortest path.
+    See JUDGES in __init__.py. An answer is a solution if it is a shortest path, and nothing else differs.
     """
     broken = (answers != questions) & ~((questions == OPEN) & (answers == PATH))
     labels, _ = solve_mazes(questions, task["grid"][0])
     _, is_shortest = path_metrics(questions, labels, answers)
-    return broken, is_shortest
+    return broken, is_shortest & ~broken.any(axis=1)
 
 
 def path_metrics(questions, labels, answers):

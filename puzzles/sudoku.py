@@ -11,7 +11,6 @@ SUDOKU = " .123456789"  # a symbol for each token
 EMPTY = 1  # token
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # {rows of a board: rows and columns of a box}
 UNITS = (2, 3), (0, 1), (1, 3)  # axes of (bands, rows, stacks, columns) along a row, a column and a box
-REPLACED = "copies made anew, since they were test puzzles"
 BOARDS = 4096  # in the solver at a time: as many as stay in the processor's cache
 
 
@@ -210,7 +209,7 @@ def shuffled(rng, *shape):
 # ---------------------------------------------------------------------------------------------------------
 # Symmetric copies
 
-def sudoku_copies(puzzles, num_aug, size, rng, test_keys, counts):
+def sudoku_copies(puzzles, num_aug, size, rng, test_keys):
     """Returns each puzzle before its symmetric copies, [2, n, 1 + num_aug, cells].
 
     Args:
@@ -219,7 +218,6 @@ def sudoku_copies(puzzles, num_aug, size, rng, test_keys, counts):
         size: rows of a board.
         rng: a random generator.
         test_keys: all test questions, as bytes; a copy that is one of them is made anew.
-        counts: a dict that counts these.
 
     Raises UserError if there are no other copies.
     """
@@ -229,7 +227,6 @@ def sudoku_copies(puzzles, num_aug, size, rng, test_keys, counts):
         hits = np.flatnonzero([question.tobytes() in test_keys for question in copies[0]])
         if not hits.size:
             break
-        counts[REPLACED] = counts.get(REPLACED, 0) + hits.size
         copies[:, hits] = symmetric_sudokus(originals[:, hits], size, rng)
     else:
         raise UserError("all copies of a puzzle are test puzzles: take fewer, or --num_aug=0")

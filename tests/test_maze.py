@@ -7,7 +7,7 @@ import prepare_maze
 from data import Dataset
 
 # isort: off
-from puzzles import maze_task, text_of
+from puzzles import judge, maze_task, text_of
 from puzzles.maze import GOAL, OPEN, PATH, START, WALL, maze_copies, path_metrics, solve_mazes
 from puzzles.symmetries import dihedral
 
@@ -94,16 +94,15 @@ def test_answers_that_do_not_follow_the_rule_are_turned_with_their_mazes():
     assert (labels[1] == answers[1][dihedral(3)]).all()
 
 
-def test_rows_that_are_repeated_or_in_the_test_set_are_dropped_turned_or_not(tmp_path, capsys):
+def test_mazes_of_the_test_set_are_dropped_turned_or_not(tmp_path, capsys):
     mazes = prepare_maze.generate(6, 20, 0, 6)
-    turned = mazes[:, :, dihedral(6)[3]]
+    turned = mazes[:, [16, 17]][:, :, dihedral(6)[3]]
     test = write_mazes(tmp_path / "test.csv", mazes[:, 15:])
-    more = turned[:, [3, 4, 16, 17]]
-    train = write_mazes(tmp_path / "train.csv", np.concatenate([mazes[:, :12], more], axis=1))
+    train = write_mazes(tmp_path / "train.csv", np.concatenate([mazes[:, :16], turned], axis=1))
     path = prepare(tmp_path / "x", prepare_maze, train_csv=train, test_csv=test, aug=False)
-    assert (Dataset(path, "train").inputs == mazes[0, :12]).all()
+    assert (Dataset(path, "train").inputs == mazes[0, :15]).all()
     assert (Dataset(path, "test").labels == mazes[1, 15:]).all()
-    assert "the test set has them: 2\nleft out, since they are repeated: 2\n" in capsys.readouterr().out
+    assert "left out, since the test set has them: 3\n" in capsys.readouterr().out
 
 
 # Metrics
@@ -123,12 +122,14 @@ ANSWERS = {  # to MAZE: whether it is valid and optimal
 
 
 def test_path_metrics():
-    """Alike for a maze and its turns."""
+    """Alike for a maze and its turns; a solution has the question's walls, too."""
     question, label = tokens(*MAZE)
     answers = tokens(*ANSWERS)
     for turn in dihedral(5):
         valid, optimal = path_metrics(question[None, turn], label[None, turn], answers[:, turn])
         assert list(zip(valid, optimal)) == list(ANSWERS.values())
+    solved = judge(maze_task(5), question[None], answers).solved
+    assert np.flatnonzero(solved).tolist() == [0, 1]
 
 
 def test_the_logged_metrics_are_those_of_the_saved_answers(tmp_path):
