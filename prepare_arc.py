@@ -149,8 +149,8 @@ def read_subset(settings, subset):
         tasks = read_folder(f"{source}/{subset}/*.json")
     if source and not tasks:
         raise UserError(f"{source} has no tasks for {subset}: source must be arc1, arc2, generate, a folder "
-                        "with a folder of *.json for each subset, or the prefix of Kaggle's files; extra must "
-                        "be a folder")
+                        "with a folder of *.json for each subset, or the prefix of Kaggle's files; extra "
+                        "must be a folder")
     return tasks
 
 

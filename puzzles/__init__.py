@@ -73,10 +73,11 @@ def task_of(manifest, seq_len, vocab_size):
 # ---------------------------------------------------------------------------------------------------------
 # Text and tokens
 
-def parse_question(task, text):
+def parse_question(task, text, place=""):
     """Returns the task with the grid of a typed question, and its tokens, int32 [cells]. Raises UserError.
 
     Only a maze may have another grid than the task: models with attention take any number of cells.
+    place: where the question stands, for messages.
     """
     # the symbols of answers to mazes are one more
     symbols = MAZE[1:-1] if task["kind"] == "maze" else "".join(task["symbols"][1:])
@@ -91,7 +92,7 @@ def parse_question(task, text):
         cells = cells.replace("0", ".")
     if task["kind"] == "maze":
         task = maze_task(math.isqrt(len(cells)))
-    check_text(task, cells, symbols, f"the puzzle {cells[:20]!r}")
+    check_text(task, cells, symbols, f"{place}the puzzle {cells[:20]!r}")
     tokens = [task["symbols"].index(symbol, 1) for symbol in cells]
     return task, np.array(tokens, dtype=np.int32)
 

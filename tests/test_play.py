@@ -58,56 +58,42 @@ def test_the_kept_answer_is_that_of_solve(serve, run_solve, kind):
     game = serve(kind).game
     request = dict(game.test_puzzle("3"), steps=6, copies=3, noise=0.5, seed=3)
     status, (first, *lines) = ask(serve(kind), "POST", "/api/solve", json.dumps(request))
-    assert (status, first["warning"], len(lines)) == (200, "", 6)
+    assert (status, first, len(lines)) == (200, request | {"warning": ""}, 6)
     sure, step, copy = max((value, step, copy) for step, line in enumerate(lines)
                            for copy, value in enumerate(line["sure"]))
-    flags = "--halt_max_steps=6", "--eval_rollouts=3", "--eval_noise=0.5", "--seed=3"
+    flags = "--eval_halt_max_steps=6", "--eval_rollouts=3", "--eval_noise=0.5", "--seed=3"
     text = run_solve(game.path, request["question"], *flags)
     assert lines[step]["answers"][copy] in text.splitlines()
     assert f"(step {step + 1}: {sure:.0%} sure; 6 steps, attempt {copy + 1} of 3" in text
     assert lines[step]["solved"][copy] == ("a solution" in text)
 
 
-def test_a_model_brings_test_puzzles_numbered_from_1(server):
-    assert ask(server, "GET", "/api/run")[1][0]["puzzles"] == 60
-    for number in "1", "60":
-        [puzzle] = ask(server, "GET", f"/api/puzzle?number={number}")[1]
-        assert re.fullmatch("[1-4]{16}", puzzle["answer"])
-
-
 def test_one_of_several_right_answers_is_not_shown_as_the_answer(server, monkeypatch):
     """The page then marks what breaks the rules, not what differs from the known answer."""
+    assert re.fullmatch("[1-4]{16}", server.game.test_puzzle("60")["answer"])
     monkeypatch.setattr(puzzles, "SEVERAL_ANSWERS", {"sudoku"})
-    assert server.game.test_puzzle("3")["answer"] is None
+    assert server.game.test_puzzle("60")["answer"] is None
 
 
-Q = '"question": "................"'
+REQUEST = dict(question="." * 16, steps=256, copies=16, noise=1, seed=0)
 
 
-@pytest.mark.parametrize("request_line, body, words", [
-    ("POST /api/solve", "[" * 10000, "the request is not as {"),
-    ("POST /api/solve", "[[1, 2]]", "the request is not as {"),
-    ("POST /api/solve", f'{{{Q}, "steps": 1e999}}', "the request is not as {"),
-    ("POST /api/solve", '{"question": "12"}', "has 2 cells, not 4x4"),
-    ("POST /api/solve", '{"question": "11.............."}', "the puzzle has no solution: row 1, column 1"),
-    ("GET /../play.py", None, "no such page"),
-    ("GET /api/puzzle?number=0", None, "number must be from 1 to 60, not 0"),
-    ("GET /api/puzzle?number=%C2%B2", None, "%C2%B2")])
-def test_wrong_requests_are_refused(server, request_line, body, words):
-    status, [answer] = ask(server, *request_line.split(), body)
+@pytest.mark.parametrize("request_line, changes, words", [
+    ("POST /api/solve", {"steps": "many"}, "invalid literal"),
+    ("POST /api/solve", {"question": "12"}, "has 2 cells, not 4x4"),
+    ("POST /api/solve", {"question": "11.............."}, "the puzzle has no solution: row 1, column 1"),
+    ("GET /../play.py", {}, "no such page"),
+    ("GET /api/puzzle?number=0", {}, "number must be from 1 to 60, not 0"),
+    ("GET /api/puzzle?number=%C2%B2", {}, "%C2%B2")])
+def test_wrong_requests_are_refused(server, request_line, changes, words):
+    status, [answer] = ask(server, *request_line.split(), json.dumps(REQUEST | changes))
     assert status == 400 and list(answer) == ["error"] and words in answer["error"]
-
-
-def test_values_of_a_request_are_limited(server):
-    body = f'{{{Q}, "steps": 0, "copies": 99, "noise": NaN}}'
-    _, (values, *lines) = ask(server, "POST", "/api/solve", body)
-    assert (values["steps"], values["copies"], values["noise"], len(lines)) == (1, 16, 0, 1)
 
 
 def test_a_client_that_leaves_frees_the_model(server, capfd):
     """It leaves with a reset, after the first step: the server prints nothing."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
-    connection.request("POST", "/api/solve", f'{{{Q}, "steps": 256, "copies": 16}}')
+    connection.request("POST", "/api/solve", json.dumps(REQUEST))
     reset = struct.pack("ii", 1, 0)  # instead of a proper end
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
     assert connection.sock.recv(15)
@@ -116,13 +102,11 @@ def test_a_client_that_leaves_frees_the_model(server, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_command_opens_the_browser_on_the_model_with_the_largest_puzzles(tmp_path):
-    process = subprocess.Popen([sys.executable, play.__file__, "--port=0"], stdout=subprocess.PIPE, text=True,
-                               env={**os.environ, "BROWSER": f"sh -c 'echo $0 > {tmp_path}/opened' %s"})
+def test_command_prints_its_address(models_folder):
+    command = [sys.executable, play.__file__, models_folder / "model.pt", "--port=0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        address = process.stdout.readline().split()[0]
-        wait_for((tmp_path / "opened").exists)
-        assert (tmp_path / "opened").read_text() == f"{address}\n"
+        assert re.match(r"open http://127.0.0.1:\d+ in a browser", process.stdout.readline())
     finally:
         process.send_signal(signal.SIGINT)
     assert process.wait(20) == 3
@@ -136,9 +120,9 @@ def test_page_fetches_nothing_from_elsewhere():
 
 @pytest.mark.parametrize("question", [[[1, 2], [3]], [[1] * 5]])
 def test_wrong_grids_are_refused(arc_server, question):
-    request = dict(task=arc_server.game.test_data.task_names[0], question=question)
+    request = REQUEST | dict(task=arc_server.game.test_data.task_names[0], question=question)
     status, [answer] = ask(arc_server, "POST", "/api/solve", json.dumps(request))
-    assert status == 400 and "the request is not as" in answer["error"]
+    assert status == 400 and list(answer) == ["error"]
 
 
 def test_arc_needs_the_dataset_that_it_was_trained_on(arc_folder, models_folder):

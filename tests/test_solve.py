@@ -1,10 +1,8 @@
 """scripts/solve.py, on small models of 4x4 Sudoku, of 6x6 mazes and of a puzzle without rules."""
 import csv
-import io
 import os
 import pickle
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -57,17 +55,17 @@ def test_a_checkpoint_is_a_model_too(models_folder, solved):
 
 
 @pytest.mark.parametrize("question, words", [
-    ("2.....4...6.....156....2..3.5.......", r"as a 6x6 sudoku, \S*models/sudoku-6x6.pt\n"),
-    ("S     " + " " * 24 + "     G", r"as a 6x6 maze, \S*models/maze-6x6.pt\n")])
+    ("2.....4...6.....156....2..3.5.......", "models/sudoku-6x6.pt)\n"),
+    ("S     " + " " * 24 + "     G", "models/maze-6x6.pt)\n")])
 def test_a_puzzle_alone_takes_the_model_of_its_size_and_says_which(run_solve, question, words):
-    assert re.match(words, run_solve(question))
+    assert run_solve(question).endswith(words)
 
 
 @each_fork
 def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data, tmp_path, run_solve, capsys):
     run(data, tmp_path, *flags_of(fork, "--max_steps=2", "--eval_rollouts=1"))
     question = play.Game(str(tmp_path), [fork]).test_puzzle("1")["question"]
-    text = run_solve(tmp_path, fork, question, "--halt_max_steps=3")
+    text = run_solve(tmp_path, fork, question, "--eval_halt_max_steps=3")
     answer, _ = models.TRM.load(tmp_path / "ckpt_00000002.pt").solve(question, steps=3)
     assert answer in text.splitlines()
 
@@ -107,18 +105,16 @@ def test_damaged_model_files_are_refused_and_not_executed(models_folder, damage,
 
 # Answers
 
-def test_a_puzzle_is_a_line_a_file_or_stdin(run_solve, models_folder, solved, tmp_path, monkeypatch):
+def test_a_puzzle_is_a_text_or_a_file(run_solve, models_folder, solved, tmp_path):
     text = run_solve(models_folder / "sudoku", solved[0])
     assert solved[1] in text.splitlines() and "a solution: all rules" in text
     grid = "\ufeff" + "\n".join(re.findall("....", solved[0])).replace(".", "0") + "\n"
     (tmp_path / "puzzle.txt").write_text(grid)
     assert run_solve(models_folder / "sudoku", tmp_path / "puzzle.txt") == text
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(grid.encode())))
-    assert run_solve(models_folder / "sudoku", "-") == text
 
 
 def test_steps_shows_each_step_and_may_be_more_than_in_training(run_solve, models_folder, solved):
-    text = run_solve(models_folder / "sudoku", solved[0], "--steps", "--halt_max_steps=19")
+    text = run_solve(models_folder / "sudoku", solved[0], "--steps", "--eval_halt_max_steps=19")
     assert [*range(1, 20)] == [int(step) for step in re.findall(r"step (\d+): \d+% sure(?!;)", text)]
 
 
@@ -133,7 +129,7 @@ def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, models_fo
     rows = read_results(tmp_path / "b.csv")
     columns = [[row[name] for row in rows] for name in ("question", "answer", "result")]
     assert columns == [questions, answers, results]
-    with pytest.raises(UserError, match="b.csv exists already"):
+    with pytest.raises(UserError, match="b.csv must be a new file"):
         run_solve(*argv)
 
 
@@ -183,11 +179,10 @@ def test_pictures(run_solve, models_folder, solved, tmp_path):
     (["nowhere", "." * 16], "No such file or directory: 'nowhere'"),
     (["official.pt", "." * 16], "official.pt does not say what it solves: scripts/export.py makes"),
     (["maze-data", "." * 16], "maze-data: no complete checkpoint"),
-    (["sudoku", "." * 16, "--plot=a.jpg"], ".png or .gif"),
-    (["sudoku", "nowhere.csv", "--steps"], "--steps and --plot show one puzzle"),
+    (["sudoku", "." * 16, "--plot=a.jpg"], "a .png or a .gif"),
     (["sudoku", "nowhere.csv"], "nowhere.csv: cannot be read"),
     (["sudoku", "." * 16, "--eval_rollouts=0"], "eval_rollouts must be"),
-    (["sudoku", "1..5............"], "row 1, column 4 of the puzzle is '5': must be one of '.1234'"),
+    (["sudoku", "1..5............"], "has '5' in row 1, column 4: must be one of '.1234'"),
     (["sudoku", "1.1............."], "the puzzle has no solution: row 1, column 1 breaks a rule"),
     (["maze", "S" + " " * 15], "the puzzle has no solution"),
     (["maze", "SG" + " " * 4222], "has 4224 cells, not 64x64")])
