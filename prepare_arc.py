@@ -156,12 +156,10 @@ def read_subset(settings, subset):
 
 def generate(settings, subset):
     """Returns the generated tasks of a subset; those for the test are the same for each num_train."""
-    first = 0
-    end = settings.num_test
+    numbers = range(settings.num_test)
     if subset != settings.test_subset:
-        first = settings.num_test
-        end += settings.num_train
-    return [generated_task(i, settings.seed, settings.size, settings.num_pairs) for i in range(first, end)]
+        numbers = range(settings.num_test, settings.num_test + settings.num_train)
+    return [generated_task(number, settings.seed, settings.size, settings.num_pairs) for number in numbers]
 
 
 def read_folder(pattern):

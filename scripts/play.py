@@ -50,7 +50,7 @@ def main(argv):
     settings, operands, train_arguments = split_arguments(__file__, argv)
     if len(operands) > 1:
         raise UserError("usage: python scripts/play.py MODEL, a file or a run's folder; see --help")
-    [path] = operands or [os.path.relpath(f"{solve.MODELS}/sudoku-9x9.pt")]
+    [path] = operands or [os.path.relpath(f"{solve.ROOT}/models/sudoku-9x9.pt")]
     server = open_server(Game(path, train_arguments), settings.port)
     print(f"open http://127.0.0.1:{server.server_port} in a browser (Ctrl-C stops)", flush=True)
     server.serve_forever()

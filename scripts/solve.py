@@ -1,6 +1,6 @@
 """Solves puzzles with a trained model.
 
-    python scripts/solve.py 2.....4...6.....156....2..3.5.......      by the model of models/ for this size
+    python scripts/solve.py models/sudoku-6x6.pt 2.....4...6.....156....2..3.5.......
     python scripts/solve.py out/demo puzzle.txt                        by the newest checkpoint of a run
     python scripts/solve.py out/maze/best.pt maze.txt --steps --eval_halt_max_steps=64
     python scripts/solve.py out/demo puzzles.csv --output=answers.csv --eval_rollouts=8
@@ -18,13 +18,10 @@ It runs on the CPU in float32, with averaged weights, at full depth. export.py m
 checkpoint of the official code. play.py shows ARC's tasks.
 """
 import csv
-import glob
 import os
 import sys
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -48,31 +45,28 @@ steps = False  # show the answers after several supervision steps, and how sure 
 plot = ""  # draw them: FILE.png, or FILE.gif with a frame for each step; needs matplotlib
 output = ""  # write the answers of a .csv to this new .csv: question, answer, certainty, step, result
 
-MODELS = os.path.join(ROOT, "models")
 CELLS_AT_A_TIME = 5_000  # in a batch: 61 Sudokus of 9x9 or 5 mazes of 30x30
 
 
 def main(argv):
     """Solves one puzzle and prints it, or solves all puzzles in a file."""
     settings, operands, train_arguments = split_arguments(__file__, argv)
-    if len(operands) not in (1, 2):
-        raise UserError("usage: python scripts/solve.py MODEL PUZZLE, or PUZZLE alone; see --help")
-    *models_given, source = operands
+    if len(operands) != 2:
+        raise UserError("usage: python scripts/solve.py MODEL PUZZLE; see --help")
+    path, source = operands
     check_output(settings)
 
-    # the puzzles, and the model for them
-    rows = read_rows(source)
-    path = models_given[0] if models_given else choose_model(rows[0].question)
+    # the model and the puzzles
     model, train_settings = load(path, train_arguments)
     if model.task["kind"] == "arc":  # a question alone has no identifier
         raise UserError(f"{path} solves ARC tasks: play.py shows them, train.py writes submission.json")
-    task, questions = parse_rows(model.task, rows)
+    task, questions, known_answers = read_questions(model.task, source)
     if questions.shape[1] != model.config.seq_len:
         model, _ = load(path, train_arguments, questions.shape[1])
 
     # solve
     if is_csv(source):
-        solve_file(train_settings, model, task, questions, rows, settings.output)
+        solve_file(train_settings, model, task, questions, known_answers, settings.output)
     else:
         solve_one(train_settings, model, task, questions, settings, path)
 
@@ -138,7 +132,7 @@ def solve_one(train_settings, model, task, questions, settings, path):
         draw(settings.plot, task, question, frames)
 
 
-def solve_file(settings, model, task, questions, rows, output):
+def solve_file(settings, model, task, questions, known_answers, output):
     """Solves puzzles, prints how many are right, and writes a row for each to a new file.
 
     Args:
@@ -146,7 +140,7 @@ def solve_file(settings, model, task, questions, rows, output):
         model: a TRM.
         task: the puzzles' task.
         questions: tokens int32 [n, cells].
-        rows: the Rows that they come from.
+        known_answers: a text for each, "" if it is not known.
         output: path of the file, "" for none.
     """
     n, cells = questions.shape
@@ -159,11 +153,11 @@ def solve_file(settings, model, task, questions, rows, output):
         *_, results = watch(settings, model, questions[batch], keys[:, batch])
         answers, logits, steps = evaluate.surest_answers(results).values()
         lines += zip(
-            [row.question for row in rows[batch]],
+            [puzzles.text_of(task, question) for question in questions[batch]],
             [puzzles.text_of(task, answer) for answer in answers],
             sigmoid(logits).round(4),
             steps,
-            judge_answers(task, questions[batch], answers, rows[batch]),
+            judge_answers(task, questions[batch], answers, known_answers[batch]),
         )
         progress.add(len(answers))
 
@@ -176,15 +170,15 @@ def solve_file(settings, model, task, questions, rows, output):
             writer.writerows(lines)
 
 
-def judge_answers(task, questions, answers, rows):
+def judge_answers(task, questions, answers, known_answers):
     """Returns "right", "wrong" or "not judged" of each answer, by the rules or else by the known answer."""
     judgement = puzzles.judge(task, questions, answers)
     if judgement:
         return np.where(judgement.solved, "right", "wrong")
     results = []
-    for answer, row in zip(answers, rows):
+    for answer, known_answer in zip(answers, known_answers):
         # other characters than the puzzle's stand in cells that do not count
-        pairs = zip(puzzles.text_of(task, answer), row.answer)
+        pairs = zip(puzzles.text_of(task, answer), known_answer)
         is_equal = [ours == theirs for ours, theirs in pairs if theirs in task["symbols"]]
         result = "right" if all(is_equal) else "wrong"
         results.append(result if is_equal else "not judged")
@@ -240,14 +234,6 @@ def draw(path, task, question, grids):
 # ---------------------------------------------------------------------------------------------------------
 # Arguments and puzzles
 
-class Row(NamedTuple):
-    """Holds a puzzle as the user wrote it."""
-
-    place: str  # its file and line, for messages; "" for a puzzle alone
-    question: str
-    answer: str  # "": not known
-
-
 def is_csv(source):
     return source.endswith((".csv", ".csv.gz"))
 
@@ -260,32 +246,36 @@ def check_output(settings):
         raise UserError(f"{path} must be a new file in a folder that exists; --plot makes a .png or a .gif")
 
 
-def read_rows(source):
-    """Returns the Rows of a .csv file; or one Row, of another file or of the puzzle itself."""
-    if is_csv(source):
-        rows = csv_rows(source, "question")
-        return [Row(f"{source}:{line}: ", row["question"], row.get("answer") or "") for line, row in rows]
-    if os.path.exists(source) and not os.path.isdir(source):
-        source = Path(source).read_text("utf-8-sig", errors="replace")
-    return [Row("", source, "")]
+def read_questions(task, source):
+    """Returns the task with the grid of the puzzles, their tokens int32 [n, cells], and their known answers.
 
+    Warns on stderr if a puzzle has several solutions. Raises UserError for the first that is wrong or has
+    none.
 
-def parse_rows(task, rows):
-    """Returns the task with the grid of the Rows, and the tokens of their questions, int32 [n, cells].
-
-    Warns on stderr if one has several solutions. Raises UserError for the first that is wrong or has none.
+    Args:
+        task: the model's task.
+        source: a .csv file, another file with one puzzle, or the puzzle itself.
     """
+    # rows of a file with their places, for messages
+    if is_csv(source):
+        rows = [(f"{source}:{line}: ", row) for line, row in csv_rows(source, "question")]
+    else:
+        if os.path.exists(source) and not os.path.isdir(source):
+            source = Path(source).read_text("utf-8-sig", errors="replace")
+        rows = [("", {"question": source})]
+    known_answers = [row.get("answer") or "" for _, row in rows]
+
     questions = []
-    for row in rows:
-        task, tokens = puzzles.parse_question(task, row.question, row.place)
+    for place, row in rows:
+        task, tokens = puzzles.parse_question(task, row["question"], place)
         questions.append(tokens)
     if len(set(map(len, questions))) > 1:
         raise UserError("the puzzles must all have as many cells")
     questions = np.stack(questions)
-    warning = puzzles.check_questions(task, questions, [row.place for row in rows])
+    warning = puzzles.check_questions(task, questions, [place for place, _ in rows])
     if warning:
         print(f"warning: {warning}", file=sys.stderr)
-    return task, questions
+    return task, questions, known_answers
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -321,18 +311,6 @@ def load(path, train_arguments, cells=0):
     settings.micro_batch_size = 0
     settings.eval_patience = 0
     return model, settings
-
-
-def choose_model(question):
-    """Returns the path of the model for puzzles of this one's size and symbols. Raises UserError."""
-    paths = [os.path.relpath(path) for path in sorted(glob.glob(f"{glob.escape(MODELS)}/*.pt"))]
-    for path in paths:
-        task = models.read_torch_file(path)["task"]
-        with suppress(UserError):
-            parsed_task, _ = puzzles.parse_question(task, question)
-            if parsed_task == task:
-                return path
-    raise UserError(f"{question[:20]!r} is neither a file nor a puzzle for any of {', '.join(paths)}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
 """prepare_csv.py, the rules that a script adds, and the example of another puzzle."""
-import gzip
 import os
 import runpy
 
@@ -23,9 +22,7 @@ def build(folder, flags):
 
 def write(path, *rows):
     """Writes a CSV file of rows "question,answer"; returns its path."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "wt", encoding="utf-8") as f:
-        f.write("\n".join(["question,answer", *rows]))
+    path.write_text("\n".join(["question,answer", *rows]), encoding="utf-8")
     return path
 
 
@@ -39,12 +36,10 @@ def rows_of(folder, split):
 def random_rows(n, cells=9, alphabet="123"):
     """Returns n rows with different questions, where an empty cell is a dot."""
     rng = np.random.default_rng(0)
-    rows = {}
-    while len(rows) < n:
-        answer = rng.choice(list(alphabet), cells)
-        question = "".join(np.where(rng.random(cells) < 0.5, answer, "."))
-        rows[question] = f"{question},{''.join(answer)}"
-    return list(rows.values())
+    answers = rng.choice(list(alphabet), (9 * n, cells))
+    questions = np.where(rng.random(answers.shape) < 0.5, answers, ".")
+    rows = {"".join(question): "".join(answer) for question, answer in zip(questions, answers)}
+    return [f"{question},{answer}" for question, answer in rows.items()][:n]
 
 
 # Datasets
@@ -52,17 +47,17 @@ def random_rows(n, cells=9, alphabet="123"):
 def test_datasets_hold_the_files_rows(tmp_path):
     """Of several answers to a question, the first."""
     rows = random_rows(30, 6, "áβ😀")
-    train = write(tmp_path / "train.csv.gz", *rows[:20], rows[0], rows[1][:7] + "ββββββ")
+    train = write(tmp_path / "train.csv", *rows[:20], rows[0], rows[1][:7] + "ββββββ")
     test = write(tmp_path / "test.csv", *rows[20:])
-    flags = f"--train_csv={train} --test_csv={test} --grid=2x3 --kind=my --several_answers"
-    path = build(tmp_path / "x", flags)
+    flags = "--grid=2x3 --kind=my --several_answers"
+    path = build(tmp_path / "x", f"--train_csv={train} --test_csv={test} {flags}")
     assert rows_of(path, "train") == rows[:20] and rows_of(path, "test") == rows[20:]
     assert Dataset(path, "test").task == {"kind": "my", "grid": [2, 3], "symbols": "_.áβ😀"}
 
 
 def test_held_out_puzzles_are_drawn_from_all_and_not_trained_on(tmp_path):
     rows = random_rows(60)
-    path = write(tmp_path / "all.csv", *rows, rows[0])
+    path = write(tmp_path / "all.csv", *rows)
     folder = build(tmp_path / "x", f"--train_csv={path} --holdout=20")
     test = rows_of(folder, "test")
     assert len(test) == 20 and sorted(test + rows_of(folder, "train")) == sorted(rows) and test != rows[:20]
@@ -87,8 +82,7 @@ def test_copies_are_symmetric_and_never_test_puzzles(tmp_path):
 def test_cells_whose_answer_is_ignored_do_not_count(tmp_path):
     path = write(tmp_path / "all.csv", *[row[:10] + "?" + row[11:] for row in random_rows(30)])
     test = Dataset(build(tmp_path / "x", f"--train_csv={path} --holdout=9 --ignored=?"), "test")
-    labels = test.test_batch(range(9), 9)["labels"]
-    assert test.task["symbols"] == "_.123" and (labels[:, 0] == -100).all() and (labels[:, 1:] > 1).all()
+    assert test.task["symbols"] == "_.123" and ((test.labels == 0) == (np.arange(9) == 0)).all()
 
 
 # Wrong input
@@ -103,13 +97,12 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
     (GOOD + "1...,1234,5", "", "train.csv:4: must have question, answer"),
     (GOOD, "--grid=2x3", "train.csv:2: the question has 4 cells, not 2x3"),
     (GOOD, "--grid=1x4 --dihedral", "grid=1x4: .* a square for --dihedral"),
-    (GOOD, "--permute_symbols=1-4", "permute_symbols=1-4: '-' is not in the puzzles"),
     (MANY, "", "256 symbols.* 1 to 255"),
     (GOOD + "1\t..,1234", "", "symbols .* must be characters that can be printed"),
     (GOOD, "--holdout=0 --test_csv={path}", "train.csv: no puzzle is left: each is in the test set"),
-    ("12,12\n21,21", "--grid=1x2 --permute_symbols=12", "no puzzle is left: .* symmetry"),
     (GOOD, "--holdout=0", "either --test_csv=FILE or --holdout=N"),
-    (GOOD, "--kind=sudoku", r"grid \[2, 2\] and symbols '_.1234' do not fit kind sudoku"),
+    (GOOD, "--kind=sudoku", "do not fit kind sudoku"),
+    (GOOD, "--permute_symbols=1-4", "permute_symbols=1-4: '-' is not in the puzzles"),
     ("1..,???\n2..,???", "--ignored=? --grid=1x3", "no cell that counts"),
 ])
 def test_wrong_input_is_one_line_and_leaves_nothing(rows, flags, message, tmp_path):
@@ -137,10 +130,10 @@ ONE_GIVEN = "1" + "." * 19
 
 
 def test_any_right_answer_counts_where_a_kind_has_several(coloring):
-    task = coloring["Coloring"].task
     texts = [CHECKED] * 3 + [CHECKED, OTHER, CHECKED[:19] + "1"]
     labels, preds = np.reshape([list(map("_.123".index, text)) for text in texts], (2, 3, 20))
     questions = np.where(np.arange(20) == 0, labels, 1)
+    task = coloring["Coloring"].task
     assert puzzles.judge(task, questions[:1], preds).solved.tolist() == [True, True, False]
     solved = coloring["is_solved"](*map(torch.tensor, (questions, labels, preds)))
     assert solved.tolist() == [True, True, False]
@@ -150,12 +143,9 @@ def test_any_right_answer_counts_where_a_kind_has_several(coloring):
 
 
 def test_the_coloring_example_does_not_train_on_questions_like_those_of_the_test(coloring):
-    given = []
-    for split in "train", "test":
-        drawn = coloring["Coloring"]("coloring", split).puzzles
-        assert coloring["judge_coloring"]({}, drawn["inputs"], drawn["labels"])[1].all()
-        given.append(set(keys_of(drawn["inputs"] > 1)))
-    assert len(given[0]) > 800 and given[0].isdisjoint(given[1])
+    splits = [coloring["Coloring"]("coloring", split) for split in ("train", "test")]
+    train, test = [set(keys_of(split.puzzles["inputs"] > 1)) for split in splits]
+    assert len(train) > 800 and train.isdisjoint(test)
 
 
 def test_answers_that_break_the_rules_that_a_script_adds_are_named(coloring, tmp_path):
