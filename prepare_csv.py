@@ -43,9 +43,11 @@ def main(settings):
 
     # the puzzles, [2, n, cells]: questions and answers as tokens, where 0 is a cell that does not count
     paths = list(filter(None, (settings.train_csv, settings.test_csv)))
-    rows = [read_rows(path, settings.several_answers) for path in paths]
-    task = new_task(settings, rows)
-    puzzles = [read_puzzles(path, own.values(), task, settings.ignored) for path, own in zip(paths, rows)]
+    files = [read_rows(path, settings.several_answers) for path in paths]
+    task = new_task(settings, files)
+    puzzles = []
+    for path, rows in zip(paths, files):
+        puzzles.append(read_puzzles(path, iter(rows.values()), task, settings.ignored))
     train = puzzles[0]
     test = puzzles[-1]
     if settings.holdout:
@@ -103,7 +105,8 @@ def read_rows(path, several_answers):
 def new_task(settings, files):
     """Returns the task of the settings, and of the rows in the files where they leave it open."""
     # a square, with as many cells as the first question has
-    side = math.isqrt(len(next(iter(files[0]))))
+    first_question = next(iter(files[0]))
+    side = math.isqrt(len(first_question))
     grid = [side, side]
     if settings.grid:
         grid = list(map(int, settings.grid.split("x")))
@@ -111,9 +114,9 @@ def new_task(settings, files):
     # the characters, those that only questions have first
     symbols = settings.symbols
     if not symbols:
-        rows = [row for file in files for _, row in file.values()]
-        filled = set().union(*[row["answer"] for row in rows]) - set(settings.ignored)
-        empty = set().union(*[row["question"] for row in rows]) - filled
+        answers = [row["answer"] for rows in files for _, row in rows.values()]
+        filled = set().union(*answers) - set(settings.ignored)
+        empty = set().union(*files[0], *files[-1]) - filled
         symbols = "".join(sorted(empty) + sorted(filled))
     manifest = {"kind": settings.kind, "grid": grid, "symbols": "_" + symbols}
     task = task_of(manifest, math.prod(grid), len(symbols) + 1)

@@ -11,6 +11,8 @@ and right. puzzles/maze.py has the generator and the copies.
 import functools
 import math
 
+import numpy as np
+
 # isort: off
 from configurator import start
 from puzzles.files import (
@@ -43,12 +45,11 @@ def main(settings):
     refuse_existing(settings.output_dir)
 
     # the mazes: [2, n, cells], questions and answers
+    left_out = {}
     if settings.source == "generate":
         num_mazes = settings.num_train + settings.num_test
         mazes = generate(settings.size, num_mazes, settings.seed, settings.min_path)
-        train = mazes[:, :settings.num_train]
-        test = mazes[:, settings.num_train:]
-        left_out = {}
+        train, test = np.split(mazes, [settings.num_train], axis=1)
     else:
         train, test, left_out = read_both(settings, HUB, read, dihedral_keys)
 
@@ -76,7 +77,7 @@ def read(path, cells):
     rows = list(csv_rows(path, "question", "answer"))
     _, first_row = rows[0]
     size = math.isqrt(cells or len(first_row["question"]))
-    return read_puzzles(path, rows, maze_task(size))
+    return read_puzzles(path, iter(rows), maze_task(size))
 
 
 def dihedral_keys(questions):

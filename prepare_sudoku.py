@@ -43,11 +43,11 @@ def main(settings):
     size = settings.size
 
     # the puzzles: [2, n, cells], questions and answers
+    left_out = {}
     if settings.source == "generate":
         puzzles = generate(size, settings.num_train + settings.num_test, settings.seed)
-        test = puzzles[:, :settings.num_test]  # the same for each num_train
-        train = puzzles[:, settings.num_test:]
-        left_out = {}
+        # the test puzzles are the same for each num_train
+        test, train = np.split(puzzles, [settings.num_test], axis=1)
     else:
         train, test, left_out = read_both(settings, HUB, functools.partial(read, settings), keys_of)
 

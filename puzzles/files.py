@@ -98,38 +98,37 @@ def read_puzzles(path, rows, task, ignored=""):
 
     Args:
         path: the file.
-        rows: its rows as csv_rows yields them, with the columns question and answer.
+        rows: an iterator of its rows as csv_rows yields them, with the columns question and answer.
         task: the puzzles' task.
         ignored: characters of answers for cells that do not count: they become token 0.
 
-    Raises UserError with the first line that is wrong, or else the first one whose answer breaks a rule.
+    Raises UserError with the first line that is wrong or whose answer breaks a rule, block by block.
     """
     symbols = task["symbols"][1:]
     allowed = {"question": symbols, "answer": symbols + ignored}
     tokens = {symbol: token for token, symbol in enumerate(symbols, 1)}
     table = str.maketrans(tokens | dict.fromkeys(ignored, 0))
-    codes = bytearray()
-    lines = []
+    blocks = []
     progress = Progress(f"reading {path}", 0)
-    for line, row in rows:
-        for name, characters in allowed.items():
-            check_text(task, row[name], characters, f"{path}:{line}: the {name}")
-            codes += row[name].translate(table).encode("latin-1")
-        lines.append(line)
-        progress.add(1)
-    if not lines:
-        raise UserError(f"{path}:2: no puzzle under the header, or none that is hard enough")
-    puzzles = np.frombuffer(codes, dtype=np.uint8).reshape(len(lines), 2, -1).swapaxes(0, 1)
+    while block := list(itertools.islice(rows, ROWS)):
+        codes = bytearray()
+        for line, row in block:
+            for name, characters in allowed.items():
+                check_text(task, row[name], characters, f"{path}:{line}: the {name}")
+                codes += row[name].translate(table).encode("latin-1")
+        puzzles = np.frombuffer(codes, dtype=np.uint8).reshape(len(block), 2, -1).swapaxes(0, 1)
 
-    # answers that are known whole keep the rules
-    for first in range(0, len(lines), ROWS):
-        questions, answers = puzzles[:, first:first + ROWS]
-        judgement = judge(task, questions, answers)
-        if judgement is None:
-            break
-        for i in np.flatnonzero(answers.all(axis=1) & ~judgement.solved):
-            raise UserError(f"{path}:{lines[first + i]}: {verdict(task, questions[i], answers[i])}")
-    return puzzles
+        # answers that are known whole keep the rules
+        judgement = judge(task, *puzzles)
+        if judgement:
+            for i in np.flatnonzero(puzzles[1].all(axis=1) & ~judgement.solved):
+                line, _ = block[i]
+                raise UserError(f"{path}:{line}: {verdict(task, *puzzles[:, i])}")
+        blocks.append(puzzles)
+        progress.add(len(block))
+    if not blocks:
+        raise UserError(f"{path}:2: no puzzle under the header, or none that is hard enough")
+    return np.concatenate(blocks, axis=1)
 
 
 def read_both(settings, hub, read, keys_of):
@@ -247,7 +246,7 @@ def csv_files(settings, repository):
     paths = [settings.train_csv, settings.test_csv]
     if settings.source == "hub":
         # data/downloads keeps them for the next run
-        endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
         folder = f"data/downloads/{os.path.basename(repository)}"
         paths = [f"{folder}/train.csv", f"{folder}/test.csv"]
         for path in paths:

@@ -42,9 +42,8 @@ def test_a_model_file_needs_no_dataset_and_no_fork(run_solve, models_folder, eva
     saved = torch.load(models_folder / "model.pt")
     saved["settings"] |= dict(loss_type="a fork's", optimizer="a fork's", data_path="gone")
     torch.save(saved, tmp_path / "model.pt")
-    model = TRM.load(tmp_path / "model.pt")
     questions, answers, _ = evaluation
-    assert [model.solve(question, steps=4)[0] for question in questions[:20]] == answers[:20]
+    assert TRM.load(tmp_path / "model.pt").solve(questions[:20], steps=4)[0] == answers[:20]
     assert solved[1] in run_solve(tmp_path / "model.pt", solved[0]).splitlines()
 
 
