@@ -21,6 +21,7 @@ the pairs that demonstrate it; a request to solve has the name, "task". The copi
 whose answers are turned and recoloured back; the first one is the original.
 """
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -80,6 +81,7 @@ class Game:
         self.model, self.settings = solve.load(path, train_arguments)
         self.task = self.model.task
         self.lock = threading.Lock()  # one request at a time uses the model
+
         # the test puzzles, (question, answer) each; the versions of ARC's tasks are in the dataset
         self.is_arc = self.task["kind"] == "arc"
         if self.is_arc:
@@ -108,10 +110,11 @@ class Game:
         }
 
     def test_puzzle(self, number):
-        """Returns a test puzzle, for the page; number: a text, from 1. Raises UserError or ValueError.
+        """Returns a test puzzle, for the page; number: a text. Raises UserError or ValueError.
 
         The answer is None if it is not known, or one of several right ones.
         """
+        # numbers begin with 1
         i = int(number) - 1
         if not 0 <= i < len(self.puzzles):
             raise UserError(f"number must be from 1 to {len(self.puzzles)}, not {number}")
@@ -137,45 +140,37 @@ class Game:
             "answer": answer.tolist() or None,
         }
 
-    def parse_request(self, request):
-        """Returns train.py's settings for a request to solve, the question, and a warning.
+    def solve(self, request):
+        """Returns an iterator of dicts for the page: the request and a warning, then one after each step.
 
-        The question is tokens [1, cells], for ARC the task's number and a grid. Raises various errors if the
-        request is not as it must be.
+        Raises various errors if the request is not as it must be.
         """
+        # the run's settings, and the request's
         settings = Settings(**vars(self.settings))
         settings.eval_halt_max_steps = int(request["steps"])
         settings.eval_rollouts = int(request["copies"])
         settings.eval_noise = float(request["noise"])
         settings.seed = int(request["seed"])
+
+        # a question is a grid, or as many cells as the model takes
+        warning = ""
         if self.is_arc:
             group = self.train_data.task_names.index(request["task"])
             grid = arc.grid_of(request["question"])
             arc.canvas(grid, self.train_data.side)  # a ValueError if it is too large
-            return settings, (group, grid), ""
-        task, tokens = puzzles.parse_question(self.task, request["question"])
-        if task != self.task:
-            raise UserError(f"the question has {tokens.size} cells, not {self.model.config.seq_len}")
-        return settings, tokens[None], puzzles.check_questions(task, tokens[None], [""])
-
-    def solve(self, request):
-        """Returns an iterator of dicts for the page: the request, and then the answers after each step."""
-        settings, question, warning = self.parse_request(request)
-
-        def lines():
-            yield request | {"warning": warning}
-            with self.lock:
-                if self.is_arc:
-                    yield from self.solve_arc(settings, *question)
-                else:
-                    yield from self.solve_puzzle(settings, question)
-
-        return lines()
+            steps = self.solve_arc(settings, group, grid)
+        else:
+            task, tokens = puzzles.parse_question(self.task, request["question"])
+            if task != self.task:
+                raise UserError(f"the question has {tokens.size} cells, not {self.model.config.seq_len}")
+            warning = puzzles.check_questions(task, tokens[None], [""])
+            steps = self.solve_puzzle(settings, tokens[None])
+        return itertools.chain([request | {"warning": warning}], steps)
 
     def solve_puzzle(self, settings, question):
-        """See solve; settings: train.py's settings."""
+        """Yields the copies' answers after each step; settings: train.py's; question: tokens [1, cells]."""
         keys = evaluate.noise_keys(settings.seed, settings.eval_rollouts, 1)
-        for results in solve.watch(settings, self.model, question, keys):
+        for results in self.watch(settings, question, keys):
             answers = results["preds"][:, 0]
             line = {
                 "answers": [puzzles.text_of(self.task, answer) for answer in answers],
@@ -189,7 +184,7 @@ class Game:
             yield line
 
     def solve_arc(self, settings, group, grid):
-        """See solve.
+        """Yields the answers to a task's versions after each step.
 
         Args:
             settings: train.py's settings; eval_rollouts says how many versions of the task vote.
@@ -204,12 +199,17 @@ class Game:
         questions = np.int32(canvases).reshape(len(numbers), -1)
         keys = evaluate.noise_keys(settings.seed, 1, len(numbers))
         identifiers = data.puzzle_identifiers[numbers]
-        for results in solve.watch(settings, self.model, questions, keys, identifiers):
+        for results in self.watch(settings, questions, keys, identifiers):
             # the answers, turned and recoloured back
             answers = []
             for tokens, version in zip(results["preds"][0], versions):
                 answers.append(arc.undo_version(arc.crop(tokens, data.side), version).tolist())
             yield {"answers": answers, "sure": solve.sigmoid(results["q_halt_logits"][0]).tolist()}
+
+    def watch(self, settings, *arguments):
+        """Yields what solve.watch does, while no other request uses the model."""
+        with self.lock:
+            yield from solve.watch(settings, self.model, *arguments)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -224,6 +224,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self):
         """Answers a request. What is wrong with it gets status 400 and {"error": ...}."""
+        # the page
         if self.path == "/":
             self.begin(200, "text/html; charset=utf-8")
             self.wfile.write(PAGE.read_bytes())
