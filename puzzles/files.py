@@ -246,7 +246,7 @@ def csv_files(settings, repository):
     paths = [settings.train_csv, settings.test_csv]
     if settings.source == "hub":
         # data/downloads keeps them for the next run
-        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+        endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
         folder = f"data/downloads/{os.path.basename(repository)}"
         paths = [f"{folder}/train.csv", f"{folder}/test.csv"]
         for path in paths:

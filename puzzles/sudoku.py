@@ -35,14 +35,17 @@ def judge_sudoku(task, questions, answers):
     See JUDGES in __init__.py.
     """
     # no token stands twice in a row, a column or a box
-    cells = (1 << answers.T.astype(np.uint16)).reshape(*box_shape(task["grid"][0]), -1)
+    bits = 1 << answers.T.astype(np.uint16)
+    cells = bits.reshape(*box_shape(task["grid"][0]), -1)
     repeated = np.zeros(cells.shape, dtype=bool)
     for axes in UNITS:
         _, again = digits_of_units(cells, axes)
         repeated |= cells & again > 0
 
+    # empty cells, and givens that have changed
+    is_empty = answers < 2
     changed = (questions > 1) & (answers != questions)
-    broken = (answers < 2) | changed | repeated.reshape(answers.T.shape).T
+    broken = is_empty | changed | repeated.reshape(bits.shape).T
     return broken, ~broken.any(axis=1)
 
 
@@ -87,7 +90,8 @@ def count_solutions(candidates, size, limit):
         split = np.flatnonzero(alive & stuck)
         others = boards[:, split]
         column = np.arange(len(split))
-        cell = np.argmin(np.bitwise_count(others) - np.uint8(2), axis=0)  # decided cells wrap around
+        num_others = np.bitwise_count(others) - np.uint8(2)  # decided cells wrap around
+        cell = np.argmin(num_others, axis=0)
         options = others[cell, column]
         boards[cell, split] = options & -options
         others[cell, column] = options & (options - 1)
@@ -195,10 +199,12 @@ def random_boards(n, size, rng):
 
         # and its digit
         is_candidate = boards[cell, stuck] & bits[:, None] > 0
-        digit = np.argmax(is_candidate * rng.random((size, len(stuck))), axis=0)
+        draws = is_candidate * rng.random(is_candidate.shape)
+        digit = np.argmax(draws, axis=0)
         boards[cell, stuck] = bits[digit]
     filled = np.concatenate(done, axis=1).T
-    return np.bitwise_count(filled - 1).astype(np.uint8) + np.uint8(2)  # bit d - 1 is token d + 1
+    # bit d - 1 is token d + 1
+    return np.bitwise_count(filled - 1).astype(np.uint8) + np.uint8(2)
 
 
 def shuffled(rng, *shape):
@@ -224,7 +230,8 @@ def sudoku_copies(puzzles, num_aug, size, rng, test_keys):
     originals = np.repeat(puzzles, num_aug, axis=1)
     copies = symmetric_sudokus(originals, size, rng)
     for _ in range(100):
-        hits = np.flatnonzero([question.tobytes() in test_keys for question in copies[0]])
+        is_hit = [question.tobytes() in test_keys for question in copies[0]]
+        hits = np.flatnonzero(is_hit)
         if not hits.size:
             break
         copies[:, hits] = symmetric_sudokus(originals[:, hits], size, rng)
