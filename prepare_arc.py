@@ -20,12 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 # isort: off
-from configurator import UserError, start
+from configurator import UserError, check_numbers, start
 from data import Progress
 from puzzles.arc import ARC, ORIGINAL, apply_version, arc_task, canvas, generated_task, grid_of
 from puzzles.files import (
-    check_minimums, command_of, finish_split, new_dataset, print_report, refuse_existing,
-    write_json)
+    command_of, finish_split, new_dataset, print_report, refuse_existing, write_json)
 
 # source
 source = "arc1"  # arc1, arc2, generate, a folder, or the prefix of Kaggle's files
@@ -95,11 +94,7 @@ def main(settings):
         write_split(f"{folder}/test", test, settings.max_side, num_identifiers)
         write_json(f"{folder}/identifiers.json", names)
 
-    # the config for tasks like these
-    config = "arc2.py" if settings.source == "arc2" else "arc1.py"
-    if settings.max_side <= 10:
-        config = "arc_demo.py" if settings.source == "generate" else "arc1_small.py"
-    print_report(settings, config, counts)
+    print_report(settings, "arc_demo.py" if settings.source == "generate" else "arc1.py", counts)
     return settings.output_dir
 
 
@@ -107,11 +102,7 @@ def fill_in(settings):
     """Fills in output_dir. Raises UserError for a wrong setting."""
     if settings.source == "generate":
         settings.max_side = settings.size
-    check_minimums(settings, seed=0, size=4, num_pairs=2)
-
-    # the test set comes from the source
-    if settings.test_subset not in settings.subsets.split(","):
-        raise UserError(f"test_subset={settings.test_subset}: must be one of subsets={settings.subsets}")
+    check_numbers(vars(settings), ("size", "num_test", "max_side"))
     name = os.path.basename(os.path.normpath(settings.source))
     settings.output_dir = settings.output_dir or f"data/{name}-aug-{settings.num_aug}"
 
@@ -123,31 +114,19 @@ def read_subsets(settings):
     """Returns {subset: Tasks}, the extra ones last, without repeated and large ones. Raises UserError."""
     subsets = {}
     names = set()
-    name_of_pairs = {}
-    num_left_out = 0
     for subset in [*settings.subsets.split(","), "extra"]:
         tasks = subsets.setdefault(subset, [])
         for name, content in read_subset(settings, subset):
-            # a name stands for one task, as some extra tasks are tasks of the source
             task = arc_task_of(name, content)
-            if name in names and subset != "extra":
-                raise UserError(f"{settings.source}: there are two tasks with the name {name}")
             side = max(max(grid.shape) for pair in task.train + task.test for grid in pair)
-            if name in names or side > settings.max_side:
-                num_left_out += 1
-            else:
+            # a name stands for one task: some extra tasks are tasks of the source
+            if name not in names and side <= settings.max_side:
                 tasks.append(task)
             names.add(name)
-
-            # a test task that is trained on under another name is no test
-            pairs = frozenset((question.tobytes(), answer.tobytes()) for question, answer in task.train)
-            same = name_of_pairs.setdefault(pairs, name)
-            if same != name:
-                print(f"note: {name} in {subset} has the demonstration pairs of {same}")
-    if num_left_out:
-        print(f"{num_left_out:,} tasks left out: they are repeated, or have a side over {settings.max_side}")
-    if not subsets[settings.test_subset]:
-        raise UserError(f"no task of {settings.test_subset} is left: choose a larger --max_side")
+    # the test set comes from the source
+    if not subsets.get(settings.test_subset):
+        raise UserError(f"no task is left for test_subset={settings.test_subset}: it must be one of subsets="
+                        f"{settings.subsets}, and max_side as large as its grids")
     return subsets
 
 
@@ -170,19 +149,17 @@ def read_subset(settings, subset):
         tasks = read_folder(f"{source}/{subset}/*.json")
     if source and not tasks:
         raise UserError(f"{source} has no tasks for {subset}: source must be arc1, arc2, generate, a folder "
-                        f"with {subset}/*.json, or PREFIX of PREFIX_{subset}_challenges.json; extra must be "
-                        "a folder")
+                        "with a folder of *.json for each subset, or the prefix of Kaggle's files; extra "
+                        "must be a folder")
     return tasks
 
 
 def generate(settings, subset):
     """Returns the generated tasks of a subset; those for the test are the same for each num_train."""
-    first = 0
-    end = settings.num_test
+    numbers = range(settings.num_test)
     if subset != settings.test_subset:
-        first = settings.num_test
-        end += settings.num_train
-    return [generated_task(i, settings.seed, settings.size, settings.num_pairs) for i in range(first, end)]
+        numbers = range(settings.num_test, settings.num_test + settings.num_train)
+    return [generated_task(number, settings.seed, settings.size, settings.num_pairs) for number in numbers]
 
 
 def read_folder(pattern):
@@ -221,21 +198,20 @@ def read_object(path):
 def arc_task_of(name, content):
     """Returns the Task of a name and the content of its JSON. Raises UserError."""
     try:
-        pairs = {}
-        for part in "train", "test":
-            pairs[part] = [(grid_of(pair["input"]), output_of(pair, part)) for pair in content[part]]
-            if not pairs[part]:
-                raise ValueError("a list is empty")
+        train = [(grid_of(pair["input"]), grid_of(pair["output"])) for pair in content["train"]]
+        test = [(grid_of(pair["input"]), output_of(pair)) for pair in content["test"]]
+        if not train or not test:
+            raise ValueError("a list is empty")
     except (AttributeError, KeyError, TypeError, ValueError) as e:
         wanted = "must have train and test, lists of pairs of input and output"
         raise UserError(f"task {name}: {wanted} ({e})") from None
-    return Task(name, **pairs)
+    return Task(name, train, test)
 
 
-def output_of(pair, part):
-    """Returns the output of a pair; that of a test pair may not be known."""
-    is_known = part == "train" or pair.get("output") is not None
-    return grid_of(pair["output"]) if is_known else UNKNOWN
+def output_of(test_pair):
+    """Returns the output of a test pair, which may not be known."""
+    output = test_pair.get("output")
+    return UNKNOWN if output is None else grid_of(output)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -262,10 +238,9 @@ def choose_versions(task, num_aug, rng):
 def key_of_version(pairs, version):
     """Returns a key, equal for versions with the same pairs in any order."""
     keys = set()
-    for question, answer in pairs:
-        question = apply_version(question, version)
-        answer = apply_version(answer, version)
-        keys.add((question.shape, question.tobytes(), answer.shape, answer.tobytes()))
+    for pair in pairs:
+        grids = [apply_version(grid, version) for grid in pair]
+        keys.add(tuple((grid.shape, grid.tobytes()) for grid in grids))
     return frozenset(keys)
 
 
@@ -278,7 +253,8 @@ def write_split(folder, groups, side, num_identifiers):
     pairs, versions, identifiers = zip(*groups)
 
     # each example once
-    canvases = [[canvas(grid, side) for grid in pair] for own in pairs for pair in own]
+    examples = [pair for own_pairs in pairs for pair in own_pairs]
+    canvases = [[canvas(grid, side) for grid in pair] for pair in examples]
     inputs, labels = np.stack(canvases, axis=1).reshape(2, -1, side * side)
 
     # which examples and versions each task has

@@ -13,11 +13,10 @@ import re
 import numpy as np
 
 # isort: off
-from configurator import UserError, start
+from configurator import UserError, check_numbers, start
 from puzzles import task_of
-from puzzles.files import (
-    check_minimums, csv_rows, read_puzzles, refuse_existing, rows_to_train_on, table_of, write_puzzles)
-from puzzles.symmetries import dihedral as dihedral_turns, keys_of, orbit_keys
+from puzzles.files import csv_rows, drop_test_puzzles, read_puzzles, refuse_existing, write_puzzles
+from puzzles.symmetries import dihedral as dihedral_turns, orbit_keys
 
 # files
 train_csv = ""  # training puzzles, .csv or .csv.gz
@@ -27,13 +26,13 @@ several_answers = False  # keep the first of several answers to a question, whic
 output_dir = ""  # "": data/ and the name of train_csv
 seed = 0  # decides which test puzzles are drawn, and the copies
 # puzzle
-kind = "puzzle"  # its name; sudoku, maze, and kinds that a script adds, are judged by their rules
+kind = "puzzle"  # its name; kinds that a fork adds are judged by their rules
 grid = ""  # its rows and columns, as 6x6; "": a square
 symbols = ""  # its characters, the empty cell first; "": all that the files have
 ignored = ""  # characters of answers for cells that do not count
 # symmetries, which must turn every puzzle and its answer into another one
 dihedral = False  # the 8 rotations and reflections of a square
-permute_symbols = ""  # characters that may change places, as 1-9
+permute_symbols = ""  # characters that may change places, as 123456789
 num_aug = 7  # copies of each training puzzle, besides itself
 
 
@@ -41,34 +40,38 @@ def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
     fill_in(settings)
     refuse_existing(settings.output_dir)
-    symbols = settings.symbols or symbols_of(settings)
 
     # the puzzles, [2, n, cells]: questions and answers as tokens, where 0 is a cell that does not count
-    train = read(settings.train_csv, 0, settings, symbols)
-    print(f"symbols: {symbols!r}; {symbols[0]!r} is an empty cell")
-    if settings.test_csv:
-        test = read(settings.test_csv, train.shape[2], settings, symbols)
-    else:
+    paths = list(filter(None, (settings.train_csv, settings.test_csv)))
+    files = [read_rows(path, settings.several_answers) for path in paths]
+    task = new_task(settings, files)
+    puzzles = []
+    for path, rows in zip(paths, files):
+        puzzles.append(read_puzzles(path, iter(rows.values()), task, settings.ignored))
+    train = puzzles[0]
+    test = puzzles[-1]
+    if settings.holdout:
         order = np.random.default_rng([settings.seed, 1]).permutation(train.shape[1])
-        test = train[:, np.sort(order[:settings.holdout])]
+        drawn = np.sort(order[:settings.holdout])
+        test = train[:, drawn]
+        train = np.delete(train, drawn, axis=1)
 
     # neither test puzzles nor what a symmetry turns into one are trained on
-    grid = grid_of(settings, train.shape[2])
-    turns = dihedral_turns(grid[0]) if settings.dihedral else np.arange(train.shape[2])[None]
-    exchanged = exchanged_tokens(settings.permute_symbols, symbols)
-    keys = orbit_keys(train[0], turns, exchanged)
-    rows = rows_to_train_on(settings.train_csv, keys, set(orbit_keys(test[0], turns, exchanged)))
-    counts = {"left out, since a symmetry makes a test puzzle": len(keys) - settings.holdout - len(rows)}
+    turns = np.arange(train.shape[2])[None]
+    if settings.dihedral:
+        turns = dihedral_turns(task["grid"][0])
+    exchanged = exchanged_tokens(settings.permute_symbols, task["symbols"])
+    keys_of = functools.partial(orbit_keys, turns=turns, exchanged=exchanged)
+    train, left_out = drop_test_puzzles(settings.train_csv, train, test, keys_of)
 
     # the puzzle itself, and its copies
     num_copies = 1 + settings.num_aug
     if not exchanged:
         num_copies = min(num_copies, len(turns))
-    rng = np.random.default_rng([settings.seed, 2])
     copies_of = functools.partial(
-        symmetric_copies, turns=np.resize(turns, (num_copies, turns.shape[1])), exchanged=exchanged, rng=rng)
-    task = {"kind": settings.kind, "grid": grid, "symbols": "_" + symbols}
-    write_puzzles(settings, __file__, "demo.py", task, train[:, rows], test, num_copies, copies_of, counts)
+        symmetric_copies, turns=np.resize(turns, (num_copies, turns.shape[1])), exchanged=exchanged,
+        rng=np.random.default_rng([settings.seed, 2]))
+    write_puzzles(settings, __file__, "demo.py", task, train, test, num_copies, copies_of, left_out)
     return settings.output_dir
 
 
@@ -78,7 +81,7 @@ def fill_in(settings):
     has_test = bool(settings.test_csv) != bool(settings.holdout)
     if not settings.train_csv or not has_test:
         raise UserError("needs --train_csv=FILE and either --test_csv=FILE or --holdout=N")
-    check_minimums(settings, num_aug=0, holdout=0, seed=0)
+    check_numbers(vars(settings), ())
     form = r"(\d+)x\1|" if settings.dihedral else r"\d+x\d+|"
     if not re.fullmatch(form, settings.grid):
         raise UserError(f"grid={settings.grid}: must be as 6x6, and a square for --dihedral")
@@ -86,55 +89,47 @@ def fill_in(settings):
     settings.output_dir = settings.output_dir or f"data/{name}"
 
 
-def symbols_of(settings):
-    """Returns the characters that the files have, those that only questions have first."""
-    empty = set()
-    filled = set()
-    for path in filter(None, (settings.train_csv, settings.test_csv)):
-        for _, (question, answer) in csv_rows(path, ("question", "answer")):
-            empty.update(question)
-            filled.update(answer)
-    filled -= set(settings.ignored)
-    return "".join(sorted(empty - filled) + sorted(filled))
+def read_rows(path, several_answers):
+    """Returns {question: row} of a file, the first row of each question, as csv_rows yields it.
+
+    Raises UserError for another answer to the same question, unless there may be several_answers.
+    """
+    rows = {}
+    for line, row in csv_rows(path, "question", "answer"):
+        _, first = rows.setdefault(row["question"], (line, row))
+        if first["answer"] != row["answer"] and not several_answers:
+            raise UserError(f"{path}:{line}: another answer stands above (see --several_answers)")
+    return rows
 
 
-def read(path, cells, settings, symbols):
-    """Returns the puzzles of a file, [2, n, cells], each once; cells: see read_puzzles. Raises UserError."""
-    def task_of_cells(cells):
-        manifest = {"kind": settings.kind, "grid": grid_of(settings, cells), "symbols": "_" + symbols}
-        return task_of(manifest, cells, len(symbols) + 1)
+def new_task(settings, files):
+    """Returns the task of the settings, and of the rows in the files where they leave it open."""
+    # a square, with as many cells as the first question has
+    first_question = next(iter(files[0]))
+    side = math.isqrt(len(first_question))
+    grid = [side, side]
+    if settings.grid:
+        grid = list(map(int, settings.grid.split("x")))
 
-    tables = table_of(symbols), table_of(symbols) | dict.fromkeys(settings.ignored, 0)
-    rows = csv_rows(path, ("question", "answer"))
-    puzzles, lines = read_puzzles(path, rows, cells, tables, task_of_cells)
-
-    # repeated questions have the same answer
-    first_rows = {}
-    for row, key in enumerate(keys_of(puzzles[0])):
-        first = first_rows.setdefault(key, row)
-        is_other = first < row and (puzzles[1, row] != puzzles[1, first]).any()
-        if is_other and not settings.several_answers:
-            raise UserError(f"{path}:{lines[row]}: another answer stands above (see --several_answers)")
-    if len(first_rows) < len(lines):
-        print(f"{path}: left out, since they are repeated: {len(lines) - len(first_rows):,}")
-    return puzzles[:, list(first_rows.values())]
-
-
-def grid_of(settings, cells):
-    """Returns the grid of so many cells, [rows, columns]: a square, unless the settings have another one."""
-    side = math.isqrt(cells)
-    return list(map(int, settings.grid.split("x"))) if settings.grid else [side, side]
+    # the characters, those that only questions have first
+    symbols = settings.symbols
+    if not symbols:
+        answers = [row["answer"] for rows in files for _, row in rows.values()]
+        filled = set().union(*answers) - set(settings.ignored)
+        empty = set().union(*files[0], *files[-1]) - filled
+        symbols = "".join(sorted(empty) + sorted(filled))
+    manifest = {"kind": settings.kind, "grid": grid, "symbols": "_" + symbols}
+    task = task_of(manifest, math.prod(grid), len(symbols) + 1)
+    print(f"symbols: {symbols!r}; {symbols[0]!r} is an empty cell")
+    return task
 
 
-def exchanged_tokens(permute_symbols, symbols):
-    """Returns the tokens of characters such as 1-9, each once. Raises UserError."""
-    tokens = {}
-    for first, last in re.findall("(.)(?:-(.))?", permute_symbols):
-        for code in range(ord(first), ord(last or first) + 1):
-            if chr(code) not in symbols:
-                raise UserError(f"permute_symbols={permute_symbols}: {chr(code)!r} is not in the puzzles")
-            tokens[1 + symbols.index(chr(code))] = True
-    return list(tokens)
+def exchanged_tokens(characters, symbols):
+    """Returns the tokens of characters that may change places. Raises UserError."""
+    for character in characters:
+        if character not in symbols[1:]:
+            raise UserError(f"permute_symbols={characters}: {character!r} is not in the puzzles")
+    return [symbols.index(character, 1) for character in characters]
 
 
 def symmetric_copies(puzzles, turns, exchanged, rng):

@@ -11,12 +11,13 @@ and right. puzzles/maze.py has the generator and the copies.
 import functools
 import math
 
+import numpy as np
+
 # isort: off
-from configurator import UserError, start
+from configurator import start
 from puzzles.files import (
-    check_source, csv_rows, distinct, name_output, read_both, read_puzzles, refuse_existing, table_of,
-    write_puzzles)
-from puzzles.maze import MAZE, long_mazes, maze_copies, maze_task
+    csv_rows, distinct, fill_in_source, read_both, read_puzzles, refuse_existing, write_puzzles)
+from puzzles.maze import long_mazes, maze_copies, maze_task
 from puzzles.symmetries import dihedral, orbit_keys
 
 # source
@@ -44,44 +45,39 @@ def main(settings):
     refuse_existing(settings.output_dir)
 
     # the mazes: [2, n, cells], questions and answers
+    left_out = {}
     if settings.source == "generate":
         num_mazes = settings.num_train + settings.num_test
         mazes = generate(settings.size, num_mazes, settings.seed, settings.min_path)
-        train = mazes[:, :settings.num_train]
-        test = mazes[:, settings.num_train:]
-        counts = {}
+        train, test = np.split(mazes, [settings.num_train], axis=1)
     else:
-        train, test, counts = read_both(settings, HUB, read, dihedral_keys, once=True)
+        train, test, left_out = read_both(settings, HUB, read, dihedral_keys)
 
     # and the copies
     size = math.isqrt(test.shape[2])
     num_copies = 8 if settings.aug else 1
     config = "maze_demo.py" if size < 20 else "maze.py"
     write_puzzles(settings, __file__, config, maze_task(size), train, test, num_copies,
-                  functools.partial(maze_copies, num_copies=num_copies), counts)
+                  functools.partial(maze_copies, num_copies=num_copies), left_out)
     return settings.output_dir
 
 
 def fill_in(settings):
     """Fills in source and output_dir. Raises UserError for a wrong setting."""
-    check_source(settings, subsample_size=0, seed=0, size=2, min_path=1, num_train=1, num_test=1)
-    name = f"maze-{settings.size}x{settings.size}-path-{settings.min_path}"
-    source_names = {"hub": "maze-30x30-hard", "generate": name}
+    names = {
+        "hub": "maze-30x30-hard",
+        "generate": f"maze-{settings.size}x{settings.size}-path-{settings.min_path}",
+    }
     everything = "1k" if settings.source == "hub" else "full"
-    settings.output_dir = name_output(settings, source_names, 8 if settings.aug else 1, everything)
+    fill_in_source(settings, names, 8 if settings.aug else 1, everything)
 
 
 def read(path, cells):
-    """Returns all mazes of a file, [2, n, cells]; cells: see read_puzzles. Raises UserError."""
-    def task_of_cells(cells):
-        size = math.isqrt(cells)
-        if size * size != cells:
-            raise UserError(f"{path}: questions of {cells} characters are not squares")
-        return maze_task(size)
-
-    rows = csv_rows(path, ("question", "answer"))
-    mazes, _ = read_puzzles(path, rows, cells, (table_of(MAZE[1:-1]), table_of(MAZE[1:])), task_of_cells)
-    return mazes
+    """Returns all mazes of a file, [2, n, cells]; cells: of each, 0: as many as the first one has."""
+    rows = list(csv_rows(path, "question", "answer"))
+    _, first_row = rows[0]
+    size = math.isqrt(cells or len(first_row["question"]))
+    return read_puzzles(path, iter(rows), maze_task(size))
 
 
 def dihedral_keys(questions):
@@ -91,8 +87,9 @@ def dihedral_keys(questions):
 
 def generate(size, n, seed, min_path):
     """Returns n mazes, [2, n, cells], no two alike even when turned or reflected."""
+    make = functools.partial(long_mazes, seed=seed, size=size, min_path=min_path)
     name = f"{size}x{size} mazes whose shortest path has min_path={min_path} steps or more"
-    return distinct(name, n, long_mazes, (seed, size, min_path), dihedral_keys)
+    return distinct(name, n, make, dihedral_keys)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ import numpy as np
 # isort: off
 from configurator import UserError, start
 from puzzles.files import (
-    check_source, csv_rows, distinct, name_output, read_both, read_puzzles, refuse_existing, table_of,
-    write_puzzles)
-from puzzles.sudoku import BOXES, EMPTY, SUDOKU, minimal_sudokus, sudoku_copies, sudoku_task
+    csv_rows, distinct, fill_in_source, read_both, read_puzzles, refuse_existing, write_puzzles)
+from puzzles.sudoku import BOXES, minimal_sudokus, sudoku_copies, sudoku_task
 from puzzles.symmetries import keys_of
 
 # source
@@ -44,60 +43,56 @@ def main(settings):
     size = settings.size
 
     # the puzzles: [2, n, cells], questions and answers
+    left_out = {}
     if settings.source == "generate":
         puzzles = generate(size, settings.num_train + settings.num_test, settings.seed)
-        test = puzzles[:, :settings.num_test]  # the same for each num_train
-        train = puzzles[:, settings.num_test:]
-        counts = {}
+        # the test puzzles are the same for each num_train
+        test, train = np.split(puzzles, [settings.num_test], axis=1)
     else:
-        train, test, counts = read_both(settings, HUB, functools.partial(read, settings), keys_of)
+        train, test, left_out = read_both(settings, HUB, functools.partial(read, settings), keys_of)
 
     # and the copies
-    rng = np.random.default_rng([settings.seed, 2])
     copies_of = functools.partial(
-        sudoku_copies, num_aug=settings.num_aug, size=size, rng=rng, test_keys=set(keys_of(test[0])),
-        counts=counts)
-    config = "demo.py" if size < 9 else "sudoku_cpu.py" if settings.source == "generate" else "sudoku.py"
+        sudoku_copies, num_aug=settings.num_aug, size=size, rng=np.random.default_rng([settings.seed, 2]),
+        test_keys=set(keys_of(test[0])))
+    config = "demo.py"
+    if size == 9:
+        config = "sudoku_cpu.py" if settings.source == "generate" else "sudoku.py"
     write_puzzles(settings, __file__, config, sudoku_task(size), train, test, settings.num_aug + 1, copies_of,
-                  counts)
+                  left_out)
     return settings.output_dir
 
 
 def fill_in(settings):
     """Fills in source and output_dir. Raises UserError for a wrong setting."""
-    check_source(settings, subsample_size=0, num_aug=0, seed=0, num_train=1, num_test=1)
+    names = {"hub": "sudoku-extreme", "generate": f"sudoku-{settings.size}x{settings.size}"}
+    fill_in_source(settings, names, settings.num_aug)
     if settings.source == "hub" and settings.size != 9:
         raise UserError(f"size must be 9 for the hub, not {settings.size}")
     if settings.size not in BOXES:
         raise UserError(f"size must be 4, 6 or 9, not {settings.size}")
-    source_names = {"hub": "sudoku-extreme", "generate": f"sudoku-{settings.size}x{settings.size}"}
-    settings.output_dir = name_output(settings, source_names, settings.num_aug)
 
 
 def read(settings, path, _):
     """Returns the puzzles of a file that are rated min_difficulty or more, [2, n, cells]."""
-    size = settings.size
-    symbols = SUDOKU[1:size + 2]
-    tables = table_of(symbols) | {"0": EMPTY}, table_of(symbols[1:], 2)
-    rows = hard_rows(path, settings.min_difficulty)
-    puzzles, _ = read_puzzles(path, rows, size ** 2, tables, lambda cells: sudoku_task(size))
-    return puzzles
+    return read_puzzles(path, hard_rows(path, settings.min_difficulty), sudoku_task(settings.size))
 
 
 def hard_rows(path, min_difficulty):
-    """Yields (line, [question, answer]) of the rows of a file that are rated min_difficulty or more."""
-    for line, (*texts, rating) in csv_rows(path, ("question", "answer", "rating")):
+    """Yields the rows of a file that are rated min_difficulty or more, as csv_rows does."""
+    for line, row in csv_rows(path, "question", "answer", "rating"):
         try:
-            is_hard = int(rating) >= min_difficulty
+            is_hard = int(row["rating"]) >= min_difficulty
         except ValueError:
-            raise UserError(f"{path}:{line}: the rating {rating!r} is not an integer") from None
+            raise UserError(f"{path}:{line}: the rating {row['rating']!r} is not an integer") from None
         if is_hard:
-            yield line, texts
+            yield line, row | {"question": row["question"].replace("0", ".")}
 
 
 def generate(size, n, seed):
     """Returns n distinct minimal puzzles with one solution each, questions and answers [2, n, cells]."""
-    return distinct(f"distinct {size}x{size} puzzles", n, minimal_sudokus, (seed, 512, size), keys_of)
+    make = functools.partial(minimal_sudokus, seed=seed, n=512, size=size)
+    return distinct(f"distinct {size}x{size} puzzles", n, make, keys_of)
 
 
 if __name__ == "__main__":

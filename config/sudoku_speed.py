@@ -1,6 +1,7 @@
-# Sudoku-Extreme as the small models of docs/records.md learn 9x9 Sudoku, at the paper's width: trained shallow,
-# tested deep. NOT RUN. 3.0e17 FLOP and at most 0.5e17 for the final evaluation; at 40% of peak an hour and a half on
-# an RTX 4090, 15 minutes on an H100, 9 on a v5e-8 (computed). Data: python prepare_sudoku.py
+# Sudoku-Extreme as the small models of docs/records.md learn 9x9 Sudoku, at the paper's width: trained
+# shallow, tested deep. NOT RUN. 3.0e17 FLOP, and at most 0.5e17 for the final evaluation: at 40% of peak 1.5
+# hours on an RTX 4090, 15 minutes on an H100, 9 on a v5e-8, whose compiler says that it fits (1.2 of 16 GB).
+# Data: python prepare_sudoku.py
 run("sudoku_fast.py")
 out_dir = "out/sudoku_speed"
 epochs = 21000  # 27,343 steps: a seventh of the FLOP of config/sudoku.py

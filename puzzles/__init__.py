@@ -73,14 +73,15 @@ def task_of(manifest, seq_len, vocab_size):
 # ---------------------------------------------------------------------------------------------------------
 # Text and tokens
 
-def parse_question(task, text):
+def parse_question(task, text, place=""):
     """Returns the task with the grid of a typed question, and its tokens, int32 [cells]. Raises UserError.
 
     Only a maze may have another grid than the task: models with attention take any number of cells.
+    place: where the question stands, for messages.
     """
     # the symbols of answers to mazes are one more
-    allowed = MAZE[1:-1] if task["kind"] == "maze" else "".join(task["symbols"][1:])
-    if " " in allowed:
+    symbols = MAZE[1:-1] if task["kind"] == "maze" else "".join(task["symbols"][1:])
+    if " " in symbols:
         # editors strip spaces at the end of a line
         lines = text.strip("\r\n").splitlines()
         width = max(map(len, lines), default=0)
@@ -89,21 +90,22 @@ def parse_question(task, text):
         cells = "".join(text.split())
     if task["kind"] == "sudoku":
         cells = cells.replace("0", ".")
-
-    # as many cells as the grid has
     if task["kind"] == "maze":
         task = maze_task(math.isqrt(len(cells)))
-    rows, columns = task["grid"]
-    if not cells or len(cells) != rows * columns:
-        raise UserError(f"the puzzle {text.strip()[:20]!r} has {len(cells)} cells, not {rows}x{columns}")
-
-    # the first wrong symbol
-    rest = cells.lstrip(allowed)
-    if rest:
-        place = place_of(len(cells) - len(rest), task)
-        raise UserError(f"{place} of the puzzle is {rest[0]!r}: must be one of {allowed!r}")
+    check_text(task, cells, symbols, f"{place}the puzzle {cells[:20]!r}")
     tokens = [task["symbols"].index(symbol, 1) for symbol in cells]
     return task, np.array(tokens, dtype=np.int32)
+
+
+def check_text(task, text, symbols, name):
+    """Raises UserError if a text has not one of the symbols for each cell; name: the text's, in messages."""
+    rows, columns = task["grid"]
+    if not text or len(text) != rows * columns:
+        raise UserError(f"{name} has {len(text)} cells, not {rows}x{columns}")
+    rest = text.lstrip(symbols)
+    if rest:
+        place = place_of(len(text) - len(rest), task)
+        raise UserError(f"{name} has {rest[0]!r} in {place}: must be one of {symbols!r}")
 
 
 def text_of(task, tokens):
@@ -168,11 +170,11 @@ def verdict(task, question, answer):
     judgement = judge(task, question[None], answer[None])
     if judgement is None:
         return "not judged: the rules are not known"
+    if judgement.solved[0]:
+        return "a solution: all rules and givens kept"
     if judgement.broken.any():
         return f"{place_of(judgement.broken.argmax(), task)} of the answer breaks a rule"
-    if not judgement.solved[0]:
-        return "the answer is not a shortest path" if task["kind"] == "maze" else "the answer is no solution"
-    return "a solution: all rules and givens kept"
+    return "the answer is not a shortest path" if task["kind"] == "maze" else "the answer is no solution"
 
 
 def check_questions(task, questions, places):

@@ -14,7 +14,6 @@ import platform
 import re
 import shutil
 import signal
-import time
 import zlib
 from contextlib import contextmanager
 
@@ -22,51 +21,43 @@ import numpy as np
 import requests
 
 # isort: off
-from configurator import TransientError, UserError, end_with_parent
-from bucket import RETRIED, network_error, try_again, without_password
+from configurator import TransientError, UserError, check_numbers, end_with_parent
+from bucket import RETRIED, try_again, without_password
 from data import Progress, hashes_of, locked, replacing
-from puzzles import IGNORE_LABEL, judge, task_of, verdict
+from puzzles import IGNORE_LABEL, check_text, judge, task_of, verdict
 
-SECONDS_ALONE = 2  # that one process works before it starts others, which take a second to begin
-ROWS = 16384  # examples that are made at a time
+TASKS_ALONE = 8  # that one process works on before others start, which takes them a second
+TASKS_IN_VAIN = 32  # without a new puzzle, after which no more are expected
+ROWS = 16384  # examples that are made or judged at a time
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Settings
 
-def check_source(settings, **minimums):
-    """Fills in the source that the files imply. Raises UserError for a wrong setting."""
-    # files of one's own need no --source=csv
-    if settings.train_csv or settings.test_csv:
-        settings.source = "csv"
-    if settings.source not in ("hub", "csv", "generate"):
-        raise UserError(f"source must be hub, csv or generate, not {settings.source!r}")
-    if settings.source == "csv" and not (settings.train_csv and settings.test_csv):
-        raise UserError("source=csv needs both --train_csv=FILE and --test_csv=FILE")
-    check_minimums(settings, **minimums)
-
-
-def check_minimums(settings, **minimums):
-    """Raises UserError for the first number below its minimum."""
-    for name, minimum in minimums.items():
-        value = getattr(settings, name)
-        if value < minimum:
-            raise UserError(f"{name} must be at least {minimum}, not {value}")
-
-
-def name_output(settings, source_names, num_copies, everything="full"):
-    """Returns the settings' output_dir, or a name made of source, training puzzles and copies.
+def fill_in_source(settings, names, num_copies, everything="full"):
+    """Fills in source and output_dir. Raises UserError for a wrong setting.
 
     Args:
         settings: the settings of a prepare script.
-        source_names: {source: its name}, for hub and generate.
+        names: {source: its name}, for hub and generate.
         num_copies: of each training puzzle, for the name.
         everything: the word for all puzzles of a source.
     """
-    source = source_names.get(settings.source) or os.path.basename(settings.train_csv).split(".")[0]
+    # files of one's own need no --source=csv
+    if settings.train_csv or settings.test_csv:
+        settings.source = "csv"
+    names = names | {"csv": os.path.basename(settings.train_csv).split(".")[0]}
+    if settings.source not in names:
+        raise UserError(f"source must be hub, csv or generate, not {settings.source!r}")
+    if settings.source == "csv" and not (settings.train_csv and settings.test_csv):
+        raise UserError("source=csv needs both --train_csv=FILE and --test_csv=FILE")
+    # ratings may be negative
+    check_numbers(vars(settings) | {"min_difficulty": 0}, ("size", "min_path", "num_train", "num_test"))
+
+    # a name made of source, training puzzles and copies
     num_puzzles = settings.num_train if settings.source == "generate" else settings.subsample_size
     size = re.sub("000$", "k", str(num_puzzles or everything))
-    return settings.output_dir or f"data/{source}-{size}-aug-{num_copies}"
+    settings.output_dir = settings.output_dir or f"data/{names[settings.source]}-{size}-aug-{num_copies}"
 
 
 def refuse_existing(path):
@@ -77,91 +68,70 @@ def refuse_existing(path):
 # ---------------------------------------------------------------------------------------------------------
 # CSV files
 
-def csv_rows(path, needed, optional=()):
-    """Yields (line, [texts of columns]) of a CSV file, also .gz. Raises UserError.
+def csv_rows(path, *columns):
+    """Yields (line, {column: text}) of a CSV file, also .gz. Raises UserError.
 
     Args:
         path: the file.
-        needed: names of columns that must be there.
-        optional: names of columns that may be missing: then their text is "".
+        columns: that each row must have.
     """
     opener = gzip.open if path.endswith(".gz") else open
     line = 1
     try:
         with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as f:
             reader = csv.DictReader(f)
-            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             for row in reader:
-                # a KeyError or ValueError if the row is not as it must be
                 line = reader.line_num
-                texts = [row[name] for name in needed]
-                if None in texts or None in row:
-                    raise ValueError
-                yield line, texts + [row.get(name, "") for name in optional]
-    except (KeyError, ValueError):
-        raise UserError(f"{path}:{line}: must have {', '.join(needed)}; "
-                        "the first line of the file names its columns") from None
+                # a missing field is None; more fields than columns stand under the key None
+                if None in row or None in map(row.get, columns):
+                    raise UserError(f"{path}:{line}: must have {', '.join(columns)}; "
+                                    "the first line of the file names its columns")
+                yield line, row
     except (OSError, EOFError, csv.Error, zlib.error) as e:
         raise UserError(f"{path}: cannot be read ({e})") from None
+    if line == 1:
+        raise UserError(f"{path}:2: no puzzle under the header")
 
 
-def read_puzzles(path, rows, cells, tables, task_of_cells):
-    """Reads the puzzles of a file. Raises UserError with the first line that is wrong or breaks a rule.
+def read_puzzles(path, rows, task, ignored=""):
+    """Returns the puzzles of a file, questions and answers [2, n, cells].
 
     Args:
         path: the file.
-        rows: its rows as csv_rows yields them, of the columns question and answer.
-        cells: characters of a question and of an answer; 0: as many as the first question has.
-        tables: {character: token} for questions, and for answers, whose token 0 does not count.
-        task_of_cells: a function of the number of cells, which returns the task.
+        rows: an iterator of its rows as csv_rows yields them, with the columns question and answer.
+        task: the puzzles' task.
+        ignored: characters of answers for cells that do not count: they become token 0.
 
-    Returns the puzzles, questions and answers [2, n, cells], and their lines [n].
+    Raises UserError with the first line that is wrong or whose answer breaks a rule, block by block.
     """
+    symbols = task["symbols"][1:]
+    allowed = {"question": symbols, "answer": symbols + ignored}
+    tokens = {symbol: token for token, symbol in enumerate(symbols, 1)}
+    table = str.maketrans(tokens | dict.fromkeys(ignored, 0))
     blocks = []
     progress = Progress(f"reading {path}", 0)
-    while block := list(itertools.islice(rows, 4096)):
-        lines, texts = zip(*block)
-        cells = cells or len(texts[0][0]) or 1
-        task = task_of_cells(cells)
-        tokens = []
-        for name, column, table in zip(("question", "answer"), zip(*texts), tables):
-            check_texts(path, lines, name, column, cells, "".join(table))
-            # one long text is translated at once: a loop over characters would take minutes
-            codes = "".join(column).translate(str.maketrans(table)).encode("latin-1")
-            tokens.append(np.frombuffer(codes, dtype=np.uint8).reshape(-1, cells))
-        puzzles = np.array(tokens)
+    while block := list(itertools.islice(rows, ROWS)):
+        codes = bytearray()
+        for line, row in block:
+            for name, characters in allowed.items():
+                check_text(task, row[name], characters, f"{path}:{line}: the {name}")
+                codes += row[name].translate(table).encode("latin-1")
+        puzzles = np.frombuffer(codes, dtype=np.uint8).reshape(len(block), 2, -1).swapaxes(0, 1)
 
         # answers that are known whole keep the rules
         judgement = judge(task, *puzzles)
         if judgement:
-            right = judgement.solved & ~judgement.broken.any(axis=1) | ~puzzles[1].all(axis=1)
-            for i in np.flatnonzero(~right):
-                raise UserError(f"{path}:{lines[i]}: {verdict(task, *puzzles[:, i])}")
-        blocks.append((puzzles, lines))
+            for i in np.flatnonzero(puzzles[1].all(axis=1) & ~judgement.solved):
+                line, _ = block[i]
+                raise UserError(f"{path}:{line}: {verdict(task, *puzzles[:, i])}")
+        blocks.append(puzzles)
         progress.add(len(block))
     if not blocks:
         raise UserError(f"{path}:2: no puzzle under the header, or none that is hard enough")
-    puzzles, lines = zip(*blocks)
-    return np.concatenate(puzzles, axis=1), np.concatenate(lines)
+    return np.concatenate(blocks, axis=1)
 
 
-def check_texts(path, lines, name, texts, cells, symbols):
-    """Raises UserError for the first text of a column with another number of cells or another character."""
-    for line, text in zip(lines, texts):
-        if len(text) != cells:
-            raise UserError(f"{path}:{line}: the {name} has {len(text)} characters, not {cells}")
-        rest = text.lstrip(symbols)
-        if rest:
-            raise UserError(f"{path}:{line}: character {cells - len(rest) + 1} of the {name} is "
-                            f"{rest[0]!r}, not one of {symbols!r}")
-
-
-def table_of(symbols, first_token=1):
-    """Returns {symbol: token} with ascending tokens."""
-    return {symbol: token for token, symbol in enumerate(symbols, first_token)}
-
-
-def read_both(settings, hub, read, keys_of, once=False):
+def read_both(settings, hub, read, keys_of):
     """Returns training and test puzzles of files, [2, n, cells] each, and {what: how many are left out}.
 
     Args:
@@ -169,94 +139,83 @@ def read_both(settings, hub, read, keys_of, once=False):
         hub: the repository on Hugging Face that has the files, unless the settings name some.
         read: a function of a path and the cells of a puzzle, 0 if they are not known: returns [2, n, cells].
         keys_of: a function of questions that returns a list of keys, equal for puzzles that count as one.
-        once: whether of equal training puzzles the first one alone is kept.
     """
     train_path, test_path = csv_files(settings, hub)
     test = read(test_path, 0)
     train = read(train_path, test.shape[2])
-    keys = keys_of(train[0])
-    rows = rows_to_train_on(train_path, keys, set(keys_of(test[0])))
-    counts = {"left out, since the test set has them": len(keys) - len(rows)}
-    if once:
-        first_rows = {keys[row]: row for row in reversed(rows)}
-        counts["left out, since they are repeated"] = len(rows) - len(first_rows)
-        rows = sorted(first_rows.values())
+    train, counts = drop_test_puzzles(train_path, train, test, keys_of)
 
     # some at random, in the file's order
-    rows = np.array(rows)
     if settings.subsample_size:
-        order = np.random.default_rng([settings.seed, 1]).random(len(rows)).argsort()
-        rows = np.sort(rows[order[:settings.subsample_size]])
-    return train[:, rows], test, counts
+        order = np.random.default_rng([settings.seed, 1]).random(train.shape[1]).argsort()
+        train = train[:, np.sort(order[:settings.subsample_size])]
+    return train, test, counts
 
 
-def rows_to_train_on(path, keys, test_keys):
-    """Returns the rows of a file whose keys are not among test_keys. Raises UserError if there are none."""
-    rows = [row for row, key in enumerate(keys) if key not in test_keys]
+def drop_test_puzzles(path, train, test, keys_of):
+    """Returns the training puzzles that are no test puzzles, and {what: how many are left out}.
+
+    path: the file of the training puzzles, for the UserError if none is left.
+    """
+    test_keys = set(keys_of(test[0]))
+    rows = [row for row, key in enumerate(keys_of(train[0])) if key not in test_keys]
     if not rows:
-        raise UserError(f"{path}: no puzzle is left of {len(keys)}: each is in the test set, or a symmetry "
-                        "turns it into one that is")
-    return rows
+        raise UserError(f"{path}: no puzzle is left: each is in the test set, or a symmetry turns it into "
+                        "one that is")
+    return train[:, rows], {"left out, since the test set has them": train.shape[1] - len(rows)}
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Generated puzzles
 
-def distinct(name, n, make, arguments, keys):
+def distinct(name, n, make, keys):
     """Returns the first n puzzles with different keys, [2, n, cells]. Raises UserError if they are too few.
 
     Args:
         name: what the puzzles are called in messages.
         n: puzzles that are wanted.
-        make: a function of (i, *arguments), which returns questions and answers; i = 0, 1, ...
-        arguments: the others.
+        make: a function of a task's number, 0, 1, ..., which returns questions and answers.
         keys: a function of the questions, which returns a list.
     """
     puzzles = {}
-    num_done = 0
+    num_in_vain = 0  # tasks in a row without a new puzzle
     progress = Progress(f"generating {name}", n)
-    while True:
-        # at first a few tasks, then three times as many as were done
-        num_before = len(puzzles)
-        num_tasks = max(4, 3 * num_done)
-        tasks = [(i, *arguments) for i in range(num_done, num_done + num_tasks)]
-        for questions, answers in in_parallel(make, tasks):
-            for key, *puzzle in zip(keys(questions), questions, answers):
-                puzzles.setdefault(key, puzzle)
-            progress.add(len(puzzles) - progress.done)
-            if len(puzzles) >= n:
-                return np.stack(list(puzzles.values())[:n], axis=1)
+    for questions, answers in in_parallel(make):
+        for key, *puzzle in zip(keys(questions), questions, answers):
+            puzzles.setdefault(key, puzzle)
+        if len(puzzles) >= n:
+            return np.stack(list(puzzles.values())[:n], axis=1)
 
-        # hardly a new one: nearly all that exist were found
-        num_done += num_tasks
-        if len(puzzles) < num_before + num_tasks // 8:
+        # nearly all that exist were found
+        num_new = len(puzzles) - progress.done
+        num_in_vain = 0 if num_new else num_in_vain + 1
+        if num_in_vain == TASKS_IN_VAIN:
             raise UserError(f"only about {len(puzzles)} {name} can be found: choose fewer than {n}")
+        progress.add(num_new)
 
 
-def in_parallel(function, tasks):
-    """Yields function(*task) of each task, in order; after some time from as many processes as cores."""
-    n = cores()
-    start = time.monotonic()
-    while tasks and (n == 1 or time.monotonic() < start + SECONDS_ALONE):
-        yield function(*tasks[0])
-        tasks = tasks[1:]
+def in_parallel(make):
+    """Yields make(0), make(1), ...: the first results at once, the others from as many processes as cores."""
+    for number in range(TASKS_ALONE):
+        yield make(number)
 
     # A pipe from each process, so that one that is killed while it sends holds up no other. They are killed
     # when the caller has enough, or is stopped.
     context = multiprocessing.get_context("spawn")
+    num_processes = cores()
     readers = []
     processes = []
     try:
-        for i in range(min(n, len(tasks))):
+        for i in range(num_processes):
             reader, writer = context.Pipe(duplex=False)
-            arguments = function, tasks[i::n], writer
+            arguments = make, TASKS_ALONE + i, num_processes, writer
             process = context.Process(target=send_results, args=arguments, daemon=True)
             process.start()
             writer.close()
             readers.append(reader)
             processes.append(process)
-        for i in range(len(tasks)):
-            yield readers[i % n].recv()
+        for reader in itertools.cycle(readers):
+            yield reader.recv()
     except EOFError:
         raise TransientError("a process ended before its work was done; is the memory full?") from None
     finally:
@@ -264,12 +223,12 @@ def in_parallel(function, tasks):
             process.kill()
 
 
-def send_results(function, tasks, writer):
-    """Sends function(*task) of each task, in a process of in_parallel."""
+def send_results(make, first, step, writer):
+    """Sends make(first), make(first + step), ..., in a process of in_parallel."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     end_with_parent()
-    for task in tasks:
-        writer.send(function(*task))
+    for number in itertools.count(first, step):
+        writer.send(make(number))
 
 
 def cores():
@@ -284,29 +243,26 @@ def cores():
 
 def csv_files(settings, repository):
     """Returns the paths of the training and test file, downloaded from Hugging Face where source is hub."""
-    if settings.source != "hub":
-        return settings.train_csv, settings.test_csv
-    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    paths = [settings.train_csv, settings.test_csv]
+    if settings.source == "hub":
+        # data/downloads keeps them for the next run
+        endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        folder = f"data/downloads/{os.path.basename(repository)}"
+        paths = [f"{folder}/train.csv", f"{folder}/test.csv"]
+        for path in paths:
+            download(f"{endpoint}/datasets/{repository}/resolve/main/{os.path.basename(path)}", path)
+    return paths
 
-    # data/downloads keeps them for the next run
-    folder = f"data/downloads/{os.path.basename(repository)}"
-    for split in "train", "test":
-        url = f"{endpoint}/datasets/{repository}/resolve/main/{split}.csv"
-        download(url, f"{folder}/{split}.csv")
-    return f"{folder}/train.csv", f"{folder}/test.csv"
 
-
-def download(url, path, advice="use files of your own with --source=csv"):
+def download(url, path):
     """Downloads url to path unless path exists; one process of a host does, the others wait."""
+    advice = "use files of your own with --source=csv"
     progress = Progress(f"downloading {url}", 0, "MB", 1e6)
 
     def attempt():
         # sizes are the file's, not a compressed copy's
         headers = {"Accept-Encoding": "identity"}
-        try:
-            response = requests.get(url, headers=headers, stream=True, timeout=(10, 30))
-        except ValueError as e:  # no URL
-            raise UserError(f"{url} cannot be downloaded ({network_error(e)})") from None
+        response = requests.get(url, headers=headers, stream=True, timeout=(10, 30))
         status = response.status_code
         if status in RETRIED:
             raise TransientError(f"status {status}")
@@ -317,24 +273,24 @@ def download(url, path, advice="use files of your own with --source=csv"):
         # the whole file, each time
         progress.done = 0
         progress.total = int(response.headers.get("Content-Length", 0))
-        f.truncate(f.seek(0))
-        for block in response.iter_content(1 << 15):
-            f.write(block)
-            progress.add(len(block))
+        with replacing(path) as f:
+            for block in response.iter_content(1 << 15):
+                f.write(block)
+                progress.add(len(block))
 
     with locked(path):
-        if not os.path.exists(path):
-            try:
-                with replacing(path) as f:
-                    try_again(attempt, without_password(url), 6)
-            except TransientError as e:
-                raise TransientError(f"{e}: run again, or {advice}") from None
+        if os.path.exists(path):
+            return
+        try:
+            try_again(attempt, without_password(url), 6)
+        except TransientError as e:
+            raise TransientError(f"{e}: run again, or {advice}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------
 # The writer
 
-def write_puzzles(settings, script, config, task, train, test, num_copies, copies_of, counts):
+def write_puzzles(settings, script, config, task, train, test, num_copies, copies_of, left_out):
     """Writes the dataset of a prepare script, and says how to train on it.
 
     Args:
@@ -345,22 +301,18 @@ def write_puzzles(settings, script, config, task, train, test, num_copies, copie
         num_copies: training examples of each puzzle, itself included.
         copies_of: a function of some puzzles [2, n, cells] that returns them before their copies,
             [2, n, num_copies, cells].
-        counts: {what: how many}, for the manifest and for the user; copies_of may change it.
+        left_out: {what: how many}, for the manifest and for the user.
     """
-    _, num_train, cells = train.shape
-    _, num_test, _ = test.shape
-
-    def blocks():
-        step = max(1, ROWS // num_copies)
-        for first in range(0, num_train, step):
-            yield copies_of(train[:, first:first + step]).reshape(2, -1, cells)
-
-    counts |= {
+    num_train = train.shape[1]
+    num_test = test.shape[1]
+    step = max(1, ROWS // num_copies)
+    blocks = (copies_of(train[:, first:first + step]) for first in range(0, num_train, step))
+    splits = {"train": (num_train, num_copies, blocks), "test": (num_test, 1, [test])}
+    counts = left_out | {
         "training puzzles": num_train,
         "copies of each": num_copies - 1,
         "test puzzles": num_test,
     }
-    splits = {"train": (num_train, num_copies, blocks()), "test": (num_test, 1, [test])}
     manifest = task | {"command": command_of(script, settings), "counts": counts}
     write_dataset(settings.output_dir, splits, len(task["symbols"]), manifest)
     print_report(settings, config, counts)
@@ -431,23 +383,18 @@ def new_dataset(path, manifest):
 def write_split(folder, groups, copies, blocks, task):
     """Writes the files of one split; see write_dataset."""
     os.makedirs(folder)
-    num_rows = groups * copies
     seq_len = math.prod(task["grid"])
-    vocab_size = len(task["symbols"])
-    progress = Progress(f"making {folder}", num_rows)
-    inputs = np.empty((num_rows, seq_len), dtype=np.uint8)
-    labels = np.empty_like(inputs)
+    parts = []
     for block in blocks:
-        block = np.asarray(block)
-        part = slice(progress.done, progress.done + block.shape[1])
-        inputs[part], labels[part] = np.where(block == IGNORE_LABEL, 0, block)
-        progress.add(block.shape[1])
-    assert progress.done == num_rows and labels.max() < vocab_size
+        tokens = np.where(np.equal(block, IGNORE_LABEL), 0, block)
+        parts.append(tokens.astype(np.uint8).reshape(2, -1, seq_len))
+    inputs, labels = np.concatenate(parts, axis=1)
+    assert len(inputs) == groups * copies and labels.max() < len(task["symbols"])
     if not labels.any(axis=1).all():
         raise UserError("an answer has no cell that counts: a model would learn nothing from it")
 
     # one puzzle an example; total_puzzles: puzzles without copies, as the official builder counts them
-    rows = np.arange(num_rows + 1, dtype=np.int32)
+    rows = np.arange(len(inputs) + 1, dtype=np.int32)
     arrays = {
         "inputs": inputs,
         "labels": labels,
@@ -455,8 +402,9 @@ def write_split(folder, groups, copies, blocks, task):
         "puzzle_indices": rows,
         "group_indices": rows[::copies],
     }
-    finish_split(folder, arrays, vocab_size=vocab_size, seq_len=seq_len, num_puzzle_identifiers=1,
-                 total_groups=groups, mean_puzzle_examples=1.0, total_puzzles=groups)
+    finish_split(
+        folder, arrays, vocab_size=len(task["symbols"]), seq_len=seq_len, num_puzzle_identifiers=1,
+        total_groups=groups, mean_puzzle_examples=1.0, total_puzzles=groups)
 
 
 def finish_split(folder, arrays, **sizes):

@@ -28,12 +28,13 @@ def maze_task(size):
 def judge_maze(task, questions, answers):
     """Returns which cells differ from the question's, but for the path on open cells.
 
-    See JUDGES in __init__.py. An answer is a solution if it is a shortest path.
+    See JUDGES in __init__.py. An answer is a solution if it is a shortest path, and nothing else differs.
     """
-    broken = (answers != questions) & ~((questions == OPEN) & (answers == PATH))
+    is_drawn = (questions == OPEN) & (answers == PATH)
+    broken = (answers != questions) & ~is_drawn
     labels, _ = solve_mazes(questions, task["grid"][0])
     _, is_shortest = path_metrics(questions, labels, answers)
-    return broken, is_shortest
+    return broken, is_shortest & ~broken.any(axis=1)
 
 
 def path_metrics(questions, labels, answers):
@@ -150,7 +151,8 @@ def long_mazes(index, seed, size, min_path):
     farthest from a random one, and the other any cell at least min_path steps away.
     """
     rng = np.random.default_rng([seed, index])
-    is_open = rng.random((GRIDS, size * size), dtype=np.float32) >= rng.uniform(*WALLS, (GRIDS, 1))
+    draws = rng.random((GRIDS, size * size), dtype=np.float32)
+    is_open = draws >= rng.uniform(*WALLS, (GRIDS, 1))
     is_origin = np.zeros_like(is_open)
     is_origin[np.arange(GRIDS), rng.integers(size * size, size=GRIDS)] = True
     is_open = (is_open | is_origin).reshape(-1, size, size)
@@ -163,12 +165,14 @@ def long_mazes(index, seed, size, min_path):
     one_end = random_cells((steps == farthest)[keep], rng)
 
     # the other end
-    other_end = random_cells(distances(one_end, is_open) >= min_path, rng)
+    is_far = distances(one_end, is_open) >= min_path
+    other_end = random_cells(is_far, rng)
     swap = rng.random((len(is_open), 1, 1)) < 0.5
     questions = np.where(is_open, np.uint8(OPEN), np.uint8(WALL))
     questions[np.where(swap, one_end, other_end)] = START
     questions[np.where(swap, other_end, one_end)] = GOAL
-    questions = questions[other_end.any(axis=(1, 2))].reshape(-1, size * size)
+    has_both_ends = other_end.any(axis=(1, 2))
+    questions = questions[has_both_ends].reshape(-1, size * size)
     answers, _ = solve_mazes(questions, size)
     return questions, answers
 

@@ -11,7 +11,6 @@ SUDOKU = " .123456789"  # a symbol for each token
 EMPTY = 1  # token
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # {rows of a board: rows and columns of a box}
 UNITS = (2, 3), (0, 1), (1, 3)  # axes of (bands, rows, stacks, columns) along a row, a column and a box
-REPLACED = "copies made anew, since they were test puzzles"
 BOARDS = 4096  # in the solver at a time: as many as stay in the processor's cache
 
 
@@ -36,14 +35,17 @@ def judge_sudoku(task, questions, answers):
     See JUDGES in __init__.py.
     """
     # no token stands twice in a row, a column or a box
-    cells = (1 << answers.T.astype(np.uint16)).reshape(*box_shape(task["grid"][0]), -1)
+    bits = 1 << answers.T.astype(np.uint16)
+    cells = bits.reshape(*box_shape(task["grid"][0]), -1)
     repeated = np.zeros(cells.shape, dtype=bool)
     for axes in UNITS:
         _, again = digits_of_units(cells, axes)
         repeated |= cells & again > 0
 
+    # empty cells, and givens that have changed
+    is_empty = answers < 2
     changed = (questions > 1) & (answers != questions)
-    broken = (answers < 2) | changed | repeated.reshape(answers.T.shape).T
+    broken = is_empty | changed | repeated.reshape(bits.shape).T
     return broken, ~broken.any(axis=1)
 
 
@@ -88,7 +90,8 @@ def count_solutions(candidates, size, limit):
         split = np.flatnonzero(alive & stuck)
         others = boards[:, split]
         column = np.arange(len(split))
-        cell = np.argmin(np.bitwise_count(others) - np.uint8(2), axis=0)  # decided cells wrap around
+        num_others = np.bitwise_count(others) - np.uint8(2)  # decided cells wrap around
+        cell = np.argmin(num_others, axis=0)
         options = others[cell, column]
         boards[cell, split] = options & -options
         others[cell, column] = options & (options - 1)
@@ -196,10 +199,12 @@ def random_boards(n, size, rng):
 
         # and its digit
         is_candidate = boards[cell, stuck] & bits[:, None] > 0
-        digit = np.argmax(is_candidate * rng.random((size, len(stuck))), axis=0)
+        draws = is_candidate * rng.random(is_candidate.shape)
+        digit = np.argmax(draws, axis=0)
         boards[cell, stuck] = bits[digit]
     filled = np.concatenate(done, axis=1).T
-    return np.bitwise_count(filled - 1).astype(np.uint8) + np.uint8(2)  # bit d - 1 is token d + 1
+    # bit d - 1 is token d + 1
+    return np.bitwise_count(filled - 1).astype(np.uint8) + np.uint8(2)
 
 
 def shuffled(rng, *shape):
@@ -210,7 +215,7 @@ def shuffled(rng, *shape):
 # ---------------------------------------------------------------------------------------------------------
 # Symmetric copies
 
-def sudoku_copies(puzzles, num_aug, size, rng, test_keys, counts):
+def sudoku_copies(puzzles, num_aug, size, rng, test_keys):
     """Returns each puzzle before its symmetric copies, [2, n, 1 + num_aug, cells].
 
     Args:
@@ -219,17 +224,16 @@ def sudoku_copies(puzzles, num_aug, size, rng, test_keys, counts):
         size: rows of a board.
         rng: a random generator.
         test_keys: all test questions, as bytes; a copy that is one of them is made anew.
-        counts: a dict that counts these.
 
     Raises UserError if there are no other copies.
     """
     originals = np.repeat(puzzles, num_aug, axis=1)
     copies = symmetric_sudokus(originals, size, rng)
     for _ in range(100):
-        hits = np.flatnonzero([question.tobytes() in test_keys for question in copies[0]])
+        is_hit = [question.tobytes() in test_keys for question in copies[0]]
+        hits = np.flatnonzero(is_hit)
         if not hits.size:
             break
-        counts[REPLACED] = counts.get(REPLACED, 0) + hits.size
         copies[:, hits] = symmetric_sudokus(originals[:, hits], size, rng)
     else:
         raise UserError("all copies of a puzzle are test puzzles: take fewer, or --num_aug=0")

@@ -1,31 +1,31 @@
 """A web page on this machine where a trained model solves puzzles, step by step.
 
     python scripts/play.py                              the model of models/ with the largest puzzles
-    python scripts/play.py out/demo --browser=False     a run's; then open the address that it prints
+    python scripts/play.py out/demo                     a run's
     python scripts/play.py out/fork fork.py --port=0    a model that fork.py trained, on any free port
 
-The model is what solve.py takes, and brings 100 test puzzles; others can be typed. ARC's tasks come from the
-dataset of the training (--data_path). The server of the page, play.html, listens on 127.0.0.1 only. Its API
-is JSON, errors are {"error": "..."}:
+Open the address that it prints. The model is what solve.py takes, and brings 100 test puzzles; others can be
+typed. ARC's tasks come from the dataset of the training (--data_path). The server of the page, play.html,
+listens on 127.0.0.1 only. Its API is JSON, errors are {"error": "..."}:
 
     GET  /api/run                what the model plays
     GET  /api/puzzle?number=7    a test puzzle, from 1, and its answer, null if there are several
     POST /api/solve              {"question": "2...", "steps": 16, "copies": 4, "noise": 1.0, "seed": 0}
 
-/api/solve answers with a line of JSON at once, and another after each supervision step: lists of the copies'
-answers, certainties, cells that break a rule, and whether they are solved. All copies of the puzzle but the
-first get normal noise on the latent after each step.
+/api/solve answers with the request and a warning at once, and another line of JSON after each supervision
+step: lists of the copies' answers, certainties, cells that break a rule, and whether they are solved. All
+copies of the puzzle but the first get normal noise on the latent after each step.
 
 For ARC, questions and answers are grids, [[0, 1], [2, 0]]. A test puzzle also has the name of its task and
 the pairs that demonstrate it; a request to solve has the name, "task". The copies are versions of the task,
 whose answers are turned and recoloured back; the first one is the original.
 """
 import contextlib
+import itertools
 import json
 import os
 import sys
 import threading
-import webbrowser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -38,21 +38,12 @@ import data as datasets
 import evaluate
 import puzzles
 from configurator import Settings, UserError, command, split_arguments
-from device import Device
 from puzzles import arc
 
 # server
 port = 8000  # the port of the page's address; 0: any free one
-browser = True  # open the page in the browser
 
 PAGE = Path(__file__).with_suffix(".html")
-# the values in a request: type, smallest, largest
-LIMITS = {
-    "steps": (int, 1, 256),
-    "copies": (int, 1, 16),
-    "noise": (float, 0, 10),
-    "seed": (int, 0, 2 ** 31 - 1),
-}
 
 
 def main(argv):
@@ -60,12 +51,9 @@ def main(argv):
     settings, operands, train_arguments = split_arguments(__file__, argv)
     if len(operands) > 1:
         raise UserError("usage: python scripts/play.py MODEL, a file or a run's folder; see --help")
-    [path] = operands or [os.path.relpath(f"{solve.MODELS}/sudoku-9x9.pt")]
+    [path] = operands or [os.path.relpath(f"{solve.ROOT}/models/sudoku-9x9.pt")]
     server = open_server(Game(path, train_arguments), settings.port)
-    address = f"http://127.0.0.1:{server.server_port}"
-    print(f"{address} (Ctrl-C stops)", flush=True)
-    if settings.browser:  # in a thread: some browsers return when they are closed
-        threading.Thread(target=webbrowser.open, args=[address], daemon=True).start()
+    print(f"open http://127.0.0.1:{server.server_port} in a browser (Ctrl-C stops)", flush=True)
     server.serve_forever()
 
 
@@ -93,9 +81,6 @@ class Game:
         self.model, self.settings = solve.load(path, train_arguments)
         self.task = self.model.task
         self.lock = threading.Lock()  # one request at a time uses the model
-        # what a request need not say
-        depth = self.settings.eval_halt_max_steps or self.settings.halt_max_steps
-        self.defaults = {"steps": depth, "copies": 1, "noise": self.settings.eval_noise, "seed": 0}
 
         # the test puzzles, (question, answer) each; the versions of ARC's tasks are in the dataset
         self.is_arc = self.task["kind"] == "arc"
@@ -117,18 +102,19 @@ class Game:
             "kind": self.task["kind"],
             "grid": self.task["grid"],
             "symbols": self.task["symbols"][1:],
-            "depth": self.defaults["steps"],
-            "noise": self.defaults["noise"],
+            "depth": self.settings.eval_halt_max_steps or self.settings.halt_max_steps,
+            "noise": self.settings.eval_noise,
             "parameters": self.model.num_parameters(),
             "training_step": self.model.step,
             "puzzles": len(self.puzzles),
         }
 
     def test_puzzle(self, number):
-        """Returns a test puzzle, for the page; number: a text. Raises UserError, ValueError for no number.
+        """Returns a test puzzle, for the page; number: a text. Raises UserError or ValueError.
 
         The answer is None if it is not known, or one of several right ones.
         """
+        # numbers begin with 1
         i = int(number) - 1
         if not 0 <= i < len(self.puzzles):
             raise UserError(f"number must be from 1 to {len(self.puzzles)}, not {number}")
@@ -154,50 +140,37 @@ class Game:
             "answer": answer.tolist() or None,
         }
 
-    def parse_request(self, body):
-        """Returns the question, a warning, and the values of LIMITS in a request to solve. Raises UserError.
+    def solve(self, request):
+        """Returns an iterator of dicts for the page: the request and a warning, then one after each step.
 
-        The question is tokens [1, cells], for ARC the task's number and a grid. Values outside of LIMITS are
-        taken as the nearest.
+        Raises various errors if the request is not as it must be.
         """
-        # a TypeError, ValueError or LookupError if the request is not as it must be
-        try:
-            request = self.defaults | json.loads(body)
-            values = {}
-            for name, (convert, low, high) in LIMITS.items():
-                values[name] = min(max(low, convert(request[name])), high)
-            # the question
-            if self.is_arc:
-                group = self.train_data.task_names.index(request["task"])
-                grid = arc.grid_of(request["question"])
-                arc.canvas(grid, self.train_data.side)  # a ValueError if it is too large
-                return (group, grid), "", values
-            task, tokens = puzzles.parse_question(self.task, str(request["question"]))
-        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as e:
-            raise UserError(f'the request is not as {{"question": "..."}}: {e}') from None
-        if task != self.task:
-            raise UserError(f"the question has {tokens.size} cells, not {self.model.config.seq_len}")
-        return tokens[None], puzzles.check_questions(task, tokens[None], [""]), values
-
-    def solve(self, question, warning, values):
-        """Yields a dict for the page at once, and another after each step; arguments: from parse_request."""
-        yield values | {"warning": warning}
         # the run's settings, and the request's
         settings = Settings(**vars(self.settings))
-        settings.eval_halt_max_steps = values["steps"]
-        settings.eval_rollouts = 1 if self.is_arc else values["copies"]
-        settings.eval_noise = values["noise"]
-        settings.seed = values["seed"]
-        with self.lock:
-            if self.is_arc:
-                yield from self.solve_arc(settings, *question, values["copies"])
-            else:
-                yield from self.solve_puzzle(settings, question)
+        settings.eval_halt_max_steps = int(request["steps"])
+        settings.eval_rollouts = int(request["copies"])
+        settings.eval_noise = float(request["noise"])
+        settings.seed = int(request["seed"])
+
+        # a question is a grid, or as many cells as the model takes
+        warning = ""
+        if self.is_arc:
+            group = self.train_data.task_names.index(request["task"])
+            grid = arc.grid_of(request["question"])
+            arc.canvas(grid, self.train_data.side)  # a ValueError if it is too large
+            steps = self.solve_arc(settings, group, grid)
+        else:
+            task, tokens = puzzles.parse_question(self.task, request["question"])
+            if task != self.task:
+                raise UserError(f"the question has {tokens.size} cells, not {self.model.config.seq_len}")
+            warning = puzzles.check_questions(task, tokens[None], [""])
+            steps = self.solve_puzzle(settings, tokens[None])
+        return itertools.chain([request | {"warning": warning}], steps)
 
     def solve_puzzle(self, settings, question):
-        """See solve; settings: train.py's settings."""
+        """Yields the copies' answers after each step; settings: train.py's; question: tokens [1, cells]."""
         keys = evaluate.noise_keys(settings.seed, settings.eval_rollouts, 1)
-        for results in solve.watch(settings, self.model, question, keys):
+        for results in self.watch(settings, question, keys):
             answers = results["preds"][:, 0]
             line = {
                 "answers": [puzzles.text_of(self.task, answer) for answer in answers],
@@ -210,29 +183,33 @@ class Game:
                 line["solved"] = judgement.solved.tolist()
             yield line
 
-    def solve_arc(self, settings, group, grid, num_versions):
-        """See solve.
+    def solve_arc(self, settings, group, grid):
+        """Yields the answers to a task's versions after each step.
 
         Args:
-            settings: train.py's settings.
+            settings: train.py's settings; eval_rollouts says how many versions of the task vote.
             group: the task's number in the dataset.
             grid: its test input.
-            num_versions: how many of its versions vote.
         """
-        # each version of the task is a sequence of one batch, and the first one is the original
+        # each version of the task is a puzzle of one batch, and the first one is the original
         data = self.train_data
-        numbers = range(*data.group_indices[group:group + 2])[:num_versions]
+        numbers = range(*data.group_indices[group:group + 2])[:settings.eval_rollouts]
         versions = data.versions[numbers]
         canvases = [arc.canvas(arc.apply_version(grid, version), data.side) for version in versions]
-        batch = evaluate.unlabelled_batch(np.int32(canvases).reshape(len(numbers), -1))
-        batch["puzzle_identifiers"] = data.puzzle_identifiers[numbers]
-        evaluator = evaluate.Evaluator(settings, self.model, Device("cpu", settings), len(numbers))
-        for results in evaluator.watch(*evaluate.weights_of(self.model), batch):
+        questions = np.int32(canvases).reshape(len(numbers), -1)
+        keys = evaluate.noise_keys(settings.seed, 1, len(numbers))
+        identifiers = data.puzzle_identifiers[numbers]
+        for results in self.watch(settings, questions, keys, identifiers):
             # the answers, turned and recoloured back
             answers = []
-            for tokens, version in zip(results["preds"], versions):
+            for tokens, version in zip(results["preds"][0], versions):
                 answers.append(arc.undo_version(arc.crop(tokens, data.side), version).tolist())
-            yield {"answers": answers, "sure": solve.sigmoid(results["q_halt_logits"]).tolist()}
+            yield {"answers": answers, "sure": solve.sigmoid(results["q_halt_logits"][0]).tolist()}
+
+    def watch(self, settings, *arguments):
+        """Yields what solve.watch does, while no other request uses the model."""
+        with self.lock:
+            yield from solve.watch(settings, self.model, *arguments)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -247,9 +224,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self):
         """Answers a request. What is wrong with it gets status 400 and {"error": ...}."""
-        game = self.server.game
-        path, _, number = self.path.partition("?number=")
-        if path == "/":
+        # the page
+        if self.path == "/":
             self.begin(200, "text/html; charset=utf-8")
             self.wfile.write(PAGE.read_bytes())
             return
@@ -257,21 +233,26 @@ class Handler(BaseHTTPRequestHandler):
         # lines of JSON
         status = 200
         try:
-            if path == "/api/run":
-                lines = [game.describe()]
-            elif path == "/api/puzzle":
-                lines = [game.test_puzzle(number)]
-            elif path == "/api/solve":
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                lines = game.solve(*game.parse_request(body))
-            else:
-                raise UserError("no such page")
-        except (UserError, ValueError) as e:
+            lines = self.lines()
+        except Exception as e:  # whatever it is, the page shows it
             status = 400
             lines = [{"error": " ".join(str(e).splitlines())}]
         self.begin(status, "application/json")
         for line in lines:
             self.wfile.write(json.dumps(line).encode() + b"\n")
+
+    def lines(self):
+        """Returns the dicts that answer a request of the API."""
+        game = self.server.game
+        path, _, number = self.path.partition("?number=")
+        if path == "/api/run":
+            return [game.describe()]
+        if path == "/api/puzzle":
+            return [game.test_puzzle(number)]
+        if path == "/api/solve":
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            return game.solve(json.loads(body))
+        raise UserError("no such page")
 
     def begin(self, status, content_type):
         """Sends the beginning of an answer."""

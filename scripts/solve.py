@@ -2,24 +2,22 @@
 
     python scripts/solve.py 2.....4...6.....156....2..3.5.......      by the model of models/ for this size
     python scripts/solve.py out/demo puzzle.txt                        by the newest checkpoint of a run
-    python scripts/solve.py out/maze/best.pt maze.txt --steps --halt_max_steps=64
+    python scripts/solve.py out/maze/best.pt maze.txt --steps --eval_halt_max_steps=64
     python scripts/solve.py out/demo puzzles.csv --output=answers.csv --eval_rollouts=8
     python scripts/solve.py out/fork fork.py puzzle.txt --plot=answer.gif     a model that fork.py trained
 
-A puzzle is a line, a file, or stdin (-), in one line or in several. A Sudoku has digits with . or 0 for an
-empty cell, a maze "# SG" (wall, open, start, goal), others the symbols of their dataset. A puzzle that begins
-with - must be in a file. A .csv file, also .gz, has a puzzle a row, in the column question. Rules judge the
-answers; where no rules are known, the column answer does.
+A puzzle is a text or a file, in one line or in several. A Sudoku has digits with . or 0 for an empty cell, a
+maze "# SG" (wall, open, start, goal), others the symbols of their dataset. A puzzle that begins with - must
+be in a file. A .csv file, also .gz, has a puzzle a row, in the column question. Rules judge the answers;
+where no rules are known, the column answer does.
 
 The script keeps the most confident answer: of all supervision steps, and of several attempts with noise
 (eval_rollouts). The model is a file of export.py, a run's folder or a checkpoint. It says what it solves and
-how it is evaluated; train.py's config files and flags change that. It runs on the CPU in float32, with
-averaged weights, at full depth. export.py makes a model file of a checkpoint of the official code. play.py
-shows ARC's tasks.
+how it is evaluated; train.py's config files and flags change that, eval_halt_max_steps the number of steps.
+It runs on the CPU in float32, with averaged weights, at full depth. export.py makes a model file of a
+checkpoint of the official code. play.py shows ARC's tasks.
 """
-import codecs
 import csv
-import glob
 import os
 import sys
 from collections import Counter
@@ -37,7 +35,7 @@ import puzzles
 import train
 from checkpoint import newest_whole
 from configurator import UserError, command, configure, missing_forks, split_arguments
-from data import Progress, replacing
+from data import Progress
 from device import Device
 from puzzles.files import csv_rows
 from puzzles.maze import OPEN
@@ -47,9 +45,7 @@ from puzzles.sudoku import BOXES
 steps = False  # show the answers after several supervision steps, and how sure the halting head is
 plot = ""  # draw them: FILE.png, or FILE.gif with a frame for each step; needs matplotlib
 output = ""  # write the answers of a .csv to this new .csv: question, answer, certainty, step, result
-halt_max_steps = 0  # supervision steps; 0: as many as the run's evaluation; more may solve more
 
-MODELS = os.path.join(ROOT, "models")
 CELLS_AT_A_TIME = 5_000  # in a batch: 61 Sudokus of 9x9 or 5 mazes of 30x30
 
 
@@ -59,24 +55,22 @@ def main(argv):
     if len(operands) not in (1, 2):
         raise UserError("usage: python scripts/solve.py MODEL PUZZLE, or PUZZLE alone; see --help")
     *models_given, source = operands
-    is_csv = source.endswith((".csv", ".csv.gz"))
-    check_output(settings, is_csv)
-    if settings.halt_max_steps:
-        train_arguments.append(f"--eval_halt_max_steps={settings.halt_max_steps}")
+    check_output(settings)
 
     # the puzzles, and the model for them
-    rows = read_rows(source, is_csv)
-    [path] = models_given or [choose_model(rows[0][1])]
+    rows = read_rows(source)
+    [path] = models_given or [choose_model(rows[0][1]["question"])]
     model, train_settings = load(path, train_arguments)
     if model.task["kind"] == "arc":  # a question alone has no identifier
         raise UserError(f"{path} solves ARC tasks: play.py shows them, train.py writes submission.json")
-    task, questions = parse_rows(model.task, rows)
+    task, questions = parse_questions(model.task, rows)
     if questions.shape[1] != model.config.seq_len:
         model, _ = load(path, train_arguments, questions.shape[1])
 
     # solve
-    if is_csv:
-        solve_file(train_settings, model, task, questions, rows, settings.output)
+    if is_csv(source):
+        known_answers = [row.get("answer") or "" for _, row in rows]
+        solve_file(train_settings, model, task, questions, known_answers, settings.output)
     else:
         solve_one(train_settings, model, task, questions, settings, path)
 
@@ -84,7 +78,7 @@ def main(argv):
 # ---------------------------------------------------------------------------------------------------------
 # Solving
 
-def watch(settings, model, questions, keys):
+def watch(settings, model, questions, keys, identifiers=0):
     """Yields the results of evaluate.Evaluator.step, {name: [attempts, n, ...]}, after each supervision step.
 
     Args:
@@ -92,9 +86,11 @@ def watch(settings, model, questions, keys):
         model: a TRM on the CPU.
         questions: tokens int32 [n, cells].
         keys: the noise of each attempt, int32 [attempts, n], see evaluate.noise_keys.
+        identifiers: of the puzzles, with one attempt [n]; 0 for all that are no ARC tasks.
     """
     evaluator = evaluate.Evaluator(settings, model, Device("cpu", settings), keys.size)
     batch = evaluate.unlabelled_batch(np.tile(questions, (len(keys), 1)))
+    batch["puzzle_identifiers"][:] = identifiers
     for results in evaluator.watch(*evaluate.weights_of(model), batch, keys.ravel()):
         yield {name: array.reshape(*keys.shape, *array.shape[1:]) for name, array in results.items()}
 
@@ -122,12 +118,11 @@ def solve_one(train_settings, model, task, questions, settings, path):
     nothing = question < 0
     grids = [("question", question, nothing)]
     for result in results:
-        answers = result["preds"][attempt]
-        certainty = sigmoid(result["q_halt_logits"][attempt, 0])
-        judgement = puzzles.judge(task, questions, answers)
+        [answer] = result["preds"][attempt]
+        [logit] = result["q_halt_logits"][attempt]
+        judgement = puzzles.judge(task, questions, answer[None])
         broken = judgement.broken[0] if judgement else nothing
-        title = f"step {len(grids)}: {certainty:.0%} sure"
-        grids.append((title, answers[0], broken))
+        grids.append((f"step {len(grids)}: {sigmoid(logit):.0%} sure", answer, broken))
 
     # the most confident answer
     title, answer, _ = grids[kept]
@@ -135,14 +130,13 @@ def solve_one(train_settings, model, task, questions, settings, path):
     print(puzzles.side_by_side(shown, task["symbols"], *task["grid"]))
     print(puzzles.text_of(task, answer))
     verdict = puzzles.verdict(task, question, answer)
-    attempts = f"attempt {attempt + 1} of {len(keys)}"
-    print(f"{verdict} ({title}; {len(results)} steps, {attempts}; {path})")
+    print(f"{verdict} ({title}; {len(results)} steps, attempt {attempt + 1} of {len(keys)}; {path})")
     if settings.plot:
         frames = grids if settings.plot.endswith(".gif") else [grids[kept]]
         draw(settings.plot, task, question, frames)
 
 
-def solve_file(settings, model, task, questions, rows, output):
+def solve_file(settings, model, task, questions, known_answers, output):
     """Solves puzzles, prints how many are right, and writes a row for each to a new file.
 
     Args:
@@ -150,48 +144,45 @@ def solve_file(settings, model, task, questions, rows, output):
         model: a TRM.
         task: the puzzles' task.
         questions: tokens int32 [n, cells].
-        rows: what read_rows returns of them.
+        known_answers: a text for each, "" if it is not known.
         output: path of the file, "" for none.
     """
     n, cells = questions.shape
     keys = evaluate.noise_keys(settings.seed, settings.eval_rollouts, n)
     size = max(1, CELLS_AT_A_TIME // cells // len(keys))
     progress = Progress("solving", n, "puzzles")
-    solved = []
+    lines = []
     for first in range(0, n, size):
         batch = slice(first, first + size)
         *_, results = watch(settings, model, questions[batch], keys[:, batch])
-        surest = evaluate.surest_answers(results)
-        answers = surest["surest_preds"]
-        solved += zip(
+        answers, logits, steps = evaluate.surest_answers(results).values()
+        lines += zip(
             [puzzles.text_of(task, question) for question in questions[batch]],
             [puzzles.text_of(task, answer) for answer in answers],
-            sigmoid(surest["surest_q_halt_logits"]).round(4),
-            surest["surest_steps"],
-            judge_answers(task, questions[batch], answers, rows[batch]),
+            sigmoid(logits).round(4),
+            steps,
+            judge_answers(task, questions[batch], answers, known_answers[batch]),
         )
         progress.add(len(answers))
 
-    counts = Counter(result for *_, result in solved)
-    for result, count in counts.items():
+    for result, count in Counter(result for *_, result in lines).items():
         print(f"{count} of {n} {result} ({count / n:.1%})")
     if output:
-        with replacing(output) as f:
-            writer = csv.writer(codecs.getwriter("utf-8")(f), lineterminator="\n")
+        with open(output, "w", encoding="utf-8", newline="") as f:
+            writer = csv.writer(f, lineterminator="\n")
             writer.writerow(["question", "answer", "certainty", "step", "result"])
-            writer.writerows(solved)
-        print(f"wrote {output}")
+            writer.writerows(lines)
 
 
-def judge_answers(task, questions, answers, rows):
+def judge_answers(task, questions, answers, known_answers):
     """Returns "right", "wrong" or "not judged" of each answer, by the rules or else by the known answer."""
     judgement = puzzles.judge(task, questions, answers)
     if judgement:
         return np.where(judgement.solved, "right", "wrong")
     results = []
-    for answer, (_, _, known) in zip(answers, rows):
+    for answer, known_answer in zip(answers, known_answers):
         # other characters than the puzzle's stand in cells that do not count
-        pairs = zip(puzzles.text_of(task, answer), known)
+        pairs = zip(puzzles.text_of(task, answer), known_answer)
         is_equal = [ours == theirs for ours, theirs in pairs if theirs in task["symbols"]]
         result = "right" if all(is_equal) else "wrong"
         results.append(result if is_equal else "not judged")
@@ -242,55 +233,49 @@ def draw(path, task, question, grids):
         ax.vlines(range(0, columns + 1, box[1]), 0, rows, "black", linewidth=3)
 
     FuncAnimation(ax.figure, draw_grid, grids).save(path, "pillow", fps=2)
-    print(f"wrote {path}")
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Arguments and puzzles
 
-def check_output(settings, is_csv):
+def is_csv(source):
+    return source.endswith((".csv", ".csv.gz"))
+
+
+def check_output(settings):
     """Raises UserError if the output that is asked for cannot be written."""
-    if is_csv and (settings.steps or settings.plot) or settings.output and not is_csv:
-        raise UserError("--steps and --plot show one puzzle, --output is for a .csv of them")
-    if settings.plot and not settings.plot.endswith((".png", ".gif")):
-        raise UserError(f"--plot={settings.plot}: must end in .png or .gif")
     path = settings.plot or settings.output
-    if os.path.lexists(path) or not os.path.isdir(os.path.dirname(path) or "."):
-        raise UserError(f"{path} exists already, or its folder does not; choose another name")
+    is_new = not os.path.lexists(path) and os.path.isdir(os.path.dirname(path) or ".")
+    if not is_new or settings.plot[-4:] not in ("", ".png", ".gif"):
+        raise UserError(f"{path} must be a new file in a folder that exists; --plot makes a .png or a .gif")
 
 
-def read_rows(source, is_csv):
-    """Returns a list of (file and line, puzzle, known answer or ""); source: a file, stdin (-) or a line."""
-    if is_csv:
-        rows = []
-        for line, texts in csv_rows(source, ["question"], ["answer"]):
-            rows.append((f"{source}:{line}: ", *texts))
-        if not rows:
-            raise UserError(f"{source}:2: no puzzle under the header")
-        return rows
-    if source == "-":
-        content = sys.stdin.buffer.read()
-    else:
-        content = Path(source).read_bytes() if os.path.isfile(source) else source.encode()
-    return [("", content.decode("utf-8-sig", errors="replace"), "")]
+def read_rows(source):
+    """Returns the puzzles with their places, for messages: a list of (place, {"question": text, ...}).
+
+    source: a .csv file, another file with one puzzle, or the puzzle itself.
+    """
+    if is_csv(source):
+        return [(f"{source}:{line}: ", row) for line, row in csv_rows(source, "question")]
+    if os.path.isfile(source):
+        source = Path(source).read_text("utf-8-sig", errors="replace")
+    return [("", {"question": source})]
 
 
-def parse_rows(task, rows):
-    """Returns the task with the grid of puzzles, and their tokens, int32 [n, cells]; rows: from read_rows.
+def parse_questions(task, rows):
+    """Returns the task with the grid of the puzzles, and their tokens int32 [n, cells]; rows: of read_rows.
 
-    Warns on stderr if one has several solutions. Raises UserError for the first that is wrong or has none.
+    Warns on stderr if a puzzle has several solutions. Raises UserError for the first that is wrong or has
+    none.
     """
     questions = []
-    for place, text, _ in rows:
-        try:
-            task, tokens = puzzles.parse_question(task, text)
-        except UserError as e:
-            raise UserError(f"{place}{e}") from None
+    for place, row in rows:
+        task, tokens = puzzles.parse_question(task, row["question"], place)
         questions.append(tokens)
     if len(set(map(len, questions))) > 1:
         raise UserError("the puzzles must all have as many cells")
     questions = np.stack(questions)
-    warning = puzzles.check_questions(task, questions, [place for place, _, _ in rows])
+    warning = puzzles.check_questions(task, questions, [place for place, _ in rows])
     if warning:
         print(f"warning: {warning}", file=sys.stderr)
     return task, questions
@@ -333,7 +318,7 @@ def load(path, train_arguments, cells=0):
 
 def choose_model(question):
     """Returns the path of the model for puzzles of this one's size and symbols. Raises UserError."""
-    paths = [os.path.relpath(path) for path in sorted(glob.glob(f"{glob.escape(MODELS)}/*.pt"))]
+    paths = sorted(map(os.path.relpath, Path(ROOT, "models").glob("*.pt")))
     for path in paths:
         task = models.read_torch_file(path)["task"]
         with suppress(UserError):

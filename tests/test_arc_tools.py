@@ -29,13 +29,12 @@ def test_adaptation_answers_new_tasks(arc_folder, tmp_path):
 
 def test_a_model_file_has_the_identifiers_of_its_puzzles(arc_folder):
     model = TRM.load(arc_folder / "model.pt")
+    identifiers = model.puzzles["puzzle_identifiers"]
     test = Dataset(arc_folder / "arc-data", "test")
-    originals = test.puzzle_identifiers[test.group_indices[:-1]]
-    assert model.puzzles["puzzle_identifiers"].tolist() == originals.tolist()
+    assert identifiers.tolist() == test.puzzle_identifiers[test.group_indices[:-1]].tolist()
 
     # the identifiers matter once their rows differ
-    model.puzzle_emb.weights.data[1:] = torch.randn(len(model.puzzle_emb.weights) - 1, 32)
-    questions = model.puzzles["inputs"]
-    answers, _ = model.solve(questions, steps=3, identifiers=model.puzzles["puzzle_identifiers"])
-    others, _ = model.solve(questions, steps=3)
+    torch.nn.init.normal_(model.puzzle_emb.weights)
+    answers, _ = model.solve(model.puzzles["inputs"], steps=3, identifiers=identifiers)
+    others, _ = model.solve(model.puzzles["inputs"], steps=3)
     assert (answers != others).any()

@@ -1,9 +1,9 @@
 """The models in models/ do what their cards say, and the notebook runs."""
 import json
-import os
 import re
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +16,11 @@ from model import TRM
 
 @pytest.mark.parametrize("name", ["maze-6x6", "sudoku-6x6", "sudoku-9x9"])
 def test_model_does_what_its_card_says(name):
-    path = os.path.join(ROOT, "models", f"{name}.pt")
-    with open(os.path.join(ROOT, "models", f"{name}.md"), encoding="utf-8") as f:
-        card = " ".join(f.read().split())
+    path = Path(ROOT, "models", f"{name}.pt")
+    card = " ".join(path.with_suffix(".md").read_text().split())
     model = TRM.load(path)
-    assert os.path.getsize(path) <= 1_000_000 and model.data in card
-    command = torch.load(path, weights_only=True)["command"]
+    assert path.stat().st_size <= 1_000_000 and model.data in card
+    command = torch.load(path)["command"]
     configure(train.__file__, shlex.split(command)[2:])  # its command still has settings of train.py
     solved, steps = map(int, re.search(r"(\d+) of the 100 puzzles in the file in (\d+) steps", card).groups())
     answers, _ = model.solve(model.puzzles["inputs"], steps)
@@ -31,30 +30,30 @@ def test_model_does_what_its_card_says(name):
     assert len(right) == 100 and abs(right.sum() - solved) <= 2
 
 
+QUESTION = "2.....4...6.....156....2..3.5......."
+
+
 def test_a_model_solves_a_string_or_a_list_of_them():
-    model = TRM.load(os.path.join(ROOT, "models", "sudoku-6x6.pt"))
-    question = "2.....4...6.....156....2..3.5......."
-    answer, sure = model.solve(question)
+    model = TRM.load(Path(ROOT, "models/sudoku-6x6.pt"))
+    answer, sure = model.solve(QUESTION)
     assert "." not in answer and 0.9 < sure <= 1
-    answers, confidences = model.solve([question, answer])
+    answers, confidences = model.solve([QUESTION, answer])
     assert answers == [answer, answer] and confidences[0] == pytest.approx(sure)
     with pytest.raises(ValueError, match="symbols"):
-        model.solve([question.replace("2", "x"), answer])
+        model.solve([QUESTION.replace("2", "x"), answer])
 
 
 def test_a_rank_of_torchrun_solves_by_itself(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    model = TRM.load(os.path.join(ROOT, "models", "sudoku-6x6.pt"))
-    answer, _ = model.solve("2.....4...6.....156....2..3.5.......")
+    answer, _ = TRM.load(Path(ROOT, "models/sudoku-6x6.pt")).solve(QUESTION)
     assert answer[0] == "2"
 
 
 def test_notebook(tmp_path, monkeypatch):
     """Its cells, in order, with the demo's data and training cut short."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    with open(os.path.join(ROOT, "examples/demo.ipynb"), encoding="utf-8") as f:
-        cells = ["".join(cell["source"]) for cell in json.load(f)["cells"] if cell["cell_type"] == "code"]
-    assert len(cells) == 6
+    notebook = json.loads(Path(ROOT, "examples/demo.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     data = tmp_path / "data"
     prepare = ("prepare_sudoku.py --source=generate --size=6 --num_train=40 --num_test=8 --num_aug=1 "
                f"--output_dir={data}")
@@ -62,7 +61,7 @@ def test_notebook(tmp_path, monkeypatch):
              "--global_batch_size=8 --eval_halt_max_steps=2 --log_interval=2")
     cells[0] += f"\nout, flags = {str(tmp_path / 'out')!r}, {flags!r}"
     space = {}
-    monkeypatch.chdir(os.path.join(ROOT, "examples"))
+    monkeypatch.chdir(Path(ROOT, "examples"))
     pyplot.switch_backend("Agg")
     pyplot.close("all")  # those of other tests
     monkeypatch.setattr(pyplot, "show", lambda: None)

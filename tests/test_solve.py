@@ -1,10 +1,8 @@
 """scripts/solve.py, on small models of 4x4 Sudoku, of 6x6 mazes and of a puzzle without rules."""
 import csv
-import io
 import os
 import pickle
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -44,9 +42,8 @@ def test_a_model_file_needs_no_dataset_and_no_fork(run_solve, models_folder, eva
     saved = torch.load(models_folder / "model.pt")
     saved["settings"] |= dict(loss_type="a fork's", optimizer="a fork's", data_path="gone")
     torch.save(saved, tmp_path / "model.pt")
-    model = TRM.load(tmp_path / "model.pt")
     questions, answers, _ = evaluation
-    assert [model.solve(question, steps=4)[0] for question in questions[:20]] == answers[:20]
+    assert TRM.load(tmp_path / "model.pt").solve(questions[:20], steps=4)[0] == answers[:20]
     assert solved[1] in run_solve(tmp_path / "model.pt", solved[0]).splitlines()
 
 
@@ -56,18 +53,11 @@ def test_a_checkpoint_is_a_model_too(models_folder, solved):
     assert len(model.puzzles["inputs"]) == 60 and model.step == 70
 
 
-@pytest.mark.parametrize("question, words", [
-    ("2.....4...6.....156....2..3.5.......", r"as a 6x6 sudoku, \S*models/sudoku-6x6.pt\n"),
-    ("S     " + " " * 24 + "     G", r"as a 6x6 maze, \S*models/maze-6x6.pt\n")])
-def test_a_puzzle_alone_takes_the_model_of_its_size_and_says_which(run_solve, question, words):
-    assert re.match(words, run_solve(question))
-
-
 @each_fork
 def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data, tmp_path, run_solve, capsys):
     run(data, tmp_path, *flags_of(fork, "--max_steps=2", "--eval_rollouts=1"))
     question = play.Game(str(tmp_path), [fork]).test_puzzle("1")["question"]
-    text = run_solve(tmp_path, fork, question, "--halt_max_steps=3")
+    text = run_solve(tmp_path, fork, question, "--eval_halt_max_steps=3")
     answer, _ = models.TRM.load(tmp_path / "ckpt_00000002.pt").solve(question, steps=3)
     assert answer in text.splitlines()
 
@@ -89,17 +79,21 @@ class Code:
         return open, ("executed", "w")
 
 
-def flip_a_bit(content):
-    """Returns the file with another exponent in one of its weights."""
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 64]) + content[middle + 1:]
+@pytest.mark.parametrize("question, words", [
+    ("2.....4...6.....156....2..3.5.......", r"as a 6x6 sudoku, \S*models/sudoku-6x6.pt\n"),
+    ("S     " + " " * 24 + "     G", r"as a 6x6 maze, \S*models/maze-6x6.pt\n")])
+def test_a_puzzle_alone_takes_the_model_of_its_size_and_says_which(run_solve, question, words):
+    assert re.match(words, run_solve(question))
 
 
-@pytest.mark.parametrize("damage", [
-    lambda content: content[:-30], lambda content: pickle.dumps(Code()), flip_a_bit])
+@pytest.mark.parametrize("damage", ["cut", "pickle", "another exponent in a weight"])
 def test_damaged_model_files_are_refused_and_not_executed(models_folder, damage, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("a.pt").write_bytes(damage((models_folder / "model.pt").read_bytes()))
+    content = bytearray((models_folder / "model.pt").read_bytes())
+    content[len(content) // 2] ^= 64
+    if damage == "cut":
+        del content[-30:]
+    Path("a.pt").write_bytes(pickle.dumps(Code()) if damage == "pickle" else content)
     with pytest.raises(UserError, match="a.pt is damaged"):
         solve.main(["a.pt", "." * 16])
     assert os.listdir() == ["a.pt"]
@@ -107,38 +101,35 @@ def test_damaged_model_files_are_refused_and_not_executed(models_folder, damage,
 
 # Answers
 
-def test_a_puzzle_is_a_line_a_file_or_stdin(run_solve, models_folder, solved, tmp_path, monkeypatch):
-    text = run_solve(models_folder / "sudoku", solved[0])
+def test_a_puzzle_is_a_text_or_a_file(run_solve, models_folder, solved, tmp_path):
+    text = run_solve(models_folder / "sudoku", solved[0], "--steps", "--eval_halt_max_steps=9")
     assert solved[1] in text.splitlines() and "a solution: all rules" in text
+    assert [*range(1, 10)] == [int(step) for step in re.findall(r"step (\d+): \d+% sure(?!;)", text)]
     grid = "\ufeff" + "\n".join(re.findall("....", solved[0])).replace(".", "0") + "\n"
     (tmp_path / "puzzle.txt").write_text(grid)
-    assert run_solve(models_folder / "sudoku", tmp_path / "puzzle.txt") == text
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(grid.encode())))
-    assert run_solve(models_folder / "sudoku", "-") == text
-
-
-def test_steps_shows_each_step_and_may_be_more_than_in_training(run_solve, models_folder, solved):
-    text = run_solve(models_folder / "sudoku", solved[0], "--steps", "--halt_max_steps=19")
-    assert [*range(1, 20)] == [int(step) for step in re.findall(r"step (\d+): \d+% sure(?!;)", text)]
+    file = tmp_path / "puzzle.txt"
+    assert run_solve(models_folder / "sudoku", file, "--steps", "--eval_halt_max_steps=9") == text
 
 
 def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, models_folder, evaluation, tmp_path,
                                                             monkeypatch):
     questions, answers, labels = evaluation
     results = ["right" if answer == label else "wrong" for answer, label in zip(answers, labels)]
-    (tmp_path / "a.csv").write_text("\n".join(["question", *questions]))
     monkeypatch.setattr(solve, "CELLS_AT_A_TIME", 16 * 7)  # batches of 7 puzzles
-    argv = models_folder / "sudoku", tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}"
-    assert f"{results.count('right')} of 60 right" in run_solve(*argv)
-    rows = read_results(tmp_path / "b.csv")
-    columns = [[row[name] for row in rows] for name in ("question", "answer", "result")]
-    assert columns == [questions, answers, results]
-    with pytest.raises(UserError, match="b.csv exists already"):
-        run_solve(*argv)
+    rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, "question", *questions)
+    assert [[row["question"], row["answer"], row["result"]] for row in rows] == list(
+        map(list, zip(questions, answers, results)))
+    with pytest.raises(UserError, match="b.csv must be a new file"):
+        solve_rows(run_solve, models_folder / "sudoku", tmp_path, "question", *questions)
 
 
-def read_results(path):
-    return list(csv.DictReader(path.read_text().splitlines()))
+def solve_rows(run_solve, model, folder, *lines):
+    """Solves the puzzles in these lines of a CSV file; returns the rows of the output."""
+    (folder / "a.csv").write_text("\n".join(lines))
+    text = run_solve(model, folder / "a.csv", f"--output={folder / 'b.csv'}")
+    rows = list(csv.DictReader((folder / "b.csv").read_text().splitlines()))
+    assert f"{[row['result'] for row in rows].count('right')} of {len(rows)} right (" in text
+    return rows
 
 
 def test_a_wrong_row_is_named_before_anything_is_solved(models_folder, tmp_path):
@@ -151,12 +142,10 @@ def test_without_rules_the_column_answer_judges(run_solve, models_folder, tmp_pa
     """The model exchanges the two symbols; other characters stand in cells that do not count."""
     text = run_solve(models_folder / "exchange", "011\n010")
     assert "\n100101\nnot judged: the rules are not known" in text
-    answers = {"100101": "right", "?00101": "right", "000101": "wrong", "": "not judged"}
-    rows = "".join(f"011010,{answer}\n" for answer in answers)
-    (tmp_path / "a.csv").write_text("question,answer\n" + rows)
-    text = run_solve(models_folder / "exchange", tmp_path / "a.csv", f"--output={tmp_path / 'b.csv'}")
-    assert "2 of 4 right (50.0%)" in text
-    assert [row["result"] for row in read_results(tmp_path / "b.csv")] == list(answers.values())
+    results = {"100101": "right", "?00101": "right", "000101": "wrong", "": "not judged"}
+    lines = [f"011010,{answer}" for answer in results]
+    rows = solve_rows(run_solve, models_folder / "exchange", tmp_path, "question,answer", *lines)
+    assert [row["result"] for row in rows] == list(results.values())
 
 
 def test_mazes_of_any_size_and_attempts_with_noise(run_solve, models_folder, tmp_path):
@@ -183,11 +172,10 @@ def test_pictures(run_solve, models_folder, solved, tmp_path):
     (["nowhere", "." * 16], "No such file or directory: 'nowhere'"),
     (["official.pt", "." * 16], "official.pt does not say what it solves: scripts/export.py makes"),
     (["maze-data", "." * 16], "maze-data: no complete checkpoint"),
-    (["sudoku", "." * 16, "--plot=a.jpg"], ".png or .gif"),
-    (["sudoku", "nowhere.csv", "--steps"], "--steps and --plot show one puzzle"),
+    (["sudoku", "." * 16, "--plot=a.jpg"], "a .png or a .gif"),
     (["sudoku", "nowhere.csv"], "nowhere.csv: cannot be read"),
     (["sudoku", "." * 16, "--eval_rollouts=0"], "eval_rollouts must be"),
-    (["sudoku", "1..5............"], "row 1, column 4 of the puzzle is '5': must be one of '.1234'"),
+    (["sudoku", "1..5............"], "has '5' in row 1, column 4: must be one of '.1234'"),
     (["sudoku", "1.1............."], "the puzzle has no solution: row 1, column 1 breaks a rule"),
     (["maze", "S" + " " * 15], "the puzzle has no solution"),
     (["maze", "SG" + " " * 4222], "has 4224 cells, not 64x64")])

@@ -43,16 +43,16 @@ HEADER = "source,question,answer,rating"
 # 4x4 puzzles: one with a single solution, and wrong rows of a CSV file with the words of the error
 GOOD = "me,1..3.42...1.2...,1243342143122134,0"
 PUZZLES = {
-    "me,1..3,1243342143122134,0": "4 characters | 16",
-    "me,1..5.42...1.2...,1243342143122134,0": "character 4 | '5'",
-    "me,1..3.42...1.2...,124.342143122134,0": "character 4 of the answer | '.'",
+    "me,1..3,1243342143122134,0": "the question has 4 cells | not 4x4",
+    "me,1..5.42...1.2...,1243342143122134,0": "the question has '5' in row 1, column 4",
+    "me,1..3.42...1.2...,124.342143122134,0": "row 1, column 4 of the answer breaks a rule",
     "me,1..3.42...1.2...,1243342143122134,hard": "rating 'hard' is not an integer",
     "me,1...............,2134431212433421,0": "row 1, column 1 of the answer breaks a rule",
     "me,12....3....4....,1243342143122134,0": "row 2, column 3 of the answer breaks a rule"}
 MAZE = "me,S   #   G,Soo #o  G,0"  # 3x3
 MAZES = {
-    "me,S   #  G,Soo #o G,0": "8 characters | 9",
-    "me,So  #   G,Soo #o  G,0": "character 2 of the question | 'o' | '# SG'",
+    "me,S   #  G,Soo #o G,0": "8 cells | not 3x3",
+    "me,So  #   G,Soo #o  G,0": "the answer is not a shortest path",
     "me,S  G#   G,SooG#o  G,0": "the answer is not a shortest path",
     "me,S G #    ,S Go#oooo,0": "the answer is not a shortest path"}
 CSVS = {
@@ -181,17 +181,17 @@ SUDOKU = {
     CSV + "--test_csv=good.csv": "--train_csv",
     "--size=6": "size must be 9 | not 6",
     "--source=web": "source must be hub, csv or generate | 'web'",
-    MAKE + "--num_train=0": "num_train must be at least 1 | not 0",
+    MAKE + "--num_train=0": "num_train must be above 0 | not 0",
     MAKE + "--output_dir=data/sudoku": "data/sudoku exists | --output_dir",
     MAKE + "--num_train=8 --num_test=4 --output_dir=good.csv/new": "good.csv/new | cannot be written"}
 MAZE_FLAGS = {
-    "--train_csv=maze.csv --test_csv=oblong.csv": "oblong.csv | not squares",
+    "--train_csv=maze.csv --test_csv=oblong.csv": "oblong.csv:2 | 8 cells | not 2x2",
     **{f"--test_csv=maze.csv --output_dir=data/new --train_csv={name}": f"{name}{words}"
        for name, words in {
-        "good.csv": ":2 | 16 characters | not 9", "maze.csv": " | no puzzle is left | test set",
+        "good.csv": ":2 | 16 cells | not 3x3", "maze.csv": " | no puzzle is left | test set",
         **{f"maze{i}.csv": f":3 | {words}" for i, words in enumerate(MAZES.values())}}.items()},
     "--source=generate --size=5": "5x5 | 111 steps | min_path",
-    "--source=generate --min_path=0": "min_path must be at least 1 | not 0"}
+    "--source=generate --min_path=0": "min_path must be above 0 | not 0"}
 CASES = {(script, flags): words for script, table in ((T, TRAIN), (P, SUDOKU), (M, MAZE_FLAGS))
          for flags, words in table.items()}
 XLA, TPU = importlib.util.find_spec("torch_xla"), glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
