@@ -384,10 +384,12 @@ def write_split(folder, groups, copies, blocks, task):
     """Writes the files of one split; see write_dataset."""
     os.makedirs(folder)
     seq_len = math.prod(task["grid"])
+    progress = Progress(f"making {folder}", groups * copies, "examples")
     parts = []
     for block in blocks:
         tokens = np.where(np.equal(block, IGNORE_LABEL), 0, block)
         parts.append(tokens.astype(np.uint8).reshape(2, -1, seq_len))
+        progress.add(parts[-1].shape[1])
     inputs, labels = np.concatenate(parts, axis=1)
     assert len(inputs) == groups * copies and labels.max() < len(task["symbols"])
     if not labels.any(axis=1).all():
