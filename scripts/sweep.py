@@ -148,7 +148,8 @@ def changes(settings, others, ignored=NEUTRAL):
     differing = []
     for name, value in settings.items():
         if name not in ignored and value != others.get(name, value):
-            differing.append(f"{name}={value}")
+            text = f"{value:.4g}" if isinstance(value, float) else value
+            differing.append(f"{name}={text}")
     return " ".join(differing)
 
 
