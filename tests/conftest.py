@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from types import SimpleNamespace
 
 import pytest

@@ -96,7 +96,7 @@ def write_csv(path, rows):
 # a test that needs torch_xla has imported that too, if the test is the first to fork.
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train"])
+FORKS.set_forkserver_preload(["train", "torch._dynamo"])  # which a first step imports
 
 
 class Fork(FORKS.Process):
@@ -186,14 +186,6 @@ def begun(process, until="training from"):
     finally:
         process.kill()
         process.wait()
-
-
-def write_fork(path, code):
-    """Writes a fork of train.py, a script that runs `code` before it imports train; returns its path."""
-    lines = ["import sys", f"sys.path.insert(0, {ROOT!r})", code, "import configurator, train",
-             "if __name__ == '__main__':", "    configurator.start(train.main, train.__file__)"]
-    path.write_text("\n".join(lines))
-    return path
 
 
 # Runs, and what they leave.
@@ -424,8 +416,8 @@ def flipped(content):
 def serve_bucket(storage, **state):
     """Returns a Front with the attributes that it needs; storage: an emulator's."""
     attributes = dict(
-        storage=storage, lock=threading.Lock(), log=[], script=[], rate=0.0, random=random.Random(0), token="",
-        denied=())
+        storage=storage, lock=threading.Lock(), log=[], script=[], rate=0.0, random=random.Random(0),
+        token="", denied=())
     return Server(Front, **attributes | state)
 
 

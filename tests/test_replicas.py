@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import torch.nn.functional as F
 from helpers import (
     CURRICULUM,
@@ -29,9 +28,9 @@ from device import flatten
 from model import Block
 
 # Shallow: depth amplifies rounding, and the order of a sum depends on the number of replicas.
-SHALLOW = ["--max_steps=20", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2", "--lr=2e-4", "--log_interval=1",
-           "--eval_interval=4", "--eval_max_puzzles=20", "--checkpoint_interval=10", "--keep_last_n=9",
-           "--eval_rollouts=3", "--eval_save_outputs=surest_preds,surest_q_halt_logits"]
+SHALLOW = ["--max_steps=20", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2", "--lr=2e-4",
+           "--log_interval=1", "--eval_interval=4", "--eval_max_puzzles=20", "--checkpoint_interval=10",
+           "--keep_last_n=9", "--eval_rollouts=3", "--eval_save_outputs=surest_preds,surest_q_halt_logits"]
 
 
 def flags_of(data, out, *flags):
