@@ -12,7 +12,7 @@ import pytest
 ROOT = os.path.dirname(os.path.abspath(__file__))
 TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2",
         "--L_cycles=2", "--halt_max_steps=4", "--global_batch_size=16", "--lr=2e-3", "--lr_warmup_steps=5",
-        "--log_interval=10", "--checkpoint_interval=20", "--eval_interval=0"]
+        "--log_interval=10", "--checkpoint_interval=20", "--eval_interval=0", "--forward_dtype=auto"]
 
 # pytest runs two tests at a time, so each takes one thread.
 # XLA compiles small programs twice as fast without optimizing them.
@@ -40,25 +40,28 @@ def data(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("mixer", [
-    ["--forward_dtype=auto"],
-    ["--mlp_t=False", "--pos_encodings=rope", "--forward_dtype=float32"],
-], ids=["mlp", "attention"])
-def test_train_resume_evaluate_export(data, tmp_path, mixer):
-    common = [f"--data_path={data}", f"--out_dir={tmp_path / 'out'}", "--device=cpu", *TINY, *mixer]
-    python("train.py", *common, "--max_steps=40")
-    assert len(losses(tmp_path / "out")) == 4
-    assert losses(tmp_path / "out")[-1] < 0.9 * losses(tmp_path / "out")[0]
-    resume = ["--max_steps=60", "--init_from=resume"]
-    shown = python("train.py", *common, *resume)
-    assert all(words in shown for words in ("training from step 40 to 60", "40 test puzzles"))
+def train(data, out, *flags, **env):
+    return python("train.py", f"--data_path={data}", f"--out_dir={out}", "--device=cpu", *TINY, *flags, **env)
+
+
+def test_train_resume_evaluate_export(data, tmp_path):
+    out = tmp_path / "out"
+    train(data, out, "--max_steps=40")
+    assert len(losses(out)) == 4
+    assert losses(out)[-1] < 0.9 * losses(out)[0]
+    shown = train(data, out, "--max_steps=60", "--init_from=resume")
+    assert "training from step 40 to 60" in shown and "40 test puzzles" in shown
     exported = tmp_path / "model.pt"
-    python("scripts/export.py", tmp_path / "out", exported)
-    assert "40 test puzzles" in python("train.py", *common, f"--init_from={exported}", "--eval_only")
+    python("scripts/export.py", out, exported)
+    assert "step 60 | evaluation: " in train(data, out, f"--init_from={exported}", "--eval_only")
+
+
+def test_train_with_attention(data, tmp_path):
+    train(data, tmp_path / "out", "--max_steps=20", "--mlp_t=False", "--pos_encodings=rope")
+    assert losses(tmp_path / "out")[-1] < losses(tmp_path / "out")[0]
 
 
 def test_train_through_xla(data, tmp_path):
     pytest.importorskip("torch_xla", reason="this machine has no torch_xla")
-    python("train.py", f"--data_path={data}", f"--out_dir={tmp_path / 'out'}", "--device=xla", *TINY,
-           "--max_steps=20", "--forward_dtype=float32", PJRT_DEVICE="CPU")
+    train(data, tmp_path / "out", "--max_steps=20", "--device=xla", PJRT_DEVICE="CPU")
     assert losses(tmp_path / "out")[-1] < losses(tmp_path / "out")[0]

@@ -153,7 +153,6 @@ def slice_with_data(folder, seed=0):
         if tpu.keep:
             tpu.keep.kill()
         kill_processes(tpu.cloud / "hosts")
-        front.stop.set()
         front.server_close()
 
 

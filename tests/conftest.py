@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -51,8 +49,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("xla") and not importlib.util.find_spec("torch_xla"):
-        pytest.skip("torch_xla is not installed")
+    if item.get_closest_marker("xla"):
+        if not importlib.util.find_spec("torch_xla"):
+            pytest.skip("torch_xla is not installed")
+        helpers.FORKS.set_forkserver_preload(["train", "torch_xla"])
 
 
 @pytest.fixture(autouse=True)
@@ -160,29 +160,6 @@ def run_solve(capsys):
     return run_solve
 
 
-@pytest.fixture(scope="session")
-def replicas():
-    """A function (world, function, arguments) that lets a process with so many replicas call it."""
-    started = {}
-
-    def call(world, function, *args):
-        if world not in started:
-            env = helpers.xla_environment(world)
-            env |= {"XLA_THREAD_POOL_SIZE": "16", "PYTHONPATH": helpers.ROOT}
-            started[world] = subprocess.Popen([sys.executable, helpers.__file__, str(world)], text=True,
-                                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
-        job = function.__module__, function.__name__, args
-        print(json.dumps(job), file=started[world].stdin, flush=True)
-        reply = started[world].stdout.readline()
-        assert reply, f"{world} replicas ended in {job}; see stderr"
-        return json.loads(reply)
-
-    yield call
-    for process in started.values():
-        process.stdin.close()
-        process.wait(30)
-
-
 # Servers.
 
 @pytest.fixture
@@ -194,19 +171,17 @@ def hub(monkeypatch, at_once):
     server.server_close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def emulator():
-    """A bucket in memory, which `front` empties."""
+    """An empty bucket in memory."""
     return helpers.new_emulator()
 
 
 @pytest.fixture
 def front(emulator, monkeypatch):
-    """A server that passes requests on to an empty bucket, with faults. It stands for the cloud."""
-    emulator.wipe(keep_buckets=True)
+    """A server that passes requests on to the bucket, with faults. It stands for the cloud."""
     server = helpers.serve_bucket(emulator._storage)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
     monkeypatch.setenv("PYTHONPATH", helpers.ROOT)
     yield server
-    server.stop.set()
     server.server_close()

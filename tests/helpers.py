@@ -1,28 +1,23 @@
-"""What several test files use: commands and runs at tiny sizes, and servers that stand for the real ones.
-
-As a script it is the process of the fixture replicas.
-"""
+"""What several test files use: commands and runs at tiny sizes, and servers that stand for the real ones."""
 import atexit
 import contextlib
 import csv
+import functools
 import gc
 import http.server
-import importlib
 import io
-import json
 import multiprocessing.forkserver
 import os
 import random
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 import traceback
+from http import HTTPStatus
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -97,38 +92,39 @@ def write_csv(path, rows):
     return path
 
 
-# train.py in another process.
+# Processes are forks of one that has imported train.py, since to import torch takes seconds. The process of
+# a test that needs torch_xla has imported that too, if the test is the first to fork.
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train"])
+FORKS.set_forkserver_preload(["train", "torch._dynamo"])  # which a first step imports
 
 
-class TrainProcess:
-    """Runs `python train.py ...` in a fork of a process that has imported it: to import torch takes seconds.
+class Fork(FORKS.Process):
+    """Calls target(*args) in another process; a daemon ends with this one."""
 
-    As subprocess.Popen with one pipe for output and errors.
-    """
-
-    def __init__(self, argv, cwd=".", env=None):
+    def __init__(self, target, *args, daemon=False):
+        super().__init__(target=target, args=args, daemon=daemon)
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("PYTHONPATH", ROOT)
             multiprocessing.forkserver.ensure_running()
+        self.start()
+
+
+class TrainProcess(Fork):
+    """Runs `python train.py ...`, as subprocess.Popen does with one pipe for output and errors."""
+
+    def __init__(self, argv, cwd=".", env=None):
         reader, writer = FORKS.Pipe(duplex=False)
-        self.process = FORKS.Process(
-            target=run_train, args=(argv, os.path.abspath(cwd), dict(env or os.environ), writer))
-        self.process.start()
+        super().__init__(run_train, argv, os.path.abspath(cwd), dict(env or os.environ), writer)
         writer.close()
         self.stdout = open(os.dup(reader.fileno()), encoding="utf-8")
-        self.kill = self.process.kill
-        self.terminate = self.process.terminate
-        self.pid = self.process.pid
 
     @property
     def returncode(self):
-        return self.process.exitcode
+        return self.exitcode
 
     def wait(self, timeout=None):
-        self.process.join(timeout)
+        self.join(timeout)
         return self.returncode
 
     def communicate(self, timeout=60):
@@ -192,14 +188,6 @@ def begun(process, until="training from"):
         process.wait()
 
 
-def write_fork(path, code):
-    """Writes a fork of train.py, a script that runs `code` before it imports train; returns its path."""
-    lines = ["import sys", f"sys.path.insert(0, {ROOT!r})", code, "import configurator, train",
-             "if __name__ == '__main__':", "    configurator.start(train.main, train.__file__)"]
-    path.write_text("\n".join(lines))
-    return path
-
-
 # Runs, and what they leave.
 
 def run(data, out, *flags, code=0):
@@ -252,35 +240,34 @@ def same(a, b):
                                       for x, y in zip(a, b) if x is not None)
 
 
-# Replicas of torch_xla on the CPU: threads of one process that stays, as torch_xla takes long to import.
+# Replicas of torch_xla on the CPU: threads of one process that stays.
 
 def xla_environment(world):
     """Returns the environment of a process with so many replicas."""
     return {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(world)}
 
 
-def work(world):
-    """Reads (module, name of a function, arguments) from stdin, all replicas call it with their rank."""
+def work(world, connection):
+    """Receives (function, arguments), which all replicas call with their rank, and sends what they print."""
+    os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(world), "XLA_THREAD_POOL_SIZE": "16"}
     import torch_xla.debug.metrics
     import torch_xla.runtime as xr
     from torch_xla._internal import pjrt
     barrier = threading.Barrier(world)
-    replies = sys.stdout
     job = []
 
     def replica():
         try:
             while True:
                 if xr.global_ordinal() == 0:
-                    job[:] = json.loads(sys.stdin.readline() or "[null, null, []]")
+                    job[:] = connection.recv()
                     torch_xla.debug.metrics.clear_all()
                 barrier.wait()
-                if not job[0]:
-                    return
-                getattr(importlib.import_module(job[0]), job[1])(xr.global_ordinal(), *job[2])
+                function, args = job
+                function(xr.global_ordinal(), *args)
                 barrier.wait()
                 if xr.global_ordinal() == 0:
-                    print(json.dumps(printed.getvalue()), file=replies, flush=True)
+                    connection.send(printed.getvalue())
                     printed.seek(0)
                     printed.truncate()
         except BaseException:
@@ -289,6 +276,22 @@ def work(world):
 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         pjrt._run_thread_per_device(0, 1, replica, pjrt.initialize_multiprocess)
+
+
+@functools.cache
+def start_replicas(world):
+    """Returns the connection to a process with so many replicas."""
+    ours, theirs = FORKS.Pipe()
+    Fork(work, world, theirs, daemon=True)
+    theirs.close()
+    return ours
+
+
+def on_replicas(world, function, *args):
+    """Lets each of so many replicas call function(rank, *args), and returns what they print."""
+    connection = start_replicas(world)
+    connection.send((function, args))
+    return connection.recv()  # EOFError: the replicas have ended, see stderr
 
 
 # Servers.
@@ -342,78 +345,67 @@ class Front(http.server.BaseHTTPRequestHandler):
     """Passes requests on to the emulator, with the faults of server.script or drawn at server.rate.
 
     Kinds of requests: insert (an upload), media (a download), list, DELETE. server.log has the kind of each.
-    A fault is a status; bytes: they are the answer; a function, which is called before the request takes
-    effect; "stall": silence; "slow": the answer comes after half a second; "flip": a bit changes; "reset" and
-    "short": the answer breaks off half-way, by a reset or by an orderly end.
+    A fault is a status; a function, which is called before the request takes effect; "stall" or "slow": the
+    answer comes late; "flip": a bit changes; "short": the connection breaks before the end of the answer.
     """
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
 
     def do(self):
         server = self.server
         length = int(self.headers.get("Content-Length", 0))
-        body = self.rfile.read(length)
-        if len(body) < length:  # the client was killed; a bucket drops what is not whole
+        self.body = self.rfile.read(length)
+        if len(self.body) < length:  # the client was killed; a bucket drops what is not whole
             return
         kind = "media" if "alt=media" in self.path else KINDS[self.command]
         with server.lock:
             fault = server.script.pop(0) if server.script else self.draw()
             server.log.append(kind)
-        authorization = self.headers.get("Authorization", "")
-        if not authorization.endswith(server.token):
+        if not self.headers.get("Authorization", "").endswith(server.token):
             fault = 401
         if kind in server.denied:
             fault = 403
 
         # before the request takes effect
-        if fault in ("stall", "slow"):
-            server.stop.wait(1 if fault == "stall" else 0.5)
-        if fault == "stall":
-            self.close_connection = True
-            return
+        time.sleep(PAUSES.get(fault, 0))
         if callable(fault):
             fault()
+        if fault == "flip":
+            self.body = flipped(self.body)
 
-        # the answer: the fault's, or the emulator's
-        if isinstance(fault, (int, bytes)):
-            text = f"a fault, {authorization}".encode()
-            status, content, headers = (fault, text, {}) if isinstance(fault, int) else (200, fault, {})
-        else:
-            status, content, headers = self.emulate(flipped(body) if fault == "flip" else body)
-        if (fault, kind) == ("flip", "media"):
-            content = flipped(content)
-        self.send_response(status)
-        for key, value in (headers | {"Location": server.url, "Content-Length": str(len(content))}).items():
-            self.send_header(key, value)
-        self.end_headers()
-        self.close_connection = fault in ("reset", "short")
-        self.wfile.write(content[:len(content) // 2] if self.close_connection else content)
-        if fault == "reset":  # instead of an orderly end
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        # the answer; the emulator takes one request at a time
+        connection = self.wfile
+        self.wfile = io.BytesIO()
+        with server.lock:
+            self.answer(fault)
+        answer = self.wfile.getvalue()
+        if fault == "flip" and kind == "media":
+            answer = flipped(answer)
+        connection.write(answer[:-1] if fault == "short" else answer)
 
     do_GET = do_POST = do_DELETE = do
 
     def draw(self):
         """Returns a fault, or None."""
         if self.server.random.random() < self.server.rate:
-            return self.server.random.choice([503, 429, 408, 500, "reset", "short", "stall"])
+            return self.server.random.choice([503, 429, 408, 500, "short", "stall"])
 
-    def emulate(self, body):
-        """Returns status, content and headers of the emulator's answer."""
-        from gcp_storage_emulator.server import Router
-        server = self.server
-        handler = mock.Mock(path=self.path, headers=self.headers, body=body, storage=server.storage)
-        with server.lock:  # the emulator takes one request at a time
-            Router(handler).handle(self.command)
-        headers = dict(call.args for call in handler.send_header.call_args_list)
-        return handler.send_response.call_args[0][0], handler.wfile.write.call_args[0][0], headers
+    def answer(self, fault):
+        """Writes the answer of the emulator, or a status."""
+        from gcp_storage_emulator.server import Response, Router
+        if not isinstance(fault, int):
+            self.storage = self.server.storage
+            return Router(self).handle(self.command)
+        response = Response(self)
+        response.status = HTTPStatus(fault)
+        response["Location"] = self.server.url
+        response.write_file(f"a fault, {self.headers['Authorization']}".encode())
+        response.close()
 
     def log_message(self, *args):
         pass
 
 
 KINDS = {"GET": "list", "POST": "insert", "DELETE": "DELETE"}
+PAUSES = {"slow": 0.5, "stall": 1}  # seconds
 
 
 def flipped(content):
@@ -424,8 +416,8 @@ def flipped(content):
 def serve_bucket(storage, **state):
     """Returns a Front with the attributes that it needs; storage: an emulator's."""
     attributes = dict(
-        storage=storage, stop=threading.Event(), lock=threading.Lock(), log=[], script=[], rate=0.0,
-        random=random.Random(0), token="", denied=())
+        storage=storage, lock=threading.Lock(), log=[], script=[], rate=0.0, random=random.Random(0),
+        token="", denied=())
     return Server(Front, **attributes | state)
 
 
@@ -445,7 +437,3 @@ def upload(folder, url):
     """Copies the files of a dataset to url, as `gcloud storage rsync` does."""
     for path in Path(folder).rglob("*.*"):
         Bucket(url).upload(path, str(path.relative_to(folder)))
-
-
-if __name__ == "__main__":
-    work(int(sys.argv[1]))

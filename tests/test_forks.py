@@ -15,6 +15,7 @@ from helpers import (
     last_weights,
     lines,
     newest,
+    on_replicas,
     popen,
     run,
     same,
@@ -68,10 +69,10 @@ def xla_fork(rank, argv):
 
 @pytest.mark.xla
 @each_fork
-def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(fork, data, replicas, tmp_path):
+def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(fork, data, tmp_path):
     flags = flags_of(fork, "--max_steps=3", "--lr=1e-4")
     run(data, tmp_path / "cpu", *flags)
-    replicas(2, xla_fork, command(data, tmp_path / "xla", *flags, "--micro_batch_size=4")[2:])
+    on_replicas(2, xla_fork, command(data, tmp_path / "xla", *flags, "--micro_batch_size=4")[2:])
     for ours, theirs in zip(figures(tmp_path / "xla"), figures(tmp_path / "cpu"), strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-6)
 

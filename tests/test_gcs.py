@@ -29,7 +29,7 @@ def bucket(front, at_once, monkeypatch):
 
 # Uploads, downloads, lists.
 
-@pytest.mark.parametrize("fault", [408, 429, 503, "reset", "short", "stall", "flip"])
+@pytest.mark.parametrize("fault", [408, 429, 503, "short", "stall", "flip"])
 def test_an_upload_and_a_download_are_tried_again(bucket, front, emulator, fault):
     front.script = [fault, fault]
     bucket.write("a", CONTENT)
@@ -42,7 +42,7 @@ def test_an_upload_and_a_download_are_tried_again(bucket, front, emulator, fault
     (503, 3, TransientError, "status 503 a fault"),
     ("stall", 3, TransientError, "ReadTimeout: Read timed out"),
     ("flip", 3, TransientError, "the upload arrived damaged"),
-    (b"<html>hello</html>", 3, TransientError, "not the answer of a bucket"),
+    (200, 3, TransientError, "not the answer of a bucket"),
     (302, 1, UserError, "status 302"),  # as a proxy's or a hotel's
     (403, 1, UserError, "status 403 .*give the account the role Storage Object Admin"),
     (404, 1, UserError, "status 404 "),

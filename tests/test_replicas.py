@@ -2,14 +2,11 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import torch.nn.functional as F
 from helpers import (
     CURRICULUM,
@@ -17,7 +14,7 @@ from helpers import (
     command,
     curve,
     hosts,
-    popen,
+    on_replicas,
     run,
     xla_environment,
 )
@@ -31,9 +28,9 @@ from device import flatten
 from model import Block
 
 # Shallow: depth amplifies rounding, and the order of a sum depends on the number of replicas.
-SHALLOW = ["--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2", "--lr=2e-4", "--log_interval=1",
-           "--eval_interval=4", "--eval_max_puzzles=20", "--checkpoint_interval=10", "--keep_last_n=9",
-           "--eval_rollouts=3", "--eval_save_outputs=surest_preds,surest_q_halt_logits"]
+SHALLOW = ["--max_steps=20", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2", "--lr=2e-4",
+           "--log_interval=1", "--eval_interval=4", "--eval_max_puzzles=20", "--checkpoint_interval=10",
+           "--keep_last_n=9", "--eval_rollouts=3", "--eval_save_outputs=surest_preds,surest_q_halt_logits"]
 
 
 def flags_of(data, out, *flags):
@@ -79,8 +76,6 @@ def xla_step(rank, folder, argv):
     dataset = Dataset(settings.data_path, "train")
     net = train.new_model(settings, seq_len=16, vocab_size=6, num_puzzle_identifiers=NUM_IDENTIFIERS)
     run = train.Run(settings, net, device)
-    table = torch.randn(NUM_IDENTIFIERS, settings.puzzle_emb_ndim, generator=torch.Generator().manual_seed(1))
-    run.state |= device.put(dict(puzzle_emb=table))
     inputs = train.make_inputs(run, dataset, 0, 30)
     rows = slice(rank * run.batch_size, (rank + 1) * run.batch_size)
     inputs["batch"] |= device.put(dict(puzzle_identifiers=IDENTIFIERS[rows]))
@@ -99,31 +94,30 @@ def xla_step(rank, folder, argv):
 
 @pytest.fixture(scope="module")
 def one(data, tmp_path_factory):
-    """A run of 30 steps in one process."""
+    """A run of 20 steps in one process."""
     out = tmp_path_factory.mktemp("one") / "run"
-    run(data, out, *SHALLOW, "--max_steps=30")
+    run(data, out, *SHALLOW)
     return out
 
 
 @pytest.fixture(scope="module")
 def two(data, tmp_path_factory):
-    """The same run on two processes under torchrun."""
+    """The same run on two processes, as torchrun starts them."""
     out = tmp_path_factory.mktemp("two") / "run"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run(torchrun + command(data, out, *SHALLOW, "--max_steps=30")[1:], check=True,
-                   capture_output=True, timeout=200)
+    ranks = [TrainProcess(flags_of(data, out), env=os.environ | environment) for environment in hosts(2)]
+    assert [rank.wait(100) for rank in ranks] == [0, 0]
     return out
 
 
 @pytest.fixture(scope="module")
-def four(data, replicas, tmp_path_factory):
+def four(data, tmp_path_factory):
     """The same run on four replicas of torch_xla."""
     out = tmp_path_factory.mktemp("four") / "run"
-    replicas(4, xla_run, flags_of(data, out, "--max_steps=30"))
+    on_replicas(4, xla_run, flags_of(data, out))
     return out
 
 
-def saved_answers(out, step=30):
+def saved_answers(out, step=20):
     """Returns the arrays of eval_save_outputs of all ranks, in the order of the puzzles."""
     ranks = [np.load(path) for path in Path(out).glob(f"eval_{step:08d}*.npz")]
     order = np.concatenate([arrays["indices"] for arrays in ranks]).argsort()
@@ -135,7 +129,7 @@ def test_nothing_compiles_after_the_first_step_and_evaluation(four):
     """Programs: the ranks' agreement (two), the broadcast of rank 0's weights, the step, the evaluation."""
     compiles = curve(four, "xla/compiles")
     first = compiles[1]
-    assert first <= 4 and [compiles[step] - first for step in (16, 17, 30)] == [0, 1, 1], compiles
+    assert first <= 4 and [compiles[step] - first for step in (16, 17, 20)] == [0, 1, 1], compiles
     assert set(curve(four, "xla/fallbacks").values()) == {0}
 
 
@@ -153,30 +147,30 @@ def test_the_curve_is_that_of_one_process(one, name, request):
 
 
 @pytest.mark.xla
-def test_puzzles_leave_an_evaluation_early_on_any_number_of_replicas(data, replicas, tmp_path):
+def test_puzzles_leave_an_evaluation_early_on_any_number_of_replicas(data, tmp_path):
     flags = ["--max_steps=120", "--lr=1e-2", "--weight_decay=0.1", "--ema=False", "--eval_interval=0",
              "--eval_halt_max_steps=9", "--eval_patience=1", "--eval_rollouts=1", "--eval_save_outputs=preds"]
     again = flags_of(data, tmp_path, *flags, "--micro_batch_size=2", "--init_from=resume", "--eval_only")
     run(data, tmp_path, *SHALLOW, *flags)
     one = saved_answers(tmp_path, 120)["preds"]
     (tmp_path / "eval_00000120.npz").unlink()
-    text = replicas(4, xla_run, again)
+    text = on_replicas(4, xla_run, again)
     assert 2 < float(re.search(r"evaluation: .* steps (\S+)", text)[1]) < 9, text
     four = saved_answers(tmp_path, 120)["preds"]
     assert (one != four).any(1).sum() <= 4  # where rounding repeats an answer
-    few = replicas(4, xla_run, [*again, "--eval_final_max_puzzles=2"])
+    few = on_replicas(4, xla_run, [*again, "--eval_final_max_puzzles=2"])
     assert "puzzles 2\n" in few  # two ranks have none
 
 
 @pytest.mark.xla
-def test_a_run_on_four_continues_on_one_and_on_four(data, four, replicas, tmp_path):
+def test_a_run_on_four_continues_on_one_and_on_four(data, four, tmp_path):
     for world in (1, 4):
         out = shutil.copytree(four, tmp_path / str(world))
-        for path in out.glob("ckpt_00000030.*"):
+        for path in out.glob("ckpt_00000020.*"):
             path.unlink()
-        text = replicas(world, xla_run, flags_of(data, out, "--max_steps=30", "--init_from=auto"))
-        assert "training from step 20 to 30" in text and f"{world} x xla" in text
-        assert list(curve(out)) == list(range(1, 31)) and curve(out) == pytest.approx(curve(four), rel=1e-4)
+        text = on_replicas(world, xla_run, flags_of(data, out, "--init_from=auto"))
+        assert "training from step 10 to 20" in text and f"{world} x xla" in text
+        assert list(curve(out)) == list(range(1, 21)) and curve(out) == pytest.approx(curve(four), rel=1e-4)
     assert curve(out) == curve(four)  # bit for bit
 
 
@@ -186,8 +180,8 @@ def test_a_run_on_four_continues_on_one_and_on_four(data, four, replicas, tmp_pa
 @pytest.mark.xla
 def test_wrong_input_ends_all_replicas_with_one_line(data, four):
     """An error that only rank 0 sees: out_dir holds a run."""
-    process = popen(command(data, four, *SHALLOW, "--device=xla"), env=xla_environment(2))
-    text = process.communicate(timeout=300)[0]
+    process = TrainProcess(flags_of(data, four, "--device=xla"), env=xla_environment(2))
+    text = process.communicate(timeout=200)[0]
     assert process.returncode == 2 and "Traceback" not in text
     assert f"train.py: --out_dir={four} holds a run" in text.splitlines()[-1]
 
@@ -195,12 +189,12 @@ def test_wrong_input_ends_all_replicas_with_one_line(data, four):
 # The program of a step.
 
 @pytest.mark.xla
-def test_a_step_has_one_all_reduce_and_does_not_depend_on_the_split(data, replicas, tmp_path):
+def test_a_step_has_one_all_reduce_and_does_not_depend_on_the_split(data, tmp_path):
     """Micro-batches are a loop in the program. test_model.py and test_parity.py have the embedding's rule."""
     flags = flags_of(data, tmp_path, "--puzzle_emb_lr=0.1", "--lr_warmup_steps=0")
     first = None
     for world, micro in (1, 0), (1, 4), (4, 2):
-        replicas(world, xla_step, str(tmp_path), [*flags, f"--micro_batch_size={micro}"])
+        on_replicas(world, xla_step, str(tmp_path), [*flags, f"--micro_batch_size={micro}"])
         ranks = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(world)]
         gradient, table = ranks[0]["gradient"], ranks[0]["table"]
         program = str(ranks[0]["program"])
@@ -225,21 +219,22 @@ def test_a_step_has_one_all_reduce_and_does_not_depend_on_the_split(data, replic
 
 
 @pytest.mark.xla
-def test_a_curriculum_is_a_program_a_stage(data, replicas, tmp_path):
+def test_a_curriculum_is_a_program_a_stage(data, tmp_path):
     """The curve is the CPU's."""
-    flags = [*CURRICULUM, "--curriculum_epochs=6", "--max_steps=32", "--log_interval=5", "--eval_interval=0"]
-    replicas(4, xla_run, flags_of(data, tmp_path / "xla", *flags))
+    flags = [*CURRICULUM, "--L_cycles=2", "--curriculum_epochs=3", "--max_steps=18", "--log_interval=3",
+             "--eval_interval=0"]
+    on_replicas(4, xla_run, flags_of(data, tmp_path / "xla", *flags))
     run(data, tmp_path / "cpu", *SHALLOW, *flags)
     compiles = curve(tmp_path / "xla", "xla/compiles")
-    assert [compiles[step] - compiles[5] for step in compiles] == [0] * 3 + [1] * 3 + [2] * 3, compiles
+    assert [compiles[step] - compiles[3] for step in (12, 15, 18)] == [0, 1, 1], compiles
     assert curve(tmp_path / "xla") == pytest.approx(curve(tmp_path / "cpu"), rel=1e-3)
     assert set(curve(tmp_path / "xla", "xla/fallbacks").values()) == {0}
 
 
 @pytest.mark.xla
 @pytest.mark.parametrize("name, why", [("ReadsBack", "item has"), ("Dropout", "bernoulli.p draws")])
-def test_a_fork_that_cannot_be_captured_is_refused_with_the_place(name, why, data, replicas, tmp_path):
-    replicas(1, xla_refused, command(data, tmp_path / "xla", "--max_steps=2")[2:], name, why)
+def test_a_fork_that_cannot_be_captured_is_refused_with_the_place(name, why, data, tmp_path):
+    on_replicas(1, xla_refused, command(data, tmp_path / "xla", "--max_steps=2")[2:], name, why)
 
 
 def xla_refused(rank, argv, block, why):
@@ -253,9 +248,8 @@ def xla_refused(rank, argv, block, why):
 # Processes, joined by gloo.
 
 def test_a_stop_of_one_rank_in_an_evaluation_stops_all(data, two):
-    flags = ["--max_steps=30", "--init_from=resume", "--eval_only", "--eval_halt_max_steps=300",
-             "--global_batch_size=2", "--stall_timeout=60", "--eval_save_outputs="]
-    argv = command(data, two, *SHALLOW, *flags)[2:]
+    argv = flags_of(data, two, "--init_from=resume", "--eval_only", "--eval_halt_max_steps=300",
+                    "--global_batch_size=2", "--stall_timeout=60", "--eval_save_outputs=")
     ranks = [TrainProcess(argv, env=os.environ | environment) for environment in hosts(2)]
     assert any("parameters" in line for line in ranks[0].stdout)
     time.sleep(1)
