@@ -10,6 +10,7 @@ and --key=value flags override them, and functions take the result as `settings`
 """
 import copy
 import faulthandler
+import functools
 import json
 import math
 import multiprocessing
@@ -410,6 +411,8 @@ class Run:
         self.device = device
         self.batch_size = settings.global_batch_size // device.world
         self.dtype = getattr(torch, settings.forward_dtype)
+        # the FLOPs of a training step at a depth, (H_cycles, L_cycles)
+        self.flops_per_example = functools.cache(lambda cycles: model.flops_per_example(settings, cycles)[1])
         # what the log sums up: METRICS of sequences that halted, LOSS_TERMS of all
         self.stat_names = (*models.METRICS, *models.LOSS_TERMS, "sequences", "grad_norm")
         # the state, equal on all ranks; the model keeps its code and its sizes, but for the buffers
@@ -599,7 +602,7 @@ class Log:
     def first_step(self, step, run, cycles):
         """Reports the time of the first step at a depth, which compiles."""
         run.state["sums"].cpu()  # waits for the device
-        self.flops_per_example = run.model.flops_per_example(self.settings, cycles)[1]
+        self.flops_per_example = run.flops_per_example(cycles)
         # the first step is apart: later ones at this depth do not compile
         seconds = time.perf_counter() - self.clock
         self.print0(f"step {step}: {seconds:.1f} s for the first step at H_cycles {cycles[0]}, L_cycles "
@@ -764,7 +767,7 @@ def replica(settings, kind):
     log.begin(checkpoints.run_id, dict(
         total_steps=total_steps,
         parameters=model.num_parameters(),
-        flops_per_example=model.flops_per_example(settings)[1],
+        flops_per_example=run.flops_per_example((settings.H_cycles, settings.L_cycles)),
         examples=len(data),
         puzzles=data.total_groups,
         data_sha256=data.sha256,
