@@ -2,7 +2,7 @@
 
 A run's folder holds ckpt_STEP.pt for the last steps and best.pt, each with a .json, written after it, that
 has its hash: only the .json proves that a checkpoint is complete. run.json has the run's id, which its
-checkpoints have too. A checkpoint has all that solve.py, play.py and export.py need, 100 test puzzles too.
+checkpoints have too. A checkpoint has all that solve.py, play.py and export.py need, with 100 test puzzles.
 """
 import fcntl
 import json
@@ -23,7 +23,7 @@ from configurator import TransientError, UserError, missing_forks
 from data import file_hash, read_metrics, replacing
 from model import read_torch_file
 
-# The logs and the best checkpoint, which go where a run goes.
+# The logs and the best checkpoint, which are copied with a run.
 LOGS = ("metrics.jsonl", "log.txt", "best.pt", "best.json")
 
 
@@ -182,7 +182,7 @@ class Checkpoints:
         if self.init_from not in ("scratch", saved["init_from"]):
             refuse_run(f"--out_dir={self.out_dir}", listed(self.out_dir))
         load_weights(model, state["weights"], path)
-        # versions up to November 2026 kept the moments by kind, and not by parameter
+        # older versions kept the moments by kind, and not by parameter
         optimizer = state["optimizer"]
         if optimizer.keys() == {"m", "v"}:
             m, v = optimizer["m"], optimizer["v"]

@@ -65,7 +65,7 @@ class Arguments(NamedTuple):
 
 # {file name: the beginning of its text's SHA-256} of the forks that this process has run
 FORKS = {}
-# {module: its attributes before a fork replaced some}
+# {module or class: its attributes before a fork replaced some}
 ORIGINALS = {}
 
 
@@ -178,8 +178,10 @@ def configure(script, argv, saved=()):
     Raises UserError for an unknown key (it names the closest one), a wrong type, or a file that fails to run.
     """
     # a fork that runs once more does not replace its own replacements
-    for module, attributes in ORIGINALS.items():
-        vars(module).update(attributes)
+    for place, attributes in ORIGINALS.items():
+        for name, value in attributes.items():
+            if vars(place).get(name) is not value:
+                setattr(place, name, value)
     # later arguments override earlier ones
     known = read_settings(script)
     values = {name: setting.default for name, setting in known.items()} | dict(saved)
@@ -252,13 +254,18 @@ def execute(path, space):
     folder = os.path.dirname(os.path.abspath(__file__))
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    imported = re.findall(r"^\s*(?:import|from) (\w+)", text.decode(), re.MULTILINE)
+    imports = re.findall(r"^\s*(?:import|from) .*", text.decode(), re.MULTILINE)
+    imported = re.findall(r"\w+", " ".join(imports))
     own_modules = [name for name in imported if name == "puzzles" or os.path.exists(f"{folder}/{name}.py")]
     if own_modules or re.search(r"^new\(", text.decode(), re.MULTILINE):
         FORKS[os.path.basename(path)] = hashlib.sha256(text).hexdigest()[:8]
     for name in own_modules:
         module = importlib.import_module(name)
-        ORIGINALS.setdefault(module, dict(vars(module)))
+        # the module, and the classes that it defines
+        places = [module, *(value for value in vars(module).values() if isinstance(value, type))]
+        for place in places:
+            if getattr(place, "__module__", name) == name:
+                ORIGINALS.setdefault(place, dict(vars(place)))
     exec(compile(text, path, "exec"), space)
 
 

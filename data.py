@@ -308,7 +308,7 @@ class Generated:
         self.path = path
         self.seq_len = math.prod(self.task["grid"])
         self.vocab_size = len(self.task["symbols"])
-        # the test puzzles, or some of the others, which tell one way to draw from another
+        # the test puzzles, or a sample of the others, so that the hash identifies how they are drawn
         self.puzzles = self._batch(generator(0, SUBSET), self.test_size, split)
         content = self.puzzles["inputs"].tobytes() + self.puzzles["labels"].tobytes()
         self.sha256 = hashlib.sha256(content).hexdigest()

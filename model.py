@@ -482,7 +482,7 @@ class FlopCounter(TorchDispatchMode):
 
 
 def step_metrics(labels, answers, q_halt, solved, steps):
-    """Returns METRICS of each sequence, {name: float32 [B]}; sequences without labels count nowhere."""
+    """Returns METRICS of each sequence, {name: float32 [B]}; sequences without labels are left out."""
     is_labelled = labels != IGNORE_LABEL
     num_labelled = is_labelled.sum(-1)
     num_correct = (is_labelled & (answers == labels)).sum(-1)

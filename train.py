@@ -54,7 +54,7 @@ data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its g
 data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
 global_batch_size = 768  # sequences per step, over all replicas
 micro_batch_size = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
-epochs = 50000  # an epoch offers each puzzle once, in one copy; only sequences that halted take it
+epochs = 50000  # an epoch offers each puzzle once, in one copy; a sequence takes one once it has halted
 max_steps = 0  # length of the run in steps; 0: from epochs
 # model
 hidden_size = 512  # D
@@ -71,7 +71,7 @@ mlp_t = True  # True: an MLP mixes the positions; False: self-attention
 pos_encodings = "none"  # none, rope (attention only) or learned
 puzzle_emb_ndim = 512  # width of the puzzle embedding; 0: none
 puzzle_emb_len = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
-forward_dtype = "bfloat16"  # bfloat16, float32, float16 or auto; weights, optimizer and loss stay float32
+forward_dtype = "bfloat16"  # or float32, float16, auto; bfloat16 becomes float32 where it would be emulated
 # halting
 halt_max_steps = 16  # maximum supervision steps of a sequence
 halt_exploration_prob = 0.1  # probability, at each step, that a sequence must first reach a random step
@@ -90,7 +90,7 @@ puzzle_emb_weight_decay = 1.0  # decoupled weight decay of the puzzle embedding
 freeze_weights = False  # train the puzzle embedding alone
 ema = True  # evaluate and export an exponential moving average of the weights
 ema_rate = 0.999  # decay of that average per step
-seed = 0  # decides the weights, the data order, the copies and the halting draws
+seed = 0  # of the first weights, the data order, the copies and the halting draws
 # evaluation
 eval_interval = 5000  # epochs between evaluations; 0: only at the end
 eval_max_puzzles = 4096  # test puzzles during training, a fixed random subset; 0: all
@@ -118,9 +118,10 @@ wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
 wandb_run_name = ""  # empty: the last part of out_dir
 wandb_mode = "online"  # online, offline (for `wandb sync`) or disabled; without login or network: offline
 
-# Settings that say where and how a run takes place, and not what it trains.
+# Settings that say where and how a run takes place, and not what it trains. (checkpoint_interval changes the
+# training: sequences start afresh at each checkpoint.)
 RUN_SETTINGS = (
-    "out_dir", "gcs_dir", "init_from", "checkpoint_interval", "keep_last_n", "log_interval",
+    "out_dir", "gcs_dir", "init_from", "keep_last_n", "log_interval",
     "stall_timeout", "device", "compile", "eval_only", "eval_save_outputs",
     "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode",
 )
@@ -719,7 +720,7 @@ def listed(values):
 # A replica
 
 def replica(settings, kind):
-    """Runs one replica from its start to its end. Checks all input before it writes anything."""
+    """Runs one replica from its start to its end. Checks settings and datasets before it writes anything."""
     # the device, and the forward_dtype that it is fast in
     device = open_device(kind, settings)
     settings = copy.copy(settings)  # replicas may be threads

@@ -2,5 +2,5 @@
 # Target: 87.4%. Every 5000 epochs (814 steps) it evaluates 4096 test puzzles, at the end all 422,786.
 data_prepare = "prepare_sudoku.py"
 global_batch_size = 6144
-micro_batch_size = 32  # these stay in a TPU's on-chip memory; a GPU is faster with as many as fit
+micro_batch_size = 32  # the TPU's compiler keeps these in on-chip memory; a GPU is faster with as many as fit
 out_dir = "out/baseline"

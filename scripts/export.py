@@ -43,6 +43,8 @@ def main(argv):
     if "puzzles" not in state:
         state = add_dataset(state, settings, path)
     settings = Settings(**train.recipe(vars(settings)))
+    if settings.forward_dtype == "auto":  # of the config that comes with an official file
+        settings.forward_dtype = "float32"
 
     # all that does not only serve to train on
     dtype = getattr(torch, settings.forward_dtype)

@@ -23,6 +23,7 @@ from helpers import (
 )
 
 import configurator
+import model
 import train
 
 FORKS = [f"{ROOT}/examples/{name}.py" for name in ("rsm", "infiloop", "fprm", "chains")]
@@ -78,7 +79,7 @@ def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(name, data, tmp_pat
         assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-6)
 
 
-# Where a function of the trainer is replaced, training and evaluations call it. (S1 of a study of forks.)
+# Where a function of the trainer is replaced, training and evaluations call it.
 
 REPLACED = """
     model.take_new_puzzles model.latent_recursion model.deep_recursion model.cross_entropy model.rms_norm
@@ -104,7 +105,7 @@ def replaced(*args, _old={module}.{name}, **options):
     assert {*(tmp_path / "calls").read_text().split()} == {*REPLACED}
 
 
-# What went unnoticed before: each of these was a silent failure.
+# What would go unnoticed if it were wrong.
 
 def test_a_checkpoint_names_the_forks_that_trained_it(data, tmp_path):
     """Whoever reads it without them, or with other ones, is told."""
@@ -136,6 +137,24 @@ def test_spawned_replicas_run_the_fork_and_stop_together(data, tmp_path):
     assert list(curve(tmp_path / "xla")) == list(range(1, saved["step"] + 1))
     run(data, tmp_path / "cpu", fork, "--max_steps=2")
     assert saved["weights"].keys() == newest(tmp_path / "cpu")["weights"].keys()
+
+
+def test_a_fork_that_runs_twice_wraps_a_method_once(data, tmp_path):
+    """A resume runs it twice, to read the checkpoint's settings; the class is not the line's first import."""
+    (tmp_path / "fork.py").write_text("""
+import optim, model
+_old = model.TRM.losses
+def losses(self, *arguments):
+    losses = _old(self, *arguments)
+    return losses | dict(loss=losses["loss"] + 1)
+model.TRM.losses = losses""")
+    own = model.TRM.losses
+    arguments = [str(tmp_path / "fork.py")]
+    configurator.configure(train.__file__, arguments)
+    configurator.configure(train.__file__, arguments)
+    assert model.TRM.losses.__globals__["_old"] is own
+    configurator.configure(train.__file__, [])
+    assert model.TRM.losses is own
 
 
 def test_tied_weights_stay_tied_in_checkpoints(data, tmp_path):

@@ -143,7 +143,8 @@ def test_weights_survive_the_export_to_the_official_code(data, whole, tmp_path):
     assert f"step 0 | evaluation: {train.listed(values)}\n" in text
 
     # an official file takes the dataset's puzzles, and the settings of the command
-    export.main([str(tmp_path / "official.pt"), str(tmp_path / "named.pt"), f"--data_path={data}", *TINY])
+    export.main([str(tmp_path / "official.pt"), str(tmp_path / "named.pt"), f"--data_path={data}", *TINY,
+                 "--forward_dtype=auto"])
     named = torch.load(tmp_path / "named.pt", weights_only=True)
     assert same(dict(sorted(named["weights"].items())), dict(sorted(official.items())))
     assert len(named["puzzles"]["inputs"]) == 40
