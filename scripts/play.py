@@ -145,6 +145,10 @@ class Game:
 
         Raises various errors if the request is not as it must be.
         """
+        # numbers that would keep this machine busy for hours
+        for name, most in dict(steps=256, copies=16).items():
+            if not 1 <= int(request[name]) <= most:
+                raise UserError(f"{name} must be from 1 to {most}, not {request[name]}")
         # the run's settings, and the request's
         settings = Settings(**vars(self.settings))
         settings.eval_halt_max_steps = int(request["steps"])

@@ -78,6 +78,8 @@ REQUEST = dict(question="." * 16, steps=256, copies=16, noise=1, seed=0)
 
 @pytest.mark.parametrize("request_line, changes, words", [
     ("POST /api/solve", {"steps": "many"}, "invalid literal"),
+    ("POST /api/solve", {"steps": 0}, "steps must be from 1 to 256, not 0"),
+    ("POST /api/solve", {"copies": 1_000_000}, "copies must be from 1 to 16, not 1000000"),
     ("POST /api/solve", {"question": "12"}, "has 2 cells, not 4x4"),
     ("POST /api/solve", {"question": "11.............."}, "the puzzle has no solution: row 1, column 1"),
     ("GET /../play.py", {}, "no such page"),
