@@ -6,6 +6,7 @@
 The settings below are bench.py's own, all others train.py's. Where data_path is missing, random puzzles take
 its place. The last line is one JSON object. scripts/aot.py shows what a TPU makes of the steps.
 """
+import copy
 import itertools
 import json
 import os
@@ -46,6 +47,7 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
         configurator.end_with_parent()
     # the device, and the examples of the config's run
     device = open_device(kind, settings)
+    settings = copy.copy(settings)  # replicas may be threads
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     epoch_size = optim.epoch_size(datasets.Dataset(path, "train"))
     examples = settings.global_batch_size * optim.count_steps(settings, epoch_size)

@@ -90,7 +90,7 @@ puzzle_emb_weight_decay = 1.0  # decoupled weight decay of the puzzle embedding
 freeze_weights = False  # train the puzzle embedding alone
 ema = True  # evaluate and export an exponential moving average of the weights
 ema_rate = 0.999  # decay of that average per step
-seed = 0  # of the first weights, the data order, the copies and the halting draws
+seed = 0  # seeds the first weights, the data order, the copies and the halting draws
 # evaluation
 eval_interval = 5000  # epochs between evaluations; 0: only at the end
 eval_max_puzzles = 4096  # test puzzles during training, a fixed random subset; 0: all

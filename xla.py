@@ -51,7 +51,7 @@ class XLADevice:
         note = ""
         if wanted == "auto":
             wanted = "bfloat16" if self.name.startswith("TPU") else "float32"
-            note = f"forward_dtype is {wanted}: {self.name} has units for it"
+            note = f"forward_dtype is {wanted} on {self.name}"
         # by default a TPU multiplies float32 numbers in one pass of bfloat16
         if wanted == "float32" and torch_xla.backends.get_mat_mul_precision() != "highest":
             torch_xla.backends.set_mat_mul_precision("highest")

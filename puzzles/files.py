@@ -40,7 +40,7 @@ def fill_in_source(settings, names, num_copies, everything="full"):
     Args:
         settings: the settings of a prepare script.
         names: {source: its name}, for hub and generate.
-        num_copies: of each training puzzle, for the name.
+        num_copies: how many copies each training puzzle has, for the name.
         everything: the word for all puzzles of a source.
     """
     # files of one's own need no --source=csv

@@ -5,9 +5,9 @@
 
 It says whether the steps compile and fit, and how many tensors of the state they overwrite ("donated"). It
 estimates their time twice: the compiler's cost model sees a program before it is scheduled; the sum of the
-final schedules leaves out waits for memory and other chips. The truth lies between, and no TPU has confirmed
-either. Where data_path is missing, random puzzles take its place. The setting below is aot.py's own, all
-others train.py's. The output ends with one JSON object.
+final schedules leaves out waits for memory and other chips. We expect the truth between them; no TPU has
+confirmed either. Where data_path is missing, random puzzles take its place. The setting below is aot.py's
+own, all others train.py's. The output ends with one JSON object.
 """
 import importlib.util
 import json
@@ -171,7 +171,7 @@ def estimates(text, dump):
     computations = dict(re.findall(r"^(?:ENTRY )?%([\w.\-]+) \((.*?)^}(?!\))", text, re.M | re.S))
     runs = Counter([[*computations][-1]])  # {computation: how often it runs}; the program's own comes last
     cost_model = 0
-    runs_of = Counter()  # of equal instructions
+    runs_of = Counter()  # {shape and estimate of equal instructions: how often they run}
     cycles_of = defaultdict(list)
     for computation, body in reversed(computations.items()):
         # a loop's body comes before its caller; it runs up to the constant in the loop's condition

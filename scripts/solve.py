@@ -86,7 +86,7 @@ def watch(settings, model, questions, keys, identifiers=0):
         model: a TRM on the CPU.
         questions: tokens int32 [n, cells].
         keys: the noise of each attempt, int32 [attempts, n], see evaluate.noise_keys.
-        identifiers: of the puzzles, with one attempt [n]; 0 for all that are no ARC tasks.
+        identifiers: puzzle identifiers [n], for ARC and a single attempt; 0: all have identifier 0.
     """
     evaluator = evaluate.Evaluator(settings, model, Device("cpu", settings), keys.size)
     batch = evaluate.unlabelled_batch(np.tile(questions, (len(keys), 1)))

@@ -60,7 +60,7 @@ def nothing_stays():
     """Undoes what a replica or a fork that a test ran in this process may have left behind."""
     yield
     faulthandler.cancel_dump_traceback_later()
-    if configurator.FORKS:
+    if configurator.ORIGINALS or configurator.FORKS:
         configurator.configure(train.__file__, [])
         configurator.FORKS.clear()
         configurator.ORIGINALS.clear()  # or the next configure() would undo a test's monkeypatch
