@@ -888,6 +888,8 @@ def on_signals(is_spawned=False):
         with suppress(OSError):
             os.write(2, b"saving and stopping; a second signal kills\n")
 
+    # configurator.command() would end the process 4 seconds after a signal, and a save may take longer
+    signal.set_wakeup_fd(-1)
     # a closed terminal sends SIGHUP
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it

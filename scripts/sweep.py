@@ -17,6 +17,7 @@ import glob
 import os
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -186,6 +187,8 @@ def sweep(runs, continue_on_failure):
             raise UserError(f"{run.settings.out_dir} holds a run with other settings ({difference}): "
                             "delete it, or choose another --out_dir")
 
+    # configurator.command() would end this process 4 seconds after a signal, and a run may take longer to save
+    signal.set_wakeup_fd(-1)
     statuses = dict.fromkeys([run.name for run in runs], "not reached")
     for run in runs:
         code = train_to_end(run)

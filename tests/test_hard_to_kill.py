@@ -175,6 +175,24 @@ def test_a_stop_leaves_its_checkpoint_in_the_bucket(data, front, tmp_path):
     assert numbered(os.listdir(out)) == numbered(in_bucket()) != []
 
 
+def test_a_stop_waits_for_a_checkpoint_that_takes_long(data, tmp_path):
+    """The real command, since configurator.command() ends others 4 seconds after a signal."""
+    (tmp_path / "slow_disk.py").write_text("""
+import time, checkpoint
+_write = checkpoint.Checkpoints.write
+def write(self, *arguments):
+    time.sleep(6)
+    return _write(self, *arguments)
+checkpoint.Checkpoints.write = write""")
+    fork = str(tmp_path / "slow_disk.py")
+    argv = command(data, tmp_path / "run", fork, *ENDLESS, "--checkpoint_interval=0")
+    with begun(popen(argv), "step 1:") as process:
+        process.terminate()
+        text = process.communicate(timeout=60)[0]
+    assert process.returncode == 3 and "to continue:" in text, text
+    assert checkpoint_paths(tmp_path / "run")
+
+
 @pytest.mark.parametrize("hangup", [signal.SIG_DFL, signal.SIG_IGN])
 def test_a_closed_terminal_stops_a_run_unless_nohup_started_it(monkeypatch, hangup):
     handlers = {}
