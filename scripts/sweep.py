@@ -187,7 +187,7 @@ def sweep(runs, continue_on_failure):
             raise UserError(f"{run.settings.out_dir} holds a run with other settings ({difference}): "
                             "delete it, or choose another --out_dir")
 
-    # configurator.command() would end this process 4 seconds after a signal, and a run may take longer to save
+    # configurator.command() would end this process 4 seconds after a signal; a run may take longer to save
     signal.set_wakeup_fd(-1)
     statuses = dict.fromkeys([run.name for run in runs], "not reached")
     for run in runs:
