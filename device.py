@@ -55,7 +55,12 @@ def choose_device(wanted):
         return "cuda", torch.cuda.get_device_name()
     if wanted == "cuda":
         raise UserError("--device=cuda: torch sees no such GPU; --device=cpu trains on the CPU")
-    return "cpu", "--device=cpu" if wanted == "cpu" else "no TPU and no CUDA GPU found"
+    reason = "--device=cpu" if wanted == "cpu" else "no TPU and no CUDA GPU found"
+    # OpenMP's threads wait for each other at every operation: a step was seen to take eleven times as long
+    load = os.getloadavg()[0]
+    if load > os.cpu_count() / 2 and "OMP_NUM_THREADS" not in os.environ:
+        reason += f"; this machine is busy (load {load:.1f}), OMP_NUM_THREADS=1 may be faster"
+    return "cpu", reason
 
 
 def has_tpu():

@@ -415,15 +415,14 @@ class TRM(nn.Module):
             weights["puzzle_emb.weights"] = table.mean(0, keepdim=True).expand(num_rows, -1)
 
         # names and shapes must be these; a part of them would train in silence
-        hint = "another block or other settings (mlp_t, L_layers, pos_encodings, puzzle_emb_ndim?)"
+        hint = "another block, or other settings (hidden_size, mlp_t, L_layers, pos_encodings, puzzle_emb_ndim?)"
         if expected.keys() - weights.keys():
             raise ValueError(f"lacks {min(expected.keys() - weights.keys())}: {hint}")
         if weights.keys() - expected.keys():
             raise ValueError(f"also has {min(weights.keys() - expected.keys())}: {hint}")
         for name, t in expected.items():
             if weights[name].shape != t.shape:
-                raise ValueError(f"{name} has shape {list(weights[name].shape)}, "
-                                 f"these settings need {list(t.shape)}")
+                raise ValueError(f"{name} has shape {list(weights[name].shape)}, not {list(t.shape)}: {hint}")
         self.load_state_dict(weights)
         return is_averaged
 

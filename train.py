@@ -31,23 +31,15 @@ import requests
 import torch
 from torch.utils._pytree import tree_map
 
+import bucket
+import checkpoint
 import configurator
 import data as datasets
+import device as devices
 import evaluate
 import model as models
 import optim
-from bucket import Bucket, local_dataset
-from checkpoint import Checkpoints, checkpoint_paths, saved_settings
-from configurator import (
-    TransientError,
-    UserError,
-    check_choices,
-    check_numbers,
-    end_with_parent,
-    read_settings,
-)
-from data import duration, make_dataset, read_facts, read_metrics, replacing
-from device import choose_device, open_device, out_of_memory, peak_flops
+from configurator import TransientError, UserError
 
 # data
 data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
@@ -329,7 +321,7 @@ def train(run, data, test, log, checkpoints, start, total_steps):
 def not_finite(settings, checkpoints, first_step, last_step):
     """Returns the error for a loss or a gradient that is not finite, which names the last good checkpoint."""
     checkpoints.wait()
-    paths = checkpoint_paths(settings.out_dir)
+    paths = checkpoint.checkpoint_paths(settings.out_dir)
     newest = paths[0] if paths else "none yet"
     return TransientError(f"loss or gradient not finite between steps {first_step} and {last_step}; "
                           f"the last good checkpoint: {newest}")
@@ -352,7 +344,7 @@ def train_and_evaluate(run, data, test, log, checkpoints, start, total_steps):
                    "to continue: the same command with --init_from=resume")
     else:
         if step > start.step:
-            log.print0(f"trained {step - start.step} steps in {duration(time.monotonic() - began)}")
+            log.print0(f"trained {step - start.step} steps in {datasets.duration(time.monotonic() - began)}")
         # the evaluation in full; a stop interrupts it
         is_complete = final_evaluation(run, test, log, step)
     # a bucket may take longer than stall_timeout; the upload has a time limit of its own
@@ -586,11 +578,11 @@ class Log:
         # the first line, which scripts read; a run that resumes may have begun on other hardware
         path = os.path.join(settings.out_dir, "metrics.jsonl")
         hardware = f"{self.device.world} x {self.device.kind} ({self.device.name})"
-        hardware = sorted({hardware, *read_facts(path).get("hardware", [])})
+        hardware = sorted({hardware, *datasets.read_facts(path).get("hardware", [])})
         first_line = {"step": 0, "run": dict(settings=recipe(vars(settings)), hardware=hardware, **facts)}
         # a killed run may have logged steps past its last checkpoint, which this one repeats
-        kept = [line for line in read_metrics(path) if line["step"] <= self.step]
-        with replacing(path) as f:
+        kept = [line for line in datasets.read_metrics(path) if line["step"] <= self.step]
+        with datasets.replacing(path) as f:
             f.write("".join(json.dumps(line) + "\n" for line in [first_line, *kept]).encode())
         if settings.wandb_log:
             self.wandb = start_wandb(settings, run_id, facts, self.print0)
@@ -628,11 +620,11 @@ class Log:
                 "perf/step_time": seconds,
                 "perf/tflops": flops / 1e12,
             }
-            peak = peak_flops(self.device)
+            peak = devices.peak_flops(self.device)
             if peak:
                 values["perf/mfu"] = flops / peak / self.device.world
             line += f" | {speed:,.0f} examples/s {1e3 * seconds:,.0f} ms"
-            line += f" | eta {duration((total_steps - step) * seconds)}"
+            line += f" | eta {datasets.duration((total_steps - step) * seconds)}"
         # what the compiler counts, on XLA
         values |= self.device.counts()
         self.log_metrics(step, values)
@@ -722,7 +714,7 @@ def listed(values):
 def replica(settings, kind):
     """Runs one replica from its start to its end. Checks settings and datasets before it writes anything."""
     # the device, and the forward_dtype that it is fast in
-    device = open_device(kind, settings)
+    device = devices.open_device(kind, settings)
     settings = copy.copy(settings)  # replicas may be threads
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     check_batch_size(settings, device)
@@ -741,7 +733,7 @@ def replica(settings, kind):
                         f"of global_batch_size={settings.global_batch_size}")
 
     # where to start
-    checkpoints = Checkpoints(settings, device, data, test)
+    checkpoints = checkpoint.Checkpoints(settings, device, data, test)
     start = checkpoints.find_start(model, total_steps, STOP.is_set)
     # the watchdog begins here: what came before may have had to wait for a download
     restart_watchdog(settings.stall_timeout)
@@ -815,11 +807,11 @@ EVAL_OUTPUTS = ("inputs", "labels", *evaluate.ANSWERS)
 def check_settings(settings):
     """Raises UserError for the first value that no run could use."""
     # each setting by itself
-    check_choices(settings, CHOICES)
+    configurator.check_choices(settings, CHOICES)
     numbers = dict(vars(settings))
     if settings.halt_exploration_prob_end == -1:
         del numbers["halt_exploration_prob_end"]
-    check_numbers(numbers, POSITIVE, SHARES)
+    configurator.check_numbers(numbers, POSITIVE, SHARES)
     # settings that have to fit together
     for name in "H_cycles", "L_cycles":
         first = getattr(settings, name + "_start")
@@ -844,7 +836,7 @@ def check_settings(settings):
         raise UserError("eval_only needs weights: --init_from=resume (the newest checkpoint of out_dir) "
                         "or --init_from=FILE")
     if settings.gcs_dir:
-        Bucket(settings.gcs_dir)  # raises UserError for a malformed address
+        bucket.Bucket(settings.gcs_dir)  # raises UserError for a malformed address
 
 
 def recipe(settings):
@@ -854,13 +846,13 @@ def recipe(settings):
 
 def saved_recipe(settings):
     """Returns the recipe of the checkpoint that a resume or an evaluation begins with, or {}."""
-    return recipe(saved_settings(settings))
+    return recipe(checkpoint.saved_settings(settings))
 
 
 def differences(settings):
     """Returns the settings that differ from their defaults, as flags."""
     # in the order of the settings above; a fork's come last
-    known = read_settings(__file__)
+    known = configurator.read_settings(__file__)
     changed = {name: value for name, value in vars(settings).items() if value != known[name].default}
     return shlex.join(f"--{name}={value}" for name, value in changed.items())
 
@@ -928,7 +920,7 @@ def watch_replicas():
 
 def xla_replica(index, settings, kind):
     """Runs replica() for xmp.spawn. If it breaks, its process ends: its peers would wait for it forever."""
-    end_with_parent()
+    configurator.end_with_parent()
     try:
         replica(settings, kind)
     except (UserError, TransientError, SystemExit):  # every rank of the host raises it
@@ -937,7 +929,7 @@ def xla_replica(index, settings, kind):
         # XLA's compiler says so, on every rank: no restart helps
         if "RESOURCE_EXHAUSTED" in str(e):
             import torch_xla.runtime as xr
-            raise out_of_memory(settings, xr.world_size()) from None
+            raise devices.out_of_memory(settings, xr.world_size()) from None
         traceback.print_exc()
         os._exit(1)
 
@@ -946,14 +938,14 @@ def main(settings):
     """Checks the settings, makes the dataset if it is missing, and runs a replica on each device."""
     # the settings, before anything takes time
     check_settings(settings)
-    kind, reason = choose_device(settings.device)
+    kind, reason = devices.choose_device(settings.device)
     if os.environ.get("RANK", "0") == "0":
         print(f"device {kind}: {reason}", flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
-        end_with_parent()
+        configurator.end_with_parent()
     # the dataset: from a bucket, from disk, or made here
-    settings.data_path = local_dataset(settings.data_path)
-    make_dataset(settings)
+    settings.data_path = bucket.local_dataset(settings.data_path)
+    datasets.make_dataset(settings)
     on_signals()
     try:
         # torch_xla starts a process for each chip; every other device has this process alone
@@ -965,7 +957,7 @@ def main(settings):
             replica(settings, kind)
     # what breaks in a replica, in words
     except torch.OutOfMemoryError:
-        raise out_of_memory(settings, int(os.environ.get("WORLD_SIZE", 1))) from None
+        raise devices.out_of_memory(settings, int(os.environ.get("WORLD_SIZE", 1))) from None
     except BrokenProcessPool:
         raise TransientError("a replica died, see above; --init_from=auto continues from the last "
                              f"checkpoint in {settings.out_dir}") from None

@@ -34,8 +34,9 @@ def main(argv):
     # a new file, of the newest checkpoint of a run's folder
     if os.path.lexists(target):
         raise UserError(f"{target}: exists already; choose another name")
-    if os.path.isdir(path):
-        path = newest_whole(path, print) or os.path.join(path, "ckpt_*.pt")
+    path = newest_whole(path, print) if os.path.isdir(path) else path
+    if not os.path.isfile(path):
+        raise UserError(f"{operands[0]}: no checkpoint there")
     state = read_checkpoint(path)
 
     # the settings of the training, unless this command says otherwise

@@ -70,6 +70,10 @@ for name in "${wanted[@]}"; do
         exit 2
     fi
 done
+if [[ $DEVICE == cuda ]] && ! "$PYTHON" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    echo "first_gpu.sh: torch sees no CUDA GPU; DEVICE=cpu rehearses" >&2
+    exit 2
+fi
 trap 'kill $!; wait $!; exit 3' INT TERM
 mkdir -p "$OUT"
 measure

@@ -27,11 +27,11 @@ sys.path.insert(0, ROOT)
 import torch
 
 import configurator
+import data as datasets
 import optim
 import prepare_sudoku
 import train
 from configurator import UserError, configure, split_arguments
-from data import read_facts, read_metrics
 
 # which runs; names without a dash select runs too
 pattern = ""  # runs whose names begin so, with * and ? as in a shell; "" without names: all 67
@@ -64,7 +64,7 @@ def main(argv):
         print_runs(runs, StudyRun(BASELINE, train_arguments), settings.dry_run)
     elif settings.prepare:
         for run in runs:
-            train.make_dataset(run.settings)
+            datasets.make_dataset(run.settings)
     else:
         sys.exit(sweep(runs, settings.continue_on_failure))
 
@@ -181,7 +181,7 @@ def sweep(runs, continue_on_failure):
     """Runs all that is not complete; returns sweep.py's exit code. KeyboardInterrupt stops it."""
     # a folder with a run of other settings must not be resumed, and is not complete
     for run in runs:
-        saved = read_facts(run.metrics).get("settings", {})
+        saved = datasets.read_facts(run.metrics).get("settings", {})
         difference = changes(saved, vars(run.settings), NEUTRAL + REPLACED)
         if difference:
             raise UserError(f"{run.settings.out_dir} holds a run with other settings ({difference}): "
@@ -206,7 +206,7 @@ def sweep(runs, continue_on_failure):
 def train_to_end(run):
     """Runs train.py unless the run is complete, again if it dies. Returns its exit code."""
     # with a bucket, train.py itself finds out whether all of the run has been uploaded
-    metrics = read_metrics(run.metrics)
+    metrics = datasets.read_metrics(run.metrics)
     if metrics and "final" in metrics[-1] and not run.settings.gcs_dir:
         return 0
     for _ in range(ATTEMPTS):

@@ -50,7 +50,7 @@ END
 }
 
 main() {
-  local command=${1:-help} argument
+  local command=${1:-help} argument error
   (($# == 0)) || shift
   case $command in
     help|-h|--help) usage; return ;;
@@ -67,7 +67,11 @@ main() {
     done
     git rev-parse >/dev/null 2>&1 ||
       die "this folder is no git checkout, and the hosts get the files that git does not ignore: run git init"
-    [[ $1 != train.py || "$*" == *--init_from=* ]] || set -- "$@" --init_from=auto
+    if [[ $1 == train.py ]]; then
+      # it refuses a mistyped flag here, before a slice costs money, if this machine has what it imports
+      error=$(python3 "$@" --help 2>&1 >/dev/null) || (($? != 2)) || die "${error##*$'\n'}"
+      [[ "$*" == *--init_from=* ]] || set -- "$@" --init_from=auto
+    fi
   fi
   "$command" "$@"
 }
@@ -278,7 +282,7 @@ has_new_checkpoint() {
 }
 
 list_checkpoints() {  # in a fixed order
-  run_gcloud storage ls "$bucket" --recursive 2>/dev/null | grep -E 'ckpt_[0-9]+\.json$' || true
+  [[ -z $bucket ]] || run_gcloud storage ls "$bucket" --recursive 2>/dev/null | grep -E 'ckpt_[0-9]+\.json$' || true
 }
 
 call_hosts() { ssh_hosts "$(host_command "$@")"; }

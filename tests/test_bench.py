@@ -30,7 +30,7 @@ def test_figures_on_the_cpu_are_those_of_a_forks_dataset_and_steps(capsys):
     assert min(figures[name] for name in ("tflops", "hours_of_the_run", "evaluation_ms")) > 0
 
 
-@pytest.mark.parametrize("flags, size", [([], 4), (["small.py"], 8), (["--global_batch_size=768"], 768)])
+@pytest.mark.parametrize("flags, size", [([], 2), (["small.py"], 8), (["--global_batch_size=768"], 768)])
 def test_one_step_chooses_the_batch_on_a_cpu_where_none_is_given(flags, size, tmp_path, monkeypatch, capsys):
     """Without a dataset, which random puzzles replace."""
     monkeypatch.chdir(tmp_path)

@@ -21,6 +21,7 @@ from helpers import ROOT, on_replicas
 
 import configurator
 import train
+from device import open_device
 from model import LOSS_TERMS, METRICS, TRM, TRMConfig
 
 FILES = sorted(glob.glob(os.environ.get("TRM_GOLDEN") or f"{ROOT}/tests/golden/*_steps.npz"))
@@ -50,7 +51,7 @@ class Replay:
         settings = configurator.configure(train.__file__, ["--compile=off", "--ema"])
         settings.eval_halt_max_steps = config["model"]["halt_max_steps"]
         vars(settings).update(config["model"] | config["train"] | options)
-        device = train.open_device(kind, settings)
+        device = open_device(kind, settings)
         model = TRM(TRMConfig.of(settings, **{name: config["model"][name] for name in train.SIZES}))
         weights = self.before("weights/", 0)
         model.load_named({name: torch.from_numpy(t) for name, t in weights.items()})

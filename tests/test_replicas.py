@@ -24,7 +24,7 @@ import configurator
 import model
 import train
 from data import Dataset
-from device import flatten
+from device import flatten, open_device
 from model import Block
 
 # Shallow: depth amplifies rounding, and the order of a sum depends on the number of replicas.
@@ -71,7 +71,7 @@ def xla_step(rank, folder, argv):
         return lowering, *others
 
     settings = configurator.configure(train.__file__, argv)
-    device = train.open_device("xla", settings)
+    device = open_device("xla", settings)
     device.choose_dtype(settings.forward_dtype)
     dataset = Dataset(settings.data_path, "train")
     net = train.new_model(settings, seq_len=16, vocab_size=6, num_puzzle_identifiers=NUM_IDENTIFIERS)

@@ -60,6 +60,12 @@ PROJECT = """
 mkdir config data
 touch train.py config/baseline.py requirements.txt requirements-tpu.txt data/large.npy deleted.py netrc
 echo /data/ >.gitignore
+cat >train.py <<'END'  # refuses a flag
+import sys
+if "--lrr=1" in sys.argv and "--help" in sys.argv:
+    print("train.py: --lrr=1: unknown setting", file=sys.stderr)
+    sys.exit(2)
+END
 git add train.py scripts deleted.py
 rm deleted.py  # git ls-files names it nevertheless
 """
@@ -333,6 +339,7 @@ def test_step_by_step(cloud):
     ("run train.py", dict(NETRC="/nowhere"), "NETRC=/nowhere"),
     ("run nothing.py", {}, "script"),
     ("run train.py config/baselin.py", {}, "config/baselin.py: no such file"),
+    ("keep train.py --lrr=1", {}, "unknown setting"),
     ("keep train.py --gcs_dir=/tmp", {}, "--gcs_dir"),
     ("keep train.py --gcs_dir=gs://b/r", dict(GIT_DIR="/nowhere"), "no git checkout"),
 ])
