@@ -415,7 +415,7 @@ class TRM(nn.Module):
             weights["puzzle_emb.weights"] = table.mean(0, keepdim=True).expand(num_rows, -1)
 
         # names and shapes must be these; a part of them would train in silence
-        hint = "another block, or other settings (hidden_size, mlp_t, L_layers, pos_encodings, puzzle_emb_ndim?)"
+        hint = "another block or other settings (hidden_size, L_layers, mlp_t, puzzle_emb_ndim?)"
         if expected.keys() - weights.keys():
             raise ValueError(f"lacks {min(expected.keys() - weights.keys())}: {hint}")
         if weights.keys() - expected.keys():
