@@ -295,8 +295,8 @@ def load(path, train_arguments, cells=0):
     # the forks come first: the model is made of their classes
     configure(train.__file__, train_arguments)
     file = newest_whole(path, print) if os.path.isdir(path) else path
-    if not file:
-        raise UserError(f"{path}: no complete checkpoint (ckpt_*.pt with its .json)")
+    if not os.path.isfile(file):
+        raise UserError(f"{path}: neither a file nor a folder with a complete checkpoint")
     try:
         model = models.TRM.load(file, cells)
     except (OSError, ValueError) as e:

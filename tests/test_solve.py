@@ -169,9 +169,9 @@ def test_pictures(run_solve, models_folder, solved, tmp_path):
 @pytest.mark.parametrize("argv, words", [
     (["a", "b", "c"], "MODEL PUZZLE"),
     (["sudoku"], "'sudoku' is neither a file nor a puzzle for any of "),
-    (["nowhere", "." * 16], "No such file or directory: 'nowhere'"),
+    (["nowhere", "." * 16], "nowhere: neither a file"),
     (["official.pt", "." * 16], "official.pt does not say what it solves: scripts/export.py makes"),
-    (["maze-data", "." * 16], "maze-data: no complete checkpoint"),
+    (["maze-data", "." * 16], "maze-data: neither a file nor a folder with"),
     (["sudoku", "." * 16, "--plot=a.jpg"], "a .png or a .gif"),
     (["sudoku", "nowhere.csv"], "nowhere.csv: cannot be read"),
     (["sudoku", "." * 16, "--eval_rollouts=0"], "eval_rollouts must be"),
