@@ -80,6 +80,8 @@ class Dataset:
     Raises UserError, which names a file or folder that is missing, damaged or inconsistent.
     """
 
+    versions = None  # ARC's alone
+
     def __init__(self, path, split):
         self.path = path
         folder = f"{path}/{split}"
@@ -99,10 +101,11 @@ class Dataset:
         # the sizes
         vars(self).update(read_json(f"{folder}/dataset.json", *METADATA))
         self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
+        self.side = self.task["grid"][0]
 
         # the examples stay on the disk; the indices, which are small, are read
-        self.has_versions = f"{split}/all__versions.npy" in self.manifest["sha256"]
-        for field in ARC_FIELDS if self.has_versions else FIELDS:
+        is_arc = f"{split}/all__versions.npy" in self.manifest["sha256"]
+        for field in ARC_FIELDS if is_arc else FIELDS:
             file = f"{folder}/all__{field}.npy"
             mmap_mode = "r" if field in ("inputs", "labels") else None
             try:
@@ -111,47 +114,36 @@ class Dataset:
                 raise UserError(f"{file} cannot be read (truncated?): {self.hint} ({e})") from None
             setattr(self, field, np.asarray(array))  # a plain view of the file indexes faster than np.memmap
 
-        # they fit each other
-        wrong = [name for name, fits in self._checks().items() if not fits]
-        if wrong:
-            raise UserError(f"{folder}: dataset.json does not fit {', '.join(wrong)}: {self.hint}")
-        self._count_examples()
+        # each puzzle owns its rows; the versions of an ARC task share the rows of the task
+        owners = np.arange(len(self.puzzle_identifiers))
+        if is_arc:
+            owners = self.groups_of(owners)
+        row_indices = self.task_indices if is_arc else self.puzzle_indices
+        self._check(folder, row_indices, owners)
 
-    def _checks(self):
-        """Returns {what: whether it fits}: shapes, and numbers within their ranges."""
-        num_puzzles = len(self.puzzle_identifiers)
-        row_indices = self.task_indices if self.has_versions else self.puzzle_indices
-        num_owners = self.total_groups if self.has_versions else num_puzzles
+        # the first row of each puzzle, and its examples
+        self.first_rows = row_indices[owners]
+        self.num_examples = np.diff(row_indices)[owners]
+        self.puzzle_indices = np.append(0, self.num_examples.cumsum())
+        # what a group brings to an epoch: if its puzzles are of several sizes, the smaller ones repeat theirs
+        self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
+        self.epoch_examples = int(self.group_sizes.sum())
+
+    def _check(self, folder, row_indices, owners):
+        """Raises UserError, which names the arrays whose shapes or numbers do not fit dataset.json."""
         shape = (row_indices[-1], self.seq_len)
-        return {
+        checks = {
             "inputs": self.inputs.shape == shape,
             "labels": self.labels.shape == shape,
             "vocab_size": max(self.inputs.max(initial=0), self.labels.max(initial=0)) < self.vocab_size,
             "puzzle_identifiers": self.puzzle_identifiers.max() < self.num_puzzle_identifiers,
-            "indices of rows": len(row_indices) == num_owners + 1,
+            "indices of rows": len(row_indices) == owners[-1] + 2,
             "group_indices": len(self.group_indices) == self.total_groups + 1,
-            "number of puzzles": self.group_indices[-1] == num_puzzles,
+            "number of puzzles": self.group_indices[-1] == len(owners),
         }
-
-    def _count_examples(self):
-        """Finds each puzzle's stored rows, and how many examples each group brings to an epoch."""
-        if self.has_versions:
-            # all versions of a task share its rows, which hold grids
-            tasks = self.groups_of(range(len(self.versions)))
-            self.num_examples = np.diff(self.task_indices)[tasks]
-            self.first_rows = self.task_indices[tasks]
-            self.puzzle_indices = np.append(0, self.num_examples.cumsum())
-            self.side = math.isqrt(self.seq_len)
-            self.grids = []
-            for pair in zip(self.inputs, self.labels):
-                self.grids.append([crop(tokens, self.side) for tokens in pair])
-        else:
-            self.num_examples = np.diff(self.puzzle_indices)
-            self.first_rows = self.puzzle_indices[:-1]
-
-        # what a group brings to an epoch: if its puzzles are of several sizes, the smaller ones repeat theirs
-        self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
-        self.epoch_examples = int(self.group_sizes.sum())
+        wrong = [name for name, fits in checks.items() if not fits]
+        if wrong:
+            raise UserError(f"{folder}: dataset.json does not fit {', '.join(wrong)}: {self.hint}")
 
     def __len__(self):
         return int(self.puzzle_indices[-1])
@@ -176,9 +168,9 @@ class Dataset:
             columns.append([column[positions[epochs == epoch]] for column in plan])
         puzzles, members, translation_draws = map(np.concatenate, zip(*columns))
 
-        # Where no puzzle can be cut by a batch, the step draws one of each group, and not the epoch: all
-        # published results were trained on these draws.
-        if not self.has_versions and self.epoch_examples == self.total_groups:
+        # Where each group brings one example, the step draws the puzzles, and not the epoch: all published
+        # results were trained on these draws.
+        if self.epoch_examples == self.total_groups:
             draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part, 0]
             puzzles = random_members(self.group_indices, self.groups_of(puzzles), draws)
         return self._batch(puzzles, members, translation_draws)
@@ -200,6 +192,11 @@ class Dataset:
         """Returns the groups [n] of puzzles: for ARC the task of each version."""
         return np.searchsorted(self.group_indices, puzzles, side="right") - 1
 
+    @functools.cached_property
+    def grids(self):
+        """The pairs (input, output) of ARC's tasks, grids of colours, a pair for each stored row."""
+        return [[crop(tokens, self.side) for tokens in pair] for pair in zip(self.inputs, self.labels)]
+
     def pairs(self, group):
         """Returns the pairs (input, output) of an ARC task: grids of colours."""
         first, end = self.task_indices[group:group + 2]
@@ -214,11 +211,10 @@ class Dataset:
             translation_draws: numbers in [0, 1), [b, 2]; 0: nothing moves.
         """
         rows = self.first_rows[puzzles] + members
-        if self.has_versions:
+        inputs = self.inputs[rows]
+        labels = self.labels[rows]
+        if self.versions is not None:
             inputs, labels = self._draw_versions(rows, self.versions[puzzles], translation_draws)
-        else:
-            inputs = self.inputs[rows]
-            labels = self.labels[rows]
 
         # the dataset's label that does not count becomes the loss's
         labels = labels.astype(np.int32)
@@ -360,10 +356,8 @@ def make_dataset(settings):
         process = subprocess.Popen([sys.executable, *command])
         try:
             code = process.wait()
-        except KeyboardInterrupt:
-            process.terminate()  # Ctrl-C reaches it, but SIGTERM does not
-            process.wait()
-            raise
+        finally:
+            process.terminate()  # a stop ends it too: Ctrl-C reaches both processes, SIGTERM this one alone
         if not os.path.exists(settings.data_path):
             error = UserError if code in (0, 2) else TransientError
             raise error(f"data_prepare did not make data_path={settings.data_path}: {settings.data_prepare}")
@@ -517,10 +511,7 @@ def read_metrics(path):
 
 def read_facts(path):
     """Returns what the first line of a metrics.jsonl says about its run; {} if it says nothing."""
-    for line in read_lines(path):
-        if "run" in line:
-            return line["run"]
-    return {}
+    return next((line["run"] for line in read_lines(path) if "run" in line), {})
 
 
 def duration(seconds):
@@ -531,18 +522,12 @@ def duration(seconds):
 class Progress:
     """Prints how much is done and the time left to stderr every 10 seconds.
 
-    Args:
-        label: what the lines begin with.
-        total: how much there is to do; 0 if that is not known.
-        unit: what is counted.
-        scale: how much one unit is, as 1e6 for bytes and the unit MB.
+    label: what the lines begin with. total: how much there is to do; 0 if that is not known.
     """
 
-    def __init__(self, label, total, unit="", scale=1):
+    def __init__(self, label, total=0):
         self.label = label
         self.total = total
-        self.unit = unit
-        self.scale = scale
         self.done = 0
         self.start = time.monotonic()
         self.next_line = 10  # seconds after the start
@@ -553,8 +538,8 @@ class Progress:
         if seconds < self.next_line:
             return
         self.next_line = seconds + 10
-        text = f"{self.label}: {self.done / self.scale:,.0f}"
+        text = f"{self.label}: {self.done:,.0f}"
         if self.total:
             seconds_left = seconds * (self.total / max(1, self.done) - 1)
-            text += f" of {self.total / self.scale:,.0f} {self.unit}, {seconds_left:.0f} s left"
+            text += f" of {self.total:,}, {seconds_left:.0f} s left"
         print(text, file=sys.stderr, flush=True)

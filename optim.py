@@ -86,34 +86,21 @@ OPTIMIZERS = dict(adam_atan2=adam_atan2, adamw=adamw, lion=lion)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The puzzle embedding: SignSGD on the rows that the global batch holds. What ranks exchange does not grow
-# with the number of rows N: a table with fewer rows than the batch has sequences is exchanged whole.
+# The puzzle embedding: SignSGD on the rows that the global batch holds. Ranks exchange a slot for each sequence
+# of the batch, whatever the number of rows: Sudoku's table has one, ARC's have hundreds of thousands.
 
-def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
+def pack_rows(identifiers, row_grads, batch_size, rank):
     """Packs the row gradients of one rank; the sum over the ranks is what sign_sgd takes.
-
-    Sudoku's table has one row, ARC's have hundreds of thousands.
 
     Args:
         identifiers: the table's row of each of the rank's sequences, int [b].
         row_grads: the gradient of each sequence with respect to its row, [b, D'].
-        num_rows: N of the table.
         batch_size: the sequences of all ranks.
         rank: this rank, an int tensor [1]: a constant would give each replica a program of its own.
 
-    Returns [min(num_rows, batch_size), D' + 1].
+    Returns [batch_size, D' + 1]: gradients and identifiers in the rank's own slots, zeros in the others.
     """
-    if num_rows <= batch_size:
-        # a slot for each row of the table: the sum of its gradients, and how often the batch holds it
-        counts = torch.ones_like(row_grads[:, :1])
-        counted = torch.cat([row_grads, counts], dim=1)
-        width = counted.shape[1]
-        slots = torch.zeros(num_rows, width, device=counted.device)
-        return slots.index_add(0, identifiers, counted)
-    # a slot for each sequence of the batch: its gradient and its identifier; other ranks' slots are zero
-    assert num_rows < 2 ** 24, "float32 holds no larger identifiers"
-    own_identifiers = identifiers.view(-1, 1).float()
-    own_slots = torch.cat([row_grads, own_identifiers], dim=1)
+    own_slots = torch.cat([row_grads, identifiers.view(-1, 1).float()], dim=1)
     own_size = len(own_slots)
     slots = own_slots.repeat(batch_size // own_size, 1)
     rank_of_slot = torch.arange(batch_size, device=slots.device) // own_size
@@ -121,28 +108,25 @@ def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
     return torch.where(is_own.view(-1, 1), slots, 0)
 
 
-def sign_sgd(table, packed, batch_size, lr, weight_decay):
+def sign_sgd(table, packed, lr, weight_decay):
     """Moves the rows of the table that the batch holds, in place: decoupled decay and the gradient's sign.
 
     Args:
         table: the puzzle embedding [N, D'].
         packed: the sum of pack_rows over all ranks.
-        batch_size: the sequences of all ranks.
         lr, weight_decay: tensors or numbers.
     """
+    assert len(table) < 2 ** 24, "float32 holds no larger identifiers"
     grads = packed[:, :-1]
-    if len(table) <= batch_size:
-        is_held = packed[:, -1:] > 0
-        change = weight_decay * table + torch.sign(grads)
-        table.sub_(is_held * lr * change)
-        return
-
-    # Gradients of one identifier add up in its first slot; each of its slots then writes the same new row.
     identifiers = packed[:, -1].long()
+
+    # the gradients of one identifier add up in its first slot
     is_same = identifiers.unsqueeze(0) == identifiers.unsqueeze(1)  # [B, B]
     first_slot = is_same.int().argmax(1)
     total = torch.zeros_like(grads)
     total = total.index_add(0, first_slot, grads)
+
+    # each slot of an identifier writes the same new row
     old = table[identifiers]
     change = weight_decay * old + torch.sign(total[first_slot])
     table[identifiers] = old - lr * change

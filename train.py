@@ -156,8 +156,8 @@ def train_step(run, state, inputs, cycles=None):
     if settings.ema:
         optim.move_average(settings, state["ema"], state["weights"])
     if run.model.prefix:
-        optim.sign_sgd(state["puzzle_emb"], sums["rows"], settings.global_batch_size,
-                       rates["puzzle_emb_lr"], settings.puzzle_emb_weight_decay)
+        optim.sign_sgd(state["puzzle_emb"], sums["rows"], rates["puzzle_emb_lr"],
+                       settings.puzzle_emb_weight_decay)
 
     # add up what the log needs
     state["sums"] += torch.cat([sums["stats"], grad_norm])
@@ -200,8 +200,8 @@ def gradients(run, state, inputs, batch, cycles):
     # the division by the batch comes here and not in the loss, where gradients would underflow in float16
     sums["grads"] = {name: grad / settings.global_batch_size for name, grad in sums["grads"].items()}
     if model.prefix:
-        sums["rows"] = optim.pack_rows(identifiers, results["row_grads"], len(state["puzzle_emb"]),
-                                       settings.global_batch_size, inputs["rank"])
+        sums["rows"] = optim.pack_rows(
+            identifiers, results["row_grads"], settings.global_batch_size, inputs["rank"])
     return sums
 
 

@@ -15,6 +15,9 @@ import re
 import shutil
 import signal
 import zlib
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 
 import numpy as np
@@ -109,7 +112,7 @@ def read_puzzles(path, rows, task, ignored=""):
     tokens = {symbol: token for token, symbol in enumerate(symbols, 1)}
     table = str.maketrans(tokens | dict.fromkeys(ignored, 0))
     blocks = []
-    progress = Progress(f"reading {path}", 0)
+    progress = Progress(f"reading {path}")
     while block := list(itertools.islice(rows, ROWS)):
         codes = bytearray()
         for line, row in block:
@@ -196,39 +199,29 @@ def distinct(name, n, make, keys):
 
 def in_parallel(make):
     """Yields make(0), make(1), ...: the first results at once, the others from as many processes as cores."""
-    for number in range(TASKS_ALONE):
-        yield make(number)
-
-    # A pipe from each process, so that one that is killed while it sends holds up no other. They are killed
-    # when the caller has enough, or is stopped.
-    context = multiprocessing.get_context("spawn")
+    yield from map(make, range(TASKS_ALONE))
+    numbers = itertools.count(TASKS_ALONE)
     num_processes = cores()
-    readers = []
-    processes = []
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num_processes, context, start_process)
+    # each process works on a task, and another task waits for it
+    futures = deque()
     try:
-        for i in range(num_processes):
-            reader, writer = context.Pipe(duplex=False)
-            arguments = make, TASKS_ALONE + i, num_processes, writer
-            process = context.Process(target=send_results, args=arguments, daemon=True)
-            process.start()
-            writer.close()
-            readers.append(reader)
-            processes.append(process)
-        for reader in itertools.cycle(readers):
-            yield reader.recv()
-    except EOFError:
+        while True:
+            while len(futures) < 2 * num_processes:
+                futures.append(pool.submit(make, next(numbers)))
+            yield futures.popleft().result()
+    except BrokenProcessPool:
         raise TransientError("a process ended before its work was done; is the memory full?") from None
     finally:
-        for process in processes:
-            process.kill()
+        # the caller has enough, or is stopped
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
-def send_results(make, first, step, writer):
-    """Sends make(first), make(first + step), ..., in a process of in_parallel."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+def start_process():
+    """Lets a process of in_parallel end with its parent, which handles Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
-    for number in itertools.count(first, step):
-        writer.send(make(number))
 
 
 def cores():
@@ -257,26 +250,20 @@ def csv_files(settings, repository):
 def download(url, path):
     """Downloads url to path unless path exists; one process of a host does, the others wait."""
     advice = "use files of your own with --source=csv"
-    progress = Progress(f"downloading {url}", 0, "MB", 1e6)
 
     def attempt():
-        # sizes are the file's, not a compressed copy's
-        headers = {"Accept-Encoding": "identity"}
-        response = requests.get(url, headers=headers, stream=True, timeout=(10, 30))
+        response = requests.get(url, stream=True, timeout=(10, 30))
         status = response.status_code
         if status in RETRIED:
             raise TransientError(f"status {status}")
         if status >= 400:
             raise UserError(f"{url} cannot be downloaded (status {status}): {advice}")
-        if response.headers.get("Content-Type", "").startswith("text/html"):
-            raise UserError(f"{url}: the answer is a web page; does this network ask for a login?")
         # the whole file, each time
-        progress.done = 0
-        progress.total = int(response.headers.get("Content-Length", 0))
+        progress = Progress(f"downloading {url}, megabytes")
         with replacing(path) as f:
-            for block in response.iter_content(1 << 15):
+            for block in response.iter_content(1 << 20):
                 f.write(block)
-                progress.add(len(block))
+                progress.add(len(block) / 1e6)
 
     with locked(path):
         if os.path.exists(path):
@@ -384,7 +371,7 @@ def write_split(folder, groups, copies, blocks, task):
     """Writes the files of one split; see write_dataset."""
     os.makedirs(folder)
     seq_len = math.prod(task["grid"])
-    progress = Progress(f"making {folder}", groups * copies, "examples")
+    progress = Progress(f"making {folder}", groups * copies)
     parts = []
     for block in blocks:
         tokens = np.where(np.equal(block, IGNORE_LABEL), 0, block)

@@ -150,7 +150,7 @@ def solve_file(settings, model, task, questions, known_answers, output):
     n, cells = questions.shape
     keys = evaluate.noise_keys(settings.seed, settings.eval_rollouts, n)
     size = max(1, CELLS_AT_A_TIME // cells // len(keys))
-    progress = Progress("solving", n, "puzzles")
+    progress = Progress("solving", n)
     lines = []
     for first in range(0, n, size):
         batch = slice(first, first + size)
