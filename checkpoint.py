@@ -190,7 +190,7 @@ class Checkpoints:
 
         # what the log says of it
         self.notes.append(f"resuming from {path}")
-        self.note_missing(state)
+        self.notes += missing_forks(state.get("forks", {}))
         for name, value in vars(settings).items():
             if saved.get(name, value) != value and name != "init_from":
                 self.notes.append(f"{name} is {value}; the checkpoint had {saved[name]}")
@@ -207,7 +207,7 @@ class Checkpoints:
         state = read_checkpoint(file)
         check_task(state, self.data, file)
         is_averaged = load_weights(model, state["weights"], file)
-        self.note_missing(state)
+        self.notes += missing_forks(state.get("forks", {}))
         if self.settings.eval_only:
             if is_averaged:
                 raise UserError(f"{file} has other puzzle identifiers than {self.data.path}: it can be "
@@ -218,14 +218,6 @@ class Checkpoints:
             self.notes.append(f"{file} has other puzzle identifiers: all start from the mean of its "
                               "embedding")
         return Start(state={"ema": state["ema"]} if "ema" in state else {})
-
-    def note_missing(self, state):
-        """Notes which forks have trained a checkpoint, and which settings it has, that are not known here."""
-        self.notes += missing_forks(state.get("forks", {}))
-        gone = state.get("settings", {}).keys() - vars(self.settings).keys()
-        if gone:
-            names = ", ".join(sorted(gone))
-            self.notes.append(f"the checkpoint has settings that are not known here: {names}")
 
     def take_over(self, bucket):
         """Makes this process the one that trains the run: locks out_dir and writes run.json."""
@@ -365,7 +357,7 @@ def read_run(bucket):
 def some_puzzles(test):
     """Returns 100 test puzzles, {name: tensor [100, ...]}, the same for each call."""
     indices = test.subset(100, 1)[:100]
-    return {name: torch.from_numpy(array) for name, array in test.test_batch(indices, len(indices)).items()}
+    return {name: torch.from_numpy(array) for name, array in test.test_batch(indices).items()}
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -169,18 +169,15 @@ class Dataset:
         puzzles, members, translation_draws = map(np.concatenate, zip(*columns))
 
         # Where each group brings one example, the step draws the puzzles, and not the epoch: all published
-        # results were trained on these draws.
-        if self.epoch_examples == self.total_groups:
+        # results on Sudoku and mazes were trained on these draws.
+        if self.versions is None and self.epoch_examples == self.total_groups:
             draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part, 0]
             puzzles = random_members(self.group_indices, self.groups_of(puzzles), draws)
         return self._batch(puzzles, members, translation_draws)
 
-    def test_batch(self, indices, size):
-        """Returns the examples with these indices, as train_batch does, and unlabelled ones up to size."""
-        # every batch has the same shape, so that one program evaluates all of them
-        batch = self._batch(*self.locate(np.resize(indices, size)))
-        batch["labels"][len(indices):] = IGNORE_LABEL
-        return batch
+    def test_batch(self, indices):
+        """Returns the batch of the examples with these indices; see train_batch."""
+        return self._batch(*self.locate(indices))
 
     def locate(self, indices):
         """Returns the puzzles [n] of these examples, and which of its puzzle's examples each one is [n]."""
@@ -318,11 +315,9 @@ class Generated:
         part = rank_slice(batch_size, rank, world)
         return {name: array[part] for name, array in batch.items()}
 
-    def test_batch(self, indices, size):
+    def test_batch(self, indices):
         """See Dataset.test_batch."""
-        batch = {name: array[np.resize(indices, size)] for name, array in self.puzzles.items()}
-        batch["labels"][len(indices):] = IGNORE_LABEL
-        return batch
+        return {name: array[indices] for name, array in self.puzzles.items()}
 
     def subset(self, n, num_versions=0):
         """Returns the indices of the first n test puzzles; num_versions is for ARC."""

@@ -128,8 +128,6 @@ class Device:
         # older GPUs and processors emulate bfloat16, many times more slowly
         if wanted == "auto" or wanted == "bfloat16" != fastest:
             return fastest, f"forward_dtype is {fastest}: {reason}"
-        if wanted == "float16" and self.kind == "cpu":
-            return wanted, "forward_dtype=float16: a CPU emulates it, many times more slowly than float32"
         return wanted, ""
 
     def fastest_dtype(self):
@@ -210,7 +208,8 @@ class Device:
         """Returns fn(state, inputs, *static), which changes the tensors of state in place."""
         return fn
 
-    def for_each_micro_batch(self, body, sums, weights, sequences, size):
+    @staticmethod
+    def for_each_micro_batch(body, sums, weights, sequences, size):
         """Runs body(weights, micro_batch) on each micro-batch; on XLA it is a loop inside the program.
 
         Args:
@@ -222,7 +221,15 @@ class Device:
 
         Returns the sums, and the trees joined, [B, ...].
         """
-        return for_each_micro_batch(body, sums, weights, sequences, size)
+        num_sequences = len(tree_flatten(sequences)[0][0])
+        size = size or num_sequences
+        results = []
+        for first in range(0, num_sequences, size):
+            micro_batch = tree_map(lambda t: t[first:first + size], sequences)  # noqa: B023
+            addends, result = body(weights, micro_batch)
+            sums = tree_map(torch.add, sums, addends)
+            results.append(result)
+        return sums, tree_map(lambda *parts: torch.cat(parts), *results)
 
     def counts(self):
         """Returns the compiler's numbers for metrics.jsonl."""
@@ -231,19 +238,6 @@ class Device:
 
 # ---------------------------------------------------------------------------------------------------------
 # Helpers
-
-def for_each_micro_batch(body, sums, weights, sequences, size):
-    """See Device.for_each_micro_batch."""
-    num_sequences = len(tree_flatten(sequences)[0][0])
-    size = size or num_sequences
-    results = []
-    for first in range(0, num_sequences, size):
-        micro_batch = tree_map(lambda t: t[first:first + size], sequences)  # noqa: B023
-        addends, result = body(weights, micro_batch)
-        sums = tree_map(torch.add, sums, addends)
-        results.append(result)
-    return sums, tree_map(lambda *parts: torch.cat(parts), *results)
-
 
 def flatten(tree):
     """Returns the numbers of a tree of tensors as a float32 vector, and a function that restores the tree.

@@ -86,8 +86,8 @@ OPTIMIZERS = dict(adam_atan2=adam_atan2, adamw=adamw, lion=lion)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The puzzle embedding: SignSGD on the rows that the global batch holds. Ranks exchange a slot for each sequence
-# of the batch, whatever the number of rows: Sudoku's table has one, ARC's have hundreds of thousands.
+# The puzzle embedding: SignSGD on the rows that the global batch holds. Ranks exchange a slot for each
+# sequence of the batch, whatever the number of rows: Sudoku's table has one, ARC's have many thousands.
 
 def pack_rows(identifiers, row_grads, batch_size, rank):
     """Packs the row gradients of one rank; the sum over the ranks is what sign_sgd takes.

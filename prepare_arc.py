@@ -22,7 +22,7 @@ import numpy as np
 # isort: off
 from configurator import UserError, check_numbers, start
 from data import Progress
-from puzzles.arc import ARC, ORIGINAL, apply_version, arc_task, canvas, generated_task, grid_of
+from puzzles.arc import ARC, ORIGINAL, apply_version, arc_task, canvas, generated_task, grid_key, grid_of
 from puzzles.files import (
     command_of, finish_split, new_dataset, print_report, refuse_existing, write_json)
 
@@ -237,11 +237,8 @@ def choose_versions(task, num_aug, rng):
 
 def key_of_version(pairs, version):
     """Returns a key, equal for versions with the same pairs in any order."""
-    keys = set()
-    for pair in pairs:
-        grids = [apply_version(grid, version) for grid in pair]
-        keys.add(tuple((grid.shape, grid.tobytes()) for grid in grids))
-    return frozenset(keys)
+    keys = [[grid_key(apply_version(grid, version)) for grid in pair] for pair in pairs]
+    return frozenset(map(tuple, keys))
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from configurator import UserError
-from device import flatten, for_each_micro_batch
+from device import Device, flatten
 
 LAUNCH = threading.Lock()  # for replicas that are threads: one compiles, the others find its program
 
@@ -172,7 +172,7 @@ class XLADevice:
         from torch_xla.experimental.scan import _scan_impl_pytree
 
         if size in (0, len(tree_flatten(sequences)[0][0])):
-            return for_each_micro_batch(body, sums, weights, sequences, size)
+            return Device.for_each_micro_batch(body, sums, weights, sequences, size)
 
         def step(carry, micro_batch):
             sums, weights = carry

@@ -33,6 +33,11 @@ def grid_of(value):
     return grid.astype(np.uint8)
 
 
+def grid_key(grid):
+    """Returns the shape and the bytes of a grid, equal for equal grids."""
+    return grid.shape, grid.tobytes()
+
+
 def apply_version(grid, version):
     return turned(version[1:][grid], version[0])
 

@@ -56,13 +56,12 @@ def are_paths(questions, answers):
     any of its cells.
     """
     # S and G stay, and the path is on open cells
-    ends = np.where(is_end(questions), questions, 0)
-    drawn_ends = np.where(is_end(answers), answers, 0)
     path = answers == PATH
-    fits = (ends == drawn_ends) & (~path | (questions == OPEN))
+    ends = is_end(questions)
+    fits = np.where(ends | is_end(answers), answers == questions, ~path | (questions == OPEN))
 
     # the maze whose only open cells are the path's: its shortest path takes all of them
-    line = np.where(path, OPEN, np.where(ends, ends, WALL))
+    line = np.where(path, OPEN, np.where(ends, questions, WALL))
     _, steps = solve_mazes(line, math.isqrt(line.shape[1]))
     uses_all_cells = steps == path.sum(axis=1) + 1
     return fits.all(axis=1) & have_ends(questions) & uses_all_cells

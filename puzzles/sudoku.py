@@ -5,8 +5,6 @@ Boards are the official code's tokens [n, cells]: 0 padding, 1 an empty cell, d 
 """
 import numpy as np
 
-from configurator import UserError
-
 SUDOKU = " .123456789"  # a symbol for each token
 EMPTY = 1  # token
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # {rows of a board: rows and columns of a box}
@@ -224,19 +222,14 @@ def sudoku_copies(puzzles, num_aug, size, rng, test_keys):
         size: rows of a board.
         rng: a random generator.
         test_keys: all test questions, as bytes; a copy that is one of them is made anew.
-
-    Raises UserError if there are no other copies.
     """
     originals = np.repeat(puzzles, num_aug, axis=1)
-    copies = symmetric_sudokus(originals, size, rng)
-    for _ in range(100):
+    copies = np.empty_like(originals)
+    wanted = np.arange(originals.shape[1])
+    while wanted.size:
+        copies[:, wanted] = symmetric_sudokus(originals[:, wanted], size, rng)
         is_hit = [question.tobytes() in test_keys for question in copies[0]]
-        hits = np.flatnonzero(is_hit)
-        if not hits.size:
-            break
-        copies[:, hits] = symmetric_sudokus(originals[:, hits], size, rng)
-    else:
-        raise UserError("all copies of a puzzle are test puzzles: take fewer, or --num_aug=0")
+        wanted = np.flatnonzero(is_hit)
     _, n, cells = puzzles.shape
     copies = copies.reshape(2, n, num_aug, cells)
     return np.concatenate([puzzles[:, :, None], copies], axis=2)

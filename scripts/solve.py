@@ -91,7 +91,8 @@ def watch(settings, model, questions, keys, identifiers=0):
     evaluator = evaluate.Evaluator(settings, model, Device("cpu", settings), keys.size)
     batch = evaluate.unlabelled_batch(np.tile(questions, (len(keys), 1)))
     batch["puzzle_identifiers"][:] = identifiers
-    for results in evaluator.watch(*evaluate.weights_of(model), batch, keys.ravel()):
+    batch["noise_keys"] = keys.ravel()
+    for results in evaluator.watch(*evaluate.weights_of(model), batch):
         yield {name: array.reshape(*keys.shape, *array.shape[1:]) for name, array in results.items()}
 
 
