@@ -52,14 +52,6 @@ ARC_FIELDS = (
 )
 SPLIT_FILES = ("dataset.json", *(f"all__{field}.npy" for field in dict.fromkeys(FIELDS + ARC_FIELDS)))
 FILES = (*(f"{split}/{name}" for split in ("test", "train") for name in SPLIT_FILES), "identifiers.json")
-METADATA = (
-    "ignore_label_id",  # label of cells that do not count
-    "vocab_size",  # tokens, padding included
-    "seq_len",  # cells of a puzzle
-    "num_puzzle_identifiers",
-    "total_groups",
-    "mean_puzzle_examples",  # examples of a puzzle, on average
-)
 ORDER, EXAMPLE, HALT, SUBSET, NOISE = range(5)  # independent random streams of one seed
 
 
@@ -70,8 +62,10 @@ class Dataset:
     """One split of a dataset, checked when it is loaded.
 
     inputs and labels are memory-mapped, [N, seq_len]. len() is the number of examples: N, or more where
-    versions are made when they are needed. The keys of dataset.json are attributes. task is what
-    puzzles/__init__.py calls a task. Datasets of the official code, without a manifest, load too.
+    batches make versions. task is what puzzles/__init__.py calls a task. The keys of dataset.json are
+    attributes, such as vocab_size (tokens, padding included), seq_len, num_puzzle_identifiers, total_groups,
+    ignore_label_id (the label of cells that do not count) and mean_puzzle_examples (examples of a puzzle, on
+    average). Datasets of the official code, without a manifest, load too.
 
     Args:
         path: the folder of the dataset.
@@ -91,7 +85,7 @@ class Dataset:
         # the official builder writes no manifest
         self.manifest = {"sha256": {}}
         if os.path.exists(f"{path}/manifest.json"):
-            self.manifest = read_json(f"{path}/manifest.json", "sha256")
+            self.manifest = read_json(f"{path}/manifest.json")
         self.hint = f"build it again with {self.made_by() or 'the command that made it'}"
         for name, digest in self.manifest["sha256"].items():
             file = f"{path}/{name}"
@@ -99,7 +93,7 @@ class Dataset:
                 raise UserError(f"{file} is missing or does not match manifest.json: {self.hint}")
 
         # the sizes
-        vars(self).update(read_json(f"{folder}/dataset.json", *METADATA))
+        vars(self).update(read_json(f"{folder}/dataset.json"))
         self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
         self.side = self.task["grid"][0]
 
@@ -213,7 +207,7 @@ class Dataset:
         if self.versions is not None:
             inputs, labels = self._draw_versions(rows, self.versions[puzzles], translation_draws)
 
-        # the dataset's label that does not count becomes the loss's
+        # the dataset's label of cells that do not count becomes the loss's
         labels = labels.astype(np.int32)
         labels[labels == self.ignore_label_id] = IGNORE_LABEL
         return {
@@ -228,13 +222,11 @@ class Dataset:
         translation_draws = np.broadcast_to(translation_draws, (len(rows), 2))
         for row, version, draws in zip(rows, versions, translation_draws):
             grids = [apply_version(grid, version) for grid in self.grids[row]]
-
             # both are moved alike, as far as there is room for them
             room = self.side + 1 - np.maximum(grids[0].shape, grids[1].shape)
             offset = (draws * room).astype(np.int64)
-            canvases += [canvas(grid, self.side, *offset) for grid in grids]
-        pairs = np.reshape(canvases, (-1, 2, self.seq_len))
-        return pairs[:, 0], pairs[:, 1]
+            canvases.append([canvas(grid, self.side, *offset) for grid in grids])
+        return np.reshape(canvases, (-1, 2, self.seq_len)).swapaxes(0, 1)
 
     @functools.cached_property
     def task_names(self):
@@ -264,10 +256,9 @@ class Dataset:
     def made_by(self):
         """Returns the command that made the dataset, as "prepare_sudoku.py --size=6 ..."; "" if not known."""
         command = dict(self.manifest.get("command", {}))
-        words = [command.pop("script", "")]
-        for name, value in command.items():
-            words.append(f"--{name}={shlex.quote(str(value))}")
-        return " ".join(words)
+        script = command.pop("script", "")
+        flags = [f"--{name}={shlex.quote(str(value))}" for name, value in command.items()]
+        return " ".join([script, *flags])
 
     @functools.cached_property
     def sha256(self):
@@ -429,28 +420,20 @@ def random_members(indices, owners, draws):
 # ---------------------------------------------------------------------------------------------------------
 # Files
 
-def read_json(path, *keys):
-    """Returns the object in a JSON file; raises UserError if it is unreadable or lacks one of the keys."""
+def read_json(path):
+    """Returns what a JSON file holds. Raises UserError if it cannot be read."""
     try:
         with open(path, encoding="utf-8") as f:
-            value = json.load(f)
+            return json.load(f)
     except (OSError, ValueError) as e:
-        raise UserError(f"{path} cannot be read as JSON: build the dataset again ({e})") from None
-    missing = [key for key in keys if key not in value]
-    if missing:
-        raise UserError(f"{path} lacks {', '.join(missing)}: build the dataset again")
-    return value
+        raise UserError(f"{path} cannot be read as JSON ({e}): build the dataset again") from None
 
 
 def hashes_of(path):
     """Returns {relative file: SHA-256} of the files of a dataset that exist."""
     # a dataset has the arrays of ARC or those of other puzzles, not both
-    hashes = {}
-    for name in FILES:
-        file = f"{path}/{name}"
-        if os.path.exists(file):
-            hashes[name] = file_hash(file)
-    return hashes
+    names = [name for name in FILES if os.path.exists(f"{path}/{name}")]
+    return {name: file_hash(f"{path}/{name}") for name in names}
 
 
 def file_hash(path):

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_map
 
 import model as models
 import puzzles
-from bucket import Bucket
-from configurator import TransientError, UserError
 from data import NOISE, Progress, generator, replacing
 from puzzles import IGNORE_LABEL, arc
 
@@ -322,7 +320,7 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         arrays[name] = array[0]
     arrays |= surest_answers(queue.results)
     if save_to and settings.eval_save_outputs:
-        save_outputs(settings, device, save_to, own_indices, arrays, should_stop)
+        save_outputs(settings, device, save_to, own_indices, arrays)
 
     # the figures of all ranks, and ARC's votes
     sums = eval_sums(test, arrays, queue.results)
@@ -360,23 +358,15 @@ def eval_values(ranks):
     return values
 
 
-def save_outputs(settings, device, path, indices, arrays, should_stop):
-    """Writes this rank's part of eval_save_outputs, and uploads it: the mirror has rank 0's folder alone.
-
-    What fails costs a line on stderr.
-    """
-    name = f"{path}.npz"
-    if device.world > 1:
-        name = f"{path}.{device.rank}.npz"
-    keys = settings.eval_save_outputs.split(",")
-    wanted = {key: arrays[key] for key in filter(None, keys)}
+def save_outputs(settings, device, path, indices, arrays):
+    """Writes this rank's part of eval_save_outputs; what cannot be written costs a line on stderr."""
+    name = f"{path}.{device.rank}.npz" if device.world > 1 else f"{path}.npz"
+    wanted = {key: arrays[key] for key in settings.eval_save_outputs.split(",") if key}
     try:
         os.makedirs(settings.out_dir, exist_ok=True)
         with replacing(name) as f:
             np.savez_compressed(f, indices=indices, **wanted)
-        if settings.gcs_dir:
-            Bucket(settings.gcs_dir, should_stop).upload(name, os.path.basename(name))
-    except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
+    except OSError as e:
         print(f"{name}: not saved: {e}", file=sys.stderr)
 
 

@@ -86,26 +86,30 @@ OPTIMIZERS = dict(adam_atan2=adam_atan2, adamw=adamw, lion=lion)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The puzzle embedding: SignSGD on the rows that the global batch holds. Ranks exchange a slot for each
-# sequence of the batch, whatever the number of rows: Sudoku's table has one, ARC's have many thousands.
+# The puzzle embedding: SignSGD on the rows that the global batch holds. Ranks exchange slots, as many as the
+# table has rows or the batch has sequences, whichever are fewer: Sudoku has one row, ARC many thousands.
 
-def pack_rows(identifiers, row_grads, batch_size, rank):
+def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
     """Packs the row gradients of one rank; the sum over the ranks is what sign_sgd takes.
 
     Args:
         identifiers: the table's row of each of the rank's sequences, int [b].
         row_grads: the gradient of each sequence with respect to its row, [b, D'].
+        num_rows: N of the table.
         batch_size: the sequences of all ranks.
         rank: this rank, an int tensor [1]: a constant would give each replica a program of its own.
 
-    Returns [batch_size, D' + 1]: gradients and identifiers in the rank's own slots, zeros in the others.
+    Returns [min(num_rows, batch_size), D' + 2]: sums of the gradients and of the identifiers of a slot, and
+    the number of its sequences.
     """
-    own_slots = torch.cat([row_grads, identifiers.view(-1, 1).float()], dim=1)
-    own_size = len(own_slots)
-    slots = own_slots.repeat(batch_size // own_size, 1)
-    rank_of_slot = torch.arange(batch_size, device=slots.device) // own_size
-    is_own = rank_of_slot == rank
-    return torch.where(is_own.view(-1, 1), slots, 0)
+    own_size = len(identifiers)
+    slots = identifiers
+    if num_rows > batch_size:
+        slots = rank * own_size + torch.arange(own_size, device=rank.device)
+    columns = [row_grads, identifiers.view(-1, 1), torch.ones_like(row_grads[:, :1])]
+    entries = torch.cat(columns, dim=1)
+    packed = torch.zeros(min(num_rows, batch_size), entries.shape[1], device=entries.device)
+    return packed.index_add(0, slots, entries)
 
 
 def sign_sgd(table, packed, lr, weight_decay):
@@ -117,19 +121,21 @@ def sign_sgd(table, packed, lr, weight_decay):
         lr, weight_decay: tensors or numbers.
     """
     assert len(table) < 2 ** 24, "float32 holds no larger identifiers"
-    grads = packed[:, :-1]
-    identifiers = packed[:, -1].long()
+    # the sequences of a slot have the same identifier, which is their mean; an empty slot gets identifier 0
+    means = packed[:, -2] / packed[:, -1].clamp(min=1)
+    identifiers = means.round().long()
 
-    # the gradients of one identifier add up in its first slot
-    is_same = identifiers.unsqueeze(0) == identifiers.unsqueeze(1)  # [B, B]
+    # the slots of one identifier add up in the first of them
+    is_same = identifiers.unsqueeze(0) == identifiers.unsqueeze(1)  # [slots, slots]
     first_slot = is_same.int().argmax(1)
-    total = torch.zeros_like(grads)
-    total = total.index_add(0, first_slot, grads)
+    total = torch.zeros_like(packed).index_add(0, first_slot, packed)
+    total = total[first_slot]
 
-    # each slot of an identifier writes the same new row
+    # each of them writes the same new row, or the old one where no sequence has the identifier
+    is_held = total[:, -1:] > 0
     old = table[identifiers]
-    change = weight_decay * old + torch.sign(total[first_slot])
-    table[identifiers] = old - lr * change
+    change = weight_decay * old + torch.sign(total[:, :-2])
+    table[identifiers] = old - is_held * lr * change
 
 
 # ---------------------------------------------------------------------------------------------------------

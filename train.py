@@ -200,8 +200,8 @@ def gradients(run, state, inputs, batch, cycles):
     # the division by the batch comes here and not in the loss, where gradients would underflow in float16
     sums["grads"] = {name: grad / settings.global_batch_size for name, grad in sums["grads"].items()}
     if model.prefix:
-        sums["rows"] = optim.pack_rows(
-            identifiers, results["row_grads"], settings.global_batch_size, inputs["rank"])
+        sums["rows"] = optim.pack_rows(identifiers, results["row_grads"], len(state["puzzle_emb"]),
+                                       settings.global_batch_size, inputs["rank"])
     return sums
 
 
