@@ -1,7 +1,5 @@
 """HTTP that tries again, Google Cloud Storage over it, the mirror of a run, and datasets in buckets."""
-import base64
 import functools
-import hashlib
 import io
 import json
 import os
@@ -82,9 +80,9 @@ def without_password(text):
 class Bucket:
     """The objects under gs://bucket/prefix in Google Cloud Storage, or in the emulator STORAGE_EMULATOR_HOST.
 
-    An object is uploaded and downloaded as a whole, and tried again as a whole; its MD5 hash says whether it
-    arrived. Object names are relative to the prefix. The methods are thread-safe. They raise UserError if the
-    bucket refuses, and TransientError after the last attempt.
+    An object is uploaded, downloaded and tried again as a whole. The hashes in a checkpoint's .json and in a
+    dataset's manifest.json say whether it arrived. Object names are relative to the prefix. The methods are
+    thread-safe. They raise UserError if the bucket refuses, and TransientError after the last attempt.
 
     Args:
         url: gs://bucket/prefix.
@@ -124,11 +122,7 @@ class Bucket:
 
     def write(self, name, content):
         """Uploads bytes."""
-        def check(response):
-            if response.json()["md5Hash"] != md5_of(content):
-                raise TransientError("the upload arrived damaged")
-
-        self._request("POST", name, check, self.uploads, content=content,
+        self._request("POST", name, requests.Response.json, self.uploads, content=content,
                       params={"uploadType": "media", "name": self.prefix + name})
 
     def download(self, name, path):
@@ -141,13 +135,8 @@ class Bucket:
 
     def read(self, name):
         """Returns the bytes of an object, or None if there is none."""
-        def content(response):
-            stated = response.headers.get("x-goog-hash", "")
-            if "md5=" in stated and md5_of(response.content) not in stated:
-                raise TransientError("the download arrived damaged")
-            return response.content
-
-        return self._request("GET", name, content, may_lack=True, params={"alt": "media"})
+        return self._request("GET", name, lambda response: response.content, may_lack=True,
+                             params={"alt": "media"})
 
     def delete(self, name):
         """Deletes an object if it exists."""
@@ -168,7 +157,7 @@ class Bucket:
 
         Args:
             name: of the object.
-            result: a function of the response. If it raises TransientError, the request is sent again.
+            result: a function of the response. If it raises ValueError, the request is sent again.
             url: if it is not the object's.
             may_lack: without it the lack of an object is an error.
             content: bytes to send.
@@ -201,11 +190,6 @@ class Bucket:
                             "Storage Object Admin, and a VM the scope cloud-platform")
 
         return try_again(attempt, label, self.attempts, self.stop)
-
-
-def md5_of(content):
-    """Returns the MD5 hash of bytes as Cloud Storage writes it."""
-    return base64.b64encode(hashlib.md5(content).digest()).decode()
 
 
 def authorize(request):

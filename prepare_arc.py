@@ -210,8 +210,7 @@ def arc_task_of(name, content):
 
 def output_of(test_pair):
     """Returns the output of a test pair, which may not be known."""
-    output = test_pair.get("output")
-    return UNKNOWN if output is None else grid_of(output)
+    return grid_of(test_pair["output"]) if test_pair.get("output") else UNKNOWN
 
 
 # ---------------------------------------------------------------------------------------------------------

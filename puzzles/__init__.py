@@ -54,17 +54,14 @@ def task_of(manifest, seq_len, vocab_size):
 
     # each token has a symbol of its own, and the grid has the model's cells
     num_different = 1 + len(set(symbols[1:]))
-    problems = {
-        f"{vocab_size - 1} symbols: a dataset has from 1 to 255": not 2 <= vocab_size <= 256,
-        f"grid {grid} does not fit {seq_len} cells": len(grid) != 2 or math.prod(grid) != seq_len,
-        f"symbols {symbols!r} must be {vocab_size}, one for each token, all different":
-            not len(symbols) == num_different == vocab_size,
-        f"grid {grid} and symbols {symbols!r} do not fit kind {kind}":
-            kind in TASKS and task != TASKS[kind](grid[0]),
-    }
-    for problem, is_wrong in problems.items():
-        if is_wrong:
-            raise UserError(problem)
+    if not 2 <= vocab_size <= 256:
+        raise UserError(f"{vocab_size - 1} symbols: a dataset has from 1 to 255")
+    if len(grid) != 2 or math.prod(grid) != seq_len:
+        raise UserError(f"grid {grid} does not fit {seq_len} cells")
+    if not len(symbols) == num_different == vocab_size:
+        raise UserError(f"symbols {symbols!r} must be {vocab_size}, one for each token, all different")
+    if kind in TASKS and task != TASKS[kind](grid[0]):
+        raise UserError(f"grid {grid} and symbols {symbols!r} do not fit kind {kind}")
     return task
 
 
