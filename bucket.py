@@ -16,7 +16,7 @@ import requests
 
 # isort: off
 from configurator import TransientError, UserError
-from data import FILES, Dataset, locked, replacing
+from data import Dataset, locked, replacing
 
 RETRIED = {408, 429, *range(500, 600)}  # statuses of a server that may answer later
 # A VM's metadata server, by number: looking up its name can hang outside Google Cloud.
@@ -39,7 +39,7 @@ def try_again(attempt, label, attempts, stop=lambda: False):
     """
     cause = ""
     for number in range(attempts):
-        # the pause; a stop takes effect after each second
+        # pause; a stop takes effect after each second
         seconds = backoff(number)
         if seconds:
             print(f"{label}: {cause}; trying again in {seconds} s", file=sys.stderr)
@@ -169,7 +169,7 @@ class Bucket:
         url = url or f"{self.objects}/{urllib.parse.quote(self.prefix + name, safe='')}"
 
         def attempt():
-            # a file is sent in blocks, each with the first time limit; bytes would have one for all
+            # requests sends a file in blocks, each with the first time limit; bytes would have one for all
             body = content and io.BytesIO(content)
             response = requests.request(method, url, data=body, timeout=self.timeout, auth=authorize,
                                         allow_redirects=False, **options)
@@ -205,13 +205,13 @@ def access_token(period):
     """Returns an OAuth token: CLOUDSDK_AUTH_ACCESS_TOKEN, or a VM's, or gcloud's. Asks once in a period."""
     text = os.environ.get("CLOUDSDK_AUTH_ACCESS_TOKEN")
 
-    # a VM's, without a proxy, which does not lead to the machine's own metadata
+    # a VM has one, which is asked for without a proxy: that does not lead to the machine's own metadata
     if not text:
         options = dict(headers={"Metadata-Flavor": "Google"}, proxies={"http": ""}, timeout=3)
         with suppress(requests.RequestException, KeyError):
             text = requests.get(METADATA_TOKEN, **options).json()["access_token"]
 
-    # outside Google Cloud: gcloud's, which prints nothing if it fails
+    # outside Google Cloud gcloud has one; it prints nothing if it fails
     if not text:
         with suppress(OSError, subprocess.SubprocessError):
             text = subprocess.run(["gcloud", "auth", "print-access-token"], input="", capture_output=True,
@@ -261,7 +261,7 @@ class Mirror:
 
     def close(self, seconds):
         """Copies what is new, within the given time. Returns whether the bucket has everything."""
-        # a line before what may take minutes
+        # say so before what may take minutes
         self.say(f"uploading to {self.bucket.url}, for {seconds} s at most")
         # the thread ends after this last copy; one that hangs ends with the process
         self.is_closing = True
@@ -275,7 +275,7 @@ class Mirror:
     def work(self):
         is_last = False
         while not is_last:
-            # what changes during a copy is for the next one
+            # the next copy takes what changes during this one
             self.changed.wait()
             self.changed.clear()
             is_last = self.is_closing
@@ -283,7 +283,7 @@ class Mirror:
                 self.copy()
                 self.error = None
             except Exception as e:  # whatever it is, training continues
-                # one line for all errors in a row
+                # a row of errors gets one line
                 if not self.error:
                     self.say(f"upload failed, the next checkpoint tries again: {e}")
                 self.error = e
@@ -291,17 +291,17 @@ class Mirror:
     def copy(self):
         """Copies what is new."""
         self.check()
-        # one checkpoint, whole, though a newer one may come meanwhile, which may delete it
+        # copy one checkpoint whole; a newer one may come meanwhile, and delete this one
         newest = self.newest
         with suppress(FileNotFoundError):
-            # the .json may be deleted during the upload of the .pt, and proves that one complete
+            # read the .json first, which proves the .pt complete: both may be deleted during the upload
             with open(os.path.join(self.folder, newest + ".json"), "rb") as f:
                 description = f.read()
             self.copy_file(newest + ".pt")
             self.bucket.write(newest + ".json", description)
         for name in self.outdated(self.bucket.list(), newest):
             self.bucket.delete(name)
-        # the other files; best.pt comes before best.json, which has its hash
+        # copy the other files, best.pt before best.json, which has its hash
         for name in sorted(os.listdir(self.folder), reverse=True):
             if re.fullmatch(r"(best|metrics|log|submission|eval_.*)\.(pt|json|jsonl|txt|npz)", name):
                 self.copy_file(name)
@@ -330,23 +330,19 @@ def local_dataset(path):
     bucket = Bucket(path)
     folder = os.path.join("data", os.path.basename(bucket.url))
     with locked(folder):
+        if os.path.lexists(folder):
+            return folder
+        print(f"downloading {path}", flush=True)
         manifest = bucket.read("manifest.json")
         if not manifest:
             raise UserError(f"{path} has no manifest.json: upload the dataset with "
                             f"`gcloud storage rsync -r data/NAME {path}`")
-        hashes = json.loads(manifest)["sha256"]
 
-        # it gets its name once all of it is there, and loads, which checks the hashes
-        if not os.path.lexists(folder):
-            part = folder + ".part"
-            print(f"downloading {path}", flush=True)
-            for name in ("manifest.json", *FILES):
-                bucket.download(name, os.path.join(part, name))
-            for split in ("train", "test"):
-                Dataset(part, split)
-            os.rename(part, folder)
-
-        # one that was here must be the same one
-        if Dataset(folder, "train").hashes() != hashes:
-            raise UserError(f"{folder} holds another dataset than {path}: move it away, or name it")
+        # the folder gets its name once the dataset is whole; loading it checks the hashes
+        part = folder + ".part"
+        for name in ("manifest.json", *json.loads(manifest)["sha256"]):
+            bucket.download(name, os.path.join(part, name))
+        for split in ("train", "test"):
+            Dataset(part, split)
+        os.rename(part, folder)
         return folder

@@ -88,7 +88,7 @@ class Checkpoints:
                 start = self.load(model, total_steps, should_stop)
             except (UserError, TransientError, OSError, SystemExit) as e:
                 error = e
-        # what the others need of it
+        # the other ranks need all of it but the state
         error, *known = self.device.all_gather((error, *start[:3]))[0]
         if error:
             raise error
@@ -116,7 +116,7 @@ class Checkpoints:
             bucket = Bucket(settings.gcs_dir, should_stop)
             bucket.check(write=not settings.eval_only)
 
-        # the newest checkpoint of bucket and out_dir
+        # find the newest checkpoint of the bucket and out_dir
         if settings.init_from == "scratch":
             refuse_run(f"--out_dir={self.out_dir}", listed(self.out_dir))
             refuse_run(f"--gcs_dir={settings.gcs_dir}", bucket.list() if bucket else [])
@@ -143,7 +143,7 @@ class Checkpoints:
 
     def pull(self, bucket):
         """Brings the newest whole checkpoint of the bucket, and its logs, to out_dir, unless that has it."""
-        # the id of the run
+        # read the run's id, which out_dir and the bucket must agree on
         with suppress(FileNotFoundError):
             self.run_id = json.loads(Path(self.out_dir, "run.json").read_bytes())["id"]
         if not bucket:
@@ -169,7 +169,7 @@ class Checkpoints:
         state = read_checkpoint(path)
         step = state["step"]
         saved = state["settings"]
-        # the dataset, the length and the optimizer
+        # check the dataset, the length and the optimizer
         if state["data"] != self.data.sha256:
             raise UserError(f"{path} was trained on another dataset than {settings.data_path}: choose that "
                             "one, or another --out_dir")
@@ -188,7 +188,7 @@ class Checkpoints:
             m, v = optimizer["m"], optimizer["v"]
             state["optimizer"] = {name: dict(m=m[name], v=v[name]) for name in m}
 
-        # what the log says of it
+        # tell the log what is resumed and what has changed
         self.notes.append(f"resuming from {path}")
         self.notes += missing_forks(state.get("forks", {}))
         for name, value in vars(settings).items():
@@ -196,7 +196,7 @@ class Checkpoints:
                 self.notes.append(f"{name} is {value}; the checkpoint had {saved[name]}")
         self.run_id = state.get("run_id", self.run_id)
         self.init_from = saved["init_from"]
-        # its evaluations at this step, of which the last one of all is final
+        # find the evaluations that were logged at this step; the run has ended if one of them is final
         lines = read_metrics(os.path.join(self.out_dir, "metrics.jsonl"))
         evaluations = [line for line in lines if line["step"] == step and "eval/loss" in line]
         has_ended = step == total_steps and any(line.get("final") for line in evaluations)
@@ -276,9 +276,9 @@ class Checkpoints:
         if self.device.rank != 0:
             return
         self.wait()
-        # a copy on the host: training changes the original while the thread writes
+        # copy to the host: training changes the original while the thread writes
         state = run.state_dict(step)
-        # what belongs to the run: a resume checks it, and goes on with it
+        # add what belongs to the run, which a resume checks and goes on with
         state |= dict(
             run_id=self.run_id,
             settings=vars(self.settings) | dict(init_from=self.init_from),
@@ -380,7 +380,7 @@ def numbered(names):
     """Returns the numbered checkpoints that have a .pt and a .json among the files `names`, newest first."""
     stems = {name.partition(".")[0] for name in names if NUMBERED.fullmatch(name)}
     complete = [stem for stem in stems if {stem + ".pt", stem + ".json"} <= {*names}]
-    # by number: from step 10^8 on the names are longer
+    # sort by number: from step 10^8 on the names are longer
     return sorted(complete, key=step_of, reverse=True)
 
 
@@ -396,7 +396,7 @@ def outdated(names, newest, keep):
     if not kept:
         return []
     old_files = [name for name in names if NUMBERED.fullmatch(name) and step_of(name) < step_of(kept[-1])]
-    # a .json before its .pt, which is no checkpoint without it, whatever happens in between
+    # a .json comes before its .pt, which is no checkpoint without it
     return sorted(old_files)
 
 

@@ -7,9 +7,9 @@ A dataset is a folder in the layout of the official code, plus a manifest:
     data/NAME/{train,test}/dataset.json
     data/NAME/{train,test}/all__{inputs,labels,puzzle_identifiers,puzzle_indices,group_indices}.npy
 
-inputs and labels are [N, seq_len], one example a row. Puzzle i owns the examples
-puzzle_indices[i]:puzzle_indices[i + 1], and group g the puzzles group_indices[g]:group_indices[g + 1]: a
-Sudoku and its augmented copies are one group.
+inputs and labels are tokens [N, seq_len], one example a row. Puzzle i has the row puzzle_identifiers[i] of
+the model's table, and owns the examples puzzle_indices[i]:puzzle_indices[i + 1]; group g owns the puzzles
+group_indices[g]:group_indices[g + 1]: a Sudoku and its augmented copies are one group.
 
 A dataset of prepare_arc.py stores each example of a task once. all__task_indices.npy takes the place of
 all__puzzle_indices.npy: all puzzles of group g, the versions of a task, share the stored examples
@@ -18,6 +18,7 @@ them, and batches make the copies.
 """
 import fcntl
 import functools
+import glob
 import hashlib
 import json
 import math
@@ -28,6 +29,7 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 
@@ -35,23 +37,6 @@ from configurator import TransientError, UserError
 from puzzles import IGNORE_LABEL, task_of
 from puzzles.arc import apply_version, canvas, crop
 
-FIELDS = (
-    "inputs",  # [N, seq_len], tokens
-    "labels",  # [N, seq_len], tokens
-    "puzzle_identifiers",  # [puzzles], rows of the model's table
-    "puzzle_indices",  # [puzzles + 1], rows of inputs and labels
-    "group_indices",  # [groups + 1], puzzles
-)
-ARC_FIELDS = (
-    "inputs",
-    "labels",
-    "puzzle_identifiers",
-    "task_indices",  # [groups + 1], rows of inputs and labels
-    "group_indices",
-    "versions",  # [puzzles, 11]
-)
-SPLIT_FILES = ("dataset.json", *(f"all__{field}.npy" for field in dict.fromkeys(FIELDS + ARC_FIELDS)))
-FILES = (*(f"{split}/{name}" for split in ("test", "train") for name in SPLIT_FILES), "identifiers.json")
 ORDER, EXAMPLE, HALT, SUBSET, NOISE = range(5)  # independent random streams of one seed
 
 
@@ -92,15 +77,14 @@ class Dataset:
             if name.startswith(f"{split}/") and not (os.path.isfile(file) and file_hash(file) == digest):
                 raise UserError(f"{file} is missing or does not match manifest.json: {self.hint}")
 
-        # the sizes
+        # what dataset.json says, and the kind of puzzle
         vars(self).update(read_json(f"{folder}/dataset.json"))
         self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
         self.side = self.task["grid"][0]
 
         # the examples stay on the disk; the indices, which are small, are read
-        is_arc = f"{split}/all__versions.npy" in self.manifest["sha256"]
-        for field in ARC_FIELDS if is_arc else FIELDS:
-            file = f"{folder}/all__{field}.npy"
+        for file in glob.glob(f"{folder}/all__*.npy"):
+            field = Path(file).stem.removeprefix("all__")
             mmap_mode = "r" if field in ("inputs", "labels") else None
             try:
                 array = np.load(file, mmap_mode=mmap_mode)
@@ -108,23 +92,23 @@ class Dataset:
                 raise UserError(f"{file} cannot be read (truncated?): {self.hint} ({e})") from None
             setattr(self, field, np.asarray(array))  # a plain view of the file indexes faster than np.memmap
 
-        # each puzzle owns its rows; the versions of an ARC task share the rows of the task
-        owners = np.arange(len(self.puzzle_identifiers))
-        if is_arc:
-            owners = self.groups_of(owners)
-        row_indices = self.task_indices if is_arc else self.puzzle_indices
-        self._check(folder, row_indices, owners)
+        # a puzzle has rows of its own; all versions of an ARC task have the rows of the task
+        puzzles = np.arange(len(self.puzzle_identifiers))
+        if self.versions is None:
+            self._find_rows(folder, self.puzzle_indices, puzzles)
+        else:
+            self._find_rows(folder, self.task_indices, self.groups_of(puzzles))
 
-        # the first row of each puzzle, and its examples
-        self.first_rows = row_indices[owners]
-        self.num_examples = np.diff(row_indices)[owners]
-        self.puzzle_indices = np.append(0, self.num_examples.cumsum())
-        # what a group brings to an epoch: if its puzzles are of several sizes, the smaller ones repeat theirs
-        self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
-        self.epoch_examples = int(self.group_sizes.sum())
+    def _find_rows(self, folder, row_indices, owners):
+        """Checks the arrays; finds the rows of each puzzle, and how many examples a group brings to an epoch.
 
-    def _check(self, folder, row_indices, owners):
-        """Raises UserError, which names the arrays whose shapes or numbers do not fit dataset.json."""
+        Args:
+            folder: of the split.
+            row_indices: owner i has the rows row_indices[i]:row_indices[i + 1].
+            owners: the owner of each puzzle's rows [puzzles].
+
+        Raises UserError, which names the arrays whose shapes or numbers do not fit dataset.json.
+        """
         shape = (row_indices[-1], self.seq_len)
         checks = {
             "inputs": self.inputs.shape == shape,
@@ -138,6 +122,13 @@ class Dataset:
         wrong = [name for name, fits in checks.items() if not fits]
         if wrong:
             raise UserError(f"{folder}: dataset.json does not fit {', '.join(wrong)}: {self.hint}")
+
+        self.first_rows = row_indices[owners]
+        self.num_examples = np.diff(row_indices)[owners]
+        self.puzzle_indices = np.append(0, self.num_examples.cumsum())
+        # if the puzzles of a group have different numbers of examples, the smaller ones repeat theirs
+        self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
+        self.epoch_examples = int(self.group_sizes.sum())
 
     def __len__(self):
         return int(self.puzzle_indices[-1])
@@ -263,12 +254,9 @@ class Dataset:
     @functools.cached_property
     def sha256(self):
         """Hex digest that identifies the content of both splits."""
-        text = json.dumps(self.hashes(), sort_keys=True)
+        hashes = self.manifest["sha256"] or hashes_of(self.path)
+        text = json.dumps(hashes, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
-
-    def hashes(self):
-        """Returns {relative file: SHA-256} of both splits, from the manifest or else from the files."""
-        return self.manifest["sha256"] or hashes_of(self.path)
 
 
 class Generated:
@@ -292,7 +280,7 @@ class Generated:
         self.path = path
         self.seq_len = math.prod(self.task["grid"])
         self.vocab_size = len(self.task["symbols"])
-        # the test puzzles, or a sample of the others, so that the hash identifies how they are drawn
+        # draw the test puzzles, or as many others: their hash identifies how puzzles are drawn
         self.puzzles = self._batch(generator(0, SUBSET), self.test_size, split)
         content = self.puzzles["inputs"].tobytes() + self.puzzles["labels"].tobytes()
         self.sha256 = hashlib.sha256(content).hexdigest()
@@ -334,7 +322,7 @@ def make_dataset(settings):
         raise UserError(f"data_prepare: {e}: {settings.data_prepare}") from None
     if not command or os.path.exists(settings.data_path):
         return
-    # the first process of the host makes it, and the others find it made
+    # the first process of the host makes the dataset, and the others find it made
     with locked(os.path.normpath(settings.data_path) + ".made"):
         if os.path.exists(settings.data_path):
             return
@@ -380,18 +368,18 @@ def epoch_plan(dataset, seed, epoch):
     comes once, in another random order, and brings all examples of one of its puzzles. All follows from
     (seed, epoch), so that a puzzle which a batch cuts goes on in the next one.
     """
-    # the group of each example, and its number there
+    # list the groups in random order, and number the examples of each
     order = generator(seed, ORDER, epoch).permutation(dataset.total_groups)
     sizes = dataset.group_sizes[order]
     groups = np.repeat(order, sizes)
     members = ranges(np.zeros_like(sizes), sizes)
 
-    # one random puzzle of each group
+    # draw one puzzle of each group
     rng = generator(seed, EXAMPLE, epoch)
     puzzle_draws, fixed_draws = rng.random((2, dataset.total_groups))
     puzzles = random_members(dataset.group_indices, groups, puzzle_draws[groups])
 
-    # every example but one of a puzzle moves; a small puzzle repeats its examples
+    # all examples of a puzzle but one move; a small puzzle repeats its examples
     translation_draws = rng.random((len(groups), 2))
     fixed_members = (fixed_draws[groups] * dataset.group_sizes[groups]).astype(np.int64)
     translation_draws[members == fixed_members] = 0
@@ -430,14 +418,15 @@ def read_json(path):
 
 
 def hashes_of(path):
-    """Returns {relative file: SHA-256} of the files of a dataset that exist."""
-    # a dataset has the arrays of ARC or those of other puzzles, not both
-    names = [name for name in FILES if os.path.exists(f"{path}/{name}")]
+    """Returns {relative path: SHA-256} of the files of a dataset but the manifest."""
+    names = []
+    for pattern in ("*/dataset.json", "*/all__*.npy", "identifiers.json"):
+        names += sorted(glob.glob(pattern, root_dir=path))
     return {name: file_hash(f"{path}/{name}") for name in names}
 
 
 def file_hash(path):
-    # a megabyte at a time: a file may be larger than the memory
+    # read a megabyte at a time: a file may be larger than the memory
     digest = hashlib.sha256()
     with open(path, "rb") as f:
         while block := f.read(1 << 20):

@@ -36,7 +36,7 @@ PEAK_FLOPS = {
 
 def choose_device(wanted):
     """Returns (xla, cuda or cpu; the reason in words). Raises UserError if the wanted one is missing."""
-    # torch_xla on a TPU, or on the CPU where the environment says so
+    # torch_xla takes a TPU, or the CPU where the environment says so
     pjrt = os.environ.get("PJRT_DEVICE")
     if wanted in ("xla", "auto"):
         has_xla = importlib.util.find_spec("torch_xla")
@@ -133,7 +133,7 @@ class Device:
     def fastest_dtype(self):
         """Returns the fastest forward_dtype, and the reason in words."""
         if self.kind == "cpu":
-            # one line of flags for each core; other processors compute bfloat16 many times more slowly
+            # the flags of each core say whether it has the instructions
             cpuinfo = Path("/proc/cpuinfo")
             if cpuinfo.exists() and re.search("avx512_bf16|amx_bf16", cpuinfo.read_text()):
                 return "bfloat16", "this processor has instructions for it"

@@ -51,7 +51,7 @@ class Evaluator:
     def new_state(self):
         """Returns {"carry": TRM.new_carry, "kept": {name: [slots, ...]}}; all slots are free."""
         carry = self.model.new_carry(self.batch_size, self.dtype)
-        # the answers that count
+        # the last answer and the most confident one, for keep_answers
         kept = dict(
             preds=torch.zeros_like(carry["inputs"]),
             repeats=torch.zeros_like(carry["steps"]),
@@ -104,7 +104,7 @@ class Evaluator:
         step = self.supervision_step(self.settings, weights, slots["sequences"])
         is_new = slots["sequences"]["steps"] == 0
 
-        # the last answer and the most confident one; what has its last answer leaves, the rest gets noise
+        # keep the answers that count; slots whose answer is final halt, and the others get noise
         kept = keep_answers(slots["kept"], step, is_new)
         halted = step.carry["steps"] >= self.depth
         if self.settings.eval_patience:
@@ -142,7 +142,7 @@ class Evaluator:
 def keep_answers(kept, step, is_new):
     """Returns the answers that count after a SupervisionStep: the last one and the most confident one."""
     is_repeated = (step.answers == kept["preds"]).all(-1) & ~is_new
-    # of equally confident answers, the last
+    # the later of two equally confident answers counts
     is_surer = is_new | (step.q_halt >= kept["surest_q_halt_logits"])
     return dict(
         preds=step.answers,
@@ -182,7 +182,7 @@ class Queue:
         self.state = evaluator.new_state()
         seq_len = evaluator.model.config.seq_len
 
-        # an answer has a byte for each cell, since a test set may have a third of a billion cells
+        # answers take a byte a cell, since a test set may have a third of a billion cells
         names = (*ANSWERS, *models.METRICS, *models.LOSS_TERMS)
         self.results = {name: np.zeros(keys.shape, dtype=np.float32) for name in names}
         for name in ("preds", "surest_preds"):
@@ -215,14 +215,14 @@ class Queue:
 
     def fill(self):
         """Gives the free slots the next attempts, which are inputs of the next step."""
-        # free slots, as many as attempts wait
+        # the waiting attempts go into free slots
         free = np.flatnonzero(self.slots < 0)[:len(self.waiting)]
         if not len(free):
             return
         self.slots[free] = self.waiting[:len(free)]
         self.waiting = self.waiting[len(free):]
 
-        # their puzzles and noise
+        # so do their puzzles and the keys of their noise
         puzzle, attempt = np.divmod(self.slots[free], self.attempts)
         batch = self.test.test_batch(self.indices[puzzle])
         batch["noise_keys"] = self.keys[attempt, puzzle]
@@ -314,7 +314,7 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         if num_stops:
             return {}
 
-    # the last answer of the first attempt, as in the paper, and the surest of all attempts
+    # take the last answer of the first attempt, as in the paper, and the surest answer of all attempts
     arrays = test.test_batch(own_indices)
     for name, array in queue.results.items():
         arrays[name] = array[0]
@@ -322,7 +322,7 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
     if save_to and settings.eval_save_outputs:
         save_outputs(settings, device, save_to, own_indices, arrays)
 
-    # the figures of all ranks, and ARC's votes
+    # add up the figures of all ranks, and ARC's votes
     sums = eval_sums(test, arrays, queue.results)
     values = eval_values(device.all_gather(sums))
     if test.task["kind"] == "arc":
@@ -394,7 +394,7 @@ def count_votes(test, indices, preds, q_halt):
     votes = {}
     columns = versions, groups.tolist(), members.tolist(), preds, confidences.tolist()
     for version, group, member, tokens, confidence in zip(*columns):
-        # the answer in the task's own colours and orientation
+        # bring the answer back to the task's own colours and orientation
         grid = arc.undo_version(arc.crop(tokens, test.side), test.versions[version])
         answer = arc.grid_key(grid)
         candidates = votes.setdefault((group, member), {})
@@ -451,7 +451,7 @@ def submission(test, votes):
     """Returns {task: [{"attempt_1": grid, "attempt_2": grid}, ...]}, an entry a test input, as for Kaggle."""
     attempts = {}
     for group, member in sorted(votes):
-        # an only answer is given twice
+        # a single answer is given twice
         elected = elect(votes[group, member])
         best = {}
         for name, (shape, cells) in dict(attempt_1=elected[0], attempt_2=elected[:2][-1]).items():

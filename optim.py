@@ -153,7 +153,7 @@ def count_steps(settings, examples_per_epoch):
 
 def evaluation_due(settings, examples_per_epoch, step):
     """Returns True if this step crosses a multiple of eval_interval epochs."""
-    # examples, not steps: the number of puzzles need not divide into batches
+    # count examples and not steps: the number of puzzles need not divide into batches
     interval = settings.eval_interval * examples_per_epoch
     examples = step * settings.global_batch_size
     return interval > 0 and examples // interval > (examples - settings.global_batch_size) // interval
@@ -161,12 +161,12 @@ def evaluation_due(settings, examples_per_epoch, step):
 
 def learning_rate(settings, peak, step, total_steps):
     """Returns the rate of a step: linear warm-up to peak, then a cosine to peak * lr_min_ratio at the end."""
-    # warm-up
+    # linear warm-up
     step += 1
     warmup_steps = settings.lr_warmup_steps
     if step < warmup_steps:
         return peak * step / warmup_steps
-    # cosine
+    # cosine decay
     decay_steps = max(1, total_steps - warmup_steps)
     progress = (step - warmup_steps) / decay_steps
     cosine = 0.5 * (1 + math.cos(math.pi * progress))

@@ -16,7 +16,7 @@ import data
 import prepare_maze
 import prepare_sudoku
 from configurator import TransientError, UserError
-from data import FIELDS, Dataset, halting_draws
+from data import Dataset, halting_draws
 from puzzles import files, judge, sudoku_task, text_of
 from puzzles.sudoku import minimal_sudokus, num_solutions
 from puzzles.symmetries import keys_of
@@ -114,10 +114,11 @@ def test_a_group_of_puzzles_with_several_examples_brings_one_of_them(tmp_path):
     """As in the official ARC sets; a smaller puzzle repeats its examples."""
     os.mkdir(tmp_path / "train")
     rows = np.arange(7)[:, None]
-    arrays = rows, rows, [1, 2, 3, 4], [0, 2, 3, 6, 7], [0, 3, 4]
+    arrays = dict(inputs=rows, labels=rows, puzzle_identifiers=[1, 2, 3, 4], puzzle_indices=[0, 2, 3, 6, 7],
+                  group_indices=[0, 3, 4])
     files.finish_split(
-        tmp_path / "train", dict(zip(FIELDS, arrays)), ignore_label_id=None, vocab_size=7, seq_len=1,
-        num_puzzle_identifiers=5, total_groups=2, mean_puzzle_examples=1.75)
+        tmp_path / "train", arrays, ignore_label_id=None, vocab_size=7, seq_len=1, num_puzzle_identifiers=5,
+        total_groups=2, mean_puzzle_examples=1.75)
     train = Dataset(tmp_path, "train")
     epochs = {tuple(sorted(train.train_batch(0, step, 4)["inputs"].ravel())) for step in range(100)}
     assert epochs == {(0, 0, 1, 6), (2, 2, 2, 6), (3, 4, 5, 6)}
