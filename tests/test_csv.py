@@ -102,7 +102,6 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
     (GOOD, "--holdout=0", "either --test_csv=FILE or --holdout=N"),
     (GOOD, "--kind=sudoku", "do not fit kind sudoku"),
     (GOOD, "--permute_symbols=1-4", "permute_symbols=1-4: '-' is not in the puzzles"),
-    ("1..,???\n2..,???", "--ignored=? --grid=1x3", "no cell that counts"),
 ])
 def test_wrong_input_is_one_line_and_leaves_nothing(rows, flags, message, tmp_path):
     path = write(tmp_path / "train.csv", rows)
