@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.parse
 from contextlib import suppress
+from pathlib import Path
 
 import requests
 
@@ -114,11 +115,6 @@ class Bucket:
         if write:
             self.write(".probe", b"probe")
             self.delete(".probe")
-
-    def upload(self, path, name):
-        """Uploads a file as it is when this begins."""
-        with open(path, "rb") as f:
-            self.write(name, f.read())
 
     def write(self, name, content):
         """Uploads bytes."""
@@ -295,8 +291,7 @@ class Mirror:
         newest = self.newest
         with suppress(FileNotFoundError):
             # read the .json first, which proves the .pt complete: both may be deleted during the upload
-            with open(os.path.join(self.folder, newest + ".json"), "rb") as f:
-                description = f.read()
+            description = Path(f"{self.folder}/{newest}.json").read_bytes()
             self.copy_file(newest + ".pt")
             self.bucket.write(newest + ".json", description)
         for name in self.outdated(self.bucket.list(), newest):
@@ -308,11 +303,11 @@ class Mirror:
 
     def copy_file(self, name):
         """Copies a file, unless the bucket has it as it is."""
-        path = os.path.join(self.folder, name)
+        path = f"{self.folder}/{name}"
         stat = os.stat(path)
         version = stat.st_mtime_ns, stat.st_size  # the size too: two appends can share one mtime
         if self.copied.get(name) != version:
-            self.bucket.upload(path, name)
+            self.bucket.write(name, Path(path).read_bytes())
             self.copied[name] = version
 
 
@@ -328,7 +323,7 @@ def local_dataset(path):
     if not path.startswith("gs://"):
         return path
     bucket = Bucket(path)
-    folder = os.path.join("data", os.path.basename(bucket.url))
+    folder = f"data/{os.path.basename(bucket.url)}"
     with locked(folder):
         if os.path.lexists(folder):
             return folder
@@ -341,7 +336,7 @@ def local_dataset(path):
         # the folder gets its name once the dataset is whole; loading it checks the hashes
         part = folder + ".part"
         for name in ("manifest.json", *json.loads(manifest)["sha256"]):
-            bucket.download(name, os.path.join(part, name))
+            bucket.download(name, f"{part}/{name}")
         for split in ("train", "test"):
             Dataset(part, split)
         os.rename(part, folder)

@@ -161,7 +161,7 @@ class Checkpoints:
             self.notes.append(f"fetching {name} from the bucket")
             # the .json comes last
             for file in (*LOGS, name + ".pt", name + ".json"):
-                bucket.download(file, os.path.join(self.out_dir, file))
+                bucket.download(file, f"{self.out_dir}/{file}")
 
     def resume(self, model, path, total_steps):
         """Returns the Start at a checkpoint of the run. Raises UserError if the settings do not fit it."""
@@ -197,7 +197,7 @@ class Checkpoints:
         self.run_id = state.get("run_id", self.run_id)
         self.init_from = saved["init_from"]
         # find the evaluations that were logged at this step; the run has ended if one of them is final
-        lines = read_metrics(os.path.join(self.out_dir, "metrics.jsonl"))
+        lines = read_metrics(f"{self.out_dir}/metrics.jsonl")
         evaluations = [line for line in lines if line["step"] == step and "eval/loss" in line]
         has_ended = step == total_steps and any(line.get("final") for line in evaluations)
         return Start(step, has_ended, bool(evaluations), state)
@@ -229,13 +229,13 @@ class Checkpoints:
         # the operating system frees the lock of a process that was killed; the file stays
         try:
             os.makedirs(self.out_dir, exist_ok=True)
-            self.lock = open(os.path.join(self.out_dir, "run.lock"), "ab")
+            self.lock = open(f"{self.out_dir}/run.lock", "ab")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise TransientError(f"--out_dir={self.out_dir}: another process trains there") from None
         except OSError as e:
             raise UserError(f"--out_dir={self.out_dir}: cannot be written to ({e.strerror})") from None
-        with replacing(os.path.join(self.out_dir, "run.json")) as f:
+        with replacing(f"{self.out_dir}/run.json") as f:
             f.write(content)
         if bucket:
             bucket.write("run.json", content)
@@ -304,7 +304,7 @@ class Checkpoints:
         """Writes a checkpoint, on the thread. Returns False, and logs it, if it cannot be written."""
         try:
             os.makedirs(self.out_dir, exist_ok=True)
-            path = os.path.join(self.out_dir, name)
+            path = f"{self.out_dir}/{name}"
             # if keep_last_n is lower than before, this may free the space that the checkpoint needs
             self.prune()
             # a name is there only once its content is on the disk
@@ -331,7 +331,7 @@ class Checkpoints:
         """Deletes all but the last keep_last_n complete checkpoints; a file that cannot be deleted stays."""
         for name in outdated(os.listdir(self.out_dir), self.newest, self.settings.keep_last_n):
             with suppress(OSError):
-                os.remove(os.path.join(self.out_dir, name))
+                os.remove(f"{self.out_dir}/{name}")
 
     def wait(self):
         """Waits for the checkpoint that is being written. Returns whether it could be written."""
@@ -407,7 +407,7 @@ def listed(folder):
 
 def checkpoint_paths(out_dir):
     """Returns the paths of the numbered checkpoints that have a .json, newest first."""
-    return [os.path.join(out_dir, stem + ".pt") for stem in numbered(listed(out_dir))]
+    return [f"{out_dir}/{stem}.pt" for stem in numbered(listed(out_dir))]
 
 
 # ---------------------------------------------------------------------------------------------------------

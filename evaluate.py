@@ -291,8 +291,8 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         indices: which of its examples, for all ranks.
         label: the beginning of the lines that show the progress.
         should_stop: a function that says whether this host is asked to stop.
-        save_to: path, without its ending, of the arrays in eval_save_outputs; submission.json, ARC's answers,
-            goes into the same folder. "": neither is written.
+        save_to: path, without its ending, of the arrays in eval_save_outputs. "": neither they nor
+            submission.json, ARC's answers, are written.
     """
     settings = evaluator.settings
     device = evaluator.device
@@ -330,9 +330,8 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         votes = merge_votes(device.all_gather(own_votes))
         values |= vote_values(test, votes)
         if save_to and device.rank == 0:
-            text = json.dumps(submission(test, votes))
-            with replacing(os.path.join(os.path.dirname(save_to), "submission.json")) as f:
-                f.write(text.encode())
+            with replacing(f"{settings.out_dir}/submission.json") as f:
+                f.write(json.dumps(submission(test, votes)).encode())
     return values
 
 

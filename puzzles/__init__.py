@@ -212,7 +212,7 @@ def count_correct(task, arrays, attempts):
         if task["kind"] in SEVERAL_ANSWERS:
             correct[prefix + "valid_accuracy"] = judge(task, inputs, preds).solved
         if task["kind"] == "maze":
-            valid, optimal = path_metrics(inputs, labels, preds)
+            valid, optimal = path_metrics(inputs, preds)
             correct[prefix + "path_valid"] = valid
             correct[prefix + "path_optimal"] = optimal
     correct["surest_accuracy"] = equal_labels(arrays["surest_preds"], labels)

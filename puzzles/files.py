@@ -358,7 +358,7 @@ def new_dataset(path, manifest):
             shutil.rmtree(part, ignore_errors=True)  # a command that was killed left it
             try:
                 yield part
-                write_json(os.path.join(part, "manifest.json"), dict(manifest, sha256=hashes_of(part)))
+                write_json(f"{part}/manifest.json", manifest | {"sha256": hashes_of(part)})
                 os.rename(part, path)
             finally:
                 shutil.rmtree(part, ignore_errors=True)

@@ -32,19 +32,15 @@ def judge_maze(task, questions, answers):
     """
     is_drawn = (questions == OPEN) & (answers == PATH)
     broken = (answers != questions) & ~is_drawn
-    labels, _ = solve_mazes(questions, task["grid"][0])
-    _, is_shortest = path_metrics(questions, labels, answers)
+    _, is_shortest = path_metrics(questions, answers)
     return broken, is_shortest & ~broken.any(axis=1)
 
 
-def path_metrics(questions, labels, answers):
-    """Returns which answers to mazes are a path from S to G, and which a shortest one: bool [n] each.
-
-    questions, labels (a shortest path each), answers: tokens [n, cells].
-    """
+def path_metrics(questions, answers):
+    """Returns which answers to mazes are a path from S to G, and which a shortest one: bool [n] each."""
     valid = are_paths(questions, answers)
-    steps = (answers == PATH).sum(axis=1)
-    fewest_steps = (labels == PATH).sum(axis=1)
+    _, fewest_steps = solve_mazes(questions)
+    steps = (answers == PATH).sum(axis=1) + 1
     return valid, valid & (steps == fewest_steps)
 
 
@@ -62,7 +58,7 @@ def are_paths(questions, answers):
 
     # the maze whose only open cells are the path's: its shortest path takes all of them
     line = np.where(path, OPEN, np.where(ends, questions, WALL))
-    _, steps = solve_mazes(line, math.isqrt(line.shape[1]))
+    _, steps = solve_mazes(line)
     uses_all_cells = steps == path.sum(axis=1) + 1
     return fits.all(axis=1) & have_ends(questions) & uses_all_cells
 
@@ -83,17 +79,18 @@ def have_ends(questions):
 
 def num_paths(questions, size):
     """Returns 1 for mazes with a path from the one start to the one goal, else 0, [n]."""
-    _, steps = solve_mazes(questions, size)
+    _, steps = solve_mazes(questions)
     return have_ends(questions) & (steps > 0)
 
 
-def solve_mazes(questions, size):
+def solve_mazes(questions):
     """Returns the answers, and the steps [n] of their shortest paths, 0 if there is none.
 
     Of several shortest paths it takes the one that, seen from S, goes down where it can, else left, else
     right, else up. All labels of Maze-Hard follow this rule, and a model can match them exactly only because
     there is a rule.
     """
+    size = math.isqrt(questions.shape[1])
     squares = questions.reshape(-1, size, size)
     from_goal = distances(squares == GOAL, squares != WALL)
 
@@ -172,7 +169,7 @@ def long_mazes(index, seed, size, min_path):
     questions[np.where(swap, other_end, one_end)] = GOAL
     has_both_ends = other_end.any(axis=(1, 2))
     questions = questions[has_both_ends].reshape(-1, size * size)
-    answers, _ = solve_mazes(questions, size)
+    answers, _ = solve_mazes(questions)
     return questions, answers
 
 
@@ -202,7 +199,7 @@ def maze_copies(puzzles, num_copies):
     """
     size = math.isqrt(puzzles.shape[2])
     inputs, labels = puzzles[:, :, dihedral(size)[:num_copies]]
-    solved, _ = solve_mazes(inputs.reshape(-1, size * size), size)
+    solved, _ = solve_mazes(inputs.reshape(-1, size * size))
     solved = solved.reshape(inputs.shape)
     by_rule = (labels[:, :1] == solved[:, :1]).all(axis=2, keepdims=True)
     return np.stack([inputs, np.where(by_rule, solved, labels)])

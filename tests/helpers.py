@@ -427,4 +427,4 @@ def stored(emulator, name):
 def upload(folder, url):
     """Copies the files of a dataset to url, as `gcloud storage rsync` does."""
     for path in Path(folder).rglob("*.*"):
-        Bucket(url).upload(path, str(path.relative_to(folder)))
+        Bucket(url).write(str(path.relative_to(folder)), path.read_bytes())
