@@ -29,7 +29,6 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 
@@ -37,6 +36,10 @@ from configurator import TransientError, UserError
 from puzzles import IGNORE_LABEL, task_of
 from puzzles.arc import apply_version, canvas, crop
 
+# the arrays of all datasets, of ARC's, and of the others
+FIELDS = ("inputs", "labels", "puzzle_identifiers", "group_indices")
+ARC_INDICES = ("task_indices", "versions")
+INDICES = ("puzzle_indices",)
 ORDER, EXAMPLE, HALT, SUBSET, NOISE = range(5)  # independent random streams of one seed
 
 
@@ -83,8 +86,9 @@ class Dataset:
         self.side = self.task["grid"][0]
 
         # the examples stay on the disk; the indices, which are small, are read
-        for file in glob.glob(f"{folder}/all__*.npy"):
-            field = Path(file).stem.removeprefix("all__")
+        is_arc = os.path.exists(f"{folder}/all__versions.npy")
+        for field in FIELDS + (ARC_INDICES if is_arc else INDICES):
+            file = f"{folder}/all__{field}.npy"
             mmap_mode = "r" if field in ("inputs", "labels") else None
             try:
                 array = np.load(file, mmap_mode=mmap_mode)
@@ -94,10 +98,10 @@ class Dataset:
 
         # a puzzle has rows of its own; all versions of an ARC task have the rows of the task
         puzzles = np.arange(len(self.puzzle_identifiers))
-        if self.versions is None:
-            self._find_rows(folder, self.puzzle_indices, puzzles)
-        else:
+        if is_arc:
             self._find_rows(folder, self.task_indices, self.groups_of(puzzles))
+        else:
+            self._find_rows(folder, self.puzzle_indices, puzzles)
 
     def _find_rows(self, folder, row_indices, owners):
         """Checks the arrays; finds the rows of each puzzle, and how many examples a group brings to an epoch.
