@@ -155,14 +155,15 @@ class Dataset:
         for epoch in np.unique(epochs).tolist():
             plan = epoch_plan(self, seed, epoch)
             columns.append([column[positions[epochs == epoch]] for column in plan])
-        puzzles, members, translation_draws = map(np.concatenate, zip(*columns))
+        groups, puzzle_draws, members, translation_draws = map(np.concatenate, zip(*columns))
 
-        # Where each group brings one example, the step draws the puzzles, and not the epoch: all published
+        # Where each group brings one example, the step draws its puzzles, and not the epoch: all published
         # results on Sudoku and mazes were trained on these draws.
         if self.versions is None and self.epoch_examples == self.total_groups:
-            draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part, 0]
-            puzzles = random_members(self.group_indices, self.groups_of(puzzles), draws)
-        return self._batch(puzzles, members, translation_draws)
+            puzzle_draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part, 0]
+        puzzles = random_members(self.group_indices, groups, puzzle_draws)
+        # a puzzle with fewer examples than others of its group repeats them
+        return self._batch(puzzles, members % self.num_examples[puzzles], translation_draws)
 
     def test_batch(self, indices):
         """Returns the batch of the examples with these indices; see train_batch."""
@@ -366,11 +367,14 @@ def generator(seed, *key):
 
 @functools.lru_cache(maxsize=2)  # a batch spans one or two epochs, or more if they are small
 def epoch_plan(dataset, seed, epoch):
-    """Returns the examples of an epoch, in order: arrays of the arguments of Dataset._batch.
+    """Returns an epoch's examples in order: groups, draws of their puzzles, members, translation draws.
 
     The training data are an endless stream of examples, which the batches cut. In each epoch every group
     comes once, in another random order, and brings all examples of one of its puzzles. All follows from
     (seed, epoch), so that a puzzle which a batch cuts goes on in the next one.
+
+    Arrays of n examples: their groups, the number in [0, 1) that draws a puzzle of the group, which of the
+    puzzle's examples it is, and two numbers in [0, 1) that move it.
     """
     # list the groups in random order, and number the examples of each
     order = generator(seed, ORDER, epoch).permutation(dataset.total_groups)
@@ -378,16 +382,13 @@ def epoch_plan(dataset, seed, epoch):
     groups = np.repeat(order, sizes)
     members = ranges(np.zeros_like(sizes), sizes)
 
-    # draw one puzzle of each group
+    # draw one puzzle of each group; all of its examples but one move
     rng = generator(seed, EXAMPLE, epoch)
     puzzle_draws, fixed_draws = rng.random((2, dataset.total_groups))
-    puzzles = random_members(dataset.group_indices, groups, puzzle_draws[groups])
-
-    # all examples of a puzzle but one move; a small puzzle repeats its examples
     translation_draws = rng.random((len(groups), 2))
     fixed_members = (fixed_draws[groups] * dataset.group_sizes[groups]).astype(np.int64)
     translation_draws[members == fixed_members] = 0
-    return puzzles, members % dataset.num_examples[puzzles], translation_draws
+    return groups, puzzle_draws[groups], members, translation_draws
 
 
 def rank_slice(batch_size, rank, world):
