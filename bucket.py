@@ -109,13 +109,6 @@ class Bucket:
         self.objects = f"{server}/storage/v1/b/{bucket}/o"
         self.uploads = f"{server}/upload/storage/v1/b/{bucket}/o"
 
-    def check(self, write=True):
-        """Tries what a run will do: list and, with write, write and delete an object."""
-        self.list()
-        if write:
-            self.write(".probe", b"probe")
-            self.delete(".probe")
-
     def write(self, name, content):
         """Uploads bytes."""
         self._request("POST", name, requests.Response.json, self.uploads, content=content,

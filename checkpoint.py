@@ -111,10 +111,7 @@ class Checkpoints:
         # an evaluation of a file needs no run
         if settings.eval_only and file:
             return self.start_from_file(model, file)
-        bucket = None
-        if settings.gcs_dir:
-            bucket = Bucket(settings.gcs_dir, should_stop)
-            bucket.check(write=not settings.eval_only)
+        bucket = Bucket(settings.gcs_dir, should_stop) if settings.gcs_dir else None
 
         # find the newest checkpoint of the bucket and out_dir
         if settings.init_from == "scratch":
@@ -235,10 +232,11 @@ class Checkpoints:
             raise TransientError(f"--out_dir={self.out_dir}: another process trains there") from None
         except OSError as e:
             raise UserError(f"--out_dir={self.out_dir}: cannot be written to ({e.strerror})") from None
-        with replacing(f"{self.out_dir}/run.json") as f:
-            f.write(content)
+        # a bucket that refuses leaves no run here
         if bucket:
             bucket.write("run.json", content)
+        with replacing(f"{self.out_dir}/run.json") as f:
+            f.write(content)
 
     # -----------------------------------------------------------------------------------------------------
     # Saving

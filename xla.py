@@ -192,14 +192,11 @@ class XLADevice:
     def counts(self):
         """Returns, so far: programs compiled, seconds that took, operations run on the host."""
         compiles = met.metric_data("CompileTime") or (0, 0)  # their number, nanoseconds, samples
-        fallbacks = 0
-        for name in met.counter_names():
-            if name.startswith("aten::"):
-                fallbacks += met.counter_value(name)
+        fallbacks = [met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")]
         return {
             "xla/compiles": compiles[0],
             "xla/compile_time": compiles[1] / 1e9,
-            "xla/fallbacks": fallbacks,
+            "xla/fallbacks": sum(fallbacks),
         }
 
 

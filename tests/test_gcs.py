@@ -75,16 +75,6 @@ def test_a_list_of_two_pages(bucket):
     assert bucket._request.call_args.kwargs["params"]["pageToken"] == "t"
 
 
-def test_the_check_needs_the_rights_that_a_run_needs(bucket, front):
-    bucket.check()
-    front.denied = ("insert", "DELETE")
-    bucket.check(write=False)
-    for denied in ("list", "insert", "DELETE"):
-        front.denied = (denied,)
-        with pytest.raises(UserError, match="status 403 "):
-            bucket.check()
-
-
 @pytest.mark.parametrize("url", ["gs://", "gs://Bucket/a", "s3://bucket", "bucket/a"])
 def test_an_address_that_is_none(url):
     with pytest.raises(UserError, match="is not an address in a bucket: write gs://bucket/folder"):
@@ -126,15 +116,15 @@ def test_outside_google_cloud_a_token_comes_from_gcloud_or_the_environment(
         monkeypatch.setattr(bucket_module, "METADATA_TOKEN", f"http://127.0.0.1:{nothing.getsockname()[1]}")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(TransientError, match="no Google credentials: run `gcloud auth login`, "):
-        cloud_bucket.check()
+        cloud_bucket.list()
     gcloud = tmp_path / "gcloud"
     gcloud.write_text('#!/bin/sh\n[ "$*" = "auth print-access-token" ] && echo a warning && echo secret\n')
     gcloud.chmod(0o755)
-    cloud_bucket.check()
+    cloud_bucket.list()
     gcloud.unlink()
     bucket_module.access_token.cache_clear()
     monkeypatch.setenv("CLOUDSDK_AUTH_ACCESS_TOKEN", "secret\n")
-    cloud_bucket.check()
+    cloud_bucket.list()
 
 
 def test_no_password_is_printed(monkeypatch, capsys):
