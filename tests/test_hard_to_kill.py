@@ -262,7 +262,7 @@ def test_a_bucket_that_refuses_is_wrong_input_and_one_that_is_away_is_not(data, 
     """The watchdog does not count the time until the bucket answers."""
     front.denied = ("insert",)
     assert "status 403" in run(data, tmp_path / "run", *FLAGS, code=2)
-    assert not (tmp_path / "run").exists()
+    assert os.listdir(tmp_path / "run") == ["run.lock"]
     front.denied = ()
     front.script = [503] * 3  # seven seconds
     process = start_train(data, tmp_path / "run", *FLAGS, "--max_steps=5", "--stall_timeout=6")
