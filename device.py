@@ -133,7 +133,7 @@ class Device:
     def fastest_dtype(self):
         """Returns the fastest forward_dtype, and the reason in words."""
         if self.kind == "cpu":
-            # the flags of each core say whether it has the instructions
+            # look for the instructions in the flags of the cores
             cpuinfo = Path("/proc/cpuinfo")
             if cpuinfo.exists() and re.search("avx512_bf16|amx_bf16", cpuinfo.read_text()):
                 return "bfloat16", "this processor has instructions for it"

@@ -63,7 +63,7 @@ def main(settings):
     refuse_existing(settings.output_dir)
     subsets = read_subsets(settings)
 
-    # the order of the tasks, then the versions of each: the official builder's draws
+    # draw the order of the tasks, then the versions of each, as the official builder does
     rng = np.random.RandomState(settings.seed)
     progress = Progress("choosing versions", sum(map(len, subsets.values())))
     train = []
@@ -77,7 +77,7 @@ def main(settings):
             versions = choose_versions(task, settings.num_aug, rng)
             identifiers = num_identifiers + np.arange(len(versions), dtype=np.int32)
             num_identifiers += len(versions)
-            # the test pairs of the test subset are not trained on
+            # train on all pairs but the test pairs of the test subset
             pairs = task.train
             if subset == settings.test_subset:
                 test.append((task.test, versions, identifiers))
@@ -86,7 +86,7 @@ def main(settings):
             train.append((pairs, versions, identifiers))
             progress.add(1)
 
-    # the files
+    # write the files
     counts = {"tasks": len(train), "test tasks": len(test), "versions of tasks": num_identifiers - 1}
     manifest = arc_task(settings.max_side) | {"command": command_of(__file__, settings), "counts": counts}
     with new_dataset(settings.output_dir, manifest) as folder:
@@ -135,7 +135,7 @@ def read_subset(settings, subset):
     source = settings.source
     kaggle_path = f"{source}_{subset}_challenges.json"
 
-    # each source in its own way
+    # each source is read in its own way
     if subset == "extra":
         source = settings.extra
         tasks = read_folder(f"{source}/**/*.json") if source else []
@@ -248,12 +248,12 @@ def write_split(folder, groups, side, num_identifiers):
     os.makedirs(folder)
     pairs, versions, identifiers = zip(*groups)
 
-    # each example once
+    # store each example once
     examples = [pair for own_pairs in pairs for pair in own_pairs]
     canvases = [[canvas(grid, side) for grid in pair] for pair in examples]
     inputs, labels = np.stack(canvases, axis=1).reshape(2, -1, side * side)
 
-    # which examples and versions each task has
+    # say which examples and versions each task has
     num_pairs = list(map(len, pairs))
     num_versions = list(map(len, versions))
     arrays = {

@@ -116,14 +116,14 @@ def side_by_side(grids, symbols, rows, columns):
         symbols: a character for each token.
         rows, columns: of each grid.
     """
-    # the lines of each grid, below its title
+    # write the lines of each grid below its title
     blocks = []
     for title, tokens, marked in grids:
         cells = [" *"[int(mark)] + symbols[token] + " " for token, mark in zip(tokens, marked)]
         lines = np.reshape(cells, (rows, columns))
         blocks.append([title, *map("".join, lines)])
 
-    # blocks of the same width in one line
+    # put as many blocks beside each other as fit
     width = max(len(line) for block in blocks for line in block) + 2
     blocks_per_line = max(1, 120 // width)
     text = ""

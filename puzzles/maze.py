@@ -51,12 +51,12 @@ def are_paths(questions, answers):
     and the "o" form one line from S to G that does not touch itself: no way from S to G along it leaves out
     any of its cells.
     """
-    # S and G stay, and the path is on open cells
+    # check that S and G stay, and that the path is on open cells
     path = answers == PATH
     ends = is_end(questions)
     fits = np.where(ends | is_end(answers), answers == questions, ~path | (questions == OPEN))
 
-    # the maze whose only open cells are the path's: its shortest path takes all of them
+    # solve the maze whose only open cells are the path's: its shortest path must take all of them
     line = np.where(path, OPEN, np.where(ends, questions, WALL))
     _, steps = solve_mazes(line)
     uses_all_cells = steps == path.sum(axis=1) + 1
@@ -125,7 +125,7 @@ def distances(starts, is_open):
     for step in itertools.count(1):
         if not reached.any():
             return np.moveaxis(steps, 2, 0)
-        # the neighbours of the cells that were reached last
+        # go on to the neighbours of the cells that were reached last
         near = np.zeros_like(reached)
         near[1:] |= reached[:-1]
         near[:-1] |= reached[1:]
@@ -153,14 +153,14 @@ def long_mazes(index, seed, size, min_path):
     is_origin[np.arange(GRIDS), rng.integers(size * size, size=GRIDS)] = True
     is_open = (is_open | is_origin).reshape(-1, size, size)
 
-    # the cells that are farthest from a random one; no two cells are farther apart than twice that
+    # put one end as far as possible from a random cell; no two cells are farther apart than twice that
     steps = distances(is_origin.reshape(is_open.shape), is_open)
     farthest = steps.max(axis=(1, 2), keepdims=True)
     keep = 2 * farthest.ravel() >= min_path
     is_open = is_open[keep]
     one_end = random_cells((steps == farthest)[keep], rng)
 
-    # the other end
+    # put the other end min_path steps away or more, and draw which of them is the start
     is_far = distances(one_end, is_open) >= min_path
     other_end = random_cells(is_far, rng)
     swap = rng.random((len(is_open), 1, 1)) < 0.5
