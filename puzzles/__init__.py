@@ -22,10 +22,9 @@ IGNORE_LABEL = -100  # the label of cells that no loss and no metric counts
 # kinds whose grids and symbols are fixed: a function of the grid's rows that returns the task
 TASKS = {"sudoku": sudoku_task, "maze": maze_task, "arc": arc_task}
 
-# The rules: {kind: a function (task, questions, answers)}. Questions and answers are numpy arrays of tokens
-# [n, cells], or one question [1, cells] for all answers. A token is the place of its symbol in
-# task["symbols"]: 1 is the empty cell, 2 the first symbol after it. The function returns two arrays of bool:
-# which cells of the answers break a rule, [n, cells], and which answers are solutions, [n].
+# The rules: {kind: a function (task, questions, answers)}, which takes what judge() takes and returns the two
+# arrays of a Judgement. A token is the place of its symbol in task["symbols"]: 1 is the empty cell, 2 the
+# first symbol after it.
 JUDGES = {"sudoku": judge_sudoku, "maze": judge_maze}
 
 # kinds of JUDGES whose questions have several right answers, of which the label is one; Sudoku and mazes are
@@ -153,7 +152,7 @@ class Judgement(NamedTuple):
 def judge(task, questions, answers):
     """Returns the Judgement of answers by their rules; None if the rules are not known.
 
-    questions, answers: tokens [n, cells]; one question [1, cells] will do for all answers.
+    questions, answers: numpy arrays of tokens [n, cells]; one question [1, cells] will do for all answers.
     """
     if task["kind"] not in JUDGES:
         return None
