@@ -1,7 +1,5 @@
 """HTTP that tries again, Google Cloud Storage over it, the mirror of a run, and datasets in buckets."""
-import base64
 import functools
-import hashlib
 import io
 import json
 import os
@@ -13,12 +11,13 @@ import threading
 import time
 import urllib.parse
 from contextlib import suppress
+from pathlib import Path
 
 import requests
 
 # isort: off
 from configurator import TransientError, UserError
-from data import FILES, Dataset, locked, replacing
+from data import Dataset, locked, replacing
 
 RETRIED = {408, 429, *range(500, 600)}  # statuses of a server that may answer later
 # A VM's metadata server, by number: looking up its name can hang outside Google Cloud.
@@ -41,7 +40,7 @@ def try_again(attempt, label, attempts, stop=lambda: False):
     """
     cause = ""
     for number in range(attempts):
-        # the pause; a stop takes effect after each second
+        # pause; a stop takes effect after each second
         seconds = backoff(number)
         if seconds:
             print(f"{label}: {cause}; trying again in {seconds} s", file=sys.stderr)
@@ -82,9 +81,9 @@ def without_password(text):
 class Bucket:
     """The objects under gs://bucket/prefix in Google Cloud Storage, or in the emulator STORAGE_EMULATOR_HOST.
 
-    An object is uploaded and downloaded as a whole, and tried again as a whole; its MD5 hash says whether it
-    arrived. Object names are relative to the prefix. The methods are thread-safe. They raise UserError if the
-    bucket refuses, and TransientError after the last attempt.
+    An object is uploaded, downloaded and tried again as a whole. The hashes in a checkpoint's .json and in a
+    dataset's manifest.json say whether it arrived. Object names are relative to the prefix. The methods are
+    thread-safe. They raise UserError if the bucket refuses, and TransientError after the last attempt.
 
     Args:
         url: gs://bucket/prefix.
@@ -110,25 +109,9 @@ class Bucket:
         self.objects = f"{server}/storage/v1/b/{bucket}/o"
         self.uploads = f"{server}/upload/storage/v1/b/{bucket}/o"
 
-    def check(self, write=True):
-        """Tries what a run will do: list and, with write, write and delete an object."""
-        self.list()
-        if write:
-            self.write(".probe", b"probe")
-            self.delete(".probe")
-
-    def upload(self, path, name):
-        """Uploads a file as it is when this begins."""
-        with open(path, "rb") as f:
-            self.write(name, f.read())
-
     def write(self, name, content):
         """Uploads bytes."""
-        def check(response):
-            if response.json()["md5Hash"] != md5_of(content):
-                raise TransientError("the upload arrived damaged")
-
-        self._request("POST", name, check, self.uploads, content=content,
+        self._request("POST", name, requests.Response.json, self.uploads, content=content,
                       params={"uploadType": "media", "name": self.prefix + name})
 
     def download(self, name, path):
@@ -141,13 +124,8 @@ class Bucket:
 
     def read(self, name):
         """Returns the bytes of an object, or None if there is none."""
-        def content(response):
-            stated = response.headers.get("x-goog-hash", "")
-            if "md5=" in stated and md5_of(response.content) not in stated:
-                raise TransientError("the download arrived damaged")
-            return response.content
-
-        return self._request("GET", name, content, may_lack=True, params={"alt": "media"})
+        return self._request("GET", name, lambda response: response.content, may_lack=True,
+                             params={"alt": "media"})
 
     def delete(self, name):
         """Deletes an object if it exists."""
@@ -168,7 +146,7 @@ class Bucket:
 
         Args:
             name: of the object.
-            result: a function of the response. If it raises TransientError, the request is sent again.
+            result: a function of the response. If it raises ValueError, the request is sent again.
             url: if it is not the object's.
             may_lack: without it the lack of an object is an error.
             content: bytes to send.
@@ -180,7 +158,7 @@ class Bucket:
         url = url or f"{self.objects}/{urllib.parse.quote(self.prefix + name, safe='')}"
 
         def attempt():
-            # a file is sent in blocks, each with the first time limit; bytes would have one for all
+            # requests sends a file in blocks, each with the first time limit; bytes would have one for all
             body = content and io.BytesIO(content)
             response = requests.request(method, url, data=body, timeout=self.timeout, auth=authorize,
                                         allow_redirects=False, **options)
@@ -203,11 +181,6 @@ class Bucket:
         return try_again(attempt, label, self.attempts, self.stop)
 
 
-def md5_of(content):
-    """Returns the MD5 hash of bytes as Cloud Storage writes it."""
-    return base64.b64encode(hashlib.md5(content).digest()).decode()
-
-
 def authorize(request):
     """Returns a request with a token in its header, unless it is for the emulator."""
     if "STORAGE_EMULATOR_HOST" not in os.environ:
@@ -221,13 +194,13 @@ def access_token(period):
     """Returns an OAuth token: CLOUDSDK_AUTH_ACCESS_TOKEN, or a VM's, or gcloud's. Asks once in a period."""
     text = os.environ.get("CLOUDSDK_AUTH_ACCESS_TOKEN")
 
-    # a VM's, without a proxy, which does not lead to the machine's own metadata
+    # a VM has one, which is asked for without a proxy: that does not lead to the machine's own metadata
     if not text:
         options = dict(headers={"Metadata-Flavor": "Google"}, proxies={"http": ""}, timeout=3)
         with suppress(requests.RequestException, KeyError):
             text = requests.get(METADATA_TOKEN, **options).json()["access_token"]
 
-    # outside Google Cloud: gcloud's, which prints nothing if it fails
+    # outside Google Cloud gcloud has one; it prints nothing if it fails
     if not text:
         with suppress(OSError, subprocess.SubprocessError):
             text = subprocess.run(["gcloud", "auth", "print-access-token"], input="", capture_output=True,
@@ -277,7 +250,7 @@ class Mirror:
 
     def close(self, seconds):
         """Copies what is new, within the given time. Returns whether the bucket has everything."""
-        # a line before what may take minutes
+        # say so before what may take minutes
         self.say(f"uploading to {self.bucket.url}, for {seconds} s at most")
         # the thread ends after this last copy; one that hangs ends with the process
         self.is_closing = True
@@ -291,7 +264,7 @@ class Mirror:
     def work(self):
         is_last = False
         while not is_last:
-            # what changes during a copy is for the next one
+            # the next copy takes what changes during this one
             self.changed.wait()
             self.changed.clear()
             is_last = self.is_closing
@@ -299,7 +272,7 @@ class Mirror:
                 self.copy()
                 self.error = None
             except Exception as e:  # whatever it is, training continues
-                # one line for all errors in a row
+                # a row of errors gets one line
                 if not self.error:
                     self.say(f"upload failed, the next checkpoint tries again: {e}")
                 self.error = e
@@ -307,28 +280,27 @@ class Mirror:
     def copy(self):
         """Copies what is new."""
         self.check()
-        # one checkpoint, whole, though a newer one may come meanwhile, which may delete it
+        # copy one checkpoint whole; a newer one may come meanwhile, and delete this one
         newest = self.newest
         with suppress(FileNotFoundError):
-            # the .json may be deleted during the upload of the .pt, and proves that one complete
-            with open(os.path.join(self.folder, newest + ".json"), "rb") as f:
-                description = f.read()
+            # read the .json first, which proves the .pt complete: both may be deleted during the upload
+            description = Path(f"{self.folder}/{newest}.json").read_bytes()
             self.copy_file(newest + ".pt")
             self.bucket.write(newest + ".json", description)
         for name in self.outdated(self.bucket.list(), newest):
             self.bucket.delete(name)
-        # the other files; best.pt comes before best.json, which has its hash
+        # copy the other files, best.pt before best.json, which has its hash
         for name in sorted(os.listdir(self.folder), reverse=True):
             if re.fullmatch(r"(best|metrics|log|submission|eval_.*)\.(pt|json|jsonl|txt|npz)", name):
                 self.copy_file(name)
 
     def copy_file(self, name):
         """Copies a file, unless the bucket has it as it is."""
-        path = os.path.join(self.folder, name)
+        path = f"{self.folder}/{name}"
         stat = os.stat(path)
         version = stat.st_mtime_ns, stat.st_size  # the size too: two appends can share one mtime
         if self.copied.get(name) != version:
-            self.bucket.upload(path, name)
+            self.bucket.write(name, Path(path).read_bytes())
             self.copied[name] = version
 
 
@@ -344,25 +316,21 @@ def local_dataset(path):
     if not path.startswith("gs://"):
         return path
     bucket = Bucket(path)
-    folder = os.path.join("data", os.path.basename(bucket.url))
+    folder = f"data/{os.path.basename(bucket.url)}"
     with locked(folder):
+        if os.path.lexists(folder):
+            return folder
+        print(f"downloading {path}", flush=True)
         manifest = bucket.read("manifest.json")
         if not manifest:
             raise UserError(f"{path} has no manifest.json: upload the dataset with "
                             f"`gcloud storage rsync -r data/NAME {path}`")
-        hashes = json.loads(manifest)["sha256"]
 
-        # it gets its name once all of it is there, and loads, which checks the hashes
-        if not os.path.lexists(folder):
-            part = folder + ".part"
-            print(f"downloading {path}", flush=True)
-            for name in ("manifest.json", *FILES):
-                bucket.download(name, os.path.join(part, name))
-            for split in ("train", "test"):
-                Dataset(part, split)
-            os.rename(part, folder)
-
-        # one that was here must be the same one
-        if Dataset(folder, "train").hashes() != hashes:
-            raise UserError(f"{folder} holds another dataset than {path}: move it away, or name it")
+        # the folder gets its name once the dataset is whole; loading it checks the hashes
+        part = folder + ".part"
+        for name in ("manifest.json", *json.loads(manifest)["sha256"]):
+            bucket.download(name, f"{part}/{name}")
+        for split in ("train", "test"):
+            Dataset(part, split)
+        os.rename(part, folder)
         return folder

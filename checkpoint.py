@@ -88,7 +88,7 @@ class Checkpoints:
                 start = self.load(model, total_steps, should_stop)
             except (UserError, TransientError, OSError, SystemExit) as e:
                 error = e
-        # what the others need of it
+        # the other ranks need all of it but the state
         error, *known = self.device.all_gather((error, *start[:3]))[0]
         if error:
             raise error
@@ -111,12 +111,9 @@ class Checkpoints:
         # an evaluation of a file needs no run
         if settings.eval_only and file:
             return self.start_from_file(model, file)
-        bucket = None
-        if settings.gcs_dir:
-            bucket = Bucket(settings.gcs_dir, should_stop)
-            bucket.check(write=not settings.eval_only)
+        bucket = Bucket(settings.gcs_dir, should_stop) if settings.gcs_dir else None
 
-        # the newest checkpoint of bucket and out_dir
+        # find the newest checkpoint of the bucket and out_dir
         if settings.init_from == "scratch":
             refuse_run(f"--out_dir={self.out_dir}", listed(self.out_dir))
             refuse_run(f"--gcs_dir={settings.gcs_dir}", bucket.list() if bucket else [])
@@ -143,7 +140,7 @@ class Checkpoints:
 
     def pull(self, bucket):
         """Brings the newest whole checkpoint of the bucket, and its logs, to out_dir, unless that has it."""
-        # the id of the run
+        # read the run's id, which out_dir and the bucket must agree on
         with suppress(FileNotFoundError):
             self.run_id = json.loads(Path(self.out_dir, "run.json").read_bytes())["id"]
         if not bucket:
@@ -161,7 +158,7 @@ class Checkpoints:
             self.notes.append(f"fetching {name} from the bucket")
             # the .json comes last
             for file in (*LOGS, name + ".pt", name + ".json"):
-                bucket.download(file, os.path.join(self.out_dir, file))
+                bucket.download(file, f"{self.out_dir}/{file}")
 
     def resume(self, model, path, total_steps):
         """Returns the Start at a checkpoint of the run. Raises UserError if the settings do not fit it."""
@@ -169,7 +166,7 @@ class Checkpoints:
         state = read_checkpoint(path)
         step = state["step"]
         saved = state["settings"]
-        # the dataset, the length and the optimizer
+        # check the dataset, the length and the optimizer
         if state["data"] != self.data.sha256:
             raise UserError(f"{path} was trained on another dataset than {settings.data_path}: choose that "
                             "one, or another --out_dir")
@@ -188,16 +185,16 @@ class Checkpoints:
             m, v = optimizer["m"], optimizer["v"]
             state["optimizer"] = {name: dict(m=m[name], v=v[name]) for name in m}
 
-        # what the log says of it
+        # tell the log what is resumed and what has changed
         self.notes.append(f"resuming from {path}")
-        self.note_missing(state)
+        self.notes += missing_forks(state.get("forks", {}))
         for name, value in vars(settings).items():
             if saved.get(name, value) != value and name != "init_from":
                 self.notes.append(f"{name} is {value}; the checkpoint had {saved[name]}")
         self.run_id = state.get("run_id", self.run_id)
         self.init_from = saved["init_from"]
-        # its evaluations at this step, of which the last one of all is final
-        lines = read_metrics(os.path.join(self.out_dir, "metrics.jsonl"))
+        # find the evaluations that were logged at this step; the run has ended if one of them is final
+        lines = read_metrics(f"{self.out_dir}/metrics.jsonl")
         evaluations = [line for line in lines if line["step"] == step and "eval/loss" in line]
         has_ended = step == total_steps and any(line.get("final") for line in evaluations)
         return Start(step, has_ended, bool(evaluations), state)
@@ -207,7 +204,7 @@ class Checkpoints:
         state = read_checkpoint(file)
         check_task(state, self.data, file)
         is_averaged = load_weights(model, state["weights"], file)
-        self.note_missing(state)
+        self.notes += missing_forks(state.get("forks", {}))
         if self.settings.eval_only:
             if is_averaged:
                 raise UserError(f"{file} has other puzzle identifiers than {self.data.path}: it can be "
@@ -219,14 +216,6 @@ class Checkpoints:
                               "embedding")
         return Start(state={"ema": state["ema"]} if "ema" in state else {})
 
-    def note_missing(self, state):
-        """Notes which forks have trained a checkpoint, and which settings it has, that are not known here."""
-        self.notes += missing_forks(state.get("forks", {}))
-        gone = state.get("settings", {}).keys() - vars(self.settings).keys()
-        if gone:
-            names = ", ".join(sorted(gone))
-            self.notes.append(f"the checkpoint has settings that are not known here: {names}")
-
     def take_over(self, bucket):
         """Makes this process the one that trains the run: locks out_dir and writes run.json."""
         # a run keeps its id; the token is new with each process, and the last one counts
@@ -237,16 +226,17 @@ class Checkpoints:
         # the operating system frees the lock of a process that was killed; the file stays
         try:
             os.makedirs(self.out_dir, exist_ok=True)
-            self.lock = open(os.path.join(self.out_dir, "run.lock"), "ab")
+            self.lock = open(f"{self.out_dir}/run.lock", "ab")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise TransientError(f"--out_dir={self.out_dir}: another process trains there") from None
         except OSError as e:
             raise UserError(f"--out_dir={self.out_dir}: cannot be written to ({e.strerror})") from None
-        with replacing(os.path.join(self.out_dir, "run.json")) as f:
-            f.write(content)
+        # a bucket that refuses leaves no run here
         if bucket:
             bucket.write("run.json", content)
+        with replacing(f"{self.out_dir}/run.json") as f:
+            f.write(content)
 
     # -----------------------------------------------------------------------------------------------------
     # Saving
@@ -284,9 +274,9 @@ class Checkpoints:
         if self.device.rank != 0:
             return
         self.wait()
-        # a copy on the host: training changes the original while the thread writes
+        # copy to the host: training changes the original while the thread writes
         state = run.state_dict(step)
-        # what belongs to the run: a resume checks it, and goes on with it
+        # add what belongs to the run, which a resume checks and goes on with
         state |= dict(
             run_id=self.run_id,
             settings=vars(self.settings) | dict(init_from=self.init_from),
@@ -312,7 +302,7 @@ class Checkpoints:
         """Writes a checkpoint, on the thread. Returns False, and logs it, if it cannot be written."""
         try:
             os.makedirs(self.out_dir, exist_ok=True)
-            path = os.path.join(self.out_dir, name)
+            path = f"{self.out_dir}/{name}"
             # if keep_last_n is lower than before, this may free the space that the checkpoint needs
             self.prune()
             # a name is there only once its content is on the disk
@@ -339,7 +329,7 @@ class Checkpoints:
         """Deletes all but the last keep_last_n complete checkpoints; a file that cannot be deleted stays."""
         for name in outdated(os.listdir(self.out_dir), self.newest, self.settings.keep_last_n):
             with suppress(OSError):
-                os.remove(os.path.join(self.out_dir, name))
+                os.remove(f"{self.out_dir}/{name}")
 
     def wait(self):
         """Waits for the checkpoint that is being written. Returns whether it could be written."""
@@ -365,7 +355,7 @@ def read_run(bucket):
 def some_puzzles(test):
     """Returns 100 test puzzles, {name: tensor [100, ...]}, the same for each call."""
     indices = test.subset(100, 1)[:100]
-    return {name: torch.from_numpy(array) for name, array in test.test_batch(indices, len(indices)).items()}
+    return {name: torch.from_numpy(array) for name, array in test.test_batch(indices).items()}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -388,7 +378,7 @@ def numbered(names):
     """Returns the numbered checkpoints that have a .pt and a .json among the files `names`, newest first."""
     stems = {name.partition(".")[0] for name in names if NUMBERED.fullmatch(name)}
     complete = [stem for stem in stems if {stem + ".pt", stem + ".json"} <= {*names}]
-    # by number: from step 10^8 on the names are longer
+    # sort by number: from step 10^8 on the names are longer
     return sorted(complete, key=step_of, reverse=True)
 
 
@@ -404,7 +394,7 @@ def outdated(names, newest, keep):
     if not kept:
         return []
     old_files = [name for name in names if NUMBERED.fullmatch(name) and step_of(name) < step_of(kept[-1])]
-    # a .json before its .pt, which is no checkpoint without it, whatever happens in between
+    # a .json comes before its .pt, which is no checkpoint without it
     return sorted(old_files)
 
 
@@ -415,7 +405,7 @@ def listed(folder):
 
 def checkpoint_paths(out_dir):
     """Returns the paths of the numbered checkpoints that have a .json, newest first."""
-    return [os.path.join(out_dir, stem + ".pt") for stem in numbered(listed(out_dir))]
+    return [f"{out_dir}/{stem}.pt" for stem in numbered(listed(out_dir))]
 
 
 # ---------------------------------------------------------------------------------------------------------

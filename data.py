@@ -7,9 +7,9 @@ A dataset is a folder in the layout of the official code, plus a manifest:
     data/NAME/{train,test}/dataset.json
     data/NAME/{train,test}/all__{inputs,labels,puzzle_identifiers,puzzle_indices,group_indices}.npy
 
-inputs and labels are [N, seq_len], one example a row. Puzzle i owns the examples
-puzzle_indices[i]:puzzle_indices[i + 1], and group g the puzzles group_indices[g]:group_indices[g + 1]: a
-Sudoku and its augmented copies are one group.
+inputs and labels are tokens [N, seq_len], one example a row. Puzzle i has the row puzzle_identifiers[i] of
+the model's table, and owns the examples puzzle_indices[i]:puzzle_indices[i + 1]; group g owns the puzzles
+group_indices[g]:group_indices[g + 1]: a Sudoku and its augmented copies are one group.
 
 A dataset of prepare_arc.py stores each example of a task once. all__task_indices.npy takes the place of
 all__puzzle_indices.npy: all puzzles of group g, the versions of a task, share the stored examples
@@ -18,6 +18,7 @@ them, and batches make the copies.
 """
 import fcntl
 import functools
+import glob
 import hashlib
 import json
 import math
@@ -35,31 +36,10 @@ from configurator import TransientError, UserError
 from puzzles import IGNORE_LABEL, task_of
 from puzzles.arc import apply_version, canvas, crop
 
-FIELDS = (
-    "inputs",  # [N, seq_len], tokens
-    "labels",  # [N, seq_len], tokens
-    "puzzle_identifiers",  # [puzzles], rows of the model's table
-    "puzzle_indices",  # [puzzles + 1], rows of inputs and labels
-    "group_indices",  # [groups + 1], puzzles
-)
-ARC_FIELDS = (
-    "inputs",
-    "labels",
-    "puzzle_identifiers",
-    "task_indices",  # [groups + 1], rows of inputs and labels
-    "group_indices",
-    "versions",  # [puzzles, 11]
-)
-SPLIT_FILES = ("dataset.json", *(f"all__{field}.npy" for field in dict.fromkeys(FIELDS + ARC_FIELDS)))
-FILES = (*(f"{split}/{name}" for split in ("test", "train") for name in SPLIT_FILES), "identifiers.json")
-METADATA = (
-    "ignore_label_id",  # label of cells that do not count
-    "vocab_size",  # tokens, padding included
-    "seq_len",  # cells of a puzzle
-    "num_puzzle_identifiers",
-    "total_groups",
-    "mean_puzzle_examples",  # examples of a puzzle, on average
-)
+# the arrays of all datasets, of ARC's, and of the others
+FIELDS = ("inputs", "labels", "puzzle_identifiers", "group_indices")
+ARC_INDICES = ("task_indices", "versions")
+INDICES = ("puzzle_indices",)
 ORDER, EXAMPLE, HALT, SUBSET, NOISE = range(5)  # independent random streams of one seed
 
 
@@ -70,8 +50,10 @@ class Dataset:
     """One split of a dataset, checked when it is loaded.
 
     inputs and labels are memory-mapped, [N, seq_len]. len() is the number of examples: N, or more where
-    versions are made when they are needed. The keys of dataset.json are attributes. task is what
-    puzzles/__init__.py calls a task. Datasets of the official code, without a manifest, load too.
+    batches make versions. task is what puzzles/__init__.py calls a task. The keys of dataset.json are
+    attributes, such as vocab_size (tokens, padding included), seq_len, num_puzzle_identifiers, total_groups,
+    ignore_label_id (the label of cells that do not count) and mean_puzzle_examples (examples of a puzzle, on
+    average). Datasets of the official code, without a manifest, load too.
 
     Args:
         path: the folder of the dataset.
@@ -79,6 +61,8 @@ class Dataset:
 
     Raises UserError, which names a file or folder that is missing, damaged or inconsistent.
     """
+
+    versions = None  # ARC's alone
 
     def __init__(self, path, split):
         self.path = path
@@ -89,20 +73,21 @@ class Dataset:
         # the official builder writes no manifest
         self.manifest = {"sha256": {}}
         if os.path.exists(f"{path}/manifest.json"):
-            self.manifest = read_json(f"{path}/manifest.json", "sha256")
+            self.manifest = read_json(f"{path}/manifest.json")
         self.hint = f"build it again with {self.made_by() or 'the command that made it'}"
         for name, digest in self.manifest["sha256"].items():
             file = f"{path}/{name}"
             if name.startswith(f"{split}/") and not (os.path.isfile(file) and file_hash(file) == digest):
                 raise UserError(f"{file} is missing or does not match manifest.json: {self.hint}")
 
-        # the sizes
-        vars(self).update(read_json(f"{folder}/dataset.json", *METADATA))
+        # what dataset.json says, and the kind of puzzle
+        vars(self).update(read_json(f"{folder}/dataset.json"))
         self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
+        self.side = self.task["grid"][0]
 
         # the examples stay on the disk; the indices, which are small, are read
-        self.has_versions = f"{split}/all__versions.npy" in self.manifest["sha256"]
-        for field in ARC_FIELDS if self.has_versions else FIELDS:
+        is_arc = os.path.exists(f"{folder}/all__versions.npy")
+        for field in FIELDS + (ARC_INDICES if is_arc else INDICES):
             file = f"{folder}/all__{field}.npy"
             mmap_mode = "r" if field in ("inputs", "labels") else None
             try:
@@ -111,45 +96,41 @@ class Dataset:
                 raise UserError(f"{file} cannot be read (truncated?): {self.hint} ({e})") from None
             setattr(self, field, np.asarray(array))  # a plain view of the file indexes faster than np.memmap
 
-        # they fit each other
-        wrong = [name for name, fits in self._checks().items() if not fits]
-        if wrong:
-            raise UserError(f"{folder}: dataset.json does not fit {', '.join(wrong)}: {self.hint}")
-        self._count_examples()
+        # a puzzle has rows of its own; all versions of an ARC task have the rows of the task
+        puzzles = np.arange(len(self.puzzle_identifiers))
+        if is_arc:
+            self._find_rows(folder, self.task_indices, self.groups_of(puzzles))
+        else:
+            self._find_rows(folder, self.puzzle_indices, puzzles)
 
-    def _checks(self):
-        """Returns {what: whether it fits}: shapes, and numbers within their ranges."""
-        num_puzzles = len(self.puzzle_identifiers)
-        row_indices = self.task_indices if self.has_versions else self.puzzle_indices
-        num_owners = self.total_groups if self.has_versions else num_puzzles
+    def _find_rows(self, folder, row_indices, owners):
+        """Checks the arrays; finds the rows of each puzzle, and how many examples a group brings to an epoch.
+
+        Args:
+            folder: of the split.
+            row_indices: owner i has the rows row_indices[i]:row_indices[i + 1].
+            owners: the owner of each puzzle's rows [puzzles].
+
+        Raises UserError, which names the arrays whose shapes or numbers do not fit dataset.json.
+        """
         shape = (row_indices[-1], self.seq_len)
-        return {
+        checks = {
             "inputs": self.inputs.shape == shape,
             "labels": self.labels.shape == shape,
             "vocab_size": max(self.inputs.max(initial=0), self.labels.max(initial=0)) < self.vocab_size,
             "puzzle_identifiers": self.puzzle_identifiers.max() < self.num_puzzle_identifiers,
-            "indices of rows": len(row_indices) == num_owners + 1,
+            "indices of rows": len(row_indices) == owners[-1] + 2,
             "group_indices": len(self.group_indices) == self.total_groups + 1,
-            "number of puzzles": self.group_indices[-1] == num_puzzles,
+            "number of puzzles": self.group_indices[-1] == len(owners),
         }
+        wrong = [name for name, fits in checks.items() if not fits]
+        if wrong:
+            raise UserError(f"{folder}: dataset.json does not fit {', '.join(wrong)}: {self.hint}")
 
-    def _count_examples(self):
-        """Finds each puzzle's stored rows, and how many examples each group brings to an epoch."""
-        if self.has_versions:
-            # all versions of a task share its rows, which hold grids
-            tasks = self.groups_of(range(len(self.versions)))
-            self.num_examples = np.diff(self.task_indices)[tasks]
-            self.first_rows = self.task_indices[tasks]
-            self.puzzle_indices = np.append(0, self.num_examples.cumsum())
-            self.side = math.isqrt(self.seq_len)
-            self.grids = []
-            for pair in zip(self.inputs, self.labels):
-                self.grids.append([crop(tokens, self.side) for tokens in pair])
-        else:
-            self.num_examples = np.diff(self.puzzle_indices)
-            self.first_rows = self.puzzle_indices[:-1]
-
-        # what a group brings to an epoch: if its puzzles are of several sizes, the smaller ones repeat theirs
+        self.first_rows = row_indices[owners]
+        self.num_examples = np.diff(row_indices)[owners]
+        self.puzzle_indices = np.append(0, self.num_examples.cumsum())
+        # if the puzzles of a group have different numbers of examples, the smaller ones repeat theirs
         self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
         self.epoch_examples = int(self.group_sizes.sum())
 
@@ -174,21 +155,19 @@ class Dataset:
         for epoch in np.unique(epochs).tolist():
             plan = epoch_plan(self, seed, epoch)
             columns.append([column[positions[epochs == epoch]] for column in plan])
-        puzzles, members, translation_draws = map(np.concatenate, zip(*columns))
+        groups, puzzle_draws, members, translation_draws = map(np.concatenate, zip(*columns))
 
-        # Where no puzzle can be cut by a batch, the step draws one of each group, and not the epoch: all
-        # published results were trained on these draws.
-        if not self.has_versions and self.epoch_examples == self.total_groups:
-            draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part, 0]
-            puzzles = random_members(self.group_indices, self.groups_of(puzzles), draws)
-        return self._batch(puzzles, members, translation_draws)
+        # Where each group brings one example, the step draws its puzzles, and not the epoch: all published
+        # results on Sudoku and mazes were trained on these draws.
+        if self.versions is None and self.epoch_examples == self.total_groups:
+            puzzle_draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part, 0]
+        puzzles = random_members(self.group_indices, groups, puzzle_draws)
+        # a puzzle with fewer examples than others of its group repeats them
+        return self._batch(puzzles, members % self.num_examples[puzzles], translation_draws)
 
-    def test_batch(self, indices, size):
-        """Returns the examples with these indices, as train_batch does, and unlabelled ones up to size."""
-        # every batch has the same shape, so that one program evaluates all of them
-        batch = self._batch(*self.locate(np.resize(indices, size)))
-        batch["labels"][len(indices):] = IGNORE_LABEL
-        return batch
+    def test_batch(self, indices):
+        """Returns the batch of the examples with these indices; see train_batch."""
+        return self._batch(*self.locate(indices))
 
     def locate(self, indices):
         """Returns the puzzles [n] of these examples, and which of its puzzle's examples each one is [n]."""
@@ -199,6 +178,11 @@ class Dataset:
     def groups_of(self, puzzles):
         """Returns the groups [n] of puzzles: for ARC the task of each version."""
         return np.searchsorted(self.group_indices, puzzles, side="right") - 1
+
+    @functools.cached_property
+    def grids(self):
+        """The pairs (input, output) of ARC's tasks, grids of colours, a pair for each stored row."""
+        return [[crop(tokens, self.side) for tokens in pair] for pair in zip(self.inputs, self.labels)]
 
     def pairs(self, group):
         """Returns the pairs (input, output) of an ARC task: grids of colours."""
@@ -214,13 +198,12 @@ class Dataset:
             translation_draws: numbers in [0, 1), [b, 2]; 0: nothing moves.
         """
         rows = self.first_rows[puzzles] + members
-        if self.has_versions:
+        inputs = self.inputs[rows]
+        labels = self.labels[rows]
+        if self.versions is not None:
             inputs, labels = self._draw_versions(rows, self.versions[puzzles], translation_draws)
-        else:
-            inputs = self.inputs[rows]
-            labels = self.labels[rows]
 
-        # the dataset's label that does not count becomes the loss's
+        # the dataset's label of cells that do not count becomes the loss's
         labels = labels.astype(np.int32)
         labels[labels == self.ignore_label_id] = IGNORE_LABEL
         return {
@@ -235,13 +218,11 @@ class Dataset:
         translation_draws = np.broadcast_to(translation_draws, (len(rows), 2))
         for row, version, draws in zip(rows, versions, translation_draws):
             grids = [apply_version(grid, version) for grid in self.grids[row]]
-
             # both are moved alike, as far as there is room for them
             room = self.side + 1 - np.maximum(grids[0].shape, grids[1].shape)
             offset = (draws * room).astype(np.int64)
-            canvases += [canvas(grid, self.side, *offset) for grid in grids]
-        pairs = np.reshape(canvases, (-1, 2, self.seq_len))
-        return pairs[:, 0], pairs[:, 1]
+            canvases.append([canvas(grid, self.side, *offset) for grid in grids])
+        return np.reshape(canvases, (-1, 2, self.seq_len)).swapaxes(0, 1)
 
     @functools.cached_property
     def task_names(self):
@@ -271,20 +252,16 @@ class Dataset:
     def made_by(self):
         """Returns the command that made the dataset, as "prepare_sudoku.py --size=6 ..."; "" if not known."""
         command = dict(self.manifest.get("command", {}))
-        words = [command.pop("script", "")]
-        for name, value in command.items():
-            words.append(f"--{name}={shlex.quote(str(value))}")
-        return " ".join(words)
+        script = command.pop("script", "")
+        flags = [f"--{name}={shlex.quote(str(value))}" for name, value in command.items()]
+        return " ".join([script, *flags])
 
     @functools.cached_property
     def sha256(self):
         """Hex digest that identifies the content of both splits."""
-        text = json.dumps(self.hashes(), sort_keys=True)
+        hashes = self.manifest["sha256"] or hashes_of(self.path)
+        text = json.dumps(hashes, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
-
-    def hashes(self):
-        """Returns {relative file: SHA-256} of both splits, from the manifest or else from the files."""
-        return self.manifest["sha256"] or hashes_of(self.path)
 
 
 class Generated:
@@ -308,7 +285,7 @@ class Generated:
         self.path = path
         self.seq_len = math.prod(self.task["grid"])
         self.vocab_size = len(self.task["symbols"])
-        # the test puzzles, or a sample of the others, so that the hash identifies how they are drawn
+        # draw the test puzzles, or as many others: their hash identifies how puzzles are drawn
         self.puzzles = self._batch(generator(0, SUBSET), self.test_size, split)
         content = self.puzzles["inputs"].tobytes() + self.puzzles["labels"].tobytes()
         self.sha256 = hashlib.sha256(content).hexdigest()
@@ -322,11 +299,9 @@ class Generated:
         part = rank_slice(batch_size, rank, world)
         return {name: array[part] for name, array in batch.items()}
 
-    def test_batch(self, indices, size):
+    def test_batch(self, indices):
         """See Dataset.test_batch."""
-        batch = {name: array[np.resize(indices, size)] for name, array in self.puzzles.items()}
-        batch["labels"][len(indices):] = IGNORE_LABEL
-        return batch
+        return {name: array[indices] for name, array in self.puzzles.items()}
 
     def subset(self, n, num_versions=0):
         """Returns the indices of the first n test puzzles; num_versions is for ARC."""
@@ -352,7 +327,7 @@ def make_dataset(settings):
         raise UserError(f"data_prepare: {e}: {settings.data_prepare}") from None
     if not command or os.path.exists(settings.data_path):
         return
-    # the first process of the host makes it, and the others find it made
+    # the first process of the host makes the dataset, and the others find it made
     with locked(os.path.normpath(settings.data_path) + ".made"):
         if os.path.exists(settings.data_path):
             return
@@ -360,10 +335,8 @@ def make_dataset(settings):
         process = subprocess.Popen([sys.executable, *command])
         try:
             code = process.wait()
-        except KeyboardInterrupt:
-            process.terminate()  # Ctrl-C reaches it, but SIGTERM does not
-            process.wait()
-            raise
+        finally:
+            process.terminate()  # a stop ends it too: Ctrl-C reaches both processes, SIGTERM this one alone
         if not os.path.exists(settings.data_path):
             error = UserError if code in (0, 2) else TransientError
             raise error(f"data_prepare did not make data_path={settings.data_path}: {settings.data_prepare}")
@@ -394,28 +367,28 @@ def generator(seed, *key):
 
 @functools.lru_cache(maxsize=2)  # a batch spans one or two epochs, or more if they are small
 def epoch_plan(dataset, seed, epoch):
-    """Returns the examples of an epoch, in order: arrays of the arguments of Dataset._batch.
+    """Returns an epoch's examples in order: groups, draws of their puzzles, members, translation draws.
 
     The training data are an endless stream of examples, which the batches cut. In each epoch every group
     comes once, in another random order, and brings all examples of one of its puzzles. All follows from
     (seed, epoch), so that a puzzle which a batch cuts goes on in the next one.
+
+    Arrays of n examples: their groups, the number in [0, 1) that draws a puzzle of the group, which of the
+    puzzle's examples it is, and two numbers in [0, 1) that move it.
     """
-    # the group of each example, and its number there
+    # list the groups in random order, and number the examples of each
     order = generator(seed, ORDER, epoch).permutation(dataset.total_groups)
     sizes = dataset.group_sizes[order]
     groups = np.repeat(order, sizes)
     members = ranges(np.zeros_like(sizes), sizes)
 
-    # one random puzzle of each group
+    # draw one puzzle of each group; all of its examples but one move
     rng = generator(seed, EXAMPLE, epoch)
     puzzle_draws, fixed_draws = rng.random((2, dataset.total_groups))
-    puzzles = random_members(dataset.group_indices, groups, puzzle_draws[groups])
-
-    # every example but one of a puzzle moves; a small puzzle repeats its examples
     translation_draws = rng.random((len(groups), 2))
     fixed_members = (fixed_draws[groups] * dataset.group_sizes[groups]).astype(np.int64)
     translation_draws[members == fixed_members] = 0
-    return puzzles, members % dataset.num_examples[puzzles], translation_draws
+    return groups, puzzle_draws[groups], members, translation_draws
 
 
 def rank_slice(batch_size, rank, world):
@@ -440,32 +413,25 @@ def random_members(indices, owners, draws):
 # ---------------------------------------------------------------------------------------------------------
 # Files
 
-def read_json(path, *keys):
-    """Returns the object in a JSON file; raises UserError if it is unreadable or lacks one of the keys."""
+def read_json(path):
+    """Returns what a JSON file holds. Raises UserError if it cannot be read."""
     try:
         with open(path, encoding="utf-8") as f:
-            value = json.load(f)
+            return json.load(f)
     except (OSError, ValueError) as e:
-        raise UserError(f"{path} cannot be read as JSON: build the dataset again ({e})") from None
-    missing = [key for key in keys if key not in value]
-    if missing:
-        raise UserError(f"{path} lacks {', '.join(missing)}: build the dataset again")
-    return value
+        raise UserError(f"{path} cannot be read as JSON ({e}): build the dataset again") from None
 
 
 def hashes_of(path):
-    """Returns {relative file: SHA-256} of the files of a dataset that exist."""
-    # a dataset has the arrays of ARC or those of other puzzles, not both
-    hashes = {}
-    for name in FILES:
-        file = f"{path}/{name}"
-        if os.path.exists(file):
-            hashes[name] = file_hash(file)
-    return hashes
+    """Returns {relative path: SHA-256} of the files of a dataset but the manifest."""
+    names = []
+    for pattern in ("*/dataset.json", "*/all__*.npy", "identifiers.json"):
+        names += sorted(glob.glob(pattern, root_dir=path))
+    return {name: file_hash(f"{path}/{name}") for name in names}
 
 
 def file_hash(path):
-    # a megabyte at a time: a file may be larger than the memory
+    # read a megabyte at a time: a file may be larger than the memory
     digest = hashlib.sha256()
     with open(path, "rb") as f:
         while block := f.read(1 << 20):
@@ -517,10 +483,7 @@ def read_metrics(path):
 
 def read_facts(path):
     """Returns what the first line of a metrics.jsonl says about its run; {} if it says nothing."""
-    for line in read_lines(path):
-        if "run" in line:
-            return line["run"]
-    return {}
+    return next((line["run"] for line in read_lines(path) if "run" in line), {})
 
 
 def duration(seconds):
@@ -531,18 +494,12 @@ def duration(seconds):
 class Progress:
     """Prints how much is done and the time left to stderr every 10 seconds.
 
-    Args:
-        label: what the lines begin with.
-        total: how much there is to do; 0 if that is not known.
-        unit: what is counted.
-        scale: how much one unit is, as 1e6 for bytes and the unit MB.
+    label: what the lines begin with. total: how much there is to do; 0 if that is not known.
     """
 
-    def __init__(self, label, total, unit="", scale=1):
+    def __init__(self, label, total=0):
         self.label = label
         self.total = total
-        self.unit = unit
-        self.scale = scale
         self.done = 0
         self.start = time.monotonic()
         self.next_line = 10  # seconds after the start
@@ -553,8 +510,8 @@ class Progress:
         if seconds < self.next_line:
             return
         self.next_line = seconds + 10
-        text = f"{self.label}: {self.done / self.scale:,.0f}"
+        text = f"{self.label}: {self.done:,.0f}"
         if self.total:
             seconds_left = seconds * (self.total / max(1, self.done) - 1)
-            text += f" of {self.total / self.scale:,.0f} {self.unit}, {seconds_left:.0f} s left"
+            text += f" of {self.total:,}, {seconds_left:.0f} s left"
         print(text, file=sys.stderr, flush=True)

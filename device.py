@@ -36,7 +36,7 @@ PEAK_FLOPS = {
 
 def choose_device(wanted):
     """Returns (xla, cuda or cpu; the reason in words). Raises UserError if the wanted one is missing."""
-    # torch_xla on a TPU, or on the CPU where the environment says so
+    # torch_xla takes a TPU, or the CPU where the environment says so
     pjrt = os.environ.get("PJRT_DEVICE")
     if wanted in ("xla", "auto"):
         has_xla = importlib.util.find_spec("torch_xla")
@@ -133,14 +133,12 @@ class Device:
         # older GPUs and processors emulate bfloat16, many times more slowly
         if wanted == "auto" or wanted == "bfloat16" != fastest:
             return fastest, f"forward_dtype is {fastest}: {reason}"
-        if wanted == "float16" and self.kind == "cpu":
-            return wanted, "forward_dtype=float16: a CPU emulates it, many times more slowly than float32"
         return wanted, ""
 
     def fastest_dtype(self):
         """Returns the fastest forward_dtype, and the reason in words."""
         if self.kind == "cpu":
-            # one line of flags for each core; other processors compute bfloat16 many times more slowly
+            # look for the instructions in the flags of the cores
             cpuinfo = Path("/proc/cpuinfo")
             if cpuinfo.exists() and re.search("avx512_bf16|amx_bf16", cpuinfo.read_text()):
                 return "bfloat16", "this processor has instructions for it"
@@ -215,7 +213,8 @@ class Device:
         """Returns fn(state, inputs, *static), which changes the tensors of state in place."""
         return fn
 
-    def for_each_micro_batch(self, body, sums, weights, sequences, size):
+    @staticmethod
+    def for_each_micro_batch(body, sums, weights, sequences, size):
         """Runs body(weights, micro_batch) on each micro-batch; on XLA it is a loop inside the program.
 
         Args:
@@ -227,7 +226,15 @@ class Device:
 
         Returns the sums, and the trees joined, [B, ...].
         """
-        return for_each_micro_batch(body, sums, weights, sequences, size)
+        num_sequences = len(tree_flatten(sequences)[0][0])
+        size = size or num_sequences
+        results = []
+        for first in range(0, num_sequences, size):
+            micro_batch = tree_map(lambda t: t[first:first + size], sequences)  # noqa: B023
+            addends, result = body(weights, micro_batch)
+            sums = tree_map(torch.add, sums, addends)
+            results.append(result)
+        return sums, tree_map(lambda *parts: torch.cat(parts), *results)
 
     def counts(self):
         """Returns the compiler's numbers for metrics.jsonl."""
@@ -236,19 +243,6 @@ class Device:
 
 # ---------------------------------------------------------------------------------------------------------
 # Helpers
-
-def for_each_micro_batch(body, sums, weights, sequences, size):
-    """See Device.for_each_micro_batch."""
-    num_sequences = len(tree_flatten(sequences)[0][0])
-    size = size or num_sequences
-    results = []
-    for first in range(0, num_sequences, size):
-        micro_batch = tree_map(lambda t: t[first:first + size], sequences)  # noqa: B023
-        addends, result = body(weights, micro_batch)
-        sums = tree_map(torch.add, sums, addends)
-        results.append(result)
-    return sums, tree_map(lambda *parts: torch.cat(parts), *results)
-
 
 def flatten(tree):
     """Returns the numbers of a tree of tensors as a float32 vector, and a function that restores the tree.

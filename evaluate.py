@@ -17,10 +17,8 @@ from torch.utils._pytree import tree_map
 
 import model as models
 import puzzles
-from bucket import Bucket
-from configurator import TransientError, UserError
 from data import NOISE, Progress, generator, replacing
-from puzzles import IGNORE_LABEL
+from puzzles import IGNORE_LABEL, arc
 
 ANSWERS = ("preds", "q_halt_logits", "surest_preds", "surest_q_halt_logits", "surest_steps")
 BITS_31 = 2 ** 31 - 1  # XLA and torch shift negative numbers differently
@@ -53,7 +51,7 @@ class Evaluator:
     def new_state(self):
         """Returns {"carry": TRM.new_carry, "kept": {name: [slots, ...]}}; all slots are free."""
         carry = self.model.new_carry(self.batch_size, self.dtype)
-        # the answers that count
+        # the last answer and the most confident one, for keep_answers
         kept = dict(
             preds=torch.zeros_like(carry["inputs"]),
             repeats=torch.zeros_like(carry["steps"]),
@@ -63,17 +61,14 @@ class Evaluator:
         )
         return self.device.put(dict(carry=carry, kept=kept))
 
-    def inputs(self, weights, table, batch, noise_keys):
+    def inputs(self, weights, table, batch):
         """Returns the inputs of program(), on the device.
 
         Args:
             weights: {name: float32 tensor}, on the device.
             table: the puzzle embedding [N, D'], on the device.
-            batch: {"inputs", "labels": [B, S], "puzzle_identifiers": [B]} of new puzzles for free slots.
-            noise_keys: int32 [B], which noise an attempt gets; 0: none. Unused where eval_rollouts is 1.
+            batch: what free slots take: inputs and labels [B, S], puzzle_identifiers and noise_keys [B].
         """
-        if self.settings.eval_rollouts > 1:
-            batch = batch | dict(noise_keys=noise_keys)
         return dict(
             batch=self.device.put(batch),
             weights=weights,
@@ -91,9 +86,7 @@ class Evaluator:
 
         # free slots start on the puzzles of the batch; the loop gets rows of the embedding, never all of it
         sequences = models.take_new_puzzles(state["carry"], inputs["batch"])
-        slots = dict(sequences=sequences, kept=state["kept"])
-        if self.settings.eval_rollouts > 1:
-            slots["noise_keys"] = inputs["batch"]["noise_keys"]
+        slots = dict(sequences=sequences, kept=state["kept"], noise_keys=inputs["batch"]["noise_keys"])
         if self.model.prefix:
             slots["puzzle_rows"] = inputs["table"][sequences["puzzle_identifiers"]]
         _, results = self.device.for_each_micro_batch(
@@ -111,7 +104,7 @@ class Evaluator:
         step = self.supervision_step(self.settings, weights, slots["sequences"])
         is_new = slots["sequences"]["steps"] == 0
 
-        # the last answer and the most confident one; what has its last answer leaves, the rest gets noise
+        # keep the answers that count; slots whose answer is final halt, and the others get noise
         kept = keep_answers(slots["kept"], step, is_new)
         halted = step.carry["steps"] >= self.depth
         if self.settings.eval_patience:
@@ -137,10 +130,10 @@ class Evaluator:
 
         return self.model.noisy(carry["state"], noise)
 
-    def watch(self, weights, table, batch, noise_keys=None):
-        """Yields the results of step() as arrays, after each supervision step of one batch of puzzles."""
+    def watch(self, weights, table, batch):
+        """Yields the results of step() as arrays, after each supervision step of one batch; see inputs()."""
         state = self.new_state()
-        inputs = self.inputs(weights, table, batch, noise_keys)
+        inputs = self.inputs(weights, table, batch)
         for _ in range(self.depth):
             results = self.program(state, inputs)
             yield {name: t.cpu().numpy() for name, t in results.items()}
@@ -149,7 +142,7 @@ class Evaluator:
 def keep_answers(kept, step, is_new):
     """Returns the answers that count after a SupervisionStep: the last one and the most confident one."""
     is_repeated = (step.answers == kept["preds"]).all(-1) & ~is_new
-    # of equally confident answers, the last
+    # the later of two equally confident answers counts
     is_surer = is_new | (step.q_halt >= kept["surest_q_halt_logits"])
     return dict(
         preds=step.answers,
@@ -171,13 +164,17 @@ class Queue:
     Args:
         evaluator: an Evaluator.
         weights, table: see Evaluator.inputs.
-        read_rows: a function of indices [k] from 0 to n - 1 that returns their batch, {name: [k, ...]}.
+        test: a Dataset.
+        indices: which of its examples [n].
         keys: noise keys int32 [attempts, n], from noise_keys.
     """
 
-    def __init__(self, evaluator, weights, table, read_rows, keys):
+    def __init__(self, evaluator, weights, table, test, indices, keys):
         self.evaluator = evaluator
-        self.read_rows = read_rows
+        self.weights = weights
+        self.table = table
+        self.test = test
+        self.indices = indices
         self.keys = keys
         self.attempts = len(keys)
         self.waiting = np.arange(keys.size)  # attempt i is at puzzle i // attempts
@@ -185,7 +182,7 @@ class Queue:
         self.state = evaluator.new_state()
         seq_len = evaluator.model.config.seq_len
 
-        # an answer has a byte for each cell, since a test set may have a third of a billion cells
+        # answers take a byte a cell, since a test set may have a third of a billion cells
         names = (*ANSWERS, *models.METRICS, *models.LOSS_TERMS)
         self.results = {name: np.zeros(keys.shape, dtype=np.float32) for name in names}
         for name in ("preds", "surest_preds"):
@@ -194,44 +191,47 @@ class Queue:
         # slots without an attempt repeat their last puzzle, zeros at first, and nothing collects the results
         questions = np.zeros((evaluator.batch_size, seq_len), dtype=np.int32)
         self.batch = unlabelled_batch(questions)
-        self.noise_keys = np.zeros(evaluator.batch_size, dtype=np.int32)
-        self.weights = weights
-        self.table = table
 
     def num_unfinished(self):
         """Returns the number of attempts that wait or run."""
         return len(self.waiting) + np.count_nonzero(self.slots >= 0)
 
+    def run(self, should_stop):
+        """Runs as many supervision steps as an attempt may take, fewer if the queue is empty before.
+
+        should_stop: a function; once it returns true, no further step begins. Returns the number of attempts
+        that have finished.
+        """
+        num_finished = 0
+        for step in range(1, self.evaluator.depth + 1):
+            if should_stop() or not self.num_unfinished():
+                break
+            self.fill()
+            results = self.evaluator.program(self.state, self.inputs)
+            # without eval_patience all attempts leave together: no result is read before the last step
+            if self.evaluator.settings.eval_patience or step == self.evaluator.depth:
+                num_finished += self.collect(results)
+        return num_finished
+
     def fill(self):
-        """Gives the free slots the next attempts; returns the inputs of the next step."""
-        # free slots, as many as attempts wait
+        """Gives the free slots the next attempts, which are inputs of the next step."""
+        # the waiting attempts go into free slots
         free = np.flatnonzero(self.slots < 0)[:len(self.waiting)]
+        if not len(free):
+            return
         self.slots[free] = self.waiting[:len(free)]
         self.waiting = self.waiting[len(free):]
 
-        # their puzzles and noise
+        # so do their puzzles and the keys of their noise
         puzzle, attempt = np.divmod(self.slots[free], self.attempts)
-        batch = self.read_rows(puzzle)
+        batch = self.test.test_batch(self.indices[puzzle])
+        batch["noise_keys"] = self.keys[attempt, puzzle]
         for name, array in batch.items():
             self.batch[name][free] = array
-        self.noise_keys[free] = self.keys[attempt, puzzle]
-        return self.evaluator.inputs(self.weights, self.table, self.batch, self.noise_keys)
+        self.inputs = self.evaluator.inputs(self.weights, self.table, self.batch)
 
-    def step(self, should_stop=lambda: False):
-        """Fills the slots, runs until attempts may leave, and collects their results.
-
-        should_stop: a function; where it returns true, the step ends early. Returns the number of attempts
-        that have finished.
-        """
-        inputs = self.fill()
-        # without eval_patience all attempts leave together: no result is read before the last step
-        num_steps = 1 if self.evaluator.settings.eval_patience else self.evaluator.depth
-        for _ in range(num_steps):
-            if should_stop():
-                return 0
-            results = self.evaluator.program(self.state, inputs)
-
-        # collect what leaves, and free its slots
+    def collect(self, results):
+        """Keeps the results of the attempts that leave, and frees their slots. Returns their number."""
         halted = results["halted"].cpu().numpy()
         leaving = np.flatnonzero(halted & (self.slots >= 0))
         puzzle, attempt = np.divmod(self.slots[leaving], self.attempts)
@@ -244,11 +244,12 @@ class Queue:
 
 
 def unlabelled_batch(questions):
-    """Returns the batch of questions, tokens int32 [n, S], without answers; their puzzle identifier is 0."""
+    """Returns the batch of questions, tokens int32 [n, S], without answers, identifiers and noise."""
     return dict(
         inputs=questions,
         labels=np.full_like(questions, IGNORE_LABEL),
         puzzle_identifiers=np.zeros(len(questions), dtype=np.int32),
+        noise_keys=np.zeros(len(questions), dtype=np.int32),
     )
 
 
@@ -264,11 +265,8 @@ def surest_answers(results):
     """Returns {name of ANSWERS: [n, ...]}, the surest_ ones, of the most confident attempt at each puzzle."""
     attempts = surest_attempts(results)
     puzzle = np.arange(len(attempts))
-    return dict(
-        surest_preds=results["surest_preds"][attempts, puzzle],
-        surest_q_halt_logits=results["surest_q_halt_logits"][attempts, puzzle],
-        surest_steps=results["surest_steps"][attempts, puzzle],
-    )
+    names = [name for name in ANSWERS if name.startswith("surest_")]
+    return {name: results[name][attempts, puzzle] for name in names}
 
 
 def noise_keys(seed, attempts, n):
@@ -293,51 +291,38 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         indices: which of its examples, for all ranks.
         label: the beginning of the lines that show the progress.
         should_stop: a function that says whether this host is asked to stop.
-        save_to: path, without its ending, of the arrays in eval_save_outputs; submission.json, ARC's answers,
-            goes into the same folder. "": neither is written.
+        save_to: path, without its ending, of the arrays in eval_save_outputs. "": neither they nor
+            submission.json, ARC's answers, are written.
     """
     settings = evaluator.settings
     device = evaluator.device
-    attempts = settings.eval_rollouts
     own_indices = indices[device.rank::device.world]
 
-    def read_rows(i):
-        return test.test_batch(own_indices[i], len(i))
-
     # the noise of a puzzle does not depend on the number of ranks
-    keys = noise_keys(settings.seed, attempts, len(test))
-    own_keys = keys[:, own_indices]
-    queue = Queue(evaluator, weights, table, read_rows, own_keys)
-    total = len(own_indices) * attempts
-    progress = Progress(label, total, "puzzles", attempts)
+    keys = noise_keys(settings.seed, settings.eval_rollouts, len(test))[:, own_indices]
+    queue = Queue(evaluator, weights, table, test, own_indices, keys)
+    progress = Progress(f"{label}, attempts", keys.size)
 
-    # Ranks need different numbers of steps. They meet after `depth` supervision steps, and leave together.
-    steps_between_meetings = evaluator.depth if settings.eval_patience else 1
-    while True:
-        for _ in range(steps_between_meetings):
-            if not queue.num_unfinished() or should_stop():
-                break
-            num_finished = queue.step(should_stop)
-            if device.rank == 0:
-                progress.add(num_finished)
-
-        # a stop of one rank stops all
+    # ranks need different numbers of steps: they meet now and then, and leave or stop together
+    num_unfinished = 1
+    while num_unfinished:
+        num_finished = queue.run(should_stop)
+        if device.rank == 0:
+            progress.add(num_finished)
         ranks = device.all_gather((should_stop(), queue.num_unfinished()))
         num_stops, num_unfinished = np.sum(ranks, axis=0)
         if num_stops:
             return {}
-        if not num_unfinished:
-            break
 
-    # the last answer of the first attempt, as in the paper, and the surest of all attempts
-    arrays = test.test_batch(own_indices, len(own_indices))
+    # take the last answer of the first attempt, as in the paper, and the surest answer of all attempts
+    arrays = test.test_batch(own_indices)
     for name, array in queue.results.items():
         arrays[name] = array[0]
     arrays |= surest_answers(queue.results)
     if save_to and settings.eval_save_outputs:
-        save_outputs(settings, device, save_to, own_indices, arrays, should_stop)
+        save_outputs(settings, device, save_to, own_indices, arrays)
 
-    # the figures of all ranks, and ARC's votes
+    # add up the figures of all ranks, and ARC's votes
     sums = eval_sums(test, arrays, queue.results)
     values = eval_values(device.all_gather(sums))
     if test.task["kind"] == "arc":
@@ -345,9 +330,8 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         votes = merge_votes(device.all_gather(own_votes))
         values |= vote_values(test, votes)
         if save_to and device.rank == 0:
-            text = json.dumps(submission(test, votes))
-            with replacing(os.path.join(os.path.dirname(save_to), "submission.json")) as f:
-                f.write(text.encode())
+            with replacing(f"{settings.out_dir}/submission.json") as f:
+                f.write(json.dumps(submission(test, votes)).encode())
     return values
 
 
@@ -373,23 +357,15 @@ def eval_values(ranks):
     return values
 
 
-def save_outputs(settings, device, path, indices, arrays, should_stop):
-    """Writes this rank's part of eval_save_outputs, and uploads it: the mirror has rank 0's folder alone.
-
-    What fails costs a line on stderr.
-    """
-    name = f"{path}.npz"
-    if device.world > 1:
-        name = f"{path}.{device.rank}.npz"
-    keys = settings.eval_save_outputs.split(",")
-    wanted = {key: arrays[key] for key in filter(None, keys)}
+def save_outputs(settings, device, path, indices, arrays):
+    """Writes this rank's part of eval_save_outputs; what cannot be written costs a line on stderr."""
+    name = f"{path}.{device.rank}.npz" if device.world > 1 else f"{path}.npz"
+    wanted = {key: arrays[key] for key in settings.eval_save_outputs.split(",") if key}
     try:
         os.makedirs(settings.out_dir, exist_ok=True)
         with replacing(name) as f:
             np.savez_compressed(f, indices=indices, **wanted)
-        if settings.gcs_dir:
-            Bucket(settings.gcs_dir, should_stop).upload(name, os.path.basename(name))
-    except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
+    except OSError as e:
         print(f"{name}: not saved: {e}", file=sys.stderr)
 
 
@@ -402,8 +378,8 @@ PASSES = (1, 2, 5, 10, 100, 1000)  # pass@K: the right answer is among the K wit
 def count_votes(test, indices, preds, q_halt):
     """Returns {(group, member): {answer: [the confidence of each of its votes]}} of test examples.
 
-    A group is a task, a member one of its test inputs. Answers are grids in the task's own version, as
-    grid_key writes them.
+    A group is a task, a member one of its test inputs. Answers are the keys of grids (arc.grid_key) in the
+    task's own version.
 
     Args:
         test: a Dataset with versions.
@@ -411,20 +387,17 @@ def count_votes(test, indices, preds, q_halt):
         preds: their answers, tokens [n, S].
         q_halt: the confidence of each answer, logits [n].
     """
-    votes = {}
     versions, members = test.locate(indices)
     groups = test.groups_of(versions)
-    q_halt = q_halt.astype(np.float64)
-    confidences = 1 / (1 + np.exp(-q_halt))
-    for i, version in enumerate(versions):
-        # the answer in the task's own colours and orientation
-        grid = puzzles.arc.crop(preds[i], test.side)
-        grid = puzzles.arc.undo_version(grid, test.versions[version])
-        answer = grid_key(grid)
-        test_input = (int(groups[i]), int(members[i]))
-        candidates = votes.setdefault(test_input, {})
-        candidates.setdefault(answer, [])
-        candidates[answer].append(float(confidences[i]))
+    confidences = 1 / (1 + np.exp(-q_halt.astype(np.float64)))
+    votes = {}
+    columns = versions, groups.tolist(), members.tolist(), preds, confidences.tolist()
+    for version, group, member, tokens, confidence in zip(*columns):
+        # bring the answer back to the task's own colours and orientation
+        grid = arc.undo_version(arc.crop(tokens, test.side), test.versions[version])
+        answer = arc.grid_key(grid)
+        candidates = votes.setdefault((group, member), {})
+        candidates.setdefault(answer, []).append(confidence)
     return votes
 
 
@@ -435,7 +408,7 @@ def merge_votes(ranks):
         for test_input, candidates in votes.items():
             merged = total.setdefault(test_input, {})
             for answer, confidences in candidates.items():
-                merged[answer] = merged.get(answer, []) + confidences
+                merged.setdefault(answer, []).extend(confidences)
     return total
 
 
@@ -464,7 +437,7 @@ def vote_values(test, votes):
         for member, (_, answer) in enumerate(pairs):
             elected = elect(votes[group, member])
             for k in PASSES:
-                solved[k] += (grid_key(answer) in elected[:k]) / len(pairs)
+                solved[k] += (arc.grid_key(answer) in elected[:k]) / len(pairs)
 
     # the mean over the tasks
     values = {}
@@ -477,27 +450,13 @@ def submission(test, votes):
     """Returns {task: [{"attempt_1": grid, "attempt_2": grid}, ...]}, an entry a test input, as for Kaggle."""
     attempts = {}
     for group, member in sorted(votes):
-        # an only answer is given twice
-        first, *others = elect(votes[group, member])
-        second = others[0] if others else first
-        answers = attempts.setdefault(test.task_names[group], [])
-        answers.append(dict(
-            attempt_1=grid_of_key(first).tolist(),
-            attempt_2=grid_of_key(second).tolist(),
-        ))
+        # a single answer is given twice
+        elected = elect(votes[group, member])
+        best = {}
+        for name, (shape, cells) in dict(attempt_1=elected[0], attempt_2=elected[:2][-1]).items():
+            best[name] = np.frombuffer(cells, dtype=np.uint8).reshape(shape).tolist()
+        attempts.setdefault(test.task_names[group], []).append(best)
     return attempts
-
-
-def grid_key(grid):
-    """Returns a grid of colours, uint8 [rows, columns], as bytes."""
-    return bytes(grid.shape) + grid.tobytes()
-
-
-def grid_of_key(key):
-    """Returns the grid of a grid_key."""
-    rows, columns = key[:2]
-    cells = np.frombuffer(key, dtype=np.uint8, offset=2)
-    return cells.reshape(rows, columns)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -86,13 +86,11 @@ OPTIMIZERS = dict(adam_atan2=adam_atan2, adamw=adamw, lion=lion)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The puzzle embedding: SignSGD on the rows that the global batch holds. What ranks exchange does not grow
-# with the number of rows N: a table with fewer rows than the batch has sequences is exchanged whole.
+# The puzzle embedding: SignSGD on the rows that the global batch holds. Ranks exchange slots, as many as the
+# table has rows or the batch has sequences, whichever are fewer: Sudoku has one row, ARC many thousands.
 
 def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
     """Packs the row gradients of one rank; the sum over the ranks is what sign_sgd takes.
-
-    Sudoku's table has one row, ARC's have hundreds of thousands.
 
     Args:
         identifiers: the table's row of each of the rank's sequences, int [b].
@@ -101,51 +99,43 @@ def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
         batch_size: the sequences of all ranks.
         rank: this rank, an int tensor [1]: a constant would give each replica a program of its own.
 
-    Returns [min(num_rows, batch_size), D' + 1].
+    Returns [min(num_rows, batch_size), D' + 2]: sums of the gradients and of the identifiers of a slot, and
+    the number of its sequences.
     """
-    if num_rows <= batch_size:
-        # a slot for each row of the table: the sum of its gradients, and how often the batch holds it
-        counts = torch.ones_like(row_grads[:, :1])
-        counted = torch.cat([row_grads, counts], dim=1)
-        width = counted.shape[1]
-        slots = torch.zeros(num_rows, width, device=counted.device)
-        return slots.index_add(0, identifiers, counted)
-    # a slot for each sequence of the batch: its gradient and its identifier; other ranks' slots are zero
-    assert num_rows < 2 ** 24, "float32 holds no larger identifiers"
-    own_identifiers = identifiers.view(-1, 1).float()
-    own_slots = torch.cat([row_grads, own_identifiers], dim=1)
-    own_size = len(own_slots)
-    slots = own_slots.repeat(batch_size // own_size, 1)
-    rank_of_slot = torch.arange(batch_size, device=slots.device) // own_size
-    is_own = rank_of_slot == rank
-    return torch.where(is_own.view(-1, 1), slots, 0)
+    own_size = len(identifiers)
+    slots = identifiers
+    if num_rows > batch_size:
+        slots = rank * own_size + torch.arange(own_size, device=rank.device)
+    columns = [row_grads, identifiers.view(-1, 1), torch.ones_like(row_grads[:, :1])]
+    entries = torch.cat(columns, dim=1)
+    packed = torch.zeros(min(num_rows, batch_size), entries.shape[1], device=entries.device)
+    return packed.index_add(0, slots, entries)
 
 
-def sign_sgd(table, packed, batch_size, lr, weight_decay):
+def sign_sgd(table, packed, lr, weight_decay):
     """Moves the rows of the table that the batch holds, in place: decoupled decay and the gradient's sign.
 
     Args:
         table: the puzzle embedding [N, D'].
         packed: the sum of pack_rows over all ranks.
-        batch_size: the sequences of all ranks.
         lr, weight_decay: tensors or numbers.
     """
-    grads = packed[:, :-1]
-    if len(table) <= batch_size:
-        is_held = packed[:, -1:] > 0
-        change = weight_decay * table + torch.sign(grads)
-        table.sub_(is_held * lr * change)
-        return
+    assert len(table) < 2 ** 24, "float32 holds no larger identifiers"
+    # the sequences of a slot have the same identifier, which is their mean; an empty slot gets identifier 0
+    means = packed[:, -2] / packed[:, -1].clamp(min=1)
+    identifiers = means.round().long()
 
-    # Gradients of one identifier add up in its first slot; each of its slots then writes the same new row.
-    identifiers = packed[:, -1].long()
-    is_same = identifiers.unsqueeze(0) == identifiers.unsqueeze(1)  # [B, B]
+    # the slots of one identifier add up in the first of them
+    is_same = identifiers.unsqueeze(0) == identifiers.unsqueeze(1)  # [slots, slots]
     first_slot = is_same.int().argmax(1)
-    total = torch.zeros_like(grads)
-    total = total.index_add(0, first_slot, grads)
+    total = torch.zeros_like(packed).index_add(0, first_slot, packed)
+    total = total[first_slot]
+
+    # each of them writes the same new row, or the old one where no sequence has the identifier
+    is_held = total[:, -1:] > 0
     old = table[identifiers]
-    change = weight_decay * old + torch.sign(total[first_slot])
-    table[identifiers] = old - lr * change
+    change = weight_decay * old + torch.sign(total[:, :-2])
+    table[identifiers] = old - is_held * lr * change
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -163,7 +153,7 @@ def count_steps(settings, examples_per_epoch):
 
 def evaluation_due(settings, examples_per_epoch, step):
     """Returns True if this step crosses a multiple of eval_interval epochs."""
-    # examples, not steps: the number of puzzles need not divide into batches
+    # count examples and not steps: the number of puzzles need not divide into batches
     interval = settings.eval_interval * examples_per_epoch
     examples = step * settings.global_batch_size
     return interval > 0 and examples // interval > (examples - settings.global_batch_size) // interval
@@ -171,12 +161,12 @@ def evaluation_due(settings, examples_per_epoch, step):
 
 def learning_rate(settings, peak, step, total_steps):
     """Returns the rate of a step: linear warm-up to peak, then a cosine to peak * lr_min_ratio at the end."""
-    # warm-up
+    # linear warm-up
     step += 1
     warmup_steps = settings.lr_warmup_steps
     if step < warmup_steps:
         return peak * step / warmup_steps
-    # cosine
+    # cosine decay
     decay_steps = max(1, total_steps - warmup_steps)
     progress = (step - warmup_steps) / decay_steps
     cosine = 0.5 * (1 + math.cos(math.pi * progress))

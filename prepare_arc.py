@@ -22,7 +22,7 @@ import numpy as np
 # isort: off
 from configurator import UserError, check_numbers, start
 from data import Progress
-from puzzles.arc import ARC, ORIGINAL, apply_version, arc_task, canvas, generated_task, grid_of
+from puzzles.arc import ARC, ORIGINAL, apply_version, arc_task, canvas, generated_task, grid_key, grid_of
 from puzzles.files import (
     command_of, finish_split, new_dataset, print_report, refuse_existing, write_json)
 
@@ -63,7 +63,7 @@ def main(settings):
     refuse_existing(settings.output_dir)
     subsets = read_subsets(settings)
 
-    # the order of the tasks, then the versions of each: the official builder's draws
+    # draw the order of the tasks, then the versions of each, as the official builder does
     rng = np.random.RandomState(settings.seed)
     progress = Progress("choosing versions", sum(map(len, subsets.values())))
     train = []
@@ -77,7 +77,7 @@ def main(settings):
             versions = choose_versions(task, settings.num_aug, rng)
             identifiers = num_identifiers + np.arange(len(versions), dtype=np.int32)
             num_identifiers += len(versions)
-            # the test pairs of the test subset are not trained on
+            # train on all pairs but the test pairs of the test subset
             pairs = task.train
             if subset == settings.test_subset:
                 test.append((task.test, versions, identifiers))
@@ -86,7 +86,7 @@ def main(settings):
             train.append((pairs, versions, identifiers))
             progress.add(1)
 
-    # the files
+    # write the files
     counts = {"tasks": len(train), "test tasks": len(test), "versions of tasks": num_identifiers - 1}
     manifest = arc_task(settings.max_side) | {"command": command_of(__file__, settings), "counts": counts}
     with new_dataset(settings.output_dir, manifest) as folder:
@@ -135,7 +135,7 @@ def read_subset(settings, subset):
     source = settings.source
     kaggle_path = f"{source}_{subset}_challenges.json"
 
-    # each source in its own way
+    # each source is read in its own way
     if subset == "extra":
         source = settings.extra
         tasks = read_folder(f"{source}/**/*.json") if source else []
@@ -210,8 +210,7 @@ def arc_task_of(name, content):
 
 def output_of(test_pair):
     """Returns the output of a test pair, which may not be known."""
-    output = test_pair.get("output")
-    return UNKNOWN if output is None else grid_of(output)
+    return grid_of(test_pair["output"]) if test_pair.get("output") else UNKNOWN
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -237,11 +236,8 @@ def choose_versions(task, num_aug, rng):
 
 def key_of_version(pairs, version):
     """Returns a key, equal for versions with the same pairs in any order."""
-    keys = set()
-    for pair in pairs:
-        grids = [apply_version(grid, version) for grid in pair]
-        keys.add(tuple((grid.shape, grid.tobytes()) for grid in grids))
-    return frozenset(keys)
+    keys = [[grid_key(apply_version(grid, version)) for grid in pair] for pair in pairs]
+    return frozenset(map(tuple, keys))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -252,12 +248,12 @@ def write_split(folder, groups, side, num_identifiers):
     os.makedirs(folder)
     pairs, versions, identifiers = zip(*groups)
 
-    # each example once
+    # store each example once
     examples = [pair for own_pairs in pairs for pair in own_pairs]
     canvases = [[canvas(grid, side) for grid in pair] for pair in examples]
     inputs, labels = np.stack(canvases, axis=1).reshape(2, -1, side * side)
 
-    # which examples and versions each task has
+    # say which examples and versions each task has
     num_pairs = list(map(len, pairs))
     num_versions = list(map(len, versions))
     arrays = {

@@ -41,12 +41,12 @@ def main(settings):
     fill_in(settings)
     refuse_existing(settings.output_dir)
 
-    # the puzzles, [2, n, cells]: questions and answers as tokens, where 0 is a cell that does not count
-    paths = list(filter(None, (settings.train_csv, settings.test_csv)))
-    files = [read_rows(path, settings.several_answers) for path in paths]
-    task = new_task(settings, files)
+    # read the puzzles, [2, n, cells]: questions and answers as tokens, where 0 is a cell that does not count
+    paths = filter(None, [settings.train_csv, settings.test_csv])
+    files = {path: read_rows(path, settings.several_answers) for path in paths}
+    task = new_task(settings, files.values())
     puzzles = []
-    for path, rows in zip(paths, files):
+    for path, rows in files.items():
         puzzles.append(read_puzzles(path, iter(rows.values()), task, settings.ignored))
     train = puzzles[0]
     test = puzzles[-1]
@@ -56,7 +56,7 @@ def main(settings):
         test = train[:, drawn]
         train = np.delete(train, drawn, axis=1)
 
-    # neither test puzzles nor what a symmetry turns into one are trained on
+    # leave out test puzzles, and what a symmetry turns into one
     turns = np.arange(train.shape[2])[None]
     if settings.dihedral:
         turns = dihedral_turns(task["grid"][0])
@@ -64,7 +64,7 @@ def main(settings):
     keys_of = functools.partial(orbit_keys, turns=turns, exchanged=exchanged)
     train, left_out = drop_test_puzzles(settings.train_csv, train, test, keys_of)
 
-    # the puzzle itself, and its copies
+    # write each puzzle before its copies
     num_copies = 1 + settings.num_aug
     if not exchanged:
         num_copies = min(num_copies, len(turns))
@@ -104,19 +104,20 @@ def read_rows(path, several_answers):
 
 def new_task(settings, files):
     """Returns the task of the settings, and of the rows in the files where they leave it open."""
-    # a square, with as many cells as the first question has
-    first_question = next(iter(files[0]))
-    side = math.isqrt(len(first_question))
+    questions = [question for rows in files for question in rows]
+    answers = [row["answer"] for rows in files for _, row in rows.values()]
+
+    # by default the grid is a square, with as many cells as the first question has
+    side = math.isqrt(len(questions[0]))
     grid = [side, side]
     if settings.grid:
         grid = list(map(int, settings.grid.split("x")))
 
-    # the characters, those that only questions have first
+    # by default the symbols are the characters of the files, those that only questions have first
     symbols = settings.symbols
     if not symbols:
-        answers = [row["answer"] for rows in files for _, row in rows.values()]
         filled = set().union(*answers) - set(settings.ignored)
-        empty = set().union(*files[0], *files[-1]) - filled
+        empty = set().union(*questions) - filled
         symbols = "".join(sorted(empty) + sorted(filled))
     manifest = {"kind": settings.kind, "grid": grid, "symbols": "_" + symbols}
     task = task_of(manifest, math.prod(grid), len(symbols) + 1)
@@ -142,7 +143,7 @@ def symmetric_copies(puzzles, turns, exchanged, rng):
         rng: a random generator.
     """
     turned = puzzles[:, :, turns]
-    # what each token of each copy becomes
+    # exchange tokens at random, in all copies but the first
     to = np.tile(np.arange(256, dtype=np.uint8), (1, *turned.shape[1:3], 1))
     to[:, :, 1:, exchanged] = rng.permuted(to[:, :, 1:, exchanged], axis=3)
     return np.take_along_axis(to, turned, axis=3)

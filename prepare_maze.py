@@ -44,7 +44,7 @@ def main(settings):
     fill_in(settings)
     refuse_existing(settings.output_dir)
 
-    # the mazes: [2, n, cells], questions and answers
+    # get the mazes, [2, n, cells]: questions and answers
     left_out = {}
     if settings.source == "generate":
         num_mazes = settings.num_train + settings.num_test
@@ -53,7 +53,7 @@ def main(settings):
     else:
         train, test, left_out = read_both(settings, HUB, read, dihedral_keys)
 
-    # and the copies
+    # write them before their copies
     size = math.isqrt(test.shape[2])
     num_copies = 8 if settings.aug else 1
     config = "maze_demo.py" if size < 20 else "maze.py"

@@ -42,7 +42,7 @@ def main(settings):
     refuse_existing(settings.output_dir)
     size = settings.size
 
-    # the puzzles: [2, n, cells], questions and answers
+    # get the puzzles, [2, n, cells]: questions and answers
     left_out = {}
     if settings.source == "generate":
         puzzles = generate(size, settings.num_train + settings.num_test, settings.seed)
@@ -51,7 +51,7 @@ def main(settings):
     else:
         train, test, left_out = read_both(settings, HUB, functools.partial(read, settings), keys_of)
 
-    # and the copies
+    # write them before their copies
     copies_of = functools.partial(
         sudoku_copies, num_aug=settings.num_aug, size=size, rng=np.random.default_rng([settings.seed, 2]),
         test_keys=set(keys_of(test[0])))

@@ -148,8 +148,8 @@ def train_step(run, state, inputs, cycles=None):
     if settings.ema:
         optim.move_average(settings, state["ema"], state["weights"])
     if run.model.prefix:
-        optim.sign_sgd(state["puzzle_emb"], sums["rows"], settings.global_batch_size,
-                       rates["puzzle_emb_lr"], settings.puzzle_emb_weight_decay)
+        optim.sign_sgd(state["puzzle_emb"], sums["rows"], rates["puzzle_emb_lr"],
+                       settings.puzzle_emb_weight_decay)
 
     # add up what the log needs
     state["sums"] += torch.cat([sums["stats"], grad_norm])

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from configurator import UserError
-from device import flatten, for_each_micro_batch
+from device import Device, flatten
 
+NEED_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of torch's operations
 LAUNCH = threading.Lock()  # for replicas that are threads: one compiles, the others find its program
 
 
@@ -172,7 +173,7 @@ class XLADevice:
         from torch_xla.experimental.scan import _scan_impl_pytree
 
         if size in (0, len(tree_flatten(sequences)[0][0])):
-            return for_each_micro_batch(body, sums, weights, sequences, size)
+            return Device.for_each_micro_batch(body, sums, weights, sequences, size)
 
         def step(carry, micro_batch):
             sums, weights = carry
@@ -191,14 +192,11 @@ class XLADevice:
     def counts(self):
         """Returns, so far: programs compiled, seconds that took, operations run on the host."""
         compiles = met.metric_data("CompileTime") or (0, 0)  # their number, nanoseconds, samples
-        fallbacks = 0
-        for name in met.counter_names():
-            if name.startswith("aten::"):
-                fallbacks += met.counter_value(name)
+        fallbacks = [met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")]
         return {
             "xla/compiles": compiles[0],
             "xla/compile_time": compiles[1] / 1e9,
-            "xla/fallbacks": fallbacks,
+            "xla/fallbacks": sum(fallbacks),
         }
 
 
@@ -233,17 +231,16 @@ class Replayable(TorchDispatchMode):
     def find_problem(self, func, args, kwargs):
         """Returns what is wrong with an operation, in words, or ""."""
         aten = torch.ops.aten
+        needs_values = not NEED_VALUES.isdisjoint(func.tags)
         if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
-            # an index by integers has a shape that is known, one by a mask has not
-            for index in args[1]:
-                if index is not None and index.dtype in (torch.bool, torch.uint8):
-                    return "has a shape that depends on data"
-        elif {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.intersection(func.tags):
+            # what an index by integers returns has a known shape; what an index by a mask returns has not
+            needs_values = any(index is not None and index.dtype == torch.bool for index in args[1])
+        if needs_values:
             return "has a value or a shape that depends on data"
-        elif torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags:
             return "draws random numbers"
 
-        # what XLA has no operation for would run on the host
+        # an operation that XLA does not have would run on the host
         tensors = tree_flatten((args, kwargs))[0]
         if any(torch.is_tensor(t) and t.device.type == "xla" for t in tensors):
             keys = ("XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")

@@ -22,10 +22,9 @@ IGNORE_LABEL = -100  # the label of cells that no loss and no metric counts
 # kinds whose grids and symbols are fixed: a function of the grid's rows that returns the task
 TASKS = {"sudoku": sudoku_task, "maze": maze_task, "arc": arc_task}
 
-# The rules: {kind: a function (task, questions, answers)}. Questions and answers are numpy arrays of tokens
-# [n, cells], or one question [1, cells] for all answers. A token is the place of its symbol in
-# task["symbols"]: 1 is the empty cell, 2 the first symbol after it. The function returns two arrays of bool:
-# which cells of the answers break a rule, [n, cells], and which answers are solutions, [n].
+# The rules: {kind: a function (task, questions, answers)}, which takes what judge() takes and returns the two
+# arrays of a Judgement. A token is the place of its symbol in task["symbols"]: 1 is the empty cell, 2 the
+# first symbol after it.
 JUDGES = {"sudoku": judge_sudoku, "maze": judge_maze}
 
 # kinds of JUDGES whose questions have several right answers, of which the label is one; Sudoku and mazes are
@@ -54,19 +53,14 @@ def task_of(manifest, seq_len, vocab_size):
 
     # each token has a symbol of its own, and the grid has the model's cells
     num_different = 1 + len(set(symbols[1:]))
-    problems = {
-        f"{vocab_size - 1} symbols: a dataset has from 1 to 255": not 2 <= vocab_size <= 256,
-        f"grid {grid} does not fit {seq_len} cells": len(grid) != 2 or math.prod(grid) != seq_len,
-        f"symbols {symbols!r} must be {vocab_size}, one for each token, all different":
-            not len(symbols) == num_different == vocab_size,
-        f"symbols {symbols!r} must be characters that can be printed":
-            "\ufffd" in text or not text.isprintable(),
-        f"grid {grid} and symbols {symbols!r} do not fit kind {kind}":
-            kind in TASKS and task != TASKS[kind](grid[0]),
-    }
-    for problem, is_wrong in problems.items():
-        if is_wrong:
-            raise UserError(problem)
+    if not 2 <= vocab_size <= 256:
+        raise UserError(f"{vocab_size - 1} symbols: a dataset has from 1 to 255")
+    if len(grid) != 2 or math.prod(grid) != seq_len:
+        raise UserError(f"grid {grid} does not fit {seq_len} cells")
+    if not len(symbols) == num_different == vocab_size:
+        raise UserError(f"symbols {symbols!r} must be {vocab_size}, one for each token, all different")
+    if kind in TASKS and task != TASKS[kind](grid[0]):
+        raise UserError(f"grid {grid} and symbols {symbols!r} do not fit kind {kind}")
     return task
 
 
@@ -121,14 +115,14 @@ def side_by_side(grids, symbols, rows, columns):
         symbols: a character for each token.
         rows, columns: of each grid.
     """
-    # the lines of each grid, below its title
+    # write the lines of each grid below its title
     blocks = []
     for title, tokens, marked in grids:
         cells = [" *"[int(mark)] + symbols[token] + " " for token, mark in zip(tokens, marked)]
         lines = np.reshape(cells, (rows, columns))
         blocks.append([title, *map("".join, lines)])
 
-    # blocks of the same width in one line
+    # put as many blocks beside each other as fit
     width = max(len(line) for block in blocks for line in block) + 2
     blocks_per_line = max(1, 120 // width)
     text = ""
@@ -158,7 +152,7 @@ class Judgement(NamedTuple):
 def judge(task, questions, answers):
     """Returns the Judgement of answers by their rules; None if the rules are not known.
 
-    questions, answers: tokens [n, cells]; one question [1, cells] will do for all answers.
+    questions, answers: numpy arrays of tokens [n, cells]; one question [1, cells] will do for all answers.
     """
     if task["kind"] not in JUDGES:
         return None
@@ -217,7 +211,7 @@ def count_correct(task, arrays, attempts):
         if task["kind"] in SEVERAL_ANSWERS:
             correct[prefix + "valid_accuracy"] = judge(task, inputs, preds).solved
         if task["kind"] == "maze":
-            valid, optimal = path_metrics(inputs, labels, preds)
+            valid, optimal = path_metrics(inputs, preds)
             correct[prefix + "path_valid"] = valid
             correct[prefix + "path_optimal"] = optimal
     correct["surest_accuracy"] = equal_labels(arrays["surest_preds"], labels)

@@ -33,6 +33,11 @@ def grid_of(value):
     return grid.astype(np.uint8)
 
 
+def grid_key(grid):
+    """Returns the shape and the bytes of a grid, equal for equal grids."""
+    return grid.shape, grid.tobytes()
+
+
 def apply_version(grid, version):
     return turned(version[1:][grid], version[0])
 
@@ -83,7 +88,7 @@ def generated_task(number, seed, size, num_pairs):
     rng = np.random.default_rng([seed, number])
     family = FAMILIES[number % len(FAMILIES)]
 
-    # inputs that any family can start from: 40% of the cells have one of three colours
+    # draw inputs that any family can start from: 40% of the cells have one of three colours
     shape = num_pairs, size, size
     colours = rng.permutation(9) + 1
     grids = np.where(rng.random(shape) < 0.4, rng.choice(colours[:3], shape), 0)

@@ -15,6 +15,9 @@ import re
 import shutil
 import signal
 import zlib
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 
 import numpy as np
@@ -35,15 +38,15 @@ ROWS = 16384  # examples that are made or judged at a time
 # Settings
 
 def fill_in_source(settings, names, num_copies, everything="full"):
-    """Fills in source and output_dir. Raises UserError for a wrong setting.
+    """Fills in source and output_dir of a prepare script's settings. Raises UserError for a wrong setting.
 
     Args:
-        settings: the settings of a prepare script.
+        settings: of the script.
         names: {source: its name}, for hub and generate.
         num_copies: how many copies each training puzzle has, for the name.
         everything: the word for all puzzles of a source.
     """
-    # files of one's own need no --source=csv
+    # files of your own need no --source=csv
     if settings.train_csv or settings.test_csv:
         settings.source = "csv"
     names = names | {"csv": os.path.basename(settings.train_csv).split(".")[0]}
@@ -54,7 +57,7 @@ def fill_in_source(settings, names, num_copies, everything="full"):
     # ratings may be negative
     check_numbers(vars(settings) | {"min_difficulty": 0}, ("size", "min_path", "num_train", "num_test"))
 
-    # a name made of source, training puzzles and copies
+    # the name says the source, the training puzzles and the copies
     num_puzzles = settings.num_train if settings.source == "generate" else settings.subsample_size
     size = re.sub("000$", "k", str(num_puzzles or everything))
     settings.output_dir = settings.output_dir or f"data/{names[settings.source]}-{size}-aug-{num_copies}"
@@ -109,7 +112,7 @@ def read_puzzles(path, rows, task, ignored=""):
     tokens = {symbol: token for token, symbol in enumerate(symbols, 1)}
     table = str.maketrans(tokens | dict.fromkeys(ignored, 0))
     blocks = []
-    progress = Progress(f"reading {path}", 0)
+    progress = Progress(f"reading {path}")
     while block := list(itertools.islice(rows, ROWS)):
         codes = bytearray()
         for line, row in block:
@@ -118,7 +121,7 @@ def read_puzzles(path, rows, task, ignored=""):
                 codes += row[name].translate(table).encode("latin-1")
         puzzles = np.frombuffer(codes, dtype=np.uint8).reshape(len(block), 2, -1).swapaxes(0, 1)
 
-        # answers that are known whole keep the rules
+        # complete answers must keep the rules
         judgement = judge(task, *puzzles)
         if judgement:
             for i in np.flatnonzero(puzzles[1].all(axis=1) & ~judgement.solved):
@@ -140,12 +143,16 @@ def read_both(settings, hub, read, keys_of):
         read: a function of a path and the cells of a puzzle, 0 if they are not known: returns [2, n, cells].
         keys_of: a function of questions that returns a list of keys, equal for puzzles that count as one.
     """
-    train_path, test_path = csv_files(settings, hub)
+    train_path = settings.train_csv
+    test_path = settings.test_csv
+    if settings.source == "hub":
+        train_path = hub_file(hub, "train.csv")
+        test_path = hub_file(hub, "test.csv")
     test = read(test_path, 0)
     train = read(train_path, test.shape[2])
     train, counts = drop_test_puzzles(train_path, train, test, keys_of)
 
-    # some at random, in the file's order
+    # draw some at random, in the file's order
     if settings.subsample_size:
         order = np.random.default_rng([settings.seed, 1]).random(train.shape[1]).argsort()
         train = train[:, np.sort(order[:settings.subsample_size])]
@@ -186,7 +193,7 @@ def distinct(name, n, make, keys):
         if len(puzzles) >= n:
             return np.stack(list(puzzles.values())[:n], axis=1)
 
-        # nearly all that exist were found
+        # give up once many tasks in a row bring nothing new: nearly all puzzles that exist are found
         num_new = len(puzzles) - progress.done
         num_in_vain = 0 if num_new else num_in_vain + 1
         if num_in_vain == TASKS_IN_VAIN:
@@ -196,39 +203,29 @@ def distinct(name, n, make, keys):
 
 def in_parallel(make):
     """Yields make(0), make(1), ...: the first results at once, the others from as many processes as cores."""
-    for number in range(TASKS_ALONE):
-        yield make(number)
-
-    # A pipe from each process, so that one that is killed while it sends holds up no other. They are killed
-    # when the caller has enough, or is stopped.
-    context = multiprocessing.get_context("spawn")
+    yield from map(make, range(TASKS_ALONE))
+    numbers = itertools.count(TASKS_ALONE)
     num_processes = cores()
-    readers = []
-    processes = []
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num_processes, context, start_process)
+    # each process works on a task, and another task waits for it
+    futures = deque()
     try:
-        for i in range(num_processes):
-            reader, writer = context.Pipe(duplex=False)
-            arguments = make, TASKS_ALONE + i, num_processes, writer
-            process = context.Process(target=send_results, args=arguments, daemon=True)
-            process.start()
-            writer.close()
-            readers.append(reader)
-            processes.append(process)
-        for reader in itertools.cycle(readers):
-            yield reader.recv()
-    except EOFError:
+        while True:
+            while len(futures) < 2 * num_processes:
+                futures.append(pool.submit(make, next(numbers)))
+            yield futures.popleft().result()
+    except BrokenProcessPool:
         raise TransientError("a process ended before its work was done; is the memory full?") from None
     finally:
-        for process in processes:
-            process.kill()
+        # the caller has enough puzzles, or is stopped
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
-def send_results(make, first, step, writer):
-    """Sends make(first), make(first + step), ..., in a process of in_parallel."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+def start_process():
+    """Lets a process of in_parallel end with its parent, which handles Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
-    for number in itertools.count(first, step):
-        writer.send(make(number))
 
 
 def cores():
@@ -241,42 +238,31 @@ def cores():
 # ---------------------------------------------------------------------------------------------------------
 # Downloads
 
-def csv_files(settings, repository):
-    """Returns the paths of the training and test file, downloaded from Hugging Face where source is hub."""
-    paths = [settings.train_csv, settings.test_csv]
-    if settings.source == "hub":
-        # data/downloads keeps them for the next run
-        endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-        folder = f"data/downloads/{os.path.basename(repository)}"
-        paths = [f"{folder}/train.csv", f"{folder}/test.csv"]
-        for path in paths:
-            download(f"{endpoint}/datasets/{repository}/resolve/main/{os.path.basename(path)}", path)
-    return paths
+def hub_file(repository, name):
+    """Returns the path of a file of a dataset on Hugging Face, which stays in data/downloads."""
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    path = f"data/downloads/{os.path.basename(repository)}/{name}"
+    download(f"{endpoint.rstrip('/')}/datasets/{repository}/resolve/main/{name}", path)
+    return path
 
 
 def download(url, path):
     """Downloads url to path unless path exists; one process of a host does, the others wait."""
     advice = "use files of your own with --source=csv"
-    progress = Progress(f"downloading {url}", 0, "MB", 1e6)
 
     def attempt():
-        # sizes are the file's, not a compressed copy's
-        headers = {"Accept-Encoding": "identity"}
-        response = requests.get(url, headers=headers, stream=True, timeout=(10, 30))
+        response = requests.get(url, stream=True, timeout=(10, 30))
         status = response.status_code
         if status in RETRIED:
             raise TransientError(f"status {status}")
         if status >= 400:
             raise UserError(f"{url} cannot be downloaded (status {status}): {advice}")
-        if response.headers.get("Content-Type", "").startswith("text/html"):
-            raise UserError(f"{url}: the answer is a web page; does this network ask for a login?")
-        # the whole file, each time
-        progress.done = 0
-        progress.total = int(response.headers.get("Content-Length", 0))
+        # each attempt gets the whole file
+        progress = Progress(f"downloading {url}, megabytes")
         with replacing(path) as f:
-            for block in response.iter_content(1 << 15):
+            for block in response.iter_content(1 << 20):
                 f.write(block)
-                progress.add(len(block))
+                progress.add(len(block) / 1e6)
 
     with locked(path):
         if os.path.exists(path):
@@ -363,7 +349,7 @@ def new_dataset(path, manifest):
 
     Raises UserError if path exists or cannot be written.
     """
-    # written beside its place, moved when it is whole
+    # the files are written to a folder beside it, which is moved when it is whole
     path = os.path.normpath(path)
     part = f"{path}.part-{platform.node()}"  # other hosts may share the folder
     try:
@@ -372,7 +358,7 @@ def new_dataset(path, manifest):
             shutil.rmtree(part, ignore_errors=True)  # a command that was killed left it
             try:
                 yield part
-                write_json(os.path.join(part, "manifest.json"), dict(manifest, sha256=hashes_of(part)))
+                write_json(f"{part}/manifest.json", manifest | {"sha256": hashes_of(part)})
                 os.rename(part, path)
             finally:
                 shutil.rmtree(part, ignore_errors=True)
@@ -384,7 +370,7 @@ def write_split(folder, groups, copies, blocks, task):
     """Writes the files of one split; see write_dataset."""
     os.makedirs(folder)
     seq_len = math.prod(task["grid"])
-    progress = Progress(f"making {folder}", groups * copies, "examples")
+    progress = Progress(f"making {folder}", groups * copies)
     parts = []
     for block in blocks:
         tokens = np.where(np.equal(block, IGNORE_LABEL), 0, block)
@@ -392,10 +378,8 @@ def write_split(folder, groups, copies, blocks, task):
         progress.add(parts[-1].shape[1])
     inputs, labels = np.concatenate(parts, axis=1)
     assert len(inputs) == groups * copies and labels.max() < len(task["symbols"])
-    if not labels.any(axis=1).all():
-        raise UserError("an answer has no cell that counts: a model would learn nothing from it")
 
-    # one puzzle an example; total_puzzles: puzzles without copies, as the official builder counts them
+    # each example is a puzzle; total_puzzles leaves out the copies, as the official builder does
     rows = np.arange(len(inputs) + 1, dtype=np.int32)
     arrays = {
         "inputs": inputs,

@@ -32,19 +32,15 @@ def judge_maze(task, questions, answers):
     """
     is_drawn = (questions == OPEN) & (answers == PATH)
     broken = (answers != questions) & ~is_drawn
-    labels, _ = solve_mazes(questions, task["grid"][0])
-    _, is_shortest = path_metrics(questions, labels, answers)
+    _, is_shortest = path_metrics(questions, answers)
     return broken, is_shortest & ~broken.any(axis=1)
 
 
-def path_metrics(questions, labels, answers):
-    """Returns which answers to mazes are a path from S to G, and which a shortest one: bool [n] each.
-
-    questions, labels (a shortest path each), answers: tokens [n, cells].
-    """
+def path_metrics(questions, answers):
+    """Returns which answers to mazes are a path from S to G, and which a shortest one: bool [n] each."""
     valid = are_paths(questions, answers)
-    steps = (answers == PATH).sum(axis=1)
-    fewest_steps = (labels == PATH).sum(axis=1)
+    _, fewest_steps = solve_mazes(questions)
+    steps = (answers == PATH).sum(axis=1) + 1
     return valid, valid & (steps == fewest_steps)
 
 
@@ -55,15 +51,14 @@ def are_paths(questions, answers):
     and the "o" form one line from S to G that does not touch itself: no way from S to G along it leaves out
     any of its cells.
     """
-    # S and G stay, and the path is on open cells
-    ends = np.where(is_end(questions), questions, 0)
-    drawn_ends = np.where(is_end(answers), answers, 0)
+    # check that S and G stay, and that the path is on open cells
     path = answers == PATH
-    fits = (ends == drawn_ends) & (~path | (questions == OPEN))
+    ends = is_end(questions)
+    fits = np.where(ends | is_end(answers), answers == questions, ~path | (questions == OPEN))
 
-    # the maze whose only open cells are the path's: its shortest path takes all of them
-    line = np.where(path, OPEN, np.where(ends, ends, WALL))
-    _, steps = solve_mazes(line, math.isqrt(line.shape[1]))
+    # solve the maze whose only open cells are the path's: its shortest path must take all of them
+    line = np.where(path, OPEN, np.where(ends, questions, WALL))
+    _, steps = solve_mazes(line)
     uses_all_cells = steps == path.sum(axis=1) + 1
     return fits.all(axis=1) & have_ends(questions) & uses_all_cells
 
@@ -84,17 +79,18 @@ def have_ends(questions):
 
 def num_paths(questions, size):
     """Returns 1 for mazes with a path from the one start to the one goal, else 0, [n]."""
-    _, steps = solve_mazes(questions, size)
+    _, steps = solve_mazes(questions)
     return have_ends(questions) & (steps > 0)
 
 
-def solve_mazes(questions, size):
+def solve_mazes(questions):
     """Returns the answers, and the steps [n] of their shortest paths, 0 if there is none.
 
     Of several shortest paths it takes the one that, seen from S, goes down where it can, else left, else
     right, else up. All labels of Maze-Hard follow this rule, and a model can match them exactly only because
     there is a rule.
     """
+    size = math.isqrt(questions.shape[1])
     squares = questions.reshape(-1, size, size)
     from_goal = distances(squares == GOAL, squares != WALL)
 
@@ -129,7 +125,7 @@ def distances(starts, is_open):
     for step in itertools.count(1):
         if not reached.any():
             return np.moveaxis(steps, 2, 0)
-        # the neighbours of the cells that were reached last
+        # go on to the neighbours of the cells that were reached last
         near = np.zeros_like(reached)
         near[1:] |= reached[:-1]
         near[:-1] |= reached[1:]
@@ -157,14 +153,14 @@ def long_mazes(index, seed, size, min_path):
     is_origin[np.arange(GRIDS), rng.integers(size * size, size=GRIDS)] = True
     is_open = (is_open | is_origin).reshape(-1, size, size)
 
-    # the cells that are farthest from a random one; no two cells are farther apart than twice that
+    # put one end as far as possible from a random cell; no two cells are farther apart than twice that
     steps = distances(is_origin.reshape(is_open.shape), is_open)
     farthest = steps.max(axis=(1, 2), keepdims=True)
     keep = 2 * farthest.ravel() >= min_path
     is_open = is_open[keep]
     one_end = random_cells((steps == farthest)[keep], rng)
 
-    # the other end
+    # put the other end min_path steps away or more, and draw which of them is the start
     is_far = distances(one_end, is_open) >= min_path
     other_end = random_cells(is_far, rng)
     swap = rng.random((len(is_open), 1, 1)) < 0.5
@@ -173,7 +169,7 @@ def long_mazes(index, seed, size, min_path):
     questions[np.where(swap, other_end, one_end)] = GOAL
     has_both_ends = other_end.any(axis=(1, 2))
     questions = questions[has_both_ends].reshape(-1, size * size)
-    answers, _ = solve_mazes(questions, size)
+    answers, _ = solve_mazes(questions)
     return questions, answers
 
 
@@ -203,7 +199,7 @@ def maze_copies(puzzles, num_copies):
     """
     size = math.isqrt(puzzles.shape[2])
     inputs, labels = puzzles[:, :, dihedral(size)[:num_copies]]
-    solved, _ = solve_mazes(inputs.reshape(-1, size * size), size)
+    solved, _ = solve_mazes(inputs.reshape(-1, size * size))
     solved = solved.reshape(inputs.shape)
     by_rule = (labels[:, :1] == solved[:, :1]).all(axis=2, keepdims=True)
     return np.stack([inputs, np.where(by_rule, solved, labels)])

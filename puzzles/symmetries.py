@@ -44,7 +44,7 @@ def orbit_keys(boards, turns, exchanged=()):
         block = boards[first:first + 4096]
         smallest = None
         for turn in turns:
-            # an exchanged token becomes the number of the first cell that has it
+            # replace each exchanged token by the number of the first cell that has it
             moved = block[:, turn]
             has_token = moved[:, None] == exchanged[:, None]  # [n, tokens, cells]
             to = np.tile(np.arange(256, dtype=np.int16), (len(block), 1))

@@ -91,7 +91,8 @@ def watch(settings, model, questions, keys, identifiers=0):
     evaluator = evaluate.Evaluator(settings, model, Device("cpu", settings), keys.size)
     batch = evaluate.unlabelled_batch(np.tile(questions, (len(keys), 1)))
     batch["puzzle_identifiers"][:] = identifiers
-    for results in evaluator.watch(*evaluate.weights_of(model), batch, keys.ravel()):
+    batch["noise_keys"] = keys.ravel()
+    for results in evaluator.watch(*evaluate.weights_of(model), batch):
         yield {name: array.reshape(*keys.shape, *array.shape[1:]) for name, array in results.items()}
 
 
@@ -150,7 +151,7 @@ def solve_file(settings, model, task, questions, known_answers, output):
     n, cells = questions.shape
     keys = evaluate.noise_keys(settings.seed, settings.eval_rollouts, n)
     size = max(1, CELLS_AT_A_TIME // cells // len(keys))
-    progress = Progress("solving", n, "puzzles")
+    progress = Progress("solving", n)
     lines = []
     for first in range(0, n, size):
         batch = slice(first, first + size)

@@ -346,7 +346,7 @@ class Front(http.server.BaseHTTPRequestHandler):
 
     Kinds of requests: insert (an upload), media (a download), list, DELETE. server.log has the kind of each.
     A fault is a status; a function, which is called before the request takes effect; "stall" or "slow": the
-    answer comes late; "flip": a bit changes; "short": the connection breaks before the end of the answer.
+    answer comes late; "short": the connection breaks before the end of the answer.
     """
 
     def do(self):
@@ -368,8 +368,6 @@ class Front(http.server.BaseHTTPRequestHandler):
         time.sleep(PAUSES.get(fault, 0))
         if callable(fault):
             fault()
-        if fault == "flip":
-            self.body = flipped(self.body)
 
         # the answer; the emulator takes one request at a time
         connection = self.wfile
@@ -377,8 +375,6 @@ class Front(http.server.BaseHTTPRequestHandler):
         with server.lock:
             self.answer(fault)
         answer = self.wfile.getvalue()
-        if fault == "flip" and kind == "media":
-            answer = flipped(answer)
         connection.write(answer[:-1] if fault == "short" else answer)
 
     do_GET = do_POST = do_DELETE = do
@@ -408,11 +404,6 @@ KINDS = {"GET": "list", "POST": "insert", "DELETE": "DELETE"}
 PAUSES = {"slow": 0.5, "stall": 1}  # seconds
 
 
-def flipped(content):
-    """Returns the bytes with another last bit."""
-    return content[:-1] + bytes(byte ^ 1 for byte in content[-1:])
-
-
 def serve_bucket(storage, **state):
     """Returns a Front with the attributes that it needs; storage: an emulator's."""
     attributes = dict(
@@ -436,4 +427,4 @@ def stored(emulator, name):
 def upload(folder, url):
     """Copies the files of a dataset to url, as `gcloud storage rsync` does."""
     for path in Path(folder).rglob("*.*"):
-        Bucket(url).upload(path, str(path.relative_to(folder)))
+        Bucket(url).write(str(path.relative_to(folder)), path.read_bytes())

@@ -76,7 +76,7 @@ def test_identifiers_and_test_examples_are_the_official_builders(kaggle):
     recorded = json.loads(Path(RECORDED).read_text())
     assert identifier_names(kaggle) == recorded["identifiers"]
     test = Dataset(kaggle, "test")
-    batch = test.test_batch(range(len(test)), len(test))
+    batch = test.test_batch(range(len(test)))
     assert batch["puzzle_identifiers"].tolist() == recorded["puzzle_identifiers"]
     batch["labels"][batch["labels"] < 0] = 0
     for name in "inputs", "labels":
@@ -96,11 +96,11 @@ def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(tmp_path):
     pairs = dict(zip(train.task_names, np.diff(train.task_indices)))
     assert pairs == {"a": 2, "b": 1, "c": 1, "other": 2}
     test = Dataset(path, "test")
-    assert test.task_names == ["b"] and test.test_batch([0], 1)["labels"].tolist() == [[10, 10, 1, 1]]
+    assert test.task_names == ["b"] and test.test_batch([0])["labels"].tolist() == [[10, 10, 1, 1]]
 
     # an output that is not known counts in no loss and no metric
     path = build(tmp_path / "unknown", source=source, subsets="training,concept", test_subset="concept")
-    assert (Dataset(path, "test").test_batch([0], 1)["labels"] == -100).all()
+    assert (Dataset(path, "test").test_batch([0])["labels"] == -100).all()
 
 
 @pytest.mark.parametrize("task, changes, message", [

@@ -98,12 +98,10 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
     (GOOD, "--grid=2x3", "train.csv:2: the question has 4 cells, not 2x3"),
     (GOOD, "--grid=1x4 --dihedral", "grid=1x4: .* a square for --dihedral"),
     (MANY, "", "256 symbols.* 1 to 255"),
-    (GOOD + "1\t..,1234", "", "symbols .* must be characters that can be printed"),
     (GOOD, "--holdout=0 --test_csv={path}", "train.csv: no puzzle is left: each is in the test set"),
     (GOOD, "--holdout=0", "either --test_csv=FILE or --holdout=N"),
     (GOOD, "--kind=sudoku", "do not fit kind sudoku"),
     (GOOD, "--permute_symbols=1-4", "permute_symbols=1-4: '-' is not in the puzzles"),
-    ("1..,???\n2..,???", "--ignored=? --grid=1x3", "no cell that counts"),
 ])
 def test_wrong_input_is_one_line_and_leaves_nothing(rows, flags, message, tmp_path):
     path = write(tmp_path / "train.csv", rows)

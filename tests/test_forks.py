@@ -115,9 +115,8 @@ def test_a_checkpoint_names_the_forks_that_trained_it(data, tmp_path):
     assert newest(tmp_path)["forks"].keys() == {"smoothing.py"}
     without, _ = TrainProcess(resume).communicate()
     assert "trained with the fork smoothing.py" in without
-    assert "settings that are not known here: grad_clip, label_smoothing" in without
     equal, _ = TrainProcess([str(fork), *resume]).communicate()
-    assert "smoothing.py" not in equal and "not known" not in equal
+    assert "smoothing.py" not in equal
     fork.write_text(fork.read_text() + "# changed")
     changed, _ = TrainProcess([str(fork), *resume]).communicate()
     assert re.search(r"the fork smoothing.py \w+, which has \w+ here", changed)

@@ -45,7 +45,7 @@ def test_answers_are_shortest_paths_that_prefer_down_left_right_up(size, n):
     questions = np.where(rng.random((n, size * size)) < 0.35, WALL, OPEN).astype(np.uint8)
     for question in questions:
         question[rng.choice(size * size, 2, replace=False)] = START, GOAL
-    answers, steps = solve_mazes(questions, size)
+    answers, steps = solve_mazes(questions)
     assert (answers == [plain_answer(question, size) for question in questions]).all()
     num_path_cells = (answers == PATH).sum(axis=1)
     assert (steps > 0).any() and (num_path_cells == np.maximum(steps - 1, 0)).all()
@@ -65,7 +65,7 @@ def test_generated_mazes_are_hard_and_distinct(size, min_path, n):
 def test_the_copies_of_a_maze_are_its_8_turns_each_solved_by_the_rule(tmp_path):
     generated = dict(source="generate", size=7, min_path=9, num_train=40, num_test=30)
     train = Dataset(prepare(tmp_path / "x", prepare_maze, **generated), "train")
-    assert (train.labels == solve_mazes(train.inputs, 7)[0]).all()
+    assert (train.labels == solve_mazes(train.inputs)[0]).all()
     assert (np.diff(train.group_indices) == 8).all()
     grid, *copies = train.inputs[:8].reshape(8, 7, 7)
     turns = [*(np.rot90(grid, k) for k in (1, 2, 3)), np.fliplr(grid), np.flipud(grid), grid.T,
@@ -78,7 +78,7 @@ def test_answers_that_do_not_follow_the_rule_are_turned_with_their_mazes():
     answers = tokens("S../o../ooG", "Soo/..o/..G")  # by the rule, and another one
     inputs, labels = maze_copies(np.stack([questions, answers]), 8)
     assert (inputs == questions[:, dihedral(3)]).all()
-    assert (labels[0] == solve_mazes(inputs[0], 3)[0]).all()
+    assert (labels[0] == solve_mazes(inputs[0])[0]).all()
     assert (labels[1] == answers[1][dihedral(3)]).all()
 
 
@@ -116,7 +116,7 @@ def test_path_metrics():
     question, label = tokens(*MAZE)
     answers = tokens(*ANSWERS)
     for turn in dihedral(5):
-        valid, optimal = path_metrics(question[None, turn], label[None, turn], answers[:, turn])
+        valid, optimal = path_metrics(question[None, turn], answers[:, turn])
         assert list(zip(valid, optimal)) == list(ANSWERS.values())
     assert np.flatnonzero(judge(maze_task(5), question[None], answers).solved).tolist() == [0, 1]
     arrays = dict(inputs=question[None], labels=label[None], preds=answers, surest_preds=answers[:3])

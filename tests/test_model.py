@@ -187,6 +187,6 @@ def test_the_sparse_puzzle_embedding_is_signsgd_on_the_rows_in_the_batch(num_row
     packed = torch.zeros(())
     for rank, own in enumerate((slice(0, 4), slice(4, 8))):
         packed = packed + pack_rows(identifiers[own], grads[own], num_rows, 8, torch.tensor([rank]))
-    assert packed.shape == (min(num_rows, 8), 5)  # what ranks exchange does not grow with the table
-    sign_sgd(table, packed, 8, 0.01, 0.3)
+    assert packed.shape == (min(num_rows, 8), 6)  # what ranks exchange does not grow with the table
+    sign_sgd(table, packed, 0.01, 0.3)
     torch.testing.assert_close(table, want, rtol=1e-6, atol=1e-7)

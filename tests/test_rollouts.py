@@ -53,8 +53,8 @@ def evaluated(data, trained, *flags):
 def left_early(data, trained, patience):
     """Returns (answers, steps) of each puzzle once its answer stayed the same for `patience` steps."""
     evaluator, test = new_evaluator(data, trained, f"--global_batch_size={N}")
-    keys = noise_keys(0, 1, N)[0]
-    steps = evaluator.watch(*weights_of(evaluator.model), test.test_batch(np.arange(N), N), keys)
+    batch = test.test_batch(np.arange(N)) | dict(noise_keys=noise_keys(0, 1, N)[0])
+    steps = evaluator.watch(*weights_of(evaluator.model), batch)
     preds = np.stack([step["preds"] for step in steps])  # [steps, N, cells]
     is_same = (preds[1:] == preds[:-1]).all(2)
     leaves = np.lib.stride_tricks.sliding_window_view(is_same, patience, axis=0).all(2)
