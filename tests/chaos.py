@@ -28,7 +28,7 @@ from types import SimpleNamespace
 
 import torch
 from fake_gcloud import ROOT, Cloud, kill_processes, processes, write_program
-from helpers import hosts, new_emulator, same, serve_bucket, upload
+from helpers import DATA, TINY, hosts, new_emulator, same, serve_bucket, upload
 
 from checkpoint import numbered, step_of
 
@@ -36,11 +36,8 @@ from checkpoint import numbered, step_of
 ARITHMETIC = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"
 INTERVAL = 5  # steps between checkpoints
 SETTINGS = (
-    "--device=cpu", "--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2",
-    "--H_cycles=2", "--L_cycles=2", "--halt_max_steps=4", "--forward_dtype=float32", "--global_batch_size=24",
-    "--lr=1e-3", "--lr_warmup_steps=5", "--log_interval=1", f"--checkpoint_interval={INTERVAL}",
-    "--keep_last_n=2", "--eval_interval=20", "--eval_max_puzzles=20")
-DATA = ("--source=generate", "--size=4", "--num_train=64", "--num_test=40", "--num_aug=5")
+    "--device=cpu", *TINY, "--global_batch_size=24", "--lr=1e-3", "--log_interval=1",
+    f"--checkpoint_interval={INTERVAL}", "--keep_last_n=2", "--eval_interval=20", "--eval_max_puzzles=20")
 # python3 -m venv on a host: links to the Python that runs this, and a pip that installs nothing
 PYTHON3 = f"""
 mkdir -p venv/bin

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import command, run
+from helpers import arguments, run
 
 import configurator
 import evaluate
@@ -33,7 +33,7 @@ def trained(data, tmp_path_factory):
 
 def new_evaluator(data, trained, *flags):
     """Returns an Evaluator with the run's last weights, and the test puzzles."""
-    settings = configurator.configure(train.__file__, command(data, trained, *SETTINGS, *flags)[2:])
+    settings = configurator.configure(train.__file__, arguments(data, trained, *SETTINGS, *flags))
     test = Dataset(data, "test")
     model = train.new_model(settings, **{name: getattr(test, name) for name in train.SIZES})
     load_weights(model, read_checkpoint(newest_whole(trained))["weights"], trained)
