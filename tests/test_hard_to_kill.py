@@ -216,7 +216,7 @@ def test_an_evaluation_that_is_stopped_costs_no_earlier_one(data, out):
 def test_ctrl_c_while_a_dataset_is_made(data, tmp_path):
     """Nothing of it stays, and no process: neither the one that makes it nor those of its pool."""
     path = tmp_path / "data"
-    prepare = f"{ROOT}/prepare_sudoku.py --source=generate --num_train=1000000 --output_dir={path}"
+    prepare = f"{ROOT}/prepare_sudoku.py --source=generate --size=6 --num_train=1000000 --output_dir={path}"
     flags = arguments(path, tmp_path / "run", f"--data_prepare={prepare}")
     process = start_command(sys.executable, train.__file__, *flags)
     with begun(process, "is missing; making it"):
