@@ -46,13 +46,12 @@ def pytest_collection_modifyitems(items):
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=place)
-
-
-def pytest_runtest_setup(item):
-    if item.get_closest_marker("xla"):
-        if not importlib.util.find_spec("torch_xla"):
-            pytest.skip("torch_xla is not installed")
+    needing_xla = [item for item in items if item.get_closest_marker("xla")]
+    if needing_xla and importlib.util.find_spec("torch_xla"):
         helpers.FORKS.set_forkserver_preload(["train", "torch_xla"])
+        return
+    for item in needing_xla:
+        item.add_marker(pytest.mark.skip("torch_xla is not installed"))
 
 
 @pytest.fixture(autouse=True)

@@ -93,8 +93,8 @@ def write_csv(path, rows):
     return path
 
 
-# Processes are forks of one that has imported train.py, since to import torch takes seconds. The process of
-# a test that needs torch_xla has imported that too, if the test is the first to fork.
+# Processes are forks of one that has imported train.py, since to import torch takes seconds. If a test needs
+# torch_xla, it has imported that too (conftest.py).
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train", "torch._dynamo"])  # which a first step imports

@@ -9,7 +9,6 @@ import torch
 from helpers import (
     ROOT,
     arguments,
-    begun,
     curve,
     last_weights,
     lines,
@@ -18,7 +17,6 @@ from helpers import (
     run,
     same,
     start_train,
-    xla_environment,
 )
 
 import configurator
@@ -120,22 +118,6 @@ def test_a_checkpoint_names_the_forks_that_trained_it(data, tmp_path):
     fork.write_text(fork.read_text() + "# changed")
     changed = start_train(data, tmp_path, str(fork), *again).output()
     assert re.search(r"the fork smoothing.py \w+, which has \w+ here", changed)
-
-
-@pytest.mark.xla
-def test_spawned_replicas_run_the_fork_and_stop_together(data, tmp_path):
-    """A file that only the main process ran would train another model there."""
-    fork = f"{ROOT}/tests/forks/convolution.py"
-    flags = fork, "--device=xla", "--max_steps=100000", "--log_interval=1"
-    with begun(start_train(data, tmp_path / "xla", *flags, **xla_environment(2)), "step 12/") as process:
-        process.terminate()
-        text = process.output()
-    assert process.returncode == 3, text
-    saved = newest(tmp_path / "xla")
-    assert f"stopped at step {saved['step']}" in text
-    assert list(curve(tmp_path / "xla")) == list(range(1, saved["step"] + 1))
-    run(data, tmp_path / "cpu", fork, "--max_steps=2")
-    assert saved["weights"].keys() == newest(tmp_path / "cpu")["weights"].keys()
 
 
 def test_a_fork_that_runs_twice_wraps_a_method_once(data, tmp_path):

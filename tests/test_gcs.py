@@ -86,12 +86,6 @@ def test_the_check_needs_the_rights_that_a_run_needs(bucket, front):
             bucket.check()
 
 
-@pytest.mark.parametrize("url", ["gs://", "gs://Bucket/a", "s3://bucket", "bucket/a"])
-def test_an_address_that_is_none(url):
-    with pytest.raises(UserError, match="is not an address in a bucket: write gs://bucket/folder"):
-        Bucket(url)
-
-
 # Tokens and passwords.
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from helpers import (
 
 import train
 from bucket import Bucket, Mirror
-from checkpoint import checkpoint_paths, numbered, outdated
+from checkpoint import checkpoint_paths, numbered
 
 URL = "--gcs_dir=gs://bucket/run"
 FLAGS = [*WHOLE, "--keep_last_n=2", URL]
@@ -92,14 +92,6 @@ def test_the_checkpoint_before_a_damaged_one_is_used(data, out, damage, line):
     assert line.format(path) in text and "training from step 30 to 35" in text
     names = os.listdir(out)
     assert "ckpt_00000035.json" in names and "ckpt_00000030.pt" not in names
-
-
-def test_checkpoints_are_sorted_by_step():
-    """Their names are longer from 10^8 on."""
-    names = ["ckpt_99999999.json", "ckpt_99999999.pt", "ckpt_100000000.json", "ckpt_100000000.pt",
-             "ckpt_00000005.json", "ckpt_00000005.pt"]
-    assert numbered(names)[0] == "ckpt_100000000"
-    assert outdated(names, "ckpt_100000000", 2) == ["ckpt_00000005.json", "ckpt_00000005.pt"]
 
 
 def test_another_machine_uses_the_newest_whole_checkpoint_of_the_bucket(data, front, whole, tmp_path):

@@ -52,14 +52,15 @@ if multiprocessing.current_process().name != "MainProcess":
     pjrt.initialize_multiprocess = lambda *_: time.sleep(1000)
     pjrt._run_thread_per_device = lambda *_, **__: time.sleep(1000)
 """
-# Each process is a run of its own.
+# Each process is a run of its own. A process that did not run this file would not know.
 APART = TWO_CHIPS + """
-import os
+import copy, os
 import train
 _replica = train.replica
 
 def replica(settings, kind):
     rank = os.environ["PJRT_LOCAL_PROCESS_RANK"]
+    settings = copy.copy(settings)
     settings.out_dir += rank
     settings.gcs_dir += rank
     _replica(settings, kind)
@@ -68,25 +69,33 @@ train.replica = replica
 """
 
 
-def start(data, tmp_path, fork, *flags):
-    """Starts train.py, which starts its replicas; fork: the text of a config file."""
+def start(data, tmp_path, fork, world, *flags):
+    """Starts train.py, which starts its replicas.
+
+    Args:
+        fork: the text of a config file.
+        world: the number of replicas in a process.
+    """
     (tmp_path / "fork.py").write_text(fork)
     flags = str(tmp_path / "fork.py"), "--device=xla", "--log_interval=1", *flags
-    return start_train(data, tmp_path / "run", *flags, **xla_environment(1))
+    return start_train(data, tmp_path / "run", *flags, **xla_environment(world))
 
 
 @pytest.mark.parametrize("fork, words", [(DIES, "OSError: no answer"), (HANGS, "Timeout")])
 def test_a_replica_that_breaks_ends_the_run(fork, words, data, tmp_path):
-    process = start(data, tmp_path, fork)
+    process = start(data, tmp_path, fork, 1)
     text = process.output()
     assert process.returncode == 1 and words in text, text
     assert "a replica died, see above; --init_from=auto continues" in text
 
 
 def test_a_preemption_saves_and_uploads_within_30_seconds(data, front, emulator, tmp_path):
-    """SIGTERM reaches all processes of a host at once; each answer of the bucket takes half a second."""
+    """SIGTERM reaches all processes of a host at once; each answer of the bucket takes half a second.
+
+    The replicas of a process are threads here, which stop together.
+    """
     front.script.extend(["slow"] * 1000)
-    process = start(data, tmp_path, APART, "--max_steps=100000", "--checkpoint_interval=0",
+    process = start(data, tmp_path, APART, 2, "--max_steps=100000", "--checkpoint_interval=0",
                     "--gcs_dir=gs://bucket/run")
     with begun(process, "step 3/"), begun(process, "step 3/"):  # both runs train
         began = time.monotonic()
