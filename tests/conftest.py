@@ -35,9 +35,9 @@ import train
 from puzzles import files
 
 # The files that take longest. The workers take whole files, these first, so that all end together.
-LONGEST = ("replicas", "hard_to_kill", "forks", "spawn", "tpu_sh", "wandb", "engines", "aot", "sweep",
-           "train", "chaos", "play", "parity", "wrong_input", "smoke", "gcs", "solve", "rollouts", "data",
-           "bench")
+LONGEST = ("hard_to_kill", "replicas", "forks", "chaos", "tpu_sh", "spawn", "train", "smoke", "wandb", "aot",
+           "sweep", "models", "wrong_input", "play", "parity", "gcs", "solve", "data", "rollouts", "bench",
+           "configurator")
 
 
 def pytest_collection_modifyitems(items):

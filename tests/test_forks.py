@@ -27,7 +27,9 @@ FORKS = [f"{ROOT}/examples/{name}.py" for name in ("rsm", "infiloop", "fprm", "c
 FORKS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
 FLAGS = ["--halt_max_steps=2", "--H_cycles_start=1", "--curriculum_epochs=3", "--puzzle_emb_ndim=0",
          "--lr_min_ratio=1", "--log_interval=1", "--eval_final_max_puzzles=20", "--eval_rollouts=2"]
-OWN = dict(smoothing=["--label_smoothing=0.1", "--grad_clip=1"], chains=["--chains=3"])  # a fork's settings
+OWN = dict(  # a fork's settings
+    smoothing=["--label_smoothing=0.1", "--grad_clip=1"], chains=["--chains=3"],
+    rsm=["--H_cycles=3", "--L_cycles=2"])
 each_fork = pytest.mark.parametrize("fork", FORKS, ids=lambda path: Path(path).stem)
 
 
