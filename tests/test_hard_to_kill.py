@@ -162,8 +162,9 @@ def test_a_stop_leaves_its_checkpoint_in_the_bucket(data, front, tmp_path):
         shutil.rmtree(out)
         front.script = [503] * 2
         os.kill(process.pid, signal.SIGINT)
-        process.terminate()
-        text = process.output(30)
+        with begun(process, "saving and stopping"):
+            process.terminate()
+            text = process.output(30)
     assert process.returncode == 3 and "to continue:" in text and "trying again in 1 s" in text
     assert numbered(os.listdir(out)) == numbered(in_bucket()) != []
 
