@@ -28,7 +28,7 @@ from types import SimpleNamespace
 
 import torch
 from fake_gcloud import ROOT, Cloud, kill_processes, processes, write_program
-from helpers import hosts, new_emulator, same, serve_bucket, upload
+from helpers import DATA, TINY, TrainProcess, hosts, new_emulator, same, serve_bucket, upload
 
 from checkpoint import numbered, step_of
 
@@ -36,11 +36,8 @@ from checkpoint import numbered, step_of
 ARITHMETIC = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"
 INTERVAL = 5  # steps between checkpoints
 SETTINGS = (
-    "--device=cpu", "--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2",
-    "--H_cycles=2", "--L_cycles=2", "--halt_max_steps=4", "--forward_dtype=float32", "--global_batch_size=24",
-    "--lr=1e-3", "--lr_warmup_steps=5", "--log_interval=1", f"--checkpoint_interval={INTERVAL}",
-    "--keep_last_n=2", "--eval_interval=20", "--eval_max_puzzles=20")
-DATA = ("--source=generate", "--size=4", "--num_train=64", "--num_test=40", "--num_aug=5")
+    "--device=cpu", *TINY, "--global_batch_size=24", "--lr=1e-3", "--log_interval=1",
+    f"--checkpoint_interval={INTERVAL}", "--keep_last_n=2", "--eval_interval=20", "--eval_max_puzzles=20")
 # python3 -m venv on a host: links to the Python that runs this, and a pip that installs nothing
 PYTHON3 = f"""
 mkdir -p venv/bin
@@ -262,12 +259,12 @@ def check_weights(tpu, steps):
     # as many ranks, without tpu.sh
     out_dir = Path(tempfile.mkdtemp(dir=tpu.project))
     for step in [*stops, steps]:
-        command = [sys.executable, "train.py", *SETTINGS, f"--max_steps={step}", "--data_path=../four",
-                   f"--out_dir={out_dir}", "--init_from=auto"]
-        ranks = [subprocess.Popen(command, cwd=tpu.project, stdout=subprocess.DEVNULL,
-                                  env=os.environ | host | dict(OMP_NUM_THREADS="1"))
-                 for host in hosts(2)]
-        assert not any([rank.wait() for rank in ranks]), "the run without faults failed"
+        flags = [*SETTINGS, f"--max_steps={step}", f"--data_path={tpu.project.parent}/four",
+                 f"--out_dir={out_dir}", "--init_from=auto"]
+        ranks = [TrainProcess(flags, **host) for host in hosts(2)]
+        for rank in ranks:
+            text = rank.output()
+            assert rank.returncode == 0, f"the run without faults failed: {text}"
 
     name = f"ckpt_{steps:08d}.pt"
     expected = torch.load(out_dir / name)
@@ -282,6 +279,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=30)
     options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # as on the hosts
     names = random.Random(options.seed).choices(sorted(FAULTS), k=options.faults)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))  # it stays if a check fails
     chaos(folder, names, options.seed, 60 * options.faults)

@@ -35,9 +35,9 @@ import train
 from puzzles import files
 
 # The files that take longest. The workers take whole files, these first, so that all end together.
-LONGEST = ("replicas", "hard_to_kill", "forks", "spawn", "tpu_sh", "wandb", "engines", "aot", "sweep",
-           "train", "chaos", "play", "parity", "wrong_input", "smoke", "gcs", "solve", "rollouts", "data",
-           "bench")
+LONGEST = ("hard_to_kill", "replicas", "forks", "chaos", "tpu_sh", "spawn", "train", "smoke", "wandb", "aot",
+           "sweep", "models", "wrong_input", "play", "parity", "gcs", "solve", "data", "rollouts", "bench",
+           "configurator")
 
 
 def pytest_collection_modifyitems(items):
@@ -46,13 +46,12 @@ def pytest_collection_modifyitems(items):
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=place)
-
-
-def pytest_runtest_setup(item):
-    if item.get_closest_marker("xla"):
-        if not importlib.util.find_spec("torch_xla"):
-            pytest.skip("torch_xla is not installed")
+    needing_xla = [item for item in items if item.get_closest_marker("xla")]
+    if needing_xla and importlib.util.find_spec("torch_xla"):
         helpers.FORKS.set_forkserver_preload(["train", "torch_xla"])
+        return
+    for item in needing_xla:
+        item.add_marker(pytest.mark.skip("torch_xla is not installed"))
 
 
 @pytest.fixture(autouse=True)

@@ -32,9 +32,10 @@ from bucket import Bucket
 from checkpoint import checkpoint_paths
 from data import read_metrics
 
-TINY = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2",
-        "--L_cycles=2", "--halt_max_steps=4", "--forward_dtype=float32", "--global_batch_size=16",
-        "--lr=2e-3", "--lr_warmup_steps=5", "--log_interval=5", "--eval_interval=0"]
+TINY = ["--hidden_size=32", "--num_heads=2", "--multiple_of=32", "--L_layers=1", "--H_cycles=2",
+        "--L_cycles=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--halt_max_steps=4",
+        "--forward_dtype=float32", "--global_batch_size=16", "--lr=2e-3", "--lr_warmup_steps=5",
+        "--log_interval=5", "--eval_interval=0"]
 CURRICULUM = ["--H_cycles=2", "--L_cycles=3", "--H_cycles_start=1", "--L_cycles_start=1", "--lr=5e-4",
               "--halt_exploration_prob=0.9", "--halt_exploration_prob_end=0.1"]
 DATA = ["--source=generate", "--size=4", "--num_train=64", "--num_test=40", "--num_aug=5"]  # of the fixture
@@ -46,7 +47,7 @@ SOLVE_MODEL = [
     "--hidden_size=64", "--num_heads=2", "--puzzle_emb_ndim=0", "--expansion=2", "--H_cycles=1",
     "--L_cycles=1", "--L_layers=1", "--halt_max_steps=2", "--eval_halt_max_steps=4",
     "--forward_dtype=float32"]
-ARC_MODEL = [*TINY, "--expansion=2", "--puzzle_emb_len=1", "--H_cycles=1", "--L_cycles=1", "--L_layers=1",
+ARC_MODEL = [*TINY, "--expansion=2", "--puzzle_emb_len=1", "--H_cycles=1", "--L_cycles=1",
              "--halt_max_steps=3", "--max_steps=20"]
 COLUMNS = "source", "question", "answer", "rating"  # of the hub's CSV files
 
@@ -92,8 +93,8 @@ def write_csv(path, rows):
     return path
 
 
-# Processes are forks of one that has imported train.py, since to import torch takes seconds. The process of
-# a test that needs torch_xla has imported that too, if the test is the first to fork.
+# Processes are forks of one that has imported train.py, since to import torch takes seconds. If a test needs
+# torch_xla, it has imported that too (conftest.py).
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train", "torch._dynamo"])  # which a first step imports
@@ -111,11 +112,14 @@ class Fork(FORKS.Process):
 
 
 class TrainProcess(Fork):
-    """Runs `python train.py ...`, as subprocess.Popen does with one pipe for output and errors."""
+    """Runs `python train.py ...`, as subprocess.Popen does with one pipe for output and errors.
 
-    def __init__(self, argv, cwd=".", env=None):
+    environment: variables besides those of this process.
+    """
+
+    def __init__(self, argv, cwd=".", **environment):
         reader, writer = FORKS.Pipe(duplex=False)
-        super().__init__(run_train, argv, os.path.abspath(cwd), dict(env or os.environ), writer)
+        super().__init__(run_train, argv, os.path.abspath(cwd), os.environ | environment, writer)
         writer.close()
         self.stdout = open(os.dup(reader.fileno()), encoding="utf-8")
 
@@ -127,20 +131,22 @@ class TrainProcess(Fork):
         self.join(timeout)
         return self.returncode
 
-    def communicate(self, timeout=60):
+    def output(self, timeout=120):
+        """Returns what it prints until it ends. It is killed if it does not within so many seconds."""
         killer = threading.Timer(timeout, self.kill)
         killer.start()
         text = self.stdout.read()
         self.wait()
         killer.cancel()
-        return text, None
+        return text
 
 
-def run_train(argv, cwd, env, writer):
+def run_train(argv, cwd, environment, writer):
     """Runs train.py as a command does, in this process; writer: of the pipe for its output."""
+    multiprocessing.current_process().name = "MainProcess"  # by which train.py and its forks know it
     os.chdir(cwd)
     os.environ.clear()
-    os.environ.update(env)
+    os.environ.update(environment)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup lets the tests ignore it
     for descriptor, name in (1, "stdout"), (2, "stderr"):
         os.dup2(writer.fileno(), descriptor)
@@ -158,20 +164,20 @@ def run_train(argv, cwd, env, writer):
     sys.exit(code)
 
 
-def command(data, out, *flags, script=train.__file__):
-    """Returns a command that trains a tiny model. Later flags win."""
-    return [sys.executable, str(script), f"--data_path={data}", f"--out_dir={out}", "--device=cpu",
-            *TINY, *flags]
+def arguments(data, out, *flags):
+    """Returns train.py's arguments for a tiny model. Later flags win."""
+    return [f"--data_path={data}", f"--out_dir={out}", "--device=cpu", *TINY, *flags]
 
 
-def popen(argv, **options):
-    """Starts a command with one pipe for output and errors."""
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+def start_train(data, out, *flags, **options):
+    """Starts a TrainProcess for a tiny model."""
+    return TrainProcess(arguments(data, out, *flags), **options)
 
 
-def start_train(data, out, *flags):
-    """Starts the command as a TrainProcess."""
-    return TrainProcess(command(data, out, *flags)[2:])
+def start_command(*command):
+    """Starts a command in a session of its own, with one pipe for output and errors."""
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            start_new_session=True)
 
 
 @contextlib.contextmanager
@@ -192,13 +198,12 @@ def begun(process, until="training from"):
 
 def run(data, out, *flags, code=0):
     """Runs train.py and returns its output: in this process, unless it should fail. Later flags win."""
-    argv = command(data, out, *flags)[2:]
     if code:
-        process = TrainProcess(argv)
-        text, _ = process.communicate()
+        process = start_train(data, out, *flags)
+        text = process.output()
         assert process.returncode == code, text
         return text
-    settings = configurator.configure(train.__file__, argv)
+    settings = configurator.configure(train.__file__, arguments(data, out, *flags))
     train.check_settings(settings)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         train.replica(settings, settings.device)
@@ -243,13 +248,13 @@ def same(a, b):
 # Replicas of torch_xla on the CPU: threads of one process that stays.
 
 def xla_environment(world):
-    """Returns the environment of a process with so many replicas."""
-    return {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(world)}
+    """Returns the environment variables of a process with so many replicas."""
+    return dict(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(world))
 
 
 def work(world, connection):
     """Receives (function, arguments), which all replicas call with their rank, and sends what they print."""
-    os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(world), "XLA_THREAD_POOL_SIZE": "16"}
+    os.environ |= xla_environment(world) | dict(XLA_THREAD_POOL_SIZE="16")
     import torch_xla.debug.metrics
     import torch_xla.runtime as xr
     from torch_xla._internal import pjrt

@@ -1,16 +1,16 @@
 """bench.py at tiny sizes: figures, the default batch, forks, wrong input. test_model.py counts FLOPs."""
 import json
-import subprocess
-import sys
+from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, xla_environment
+from helpers import ROOT, TINY, on_replicas
 
 import bench
+import configurator
+import train
 from configurator import UserError
 
-MODEL = ["--hidden_size=32", "--num_heads=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--H_cycles=2",
-         "--L_cycles=2", "--halt_max_steps=4", "--forward_dtype=float32"]
+MODEL = [flag for flag in TINY if "batch_size" not in flag]
 
 
 def run_bench(*flags):
@@ -42,15 +42,17 @@ def test_one_step_chooses_the_batch_on_a_cpu_where_none_is_given(flags, size, tm
     assert "1000 random puzzles of 6x6 cells" in text
 
 
+def xla_bench(rank, *arguments):
+    configurator.end_with_parent = lambda: None  # which has not started these replicas itself
+    bench.bench(rank, *arguments)
+
+
 @pytest.mark.xla
-def test_two_replicas_through_xla(tmp_path):
-    command = [sys.executable, bench.__file__, *MODEL, "--L_layers=1", "--H_cycles=1", "--L_cycles=1",
-               "--data_path=data/missing", "--size=4", "--steps=1", "--global_batch_size=32",
-               "--micro_batch_size=16"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500,
-                          env=xla_environment(2))
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
+def test_two_replicas_through_xla(random_puzzles):
+    flags = [*MODEL, "--H_cycles=1", "--L_cycles=1", "--global_batch_size=32", "--micro_batch_size=8"]
+    settings = configurator.configure(train.__file__, flags)
+    text = on_replicas(2, xla_bench, settings, SimpleNamespace(steps=1), "xla", random_puzzles)
+    figures = json.loads(text.splitlines()[-1])
     want = {"kind": "xla", "replicas": 2, "global_batch_size": 32, "xla/fallbacks": 0}
     assert figures | want == figures
 

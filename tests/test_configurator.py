@@ -9,7 +9,7 @@ import pytest
 from helpers import ROOT
 
 import train
-from configurator import UserError, configure, split_arguments
+from configurator import UserError, configure
 
 SCRIPT = '''"""Trains a toy.
 
@@ -119,12 +119,6 @@ def test_wrong_flags_and_files(toy, tmp_path, wrong, message):
     with pytest.raises(UserError) as error:
         toy("a.py" if is_text else wrong, a=wrong)
     assert message in str(error.value)
-
-
-def test_arguments_for_train_py_are_split_off(toy):
-    own, operands, rest = split_arguments("toy.py", ["--lr=2", "a.py", "run1", "--depth=3", "-", "-fast"])
-    assert vars(own) == DEFAULTS | dict(lr=2.0, fast=True)
-    assert operands == ["run1", "-"] and rest == ["a.py", "--depth=3"]
 
 
 def test_help_prints_every_setting_and_reads_only_the_script(toy, capsys):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from helpers import ROOT, dataset_settings, prepare, wait_for, write_csv
 
-import data
 import prepare_maze
 import prepare_sudoku
 from configurator import TransientError, UserError
@@ -269,11 +268,3 @@ def test_hub_end_to_end(hub, tmp_path, monkeypatch):
     # a second dataset needs no download
     prepare_sudoku.main(dataset_settings(subsample_size=10, num_aug=0))
     assert len(hub.log) == 8
-
-
-def test_damaged_lines_of_metrics_are_left_out(tmp_path):
-    lines = ['{"step": 0, "run": {"seed": 5}}', '{"step": 1}', "\0" * 90, '{"step": ', "[]", '{"step": 3}']
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert data.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 3}]
-    assert data.read_facts(tmp_path / "metrics.jsonl") == {"seed": 5}
-    assert data.read_metrics(tmp_path / "none.jsonl") == [] and data.read_facts(tmp_path / "none.jsonl") == {}

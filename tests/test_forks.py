@@ -8,18 +8,15 @@ import pytest
 import torch
 from helpers import (
     ROOT,
-    TrainProcess,
-    begun,
-    command,
+    arguments,
     curve,
     last_weights,
     lines,
     newest,
     on_replicas,
-    popen,
     run,
     same,
-    xla_environment,
+    start_train,
 )
 
 import configurator
@@ -30,7 +27,9 @@ FORKS = [f"{ROOT}/examples/{name}.py" for name in ("rsm", "infiloop", "fprm", "c
 FORKS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
 FLAGS = ["--halt_max_steps=2", "--H_cycles_start=1", "--curriculum_epochs=3", "--puzzle_emb_ndim=0",
          "--lr_min_ratio=1", "--log_interval=1", "--eval_final_max_puzzles=20", "--eval_rollouts=2"]
-OWN = dict(smoothing=["--label_smoothing=0.1", "--grad_clip=1"], chains=["--chains=3"])  # a fork's settings
+OWN = dict(  # a fork's settings
+    smoothing=["--label_smoothing=0.1", "--grad_clip=1"], chains=["--chains=3"],
+    rsm=["--H_cycles=3", "--L_cycles=2"])
 each_fork = pytest.mark.parametrize("fork", FORKS, ids=lambda path: Path(path).stem)
 
 
@@ -74,7 +73,7 @@ def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(name, data, tmp_pat
     [fork] = [path for path in FORKS if Path(path).stem == name]
     flags = flags_of(fork, "--max_steps=3", "--lr=1e-4")
     run(data, tmp_path / "cpu", *flags)
-    on_replicas(2, xla_fork, command(data, tmp_path / "xla", *flags, "--micro_batch_size=4")[2:])
+    on_replicas(2, xla_fork, arguments(data, tmp_path / "xla", *flags, "--micro_batch_size=4"))
     for ours, theirs in zip(figures(tmp_path / "xla"), figures(tmp_path / "cpu"), strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-6)
 
@@ -110,32 +109,16 @@ def replaced(*args, _old={module}.{name}, **options):
 def test_a_checkpoint_names_the_forks_that_trained_it(data, tmp_path):
     """Whoever reads it without them, or with other ones, is told."""
     fork = Path(shutil.copy(f"{ROOT}/tests/forks/smoothing.py", tmp_path))
-    resume = command(data, tmp_path, "--init_from=resume", "--eval_only")[2:]
     run(data, tmp_path, str(fork), "--max_steps=2")
     assert newest(tmp_path)["forks"].keys() == {"smoothing.py"}
-    without, _ = TrainProcess(resume).communicate()
+    again = "--init_from=resume", "--eval_only"
+    without = start_train(data, tmp_path, *again).output()
     assert "trained with the fork smoothing.py" in without
-    equal, _ = TrainProcess([str(fork), *resume]).communicate()
+    equal = start_train(data, tmp_path, str(fork), *again).output()
     assert "smoothing.py" not in equal
     fork.write_text(fork.read_text() + "# changed")
-    changed, _ = TrainProcess([str(fork), *resume]).communicate()
+    changed = start_train(data, tmp_path, str(fork), *again).output()
     assert re.search(r"the fork smoothing.py \w+, which has \w+ here", changed)
-
-
-@pytest.mark.xla
-def test_spawned_replicas_run_the_fork_and_stop_together(data, tmp_path):
-    """A file that only the main process ran would train another model there."""
-    fork = f"{ROOT}/tests/forks/convolution.py"
-    argv = command(data, tmp_path / "xla", fork, "--device=xla", "--max_steps=100000", "--log_interval=1")
-    with begun(popen(argv, env=xla_environment(2)), "step 12/") as process:
-        process.terminate()
-        text = process.communicate(timeout=60)[0]
-    assert process.returncode == 3, text
-    saved = newest(tmp_path / "xla")
-    assert f"stopped at step {saved['step']}" in text
-    assert list(curve(tmp_path / "xla")) == list(range(1, saved["step"] + 1))
-    run(data, tmp_path / "cpu", fork, "--max_steps=2")
-    assert saved["weights"].keys() == newest(tmp_path / "cpu")["weights"].keys()
 
 
 def test_a_fork_that_runs_twice_wraps_a_method_once(data, tmp_path):
@@ -164,30 +147,3 @@ def test_tied_weights_stay_tied_in_checkpoints(data, tmp_path):
     assert "lm_head.weight" not in saved["optimizer"]
     again = run(data, tmp_path, *flags_of(FORKS[0], "--max_steps=3", "--init_from=resume", "--eval_only"))
     assert f" loss {curve(tmp_path, 'eval/loss')[3]:.4f}" in again
-
-
-def test_figures_of_a_fork_are_its_own(data, tmp_path):
-    """The loss is a mean over what ran; grad_norm is of the gradient before clipping."""
-    flags = ["--max_steps=1", "--puzzle_emb_ndim=0"]
-    run(data, tmp_path / "plain", *flags)
-    run(data, tmp_path / "two_steps", f"{ROOT}/tests/forks/two_steps.py", *flags)
-    run(data, tmp_path / "clipped", f"{ROOT}/tests/forks/smoothing.py", *flags, "--grad_clip=1e-3")
-    first = {name: lines(tmp_path / name)[0] for name in ("plain", "two_steps", "clipped")}
-    assert first["two_steps"]["train/loss"] == pytest.approx(first["plain"]["train/loss"], rel=0.2)
-    assert first["clipped"]["train/grad_norm"] == pytest.approx(first["plain"]["train/grad_norm"], rel=1e-5)
-
-
-def test_smoothing_leaves_the_loss_of_evaluations_alone(data, tmp_path):
-    fork = f"{ROOT}/tests/forks/smoothing.py"
-    run(data, tmp_path, fork, "--max_steps=2")
-    loss = curve(tmp_path, "eval/loss")[2]
-    text = run(data, tmp_path, fork, "--label_smoothing=0.2", "--init_from=resume", "--eval_only")
-    assert f" loss {loss:.4f}" in text
-
-
-def test_a_fork_counts_its_own_flops(data, tmp_path):
-    settings = configurator.configure(train.__file__, [*command(data, tmp_path)[3:]])
-    plain = train.new_model(settings, seq_len=16, vocab_size=6).flops_per_example(settings)
-    settings = configurator.configure(train.__file__, [FORKS[3], *command(data, tmp_path)[3:]])
-    chains = train.new_model(settings, seq_len=16, vocab_size=6).flops_per_example(settings)
-    assert chains[1] == pytest.approx(4 * plain[1], rel=0.02)

@@ -75,10 +75,14 @@ def test_a_list_of_two_pages(bucket):
     assert bucket._request.call_args.kwargs["params"]["pageToken"] == "t"
 
 
-@pytest.mark.parametrize("url", ["gs://", "gs://Bucket/a", "s3://bucket", "bucket/a"])
-def test_an_address_that_is_none(url):
-    with pytest.raises(UserError, match="is not an address in a bucket: write gs://bucket/folder"):
-        Bucket(url)
+def test_the_check_needs_the_rights_that_a_run_needs(bucket, front):
+    bucket.check()
+    front.denied = ("insert", "DELETE")
+    bucket.check(write=False)
+    for denied in ("list", "insert", "DELETE"):
+        front.denied = (denied,)
+        with pytest.raises(UserError, match="status 403 "):
+            bucket.check()
 
 
 # Tokens and passwords.

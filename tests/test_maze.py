@@ -1,7 +1,8 @@
 """Mazes: generated ones, answers and copies, CSV files, and path metrics."""
+import networkx
 import numpy as np
 import pytest
-from helpers import prepare
+from helpers import prepare, write_csv
 
 import prepare_maze
 from data import Dataset
@@ -20,21 +21,19 @@ def tokens(*grids):
 
 def plain_answer(question, size):
     """Solves a maze cell by cell: [cells], the answer; it has no path if there is none."""
-    maze = np.pad(question.reshape(size, size), 1, constant_values=WALL).ravel()
-    moves = size + 2, -1, 1, -size - 2  # down, left, right, up
-    [goal] = np.flatnonzero(maze == GOAL)
-    steps = {goal: 0}
-    for cell in (cells := [goal]):
-        for near in [cell + move for move in moves if maze[cell + move] != WALL and cell + move not in steps]:
-            steps[near] = steps[cell] + 1
-            cells.append(near)
+    answer = question.reshape(size, size).copy()
+    [start], [goal], walls = [list(zip(*np.nonzero(answer == token))) for token in (START, GOAL, WALL)]
+    graph = networkx.grid_2d_graph(size, size)
+    graph.remove_nodes_from(walls)
+    steps = networkx.single_source_shortest_path_length(graph, goal)
 
     # from the start, the first move to a cell that is nearer to the goal
-    [cell] = np.flatnonzero(maze == START)
-    for left in range(steps.get(cell, 0) - 1, 0, -1):
-        cell = next(cell + move for move in moves if steps.get(cell + move) == left)
-        maze[cell] = PATH
-    return maze.reshape(size + 2, -1)[1:-1, 1:-1].ravel()
+    row, column = start
+    for left in range(steps.get(start, 0) - 1, 0, -1):
+        moves = (row + 1, column), (row, column - 1), (row, column + 1), (row - 1, column)
+        row, column = next(cell for cell in moves if steps.get(cell) == left)
+        answer[row, column] = PATH
+    return answer.ravel()
 
 
 # The solver and the generator
@@ -85,10 +84,10 @@ def test_answers_that_do_not_follow_the_rule_are_turned_with_their_mazes():
 def test_mazes_of_the_test_set_are_dropped_turned_or_not(tmp_path, capsys):
     mazes = prepare_maze.generate(6, 20, 0, 6)
     train = np.concatenate([mazes[:, :16], mazes[:, 16:18, dihedral(6)[3]]], axis=1)
+    files = {}
     for name, pairs in ("train_csv", train), ("test_csv", mazes[:, 15:]):
-        texts = [",".join(text_of(maze_task(6), tokens) for tokens in pair) for pair in zip(*pairs)]
-        (tmp_path / name).write_text("\n".join(["question,answer", *texts]))
-    files = {name: tmp_path / name for name in ("train_csv", "test_csv")}
+        texts = [[text_of(maze_task(6), cells) for cells in pair] for pair in zip(*pairs)]
+        files[name] = write_csv(tmp_path / name, [("mine", *pair, "0") for pair in texts])
     path = prepare(tmp_path / "x", prepare_maze, **files, aug=False)
     assert (Dataset(path, "train").inputs == mazes[0, :15]).all()
     assert (Dataset(path, "test").labels == mazes[1, 15:]).all()

@@ -58,7 +58,7 @@ def test_notebook(tmp_path, monkeypatch):
     prepare = ("prepare_sudoku.py --source=generate --size=6 --num_train=40 --num_test=8 --num_aug=1 "
                f"--output_dir={data}")
     flags = (f'"--data_path={data}" "--data_prepare={prepare}" --epochs=2 --device=cpu --eval_interval=1 '
-             "--global_batch_size=8 --eval_halt_max_steps=2 --log_interval=2")
+             "--global_batch_size=8 --eval_halt_max_steps=2 --log_interval=2 --L_layers=1")
     cells[0] += f"\nout, flags = {str(tmp_path / 'out')!r}, {flags!r}"
     space = {}
     monkeypatch.chdir(Path(ROOT, "examples"))

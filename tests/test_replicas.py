@@ -10,12 +10,12 @@ import pytest
 import torch.nn.functional as F
 from helpers import (
     CURRICULUM,
-    TrainProcess,
-    command,
+    arguments,
     curve,
     hosts,
     on_replicas,
     run,
+    start_train,
     xla_environment,
 )
 from torch.utils._pytree import tree_flatten
@@ -34,7 +34,7 @@ SHALLOW = ["--max_steps=20", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2
 
 
 def flags_of(data, out, *flags):
-    return [*command(data, out)[2:], *SHALLOW, *flags]
+    return arguments(data, out, *SHALLOW, *flags)
 
 
 # What the replicas of one process do.
@@ -104,7 +104,7 @@ def one(data, tmp_path_factory):
 def two(data, tmp_path_factory):
     """The same run on two processes, as torchrun starts them."""
     out = tmp_path_factory.mktemp("two") / "run"
-    ranks = [TrainProcess(flags_of(data, out), env=os.environ | environment) for environment in hosts(2)]
+    ranks = [start_train(data, out, *SHALLOW, **environment) for environment in hosts(2)]
     assert [rank.wait(100) for rank in ranks] == [0, 0]
     return out
 
@@ -180,8 +180,8 @@ def test_a_run_on_four_continues_on_one_and_on_four(data, four, tmp_path):
 @pytest.mark.xla
 def test_wrong_input_ends_all_replicas_with_one_line(data, four):
     """An error that only rank 0 sees: out_dir holds a run."""
-    process = TrainProcess(flags_of(data, four, "--device=xla"), env=xla_environment(2))
-    text = process.communicate(timeout=200)[0]
+    process = start_train(data, four, *SHALLOW, "--device=xla", **xla_environment(2))
+    text = process.output()
     assert process.returncode == 2 and "Traceback" not in text
     assert f"train.py: --out_dir={four} holds a run" in text.splitlines()[-1]
 
@@ -234,7 +234,7 @@ def test_a_curriculum_is_a_program_a_stage(data, tmp_path):
 @pytest.mark.xla
 @pytest.mark.parametrize("name, why", [("ReadsBack", "item has"), ("Dropout", "bernoulli.p draws")])
 def test_a_fork_that_cannot_be_captured_is_refused_with_the_place(name, why, data, tmp_path):
-    on_replicas(1, xla_refused, command(data, tmp_path / "xla", "--max_steps=2")[2:], name, why)
+    on_replicas(1, xla_refused, arguments(data, tmp_path / "xla", "--max_steps=2"), name, why)
 
 
 def xla_refused(rank, argv, block, why):
@@ -248,12 +248,12 @@ def xla_refused(rank, argv, block, why):
 # Processes, joined by gloo.
 
 def test_a_stop_of_one_rank_in_an_evaluation_stops_all(data, two):
-    argv = flags_of(data, two, "--init_from=resume", "--eval_only", "--eval_halt_max_steps=300",
-                    "--global_batch_size=2", "--stall_timeout=60", "--eval_save_outputs=")
-    ranks = [TrainProcess(argv, env=os.environ | environment) for environment in hosts(2)]
+    flags = [*SHALLOW, "--init_from=resume", "--eval_only", "--eval_halt_max_steps=300",
+             "--global_batch_size=2", "--stall_timeout=60", "--eval_save_outputs="]
+    ranks = [start_train(data, two, *flags, **environment) for environment in hosts(2)]
     assert any("parameters" in line for line in ranks[0].stdout)
     time.sleep(1)
     ranks[1].terminate()
-    texts = [rank.communicate(timeout=40)[0] for rank in ranks]
+    texts = [rank.output(40) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [3, 3], texts
     assert "evaluation stopped; the same command starts it again" in texts[0]

@@ -2,12 +2,11 @@
 
 test_solve.py compares the most confident answers with those of TRM.solve and solve.py.
 """
-import json
 
 import numpy as np
 import pytest
 import torch
-from helpers import command, run
+from helpers import arguments, run
 
 import configurator
 import evaluate
@@ -33,7 +32,7 @@ def trained(data, tmp_path_factory):
 
 def new_evaluator(data, trained, *flags):
     """Returns an Evaluator with the run's last weights, and the test puzzles."""
-    settings = configurator.configure(train.__file__, command(data, trained, *SETTINGS, *flags)[2:])
+    settings = configurator.configure(train.__file__, arguments(data, trained, *SETTINGS, *flags))
     test = Dataset(data, "test")
     model = train.new_model(settings, **{name: getattr(test, name) for name in train.SIZES})
     load_weights(model, read_checkpoint(newest_whole(trained))["weights"], trained)
@@ -104,12 +103,3 @@ def test_the_answers_do_not_depend_on_the_batch(data, trained, size):
         assert np.allclose(saved["surest_q_halt_logits"], logits, rtol=1e-3, atol=1e-3)
         assert (saved["surest_preds"] == other_saved["surest_preds"]).mean() > 0.99
         assert other["eval/puzzles"] == N and other == pytest.approx(values, abs=0.03)
-
-
-def test_best_pt_is_the_first_with_the_highest_exact_accuracy(data, tmp_path, monkeypatch):
-    made_up = iter([0.1, 0.5, 0.4, 0.5, 0.9])  # the last is the final evaluation
-    monkeypatch.setattr(evaluate, "evaluate", lambda *_: {
-        "eval/exact_accuracy": next(made_up), "eval/loss": 0.0, "eval/puzzles": N})
-    run(data, tmp_path, *SETTINGS, "--max_steps=20", "--eval_interval=1")
-    best = json.loads((tmp_path / "best.json").read_text())
-    assert best["step"] == 8 and best["metrics"]["eval/exact_accuracy"] == 0.5

@@ -11,7 +11,7 @@ import pytest
 import solve
 import torch
 from helpers import run
-from test_forks import each_fork, flags_of
+from test_forks import FORKS, flags_of
 
 import configurator
 import model as models
@@ -53,7 +53,7 @@ def test_a_checkpoint_is_a_model_too(models_folder, solved):
     assert len(model.puzzles["inputs"]) == 60 and model.step == 70
 
 
-@each_fork
+@pytest.mark.parametrize("fork", FORKS[:4], ids=lambda path: Path(path).stem)
 def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data, tmp_path, run_solve, capsys):
     run(data, tmp_path, *flags_of(fork, "--max_steps=2", "--eval_rollouts=1"))
     question = play.Game(str(tmp_path), [fork]).test_puzzle("1")["question"]

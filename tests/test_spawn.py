@@ -1,37 +1,27 @@
 """xmp.spawn with real processes, as on TPU hosts: how they start, stop and die."""
 import os
 import signal
-import subprocess
 import time
 
 import pytest
-from helpers import ROOT, begun, command, popen, stored
+from helpers import begun, children, start_train, stored, xla_environment
 
 pytestmark = pytest.mark.xla
 
-
-def start(data, tmp_path, fork, *flags):
-    """Starts train.py on two processes in a session of its own; fork: the text of a config file."""
-    (tmp_path / "fork.py").write_text(fork)
-    argv = command(data, tmp_path / "run", str(tmp_path / "fork.py"), "--device=xla", "--log_interval=1",
-                   *flags, script=f"{ROOT}/tests/spawn_two.py")
-    env = os.environ | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "PYTHONPATH": ROOT}
-    return popen(argv, env=env, start_new_session=True)
-
-
-def end(process):
-    """Returns the exit code and the output of a process that ends by itself within two minutes."""
-    try:
-        text, _ = process.communicate(timeout=120)
-        return process.returncode, text
-    finally:
-        subprocess.run(["pkill", "-9", "-s", str(process.pid)])  # its session
-
-
+# A host with two chips, for whose number torch_xla asks the chips' plugin. Each process is a world of its
+# own, since torch_xla's CPU has no collectives between processes.
+TWO_CHIPS = """
+import multiprocessing
+from unittest import mock
+if multiprocessing.current_process().name == "MainProcess":
+    from torch_xla._internal import pjrt
+    pjrt.plugins.using_dynamic_plugins = lambda: True
+    pjrt.plugins.default = lambda: mock.Mock(physical_chip_count=lambda: 2)
+"""
 # The second process dies once the first has begun, which waits for it. It starts a second late, as on a busy
 # machine: Python's own pool of processes does not notice its death then.
-DIES = """
-import multiprocessing, os, time
+DIES = TWO_CHIPS + """
+import os, time
 from concurrent.futures import ProcessPoolExecutor
 import train
 train.STOP_TIMEOUT = 3
@@ -42,7 +32,7 @@ def slow_start(self):
     _start(self)
 
 def replica(settings, kind):
-    if multiprocessing.current_process().name.endswith("-1"):
+    if multiprocessing.current_process().name.endswith(":1"):
         os.mkdir(settings.out_dir)
         time.sleep(1000)
     while not os.path.exists(settings.out_dir):
@@ -52,7 +42,7 @@ def replica(settings, kind):
 ProcessPoolExecutor._spawn_process = slow_start
 train.replica = replica
 """
-# Torch_xla's requests to the metadata server have no time limit.
+# Torch_xla's requests to the metadata server have no time limit. One process is enough.
 HANGS = """
 import multiprocessing, time
 import train
@@ -62,23 +52,15 @@ if multiprocessing.current_process().name != "MainProcess":
     pjrt.initialize_multiprocess = lambda *_: time.sleep(1000)
     pjrt._run_thread_per_device = lambda *_, **__: time.sleep(1000)
 """
-
-
-@pytest.mark.parametrize("fork, words", [(DIES, "OSError: no answer"), (HANGS, "Timeout")])
-def test_a_replica_that_breaks_ends_the_run(fork, words, data, tmp_path):
-    status, text = end(start(data, tmp_path, fork))
-    assert status == 1 and words in text, text
-    assert "a replica died, see above; --init_from=auto continues" in text
-
-
-# Each process is a run of its own.
-APART = """
-import os
+# Each process is a run of its own. A process that did not run this file would not know.
+APART = TWO_CHIPS + """
+import copy, os
 import train
 _replica = train.replica
 
 def replica(settings, kind):
     rank = os.environ["PJRT_LOCAL_PROCESS_RANK"]
+    settings = copy.copy(settings)
     settings.out_dir += rank
     settings.gcs_dir += rank
     _replica(settings, kind)
@@ -87,16 +69,40 @@ train.replica = replica
 """
 
 
+def start(data, tmp_path, fork, world, *flags):
+    """Starts train.py, which starts its replicas.
+
+    Args:
+        fork: the text of a config file.
+        world: the number of replicas in a process.
+    """
+    (tmp_path / "fork.py").write_text(fork)
+    flags = str(tmp_path / "fork.py"), "--device=xla", "--log_interval=1", *flags
+    return start_train(data, tmp_path / "run", *flags, **xla_environment(world))
+
+
+@pytest.mark.parametrize("fork, words", [(DIES, "OSError: no answer"), (HANGS, "Timeout")])
+def test_a_replica_that_breaks_ends_the_run(fork, words, data, tmp_path):
+    process = start(data, tmp_path, fork, 1)
+    text = process.output()
+    assert process.returncode == 1 and words in text, text
+    assert "a replica died, see above; --init_from=auto continues" in text
+
+
 def test_a_preemption_saves_and_uploads_within_30_seconds(data, front, emulator, tmp_path):
-    """SIGTERM reaches all processes of a host at once; each answer of the bucket takes half a second."""
+    """SIGTERM reaches all processes of a host at once; each answer of the bucket takes half a second.
+
+    The replicas of a process are threads here, which stop together.
+    """
     front.script.extend(["slow"] * 1000)
-    process = start(data, tmp_path, APART, "--max_steps=100000", "--checkpoint_interval=0",
+    process = start(data, tmp_path, APART, 2, "--max_steps=100000", "--checkpoint_interval=0",
                     "--gcs_dir=gs://bucket/run")
     with begun(process, "step 3/"), begun(process, "step 3/"):  # both runs train
         began = time.monotonic()
-        os.killpg(process.pid, signal.SIGTERM)
-        status, text = end(process)
-    assert status == 3 and time.monotonic() - began < 30, text
+        for pid in [process.pid, *children(process.pid)]:
+            os.kill(pid, signal.SIGTERM)
+        text = process.output()
+    assert process.returncode == 3 and time.monotonic() - began < 30, text
     for rank in "01":
         [saved] = [path.name for path in (tmp_path / f"run{rank}").glob("ckpt_*.pt")]
         assert stored(emulator, f"run{rank}/{saved}") and f"stopped at step {int(saved[5:13])}" in text

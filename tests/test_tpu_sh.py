@@ -361,9 +361,7 @@ def test_a_key_with_a_passphrase_needs_an_agent(cloud):
 
 # Other shell scripts.
 
-def test_first_gpu_sh_names_its_parts_and_refuses_others():
-    output = subprocess.getoutput(f"bash {ROOT}/scripts/first_gpu.sh --help")
-    assert "a rehearsal" in output and "sudoku_eager" in output and "maze_192" in output
+def test_first_gpu_sh_refuses_a_part_that_it_does_not_have():
     code, output = subprocess.getstatusoutput(f"bash {ROOT}/scripts/first_gpu.sh sodoku")
     assert code == 2 and output == "first_gpu.sh: no such part: sodoku; --help lists them"
 

@@ -7,16 +7,25 @@ import sys
 from unittest import mock
 
 import pytest
-from helpers import TrainProcess, begun, children, command, lines, run
+from helpers import begun, children, lines, run, start_train
 
 KEY = "0123456789abcdef" * 3
 
 
+@pytest.fixture(autouse=True)
+def no_login(tmp_path, monkeypatch):
+    """The environment of somebody who has not logged in at W&B."""
+    for name in list(os.environ):
+        if name.startswith("WANDB_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NO_PROXY", "*")
+
+
 def train(data, folder, *flags, **environment):
-    """Returns a process that trains in folder/run and sends its metrics, without a login of W&B's."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    argv = command(data, folder / "run", "--wandb_log", "--max_steps=10", *flags)[2:]
-    return TrainProcess(argv, cwd=folder, env={**kept, "HOME": str(folder), "NO_PROXY": "*", **environment})
+    """Returns a process that trains in folder/run and sends its metrics."""
+    flags = "--wandb_log", "--max_steps=10", *flags
+    return start_train(data, folder / "run", *flags, cwd=folder, **environment)
 
 
 def run_id(folder):
@@ -43,7 +52,7 @@ def test_without_a_login_or_an_answer_a_run_is_offline_from_its_start(key, data,
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}" if key else hub.url
         process = train(data, tmp_path, WANDB_BASE_URL=url, WANDB_API_KEY=key)
-        text = process.communicate()[0]
+        text = process.output()
     assert process.returncode == 0 and text.count("W&B: offline") == 2 and "wandb sync" in text, text
     assert not key or key not in text
     [file] = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
@@ -54,7 +63,7 @@ def test_a_wandb_that_dies_does_not_end_training(data, tmp_path):
     with begun(train(data, tmp_path, "--wandb_mode=offline"), "W&B: offline") as process:
         for pid in children(process.pid):
             os.kill(pid, signal.SIGKILL)
-        text = process.communicate()[0]
+        text = process.output()
     assert process.returncode == 0 and text.count("W&B: stopped") == 1, text
     assert lines(tmp_path / "run")[-1]["final"]
 
@@ -73,6 +82,6 @@ train.start_wandb = lambda *_: Run()
 def test_a_wandb_that_hangs_at_the_end_is_left(data, tmp_path):
     (tmp_path / "fork.py").write_text(HANGS)
     process = train(data, tmp_path, "fork.py", "--stall_timeout=0")
-    assert "Timeout" in process.communicate()[0] and process.returncode == 1
+    assert "Timeout" in process.output() and process.returncode == 1
     assert lines(tmp_path / "run")[-1]["final"]
     assert os.path.exists(tmp_path / "run/ckpt_00000010.json")

@@ -1,6 +1,6 @@
 """Wrong input: exit code 2, one line that says what is wrong, where, and how to fix it; no file changes.
 
-Most cases call a script's start() in this process. Those in COMMANDS run the real command.
+Most cases call a script's start() in this process.
 Wrong config files and flags of the wrong type are in test_configurator.py.
 """
 import glob
@@ -9,12 +9,11 @@ import importlib.util
 import os
 import shutil
 import signal
-import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import ROOT, prepare
+from helpers import TrainProcess, prepare
 
 import configurator
 import prepare_maze
@@ -62,14 +61,6 @@ CSVS = {
     **{f"maze{i}": [HEADER, MAZE, row] for i, row in enumerate(MAZES)}}
 
 
-def run_command(script, argv, folder, **env):
-    """Runs a script as its users do: (exit code, stdout, stderr)."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "RANK")}
-    done = subprocess.run([sys.executable, os.path.join(ROOT, script), *argv], cwd=folder, timeout=120,
-                          capture_output=True, text=True, env=inherited | env)
-    return done.returncode, done.stdout, done.stderr
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A folder with a dataset, a run of two steps on it, and damaged, foreign and wrong files."""
@@ -81,8 +72,9 @@ def world(tmp_path_factory):
     for name, seed in (("sudoku", 0), ("other", 1)):
         prepare(folder / "data" / name, source="generate", size=4, num_train=16, num_test=4, num_aug=1,
                 seed=seed)
-    code, out, err = run_command("train.py", ["tiny.py", "--out_dir=out/run"], folder)
-    assert (code, err) == (0, ""), err
+    process = TrainProcess(["tiny.py", "--out_dir=out/run"], cwd=folder)
+    text = process.output()
+    assert process.returncode == 0, text
     damage_datasets(folder / "data")
     damage_checkpoints(folder)
     (folder / "out/file").write_text("a file\n")
@@ -120,12 +112,11 @@ def snapshot(folder):
     return {str(path): path.is_file() and path.read_bytes() for path in paths}
 
 
-def assert_refused(script, result, words, before, after):
+def assert_refused(script, code, error, words, before, after):
     """One line with all the words in it, exit code 2, and no file changed."""
-    code, out, err = result
-    assert code == 2 and err.startswith(f"{script}: ") and err.count("\n") == 1, err
+    assert code == 2 and error.startswith(f"{script}: ") and error.count("\n") == 1, error
     for word in words.split(" | "):
-        assert word in err
+        assert word in error
     assert before == after, "files changed"
 
 
@@ -148,6 +139,7 @@ TRAIN = {
     "--mlp_t=False --num_heads=3": "hidden_size 16 | num_heads 3",
     "--puzzle_emb_ndim=33": "puzzle_emb_ndim 33 | puzzle_emb_len 2 | hidden_size 16",
     "--data_path=data/new --data_prepare='x": "data_prepare | quot",
+    "--data_path=data/new --data_prepare=tiny.py": "data/new | data_prepare",
     "--out_dir=out/file": "out/file",
     "--out_dir=gs://bucket/run": "gs://bucket/run | --gcs_dir", "--out_dir=~/run": "~/run | written out",
     # the dataset
@@ -196,37 +188,35 @@ CASES = {(script, flags): words for script, table in ((T, TRAIN), (P, SUDOKU), (
          for flags, words in table.items()}
 XLA, TPU = importlib.util.find_spec("torch_xla"), glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
 NO_TPU = "no TPU | PJRT_DEVICE=CPU" if XLA else "torch_xla is not installed | pip install"
-# (script, flags, environment variables): the words, of cases that run as the real command
+# (flag, environment variable): the words, of cases that need a process of train.py
 COMMANDS = {
-    (T, "--device=cuda", "CUDA_VISIBLE_DEVICES="): "--device=cuda | no such GPU | --device=cpu",
-    (T, "--device=xla", "PJRT_DEVICE=TPU"): f"--device=xla | {NO_TPU}",
-    (T, "--data_path=data/new --data_prepare=tiny.py", ""): "data/new | data_prepare"}
-
-
-def arguments(script, flags):
-    return (["tiny.py"] if script == T else []) + flags.split()
+    ("--device=cuda", "CUDA_VISIBLE_DEVICES="): "--device=cuda | no such GPU | --device=cpu",
+    ("--device=xla", "PJRT_DEVICE=TPU"): f"--device=xla | {NO_TPU}"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_wrong_input(case, world, monkeypatch, capfd):
     script, flags = case
     monkeypatch.chdir(world)
-    monkeypatch.setattr(sys, "argv", [script, *arguments(script, flags)])
+    files = ["tiny.py"] if script == T else []
+    monkeypatch.setattr(sys, "argv", [script, *files, *flags.split()])
     for variable in ("PJRT_DEVICE", "RANK"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
     before, module = snapshot(world), {T: train, P: prepare_sudoku, M: prepare_maze}[script]
     with pytest.raises(SystemExit) as stop:
         configurator.start(module.main, module.__file__)
-    assert_refused(script, (stop.value.code, *capfd.readouterr()), CASES[case], before, snapshot(world))
+    assert_refused(script, stop.value.code, capfd.readouterr().err, CASES[case], before, snapshot(world))
 
 
 @pytest.mark.parametrize("case", COMMANDS, ids=" ".join)
 def test_wrong_input_of_the_command(case, world):
-    script, flags, variables = case
+    flags, variables = case
     if TPU and COMMANDS[case].endswith(NO_TPU):
         pytest.skip("a TPU is here")
     before = snapshot(world)
-    env = dict(variable.split("=") for variable in variables.split())
-    result = run_command(script, arguments(script, flags), world, **env)
-    assert_refused(script, result, COMMANDS[case], before, snapshot(world))
+    environment = dict(variable.split("=") for variable in variables.split())
+    process = TrainProcess(["tiny.py", flags], cwd=world, **environment)
+    *others, error = process.output().splitlines(keepends=True)
+    assert "Traceback" not in "".join(others)
+    assert_refused("train.py", process.returncode, error, COMMANDS[case], before, snapshot(world))
