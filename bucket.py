@@ -17,7 +17,7 @@ import requests
 
 # isort: off
 from configurator import TransientError, UserError
-from data import Dataset, locked, replacing
+from data import Dataset, locked, read_json, replacing
 
 RETRIED = {408, 429, *range(500, 600)}  # statuses of a server that may answer later
 # A VM's metadata server, by number: looking up its name can hang outside Google Cloud.
@@ -108,6 +108,13 @@ class Bucket:
         server = os.environ.get("STORAGE_EMULATOR_HOST", "https://storage.googleapis.com")
         self.objects = f"{server}/storage/v1/b/{bucket}/o"
         self.uploads = f"{server}/upload/storage/v1/b/{bucket}/o"
+
+    def check(self, write=True):
+        """Tries what a run will do: list and, with write, write and delete an object."""
+        self.list()
+        if write:
+            self.write(".probe", b"probe")
+            self.delete(".probe")
 
     def write(self, name, content):
         """Uploads bytes."""
@@ -318,17 +325,22 @@ def local_dataset(path):
     bucket = Bucket(path)
     folder = f"data/{os.path.basename(bucket.url)}"
     with locked(folder):
-        if os.path.lexists(folder):
-            return folder
-        print(f"downloading {path}", flush=True)
         manifest = bucket.read("manifest.json")
         if not manifest:
             raise UserError(f"{path} has no manifest.json: upload the dataset with "
                             f"`gcloud storage rsync -r data/NAME {path}`")
+        hashes = json.loads(manifest)["sha256"]
+
+        # one that is here must be the same one
+        if os.path.lexists(folder):
+            if read_json(f"{folder}/manifest.json")["sha256"] != hashes:
+                raise UserError(f"{folder} holds another dataset than {path}: move it away, or name it")
+            return folder
 
         # the folder gets its name once the dataset is whole; loading it checks the hashes
+        print(f"downloading {path}", flush=True)
         part = folder + ".part"
-        for name in ("manifest.json", *json.loads(manifest)["sha256"]):
+        for name in ("manifest.json", *hashes):
             bucket.download(name, f"{part}/{name}")
         for split in ("train", "test"):
             Dataset(part, split)

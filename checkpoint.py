@@ -112,6 +112,8 @@ class Checkpoints:
         if settings.eval_only and file:
             return self.start_from_file(model, file)
         bucket = Bucket(settings.gcs_dir, should_stop) if settings.gcs_dir else None
+        if bucket:
+            bucket.check(write=not settings.eval_only)
 
         # find the newest checkpoint of the bucket and out_dir
         if settings.init_from == "scratch":
@@ -232,7 +234,6 @@ class Checkpoints:
             raise TransientError(f"--out_dir={self.out_dir}: another process trains there") from None
         except OSError as e:
             raise UserError(f"--out_dir={self.out_dir}: cannot be written to ({e.strerror})") from None
-        # a bucket that refuses leaves no run here
         if bucket:
             bucket.write("run.json", content)
         with replacing(f"{self.out_dir}/run.json") as f:

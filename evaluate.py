@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_map
 
 import model as models
 import puzzles
+from bucket import Bucket
+from configurator import TransientError, UserError
 from data import NOISE, Progress, generator, replacing
 from puzzles import IGNORE_LABEL, arc
 
@@ -320,7 +323,7 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         arrays[name] = array[0]
     arrays |= surest_answers(queue.results)
     if save_to and settings.eval_save_outputs:
-        save_outputs(settings, device, save_to, own_indices, arrays)
+        save_outputs(settings, device, save_to, own_indices, arrays, should_stop)
 
     # add up the figures of all ranks, and ARC's votes
     sums = eval_sums(test, arrays, queue.results)
@@ -357,15 +360,20 @@ def eval_values(ranks):
     return values
 
 
-def save_outputs(settings, device, path, indices, arrays):
-    """Writes this rank's part of eval_save_outputs; what cannot be written costs a line on stderr."""
+def save_outputs(settings, device, path, indices, arrays, should_stop):
+    """Writes this rank's part of eval_save_outputs, and uploads it: the mirror has rank 0's folder alone.
+
+    What fails costs a line on stderr.
+    """
     name = f"{path}.{device.rank}.npz" if device.world > 1 else f"{path}.npz"
     wanted = {key: arrays[key] for key in settings.eval_save_outputs.split(",") if key}
     try:
         os.makedirs(settings.out_dir, exist_ok=True)
         with replacing(name) as f:
             np.savez_compressed(f, indices=indices, **wanted)
-    except OSError as e:
+        if settings.gcs_dir:
+            Bucket(settings.gcs_dir, should_stop).write(os.path.basename(name), Path(name).read_bytes())
+    except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
         print(f"{name}: not saved: {e}", file=sys.stderr)
 
 

@@ -251,18 +251,21 @@ def download(url, path):
     advice = "use files of your own with --source=csv"
 
     def attempt():
-        response = requests.get(url, stream=True, timeout=(10, 30))
+        # the size is the file's, not a compressed copy's
+        headers = {"Accept-Encoding": "identity"}
+        response = requests.get(url, headers=headers, stream=True, timeout=(10, 30))
         status = response.status_code
         if status in RETRIED:
             raise TransientError(f"status {status}")
         if status >= 400:
             raise UserError(f"{url} cannot be downloaded (status {status}): {advice}")
         # each attempt gets the whole file
-        progress = Progress(f"downloading {url}, megabytes")
+        total = int(response.headers.get("Content-Length", 0))
+        progress = Progress(f"downloading {url}, bytes", total)
         with replacing(path) as f:
-            for block in response.iter_content(1 << 20):
+            for block in response.iter_content(1 << 15):
                 f.write(block)
-                progress.add(len(block) / 1e6)
+                progress.add(len(block))
 
     with locked(path):
         if os.path.exists(path):

@@ -173,10 +173,14 @@ def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
     assert Dataset("data/small", "test").sha256 == Dataset(uploaded, "train").sha256
 
 
-def test_a_dataset_that_exists_is_not_downloaded(front, uploaded):
+def test_a_dataset_that_exists_is_not_replaced_by_another_one(front, uploaded, data):
     assert local_dataset("/a/gs://") == "/a/gs://"
     shutil.copytree(uploaded, "data/small")
-    assert local_dataset(URL) == "data/small" and not front.log
+    assert local_dataset(URL) == "data/small" and front.log == ["media"]  # the manifest
+    shutil.rmtree("data/small")
+    shutil.copytree(data, "data/small")
+    with pytest.raises(UserError, match=f"^data/small holds another dataset than {URL}: move it away"):
+        local_dataset(URL)
 
 
 def test_a_damaged_dataset_in_the_bucket_is_named(uploaded):
