@@ -16,7 +16,7 @@ from data import Dataset
 from device import open_device
 from evaluate import Evaluator, noise_keys, normal_noise, weights_of
 
-SETTINGS = ["--puzzle_emb_ndim=0", "--L_layers=1", "--H_cycles=1", "--L_cycles=1", "--ema=False",
+SETTINGS = ["--puzzle_emb_ndim=0", "--multiple_of=256", "--H_cycles=1", "--L_cycles=1", "--ema=False",
             "--eval_halt_max_steps=6"]
 NOISY = ["--eval_rollouts=5", "--eval_noise=0.7"]
 N = 40  # test puzzles
