@@ -306,7 +306,8 @@ def test_stop_kills_a_run_that_does_not_end(cloud):
     cloud.tpu("run", *RUN)
     cloud.wait_for("ignoring SIGTERM")
     assert cloud.tpu("stop", STOP_WAIT="1").count("still running after 1 s: killing it") == 2
-    assert not processes(cloud.cloud / "hosts", "venv/bin/python")
+    # on a busy machine a killed process needs a moment to end
+    wait_for(lambda: not processes(cloud.cloud / "hosts", "venv/bin/python"), seconds=10)
     cloud.wait_for(": stop_requested, python train.py")
 
 
