@@ -29,10 +29,14 @@ import sys
 import threading
 import time
 import traceback
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 TYPES = (int, float, bool, str)  # that a setting may have
+# Modules whose functions and classes a fork may replace: a config file that imports one of them is a fork.
+REPLACEABLE = (
+    "bucket", "checkpoint", "data", "device", "evaluate", "model", "optim", "puzzles", "train", "xla",
+)
 
 
 class UserError(Exception):
@@ -234,9 +238,11 @@ def run_file(path, values, known):
         raise UserError(f"{where}: {type(e).__name__}: {e}") from None
 
     # Numbers, texts and bools must be settings; all else, and what begins with an underscore, is the file's.
+    # A module may have the name of a setting, as device.py has.
     settings = {}
     for name, value in space.items():
-        if name in known or type(value) in TYPES and not name.startswith("_"):
+        is_setting = name in known and not isinstance(value, ModuleType)
+        if is_setting or type(value) in TYPES and not name.startswith("_"):
             settings[name] = check(name, value, known, path)
     return settings
 
@@ -250,13 +256,13 @@ def execute(path, space):
     space["run"] = run
     with open(path, "rb") as f:
         text = f.read()
-    # a fork adds settings or imports modules of this folder, which a script in another folder may not find
+    # a fork adds settings or imports modules of this folder, where a script in another folder does not look
     folder = os.path.dirname(os.path.abspath(__file__))
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    imports = re.findall(r"^\s*(?:import|from) .*", text.decode(), re.MULTILINE)
+    imports = re.findall(r"^\s*(?:import|from) ([^#\n]*)", text.decode(), re.MULTILINE)
     imported = re.findall(r"\w+", " ".join(imports))
-    own_modules = [name for name in imported if name == "puzzles" or os.path.exists(f"{folder}/{name}.py")]
+    own_modules = [name for name in imported if name in REPLACEABLE]
     if own_modules or re.search(r"^new\(", text.decode(), re.MULTILINE):
         FORKS[os.path.basename(path)] = hashlib.sha256(text).hexdigest()[:8]
     for name in own_modules:

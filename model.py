@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from puzzles import IGNORE_LABEL
+from puzzles import IGNORE_LABEL, parse_question, text_of
 
 # The values of a supervision step, a number for each sequence. The log averages METRICS over the sequences
 # that halt, and LOSS_TERMS over all sequences of a training step. "count" is 1 where the sequence has labels.
@@ -97,8 +98,9 @@ class TRM(nn.Module):
     Raises ValueError for sizes that cannot be built.
 
     A fork replaces methods: first_state, recursion, answer, losses, halts, noisy, supervision_step, and
-    is_solved. Training, evaluations and solve() call them all. They see parameters in forward_dtype, and
-    buffers in their own dtype; ranks do not synchronise buffers. self.training is false in evaluations.
+    is_solved. Training, evaluations and solve() call them, halts() in training and noisy() in evaluations
+    alone. They see parameters in forward_dtype, and buffers in their own dtype; ranks do not synchronise
+    buffers. self.training is false in evaluations.
     """
     tied = {}  # {name of a parameter: name of the one that takes its place}, for forks
 
@@ -193,7 +195,7 @@ class TRM(nn.Module):
 
         Returns the state, logits [B, S, V] and q_halt [B].
         """
-        # inside of the forward pass, so that the first state can be learned
+        # inside the forward pass, so that the first state can be learned
         first = self.first_state(len(inputs))
         state = {name: where(is_new, first[name].to(t.dtype), t) for name, t in state.items()}
         # the question, the recursion, the answer
@@ -271,26 +273,22 @@ class TRM(nn.Module):
         """Returns the most confident answer in so many supervision steps, and the confidence from 0 to 1.
 
         Args:
-            question: tokens [B, S], for tokens [B, S] and a tensor [B]; or a string of task["symbols"], line
-                breaks aside, for a string and a float; or a list of strings, for a list of each.
+            question: tokens [B, S], for tokens [B, S] and a tensor [B]; or a string of task["symbols"], for a
+                string and a float; or a list of strings, for a list of each.
             steps: the supervision steps.
             identifiers: with tokens, the puzzle identifier of each question [B], for ARC; None: 0 for all.
 
-        Raises ValueError for other symbols or another number of cells.
+        Raises UserError for a string that is no question of this model, ValueError for another number of
+        cells.
         """
         # strings: to tokens and back
         if isinstance(question, str):
             [answer], [confidence] = self.solve([question], steps)
             return answer, confidence
         if isinstance(question, list):
-            symbols = self.task["symbols"]
-            cells = ["".join(text.splitlines()) for text in question]
-            tokens = torch.tensor([[symbols.find(symbol, 1) for symbol in text] for text in cells])
-            if tokens.min() < 0:
-                raise ValueError(f"the question may have the symbols {symbols[1:]} alone")
-            answers, confidences = self.solve(tokens, steps)
-            texts = ["".join(symbols[token] for token in answer) for answer in answers]
-            return texts, confidences.tolist()
+            rows = [parse_question(self.task, text)[1] for text in question]
+            answers, confidences = self.solve(torch.from_numpy(np.stack(rows)), steps)
+            return [text_of(self.task, answer) for answer in answers], confidences.tolist()
 
         B, S = question.shape
         if S != self.config.seq_len:

@@ -63,7 +63,7 @@ mlp_t = True  # True: an MLP mixes the positions; False: self-attention
 pos_encodings = "none"  # none, rope (attention only) or learned
 puzzle_emb_ndim = 512  # width of the puzzle embedding; 0: none
 puzzle_emb_len = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
-forward_dtype = "bfloat16"  # or float32, float16, auto; bfloat16 becomes float32 where it would be emulated
+forward_dtype = "bfloat16"  # or float32, float16, auto; where it would be emulated: the fastest that is not
 # halting
 halt_max_steps = 16  # maximum supervision steps of a sequence
 halt_exploration_prob = 0.1  # probability, at each step, that a sequence must first reach a random step
@@ -110,8 +110,8 @@ wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
 wandb_run_name = ""  # empty: the last part of out_dir
 wandb_mode = "online"  # online, offline (for `wandb sync`) or disabled; without login or network: offline
 
-# Settings that say where and how a run takes place, and not what it trains. (checkpoint_interval changes the
-# training: sequences start afresh at each checkpoint.)
+# Settings that say where and how a run takes place, and not what it trains, but for a FILE in init_from.
+# (checkpoint_interval changes the training: sequences start afresh at each checkpoint.)
 RUN_SETTINGS = (
     "out_dir", "gcs_dir", "init_from", "keep_last_n", "log_interval",
     "stall_timeout", "device", "compile", "eval_only", "eval_save_outputs",
@@ -764,6 +764,8 @@ def replica(settings, kind):
         examples=len(data),
         puzzles=data.total_groups,
         data_sha256=data.sha256,
+        init_from=checkpoints.init_from,
+        forks=dict(configurator.FORKS),
     ))
     train_and_evaluate(run, data, test, log, checkpoints, start, total_steps)
 

@@ -142,11 +142,17 @@ def read_run(path, target):
         facts["steps_to"] = np.interp(target, [0, *best], [0, *steps])
         facts["hours_to"] = facts["steps_to"] * step_hours
 
-    # what tells this run from others; its dataset may have moved
+    # what tells this run from others: its settings, its dataset, which may have moved, its forks and the
+    # weights that it began with
     name = path.absolute().parent.name
     data = f"{os.path.basename(settings['data_path'])}-{facts['data_sha256'][:8]}"
     seed = settings.pop("seed")
-    decisive = {key: value for key, value in settings.items() if key not in NEUTRAL} | dict(data_path=data)
+    decisive = {key: value for key, value in settings.items() if key not in NEUTRAL}
+    decisive |= dict(
+        data_path=data,
+        forks=" ".join(map("-".join, facts.pop("forks", {}).items())) or "none",
+        began_with=facts.pop("init_from", "scratch"),
+    )
     return Run(name, group_of(name) or data, seed, decisive, facts, dict(zip(map(int, steps), accuracy)))
 
 

@@ -28,7 +28,7 @@ FORKS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
 FLAGS = ["--halt_max_steps=2", "--H_cycles_start=1", "--curriculum_epochs=3", "--puzzle_emb_ndim=0",
          "--lr_min_ratio=1", "--log_interval=1", "--eval_final_max_puzzles=20", "--eval_rollouts=2"]
 OWN = dict(  # a fork's settings
-    smoothing=["--label_smoothing=0.1", "--grad_clip=1"], chains=["--chains=3"],
+    smoothing=["--label_smoothing=0.1"], chains=["--chains=3"],
     rsm=["--H_cycles=3", "--L_cycles=2"])
 each_fork = pytest.mark.parametrize("fork", FORKS, ids=lambda path: Path(path).stem)
 
@@ -122,9 +122,9 @@ def test_a_checkpoint_names_the_forks_that_trained_it(data, tmp_path):
 
 
 def test_a_fork_that_runs_twice_wraps_a_method_once(data, tmp_path):
-    """A resume runs it twice, to read the checkpoint's settings; the class is not the line's first import."""
+    """A resume runs it twice, to read the checkpoint's settings. A module may have the name of a setting."""
     (tmp_path / "fork.py").write_text("""
-import optim, model
+import device, model
 _old = model.TRM.losses
 def losses(self, *arguments):
     losses = _old(self, *arguments)
@@ -133,10 +133,21 @@ model.TRM.losses = losses""")
     own = model.TRM.losses
     arguments = [str(tmp_path / "fork.py")]
     configurator.configure(train.__file__, arguments)
-    configurator.configure(train.__file__, arguments)
+    assert configurator.configure(train.__file__, arguments).device == "auto"
     assert model.TRM.losses.__globals__["_old"] is own
     configurator.configure(train.__file__, [])
     assert model.TRM.losses is own
+
+
+def test_the_readme_has_a_fork_that_is_tested():
+    assert Path(ROOT, "tests/forks/smoothing.py").read_text() in Path(ROOT, "README.md").read_text()
+
+
+def test_a_config_file_that_replaces_nothing_is_no_fork(data, tmp_path):
+    (tmp_path / "plain.py").write_text("import math  # not a model\nlr = math.sqrt(4)")
+    arguments = [f"{ROOT}/config/study/exp01a_h256.py", f"{ROOT}/config/mini.py", str(tmp_path / "plain.py")]
+    configurator.configure(train.__file__, arguments)
+    assert not configurator.FORKS
 
 
 def test_tied_weights_stay_tied_in_checkpoints(data, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from helpers import ROOT
 
 import train
-from configurator import configure
+from configurator import UserError, configure
 from model import TRM
 
 
@@ -39,8 +39,10 @@ def test_a_model_solves_a_string_or_a_list_of_them():
     assert "." not in answer and 0.9 < sure <= 1
     answers, confidences = model.solve([QUESTION, answer])
     assert answers == [answer, answer] and confidences[0] == pytest.approx(sure)
-    with pytest.raises(ValueError, match="symbols"):
-        model.solve([QUESTION.replace("2", "x"), answer])
+    assert model.solve(QUESTION.replace(".", "0"))[0] == answer
+    for wrong in QUESTION.replace("2", "x"), "":
+        with pytest.raises(UserError, match="the puzzle"):
+            model.solve([answer, wrong])
 
 
 def test_a_rank_of_torchrun_solves_by_itself(monkeypatch):

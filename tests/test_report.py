@@ -18,11 +18,11 @@ DEFAULTS = vars(configure(train.__file__, []))
 EXP01 = {256: 1.4, 384: 2.9, 512: 5.03, 768: 11.0, 1024: 19.4, 1536: 43.0}  # hidden_size: million parameters
 
 
-def write_run(folder, accuracy=80.0, parameters=5.0, data="a", **settings):
+def write_run(folder, accuracy=80.0, parameters=5.0, data="a", forks=(), **settings):
     """Writes the metrics.jsonl of a run of 8000 steps and 2 hours, with an evaluation every 2000 steps."""
     lines = [{"step": 0, "run": dict(
         settings=DEFAULTS | settings, hardware=["8 x xla (TPU v5e)"], parameters=parameters * 1e6,
-        total_steps=8000, examples=1_001_000, puzzles=1000, data_sha256=data * 64)}]
+        total_steps=8000, examples=1_001_000, puzzles=1000, data_sha256=data * 64, forks=dict(forks))}]
     for step in 2000, 4000, 6000, 8000:
         solved = step / 8000
         lines.append({
@@ -103,11 +103,13 @@ def test_the_baseline_is_the_reference_whatever_the_number_of_seeds(tmp_path, ru
 def test_other_runs_are_split_by_what_changes_their_result_and_by_their_data(tmp_path, run_report):
     for seed, size in enumerate((0, 16, 32)):
         write_run(tmp_path / f"demo{seed}", 98.0 + seed, seed=seed, micro_batch_size=size, eval_interval=size)
+    write_run(tmp_path / "fork", forks={"fprm.py": "12ab34cd"})
     write_run(tmp_path / "wide", hidden_size=1024)
     write_run(tmp_path / "other", data="b", data_path="data/binairo")
     text = run_report(*sorted(tmp_path.iterdir()))
     table = rows(text, "sudoku-extreme-1k-aug-1000-aaaaaaaa: Runs")
-    assert list(table) == ["demo0", "hidden_size=1024"] and table["demo0"][2] == "99 ± 1"
+    assert list(table) == ["demo0", "forks=fprm.py-12ab34cd", "hidden_size=1024"]
+    assert table["demo0"][2] == "99 ± 1"
     assert list(rows(text, "binairo-bbbbbbbb: Runs")) == ["other"]
 
 
