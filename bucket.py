@@ -28,7 +28,7 @@ METADATA_TOKEN = "http://169.254.169.254/computeMetadata/v1/instance/service-acc
 # HTTP
 
 def try_again(attempt, label, attempts, stop=lambda: False):
-    """Calls attempt() until it succeeds, at most so many times, and returns its result.
+    """Calls attempt() until it succeeds, at most `attempts` times, and returns its result.
 
     Args:
         attempt: a function; after a TransientError or an error of requests it is called again.

@@ -429,7 +429,7 @@ def read_checkpoint(path):
     """Returns the state in a checkpoint of ours, or {"weights": ...} of an official one. Raises UserError."""
     try:
         state = read_torch_file(path)
-        # ours has "weights" among other entries; the official code saves the weights alone
+        # ours has "weights" among other entries; the official code saves only the weights
         state = state if "weights" in state else {"weights": state}
         if not all(map(torch.is_tensor, state["weights"].values())):
             raise ValueError

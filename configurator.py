@@ -120,7 +120,7 @@ def command(run, script):
 
 
 def end_after_signal(seconds):
-    """Ends this process with 3 so many seconds after a signal, unless it has ended by itself.
+    """Ends this process with 3 the given seconds after a signal, unless it has ended by itself.
 
     Python runs a signal's handler once an operation has finished, which can take minutes, and it drops a
     KeyboardInterrupt that is raised in __del__. signal.set_wakeup_fd(-1) calls it off.

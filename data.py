@@ -62,7 +62,7 @@ class Dataset:
     Raises UserError, which names a file or folder that is missing, damaged or inconsistent.
     """
 
-    versions = None  # ARC's alone
+    versions = None  # only ARC has them
 
     def __init__(self, path, split):
         self.path = path
@@ -336,7 +336,7 @@ def make_dataset(settings):
         try:
             code = process.wait()
         finally:
-            process.terminate()  # a stop ends it too: Ctrl-C reaches both processes, SIGTERM this one alone
+            process.terminate()  # a stop ends it too: Ctrl-C reaches both processes, SIGTERM only this one
         if not os.path.exists(settings.data_path):
             error = UserError if code in (0, 2) else TransientError
             raise error(f"data_prepare did not make data_path={settings.data_path}: {settings.data_prepare}")

@@ -131,7 +131,8 @@ class Device:
         """Returns the forward_dtype to use instead of the wanted one, and a note for the log, or ""."""
         fastest, reason = self.fastest_dtype()
         # older GPUs and processors emulate bfloat16, many times more slowly
-        if wanted == "auto" or wanted == "bfloat16" != fastest:
+        is_emulated = wanted == "bfloat16" and fastest != "bfloat16"
+        if wanted == "auto" or is_emulated:
             return fastest, f"forward_dtype is {fastest}: {reason}"
         return wanted, ""
 

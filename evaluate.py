@@ -34,8 +34,8 @@ class Evaluator:
     """Runs supervision steps without gradients on a batch of slots.
 
     Args:
-        settings: train.py's settings; loss_type, forward_dtype, micro_batch_size, the halting and the eval_
-            settings count here.
+        settings: train.py's settings, of which loss_type, forward_dtype, micro_batch_size, the halting and
+            the eval_ settings are read.
         model: a TRM.
         device: a device.Device, or an object with its methods.
         batch_size: the number of slots on this device.
@@ -361,7 +361,7 @@ def eval_values(ranks):
 
 
 def save_outputs(settings, device, path, indices, arrays, should_stop):
-    """Writes this rank's part of eval_save_outputs, and uploads it: the mirror has rank 0's folder alone.
+    """Writes this rank's part of eval_save_outputs, and uploads it: the mirror has only rank 0's folder.
 
     What fails costs a line on stderr.
     """

@@ -1,6 +1,6 @@
 """The Tiny Recursive Model (TRM, arXiv 2510.04871): recursion, supervision step, losses, network.
 
-Pure torch: this file knows no device, and TRM.load alone reads a file. Parameters have the official code's
+Pure torch: this file knows no device, and only TRM.load reads a file. Parameters have the official code's
 names, without its "model.inner." prefix. The network computes in the dtype of the weights that it is called
 with: training casts the float32 weights once a step.
 
@@ -42,7 +42,7 @@ def latent_recursion(net, x, z_H, z_L, L_cycles):
     # think: the latent sees the question and the answer so far
     for _ in range(L_cycles):
         z_L = net(z_L + (z_H + x))
-    # write: the answer sees the latent alone
+    # write: the answer sees only the latent
     z_H = net(z_H + z_L)
     return z_H, z_L
 
@@ -98,9 +98,9 @@ class TRM(nn.Module):
     Raises ValueError for sizes that cannot be built.
 
     A fork replaces methods: first_state, recursion, answer, losses, halts, noisy, supervision_step, and
-    is_solved. Training, evaluations and solve() call them, halts() in training and noisy() in evaluations
-    alone. They see parameters in forward_dtype, and buffers in their own dtype; ranks do not synchronise
-    buffers. self.training is false in evaluations.
+    is_solved. Training, evaluations and solve() call them; only training calls halts(), and only evaluations
+    call noisy(). They see parameters in forward_dtype, and buffers in their own dtype; ranks do not
+    synchronise buffers. self.training is false in evaluations.
     """
     tied = {}  # {name of a parameter: name of the one that takes its place}, for forks
 
@@ -142,7 +142,7 @@ class TRM(nn.Module):
         return dict(z_H=z_H, z_L=z_L)
 
     def answer(self, state, labels=None):
-        """Returns the logits [B, S, V] and q_halt [B] of a state; labels [B, S]: in training alone."""
+        """Returns the logits [B, S, V] and q_halt [B] of a state; labels [B, S]: in training only."""
         # an answer for each cell of the puzzle; the first position says whether to halt
         logits = self.lm_head(state["z_H"][:, self.prefix:])
         q_halt = self.q_head(state["z_H"][:, 0])[:, 0]
@@ -152,7 +152,7 @@ class TRM(nn.Module):
         """Returns the values of LOSS_TERMS, {name: [B]}; training minimises "loss".
 
         Args:
-            settings: train.py's settings; loss_type counts here.
+            settings: train.py's settings, of which loss_type is read.
             logits: float32 [B, S, V].
             q_halt: float32 [B].
             labels: [B, S].
@@ -209,7 +209,7 @@ class TRM(nn.Module):
         """Runs the recursion once on each sequence, scores its answer and decides whether it halts.
 
         Args:
-            settings: train.py's settings; loss_type and halt_max_steps count here.
+            settings: train.py's settings, of which loss_type and halt_max_steps are read.
             weights: {name: tensor} of the network, all of one dtype, and "puzzle_rows" [B, D'] in float32,
                 the rows of the puzzle embedding that belong to the sequences.
             sequences: what take_new_puzzles returns.
@@ -270,12 +270,12 @@ class TRM(nn.Module):
 
     @torch.no_grad()
     def solve(self, question, steps=16, identifiers=None):
-        """Returns the most confident answer in so many supervision steps, and the confidence from 0 to 1.
+        """Returns the most confident answer of all supervision steps, and its confidence from 0 to 1.
 
         Args:
             question: tokens [B, S], for tokens [B, S] and a tensor [B]; or a string of task["symbols"], for a
                 string and a float; or a list of strings, for a list of each.
-            steps: the supervision steps.
+            steps: the number of supervision steps.
             identifiers: with tokens, the puzzle identifier of each question [B], for ARC; None: 0 for all.
 
         Raises UserError for a string that is no question of this model, ValueError for another number of
@@ -351,7 +351,7 @@ class TRM(nn.Module):
     def flops_per_example(self, settings, cycles=None):
         """Returns the FLOPs of a sequence in one supervision step: (of a forward pass, of a training step).
 
-        It counts matrix products alone, 2 FLOPs a multiply-add. cycles: see forward. A fork that reads values
+        It counts matrix products only, 2 FLOPs a multiply-add. cycles: see forward. A fork that reads values
         cannot be counted, and has (0, 0).
         """
         def count(min_halt_steps):
@@ -428,9 +428,9 @@ class TRM(nn.Module):
     def load(cls, path, cells=0):
         """Returns the model in a file of scripts/export.py, or the average in a checkpoint of train.py.
 
-        cells: of a puzzle, where they differ from the training's; 0: as many. Attention takes any number.
+        cells: of a puzzle; 0: as in training. Attention takes any number.
 
-        Beside its config, the model has what the file says:
+        Besides its config, the model has what the file says:
             task: the puzzle, {"kind", "grid": [rows, columns], "symbols": a character for each token}.
             settings: those of the training.
             puzzles: 100 test puzzles or fewer, {"inputs", "labels": [n, S], "puzzle_identifiers": [n]}.

@@ -65,13 +65,13 @@ def main(settings):
     train, left_out = drop_test_puzzles(settings.train_csv, train, test, keys_of)
 
     # write each puzzle before its copies
-    num_copies = 1 + settings.num_aug
+    num_examples = 1 + settings.num_aug
     if not exchanged:
-        num_copies = min(num_copies, len(turns))
+        num_examples = min(num_examples, len(turns))
     copies_of = functools.partial(
-        symmetric_copies, turns=np.resize(turns, (num_copies, turns.shape[1])), exchanged=exchanged,
+        symmetric_copies, turns=np.resize(turns, (num_examples, turns.shape[1])), exchanged=exchanged,
         rng=np.random.default_rng([settings.seed, 2]))
-    write_puzzles(settings, __file__, "demo.py", task, train, test, num_copies, copies_of, left_out)
+    write_puzzles(settings, __file__, "demo.py", task, train, test, num_examples, copies_of, left_out)
     return settings.output_dir
 
 

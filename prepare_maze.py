@@ -55,10 +55,10 @@ def main(settings):
 
     # write them before their copies
     size = math.isqrt(test.shape[2])
-    num_copies = 8 if settings.aug else 1
+    num_examples = 8 if settings.aug else 1
     config = "maze_demo.py" if size < 20 else "maze.py"
-    write_puzzles(settings, __file__, config, maze_task(size), train, test, num_copies,
-                  functools.partial(maze_copies, num_copies=num_copies), left_out)
+    write_puzzles(settings, __file__, config, maze_task(size), train, test, num_examples,
+                  functools.partial(maze_copies, num_examples=num_examples), left_out)
     return settings.output_dir
 
 

@@ -79,7 +79,7 @@ beta2 = 0.95  # decay of the second moment
 weight_decay = 1.0  # decoupled: multiplied by the learning rate
 puzzle_emb_lr = 1e-4  # learning rate of SignSGD on the puzzle embedding
 puzzle_emb_weight_decay = 1.0  # decoupled weight decay of the puzzle embedding
-freeze_weights = False  # train the puzzle embedding alone
+freeze_weights = False  # train only the puzzle embedding
 ema = True  # evaluate and export an exponential moving average of the weights
 ema_rate = 0.999  # decay of that average per step
 seed = 0  # seeds the first weights, the data order, the copies and the halting draws
@@ -96,7 +96,7 @@ eval_save_outputs = ""  # any of inputs,labels,preds,q_halt_logits,surest_...: s
 eval_only = False  # run the final evaluation, then stop
 # run
 out_dir = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
-gcs_dir = ""  # gs://bucket/folder of this run alone: a mirror of out_dir, to resume on another machine
+gcs_dir = ""  # gs://bucket/folder of only this run: a mirror of out_dir, to resume on another machine
 init_from = "scratch"  # scratch, resume, auto (resume if there is a checkpoint) or a FILE to begin with
 checkpoint_interval = 1000  # steps; sequences start afresh there, for an exact resume; 0: only at the end
 keep_last_n = 3  # checkpoints to keep, besides best.pt
@@ -138,22 +138,22 @@ def train_step(run, state, inputs, cycles=None):
 
     # forward and backward, then one all-reduce of all that the ranks share
     sums = gradients(run, state, inputs, inputs["batch"], cycles)
-    sums = run.device.all_reduce(sums | dict(stops=inputs["stop_requested"]))
-    grad_norm = optim.norm(sums["grads"])
+    totals = run.device.all_reduce(sums | dict(stops=inputs["stop_requested"]))
+    grad_norm = optim.norm(totals["grads"])
 
     # update the weights and their average, and the rows of the puzzle embedding
     rates = inputs["rates"]
     if not settings.freeze_weights:
-        optim.update(settings, rates, state["weights"], sums["grads"], state["optimizer"])
+        optim.update(settings, rates, state["weights"], totals["grads"], state["optimizer"])
     if settings.ema:
         optim.move_average(settings, state["ema"], state["weights"])
     if run.model.prefix:
-        optim.sign_sgd(state["puzzle_emb"], sums["rows"], rates["puzzle_emb_lr"],
+        optim.sign_sgd(state["puzzle_emb"], totals["rows"], rates["puzzle_emb_lr"],
                        settings.puzzle_emb_weight_decay)
 
     # add up what the log needs
-    state["sums"] += torch.cat([sums["stats"], grad_norm])
-    return sums["stops"].clone()  # a view would keep all of the reduced numbers alive
+    state["log_sums"] += torch.cat([totals["stats"], grad_norm])
+    return totals["stops"].clone()  # a view would keep all of the reduced numbers alive
 
 
 def gradients(run, state, inputs, batch, cycles):
@@ -296,7 +296,7 @@ def train(run, data, test, log, checkpoints, start, total_steps):
         if cycles != last_cycles:
             log.first_step(step, run, cycles)
 
-        # what is due depends on the step and on reduced sums alone, so that all ranks decide the same
+        # what is due depends only on the step and on reduced sums, so that all ranks decide the same
         save_due = stop or step == total_steps or is_multiple(step, settings.checkpoint_interval)
         log_due = save_due or is_multiple(step, settings.log_interval)
         log_due |= optim.evaluation_due(settings, examples_per_epoch, step)
@@ -389,7 +389,7 @@ class Run:
     """Training state on one device, and the programs of the train and eval steps.
 
     state: weights, their average ema and the optimizer's state, by the parameters' names; puzzle_emb [N, D'];
-    sums of stat_names since the last line of the log; and carry, of TRM.new_carry.
+    log_sums of stat_names since the last line of the log; and carry, of TRM.new_carry.
 
     Args:
         settings: the run's settings.
@@ -448,12 +448,12 @@ class Run:
         """Gives every sequence a new puzzle at the next step, and resets the log's sums."""
         # all sequences count as halted, so that the next step gives them puzzles
         carry = self.model.new_carry(self.batch_size, self.dtype)
-        self.state |= self.device.put(dict(carry=carry, sums=torch.zeros(len(self.stat_names))))
+        self.state |= self.device.put(dict(carry=carry, log_sums=torch.zeros(len(self.stat_names))))
 
     def read_sums(self):
         """Returns {name of stat_names: sum over the steps since the last call}. Waits for the device."""
-        sums = dict(zip(self.stat_names, self.state["sums"].cpu().tolist()))
-        self.state["sums"] = self.device.put(torch.zeros(len(self.stat_names)))
+        sums = dict(zip(self.stat_names, self.state["log_sums"].cpu().tolist()))
+        self.state["log_sums"] = self.device.put(torch.zeros(len(self.stat_names)))
         return sums
 
     def eval_weights(self):
@@ -594,7 +594,7 @@ class Log:
 
     def first_step(self, step, run, cycles):
         """Reports the time of the first step at a depth, which compiles."""
-        run.state["sums"].cpu()  # waits for the device
+        run.state["log_sums"].cpu()  # waits for the device
         self.flops_per_example = run.flops_per_example(cycles)
         # the first step is apart: later ones at this depth do not compile
         seconds = time.perf_counter() - self.clock
@@ -893,9 +893,9 @@ def on_signals(is_spawned=False):
 
 
 def restart_watchdog(seconds):
-    """Ends this process with 1, after the stacks of all threads, unless called again within so many seconds.
+    """Ends this process with 1 after the given seconds, unless it is called again before; 0 calls it off.
 
-    0 calls it off.
+    The stacks of all threads are printed first.
     """
     # a C thread: Python code that hangs in a collective cannot prevent it
     faulthandler.cancel_dump_traceback_later()
@@ -950,7 +950,7 @@ def main(settings):
     datasets.make_dataset(settings)
     on_signals()
     try:
-        # torch_xla starts a process for each chip; every other device has this process alone
+        # torch_xla starts a process for each chip; every other device has only this process
         if kind == "xla":
             import torch_xla.distributed.xla_multiprocessing as xmp
             watch_replicas()
@@ -970,7 +970,7 @@ if multiprocessing.current_process().name != "MainProcess" and __name__ == "trai
     # functions here, too.
     configurator.configure(__file__, [path for path in sys.argv[1:] if path.endswith(".py")])
     on_signals(is_spawned=True)
-    # torch_xla looks for the chips next, and may wait for ever; replica() restarts the watchdog
+    # torch_xla looks for the chips next, and may wait forever; replica() restarts the watchdog
     restart_watchdog(START_TIMEOUT)
 if __name__ == "__main__":
     import train  # the module that forks import, and not this second copy of it

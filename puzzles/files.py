@@ -29,8 +29,8 @@ from bucket import RETRIED, try_again, without_password
 from data import Progress, hashes_of, locked, replacing
 from puzzles import IGNORE_LABEL, check_text, judge, task_of, verdict
 
-TASKS_ALONE = 8  # that one process works on before others start, which takes them a second
-TASKS_IN_VAIN = 32  # without a new puzzle, after which no more are expected
+JOBS_ALONE = 8  # that one process does before others start, which takes them a second
+JOBS_IN_VAIN = 32  # without a new puzzle, after which no more are expected
 ROWS = 16384  # examples that are made or judged at a time
 
 
@@ -181,11 +181,11 @@ def distinct(name, n, make, keys):
     Args:
         name: what the puzzles are called in messages.
         n: puzzles that are wanted.
-        make: a function of a task's number, 0, 1, ..., which returns questions and answers.
+        make: a function of a job's number, 0, 1, ..., which returns questions and answers.
         keys: a function of the questions, which returns a list.
     """
     puzzles = {}
-    num_in_vain = 0  # tasks in a row without a new puzzle
+    num_in_vain = 0  # jobs in a row without a new puzzle
     progress = Progress(f"generating {name}", n)
     for questions, answers in in_parallel(make):
         for key, *puzzle in zip(keys(questions), questions, answers):
@@ -193,22 +193,22 @@ def distinct(name, n, make, keys):
         if len(puzzles) >= n:
             return np.stack(list(puzzles.values())[:n], axis=1)
 
-        # give up once many tasks in a row bring nothing new: nearly all puzzles that exist are found
+        # give up once many jobs in a row bring nothing new: nearly all puzzles that exist are found
         num_new = len(puzzles) - progress.done
         num_in_vain = 0 if num_new else num_in_vain + 1
-        if num_in_vain == TASKS_IN_VAIN:
+        if num_in_vain == JOBS_IN_VAIN:
             raise UserError(f"only about {len(puzzles)} {name} can be found: choose fewer than {n}")
         progress.add(num_new)
 
 
 def in_parallel(make):
     """Yields make(0), make(1), ...: the first results at once, the others from as many processes as cores."""
-    yield from map(make, range(TASKS_ALONE))
-    numbers = itertools.count(TASKS_ALONE)
+    yield from map(make, range(JOBS_ALONE))
+    numbers = itertools.count(JOBS_ALONE)
     num_processes = cores()
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_processes, context, start_process)
-    # each process works on a task, and another task waits for it
+    # each process works on a job, and another job waits for it
     futures = deque()
     try:
         while True:
@@ -279,7 +279,7 @@ def download(url, path):
 # ---------------------------------------------------------------------------------------------------------
 # The writer
 
-def write_puzzles(settings, script, config, task, train, test, num_copies, copies_of, left_out):
+def write_puzzles(settings, script, config, task, train, test, num_examples, copies_of, left_out):
     """Writes the dataset of a prepare script, and says how to train on it.
 
     Args:
@@ -287,19 +287,19 @@ def write_puzzles(settings, script, config, task, train, test, num_copies, copie
         config: the file of config/ that suits the puzzles.
         task: the puzzles' task.
         train, test: questions and answers, tokens [2, n, cells].
-        num_copies: training examples of each puzzle, itself included.
+        num_examples: training examples of each puzzle: itself and its copies.
         copies_of: a function of some puzzles [2, n, cells] that returns them before their copies,
-            [2, n, num_copies, cells].
+            [2, n, num_examples, cells].
         left_out: {what: how many}, for the manifest and for the user.
     """
     num_train = train.shape[1]
     num_test = test.shape[1]
-    step = max(1, ROWS // num_copies)
+    step = max(1, ROWS // num_examples)
     blocks = (copies_of(train[:, first:first + step]) for first in range(0, num_train, step))
-    splits = {"train": (num_train, num_copies, blocks), "test": (num_test, 1, [test])}
+    splits = {"train": (num_train, num_examples, blocks), "test": (num_test, 1, [test])}
     counts = left_out | {
         "training puzzles": num_train,
-        "copies of each": num_copies - 1,
+        "copies of each": num_examples - 1,
         "test puzzles": num_test,
     }
     manifest = task | {"command": command_of(script, settings), "counts": counts}

@@ -186,8 +186,8 @@ def random_cells(squares, rng):
 # ---------------------------------------------------------------------------------------------------------
 # Symmetric copies
 
-def maze_copies(puzzles, num_copies):
-    """Returns each maze in the first ways to turn it, [2, n, num_copies, cells], the maze itself first.
+def maze_copies(puzzles, num_examples):
+    """Returns each maze in the first ways to turn it, [2, n, num_examples, cells], the maze itself first.
 
     A copy's answer is the answer, turned alike. But where the answer follows the rule of solve_mazes, the
     copy gets its own answer by that rule: otherwise the copies would teach 8 rules, and the test set has
@@ -195,10 +195,10 @@ def maze_copies(puzzles, num_copies):
 
     Args:
         puzzles: questions and answers, [2, n, cells].
-        num_copies: from 1 to 8.
+        num_examples: from 1 to 8.
     """
     size = math.isqrt(puzzles.shape[2])
-    inputs, labels = puzzles[:, :, dihedral(size)[:num_copies]]
+    inputs, labels = puzzles[:, :, dihedral(size)[:num_examples]]
     solved, _ = solve_mazes(inputs.reshape(-1, size * size))
     solved = solved.reshape(inputs.shape)
     by_rule = (labels[:, :1] == solved[:, :1]).all(axis=2, keepdims=True)

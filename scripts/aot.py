@@ -78,7 +78,7 @@ def main(argv):
 # The steps: trace them, compile them, read what libtpu has written
 
 def trace(settings, path, chips):
-    """Returns {"train" or "eval": (program, state)} for one of so many chips.
+    """Returns {"train" or "eval": (program, state)} for one of `chips` chips.
 
     The program is HLO; state lists the numbers of the parameters that hold the state. Raises NotReplayable,
     with the line, where a shape or a branch depends on data.

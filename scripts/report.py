@@ -5,7 +5,7 @@
     python scripts/report.py pulled --out_dir=out/pulled  what was downloaded from a bucket
 
 Reads the metrics.jsonl of each run. Writes out_dir/report.md, its PNGs, and results.json with the numbers of
-each complete run. Runs that are unfinished or damaged are named. Runs whose settings differ in the seed alone
+each complete run. Runs that are unfinished or damaged are named. Runs whose settings differ only in the seed
 are one variant, and a run of another group with the same settings is one more seed. It needs matplotlib and
 scipy.
 """
@@ -53,7 +53,7 @@ study, the setting with the most seeds. Differences of accuracy have 95% confide
 ± is one standard deviation over seeds. Accuracy is the share of test puzzles solved in the final evaluation,
 by each puzzle's last answer (with eval_patience, one that repeats). Training values are means over the last
 tenth of the run, of the weights and not of their average. Time is steps times step time; arithmetic counts
-matmuls alone. Steps and time to the target are interpolated between evaluations."""
+only matmuls. Steps and time to the target are interpolated between evaluations."""
 
 
 class Run(NamedTuple):
@@ -272,7 +272,7 @@ def spread(values):
 
 
 def digits(value, count):
-    """Returns a number with so many significant digits, as text."""
+    """Returns a number with `count` significant digits, as text."""
     return f"{float(f'{value:.{count}g}'):,g}"
 
 

@@ -154,13 +154,13 @@ def test_generated_puzzles_are_minimal_with_one_solution(size, n):
 def test_generation_does_not_depend_on_the_processes(monkeypatch, capfd):
     """They are killed in silence when enough is made."""
     alone = prepare_sudoku.generate(4, 900, 7)
-    monkeypatch.setattr(files, "TASKS_ALONE", 0)
+    monkeypatch.setattr(files, "JOBS_ALONE", 0)
     assert np.array_equal(alone, prepare_sudoku.generate(4, 900, 7)) and not capfd.readouterr().err
 
 
 def test_a_process_that_is_killed_is_an_error(monkeypatch):
     """As where memory is full."""
-    monkeypatch.setattr(files, "TASKS_ALONE", 0)
+    monkeypatch.setattr(files, "JOBS_ALONE", 0)
     with pytest.raises(TransientError, match="ended before its work"):
         next(files.in_parallel(os._exit))
 
