@@ -15,7 +15,6 @@ from pathlib import Path
 
 import requests
 
-# isort: off
 from configurator import TransientError, UserError
 from data import Dataset, locked, read_json, replacing
 

@@ -19,12 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-# isort: off
 from configurator import UserError, check_numbers, start
 from data import Progress
 from puzzles.arc import ARC, ORIGINAL, apply_version, arc_task, canvas, generated_task, grid_key, grid_of
-from puzzles.files import (
-    command_of, finish_split, new_dataset, print_report, refuse_existing, write_json)
+from puzzles.files import command_of, finish_split, new_dataset, print_report, refuse_existing, write_json
 
 # source
 source = "arc1"  # arc1, arc2, generate, a folder, or the prefix of Kaggle's files

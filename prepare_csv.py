@@ -12,11 +12,11 @@ import re
 
 import numpy as np
 
-# isort: off
 from configurator import UserError, check_numbers, start
 from puzzles import task_of
 from puzzles.files import csv_rows, drop_test_puzzles, read_puzzles, refuse_existing, write_puzzles
-from puzzles.symmetries import dihedral as dihedral_turns, orbit_keys
+from puzzles.symmetries import dihedral as dihedral_turns
+from puzzles.symmetries import orbit_keys
 
 # files
 train_csv = ""  # training puzzles, .csv or .csv.gz

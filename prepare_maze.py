@@ -13,10 +13,16 @@ import math
 
 import numpy as np
 
-# isort: off
 from configurator import start
 from puzzles.files import (
-    csv_rows, distinct, fill_in_source, read_both, read_puzzles, refuse_existing, write_puzzles)
+    csv_rows,
+    distinct,
+    fill_in_source,
+    read_both,
+    read_puzzles,
+    refuse_existing,
+    write_puzzles,
+)
 from puzzles.maze import long_mazes, maze_copies, maze_task
 from puzzles.symmetries import dihedral, orbit_keys
 

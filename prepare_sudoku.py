@@ -10,10 +10,16 @@ import functools
 
 import numpy as np
 
-# isort: off
 from configurator import UserError, start
 from puzzles.files import (
-    csv_rows, distinct, fill_in_source, read_both, read_puzzles, refuse_existing, write_puzzles)
+    csv_rows,
+    distinct,
+    fill_in_source,
+    read_both,
+    read_puzzles,
+    refuse_existing,
+    write_puzzles,
+)
 from puzzles.sudoku import BOXES, minimal_sudokus, sudoku_copies, sudoku_task
 from puzzles.symmetries import keys_of
 

@@ -23,9 +23,8 @@ from contextlib import contextmanager
 import numpy as np
 import requests
 
-# isort: off
-from configurator import TransientError, UserError, check_numbers, end_with_parent
 from bucket import RETRIED, try_again, without_password
+from configurator import TransientError, UserError, check_numbers, end_with_parent
 from data import Progress, hashes_of, locked, replacing
 from puzzles import IGNORE_LABEL, check_text, judge, task_of, verdict
 

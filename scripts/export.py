@@ -15,7 +15,6 @@ from dataclasses import asdict
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-# isort: off
 import train
 from bucket import local_dataset
 from checkpoint import load_weights, newest_whole, read_checkpoint, some_puzzles

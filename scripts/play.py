@@ -32,8 +32,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-# isort: off
 import solve
+
 import data as datasets
 import evaluate
 import puzzles

@@ -28,7 +28,6 @@ import numpy as np
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-# isort: off
 import evaluate
 import model as models
 import puzzles

@@ -6,8 +6,6 @@ from helpers import prepare, write_csv
 
 import prepare_maze
 from data import Dataset
-
-# isort: off
 from puzzles import count_correct, judge, maze_task, text_of
 from puzzles.maze import GOAL, OPEN, PATH, START, WALL, maze_copies, path_metrics, solve_mazes
 from puzzles.symmetries import dihedral
