@@ -465,4 +465,4 @@ def check_task(state, data, where):
     for name in ("kind", "symbols"):
         if task["kind"] and list(task[name]) != list(data.task[name]):
             raise UserError(f"{where} was trained on puzzles with {name} {task[name]!r}, but {data.path} has "
-                            f"{data.task[name]!r}")
+                            f"{data.task[name]!r}: leave out the config file, or give --data_path")

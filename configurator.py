@@ -71,6 +71,8 @@ class Arguments(NamedTuple):
 FORKS = {}
 # {module or class: its attributes before a fork replaced some}
 ORIGINALS = {}
+# Names beside train.py's settings that a mistyped flag may mean: those of the script itself.
+OWN_NAMES = {"help"}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ def end_with_parent():
 
 def split_arguments(script, argv):
     """Splits argv, the arguments of a script that has settings of its own beside train.py's."""
-    own_names = {*read_settings(script), "help"}
+    OWN_NAMES.update(read_settings(script))
 
     # its own flags, train.py's flags and config files, and the rest
     own_flags = []
@@ -165,7 +167,7 @@ def split_arguments(script, argv):
     train_arguments = []
     for argument in argv:
         is_flag = re.match("-.", argument)
-        if is_flag and argument.lstrip("-").partition("=")[0] in own_names:
+        if is_flag and argument.lstrip("-").partition("=")[0] in OWN_NAMES:
             own_flags.append(argument)
         elif is_flag or argument.endswith(".py"):
             train_arguments.append(argument)
@@ -218,8 +220,8 @@ def run_file(path, values, known):
 
     Raises UserError for a file that fails to run, an unknown setting, or a wrong type.
     """
-    if not os.path.isfile(path):
-        raise UserError(f"{path}: no such config file; a setting is written --key=value")
+    if not os.path.isfile(path) or not path.endswith(".py"):
+        raise UserError(f"{path}: no such config file (.py); a setting is written --key=value")
 
     def new(**settings):
         for name, default in settings.items():
@@ -291,7 +293,7 @@ def missing_forks(forks):
 def check(name, value, known, where):
     """Returns value as the type of the setting; raises UserError for an unknown name or another type."""
     if name not in known:
-        [closest] = difflib.get_close_matches(name, [*known, "help"], 1, 0)
+        [closest] = difflib.get_close_matches(name, [*known, *OWN_NAMES], 1, 0)
         raise UserError(f"{where}: unknown setting {name}; the closest is {closest}, and --help lists all")
 
     # an int will do for a float

@@ -27,7 +27,7 @@ output_dir = ""  # "": data/ and the name of train_csv
 seed = 0  # decides which test puzzles are drawn, and the copies
 # puzzle
 kind = "puzzle"  # its name; kinds that a fork adds are judged by their rules
-grid = ""  # its rows and columns, as 6x6; "": a square
+grid = ""  # its rows and columns, such as 6x6; "": a square
 symbols = ""  # its characters, the empty cell first; "": all that the files have
 ignored = ""  # characters of answers for cells that do not count
 # symmetries, which must turn every puzzle and its answer into another one
@@ -45,6 +45,8 @@ def main(settings):
     paths = filter(None, [settings.train_csv, settings.test_csv])
     files = {path: read_rows(path, settings.several_answers) for path in paths}
     task = new_task(settings, files.values())
+    if not settings.symbols:
+        print(f"symbols in the files: {task['symbols'][1:]!r}; with --symbols any other is an error")
     puzzles = []
     for path, rows in files.items():
         puzzles.append(read_puzzles(path, iter(rows.values()), task, settings.ignored))
@@ -84,7 +86,7 @@ def fill_in(settings):
     check_numbers(vars(settings), ())
     form = r"(\d+)x\1|" if settings.dihedral else r"\d+x\d+|"
     if not re.fullmatch(form, settings.grid):
-        raise UserError(f"grid={settings.grid}: must be as 6x6, and a square for --dihedral")
+        raise UserError(f"grid={settings.grid}: must be like 6x6, and square for --dihedral")
     name = os.path.basename(settings.train_csv).split(".")[0]
     settings.output_dir = settings.output_dir or f"data/{name}"
 

@@ -82,6 +82,8 @@ def csv_rows(path, *columns):
     try:
         with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as f:
             reader = csv.DictReader(f)
+            if not {*columns} <= {*(reader.fieldnames or columns)}:
+                raise UserError(f"{path}:1: must name the columns {', '.join(columns)}")
             for row in reader:
                 line = reader.line_num
                 # a missing field is None; more fields than columns stand under the key None

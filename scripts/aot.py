@@ -1,6 +1,6 @@
 """What the TPU's own compiler makes of train.py's two steps, without a TPU.
 
-    pip install jax libtpu
+    pip install jax==0.10.2 libtpu==0.0.51      in an environment without torch_xla[tpu], which needs 0.0.21
     python scripts/aot.py config/baseline.py --tpu=v4-32
 
 It says whether the steps compile and fit, and how many tensors of the state they overwrite ("donated"). It
@@ -32,7 +32,7 @@ import train
 from configurator import UserError
 
 # what to compile for
-tpu = ""  # a TPU slice, as v4-32, v5e-8 or v6e-4
+tpu = ""  # a TPU slice, such as v4-32, v5e-8 or v6e-4
 
 # Slices in libtpu's words. The number in the name of a v4 or v5p counts cores, two per chip.
 TOPOLOGIES = {
@@ -55,7 +55,7 @@ def main(argv):
     aot_settings.tpu = aot_settings.tpu.replace("v5litepod", "v5e")
     configurator.check_choices(aot_settings, dict(tpu=TOPOLOGIES))
     if not importlib.util.find_spec("libtpu"):
-        raise UserError("the TPU compiler is missing: pip install jax libtpu")
+        raise UserError("the TPU compiler is missing: see --help")
 
     # trace both steps, then compile them
     topology = TOPOLOGIES[aot_settings.tpu]

@@ -31,8 +31,8 @@ def main(argv):
         raise UserError("usage: python scripts/export.py MODEL FILE; MODEL is a run's folder or a checkpoint")
     path, target = operands
     # a new file, of the newest checkpoint of a run's folder
-    if os.path.lexists(target):
-        raise UserError(f"{target}: exists already; choose another name")
+    if os.path.lexists(target) or not os.path.isdir(os.path.dirname(target) or "."):
+        raise UserError(f"{target}: must be a new file in a folder that exists")
     path = newest_whole(path, print) if os.path.isdir(path) else path
     if not os.path.isfile(path):
         raise UserError(f"{operands[0]}: no checkpoint there")

@@ -74,7 +74,7 @@ if [[ $DEVICE == cuda ]] && ! "$PYTHON" -c "import sys, torch; sys.exit(not torc
     echo "first_gpu.sh: torch sees no CUDA GPU; DEVICE=cpu rehearses" >&2
     exit 2
 fi
-trap 'kill $!; wait $!; exit 3' INT TERM
+trap 'kill $! 2> /dev/null; wait $!; exit 3' INT TERM
 mkdir -p "$OUT"
 measure
 # what bench.py measured, and what the runs came to

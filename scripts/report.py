@@ -9,6 +9,7 @@ each complete run. Runs that are unfinished or damaged are named. Runs whose set
 are one variant, and a run of another group with the same settings is one more seed. It needs matplotlib and
 scipy.
 """
+import importlib.util
 import json
 import math
 import os
@@ -16,13 +17,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
-from scipy.optimize import curve_fit
-from scipy.stats import ttest_ind
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
@@ -70,6 +65,8 @@ def main(argv):
     """Reads the runs, writes report.md and its pictures, and prints what is not complete."""
     settings, paths, unknown = split_arguments(__file__, argv)
     configure(__file__, unknown)  # raises UserError for the first
+    if not (importlib.util.find_spec("matplotlib") and importlib.util.find_spec("scipy")):
+        raise UserError("needs two more packages: pip install matplotlib scipy")
     runs = []
     problems = []
     for path in find_files(paths or ["out/study"]):
@@ -192,6 +189,8 @@ def numbers(runs, name):
 
 def difference_of(runs, reference):
     """Returns the points of accuracy between two variants, with their 95% confidence interval, as text."""
+    from scipy.stats import ttest_ind
+
     if runs is reference:
         return "reference"
     if min(len(runs), len(reference)) < 2:
@@ -204,6 +203,8 @@ def difference_of(runs, reference):
 
 def fit_power_law(x, y):
     """Returns the least squares of y = a - b * x^-c, ((a, b, c), standard errors), or None without a fit."""
+    from scipy.optimize import curve_fit
+
     if len(set(x)) < 4:
         return None
     # the search begins with the highest accuracy as a, and with b from the range of y
@@ -286,7 +287,10 @@ def plot_group(x, variants, labels, law, path):
         law: what fit_power_law returns.
         path: of the picture.
     """
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 6), sharey=True, layout="constrained")
+    from matplotlib.figure import Figure
+
+    fig = Figure(figsize=(11, 6), layout="constrained")
+    left, right = fig.subplots(1, 2, sharey=True)
     for i, (label, runs) in enumerate(zip(labels, variants)):
         places = numbers(runs, x) if x else [i] * len(runs)
         left.plot(places, numbers(runs, "accuracy"), "o", color=f"C{i}", label=label)
@@ -306,7 +310,6 @@ def plot_group(x, variants, labels, law, path):
         left.set_xticks([])
     fig.legend(loc="outside lower center", ncols=2, fontsize="x-small")
     fig.savefig(path, dpi=80)
-    plt.close(fig)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import csv
 import os
 import sys
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -259,6 +258,8 @@ def read_rows(source):
         return [(f"{source}:{line}: ", row) for line, row in csv_rows(source, "question")]
     if os.path.isfile(source):
         source = Path(source).read_text("utf-8-sig", errors="replace")
+    elif source.endswith(".txt"):
+        raise UserError(f"{source}: no such file")
     return [("", {"question": source})]
 
 
@@ -318,15 +319,18 @@ def load(path, train_arguments, cells=0):
 
 def choose_model(question):
     """Returns the path of the model for puzzles of this one's size and symbols. Raises UserError."""
-    paths = sorted(map(os.path.relpath, Path(ROOT, "models").glob("*.pt")))
-    for path in paths:
+    problems = []
+    for path in sorted(map(os.path.relpath, Path(ROOT, "models").glob("*.pt"))):
         task = models.read_torch_file(path)["task"]
-        with suppress(UserError):
+        try:
             parsed_task, _ = puzzles.parse_question(task, question)
-            if parsed_task == task:
-                print("as a {}x{} {}, {}".format(*task["grid"], task["kind"], path), flush=True)
-                return path
-    raise UserError(f"{question[:20]!r} is neither a file nor a puzzle for any of {', '.join(paths)}")
+        except UserError as e:
+            problems.append(f"{path}: {e}")
+            continue
+        if parsed_task == task:
+            print("as a {}x{} {}, {}".format(*task["grid"], task["kind"], path), flush=True)
+            return path
+    raise UserError(f"{question[:20]!r} is no file, and no puzzle for a model: {'; '.join(problems)}")
 
 
 if __name__ == "__main__":

@@ -78,14 +78,14 @@ def select_files(names, pattern):
     Raises UserError if one of them selects none.
     """
     # exp04a_100 selects exp04a_100_puzzles.py, but not exp04a_1000_puzzles.py
-    globs = [f"{name}[_.]*" for name in names]
+    globs = {name: f"{name}[_.]*" for name in names}
     if pattern or not names:
-        globs.append(f"{pattern}*.py")
+        globs[pattern] = f"{pattern}*.py"
     files = set()
-    for text in globs:
+    for name, text in globs.items():
         found = glob.glob(f"{STUDY}/{text}")
         if not found:
-            raise UserError(f"config/study has no {text}; --list prints all runs")
+            raise UserError(f"config/study has no run {name}; --list prints all runs")
         files.update(map(Path, found))
 
     # the contributions come last, and 250 puzzles before 1000
@@ -171,7 +171,7 @@ def print_runs(runs, baseline, dry_run):
         print(f"  {run.name:32}{steps:7,} steps {parameters:11,} parameters cost {cost:5.2f}  {differences}")
         if dry_run:
             print(f"    {run.settings.data_path}\n    {shlex.join(['python', *run.command])}")
-    print(f"{len(runs)} runs cost {total:.1f} times the baseline, by their arithmetic")
+    print(f"runs: {len(runs)}; cost: {total:.1f} times the baseline's, by their arithmetic")
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_a_schedule_takes_as_long_as_its_instructions_or_its_products(changes, c
     ([], "tpu must be one of v4-8, .*v6e-32, not ''"),
     (["--tpu=v5e-7"], "tpu must be one of .*v5e-8, .*not 'v5e-7'"),
     (["--tpu=v5e-8", "--hidden_size=-1"], "hidden_size"),
-    (["--tpu=v5e-8"], "pip install jax libtpu"),
+    (["--tpu=v5e-8"], "the TPU compiler is missing"),
 ])
 def test_wrong_input_and_a_missing_compiler(flags, words, monkeypatch):
     monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)

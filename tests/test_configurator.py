@@ -103,7 +103,7 @@ def test_a_file_runs_another_file_found_beside_it_in_its_place(toy):
     ("--btach=3", "--btach=3: unknown setting btach; the closest is batch"),
     ("--lr", "--lr: lr must be of type float, for example --lr=0.001, not True"),
     ("--batch=1.5", "batch must be of type int, for example --batch=16, not '1.5'"),
-    ("lr=3", "lr=3: no such config file; a setting is written --key=value"),
+    ("lr=3", "lr=3: no such config file (.py); a setting is written --key=value"),
     ("btach = 3", "a.py: unknown setting btach; the closest is batch"),
     ("lr = '1e-3'", "a.py: lr must be of type float, for example --lr=0.001, not '1e-3'"),
     ("lr = 1.0\nbatch = (3\n", "a.py: SyntaxError: '(' was never closed (a.py, line 2)"),

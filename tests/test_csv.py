@@ -96,7 +96,7 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
     (GOOD + "1...,1243", "", "train.csv:4.* another answer .*--several_answers"),
     (GOOD + "1...,1234,5", "", "train.csv:4: must have question, answer"),
     (GOOD, "--grid=2x3", "train.csv:2: the question has 4 cells, not 2x3"),
-    (GOOD, "--grid=1x4 --dihedral", "grid=1x4: .* a square for --dihedral"),
+    (GOOD, "--grid=1x4 --dihedral", "grid=1x4: .* square for --dihedral"),
     (MANY, "", "256 symbols.* 1 to 255"),
     (GOOD, "--holdout=0 --test_csv={path}", "train.csv: no puzzle is left: each is in the test set"),
     (GOOD, "--holdout=0", "either --test_csv=FILE or --holdout=N"),

@@ -37,7 +37,7 @@ def write_run(folder, accuracy=80.0, parameters=5.0, data="a", forks=(), **setti
 @pytest.fixture
 def run_report(tmp_path, monkeypatch):
     """report.py in this process: a function of its arguments that returns report.md."""
-    monkeypatch.setattr(report.plt.Figure, "savefig", lambda *_, **__: None)  # drawing takes a second
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)  # drawing takes a second
 
     def run_report(*argv):
         report.main([*map(str, argv), f"--out_dir={tmp_path / 'out'}"])

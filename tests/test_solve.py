@@ -168,7 +168,8 @@ def test_pictures(run_solve, models_folder, solved, tmp_path):
 
 @pytest.mark.parametrize("argv, words", [
     (["a", "b", "c"], "MODEL PUZZLE"),
-    (["sudoku"], "'sudoku' is neither a file nor a puzzle for any of "),
+    (["1" * 35], "models/sudoku-6x6.pt: the puzzle '11111111111111111111' has 35 cells, not 6x6"),
+    (["nowhere.txt"], "nowhere.txt: no such file"),
     (["nowhere", "." * 16], "nowhere: neither a file"),
     (["official.pt", "." * 16], "official.pt does not say what it solves: scripts/export.py makes"),
     (["maze-data", "." * 16], "maze-data: neither a file nor a folder with"),

@@ -59,7 +59,7 @@ def test_the_list_has_each_runs_question_size_cost_and_changes_without_a_dataset
         "8,138 steps   1,484,034 parameters cost  0.31  hidden_size=256 num_heads=4 puzzle_emb_ndim=256")
     assert runs["exp01c_h512"].endswith("cost  1.00  the baseline")
     assert text.startswith("How does accuracy grow with param") and text.count("?\n") == 2
-    assert "3 runs cost 2.3 times the baseline" in text
+    assert "runs: 3; cost: 2.3 times the baseline's" in text
 
 
 def test_names_and_patterns_select_runs_that_begin_with_them():
@@ -77,7 +77,7 @@ def test_a_dry_run_prints_the_data_and_the_command_of_each_run_with_a_folder_of_
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["exp01ax"], "config/study has no exp01ax"),
+    (["exp01ax"], "config/study has no run exp01ax"),
     (["exp01a", "--halt_max_steps=0"], "halt_max_steps must be above 0")])
 def test_wrong_input_is_an_error_before_the_first_run(argv, words):
     with pytest.raises(script.UserError, match=words):

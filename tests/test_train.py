@@ -166,7 +166,7 @@ def test_an_export_needs_a_checkpoint_alone(data, whole, tmp_path):
     export.main([str(tmp_path / "older.pt"), str(tmp_path / "newer.pt")])
     newer = torch.load(tmp_path / "newer.pt", weights_only=True)
     assert newer["command"] == best["command"] and same(newer["puzzles"], best["puzzles"])
-    with pytest.raises(configurator.UserError, match="best.pt: exists already; choose another name"):
+    with pytest.raises(configurator.UserError, match="best.pt: must be a new file in a folder that exists"):
         export.main([whole[0], str(tmp_path / "best.pt")])
 
 

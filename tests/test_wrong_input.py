@@ -166,7 +166,7 @@ MAKE, CSV = "--source=generate --size=4 --num_aug=0 ", "--size=4 --num_aug=0 --o
 SUDOKU = {
     **{f"{CSV}--test_csv=good.csv --train_csv={name}": f"{name}{words}" for name, words in {
         "empty.csv": ":2 | no puzzle",
-        "columns.csv": ":2 | question, answer, rating",
+        "columns.csv": ":1 | question, answer, rating",
         "good.csv": " | no puzzle is left | test set", "nowhere.csv": " | No such file",
         "data": " | Is a directory", "cut.csv.gz": " | cannot be read",
         **{f"puzzle{i}.csv": f":3 | {words}" for i, words in enumerate(PUZZLES.values())}}.items()},
