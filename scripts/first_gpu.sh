@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first hour of a GPU: measures what README.md and docs/performance.md do not know yet.
+# The first measurements on a GPU: what docs/gpu.md estimates.
 #
 #   scripts/first_gpu.sh                 all parts, then their figures; run it again after a cut: it goes on
 #   scripts/first_gpu.sh sudoku maze_24  only the parts of these names; --help lists them
