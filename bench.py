@@ -50,8 +50,8 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
     device = open_device(kind, settings)
     settings = copy.copy(settings)  # replicas may be threads
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
-    epoch_size = optim.epoch_size(datasets.Dataset(path, "train"))
-    examples = settings.global_batch_size * optim.count_steps(settings, epoch_size)
+    data = datasets.Dataset(path, "train")
+    examples = settings.global_batch_size * optim.count_steps(settings, optim.epoch_size(data))
 
     def say(text):
         if device.rank == 0 and text:
@@ -60,9 +60,9 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
     # the steps of train.py, at the batch to measure
     say(dtype_note)
     if chooses_batch:
-        settings.global_batch_size = choose_batch_size(settings, device, path, say)
+        settings.global_batch_size = choose_batch_size(settings, device, data, say)
     train.check_batch_size(settings, device)
-    run, next_inputs = new_run(settings, device, path)
+    run, next_inputs = new_run(settings, device, data)
 
     def train_step():
         return run.train_program(run.state, next_inputs())
@@ -118,10 +118,10 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
     say(json.dumps(figures))
 
 
-def choose_batch_size(settings, device, path, say):
+def choose_batch_size(settings, device, data, say):
     """Returns the batch size that the time of a step with one sequence leaves a CPU."""
     settings.global_batch_size = 1
-    run, next_inputs = new_run(settings, device, path)
+    run, next_inputs = new_run(settings, device, data)
     for _ in range(2):  # the first step takes longer
         seconds, _ = seconds_of(1, lambda: run.train_program(run.state, next_inputs()))
     batch_size = next(n for n in CPU_BATCH_SIZES if n * seconds < CPU_STEP_SECONDS or n == 1)
@@ -132,9 +132,8 @@ def choose_batch_size(settings, device, path, say):
 # ---------------------------------------------------------------------------------------------------------
 # train.py's steps and their inputs, which scripts/aot.py compiles
 
-def new_run(settings, device, path):
-    """Returns a train.Run for the dataset at path, and a function that returns its next step's inputs."""
-    data = datasets.Dataset(path, "train")
+def new_run(settings, device, data):
+    """Returns a train.Run for a dataset, and a function that returns its next step's inputs."""
     run = train.Run(settings, new_model(settings, data), device)
     total_steps = max(1, optim.count_steps(settings, optim.epoch_size(data)))
     count = itertools.count()

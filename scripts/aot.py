@@ -27,6 +27,7 @@ import torch
 
 import bench
 import configurator
+import data as datasets
 import device
 import train
 from configurator import UserError
@@ -92,7 +93,7 @@ def trace(settings, path, chips):
     settings.forward_dtype, _ = replica.choose_dtype(settings.forward_dtype)
     train.check_batch_size(settings, replica)
     replica.compile_step = lambda fn: fn  # the programs below are the steps themselves
-    run, next_inputs = bench.new_run(settings, replica, path)
+    run, next_inputs = bench.new_run(settings, replica, datasets.Dataset(path, "train"))
     steps = dict(
         train=(run.train_program, run.state, next_inputs()),
         eval=(run.evaluator.program, *bench.evaluation_of(run, path)),
