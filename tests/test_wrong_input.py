@@ -121,7 +121,8 @@ def assert_refused(script, code, error, words, before, after):
 
 
 # Flags: words that the line must contain. train.py reads tiny.py first.
-RESUME, BEGIN = "--init_from=resume --out_dir=out/run ", "--init_from=out/run/ckpt_00000002.pt "
+RESUME = "--init_from=resume --out_dir=out/run "
+BEGIN = "--init_from=out/run/ckpt_00000002.pt "
 TRAIN = {
     "--hiden_size=8": "unknown setting hiden_size | the closest is hidden_size",
     # values
@@ -153,8 +154,9 @@ TRAIN = {
     "--init_from=nowhere.pt": "nowhere.pt | FileNotFoundError",
     "--init_from=scrach": "scrach | scratch",
     "--init_from=out/run": "out/run | checkpoint",
-    **{f"--init_from={name}.pt": f"{name}.pt | cannot be read as a checkpoint | damaged"
-       for name in ("cut", "flipped", "weightless")},
+    "--init_from=cut.pt": "cut.pt | cannot be read as a checkpoint | damaged",
+    "--init_from=flipped.pt": "flipped.pt | cannot be read as a checkpoint | damaged",
+    "--init_from=weightless.pt": "weightless.pt | cannot be read as a checkpoint | damaged",
     "--init_from=partial.pt": "partial.pt | lacks L_level",
     "--init_from=renamed.pt": "renamed.pt | symbols '_.4321' | data/sudoku has ' .1234'",
     BEGIN + "--hidden_size=32": "ckpt_00000002.pt | shape | settings",
@@ -162,14 +164,9 @@ TRAIN = {
     RESUME + "--data_path=data/other": "data/other | out/run | --out_dir",
     RESUME + "--max_steps=1": "out/run/ckpt_00000002.pt | max_steps",
     "--eval_only": "eval_only | --init_from=resume | --init_from=FILE"}
-MAKE, CSV = "--source=generate --size=4 --num_aug=0 ", "--size=4 --num_aug=0 --output_dir=data/new "
+MAKE = "--source=generate --size=4 --num_aug=0 "
+CSV = "--size=4 --num_aug=0 --output_dir=data/new "
 SUDOKU = {
-    **{f"{CSV}--test_csv=good.csv --train_csv={name}": f"{name}{words}" for name, words in {
-        "empty.csv": ":2 | no puzzle",
-        "columns.csv": ":1 | question, answer, rating",
-        "good.csv": " | no puzzle is left | test set", "nowhere.csv": " | No such file",
-        "data": " | Is a directory", "cut.csv.gz": " | cannot be read",
-        **{f"puzzle{i}.csv": f":3 | {words}" for i, words in enumerate(PUZZLES.values())}}.items()},
     CSV + "--test_csv=good.csv": "--train_csv",
     "--size=6": "size must be 9 | not 6",
     "--source=web": "source must be hub, csv or generate | 'web'",
@@ -178,15 +175,32 @@ SUDOKU = {
     MAKE + "--num_train=8 --num_test=4 --output_dir=good.csv/new": "good.csv/new | cannot be written"}
 MAZE_FLAGS = {
     "--train_csv=maze.csv --test_csv=oblong.csv": "oblong.csv:2 | 8 cells | not 2x2",
-    **{f"--test_csv=maze.csv --output_dir=data/new --train_csv={name}": f"{name}{words}"
-       for name, words in {
-        "good.csv": ":2 | 16 cells | not 3x3", "maze.csv": " | no puzzle is left | test set",
-        **{f"maze{i}.csv": f":3 | {words}" for i, words in enumerate(MAZES.values())}}.items()},
     "--source=generate --size=5": "5x5 | 111 steps | min_path",
     "--source=generate --min_path=0": "min_path must be above 0 | not 0"}
-CASES = {(script, flags): words for script, table in ((T, TRAIN), (P, SUDOKU), (M, MAZE_FLAGS))
-         for flags, words in table.items()}
-XLA, TPU = importlib.util.find_spec("torch_xla"), glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
+# training files beside a good test file: the words after the file's name
+SUDOKU_FILES = {
+    "empty.csv": ":2 | no puzzle",
+    "columns.csv": ":1 | question, answer, rating",
+    "good.csv": " | no puzzle is left | test set",
+    "nowhere.csv": " | No such file",
+    "data": " | Is a directory",
+    "cut.csv.gz": " | cannot be read"}
+MAZE_FILES = {
+    "good.csv": ":2 | 16 cells | not 3x3",
+    "maze.csv": " | no puzzle is left | test set"}
+for i, words in enumerate(PUZZLES.values()):
+    SUDOKU_FILES[f"puzzle{i}.csv"] = f":3 | {words}"
+for i, words in enumerate(MAZES.values()):
+    MAZE_FILES[f"maze{i}.csv"] = f":3 | {words}"
+for name, words in SUDOKU_FILES.items():
+    SUDOKU[f"{CSV}--test_csv=good.csv --train_csv={name}"] = name + words
+for name, words in MAZE_FILES.items():
+    MAZE_FLAGS[f"--test_csv=maze.csv --output_dir=data/new --train_csv={name}"] = name + words
+CASES = {}
+for script, table in (T, TRAIN), (P, SUDOKU), (M, MAZE_FLAGS):
+    CASES |= {(script, flags): words for flags, words in table.items()}
+XLA = importlib.util.find_spec("torch_xla")
+TPU = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
 NO_TPU = "no TPU | PJRT_DEVICE=CPU" if XLA else "torch_xla is not installed | pip install"
 # (flag, environment variable): the words, of cases that need a process of train.py
 COMMANDS = {
@@ -203,7 +217,8 @@ def test_wrong_input(case, world, monkeypatch, capfd):
     for variable in ("PJRT_DEVICE", "RANK"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
-    before, module = snapshot(world), {T: train, P: prepare_sudoku, M: prepare_maze}[script]
+    before = snapshot(world)
+    module = {T: train, P: prepare_sudoku, M: prepare_maze}[script]
     with pytest.raises(SystemExit) as stop:
         configurator.start(module.main, module.__file__)
     assert_refused(script, stop.value.code, capfd.readouterr().err, CASES[case], before, snapshot(world))
