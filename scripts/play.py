@@ -10,14 +10,14 @@ listens on 127.0.0.1 only. Its API is JSON, errors are {"error": "..."}:
 
     GET  /api/run                what the model plays
     GET  /api/puzzle?number=7    a test puzzle, from 1, and its answer, null if there are several
-    POST /api/solve              {"question": "2...", "steps": 16, "copies": 4, "noise": 1.0, "seed": 0}
+    POST /api/solve              {"question": "2...", "steps": 16, "attempts": 4, "noise": 1.0, "seed": 0}
 
 /api/solve answers with the request and a warning at once, and another line of JSON after each supervision
-step: lists of the copies' answers, certainties, cells that break a rule, and whether they are solved. All
-copies of the puzzle but the first get normal noise on the latent after each step.
+step: lists of the attempts' answers, certainties, cells that break a rule, and whether they are solved. All
+attempts but the first get normal noise on the latent after each step.
 
 For ARC, questions and answers are grids, [[0, 1], [2, 0]]. A test puzzle also has the name of its task and
-the pairs that demonstrate it; a request to solve has the name, "task". The copies are versions of the task,
+the pairs that demonstrate it; a request to solve has the name, "task". The attempts are versions of the task,
 whose answers are turned and recoloured back; the first one is the original.
 """
 import contextlib
@@ -146,13 +146,13 @@ class Game:
         Raises various errors if the request is not as it must be.
         """
         # numbers that would keep this machine busy for hours
-        for name, most in dict(steps=256, copies=16).items():
+        for name, most in dict(steps=256, attempts=16).items():
             if not 1 <= int(request[name]) <= most:
                 raise UserError(f"{name} must be from 1 to {most}, not {request[name]}")
         # the run's settings, and the request's
         settings = Settings(**vars(self.settings))
         settings.eval_halt_max_steps = int(request["steps"])
-        settings.eval_rollouts = int(request["copies"])
+        settings.eval_rollouts = int(request["attempts"])
         settings.eval_noise = float(request["noise"])
         settings.seed = int(request["seed"])
 
@@ -172,7 +172,7 @@ class Game:
         return itertools.chain([request | {"warning": warning}], steps)
 
     def solve_puzzle(self, settings, question):
-        """Yields the copies' answers after each step; settings: train.py's; question: tokens [1, cells]."""
+        """Yields the attempts' answers after each step; settings: train.py's; question: tokens [1, cells]."""
         keys = evaluate.noise_keys(settings.seed, settings.eval_rollouts, 1)
         for results in self.watch(settings, question, keys):
             answers = results["preds"][:, 0]

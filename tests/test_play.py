@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import play
 import pytest
 from helpers import wait_for
@@ -55,15 +56,16 @@ def ask(server, method, path, body=None):
 @pytest.mark.parametrize("kind", ["sudoku", "maze"])
 def test_the_kept_answer_is_that_of_solve(serve, run_solve, kind):
     game = serve(kind).game
-    request = dict(game.test_puzzle("3"), steps=6, copies=3, noise=0.5, seed=3)
+    request = dict(game.test_puzzle("3"), steps=6, attempts=3, noise=0.5, seed=3)
     status, (first, *lines) = ask(serve(kind), "POST", "/api/solve", json.dumps(request))
     assert (status, first, len(lines)) == (200, request | {"warning": ""}, 6)
-    sure, line, copy = max((sure, i, copy) for i in range(6) for copy, sure in enumerate(lines[i]["sure"]))
+    sure = np.array([line["sure"] for line in lines])
+    line, attempt = np.unravel_index(sure.argmax(), sure.shape)
     flags = "--eval_halt_max_steps=6", "--eval_rollouts=3", "--eval_noise=0.5", "--seed=3"
     text = run_solve(game.path, request["question"], *flags)
-    assert lines[line]["answers"][copy] in text.splitlines()
-    assert f"(step {line + 1}: {sure:.0%} sure; 6 steps, attempt {copy + 1} of 3" in text
-    assert lines[line]["solved"][copy] == ("a solution" in text)
+    assert lines[line]["answers"][attempt] in text.splitlines()
+    assert f"(step {line + 1}: {sure.max():.0%} sure; 6 steps, attempt {attempt + 1} of 3" in text
+    assert lines[line]["solved"][attempt] == ("a solution" in text)
 
 
 def test_one_of_several_right_answers_is_not_shown_as_the_answer(server, monkeypatch):
@@ -73,13 +75,13 @@ def test_one_of_several_right_answers_is_not_shown_as_the_answer(server, monkeyp
     assert server.game.test_puzzle("60")["answer"] is None
 
 
-REQUEST = dict(question="." * 16, steps=256, copies=16, noise=1, seed=0)
+REQUEST = dict(question="." * 16, steps=256, attempts=16, noise=1, seed=0)
 
 
 @pytest.mark.parametrize("request_line, changes, words", [
     ("POST /api/solve", {"steps": "many"}, "invalid literal"),
     ("POST /api/solve", {"steps": 0}, "steps must be from 1 to 256, not 0"),
-    ("POST /api/solve", {"copies": 1_000_000}, "copies must be from 1 to 16, not 1000000"),
+    ("POST /api/solve", {"attempts": 1_000_000}, "attempts must be from 1 to 16, not 1000000"),
     ("POST /api/solve", {"question": "12"}, "has 2 cells, not 4x4"),
     ("POST /api/solve", {"question": "11.............."}, "the puzzle has no solution: row 1, column 1"),
     ("GET /../play.py", {}, "no such page"),
@@ -241,14 +243,14 @@ def test_page_marks_what_is_wrong(browser, server):
     assert len(browser.texts("#board .group")) == len(browser.texts("#board .cell.wrong")) == 1
 
 
-def test_page_thinks_deeper_and_in_copies(browser, server):
+def test_page_thinks_deeper_and_in_attempts(browser, server):
     browser.load(server)
     browser.solve()
     browser.click('input[name=steps][value="16"]')  # one click solves again
     browser.until("!controller && steps.length === 16")
-    browser.click('input[name=copies][value="4"]')
-    browser.until("!controller && request.copies === 4 && steps.length === 16")
-    assert len(browser.texts("#copies .copy")) == len(browser.texts("#curve polyline")) == 4
+    browser.click('input[name=attempts][value="4"]')
+    browser.until("!controller && request.attempts === 4 && steps.length === 16")
+    assert len(browser.texts("#attempts .attempt")) == len(browser.texts("#curve polyline")) == 4
     sure = browser.js("(stop(), steps[1].sure)")
     browser.click("#redraw")
     browser.until("!controller && steps.length === 16 && request.seed === 1")
@@ -292,7 +294,7 @@ def test_page_shows_an_arc_task_and_its_versions_vote_as_in_the_evaluation(brows
     submission = json.loads((arc_folder / "arc/submission.json").read_text())
     [attempts] = submission[puzzle["task"]]
     assert [elected[0], elected[:2][-1]] == [attempts["attempt_1"], attempts["attempt_2"]]
-    assert browser.texts("#copies figcaption")[-1] == "Known answer"
+    assert browser.texts("#attempts figcaption")[-1] == "Known answer"
 
 
 def test_page_edits_the_test_input_of_an_arc_task(browser, arc_server):
