@@ -9,7 +9,8 @@ class Smoothed(model.TRM):
         losses = super().losses(settings, logits, q_halt, labels, solved)
         if self.training:
             given = labels != model.IGNORE_LABEL
-            uniform = -(logits.log_softmax(-1).mean(-1) * given).sum(-1) / given.sum(-1).clamp(min=1)
+            cells = -logits.log_softmax(-1).mean(-1) * given
+            uniform = cells.sum(-1) / given.sum(-1).clamp(min=1)
             losses["loss"] += settings.label_smoothing * (uniform - losses["lm_loss"])
         return losses
 
