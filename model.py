@@ -219,6 +219,7 @@ class TRM(nn.Module):
 
         Returns a SupervisionStep.
         """
+        # the rows of the puzzle embedding are no parameter; a tied parameter has another one's weights
         weights = dict(weights)
         puzzle_rows = weights.pop("puzzle_rows", None)
         weights |= {name: weights[other] for name, other in self.tied.items()}
@@ -256,6 +257,7 @@ class TRM(nn.Module):
 
         All of them are halted, so that the next step gives them new puzzles. dtype: of the state.
         """
+        # the state has the shapes of the first one, whatever a fork puts into it
         with torch.no_grad():
             first = self.first_state(batch_size)
         seq_len = self.config.seq_len
@@ -290,6 +292,7 @@ class TRM(nn.Module):
             answers, confidences = self.solve(torch.from_numpy(np.stack(rows)), steps)
             return [text_of(self.task, answer) for answer in answers], confidences.tolist()
 
+        # tokens
         B, S = question.shape
         if S != self.config.seq_len:
             raise ValueError(f"the question has {S} cells, not {self.config.seq_len}")
@@ -444,6 +447,7 @@ class TRM(nn.Module):
         if "task" not in saved:
             raise ValueError(f"{path} does not say what it solves: scripts/export.py makes a model file of a "
                              "checkpoint of the official code")
+        # build the model, of the size of these puzzles, with the averaged weights
         sizes = dict(saved["model"])
         sizes["seq_len"] = cells or sizes["seq_len"]
         forks = saved.get("forks", {})
@@ -454,12 +458,13 @@ class TRM(nn.Module):
             hint = f"; it was trained with {', '.join(forks)}" if forks else ""
             raise ValueError(f"{path}: {e}{hint}") from None
 
+        # add what the file says; older checkpoints say less
         model.task = saved["task"]
         model.settings = SimpleNamespace(**saved["settings"])
         # answers do not depend on the loss, which may be a fork's
         if model.settings.loss_type not in LOSSES:
             model.settings.loss_type = "softmax_cross_entropy"
-        model.puzzles = saved.get("puzzles", {})  # older checkpoints have none
+        model.puzzles = saved.get("puzzles", {})
         model.forks = forks
         model.step = saved.get("step", 0)
         model.data = saved.get("data", "")
@@ -473,6 +478,7 @@ class FlopCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        # torch has formulas for products of matrices, attention and convolutions
         if func.overloadpacket in flop_registry:
             self.total += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
         return result
@@ -480,9 +486,11 @@ class FlopCounter(TorchDispatchMode):
 
 def step_metrics(labels, answers, q_halt, solved, steps):
     """Returns METRICS of each sequence, {name: float32 [B]}; sequences without labels are left out."""
+    # count the scored cells of each sequence, and the right ones among them
     is_labelled = labels != IGNORE_LABEL
     num_labelled = is_labelled.sum(-1)
     num_correct = (is_labelled & (answers == labels)).sum(-1)
+    # zeros for a sequence without labels
     has_labels = num_labelled > 0
     metrics = dict(
         count=has_labels,
@@ -561,6 +569,7 @@ class SwiGLU(nn.Module):
             up = up_weight.expand(len(x), -1, -1) @ x
             down_weight = self.down_proj.weight.expand(len(x), -1, -1)
             return down_weight @ (F.silu(gate) * up)
+        # along the last dimension one product gives both
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
 

@@ -30,7 +30,7 @@ def main(argv):
     if len(operands) != 2:
         raise UserError("usage: python scripts/export.py MODEL FILE; MODEL is a run's folder or a checkpoint")
     path, target = operands
-    # a new file, of the newest checkpoint of a run's folder
+    # write a new file; read the newest checkpoint of a run's folder
     if os.path.lexists(target) or not os.path.isdir(os.path.dirname(target) or "."):
         raise UserError(f"{target}: must be a new file in a folder that exists")
     path = newest_whole(path, print) if os.path.isdir(path) else path
@@ -55,6 +55,7 @@ def main(argv):
         settings=vars(settings),
         command=f"python train.py {train.differences(settings)}",
     )
+    # a file that is interrupted leaves nothing
     with replacing(target) as f:
         torch.save(content, f)
     print(f"wrote {target}, weights in {settings.forward_dtype}")
