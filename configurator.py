@@ -159,7 +159,8 @@ def end_with_parent():
 
 def split_arguments(script, argv):
     """Splits argv, the arguments of a script that has settings of its own beside train.py's."""
-    OWN_NAMES.update(read_settings(script))
+    own_names = {*read_settings(script), "help"}
+    OWN_NAMES.update(own_names)
 
     # its own flags, train.py's flags and config files, and the rest
     own_flags = []
@@ -167,7 +168,7 @@ def split_arguments(script, argv):
     train_arguments = []
     for argument in argv:
         is_flag = re.match("-.", argument)
-        if is_flag and argument.lstrip("-").partition("=")[0] in OWN_NAMES:
+        if is_flag and argument.lstrip("-").partition("=")[0] in own_names:
             own_flags.append(argument)
         elif is_flag or argument.endswith(".py"):
             train_arguments.append(argument)

@@ -63,7 +63,7 @@ mlp_t = True  # True: an MLP mixes the positions; False: self-attention
 pos_encodings = "none"  # none, rope (attention only) or learned
 puzzle_emb_ndim = 512  # width of the puzzle embedding; 0: none
 puzzle_emb_len = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
-forward_dtype = "bfloat16"  # or float32, float16, auto; where it would be emulated: the fastest that is not
+forward_dtype = "bfloat16"  # or float32, float16, auto; becomes float16 or float32 where it would be emulated
 # halting
 halt_max_steps = 16  # maximum supervision steps of a sequence
 halt_exploration_prob = 0.1  # probability, at each step, that a sequence must first reach a random step

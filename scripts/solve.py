@@ -322,14 +322,15 @@ def choose_model(question):
     problems = []
     for path in sorted(map(os.path.relpath, Path(ROOT, "models").glob("*.pt"))):
         task = models.read_torch_file(path)["task"]
+        problem = "the puzzle has another size"
         try:
             parsed_task, _ = puzzles.parse_question(task, question)
+            if parsed_task == task:
+                print("as a {}x{} {}, {}".format(*task["grid"], task["kind"], path), flush=True)
+                return path
         except UserError as e:
-            problems.append(f"{path}: {e}")
-            continue
-        if parsed_task == task:
-            print("as a {}x{} {}, {}".format(*task["grid"], task["kind"], path), flush=True)
-            return path
+            problem = e
+        problems.append(f"{path}: {problem}")
     raise UserError(f"{question[:20]!r} is no file, and no puzzle for a model: {'; '.join(problems)}")
 
 
