@@ -1,6 +1,7 @@
 # Sudoku-Extreme as the small models of docs/records.md learn 9x9 Sudoku, at the paper's width: trained
-# shallow, tested deep. NOT RUN. 3.0e17 FLOP, and at most 0.5e17 for the final evaluation: at 40% of peak 1.5
-# hours on an RTX 4090, 15 minutes on an H100, 9 on a v5e-8, whose compiler says that it fits (1.2 of 16 GB).
+# with 2 supervision steps, tested with 16. NOT RUN. 3.0e17 FLOP, and at most 0.5e17 for the final evaluation:
+# at 40% of peak 1.5 hours on an RTX 4090, 15 minutes on an H100, 9 on a v5e-8, whose compiler says that it
+# fits (1.2 of 16 GB).
 # Data: python prepare_sudoku.py
 run("sudoku_fast.py")
 out_dir = "out/sudoku_speed"
@@ -13,5 +14,5 @@ eval_patience = 1
 loss_type = "softmax_cross_entropy"
 lr = 1e-3  # 4e-3 at width 128, times 128 / 512
 lr_min_ratio = 0.0
-lr_warmup_steps = 800  # 3% of the run, as there
+lr_warmup_steps = 800  # 3% of the run, as in config/sudoku_cpu.py
 weight_decay = 0.1
