@@ -117,7 +117,9 @@ class StudyRun:
         self.settings = configure(train.__file__, arguments)
         train.check_settings(self.settings)
         self.metrics = os.path.join(self.settings.out_dir, "metrics.jsonl")
-        self.command = [os.path.relpath(train.__file__), *arguments, "--init_from=auto"]
+        if self.settings.init_from == "scratch":
+            arguments.append("--init_from=auto")
+        self.command = [os.path.relpath(train.__file__), *arguments]
 
     def size(self):
         """Returns the run's steps, its parameters, and the FLOPs of its training at the full depth."""

@@ -70,7 +70,8 @@ main() {
     if [[ $1 == train.py ]]; then
       # it refuses a mistyped flag here, before a slice costs money, if this machine has what it imports
       error=$(python3 "$@" --help 2>&1 >/dev/null) || (($? != 2)) || die "${error##*$'\n'}"
-      [[ "$*" == *--init_from=* ]] || set -- "$@" --init_from=auto
+      # a config file or a flag may name another
+      set -- "$1" --init_from=auto "${@:2}"
     fi
   fi
   "$command" "$@"
