@@ -18,6 +18,7 @@ import requests
 from configurator import TransientError, UserError
 from data import Dataset, locked, read_json, replacing
 
+LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt")  # of a run, which go with its checkpoints
 RETRIED = {408, 429, *range(500, 600)}  # statuses of a server that may answer later
 # A VM's metadata server, by number: looking up its name can hang outside Google Cloud.
 METADATA_TOKEN = "http://169.254.169.254/computeMetadata/v1/instance/service-accounts/default/token"
@@ -292,6 +293,10 @@ class Mirror:
             # read the .json first, which proves the .pt complete: both may be deleted during the upload
             description = Path(f"{self.folder}/{newest}.json").read_bytes()
             self.copy_file(newest + ".pt")
+            # a machine that resumes from it repeats none of this; best.pt comes before its line in the log
+            for name in LOGS:
+                with suppress(FileNotFoundError):
+                    self.copy_file(name)
             self.bucket.write(newest + ".json", description)
         for name in self.outdated(self.bucket.list(), newest):
             self.bucket.delete(name)

@@ -18,13 +18,10 @@ from typing import NamedTuple
 
 import torch
 
-from bucket import Bucket, Mirror
+from bucket import LOGS, Bucket, Mirror
 from configurator import TransientError, UserError, missing_forks
 from data import file_hash, read_metrics, replacing
 from model import read_torch_file
-
-# The logs and the best checkpoint, which are copied with a run.
-LOGS = ("metrics.jsonl", "log.txt", "best.pt", "best.json")
 
 
 class Start(NamedTuple):
@@ -86,7 +83,7 @@ class Checkpoints:
         if self.device.rank == 0:
             try:
                 start = self.load(model, total_steps, should_stop)
-            except (UserError, TransientError, OSError, SystemExit) as e:
+            except (Exception, SystemExit) as e:
                 error = e
         # the other ranks need all of it but the state
         error, *known = self.device.all_gather((error, *start[:3]))[0]
@@ -207,16 +204,18 @@ class Checkpoints:
         check_task(state, self.data, file)
         is_averaged = load_weights(model, state["weights"], file)
         self.notes += missing_forks(state.get("forks", {}))
+        # neither needs more than the weights and their average
+        average = {"ema": state["ema"]} if "ema" in state else {}
         if self.settings.eval_only:
             if is_averaged:
                 raise UserError(f"{file} has other puzzle identifiers than {self.data.path}: it can be "
                                 "trained further, but not evaluated (docs/arc.md)")
-            return Start(state.get("step", 0), state=state)
-        # a new run takes the weights and their average, and counts its own steps
+            return Start(state.get("step", 0), state=average)
+        # a new run counts its own steps
         if is_averaged:
             self.notes.append(f"{file} has other puzzle identifiers: all start from the mean of its "
                               "embedding")
-        return Start(state={"ema": state["ema"]} if "ema" in state else {})
+        return Start(state=average)
 
     def take_over(self, bucket):
         """Makes this process the one that trains the run: locks out_dir and writes run.json."""
@@ -275,6 +274,9 @@ class Checkpoints:
         if self.device.rank != 0:
             return
         self.wait()
+        # a stop in an evaluation comes after the checkpoint of the same step, which is whole
+        if name != "best" and self.newest == stem(step):
+            return
         # copy to the host: training changes the original while the thread writes
         state = run.state_dict(step)
         # add what belongs to the run, which a resume checks and goes on with
@@ -288,7 +290,7 @@ class Checkpoints:
         self.writing = self.writer.submit(self.write, name or stem(step), state, metrics)
 
     def save_if_best(self, step, run, metrics):
-        """Saves best.pt if the evaluation in `metrics` is better than the one in best.json."""
+        """Saves best.pt, and waits for it, if the evaluation in `metrics` is better than best.json's."""
         if self.device.rank != 0:
             return
         self.wait()
@@ -298,6 +300,7 @@ class Checkpoints:
             best = description["metrics"]["eval/exact_accuracy"]
         if metrics["eval/exact_accuracy"] > best:
             self.save(step, run, metrics, "best")
+            self.wait()
 
     def write(self, name, state, metrics):
         """Writes a checkpoint, on the thread. Returns False, and logs it, if it cannot be written."""

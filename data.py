@@ -77,7 +77,8 @@ class Dataset:
         self.hint = f"build it again with {self.made_by() or 'the command that made it'}"
         for name, digest in self.manifest["sha256"].items():
             file = f"{path}/{name}"
-            if name.startswith(f"{split}/") and not (os.path.isfile(file) and file_hash(file) == digest):
+            is_own = name.startswith(f"{split}/") or "/" not in name
+            if is_own and not (os.path.isfile(file) and file_hash(file) == digest):
                 raise UserError(f"{file} is missing or does not match manifest.json: {self.hint}")
 
         # what dataset.json says, and the kind of puzzle

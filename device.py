@@ -91,21 +91,19 @@ def open_device(kind, settings):
 class Device:
     """The CPU or a CUDA GPU, alone or under torchrun.
 
-    torch: the torch.device. rank: this replica's number among `world`. local_rank: its number on this host,
-    which has number `host`.
+    torch: the torch.device. rank: this replica's number among `world`. host: the number of its host.
     """
 
     def __init__(self, kind, settings):
         self.kind = kind
         self.rank = 0
         self.world = 1
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.host = int(os.environ.get("GROUP_RANK", 0))
         self.torch = torch.device(kind)
         self.name = platform.machine()
         self.compiles = settings.compile == "on" or settings.compile == "auto" and kind == "cuda"
         if kind == "cuda":
-            self.torch = torch.device("cuda", self.local_rank)
+            self.torch = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             self.name = torch.cuda.get_device_name(self.torch)
             torch.cuda.set_device(self.torch)
             torch.set_float32_matmul_precision("high")  # TF32, for what is not in forward_dtype

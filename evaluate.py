@@ -333,8 +333,7 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         votes = merge_votes(device.all_gather(own_votes))
         values |= vote_values(test, votes)
         if save_to and device.rank == 0:
-            with replacing(f"{settings.out_dir}/submission.json") as f:
-                f.write(json.dumps(submission(test, votes)).encode())
+            save_submission(f"{settings.out_dir}/submission.json", submission(test, votes))
     return values
 
 
@@ -375,6 +374,16 @@ def save_outputs(settings, device, path, indices, arrays, should_stop):
             Bucket(settings.gcs_dir, should_stop).write(os.path.basename(name), Path(name).read_bytes())
     except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
         print(f"{name}: not saved: {e}", file=sys.stderr)
+
+
+def save_submission(path, answers):
+    """Writes ARC's answers. What fails costs a line on stderr, and not the evaluation."""
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with replacing(path) as f:
+            f.write(json.dumps(answers).encode())
+    except OSError as e:
+        print(f"{path}: not saved: {e}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -277,8 +277,9 @@ def train(run, data, test, log, checkpoints, start, total_steps):
             if not evaluation:  # a stop was requested
                 checkpoints.save(step, run, metrics)
                 break
-            log.evaluation(step, evaluation)
+            # the line comes last: a resume does not repeat an evaluation that has one
             checkpoints.save_if_best(step, run, metrics | evaluation)
+            log.evaluation(step, evaluation)
             log.restart_clock(step)
         is_evaluated = False
 
@@ -545,7 +546,10 @@ class Log:
             with open(path, "ab") as f:
                 f.write(line.encode(errors="backslashreplace") + b"\n")
         except OSError as e:
-            print(f"{path}: cannot be written ({e.strerror}); training continues", file=sys.stderr)
+            self.warn(path, e)
+
+    def warn(self, path, error):
+        print(f"{path}: cannot be written ({error.strerror}); training continues", file=sys.stderr)
 
     def header(self, run, data, test, notes):
         """Says what the run is, and on what."""
@@ -582,8 +586,11 @@ class Log:
         first_line = {"step": 0, "run": dict(settings=recipe(vars(settings)), hardware=hardware, **facts)}
         # a killed run may have logged steps past its last checkpoint, which this one repeats
         kept = [line for line in datasets.read_metrics(path) if line["step"] <= self.step]
-        with datasets.replacing(path) as f:
-            f.write("".join(json.dumps(line) + "\n" for line in [first_line, *kept]).encode())
+        try:
+            with datasets.replacing(path) as f:
+                f.write("".join(json.dumps(line) + "\n" for line in [first_line, *kept]).encode())
+        except OSError as e:
+            self.warn(path, e)
         if settings.wandb_log:
             self.wandb = start_wandb(settings, run_id, facts, self.print0)
 
@@ -778,7 +785,7 @@ def check_batch_size(settings, device):
                         f"{device.world} replicas")
     size = settings.micro_batch_size
     if size and share % size:
-        fitting = max(n for n in range(1, size) if share % n == 0)
+        fitting = max(n for n in range(1, share + 1) if n < size and share % n == 0)
         raise UserError(f"micro_batch_size {size} must divide the {share} sequences of a replica: {fitting} "
                         "does, and any other size gives the same result")
 

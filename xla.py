@@ -3,7 +3,6 @@
 A step is traced and compiled once, then replayed: tracing takes the host longer than the step takes a TPU.
 With PJRT_DEVICE=CPU the device is the CPU, and replicas are threads of one process.
 """
-import math
 import os
 import pickle
 import platform
@@ -35,7 +34,6 @@ class XLADevice:
         self.torch = torch_xla.device()
         self.rank = xr.global_ordinal()
         self.world = xr.world_size()
-        self.local_rank = xr.local_ordinal()  # ordinals need not follow the hosts
         self.host = xr.host_index()
         self.threads = self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU"
         # The backward pass stays on this thread. Gradients that another thread still holds when the step ends
@@ -84,7 +82,8 @@ class XLADevice:
         sizes = torch.zeros(self.world)
         sizes[self.rank] = len(content)
         # pickle ignores what follows its end; the table's size takes few values, since each compiles on a TPU
-        width = 4096 * math.ceil(self.all_reduce_cpu(sizes).max() / 4096)
+        # room to spare, since float32 rounds sizes above 2^24
+        width = 4096 * (int(self.all_reduce_cpu(sizes).max()) // 4096 + 1)
         table = torch.zeros(self.world, width)
         table[self.rank, :len(content)] = torch.frombuffer(content, dtype=torch.uint8)
         table = self.all_reduce_cpu(table).byte()

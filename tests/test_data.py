@@ -49,6 +49,14 @@ def test_layout_is_the_official_one(real):
     assert train.made_by().startswith("prepare_sudoku.py --source=csv ")
 
 
+def test_a_dataset_without_its_identifiers_is_refused(real, tmp_path):
+    """ARC's final evaluation needs them."""
+    path = shutil.copytree(real, tmp_path / "copy")
+    os.remove(path / "identifiers.json")
+    with pytest.raises(UserError, match="identifiers.json is missing"):
+        Dataset(path, "test")
+
+
 @pytest.fixture
 def official(real, tmp_path):
     """The same as the official builder writes it: without a manifest, and with integers of 64 bits."""

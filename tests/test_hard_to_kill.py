@@ -32,6 +32,7 @@ from helpers import (
 import train
 from bucket import Bucket, Mirror
 from checkpoint import checkpoint_paths, numbered
+from device import Device
 
 URL = "--gcs_dir=gs://bucket/run"
 FLAGS = [*WHOLE, "--keep_last_n=2", URL]
@@ -264,15 +265,20 @@ def test_a_bucket_that_refuses_is_wrong_input_and_one_that_is_away_is_not(data, 
 
 
 def test_a_checkpoint_that_a_newer_one_overtakes_is_uploaded_whole(front, tmp_path, monkeypatch):
+    """And with what a machine that resumes from it does not repeat."""
     files = [tmp_path / f"ckpt_00000010.{ending}" for ending in ("pt", "json")]
-    for file in files:
+    for file in (*files, tmp_path / "metrics.jsonl", tmp_path / "best.pt"):
         file.touch()
     monkeypatch.setattr(Mirror, "work", lambda self: None)  # copy() is called here instead
     bucket = Bucket("gs://bucket/run")
+    written = []
+    write = bucket.write
+    bucket.write = lambda name, content: written.append(name) or write(name, content)
     mirror = Mirror(tmp_path, bucket, "ckpt_00000010", lambda: None, lambda names, newest: [], print)
     front.script = [lambda: [file.unlink() for file in files]]  # during the first upload
     mirror.copy()
-    assert sorted(bucket.list()) == ["ckpt_00000010.json", "ckpt_00000010.pt"]
+    order = ["ckpt_00000010.pt", "best.pt", "metrics.jsonl", "ckpt_00000010.json"]
+    assert sorted(bucket.list()) == sorted(order) and written == order
 
 
 # Disks.
@@ -309,6 +315,12 @@ def test_a_full_disk_costs_checkpoints_until_keep_last_n_is_lower(data, out, mon
     gc.collect()  # frees the lock of the run that has failed
     run(data, out, *flags, "--keep_last_n=1")
     assert [os.path.basename(path) for path in checkpoint_paths(out)] == ["ckpt_00000060.pt"]
+
+
+def test_a_log_that_cannot_be_rewritten_costs_a_line(data, out, capsys):
+    Path(out, "metrics.jsonl.tmp").mkdir()
+    run(data, out, *AUTO, "--max_steps=45")
+    assert "metrics.jsonl: cannot be written" in capsys.readouterr().err and curve(out)[45]
 
 
 # Several ranks, each as on its own host: what ends one must end all, with the right exit code.
@@ -349,6 +361,15 @@ def two_ranks(data, tmp_path, flags=((), ()), limit=resource.RLIM_INFINITY):
     resource.prlimit(ranks[0].pid, resource.RLIMIT_FSIZE, (limit, limit))
     texts = [rank.output() for rank in ranks]
     return [(rank.returncode, text) for rank, text in zip(ranks, texts)]
+
+
+def test_any_error_of_rank_0_reaches_its_peers(data, out, monkeypatch):
+    sent = []
+    monkeypatch.setattr(Device, "all_gather", lambda self, value: sent.append(value) or [value])
+    Path(out, "run.json").write_text("damaged")
+    with pytest.raises(ValueError):
+        run(data, out, *AUTO)
+    assert isinstance(sent[-1][0], ValueError)
 
 
 @pytest.mark.parametrize("flags, line", [

@@ -73,6 +73,7 @@ def xla_step(rank, folder, argv):
     settings = configurator.configure(train.__file__, argv)
     device = open_device("xla", settings)
     device.choose_dtype(settings.forward_dtype)
+    assert len(device.all_gather(bytes(2 ** 24 - 8))) == device.world  # float32 rounds the size of its pickle
     dataset = Dataset(settings.data_path, "train")
     net = train.new_model(settings, seq_len=16, vocab_size=6, num_puzzle_identifiers=NUM_IDENTIFIERS)
     run = train.Run(settings, net, device)

@@ -25,7 +25,7 @@ from helpers import (
 import configurator
 import evaluate
 import train
-from checkpoint import checkpoint_paths
+from checkpoint import Checkpoints, checkpoint_paths
 
 # A run
 
@@ -88,13 +88,29 @@ def test_a_run_killed_in_its_first_checkpoint_begins_again(data, whole, tmp_path
     check_resume(data, whole[0], out, 0)
 
 
+def writes(seen):
+    """Returns Checkpoints.write with a call of seen(name) before."""
+    write = Checkpoints.write
+    return lambda self, name, *args: seen(name) or write(self, name, *args)
+
+
 def test_a_resume_makes_up_for_an_evaluation_that_was_stopped(data, tmp_path, monkeypatch):
+    names = []
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="3"):
         patch.setattr(evaluate, "evaluate", lambda *args: {})  # as if a stop was requested
-        run(data, tmp_path, *WHOLE)
-    assert last_weights(tmp_path)[0] == 16
+        patch.setattr(Checkpoints, "write", writes(names.append))
+        run(data, tmp_path, *WHOLE, "--checkpoint_interval=8")
+    assert names == ["ckpt_00000008", "ckpt_00000016"]  # the second is not written again
     run(data, tmp_path, *WHOLE, "--init_from=resume")
     assert curve(tmp_path, "eval/puzzles") == {16: 20, 32: 20, 40: 40}
+
+
+def test_a_kill_before_best_pt_is_whole_leaves_no_line_of_its_evaluation(data, tmp_path, monkeypatch):
+    """A resume would not repeat the evaluation."""
+    monkeypatch.setattr(Checkpoints, "write", writes({}.__getitem__))
+    with pytest.raises(KeyError, match="best"):
+        run(data, tmp_path, *WHOLE, "--checkpoint_interval=0")
+    assert not curve(tmp_path, "eval/puzzles")
 
 
 def test_a_resume_names_changed_settings_and_refuses_another_optimizer(data, out):

@@ -14,7 +14,7 @@ from helpers import ROOT, prepare
 
 import prepare_arc
 from data import Dataset
-from evaluate import count_votes, merge_votes, submission, vote_values
+from evaluate import count_votes, merge_votes, save_submission, submission, vote_values
 
 RECORDED = np.load(os.path.join(ROOT, "tests", "data", "arc_votes.npz"))
 OFFICIAL = json.loads(RECORDED["official"].tobytes())
@@ -26,6 +26,11 @@ def folder(tmp_path_factory):
     for name, content in json.loads(RECORDED["tasks"].tobytes()).items():
         (path / f"small_{name}.json").write_text(json.dumps(content))
     return prepare(path / "data", prepare_arc, source=path / "small", num_aug=12)
+
+
+def test_answers_that_cannot_be_written_do_not_cost_the_evaluation(capsys):
+    save_submission("/proc/self/full/submission.json", {})
+    assert "/proc/self/full/submission.json: not saved: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("world", [1, 3])
