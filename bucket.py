@@ -18,7 +18,7 @@ import requests
 from configurator import TransientError, UserError
 from data import Dataset, locked, read_json, replacing
 
-LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt")  # of a run, which go with its checkpoints
+LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt")  # another machine that resumes needs them
 RETRIED = {408, 429, *range(500, 600)}  # statuses of a server that may answer later
 # A VM's metadata server, by number: looking up its name can hang outside Google Cloud.
 METADATA_TOKEN = "http://169.254.169.254/computeMetadata/v1/instance/service-accounts/default/token"

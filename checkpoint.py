@@ -204,7 +204,7 @@ class Checkpoints:
         check_task(state, self.data, file)
         is_averaged = load_weights(model, state["weights"], file)
         self.notes += missing_forks(state.get("forks", {}))
-        # neither needs more than the weights and their average
+        # an evaluation and a new run need only the weights and their average
         average = {"ema": state["ema"]} if "ema" in state else {}
         if self.settings.eval_only:
             if is_averaged:
@@ -275,7 +275,7 @@ class Checkpoints:
             return
         self.wait()
         # a stop in an evaluation comes after the checkpoint of the same step, which is whole
-        if name != "best" and self.newest == stem(step):
+        if not name and self.newest == stem(step):
             return
         # copy to the host: training changes the original while the thread writes
         state = run.state_dict(step)

@@ -117,6 +117,7 @@ class StudyRun:
         self.settings = configure(train.__file__, arguments)
         train.check_settings(self.settings)
         self.metrics = os.path.join(self.settings.out_dir, "metrics.jsonl")
+        # with a FILE, the same command goes on with the run that it has begun
         if self.settings.init_from == "scratch":
             arguments.append("--init_from=auto")
         self.command = [os.path.relpath(train.__file__), *arguments]

@@ -265,7 +265,7 @@ def test_a_bucket_that_refuses_is_wrong_input_and_one_that_is_away_is_not(data, 
 
 
 def test_a_checkpoint_that_a_newer_one_overtakes_is_uploaded_whole(front, tmp_path, monkeypatch):
-    """And with what a machine that resumes from it does not repeat."""
+    """The .json comes last, after what a machine that resumes from it does not repeat."""
     files = [tmp_path / f"ckpt_00000010.{ending}" for ending in ("pt", "json")]
     for file in (*files, tmp_path / "metrics.jsonl", tmp_path / "best.pt"):
         file.touch()

@@ -74,7 +74,6 @@ def test_a_dry_run_prints_the_data_and_the_command_of_each_run_with_a_folder_of_
         "    data/sudoku-6x6-demo",
         "    python train.py config/study/exp01a_h256.py config/demo.py --gcs_dir=gs://bucket/study/ "
         "--out_dir=out/demo/exp01a_h256 --gcs_dir=gs://bucket/study/exp01a_h256 --init_from=auto"]
-    # the same command goes on with a run that begins with a file
     assert "--init_from=auto" not in sweep("--dry_run", "exp01a", "config/demo.py", "--init_from=start.pt")
 
 
