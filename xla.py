@@ -81,8 +81,8 @@ class XLADevice:
         content = bytearray(pickle.dumps(value))
         sizes = torch.zeros(self.world)
         sizes[self.rank] = len(content)
-        # pickle ignores what follows its end; the table's size takes few values, since each compiles on a TPU;
-        # rows have room to spare, since float32 rounds sizes above 2^24
+        # pickle ignores what follows its end; the table's size takes few values: each compiles on a TPU. Rows
+        # have room to spare, since float32 rounds sizes above 2^24.
         width = 4096 * (int(self.all_reduce_cpu(sizes).max()) // 4096 + 1)
         table = torch.zeros(self.world, width)
         table[self.rank, :len(content)] = torch.frombuffer(content, dtype=torch.uint8)
