@@ -30,6 +30,10 @@ from puzzles import IGNORE_LABEL, parse_question, text_of
 METRICS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 LOSS_TERMS = ("loss", "lm_loss", "q_halt_loss")
 
+# Attempts at a puzzle end with an answer that the halting head finds so sure (docs/results.md says why 90%).
+SURE = 0.9
+SURE_LOGIT = math.log(SURE / (1 - SURE))  # q_halt of such an answer
+
 
 # ---------------------------------------------------------------------------------------------------------
 # The recursion (paper, figure 3)
@@ -97,9 +101,8 @@ class TRM(nn.Module):
     config: a TRMConfig. seed: decides the initial weights, which are the same on every device.
     Raises ValueError for sizes that cannot be built.
 
-    A fork replaces methods: first_state, recursion, answer, losses, halts, noisy, supervision_step, and
-    is_solved. Training, evaluations and solve() call them; only training calls halts(), and only evaluations
-    call noisy(). They see parameters in forward_dtype, and buffers in their own dtype; ranks do not
+    A fork replaces methods: first_state, recursion, answer, losses, halts, supervision_step, and is_solved.
+    Training, evaluations and solve() call them; only training calls halts(). They see parameters in forward_dtype, and buffers in their own dtype; ranks do not
     synchronise buffers. self.training is false in evaluations.
     """
     tied = {}  # {name of a parameter: name of the one that takes its place}, for forks
@@ -168,11 +171,6 @@ class TRM(nn.Module):
         # at q_halt > 0, unless exploration asks for more steps
         wants_to_halt = (steps >= settings.halt_max_steps) | (q_halt > 0)
         return wants_to_halt & (steps >= min_halt_steps)
-
-    def noisy(self, state, noise):
-        """Returns the state with noise, for another attempt in an evaluation; noise: of a shape [...]."""
-        z_L = state["z_L"]
-        return state | dict(z_L=z_L + noise(z_L.shape[1:]))
 
     @staticmethod
     def is_solved(inputs, labels, answers):
