@@ -7,6 +7,7 @@ with: training casts the float32 weights once a step.
 Letters in shapes: B sequences, S cells of the puzzle, P positions of the puzzle embedding, L = P + S,
 D hidden_size, D' puzzle_emb_ndim, V vocabulary, N puzzle identifiers.
 """
+import itertools
 import math
 import pickle
 import zipfile
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from puzzles import IGNORE_LABEL, parse_question, text_of
+from puzzles import IGNORE_LABEL, check_attempts, copies, maze_task, parse_question, text_of
 
 # The values of a supervision step, a number for each sequence. The log averages METRICS over the sequences
 # that halt, and LOSS_TERMS over all sequences of a training step. "count" is 1 where the sequence has labels.
@@ -269,13 +270,14 @@ class TRM(nn.Module):
         )
 
     @torch.no_grad()
-    def solve(self, question, steps=16, identifiers=None):
-        """Returns the most confident answer of all supervision steps, and its confidence from 0 to 1.
+    def solve(self, question, steps=16, attempts=1, identifiers=None):
+        """Returns the most confident answer of all steps and attempts, and its confidence from 0 to 1.
 
         Args:
             question: tokens [B, S], for tokens [B, S] and a tensor [B]; or a string of task["symbols"], for a
                 string and a float; or a list of strings, for a list of each.
-            steps: the number of supervision steps.
+            steps: the number of supervision steps of an attempt.
+            attempts: the most attempts at a question, at copies by symmetry, until an answer is SURE.
             identifiers: with tokens, the puzzle identifier of each question [B], for ARC; None: 0 for all.
 
         Raises UserError for a string that is no question of this model, ValueError for another number of
@@ -283,25 +285,45 @@ class TRM(nn.Module):
         """
         # strings: to tokens and back
         if isinstance(question, str):
-            [answer], [confidence] = self.solve([question], steps)
+            [answer], [confidence] = self.solve([question], steps, attempts)
             return answer, confidence
         if isinstance(question, list):
             rows = [parse_question(self.task, text)[1] for text in question]
-            answers, confidences = self.solve(torch.from_numpy(np.stack(rows)), steps)
+            answers, confidences = self.solve(torch.from_numpy(np.stack(rows)), steps, attempts)
             return [text_of(self.task, answer) for answer in answers], confidences.tolist()
 
         # tokens
         B, S = question.shape
         if S != self.config.seq_len:
             raise ValueError(f"the question has {S} cells, not {self.config.seq_len}")
-        # sequences that begin with these questions
         if identifiers is None:
             identifiers = torch.zeros(B)
+        answers, q_halt = self.attempt(question, steps, identifiers)
+        if attempts == 1:
+            return answers.to(question), q_halt.sigmoid()
+
+        # where the answer is not sure, try copies, and turn their answers back
+        check_attempts(self.task, attempts)
+        for i, row in enumerate(question.numpy()):
+            further = copies(self.task, row, 0, i)
+            for symmetries, copy in itertools.islice(further, attempts - 1):
+                if q_halt[i] >= SURE_LOGIT:
+                    break
+                answer, q = self.attempt(torch.from_numpy(copy)[None], steps, identifiers[i:i + 1])
+                if q > q_halt[i]:
+                    q_halt[i] = q
+                    answers[i] = torch.from_numpy(symmetries.undo(answer.numpy()))
+        return answers.to(question), q_halt.sigmoid()
+
+    def attempt(self, question, steps, identifiers):
+        """Returns the answers, int32 [B, S], of the steps where q_halt is highest, and q_halt [B] of these."""
+        # sequences that begin with these questions
         batch = dict(
             inputs=question.int(),
-            labels=torch.full((B, S), IGNORE_LABEL, dtype=torch.int32),
+            labels=torch.full(question.shape, IGNORE_LABEL, dtype=torch.int32),
             puzzle_identifiers=identifiers.int(),
         )
+        B = len(question)
         sequences = take_new_puzzles(self.new_carry(B, torch.float32), batch)
         weights = self.weights()
         if self.prefix:
@@ -315,7 +337,7 @@ class TRM(nn.Module):
             sequences = step.carry
             answers = where(step.q_halt >= best, step.answers, answers)
             best = torch.maximum(step.q_halt, best)
-        return answers.to(question), best.sigmoid()
+        return answers, best
 
     # Weights
 
@@ -458,6 +480,8 @@ class TRM(nn.Module):
 
         # add what the file says; older checkpoints say less
         model.task = saved["task"]
+        if model.task["kind"] == "maze":
+            model.task = maze_task(math.isqrt(sizes["seq_len"]))
         model.settings = SimpleNamespace(**saved["settings"])
         # answers do not depend on the loss, which may be a fork's
         if model.settings.loss_type not in LOSSES:
