@@ -813,7 +813,7 @@ POSITIVE = (
 )
 SHARES = ("halt_exploration_prob", "halt_exploration_prob_end", "lr_min_ratio", "beta1", "beta2", "ema_rate")
 # Arrays that an evaluation can save.
-EVAL_OUTPUTS = ("inputs", "labels", *evaluate.ANSWERS)
+EVAL_OUTPUTS = ("inputs", "labels", "attempts", *evaluate.ANSWERS)
 
 
 def check_settings(settings):

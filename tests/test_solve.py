@@ -55,7 +55,7 @@ def test_a_checkpoint_is_a_model_too(models_folder, solved):
 
 @pytest.mark.parametrize("fork", FORKS[:4], ids=lambda path: Path(path).stem)
 def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data, tmp_path, run_solve, capsys):
-    run(data, tmp_path, *flags_of(fork, "--max_steps=2", "--eval_rollouts=1"))
+    run(data, tmp_path, *flags_of(fork, "--max_steps=2"))
     question = play.Game(str(tmp_path), [fork]).test_puzzle("1")["question"]
     text = run_solve(tmp_path, fork, question, "--eval_halt_max_steps=3")
     answer, _ = models.TRM.load(tmp_path / "ckpt_00000002.pt").solve(question, steps=3)
@@ -148,12 +148,12 @@ def test_without_rules_the_column_answer_judges(run_solve, models_folder, tmp_pa
     assert [row["result"] for row in rows] == list(results.values())
 
 
-def test_mazes_of_any_size_and_attempts_with_noise(run_solve, models_folder, tmp_path):
+def test_mazes_of_any_size_and_attempts(run_solve, models_folder, tmp_path):
     maze = "S #   \n  # # \n ## # \n      \n # ## \n     G"
     (tmp_path / "maze.txt").write_text(maze.replace(" \n", "\n"))  # as editors do
     assert run_solve(models_folder / "maze", tmp_path / "maze.txt") == run_solve(models_folder / "maze", maze)
     larger = "S" + " " * 62 + "G"  # 8x8
-    assert "of 4; " in run_solve(models_folder / "maze", larger, "--eval_rollouts=4", "--eval_noise=0.5")
+    assert "not sure after 4 attempts" in run_solve(models_folder / "maze", larger, "--eval_attempts=4")
 
 
 def test_pictures(run_solve, models_folder, solved, tmp_path):
@@ -175,7 +175,8 @@ def test_pictures(run_solve, models_folder, solved, tmp_path):
     (["maze-data", "." * 16], "maze-data: neither a file nor a folder with"),
     (["sudoku", "." * 16, "--plot=a.jpg"], "a .png or a .gif"),
     (["sudoku", "nowhere.csv"], "nowhere.csv: cannot be read"),
-    (["sudoku", "." * 16, "--eval_rollouts=0"], "eval_rollouts must be"),
+    (["sudoku", "." * 16, "--eval_attempts=0"], "eval_attempts must be"),
+    (["exchange", "." * 6, "--eval_attempts=2"], "eval_attempts=2: no symmetries of this kind"),
     (["sudoku", "1..5............"], "has '5' in row 1, column 4: must be one of '.1234'"),
     (["sudoku", "1.1............."], "the puzzle has no solution: row 1, column 1 breaks a rule"),
     (["maze", "S" + " " * 15], "the puzzle has no solution"),
