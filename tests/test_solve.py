@@ -58,7 +58,7 @@ def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data, tmp_p
     run(data, tmp_path, *flags_of(fork, "--max_steps=2"))
     question = play.Game(str(tmp_path), [fork]).test_puzzle("1")["question"]
     text = run_solve(tmp_path, fork, question, "--eval_halt_max_steps=3")
-    answer, _ = models.TRM.load(tmp_path / "ckpt_00000002.pt").solve(question, steps=3)
+    answer, _ = models.TRM.load(tmp_path / "ckpt_00000002.pt").solve(question, 3, 8)
     assert answer in text.splitlines()
 
     # as in another process, where it warns, or cannot build the model
@@ -116,17 +116,31 @@ def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, models_fo
     questions, answers, labels = evaluation
     results = ["right" if answer == label else "wrong" for answer, label in zip(answers, labels)]
     monkeypatch.setattr(solve, "CELLS_AT_A_TIME", 16 * 7)  # batches of 7 puzzles
-    rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, "question", *questions)
+    run = models_folder / "sudoku"
+    rows = solve_rows(run_solve, run, tmp_path, ["question", *questions], "--eval_attempts=1")
     assert [[row["question"], row["answer"], row["result"]] for row in rows] == list(
         map(list, zip(questions, answers, results)))
     with pytest.raises(UserError, match="b.csv must be a new file"):
-        solve_rows(run_solve, models_folder / "sudoku", tmp_path, "question", *questions)
+        solve_rows(run_solve, run, tmp_path, ["question", *questions])
 
 
-def solve_rows(run_solve, model, folder, *lines):
+def test_attempts_at_a_file_of_puzzles_are_those_of_the_model(run_solve, models_folder, evaluation, tmp_path,
+                                                              monkeypatch):
+    """TRM.load in a notebook and solve.py try the same copies, until the same answers are sure."""
+    monkeypatch.setattr(models, "SURE_LOGIT", -3)
+    monkeypatch.setattr(solve, "CELLS_AT_A_TIME", 16 * 7)
+    questions = evaluation[0][:20]
+    rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, ["question", *questions])
+    answers, sure = TRM.load(models_folder / "model.pt").solve(questions, 4, 8)
+    assert [row["answer"] for row in rows] == answers
+    assert [float(row["certainty"]) for row in rows] == pytest.approx(sure, abs=1e-3)
+    assert len({row["attempts"] for row in rows}) > 2
+
+
+def solve_rows(run_solve, model, folder, lines, *flags):
     """Solves the puzzles in these lines of a CSV file; returns the rows of the output."""
     (folder / "a.csv").write_text("\n".join(lines))
-    text = run_solve(model, folder / "a.csv", f"--output={folder / 'b.csv'}")
+    text = run_solve(model, folder / "a.csv", f"--output={folder / 'b.csv'}", *flags)
     rows = list(csv.DictReader((folder / "b.csv").read_text().splitlines()))
     assert f"{[row['result'] for row in rows].count('right')} of {len(rows)} right (" in text
     return rows
@@ -143,8 +157,8 @@ def test_without_rules_the_column_answer_judges(run_solve, models_folder, tmp_pa
     text = run_solve(models_folder / "exchange", "011\n010")
     assert "\n100101\nnot judged: the rules are not known" in text
     results = {"100101": "right", "?00101": "right", "000101": "wrong", "": "not judged"}
-    lines = [f"011010,{answer}" for answer in results]
-    rows = solve_rows(run_solve, models_folder / "exchange", tmp_path, "question,answer", *lines)
+    lines = ["question,answer", *[f"011010,{answer}" for answer in results]]
+    rows = solve_rows(run_solve, models_folder / "exchange", tmp_path, lines)
     assert [row["result"] for row in rows] == list(results.values())
 
 
