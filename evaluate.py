@@ -22,7 +22,6 @@ from bucket import Bucket
 from configurator import TransientError, UserError
 from data import Progress, replacing
 from puzzles import IGNORE_LABEL, arc
-from puzzles.symmetries import Symmetries, unchanged
 
 SUREST = ("surest_preds", "surest_q_halt_logits", "surest_steps")  # answers of all attempts
 ANSWERS = ("preds", "q_halt_logits", *SUREST)
@@ -171,8 +170,8 @@ class Queue:
         self.indices = indices
         self.waiting = np.arange(len(indices))  # puzzles that wait for an attempt
         self.slots = np.full(evaluator.batch_size, -1)  # the puzzle in each slot; -1: free
-        self.copies = {}  # {puzzle without a sure answer: an iterator of its further copies}
-        self.next_copies = {}  # {puzzle that waits for another attempt: its copy}
+        self.copies = {}  # {puzzle without a sure answer: an iterator of its copies}
+        self.current = {}  # {the same: the symmetry and the copy of its attempt now}
         self.state = evaluator.new_state()
 
         # answers take a byte a cell, since a test set may have a third of a billion cells
@@ -187,7 +186,6 @@ class Queue:
         # slots without a puzzle repeat their last one, zeros at first, and nothing collects the results
         questions = np.zeros((evaluator.batch_size, seq_len), dtype=np.int32)
         self.batch = unlabelled_batch(questions)
-        self.symmetries = unchanged(*questions.shape)  # of each slot's puzzle
 
     def num_unfinished(self):
         """Returns the number of puzzles that wait or run."""
@@ -221,16 +219,10 @@ class Queue:
 
         # the first attempt is at the puzzle itself; the others are at copies, without labels
         batch = self.test.test_batch(self.indices[self.slots[free]])
-        symmetries = unchanged(*batch["inputs"].shape)
         for i, puzzle in enumerate(self.slots[free]):
-            if puzzle in self.next_copies:
-                symmetry, copy = self.next_copies.pop(puzzle)
-                batch["inputs"][i] = copy
+            if puzzle in self.current:
+                _, batch["inputs"][i] = self.current[puzzle]
                 batch["labels"][i] = IGNORE_LABEL
-                symmetries.cells[i] = symmetry.cells
-                symmetries.tokens[i] = symmetry.tokens
-        self.symmetries.cells[free] = symmetries.cells
-        self.symmetries.tokens[free] = symmetries.tokens
         for name, array in batch.items():
             self.batch[name][free] = array
         self.inputs = self.evaluator.inputs(self.weights, self.table, self.batch)
@@ -244,11 +236,13 @@ class Queue:
         puzzle = self.slots[leaving]
         self.slots[leaving] = -1
 
-        # turn the answers back
+        # turn the answers to copies back
         kept = self.results
         new = {name: results[name].cpu().numpy()[leaving] for name in kept if name != "attempts"}
-        symmetries = Symmetries(self.symmetries.cells[leaving], self.symmetries.tokens[leaving])
-        new["surest_preds"] = symmetries.undo(new["surest_preds"])
+        for i, number in enumerate(puzzle):
+            if number in self.current:
+                symmetries, _ = self.current[number]
+                new["surest_preds"][i] = symmetries.undo(new["surest_preds"][i])
 
         # the first attempt counts by itself, and the surest answer of all
         is_first = kept["attempts"][puzzle] == 0
@@ -259,7 +253,7 @@ class Queue:
         kept["attempts"][puzzle] += 1
 
         # try again where that answer is not sure
-        is_sure = kept["surest_q_halt_logits"][puzzle] >= models.SURE_LOGIT
+        is_sure = sigmoid(kept["surest_q_halt_logits"][puzzle]) >= models.SURE
         is_last = kept["attempts"][puzzle] >= self.evaluator.settings.eval_attempts
         for number in puzzle[~is_sure & ~is_last].tolist():
             self.try_again(number)
@@ -273,7 +267,7 @@ class Queue:
             self.copies[puzzle] = puzzles.copies(self.test.task, question, seed, index)
         copy = next(self.copies[puzzle], None)
         if copy:
-            self.next_copies[puzzle] = copy
+            self.current[puzzle] = copy
             self.waiting = np.append(self.waiting, puzzle)
 
 
@@ -408,7 +402,7 @@ def count_votes(test, indices, preds, q_halt):
     """
     versions, members = test.locate(indices)
     groups = test.groups_of(versions)
-    confidences = 1 / (1 + np.exp(-q_halt.astype(np.float64)))
+    confidences = sigmoid(q_halt)
     votes = {}
     columns = versions, groups.tolist(), members.tolist(), preds, confidences.tolist()
     for version, group, member, tokens, confidence in zip(*columns):
@@ -485,3 +479,7 @@ def weights_of(model):
     """Returns a model's weights and its puzzle embedding, for Evaluator.inputs."""
     table = model.puzzle_emb.weights if model.prefix else torch.zeros(1, 1)
     return model.weights(), table
+
+
+def sigmoid(logits):
+    return 1 / (1 + np.exp(-np.float64(logits)))

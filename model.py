@@ -33,7 +33,6 @@ LOSS_TERMS = ("loss", "lm_loss", "q_halt_loss")
 
 # Attempts at a puzzle end with an answer that the halting head finds so sure (docs/results.md says why 90%).
 SURE = 0.9
-SURE_LOGIT = math.log(SURE / (1 - SURE))  # q_halt of such an answer
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -298,32 +297,12 @@ class TRM(nn.Module):
             raise ValueError(f"the question has {S} cells, not {self.config.seq_len}")
         if identifiers is None:
             identifiers = torch.zeros(B)
-        answers, q_halt = self.attempt(question, steps, identifiers)
-        if attempts == 1:
-            return answers.to(question), q_halt.sigmoid()
-
-        # where the answer is not sure, try copies, and turn their answers back
-        check_attempts(self.task, attempts)
-        for i, row in enumerate(question.numpy()):
-            further = copies(self.task, row, 0, i)
-            for symmetries, copy in itertools.islice(further, attempts - 1):
-                if q_halt[i] >= SURE_LOGIT:
-                    break
-                answer, q = self.attempt(torch.from_numpy(copy)[None], steps, identifiers[i:i + 1])
-                if q > q_halt[i]:
-                    q_halt[i] = q
-                    answers[i] = torch.from_numpy(symmetries.undo(answer.numpy()))
-        return answers.to(question), q_halt.sigmoid()
-
-    def attempt(self, question, steps, identifiers):
-        """Returns the answers, int32 [B, S], of the steps where q_halt is highest, and q_halt [B] of these."""
         # sequences that begin with these questions
         batch = dict(
             inputs=question.int(),
-            labels=torch.full(question.shape, IGNORE_LABEL, dtype=torch.int32),
+            labels=torch.full((B, S), IGNORE_LABEL, dtype=torch.int32),
             puzzle_identifiers=identifiers.int(),
         )
-        B = len(question)
         sequences = take_new_puzzles(self.new_carry(B, torch.float32), batch)
         weights = self.weights()
         if self.prefix:
@@ -337,7 +316,23 @@ class TRM(nn.Module):
             sequences = step.carry
             answers = where(step.q_halt >= best, step.answers, answers)
             best = torch.maximum(step.q_halt, best)
-        return answers, best
+        answers = answers.to(question)
+        confidences = best.sigmoid()
+        if attempts == 1:
+            return answers, confidences
+
+        # where it is not sure, try copies one after the other, and turn their answers back
+        check_attempts(self.task, attempts)
+        for i in torch.nonzero(confidences < SURE).flatten().tolist():
+            further = copies(self.task, question[i].numpy(), 0, i)
+            for symmetries, copy in itertools.islice(further, attempts - 1):
+                answer, confidence = self.solve(torch.from_numpy(copy)[None], steps, 1, identifiers[i:i + 1])
+                if confidence > confidences[i]:
+                    confidences[i] = confidence
+                    answers[i] = torch.from_numpy(symmetries.undo(answer.numpy()))
+                if confidence >= SURE:
+                    break
+        return answers, confidences
 
     # Weights
 

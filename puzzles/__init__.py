@@ -38,7 +38,7 @@ SOLVERS = {"sudoku": num_solutions, "maze": num_paths}
 # {kind: a function (task, n, a random generator) that draws n Symmetries}; a task of another kind may
 # describe its own, as prepare_csv.py does
 SYMMETRIES = {"sudoku": sudoku_symmetries, "maze": maze_symmetries}
-DRAWS_IN_VAIN = 32  # without a new copy of a puzzle, after which no more are expected
+DRAWS = 256  # of a puzzle's symmetries, after which no more copies are expected
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -157,12 +157,10 @@ def has_symmetries(task):
 
 def check_attempts(task, attempts):
     """Raises UserError if a task's puzzles cannot be attempted so many times."""
-    if attempts == 1 or has_symmetries(task):
-        return
-    if task["kind"] == "arc":
-        raise UserError(f"eval_attempts={attempts}: the versions of an ARC task are its attempts, and vote")
-    raise UserError(f"eval_attempts={attempts}: no symmetries of this kind of puzzle ({task['kind']!r}) are "
-                    "known; prepare_csv.py --dihedral or --permute_symbols makes a dataset that has them")
+    if attempts > 1 and not has_symmetries(task):
+        raise UserError(f"eval_attempts={attempts}: no symmetries of this kind of puzzle, {task['kind']!r}, "
+                        "are known: prepare_csv.py --dihedral or --permute_symbols makes a dataset that has "
+                        "them; the versions of ARC's tasks vote, eval_versions says how many")
 
 
 def copies(task, question, seed, number):
@@ -179,15 +177,11 @@ def copies(task, question, seed, number):
     rng = np.random.default_rng([seed, number])
     draw = SYMMETRIES.get(task["kind"], described_symmetries)
     made = {question.astype(np.uint8).tobytes()}
-    num_in_vain = 0
-    while num_in_vain < DRAWS_IN_VAIN:
+    for _ in range(DRAWS):
         symmetries = draw(task, 1, rng)
         [copy] = symmetries.apply(question[None])
-        key = copy.astype(np.uint8).tobytes()
-        num_in_vain += 1
-        if key not in made:
-            made.add(key)
-            num_in_vain = 0
+        if copy.tobytes() not in made:
+            made.add(copy.tobytes())
             yield symmetries, copy
 
 

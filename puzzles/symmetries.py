@@ -28,14 +28,13 @@ class Symmetries(NamedTuple):
     """One symmetry or several: a cell of the copy has what another cell of the puzzle has, renamed."""
 
     cells: np.ndarray  # the puzzle's cell that each cell of the copy comes from, [..., cells]
-    tokens: np.ndarray  # what each token becomes, [..., tokens]
+    tokens: np.ndarray  # what each token becomes, uint8 [..., NUM_TOKENS]
 
     def apply(self, boards):
         """Returns the copies of boards, tokens [..., cells]; the leading dimensions broadcast."""
-        shape = np.broadcast_shapes(boards.shape, self.cells.shape)
-        cells = np.broadcast_to(self.cells, shape)
-        moved = np.take_along_axis(np.broadcast_to(boards, shape), cells, axis=-1)
-        tokens = np.broadcast_to(self.tokens, (*shape[:-1], self.tokens.shape[-1]))
+        boards, cells = np.broadcast_arrays(boards, self.cells)
+        moved = np.take_along_axis(boards, cells, axis=-1)
+        tokens = np.broadcast_to(self.tokens, (*moved.shape[:-1], NUM_TOKENS))
         return np.take_along_axis(tokens, moved, axis=-1)
 
     def undo(self, copies):
@@ -44,16 +43,10 @@ class Symmetries(NamedTuple):
         return inverse.apply(copies)
 
 
-def unchanged(n, cells):
-    """Returns n Symmetries of boards with so many cells, which change nothing."""
-    return Symmetries(np.tile(np.arange(cells), (n, 1)), renamings((), (n,), None))
-
-
 def renamings(exchanged, shape, rng):
     """Returns renamings, uint8 [*shape, NUM_TOKENS], in which `exchanged` tokens change places at random."""
     tokens = np.tile(np.arange(NUM_TOKENS, dtype=np.uint8), (*shape, 1))
-    if len(exchanged):
-        tokens[..., exchanged] = rng.permuted(tokens[..., exchanged], axis=-1)
+    tokens[..., exchanged] = rng.permuted(tokens[..., exchanged], axis=-1)
     return tokens
 
 

@@ -38,6 +38,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import solve
 
 import data as datasets
+import evaluate
 import model as models
 import puzzles
 from configurator import Settings, UserError, command, split_arguments
@@ -178,7 +179,7 @@ class Game:
     def solve_puzzle(self, settings, question):
         """Yields a dict after each step of each attempt; settings: train.py's; question: tokens [cells]."""
         steps = solve.watch_attempts(settings, self.model, self.task, question)
-        for attempt, answer, sure in self.alone(steps):
+        for attempt, _, answer, sure in self.alone(steps):
             line = {
                 "attempt": attempt,
                 "answer": puzzles.text_of(self.task, answer),
@@ -212,7 +213,7 @@ class Game:
             answers = []
             for tokens, version in zip(results["preds"], versions):
                 answers.append(arc.undo_version(arc.crop(tokens, data.side), version).tolist())
-            yield {"answers": answers, "sure": solve.sigmoid(results["q_halt_logits"]).tolist()}
+            yield {"answers": answers, "sure": evaluate.sigmoid(results["q_halt_logits"]).tolist()}
         yield {"attempts": len(numbers)}
 
     def alone(self, steps):

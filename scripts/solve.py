@@ -40,7 +40,6 @@ from device import Device
 from puzzles.files import csv_rows
 from puzzles.maze import OPEN
 from puzzles.sudoku import BOXES
-from puzzles.symmetries import unchanged
 
 # output
 steps = False  # show the answers after several supervision steps, and how sure the halting head is
@@ -97,27 +96,23 @@ def watch(settings, model, questions, identifiers=0):
 
 
 def watch_attempts(settings, model, task, question):
-    """Yields (attempt, answer [cells], its certainty) after each step of each attempt, until one is sure.
+    """Yields (attempt, step, answer [cells], certainty) after each step of each attempt, until one is sure.
 
-    question: tokens int32 [cells]. Attempts count from 1; their answers are turned back.
+    question: tokens int32 [cells]. Attempts and steps count from 1; answers are turned back.
     """
     copies = puzzles.copies(task, question, settings.seed, 0)
-    all_copies = itertools.chain([(unchanged(1, len(question)), question)], copies)
-    for attempt, (symmetries, copy) in enumerate(itertools.islice(all_copies, settings.eval_attempts), 1):
-        for results in watch(settings, model, copy[None].astype(np.int32)):
-            [answer] = symmetries.undo(results["preds"])
+    attempts = itertools.chain([(None, question)], copies)
+    for attempt, (symmetries, copy) in enumerate(itertools.islice(attempts, settings.eval_attempts), 1):
+        for step, results in enumerate(watch(settings, model, copy[None].astype(np.int32)), 1):
+            [answer] = symmetries.undo(results["preds"]) if symmetries else results["preds"]
             [logit] = results["q_halt_logits"]
-            yield attempt, answer, sigmoid(logit)
-        if results["surest_q_halt_logits"] >= models.SURE_LOGIT:
+            yield attempt, step, answer, evaluate.sigmoid(logit)
+        if evaluate.sigmoid(results["surest_q_halt_logits"]) >= models.SURE:
             return
 
 
 def new_evaluator(settings, model, batch_size):
     return evaluate.Evaluator(settings, model, Device("cpu", settings), batch_size)
-
-
-def sigmoid(logits):
-    return 1 / (1 + np.exp(-np.float64(logits)))
 
 
 def solve_one(train_settings, model, task, questions, settings, path):
@@ -131,28 +126,27 @@ def solve_one(train_settings, model, task, questions, settings, path):
     """
     [question] = questions
     nothing = question < 0
-    attempts = {}  # {attempt: the question, and the answer of each step, with the cells that break a rule}
-    certainties = {}  # {attempt: those of its answers}
-    for attempt, answer, sure in watch_attempts(train_settings, model, task, question):
-        grids = attempts.setdefault(attempt, [("question", question, nothing)])
-        certainties.setdefault(attempt, []).append(sure)
+    # the question, and after it the answer of each step, with the cells that break a rule
+    grids = [("question", question, nothing)]
+    best = kept = 0
+    for attempt, step, answer, sure in watch_attempts(train_settings, model, task, question):
         judgement = puzzles.judge(task, questions, answer[None])
         broken = judgement.broken[0] if judgement else nothing
-        grids.append((f"step {len(grids)}: {sure:.0%} sure", answer, broken))
+        place = f"attempt {attempt}, step" if attempt > 1 else "step"
+        if sure >= best:
+            best = sure
+            kept = len(grids)
+        grids.append((f"{place} {step}: {sure:.0%} sure", answer, broken))
 
-    # the most confident answer: of equal ones, the last of the first attempt
-    surest = max(certainties, key=lambda attempt: max(certainties[attempt]))
-    grids = attempts[surest]
-    best = max(certainties[surest])
-    step = max(step for step, sure in enumerate(certainties[surest], 1) if sure == best)
-    title, answer, _ = grids[step]
-    shown = grids if settings.steps else [grids[0], grids[step]]
+    # the most confident answer
+    title, answer, _ = grids[kept]
+    shown = grids if settings.steps else [grids[0], grids[kept]]
     print(puzzles.side_by_side(shown, task["symbols"], *task["grid"]))
     print(puzzles.text_of(task, answer))
     verdict = puzzles.verdict(task, question, answer)
-    print(f"{verdict} ({title}; {len(grids) - 1} steps, {attempts_text(len(attempts), best)}; {path})")
+    print(f"{verdict} ({title}; {step} steps, {attempts_text(attempt, best)}; {path})")
     if settings.plot:
-        frames = grids if settings.plot.endswith(".gif") else [grids[step]]
+        frames = grids if settings.plot.endswith(".gif") else [grids[kept]]
         draw(settings.plot, task, question, frames)
 
 
@@ -198,14 +192,15 @@ def solve_file(settings, model, task, questions, known_answers, output):
     judged = judge_answers(task, questions, answers, known_answers)
     for result, count in Counter(judged).items():
         print(f"{count} of {n} {result} ({count / n:.1%})")
-    num_sure = np.count_nonzero(logits >= models.SURE_LOGIT)
+    certainties = evaluate.sigmoid(logits)
+    num_sure = np.count_nonzero(certainties >= models.SURE)
     print(f"{num_sure} answers are {models.SURE:.0%} sure; {attempts.mean():.2f} attempts at a puzzle, "
           f"of up to {settings.eval_attempts}")
     if output:
         lines = zip(
             [puzzles.text_of(task, question) for question in questions],
             [puzzles.text_of(task, answer) for answer in answers],
-            sigmoid(logits).round(4),
+            certainties.round(4),
             attempts,
             steps.astype(int),
             judged,

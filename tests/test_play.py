@@ -68,7 +68,7 @@ def test_the_kept_answer_is_that_of_solve(serve, run_solve, model, number, attem
     i = sure.argmax()
     text = run_solve(game.path, request["question"], "--eval_halt_max_steps=6", "--eval_attempts=3", "--seed=3")
     assert lines[i]["answer"] in text.splitlines()
-    assert f"(step {i % 6 + 1}: {sure.max():.0%} sure; 6 steps, {words}" in text
+    assert f"step {i % 6 + 1}: {sure.max():.0%} sure; 6 steps, {words}" in text
     assert lines[i]["solved"] == ("a solution" in text)
 
 

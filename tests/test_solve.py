@@ -127,7 +127,7 @@ def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, models_fo
 def test_attempts_at_a_file_of_puzzles_are_those_of_the_model(run_solve, models_folder, evaluation, tmp_path,
                                                               monkeypatch):
     """TRM.load in a notebook and solve.py try the same copies, until the same answers are sure."""
-    monkeypatch.setattr(models, "SURE_LOGIT", -3)
+    monkeypatch.setattr(models, "SURE", 0.05)
     monkeypatch.setattr(solve, "CELLS_AT_A_TIME", 16 * 7)
     questions = evaluation[0][:20]
     rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, ["question", *questions])
