@@ -171,7 +171,7 @@ class Queue:
         self.waiting = np.arange(len(indices))  # puzzles that wait for an attempt
         self.slots = np.full(evaluator.batch_size, -1)  # the puzzle in each slot; -1: free
         self.copies = {}  # {puzzle without a sure answer: an iterator of its copies}
-        self.current = {}  # {the same: the symmetry and the copy of its attempt now}
+        self.current = {}  # {the same: the symmetry and the copy of its next attempt}
         self.state = evaluator.new_state()
 
         # answers take a byte a cell, since a test set may have a third of a billion cells
@@ -241,7 +241,7 @@ class Queue:
         new = {name: results[name].cpu().numpy()[leaving] for name in kept if name != "attempts"}
         for i, number in enumerate(puzzle):
             if number in self.current:
-                symmetries, _ = self.current[number]
+                symmetries, _ = self.current.pop(number)
                 new["surest_preds"][i] = symmetries.undo(new["surest_preds"][i])
 
         # the first attempt counts by itself, and the surest answer of all
@@ -255,6 +255,8 @@ class Queue:
         # try again where that answer is not sure
         is_sure = sigmoid(kept["surest_q_halt_logits"][puzzle]) >= models.SURE
         is_last = kept["attempts"][puzzle] >= self.evaluator.settings.eval_attempts
+        for number in puzzle[is_sure | is_last].tolist():
+            self.copies.pop(number, None)
         for number in puzzle[~is_sure & ~is_last].tolist():
             self.try_again(number)
 
