@@ -148,7 +148,6 @@ def evaluation_of(run, path):
     """Returns the state and the inputs of an evaluation's first step."""
     test = datasets.Dataset(path, "test")
     batch = test.test_batch(np.resize(test.subset(run.batch_size, 1), run.batch_size))
-    batch["noise_keys"] = np.ones(run.batch_size, dtype=np.int32)
     return run.evaluator.new_state(), run.evaluator.inputs(*run.eval_weights(), batch)
 
 

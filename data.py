@@ -40,7 +40,7 @@ from puzzles.arc import apply_version, canvas, crop
 FIELDS = ("inputs", "labels", "puzzle_identifiers", "group_indices")
 ARC_INDICES = ("task_indices", "versions")
 INDICES = ("puzzle_indices",)
-ORDER, EXAMPLE, HALT, SUBSET, NOISE = range(5)  # independent random streams of one seed
+ORDER, EXAMPLE, HALT, SUBSET = range(4)  # independent random streams of one seed
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -3,10 +3,10 @@
 A batch has slots, and a slot works on one attempt at one puzzle. After each supervision step a slot keeps the
 last answer and the most confident one so far ("surest": of the step where q_halt was highest). An attempt
 leaves its slot after eval_halt_max_steps, or once its answer has not changed for eval_patience steps; then
-the slot takes the next attempt of the queue. All attempts at a puzzle but the first get noise on the latent.
+the slot takes the next puzzle of the queue. A puzzle without a sure answer waits there for another attempt:
+at a copy of itself by symmetry, whose answer is turned back.
 """
 import json
-import math
 import os
 import sys
 from collections import Counter
@@ -20,11 +20,11 @@ import model as models
 import puzzles
 from bucket import Bucket
 from configurator import TransientError, UserError
-from data import NOISE, Progress, generator, replacing
+from data import Progress, replacing
 from puzzles import IGNORE_LABEL, arc
 
-ANSWERS = ("preds", "q_halt_logits", "surest_preds", "surest_q_halt_logits", "surest_steps")
-BITS_31 = 2 ** 31 - 1  # XLA and torch shift negative numbers differently
+SUREST = ("surest_preds", "surest_q_halt_logits", "surest_steps")  # answers of all attempts
+ANSWERS = ("preds", "q_halt_logits", *SUREST)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class Evaluator:
         Args:
             weights: {name: float32 tensor}, on the device.
             table: the puzzle embedding [N, D'], on the device.
-            batch: what free slots take: inputs and labels [B, S], puzzle_identifiers and noise_keys [B].
+            batch: what free slots take: inputs and labels [B, S], puzzle_identifiers [B].
         """
         return dict(
             batch=self.device.put(batch),
@@ -89,7 +89,7 @@ class Evaluator:
 
         # free slots start on the puzzles of the batch; the loop gets rows of the embedding, never all of it
         sequences = models.take_new_puzzles(state["carry"], inputs["batch"])
-        slots = dict(sequences=sequences, kept=state["kept"], noise_keys=inputs["batch"]["noise_keys"])
+        slots = dict(sequences=sequences, kept=state["kept"])
         if self.model.prefix:
             slots["puzzle_rows"] = inputs["table"][sequences["puzzle_identifiers"]]
         _, results = self.device.for_each_micro_batch(
@@ -107,14 +107,12 @@ class Evaluator:
         step = self.supervision_step(self.settings, weights, slots["sequences"])
         is_new = slots["sequences"]["steps"] == 0
 
-        # keep the answers that count; slots whose answer is final halt, and the others get noise
+        # keep the answers that count; slots whose answer is final halt
         kept = keep_answers(slots["kept"], step, is_new)
         halted = step.carry["steps"] >= self.depth
         if self.settings.eval_patience:
             halted |= kept["repeats"] >= self.settings.eval_patience
         carry = step.carry | dict(halted=halted)
-        if self.settings.eval_rollouts > 1:
-            carry["state"] = self.add_noise(carry, slots["noise_keys"])
 
         values = step.values | kept | dict(q_halt_logits=step.q_halt, halted=halted)
         results = dict(
@@ -122,16 +120,6 @@ class Evaluator:
             values=values,
         )
         return {}, results
-
-    def add_noise(self, carry, keys):
-        """Returns the state of the recursion with noise for all attempts whose key is not 0."""
-        def noise(shape):
-            numbers = normal_noise(keys, carry["steps"], shape)
-            numbers *= self.settings.eval_noise
-            numbers = models.where(keys == 0, torch.zeros_like(numbers), numbers)
-            return numbers.to(self.dtype)
-
-        return self.model.noisy(carry["state"], noise)
 
     def watch(self, weights, table, batch):
         """Yields the results of step() as arrays, after each supervision step of one batch; see inputs()."""
@@ -160,52 +148,56 @@ def keep_answers(kept, step, is_new):
 # A queue of attempts
 
 class Queue:
-    """Solves n puzzles, eval_rollouts times each, on the slots of an Evaluator.
+    """Solves n puzzles on the slots of an Evaluator, in up to eval_attempts attempts each.
 
-    results: {name of ANSWERS, METRICS or LOSS_TERMS: [attempts, n, ...]}, zeros until an attempt leaves.
+    results, {name: [n, ...]}, zeros until a puzzle's first attempt leaves:
+        preds, q_halt_logits, METRICS, LOSS_TERMS: of the first attempt, at the puzzle itself.
+        SUREST: the most confident answer of all attempts, of equals the first.
+        attempts: how many there were.
 
     Args:
         evaluator: an Evaluator.
         weights, table: see Evaluator.inputs.
-        test: a Dataset.
+        test: a Dataset, or an object with its task and test_batch.
         indices: which of its examples [n].
-        keys: noise keys int32 [attempts, n], from noise_keys.
     """
 
-    def __init__(self, evaluator, weights, table, test, indices, keys):
+    def __init__(self, evaluator, weights, table, test, indices):
         self.evaluator = evaluator
         self.weights = weights
         self.table = table
         self.test = test
         self.indices = indices
-        self.keys = keys
-        self.attempts = len(keys)
-        self.waiting = np.arange(keys.size)  # attempt i is at puzzle i // attempts
-        self.slots = np.full(evaluator.batch_size, -1)  # the attempt in each slot; -1: free
+        self.waiting = np.arange(len(indices))  # puzzles that wait for an attempt
+        self.slots = np.full(evaluator.batch_size, -1)  # the puzzle in each slot; -1: free
+        self.copies = {}  # {puzzle without a sure answer: an iterator of its copies}
+        self.current = {}  # {the same: the symmetry and the copy of its next attempt}
         self.state = evaluator.new_state()
-        seq_len = evaluator.model.config.seq_len
 
         # answers take a byte a cell, since a test set may have a third of a billion cells
+        n = len(indices)
+        seq_len = evaluator.model.config.seq_len
         names = (*ANSWERS, *models.METRICS, *models.LOSS_TERMS)
-        self.results = {name: np.zeros(keys.shape, dtype=np.float32) for name in names}
+        self.results = {name: np.zeros(n, dtype=np.float32) for name in names}
         for name in ("preds", "surest_preds"):
-            self.results[name] = np.zeros((*keys.shape, seq_len), dtype=np.uint8)
+            self.results[name] = np.zeros((n, seq_len), dtype=np.uint8)
+        self.results["attempts"] = np.zeros(n, dtype=np.int32)
 
-        # slots without an attempt repeat their last puzzle, zeros at first, and nothing collects the results
+        # slots without a puzzle repeat their last one, zeros at first, and nothing collects the results
         questions = np.zeros((evaluator.batch_size, seq_len), dtype=np.int32)
         self.batch = unlabelled_batch(questions)
 
     def num_unfinished(self):
-        """Returns the number of attempts that wait or run."""
+        """Returns the number of puzzles that wait or run."""
         return len(self.waiting) + np.count_nonzero(self.slots >= 0)
 
     def run(self, should_stop):
         """Runs as many supervision steps as an attempt may take, fewer if the queue is empty before.
 
-        should_stop: a function; once it returns true, no further step begins. Returns the number of attempts
+        should_stop: a function; once it returns true, no further step begins. Returns the number of puzzles
         that have finished.
         """
-        num_finished = 0
+        num_before = self.num_unfinished()
         for step in range(1, self.evaluator.depth + 1):
             if should_stop() or not self.num_unfinished():
                 break
@@ -213,72 +205,81 @@ class Queue:
             results = self.evaluator.program(self.state, self.inputs)
             # without eval_patience all attempts leave together: no result is read before the last step
             if self.evaluator.settings.eval_patience or step == self.evaluator.depth:
-                num_finished += self.collect(results)
-        return num_finished
+                self.collect(results)
+        return num_before - self.num_unfinished()
 
     def fill(self):
-        """Gives the free slots the next attempts, which are inputs of the next step."""
-        # the waiting attempts go into free slots
+        """Gives the free slots the next puzzles, which are inputs of the next step."""
+        # the waiting puzzles go into free slots
         free = np.flatnonzero(self.slots < 0)[:len(self.waiting)]
         if not len(free):
             return
         self.slots[free] = self.waiting[:len(free)]
         self.waiting = self.waiting[len(free):]
 
-        # so do their puzzles and the keys of their noise
-        puzzle, attempt = np.divmod(self.slots[free], self.attempts)
-        batch = self.test.test_batch(self.indices[puzzle])
-        batch["noise_keys"] = self.keys[attempt, puzzle]
+        # the first attempt is at the puzzle itself; the others are at copies, without labels
+        batch = self.test.test_batch(self.indices[self.slots[free]])
+        for i, puzzle in enumerate(self.slots[free]):
+            if puzzle in self.current:
+                _, batch["inputs"][i] = self.current[puzzle]
+                batch["labels"][i] = IGNORE_LABEL
         for name, array in batch.items():
             self.batch[name][free] = array
         self.inputs = self.evaluator.inputs(self.weights, self.table, self.batch)
 
     def collect(self, results):
-        """Keeps the results of the attempts that leave, and frees their slots. Returns their number."""
+        """Keeps the results of the attempts that leave, and lets puzzles without a sure answer wait again."""
         halted = results["halted"].cpu().numpy()
         leaving = np.flatnonzero(halted & (self.slots >= 0))
-        puzzle, attempt = np.divmod(self.slots[leaving], self.attempts)
-        if len(leaving):
-            for name, collected in self.results.items():
-                array = results[name].cpu().numpy()
-                collected[attempt, puzzle] = array[leaving]
+        if not len(leaving):
+            return
+        puzzle = self.slots[leaving]
         self.slots[leaving] = -1
-        return len(leaving)
+
+        # turn the answers to copies back
+        kept = self.results
+        new = {name: results[name].cpu().numpy()[leaving] for name in kept if name != "attempts"}
+        for i, number in enumerate(puzzle):
+            if number in self.current:
+                symmetries, _ = self.current.pop(number)
+                new["surest_preds"][i] = symmetries.undo(new["surest_preds"][i])
+
+        # the first attempt counts by itself, and the surest answer of all
+        is_first = kept["attempts"][puzzle] == 0
+        is_surer = is_first | (new["surest_q_halt_logits"] > kept["surest_q_halt_logits"][puzzle])
+        for name, array in new.items():
+            counts = is_surer if name in SUREST else is_first
+            kept[name][puzzle[counts]] = array[counts]
+        kept["attempts"][puzzle] += 1
+
+        # try again where that answer is not sure
+        is_sure = sigmoid(kept["surest_q_halt_logits"][puzzle]) >= models.SURE
+        is_last = kept["attempts"][puzzle] >= self.evaluator.settings.eval_attempts
+        for number in puzzle[is_sure | is_last].tolist():
+            self.copies.pop(number, None)
+        for number in puzzle[~is_sure & ~is_last].tolist():
+            self.try_again(number)
+
+    def try_again(self, puzzle):
+        """Lets a puzzle wait for an attempt at another copy, if there is one."""
+        if puzzle not in self.copies:
+            index = self.indices[puzzle]
+            [question] = self.test.test_batch([index])["inputs"]
+            seed = self.evaluator.settings.seed
+            self.copies[puzzle] = puzzles.copies(self.test.task, question, seed, index)
+        copy = next(self.copies[puzzle], None)
+        if copy:
+            self.current[puzzle] = copy
+            self.waiting = np.append(self.waiting, puzzle)
 
 
 def unlabelled_batch(questions):
-    """Returns the batch of questions, tokens int32 [n, S], without answers, identifiers and noise."""
+    """Returns the batch of questions, tokens int32 [n, S], without answers and identifiers."""
     return dict(
         inputs=questions,
         labels=np.full_like(questions, IGNORE_LABEL),
         puzzle_identifiers=np.zeros(len(questions), dtype=np.int32),
-        noise_keys=np.zeros(len(questions), dtype=np.int32),
     )
-
-
-def surest_attempts(results):
-    """Returns the attempt with the most confident answer of each puzzle, [...]; of equals, the first.
-
-    results: {name: [attempts, ...]} of a Queue, or of Evaluator.watch for attempts at one puzzle.
-    """
-    return results["surest_q_halt_logits"].argmax(0)
-
-
-def surest_answers(results):
-    """Returns {name of ANSWERS: [n, ...]}, the surest_ ones, of the most confident attempt at each puzzle."""
-    attempts = surest_attempts(results)
-    puzzle = np.arange(len(attempts))
-    names = [name for name in ANSWERS if name.startswith("surest_")]
-    return {name: results[name][attempts, puzzle] for name in names}
-
-
-def noise_keys(seed, attempts, n):
-    """Returns the keys of normal_noise, int32 [attempts, n]; 0, no noise, for the first attempt."""
-    keys = np.zeros((attempts, n), dtype=np.int32)
-    for attempt in range(1, attempts):
-        random = generator(seed, NOISE, attempt)
-        keys[attempt] = random.integers(1, 2 ** 31, n, dtype=np.int32)
-    return keys
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -301,10 +302,8 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
     device = evaluator.device
     own_indices = indices[device.rank::device.world]
 
-    # the noise of a puzzle does not depend on the number of ranks
-    keys = noise_keys(settings.seed, settings.eval_rollouts, len(test))[:, own_indices]
-    queue = Queue(evaluator, weights, table, test, own_indices, keys)
-    progress = Progress(f"{label}, attempts", keys.size)
+    queue = Queue(evaluator, weights, table, test, own_indices)
+    progress = Progress(f"{label}, puzzles", len(own_indices))
 
     # ranks need different numbers of steps: they meet now and then, and leave or stop together
     num_unfinished = 1
@@ -317,16 +316,15 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         if num_stops:
             return {}
 
-    # take the last answer of the first attempt, as in the paper, and the surest answer of all attempts
-    arrays = test.test_batch(own_indices)
-    for name, array in queue.results.items():
-        arrays[name] = array[0]
-    arrays |= surest_answers(queue.results)
+    # the last answer of the first attempt, as in the paper, and the surest answer of all attempts
+    arrays = test.test_batch(own_indices) | queue.results
     if save_to and settings.eval_save_outputs:
         save_outputs(settings, device, save_to, own_indices, arrays, should_stop)
 
     # add up the figures of all ranks, and ARC's votes
-    sums = eval_sums(test, arrays, queue.results)
+    sums = eval_sums(test, arrays)
+    if settings.eval_attempts > 1:
+        sums["attempts"] = int(queue.results["attempts"].sum())
     values = eval_values(device.all_gather(sums))
     if test.task["kind"] == "arc":
         own_votes = count_votes(test, own_indices, arrays["preds"], arrays["q_halt_logits"])
@@ -337,13 +335,13 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
     return values
 
 
-def eval_sums(test, arrays, results):
+def eval_sums(test, arrays):
     """Returns {name: sum over this rank's puzzles} of METRICS, LOSS_TERMS and the judgements of answers."""
     sums = {}
     for name in (*models.METRICS, *models.LOSS_TERMS):
         counted = arrays["count"] * arrays[name]
         sums[name] = float(counted.sum(dtype=np.float64))
-    return sums | puzzles.count_correct(test.task, arrays, results["surest_preds"])
+    return sums | puzzles.count_correct(test.task, arrays)
 
 
 def eval_values(ranks):
@@ -406,7 +404,7 @@ def count_votes(test, indices, preds, q_halt):
     """
     versions, members = test.locate(indices)
     groups = test.groups_of(versions)
-    confidences = 1 / (1 + np.exp(-q_halt.astype(np.float64)))
+    confidences = sigmoid(q_halt)
     votes = {}
     columns = versions, groups.tolist(), members.tolist(), preds, confidences.tolist()
     for version, group, member, tokens, confidence in zip(*columns):
@@ -485,31 +483,5 @@ def weights_of(model):
     return model.weights(), table
 
 
-def normal_noise(keys, steps, shape):
-    """Returns standard normal noise [B, *shape], float32, from integers alone: the same on every device.
-
-    keys, steps: int32 [B], not negative. Each number is a hash of its key, step and position, half of it as
-    radius, half as angle (Box and Muller).
-    """
-    numbers = math.prod(shape)
-    positions = torch.arange(numbers, dtype=torch.int32, device=keys.device)
-    x = hash31(keys)
-    x = hash31((x + steps) & BITS_31)
-    x = x.unsqueeze(-1) + positions
-    x = hash31(x & BITS_31)
-
-    # the upper 16 bits as a uniform number between 0 and 1, the lower 15 as a part of a turn
-    upper = x >> 15
-    lower = x & 0x7FFF
-    uniform = (upper + 0.5) / 2 ** 16
-    angle = lower * (2 * math.pi / 2 ** 15)
-    radius = torch.sqrt(-2 * torch.log(uniform))
-    noise = radius * torch.cos(angle)
-    return noise.view(-1, *shape)
-
-
-def hash31(x):
-    """Returns a hash of integers below 2^31 (lowbias32 of C. Wellons' hash-prospector, cut to 31 bits)."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & BITS_31
-    x = ((x ^ (x >> 15)) * 0x046CA68B) & BITS_31
-    return x ^ (x >> 16)
+def sigmoid(logits):
+    return 1 / (1 + np.exp(-np.float64(logits)))

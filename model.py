@@ -7,6 +7,7 @@ with: training casts the float32 weights once a step.
 Letters in shapes: B sequences, S cells of the puzzle, P positions of the puzzle embedding, L = P + S,
 D hidden_size, D' puzzle_emb_ndim, V vocabulary, N puzzle identifiers.
 """
+import itertools
 import math
 import pickle
 import zipfile
@@ -23,12 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from puzzles import IGNORE_LABEL, parse_question, text_of
+from puzzles import IGNORE_LABEL, check_attempts, copies, maze_task, parse_question, text_of
 
 # The values of a supervision step, a number for each sequence. The log averages METRICS over the sequences
 # that halt, and LOSS_TERMS over all sequences of a training step. "count" is 1 where the sequence has labels.
 METRICS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 LOSS_TERMS = ("loss", "lm_loss", "q_halt_loss")
+
+# Attempts at a puzzle end with an answer that the halting head finds so sure (docs/results.md says why 90%).
+SURE = 0.9
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -97,9 +101,8 @@ class TRM(nn.Module):
     config: a TRMConfig. seed: decides the initial weights, which are the same on every device.
     Raises ValueError for sizes that cannot be built.
 
-    A fork replaces methods: first_state, recursion, answer, losses, halts, noisy, supervision_step, and
-    is_solved. Training, evaluations and solve() call them; only training calls halts(), and only evaluations
-    call noisy(). They see parameters in forward_dtype, and buffers in their own dtype; ranks do not
+    A fork replaces methods: first_state, recursion, answer, losses, halts, supervision_step, and is_solved.
+    Training, evaluations and solve() call them; only training calls halts(). They see parameters in forward_dtype, and buffers in their own dtype; ranks do not
     synchronise buffers. self.training is false in evaluations.
     """
     tied = {}  # {name of a parameter: name of the one that takes its place}, for forks
@@ -168,11 +171,6 @@ class TRM(nn.Module):
         # at q_halt > 0, unless exploration asks for more steps
         wants_to_halt = (steps >= settings.halt_max_steps) | (q_halt > 0)
         return wants_to_halt & (steps >= min_halt_steps)
-
-    def noisy(self, state, noise):
-        """Returns the state with noise, for another attempt in an evaluation; noise: of a shape [...]."""
-        z_L = state["z_L"]
-        return state | dict(z_L=z_L + noise(z_L.shape[1:]))
 
     @staticmethod
     def is_solved(inputs, labels, answers):
@@ -271,13 +269,14 @@ class TRM(nn.Module):
         )
 
     @torch.no_grad()
-    def solve(self, question, steps=16, identifiers=None):
-        """Returns the most confident answer of all supervision steps, and its confidence from 0 to 1.
+    def solve(self, question, steps=16, attempts=1, identifiers=None):
+        """Returns the most confident answer of all steps and attempts, and its confidence from 0 to 1.
 
         Args:
             question: tokens [B, S], for tokens [B, S] and a tensor [B]; or a string of task["symbols"], for a
                 string and a float; or a list of strings, for a list of each.
-            steps: the number of supervision steps.
+            steps: the number of supervision steps of an attempt.
+            attempts: the most attempts at a question, at copies by symmetry, until an answer is SURE.
             identifiers: with tokens, the puzzle identifier of each question [B], for ARC; None: 0 for all.
 
         Raises UserError for a string that is no question of this model, ValueError for another number of
@@ -285,20 +284,20 @@ class TRM(nn.Module):
         """
         # strings: to tokens and back
         if isinstance(question, str):
-            [answer], [confidence] = self.solve([question], steps)
+            [answer], [confidence] = self.solve([question], steps, attempts)
             return answer, confidence
         if isinstance(question, list):
             rows = [parse_question(self.task, text)[1] for text in question]
-            answers, confidences = self.solve(torch.from_numpy(np.stack(rows)), steps)
+            answers, confidences = self.solve(torch.from_numpy(np.stack(rows)), steps, attempts)
             return [text_of(self.task, answer) for answer in answers], confidences.tolist()
 
         # tokens
         B, S = question.shape
         if S != self.config.seq_len:
             raise ValueError(f"the question has {S} cells, not {self.config.seq_len}")
-        # sequences that begin with these questions
         if identifiers is None:
             identifiers = torch.zeros(B)
+        # sequences that begin with these questions
         batch = dict(
             inputs=question.int(),
             labels=torch.full((B, S), IGNORE_LABEL, dtype=torch.int32),
@@ -317,7 +316,23 @@ class TRM(nn.Module):
             sequences = step.carry
             answers = where(step.q_halt >= best, step.answers, answers)
             best = torch.maximum(step.q_halt, best)
-        return answers.to(question), best.sigmoid()
+        answers = answers.to(question)
+        confidences = best.sigmoid()
+        if attempts == 1:
+            return answers, confidences
+
+        # where it is not sure, try copies one after the other, and turn their answers back
+        check_attempts(self.task, attempts)
+        for i in torch.nonzero(confidences < SURE).flatten().tolist():
+            further = copies(self.task, question[i].numpy(), 0, i)
+            for symmetries, copy in itertools.islice(further, attempts - 1):
+                answer, confidence = self.solve(torch.from_numpy(copy)[None], steps, 1, identifiers[i:i + 1])
+                if confidence > confidences[i]:
+                    confidences[i] = confidence
+                    answers[i] = torch.from_numpy(symmetries.undo(answer.numpy()))
+                if confidence >= SURE:
+                    break
+        return answers, confidences
 
     # Weights
 
@@ -460,6 +475,8 @@ class TRM(nn.Module):
 
         # add what the file says; older checkpoints say less
         model.task = saved["task"]
+        if model.task["kind"] == "maze":
+            model.task = maze_task(math.isqrt(sizes["seq_len"]))
         model.settings = SimpleNamespace(**saved["settings"])
         # answers do not depend on the loss, which may be a fork's
         if model.settings.loss_type not in LOSSES:

@@ -15,8 +15,7 @@ import numpy as np
 from configurator import UserError, check_numbers, start
 from puzzles import task_of
 from puzzles.files import csv_rows, drop_test_puzzles, read_puzzles, refuse_existing, write_puzzles
-from puzzles.symmetries import dihedral as dihedral_turns
-from puzzles.symmetries import orbit_keys
+from puzzles.symmetries import Symmetries, exchanged_of, orbit_keys, renamings, turns_of
 
 # files
 train_csv = ""  # training puzzles, .csv or .csv.gz
@@ -59,21 +58,18 @@ def main(settings):
         train = np.delete(train, drawn, axis=1)
 
     # leave out test puzzles, and what a symmetry turns into one
-    turns = np.arange(train.shape[2])[None]
-    if settings.dihedral:
-        turns = dihedral_turns(task["grid"][0])
-    exchanged = exchanged_tokens(settings.permute_symbols, task["symbols"])
+    turns = turns_of(task)
+    exchanged = exchanged_of(task)
     keys_of = functools.partial(orbit_keys, turns=turns, exchanged=exchanged)
     train, left_out = drop_test_puzzles(settings.train_csv, train, test, keys_of)
 
     # write each puzzle before its copies
-    num_examples = 1 + settings.num_aug
+    num_copies = settings.num_aug
     if not exchanged:
-        num_examples = min(num_examples, len(turns))
+        num_copies = min(num_copies, len(turns) - 1)
     copies_of = functools.partial(
-        symmetric_copies, turns=np.resize(turns, (num_examples, turns.shape[1])), exchanged=exchanged,
-        rng=np.random.default_rng([settings.seed, 2]))
-    write_puzzles(settings, __file__, "demo.py", task, train, test, num_examples, copies_of, left_out)
+        symmetric_copies, task=task, num_copies=num_copies, rng=np.random.default_rng([settings.seed, 2]))
+    write_puzzles(settings, __file__, "demo.py", task, train, test, 1 + num_copies, copies_of, left_out)
     return settings.output_dir
 
 
@@ -122,33 +118,30 @@ def new_task(settings, files):
         empty = set().union(*questions) - filled
         symbols = "".join(sorted(empty) + sorted(filled))
     manifest = {"kind": settings.kind, "grid": grid, "symbols": "_" + symbols}
+    for symbol in settings.permute_symbols:
+        if symbol not in symbols:
+            raise UserError(f"permute_symbols={settings.permute_symbols}: {symbol!r} is not in the puzzles")
+    if settings.dihedral or settings.permute_symbols:
+        manifest["symmetries"] = dict(
+            dihedral=settings.dihedral,
+            permute_symbols=settings.permute_symbols,
+        )
     task = task_of(manifest, math.prod(grid), len(symbols) + 1)
     print(f"symbols: {symbols!r}; {symbols[0]!r} is an empty cell")
     return task
 
 
-def exchanged_tokens(characters, symbols):
-    """Returns the tokens of characters that may change places. Raises UserError."""
-    for character in characters:
-        if character not in symbols[1:]:
-            raise UserError(f"permute_symbols={characters}: {character!r} is not in the puzzles")
-    return [symbols.index(character, 1) for character in characters]
+def symmetric_copies(puzzles, task, num_copies, rng):
+    """Returns each puzzle before its copies, [2, n, 1 + num_copies, cells].
 
-
-def symmetric_copies(puzzles, turns, exchanged, rng):
-    """Returns each puzzle before its copies, [2, n, copies, cells].
-
-    Args:
-        puzzles: questions and answers, tokens [2, n, cells].
-        turns: of each copy, as indices [copies, cells].
-        exchanged: tokens that change places at random, but not in the first copy.
-        rng: a random generator.
+    puzzles: questions and answers, tokens [2, n, cells]. The copies go through the turns in order.
     """
-    turned = puzzles[:, :, turns]
-    # exchange tokens at random, in all copies but the first
-    to = np.tile(np.arange(256, dtype=np.uint8), (1, *turned.shape[1:3], 1))
-    to[:, :, 1:, exchanged] = rng.permuted(to[:, :, 1:, exchanged], axis=3)
-    return np.take_along_axis(to, turned, axis=3)
+    turns = turns_of(task)
+    cells = np.resize(turns, (1 + num_copies, turns.shape[1]))[1:]
+    tokens = renamings(exchanged_of(task), (puzzles.shape[1], num_copies), rng)
+    originals = puzzles[:, :, None]
+    copies = Symmetries(cells, tokens).apply(originals)
+    return np.concatenate([originals, copies], axis=2)
 
 
 if __name__ == "__main__":

@@ -58,13 +58,14 @@ def main(settings):
         train, test, left_out = read_both(settings, HUB, functools.partial(read, settings), keys_of)
 
     # write them before their copies
+    task = sudoku_task(size)
     copies_of = functools.partial(
-        sudoku_copies, num_aug=settings.num_aug, size=size, rng=np.random.default_rng([settings.seed, 2]),
+        sudoku_copies, num_aug=settings.num_aug, task=task, rng=np.random.default_rng([settings.seed, 2]),
         test_keys=set(keys_of(test[0])))
     config = "demo.py"
     if size == 9:
         config = "sudoku_cpu.py" if settings.source == "generate" else "sudoku.py"
-    write_puzzles(settings, __file__, config, sudoku_task(size), train, test, settings.num_aug + 1, copies_of,
+    write_puzzles(settings, __file__, config, task, train, test, settings.num_aug + 1, copies_of,
                   left_out)
     return settings.output_dir
 

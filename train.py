@@ -39,6 +39,7 @@ import device as devices
 import evaluate
 import model as models
 import optim
+import puzzles
 from configurator import TransientError, UserError
 
 # data
@@ -90,8 +91,7 @@ eval_final_max_puzzles = 0  # test puzzles in the final evaluation; 0: all
 eval_versions = 0  # versions of each ARC task in evaluations during training; 0: all
 eval_halt_max_steps = 0  # supervision steps in an evaluation; 0: halt_max_steps
 eval_patience = 0  # a puzzle leaves once its answer has not changed for this many steps; 0: never (the paper)
-eval_rollouts = 1  # attempts at each puzzle, all but the first with noise; the surest answer counts
-eval_noise = 1.0  # standard deviation of that noise, added to the latent z_L after each supervision step
+eval_attempts = 1  # most attempts at a puzzle, at copies by symmetry, until an answer is sure; 1: the paper's
 eval_save_outputs = ""  # any of inputs,labels,preds,q_halt_logits,surest_...: saved to out_dir/eval_STEP.npz
 eval_only = False  # run the final evaluation, then stop
 # run
@@ -642,7 +642,9 @@ class Log:
     def evaluation(self, step, values):
         if not self.settings.eval_only:  # metrics.jsonl is the record of the training run
             self.log_metrics(step, values)
-        self.print0(f"step {step} | evaluation: {listed(values)}")
+        attempts = self.settings.eval_attempts
+        which = f" (surest_accuracy: of up to {attempts} attempts, else of the first)" if attempts > 1 else ""
+        self.print0(f"step {step} | evaluation{which}: {listed(values)}")
 
     def close(self):
         """Ends W&B, which can hang: the watchdog then ends the process, whose checkpoints are complete."""
@@ -732,6 +734,7 @@ def replica(settings, kind):
     for name in SIZES:
         if getattr(test, name) != getattr(data, name):
             raise UserError(f"{settings.data_path}: train and test differ in {name}: build it again")
+    puzzles.check_attempts(test.task, settings.eval_attempts)
     model = new_model(settings, **{name: getattr(data, name) for name in SIZES})
     # the length of the run
     total_steps = optim.count_steps(settings, optim.epoch_size(data))
@@ -806,11 +809,11 @@ CHOICES = {
 # Numbers above 0, and numbers from 0 to 1; all others are 0 or more.
 POSITIVE = (
     "global_batch_size", "hidden_size", "num_heads", "expansion", "multiple_of", "L_layers", "H_cycles",
-    "L_cycles", "halt_max_steps", "lr", "eval_rollouts", "keep_last_n", "log_interval",
+    "L_cycles", "halt_max_steps", "lr", "eval_attempts", "keep_last_n", "log_interval",
 )
 SHARES = ("halt_exploration_prob", "halt_exploration_prob_end", "lr_min_ratio", "beta1", "beta2", "ema_rate")
 # Arrays that an evaluation can save.
-EVAL_OUTPUTS = ("inputs", "labels", *evaluate.ANSWERS)
+EVAL_OUTPUTS = ("inputs", "labels", "attempts", *evaluate.ANSWERS)
 
 
 def check_settings(settings):

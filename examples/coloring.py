@@ -46,7 +46,7 @@ def is_solved(inputs, labels, answers):
 
 
 class Coloring(data.Generated):
-    task = {"kind": "coloring", "grid": [4, 5], "symbols": "_.123"}
+    task = {"kind": "coloring", "grid": [4, 5], "symbols": "_.123", "symmetries": {"permute_symbols": "123"}}
     total_groups = 4160  # 1170 steps in the demo's 9 epochs
 
     def draw(self, rng, n, split):

@@ -1,4 +1,4 @@
-"""What a puzzle is: its task, questions and answers as text and as tokens, and the one judge of answers.
+"""What a puzzle is: its task, questions and answers as text and as tokens, its symmetries, and the one judge.
 
 A task is a dict: "kind", "grid" ([rows, columns]) and "symbols", a character for each token (0: padding).
 It stands in a dataset's manifest.json and a checkpoint's state["task"]. Questions and answers are tokens
@@ -14,8 +14,9 @@ import numpy as np
 
 from configurator import UserError
 from puzzles.arc import arc_task
-from puzzles.maze import MAZE, judge_maze, maze_task, num_paths, path_metrics
-from puzzles.sudoku import judge_sudoku, num_solutions, sudoku_task
+from puzzles.maze import MAZE, judge_maze, maze_symmetries, maze_task, num_paths, path_metrics
+from puzzles.sudoku import judge_sudoku, num_solutions, sudoku_symmetries, sudoku_task
+from puzzles.symmetries import described_symmetries
 
 IGNORE_LABEL = -100  # the label of cells that no loss and no metric counts
 
@@ -33,6 +34,11 @@ SEVERAL_ANSWERS = set()
 
 # {kind: a function (questions, rows of the grid) that counts their solutions up to 2}
 SOLVERS = {"sudoku": num_solutions, "maze": num_paths}
+
+# {kind: a function (task, n, a random generator) that draws n Symmetries}; a task of another kind may
+# describe its own, as prepare_csv.py does
+SYMMETRIES = {"sudoku": sudoku_symmetries, "maze": maze_symmetries}
+DRAWS = 256  # of a puzzle's symmetries, after which no more copies are expected
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -61,6 +67,8 @@ def task_of(manifest, seq_len, vocab_size):
         raise UserError(f"symbols {symbols!r} must be {vocab_size}, one for each token, all different")
     if kind in TASKS and task != TASKS[kind](grid[0]):
         raise UserError(f"grid {grid} and symbols {symbols!r} do not fit kind {kind}")
+    if "symmetries" in manifest:
+        task["symmetries"] = manifest["symmetries"]
     return task
 
 
@@ -140,6 +148,44 @@ def place_of(cell, task):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# Symmetries
+
+def has_symmetries(task):
+    """Returns whether copies() can make copies of the task's puzzles."""
+    return task["kind"] in SYMMETRIES or "symmetries" in task
+
+
+def check_attempts(task, attempts):
+    """Raises UserError if a task's puzzles cannot be attempted so many times."""
+    if attempts > 1 and not has_symmetries(task):
+        raise UserError(f"eval_attempts={attempts}: no symmetries of this kind of puzzle, {task['kind']!r}, "
+                        "are known: prepare_csv.py --dihedral or --permute_symbols makes a dataset that has "
+                        "them; the versions of ARC's tasks vote, eval_versions says how many")
+
+
+def copies(task, question, seed, number):
+    """Yields different copies of a puzzle, as (its Symmetries [1, ...], tokens [cells]), until there are no more.
+
+    They follow from (seed, number). No copy is the puzzle itself.
+
+    Args:
+        task: the puzzle's task, which has_symmetries.
+        question: tokens [cells].
+        seed: of the draws.
+        number: the puzzle's, in its dataset or file.
+    """
+    rng = np.random.default_rng([seed, number])
+    draw = SYMMETRIES.get(task["kind"], described_symmetries)
+    made = {question.astype(np.uint8).tobytes()}
+    for _ in range(DRAWS):
+        symmetries = draw(task, 1, rng)
+        [copy] = symmetries.apply(question[None])
+        if copy.tobytes() not in made:
+            made.add(copy.tobytes())
+            yield symmetries, copy
+
+
+# ---------------------------------------------------------------------------------------------------------
 # The judge
 
 class Judgement(NamedTuple):
@@ -190,18 +236,17 @@ def check_questions(task, questions, places):
     return places[most] + "the puzzle has more than one solution" if counts[most] > 1 else ""
 
 
-def count_correct(task, arrays, attempts):
+def count_correct(task, arrays):
     """Returns {name of a metric: how many puzzles}, for evaluations; the names depend on the task alone.
 
-    surest_accuracy counts the surest answers that equal the labels, any_accuracy the puzzles that at least
-    one of several attempts solves so. By the rules, and with the prefix surest_ for the surest answers: kinds
-    with several right answers have valid_accuracy, mazes path_valid and path_optimal.
+    surest_accuracy counts the surest answers that equal the labels. By the rules, and with the prefix surest_
+    for the surest answers: kinds with several right answers have valid_accuracy, mazes path_valid and
+    path_optimal.
 
     Args:
         task: the puzzles' task.
         arrays: inputs, labels, preds, surest_preds, tokens [n, cells]; labels are IGNORE_LABEL where they do
             not count.
-        attempts: the surest answers of each attempt, likewise.
     """
     inputs = arrays["inputs"]
     labels = arrays["labels"]
@@ -215,8 +260,6 @@ def count_correct(task, arrays, attempts):
             correct[prefix + "path_valid"] = valid
             correct[prefix + "path_optimal"] = optimal
     correct["surest_accuracy"] = equal_labels(arrays["surest_preds"], labels)
-    if len(attempts) > 1:
-        correct["any_accuracy"] = np.any([equal_labels(preds, labels) for preds in attempts], axis=0)
     return {name: float(is_correct.sum()) for name, is_correct in correct.items()}
 
 

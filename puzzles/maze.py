@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from puzzles.symmetries import dihedral
+from puzzles.symmetries import described_symmetries, dihedral
 
 MAZE = "_# SGo"  # a symbol for each token
 WALL, OPEN, START, GOAL, PATH = range(1, 6)  # tokens
@@ -185,6 +185,11 @@ def random_cells(squares, rng):
 
 # ---------------------------------------------------------------------------------------------------------
 # Symmetric copies
+
+def maze_symmetries(task, n, rng):
+    """Draws n Symmetries: ways to turn a maze."""
+    return described_symmetries(task | {"symmetries": {"dihedral": True}}, n, rng)
+
 
 def maze_copies(puzzles, num_examples):
     """Returns each maze in the first ways to turn it, [2, n, num_examples, cells], the maze itself first.

@@ -5,6 +5,8 @@ Boards are the official code's tokens [n, cells]: 0 padding, 1 an empty cell, d 
 """
 import numpy as np
 
+from puzzles.symmetries import Symmetries, renamings
+
 SUDOKU = " .123456789"  # a symbol for each token
 EMPTY = 1  # token
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # {rows of a board: rows and columns of a box}
@@ -213,13 +215,13 @@ def shuffled(rng, *shape):
 # ---------------------------------------------------------------------------------------------------------
 # Symmetric copies
 
-def sudoku_copies(puzzles, num_aug, size, rng, test_keys):
+def sudoku_copies(puzzles, num_aug, task, rng, test_keys):
     """Returns each puzzle before its symmetric copies, [2, n, 1 + num_aug, cells].
 
     Args:
         puzzles: questions and answers, [2, n, cells].
         num_aug: copies of each puzzle.
-        size: rows of a board.
+        task: the puzzles' task.
         rng: a random generator.
         test_keys: all test questions, as bytes; a copy that is one of them is made anew.
     """
@@ -227,7 +229,8 @@ def sudoku_copies(puzzles, num_aug, size, rng, test_keys):
     copies = np.empty_like(originals)
     wanted = np.arange(originals.shape[1])
     while wanted.size:
-        copies[:, wanted] = symmetric_sudokus(originals[:, wanted], size, rng)
+        symmetries = sudoku_symmetries(task, len(wanted), rng)
+        copies[:, wanted] = symmetries.apply(originals[:, wanted])
         is_hit = [question.tobytes() in test_keys for question in copies[0]]
         wanted = np.flatnonzero(is_hit)
     _, n, cells = puzzles.shape
@@ -235,14 +238,14 @@ def sudoku_copies(puzzles, num_aug, size, rng, test_keys):
     return np.concatenate([puzzles[:, :, None], copies], axis=2)
 
 
-def symmetric_sudokus(puzzles, size, rng):
-    """Returns a random symmetric copy of each puzzle [2, n, cells].
+def sudoku_symmetries(task, n, rng):
+    """Draws n Symmetries.
 
     As the official builder does, it permutes the digits, the bands, the rows of each band, the stacks and
     the columns of each stack; if boxes are square, it transposes half of the boards.
     """
+    size = task["grid"][0]
     bands, rows, stacks, columns = box_shape(size)
-    n = puzzles.shape[1]
 
     def random_order(groups, members):  # [n, size]: of groups, and of the members of each
         first = shuffled(rng, n, groups) * members
@@ -256,9 +259,7 @@ def symmetric_sudokus(puzzles, size, rng):
     rows_from = random_order(bands, rows) * row_stride
     columns_from = random_order(stacks, columns) * column_stride
     cells_from = rows_from[:, :, None] + columns_from[:, None]
-    moved = np.take_along_axis(puzzles, cells_from.reshape(1, n, size * size), axis=2)
 
     # draw what each digit becomes
-    digits = shuffled(rng, n, size) + 2
-    tokens = np.pad(digits, [(0, 0), (2, 0)], constant_values=EMPTY).astype(np.uint8)
-    return np.take_along_axis(tokens[None], moved, axis=2)
+    digits = range(EMPTY + 1, EMPTY + 1 + size)
+    return Symmetries(cells_from.reshape(n, size * size), renamings(digits, (n,), rng))

@@ -1,5 +1,14 @@
-"""The 8 ways to turn a grid, which mazes, ARC's grids and many other puzzles share."""
+"""Symmetries: what turns a puzzle and its answer into another puzzle and its answer.
+
+A symmetry is an order of the cells and a renaming of the tokens. Copies for training are made by it, and so
+are further attempts at a puzzle (evaluate.py). Mazes, ARC's grids and many other puzzles can be turned in 8
+ways; a version of an ARC task is one of them and a renaming of colours, for grids of any shape.
+"""
+from typing import NamedTuple
+
 import numpy as np
+
+NUM_TOKENS = 256  # of a renaming: as many as a byte holds
 
 # whether rows become columns, then the steps along rows and columns of the result
 TURNS = (
@@ -13,6 +22,53 @@ TURNS = (
     (True, -1, -1),  # transposed along the other diagonal
 )
 WAY_BACK = (0, 3, 2, 1, 4, 5, 6, 7)
+
+
+class Symmetries(NamedTuple):
+    """One symmetry or several: a cell of the copy has what another cell of the puzzle has, renamed."""
+
+    cells: np.ndarray  # the puzzle's cell that each cell of the copy comes from, [..., cells]
+    tokens: np.ndarray  # what each token becomes, uint8 [..., NUM_TOKENS]
+
+    def apply(self, boards):
+        """Returns the copies of boards, tokens [..., cells]; the leading dimensions broadcast."""
+        boards, cells = np.broadcast_arrays(boards, self.cells)
+        moved = np.take_along_axis(boards, cells, axis=-1)
+        tokens = np.broadcast_to(self.tokens, (*moved.shape[:-1], NUM_TOKENS))
+        return np.take_along_axis(tokens, moved, axis=-1)
+
+    def undo(self, copies):
+        """Returns the boards, tokens [..., cells], whose copies these are."""
+        inverse = Symmetries(self.cells.argsort(axis=-1), self.tokens.argsort(axis=-1))
+        return inverse.apply(copies)
+
+
+def renamings(exchanged, shape, rng):
+    """Returns renamings, uint8 [*shape, NUM_TOKENS], in which `exchanged` tokens change places at random."""
+    tokens = np.tile(np.arange(NUM_TOKENS, dtype=np.uint8), (*shape, 1))
+    tokens[..., exchanged] = rng.permuted(tokens[..., exchanged], axis=-1)
+    return tokens
+
+
+def described_symmetries(task, n, rng):
+    """Draws n Symmetries of a task that describes its own, see turns_of and exchanged_of."""
+    turns = turns_of(task)
+    ways = rng.integers(len(turns), size=n)
+    return Symmetries(turns[ways], renamings(exchanged_of(task), (n,), rng))
+
+
+def turns_of(task):
+    """Returns the turns, as indices [m, cells], of a task with {"symmetries": {"dihedral": bool, ...}}."""
+    rows, columns = task["grid"]
+    if task.get("symmetries", {}).get("dihedral"):
+        return dihedral(rows)
+    return np.arange(rows * columns)[None]
+
+
+def exchanged_of(task):
+    """Returns the tokens that may change places, of a task with {"symmetries": {"permute_symbols": text}}."""
+    symbols = task.get("symmetries", {}).get("permute_symbols", "")
+    return [task["symbols"].index(symbol, 1) for symbol in symbols]
 
 
 def turned(grid, way):

@@ -10,15 +10,18 @@ listens on 127.0.0.1 only. Its API is JSON, errors are {"error": "..."}:
 
     GET  /api/run                what the model plays
     GET  /api/puzzle?number=7    a test puzzle, from 1, and its answer, null if there are several
-    POST /api/solve              {"question": "2...", "steps": 16, "attempts": 4, "noise": 1.0, "seed": 0}
+    POST /api/solve              {"question": "2...", "steps": 16, "attempts": 8, "seed": 0}
 
 /api/solve answers with the request and a warning at once, and another line of JSON after each supervision
-step: lists of the attempts' answers, certainties, cells that break a rule, and whether they are solved. All
-attempts but the first get normal noise on the latent after each step.
+step of each attempt: {"attempt": 1, "answer": "21...", "sure": 0.6, "broken": [3, 7], "solved": false}, where
+the last two are missing if the rules are not known. Attempts after the first are at copies by symmetry, which
+follow from the seed; their answers are turned back. They end once an answer is as sure as /api/run says. The
+last line, {"attempts": 2}, says how many there were.
 
 For ARC, questions and answers are grids, [[0, 1], [2, 0]]. A test puzzle also has the name of its task and
 the pairs that demonstrate it; a request to solve has the name, "task". The attempts are versions of the task,
-whose answers are turned and recoloured back; the first one is the original.
+the original first, which run side by side: a line has the lists "answers", turned and recoloured back, and
+"sure".
 """
 import contextlib
 import itertools
@@ -36,6 +39,7 @@ import solve
 
 import data as datasets
 import evaluate
+import model as models
 import puzzles
 from configurator import Settings, UserError, command, split_arguments
 from puzzles import arc
@@ -103,7 +107,8 @@ class Game:
             "grid": self.task["grid"],
             "symbols": self.task["symbols"][1:],
             "depth": self.settings.eval_halt_max_steps or self.settings.halt_max_steps,
-            "noise": self.settings.eval_noise,
+            "attempts": self.settings.eval_attempts,
+            "sure": models.SURE,
             "parameters": self.model.num_parameters(),
             "training_step": self.model.step,
             "puzzles": len(self.puzzles),
@@ -141,7 +146,7 @@ class Game:
         }
 
     def solve(self, request):
-        """Returns an iterator of dicts for the page: the request and a warning, then one after each step.
+        """Returns an iterator of dicts for the page, the lines of /api/solve.
 
         Raises various errors if the request is not as it must be.
         """
@@ -152,8 +157,7 @@ class Game:
         # the run's settings, and the request's
         settings = Settings(**vars(self.settings))
         settings.eval_halt_max_steps = int(request["steps"])
-        settings.eval_rollouts = int(request["attempts"])
-        settings.eval_noise = float(request["noise"])
+        settings.eval_attempts = int(request["attempts"])
         settings.seed = int(request["seed"])
 
         # a question is a grid, or as many cells as the model takes
@@ -167,53 +171,55 @@ class Game:
             task, tokens = puzzles.parse_question(self.task, request["question"])
             if task != self.task:
                 raise UserError(f"the question has {tokens.size} cells, not {self.model.config.seq_len}")
+            puzzles.check_attempts(task, settings.eval_attempts)
             warning = puzzles.check_questions(task, tokens[None], [""])
-            steps = self.solve_puzzle(settings, tokens[None])
+            steps = self.solve_puzzle(settings, tokens)
         return itertools.chain([request | {"warning": warning}], steps)
 
     def solve_puzzle(self, settings, question):
-        """Yields the attempts' answers after each step; settings: train.py's; question: tokens [1, cells]."""
-        keys = evaluate.noise_keys(settings.seed, settings.eval_rollouts, 1)
-        for results in self.watch(settings, question, keys):
-            answers = results["preds"][:, 0]
+        """Yields a dict after each step of each attempt; settings: train.py's; question: tokens [cells]."""
+        steps = solve.watch_attempts(settings, self.model, self.task, question)
+        for attempt, _, answer, sure in self.alone(steps):
             line = {
-                "answers": [puzzles.text_of(self.task, answer) for answer in answers],
-                "sure": solve.sigmoid(results["q_halt_logits"][:, 0]).tolist(),
+                "attempt": attempt,
+                "answer": puzzles.text_of(self.task, answer),
+                "sure": float(sure),
             }
             # by the rules, if they are known
-            judgement = puzzles.judge(self.task, question, answers)
+            judgement = puzzles.judge(self.task, question[None], answer[None])
             if judgement:
-                line["broken"] = [np.flatnonzero(cells).tolist() for cells in judgement.broken]
-                line["solved"] = judgement.solved.tolist()
+                line["broken"] = np.flatnonzero(judgement.broken).tolist()
+                line["solved"] = bool(judgement.solved)
             yield line
+        yield {"attempts": attempt}
 
     def solve_arc(self, settings, group, grid):
         """Yields the answers to a task's versions after each step.
 
         Args:
-            settings: train.py's settings; eval_rollouts says how many versions of the task vote.
+            settings: train.py's settings; eval_attempts says how many versions of the task vote.
             group: the task's number in the dataset.
             grid: its test input.
         """
         # each version of the task is a puzzle of one batch, and the first one is the original
         data = self.train_data
-        numbers = range(*data.group_indices[group:group + 2])[:settings.eval_rollouts]
+        numbers = range(*data.group_indices[group:group + 2])[:settings.eval_attempts]
         versions = data.versions[numbers]
         canvases = [arc.canvas(arc.apply_version(grid, version), data.side) for version in versions]
         questions = np.int32(canvases).reshape(len(numbers), -1)
-        keys = evaluate.noise_keys(settings.seed, 1, len(numbers))
         identifiers = data.puzzle_identifiers[numbers]
-        for results in self.watch(settings, questions, keys, identifiers):
+        for results in self.alone(solve.watch(settings, self.model, questions, identifiers)):
             # the answers, turned and recoloured back
             answers = []
-            for tokens, version in zip(results["preds"][0], versions):
+            for tokens, version in zip(results["preds"], versions):
                 answers.append(arc.undo_version(arc.crop(tokens, data.side), version).tolist())
-            yield {"answers": answers, "sure": solve.sigmoid(results["q_halt_logits"][0]).tolist()}
+            yield {"answers": answers, "sure": evaluate.sigmoid(results["q_halt_logits"]).tolist()}
+        yield {"attempts": len(numbers)}
 
-    def watch(self, settings, *arguments):
-        """Yields what solve.watch does, while no other request uses the model."""
+    def alone(self, steps):
+        """Yields what an iterator does, while no other request uses the model."""
         with self.lock:
-            yield from solve.watch(settings, self.model, *arguments)
+            yield from steps
 
 
 # ---------------------------------------------------------------------------------------------------------

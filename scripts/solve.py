@@ -3,7 +3,7 @@
     python scripts/solve.py 2.....4...6.....156....2..3.5.......      by the smallest of models/ for this size
     python scripts/solve.py out/demo puzzle.txt                        by the newest checkpoint of a run
     python scripts/solve.py out/maze/best.pt maze.txt --steps --eval_halt_max_steps=64
-    python scripts/solve.py out/demo puzzles.csv --output=answers.csv --eval_rollouts=8
+    python scripts/solve.py out/demo puzzles.csv --output=answers.csv --eval_attempts=1
     python scripts/solve.py out/fork fork.py puzzle.txt --plot=answer.gif     a model that fork.py trained
 
 A puzzle is a text or a file, in one line or in several. A Sudoku has digits with . or 0 for an empty cell, a
@@ -11,17 +11,19 @@ maze "# SG" (wall, open, start, goal), others the symbols of their dataset. A pu
 be in a file. A .csv file, also .gz, has a puzzle a row, in the column question. Rules judge the answers;
 where no rules are known, the column answer does.
 
-The script keeps the most confident answer: of all supervision steps, and of several attempts with noise
-(eval_rollouts). The model is a file of export.py, a run's folder or a checkpoint. It says what it solves and
+The script keeps the most confident answer of all supervision steps. As long as it is not sure, it tries
+copies of the puzzle by symmetry and turns the answer back, up to 8 attempts (eval_attempts). The model is a file of export.py, a run's folder or a checkpoint. It says what it solves and
 how it is evaluated; train.py's config files and flags change that, eval_halt_max_steps the number of steps.
 It runs on the CPU in float32, with averaged weights, at full depth. export.py makes a model file of a
 checkpoint of the official code. play.py shows ARC's tasks.
 """
 import csv
+import itertools
 import os
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,8 +44,10 @@ from puzzles.sudoku import BOXES
 # output
 steps = False  # show the answers after several supervision steps, and how sure the halting head is
 plot = ""  # draw them: FILE.png, or FILE.gif with a frame for each step; needs matplotlib
-output = ""  # write the answers of a .csv to this new .csv: question, answer, certainty, step, result
+output = ""  # write the answers of a .csv to this new .csv: question, answer, certainty, attempts, step, result
 
+ATTEMPTS = 8  # at most, unless --eval_attempts says otherwise
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 CELLS_AT_A_TIME = 5_000  # in a batch: 61 Sudokus of 9x9 or 5 mazes of 30x30
 
 
@@ -76,26 +80,39 @@ def main(argv):
 # ---------------------------------------------------------------------------------------------------------
 # Solving
 
-def watch(settings, model, questions, keys, identifiers=0):
-    """Yields the results of evaluate.Evaluator.step, {name: [attempts, n, ...]}, after each supervision step.
+def watch(settings, model, questions, identifiers=0):
+    """Yields the results of evaluate.Evaluator.step, {name: [n, ...]}, after each supervision step.
 
     Args:
         settings: train.py's settings.
         model: a TRM on the CPU.
         questions: tokens int32 [n, cells].
-        keys: the noise of each attempt, int32 [attempts, n], see evaluate.noise_keys.
-        identifiers: puzzle identifiers [n], for ARC and a single attempt; 0: all have identifier 0.
+        identifiers: puzzle identifiers [n], for ARC; 0: all have identifier 0.
     """
-    evaluator = evaluate.Evaluator(settings, model, Device("cpu", settings), keys.size)
-    batch = evaluate.unlabelled_batch(np.tile(questions, (len(keys), 1)))
+    evaluator = new_evaluator(settings, model, len(questions))
+    batch = evaluate.unlabelled_batch(questions)
     batch["puzzle_identifiers"][:] = identifiers
-    batch["noise_keys"] = keys.ravel()
-    for results in evaluator.watch(*evaluate.weights_of(model), batch):
-        yield {name: array.reshape(*keys.shape, *array.shape[1:]) for name, array in results.items()}
+    return evaluator.watch(*evaluate.weights_of(model), batch)
 
 
-def sigmoid(logits):
-    return 1 / (1 + np.exp(-np.float64(logits)))
+def watch_attempts(settings, model, task, question):
+    """Yields (attempt, step, answer [cells], certainty) after each step of each attempt, until one is sure.
+
+    question: tokens int32 [cells]. Attempts and steps count from 1; answers are turned back.
+    """
+    copies = puzzles.copies(task, question, settings.seed, 0)
+    attempts = itertools.chain([(None, question)], copies)
+    for attempt, (symmetries, copy) in enumerate(itertools.islice(attempts, settings.eval_attempts), 1):
+        for step, results in enumerate(watch(settings, model, copy[None].astype(np.int32)), 1):
+            [answer] = symmetries.undo(results["preds"]) if symmetries else results["preds"]
+            [logit] = results["q_halt_logits"]
+            yield attempt, step, answer, evaluate.sigmoid(logit)
+        if evaluate.sigmoid(results["surest_q_halt_logits"]) >= models.SURE:
+            return
+
+
+def new_evaluator(settings, model, batch_size):
+    return evaluate.Evaluator(settings, model, Device("cpu", settings), batch_size)
 
 
 def solve_one(train_settings, model, task, questions, settings, path):
@@ -107,21 +124,19 @@ def solve_one(train_settings, model, task, questions, settings, path):
         task: the question's task.
         questions: the tokens of one, int32 [1, cells].
     """
-    keys = evaluate.noise_keys(train_settings.seed, train_settings.eval_rollouts, 1)
-    results = list(watch(train_settings, model, questions, keys))
-    [attempt] = evaluate.surest_attempts(results[-1])
-    kept = results[-1]["surest_steps"][attempt, 0]
-
-    # the question, and after it the answer of each step, with the cells that break a rule
     [question] = questions
     nothing = question < 0
+    # the question, and after it the answer of each step, with the cells that break a rule
     grids = [("question", question, nothing)]
-    for result in results:
-        [answer] = result["preds"][attempt]
-        [logit] = result["q_halt_logits"][attempt]
+    best = kept = 0
+    for attempt, step, answer, sure in watch_attempts(train_settings, model, task, question):
         judgement = puzzles.judge(task, questions, answer[None])
         broken = judgement.broken[0] if judgement else nothing
-        grids.append((f"step {len(grids)}: {sigmoid(logit):.0%} sure", answer, broken))
+        place = f"attempt {attempt}, step" if attempt > 1 else "step"
+        if sure >= best:
+            best = sure
+            kept = len(grids)
+        grids.append((f"{place} {step}: {sure:.0%} sure", answer, broken))
 
     # the most confident answer
     title, answer, _ = grids[kept]
@@ -129,10 +144,28 @@ def solve_one(train_settings, model, task, questions, settings, path):
     print(puzzles.side_by_side(shown, task["symbols"], *task["grid"]))
     print(puzzles.text_of(task, answer))
     verdict = puzzles.verdict(task, question, answer)
-    print(f"{verdict} ({title}; {len(results)} steps, attempt {attempt + 1} of {len(keys)}; {path})")
+    print(f"{verdict} ({title}; {step} steps, {attempts_text(attempt, best)}; {path})")
     if settings.plot:
         frames = grids if settings.plot.endswith(".gif") else [grids[kept]]
         draw(settings.plot, task, question, frames)
+
+
+def attempts_text(attempts, sure):
+    """Returns in words how the attempts ended, the most certain answer being `sure`."""
+    if sure < models.SURE:
+        return f"not sure after {attempts} attempt{'s' * (attempts > 1)}"
+    ordinal = ORDINALS[attempts - 1] if attempts <= len(ORDINALS) else f"{attempts}th"
+    return f"sure at the {ordinal} attempt"
+
+
+class Questions(NamedTuple):
+    """Puzzles as evaluate.Queue takes them."""
+
+    task: dict
+    tokens: np.ndarray  # int32 [n, cells]
+
+    def test_batch(self, indices):
+        return evaluate.unlabelled_batch(self.tokens[indices])
 
 
 def solve_file(settings, model, task, questions, known_answers, output):
@@ -147,29 +180,34 @@ def solve_file(settings, model, task, questions, known_answers, output):
         output: path of the file, "" for none.
     """
     n, cells = questions.shape
-    keys = evaluate.noise_keys(settings.seed, settings.eval_rollouts, n)
-    size = max(1, CELLS_AT_A_TIME // cells // len(keys))
+    evaluator = new_evaluator(settings, model, min(n, max(1, CELLS_AT_A_TIME // cells)))
+    data = Questions(task, questions)
+    queue = evaluate.Queue(evaluator, *evaluate.weights_of(model), data, np.arange(n))
     progress = Progress("solving", n)
-    lines = []
-    for first in range(0, n, size):
-        batch = slice(first, first + size)
-        *_, results = watch(settings, model, questions[batch], keys[:, batch])
-        answers, logits, steps = evaluate.surest_answers(results).values()
-        lines += zip(
-            [puzzles.text_of(task, question) for question in questions[batch]],
-            [puzzles.text_of(task, answer) for answer in answers],
-            sigmoid(logits).round(4),
-            steps,
-            judge_answers(task, questions[batch], answers, known_answers[batch]),
-        )
-        progress.add(len(answers))
+    while queue.num_unfinished():
+        progress.add(queue.run(lambda: False))
 
-    for result, count in Counter(result for *_, result in lines).items():
+    answers, logits, steps = (queue.results[name] for name in evaluate.SUREST)
+    attempts = queue.results["attempts"]
+    judged = judge_answers(task, questions, answers, known_answers)
+    for result, count in Counter(judged).items():
         print(f"{count} of {n} {result} ({count / n:.1%})")
+    certainties = evaluate.sigmoid(logits)
+    num_sure = np.count_nonzero(certainties >= models.SURE)
+    print(f"{num_sure} answers are {models.SURE:.0%} sure; {attempts.mean():.2f} attempts at a puzzle, "
+          f"of up to {settings.eval_attempts}")
     if output:
+        lines = zip(
+            [puzzles.text_of(task, question) for question in questions],
+            [puzzles.text_of(task, answer) for answer in answers],
+            certainties.round(4),
+            attempts,
+            steps.astype(int),
+            judged,
+        )
         with open(output, "w", encoding="utf-8", newline="") as f:
             writer = csv.writer(f, lineterminator="\n")
-            writer.writerow(["question", "answer", "certainty", "step", "result"])
+            writer.writerow(["question", "answer", "certainty", "attempts", "step", "result"])
             writer.writerows(lines)
 
 
@@ -308,8 +346,10 @@ def load(path, train_arguments, cells=0):
     # nothing is optimized here, and the optimizer may be a fork's
     saved = train.recipe(vars(model.settings))
     saved.pop("optimizer")
+    saved["eval_attempts"] = ATTEMPTS if puzzles.has_symmetries(model.task) else 1
     settings = configure(train.__file__, train_arguments, saved)
     train.check_settings(settings)
+    puzzles.check_attempts(model.task, settings.eval_attempts)
     # as TRM.solve does it, and all steps of all puzzles
     settings.forward_dtype = "float32"
     settings.micro_batch_size = 0

@@ -117,5 +117,5 @@ def test_path_metrics():
         assert list(zip(valid, optimal)) == list(ANSWERS.values())
     assert np.flatnonzero(judge(maze_task(5), question[None], answers).solved).tolist() == [0, 1]
     arrays = dict(inputs=question[None], labels=label[None], preds=answers, surest_preds=answers[:3])
-    assert count_correct(maze_task(5), arrays, [answers]) == dict(
+    assert count_correct(maze_task(5), arrays) == dict(
         path_valid=4, path_optimal=3, surest_path_valid=3, surest_path_optimal=2, surest_accuracy=1)

@@ -113,9 +113,7 @@ class Replay:
         evaluator = self.run.evaluator
         state = evaluator.new_state()
         state["carry"] = self.carry("eval/carry/", k)
-        batch = self.batch(0)
-        batch["noise_keys"] = np.zeros(len(batch["inputs"]), dtype=np.int32)
-        results = evaluator.program(state, evaluator.inputs(*self.run.eval_weights(), batch))
+        results = evaluator.program(state, evaluator.inputs(*self.run.eval_weights(), self.batch(0)))
         results = {name: t.cpu().numpy() for name, t in results.items()}
         values = {"eval/" + name: results[name] for name in ("preds", "q_halt_logits")}
         ranks = self.run.device.all_gather({name: results[name].sum() for name in SUMS})

@@ -15,7 +15,7 @@ import time
 import numpy as np
 import play
 import pytest
-from helpers import wait_for
+from helpers import ROOT, wait_for
 
 import puzzles
 from configurator import UserError
@@ -53,19 +53,23 @@ def ask(server, method, path, body=None):
 
 # The server
 
-@pytest.mark.parametrize("kind", ["sudoku", "maze"])
-def test_the_kept_answer_is_that_of_solve(serve, run_solve, kind):
-    game = serve(kind).game
-    request = dict(game.test_puzzle("3"), steps=6, attempts=3, noise=0.5, seed=3)
-    status, (first, *lines) = ask(serve(kind), "POST", "/api/solve", json.dumps(request))
-    assert (status, first, len(lines)) == (200, request | {"warning": ""}, 6)
+@pytest.mark.parametrize("model, number, attempts, words", [
+    (f"{ROOT}/models/sudoku-6x6.pt", "1", 1, "sure at the first attempt"),
+    (f"{ROOT}/models/sudoku-6x6.pt", "16", 2, "sure at the second attempt"),
+    ("maze", "3", 3, "not sure after 3 attempts")])
+def test_the_kept_answer_is_that_of_solve(serve, run_solve, model, number, attempts, words):
+    server = serve(model)
+    game = server.game
+    request = dict(game.test_puzzle(number), steps=6, attempts=3, seed=3)
+    status, (first, *lines, last) = ask(server, "POST", "/api/solve", json.dumps(request))
+    assert (status, first, last) == (200, request | {"warning": ""}, {"attempts": attempts})
+    assert [line["attempt"] for line in lines] == np.repeat(np.arange(attempts) + 1, 6).tolist()
     sure = np.array([line["sure"] for line in lines])
-    line, attempt = np.unravel_index(sure.argmax(), sure.shape)
-    flags = "--eval_halt_max_steps=6", "--eval_rollouts=3", "--eval_noise=0.5", "--seed=3"
-    text = run_solve(game.path, request["question"], *flags)
-    assert lines[line]["answers"][attempt] in text.splitlines()
-    assert f"(step {line + 1}: {sure.max():.0%} sure; 6 steps, attempt {attempt + 1} of 3" in text
-    assert lines[line]["solved"][attempt] == ("a solution" in text)
+    i = sure.argmax()
+    text = run_solve(game.path, request["question"], "--eval_halt_max_steps=6", "--eval_attempts=3", "--seed=3")
+    assert lines[i]["answer"] in text.splitlines()
+    assert f"step {i % 6 + 1}: {sure.max():.0%} sure; 6 steps, {words}" in text
+    assert lines[i]["solved"] == ("a solution" in text)
 
 
 def test_one_of_several_right_answers_is_not_shown_as_the_answer(server, monkeypatch):
@@ -75,7 +79,7 @@ def test_one_of_several_right_answers_is_not_shown_as_the_answer(server, monkeyp
     assert server.game.test_puzzle("60")["answer"] is None
 
 
-REQUEST = dict(question="." * 16, steps=256, attempts=16, noise=1, seed=0)
+REQUEST = dict(question="." * 16, steps=256, attempts=16, seed=0)
 
 
 @pytest.mark.parametrize("request_line, changes, words", [
@@ -195,7 +199,7 @@ class Browser:
             self.until(f"number === {number}")
         self.click("#solve")
         self.until("!controller")
-        return self.js("(stop(), steps)")
+        return self.js("(stop(), stepsOf(0))")
 
 
 @pytest.fixture(scope="module")
@@ -221,10 +225,10 @@ def test_page_solves_a_test_puzzle_and_plays_the_steps(browser, server):
     steps = browser.solve(number=2)
     browser.js("$('slider').focus()")
     browser.press("Home", "Right")
-    assert "".join(browser.texts("#board .cell")) == steps[0]["answers"][0]
+    assert browser.texts("#board .cell") == steps[0]["answer"]
     browser.click("#kept")
-    sure = [step["sure"] for step in steps]
-    assert sure[browser.js("shown") - 1] == max(sure)
+    sure = browser.js("attempts.map(steps => steps.map(step => step.sure))")
+    assert sure[browser.js("attempt")][browser.js("shown") - 1] == max(map(max, sure))
     browser.js("(request.steps = 100, show(0))")  # which makes the playback fast
     browser.click("#play")
     browser.until("timer === null && shown === 4")  # it plays to the end and stops
@@ -235,10 +239,10 @@ def test_page_marks_what_is_wrong(browser, server):
     browser.load(server)
     browser.solve(number=2)
     status = "(show(1), $('status').textContent)"
-    browser.js("(steps[0].solved = [false], answer = [...steps[0].answers[0]], answer[5] = answer[6] = 'x')")
+    browser.js("(attempts[0][0].solved = false, answer = [...attempts[0][0].answer], answer[5] = answer[6] = 'x')")
     assert ": 2 cells wrong ✕, " in browser.js(status)
     assert len(browser.texts("#board .wrong")) == 2
-    browser.js("(answer = null, steps[0].broken = [[0, 1, 2, 3, 15]])")
+    browser.js("(answer = null, attempts[0][0].broken = [0, 1, 2, 3, 15])")
     assert "row 1, 1 cell break a rule ✕" in browser.js(status)
     assert len(browser.texts("#board .group")) == len(browser.texts("#board .cell.wrong")) == 1
 
@@ -247,15 +251,20 @@ def test_page_thinks_deeper_and_in_attempts(browser, server):
     browser.load(server)
     browser.solve()
     browser.click('input[name=steps][value="16"]')  # one click solves again
-    browser.until("!controller && steps.length === 16")
+    browser.until("!controller && stepsOf(0).length === 16")
     browser.click('input[name=attempts][value="4"]')
-    browser.until("!controller && request.attempts === 4 && steps.length === 16")
+    browser.until("!controller && request.attempts === 4 && attempts.length === 4")
     assert len(browser.texts("#attempts .attempt")) == len(browser.texts("#curve polyline")) == 4
-    sure = browser.js("(stop(), steps[1].sure)")
+    assert "; not sure after 4 attempts" in browser.js("(stop(), $('status').textContent)")
+    sure = browser.js("attempts.map(steps => steps[1].sure)")
     browser.click("#redraw")
-    browser.until("!controller && steps.length === 16 && request.seed === 1")
-    again = browser.js("steps[1].sure")
+    browser.until("!controller && request.seed === 1")
+    again = browser.js("attempts.map(steps => steps[1].sure)")
     assert again[0] == sure[0] and again[1:] != sure[1:]
+    # the playback goes on with the next attempt, to the end of the last
+    browser.js("(stop(), attempt = 2, show(15))")
+    browser.click("#play")
+    browser.until("timer === null && attempt === 3 && shown === 16")
 
 
 @pytest.mark.parametrize("width", [360, 700, 1400])
@@ -290,7 +299,7 @@ def test_page_shows_an_arc_task_and_its_versions_vote_as_in_the_evaluation(brows
     puzzle = arc_server.game.test_puzzle("2")
     assert len(browser.texts("#pairs .pair")) == 4
     assert browser.js("asGrid(question)") == puzzle["question"]
-    elected = browser.js("(show(3), steps[2].votes.map(vote => vote.grid))")
+    elected = browser.js("(show(3), stepsOf(0)[2].votes.map(vote => vote.grid))")
     submission = json.loads((arc_folder / "arc/submission.json").read_text())
     [attempts] = submission[puzzle["task"]]
     assert [elected[0], elected[:2][-1]] == [attempts["attempt_1"], attempts["attempt_2"]]

@@ -30,7 +30,8 @@ from model import Block
 # Shallow: depth amplifies rounding, and the order of a sum depends on the number of replicas.
 SHALLOW = ["--max_steps=20", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2", "--lr=2e-4",
            "--log_interval=1", "--eval_interval=4", "--eval_max_puzzles=20", "--checkpoint_interval=10",
-           "--keep_last_n=9", "--eval_rollouts=3", "--eval_save_outputs=surest_preds,surest_q_halt_logits"]
+           "--keep_last_n=9", "--eval_attempts=3",
+           "--eval_save_outputs=surest_preds,surest_q_halt_logits,attempts"]
 
 
 def flags_of(data, out, *flags):
@@ -144,13 +145,14 @@ def test_the_curve_is_that_of_one_process(one, name, request):
     theirs = saved_answers(one)
     assert list(ours["indices"]) == list(range(40)) == list(theirs["indices"])
     assert (ours["surest_preds"] == theirs["surest_preds"]).mean() > 0.98
+    assert (ours["attempts"] == theirs["attempts"]).all()
     assert ours["surest_q_halt_logits"] == pytest.approx(theirs["surest_q_halt_logits"], rel=1e-4)
 
 
 @pytest.mark.xla
 def test_puzzles_leave_an_evaluation_early_on_any_number_of_replicas(data, tmp_path):
     flags = ["--max_steps=120", "--lr=1e-2", "--weight_decay=0.1", "--ema=False", "--eval_interval=0",
-             "--eval_halt_max_steps=9", "--eval_patience=1", "--eval_rollouts=1", "--eval_save_outputs=preds"]
+             "--eval_halt_max_steps=9", "--eval_patience=1", "--eval_attempts=1", "--eval_save_outputs=preds"]
     again = flags_of(data, tmp_path, *flags, "--micro_batch_size=2", "--init_from=resume", "--eval_only")
     run(data, tmp_path, *SHALLOW, *flags)
     one = saved_answers(tmp_path, 120)["preds"]

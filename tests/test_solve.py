@@ -55,10 +55,10 @@ def test_a_checkpoint_is_a_model_too(models_folder, solved):
 
 @pytest.mark.parametrize("fork", FORKS[:4], ids=lambda path: Path(path).stem)
 def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data, tmp_path, run_solve, capsys):
-    run(data, tmp_path, *flags_of(fork, "--max_steps=2", "--eval_rollouts=1"))
+    run(data, tmp_path, *flags_of(fork, "--max_steps=2"))
     question = play.Game(str(tmp_path), [fork]).test_puzzle("1")["question"]
     text = run_solve(tmp_path, fork, question, "--eval_halt_max_steps=3")
-    answer, _ = models.TRM.load(tmp_path / "ckpt_00000002.pt").solve(question, steps=3)
+    answer, _ = models.TRM.load(tmp_path / "ckpt_00000002.pt").solve(question, 3, 8)
     assert answer in text.splitlines()
 
     # as in another process, where it warns, or cannot build the model
@@ -116,17 +116,31 @@ def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, models_fo
     questions, answers, labels = evaluation
     results = ["right" if answer == label else "wrong" for answer, label in zip(answers, labels)]
     monkeypatch.setattr(solve, "CELLS_AT_A_TIME", 16 * 7)  # batches of 7 puzzles
-    rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, "question", *questions)
+    run = models_folder / "sudoku"
+    rows = solve_rows(run_solve, run, tmp_path, ["question", *questions], "--eval_attempts=1")
     assert [[row["question"], row["answer"], row["result"]] for row in rows] == list(
         map(list, zip(questions, answers, results)))
     with pytest.raises(UserError, match="b.csv must be a new file"):
-        solve_rows(run_solve, models_folder / "sudoku", tmp_path, "question", *questions)
+        solve_rows(run_solve, run, tmp_path, ["question", *questions])
 
 
-def solve_rows(run_solve, model, folder, *lines):
+def test_attempts_at_a_file_of_puzzles_are_those_of_the_model(run_solve, models_folder, evaluation, tmp_path,
+                                                              monkeypatch):
+    """TRM.load in a notebook and solve.py try the same copies, until the same answers are sure."""
+    monkeypatch.setattr(models, "SURE", 0.05)
+    monkeypatch.setattr(solve, "CELLS_AT_A_TIME", 16 * 7)
+    questions = evaluation[0][:20]
+    rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, ["question", *questions])
+    answers, sure = TRM.load(models_folder / "model.pt").solve(questions, 4, 8)
+    assert [row["answer"] for row in rows] == answers
+    assert [float(row["certainty"]) for row in rows] == pytest.approx(sure, abs=1e-3)
+    assert len({row["attempts"] for row in rows}) > 2
+
+
+def solve_rows(run_solve, model, folder, lines, *flags):
     """Solves the puzzles in these lines of a CSV file; returns the rows of the output."""
     (folder / "a.csv").write_text("\n".join(lines))
-    text = run_solve(model, folder / "a.csv", f"--output={folder / 'b.csv'}")
+    text = run_solve(model, folder / "a.csv", f"--output={folder / 'b.csv'}", *flags)
     rows = list(csv.DictReader((folder / "b.csv").read_text().splitlines()))
     assert f"{[row['result'] for row in rows].count('right')} of {len(rows)} right (" in text
     return rows
@@ -143,17 +157,17 @@ def test_without_rules_the_column_answer_judges(run_solve, models_folder, tmp_pa
     text = run_solve(models_folder / "exchange", "011\n010")
     assert "\n100101\nnot judged: the rules are not known" in text
     results = {"100101": "right", "?00101": "right", "000101": "wrong", "": "not judged"}
-    lines = [f"011010,{answer}" for answer in results]
-    rows = solve_rows(run_solve, models_folder / "exchange", tmp_path, "question,answer", *lines)
+    lines = ["question,answer", *[f"011010,{answer}" for answer in results]]
+    rows = solve_rows(run_solve, models_folder / "exchange", tmp_path, lines)
     assert [row["result"] for row in rows] == list(results.values())
 
 
-def test_mazes_of_any_size_and_attempts_with_noise(run_solve, models_folder, tmp_path):
+def test_mazes_of_any_size_and_attempts(run_solve, models_folder, tmp_path):
     maze = "S #   \n  # # \n ## # \n      \n # ## \n     G"
     (tmp_path / "maze.txt").write_text(maze.replace(" \n", "\n"))  # as editors do
     assert run_solve(models_folder / "maze", tmp_path / "maze.txt") == run_solve(models_folder / "maze", maze)
     larger = "S" + " " * 62 + "G"  # 8x8
-    assert "of 4; " in run_solve(models_folder / "maze", larger, "--eval_rollouts=4", "--eval_noise=0.5")
+    assert "not sure after 4 attempts" in run_solve(models_folder / "maze", larger, "--eval_attempts=4")
 
 
 def test_pictures(run_solve, models_folder, solved, tmp_path):
@@ -175,7 +189,8 @@ def test_pictures(run_solve, models_folder, solved, tmp_path):
     (["maze-data", "." * 16], "maze-data: neither a file nor a folder with"),
     (["sudoku", "." * 16, "--plot=a.jpg"], "a .png or a .gif"),
     (["sudoku", "nowhere.csv"], "nowhere.csv: cannot be read"),
-    (["sudoku", "." * 16, "--eval_rollouts=0"], "eval_rollouts must be"),
+    (["sudoku", "." * 16, "--eval_attempts=0"], "eval_attempts must be"),
+    (["exchange", "." * 6, "--eval_attempts=2"], "eval_attempts=2: no symmetries of this kind"),
     (["sudoku", "1..5............"], "has '5' in row 1, column 4: must be one of '.1234'"),
     (["sudoku", "1.1............."], "the puzzle has no solution: row 1, column 1 breaks a rule"),
     (["maze", "S" + " " * 15], "the puzzle has no solution"),

@@ -14,7 +14,8 @@ SQUARES = data.generator(0, data.SUBSET).permutation(_grids.reshape(-1, 16))  # 
 
 
 class LatinSquares(data.Generated):
-    task = {"kind": "latin", "grid": [4, 4], "symbols": "_.1234"}
+    task = {"kind": "latin", "grid": [4, 4], "symbols": "_.1234",
+            "symmetries": {"dihedral": True, "permute_symbols": "1234"}}
     test_size = 100
 
     def draw(self, rng, n, split):

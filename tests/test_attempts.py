@@ -1,0 +1,152 @@
+"""Symmetries, and evaluate.py: slots that are filled again, attempts at copies, what is saved and shown.
+
+test_solve.py compares the most confident answers with those of TRM.solve and solve.py.
+"""
+import itertools
+
+import numpy as np
+import pytest
+from helpers import arguments, run
+
+import configurator
+import evaluate
+import model as models
+import puzzles
+import train
+from checkpoint import load_weights, newest_whole, read_checkpoint
+from configurator import UserError
+from data import Dataset
+from device import open_device
+from evaluate import Evaluator, weights_of
+from puzzles.maze import long_mazes
+from puzzles.sudoku import minimal_sudokus
+
+SETTINGS = ["--puzzle_emb_ndim=0", "--multiple_of=256", "--H_cycles=1", "--L_cycles=1", "--ema=False",
+            "--eval_halt_max_steps=6"]
+N = 40  # test puzzles
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """The folder of a run that solves some puzzles and not others."""
+    out = str(tmp_path_factory.mktemp("trained") / "run")
+    run(data, out, *SETTINGS, "--max_steps=120", "--lr=1e-2", "--halt_max_steps=2", "--weight_decay=0.1")
+    return out
+
+
+def new_evaluator(data, trained, *flags):
+    """Returns an Evaluator with the run's last weights, and the test puzzles."""
+    settings = configurator.configure(train.__file__, arguments(data, trained, *SETTINGS, *flags))
+    test = Dataset(data, "test")
+    model = train.new_model(settings, **{name: getattr(test, name) for name in train.SIZES})
+    load_weights(model, read_checkpoint(newest_whole(trained))["weights"], trained)
+    return Evaluator(settings, model, open_device("cpu", settings), settings.global_batch_size), test
+
+
+def evaluated(data, trained, *flags):
+    """Returns (metrics, saved arrays) of all test puzzles."""
+    names = "labels,preds,q_halt_logits,surest_preds,surest_q_halt_logits,attempts"
+    evaluator, test = new_evaluator(data, trained, f"--eval_save_outputs={names}", *flags)
+    path = f"{trained}/test_outputs"
+    values = evaluate.evaluate(
+        evaluator, *weights_of(evaluator.model), test, np.arange(N), "", lambda: False, path)
+    return values, dict(np.load(path + ".npz"))
+
+
+@pytest.fixture
+def sure(data, trained, monkeypatch):
+    """The q_halt from which on an answer is sure: that of a third of the first attempts, below 90% here."""
+    _, saved = evaluated(data, trained)
+    value = np.quantile(saved["surest_q_halt_logits"], 0.7)
+    monkeypatch.setattr(models, "SURE", evaluate.sigmoid(value))
+    return value
+
+
+def left_early(data, trained, patience):
+    """Returns (answers, steps) of each puzzle once its answer stayed the same for `patience` steps."""
+    evaluator, test = new_evaluator(data, trained, f"--global_batch_size={N}")
+    steps = evaluator.watch(*weights_of(evaluator.model), test.test_batch(np.arange(N)))
+    preds = np.stack([step["preds"] for step in steps])  # [steps, N, cells]
+    is_same = (preds[1:] == preds[:-1]).all(2)
+    leaves = np.lib.stride_tricks.sliding_window_view(is_same, patience, axis=0).all(2)
+    leaves[-1] = True
+    left_at = leaves.argmax(0) + patience
+    return preds[left_at, np.arange(N)], left_at + 1
+
+
+MINE = {"kind": "mine", "grid": [3, 3], "symbols": "_.abc"}
+
+
+PUZZLE = np.arange(18).reshape(2, 1, 9) % 5
+
+
+@pytest.mark.parametrize("task, puzzle, most", [
+    (puzzles.sudoku_task(6), minimal_sudokus(0, 1, 1, 6), 20),
+    (puzzles.sudoku_task(9), minimal_sudokus(0, 1, 1, 9), 20),
+    (puzzles.maze_task(6), [boards[:1] for boards in long_mazes(0, 1, 6, 6)], 7),
+    (MINE | {"symmetries": {"dihedral": True}}, PUZZLE, 7),
+    (MINE | {"symmetries": {"permute_symbols": "abc"}}, PUZZLE, 5)])
+def test_copies_are_different_puzzles_whose_answers_can_be_turned_back(task, puzzle, most):
+    [question], [answer] = puzzle
+
+    def twenty_copies(seed, number):
+        copies = itertools.islice(puzzles.copies(task, question, seed, number), 20)
+        return {copy.tobytes(): symmetries for symmetries, copy in copies}
+
+    copies = twenty_copies(3, 8)
+    assert len(copies) == most and question.astype(np.uint8).tobytes() not in copies
+    for copy, symmetries in copies.items():
+        turned = symmetries.apply(np.stack(puzzle))
+        judgement = puzzles.judge(task, *turned)
+        assert turned[0].tobytes() == copy and (judgement is None or judgement.solved.all())
+        assert (symmetries.undo(turned) == puzzle).all()
+    # a pure function of the seed and the puzzle
+    assert [*twenty_copies(3, 8)] == [*copies] != [*twenty_copies(3, 9)] and [*copies] != [*twenty_copies(4, 8)]
+
+
+def test_attempts_leave_the_papers_metrics_and_add_theirs(data, trained, sure):
+    one, saved_one = evaluated(data, trained)
+    five, saved = evaluated(data, trained, "--eval_attempts=5")
+    assert 0.1 < one["eval/exact_accuracy"] < 0.95 and "eval/attempts" not in one
+    changed = {name: five[name] for name in ("eval/surest_accuracy", "eval/attempts")}
+    assert five == pytest.approx(one | changed)
+    assert np.array_equal(saved["preds"], saved_one["preds"])
+    solved = (saved["surest_preds"] == saved["labels"]).all(1).mean()
+    assert five["eval/surest_accuracy"] == pytest.approx(solved)
+    assert five["eval/attempts"] == pytest.approx(saved["attempts"].mean())
+    assert set(saved["attempts"][saved["surest_q_halt_logits"] < sure]) == {5} < set(saved["attempts"])
+    assert evaluated(data, trained, "--eval_attempts=5")[0] == five
+    assert evaluated(data, trained, "--eval_attempts=5", "--seed=1")[0] != five
+
+
+def test_a_kind_without_symmetries_has_one_attempt(random_puzzles, arc_folder, tmp_path):
+    for data, words in (random_puzzles, "prepare_csv.py --dihedral"), (arc_folder / "arc-data", "versions"):
+        with pytest.raises(UserError, match=f"eval_attempts=2: .*{words}"):
+            run(data, tmp_path / "out", "--eval_attempts=2")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("patience, flags", [(1, ["--micro_batch_size=4"]), (2, ["--global_batch_size=64"])])
+def test_puzzles_whose_answer_stays_the_same_leave_early(data, trained, patience, flags):
+    """Each keeps the answer with which it left, though its slot took other puzzles before and after."""
+    answers, left_at = left_early(data, trained, patience)
+    assert len(set(left_at)) > 2 and left_at.min() == patience + 1 and (left_at == 6).any()
+    values, saved = evaluated(data, trained, f"--eval_patience={patience}", *flags)
+    assert (saved["preds"] != answers).any(1).sum() <= 1  # rounding depends on the batch
+    assert values["eval/steps"] == pytest.approx(left_at.mean(), abs=0.1) and values["eval/puzzles"] == N
+    assert values["eval/exact_accuracy"] == pytest.approx((saved["preds"] == saved["labels"]).all(1).mean())
+
+
+@pytest.mark.parametrize("flags", [
+    ["--global_batch_size=12", "--micro_batch_size=4"],
+    ["--global_batch_size=7"],
+    ["--global_batch_size=64", "--eval_patience=6"]], ids=str)  # nobody leaves early
+def test_the_answers_do_not_depend_on_the_batch(data, trained, sure, flags):
+    """test_solve.py compares them with those of TRM.solve."""
+    values, saved = evaluated(data, trained, "--eval_attempts=4")
+    other, other_saved = evaluated(data, trained, "--eval_attempts=4", *flags)
+    logits = other_saved["surest_q_halt_logits"]
+    assert np.allclose(saved["surest_q_halt_logits"], logits, rtol=1e-3, atol=1e-3)
+    assert (saved["surest_preds"] == other_saved["surest_preds"]).mean() > 0.99
+    assert len(set(saved["attempts"])) > 2 and (saved["attempts"] != other_saved["attempts"]).sum() <= 1
+    assert other["eval/puzzles"] == N and other == pytest.approx(values, abs=0.03)
