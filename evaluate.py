@@ -7,11 +7,11 @@ the slot takes the next puzzle of the queue. A puzzle without a sure answer wait
 at a copy of itself by symmetry, whose answer is turned back.
 """
 import functools
+import io
 import json
 import os
 import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -295,8 +295,8 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         indices: which of its examples, for all ranks.
         label: the beginning of the lines that show the progress.
         should_stop: a function that says whether this host is asked to stop.
-        save_to: path, without its ending, of the arrays in eval_save_outputs. "": neither they nor
-            submission.json, ARC's answers, are written.
+        save_to: the name in out_dir, without its ending, of the arrays in eval_save_outputs. "": neither
+            they nor submission.json, ARC's answers, are written.
     """
     settings = evaluator.settings
     device = evaluator.device
@@ -331,7 +331,7 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         votes = merge_votes(device.all_gather(own_votes))
         values |= vote_values(test, votes)
         if save_to and device.rank == 0:
-            save_submission(f"{settings.out_dir}/submission.json", submission(test, votes))
+            save_submission(settings, test, votes, should_stop)
     return values
 
 
@@ -357,30 +357,38 @@ def eval_values(ranks):
     return values
 
 
-def save_outputs(settings, device, path, indices, arrays, should_stop):
-    """Writes this rank's part of eval_save_outputs, and uploads it: the mirror has only rank 0's folder.
-
-    What fails costs a line on stderr.
-    """
-    name = f"{path}.{device.rank}.npz" if device.world > 1 else f"{path}.npz"
+def save_outputs(settings, device, name, indices, arrays, should_stop):
+    """Saves this rank's part of eval_save_outputs."""
     wanted = {key: arrays[key] for key in settings.eval_save_outputs.split(",") if key}
+    content = io.BytesIO()
+    np.savez_compressed(content, indices=indices, **wanted)
+    part = f".{device.rank}" if device.world > 1 else ""
+    save_file(settings, f"{name}{part}.npz", content.getvalue(), should_stop)
+
+
+def save_submission(settings, test, votes, should_stop):
+    """Saves ARC's answers in submission.json; those of a part of the tasks do not replace it."""
+    num_tasks = len({group for group, _ in votes})
+    if num_tasks < test.total_groups:
+        print(f"submission.json is not written: {num_tasks} of {test.total_groups} tasks were evaluated",
+              file=sys.stderr)
+        return
+    save_file(settings, "submission.json", json.dumps(submission(test, votes)).encode(), should_stop)
+
+
+def save_file(settings, name, content, should_stop):
+    """Writes a file of out_dir, and uploads it: the mirror has only rank 0's folder, and none in eval_only.
+
+    What fails costs a line on stderr, and not the evaluation.
+    """
+    path = f"{settings.out_dir}/{name}"
     try:
         os.makedirs(settings.out_dir, exist_ok=True)
-        with replacing(name) as f:
-            np.savez_compressed(f, indices=indices, **wanted)
-        if settings.gcs_dir:
-            Bucket(settings.gcs_dir, should_stop).write(os.path.basename(name), Path(name).read_bytes())
-    except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
-        print(f"{name}: not saved: {e}", file=sys.stderr)
-
-
-def save_submission(path, answers):
-    """Writes ARC's answers. What fails costs a line on stderr, and not the evaluation."""
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         with replacing(path) as f:
-            f.write(json.dumps(answers).encode())
-    except OSError as e:
+            f.write(content)
+        if settings.gcs_dir:
+            Bucket(settings.gcs_dir, should_stop).write(name, content)
+    except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
         print(f"{path}: not saved: {e}", file=sys.stderr)
 
 

@@ -349,11 +349,12 @@ class TRM(nn.Module):
         truncated_normal(self.H_init, 1.0, generator)
         truncated_normal(self.L_init, 1.0, generator)
 
-    def load_named(self, named):
+    def load_named(self, named, same_identifiers=True):
         """Loads weights under the official code's names, with or without their prefixes.
 
-        Returns True if the embedding has another number of rows: every row then becomes their mean, as in
-        the official code. Raises ValueError for names or shapes that do not fit.
+        same_identifiers: False if the puzzle identifiers stand for other puzzles than the file's. Returns
+        True for these, and if their number differs: every row of the embedding then becomes the mean of the
+        file's, as in the official code. Raises ValueError for names or shapes that do not fit.
         """
         # the official code's names, without the prefixes of its wrappers
         weights = {}
@@ -366,7 +367,9 @@ class TRM(nn.Module):
         expected = self.state_dict()
         table = weights.get("puzzle_emb.weights")
         num_rows = self.sizes["num_puzzle_identifiers"]
-        is_averaged = self.has_puzzle_emb and table is not None and len(table) != num_rows
+        is_averaged = False
+        if self.has_puzzle_emb and table is not None:
+            is_averaged = len(table) != num_rows or not same_identifiers
         if is_averaged:
             weights["puzzle_emb.weights"] = table.mean(0, keepdim=True).expand(num_rows, -1)
 

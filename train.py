@@ -362,8 +362,7 @@ def final_evaluation(run, test, log, step):
     settings = run.settings
     indices = test.subset(settings.eval_final_max_puzzles)
     # the arrays of eval_save_outputs and ARC's answers go beside the checkpoint that they belong to
-    save_to = os.path.join(settings.out_dir, f"eval_{step:08d}")
-    values = run.evaluate(test, indices, "final evaluation", save_to)
+    values = run.evaluate(test, indices, "final evaluation", f"eval_{step:08d}")
     if not values:
         how = "" if settings.eval_only else " with --init_from=resume"
         log.print0(f"final evaluation stopped; the same command{how} starts it again")

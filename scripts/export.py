@@ -49,7 +49,8 @@ def main(argv):
     # all that does not only serve to train on
     dtype = getattr(torch, settings.forward_dtype)
     weights = state["weights"] | state.get("ema", {})
-    content = {name: state[name] for name in ("model", "task", "data", "puzzles", "step", "forks")}
+    names = "model", "task", "data", "identifiers", "puzzles", "step", "forks"
+    content = {name: state[name] for name in names}
     content |= dict(
         weights={PREFIX + name.removeprefix(PREFIX): t.to(dtype) for name, t in weights.items()},
         settings=vars(settings),
@@ -75,6 +76,7 @@ def add_dataset(state, settings, path):
         model=model.sizes,
         task=data.task,
         data=data.sha256,
+        identifiers=data.identifiers,
         puzzles=some_puzzles(Dataset(data.path, "test")),
         step=0,
         forks={},
