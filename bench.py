@@ -22,7 +22,9 @@ import data as datasets
 import optim
 import train
 from device import choose_device, open_device, out_of_memory, peak_flops
+from model import SIZES
 from puzzles.files import write_dataset
+from runtime.flops import flops_per_example
 
 # what is measured
 steps = 2  # steps that follow each other without a wait, as in training; up to three times
@@ -64,8 +66,10 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
     train.check_batch_size(settings, device)
     run, next_inputs = new_run(settings, device, data)
 
+    cycles = settings.H_cycles, settings.L_cycles
+
     def train_step():
-        return run.train_program(run.state, next_inputs())
+        return run.train_program(run.state, next_inputs(), cycles)
 
     # the training step; its first call compiles
     say(f"the first training step, {settings.global_batch_size} sequences")
@@ -79,16 +83,16 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
 
     # the step of an evaluation, of the weights that training has left
     say("evaluation steps")
-    state, inputs = evaluation_of(run, path)
+    slots, inputs = evaluation_of(run, path)
 
     def eval_step():
-        return run.evaluator.program(state, inputs)["loss"]
+        return run.evaluator.program(slots, inputs)["loss"]
 
     seconds_of(1, eval_step)
     eval_seconds, _ = seconds_of(bench_settings.steps, eval_step)
 
     # the figures
-    _, step_flops = run.model.flops_per_example(settings)
+    _, step_flops = flops_per_example(run.model)
     rate = settings.global_batch_size / step_seconds
     peak = peak_flops(device)
     figures = dict(
@@ -122,8 +126,9 @@ def choose_batch_size(settings, device, data, say):
     """Returns the batch size that the time of a step with one sequence leaves a CPU."""
     settings.global_batch_size = 1
     run, next_inputs = new_run(settings, device, data)
+    cycles = settings.H_cycles, settings.L_cycles
     for _ in range(2):  # the first step takes longer
-        seconds, _ = seconds_of(1, lambda: run.train_program(run.state, next_inputs()))
+        seconds, _ = seconds_of(1, lambda: run.train_program(run.state, next_inputs(), cycles))
     batch_size = next(n for n in CPU_BATCH_SIZES if n * seconds < CPU_STEP_SECONDS or n == 1)
     say(f"a step of one sequence takes {seconds:.1f} s: {batch_size} at a time")
     return batch_size
@@ -141,14 +146,14 @@ def new_run(settings, device, data):
 
 
 def new_model(settings, data):
-    return train.new_model(settings, **{name: getattr(data, name) for name in train.SIZES})
+    return train.new_model(settings, **{name: getattr(data, name) for name in SIZES})
 
 
 def evaluation_of(run, path):
-    """Returns the state and the inputs of an evaluation's first step."""
+    """Returns the slots and the inputs of an evaluation's first step."""
     test = datasets.Dataset(path, "test")
     batch = test.test_batch(np.resize(test.subset(run.batch_size, 1), run.batch_size))
-    return run.evaluator.new_state(), run.evaluator.inputs(*run.eval_weights(), batch)
+    return run.evaluator.new_slots(), run.evaluator.inputs(*run.eval_weights(), batch)
 
 
 def dataset_path(settings, folder, size=size):

@@ -202,7 +202,9 @@ class Checkpoints:
         """Returns the Start of a new run with a file's weights, or of an evaluation of the file."""
         state = read_checkpoint(file)
         check_task(state, self.data, file)
-        is_averaged = load_weights(model, state["weights"], file)
+        # files of the official code do not say what their identifiers stand for
+        is_same = state.get("identifiers", self.data.identifiers) == self.data.identifiers
+        is_averaged = load_weights(model, state["weights"], file, is_same)
         self.notes += missing_forks(state.get("forks", {}))
         # an evaluation and a new run need only the weights and their average
         average = {"ema": state["ema"]} if "ema" in state else {}
@@ -285,6 +287,7 @@ class Checkpoints:
             settings=vars(self.settings) | dict(init_from=self.init_from),
             data=self.data.sha256,
             task=self.data.task,
+            identifiers=self.data.identifiers,
             puzzles=some_puzzles(self.test),
         )
         self.writing = self.writer.submit(self.write, name or stem(step), state, metrics)
@@ -453,10 +456,10 @@ def saved_settings(settings):
     return {}
 
 
-def load_weights(model, named, where):
+def load_weights(model, named, where, same_identifiers=True):
     """See TRM.load_named; where: the file of the weights. Raises UserError if they do not fit."""
     try:
-        return model.load_named(named)
+        return model.load_named(named, same_identifiers)
     except ValueError as e:
         raise UserError(f"{where}: {e}") from None
 

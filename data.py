@@ -50,10 +50,10 @@ class Dataset:
     """One split of a dataset, checked when it is loaded.
 
     inputs and labels are memory-mapped, [N, seq_len]. len() is the number of examples: N, or more where
-    batches make versions. task is what puzzles/__init__.py calls a task. The keys of dataset.json are
-    attributes, such as vocab_size (tokens, padding included), seq_len, num_puzzle_identifiers, total_groups,
-    ignore_label_id (the label of cells that do not count) and mean_puzzle_examples (examples of a puzzle, on
-    average). Datasets of the official code, without a manifest, load too.
+    batches make versions. task is what puzzles/__init__.py calls a task. Of dataset.json come seq_len,
+    vocab_size (tokens, padding included), num_puzzle_identifiers and ignore_label_id (the label of cells that
+    do not count); other keys are ignored. total_groups and mean_puzzle_examples (examples of a puzzle, on
+    average) are counted. Datasets of the official code, without a manifest, load too.
 
     Args:
         path: the folder of the dataset.
@@ -71,9 +71,12 @@ class Dataset:
             raise UserError(f"{folder}: no such dataset; build it with prepare_sudoku.py, or another script")
 
         # the official builder writes no manifest
-        self.manifest = {"sha256": {}}
+        self.manifest = {}
         if os.path.exists(f"{path}/manifest.json"):
             self.manifest = read_json(f"{path}/manifest.json")
+        for name, kind in dict(kind=str, command=dict, sha256=dict).items():
+            if not isinstance(self.manifest.setdefault(name, kind()), kind):
+                raise UserError(f"{path}/manifest.json: {name} is {self.manifest[name]!r}")
         self.hint = f"build it again with {self.made_by() or 'the command that made it'}"
         for name, digest in self.manifest["sha256"].items():
             file = f"{path}/{name}"
@@ -82,7 +85,10 @@ class Dataset:
                 raise UserError(f"{file} is missing or does not match manifest.json: {self.hint}")
 
         # what dataset.json says, and the kind of puzzle
-        vars(self).update(read_json(f"{folder}/dataset.json"))
+        facts = read_json(f"{folder}/dataset.json")
+        self.seq_len = self._number(facts, "seq_len")
+        self.vocab_size = self._number(facts, "vocab_size")
+        self.ignore_label_id = self._number(facts, "ignore_label_id", 0)
         self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
         self.side = self.task["grid"][0]
 
@@ -95,7 +101,12 @@ class Dataset:
                 array = np.load(file, mmap_mode=mmap_mode)
             except (OSError, ValueError, EOFError) as e:
                 raise UserError(f"{file} cannot be read (truncated?): {self.hint} ({e})") from None
+            if array.dtype.kind not in "biu" and (array % 1 != 0).any():
+                raise UserError(f"{file} has numbers that are not whole: {self.hint}")
             setattr(self, field, np.asarray(array))  # a plain view of the file indexes faster than np.memmap
+        highest = int(self.puzzle_identifiers.max(initial=0))
+        self.num_puzzle_identifiers = self._number(facts, "num_puzzle_identifiers", highest + 1)
+        self.total_groups = len(self.group_indices) - 1
 
         # a puzzle has rows of its own; all versions of an ARC task have the rows of the task
         puzzles = np.arange(len(self.puzzle_identifiers))
@@ -103,6 +114,17 @@ class Dataset:
             self._find_rows(folder, self.task_indices, self.groups_of(puzzles))
         else:
             self._find_rows(folder, self.puzzle_indices, puzzles)
+        self.mean_puzzle_examples = len(self) / len(puzzles)
+
+    def _number(self, facts, name, default=None):
+        """Returns a whole number of dataset.json; null is IGNORE_LABEL, as in the official code's files."""
+        value = facts.get(name, default)
+        if name == "ignore_label_id" and value is None:
+            return IGNORE_LABEL
+        if type(value) not in (int, float) or value % 1:
+            raise UserError(f"{self.path}: dataset.json must have {name}, a whole number, not {value!r}: "
+                            f"{self.hint}")
+        return int(value)
 
     def _find_rows(self, folder, row_indices, owners):
         """Checks the arrays; finds the rows of each puzzle, and how many examples a group brings to an epoch.
@@ -115,13 +137,14 @@ class Dataset:
         Raises UserError, which names the arrays whose shapes or numbers do not fit dataset.json.
         """
         shape = (row_indices[-1], self.seq_len)
+        lowest_label = min(0, self.ignore_label_id)
         checks = {
             "inputs": self.inputs.shape == shape,
             "labels": self.labels.shape == shape,
             "vocab_size": max(self.inputs.max(initial=0), self.labels.max(initial=0)) < self.vocab_size,
-            "puzzle_identifiers": self.puzzle_identifiers.max() < self.num_puzzle_identifiers,
+            "tokens from 0": self.inputs.min(initial=0) >= 0 and self.labels.min(initial=0) >= lowest_label,
+            "num_puzzle_identifiers": self.puzzle_identifiers.max() < self.num_puzzle_identifiers,
             "indices of rows": len(row_indices) == owners[-1] + 2,
-            "group_indices": len(self.group_indices) == self.total_groups + 1,
             "number of puzzles": self.group_indices[-1] == len(owners),
         }
         wrong = [name for name, fits in checks.items() if not fits]
@@ -226,9 +249,26 @@ class Dataset:
         return np.reshape(canvases, (-1, 2, self.seq_len)).swapaxes(0, 1)
 
     @functools.cached_property
+    def identifier_names(self):
+        """What identifiers.json says that the puzzle identifiers stand for, a list; [] without that file."""
+        try:
+            with open(f"{self.path}/identifiers.json", encoding="utf-8") as f:
+                return list(json.load(f))
+        except FileNotFoundError:
+            return []
+        except (OSError, TypeError, ValueError) as e:
+            raise UserError(f"{self.path}/identifiers.json cannot be read as a list ({e})") from None
+
+    @property
+    def identifiers(self):
+        """Hex digest that identifies what the puzzle identifiers stand for; "" if that is not known."""
+        names = self.identifier_names
+        return hashlib.sha256(json.dumps(names).encode()).hexdigest() if names else ""
+
+    @functools.cached_property
     def task_names(self):
         """The name of each group's task, for datasets with versions."""
-        _, *names = read_json(f"{self.path}/identifiers.json")  # the tasks in train
+        _, *names = self.identifier_names  # the tasks in train
         # the versions of these tasks have the identifiers 1, 2, ...
         first_identifiers = np.load(f"{self.path}/train/all__group_indices.npy") + 1
         identifiers = self.puzzle_identifiers[self.group_indices[:-1]]
@@ -281,6 +321,7 @@ class Generated:
     test_size = 1000  # test puzzles, the same in every run
     num_puzzle_identifiers = 1
     mean_puzzle_examples = 1
+    identifiers = ""  # see Dataset
 
     def __init__(self, path, split):
         self.path = path
@@ -415,12 +456,12 @@ def random_members(indices, owners, draws):
 # Files
 
 def read_json(path):
-    """Returns what a JSON file holds. Raises UserError if it cannot be read."""
+    """Returns the dict in a JSON file of a dataset. Raises UserError if it cannot be read."""
     try:
-        with open(path, encoding="utf-8") as f:
-            return json.load(f)
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path} cannot be read as JSON ({e}): build the dataset again") from None
+        with open(path, encoding="utf-8-sig") as f:
+            return dict(json.load(f))
+    except (OSError, TypeError, ValueError) as e:
+        raise UserError(f"{path} cannot be read as a JSON object ({e}): build the dataset again") from None
 
 
 def hashes_of(path):

@@ -6,11 +6,12 @@ leaves its slot after eval_halt_max_steps, or once its answer has not changed fo
 the slot takes the next puzzle of the queue. A puzzle without a sure answer waits there for another attempt:
 at a copy of itself by symmetry, whose answer is turned back.
 """
+import functools
+import io
 import json
 import os
 import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -48,21 +49,21 @@ class Evaluator:
         self.batch_size = batch_size
         self.depth = settings.eval_halt_max_steps or settings.halt_max_steps
         self.dtype = getattr(torch, settings.forward_dtype)
-        self.supervision_step = device.compile(model.supervision_step)
+        self.supervision_step = device.compile(functools.partial(models.call_with, model))
         self.program = device.compile_step(self.step)
 
-    def new_state(self):
-        """Returns {"carry": TRM.new_carry, "kept": {name: [slots, ...]}}; all slots are free."""
-        carry = self.model.new_carry(self.batch_size, self.dtype)
+    def new_slots(self):
+        """Returns {"sequences": of TRM.new_sequences, "kept": {name: [slots, ...]}}; all slots are free."""
+        sequences = self.model.new_sequences(self.batch_size, self.dtype)
         # the last answer and the most confident one, for keep_answers
         kept = dict(
-            preds=torch.zeros_like(carry["inputs"]),
-            repeats=torch.zeros_like(carry["steps"]),
-            surest_preds=torch.zeros_like(carry["inputs"]),
+            preds=torch.zeros_like(sequences["inputs"]),
+            repeats=torch.zeros_like(sequences["steps"]),
+            surest_preds=torch.zeros_like(sequences["inputs"]),
             surest_q_halt_logits=torch.zeros(self.batch_size),
-            surest_steps=torch.zeros_like(carry["steps"]),
+            surest_steps=torch.zeros_like(sequences["steps"]),
         )
-        return self.device.put(dict(carry=carry, kept=kept))
+        return self.device.put(dict(sequences=sequences, kept=kept))
 
     def inputs(self, weights, table, batch):
         """Returns the inputs of program(), on the device.
@@ -73,14 +74,14 @@ class Evaluator:
             batch: what free slots take: inputs and labels [B, S], puzzle_identifiers [B].
         """
         return dict(
-            batch=self.device.put(batch),
+            puzzles=self.device.put(batch),
             weights=weights,
             table=table,
         )
 
     @torch.no_grad()
-    def step(self, state, inputs):
-        """Runs one supervision step of all slots, in place on state. On XLA it is one program.
+    def step(self, slots, inputs):
+        """Runs one supervision step of all slots, in place on them. On XLA it is one program.
 
         Returns {name: [B, ...]}: ANSWERS, METRICS and LOSS_TERMS of each slot after this step, and halted.
         """
@@ -88,45 +89,40 @@ class Evaluator:
         weights = {name: w.to(self.dtype) for name, w in inputs["weights"].items()}
 
         # free slots start on the puzzles of the batch; the loop gets rows of the embedding, never all of it
-        sequences = models.take_new_puzzles(state["carry"], inputs["batch"])
-        slots = dict(sequences=sequences, kept=state["kept"])
-        if self.model.prefix:
-            slots["puzzle_rows"] = inputs["table"][sequences["puzzle_identifiers"]]
+        sequences = models.take_new_puzzles(slots["sequences"], inputs["puzzles"])
+        examples = dict(sequences=sequences, kept=slots["kept"])
+        if self.model.has_puzzle_emb:
+            examples["puzzle_rows"] = inputs["table"][sequences["puzzle_identifiers"]]
         _, results = self.device.for_each_micro_batch(
-            self.step_micro_batch, {}, weights, slots, self.settings.micro_batch_size)
-        tree_map(torch.Tensor.copy_, state, results["state"])
+            self.step_micro_batch, {}, weights, examples, self.settings.micro_batch_size)
+        tree_map(torch.Tensor.copy_, slots, results["slots"])
         return results["values"]
 
-    def step_micro_batch(self, weights, slots):
+    def step_micro_batch(self, weights, examples):
         """Runs a supervision step of some slots, for device.for_each_micro_batch.
 
-        Returns {}, since nothing adds up, and dict(state=..., values=...); values are what step() returns.
+        Returns {}, since nothing adds up, and dict(slots=..., values=...); values are what step() returns.
         """
-        if self.model.prefix:
-            weights = weights | dict(puzzle_rows=slots["puzzle_rows"])
-        step = self.supervision_step(self.settings, weights, slots["sequences"])
-        is_new = slots["sequences"]["steps"] == 0
+        is_new = examples["sequences"]["steps"] == 0
+        step = self.supervision_step(weights, examples["sequences"], examples.get("puzzle_rows"))
 
         # keep the answers that count; slots whose answer is final halt
-        kept = keep_answers(slots["kept"], step, is_new)
-        halted = step.carry["steps"] >= self.depth
+        kept = keep_answers(examples["kept"], step, is_new)
+        halted = step.sequences["steps"] >= self.depth
         if self.settings.eval_patience:
             halted |= kept["repeats"] >= self.settings.eval_patience
-        carry = step.carry | dict(halted=halted)
-
-        values = step.values | kept | dict(q_halt_logits=step.q_halt, halted=halted)
         results = dict(
-            state=dict(carry=carry, kept=kept),
-            values=values,
+            slots=dict(sequences=step.sequences | dict(halted=halted), kept=kept),
+            values=step.values | kept | dict(q_halt_logits=step.q_halt, halted=halted),
         )
         return {}, results
 
     def watch(self, weights, table, batch):
         """Yields the results of step() as arrays, after each supervision step of one batch; see inputs()."""
-        state = self.new_state()
+        slots = self.new_slots()
         inputs = self.inputs(weights, table, batch)
         for _ in range(self.depth):
-            results = self.program(state, inputs)
+            results = self.program(slots, inputs)
             yield {name: t.cpu().numpy() for name, t in results.items()}
 
 
@@ -140,7 +136,7 @@ def keep_answers(kept, step, is_new):
         repeats=torch.where(is_repeated, kept["repeats"] + 1, 0),
         surest_preds=models.where(is_surer, step.answers, kept["surest_preds"]),
         surest_q_halt_logits=torch.where(is_surer, step.q_halt, kept["surest_q_halt_logits"]),
-        surest_steps=torch.where(is_surer, step.carry["steps"], kept["surest_steps"]),
+        surest_steps=torch.where(is_surer, step.sequences["steps"], kept["surest_steps"]),
     )
 
 
@@ -172,11 +168,11 @@ class Queue:
         self.slots = np.full(evaluator.batch_size, -1)  # the puzzle in each slot; -1: free
         self.copies = {}  # {puzzle without a sure answer: an iterator of its copies}
         self.current = {}  # {the same: the symmetry and the copy of its next attempt}
-        self.state = evaluator.new_state()
+        self.slot_tensors = evaluator.new_slots()
 
         # answers take a byte a cell, since a test set may have a third of a billion cells
         n = len(indices)
-        seq_len = evaluator.model.config.seq_len
+        seq_len = evaluator.model.sizes["seq_len"]
         names = (*ANSWERS, *models.METRICS, *models.LOSS_TERMS)
         self.results = {name: np.zeros(n, dtype=np.float32) for name in names}
         for name in ("preds", "surest_preds"):
@@ -202,7 +198,7 @@ class Queue:
             if should_stop() or not self.num_unfinished():
                 break
             self.fill()
-            results = self.evaluator.program(self.state, self.inputs)
+            results = self.evaluator.program(self.slot_tensors, self.inputs)
             # without eval_patience all attempts leave together: no result is read before the last step
             if self.evaluator.settings.eval_patience or step == self.evaluator.depth:
                 self.collect(results)
@@ -295,8 +291,8 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         indices: which of its examples, for all ranks.
         label: the beginning of the lines that show the progress.
         should_stop: a function that says whether this host is asked to stop.
-        save_to: path, without its ending, of the arrays in eval_save_outputs. "": neither they nor
-            submission.json, ARC's answers, are written.
+        save_to: the name in out_dir, without its ending, of the arrays in eval_save_outputs. "": neither
+            they nor submission.json, ARC's answers, are written.
     """
     settings = evaluator.settings
     device = evaluator.device
@@ -331,7 +327,7 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
         votes = merge_votes(device.all_gather(own_votes))
         values |= vote_values(test, votes)
         if save_to and device.rank == 0:
-            save_submission(f"{settings.out_dir}/submission.json", submission(test, votes))
+            save_submission(settings, test, votes, should_stop)
     return values
 
 
@@ -357,30 +353,38 @@ def eval_values(ranks):
     return values
 
 
-def save_outputs(settings, device, path, indices, arrays, should_stop):
-    """Writes this rank's part of eval_save_outputs, and uploads it: the mirror has only rank 0's folder.
-
-    What fails costs a line on stderr.
-    """
-    name = f"{path}.{device.rank}.npz" if device.world > 1 else f"{path}.npz"
+def save_outputs(settings, device, name, indices, arrays, should_stop):
+    """Saves this rank's part of eval_save_outputs."""
     wanted = {key: arrays[key] for key in settings.eval_save_outputs.split(",") if key}
+    content = io.BytesIO()
+    np.savez_compressed(content, indices=indices, **wanted)
+    part = f".{device.rank}" if device.world > 1 else ""
+    save_file(settings, f"{name}{part}.npz", content.getvalue(), should_stop)
+
+
+def save_submission(settings, test, votes, should_stop):
+    """Saves ARC's answers in submission.json; those of a part of the tasks do not replace it."""
+    num_tasks = len({group for group, _ in votes})
+    if num_tasks < test.total_groups:
+        print(f"submission.json is not written: {num_tasks} of {test.total_groups} tasks were evaluated",
+              file=sys.stderr)
+        return
+    save_file(settings, "submission.json", json.dumps(submission(test, votes)).encode(), should_stop)
+
+
+def save_file(settings, name, content, should_stop):
+    """Writes a file of out_dir, and uploads it: the mirror has only rank 0's folder, and none in eval_only.
+
+    What fails costs a line on stderr, and not the evaluation.
+    """
+    path = f"{settings.out_dir}/{name}"
     try:
         os.makedirs(settings.out_dir, exist_ok=True)
-        with replacing(name) as f:
-            np.savez_compressed(f, indices=indices, **wanted)
-        if settings.gcs_dir:
-            Bucket(settings.gcs_dir, should_stop).write(os.path.basename(name), Path(name).read_bytes())
-    except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
-        print(f"{name}: not saved: {e}", file=sys.stderr)
-
-
-def save_submission(path, answers):
-    """Writes ARC's answers. What fails costs a line on stderr, and not the evaluation."""
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         with replacing(path) as f:
-            f.write(json.dumps(answers).encode())
-    except OSError as e:
+            f.write(content)
+        if settings.gcs_dir:
+            Bucket(settings.gcs_dir, should_stop).write(name, content)
+    except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
         print(f"{path}: not saved: {e}", file=sys.stderr)
 
 
@@ -479,7 +483,7 @@ def submission(test, votes):
 
 def weights_of(model):
     """Returns a model's weights and its puzzle embedding, for Evaluator.inputs."""
-    table = model.puzzle_emb.weights if model.prefix else torch.zeros(1, 1)
+    table = model.puzzle_emb.weights if model.has_puzzle_emb else torch.zeros(1, 1)
     return model.weights(), table
 
 

@@ -11,7 +11,6 @@ import itertools
 import math
 import pickle
 import zipfile
-from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -20,9 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import flop_registry
 
 from puzzles import IGNORE_LABEL, check_attempts, copies, maze_task, parse_question, text_of
 
@@ -64,113 +60,143 @@ def deep_recursion(net, x, z_H, z_L, H_cycles, L_cycles):
 
 class SupervisionStep(NamedTuple):
     """The results of a supervision step on B sequences."""
-    carry: dict  # the sequences after the step, detached; "halted" says which of them have ended
-    values: dict  # {name of METRICS or LOSS_TERMS: float32 [B]}; "loss" is what training minimises
+    sequences: dict  # the sequences after the step, detached; "halted" says which of them have ended
+    values: dict  # {name of METRICS or LOSS_TERMS: float32 [B]}; training minimizes "loss"
     answers: torch.Tensor  # the predicted tokens, int32 [B, S]
     q_halt: torch.Tensor  # float32 [B]; positive where the model predicts that its answer is right
-
-
-def take_new_puzzles(carry, batch):
-    """Returns the carry in which the sequences that have halted have the puzzles of the batch, at step 0.
-
-    Args:
-        carry: the sequences as TRM.new_carry describes them.
-        batch: inputs [B, S], labels [B, S] (IGNORE_LABEL is not scored) and puzzle_identifiers [B].
-    """
-    fresh = dict(
-        steps=torch.zeros_like(carry["steps"]),
-        inputs=batch["inputs"],
-        labels=batch["labels"],
-        puzzle_identifiers=batch["puzzle_identifiers"],
-    )
-    sequences = dict(carry)
-    for name, value in fresh.items():
-        sequences[name] = where(carry["halted"], value, carry[name])
-    return sequences
-
-
-def where(mask, new, old):
-    """Returns new [B, ...] where the mask [B] is true, elsewhere old [B, ...]."""
-    mask = mask.view(-1, *[1] * (old.ndim - 1))
-    return torch.where(mask, new, old)
 
 
 class TRM(nn.Module):
     """The network with its embeddings and heads, and all that a sequence goes through.
 
-    config: a TRMConfig. seed: decides the initial weights, which are the same on every device.
-    Raises ValueError for sizes that cannot be built.
+    model(sequences) is one supervision step with the module's own weights; call_with() takes others. A fork
+    replaces methods: first_latents, recursion, answer, losses, halts, is_solved and forward. Training,
+    evaluations and solve() call them, but only training calls halts(). They see parameters in forward_dtype,
+    and buffers in their own dtype; ranks do not synchronize buffers. self.training is false in evaluations.
 
-    A fork replaces methods: first_state, recursion, answer, losses, halts, supervision_step, and is_solved.
-    Training, evaluations and solve() call them; only training calls halts(). They see parameters in forward_dtype, and buffers in their own dtype; ranks do not
-    synchronise buffers. self.training is false in evaluations.
+    Args:
+        settings: train.py's settings; their seed decides the first weights, which are equal on every device.
+        seq_len: the cells of a puzzle, S.
+        vocab_size: V.
+        num_puzzle_identifiers: N.
+
+    Raises ValueError for sizes that cannot be built.
     """
     tied = {}  # {name of a parameter: name of the one that takes its place}, for forks
 
-    def __init__(self, config, seed=0):
+    def __init__(self, settings, seq_len, vocab_size, num_puzzle_identifiers=1):
         super().__init__()
-        config.check()
-        self.config = config
-        self.prefix = config.prefix  # P
-        self.length = self.prefix + config.seq_len  # L
+        check_sizes(settings, seq_len)
+        self.settings = settings
+        self.sizes = dict(zip(SIZES, (seq_len, vocab_size, num_puzzle_identifiers)))
+        D = settings.hidden_size
+
+        # the positions: those of the puzzle embedding, where there is one, and the cells
+        self.has_puzzle_emb = settings.puzzle_emb_ndim > 0
+        self.prefix = prefix_length(settings)  # P
+        self.length = self.prefix + seq_len  # L
 
         # The order of the modules is the order in which init_weights draws their weights.
         # Embeddings and heads; SignSGD trains the puzzle embedding, so it is a buffer and no parameter.
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.q_head = nn.Linear(config.hidden_size, 2)  # halt, and the official code's unused "continue"
-        if config.puzzle_emb_ndim:
-            table = torch.zeros(config.num_puzzle_identifiers, config.puzzle_emb_ndim)
+        self.embed_tokens = Embedding(vocab_size, D)
+        self.lm_head = nn.Linear(D, vocab_size, bias=False)
+        self.q_head = nn.Linear(D, 2)  # halt, and the official code's unused "continue"
+        if self.has_puzzle_emb:
             self.puzzle_emb = nn.Module()
+            table = torch.zeros(num_puzzle_identifiers, settings.puzzle_emb_ndim)
             self.puzzle_emb.register_buffer("weights", table)
-        if config.pos_encodings == "learned":
-            self.embed_pos = Embedding(self.length, config.hidden_size)
+        if settings.pos_encodings == "learned":
+            self.embed_pos = Embedding(self.length, D)
 
-        # the network and the initial latents
-        self.L_level = Net(config, self.length)
-        self.register_buffer("H_init", torch.empty(config.hidden_size))
-        self.register_buffer("L_init", torch.empty(config.hidden_size))
-        self.init_weights(torch.Generator().manual_seed(seed))
+        # the network and the first latents
+        self.L_level = Net(settings, self.length)
+        self.register_buffer("H_init", torch.empty(D))
+        self.register_buffer("L_init", torch.empty(D))
+        self.init_weights(torch.Generator().manual_seed(settings.seed))
 
-    # What a sequence goes through. The state of its recursion is a dict of any tensors [B, ...].
-
-    def first_state(self, B):
-        """Returns the state in which sequences begin, {name: [B, ...]}; it may depend on parameters."""
-        shape = B, self.length, self.config.hidden_size
-        return dict(z_H=self.H_init.expand(shape), z_L=self.L_init.expand(shape))
-
-    def recursion(self, x, state, H_cycles, L_cycles):
-        """Returns the state after one deep recursion on the embedded question x [B, L, D]."""
-        z_H, z_L = deep_recursion(self.L_level, x, state["z_H"], state["z_L"], H_cycles, L_cycles)
-        return dict(z_H=z_H, z_L=z_L)
-
-    def answer(self, state, labels=None):
-        """Returns the logits [B, S, V] and q_halt [B] of a state; labels [B, S]: in training only."""
-        # an answer for each cell of the puzzle; the first position says whether to halt
-        logits = self.lm_head(state["z_H"][:, self.prefix:])
-        q_halt = self.q_head(state["z_H"][:, 0])[:, 0]
-        return logits, q_halt
-
-    def losses(self, settings, logits, q_halt, labels, solved):
-        """Returns the values of LOSS_TERMS, {name: [B]}; training minimises "loss".
+    def forward(self, sequences, puzzle_rows=None, min_halt_steps=None, cycles=None):
+        """Runs the recursion once on each sequence, scores its answer and decides whether it halts.
 
         Args:
-            settings: train.py's settings, of which loss_type is read.
-            logits: float32 [B, S, V].
-            q_halt: float32 [B].
-            labels: [B, S].
-            solved: which answers are right, bool [B].
-        """
-        # the cells, and how well q_halt tells whether the answer is right
-        lm_loss = LOSSES[settings.loss_type](settings, logits, labels)
-        q_halt_loss = F.binary_cross_entropy_with_logits(q_halt, solved.float(), reduction="none")
-        return dict(loss=lm_loss + 0.5 * q_halt_loss, lm_loss=lm_loss, q_halt_loss=q_halt_loss)
+            sequences: B of them, see new_sequences() and take_new_puzzles().
+            puzzle_rows: the rows of the puzzle embedding that belong to them, [B, D'], where there is one.
+            min_halt_steps: in training, the least number of steps of each sequence, int32 [B]. Evaluations
+                run the full depth: no sequence halts here.
+            cycles: (H_cycles, L_cycles); None: those of the settings. Training always passes them.
 
-    def halts(self, settings, steps, q_halt, min_halt_steps):
-        """Returns which sequences end after a training step, bool [B]; steps, min_halt_steps: int32 [B]."""
-        # at q_halt > 0, unless exploration asks for more steps
-        wants_to_halt = (steps >= settings.halt_max_steps) | (q_halt > 0)
-        return wants_to_halt & (steps >= min_halt_steps)
+        Returns a SupervisionStep.
+        """
+        inputs = sequences["inputs"]
+        labels = sequences["labels"]
+        steps = sequences["steps"]
+
+        # the first latents are drawn into the graph, so that they can be learned
+        latents = {}
+        for name, first in self.first_latents(len(inputs)).items():
+            carried = sequences["latents"][name]
+            latents[name] = where(steps == 0, first.to(carried.dtype), carried)
+
+        # the question, the recursion, the answer
+        x = self.embed(inputs, puzzle_rows)
+        H_cycles, L_cycles = cycles or (self.settings.H_cycles, self.settings.L_cycles)
+        latents = self.recursion(x, latents, H_cycles, L_cycles)
+        logits, q_halt = self.answer(latents, labels if self.training else None)
+        logits = logits.float()
+        q_halt = q_halt.float()
+        answers = logits.argmax(-1).to(torch.int32)
+
+        # the loss of each sequence
+        solved = self.is_solved(inputs, labels, answers)
+        values = self.losses(logits, q_halt, labels, solved)
+
+        # metrics and halting; the next step continues from here, without a gradient to this one
+        steps = steps + 1
+        with torch.no_grad():
+            values |= step_metrics(labels, answers, q_halt, solved, steps)
+            halted = torch.zeros_like(solved)
+            if self.training:
+                halted = self.halts(steps, q_halt, min_halt_steps)
+        latents = {name: z.detach() for name, z in latents.items()}
+        sequences = sequences | dict(latents=latents, steps=steps, halted=halted)
+        return SupervisionStep(sequences, values, answers, q_halt.detach())
+
+    # What a sequence goes through. Its latents are a dict of any tensors [B, ...].
+
+    def first_latents(self, B):
+        """Returns the latents with which sequences begin, {name: [B, ...]}; parameters may decide them."""
+        shape = B, self.length, self.settings.hidden_size
+        return dict(z_H=self.H_init.expand(shape), z_L=self.L_init.expand(shape))
+
+    def embed(self, inputs, puzzle_rows):
+        """Returns the embedded question x [B, L, D]; inputs: tokens [B, S]; puzzle_rows: [B, D'] or None."""
+        D = self.settings.hidden_size
+        table = self.embed_tokens.embedding_weight
+        # A product with a one-hot matrix is exact, and so is its gradient's sum in float32. The gradient of
+        # a gather would be a scatter that sums in the low precision.
+        vocabulary = torch.arange(len(table), device=inputs.device, dtype=inputs.dtype)
+        one_hot = inputs.unsqueeze(-1) == vocabulary  # [B, S, V]
+        x = one_hot.to(table.dtype) @ table
+        if self.has_puzzle_emb:
+            # the row fills the first positions, zeros the others
+            padding = self.prefix * D - self.settings.puzzle_emb_ndim
+            puzzle = F.pad(puzzle_rows.to(x.dtype), (0, padding))
+            x = torch.cat((puzzle.view(-1, self.prefix, D), x), dim=1)
+        # sqrt(0.5): the sum of two has the deviation of one
+        if self.settings.pos_encodings == "learned":
+            x = math.sqrt(0.5) * (x + self.embed_pos.embedding_weight)
+        return math.sqrt(D) * x
+
+    def recursion(self, x, latents, H_cycles, L_cycles):
+        """Returns the latents after one deep recursion on the embedded question x [B, L, D]."""
+        z_H, z_L = deep_recursion(self.L_level, x, latents["z_H"], latents["z_L"], H_cycles, L_cycles)
+        return dict(z_H=z_H, z_L=z_L)
+
+    def answer(self, latents, labels=None):
+        """Returns the logits [B, S, V] and q_halt [B] of the latents; labels [B, S]: in training only."""
+        # an answer for each cell of the puzzle; the first position says whether to halt
+        logits = self.lm_head(latents["z_H"][:, self.prefix:])
+        q_halt = self.q_head(latents["z_H"][:, 0])[:, 0]
+        return logits, q_halt
 
     @staticmethod
     def is_solved(inputs, labels, answers):
@@ -180,93 +206,46 @@ class TRM(nn.Module):
         """
         return ((answers == labels) | (labels == IGNORE_LABEL)).all(-1)
 
-    def forward(self, state, is_new, inputs, puzzle_rows=None, labels=None, cycles=None):
-        """Runs the recursion of one supervision step.
+    def losses(self, logits, q_halt, labels, solved):
+        """Returns the values of LOSS_TERMS, {name: [B]}; training minimizes "loss".
 
         Args:
-            state: {name: [B, ...]}, what first_state or the last step returned.
-            is_new: which sequences begin now, bool [B].
-            inputs: the question's tokens [B, S].
-            puzzle_rows: rows of the puzzle embedding [B, D'], where the model has one.
-            labels: in training the answer's tokens [B, S].
-            cycles: (H_cycles, L_cycles); by default the config's.
-
-        Returns the state, logits [B, S, V] and q_halt [B].
+            logits: float32 [B, S, V].
+            q_halt: float32 [B].
+            labels: [B, S].
+            solved: which answers are right, bool [B].
         """
-        # inside the forward pass, so that the first state can be learned
-        first = self.first_state(len(inputs))
-        state = {name: where(is_new, first[name].to(t.dtype), t) for name, t in state.items()}
-        # the question, the recursion, the answer
-        x = self.embed(inputs, puzzle_rows)
-        H_cycles, L_cycles = cycles or (self.config.H_cycles, self.config.L_cycles)
-        state = self.recursion(x, state, H_cycles, L_cycles)
-        logits, q_halt = self.answer(state, labels)
-        return state, logits, q_halt
+        # the cells, and how well q_halt tells whether the answer is right
+        lm_loss = LOSSES[self.settings.loss_type](self.settings, logits, labels)
+        q_halt_loss = F.binary_cross_entropy_with_logits(q_halt, solved.float(), reduction="none")
+        return dict(loss=lm_loss + 0.5 * q_halt_loss, lm_loss=lm_loss, q_halt_loss=q_halt_loss)
 
-    def supervision_step(self, settings, weights, sequences, min_halt_steps=None, cycles=None):
-        """Runs the recursion once on each sequence, scores its answer and decides whether it halts.
+    def halts(self, steps, q_halt, min_halt_steps):
+        """Returns which sequences end after a training step, bool [B]; steps, min_halt_steps: int32 [B]."""
+        # at q_halt > 0, unless exploration asks for more steps
+        wants_to_halt = (steps >= self.settings.halt_max_steps) | (q_halt > 0)
+        return wants_to_halt & (steps >= min_halt_steps)
 
-        Args:
-            settings: train.py's settings, of which loss_type and halt_max_steps are read.
-            weights: {name: tensor} of the network, all of one dtype, and "puzzle_rows" [B, D'] in float32,
-                the rows of the puzzle embedding that belong to the sequences.
-            sequences: what take_new_puzzles returns.
-            min_halt_steps: in training, the least number of steps of each sequence, int32 [B]. None in
-                evaluations, which run the full depth: no sequence halts here.
-            cycles: (H_cycles, L_cycles); by default the model's.
+    def new_sequences(self, B, dtype=torch.float32):
+        """Returns B sequences that have halted, so that take_new_puzzles() gives each a puzzle.
 
-        Returns a SupervisionStep.
+        A tree of tensors [B, ...]: latents, of first_latents, in dtype; steps; halted; and what the puzzles
+        of a batch have.
         """
-        # the rows of the puzzle embedding are no parameter; a tied parameter has another one's weights
-        weights = dict(weights)
-        puzzle_rows = weights.pop("puzzle_rows", None)
-        weights |= {name: weights[other] for name, other in self.tied.items()}
-        inputs = sequences["inputs"]
-        labels = sequences["labels"]
-        is_new = sequences["steps"] == 0
-        steps = sequences["steps"] + 1
-        is_training = min_halt_steps is not None
-
-        # the forward pass, with these weights in place of the model's own
-        arguments = (sequences["state"], is_new, inputs, puzzle_rows, labels if is_training else None, cycles)
-        state, logits, q_halt = functional_call(self, weights, arguments)
-        logits = logits.float()
-        q_halt = q_halt.float()
-        answers = logits.argmax(-1).to(torch.int32)
-
-        # the loss of each sequence
-        solved = self.is_solved(inputs, labels, answers)
-        values = self.losses(settings, logits, q_halt, labels, solved)
-
-        # halting, and the metrics
+        # latents have the shapes of the first ones, whatever a fork puts into them
         with torch.no_grad():
-            halted = torch.zeros_like(solved)
-            if is_training:
-                halted = self.halts(settings, steps, q_halt, min_halt_steps)
-            values |= step_metrics(labels, answers, q_halt, solved, steps)
-
-        # the next step continues from here, without a gradient to this one
-        state = {name: t.detach() for name, t in state.items()}
-        carry = sequences | dict(state=state, steps=steps, halted=halted)
-        return SupervisionStep(carry, values, answers, q_halt.detach())
-
-    def new_carry(self, batch_size, dtype):
-        """Returns what sequences carry from one supervision step to the next, a tree of tensors [B, ...].
-
-        All of them are halted, so that the next step gives them new puzzles. dtype: of the state.
-        """
-        # the state has the shapes of the first one, whatever a fork puts into it
-        with torch.no_grad():
-            first = self.first_state(batch_size)
-        seq_len = self.config.seq_len
+            first = self.first_latents(B)
+        S = self.sizes["seq_len"]
         return dict(
-            state={name: torch.zeros(t.shape, dtype=dtype) for name, t in first.items()},
-            steps=torch.zeros(batch_size, dtype=torch.int32),
-            halted=torch.ones(batch_size, dtype=torch.bool),
-            inputs=torch.zeros(batch_size, seq_len, dtype=torch.int32),
-            labels=torch.full((batch_size, seq_len), IGNORE_LABEL, dtype=torch.int32),
-            puzzle_identifiers=torch.zeros(batch_size, dtype=torch.int32),
+            latents={name: torch.zeros(z.shape, dtype=dtype) for name, z in first.items()},
+            steps=torch.zeros(B, dtype=torch.int32),
+            halted=torch.ones(B, dtype=torch.bool),
+            inputs=torch.zeros(B, S, dtype=torch.int32),
+            labels=torch.full((B, S), IGNORE_LABEL, dtype=torch.int32),
+            puzzle_identifiers=torch.zeros(B, dtype=torch.int32),
         )
+
+    # Solving
 
     @torch.no_grad()
     def solve(self, question, steps=16, attempts=1, identifiers=None):
@@ -293,27 +272,29 @@ class TRM(nn.Module):
 
         # tokens
         B, S = question.shape
-        if S != self.config.seq_len:
-            raise ValueError(f"the question has {S} cells, not {self.config.seq_len}")
+        if S != self.sizes["seq_len"]:
+            raise ValueError(f"the question has {S} cells, not {self.sizes['seq_len']}")
         if identifiers is None:
             identifiers = torch.zeros(B)
+        self.eval()
         # sequences that begin with these questions
         batch = dict(
             inputs=question.int(),
             labels=torch.full((B, S), IGNORE_LABEL, dtype=torch.int32),
             puzzle_identifiers=identifiers.int(),
         )
-        sequences = take_new_puzzles(self.new_carry(B, torch.float32), batch)
-        weights = self.weights()
-        if self.prefix:
-            weights["puzzle_rows"] = self.puzzle_emb.weights[batch["puzzle_identifiers"]]
+        B = len(question)
+        sequences = take_new_puzzles(self.new_sequences(B), batch)
+        puzzle_rows = None
+        if self.has_puzzle_emb:
+            puzzle_rows = self.puzzle_emb.weights[batch["puzzle_identifiers"]]
 
         # the answer of the step where q_halt is highest
         best = torch.full((B,), -math.inf)
         answers = batch["inputs"]
         for _ in range(steps):
-            step = self.supervision_step(self.settings, weights, sequences)
-            sequences = step.carry
+            step = self(sequences, puzzle_rows)
+            sequences = step.sequences
             answers = where(step.q_halt >= best, step.answers, answers)
             best = torch.maximum(step.q_halt, best)
         answers = answers.to(question)
@@ -341,55 +322,10 @@ class TRM(nn.Module):
         named = self.named_parameters()
         return {name: p.detach().float() for name, p in named if name not in self.tied}
 
-    def embed(self, inputs, puzzle_rows):
-        """Returns the embedded question x [B, L, D]; inputs: tokens [B, S]; puzzle_rows: [B, D'] or None."""
-        config = self.config
-        table = self.embed_tokens.embedding_weight
-        # A product with a one-hot matrix is exact, and so is its gradient's sum in float32. The gradient of
-        # a gather would be a scatter that sums in the low precision.
-        vocabulary = torch.arange(config.vocab_size, device=inputs.device, dtype=inputs.dtype)
-        one_hot = inputs.unsqueeze(-1) == vocabulary  # [B, S, V]
-        x = one_hot.to(table.dtype) @ table
-        if self.prefix:
-            # the row fills the first positions, zeros the others
-            padding = self.prefix * config.hidden_size - config.puzzle_emb_ndim
-            puzzle = F.pad(puzzle_rows.to(x.dtype), (0, padding))
-            puzzle = puzzle.view(-1, self.prefix, config.hidden_size)
-            x = torch.cat((puzzle, x), dim=1)
-        # sqrt(0.5): the sum of two has the deviation of one
-        if config.pos_encodings == "learned":
-            x = math.sqrt(0.5) * (x + self.embed_pos.embedding_weight)
-        return math.sqrt(config.hidden_size) * x
-
     def num_parameters(self):
         """Returns how many numbers training changes, those of the puzzle embedding included."""
-        table_size = self.puzzle_emb.weights.numel() if self.prefix else 0
+        table_size = self.puzzle_emb.weights.numel() if self.has_puzzle_emb else 0
         return table_size + sum(w.numel() for w in self.weights().values())
-
-    def flops_per_example(self, settings, cycles=None):
-        """Returns the FLOPs of a sequence in one supervision step: (of a forward pass, of a training step).
-
-        It counts matrix products only, 2 FLOPs a multiply-add. cycles: see forward. A fork that reads values
-        cannot be counted, and has (0, 0).
-        """
-        def count(min_halt_steps):
-            with FlopCounter() as counter:
-                step = self.supervision_step(settings, leaves | buffers, carry, min_halt_steps, cycles)
-                if min_halt_steps is not None:
-                    step.values["loss"].sum().backward()
-            return counter.total
-
-        # one sequence on the device "meta", where tensors have shapes and no numbers
-        leaves = self.weights()
-        if self.prefix:
-            leaves["puzzle_rows"] = torch.empty(1, self.config.puzzle_emb_ndim)
-        leaves = {name: t.to("meta").requires_grad_() for name, t in leaves.items()}
-        buffers = {name: t.to("meta") for name, t in self.named_buffers()}
-        carry = tree_map(lambda t: t.to("meta"), self.new_carry(1, torch.float32))
-        try:
-            return count(None), count(carry["steps"])
-        except RuntimeError:  # item() and the like
-            return 0, 0
 
     @torch.no_grad()
     def init_weights(self, generator):
@@ -400,7 +336,7 @@ class TRM(nn.Module):
         # embeddings and matrices, in the order of the modules
         for module in self.modules():
             if isinstance(module, Embedding):  # embed() scales by sqrt(D)
-                truncated_normal(module.embedding_weight, self.config.hidden_size ** -0.5, generator)
+                truncated_normal(module.embedding_weight, self.settings.hidden_size ** -0.5, generator)
             elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) and module is not self.q_head:
                 truncated_normal(module.weight, module.weight[0].numel() ** -0.5, generator)
         # q_head begins far below 0, so that no sequence halts before it has learned to
@@ -409,11 +345,12 @@ class TRM(nn.Module):
         truncated_normal(self.H_init, 1.0, generator)
         truncated_normal(self.L_init, 1.0, generator)
 
-    def load_named(self, named):
+    def load_named(self, named, same_identifiers=True):
         """Loads weights under the official code's names, with or without their prefixes.
 
-        Returns True if the embedding has another number of rows: every row then becomes their mean, as in
-        the official code. Raises ValueError for names or shapes that do not fit.
+        same_identifiers: False if the puzzle identifiers stand for other puzzles than the file's. Returns
+        True for these, and if their number differs: every row of the embedding then becomes the mean of the
+        file's, as in the official code. Raises ValueError for names or shapes that do not fit.
         """
         # the official code's names, without the prefixes of its wrappers
         weights = {}
@@ -425,8 +362,10 @@ class TRM(nn.Module):
         # other puzzles have no row of their own in the table: they take the mean
         expected = self.state_dict()
         table = weights.get("puzzle_emb.weights")
-        num_rows = self.config.num_puzzle_identifiers
-        is_averaged = self.prefix > 0 and table is not None and len(table) != num_rows
+        num_rows = self.sizes["num_puzzle_identifiers"]
+        is_averaged = False
+        if self.has_puzzle_emb and table is not None:
+            is_averaged = len(table) != num_rows or not same_identifiers
         if is_averaged:
             weights["puzzle_emb.weights"] = table.mean(0, keepdim=True).expand(num_rows, -1)
 
@@ -448,9 +387,8 @@ class TRM(nn.Module):
 
         cells: of a puzzle; 0: as in training. Attention takes any number.
 
-        Besides its config, the model has what the file says:
+        Besides its settings, those of its training, the model has what the file says:
             task: the puzzle, {"kind", "grid": [rows, columns], "symbols": a character for each token}.
-            settings: those of the training.
             puzzles: 100 test puzzles or fewer, {"inputs", "labels": [n, S], "puzzle_identifiers": [n]}.
             forks: the forks that trained it, see configurator.missing_forks.
             step, data: the steps of the training, and the SHA-256 of its dataset.
@@ -462,43 +400,61 @@ class TRM(nn.Module):
         if "task" not in saved:
             raise ValueError(f"{path} does not say what it solves: scripts/export.py makes a model file of a "
                              "checkpoint of the official code")
+        # the settings of its training; answers do not depend on the loss, which may be a fork's
+        settings = SimpleNamespace(**saved["settings"])
+        if settings.loss_type not in LOSSES:
+            settings.loss_type = "softmax_cross_entropy"
         # build the model, of the size of these puzzles, with the averaged weights
-        sizes = dict(saved["model"])
+        sizes = {name: saved["model"][name] for name in SIZES}
         sizes["seq_len"] = cells or sizes["seq_len"]
-        forks = saved.get("forks", {})
+        forks = saved["forks"]
         try:
-            model = cls(TRMConfig(**sizes))
+            model = cls(settings, **sizes)
             model.load_named(saved.get("ema", saved["weights"]))
-        except (TypeError, ValueError) as e:  # TypeError: a size that TRMConfig does not have
+        except ValueError as e:
             hint = f"; it was trained with {', '.join(forks)}" if forks else ""
             raise ValueError(f"{path}: {e}{hint}") from None
 
-        # add what the file says; older checkpoints say less
+        # add what the file says
         model.task = saved["task"]
         if model.task["kind"] == "maze":
             model.task = maze_task(math.isqrt(sizes["seq_len"]))
-        model.settings = SimpleNamespace(**saved["settings"])
-        # answers do not depend on the loss, which may be a fork's
-        if model.settings.loss_type not in LOSSES:
-            model.settings.loss_type = "softmax_cross_entropy"
-        model.puzzles = saved.get("puzzles", {})
+        model.puzzles = saved["puzzles"]
         model.forks = forks
-        model.step = saved.get("step", 0)
-        model.data = saved.get("data", "")
+        model.step = saved["step"]
+        model.data = saved["data"]
         return model.eval()
 
 
-class FlopCounter(TorchDispatchMode):
-    """Adds up the FLOPs of products by torch's formulas; torch's own counter is not safe in threads."""
-    total = 0
+def take_new_puzzles(sequences, puzzles):
+    """Returns the sequences of which those that have halted begin at step 0 with new puzzles.
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        # torch has formulas for products of matrices, attention and convolutions
-        if func.overloadpacket in flop_registry:
-            self.total += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
-        return result
+    Args:
+        sequences: see TRM.new_sequences.
+        puzzles: inputs [B, S], labels [B, S] (IGNORE_LABEL is not scored) and puzzle_identifiers [B].
+    """
+    fresh = dict(
+        steps=torch.zeros_like(sequences["steps"]),
+        inputs=puzzles["inputs"],
+        labels=puzzles["labels"],
+        puzzle_identifiers=puzzles["puzzle_identifiers"],
+    )
+    new = dict(sequences)
+    for name, value in fresh.items():
+        new[name] = where(sequences["halted"], value, sequences[name])
+    return new
+
+
+def where(mask, new, old):
+    """Returns new [B, ...] where the mask [B] is true, elsewhere old [B, ...]."""
+    mask = mask.view(-1, *[1] * (old.ndim - 1))
+    return torch.where(mask, new, old)
+
+
+def call_with(model, weights, *arguments):
+    """Returns model(*arguments) with the weights, {name: tensor}, in place of the module's own parameters."""
+    tied = {name: weights[other] for name, other in model.tied.items()}
+    return functional_call(model, weights | tied, arguments)
 
 
 def step_metrics(labels, answers, q_halt, solved, steps):
@@ -632,13 +588,13 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Mixes positions (by an MLP or by attention), then channels; each is a residual followed by its norm."""
 
-    def __init__(self, config, length):
+    def __init__(self, settings, length):
         super().__init__()
-        if config.mlp_t:
-            self.mlp_t = SwiGLU(length, config.expansion, config.multiple_of)
+        if settings.mlp_t:
+            self.mlp_t = SwiGLU(length, settings.expansion, settings.multiple_of)
         else:
-            self.self_attn = Attention(config.hidden_size, config.num_heads)
-        self.mlp = SwiGLU(config.hidden_size, config.expansion, config.multiple_of)
+            self.self_attn = Attention(settings.hidden_size, settings.num_heads)
+        self.mlp = SwiGLU(settings.hidden_size, settings.expansion, settings.multiple_of)
 
     def forward(self, x, rope):
         """Returns x [B, L, D] after the layer; rope: the pair (cos, sin) [L, d], or None."""
@@ -654,13 +610,13 @@ class Block(nn.Module):
 class Net(nn.Module):
     """The one network of the recursion (paper, section 4.3: a single network for both latents)."""
 
-    def __init__(self, config, length):
+    def __init__(self, settings, length):
         super().__init__()
-        self.layers = nn.ModuleList(Block(config, length) for _ in range(config.L_layers))
-        self.has_rope = config.pos_encodings == "rope"
+        self.layers = nn.ModuleList(Block(settings, length) for _ in range(settings.L_layers))
+        self.has_rope = settings.pos_encodings == "rope"
         if self.has_rope:
             # an angle for each position and channel of a head, its two halves alike
-            d = config.hidden_size // config.num_heads
+            d = settings.hidden_size // settings.num_heads
             frequencies = 10000.0 ** (-torch.arange(0, d, 2).float() / d)
             angle = torch.outer(torch.arange(length).float(), frequencies).repeat(1, 2)
             self.register_buffer("cos", angle.cos(), persistent=False)  # [L, d]
@@ -676,51 +632,29 @@ class Net(nn.Module):
 # ---------------------------------------------------------------------------------------------------------
 # Sizes, embeddings and files
 
-@dataclass
-class TRMConfig:
-    """The sizes of a model; the settings of the same names explain them."""
-    seq_len: int  # S
-    vocab_size: int  # V
-    num_puzzle_identifiers: int = 1  # N
-    hidden_size: int = 512  # D
-    num_heads: int = 8
-    expansion: float = 4.0
-    multiple_of: int = 256
-    L_layers: int = 2
-    H_cycles: int = 3
-    L_cycles: int = 6
-    mlp_t: bool = True
-    pos_encodings: str = "none"
-    puzzle_emb_ndim: int = 512  # D'
-    puzzle_emb_len: int = 16  # P
+SIZES = "seq_len", "vocab_size", "num_puzzle_identifiers"  # of a dataset, and of a model for it
 
-    @classmethod
-    def of(cls, settings, **sizes):
-        """Takes the fields that `settings` has as attributes, and the given sizes of the dataset."""
-        names = {field.name for field in fields(cls)}
-        values = {name: value for name, value in vars(settings).items() if name in names}
-        return cls(**values | sizes)
 
-    @property
-    def prefix(self):
-        """P, the positions that the puzzle embedding takes; 0 without one."""
-        if not self.puzzle_emb_ndim:
-            return 0
-        return self.puzzle_emb_len or math.ceil(self.puzzle_emb_ndim / self.hidden_size)
+def prefix_length(settings):
+    """Returns P, the positions that the puzzle embedding takes; 0 without one."""
+    if not settings.puzzle_emb_ndim:
+        return 0
+    return settings.puzzle_emb_len or math.ceil(settings.puzzle_emb_ndim / settings.hidden_size)
 
-    def check(self):
-        """Raises ValueError for sizes that cannot be built."""
-        if not self.mlp_t and self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of "
-                             f"num_heads {self.num_heads}")
-        if self.pos_encodings == "rope" and not self.mlp_t and self.hidden_size // self.num_heads % 2:
-            raise ValueError(f"hidden_size {self.hidden_size} must be an even multiple of "
-                             f"num_heads {self.num_heads} for rope")
-        if round(self.expansion * min(self.hidden_size, self.seq_len) * 2 / 3) < 1:
-            raise ValueError(f"expansion {self.expansion} leaves the SwiGLUs no hidden width")
-        if self.puzzle_emb_ndim > self.prefix * self.hidden_size:
-            raise ValueError(f"puzzle_emb_ndim {self.puzzle_emb_ndim} does not fit "
-                             f"puzzle_emb_len {self.puzzle_emb_len} x hidden_size {self.hidden_size}")
+
+def check_sizes(settings, seq_len):
+    """Raises ValueError for sizes that cannot be built."""
+    D = settings.hidden_size
+    heads = settings.num_heads
+    if not settings.mlp_t and D % heads:
+        raise ValueError(f"hidden_size {D} must be a multiple of num_heads {heads}")
+    if settings.pos_encodings == "rope" and not settings.mlp_t and D // heads % 2:
+        raise ValueError(f"hidden_size {D} must be an even multiple of num_heads {heads} for rope")
+    if round(settings.expansion * min(D, seq_len) * 2 / 3) < 1:
+        raise ValueError(f"expansion {settings.expansion} leaves the SwiGLUs no hidden width")
+    if settings.puzzle_emb_ndim > prefix_length(settings) * D:
+        raise ValueError(f"puzzle_emb_ndim {settings.puzzle_emb_ndim} does not fit "
+                         f"puzzle_emb_len {settings.puzzle_emb_len} x hidden_size {D}")
 
 
 class Embedding(nn.Module):

@@ -70,12 +70,6 @@ def descend(settings, rates, w, direction, step_size):
     w.sub_(direction * step_size)
 
 
-def move_average(settings, average, weights):
-    """Moves the average (EMA) towards the weights, {name: tensor} both, in place."""
-    for name, w in weights.items():
-        average[name].lerp_(w, 1 - settings.ema_rate)
-
-
 def norm(tensors):
     """Returns the Euclidean norm of all numbers of {name: tensor}, [1]."""
     squares = [t.square().sum() for t in tensors.values()]

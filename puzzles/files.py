@@ -63,6 +63,8 @@ def fill_in_source(settings, names, num_copies, everything="full"):
 
 
 def refuse_existing(path):
+    if path.startswith("~"):  # a shell expands it only at the beginning of a word
+        raise UserError(f"--output_dir={path}: write the folder of ~ out")
     if os.path.lexists(path):
         raise UserError(f"{path} exists already: delete it or choose another --output_dir")
 

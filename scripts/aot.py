@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter, defaultdict
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -94,8 +95,9 @@ def trace(settings, path, chips):
     train.check_batch_size(settings, replica)
     replica.compile_step = lambda fn: fn  # the programs below are the steps themselves
     run, next_inputs = bench.new_run(settings, replica, datasets.Dataset(path, "train"))
+    cycles = settings.H_cycles, settings.L_cycles
     steps = dict(
-        train=(run.train_program, run.state, next_inputs()),
+        train=(partial(run.train_program, cycles=cycles), run.state, next_inputs()),
         eval=(run.evaluator.program, *bench.evaluation_of(run, path)),
     )
     programs = {}

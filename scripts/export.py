@@ -10,7 +10,6 @@ sizes, task and 100 test puzzles. Those of an official file come from config fil
 """
 import os
 import sys
-from dataclasses import asdict
 
 import torch
 
@@ -20,6 +19,7 @@ from bucket import local_dataset
 from checkpoint import load_weights, newest_whole, read_checkpoint, some_puzzles
 from configurator import Settings, UserError, command, configure, split_arguments
 from data import Dataset, replacing
+from model import SIZES
 
 PREFIX = "_orig_mod.model.inner."  # of the names that the official code gives its weights
 
@@ -49,7 +49,8 @@ def main(argv):
     # all that does not only serve to train on
     dtype = getattr(torch, settings.forward_dtype)
     weights = state["weights"] | state.get("ema", {})
-    content = {name: state[name] for name in ("model", "task", "data", "puzzles", "step", "forks")}
+    names = "model", "task", "data", "identifiers", "puzzles", "step", "forks"
+    content = {name: state[name] for name in names}
     content |= dict(
         weights={PREFIX + name.removeprefix(PREFIX): t.to(dtype) for name, t in weights.items()},
         settings=vars(settings),
@@ -68,13 +69,14 @@ def add_dataset(state, settings, path):
     """
     # the model has the dataset's sizes, and the weights' names without the official code's prefixes
     data = Dataset(local_dataset(settings.data_path), "train")
-    model = train.new_model(settings, **{name: getattr(data, name) for name in train.SIZES})
+    model = train.new_model(settings, **{name: getattr(data, name) for name in SIZES})
     if load_weights(model, state["weights"], path):
         raise UserError(f"{path} has other puzzle identifiers than {data.path}")
     added = dict(
-        model=asdict(model.config),
+        model=model.sizes,
         task=data.task,
         data=data.sha256,
+        identifiers=data.identifiers,
         puzzles=some_puzzles(Dataset(data.path, "test")),
         step=0,
         forks={},

@@ -170,7 +170,7 @@ class Game:
         else:
             task, tokens = puzzles.parse_question(self.task, request["question"])
             if task != self.task:
-                raise UserError(f"the question has {tokens.size} cells, not {self.model.config.seq_len}")
+                raise UserError(f"the question has {tokens.size} cells, not {self.model.sizes['seq_len']}")
             puzzles.check_attempts(task, settings.eval_attempts)
             warning = puzzles.check_questions(task, tokens[None], [""])
             steps = self.solve_puzzle(settings, tokens)

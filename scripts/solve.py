@@ -66,7 +66,7 @@ def main(argv):
     if model.task["kind"] == "arc":  # a question alone has no identifier
         raise UserError(f"{path} solves ARC tasks: play.py shows them, train.py writes submission.json")
     task, questions = parse_questions(model.task, rows)
-    if questions.shape[1] != model.config.seq_len:
+    if questions.shape[1] != model.sizes["seq_len"]:
         model, _ = load(path, train_arguments, questions.shape[1])
 
     # solve

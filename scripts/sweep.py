@@ -32,6 +32,7 @@ import optim
 import prepare_sudoku
 import train
 from configurator import UserError, configure, split_arguments
+from runtime.flops import flops_per_example
 
 # which runs; names without a dash select runs too
 pattern = ""  # runs whose names begin so, with * and ? as in a shell; "" without names: all 67
@@ -130,9 +131,9 @@ class StudyRun:
         with torch.device("meta"):  # takes no memory
             model = train.new_model(self.settings, seq_len=data.size ** 2, vocab_size=data.size + 2)
         # counting takes half a second, and most runs have the baseline's sizes
-        sizes = str(model.config)
+        sizes = f"{model} {self.settings.H_cycles} {self.settings.L_cycles} {self.settings.num_heads}"
         if sizes not in FLOPS:
-            _, FLOPS[sizes] = model.flops_per_example(self.settings)
+            _, FLOPS[sizes] = flops_per_example(model)
         steps = optim.count_steps(self.settings, puzzles)
         return steps, model.num_parameters(), steps * self.settings.global_batch_size * FLOPS[sizes]
 

@@ -3,6 +3,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -103,17 +104,63 @@ def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(tmp_path):
     assert (Dataset(path, "test").test_batch([0])["labels"] == -100).all()
 
 
-@pytest.mark.parametrize("task, changes, message", [
-    ({"train": [{"input": [[1]]}]}, {}, "task bad: must have train and test, lists of pairs"),
-    (TASK | {"train": [pair([[1] * 31], [[1]])]}, {}, "task bad: .*a rectangle of at most 30x30 colours"),
-    (TASK | {"test": [{"input": [[10]]}]}, {}, "task bad: .*colours from 0 to 9"),
-    (TASK, {"source": "nowhere"}, "nowhere has no tasks for training: source must be arc1, arc2, generate"),
-    (TASK, {"test_subset": "tests"}, "test_subset=tests: it must be one of subsets=training,evaluation"),
+@pytest.mark.parametrize("changes, message", [
+    ({"source": "nowhere"}, "nowhere has no tasks for evaluation: source must be arc1, arc2, generate"),
+    ({"test_subset": "tests"}, "test_subset=tests: it must be one of subsets=training,evaluation"),
 ])
-def test_wrong_tasks_and_settings_are_named(tmp_path, task, changes, message):
-    source = write_folder(tmp_path, training={"bad": task}, evaluation={"b": OTHER})
+def test_wrong_settings_are_named(tmp_path, changes, message):
+    source = write_folder(tmp_path, training={"a": TASK}, evaluation={"b": OTHER})
     with pytest.raises(UserError, match=message):
         build(tmp_path / "out", **{"source": source} | changes)
+
+
+WIDE = TASK | {"train": [pair([[1] * 31], [[1]])]}
+
+
+def test_tasks_that_are_left_out_are_counted_and_named(tmp_path, capsys):
+    """A test task is none of them because a task to train on has its name."""
+    training = {"0": TASK, "no test": {"train": TASK["train"]}, "wide": WIDE, "list": [], "11": {}}
+    source = write_folder(tmp_path / "[s]", training=training, evaluation={"0": OTHER, "1": TASK, "2": WIDE})
+    (source / "training/bom.json").write_text(json.dumps(TASK), encoding="utf-8-sig")
+    (source / "training/damaged.json").write_text("{")
+    path = build(tmp_path / "out", source=source, num_aug=0)
+    assert Dataset(path, "test").task_names == ["0", "1"] or Dataset(path, "test").task_names == ["1", "0"]
+    assert {*Dataset(path, "train").task_names} == {"0", "1", "no test", "bom"}
+    output = capsys.readouterr()
+    assert "left out, since they are no tasks: 5\n" in output.out
+    assert "left out, since another task has their name: 1\n" in output.out
+    for words in ("task wide of training: .*a rectangle of at most 30x30", "task 2 of evaluation: ",
+                  "task damaged of training: .*damaged.json: cannot be read", "task 11 of training: "):
+        assert re.search(words, output.err)
+
+
+def test_an_extra_task_with_a_test_pair_is_not_trained_on(tmp_path, capsys):
+    """The pair may be turned, and have other colors."""
+    source = write_folder(tmp_path / "source", training={"a": OTHER}, evaluation={"b": TASK})
+    turned = {"train": [pair([[5], [2]], [[2], [5]])], "test": [pair([[9]], [[9]])]}
+    other = {"train": [pair([[5], [2]], [[5], [2]])]}
+    extra = write_folder(tmp_path / "extra", any={"turned": turned, "other": other})
+    path = build(tmp_path / "out", source=source, extra=extra, num_aug=0)
+    assert {*Dataset(path, "train").task_names} == {"a", "b", "other"}
+    assert "left out, since they have a test pair: 1\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("solutions, message", [
+    ({"a": [[[1]]], "gone": [[[1]]]}, "task gone has 1 outputs, but 0 test inputs in "),
+    ({"a": []}, "task a has 0 outputs, but 1 test inputs in "),
+    ({"a": None}, ""),
+])
+def test_solutions_of_other_challenges_are_refused(tmp_path, capsys, solutions, message):
+    challenges = {"a": TASK | {"test": [{"input": [[1, 3]]}]}}
+    (tmp_path / "k_training_challenges.json").write_text(json.dumps(challenges))
+    (tmp_path / "k_training_solutions.json").write_text(json.dumps(solutions))
+    changes = dict(source=tmp_path / "k", subsets="training", test_subset="training", num_aug=0)
+    if message:
+        with pytest.raises(UserError, match="k_training_solutions.json: " + message):
+            build(tmp_path / "out", **changes)
+        return
+    build(tmp_path / "out", **changes)
+    assert "test outputs that are not known: 1\n" in capsys.readouterr().out
 
 
 # Batches

@@ -1,5 +1,6 @@
 """ARC: a model file with puzzle identifiers, and its adaptation to new tasks, on a small model."""
 import json
+import shutil
 
 import pytest
 import torch
@@ -38,3 +39,25 @@ def test_a_model_file_has_the_identifiers_of_its_puzzles(arc_folder):
     answers, _ = model.solve(model.puzzles["inputs"], steps=3, identifiers=identifiers)
     others, _ = model.solve(model.puzzles["inputs"], steps=3)
     assert (answers != others).any()
+
+
+def test_an_evaluation_needs_the_tasks_that_the_identifiers_stand_for(arc_folder, tmp_path):
+    """As many others would get the vectors of these; training begins with the mean."""
+    out = tmp_path / "other"
+    sizes = dict(num_pairs=5, num_train=4, num_test=6, num_aug=3)
+    prepare(f"{out}-data", prepare_arc, source="generate", seed=1, **sizes)
+    flags = [*ARC_MODEL, f"--init_from={arc_folder / 'model.pt'}"]
+    with pytest.raises(UserError, match="has other puzzle identifiers than "):
+        run_config("arc1.py", out, *flags, "--eval_only")
+    run_config("arc1.py", out, *flags, "--max_steps=1")
+    assert "all start from the mean of its embedding" in (out / "log.txt").read_text()
+
+
+def test_a_part_of_the_tasks_does_not_replace_a_submission(arc_folder, tmp_path, capfd):
+    submission = tmp_path / "arc/submission.json"
+    shutil.copytree(arc_folder / "arc", submission.parent)
+    content = submission.read_bytes()
+    flags = [*ARC_MODEL, "--init_from=resume", "--eval_only", f"--data_path={arc_folder / 'arc-data'}"]
+    run_config("arc1.py", submission.parent, *flags, "--eval_final_max_puzzles=1")
+    assert submission.read_bytes() == content
+    assert "submission.json is not written: 1 of " in capfd.readouterr().err

@@ -18,6 +18,7 @@ from configurator import UserError
 from data import Dataset
 from device import open_device
 from evaluate import Evaluator, weights_of
+from model import SIZES
 from puzzles.maze import long_mazes
 from puzzles.sudoku import minimal_sudokus
 
@@ -38,7 +39,7 @@ def new_evaluator(data, trained, *flags):
     """Returns an Evaluator with the run's last weights, and the test puzzles."""
     settings = configurator.configure(train.__file__, arguments(data, trained, *SETTINGS, *flags))
     test = Dataset(data, "test")
-    model = train.new_model(settings, **{name: getattr(test, name) for name in train.SIZES})
+    model = train.new_model(settings, **{name: getattr(test, name) for name in SIZES})
     load_weights(model, read_checkpoint(newest_whole(trained))["weights"], trained)
     return Evaluator(settings, model, open_device("cpu", settings), settings.global_batch_size), test
 

@@ -19,7 +19,7 @@ def run_bench(*flags):
 
 def test_figures_on_the_cpu_are_those_of_a_forks_dataset_and_steps(capsys):
     """One fork makes its puzzles on the fly, and the other one's steps take an input of their own."""
-    forks = [f"{ROOT}/tests/forks/{name}.py" for name in ("latin_squares", "two_steps")]
+    forks = [f"{ROOT}/tests/forks/{name}.py" for name in ("latin_squares", "entropy")]
     run_bench(*forks, "--steps=1", "--global_batch_size=16")
     text = capsys.readouterr().out
     figures = json.loads(text.splitlines()[-1])

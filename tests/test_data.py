@@ -14,6 +14,7 @@ from helpers import ROOT, dataset_settings, prepare, wait_for, write_csv
 
 import prepare_maze
 import prepare_sudoku
+import puzzles
 from configurator import TransientError, UserError
 from data import Dataset, halting_draws
 from puzzles import files, judge, sudoku_task, text_of
@@ -75,7 +76,8 @@ def test_datasets_of_the_official_builder_load(official, real):
 @pytest.mark.parametrize("name, change, wrong", [
     ("inputs", lambda array: array + 1, "vocab_size"),
     ("labels", lambda array: array[:-1], "labels"),
-    ("puzzle_identifiers", lambda array: array + 1, "puzzle_identifiers"),
+    ("puzzle_identifiers", lambda array: array + 1, "num_puzzle_identifiers"),
+    ("inputs", lambda array: array - 99, "tokens from 0"),
     ("puzzle_indices", lambda array: np.delete(array, 1), "indices of rows"),
     ("group_indices", lambda array: array[::-1], "number of puzzles"),
 ])
@@ -85,6 +87,63 @@ def test_arrays_that_do_not_fit_are_named(name, change, wrong, official):
     np.save(path, change(np.load(path)))
     with pytest.raises(UserError, match=f"official/train: dataset.json does not fit {wrong}: build it again"):
         Dataset(official, "train")
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"seq_len": None}, "must have seq_len, a whole number, not None"),
+    ({"vocab_size": "11"}, "must have vocab_size, a whole number, not '11'"),
+    ({"num_puzzle_identifiers": 1.5}, "must have num_puzzle_identifiers, a whole number, not 1.5"),
+    ([1], "cannot be read as a JSON object"),
+])
+def test_a_wrong_dataset_json_is_named(change, message, official):
+    path = official / "train/dataset.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change if isinstance(change, dict) else change))
+    with pytest.raises(UserError, match=message):
+        Dataset(official, "train")
+
+
+def test_what_dataset_json_leaves_out_is_counted_and_what_it_adds_is_ignored(official, real):
+    """As in the files of nano-trm; a key may have the name of an attribute."""
+    added = dict(subset="easy", versions="1.0", path="x", sha256="x", train_batch=1, grid_size=9)
+    path = official / "train/dataset.json"
+    path.write_text(json.dumps(dict(seq_len=81, vocab_size=11.0, num_puzzles=1) | added))
+    train = Dataset(official, "train")
+    want = Dataset(real, "train")
+    assert contents(train.train_batch(1, 2, 64)) == contents(want.train_batch(1, 2, 64))
+    for name in "total_groups", "mean_puzzle_examples", "num_puzzle_identifiers", "ignore_label_id":
+        assert getattr(train, name) == getattr(want, name)
+    assert train.path == official and len(train.sha256) == 64
+
+
+@pytest.mark.parametrize("manifest, message", [
+    ({"kind": "sudoku", "grid": [9, 9], "symbols": " .123456789"}, ""),  # by hand, without hashes
+    ({"sha256": []}, r"manifest.json: sha256 is \[\]"),
+    ({"kind": "sudoku", "grid": "9x9", "symbols": " .123456789"}, "grid '9x9' must be"),
+    ({"kind": "sudoku", "grid": [9, 9], "symbols": list(range(11))}, "symbols .* a text"),
+])
+def test_a_manifest_by_hand_is_checked(manifest, message, official):
+    (official / "manifest.json").write_text(json.dumps(manifest))
+    if not message:
+        assert Dataset(official, "train").task["kind"] == "sudoku"
+        return
+    with pytest.raises(UserError, match=message):
+        Dataset(official, "train")
+
+
+def test_the_official_builders_sudokus_can_be_typed(official):
+    """It says neither the kind nor the symbols."""
+    task = Dataset(official, "train").task
+    for empty in ".0":
+        _, tokens = puzzles.parse_question(task, "5" + empty * 80)
+        assert tokens[:2].tolist() == [6, 1]
+    assert puzzles.task_of({}, 900, 12)["symbols"] == " |0123456789"
+
+
+def test_a_folder_of_the_home_directory_is_written_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="--output_dir=~/d: write the folder of ~ out"):
+        prepare("~/d", **SMALL)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("by, code", [(signal.SIGTERM, 3), (signal.SIGKILL, -9)])

@@ -9,16 +9,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import configurator
 import model
 import optim
-from model import TRM, TRMConfig, take_new_puzzles
+import train
+from model import TRM, take_new_puzzles
 from optim import pack_rows, sign_sgd
+from runtime.flops import flops_per_example
 
 
-def tiny(**config):
-    sizes = dict(seq_len=4, vocab_size=5, hidden_size=16, num_heads=2, L_layers=1, H_cycles=2, L_cycles=2,
-                 puzzle_emb_ndim=16, puzzle_emb_len=2, num_puzzle_identifiers=3)
-    return TRM(TRMConfig(**sizes | config), seed=1)
+def tiny(seq_len=4, **settings):
+    """Returns a network that takes at most 3 supervision steps."""
+    defaults = vars(configurator.configure(train.__file__, []))
+    small = dict(hidden_size=16, num_heads=2, L_layers=1, H_cycles=2, L_cycles=2, puzzle_emb_ndim=16,
+                 puzzle_emb_len=2, halt_max_steps=3, seed=1)
+    return TRM(SimpleNamespace(**defaults | small | settings), seq_len, 5, 3)
 
 
 def draw(high, *shape):
@@ -29,15 +34,11 @@ def puzzles(n):
     return dict(inputs=draw(5, n, 4), labels=draw(5, n, 8)[:, 4:], puzzle_identifiers=draw(3, n))
 
 
-def step(net, data, carry=None, min_halt_steps=None):
-    """Runs supervision_step on new puzzles, with the network's own weights and at most 3 steps."""
-    settings = SimpleNamespace(loss_type="stablemax_cross_entropy", halt_max_steps=3)
-    carry = carry or net.new_carry(len(data["inputs"]), torch.float32)
-    sequences = take_new_puzzles(carry, data)
-    weights = dict(net.named_parameters())
-    if net.prefix:
-        weights["puzzle_rows"] = net.puzzle_emb.weights[sequences["puzzle_identifiers"]]
-    return net.supervision_step(settings, weights, sequences, min_halt_steps)
+def step(net, data, sequences=None, min_halt_steps=None):
+    """Runs a supervision step on new puzzles; in training with min_halt_steps."""
+    sequences = take_new_puzzles(sequences or net.new_sequences(len(data["inputs"])), data)
+    puzzle_rows = net.puzzle_emb.weights[sequences["puzzle_identifiers"]]
+    return net.train(min_halt_steps is not None)(sequences, puzzle_rows, min_halt_steps)
 
 
 # The loss and the halting
@@ -76,11 +77,11 @@ def test_exploration_delays_halting():
     net = tiny()
     net.q_head.bias.data[0] = 5.0  # the model always wants to halt
     min_halt_steps = torch.tensor([0, 2, 3, 0], dtype=torch.int32)
-    carry = None
+    sequences = None
     for halted in ([True, False, False, True], [True, True, False, True], [True, False, True, True]):
-        carry = step(net, puzzles(4), carry, min_halt_steps).carry
-        assert carry["halted"].tolist() == halted
-    assert not step(net, puzzles(4)).carry["halted"].any()  # an evaluation goes to the full depth
+        sequences = step(net, puzzles(4), sequences, min_halt_steps).sequences
+        assert sequences["halted"].tolist() == halted
+    assert not step(net, puzzles(4)).sequences["halted"].any()  # an evaluation goes to the full depth
 
 
 # The network
@@ -113,8 +114,7 @@ def test_a_seed_means_the_same_initial_weights_on_every_torch():
 def test_flops_are_those_of_the_products():
     """A backward pass costs two forward passes of the last recursion."""
     net = tiny(mlp_t=False)
-    settings = SimpleNamespace(loss_type="softmax_cross_entropy", halt_max_steps=3)
-    forward, training = net.flops_per_example(settings)
+    forward, training = flops_per_example(net)
     mlp = sum(p.numel() for p in net.L_level.layers[0].mlp.parameters()) * net.length
     attention = 4 * 16 ** 2 * net.length + 2 * net.length ** 2 * 16  # projections and scores
     recursion = 2 * (mlp + attention) * 3

@@ -22,7 +22,7 @@ from helpers import ROOT, on_replicas
 import configurator
 import train
 from device import open_device
-from model import LOSS_TERMS, METRICS, TRM, TRMConfig
+from model import LOSS_TERMS, METRICS, SIZES, TRM
 
 FILES = sorted(glob.glob(os.environ.get("TRM_GOLDEN") or f"{ROOT}/tests/golden/*_steps.npz"))
 LIMIT = 1e-4
@@ -52,7 +52,7 @@ class Replay:
         settings.eval_halt_max_steps = config["model"]["halt_max_steps"]
         vars(settings).update(config["model"] | config["train"] | options)
         device = open_device(kind, settings)
-        model = TRM(TRMConfig.of(settings, **{name: config["model"][name] for name in train.SIZES}))
+        model = TRM(settings, **{name: config["model"][name] for name in SIZES})
         weights = self.before("weights/", 0)
         model.load_named({name: torch.from_numpy(t) for name, t in weights.items()})
         self.run = train.Run(settings, model, device)
@@ -75,10 +75,11 @@ class Replay:
     def batch(self, k):
         return {name: t[self.rows] for name, t in self.before("batch/", k).items()}
 
-    def carry(self, prefix, k):
-        """Returns the carry before step k, on the device."""
+    def sequences(self, prefix, k):
+        """Returns the sequences before step k, which the official code calls carry, on the device."""
         carry = {name: t[self.rows] for name, t in self.before(prefix, k).items()}
-        return self.run.device.put(dict(state={name: carry.pop(name) for name in ("z_H", "z_L")}, **carry))
+        latents = {name: carry.pop(name) for name in ("z_H", "z_L")}
+        return self.run.device.put(dict(latents=latents, **carry))
 
     def train(self, k):
         """Runs and compares step k of training; returns the names of what it compared."""
@@ -93,9 +94,10 @@ class Replay:
             optimizer={name: dict(m=m[name], v=v[name]) for name in run.state["weights"]},
             puzzle_emb=weights["puzzle_emb.weights"],
         ))
-        run.state["carry"] = self.carry("carry/", k)
+        run.state["sequences"] = self.sequences("carry/", k)
         dataset = SimpleNamespace(train_batch=lambda *_: self.batch(k))
-        run.train_program(run.state, train.make_inputs(run, dataset, k, self.total_steps))
+        cycles = run.settings.H_cycles, run.settings.L_cycles
+        run.train_program(run.state, train.make_inputs(run, dataset, k, self.total_steps), cycles)
 
         # all that it computed
         saved = run.state_dict(0)
@@ -106,20 +108,20 @@ class Replay:
                   for name, t in tree.items()}
         sums = run.read_sums()
         values |= {"metric/" + name: np.float64(sums[name]) for name in SUMS}
-        return self.compare(k, values | carry_after(run.state, "carry/"))
+        return self.compare(k, values | carry_after(run.state["sequences"], "carry/"))
 
     def evaluate(self, k):
-        """Runs and compares step k of the evaluation, from the official carry before it."""
+        """Runs and compares step k of the evaluation, from the official state before it."""
         evaluator = self.run.evaluator
-        state = evaluator.new_state()
-        state["carry"] = self.carry("eval/carry/", k)
-        results = evaluator.program(state, evaluator.inputs(*self.run.eval_weights(), self.batch(0)))
+        slots = evaluator.new_slots()
+        slots["sequences"] = self.sequences("eval/carry/", k)
+        results = evaluator.program(slots, evaluator.inputs(*self.run.eval_weights(), self.batch(0)))
         results = {name: t.cpu().numpy() for name, t in results.items()}
         values = {"eval/" + name: results[name] for name in ("preds", "q_halt_logits")}
         ranks = self.run.device.all_gather({name: results[name].sum() for name in SUMS})
         if k == len(self.golden["eval/logits"]) - 1:  # all sequences halt there
             values |= {"eval/metric/" + name: sum(sums[name] for sums in ranks) for name in SUMS}
-        return self.compare(k, values | carry_after(state, "eval/carry/"))
+        return self.compare(k, values | carry_after(slots["sequences"], "eval/carry/"))
 
     def compare(self, k, values):
         """Compares what step k computed, {name: array}, with the official code's; returns the names."""
@@ -159,9 +161,9 @@ class Replay:
         return mask
 
 
-def carry_after(state, prefix):
-    carry = dict(state["carry"])
-    carry |= carry.pop("state")
+def carry_after(sequences, prefix):
+    carry = dict(sequences)
+    carry |= carry.pop("latents")
     return {prefix + name: t.cpu().numpy() for name, t in carry.items()}
 
 

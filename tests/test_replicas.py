@@ -80,10 +80,10 @@ def xla_step(rank, folder, argv):
     run = train.Run(settings, net, device)
     inputs = train.make_inputs(run, dataset, 0, 30)
     rows = slice(rank * run.batch_size, (rank + 1) * run.batch_size)
-    inputs["batch"] |= device.put(dict(puzzle_identifiers=IDENTIFIERS[rows]))
+    inputs["puzzles"] |= device.put(dict(puzzle_identifiers=IDENTIFIERS[rows]))
     lower = device.lower
     device.lower = recorded
-    run.train_program(run.state, inputs)
+    run.train_program(run.state, inputs, (settings.H_cycles, settings.L_cycles))
     aliases = torch_xla.debug.metrics.metric_data("InputOutputAliasCount")
     moments = {name: state["m"] for name, state in run.state["optimizer"].items()}
     np.savez(os.path.join(folder, f"{rank}.npz"), program=xb.get_computation_hlo(programs[0]),

@@ -7,6 +7,7 @@ empty); official, what the official code (e7b6871) makes of them: the identifier
 """
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from helpers import ROOT, prepare
 
 import prepare_arc
 from data import Dataset
-from evaluate import count_votes, merge_votes, save_submission, submission, vote_values
+from evaluate import count_votes, merge_votes, save_file, submission, vote_values
 
 RECORDED = np.load(os.path.join(ROOT, "tests", "data", "arc_votes.npz"))
 OFFICIAL = json.loads(RECORDED["official"].tobytes())
@@ -29,7 +30,8 @@ def folder(tmp_path_factory):
 
 
 def test_answers_that_cannot_be_written_do_not_cost_the_evaluation(capsys):
-    save_submission("/proc/self/full/submission.json", {})
+    settings = SimpleNamespace(out_dir="/proc/self/full", gcs_dir="")
+    save_file(settings, "submission.json", b"{}", lambda: False)
     assert "/proc/self/full/submission.json: not saved: " in capsys.readouterr().err
 
 

@@ -5,9 +5,9 @@ import model
 
 
 class Convolution(torch.nn.Module):
-    def __init__(self, config, length):
+    def __init__(self, settings, length):
         super().__init__()
-        self.conv = torch.nn.Conv1d(config.hidden_size, config.hidden_size, 3, padding=1, groups=8)
+        self.conv = torch.nn.Conv1d(settings.hidden_size, settings.hidden_size, 3, padding=1, groups=8)
         self.register_buffer("taper", torch.linspace(1, 0.5, length).view(-1, 1))
 
     def forward(self, x, rope):

@@ -7,14 +7,14 @@ model.LOSS_TERMS += ("entropy",)
 
 
 class WithEntropy(model.TRM):
-    def losses(self, settings, logits, q_halt, labels, solved):
-        losses = super().losses(settings, logits, q_halt, labels, solved)
+    def losses(self, logits, q_halt, labels, solved):
+        losses = super().losses(logits, q_halt, labels, solved)
         entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum((1, 2))
-        return losses | dict(entropy=entropy, loss=losses["loss"] + settings.entropy_weight * entropy)
+        return losses | dict(entropy=entropy, loss=losses["loss"] + self.settings.entropy_weight * entropy)
 
-    def supervision_step(self, *arguments):
-        step = super().supervision_step(*arguments)
-        step.values["z_norm"] = step.carry["state"]["z_H"].float().norm(dim=(1, 2))
+    def forward(self, *arguments):
+        step = super().forward(*arguments)
+        step.values["z_norm"] = step.sequences["latents"]["z_H"].float().norm(dim=(1, 2))
         return step
 
 

@@ -5,13 +5,13 @@ new(label_smoothing=0.0)
 
 
 class Smoothed(model.TRM):
-    def losses(self, settings, logits, q_halt, labels, solved):
-        losses = super().losses(settings, logits, q_halt, labels, solved)
+    def losses(self, logits, q_halt, labels, solved):
+        losses = super().losses(logits, q_halt, labels, solved)
         if self.training:
             given = labels != model.IGNORE_LABEL
             cells = -logits.log_softmax(-1).mean(-1) * given
             uniform = cells.sum(-1) / given.sum(-1).clamp(min=1)
-            losses["loss"] += settings.label_smoothing * (uniform - losses["lm_loss"])
+            losses["loss"] += self.settings.label_smoothing * (uniform - losses["lm_loss"])
         return losses
 
 
