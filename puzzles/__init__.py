@@ -174,7 +174,7 @@ def check_attempts(task, attempts):
 
 
 def copies(task, question, seed, number):
-    """Yields different copies of a puzzle, as (its Symmetries [1, ...], tokens [cells]), until there are no more.
+    """Yields different copies of a puzzle, (its Symmetries [1, ...], tokens [cells]), while there are more.
 
     They follow from (seed, number). No copy is the puzzle itself.
 

@@ -12,8 +12,9 @@ be in a file. A .csv file, also .gz, has a puzzle a row, in the column question.
 where no rules are known, the column answer does.
 
 The script keeps the most confident answer of all supervision steps. As long as it is not sure, it tries
-copies of the puzzle by symmetry and turns the answer back, up to 8 attempts (eval_attempts). The model is a file of export.py, a run's folder or a checkpoint. It says what it solves and
-how it is evaluated; train.py's config files and flags change that, eval_halt_max_steps the number of steps.
+copies of the puzzle by symmetry and turns the answer back, up to 8 attempts (eval_attempts). The model is a
+file of export.py, a run's folder or a checkpoint. It says what it solves and how it is evaluated; train.py's
+config files and flags change that, eval_halt_max_steps the number of steps.
 It runs on the CPU in float32, with averaged weights, at full depth. export.py makes a model file of a
 checkpoint of the official code. play.py shows ARC's tasks.
 """
@@ -44,7 +45,7 @@ from puzzles.sudoku import BOXES
 # output
 steps = False  # show the answers after several supervision steps, and how sure the halting head is
 plot = ""  # draw them: FILE.png, or FILE.gif with a frame for each step; needs matplotlib
-output = ""  # write the answers of a .csv to this new .csv: question, answer, certainty, attempts, step, result
+output = ""  # write the answers of a .csv to this new .csv, with certainty, attempts, step and result
 
 ATTEMPTS = 8  # at most, unless --eval_attempts says otherwise
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")

@@ -66,7 +66,8 @@ def test_the_kept_answer_is_that_of_solve(serve, run_solve, model, number, attem
     assert [line["attempt"] for line in lines] == np.repeat(np.arange(attempts) + 1, 6).tolist()
     sure = np.array([line["sure"] for line in lines])
     i = sure.argmax()
-    text = run_solve(game.path, request["question"], "--eval_halt_max_steps=6", "--eval_attempts=3", "--seed=3")
+    flags = "--eval_halt_max_steps=6", "--eval_attempts=3", "--seed=3"
+    text = run_solve(game.path, request["question"], *flags)
     assert lines[i]["answer"] in text.splitlines()
     assert f"step {i % 6 + 1}: {sure.max():.0%} sure; 6 steps, {words}" in text
     assert lines[i]["solved"] == ("a solution" in text)
@@ -239,7 +240,8 @@ def test_page_marks_what_is_wrong(browser, server):
     browser.load(server)
     browser.solve(number=2)
     status = "(show(1), $('status').textContent)"
-    browser.js("(attempts[0][0].solved = false, answer = [...attempts[0][0].answer], answer[5] = answer[6] = 'x')")
+    browser.js("(attempts[0][0].solved = false, answer = [...attempts[0][0].answer],"
+               " answer[5] = answer[6] = 'x')")
     assert ": 2 cells wrong ✕, " in browser.js(status)
     assert len(browser.texts("#board .wrong")) == 2
     browser.js("(answer = null, attempts[0][0].broken = [0, 1, 2, 3, 15])")
