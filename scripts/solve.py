@@ -294,7 +294,7 @@ def load(path, train_arguments, cells=0):
         cells: see TRM.load.
     """
     # the forks come first: the model is made of their classes
-    configure(train.__file__, train_arguments)
+    settings = configure(train.__file__, train_arguments)
     file = newest_whole(path, print) if os.path.isdir(path) else path
     if not os.path.isfile(file):
         raise UserError(f"{path}: neither a file nor a folder with a complete checkpoint")
@@ -308,7 +308,7 @@ def load(path, train_arguments, cells=0):
     # nothing is optimized here, and the optimizer may be a fork's
     saved = train.recipe(vars(model.settings))
     saved.pop("optimizer")
-    settings = configure(train.__file__, train_arguments, saved)
+    settings.fill(saved)
     train.check_settings(settings)
     # as TRM.solve does it, and all steps of all puzzles
     settings.forward_dtype = "float32"

@@ -156,7 +156,7 @@ def run_train(argv, cwd, environment, writer):
     sys.argv = ["train.py", *argv]
     code = 0
     try:
-        configurator.start(train.main, train.__file__, train.saved_recipe)
+        configurator.start(train.main, train.__file__)
     except SystemExit as e:
         code = e.code
     atexit._run_exitfuncs()  # multiprocessing ends without them, and frees nothing: a lock's file would stay
