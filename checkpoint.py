@@ -52,6 +52,7 @@ class Checkpoints:
         self.out_dir = settings.out_dir
         self.run_id = ""
         self.notes = []
+        self.saved = {}
         # what the run began with, which a resume does not change
         is_file = settings.init_from not in ("scratch", "resume", "auto")
         self.init_from = settings.init_from if is_file else "scratch"

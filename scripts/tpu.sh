@@ -60,6 +60,8 @@ main() {
   [[ $command == host_* ]] || check_settings "$command"
   cd "$(dirname "$0")/.."
   if [[ $command == run || $command == keep ]]; then
+    [[ $command == run || " $* " != *" --init_from=scratch "* ]] ||
+      die "keep continues a run after a preemption: leave out --init_from=scratch; an empty --gcs_dir begins one"
     [[ -f ${1:-} ]] ||
       die "$command needs a script of this folder, such as $command train.py config/baseline.py"
     for argument in "$@"; do

@@ -255,6 +255,7 @@ def xla_environment(world):
 def work(world, connection):
     """Receives (function, arguments), which all replicas call with their rank, and sends what they print."""
     os.environ |= xla_environment(world) | dict(XLA_THREAD_POOL_SIZE="16")
+    configurator.read_settings(train.__file__)  # not in several threads at once
     import torch_xla.debug.metrics
     import torch_xla.runtime as xr
     from torch_xla._internal import pjrt
