@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import torch
 
+import puzzles
 from bucket import LOGS, Bucket, Mirror
 from configurator import TransientError, UserError, missing_forks
 from data import file_hash, read_metrics, replacing
 from model import read_torch_file
-from puzzles import score
 
 
 class Start(NamedTuple):
@@ -315,8 +315,8 @@ class Checkpoints:
         best = -1.0
         with suppress(OSError, ValueError):  # there is none yet, or the disk was full
             description = json.loads(Path(self.out_dir, "best.json").read_bytes())
-            best = score(description["metrics"])
-        if score(metrics) > best:
+            best = puzzles.score(description["metrics"])
+        if puzzles.score(metrics) > best:
             self.save(step, run, metrics, "best")
             self.wait()
 

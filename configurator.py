@@ -252,8 +252,9 @@ def run_file(path, values, assigned, known):
 
     # Numbers, texts and bools must be settings; all else, and what begins with an underscore, is the file's.
     # A module may have the name of a setting, as device.py has.
-    for name in names.assigned & space.keys():
-        value = space[name]
+    for name, value in space.items():
+        if name not in names.assigned and value is values.get(name):
+            continue
         is_setting = name in known and not isinstance(value, ModuleType)
         if is_setting or type(value) in TYPES and not name.startswith("_"):
             values[name] = check(name, value, known, path)

@@ -368,7 +368,10 @@ def is_multiple(step, interval):
 # Evaluation at the end
 
 def final_evaluation(run, test, log, checkpoints, step):
-    """Logs the final evaluation; saves best.pt if it is the best. Returns False if it was interrupted. All ranks."""
+    """Logs the final evaluation, and saves best.pt if it is the best. All ranks.
+
+    Returns False if it was interrupted.
+    """
     settings = run.settings
     indices = test.subset(settings.eval_final_max_puzzles)
     # the arrays of eval_save_outputs and ARC's answers go beside the checkpoint that they belong to
@@ -378,7 +381,7 @@ def final_evaluation(run, test, log, checkpoints, step):
         how = "" if settings.eval_only else " with --init_from=resume"
         log.print0(f"final evaluation stopped; the same command{how} starts it again")
         return False
-    if not settings.eval_only:
+    if not settings.eval_only:  # best.pt is of the training run
         checkpoints.save_if_best(step, run, values)
     # "final" marks the run as complete
     log.evaluation(step, {"final": True, **values})

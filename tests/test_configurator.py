@@ -108,7 +108,11 @@ run("b.py")
 for batch in (4, 8):
     pass
 if batch == 4:
-    path = "data/four"
+    undocumented = 4
+def set_path():
+    global path
+    path = "data/own"
+set_path()
 try:
     del shift
     shift = 1 // 0
@@ -116,10 +120,10 @@ except ZeroDivisionError as _e:
     shift = -1
 """
     settings = toy("--slow", "a.py", a=text, b="fast = False")
-    assert settings.assigned == {"slow", "lr", "fast", "batch", "shift"}
+    assert settings.assigned == {"slow", "lr", "fast", "batch", "shift", "path"}
     saved = dict(undocumented=4, path="data/old", batch=32, lr=1.0, shift=5, fast=True, slow=False, gone=1)
     settings.fill(saved)
-    assert vars(settings) == DEFAULTS | dict(undocumented=4, path="data/old", batch=8, lr=5e-4)
+    assert vars(settings) == DEFAULTS | dict(undocumented=4, path="data/own", batch=8, lr=5e-4)
     for same in copy.copy(settings), pickle.loads(pickle.dumps(settings)):
         assert same == settings and same.assigned == settings.assigned
 
@@ -163,7 +167,7 @@ def test_help_prints_every_setting_and_reads_only_the_script(toy, capsys):
 def test_a_line_that_looks_like_a_setting_and_is_none(tmp_path, line):
     path = tmp_path / "edited.py"
     path.write_text(SCRIPT.replace("# optimizer\n", line + "\n"))
-    with pytest.raises(UserError, match=rf"^{path}:13: width is no setting: "):
+    with pytest.raises(UserError, match=rf"^{path}:12: width is no setting: "):
         configure(str(path), [])
 
 
