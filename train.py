@@ -957,7 +957,7 @@ def xla_replica(index, settings, kind):
 def get_dataset(settings):
     """Brings the dataset to the folder data_path: from a bucket, or made here; it may be there already."""
     settings.data_path = bucket.local_dataset(settings.data_path)
-    datasets.make_dataset(settings)
+    datasets.make_dataset(settings, STOP.is_set)
 
 
 def main(settings):

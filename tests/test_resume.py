@@ -2,9 +2,11 @@
 import glob
 import os
 import re
+import shlex
+import shutil
 
 import pytest
-from helpers import ROOT, TrainProcess, hosts, newest, start_train, stored, xla_environment
+from helpers import DATA, ROOT, TrainProcess, begun, hosts, newest, start_train, xla_environment
 
 import train
 from checkpoint import checkpoint_paths
@@ -115,14 +117,24 @@ def test_the_settings_come_from_the_checkpoint_that_is_resumed(data, tmp_path):
     assert "skipped" in text and "training from step 2 to 4" in text and saved(out) == first
 
 
-def test_a_machine_with_an_empty_folder_takes_the_settings_of_the_bucket(data, front, emulator, tmp_path):
-    """And makes the dataset that they name, if it is missing."""
+def test_a_machine_with_an_empty_disk_takes_the_settings_of_the_bucket(front, tmp_path):
+    """And makes the dataset that they name."""
     bucket = "--gcs_dir=gs://bucket/run"
-    finish([start_train(data, tmp_path / "first", bucket, "--max_steps=2")])
-    assert stored(emulator, "run/ckpt_00000002.pt")
+    prepare = f"--data_prepare={ROOT}/prepare_sudoku.py {shlex.join(DATA)} --output_dir={tmp_path}/data"
+    finish([start_train(tmp_path / "data", tmp_path / "first", bucket, "--max_steps=2", prepare)])
+    shutil.rmtree(tmp_path / "data")
     own = f"--out_dir={tmp_path / 'second'}", bucket, "--device=cpu", "--init_from=resume", "--max_steps=3"
     finish([TrainProcess([*own])])
     assert saved(tmp_path / "second") == saved(tmp_path / "first") | dict(max_steps=3)
+
+
+def test_a_stop_while_a_replica_makes_the_dataset(tmp_path):
+    """No config file and no flag says which dataset, and a checkpoint may; none does."""
+    (tmp_path / "slow.py").write_text("import time; time.sleep(1000)")
+    flags = "--device=cpu", "--init_from=auto", "--data_prepare=slow.py"
+    with begun(TrainProcess([*flags], cwd=tmp_path), "is missing; making it") as process:
+        process.terminate()
+        assert process.wait(30) == 3
 
 
 CONFIGS = [[path] for path in glob.glob(f"{ROOT}/config/*.py")]
