@@ -65,7 +65,7 @@ class Checkpoints:
     # Where a run begins
 
     def find(self, should_stop):
-        """Finds a checkpoint by init_from, out_dir and gcs_dir; returns the settings to go on with. All ranks.
+        """Finds a checkpoint by init_from, out_dir and gcs_dir, and returns its settings. All ranks.
 
         They are {name: value} of the checkpoint that is resumed or evaluated; {} for a new run.
 

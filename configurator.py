@@ -3,14 +3,14 @@
     python train.py config/sudoku.py --lr=3e-4 --eval_only
 
 A script's settings are the numbers, texts and bools assigned at its top level above its first function or
-class, except to names in capitals. --help prints them: a trailing comment documents a setting, and the nearest
-comment line above is the title of its group.
+class, except to names in capitals. --help prints them: a trailing comment documents a setting, and the
+nearest comment line above is the title of its group.
 
 A config file is Python that assigns some of the settings and may read the others. run("baseline.py") in it
 runs another one beside it in its place; `__file__` is the outer file's path. Names that start with an
 underscore are the file's own, and so is what is no number, text or bool: modules, functions. Files and flags
-apply from left to right, once, on the script's defaults; a checkpoint fills in only what none of them assigned.
-A bool flag needs no value: --eval_only.
+apply from left to right, once, on the script's defaults; a checkpoint fills in only what none of them
+assigned. A bool flag needs no value: --eval_only.
 
 A config file may also be a fork: new(grad_clip=0.0) adds settings, and it may replace classes and functions
 in the modules that it imports, each where it stands: import model; model.TRM = MyTRM.
@@ -439,8 +439,8 @@ def read_settings(script):
                 continue
             default = values.get(name)
             if type(default) not in TYPES:
-                raise UserError(f"{script}:{node.lineno}: {name} is no setting: its value must be a number, a "
-                                "text or a bool, computed from such alone; names of constants are in capitals")
+                raise UserError(f"{script}:{node.lineno}: {name} is no setting: its value must be a number, "
+                                "a text or a bool, computed from such alone; constants have capitals")
             settings[name] = Setting(default, rest.partition("# ")[2], title.strip("# "))
     return settings
 

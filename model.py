@@ -284,8 +284,8 @@ class TRM(nn.Module):
         cells and for a model that is not of TRM.load.
         """
         if not hasattr(self, "settings"):
-            raise ValueError("this model lacks the task and the settings of a training: TRM.load reads a model "
-                             "with them from a file")
+            raise ValueError("this model lacks the task and the settings of a training: TRM.load reads a "
+                             "model with them from a file")
         # strings: to tokens and back
         if isinstance(question, str):
             [answer], [confidence] = self.solve([question], steps)

@@ -728,8 +728,8 @@ def replica(settings, kind):
     # the device
     device = devices.open_device(kind, settings)
     settings = copy.copy(settings)  # replicas may be threads
-    # the settings: what no config file and no flag assigns is as in the checkpoint that this run goes on with,
-    # which only rank 0's host may have
+    # the settings: what no config file and no flag assigned comes from the checkpoint that this run goes on
+    # with, which only rank 0's host may have
     checkpoints = checkpoint.Checkpoints(settings, device)
     settings.fill(recipe(checkpoints.find(STOP.is_set)))
     check_settings(settings)

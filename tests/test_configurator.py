@@ -163,7 +163,8 @@ def test_help_prints_every_setting_and_reads_only_the_script(toy, capsys):
 
 
 @pytest.mark.parametrize("line", [
-    "width = os.cpu_count()", "width = (1, 2)", "width = CHOICES = None", "width: int = lr + a", "width *= 2"])
+    "width = os.cpu_count()", "width = (1, 2)", "width = CHOICES = None", "width: int = lr + a",
+    "width *= 2"])
 def test_a_line_that_looks_like_a_setting_and_is_none(tmp_path, line):
     path = tmp_path / "edited.py"
     path.write_text(SCRIPT.replace("# optimizer\n", line + "\n"))

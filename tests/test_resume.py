@@ -1,4 +1,4 @@
-"""A resume trains on with the settings that the run began with: the command line, on processes as users start them."""
+"""A resume trains on with the settings that the run began with: the command line, as users start it."""
 import glob
 import os
 import re
@@ -85,7 +85,8 @@ def test_a_relative_config_file_on_two_hosts_that_share_no_folder(relative, data
 def test_the_advice_of_a_stopped_run_continues_the_study_in_miniature(data, tmp_path):
     """config/mini.py divides what the study's file says."""
     out = tmp_path / "run"
-    command = STUDY, MINI, f"--data_path={data}", f"--out_dir={out}", "--L_cycles=1", "--eval_halt_max_steps=1"
+    small = f"--data_path={data}", f"--out_dir={out}", "--L_cycles=1", "--eval_halt_max_steps=1"
+    command = STUDY, MINI, *small
     finish([TrainProcess([*command, "--max_steps=2"])])
     first = saved(out)
     assert first["hidden_size"] == 32 and first["epochs"] == 30
