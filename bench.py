@@ -206,6 +206,8 @@ def main(argv):
         try:
             if kind == "xla":
                 import torch_xla.distributed.xla_multiprocessing as xmp
+                # train.py in the processes of xmp.spawn runs the config files again
+                sys.argv[1:] = [*operands, *train_arguments]
                 xmp.spawn(bench, args=(settings, bench_settings, kind, path))
             else:
                 bench(0, settings, bench_settings, kind, path, kind == "cpu" and not is_given)

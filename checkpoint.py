@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+import puzzles
 from bucket import LOGS, Bucket, Mirror
 from configurator import TransientError, UserError, missing_forks
 from data import file_hash, read_metrics, replacing
@@ -29,31 +30,29 @@ class Start(NamedTuple):
     step: int = 0
     is_complete: bool = False  # nothing is left to do
     is_evaluated: bool = True  # no evaluation is left to do at this step
-    state: dict = {}  # the checkpoint, on rank 0; its weights are in the model already
 
 
 class Checkpoints:
     """The checkpoints of a run, in out_dir and gcs_dir. All ranks call its methods, rank 0 reads and writes.
 
-    find_start() says where the run begins and makes it this process's own; open() starts the threads that
-    save() needs.
+    find() says with which settings the run begins, find_start() with which weights and where, and makes the
+    run this process's own; open() starts the threads that save() needs.
 
     Args:
         settings: the run's settings.
         device: a device.Device, or an object with its methods.
-        data, test: the Datasets.
 
-    run_id: the same from a run's first start to its end, and W&B's id. notes: lines for the log.
+    run_id: the same from a run's first start to its end, and W&B's id. notes: lines for the log. saved: what
+    the run begins with, on rank 0: the state in a checkpoint, or {}.
     """
 
-    def __init__(self, settings, device, data, test):
+    def __init__(self, settings, device):
         self.settings = settings
         self.device = device
-        self.data = data
-        self.test = test
         self.out_dir = settings.out_dir
         self.run_id = ""
         self.notes = []
+        self.saved = {}
         # what the run began with, which a resume does not change
         is_file = settings.init_from not in ("scratch", "resume", "auto")
         self.init_from = settings.init_from if is_file else "scratch"
@@ -65,31 +64,46 @@ class Checkpoints:
     # -----------------------------------------------------------------------------------------------------
     # Where a run begins
 
-    def find_start(self, model, total_steps, should_stop):
-        """Returns the Start by init_from, out_dir and gcs_dir. All ranks; all raise rank 0's error.
+    def find(self, should_stop):
+        """Finds a checkpoint by init_from, out_dir and gcs_dir, and returns its settings. All ranks.
+
+        They are {name: value} of the checkpoint that is resumed or evaluated; {} for a new run.
+
+        should_stop: a function that says whether this host is asked to stop.
+
+        Raises UserError where there is no checkpoint or another run, TransientError where the bucket does not
+        answer, SystemExit if a stop is requested meanwhile.
+        """
+        return self.on_rank_0(lambda: self.read(should_stop))
+
+    def find_start(self, model, data, test, total_steps):
+        """Returns the Start, and makes the run this process's own unless it only evaluates. All ranks.
 
         Args:
-            model: a TRM, which takes the weights of a checkpoint.
+            model: a TRM, which takes the weights of the checkpoint.
+            data, test: the Datasets.
             total_steps: the length of the run.
-            should_stop: a function that says whether this host is asked to stop.
 
         Raises UserError where settings, files and datasets do not fit together, TransientError where another
-        process trains or the bucket does not answer, SystemExit if a stop is requested meanwhile.
+        process trains.
         """
+        self.data = data
+        self.test = test
         self.check_ranks()
-        # rank 0 reads; its error must reach all ranks, which would wait for it
-        start = Start()
-        error = None
+        return self.on_rank_0(lambda: self.load(model, total_steps))
+
+    def on_rank_0(self, call):
+        """Returns rank 0's call() on all ranks, which raise its error: they would wait for it."""
+        error = result = None
         if self.device.rank == 0:
             try:
-                start = self.load(model, total_steps, should_stop)
+                result = call()
             except (Exception, SystemExit) as e:
                 error = e
-        # the other ranks need all of it but the state
-        error, *known = self.device.all_gather((error, *start[:3]))[0]
+        error, result = self.device.all_gather((error, result))[0]
         if error:
             raise error
-        return Start(*known, start.state)
+        return result
 
     def check_ranks(self):
         """Raises UserError if ranks differ in what all must have in common; their disks may differ."""
@@ -101,23 +115,30 @@ class Checkpoints:
             if differing:
                 raise UserError(f"host {host}, rank {rank}: not as on rank 0: {', '.join(differing)}")
 
-    def load(self, model, total_steps, should_stop):
-        """Returns the Start, and makes the run this process's own unless it only evaluates. Rank 0."""
+    def read(self, should_stop):
+        """Reads what the run begins with, and returns the settings to go on with. Rank 0."""
         settings = self.settings
         file = "" if self.init_from == "scratch" else self.init_from
+        self.bucket = None
         # an evaluation of a file needs no run
-        if settings.eval_only and file:
-            return self.start_from_file(model, file)
-        bucket = Bucket(settings.gcs_dir, should_stop) if settings.gcs_dir else None
-        if bucket:
-            bucket.check(write=not settings.eval_only)
+        newest = "" if settings.eval_only and file else self.find_newest(should_stop)
+        self.path = newest or file
+        self.resumes = bool(newest) and not settings.eval_only
+        self.saved = read_checkpoint(self.path) if self.path else {}
+        # a new run takes only the weights of a file
+        return self.saved.get("settings", {}) if newest or settings.eval_only else {}
 
-        # find the newest checkpoint of the bucket and out_dir
+    def find_newest(self, should_stop):
+        """Returns the path of the newest whole checkpoint of the bucket and out_dir, or "". Rank 0."""
+        settings = self.settings
+        if settings.gcs_dir:
+            self.bucket = Bucket(settings.gcs_dir, should_stop)
+            self.bucket.check(write=not settings.eval_only)
         if settings.init_from == "scratch":
             refuse_run(f"--out_dir={self.out_dir}", listed(self.out_dir))
-            refuse_run(f"--gcs_dir={settings.gcs_dir}", bucket.list() if bucket else [])
+            refuse_run(f"--gcs_dir={settings.gcs_dir}", self.bucket.list() if self.bucket else [])
         else:
-            self.pull(bucket)
+            self.pull(self.bucket)
         newest = newest_whole(self.out_dir, self.notes.append)
         # a run that has had a checkpoint does not silently start again
         must_exist = settings.init_from == "resume" or settings.eval_only or checkpoint_paths(self.out_dir)
@@ -125,16 +146,17 @@ class Checkpoints:
             problem = f"--init_from={settings.init_from}: no complete checkpoint in {self.out_dir}"
             hint = "--init_from=auto starts from scratch where out_dir and gcs_dir hold none"
             raise UserError("; ".join([problem, *self.notes, hint]))
+        return newest
 
-        # evaluate it, go on from it, or begin, with the weights of a file or without
-        if settings.eval_only:
-            return self.start_from_file(model, newest)
+    def load(self, model, total_steps):
+        """Returns the Start; the model takes the weights of `saved`. Rank 0."""
         start = Start()
-        if newest:
-            start = self.resume(model, newest, total_steps)
-        elif file:
-            start = self.start_from_file(model, file)
-        self.take_over(bucket)
+        if self.resumes:
+            start = self.resume(model, total_steps)
+        elif self.path:
+            start = self.start_from_file(model)
+        if not self.settings.eval_only:
+            self.take_over()
         return start
 
     def pull(self, bucket):
@@ -159,14 +181,14 @@ class Checkpoints:
             for file in (*LOGS, name + ".pt", name + ".json"):
                 bucket.download(file, f"{self.out_dir}/{file}")
 
-    def resume(self, model, path, total_steps):
+    def resume(self, model, total_steps):
         """Returns the Start at a checkpoint of the run. Raises UserError if the settings do not fit it."""
         settings = self.settings
-        state = read_checkpoint(path)
-        step = state["step"]
-        saved = state["settings"]
+        path = self.path
+        step = self.saved["step"]
+        saved = self.saved["settings"]
         # check the dataset, the length and the optimizer
-        if state["data"] != self.data.sha256:
+        if self.saved["data"] != self.data.sha256:
             raise UserError(f"{path} was trained on another dataset than {settings.data_path}: choose that "
                             "one, or another --out_dir")
         if step > total_steps:
@@ -177,49 +199,45 @@ class Checkpoints:
         # with a FILE, the same command goes on with the run that it has begun
         if self.init_from not in ("scratch", saved["init_from"]):
             refuse_run(f"--out_dir={self.out_dir}", listed(self.out_dir))
-        load_weights(model, state["weights"], path)
-        # older versions kept the moments by kind, and not by parameter
-        optimizer = state["optimizer"]
-        if optimizer.keys() == {"m", "v"}:
-            m, v = optimizer["m"], optimizer["v"]
-            state["optimizer"] = {name: dict(m=m[name], v=v[name]) for name in m}
+        load_weights(model, self.saved["weights"], path)
 
         # tell the log what is resumed and what has changed
         self.notes.append(f"resuming from {path}")
-        self.notes += missing_forks(state.get("forks", {}))
+        self.notes += missing_forks(self.saved["forks"])
         for name, value in vars(settings).items():
             if saved.get(name, value) != value and name != "init_from":
                 self.notes.append(f"{name} is {value}; the checkpoint had {saved[name]}")
-        self.run_id = state.get("run_id", self.run_id)
+        self.run_id = self.saved["run_id"]
         self.init_from = saved["init_from"]
         # find the evaluations that were logged at this step; the run has ended if one of them is final
         lines = read_metrics(f"{self.out_dir}/metrics.jsonl")
         evaluations = [line for line in lines if line["step"] == step and "eval/loss" in line]
         has_ended = step == total_steps and any(line.get("final") for line in evaluations)
-        return Start(step, has_ended, bool(evaluations), state)
+        return Start(step, has_ended, bool(evaluations))
 
-    def start_from_file(self, model, file):
-        """Returns the Start of a new run with a file's weights, or of an evaluation of the file."""
-        state = read_checkpoint(file)
+    def start_from_file(self, model):
+        """Returns the Start of a new run with a checkpoint's weights, or of its evaluation."""
+        state = self.saved
+        file = self.path
         check_task(state, self.data, file)
         # files of the official code do not say what their identifiers stand for
         is_same = state.get("identifiers", self.data.identifiers) == self.data.identifiers
         is_averaged = load_weights(model, state["weights"], file, is_same)
         self.notes += missing_forks(state.get("forks", {}))
         # an evaluation and a new run need only the weights and their average
-        average = {"ema": state["ema"]} if "ema" in state else {}
+        self.saved = {"ema": state["ema"]} if "ema" in state else {}
         if self.settings.eval_only:
             if is_averaged:
                 raise UserError(f"{file} has other puzzle identifiers than {self.data.path}: it can be "
                                 "trained further, but not evaluated (docs/arc.md)")
-            return Start(state.get("step", 0), state=average)
+            return Start(state.get("step", 0))
         # a new run counts its own steps
         if is_averaged:
             self.notes.append(f"{file} has other puzzle identifiers: all start from the mean of its "
                               "embedding")
-        return Start(state=average)
+        return Start()
 
-    def take_over(self, bucket):
+    def take_over(self):
         """Makes this process the one that trains the run: locks out_dir and writes run.json."""
         # a run keeps its id; the token is new with each process, and the last one counts
         self.run_id = self.run_id or secrets.token_hex(4)
@@ -235,8 +253,8 @@ class Checkpoints:
             raise TransientError(f"--out_dir={self.out_dir}: another process trains there") from None
         except OSError as e:
             raise UserError(f"--out_dir={self.out_dir}: cannot be written to ({e.strerror})") from None
-        if bucket:
-            bucket.write("run.json", content)
+        if self.bucket:
+            self.bucket.write("run.json", content)
         with replacing(f"{self.out_dir}/run.json") as f:
             f.write(content)
 
@@ -300,8 +318,8 @@ class Checkpoints:
         best = -1.0
         with suppress(OSError, ValueError):  # there is none yet, or the disk was full
             description = json.loads(Path(self.out_dir, "best.json").read_bytes())
-            best = description["metrics"]["eval/exact_accuracy"]
-        if metrics["eval/exact_accuracy"] > best:
+            best = puzzles.score(description["metrics"])
+        if puzzles.score(metrics) > best:
             self.save(step, run, metrics, "best")
             self.wait()
 
@@ -443,17 +461,6 @@ def read_checkpoint(path):
         raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): damaged, or not one "
                         "of ours or the official code's; init_from: scratch, resume, auto or FILE") from None
     return state
-
-
-def saved_settings(settings):
-    """Returns the settings of the checkpoint that a resume or an evaluation begins with, or {}."""
-    if settings.init_from in ("resume", "auto"):
-        for path in checkpoint_paths(settings.out_dir)[:1]:
-            with suppress(ValueError, KeyError):  # a damaged file: the resume itself says so
-                return json.loads(Path(path).with_suffix(".json").read_bytes())["settings"]
-    elif settings.eval_only and settings.init_from != "scratch":
-        return read_checkpoint(settings.init_from).get("settings", {})
-    return {}
 
 
 def load_weights(model, named, where, same_identifiers=True):

@@ -2,20 +2,22 @@
 
     python train.py config/sudoku.py --lr=3e-4 --eval_only
 
-A script's settings are the literals assigned at its top level above its first function or class, a line each,
-except to names in capitals. --help prints them: a trailing comment documents a setting, and the nearest
-comment line above is the title of its group.
+A script's settings are the numbers, texts and bools assigned at its top level above its first function or
+class, except to names in capitals. --help prints them: a trailing comment documents a setting, and the
+nearest comment line above is the title of its group.
 
 A config file is Python that assigns some of the settings and may read the others. run("baseline.py") in it
 runs another one beside it in its place; `__file__` is the outer file's path. Names that start with an
 underscore are the file's own, and so is what is no number, text or bool: modules, functions. Files and flags
-apply from left to right. A bool flag needs no value: --eval_only.
+apply from left to right, once, on the script's defaults; a checkpoint fills in only what none of them
+assigned. A bool flag needs no value: --eval_only.
 
 A config file may also be a fork: new(grad_clip=0.0) adds settings, and it may replace classes and functions
 in the modules that it imports, each where it stands: import model; model.TRM = MyTRM.
 """
 import ast
 import difflib
+import dis
 import functools
 import hashlib
 import importlib
@@ -29,6 +31,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
@@ -48,7 +51,24 @@ class TransientError(Exception):
 
 
 class Settings(SimpleNamespace):
-    """Holds a script's settings as attributes; vars(settings) is a dict of them."""
+    """Holds a script's settings as attributes; vars(settings) is a dict of them.
+
+    assigned: the names of those that a config file or a flag assigned.
+    """
+    __slots__ = ("assigned",)
+
+    def __init__(self, assigned=(), **values):
+        super().__init__(**values)
+        self.assigned = assigned
+
+    def __reduce__(self):  # copies, and what spawned processes receive, have `assigned` too
+        return Settings, (self.assigned,), vars(self)
+
+    def fill(self, saved):
+        """Takes from `saved`, {name: value}, the settings that no file and no flag assigned."""
+        for name, value in saved.items():
+            if hasattr(self, name) and name not in self.assigned:
+                setattr(self, name, value)
 
 
 class Setting(NamedTuple):
@@ -78,18 +98,9 @@ OWN_NAMES = {"help"}
 # ---------------------------------------------------------------------------------------------------------
 # Commands
 
-def start(main, script, find_saved=None):
-    """Runs main(settings) as a command, with the settings that sys.argv gives.
-
-    find_saved: a function of these settings that returns others, {name: value}, to take instead of the
-    defaults: those in a checkpoint.
-    """
-    def run():
-        settings = configure(script, sys.argv[1:])
-        saved = find_saved(settings) if find_saved else {}
-        main(configure(script, sys.argv[1:], saved) if saved else settings)
-
-    command(run, script)
+def start(main, script):
+    """Runs main(settings) as a command, with the settings that sys.argv gives."""
+    command(lambda: main(configure(script, sys.argv[1:])), script)
 
 
 def command(run, script):
@@ -177,24 +188,19 @@ def split_arguments(script, argv):
     return Arguments(configure(script, own_flags), operands, train_arguments)
 
 
-def configure(script, argv, saved=()):
+def configure(script, argv):
     """Returns a script's Settings after the config files and flags in argv. --help prints them and exits.
 
-    saved: {name: value} that take the place of defaults, such as those in a checkpoint; unknown names are
-    left out.
     Raises UserError for an unknown key (it names the closest one), a wrong type, or a file that fails to run.
     """
-    # a fork that runs once more does not replace its own replacements
-    for place, attributes in ORIGINALS.items():
-        for name, value in attributes.items():
-            if vars(place).get(name) is not value:
-                setattr(place, name, value)
+    undo_forks()
     # later arguments override earlier ones
     known = read_settings(script)
-    values = {name: setting.default for name, setting in known.items()} | dict(saved)
+    values = {name: setting.default for name, setting in known.items()}
+    assigned = set()
     for argument in argv:
         if not argument.startswith("-"):
-            values.update(run_file(argument, values, known))
+            run_file(argument, values, assigned, known)
             continue
 
         # a flag: --name=text, or --name alone for a bool
@@ -205,18 +211,20 @@ def configure(script, argv, saved=()):
         if equals:
             value = parse(text, type(known[name].default) if name in known else str)
         values[name] = check(name, value, known, argument)
+        assigned.add(name)
     if "--help" in argv:
         print_help(script)
         sys.exit(0)
-    return Settings(**{name: value for name, value in values.items() if name in known})
+    return Settings(assigned, **values)
 
 
-def run_file(path, values, known):
-    """Runs a config file that sees `values`; returns the settings after it.
+def run_file(path, values, assigned, known):
+    """Runs a config file.
 
     Args:
         path: of the file.
-        values: {name: value} of the settings before it.
+        values: {name: value} of the settings, which the file sees and changes.
+        assigned: a set, to which the names that the file assigns are added.
         known: {name: Setting} of the script, to which new() in the file adds some.
 
     Raises UserError for a file that fails to run, an unknown setting, or a wrong type.
@@ -227,11 +235,13 @@ def run_file(path, values, known):
     def new(**settings):
         for name, default in settings.items():
             known[name] = Setting(default, "", f"from {path}")
+            values.setdefault(name, default)
             space.setdefault(name, default)
 
     space = {"__file__": path, "new": new} | values
+    names = Names(space)
     try:
-        execute(path, space)
+        execute(path, names)
     except Exception as e:
         # name the innermost line outside of this file; a SyntaxError names its line itself
         where = path
@@ -242,18 +252,39 @@ def run_file(path, values, known):
 
     # Numbers, texts and bools must be settings; all else, and what begins with an underscore, is the file's.
     # A module may have the name of a setting, as device.py has.
-    settings = {}
     for name, value in space.items():
+        if name not in names.assigned and value is values.get(name):
+            continue
         is_setting = name in known and not isinstance(value, ModuleType)
         if is_setting or type(value) in TYPES and not name.startswith("_"):
-            settings[name] = check(name, value, known, path)
-    return settings
+            values[name] = check(name, value, known, path)
+            assigned.add(name)
 
 
-def execute(path, space):
-    """Executes a config file in `space`, the names that it sees and assigns."""
+class Names(dict):
+    """The local names of a config file: passes what it assigns on to `space`, its globals, and remembers it.
+
+    It stays empty, so that Python looks for every name in the globals, as functions of the file do.
+    """
+
+    def __init__(self, space):
+        self.space = space
+        self.assigned = set()
+
+    def __setitem__(self, name, value):
+        self.space[name] = value
+        self.assigned.add(name)
+
+    def __delitem__(self, name):
+        del self.space[name]
+
+
+def execute(path, names):
+    """Executes a config file; names: the Names that it sees and assigns."""
+    space = names.space
+
     def run(other):
-        execute(os.path.join(os.path.dirname(path), other), space)
+        execute(os.path.join(os.path.dirname(path), other), names)
         space["run"] = run  # the other file's own finds files beside that one
 
     space["run"] = run
@@ -263,19 +294,43 @@ def execute(path, space):
     folder = os.path.dirname(os.path.abspath(__file__))
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    imports = re.findall(r"^\s*(?:import|from) ([^#\n]*)", text.decode(), re.MULTILINE)
-    imported = re.findall(r"\w+", " ".join(imports))
-    own_modules = [name for name in imported if name in REPLACEABLE]
-    if own_modules or re.search(r"^new\(", text.decode(), re.MULTILINE):
+    tree = compile(text, path, "exec", ast.PyCF_ONLY_AST)
+    used = names_used(tree)
+    if used.intersection([*REPLACEABLE, "new"]):
         FORKS[os.path.basename(path)] = hashlib.sha256(text).hexdigest()[:8]
-    for name in own_modules:
+    remember(used.intersection(REPLACEABLE))
+    exec(compile(tree, path, "exec"), space, names)
+
+
+def names_used(tree):
+    """Returns the names of the modules that a config file imports, and "new" if it calls that."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(aliases):
+                names.update(alias.name.partition(".")[0] for alias in aliases)
+            case ast.ImportFrom(str(module)):
+                names.add(module.partition(".")[0])
+            case ast.Call(ast.Name("new")):
+                names.add("new")
+    return names
+
+
+def remember(modules):
+    """Keeps the attributes of modules, and of the classes that they define, for undo_forks()."""
+    for name in modules:
         module = importlib.import_module(name)
-        # the module, and the classes that it defines
-        places = [module, *(value for value in vars(module).values() if isinstance(value, type))]
-        for place in places:
-            if getattr(place, "__module__", name) == name:
+        for place in (module, *vars(module).values()):
+            if place is module or isinstance(place, type) and place.__module__ == name:
                 ORIGINALS.setdefault(place, dict(vars(place)))
-    exec(compile(text, path, "exec"), space)
+
+
+def undo_forks():
+    """Undoes what forks have replaced: scripts/sweep.py runs one again for each run of the study."""
+    for place, attributes in ORIGINALS.items():
+        for name, value in attributes.items():
+            if vars(place).get(name) is not value:
+                setattr(place, name, value)
 
 
 def missing_forks(forks):
@@ -358,23 +413,35 @@ def read_settings(script):
     """Returns the settings of a script, a path, without running it: {name: Setting}, in the script's order.
 
     The result is cached, and new() in a config file adds to it. A process in which replicas are threads
-    calls this before they start: ast.parse is not safe in two threads at once (python/cpython#106905).
+    calls this before they start: to parse is not safe in two threads at once (python/cpython#106905).
+    Raises UserError for what looks like a setting and is none.
     """
-    settings = {}
-    group = ""
     with open(script, encoding="utf-8") as f:
-        for line in f:
-            if line.startswith(("def ", "class ")):
-                break
-            if line.startswith("#"):
-                group = line.strip("# \n")
-
-            # name = literal  # comment
-            match = re.fullmatch(r"(\w*[a-z]\w*) = (.+?)(?:  # (.*))?\n", line)
-            if match:
-                name, literal, comment = match.groups("")
-                settings[name] = Setting(ast.literal_eval(literal), comment, group)
-                assert type(settings[name].default) in TYPES, f"{script}: {line}"
+        text = f.read()
+    lines = text.split("\n")
+    settings = {}
+    values = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            break
+        if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            continue
+        # without imports and builtins, numbers and texts are all that can be computed
+        code = compile(ast.Module([node], []), script, "exec")
+        with suppress(Exception):
+            exec(code, {"__builtins__": {}}, values)
+        # the comment behind it, and the one above
+        rest = lines[node.end_lineno - 1].encode()[node.end_col_offset:].decode()
+        title = next((line for line in reversed(lines[:node.lineno]) if line.startswith("#")), "")
+        for instruction in dis.get_instructions(code):
+            name = instruction.argval
+            if instruction.opname != "STORE_NAME" or name.isupper():
+                continue
+            default = values.get(name)
+            if type(default) not in TYPES:
+                raise UserError(f"{script}:{node.lineno}: {name} is no setting: its value must be a number, "
+                                "a text or a bool, computed from such alone; constants have capitals")
+            settings[name] = Setting(default, rest.partition("# ")[2], title.strip("# "))
     return settings
 
 

@@ -361,8 +361,11 @@ class Generated:
         }
 
 
-def make_dataset(settings):
-    """Runs data_prepare if data_path is missing: one process of a host, while the others wait."""
+def make_dataset(settings, should_stop=lambda: False):
+    """Runs data_prepare if data_path is missing: one process of a host, while the others wait.
+
+    Raises SystemExit once should_stop() returns true.
+    """
     try:
         command = shlex.split(settings.data_prepare)
     except ValueError as e:
@@ -376,9 +379,13 @@ def make_dataset(settings):
         print(f"{settings.data_path} is missing; making it: python", *command, flush=True)
         process = subprocess.Popen([sys.executable, *command])
         try:
-            code = process.wait()
+            while process.poll() is None and not should_stop():
+                time.sleep(0.1)
         finally:
             process.terminate()  # a stop ends it too: Ctrl-C reaches both processes, SIGTERM only this one
+        code = process.wait()
+        if should_stop():
+            raise SystemExit(3)
         if not os.path.exists(settings.data_path):
             error = UserError if code in (0, 2) else TransientError
             raise error(f"data_prepare did not make data_path={settings.data_path}: {settings.data_prepare}")

@@ -259,8 +259,11 @@ class TRM(nn.Module):
             identifiers: with tokens, the puzzle identifier of each question [B], for ARC; None: 0 for all.
 
         Raises UserError for a string that is no question of this model, ValueError for another number of
-        cells.
+        cells and for a model that is not of TRM.load.
         """
+        if not hasattr(self, "settings"):
+            raise ValueError("this model lacks the task and the settings of a training: TRM.load reads a "
+                             "model with them from a file")
         # strings: to tokens and back
         if isinstance(question, str):
             [answer], [confidence] = self.solve([question], steps, attempts)
@@ -331,6 +334,7 @@ class TRM(nn.Module):
     def init_weights(self, generator):
         """Draws truncated normals: deviation 1/sqrt(fan in) for matrices, 1 for the initial latents.
 
+        A bias is uniform up to 1/sqrt(fan in), as torch draws it.
         q_head starts at -5, which says "not solved". Layers of other types, in forks, keep their own values.
         """
         # embeddings and matrices, in the order of the modules
@@ -338,7 +342,10 @@ class TRM(nn.Module):
             if isinstance(module, Embedding):  # embed() scales by sqrt(D)
                 truncated_normal(module.embedding_weight, self.settings.hidden_size ** -0.5, generator)
             elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) and module is not self.q_head:
-                truncated_normal(module.weight, module.weight[0].numel() ** -0.5, generator)
+                deviation = module.weight[0].numel() ** -0.5
+                truncated_normal(module.weight, deviation, generator)
+                if module.bias is not None:  # in forks
+                    module.bias.uniform_(-deviation, deviation, generator=generator)
         # q_head begins far below 0, so that no sequence halts before it has learned to
         self.q_head.weight.zero_()
         self.q_head.bias.fill_(-5.0)

@@ -337,7 +337,7 @@ def train_and_evaluate(run, data, test, log, checkpoints, start, total_steps):
         if step > start.step:
             log.print0(f"trained {step - start.step} steps in {datasets.duration(time.monotonic() - began)}")
         # the evaluation in full; a stop interrupts it
-        is_complete = final_evaluation(run, test, log, step)
+        is_complete = final_evaluation(run, test, log, checkpoints, step)
     # a bucket may take longer than stall_timeout; the upload has a time limit of its own
     restart_watchdog(0)
     is_uploaded = checkpoints.close(600 if is_complete else 15)
@@ -357,8 +357,11 @@ def is_multiple(step, interval):
 # ---------------------------------------------------------------------------------------------------------
 # Evaluation at the end
 
-def final_evaluation(run, test, log, step):
-    """Logs the final evaluation. Returns False if it was interrupted. All ranks."""
+def final_evaluation(run, test, log, checkpoints, step):
+    """Logs the final evaluation, and saves best.pt if it is the best. All ranks.
+
+    Returns False if it was interrupted.
+    """
     settings = run.settings
     indices = test.subset(settings.eval_final_max_puzzles)
     # the arrays of eval_save_outputs and ARC's answers go beside the checkpoint that they belong to
@@ -367,6 +370,8 @@ def final_evaluation(run, test, log, step):
         how = "" if settings.eval_only else " with --init_from=resume"
         log.print0(f"final evaluation stopped; the same command{how} starts it again")
         return False
+    if not settings.eval_only:  # best.pt is of the training run
+        checkpoints.save_if_best(step, run, values)
     # "final" marks the run as complete
     log.evaluation(step, {"final": True, **values})
     return True
@@ -710,13 +715,20 @@ def listed(values):
 
 def replica(settings, kind):
     """Runs one replica from its start to its end. Checks settings and datasets before it writes anything."""
-    # the device, and the forward_dtype that it is fast in
+    # the device
     device = devices.open_device(kind, settings)
     settings = copy.copy(settings)  # replicas may be threads
+    # the settings: what no config file and no flag assigned comes from the checkpoint that this run goes on
+    # with, which only rank 0's host may have
+    checkpoints = checkpoint.Checkpoints(settings, device)
+    settings.fill(recipe(checkpoints.find(STOP.is_set)))
+    check_settings(settings)
+    # the forward_dtype that the device is fast in
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     check_batch_size(settings, device)
 
     # data and model
+    get_dataset(settings)
     data = datasets.Dataset(settings.data_path, "train")
     test = datasets.Dataset(settings.data_path, "test")
     for name in models.SIZES:
@@ -731,19 +743,18 @@ def replica(settings, kind):
                         f"of global_batch_size={settings.global_batch_size}")
 
     # where to start
-    checkpoints = checkpoint.Checkpoints(settings, device, data, test)
-    start = checkpoints.find_start(model, total_steps, STOP.is_set)
+    start = checkpoints.find_start(model, data, test, total_steps)
     # the watchdog begins here: what came before may have had to wait for a download
     restart_watchdog(settings.stall_timeout)
-    run = Run(settings, model, device, start.state)
-    start = start._replace(state={})  # frees the memory of the checkpoint
+    run = Run(settings, model, device, checkpoints.saved)
+    checkpoints.saved = {}  # frees its memory
     # say what the run is, and on what
     log = Log(settings, device, start.step)
     log.header(run, data, test, filter(None, [dtype_note, *checkpoints.notes]))
 
     # evaluate, finish an upload, or train
     if settings.eval_only:
-        if not final_evaluation(run, test, log, start.step):
+        if not final_evaluation(run, test, log, checkpoints, start.step):
             sys.exit(3)
         return
     checkpoints.open(start, log.print0, STOP.set)
@@ -806,12 +817,7 @@ EVAL_OUTPUTS = ("inputs", "labels", "attempts", *evaluate.ANSWERS)
 
 def check_settings(settings):
     """Raises UserError for the first value that no run could use."""
-    # each setting by itself
-    configurator.check_choices(settings, CHOICES)
-    numbers = dict(vars(settings))
-    if settings.halt_exploration_prob_end == -1:
-        del numbers["halt_exploration_prob_end"]
-    configurator.check_numbers(numbers, POSITIVE, SHARES)
+    check_each(settings)
     # settings that have to fit together
     for name in "H_cycles", "L_cycles":
         first = getattr(settings, name + "_start")
@@ -820,6 +826,16 @@ def check_settings(settings):
             raise UserError(f"{name}_start must be from 1 to {name} ({last}), not {first}")
     if not settings.epochs and not settings.max_steps:
         raise UserError("epochs and max_steps are both 0: set one of them")
+
+
+def check_each(settings):
+    """Raises UserError for the first setting that is wrong whatever the others of a recipe are."""
+    # numbers and choices
+    configurator.check_choices(settings, CHOICES)
+    numbers = dict(vars(settings))
+    if settings.halt_exploration_prob_end == -1:
+        del numbers["halt_exploration_prob_end"]
+    configurator.check_numbers(numbers, POSITIVE, SHARES)
     # lists of names
     for name in filter(None, settings.eval_save_outputs.split(",")):
         if name not in EVAL_OUTPUTS:
@@ -842,11 +858,6 @@ def check_settings(settings):
 def recipe(settings):
     """Returns those of {name: value} that say what a run trains, and not where and how it runs."""
     return {name: value for name, value in settings.items() if name not in RUN_SETTINGS}
-
-
-def saved_recipe(settings):
-    """Returns the recipe of the checkpoint that a resume or an evaluation begins with, or {}."""
-    return recipe(checkpoint.saved_settings(settings))
 
 
 def differences(settings):
@@ -934,18 +945,24 @@ def xla_replica(index, settings, kind):
         os._exit(1)
 
 
+def get_dataset(settings):
+    """Brings the dataset to the folder data_path: from a bucket, or made here; it may be there already."""
+    settings.data_path = bucket.local_dataset(settings.data_path)
+    datasets.make_dataset(settings, STOP.is_set)
+
+
 def main(settings):
     """Checks the settings, makes the dataset if it is missing, and runs a replica on each device."""
-    # the settings, before anything takes time
-    check_settings(settings)
+    # the settings, before anything takes time; replica() has those of a checkpoint too, and checks them all
+    check_each(settings)
     kind, reason = devices.choose_device(settings.device)
     if os.environ.get("RANK", "0") == "0":
         print(f"device {kind}: {reason}", flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
         configurator.end_with_parent()
-    # the dataset: from a bucket, from disk, or made here
-    settings.data_path = bucket.local_dataset(settings.data_path)
-    datasets.make_dataset(settings)
+    # the dataset, unless a checkpoint may say which one it is
+    if settings.init_from == "scratch" or "data_path" in settings.assigned:
+        get_dataset(settings)
     on_signals()
     try:
         # torch_xla starts a process for each chip; every other device has only this process
@@ -964,12 +981,12 @@ def main(settings):
 
 
 if multiprocessing.current_process().name != "MainProcess" and __name__ == "train":
-    # xmp.spawn has started this process, with the main process's argv. Config files may replace classes and
-    # functions here, too.
-    configurator.configure(__file__, [path for path in sys.argv[1:] if path.endswith(".py")])
+    # xmp.spawn has started this process, with the main process's argv. Forks replace classes and functions
+    # here, too; replica() receives the main process's settings.
+    configurator.configure(__file__, sys.argv[1:])
     on_signals(is_spawned=True)
     # torch_xla looks for the chips next, and may wait forever; replica() restarts the watchdog
     restart_watchdog(START_TIMEOUT)
 if __name__ == "__main__":
     import train  # the module that forks import, and not this second copy of it
-    configurator.start(train.main, train.__file__, train.saved_recipe)
+    configurator.start(train.main, train.__file__)

@@ -273,6 +273,15 @@ def count_correct(task, arrays):
     return {name: float(is_correct.sum()) for name, is_correct in correct.items()}
 
 
+def score(values):
+    """Returns the share of puzzles by which an evaluation, {"eval/...": number}, is better than another one.
+
+    ARC: tasks solved in two tries; kinds with several right answers: by the rules; else equal to the label.
+    """
+    names = ("eval/pass2", "eval/valid_accuracy", "eval/exact_accuracy")
+    return next(values[name] for name in names if name in values)
+
+
 def equal_labels(preds, labels):
     """Returns which answers are right in all labelled cells, of which there is one at least, bool [n]."""
     is_labelled = labels != IGNORE_LABEL

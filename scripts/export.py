@@ -39,7 +39,8 @@ def main(argv):
     state = read_checkpoint(path)
 
     # the settings of the training, unless this command says otherwise
-    settings = configure(train.__file__, train_arguments, train.recipe(state.get("settings", {})))
+    settings = configure(train.__file__, train_arguments)
+    settings.fill(train.recipe(state.get("settings", {})))
     if "puzzles" not in state:
         state = add_dataset(state, settings, path)
     settings = Settings(**train.recipe(vars(settings)))

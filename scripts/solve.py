@@ -333,7 +333,7 @@ def load(path, train_arguments, cells=0):
         cells: see TRM.load.
     """
     # the forks come first: the model is made of their classes
-    configure(train.__file__, train_arguments)
+    settings = configure(train.__file__, train_arguments)
     file = newest_whole(path, print) if os.path.isdir(path) else path
     if not os.path.isfile(file):
         raise UserError(f"{path}: neither a file nor a folder with a complete checkpoint")
@@ -348,7 +348,7 @@ def load(path, train_arguments, cells=0):
     saved = train.recipe(vars(model.settings))
     saved.pop("optimizer")
     saved["eval_attempts"] = ATTEMPTS if puzzles.has_symmetries(model.task) else 1
-    settings = configure(train.__file__, train_arguments, saved)
+    settings.fill(saved)
     train.check_settings(settings)
     puzzles.check_attempts(model.task, settings.eval_attempts)
     # as TRM.solve does it, and all steps of all puzzles

@@ -60,6 +60,8 @@ main() {
   [[ $command == host_* ]] || check_settings "$command"
   cd "$(dirname "$0")/.."
   if [[ $command == run || $command == keep ]]; then
+    [[ $command == run || " $* " != *" --init_from=scratch "* ]] ||
+      die "keep goes on with a run after a preemption: leave out --init_from=scratch, and choose an empty --gcs_dir"
     [[ -f ${1:-} ]] ||
       die "$command needs a script of this folder, such as $command train.py config/baseline.py"
     for argument in "$@"; do

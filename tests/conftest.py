@@ -36,8 +36,8 @@ from puzzles import files
 
 # The files that take longest. The workers take whole files, these first, so that all end together.
 LONGEST = ("hard_to_kill", "replicas", "forks", "chaos", "tpu_sh", "spawn", "train", "smoke", "wandb", "aot",
-           "sweep", "models", "wrong_input", "play", "parity", "gcs", "solve", "data", "attempts", "bench",
-           "configurator")
+           "sweep", "resume", "models", "wrong_input", "play", "parity", "gcs", "solve", "data", "attempts",
+           "bench", "configurator")
 
 
 def pytest_collection_modifyitems(items):

@@ -156,7 +156,7 @@ def run_train(argv, cwd, environment, writer):
     sys.argv = ["train.py", *argv]
     code = 0
     try:
-        configurator.start(train.main, train.__file__, train.saved_recipe)
+        configurator.start(train.main, train.__file__)
     except SystemExit as e:
         code = e.code
     atexit._run_exitfuncs()  # multiprocessing ends without them, and frees nothing: a lock's file would stay
@@ -255,6 +255,7 @@ def xla_environment(world):
 def work(world, connection):
     """Receives (function, arguments), which all replicas call with their rank, and sends what they print."""
     os.environ |= xla_environment(world) | dict(XLA_THREAD_POOL_SIZE="16")
+    configurator.read_settings(train.__file__)  # not in several threads at once
     import torch_xla.debug.metrics
     import torch_xla.runtime as xr
     from torch_xla._internal import pjrt

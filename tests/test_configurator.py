@@ -1,6 +1,8 @@
 """Settings, config files and flags: configurator.py."""
+import copy
 import glob
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -23,8 +25,8 @@ path = "data/toy"  # where the data is
 # the last line above a group names it
 batch = 16  # sequences a step
 # optimizer
-lr = 1e-3  # peak; "#1" of the choices
-shift = -1  # may be negative
+lr=1e-2 / 10  # peak; "#1" of the choices
+shift = -(batch // 16)  # may be negative
 fast = False  # leave out the checks
 slow = True
 CHOICES = dict(path=("a", "b"))
@@ -99,6 +101,33 @@ def test_a_file_runs_another_file_found_beside_it_in_its_place(toy):
     assert toy("last.py", last='lr = 6.0\nrun("config/base.py")').lr == 5.0
 
 
+def test_a_checkpoint_fills_in_what_no_file_and_no_flag_assigns(toy):
+    text = """
+lr *= 0.5
+run("b.py")
+for batch in (4, 8):
+    pass
+if batch == 4:
+    undocumented = 4
+def set_path():
+    global path
+    path = "data/own"
+set_path()
+try:
+    del shift
+    shift = 1 // 0
+except ZeroDivisionError as _e:
+    shift = -1
+"""
+    settings = toy("--slow", "a.py", a=text, b="fast = False")
+    assert settings.assigned == {"slow", "lr", "fast", "batch", "shift", "path"}
+    saved = dict(undocumented=4, path="data/old", batch=32, lr=1.0, shift=5, fast=True, slow=False, gone=1)
+    settings.fill(saved)
+    assert vars(settings) == DEFAULTS | dict(undocumented=4, path="data/own", batch=8, lr=5e-4)
+    for same in copy.copy(settings), pickle.loads(pickle.dumps(settings)):
+        assert same == settings and same.assigned == settings.assigned
+
+
 @pytest.mark.parametrize("wrong, message", [
     ("--btach=3", "--btach=3: unknown setting btach; the closest is batch"),
     ("--lr", "--lr: lr must be of type float, for example --lr=0.001, not True"),
@@ -131,6 +160,16 @@ def test_help_prints_every_setting_and_reads_only_the_script(toy, capsys):
         "the last line above a group names it", "--batch=16 sequences a step", "",
         "optimizer", '--lr=0.001 peak; "#1" of the choices', "--shift=-1 may be negative",
         "--fast=False leave out the checks", "--slow=True"]
+
+
+@pytest.mark.parametrize("line", [
+    "width = os.cpu_count()", "width = (1, 2)", "width = CHOICES = None", "width: int = lr + a",
+    "width *= 2"])
+def test_a_line_that_looks_like_a_setting_and_is_none(tmp_path, line):
+    path = tmp_path / "edited.py"
+    path.write_text(SCRIPT.replace("# optimizer\n", line + "\n"))
+    with pytest.raises(UserError, match=rf"^{path}:12: width is no setting: "):
+        configure(str(path), [])
 
 
 ERROR = "toy.py: an error of two lines\n"

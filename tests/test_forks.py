@@ -122,7 +122,7 @@ def test_a_checkpoint_names_the_forks_that_trained_it(data, tmp_path):
 
 
 def test_a_fork_that_runs_twice_wraps_a_method_once(data, tmp_path):
-    """A resume runs it twice, to read the checkpoint's settings. A module may have the name of a setting."""
+    """sweep.py runs it for each run of the study. A module may have the name of a setting."""
     (tmp_path / "fork.py").write_text("""
 import device, model
 _old = model.TRM.losses
@@ -144,7 +144,12 @@ def test_the_readme_has_a_fork_that_is_tested():
 
 
 def test_a_config_file_that_replaces_nothing_is_no_fork(data, tmp_path):
-    (tmp_path / "plain.py").write_text("import math  # not a model\nlr = math.sqrt(4)")
+    (tmp_path / "plain.py").write_text('''"""The rate is
+from train.py, and its comment is the
+import model of new(lr=1).
+"""
+import math  # not a model
+lr = math.sqrt(4)''')
     arguments = [f"{ROOT}/config/study/exp01a_h256.py", f"{ROOT}/config/mini.py", str(tmp_path / "plain.py")]
     configurator.configure(train.__file__, arguments)
     assert not configurator.FORKS

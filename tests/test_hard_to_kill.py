@@ -295,7 +295,8 @@ def test_what_a_run_did_not_make_stays_where_it_is(data, front, tmp_path):
     assert before - set(os.listdir(out)) == {"ckpt_00000002.pt", "ckpt_00000002.json"}
     assert numbered(os.listdir(out)) == ["ckpt_00000010", "ckpt_00000001"]
     assert set(in_bucket()) == {
-        "ckpt_00000010.pt", "ckpt_00000010.json", "run.json", "metrics.jsonl", "log.txt"}
+        "ckpt_00000010.pt", "ckpt_00000010.json", "best.pt", "best.json", "run.json", "metrics.jsonl",
+        "log.txt"}
 
 
 def test_a_full_disk_costs_checkpoints_until_keep_last_n_is_lower(data, out, monkeypatch):

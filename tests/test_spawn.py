@@ -56,6 +56,7 @@ if multiprocessing.current_process().name != "MainProcess":
 APART = TWO_CHIPS + """
 import copy, os
 import train
+assert hidden_size == 32  # the flags before this file count in each process
 _replica = train.replica
 
 def replica(settings, kind):

@@ -342,6 +342,7 @@ def test_step_by_step(cloud):
     ("run nothing.py", {}, "script"),
     ("run train.py config/baselin.py", {}, "config/baselin.py: no such file"),
     ("keep train.py --lrr=1", {}, "unknown setting"),
+    ("keep train.py --gcs_dir=gs://b/r --init_from=scratch", {}, "leave out --init_from=scratch"),
     ("keep train.py --gcs_dir=/tmp", {}, "--gcs_dir"),
     ("keep train.py --gcs_dir=gs://b/r", dict(GIT_DIR="/nowhere"), "no git checkout"),
 ])

@@ -26,6 +26,7 @@ import configurator
 import evaluate
 import train
 from checkpoint import Checkpoints, checkpoint_paths
+from puzzles import score
 
 # A run
 
@@ -43,7 +44,18 @@ def test_a_run_logs_evaluates_and_saves(whole):
     assert curve(out, "final") == {40: True} and curve(out, "eval/steps")[40] == 4
     exact = curve(out, "eval/exact_accuracy")
     best = json.loads(Path(out, "best.json").read_text())
-    assert best["metrics"]["eval/exact_accuracy"] == max(exact[16], exact[32])
+    assert best["metrics"]["eval/exact_accuracy"] == max(exact.values())
+
+
+def test_best_pt_is_the_best_evaluation_the_final_one_included(data, tmp_path, monkeypatch):
+    """ARC is judged by the tasks solved in two tries, puzzles with several right answers by the rules."""
+    accuracies = iter([0.2, 0.1, 0.3])
+    monkeypatch.setattr(evaluate, "eval_values", lambda ranks: {"eval/exact_accuracy": next(accuracies)})
+    run(data, tmp_path, *WHOLE)
+    best = json.loads((tmp_path / "best.json").read_text())
+    assert best["step"] == 40 and best["metrics"] == {"eval/exact_accuracy": 0.3}
+    values = {"eval/exact_accuracy": 0.5, "eval/valid_accuracy": 0.7}
+    assert score(values) == 0.7 and score(values | {"eval/pass1": 0.1, "eval/pass2": 0.2}) == 0.2
 
 
 def interrupted(source, out):
