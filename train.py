@@ -170,7 +170,7 @@ def gradients(run, state, inputs, batch, cycles):
     model = run.model.train()
 
     # cast the float32 weights to forward_dtype, once a step
-    weights = {name: w.to(run.dtype) for name, w in state["weights"].items()}
+    weights = devices.cast_weights(run.device, state["weights"], run.dtype)
 
     # sequences that have halted start on the puzzles of the batch, and take their rows of the embedding
     sequences = models.take_new_puzzles(state["carry"], batch)
@@ -605,8 +605,14 @@ class Log:
         self.flops_per_example = run.flops_per_example(cycles)
         # the first step is apart: later ones at this depth do not compile
         seconds = time.perf_counter() - self.clock
+        if devices.is_compiled(self.device):
+            how = "compiling included"
+        elif self.device.compiles:
+            how = "not compiled, since torch.compile failed (see stderr)"
+        else:
+            how = "not compiled"
         self.print0(f"step {step}: {seconds:.1f} s for the first step at H_cycles {cycles[0]}, L_cycles "
-                    f"{cycles[1]}, compiling included; left out of the rates below")
+                    f"{cycles[1]}, {how}; left out of the rates below")
         self.restart_clock(step)
 
     def train(self, step, total_steps, sums, run, cycles):
