@@ -29,6 +29,7 @@ class Start(NamedTuple):
     step: int = 0
     is_complete: bool = False  # nothing is left to do
     is_evaluated: bool = True  # no evaluation is left to do at this step
+    settings: dict = {}  # {name: value} that max_minutes became in the run that goes on
     state: dict = {}  # the checkpoint, on rank 0; its weights are in the model already
 
 
@@ -86,7 +87,7 @@ class Checkpoints:
             except (Exception, SystemExit) as e:
                 error = e
         # the other ranks need all of it but the state
-        error, *known = self.device.all_gather((error, *start[:3]))[0]
+        error, *known = self.device.all_gather((error, *start[:4]))[0]
         if error:
             raise error
         return Start(*known, start.state)
@@ -165,6 +166,13 @@ class Checkpoints:
         state = read_checkpoint(path)
         step = state["step"]
         saved = state["settings"]
+        # a run keeps the length that max_minutes gave it
+        kept = {}
+        if settings.max_minutes:
+            names = "max_steps", "curriculum_epochs", "lr_warmup_steps"
+            kept = dict(max_minutes=0.0) | {name: saved[name] for name in names}
+            vars(settings).update(kept)
+            total_steps = settings.max_steps or total_steps
         # check the dataset, the length and the optimizer
         if state["data"] != self.data.sha256:
             raise UserError(f"{path} was trained on another dataset than {settings.data_path}: choose that "
@@ -196,7 +204,7 @@ class Checkpoints:
         lines = read_metrics(f"{self.out_dir}/metrics.jsonl")
         evaluations = [line for line in lines if line["step"] == step and "eval/loss" in line]
         has_ended = step == total_steps and any(line.get("final") for line in evaluations)
-        return Start(step, has_ended, bool(evaluations), state)
+        return Start(step, has_ended, bool(evaluations), kept, state)
 
     def start_from_file(self, model, file):
         """Returns the Start of a new run with a file's weights, or of an evaluation of the file."""

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from configurator import UserError
 
 # A chip's bfloat16 FLOP/s with float32 sums and without sparsity, for perf/mfu: from Google's page of each
-# TPU, NVIDIA's data sheets (twice as many "with sparsity", from the L4 on), and the architecture papers of the
-# GeForce cards. H100 and H200 alone are the SXM modules.
+# TPU, NVIDIA's data sheets (twice as many "with sparsity", from the L4 on), and its papers on
+# the architectures of the GeForce cards. H100 and H200 alone are the SXM modules.
 PEAK_FLOPS = {
     "TPU v4": 275e12,
     "TPU v5litepod": 197e12,

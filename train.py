@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
@@ -48,6 +49,7 @@ global_batch_size = 768  # sequences per step, over all replicas
 micro_batch_size = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
 epochs = 50000  # an epoch offers each puzzle once, in one copy; a sequence takes one once it has halted
 max_steps = 0  # length of the run in steps; 0: from epochs
+max_minutes = 0.0  # or in minutes, from the start to the end of the final evaluation; 0: from steps or epochs
 # model
 hidden_size = 512  # D
 num_heads = 8  # attention heads
@@ -56,7 +58,7 @@ multiple_of = 256  # small models train on half the FLOP with 128: docs/records.
 L_layers = 2  # layers of the one network
 H_cycles = 3  # T of the paper: recursions per step; all but the last without gradient
 L_cycles = 6  # n of the paper: latent updates per recursion
-curriculum_epochs = 0  # epochs over which the depth grows from H_cycles_start, L_cycles_start; 0: constant
+curriculum_epochs = 0.0  # epochs over which the depth grows from H_cycles_start, L_cycles_start; 0: constant
 H_cycles_start = 1  # H_cycles when the curriculum starts
 L_cycles_start = 2  # L_cycles when the curriculum starts
 mlp_t = True  # True: an MLP mixes the positions; False: self-attention
@@ -362,6 +364,92 @@ def train_and_evaluate(run, data, test, log, checkpoints, start, total_steps):
 def is_multiple(step, interval):
     """Returns True if this step completes another interval; never for interval 0."""
     return interval > 0 and step % interval == 0
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The length of a run in minutes
+
+BEGAN = time.monotonic()  # main() sets it anew; a spawned replica has the time of its import
+
+
+def fit_minutes(run, data, test, log):
+    """Replaces max_minutes by max_steps, and by a curriculum and a warm-up that fit, before the first step.
+
+    It times steps, and leaves the state as it was. All ranks; rank 0 decides. Raises UserError if no time is
+    left to train.
+    """
+    settings = run.settings
+    # how many of the config's steps have each depth: the curriculum keeps its share
+    examples_per_epoch = optim.epoch_size(data)
+    total_steps = optim.count_steps(settings, examples_per_epoch)
+    depths = Counter(optim.cycles_at(settings, examples_per_epoch, step) for step in range(total_steps))
+
+    # the mean time of a step
+    state = tree_map(lambda t: t.to("cpu", copy=True), run.state)
+    step_seconds = 0.0
+    for cycles, count in depths.items():
+        def train_step():
+            return run.train_program(run.state, make_inputs(run, data, 0, total_steps), cycles)  # noqa: B023
+
+        step_seconds += count / total_steps * time_steps(run, train_step)
+    run.state = run.device.put(state)
+
+    # the time of a step in an evaluation
+    questions = np.zeros((run.batch_size, data.seq_len), dtype=np.int32)
+    inputs = run.evaluator.inputs(*run.eval_weights(), evaluate.unlabelled_batch(questions))
+    state = run.evaluator.new_state()
+    eval_step_seconds = time_steps(run, lambda: run.evaluator.program(state, inputs)["halted"])
+
+    def evaluation_seconds(indices):
+        batches = math.ceil(len(indices) * settings.eval_rollouts / settings.global_batch_size)
+        # with eval_patience, puzzles were seen to leave after a sixth to a half of the steps
+        depth = run.evaluator.depth / (3 if settings.eval_patience else 1)
+        return batches * depth * eval_step_seconds
+
+    # the steps for which there is time; 3% are for checkpoints and for what times vary
+    final_seconds = evaluation_seconds(test.subset(settings.eval_final_max_puzzles))
+    if settings.eval_interval:
+        evaluations_per_step = settings.global_batch_size / (settings.eval_interval * examples_per_epoch)
+        indices = test.subset(settings.eval_max_puzzles, settings.eval_versions)
+        step_seconds += evaluations_per_step * evaluation_seconds(indices)
+    seconds_left = 0.97 * 60 * settings.max_minutes - (time.monotonic() - BEGAN) - final_seconds
+    max_steps = run.device.all_gather(int(seconds_left / step_seconds))[0]
+    estimate = f"the final evaluation takes about {final_seconds:.0f} s"
+    if max_steps < 1:
+        # the same command with other values may begin here
+        if run.device.rank == 0:
+            os.remove(f"{settings.out_dir}/run.json")
+        raise UserError(f"max_minutes={settings.max_minutes:g} leaves no time to train: {estimate}, and "
+                        "--eval_final_max_puzzles shortens it")
+    log.print0(f"max_minutes={settings.max_minutes:g}: max_steps is {max_steps}, of "
+               f"{1e3 * step_seconds:.0f} ms each with the evaluations between them; {estimate}")
+
+    # settings that would train the same run; a warm-up of the whole run would never reach the peak
+    settings.max_steps = max_steps
+    settings.max_minutes = 0.0
+    settings.curriculum_epochs *= max_steps / total_steps
+    settings.lr_warmup_steps = min(settings.lr_warmup_steps, max_steps // 10)
+
+
+def time_steps(run, step):
+    """Returns the seconds of a step, once it is compiled: those of rank 0. All ranks.
+
+    step: a function that begins one and returns a tensor.
+    """
+    enough_seconds = min(5, 0.6 * run.settings.max_minutes)
+    restart_watchdog(run.settings.stall_timeout)
+    step().cpu()
+    # twice as many, until it takes long enough
+    n = 1
+    seconds = 0.0
+    while seconds < enough_seconds:
+        n *= 2
+        began = time.perf_counter()
+        for _ in range(n):
+            result = step()
+        result.cpu()  # waits for the device
+        seconds = run.device.all_gather(time.perf_counter() - began)[0]
+    return seconds / n
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -748,6 +836,7 @@ def replica(settings, kind):
     # where to start
     checkpoints = checkpoint.Checkpoints(settings, device, data, test)
     start = checkpoints.find_start(model, total_steps, STOP.is_set)
+    vars(settings).update(start.settings)
     # the watchdog begins here: what came before may have had to wait for a download
     restart_watchdog(settings.stall_timeout)
     run = Run(settings, model, device, start.state)
@@ -770,6 +859,9 @@ def replica(settings, kind):
             sys.exit(1)
         return
     # train
+    if settings.max_minutes:
+        fit_minutes(run, data, test, log)
+    total_steps = optim.count_steps(settings, optim.epoch_size(data))
     log.begin(checkpoints.run_id, dict(
         total_steps=total_steps,
         parameters=model.num_parameters(),
@@ -835,6 +927,9 @@ def check_settings(settings):
             raise UserError(f"{name}_start must be from 1 to {name} ({last}), not {first}")
     if not settings.epochs and not settings.max_steps:
         raise UserError("epochs and max_steps are both 0: set one of them")
+    if settings.max_minutes and settings.max_steps:
+        raise UserError(f"max_minutes={settings.max_minutes:g} and max_steps={settings.max_steps}: one of "
+                        "them must be 0")
     # lists of names
     for name in filter(None, settings.eval_save_outputs.split(",")):
         if name not in EVAL_OUTPUTS:
@@ -861,7 +956,10 @@ def recipe(settings):
 
 def saved_recipe(settings):
     """Returns the recipe of the checkpoint that a resume or an evaluation begins with, or {}."""
-    return recipe(checkpoint.saved_settings(settings))
+    saved = recipe(checkpoint.saved_settings(settings))
+    if settings.max_minutes:  # the resume itself takes the steps that they became
+        saved.pop("max_steps", None)
+    return saved
 
 
 def differences(settings):
@@ -951,6 +1049,8 @@ def xla_replica(index, settings, kind):
 
 def main(settings):
     """Checks the settings, makes the dataset if it is missing, and runs a replica on each device."""
+    global BEGAN
+    BEGAN = time.monotonic()
     # the settings, before anything takes time
     check_settings(settings)
     kind, reason = devices.choose_device(settings.device)
