@@ -48,7 +48,9 @@ CASES = {
     "sudoku_eager": ("sudoku.py", ["--compile=off"], 768, 56, 9),
     "maze_eager": ("maze.py", ["--compile=off"], 96, 227, 30),
 }
-REHEARSAL = ["--hidden_size=32", "--global_batch_size=8", "--L_cycles=1", "--forward_dtype=float32"]
+# flags of a rehearsal, and the parts that it has besides the checks
+TINY = ["--hidden_size=32", "--global_batch_size=8", "--L_cycles=1", "--L_cycles_start=1"]
+REHEARSED = ("sudoku_speed", "maze_eager")
 
 
 def put(settings, part, **values):
@@ -65,7 +67,8 @@ def new_run(settings, size, config, *flags, device=""):
     """Returns (train.Run, a function that makes its next inputs, folder of random puzzles with this side)."""
     path = f"{settings.folder}/{size}/random"
     places = [f"--device={device or settings.device}", f"--data_path={path}"]
-    settings = configurator.configure(train.__file__, [f"{ROOT}/config/{config}", *places, *flags])
+    tiny = TINY if settings.device == "cpu" else []
+    settings = configurator.configure(train.__file__, [f"{ROOT}/config/{config}", *places, *tiny, *flags])
     replica_device = devices.open_device(settings.device, settings)
     settings.forward_dtype, _ = replica_device.choose_dtype(settings.forward_dtype)
     bench.dataset_path(settings, os.path.dirname(path), size)  # makes the puzzles, if they are missing
@@ -143,7 +146,8 @@ def resume(settings):
     resumed = f"{settings.folder}/resumed"
     command = [sys.executable, f"{ROOT}/train.py", f"{ROOT}/config/demo.py", f"--device={settings.device}",
                f"--data_path={path}", "--data_prepare=", "--compile=off", "--max_steps=20",
-               "--checkpoint_interval=10", "--eval_interval=0", "--eval_final_max_puzzles=32"]
+               "--checkpoint_interval=10", "--eval_interval=0", "--eval_final_max_puzzles=32",
+               *TINY * (settings.device == "cpu")]
     subprocess.run([*command, f"--out_dir={whole}"], check=True)
     # what a crash before the last checkpoint would leave
     os.mkdir(resumed)
@@ -171,8 +175,8 @@ def measure(settings, name):
     """Puts the times and the memory of train.py's own steps, and the kernels that take longest."""
     config, flags, _, _, size = CASES[name]
     is_cuda = settings.device == "cuda"
-    flags = [*flags, *(sizes(name) if is_cuda else REHEARSAL)]
-    run, next_inputs, path = new_run(settings, size if is_cuda else 6, config, *flags)
+    batch = sizes(name) if is_cuda else []
+    run, next_inputs, path = new_run(settings, size if is_cuda else 6, config, *flags, *batch)
     cycles = run.settings.H_cycles, run.settings.L_cycles
     eval_state, eval_inputs = bench.evaluation_of(run, path)
 
@@ -292,13 +296,14 @@ def main(settings):
         cores=os.cpu_count())
 
     # compiling takes the host a minute, while the checks take the device
-    compiling = [name for name in CASES if settings.device == "cuda" and not name.endswith("eager")]
+    names = CASES if settings.device == "cuda" else REHEARSED
+    compiling = [name for name in names if settings.device == "cuda" and not name.endswith("eager")]
     processes = {name: start_part(settings, name, "--only_compile") for name in compiling}
     end_part(settings, "checks", start_part(settings, "checks"), end)
     for name, process in processes.items():
         end_part(settings, name, process, end - 30 * settings.minutes)
     # times, alone on the device
-    for name in CASES:
+    for name in names:
         if time.monotonic() < end - 10:
             end_part(settings, name, start_part(settings, name), end)
 

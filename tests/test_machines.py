@@ -1,11 +1,15 @@
 """Machines that are not here: GPUs, and processors with and without instructions for bfloat16."""
+import json
+import os
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from helpers import TINY, run
+from helpers import ROOT, TINY, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -169,6 +173,18 @@ def test_a_gpu_compiles_has_no_tf32_and_may_lack_bfloat16_units(capability, give
     # a config file may ask for TF32
     assert device.compiles and torch.get_float32_matmul_precision() == "highest"
     assert dtype == taken and note.startswith(f"forward_dtype is {taken}" if given != taken else "")
+
+
+def test_first_gpu_rehearses_on_a_cpu(tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, f"{ROOT}/scripts/first_gpu.py", "--device=cpu", f"--out_dir={out}"]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    parts = [json.loads(line)["part"] for line in (out / "results.jsonl").read_text().splitlines()]
+    checks = ["parity"] * 2 + ["losses"] * 3 + ["repeat"] * 3 + ["resume"]
+    assert parts == ["environment", *checks, *["step", "repeat", "kernels"] * 2]
+    assert "| resume | demo | passed |\n" in process.stdout and "| maze_eager | 8 | " in process.stdout
+    assert os.listdir(tmp_path) == ["out"]  # it leaves nothing elsewhere
 
 
 @pytest.mark.parametrize("flags, given, taken", [
