@@ -1,6 +1,6 @@
 """Solves puzzles with a trained model.
 
-    python scripts/solve.py 2.....4...6.....156....2..3.5.......      by the model of models/ for this size
+    python scripts/solve.py 2.....4...6.....156....2..3.5.......      by the smallest of models/ for this size
     python scripts/solve.py out/demo puzzle.txt                        by the newest checkpoint of a run
     python scripts/solve.py out/maze/best.pt maze.txt --steps --eval_halt_max_steps=64
     python scripts/solve.py out/demo puzzles.csv --output=answers.csv --eval_rollouts=8
@@ -318,9 +318,10 @@ def load(path, train_arguments, cells=0):
 
 
 def choose_model(question):
-    """Returns the path of the model for puzzles of this one's size and symbols. Raises UserError."""
+    """Returns the path of the smallest model for puzzles of this one's size and symbols. Raises UserError."""
     problems = []
-    for path in sorted(map(os.path.relpath, Path(ROOT, "models").glob("*.pt"))):
+    paths = Path(ROOT, "models").glob("*.pt")
+    for path in sorted(map(os.path.relpath, paths), key=os.path.getsize):
         task = models.read_torch_file(path)["task"]
         problem = "the puzzle has another size"
         try:
