@@ -17,17 +17,27 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from configurator import UserError
 
-# A chip's dense bfloat16 FLOP/s as its maker states them, for perf/mfu.
+# A chip's bfloat16 FLOP/s with float32 sums and without sparsity, for perf/mfu: from Google's page of each
+# TPU, NVIDIA's data sheets (twice as many "with sparsity", from the L4 on), and its papers on
+# the architectures of the GeForce cards. H100 and H200 alone are the SXM modules.
 PEAK_FLOPS = {
     "TPU v4": 275e12,
-    "TPU v5lite": 197e12,
+    "TPU v5litepod": 197e12,
     "TPU v5e": 197e12,
     "TPU v5p": 459e12,
     "TPU v6e": 918e12,
+    "RTX 4090": 165e12,
+    "RTX 5090": 209.5e12,
+    "A10": 125e12,
+    "L4": 121e12,
+    "L40S": 362e12,
     "A100": 312e12,
     "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H200": 989e12,
-    "L40S": 362e12,
+    "H200 NVL": 835e12,
+    "B200": 2250e12,
 }
 
 
@@ -106,8 +116,7 @@ class Device:
             self.torch = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             self.name = torch.cuda.get_device_name(self.torch)
             torch.cuda.set_device(self.torch)
-            torch.set_float32_matmul_precision("high")  # TF32, for what is not in forward_dtype
-            # without Triton or a C compiler, "auto" trains without torch.compile, which says so itself
+            # without Triton or a C compiler, "auto" trains without torch.compile: is_compiled() tells
             torch._dynamo.config.suppress_errors = settings.compile == "auto"
         if "RANK" in os.environ:
             self.join_replicas(settings)
@@ -269,6 +278,27 @@ def out_of_memory(settings, world):
 
 def peak_flops(device):
     """Returns the FLOP/s of a chip as its maker states them, or None."""
-    for chip, flops in PEAK_FLOPS.items():
-        if chip in device.name:
-            return flops
+    # whole words, since an L40 is no L4; the longest name, since an H100 PCIe is no H100
+    chips = [chip for chip in PEAK_FLOPS if re.search(rf"\b{chip}\b", device.name)]
+    if chips:
+        return PEAK_FLOPS[max(chips, key=len)]
+
+
+def is_compiled(device):
+    """Returns True if a compiler made the steps that have run; with compile=auto, torch.compile may fail."""
+    if device.kind == "xla":
+        return True
+    return device.compiles and torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def cast_weights(device, weights, dtype):
+    """Returns {name: weight in dtype}, once for all products of a step."""
+    weights = {name: w.to(dtype) for name, w in weights.items()}
+    if device.kind != "cuda":
+        return weights
+    # Where the contiguous dimension is odd, as the MLP mixer's 97 or 81 positions, cuBLAS loads 2 bytes at a
+    # time, and a product takes 2 to 3 times as long. So the other dimension becomes the contiguous one.
+    for name, w in weights.items():
+        if w.ndim == 2 and w.shape[1] % 8:
+            weights[name] = w.t().contiguous().t()
+    return weights

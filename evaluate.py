@@ -22,6 +22,7 @@ import puzzles
 from bucket import Bucket
 from configurator import TransientError, UserError
 from data import Progress, replacing
+from device import cast_weights
 from puzzles import IGNORE_LABEL, arc
 
 SUREST = ("surest_preds", "surest_q_halt_logits", "surest_steps")  # answers of all attempts
@@ -86,7 +87,7 @@ class Evaluator:
         Returns {name: [B, ...]}: ANSWERS, METRICS and LOSS_TERMS of each slot after this step, and halted.
         """
         self.model.eval()
-        weights = {name: w.to(self.dtype) for name, w in inputs["weights"].items()}
+        weights = cast_weights(self.device, inputs["weights"], self.dtype)
 
         # free slots start on the puzzles of the batch; the loop gets rows of the embedding, never all of it
         sequences = models.take_new_puzzles(slots["sequences"], inputs["puzzles"])

@@ -101,9 +101,21 @@ def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
     if num_rows > batch_size:
         slots = rank * own_size + torch.arange(own_size, device=rank.device)
     columns = [row_grads, identifiers.view(-1, 1), torch.ones_like(row_grads[:, :1])]
-    entries = torch.cat(columns, dim=1)
-    packed = torch.zeros(min(num_rows, batch_size), entries.shape[1], device=entries.device)
-    return packed.index_add(0, slots, entries)
+    return add_up(torch.cat(columns, dim=1), slots, min(num_rows, batch_size))
+
+
+def add_up(entries, slots, num_slots):
+    """Returns the sums of the entries of each slot, [num_slots, ...], with the same bits at each call.
+
+    entries: [n, ...]. slots: integers [n].
+    """
+    if num_slots == 1:
+        return entries.sum(0, keepdim=True)
+    sums = torch.zeros(num_slots, *entries.shape[1:], device=entries.device)
+    # on CUDA index_add adds in any order, by atomic operations, and index_put sorts first
+    if entries.is_cuda:
+        return sums.index_put((slots.long(),), entries, accumulate=True)
+    return sums.index_add(0, slots, entries)
 
 
 def sign_sgd(table, packed, lr, weight_decay):
@@ -122,8 +134,7 @@ def sign_sgd(table, packed, lr, weight_decay):
     # the slots of one identifier add up in the first of them
     is_same = identifiers.unsqueeze(0) == identifiers.unsqueeze(1)  # [slots, slots]
     first_slot = is_same.int().argmax(1)
-    total = torch.zeros_like(packed).index_add(0, first_slot, packed)
-    total = total[first_slot]
+    total = add_up(packed, first_slot, len(packed))[first_slot]
 
     # each of them writes the same new row, or the old one where no sequence has the identifier
     is_held = total[:, -1:] > 0

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 
@@ -49,6 +50,7 @@ global_batch_size = 768  # sequences per step, over all replicas
 micro_batch_size = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
 epochs = 50000  # an epoch offers each puzzle once, in one copy; a sequence takes one once it has halted
 max_steps = 0  # length of the run in steps; 0: from epochs
+max_minutes = 0.0  # or in minutes, from the start to the end of the final evaluation; 0: from steps or epochs
 # model
 hidden_size = 512  # D
 num_heads = 8  # attention heads
@@ -57,7 +59,7 @@ multiple_of = 256  # small models train on half the FLOP with 128: docs/records.
 L_layers = 2  # layers of the one network
 H_cycles = 3  # T of the paper: recursions per step; all but the last without gradient
 L_cycles = 6  # n of the paper: latent updates per recursion
-curriculum_epochs = 0  # epochs over which the depth grows from H_cycles_start, L_cycles_start; 0: constant
+curriculum_epochs = 0.0  # epochs over which the depth grows from H_cycles_start, L_cycles_start; 0: constant
 H_cycles_start = 1  # H_cycles when the curriculum starts
 L_cycles_start = 2  # L_cycles when the curriculum starts
 mlp_t = True  # True: an MLP mixes the positions; False: self-attention
@@ -138,7 +140,7 @@ def train_step(run, state, inputs, cycles):
     model = run.model.train()
 
     # cast the float32 weights to forward_dtype, once a step
-    weights = {name: w.to(run.dtype) for name, w in state["weights"].items()}
+    weights = devices.cast_weights(run.device, state["weights"], run.dtype)
 
     # sequences that have halted begin with new puzzles, and all take their rows of the puzzle embedding
     sequences = models.take_new_puzzles(state["sequences"], inputs["puzzles"])
@@ -352,6 +354,94 @@ def train_and_evaluate(run, data, test, log, checkpoints, start, total_steps):
 def is_multiple(step, interval):
     """Returns True if this step completes another interval; never for interval 0."""
     return interval > 0 and step % interval == 0
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The length of a run in minutes
+
+BEGAN = time.monotonic()  # main() sets it anew; a spawned replica has the time of its import
+
+
+def fit_minutes(run, data, test, log):
+    """Replaces max_minutes by max_steps, and by a curriculum and a warm-up that fit, before the first step.
+
+    It times steps, and leaves the state as it was. All ranks; rank 0 decides. Raises UserError if no time is
+    left to train.
+    """
+    settings = run.settings
+    # how many of the config's steps have each depth: the curriculum keeps its share
+    examples_per_epoch = optim.epoch_size(data)
+    total_steps = optim.count_steps(settings, examples_per_epoch)
+    depths = Counter(optim.cycles_at(settings, examples_per_epoch, step) for step in range(total_steps))
+
+    # the mean time of a step
+    state = tree_map(lambda t: t.to("cpu", copy=True), run.state)
+    step_seconds = 0.0
+    for cycles, count in depths.items():
+        def train_step():
+            return run.train_program(run.state, make_inputs(run, data, 0, total_steps), cycles)  # noqa: B023
+
+        step_seconds += count / total_steps * time_steps(run, train_step)
+    run.state = run.device.put(state)
+
+    # the time of a step in an evaluation
+    questions = np.zeros((run.batch_size, data.seq_len), dtype=np.int32)
+    inputs = run.evaluator.inputs(*run.eval_weights(), evaluate.unlabelled_batch(questions))
+    slots = run.evaluator.new_slots()
+    eval_step_seconds = time_steps(run, lambda: run.evaluator.program(slots, inputs)["halted"])
+
+    def evaluation_seconds(indices):
+        # a puzzle was seen to take 1.4 attempts where 8 were allowed
+        attempts = len(indices) * min(settings.eval_attempts, 1.5)
+        batches = math.ceil(attempts / settings.global_batch_size)
+        # with eval_patience, puzzles were seen to leave after a sixth to a half of the steps
+        depth = run.evaluator.depth / (3 if settings.eval_patience else 1)
+        return batches * depth * eval_step_seconds
+
+    # the steps for which there is time; 3% are for checkpoints and for what times vary
+    final_seconds = evaluation_seconds(test.subset(settings.eval_final_max_puzzles))
+    if settings.eval_interval:
+        evaluations_per_step = settings.global_batch_size / (settings.eval_interval * examples_per_epoch)
+        indices = test.subset(settings.eval_max_puzzles, settings.eval_versions)
+        step_seconds += evaluations_per_step * evaluation_seconds(indices)
+    seconds_left = 0.97 * 60 * settings.max_minutes - (time.monotonic() - BEGAN) - final_seconds
+    max_steps = run.device.all_gather(int(seconds_left / step_seconds))[0]
+    estimate = f"the final evaluation takes about {final_seconds:.0f} s"
+    if max_steps < 1:
+        # the same command with other values may begin here
+        if run.device.rank == 0:
+            os.remove(f"{settings.out_dir}/run.json")
+        raise UserError(f"max_minutes={settings.max_minutes:g} leaves no time to train: {estimate}, and "
+                        "--eval_final_max_puzzles shortens it")
+    log.print0(f"max_minutes={settings.max_minutes:g}: max_steps is {max_steps}, of "
+               f"{1e3 * step_seconds:.0f} ms each with the evaluations between them; {estimate}")
+
+    # settings that would train the same run; a warm-up of the whole run would never reach the peak
+    settings.max_steps = max_steps
+    settings.max_minutes = 0.0
+    settings.curriculum_epochs *= max_steps / total_steps
+    settings.lr_warmup_steps = min(settings.lr_warmup_steps, max_steps // 10)
+
+
+def time_steps(run, step):
+    """Returns the seconds of a step, once it is compiled: those of rank 0. All ranks.
+
+    step: a function that begins one and returns a tensor.
+    """
+    enough_seconds = min(5, 0.6 * run.settings.max_minutes)
+    restart_watchdog(run.settings.stall_timeout)
+    step().cpu()
+    # twice as many, until it takes long enough
+    n = 1
+    seconds = 0.0
+    while seconds < enough_seconds:
+        n *= 2
+        began = time.perf_counter()
+        for _ in range(n):
+            result = step()
+        result.cpu()  # waits for the device
+        seconds = run.device.all_gather(time.perf_counter() - began)[0]
+    return seconds / n
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -598,8 +688,14 @@ class Log:
         self.flops_per_example = run.flops_per_example(cycles)
         # the first step is apart: later ones at this depth do not compile
         seconds = time.perf_counter() - self.clock
+        if devices.is_compiled(self.device):
+            how = "compiling included"
+        elif self.device.compiles:
+            how = "not compiled, since torch.compile failed (see stderr)"
+        else:
+            how = "not compiled"
         self.print0(f"step {step}: {seconds:.1f} s for the first step at H_cycles {cycles[0]}, L_cycles "
-                    f"{cycles[1]}, compiling included; left out of the rates below")
+                    f"{cycles[1]}, {how}; left out of the rates below")
         self.restart_clock(step)
 
     def train(self, step, total_steps, sums, run, cycles):
@@ -721,7 +817,11 @@ def replica(settings, kind):
     # the settings: what no config file and no flag assigned comes from the checkpoint that this run goes on
     # with, which only rank 0's host may have
     checkpoints = checkpoint.Checkpoints(settings, device)
-    settings.fill(recipe(checkpoints.find(STOP.is_set)))
+    saved = recipe(checkpoints.find(STOP.is_set))
+    if saved and settings.max_minutes:  # a run keeps the length that max_minutes gave it
+        names = "max_steps", "curriculum_epochs", "lr_warmup_steps"
+        vars(settings).update({name: saved[name] for name in names}, max_minutes=0.0)
+    settings.fill(saved)
     check_settings(settings)
     # the forward_dtype that the device is fast in
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
@@ -766,6 +866,9 @@ def replica(settings, kind):
             sys.exit(1)
         return
     # train
+    if settings.max_minutes:
+        fit_minutes(run, data, test, log)
+    total_steps = optim.count_steps(settings, optim.epoch_size(data))
     log.begin(checkpoints.run_id, dict(
         total_steps=total_steps,
         parameters=model.num_parameters(),
@@ -826,6 +929,9 @@ def check_settings(settings):
             raise UserError(f"{name}_start must be from 1 to {name} ({last}), not {first}")
     if not settings.epochs and not settings.max_steps:
         raise UserError("epochs and max_steps are both 0: set one of them")
+    if settings.max_minutes and settings.max_steps:
+        raise UserError(f"max_minutes={settings.max_minutes:g} and max_steps={settings.max_steps}: one of "
+                        "them must be 0")
 
 
 def check_each(settings):
@@ -953,6 +1059,8 @@ def get_dataset(settings):
 
 def main(settings):
     """Checks the settings, makes the dataset if it is missing, and runs a replica on each device."""
+    global BEGAN
+    BEGAN = time.monotonic()
     # the settings, before anything takes time; replica() has those of a checkpoint too, and checks them all
     check_each(settings)
     kind, reason = devices.choose_device(settings.device)

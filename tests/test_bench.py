@@ -59,7 +59,7 @@ def test_two_replicas_through_xla(random_puzzles):
 
 @pytest.mark.parametrize("flags, words", [
     (["--stepz=3"], "unknown setting stepz"),
-    (["--steps=0"], "steps must be above 0"),
+    (["--steps=-1"], "steps must be 0 or more"),
     (["--global_batch_size=16", "--micro_batch_size=5"], "micro_batch_size 5 must divide the 16 .*: 4 does"),
 ])
 def test_wrong_input(flags, words):

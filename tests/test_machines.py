@@ -1,14 +1,22 @@
 """Machines that are not here: GPUs, and processors with and without instructions for bfloat16."""
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from helpers import TINY
+from helpers import ROOT, TINY, run
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench
 import configurator
 import device as devices
+import optim
 import train
 from checkpoint import Start
 from data import Dataset
@@ -21,17 +29,23 @@ def settings_of(*flags):
 # GPUs. Torch's meta device stands for one: its tensors have shapes and no values.
 
 class FakeGPU(TorchDispatchMode):
-    """Notes in `events` where the host waits for the device, and gives it zeros there."""
+    """Notes in `events` where the host waits for the device, and gives it zeros there.
+
+    strides: of the weights in batched products, whose first stride is 0.
+    """
 
     def __init__(self):
         super().__init__()
         self.events = []
+        self.strides = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         aten = torch.ops.aten
         kwargs = dict(kwargs or {})
         operation = func.overloadpacket
         kwargs.pop("pin_memory", None)  # which needs a driver
+        if operation == aten.bmm:
+            self.strides |= {t.stride()[1:] for t in args if t.stride(0) == 0}
         if operation == aten._pin_memory:
             return args[0]
         if operation == aten.copy_ and args[1].is_meta and not args[0].is_meta:  # an event tells
@@ -81,22 +95,96 @@ def test_the_host_waits_for_a_gpu_only_before_a_line_of_the_log(flags, random_pu
     second = ["launch", "wait for step 3", "launch", "wait for step 4", "launch", "wait for step 5", "wait",
               "line"]
     assert gpu.events == first + second
+    # 18 positions: a product that walks along them would load 4 bytes at a time
+    assert bool(gpu.strides) == settings.mlp_t
+    assert all(min(strides) == 1 and max(strides) % 8 == 0 for strides in gpu.strides)
+
+
+def test_only_cuda_gets_weights_in_another_order_and_all_get_their_numbers():
+    weights = {"gate": torch.randn(32, 97), "down": torch.randn(97, 32), "bias": torch.randn(3)}
+    for kind, strides in ("cuda", (1, 32)), ("xla", (97, 1)), ("cpu", (97, 1)):
+        cast = devices.cast_weights(SimpleNamespace(kind=kind), weights, torch.bfloat16)
+        assert cast["gate"].stride() == strides and cast["down"].stride() == (32, 1)
+        assert all(torch.equal(cast[name], w.bfloat16()) for name, w in weights.items())
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of all operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("num_slots, operation", [(1, "sum"), (4, "index_put")])
+def test_rows_of_the_puzzle_embedding_add_up_in_a_fixed_order_on_a_gpu(num_slots, operation):
+    """torch documents index_add as nondeterministic on CUDA; index_put with accumulate=True sorts there."""
+    with FakeTensorMode(), Operations() as operations:
+        entries = torch.zeros(6, 8, device="cuda")
+        slots = torch.zeros(6, dtype=torch.int32, device="cuda")
+        assert optim.add_up(entries, slots, num_slots).shape == (num_slots, 8)
+    assert operation in operations.names and "index_add" not in operations.names
+
+
+def test_both_ways_to_add_up_slots_agree():
+    entries = torch.randn(50, 3)
+    slots = torch.randint(0, 7, (50,))
+    want = torch.zeros(7, 3).index_put((slots,), entries, accumulate=True)
+    assert torch.allclose(optim.add_up(entries, slots, 7), want, atol=1e-5)
+
+
+def test_peaks_are_those_of_the_very_chip():
+    tflops = {
+        "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835, "NVIDIA H200": 989,
+        "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A10": 125, "NVIDIA L4": 121, "NVIDIA L40S": 362,
+        "NVIDIA GeForce RTX 4090": 165, "TPU v5litepod-8": 197, "TPU v4-32": 275}
+    assert {name: devices.peak_flops(SimpleNamespace(name=name)) / 1e12 for name in tflops} == tflops
+    others = "NVIDIA GH200 480GB", "NVIDIA A10G", "NVIDIA L40", "x86_64"
+    assert not any(devices.peak_flops(SimpleNamespace(name=name)) for name in others)
+
+
+def test_a_step_that_could_not_be_compiled_says_so(data, tmp_path, monkeypatch):
+    """As without Triton or a C compiler."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", True)
+    torch._dynamo.utils.counters.clear()
+    failing = partial(torch.compile, backend=mock.Mock(side_effect=OSError))
+    monkeypatch.setattr(torch, "compile", failing)
+    flags = ["--max_steps=2", "--eval_final_max_puzzles=16", "--L_cycles=1", "--compile=on"]
+    text = run(data, tmp_path, *flags)
+    assert "for the first step at H_cycles 2, L_cycles 1, not compiled, since torch.compile failed" in text
 
 
 @pytest.mark.parametrize("capability, given, taken", [
     ((9, 0), "bfloat16", "bfloat16"), ((7, 5), "bfloat16", "float16"), ((6, 1), "bfloat16", "float32"),
     ((7, 5), "auto", "float16")])
-def test_a_gpu_compiles_has_tf32_and_may_lack_bfloat16_units(capability, given, taken, monkeypatch):
+def test_a_gpu_compiles_has_no_tf32_and_may_lack_bfloat16_units(capability, given, taken, monkeypatch):
     for name, value in (("get_device_name", "Fake GPU"), ("set_device", None),
                         ("get_device_capability", capability)):
         monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=value))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported",
                         lambda including_emulation: including_emulation or capability >= (8, 0))
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", mock.Mock())
     device = devices.open_device("cuda", settings_of("--device=cuda"))
     dtype, note = device.choose_dtype(given)
-    assert device.compiles and torch.set_float32_matmul_precision.call_args.args == ("high",)
+    # a config file may ask for TF32
+    assert device.compiles and torch.get_float32_matmul_precision() == "highest"
     assert dtype == taken and note.startswith(f"forward_dtype is {taken}" if given != taken else "")
+
+
+def test_first_gpu_rehearses_on_a_cpu(tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, f"{ROOT}/scripts/first_gpu.py", "--device=cpu", f"--out_dir={out}"]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    parts = [json.loads(line)["part"] for line in (out / "results.jsonl").read_text().splitlines()]
+    checks = ["parity"] * 2 + ["losses"] * 3 + ["repeat"] * 3 + ["resume"]
+    assert parts == ["environment", *checks, *["step", "repeat", "kernels"] * 2]
+    assert "| resume | demo | passed |\n" in process.stdout and "| maze_eager | 8 | " in process.stdout
+    assert os.listdir(tmp_path) == ["out"]  # it leaves nothing elsewhere
 
 
 @pytest.mark.parametrize("flags, given, taken", [

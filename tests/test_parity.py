@@ -56,6 +56,7 @@ class Replay:
         weights = self.before("weights/", 0)
         model.load_named({name: torch.from_numpy(t) for name, t in weights.items()})
         self.run = train.Run(settings, model, device)
+        self.worst = 0.0  # the largest error so far
         self.rows = slice(device.rank * self.run.batch_size, (device.rank + 1) * self.run.batch_size)
 
     def compare_all(self):
@@ -139,6 +140,7 @@ class Replay:
             mask = self.determined(name, k)
             difference = abs(got[mask].astype(np.float64) - want[mask]).max()
             error = difference / max(abs(want[mask]).max(), 1e-12)  # relative to the largest entry
+            self.worst = max(self.worst, float(error))
             assert error < LIMIT, f"{label}: {error:.1e}"
         return compared
 

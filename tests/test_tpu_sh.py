@@ -364,11 +364,6 @@ def test_a_key_with_a_passphrase_needs_an_agent(cloud):
 
 # Other shell scripts.
 
-def test_first_gpu_sh_refuses_a_part_that_it_does_not_have():
-    code, output = subprocess.getstatusoutput(f"bash {ROOT}/scripts/first_gpu.sh sodoku")
-    assert code == 2 and output == "first_gpu.sh: no such part: sodoku; --help lists them"
-
-
 def test_shellcheck():
     shellcheck = Path(sys.executable).with_name("shellcheck")
     scripts = [*ROOT.glob("scripts/*.sh"), ROOT / "tests/fake_gcloud.sh"]

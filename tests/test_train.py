@@ -20,6 +20,7 @@ from helpers import (
     newest,
     run,
     same,
+    start_train,
 )
 
 import configurator
@@ -130,6 +131,45 @@ def test_a_resume_names_changed_settings_and_refuses_another_optimizer(data, out
     assert "lr is 0.001; the checkpoint had 0.002" in text
     with pytest.raises(configurator.UserError, match="was trained with optimizer=adam_atan2: "):
         run(data, out, "--max_steps=50", "--init_from=resume", "--optimizer=lion")
+
+
+def test_minutes_become_steps_which_a_resume_keeps(data, tmp_path):
+    """The run is the one that its steps, its curriculum and its warm-up give, bit for bit."""
+    flags = [*CURRICULUM, "--max_minutes=0.1", "--epochs=20", "--curriculum_epochs=10", "--lr_min_ratio=0",
+             "--lr_warmup_steps=1000", "--checkpoint_interval=5", "--keep_last_n=999", "--log_interval=1"]
+    out = tmp_path / "run"
+    process = start_train(data, out, *flags)
+    text = process.output()
+    assert process.returncode == 0, text
+    settings = newest(out)["settings"]
+    steps = settings["max_steps"]
+    assert f"max_minutes=0.1: max_steps is {steps}, of " in text and "evaluation takes about" in text
+    # half of the steps are at full depth, as half of the epochs were; the learning rate has reached its end
+    full_depth = int(re.search(r"step (\d+): .* at H_cycles 2, L_cycles 3", text)[1])
+    assert full_depth == pytest.approx(steps / 2 + 1, abs=1)
+    rates = curve(out, "train/lr")
+    assert rates[steps // 10] == 5e-4 and rates[steps] == 0 and curve(out, "final") == {steps: True}
+
+    # the same command goes on, and so do these settings
+    names = "max_steps", "curriculum_epochs", "lr_warmup_steps"
+    repeated = [f"--{name}={settings[name]}" for name in names]
+    for name, more in ("resumed", flags), ("repeated", [*flags, "--max_minutes=0", *repeated]):
+        other = tmp_path / name
+        shutil.copytree(out, other)
+        last = newest(other)["step"]
+        for path in [*other.glob("best.*"), *other.glob(f"ckpt_{last:08d}.*")]:
+            path.unlink()
+        process = start_train(data, other, *more, "--init_from=resume")
+        text = process.output()
+        assert process.returncode == 0 and f" to {steps}, 16 sequences" in text, text
+        assert same(last_weights(other), last_weights(out)) and curve(other) == curve(out)
+
+
+def test_minutes_that_are_too_few_leave_no_run(data, tmp_path):
+    words = "^max_minutes=1e-06 leaves no time to train: .* about . s, and --eval_final_max_puzzles"
+    with pytest.raises(configurator.UserError, match=words):
+        run(data, tmp_path, "--max_minutes=1e-6")
+    run(data, tmp_path, "--max_steps=1", "--eval_final_max_puzzles=16")
 
 
 def test_nan_stops_the_run_and_names_the_last_good_checkpoint(data, tmp_path):
