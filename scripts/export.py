@@ -1,13 +1,22 @@
-"""Makes a model file of a run, a checkpoint, or a checkpoint of the official code.
+"""Makes a model file, or a web page that solves puzzles, of a run, a checkpoint or an official checkpoint.
 
     python scripts/export.py out/demo model.pt              the newest checkpoint of a run
     python scripts/export.py out/demo/best.pt model.pt      this checkpoint
     python scripts/export.py official.pt model.pt config/sudoku.py --data_path=data/NAME
+    python scripts/export.py out/demo sudoku.html           play.py's page with this model, in one file
+    python scripts/export.py a.pt b.pt demo.html            the same with several models
 
 TRM.load, solve.py, play.py and train.py's init_from take the file, and the official code its "weights". They
 are what an evaluation computes with: averaged, and in forward_dtype. A checkpoint of a run has its settings,
 sizes, task and 100 test puzzles. Those of an official file come from config files, flags and the dataset.
+
+A .html file solves puzzles in any browser, without a server and offline. engine.js and game.js take the place
+of model.py and play.py in it. The models are what play.py takes, but for ARC's, for those that a fork of the
+network trained, and for those with several puzzle identifiers. The weights are stored in bfloat16 if this
+changes none of them, else in float32.
 """
+import base64
+import json
 import os
 import sys
 from dataclasses import asdict
@@ -15,6 +24,12 @@ from dataclasses import asdict
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import play
+import solve
+
+import configurator
+import model as models
 import train
 from bucket import local_dataset
 from checkpoint import load_weights, newest_whole, read_checkpoint, some_puzzles
@@ -22,20 +37,32 @@ from configurator import Settings, UserError, command, configure, split_argument
 from data import Dataset, replacing
 
 PREFIX = "_orig_mod.model.inner."  # of the names that the official code gives its weights
+# what a fork may replace in model.py without a change of the answers
+OF_TRAINING = {"losses", "halts", "is_solved", "LOSSES", "LOSS_TERMS", "METRICS"}
 
 
 def main(argv):
     """Writes the file."""
     _, operands, train_arguments = split_arguments(__file__, argv)
-    if len(operands) != 2:
-        raise UserError("usage: python scripts/export.py MODEL FILE; MODEL is a run's folder or a checkpoint")
-    path, target = operands
-    # write a new file; read the newest checkpoint of a run's folder
+    *paths, target = operands or [""]
+    is_page = target.endswith(".html")
+    if not paths or len(paths) > 1 and not is_page:
+        raise UserError("usage: python scripts/export.py MODEL FILE, or MODEL ... FILE.html; MODEL is a run's "
+                        "folder or a checkpoint")
     if os.path.lexists(target) or not os.path.isdir(os.path.dirname(target) or "."):
         raise UserError(f"{target}: must be a new file in a folder that exists")
+    if is_page:
+        page = page_of([model_of_page(path, train_arguments) for path in paths])
+        with replacing(target) as f:
+            f.write(page.encode())
+        print(f"wrote {target}, {len(page) / 1e6:.1f} MB: open it in a browser")
+        return
+
+    # read the newest checkpoint of a run's folder
+    [path] = paths
     path = newest_whole(path, print) if os.path.isdir(path) else path
     if not os.path.isfile(path):
-        raise UserError(f"{operands[0]}: no checkpoint there")
+        raise UserError(f"{paths[0]}: no checkpoint there")
     state = read_checkpoint(path)
 
     # the settings of the training, unless this command says otherwise
@@ -80,6 +107,65 @@ def add_dataset(state, settings, path):
         forks={},
     )
     return added | state | dict(weights=model.state_dict())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A page in one file
+
+def page_of(contents):
+    """Returns the text of play.html with engine.js and game.js; contents: of model_of_page, one or several."""
+    # "<" could end the element in which the browser finds the program of the worker
+    data = json.dumps(contents).replace("<", "\\u003c")
+    scripts = [play.PAGE.with_name(name).read_text("utf-8") for name in ("engine.js", "game.js")]
+    program = "".join([*scripts[:1], f"const MODELS = {data};\n", *scripts[1:]])
+    page = play.PAGE.read_text("utf-8")
+    return page.replace("<script>", f'<script id="worker" type="text/plain">\n{program}</script>\n<script>', 1)
+
+
+def model_of_page(path, train_arguments):
+    """Returns what game.js knows of a model, a dict for JSON. Args: see play.Game. Raises UserError."""
+    model, _ = solve.load(path, train_arguments)
+    refuse(path, model)
+    game = play.Game(path, train_arguments)
+
+    # one row of the puzzle embedding
+    weights = {}
+    for name, t in model.state_dict().items():
+        rows, columns = t.reshape(-1, t.shape[-1]).shape
+        weights[name] = [rows, columns, base64_of(t)]
+    run = game.describe() | {"path": os.path.basename(os.path.abspath(path))}
+    return dict(
+        run=run,
+        task=game.task,
+        puzzles=[game.test_puzzle(number + 1) for number in range(run["puzzles"])],
+        config=asdict(model.config) | {"prefix": model.prefix},
+        weights=weights,
+    )
+
+
+def base64_of(t):
+    """Returns the little-endian bits of a float32 tensor as a text, those of bfloat16 if they say the same."""
+    bits = t.contiguous().numpy().view("<u4")
+    if not (bits & 0xFFFF).any():
+        bits = (bits >> 16).astype("<u2")
+    return base64.b64encode(bits.tobytes()).decode()
+
+
+def refuse(path, model):
+    """Raises UserError for a model that engine.js cannot run."""
+    other = "play.py takes it, a page in one file does not"
+    if model.task["kind"] == "arc":
+        raise UserError(f"{path} solves ARC tasks, whose versions are in the dataset: {other}")
+    if model.prefix and model.config.num_puzzle_identifiers > 1:
+        raise UserError(f"{path} has {model.config.num_puzzle_identifiers} puzzle identifiers: {other}")
+    # a fork that is not among the arguments may have replaced anything
+    for line in configurator.missing_forks(model.forks):
+        raise UserError(f"{path}: {line}: {other}")
+    for place, attributes in configurator.ORIGINALS.items():
+        is_of_model = getattr(place, "__module__", place.__name__) == models.__name__
+        replaced = {name for name, value in attributes.items() if vars(place)[name] is not value}
+        if is_of_model and replaced - OF_TRAINING:
+            raise UserError(f"{path}: a fork replaces {min(replaced - OF_TRAINING)} in model.py: {other}")
 
 
 if __name__ == "__main__":
