@@ -127,6 +127,8 @@ def test_page_fetches_nothing_from_elsewhere():
     page = play.PAGE.read_text()
     assert not re.search(r"""(src|href)=["'](?!data:,)|url\(|@import|innerHTML""", page)
     assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}
+    for name in "engine.js", "game.js":
+        assert not re.search("fetch|http|import|</|<!", play.PAGE.with_name(name).read_text())
 
 
 def test_arc_needs_the_dataset_that_it_was_trained_on(arc_folder, models_folder):
@@ -151,7 +153,7 @@ class Browser:
         class NoNetwork(QtWebEngineCore.QWebEngineUrlRequestInterceptor):
             def interceptRequest(self, info):
                 requests.append(info.requestUrl().scheme())
-                info.block(requests[-1] not in ("about", "blob", "file"))
+                info.block(requests[-1] != "file")
 
         self.messages = messages = []  # of the console
         self.requests = requests = []  # schemes of the addresses that were asked for without a network
@@ -342,12 +344,12 @@ MODELS = ["sudoku-9x9", "sudoku-6x6", "maze-6x6"]  # in this order
 
 @pytest.fixture
 def offline(browser):
-    """The browser without a network: the page asks for files and for the worker only."""
+    """The browser without a network: the page asks for its file only."""
     browser.requests.clear()
     browser.page.setUrlRequestInterceptor(browser.no_network)
     yield browser
     browser.page.setUrlRequestInterceptor(None)
-    assert set(browser.requests) == {"about", "file", "blob"}
+    assert set(browser.requests) == {"file"}
 
 
 def answers_of(browser, request):
@@ -412,10 +414,14 @@ def save_model(models_folder, path, sizes):
 
 
 def test_file_plays_as_with_a_server(offline):
-    """It makes attempts, warns, leaves a puzzle for another one, and takes another model."""
-    offline.open(f"file://{DEMO}#1")
-    offline.solve(number=16)
-    assert offline.js("attempts.length > 1 && stepsOf(kept()[0]).at(-1).solved")
+    """It makes attempts, takes another model, warns, and leaves a puzzle for another one."""
+    offline.open(f"file://{DEMO}#2")
+    assert offline.texts("#models a") == ["9×9 Sudoku", "6×6 Sudoku", "6×6 mazes"]
+    offline.solve(number=45)
+    assert offline.js("kept()[0] > 0 && kept()[0] === attempts.length - 1")  # sure at a later attempt
+    assert offline.js("stepsOf(kept()[0]).at(-1).solved")
+    offline.click("#models a:nth-child(2)")
+    offline.until("typeof run === 'object' && run?.model === 1 && question.length === cellCount()")
     offline.type("11" + "." * 34)
     offline.solve()
     assert "⚠ The puzzle has no solution: row 1, column 1 breaks a rule" in offline.js("$('error').textContent")
@@ -424,10 +430,6 @@ def test_file_plays_as_with_a_server(offline):
     offline.until("stepsOf(0).length")
     assert "more than one solution" in offline.js("$('warning').textContent")
     assert offline.solve(number=2)[-1]["solved"]
-    offline.click("#models a:last-child")
-    offline.wait(lambda: offline.page.url().fragment() == "2")
-    offline.until("(window.run ?? run)?.model === 2 && question.length === cellCount()")
-    assert offline.texts("#models a") == ["9×9 Sudoku", "6×6 Sudoku", "6×6 mazes"]
 
 
 FORKS = {"losses.py": "model.TRM.losses = lambda *arguments: None", "network.py": "model.rms_norm = abs"}
