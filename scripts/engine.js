@@ -2,7 +2,7 @@
 // The Tiny Recursive Model in plain JavaScript: the forward pass of model.py on one question, with its names
 // in its order. scripts/export.py puts this file into a page, where it runs in a worker.
 //
-// A matrix is {rows, columns, data}: data is a Float32Array, row after row. No function changes its arguments.
+// A matrix is {rows, columns, data}: data is a Float32Array, row after row. No function changes an argument.
 // The letters in shapes are those of model.py; M and N are any numbers of rows.
 
 // ---------------------------------------------------------------------------------------------------------
@@ -161,7 +161,8 @@ function Block(config, weights, name) {
 
 // The one network of the recursion: a function of x [L, D].
 function Net(config, weights, length) {
-  const layers = Array.from({length: config.L_layers}, (_, i) => Block(config, weights, `L_level.layers.${i}`));
+  const block = (_, i) => Block(config, weights, `L_level.layers.${i}`);
+  const layers = Array.from({length: config.L_layers}, block);
   let rope = null;
   if (config.pos_encodings === "rope") {
     // an angle for each position and channel of a head, its two halves alike

@@ -36,6 +36,7 @@ from checkpoint import load_weights, newest_whole, read_checkpoint, some_puzzles
 from configurator import Settings, UserError, command, configure, split_arguments
 from data import Dataset, replacing
 
+PAGE_FILES = ("play.html", "engine.js", "game.js")
 PREFIX = "_orig_mod.model.inner."  # of the names that the official code gives its weights
 # what a fork may replace in model.py without a change of the answers
 OF_TRAINING = {"losses", "halts", "is_solved", "LOSSES", "LOSS_TERMS", "METRICS"}
@@ -47,22 +48,24 @@ def main(argv):
     *paths, target = operands or [""]
     is_page = target.endswith(".html")
     if not paths or len(paths) > 1 and not is_page:
-        raise UserError("usage: python scripts/export.py MODEL FILE, or MODEL ... FILE.html; MODEL is a run's "
-                        "folder or a checkpoint")
+        raise UserError("usage: python scripts/export.py MODEL FILE, or MODEL ... FILE.html; "
+                        "MODEL is a run's folder or a checkpoint")
     if os.path.lexists(target) or not os.path.isdir(os.path.dirname(target) or "."):
         raise UserError(f"{target}: must be a new file in a folder that exists")
     if is_page:
-        page = page_of([model_of_page(path, train_arguments) for path in paths])
-        with replacing(target) as f:
-            f.write(page.encode())
-        print(f"wrote {target}, {len(page) / 1e6:.1f} MB: open it in a browser")
-        return
+        write_page(paths, target, train_arguments)
+    else:
+        write_model(paths[0], target, train_arguments)
 
-    # read the newest checkpoint of a run's folder
-    [path] = paths
-    path = newest_whole(path, print) if os.path.isdir(path) else path
+
+# ---------------------------------------------------------------------------------------------------------
+# A model file
+
+def write_model(source, target, train_arguments):
+    """Writes a model file of a run's folder or a checkpoint, `source`. Raises UserError."""
+    path = newest_whole(source, print) if os.path.isdir(source) else source
     if not os.path.isfile(path):
-        raise UserError(f"{paths[0]}: no checkpoint there")
+        raise UserError(f"{source}: no checkpoint there")
     state = read_checkpoint(path)
 
     # the settings of the training, unless this command says otherwise
@@ -112,23 +115,28 @@ def add_dataset(state, settings, path):
 # ---------------------------------------------------------------------------------------------------------
 # A page in one file
 
-def page_of(contents):
-    """Returns the text of play.html with engine.js and game.js; contents: of model_of_page, one or several."""
-    # "<" could end the element in which the browser finds the program of the worker
+def write_page(paths, target, train_arguments):
+    """Writes play.html with the models at these paths, engine.js and game.js. Raises UserError."""
+    contents = [page_content(path, train_arguments) for path in paths]
+    # "<" could end the element in which the page finds the program of the worker
     data = json.dumps(contents).replace("<", "\\u003c")
-    scripts = [play.PAGE.with_name(name).read_text("utf-8") for name in ("engine.js", "game.js")]
-    program = "".join([*scripts[:1], f"const MODELS = {data};\n", *scripts[1:]])
-    page = play.PAGE.read_text("utf-8")
-    return page.replace("<script>", f'<script id="worker" type="text/plain">\n{program}</script>\n<script>', 1)
+    page, engine, game = (play.PAGE.with_name(name).read_text("utf-8") for name in PAGE_FILES)
+    program = f"{engine}const MODELS = {data};\n{game}"
+    element = f'<script id="worker" type="text/plain">\n{program}</script>\n'
+    page = page.replace("<script>", element + "<script>", 1)
+
+    # a file that is interrupted leaves nothing
+    with replacing(target) as f:
+        f.write(page.encode())
+    print(f"wrote {target}, {len(page) / 1e6:.1f} MB: open it in a browser")
 
 
-def model_of_page(path, train_arguments):
+def page_content(path, train_arguments):
     """Returns what game.js knows of a model, a dict for JSON. Args: see play.Game. Raises UserError."""
     model, _ = solve.load(path, train_arguments)
     refuse(path, model)
     game = play.Game(path, train_arguments)
 
-    # one row of the puzzle embedding
     weights = {}
     for name, t in model.state_dict().items():
         rows, columns = t.reshape(-1, t.shape[-1]).shape
@@ -144,7 +152,7 @@ def model_of_page(path, train_arguments):
 
 
 def base64_of(t):
-    """Returns the little-endian bits of a float32 tensor as a text, those of bfloat16 if they say the same."""
+    """Returns the little-endian bits of a float32 tensor in base64, those of bfloat16 if they are enough."""
     bits = t.contiguous().numpy().view("<u4")
     if not (bits & 0xFFFF).any():
         bits = (bits >> 16).astype("<u2")

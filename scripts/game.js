@@ -91,7 +91,7 @@ function check_question(task, question) {
   // two givens may break a rule
   const cell = JUDGES[task.kind](task, question, question).broken.find(i => question[i] > EMPTY);
   const [row, column] = [Math.floor(cell / task.grid[1]), cell % task.grid[1]];
-  const where = task.kind === "sudoku" && cell >= 0 ? `: row ${row + 1}, column ${column + 1} breaks a rule` : "";
+  const where = cell >= 0 ? `: row ${row + 1}, column ${column + 1} breaks a rule` : "";
   throw new Error("the puzzle has no solution" + where);
 }
 
@@ -100,7 +100,8 @@ function peers_of({grid: [size]}) {
   const [rows, columns] = BOXES[size];
   const units_of = i => {
     const row = Math.floor(i / size), column = i % size;
-    return [`row ${row}`, `column ${column}`, `box ${Math.floor(row / rows)} ${Math.floor(column / columns)}`];
+    const box = [Math.floor(row / rows), Math.floor(column / columns)];
+    return [`row ${row}`, `column ${column}`, `box ${box}`];
   };
   const cells = range(size * size), units = cells.map(units_of);
   return cells.map(i => cells.filter(j => j !== i && units[i].some(unit => units[j].includes(unit))));
@@ -207,8 +208,8 @@ function undo({cells, tokens}, copy) {
   return board;
 }
 
-// It permutes the digits, the bands, the rows of each band, the stacks and the columns of each stack; if boxes
-// are square, it transposes half of the boards.
+// It permutes the digits, the bands, the rows of each band, the stacks and the columns of each stack; if
+// boxes are square, it transposes half of the boards.
 function sudoku_symmetry({grid: [size]}, random) {
   const [rows, columns] = BOXES[size];
   const order = members => shuffled(range(size / members), random).flatMap(group =>

@@ -171,11 +171,14 @@ class Browser:
     def open(self, url):
         from PyQt6.QtCore import QUrl
         for address in "about:blank", url:
-            loaded = []
-            self.page.loadFinished.connect(loaded.append)
             self.page.setUrl(QUrl(address))
-            self.wait(lambda: loaded)
+            self.wait_for_signal(self.page.loadFinished)
         self.until("run && question.length === cellCount()")
+
+    def wait_for_signal(self, signal):
+        calls = []
+        signal.connect(calls.append)
+        self.wait(lambda: calls)
 
     def wait(self, condition, seconds=60):
         end = time.monotonic() + seconds
@@ -424,7 +427,7 @@ def test_file_plays_as_with_a_server(offline):
     offline.until("typeof run === 'object' && run?.model === 1 && question.length === cellCount()")
     offline.type("11" + "." * 34)
     offline.solve()
-    assert "⚠ The puzzle has no solution: row 1, column 1 breaks a rule" in offline.js("$('error').textContent")
+    assert "⚠ The puzzle has no solution: row 1, column 1 breaks" in offline.js("$('error').textContent")
     offline.click("#clear")
     offline.click("#solve")
     offline.until("stepsOf(0).length")
@@ -438,13 +441,14 @@ FORKS = {"losses.py": "model.TRM.losses = lambda *arguments: None", "network.py"
 @pytest.mark.parametrize("argv, words", [
     (["a.pt"], "usage"),
     (["a.pt", "b.pt", "c.pt"], "usage"),
-    (["arc.pt", "page.html"], "arc.pt solves ARC tasks, whose versions are in the dataset: play.py takes it"),
+    (["arc.pt", "page.html"], "arc.pt solves ARC tasks, whose versions are in the dataset: play.py"),
     (["identifiers.pt", "page.html"], "identifiers.pt has 2 puzzle identifiers: play.py takes it"),
-    (["fork.pt", "page.html"], "fork.pt: trained with the fork gone.py 12345678, which is not among the"),
+    (["fork.pt", "page.html"], "fork.pt: trained with the fork gone.py 12345678, which is not among"),
     (["model.pt", "network.py", "page.html"], "model.pt: a fork replaces rms_norm in model.py: play.py takes"),
     (["model.pt", "losses.py", "here/page.html"], "here/page.html: must be a new file in a folder"),
     (["model.pt", "losses.py", "page.html"], "")])
-def test_models_that_no_file_can_run_are_refused(models_folder, arc_folder, tmp_path, monkeypatch, argv, words):
+def test_models_that_no_file_can_run_are_refused(models_folder, arc_folder, tmp_path, monkeypatch, argv,
+                                                 words):
     monkeypatch.chdir(tmp_path)
     save_model(models_folder, "model.pt", {})
     save_model(models_folder, "identifiers.pt", dict(puzzle_emb_ndim=32, num_puzzle_identifiers=2))
