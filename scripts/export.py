@@ -1,19 +1,34 @@
-"""Makes a model file of a run, a checkpoint, or a checkpoint of the official code.
+"""Makes a model file, or a web page that solves puzzles, of a run, a checkpoint or an official checkpoint.
 
     python scripts/export.py out/demo model.pt              the newest checkpoint of a run
     python scripts/export.py out/demo/best.pt model.pt      this checkpoint
     python scripts/export.py official.pt model.pt config/sudoku.py --data_path=data/NAME
+    python scripts/export.py out/demo sudoku.html           play.py's page with this model, in one file
+    python scripts/export.py a.pt b.pt demo.html            the same with several models
 
 TRM.load, solve.py, play.py and train.py's init_from take the file, and the official code its "weights". They
 are what an evaluation computes with: averaged, and in forward_dtype. A checkpoint of a run has its settings,
 sizes, task and 100 test puzzles. Those of an official file come from config files, flags and the dataset.
+
+A .html file solves puzzles in any browser, without a server and offline. engine.js and game.js take the place
+of model.py and play.py in it. The models are what play.py takes, but for ARC's, for those that a fork of the
+network trained, and for those with several puzzle identifiers. The weights are stored in bfloat16 if this
+changes none of them, else in float32.
 """
+import base64
+import json
 import os
 import sys
 
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import play
+import solve
+
+import configurator
+import model as models
 import train
 from bucket import local_dataset
 from checkpoint import load_weights, newest_whole, read_checkpoint, some_puzzles
@@ -21,21 +36,36 @@ from configurator import Settings, UserError, command, configure, split_argument
 from data import Dataset, replacing
 from model import SIZES
 
+PAGE_FILES = ("play.html", "engine.js", "game.js")
 PREFIX = "_orig_mod.model.inner."  # of the names that the official code gives its weights
+# what a fork may replace in model.py without a change of the answers
+OF_TRAINING = {"losses", "halts", "is_solved", "LOSSES", "LOSS_TERMS", "METRICS"}
 
 
 def main(argv):
     """Writes the file."""
     _, operands, train_arguments = split_arguments(__file__, argv)
-    if len(operands) != 2:
-        raise UserError("usage: python scripts/export.py MODEL FILE; MODEL is a run's folder or a checkpoint")
-    path, target = operands
-    # write a new file; read the newest checkpoint of a run's folder
+    *paths, target = operands or [""]
+    is_page = target.endswith(".html")
+    if not paths or len(paths) > 1 and not is_page:
+        raise UserError("usage: python scripts/export.py MODEL FILE, or MODEL ... FILE.html; "
+                        "MODEL is a run's folder or a checkpoint")
     if os.path.lexists(target) or not os.path.isdir(os.path.dirname(target) or "."):
         raise UserError(f"{target}: must be a new file in a folder that exists")
-    path = newest_whole(path, print) if os.path.isdir(path) else path
+    if is_page:
+        write_page(paths, target, train_arguments)
+    else:
+        write_model(paths[0], target, train_arguments)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A model file
+
+def write_model(source, target, train_arguments):
+    """Writes a model file of a run's folder or a checkpoint, `source`. Raises UserError."""
+    path = newest_whole(source, print) if os.path.isdir(source) else source
     if not os.path.isfile(path):
-        raise UserError(f"{operands[0]}: no checkpoint there")
+        raise UserError(f"{source}: no checkpoint there")
     state = read_checkpoint(path)
 
     # the settings of the training, unless this command says otherwise
@@ -83,6 +113,70 @@ def add_dataset(state, settings, path):
         forks={},
     )
     return added | state | dict(weights=model.state_dict())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A page in one file
+
+def write_page(paths, target, train_arguments):
+    """Writes play.html with the models at these paths, engine.js and game.js. Raises UserError."""
+    contents = [page_content(path, train_arguments) for path in paths]
+    # "<" could end the element in which the page finds the program of the worker
+    data = json.dumps(contents).replace("<", "\\u003c")
+    page, engine, game = (play.PAGE.with_name(name).read_text("utf-8") for name in PAGE_FILES)
+    program = f"{engine}const MODELS = {data};\n{game}"
+    element = f'<script id="worker" type="text/plain">\n{program}</script>\n'
+    page = page.replace("<script>", element + "<script>", 1)
+
+    # a file that is interrupted leaves nothing
+    with replacing(target) as f:
+        f.write(page.encode())
+    print(f"wrote {target}, {len(page) / 1e6:.1f} MB: open it in a browser")
+
+
+def page_content(path, train_arguments):
+    """Returns what game.js knows of a model, a dict for JSON. Args: see play.Game. Raises UserError."""
+    model, _ = solve.load(path, train_arguments)
+    refuse(path, model)
+    game = play.Game(path, train_arguments)
+
+    weights = {}
+    for name, t in model.state_dict().items():
+        rows, columns = t.reshape(-1, t.shape[-1]).shape
+        weights[name] = [rows, columns, base64_of(t)]
+    run = game.describe() | {"path": os.path.basename(os.path.abspath(path))}
+    return dict(
+        run=run,
+        task=game.task,
+        puzzles=[game.test_puzzle(number + 1) for number in range(run["puzzles"])],
+        config=asdict(model.config) | {"prefix": model.prefix},
+        weights=weights,
+    )
+
+
+def base64_of(t):
+    """Returns the little-endian bits of a float32 tensor in base64, those of bfloat16 if they are enough."""
+    bits = t.contiguous().numpy().view("<u4")
+    if not (bits & 0xFFFF).any():
+        bits = (bits >> 16).astype("<u2")
+    return base64.b64encode(bits.tobytes()).decode()
+
+
+def refuse(path, model):
+    """Raises UserError for a model that engine.js cannot run."""
+    other = "play.py takes it, a page in one file does not"
+    if model.task["kind"] == "arc":
+        raise UserError(f"{path} solves ARC tasks, whose versions are in the dataset: {other}")
+    if model.prefix and model.config.num_puzzle_identifiers > 1:
+        raise UserError(f"{path} has {model.config.num_puzzle_identifiers} puzzle identifiers: {other}")
+    # a fork that is not among the arguments may have replaced anything
+    for line in configurator.missing_forks(model.forks):
+        raise UserError(f"{path}: {line}: {other}")
+    for place, attributes in configurator.ORIGINALS.items():
+        is_of_model = getattr(place, "__module__", place.__name__) == models.__name__
+        replaced = {name for name, value in attributes.items() if vars(place)[name] is not value}
+        if is_of_model and replaced - OF_TRAINING:
+            raise UserError(f"{path}: a fork replaces {min(replaced - OF_TRAINING)} in model.py: {other}")
 
 
 if __name__ == "__main__":

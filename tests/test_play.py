@@ -11,14 +11,19 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
+from pathlib import Path
 
+import export
 import numpy as np
 import play
 import pytest
+import torch
 from helpers import ROOT, wait_for
 
 import puzzles
 from configurator import UserError
+from model import TRM, TRMConfig
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +128,8 @@ def test_page_fetches_nothing_from_elsewhere():
     page = play.PAGE.read_text()
     assert not re.search(r"""(src|href)=["'](?!data:,)|url\(|@import|innerHTML""", page)
     assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}
+    for name in "engine.js", "game.js":
+        assert not re.search("fetch|http|import|</|<!", play.PAGE.with_name(name).read_text())
 
 
 def test_arc_needs_the_dataset_that_it_was_trained_on(arc_folder, models_folder):
@@ -144,7 +151,14 @@ class Browser:
             def javaScriptConsoleMessage(self, level, message, line, source):
                 messages.append(f"{source}:{line}: {message}")
 
+        class NoNetwork(QtWebEngineCore.QWebEngineUrlRequestInterceptor):
+            def interceptRequest(self, info):
+                requests.append(info.requestUrl().scheme())
+                info.block(requests[-1] != "file")
+
         self.messages = messages = []  # of the console
+        self.requests = requests = []  # schemes of the addresses that were asked for without a network
+        self.no_network = NoNetwork()
         self.app = QtWidgets.QApplication.instance() or QtWidgets.QApplication(["test_play"])
         self.test = QtTest.QTest
         self.view = QtWebEngineWidgets.QWebEngineView()
@@ -153,12 +167,19 @@ class Browser:
         self.view.show()
 
     def load(self, server):
+        self.open(f"http://127.0.0.1:{server.server_port}/")
+
+    def open(self, url):
         from PyQt6.QtCore import QUrl
-        loaded = []
-        self.page.loadFinished.connect(loaded.append)
-        self.page.setUrl(QUrl(f"http://127.0.0.1:{server.server_port}/"))
-        self.wait(lambda: loaded)
+        for address in "about:blank", url:
+            self.page.setUrl(QUrl(address))
+            self.wait_for_signal(self.page.loadFinished)
         self.until("run && question.length === cellCount()")
+
+    def wait_for_signal(self, signal):
+        calls = []
+        signal.connect(calls.append)
+        self.wait(lambda: calls)
 
     def wait(self, condition, seconds=60):
         end = time.monotonic() + seconds
@@ -318,3 +339,128 @@ def test_page_edits_the_test_input_of_an_arc_task(browser, arc_server):
     assert browser.js("question.slice(1, 3)") == ["7", "4"] and browser.js("answer") is None
     browser.type("12 34")
     assert browser.js("asGrid(question)") == [[1, 2], [3, 4]] and len(browser.solve()) == 3
+
+
+# The page in one file of export.py
+
+DEMO = f"{ROOT}/docs/demo.html"
+MODELS = ["sudoku-9x9", "sudoku-6x6", "maze-6x6"]  # in this order
+
+
+@pytest.fixture
+def offline(browser):
+    """The browser without a network: the page asks for its file only."""
+    browser.requests.clear()
+    browser.page.setUrlRequestInterceptor(browser.no_network)
+    yield browser
+    browser.page.setUrlRequestInterceptor(None)
+    assert set(browser.requests) == {"file"}
+
+
+def answers_of(browser, request):
+    """Returns the lines with which the worker answers a request to solve."""
+    browser.js(f"""(window.lines = [], (async () => {{
+        for await (const line of call("/api/solve", {json.dumps(request)})) lines.push(line);
+    }})(), 0)""")
+    browser.until("'attempts' in (lines.at(-1) ?? {}) && lines.length > 1")
+    return browser.js("lines")
+
+
+def check_answers(browser, path, num_puzzles, steps):
+    """Checks that the page in the browser answers as play.py's server does, q_halt within 1e-3."""
+    def q_halt(line):
+        sure = line.pop("sure")
+        return np.log(sure / (1 - sure))
+
+    game = play.Game(path, [])
+    for number in range(1, num_puzzles + 1):
+        request = dict(game.test_puzzle(number), steps=steps, attempts=1, seed=0)
+        ours, theirs = answers_of(browser, request), list(game.solve(request))
+        assert browser.js("lines[0].question") == request["question"] and len(ours) == steps + 2
+        assert [*map(q_halt, ours[1:-1])] == pytest.approx([*map(q_halt, theirs[1:-1])], abs=1e-3)
+        assert ours == theirs
+
+
+def test_demo_is_what_export_writes(tmp_path):
+    """If not: rm docs/demo.html, and python scripts/export.py with these arguments."""
+    paths = [f"{ROOT}/models/{name}.pt" for name in MODELS]
+    export.main([*paths, str(tmp_path / "demo.html")])
+    page = (tmp_path / "demo.html").read_bytes()
+    assert page == Path(DEMO).read_bytes() and len(page) <= 3_000_000
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_file_answers_as_the_server_does(offline, name):
+    offline.open(f"file://{DEMO}#{MODELS.index(name)}")
+    check_answers(offline, f"{ROOT}/models/{name}.pt", num_puzzles=3, steps=4)
+
+
+@pytest.mark.parametrize("sizes", [
+    dict(mlp_t=False, pos_encodings="rope"),
+    dict(mlp_t=False, pos_encodings="learned"),
+    dict(puzzle_emb_ndim=40, puzzle_emb_len=3)], ids=["rope", "learned", "puzzle embedding"])
+def test_file_answers_with_other_blocks(offline, models_folder, tmp_path, sizes):
+    save_model(models_folder, tmp_path / "model.pt", sizes)
+    export.main([str(tmp_path / "model.pt"), str(tmp_path / "page.html")])
+    offline.open(f"file://{tmp_path}/page.html")
+    check_answers(offline, str(tmp_path / "model.pt"), num_puzzles=4, steps=3)
+
+
+def save_model(models_folder, path, sizes):
+    """Writes a file of a model of 4x4 Sudoku with random weights, in which the halting head has some too."""
+    saved = torch.load(models_folder / "model.pt")
+    config = TRMConfig(**saved["model"] | sizes)
+    model = TRM(config, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    model.q_head.weight.data.normal_(0, 0.1, generator=generator)
+    if model.prefix:
+        model.puzzle_emb.weights.normal_(generator=generator)
+    torch.save(saved | dict(model=asdict(config), weights=model.state_dict()), path)
+
+
+def test_file_plays_as_with_a_server(offline):
+    """It makes attempts, takes another model, warns, and leaves a puzzle for another one."""
+    offline.open(f"file://{DEMO}#2")
+    assert offline.texts("#models a") == ["9×9 Sudoku", "6×6 Sudoku", "6×6 mazes"]
+    offline.solve(number=45)
+    assert offline.js("kept()[0] > 0 && kept()[0] === attempts.length - 1")  # sure at a later attempt
+    assert offline.js("stepsOf(kept()[0]).at(-1).solved")
+    offline.click("#models a:nth-child(2)")
+    offline.until("typeof run === 'object' && run?.model === 1 && question.length === cellCount()")
+    offline.type("11" + "." * 34)
+    offline.solve()
+    assert "⚠ The puzzle has no solution: row 1, column 1 breaks" in offline.js("$('error').textContent")
+    offline.click("#clear")
+    offline.click("#solve")
+    offline.until("stepsOf(0).length")
+    assert "more than one solution" in offline.js("$('warning').textContent")
+    assert offline.solve(number=2)[-1]["solved"]
+
+
+FORKS = {"losses.py": "model.TRM.losses = lambda *arguments: None", "network.py": "model.rms_norm = abs"}
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["a.pt"], "usage"),
+    (["a.pt", "b.pt", "c.pt"], "usage"),
+    (["arc.pt", "page.html"], "arc.pt solves ARC tasks, whose versions are in the dataset: play.py"),
+    (["identifiers.pt", "page.html"], "identifiers.pt has 2 puzzle identifiers: play.py takes it"),
+    (["fork.pt", "page.html"], "fork.pt: trained with the fork gone.py 12345678, which is not among"),
+    (["model.pt", "network.py", "page.html"], "model.pt: a fork replaces rms_norm in model.py: play.py takes"),
+    (["model.pt", "losses.py", "here/page.html"], "here/page.html: must be a new file in a folder"),
+    (["model.pt", "losses.py", "page.html"], "")])
+def test_models_that_no_file_can_run_are_refused(models_folder, arc_folder, tmp_path, monkeypatch, argv,
+                                                 words):
+    monkeypatch.chdir(tmp_path)
+    save_model(models_folder, "model.pt", {})
+    save_model(models_folder, "identifiers.pt", dict(puzzle_emb_ndim=32, num_puzzle_identifiers=2))
+    torch.save(torch.load("model.pt") | dict(forks={"gone.py": "12345678"}), "fork.pt")
+    Path("arc.pt").symlink_to(arc_folder / "model.pt")
+    for name, line in FORKS.items():
+        Path(name).write_text(f"import model\n{line}\n")
+    if not words:
+        export.main(argv)
+    else:
+        with pytest.raises(UserError, match=re.escape(words)):
+            export.main(argv)
+    assert os.path.exists("page.html") == (not words)
