@@ -26,34 +26,34 @@ function deep_recursion(net, x, z_H, z_L, H_cycles, L_cycles) {
 // ---------------------------------------------------------------------------------------------------------
 // The supervision step (paper, sections 2 and 4.6)
 
-// The network with its embeddings and heads. config: a TRMConfig; weights: {name: matrix}, as model.py names
-// them, with one row in the puzzle embedding.
+// The network with its embeddings and heads. settings: of the network, with its sizes; weights: {name: matrix},
+// as model.py names them, with one row in the puzzle embedding.
 class TRM {
-  constructor(config, weights) {
-    this.config = config;
+  constructor(settings, weights) {
+    this.settings = settings;
     this.weights = weights;
-    this.prefix = config.prefix;
-    this.length = this.prefix + config.seq_len;
-    this.L_level = Net(config, weights, this.length);
+    this.prefix = settings.prefix;
+    this.length = this.prefix + settings.seq_len;
+    this.L_level = Net(settings, weights, this.length);
   }
 
   // Returns the state in which a question begins, {z_H, z_L}: [L, D] each.
   first_state() {
-    const D = this.config.hidden_size;
+    const D = this.settings.hidden_size;
     const all_positions = row => map(matrix(this.length, D), (_, i) => row.data[i % D]);
     return {z_H: all_positions(this.weights.H_init), z_L: all_positions(this.weights.L_init)};
   }
 
   // Returns the state after one deep recursion on the embedded question x [L, D].
   recursion(x, {z_H, z_L}) {
-    const {H_cycles, L_cycles} = this.config;
+    const {H_cycles, L_cycles} = this.settings;
     return deep_recursion(this.L_level, x, z_H, z_L, H_cycles, L_cycles);
   }
 
   // Returns the logits [S, V] and q_halt of a state.
   answer({z_H}) {
     // an answer for each cell of the puzzle; the first position says whether to halt
-    const cells = matrix(this.config.seq_len, z_H.columns, z_H.data.subarray(this.prefix * z_H.columns));
+    const cells = matrix(this.settings.seq_len, z_H.columns, z_H.data.subarray(this.prefix * z_H.columns));
     const logits = product(cells, this.weights["lm_head.weight"]);
     const q_halt = product(z_H, this.weights["q_head.weight"]).data[0] + this.weights["q_head.bias"].data[0];
     return {logits, q_halt};
@@ -69,7 +69,7 @@ class TRM {
 
   // Returns the embedded question x [L, D]; inputs: tokens [S].
   embed(inputs) {
-    const {hidden_size, pos_encodings} = this.config;
+    const {hidden_size, pos_encodings} = this.settings;
     const table = rows(this.weights["embed_tokens.embedding_weight"]);
     let x = matrix(this.length, hidden_size);
     // the row of the puzzle embedding fills the first positions, zeros the others
@@ -140,10 +140,10 @@ function Attention(num_heads, qkv_proj, o_proj) {
 }
 
 // Mixes positions (by an MLP or by attention), then channels; each is a residual followed by its norm.
-function Block(config, weights, name) {
+function Block(settings, weights, name) {
   const proj = path => weights[`${name}.${path}.weight`];
   const mlp = SwiGLU(proj("mlp.gate_up_proj"), proj("mlp.down_proj"));
-  if (config.mlp_t) {
+  if (settings.mlp_t) {
     const mlp_t = SwiGLU(proj("mlp_t.gate_up_proj"), proj("mlp_t.down_proj"));
     return x => {
       // across positions, which are the columns of the transposed x
@@ -152,7 +152,7 @@ function Block(config, weights, name) {
       return rms_norm(add(x, mlp(x)));
     };
   }
-  const self_attn = Attention(config.num_heads, proj("self_attn.qkv_proj"), proj("self_attn.o_proj"));
+  const self_attn = Attention(settings.num_heads, proj("self_attn.qkv_proj"), proj("self_attn.o_proj"));
   return (x, rope) => {
     x = rms_norm(add(x, self_attn(x, rope)));
     return rms_norm(add(x, mlp(x)));
@@ -160,13 +160,13 @@ function Block(config, weights, name) {
 }
 
 // The one network of the recursion: a function of x [L, D].
-function Net(config, weights, length) {
-  const block = (_, i) => Block(config, weights, `L_level.layers.${i}`);
-  const layers = Array.from({length: config.L_layers}, block);
+function Net(settings, weights, length) {
+  const block = (_, i) => Block(settings, weights, `L_level.layers.${i}`);
+  const layers = Array.from({length: settings.L_layers}, block);
   let rope = null;
-  if (config.pos_encodings === "rope") {
+  if (settings.pos_encodings === "rope") {
     // an angle for each position and channel of a head, its two halves alike
-    const d = config.hidden_size / config.num_heads;
+    const d = settings.hidden_size / settings.num_heads;
     const angle = map(matrix(length, d), (_, i) => Math.floor(i / d) * 10000 ** (-2 * (i % (d / 2)) / d));
     rope = {cos: map(angle, Math.cos), sin: map(angle, Math.sin)};
   }

@@ -38,6 +38,8 @@ from model import SIZES
 
 PAGE_FILES = ("play.html", "engine.js", "game.js")
 PREFIX = "_orig_mod.model.inner."  # of the names that the official code gives its weights
+# the settings that engine.js reads
+NETWORK = "hidden_size", "num_heads", "L_layers", "H_cycles", "L_cycles", "mlp_t", "pos_encodings"
 # what a fork may replace in model.py without a change of the answers
 OF_TRAINING = {"losses", "halts", "is_solved", "LOSSES", "LOSS_TERMS", "METRICS"}
 
@@ -144,12 +146,13 @@ def page_content(path, train_arguments):
     for name, t in model.state_dict().items():
         rows, columns = t.reshape(-1, t.shape[-1]).shape
         weights[name] = [rows, columns, base64_of(t)]
+    settings = {name: getattr(model.settings, name) for name in NETWORK}
     run = game.describe() | {"path": os.path.basename(os.path.abspath(path))}
     return dict(
         run=run,
         task=game.task,
         puzzles=[game.test_puzzle(number + 1) for number in range(run["puzzles"])],
-        config=asdict(model.config) | {"prefix": model.prefix},
+        settings=settings | model.sizes | {"prefix": model.prefix},
         weights=weights,
     )
 
@@ -167,8 +170,9 @@ def refuse(path, model):
     other = "play.py takes it, a page in one file does not"
     if model.task["kind"] == "arc":
         raise UserError(f"{path} solves ARC tasks, whose versions are in the dataset: {other}")
-    if model.prefix and model.config.num_puzzle_identifiers > 1:
-        raise UserError(f"{path} has {model.config.num_puzzle_identifiers} puzzle identifiers: {other}")
+    num_identifiers = model.sizes["num_puzzle_identifiers"]
+    if model.has_puzzle_emb and num_identifiers > 1:
+        raise UserError(f"{path} has {num_identifiers} puzzle identifiers: {other}")
     # a fork that is not among the arguments may have replaced anything
     for line in configurator.missing_forks(model.forks):
         raise UserError(f"{path}: {line}: {other}")

@@ -1,7 +1,7 @@
 "use strict";
 // What play.py does for the page, in a page of one file: the calls of its API, and of puzzles/ the rules and
 // the symmetries, with the names that they have there. It runs in a worker, after engine.js and after
-// MODELS, which export.py writes: [{run, task, puzzles, config, weights}].
+// MODELS, which export.py writes: [{run, task, puzzles, settings, weights}].
 
 const EMPTY = 1, WALL = 1, OPEN = 2, START = 3, GOAL = 4, PATH = 5;  // tokens
 const BOXES = {4: [2, 2], 6: [2, 3], 9: [3, 3]};  // {rows of a Sudoku: rows and columns of a box}
@@ -10,7 +10,7 @@ const BOXES = {4: [2, 2], 6: [2, 3], 9: [3, 3]};  // {rows of a Sudoku: rows and
 // The calls
 
 const model = MODELS[Number(self.name)] ?? MODELS[0];  // the page names the worker by the model's number
-const trm = new TRM(model.config, weights_of(model));
+const trm = new TRM(model.settings, weights_of(model));
 
 // A call comes with a port. Each message through the port asks for the next line of the answer, so that a
 // call ends where the page no longer asks.

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import export
 import numpy as np
@@ -23,7 +23,7 @@ from helpers import ROOT, wait_for
 
 import puzzles
 from configurator import UserError
-from model import TRM, TRMConfig
+from model import TRM
 
 
 @pytest.fixture(scope="module")
@@ -395,27 +395,28 @@ def test_file_answers_as_the_server_does(offline, name):
     check_answers(offline, f"{ROOT}/models/{name}.pt", num_puzzles=3, steps=4)
 
 
-@pytest.mark.parametrize("sizes", [
+@pytest.mark.parametrize("settings", [
     dict(mlp_t=False, pos_encodings="rope"),
     dict(mlp_t=False, pos_encodings="learned"),
     dict(puzzle_emb_ndim=40, puzzle_emb_len=3)], ids=["rope", "learned", "puzzle embedding"])
-def test_file_answers_with_other_blocks(offline, models_folder, tmp_path, sizes):
-    save_model(models_folder, tmp_path / "model.pt", sizes)
+def test_file_answers_with_other_blocks(offline, models_folder, tmp_path, settings):
+    save_model(models_folder, tmp_path / "model.pt", settings)
     export.main([str(tmp_path / "model.pt"), str(tmp_path / "page.html")])
     offline.open(f"file://{tmp_path}/page.html")
     check_answers(offline, str(tmp_path / "model.pt"), num_puzzles=4, steps=3)
 
 
-def save_model(models_folder, path, sizes):
+def save_model(models_folder, path, settings, num_puzzle_identifiers=1):
     """Writes a file of a model of 4x4 Sudoku with random weights, in which the halting head has some too."""
     saved = torch.load(models_folder / "model.pt")
-    config = TRMConfig(**saved["model"] | sizes)
-    model = TRM(config, seed=1)
+    settings = saved["settings"] | settings | {"seed": 1}
+    sizes = saved["model"] | {"num_puzzle_identifiers": num_puzzle_identifiers}
+    model = TRM(SimpleNamespace(**settings), **sizes)
     generator = torch.Generator().manual_seed(2)
     model.q_head.weight.data.normal_(0, 0.1, generator=generator)
-    if model.prefix:
+    if model.has_puzzle_emb:
         model.puzzle_emb.weights.normal_(generator=generator)
-    torch.save(saved | dict(model=asdict(config), weights=model.state_dict()), path)
+    torch.save(saved | dict(model=sizes, settings=settings, weights=model.state_dict()), path)
 
 
 def test_file_plays_as_with_a_server(offline):
@@ -446,14 +447,14 @@ FORKS = {"losses.py": "model.TRM.losses = lambda *arguments: None", "network.py"
     (["arc.pt", "page.html"], "arc.pt solves ARC tasks, whose versions are in the dataset: play.py"),
     (["identifiers.pt", "page.html"], "identifiers.pt has 2 puzzle identifiers: play.py takes it"),
     (["fork.pt", "page.html"], "fork.pt: trained with the fork gone.py 12345678, which is not among"),
-    (["model.pt", "network.py", "page.html"], "model.pt: a fork replaces rms_norm in model.py: play.py takes"),
+    (["model.pt", "network.py", "page.html"], "model.pt: a fork replaces rms_norm in model.py: play.py"),
     (["model.pt", "losses.py", "here/page.html"], "here/page.html: must be a new file in a folder"),
     (["model.pt", "losses.py", "page.html"], "")])
 def test_models_that_no_file_can_run_are_refused(models_folder, arc_folder, tmp_path, monkeypatch, argv,
                                                  words):
     monkeypatch.chdir(tmp_path)
     save_model(models_folder, "model.pt", {})
-    save_model(models_folder, "identifiers.pt", dict(puzzle_emb_ndim=32, num_puzzle_identifiers=2))
+    save_model(models_folder, "identifiers.pt", dict(puzzle_emb_ndim=32), num_puzzle_identifiers=2)
     torch.save(torch.load("model.pt") | dict(forks={"gone.py": "12345678"}), "fork.pt")
     Path("arc.pt").symlink_to(arc_folder / "model.pt")
     for name, line in FORKS.items():
