@@ -21,10 +21,11 @@ import configurator
 import data as datasets
 import optim
 import train
-from device import choose_device, is_compiled, open_device, out_of_memory, peak_flops
 from model import SIZES
-from puzzles.files import write_dataset
+from runtime.device import choose_device, is_compiled, out_of_memory, peak_flops
 from runtime.flops import flops_per_example
+from runtime.prepare import write_dataset
+from train import open_device
 
 # what is measured
 steps = 0  # steps that follow each other without a wait, up to three times; 0: 20 on a GPU, 2 elsewhere

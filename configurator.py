@@ -35,19 +35,11 @@ from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
+from runtime.errors import TransientError, UserError
+
 TYPES = (int, float, bool, str)  # that a setting may have
 # Modules whose functions and classes a fork may replace: a config file that imports one of them is a fork.
-REPLACEABLE = (
-    "bucket", "checkpoint", "data", "device", "evaluate", "model", "optim", "puzzles", "train", "xla",
-)
-
-
-class UserError(Exception):
-    """Wrong input: one line that says what is wrong, where, and how to fix it. The exit code is 2."""
-
-
-class TransientError(Exception):
-    """A network or a server failed, and may work later: one line. The exit code is 1."""
+REPLACEABLE = "data", "evaluate", "model", "optim", "puzzles", "runtime", "train"
 
 
 class Settings(SimpleNamespace):
@@ -319,7 +311,10 @@ def names_used(tree):
 def remember(modules):
     """Keeps the attributes of modules, and of the classes that they define, for undo_forks()."""
     for name in modules:
-        module = importlib.import_module(name)
+        importlib.import_module(name)
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in modules:
+            continue
         for place in (module, *vars(module).values()):
             if place is module or isinstance(place, type) and place.__module__ == name:
                 ORIGINALS.setdefault(place, dict(vars(place)))

@@ -1,4 +1,4 @@
-"""Datasets on disk -> batches; then the files that several scripts read or write.
+"""Datasets, on disk or made on the fly -> batches.
 
 A dataset is a folder in the layout of the official code, plus a manifest:
 
@@ -16,9 +16,7 @@ all__puzzle_indices.npy: all puzzles of group g, the versions of a task, share t
 task_indices[g]:task_indices[g + 1]. all__versions.npy [puzzles, 11] says how each version turns and recolours
 them, and batches make the copies.
 """
-import fcntl
 import functools
-import glob
 import hashlib
 import json
 import math
@@ -27,14 +25,14 @@ import shlex
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
-from datetime import timedelta
 
 import numpy as np
 
-from configurator import TransientError, UserError
 from puzzles import IGNORE_LABEL, task_of
 from puzzles.arc import apply_version, canvas, crop
+from runtime.bucket import Bucket
+from runtime.errors import TransientError, UserError
+from runtime.files import file_hash, hashes_of, locked, read_json
 
 # the arrays of all datasets, of ARC's, and of the others
 FIELDS = ("inputs", "labels", "puzzle_identifiers", "group_indices")
@@ -361,6 +359,40 @@ class Generated:
         }
 
 
+def local_dataset(path):
+    """Returns the local folder of a dataset: for gs://bucket/.../NAME data/NAME, downloaded if it is missing.
+
+    Any other path is returned as it is. One process of a host downloads, the others wait. Raises UserError
+    and TransientError.
+    """
+    if not path.startswith("gs://"):
+        return path
+    bucket = Bucket(path)
+    folder = f"data/{os.path.basename(bucket.url)}"
+    with locked(folder):
+        manifest = bucket.read("manifest.json")
+        if not manifest:
+            raise UserError(f"{path} has no manifest.json: upload the dataset with "
+                            f"`gcloud storage rsync -r data/NAME {path}`")
+        hashes = json.loads(manifest)["sha256"]
+
+        # one that is here must be the same one
+        if os.path.lexists(folder):
+            if read_json(f"{folder}/manifest.json")["sha256"] != hashes:
+                raise UserError(f"{folder} holds another dataset than {path}: move it away, or name it")
+            return folder
+
+        # the folder gets its name once the dataset is whole; loading it checks the hashes
+        print(f"downloading {path}", flush=True)
+        part = folder + ".part"
+        for name in ("manifest.json", *hashes):
+            bucket.download(name, f"{part}/{name}")
+        for split in ("train", "test"):
+            Dataset(part, split)
+        os.rename(part, folder)
+        return folder
+
+
 def make_dataset(settings, should_stop=lambda: False):
     """Runs data_prepare if data_path is missing: one process of a host, while the others wait.
 
@@ -457,110 +489,3 @@ def random_members(indices, owners, draws):
     start = indices[owners]
     count = indices[owners + 1] - start
     return start + (draws * count).astype(np.int64)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Files
-
-def read_json(path):
-    """Returns the dict in a JSON file of a dataset. Raises UserError if it cannot be read."""
-    try:
-        with open(path, encoding="utf-8-sig") as f:
-            return dict(json.load(f))
-    except (OSError, TypeError, ValueError) as e:
-        raise UserError(f"{path} cannot be read as a JSON object ({e}): build the dataset again") from None
-
-
-def hashes_of(path):
-    """Returns {relative path: SHA-256} of the files of a dataset but the manifest."""
-    names = []
-    for pattern in ("*/dataset.json", "*/all__*.npy", "identifiers.json"):
-        names += sorted(glob.glob(pattern, root_dir=path))
-    return {name: file_hash(f"{path}/{name}") for name in names}
-
-
-def file_hash(path):
-    # read a megabyte at a time: a file may be larger than the memory
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while block := f.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-@contextmanager
-def locked(path):
-    """Holds path + ".lock", which one process at a time can; the others wait. The file stays."""
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with open(path + ".lock", "ab") as f:  # NFS only locks files that are open for writing
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def replacing(path):
-    """Writes path atomically: yields a binary file that becomes path once it is on the disk."""
-    # os.replace is atomic, but only what is on the disk survives a power failure
-    try:
-        with open(path + ".tmp", "wb") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(path + ".tmp", path)
-    # a writer that failed or was interrupted leaves nothing
-    finally:
-        if os.path.exists(path + ".tmp"):
-            os.remove(path + ".tmp")
-
-
-def read_lines(path):
-    """Returns the dicts with a step in a metrics.jsonl, without damaged lines; [] if it is missing."""
-    lines = []
-    with suppress(FileNotFoundError), open(path, "rb") as f:
-        for line in f:
-            with suppress(ValueError):
-                values = json.loads(line)
-                if "step" in values:
-                    lines.append(values)
-    return lines
-
-
-def read_metrics(path):
-    """Returns the lines of a metrics.jsonl that have metrics; see read_lines."""
-    return [line for line in read_lines(path) if "run" not in line]
-
-
-def read_facts(path):
-    """Returns what the first line of a metrics.jsonl says about its run; {} if it says nothing."""
-    return next((line["run"] for line in read_lines(path) if "run" in line), {})
-
-
-def duration(seconds):
-    """Returns seconds as 1:02:03."""
-    return str(timedelta(seconds=round(seconds)))
-
-
-class Progress:
-    """Prints how much is done and the time left to stderr every 10 seconds.
-
-    label: what the lines begin with. total: how much there is to do; 0 if that is not known.
-    """
-
-    def __init__(self, label, total=0):
-        self.label = label
-        self.total = total
-        self.done = 0
-        self.start = time.monotonic()
-        self.next_line = 10  # seconds after the start
-
-    def add(self, n):
-        self.done += n
-        seconds = time.monotonic() - self.start
-        if seconds < self.next_line:
-            return
-        self.next_line = seconds + 10
-        text = f"{self.label}: {self.done:,.0f}"
-        if self.total:
-            seconds_left = seconds * (self.total / max(1, self.done) - 1)
-            text += f" of {self.total:,}, {seconds_left:.0f} s left"
-        print(text, file=sys.stderr, flush=True)

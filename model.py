@@ -9,8 +9,6 @@ D hidden_size, D' puzzle_emb_ndim, V vocabulary, N puzzle identifiers.
 """
 import itertools
 import math
-import pickle
-import zipfile
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -21,6 +19,7 @@ from torch import nn
 from torch.func import functional_call
 
 from puzzles import IGNORE_LABEL, check_attempts, copies, maze_task, parse_question, text_of
+from runtime.files import read_torch_file
 
 # The values of a supervision step, a number for each sequence. The log averages METRICS over the sequences
 # that halt, and LOSS_TERMS over all sequences of a training step. "count" is 1 where the sequence has labels.
@@ -159,6 +158,11 @@ class TRM(nn.Module):
         latents = {name: z.detach() for name, z in latents.items()}
         sequences = sequences | dict(latents=latents, steps=steps, halted=halted)
         return SupervisionStep(sequences, values, answers, q_halt.detach())
+
+    def call_with(self, weights, *arguments):
+        """Returns self(*arguments) with weights, {name: tensor}, in place of the module's own parameters."""
+        tied = {name: weights[other] for name, other in self.tied.items()}
+        return functional_call(self, weights | tied, arguments)
 
     # What a sequence goes through. Its latents are a dict of any tensors [B, ...].
 
@@ -458,12 +462,6 @@ def where(mask, new, old):
     return torch.where(mask, new, old)
 
 
-def call_with(model, weights, *arguments):
-    """Returns model(*arguments) with the weights, {name: tensor}, in place of the module's own parameters."""
-    tied = {name: weights[other] for name, other in model.tied.items()}
-    return functional_call(model, weights | tied, arguments)
-
-
 def step_metrics(labels, answers, q_halt, solved, steps):
     """Returns METRICS of each sequence, {name: float32 [B]}; sequences without labels are left out."""
     # count the scored cells of each sequence, and the right ones among them
@@ -670,17 +668,6 @@ class Embedding(nn.Module):
     def __init__(self, num_rows, width):
         super().__init__()
         self.embedding_weight = nn.Parameter(torch.empty(num_rows, width))
-
-
-def read_torch_file(path):
-    """Returns what torch.save wrote. Nothing in the file is executed. Raises ValueError if it is damaged."""
-    # torch does not compare the checksums of the zip archives that it writes
-    if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():
-        raise ValueError(f"{path} is damaged")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
-        raise ValueError(f"{path} is damaged, or torch.save did not write it ({type(e).__name__})") from None
 
 
 def truncated_normal(t, std, generator):

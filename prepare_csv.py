@@ -12,10 +12,11 @@ import re
 
 import numpy as np
 
-from configurator import UserError, check_numbers, start
+from configurator import check_numbers, start
 from puzzles import task_of
-from puzzles.files import csv_rows, drop_test_puzzles, read_puzzles, refuse_existing, write_puzzles
 from puzzles.symmetries import Symmetries, exchanged_of, orbit_keys, renamings, turns_of
+from runtime.errors import UserError
+from runtime.prepare import csv_rows, drop_test_puzzles, read_puzzles, refuse_existing, write_puzzles
 
 # files
 train_csv = ""  # training puzzles, .csv or .csv.gz

@@ -14,7 +14,9 @@ import math
 import numpy as np
 
 from configurator import start
-from puzzles.files import (
+from puzzles.maze import long_mazes, maze_copies, maze_task
+from puzzles.symmetries import dihedral, orbit_keys
+from runtime.prepare import (
     csv_rows,
     distinct,
     fill_in_source,
@@ -23,8 +25,6 @@ from puzzles.files import (
     refuse_existing,
     write_puzzles,
 )
-from puzzles.maze import long_mazes, maze_copies, maze_task
-from puzzles.symmetries import dihedral, orbit_keys
 
 # source
 source = "hub"  # hub (Maze-Hard from Hugging Face), csv, or generate

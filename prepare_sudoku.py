@@ -10,8 +10,11 @@ import functools
 
 import numpy as np
 
-from configurator import UserError, start
-from puzzles.files import (
+from configurator import start
+from puzzles.sudoku import BOXES, minimal_sudokus, sudoku_copies, sudoku_task
+from puzzles.symmetries import keys_of
+from runtime.errors import UserError
+from runtime.prepare import (
     csv_rows,
     distinct,
     fill_in_source,
@@ -20,8 +23,6 @@ from puzzles.files import (
     refuse_existing,
     write_puzzles,
 )
-from puzzles.sudoku import BOXES, minimal_sudokus, sudoku_copies, sudoku_task
-from puzzles.symmetries import keys_of
 
 # source
 source = "hub"  # hub (Sudoku-Extreme from Hugging Face), csv, or generate

@@ -31,16 +31,16 @@ import requests
 import torch
 from torch.utils._pytree import tree_map
 
-import bucket
-import checkpoint
 import configurator
+import data
 import data as datasets
-import device as devices
 import evaluate
 import model as models
 import optim
 import puzzles
-from configurator import TransientError, UserError
+from runtime import bucket, checkpoint, files
+from runtime import device as devices
+from runtime.errors import TransientError, UserError, one_line
 from runtime.flops import flops_per_example
 
 # data
@@ -337,7 +337,7 @@ def train_and_evaluate(run, data, test, log, checkpoints, start, total_steps):
                    "to continue: the same command with --init_from=resume")
     else:
         if step > start.step:
-            log.print0(f"trained {step - start.step} steps in {datasets.duration(time.monotonic() - began)}")
+            log.print0(f"trained {step - start.step} steps in {files.duration(time.monotonic() - began)}")
         # the evaluation in full; a stop interrupts it
         is_complete = final_evaluation(run, test, log, checkpoints, step)
     # a bucket may take longer than stall_timeout; the upload has a time limit of its own
@@ -499,7 +499,7 @@ class Run:
         if model.has_puzzle_emb:
             model.puzzle_emb.weights = model.puzzle_emb.weights.to("meta")  # two tables would not fit
         # the programs
-        self.supervision_step = device.compile(functools.partial(models.call_with, model))
+        self.supervision_step = device.compile(model.call_with)
         self.train_program = device.compile_step(
             lambda state, inputs, cycles: train_step(self, state, inputs, cycles))
         self.evaluator = evaluate.Evaluator(settings, model, device, self.batch_size)
@@ -665,12 +665,12 @@ class Log:
         # the first line, which scripts read; a run that resumes may have begun on other hardware
         path = os.path.join(settings.out_dir, "metrics.jsonl")
         hardware = f"{self.device.world} x {self.device.kind} ({self.device.name})"
-        hardware = sorted({hardware, *datasets.read_facts(path).get("hardware", [])})
+        hardware = sorted({hardware, *files.read_facts(path).get("hardware", [])})
         first_line = {"step": 0, "run": dict(settings=recipe(vars(settings)), hardware=hardware, **facts)}
         # a killed run may have logged steps past its last checkpoint, which this one repeats
-        kept = [line for line in datasets.read_metrics(path) if line["step"] <= self.step]
+        kept = [line for line in files.read_metrics(path) if line["step"] <= self.step]
         try:
-            with datasets.replacing(path) as f:
+            with files.replacing(path) as f:
                 f.write("".join(json.dumps(line) + "\n" for line in [first_line, *kept]).encode())
         except OSError as e:
             self.warn(path, e)
@@ -720,7 +720,7 @@ class Log:
             if peak:
                 values["perf/mfu"] = flops / peak / self.device.world
             line += f" | {speed:,.0f} examples/s {1e3 * seconds:,.0f} ms"
-            line += f" | eta {datasets.duration((total_steps - step) * seconds)}"
+            line += f" | eta {files.duration((total_steps - step) * seconds)}"
         # what the compiler counts, on XLA
         values |= self.device.counts()
         self.log_metrics(step, values)
@@ -777,11 +777,6 @@ def start_wandb(settings, run_id, facts, say):
         return None
 
 
-def one_line(error):
-    """Returns an error's type and the beginning of its text."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
 def train_values(sums, steps):
     """Returns means over `steps` steps: LOSS_TERMS over all sequences, METRICS over those that halted."""
     # LOSS_TERMS are sums over all sequences of the steps
@@ -812,7 +807,7 @@ def listed(values):
 def replica(settings, kind):
     """Runs one replica from its start to its end. Checks settings and datasets before it writes anything."""
     # the device
-    device = devices.open_device(kind, settings)
+    device = open_device(kind, settings)
     settings = copy.copy(settings)  # replicas may be threads
     # the settings: what no config file and no flag assigned comes from the checkpoint that this run goes on
     # with, which only rank 0's host may have
@@ -880,6 +875,14 @@ def replica(settings, kind):
         forks=dict(configurator.FORKS),
     ))
     train_and_evaluate(run, data, test, log, checkpoints, start, total_steps)
+
+
+def open_device(kind, settings):
+    """Returns the device of one replica; kind: from choose_device."""
+    if kind == "xla":
+        from runtime.xla import XLADevice
+        return XLADevice()
+    return devices.Device(kind, settings)
 
 
 def check_batch_size(settings, device):
@@ -1053,7 +1056,7 @@ def xla_replica(index, settings, kind):
 
 def get_dataset(settings):
     """Brings the dataset to the folder data_path: from a bucket, or made here; it may be there already."""
-    settings.data_path = bucket.local_dataset(settings.data_path)
+    settings.data_path = data.local_dataset(settings.data_path)
     datasets.make_dataset(settings, STOP.is_set)
 
 

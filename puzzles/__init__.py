@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from configurator import UserError
 from puzzles.arc import arc_task
 from puzzles.maze import MAZE, judge_maze, maze_symmetries, maze_task, num_paths, path_metrics
 from puzzles.sudoku import judge_sudoku, num_solutions, sudoku_symmetries, sudoku_task
 from puzzles.symmetries import described_symmetries
+from runtime.errors import UserError
 
 IGNORE_LABEL = -100  # the label of cells that no loss and no metric counts
 

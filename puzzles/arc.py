@@ -157,3 +157,93 @@ def count(rng, grids, colours):
 
 
 FAMILIES = (mirror, turn, move, gravity, complete_symmetry, recolour, keep, fill, line, count)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The vote: the versions of a task vote on the answer to each of its test inputs
+
+PASSES = (1, 2, 5, 10, 100, 1000)  # pass@K: the right answer is among the K with the most votes
+
+
+def count_votes(test, indices, preds, q_halt):
+    """Returns {(group, member): {answer: [the confidence of each of its votes]}} of test examples.
+
+    A group is a task, a member one of its test inputs. Answers are the keys of grids (grid_key) in the
+    task's own version.
+
+    Args:
+        test: a Dataset with versions.
+        indices: which of its examples [n].
+        preds: their answers, tokens [n, S].
+        q_halt: the confidence of each answer, logits [n].
+    """
+    versions, members = test.locate(indices)
+    groups = test.groups_of(versions)
+    confidences = 1 / (1 + np.exp(-np.float64(q_halt)))
+    votes = {}
+    columns = versions, groups.tolist(), members.tolist(), preds, confidences.tolist()
+    for version, group, member, tokens, confidence in zip(*columns):
+        # bring the answer back to the task's own colours and orientation
+        grid = undo_version(crop(tokens, test.side), test.versions[version])
+        answer = grid_key(grid)
+        candidates = votes.setdefault((group, member), {})
+        candidates.setdefault(answer, []).append(confidence)
+    return votes
+
+
+def merge_votes(ranks):
+    """Returns the sum of the ranks' votes."""
+    total = {}
+    for votes in ranks:
+        for test_input, candidates in votes.items():
+            merged = total.setdefault(test_input, {})
+            for answer, confidences in candidates.items():
+                merged.setdefault(answer, []).extend(confidences)
+    return total
+
+
+def elect(candidates):
+    """Returns the answers to one test input, by their votes, then by their mean confidence."""
+    def standing(answer):
+        confidences = candidates[answer]
+        return len(confidences), sum(confidences) / len(confidences)
+
+    return sorted(candidates, key=standing, reverse=True)
+
+
+def vote_values(test, votes):
+    """Returns {"eval/pass1": share, ...} of the tasks that were voted on and have known answers.
+
+    A task counts by the share of its test inputs that are solved (official evaluators/arc.py).
+    """
+    solved = dict.fromkeys(PASSES, 0.0)
+    num_tasks = 0
+    groups = {group for group, _ in votes}
+    for group in sorted(groups):
+        pairs = test.pairs(group)
+        if not all(answer.size for _, answer in pairs):  # not known
+            continue
+        num_tasks += 1
+        for member, (_, answer) in enumerate(pairs):
+            elected = elect(votes[group, member])
+            for k in PASSES:
+                solved[k] += (grid_key(answer) in elected[:k]) / len(pairs)
+
+    # the mean over the tasks
+    values = {}
+    for k, total in solved.items():
+        values[f"eval/pass{k}"] = total / max(1, num_tasks)
+    return values
+
+
+def submission(test, votes):
+    """Returns {task: [{"attempt_1": grid, "attempt_2": grid}, ...]}, an entry a test input, as for Kaggle."""
+    attempts = {}
+    for group, member in sorted(votes):
+        # a single answer is given twice
+        elected = elect(votes[group, member])
+        best = {}
+        for name, (shape, cells) in dict(attempt_1=elected[0], attempt_2=elected[:2][-1]).items():
+            best[name] = np.frombuffer(cells, dtype=np.uint8).reshape(shape).tolist()
+        attempts.setdefault(test.task_names[group], []).append(best)
+    return attempts

@@ -4,8 +4,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from model import call_with
-
 
 class FlopCounter(TorchDispatchMode):
     """Adds up the FLOPs of products by torch's formulas; torch's own counter is not safe in threads."""
@@ -38,8 +36,8 @@ def flops_per_example(model, cycles=None):
     try:
         for is_training in (False, True):
             with FlopCounter() as counter:
-                step = call_with(model.train(is_training), leaves | buffers, sequences, puzzle_rows,
-                                 sequences["steps"], cycles)
+                step = model.train(is_training).call_with(
+                    leaves | buffers, sequences, puzzle_rows, sequences["steps"], cycles)
                 if is_training:
                     step.values["loss"].sum().backward()
             totals.append(counter.total)

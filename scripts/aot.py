@@ -29,9 +29,8 @@ import torch
 import bench
 import configurator
 import data as datasets
-import device
 import train
-from configurator import UserError
+from runtime.errors import UserError
 
 # what to compile for
 tpu = ""  # a TPU slice, such as v4-32, v5e-8 or v6e-4
@@ -87,8 +86,8 @@ def trace(settings, path, chips):
     """
     # one replica on the CPU, whose all-reduce torch_xla keeps
     os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
-    import xla
-    replica = device.open_device("xla", settings)
+    from runtime import xla
+    replica = train.open_device("xla", settings)
     replica.name = "TPU"
     replica.world = chips
     settings.forward_dtype, _ = replica.choose_dtype(settings.forward_dtype)

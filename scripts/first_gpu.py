@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 import bench
 import configurator
 import data as datasets
-import device as devices
 import train
-from configurator import UserError
+from runtime import device as devices
+from runtime.errors import UserError
 
 # what is measured, and for how long
 minutes = 5.0  # in all
@@ -69,7 +69,7 @@ def new_run(settings, size, config, *flags, device=""):
     places = [f"--device={device or settings.device}", f"--data_path={path}"]
     tiny = TINY if settings.device == "cpu" else []
     settings = configurator.configure(train.__file__, [f"{ROOT}/config/{config}", *places, *tiny, *flags])
-    replica_device = devices.open_device(settings.device, settings)
+    replica_device = train.open_device(settings.device, settings)
     settings.forward_dtype, _ = replica_device.choose_dtype(settings.forward_dtype)
     bench.dataset_path(settings, os.path.dirname(path), size)  # makes the puzzles, if they are missing
     run, next_inputs = bench.new_run(settings, replica_device, datasets.Dataset(path, "train"))

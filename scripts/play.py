@@ -41,8 +41,9 @@ import data as datasets
 import evaluate
 import model as models
 import puzzles
-from configurator import Settings, UserError, command, split_arguments
+from configurator import Settings, command, split_arguments
 from puzzles import arc
+from runtime.errors import UserError
 
 # server
 port = 8000  # the port of the page's address; 0: any free one

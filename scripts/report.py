@@ -23,8 +23,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from sweep import GROUPS, NEUTRAL, changes, group_of
 
-from configurator import UserError, command, configure, split_arguments
-from data import read_facts, read_metrics
+from configurator import command, configure, split_arguments
+from runtime.errors import UserError
+from runtime.files import read_facts, read_metrics
 
 # input and output; arguments without a dash are folders to read
 out_dir = "out/report"  # report.md and its pictures

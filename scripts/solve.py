@@ -34,13 +34,15 @@ import evaluate
 import model as models
 import puzzles
 import train
-from checkpoint import newest_whole
-from configurator import UserError, command, configure, missing_forks, split_arguments
-from data import Progress
-from device import Device
-from puzzles.files import csv_rows
+from configurator import command, configure, missing_forks, split_arguments
 from puzzles.maze import OPEN
 from puzzles.sudoku import BOXES
+from runtime import files
+from runtime.checkpoint import newest_whole
+from runtime.device import Device
+from runtime.errors import UserError
+from runtime.files import Progress
+from runtime.prepare import csv_rows
 
 # output
 steps = False  # show the answers after several supervision steps, and how sure the halting head is
@@ -363,7 +365,7 @@ def choose_model(question):
     problems = []
     paths = Path(ROOT, "models").glob("*.pt")
     for path in sorted(map(os.path.relpath, paths), key=os.path.getsize):
-        task = models.read_torch_file(path)["task"]
+        task = files.read_torch_file(path)["task"]
         problem = "the puzzle has another size"
         try:
             parsed_task, _ = puzzles.parse_question(task, question)

@@ -31,7 +31,9 @@ import data as datasets
 import optim
 import prepare_sudoku
 import train
-from configurator import UserError, configure, split_arguments
+from configurator import configure, split_arguments
+from runtime import files
+from runtime.errors import UserError
 from runtime.flops import flops_per_example
 
 # which runs; names without a dash select runs too
@@ -185,7 +187,7 @@ def sweep(runs, continue_on_failure):
     """Runs all that is not complete; returns sweep.py's exit code. KeyboardInterrupt stops it."""
     # a folder with a run of other settings must not be resumed, and is not complete
     for run in runs:
-        saved = datasets.read_facts(run.metrics).get("settings", {})
+        saved = files.read_facts(run.metrics).get("settings", {})
         difference = changes(saved, vars(run.settings), NEUTRAL + REPLACED)
         if difference:
             raise UserError(f"{run.settings.out_dir} holds a run with other settings ({difference}): "
@@ -210,7 +212,7 @@ def sweep(runs, continue_on_failure):
 def train_to_end(run):
     """Runs train.py unless the run is complete, again if it dies. Returns its exit code."""
     # with a bucket, train.py itself finds out whether all of the run has been uploaded
-    metrics = datasets.read_metrics(run.metrics)
+    metrics = files.read_metrics(run.metrics)
     if metrics and "final" in metrics[-1] and not run.settings.gcs_dir:
         return 0
     for _ in range(ATTEMPTS):

@@ -30,7 +30,7 @@ import torch
 from fake_gcloud import ROOT, Cloud, kill_processes, processes, write_program
 from helpers import DATA, TINY, TrainProcess, hosts, new_emulator, same, serve_bucket, upload
 
-from checkpoint import numbered, step_of
+from runtime.checkpoint import numbered, step_of
 
 # Environment variables that change float32 arithmetic: the hosts have those of the run without faults.
 ARITHMETIC = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"

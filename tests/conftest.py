@@ -32,7 +32,7 @@ import prepare_arc
 import prepare_maze
 import prepare_sudoku
 import train
-from puzzles import files
+from runtime.prepare import write_dataset
 
 # The files that take longest. The workers take whole files, these first, so that all end together.
 LONGEST = ("hard_to_kill", "replicas", "forks", "chaos", "tpu_sh", "spawn", "train", "smoke", "wandb", "aot",
@@ -121,7 +121,7 @@ def models_folder(tmp_path_factory):
     questions = np.random.default_rng(0).integers(1, 3, (64, 6), dtype=np.uint8)
     splits = {split: (64, 1, [(questions, 3 - questions)]) for split in ("train", "test")}
     exchange = {"kind": "exchange", "grid": [2, 3], "symbols": "_01"}
-    files.write_dataset(str(path / "exchange-data"), splits, 3, exchange)
+    write_dataset(str(path / "exchange-data"), splits, 3, exchange)
 
     def train(name, *flags):
         helpers.run(path / f"{name}-data", path / name, *helpers.SOLVE_MODEL, *TRAINING, *flags)

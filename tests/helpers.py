@@ -28,9 +28,9 @@ sys.path[:0] = [ROOT, os.path.join(ROOT, "scripts")]
 import configurator
 import prepare_sudoku
 import train
-from bucket import Bucket
-from checkpoint import checkpoint_paths
-from data import read_metrics
+from runtime.bucket import Bucket
+from runtime.checkpoint import checkpoint_paths
+from runtime.files import read_metrics
 
 TINY = ["--hidden_size=32", "--num_heads=2", "--multiple_of=32", "--L_layers=1", "--H_cycles=2",
         "--L_cycles=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--halt_max_steps=4",

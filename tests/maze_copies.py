@@ -10,9 +10,9 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import prepare_maze
-from puzzles.files import write_dataset
 from puzzles.maze import MAZE, maze_copies, maze_task
 from puzzles.symmetries import dihedral
+from runtime.prepare import write_dataset
 
 
 def main(folder, size, *counts):

@@ -11,6 +11,7 @@ import bench
 import configurator
 import train
 from data import Dataset
+from runtime import errors
 
 if sys.version_info < (3, 11):
     pytest.importorskip("jax", reason="the TPU compiler needs Python 3.11")
@@ -103,5 +104,5 @@ def test_a_schedule_takes_as_long_as_its_instructions_or_its_products(changes, c
 ])
 def test_wrong_input_and_a_missing_compiler(flags, words, monkeypatch):
     monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(configurator.UserError, match=words):
+    with pytest.raises(errors.UserError, match=words):
         aot.main([*TINY, *flags])

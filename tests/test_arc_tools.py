@@ -7,9 +7,9 @@ import torch
 from helpers import ARC_MODEL, prepare, run_config
 
 import prepare_arc
-from configurator import UserError
 from data import Dataset
 from model import TRM
+from runtime.errors import UserError
 
 
 def test_adaptation_answers_new_tasks(arc_folder, tmp_path):

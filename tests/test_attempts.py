@@ -13,14 +13,14 @@ import evaluate
 import model as models
 import puzzles
 import train
-from checkpoint import load_weights, newest_whole, read_checkpoint
-from configurator import UserError
 from data import Dataset
-from device import open_device
 from evaluate import Evaluator, weights_of
 from model import SIZES
 from puzzles.maze import long_mazes
 from puzzles.sudoku import minimal_sudokus
+from runtime.checkpoint import load_weights, newest_whole, read_checkpoint
+from runtime.errors import UserError
+from train import open_device
 
 SETTINGS = ["--puzzle_emb_ndim=0", "--multiple_of=256", "--H_cycles=1", "--L_cycles=1", "--ema=False",
             "--eval_halt_max_steps=6"]

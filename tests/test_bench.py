@@ -8,7 +8,7 @@ from helpers import ROOT, TINY, on_replicas
 import bench
 import configurator
 import train
-from configurator import UserError
+from runtime.errors import UserError
 
 MODEL = [flag for flag in TINY if "batch_size" not in flag]
 

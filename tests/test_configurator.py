@@ -11,7 +11,8 @@ import pytest
 from helpers import ROOT
 
 import train
-from configurator import UserError, configure
+from configurator import configure
+from runtime.errors import UserError
 
 SCRIPT = '''"""Trains a toy.
 

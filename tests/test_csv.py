@@ -11,9 +11,10 @@ import data
 import model
 import prepare_csv
 import puzzles
-from configurator import UserError, configure
+from configurator import configure
 from data import Dataset
 from puzzles.symmetries import dihedral, keys_of, orbit_keys
+from runtime.errors import UserError
 
 
 def build(folder, flags):

@@ -15,11 +15,12 @@ from helpers import ROOT, dataset_settings, prepare, wait_for, write_csv
 import prepare_maze
 import prepare_sudoku
 import puzzles
-from configurator import TransientError, UserError
 from data import Dataset, halting_draws
-from puzzles import files, judge, sudoku_task, text_of
+from puzzles import judge, sudoku_task, text_of
 from puzzles.sudoku import minimal_sudokus, num_solutions
 from puzzles.symmetries import keys_of
+from runtime import prepare as prepare_files
+from runtime.errors import TransientError, UserError
 
 REAL = {split: os.path.join(ROOT, f"tests/data/sudoku_real_{split}_60.csv.gz") for split in ("train", "test")}
 FILES = dict(train_csv=REAL["train"], test_csv=REAL["test"])
@@ -182,7 +183,7 @@ def test_a_group_of_puzzles_with_several_examples_brings_one_of_them(tmp_path):
     rows = np.arange(7)[:, None]
     arrays = dict(inputs=rows, labels=rows, puzzle_identifiers=[1, 2, 3, 4], puzzle_indices=[0, 2, 3, 6, 7],
                   group_indices=[0, 3, 4])
-    files.finish_split(
+    prepare_files.finish_split(
         tmp_path / "train", arrays, ignore_label_id=None, vocab_size=7, seq_len=1, num_puzzle_identifiers=5,
         total_groups=2, mean_puzzle_examples=1.75)
     train = Dataset(tmp_path, "train")
@@ -221,15 +222,15 @@ def test_generated_puzzles_are_minimal_with_one_solution(size, n):
 def test_generation_does_not_depend_on_the_processes(monkeypatch, capfd):
     """They are killed in silence when enough is made."""
     alone = prepare_sudoku.generate(4, 900, 7)
-    monkeypatch.setattr(files, "JOBS_ALONE", 0)
+    monkeypatch.setattr(prepare_files, "JOBS_ALONE", 0)
     assert np.array_equal(alone, prepare_sudoku.generate(4, 900, 7)) and not capfd.readouterr().err
 
 
 def test_a_process_that_is_killed_is_an_error(monkeypatch):
     """As where memory is full."""
-    monkeypatch.setattr(files, "JOBS_ALONE", 0)
+    monkeypatch.setattr(prepare_files, "JOBS_ALONE", 0)
     with pytest.raises(TransientError, match="ended before its work"):
-        next(files.in_parallel(os._exit))
+        next(prepare_files.in_parallel(os._exit))
 
 
 def test_copies_have_one_solution_and_are_never_test_puzzles(tmp_path):
@@ -314,7 +315,7 @@ def test_downloads_give_up_and_leave_nothing(hub, tmp_path, faults, error, reque
     hub.files["/file"] = b"x"
     hub.faults["/file"] = [faults] * 9
     with pytest.raises(error, match=rf"{hub.url}/file.*{message}"):
-        files.download(hub.url + "/file", str(tmp_path / "file"))
+        prepare_files.download(hub.url + "/file", str(tmp_path / "file"))
     assert len(hub.log) == requests and os.listdir(tmp_path) == ["file.lock"]
 
 

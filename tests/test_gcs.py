@@ -12,10 +12,10 @@ import pytest
 import requests
 from helpers import stored, upload, wait_for
 
-import bucket as bucket_module
-from bucket import Bucket, local_dataset, network_error, try_again, without_password
-from configurator import TransientError, UserError
-from data import Dataset
+from data import Dataset, local_dataset
+from runtime import bucket as bucket_module
+from runtime.bucket import Bucket, network_error, try_again, without_password
+from runtime.errors import TransientError, UserError
 
 CONTENT = np.random.default_rng(0).bytes(1_500_000)
 

@@ -30,9 +30,9 @@ from helpers import (
 )
 
 import train
-from bucket import Bucket, Mirror
-from checkpoint import checkpoint_paths, numbered
-from device import Device
+from runtime.bucket import Bucket, Mirror
+from runtime.checkpoint import checkpoint_paths, numbered
+from runtime.device import Device
 
 URL = "--gcs_dir=gs://bucket/run"
 FLAGS = [*WHOLE, "--keep_last_n=2", URL]

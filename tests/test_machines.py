@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench
 import configurator
-import device as devices
 import optim
 import train
-from checkpoint import Start
 from data import Dataset
+from runtime import device as devices
+from runtime import errors
+from runtime.checkpoint import Start
 
 
 def settings_of(*flags):
@@ -168,7 +169,7 @@ def test_a_gpu_compiles_has_no_tf32_and_may_lack_bfloat16_units(capability, give
         monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=value))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported",
                         lambda including_emulation: including_emulation or capability >= (8, 0))
-    device = devices.open_device("cuda", settings_of("--device=cuda"))
+    device = train.open_device("cuda", settings_of("--device=cuda"))
     dtype, note = device.choose_dtype(given)
     # a config file may ask for TF32
     assert device.compiles and torch.get_float32_matmul_precision() == "highest"
@@ -204,5 +205,5 @@ def test_out_of_gpu_memory(random_puzzles, monkeypatch):
     monkeypatch.setattr(train, "on_signals", lambda: None)
     flags = ["--device=cpu", f"--data_path={random_puzzles}"]
     words = "^out of memory on the device with 8 sequences at a time: .* --micro_batch_size that divides 8"
-    with pytest.raises(configurator.UserError, match=words):
+    with pytest.raises(errors.UserError, match=words):
         train.main(settings_of(*flags))

@@ -10,8 +10,9 @@ import torch
 from helpers import ROOT
 
 import train
-from configurator import UserError, configure
+from configurator import configure
 from model import TRM
+from runtime.errors import UserError
 
 
 @pytest.mark.parametrize("name, most_bytes", [

@@ -21,8 +21,8 @@ from helpers import ROOT, on_replicas
 
 import configurator
 import train
-from device import open_device
 from model import LOSS_TERMS, METRICS, SIZES, TRM
+from train import open_device
 
 FILES = sorted(glob.glob(os.environ.get("TRM_GOLDEN") or f"{ROOT}/tests/golden/*_steps.npz"))
 LIMIT = 1e-4

@@ -22,8 +22,8 @@ import torch
 from helpers import ROOT, wait_for
 
 import puzzles
-from configurator import UserError
 from model import TRM
+from runtime.errors import UserError
 
 
 @pytest.fixture(scope="module")

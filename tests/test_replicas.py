@@ -24,8 +24,10 @@ import configurator
 import model
 import train
 from data import Dataset
-from device import flatten, open_device
 from model import Block
+from runtime import errors
+from runtime.device import flatten
+from train import open_device
 
 # Shallow: depth amplifies rounding, and the order of a sum depends on the number of replicas.
 SHALLOW = ["--max_steps=20", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2", "--lr=2e-4",
@@ -244,7 +246,7 @@ def xla_refused(rank, argv, block, why):
     """Runs train.py with a Block of this file, which cannot be captured."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "Block", globals()[block])
-        with pytest.raises(configurator.UserError, match=rf"test_replicas\.py:\d+: {why}"):
+        with pytest.raises(errors.UserError, match=rf"test_replicas\.py:\d+: {why}"):
             xla_run(rank, argv)
 
 

@@ -9,8 +9,8 @@ import pytest
 from helpers import DATA, ROOT, TrainProcess, begun, hosts, newest, start_train, xla_environment
 
 import train
-from checkpoint import checkpoint_paths
 from configurator import configure
+from runtime.checkpoint import checkpoint_paths
 
 STUDY = f"{ROOT}/config/study/exp05_c_halt12.py"
 MINI = f"{ROOT}/config/mini.py"

@@ -17,8 +17,8 @@ import configurator
 import model as models
 import puzzles
 import train
-from configurator import UserError
 from model import TRM
+from runtime.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -23,11 +23,11 @@ from helpers import (
     start_train,
 )
 
-import configurator
 import evaluate
 import train
-from checkpoint import Checkpoints, checkpoint_paths
 from puzzles import score
+from runtime import errors
+from runtime.checkpoint import Checkpoints, checkpoint_paths
 
 # A run
 
@@ -129,7 +129,7 @@ def test_a_kill_before_best_pt_is_whole_leaves_no_line_of_its_evaluation(data, t
 def test_a_resume_names_changed_settings_and_refuses_another_optimizer(data, out):
     text = run(data, out, "--max_steps=41", "--init_from=resume", "--lr=1e-3")
     assert "lr is 0.001; the checkpoint had 0.002" in text
-    with pytest.raises(configurator.UserError, match="was trained with optimizer=adam_atan2: "):
+    with pytest.raises(errors.UserError, match="was trained with optimizer=adam_atan2: "):
         run(data, out, "--max_steps=50", "--init_from=resume", "--optimizer=lion")
 
 
@@ -167,7 +167,7 @@ def test_minutes_become_steps_which_a_resume_keeps(data, tmp_path):
 
 def test_minutes_that_are_too_few_leave_no_run(data, tmp_path):
     words = "^max_minutes=1e-06 leaves no time to train: .* about . s, and --eval_final_max_puzzles"
-    with pytest.raises(configurator.UserError, match=words):
+    with pytest.raises(errors.UserError, match=words):
         run(data, tmp_path, "--max_minutes=1e-6")
     run(data, tmp_path, "--max_steps=1", "--eval_final_max_puzzles=16")
 
@@ -234,7 +234,7 @@ def test_an_export_needs_a_checkpoint_alone(data, whole, tmp_path):
     export.main([str(tmp_path / "older.pt"), str(tmp_path / "newer.pt")])
     newer = torch.load(tmp_path / "newer.pt", weights_only=True)
     assert newer["command"] == best["command"] and same(newer["puzzles"], best["puzzles"])
-    with pytest.raises(configurator.UserError, match="best.pt: must be a new file in a folder that exists"):
+    with pytest.raises(errors.UserError, match="best.pt: must be a new file in a folder that exists"):
         export.main([whole[0], str(tmp_path / "best.pt")])
 
 

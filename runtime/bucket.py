@@ -1,7 +1,6 @@
 """HTTP that tries again, Google Cloud Storage over it, the mirror of a run, and datasets in buckets."""
 import functools
 import io
-import json
 import os
 import re
 import subprocess
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import requests
 
-from configurator import TransientError, UserError
-from data import Dataset, locked, read_json, replacing
+from runtime.errors import TransientError, UserError
+from runtime.files import replacing
 
 LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt")  # another machine that resumes needs them
 RETRIED = {408, 429, *range(500, 600)}  # statuses of a server that may answer later
@@ -317,36 +316,3 @@ class Mirror:
 
 # ---------------------------------------------------------------------------------------------------------
 # Datasets in buckets
-
-def local_dataset(path):
-    """Returns the local folder of a dataset: for gs://bucket/.../NAME data/NAME, downloaded if it is missing.
-
-    Any other path is returned as it is. One process of a host downloads, the others wait. Raises UserError
-    and TransientError.
-    """
-    if not path.startswith("gs://"):
-        return path
-    bucket = Bucket(path)
-    folder = f"data/{os.path.basename(bucket.url)}"
-    with locked(folder):
-        manifest = bucket.read("manifest.json")
-        if not manifest:
-            raise UserError(f"{path} has no manifest.json: upload the dataset with "
-                            f"`gcloud storage rsync -r data/NAME {path}`")
-        hashes = json.loads(manifest)["sha256"]
-
-        # one that is here must be the same one
-        if os.path.lexists(folder):
-            if read_json(f"{folder}/manifest.json")["sha256"] != hashes:
-                raise UserError(f"{folder} holds another dataset than {path}: move it away, or name it")
-            return folder
-
-        # the folder gets its name once the dataset is whole; loading it checks the hashes
-        print(f"downloading {path}", flush=True)
-        part = folder + ".part"
-        for name in ("manifest.json", *hashes):
-            bucket.download(name, f"{part}/{name}")
-        for split in ("train", "test"):
-            Dataset(part, split)
-        os.rename(part, folder)
-        return folder

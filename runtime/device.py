@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from configurator import UserError
+from runtime.errors import UserError
 
 # A chip's bfloat16 FLOP/s with float32 sums and without sparsity, for perf/mfu: from Google's page of each
 # TPU, NVIDIA's data sheets (twice as many "with sparsity", from the L4 on), and its papers on
@@ -85,14 +85,6 @@ def has_tpu():
         return True
     del os.environ["PJRT_DEVICE"]
     return False
-
-
-def open_device(kind, settings):
-    """Returns the device of one replica; kind: from choose_device."""
-    if kind == "xla":
-        from xla import XLADevice
-        return XLADevice()
-    return Device(kind, settings)
 
 
 # ---------------------------------------------------------------------------------------------------------

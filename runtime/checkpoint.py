@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 
 import puzzles
-from bucket import LOGS, Bucket, Mirror
-from configurator import TransientError, UserError, missing_forks
-from data import file_hash, read_metrics, replacing
-from model import read_torch_file
+from configurator import missing_forks
+from runtime.bucket import LOGS, Bucket, Mirror
+from runtime.errors import TransientError, UserError
+from runtime.files import file_hash, read_metrics, read_torch_file, replacing
 
 
 class Start(NamedTuple):

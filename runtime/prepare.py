@@ -23,10 +23,11 @@ from contextlib import contextmanager
 import numpy as np
 import requests
 
-from bucket import RETRIED, try_again, without_password
-from configurator import TransientError, UserError, check_numbers, end_with_parent
-from data import Progress, hashes_of, locked, replacing
+from configurator import check_numbers, end_with_parent
 from puzzles import IGNORE_LABEL, check_text, judge, task_of, verdict
+from runtime.bucket import RETRIED, try_again, without_password
+from runtime.errors import TransientError, UserError
+from runtime.files import Progress, hashes_of, locked, replacing
 
 JOBS_ALONE = 8  # that one process does before others start, which takes them a second
 JOBS_IN_VAIN = 32  # without a new puzzle, after which no more are expected

@@ -19,8 +19,8 @@ import torch_xla.runtime as xr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from configurator import UserError
-from device import Device, flatten
+from runtime.device import Device, flatten
+from runtime.errors import UserError
 
 NEED_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of torch's operations
 LAUNCH = threading.Lock()  # for replicas that are threads: one compiles, the others find its program

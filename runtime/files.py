@@ -1,0 +1,129 @@
+"""Files that several parts read or write: atomic writes, locks, hashes, JSON, metrics.jsonl; and progress."""
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import pickle
+import sys
+import time
+import zipfile
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+from runtime.errors import UserError
+
+
+def read_json(path):
+    """Returns the dict in a JSON file of a dataset. Raises UserError if it cannot be read."""
+    try:
+        with open(path, encoding="utf-8-sig") as f:
+            return dict(json.load(f))
+    except (OSError, TypeError, ValueError) as e:
+        raise UserError(f"{path} cannot be read as a JSON object ({e}): build the dataset again") from None
+
+
+def file_hash(path):
+    # read a megabyte at a time: a file may be larger than the memory
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def hashes_of(path):
+    """Returns {relative path: SHA-256} of the files of a dataset but the manifest."""
+    names = []
+    for pattern in ("*/dataset.json", "*/all__*.npy", "identifiers.json"):
+        names += sorted(glob.glob(pattern, root_dir=path))
+    return {name: file_hash(f"{path}/{name}") for name in names}
+
+
+@contextmanager
+def locked(path):
+    """Holds path + ".lock", which one process at a time can; the others wait. The file stays."""
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with open(path + ".lock", "ab") as f:  # NFS only locks files that are open for writing
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def replacing(path):
+    """Writes path atomically: yields a binary file that becomes path once it is on the disk."""
+    # os.replace is atomic, but only what is on the disk survives a power failure
+    try:
+        with open(path + ".tmp", "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+    # a writer that failed or was interrupted leaves nothing
+    finally:
+        if os.path.exists(path + ".tmp"):
+            os.remove(path + ".tmp")
+
+
+def read_lines(path):
+    """Returns the dicts with a step in a metrics.jsonl, without damaged lines; [] if it is missing."""
+    lines = []
+    with suppress(FileNotFoundError), open(path, "rb") as f:
+        for line in f:
+            with suppress(ValueError):
+                values = json.loads(line)
+                if "step" in values:
+                    lines.append(values)
+    return lines
+
+
+def read_metrics(path):
+    """Returns the lines of a metrics.jsonl that have metrics; see read_lines."""
+    return [line for line in read_lines(path) if "run" not in line]
+
+
+def read_facts(path):
+    """Returns what the first line of a metrics.jsonl says about its run; {} if it says nothing."""
+    return next((line["run"] for line in read_lines(path) if "run" in line), {})
+
+
+def duration(seconds):
+    """Returns seconds as 1:02:03."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+class Progress:
+    """Prints how much is done and the time left to stderr every 10 seconds.
+
+    label: what the lines begin with. total: how much there is to do; 0 if that is not known.
+    """
+
+    def __init__(self, label, total=0):
+        self.label = label
+        self.total = total
+        self.done = 0
+        self.start = time.monotonic()
+        self.next_line = 10  # seconds after the start
+
+    def add(self, n):
+        self.done += n
+        seconds = time.monotonic() - self.start
+        if seconds < self.next_line:
+            return
+        self.next_line = seconds + 10
+        text = f"{self.label}: {self.done:,.0f}"
+        if self.total:
+            seconds_left = seconds * (self.total / max(1, self.done) - 1)
+            text += f" of {self.total:,}, {seconds_left:.0f} s left"
+        print(text, file=sys.stderr, flush=True)
+
+def read_torch_file(path):
+    """Returns what torch.save wrote. Nothing in the file is executed. Raises ValueError if it is damaged."""
+    # torch does not compare the checksums of the zip archives that it writes
+    if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():
+        raise ValueError(f"{path} is damaged")
+    import torch  # the prepare scripts do without
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
+        raise ValueError(f"{path} is damaged, or torch.save did not write it ({type(e).__name__})") from None
