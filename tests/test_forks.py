@@ -124,7 +124,8 @@ def test_a_checkpoint_names_the_forks_that_trained_it(data, tmp_path):
 def test_a_fork_that_runs_twice_wraps_a_method_once(data, tmp_path):
     """sweep.py runs it for each run of the study. A module may have the name of a setting."""
     (tmp_path / "fork.py").write_text("""
-import device, model
+from runtime import device
+import model
 _old = model.TRM.losses
 def losses(self, *arguments):
     losses = _old(self, *arguments)
