@@ -56,8 +56,8 @@ def attempts(rows):
         axes.plot(x, y, ".-", color=color, label=label)
         for place in zip(names, zip(x, y)):
             axes.annotate(*place, xytext=(4, -11), textcoords="offset points", fontsize=8, color=color)
-    axes.set(xlabel="GFLOP of a puzzle, mean", ylabel="unseen puzzles solved (%)", xlim=0)
-    axes.legend(frameon=False)
+    axes.set(xlabel="GFLOP of a puzzle, mean", ylabel="unseen puzzles solved (%)", xlim=0, ylim=(86, 100))
+    axes.legend(frameon=False, fontsize=8, loc=(0.42, 0.6))
     figure.savefig("attempts.png", dpi=150)
 
 
