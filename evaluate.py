@@ -167,6 +167,7 @@ class Queue:
         self.indices = indices
         self.waiting = np.arange(len(indices))  # puzzles that wait for an attempt
         self.slots = np.full(evaluator.batch_size, -1)  # the puzzle in each slot; -1: free
+        self.halted = self.slots < 0  # slots that take a new puzzle at the next step
         self.copies = {}  # {puzzle without a sure answer: an iterator of its copies}
         self.current = {}  # {the same: the symmetry and the copy of its next attempt}
         self.slot_tensors = evaluator.new_slots()
@@ -180,7 +181,7 @@ class Queue:
             self.results[name] = np.zeros((n, seq_len), dtype=np.uint8)
         self.results["attempts"] = np.zeros(n, dtype=np.int32)
 
-        # slots without a puzzle repeat their last one, zeros at first, and nothing collects the results
+        # free slots repeat their last puzzle, zeros at first, until they halt; nothing collects the results
         questions = np.zeros((evaluator.batch_size, seq_len), dtype=np.int32)
         self.batch = unlabelled_batch(questions)
 
@@ -208,7 +209,7 @@ class Queue:
     def fill(self):
         """Gives the free slots the next puzzles, which are inputs of the next step."""
         # the waiting puzzles go into free slots
-        free = np.flatnonzero(self.slots < 0)[:len(self.waiting)]
+        free = np.flatnonzero(self.halted & (self.slots < 0))[:len(self.waiting)]
         if not len(free):
             return
         self.slots[free] = self.waiting[:len(free)]
@@ -226,8 +227,8 @@ class Queue:
 
     def collect(self, results):
         """Keeps the results of the attempts that leave, and lets puzzles without a sure answer wait again."""
-        halted = results["halted"].cpu().numpy()
-        leaving = np.flatnonzero(halted & (self.slots >= 0))
+        self.halted = results["halted"].cpu().numpy()
+        leaving = np.flatnonzero(self.halted & (self.slots >= 0))
         if not len(leaving):
             return
         puzzle = self.slots[leaving]

@@ -26,8 +26,8 @@ from runtime.files import read_torch_file
 METRICS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 LOSS_TERMS = ("loss", "lm_loss", "q_halt_loss")
 
-# Attempts at a puzzle end with an answer that the halting head finds so sure (docs/results.md says why 90%).
-SURE = 0.9
+# Attempts at a puzzle end with an answer that the halting head finds so sure (docs/results.md says why 95%).
+SURE = 0.95
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Draws official.png and maze_copies.png from the .json of the same names: the pictures of results.md."""
+"""Draws official.png, maze_copies.png and attempts.png from the .json of the same names, for results.md."""
 import json
 import os
 
@@ -46,8 +46,23 @@ def maze_copies(rows):
     figure.savefig("maze_copies.png", dpi=150)
 
 
+def attempts(rows):
+    """Accuracy of the surest answer by the arithmetic that a puzzle takes on average."""
+    figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    for rule, label, color in (("attempts", "attempts of 16 steps", "tab:red"),
+                               ("patience", "the same, each until its answer repeats", "tab:blue"),
+                               ("steps", "one attempt, until its answer repeats", "grey")):
+        x, y, names = (select(rows, key, rule=rule) for key in ("gflop", "surest", "name"))
+        axes.plot(x, y, ".-", color=color, label=label)
+        for place in zip(names, zip(x, y)):
+            axes.annotate(*place, xytext=(4, -11), textcoords="offset points", fontsize=8, color=color)
+    axes.set(xlabel="GFLOP of a puzzle, mean", ylabel="unseen puzzles solved (%)", xlim=0, ylim=(86, 100))
+    axes.legend(frameon=False, fontsize=8, loc=(0.42, 0.6))
+    figure.savefig("attempts.png", dpi=150)
+
+
 if __name__ == "__main__":
     os.chdir(os.path.dirname(os.path.abspath(__file__)))
-    for draw in official, maze_copies:
+    for draw in official, maze_copies, attempts:
         with open(f"{draw.__name__}.json") as f:
             draw(json.load(f))

@@ -131,13 +131,15 @@ def solve_one(train_settings, model, task, questions, settings, path):
     nothing = question < 0
     # the question, and after it the answer of each step, with the cells that break a rule
     grids = [("question", question, nothing)]
-    best = kept = 0
+    best = kept = surest = 0
     for attempt, step, answer, sure in watch_attempts(train_settings, model, task, question):
         judgement = puzzles.judge(task, questions, answer[None])
         broken = judgement.broken[0] if judgement else nothing
         place = f"attempt {attempt}, step" if attempt > 1 else "step"
-        if sure >= best:
+        # of equally confident answers, the last of the first attempt counts
+        if sure > best or sure == best and attempt == surest:
             best = sure
+            surest = attempt
             kept = len(grids)
         grids.append((f"{place} {step}: {sure:.0%} sure", answer, broken))
 
