@@ -265,9 +265,8 @@ class TRM(nn.Module):
         Raises UserError for a string that is no question of this model, ValueError for another number of
         cells and for a model that is not of TRM.load.
         """
-        if not hasattr(self, "settings"):
-            raise ValueError("this model lacks the task and the settings of a training: TRM.load reads a "
-                             "model with them from a file")
+        if not hasattr(self, "task"):
+            raise ValueError("this model does not know its puzzle: TRM.load reads a model that does from a file")
         # strings: to tokens and back
         if isinstance(question, str):
             [answer], [confidence] = self.solve([question], steps, attempts)

@@ -125,14 +125,14 @@ RUN_SETTINGS = (
 # The step
 
 @torch.no_grad()
-def train_step(run, state, inputs, cycles):
+def train_step(run, state, inputs, cycles=None):
     """Runs one optimizer step, in place on state. On XLA it is one program with one all-reduce. All ranks.
 
     Args:
         run: a Run, for its settings, model and device.
         state: run.state; while XLA captures the program, placeholders take the place of its tensors.
         inputs: what make_inputs returns.
-        cycles: (H_cycles, L_cycles) of this step.
+        cycles: (H_cycles, L_cycles) of this step; None: those of the settings.
 
     Returns the number of ranks that were asked to stop, [1].
     """
@@ -501,7 +501,7 @@ class Run:
         # the programs
         self.supervision_step = device.compile(model.call_with)
         self.train_program = device.compile_step(
-            lambda state, inputs, cycles: train_step(self, state, inputs, cycles))
+            lambda state, inputs, cycles=None: train_step(self, state, inputs, cycles))
         self.evaluator = evaluate.Evaluator(settings, model, device, self.batch_size)
         self.restart()
 

@@ -89,8 +89,9 @@ class TRM {
 // Root-mean-square norm of each row, without a weight.
 function rms_norm(x) {
   return map_rows(x, row => {
-    const mean_square = row.reduce((sum, value) => sum + value * value, 0) / row.length;
-    const scale = 1 / Math.sqrt(mean_square + 1e-5);
+    let sum = 0;
+    for (const value of row) sum += value * value;
+    const scale = 1 / Math.sqrt(sum / row.length + 1e-5);
     return row.map(value => value * scale);
   });
 }
@@ -191,7 +192,9 @@ function map_rows(x, f) {
 }
 
 function add(x, y) {
-  return map(x, (value, i) => value + y.data[i]);
+  const sum = matrix(x.rows, x.columns);
+  for (let i = 0; i < sum.data.length; i++) sum.data[i] = x.data[i] + y.data[i];
+  return sum;
 }
 
 // Returns the rows as arrays of the same memory.

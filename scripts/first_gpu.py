@@ -32,6 +32,7 @@ import data as datasets
 import train
 from runtime import device as devices
 from runtime.errors import UserError
+from runtime.flops import flops_per_example
 
 # what is measured, and for how long
 minutes = 5.0  # in all
@@ -198,8 +199,8 @@ def measure(settings, name):
     bench.seconds_of(n, train_step)
     seconds = median(bench.seconds_of(n, train_step)[0] for _ in range(3))
     eval_seconds = median(bench.seconds_of(n, eval_step)[0] for _ in range(3))
-    _, flops_per_example = run.model.flops_per_example(run.settings)
-    flops = run.settings.global_batch_size * flops_per_example / seconds
+    _, example_flops = flops_per_example(run.model)
+    flops = run.settings.global_batch_size * example_flops / seconds
     peak = devices.peak_flops(run.device)
     put(settings, "step", case=name,
         compiled=compiled,

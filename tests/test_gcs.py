@@ -159,7 +159,7 @@ def uploaded(front, random_puzzles, tmp_path, monkeypatch):
 
 
 def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
-    command = [sys.executable, "-c", f"import bucket; print(bucket.local_dataset('{URL}'))"]
+    command = [sys.executable, "-c", f"import data; print(data.local_dataset('{URL}'))"]
     start = partial(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)
     front.script = [None] * 4 + ["stall"]
     killed = start()

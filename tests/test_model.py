@@ -57,7 +57,7 @@ def test_a_forks_biases_are_drawn_from_the_models_own_seed(monkeypatch):
 
 
 def test_a_model_that_no_file_describes_says_what_it_lacks():
-    with pytest.raises(ValueError, match="lacks the task and the settings of a training: TRM.load"):
+    with pytest.raises(ValueError, match="does not know its puzzle: TRM.load"):
         tiny().solve("1234")
 
 

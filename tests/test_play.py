@@ -406,6 +406,15 @@ def test_file_answers_with_other_blocks(offline, models_folder, tmp_path, settin
     check_answers(offline, str(tmp_path / "model.pt"), num_puzzles=4, steps=3)
 
 
+@pytest.mark.parametrize("kind, attempts", [("maze", 8), ("exchange", 1)])
+def test_file_of_a_run(offline, models_folder, tmp_path, kind, attempts):
+    """Without rules or symmetries, the page compares with the known answer and makes one attempt."""
+    export.main([str(models_folder / kind), str(tmp_path / "page.html")])
+    offline.open(f"file://{tmp_path}/page.html")
+    check_answers(offline, str(models_folder / kind), num_puzzles=2, steps=3)
+    assert offline.js("run.attempts") == attempts and offline.js("$('models').hidden")
+
+
 def save_model(models_folder, path, settings, num_puzzle_identifiers=1):
     """Writes a file of a model of 4x4 Sudoku with random weights, in which the halting head has some too."""
     saved = torch.load(models_folder / "model.pt")
