@@ -266,7 +266,7 @@ class TRM(nn.Module):
         cells and for a model that is not of TRM.load.
         """
         if not hasattr(self, "task"):
-            raise ValueError("this model does not know its puzzle: TRM.load reads a model that does from a file")
+            raise ValueError("this model does not know its puzzle: TRM.load reads one that does from a file")
         # strings: to tokens and back
         if isinstance(question, str):
             [answer], [confidence] = self.solve([question], steps, attempts)
