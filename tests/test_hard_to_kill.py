@@ -29,6 +29,7 @@ from helpers import (
     wait_for,
 )
 
+import configurator
 import train
 from bucket import Bucket, Mirror
 from checkpoint import checkpoint_paths, numbered
@@ -169,21 +170,61 @@ def test_a_stop_leaves_its_checkpoint_in_the_bucket(data, front, tmp_path):
     assert numbered(os.listdir(out)) == numbered(in_bucket()) != []
 
 
-def test_a_stop_waits_for_a_checkpoint_that_takes_long(data, tmp_path):
-    """configurator.command() ends other commands 4 seconds after a signal."""
-    (tmp_path / "slow_disk.py").write_text("""
+SLOW_DISK = """
 import time, checkpoint
 _write = checkpoint.Checkpoints.write
 def write(self, *arguments):
     time.sleep(6)
     return _write(self, *arguments)
-checkpoint.Checkpoints.write = write""")
+checkpoint.Checkpoints.write = write
+"""
+# The training is on another thread. The main thread sleeps in the operating system, and a signal does not wake
+# it: another thread receives that.
+ASLEEP = """
+import signal, threading, train
+_replica = train.replica
+def replica(*arguments):
+    codes = []
+    def work():
+        try:
+            _replica(*arguments)
+        except SystemExit as e:
+            codes.append(e.code)
+    thread = threading.Thread(target=work)
+    thread.start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    thread.join()
+    raise SystemExit(*codes)
+train.replica = replica
+"""
+
+
+@pytest.mark.parametrize("numbers, code", [
+    ((signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM, signal.SIGINT), 3),
+    ((signal.SIGINT, signal.SIGINT), -signal.SIGKILL),
+    ((signal.SIGTERM, signal.SIGINT, signal.SIGINT), -signal.SIGKILL),
+])
+def test_signals_in_a_save_are_ignored_but_for_a_second_ctrl_c(data, tmp_path, numbers, code):
+    """The save takes longer than the 4 seconds after which configurator.command() ends other commands."""
+    (tmp_path / "slow_disk.py").write_text(SLOW_DISK)
     flags = [str(tmp_path / "slow_disk.py"), *ENDLESS, "--checkpoint_interval=0"]
     with begun(start_train(data, tmp_path / "run", *flags), "step 1:") as process:
+        os.kill(process.pid, numbers[0])
+        with begun(process, "saving and stopping; a second Ctrl-C kills"):
+            for number in numbers[1:]:
+                time.sleep(0.2)
+                os.kill(process.pid, number)
+            text = process.output()
+    assert process.returncode == code, text
+    assert bool(checkpoint_paths(tmp_path / "run")) == ("to continue:" in text) == (code == 3)
+
+
+def test_a_stop_does_not_need_the_main_thread(data, tmp_path):
+    (tmp_path / "asleep.py").write_text(ASLEEP)
+    with begun(start_train(data, tmp_path / "run", str(tmp_path / "asleep.py"), *ENDLESS), "step 1:") as process:
         process.terminate()
-        text = process.output()
+        text = process.output(30)
     assert process.returncode == 3 and "to continue:" in text, text
-    assert checkpoint_paths(tmp_path / "run")
 
 
 @pytest.mark.parametrize("hangup", [signal.SIG_DFL, signal.SIG_IGN])
@@ -191,6 +232,7 @@ def test_a_closed_terminal_stops_a_run_unless_nohup_started_it(monkeypatch, hang
     handlers = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     monkeypatch.setattr(signal, "getsignal", lambda number: hangup)
+    monkeypatch.setattr(configurator, "on_each_signal", lambda act: None)
     train.on_signals()
     assert {signal.SIGTERM, signal.SIGINT} <= handlers.keys()
     assert (signal.SIGHUP in handlers) == (hangup == signal.SIG_DFL)
