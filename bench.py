@@ -21,7 +21,7 @@ import configurator
 import data as datasets
 import optim
 import train
-from device import choose_device, open_device, out_of_memory, peak_flops
+from device import choose_device, is_out_of_memory, open_device, out_of_memory, peak_flops
 from model import SIZES
 from puzzles.files import write_dataset
 from runtime.flops import flops_per_example
@@ -209,7 +209,9 @@ def main(argv):
                 xmp.spawn(bench, args=(settings, bench_settings, kind, path))
             else:
                 bench(0, settings, bench_settings, kind, path, kind == "cpu" and not is_given)
-        except torch.OutOfMemoryError:
+        except Exception as e:
+            if not is_out_of_memory(e):
+                raise
             raise out_of_memory(settings, 1) from None
 
 

@@ -895,7 +895,8 @@ def on_signals(is_spawned=False):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     if is_spawned:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the main process too, which passes it on
+        # Ctrl-C reaches the main process too, which passes it on
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # what came before
 
 
@@ -932,8 +933,8 @@ def watch_replicas():
                 stopped.update(replicas)
 
     threading.Thread(target=watch, daemon=True).start()
-    # A replica inherits this thread's blocked signals, and handles them in on_signals: until then SIGTERM would
-    # kill it. The tracker, a process that multiprocessing would start first, unblocks them.
+    # A replica inherits this thread's blocked signals until it handles them in on_signals: before, SIGTERM
+    # would kill it. Multiprocessing would start its tracker first, which unblocks them.
     multiprocessing.resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
@@ -959,7 +960,7 @@ def main(settings):
     # the settings, before anything takes time
     check_settings(settings)
     kind, reason = devices.choose_device(settings.device)
-    if os.environ.get("RANK", "0") == "0":
+    if kind == "xla" or devices.read_place().rank == 0:
         print(f"device {kind}: {reason}", flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
         configurator.end_with_parent()
@@ -976,11 +977,13 @@ def main(settings):
         else:
             replica(settings, kind)
     # what breaks in a replica, in words
-    except torch.OutOfMemoryError:
-        raise devices.out_of_memory(settings, int(os.environ.get("WORLD_SIZE", 1))) from None
     except BrokenProcessPool:
         raise TransientError("a replica died, see above; --init_from=auto continues from the last "
                              f"checkpoint in {settings.out_dir}") from None
+    except Exception as e:
+        if not devices.is_out_of_memory(e):
+            raise
+        raise devices.out_of_memory(settings, devices.read_place().world) from None
 
 
 if multiprocessing.current_process().name != "MainProcess" and __name__ == "train":

@@ -178,8 +178,8 @@ def write(self, *arguments):
     return _write(self, *arguments)
 checkpoint.Checkpoints.write = write
 """
-# The training is on another thread. The main thread sleeps in the operating system, and a signal does not wake
-# it: another thread receives that.
+# The training is on another thread. The main thread sleeps in the operating system, and no signal wakes it:
+# another thread receives that.
 ASLEEP = """
 import signal, threading, train
 _replica = train.replica
@@ -220,8 +220,9 @@ def test_signals_in_a_save_are_ignored_but_for_a_second_ctrl_c(data, tmp_path, n
 
 
 def test_a_stop_does_not_need_the_main_thread(data, tmp_path):
-    (tmp_path / "asleep.py").write_text(ASLEEP)
-    with begun(start_train(data, tmp_path / "run", str(tmp_path / "asleep.py"), *ENDLESS), "step 1:") as process:
+    fork = tmp_path / "asleep.py"
+    fork.write_text(ASLEEP)
+    with begun(start_train(data, tmp_path / "run", str(fork), *ENDLESS), "step 1:") as process:
         process.terminate()
         text = process.output(30)
     assert process.returncode == 3 and "to continue:" in text, text
