@@ -132,7 +132,7 @@ def open_device(kind, settings):
     """Returns the device of one replica; kind: from choose_device."""
     if kind == "xla":
         from xla import XLADevice
-        return XLADevice()
+        return XLADevice(settings)
     return Device(kind, settings)
 
 
