@@ -167,7 +167,8 @@ class Device:
     def join_replicas(self, settings):
         """Waits for the replicas that torchrun starts beside this one."""
         backend = "nccl" if self.kind == "cuda" else "gloo"
-        timeout = timedelta(seconds=settings.stall_timeout or 10 ** 6)
+        # once it trains, the watchdog's limit is stall_timeout; until then rank 0 may wait for a bucket
+        timeout = timedelta(seconds=max(settings.stall_timeout, 1800) if settings.stall_timeout else 10 ** 6)
         dist.init_process_group(backend, timeout=timeout)
         if backend == "gloo":  # its threads may abort at the end; NCCL would wait for a peer that died
             atexit.register(dist.destroy_process_group)
