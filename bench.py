@@ -22,7 +22,7 @@ import data as datasets
 import optim
 import train
 from model import SIZES
-from runtime.device import choose_device, is_compiled, out_of_memory, peak_flops
+from runtime.device import choose_device, is_compiled, is_out_of_memory, out_of_memory, peak_flops
 from runtime.flops import flops_per_example
 from runtime.prepare import write_dataset
 from train import open_device
@@ -215,7 +215,9 @@ def main(argv):
                 xmp.spawn(bench, args=(settings, bench_settings, kind, path))
             else:
                 bench(0, settings, bench_settings, kind, path, kind == "cpu" and not is_given)
-        except torch.OutOfMemoryError:
+        except Exception as e:
+            if not is_out_of_memory(e):
+                raise
             raise out_of_memory(settings, 1) from None
 
 

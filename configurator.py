@@ -124,24 +124,35 @@ def command(run, script):
         sys.exit(3)
 
 
-def end_after_signal(seconds):
-    """Ends this process with 3 the given seconds after a signal, unless it has ended by itself.
+def on_each_signal(act):
+    """Calls act(number) on a thread for each signal that this process handles, instead of an earlier act.
 
-    Python runs a signal's handler once an operation has finished, which can take minutes, and it drops a
-    KeyboardInterrupt that is raised in __del__. signal.set_wakeup_fd(-1) calls it off.
+    Python calls a signal's handler on the main thread once that has finished an operation, which can take
+    minutes, and the main thread can miss a signal that another thread has received.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
+    # the system's handler writes a byte at once, on whatever thread it runs
     signal.set_wakeup_fd(writer.detach())
 
-    def watch():
-        # a byte for each signal, which the system's handler writes at once
-        while reader.recv(1)[0] not in (signal.SIGTERM, signal.SIGINT):
-            continue
-        time.sleep(seconds)
-        os._exit(3)
+    def read():
+        while True:
+            act(reader.recv(1)[0])
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=read, daemon=True).start()
+
+
+def end_after_signal(seconds):
+    """Ends this process with 3 the given seconds after a signal, unless it has ended by itself.
+
+    Python drops a KeyboardInterrupt that is raised in __del__. signal.set_wakeup_fd(-1) calls it off.
+    """
+    def end(number):
+        if number in (signal.SIGTERM, signal.SIGINT):
+            time.sleep(seconds)
+            os._exit(3)
+
+    on_each_signal(end)
 
 
 def end_with_parent():

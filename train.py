@@ -13,7 +13,7 @@ import faulthandler
 import functools
 import json
 import math
-import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import platform
 import shlex
@@ -105,7 +105,7 @@ keep_last_n = 3  # checkpoints to keep, besides best.pt
 log_interval = 10  # steps averaged in a line of the log
 stall_timeout = 1800  # exit if no step finishes for this many seconds; 0: never
 device = "auto"  # auto, xla, cuda or cpu
-compile = "auto"  # torch.compile: auto (on CUDA), on (on the CPU too: a minute, then 10 to 40% faster) or off
+compile = "auto"  # torch.compile: auto (CUDA), on (CPU too: 10 to 40% faster) or off; on XLA: docs/tpu.md
 # logging
 wandb_log = False  # send metrics.jsonl to Weights & Biases too
 wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
@@ -881,7 +881,7 @@ def open_device(kind, settings):
     """Returns the device of one replica; kind: from choose_device."""
     if kind == "xla":
         from runtime.xla import XLADevice
-        return XLADevice()
+        return XLADevice(settings)
     return devices.Device(kind, settings)
 
 
@@ -980,34 +980,43 @@ def differences(settings):
 # ---------------------------------------------------------------------------------------------------------
 # Processes. On TPUs each replica is a process, to which the main process passes on a request to stop.
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOP = threading.Event()  # set once this process is asked to save and stop; one rank's request stops all
 START_TIMEOUT = 1800  # seconds in which torch_xla must have started a replica
 STOP_TIMEOUT = 60  # seconds in which a replica must have stopped; the system kills it then
 
 
 def on_signals(is_spawned=False):
-    """Lets SIGTERM, SIGINT and SIGHUP request a stop. A second one kills this process and its replicas."""
-    def handler(number, _):
-        STOP.set()
-        if is_spawned:
-            signal.alarm(STOP_TIMEOUT)  # if a replica died, the pool of processes stops its peers, which wait
-            return
-        for process in multiprocessing.active_children():
-            process.terminate()
-        # from here on the system handles it: a second signal kills
-        signal.signal(number, signal.SIG_DFL)
-        # os.write, since print is not reentrant; the terminal may be closed
-        with suppress(OSError):
-            os.write(2, b"saving and stopping; a second signal kills\n")
+    """Lets SIGTERM, SIGINT and SIGHUP request a stop; all later ones are ignored, but a second SIGINT kills.
 
-    # configurator.command() would end the process 4 seconds after a signal, and a save may take longer
-    signal.set_wakeup_fd(-1)
-    # a closed terminal sends SIGHUP
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-            signal.signal(number, handler)
-    if is_spawned:  # Ctrl-C reaches the main process too, which passes it on
+    One SIGTERM may come twice: `timeout` and SLURM send it to sweep.py and to its run, and sweep.py passes
+    it on.
+    """
+    seen = set()
+
+    def act(number):
+        if number == signal.SIGINT and number in seen:
+            os.kill(os.getpid(), signal.SIGKILL)  # replicas end with their parent
+        if not seen and is_spawned:
+            signal.alarm(STOP_TIMEOUT)  # if a replica died, the pool of processes stops its peers, which wait
+        elif not seen:
+            with suppress(OSError):  # the terminal may be closed
+                os.write(2, b"saving and stopping; a second Ctrl-C kills\n")
+        seen.add(number)
+        STOP.set()
+
+    # instead of configurator.command(), which would end the process 4 seconds after a signal: a save may take
+    # longer
+    configurator.on_each_signal(act)
+    # these handlers do nothing, but signals without one do not reach act
+    for number in STOP_SIGNALS:
+        # a closed terminal sends SIGHUP, which nohup ignores
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+    if is_spawned:
+        # Ctrl-C reaches the main process too, which passes it on
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # what came before
 
 
 def restart_watchdog(seconds):
@@ -1022,20 +1031,31 @@ def restart_watchdog(seconds):
 
 
 def watch_replicas():
-    """Stops all replicas of this host once one has died: its peers would wait for it.
+    """Passes a request to stop on to all replicas of this host, and stops all once one has died.
 
-    Python's pool of processes does so too, but does not notice the last process that it starts if its own
-    thread is slow (ProcessPoolExecutor.submit wakes that thread before it starts the process).
+    The peers of a dead replica would wait for it. Python's pool of processes stops them too, but does not
+    notice the last process that it starts if its own thread is slow (ProcessPoolExecutor.submit wakes that
+    thread before it starts the process).
     """
     def watch():
         replicas = set()
-        while not any(replica.exitcode for replica in replicas):  # None: it runs, 0: it is done
-            time.sleep(0.5)
+        stopped = set()
+        has_died = False
+        while not has_died:
+            time.sleep(0.1)
             replicas.update(multiprocessing.active_children())
-        for replica in replicas:
-            replica.terminate()
+            has_died = any(replica.exitcode for replica in replicas)  # None: it runs, 0: it is done
+            # once each: a replica that has stopped and ends would be killed
+            if has_died or STOP.is_set():
+                for replica in replicas - stopped:
+                    replica.terminate()
+                stopped.update(replicas)
 
     threading.Thread(target=watch, daemon=True).start()
+    # A replica inherits this thread's blocked signals until it handles them in on_signals: before, SIGTERM
+    # would kill it. Multiprocessing would start its tracker first, which unblocks them.
+    multiprocessing.resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def xla_replica(index, settings, kind):
@@ -1067,7 +1087,7 @@ def main(settings):
     # the settings, before anything takes time; replica() has those of a checkpoint too, and checks them all
     check_each(settings)
     kind, reason = devices.choose_device(settings.device)
-    if os.environ.get("RANK", "0") == "0":
+    if kind == "xla" or devices.read_place().rank == 0:
         print(f"device {kind}: {reason}", flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
         configurator.end_with_parent()
@@ -1084,11 +1104,13 @@ def main(settings):
         else:
             replica(settings, kind)
     # what breaks in a replica, in words
-    except torch.OutOfMemoryError:
-        raise devices.out_of_memory(settings, int(os.environ.get("WORLD_SIZE", 1))) from None
     except BrokenProcessPool:
         raise TransientError("a replica died, see above; --init_from=auto continues from the last "
                              f"checkpoint in {settings.out_dir}") from None
+    except Exception as e:
+        if not devices.is_out_of_memory(e):
+            raise
+        raise devices.out_of_memory(settings, devices.read_place().world) from None
 
 
 if multiprocessing.current_process().name != "MainProcess" and __name__ == "train":

@@ -352,7 +352,9 @@ class Checkpoints:
 
     def prune(self):
         """Deletes all but the last keep_last_n complete checkpoints; a file that cannot be deleted stays."""
-        for name in outdated(os.listdir(self.out_dir), self.newest, self.settings.keep_last_n):
+        names = os.listdir(self.out_dir)
+        unfinished = filter(UNFINISHED.fullmatch, names)
+        for name in (*unfinished, *outdated(names, self.newest, self.settings.keep_last_n)):
             with suppress(OSError):
                 os.remove(f"{self.out_dir}/{name}")
 
@@ -387,6 +389,7 @@ def some_puzzles(test):
 # Names of checkpoints
 
 NUMBERED = re.compile(r"ckpt_\d{8,}\.(pt|json)")
+UNFINISHED = re.compile(r"(ckpt_\d{8,}|best)\.(pt|json)\.tmp")  # by a process that was killed
 
 
 def stem(step):

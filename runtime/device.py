@@ -10,6 +10,7 @@ import platform
 import re
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from runtime.errors import UserError
 
+# The variables by which a replica finds the others.
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # A chip's bfloat16 FLOP/s with float32 sums and without sparsity, for perf/mfu: from Google's page of each
 # TPU, NVIDIA's data sheets (twice as many "with sparsity", from the L4 on), and its papers on
 # the architectures of the GeForce cards. H100 and H200 alone are the SXM modules.
@@ -44,6 +47,43 @@ PEAK_FLOPS = {
 # ---------------------------------------------------------------------------------------------------------
 # Which device
 
+class Place(NamedTuple):
+    """Says which replica this process is, as torchrun's environment variables do."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0  # among the replicas of its host: the number of its GPU
+    local_world: int = 1
+    host: int = 0
+
+
+def read_place():
+    """Returns this process's Place; it is alone unless the environment says where it meets other replicas.
+
+    Clusters and images set some of these variables for every process. Raises UserError if they say that
+    there are others, but not where.
+    """
+    def number(name, default):
+        text = os.environ.get(name) or default
+        if not text.isdecimal():
+            raise UserError(f"{name}={text} in the environment: must be a whole number, as torchrun sets it")
+        return int(text)
+
+    rank = number("RANK", "0")
+    world = number("WORLD_SIZE", "1")
+    values = {name: os.environ.get(name, "") for name in TORCHRUN}
+    if (rank, world) == (0, 1) and not all(values.values()):
+        return Place()
+    if rank >= world or not all(values.values()):
+        given = " ".join(f"{name}={value}" for name, value in values.items())
+        raise UserError(f"{given} in the environment: several replicas need all four, as torchrun sets them; "
+                        "one process needs `env -u RANK -u WORLD_SIZE python train.py ...`")
+    number("MASTER_PORT", "")
+    local_rank = number("LOCAL_RANK", "0")
+    local_world = number("LOCAL_WORLD_SIZE", str(local_rank + 1))
+    return Place(rank, world, local_rank, local_world, number("GROUP_RANK", "0"))
+
+
 def choose_device(wanted):
     """Returns (xla, cuda or cpu; the reason in words). Raises UserError if the wanted one is missing."""
     # torch_xla takes a TPU, or the CPU where the environment says so
@@ -57,11 +97,22 @@ def choose_device(wanted):
             return "xla", "PJRT_DEVICE=CPU"
         if has_xla and has_tpu():
             return "xla", "a TPU is here"
+        if (wanted == "xla" or pjrt) and not has_xla:
+            raise UserError(f"--device={wanted}: torch_xla is not installed: pip install -r requirements.txt "
+                            "does that for Python 3.10 to 3.13 on Linux on x86-64, and this is Python "
+                            f"{platform.python_version()}, {platform.system()}, {platform.machine()}")
         if wanted == "xla" or pjrt:
-            raise UserError(f"--device={wanted}: no TPU on this machine, or torch_xla is not installed (pip "
-                            "install -r requirements.txt); PJRT_DEVICE=CPU runs torch_xla on the CPU")
+            raise UserError(f"--device={wanted}: no TPU on this machine; PJRT_DEVICE=CPU runs torch_xla on "
+                            "the CPU")
 
+    place = read_place()
     if wanted in ("cuda", "auto") and torch.cuda.is_available():
+        num_gpus = torch.cuda.device_count()
+        if place.local_world > num_gpus:
+            raise UserError(f"{place.local_world} replicas on this host need as many GPUs, and torch sees "
+                            f"{num_gpus}: torchrun --nproc-per-node={num_gpus}, or --device=cpu")
+        # before anything is asked of a GPU: each process of a host would take memory of the first one
+        torch.cuda.set_device(place.local_rank)
         return "cuda", torch.cuda.get_device_name()
     if wanted == "cuda":
         raise UserError("--device=cuda: torch sees no such GPU; --device=cpu trains on the CPU")
@@ -97,34 +148,34 @@ class Device:
     """
 
     def __init__(self, kind, settings):
+        place = read_place()
         self.kind = kind
-        self.rank = 0
-        self.world = 1
-        self.host = int(os.environ.get("GROUP_RANK", 0))
+        self.rank = place.rank
+        self.world = place.world
+        self.host = place.host
         self.torch = torch.device(kind)
         self.name = platform.machine()
         self.compiles = settings.compile == "on" or settings.compile == "auto" and kind == "cuda"
         if kind == "cuda":
-            self.torch = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-            self.name = torch.cuda.get_device_name(self.torch)
+            self.torch = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(self.torch)
+            self.name = torch.cuda.get_device_name(self.torch)
             # without Triton or a C compiler, "auto" trains without torch.compile: is_compiled() tells
             torch._dynamo.config.suppress_errors = settings.compile == "auto"
-        if "RANK" in os.environ:
+        if all(map(os.environ.get, TORCHRUN)):
             self.join_replicas(settings)
 
     def join_replicas(self, settings):
         """Waits for the replicas that torchrun starts beside this one."""
         backend = "nccl" if self.kind == "cuda" else "gloo"
-        timeout = timedelta(seconds=settings.stall_timeout or 10 ** 6)
+        # once it trains, the watchdog's limit is stall_timeout; until then rank 0 may wait for a bucket
+        timeout = timedelta(seconds=max(settings.stall_timeout, 1800) if settings.stall_timeout else 10 ** 6)
         dist.init_process_group(backend, timeout=timeout)
         if backend == "gloo":  # its threads may abort at the end; NCCL would wait for a peer that died
             atexit.register(dist.destroy_process_group)
             # A rank that meets wrong input leaves at once. If a peer has not connected by then, that
             # fails, and the peer ends with 1 instead of 2.
             dist.barrier()
-        self.rank = dist.get_rank()
-        self.world = dist.get_world_size()
 
     def choose_dtype(self, wanted):
         """Returns the forward_dtype to use instead of the wanted one, and a note for the log, or ""."""
@@ -258,6 +309,11 @@ def flatten(tree):
         return tree_unflatten(views, structure)
 
     return vector, restore
+
+
+def is_out_of_memory(error):
+    """Returns True if a device's memory was full, in a step or in torch.compile, which wraps the error."""
+    return isinstance(getattr(error, "inner_exception", error), torch.OutOfMemoryError)
 
 
 def out_of_memory(settings, world):

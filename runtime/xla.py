@@ -30,7 +30,8 @@ class XLADevice:
     """A TPU chip, or with PJRT_DEVICE=CPU a replica on the CPU. See device.Device for the methods."""
     kind = "xla"
 
-    def __init__(self):
+    def __init__(self, settings):
+        self.is_lazy = settings.compile == "off"
         self.torch = torch_xla.device()
         self.rank = xr.global_ordinal()
         self.world = xr.world_size()
@@ -111,15 +112,24 @@ class XLADevice:
         """Returns fn(state, inputs, *static) as one program for each static: traced once, then replayed.
 
         What fn reads besides its arguments must not change. Raises NotReplayable for what cannot be captured.
+        With --compile=off fn is traced at every call, as torch_xla's programs usually are.
         """
         programs = {}
+
+        def call_lazily(state, inputs, *static):
+            # threads keep the old state: to free it, the launch would wait for peers that wait for LAUNCH
+            new_state = tree_map(torch.clone, state) if self.threads else state
+            outputs = fn(new_state, inputs, *static)
+            self.launch(tree_flatten(outputs)[0][0])
+            state.update(new_state)
+            return outputs
 
         def call(state, inputs, *static):
             if static not in programs:
                 programs[static] = self.capture(fn, state, inputs, *static)
             return programs[static](state, inputs)
 
-        return call
+        return call_lazily if self.is_lazy else call
 
     def capture(self, fn, state, inputs, *static):
         """Traces fn and returns a function with its arguments and results, which runs the program."""
@@ -168,10 +178,13 @@ class XLADevice:
         torch_xla.sync()
 
     def for_each_micro_batch(self, body, sums, weights, sequences, size):
-        """Runs body in a loop inside the program, whose memory does not grow with its length."""
+        """Runs body in a loop inside the program, whose memory does not grow with its length.
+
+        With --compile=off the program has no loop, and what it holds of each micro-batch.
+        """
         from torch_xla.experimental.scan import _scan_impl_pytree
 
-        if size in (0, len(tree_flatten(sequences)[0][0])):
+        if self.is_lazy or size in (0, len(tree_flatten(sequences)[0][0])):
             return Device.for_each_micro_batch(body, sums, weights, sequences, size)
 
         def step(carry, micro_batch):

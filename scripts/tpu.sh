@@ -76,6 +76,8 @@ main() {
       set -- "$1" --init_from=auto "${@:2}"
     fi
   fi
+  # the login first, whose errors of gcloud's have several lines
+  [[ $command != @(logs|ssh|stop|delete) ]] || find_state >/dev/null
   "$command" "$@"
 }
 

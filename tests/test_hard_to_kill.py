@@ -29,6 +29,7 @@ from helpers import (
     wait_for,
 )
 
+import configurator
 import train
 from runtime.bucket import Bucket, Mirror
 from runtime.checkpoint import checkpoint_paths, numbered
@@ -169,21 +170,62 @@ def test_a_stop_leaves_its_checkpoint_in_the_bucket(data, front, tmp_path):
     assert numbered(os.listdir(out)) == numbered(in_bucket()) != []
 
 
-def test_a_stop_waits_for_a_checkpoint_that_takes_long(data, tmp_path):
-    """configurator.command() ends other commands 4 seconds after a signal."""
-    (tmp_path / "slow_disk.py").write_text("""
+SLOW_DISK = """
 import time, checkpoint
 _write = checkpoint.Checkpoints.write
 def write(self, *arguments):
     time.sleep(6)
     return _write(self, *arguments)
-checkpoint.Checkpoints.write = write""")
+checkpoint.Checkpoints.write = write
+"""
+# The training is on another thread. The main thread sleeps in the operating system, and no signal wakes it:
+# another thread receives that.
+ASLEEP = """
+import signal, threading, train
+_replica = train.replica
+def replica(*arguments):
+    codes = []
+    def work():
+        try:
+            _replica(*arguments)
+        except SystemExit as e:
+            codes.append(e.code)
+    thread = threading.Thread(target=work)
+    thread.start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    thread.join()
+    raise SystemExit(*codes)
+train.replica = replica
+"""
+
+
+@pytest.mark.parametrize("numbers, code", [
+    ((signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM, signal.SIGINT), 3),
+    ((signal.SIGINT, signal.SIGINT), -signal.SIGKILL),
+    ((signal.SIGTERM, signal.SIGINT, signal.SIGINT), -signal.SIGKILL),
+])
+def test_signals_in_a_save_are_ignored_but_for_a_second_ctrl_c(data, tmp_path, numbers, code):
+    """The save takes longer than the 4 seconds after which configurator.command() ends other commands."""
+    (tmp_path / "slow_disk.py").write_text(SLOW_DISK)
     flags = [str(tmp_path / "slow_disk.py"), *ENDLESS, "--checkpoint_interval=0"]
     with begun(start_train(data, tmp_path / "run", *flags), "step 1:") as process:
+        os.kill(process.pid, numbers[0])
+        with begun(process, "saving and stopping; a second Ctrl-C kills"):
+            for number in numbers[1:]:
+                time.sleep(0.2)
+                os.kill(process.pid, number)
+            text = process.output()
+    assert process.returncode == code, text
+    assert bool(checkpoint_paths(tmp_path / "run")) == ("to continue:" in text) == (code == 3)
+
+
+def test_a_stop_does_not_need_the_main_thread(data, tmp_path):
+    fork = tmp_path / "asleep.py"
+    fork.write_text(ASLEEP)
+    with begun(start_train(data, tmp_path / "run", str(fork), *ENDLESS), "step 1:") as process:
         process.terminate()
-        text = process.output()
+        text = process.output(30)
     assert process.returncode == 3 and "to continue:" in text, text
-    assert checkpoint_paths(tmp_path / "run")
 
 
 @pytest.mark.parametrize("hangup", [signal.SIG_DFL, signal.SIG_IGN])
@@ -191,6 +233,7 @@ def test_a_closed_terminal_stops_a_run_unless_nohup_started_it(monkeypatch, hang
     handlers = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     monkeypatch.setattr(signal, "getsignal", lambda number: hangup)
+    monkeypatch.setattr(configurator, "on_each_signal", lambda act: None)
     train.on_signals()
     assert {signal.SIGTERM, signal.SIGINT} <= handlers.keys()
     assert (signal.SIGHUP in handlers) == (hangup == signal.SIG_DFL)
@@ -253,15 +296,14 @@ def test_an_unavailable_bucket_does_not_stop_training(data, front, whole, tmp_pa
 
 
 def test_a_bucket_that_refuses_is_wrong_input_and_one_that_is_away_is_not(data, front, tmp_path):
-    """The watchdog does not count the time until the bucket answers."""
+    """No time limit of rank 0, or of a peer that waits for it, counts the time until the bucket answers."""
     front.denied = ("insert",)
     assert "status 403" in run(data, tmp_path / "run", *FLAGS, code=2)
     assert not (tmp_path / "run").exists()
     front.denied = ()
     front.script = [503] * 3  # seven seconds
-    process = start_train(data, tmp_path / "run", *FLAGS, "--max_steps=5", "--stall_timeout=6")
-    text = process.output()
-    assert process.returncode == 0 and "trying again in 4 s" in text, text
+    (code, text), (peers_code, peers_text) = two_ranks(data, tmp_path, [[URL, "--stall_timeout=6"]] * 2)
+    assert code == peers_code == 0 and "trying again in 4 s" in text, text + peers_text
 
 
 def test_a_checkpoint_that_a_newer_one_overtakes_is_uploaded_whole(front, tmp_path, monkeypatch):
@@ -291,9 +333,12 @@ def test_what_a_run_did_not_make_stays_where_it_is(data, front, tmp_path):
     for file in ("thesis.tmp", os.fsdecode(b"\xff.txt")):
         (out / file).touch()
     before = set(os.listdir(out))
+    for file in ("ckpt_00000003.pt.tmp", "ckpt_00000003.json.tmp", "best.pt.tmp"):  # a kill left them
+        (out / file).write_text("part of a checkpoint")
     run(data, out, "--max_steps=10", "--checkpoint_interval=5", "--keep_last_n=1", "--init_from=resume", URL)
     assert before - set(os.listdir(out)) == {"ckpt_00000002.pt", "ckpt_00000002.json"}
     assert numbered(os.listdir(out)) == ["ckpt_00000010", "ckpt_00000001"]
+    assert {file.name for file in out.glob("*.tmp")} == {"notes.tmp", "thesis.tmp"}
     assert set(in_bucket()) == {
         "ckpt_00000010.pt", "ckpt_00000010.json", "best.pt", "best.json", "run.json", "metrics.jsonl",
         "log.txt"}

@@ -9,7 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import ROOT, TINY, run
+from helpers import ROOT, TINY, hosts, run, start_train
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.exc import InductorError
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -198,12 +200,74 @@ def test_no_processor_emulates_16_bit_numbers_in_silence(flags, given, taken, mo
     assert dtype == taken and bool(note) == (given == "auto" or (flags, given) == ("avx2", "bfloat16"))
 
 
-def test_out_of_gpu_memory(random_puzzles, monkeypatch):
-    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+@pytest.mark.parametrize("error", [
+    OUT_OF_MEMORY, InductorError(OUT_OF_MEMORY, None), BackendCompilerFailed(print, OUT_OF_MEMORY, None)])
+def test_out_of_gpu_memory(random_puzzles, monkeypatch, error):
+    full = mock.Mock(side_effect=error)
+    for name, value in hosts(2)[1].items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(train, "replica", full)
     monkeypatch.setattr(train, "on_signals", lambda: None)
     flags = ["--device=cpu", f"--data_path={random_puzzles}"]
     words = "^out of memory on the device with 8 sequences at a time: .* --micro_batch_size that divides 8"
     with pytest.raises(errors.UserError, match=words):
         train.main(settings_of(*flags))
+
+
+# Environments of launchers, clusters and images.
+
+@pytest.mark.parametrize("variables", [
+    "RANK= WORLD_SIZE=", "RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=3", "RANK=0 WORLD_SIZE=1", "GROUP_RANK=",
+    "MASTER_ADDR=localhost MASTER_PORT=29500", "RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT="])
+def test_one_process_trains_alone_in_an_environment_that_names_no_others(variables, monkeypatch):
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    device = devices.Device("cpu", settings_of())
+    assert (device.rank, device.world, device.host) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("variables, words", [
+    ("RANK=0 WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2 MASTER_ADDR= MASTER_PORT= in the environment: "),
+    ("WORLD_SIZE=8", "RANK= WORLD_SIZE=8 MASTER_ADDR= MASTER_PORT= in the environment: "),
+    ("RANK=1", "several replicas need all four, as torchrun sets them"),
+    ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost", "MASTER_ADDR=localhost MASTER_PORT= in the environment: "),
+    ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1", "one process needs `env -u RANK"),
+    ("RANK=x", "RANK=x in the environment: must be a whole number"),
+    ("RANK=0 WORLD_SIZE=-1", "WORLD_SIZE=-1 in the environment: must be a whole number"),
+    ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=x", "MASTER_PORT=x in the environment: must"),
+])
+def test_ranks_without_an_address_are_wrong_input(variables, words, data, tmp_path):
+    environment = dict(variable.split("=") for variable in variables.split())
+    process = start_train(data, tmp_path / "run", **environment)
+    *others, error = process.output().splitlines()
+    assert process.returncode == 2 and words in error and others == [], error
+
+
+def test_more_ranks_than_gpus_are_wrong_input_and_each_rank_takes_its_own(monkeypatch):
+    def name_of(index=None):
+        assert set_device.called  # or the first GPU would have a context of every rank
+        return "Fake GPU"
+
+    set_device = mock.Mock()
+    for name, value in ("is_available", True), ("device_count", 2):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=value))
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "get_device_name", name_of)
+    for name, value in (hosts(4)[1] | dict(LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")).items():
+        monkeypatch.setenv(name, value)
+    assert devices.choose_device("auto") == ("cuda", "Fake GPU")
+    set_device.assert_called_once_with(1)
+    # torchrun tells every rank of the host, so that none waits for another
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(errors.UserError, match="torch sees 2: torchrun --nproc-per-node=2"):
+        devices.choose_device("auto")
+
+
+def test_a_missing_torch_xla_says_where_it_can_be_installed(monkeypatch):
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(devices.platform, "python_version", lambda: "3.14.0")
+    with pytest.raises(errors.UserError, match="for Python 3.10 to 3.13 .* Python 3.14.0"):
+        devices.choose_device("xla")

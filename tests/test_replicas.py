@@ -121,6 +121,17 @@ def four(data, tmp_path_factory):
     return out
 
 
+@pytest.mark.xla
+def test_a_step_that_is_traced_each_time_gives_the_curve_of_the_replay(data, four, tmp_path):
+    flags = flags_of(data, tmp_path, "--compile=off", "--micro_batch_size=2")
+    on_replicas(4, xla_run, flags)
+    for key in ("train/loss", "train/grad_norm", "train/accuracy", "eval/loss", "eval/accuracy"):
+        assert curve(tmp_path, key) == pytest.approx(curve(four, key), rel=1e-4), key
+    compiles = curve(tmp_path, "xla/compiles")
+    assert compiles[16] == compiles[2], compiles
+    assert set(curve(tmp_path, "xla/fallbacks").values()) == {0}
+
+
 def saved_answers(out, step=20):
     """Returns the arrays of eval_save_outputs of all ranks, in the order of the puzzles."""
     ranks = [np.load(path) for path in Path(out).glob(f"eval_{step:08d}*.npz")]
@@ -239,6 +250,7 @@ def test_a_curriculum_is_a_program_a_stage(data, tmp_path):
 @pytest.mark.xla
 @pytest.mark.parametrize("name, why", [("ReadsBack", "item has"), ("Dropout", "bernoulli.p draws")])
 def test_a_fork_that_cannot_be_captured_is_refused_with_the_place(name, why, data, tmp_path):
+    """With --compile=off, which captures nothing, it runs."""
     on_replicas(1, xla_refused, arguments(data, tmp_path / "xla", "--max_steps=2"), name, why)
 
 
@@ -248,6 +260,7 @@ def xla_refused(rank, argv, block, why):
         patch.setattr(model, "Block", globals()[block])
         with pytest.raises(errors.UserError, match=rf"test_replicas\.py:\d+: {why}"):
             xla_run(rank, argv)
+        xla_run(rank, [*argv, "--compile=off", "--init_from=auto"])
 
 
 # Processes, joined by gloo.

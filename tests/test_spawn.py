@@ -68,6 +68,22 @@ def replica(settings, kind):
 
 train.replica = replica
 """
+# SIGTERM comes before there is a replica, and once more just after a replica's process has begun.
+EARLY = """
+import multiprocessing, os, signal, time
+from concurrent.futures import ProcessPoolExecutor
+_start = ProcessPoolExecutor._spawn_process
+
+def start(self):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1)
+    _start(self)
+    for replica in self._processes.values():
+        replica.terminate()
+
+if multiprocessing.current_process().name == "MainProcess":
+    ProcessPoolExecutor._spawn_process = start
+"""
 
 
 def start(data, tmp_path, fork, world, *flags):
@@ -107,3 +123,9 @@ def test_a_preemption_saves_and_uploads_within_30_seconds(data, front, emulator,
     for rank in "01":
         [saved] = [path.name for path in (tmp_path / f"run{rank}").glob("ckpt_*.pt")]
         assert stored(emulator, f"run{rank}/{saved}") and f"stopped at step {int(saved[5:13])}" in text
+
+
+def test_a_preemption_at_the_start_stops_the_run(data, tmp_path):
+    process = start(data, tmp_path, EARLY, 1, "--max_steps=100000")
+    text = process.output()
+    assert process.returncode == 3 and "stopped at step " in text, text

@@ -268,6 +268,15 @@ def test_a_missing_login_ends_keep_and_network_trouble_does_not(cloud):
     trouble.unlink()
 
 
+@pytest.mark.parametrize("command", ["status", "logs", "ssh", "stop", "delete"])
+def test_a_command_without_a_login_is_one_line(cloud, command):
+    trouble = cloud.cloud / "logged_out"
+    trouble.write_text("")
+    text = finish(cloud.start(command), 2)
+    trouble.unlink()
+    assert text.startswith("tpu.sh: ERROR: (gcloud) There was a problem") and text.count("\n") == 1
+
+
 # The hosts.
 
 def test_setup_waits_for_the_lists_that_a_new_host_is_updating(cloud):
