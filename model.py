@@ -9,6 +9,7 @@ D hidden_size, D' puzzle_emb_ndim, V vocabulary, N puzzle identifiers.
 """
 import math
 import pickle
+import re
 import zipfile
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
@@ -403,9 +404,7 @@ class TRM(nn.Module):
         # the official code's names, without the prefixes of its wrappers
         weights = {}
         for name, t in named.items():
-            for prefix in ("_orig_mod.", "model.", "inner."):
-                name = name.removeprefix(prefix)
-            weights[name] = t.float()
+            weights[re.sub(r"^((_orig_mod|module|model|inner)\.)+", "", name)] = t.float()
 
         # other puzzles have no row of their own in the table: they take the mean
         expected = self.state_dict()
@@ -722,7 +721,23 @@ def read_torch_file(path):
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
-        raise ValueError(f"{path} is damaged, or torch.save did not write it ({type(e).__name__})") from None
+        raise ValueError(f"{path} is damaged, or torch.save did not write it ({type(e).__name__})"
+                         f"{other_format(path)}") from None
+
+
+def other_format(path):
+    """Returns a hint at what a file is that torch.load cannot read, or ""."""
+    with open(path, "rb") as f:
+        start = f.read(64)
+    if start.startswith(b"version https://git-lfs"):
+        return ": it is a Git LFS pointer, git lfs pull fetches the file"
+    if start.lstrip().startswith(b"<"):
+        return ": it is a web page, not the file behind it"
+    if start[8:9] == b"{":
+        return ": it looks like safetensors; torch.save(safetensors.torch.load_file(OLD), NEW) converts it"
+    if start.startswith(b"PK") and not zipfile.is_zipfile(path):
+        return ": it is cut off, copy it again"
+    return ""
 
 
 def truncated_normal(t, std, generator):
