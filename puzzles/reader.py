@@ -49,9 +49,10 @@ def find_puzzles(task, text):
     # one puzzle in any number of lines, with one sign for an empty cell
     signs = signs_of(task)
     num_cells = math.prod(task["grid"])
-    cells = "".join(text.split())
+    parts = ["".join(line.split()) for line in text.splitlines() if line.strip()]
+    cells = "".join(parts)
     is_uniform = task["kind"] != "sudoku" or len({*cells} & {*EMPTY_CELLS}) < 2
-    if has_cells(cells, signs, num_cells) and is_uniform:
+    if has_cells(cells, signs, num_cells) and is_uniform and are_alike(parts) and are_alike(text.split()):
         return [Puzzle(1, translated(cells, signs))], "one puzzle"
 
     # JSON
@@ -65,12 +66,21 @@ def find_puzzles(task, text):
     # what a file of puzzles keeps of its player's work comes after the puzzle
     text = re.split(r"(?mi)^\[(?:state|pencilmarks)\]", text)[0]
     lines = [line_of(number, line, task, signs) for number, line in enumerate(text.splitlines(), 1)]
-    whats = {line.what for line in lines}
-    if "puzzle" in whats:
-        if "row" in whats:
+    # above the puzzles their number may stand, or the size of one
+    has_lines = any(line.what == "puzzle" for line in lines)
+    written = [line for line in lines if line.what in ("puzzle", "row", "other")]
+    rows, columns = task["grid"]
+    numbers = written[0].cells.split() if written else []
+    sizes = {str(size) for size in (rows, columns, *BOXES.get(rows, ()))}
+    is_size = len(written) % rows == 1 and {*numbers} <= sizes
+    if len(numbers) < 3 and (is_size or has_lines and written[0].cells.strip().isdigit()):
+        lines.remove(written[0])
+    if has_lines:
+        if any(line.what == "row" for line in lines):
             raise UserError("some lines have all cells of a puzzle, others those of a row")
         found = [Puzzle(line.number, line.cells, line.answer) for line in lines
                  if line.what in ("puzzle", "other")]
+        found = with_answers(found, task["symbols"][1])
         return found, f"{count_of(found)}, one a line"
     if len(text.strip("\r\n").splitlines()) <= 1:
         return [Puzzle(1, spaced_line(text.strip("\r\n"), task))], "one puzzle"
@@ -105,21 +115,38 @@ def has_cells(text, signs, number):
     return len(text) == number and signs.keys() >= {*text}
 
 
+def are_alike(parts):
+    """Returns whether texts have one length, as parts of a puzzle have, unlike a number beside a puzzle."""
+    return len({*map(len, parts)}) == 1
+
+
 def translated(cells, signs):
     return "".join(signs[cell] for cell in cells)
 
 
-def question_and_answer(puzzles, empty):
-    """Returns (question,) or (question, answer) of one or two texts of cells that belong together.
+def is_answer(answer, question, empty):
+    """Returns whether cells are all that the question gives, and no cell is empty."""
+    return empty not in answer and all(cell in (empty, known) for cell, known in zip(question, answer))
 
-    Of two, the answer is the one that has no empty cell and all that the other gives. Raises UserError.
-    """
+
+def question_and_answer(puzzles, empty):
+    """Returns (question,) or (question, answer) of one or two texts of cells, in any order, or UserError."""
     question, *answers = sorted(puzzles, key=lambda cells: empty not in cells)
-    for answer in answers:
-        agrees = all(cell in (empty, known) for cell, known in zip(question, answer))
-        if len(puzzles) > 2 or empty in answer or not agrees:
-            raise UserError(f"{len(puzzles)} puzzles stand together, and are not one with its answer")
+    if len(puzzles) > 2 or answers and not is_answer(answers[0], question, empty):
+        raise UserError(f"{len(puzzles)} puzzles stand together, and are not one with its answer")
     return question, *answers
+
+
+def with_answers(found, empty):
+    """Returns Puzzles where one that is the answer to the one before it has become that one's answer."""
+    merged = []
+    for puzzle in found:
+        last = merged[-1] if merged else puzzle
+        if empty in last.question and not last.answer and is_answer(puzzle.question, last.question, empty):
+            merged[-1] = last._replace(answer=puzzle.question)
+        else:
+            merged.append(puzzle)
+    return merged
 
 
 def json_puzzles(value, signs, num_cells):
@@ -161,15 +188,18 @@ def line_of(number, text, task, signs):
         text = COMMENT.sub("", text)
     words = "".join(" " if char in separators else char for char in text).split()
     cells = "".join(words)
-    fields = re.split("[,;|\t]", re.sub("[\u2502\u2503\u2551]", "|", text).strip(" ").strip("|"))
+    is_whole = are_alike(words)
+    framed = re.sub("[\u2502\u2503\u2551]", "|", text).strip(" ").removesuffix("|.")  # as LaTeX ends a row
+    fields = re.split("[,;|\t]", framed.strip("|"))
     if task["kind"] == "sudoku" and len(fields) in (columns, num_cells):
         # an empty field is an empty cell
         cells = "".join(field.strip() or "." for field in fields)
+        is_whole = True
 
     # a puzzle may stand beside its number, rating or answer, but not beside half a puzzle
     puzzles = [translated(word, signs) for word in words if has_cells(word, signs, num_cells)]
     has_others = any(len(word) > num_cells // 2 and not has_cells(word, signs, num_cells) for word in words)
-    if has_cells(cells, signs, num_cells):
+    if is_whole and has_cells(cells, signs, num_cells):
         puzzles = [translated(cells, signs)]
         has_others = False
     if puzzles and not has_others:
@@ -181,7 +211,7 @@ def line_of(number, text, task, signs):
         return Line(number, "other", text.strip())
 
     # dashes are a row of empty cells or a line between rows
-    is_row = has_cells(cells, signs, columns)
+    is_row = is_whole and has_cells(cells, signs, columns)
     if not text.strip():
         return Line(number, "gap", text)
     if {*cells} <= {*"-_*.'`"} and not (is_row and "." in cells):
@@ -234,7 +264,8 @@ def grids(lines, text, task, signs):
             gaps = set()
 
     if not found:
-        raise UserError("no line has the cells of a puzzle or of a row")
+        raise UserError(f"no line has the cells of a {rows}x{columns} puzzle or of its row")
+    found = with_answers(found, task["symbols"][1])
     return found, f"{count_of(found)} of {rows} lines{how}"
 
 
@@ -261,9 +292,11 @@ def spaced_rows(text, lines, task):
                 pattern = margin + between.join([box] * (columns // box_columns))
                 readings.add(tuple(row_of(row, pattern) for row in kept.values()))
     readings = [reading for reading in readings if None not in reading]
-    # spaces at the beginning may have been stripped
+    # a space that is lost or added moves cells: no line may begin without its spaces, and all end alike
     begins_with_space = any(row[0] in " |" for row in kept.values())
-    if len(readings) != 1 or not begins_with_space:
+    ends = {row[-1] for row in kept.values()}
+    ends_alike = are_alike(kept.values()) or " " not in ends and ends != {"|"}
+    if len(readings) != 1 or not begins_with_space or not ends_alike:
         raise UserError("cannot tell which cells are empty: write a dot for each")
     numbers = dict(zip(kept, *readings))
     return [Line(line.number, "row", numbers[line.number]) if line.number in numbers else line
@@ -274,7 +307,7 @@ def spaced_line(text, task):
     """Returns the cells of a line, which has as many characters as cells if spaces are empty cells."""
     if task["kind"] == "sudoku" and len(text) == math.prod(task["grid"]) and re.fullmatch("[1-9 ]+", text):
         return text.replace(" ", ".")
-    return "".join(text.split())
+    return "".join(text.split()) if are_alike(text.split()) else text.strip()
 
 
 def row_of(text, pattern):

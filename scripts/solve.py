@@ -23,6 +23,7 @@ import math
 import os
 import re
 import sys
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -69,7 +70,7 @@ def main(argv):
     puzzle_list, how = find_puzzles(model.task, source, content)
     if os.path.isfile(source):
         print(f"{source}: {how}", flush=True)
-    is_file = is_csv(source) or len(puzzle_list) > 1 or settings.output
+    is_file = not isinstance(content, str) or len(puzzle_list) > 1 or settings.output
     if is_file and (settings.steps or settings.plot):
         raise UserError("--steps and --plot show one puzzle: not a .csv, not several, not with --output")
 
@@ -292,14 +293,22 @@ def check_output(settings):
 
 def read_source(source):
     """Returns a .csv as [(line, {"question": text, ...})], the text of another file, or source itself."""
-    if is_csv(source):
-        return list(csv_rows(source, "question", is_strict=False))
+    text = source
     if os.path.isfile(source):
         try:
             with open_text(source) as f:
-                return f.read()
+                text = f.read()
         except UnicodeDecodeError:
             raise not_text(source) from None
+        except (OSError, EOFError, zlib.error) as e:
+            raise UserError(f"{source}: cannot be read ({e})") from None
+
+    # a .csv without names in its first line is a list of puzzles, or the cells of one
+    header = text.partition("\n")[0]
+    if is_csv(source) and not re.search(r"\d", header):
+        return list(csv_rows(source, "question", is_strict=False))
+    if os.path.isfile(source):
+        return text
     if os.path.isdir(source):
         raise UserError(f"{source} is a folder: give a file, or MODEL and PUZZLE")
     if re.search(r"\.(txt|sdk|sdm|ss|json|xml|gz)$", source):

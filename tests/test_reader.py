@@ -1,5 +1,6 @@
 """puzzles/reader.py: Sudokus and mazes as people write them are read rightly, or refused."""
 import json
+import re
 
 import pytest
 
@@ -86,7 +87,14 @@ FORMS = {
     f"0000183b305c {''.join(ZEROS)}  1.2\n" * 2: (2, False, "2 puzzles, one a line"),
     f"puzzle,solution\n{QUESTION},{ANSWER}\n{QUESTION},{ANSWER}\n": (2, True, "2 puzzles, one a line"),
     XML.format("".join(ZEROS)): (2, False, "2 puzzles, one a line"),
+    f"49151\n{QUESTION}\n{QUESTION}\n": (2, False, "2 puzzles, one a line"),
+    f"{QUESTION}\n{ANSWER}\n" * 2: (2, True, "2 puzzles, one a line"),
     # several grids
+    f"9\n{lines(map(' '.join, ZEROS))}\n": (1, False, "one puzzle of 9 lines"),
+    f"{lines(ROWS)}\n\nAnswer:\n{ANSWER}\n".replace(ANSWER, "\n".join(re.findall(".{9}", ANSWER))):
+        (1, True, "one puzzle of 9 lines"),
+    "\\begin{sudoku}\n" + lines("|" + "|".join(row.replace(".", " ")) + "|." for row in ROWS) + "\n\\end":
+        (1, False, "one puzzle of 9 lines"),
     f"Grid 01\n{lines(ZEROS)}\nGrid 02\n{lines(ZEROS)}\n": (2, False, "2 puzzles of 9 lines"),
     f"{lines(ROWS)}\n\n{lines(ROWS)}\n\n\n{lines(ROWS)}": (3, False, "3 puzzles of 9 lines"),
     f"#Ame\n; easy\n[Puzzle]\n{lines(ROWS)}\n[State]\n{ANSWER}\n": (1, False, "one puzzle of 9 lines"),
@@ -122,11 +130,19 @@ def test_files_of_puzzles(text):
     (f"{QUESTION}\n{lines(ROWS)}", "some lines have all cells of a puzzle, others those of a row"),
     (json.dumps({"a": QUESTION, "b": QUESTION[::-1]}), "2 puzzles stand together, and are not one with its"),
     (f"{QUESTION} {QUESTION[::-1]}", "has 162 cells, not 9x9"),
-    (f"{QUESTION[:80]} {ANSWER}", "has 161 cells, not 9x9"),
+    (f"{QUESTION[:80]} {ANSWER}", "has 162 cells, not 9x9"),
     (f"{QUESTION}\n{QUESTION}\n", "the text has 2 puzzles"),
     ("1" * 81 + "x", "has 82 cells, not 9x9"),
+    # a number, and a puzzle or a row that lacks a cell
+    (f"1: {QUESTION[1:]}", "cells, not 9x9"),
+    (f"1 {QUESTION[1:]}", "has 82 cells, not 9x9"),
+    (f"9\n{QUESTION[1:]}", "line 1, '9', is no row"),
+    (f"{QUESTION[1:]}; 3\n{QUESTION[1:]}; 3", "line 1, '3..7....6..195....98', is no row"),
+    (lines(f"{i} {row[1:]}" for i, row in enumerate(ROWS, 1)), "line 1, '13..7....', is no row"),
+    # a row of a grid with spaces has one too few
+    (lines([*ROWS[:4], ROWS[4][1:], *ROWS[5:]]).replace(".", " "), "cannot tell which cells are empty"),
     ("A" + QUESTION[1:], "has 'A' in row 1, column 1: must be one of"),
-    ("<html>\n<p>no puzzle</p>\n</html>", "no line has the cells of a puzzle or of a row"),
+    ("<html>\n<p>no puzzle</p>\n</html>", "no line has the cells of a 9x9 puzzle or of its row"),
 ])
 def test_what_is_not_clear_is_refused(text, words):
     with pytest.raises(UserError) as error:
