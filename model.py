@@ -9,6 +9,7 @@ D hidden_size, D' puzzle_emb_ndim, V vocabulary, N puzzle identifiers.
 """
 import itertools
 import math
+import re
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -365,9 +366,7 @@ class TRM(nn.Module):
         # the official code's names, without the prefixes of its wrappers
         weights = {}
         for name, t in named.items():
-            for prefix in ("_orig_mod.", "model.", "inner."):
-                name = name.removeprefix(prefix)
-            weights[name] = t.float()
+            weights[re.sub(r"^((_orig_mod|module|model|inner)\.)+", "", name)] = t.float()
 
         # other puzzles have no row of their own in the table: they take the mean
         expected = self.state_dict()

@@ -9,14 +9,22 @@ import functools
 import math
 import os
 import re
+from collections import Counter
 
 import numpy as np
 
 from configurator import check_numbers, start
-from puzzles import task_of
+from puzzles import squeezed, task_of
 from puzzles.symmetries import Symmetries, exchanged_of, orbit_keys, renamings, turns_of
 from runtime.errors import UserError
-from runtime.prepare import csv_rows, drop_test_puzzles, read_puzzles, refuse_existing, write_puzzles
+from runtime.prepare import (
+    csv_rows,
+    distinct_rows,
+    drop_test_puzzles,
+    read_puzzles,
+    refuse_existing,
+    write_puzzles,
+)
 
 # files
 train_csv = ""  # training puzzles, .csv or .csv.gz
@@ -43,7 +51,7 @@ def main(settings):
 
     # read the puzzles, [2, n, cells]: questions and answers as tokens, where 0 is a cell that does not count
     paths = filter(None, [settings.train_csv, settings.test_csv])
-    files = {path: read_rows(path, settings.several_answers) for path in paths}
+    files = {path: read_rows(path, settings) for path in paths}
     task = new_task(settings, files.values())
     if not settings.symbols:
         print(f"symbols in the files: {task['symbols'][1:]!r}; with --symbols any other is an error")
@@ -54,6 +62,9 @@ def main(settings):
     test = puzzles[-1]
     if settings.holdout:
         order = np.random.default_rng([settings.seed, 1]).permutation(train.shape[1])
+        if settings.holdout >= len(order):
+            raise UserError(f"holdout={settings.holdout} leaves none of the {len(order)} puzzles in "
+                            f"{settings.train_csv} to train on")
         drawn = np.sort(order[:settings.holdout])
         test = train[:, drawn]
         train = np.delete(train, drawn, axis=1)
@@ -88,17 +99,19 @@ def fill_in(settings):
     settings.output_dir = settings.output_dir or f"data/{name}"
 
 
-def read_rows(path, several_answers):
+def read_rows(path, settings):
     """Returns {question: row} of a file, the first row of each question, as csv_rows yields it.
 
-    Raises UserError for another answer to the same question, unless there may be several_answers.
+    White space is no cell, unless the setting symbols has a space. Raises UserError for another answer to the
+    same question, unless there may be several_answers.
     """
-    rows = {}
-    for line, row in csv_rows(path, "question", "answer"):
-        _, first = rows.setdefault(row["question"], (line, row))
-        if first["answer"] != row["answer"] and not several_answers:
-            raise UserError(f"{path}:{line}: another answer stands above (see --several_answers)")
-    return rows
+    def rows():
+        for line, row in csv_rows(path, "question", "answer"):
+            cells = {name: squeezed(row[name], settings.symbols) for name in ("question", "answer")}
+            yield line, row | cells
+
+    distinct = distinct_rows(path, rows(), settings.several_answers)
+    return {row["question"]: (line, row) for line, row in distinct}
 
 
 def new_task(settings, files):
@@ -106,11 +119,16 @@ def new_task(settings, files):
     questions = [question for rows in files for question in rows]
     answers = [row["answer"] for rows in files for _, row in rows.values()]
 
-    # by default the grid is a square, with as many cells as the first question has
-    side = math.isqrt(len(questions[0]))
-    grid = [side, side]
+    # by default the grid is a square, with as many cells as most questions have
     if settings.grid:
         grid = list(map(int, settings.grid.split("x")))
+    else:
+        [(num_cells, _)] = Counter(map(len, questions)).most_common(1)
+        side = math.isqrt(num_cells)
+        grid = [side, side]
+        if side * side != num_cells:
+            raise UserError(f"most questions have {num_cells} cells, no square: give --grid=ROWSxCOLUMNS, or "
+                            "--symbols with a space, if white space is a cell")
 
     # by default the symbols are the characters of the files, those that only questions have first
     symbols = settings.symbols

@@ -19,6 +19,7 @@ from puzzles.symmetries import dihedral, orbit_keys
 from runtime.prepare import (
     csv_rows,
     distinct,
+    distinct_rows,
     fill_in_source,
     read_both,
     read_puzzles,
@@ -57,7 +58,7 @@ def main(settings):
         mazes = generate(settings.size, num_mazes, settings.seed, settings.min_path)
         train, test = np.split(mazes, [settings.num_train], axis=1)
     else:
-        train, test, left_out = read_both(settings, HUB, read, dihedral_keys)
+        train, test, left_out = read_both(settings, HUB, functools.partial(read, settings), dihedral_keys)
 
     # write them before their copies
     size = math.isqrt(test.shape[2])
@@ -78,9 +79,11 @@ def fill_in(settings):
     fill_in_source(settings, names, 8 if settings.aug else 1, everything)
 
 
-def read(path, cells):
-    """Returns all mazes of a file, [2, n, cells]; cells: of each, 0: as many as the first one has."""
+def read(settings, path, cells):
+    """Returns the mazes of a file, [2, n, cells]; cells: of each, 0: as many as the first one has."""
     rows = list(csv_rows(path, "question", "answer"))
+    if settings.source == "csv":
+        rows = list(distinct_rows(path, rows))
     _, first_row = rows[0]
     size = math.isqrt(cells or len(first_row["question"]))
     return read_puzzles(path, iter(rows), maze_task(size))

@@ -1,22 +1,27 @@
 """Makes a Sudoku dataset: Sudoku-Extreme from the hub, your own CSV files, or generated puzzles.
 
     python prepare_sudoku.py                              Sudoku-Extreme: 1000 puzzles x 1001
-    python prepare_sudoku.py --train_csv=A --test_csv=B   columns question,answer,rating
+    python prepare_sudoku.py --train_csv=A --test_csv=B   columns question,answer, perhaps rating
     python prepare_sudoku.py --source=generate --size=6   minimal 6x6 puzzles
 
-In files, an empty cell is . or 0. puzzles/sudoku.py has the generator and the copies.
+In files, an empty cell is . or 0. Puzzles of your own files that are repeated, or have several solutions, are
+left out. puzzles/sudoku.py has the generator and the copies.
 """
 import functools
 
 import numpy as np
 
 from configurator import start
-from puzzles.sudoku import BOXES, minimal_sudokus, sudoku_copies, sudoku_task
+from puzzles import squeezed
+from puzzles.reader import EMPTY_CELLS
+from puzzles.sudoku import BOXES, minimal_sudokus, num_solutions, sudoku_copies, sudoku_task
 from puzzles.symmetries import keys_of
 from runtime.errors import UserError
+from runtime.files import Progress
 from runtime.prepare import (
     csv_rows,
     distinct,
+    distinct_rows,
     fill_in_source,
     read_both,
     read_puzzles,
@@ -41,6 +46,9 @@ num_test = 1000  # test puzzles, the same for each num_train
 num_aug = 1000  # augmented copies of each training puzzle, besides itself
 
 HUB = "sapientinc/sudoku-extreme"
+DOTS = dict.fromkeys(map(ord, EMPTY_CELLS), ".")  # what else files have for an empty cell
+SEARCHED = 100_000  # boards of a file that are solved: a minute or two, if they are hard
+BLOCK = 4096  # boards that are solved at a time
 
 
 def main(settings):
@@ -56,7 +64,9 @@ def main(settings):
         # the test puzzles are the same for each num_train
         test, train = np.split(puzzles, [settings.num_test], axis=1)
     else:
-        train, test, left_out = read_both(settings, HUB, functools.partial(read, settings), keys_of)
+        train, test, left_out = read_both(
+            settings, HUB, functools.partial(read, settings), keys_of,
+            functools.partial(have_one_solution, size=size))
 
     # write them before their copies
     task = sudoku_task(size)
@@ -83,18 +93,44 @@ def fill_in(settings):
 
 def read(settings, path, _):
     """Returns the puzzles of a file that are rated min_difficulty or more, [2, n, cells]."""
-    return read_puzzles(path, hard_rows(path, settings.min_difficulty), sudoku_task(settings.size))
+    rows = hard_rows(path, settings.min_difficulty)
+    if settings.source == "csv":
+        rows = distinct_rows(path, rows)
+    return read_puzzles(path, rows, sudoku_task(settings.size))
 
 
 def hard_rows(path, min_difficulty):
-    """Yields the rows of a file that are rated min_difficulty or more, as csv_rows does."""
-    for line, row in csv_rows(path, "question", "answer", "rating"):
+    """Yields the rows of a file that are rated min_difficulty or more, as csv_rows does.
+
+    With min_difficulty 0 a file needs no ratings. White space is no cell.
+    """
+    columns = ["question", "answer"] + ["rating"] * (min_difficulty != 0)
+    for line, row in csv_rows(path, *columns):
+        rating = row.get("rating") or str(min_difficulty)
         try:
-            is_hard = int(row["rating"]) >= min_difficulty
+            is_hard = float(rating) >= min_difficulty
         except ValueError:
-            raise UserError(f"{path}:{line}: the rating {row['rating']!r} is not an integer") from None
+            raise UserError(f"{path}:{line}: the rating {rating!r} is not a number") from None
         if is_hard:
-            yield line, row | {"question": row["question"].replace("0", ".")}
+            question = squeezed(row["question"], "").translate(DOTS)
+            yield line, row | {"question": question, "answer": squeezed(row["answer"], "")}
+
+
+def have_one_solution(boards, size):
+    """Returns which boards, tokens [n, cells], have one solution, or need too long a search to tell.
+
+    Of very many boards only the first are searched, and the others count as proper.
+    """
+    is_proper = np.ones(len(boards), dtype=bool)
+    num_searched = min(len(boards), SEARCHED)
+    if num_searched < len(boards):
+        print(f"only {num_searched:,} of {len(boards):,} puzzles are searched for a second solution")
+    progress = Progress("counting solutions", num_searched)
+    for first in range(0, num_searched, BLOCK):
+        block = slice(first, min(first + BLOCK, num_searched))
+        is_proper[block] = np.abs(num_solutions(boards[block], size)) == 1
+        progress.add(block.stop - first)
+    return is_proper
 
 
 def generate(size, n, seed):

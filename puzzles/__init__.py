@@ -8,12 +8,14 @@ Answers to other kinds are compared with the known answers, unless a script adds
 examples/coloring.py does.
 """
 import math
+import re
 from typing import NamedTuple
 
 import numpy as np
 
 from puzzles.arc import arc_task
 from puzzles.maze import MAZE, judge_maze, maze_symmetries, maze_task, num_paths, path_metrics
+from puzzles.reader import find_puzzles
 from puzzles.sudoku import judge_sudoku, num_solutions, sudoku_symmetries, sudoku_task
 from puzzles.symmetries import described_symmetries
 from runtime.errors import UserError
@@ -36,7 +38,7 @@ JUDGES = {"sudoku": judge_sudoku, "maze": judge_maze}
 # not here: a Sudoku has one answer, and the paper's metric compares mazes with their labels
 SEVERAL_ANSWERS = set()
 
-# {kind: a function (questions, rows of the grid) that counts their solutions up to 2}
+# {kind: a function (questions, rows of the grid) that counts their solutions up to 2, or gives up: -1}
 SOLVERS = {"sudoku": num_solutions, "maze": num_paths}
 
 # {kind: a function (task, n, a random generator) that draws n Symmetries}; a task of another kind may
@@ -86,22 +88,20 @@ def task_of(manifest, seq_len, vocab_size):
 # Text and tokens
 
 def parse_question(task, text, place=""):
-    """Returns the task with the grid of a typed question, and its tokens, int32 [cells]. Raises UserError.
+    """Returns the task with the grid of the one question in a text, and its tokens, int32 [cells].
 
-    Only a maze may have another grid than the task: models with attention take any number of cells.
-    place: where the question stands, for messages.
+    Raises UserError. Only a maze may have another grid than the task: models with attention take any number
+    of cells. place: where the question stands, for messages.
     """
+    try:
+        found, _ = find_puzzles(task, text)
+    except UserError as e:
+        raise UserError(f"{place}{e}") from None
+    if len(found) > 1:
+        raise UserError(f"{place}the text has {len(found)} puzzles")
+    [(_, cells, _)] = found
     # the symbols of answers to mazes are one more
     symbols = MAZE[1:-1] if task["kind"] == "maze" else "".join(task["symbols"][1:])
-    if " " in symbols:
-        # editors strip spaces at the end of a line
-        lines = text.strip("\r\n").splitlines()
-        width = max(map(len, lines), default=0)
-        cells = "".join(line.ljust(width) for line in lines)
-    else:
-        cells = "".join(text.split())
-    if task["kind"] == "sudoku":
-        cells = cells.replace("0", ".")
     if task["kind"] == "maze":
         task = maze_task(math.isqrt(len(cells)))
     check_text(task, cells, symbols, f"{place}the puzzle {cells[:20]!r}")
@@ -113,11 +113,19 @@ def check_text(task, text, symbols, name):
     """Raises UserError if a text has not one of the symbols for each cell; name: the text's, in messages."""
     rows, columns = task["grid"]
     if not text or len(text) != rows * columns:
-        raise UserError(f"{name} has {len(text)} cells, not {rows}x{columns}")
+        # a spreadsheet takes a puzzle of digits for a number, and drops zeros or digits
+        is_number = text.isdigit() and len(text) > rows * columns // 2 or re.fullmatch(r"\d.*E\+\d+", text)
+        hint = " (did a spreadsheet read it as a number?)" if is_number else ""
+        raise UserError(f"{name} has {len(text)} cells, not {rows}x{columns}{hint}")
     rest = text.lstrip(symbols)
     if rest:
         place = place_of(len(text) - len(rest), task)
         raise UserError(f"{name} has {rest[0]!r} in {place}: must be one of {symbols!r}")
+
+
+def squeezed(text, symbols):
+    """Returns a text without white space; if a space is one of the symbols, without line ends."""
+    return "".join(text.splitlines() if " " in symbols else text.split())
 
 
 def text_of(task, tokens):
@@ -232,18 +240,28 @@ def check_questions(task, questions, places):
 
     Raises UserError for the first question without a solution.
     """
+    warning = ""
+    for place, (count, words) in zip(places, solution_notes(task, questions)):
+        if count == 0:
+            raise UserError(place + words)
+        warning = warning or words and place + words
+    return warning
+
+
+def solution_notes(task, questions):
+    """Returns (solutions up to 2, -1 if not decided, and words if it is not one) of questions [n, cells]."""
     if task["kind"] not in SOLVERS:
-        return ""
-    counts = SOLVERS[task["kind"]](questions, task["grid"][0])
-    fewest = counts.argmin()
-    most = counts.argmax()
-    if not counts[fewest]:
-        # two givens may break a rule
-        question = questions[fewest]
-        clashes = judge(task, question[None], question[None]).broken[0] & (question > 1)
-        where = f": {place_of(clashes.argmax(), task)} breaks a rule" if clashes.any() else ""
-        raise UserError(f"{places[fewest]}the puzzle has no solution{where}")
-    return places[most] + "the puzzle has more than one solution" if counts[most] > 1 else ""
+        return [(1, "")] * len(questions)
+    notes = []
+    for question, count in zip(questions, SOLVERS[task["kind"]](questions, task["grid"][0])):
+        words = {1: "", 2: "the puzzle has more than one solution", 0: "the puzzle has no solution",
+                 -1: "not decided whether the puzzle has one solution: the search was too long"}[count]
+        if count == 0:
+            # two givens may break a rule
+            clashes = judge(task, question[None], question[None]).broken[0] & (question > 1)
+            words += f": {place_of(clashes.argmax(), task)} breaks a rule" if clashes.any() else ""
+        notes.append((count, words))
+    return notes
 
 
 def count_correct(task, arrays):

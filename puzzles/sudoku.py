@@ -3,6 +3,8 @@
 Boards are the official code's tokens [n, cells]: 0 padding, 1 an empty cell, d + 1 the digit d. A board has
 4, 6 or 9 rows.
 """
+import math
+
 import numpy as np
 
 from puzzles.symmetries import Symmetries, renamings
@@ -12,6 +14,7 @@ EMPTY = 1  # token
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # {rows of a board: rows and columns of a box}
 UNITS = (2, 3), (0, 1), (1, 3)  # axes of (bands, rows, stacks, columns) along a row, a column and a box
 BOARDS = 4096  # in the solver at a time: as many as stay in the processor's cache
+SEARCH = 500_000  # rounds of the solver on boards that one puzzle may take: a second; most need a thousand
 
 
 def sudoku_task(size):
@@ -54,8 +57,8 @@ def judge_sudoku(task, questions, answers):
 # possible in the cell. Numpy is fast on these as long as every operation runs over all n boards.
 
 def num_solutions(boards, size):
-    """Returns the number of solutions of boards, tokens [n, cells], counted up to 2."""
-    return count_solutions(candidates_of(boards, size), size, 2)
+    """Returns the number of solutions of boards, tokens [n, cells], counted up to 2; -1: not decided."""
+    return count_solutions(candidates_of(boards, size), size, 2, SEARCH)
 
 
 def candidates_of(boards, size):
@@ -65,14 +68,17 @@ def candidates_of(boards, size):
     return by_token[boards.T]
 
 
-def count_solutions(candidates, size, limit):
+def count_solutions(candidates, size, limit, search=math.inf):
     """Returns the number of solutions of each board [n], counted up to limit; candidates: [cells, n].
+
+    A board that takes more than `search` rounds has -1.
 
     It goes depth first over many boards at once: where the singles are stuck, it splits a board in two at one
     of its cells with the fewest candidates.
     """
     n = candidates.shape[1]
     counts = np.zeros(n, dtype=np.int64)
+    rounds = np.zeros(n, dtype=np.int64)
     waiting = [(candidates, np.arange(n))]
     while waiting:
         boards, owners = waiting.pop()
@@ -81,10 +87,11 @@ def count_solutions(candidates, size, limit):
             boards = boards[:, :BOARDS]
             owners = owners[:BOARDS]
 
-        # drop boards that are solved or broken, or whose owner has solutions enough
+        # drop boards that are solved or broken, or whose owner has solutions or rounds enough
         boards, broken, solved, stuck = propagate(boards, size)
         counts += np.bincount(owners[solved], minlength=n)
-        alive = ~broken & ~solved & (counts[owners] < limit)
+        rounds += np.bincount(owners, minlength=n)
+        alive = ~broken & ~solved & (counts[owners] < limit) & (rounds[owners] <= search)
 
         # split the stuck boards: one copy takes the cell's lowest candidate, the other one the rest
         split = np.flatnonzero(alive & stuck)
@@ -99,6 +106,7 @@ def count_solutions(candidates, size, limit):
             boards = np.concatenate([boards[:, alive], others], axis=1)
             owners = np.concatenate([owners[alive], owners[split]])
             waiting.append((boards, owners))
+    counts[(counts < limit) & (rounds > search)] = -1
     return np.minimum(counts, limit)
 
 

@@ -452,17 +452,23 @@ def newest_whole(out_dir, say=lambda line: None):
     return ""
 
 
+WEIGHTS = ("state_dict", "model_state_dict", "model_state", "model")  # where other code's files have them
+
+
 def read_checkpoint(path):
     """Returns the state in a checkpoint of ours, or {"weights": ...} of an official one. Raises UserError."""
     try:
         state = read_torch_file(path)
-        # ours has "weights" among other entries; the official code saves only the weights
-        state = state if "weights" in state else {"weights": state}
+        # ours has "weights" among other entries; the official code saves only the weights, others nest them
+        if "weights" not in state:
+            nested = [state[name] for name in WEIGHTS if isinstance(state.get(name), dict)]
+            state = {"weights": [*nested, state][0]}
         if not all(map(torch.is_tensor, state["weights"].values())):
-            raise ValueError
+            raise ValueError("it has no weights")
     except Exception as e:  # torch has many for this
-        raise UserError(f"{path}: cannot be read as a checkpoint ({type(e).__name__}): damaged, or not one "
-                        "of ours or the official code's; init_from: scratch, resume, auto or FILE") from None
+        cause = str(e).removeprefix(path).strip() if isinstance(e, ValueError) else type(e).__name__
+        raise UserError(f"{path}: cannot be read as a checkpoint ({cause}): damaged, or not one of ours or "
+                        "the official code's; init_from: scratch, resume, auto or FILE") from None
     return state
 
 

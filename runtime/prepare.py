@@ -3,8 +3,10 @@
 Every script goes the same way: it reads or generates puzzles, drops the training puzzles that the test has,
 draws some, makes copies, and writes a dataset.
 """
+import codecs
 import csv
 import gzip
+import io
 import itertools
 import json
 import math
@@ -73,31 +75,104 @@ def refuse_existing(path):
 # ---------------------------------------------------------------------------------------------------------
 # CSV files
 
-def csv_rows(path, *columns):
+# {column: other names that public files give it}
+COLUMNS = {
+    "question": ("puzzle", "puzzles", "quiz", "quizzes", "unsolved"),
+    "answer": ("solution", "solutions", "solved"),
+    "rating": ("difficulty",),
+}
+
+
+def csv_rows(path, *columns, is_strict=True):
     """Yields (line, {column: text}) of a CSV file, also .gz. Raises UserError.
 
     Args:
         path: the file.
-        columns: that each row must have.
+        columns: that each row must have, under these or another of the names in COLUMNS.
+        is_strict: whether a row that is not like the header is an error; otherwise it is yielded as {}.
     """
-    opener = gzip.open if path.endswith(".gz") else open
     line = 1
     try:
-        with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as f:
-            reader = csv.DictReader(f)
-            if not {*columns} <= {*(reader.fieldnames or columns)}:
-                raise UserError(f"{path}:1: must name the columns {', '.join(columns)}")
+        with open_text(path) as f:
+            reader = csv.DictReader(f, delimiter="\t" if ".tsv" in path.lower() else ",")
+            reader.fieldnames = column_names(reader.fieldnames or columns)
+            missing = [name for name in columns if name not in reader.fieldnames]
+            if missing:
+                others = ", ".join(f"{name[:20]!r}" for name in reader.fieldnames)
+                raise UserError(f"{path}:1: must name the columns {', '.join(columns)}: it has {others}, and "
+                                f"lacks {', '.join(missing)}")
             for row in reader:
                 line = reader.line_num
                 # a missing field is None; more fields than columns stand under the key None
-                if None in row or None in map(row.get, columns):
+                is_wrong = None in row or None in map(row.get, columns)
+                if is_wrong and is_strict:
                     raise UserError(f"{path}:{line}: must have {', '.join(columns)}; "
                                     "the first line of the file names its columns")
-                yield line, row
+                yield line, {} if is_wrong else row
+    except UnicodeDecodeError:
+        raise not_text(path) from None
     except (OSError, EOFError, csv.Error, zlib.error) as e:
         raise UserError(f"{path}: cannot be read ({e})") from None
     if line == 1:
         raise UserError(f"{path}:2: no puzzle under the header")
+
+
+def distinct_rows(path, rows, several_answers=None):
+    """Yields the first row of each question, as csv_rows does, and prints how many others there are.
+
+    Raises UserError for another answer to the same question, unless there may be several_answers; None: the
+    script does not have that setting.
+    """
+    answers = {}
+    num_repeated = 0
+    for line, row in rows:
+        question = row["question"]
+        if question not in answers:
+            answers[question] = row["answer"]
+            yield line, row
+        elif answers[question] == row["answer"] or several_answers:
+            num_repeated += 1
+        else:
+            hint = "" if several_answers is None else " (see --several_answers)"
+            raise UserError(f"{path}:{line}: another answer to the same question stands above{hint}")
+    if num_repeated:
+        print(f"{path}: left out {num_repeated:,} rows whose question stands above")
+
+
+def column_names(names):
+    """Returns the names of columns in lower case; if ours is missing, another name in COLUMNS becomes it."""
+    names = [name.strip().lower() for name in names]
+    for name, others in COLUMNS.items():
+        for other in others:
+            if name not in names and other in names:
+                names[names.index(other)] = name
+    return names
+
+
+def open_text(path):
+    """Opens a text file, also .gz, in UTF-8 or with a byte order mark. Reading raises UnicodeDecodeError."""
+    with open_bytes(path) as f:
+        is_utf16 = f.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    encoding = "utf-16" if is_utf16 else "utf-8-sig"
+    return io.TextIOWrapper(open_bytes(path), encoding, newline="")
+
+
+def open_bytes(path):
+    return gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
+
+
+def not_text(path):
+    """Returns the UserError for a file that is not UTF-8, with its first such line."""
+    line = 1
+    with open_bytes(path) as f:
+        for content in f:
+            try:
+                content.decode()
+            except UnicodeDecodeError:
+                break
+            line += 1
+    return UserError(f"{path}:{line}: is not UTF-8 text: save it as CSV UTF-8, or convert it, as by iconv -f "
+                     f"WINDOWS-1252 -t UTF-8 {os.path.basename(path)} > NEW; archives must be unpacked")
 
 
 def read_puzzles(path, rows, task, ignored=""):
@@ -138,14 +213,18 @@ def read_puzzles(path, rows, task, ignored=""):
     return np.concatenate(blocks, axis=1)
 
 
-def read_both(settings, hub, read, keys_of):
+def read_both(settings, hub, read, keys_of, is_proper=None):
     """Returns training and test puzzles of files, [2, n, cells] each, and {what: how many are left out}.
+
+    Of your own files it leaves out what is not proper: of the test puzzles, and of the training puzzles as it
+    draws them. It takes the files of the hub as they are.
 
     Args:
         settings: the settings of a prepare script.
         hub: the repository on Hugging Face that has the files, unless the settings name some.
         read: a function of a path and the cells of a puzzle, 0 if they are not known: returns [2, n, cells].
         keys_of: a function of questions that returns a list of keys, equal for puzzles that count as one.
+        is_proper: a function of questions [n, cells] that returns which have one solution; None: all.
     """
     train_path = settings.train_csv
     test_path = settings.test_csv
@@ -154,13 +233,31 @@ def read_both(settings, hub, read, keys_of):
         test_path = hub_file(hub, "test.csv")
     test = read(test_path, 0)
     train = read(train_path, test.shape[2])
+    if settings.source == "hub" or not is_proper:
+        def is_proper(questions):
+            return np.ones(len(questions), dtype=bool)
+    proper = is_proper(test[0])
+    num_improper = np.count_nonzero(~proper)
+    test = test[:, proper]
+    if not proper.any():
+        raise UserError(f"{test_path}: no puzzle has one solution")
     train, counts = drop_test_puzzles(train_path, train, test, keys_of)
 
-    # draw some at random, in the file's order
+    # draw some at random, and others for those that are not proper; then in the file's order
+    order = np.arange(train.shape[1])
     if settings.subsample_size:
-        order = np.random.default_rng([settings.seed, 1]).random(train.shape[1]).argsort()
-        train = train[:, np.sort(order[:settings.subsample_size])]
-    return train, test, counts
+        order = np.random.default_rng([settings.seed, 1]).random(len(order)).argsort()
+    drawn = order[:0]
+    num_wanted = settings.subsample_size or len(order)
+    while len(drawn) < num_wanted and len(order):
+        candidates, order = np.split(order, [num_wanted - len(drawn)])
+        proper = is_proper(train[0, candidates])
+        num_improper += np.count_nonzero(~proper)
+        drawn = np.concatenate([drawn, candidates[proper]])
+    if not len(drawn):
+        raise UserError(f"{train_path}: no puzzle has one solution")
+    counts["left out, since they have several solutions"] = int(num_improper)
+    return train[:, np.sort(drawn)], test, counts
 
 
 def drop_test_puzzles(path, train, test, keys_of):

@@ -10,7 +10,8 @@ listens on 127.0.0.1 only. Its API is JSON, errors are {"error": "..."}:
 
     GET  /api/run                what the model plays
     GET  /api/puzzle?number=7    a test puzzle, from 1, and its answer, null if there are several
-    POST /api/solve              {"question": "2...", "steps": 16, "attempts": 8, "seed": 0}
+    POST /api/solve              {"question": "2...", "steps": 16, "attempts": 8, "seed": 0},
+                                 where all but the question may be missing
 
 /api/solve answers with the request and a warning at once, and another line of JSON after each supervision
 step of each attempt: {"attempt": 1, "answer": "21...", "sure": 0.6, "broken": [3, 7], "solved": false}, where
@@ -151,10 +152,16 @@ class Game:
 
         Raises various errors if the request is not as it must be.
         """
-        # numbers that would keep this machine busy for hours
-        for name, most in dict(steps=256, attempts=16).items():
-            if not 1 <= int(request[name]) <= most:
-                raise UserError(f"{name} must be from 1 to {most}, not {request[name]}")
+        run = self.describe()
+        request = {"steps": run["depth"], "attempts": 1, "noise": run["noise"], "seed": 0} | request
+        for name in ["question"] + ["task"] * self.is_arc:
+            if name not in request:
+                raise UserError(f"{name} is missing")
+        # larger numbers would keep this machine busy for hours
+        for name, least, most in ("steps", 1, 256), ("attempts", 1, 16), ("seed", 0, 2 ** 63):
+            number = request[name]
+            if type(number) is not int or not least <= number <= most:
+                raise UserError(f"{name} must be an integer from {least} to {most}, not {number!r}")
         # the run's settings, and the request's
         settings = Settings(**vars(self.settings))
         settings.eval_halt_max_steps = int(request["steps"])

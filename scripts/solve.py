@@ -7,9 +7,10 @@
     python scripts/solve.py out/fork fork.py puzzle.txt --plot=answer.gif     a model that fork.py trained
 
 A puzzle is a text or a file, in one line or in several. A Sudoku has digits with . or 0 for an empty cell, a
-maze "# SG" (wall, open, start, goal), others the symbols of their dataset. A puzzle that begins with - must
-be in a file. A .csv file, also .gz, has a puzzle a row, in the column question. Rules judge the answers;
-where no rules are known, the column answer does.
+maze "# SG" (wall, open, start, goal), others the symbols of their dataset; puzzles/reader.py says what else
+is read. A puzzle that begins with - must be in a file. A file may have several puzzles. A .csv file, also
+.gz, has a puzzle a row, in the column question. Rules judge the answers; where no rules are known, known
+answers do, of the column answer.
 
 The script keeps the most confident answer of all supervision steps. As long as it is not sure, it tries
 copies of the puzzle by symmetry and turns the answer back, up to 8 attempts (eval_attempts). The model is a
@@ -20,8 +21,11 @@ checkpoint of the official code. play.py shows ARC's tasks.
 """
 import csv
 import itertools
+import math
 import os
+import re
 import sys
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -42,12 +46,13 @@ from runtime.checkpoint import newest_whole
 from runtime.device import Device
 from runtime.errors import UserError
 from runtime.files import Progress
-from runtime.prepare import csv_rows
+from runtime.prepare import csv_rows, not_text, open_text
 
 # output
 steps = False  # show the answers after several supervision steps, and how sure the halting head is
 plot = ""  # draw them: FILE.png, or FILE.gif with a frame for each step; needs matplotlib
-output = ""  # write the answers of a .csv to this new .csv, with certainty, attempts, step and result
+output = ""  # write the answers to this new .csv, with certainty, attempts, step and result
+ignored = ""  # characters of known answers for cells that do not count, as of prepare_csv.py
 
 ATTEMPTS = 8  # at most, unless --eval_attempts says otherwise
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
@@ -63,19 +68,30 @@ def main(argv):
     check_output(settings)
 
     # the puzzles, and the model for them
-    rows = read_rows(source)
-    [path] = models_given or [choose_model(rows[0][1]["question"])]
+    content = read_source(source)
+    [path] = models_given or [choose_model(source, content)]
     model, train_settings = load(path, train_arguments)
     if model.task["kind"] == "arc":  # a question alone has no identifier
         raise UserError(f"{path} solves ARC tasks: play.py shows them, train.py writes submission.json")
-    task, questions = parse_questions(model.task, rows)
+    puzzle_list, how = find_puzzles(model.task, source, content)
+    if os.path.isfile(source):
+        print(f"{source}: {how}", flush=True)
+    is_file = not isinstance(content, str) or len(puzzle_list) > 1 or settings.output
+    if is_file and (settings.steps or settings.plot):
+        raise UserError("--steps and --plot show one puzzle: not a .csv, not several, not with --output")
+
+    # mark what cannot be solved; attention takes puzzles of any size
+    task, rows = parse_rows(model.task, puzzle_list)
+    questions = np.stack([row.tokens for row in rows if not row.problem])
     if questions.shape[1] != model.sizes["seq_len"]:
+        if model.settings.mlp_t:
+            raise UserError("{} takes {}x{} only: its MLP has a weight for each cell".format(
+                path, *model.task["grid"]))
         model, _ = load(path, train_arguments, questions.shape[1])
 
     # solve
-    if is_csv(source):
-        known_answers = [row.get("answer") or "" for _, row in rows]
-        solve_file(train_settings, model, task, questions, known_answers, settings.output)
+    if is_file:
+        solve_file(train_settings, model, task, questions, rows, settings)
     else:
         solve_one(train_settings, model, task, questions, settings, path)
 
@@ -173,17 +189,18 @@ class Questions(NamedTuple):
         return evaluate.unlabelled_batch(self.tokens[indices])
 
 
-def solve_file(settings, model, task, questions, known_answers, output):
+def solve_file(settings, model, task, questions, rows, own_settings):
     """Solves puzzles, prints how many are right, and writes a row for each to a new file.
 
     Args:
         settings: train.py's settings.
         model: a TRM.
         task: the puzzles' task.
-        questions: tokens int32 [n, cells].
-        known_answers: a text for each, "" if it is not known.
-        output: path of the file, "" for none.
+        questions: tokens int32 [n, cells], of the rows without a problem.
+        rows: a list of Row.
+        own_settings: of this script.
     """
+    known_answers = [row.known_answer for row in rows if not row.problem]
     n, cells = questions.shape
     evaluator = new_evaluator(settings, model, min(n, max(1, CELLS_AT_A_TIME // cells)))
     data = Questions(task, questions)
@@ -192,42 +209,54 @@ def solve_file(settings, model, task, questions, known_answers, output):
     while queue.num_unfinished():
         progress.add(queue.run(lambda: False))
 
+    # a line for each puzzle, those that cannot be solved in their places
     answers, logits, steps = (queue.results[name] for name in evaluate.SUREST)
     attempts = queue.results["attempts"]
-    judged = judge_answers(task, questions, answers, known_answers)
-    for result, count in Counter(judged).items():
-        print(f"{count} of {n} {result} ({count / n:.1%})")
     certainties = evaluate.sigmoid(logits)
+    solved = zip(
+        [puzzles.text_of(task, question) for question in questions],
+        [puzzles.text_of(task, answer) for answer in answers],
+        certainties.round(4),
+        attempts,
+        steps.astype(int),
+        judge_answers(task, questions, answers, known_answers, own_settings.ignored),
+    )
+    lines = [("".join(row.question.split()), "", "", "", "", row.problem) if row.problem else next(solved)
+             for row in rows]
+    for result, count in Counter(result for *_, result in lines).items():
+        print(f"{count} of {len(rows)} {result} ({count / len(rows):.1%})")
     num_sure = np.count_nonzero(certainties >= models.SURE)
     print(f"{num_sure} answers are {models.SURE:.0%} sure; {attempts.mean():.2f} attempts at a puzzle, "
           f"of up to {settings.eval_attempts}")
-    if output:
-        lines = zip(
-            [puzzles.text_of(task, question) for question in questions],
-            [puzzles.text_of(task, answer) for answer in answers],
-            certainties.round(4),
-            attempts,
-            steps.astype(int),
-            judged,
-        )
-        with open(output, "w", encoding="utf-8", newline="") as f:
+    if own_settings.output:
+        with open(own_settings.output, "w", encoding="utf-8", newline="") as f:
             writer = csv.writer(f, lineterminator="\n")
             writer.writerow(["question", "answer", "certainty", "attempts", "step", "result"])
             writer.writerows(lines)
 
 
-def judge_answers(task, questions, answers, known_answers):
-    """Returns "right", "wrong" or "not judged" of each answer, by the rules or else by the known answer."""
+def judge_answers(task, questions, answers, known_answers, ignored=""):
+    """Returns "right", "wrong" or "not judged" of each answer, by the rules or else by the known answer.
+
+    ignored: characters of known answers for cells that do not count.
+    """
     judgement = puzzles.judge(task, questions, answers)
     if judgement:
         return np.where(judgement.solved, "right", "wrong")
     results = []
     for answer, known_answer in zip(answers, known_answers):
-        # other characters than the puzzle's stand in cells that do not count
-        pairs = zip(puzzles.text_of(task, answer), known_answer)
-        is_equal = [ours == theirs for ours, theirs in pairs if theirs in task["symbols"]]
-        result = "right" if all(is_equal) else "wrong"
-        results.append(result if is_equal else "not judged")
+        known_answer = puzzles.squeezed(known_answer, task["symbols"][1:])
+        unknown = {*known_answer} - {*task["symbols"][1:], *ignored}
+        pairs = [pair for pair in zip(puzzles.text_of(task, answer), known_answer) if pair[1] not in ignored]
+        if not pairs:
+            result = "not judged"
+        elif len(known_answer) != len(answer):
+            result = f"not judged: the known answer has {len(known_answer)} cells, not {len(answer)}"
+        elif unknown:
+            result = f"not judged: the known answer has {min(unknown)!r} (see --ignored)"
+        else:
+            result = "right" if all(ours == theirs for ours, theirs in pairs) else "wrong"
+        results.append(result)
     return results
 
 
@@ -280,49 +309,109 @@ def draw(path, task, question, grids):
 # ---------------------------------------------------------------------------------------------------------
 # Arguments and puzzles
 
+class Row(NamedTuple):
+    """A puzzle that was asked for."""
+
+    question: str
+    known_answer: str
+    tokens: np.ndarray  # int32 [cells]; None with a problem
+    problem: str  # why it cannot be solved, or ""
+
+
 def is_csv(source):
-    return source.endswith((".csv", ".csv.gz"))
+    return source.lower().endswith((".csv", ".csv.gz", ".tsv"))
 
 
 def check_output(settings):
     """Raises UserError if the output that is asked for cannot be written."""
-    path = settings.plot or settings.output
-    is_new = not os.path.lexists(path) and os.path.isdir(os.path.dirname(path) or ".")
-    if not is_new or settings.plot[-4:] not in ("", ".png", ".gif"):
-        raise UserError(f"{path} must be a new file in a folder that exists; --plot makes a .png or a .gif")
+    for path in filter(None, [settings.plot, settings.output]):
+        is_new = not os.path.lexists(path) and os.path.isdir(os.path.dirname(path) or ".")
+        if not is_new or settings.plot[-4:] not in ("", ".png", ".gif"):
+            raise UserError(f"{path} must be a new file in a folder that exists; --plot makes a .png or a "
+                            ".gif")
 
 
-def read_rows(source):
-    """Returns the puzzles with their places, for messages: a list of (place, {"question": text, ...}).
-
-    source: a .csv file, another file with one puzzle, or the puzzle itself.
-    """
-    if is_csv(source):
-        return [(f"{source}:{line}: ", row) for line, row in csv_rows(source, "question")]
+def read_source(source):
+    """Returns a .csv as [(line, {"question": text, ...})], the text of another file, or source itself."""
+    text = source
     if os.path.isfile(source):
-        source = Path(source).read_text("utf-8-sig", errors="replace")
-    elif source.endswith(".txt"):
+        try:
+            with open_text(source) as f:
+                text = f.read()
+        except UnicodeDecodeError:
+            raise not_text(source) from None
+        except (OSError, EOFError, zlib.error) as e:
+            raise UserError(f"{source}: cannot be read ({e})") from None
+
+    # a .csv without names in its first line is a list of puzzles, or the cells of one
+    header = text.partition("\n")[0]
+    if is_csv(source) and not re.search(r"\d", header):
+        return list(csv_rows(source, "question", is_strict=False))
+    if os.path.isfile(source):
+        return text
+    if os.path.isdir(source):
+        raise UserError(f"{source} is a folder: give a file, or MODEL and PUZZLE")
+    if re.search(r"\.(txt|sdk|sdm|ss|json|xml|gz)$", source):
         raise UserError(f"{source}: no such file")
-    return [("", {"question": source})]
+    return source
 
 
-def parse_questions(task, rows):
-    """Returns the task with the grid of the puzzles, and their tokens int32 [n, cells]; rows: of read_rows.
+def find_puzzles(task, source, content):
+    """Returns a list of (place, question, known answer) for a model's task, and in words how it was read.
 
-    Warns on stderr if a puzzle has several solutions. Raises UserError for the first that is wrong or has
-    none.
+    source: as typed; content: see read_source. Raises UserError if it cannot be read.
     """
-    questions = []
-    for place, row in rows:
-        task, tokens = puzzles.parse_question(task, row["question"], place)
-        questions.append(tokens)
-    if len(set(map(len, questions))) > 1:
-        raise UserError("the puzzles must all have as many cells")
-    questions = np.stack(questions)
-    warning = puzzles.check_questions(task, questions, [place for place, _ in rows])
-    if warning:
-        print(f"warning: {warning}", file=sys.stderr)
-    return task, questions
+    if not isinstance(content, str):
+        found = []
+        for line, row in content:
+            found.append((f"{source}:{line}: ", row.get("question", ""), row.get("answer") or ""))
+        return found, f"{len(found)} puzzles, one a row"
+    place = f"{source}:" if os.path.isfile(source) else ""
+    try:
+        found, how = puzzles.find_puzzles(task, content)
+    except UserError as e:
+        raise UserError(f"{place} {e}".strip()) from None
+    return [(place and f"{place}{line}: ", question, answer) for line, question, answer in found], how
+
+
+def parse_rows(task, puzzle_list):
+    """Returns the task with the grid of the puzzles, and their Rows. Warns on stderr of what is not solved.
+
+    puzzle_list: of find_puzzles. Raises UserError if no puzzle can be solved.
+    """
+    rows = []
+    new_task = None
+    for _, question, known_answer in puzzle_list:
+        tokens = None
+        problem = ""
+        try:
+            row_task, tokens = puzzles.parse_question(task, question)
+            new_task = new_task or row_task
+            if row_task != new_task:
+                others = math.prod(new_task["grid"])
+                raise UserError(f"the puzzle has {tokens.size} cells, others have {others}")
+        except UserError as e:
+            problem = str(e)
+        rows.append(Row(question, known_answer, tokens, problem))
+
+    # leave out puzzles without a solution
+    readable = [i for i, row in enumerate(rows) if not row.problem]
+    warnings = []
+    if readable:
+        notes = puzzles.solution_notes(new_task, np.stack([rows[i].tokens for i in readable]))
+        for i, (count, words) in zip(readable, notes):
+            if count == 0:
+                rows[i] = rows[i]._replace(problem=words)
+            elif words:
+                warnings.append(f"warning: {puzzle_list[i][0]}{words}")
+
+    # say what was found: the first warning stands for all
+    problems = [place + row.problem for (place, *_), row in zip(puzzle_list, rows) if row.problem]
+    if len(problems) == len(rows):
+        raise UserError(problems[0])
+    for line in [*warnings[:1], *[f"not solved: {problem}" for problem in problems]]:
+        print(line, file=sys.stderr)
+    return new_task, rows
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -362,22 +451,45 @@ def load(path, train_arguments, cells=0):
     return model, settings
 
 
-def choose_model(question):
-    """Returns the path of the smallest model for puzzles of this one's size and symbols. Raises UserError."""
-    problems = []
+def choose_model(source, content):
+    """Returns the path of the smallest model for most of the puzzles, by their size and symbols.
+
+    source, content: see find_puzzles. Raises UserError if no model takes them.
+    """
+    text = content if isinstance(content, str) else content[0][1].get("question", "")
+    looks_like_maze = "S" in text and not re.search(r"\d", text)
+    num_fitting = {}  # {path: how many of the first puzzles the model takes}
+    problems = {}  # {(how unlike the text its puzzles are, path): why the model does not take it}
     paths = Path(ROOT, "models").glob("*.pt")
     for path in sorted(map(os.path.relpath, paths), key=os.path.getsize):
         task = files.read_torch_file(path)["task"]
         problem = "the puzzle has another size"
         try:
-            parsed_task, _ = puzzles.parse_question(task, question)
-            if parsed_task == task:
-                print("as a {}x{} {}, {}".format(*task["grid"], task["kind"], path), flush=True)
-                return path
+            found, _ = find_puzzles(task, source, content)
+            num_fitting[path] = sum(is_question_of(task, question) for _, question, _ in found[:100])
+            place, question, _ = found[0]
+            puzzles.parse_question(task, question, place)
         except UserError as e:
             problem = e
-        problems.append(f"{path}: {problem}")
-    raise UserError(f"{question[:20]!r} is no file, and no puzzle for a model: {'; '.join(problems)}")
+        is_other_kind = (task["kind"] == "maze") != looks_like_maze
+        distance = abs(len("".join(text.split())) - math.prod(task["grid"]))
+        problems[is_other_kind, distance, path] = problem
+
+    best = max(num_fitting, key=num_fitting.get, default="")
+    if not num_fitting.get(best):
+        nearest = min(problems)
+        raise UserError(f"no model takes it; {nearest[-1]}: {problems[nearest]}")
+    task = models.read_torch_file(best)["task"]
+    print("as a {}x{} {}, {}".format(*task["grid"], task["kind"], best), flush=True)
+    return best
+
+
+def is_question_of(task, text):
+    """Returns whether a text is a question of the task, of its size."""
+    try:
+        return puzzles.parse_question(task, text)[0] == task
+    except UserError:
+        return False
 
 
 if __name__ == "__main__":

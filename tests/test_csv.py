@@ -1,5 +1,6 @@
 """prepare_csv.py, the rules that a script adds, and the example of another puzzle."""
 import os
+import re
 import runpy
 
 import numpy as np
@@ -87,6 +88,25 @@ def test_cells_whose_answer_is_ignored_do_not_count(tmp_path):
     assert test.task["symbols"] == "_.123" and ((test.labels == 0) == (np.arange(9) == 0)).all()
 
 
+def test_white_space_is_no_cell_unless_it_is_a_symbol(tmp_path):
+    """Cells that stand apart, and rows in lines: 5x5 cells have 49 characters, as 7x7 have."""
+    rows = [row.split(",") for row in random_rows(9, 25)]
+    apart = []
+    for row in rows:
+        fields = ["\n".join(" ".join(cells[i:i + 5]) for i in range(0, 25, 5)) for cells in row]
+        apart.append('"{}","{}"'.format(*fields))
+    path = write(tmp_path / "all.csv", *apart)
+    folder = build(tmp_path / "x", f"--train_csv={path} --holdout=3")
+    test = rows_of(folder, "test")
+    assert len(test) == 3 and {*test, *rows_of(folder, "train")} == set(map(",".join, rows))
+
+    path = write(tmp_path / "spaces.csv", "1 2 ,1122", " 11 ,2112", "2  1,2211")
+    flags = [f"--train_csv={path}", "--holdout=1", "--symbols= 12", f"--output_dir={tmp_path / 'y'}"]
+    assert Dataset(prepare_csv.main(configure(prepare_csv.__file__, flags)), "test").task["symbols"] == "_ 12"
+    with pytest.raises(UserError, match="no square: .*--symbols with a space"):
+        build(tmp_path / "z", f"--train_csv={path} --holdout=1")
+
+
 # Wrong input
 
 GOOD = "1...,1234\n2...,2143\n"
@@ -96,6 +116,10 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
 @pytest.mark.parametrize("rows, flags, message", [
     (GOOD + "1x..,1234", "--symbols=.1234", "train.csv:4: the question has 'x' in row 1, column 2: must be"),
     (GOOD + "1...,1243", "", "train.csv:4.* another answer .*--several_answers"),
+    (GOOD + "123,1234\n3...,3412", "", r"train.csv:4: the question has 3 cells, not 2x2 \(did a spreadsheet"),
+    ("123,1234\n" + GOOD, "", "train.csv:2: the question has 3 cells, not 2x2"),
+    ("1.34E+81,2143\n" + GOOD, "", r"train.csv:2: the question has 8 cells, not 2x2 \(did a spreadsheet"),
+    (GOOD, "--holdout=2", "holdout=2 leaves none of the 2 puzzles in .*train.csv"),
     (GOOD + "1...,1234,5", "", "train.csv:4: must have question, answer"),
     (GOOD, "--grid=2x3", "train.csv:2: the question has 4 cells, not 2x3"),
     (GOOD, "--grid=1x4 --dihedral", "grid=1x4: .* square for --dihedral"),
@@ -110,6 +134,16 @@ def test_wrong_input_is_one_line_and_leaves_nothing(rows, flags, message, tmp_pa
     with pytest.raises(UserError, match=message):
         build(tmp_path / "x", f"--train_csv={path} --holdout=1 " + flags.format(path=path))
     assert not list(tmp_path.glob("x*/"))
+
+
+@pytest.mark.parametrize("header", ["Board,answer,x", "1...,1234"])
+def test_a_header_without_our_columns_is_told(header, tmp_path):
+    path = tmp_path / "train.csv"
+    path.write_text(f"{header}\n{GOOD}")
+    names = ", ".join(repr(name) for name in header.lower().split(","))
+    words = f"train.csv:1: must name the columns question, answer: it has {names}, and lacks question"
+    with pytest.raises(UserError, match=re.escape(words)):
+        build(tmp_path / "x", f"--train_csv={path} --holdout=1")
 
 
 # Rules

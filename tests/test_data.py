@@ -16,7 +16,7 @@ import prepare_maze
 import prepare_sudoku
 import puzzles
 from data import Dataset, halting_draws
-from puzzles import judge, sudoku_task, text_of
+from puzzles import judge, sudoku, sudoku_task, text_of
 from puzzles.sudoku import minimal_sudokus, num_solutions
 from puzzles.symmetries import keys_of
 from runtime import prepare as prepare_files
@@ -207,6 +207,13 @@ def test_test_batches_have_the_rows_and_subsets_cover_the_whole_set(real):
 
 # Generated puzzles and copies
 
+def test_a_long_search_is_given_up_for_its_board_alone(monkeypatch):
+    monkeypatch.setattr(sudoku, "SEARCH", 2000)
+    question, _ = minimal_sudokus(0, 0, 1, 9)
+    boards = np.concatenate([np.ones_like(question), question])
+    assert num_solutions(boards, 9).tolist() == [-1, 1]
+
+
 @pytest.mark.parametrize("size, n", [(4, 60), (6, 60), (9, 5)])
 def test_generated_puzzles_are_minimal_with_one_solution(size, n):
     questions, answers = minimal_sudokus(0, 0, n, size)
@@ -274,8 +281,12 @@ B = ("mine", "..13...43....1..", "2413132432414132", "3")
 
 def test_the_first_wrong_row_of_a_long_file_is_named(tmp_path):
     """Beyond the first block of rows."""
-    wrong = ("mine", A[1], B[2], "3")
-    long = write_csv(tmp_path / "long.csv", [A] * 17000 + [wrong] * 2)
+    # 17000 questions with one answer, which differ in their givens
+    masks = [f"{i:016b}" for i in range(17000)]
+    questions = ["".join(c if bit == "1" else "." for c, bit in zip(A[2], mask)) for mask in masks]
+    wrong = ("mine", "4" + "." * 15, B[2], "3")
+    right = [("mine", question, A[2], "7") for question in questions]
+    long = write_csv(tmp_path / "long.csv", [*right, wrong])
     short = write_csv(tmp_path / "short.csv", [B])
     with pytest.raises(UserError, match=r"long\.csv:17002: row 1, column 1 of the answer breaks a rule"):
         prepare(tmp_path / "out", train_csv=long, test_csv=short, size=4)
@@ -291,6 +302,66 @@ def test_csv_files_of_other_programs(tmp_path):
     files_and_size = dict(train_csv=tmp_path / "train.csv", test_csv=test, size=4)
     path = prepare(tmp_path / "out", **files_and_size, num_aug=0, min_difficulty=-1)
     assert [text_of(sudoku_task(4), row) for row in Dataset(path, "train").inputs] == [A[1], B[1]]
+
+
+TWO = ("mine", "12" + "." * 14, "1234341221434321", "1.5")  # one of its answers, and another
+OTHER = (*TWO[:2], "1234341243212143", "2")
+
+
+def test_rows_that_are_repeated_or_have_several_solutions_are_left_out(tmp_path, capsys):
+    """So many puzzles are drawn as were asked for, and the same ones as without those rows."""
+    reverse = [("mine", question[::-1], answer[::-1], "0") for _, question, answer, _ in (A, B)]
+    train = write_csv(tmp_path / "train.csv", [A, A, TWO, TWO, B])
+    test = write_csv(tmp_path / "test.csv", [*reverse, TWO])
+    flags = dict(test_csv=test, size=4, num_aug=0, subsample_size=2)
+    for seed in range(4):
+        path = prepare(tmp_path / str(seed), train_csv=train, **flags, seed=seed)
+        assert [text_of(sudoku_task(4), row) for row in Dataset(path, "train").inputs] == [A[1], B[1]]
+        assert len(Dataset(path, "test")) == 2
+    text = capsys.readouterr().out
+    assert text.count("train.csv: left out 2 rows whose question stands above\n") == 4
+    assert "left out, since they have several solutions: 2\n" in text
+
+    two = write_csv(tmp_path / "two.csv", [A, TWO, OTHER])
+    with pytest.raises(UserError, match=r"two\.csv:4: another answer to the same question"):
+        prepare(tmp_path / "y", train_csv=two, **flags)
+    only = write_csv(tmp_path / "only.csv", [TWO])
+    for files_given in dict(train_csv=only), dict(train_csv=train, test_csv=only):
+        with pytest.raises(UserError, match=r"only\.csv: no puzzle has one solution"):
+            prepare(tmp_path / "y", **flags | files_given)
+
+
+@pytest.mark.parametrize("header, rating", [
+    ("question,answer,rating", ",0.0"), ("unsolved, solved ,difficulty", ",1.7"),
+    ("id,Puzzle,Solution,clues", ""),
+    ("quizzes,solutions", "")])
+def test_columns_of_public_files(header, rating, tmp_path):
+    """Ratings may be missing and have decimals."""
+    before = "7," * header.startswith("id")
+    after = ",9" * header.endswith("clues")
+    for name, rows in ("train", [A, B]), ("test", [("", A[1][::-1], A[2][::-1])]):
+        lines = [f"{before}{row[1]},{row[2]}{after}{rating}" for row in rows]
+        (tmp_path / f"{name}.csv").write_text("\n".join([header, *lines]))
+    flags = dict(train_csv=tmp_path / "train.csv", test_csv=tmp_path / "test.csv", size=4, num_aug=0)
+    assert len(Dataset(prepare(tmp_path / "x", **flags), "train")) == 2
+    expected = "rating" if not rating else "none that is hard enough"
+    with pytest.raises(UserError, match=expected):
+        prepare(tmp_path / "y", **flags, min_difficulty=2)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be"])
+def test_encodings_are_read_or_refused_by_name(encoding, tmp_path):
+    """Those that a byte order mark names are read."""
+    text = "question,answer\né.,éè\n"
+    mark = b"\xfe\xff" * (encoding == "utf-16-be")
+    (tmp_path / "a.csv").write_bytes(mark + text.encode(encoding))
+    [(line, row)] = prepare_files.csv_rows(str(tmp_path / "a.csv"), "question", "answer")
+    assert row == {"question": "é.", "answer": "éè"}
+
+    content = b"question,answer\n" + b"a,b\n" * 9000 + b"\xe9.,\xe9\n"
+    (tmp_path / "b.csv.GZ").write_bytes(gzip.compress(content))
+    with pytest.raises(UserError, match=r"b\.csv\.GZ:9002: is not UTF-8 text: .*iconv"):
+        list(prepare_files.csv_rows(str(tmp_path / "b.csv.GZ"), "question", "answer"))
 
 
 def test_easy_rows_and_rows_of_the_test_set_are_dropped(tmp_path, capsys):

@@ -42,7 +42,7 @@ def test_a_model_solves_a_string_or_a_list_of_them():
     answers, confidences = model.solve([QUESTION, answer])
     assert answers == [answer, answer] and confidences[0] == pytest.approx(sure)
     assert model.solve(QUESTION.replace(".", "0"))[0] == answer
-    for wrong in QUESTION.replace("2", "x"), "":
+    for wrong in QUESTION.replace("2", "y"), "":
         with pytest.raises(UserError, match="the puzzle"):
             model.solve([answer, wrong])
 

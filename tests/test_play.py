@@ -89,9 +89,11 @@ REQUEST = dict(question="." * 16, steps=256, attempts=16, seed=0)
 
 
 @pytest.mark.parametrize("request_line, changes, words", [
-    ("POST /api/solve", {"steps": "many"}, "invalid literal"),
-    ("POST /api/solve", {"steps": 0}, "steps must be from 1 to 256, not 0"),
-    ("POST /api/solve", {"attempts": 1_000_000}, "attempts must be from 1 to 16, not 1000000"),
+    ("POST /api/solve", {"steps": "many"}, "steps must be an integer from 1 to 256, not 'many'"),
+    ("POST /api/solve", {"steps": 2.5}, "steps must be an integer from 1 to 256, not 2.5"),
+    ("POST /api/solve", {"steps": 0}, "steps must be an integer from 1 to 256, not 0"),
+    ("POST /api/solve", {"attempts": 1_000_000}, "attempts must be an integer from 1 to 16, not 1000000"),
+    ("POST /api/solve", {"seed": None}, "seed must be an integer from 0"),
     ("POST /api/solve", {"question": "12"}, "has 2 cells, not 4x4"),
     ("POST /api/solve", {"question": "11.............."}, "the puzzle has no solution: row 1, column 1"),
     ("GET /../play.py", {}, "no such page"),
@@ -100,6 +102,15 @@ REQUEST = dict(question="." * 16, steps=256, attempts=16, seed=0)
 def test_wrong_requests_are_refused(server, request_line, changes, words):
     status, [answer] = ask(server, *request_line.split(), json.dumps(REQUEST | changes))
     assert status == 400 and list(answer) == ["error"] and words in answer["error"]
+
+
+def test_a_request_needs_a_question_alone(server, arc_server):
+    status, (first, *lines) = ask(server, "POST", "/api/solve", json.dumps({"question": "." * 16}))
+    run = server.game.describe()
+    assert (status, len(lines), first["steps"], first["attempts"]) == (200, run["depth"], run["depth"], 1)
+    assert ask(server, "POST", "/api/solve", "{}") == (400, [{"error": "question is missing"}])
+    request = json.dumps({"question": [[1]]})
+    assert ask(arc_server, "POST", "/api/solve", request) == (400, [{"error": "task is missing"}])
 
 
 def test_a_client_that_leaves_frees_the_model(server, capfd):

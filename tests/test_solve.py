@@ -3,14 +3,16 @@ import csv
 import os
 import pickle
 import re
+import shlex
 from pathlib import Path
 
+import export
 import numpy as np
 import play
 import pytest
 import solve
 import torch
-from helpers import run
+from helpers import ROOT, run
 from test_forks import FORKS, flags_of
 
 import configurator
@@ -45,6 +47,20 @@ def test_a_model_file_needs_no_dataset_and_no_fork(run_solve, models_folder, eva
     questions, answers, _ = evaluation
     assert TRM.load(tmp_path / "model.pt").solve(questions[:20], steps=4)[0] == answers[:20]
     assert solved[1] in run_solve(tmp_path / "model.pt", solved[0]).splitlines()
+
+
+@pytest.mark.parametrize("key, prefix", [
+    ("state_dict", "module."), ("model", "module._orig_mod.model.inner."),
+    ("model_state", "_orig_mod.module.")])
+def test_weights_that_other_code_has_wrapped(key, prefix, models_folder, evaluation, tmp_path):
+    """By the names of wrappers, and in a dict."""
+    named = torch.load(models_folder / "official.pt")
+    weights = {prefix + name.removeprefix(export.PREFIX): t for name, t in named.items()}
+    torch.save({key: weights, "epoch": 3}, tmp_path / "wrapped.pt")
+    flags = shlex.split(torch.load(models_folder / "model.pt")["command"])[2:]
+    export.main([str(tmp_path / "wrapped.pt"), str(tmp_path / "model.pt"), *flags])
+    questions, answers, _ = evaluation
+    assert TRM.load(tmp_path / "model.pt").solve(questions[:20], steps=4)[0] == answers[:20]
 
 
 def test_a_checkpoint_is_a_model_too(models_folder, solved):
@@ -108,7 +124,8 @@ def test_a_puzzle_is_a_text_or_a_file(run_solve, models_folder, solved, tmp_path
     grid = "\ufeff" + "\n".join(re.findall("....", solved[0])).replace(".", "0") + "\n"
     (tmp_path / "puzzle.txt").write_text(grid)
     file = tmp_path / "puzzle.txt"
-    assert run_solve(models_folder / "sudoku", file, "--steps", "--eval_halt_max_steps=9") == text
+    file_text = run_solve(models_folder / "sudoku", file, "--steps", "--eval_halt_max_steps=9")
+    assert file_text == f"{file}: one puzzle\n{text}"
 
 
 def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, models_folder, evaluation, tmp_path,
@@ -137,35 +154,71 @@ def test_attempts_at_a_file_of_puzzles_are_those_of_the_model(run_solve, models_
     assert len({row["attempts"] for row in rows}) > 2
 
 
-def solve_rows(run_solve, model, folder, lines, *flags):
-    """Solves the puzzles in these lines of a CSV file; returns the rows of the output."""
-    (folder / "a.csv").write_text("\n".join(lines))
-    text = run_solve(model, folder / "a.csv", f"--output={folder / 'b.csv'}", *flags)
+def solve_rows(run_solve, model, folder, lines, *flags, name="a.csv"):
+    """Solves the puzzles in these lines of a file; returns the rows of the output."""
+    (folder / name).write_text("\n".join(lines))
+    text = run_solve(model, folder / name, f"--output={folder / 'b.csv'}", *flags)
     rows = list(csv.DictReader((folder / "b.csv").read_text().splitlines()))
     assert f"{[row['result'] for row in rows].count('right')} of {len(rows)} right (" in text
     return rows
 
 
-def test_a_wrong_row_is_named_before_anything_is_solved(models_folder, tmp_path):
-    (tmp_path / "a.csv").write_text("question\n................\n12\n")
-    with pytest.raises(UserError, match="a.csv:3: the puzzle '12' has 2 cells"):
-        solve.main([str(models_folder / "sudoku"), str(tmp_path / "a.csv")])
+def test_a_wrong_row_says_so_and_the_others_are_solved(run_solve, models_folder, solved, tmp_path, capsys):
+    lines = ["Puzzle,note", f"{solved[0]},", "12,", f"{solved[0]},a,b", f"11{'.' * 14},", f"{solved[0]},"]
+    rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, lines)
+    problems = ["the puzzle '12' has 2 cells, not 4x4", "the puzzle '' has 0 cells, not 4x4",
+                "the puzzle has no solution: row 1, column 1 breaks a rule"]
+    assert [row["result"] for row in rows] == ["right", *problems, "right"]
+    assert rows[0]["answer"] == rows[4]["answer"] == solved[1] and not any(row["answer"] for row in rows[1:4])
+    # a file without a good row is an error
+    (tmp_path / "c.csv").write_text("\n".join([lines[0], *lines[2:5]]))
+    with pytest.raises(UserError, match="c.csv:2: the puzzle '12' has 2 cells"):
+        solve.main([str(models_folder / "sudoku"), str(tmp_path / "c.csv")])
+
+
+def test_a_text_file_of_puzzles_is_solved_like_a_csv(run_solve, models_folder, solved, tmp_path):
+    """With or without their answers, and a line that is no puzzle."""
+    lines = ["# mine", f"1: {solved[0]}", f"{solved[0]} {solved[1]}", solved[0] + "1"]
+    rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, lines, name="a.sdm")
+    problem = f"the puzzle '{solved[0]}1' has 17 cells, not 4x4"
+    assert [row["result"] for row in rows] == ["right", "right", problem]
+
+
+def test_one_puzzle_has_an_output_too(run_solve, models_folder, solved, tmp_path):
+    assert "1 of 1 right" in run_solve(models_folder / "sudoku", solved[0], f"--output={tmp_path / 'b.csv'}")
+    [row] = csv.DictReader((tmp_path / "b.csv").read_text().splitlines())
+    assert row["answer"] == solved[1]
+
+
+def test_a_search_that_is_given_up_is_no_problem_of_other_rows(run_solve, models_folder, solved, tmp_path,
+                                                               monkeypatch, capsys):
+    monkeypatch.setattr(puzzles.sudoku, "SEARCH", 20)
+    rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, ["question", "." * 16, solved[0]])
+    assert rows[1]["result"] == "right"
+    solve.main([str(models_folder / "sudoku"), "." * 16])
+    assert "warning: not decided whether the puzzle has one solution" in capsys.readouterr().err
 
 
 def test_without_rules_the_column_answer_judges(run_solve, models_folder, tmp_path):
     """The model exchanges the two symbols; other characters stand in cells that do not count."""
     text = run_solve(models_folder / "exchange", "011\n010")
     assert "\n100101\nnot judged: the rules are not known" in text
-    results = {"100101": "right", "?00101": "right", "000101": "wrong", "": "not judged"}
+    results = {
+        "100101": "right", "1 0 0 1 0 1": "right", "?00101": "right", "000101": "wrong", "": "not judged",
+        "1": "not judged: the known answer has 1 cells, not 6",
+        "1001011": "not judged: the known answer has 7 cells, not 6",
+        "1.0E+5": "not judged: the known answer has '+' (see --ignored)",
+        "201211": "not judged: the known answer has '2' (see --ignored)"}
     lines = ["question,answer", *[f"011010,{answer}" for answer in results]]
-    rows = solve_rows(run_solve, models_folder / "exchange", tmp_path, lines)
+    rows = solve_rows(run_solve, models_folder / "exchange", tmp_path, lines, "--ignored=?")
     assert [row["result"] for row in rows] == list(results.values())
 
 
 def test_mazes_of_any_size_and_attempts(run_solve, models_folder, tmp_path):
     maze = "S #   \n  # # \n ## # \n      \n # ## \n     G"
     (tmp_path / "maze.txt").write_text(maze.replace(" \n", "\n"))  # as editors do
-    assert run_solve(models_folder / "maze", tmp_path / "maze.txt") == run_solve(models_folder / "maze", maze)
+    text = run_solve(models_folder / "maze", maze)
+    assert run_solve(models_folder / "maze", tmp_path / "maze.txt").endswith(text)
     larger = "S" + " " * 62 + "G"  # 8x8
     assert "not sure after 4 attempts" in run_solve(models_folder / "maze", larger, "--eval_attempts=4")
 
@@ -194,11 +247,24 @@ def test_pictures(run_solve, models_folder, solved, tmp_path):
     (["sudoku", "1..5............"], "has '5' in row 1, column 4: must be one of '.1234'"),
     (["sudoku", "1.1............."], "the puzzle has no solution: row 1, column 1 breaks a rule"),
     (["maze", "S" + " " * 15], "the puzzle has no solution"),
-    (["maze", "SG" + " " * 4222], "has 4224 cells, not 64x64")])
+    (["maze", "SG" + " " * 4222], "1 lines with 4224 cells are no maze: that is a square of the characters"),
+    (["maze", "S#..\n#..G"], "2 lines with 8 cells are no maze"),
+    (["sudoku", "." * 16, "--output=a.csv", "--steps"], "--steps and --plot show one puzzle"),
+    (["sudoku", "puzzles.csv", "--plot=a.gif"], "--steps and --plot show one puzzle"),
+    (["sudoku", "folder"], "folder is a folder"),
+    (["sudoku", "latin.txt"], "latin.txt:2: is not UTF-8 text"),
+    (["sudoku", "short.sdk"], "short.sdk: 3 rows, not 4, from line 2"),
+    ([f"{ROOT}/models/sudoku-6x6.pt", "." * 16], "has 16 cells, not 6x6"),
+    ([f"{ROOT}/models/maze-6x6.pt", "S" + " " * 62 + "G"], "models/maze-6x6.pt takes 6x6 only")])
 def test_wrong_input_is_one_line(models_folder, argv, words, monkeypatch):
     monkeypatch.chdir(models_folder)
+    Path("folder").mkdir(exist_ok=True)
+    Path("puzzles.csv").write_text(f"question\n{'.' * 16}\n")
+    Path("latin.txt").write_bytes(b"1...\n\xe9...\n")
+    Path("short.sdk").write_text("#A me\n1...\n....\n....\n")
     with pytest.raises(UserError, match=re.escape(words)):
         solve.main(argv)
+    assert not Path("a.gif").exists() and not Path("a.csv").exists()
 
 
 def test_arc_is_for_the_page(arc_folder):

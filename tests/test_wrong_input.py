@@ -44,8 +44,8 @@ GOOD = "me,1..3.42...1.2...,1243342143122134,0"
 PUZZLES = {
     "me,1..3,1243342143122134,0": "the question has 4 cells | not 4x4",
     "me,1..5.42...1.2...,1243342143122134,0": "the question has '5' in row 1, column 4",
-    "me,1..3.42...1.2...,124.342143122134,0": "row 1, column 4 of the answer breaks a rule",
-    "me,1..3.42...1.2...,1243342143122134,hard": "rating 'hard' is not an integer",
+    "me,1..3.42...1.....,124.342143122134,0": "row 1, column 4 of the answer breaks a rule",
+    "me,1..3.42...1.2...,1243342143122134,hard": "rating 'hard' is not a number",
     "me,1...............,2134431212433421,0": "row 1, column 1 of the answer breaks a rule",
     "me,12....3....4....,1243342143122134,0": "row 2, column 3 of the answer breaks a rule"}
 MAZE = "me,S   #   G,Soo #o  G,0"  # 3x3
@@ -101,6 +101,9 @@ def damage_checkpoints(folder):
     (folder / "flipped.pt").write_bytes(content)
     partial = {name: t for name, t in state["weights"].items() if "L_level" not in name}
     renamed = state | {"task": state["task"] | {"symbols": "_.4321"}}
+    (folder / "pointer.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    (folder / "page.pt").write_text("<!DOCTYPE html>\n<html></html>\n")
+    (folder / "tensors.pt").write_bytes((2).to_bytes(8, "little") + b"{}")
     torch.save({"step": 3, "note": "no weights"}, folder / "weightless.pt")
     torch.save(partial, folder / "partial.pt")
     torch.save(renamed, folder / "renamed.pt")
@@ -155,7 +158,10 @@ TRAIN = {
     "--init_from=nowhere.pt": "nowhere.pt | FileNotFoundError",
     "--init_from=scrach": "scrach | scratch",
     "--init_from=out/run": "out/run | checkpoint",
-    "--init_from=cut.pt": "cut.pt | cannot be read as a checkpoint | damaged",
+    "--init_from=cut.pt": "cut.pt | cannot be read as a checkpoint | damaged | it is cut off",
+    "--init_from=pointer.pt": "pointer.pt | Git LFS pointer",
+    "--init_from=page.pt": "page.pt | a web page",
+    "--init_from=tensors.pt": "tensors.pt | safetensors",
     "--init_from=flipped.pt": "flipped.pt | cannot be read as a checkpoint | damaged",
     "--init_from=weightless.pt": "weightless.pt | cannot be read as a checkpoint | damaged",
     "--init_from=partial.pt": "partial.pt | lacks L_level",
@@ -181,7 +187,7 @@ MAZE_FLAGS = {
 # training files beside a good test file: the words after the file's name
 SUDOKU_FILES = {
     "empty.csv": ":2 | no puzzle",
-    "columns.csv": ":1 | question, answer, rating",
+    "columns.csv": ":1 | question, answer | 'source', 'question', 'rating' | lacks answer",
     "good.csv": " | no puzzle is left | test set",
     "nowhere.csv": " | No such file",
     "data": " | Is a directory",
