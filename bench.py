@@ -22,6 +22,7 @@ import data as datasets
 import optim
 import train
 from model import SIZES
+from runtime import process
 from runtime.device import choose_device, is_compiled, is_out_of_memory, out_of_memory, peak_flops
 from runtime.flops import flops_per_example
 from runtime.prepare import write_dataset
@@ -48,7 +49,7 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
         chooses_batch: True lets one timed step choose global_batch_size.
     """
     if kind == "xla":
-        configurator.end_with_parent()
+        process.end_with_parent()
     # the device, and the examples of the config's run
     device = open_device(kind, settings)
     settings = copy.copy(settings)  # replicas may be threads
@@ -222,4 +223,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    configurator.command(lambda: main(sys.argv[1:]), __file__)
+    process.command(lambda: main(sys.argv[1:]), __file__)

@@ -22,20 +22,15 @@ import functools
 import hashlib
 import importlib
 import itertools
-import multiprocessing
 import os
 import re
-import signal
-import socket
 import sys
-import threading
-import time
 import traceback
 from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
-from runtime.errors import TransientError, UserError
+from runtime.errors import UserError
 
 TYPES = (int, float, bool, str)  # that a setting may have
 # Modules whose functions and classes a fork may replace: a config file that imports one of them is a fork.
@@ -89,84 +84,6 @@ OWN_NAMES = {"help"}
 
 # ---------------------------------------------------------------------------------------------------------
 # Commands
-
-def start(main, script):
-    """Runs main(settings) as a command, with the settings that sys.argv gives."""
-    command(lambda: main(configure(script, sys.argv[1:])), script)
-
-
-def command(run, script):
-    """Runs run() as a command: an expected error becomes one line on stderr and an exit code."""
-    name = os.path.basename(script)
-
-    # SIGTERM ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed. train.py
-    # hands a Ctrl-C on as SIGTERM, which must not interrupt that.
-    def interrupt(number, frame):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # a shell's & has it ignored
-        signal.signal(signal.SIGINT, interrupt)
-    end_after_signal(4)
-    try:
-        run()
-        print(end="", flush=True)
-    except BrokenPipeError:
-        # The reader of the output has left, as `| head` does: Python must not flush the rest when it exits.
-        sys.stdout = None
-        sys.exit(1)
-    except (UserError, TransientError, OSError) as e:
-        print(f"{name}: {' '.join(str(e).splitlines())}", file=sys.stderr)
-        sys.exit(2 if isinstance(e, UserError) else 1)
-    except KeyboardInterrupt:
-        print(f"{name}: stopped", file=sys.stderr)
-        sys.exit(3)
-
-
-def on_each_signal(act):
-    """Calls act(number) on a thread for each signal that this process handles, instead of an earlier act.
-
-    Python calls a signal's handler on the main thread once that has finished an operation, which can take
-    minutes, and the main thread can miss a signal that another thread has received.
-    """
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    # the system's handler writes a byte at once, on whatever thread it runs
-    signal.set_wakeup_fd(writer.detach())
-
-    def read():
-        while True:
-            act(reader.recv(1)[0])
-
-    threading.Thread(target=read, daemon=True).start()
-
-
-def end_after_signal(seconds):
-    """Ends this process with 3 the given seconds after a signal, unless it has ended by itself.
-
-    Python drops a KeyboardInterrupt that is raised in __del__. signal.set_wakeup_fd(-1) calls it off.
-    """
-    def end(number):
-        if number in (signal.SIGTERM, signal.SIGINT):
-            time.sleep(seconds)
-            os._exit(3)
-
-    on_each_signal(end)
-
-
-def end_with_parent():
-    """Ends this process once the one that started it is gone: a rank would wait for its peers forever."""
-    starter = multiprocessing.parent_process()
-    parent = starter.pid if starter else os.getppid()
-
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Arguments

@@ -13,7 +13,7 @@ from collections import Counter
 
 import numpy as np
 
-from configurator import check_numbers, start
+from configurator import check_numbers
 from puzzles import squeezed, task_of
 from puzzles.symmetries import Symmetries, exchanged_of, orbit_keys, renamings, turns_of
 from runtime.errors import UserError
@@ -25,6 +25,7 @@ from runtime.prepare import (
     refuse_existing,
     write_puzzles,
 )
+from runtime.process import start
 
 # files
 train_csv = ""  # training puzzles, .csv or .csv.gz

@@ -13,7 +13,6 @@ import math
 
 import numpy as np
 
-from configurator import start
 from puzzles.maze import long_mazes, maze_copies, maze_task
 from puzzles.symmetries import dihedral, orbit_keys
 from runtime.prepare import (
@@ -26,6 +25,7 @@ from runtime.prepare import (
     refuse_existing,
     write_puzzles,
 )
+from runtime.process import start
 
 # source
 source = "hub"  # hub (Maze-Hard from Hugging Face), csv, or generate

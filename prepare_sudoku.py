@@ -11,7 +11,6 @@ import functools
 
 import numpy as np
 
-from configurator import start
 from puzzles import squeezed
 from puzzles.reader import EMPTY_CELLS
 from puzzles.sudoku import BOXES, minimal_sudokus, num_solutions, sudoku_copies, sudoku_task
@@ -28,6 +27,7 @@ from runtime.prepare import (
     refuse_existing,
     write_puzzles,
 )
+from runtime.process import start
 
 # source
 source = "hub"  # hub (Sudoku-Extreme from Hugging Face), csv, or generate

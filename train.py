@@ -9,15 +9,13 @@ replica() and main(). The settings below are defaults, the paper's Sudoku-Extrem
 and --key=value flags override them, and functions take the result as `settings`.
 """
 import copy
-import faulthandler
 import functools
 import json
 import math
-import multiprocessing.resource_tracker
+import multiprocessing
 import os
 import platform
 import shlex
-import signal
 import sys
 import threading
 import time
@@ -32,16 +30,16 @@ import torch
 from torch.utils._pytree import tree_map
 
 import configurator
-import data
 import data as datasets
 import evaluate
 import model as models
 import optim
 import puzzles
-from runtime import bucket, checkpoint, files
+from runtime import bucket, checkpoint, files, process
 from runtime import device as devices
 from runtime.errors import TransientError, UserError, one_line
 from runtime.flops import flops_per_example
+from runtime.process import START_TIMEOUT, STOP, on_signals, restart_watchdog, watch_replicas
 
 # data
 data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
@@ -978,89 +976,11 @@ def differences(settings):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Processes. On TPUs each replica is a process, to which the main process passes on a request to stop.
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-STOP = threading.Event()  # set once this process is asked to save and stop; one rank's request stops all
-START_TIMEOUT = 1800  # seconds in which torch_xla must have started a replica
-STOP_TIMEOUT = 60  # seconds in which a replica must have stopped; the system kills it then
-
-
-def on_signals(is_spawned=False):
-    """Lets SIGTERM, SIGINT and SIGHUP request a stop; all later ones are ignored, but a second SIGINT kills.
-
-    One SIGTERM may come twice: `timeout` and SLURM send it to sweep.py and to its run, and sweep.py passes
-    it on.
-    """
-    seen = set()
-
-    def act(number):
-        if number == signal.SIGINT and number in seen:
-            os.kill(os.getpid(), signal.SIGKILL)  # replicas end with their parent
-        if not seen and is_spawned:
-            signal.alarm(STOP_TIMEOUT)  # if a replica died, the pool of processes stops its peers, which wait
-        elif not seen:
-            with suppress(OSError):  # the terminal may be closed
-                os.write(2, b"saving and stopping; a second Ctrl-C kills\n")
-        seen.add(number)
-        STOP.set()
-
-    # instead of configurator.command(), which would end the process 4 seconds after a signal: a save may take
-    # longer
-    configurator.on_each_signal(act)
-    # these handlers do nothing, but signals without one do not reach act
-    for number in STOP_SIGNALS:
-        # a closed terminal sends SIGHUP, which nohup ignores
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda *_: None)
-    if is_spawned:
-        # Ctrl-C reaches the main process too, which passes it on
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # what came before
-
-
-def restart_watchdog(seconds):
-    """Ends this process with 1 after the given seconds, unless it is called again before; 0 calls it off.
-
-    The stacks of all threads are printed first.
-    """
-    # a C thread: Python code that hangs in a collective cannot prevent it
-    faulthandler.cancel_dump_traceback_later()
-    if seconds:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
-
-
-def watch_replicas():
-    """Passes a request to stop on to all replicas of this host, and stops all once one has died.
-
-    The peers of a dead replica would wait for it. Python's pool of processes stops them too, but does not
-    notice the last process that it starts if its own thread is slow (ProcessPoolExecutor.submit wakes that
-    thread before it starts the process).
-    """
-    def watch():
-        replicas = set()
-        stopped = set()
-        has_died = False
-        while not has_died:
-            time.sleep(0.1)
-            replicas.update(multiprocessing.active_children())
-            has_died = any(replica.exitcode for replica in replicas)  # None: it runs, 0: it is done
-            # once each: a replica that has stopped and ends would be killed
-            if has_died or STOP.is_set():
-                for replica in replicas - stopped:
-                    replica.terminate()
-                stopped.update(replicas)
-
-    threading.Thread(target=watch, daemon=True).start()
-    # A replica inherits this thread's blocked signals until it handles them in on_signals: before, SIGTERM
-    # would kill it. Multiprocessing would start its tracker first, which unblocks them.
-    multiprocessing.resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-
+# The command
 
 def xla_replica(index, settings, kind):
     """Runs replica() for xmp.spawn. If it breaks, its process ends: its peers would wait for it forever."""
-    configurator.end_with_parent()
+    process.end_with_parent()
     try:
         replica(settings, kind)
     except (UserError, TransientError, SystemExit):  # every rank of the host raises it
@@ -1076,7 +996,7 @@ def xla_replica(index, settings, kind):
 
 def get_dataset(settings):
     """Brings the dataset to the folder data_path: from a bucket, or made here; it may be there already."""
-    settings.data_path = data.local_dataset(settings.data_path)
+    settings.data_path = datasets.local_dataset(settings.data_path)
     datasets.make_dataset(settings, STOP.is_set)
 
 
@@ -1090,7 +1010,7 @@ def main(settings):
     if kind == "xla" or devices.read_place().rank == 0:
         print(f"device {kind}: {reason}", flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
-        configurator.end_with_parent()
+        process.end_with_parent()
     # the dataset, unless a checkpoint may say which one it is
     if settings.init_from == "scratch" or "data_path" in settings.assigned:
         get_dataset(settings)
@@ -1122,4 +1042,4 @@ if multiprocessing.current_process().name != "MainProcess" and __name__ == "trai
     restart_watchdog(START_TIMEOUT)
 if __name__ == "__main__":
     import train  # the module that forks import, and not this second copy of it
-    configurator.start(train.main, train.__file__)
+    process.start(train.main, train.__file__)

@@ -25,11 +25,12 @@ from contextlib import contextmanager
 import numpy as np
 import requests
 
-from configurator import check_numbers, end_with_parent
+from configurator import check_numbers
 from puzzles import IGNORE_LABEL, check_text, judge, task_of, verdict
 from runtime.bucket import RETRIED, try_again, without_password
 from runtime.errors import TransientError, UserError
 from runtime.files import Progress, hashes_of, locked, replacing
+from runtime.process import end_with_parent
 
 JOBS_ALONE = 8  # that one process does before others start, which takes them a second
 JOBS_IN_VAIN = 32  # without a new puzzle, after which no more are expected

@@ -30,6 +30,7 @@ import bench
 import configurator
 import data as datasets
 import train
+from runtime import process
 from runtime.errors import UserError
 
 # what to compile for
@@ -216,4 +217,4 @@ def schedule_cycles(text, buffers):
 
 
 if __name__ == "__main__":
-    configurator.command(lambda: main(sys.argv[1:]), __file__)
+    process.command(lambda: main(sys.argv[1:]), __file__)

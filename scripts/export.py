@@ -30,12 +30,13 @@ import solve
 import configurator
 import model as models
 import train
-from configurator import Settings, command, configure, split_arguments
+from configurator import Settings, configure, split_arguments
 from data import Dataset, local_dataset
 from model import SIZES
 from runtime.checkpoint import load_weights, newest_whole, read_checkpoint, some_puzzles
 from runtime.errors import UserError
 from runtime.files import replacing
+from runtime.process import command
 
 PAGE_FILES = ("play.html", "engine.js", "game.js")
 PREFIX = "_orig_mod.model.inner."  # of the names that the official code gives its weights

@@ -31,6 +31,7 @@ import configurator
 import data as datasets
 import train
 from runtime import device as devices
+from runtime import process
 from runtime.errors import UserError
 from runtime.flops import flops_per_example
 
@@ -301,8 +302,8 @@ def main(settings):
     compiling = [name for name in names if settings.device == "cuda" and not name.endswith("eager")]
     processes = {name: start_part(settings, name, "--only_compile") for name in compiling}
     end_part(settings, "checks", start_part(settings, "checks"), end)
-    for name, process in processes.items():
-        end_part(settings, name, process, end - 30 * settings.minutes)
+    for name, part in processes.items():
+        end_part(settings, name, part, end - 30 * settings.minutes)
     # times, alone on the device
     for name in names:
         if time.monotonic() < end - 10:
@@ -316,4 +317,4 @@ def main(settings):
 
 
 if __name__ == "__main__":
-    configurator.start(main, __file__)
+    process.start(main, __file__)

@@ -42,9 +42,10 @@ import data as datasets
 import evaluate
 import model as models
 import puzzles
-from configurator import Settings, command, split_arguments
+from configurator import Settings, split_arguments
 from puzzles import arc
 from runtime.errors import UserError
+from runtime.process import command
 
 # server
 port = 8000  # the port of the page's address; 0: any free one

@@ -23,9 +23,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from sweep import GROUPS, NEUTRAL, changes, group_of
 
-from configurator import command, configure, split_arguments
+from configurator import configure, split_arguments
 from runtime.errors import UserError
 from runtime.files import read_facts, read_metrics
+from runtime.process import command
 
 # input and output; arguments without a dash are folders to read
 out_dir = "out/report"  # report.md and its pictures

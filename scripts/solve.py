@@ -38,7 +38,7 @@ import evaluate
 import model as models
 import puzzles
 import train
-from configurator import command, configure, missing_forks, split_arguments
+from configurator import configure, missing_forks, split_arguments
 from puzzles.maze import OPEN
 from puzzles.sudoku import BOXES
 from runtime import files
@@ -47,6 +47,7 @@ from runtime.device import Device
 from runtime.errors import UserError
 from runtime.files import Progress
 from runtime.prepare import csv_rows, not_text, open_text
+from runtime.process import command
 
 # output
 steps = False  # show the answers after several supervision steps, and how sure the halting head is

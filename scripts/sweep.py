@@ -26,13 +26,12 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 import torch
 
-import configurator
 import data as datasets
 import optim
 import prepare_sudoku
 import train
 from configurator import configure, split_arguments
-from runtime import files
+from runtime import files, process
 from runtime.errors import UserError
 from runtime.flops import flops_per_example
 
@@ -193,7 +192,7 @@ def sweep(runs, continue_on_failure):
             raise UserError(f"{run.settings.out_dir} holds a run with other settings ({difference}): "
                             "delete it, or choose another --out_dir")
 
-    # configurator.command() would end this process 4 seconds after a signal; a run may take longer to save
+    # process.command() would end this process 4 seconds after a signal; a run may take longer to save
     signal.set_wakeup_fd(-1)
     statuses = dict.fromkeys([run.name for run in runs], "not reached")
     for run in runs:
@@ -231,4 +230,4 @@ def train_to_end(run):
 
 
 if __name__ == "__main__":
-    configurator.command(lambda: main(sys.argv[1:]), __file__)
+    process.command(lambda: main(sys.argv[1:]), __file__)

@@ -28,6 +28,7 @@ sys.path[:0] = [ROOT, os.path.join(ROOT, "scripts")]
 import configurator
 import prepare_sudoku
 import train
+from runtime import process
 from runtime.bucket import Bucket
 from runtime.checkpoint import checkpoint_paths
 from runtime.files import read_metrics
@@ -156,7 +157,7 @@ def run_train(argv, cwd, environment, writer):
     sys.argv = ["train.py", *argv]
     code = 0
     try:
-        configurator.start(train.main, train.__file__)
+        process.start(train.main, train.__file__)
     except SystemExit as e:
         code = e.code
     atexit._run_exitfuncs()  # multiprocessing ends without them, and frees nothing: a lock's file would stay

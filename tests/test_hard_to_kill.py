@@ -29,8 +29,8 @@ from helpers import (
     wait_for,
 )
 
-import configurator
 import train
+from runtime import process
 from runtime.bucket import Bucket, Mirror
 from runtime.checkpoint import checkpoint_paths, numbered
 from runtime.device import Device
@@ -205,7 +205,7 @@ train.replica = replica
     ((signal.SIGTERM, signal.SIGINT, signal.SIGINT), -signal.SIGKILL),
 ])
 def test_signals_in_a_save_are_ignored_but_for_a_second_ctrl_c(data, tmp_path, numbers, code):
-    """The save takes longer than the 4 seconds after which configurator.command() ends other commands."""
+    """The save takes longer than the 4 seconds after which process.command() ends other commands."""
     (tmp_path / "slow_disk.py").write_text(SLOW_DISK)
     flags = [str(tmp_path / "slow_disk.py"), *ENDLESS, "--checkpoint_interval=0"]
     with begun(start_train(data, tmp_path / "run", *flags), "step 1:") as process:
@@ -233,8 +233,8 @@ def test_a_closed_terminal_stops_a_run_unless_nohup_started_it(monkeypatch, hang
     handlers = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     monkeypatch.setattr(signal, "getsignal", lambda number: hangup)
-    monkeypatch.setattr(configurator, "on_each_signal", lambda act: None)
-    train.on_signals()
+    monkeypatch.setattr(process, "on_each_signal", lambda act: None)
+    process.on_signals()
     assert {signal.SIGTERM, signal.SIGINT} <= handlers.keys()
     assert (signal.SIGHUP in handlers) == (hangup == signal.SIG_DFL)
 

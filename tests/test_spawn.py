@@ -24,7 +24,8 @@ DIES = TWO_CHIPS + """
 import os, time
 from concurrent.futures import ProcessPoolExecutor
 import train
-train.STOP_TIMEOUT = 3
+from runtime import process
+process.STOP_TIMEOUT = 3
 _start = ProcessPoolExecutor._spawn_process
 
 def slow_start(self):

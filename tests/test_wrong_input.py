@@ -15,10 +15,10 @@ import pytest
 import torch
 from helpers import TrainProcess, prepare
 
-import configurator
 import prepare_maze
 import prepare_sudoku
 import train
+from runtime import process
 
 T, P, M = "train.py", "prepare_sudoku.py", "prepare_maze.py"
 TINY = """
@@ -227,7 +227,7 @@ def test_wrong_input(case, world, monkeypatch, capfd):
     before = snapshot(world)
     module = {T: train, P: prepare_sudoku, M: prepare_maze}[script]
     with pytest.raises(SystemExit) as stop:
-        configurator.start(module.main, module.__file__)
+        process.start(module.main, module.__file__)
     assert_refused(script, stop.value.code, capfd.readouterr().err, CASES[case], before, snapshot(world))
 
 

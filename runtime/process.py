@@ -1,0 +1,175 @@
+"""How a command starts, stops and ends: signals, exit codes, the watchdog, and the replicas of a host."""
+import faulthandler
+import multiprocessing.resource_tracker
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from configurator import configure
+from runtime.errors import TransientError, UserError
+
+
+def start(main, script):
+    """Runs main(settings) as a command, with the settings that sys.argv gives."""
+    command(lambda: main(configure(script, sys.argv[1:])), script)
+
+
+def command(run, script):
+    """Runs run() as a command: an expected error becomes one line on stderr and an exit code."""
+    name = os.path.basename(script)
+
+    # SIGTERM ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed. train.py
+    # hands a Ctrl-C on as SIGTERM, which must not interrupt that.
+    def interrupt(number, frame):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # a shell's & has it ignored
+        signal.signal(signal.SIGINT, interrupt)
+    end_after_signal(4)
+    try:
+        run()
+        print(end="", flush=True)
+    except BrokenPipeError:
+        # The reader of the output has left, as `| head` does: Python must not flush the rest when it exits.
+        sys.stdout = None
+        sys.exit(1)
+    except (UserError, TransientError, OSError) as e:
+        print(f"{name}: {' '.join(str(e).splitlines())}", file=sys.stderr)
+        sys.exit(2 if isinstance(e, UserError) else 1)
+    except KeyboardInterrupt:
+        print(f"{name}: stopped", file=sys.stderr)
+        sys.exit(3)
+
+
+def on_each_signal(act):
+    """Calls act(number) on a thread for each signal that this process handles, instead of an earlier act.
+
+    Python calls a signal's handler on the main thread once that has finished an operation, which can take
+    minutes, and the main thread can miss a signal that another thread has received.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    # the system's handler writes a byte at once, on whatever thread it runs
+    signal.set_wakeup_fd(writer.detach())
+
+    def read():
+        while True:
+            act(reader.recv(1)[0])
+
+    threading.Thread(target=read, daemon=True).start()
+
+
+def end_after_signal(seconds):
+    """Ends this process with 3 the given seconds after a signal, unless it has ended by itself.
+
+    Python drops a KeyboardInterrupt that is raised in __del__. signal.set_wakeup_fd(-1) calls it off.
+    """
+    def end(number):
+        if number in (signal.SIGTERM, signal.SIGINT):
+            time.sleep(seconds)
+            os._exit(3)
+
+    on_each_signal(end)
+
+
+def end_with_parent():
+    """Ends this process once the one that started it is gone: a rank would wait for its peers forever."""
+    starter = multiprocessing.parent_process()
+    parent = starter.pid if starter else os.getppid()
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Requests to stop a run. On TPUs each replica is a process, to which the main process passes them on.
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+STOP = threading.Event()  # set once this process is asked to save and stop; one rank's request stops all
+
+START_TIMEOUT = 1800  # seconds in which torch_xla must have started a replica
+
+STOP_TIMEOUT = 60  # seconds in which a replica must have stopped; the system kills it then
+
+
+def on_signals(is_spawned=False):
+    """Lets SIGTERM, SIGINT and SIGHUP request a stop; all later ones are ignored, but a second SIGINT kills.
+
+    One SIGTERM may come twice: `timeout` and SLURM send it to sweep.py and to its run, and sweep.py passes
+    it on.
+    """
+    seen = set()
+
+    def act(number):
+        if number == signal.SIGINT and number in seen:
+            os.kill(os.getpid(), signal.SIGKILL)  # replicas end with their parent
+        if not seen and is_spawned:
+            signal.alarm(STOP_TIMEOUT)  # if a replica died, the pool of processes stops its peers, which wait
+        elif not seen:
+            with suppress(OSError):  # the terminal may be closed
+                os.write(2, b"saving and stopping; a second Ctrl-C kills\n")
+        seen.add(number)
+        STOP.set()
+
+    # instead of command(), which would end the process 4 seconds after a signal: a save may take
+    # longer
+    on_each_signal(act)
+    # these handlers do nothing, but signals without one do not reach act
+    for number in STOP_SIGNALS:
+        # a closed terminal sends SIGHUP, which nohup ignores
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+    if is_spawned:
+        # Ctrl-C reaches the main process too, which passes it on
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # what came before
+
+
+def restart_watchdog(seconds):
+    """Ends this process with 1 after the given seconds, unless it is called again before; 0 calls it off.
+
+    The stacks of all threads are printed first.
+    """
+    # a C thread: Python code that hangs in a collective cannot prevent it
+    faulthandler.cancel_dump_traceback_later()
+    if seconds:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+
+
+def watch_replicas():
+    """Passes a request to stop on to all replicas of this host, and stops all once one has died.
+
+    The peers of a dead replica would wait for it. Python's pool of processes stops them too, but does not
+    notice the last process that it starts if its own thread is slow (ProcessPoolExecutor.submit wakes that
+    thread before it starts the process).
+    """
+    def watch():
+        replicas = set()
+        stopped = set()
+        has_died = False
+        while not has_died:
+            time.sleep(0.1)
+            replicas.update(multiprocessing.active_children())
+            has_died = any(replica.exitcode for replica in replicas)  # None: it runs, 0: it is done
+            # once each: a replica that has stopped and ends would be killed
+            if has_died or STOP.is_set():
+                for replica in replicas - stopped:
+                    replica.terminate()
+                stopped.update(replicas)
+
+    threading.Thread(target=watch, daemon=True).start()
+    # A replica inherits this thread's blocked signals until it handles them in on_signals: before, SIGTERM
+    # would kill it. Multiprocessing would start its tracker first, which unblocks them.
+    multiprocessing.resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
