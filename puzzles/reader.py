@@ -276,13 +276,20 @@ def spaced_rows(text, lines, task):
     """
     rows, columns = task["grid"]
     box_columns = BOXES[rows][1]
-    texts = text.splitlines()
+    raw_lines = text.splitlines()
     kept = {}  # {number of a line: its text}
     for line in lines:
-        row = re.sub("[!\u2502\u2503\u2551]", "|", texts[line.number - 1].expandtabs())
+        row = re.sub("[!\u2502\u2503\u2551]", "|", raw_lines[line.number - 1].expandtabs())
         is_framed = line.what == "gap" and row.strip(" |") == "" and len(row) >= columns
         if line.what in ("row", "other") or is_framed:
             kept[line.number] = row
+
+    # a space that is lost or added moves cells: no line may begin without its spaces, and all end alike
+    texts = list(kept.values())
+    ends = {row[-1] for row in texts}
+    is_padded = are_alike(texts) and " " in ends
+    begins_with_space = any(row[0] in " |" for row in texts)
+    ends_alike = are_alike(texts) or " " not in ends and ends != {"|"}
 
     readings = set()
     for gap in "", " ":
@@ -290,12 +297,10 @@ def spaced_rows(text, lines, task):
             for margin in "", " ", "|", "| ":
                 box = gap.join(["."] * box_columns)
                 pattern = margin + between.join([box] * (columns // box_columns))
-                readings.add(tuple(row_of(row, pattern) for row in kept.values()))
+                # lines that still have the spaces at their end are as long as the puzzle
+                if not is_padded or len(pattern) <= len(texts[0]):
+                    readings.add(tuple(row_of(row, pattern) for row in texts))
     readings = [reading for reading in readings if None not in reading]
-    # a space that is lost or added moves cells: no line may begin without its spaces, and all end alike
-    begins_with_space = any(row[0] in " |" for row in kept.values())
-    ends = {row[-1] for row in kept.values()}
-    ends_alike = are_alike(kept.values()) or " " not in ends and ends != {"|"}
     if len(readings) != 1 or not begins_with_space or not ends_alike:
         raise UserError("cannot tell which cells are empty: write a dot for each")
     numbers = dict(zip(kept, *readings))

@@ -325,7 +325,7 @@ def find_puzzles(task, source, content):
         found = []
         for line, row in content:
             found.append((f"{source}:{line}: ", row.get("question", ""), row.get("answer") or ""))
-        return found, f"{len(found)} puzzles, one a row"
+        return found, f"{len(found)} puzzle{'s' * (len(found) > 1)}, one a row"
     place = f"{source}:" if os.path.isfile(source) else ""
     try:
         found, how = puzzles.find_puzzles(task, content)

@@ -61,6 +61,14 @@ def test_a_grid_with_any_sign_for_an_empty_cell(cell):
             assert (question, answer) == (QUESTION, "") and how.startswith("one puzzle"), text
 
 
+def test_spaces_in_a_grid_that_has_a_column_of_them():
+    """At the end of lines they tell a column of empty cells from a gap between boxes."""
+    [(_, question, _)], _ = find_puzzles(sudoku_task(6), "2     \n4   6 \n    15\n6    2\n  3 5 \n      ")
+    assert question == "2.....4...6.....156....2..3.5......."
+    with pytest.raises(UserError, match="cannot tell which cells"):
+        find_puzzles(sudoku_task(6), "2\n4   6\n    1\n6\n  3 5\n     5")
+
+
 XML = ('<?xml version="1.0"?>\n<opensudoku>\n<name>mine</name>\n<game data="{0}" />\n<game data="{0}" />\n'
        '</opensudoku>')
 # texts: (number of puzzles, whether their answers are known, how they are read)
