@@ -43,16 +43,21 @@ def find_puzzles(task, text):
     """
     if task["kind"] == "maze":
         return find_mazes(text)
+    rows, columns = task["grid"]
+    num_cells = rows * columns
     if " " in task["symbols"][1:]:
-        return [Puzzle(1, squared(text))], "one puzzle"
+        cells, height = squared(text)
+        if height not in (1, rows):
+            raise UserError(f"{height} lines are no puzzle of {rows} rows")
+        return [Puzzle(1, cells)], "one puzzle"
 
     # one puzzle in any number of lines, with one sign for an empty cell
     signs = signs_of(task)
-    num_cells = math.prod(task["grid"])
     parts = ["".join(line.split()) for line in text.splitlines() if line.strip()]
     cells = "".join(parts)
     is_uniform = task["kind"] != "sudoku" or len({*cells} & {*EMPTY_CELLS}) < 2
-    if has_cells(cells, signs, num_cells) and is_uniform and are_alike(parts) and are_alike(text.split()):
+    is_whole = are_parts(parts, columns) and are_parts(text.split(), columns)
+    if has_cells(cells, signs, num_cells) and is_uniform and is_whole:
         return [Puzzle(1, translated(cells, signs))], "one puzzle"
 
     # JSON
@@ -69,7 +74,6 @@ def find_puzzles(task, text):
     # above the puzzles their number may stand, or the size of one
     has_lines = any(line.what == "puzzle" for line in lines)
     written = [line for line in lines if line.what in ("puzzle", "row", "other")]
-    rows, columns = task["grid"]
     numbers = written[0].cells.split() if written else []
     sizes = {str(size) for size in (rows, columns, *BOXES.get(rows, ()))}
     is_size = len(written) % rows == 1 and {*numbers} <= sizes
@@ -92,10 +96,10 @@ def count_of(found):
 
 
 def squared(text):
-    """Returns a text in one line. Editors strip spaces at the end of lines, which are added again."""
+    """Returns a text in one line, with the spaces that editors strip at the end of lines; and its lines."""
     lines = text.strip("\r\n").splitlines()
     width = max(map(len, lines), default=0)
-    return "".join(line.ljust(width) for line in lines)
+    return "".join(line.ljust(width) for line in lines), len(lines)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -115,9 +119,14 @@ def has_cells(text, signs, number):
     return len(text) == number and signs.keys() >= {*text}
 
 
-def are_alike(parts):
-    """Returns whether texts have one length, as parts of a puzzle have, unlike a number beside a puzzle."""
-    return len({*map(len, parts)}) == 1
+def are_parts(texts, columns):
+    """Returns whether texts may be parts of one puzzle, and no number beside one.
+
+    They are rows, several rows each, or parts of a row, and all of these have one length.
+    """
+    lengths = {*map(len, texts)}
+    fit = [length % columns == 0 or columns % length == 0 for length in lengths]
+    return all(fit) and len(lengths) == 1
 
 
 def translated(cells, signs):
@@ -188,7 +197,7 @@ def line_of(number, text, task, signs):
         text = COMMENT.sub("", text)
     words = "".join(" " if char in separators else char for char in text).split()
     cells = "".join(words)
-    is_whole = are_alike(words)
+    is_whole = are_parts(words, columns)
     framed = re.sub("[\u2502\u2503\u2551]", "|", text).strip(" ").removesuffix("|.")  # as LaTeX ends a row
     fields = re.split("[,;|\t]", framed.strip("|"))
     if task["kind"] == "sudoku" and len(fields) in (columns, num_cells):
@@ -276,13 +285,21 @@ def spaced_rows(text, lines, task):
     """
     rows, columns = task["grid"]
     box_columns = BOXES[rows][1]
-    texts = text.splitlines()
+    raw_lines = text.splitlines()
     kept = {}  # {number of a line: its text}
     for line in lines:
-        row = re.sub("[!\u2502\u2503\u2551]", "|", texts[line.number - 1].expandtabs())
+        row = re.sub("[!\u2502\u2503\u2551]", "|", raw_lines[line.number - 1].expandtabs())
         is_framed = line.what == "gap" and row.strip(" |") == "" and len(row) >= columns
         if line.what in ("row", "other") or is_framed:
             kept[line.number] = row
+
+    # a space that is lost or added moves cells: no line may begin without its spaces, and all end alike
+    texts = list(kept.values())
+    ends = {row[-1] for row in texts}
+    have_one_length = len({*map(len, texts)}) == 1
+    is_padded = have_one_length and " " in ends
+    begins_with_space = any(row[0] in " |" for row in texts)
+    ends_alike = have_one_length or " " not in ends and ends != {"|"}
 
     readings = set()
     for gap in "", " ":
@@ -290,12 +307,10 @@ def spaced_rows(text, lines, task):
             for margin in "", " ", "|", "| ":
                 box = gap.join(["."] * box_columns)
                 pattern = margin + between.join([box] * (columns // box_columns))
-                readings.add(tuple(row_of(row, pattern) for row in kept.values()))
+                # lines that still have the spaces at their end are as long as the puzzle
+                if not is_padded or len(pattern) <= len(texts[0]):
+                    readings.add(tuple(row_of(row, pattern) for row in texts))
     readings = [reading for reading in readings if None not in reading]
-    # a space that is lost or added moves cells: no line may begin without its spaces, and all end alike
-    begins_with_space = any(row[0] in " |" for row in kept.values())
-    ends = {row[-1] for row in kept.values()}
-    ends_alike = are_alike(kept.values()) or " " not in ends and ends != {"|"}
     if len(readings) != 1 or not begins_with_space or not ends_alike:
         raise UserError("cannot tell which cells are empty: write a dot for each")
     numbers = dict(zip(kept, *readings))
@@ -307,7 +322,7 @@ def spaced_line(text, task):
     """Returns the cells of a line, which has as many characters as cells if spaces are empty cells."""
     if task["kind"] == "sudoku" and len(text) == math.prod(task["grid"]) and re.fullmatch("[1-9 ]+", text):
         return text.replace(" ", ".")
-    return "".join(text.split()) if are_alike(text.split()) else text.strip()
+    return "".join(text.split()) if are_parts(text.split(), task["grid"][1]) else text.strip()
 
 
 def row_of(text, pattern):
@@ -336,9 +351,9 @@ def find_mazes(text):
     if len(lines) > 1 and all(line.count("S") == line.count("G") == 1 for line in lines):
         found = [Puzzle(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         return found, f"{len(found)} mazes, one a line"
-    cells = squared(text)
-    if math.isqrt(len(cells)) ** 2 != len(cells) or not {*cells} <= {*"# SG"}:
-        height = len(text.strip("\r\n").splitlines())
+    cells, height = squared(text)
+    side = math.isqrt(len(cells))
+    if side * side != len(cells) or height not in (1, side) or not {*cells} <= {*"# SG"}:
         raise UserError(f"{height} lines with {len(cells)} cells are no maze: that is a square of the "
                         "characters '# SG', wall, open, start and goal")
     return [Puzzle(1, cells)], "one maze"

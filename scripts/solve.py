@@ -57,6 +57,7 @@ ignored = ""  # characters of known answers for cells that do not count, as of p
 
 ATTEMPTS = 8  # at most, unless --eval_attempts says otherwise
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+MOST_PROBLEMS = 10  # with puzzles, that are printed
 CELLS_AT_A_TIME = 5_000  # in a batch: 61 Sudokus of 9x9 or 5 mazes of 30x30
 
 
@@ -224,7 +225,9 @@ def solve_file(settings, model, task, questions, rows, own_settings):
     )
     lines = [("".join(row.question.split()), "", "", "", "", row.problem) if row.problem else next(solved)
              for row in rows]
-    for result, count in Counter(result for *_, result in lines).items():
+    # what is not solved has too many reasons
+    results = ["not solved" if row.problem else line[-1] for row, line in zip(rows, lines)]
+    for result, count in Counter(results).items():
         print(f"{count} of {len(rows)} {result} ({count / len(rows):.1%})")
     num_sure = np.count_nonzero(certainties >= models.SURE)
     print(f"{num_sure} answers are {models.SURE:.0%} sure; {attempts.mean():.2f} attempts at a puzzle, "
@@ -366,7 +369,7 @@ def find_puzzles(task, source, content):
         found = []
         for line, row in content:
             found.append((f"{source}:{line}: ", row.get("question", ""), row.get("answer") or ""))
-        return found, f"{len(found)} puzzles, one a row"
+        return found, f"{len(found)} puzzle{'s' * (len(found) > 1)}, one a row"
     place = f"{source}:" if os.path.isfile(source) else ""
     try:
         found, how = puzzles.find_puzzles(task, content)
@@ -392,7 +395,7 @@ def parse_rows(task, puzzle_list):
                 others = math.prod(new_task["grid"])
                 raise UserError(f"the puzzle has {tokens.size} cells, others have {others}")
         except UserError as e:
-            problem = str(e)
+            problem = f"not solved: {e}"
         rows.append(Row(question, known_answer, tokens, problem))
 
     # leave out puzzles without a solution
@@ -402,15 +405,17 @@ def parse_rows(task, puzzle_list):
         notes = puzzles.solution_notes(new_task, np.stack([rows[i].tokens for i in readable]))
         for i, (count, words) in zip(readable, notes):
             if count == 0:
-                rows[i] = rows[i]._replace(problem=words)
+                rows[i] = rows[i]._replace(problem=f"not solved: {words}")
             elif words:
                 warnings.append(f"warning: {puzzle_list[i][0]}{words}")
 
     # say what was found: the first warning stands for all
     problems = [place + row.problem for (place, *_), row in zip(puzzle_list, rows) if row.problem]
     if len(problems) == len(rows):
-        raise UserError(problems[0])
-    for line in [*warnings[:1], *[f"not solved: {problem}" for problem in problems]]:
+        raise UserError(problems[0].replace("not solved: ", ""))
+    if len(problems) > MOST_PROBLEMS:
+        problems[MOST_PROBLEMS:] = [f"and {len(problems) - MOST_PROBLEMS:,} more"]
+    for line in warnings[:1] + problems:
         print(line, file=sys.stderr)
     return new_task, rows
 

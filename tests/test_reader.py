@@ -61,6 +61,14 @@ def test_a_grid_with_any_sign_for_an_empty_cell(cell):
             assert (question, answer) == (QUESTION, "") and how.startswith("one puzzle"), text
 
 
+def test_spaces_in_a_grid_that_has_a_column_of_them():
+    """At the end of lines they tell a column of empty cells from a gap between boxes."""
+    [(_, question, _)], _ = find_puzzles(sudoku_task(6), "2     \n4   6 \n    15\n6    2\n  3 5 \n      ")
+    assert question == "2.....4...6.....156....2..3.5......."
+    with pytest.raises(UserError, match="cannot tell which cells"):
+        find_puzzles(sudoku_task(6), "2\n4   6\n    1\n6\n  3 5\n     5")
+
+
 XML = ('<?xml version="1.0"?>\n<opensudoku>\n<name>mine</name>\n<game data="{0}" />\n<game data="{0}" />\n'
        '</opensudoku>')
 # texts: (number of puzzles, whether their answers are known, how they are read)
@@ -163,6 +171,12 @@ def test_puzzles_of_other_kinds_have_their_symbols_alone():
         assert question == "".join(rows)
     with pytest.raises(UserError, match="has 'H' in row 1, column 3"):
         parse_question(task, "".join(rows).replace("2", "H"))
+    # four lines of nine are no puzzle of six rows
+    with pytest.raises(UserError, match="is no row of 6 cells"):
+        find_puzzles({"kind": "six", "grid": [6, 6], "symbols": "_.12"}, lines([".1.2.1.2."] * 4))
+    spaces = {"kind": "spaces", "grid": [6, 6], "symbols": "_ 12"}
+    with pytest.raises(UserError, match="4 lines are no puzzle of 6 rows"):
+        find_puzzles(spaces, lines(["1 2 1 2 1"] * 4))
     signs = {"kind": "signs", "grid": [3, 3], "symbols": "_-|#"}
     assert find_puzzles(signs, "-|#\n---\n#|-")[0][0].question == "-|#---#|-"
 
@@ -175,7 +189,9 @@ def test_mazes(text, mazes):
     assert [question for _, question, _ in puzzles] == ["S # #   G"] * mazes
 
 
-@pytest.mark.parametrize("text", ["S 1\n 1 \n  G", "S  #\n    \n  G ", "S.#\n. .\n..G", "WSE\nW.E\nWGE"])
+@pytest.mark.parametrize("text", [
+    "S 1\n 1 \n  G", "S       \n       G", "S  #\n    \n  G ", "S.#\n. .\n..G",
+    "WSE\nW.E\nWGE"])
 def test_other_drawings_are_told_what_a_maze_is(text):
     with pytest.raises(UserError, match="no maze: that is a square of the characters '# SG', wall"):
         find_puzzles(maze_task(3), text)

@@ -166,10 +166,13 @@ def solve_rows(run_solve, model, folder, lines, *flags, name="a.csv"):
 def test_a_wrong_row_says_so_and_the_others_are_solved(run_solve, models_folder, solved, tmp_path, capsys):
     lines = ["Puzzle,note", f"{solved[0]},", "12,", f"{solved[0]},a,b", f"11{'.' * 14},", f"{solved[0]},"]
     rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, lines)
-    problems = ["the puzzle '12' has 2 cells, not 4x4", "the puzzle '' has 0 cells, not 4x4",
-                "the puzzle has no solution: row 1, column 1 breaks a rule"]
+    problems = ["not solved: the puzzle '12' has 2 cells, not 4x4",
+                "not solved: the puzzle '' has 0 cells, not 4x4",
+                "not solved: the puzzle has no solution: row 1, column 1 breaks a rule"]
     assert [row["result"] for row in rows] == ["right", *problems, "right"]
     assert rows[0]["answer"] == rows[4]["answer"] == solved[1] and not any(row["answer"] for row in rows[1:4])
+    solve.main([str(models_folder / "sudoku"), str(tmp_path / "a.csv")])
+    assert "a.csv:3: not solved: the puzzle '12' has" in capsys.readouterr().err
     # a file without a good row is an error
     (tmp_path / "c.csv").write_text("\n".join([lines[0], *lines[2:5]]))
     with pytest.raises(UserError, match="c.csv:2: the puzzle '12' has 2 cells"):
@@ -180,7 +183,7 @@ def test_a_text_file_of_puzzles_is_solved_like_a_csv(run_solve, models_folder, s
     """With or without their answers, and a line that is no puzzle."""
     lines = ["# mine", f"1: {solved[0]}", f"{solved[0]} {solved[1]}", solved[0] + "1"]
     rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, lines, name="a.sdm")
-    problem = f"the puzzle '{solved[0]}1' has 17 cells, not 4x4"
+    problem = f"not solved: the puzzle '{solved[0]}1' has 17 cells, not 4x4"
     assert [row["result"] for row in rows] == ["right", "right", problem]
 
 
