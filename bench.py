@@ -96,7 +96,7 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
     eval_seconds, _ = seconds_of(steps, eval_step)
 
     # the figures
-    _, step_flops = flops_per_example(run.model)
+    step_flops = flops_per_example(run.model)
     rate = settings.global_batch_size / step_seconds
     peak = peak_flops(device)
     figures = dict(

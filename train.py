@@ -488,7 +488,7 @@ class Run:
         self.batch_size = settings.global_batch_size // device.world
         self.dtype = getattr(torch, settings.forward_dtype)
         # the FLOPs of a training step at a depth, (H_cycles, L_cycles)
-        self.flops_per_example = functools.cache(lambda cycles: flops_per_example(model, cycles)[1])
+        self.flops_per_example = functools.cache(lambda cycles: flops_per_example(model, cycles))
         # what the log sums up: METRICS of sequences that halted, LOSS_TERMS of all
         self.stat_names = (*models.METRICS, *models.LOSS_TERMS, "sequences", "grad_norm")
         # the state, equal on all ranks; the model keeps its code and its sizes, but for the buffers

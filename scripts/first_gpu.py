@@ -200,7 +200,7 @@ def measure(settings, name):
     bench.seconds_of(n, train_step)
     seconds = median(bench.seconds_of(n, train_step)[0] for _ in range(3))
     eval_seconds = median(bench.seconds_of(n, eval_step)[0] for _ in range(3))
-    _, example_flops = flops_per_example(run.model)
+    example_flops = flops_per_example(run.model)
     flops = run.settings.global_batch_size * example_flops / seconds
     peak = devices.peak_flops(run.device)
     put(settings, "step", case=name,

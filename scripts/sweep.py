@@ -33,7 +33,7 @@ import train
 from configurator import configure, split_arguments
 from runtime import files, process
 from runtime.errors import UserError
-from runtime.flops import flops_per_example
+from runtime.flops import FlopCounter, flops_per_example
 
 # which runs; names without a dash select runs too
 pattern = ""  # runs whose names begin so, with * and ? as in a shell; "" without names: all 67
@@ -129,12 +129,12 @@ class StudyRun:
         # what the config says about the data, which need not be there
         data = configure(prepare_sudoku.__file__, shlex.split(self.settings.data_prepare)[1:])
         puzzles = data.num_train if data.source == "generate" else data.subsample_size
-        with torch.device("meta"):  # takes no memory
+        with torch.device("meta"), FlopCounter():  # takes no memory, and little time
             model = train.new_model(self.settings, seq_len=data.size ** 2, vocab_size=data.size + 2)
         # counting takes half a second, and most runs have the baseline's sizes
         sizes = f"{model} {self.settings.H_cycles} {self.settings.L_cycles} {self.settings.num_heads}"
         if sizes not in FLOPS:
-            _, FLOPS[sizes] = flops_per_example(model)
+            FLOPS[sizes] = flops_per_example(model)
         steps = optim.count_steps(self.settings, puzzles)
         return steps, model.num_parameters(), steps * self.settings.global_batch_size * FLOPS[sizes]
 
