@@ -27,7 +27,7 @@ from runtime.files import read_torch_file
 METRICS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 LOSS_TERMS = ("loss", "lm_loss", "q_halt_loss")
 
-# Attempts at a puzzle end with an answer that the halting head finds so sure (docs/results.md says why 95%).
+# Attempts at a puzzle end with an answer that the halting head finds so sure: records/results.md says why.
 SURE = 0.95
 
 

@@ -1,4 +1,4 @@
-# 9x9 Sudoku on one CPU core, the record at 1e14 FLOP of docs/records.md: 83% of unseen generated puzzles.
+# 9x9 Sudoku on one CPU core, the record at 1e14 FLOP of records/records.md: 83% of unseen generated puzzles.
 # An hour on a core without bfloat16 instructions. Makes 60,000 minimal puzzles in 21 versions each.
 run("demo.py")
 data_path = "data/sudoku-9x9-cpu"

@@ -1,4 +1,4 @@
-# Sudoku-Extreme as the small models of docs/records.md learn 9x9 Sudoku, at the paper's width: trained
+# Sudoku-Extreme as the small models of records/records.md learn 9x9 Sudoku, at the paper's width: trained
 # with 2 supervision steps, tested with 16. NOT RUN. 3.0e17 FLOP, and at most 0.5e17 for the final evaluation:
 # by its measured step 20 to 22 minutes on an H200; at 40% of peak 9 on a v5e-8, whose compiler says that it
 # fits (1.2 of 16 GB).

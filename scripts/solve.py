@@ -485,7 +485,7 @@ def choose_model(source, content):
     if not num_fitting.get(best):
         nearest = min(problems)
         raise UserError(f"no model takes it; {nearest[-1]}: {problems[nearest]}")
-    task = models.read_torch_file(best)["task"]
+    task = files.read_torch_file(best)["task"]
     print("as a {}x{} {}, {}".format(*task["grid"], task["kind"], best), flush=True)
     return best
 

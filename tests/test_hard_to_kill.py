@@ -171,7 +171,8 @@ def test_a_stop_leaves_its_checkpoint_in_the_bucket(data, front, tmp_path):
 
 
 SLOW_DISK = """
-import time, checkpoint
+import time
+from runtime import checkpoint
 _write = checkpoint.Checkpoints.write
 def write(self, *arguments):
     time.sleep(6)

@@ -1,11 +1,11 @@
 """Trains the official code on the CPU, on a dataset of ours, until it solves 90% of 1000 test puzzles.
 
     git clone https://github.com/SamsungSAILMontreal/TinyRecursiveModels && pip install einops argdantic
-    python tests/official.py TinyRecursiveModels data/sudoku-6x6-demo curve.jsonl --lr=1e-3 --seed=0
+    python records/official.py TinyRecursiveModels data/sudoku-6x6-demo curve.jsonl --lr=1e-3 --seed=0
 
 Its own model, loss, data loader, average, and recipe for Sudoku at the demo's width. Not its own: AdamATan2
 in plain PyTorch, and a warm-up of 100 steps instead of 2000. The clock is the processor's, and stops for
-evaluations: of 200 test puzzles, and of all 1000 once these are near the target. docs/results.md has what
+evaluations: of 200 test puzzles, and of all 1000 once these are near the target. records/results.md has what
 came out.
 """
 import argparse
@@ -32,7 +32,8 @@ DECAY = 1.0
 INTERVAL = 90  # seconds of training between evaluations
 LIMIT = 3600  # seconds of training
 
-sys.path[:0] = [args.official, os.path.join(os.path.dirname(__file__), "golden")]
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path[:0] = [args.official, os.path.join(ROOT, "tests", "golden")]
 from make import AdamATan2
 from models.ema import EMAHelper
 from models.losses import ACTLossHead

@@ -1,9 +1,9 @@
 """Makes mazes whose copies are turned with their labels, as the official builder does, and ours beside them.
 
-    python tests/maze_copies.py data/copies 6 500 2000 16000    data/copies/6-500-{none,solved,turned}, ...
+    python records/maze_copies.py data/copies 6 500 2000 16000    data/copies/6-500-{none,solved,turned}, ...
 
 All have the same 1000 test mazes. none: no copies; solved: each of the 8 copies solved anew by the rule of
-the labels, as prepare_maze.py does; turned: labels turned with their mazes. docs/results.md has the results.
+the labels, as prepare_maze.py does; turned: labels turned with their mazes. results.md has the results.
 """
 import os
 import sys
