@@ -165,7 +165,7 @@ class Slice(Cloud):
         shared |= dict(OMP_NUM_THREADS="1", STORAGE_EMULATOR_HOST=front.url)
         rank_0, rank_1 = hosts(2)
         super().__init__(folder, [shared | rank_1 | dict(HOST="0"), shared | rank_0 | dict(HOST="1")])
-        for pattern in ("*.py", "puzzles/*.py", "requirements*.txt", ".gitignore"):
+        for pattern in ("*.py", "puzzles/*.py", "runtime/*.py", "requirements*.txt", ".gitignore"):
             for path in ROOT.glob(pattern):
                 copy = self.project / path.relative_to(ROOT)
                 copy.parent.mkdir(exist_ok=True)
