@@ -154,7 +154,7 @@ class Game:
         Raises various errors if the request is not as it must be.
         """
         run = self.describe()
-        request = {"steps": run["depth"], "attempts": 1, "noise": run["noise"], "seed": 0} | request
+        request = {"steps": run["depth"], "attempts": run["attempts"], "seed": 0} | request
         for name in ["question"] + ["task"] * self.is_arc:
             if name not in request:
                 raise UserError(f"{name} is missing")
