@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from configurator import check_numbers
 from puzzles.arc import ARC, ORIGINAL, apply_version, arc_task, canvas, generated_task, grid_key, grid_of
 from puzzles.symmetries import turned
-from runtime.errors import UserError
+from runtime.errors import UserError, check_numbers
 from runtime.files import Progress
 from runtime.prepare import command_of, finish_split, new_dataset, print_report, refuse_existing, write_json
 from runtime.process import start

@@ -37,7 +37,7 @@ import optim
 import puzzles
 from runtime import bucket, checkpoint, files, process
 from runtime import device as devices
-from runtime.errors import TransientError, UserError, one_line
+from runtime.errors import TransientError, UserError, check_choices, check_numbers, one_line
 from runtime.flops import flops_per_example
 from runtime.process import START_TIMEOUT, STOP, on_signals, restart_watchdog, watch_replicas
 
@@ -938,11 +938,11 @@ def check_settings(settings):
 def check_each(settings):
     """Raises UserError for the first setting that is wrong whatever the others of a recipe are."""
     # numbers and choices
-    configurator.check_choices(settings, CHOICES)
+    check_choices(settings, CHOICES)
     numbers = dict(vars(settings))
     if settings.halt_exploration_prob_end == -1:
         del numbers["halt_exploration_prob_end"]
-    configurator.check_numbers(numbers, POSITIVE, SHARES)
+    check_numbers(numbers, POSITIVE, SHARES)
     # lists of names
     for name in filter(None, settings.eval_save_outputs.split(",")):
         if name not in EVAL_OUTPUTS:
@@ -970,8 +970,7 @@ def recipe(settings):
 def differences(settings):
     """Returns the settings that differ from their defaults, as flags."""
     # in the order of the settings above; a fork's come last
-    known = configurator.read_settings(__file__)
-    changed = {name: value for name, value in vars(settings).items() if value != known[name].default}
+    changed = {name: value for name, value in vars(settings).items() if value != settings.defaults[name]}
     return shlex.join(f"--{name}={value}" for name, value in changed.items())
 
 

@@ -164,7 +164,7 @@ class Game:
             if type(number) is not int or not least <= number <= most:
                 raise UserError(f"{name} must be an integer from {least} to {most}, not {number!r}")
         # the run's settings, and the request's
-        settings = Settings(**vars(self.settings))
+        settings = Settings(vars(self.settings))
         settings.eval_halt_max_steps = int(request["steps"])
         settings.eval_attempts = int(request["attempts"])
         settings.seed = int(request["seed"])
