@@ -970,7 +970,8 @@ def recipe(settings):
 def differences(settings):
     """Returns the settings that differ from their defaults, as flags."""
     # in the order of the settings above; a fork's come last
-    changed = {name: value for name, value in vars(settings).items() if value != settings.defaults[name]}
+    defaults = configurator.read_settings(__file__)
+    changed = {name: value for name, value in vars(settings).items() if value != defaults.get(name)}
     return shlex.join(f"--{name}={value}" for name, value in changed.items())
 
 
@@ -995,7 +996,7 @@ def xla_replica(index, settings, kind):
 
 def get_dataset(settings):
     """Brings the dataset to the folder data_path: from a bucket, or made here; it may be there already."""
-    settings.data_path = datasets.local_dataset(settings.data_path)
+    settings.data_path = bucket.local_dataset(settings.data_path)
     datasets.make_dataset(settings, STOP.is_set)
 
 

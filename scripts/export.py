@@ -31,8 +31,9 @@ import configurator
 import model as models
 import train
 from configurator import Settings, configure, split_arguments
-from data import Dataset, local_dataset
+from data import Dataset
 from model import SIZES
+from runtime.bucket import local_dataset
 from runtime.checkpoint import load_weights, missing_forks, newest_whole, read_checkpoint, some_puzzles
 from runtime.errors import UserError
 from runtime.files import replacing

@@ -67,8 +67,8 @@ def identifier_names(path):
     """Returns the names of a dataset's puzzle identifiers, as the official builder writes them."""
     train = Dataset(path, "train")
     names = ["<blank>"]
-    for puzzle, (way, *colours) in enumerate(train.versions.tolist()):
-        name = f"{train.task_names[train.groups_of(puzzle)]}|||t{way}|||{''.join(map(str, colours))}"
+    for puzzle, (way, *colours) in enumerate(train.arc.versions.tolist()):
+        name = f"{train.arc.names[train.groups_of(puzzle)]}|||t{way}|||{''.join(map(str, colours))}"
         names.append(name.removesuffix("|||t0|||0123456789"))
     return names
 
@@ -94,10 +94,10 @@ def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(tmp_path):
     path = build(
         tmp_path / "out", source=source, extra=extra, subsets="training,evaluation,concept", max_side=2)
     train = Dataset(path, "train")
-    pairs = dict(zip(train.task_names, np.diff(train.task_indices)))
+    pairs = dict(zip(train.arc.names, np.diff(train.arc.indices)))
     assert pairs == {"a": 2, "b": 1, "c": 1, "other": 2}
     test = Dataset(path, "test")
-    assert test.task_names == ["b"] and test.test_batch([0])["labels"].tolist() == [[10, 10, 1, 1]]
+    assert test.arc.names == ["b"] and test.test_batch([0])["labels"].tolist() == [[10, 10, 1, 1]]
 
     # an output that is not known counts in no loss and no metric
     path = build(tmp_path / "unknown", source=source, subsets="training,concept", test_subset="concept")
@@ -124,8 +124,8 @@ def test_tasks_that_are_left_out_are_counted_and_named(tmp_path, capsys):
     (source / "training/bom.json").write_text(json.dumps(TASK), encoding="utf-8-sig")
     (source / "training/damaged.json").write_text("{")
     path = build(tmp_path / "out", source=source, num_aug=0)
-    assert Dataset(path, "test").task_names == ["0", "1"] or Dataset(path, "test").task_names == ["1", "0"]
-    assert {*Dataset(path, "train").task_names} == {"0", "1", "no test", "bom"}
+    assert Dataset(path, "test").arc.names == ["0", "1"] or Dataset(path, "test").arc.names == ["1", "0"]
+    assert {*Dataset(path, "train").arc.names} == {"0", "1", "no test", "bom"}
     output = capsys.readouterr()
     assert "left out, since they are no tasks: 5\n" in output.out
     assert "left out, since another task has their name: 1\n" in output.out
@@ -141,7 +141,7 @@ def test_an_extra_task_with_a_test_pair_is_not_trained_on(tmp_path, capsys):
     other = {"train": [pair([[5], [2]], [[5], [2]])]}
     extra = write_folder(tmp_path / "extra", any={"turned": turned, "other": other})
     path = build(tmp_path / "out", source=source, extra=extra, num_aug=0)
-    assert {*Dataset(path, "train").task_names} == {"a", "b", "other"}
+    assert {*Dataset(path, "train").arc.names} == {"a", "b", "other"}
     assert "left out, since they have a test pair: 1\n" in capsys.readouterr().out
 
 
@@ -178,7 +178,7 @@ def test_each_task_brings_all_its_examples_in_one_version_an_epoch(kaggle):
     for epoch in stream(train, train.epoch_examples, 5)["puzzle_identifiers"].reshape(5, -1):
         identifiers, counts = np.unique(epoch, return_counts=True)
         puzzles = np.searchsorted(train.puzzle_identifiers, identifiers)
-        assert (counts == np.diff(train.task_indices)[train.groups_of(puzzles)]).all() and len(puzzles) == 6
+        assert (counts == np.diff(train.arc.indices)[train.groups_of(puzzles)]).all() and len(puzzles) == 6
         assert (np.diff(epoch) != 0).sum() == 5  # the examples of a task follow each other
         versions |= set(puzzles)
     assert len(versions) > 20
@@ -199,7 +199,7 @@ def test_all_pairs_of_a_puzzle_but_one_are_moved_as_a_whole(kaggle):
     num_fixed = 0
     for question, answer, identifier in zip(*stream(train, train.epoch_examples, 4).values()):
         puzzle = np.searchsorted(train.puzzle_identifiers, identifier)
-        task = tasks[train.task_names[train.groups_of(puzzle)]]
+        task = tasks[train.arc.names[train.groups_of(puzzle)]]
 
         # where the question stands, the answer does, too
         canvases = np.pad(np.reshape([question, answer], (2, 30, 30)), [(0, 0), (0, 30), (0, 30)])
@@ -207,7 +207,7 @@ def test_all_pairs_of_a_puzzle_but_one_are_moved_as_a_whole(kaggle):
         num_fixed += rows.min() == columns.min() == 0
         grids = []
         for tokens in canvases[:, rows.min():, columns.min():]:
-            grids.append(undo_version(crop(tokens[:30, :30], 30), train.versions[puzzle]).tolist())
+            grids.append(undo_version(crop(tokens[:30, :30], 30), train.arc.versions[puzzle]).tolist())
         assert pair(*grids) in task["train"] + task["test"]
     assert 24 <= num_fixed < 28  # one example of each of 6 puzzles in 4 epochs, and few others by chance
 
@@ -225,5 +225,5 @@ def test_generated_tasks_are_those_of_the_published_figures(tmp_path):
     test = Dataset(path, "test")
     assert test.sha256[:16] == "9162fa7c3ade0f82"
     assert sorted(test.inputs.tolist()) == sorted(few.inputs.tolist())
-    question, answer = test.grids[test.task_names.index("gravity_0003")]
+    question, answer = test.arc.grids[test.arc.names.index("gravity_0003")]
     assert np.array_equal(np.sort(question > 0, axis=0), answer > 0)
