@@ -65,8 +65,8 @@ def test_identifiers_and_test_examples_are_the_official_builders(kaggle):
     recorded = json.loads(Path(RECORDED).read_text())
     train = Dataset(kaggle, "train")
     names = ["<blank>"]
-    for puzzle, (way, *colours) in enumerate(train.arc.versions.tolist()):
-        name = f"{train.arc.names[train.groups_of(puzzle)]}|||t{way}|||{''.join(map(str, colours))}"
+    for puzzle, (way, *colors) in enumerate(train.arc.versions.tolist()):
+        name = f"{train.arc.names[train.groups_of(puzzle)]}|||t{way}|||{''.join(map(str, colors))}"
         names.append(name.removesuffix("|||t0|||0123456789"))
     assert names == recorded["identifiers"]
 

@@ -67,6 +67,8 @@ def world(tmp_path_factory):
     for name, lines in CSVS.items():
         (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
     (folder / "cut.csv.gz").write_bytes(gzip.compress(("\n".join([HEADER] + [GOOD] * 9)).encode())[:-12])
+    latin = HEADER.encode() + b"\n" + b"x,x,x,0\n" * 9000 + b"\xe9"
+    (folder / "latin.csv.gz").write_bytes(gzip.compress(latin))
     for name, seed in (("sudoku", 0), ("other", 1)):
         prepare(folder / "data" / name, source="generate", size=4, num_train=16, num_test=4, num_aug=1,
                 seed=seed)
@@ -172,6 +174,7 @@ SUDOKU = {
     "--source=web": "source must be hub, csv or generate | 'web'",
     MAKE + "--num_train=0": "num_train must be above 0 | not 0",
     MAKE + "--output_dir=data/sudoku": "data/sudoku exists | --output_dir",
+    MAKE + "--output_dir=~/d": "--output_dir=~/d | write the folder of ~ out",
     MAKE + "--num_train=8 --num_test=4 --output_dir=good.csv/new": "good.csv/new | cannot be written",
     # training files beside a good test file
     CSV + "--train_csv=empty.csv": "empty.csv:2 | no puzzle",
@@ -180,7 +183,8 @@ SUDOKU = {
     CSV + "--train_csv=good.csv": "good.csv | no puzzle is left | test set",
     CSV + "--train_csv=nowhere.csv": "nowhere.csv | No such file",
     CSV + "--train_csv=data": "data | Is a directory",
-    CSV + "--train_csv=cut.csv.gz": "cut.csv.gz | cannot be read"}
+    CSV + "--train_csv=cut.csv.gz": "cut.csv.gz | cannot be read",
+    CSV + "--train_csv=latin.csv.gz": "latin.csv.gz:9002 | is not UTF-8 text | iconv"}
 MAZE_CSV = "--test_csv=maze.csv --output_dir=data/new "
 MAZE_FLAGS = {
     "--train_csv=maze.csv --test_csv=oblong.csv": "oblong.csv:2 | 8 cells | not 2x2",
