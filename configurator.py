@@ -160,6 +160,10 @@ def read_flag(flag, settings):
 class Names(dict):
     """Holds the global names of a config file; assigned: those that it assigns."""
 
+    def __init__(self, **names):
+        super().__init__(names)
+        self.assigned = set()
+
     def __setitem__(self, name, value):
         super().__setitem__(name, value)
         self.assigned.add(name)
@@ -178,8 +182,7 @@ def run_file(path, settings):
         vars(settings).update(added)
         names.update(added)
 
-    names = Names(vars(settings), __file__=path, new=new)
-    names.assigned = set()
+    names = Names(__file__=path, new=new, **vars(settings))
     try:
         execute(path, names)
     except Exception as e:
@@ -190,13 +193,13 @@ def run_file(path, settings):
                 where = f"{frame.filename}:{frame.lineno}"
         raise UserError(f"{where}: {type(e).__name__}: {e}") from None
 
-    # Numbers, texts and bools must be settings; all else, and what begins with an underscore, is the file's.
-    # A module may have the name of a setting, as device.py has.
+    # Numbers, texts and bools without an underscore must be settings, which assign() checks. All else is the
+    # file's own; a module may have the name of a setting, as device.py has.
     assigned = {}
-    for name in names.assigned & names.keys():
-        value = names[name]
+    for name, value in names.items():
         is_setting = name in settings.defaults and not isinstance(value, ModuleType)
-        if is_setting or type(value) in TYPES and not name.startswith("_"):
+        is_like_one = type(value) in TYPES and not name.startswith("_")
+        if name in names.assigned and (is_setting or is_like_one):
             assigned[name] = value
     return assigned
 
@@ -270,4 +273,4 @@ def print_help(script):
     for paragraph in code.split("\n\n"):
         first_words = {line.partition(" ")[0] for line in paragraph.splitlines()}
         if first_words & read_settings(script).keys():
-            print(paragraph, flush=True)
+            print(paragraph)
