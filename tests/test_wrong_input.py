@@ -10,17 +10,21 @@ import os
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import TrainProcess, prepare
 
+import prepare_arc
 import prepare_maze
 import prepare_sudoku
 import train
 from runtime import process
 
-T, P, M = "train.py", "prepare_sudoku.py", "prepare_maze.py"
+MODULES = train, prepare_sudoku, prepare_maze, prepare_arc
+SCRIPTS = {Path(module.__file__).name: module for module in MODULES}
+T, P, M, A = SCRIPTS
 TINY = """
 data_path = "data/sudoku"
 out_dir = "out/new"
@@ -195,9 +199,12 @@ MAZE_FLAGS = {
     "--source=generate --min_path=0": "min_path must be above 0 | not 0",
     MAZE_CSV + "--train_csv=good.csv": "good.csv:2 | 16 cells | not 3x3",
     MAZE_CSV + "--train_csv=maze.csv": "maze.csv | no puzzle is left | test set"}
+ARC = {
+    "--source=nowhere": "nowhere has no tasks for evaluation | source must be arc1, arc2, generate",
+    "--source=generate --test_subset=tests": "test_subset=tests: it must be one of subsets=training,"}
 # (script, flags, words)
 CASES = []
-for script, table in (T, TRAIN), (P, SUDOKU), (M, MAZE_FLAGS):
+for script, table in (T, TRAIN), (P, SUDOKU), (M, MAZE_FLAGS), (A, ARC):
     CASES += [(script, flags, words) for flags, words in table.items()]
 # (script, flags, the row of row.csv above the wrong one, the wrong row, words)
 ROWS = [(P, CSV, GOOD, row, words) for row, words in PUZZLES.items()]
@@ -209,9 +216,8 @@ def refuse(world, monkeypatch, capfd):
         files = ["tiny.py"] if script == T else []
         monkeypatch.setattr(sys, "argv", [script, *files, *flags.split()])
         before = snapshot(world)
-        module = {T: train, P: prepare_sudoku, M: prepare_maze}[script]
         with pytest.raises(SystemExit) as stop:
-            process.start(module.main, module.__file__)
+            process.start(SCRIPTS[script].main, SCRIPTS[script].__file__)
         assert_refused(script, stop.value.code, capfd.readouterr().err, words, before, snapshot(world))
 
     monkeypatch.chdir(world)
