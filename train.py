@@ -4,9 +4,9 @@
     python train.py config/sudoku.py --device=cuda        the paper's Sudoku-Extreme, after prepare_sudoku.py
     python train.py config/sudoku.py --init_from=resume   continues from the newest checkpoint of out_dir
 
-The file holds the settings, the step, the loop, the state of a run, and how a run starts: replica() and main().
-The settings below are defaults, the paper's Sudoku-Extreme recipe (MLP). Config files and --key=value flags
-override them, and functions take the result as `settings`.
+The file holds the settings, the step, the loop, the state of a run, and at the end how a run starts:
+replica() and main(). The settings below are defaults, the paper's Sudoku-Extreme recipe (MLP). Config files
+and --key=value flags override them, and functions take the result as `settings`.
 """
 import copy
 import functools
@@ -48,10 +48,10 @@ epochs = 50000  # an epoch offers each puzzle once, in one copy; a sequence take
 max_steps = 0  # length of the run in steps; 0: from epochs
 max_minutes = 0.0  # or in minutes, from the start to the end of the final evaluation; 0: from steps or epochs
 # model
-hidden_size = 512  # D
+hidden_size = 512  # width of the network
 num_heads = 8  # attention heads
-expansion = 4.0  # hidden width of a SwiGLU: 2/3 x expansion x width, up to a multiple of multiple_of
-multiple_of = 256  # small models train on half the FLOP with 128: records/records.md
+expansion = 4.0  # the hidden width of a SwiGLU is 2/3 x expansion x its width,
+multiple_of = 256  # rounded up to a multiple of this
 L_layers = 2  # layers of the one network
 H_cycles = 3  # T of the paper: recursions per step; all but the last without gradient
 L_cycles = 6  # n of the paper: latent updates per recursion
@@ -65,7 +65,7 @@ puzzle_emb_len = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
 forward_dtype = "bfloat16"  # or float32, float16, auto; becomes float16 or float32 where it would be emulated
 # halting
 halt_max_steps = 16  # maximum supervision steps of a sequence
-halt_exploration_prob = 0.1  # probability, at each step, that a sequence must first reach a random step
+halt_exploration_prob = 0.1  # probability, drawn at each step, of no halt before a random step
 halt_exploration_prob_end = -1.0  # its value at the end of the run, reached linearly; -1: constant
 # optimizer
 loss_type = "stablemax_cross_entropy"  # or softmax_cross_entropy

@@ -72,8 +72,8 @@ def fit_minutes(run, make_inputs, train_set, test_set, began, say):
             os.remove(f"{settings.out_dir}/run.json")
         raise UserError(f"max_minutes={settings.max_minutes:g} leaves no time to train: {estimate}, and "
                         "--eval_final_max_puzzles shortens it")
-    say(f"max_minutes={settings.max_minutes:g}: max_steps is {max_steps}, of {1e3 * step_seconds:.0f} ms each "
-        f"with the evaluations between them; {estimate}")
+    say(f"max_minutes={settings.max_minutes:g}: max_steps is {max_steps}, of {1e3 * step_seconds:.0f} ms "
+        f"each with the evaluations between them; {estimate}")
 
     # settings that would train the same run; a warm-up of the whole run would never reach the peak
     settings.max_steps = max_steps

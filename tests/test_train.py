@@ -24,7 +24,6 @@ from helpers import (
 )
 
 import evaluate
-import train
 from puzzles import score
 from runtime import errors
 from runtime.checkpoint import Checkpoints, checkpoint_paths
