@@ -1,4 +1,5 @@
-"""train.py as people run it, at tiny sizes: logs, checkpoints, resume and exports."""
+"""What a run logs, saves, resumes and exports: replica() in this process, at tiny sizes. test_resume.py and
+test_smoke.py run the command."""
 import json
 import os
 import re
