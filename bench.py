@@ -24,6 +24,7 @@ import train
 from model import SIZES
 from runtime import process
 from runtime.device import choose_device, is_compiled, is_out_of_memory, out_of_memory, peak_flops
+from runtime.errors import check_numbers
 from runtime.flops import flops_per_example
 from runtime.prepare import write_dataset
 from train import open_device
@@ -197,7 +198,7 @@ def seconds_of(n, call):
 def main(argv):
     """Measures on this machine's device."""
     bench_settings, operands, train_arguments = configurator.split_arguments(__file__, argv)
-    configurator.check_numbers(vars(bench_settings), ["size"])
+    check_numbers(vars(bench_settings), ["size"])
     settings = configurator.configure(train.__file__, [*operands, *train_arguments])
     train.check_settings(settings)
     kind, reason = choose_device(settings.device)

@@ -32,7 +32,7 @@ import optim
 import puzzles
 from runtime import bucket, checkpoint, process
 from runtime.device import Device, cast_weights, choose_device, is_out_of_memory, out_of_memory, read_place
-from runtime.errors import TransientError, UserError, one_line
+from runtime.errors import TransientError, UserError, check_choices, check_numbers, one_line
 from runtime.files import duration
 from runtime.flops import flops_per_example
 from runtime.log import Log, choose_wandb_mode
@@ -622,11 +622,11 @@ def start_wandb(settings, run_id, facts, say):
 def check_settings(settings):
     """Raises UserError for the first value that no run could use."""
     # choices and numbers; -1 is a value of its own
-    configurator.check_choices(settings, CHOICES)
+    check_choices(settings, CHOICES)
     numbers = dict(vars(settings))
     if settings.halt_exploration_prob_end == -1:
         del numbers["halt_exploration_prob_end"]
-    configurator.check_numbers(numbers, POSITIVE, SHARES)
+    check_numbers(numbers, POSITIVE, SHARES)
     for name in filter(None, settings.eval_save_outputs.split(",")):
         if name not in EVAL_OUTPUTS:
             raise UserError(f"eval_save_outputs: unknown {name!r}; choose from {','.join(EVAL_OUTPUTS)}")
@@ -669,14 +669,14 @@ def recipe(settings):
 def differences(settings):
     """Returns the settings that differ from their defaults, as flags."""
     # in the order of the settings above; a fork's come last
-    known = configurator.read_settings(__file__)
-    changed = {name: value for name, value in vars(settings).items() if value != known[name].default}
+    defaults = configurator.read_settings(__file__)
+    changed = {name: value for name, value in vars(settings).items() if value != defaults.get(name)}
     return shlex.join(f"--{name}={value}" for name, value in changed.items())
 
 
 def get_dataset(settings):
     """Brings the dataset to the folder data_path: from a bucket, or made here; it may be there already."""
-    settings.data_path = data.local_dataset(settings.data_path)
+    settings.data_path = bucket.local_dataset(settings.data_path)
     data.make_dataset(settings, STOP.is_set)
 
 

@@ -1,9 +1,12 @@
-"""ARC: grids and their versions, and a generator of small tasks.
+"""ARC: grids and their versions, the tasks of a dataset, a generator of small tasks, and the vote.
 
 A grid is an array of colours [rows, columns], uint8. On a canvas of side x side tokens, it has an EDGE below
 and on the right, where there is room. A version, uint8 [11], says in which of the 8 ways to turn a grid,
 numbered as in the official builder, and what the colours 0 to 9 become.
 """
+import functools
+import json
+
 import numpy as np
 
 from puzzles.symmetries import WAY_BACK, turned
@@ -71,6 +74,95 @@ def crop(tokens, side):
     columns = widths[rows - 1]
     grid = tokens[:rows, :columns] - COLOUR
     return grid.astype(np.uint8)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The tasks of a dataset
+
+class Tasks:
+    """The tasks of a split of a dataset of prepare_arc.py, which stores each example of a task once.
+
+    Task i is the group i of the dataset, and its versions are the puzzles of that group. All of them have the
+    stored examples indices[i]:indices[i + 1]; versions [puzzles, 11] says how each one turns and recolours
+    them.
+
+    Args:
+        dataset: the data.Dataset.
+        indices, versions: all__task_indices.npy and all__versions.npy.
+    """
+
+    def __init__(self, dataset, indices, versions):
+        self.dataset = dataset
+        self.indices = indices
+        self.versions = versions
+        self.side = dataset.task["grid"][0]
+
+    @functools.cached_property
+    def grids(self):
+        """The stored examples, pairs (input, output) of grids."""
+        examples = zip(self.dataset.inputs, self.dataset.labels)
+        return [[crop(tokens, self.side) for tokens in pair] for pair in examples]
+
+    @functools.cached_property
+    def names(self):
+        """The name of each task."""
+        path = self.dataset.path
+        with open(f"{path}/identifiers.json", encoding="utf-8") as f:
+            _, *names = json.load(f)  # the tasks in train
+        # the versions of these tasks have the identifiers 1, 2, ...
+        first_identifiers = np.load(f"{path}/train/all__group_indices.npy") + 1
+        identifiers = self.dataset.puzzle_identifiers[self.dataset.group_indices[:-1]]
+        return [names[i] for i in np.searchsorted(first_identifiers, identifiers)]
+
+    def pairs(self, task):
+        """Returns the pairs (input, output) of a task: grids of colours."""
+        first, end = self.indices[task:task + 2]
+        return self.grids[first:end]
+
+    def draw(self, rows, puzzles, translation_draws):
+        """Returns inputs and labels [b, side * side]: canvases with versions of stored examples.
+
+        Args:
+            rows: the examples [b].
+            puzzles: whose versions they come in [b].
+            translation_draws: numbers in [0, 1) that move them, [b, 2], or 0.
+        """
+        canvases = []
+        translation_draws = np.broadcast_to(translation_draws, (len(rows), 2))
+        for row, version, draws in zip(rows, self.versions[puzzles], translation_draws):
+            grids = [apply_version(grid, version) for grid in self.grids[row]]
+            # both are moved alike, as far as there is room for them
+            room = self.side + 1 - np.maximum(grids[0].shape, grids[1].shape)
+            offset = (draws * room).astype(np.int64)
+            canvases.append([canvas(grid, self.side, *offset) for grid in grids])
+        return np.reshape(canvases, (-1, 2, self.side ** 2)).swapaxes(0, 1)
+
+
+def draw_examples(groups, group_sizes, rng):
+    """Returns the examples that groups bring to an epoch, each group all examples of one of its puzzles.
+
+    A structured array [n]: group; puzzle_draw, the number in [0, 1) that draws a puzzle of the group; member,
+    which of the puzzle's examples it is; translation_draws, two numbers in [0, 1) that move it.
+
+    Args:
+        groups: in order.
+        group_sizes: how many examples each group brings.
+        rng: a random generator.
+    """
+    sizes = group_sizes[groups]
+    fields = [("group", int), ("puzzle_draw", float), ("member", int), ("translation_draws", float, 2)]
+    examples = np.zeros(sizes.sum(), dtype=fields)
+    examples["group"] = np.repeat(groups, sizes)
+    examples["member"] = np.concatenate([np.arange(size) for size in sizes])
+
+    # draw one puzzle of each group; all of its examples but one move
+    puzzle_draws, fixed_draws = rng.random((2, len(groups)))
+    fixed_members = (fixed_draws * group_sizes).astype(int)
+    is_fixed = examples["member"] == fixed_members[examples["group"]]
+    examples["puzzle_draw"] = puzzle_draws[examples["group"]]
+    examples["translation_draws"] = rng.random((len(examples), 2))
+    examples["translation_draws"][is_fixed] = 0
+    return examples
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -172,7 +264,7 @@ def count_votes(test, indices, preds, q_halt):
     task's own version.
 
     Args:
-        test: a Dataset with versions.
+        test: a data.Dataset with Tasks.
         indices: which of its examples [n].
         preds: their answers, tokens [n, S].
         q_halt: the confidence of each answer, logits [n].
@@ -184,7 +276,7 @@ def count_votes(test, indices, preds, q_halt):
     columns = versions, groups.tolist(), members.tolist(), preds, confidences.tolist()
     for version, group, member, tokens, confidence in zip(*columns):
         # bring the answer back to the task's own colours and orientation
-        grid = undo_version(crop(tokens, test.side), test.versions[version])
+        grid = undo_version(crop(tokens, test.arc.side), test.arc.versions[version])
         answer = grid_key(grid)
         candidates = votes.setdefault((group, member), {})
         candidates.setdefault(answer, []).append(confidence)
@@ -220,7 +312,7 @@ def vote_values(test, votes):
     num_tasks = 0
     groups = {group for group, _ in votes}
     for group in sorted(groups):
-        pairs = test.pairs(group)
+        pairs = test.arc.pairs(group)
         if not all(answer.size for _, answer in pairs):  # not known
             continue
         num_tasks += 1
@@ -245,5 +337,5 @@ def submission(test, votes):
         best = {}
         for name, (shape, cells) in dict(attempt_1=elected[0], attempt_2=elected[:2][-1]).items():
             best[name] = np.frombuffer(cells, dtype=np.uint8).reshape(shape).tolist()
-        attempts.setdefault(test.task_names[group], []).append(best)
+        attempts.setdefault(test.arc.names[group], []).append(best)
     return attempts

@@ -15,12 +15,12 @@ from runtime.errors import UserError
 
 
 def read_json(path):
-    """Returns the dict in a JSON file of a dataset. Raises UserError if it cannot be read."""
+    """Returns the dict in a JSON file. Raises UserError if it cannot be read."""
     try:
         with open(path, encoding="utf-8-sig") as f:
             return dict(json.load(f))
     except (OSError, TypeError, ValueError) as e:
-        raise UserError(f"{path} cannot be read as a JSON object ({e}): build the dataset again") from None
+        raise UserError(f"{path} cannot be read as a JSON object ({e}): make it again") from None
 
 
 def file_hash(path):
