@@ -38,14 +38,46 @@ ORDER, EXAMPLE, HALT, SUBSET = range(4)  # independent random streams of one see
 # ---------------------------------------------------------------------------------------------------------
 # Datasets
 
+def make_dataset(settings, should_stop=lambda: False):
+    """Runs data_prepare if data_path is missing: one process of a host, while the others wait.
+
+    Raises SystemExit once should_stop() returns true.
+    """
+    try:
+        command = shlex.split(settings.data_prepare)
+    except ValueError as e:
+        raise UserError(f"data_prepare: {e}: {settings.data_prepare}") from None
+    if not command or os.path.exists(settings.data_path):
+        return
+    # the first process of the host makes the dataset; the others wait, and find it made
+    with locked(os.path.normpath(settings.data_path) + ".made"):
+        if os.path.exists(settings.data_path):
+            return
+        # a stop ends the command, too: Ctrl-C reaches both processes, but SIGTERM only this one
+        print(f"{settings.data_path} is missing; making it: python", *command, flush=True)
+        process = subprocess.Popen([sys.executable, *command])
+        try:
+            while process.poll() is None and not should_stop():
+                time.sleep(0.1)
+        finally:
+            process.terminate()
+        code = process.wait()
+        if should_stop():
+            raise SystemExit(3)
+        # a command that fails by itself may succeed later, one that finds wrong input may not
+        if not os.path.exists(settings.data_path):
+            error = UserError if code in (0, 2) else TransientError
+            raise error(f"data_prepare did not make data_path={settings.data_path}: {settings.data_prepare}")
+
+
 class Dataset:
     """One split of a dataset, checked when it is loaded.
 
     inputs and labels are memory-mapped, [N, seq_len]. len() is the number of examples: N, or more where
-    batches make versions. task is what puzzles/__init__.py calls a task. Of dataset.json come seq_len,
+    batches make versions. task is what puzzles/__init__.py calls a task. dataset.json says seq_len,
     vocab_size (tokens, padding included), num_puzzle_identifiers and ignore_label_id (the label of cells that
     do not count); other keys are ignored. total_groups and mean_puzzle_examples (examples of a puzzle, on
-    average) are counted. arc: the Tasks of a dataset of prepare_arc.py, else None. Datasets of the official
+    average) are counted. arc is the Tasks of a dataset of prepare_arc.py, else None. Datasets of the official
     code, without a manifest, load too.
 
     Args:
@@ -92,21 +124,23 @@ class Dataset:
         self.ignore_label_id = facts.get("ignore_label_id", 0)  # None: all labels count or are IGNORE_LABEL
         self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
 
-        # a puzzle has rows of its own; all versions of an ARC task share the rows of the task
+        # a puzzle owns rows; all versions of an ARC task share the rows of the task
         owners = np.arange(len(self.puzzle_identifiers))
         is_arc = os.path.exists(f"{self.folder}/all__versions.npy")
         if is_arc:
             owners = self.groups_of(owners)
         row_indices = self._load("task_indices" if is_arc else "puzzle_indices")
         self._check(row_indices[-1])
+
+        # number the examples of all puzzles; those of one puzzle follow each other
         self.first_rows = row_indices[owners]
         self.num_examples = np.diff(row_indices)[owners]
         self.puzzle_indices = np.append(0, self.num_examples.cumsum())
         self.mean_puzzle_examples = len(self) / len(owners)
-        # if the puzzles of a group have different numbers of examples, the smaller ones repeat theirs
+        # a group brings as many examples to an epoch as its largest puzzle has
         self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
         self.epoch_examples = int(self.group_sizes.sum())
-        # ARC's groups bring several examples each, in the official code's datasets too
+        # groups bring several examples each in ARC's datasets, also in the official code's
         self.is_streamed = is_arc or self.epoch_examples > self.total_groups
         self.arc = Tasks(self, row_indices, self._load("versions")) if is_arc else None
 
@@ -147,22 +181,24 @@ class Dataset:
         Returns a dict of int32 arrays: inputs [b, seq_len], labels [b, seq_len] (IGNORE_LABEL where no label
         counts), puzzle_identifiers [b]. Thread-safe.
         """
-        # the training data are an endless stream of epochs, which the batches cut
+        # the epochs follow each other in an endless stream of examples, which the batches cut
         part = rank_slice(batch_size, rank, world)
         positions = np.arange(step * batch_size + part.start, step * batch_size + part.stop)
         epochs, positions = np.divmod(positions, self.epoch_examples)
+
+        # a batch takes examples of one epoch, or of several
         parts = []
         for epoch in np.unique(epochs).tolist():
             parts.append(epoch_plan(self, seed, epoch)[positions[epochs == epoch]])
         plan = np.concatenate(parts)
 
-        # a group brings all examples of one of its puzzles; one with fewer than others repeats them
+        # ARC: a group brings all examples of one of its puzzles; a smaller puzzle repeats its examples
         if self.is_streamed:
             puzzles = random_members(self.group_indices, plan["group"], plan["puzzle_draw"])
             members = plan["member"] % self.num_examples[puzzles]
             return self._batch(puzzles, members, plan["translation_draws"])
 
-        # or its puzzles have one example each, and the step draws one of them
+        # Sudoku and mazes: the puzzles of a group have one example each, and the step draws one of them
         puzzle_draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part, 0]
         return self._batch(random_members(self.group_indices, plan["group"], puzzle_draws), 0)
 
@@ -217,13 +253,14 @@ class Dataset:
         several test inputs counts as one, and brings them all. For ARC they come in the first num_versions of
         the task's versions, 0: in all.
         """
+        # draw the groups: a puzzle and its copies, or an ARC task
         groups = generator(0, SUBSET).permutation(self.total_groups)
         groups = np.sort(groups[:n or None])
         starts = self.group_indices[groups]
         ends = self.group_indices[groups + 1]
         if num_versions:
             ends = np.minimum(ends, starts + num_versions)
-        # the examples of a group follow each other
+        # list their examples, which follow each other
         return ranges(self.puzzle_indices[starts], self.puzzle_indices[ends])
 
     def made_by(self):
@@ -248,8 +285,8 @@ class Generated:
 
         draw(self, rng, n, split) -> questions, answers: tokens [n, cells]
 
-    which makes n puzzles with a numpy.random.Generator. For the split "test" it must not make puzzles that it
-    makes for "train". All replicas draw the whole batch of a step, from (seed, step), and take their slices.
+    which makes n puzzles with a numpy.random.Generator. The puzzles for the split "test" must differ from the
+    puzzles for "train". All replicas draw the whole batch of a step, from (seed, step), and take slices.
     """
 
     task = {}  # see puzzles/__init__.py; its grid and symbols are the model's sizes
@@ -297,38 +334,50 @@ class Generated:
         }
 
 
-def make_dataset(settings, should_stop=lambda: False):
-    """Runs data_prepare if data_path is missing: one process of a host, while the others wait.
+# ---------------------------------------------------------------------------------------------------------
+# The order of the examples
 
-    Raises SystemExit once should_stop() returns true.
+@functools.lru_cache(maxsize=2)  # a batch spans one or two epochs, or more if they are small
+def epoch_plan(dataset, seed, epoch):
+    """Returns the examples of an epoch, a structured array [n]: each group comes once, in random order.
+
+    Its field is the group; a streamed dataset has the fields of arc.draw_examples. All follows from
+    (seed, epoch), so a puzzle that one batch cuts goes on in the next one.
     """
-    try:
-        command = shlex.split(settings.data_prepare)
-    except ValueError as e:
-        raise UserError(f"data_prepare: {e}: {settings.data_prepare}") from None
-    if not command or os.path.exists(settings.data_path):
-        return
-    # the first process of the host makes the dataset, and the others find it made
-    with locked(os.path.normpath(settings.data_path) + ".made"):
-        if os.path.exists(settings.data_path):
-            return
-        print(f"{settings.data_path} is missing; making it: python", *command, flush=True)
-        process = subprocess.Popen([sys.executable, *command])
-        try:
-            while process.poll() is None and not should_stop():
-                time.sleep(0.1)
-        finally:
-            process.terminate()  # a stop ends it too: Ctrl-C reaches both processes, SIGTERM only this one
-        code = process.wait()
-        if should_stop():
-            raise SystemExit(3)
-        if not os.path.exists(settings.data_path):
-            error = UserError if code in (0, 2) else TransientError
-            raise error(f"data_prepare did not make data_path={settings.data_path}: {settings.data_prepare}")
+    groups = generator(seed, ORDER, epoch).permutation(dataset.total_groups)
+    if dataset.is_streamed:
+        return draw_examples(groups, dataset.group_sizes, generator(seed, EXAMPLE, epoch))
+    return groups.view([("group", groups.dtype)])
+
+
+def random_members(indices, owners, draws):
+    """Returns a member, in indices[i]:indices[i + 1], of each owner i [b]; draws [b]: uniform in [0, 1)."""
+    start = indices[owners]
+    count = indices[owners + 1] - start
+    return start + (draws * count).astype(np.int64)
+
+
+def ranges(starts, ends):
+    """Returns the numbers of all ranges start:end, one range after the other."""
+    counts = ends - starts
+    offsets = starts - counts.cumsum() + counts
+    return np.repeat(offsets, counts) + np.arange(counts.sum())
+
+
+def rank_slice(batch_size, rank, world):
+    """Returns the slice of a global batch that a rank takes."""
+    size = batch_size // world
+    return slice(rank * size, (rank + 1) * size)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Random numbers
+
+def generator(seed, *key):
+    """Returns a random generator for a key: a stream constant and what it depends on."""
+    sequence = np.random.SeedSequence([seed, *key])
+    return np.random.Generator(np.random.Philox(sequence))
+
 
 def halting_draws(seed, step, batch_size, halt_max_steps, halt_exploration_prob, rank=0, world=1):
     """Returns the minimum halting steps of a step's sequences, int32 [batch_size // world].
@@ -342,41 +391,3 @@ def halting_draws(seed, step, batch_size, halt_max_steps, halt_exploration_prob,
     steps = rng.integers(2, max(halt_max_steps, 2) + 1, batch_size, dtype=np.int32)
     draws = steps * explores * (halt_max_steps >= 2)
     return draws[rank_slice(batch_size, rank, world)]
-
-
-def generator(seed, *key):
-    """Returns a random generator for a key: a stream constant and what it depends on."""
-    sequence = np.random.SeedSequence([seed, *key])
-    return np.random.Generator(np.random.Philox(sequence))
-
-
-@functools.lru_cache(maxsize=2)  # a batch spans one or two epochs, or more if they are small
-def epoch_plan(dataset, seed, epoch):
-    """Returns the examples of an epoch, a structured array [n]: each group comes once, in random order.
-
-    It has the field group and, if the dataset is streamed, those of arc.draw_examples. It follows from
-    (seed, epoch), so that a puzzle which a batch cuts goes on in the next one.
-    """
-    groups = generator(seed, ORDER, epoch).permutation(dataset.total_groups)
-    if dataset.is_streamed:
-        return draw_examples(groups, dataset.group_sizes, generator(seed, EXAMPLE, epoch))
-    return groups.view([("group", groups.dtype)])
-
-
-def rank_slice(batch_size, rank, world):
-    size = batch_size // world
-    return slice(rank * size, (rank + 1) * size)
-
-
-def ranges(starts, ends):
-    """Returns the numbers of all ranges start:end, one range after the other."""
-    counts = ends - starts
-    offsets = starts - counts.cumsum() + counts
-    return np.repeat(offsets, counts) + np.arange(counts.sum())
-
-
-def random_members(indices, owners, draws):
-    """Returns a member, in indices[i]:indices[i + 1], of each owner i [b]; draws [b]: uniform in [0, 1)."""
-    start = indices[owners]
-    count = indices[owners + 1] - start
-    return start + (draws * count).astype(np.int64)

