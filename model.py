@@ -399,7 +399,7 @@ class TRM(nn.Module):
         Besides its settings, those of its training, the model has what the file says:
             task: the puzzle, {"kind", "grid": [rows, columns], "symbols": a character for each token}.
             puzzles: 100 test puzzles or fewer, {"inputs", "labels": [n, S], "puzzle_identifiers": [n]}.
-            forks: the forks that trained it, see configurator.missing_forks.
+            forks: the forks that trained it, see checkpoint.missing_forks.
             step, data: the steps of the training, and the SHA-256 of its dataset.
 
         Nothing in the file is executed. Raises ValueError for a damaged file, for one of the official code,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 import puzzles
-from configurator import missing_forks
+from configurator import FORKS
 from runtime.bucket import LOGS, Bucket, Mirror
 from runtime.errors import TransientError, UserError
 from runtime.files import file_hash, read_metrics, read_torch_file, replacing
@@ -383,6 +383,19 @@ def some_puzzles(test):
     """Returns 100 test puzzles, {name: tensor [100, ...]}, the same for each call."""
     indices = test.subset(100, 1)[:100]
     return {name: torch.from_numpy(array) for name, array in test.test_batch(indices).items()}
+
+
+def missing_forks(forks):
+    """Returns a line for each fork of a checkpoint or model file that this process has not run.
+
+    forks: configurator.FORKS of the process that wrote the file.
+    """
+    lines = []
+    for name, digest in forks.items():
+        if FORKS.get(name) != digest:
+            other = f"has {FORKS[name]} here" if name in FORKS else "is not among the arguments"
+            lines.append(f"trained with the fork {name} {digest}, which {other}: results may differ")
+    return lines
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ from runtime.errors import UserError
 
 
 def read_json(path):
-    """Returns the dict in a JSON file of a dataset. Raises UserError if it cannot be read."""
+    """Returns the dict in a JSON file. Raises UserError if it cannot be read."""
     try:
         with open(path, encoding="utf-8-sig") as f:
             return dict(json.load(f))
     except (OSError, TypeError, ValueError) as e:
-        raise UserError(f"{path} cannot be read as a JSON object ({e}): build the dataset again") from None
+        raise UserError(f"{path} cannot be read as a JSON object ({e}): make it again") from None
 
 
 def file_hash(path):
@@ -117,6 +117,7 @@ class Progress:
             text += f" of {self.total:,}, {seconds_left:.0f} s left"
         print(text, file=sys.stderr, flush=True)
 
+
 def read_torch_file(path):
     """Returns what torch.save wrote. Nothing in the file is executed. Raises ValueError if it is damaged."""
     # torch does not compare the checksums of the zip archives that it writes
@@ -126,20 +127,8 @@ def read_torch_file(path):
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
-        raise ValueError(f"{path} is damaged, or torch.save did not write it ({type(e).__name__})"
-                         f"{other_format(path)}") from None
-
-
-def other_format(path):
-    """Returns a hint at what a file is that torch.load cannot read, or ""."""
-    with open(path, "rb") as f:
-        start = f.read(64)
-    if start.startswith(b"version https://git-lfs"):
-        return ": it is a Git LFS pointer, git lfs pull fetches the file"
-    if start.lstrip().startswith(b"<"):
-        return ": it is a web page, not the file behind it"
-    if start[8:9] == b"{":
-        return ": it looks like safetensors; torch.save(safetensors.torch.load_file(OLD), NEW) converts it"
-    if start.startswith(b"PK") and not zipfile.is_zipfile(path):
-        return ": it is cut off, copy it again"
-    return ""
+        with open(path, "rb") as f:
+            is_pointer = f.read(64).startswith(b"version https://git-lfs")
+        hint = ": it is a Git LFS pointer, git lfs pull fetches the file" if is_pointer else ""
+        cause = type(e).__name__
+        raise ValueError(f"{path} is damaged, or torch.save did not write it ({cause}){hint}") from None

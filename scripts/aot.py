@@ -31,7 +31,7 @@ import configurator
 import data as datasets
 import train
 from runtime import process
-from runtime.errors import UserError
+from runtime.errors import UserError, check_choices
 
 # what to compile for
 tpu = ""  # a TPU slice, such as v4-32, v5e-8 or v6e-4
@@ -55,7 +55,7 @@ def main(argv):
     settings = configurator.configure(train.__file__, [*operands, *flags])
     train.check_settings(settings)
     aot_settings.tpu = aot_settings.tpu.replace("v5litepod", "v5e")
-    configurator.check_choices(aot_settings, dict(tpu=TOPOLOGIES))
+    check_choices(aot_settings, dict(tpu=TOPOLOGIES))
     if not importlib.util.find_spec("libtpu"):
         raise UserError("the TPU compiler is missing: see --help")
 

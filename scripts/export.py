@@ -31,9 +31,10 @@ import configurator
 import model as models
 import train
 from configurator import Settings, configure, split_arguments
-from data import Dataset, local_dataset
+from data import Dataset
 from model import SIZES
-from runtime.checkpoint import load_weights, newest_whole, read_checkpoint, some_puzzles
+from runtime.bucket import local_dataset
+from runtime.checkpoint import load_weights, missing_forks, newest_whole, read_checkpoint, some_puzzles
 from runtime.errors import UserError
 from runtime.files import replacing
 from runtime.process import command
@@ -77,7 +78,7 @@ def write_model(source, target, train_arguments):
     settings.fill(train.recipe(state.get("settings", {})))
     if "puzzles" not in state:
         state = add_dataset(state, settings, path)
-    settings = Settings(**train.recipe(vars(settings)))
+    settings = Settings(train.recipe(vars(settings)))
     if settings.forward_dtype == "auto":  # of the config that comes with an official file
         settings.forward_dtype = "float32"
 
@@ -176,7 +177,7 @@ def refuse(path, model):
     if model.has_puzzle_emb and num_identifiers > 1:
         raise UserError(f"{path} has {num_identifiers} puzzle identifiers: {other}")
     # a fork that is not among the arguments may have replaced anything
-    for line in configurator.missing_forks(model.forks):
+    for line in missing_forks(model.forks):
         raise UserError(f"{path}: {line}: {other}")
     for place, attributes in configurator.ORIGINALS.items():
         is_of_model = getattr(place, "__module__", place.__name__) == models.__name__

@@ -32,7 +32,7 @@ import data as datasets
 import train
 from runtime import device as devices
 from runtime import process
-from runtime.errors import UserError
+from runtime.errors import UserError, check_choices, check_numbers
 from runtime.flops import flops_per_example
 
 # what is measured, and for how long
@@ -108,7 +108,7 @@ def losses(settings):
         run, next_inputs, _ = new_demo(settings, f"--forward_dtype={dtype}", device=kind)
         curve = []
         for _ in range(20):
-            run.train_program(run.state, next_inputs())
+            run.train_program(run.state, next_inputs(), (run.settings.H_cycles, run.settings.L_cycles))
             sums = run.read_sums()
             curve.append(sums["loss"] / sums["sequences"])
         expected = expected or curve
@@ -287,8 +287,8 @@ def main(settings):
     if settings.part:
         run_part(settings)
         return
-    configurator.check_numbers(dict(minutes=settings.minutes), ["minutes"])
-    configurator.check_choices(settings, dict(device=("cuda", "cpu")))
+    check_numbers(dict(minutes=settings.minutes), ["minutes"])
+    check_choices(settings, dict(device=("cuda", "cpu")))
     _, card = devices.choose_device(settings.device)
     if os.path.exists(settings.out_dir):
         raise UserError(f"--out_dir={settings.out_dir} exists: choose another")

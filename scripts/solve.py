@@ -38,11 +38,11 @@ import evaluate
 import model as models
 import puzzles
 import train
-from configurator import configure, missing_forks, split_arguments
+from configurator import configure, split_arguments
 from puzzles.maze import OPEN
 from puzzles.sudoku import BOXES
 from runtime import files
-from runtime.checkpoint import newest_whole
+from runtime.checkpoint import missing_forks, newest_whole
 from runtime.device import Device
 from runtime.errors import UserError
 from runtime.files import Progress

@@ -110,13 +110,14 @@ class StudyRun:
     def __init__(self, path, train_arguments):
         self.name = path.stem
         arguments = [os.path.relpath(path), *train_arguments]
-        given = vars(configure(train.__file__, arguments))
+        self.settings = configure(train.__file__, arguments)
         # a folder that is given for all runs gets one for each
         for setting in "out_dir", "gcs_dir":
-            folder = given[setting]
+            folder = getattr(self.settings, setting)
             if folder and os.path.basename(folder) != self.name:
-                arguments.append(f"--{setting}={os.path.join(folder, self.name)}")
-        self.settings = configure(train.__file__, arguments)
+                own_folder = os.path.join(folder, self.name)
+                setattr(self.settings, setting, own_folder)
+                arguments.append(f"--{setting}={own_folder}")
         train.check_settings(self.settings)
         self.metrics = os.path.join(self.settings.out_dir, "metrics.jsonl")
         # with a FILE, the same command goes on with the run that it has begun
