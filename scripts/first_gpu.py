@@ -108,7 +108,7 @@ def losses(settings):
         run, next_inputs, _ = new_demo(settings, f"--forward_dtype={dtype}", device=kind)
         curve = []
         for _ in range(20):
-            run.train_program(run.state, next_inputs())
+            run.train_program(run.state, next_inputs(), (run.settings.H_cycles, run.settings.L_cycles))
             sums = run.read_sums()
             curve.append(sums["loss"] / sums["sequences"])
         expected = expected or curve

@@ -21,7 +21,7 @@ last line, {"attempts": 2}, says how many there were.
 
 For ARC, questions and answers are grids, [[0, 1], [2, 0]]. A test puzzle also has the name of its task and
 the pairs that demonstrate it; a request to solve has the name, "task". The attempts are versions of the task,
-the original first, which run side by side: a line has the lists "answers", turned and recoloured back, and
+the original first, which run side by side: a line has the lists "answers", turned and recolored back, and
 "sure".
 """
 import contextlib
@@ -218,7 +218,7 @@ class Game:
         questions = np.int32(canvases).reshape(len(numbers), -1)
         identifiers = data.puzzle_identifiers[numbers]
         for results in self.alone(solve.watch(settings, self.model, questions, identifiers)):
-            # the answers, turned and recoloured back
+            # the answers, turned and recolored back
             answers = []
             for tokens, version in zip(results["preds"], versions):
                 answers.append(arc.undo_version(arc.crop(tokens, data.arc.side), version).tolist())

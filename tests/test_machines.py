@@ -32,7 +32,7 @@ def settings_of(*flags):
 # GPUs. Torch's meta device stands for one: its tensors have shapes and no values.
 
 class FakeGPU(TorchDispatchMode):
-    """Notes in `events` where the host waits for the device, and gives it zeros there.
+    """Notes in `events` where the host waits for the device, and gives it ones there.
 
     strides: of the weights in batched products, whose first stride is 0.
     """
@@ -58,7 +58,7 @@ class FakeGPU(TorchDispatchMode):
             return 0
         if operation == aten._to_copy and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
             self.events.append("wait")
-            return torch.zeros(args[0].shape)
+            return torch.ones(args[0].shape)
         return func(*args, **kwargs)
 
 
