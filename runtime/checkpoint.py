@@ -20,6 +20,7 @@ import torch
 
 import puzzles
 from configurator import FORKS
+from runtime import weights
 from runtime.bucket import LOGS, Bucket, Mirror
 from runtime.errors import TransientError, UserError
 from runtime.files import file_hash, read_metrics, read_torch_file, replacing
@@ -486,9 +487,9 @@ def read_checkpoint(path):
 
 
 def load_weights(model, named, where, same_identifiers=True):
-    """See TRM.load_named; where: the file of the weights. Raises UserError if they do not fit."""
+    """See weights.load_weights; where: the file of the weights. Raises UserError if they do not fit."""
     try:
-        return model.load_named(named, same_identifiers)
+        return weights.load_weights(model, named, same_identifiers)
     except ValueError as e:
         raise UserError(f"{where}: {e}") from None
 

@@ -450,7 +450,7 @@ def load(path, train_arguments, cells=0):
     settings.fill(saved)
     train.check_settings(settings)
     puzzles.check_attempts(model.task, settings.eval_attempts)
-    # as TRM.solve does it, and all steps of all puzzles
+    # as evaluate.solve does it, and all steps of all puzzles
     settings.forward_dtype = "float32"
     settings.micro_batch_size = 0
     settings.eval_patience = 0

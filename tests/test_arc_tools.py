@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import ARC_MODEL, prepare, run_config
 
+import evaluate
 import prepare_arc
 from data import Dataset
 from model import TRM
@@ -40,8 +41,8 @@ def test_a_model_file_has_the_identifiers_of_its_puzzles(arc_folder):
 
     # the identifiers matter once their rows differ
     torch.nn.init.normal_(model.puzzle_emb.weights)
-    answers, _ = model.solve(model.puzzles["inputs"], steps=3, identifiers=identifiers)
-    others, _ = model.solve(model.puzzles["inputs"], steps=3)
+    answers, _ = evaluate.solve(model, model.puzzles["inputs"], steps=3, identifiers=identifiers)
+    others, _ = evaluate.solve(model, model.puzzles["inputs"], steps=3)
     assert (answers != others).any()
 
 
