@@ -213,7 +213,8 @@ def execute(path, names):
         names["run"] = run
 
     names["run"] = run
-    text = Path(path).read_bytes()
+    with open(path, "rb") as f:
+        text = f.read()
     code = compile(text, path, "exec")
 
     # keep the fork's hash, and what it may replace
