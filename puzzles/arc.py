@@ -141,6 +141,9 @@ class Tasks:
         return np.reshape(canvases, (-1, 2, self.side ** 2)).swapaxes(0, 1)
 
 
+EXAMPLE_FIELDS = [("group", int), ("puzzle_draw", float), ("member", int), ("translation_draws", float, 2)]
+
+
 def draw_examples(groups, group_sizes, rng):
     """Returns the examples that groups bring to an epoch, each group all examples of one of its puzzles.
 
@@ -154,19 +157,15 @@ def draw_examples(groups, group_sizes, rng):
     """
     # list the examples of all groups
     sizes = group_sizes[groups]
-    fields = [("group", int), ("puzzle_draw", float), ("member", int), ("translation_draws", float, 2)]
-    examples = np.zeros(sizes.sum(), dtype=fields)
-    examples["group"] = np.repeat(groups, sizes)
-    examples["member"] = np.concatenate([np.arange(size) for size in sizes])
+    owners = np.repeat(groups, sizes)
+    members = np.concatenate([np.arange(size) for size in sizes])
 
     # draw one puzzle of each group; all of its examples but one move
     puzzle_draws, fixed_draws = rng.random((2, len(groups)))
     fixed_members = (fixed_draws * group_sizes).astype(int)
-    is_fixed = examples["member"] == fixed_members[examples["group"]]
-    examples["puzzle_draw"] = puzzle_draws[examples["group"]]
-    examples["translation_draws"] = rng.random((len(examples), 2))
-    examples["translation_draws"][is_fixed] = 0
-    return examples
+    translation_draws = rng.random((len(owners), 2))
+    translation_draws[members == fixed_members[owners]] = 0
+    return np.rec.fromarrays([owners, puzzle_draws[owners], members, translation_draws], dtype=EXAMPLE_FIELDS)
 
 
 # ---------------------------------------------------------------------------------------------------------
