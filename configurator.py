@@ -22,14 +22,15 @@ import os
 import sys
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 from runtime.errors import UserError
 
 TYPES = (int, float, bool, str)  # that a setting may have
-# Modules whose functions and classes a fork may replace: a config file that imports one of them is a fork.
-REPLACEABLE = {"data", "evaluate", "model", "optim", "puzzles", "runtime", "train"}
+# Names that make a config file a fork: new(), and the modules whose functions and classes it may replace.
+OF_FORKS = {"new", "data", "evaluate", "model", "optim", "puzzles", "runtime", "train"}
 
 
 class Settings:
@@ -206,20 +207,21 @@ def run_file(path, settings):
 
 def execute(path, names):
     """Executes a config file; names: the Names that it sees and assigns."""
+    # run() finds files beside the one that calls it
     def run(other):
         execute(os.path.join(os.path.dirname(path), other), names)
-        names["run"] = run  # the other file's own finds files beside that one
+        names["run"] = run
 
     names["run"] = run
     with open(path, "rb") as f:
         text = f.read()
     code = compile(text, path, "exec")
 
-    # a file that names new() or one of the packages is a fork
-    used_names = {name.partition(".")[0] for name in code.co_names}
-    if used_names & {"new", *REPLACEABLE}:
+    # keep the fork's hash, and what it may replace
+    used_names = OF_FORKS.intersection(name.partition(".")[0] for name in code.co_names)
+    if used_names:
         FORKS[os.path.basename(path)] = hashlib.sha256(text).hexdigest()[:8]
-        remember(used_names & REPLACEABLE)
+        remember(used_names)
     exec(code, names)
 
 
@@ -228,6 +230,7 @@ def remember(packages):
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in packages:
             continue
+        # a class that a module imports is another module's
         for place in (module, *vars(module).values()):
             if place is module or isinstance(place, type) and place.__module__ == name:
                 ORIGINALS.setdefault(place, dict(vars(place)))
@@ -242,8 +245,7 @@ def read_settings(script):
 
     Raises UserError for what looks like a setting and is none.
     """
-    with open(script, encoding="utf-8") as f:
-        tree = ast.parse(f.read())
+    tree = ast.parse(Path(script).read_text(encoding="utf-8"))
     values = {}
     settings = {}
     for node in tree.body:
@@ -253,8 +255,7 @@ def read_settings(script):
         with suppress(Exception):
             exec(ast.unparse(node), {"__builtins__": {}}, values)
         # all names that the line assigns are settings, but for constants
-        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
-        for target in targets:
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
             name = getattr(target, "id", "")
             if not name or name.isupper():
                 continue
@@ -267,8 +268,7 @@ def read_settings(script):
 
 def print_help(script):
     """Prints a script's docstring, and its settings as they stand in it: the paragraphs that have some."""
-    with open(script, encoding="utf-8") as f:
-        _, docstring, code = f.read().split('"""', 2)
+    _, docstring, code = Path(script).read_text(encoding="utf-8").split('"""', 2)
     print(docstring)
     for paragraph in code.split("\n\n"):
         first_words = {line.partition(" ")[0] for line in paragraph.splitlines()}

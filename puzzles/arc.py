@@ -52,6 +52,7 @@ def undo_version(grid, version):
 
 def canvas(grid, side, row=0, column=0):
     """Returns tokens, uint8 [side, side]: a canvas with a grid whose first cell is at (row, column)."""
+    # the grid's colors, then an edge below it and one beside it, as far as the canvas goes
     tokens = np.zeros((side, side), dtype=np.uint8)
     end_row = row + grid.shape[0]
     end_column = column + grid.shape[1]
@@ -67,8 +68,10 @@ def crop(tokens, side):
     It is the largest rectangle of colors there, the flattest of equal ones, as in the official evaluation.
     """
     tokens = tokens.reshape(side, side)
+    # the first n rows all begin with widths[n - 1] colors
     run_lengths = np.logical_and.accumulate(tokens >= COLOR, axis=1).sum(axis=1)
     widths = np.minimum.accumulate(run_lengths)
+    # the first of the largest areas has the fewest rows
     areas = widths * np.arange(1, side + 1)
     rows = np.append(0, areas).argmax()
     columns = widths[rows - 1]
@@ -138,6 +141,9 @@ class Tasks:
         return np.reshape(canvases, (-1, 2, self.side ** 2)).swapaxes(0, 1)
 
 
+EXAMPLE_FIELDS = [("group", int), ("puzzle_draw", float), ("member", int), ("translation_draws", float, 2)]
+
+
 def draw_examples(groups, group_sizes, rng):
     """Returns the examples that groups bring to an epoch, each group all examples of one of its puzzles.
 
@@ -149,20 +155,17 @@ def draw_examples(groups, group_sizes, rng):
         group_sizes: how many examples each group brings.
         rng: a random generator.
     """
+    # list the examples of all groups
     sizes = group_sizes[groups]
-    fields = [("group", int), ("puzzle_draw", float), ("member", int), ("translation_draws", float, 2)]
-    examples = np.zeros(sizes.sum(), dtype=fields)
-    examples["group"] = np.repeat(groups, sizes)
-    examples["member"] = np.concatenate([np.arange(size) for size in sizes])
+    owners = np.repeat(groups, sizes)
+    members = np.concatenate([np.arange(size) for size in sizes])
 
     # draw one puzzle of each group; all of its examples but one move
     puzzle_draws, fixed_draws = rng.random((2, len(groups)))
     fixed_members = (fixed_draws * group_sizes).astype(int)
-    is_fixed = examples["member"] == fixed_members[examples["group"]]
-    examples["puzzle_draw"] = puzzle_draws[examples["group"]]
-    examples["translation_draws"] = rng.random((len(examples), 2))
-    examples["translation_draws"][is_fixed] = 0
-    return examples
+    translation_draws = rng.random((len(owners), 2))
+    translation_draws[members == fixed_members[owners]] = 0
+    return np.rec.fromarrays([owners, puzzle_draws[owners], members, translation_draws], dtype=EXAMPLE_FIELDS)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -179,11 +182,12 @@ def generated_task(number, seed, size, num_pairs):
     """
     rng = np.random.default_rng([seed, number])
     family = FAMILIES[number % len(FAMILIES)]
-
     # draw inputs that any family can start from: 40% of the cells have one of three colors
     shape = num_pairs, size, size
     colors = rng.permutation(9) + 1
     grids = np.where(rng.random(shape) < 0.4, rng.choice(colors[:3], shape), 0)
+
+    # one rule makes the outputs of all of them
     questions, answers = family(rng, grids, colors)
     pairs = []
     for question, answer in zip(questions, answers):

@@ -34,10 +34,10 @@ def check_numbers(settings, positive, shares=()):
         if isinstance(value, str):
             continue
         # comparisons with NaN are false
+        limit = float("inf") if isinstance(value, float) else 2 ** 63
         if name in shares and not 0 <= value <= 1:
             raise UserError(f"{name} must be from 0 to 1, not {value}")
         if name in positive and not value > 0:
             raise UserError(f"{name} must be above 0, not {value}")
-        too_large = 2 ** 63 if isinstance(value, int) else float("inf")
-        if not 0 <= value < too_large:
+        if not 0 <= value < limit:
             raise UserError(f"{name} must be 0 or more, not {value}")

@@ -16,6 +16,7 @@ from runtime.errors import UserError
 
 def read_json(path):
     """Returns the dict in a JSON file. Raises UserError if it cannot be read."""
+    # editors on Windows write a byte order mark
     try:
         with open(path, encoding="utf-8-sig") as f:
             return dict(json.load(f))
@@ -34,6 +35,7 @@ def file_hash(path):
 
 def hashes_of(path):
     """Returns {relative path: SHA-256} of the files of a dataset but the manifest."""
+    # the names are those of the official layout, in one order on all machines
     names = []
     for pattern in ("*/dataset.json", "*/all__*.npy", "identifiers.json"):
         names += sorted(glob.glob(pattern, root_dir=path))
@@ -44,7 +46,8 @@ def hashes_of(path):
 def locked(path):
     """Holds path + ".lock", which one process at a time can; the others wait. The file stays."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with open(path + ".lock", "ab") as f:  # NFS only locks files that are open for writing
+    # NFS only locks files that are open for writing
+    with open(path + ".lock", "ab") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
@@ -67,6 +70,7 @@ def replacing(path):
 
 def read_lines(path):
     """Returns the dicts with a step in a metrics.jsonl, without damaged lines; [] if it is missing."""
+    # a kill or a full disk may have cut a line off
     lines = []
     with suppress(FileNotFoundError), open(path, "rb") as f:
         for line in f:
@@ -110,6 +114,7 @@ class Progress:
         seconds = time.monotonic() - self.start
         if seconds < self.next_line:
             return
+        # the time left, as if the rest went as fast
         self.next_line = seconds + 10
         text = f"{self.label}: {self.done:,.0f}"
         if self.total:
@@ -123,10 +128,12 @@ def read_torch_file(path):
     # torch does not compare the checksums of the zip archives that it writes
     if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():
         raise ValueError(f"{path} is damaged")
-    import torch  # the prepare scripts do without
+    # the prepare scripts do without torch
+    import torch
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
+        # a clone without git-lfs has a few lines of text in place of the file
         with open(path, "rb") as f:
             is_pointer = f.read(64).startswith(b"version https://git-lfs")
         hint = ": it is a Git LFS pointer, git lfs pull fetches the file" if is_pointer else ""

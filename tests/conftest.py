@@ -63,7 +63,6 @@ def nothing_stays():
         configurator.configure(train.__file__, [])
         configurator.FORKS.clear()
         configurator.ORIGINALS.clear()  # or the next configure() would undo a test's monkeypatch
-        configurator.read_settings.cache_clear()
 
 
 @pytest.fixture
