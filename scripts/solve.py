@@ -25,7 +25,6 @@ import math
 import os
 import re
 import sys
-import zlib
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -47,7 +46,7 @@ from runtime.checkpoint import newest_whole
 from runtime.device import Device
 from runtime.errors import UserError
 from runtime.files import Progress
-from runtime.prepare import csv_rows, not_text, open_text
+from runtime.prepare import csv_rows, open_text
 from runtime.process import command
 
 # output
@@ -70,7 +69,8 @@ def main(argv):
     for path in filter(None, [settings.plot, settings.output]):
         is_new = not os.path.lexists(path) and os.path.isdir(os.path.dirname(path) or ".")
         if not is_new or settings.plot[-4:] not in ("", ".png", ".gif"):
-            raise UserError(f"{path} must be a new file in a folder that exists; --plot makes a .png or a .gif")
+            raise UserError(f"{path} must be a new file in a folder that exists; --plot makes a .png or a "
+                            ".gif")
 
     # the puzzles, and the model for them
     content = read_source(source)
@@ -319,13 +319,8 @@ def read_source(source):
     """Returns a .csv as [(line, {"question": text, ...})], the text of another file, or source itself."""
     text = source
     if os.path.isfile(source):
-        try:
-            with open_text(source) as f:
-                text = f.read()
-        except UnicodeDecodeError:
-            raise not_text(source) from None
-        except (OSError, EOFError, zlib.error) as e:
-            raise UserError(f"{source}: cannot be read ({e})") from None
+        with open_text(source) as f:
+            text = f.read()
 
     # a .csv without names in its first line is a list of puzzles, or the cells of one
     header = text.partition("\n")[0]
