@@ -126,7 +126,7 @@ def test_a_puzzle_is_a_text_or_a_file(run_solve, models_folder, solved, tmp_path
     (tmp_path / "puzzle.txt").write_text(grid)
     file = tmp_path / "puzzle.txt"
     file_text = run_solve(models_folder / "sudoku", file, "--steps", "--eval_halt_max_steps=9")
-    assert file_text == f"{file}: one puzzle\n{text}"
+    assert file_text == f"{file}: one puzzle of 4 lines\n{text}"
 
 
 def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, models_folder, evaluation, tmp_path,
@@ -239,7 +239,7 @@ def test_pictures(run_solve, models_folder, solved, tmp_path):
 
 @pytest.mark.parametrize("argv, words", [
     (["a", "b", "c"], "MODEL PUZZLE"),
-    (["1" * 35], "models/sudoku-6x6.pt: the puzzle '11111111111111111111' has 35 cells, not 6x6"),
+    (["1" * 35], "the puzzle '11111111111111111111' has 35 cells, not 6x6"),
     (["nowhere.txt"], "nowhere.txt: no such file"),
     (["nowhere", "." * 16], "nowhere: neither a file"),
     (["official.pt", "." * 16], "official.pt does not say what it solves: scripts/export.py makes"),
