@@ -154,9 +154,10 @@ def open_text(path):
         with io.TextIOWrapper(open_bytes(path), encoding, newline="") as f:
             yield f
     except UnicodeDecodeError:
-        raise UserError(f"{path}:{undecodable_line(path)}: is not UTF-8 text: save it as CSV UTF-8, or convert "
-                        f"it: iconv -f WINDOWS-1252 -t UTF-8 {os.path.basename(path)} > NEW; archives "
-                        "must be unpacked") from None
+        line = undecodable_line(path)
+        raise UserError(f"{path}:{line}: is not UTF-8 text: save it as CSV UTF-8, or convert it, as by iconv -f "
+                        f"WINDOWS-1252 -t UTF-8 {os.path.basename(path)} > NEW; archives must be "
+                        "unpacked") from None
     except (OSError, EOFError, csv.Error, zlib.error) as e:
         raise UserError(f"{path}: cannot be read ({e})") from None
 
