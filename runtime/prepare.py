@@ -155,8 +155,8 @@ def open_text(path):
             yield f
     except UnicodeDecodeError:
         line = undecodable_line(path)
-        raise UserError(f"{path}:{line}: is not UTF-8 text: save it as CSV UTF-8, or convert it, as by iconv -f "
-                        f"WINDOWS-1252 -t UTF-8 {os.path.basename(path)} > NEW; archives must be "
+        raise UserError(f"{path}:{line}: is not UTF-8 text: save it as CSV UTF-8, or convert it, as by iconv "
+                        f"-f WINDOWS-1252 -t UTF-8 {os.path.basename(path)} > NEW; archives must be "
                         "unpacked") from None
     except (OSError, EOFError, csv.Error, zlib.error) as e:
         raise UserError(f"{path}: cannot be read ({e})") from None
