@@ -24,9 +24,10 @@ from contextlib import contextmanager
 import numpy as np
 import requests
 
+from configurator import check_numbers
 from puzzles import IGNORE_LABEL, check_text, judge, task_of, verdict
 from runtime.bucket import RETRIED, try_again, without_password
-from runtime.errors import TransientError, UserError, check_numbers
+from runtime.errors import TransientError, UserError
 from runtime.files import Progress, hashes_of, locked, replacing
 from runtime.process import end_with_parent
 
@@ -153,9 +154,10 @@ def open_text(path):
         with io.TextIOWrapper(open_bytes(path), encoding, newline="") as f:
             yield f
     except UnicodeDecodeError:
-        raise UserError(f"{path}:{undecodable_line(path)}: is not UTF-8 text: save it as CSV UTF-8, or "
-                        f"convert it: iconv -f WINDOWS-1252 -t UTF-8 {os.path.basename(path)} > NEW; "
-                        "archives must be unpacked") from None
+        line = undecodable_line(path)
+        raise UserError(f"{path}:{line}: is not UTF-8 text: save it as CSV UTF-8, or convert it, as by iconv "
+                        f"-f WINDOWS-1252 -t UTF-8 {os.path.basename(path)} > NEW; archives must be "
+                        "unpacked") from None
     except (OSError, EOFError, csv.Error, zlib.error) as e:
         raise UserError(f"{path}: cannot be read ({e})") from None
 
