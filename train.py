@@ -809,12 +809,12 @@ def replica(settings, kind):
     settings = copy.copy(settings)  # replicas may be threads
     # the settings: what no config file and no flag assigned comes from the checkpoint that this run goes on
     # with, which only rank 0's host may have
-    checkpoints = checkpoint.Checkpoints(settings, device)
-    saved = recipe(checkpoints.find(STOP.is_set))
-    if saved and settings.max_minutes:  # a run keeps the length that max_minutes gave it
+    start, saved = checkpoint.find_start(settings, device, STOP.is_set)
+    resumed = recipe(start.settings)
+    if resumed and settings.max_minutes:  # a run keeps the length that max_minutes gave it
         names = "max_steps", "curriculum_epochs", "lr_warmup_steps"
-        vars(settings).update({name: saved[name] for name in names}, max_minutes=0.0)
-    settings.fill(saved)
+        vars(settings).update({name: resumed[name] for name in names}, max_minutes=0.0)
+    settings.fill(resumed)
     check_settings(settings)
     # the forward_dtype that the device is fast in
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
@@ -835,22 +835,24 @@ def replica(settings, kind):
         raise UserError(f"epochs={settings.epochs} of {data.total_groups} puzzles are less than one batch "
                         f"of global_batch_size={settings.global_batch_size}")
 
-    # where to start
-    start = checkpoints.find_start(model, data, test, total_steps)
+    # the weights to start with
+    start = checkpoint.load_start(start, saved, settings, device, model, data, total_steps)
     # the watchdog begins here: what came before may have had to wait for a download
     restart_watchdog(settings.stall_timeout)
-    run = Run(settings, model, device, checkpoints.saved)
-    checkpoints.saved = {}  # frees its memory
-    # say what the run is, and on what
+    run = Run(settings, model, device, saved)
+    saved.clear()  # frees its memory
     log = Log(settings, device, start.step)
-    log.header(run, data, test, filter(None, [dtype_note, *checkpoints.notes]))
+    checkpoints = None
+    if not settings.eval_only:
+        checkpoints = checkpoint.Checkpoints(settings, device, start, data, test, log.print0)
+    # say what the run is, and on what
+    log.header(run, data, test, filter(None, [dtype_note, *start.notes]))
 
     # evaluate, finish an upload, or train
     if settings.eval_only:
         if not final_evaluation(run, test, log, checkpoints, start.step):
             sys.exit(3)
         return
-    checkpoints.open(start, log.print0, STOP.set)
     if start.is_complete:
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                    "a higher max_steps or epochs continues it")
@@ -869,7 +871,7 @@ def replica(settings, kind):
         examples=len(data),
         puzzles=data.total_groups,
         data_sha256=data.sha256,
-        init_from=checkpoints.init_from,
+        init_from=start.init_from,
         forks=dict(configurator.FORKS),
     ))
     train_and_evaluate(run, data, test, log, checkpoints, start, total_steps)
