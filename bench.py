@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 import configurator
-import data as datasets
+import data
 import optim
 import train
 from model import SIZES
 from runtime import process
 from runtime.device import choose_device, is_compiled, is_out_of_memory, out_of_memory, peak_flops
+from runtime.errors import check_numbers
 from runtime.flops import flops_per_example
 from runtime.prepare import write_dataset
 from train import open_device
@@ -54,8 +55,8 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
     device = open_device(kind, settings)
     settings = copy.copy(settings)  # replicas may be threads
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
-    data = datasets.Dataset(path, "train")
-    examples = settings.global_batch_size * optim.count_steps(settings, optim.epoch_size(data))
+    train_set = data.Dataset(path, "train")
+    examples = settings.global_batch_size * optim.count_steps(settings, optim.epoch_size(train_set))
 
     def say(text):
         if device.rank == 0 and text:
@@ -64,9 +65,9 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
     # the steps of train.py, at the batch to measure
     say(dtype_note)
     if chooses_batch:
-        settings.global_batch_size = choose_batch_size(settings, device, data, say)
+        settings.global_batch_size = choose_batch_size(settings, device, train_set, say)
     train.check_batch_size(settings, device)
-    run, next_inputs = new_run(settings, device, data)
+    run, next_inputs = new_run(settings, device, train_set)
     # the host's time is hidden behind many steps of a GPU
     steps = bench_settings.steps or (20 if device.kind == "cuda" else 2)
 
@@ -127,10 +128,10 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
     say(json.dumps(figures))
 
 
-def choose_batch_size(settings, device, data, say):
+def choose_batch_size(settings, device, train_set, say):
     """Returns the batch size that the time of a step with one sequence leaves a CPU."""
     settings.global_batch_size = 1
-    run, next_inputs = new_run(settings, device, data)
+    run, next_inputs = new_run(settings, device, train_set)
     cycles = settings.H_cycles, settings.L_cycles
     for _ in range(2):  # the first step takes longer
         seconds, _ = seconds_of(1, lambda: run.train_program(run.state, next_inputs(), cycles))
@@ -142,29 +143,29 @@ def choose_batch_size(settings, device, data, say):
 # ---------------------------------------------------------------------------------------------------------
 # train.py's steps and their inputs, which scripts/aot.py compiles
 
-def new_run(settings, device, data):
+def new_run(settings, device, train_set):
     """Returns a train.Run for a dataset, and a function that returns its next step's inputs."""
-    run = train.Run(settings, new_model(settings, data), device)
-    total_steps = max(1, optim.count_steps(settings, optim.epoch_size(data)))
+    run = train.Run(settings, new_model(settings, train_set), device)
+    total_steps = max(1, optim.count_steps(settings, optim.epoch_size(train_set)))
     count = itertools.count()
-    return run, lambda: train.make_inputs(run, data, next(count), total_steps)
+    return run, lambda: train.make_inputs(run, train_set, next(count), total_steps)
 
 
-def new_model(settings, data):
-    return train.new_model(settings, **{name: getattr(data, name) for name in SIZES})
+def new_model(settings, train_set):
+    return train.new_model(settings, **{name: getattr(train_set, name) for name in SIZES})
 
 
 def evaluation_of(run, path):
     """Returns the slots and the inputs of an evaluation's first step."""
-    test = datasets.Dataset(path, "test")
-    batch = test.test_batch(np.resize(test.subset(run.batch_size, 1), run.batch_size))
+    test_set = data.Dataset(path, "test")
+    batch = test_set.test_batch(np.resize(test_set.subset(run.batch_size, 1), run.batch_size))
     return run.evaluator.new_slots(), run.evaluator.inputs(*run.eval_weights(), batch)
 
 
 def dataset_path(settings, folder, size=size):
     """Returns (path, words for it): data_path, or where it is missing 1000 random puzzles in `folder`."""
     # a fork's own class may need no folder
-    is_forked = datasets.Dataset.__module__ != "data"
+    is_forked = data.Dataset.__module__ != "data"
     if os.path.isdir(settings.data_path) or is_forked:
         return settings.data_path, settings.data_path
     # token 0 is padding
@@ -197,7 +198,7 @@ def seconds_of(n, call):
 def main(argv):
     """Measures on this machine's device."""
     bench_settings, operands, train_arguments = configurator.split_arguments(__file__, argv)
-    configurator.check_numbers(vars(bench_settings), ["size"])
+    check_numbers(vars(bench_settings), ["size"])
     settings = configurator.configure(train.__file__, [*operands, *train_arguments])
     train.check_settings(settings)
     kind, reason = choose_device(settings.device)

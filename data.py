@@ -11,10 +11,8 @@ inputs and labels are tokens [N, seq_len], one example a row. Puzzle i has the r
 the model's table, and owns the examples puzzle_indices[i]:puzzle_indices[i + 1]; group g owns the puzzles
 group_indices[g]:group_indices[g + 1]: a Sudoku and its augmented copies are one group.
 
-A dataset of prepare_arc.py stores each example of a task once. all__task_indices.npy takes the place of
-all__puzzle_indices.npy: all puzzles of group g, the versions of a task, share the stored examples
-task_indices[g]:task_indices[g + 1]. all__versions.npy [puzzles, 11] says how each version turns and recolours
-them, and batches make the copies.
+A dataset of prepare_arc.py stores each example of a task once, and batches make its versions: puzzles/arc.py
+says what stands in all__task_indices.npy and all__versions.npy, which take the place of puzzle_indices.
 """
 import functools
 import hashlib
@@ -25,33 +23,62 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import numpy as np
 
 from puzzles import IGNORE_LABEL, task_of
-from puzzles.arc import apply_version, canvas, crop
-from runtime.bucket import Bucket
+from puzzles.arc import Tasks, draw_examples
 from runtime.errors import TransientError, UserError
 from runtime.files import file_hash, hashes_of, locked, read_json
 
-# the arrays of all datasets, of ARC's, and of the others
-FIELDS = ("inputs", "labels", "puzzle_identifiers", "group_indices")
-ARC_INDICES = ("task_indices", "versions")
-INDICES = ("puzzle_indices",)
 ORDER, EXAMPLE, HALT, SUBSET = range(4)  # independent random streams of one seed
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Datasets
 
+def make_dataset(settings, should_stop=lambda: False):
+    """Runs data_prepare if data_path is missing: one process of a host, while the others wait.
+
+    Raises SystemExit once should_stop() returns true.
+    """
+    try:
+        command = shlex.split(settings.data_prepare)
+    except ValueError as e:
+        raise UserError(f"data_prepare: {e}: {settings.data_prepare}") from None
+    if not command or os.path.exists(settings.data_path):
+        return
+    # the first process of the host makes the dataset; the others wait, and find it made
+    with locked(os.path.normpath(settings.data_path) + ".made"):
+        if os.path.exists(settings.data_path):
+            return
+        # a stop ends the command, too: Ctrl-C reaches both processes, but SIGTERM only this one
+        print(f"{settings.data_path} is missing; making it: python", *command, flush=True)
+        process = subprocess.Popen([sys.executable, *command])
+        try:
+            while process.poll() is None and not should_stop():
+                time.sleep(0.1)
+        finally:
+            process.terminate()
+        code = process.wait()
+        if should_stop():
+            raise SystemExit(3)
+        # a command that fails by itself may succeed later, one that finds wrong input may not
+        if not os.path.exists(settings.data_path):
+            error = UserError if code in (0, 2) else TransientError
+            raise error(f"data_prepare did not make data_path={settings.data_path}: {settings.data_prepare}")
+
+
 class Dataset:
     """One split of a dataset, checked when it is loaded.
 
     inputs and labels are memory-mapped, [N, seq_len]. len() is the number of examples: N, or more where
-    batches make versions. task is what puzzles/__init__.py calls a task. Of dataset.json come seq_len,
+    batches make versions. task is what puzzles/__init__.py calls a task. dataset.json says seq_len,
     vocab_size (tokens, padding included), num_puzzle_identifiers and ignore_label_id (the label of cells that
     do not count); other keys are ignored. total_groups and mean_puzzle_examples (examples of a puzzle, on
-    average) are counted. Datasets of the official code, without a manifest, load too.
+    average) are counted. arc is the Tasks of a dataset of prepare_arc.py, else None. Datasets of the official
+    code, without a manifest, load too.
 
     Args:
         path: the folder of the dataset.
@@ -60,101 +87,85 @@ class Dataset:
     Raises UserError, which names a file or folder that is missing, damaged or inconsistent.
     """
 
-    versions = None  # only ARC has them
-
     def __init__(self, path, split):
         self.path = path
-        folder = f"{path}/{split}"
-        if not os.path.isdir(folder):
-            raise UserError(f"{folder}: no such dataset; build it with prepare_sudoku.py, or another script")
+        self.folder = f"{path}/{split}"
+        if not os.path.isdir(self.folder):
+            raise UserError(f"{self.folder}: no such dataset: prepare_sudoku.py or another script builds it")
 
         # the official builder writes no manifest
         self.manifest = {}
         if os.path.exists(f"{path}/manifest.json"):
             self.manifest = read_json(f"{path}/manifest.json")
-        for name, kind in dict(kind=str, command=dict, sha256=dict).items():
-            if not isinstance(self.manifest.setdefault(name, kind()), kind):
-                raise UserError(f"{path}/manifest.json: {name} is {self.manifest[name]!r}")
         self.hint = f"build it again with {self.made_by() or 'the command that made it'}"
-        for name, digest in self.manifest["sha256"].items():
+        for name, digest in self.manifest.get("sha256", {}).items():
             file = f"{path}/{name}"
             is_own = name.startswith(f"{split}/") or "/" not in name
             if is_own and not (os.path.isfile(file) and file_hash(file) == digest):
                 raise UserError(f"{file} is missing or does not match manifest.json: {self.hint}")
 
-        # what dataset.json says, and the kind of puzzle
-        facts = read_json(f"{folder}/dataset.json")
-        self.seq_len = self._number(facts, "seq_len")
-        self.vocab_size = self._number(facts, "vocab_size")
-        self.ignore_label_id = self._number(facts, "ignore_label_id", 0)
-        self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
-        self.side = self.task["grid"][0]
-
         # the examples stay on the disk; the indices, which are small, are read
-        is_arc = os.path.exists(f"{folder}/all__versions.npy")
-        for field in FIELDS + (ARC_INDICES if is_arc else INDICES):
-            file = f"{folder}/all__{field}.npy"
-            mmap_mode = "r" if field in ("inputs", "labels") else None
-            try:
-                array = np.load(file, mmap_mode=mmap_mode)
-            except (OSError, ValueError, EOFError) as e:
-                raise UserError(f"{file} cannot be read (truncated?): {self.hint} ({e})") from None
-            if array.dtype.kind not in "biu" and (array % 1 != 0).any():
-                raise UserError(f"{file} has numbers that are not whole: {self.hint}")
-            setattr(self, field, np.asarray(array))  # a plain view of the file indexes faster than np.memmap
-        highest = int(self.puzzle_identifiers.max(initial=0))
-        self.num_puzzle_identifiers = self._number(facts, "num_puzzle_identifiers", highest + 1)
+        self.inputs = self._load("inputs", mmap_mode="r")
+        self.labels = self._load("labels", mmap_mode="r")
+        self.puzzle_identifiers = self._load("puzzle_identifiers")
+        self.group_indices = self._load("group_indices")
         self.total_groups = len(self.group_indices) - 1
 
-        # a puzzle has rows of its own; all versions of an ARC task have the rows of the task
-        puzzles = np.arange(len(self.puzzle_identifiers))
+        # what dataset.json says, and the kind of puzzle
+        facts = read_json(f"{self.folder}/dataset.json")
+        num_identifiers = int(self.puzzle_identifiers.max(initial=0)) + 1
+        try:
+            self.seq_len = int(facts["seq_len"])
+            self.vocab_size = int(facts["vocab_size"])
+            self.num_puzzle_identifiers = int(facts.get("num_puzzle_identifiers", num_identifiers))
+        except (KeyError, TypeError, ValueError) as e:
+            raise UserError(f"{self.folder}/dataset.json: a number is missing or wrong ({e!r}): "
+                            f"{self.hint}") from None
+        self.ignore_label_id = facts.get("ignore_label_id", 0)  # None: all labels count or are IGNORE_LABEL
+        self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
+
+        # a puzzle owns rows; all versions of an ARC task share the rows of the task
+        owners = np.arange(len(self.puzzle_identifiers))
+        is_arc = os.path.exists(f"{self.folder}/all__versions.npy")
         if is_arc:
-            self._find_rows(folder, self.task_indices, self.groups_of(puzzles))
-        else:
-            self._find_rows(folder, self.puzzle_indices, puzzles)
-        self.mean_puzzle_examples = len(self) / len(puzzles)
+            owners = self.groups_of(owners)
+        row_indices = self._load("task_indices" if is_arc else "puzzle_indices")
+        self._check(row_indices[-1])
 
-    def _number(self, facts, name, default=None):
-        """Returns a whole number of dataset.json; null is IGNORE_LABEL, as in the official code's files."""
-        value = facts.get(name, default)
-        if name == "ignore_label_id" and value is None:
-            return IGNORE_LABEL
-        if type(value) not in (int, float) or value % 1:
-            raise UserError(f"{self.path}: dataset.json must have {name}, a whole number, not {value!r}: "
-                            f"{self.hint}")
-        return int(value)
+        # number the examples of all puzzles; those of one puzzle follow each other
+        self.first_rows = row_indices[owners]
+        self.num_examples = np.diff(row_indices)[owners]
+        self.puzzle_indices = np.append(0, self.num_examples.cumsum())
+        self.mean_puzzle_examples = len(self) / len(owners)
+        # a group brings as many examples to an epoch as its largest puzzle has
+        self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
+        self.epoch_examples = int(self.group_sizes.sum())
+        # groups bring several examples each in ARC's datasets, also in the official code's
+        self.is_streamed = is_arc or self.epoch_examples > self.total_groups
+        self.arc = Tasks(self, row_indices, self._load("versions")) if is_arc else None
 
-    def _find_rows(self, folder, row_indices, owners):
-        """Checks the arrays; finds the rows of each puzzle, and how many examples a group brings to an epoch.
+    def _load(self, field, mmap_mode=None):
+        """Returns one of the split's arrays. Raises UserError."""
+        file = f"{self.folder}/all__{field}.npy"
+        try:
+            # a plain view of the file indexes faster than np.memmap
+            return np.asarray(np.load(file, mmap_mode=mmap_mode))
+        except (OSError, ValueError, EOFError) as e:
+            raise UserError(f"{file} cannot be read (truncated?): {self.hint} ({e})") from None
 
-        Args:
-            folder: of the split.
-            row_indices: owner i has the rows row_indices[i]:row_indices[i + 1].
-            owners: the owner of each puzzle's rows [puzzles].
-
-        Raises UserError, which names the arrays whose shapes or numbers do not fit dataset.json.
-        """
-        shape = (row_indices[-1], self.seq_len)
-        lowest_label = min(0, self.ignore_label_id)
+    def _check(self, num_rows):
+        """Raises UserError, which names the arrays whose shapes or numbers do not fit."""
+        shape = (num_rows, self.seq_len)
         checks = {
             "inputs": self.inputs.shape == shape,
             "labels": self.labels.shape == shape,
             "vocab_size": max(self.inputs.max(initial=0), self.labels.max(initial=0)) < self.vocab_size,
-            "tokens from 0": self.inputs.min(initial=0) >= 0 and self.labels.min(initial=0) >= lowest_label,
             "num_puzzle_identifiers": self.puzzle_identifiers.max() < self.num_puzzle_identifiers,
-            "indices of rows": len(row_indices) == owners[-1] + 2,
-            "number of puzzles": self.group_indices[-1] == len(owners),
+            "group_indices": self.group_indices[-1] == len(self.puzzle_identifiers),
         }
         wrong = [name for name, fits in checks.items() if not fits]
         if wrong:
-            raise UserError(f"{folder}: dataset.json does not fit {', '.join(wrong)}: {self.hint}")
-
-        self.first_rows = row_indices[owners]
-        self.num_examples = np.diff(row_indices)[owners]
-        self.puzzle_indices = np.append(0, self.num_examples.cumsum())
-        # if the puzzles of a group have different numbers of examples, the smaller ones repeat theirs
-        self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
-        self.epoch_examples = int(self.group_sizes.sum())
+            raise UserError(f"{self.folder}: dataset.json does not fit {', '.join(wrong)}: {self.hint}")
 
     def __len__(self):
         return int(self.puzzle_indices[-1])
@@ -170,22 +181,26 @@ class Dataset:
         Returns a dict of int32 arrays: inputs [b, seq_len], labels [b, seq_len] (IGNORE_LABEL where no label
         counts), puzzle_identifiers [b]. Thread-safe.
         """
+        # the epochs follow each other in an endless stream of examples, which the batches cut
         part = rank_slice(batch_size, rank, world)
         positions = np.arange(step * batch_size + part.start, step * batch_size + part.stop)
         epochs, positions = np.divmod(positions, self.epoch_examples)
-        columns = []
-        for epoch in np.unique(epochs).tolist():
-            plan = epoch_plan(self, seed, epoch)
-            columns.append([column[positions[epochs == epoch]] for column in plan])
-        groups, puzzle_draws, members, translation_draws = map(np.concatenate, zip(*columns))
 
-        # Where each group brings one example, the step draws its puzzles, and not the epoch: all published
-        # results on Sudoku and mazes were trained on these draws.
-        if self.versions is None and self.epoch_examples == self.total_groups:
-            puzzle_draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part, 0]
-        puzzles = random_members(self.group_indices, groups, puzzle_draws)
-        # a puzzle with fewer examples than others of its group repeats them
-        return self._batch(puzzles, members % self.num_examples[puzzles], translation_draws)
+        # a batch takes examples of one epoch, or of several
+        parts = []
+        for epoch in np.unique(epochs).tolist():
+            parts.append(epoch_plan(self, seed, epoch)[positions[epochs == epoch]])
+        plan = np.concatenate(parts)
+
+        # ARC: a group brings all examples of one of its puzzles; a smaller puzzle repeats its examples
+        if self.is_streamed:
+            puzzles = random_members(self.group_indices, plan["group"], plan["puzzle_draw"])
+            members = plan["member"] % self.num_examples[puzzles]
+            return self._batch(puzzles, members, plan["translation_draws"])
+
+        # Sudoku and mazes: the puzzles of a group have one example each, and the step draws one of them
+        puzzle_draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part, 0]
+        return self._batch(random_members(self.group_indices, plan["group"], puzzle_draws), 0)
 
     def test_batch(self, indices):
         """Returns the batch of the examples with these indices; see train_batch."""
@@ -201,16 +216,6 @@ class Dataset:
         """Returns the groups [n] of puzzles: for ARC the task of each version."""
         return np.searchsorted(self.group_indices, puzzles, side="right") - 1
 
-    @functools.cached_property
-    def grids(self):
-        """The pairs (input, output) of ARC's tasks, grids of colours, a pair for each stored row."""
-        return [[crop(tokens, self.side) for tokens in pair] for pair in zip(self.inputs, self.labels)]
-
-    def pairs(self, group):
-        """Returns the pairs (input, output) of an ARC task: grids of colours."""
-        first, end = self.task_indices[group:group + 2]
-        return self.grids[first:end]
-
     def _batch(self, puzzles, members, translation_draws=0):
         """Returns the batch of some examples.
 
@@ -222,8 +227,8 @@ class Dataset:
         rows = self.first_rows[puzzles] + members
         inputs = self.inputs[rows]
         labels = self.labels[rows]
-        if self.versions is not None:
-            inputs, labels = self._draw_versions(rows, self.versions[puzzles], translation_draws)
+        if self.arc:
+            inputs, labels = self.arc.draw(rows, puzzles, translation_draws)
 
         # the dataset's label of cells that do not count becomes the loss's
         labels = labels.astype(np.int32)
@@ -234,43 +239,12 @@ class Dataset:
             "puzzle_identifiers": self.puzzle_identifiers[puzzles].astype(np.int32),
         }
 
-    def _draw_versions(self, rows, versions, translation_draws):
-        """Returns inputs and labels [b, seq_len]: canvases with the versions of the grids in rows [b]."""
-        canvases = []
-        translation_draws = np.broadcast_to(translation_draws, (len(rows), 2))
-        for row, version, draws in zip(rows, versions, translation_draws):
-            grids = [apply_version(grid, version) for grid in self.grids[row]]
-            # both are moved alike, as far as there is room for them
-            room = self.side + 1 - np.maximum(grids[0].shape, grids[1].shape)
-            offset = (draws * room).astype(np.int64)
-            canvases.append([canvas(grid, self.side, *offset) for grid in grids])
-        return np.reshape(canvases, (-1, 2, self.seq_len)).swapaxes(0, 1)
-
     @functools.cached_property
-    def identifier_names(self):
-        """What identifiers.json says that the puzzle identifiers stand for, a list; [] without that file."""
-        try:
-            with open(f"{self.path}/identifiers.json", encoding="utf-8") as f:
-                return list(json.load(f))
-        except FileNotFoundError:
-            return []
-        except (OSError, TypeError, ValueError) as e:
-            raise UserError(f"{self.path}/identifiers.json cannot be read as a list ({e})") from None
-
-    @property
     def identifiers(self):
         """Hex digest that identifies what the puzzle identifiers stand for; "" if that is not known."""
-        names = self.identifier_names
-        return hashlib.sha256(json.dumps(names).encode()).hexdigest() if names else ""
-
-    @functools.cached_property
-    def task_names(self):
-        """The name of each group's task, for datasets with versions."""
-        _, *names = self.identifier_names  # the tasks in train
-        # the versions of these tasks have the identifiers 1, 2, ...
-        first_identifiers = np.load(f"{self.path}/train/all__group_indices.npy") + 1
-        identifiers = self.puzzle_identifiers[self.group_indices[:-1]]
-        return [names[i] for i in np.searchsorted(first_identifiers, identifiers)]
+        with suppress(FileNotFoundError), open(f"{self.path}/identifiers.json", encoding="utf-8") as f:
+            return hashlib.sha256(json.dumps(json.load(f)).encode()).hexdigest()
+        return ""
 
     def subset(self, n, num_versions=0):
         """Returns the sorted indices of n random puzzles, the same in every run; all if n is 0 or too large.
@@ -279,26 +253,27 @@ class Dataset:
         several test inputs counts as one, and brings them all. For ARC they come in the first num_versions of
         the task's versions, 0: in all.
         """
+        # draw the groups: a puzzle and its copies, or an ARC task
         groups = generator(0, SUBSET).permutation(self.total_groups)
         groups = np.sort(groups[:n or None])
         starts = self.group_indices[groups]
         ends = self.group_indices[groups + 1]
         if num_versions:
             ends = np.minimum(ends, starts + num_versions)
-        puzzles = ranges(starts, ends)
-        return ranges(self.puzzle_indices[puzzles], self.puzzle_indices[puzzles + 1])
+        # list their examples, which follow each other
+        return ranges(self.puzzle_indices[starts], self.puzzle_indices[ends])
 
     def made_by(self):
         """Returns the command that made the dataset, as "prepare_sudoku.py --size=6 ..."; "" if not known."""
         command = dict(self.manifest.get("command", {}))
-        script = command.pop("script", "")
-        flags = [f"--{name}={shlex.quote(str(value))}" for name, value in command.items()]
-        return " ".join([script, *flags])
+        words = [command.pop("script", "")]
+        words += [f"--{name}={shlex.quote(str(value))}" for name, value in command.items()]
+        return " ".join(words)
 
     @functools.cached_property
     def sha256(self):
         """Hex digest that identifies the content of both splits."""
-        hashes = self.manifest["sha256"] or hashes_of(self.path)
+        hashes = self.manifest.get("sha256") or hashes_of(self.path)
         text = json.dumps(hashes, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -310,8 +285,8 @@ class Generated:
 
         draw(self, rng, n, split) -> questions, answers: tokens [n, cells]
 
-    which makes n puzzles with a numpy.random.Generator. For the split "test" it must not make puzzles that it
-    makes for "train". All replicas draw the whole batch of a step, from (seed, step), and take their slices.
+    which makes n puzzles with a numpy.random.Generator. The puzzles for the split "test" must differ from the
+    puzzles for "train". All replicas draw the whole batch of a step, from (seed, step), and take slices.
     """
 
     task = {}  # see puzzles/__init__.py; its grid and symbols are the model's sizes
@@ -359,72 +334,50 @@ class Generated:
         }
 
 
-def local_dataset(path):
-    """Returns the local folder of a dataset: for gs://bucket/.../NAME data/NAME, downloaded if it is missing.
+# ---------------------------------------------------------------------------------------------------------
+# The order of the examples
 
-    Any other path is returned as it is. One process of a host downloads, the others wait. Raises UserError
-    and TransientError.
+@functools.lru_cache(maxsize=2)  # a batch spans one or two epochs, or more if they are small
+def epoch_plan(dataset, seed, epoch):
+    """Returns the examples of an epoch, a structured array [n]: each group comes once, in random order.
+
+    Its field is the group; a streamed dataset has the fields of arc.draw_examples. All follows from
+    (seed, epoch), so a puzzle that one batch cuts goes on in the next one.
     """
-    if not path.startswith("gs://"):
-        return path
-    bucket = Bucket(path)
-    folder = f"data/{os.path.basename(bucket.url)}"
-    with locked(folder):
-        manifest = bucket.read("manifest.json")
-        if not manifest:
-            raise UserError(f"{path} has no manifest.json: upload the dataset with "
-                            f"`gcloud storage rsync -r data/NAME {path}`")
-        hashes = json.loads(manifest)["sha256"]
-
-        # one that is here must be the same one
-        if os.path.lexists(folder):
-            if read_json(f"{folder}/manifest.json")["sha256"] != hashes:
-                raise UserError(f"{folder} holds another dataset than {path}: move it away, or name it")
-            return folder
-
-        # the folder gets its name once the dataset is whole; loading it checks the hashes
-        print(f"downloading {path}", flush=True)
-        part = folder + ".part"
-        for name in ("manifest.json", *hashes):
-            bucket.download(name, f"{part}/{name}")
-        for split in ("train", "test"):
-            Dataset(part, split)
-        os.rename(part, folder)
-        return folder
+    groups = generator(seed, ORDER, epoch).permutation(dataset.total_groups)
+    if dataset.is_streamed:
+        return draw_examples(groups, dataset.group_sizes, generator(seed, EXAMPLE, epoch))
+    return groups.view([("group", groups.dtype)])
 
 
-def make_dataset(settings, should_stop=lambda: False):
-    """Runs data_prepare if data_path is missing: one process of a host, while the others wait.
+def random_members(indices, owners, draws):
+    """Returns a member, in indices[i]:indices[i + 1], of each owner i [b]; draws [b]: uniform in [0, 1)."""
+    start = indices[owners]
+    count = indices[owners + 1] - start
+    return start + (draws * count).astype(np.int64)
 
-    Raises SystemExit once should_stop() returns true.
-    """
-    try:
-        command = shlex.split(settings.data_prepare)
-    except ValueError as e:
-        raise UserError(f"data_prepare: {e}: {settings.data_prepare}") from None
-    if not command or os.path.exists(settings.data_path):
-        return
-    # the first process of the host makes the dataset, and the others find it made
-    with locked(os.path.normpath(settings.data_path) + ".made"):
-        if os.path.exists(settings.data_path):
-            return
-        print(f"{settings.data_path} is missing; making it: python", *command, flush=True)
-        process = subprocess.Popen([sys.executable, *command])
-        try:
-            while process.poll() is None and not should_stop():
-                time.sleep(0.1)
-        finally:
-            process.terminate()  # a stop ends it too: Ctrl-C reaches both processes, SIGTERM only this one
-        code = process.wait()
-        if should_stop():
-            raise SystemExit(3)
-        if not os.path.exists(settings.data_path):
-            error = UserError if code in (0, 2) else TransientError
-            raise error(f"data_prepare did not make data_path={settings.data_path}: {settings.data_prepare}")
+
+def ranges(starts, ends):
+    """Returns the numbers of all ranges start:end, one range after the other."""
+    counts = ends - starts
+    offsets = starts - counts.cumsum() + counts
+    return np.repeat(offsets, counts) + np.arange(counts.sum())
+
+
+def rank_slice(batch_size, rank, world):
+    """Returns the slice of a global batch that a rank takes."""
+    size = batch_size // world
+    return slice(rank * size, (rank + 1) * size)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Random numbers
+
+def generator(seed, *key):
+    """Returns a random generator for a key: a stream constant and what it depends on."""
+    sequence = np.random.SeedSequence([seed, *key])
+    return np.random.Generator(np.random.Philox(sequence))
+
 
 def halting_draws(seed, step, batch_size, halt_max_steps, halt_exploration_prob, rank=0, world=1):
     """Returns the minimum halting steps of a step's sequences, int32 [batch_size // world].
@@ -438,54 +391,3 @@ def halting_draws(seed, step, batch_size, halt_max_steps, halt_exploration_prob,
     steps = rng.integers(2, max(halt_max_steps, 2) + 1, batch_size, dtype=np.int32)
     draws = steps * explores * (halt_max_steps >= 2)
     return draws[rank_slice(batch_size, rank, world)]
-
-
-def generator(seed, *key):
-    """Returns a random generator for a key: a stream constant and what it depends on."""
-    sequence = np.random.SeedSequence([seed, *key])
-    return np.random.Generator(np.random.Philox(sequence))
-
-
-@functools.lru_cache(maxsize=2)  # a batch spans one or two epochs, or more if they are small
-def epoch_plan(dataset, seed, epoch):
-    """Returns an epoch's examples in order: groups, draws of their puzzles, members, translation draws.
-
-    The training data are an endless stream of examples, which the batches cut. In each epoch every group
-    comes once, in another random order, and brings all examples of one of its puzzles. All follows from
-    (seed, epoch), so that a puzzle which a batch cuts goes on in the next one.
-
-    Arrays of n examples: their groups, the number in [0, 1) that draws a puzzle of the group, which of the
-    puzzle's examples it is, and two numbers in [0, 1) that move it.
-    """
-    # list the groups in random order, and number the examples of each
-    order = generator(seed, ORDER, epoch).permutation(dataset.total_groups)
-    sizes = dataset.group_sizes[order]
-    groups = np.repeat(order, sizes)
-    members = ranges(np.zeros_like(sizes), sizes)
-
-    # draw one puzzle of each group; all of its examples but one move
-    rng = generator(seed, EXAMPLE, epoch)
-    puzzle_draws, fixed_draws = rng.random((2, dataset.total_groups))
-    translation_draws = rng.random((len(groups), 2))
-    fixed_members = (fixed_draws[groups] * dataset.group_sizes[groups]).astype(np.int64)
-    translation_draws[members == fixed_members] = 0
-    return groups, puzzle_draws[groups], members, translation_draws
-
-
-def rank_slice(batch_size, rank, world):
-    size = batch_size // world
-    return slice(rank * size, (rank + 1) * size)
-
-
-def ranges(starts, ends):
-    """Returns the numbers of all ranges start:end, one range after the other."""
-    counts = ends - starts
-    offsets = starts - counts.cumsum() + counts
-    return np.repeat(offsets, counts) + np.arange(counts.sum())
-
-
-def random_members(indices, owners, draws):
-    """Returns a member, in indices[i]:indices[i + 1], of each owner i [b]; draws [b]: uniform in [0, 1)."""
-    start = indices[owners]
-    count = indices[owners + 1] - start
-    return start + (draws * count).astype(np.int64)

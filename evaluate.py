@@ -6,24 +6,21 @@ leaves its slot after eval_halt_max_steps, or once its answer has not changed fo
 the slot takes the next puzzle of the queue. A puzzle without a sure answer waits there for another attempt:
 at a copy of itself by symmetry, whose answer is turned back.
 """
-import io
-import json
-import os
-import sys
 from collections import Counter
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-import model as models
+import model
 import puzzles
 from puzzles import IGNORE_LABEL
-from puzzles.arc import count_votes, merge_votes, submission, vote_values
-from runtime.bucket import Bucket
-from runtime.device import cast_weights
-from runtime.errors import TransientError, UserError
-from runtime.files import Progress, replacing
+from puzzles.arc import count_votes, merge_votes, vote_values
+from runtime.device import Device, cast_weights
+from runtime.files import Progress
+from runtime.outputs import save_outputs, save_submission
 
 SUREST = ("surest_preds", "surest_q_halt_logits", "surest_steps")  # answers of all attempts
 ANSWERS = ("preds", "q_halt_logits", *SUREST)
@@ -38,19 +35,19 @@ class Evaluator:
     Args:
         settings: train.py's settings, of which loss_type, forward_dtype, micro_batch_size, the halting and
             the eval_ settings are read.
-        model: a TRM.
+        trm: a TRM.
         device: a device.Device, or an object with its methods.
         batch_size: the number of slots on this device.
     """
 
-    def __init__(self, settings, model, device, batch_size):
+    def __init__(self, settings, trm, device, batch_size):
         self.settings = settings
-        self.model = model
+        self.model = trm
         self.device = device
         self.batch_size = batch_size
         self.depth = settings.eval_halt_max_steps or settings.halt_max_steps
         self.dtype = getattr(torch, settings.forward_dtype)
-        self.supervision_step = device.compile(model.call_with)
+        self.supervision_step = device.compile(trm.call_with)
         self.program = device.compile_step(self.step)
 
     def new_slots(self):
@@ -90,7 +87,7 @@ class Evaluator:
         weights = cast_weights(self.device, inputs["weights"], self.dtype)
 
         # free slots start on the puzzles of the batch; the loop gets rows of the embedding, never all of it
-        sequences = models.take_new_puzzles(slots["sequences"], inputs["puzzles"])
+        sequences = model.take_new_puzzles(slots["sequences"], inputs["puzzles"])
         examples = dict(sequences=sequences, kept=slots["kept"])
         if self.model.has_puzzle_emb:
             examples["puzzle_rows"] = inputs["table"][sequences["puzzle_identifiers"]]
@@ -135,7 +132,7 @@ def keep_answers(kept, step, is_new):
     return dict(
         preds=step.answers,
         repeats=torch.where(is_repeated, kept["repeats"] + 1, 0),
-        surest_preds=models.where(is_surer, step.answers, kept["surest_preds"]),
+        surest_preds=model.where(is_surer, step.answers, kept["surest_preds"]),
         surest_q_halt_logits=torch.where(is_surer, step.q_halt, kept["surest_q_halt_logits"]),
         surest_steps=torch.where(is_surer, step.sequences["steps"], kept["surest_steps"]),
     )
@@ -175,7 +172,7 @@ class Queue:
         # answers take a byte a cell, since a test set may have a third of a billion cells
         n = len(indices)
         seq_len = evaluator.model.sizes["seq_len"]
-        names = (*ANSWERS, *models.METRICS, *models.LOSS_TERMS)
+        names = (*ANSWERS, *model.METRICS, *model.LOSS_TERMS)
         self.results = {name: np.zeros(n, dtype=np.float32) for name in names}
         for name in ("preds", "surest_preds"):
             self.results[name] = np.zeros((n, seq_len), dtype=np.uint8)
@@ -251,7 +248,7 @@ class Queue:
         kept["attempts"][puzzle] += 1
 
         # try again where that answer is not sure
-        is_sure = sigmoid(kept["surest_q_halt_logits"][puzzle]) >= models.SURE
+        is_sure = sigmoid(kept["surest_q_halt_logits"][puzzle]) >= model.SURE
         is_last = kept["attempts"][puzzle] >= self.evaluator.settings.eval_attempts
         for number in puzzle[is_sure | is_last].tolist():
             self.copies.pop(number, None)
@@ -336,7 +333,7 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
 def eval_sums(test, arrays):
     """Returns {name: sum over this rank's puzzles} of METRICS, LOSS_TERMS and the judgements of answers."""
     sums = {}
-    for name in (*models.METRICS, *models.LOSS_TERMS):
+    for name in (*model.METRICS, *model.LOSS_TERMS):
         counted = arrays["count"] * arrays[name]
         sums[name] = float(counted.sum(dtype=np.float64))
     return sums | puzzles.count_correct(test.task, arrays)
@@ -355,51 +352,76 @@ def eval_values(ranks):
     return values
 
 
-def save_outputs(settings, device, name, indices, arrays, should_stop):
-    """Saves this rank's part of eval_save_outputs."""
-    wanted = {key: arrays[key] for key in settings.eval_save_outputs.split(",") if key}
-    content = io.BytesIO()
-    np.savez_compressed(content, indices=indices, **wanted)
-    part = f".{device.rank}" if device.world > 1 else ""
-    save_file(settings, f"{name}{part}.npz", content.getvalue(), should_stop)
-
-
-def save_submission(settings, test, votes, should_stop):
-    """Saves ARC's answers in submission.json; those of a part of the tasks do not replace it."""
-    num_tasks = len({group for group, _ in votes})
-    if num_tasks < test.total_groups:
-        print(f"submission.json is not written: {num_tasks} of {test.total_groups} tasks were evaluated",
-              file=sys.stderr)
-        return
-    save_file(settings, "submission.json", json.dumps(submission(test, votes)).encode(), should_stop)
-
-
-def save_file(settings, name, content, should_stop):
-    """Writes a file of out_dir, and uploads it: the mirror has only rank 0's folder, and none in eval_only.
-
-    What fails costs a line on stderr, and not the evaluation.
-    """
-    path = f"{settings.out_dir}/{name}"
-    try:
-        os.makedirs(settings.out_dir, exist_ok=True)
-        with replacing(path) as f:
-            f.write(content)
-        if settings.gcs_dir:
-            Bucket(settings.gcs_dir, should_stop).write(name, content)
-    except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
-        print(f"{path}: not saved: {e}", file=sys.stderr)
-
-
 # ---------------------------------------------------------------------------------------------------------
-# ARC-AGI: the versions of a task vote on the answer to each of its test inputs
+# Questions without known answers, for notebooks and scripts
+
+class Questions(NamedTuple):
+    """Puzzles without known answers, as Queue takes them."""
+    task: dict
+    tokens: np.ndarray  # int32 [n, S]
+    identifiers: np.ndarray  # int32 [n]
+
+    def test_batch(self, indices):
+        return unlabelled_batch(self.tokens[indices]) | dict(puzzle_identifiers=self.identifiers[indices])
+
+
+def solve(trm, questions, steps=16, attempts=1, identifiers=None):
+    """Returns the most confident answer of all steps and attempts, and its confidence from 0 to 1.
+
+    Args:
+        trm: a model that TRM.load has returned.
+        questions: a string of the symbols in its task, for a string and a float; a list of strings, for two
+            lists; or tokens, a tensor [n, S], for two tensors.
+        steps: the number of supervision steps of an attempt.
+        attempts: the most attempts at a question, at copies by symmetry, until an answer is SURE.
+        identifiers: the puzzle identifiers of tokens [n], for ARC; None: 0 for all.
+
+    Raises UserError for a string that is no question of this model, ValueError for another number of cells
+    and for a model that is not of TRM.load.
+    """
+    if not hasattr(trm, "task"):
+        raise ValueError("this model does not know its puzzle: TRM.load reads one that does from a file")
+    puzzles.check_attempts(trm.task, attempts)
+
+    # tokens of all questions
+    if torch.is_tensor(questions):
+        tokens = questions.int().numpy()
+    else:
+        texts = [questions] if isinstance(questions, str) else questions
+        tokens = np.stack([puzzles.parse_question(trm.task, text)[1] for text in texts])
+    n, cells = tokens.shape
+    if cells != trm.sizes["seq_len"]:
+        raise ValueError(f"the question has {cells} cells, not {trm.sizes['seq_len']}")
+    identifiers = np.zeros(n) if identifiers is None else identifiers.numpy()
+
+    # a slot for each question, on the CPU in float32
+    settings = SimpleNamespace(**vars(trm.settings) | dict(
+        eval_halt_max_steps=steps, eval_attempts=attempts, eval_patience=0, micro_batch_size=0,
+        forward_dtype="float32", compile="off", seed=0))
+    evaluator = Evaluator(settings, trm, Device("cpu", settings), n)
+    unanswered = Questions(trm.task, tokens, identifiers.astype(np.int32))
+    queue = Queue(evaluator, *weights_of(trm), unanswered, np.arange(n))
+    while queue.num_unfinished():
+        queue.run(lambda: False)
+    answers = queue.results["surest_preds"]
+    confidences = sigmoid(queue.results["surest_q_halt_logits"])
+
+    # the answers in the form of the questions
+    if torch.is_tensor(questions):
+        return torch.from_numpy(answers).to(questions.dtype), torch.from_numpy(confidences)
+    answers = [puzzles.text_of(trm.task, answer) for answer in answers]
+    if isinstance(questions, str):
+        return answers[0], float(confidences[0])
+    return answers, confidences.tolist()
+
 
 # ---------------------------------------------------------------------------------------------------------
 # Helpers
 
-def weights_of(model):
-    """Returns a model's weights and its puzzle embedding, for Evaluator.inputs."""
-    table = model.puzzle_emb.weights if model.has_puzzle_emb else torch.zeros(1, 1)
-    return model.weights(), table
+def weights_of(trm):
+    """Returns a TRM's weights and its puzzle embedding, for Evaluator.inputs."""
+    table = trm.puzzle_emb.weights if trm.has_puzzle_emb else torch.zeros(1, 1)
+    return trm.weights(), table
 
 
 def sigmoid(logits):

@@ -7,20 +7,17 @@ with: training casts the float32 weights once a step.
 Letters in shapes: B sequences, S cells of the puzzle, P positions of the puzzle embedding, L = P + S,
 D hidden_size, D' puzzle_emb_ndim, V vocabulary, N puzzle identifiers.
 """
-import itertools
 import math
-import re
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from puzzles import IGNORE_LABEL, check_attempts, copies, maze_task, parse_question, text_of
-from runtime.files import read_torch_file
+from puzzles import IGNORE_LABEL, maze_task
+from runtime.weights import load_weights, read_model
 
 # The values of a supervision step, a number for each sequence. The log averages METRICS over the sequences
 # that halt, and LOSS_TERMS over all sequences of a training step. "count" is 1 where the sequence has labels.
@@ -71,7 +68,7 @@ class TRM(nn.Module):
 
     model(sequences) is one supervision step with the module's own weights; call_with() takes others. A fork
     replaces methods: first_latents, recursion, answer, losses, halts, is_solved and forward. Training,
-    evaluations and solve() call them, but only training calls halts(). They see parameters in forward_dtype,
+    evaluations call them, but only training calls halts(). They see parameters in forward_dtype,
     and buffers in their own dtype; ranks do not synchronize buffers. self.training is false in evaluations.
 
     Args:
@@ -250,78 +247,6 @@ class TRM(nn.Module):
             puzzle_identifiers=torch.zeros(B, dtype=torch.int32),
         )
 
-    # Solving
-
-    @torch.no_grad()
-    def solve(self, question, steps=16, attempts=1, identifiers=None):
-        """Returns the most confident answer of all steps and attempts, and its confidence from 0 to 1.
-
-        Args:
-            question: tokens [B, S], for tokens [B, S] and a tensor [B]; or a string of task["symbols"], for a
-                string and a float; or a list of strings, for a list of each.
-            steps: the number of supervision steps of an attempt.
-            attempts: the most attempts at a question, at copies by symmetry, until an answer is SURE.
-            identifiers: with tokens, the puzzle identifier of each question [B], for ARC; None: 0 for all.
-
-        Raises UserError for a string that is no question of this model, ValueError for another number of
-        cells and for a model that is not of TRM.load.
-        """
-        if not hasattr(self, "task"):
-            raise ValueError("this model does not know its puzzle: TRM.load reads one that does from a file")
-        # strings: to tokens and back
-        if isinstance(question, str):
-            [answer], [confidence] = self.solve([question], steps, attempts)
-            return answer, confidence
-        if isinstance(question, list):
-            rows = [parse_question(self.task, text)[1] for text in question]
-            answers, confidences = self.solve(torch.from_numpy(np.stack(rows)), steps, attempts)
-            return [text_of(self.task, answer) for answer in answers], confidences.tolist()
-
-        # tokens
-        B, S = question.shape
-        if S != self.sizes["seq_len"]:
-            raise ValueError(f"the question has {S} cells, not {self.sizes['seq_len']}")
-        if identifiers is None:
-            identifiers = torch.zeros(B)
-        self.eval()
-        # sequences that begin with these questions
-        batch = dict(
-            inputs=question.int(),
-            labels=torch.full((B, S), IGNORE_LABEL, dtype=torch.int32),
-            puzzle_identifiers=identifiers.int(),
-        )
-        B = len(question)
-        sequences = take_new_puzzles(self.new_sequences(B), batch)
-        puzzle_rows = None
-        if self.has_puzzle_emb:
-            puzzle_rows = self.puzzle_emb.weights[batch["puzzle_identifiers"]]
-
-        # the answer of the step where q_halt is highest
-        best = torch.full((B,), -math.inf)
-        answers = batch["inputs"]
-        for _ in range(steps):
-            step = self(sequences, puzzle_rows)
-            sequences = step.sequences
-            answers = where(step.q_halt >= best, step.answers, answers)
-            best = torch.maximum(step.q_halt, best)
-        answers = answers.to(question)
-        confidences = best.sigmoid()
-        if attempts == 1:
-            return answers, confidences
-
-        # where it is not sure, try copies one after the other, and turn their answers back
-        check_attempts(self.task, attempts)
-        for i in torch.nonzero(confidences < SURE).flatten().tolist():
-            further = copies(self.task, question[i].numpy(), 0, i)
-            for symmetries, copy in itertools.islice(further, attempts - 1):
-                answer, confidence = self.solve(torch.from_numpy(copy)[None], steps, 1, identifiers[i:i + 1])
-                if confidence > confidences[i]:
-                    confidences[i] = confidence
-                    answers[i] = torch.from_numpy(symmetries.undo(answer.numpy()))
-                if confidence >= SURE:
-                    break
-        return answers, confidences
-
     # Weights
 
     def weights(self):
@@ -356,40 +281,6 @@ class TRM(nn.Module):
         truncated_normal(self.H_init, 1.0, generator)
         truncated_normal(self.L_init, 1.0, generator)
 
-    def load_named(self, named, same_identifiers=True):
-        """Loads weights under the official code's names, with or without their prefixes.
-
-        same_identifiers: False if the puzzle identifiers stand for other puzzles than the file's. Returns
-        True for these, and if their number differs: every row of the embedding then becomes the mean of the
-        file's, as in the official code. Raises ValueError for names or shapes that do not fit.
-        """
-        # the official code's names, without the prefixes of its wrappers
-        weights = {}
-        for name, t in named.items():
-            weights[re.sub(r"^((_orig_mod|module|model|inner)\.)+", "", name)] = t.float()
-
-        # other puzzles have no row of their own in the table: they take the mean
-        expected = self.state_dict()
-        table = weights.get("puzzle_emb.weights")
-        num_rows = self.sizes["num_puzzle_identifiers"]
-        is_averaged = False
-        if self.has_puzzle_emb and table is not None:
-            is_averaged = len(table) != num_rows or not same_identifiers
-        if is_averaged:
-            weights["puzzle_emb.weights"] = table.mean(0, keepdim=True).expand(num_rows, -1)
-
-        # names and shapes must be these; a part of them would train in silence
-        hint = "another block or other settings (hidden_size, L_layers, mlp_t, puzzle_emb_ndim?)"
-        if expected.keys() - weights.keys():
-            raise ValueError(f"lacks {min(expected.keys() - weights.keys())}: {hint}")
-        if weights.keys() - expected.keys():
-            raise ValueError(f"also has {min(weights.keys() - expected.keys())}: {hint}")
-        for name, t in expected.items():
-            if weights[name].shape != t.shape:
-                raise ValueError(f"{name} has shape {list(weights[name].shape)}, not {list(t.shape)}: {hint}")
-        self.load_state_dict(weights)
-        return is_averaged
-
     @classmethod
     def load(cls, path, cells=0):
         """Returns the model in a file of scripts/export.py, or the average in a checkpoint of train.py.
@@ -399,39 +290,33 @@ class TRM(nn.Module):
         Besides its settings, those of its training, the model has what the file says:
             task: the puzzle, {"kind", "grid": [rows, columns], "symbols": a character for each token}.
             puzzles: 100 test puzzles or fewer, {"inputs", "labels": [n, S], "puzzle_identifiers": [n]}.
-            forks: the forks that trained it, see configurator.missing_forks.
+            forks: the forks that trained it, see checkpoint.missing_forks.
             step, data: the steps of the training, and the SHA-256 of its dataset.
 
         Nothing in the file is executed. Raises ValueError for a damaged file, for one of the official code,
         and for weights that do not fit.
         """
-        saved = read_torch_file(path)
-        if "task" not in saved:
-            raise ValueError(f"{path} does not say what it solves: scripts/export.py makes a model file of a "
-                             "checkpoint of the official code")
-        # the settings of its training; answers do not depend on the loss, which may be a fork's
+        saved = read_model(path)
+        # answers do not depend on the loss, which may be a fork's
         settings = SimpleNamespace(**saved["settings"])
         if settings.loss_type not in LOSSES:
             settings.loss_type = "softmax_cross_entropy"
-        # build the model, of the size of these puzzles, with the averaged weights
         sizes = {name: saved["model"][name] for name in SIZES}
         sizes["seq_len"] = cells or sizes["seq_len"]
-        forks = saved["forks"]
+
+        # build the model, of the size of these puzzles, with the averaged weights
         try:
             model = cls(settings, **sizes)
-            model.load_named(saved.get("ema", saved["weights"]))
+            load_weights(model, saved.get("ema", saved["weights"]))
         except ValueError as e:
-            hint = f"; it was trained with {', '.join(forks)}" if forks else ""
-            raise ValueError(f"{path}: {e}{hint}") from None
+            forks = ", ".join(saved["forks"])
+            raise ValueError(f"{path}: {e}" + (f"; it was trained with {forks}" if forks else "")) from None
 
         # add what the file says
-        model.task = saved["task"]
+        for name in ("task", "puzzles", "forks", "step", "data"):
+            setattr(model, name, saved[name])
         if model.task["kind"] == "maze":
             model.task = maze_task(math.isqrt(sizes["seq_len"]))
-        model.puzzles = saved["puzzles"]
-        model.forks = forks
-        model.step = saved["step"]
-        model.data = saved["data"]
         return model.eval()
 
 

@@ -80,21 +80,22 @@ OPTIMIZERS = dict(adam_atan2=adam_atan2, adamw=adamw, lion=lion)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The puzzle embedding: SignSGD on the rows that the global batch holds. Ranks exchange slots, as many as the
-# table has rows or the batch has sequences, whichever are fewer: Sudoku has one row, ARC many thousands.
+# The puzzle embedding: SignSGD on the rows that the global batch holds. Ranks exchange gradients in slots.
+# There is a slot for each row of the table, or for each sequence of the batch if those are fewer: Sudoku has
+# one row, ARC many thousands.
 
 def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
     """Packs the row gradients of one rank; the sum over the ranks is what sign_sgd takes.
 
     Args:
-        identifiers: the table's row of each of the rank's sequences, int [b].
+        identifiers: for each sequence of this rank, its row of the table, int [b].
         row_grads: the gradient of each sequence with respect to its row, [b, D'].
         num_rows: N of the table.
         batch_size: the sequences of all ranks.
         rank: this rank, an int tensor [1]: a constant would give each replica a program of its own.
 
-    Returns [min(num_rows, batch_size), D' + 2]: sums of the gradients and of the identifiers of a slot, and
-    the number of its sequences.
+    Returns [min(num_rows, batch_size), D' + 2]. A slot has the sum of its sequences' gradients, the sum of
+    their identifiers, and their number.
     """
     own_size = len(identifiers)
     slots = identifiers
@@ -112,7 +113,7 @@ def add_up(entries, slots, num_slots):
     if num_slots == 1:
         return entries.sum(0, keepdim=True)
     sums = torch.zeros(num_slots, *entries.shape[1:], device=entries.device)
-    # on CUDA index_add adds in any order, by atomic operations, and index_put sorts first
+    # on CUDA, index_add adds in an order that varies, by atomic operations; index_put sorts first
     if entries.is_cuda:
         return sums.index_put((slots.long(),), entries, accumulate=True)
     return sums.index_add(0, slots, entries)
@@ -131,12 +132,12 @@ def sign_sgd(table, packed, lr, weight_decay):
     means = packed[:, -2] / packed[:, -1].clamp(min=1)
     identifiers = means.round().long()
 
-    # the slots of one identifier add up in the first of them
+    # slots with the same identifier add up in the first one of them
     is_same = identifiers.unsqueeze(0) == identifiers.unsqueeze(1)  # [slots, slots]
     first_slot = is_same.int().argmax(1)
     total = add_up(packed, first_slot, len(packed))[first_slot]
 
-    # each of them writes the same new row, or the old one where no sequence has the identifier
+    # slots with the same identifier write the same new row; without a sequence they write the old row
     is_held = total[:, -1:] > 0
     old = table[identifiers]
     change = weight_decay * old + torch.sign(total[:, :-2])
@@ -204,7 +205,7 @@ def cycles_at(settings, examples_per_epoch, step):
     """Returns (H_cycles, L_cycles) of a step. In a curriculum each grows linearly over curriculum_epochs."""
     last = settings.H_cycles, settings.L_cycles
     examples = step * settings.global_batch_size
-    length = settings.curriculum_epochs * examples_per_epoch  # the curriculum's, in examples
+    length = settings.curriculum_epochs * examples_per_epoch  # of the curriculum, in examples
     if examples >= length:
         return last
     cycles = []

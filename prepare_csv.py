@@ -13,10 +13,9 @@ from collections import Counter
 
 import numpy as np
 
-from configurator import check_numbers
 from puzzles import squeezed, task_of
 from puzzles.symmetries import Symmetries, exchanged_of, orbit_keys, renamings, turns_of
-from runtime.errors import UserError
+from runtime.errors import UserError, check_numbers
 from runtime.prepare import (
     csv_rows,
     distinct_rows,

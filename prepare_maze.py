@@ -81,9 +81,11 @@ def fill_in(settings):
 
 def read(settings, path, cells):
     """Returns the mazes of a file, [2, n, cells]; cells: of each, 0: as many as the first one has."""
+    # rows of your own files may repeat a question
     rows = list(csv_rows(path, "question", "answer"))
     if settings.source == "csv":
         rows = list(distinct_rows(path, rows))
+    # the first row says how large the mazes are
     _, first_row = rows[0]
     size = math.isqrt(cells or len(first_row["question"]))
     return read_puzzles(path, iter(rows), maze_task(size))

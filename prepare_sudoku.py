@@ -4,8 +4,8 @@
     python prepare_sudoku.py --train_csv=A --test_csv=B   columns question,answer, perhaps rating
     python prepare_sudoku.py --source=generate --size=6   minimal 6x6 puzzles
 
-In files, an empty cell is . or 0. Puzzles of your own files that are repeated, or have several solutions, are
-left out. puzzles/sudoku.py has the generator and the copies.
+In files, an empty cell is . or 0. The script leaves out puzzles of your own files that are repeated, or have
+several solutions. puzzles/sudoku.py has the generator and the copies.
 """
 import functools
 
@@ -46,8 +46,8 @@ num_test = 1000  # test puzzles, the same for each num_train
 num_aug = 1000  # augmented copies of each training puzzle, besides itself
 
 HUB = "sapientinc/sudoku-extreme"
-DOTS = dict.fromkeys(map(ord, EMPTY_CELLS), ".")  # what else files have for an empty cell
-SEARCHED = 100_000  # boards of a file that are solved: a minute or two, if they are hard
+DOTS = dict.fromkeys(map(ord, EMPTY_CELLS), ".")  # other signs of files for an empty cell
+SEARCHED = 100_000  # most boards of a file to solve; hard ones take a minute or two
 BLOCK = 4096  # boards that are solved at a time
 
 
@@ -119,7 +119,7 @@ def hard_rows(path, min_difficulty):
 def have_one_solution(boards, size):
     """Returns which boards, tokens [n, cells], have one solution, or need too long a search to tell.
 
-    Of very many boards only the first are searched, and the others count as proper.
+    Beyond SEARCHED boards, the others count as proper.
     """
     is_proper = np.ones(len(boards), dtype=bool)
     num_searched = min(len(boards), SEARCHED)

@@ -1,4 +1,4 @@
-# After a file of config/study: the same run in miniature, 6x6 Sudoku on one core of a CPU.
+# Named after a file of config/study, this file makes the same run in miniature: 6x6 Sudoku on one CPU core.
 #     export OMP_NUM_THREADS=1
 #     python scripts/sweep.py config/mini.py      all 67
 #     python scripts/report.py out/mini

@@ -1,5 +1,5 @@
-# Every file of config/study runs this file first. The name of that file is the name of the run. It says
-# which folder the run has, and to which group the run belongs.
+# Every file of config/study runs this file first. The file's name is the run's name, which decides the run's
+# folder and its group.
 #
 # Files with equal settings have different seeds. The baseline stands in 14 files, with the seeds 0 to 13.
 import os
@@ -10,7 +10,7 @@ run("baseline.py")
 #   project   name of the group's project at Weights & Biases
 #   question  what the group asks
 #   baseline  the run that is the baseline once more, with a seed of its own
-#   x         abscissa of the group's picture: a setting or a fact; without it, the settings side by side
+#   x         the x axis of the group's picture: a setting or a fact; without it, settings stand side by side
 groups = {
     "exp01": dict(
         project="TRM-Exp01-ModelScaling",

@@ -1,7 +1,7 @@
-# Sudoku-Extreme as the small models of records/records.md learn 9x9 Sudoku, at the paper's width: trained
-# with 2 supervision steps, tested with 16. NOT RUN. 3.0e17 FLOP, and at most 0.5e17 for the final evaluation:
-# by its measured step 20 to 22 minutes on an H200; at 40% of peak 9 on a v5e-8, whose compiler says that it
-# fits (1.2 of 16 GB).
+# Sudoku-Extreme at the paper's width, by the recipe with which the small models of records/records.md learn
+# 9x9 Sudoku: 2 supervision steps in training, 16 in the test. NOT RUN in full.
+# Training costs 3.0e17 FLOP, the final evaluation at most 0.5e17. Expected: 20 to 22 minutes on an H200 (by
+# its measured step), 9 on a v5e-8 (at 40% of its peak; the TPU compiler says that it fits, 1.2 of 16 GB).
 # Data: python prepare_sudoku.py
 run("sudoku_fast.py")
 out_dir = "out/sudoku_speed"

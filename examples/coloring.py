@@ -1,10 +1,10 @@
-"""Colours the cells of a 4x5 grid with 3 colours so that neighbours differ: any right answer counts.
+"""Colors the cells of a 4x5 grid with 3 colors so that neighbors differ: any right answer counts.
 
     python train.py config/demo.py examples/coloring.py
     python scripts/solve.py out/coloring examples/coloring.py .1..3...............
     python scripts/play.py out/coloring examples/coloring.py
 
-Most questions have several answers, of which the label is one. Puzzles are made on the fly.
+Most questions have several answers; the label is one of them. Puzzles are made on the fly.
 """
 import numpy as np
 
@@ -18,21 +18,21 @@ out_dir = "out/coloring"
 
 
 def judge_coloring(task, questions, answers):
-    """Returns which cells are empty, differ from a given, or have a neighbour of their colour.
+    """Returns which cells are empty, differ from a given, or have a neighbor of their color.
 
-    See JUDGES in puzzles/__init__.py; arrays and tensors alike.
+    See JUDGES in puzzles/__init__.py. It takes arrays and tensors alike.
     """
     changed = (questions > 1) & (answers != questions)
     broken = (answers < 2) | changed
     colors = answers.reshape(-1, 4, 5)
     marks = broken.reshape(colors.shape)  # a view
 
-    # both cells of a pair of equal neighbours, one below the other
+    # mark both cells of equal neighbors, one below the other
     equal = colors[:, 1:] == colors[:, :-1]
     marks[:, 1:] |= equal
     marks[:, :-1] |= equal
 
-    # and of a pair side by side
+    # mark both cells of equal neighbors side by side
     equal = colors[:, :, 1:] == colors[:, :, :-1]
     marks[:, :, 1:] |= equal
     marks[:, :, :-1] |= equal
@@ -50,7 +50,7 @@ class Coloring(data.Generated):
     total_groups = 4160  # 1170 steps in the demo's 9 epochs
 
     def draw(self, rng, n, split):
-        # cell by cell, a colour that neither the cell above nor the one to the left has
+        # cell by cell, draw a color that neither the cell above nor the one to the left has
         colors = np.zeros((n, 5, 6), dtype=int)  # with a border of 0 above and to the left
         for row, column in np.ndindex(4, 5):
             draws = rng.random((n, 4))
@@ -59,7 +59,7 @@ class Coloring(data.Generated):
             colors[:, row + 1, column + 1] = draws.argmax(axis=1)
         answers = colors[:, 1:, 1:].reshape(n, 20) + 1
 
-        # a fifth of the cells are given; one in ten sets of cells is for the test alone
+        # give a fifth of the cells; one in ten sets of given cells is for the test alone
         is_given = rng.random((20 * n, 20)) < 0.2
         is_test = is_given @ (1 << np.arange(20)) % 10 == 0
         is_given = is_given[is_test == (split == "test")][:n]

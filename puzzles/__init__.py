@@ -22,8 +22,8 @@ from runtime.errors import UserError
 
 IGNORE_LABEL = -100  # the label of cells that no loss and no metric counts
 
-# {(cells, tokens): the task} of the official code's datasets; it stores each version of an ARC task, so that
-# they do not vote
+# {(cells, tokens): the task} of the official code's datasets. These store each version of an ARC task as a
+# task of its own; the empty kind keeps the versions from voting.
 OFFICIAL = {(81, 11): sudoku_task(9), (900, 12): arc_task(30) | {"kind": ""}}
 
 # kinds whose grids and symbols are fixed: a function of the grid's rows that returns the task
@@ -44,7 +44,7 @@ SOLVERS = {"sudoku": num_solutions, "maze": num_paths}
 # {kind: a function (task, n, a random generator) that draws n Symmetries}; a task of another kind may
 # describe its own, as prepare_csv.py does
 SYMMETRIES = {"sudoku": sudoku_symmetries, "maze": maze_symmetries}
-DRAWS = 256  # of a puzzle's symmetries, after which no more copies are expected
+DRAWS = 256  # draws of a puzzle's symmetry, after which no further copy is expected
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -267,9 +267,9 @@ def solution_notes(task, questions):
 def count_correct(task, arrays):
     """Returns {name of a metric: how many puzzles}, for evaluations; the names depend on the task alone.
 
-    surest_accuracy counts the surest answers that equal the labels. By the rules, and with the prefix surest_
-    for the surest answers: kinds with several right answers have valid_accuracy, mazes path_valid and
-    path_optimal.
+    surest_accuracy counts the surest answers that equal the labels. The rules decide valid_accuracy (kinds
+    with several right answers), and path_valid and path_optimal (mazes). These count the last answers; with
+    the prefix surest_ they count the surest answers.
 
     Args:
         task: the puzzles' task.
@@ -294,7 +294,8 @@ def count_correct(task, arrays):
 def score(values):
     """Returns the share of puzzles by which an evaluation, {"eval/...": number}, is better than another one.
 
-    ARC: tasks solved in two tries; kinds with several right answers: by the rules; else equal to the label.
+    For ARC it is the share of tasks that are solved in two tries. For kinds with several right answers it is
+    the share of answers that keep the rules, for other kinds the share of answers that equal their labels.
     """
     names = ("eval/pass2", "eval/valid_accuracy", "eval/exact_accuracy")
     return next(values[name] for name in names if name in values)

@@ -1,16 +1,19 @@
-"""ARC: grids and their versions, and a generator of small tasks.
+"""ARC: grids and their versions, the tasks of a dataset, a generator of small tasks, and the vote.
 
-A grid is an array of colours [rows, columns], uint8. On a canvas of side x side tokens, it has an EDGE below
+A grid is an array of colors [rows, columns], uint8. On a canvas of side x side tokens, it has an EDGE below
 and on the right, where there is room. A version, uint8 [11], says in which of the 8 ways to turn a grid,
-numbered as in the official builder, and what the colours 0 to 9 become.
+numbered as in the official builder, and what the colors 0 to 9 become.
 """
+import functools
+import json
+
 import numpy as np
 
 from puzzles.symmetries import WAY_BACK, turned
 
 ARC = " |0123456789"  # a symbol for each token
 EDGE = 1  # token
-COLOUR = 2  # token of colour 0
+COLOR = 2  # token of color 0
 LARGEST_GRID = 30  # rows or columns
 ORIGINAL = np.array([0, *range(10)], dtype=np.uint8)  # the version that changes nothing
 
@@ -24,12 +27,12 @@ def arc_task(side):
 # Grids
 
 def grid_of(value):
-    """Returns a grid, uint8 [rows, columns], of lists of colours. Raises ValueError."""
+    """Returns a grid, uint8 [rows, columns], of lists of colors. Raises ValueError."""
     grid = np.array(value)
     fits = grid.ndim == 2 and 0 < grid.size and max(grid.shape) <= LARGEST_GRID
     if not fits or not set(range(10)).issuperset(grid.flat):
         raise ValueError(
-            f"a grid is not a rectangle of at most {LARGEST_GRID}x{LARGEST_GRID} colours from 0 to 9")
+            f"a grid is not a rectangle of at most {LARGEST_GRID}x{LARGEST_GRID} colors from 0 to 9")
     return grid.astype(np.uint8)
 
 
@@ -43,16 +46,17 @@ def apply_version(grid, version):
 
 
 def undo_version(grid, version):
-    colours = np.argsort(version[1:]).astype(np.uint8)
-    return colours[turned(grid, WAY_BACK[version[0]])]
+    colors = np.argsort(version[1:]).astype(np.uint8)
+    return colors[turned(grid, WAY_BACK[version[0]])]
 
 
 def canvas(grid, side, row=0, column=0):
     """Returns tokens, uint8 [side, side]: a canvas with a grid whose first cell is at (row, column)."""
+    # the grid's colors, then an edge below it and one beside it, as far as the canvas goes
     tokens = np.zeros((side, side), dtype=np.uint8)
     end_row = row + grid.shape[0]
     end_column = column + grid.shape[1]
-    tokens[row:end_row, column:end_column] = grid + COLOUR
+    tokens[row:end_row, column:end_column] = grid + COLOR
     tokens[end_row:end_row + 1, column:end_column] = EDGE
     tokens[row:end_row, end_column:end_column + 1] = EDGE
     return tokens
@@ -61,16 +65,107 @@ def canvas(grid, side, row=0, column=0):
 def crop(tokens, side):
     """Returns the grid at the top left of a canvas, tokens [side * side]; [0, 0] if there is none.
 
-    It is the largest rectangle of colours there, the flattest of equal ones, as in the official evaluation.
+    It is the largest rectangle of colors there, the flattest of equal ones, as in the official evaluation.
     """
     tokens = tokens.reshape(side, side)
-    run_lengths = np.logical_and.accumulate(tokens >= COLOUR, axis=1).sum(axis=1)
+    # the first n rows all begin with widths[n - 1] colors
+    run_lengths = np.logical_and.accumulate(tokens >= COLOR, axis=1).sum(axis=1)
     widths = np.minimum.accumulate(run_lengths)
+    # the first of the largest areas has the fewest rows
     areas = widths * np.arange(1, side + 1)
     rows = np.append(0, areas).argmax()
     columns = widths[rows - 1]
-    grid = tokens[:rows, :columns] - COLOUR
+    grid = tokens[:rows, :columns] - COLOR
     return grid.astype(np.uint8)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The tasks of a dataset
+
+class Tasks:
+    """The tasks of a split of a dataset of prepare_arc.py, which stores each example of a task once.
+
+    Task i is the group i of the dataset, and its versions are the puzzles of that group. All of them have the
+    stored examples indices[i]:indices[i + 1]; versions [puzzles, 11] says how each one turns and recolors
+    them.
+
+    Args:
+        dataset: the data.Dataset.
+        indices, versions: all__task_indices.npy and all__versions.npy.
+    """
+
+    def __init__(self, dataset, indices, versions):
+        self.dataset = dataset
+        self.indices = indices
+        self.versions = versions
+        self.side = dataset.task["grid"][0]
+
+    @functools.cached_property
+    def grids(self):
+        """The stored examples, pairs (input, output) of grids."""
+        examples = zip(self.dataset.inputs, self.dataset.labels)
+        return [[crop(tokens, self.side) for tokens in pair] for pair in examples]
+
+    @functools.cached_property
+    def names(self):
+        """The name of each task."""
+        path = self.dataset.path
+        with open(f"{path}/identifiers.json", encoding="utf-8") as f:
+            _, *names = json.load(f)  # the tasks in train
+        # the versions of these tasks have the identifiers 1, 2, ...
+        first_identifiers = np.load(f"{path}/train/all__group_indices.npy") + 1
+        identifiers = self.dataset.puzzle_identifiers[self.dataset.group_indices[:-1]]
+        return [names[i] for i in np.searchsorted(first_identifiers, identifiers)]
+
+    def pairs(self, task):
+        """Returns the pairs (input, output) of a task: grids of colors."""
+        first, end = self.indices[task:task + 2]
+        return self.grids[first:end]
+
+    def draw(self, rows, puzzles, translation_draws):
+        """Returns inputs and labels [b, side * side]: canvases with versions of stored examples.
+
+        Args:
+            rows: the examples [b].
+            puzzles: whose versions they come in [b].
+            translation_draws: numbers in [0, 1) that move them, [b, 2], or 0.
+        """
+        canvases = []
+        translation_draws = np.broadcast_to(translation_draws, (len(rows), 2))
+        for row, version, draws in zip(rows, self.versions[puzzles], translation_draws):
+            grids = [apply_version(grid, version) for grid in self.grids[row]]
+            # both are moved alike, as far as there is room for them
+            room = self.side + 1 - np.maximum(grids[0].shape, grids[1].shape)
+            offset = (draws * room).astype(np.int64)
+            canvases.append([canvas(grid, self.side, *offset) for grid in grids])
+        return np.reshape(canvases, (-1, 2, self.side ** 2)).swapaxes(0, 1)
+
+
+EXAMPLE_FIELDS = [("group", int), ("puzzle_draw", float), ("member", int), ("translation_draws", float, 2)]
+
+
+def draw_examples(groups, group_sizes, rng):
+    """Returns the examples that groups bring to an epoch, each group all examples of one of its puzzles.
+
+    A structured array [n]: group; puzzle_draw, the number in [0, 1) that draws a puzzle of the group; member,
+    which of the puzzle's examples it is; translation_draws, two numbers in [0, 1) that move it.
+
+    Args:
+        groups: in order.
+        group_sizes: how many examples each group brings.
+        rng: a random generator.
+    """
+    # list the examples of all groups
+    sizes = group_sizes[groups]
+    owners = np.repeat(groups, sizes)
+    members = np.concatenate([np.arange(size) for size in sizes])
+
+    # draw one puzzle of each group; all of its examples but one move
+    puzzle_draws, fixed_draws = rng.random((2, len(groups)))
+    fixed_members = (fixed_draws * group_sizes).astype(int)
+    translation_draws = rng.random((len(owners), 2))
+    translation_draws[members == fixed_members[owners]] = 0
+    return np.rec.fromarrays([owners, puzzle_draws[owners], members, translation_draws], dtype=EXAMPLE_FIELDS)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -87,71 +182,72 @@ def generated_task(number, seed, size, num_pairs):
     """
     rng = np.random.default_rng([seed, number])
     family = FAMILIES[number % len(FAMILIES)]
-
-    # draw inputs that any family can start from: 40% of the cells have one of three colours
+    # draw inputs that any family can start from: 40% of the cells have one of three colors
     shape = num_pairs, size, size
-    colours = rng.permutation(9) + 1
-    grids = np.where(rng.random(shape) < 0.4, rng.choice(colours[:3], shape), 0)
-    questions, answers = family(rng, grids, colours)
+    colors = rng.permutation(9) + 1
+    grids = np.where(rng.random(shape) < 0.4, rng.choice(colors[:3], shape), 0)
+
+    # one rule makes the outputs of all of them
+    questions, answers = family(rng, grids, colors)
     pairs = []
     for question, answer in zip(questions, answers):
         pairs.append({"input": question.tolist(), "output": answer.tolist()})
     return f"{family.__name__}_{number:04d}", {"train": pairs[:-1], "test": pairs[-1:]}
 
 
-# A family takes a random generator, grids [n, size, size] of three colours on 0, and the colours 1 to 9 in
+# A family takes a random generator, grids [n, size, size] of three colors on 0, and the colors 1 to 9 in
 # the task's order, of which the first three are in the grids. It returns inputs and outputs by one rule.
 
-def mirror(rng, grids, colours):
+def mirror(rng, grids, colors):
     """Exchanges left and right, or above and below."""
     return grids, np.flip(grids, rng.integers(1, 3))
 
 
-def turn(rng, grids, colours):
+def turn(rng, grids, colors):
     """Turns the grid by a quarter, to the left or to the right."""
     return grids, np.rot90(grids, rng.choice([1, 3]), axes=(1, 2))
 
 
-def move(rng, grids, colours):
+def move(rng, grids, colors):
     """Moves everything down or right by one cell; what leaves the grid comes in on the other side."""
     return grids, np.roll(grids, 1, rng.integers(1, 3))
 
 
-def gravity(rng, grids, colours):
-    """Lets all coloured cells fall to the bottom."""
+def gravity(rng, grids, colors):
+    """Lets all colored cells fall to the bottom."""
     order = np.argsort(grids > 0, axis=1, kind="stable")
     return grids, np.take_along_axis(grids, order, axis=1)
 
 
-def complete_symmetry(rng, grids, colours):
-    """Gives empty cells the colour that their mirror image has."""
+def complete_symmetry(rng, grids, colors):
+    """Gives empty cells the color that their mirror image has."""
     return grids, np.where(grids == 0, np.flip(grids, rng.integers(1, 3)), grids)
 
 
-def recolour(rng, grids, colours):
-    """Gives the cells of one colour another one."""
-    return grids, np.where(grids == colours[0], colours[3], grids)
+def recolour(rng, grids, colors):
+    """Gives the cells of one color another one."""
+    return grids, np.where(grids == colors[0], colors[3], grids)
 
 
-def keep(rng, grids, colours):
-    """Keeps the cells of one colour, and no others."""
-    return grids, np.where(grids == colours[0], grids, 0)
+def keep(rng, grids, colors):
+    """Keeps the cells of one color, and no others."""
+    return grids, np.where(grids == colors[0], grids, 0)
 
 
-def fill(rng, grids, colours):
-    """Fills the empty cells with a colour."""
-    return grids, np.where(grids == 0, colours[3], grids)
+def fill(rng, grids, colors):
+    """Fills the empty cells with a color."""
+    return grids, np.where(grids == 0, colors[3], grids)
 
 
-def line(rng, grids, colours):
-    """Draws lines along the rows through the cells of one colour."""
-    is_hit = (grids == colours[0]).any(axis=2, keepdims=True)
-    return grids, np.where(is_hit, colours[0], grids)
+def line(rng, grids, colors):
+    """Draws lines along the rows through the cells of one color."""
+    is_hit = (grids == colors[0]).any(axis=2, keepdims=True)
+    return grids, np.where(is_hit, colors[0], grids)
 
 
-def count(rng, grids, colours):
-    """Fills the grid with the colour that has the most cells."""
-    most = np.resize(rng.permutation(colours[:3]), (len(grids), 1, 1))
+def count(rng, grids, colors):
+    """Fills the grid with the color that has the most cells."""
+    most = np.resize(rng.permutation(colors[:3]), (len(grids), 1, 1))
     questions = np.where(rng.random(grids.shape) < 0.6, most, grids)
     return questions, np.broadcast_to(most, grids.shape)
 
@@ -172,7 +268,7 @@ def count_votes(test, indices, preds, q_halt):
     task's own version.
 
     Args:
-        test: a Dataset with versions.
+        test: a data.Dataset with Tasks.
         indices: which of its examples [n].
         preds: their answers, tokens [n, S].
         q_halt: the confidence of each answer, logits [n].
@@ -183,8 +279,8 @@ def count_votes(test, indices, preds, q_halt):
     votes = {}
     columns = versions, groups.tolist(), members.tolist(), preds, confidences.tolist()
     for version, group, member, tokens, confidence in zip(*columns):
-        # bring the answer back to the task's own colours and orientation
-        grid = undo_version(crop(tokens, test.side), test.versions[version])
+        # bring the answer back to the task's own colors and orientation
+        grid = undo_version(crop(tokens, test.arc.side), test.arc.versions[version])
         answer = grid_key(grid)
         candidates = votes.setdefault((group, member), {})
         candidates.setdefault(answer, []).append(confidence)
@@ -220,7 +316,7 @@ def vote_values(test, votes):
     num_tasks = 0
     groups = {group for group, _ in votes}
     for group in sorted(groups):
-        pairs = test.pairs(group)
+        pairs = test.arc.pairs(group)
         if not all(answer.size for _, answer in pairs):  # not known
             continue
         num_tasks += 1
@@ -245,5 +341,5 @@ def submission(test, votes):
         best = {}
         for name, (shape, cells) in dict(attempt_1=elected[0], attempt_2=elected[:2][-1]).items():
             best[name] = np.frombuffer(cells, dtype=np.uint8).reshape(shape).tolist()
-        attempts.setdefault(test.task_names[group], []).append(best)
+        attempts.setdefault(test.arc.names[group], []).append(best)
     return attempts

@@ -13,8 +13,8 @@ from puzzles.symmetries import described_symmetries, dihedral
 
 MAZE = "_# SGo"  # a symbol for each token
 WALL, OPEN, START, GOAL, PATH = range(1, 6)  # tokens
-GRIDS = 4096  # that the generator makes at a time
-WALLS = 0.3, 0.5  # share of a generated grid's cells
+GRIDS = 4096  # grids that the generator makes at a time
+WALLS = 0.3, 0.5  # the least and the largest share of walls in a generated grid
 
 
 def maze_task(size):
@@ -26,7 +26,7 @@ def maze_task(size):
 # Rules
 
 def judge_maze(task, questions, answers):
-    """Returns which cells differ from the question's, but for the path on open cells.
+    """Returns which cells differ from the question; the path may go over open cells.
 
     See JUDGES in __init__.py. An answer is a solution if it is a shortest path, and nothing else differs.
     """
@@ -47,9 +47,8 @@ def path_metrics(questions, answers):
 def are_paths(questions, answers):
     """Returns which answers to mazes are a path, bool [n].
 
-    In a path, S and G are where the question has them, every "o" is on a cell that is open in the question,
-    and the "o" form one line from S to G that does not touch itself: no way from S to G along it leaves out
-    any of its cells.
+    In a path, S and G are where the question has them, and every "o" is on an open cell of the question. The
+    "o" form one line from S to G that does not touch itself: no way along it leaves out a cell.
     """
     # check that S and G stay, and that the path is on open cells
     path = answers == PATH
@@ -94,7 +93,7 @@ def solve_mazes(questions):
     squares = questions.reshape(-1, size, size)
     from_goal = distances(squares == GOAL, squares != WALL)
 
-    # with a border around them, all cells have four neighbours
+    # with a border around them, all cells have four neighbors
     width = size + 2
     border = (0, 0), (1, 1), (1, 1)
     from_goal = np.pad(from_goal, border, constant_values=-1).reshape(-1, width * width)
@@ -105,9 +104,9 @@ def solve_mazes(questions):
     # walk from the start to the goal: the mazes with the longest way first, until all are as near
     for steps_left in range(steps.max(initial=0) - 1, 0, -1):
         rows = np.flatnonzero(steps > steps_left)[:, None]
-        neighbours = position[rows] + [width, -1, 1, -width]  # down, left, right, up
-        choice = (from_goal[rows, neighbours] == steps_left).argmax(axis=1, keepdims=True)
-        position[rows] = np.take_along_axis(neighbours, choice, axis=1)
+        neighbors = position[rows] + [width, -1, 1, -width]  # down, left, right, up
+        choice = (from_goal[rows, neighbors] == steps_left).argmax(axis=1, keepdims=True)
+        position[rows] = np.take_along_axis(neighbors, choice, axis=1)
         cells[rows, position[rows]] = PATH
     answers = cells.reshape(-1, width, width)[:, 1:-1, 1:-1]
     return answers.reshape(questions.shape), steps
@@ -125,7 +124,7 @@ def distances(starts, is_open):
     for step in itertools.count(1):
         if not reached.any():
             return np.moveaxis(steps, 2, 0)
-        # go on to the neighbours of the cells that were reached last
+        # go on to the neighbors of the cells that were reached last
         near = np.zeros_like(reached)
         near[1:] |= reached[:-1]
         near[:-1] |= reached[1:]
@@ -194,9 +193,8 @@ def maze_symmetries(task, n, rng):
 def maze_copies(puzzles, num_examples):
     """Returns each maze in the first ways to turn it, [2, n, num_examples, cells], the maze itself first.
 
-    A copy's answer is the answer, turned alike. But where the answer follows the rule of solve_mazes, the
-    copy gets its own answer by that rule: otherwise the copies would teach 8 rules, and the test set has
-    one.
+    The answer is turned with its maze. But if the answer follows the rule of solve_mazes, each copy gets a
+    new answer by this rule: turned answers would teach 8 rules, and the test set has one.
 
     Args:
         puzzles: questions and answers, [2, n, cells].

@@ -13,8 +13,8 @@ SUDOKU = " .123456789"  # a symbol for each token
 EMPTY = 1  # token
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # {rows of a board: rows and columns of a box}
 UNITS = (2, 3), (0, 1), (1, 3)  # axes of (bands, rows, stacks, columns) along a row, a column and a box
-BOARDS = 4096  # in the solver at a time: as many as stay in the processor's cache
-SEARCH = 500_000  # rounds of the solver on boards that one puzzle may take: a second; most need a thousand
+BOARDS = 4096  # boards in the solver at a time: so many stay in the processor's cache
+SEARCH = 500_000  # rounds of the solver, over all boards of one puzzle's search: a second; most need 1000
 
 
 def sudoku_task(size):
@@ -143,7 +143,7 @@ def propagate(candidates, size):
 
 
 def digits_of_units(cells, axes):
-    """Returns the bits that some cells, and those that several cells of each unit have.
+    """Returns the bits that at least one cell of each unit has, and the bits that at least two have.
 
     cells: uint16 (bands, rows, stacks, columns, n). axes: of UNITS; the results have length 1 along them.
     """
@@ -186,8 +186,8 @@ def minimal_sudokus(index, seed, n, size):
 def random_boards(n, size, rng):
     """Returns n random filled boards [n, cells].
 
-    A random digit in a random cell of those with the fewest candidates, again and again; broken boards start
-    over.
+    It chooses a random cell among the cells with the fewest candidates, gives it a random candidate, and
+    repeats this until the board is full. Broken boards start over.
     """
     all_digits = np.uint16(2 ** size - 1)
     bits = 1 << np.arange(size, dtype=np.uint16)

@@ -1,14 +1,14 @@
 """Symmetries: what turns a puzzle and its answer into another puzzle and its answer.
 
-A symmetry is an order of the cells and a renaming of the tokens. Copies for training are made by it, and so
-are further attempts at a puzzle (evaluate.py). Mazes, ARC's grids and many other puzzles can be turned in 8
-ways; a version of an ARC task is one of them and a renaming of colours, for grids of any shape.
+A symmetry is an order of the cells and a renaming of the tokens. It makes copies for training, and for
+further attempts at a puzzle (evaluate.py). Mazes, ARC's grids and many other puzzles can be turned in 8 ways.
+A version of an ARC task is one of these ways and a renaming of colors, for grids of any shape.
 """
 from typing import NamedTuple
 
 import numpy as np
 
-NUM_TOKENS = 256  # of a renaming: as many as a byte holds
+NUM_TOKENS = 256  # a renaming has an entry for every value of a byte
 
 # whether rows become columns, then the steps along rows and columns of the result
 TURNS = (
@@ -25,7 +25,7 @@ WAY_BACK = (0, 3, 2, 1, 4, 5, 6, 7)
 
 
 class Symmetries(NamedTuple):
-    """One symmetry or several: a cell of the copy has what another cell of the puzzle has, renamed."""
+    """One symmetry or several: each cell of a copy takes its token from a cell of the puzzle, renamed."""
 
     cells: np.ndarray  # the puzzle's cell that each cell of the copy comes from, [..., cells]
     tokens: np.ndarray  # what each token becomes, uint8 [..., NUM_TOKENS]
@@ -38,7 +38,7 @@ class Symmetries(NamedTuple):
         return np.take_along_axis(tokens, moved, axis=-1)
 
     def undo(self, copies):
-        """Returns the boards, tokens [..., cells], whose copies these are."""
+        """Returns the boards that belong to copies, tokens [..., cells]: the inverse of apply()."""
         inverse = Symmetries(self.cells.argsort(axis=-1), self.tokens.argsort(axis=-1))
         return inverse.apply(copies)
 
@@ -87,7 +87,7 @@ def dihedral(size):
 
 
 def orbit_keys(boards, turns, exchanged=()):
-    """Returns a list of keys of boards, equal for those that symmetries turn into each other.
+    """Returns a list of keys of boards; boards that symmetries turn into each other have equal keys.
 
     Args:
         boards: tokens [n, cells].

@@ -1,9 +1,10 @@
-"""Makes mazes whose copies are turned with their labels, as the official builder does, and ours beside them.
+"""Makes mazes without copies, with copies that are solved anew, and with copies whose labels are turned.
 
     python records/maze_copies.py data/copies 6 500 2000 16000    data/copies/6-500-{none,solved,turned}, ...
 
-All have the same 1000 test mazes. none: no copies; solved: each of the 8 copies solved anew by the rule of
-the labels, as prepare_maze.py does; turned: labels turned with their mazes. results.md has the results.
+All have the same 1000 test mazes. "none" has no copies. "solved" has each of the 8 copies solved anew by the
+rule of the labels, as prepare_maze.py does. "turned" has labels that are turned with their mazes, as the
+official builder does. results.md has the results.
 """
 import os
 import sys

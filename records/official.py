@@ -3,10 +3,10 @@
     git clone https://github.com/SamsungSAILMontreal/TinyRecursiveModels && pip install einops argdantic
     python records/official.py TinyRecursiveModels data/sudoku-6x6-demo curve.jsonl --lr=1e-3 --seed=0
 
-Its own model, loss, data loader, average, and recipe for Sudoku at the demo's width. Not its own: AdamATan2
-in plain PyTorch, and a warm-up of 100 steps instead of 2000. The clock is the processor's, and stops for
-evaluations: of 200 test puzzles, and of all 1000 once these are near the target. records/results.md has what
-came out.
+The model, loss, data loader, average and recipe are the official code's for Sudoku, at the demo's width. Two
+things differ: AdamATan2 is in plain PyTorch, and the warm-up has 100 steps instead of 2000. The clock counts
+the processor's time and stops for evaluations. These take 200 test puzzles, and all 1000 once the 200 are
+near the target. records/results.md has the results.
 """
 import argparse
 import itertools

@@ -9,12 +9,12 @@ SIZES = 500, 2000, 16000  # training mazes
 
 
 def select(rows, key, **values):
-    """The column `key` of the rows that have these values."""
+    """Returns the column `key` of the rows that have these values."""
     return [row[key] for row in rows if all(row[name] == value for name, value in values.items())]
 
 
 def official(rows):
-    """Learning curves by minutes of training, a line for each seed."""
+    """Draws learning curves by minutes of training, a line for each seed."""
     figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
     for run, label, color in (("official", "official code", "grey"), ("demo", "config/demo.py", "tab:red"),
                               ("same", "this code, the same recipe", "tab:blue")):
@@ -29,7 +29,7 @@ def official(rows):
 
 
 def maze_copies(rows):
-    """Accuracy by the number of training mazes: exact, and any shortest path."""
+    """Draws accuracy by the number of training mazes: exact, and any shortest path."""
     figure, both = plt.subplots(1, 2, figsize=(7, 3), sharey=True, layout="constrained")
     titles = dict(exact_accuracy="the label", path_optimal="any shortest path")
     for axes, (metric, title) in zip(both, titles.items()):
@@ -47,7 +47,7 @@ def maze_copies(rows):
 
 
 def attempts(rows):
-    """Accuracy of the surest answer by the arithmetic that a puzzle takes on average."""
+    """Draws the accuracy of the surest answer by the arithmetic that a puzzle takes on average."""
     figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
     for rule, label, color in (("attempts", "attempts of 16 steps", "tab:red"),
                                ("patience", "the same, each until its answer repeats", "tab:blue"),

@@ -1,6 +1,7 @@
 """HTTP that tries again, Google Cloud Storage over it, the mirror of a run, and datasets in buckets."""
 import functools
 import io
+import json
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import requests
 
 from runtime.errors import TransientError, UserError
-from runtime.files import replacing
+from runtime.files import hashes_of, locked, read_json, replacing
 
 # Another machine that resumes needs them.
 LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt", "run.json")
@@ -314,3 +315,38 @@ class Mirror:
 
 # ---------------------------------------------------------------------------------------------------------
 # Datasets in buckets
+
+def local_dataset(path):
+    """Returns the local folder of a dataset: for gs://bucket/.../NAME data/NAME, downloaded if it is missing.
+
+    Any other path is returned as it is. One process of a host downloads, the others wait. Raises UserError
+    and TransientError.
+    """
+    if not path.startswith("gs://"):
+        return path
+    bucket = Bucket(path)
+    folder = f"data/{os.path.basename(bucket.url)}"
+    with locked(folder):
+        manifest = bucket.read("manifest.json")
+        if not manifest:
+            raise UserError(f"{path} has no manifest.json: upload the dataset with "
+                            f"`gcloud storage rsync -r data/NAME {path}`")
+        hashes = json.loads(manifest)["sha256"]
+
+        # one that is here must be the same one
+        if os.path.lexists(folder):
+            if read_json(f"{folder}/manifest.json")["sha256"] != hashes:
+                raise UserError(f"{folder} holds another dataset than {path}: move it away, or name it")
+            return folder
+
+        # the folder gets its name once the dataset is whole
+        print(f"downloading {path}", flush=True)
+        part = folder + ".part"
+        for name in ("manifest.json", *hashes):
+            bucket.download(name, f"{part}/{name}")
+        found = hashes_of(part)
+        wrong = [name for name, digest in hashes.items() if found.get(name) != digest]
+        if wrong:
+            raise UserError(f"{path}/{wrong[0]} is missing or does not match manifest.json: upload it again")
+        os.rename(part, folder)
+        return folder

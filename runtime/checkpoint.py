@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 
 import puzzles
-from configurator import missing_forks
+from configurator import FORKS
+from runtime import weights
 from runtime.bucket import LOGS, Bucket, Mirror
 from runtime.errors import TransientError, UserError
 from runtime.files import file_hash, read_metrics, read_torch_file, replacing
@@ -358,6 +359,19 @@ def some_puzzles(test):
     return {name: torch.from_numpy(array) for name, array in test.test_batch(indices).items()}
 
 
+def missing_forks(forks):
+    """Returns a line for each fork of a checkpoint or model file that this process has not run.
+
+    forks: configurator.FORKS of the process that wrote the file.
+    """
+    lines = []
+    for name, digest in forks.items():
+        if FORKS.get(name) != digest:
+            other = f"has {FORKS[name]} here" if name in FORKS else "is not among the arguments"
+            lines.append(f"trained with the fork {name} {digest}, which {other}: results may differ")
+    return lines
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Names of checkpoints
 
@@ -446,9 +460,9 @@ def read_checkpoint(path):
 
 
 def load_weights(model, named, where, same_identifiers=True):
-    """See TRM.load_named; where: the file of the weights. Raises UserError if they do not fit."""
+    """See weights.load_weights; where: the file of the weights. Raises UserError if they do not fit."""
     try:
-        return model.load_named(named, same_identifiers)
+        return weights.load_weights(model, named, same_identifiers)
     except ValueError as e:
         raise UserError(f"{where}: {e}") from None
 

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from runtime.errors import UserError
 
-# The variables by which a replica finds the others.
+# The environment variables that tell a replica where the others are.
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# A chip's bfloat16 FLOP/s with float32 sums and without sparsity, for perf/mfu: from Google's page of each
-# TPU, NVIDIA's data sheets (twice as many "with sparsity", from the L4 on), and its papers on
-# the architectures of the GeForce cards. H100 and H200 alone are the SXM modules.
+# The bfloat16 FLOP/s of a chip, with float32 sums and without sparsity, for perf/mfu. Sources are Google's
+# page of each TPU, NVIDIA's data sheets (from the L4 on they say "with sparsity", which is halved here), and
+# NVIDIA's papers on the architectures of GeForce cards. "H100" and "H200" mean the SXM modules.
 PEAK_FLOPS = {
     "TPU v4": 275e12,
     "TPU v5litepod": 197e12,
@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
     rank: int = 0
     world: int = 1
-    local_rank: int = 0  # among the replicas of its host: the number of its GPU
+    local_rank: int = 0  # its number among the replicas of its host, and the number of its GPU
     local_world: int = 1
     host: int = 0
 
@@ -111,7 +111,7 @@ def choose_device(wanted):
         if place.local_world > num_gpus:
             raise UserError(f"{place.local_world} replicas on this host need as many GPUs, and torch sees "
                             f"{num_gpus}: torchrun --nproc-per-node={num_gpus}, or --device=cpu")
-        # before anything is asked of a GPU: each process of a host would take memory of the first one
+        # choose the GPU before its first use: otherwise each process takes memory of the host's first GPU
         torch.cuda.set_device(place.local_rank)
         return "cuda", torch.cuda.get_device_name()
     if wanted == "cuda":
@@ -126,7 +126,7 @@ def choose_device(wanted):
 
 def has_tpu():
     """Returns True if this host has a TPU. Sets PJRT_DEVICE: importing torch_xla fixes its device."""
-    # network cards of Google's clouds are Google's PCI devices too
+    # Google is also the vendor of the network cards in its clouds, so the chips are counted below
     vendors = [Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")]
     if "0x1ae0" not in vendors:
         return False
@@ -168,10 +168,11 @@ class Device:
     def join_replicas(self, settings):
         """Waits for the replicas that torchrun starts beside this one."""
         backend = "nccl" if self.kind == "cuda" else "gloo"
-        # once it trains, the watchdog's limit is stall_timeout; until then rank 0 may wait for a bucket
+        # the watchdog has its own limit during training; before, the others wait while rank 0 downloads
         timeout = timedelta(seconds=max(settings.stall_timeout, 1800) if settings.stall_timeout else 10 ** 6)
         dist.init_process_group(backend, timeout=timeout)
-        if backend == "gloo":  # its threads may abort at the end; NCCL would wait for a peer that died
+        if backend == "gloo":
+            # gloo's threads may abort at the end of the process; NCCL's end would wait for a peer that died
             atexit.register(dist.destroy_process_group)
             # A rank that meets wrong input leaves at once. If a peer has not connected by then, that
             # fails, and the peer ends with 1 instead of 2.
@@ -214,7 +215,7 @@ class Device:
         """Begins to copy a tensor to the host. Returns a function that waits for it, and nothing newer."""
         if self.kind != "cuda":
             return lambda: x
-        # the copy starts now, and its event is before all that is launched later
+        # the event follows this copy, and comes before all work that is launched later
         host = torch.empty_like(x, device="cpu", pin_memory=True)
         event = torch.cuda.Event()
         host.copy_(x, non_blocking=True)
@@ -326,7 +327,7 @@ def out_of_memory(settings, world):
 
 def peak_flops(device):
     """Returns the FLOP/s of a chip as its maker states them, or None."""
-    # whole words, since an L40 is no L4; the longest name, since an H100 PCIe is no H100
+    # names are whole words, since an L40 is no L4; the longest one counts, since an H100 PCIe is no H100
     chips = [chip for chip in PEAK_FLOPS if re.search(rf"\b{chip}\b", device.name)]
     if chips:
         return PEAK_FLOPS[max(chips, key=len)]
@@ -344,8 +345,8 @@ def cast_weights(device, weights, dtype):
     weights = {name: w.to(dtype) for name, w in weights.items()}
     if device.kind != "cuda":
         return weights
-    # Where the contiguous dimension is odd, as the MLP mixer's 97 or 81 positions, cuBLAS loads 2 bytes at a
-    # time, and a product takes 2 to 3 times as long. So the other dimension becomes the contiguous one.
+    # cuBLAS loads 2 bytes at a time where the contiguous dimension is odd, such as the MLP mixer's 97 or 81
+    # positions; a product takes 2 to 3 times as long. So the other dimension becomes the contiguous one.
     for name, w in weights.items():
         if w.ndim == 2 and w.shape[1] % 8:
             weights[name] = w.t().contiguous().t()

@@ -15,12 +15,13 @@ from runtime.errors import UserError
 
 
 def read_json(path):
-    """Returns the dict in a JSON file of a dataset. Raises UserError if it cannot be read."""
+    """Returns the dict in a JSON file. Raises UserError if it cannot be read."""
+    # editors on Windows write a byte order mark
     try:
         with open(path, encoding="utf-8-sig") as f:
             return dict(json.load(f))
     except (OSError, TypeError, ValueError) as e:
-        raise UserError(f"{path} cannot be read as a JSON object ({e}): build the dataset again") from None
+        raise UserError(f"{path} cannot be read as a JSON object ({e}): make it again") from None
 
 
 def file_hash(path):
@@ -34,6 +35,7 @@ def file_hash(path):
 
 def hashes_of(path):
     """Returns {relative path: SHA-256} of the files of a dataset but the manifest."""
+    # the names are those of the official layout, in one order on all machines
     names = []
     for pattern in ("*/dataset.json", "*/all__*.npy", "identifiers.json"):
         names += sorted(glob.glob(pattern, root_dir=path))
@@ -44,7 +46,8 @@ def hashes_of(path):
 def locked(path):
     """Holds path + ".lock", which one process at a time can; the others wait. The file stays."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with open(path + ".lock", "ab") as f:  # NFS only locks files that are open for writing
+    # NFS only locks files that are open for writing
+    with open(path + ".lock", "ab") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
@@ -67,6 +70,7 @@ def replacing(path):
 
 def read_lines(path):
     """Returns the dicts with a step in a metrics.jsonl, without damaged lines; [] if it is missing."""
+    # a kill or a full disk may have cut a line off
     lines = []
     with suppress(FileNotFoundError), open(path, "rb") as f:
         for line in f:
@@ -110,6 +114,7 @@ class Progress:
         seconds = time.monotonic() - self.start
         if seconds < self.next_line:
             return
+        # the time left, as if the rest went as fast
         self.next_line = seconds + 10
         text = f"{self.label}: {self.done:,.0f}"
         if self.total:
@@ -117,29 +122,20 @@ class Progress:
             text += f" of {self.total:,}, {seconds_left:.0f} s left"
         print(text, file=sys.stderr, flush=True)
 
+
 def read_torch_file(path):
     """Returns what torch.save wrote. Nothing in the file is executed. Raises ValueError if it is damaged."""
     # torch does not compare the checksums of the zip archives that it writes
     if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():
         raise ValueError(f"{path} is damaged")
-    import torch  # the prepare scripts do without
+    # the prepare scripts do without torch
+    import torch
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
-        raise ValueError(f"{path} is damaged, or torch.save did not write it ({type(e).__name__})"
-                         f"{other_format(path)}") from None
-
-
-def other_format(path):
-    """Returns a hint at what a file is that torch.load cannot read, or ""."""
-    with open(path, "rb") as f:
-        start = f.read(64)
-    if start.startswith(b"version https://git-lfs"):
-        return ": it is a Git LFS pointer, git lfs pull fetches the file"
-    if start.lstrip().startswith(b"<"):
-        return ": it is a web page, not the file behind it"
-    if start[8:9] == b"{":
-        return ": it looks like safetensors; torch.save(safetensors.torch.load_file(OLD), NEW) converts it"
-    if start.startswith(b"PK") and not zipfile.is_zipfile(path):
-        return ": it is cut off, copy it again"
-    return ""
+        # a clone without git-lfs has a few lines of text in place of the file
+        with open(path, "rb") as f:
+            is_pointer = f.read(64).startswith(b"version https://git-lfs")
+        hint = ": it is a Git LFS pointer, git lfs pull fetches the file" if is_pointer else ""
+        cause = type(e).__name__
+        raise ValueError(f"{path} is damaged, or torch.save did not write it ({cause}){hint}") from None

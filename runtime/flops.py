@@ -12,8 +12,8 @@ class FlopCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         schema = func._schema
-        # Torch computes the shape of a result in Python, which takes 0.3 ms. A tensor that changes in place
-        # keeps its shape, and a table has what was seen before, but for views and several results.
+        # Torch computes the shape of a result in Python, which takes 0.3 ms. It need not do so for a tensor
+        # that changes in place, nor for an operation in SEEN. Views and lists of results are not in SEEN.
         if schema.is_mutable and schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags:
             return args[0]
         key = None
@@ -35,7 +35,7 @@ class FlopCounter(TorchDispatchMode):
         return result
 
 
-# {operation and its arguments without their numbers: (FLOPs, shape, stride, dtype of the result)}
+# {what describe() says of an operation and its arguments: (FLOPs, shape, stride, dtype of the result)}
 SEEN = {}
 
 

@@ -17,7 +17,6 @@ import re
 import shutil
 import signal
 import zlib
-from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -25,10 +24,9 @@ from contextlib import contextmanager
 import numpy as np
 import requests
 
-from configurator import check_numbers
 from puzzles import IGNORE_LABEL, check_text, judge, task_of, verdict
 from runtime.bucket import RETRIED, try_again, without_password
-from runtime.errors import TransientError, UserError
+from runtime.errors import TransientError, UserError, check_numbers
 from runtime.files import Progress, hashes_of, locked, replacing
 from runtime.process import end_with_parent
 
@@ -93,27 +91,22 @@ def csv_rows(path, *columns, is_strict=True):
         is_strict: whether a row that is not like the header is an error; otherwise it is yielded as {}.
     """
     line = 1
-    try:
-        with open_text(path) as f:
-            reader = csv.DictReader(f, delimiter="\t" if ".tsv" in path.lower() else ",")
-            reader.fieldnames = column_names(reader.fieldnames or columns)
-            missing = [name for name in columns if name not in reader.fieldnames]
-            if missing:
-                others = ", ".join(f"{name[:20]!r}" for name in reader.fieldnames)
-                raise UserError(f"{path}:1: must name the columns {', '.join(columns)}: it has {others}, and "
-                                f"lacks {', '.join(missing)}")
-            for row in reader:
-                line = reader.line_num
-                # a missing field is None; more fields than columns stand under the key None
-                is_wrong = None in row or None in map(row.get, columns)
-                if is_wrong and is_strict:
-                    raise UserError(f"{path}:{line}: must have {', '.join(columns)}; "
-                                    "the first line of the file names its columns")
-                yield line, {} if is_wrong else row
-    except UnicodeDecodeError:
-        raise not_text(path) from None
-    except (OSError, EOFError, csv.Error, zlib.error) as e:
-        raise UserError(f"{path}: cannot be read ({e})") from None
+    with open_text(path) as f:
+        reader = csv.DictReader(f, delimiter="\t" if ".tsv" in path.lower() else ",")
+        reader.fieldnames = column_names(reader.fieldnames or columns)
+        missing = [name for name in columns if name not in reader.fieldnames]
+        if missing:
+            others = ", ".join(f"{name[:20]!r}" for name in reader.fieldnames)
+            raise UserError(f"{path}:1: must name the columns {', '.join(columns)}: it has {others}, and "
+                            f"lacks {', '.join(missing)}")
+        for row in reader:
+            line = reader.line_num
+            # a missing field is None; more fields than columns stand under the key None
+            is_wrong = None in row or None in map(row.get, columns)
+            if is_wrong and is_strict:
+                raise UserError(f"{path}:{line}: must have {', '.join(columns)}; "
+                                "the first line of the file names its columns")
+            yield line, {} if is_wrong else row
     if line == 1:
         raise UserError(f"{path}:2: no puzzle under the header")
 
@@ -150,30 +143,35 @@ def column_names(names):
     return names
 
 
+@contextmanager
 def open_text(path):
-    """Opens a text file, also .gz, in UTF-8 or with a byte order mark. Reading raises UnicodeDecodeError."""
-    with open_bytes(path) as f:
-        is_utf16 = f.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    encoding = "utf-16" if is_utf16 else "utf-8-sig"
-    return io.TextIOWrapper(open_bytes(path), encoding, newline="")
+    """Yields a text file, also .gz, in UTF-8 or with a byte order mark. Raises UserError for another one."""
+    try:
+        with open_bytes(path) as f:
+            is_utf16 = f.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        encoding = "utf-16" if is_utf16 else "utf-8-sig"
+        with io.TextIOWrapper(open_bytes(path), encoding, newline="") as f:
+            yield f
+    except UnicodeDecodeError:
+        raise UserError(f"{path}:{undecodable_line(path)}: is not UTF-8 text: save it as CSV UTF-8, or "
+                        f"convert it: iconv -f WINDOWS-1252 -t UTF-8 {os.path.basename(path)} > NEW; "
+                        "archives must be unpacked") from None
+    except (OSError, EOFError, csv.Error, zlib.error) as e:
+        raise UserError(f"{path}: cannot be read ({e})") from None
 
 
 def open_bytes(path):
     return gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
 
 
-def not_text(path):
-    """Returns the UserError for a file that is not UTF-8, with its first such line."""
-    line = 1
+def undecodable_line(path):
+    """Returns the number of a file's first line that is not UTF-8."""
     with open_bytes(path) as f:
-        for content in f:
+        for number, line in enumerate(f, 1):
             try:
-                content.decode()
+                line.decode()
             except UnicodeDecodeError:
-                break
-            line += 1
-    return UserError(f"{path}:{line}: is not UTF-8 text: save it as CSV UTF-8, or convert it, as by iconv -f "
-                     f"WINDOWS-1252 -t UTF-8 {os.path.basename(path)} > NEW; archives must be unpacked")
+                return number
 
 
 def read_puzzles(path, rows, task, ignored=""):
@@ -306,17 +304,13 @@ def distinct(name, n, make, keys):
 def in_parallel(make):
     """Yields make(0), make(1), ...: the first results at once, the others from as many processes as cores."""
     yield from map(make, range(JOBS_ALONE))
-    numbers = itertools.count(JOBS_ALONE)
     num_processes = cores()
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_processes, context, start_process)
-    # each process works on a job, and another job waits for it
-    futures = deque()
+    num_jobs = 8 * num_processes  # that are given out at a time
     try:
-        while True:
-            while len(futures) < 2 * num_processes:
-                futures.append(pool.submit(make, next(numbers)))
-            yield futures.popleft().result()
+        for first in itertools.count(JOBS_ALONE, num_jobs):
+            yield from pool.map(make, range(first, first + num_jobs))
     except BrokenProcessPool:
         raise TransientError("a process ended before its work was done; is the memory full?") from None
     finally:

@@ -22,8 +22,10 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from runtime.device import Device, flatten
 from runtime.errors import UserError
 
-NEED_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of torch's operations
-LAUNCH = threading.Lock()  # for replicas that are threads: one compiles, the others find its program
+# torch's tags of operations that read the values of their arguments
+NEED_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# where replicas are threads, one compiles while it holds this lock, and the others find its program
+LAUNCH = threading.Lock()
 
 
 class XLADevice:
@@ -40,7 +42,7 @@ class XLADevice:
         # The backward pass stays on this thread. Gradients that another thread still holds when the step ends
         # would become outputs of the program, which makes it a different program.
         torch.autograd.set_multithreading_enabled(False)
-        # the chip's name, as PEAK_FLOPS has it
+        # the name of the chip in PEAK_FLOPS
         self.name = platform.machine()
         if os.environ["PJRT_DEVICE"] == "TPU":
             from torch_xla._internal import tpu
@@ -52,7 +54,7 @@ class XLADevice:
         if wanted == "auto":
             wanted = "bfloat16" if self.name.startswith("TPU") else "float32"
             note = f"forward_dtype is {wanted} on {self.name}"
-        # by default a TPU multiplies float32 numbers in one pass of bfloat16
+        # by default a TPU rounds float32 factors to bfloat16
         if wanted == "float32" and torch_xla.backends.get_mat_mul_precision() != "highest":
             torch_xla.backends.set_mat_mul_precision("highest")
         return wanted, note
@@ -82,8 +84,8 @@ class XLADevice:
         content = bytearray(pickle.dumps(value))
         sizes = torch.zeros(self.world)
         sizes[self.rank] = len(content)
-        # pickle ignores what follows its end; the table's size takes few values: each compiles on a TPU. Rows
-        # have room to spare, since float32 rounds sizes above 2^24.
+        # a row is longer than its content, which pickle allows: a multiple of 4096, since a TPU compiles anew
+        # for each width, and since float32 rounds sizes above 2^24
         width = 4096 * (int(self.all_reduce_cpu(sizes).max()) // 4096 + 1)
         table = torch.zeros(self.world, width)
         table[self.rank, :len(content)] = torch.frombuffer(content, dtype=torch.uint8)
@@ -180,7 +182,7 @@ class XLADevice:
     def for_each_micro_batch(self, body, sums, weights, sequences, size):
         """Runs body in a loop inside the program, whose memory does not grow with its length.
 
-        With --compile=off the program has no loop, and what it holds of each micro-batch.
+        With --compile=off the program has no loop, and its memory grows with the number of micro-batches.
         """
         from torch_xla.experimental.scan import _scan_impl_pytree
 
@@ -193,7 +195,7 @@ class XLADevice:
             micro_batch = tree_map(torch.Tensor.type_as, micro_batch, sequences)
             addends, result = body(weights, micro_batch)
             sums = tree_map(torch.add, sums, addends)
-            # and wants a carry of new tensors
+            # the scan does not accept the same tensors as its next carry
             weights = {name: w * 1 for name, w in weights.items()}
             return (sums, weights), result
 
@@ -202,7 +204,7 @@ class XLADevice:
         return sums, tree_map(lambda t: t.flatten(0, 1), results)
 
     def counts(self):
-        """Returns, so far: programs compiled, seconds that took, operations run on the host."""
+        """Returns how many programs were compiled, the seconds this took, and operations on the host."""
         compiles = met.metric_data("CompileTime") or (0, 0)  # their number, nanoseconds, samples
         fallbacks = [met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")]
         return {
@@ -245,7 +247,7 @@ class Replayable(TorchDispatchMode):
         aten = torch.ops.aten
         needs_values = not NEED_VALUES.isdisjoint(func.tags)
         if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
-            # what an index by integers returns has a known shape; what an index by a mask returns has not
+            # the result of an index by integers has a known shape, the result of an index by a mask does not
             needs_values = any(index is not None and index.dtype == torch.bool for index in args[1])
         if needs_values:
             return "has a value or a shape that depends on data"

@@ -31,7 +31,7 @@ import configurator
 import data as datasets
 import train
 from runtime import process
-from runtime.errors import UserError
+from runtime.errors import UserError, check_choices
 
 # what to compile for
 tpu = ""  # a TPU slice, such as v4-32, v5e-8 or v6e-4
@@ -43,9 +43,9 @@ TOPOLOGIES = {
     "v5e-1": "v5e:1x1", "v5e-4": "v5e:2x2", "v5e-8": "v5e:2x4", "v5e-16": "v5e:4x4", "v5e-32": "v5e:4x8",
     "v6e-1": "v6e:1x1", "v6e-4": "v6e:2x2", "v6e-8": "v6e:2x4", "v6e-16": "v6e:4x4", "v6e-32": "v6e:4x8",
 }
-# How torch_xla runs the cores of a chip, in libtpu's words: megacore is two as one.
+# How torch_xla runs the cores of a chip, in libtpu's words: megacore joins two cores into one.
 CORES = {"v4": "megacore", "v5p": "megacore", "v5e": "default", "v6e": "default"}
-# Cycles in a second: the peak FLOP/s divided by the FLOP of all matrix units in a cycle.
+# Cycles per second: the peak FLOP/s divided by the FLOP that all matrix units do in a cycle.
 CLOCKS = {"v4": 1.05e9, "v5p": 1.75e9, "v5e": 1.5e9, "v6e": 1.75e9}
 
 
@@ -55,7 +55,7 @@ def main(argv):
     settings = configurator.configure(train.__file__, [*operands, *flags])
     train.check_settings(settings)
     aot_settings.tpu = aot_settings.tpu.replace("v5litepod", "v5e")
-    configurator.check_choices(aot_settings, dict(tpu=TOPOLOGIES))
+    check_choices(aot_settings, dict(tpu=TOPOLOGIES))
     if not importlib.util.find_spec("libtpu"):
         raise UserError("the TPU compiler is missing: see --help")
 
@@ -85,7 +85,7 @@ def trace(settings, path, chips):
     The program is HLO; state lists the numbers of the parameters that hold the state. Raises NotReplayable,
     with the line, where a shape or a branch depends on data.
     """
-    # one replica on the CPU, whose all-reduce torch_xla keeps
+    # one replica on the CPU; the variable makes torch_xla keep the all-reduce
     os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
     from runtime import xla
     replica = train.open_device("xla", settings)
@@ -197,15 +197,15 @@ def schedule_cycles(text, buffers):
 
     Args:
         text: the schedule, an instruction (bundle) a line.
-        buffers: how many a loop has for what it loads; its first and its last iterations only load and store.
+        buffers: of each loop, for what it loads; its first and last iterations only load and store.
     """
-    cycles = np.zeros(2)  # of the instructions, of a matrix unit
+    cycles = np.zeros(2)  # those of the instructions, and those of a matrix unit
     starts = {}  # {region: cycles before it}
     ends = dict(re.findall(r"%(\w+) = scmp\S+ %\w+, (\d+) /\* loop exit test", text))
     for bundle in re.findall(r"^ *(?:0x)?[0-9a-f]+ .*", text, re.M):
         starts |= dict.fromkeys(re.findall(r"Start region (\d+)", bundle), cycles)
-        # a unit takes a row in a cycle, for which the schedules of v4 and v5e do not wait; an instruction
-        # brings 8 rows, or 16 of bfloat16 in pairs; all units do the same
+        # A matrix unit takes a row in a cycle, and the schedules of v4 and v5e do not wait for it. An
+        # instruction brings 8 rows, or 16 rows of bfloat16 in pairs. All units do the same.
         products = re.findall(r"vmatmul(?!\.mubr)(\S*)mxu0", bundle)
         cycles = cycles + [1, sum(8 if re.search("f32|lmr", kind) else 16 for kind in products)]
         # a jump back repeats what lies between

@@ -1,4 +1,4 @@
-"""Makes a model file, or a web page that solves puzzles, of a run, a checkpoint or an official checkpoint.
+"""Makes a model file, or a web page that solves puzzles, from a run, a checkpoint or an official checkpoint.
 
     python scripts/export.py out/demo model.pt              the newest checkpoint of a run
     python scripts/export.py out/demo/best.pt model.pt      this checkpoint
@@ -6,13 +6,14 @@
     python scripts/export.py out/demo sudoku.html           play.py's page with this model, in one file
     python scripts/export.py a.pt b.pt demo.html            the same with several models
 
-TRM.load, solve.py, play.py and train.py's init_from take the file, and the official code its "weights". They
-are what an evaluation computes with: averaged, and in forward_dtype. A checkpoint of a run has its settings,
-sizes, task and 100 test puzzles. Those of an official file come from config files, flags and the dataset.
+TRM.load, solve.py, play.py and train.py's init_from take the file. The official code takes its "weights",
+which are what an evaluation computes with: averaged, and in forward_dtype. The checkpoint of a run has the
+settings, sizes, task and 100 test puzzles. For an official checkpoint they come from config files, flags and
+the dataset.
 
 A .html file solves puzzles in any browser, without a server and offline. engine.js and game.js take the place
-of model.py and play.py in it. The models are what play.py takes, but for ARC's, for those that a fork of the
-network trained, and for those with several puzzle identifiers. The weights are stored in bfloat16 if this
+of model.py and play.py in it. The file cannot have models for ARC, models that a fork of the network trained,
+or models with several puzzle identifiers; play.py takes these. The weights are stored in bfloat16 if this
 changes none of them, else in float32.
 """
 import base64
@@ -31,15 +32,16 @@ import configurator
 import model as models
 import train
 from configurator import Settings, configure, split_arguments
-from data import Dataset, local_dataset
+from data import Dataset
 from model import SIZES
-from runtime.checkpoint import load_weights, newest_whole, read_checkpoint, some_puzzles
+from runtime.bucket import local_dataset
+from runtime.checkpoint import load_weights, missing_forks, newest_whole, read_checkpoint, some_puzzles
 from runtime.errors import UserError
 from runtime.files import replacing
 from runtime.process import command
 
 PAGE_FILES = ("play.html", "engine.js", "game.js")
-PREFIX = "_orig_mod.model.inner."  # of the names that the official code gives its weights
+PREFIX = "_orig_mod.model.inner."  # the beginning of the official names of weights
 # the settings that engine.js reads
 NETWORK = "hidden_size", "num_heads", "L_layers", "H_cycles", "L_cycles", "mlp_t", "pos_encodings"
 # what a fork may replace in model.py without a change of the answers
@@ -66,7 +68,7 @@ def main(argv):
 # A model file
 
 def write_model(source, target, train_arguments):
-    """Writes a model file of a run's folder or a checkpoint, `source`. Raises UserError."""
+    """Writes a model file from `source`, a run's folder or a checkpoint. Raises UserError."""
     path = newest_whole(source, print) if os.path.isdir(source) else source
     if not os.path.isfile(path):
         raise UserError(f"{source}: no checkpoint there")
@@ -77,11 +79,11 @@ def write_model(source, target, train_arguments):
     settings.fill(train.recipe(state.get("settings", {})))
     if "puzzles" not in state:
         state = add_dataset(state, settings, path)
-    settings = Settings(**train.recipe(vars(settings)))
-    if settings.forward_dtype == "auto":  # of the config that comes with an official file
+    settings = Settings(train.recipe(vars(settings)))
+    if settings.forward_dtype == "auto":  # the config for an official file may leave it open
         settings.forward_dtype = "float32"
 
-    # all that does not only serve to train on
+    # leave out what only training needs: the optimizer and the raw weights
     dtype = getattr(torch, settings.forward_dtype)
     weights = state["weights"] | state.get("ema", {})
     names = "model", "task", "data", "identifiers", "puzzles", "step", "forks"
@@ -100,7 +102,7 @@ def write_model(source, target, train_arguments):
 def add_dataset(state, settings, path):
     """Returns the state of an official file, or of a checkpoint without puzzles, with what it lacks.
 
-    path: of its file. Raises UserError if it and the dataset do not fit.
+    path: the file. Raises UserError if it and the dataset do not fit together.
     """
     # the model has the dataset's sizes, and the weights' names without the official code's prefixes
     data = Dataset(local_dataset(settings.data_path), "train")
@@ -176,7 +178,7 @@ def refuse(path, model):
     if model.has_puzzle_emb and num_identifiers > 1:
         raise UserError(f"{path} has {num_identifiers} puzzle identifiers: {other}")
     # a fork that is not among the arguments may have replaced anything
-    for line in configurator.missing_forks(model.forks):
+    for line in missing_forks(model.forks):
         raise UserError(f"{path}: {line}: {other}")
     for place, attributes in configurator.ORIGINALS.items():
         is_of_model = getattr(place, "__module__", place.__name__) == models.__name__

@@ -21,7 +21,7 @@ last line, {"attempts": 2}, says how many there were.
 
 For ARC, questions and answers are grids, [[0, 1], [2, 0]]. A test puzzle also has the name of its task and
 the pairs that demonstrate it; a request to solve has the name, "task". The attempts are versions of the task,
-the original first, which run side by side: a line has the lists "answers", turned and recoloured back, and
+the original first, which run side by side: a line has the lists "answers", turned and recolored back, and
 "sure".
 """
 import contextlib
@@ -97,7 +97,7 @@ class Game:
             self.test_data = datasets.Dataset(folder, "test")
             if self.train_data.sha256 != self.model.data:
                 raise UserError(f"{path} was not trained on {folder}: choose another --data_path")
-            self.puzzles = self.test_data.grids
+            self.puzzles = self.test_data.arc.grids
         else:
             tokens = self.model.puzzles
             self.puzzles = list(zip(tokens.get("inputs", []), tokens.get("labels", [])))
@@ -137,10 +137,10 @@ class Game:
 
     def arc_puzzle(self, i):
         """Returns a test input of an ARC task, for the page; the answer is None if it is not known."""
-        group = np.searchsorted(self.test_data.task_indices, i, side="right") - 1
-        name = self.test_data.task_names[group]
+        group = np.searchsorted(self.test_data.arc.indices, i, side="right") - 1
+        name = self.test_data.arc.names[group]
         question, answer = self.puzzles[i]
-        pairs = self.train_data.pairs(self.train_data.task_names.index(name))
+        pairs = self.train_data.arc.pairs(self.train_data.arc.names.index(name))
         return {
             "task": name,
             "pairs": [[grid.tolist() for grid in pair] for pair in pairs],
@@ -164,7 +164,7 @@ class Game:
             if type(number) is not int or not least <= number <= most:
                 raise UserError(f"{name} must be an integer from {least} to {most}, not {number!r}")
         # the run's settings, and the request's
-        settings = Settings(**vars(self.settings))
+        settings = Settings(vars(self.settings))
         settings.eval_halt_max_steps = int(request["steps"])
         settings.eval_attempts = int(request["attempts"])
         settings.seed = int(request["seed"])
@@ -172,9 +172,9 @@ class Game:
         # a question is a grid, or as many cells as the model takes
         warning = ""
         if self.is_arc:
-            group = self.train_data.task_names.index(request["task"])
+            group = self.train_data.arc.names.index(request["task"])
             grid = arc.grid_of(request["question"])
-            arc.canvas(grid, self.train_data.side)  # a ValueError if it is too large
+            arc.canvas(grid, self.train_data.arc.side)  # a ValueError if it is too large
             steps = self.solve_arc(settings, group, grid)
         else:
             task, tokens = puzzles.parse_question(self.task, request["question"])
@@ -213,15 +213,15 @@ class Game:
         # each version of the task is a puzzle of one batch, and the first one is the original
         data = self.train_data
         numbers = range(*data.group_indices[group:group + 2])[:settings.eval_attempts]
-        versions = data.versions[numbers]
-        canvases = [arc.canvas(arc.apply_version(grid, version), data.side) for version in versions]
+        versions = data.arc.versions[numbers]
+        canvases = [arc.canvas(arc.apply_version(grid, version), data.arc.side) for version in versions]
         questions = np.int32(canvases).reshape(len(numbers), -1)
         identifiers = data.puzzle_identifiers[numbers]
         for results in self.alone(solve.watch(settings, self.model, questions, identifiers)):
-            # the answers, turned and recoloured back
+            # the answers, turned and recolored back
             answers = []
             for tokens, version in zip(results["preds"], versions):
-                answers.append(arc.undo_version(arc.crop(tokens, data.side), version).tolist())
+                answers.append(arc.undo_version(arc.crop(tokens, data.arc.side), version).tolist())
             yield {"answers": answers, "sure": evaluate.sigmoid(results["q_halt_logits"]).tolist()}
         yield {"attempts": len(numbers)}
 

@@ -25,8 +25,8 @@ import math
 import os
 import re
 import sys
-import zlib
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,18 +35,18 @@ import numpy as np
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 import evaluate
-import model as models
+import model
 import puzzles
 import train
-from configurator import configure, missing_forks, split_arguments
+from configurator import configure, split_arguments
 from puzzles.maze import OPEN
 from puzzles.sudoku import BOXES
 from runtime import files
-from runtime.checkpoint import newest_whole
+from runtime.checkpoint import missing_forks, newest_whole
 from runtime.device import Device
 from runtime.errors import UserError
 from runtime.files import Progress
-from runtime.prepare import csv_rows, not_text, open_text
+from runtime.prepare import csv_rows, open_text
 from runtime.process import command
 
 # output
@@ -56,7 +56,6 @@ output = ""  # write the answers to this new .csv, with certainty, attempts, ste
 ignored = ""  # characters of known answers for cells that do not count, as of prepare_csv.py
 
 ATTEMPTS = 8  # at most, unless --eval_attempts says otherwise
-ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 MOST_PROBLEMS = 10  # with puzzles, that are printed
 CELLS_AT_A_TIME = 5_000  # in a batch: 61 Sudokus of 9x9 or 5 mazes of 30x30
 
@@ -67,56 +66,60 @@ def main(argv):
     if len(operands) not in (1, 2):
         raise UserError("usage: python scripts/solve.py MODEL PUZZLE, or PUZZLE alone; see --help")
     *models_given, source = operands
-    check_output(settings)
+    for path in filter(None, [settings.plot, settings.output]):
+        is_new = not os.path.lexists(path) and os.path.isdir(os.path.dirname(path) or ".")
+        if not is_new or settings.plot[-4:] not in ("", ".png", ".gif"):
+            raise UserError(f"{path} must be a new file in a folder that exists; --plot makes a .png or a "
+                            ".gif")
 
     # the puzzles, and the model for them
     content = read_source(source)
     [path] = models_given or [choose_model(source, content)]
-    model, train_settings = load(path, train_arguments)
-    if model.task["kind"] == "arc":  # a question alone has no identifier
+    trm, train_settings = load(path, train_arguments)
+    if trm.task["kind"] == "arc":  # a question alone has no identifier
         raise UserError(f"{path} solves ARC tasks: play.py shows them, train.py writes submission.json")
-    puzzle_list, how = find_puzzles(model.task, source, content)
+    rows, how = read_rows(trm.task, source, content)
     if os.path.isfile(source):
         print(f"{source}: {how}", flush=True)
-    is_file = not isinstance(content, str) or len(puzzle_list) > 1 or settings.output
+    is_file = not isinstance(content, str) or len(rows) > 1 or settings.output
     if is_file and (settings.steps or settings.plot):
         raise UserError("--steps and --plot show one puzzle: not a .csv, not several, not with --output")
 
     # mark what cannot be solved; attention takes puzzles of any size
-    task, rows = parse_rows(model.task, puzzle_list)
+    task, rows = parse_rows(trm.task, rows)
     questions = np.stack([row.tokens for row in rows if not row.problem])
-    if questions.shape[1] != model.sizes["seq_len"]:
-        if model.settings.mlp_t:
+    if questions.shape[1] != trm.sizes["seq_len"]:
+        if trm.settings.mlp_t:
             raise UserError("{} takes {}x{} only: its MLP has a weight for each cell".format(
-                path, *model.task["grid"]))
-        model, _ = load(path, train_arguments, questions.shape[1])
+                path, *trm.task["grid"]))
+        trm, _ = load(path, train_arguments, questions.shape[1])
 
     # solve
     if is_file:
-        solve_file(train_settings, model, task, questions, rows, settings)
+        solve_file(train_settings, trm, task, questions, rows, settings)
     else:
-        solve_one(train_settings, model, task, questions, settings, path)
+        solve_one(train_settings, trm, task, questions, settings, path)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Solving
 
-def watch(settings, model, questions, identifiers=0):
+def watch(settings, trm, questions, identifiers=0):
     """Yields the results of evaluate.Evaluator.step, {name: [n, ...]}, after each supervision step.
 
     Args:
         settings: train.py's settings.
-        model: a TRM on the CPU.
+        trm: a TRM on the CPU.
         questions: tokens int32 [n, cells].
         identifiers: puzzle identifiers [n], for ARC; 0: all have identifier 0.
     """
-    evaluator = new_evaluator(settings, model, len(questions))
+    evaluator = new_evaluator(settings, trm, len(questions))
     batch = evaluate.unlabelled_batch(questions)
     batch["puzzle_identifiers"][:] = identifiers
-    return evaluator.watch(*evaluate.weights_of(model), batch)
+    return evaluator.watch(*evaluate.weights_of(trm), batch)
 
 
-def watch_attempts(settings, model, task, question):
+def watch_attempts(settings, trm, task, question):
     """Yields (attempt, step, answer [cells], certainty) after each step of each attempt, until one is sure.
 
     question: tokens int32 [cells]. Attempts and steps count from 1; answers are turned back.
@@ -124,61 +127,53 @@ def watch_attempts(settings, model, task, question):
     copies = puzzles.copies(task, question, settings.seed, 0)
     attempts = itertools.chain([(None, question)], copies)
     for attempt, (symmetries, copy) in enumerate(itertools.islice(attempts, settings.eval_attempts), 1):
-        for step, results in enumerate(watch(settings, model, copy[None].astype(np.int32)), 1):
+        for step, results in enumerate(watch(settings, trm, copy[None].astype(np.int32)), 1):
             [answer] = symmetries.undo(results["preds"]) if symmetries else results["preds"]
             [logit] = results["q_halt_logits"]
             yield attempt, step, answer, evaluate.sigmoid(logit)
-        if evaluate.sigmoid(results["surest_q_halt_logits"]) >= models.SURE:
+        if evaluate.sigmoid(results["surest_q_halt_logits"]) >= model.SURE:
             return
 
 
-def new_evaluator(settings, model, batch_size):
-    return evaluate.Evaluator(settings, model, Device("cpu", settings), batch_size)
+def new_evaluator(settings, trm, batch_size):
+    return evaluate.Evaluator(settings, trm, Device("cpu", settings), batch_size)
 
 
-def solve_one(train_settings, model, task, questions, settings, path):
+def solve_one(train_settings, trm, task, questions, settings, path):
     """Prints a question, the most confident answer and whether it is a solution; draws them if asked to.
 
     Args:
         train_settings, settings: train.py's, and of this script.
-        model: a TRM, from `path`.
+        trm: a TRM, from `path`.
         task: the question's task.
         questions: the tokens of one, int32 [1, cells].
     """
     [question] = questions
-    nothing = question < 0
     # the question, and after it the answer of each step, with the cells that break a rule
+    nothing = question < 0
     grids = [("question", question, nothing)]
-    best = kept = surest = 0
-    for attempt, step, answer, sure in watch_attempts(train_settings, model, task, question):
+    ranks = [(0, 0, 0)]
+    for attempt, step, answer, sure in watch_attempts(train_settings, trm, task, question):
         judgement = puzzles.judge(task, questions, answer[None])
-        broken = judgement.broken[0] if judgement else nothing
         place = f"attempt {attempt}, step" if attempt > 1 else "step"
-        # of equally confident answers, the last of the first attempt counts
-        if sure > best or sure == best and attempt == surest:
-            best = sure
-            surest = attempt
-            kept = len(grids)
+        broken = judgement.broken[0] if judgement else nothing
         grids.append((f"{place} {step}: {sure:.0%} sure", answer, broken))
+        # of equally confident answers, the last of the first attempt counts
+        ranks.append((sure, -attempt, step))
 
     # the most confident answer
-    title, answer, _ = grids[kept]
-    shown = grids if settings.steps else [grids[0], grids[kept]]
+    best = max(ranks)
+    kept = grids[ranks.index(best)]
+    title, answer, _ = kept
+    shown = grids if settings.steps else [grids[0], kept]
     print(puzzles.side_by_side(shown, task["symbols"], *task["grid"]))
     print(puzzles.text_of(task, answer))
     verdict = puzzles.verdict(task, question, answer)
-    print(f"{verdict} ({title}; {step} steps, {attempts_text(attempt, best)}; {path})")
+    sureness = "sure" if best[0] >= model.SURE else "not sure"
+    attempts = f"{attempt} attempt{'s' * (attempt > 1)}"
+    print(f"{verdict} ({title}; {step} steps, {sureness} after {attempts}; {path})")
     if settings.plot:
-        frames = grids if settings.plot.endswith(".gif") else [grids[kept]]
-        draw(settings.plot, task, question, frames)
-
-
-def attempts_text(attempts, sure):
-    """Returns in words how the attempts ended, the most certain answer being `sure`."""
-    if sure < models.SURE:
-        return f"not sure after {attempts} attempt{'s' * (attempts > 1)}"
-    ordinal = ORDINALS[attempts - 1] if attempts <= len(ORDINALS) else f"{attempts}th"
-    return f"sure at the {ordinal} attempt"
+        draw(settings.plot, task, question, grids if settings.plot.endswith(".gif") else [kept])
 
 
 class Questions(NamedTuple):
@@ -191,46 +186,47 @@ class Questions(NamedTuple):
         return evaluate.unlabelled_batch(self.tokens[indices])
 
 
-def solve_file(settings, model, task, questions, rows, own_settings):
+def solve_file(settings, trm, task, questions, rows, own_settings):
     """Solves puzzles, prints how many are right, and writes a row for each to a new file.
 
     Args:
         settings: train.py's settings.
-        model: a TRM.
+        trm: a TRM.
         task: the puzzles' task.
         questions: tokens int32 [n, cells], of the rows without a problem.
         rows: a list of Row.
         own_settings: of this script.
     """
-    known_answers = [row.known_answer for row in rows if not row.problem]
     n, cells = questions.shape
-    evaluator = new_evaluator(settings, model, min(n, max(1, CELLS_AT_A_TIME // cells)))
+    evaluator = new_evaluator(settings, trm, min(n, max(1, CELLS_AT_A_TIME // cells)))
     data = Questions(task, questions)
-    queue = evaluate.Queue(evaluator, *evaluate.weights_of(model), data, np.arange(n))
+    queue = evaluate.Queue(evaluator, *evaluate.weights_of(trm), data, np.arange(n))
     progress = Progress("solving", n)
     while queue.num_unfinished():
         progress.add(queue.run(lambda: False))
 
     # a line for each puzzle, those that cannot be solved in their places
     answers, logits, steps = (queue.results[name] for name in evaluate.SUREST)
-    attempts = queue.results["attempts"]
     certainties = evaluate.sigmoid(logits)
-    solved = zip(
-        [puzzles.text_of(task, question) for question in questions],
-        [puzzles.text_of(task, answer) for answer in answers],
-        certainties.round(4),
-        attempts,
-        steps.astype(int),
-        judge_answers(task, questions, answers, known_answers, own_settings.ignored),
-    )
-    lines = [("".join(row.question.split()), "", "", "", "", row.problem) if row.problem else next(solved)
-             for row in rows]
-    # what is not solved has too many reasons
-    results = ["not solved" if row.problem else line[-1] for row, line in zip(rows, lines)]
-    for result, count in Counter(results).items():
+    attempts = queue.results["attempts"]
+    known_answers = [row.known_answer for row in rows if not row.problem]
+    judged = judge_answers(task, questions, answers, known_answers, own_settings.ignored)
+    solved = zip(answers, certainties.round(4), attempts, steps.astype(int), judged)
+    lines = []
+    results = Counter()
+    for row in rows:
+        line = ["".join(row.question.split()), "", "", "", "", row.problem]
+        if not row.problem:
+            answer, *figures = next(solved)
+            line = [puzzles.text_of(task, row.tokens), puzzles.text_of(task, answer), *figures]
+        lines.append(line)
+        # what is not solved has too many reasons
+        results["not solved" if row.problem else line[-1]] += 1
+
+    for result, count in results.items():
         print(f"{count} of {len(rows)} {result} ({count / len(rows):.1%})")
-    num_sure = np.count_nonzero(certainties >= models.SURE)
-    print(f"{num_sure} answers are {models.SURE:.0%} sure; {attempts.mean():.2f} attempts at a puzzle, "
+    num_sure = np.count_nonzero(certainties >= model.SURE)
+    print(f"{num_sure} answers are {model.SURE:.0%} sure; {attempts.mean():.2f} attempts at a puzzle, "
           f"of up to {settings.eval_attempts}")
     if own_settings.output:
         with open(own_settings.output, "w", encoding="utf-8", newline="") as f:
@@ -249,17 +245,19 @@ def judge_answers(task, questions, answers, known_answers, ignored=""):
         return np.where(judgement.solved, "right", "wrong")
     results = []
     for answer, known_answer in zip(answers, known_answers):
-        known_answer = puzzles.squeezed(known_answer, task["symbols"][1:])
-        unknown = {*known_answer} - {*task["symbols"][1:], *ignored}
-        pairs = [pair for pair in zip(puzzles.text_of(task, answer), known_answer) if pair[1] not in ignored]
-        if not pairs:
+        symbols = task["symbols"][1:]
+        known_answer = puzzles.squeezed(known_answer, symbols)
+        unknown = {*known_answer} - {*symbols, *ignored}
+        if not {*known_answer} - {*ignored}:
             result = "not judged"
         elif len(known_answer) != len(answer):
             result = f"not judged: the known answer has {len(known_answer)} cells, not {len(answer)}"
         elif unknown:
             result = f"not judged: the known answer has {min(unknown)!r} (see --ignored)"
         else:
-            result = "right" if all(ours == theirs for ours, theirs in pairs) else "wrong"
+            pairs = zip(puzzles.text_of(task, answer), known_answer)
+            is_right = all(ours == known or known in ignored for ours, known in pairs)
+            result = "right" if is_right else "wrong"
         results.append(result)
     return results
 
@@ -270,7 +268,7 @@ def judge_answers(task, questions, answers, known_answers, ignored=""):
 def draw(path, task, question, grids):
     """Draws grids, (title, tokens [cells], broken cells [cells]), as the frames of a .gif; or one as a .png.
 
-    What the question gives is on grey, what breaks a rule on red.
+    What the question gives is on gray, what breaks a rule on red.
     """
     try:
         from matplotlib.animation import FuncAnimation
@@ -285,20 +283,14 @@ def draw(path, task, question, grids):
     def draw_grid(grid):
         title, tokens, broken = grid
         ax.clear()
-        ax.set(
-            title=title,
-            xlim=(0, columns),
-            ylim=(rows, 0),
-            xticks=[],
-            yticks=[],
-            aspect="equal",
-        )
+        ax.set(title=title, xlim=(0, columns), ylim=(rows, 0), aspect="equal")
+        ax.set_axis_off()
         symbols = list(puzzles.text_of(task, tokens).replace(".", " "))
-        colours = np.where(question == empty, "white", "lightgrey")
-        colours = np.where(broken, "salmon", colours)
+        colors = np.where(question == empty, "white", "lightgray")
+        colors = np.where(broken, "salmon", colors)
         table = ax.table(
             cellText=np.reshape(symbols, task["grid"]),
-            cellColours=np.reshape(colours, task["grid"]),
+            cellColours=np.reshape(colors, task["grid"]),
             cellLoc="center",
             bbox=[0, 0, 1, 1],
         )
@@ -311,45 +303,29 @@ def draw(path, task, question, grids):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Arguments and puzzles
+# Puzzles
 
 class Row(NamedTuple):
     """A puzzle that was asked for."""
 
+    place: str  # where it stands, before a message
     question: str
     known_answer: str
-    tokens: np.ndarray  # int32 [cells]; None with a problem
-    problem: str  # why it cannot be solved, or ""
-
-
-def is_csv(source):
-    return source.lower().endswith((".csv", ".csv.gz", ".tsv"))
-
-
-def check_output(settings):
-    """Raises UserError if the output that is asked for cannot be written."""
-    for path in filter(None, [settings.plot, settings.output]):
-        is_new = not os.path.lexists(path) and os.path.isdir(os.path.dirname(path) or ".")
-        if not is_new or settings.plot[-4:] not in ("", ".png", ".gif"):
-            raise UserError(f"{path} must be a new file in a folder that exists; --plot makes a .png or a "
-                            ".gif")
+    tokens: np.ndarray = None  # int32 [cells]; None with a problem
+    problem: str = ""  # why it cannot be solved
 
 
 def read_source(source):
     """Returns a .csv as [(line, {"question": text, ...})], the text of another file, or source itself."""
     text = source
     if os.path.isfile(source):
-        try:
-            with open_text(source) as f:
-                text = f.read()
-        except UnicodeDecodeError:
-            raise not_text(source) from None
-        except (OSError, EOFError, zlib.error) as e:
-            raise UserError(f"{source}: cannot be read ({e})") from None
+        with open_text(source) as f:
+            text = f.read()
 
     # a .csv without names in its first line is a list of puzzles, or the cells of one
     header = text.partition("\n")[0]
-    if is_csv(source) and not re.search(r"\d", header):
+    is_csv = source.lower().endswith((".csv", ".csv.gz", ".tsv"))
+    if is_csv and not re.search(r"\d", header):
         return list(csv_rows(source, "question", is_strict=False))
     if os.path.isfile(source):
         return text
@@ -360,64 +336,59 @@ def read_source(source):
     return source
 
 
-def find_puzzles(task, source, content):
-    """Returns a list of (place, question, known answer) for a model's task, and in words how it was read.
+def read_rows(task, source, content):
+    """Returns the Rows of a model's task, not parsed yet, and in words how they were read. Raises UserError.
 
-    source: as typed; content: see read_source. Raises UserError if it cannot be read.
+    source: as typed; content: see read_source.
     """
     if not isinstance(content, str):
-        found = []
-        for line, row in content:
-            found.append((f"{source}:{line}: ", row.get("question", ""), row.get("answer") or ""))
-        return found, f"{len(found)} puzzle{'s' * (len(found) > 1)}, one a row"
+        rows = [Row(f"{source}:{line}: ", row.get("question", ""), row.get("answer") or "")
+                for line, row in content]
+        return rows, f"{len(rows)} puzzle{'s' * (len(rows) > 1)}, one a row"
     place = f"{source}:" if os.path.isfile(source) else ""
     try:
         found, how = puzzles.find_puzzles(task, content)
     except UserError as e:
         raise UserError(f"{place} {e}".strip()) from None
-    return [(place and f"{place}{line}: ", question, answer) for line, question, answer in found], how
+    return [Row(place and f"{place}{line}: ", question, answer) for line, question, answer in found], how
 
 
-def parse_rows(task, puzzle_list):
-    """Returns the task with the grid of the puzzles, and their Rows. Warns on stderr of what is not solved.
+def parse_rows(task, rows):
+    """Returns the task with the grid of the puzzles, and Rows with their tokens or problem.
 
-    puzzle_list: of find_puzzles. Raises UserError if no puzzle can be solved.
+    Warns on stderr of what is not solved. Raises UserError if no puzzle can be solved.
     """
-    rows = []
+    parsed = []
     new_task = None
-    for _, question, known_answer in puzzle_list:
-        tokens = None
-        problem = ""
+    for row in rows:
         try:
-            row_task, tokens = puzzles.parse_question(task, question)
+            row_task, tokens = puzzles.parse_question(task, row.question)
             new_task = new_task or row_task
             if row_task != new_task:
                 others = math.prod(new_task["grid"])
                 raise UserError(f"the puzzle has {tokens.size} cells, others have {others}")
+            parsed.append(row._replace(tokens=tokens))
         except UserError as e:
-            problem = f"not solved: {e}"
-        rows.append(Row(question, known_answer, tokens, problem))
+            parsed.append(row._replace(problem=f"not solved: {e}"))
 
     # leave out puzzles without a solution
-    readable = [i for i, row in enumerate(rows) if not row.problem]
+    readable = [i for i, row in enumerate(parsed) if not row.problem]
     warnings = []
     if readable:
-        notes = puzzles.solution_notes(new_task, np.stack([rows[i].tokens for i in readable]))
+        notes = puzzles.solution_notes(new_task, np.stack([parsed[i].tokens for i in readable]))
         for i, (count, words) in zip(readable, notes):
             if count == 0:
-                rows[i] = rows[i]._replace(problem=f"not solved: {words}")
+                parsed[i] = parsed[i]._replace(problem=f"not solved: {words}")
             elif words:
-                warnings.append(f"warning: {puzzle_list[i][0]}{words}")
+                warnings.append(f"warning: {parsed[i].place}{words}")
 
     # say what was found: the first warning stands for all
-    problems = [place + row.problem for (place, *_), row in zip(puzzle_list, rows) if row.problem]
-    if len(problems) == len(rows):
+    problems = [row.place + row.problem for row in parsed if row.problem]
+    if len(problems) == len(parsed):
         raise UserError(problems[0].replace("not solved: ", ""))
-    if len(problems) > MOST_PROBLEMS:
-        problems[MOST_PROBLEMS:] = [f"and {len(problems) - MOST_PROBLEMS:,} more"]
-    for line in warnings[:1] + problems:
+    for line in warnings[:1] + problems[:MOST_PROBLEMS]:
         print(line, file=sys.stderr)
-    return new_task, rows
+    return new_task, parsed
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -437,65 +408,57 @@ def load(path, train_arguments, cells=0):
     if not os.path.isfile(file):
         raise UserError(f"{path}: neither a file nor a folder with a complete checkpoint")
     try:
-        model = models.TRM.load(file, cells)
+        trm = model.TRM.load(file, cells)
     except (OSError, ValueError) as e:
         raise UserError(e) from None
-    for line in missing_forks(model.forks):
+    for line in missing_forks(trm.forks):
         print(f"warning: {line}", file=sys.stderr)
 
     # nothing is optimized here, and the optimizer may be a fork's
-    saved = train.recipe(vars(model.settings))
+    saved = train.recipe(vars(trm.settings))
     saved.pop("optimizer")
-    saved["eval_attempts"] = ATTEMPTS if puzzles.has_symmetries(model.task) else 1
+    saved["eval_attempts"] = ATTEMPTS if puzzles.has_symmetries(trm.task) else 1
     settings.fill(saved)
     train.check_settings(settings)
-    puzzles.check_attempts(model.task, settings.eval_attempts)
-    # as TRM.solve does it, and all steps of all puzzles
+    puzzles.check_attempts(trm.task, settings.eval_attempts)
+    # as evaluate.solve does it, and all steps of all puzzles
     settings.forward_dtype = "float32"
     settings.micro_batch_size = 0
     settings.eval_patience = 0
-    return model, settings
+    return trm, settings
 
 
 def choose_model(source, content):
-    """Returns the path of the smallest model for most of the puzzles, by their size and symbols.
+    """Returns the path of the smallest of models/ that takes most of the puzzles, or has the nearest size.
 
-    source, content: see find_puzzles. Raises UserError if no model takes them.
+    source, content: see read_rows.
     """
     text = content if isinstance(content, str) else content[0][1].get("question", "")
+    num_cells = len("".join(text.split()))
     looks_like_maze = "S" in text and not re.search(r"\d", text)
-    num_fitting = {}  # {path: how many of the first puzzles the model takes}
-    problems = {}  # {(how unlike the text its puzzles are, path): why the model does not take it}
-    paths = Path(ROOT, "models").glob("*.pt")
-    for path in sorted(map(os.path.relpath, paths), key=os.path.getsize):
+    ranks = []
+    paths = map(os.path.relpath, Path(ROOT, "models").glob("*.pt"))
+    for path in sorted(paths, key=os.path.getsize):
         task = files.read_torch_file(path)["task"]
-        problem = "the puzzle has another size"
-        try:
-            found, _ = find_puzzles(task, source, content)
-            num_fitting[path] = sum(is_question_of(task, question) for _, question, _ in found[:100])
-            place, question, _ = found[0]
-            puzzles.parse_question(task, question, place)
-        except UserError as e:
-            problem = e
-        is_other_kind = (task["kind"] == "maze") != looks_like_maze
-        distance = abs(len("".join(text.split())) - math.prod(task["grid"]))
-        problems[is_other_kind, distance, path] = problem
+        # how many of the first puzzles it takes
+        num_fitting = 0
+        with suppress(UserError):
+            rows, _ = read_rows(task, source, content)
+            num_fitting = sum(is_question_of(task, row.question) for row in rows[:100])
+        is_same_kind = (task["kind"] == "maze") == looks_like_maze
+        distance = abs(num_cells - math.prod(task["grid"]))
+        ranks.append(((num_fitting, is_same_kind, -distance), path, task))
 
-    best = max(num_fitting, key=num_fitting.get, default="")
-    if not num_fitting.get(best):
-        nearest = min(problems)
-        raise UserError(f"no model takes it; {nearest[-1]}: {problems[nearest]}")
-    task = files.read_torch_file(best)["task"]
-    print("as a {}x{} {}, {}".format(*task["grid"], task["kind"], best), flush=True)
-    return best
+    _, path, task = max(ranks, key=lambda rank: rank[0])
+    print("as a {}x{} {}, {}".format(*task["grid"], task["kind"], path), flush=True)
+    return path
 
 
 def is_question_of(task, text):
     """Returns whether a text is a question of the task, of its size."""
-    try:
+    with suppress(UserError):
         return puzzles.parse_question(task, text)[0] == task
-    except UserError:
-        return False
+    return False
 
 
 if __name__ == "__main__":

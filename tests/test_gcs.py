@@ -12,9 +12,9 @@ import pytest
 import requests
 from helpers import stored, upload, wait_for
 
-from data import Dataset, local_dataset
+from data import Dataset
 from runtime import bucket as bucket_module
-from runtime.bucket import Bucket, network_error, try_again, without_password
+from runtime.bucket import Bucket, local_dataset, network_error, try_again, without_password
 from runtime.errors import TransientError, UserError
 
 CONTENT = np.random.default_rng(0).bytes(1_500_000)
@@ -159,7 +159,8 @@ def uploaded(front, random_puzzles, tmp_path, monkeypatch):
 
 
 def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
-    command = [sys.executable, "-c", f"import data; print(data.local_dataset('{URL}'))"]
+    code = f"from runtime import bucket; print(bucket.local_dataset('{URL}'))"
+    command = [sys.executable, "-c", code]
     start = partial(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)
     front.script = [None] * 4 + ["stall"]
     killed = start()
@@ -187,7 +188,7 @@ def test_a_damaged_dataset_in_the_bucket_is_named(uploaded):
     remote = Bucket(URL)
     name = "train/all__inputs.npy"
     remote.write(name, remote.read(name)[:-1] + b"\0")
-    with pytest.raises(UserError, match=f"^data/small.part/{name} is missing or does not match"):
+    with pytest.raises(UserError, match=f"^{URL}/{name} is missing or does not match"):
         local_dataset(URL)
     assert sorted(os.listdir("data")) == ["small.lock", "small.part"]
     remote.delete("manifest.json")

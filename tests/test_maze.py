@@ -1,4 +1,4 @@
-"""Mazes: generated ones, answers and copies, CSV files, and path metrics."""
+"""Mazes: each answer is a shortest path, by one rule among equals; so is the answer to a turned copy."""
 import networkx
 import numpy as np
 import pytest
@@ -20,9 +20,9 @@ def tokens(*grids):
 def plain_answer(question, size):
     """Solves a maze cell by cell: [cells], the answer; it has no path if there is none."""
     answer = question.reshape(size, size).copy()
-    [start], [goal], walls = [list(zip(*np.nonzero(answer == token))) for token in (START, GOAL, WALL)]
     graph = networkx.grid_2d_graph(size, size)
-    graph.remove_nodes_from(walls)
+    graph.remove_nodes_from(map(tuple, np.argwhere(answer == WALL)))
+    [start], [goal] = [map(tuple, np.argwhere(answer == token)) for token in (START, GOAL)]
     steps = networkx.single_source_shortest_path_length(graph, goal)
 
     # from the start, the first move to a cell that is nearer to the goal
@@ -81,14 +81,13 @@ def test_answers_that_do_not_follow_the_rule_are_turned_with_their_mazes():
 
 def test_mazes_of_the_test_set_are_dropped_turned_or_not(tmp_path, capsys):
     mazes = prepare_maze.generate(6, 20, 0, 6)
-    train = np.concatenate([mazes[:, :16], mazes[:, 16:18, dihedral(6)[3]]], axis=1)
-    files = {}
-    for name, pairs in ("train_csv", train), ("test_csv", mazes[:, 15:]):
-        texts = [[text_of(maze_task(6), cells) for cells in pair] for pair in zip(*pairs)]
-        files[name] = write_csv(tmp_path / name, [("mine", *pair, "0") for pair in texts])
+    mazes = np.concatenate([mazes, mazes[:, 18:, dihedral(6)[3]]], axis=1)
+    rows = [["mine", *[text_of(maze_task(6), cells) for cells in pair], "0"] for pair in zip(*mazes)]
+    files = dict(train_csv=write_csv(tmp_path / "train.csv", rows[:16] + rows[20:]),
+                 test_csv=write_csv(tmp_path / "test.csv", rows[15:20]))
     path = prepare(tmp_path / "x", prepare_maze, **files, aug=False)
     assert (Dataset(path, "train").inputs == mazes[0, :15]).all()
-    assert (Dataset(path, "test").labels == mazes[1, 15:]).all()
+    assert (Dataset(path, "test").labels == mazes[1, 15:20]).all()
     assert "left out, since the test set has them: 3\n" in capsys.readouterr().out
 
 

@@ -11,6 +11,7 @@ from helpers import ROOT
 
 import train
 from configurator import configure
+from evaluate import solve
 from model import TRM
 from runtime.errors import UserError
 
@@ -24,8 +25,8 @@ def test_model_does_what_its_card_says(name, most_bytes):
     assert path.stat().st_size <= most_bytes and model.data in card
     command = torch.load(path)["command"]
     configure(train.__file__, shlex.split(command)[2:])  # its command still has settings of train.py
-    solved, steps = map(int, re.search(r"(\d+) of the 100 puzzles in the file in (\d+) steps", card).groups())
-    answers, _ = model.solve(model.puzzles["inputs"], steps)
+    steps, solved = map(int, re.search(r"In (\d+) steps it solves (\d+) of the 100", card).groups())
+    answers, _ = solve(model, model.puzzles["inputs"], steps)
     right = (answers == model.puzzles["labels"]).all(dim=1)
     # The card has the count of one processor. Rounding on another may turn a puzzle whose answer still
     # changes at the last step. Other answers have settled before.
@@ -37,19 +38,19 @@ QUESTION = "2.....4...6.....156....2..3.5......."
 
 def test_a_model_solves_a_string_or_a_list_of_them():
     model = TRM.load(Path(ROOT, "models/sudoku-6x6.pt"))
-    answer, sure = model.solve(QUESTION)
+    answer, sure = solve(model, QUESTION)
     assert "." not in answer and 0.9 < sure <= 1
-    answers, confidences = model.solve([QUESTION, answer])
+    answers, confidences = solve(model, [QUESTION, answer])
     assert answers == [answer, answer] and confidences[0] == pytest.approx(sure)
-    assert model.solve(QUESTION.replace(".", "0"))[0] == answer
+    assert solve(model, QUESTION.replace(".", "0"))[0] == answer
     for wrong in QUESTION.replace("2", "y"), "":
         with pytest.raises(UserError, match="the puzzle"):
-            model.solve([answer, wrong])
+            solve(model, [answer, wrong])
 
 
 def test_a_rank_of_torchrun_solves_by_itself(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    answer, _ = TRM.load(Path(ROOT, "models/sudoku-6x6.pt")).solve(QUESTION)
+    answer, _ = solve(TRM.load(Path(ROOT, "models/sudoku-6x6.pt")), QUESTION)
     assert answer[0] == "2"
 
 

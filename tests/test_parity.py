@@ -22,6 +22,7 @@ from helpers import ROOT, on_replicas
 import configurator
 import train
 from model import LOSS_TERMS, METRICS, SIZES, TRM
+from runtime.weights import load_weights
 from train import open_device
 
 FILES = sorted(glob.glob(os.environ.get("TRM_GOLDEN") or f"{ROOT}/tests/golden/*_steps.npz"))
@@ -55,7 +56,7 @@ class Replay:
         device = open_device(kind, settings)
         model = TRM(settings, **{name: config["model"][name] for name in SIZES})
         weights = self.before("weights/", 0)
-        model.load_named({name: torch.from_numpy(t) for name, t in weights.items()})
+        load_weights(model, {name: torch.from_numpy(t) for name, t in weights.items()})
         self.run = train.Run(settings, model, device)
         self.worst = 0.0  # the largest error so far
         self.rows = slice(device.rank * self.run.batch_size, (device.rank + 1) * self.run.batch_size)

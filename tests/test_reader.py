@@ -78,7 +78,7 @@ FORMS = {
     lines("\t".join(row).replace(".", "") for row in ROWS): (1, False, "one puzzle of 9 lines"),
     ";".join(QUESTION): (1, False, "one puzzle, one a line"),
     "/".join(ROWS): (1, False, "one puzzle, one a line"),
-    "\n\n".join(ROWS): (1, False, "one puzzle"),
+    "\n\n".join(ROWS): (1, False, "one puzzle of 9 lines"),
     lines(f"'{row}'," for row in ROWS): (1, False, "one puzzle of 9 lines"),
     "board = [\n" + lines(f"    {row}," for row in NUMBERS) + "\n]\n": (1, False, "one puzzle of 9 lines"),
     # JSON
@@ -119,12 +119,12 @@ def test_files_of_puzzles(text):
 
 @pytest.mark.parametrize("text, words", [
     (lines(ROWS[:8]), "8 rows, not 9, from line 1"),
-    (lines(ROWS + ROWS[:1]), "1 rows, not 9, from line 10"),
+    (lines(ROWS + ROWS[:1]), "10 rows, not 9, from line 1"),
     (lines([*ROWS[:4], ROWS[4] + ".", *ROWS[5:]]), "line 5, '4..8.3..1.', is no row of 9 cells"),
-    (lines([*ROWS[:4], "AB" + ROWS[4][2:], *ROWS[5:]]), "4 rows, not 9, from line 1; then comes 'AB"),
-    (boxed("-", "", " ", "---------"), "2 rows, not 9"),
+    (lines([*ROWS[:4], "AB" + ROWS[4][2:], *ROWS[5:]]), "4 rows, not 9, from line 1"),
+    (boxed("-", "", " ", "---------"), "11 rows, not 9"),
     # two rows are missing, and two lines of dashes are there
-    (lines([*ROWS[:3], "-" * 9, *ROWS[3:5], "-" * 9, *ROWS[5:7]]), "5 rows, not 9, from line 1"),
+    (lines([*ROWS[:3], "-" * 9, *ROWS[3:5], "-" * 9, *ROWS[5:7]]), "2 rows, not 9, from line 5"),
     # a row is missing, and another puzzle would complete it
     (lines([*ROWS[:8], "", *ROWS, "", *ROWS, ROWS[0]]), "8 rows, not 9, from line 1"),
     (lines([*ROWS[:6], "", *ROWS, "", *ROWS[:3]]), "6 rows, not 9, from line 1"),
@@ -137,8 +137,9 @@ def test_files_of_puzzles(text):
     (lines(f"{i} | {' '.join(row)}" for i, row in enumerate(ROWS, 1)), "line 1, '1|53..7....', is no row"),
     (f"{QUESTION}\n{lines(ROWS)}", "some lines have all cells of a puzzle, others those of a row"),
     (json.dumps({"a": QUESTION, "b": QUESTION[::-1]}), "2 puzzles stand together, and are not one with its"),
-    (f"{QUESTION} {QUESTION[::-1]}", "has 162 cells, not 9x9"),
+    (f"{QUESTION} {QUESTION[::-1]}", "has 163 cells, not 9x9"),
     (f"{QUESTION[:80]} {ANSWER}", "has 162 cells, not 9x9"),
+    (f"{' '.join(QUESTION[:80])} {ANSWER}", "cells, not 9x9"),
     (f"{QUESTION}\n{QUESTION}\n", "the text has 2 puzzles"),
     ("1" * 81 + "x", "has 82 cells, not 9x9"),
     # a number, and a puzzle or a row that lacks a cell

@@ -16,6 +16,7 @@ from helpers import ROOT, run
 from test_forks import FORKS, flags_of
 
 import configurator
+import evaluate
 import model as models
 import puzzles
 import train
@@ -45,7 +46,7 @@ def test_a_model_file_needs_no_dataset_and_no_fork(run_solve, models_folder, eva
     saved["settings"] |= dict(loss_type="a fork's", optimizer="a fork's", data_path="gone")
     torch.save(saved, tmp_path / "model.pt")
     questions, answers, _ = evaluation
-    assert TRM.load(tmp_path / "model.pt").solve(questions[:20], steps=4)[0] == answers[:20]
+    assert evaluate.solve(TRM.load(tmp_path / "model.pt"), questions[:20], steps=4)[0] == answers[:20]
     assert solved[1] in run_solve(tmp_path / "model.pt", solved[0]).splitlines()
 
 
@@ -60,12 +61,12 @@ def test_weights_that_other_code_has_wrapped(key, prefix, models_folder, evaluat
     flags = shlex.split(torch.load(models_folder / "model.pt")["command"])[2:]
     export.main([str(tmp_path / "wrapped.pt"), str(tmp_path / "model.pt"), *flags])
     questions, answers, _ = evaluation
-    assert TRM.load(tmp_path / "model.pt").solve(questions[:20], steps=4)[0] == answers[:20]
+    assert evaluate.solve(TRM.load(tmp_path / "model.pt"), questions[:20], steps=4)[0] == answers[:20]
 
 
 def test_a_checkpoint_is_a_model_too(models_folder, solved):
     model = TRM.load(models_folder / "sudoku/ckpt_00000070.pt")
-    assert model.solve(solved[0] + "\r\n", steps=4)[0] == solved[1]
+    assert evaluate.solve(model, solved[0] + "\r\n", steps=4)[0] == solved[1]
     assert len(model.puzzles["inputs"]) == 60 and model.step == 70
 
 
@@ -74,7 +75,7 @@ def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data, tmp_p
     run(data, tmp_path, *flags_of(fork, "--max_steps=2"))
     question = play.Game(str(tmp_path), [fork]).test_puzzle("1")["question"]
     text = run_solve(tmp_path, fork, question, "--eval_halt_max_steps=3")
-    answer, _ = models.TRM.load(tmp_path / "ckpt_00000002.pt").solve(question, 3, 8)
+    answer, _ = evaluate.solve(models.TRM.load(tmp_path / "ckpt_00000002.pt"), question, 3, 8)
     assert answer in text.splitlines()
 
     # as in another process, where it warns, or cannot build the model
@@ -125,7 +126,7 @@ def test_a_puzzle_is_a_text_or_a_file(run_solve, models_folder, solved, tmp_path
     (tmp_path / "puzzle.txt").write_text(grid)
     file = tmp_path / "puzzle.txt"
     file_text = run_solve(models_folder / "sudoku", file, "--steps", "--eval_halt_max_steps=9")
-    assert file_text == f"{file}: one puzzle\n{text}"
+    assert file_text == f"{file}: one puzzle of 4 lines\n{text}"
 
 
 def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, models_folder, evaluation, tmp_path,
@@ -148,7 +149,7 @@ def test_attempts_at_a_file_of_puzzles_are_those_of_the_model(run_solve, models_
     monkeypatch.setattr(solve, "CELLS_AT_A_TIME", 16 * 7)
     questions = evaluation[0][:20]
     rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, ["question", *questions])
-    answers, sure = TRM.load(models_folder / "model.pt").solve(questions, 4, 8)
+    answers, sure = evaluate.solve(TRM.load(models_folder / "model.pt"), questions, 4, 8)
     assert [row["answer"] for row in rows] == answers
     assert [float(row["certainty"]) for row in rows] == pytest.approx(sure, abs=1e-3)
     assert len({row["attempts"] for row in rows}) > 2
@@ -238,7 +239,7 @@ def test_pictures(run_solve, models_folder, solved, tmp_path):
 
 @pytest.mark.parametrize("argv, words", [
     (["a", "b", "c"], "MODEL PUZZLE"),
-    (["1" * 35], "models/sudoku-6x6.pt: the puzzle '11111111111111111111' has 35 cells, not 6x6"),
+    (["1" * 35], "the puzzle '11111111111111111111' has 35 cells, not 6x6"),
     (["nowhere.txt"], "nowhere.txt: no such file"),
     (["nowhere", "." * 16], "nowhere: neither a file"),
     (["official.pt", "." * 16], "official.pt does not say what it solves: scripts/export.py makes"),

@@ -1,4 +1,5 @@
-"""train.py as people run it, at tiny sizes: logs, checkpoints, resume and exports."""
+"""What a run logs, saves, resumes and exports: replica() in this process, at tiny sizes. test_resume.py and
+test_smoke.py run the command."""
 import json
 import os
 import re
@@ -24,10 +25,10 @@ from helpers import (
 )
 
 import evaluate
-import train
 from puzzles import score
 from runtime import errors
 from runtime.checkpoint import Checkpoints, checkpoint_paths
+from runtime.log import listed
 
 # A run
 
@@ -208,7 +209,7 @@ def test_weights_survive_the_export_to_the_official_code(data, whole, tmp_path):
     torch.save(official, tmp_path / "official.pt")
     text = run(data, tmp_path / "official.pt" / "x", f"--init_from={tmp_path / 'official.pt'}", "--eval_only")
     values = {name: value for name, value in lines(whole[0])[-1].items() if name.startswith("eval/")}
-    assert f"step 0 | evaluation: {train.listed(values)}\n" in text
+    assert f"step 0 | evaluation: {listed(values)}\n" in text
 
     # an official file takes the dataset's puzzles, and the settings of the command
     export.main([str(tmp_path / "official.pt"), str(tmp_path / "named.pt"), f"--data_path={data}", *TINY,

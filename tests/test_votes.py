@@ -15,8 +15,8 @@ from helpers import ROOT, prepare
 
 import prepare_arc
 from data import Dataset
-from evaluate import save_file
 from puzzles.arc import count_votes, merge_votes, submission, vote_values
+from runtime.outputs import save_file
 
 RECORDED = np.load(os.path.join(ROOT, "tests", "data", "arc_votes.npz"))
 OFFICIAL = json.loads(RECORDED["official"].tobytes())

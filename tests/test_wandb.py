@@ -70,11 +70,12 @@ def test_a_wandb_that_dies_does_not_end_training(data, tmp_path):
 
 HANGS = """
 import time, train
+import runtime.log
 class Run:
     url = dir = "/x"
     log = finish = lambda self, *row: row or time.sleep(1000)
-watchdog = train.restart_watchdog
-train.restart_watchdog = lambda seconds: watchdog(3 if seconds == 60 else seconds)
+watchdog = runtime.log.restart_watchdog
+runtime.log.restart_watchdog = lambda seconds: watchdog(3 if seconds == 60 else seconds)
 train.start_wandb = lambda *_: Run()
 """
 

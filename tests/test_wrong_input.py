@@ -10,17 +10,21 @@ import os
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import TrainProcess, prepare
 
+import prepare_arc
 import prepare_maze
 import prepare_sudoku
 import train
 from runtime import process
 
-T, P, M = "train.py", "prepare_sudoku.py", "prepare_maze.py"
+MODULES = train, prepare_sudoku, prepare_maze, prepare_arc
+SCRIPTS = {Path(module.__file__).name: module for module in MODULES}
+T, P, M, A = SCRIPTS
 TINY = """
 data_path = "data/sudoku"
 out_dir = "out/new"
@@ -39,7 +43,7 @@ checkpoint_interval = 1
 forward_dtype = "float32"
 """
 HEADER = "source,question,answer,rating"
-# 4x4 puzzles: one with a single solution, and wrong rows of a CSV file with the words of the error
+# 4x4 and 3x3 puzzles, and wrong rows below them with the words of the error
 GOOD = "me,1..3.42...1.2...,1243342143122134,0"
 PUZZLES = {
     "me,1..3,1243342143122134,0": "the question has 4 cells | not 4x4",
@@ -48,7 +52,7 @@ PUZZLES = {
     "me,1..3.42...1.2...,1243342143122134,hard": "rating 'hard' is not a number",
     "me,1...............,2134431212433421,0": "row 1, column 1 of the answer breaks a rule",
     "me,12....3....4....,1243342143122134,0": "row 2, column 3 of the answer breaks a rule"}
-MAZE = "me,S   #   G,Soo #o  G,0"  # 3x3
+MAZE = "me,S   #   G,Soo #o  G,0"
 MAZES = {
     "me,S   #  G,Soo #o G,0": "8 cells | not 3x3",
     "me,So  #   G,Soo #o  G,0": "the answer is not a shortest path",
@@ -56,9 +60,7 @@ MAZES = {
     "me,S G #    ,S Go#oooo,0": "the answer is not a shortest path"}
 CSVS = {
     "good": [HEADER, GOOD], "empty": [HEADER], "columns": ["source,question,rating", "me,1,2"],
-    "maze": [HEADER, MAZE], "oblong": [HEADER, "me,S   #  G,So o#o G,0"],
-    **{f"puzzle{i}": [HEADER, GOOD, row] for i, row in enumerate(PUZZLES)},
-    **{f"maze{i}": [HEADER, MAZE, row] for i, row in enumerate(MAZES)}}
+    "maze": [HEADER, MAZE], "oblong": [HEADER, "me,S   #  G,So o#o G,0"]}
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +69,14 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     (folder / "tiny.py").write_text(TINY)
     for name, lines in CSVS.items():
-        (folder / f"{name}.csv").write_text("".join(line + "\n" for line in lines))
+        (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
     (folder / "cut.csv.gz").write_bytes(gzip.compress(("\n".join([HEADER] + [GOOD] * 9)).encode())[:-12])
+    latin = HEADER.encode() + b"\n" + b"x,x,x,0\n" * 9000 + b"\xe9"
+    (folder / "latin.csv.gz").write_bytes(gzip.compress(latin))
     for name, seed in (("sudoku", 0), ("other", 1)):
         prepare(folder / "data" / name, source="generate", size=4, num_train=16, num_test=4, num_aug=1,
                 seed=seed)
-    process = TrainProcess(["tiny.py", "--out_dir=out/run"], cwd=folder)
-    text = process.output()
-    assert process.returncode == 0, text
+    TrainProcess(["tiny.py", "--out_dir=out/run"], cwd=folder).output()
     damage_datasets(folder / "data")
     damage_checkpoints(folder)
     (folder / "out/file").write_text("a file\n")
@@ -82,31 +84,33 @@ def world(tmp_path_factory):
 
 
 def damage_datasets(folder):
-    """Adds copies of sudoku, each damaged in its own way; test_data.py has more."""
-    for name in ("cut", "changed"):
-        shutil.copytree(folder / "sudoku", folder / name)
-    os.remove(folder / "cut/manifest.json")  # the official layout has none
+    """Adds a dataset of the official layout that is cut off, and one with another byte."""
+    shutil.copytree(folder / "sudoku", folder / "cut", ignore=shutil.ignore_patterns("manifest.json"))
     os.truncate(folder / "cut/train/all__inputs.npy", 200)
-    with open(folder / "changed/test/all__labels.npy", "r+b") as f:
-        f.seek(-1, os.SEEK_END)
-        f.write(b"\1")
+    shutil.copytree(folder / "sudoku", folder / "changed")
+    flip(folder / "changed/test/all__labels.npy")
 
 
 def damage_checkpoints(folder):
     """Adds damaged checkpoints and foreign .pt files to a world, from out/run."""
-    state = torch.load(folder / "out/run/ckpt_00000002.pt")
-    content = bytearray((folder / "out/run/ckpt_00000002.pt").read_bytes())
-    (folder / "cut.pt").write_bytes(content[:-1000])
-    content[len(content) // 2] ^= 1
-    (folder / "flipped.pt").write_bytes(content)
-    partial = {name: t for name, t in state["weights"].items() if "L_level" not in name}
-    renamed = state | {"task": state["task"] | {"symbols": "_.4321"}}
+    path = folder / "out/run/ckpt_00000002.pt"
+    for name in "cut.pt", "flipped.pt":
+        shutil.copy(path, folder / name)
+    os.truncate(folder / "cut.pt", 1000)
+    flip(folder / "flipped.pt")
     (folder / "pointer.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    (folder / "page.pt").write_text("<!DOCTYPE html>\n<html></html>\n")
-    (folder / "tensors.pt").write_bytes((2).to_bytes(8, "little") + b"{}")
+    state = torch.load(path)
     torch.save({"step": 3, "note": "no weights"}, folder / "weightless.pt")
-    torch.save(partial, folder / "partial.pt")
-    torch.save(renamed, folder / "renamed.pt")
+    torch.save({"lm_head.weight": state["weights"]["lm_head.weight"]}, folder / "partial.pt")
+    state["task"]["symbols"] = "_.4321"
+    torch.save(state, folder / "renamed.pt")
+
+
+def flip(path):
+    """Changes a bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def snapshot(folder):
@@ -134,9 +138,9 @@ TRAIN = {
     "--beta1=1.5": "beta1 must be from 0 to 1, not 1.5",
     f"--seed={2 ** 65}": "seed must be 0 or more",
     "--hidden_size=1000000": "memory",
-    "--curriculum_epochs=5 --L_cycles_start=7": "L_cycles_start must be from 1 to L_cycles (1), not 7",
+    "--L_cycles_start=0": "L_cycles_start must be above 0",
     "--gcs_dir=bucket/run": "'bucket/run' | gs://bucket/folder",
-    "--max_steps=0 --epochs=0": "epochs and max_steps are both 0",
+    "--max_steps=0 --epochs=0": "epochs=0 of 16 puzzles are less than one batch",
     "--max_minutes=1": "max_minutes=1 and max_steps=2: one of them must be 0",
     "--max_steps=0 --epochs=1 --global_batch_size=32": "epochs=1 | 16 puzzles | global_batch_size=32",
     "--optimizer=x": "optimizer must be one of adam_atan2, adamw, lion | 'x'",
@@ -158,13 +162,11 @@ TRAIN = {
     "--init_from=nowhere.pt": "nowhere.pt | FileNotFoundError",
     "--init_from=scrach": "scrach | scratch",
     "--init_from=out/run": "out/run | checkpoint",
-    "--init_from=cut.pt": "cut.pt | cannot be read as a checkpoint | damaged | it is cut off",
+    "--init_from=cut.pt": "cut.pt | cannot be read as a checkpoint | damaged",
     "--init_from=pointer.pt": "pointer.pt | Git LFS pointer",
-    "--init_from=page.pt": "page.pt | a web page",
-    "--init_from=tensors.pt": "tensors.pt | safetensors",
     "--init_from=flipped.pt": "flipped.pt | cannot be read as a checkpoint | damaged",
     "--init_from=weightless.pt": "weightless.pt | cannot be read as a checkpoint | damaged",
-    "--init_from=partial.pt": "partial.pt | lacks L_level",
+    "--init_from=partial.pt": "partial.pt | lacks H_init",
     "--init_from=renamed.pt": "renamed.pt | symbols '_.4321' | data/sudoku has ' .1234'",
     BEGIN + "--hidden_size=32": "ckpt_00000002.pt | shape | settings",
     "--out_dir=out/run": "out/run | --init_from=auto | --out_dir",
@@ -172,73 +174,81 @@ TRAIN = {
     RESUME + "--max_steps=1": "out/run/ckpt_00000002.pt | max_steps",
     "--eval_only": "eval_only | --init_from=resume | --init_from=FILE"}
 MAKE = "--source=generate --size=4 --num_aug=0 "
-CSV = "--size=4 --num_aug=0 --output_dir=data/new "
+CSV = "--size=4 --num_aug=0 --output_dir=data/new --test_csv=good.csv "
 SUDOKU = {
-    CSV + "--test_csv=good.csv": "--train_csv",
+    CSV: "--train_csv",
     "--size=6": "size must be 9 | not 6",
     "--source=web": "source must be hub, csv or generate | 'web'",
     MAKE + "--num_train=0": "num_train must be above 0 | not 0",
     MAKE + "--output_dir=data/sudoku": "data/sudoku exists | --output_dir",
-    MAKE + "--num_train=8 --num_test=4 --output_dir=good.csv/new": "good.csv/new | cannot be written"}
+    MAKE + "--output_dir=~/d": "--output_dir=~/d | write the folder of ~ out",
+    MAKE + "--num_train=8 --num_test=4 --output_dir=good.csv/new": "good.csv/new | cannot be written",
+    # training files beside a good test file
+    CSV + "--train_csv=empty.csv": "empty.csv:2 | no puzzle",
+    CSV + "--train_csv=columns.csv":
+        "columns.csv:1 | question, answer | 'source', 'question', 'rating' | lacks answer",
+    CSV + "--train_csv=good.csv": "good.csv | no puzzle is left | test set",
+    CSV + "--train_csv=nowhere.csv": "nowhere.csv | No such file",
+    CSV + "--train_csv=data": "data | Is a directory",
+    CSV + "--train_csv=cut.csv.gz": "cut.csv.gz | cannot be read",
+    CSV + "--train_csv=latin.csv.gz": "latin.csv.gz:9002 | is not UTF-8 text | iconv"}
+MAZE_CSV = "--test_csv=maze.csv --output_dir=data/new "
 MAZE_FLAGS = {
     "--train_csv=maze.csv --test_csv=oblong.csv": "oblong.csv:2 | 8 cells | not 2x2",
     "--source=generate --size=5": "5x5 | 111 steps | min_path",
-    "--source=generate --min_path=0": "min_path must be above 0 | not 0"}
-# training files beside a good test file: the words after the file's name
-SUDOKU_FILES = {
-    "empty.csv": ":2 | no puzzle",
-    "columns.csv": ":1 | question, answer | 'source', 'question', 'rating' | lacks answer",
-    "good.csv": " | no puzzle is left | test set",
-    "nowhere.csv": " | No such file",
-    "data": " | Is a directory",
-    "cut.csv.gz": " | cannot be read"}
-MAZE_FILES = {
-    "good.csv": ":2 | 16 cells | not 3x3",
-    "maze.csv": " | no puzzle is left | test set"}
-for i, words in enumerate(PUZZLES.values()):
-    SUDOKU_FILES[f"puzzle{i}.csv"] = f":3 | {words}"
-for i, words in enumerate(MAZES.values()):
-    MAZE_FILES[f"maze{i}.csv"] = f":3 | {words}"
-for name, words in SUDOKU_FILES.items():
-    SUDOKU[f"{CSV}--test_csv=good.csv --train_csv={name}"] = name + words
-for name, words in MAZE_FILES.items():
-    MAZE_FLAGS[f"--test_csv=maze.csv --output_dir=data/new --train_csv={name}"] = name + words
-CASES = {}
-for script, table in (T, TRAIN), (P, SUDOKU), (M, MAZE_FLAGS):
-    CASES |= {(script, flags): words for flags, words in table.items()}
-XLA = importlib.util.find_spec("torch_xla")
-TPU = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
-NO_TPU = "no TPU | PJRT_DEVICE=CPU" if XLA else "torch_xla is not installed | pip install"
-# (flag, environment variable): the words, of cases that need a process of train.py
-COMMANDS = {
-    ("--device=cuda", "CUDA_VISIBLE_DEVICES="): "--device=cuda | no such GPU | --device=cpu",
-    ("--device=xla", "PJRT_DEVICE=TPU"): f"--device=xla | {NO_TPU}"}
+    "--source=generate --min_path=0": "min_path must be above 0 | not 0",
+    MAZE_CSV + "--train_csv=good.csv": "good.csv:2 | 16 cells | not 3x3",
+    MAZE_CSV + "--train_csv=maze.csv": "maze.csv | no puzzle is left | test set"}
+ARC = {
+    "--source=nowhere": "nowhere has no tasks for evaluation | source must be arc1, arc2, generate",
+    "--source=generate --test_subset=tests": "test_subset=tests: it must be one of subsets=training,"}
+# (script, flags, words)
+CASES = []
+for script, table in (T, TRAIN), (P, SUDOKU), (M, MAZE_FLAGS), (A, ARC):
+    CASES += [(script, flags, words) for flags, words in table.items()]
+# (script, flags, the row of row.csv above the wrong one, the wrong row, words)
+ROWS = [(P, CSV, GOOD, row, words) for row, words in PUZZLES.items()]
+ROWS += [(M, MAZE_CSV, MAZE, row, words) for row, words in MAZES.items()]
+@pytest.fixture
+def refuse(world, monkeypatch, capfd):
+    """A function that runs a script in the world: it must refuse its flags with all the words in one line."""
+    def refuse(script, flags, words):
+        files = ["tiny.py"] if script == T else []
+        monkeypatch.setattr(sys, "argv", [script, *files, *flags.split()])
+        before = snapshot(world)
+        with pytest.raises(SystemExit) as stop:
+            process.start(SCRIPTS[script].main, SCRIPTS[script].__file__)
+        assert_refused(script, stop.value.code, capfd.readouterr().err, words, before, snapshot(world))
 
-
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_wrong_input(case, world, monkeypatch, capfd):
-    script, flags = case
     monkeypatch.chdir(world)
-    files = ["tiny.py"] if script == T else []
-    monkeypatch.setattr(sys, "argv", [script, *files, *flags.split()])
     for variable in ("PJRT_DEVICE", "RANK"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
-    before = snapshot(world)
-    module = {T: train, P: prepare_sudoku, M: prepare_maze}[script]
-    with pytest.raises(SystemExit) as stop:
-        process.start(module.main, module.__file__)
-    assert_refused(script, stop.value.code, capfd.readouterr().err, CASES[case], before, snapshot(world))
+    return refuse
 
 
-@pytest.mark.parametrize("case", COMMANDS, ids=" ".join)
-def test_wrong_input_of_the_command(case, world):
-    flags, variables = case
-    if TPU and COMMANDS[case].endswith(NO_TPU):
-        pytest.skip("a TPU is here")
+@pytest.mark.parametrize("script, flags, words", CASES)
+def test_wrong_input(script, flags, words, refuse):
+    refuse(script, flags, words)
+
+
+@pytest.mark.parametrize("script, flags, above, row, words", ROWS)
+def test_a_wrong_row_of_a_file(script, flags, above, row, words, refuse, world):
+    (world / "row.csv").write_text("\n".join([HEADER, above, row]))
+    refuse(script, f"{flags} --train_csv=row.csv", f"row.csv:3 | {words}")
+
+
+HAS_TPU = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*") != []
+NO_TPU = "no TPU | PJRT_DEVICE=CPU" if importlib.util.find_spec("torch_xla") else "torch_xla is not installed"
+
+
+@pytest.mark.parametrize("flag, variables, words", [
+    ("--device=cuda", dict(CUDA_VISIBLE_DEVICES=""), "--device=cuda | no such GPU | --device=cpu"),
+    pytest.param("--device=xla", dict(PJRT_DEVICE="TPU"), f"--device=xla | {NO_TPU}",
+                 marks=pytest.mark.skipif(HAS_TPU, reason="a TPU is here")),
+])
+def test_a_device_that_is_missing(flag, variables, words, world):
     before = snapshot(world)
-    environment = dict(variable.split("=") for variable in variables.split())
-    process = TrainProcess(["tiny.py", flags], cwd=world, **environment)
-    *others, error = process.output().splitlines(keepends=True)
-    assert "Traceback" not in "".join(others)
-    assert_refused("train.py", process.returncode, error, COMMANDS[case], before, snapshot(world))
+    process = TrainProcess(["tiny.py", flag], cwd=world, **variables)
+    *_, error = process.output().splitlines(keepends=True)
+    assert_refused("train.py", process.returncode, error, words, before, snapshot(world))

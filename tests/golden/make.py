@@ -189,7 +189,7 @@ def make(settings, seed):
 
 
 def zero_carry(model, batch):
-    """The initial carry, in which all sequences have halted; the official one is uninitialised memory."""
+    """The initial carry, in which all sequences have halted; the official one is uninitialized memory."""
     carry = model.initial_carry(batch)
     for t in (carry.inner_carry.z_H, carry.inner_carry.z_L, *carry.current_data.values()):
         t.zero_()

@@ -1,0 +1,208 @@
+"""A run's log: lines on the terminal and in log.txt, and metrics in metrics.jsonl and at Weights & Biases."""
+import json
+import os
+import platform
+import sys
+import time
+from contextlib import suppress
+
+import requests
+import torch
+
+from runtime import files
+from runtime.device import is_compiled, peak_flops
+from runtime.errors import one_line
+from runtime.process import restart_watchdog
+
+
+class Log:
+    """Prints lines and writes log.txt and metrics.jsonl of out_dir, on rank 0; sends metrics to W&B.
+
+    A line that cannot be appended costs a warning and not the run.
+
+    Args:
+        settings: the run's settings.
+        device: a device.Device, or an object with its methods.
+        step: the step of the last line of metrics.
+
+    wandb: the run that wandb.init returned, None without one.
+    """
+
+    def __init__(self, settings, device, step):
+        self.settings = settings
+        self.device = device
+        self.step = step
+        self.wandb = None
+        self.restart_clock(step)
+
+    def print0(self, text):
+        """Prints a line on rank 0, and adds it to log.txt."""
+        if self.device.rank == 0:
+            with suppress(OSError):  # the reader of a pipe has left, or the disk is full
+                print(text, flush=True)
+            self.append("log.txt", text)
+
+    def metrics(self, step, values):
+        """Adds a line to metrics.jsonl, and a row at W&B."""
+        if self.device.rank != 0:
+            return
+        line = {"step": step, **values}
+        self.append("metrics.jsonl", json.dumps(line))
+        if self.wandb:
+            try:
+                self.wandb.log(line)
+            except Exception as e:  # its process was killed
+                self.wandb = None
+                self.print0(f"W&B: stopped ({one_line(e)}); metrics.jsonl has everything")
+
+    def append(self, name, line):
+        path = os.path.join(self.settings.out_dir, name)
+        try:
+            os.makedirs(self.settings.out_dir, exist_ok=True)
+            with open(path, "ab") as f:
+                f.write(line.encode(errors="backslashreplace") + b"\n")
+        except OSError as e:
+            self.warn(path, e)
+
+    def warn(self, path, error):
+        print(f"{path}: cannot be written ({error.strerror}); training continues", file=sys.stderr)
+
+    # -----------------------------------------------------------------------------------------------------
+    # The start of a run
+
+    def header(self, flags, num_parameters, train_set, test_set):
+        """Says what the run is, and on what; flags: the settings that differ from train.py's."""
+        device = self.device
+        self.print0(f"# python {platform.python_version()}, torch {torch.__version__}, "
+                    f"{platform.platform()}, {os.cpu_count()} cores, {device.world} x {device.kind} "
+                    f"({device.name}); settings unlike train.py's: {flags or 'none'}")
+        # the sizes of the model and of the dataset, and the command that makes the dataset again
+        command = train_set.made_by() or "made by an unknown command"
+        self.print0(f"{num_parameters:,} parameters; "
+                    f"{len(train_set):,} training examples of {train_set.total_groups:,} puzzles, "
+                    f"{len(test_set):,} test puzzles in {self.settings.data_path} ({command})")
+
+    def begin(self, facts):
+        """Writes the first line of metrics.jsonl, and drops lines past the first step.
+
+        facts: {name: value} of what the run is, for scripts.
+        """
+        self.print0(f"training from step {self.step} to {facts['total_steps']}, "
+                    f"{self.settings.global_batch_size} sequences a step")
+        if self.device.rank != 0:
+            return
+        # a run that resumes may have begun on other hardware
+        path = os.path.join(self.settings.out_dir, "metrics.jsonl")
+        hardware = f"{self.device.world} x {self.device.kind} ({self.device.name})"
+        hardware = sorted({hardware, *files.read_facts(path).get("hardware", [])})
+        first_line = {"step": 0, "run": facts | dict(hardware=hardware)}
+        # a killed run may have logged steps past its last checkpoint, which this one repeats
+        kept = [line for line in files.read_metrics(path) if line["step"] <= self.step]
+        try:
+            with files.replacing(path) as f:
+                f.write("".join(json.dumps(line) + "\n" for line in [first_line, *kept]).encode())
+        except OSError as e:
+            self.warn(path, e)
+
+    # -----------------------------------------------------------------------------------------------------
+    # Steps and evaluations
+
+    def restart_clock(self, step):
+        """Leaves compiling, an evaluation or a checkpoint out of the rates."""
+        self.clock = time.perf_counter()
+        self.timed_from = step
+
+    def first_step(self, step, cycles, result):
+        """Reports the time of the first step at a depth, which compiles; result: a tensor of it."""
+        result.cpu()  # waits for the device
+        seconds = time.perf_counter() - self.clock
+        if is_compiled(self.device):
+            how = "compiling included"
+        elif self.device.compiles:
+            how = "not compiled, since torch.compile failed (see stderr)"
+        else:
+            how = "not compiled"
+        self.print0(f"step {step}: {seconds:.1f} s for the first step at H_cycles {cycles[0]}, L_cycles "
+                    f"{cycles[1]}, {how}; left out of the rates below")
+        self.restart_clock(step)
+
+    def train(self, step, total_steps, values, lr, flops_per_example):
+        """Logs the steps since the last line.
+
+        Args:
+            step, total_steps: the steps that are done, and the length of the run.
+            values: {"train/loss": ...}, means over the steps since the last line.
+            lr: the learning rate of the last step.
+            flops_per_example: the model's arithmetic, forward and backward.
+
+        Returns the metrics: values and the speed.
+        """
+        line = f"step {step}/{total_steps} | {listed(values)}"
+        values = values | {"train/lr": lr}
+        # the speed, unless all these steps compiled
+        if step > self.timed_from:
+            seconds = (time.perf_counter() - self.clock) / (step - self.timed_from)
+            speed = self.settings.global_batch_size / seconds
+            flops = speed * flops_per_example
+            values |= {
+                "perf/examples_per_sec": speed,
+                "perf/step_time": seconds,
+                "perf/tflops": flops / 1e12,
+            }
+            peak = peak_flops(self.device)
+            if peak:
+                values["perf/mfu"] = flops / peak / self.device.world
+            line += f" | {speed:,.0f} examples/s {1e3 * seconds:,.0f} ms"
+            line += f" | eta {files.duration((total_steps - step) * seconds)}"
+        # what the compiler counts, on XLA
+        values |= self.device.counts()
+        self.metrics(step, values)
+        self.print0(line)
+        self.step = step
+        return values
+
+    def evaluation(self, step, values):
+        """Logs an evaluation; metrics.jsonl is the record of the training run alone."""
+        if not self.settings.eval_only:
+            self.metrics(step, values)
+        attempts = self.settings.eval_attempts
+        which = f" (surest_accuracy: of up to {attempts} attempts, else of the first)" if attempts > 1 else ""
+        self.print0(f"step {step} | evaluation{which}: {listed(values)}")
+
+    def close(self):
+        """Ends W&B, which can hang: the watchdog then ends the process, whose checkpoints are complete."""
+        if self.wandb:
+            restart_watchdog(60)
+            with suppress(Exception):
+                self.wandb.finish()
+        restart_watchdog(0)
+
+
+def listed(values):
+    """Returns {"train/accuracy": 0.5, ...} as "accuracy 0.5000 ..."."""
+    # names without a slash are for programs
+    texts = []
+    for name, value in values.items():
+        if "/" in name:
+            text = f"{value:.4f}" if isinstance(value, float) else str(value)
+            texts.append(f"{name.partition('/')[2]} {text}")
+    return " ".join(texts)
+
+
+def choose_wandb_mode(settings, say):
+    """Returns the mode in which W&B can start: offline where its server or the key is missing.
+
+    Once wandb.init has begun to wait for a server or for a key, it cannot be told to give up.
+    """
+    import wandb
+    # the environment variable is W&B's own, and goes before the setting
+    mode = os.environ.get("WANDB_MODE") or settings.wandb_mode
+    if mode != "online":
+        return mode
+    try:
+        requests.head(wandb.setup().settings.base_url, timeout=5)
+        wandb.login(timeout=5)
+        return "online"
+    except Exception as e:  # requests and wandb have many for this
+        say(f"W&B: offline ({one_line(e)})")
+        return "offline"

@@ -1,0 +1,103 @@
+"""How many steps a run of max_minutes has time for."""
+import math
+import os
+import time
+
+import numpy as np
+from torch.utils._pytree import tree_map
+
+import optim
+from runtime.errors import UserError
+from runtime.process import restart_watchdog
+
+
+def fit_minutes(run, make_inputs, train_set, test_set, began, say):
+    """Replaces max_minutes by max_steps, and by a curriculum and a warm-up that fit, before the first step.
+
+    It times steps, and leaves the state as it was. All ranks; rank 0 decides.
+
+    Args:
+        run: a train.Run.
+        make_inputs: train.make_inputs.
+        train_set, test_set: the Datasets.
+        began: time.monotonic() when the command began.
+        say: a function for a line of the log.
+
+    Raises UserError if no time is left to train.
+    """
+    settings = run.settings
+    evaluator = run.evaluator
+    examples_per_epoch = optim.epoch_size(train_set)
+    total_steps = optim.count_steps(settings, examples_per_epoch)
+
+    # time a training step of the full depth; the curriculum's others take less, in proportion to their FLOPs
+    full = settings.H_cycles, settings.L_cycles
+    inputs = make_inputs(run, train_set, 0, total_steps)
+    state = tree_map(lambda t: t.to("cpu", copy=True), run.state)
+    step_seconds = time_steps(run, lambda: run.train_program(run.state, inputs, full))
+    run.state = run.device.put(state)
+    depths = [optim.cycles_at(settings, examples_per_epoch, step) for step in range(total_steps)]
+    mean_flops = sum(map(run.flops_per_example, depths)) / total_steps
+    step_seconds *= mean_flops / run.flops_per_example(full)
+
+    # time a step of an evaluation
+    final_indices = test_set.subset(settings.eval_final_max_puzzles)
+    batch = test_set.test_batch(np.resize(final_indices, run.batch_size))
+    inputs = evaluator.inputs(*run.eval_weights(), batch)
+    slots = evaluator.new_slots()
+    eval_step_seconds = time_steps(run, lambda: evaluator.program(slots, inputs)["loss"])
+
+    def evaluation_seconds(indices):
+        # a puzzle was seen to take 1.4 attempts where 8 were allowed
+        attempts = len(indices) * min(settings.eval_attempts, 1.5)
+        batches = math.ceil(attempts / settings.global_batch_size)
+        # with eval_patience, puzzles were seen to leave after a sixth to a half of the steps
+        depth = evaluator.depth / (3 if settings.eval_patience else 1)
+        return batches * depth * eval_step_seconds
+
+    # a step's share of the evaluations during training
+    if settings.eval_interval:
+        evaluations_per_step = settings.global_batch_size / (settings.eval_interval * examples_per_epoch)
+        indices = test_set.subset(settings.eval_max_puzzles, settings.eval_versions)
+        step_seconds += evaluations_per_step * evaluation_seconds(indices)
+
+    # the steps for which there is time; 3% are for checkpoints and for what times vary
+    final_seconds = evaluation_seconds(final_indices)
+    seconds_left = 0.97 * 60 * settings.max_minutes - (time.monotonic() - began) - final_seconds
+    max_steps = run.device.all_gather(int(seconds_left / step_seconds))[0]
+    estimate = f"the final evaluation takes about {final_seconds:.0f} s"
+    if max_steps < 1:
+        # the same command with other values may begin here
+        if run.device.rank == 0:
+            os.remove(f"{settings.out_dir}/run.json")
+        raise UserError(f"max_minutes={settings.max_minutes:g} leaves no time to train: {estimate}, and "
+                        "--eval_final_max_puzzles shortens it")
+    say(f"max_minutes={settings.max_minutes:g}: max_steps is {max_steps}, of {1e3 * step_seconds:.0f} ms "
+        f"each with the evaluations between them; {estimate}")
+
+    # settings that would train the same run; a warm-up of the whole run would never reach the peak
+    settings.max_steps = max_steps
+    settings.max_minutes = 0.0
+    settings.curriculum_epochs *= max_steps / total_steps
+    settings.lr_warmup_steps = min(settings.lr_warmup_steps, max_steps // 10)
+
+
+def time_steps(run, step):
+    """Returns the seconds of a step on rank 0, once it is compiled. All ranks.
+
+    step: a function that begins one and returns a tensor.
+    """
+    enough_seconds = min(5, 0.6 * run.settings.max_minutes)
+    restart_watchdog(run.settings.stall_timeout)
+    step().cpu()
+    # twice as many, until it takes long enough
+    n = 1
+    seconds = 0.0
+    while seconds < enough_seconds:
+        n *= 2
+        began = time.perf_counter()
+        for _ in range(n):
+            result = step()
+        result.cpu()  # waits for the device
+        seconds = run.device.all_gather(time.perf_counter() - began)[0]
+    return seconds / n
