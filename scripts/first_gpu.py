@@ -28,7 +28,7 @@ import data as datasets
 import train
 from runtime import device as devices
 from runtime import process
-from runtime.errors import UserError
+from runtime.errors import UserError, check_choices
 from runtime.flops import flops_per_example
 
 # what is measured, and for how long
@@ -58,7 +58,7 @@ def main(settings):
     if settings.part:
         run_part(settings)
         return
-    configurator.check_choices(settings, dict(device=("cuda", "cpu")))
+    check_choices(settings, dict(device=("cuda", "cpu")))
     _, card = devices.choose_device(settings.device)
     if os.path.exists(settings.out_dir):
         raise UserError(f"--out_dir={settings.out_dir} exists: choose another")

@@ -80,16 +80,6 @@ def test_a_list_of_two_pages(monkeypatch):
     server.server_close()
 
 
-def test_the_check_needs_the_rights_that_a_run_needs(bucket, front):
-    bucket.check()
-    front.denied = ("insert", "DELETE")
-    bucket.check(write=False)
-    for denied in ("list", "insert", "DELETE"):
-        front.denied = (denied,)
-        with pytest.raises(UserError, match="status 403 "):
-            bucket.check()
-
-
 # Tokens and passwords.
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 A kill loses at most the steps since the last checkpoint, and what ends one rank ends all. The commands are
 real, the storage is emulated.
 """
-import gc
 import os
 import random
 import resource
@@ -14,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import (
     DATA,
     ROOT,
@@ -34,7 +32,7 @@ from helpers import (
 )
 
 import train
-from runtime.bucket import Bucket, Mirror
+from runtime.bucket import Bucket
 from runtime.checkpoint import checkpoint_paths, numbered
 
 URL = "--gcs_dir=gs://bucket/run"
@@ -195,17 +193,6 @@ def test_a_closed_terminal_stops_a_run_unless_nohup_started_it(data, tmp_path):
             assert process.wait(30) == 3
 
 
-def test_an_evaluation_that_is_stopped_costs_no_earlier_one(data, out):
-    again = [*AUTO, "--eval_only", "--eval_save_outputs=preds"]
-    run(data, out, *again)
-    content = Path(out, "eval_00000040.npz").read_bytes()
-    with begun(start_train(data, out, *again, "--eval_halt_max_steps=10000000"), "parameters") as process:
-        time.sleep(1)
-        process.terminate()
-        assert "final evaluation stopped" in process.output() and process.returncode == 3
-    assert Path(out, "eval_00000040.npz").read_bytes() == content
-
-
 def test_ctrl_c_while_a_dataset_is_made(data, tmp_path):
     """Nothing of it stays, and no process: neither the one that makes it nor those of its pool."""
     path = tmp_path / "data"
@@ -262,23 +249,6 @@ def test_a_bucket_that_refuses_is_wrong_input_and_one_that_is_away_is_not(data, 
     assert code == peers_code == 0 and "trying again in 4 s" in text, text + peers_text
 
 
-def test_a_checkpoint_that_a_newer_one_overtakes_is_uploaded_whole(front, tmp_path, monkeypatch):
-    """The .json comes last, after what a machine that resumes from it does not repeat."""
-    files = [tmp_path / f"ckpt_00000010.{ending}" for ending in ("pt", "json")]
-    for file in (*files, tmp_path / "metrics.jsonl", tmp_path / "best.pt"):
-        file.touch()
-    monkeypatch.setattr(Mirror, "work", lambda self: None)  # copy() is called here instead
-    bucket = Bucket("gs://bucket/run")
-    written = []
-    write = bucket.write
-    bucket.write = lambda name, content: written.append(name) or write(name, content)
-    mirror = Mirror(tmp_path, bucket, "ckpt_00000010", lambda names, newest: [], print)
-    front.script = [lambda: [file.unlink() for file in files]]  # during the first upload
-    mirror.copy()
-    order = ["ckpt_00000010.pt", "best.pt", "metrics.jsonl", "ckpt_00000010.json"]
-    assert sorted(bucket.list()) == sorted(order) and written == order
-
-
 # Disks.
 
 def test_what_a_run_did_not_make_stays_where_it_is(data, front, tmp_path):
@@ -291,25 +261,6 @@ def test_what_a_run_did_not_make_stays_where_it_is(data, front, tmp_path):
     files = {"ckpt_00000010.pt", "ckpt_00000010.json", "best.pt", "best.json", "run.json", "metrics.jsonl",
              "log.txt"}
     assert set(in_bucket()) == files and set(os.listdir(out)) == files | {"thesis.tmp", "run.lock"}
-
-
-def test_a_full_disk_costs_checkpoints_until_keep_last_n_is_lower(data, out, monkeypatch):
-    def save_on_full_disk(state, f):
-        if len(list(Path(out).glob("*.pt*"))) > 5:
-            raise RuntimeError("[enforce fail] unexpected pos 6464 vs 6358")
-        save(state, f)
-
-    save = torch.save
-    monkeypatch.setattr(torch, "save", save_on_full_disk)
-    flags = [*AUTO, "--max_steps=60"]
-    with pytest.raises(SystemExit, match="1"):
-        run(data, out, *flags)
-    text = Path(out, "log.txt").read_text()
-    assert text.count("checkpoint not written (is the disk full?): ") == 2
-    assert not list(Path(out).glob("*.tmp"))
-    gc.collect()  # frees the lock of the run that has failed
-    run(data, out, *flags, "--keep_last_n=1")
-    assert [os.path.basename(path) for path in checkpoint_paths(out)] == ["ckpt_00000060.pt"]
 
 
 # Several ranks, each as on its own host: what ends one must end all, with the right exit code.

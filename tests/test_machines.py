@@ -80,8 +80,8 @@ def test_out_of_gpu_memory(random_puzzles, monkeypatch, error):
 # Environments of launchers, clusters and images.
 
 @pytest.mark.parametrize("variables", [
-    "RANK= WORLD_SIZE=", "RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=3", "RANK=0 WORLD_SIZE=1", "GROUP_RANK=",
-    "MASTER_ADDR=localhost MASTER_PORT=29500", "RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT="])
+    "RANK= WORLD_SIZE=", "LOCAL_RANK=3", "MASTER_ADDR=localhost MASTER_PORT=29500",
+    "RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT="])
 def test_one_process_trains_alone_in_an_environment_that_names_no_others(variables, monkeypatch):
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
@@ -95,9 +95,6 @@ def test_one_process_trains_alone_in_an_environment_that_names_no_others(variabl
     ("RANK=1", "several replicas need all four, as torchrun sets them"),
     ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost", "MASTER_ADDR=localhost MASTER_PORT= in the environment: "),
     ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1", "one process needs `env -u RANK"),
-    ("RANK=x", "RANK=x in the environment: must be a whole number"),
-    ("RANK=0 WORLD_SIZE=-1", "WORLD_SIZE=-1 in the environment: must be a whole number"),
-    ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=x", "MASTER_PORT=x in the environment: must"),
 ])
 def test_ranks_without_an_address_are_wrong_input(variables, words, data, tmp_path):
     environment = dict(variable.split("=") for variable in variables.split())
