@@ -516,12 +516,12 @@ def replica(settings, kind):
     # the run goes on with, which only rank 0's host may have
     device = open_device(kind, settings)
     settings = copy.copy(settings)  # replicas may be threads
-    checkpoints = checkpoint.Checkpoints(settings, device)
-    saved = recipe(checkpoints.find(STOP.is_set))
-    if saved and settings.max_minutes:  # a run keeps the length that max_minutes gave it
+    start, saved = checkpoint.find_start(settings, device, STOP.is_set)
+    resumed = recipe(start.settings)
+    if resumed and settings.max_minutes:  # a run keeps the length that max_minutes gave it
         names = "max_steps", "curriculum_epochs", "lr_warmup_steps"
-        vars(settings).update({name: saved[name] for name in names}, max_minutes=0.0)
-    settings.fill(saved)
+        vars(settings).update({name: resumed[name] for name in names}, max_minutes=0.0)
+    settings.fill(resumed)
     check_settings(settings)
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     check_batch_size(settings, device)
@@ -540,14 +540,17 @@ def replica(settings, kind):
         raise UserError(f"epochs={settings.epochs} of {train_set.total_groups} puzzles are less than one "
                         f"batch of global_batch_size={settings.global_batch_size}")
 
-    # where to start; the watchdog begins behind it, since a download may take long
-    start = checkpoints.find_start(trm, train_set, test_set, total_steps)
+    # the weights to start with; the watchdog begins behind them, since a download may take long
+    start = checkpoint.load_start(start, saved, settings, device, trm, train_set, total_steps)
     restart_watchdog(settings.stall_timeout)
-    run = Run(settings, trm, device, checkpoints.saved)
-    checkpoints.saved = {}  # frees its memory
+    run = Run(settings, trm, device, saved)
+    saved.clear()  # frees its memory
     log = Log(settings, device, start.step)
+    checkpoints = None
+    if not settings.eval_only:
+        checkpoints = checkpoint.Checkpoints(settings, device, start, train_set, test_set, log.print0)
     log.header(differences(settings), trm.num_parameters(), train_set, test_set)
-    for note in filter(None, [dtype_note, *checkpoints.notes]):
+    for note in filter(None, [dtype_note, *start.notes]):
         log.print0(note)
 
     # only evaluate
@@ -557,7 +560,6 @@ def replica(settings, kind):
         return
 
     # train and evaluate
-    checkpoints.open(start, log.print0, STOP.set)
     if start.is_complete:
         is_complete = True
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
@@ -574,7 +576,7 @@ def replica(settings, kind):
             examples=len(train_set),
             puzzles=train_set.total_groups,
             data_sha256=train_set.sha256,
-            init_from=checkpoints.init_from,
+            init_from=start.init_from,
             forks=dict(configurator.FORKS),
         )
         log.begin(facts)

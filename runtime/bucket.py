@@ -18,7 +18,8 @@ import requests
 from runtime.errors import TransientError, UserError
 from runtime.files import hashes_of, locked, read_json, replacing
 
-LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt")  # another machine that resumes needs them
+# Another machine that resumes needs them.
+LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt", "run.json")
 RETRIED = {408, 429, *range(500, 600)}  # statuses of a server that may answer later
 # A VM's metadata server, by number: looking up its name can hang outside Google Cloud.
 METADATA_TOKEN = "http://169.254.169.254/computeMetadata/v1/instance/service-accounts/default/token"
@@ -230,16 +231,14 @@ class Mirror:
         folder: the run's.
         bucket: a Bucket, whose attempts a stop does not end.
         newest: the name of the newest checkpoint, such as "ckpt_00002500".
-        check: a function that raises an error if this process may not write to the bucket any more.
         outdated: a function of (names in the bucket, newest) that returns the names to delete.
         say: a function for the lines of the log.
     """
 
-    def __init__(self, folder, bucket, newest, check, outdated, say):
+    def __init__(self, folder, bucket, newest, outdated, say):
         self.folder = folder
         self.bucket = bucket
         self.newest = newest
-        self.check = check
         self.outdated = outdated
         self.say = say
         self.copied = {}  # {name of a file: its version in the bucket}
@@ -286,7 +285,6 @@ class Mirror:
 
     def copy(self):
         """Copies what is new."""
-        self.check()
         # copy one checkpoint whole; a newer one may come meanwhile, and delete this one
         newest = self.newest
         with suppress(FileNotFoundError):

@@ -1,13 +1,12 @@
-"""A run's checkpoints: where it begins, what is written, pruned and mirrored, and how one is read.
+"""A run's checkpoints: where a run begins, what is written, pruned and mirrored, and how one is read.
 
 A run's folder holds ckpt_STEP.pt for the last steps and best.pt, each with a .json, written after it, that
-has its hash: only the .json proves that a checkpoint is complete. run.json has the run's id, which its
-checkpoints have too. A checkpoint has all that solve.py, play.py and export.py need, with 100 test puzzles.
+has its hash: only the .json proves that a checkpoint is complete. run.json has the run's id. A checkpoint has
+all that solve.py, play.py and export.py need, with 100 test puzzles.
 """
 import fcntl
 import json
 import os
-import platform
 import re
 import secrets
 from concurrent.futures import ThreadPoolExecutor
@@ -25,270 +24,256 @@ from runtime.bucket import LOGS, Bucket, Mirror
 from runtime.errors import TransientError, UserError
 from runtime.files import file_hash, read_metrics, read_torch_file, replacing
 
+# ---------------------------------------------------------------------------------------------------------
+# Where a run begins
 
 class Start(NamedTuple):
     """Where a run begins."""
+    path: str = ""  # the checkpoint with its weights; "": new weights
+    is_resume: bool = False  # it goes on with the run of that checkpoint
+    settings: dict = {}  # {name: value} of the checkpoint that is resumed or evaluated
+    init_from: str = "scratch"  # scratch or the file that the run began with, which a resume does not change
     step: int = 0
     is_complete: bool = False  # nothing is left to do
     is_evaluated: bool = True  # no evaluation is left to do at this step
+    notes: list = []  # lines for the log
 
 
-class Checkpoints:
-    """The checkpoints of a run, in out_dir and gcs_dir. All ranks call its methods, rank 0 reads and writes.
-
-    find() says with which settings the run begins, find_start() with which weights and where, and makes the
-    run this process's own; open() starts the threads that save() needs.
+def find_start(settings, device, should_stop):
+    """Finds a checkpoint by init_from, out_dir and gcs_dir. All ranks.
 
     Args:
         settings: the run's settings.
         device: a device.Device, or an object with its methods.
+        should_stop: a function that says whether this host is asked to stop.
 
-    run_id: the same from a run's first start to its end, and W&B's id. notes: lines for the log. saved: what
-    the run begins with, on rank 0: the state in a checkpoint, or {}.
+    Returns a Start, and what the checkpoint holds: on rank 0 alone, {} elsewhere. Raises UserError where
+    there is no checkpoint or another run, TransientError where the bucket does not answer, SystemExit if a
+    stop is requested meanwhile.
+    """
+    saved = {}
+
+    def find():
+        file = "" if settings.init_from in ("scratch", "resume", "auto") else settings.init_from
+        newest = ""
+        if not (settings.eval_only and file):  # an evaluation of a file needs no run
+            newest = find_newest(settings, should_stop)
+        if not (newest or file):
+            return Start()
+        saved.update(read_checkpoint(newest or file))
+
+        # a run that was interrupted goes on; with a FILE, if it has begun with that file
+        if newest and not settings.eval_only:
+            began_with = saved["settings"]["init_from"]
+            if file not in ("", began_with):
+                refuse_run(f"--out_dir={settings.out_dir}", listed(settings.out_dir))
+            return Start(newest, True, saved["settings"], began_with)
+
+        # an evaluation and a new run take only the weights and their average
+        saved.pop("optimizer", None)
+        own = saved.get("settings", {}) if settings.eval_only else {}
+        return Start(newest or file, False, own, file)
+
+    return on_rank_0(device, find), saved
+
+
+def on_rank_0(device, call):
+    """Returns rank 0's call() on all ranks, which raise its error: they would wait for it."""
+    error = result = None
+    if device.rank == 0:
+        try:
+            result = call()
+        except (Exception, SystemExit) as e:
+            error = e
+    error, result = device.all_gather((error, result))[0]
+    if error:
+        raise error
+    return result
+
+
+def find_newest(settings, should_stop):
+    """Returns the path of the newest whole checkpoint of the bucket and out_dir, or ""; see find_start."""
+    out_dir = settings.out_dir
+    bucket = None
+    if settings.gcs_dir:
+        bucket = Bucket(settings.gcs_dir, should_stop)
+        bucket.check(write=not settings.eval_only)
+    if settings.init_from == "scratch":
+        refuse_run(f"--out_dir={out_dir}", listed(out_dir))
+        refuse_run(f"--gcs_dir={settings.gcs_dir}", bucket.list() if bucket else [])
+        return ""
+    if bucket:
+        pull(bucket, out_dir)
+    newest = newest_whole(out_dir, print)
+    # a run that has had a checkpoint does not silently start again
+    must_exist = settings.init_from == "resume" or settings.eval_only or checkpoint_paths(out_dir)
+    if must_exist and not newest:
+        raise UserError(f"--init_from={settings.init_from}: no complete checkpoint in {out_dir}; "
+                        "--init_from=auto starts from scratch where out_dir and gcs_dir hold none")
+    return newest
+
+
+def refuse_run(flag, names):
+    """Raises UserError if a run is among the files `names` of the folder that `flag` gives."""
+    if any(name.startswith(("ckpt_", "best.", "metrics.", "run.json")) for name in names):
+        raise UserError(f"{flag} holds a run: --init_from=auto continues it, another "
+                        f"{flag.partition('=')[0]} starts another")
+
+
+def pull(bucket, out_dir):
+    """Brings the newest whole checkpoint of the bucket, and its logs, to out_dir, unless that has it."""
+    # both must be of the same run
+    own = Path(out_dir, "run.json")
+    remote = bucket.read("run.json")
+    if remote and own.exists() and own.read_bytes() != remote:
+        raise UserError(f"{out_dir} and {bucket.url} hold two different runs: choose another; to move a run, "
+                        "copy its files to an empty one")
+    for name in numbered(bucket.list()):
+        newest = newest_whole(out_dir)
+        if newest and step_of(newest) >= step_of(name):
+            return
+        print(f"fetching {name} from the bucket", flush=True)
+        # the .json comes last
+        for file in (*LOGS, name + ".pt", name + ".json"):
+            bucket.download(file, f"{out_dir}/{file}")
+
+
+def load_start(start, saved, settings, device, model, data, total_steps):
+    """Gives the model the weights that a run begins with, and returns the Start with its step. All ranks.
+
+    Args:
+        start, saved: of find_start.
+        settings: the run's settings.
+        device: a device.Device, or an object with its methods.
+        model: a TRM.
+        data: the Dataset of the training puzzles.
+        total_steps: the length of the run.
+
+    Raises UserError where settings, files and datasets do not fit together.
+    """
+    def load():
+        if not start.path:
+            return start
+        if start.is_resume:
+            return resume(start, saved, settings, model, data, total_steps)
+        return load_file(start, saved, settings, model, data)
+
+    check_ranks(settings, device, data)
+    return on_rank_0(device, load)
+
+
+def check_ranks(settings, device, data):
+    """Raises UserError if ranks differ in what all must have in common; their disks may differ."""
+    own = vars(settings) | dict(dataset=data.sha256, data_path="", out_dir="")
+    ranks = device.all_gather((device.host, own))
+    _, expected = ranks[0]
+    for rank, (host, facts) in enumerate(ranks):
+        differing = sorted(dict(facts.items() - expected.items()))
+        if differing:
+            raise UserError(f"host {host}, rank {rank}: not as on rank 0: {', '.join(differing)}")
+
+
+def resume(start, saved, settings, model, data, total_steps):
+    """Returns the Start at a checkpoint of the run; see load_start."""
+    path = start.path
+    step = saved["step"]
+    optimizer = start.settings["optimizer"]
+    # check the dataset, the length and the optimizer
+    if saved["data"] != data.sha256:
+        raise UserError(f"{path} was trained on another dataset than {settings.data_path}: choose that one, "
+                        "or another --out_dir")
+    if step > total_steps:
+        raise UserError(f"{path} is past the {total_steps} steps of this run: raise max_steps or epochs")
+    if optimizer != settings.optimizer:
+        raise UserError(f"{path} was trained with optimizer={optimizer}: another --out_dir with "
+                        "--init_from=FILE begins with its weights")
+    load_weights(model, saved["weights"], path)
+
+    # tell the log what is resumed and what has changed
+    notes = [f"resuming from {path}", *missing_forks(saved["forks"])]
+    for name, value in vars(settings).items():
+        old = start.settings.get(name, value)
+        if value != old and name != "init_from":
+            notes.append(f"{name} is {value}; the checkpoint had {old}")
+    # find the evaluations that were logged at this step; the run has ended if one of them is final
+    lines = read_metrics(f"{settings.out_dir}/metrics.jsonl")
+    evaluations = [line for line in lines if line["step"] == step and "eval/loss" in line]
+    has_ended = step == total_steps and any(line.get("final") for line in evaluations)
+    return start._replace(step=step, is_complete=has_ended, is_evaluated=bool(evaluations), notes=notes)
+
+
+def load_file(start, saved, settings, model, data):
+    """Returns the Start of a new run with a checkpoint's weights, or of its evaluation."""
+    file = start.path
+    check_task(saved, data, file)
+    # files of the official code do not say what their identifiers stand for
+    is_same = saved.get("identifiers", data.identifiers) == data.identifiers
+    is_averaged = load_weights(model, saved["weights"], file, is_same)
+    notes = missing_forks(saved.get("forks", {}))
+    if is_averaged and settings.eval_only:
+        raise UserError(f"{file} has other puzzle identifiers than {data.path}: it can be trained further, "
+                        "but not evaluated (docs/arc.md)")
+    if is_averaged:
+        notes.append(f"{file} has other puzzle identifiers: all start from the mean of its embedding")
+    # a new run counts its own steps
+    step = saved.get("step", 0) if settings.eval_only else 0
+    return start._replace(step=step, notes=notes)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Saving
+
+class Checkpoints:
+    """Writes the checkpoints of a run, to out_dir and gcs_dir. All ranks call its methods, rank 0 writes.
+
+    Args:
+        settings: the run's settings.
+        device: a device.Device, or an object with its methods.
+        start: of load_start.
+        data, test: the Datasets.
+        say: a function for the lines of the log.
+
+    run_id: on rank 0 the same from a run's first start to its end, and W&B's id. Raises TransientError where
+    another process trains in out_dir, UserError where nothing can be written.
     """
 
-    def __init__(self, settings, device):
+    def __init__(self, settings, device, start, data, test, say):
         self.settings = settings
         self.device = device
         self.out_dir = settings.out_dir
-        self.run_id = ""
-        self.notes = []
-        self.saved = {}
-        # what the run began with, which a resume does not change
-        is_file = settings.init_from not in ("scratch", "resume", "auto")
-        self.init_from = settings.init_from if is_file else "scratch"
+        self.init_from = start.init_from
+        self.data = data
+        self.test = test
+        self.say = say
+        self.newest = stem(start.step)  # the last good checkpoint
         # one thread: checkpoints are written one after the other
         self.writer = ThreadPoolExecutor(1)
         self.writing = self.writer.submit(lambda: True)
-        self.mirror = None
-
-    # -----------------------------------------------------------------------------------------------------
-    # Where a run begins
-
-    def find(self, should_stop):
-        """Finds a checkpoint by init_from, out_dir and gcs_dir, and returns its settings. All ranks.
-
-        They are {name: value} of the checkpoint that is resumed or evaluated; {} for a new run.
-
-        should_stop: a function that says whether this host is asked to stop.
-
-        Raises UserError where there is no checkpoint or another run, TransientError where the bucket does not
-        answer, SystemExit if a stop is requested meanwhile.
-        """
-        return self.on_rank_0(lambda: self.read(should_stop))
-
-    def find_start(self, model, data, test, total_steps):
-        """Returns the Start, and makes the run this process's own unless it only evaluates. All ranks.
-
-        Args:
-            model: a TRM, which takes the weights of the checkpoint.
-            data, test: the Datasets.
-            total_steps: the length of the run.
-
-        Raises UserError where settings, files and datasets do not fit together, TransientError where another
-        process trains.
-        """
-        self.data = data
-        self.test = test
-        self.check_ranks()
-        return self.on_rank_0(lambda: self.load(model, total_steps))
-
-    def on_rank_0(self, call):
-        """Returns rank 0's call() on all ranks, which raise its error: they would wait for it."""
-        error = result = None
-        if self.device.rank == 0:
-            try:
-                result = call()
-            except (Exception, SystemExit) as e:
-                error = e
-        error, result = self.device.all_gather((error, result))[0]
-        if error:
-            raise error
-        return result
-
-    def check_ranks(self):
-        """Raises UserError if ranks differ in what all must have in common; their disks may differ."""
-        own = vars(self.settings) | dict(dataset=self.data.sha256, data_path="", out_dir="")
-        ranks = self.device.all_gather((self.device.host, own))
-        _, expected = ranks[0]
-        for rank, (host, facts) in enumerate(ranks):
-            differing = sorted(dict(facts.items() - expected.items()))
-            if differing:
-                raise UserError(f"host {host}, rank {rank}: not as on rank 0: {', '.join(differing)}")
-
-    def read(self, should_stop):
-        """Reads what the run begins with, and returns the settings to go on with. Rank 0."""
-        settings = self.settings
-        file = "" if self.init_from == "scratch" else self.init_from
-        self.bucket = None
-        # an evaluation of a file needs no run
-        newest = "" if settings.eval_only and file else self.find_newest(should_stop)
-        self.path = newest or file
-        self.resumes = bool(newest) and not settings.eval_only
-        self.saved = read_checkpoint(self.path) if self.path else {}
-        # a new run takes only the weights of a file
-        return self.saved.get("settings", {}) if newest or settings.eval_only else {}
-
-    def find_newest(self, should_stop):
-        """Returns the path of the newest whole checkpoint of the bucket and out_dir, or "". Rank 0."""
-        settings = self.settings
-        if settings.gcs_dir:
-            self.bucket = Bucket(settings.gcs_dir, should_stop)
-            self.bucket.check(write=not settings.eval_only)
-        if settings.init_from == "scratch":
-            refuse_run(f"--out_dir={self.out_dir}", listed(self.out_dir))
-            refuse_run(f"--gcs_dir={settings.gcs_dir}", self.bucket.list() if self.bucket else [])
-        else:
-            self.pull(self.bucket)
-        newest = newest_whole(self.out_dir, self.notes.append)
-        # a run that has had a checkpoint does not silently start again
-        must_exist = settings.init_from == "resume" or settings.eval_only or checkpoint_paths(self.out_dir)
-        if must_exist and not newest:
-            problem = f"--init_from={settings.init_from}: no complete checkpoint in {self.out_dir}"
-            hint = "--init_from=auto starts from scratch where out_dir and gcs_dir hold none"
-            raise UserError("; ".join([problem, *self.notes, hint]))
-        return newest
-
-    def load(self, model, total_steps):
-        """Returns the Start; the model takes the weights of `saved`. Rank 0."""
-        start = Start()
-        if self.resumes:
-            start = self.resume(model, total_steps)
-        elif self.path:
-            start = self.start_from_file(model)
-        if not self.settings.eval_only:
-            self.take_over()
-        return start
-
-    def pull(self, bucket):
-        """Brings the newest whole checkpoint of the bucket, and its logs, to out_dir, unless that has it."""
-        # read the run's id, which out_dir and the bucket must agree on
-        with suppress(FileNotFoundError):
-            self.run_id = json.loads(Path(self.out_dir, "run.json").read_bytes())["id"]
-        if not bucket:
-            return
-        remote_id = read_run(bucket).get("id", self.run_id)
-        if self.run_id and remote_id != self.run_id:
-            raise UserError(f"{self.out_dir} and {bucket.url} hold two different runs: choose another; "
-                            "to move a run, copy its files to an empty one")
-        self.run_id = remote_id
-
-        for name in numbered(bucket.list()):
-            newest = newest_whole(self.out_dir)
-            if newest and step_of(newest) >= step_of(name):
-                return
-            self.notes.append(f"fetching {name} from the bucket")
-            # the .json comes last
-            for file in (*LOGS, name + ".pt", name + ".json"):
-                bucket.download(file, f"{self.out_dir}/{file}")
-
-    def resume(self, model, total_steps):
-        """Returns the Start at a checkpoint of the run. Raises UserError if the settings do not fit it."""
-        settings = self.settings
-        path = self.path
-        step = self.saved["step"]
-        saved = self.saved["settings"]
-        # check the dataset, the length and the optimizer
-        if self.saved["data"] != self.data.sha256:
-            raise UserError(f"{path} was trained on another dataset than {settings.data_path}: choose that "
-                            "one, or another --out_dir")
-        if step > total_steps:
-            raise UserError(f"{path} is past the {total_steps} steps of this run: raise max_steps or epochs")
-        if saved["optimizer"] != settings.optimizer:
-            raise UserError(f"{path} was trained with optimizer={saved['optimizer']}: another --out_dir with "
-                            "--init_from=FILE begins with its weights")
-        # with a FILE, the same command goes on with the run that it has begun
-        if self.init_from not in ("scratch", saved["init_from"]):
-            refuse_run(f"--out_dir={self.out_dir}", listed(self.out_dir))
-        load_weights(model, self.saved["weights"], path)
-
-        # tell the log what is resumed and what has changed
-        self.notes.append(f"resuming from {path}")
-        self.notes += missing_forks(self.saved["forks"])
-        for name, value in vars(settings).items():
-            if saved.get(name, value) != value and name != "init_from":
-                self.notes.append(f"{name} is {value}; the checkpoint had {saved[name]}")
-        self.run_id = self.saved["run_id"]
-        self.init_from = saved["init_from"]
-        # find the evaluations that were logged at this step; the run has ended if one of them is final
-        lines = read_metrics(f"{self.out_dir}/metrics.jsonl")
-        evaluations = [line for line in lines if line["step"] == step and "eval/loss" in line]
-        has_ended = step == total_steps and any(line.get("final") for line in evaluations)
-        return Start(step, has_ended, bool(evaluations))
-
-    def start_from_file(self, model):
-        """Returns the Start of a new run with a checkpoint's weights, or of its evaluation."""
-        state = self.saved
-        file = self.path
-        check_task(state, self.data, file)
-        # files of the official code do not say what their identifiers stand for
-        is_same = state.get("identifiers", self.data.identifiers) == self.data.identifiers
-        is_averaged = load_weights(model, state["weights"], file, is_same)
-        self.notes += missing_forks(state.get("forks", {}))
-        # an evaluation and a new run need only the weights and their average
-        self.saved = {"ema": state["ema"]} if "ema" in state else {}
-        if self.settings.eval_only:
-            if is_averaged:
-                raise UserError(f"{file} has other puzzle identifiers than {self.data.path}: it can be "
-                                "trained further, but not evaluated (docs/arc.md)")
-            return Start(state.get("step", 0))
-        # a new run counts its own steps
-        if is_averaged:
-            self.notes.append(f"{file} has other puzzle identifiers: all start from the mean of its "
-                              "embedding")
-        return Start()
-
-    def take_over(self):
-        """Makes this process the one that trains the run: locks out_dir and writes run.json."""
-        # a run keeps its id; the token is new with each process, and the last one counts
-        self.run_id = self.run_id or secrets.token_hex(4)
-        self.token = secrets.token_hex(8)
-        owner = dict(id=self.run_id, token=self.token, host=platform.node())
-        content = json.dumps(owner).encode()
         # the operating system frees the lock of a process that was killed; the file stays
+        self.lock = None
+        self.run_id = ""
+        on_rank_0(device, self.take_folder)
+        self.mirror = None
+        if device.rank == 0 and settings.gcs_dir:
+            bucket = Bucket(settings.gcs_dir)  # a stop does not end its attempts
+            too_old = partial(outdated, keep=settings.keep_last_n)
+            self.mirror = Mirror(self.out_dir, bucket, self.newest, too_old, say)
+
+    def take_folder(self):
+        """Locks out_dir, and reads or writes run.json. Rank 0."""
+        path = f"{self.out_dir}/run.json"
         try:
             os.makedirs(self.out_dir, exist_ok=True)
             self.lock = open(f"{self.out_dir}/run.lock", "ab")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.exists(path):
+                with replacing(path) as f:
+                    f.write(json.dumps({"id": secrets.token_hex(4)}).encode())
         except BlockingIOError:
             raise TransientError(f"--out_dir={self.out_dir}: another process trains there") from None
         except OSError as e:
             raise UserError(f"--out_dir={self.out_dir}: cannot be written to ({e.strerror})") from None
-        if self.bucket:
-            self.bucket.write("run.json", content)
-        with replacing(f"{self.out_dir}/run.json") as f:
-            f.write(content)
-
-    # -----------------------------------------------------------------------------------------------------
-    # Saving
-
-    def open(self, start, say, request_stop):
-        """Starts the thread that uploads to gcs_dir.
-
-        Args:
-            start: the Start of find_start.
-            say: a function for the lines of the log.
-            request_stop: a function that stops this run.
-        """
-        self.say = say
-        self.newest = stem(start.step)  # the last good checkpoint
-        settings = self.settings
-        if self.device.rank != 0 or not settings.gcs_dir:
-            return
-        bucket = Bucket(settings.gcs_dir)  # a stop does not end its attempts
-        token = self.token
-
-        def check_owner():
-            # a missing run.json names no other owner: somebody may have deleted it
-            owner = read_run(bucket)
-            if owner.get("token", token) != token:
-                say(f"another process, on {owner['host']}, has begun to train the run in {bucket.url}: this "
-                    "one stops")
-                request_stop()
-                raise TransientError("another process trains this run")
-
-        too_old = partial(outdated, keep=settings.keep_last_n)
-        self.mirror = Mirror(self.out_dir, bucket, self.newest, check_owner, too_old, say)
+        self.run_id = json.loads(Path(path).read_bytes())["id"]
 
     def save(self, step, run, metrics, name=""):
         """Begins to write a checkpoint and its .json, after the one before: memory holds one copy."""
@@ -366,18 +351,6 @@ class Checkpoints:
     def close(self, seconds):
         """Ends the upload. Returns whether the bucket, where there is one, has everything."""
         return not self.mirror or self.mirror.close(seconds)
-
-
-def refuse_run(flag, names):
-    """Raises UserError if a run is among the files `names` of the folder that `flag` gives."""
-    if any(name.startswith(("ckpt_", "best.", "metrics.", "run.json")) for name in names):
-        raise UserError(f"{flag} holds a run: --init_from=auto continues it, another "
-                        f"{flag.partition('=')[0]} starts another")
-
-
-def read_run(bucket):
-    """Returns the run.json of a bucket, {} if there is none."""
-    return json.loads(bucket.read("run.json") or "{}")
 
 
 def some_puzzles(test):

@@ -63,25 +63,19 @@ def read_place():
     Clusters and images set some of these variables for every process. Raises UserError if they say that
     there are others, but not where.
     """
-    def number(name, default):
-        text = os.environ.get(name) or default
-        if not text.isdecimal():
-            raise UserError(f"{name}={text} in the environment: must be a whole number, as torchrun sets it")
-        return int(text)
-
-    rank = number("RANK", "0")
-    world = number("WORLD_SIZE", "1")
     values = {name: os.environ.get(name, "") for name in TORCHRUN}
+    rank = int(values["RANK"] or 0)
+    world = int(values["WORLD_SIZE"] or 1)
     if (rank, world) == (0, 1) and not all(values.values()):
         return Place()
     if rank >= world or not all(values.values()):
         given = " ".join(f"{name}={value}" for name, value in values.items())
         raise UserError(f"{given} in the environment: several replicas need all four, as torchrun sets them; "
                         "one process needs `env -u RANK -u WORLD_SIZE python train.py ...`")
-    number("MASTER_PORT", "")
-    local_rank = number("LOCAL_RANK", "0")
-    local_world = number("LOCAL_WORLD_SIZE", str(local_rank + 1))
-    return Place(rank, world, local_rank, local_world, number("GROUP_RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    host = int(os.environ.get("GROUP_RANK", 0))
+    return Place(rank, world, local_rank, local_world, host)
 
 
 def choose_device(wanted):

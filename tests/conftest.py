@@ -51,7 +51,16 @@ def pytest_collection_modifyitems(items):
         helpers.FORKS.set_forkserver_preload(["train", "torch_xla"])
         return
     for item in needing_xla:
-        item.add_marker(pytest.mark.skip("torch_xla is not installed"))
+        item.add_marker(pytest.mark.skip("needs torch_xla"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Says in one line which packages the skipped tests need."""
+    reasons = {report.longrepr[2] for report in terminalreporter.getreports("skipped")}
+    packages = sorted(reason.partition("needs ")[2] for reason in reasons if "needs " in reason)
+    if packages:
+        terminalreporter.write_line(f"skipped: the tests that need {', '.join(packages)}; "
+                                    "pip install -r requirements-dev.txt")
 
 
 @pytest.fixture(autouse=True)

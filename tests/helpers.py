@@ -5,6 +5,7 @@ import csv
 import functools
 import gc
 import http.server
+import importlib.metadata
 import io
 import multiprocessing.forkserver
 import os
@@ -73,6 +74,14 @@ def hosts(n):
         port = str(s.getsockname()[1])
     return [dict(RANK=str(i), LOCAL_RANK="0", GROUP_RANK=str(n - 1 - i), WORLD_SIZE=str(n),
                  MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for i in range(n)]
+
+
+def needs(package):
+    """Skips a test that needs a package which no command of the project needs, if it is not installed."""
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"needs {package}")
 
 
 # Datasets.

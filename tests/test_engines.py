@@ -1,6 +1,5 @@
-"""The files for other people's machines: Kubernetes, the guide's loop, and what a TPU host installs."""
+"""What the guide gives to other machines fits them: Kubernetes' file, and the loop over the study."""
 import glob
-import importlib.metadata
 import json
 import math
 import re
@@ -9,7 +8,6 @@ import sys
 from pathlib import Path
 
 import jsonschema
-import pytest
 import yaml
 from helpers import ROOT
 
@@ -39,18 +37,3 @@ def test_the_guides_loop_has_all_runs_of_the_study_and_their_datasets():
     *files, data_path = subprocess.check_output(["bash", "-c", loop], cwd=ROOT, text=True).splitlines()
     assert sorted(files) == sorted(glob.glob("config/study/*.py", root_dir=ROOT))
     assert data_path == "data/sudoku-extreme-1k-aug-2000"
-
-
-@pytest.mark.xla
-def test_a_tpu_host_gets_the_libtpu_that_torch_xla_executes_with():
-    """docs/tpu.md has the version of the PJRT API of the pinned libtpu, and of the installed one."""
-    assert "torch_xla[tpu]==2.9.0" in read("requirements-tpu.txt")
-    assert 'libtpu==0.0.21; extra == "tpu"' in importlib.metadata.requires("torch_xla")
-    apis = dict(re.findall(r"^\| ([\d.]+).*?\| 0\.(\d+) \|", read("docs/tpu.md"), re.M))
-    assert apis["0.0.21"] == "75"
-    pytest.importorskip("libtpu")
-    # GetPjrtApi returns: size and extensions (64 bits each); the version's size, extensions, major and minor
-    code = ("import ctypes, libtpu; get = ctypes.CDLL(libtpu.get_library_path()).GetPjrtApi; "
-            "get.restype = ctypes.POINTER(ctypes.c_int32 * 10); print(get().contents[9])")
-    minor = subprocess.check_output([sys.executable, "-c", code], text=True).strip()
-    assert apis[importlib.metadata.version("libtpu")] == minor

@@ -19,7 +19,7 @@ import numpy as np
 import play
 import pytest
 import torch
-from helpers import ROOT, wait_for
+from helpers import ROOT, needs, wait_for
 
 import puzzles
 from model import TRM
@@ -238,6 +238,7 @@ class Browser:
 
 @pytest.fixture(scope="module")
 def chromium():
+    needs("PyQt6-WebEngine")
     browser = Browser()
     yield browser
     browser.view.close()

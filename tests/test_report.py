@@ -131,12 +131,6 @@ def test_damage_costs_at_most_the_run_that_has_it(tmp_path, run_report, pattern,
     assert status.format(path=path) in run_report(tmp_path)
 
 
-def test_packages_that_are_missing_are_named(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(report.UserError, match="pip install matplotlib scipy"):
-        report.main([])
-
-
 def test_a_folder_without_runs_is_an_error_of_one_line():
     with pytest.raises(report.UserError, match="nowhere: no run"):
         report.main(["nowhere"])

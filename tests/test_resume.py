@@ -6,7 +6,7 @@ import shlex
 import shutil
 
 import pytest
-from helpers import DATA, ROOT, TrainProcess, begun, hosts, newest, start_train, xla_environment
+from helpers import DATA, ROOT, TrainProcess, hosts, newest, start_train, xla_environment
 
 import train
 from configurator import configure
@@ -127,15 +127,6 @@ def test_a_machine_with_an_empty_disk_takes_the_settings_of_the_bucket(front, tm
     own = f"--out_dir={tmp_path / 'second'}", bucket, "--device=cpu", "--init_from=resume", "--max_steps=3"
     finish([TrainProcess([*own])])
     assert saved(tmp_path / "second") == saved(tmp_path / "first") | dict(max_steps=3)
-
-
-def test_a_stop_while_a_replica_makes_the_dataset(tmp_path):
-    """No config file and no flag says which dataset, and a checkpoint may; none does."""
-    (tmp_path / "slow.py").write_text("import time; time.sleep(1000)")
-    flags = "--device=cpu", "--init_from=auto", "--data_prepare=slow.py"
-    with begun(TrainProcess([*flags], cwd=tmp_path), "is missing; making it") as process:
-        process.terminate()
-        assert process.wait(30) == 3
 
 
 CONFIGS = [[path] for path in glob.glob(f"{ROOT}/config/*.py")]

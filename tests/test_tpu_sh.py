@@ -157,13 +157,6 @@ def cloud(tmp_path):
 # The real gcloud.
 
 @needs_gcloud
-def test_the_real_gcloud_refuses_what_it_does_not_know():
-    command = "gcloud compute tpus queued-resources delete trm --zone=us-central2-b --project=mine"
-    assert refusal(f"{command} --force") == ""
-    assert "unrecognized arguments: --forced" in refusal(f"{command} --forced")
-
-
-@needs_gcloud
 def test_the_real_gcloud_takes_the_commands_of_the_docs():
     text = "".join(page.read_text().replace("\\\n", " ") for page in ROOT.glob("docs/*.md"))
     # lines of code blocks, and inline code
