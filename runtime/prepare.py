@@ -24,10 +24,9 @@ from contextlib import contextmanager
 import numpy as np
 import requests
 
-from configurator import check_numbers
 from puzzles import IGNORE_LABEL, check_text, judge, task_of, verdict
 from runtime.bucket import RETRIED, try_again, without_password
-from runtime.errors import TransientError, UserError
+from runtime.errors import TransientError, UserError, check_numbers
 from runtime.files import Progress, hashes_of, locked, replacing
 from runtime.process import end_with_parent
 
