@@ -130,7 +130,7 @@ def pull(bucket, out_dir):
                         "copy its files to an empty one")
     for name in numbered(bucket.list()):
         newest = newest_whole(out_dir)
-        if newest and step_of(newest) >= step_of(name):
+        if newest and Path(newest).stem >= name:
             return
         print(f"fetching {name} from the bucket", flush=True)
         # the .json comes last
@@ -339,8 +339,9 @@ class Checkpoints:
     def prune(self):
         """Deletes all but the last keep_last_n complete checkpoints; a file that cannot be deleted stays."""
         names = os.listdir(self.out_dir)
-        unfinished = filter(UNFINISHED.fullmatch, names)
-        for name in (*unfinished, *outdated(names, self.newest, self.settings.keep_last_n)):
+        # what a process that was killed was writing
+        unfinished = [name for name in names if re.fullmatch(r"(ckpt_\d+|best)\.(pt|json)\.tmp", name)]
+        for name in [*unfinished, *outdated(names, self.newest, self.settings.keep_last_n)]:
             with suppress(OSError):
                 os.remove(f"{self.out_dir}/{name}")
 
@@ -375,26 +376,15 @@ def missing_forks(forks):
 # ---------------------------------------------------------------------------------------------------------
 # Names of checkpoints
 
-NUMBERED = re.compile(r"ckpt_\d{8,}\.(pt|json)")
-UNFINISHED = re.compile(r"(ckpt_\d{8,}|best)\.(pt|json)\.tmp")  # by a process that was killed
-
-
 def stem(step):
-    """Returns the name of a step's checkpoint without its ending."""
+    """Returns the name of a step's checkpoint without its ending; names are in the order of the steps."""
     return f"ckpt_{step:08d}"
-
-
-def step_of(name):
-    """Returns 2500 of "ckpt_00002500" and of its files and their paths."""
-    return int(re.search(r"(\d+)(\.\w+)?$", name)[1])
 
 
 def numbered(names):
     """Returns the numbered checkpoints that have a .pt and a .json among the files `names`, newest first."""
-    stems = {name.partition(".")[0] for name in names if NUMBERED.fullmatch(name)}
-    complete = [stem for stem in stems if {stem + ".pt", stem + ".json"} <= {*names}]
-    # sort by number: from step 10^8 on the names are longer
-    return sorted(complete, key=step_of, reverse=True)
+    stems = [name.removesuffix(".json") for name in names if re.fullmatch(r"ckpt_\d+\.json", name)]
+    return sorted((stem for stem in stems if stem + ".pt" in names), reverse=True)
 
 
 def outdated(names, newest, keep):
@@ -405,12 +395,11 @@ def outdated(names, newest, keep):
         newest: the newest good checkpoint. Newer ones were found damaged, and do not count.
         keep: how many complete checkpoints stay.
     """
-    kept = [stem for stem in numbered(names) if step_of(stem) <= step_of(newest)][:keep]
+    kept = [stem for stem in numbered(names) if stem <= newest][:keep]
     if not kept:
         return []
-    old_files = [name for name in names if NUMBERED.fullmatch(name) and step_of(name) < step_of(kept[-1])]
     # a .json comes before its .pt, which is no checkpoint without it
-    return sorted(old_files)
+    return sorted(name for name in names if name < kept[-1] and re.fullmatch(r"ckpt_\d+\.(pt|json)", name))
 
 
 def listed(folder):

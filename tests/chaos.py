@@ -30,7 +30,7 @@ import torch
 from fake_gcloud import ROOT, Cloud, kill_processes, processes, write_program
 from helpers import DATA, TINY, TrainProcess, hosts, new_emulator, same, serve_bucket, upload
 
-from runtime.checkpoint import numbered, step_of
+from runtime.checkpoint import numbered
 
 # Environment variables that change float32 arithmetic: the hosts have those of the run without faults.
 ARITHMETIC = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"
@@ -191,7 +191,7 @@ class Slice(Cloud):
             objects, _ = self.front.storage.get_file_list("bucket", "run/", None)
         names = [item["name"].removeprefix("run/") for item in objects]
         (self.cloud / "bucket").write_text("\n".join(names))
-        self.complete = max(map(step_of, numbered(names)), default=0)
+        self.complete = max((int(name[5:]) for name in numbered(names)), default=0)
         with suppress(OSError):
             pid, text = (read(self.home(1) / "trm/run" / name) for name in ("pid", "output.txt"))
             # the step that training starts from, and those of the log
