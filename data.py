@@ -130,7 +130,7 @@ class Dataset:
         if is_arc:
             owners = self.groups_of(owners)
         row_indices = self._load("task_indices" if is_arc else "puzzle_indices")
-        self._check(row_indices[-1])
+        self._check(row_indices, owners)
 
         # number the examples of all puzzles; those of one puzzle follow each other
         self.first_rows = row_indices[owners]
@@ -149,17 +149,26 @@ class Dataset:
         file = f"{self.folder}/all__{field}.npy"
         try:
             # a plain view of the file indexes faster than np.memmap
-            return np.asarray(np.load(file, mmap_mode=mmap_mode))
+            array = np.asarray(np.load(file, mmap_mode=mmap_mode))
         except (OSError, ValueError, EOFError) as e:
             raise UserError(f"{file} cannot be read (truncated?): {self.hint} ({e})") from None
+        if array.dtype.kind not in "biu" and (array % 1 != 0).any():
+            raise UserError(f"{file} has numbers that are not whole: {self.hint}")
+        return array
 
-    def _check(self, num_rows):
-        """Raises UserError, which names the arrays whose shapes or numbers do not fit."""
-        shape = (num_rows, self.seq_len)
+    def _check(self, row_indices, owners):
+        """Raises UserError, which names the arrays whose shapes or numbers do not fit.
+
+        row_indices: owner i has the rows row_indices[i]:row_indices[i + 1]. owners: of each puzzle [puzzles].
+        """
+        shape = (row_indices[-1], self.seq_len)
+        lowest_label = min(0, IGNORE_LABEL if self.ignore_label_id is None else self.ignore_label_id)
         checks = {
             "inputs": self.inputs.shape == shape,
             "labels": self.labels.shape == shape,
             "vocab_size": max(self.inputs.max(initial=0), self.labels.max(initial=0)) < self.vocab_size,
+            "tokens from 0": self.inputs.min(initial=0) >= 0 and self.labels.min(initial=0) >= lowest_label,
+            "indices of rows": len(row_indices) == owners[-1] + 2,
             "num_puzzle_identifiers": self.puzzle_identifiers.max() < self.num_puzzle_identifiers,
             "group_indices": self.group_indices[-1] == len(self.puzzle_identifiers),
         }

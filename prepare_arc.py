@@ -236,8 +236,14 @@ def read_kaggle(path):
     tasks = read_json(path)
     solutions_path = path.replace("_challenges.json", "_solutions.json")
     solutions = read_json(solutions_path) if os.path.exists(solutions_path) else {}
-    for name, task in tasks.items():
-        for pair, output in zip(task["test"], solutions.get(name) or []):
+    for name, outputs in solutions.items():
+        if outputs is None:
+            continue
+        tests = tasks.get(name, {}).get("test", [])
+        if len(outputs) != len(tests):
+            raise UserError(f"{solutions_path}: task {name} has {len(outputs)} outputs, but {len(tests)} "
+                            f"test inputs in {path}: the files are of different sets")
+        for pair, output in zip(tests, outputs):
             pair["output"] = output
     return list(tasks.items())
 

@@ -133,9 +133,21 @@ def read_torch_file(path):
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
-        # a clone without git-lfs has a few lines of text in place of the file
-        with open(path, "rb") as f:
-            is_pointer = f.read(64).startswith(b"version https://git-lfs")
-        hint = ": it is a Git LFS pointer, git lfs pull fetches the file" if is_pointer else ""
-        cause = type(e).__name__
-        raise ValueError(f"{path} is damaged, or torch.save did not write it ({cause}){hint}") from None
+        raise ValueError(f"{path} is damaged, or torch.save did not write it ({type(e).__name__})"
+                         f"{other_format(path)}") from None
+
+
+def other_format(path):
+    """Returns a hint at what a file is that torch.load cannot read, or ""."""
+    with open(path, "rb") as f:
+        start = f.read(64)
+    # a clone without git-lfs has a few lines of text in place of the file
+    if start.startswith(b"version https://git-lfs"):
+        return ": it is a Git LFS pointer, git lfs pull fetches the file"
+    if start.lstrip().startswith(b"<"):
+        return ": it is a web page, not the file behind it"
+    if start[8:9] == b"{":
+        return ": it looks like safetensors; torch.save(safetensors.torch.load_file(OLD), NEW) converts it"
+    if start.startswith(b"PK") and not zipfile.is_zipfile(path):
+        return ": it is cut off, copy it again"
+    return ""

