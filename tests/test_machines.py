@@ -3,16 +3,20 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from helpers import ROOT, TINY, hosts, start_train
+from helpers import ROOT, TINY, hosts, run, start_train
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import InductorError
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import configurator
+import optim
 import train
 from runtime import device as devices
 from runtime import errors
@@ -28,6 +32,47 @@ def test_only_cuda_gets_weights_in_another_order_and_all_get_their_numbers():
         cast = devices.cast_weights(SimpleNamespace(kind=kind), weights, torch.bfloat16)
         assert cast["gate"].stride() == strides and cast["down"].stride() == (32, 1)
         assert all(torch.equal(cast[name], w.bfloat16()) for name, w in weights.items())
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of all operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("num_slots, operation", [(1, "sum"), (4, "index_put")])
+def test_rows_of_the_puzzle_embedding_add_up_in_a_fixed_order_on_a_gpu(num_slots, operation):
+    """torch documents index_add as nondeterministic on CUDA; index_put with accumulate=True sorts there."""
+    with FakeTensorMode(), Operations() as operations:
+        entries = torch.zeros(6, 8, device="cuda")
+        slots = torch.zeros(6, dtype=torch.int32, device="cuda")
+        assert optim.add_up(entries, slots, num_slots).shape == (num_slots, 8)
+    assert operation in operations.names and "index_add" not in operations.names
+
+
+def test_both_ways_to_add_up_slots_agree():
+    entries = torch.randn(50, 3)
+    slots = torch.randint(0, 7, (50,))
+    want = torch.zeros(7, 3).index_put((slots,), entries, accumulate=True)
+    assert torch.allclose(optim.add_up(entries, slots, 7), want, atol=1e-5)
+
+
+def test_a_step_that_could_not_be_compiled_says_so(data, tmp_path, monkeypatch):
+    """As without Triton or a C compiler."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", True)
+    torch._dynamo.utils.counters.clear()
+    failing = partial(torch.compile, backend=mock.Mock(side_effect=OSError))
+    monkeypatch.setattr(torch, "compile", failing)
+    flags = ["--max_steps=2", "--eval_final_max_puzzles=16", "--L_cycles=1", "--compile=on"]
+    text = run(data, tmp_path, *flags)
+    assert "for the first step at H_cycles 2, L_cycles 1, not compiled, since torch.compile failed" in text
 
 
 @pytest.mark.parametrize("name, tflops", [
