@@ -355,14 +355,35 @@ def eval_values(ranks):
 # ---------------------------------------------------------------------------------------------------------
 # Questions without known answers, for notebooks and scripts
 
+CELLS_AT_A_TIME = 5_000  # in a batch on the CPU: 61 Sudokus of 9x9 or 5 mazes of 30x30
+
+
 class Questions(NamedTuple):
     """Puzzles without known answers, as Queue takes them."""
     task: dict
-    tokens: np.ndarray  # int32 [n, S]
-    identifiers: np.ndarray  # int32 [n]
+    batch: dict  # of unlabelled_batch
 
     def test_batch(self, indices):
-        return unlabelled_batch(self.tokens[indices]) | dict(puzzle_identifiers=self.identifiers[indices])
+        return {name: array[indices] for name, array in self.batch.items()}
+
+
+def answers_to(settings, trm, task, batch, report=lambda num_finished: None):
+    """Returns the results of a Queue, {name: [n, ...]}, for n questions. It works on the CPU.
+
+    Args:
+        settings: see Evaluator.
+        trm: a TRM on the CPU.
+        task: the questions' task.
+        batch: the questions, of unlabelled_batch.
+        report: a function that gets the number of questions that were finished, now and then.
+    """
+    n, cells = batch["inputs"].shape
+    batch_size = min(n, max(1, CELLS_AT_A_TIME // cells))
+    evaluator = Evaluator(settings, trm, Device("cpu", settings), batch_size)
+    queue = Queue(evaluator, *weights_of(trm), Questions(task, batch), np.arange(n))
+    while queue.num_unfinished():
+        report(queue.run(lambda: False))
+    return queue.results
 
 
 def solve(trm, questions, steps=16, attempts=1, identifiers=None):
@@ -389,22 +410,20 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=None):
     else:
         texts = [questions] if isinstance(questions, str) else questions
         tokens = np.stack([puzzles.parse_question(trm.task, text)[1] for text in texts])
-    n, cells = tokens.shape
+    _, cells = tokens.shape
     if cells != trm.sizes["seq_len"]:
         raise ValueError(f"the question has {cells} cells, not {trm.sizes['seq_len']}")
-    identifiers = np.zeros(n) if identifiers is None else identifiers.numpy()
+    batch = unlabelled_batch(tokens)
+    if identifiers is not None:
+        batch["puzzle_identifiers"] = identifiers.int().numpy()
 
-    # a slot for each question, on the CPU in float32
+    # all steps of each attempt, in float32
     settings = SimpleNamespace(**vars(trm.settings) | dict(
         eval_halt_max_steps=steps, eval_attempts=attempts, eval_patience=0, micro_batch_size=0,
         forward_dtype="float32", compile="off", seed=0))
-    evaluator = Evaluator(settings, trm, Device("cpu", settings), n)
-    unanswered = Questions(trm.task, tokens, identifiers.astype(np.int32))
-    queue = Queue(evaluator, *weights_of(trm), unanswered, np.arange(n))
-    while queue.num_unfinished():
-        queue.run(lambda: False)
-    answers = queue.results["surest_preds"]
-    confidences = sigmoid(queue.results["surest_q_halt_logits"])
+    results = answers_to(settings, trm, trm.task, batch)
+    answers = results["surest_preds"]
+    confidences = sigmoid(results["surest_q_halt_logits"])
 
     # the answers in the form of the questions
     if torch.is_tensor(questions):

@@ -57,7 +57,6 @@ ignored = ""  # characters of known answers for cells that do not count, as of p
 
 ATTEMPTS = 8  # at most, unless --eval_attempts says otherwise
 MOST_PROBLEMS = 10  # with puzzles, that are printed
-CELLS_AT_A_TIME = 5_000  # in a batch: 61 Sudokus of 9x9 or 5 mazes of 30x30
 
 
 def main(argv):
@@ -113,7 +112,7 @@ def watch(settings, trm, questions, identifiers=0):
         questions: tokens int32 [n, cells].
         identifiers: puzzle identifiers [n], for ARC; 0: all have identifier 0.
     """
-    evaluator = new_evaluator(settings, trm, len(questions))
+    evaluator = evaluate.Evaluator(settings, trm, Device("cpu", settings), len(questions))
     batch = evaluate.unlabelled_batch(questions)
     batch["puzzle_identifiers"][:] = identifiers
     return evaluator.watch(*evaluate.weights_of(trm), batch)
@@ -133,10 +132,6 @@ def watch_attempts(settings, trm, task, question):
             yield attempt, step, answer, evaluate.sigmoid(logit)
         if evaluate.sigmoid(results["surest_q_halt_logits"]) >= model.SURE:
             return
-
-
-def new_evaluator(settings, trm, batch_size):
-    return evaluate.Evaluator(settings, trm, Device("cpu", settings), batch_size)
 
 
 def solve_one(train_settings, trm, task, questions, settings, path):
@@ -176,16 +171,6 @@ def solve_one(train_settings, trm, task, questions, settings, path):
         draw(settings.plot, task, question, grids if settings.plot.endswith(".gif") else [kept])
 
 
-class Questions(NamedTuple):
-    """Puzzles as evaluate.Queue takes them."""
-
-    task: dict
-    tokens: np.ndarray  # int32 [n, cells]
-
-    def test_batch(self, indices):
-        return evaluate.unlabelled_batch(self.tokens[indices])
-
-
 def solve_file(settings, trm, task, questions, rows, own_settings):
     """Solves puzzles, prints how many are right, and writes a row for each to a new file.
 
@@ -197,18 +182,13 @@ def solve_file(settings, trm, task, questions, rows, own_settings):
         rows: a list of Row.
         own_settings: of this script.
     """
-    n, cells = questions.shape
-    evaluator = new_evaluator(settings, trm, min(n, max(1, CELLS_AT_A_TIME // cells)))
-    data = Questions(task, questions)
-    queue = evaluate.Queue(evaluator, *evaluate.weights_of(trm), data, np.arange(n))
-    progress = Progress("solving", n)
-    while queue.num_unfinished():
-        progress.add(queue.run(lambda: False))
+    batch = evaluate.unlabelled_batch(questions)
+    found = evaluate.answers_to(settings, trm, task, batch, Progress("solving", len(questions)).add)
 
     # a line for each puzzle, those that cannot be solved in their places
-    answers, logits, steps = (queue.results[name] for name in evaluate.SUREST)
+    answers, logits, steps = (found[name] for name in evaluate.SUREST)
     certainties = evaluate.sigmoid(logits)
-    attempts = queue.results["attempts"]
+    attempts = found["attempts"]
     known_answers = [row.known_answer for row in rows if not row.problem]
     judged = judge_answers(task, questions, answers, known_answers, own_settings.ignored)
     solved = zip(answers, certainties.round(4), attempts, steps.astype(int), judged)

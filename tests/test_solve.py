@@ -128,7 +128,7 @@ def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, models_fo
                                                             monkeypatch):
     questions, answers, labels = evaluation
     results = ["right" if answer == label else "wrong" for answer, label in zip(answers, labels)]
-    monkeypatch.setattr(solve, "CELLS_AT_A_TIME", 16 * 7)  # batches of 7 puzzles
+    monkeypatch.setattr(evaluate, "CELLS_AT_A_TIME", 16 * 7)  # batches of 7 puzzles
     run = models_folder / "sudoku"
     rows = solve_rows(run_solve, run, tmp_path, ["question", *questions], "--eval_attempts=1")
     assert [[row["question"], row["answer"], row["result"]] for row in rows] == list(
@@ -141,7 +141,7 @@ def test_attempts_at_a_file_of_puzzles_are_those_of_the_model(run_solve, models_
                                                               monkeypatch):
     """TRM.load in a notebook and solve.py try the same copies, until the same answers are sure."""
     monkeypatch.setattr(models, "SURE", 0.05)
-    monkeypatch.setattr(solve, "CELLS_AT_A_TIME", 16 * 7)
+    monkeypatch.setattr(evaluate, "CELLS_AT_A_TIME", 16 * 7)
     questions = evaluation[0][:20]
     rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, ["question", *questions])
     answers, sure = evaluate.solve(TRM.load(models_folder / "model.pt"), questions, 4, 8)
