@@ -6,6 +6,7 @@ leaves its slot after eval_halt_max_steps, or once its answer has not changed fo
 the slot takes the next puzzle of the queue. A puzzle without a sure answer waits there for another attempt:
 at a copy of itself by symmetry, whose answer is turned back.
 """
+import math
 from collections import Counter
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -378,7 +379,8 @@ def answers_to(settings, trm, task, batch, report=lambda num_finished: None):
         report: a function that gets the number of questions that were finished, now and then.
     """
     n, cells = batch["inputs"].shape
-    batch_size = min(n, max(1, CELLS_AT_A_TIME // cells))
+    num_batches = math.ceil(n * cells / CELLS_AT_A_TIME)
+    batch_size = math.ceil(n / num_batches)
     evaluator = Evaluator(settings, trm, Device("cpu", settings), batch_size)
     queue = Queue(evaluator, *weights_of(trm), Questions(task, batch), np.arange(n))
     while queue.num_unfinished():
