@@ -74,7 +74,7 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
     cycles = settings.H_cycles, settings.L_cycles
 
     def train_step():
-        return run.train_program(run.state, next_inputs(), cycles)
+        return run.train_step(run.state, next_inputs(), cycles)
 
     # the training step; its first call compiles
     say(f"the first training step, {settings.global_batch_size} sequences")
@@ -134,7 +134,7 @@ def choose_batch_size(settings, device, train_set, say):
     run, next_inputs = new_run(settings, device, train_set)
     cycles = settings.H_cycles, settings.L_cycles
     for _ in range(2):  # the first step takes longer
-        seconds, _ = seconds_of(1, lambda: run.train_program(run.state, next_inputs(), cycles))
+        seconds, _ = seconds_of(1, lambda: run.train_step(run.state, next_inputs(), cycles))
     batch_size = next(n for n in CPU_BATCH_SIZES if n * seconds < CPU_STEP_SECONDS or n == 1)
     say(f"a step of one sequence takes {seconds:.1f} s: {batch_size} at a time")
     return batch_size

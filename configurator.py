@@ -117,8 +117,10 @@ def configure(script, argv):
 
     Raises UserError for an unknown key (it names the closest one), a wrong type, or a file that fails to run.
     """
-    # a fork may run again in this process, as for each run of the study: it finds the original modules
-    for place, attributes in ORIGINALS.items():
+    # train.py may be configured again in this process, as for each run of the study: without what the forks
+    # of the last time have replaced. A config file may configure other scripts.
+    originals = ORIGINALS if os.path.basename(script) == "train.py" else {}
+    for place, attributes in originals.items():
         for name, value in attributes.items():
             if vars(place).get(name) is not value:
                 setattr(place, name, value)

@@ -295,7 +295,8 @@ class Generated:
         draw(self, rng, n, split) -> questions, answers: tokens [n, cells]
 
     which makes n puzzles with a numpy.random.Generator. The puzzles for the split "test" must differ from the
-    puzzles for "train". All replicas draw the whole batch of a step, from (seed, step), and take slices.
+    puzzles for "train". All replicas draw the whole batch of a step, from (seed, step), and take slices. The
+    fork also sets data_path to any name, and data_prepare to "".
     """
 
     task = {}  # see puzzles/__init__.py; its grid and symbols are the model's sizes
@@ -307,6 +308,7 @@ class Generated:
 
     def __init__(self, path, split):
         self.path = path
+        self.split = split
         self.seq_len = math.prod(self.task["grid"])
         self.vocab_size = len(self.task["symbols"])
         # draw the test puzzles, or as many others: their hash identifies how puzzles are drawn
@@ -315,7 +317,7 @@ class Generated:
         self.sha256 = hashlib.sha256(content).hexdigest()
 
     def __len__(self):
-        return self.test_size
+        return self.total_groups if self.split == "train" else self.test_size
 
     def train_batch(self, seed, step, batch_size, rank=0, world=1):
         """See Dataset.train_batch."""

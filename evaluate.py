@@ -34,8 +34,8 @@ class Evaluator:
     """Runs supervision steps without gradients on a batch of slots.
 
     Args:
-        settings: train.py's settings, of which loss_type, forward_dtype, micro_batch_size, the halting and
-            the eval_ settings are read.
+        settings: train.py's settings, of which forward_dtype, micro_batch_size, seed, the halting and the
+            eval_ settings are read.
         trm: a TRM.
         device: a device.Device, or an object with its methods.
         batch_size: the number of slots on this device.
@@ -147,7 +147,7 @@ class Queue:
 
     results, {name: [n, ...]}, zeros until a puzzle's first attempt leaves:
         preds, q_halt_logits, METRICS, LOSS_TERMS: of the first attempt, at the puzzle itself.
-        SUREST: the most confident answer of all attempts, of equals the first.
+        SUREST: the most confident answer of all attempts; a tie goes to the earliest.
         attempts: how many there were.
 
     Args:
@@ -181,7 +181,7 @@ class Queue:
 
         # free slots repeat their last puzzle, zeros at first, until they halt; nothing collects the results
         questions = np.zeros((evaluator.batch_size, seq_len), dtype=np.int32)
-        self.batch = unlabelled_batch(questions)
+        self.batch = unlabeled_batch(questions)
 
     def num_unfinished(self):
         """Returns the number of puzzles that wait or run."""
@@ -269,7 +269,7 @@ class Queue:
             self.waiting = np.append(self.waiting, puzzle)
 
 
-def unlabelled_batch(questions):
+def unlabeled_batch(questions):
     """Returns the batch of questions, tokens int32 [n, S], without answers and identifiers."""
     return dict(
         inputs=questions,
@@ -362,7 +362,7 @@ CELLS_AT_A_TIME = 5_000  # in a batch on the CPU: 61 Sudokus of 9x9 or 5 mazes o
 class Questions(NamedTuple):
     """Puzzles without known answers, as Queue takes them."""
     task: dict
-    batch: dict  # of unlabelled_batch
+    batch: dict  # of unlabeled_batch
 
     def test_batch(self, indices):
         return {name: array[indices] for name, array in self.batch.items()}
@@ -375,13 +375,13 @@ def answers_to(settings, trm, task, batch, report=lambda num_finished: None):
         settings: see Evaluator.
         trm: a TRM on the CPU.
         task: the questions' task.
-        batch: the questions, of unlabelled_batch.
+        batch: the questions, of unlabeled_batch.
         report: a function that gets the number of questions that were finished, now and then.
     """
     n, cells = batch["inputs"].shape
     num_batches = math.ceil(n * cells / CELLS_AT_A_TIME)
     batch_size = math.ceil(n / num_batches)
-    evaluator = Evaluator(settings, trm, Device("cpu", settings), batch_size)
+    evaluator = Evaluator(settings, trm, Device("cpu", settings, is_alone=True), batch_size)
     queue = Queue(evaluator, *weights_of(trm), Questions(task, batch), np.arange(n))
     while queue.num_unfinished():
         report(queue.run(lambda: False))
@@ -415,7 +415,7 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=None):
     _, cells = tokens.shape
     if cells != trm.sizes["seq_len"]:
         raise ValueError(f"the question has {cells} cells, not {trm.sizes['seq_len']}")
-    batch = unlabelled_batch(tokens)
+    batch = unlabeled_batch(tokens)
     if identifiers is not None:
         batch["puzzle_identifiers"] = identifiers.int().numpy()
 

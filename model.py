@@ -1,6 +1,6 @@
 """The Tiny Recursive Model (TRM, arXiv 2510.04871): recursion, supervision step, losses, network.
 
-Pure torch: this file knows no device, and only TRM.load reads a file. Parameters have the official code's
+This file knows no device, and only TRM.load reads a file. Parameters have the official code's
 names, without its "model.inner." prefix. The network computes in the dtype of the weights that it is called
 with: training casts the float32 weights once a step.
 
@@ -67,9 +67,11 @@ class TRM(nn.Module):
     """The network with its embeddings and heads, and all that a sequence goes through.
 
     model(sequences) is one supervision step with the module's own weights; call_with() takes others. A fork
-    replaces methods: first_latents, recursion, answer, losses, halts, is_solved and forward. Training,
-    evaluations call them, but only training calls halts(). They see parameters in forward_dtype,
-    and buffers in their own dtype; ranks do not synchronize buffers. self.training is false in evaluations.
+    may replace the methods that a supervision step goes through: first_latents, embed, recursion, answer,
+    is_solved, losses, halts and forward. Training and evaluations call all of them, but only training calls
+    halts().
+    They see parameters in forward_dtype and buffers in their own dtype; ranks do not synchronize
+    buffers. self.training is false in evaluations.
 
     Args:
         settings: train.py's settings; their seed decides the first weights, which are equal on every device.
@@ -282,10 +284,11 @@ class TRM(nn.Module):
         truncated_normal(self.L_init, 1.0, generator)
 
     @classmethod
-    def load(cls, path, cells=0):
+    def load(cls, path, cells=0, defaults=None):
         """Returns the model in a file of scripts/export.py, or the average in a checkpoint of train.py.
 
-        cells: of a puzzle; 0: as in training. Attention takes any number.
+        cells: of a puzzle; 0: as in training. Attention takes any number. defaults: {name: value} of settings
+        that the file may lack, such as a fork's.
 
         Besides its settings, those of its training, the model has what the file says:
             task: the puzzle, {"kind", "grid": [rows, columns], "symbols": a character for each token}.
@@ -298,7 +301,7 @@ class TRM(nn.Module):
         """
         saved = read_model(path)
         # answers do not depend on the loss, which may be a fork's
-        settings = SimpleNamespace(**saved["settings"])
+        settings = SimpleNamespace(**(defaults or {}) | saved["settings"])
         if settings.loss_type not in LOSSES:
             settings.loss_type = "softmax_cross_entropy"
         sizes = {name: saved["model"][name] for name in SIZES}
@@ -348,15 +351,15 @@ def where(mask, new, old):
 def step_metrics(labels, answers, q_halt, solved, steps):
     """Returns METRICS of each sequence, {name: float32 [B]}; sequences without labels are left out."""
     # count the scored cells of each sequence, and the right ones among them
-    is_labelled = labels != IGNORE_LABEL
-    num_labelled = is_labelled.sum(-1)
-    num_correct = (is_labelled & (answers == labels)).sum(-1)
+    is_labeled = labels != IGNORE_LABEL
+    num_labeled = is_labeled.sum(-1)
+    num_correct = (is_labeled & (answers == labels)).sum(-1)
     # zeros for a sequence without labels
-    has_labels = num_labelled > 0
+    has_labels = num_labeled > 0
     metrics = dict(
         count=has_labels,
-        accuracy=num_correct / num_labelled.clamp(min=1),
-        exact_accuracy=has_labels & (num_correct == num_labelled),
+        accuracy=num_correct / num_labeled.clamp(min=1),
+        exact_accuracy=has_labels & (num_correct == num_labeled),
         q_halt_accuracy=has_labels & ((q_halt >= 0) == solved),  # >=, as the official metric has it
         steps=torch.where(has_labels, steps, 0),
     )
@@ -369,12 +372,12 @@ def step_metrics(labels, answers, q_halt, solved, steps):
 def cross_entropy(scores, labels):
     """Returns the mean cross-entropy of each sequence's scored cells, [B]; scores: logits of a softmax."""
     # cells that are not scored take token 0, and are left out below
-    is_labelled = labels != IGNORE_LABEL
-    target = torch.where(is_labelled, labels, 0).long().unsqueeze(-1)
+    is_labeled = labels != IGNORE_LABEL
+    target = torch.where(is_labeled, labels, 0).long().unsqueeze(-1)
     cell_loss = torch.logsumexp(scores, -1) - scores.gather(-1, target).squeeze(-1)  # [B, S]
     # the mean over the scored cells; 0 for a sequence without any
-    total = torch.where(is_labelled, cell_loss, 0).sum(-1)
-    return total / is_labelled.sum(-1).clamp(min=1)
+    total = torch.where(is_labeled, cell_loss, 0).sum(-1)
+    return total / is_labeled.sum(-1).clamp(min=1)
 
 
 def stablemax_cross_entropy(settings, logits, labels):

@@ -44,14 +44,14 @@ data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its g
 data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
 global_batch_size = 768  # sequences per step, over all replicas
 micro_batch_size = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
-epochs = 50000  # an epoch offers each puzzle once, in one copy; a sequence takes one once it has halted
+epochs = 50000  # an epoch offers one copy of each puzzle; a sequence that has halted takes the next one
 max_steps = 0  # length of the run in steps; 0: from epochs
 max_minutes = 0.0  # or in minutes, from the start to the end of the final evaluation; 0: from steps or epochs
 # model
 hidden_size = 512  # width of the network
 num_heads = 8  # attention heads
-expansion = 4.0  # the hidden width of a SwiGLU is 2/3 x expansion x its width,
-multiple_of = 256  # rounded up to a multiple of this
+expansion = 4.0  # hidden width of a SwiGLU, as a share: 2/3 x expansion x its width
+multiple_of = 256  # hidden widths are rounded up to a multiple of this
 L_layers = 2  # layers of the one network
 H_cycles = 3  # T of the paper: recursions per step; all but the last without gradient
 L_cycles = 6  # n of the paper: latent updates per recursion
@@ -65,7 +65,7 @@ puzzle_emb_len = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
 forward_dtype = "bfloat16"  # or float32, float16, auto; becomes float16 or float32 where it would be emulated
 # halting
 halt_max_steps = 16  # maximum supervision steps of a sequence
-halt_exploration_prob = 0.1  # probability, drawn at each step, of no halt before a random step
+halt_exploration_prob = 0.1  # chance, at each step, that a sequence must run until a random step
 halt_exploration_prob_end = -1.0  # its value at the end of the run, reached linearly; -1: constant
 # optimizer
 loss_type = "stablemax_cross_entropy"  # or softmax_cross_entropy
@@ -108,8 +108,9 @@ wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
 wandb_run_name = ""  # empty: the last part of out_dir
 wandb_mode = "online"  # online, offline (for `wandb sync`) or disabled; without login or network: offline
 
-# Where and how a run takes place. All other settings say what it trains: a run that resumes keeps them, from
-# its checkpoint. (checkpoint_interval is one of those, since sequences start afresh at each checkpoint.)
+# These settings say where and how a run executes, and a resume takes them from the command. All others say
+# what the run trains, and a resume takes them from its checkpoint. (checkpoint_interval is one of the others,
+# since sequences start afresh at each checkpoint.)
 RUN_SETTINGS = (
     "out_dir", "gcs_dir", "init_from", "keep_last_n", "log_interval",
     "stall_timeout", "device", "compile", "eval_only", "eval_save_outputs",
@@ -296,7 +297,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
         last_cycles = cycles
         cycles = optim.cycles_at(settings, examples_per_epoch, step)
         inputs = make_inputs(run, train_set, step, total_steps)
-        stops = run.train_program(run.state, inputs, cycles)
+        stops = run.train_step(run.state, inputs, cycles)
         step += 1
         # the number of stops is read a step late, so that the host need not wait for the device
         read_stops = run.device.fetch(stops)
@@ -319,8 +320,9 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
         if not math.isfinite(values["train/loss"] + values["train/grad_norm"]):
             checkpoints.wait()
             good = [*checkpoint.checkpoint_paths(settings.out_dir), "none yet"]
-            raise TransientError(f"loss or gradient not finite between steps {log.step + 1} and {step}; "
-                                 f"the last good checkpoint: {good[0]}")
+            # a resume is exact, so that a restart would end here again
+            raise UserError(f"loss or gradient not finite between steps {log.step + 1} and {step}: lower lr, "
+                            f"or begin a new run with an earlier checkpoint; the last good one: {good[0]}")
         lr = optim.rates(settings, step - 1, total_steps)["lr"]
         metrics = log.train(step, total_steps, values, lr, run.flops_per_example(cycles))
 
@@ -396,7 +398,7 @@ class Run:
 
     Args:
         settings: the run's settings.
-        model: a TRM, which moves to the device.
+        trm: a TRM, which moves to the device.
         device: a device.Device, or an object with its methods.
         saved: ema and optimizer of a checkpoint, if it has them. All ranks start from rank 0's state.
     """
@@ -418,8 +420,7 @@ class Run:
             trm.puzzle_emb.weights = trm.puzzle_emb.weights.to("meta")  # two tables would not fit
         # the programs
         self.supervision_step = device.compile(trm.call_with)
-        self.train_program = device.compile_step(
-            lambda state, inputs, cycles: train_step(self, state, inputs, cycles))
+        self.train_step = device.compile_step(functools.partial(train_step, self))
         self.evaluator = evaluate.Evaluator(settings, trm, device, self.batch_size)
         self.restart_sequences()
 

@@ -292,7 +292,7 @@ def count_correct(task, arrays):
 
 
 def score(values):
-    """Returns the share of puzzles by which an evaluation, {"eval/...": number}, is better than another one.
+    """Returns the share of puzzles that ranks evaluations, of {"eval/...": number}.
 
     For ARC it is the share of tasks that are solved in two tries. For kinds with several right answers it is
     the share of answers that keep the rules, for other kinds the share of answers that equal their labels.
@@ -302,7 +302,7 @@ def score(values):
 
 
 def equal_labels(preds, labels):
-    """Returns which answers are right in all labelled cells, of which there is one at least, bool [n]."""
-    is_labelled = labels != IGNORE_LABEL
-    is_right = (preds == labels) | ~is_labelled
-    return is_right.all(axis=1) & is_labelled.any(axis=1)
+    """Returns which answers are right in all labeled cells, of which there is one at least, bool [n]."""
+    is_labeled = labels != IGNORE_LABEL
+    is_right = (preds == labels) | ~is_labeled
+    return is_right.all(axis=1) & is_labeled.any(axis=1)

@@ -28,7 +28,7 @@ def maze_task(size):
 def judge_maze(task, questions, answers):
     """Returns which cells differ from the question; the path may go over open cells.
 
-    See JUDGES in __init__.py. An answer is a solution if it is a shortest path, and nothing else differs.
+    See puzzles.JUDGES. An answer is a solution if it is a shortest path, and nothing else differs.
     """
     is_drawn = (questions == OPEN) & (answers == PATH)
     broken = (answers != questions) & ~is_drawn

@@ -35,7 +35,7 @@ def box_shape(size):
 def judge_sudoku(task, questions, answers):
     """Returns which cells are empty, differ from a given, or share a unit with an equal digit.
 
-    See JUDGES in __init__.py.
+    See JUDGES in puzzles/__init__.py.
     """
     # find digits that stand twice in a row, a column or a box
     bits = 1 << answers.T.astype(np.uint16)

@@ -141,8 +141,8 @@ class Device:
     torch: the torch.device. rank: this replica's number among `world`. host: the number of its host.
     """
 
-    def __init__(self, kind, settings):
-        place = read_place()
+    def __init__(self, kind, settings, is_alone=False):
+        place = Place() if is_alone else read_place()
         self.kind = kind
         self.rank = place.rank
         self.world = place.world
@@ -156,7 +156,7 @@ class Device:
             self.name = torch.cuda.get_device_name(self.torch)
             # without Triton or a C compiler, "auto" trains without torch.compile: is_compiled() tells
             torch._dynamo.config.suppress_errors = settings.compile == "auto"
-        if all(map(os.environ.get, TORCHRUN)):
+        if not is_alone and all(map(os.environ.get, TORCHRUN)):
             self.join_replicas(settings)
 
     def join_replicas(self, settings):

@@ -34,11 +34,12 @@ def fit_minutes(run, make_inputs, train_set, test_set, began, say):
     full = settings.H_cycles, settings.L_cycles
     inputs = make_inputs(run, train_set, 0, total_steps)
     state = tree_map(lambda t: t.to("cpu", copy=True), run.state)
-    step_seconds = time_steps(run, lambda: run.train_program(run.state, inputs, full))
+    step_seconds = time_steps(run, lambda: run.train_step(run.state, inputs, full))
     run.state = run.device.put(state)
     depths = [optim.cycles_at(settings, examples_per_epoch, step) for step in range(total_steps)]
-    mean_flops = sum(map(run.flops_per_example, depths)) / total_steps
-    step_seconds *= mean_flops / run.flops_per_example(full)
+    full_flops = run.flops_per_example(full)
+    if full_flops:  # a fork's may be unknown
+        step_seconds *= sum(map(run.flops_per_example, depths)) / total_steps / full_flops
 
     # time a step of an evaluation
     final_indices = test_set.subset(settings.eval_final_max_puzzles)

@@ -431,7 +431,7 @@ def write_dataset(path, splits, vocab_size, manifest):
             tokens from 1 (0: padding, of inputs) to vocab_size - 1, and IGNORE_LABEL or 0 for labels that do
             not count.
         vocab_size: tokens, padding included.
-        manifest: a dict with "grid" (rows, columns), better also "kind" and "symbols" (see __init__.py),
+        manifest: a dict with "grid" (rows, columns), better also "kind" and "symbols" (puzzles/__init__.py),
             "command" (see command_of), and whatever else describes the dataset. The files' SHA-256 are added.
 
     Raises UserError if path exists or cannot be written.

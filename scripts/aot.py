@@ -97,7 +97,7 @@ def trace(settings, path, chips):
     run, next_inputs = bench.new_run(settings, replica, datasets.Dataset(path, "train"))
     cycles = settings.H_cycles, settings.L_cycles
     steps = dict(
-        train=(partial(run.train_program, cycles=cycles), run.state, next_inputs()),
+        train=(partial(run.train_step, cycles=cycles), run.state, next_inputs()),
         eval=(run.evaluator.program, *bench.evaluation_of(run, path)),
     )
     programs = {}

@@ -176,7 +176,7 @@ def losses(settings):
         cycles = run.settings.H_cycles, run.settings.L_cycles
         curve = []
         for _ in range(20):
-            run.train_program(run.state, next_inputs(), cycles)
+            run.train_step(run.state, next_inputs(), cycles)
             sums = run.read_sums()
             curve.append(sums["loss"] / sums["sequences"])
         expected = expected or curve
@@ -204,7 +204,7 @@ def put_repeat(settings, case, run, next_inputs):
     for _ in range(2):
         state = tree_map(torch.clone, run.state)
         for step_inputs in inputs:
-            run.train_program(state, step_inputs, cycles)
+            run.train_step(state, step_inputs, cycles)
         ends.append(state)
     put(settings, "repeat", case, compiled=devices.is_compiled(run.device), ok=same_bits(*ends))
 
@@ -244,7 +244,7 @@ def measure(settings, name):
     is_cuda = settings.device == "cuda"
 
     def train_step():
-        return run.train_program(run.state, next_inputs(), cycles)
+        return run.train_step(run.state, next_inputs(), cycles)
 
     def eval_step():
         return run.evaluator.program(slots, eval_inputs)["halted"]

@@ -112,8 +112,8 @@ def watch(settings, trm, questions, identifiers=0):
         questions: tokens int32 [n, cells].
         identifiers: puzzle identifiers [n], for ARC; 0: all have identifier 0.
     """
-    evaluator = evaluate.Evaluator(settings, trm, Device("cpu", settings), len(questions))
-    batch = evaluate.unlabelled_batch(questions)
+    evaluator = evaluate.Evaluator(settings, trm, Device("cpu", settings, is_alone=True), len(questions))
+    batch = evaluate.unlabeled_batch(questions)
     batch["puzzle_identifiers"][:] = identifiers
     return evaluator.watch(*evaluate.weights_of(trm), batch)
 
@@ -182,7 +182,7 @@ def solve_file(settings, trm, task, questions, rows, own_settings):
         rows: a list of Row.
         own_settings: of this script.
     """
-    batch = evaluate.unlabelled_batch(questions)
+    batch = evaluate.unlabeled_batch(questions)
     found = evaluate.answers_to(settings, trm, task, batch, Progress("solving", len(questions)).add)
 
     # a line for each puzzle, those that cannot be solved in their places
@@ -388,7 +388,7 @@ def load(path, train_arguments, cells=0):
     if not os.path.isfile(file):
         raise UserError(f"{path}: neither a file nor a folder with a complete checkpoint")
     try:
-        trm = model.TRM.load(file, cells)
+        trm = model.TRM.load(file, cells, vars(settings))
     except (OSError, ValueError) as e:
         raise UserError(e) from None
     for line in missing_forks(trm.forks):
@@ -405,6 +405,10 @@ def load(path, train_arguments, cells=0):
     settings.forward_dtype = "float32"
     settings.micro_batch_size = 0
     settings.eval_patience = 0
+    # a flag changes the model's depth; a fork's file says how other runs of it are trained
+    for name in ("H_cycles", "L_cycles"):
+        if any(argument.startswith(f"--{name}=") for argument in train_arguments):
+            setattr(trm.settings, name, getattr(settings, name))
     return trm, settings
 
 

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import solve
 import torch
 from helpers import (
     ROOT,
@@ -161,6 +162,26 @@ lr = math.sqrt(4)''')
     arguments = [f"{ROOT}/config/study/exp01a_h256.py", f"{ROOT}/config/mini.py", str(tmp_path / "plain.py")]
     configurator.configure(train.__file__, arguments)
     assert not configurator.FORKS
+
+
+def test_a_config_file_that_configures_another_script_keeps_a_fork_before_it():
+    fork = f"{ROOT}/tests/forks/smoothing.py"
+    configurator.configure(train.__file__, [f"{ROOT}/config/study/exp05_c_halt12.py", fork,
+                                            f"{ROOT}/config/mini.py"])
+    assert model.TRM.__name__ == "Smoothed" and list(configurator.FORKS) == ["smoothing.py"]
+
+
+def test_a_model_file_of_before_a_forks_setting_solves_with_its_default(tmp_path):
+    """And a flag changes the depth, as in an evaluation of train.py."""
+    fork = f"{ROOT}/tests/forks/smoothing.py"
+    path = f"{ROOT}/models/sudoku-6x6.pt"
+    trm, settings = solve.load(path, [fork])
+    assert trm.settings.label_smoothing == 0.0 and settings.H_cycles == 2
+    question = trm.puzzles["inputs"][:1].numpy()
+    deep = next(solve.watch(settings, trm, question))
+    trm, settings = solve.load(path, [fork, "--H_cycles=1"])
+    shallow = next(solve.watch(settings, trm, question))
+    assert deep["q_halt_logits"] != shallow["q_halt_logits"]
 
 
 def test_tied_weights_stay_tied_in_checkpoints(data, tmp_path):

@@ -73,7 +73,7 @@ def test_stablemax_is_the_definition_with_finite_gradients():
     assert gradient.isfinite().all()
 
 
-def test_the_softmax_loss_is_torchs_mean_over_a_sequences_labelled_cells():
+def test_the_softmax_loss_is_torchs_mean_over_a_sequences_labeled_cells():
     logits, _ = problem(3, 4, 5)
     labels = draw(5, 3, 4)
     labels[1, 1:] = model.IGNORE_LABEL
@@ -125,7 +125,7 @@ INITIAL_WEIGHTS = {
 }
 
 
-def test_a_seed_means_the_same_initial_weights_on_every_torch():
+def test_a_seed_means_the_initial_weights_of_torch_2_9():
     weights = tiny().state_dict()
     for name, (first, total) in INITIAL_WEIGHTS.items():
         assert weights[name].flatten()[:3].tolist() == pytest.approx(first, rel=1e-5)

@@ -49,7 +49,8 @@ def test_a_model_solves_a_string_or_a_list_of_them():
 
 
 def test_a_rank_of_torchrun_solves_by_itself(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
+    for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1").items():
+        monkeypatch.setenv(name, value)
     answer, _ = solve(TRM.load(Path(ROOT, "models/sudoku-6x6.pt")), QUESTION)
     assert answer[0] == "2"
 

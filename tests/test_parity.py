@@ -100,7 +100,7 @@ class Replay:
         run.state["sequences"] = self.sequences("carry/", k)
         dataset = SimpleNamespace(train_batch=lambda *_: self.batch(k))
         cycles = run.settings.H_cycles, run.settings.L_cycles
-        run.train_program(run.state, train.make_inputs(run, dataset, k, self.total_steps), cycles)
+        run.train_step(run.state, train.make_inputs(run, dataset, k, self.total_steps), cycles)
 
         # all that it computed
         saved = run.state_dict(0)

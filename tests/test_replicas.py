@@ -85,7 +85,7 @@ def xla_step(rank, folder, argv):
     inputs["puzzles"] |= device.put(dict(puzzle_identifiers=IDENTIFIERS[rows]))
     lower = device.lower
     device.lower = recorded
-    run.train_program(run.state, inputs, (settings.H_cycles, settings.L_cycles))
+    run.train_step(run.state, inputs, (settings.H_cycles, settings.L_cycles))
     aliases = torch_xla.debug.metrics.metric_data("InputOutputAliasCount")
     moments = {name: state["m"] for name, state in run.state["optimizer"].items()}
     np.savez(os.path.join(folder, f"{rank}.npz"), program=xb.get_computation_hlo(programs[0]),

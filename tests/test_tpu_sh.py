@@ -43,7 +43,7 @@ start_worker() {  # as xmp.spawn does; it waits for others in a collective
 }
 case $fate in
   *preempted) [[ $HOST == 0 ]] || echo PREEMPTED >"$CLOUD/slice"; wait_for_term ;;
-  *failed) [[ $HOST == 1 ]] || wait_for_term; echo "train.py: loss not finite" >&2; exit 1 ;;
+  *failed) [[ $HOST == 1 ]] || wait_for_term; echo "train.py: a replica died" >&2; exit 1 ;;
   *busy) [[ $HOST == 1 ]] || wait_for_term
     echo "TPU initialization failed: open(/dev/vfio/0): Device or resource busy" >&2; exit 1 ;;
   *unhealthy) echo UNHEALTHY_TENSORFLOW >"$CLOUD/health"; exit 1 ;;

@@ -177,7 +177,7 @@ def test_nan_stops_the_run_and_names_the_last_good_checkpoint(data, tmp_path):
     """The learning rate overflows float32 weights."""
     run(data, tmp_path, "--max_steps=10")
     text = run(data, tmp_path, "--max_steps=30", "--init_from=resume", "--lr=1e38", "--beta1=0.5",
-               "--lr_warmup_steps=0", code=1)
+               "--lr_warmup_steps=0", code=2)
     assert re.search(r"not finite between steps 11 and 15.*ckpt_00000010.pt", text)
     assert "Traceback" not in text
     assert checkpoint_paths(str(tmp_path)) == [str(tmp_path / "ckpt_00000010.pt")]
@@ -198,7 +198,7 @@ def test_a_complete_run_says_so_and_evaluates_again(data, out):
     assert shapes == dict(indices=(40,), inputs=(40, 16), preds=(40, 16), q_halt_logits=(40,))
 
 
-def test_weights_survive_the_export_to_the_official_code(data, whole, tmp_path):
+def test_an_export_has_the_official_names_and_loads_back(data, whole, tmp_path):
     exported = str(tmp_path / "model.pt")
     export.main([whole[0], exported])
     official = torch.load(exported, weights_only=True)["weights"]
