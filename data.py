@@ -249,7 +249,7 @@ class Dataset:
         }
 
     @functools.cached_property
-    def identifiers(self):
+    def identifiers_sha256(self):
         """Hex digest that identifies what the puzzle identifiers stand for; "" if that is not known."""
         with suppress(FileNotFoundError), open(f"{self.path}/identifiers.json", encoding="utf-8") as f:
             return hashlib.sha256(json.dumps(json.load(f)).encode()).hexdigest()
@@ -304,7 +304,7 @@ class Generated:
     test_size = 1000  # test puzzles, the same in every run
     num_puzzle_identifiers = 1
     mean_puzzle_examples = 1
-    identifiers = ""  # see Dataset
+    identifiers_sha256 = ""  # see Dataset
 
     def __init__(self, path, split):
         self.path = path

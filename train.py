@@ -248,7 +248,7 @@ def make_inputs(run, train_set, step, total_steps):
     settings = run.settings
     device = run.device
     # the puzzles, and the step before which each sequence may not halt
-    puzzles = train_set.train_batch(
+    batch = train_set.train_batch(
         settings.seed, step, settings.global_batch_size, device.rank, device.world)
     min_halt_steps = data.halting_draws(
         settings.seed, step, settings.global_batch_size, settings.halt_max_steps,
@@ -256,7 +256,7 @@ def make_inputs(run, train_set, step, total_steps):
     # numbers that change by step are inputs: a constant would compile anew at each step
     rates = optim.rates(settings, step, total_steps)
     return device.put(dict(
-        puzzles=puzzles,
+        puzzles=batch,
         min_halt_steps=min_halt_steps,
         rates={name: np.float32([rate]) for name, rate in rates.items()},
         stop_requested=np.float32([STOP.is_set()]),

@@ -207,7 +207,7 @@ def load_file(start, saved, settings, model, data):
     file = start.path
     check_task(saved, data, file)
     # files of the official code do not say what their identifiers stand for
-    is_same = saved.get("identifiers", data.identifiers) == data.identifiers
+    is_same = saved.get("identifiers", data.identifiers_sha256) == data.identifiers_sha256
     is_averaged = load_weights(model, saved["weights"], file, is_same)
     notes = missing_forks(saved.get("forks", {}))
     if is_averaged and settings.eval_only:
@@ -291,7 +291,7 @@ class Checkpoints:
             settings=vars(self.settings) | dict(init_from=self.init_from),
             data=self.data.sha256,
             task=self.data.task,
-            identifiers=self.data.identifiers,
+            identifiers=self.data.identifiers_sha256,
             puzzles=some_puzzles(self.test),
         )
         self.writing = self.writer.submit(self.write, name or stem(step), state, metrics)

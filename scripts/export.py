@@ -113,7 +113,7 @@ def add_dataset(state, settings, path):
         model=model.sizes,
         task=data.task,
         data=data.sha256,
-        identifiers=data.identifiers,
+        identifiers=data.identifiers_sha256,
         puzzles=some_puzzles(Dataset(data.path, "test")),
         step=0,
         forks={},

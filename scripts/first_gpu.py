@@ -1,7 +1,7 @@
 """The first five minutes on a GPU: is this code right there, and how fast?
 
     pip install -r requirements-gpu.txt pytest    (a test checks the parity)
-    python scripts/first_gpu.py                   prints JSON line by line, then the table of docs/gpu.md
+    python scripts/first_gpu.py                   prints JSON line by line, then a table in Markdown
     python scripts/first_gpu.py --device=cpu      rehearses it at tiny sizes in a minute
 
 First come the checks, then the times, memory and kernels of five models, the most valuable first. The script
