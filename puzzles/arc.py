@@ -224,7 +224,7 @@ def complete_symmetry(rng, grids, colors):
     return grids, np.where(grids == 0, np.flip(grids, rng.integers(1, 3)), grids)
 
 
-def recolor(rng, grids, colors):
+def recolour(rng, grids, colors):
     """Gives the cells of one color another one."""
     return grids, np.where(grids == colors[0], colors[3], grids)
 
@@ -252,7 +252,7 @@ def count(rng, grids, colors):
     return questions, np.broadcast_to(most, grids.shape)
 
 
-FAMILIES = (mirror, turn, move, gravity, complete_symmetry, recolor, keep, fill, line, count)
+FAMILIES = (mirror, turn, move, gravity, complete_symmetry, recolour, keep, fill, line, count)
 
 
 # ---------------------------------------------------------------------------------------------------------
