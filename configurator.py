@@ -117,8 +117,8 @@ def configure(script, argv):
 
     Raises UserError for an unknown key (it names the closest one), a wrong type, or a file that fails to run.
     """
-    # train.py may be configured again in this process, as for each run of the study: without what the forks
-    # of the last time have replaced. A config file may configure other scripts.
+    # train.py may be configured again in this process, as for each run of the study, and must not see what
+    # earlier forks replaced. A config file may configure another script, which undoes nothing.
     originals = ORIGINALS if os.path.basename(script) == "train.py" else {}
     for place, attributes in originals.items():
         for name, value in attributes.items():
@@ -217,14 +217,28 @@ def execute(path, names):
     names["run"] = run
     with open(path, "rb") as f:
         text = f.read()
-    code = compile(text, path, "exec")
+    tree = compile(text, path, "exec", ast.PyCF_ONLY_AST)
 
     # keep the fork's hash, and what it may replace
-    used_names = OF_FORKS.intersection(name.partition(".")[0] for name in code.co_names)
+    used_names = OF_FORKS & names_used(tree)
     if used_names:
         FORKS[os.path.basename(path)] = hashlib.sha256(text).hexdigest()[:8]
         remember(used_names)
-    exec(code, names)
+    exec(compile(tree, path, "exec"), names)
+
+
+def names_used(tree):
+    """Returns the names of the modules that a config file imports, and "new" if it calls that."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(aliases):
+                names.update(alias.name.partition(".")[0] for alias in aliases)
+            case ast.ImportFrom(str(module)):
+                names.add(module.partition(".")[0])
+            case ast.Call(ast.Name("new")):
+                names.add("new")
+    return names
 
 
 def remember(packages):

@@ -541,7 +541,7 @@ def replica(settings, kind):
         raise UserError(f"epochs={settings.epochs} of {train_set.total_groups} puzzles are less than one "
                         f"batch of global_batch_size={settings.global_batch_size}")
 
-    # the weights to start with; the watchdog begins behind them, since a download may take long
+    # the weights to start with; the watchdog starts once they are loaded, since a download takes time
     start = checkpoint.load_start(start, saved, settings, device, trm, train_set, total_steps)
     restart_watchdog(settings.stall_timeout)
     run = Run(settings, trm, device, saved)

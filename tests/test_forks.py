@@ -22,6 +22,7 @@ from helpers import (
 
 import configurator
 import model
+import optim
 import train
 
 FORKS = [f"{ROOT}/examples/{name}.py" for name in ("rsm", "infiloop", "fprm", "chains")]
@@ -162,6 +163,21 @@ lr = math.sqrt(4)''')
     arguments = [f"{ROOT}/config/study/exp01a_h256.py", f"{ROOT}/config/mini.py", str(tmp_path / "plain.py")]
     configurator.configure(train.__file__, arguments)
     assert not configurator.FORKS
+
+
+def test_a_fork_is_known_by_what_it_imports(tmp_path):
+    """Wherever the import stands; an attribute that is called as a module is no import."""
+    (tmp_path / "inside.py").write_text("""
+def replace():
+    import optim
+    optim.norm = lambda tensors: 1
+replace()""")
+    (tmp_path / "plain.py").write_text("class Note: data = 1\nlr = 0.1 * Note.data")
+    norm = optim.norm
+    configurator.configure(train.__file__, [str(tmp_path / "inside.py"), str(tmp_path / "plain.py")])
+    assert list(configurator.FORKS) == ["inside.py"] and optim.norm is not norm
+    configurator.configure(train.__file__, [])
+    assert optim.norm is norm
 
 
 def test_a_config_file_that_configures_another_script_keeps_a_fork_before_it():
