@@ -8,7 +8,6 @@ Letters in shapes: B sequences, S cells of the puzzle, P positions of the puzzle
 D hidden_size, D' puzzle_emb_ndim, V vocabulary, N puzzle identifiers.
 """
 import math
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -16,40 +15,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from puzzles import IGNORE_LABEL, maze_task
-from runtime.weights import load_weights, read_model
+from puzzles import IGNORE_LABEL
+from runtime.weights import load_model
 
 # The values of a supervision step, a number for each sequence. The log averages METRICS over the sequences
 # that halt, and LOSS_TERMS over all sequences of a training step. "count" is 1 where the sequence has labels.
 METRICS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 LOSS_TERMS = ("loss", "lm_loss", "q_halt_loss")
 
+# The sizes of a dataset, and of a model for it.
+SIZES = ("seq_len", "vocab_size", "num_puzzle_identifiers")
+
 # Attempts at a puzzle end with an answer that the halting head finds so sure: records/results.md says why.
 SURE = 0.95
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The recursion (paper, figure 3)
-
-def latent_recursion(net, x, z_H, z_L, L_cycles):
-    """Refines the latent z_L L_cycles times, then the answer z_H; x is the embedded question [B, L, D].
-
-    The paper calls z_H "y", z_L "z" and L_cycles "n".
-    """
-    # think: the latent sees the question and the answer so far
-    for _ in range(L_cycles):
-        z_L = net(z_L + (z_H + x))
-    # write: the answer sees only the latent
-    z_H = net(z_H + z_L)
-    return z_H, z_L
-
-
-def deep_recursion(net, x, z_H, z_L, H_cycles, L_cycles):
-    """Runs H_cycles latent recursions (the paper's "T"); only the last one has a gradient."""
-    with torch.no_grad():
-        for _ in range(H_cycles - 1):
-            z_H, z_L = latent_recursion(net, x, z_H, z_L, L_cycles)
-    return latent_recursion(net, x, z_H, z_L, L_cycles)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -67,11 +45,9 @@ class TRM(nn.Module):
     """The network with its embeddings and heads, and all that a sequence goes through.
 
     model(sequences) is one supervision step with the module's own weights; call_with() takes others. A fork
-    may replace the methods that a supervision step goes through: first_latents, embed, recursion, answer,
-    is_solved, losses, halts and forward. Training and evaluations call all of them, but only training calls
-    halts().
-    They see parameters in forward_dtype and buffers in their own dtype; ranks do not synchronize
-    buffers. self.training is false in evaluations.
+    may replace the methods that a supervision step goes through; they stand in the order in which it calls
+    them. They see parameters in forward_dtype and buffers in their own dtype; ranks do not synchronize
+    buffers. self.training is false in evaluations, which do not call halts().
 
     Args:
         settings: train.py's settings; their seed decides the first weights, which are equal on every device.
@@ -81,18 +57,20 @@ class TRM(nn.Module):
 
     Raises ValueError for sizes that cannot be built.
     """
-    tied = {}  # {name of a parameter: name of the one that takes its place}, for forks
-
     def __init__(self, settings, seq_len, vocab_size, num_puzzle_identifiers=1):
         super().__init__()
-        check_sizes(settings, seq_len)
         self.settings = settings
         self.sizes = dict(zip(SIZES, (seq_len, vocab_size, num_puzzle_identifiers)))
         D = settings.hidden_size
 
         # the positions: those of the puzzle embedding, where there is one, and the cells
         self.has_puzzle_emb = settings.puzzle_emb_ndim > 0
-        self.prefix = prefix_length(settings)  # P
+        self.prefix = 0  # P
+        if self.has_puzzle_emb:
+            self.prefix = settings.puzzle_emb_len or math.ceil(settings.puzzle_emb_ndim / D)
+        if settings.puzzle_emb_ndim > self.prefix * D:
+            raise ValueError(f"puzzle_emb_ndim {settings.puzzle_emb_ndim} does not fit "
+                             f"puzzle_emb_len {self.prefix} x hidden_size {D}")
         self.length = self.prefix + seq_len  # L
 
         # The order of the modules is the order in which init_weights draws their weights.
@@ -138,7 +116,7 @@ class TRM(nn.Module):
         # the question, the recursion, the answer
         x = self.embed(inputs, puzzle_rows)
         H_cycles, L_cycles = cycles or (self.settings.H_cycles, self.settings.L_cycles)
-        latents = self.recursion(x, latents, H_cycles, L_cycles)
+        latents = self.deep_recursion(x, latents, H_cycles, L_cycles)
         logits, q_halt = self.answer(latents, labels if self.training else None)
         logits = logits.float()
         q_halt = q_halt.float()
@@ -161,8 +139,7 @@ class TRM(nn.Module):
 
     def call_with(self, weights, *arguments):
         """Returns self(*arguments) with weights, {name: tensor}, in place of the module's own parameters."""
-        tied = {name: weights[other] for name, other in self.tied.items()}
-        return functional_call(self, weights | tied, arguments)
+        return functional_call(self, weights, arguments)
 
     # What a sequence goes through. Its latents are a dict of any tensors [B, ...].
 
@@ -190,9 +167,25 @@ class TRM(nn.Module):
             x = math.sqrt(0.5) * (x + self.embed_pos.embedding_weight)
         return math.sqrt(D) * x
 
-    def recursion(self, x, latents, H_cycles, L_cycles):
-        """Returns the latents after one deep recursion on the embedded question x [B, L, D]."""
-        z_H, z_L = deep_recursion(self.L_level, x, latents["z_H"], latents["z_L"], H_cycles, L_cycles)
+    # The recursion (paper, figure 3). The paper calls z_H "y", z_L "z", H_cycles "T" and L_cycles "n".
+
+    def deep_recursion(self, x, latents, H_cycles, L_cycles):
+        """Runs H_cycles latent recursions on the embedded question x [B, L, D]; the last has a gradient."""
+        with torch.no_grad():
+            for _ in range(H_cycles - 1):
+                latents = self.latent_recursion(x, latents, L_cycles)
+        return self.latent_recursion(x, latents, L_cycles)
+
+    def latent_recursion(self, x, latents, L_cycles):
+        """Refines the latent z_L L_cycles times, then the answer z_H, both [B, L, D]."""
+        net = self.L_level
+        z_H = latents["z_H"]
+        z_L = latents["z_L"]
+        # think: the latent sees the question and the answer so far
+        for _ in range(L_cycles):
+            z_L = net(z_L + (z_H + x))
+        # write: the answer sees only the latent
+        z_H = net(z_H + z_L)
         return dict(z_H=z_H, z_L=z_L)
 
     def answer(self, latents, labels=None):
@@ -219,8 +212,10 @@ class TRM(nn.Module):
             labels: [B, S].
             solved: which answers are right, bool [B].
         """
-        # the cells, and how well q_halt tells whether the answer is right
-        lm_loss = LOSSES[self.settings.loss_type](self.settings, logits, labels)
+        # the cells; a model file may name the loss of a fork that is not here, on which answers do not depend
+        cell_loss = LOSSES.get(self.settings.loss_type, softmax_cross_entropy)
+        lm_loss = cell_loss(self.settings, logits, labels)
+        # how well q_halt tells whether the answer is right
         q_halt_loss = F.binary_cross_entropy_with_logits(q_halt, solved.float(), reduction="none")
         return dict(loss=lm_loss + 0.5 * q_halt_loss, lm_loss=lm_loss, q_halt_loss=q_halt_loss)
 
@@ -253,8 +248,7 @@ class TRM(nn.Module):
 
     def weights(self):
         """Returns {name: float32 tensor} of the parameters that the optimizer trains."""
-        named = self.named_parameters()
-        return {name: p.detach().float() for name, p in named if name not in self.tied}
+        return {name: p.detach().float() for name, p in self.named_parameters()}
 
     def num_parameters(self):
         """Returns how many numbers training changes, those of the puzzle embedding included."""
@@ -287,40 +281,16 @@ class TRM(nn.Module):
     def load(cls, path, cells=0, defaults=None):
         """Returns the model in a file of scripts/export.py, or the average in a checkpoint of train.py.
 
-        cells: of a puzzle; 0: as in training. Attention takes any number. defaults: {name: value} of settings
-        that the file may lack, such as a fork's.
+        Args:
+            path: the file. Nothing in it is executed.
+            cells: S of the puzzles to solve; 0: as in training. Attention takes any number.
+            defaults: {name: value} of settings that the file may lack, such as a fork's.
 
-        Besides its settings, those of its training, the model has what the file says:
-            task: the puzzle, {"kind", "grid": [rows, columns], "symbols": a character for each token}.
-            puzzles: 100 test puzzles or fewer, {"inputs", "labels": [n, S], "puzzle_identifiers": [n]}.
-            forks: the forks that trained it, see checkpoint.missing_forks.
-            step, data: the steps of the training, and the SHA-256 of its dataset.
-
-        Nothing in the file is executed. Raises ValueError for a damaged file, for one of the official code,
-        and for weights that do not fit.
+        The model also has what the file says: task, what puzzles/__init__.py calls a task; puzzles, 100 test
+        puzzles or fewer as a batch; forks, those that trained it; the step; data, the dataset's SHA-256.
+        Raises ValueError for a damaged file, for one of the official code, and for weights that do not fit.
         """
-        saved = read_model(path)
-        # answers do not depend on the loss, which may be a fork's
-        settings = SimpleNamespace(**(defaults or {}) | saved["settings"])
-        if settings.loss_type not in LOSSES:
-            settings.loss_type = "softmax_cross_entropy"
-        sizes = {name: saved["model"][name] for name in SIZES}
-        sizes["seq_len"] = cells or sizes["seq_len"]
-
-        # build the model, of the size of these puzzles, with the averaged weights
-        try:
-            model = cls(settings, **sizes)
-            load_weights(model, saved.get("ema", saved["weights"]))
-        except ValueError as e:
-            forks = ", ".join(saved["forks"])
-            raise ValueError(f"{path}: {e}" + (f"; it was trained with {forks}" if forks else "")) from None
-
-        # add what the file says
-        for name in ("task", "puzzles", "forks", "step", "data"):
-            setattr(model, name, saved[name])
-        if model.task["kind"] == "maze":
-            model.task = maze_task(math.isqrt(sizes["seq_len"]))
-        return model.eval()
+        return load_model(cls, path, cells, defaults or {})
 
 
 def take_new_puzzles(sequences, puzzles):
@@ -330,16 +300,9 @@ def take_new_puzzles(sequences, puzzles):
         sequences: see TRM.new_sequences.
         puzzles: inputs [B, S], labels [B, S] (IGNORE_LABEL is not scored) and puzzle_identifiers [B].
     """
-    fresh = dict(
-        steps=torch.zeros_like(sequences["steps"]),
-        inputs=puzzles["inputs"],
-        labels=puzzles["labels"],
-        puzzle_identifiers=puzzles["puzzle_identifiers"],
-    )
-    new = dict(sequences)
-    for name, value in fresh.items():
-        new[name] = where(sequences["halted"], value, sequences[name])
-    return new
+    fresh = puzzles | dict(steps=torch.zeros_like(sequences["steps"]))
+    halted = sequences["halted"]
+    return sequences | {name: where(halted, value, sequences[name]) for name, value in fresh.items()}
 
 
 def where(mask, new, old):
@@ -421,6 +384,8 @@ class SwiGLU(nn.Module):
         # the hidden width, rounded up; the official code's multiple is 256
         hidden = round(expansion * width * 2 / 3)
         hidden = math.ceil(hidden / multiple_of) * multiple_of
+        if hidden < 1:
+            raise ValueError(f"expansion {expansion} leaves a SwiGLU of width {width} no hidden width")
         self.gate_up_proj = nn.Linear(width, 2 * hidden, bias=False)
         self.down_proj = nn.Linear(hidden, width, bias=False)
 
@@ -456,6 +421,8 @@ class Attention(nn.Module):
 
     def __init__(self, width, num_heads):
         super().__init__()
+        if width % num_heads:
+            raise ValueError(f"hidden_size {width} must be a multiple of num_heads {num_heads}")
         self.num_heads = num_heads
         self.qkv_proj = nn.Linear(width, 3 * width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
@@ -504,11 +471,14 @@ class Net(nn.Module):
     def __init__(self, settings, length):
         super().__init__()
         self.layers = nn.ModuleList(Block(settings, length) for _ in range(settings.L_layers))
-        self.has_rope = settings.pos_encodings == "rope"
+        self.has_rope = settings.pos_encodings == "rope" and not settings.mlp_t
         if self.has_rope:
             # an angle for each position and channel of a head, its two halves alike
-            d = settings.hidden_size // settings.num_heads
-            frequencies = 10000.0 ** (-torch.arange(0, d, 2).float() / d)
+            d, rest = divmod(settings.hidden_size, 2 * settings.num_heads)
+            if rest:
+                raise ValueError(f"rope needs a hidden_size that is a multiple of {2 * settings.num_heads}, "
+                                 "twice the num_heads")
+            frequencies = 10000.0 ** (-torch.arange(d).float() / d)
             angle = torch.outer(torch.arange(length).float(), frequencies).repeat(1, 2)
             self.register_buffer("cos", angle.cos(), persistent=False)  # [L, d]
             self.register_buffer("sin", angle.sin(), persistent=False)
@@ -521,32 +491,7 @@ class Net(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Sizes, embeddings and files
-
-SIZES = "seq_len", "vocab_size", "num_puzzle_identifiers"  # of a dataset, and of a model for it
-
-
-def prefix_length(settings):
-    """Returns P, the positions that the puzzle embedding takes; 0 without one."""
-    if not settings.puzzle_emb_ndim:
-        return 0
-    return settings.puzzle_emb_len or math.ceil(settings.puzzle_emb_ndim / settings.hidden_size)
-
-
-def check_sizes(settings, seq_len):
-    """Raises ValueError for sizes that cannot be built."""
-    D = settings.hidden_size
-    heads = settings.num_heads
-    if not settings.mlp_t and D % heads:
-        raise ValueError(f"hidden_size {D} must be a multiple of num_heads {heads}")
-    if settings.pos_encodings == "rope" and not settings.mlp_t and D // heads % 2:
-        raise ValueError(f"hidden_size {D} must be an even multiple of num_heads {heads} for rope")
-    if round(settings.expansion * min(D, seq_len) * 2 / 3) < 1:
-        raise ValueError(f"expansion {settings.expansion} leaves the SwiGLUs no hidden width")
-    if settings.puzzle_emb_ndim > prefix_length(settings) * D:
-        raise ValueError(f"puzzle_emb_ndim {settings.puzzle_emb_ndim} does not fit "
-                         f"puzzle_emb_len {settings.puzzle_emb_len} x hidden_size {D}")
-
+# Weights
 
 class Embedding(nn.Module):
     """A table under the official code's name for it."""

@@ -444,7 +444,7 @@ class Run:
 
     def buffers(self):
         """Returns {name: tensor} of what checkpoints hold and training does not change."""
-        trained = {*self.model.weights(), *self.model.tied, "puzzle_emb.weights"}
+        trained = {*self.model.weights(), "puzzle_emb.weights"}
         return {name: t for name, t in self.model.state_dict().items() if name not in trained}
 
     def restart_sequences(self):
@@ -487,7 +487,7 @@ class Run:
             others["puzzle_emb.weights"] = table
         for key in state_dicts:
             weights = state[key]
-            weights |= others | {name: weights[other] for name, other in self.model.tied.items()}
+            weights |= others
         return dict(step=step, model=self.model.sizes, forks=dict(configurator.FORKS), **state)
 
 

@@ -22,11 +22,11 @@ class Chains(model.TRM):
         z_H, z_L = self.z_init.view(2, 1, K, 1, -1).expand(2, B, K, self.length, -1)
         return dict(z_H=z_H, z_L=z_L)
 
-    def recursion(self, x, latents, H_cycles, L_cycles):
+    def deep_recursion(self, x, latents, H_cycles, L_cycles):
         # the chains are further sequences of the batch
         chains = {name: z.flatten(0, 1) for name, z in latents.items()}
         x = x.repeat_interleave(self.settings.chains, 0)
-        chains = super().recursion(x, chains, H_cycles, L_cycles)
+        chains = super().deep_recursion(x, chains, H_cycles, L_cycles)
         return {name: z.unflatten(0, (-1, self.settings.chains)) for name, z in chains.items()}
 
     def answer(self, latents, labels=None):

@@ -27,7 +27,7 @@ class FPRM(model.TRM):
     def first_latents(self, B):
         return dict(z_L=super().first_latents(B)["z_L"])
 
-    def recursion(self, x, latents, H_cycles, L_cycles):
+    def deep_recursion(self, x, latents, H_cycles, L_cycles):
         # all passes have a gradient
         z = latents["z_L"]
         for _ in range(H_cycles * (L_cycles + 1)):

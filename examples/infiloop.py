@@ -19,14 +19,11 @@ class InfiLoop(model.TRM):
         zeros = self.H_init.new_zeros(B, self.length, 1)
         return super().first_latents(B) | dict(sum_H=zeros, sum_L=zeros)  # sums of the weights so far
 
-    def recursion(self, x, latents, H_cycles, L_cycles):
+    def latent_recursion(self, x, latents, L_cycles):
         z_H, z_L, sum_H, sum_L = (latents[name] for name in ("z_H", "z_L", "sum_H", "sum_L"))
-        for H in range(H_cycles):
-            is_last = H == H_cycles - 1
-            with torch.set_grad_enabled(torch.is_grad_enabled() and is_last):
-                for _ in range(L_cycles):
-                    z_L, sum_L = self.add(z_L, sum_L, self.L_level(z_L + (z_H + x)), self.gate_L)
-                z_H, sum_H = self.add(z_H, sum_H, self.L_level(z_H + z_L), self.gate_H)
+        for _ in range(L_cycles):
+            z_L, sum_L = self.add(z_L, sum_L, self.L_level(z_L + (z_H + x)), self.gate_L)
+        z_H, sum_H = self.add(z_H, sum_H, self.L_level(z_H + z_L), self.gate_H)
         return dict(z_H=z_H, z_L=z_L, sum_H=sum_H, sum_L=sum_L)
 
     def add(self, mean, total, z, gate):

@@ -32,7 +32,15 @@ def clipped(settings, rates, weights, grads, states):
 
 
 class RSM(model.TRM):
-    tied = {"lm_head.weight": "embed_tokens.embedding_weight"}
+    def __init__(self, settings, **sizes):
+        super().__init__(settings, **sizes)
+        del self.lm_head
+
+    def answer(self, latents, labels=None):
+        # the table of the tokens is the head, too
+        z_H = latents["z_H"]
+        logits = z_H[:, self.prefix:] @ self.embed_tokens.embedding_weight.mT
+        return logits, self.q_head(z_H[:, 0])[:, 0]
 
     def losses(self, *arguments):
         # q_halt is not trained

@@ -1,18 +1,39 @@
 """Reads weights from files: under the official code's names, and with what a model file says."""
+import math
 import re
+from types import SimpleNamespace
 
 import torch
 
+from puzzles import maze_task
 from runtime.files import read_torch_file
 
 
-def read_model(path):
-    """Returns the dict in a model file or a checkpoint; see TRM.load, also for the errors."""
+def load_model(model_class, path, cells, defaults):
+    """See model.TRM.load; model_class: model.TRM or a fork's."""
     saved = read_torch_file(path)
     if "task" not in saved:
         raise ValueError(f"{path} does not say what it solves: scripts/export.py makes a model file of a "
                          "checkpoint of the official code")
-    return saved
+    settings = SimpleNamespace(**defaults | saved["settings"])
+    sizes = dict(saved["model"])
+    if cells:
+        sizes["seq_len"] = cells
+
+    # build the model, of the size of these puzzles, with the averaged weights
+    try:
+        model = model_class(settings, **sizes)
+        load_weights(model, saved.get("ema", saved["weights"]))
+    except ValueError as e:
+        forks = ", ".join(saved["forks"]) or "no fork"
+        raise ValueError(f"{path}: {e}; it was trained with {forks}") from None
+
+    # add what the file says
+    for name in ("task", "puzzles", "forks", "step", "data"):
+        setattr(model, name, saved[name])
+    if model.task["kind"] == "maze":
+        model.task = maze_task(math.isqrt(sizes["seq_len"]))
+    return model.eval()
 
 
 @torch.no_grad()
