@@ -21,9 +21,15 @@ import configurator
 import data
 import optim
 import train
-from model import SIZES
 from runtime import process
-from runtime.device import choose_device, is_compiled, is_out_of_memory, out_of_memory, peak_flops
+from runtime.device import (
+    check_batch_size,
+    choose_device,
+    is_compiled,
+    is_out_of_memory,
+    out_of_memory,
+    peak_flops,
+)
 from runtime.errors import check_numbers
 from runtime.flops import flops_per_example
 from runtime.prepare import write_dataset
@@ -66,7 +72,7 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
     say(dtype_note)
     if chooses_batch:
         settings.global_batch_size = choose_batch_size(settings, device, train_set, say)
-    train.check_batch_size(settings, device)
+    check_batch_size(settings, device)
     run, next_inputs = new_run(settings, device, train_set)
     # the host's time is hidden behind many steps of a GPU
     steps = bench_settings.steps or (20 if device.kind == "cuda" else 2)
@@ -145,14 +151,10 @@ def choose_batch_size(settings, device, train_set, say):
 
 def new_run(settings, device, train_set):
     """Returns a train.Run for a dataset, and a function that returns its next step's inputs."""
-    run = train.Run(settings, new_model(settings, train_set), device)
+    run = train.Run(settings, train.new_model(settings, train_set), device)
     total_steps = max(1, optim.count_steps(settings, optim.epoch_size(train_set)))
     count = itertools.count()
     return run, lambda: train.make_inputs(run, train_set, next(count), total_steps)
-
-
-def new_model(settings, train_set):
-    return train.new_model(settings, **{name: getattr(train_set, name) for name in SIZES})
 
 
 def evaluation_of(run, path):
@@ -220,7 +222,7 @@ def main(argv):
         except Exception as e:
             if not is_out_of_memory(e):
                 raise
-            raise out_of_memory(settings, 1) from None
+            raise out_of_memory(settings) from None
 
 
 if __name__ == "__main__":

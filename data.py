@@ -20,17 +20,14 @@ import json
 import math
 import os
 import shlex
-import subprocess
-import sys
-import time
 from contextlib import suppress
 
 import numpy as np
 
 from puzzles import IGNORE_LABEL, task_of
 from puzzles.arc import Tasks, draw_examples
-from runtime.errors import TransientError, UserError
-from runtime.files import file_hash, hashes_of, locked, read_json
+from runtime.errors import UserError
+from runtime.files import file_hash, hashes_of, read_json
 
 ORDER, EXAMPLE, HALT, SUBSET = range(4)  # independent random streams of one seed
 
@@ -38,36 +35,14 @@ ORDER, EXAMPLE, HALT, SUBSET = range(4)  # independent random streams of one see
 # ---------------------------------------------------------------------------------------------------------
 # Datasets
 
-def make_dataset(settings, should_stop=lambda: False):
-    """Runs data_prepare if data_path is missing: one process of a host, while the others wait.
-
-    Raises SystemExit once should_stop() returns true.
-    """
-    try:
-        command = shlex.split(settings.data_prepare)
-    except ValueError as e:
-        raise UserError(f"data_prepare: {e}: {settings.data_prepare}") from None
-    if not command or os.path.exists(settings.data_path):
-        return
-    # the first process of the host makes the dataset; the others wait, and find it made
-    with locked(os.path.normpath(settings.data_path) + ".made"):
-        if os.path.exists(settings.data_path):
-            return
-        # a stop ends the command, too: Ctrl-C reaches both processes, but SIGTERM only this one
-        print(f"{settings.data_path} is missing; making it: python", *command, flush=True)
-        process = subprocess.Popen([sys.executable, *command])
-        try:
-            while process.poll() is None and not should_stop():
-                time.sleep(0.1)
-        finally:
-            process.terminate()
-        code = process.wait()
-        if should_stop():
-            raise SystemExit(3)
-        # a command that fails by itself may succeed later, one that finds wrong input may not
-        if not os.path.exists(settings.data_path):
-            error = UserError if code in (0, 2) else TransientError
-            raise error(f"data_prepare did not make data_path={settings.data_path}: {settings.data_prepare}")
+def load(path):
+    """Returns the Datasets of a folder, (train, test). Raises UserError if they do not fit together."""
+    train_set = Dataset(path, "train")
+    test_set = Dataset(path, "test")
+    for name in ("seq_len", "vocab_size", "num_puzzle_identifiers"):
+        if getattr(test_set, name) != getattr(train_set, name):
+            raise UserError(f"{path}: train and test differ in {name}: build it again")
+    return train_set, test_set
 
 
 class Dataset:

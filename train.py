@@ -30,13 +30,22 @@ import evaluate
 import model
 import optim
 import puzzles
-from runtime import bucket, checkpoint, process
-from runtime.device import Device, cast_weights, choose_device, is_out_of_memory, out_of_memory, read_place
+from runtime import checkpoint, process
+from runtime.dataset import get_dataset
+from runtime.device import (
+    Device,
+    cast_weights,
+    check_batch_size,
+    choose_device,
+    is_out_of_memory,
+    out_of_memory,
+    read_place,
+)
 from runtime.errors import TransientError, UserError, check_choices, check_numbers, one_line
 from runtime.files import duration
 from runtime.flops import flops_per_example
 from runtime.log import Log, choose_wandb_mode
-from runtime.minutes import fit_minutes
+from runtime.minutes import fit_minutes, keep_length
 from runtime.process import START_TIMEOUT, STOP, on_signals, restart_watchdog, watch_replicas
 
 # data
@@ -189,9 +198,8 @@ def train_step(run, state, inputs, cycles):
     rates = inputs["rates"]
     if not settings.freeze_weights:
         optim.update(settings, rates, state["weights"], totals["grads"], state["optimizer"])
-    if settings.ema:
-        for name, average in state["ema"].items():
-            average.lerp_(state["weights"][name], 1 - settings.ema_rate)
+    for name, average in state["ema"].items():
+        average.lerp_(state["weights"][name], 1 - settings.ema_rate)
     if has_puzzle_emb:
         optim.sign_sgd(state["puzzle_emb"], totals["rows"], rates["puzzle_emb_lr"],
                        settings.puzzle_emb_weight_decay)
@@ -271,6 +279,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
     """Trains from start.step to the end or until a stop is requested; returns the step reached. All ranks."""
     settings = run.settings
     examples_per_epoch = optim.epoch_size(train_set)
+    checkpoint_interval = settings.checkpoint_interval or total_steps
     step = start.step
     is_evaluated = start.is_evaluated
     cycles = None  # (H_cycles, L_cycles) of the last step
@@ -308,8 +317,8 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             log.first_step(step, cycles, stops)
 
         # what is due depends only on the step and on reduced sums, so that all ranks decide the same
-        save_due = stop or step == total_steps or is_multiple(step, settings.checkpoint_interval)
-        log_due = save_due or is_multiple(step, settings.log_interval)
+        save_due = stop or step == total_steps or step % checkpoint_interval == 0
+        log_due = save_due or step % settings.log_interval == 0
         log_due |= optim.evaluation_due(settings, examples_per_epoch, step)
         log_due |= optim.cycles_at(settings, examples_per_epoch, step) != cycles  # a line has one depth
         if not log_due:
@@ -318,11 +327,10 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
         # log
         values = means(run.read_sums(), step - log.step)  # waits for the device
         if not math.isfinite(values["train/loss"] + values["train/grad_norm"]):
-            checkpoints.wait()
-            good = [*checkpoint.checkpoint_paths(settings.out_dir), "none yet"]
             # a resume is exact, so that a restart would end here again
             raise UserError(f"loss or gradient not finite between steps {log.step + 1} and {step}: lower lr, "
-                            f"or begin a new run with an earlier checkpoint; the last good one: {good[0]}")
+                            "or begin a new run with an earlier checkpoint; the last good one: "
+                            f"{checkpoints.last_good()}")
         lr = optim.rates(settings, step - 1, total_steps)["lr"]
         metrics = log.train(step, total_steps, values, lr, run.flops_per_example(cycles))
 
@@ -346,11 +354,6 @@ def means(sums, num_steps):
     return values
 
 
-def is_multiple(step, interval):
-    """Returns True if this step completes another interval; never for interval 0."""
-    return interval > 0 and step % interval == 0
-
-
 def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps):
     """Trains, saves, and evaluates. All ranks. Returns False if it was stopped before its end.
 
@@ -365,22 +368,22 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
         log.print0(f"stopped at step {step}, checkpoint saved in {run.settings.out_dir}; "
                    "to continue: the same command with --init_from=resume")
         return False
-    if step > start.step:
-        log.print0(f"trained {step - start.step} steps in {duration(time.monotonic() - began)}")
+    log.print0(f"trained {step - start.step} steps in {duration(time.monotonic() - began)}")
     return final_evaluation(run, test_set, log, checkpoints, step)
 
 
 def final_evaluation(run, test_set, log, checkpoints, step):
-    """Logs an evaluation in full, and saves best.pt if it is the best. Returns False if it was stopped."""
-    settings = run.settings
-    indices = test_set.subset(settings.eval_final_max_puzzles)
+    """Logs an evaluation in full, and saves best.pt if it is the best. Returns False if it was stopped.
+
+    checkpoints: None in eval_only, since best.pt is of the training run.
+    """
+    indices = test_set.subset(run.settings.eval_final_max_puzzles)
     # the arrays of eval_save_outputs and ARC's answers go beside the checkpoint that they belong to
     values = run.evaluate(test_set, indices, "final evaluation", f"eval_{step:08d}")
     if not values:
-        how = "" if settings.eval_only else " with --init_from=resume"
-        log.print0(f"final evaluation stopped; the same command{how} starts it again")
+        log.print0("final evaluation stopped; a resume starts it again")
         return False
-    if not settings.eval_only:  # best.pt is of the training run
+    if checkpoints:
         checkpoints.save_if_best(step, run, values)
     # "final" marks the run as complete
     log.evaluation(step, {"final": True, **values})
@@ -393,14 +396,15 @@ def final_evaluation(run, test_set, log, checkpoints, step):
 class Run:
     """Training state on one device, and the programs of the train and eval steps.
 
-    state: weights, their average ema and the optimizer's state, by the parameters' names; puzzle_emb [N, D'];
-    log_sums of stat_names since the last line of the log; and sequences, of TRM.new_sequences.
+    state: weights, their average ema (empty with ema=False) and the optimizer's state, by the parameters'
+    names; puzzle_emb [N, D']; sequences, of TRM.new_sequences; and log_sums of stat_names since the last
+    line of the log.
 
     Args:
         settings: the run's settings.
         trm: a TRM, which moves to the device.
         device: a device.Device, or an object with its methods.
-        saved: ema and optimizer of a checkpoint, if it has them. All ranks start from rank 0's state.
+        saved: what a checkpoint holds, if the run goes on with its average and its optimizer's state.
     """
 
     def __init__(self, settings, trm, device, saved=None):
@@ -413,34 +417,45 @@ class Run:
         self.flops_per_example = functools.cache(lambda cycles: flops_per_example(trm, cycles))
         # what the log sums up: METRICS of sequences that halted, LOSS_TERMS of all
         self.stat_names = (*model.METRICS, *model.LOSS_TERMS, "sequences", "grad_norm")
-        # the state, equal on all ranks; the model keeps its code and its sizes, but for the buffers
-        self.state = self.first_state(saved or {})
+        # the state, equal on all ranks; the model keeps its code, its sizes and its buffers
+        self.state = device.put(self.first_state(saved or {}))
         device.prepare(trm)
         if trm.has_puzzle_emb:
             trm.puzzle_emb.weights = trm.puzzle_emb.weights.to("meta")  # two tables would not fit
+        self.restart_sequences()
         # the programs
         self.supervision_step = device.compile(trm.call_with)
         self.train_step = device.compile_step(functools.partial(train_step, self))
         self.evaluator = evaluate.Evaluator(settings, trm, device, self.batch_size)
-        self.restart_sequences()
 
-    @torch.no_grad()
     def first_state(self, saved):
-        """Builds the state from the model and a checkpoint, and broadcasts rank 0's to all ranks."""
-        # a checkpoint replaces the average and the optimizer's state
+        """Returns rank 0's state on the host of all ranks: from the model, and from a checkpoint."""
         weights, table = evaluate.weights_of(self.model)
+        average = saved.get("ema") or weights
         optimizer = {name: optim.optimizer_state(self.settings, name, w) for name, w in weights.items()}
         state = self.device.broadcast(dict(
             weights=weights,
-            ema={name: saved.get("ema", weights)[name] for name in weights},
+            ema={name: average[name] for name in weights if self.settings.ema},
             optimizer=optimizer | saved.get("optimizer", {}),
             puzzle_emb=table,
             buffers=self.buffers(),
         ))
         # buffers, such as the first latents, stay in the model
-        for name, t in state.pop("buffers").items():
-            self.model.get_buffer(name).copy_(t)
-        return self.device.put(state)
+        self.model.load_state_dict(state.pop("buffers"), strict=False)
+        return state
+
+    def state_dict(self):
+        """Returns a copy on the host of what a checkpoint needs; weights and ema are state dicts of TRM."""
+        saved = {name: self.state[name] for name in ("weights", "ema", "optimizer")}
+        # both state dicts have the buffers and the puzzle embedding
+        saved["others"] = self.buffers()
+        if self.model.has_puzzle_emb:
+            saved["others"]["puzzle_emb.weights"] = self.state["puzzle_emb"]
+        saved = tree_map(lambda t: t.to("cpu", copy=True), saved)
+        others = saved.pop("others")
+        for weights in filter(None, (saved["weights"], saved["ema"])):
+            weights.update(others)
+        return saved
 
     def buffers(self):
         """Returns {name: tensor} of what checkpoints hold and training does not change."""
@@ -462,7 +477,7 @@ class Run:
 
     def eval_weights(self):
         """Returns the weights that evaluations use, and the puzzle embedding."""
-        return self.state["ema" if self.settings.ema else "weights"], self.state["puzzle_emb"]
+        return self.state["ema"] or self.state["weights"], self.state["puzzle_emb"]
 
     def evaluate(self, test_set, indices, label, save_to=""):
         """See evaluate.evaluate()."""
@@ -475,27 +490,13 @@ class Run:
         return evaluate.evaluate(
             self.evaluator, weights, table, test_set, indices, label, should_stop, save_to)
 
-    def state_dict(self, step):
-        """Returns a copy on the host of all that a resume needs; weights and ema are state dicts."""
-        state_dicts = ("weights", "ema") if self.settings.ema else ("weights",)
-        state = {name: self.state[name] for name in (*state_dicts, "optimizer", "puzzle_emb")}
-        state = tree_map(lambda t: t.to("cpu", copy=True), state)
-        # what both state dicts have in common, and the names of tied weights
-        others = tree_map(torch.Tensor.cpu, self.buffers())
-        table = state.pop("puzzle_emb")
-        if self.model.has_puzzle_emb:
-            others["puzzle_emb.weights"] = table
-        for key in state_dicts:
-            weights = state[key]
-            weights |= others
-        return dict(step=step, model=self.model.sizes, forks=dict(configurator.FORKS), **state)
-
 
 MODEL_LOCK = threading.Lock()  # replicas may be threads, which share torch's generator
 
 
-def new_model(settings, **sizes):
-    """Returns a model with its first weights. Raises UserError for sizes that cannot be built."""
+def new_model(settings, train_set):
+    """Returns a model with its first weights for a dataset. Raises UserError if it cannot be built."""
+    sizes = {name: getattr(train_set, name) for name in model.SIZES}
     # the seed is for modules that init_weights does not touch
     with MODEL_LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -519,23 +520,17 @@ def replica(settings, kind):
     settings = copy.copy(settings)  # replicas may be threads
     start, saved = checkpoint.find_start(settings, device, STOP.is_set)
     resumed = recipe(start.settings)
-    if resumed and settings.max_minutes:  # a run keeps the length that max_minutes gave it
-        names = "max_steps", "curriculum_epochs", "lr_warmup_steps"
-        vars(settings).update({name: resumed[name] for name in names}, max_minutes=0.0)
+    keep_length(settings, resumed)
     settings.fill(resumed)
     check_settings(settings)
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     check_batch_size(settings, device)
 
     # data, model, and the length of the run
-    get_dataset(settings)
-    train_set = data.Dataset(settings.data_path, "train")
-    test_set = data.Dataset(settings.data_path, "test")
-    for name in model.SIZES:
-        if getattr(test_set, name) != getattr(train_set, name):
-            raise UserError(f"{settings.data_path}: train and test differ in {name}: build it again")
+    get_dataset(settings, STOP.is_set)
+    train_set, test_set = data.load(settings.data_path)
     puzzles.check_attempts(test_set.task, settings.eval_attempts)
-    trm = new_model(settings, **{name: getattr(train_set, name) for name in model.SIZES})
+    trm = new_model(settings, train_set)
     total_steps = optim.count_steps(settings, optim.epoch_size(train_set))
     if total_steps < 1:
         raise UserError(f"epochs={settings.epochs} of {train_set.total_groups} puzzles are less than one "
@@ -550,44 +545,29 @@ def replica(settings, kind):
     checkpoints = None
     if not settings.eval_only:
         checkpoints = checkpoint.Checkpoints(settings, device, start, train_set, test_set, log.print0)
-    log.header(differences(settings), trm.num_parameters(), train_set, test_set)
+    log.header(differences(settings), trm, train_set, test_set)
     for note in filter(None, [dtype_note, *start.notes]):
         log.print0(note)
 
-    # only evaluate
+    # evaluate, or train and evaluate
+    is_complete = True
     if settings.eval_only:
-        if not final_evaluation(run, test_set, log, checkpoints, start.step):
-            sys.exit(3)
-        return
-
-    # train and evaluate
-    if start.is_complete:
-        is_complete = True
+        is_complete = final_evaluation(run, test_set, log, checkpoints, start.step)
+    elif start.is_complete:
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                    "a higher max_steps or epochs continues it")
     else:
         if settings.max_minutes:
             fit_minutes(run, make_inputs, train_set, test_set, BEGAN, log.print0)
             total_steps = settings.max_steps
-        facts = dict(
-            settings=recipe(vars(settings)),
-            total_steps=total_steps,
-            parameters=trm.num_parameters(),
-            flops_per_example=run.flops_per_example((settings.H_cycles, settings.L_cycles)),
-            examples=len(train_set),
-            puzzles=train_set.total_groups,
-            data_sha256=train_set.sha256,
-            init_from=start.init_from,
-            forks=dict(configurator.FORKS),
-        )
-        log.begin(facts)
+        facts = log.begin(run, train_set, start, recipe(vars(settings)), total_steps)
         if settings.wandb_log and device.rank == 0:
             log.wandb = start_wandb(settings, checkpoints.run_id, facts, log.print0)
         is_complete = train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps)
 
     # finish the upload, whose time limit is its own; a slice may be deleted once its run is complete
     restart_watchdog(0)
-    is_uploaded = checkpoints.close(600 if is_complete else 15)
+    is_uploaded = not checkpoints or checkpoints.close(600 if is_complete else 15)
     log.close()
     if not is_uploaded:
         sys.exit(1)
@@ -636,32 +616,10 @@ def check_settings(settings):
     if settings.max_minutes and settings.max_steps:
         raise UserError(f"max_minutes={settings.max_minutes:g} and max_steps={settings.max_steps}: one of "
                         "them must be 0")
-    # paths and addresses
     for name in ("data_path", "out_dir", "init_from", "wandb_project"):
         if not getattr(settings, name):
             raise UserError(f"{name} must not be empty")
-    if settings.out_dir.startswith(("gs://", "~")):
-        raise UserError(f"--out_dir={settings.out_dir}: must be a folder of this machine, written out; "
-                        "--gcs_dir mirrors it to a bucket")
-    if settings.gcs_dir:
-        bucket.Bucket(settings.gcs_dir)  # raises UserError for a malformed address
-    # an evaluation needs weights
-    if settings.eval_only and settings.init_from == "scratch":
-        raise UserError("eval_only needs weights: --init_from=resume (the newest checkpoint of out_dir) "
-                        "or --init_from=FILE")
-
-
-def check_batch_size(settings, device):
-    """Raises UserError unless the batch divides into replicas and micro-batches."""
-    share, rest = divmod(settings.global_batch_size, device.world)
-    if rest:
-        raise UserError(f"global_batch_size {settings.global_batch_size} must be a multiple of the "
-                        f"{device.world} replicas")
-    size = settings.micro_batch_size
-    if size and share % size:
-        fitting = max(n for n in range(1, share + 1) if n < size and share % n == 0)
-        raise UserError(f"micro_batch_size {size} must divide the {share} sequences of a replica: {fitting} "
-                        "does, and any other size gives the same result")
+    checkpoint.check_folders(settings)
 
 
 def recipe(settings):
@@ -671,16 +629,9 @@ def recipe(settings):
 
 def differences(settings):
     """Returns the settings that differ from their defaults, as flags."""
-    # in the order of the settings above; a fork's come last
     defaults = configurator.read_settings(__file__)
-    changed = {name: value for name, value in vars(settings).items() if value != defaults.get(name)}
-    return shlex.join(f"--{name}={value}" for name, value in changed.items())
-
-
-def get_dataset(settings):
-    """Brings the dataset to the folder data_path: from a bucket, or made here; it may be there already."""
-    settings.data_path = bucket.local_dataset(settings.data_path)
-    data.make_dataset(settings, STOP.is_set)
+    flags = [f"--{name}={value}" for name, value in vars(settings).items() if defaults.get(name) != value]
+    return shlex.join(flags)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -694,13 +645,10 @@ def xla_replica(index, settings, kind):
     process.end_with_parent()
     try:
         replica(settings, kind)
-    except (UserError, TransientError, SystemExit):  # every rank of the host raises it
-        raise
     except BaseException as e:
-        # XLA's compiler says so, on every rank: no restart helps
-        if "RESOURCE_EXHAUSTED" in str(e):
-            import torch_xla.runtime as xr
-            raise out_of_memory(settings, xr.world_size()) from None
+        # every rank of the host raises these
+        if isinstance(e, (UserError, TransientError, SystemExit)) or is_out_of_memory(e):
+            raise
         traceback.print_exc()
         os._exit(1)
 
@@ -718,7 +666,7 @@ def main(settings):
         process.end_with_parent()
     # the dataset, unless a checkpoint may say which one it is
     if settings.init_from == "scratch" or "data_path" in settings.assigned:
-        get_dataset(settings)
+        get_dataset(settings, STOP.is_set)
     on_signals()
     try:
         # torch_xla starts a process for each chip; every other device has only this process
@@ -735,7 +683,7 @@ def main(settings):
     except Exception as e:
         if not is_out_of_memory(e):
             raise
-        raise out_of_memory(settings, read_place().world) from None
+        raise out_of_memory(settings) from None
 
 
 if multiprocessing.current_process().name != "MainProcess" and __name__ == "train":

@@ -39,6 +39,18 @@ class Start(NamedTuple):
     notes: list = []  # lines for the log
 
 
+def check_folders(settings):
+    """Raises UserError for settings with which no start can be found."""
+    if settings.out_dir.startswith(("gs://", "~")):
+        raise UserError(f"--out_dir={settings.out_dir}: must be a folder of this machine, written out; "
+                        "--gcs_dir mirrors it to a bucket")
+    if settings.gcs_dir:
+        Bucket(settings.gcs_dir)  # raises UserError for a malformed address
+    if settings.eval_only and settings.init_from == "scratch":
+        raise UserError("eval_only needs weights: --init_from=resume (the newest checkpoint of out_dir) "
+                        "or --init_from=FILE")
+
+
 def find_start(settings, device, should_stop):
     """Finds a checkpoint by init_from, out_dir and gcs_dir. All ranks.
 
@@ -284,9 +296,12 @@ class Checkpoints:
         if not name and self.newest == stem(step):
             return
         # copy to the host: training changes the original while the thread writes
-        state = run.state_dict(step)
+        state = run.state_dict()
         # add what belongs to the run, which a resume checks and goes on with
         state |= dict(
+            step=step,
+            model=run.model.sizes,
+            forks=dict(FORKS),
             run_id=self.run_id,
             settings=vars(self.settings) | dict(init_from=self.init_from),
             data=self.data.sha256,
@@ -344,6 +359,11 @@ class Checkpoints:
         for name in [*unfinished, *outdated(names, self.newest, self.settings.keep_last_n)]:
             with suppress(OSError):
                 os.remove(f"{self.out_dir}/{name}")
+
+    def last_good(self):
+        """Returns the path of the newest checkpoint, or "none"."""
+        self.wait()
+        return [*checkpoint_paths(self.out_dir), "none"][0]
 
     def wait(self):
         """Waits for the checkpoint that is being written. Returns whether it could be written."""

@@ -306,17 +306,30 @@ def flatten(tree):
     return vector, restore
 
 
+def check_batch_size(settings, device):
+    """Raises UserError unless the batch divides into replicas and micro-batches."""
+    share, rest = divmod(settings.global_batch_size, device.world)
+    if rest:
+        raise UserError(f"global_batch_size {settings.global_batch_size} must be a multiple of the "
+                        f"{device.world} replicas")
+    size = settings.micro_batch_size
+    if size and share % size:
+        fitting = max(n for n in range(1, size) if share % n == 0)
+        raise UserError(f"micro_batch_size {size} must divide the {share} sequences of a replica: {fitting} "
+                        "does, and any other size gives the same result")
+
+
 def is_out_of_memory(error):
-    """Returns True if a device's memory was full, in a step or in torch.compile, which wraps the error."""
-    return isinstance(getattr(error, "inner_exception", error), torch.OutOfMemoryError)
+    """Returns True if a device's memory was full, in a step or in a compiler."""
+    error = getattr(error, "inner_exception", error)  # torch.compile wraps it
+    return isinstance(error, torch.OutOfMemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
-def out_of_memory(settings, world):
+def out_of_memory(settings):
     """Returns the UserError for a device whose memory is full."""
-    batch_size = settings.global_batch_size // world
-    size = settings.micro_batch_size or batch_size
-    return UserError(f"out of memory on the device with {size} sequences at a time: a smaller "
-                     f"--micro_batch_size that divides {batch_size} gives the same result")
+    size = settings.micro_batch_size or settings.global_batch_size
+    return UserError(f"out of memory on the device: a --micro_batch_size smaller than {size} gives the same "
+                     "result, if it divides the sequences of a replica")
 
 
 def peak_flops(device):

@@ -9,6 +9,7 @@ from contextlib import suppress
 import requests
 import torch
 
+from configurator import FORKS
 from runtime import files
 from runtime.device import is_compiled, peak_flops
 from runtime.errors import one_line
@@ -70,7 +71,7 @@ class Log:
     # -----------------------------------------------------------------------------------------------------
     # The start of a run
 
-    def header(self, flags, num_parameters, train_set, test_set):
+    def header(self, flags, trm, train_set, test_set):
         """Says what the run is, and on what; flags: the settings that differ from train.py's."""
         device = self.device
         self.print0(f"# python {platform.python_version()}, torch {torch.__version__}, "
@@ -78,19 +79,37 @@ class Log:
                     f"({device.name}); settings unlike train.py's: {flags or 'none'}")
         # the sizes of the model and of the dataset, and the command that makes the dataset again
         command = train_set.made_by() or "made by an unknown command"
-        self.print0(f"{num_parameters:,} parameters; "
+        self.print0(f"{trm.num_parameters():,} parameters; "
                     f"{len(train_set):,} training examples of {train_set.total_groups:,} puzzles, "
                     f"{len(test_set):,} test puzzles in {self.settings.data_path} ({command})")
 
-    def begin(self, facts):
+    def begin(self, run, train_set, start, recipe, total_steps):
         """Writes the first line of metrics.jsonl, and drops lines past the first step.
 
-        facts: {name: value} of what the run is, for scripts.
+        Args:
+            run: a train.Run.
+            train_set: the Dataset.
+            start: a checkpoint.Start.
+            recipe: {name: value} of the settings that say what the run trains.
+            total_steps: the length of the run.
+
+        Returns {name: value} of what the run is, for scripts.
         """
-        self.print0(f"training from step {self.step} to {facts['total_steps']}, "
+        self.print0(f"training from step {self.step} to {total_steps}, "
                     f"{self.settings.global_batch_size} sequences a step")
+        facts = dict(
+            settings=recipe,
+            total_steps=total_steps,
+            parameters=run.model.num_parameters(),
+            flops_per_example=run.flops_per_example((self.settings.H_cycles, self.settings.L_cycles)),
+            examples=len(train_set),
+            puzzles=train_set.total_groups,
+            data_sha256=train_set.sha256,
+            init_from=start.init_from,
+            forks=dict(FORKS),
+        )
         if self.device.rank != 0:
-            return
+            return facts
         # a run that resumes may have begun on other hardware
         path = os.path.join(self.settings.out_dir, "metrics.jsonl")
         hardware = f"{self.device.world} x {self.device.kind} ({self.device.name})"
@@ -103,6 +122,7 @@ class Log:
                 f.write("".join(json.dumps(line) + "\n" for line in [first_line, *kept]).encode())
         except OSError as e:
             self.warn(path, e)
+        return facts
 
     # -----------------------------------------------------------------------------------------------------
     # Steps and evaluations

@@ -83,6 +83,16 @@ def fit_minutes(run, make_inputs, train_set, test_set, began, say):
     settings.lr_warmup_steps = min(settings.lr_warmup_steps, max_steps // 10)
 
 
+def keep_length(settings, resumed):
+    """Gives a run that resumes the length that max_minutes gave it at its start.
+
+    resumed: {name: value} of its checkpoint's settings, {} for a new run.
+    """
+    if resumed and settings.max_minutes:
+        names = "max_steps", "curriculum_epochs", "lr_warmup_steps"
+        vars(settings).update({name: resumed[name] for name in names}, max_minutes=0.0)
+
+
 def time_steps(run, step):
     """Returns the seconds of a step on rank 0, once it is compiled. All ranks.
 

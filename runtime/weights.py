@@ -23,7 +23,7 @@ def load_model(model_class, path, cells, defaults):
     # build the model, of the size of these puzzles, with the averaged weights
     try:
         model = model_class(settings, **sizes)
-        load_weights(model, saved.get("ema", saved["weights"]))
+        load_weights(model, saved.get("ema") or saved["weights"])
     except ValueError as e:
         forks = ", ".join(saved["forks"]) or "no fork"
         raise ValueError(f"{path}: {e}; it was trained with {forks}") from None

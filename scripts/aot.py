@@ -31,6 +31,7 @@ import configurator
 import data as datasets
 import train
 from runtime import process
+from runtime.device import check_batch_size
 from runtime.errors import UserError, check_choices
 
 # what to compile for
@@ -92,7 +93,7 @@ def trace(settings, path, chips):
     replica.name = "TPU"
     replica.world = chips
     settings.forward_dtype, _ = replica.choose_dtype(settings.forward_dtype)
-    train.check_batch_size(settings, replica)
+    check_batch_size(settings, replica)
     replica.compile_step = lambda fn: fn  # the programs below are the steps themselves
     run, next_inputs = bench.new_run(settings, replica, datasets.Dataset(path, "train"))
     cycles = settings.H_cycles, settings.L_cycles

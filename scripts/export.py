@@ -33,7 +33,6 @@ import model as models
 import train
 from configurator import Settings, configure, split_arguments
 from data import Dataset
-from model import SIZES
 from runtime.bucket import local_dataset
 from runtime.checkpoint import load_weights, missing_forks, newest_whole, read_checkpoint, some_puzzles
 from runtime.errors import UserError
@@ -106,7 +105,7 @@ def add_dataset(state, settings, path):
     """
     # the model has the dataset's sizes, and the weights' names without the official code's prefixes
     data = Dataset(local_dataset(settings.data_path), "train")
-    model = train.new_model(settings, **{name: getattr(data, name) for name in SIZES})
+    model = train.new_model(settings, data)
     if load_weights(model, state["weights"], path):
         raise UserError(f"{path} has other puzzle identifiers than {data.path}")
     added = dict(

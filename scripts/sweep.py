@@ -21,17 +21,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 import torch
 
-import data as datasets
 import optim
 import prepare_sudoku
 import train
 from configurator import configure, split_arguments
 from runtime import files, process
+from runtime.dataset import get_dataset
 from runtime.errors import UserError
 from runtime.flops import FlopCounter, flops_per_example
 
@@ -66,7 +67,7 @@ def main(argv):
         print_runs(runs, StudyRun(BASELINE, train_arguments), settings.dry_run)
     elif settings.prepare:
         for run in runs:
-            datasets.make_dataset(run.settings)
+            get_dataset(run.settings, lambda: False)
     else:
         sys.exit(sweep(runs, settings.continue_on_failure))
 
@@ -130,8 +131,10 @@ class StudyRun:
         # the config says how many puzzles there will be, so the dataset need not exist
         data = configure(prepare_sudoku.__file__, shlex.split(self.settings.data_prepare)[1:])
         puzzles = data.num_train if data.source == "generate" else data.subsample_size
+        sizes = SimpleNamespace(
+            seq_len=data.size ** 2, vocab_size=data.size + 2, num_puzzle_identifiers=1)
         with torch.device("meta"), FlopCounter():  # takes no memory, and little time
-            model = train.new_model(self.settings, seq_len=data.size ** 2, vocab_size=data.size + 2)
+            model = train.new_model(self.settings, sizes)
         # counting takes half a second, and most runs have the baseline's sizes
         sizes = f"{model} {self.settings.H_cycles} {self.settings.L_cycles} {self.settings.num_heads}"
         if sizes not in FLOPS:

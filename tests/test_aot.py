@@ -8,7 +8,6 @@ import aot
 import pytest
 from helpers import needs
 
-import bench
 import configurator
 import train
 from data import Dataset
@@ -31,7 +30,7 @@ def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(ra
     figures = json.loads(output[output.index("{"):])
 
     # all gradients, and some metrics, at once
-    model = bench.new_model(configurator.configure(train.__file__, TINY), Dataset(random_puzzles, "train"))
+    model = train.new_model(configurator.configure(train.__file__, TINY), Dataset(random_puzzles, "train"))
     [[shape, _]] = figures["train"]["collectives"]
     size = int(re.search(r"f32\[(\d+)\]", shape)[1])
     assert 0 < size - model.num_parameters() < 50

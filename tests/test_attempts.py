@@ -15,7 +15,6 @@ import puzzles
 import train
 from data import Dataset
 from evaluate import Evaluator, weights_of
-from model import SIZES
 from puzzles.maze import long_mazes
 from puzzles.sudoku import minimal_sudokus
 from runtime.checkpoint import load_weights, newest_whole, read_checkpoint
@@ -39,7 +38,7 @@ def new_evaluator(data, trained, *flags):
     """Returns an Evaluator with the run's last weights, and the test puzzles."""
     settings = configurator.configure(train.__file__, arguments(data, trained, *SETTINGS, *flags))
     test = Dataset(data, "test")
-    model = train.new_model(settings, **{name: getattr(test, name) for name in SIZES})
+    model = train.new_model(settings, test)
     load_weights(model, read_checkpoint(newest_whole(trained))["weights"], trained)
     return Evaluator(settings, model, open_device("cpu", settings), settings.global_batch_size), test
 

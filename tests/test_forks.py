@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import solve
-import torch
 from helpers import (
     ROOT,
     arguments,

@@ -116,8 +116,8 @@ def test_out_of_gpu_memory(random_puzzles, monkeypatch, error):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(train, "replica", full)
     monkeypatch.setattr(train, "on_signals", lambda: None)
-    flags = ["--device=cpu", f"--data_path={random_puzzles}"]
-    words = "^out of memory on the device with 8 sequences at a time: .* --micro_batch_size that divides 8"
+    flags = ["--device=cpu", f"--data_path={random_puzzles}", "--global_batch_size=16"]
+    words = "^out of memory on the device: a --micro_batch_size smaller than 16 gives the same result"
     with pytest.raises(errors.UserError, match=words):
         train.main(settings_of(*flags))
 

@@ -103,7 +103,7 @@ class Replay:
         run.train_step(run.state, train.make_inputs(run, dataset, k, self.total_steps), cycles)
 
         # all that it computed
-        saved = run.state_dict(0)
+        saved = run.state_dict()
         trees = {kind: saved[kind] for kind in ("weights", "ema")}
         for kind in "m", "v":
             trees[kind] = {name: moments[kind] for name, moments in saved["optimizer"].items()}

@@ -4,6 +4,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -78,7 +79,8 @@ def xla_step(rank, folder, argv):
     device.choose_dtype(settings.forward_dtype)
     assert len(device.all_gather(bytes(2 ** 24 - 8))) == device.world  # float32 rounds the size of its pickle
     dataset = Dataset(settings.data_path, "train")
-    net = train.new_model(settings, seq_len=16, vocab_size=6, num_puzzle_identifiers=NUM_IDENTIFIERS)
+    sizes = SimpleNamespace(seq_len=16, vocab_size=6, num_puzzle_identifiers=NUM_IDENTIFIERS)
+    net = train.new_model(settings, sizes)
     run = train.Run(settings, net, device)
     inputs = train.make_inputs(run, dataset, 0, 30)
     rows = slice(rank * run.batch_size, (rank + 1) * run.batch_size)
