@@ -19,6 +19,7 @@ import torch
 
 import configurator
 import data
+import model
 import optim
 import train
 from runtime import process
@@ -33,6 +34,7 @@ from runtime.device import (
 from runtime.errors import check_numbers
 from runtime.flops import flops_per_example
 from runtime.prepare import write_dataset
+from runtime.weights import new_model
 from train import open_device
 
 # what is measured
@@ -111,7 +113,7 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
         kind=device.kind,
         replicas=device.world,
         torch=torch.__version__,
-        settings=train.differences(settings),
+        settings=settings.flags(),
         parameters=run.model.num_parameters(),
         global_batch_size=settings.global_batch_size,
         compiled=is_compiled(device),
@@ -151,7 +153,7 @@ def choose_batch_size(settings, device, train_set, say):
 
 def new_run(settings, device, train_set):
     """Returns a train.Run for a dataset, and a function that returns its next step's inputs."""
-    run = train.Run(settings, train.new_model(settings, train_set), device)
+    run = train.Run(settings, new_model(model.TRM, settings, train_set), device)
     total_steps = max(1, optim.count_steps(settings, optim.epoch_size(train_set)))
     count = itertools.count()
     return run, lambda: train.make_inputs(run, train_set, next(count), total_steps)

@@ -19,6 +19,7 @@ import difflib
 import functools
 import hashlib
 import os
+import shlex
 import sys
 import traceback
 from contextlib import suppress
@@ -72,6 +73,11 @@ class Settings:
         for name, value in saved.items():
             if name in self.defaults and name not in self.assigned:
                 setattr(self, name, value)
+
+    def flags(self):
+        """Returns the settings that differ from their defaults, as one line of flags."""
+        changed = [(name, value) for name, value in vars(self).items() if value != self.defaults[name]]
+        return shlex.join(f"--{name}={value}" for name, value in changed)
 
 
 class Arguments(NamedTuple):

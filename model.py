@@ -23,9 +23,6 @@ from runtime.weights import load_model
 METRICS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 LOSS_TERMS = ("loss", "lm_loss", "q_halt_loss")
 
-# The sizes of a dataset, and of a model for it.
-SIZES = ("seq_len", "vocab_size", "num_puzzle_identifiers")
-
 # Attempts at a puzzle end with an answer that the halting head finds so sure: records/results.md says why.
 SURE = 0.95
 
@@ -60,7 +57,8 @@ class TRM(nn.Module):
     def __init__(self, settings, seq_len, vocab_size, num_puzzle_identifiers=1):
         super().__init__()
         self.settings = settings
-        self.sizes = dict(zip(SIZES, (seq_len, vocab_size, num_puzzle_identifiers)))
+        self.sizes = dict(
+            seq_len=seq_len, vocab_size=vocab_size, num_puzzle_identifiers=num_puzzle_identifiers)
         D = settings.hidden_size
 
         # the positions: those of the puzzle embedding, where there is one, and the cells

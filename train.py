@@ -13,9 +13,7 @@ import functools
 import math
 import multiprocessing
 import os
-import shlex
 import sys
-import threading
 import time
 import traceback
 from concurrent.futures.process import BrokenProcessPool
@@ -47,6 +45,7 @@ from runtime.flops import flops_per_example
 from runtime.log import Log, choose_wandb_mode
 from runtime.minutes import fit_minutes, keep_length
 from runtime.process import START_TIMEOUT, STOP, on_signals, restart_watchdog, watch_replicas
+from runtime.weights import new_model
 
 # data
 data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
@@ -176,7 +175,7 @@ def train_step(run, state, inputs, cycles):
 
     # forward and backward, one micro-batch after the other; gradients and statistics add up
     zeros = dict(
-        grads={name: torch.zeros_like(w) for name, w in state["weights"].items()},
+        grads=tree_map(torch.zeros_like, state["weights"]),
         stats=torch.zeros(len(run.stat_names) - 1, device=run.device.torch),
     )
     body = functools.partial(forward_backward, run, cycles)
@@ -325,7 +324,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             continue
 
         # log
-        values = means(run.read_sums(), step - log.step)  # waits for the device
+        values = run.read_means(step - log.step)  # waits for the device
         if not math.isfinite(values["train/loss"] + values["train/grad_norm"]):
             # a resume is exact, so that a restart would end here again
             raise UserError(f"loss or gradient not finite between steps {log.step + 1} and {step}: lower lr, "
@@ -340,18 +339,6 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             run.restart_sequences()
         log.restart_clock(step)
     return step
-
-
-def means(sums, num_steps):
-    """Returns {"train/loss": ...}, means over num_steps steps, of the sums that Run.read_sums returns."""
-    values = {"train/grad_norm": sums["grad_norm"] / num_steps}
-    # LOSS_TERMS count in all sequences, METRICS in those that halted, whose number is "count"
-    for name in model.LOSS_TERMS:
-        values[f"train/{name}"] = sums[name] / sums["sequences"]
-    for name in model.METRICS:
-        if name != "count" and sums["count"]:
-            values[f"train/{name}"] = sums[name] / sums["count"]
-    return values
 
 
 def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps):
@@ -469,11 +456,18 @@ class Run:
         log_sums = torch.zeros(len(self.stat_names))
         self.state |= self.device.put(dict(sequences=sequences, log_sums=log_sums))
 
-    def read_sums(self):
-        """Returns {name of stat_names: sum over the steps since the last call}. Waits for the device."""
+    def read_means(self, num_steps):
+        """Returns {"train/loss": ...}, means over the num_steps steps since the last call."""
         sums = dict(zip(self.stat_names, self.state["log_sums"].cpu().tolist()))
-        self.state["log_sums"] = self.device.put(torch.zeros(len(self.stat_names)))
-        return sums
+        self.state["log_sums"] = self.device.put(torch.zeros(len(sums)))
+        means = {"train/grad_norm": sums["grad_norm"] / num_steps}
+        # LOSS_TERMS count in all sequences, METRICS in those that halted, whose number is "count"
+        for name in model.LOSS_TERMS:
+            means[f"train/{name}"] = sums[name] / sums["sequences"]
+        for name in model.METRICS:
+            if name != "count" and sums["count"]:
+                means[f"train/{name}"] = sums[name] / sums["count"]
+        return means
 
     def eval_weights(self):
         """Returns the weights that evaluations use, and the puzzle embedding."""
@@ -481,29 +475,10 @@ class Run:
 
     def evaluate(self, test_set, indices, label, save_to=""):
         """See evaluate.evaluate()."""
-        # an evaluation counts as progress, and sees a stop after each step
-        def should_stop():
-            restart_watchdog(self.settings.stall_timeout)
-            return STOP.is_set()
-
         weights, table = self.eval_weights()
+        should_stop = functools.partial(process.should_stop, self.settings.stall_timeout)
         return evaluate.evaluate(
             self.evaluator, weights, table, test_set, indices, label, should_stop, save_to)
-
-
-MODEL_LOCK = threading.Lock()  # replicas may be threads, which share torch's generator
-
-
-def new_model(settings, train_set):
-    """Returns a model with its first weights for a dataset. Raises UserError if it cannot be built."""
-    sizes = {name: getattr(train_set, name) for name in model.SIZES}
-    # the seed is for modules that init_weights does not touch
-    with MODEL_LOCK, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        try:
-            return model.TRM(settings, **sizes)
-        except (ValueError, RuntimeError) as e:  # RuntimeError: more memory than there is
-            raise UserError(one_line(e)) from None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -530,7 +505,7 @@ def replica(settings, kind):
     get_dataset(settings, STOP.is_set)
     train_set, test_set = data.load(settings.data_path)
     puzzles.check_attempts(test_set.task, settings.eval_attempts)
-    trm = new_model(settings, train_set)
+    trm = new_model(model.TRM, settings, train_set)
     total_steps = optim.count_steps(settings, optim.epoch_size(train_set))
     if total_steps < 1:
         raise UserError(f"epochs={settings.epochs} of {train_set.total_groups} puzzles are less than one "
@@ -545,7 +520,7 @@ def replica(settings, kind):
     checkpoints = None
     if not settings.eval_only:
         checkpoints = checkpoint.Checkpoints(settings, device, start, train_set, test_set, log.print0)
-    log.header(differences(settings), trm, train_set, test_set)
+    log.header(trm, train_set, test_set)
     for note in filter(None, [dtype_note, *start.notes]):
         log.print0(note)
 
@@ -625,13 +600,6 @@ def check_settings(settings):
 def recipe(settings):
     """Returns those of {name: value} that say what a run trains, and not where and how it runs."""
     return {name: value for name, value in settings.items() if name not in RUN_SETTINGS}
-
-
-def differences(settings):
-    """Returns the settings that differ from their defaults, as flags."""
-    defaults = configurator.read_settings(__file__)
-    flags = [f"--{name}={value}" for name, value in vars(settings).items() if defaults.get(name) != value]
-    return shlex.join(flags)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -71,12 +71,12 @@ class Log:
     # -----------------------------------------------------------------------------------------------------
     # The start of a run
 
-    def header(self, flags, trm, train_set, test_set):
-        """Says what the run is, and on what; flags: the settings that differ from train.py's."""
+    def header(self, trm, train_set, test_set):
+        """Says what the run is, and on what."""
         device = self.device
         self.print0(f"# python {platform.python_version()}, torch {torch.__version__}, "
                     f"{platform.platform()}, {os.cpu_count()} cores, {device.world} x {device.kind} "
-                    f"({device.name}); settings unlike train.py's: {flags or 'none'}")
+                    f"({device.name}); settings unlike train.py's: {self.settings.flags() or 'none'}")
         # the sizes of the model and of the dataset, and the command that makes the dataset again
         command = train_set.made_by() or "made by an unknown command"
         self.print0(f"{trm.num_parameters():,} parameters; "

@@ -147,6 +147,12 @@ def restart_watchdog(seconds):
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
 
+def should_stop(stall_timeout):
+    """Returns whether a stop is requested, and restarts the watchdog: to ask is a sign of progress."""
+    restart_watchdog(stall_timeout)
+    return STOP.is_set()
+
+
 def watch_replicas():
     """Passes a request to stop on to all replicas of this host, and stops all once one has died.
 

@@ -1,12 +1,32 @@
-"""Reads weights from files: under the official code's names, and with what a model file says."""
+"""Builds models: new ones, and what a file holds, also under the official code's names."""
 import math
 import re
+import threading
 from types import SimpleNamespace
 
 import torch
 
 from puzzles import maze_task
+from runtime.errors import UserError, one_line
 from runtime.files import read_torch_file
+
+MODEL_LOCK = threading.Lock()  # replicas may be threads, which share torch's generator
+
+
+def new_model(model_class, settings, dataset):
+    """Returns a model with its first weights for a dataset. Raises UserError if it cannot be built.
+
+    model_class: model.TRM or a fork's.
+    """
+    # the seed is for modules that init_weights does not touch
+    with MODEL_LOCK, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        try:
+            return model_class(
+                settings, seq_len=dataset.seq_len, vocab_size=dataset.vocab_size,
+                num_puzzle_identifiers=dataset.num_puzzle_identifiers)
+        except (ValueError, RuntimeError) as e:  # RuntimeError: more memory than there is
+            raise UserError(one_line(e)) from None
 
 
 def load_model(model_class, path, cells, defaults):

@@ -31,13 +31,14 @@ import solve
 import configurator
 import model as models
 import train
-from configurator import Settings, configure, split_arguments
+from configurator import configure, split_arguments
 from data import Dataset
 from runtime.bucket import local_dataset
 from runtime.checkpoint import load_weights, missing_forks, newest_whole, read_checkpoint, some_puzzles
 from runtime.errors import UserError
 from runtime.files import replacing
 from runtime.process import command
+from runtime.weights import new_model
 
 PAGE_FILES = ("play.html", "engine.js", "game.js")
 PREFIX = "_orig_mod.model.inner."  # the beginning of the official names of weights
@@ -78,7 +79,8 @@ def write_model(source, target, train_arguments):
     settings.fill(train.recipe(state.get("settings", {})))
     if "puzzles" not in state:
         state = add_dataset(state, settings, path)
-    settings = Settings(train.recipe(vars(settings)))
+    for name in train.RUN_SETTINGS:
+        delattr(settings, name)
     if settings.forward_dtype == "auto":  # the config for an official file may leave it open
         settings.forward_dtype = "float32"
 
@@ -90,7 +92,7 @@ def write_model(source, target, train_arguments):
     content |= dict(
         weights={PREFIX + name.removeprefix(PREFIX): t.to(dtype) for name, t in weights.items()},
         settings=vars(settings),
-        command=f"python train.py {train.differences(settings)}",
+        command=f"python train.py {settings.flags()}",
     )
     # a file that is interrupted leaves nothing
     with replacing(target) as f:
@@ -105,7 +107,7 @@ def add_dataset(state, settings, path):
     """
     # the model has the dataset's sizes, and the weights' names without the official code's prefixes
     data = Dataset(local_dataset(settings.data_path), "train")
-    model = train.new_model(settings, data)
+    model = new_model(models.TRM, settings, data)
     if load_weights(model, state["weights"], path):
         raise UserError(f"{path} has other puzzle identifiers than {data.path}")
     added = dict(

@@ -177,8 +177,7 @@ def losses(settings):
         curve = []
         for _ in range(20):
             run.train_step(run.state, next_inputs(), cycles)
-            sums = run.read_sums()
-            curve.append(sums["loss"] / sums["sequences"])
+            curve.append(run.read_means(1)["train/loss"])
         expected = expected or curve
         worst = max(abs(a - b) / b for a, b in zip(curve, expected))
         put(settings, "losses", f"{kind} {dtype}", ok=worst <= limit, worst=worst, losses=curve)

@@ -27,6 +27,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 import torch
 
+import model
 import optim
 import prepare_sudoku
 import train
@@ -35,6 +36,7 @@ from runtime import files, process
 from runtime.dataset import get_dataset
 from runtime.errors import UserError
 from runtime.flops import FlopCounter, flops_per_example
+from runtime.weights import new_model
 
 # which runs; names without a dash select runs too
 pattern = ""  # runs whose names begin so, with * and ? as in a shell; "" without names: all 67
@@ -134,13 +136,13 @@ class StudyRun:
         sizes = SimpleNamespace(
             seq_len=data.size ** 2, vocab_size=data.size + 2, num_puzzle_identifiers=1)
         with torch.device("meta"), FlopCounter():  # takes no memory, and little time
-            model = train.new_model(self.settings, sizes)
+            trm = new_model(model.TRM, self.settings, sizes)
         # counting takes half a second, and most runs have the baseline's sizes
-        sizes = f"{model} {self.settings.H_cycles} {self.settings.L_cycles} {self.settings.num_heads}"
+        sizes = f"{trm} {self.settings.H_cycles} {self.settings.L_cycles} {self.settings.num_heads}"
         if sizes not in FLOPS:
-            FLOPS[sizes] = flops_per_example(model)
+            FLOPS[sizes] = flops_per_example(trm)
         steps = optim.count_steps(self.settings, puzzles)
-        return steps, model.num_parameters(), steps * self.settings.global_batch_size * FLOPS[sizes]
+        return steps, trm.num_parameters(), steps * self.settings.global_batch_size * FLOPS[sizes]
 
 
 def group_of(name):

@@ -11,7 +11,9 @@ from helpers import needs
 import configurator
 import train
 from data import Dataset
+from model import TRM
 from runtime import errors
+from runtime.weights import new_model
 
 pytestmark = pytest.mark.xla
 
@@ -30,7 +32,7 @@ def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(ra
     figures = json.loads(output[output.index("{"):])
 
     # all gradients, and some metrics, at once
-    model = train.new_model(configurator.configure(train.__file__, TINY), Dataset(random_puzzles, "train"))
+    model = new_model(TRM, configurator.configure(train.__file__, TINY), Dataset(random_puzzles, "train"))
     [[shape, _]] = figures["train"]["collectives"]
     size = int(re.search(r"f32\[(\d+)\]", shape)[1])
     assert 0 < size - model.num_parameters() < 50

@@ -15,10 +15,12 @@ import puzzles
 import train
 from data import Dataset
 from evaluate import Evaluator, weights_of
+from model import TRM
 from puzzles.maze import long_mazes
 from puzzles.sudoku import minimal_sudokus
 from runtime.checkpoint import load_weights, newest_whole, read_checkpoint
 from runtime.errors import UserError
+from runtime.weights import new_model
 from train import open_device
 
 SETTINGS = ["--puzzle_emb_ndim=0", "--multiple_of=256", "--H_cycles=1", "--L_cycles=1", "--ema=False",
@@ -38,7 +40,7 @@ def new_evaluator(data, trained, *flags):
     """Returns an Evaluator with the run's last weights, and the test puzzles."""
     settings = configurator.configure(train.__file__, arguments(data, trained, *SETTINGS, *flags))
     test = Dataset(data, "test")
-    model = train.new_model(settings, test)
+    model = new_model(TRM, settings, test)
     load_weights(model, read_checkpoint(newest_whole(trained))["weights"], trained)
     return Evaluator(settings, model, open_device("cpu", settings), settings.global_batch_size), test
 

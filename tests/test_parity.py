@@ -21,7 +21,7 @@ from helpers import ROOT, on_replicas
 
 import configurator
 import train
-from model import LOSS_TERMS, METRICS, SIZES, TRM
+from model import LOSS_TERMS, METRICS, TRM
 from runtime.weights import load_weights
 from train import open_device
 
@@ -54,7 +54,7 @@ class Replay:
         settings.eval_halt_max_steps = config["model"]["halt_max_steps"]
         vars(settings).update(config["model"] | config["train"] | options)
         device = open_device(kind, settings)
-        model = TRM(settings, **{name: config["model"][name] for name in SIZES})
+        model = TRM(settings, *map(config["model"].get, ("seq_len", "vocab_size", "num_puzzle_identifiers")))
         weights = self.before("weights/", 0)
         load_weights(model, {name: torch.from_numpy(t) for name, t in weights.items()})
         self.run = train.Run(settings, model, device)
@@ -109,7 +109,8 @@ class Replay:
             trees[kind] = {name: moments[kind] for name, moments in saved["optimizer"].items()}
         values = {f"{kind}/{OFFICIAL}{name}": t.numpy() for kind, tree in trees.items()
                   for name, t in tree.items()}
-        sums = run.read_sums()
+        sums = dict(zip(run.stat_names, run.state["log_sums"].cpu().tolist()))
+        run.read_means(1)  # the next step starts at 0
         values |= {"metric/" + name: np.float64(sums[name]) for name in SUMS}
         return self.compare(k, values | carry_after(run.state["sequences"], "carry/"))
 

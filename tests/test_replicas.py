@@ -28,6 +28,7 @@ from data import Dataset
 from model import Block
 from runtime import errors
 from runtime.device import flatten
+from runtime.weights import new_model
 from train import open_device
 
 # Shallow: depth amplifies rounding, and the order of a sum depends on the number of replicas.
@@ -80,7 +81,7 @@ def xla_step(rank, folder, argv):
     assert len(device.all_gather(bytes(2 ** 24 - 8))) == device.world  # float32 rounds the size of its pickle
     dataset = Dataset(settings.data_path, "train")
     sizes = SimpleNamespace(seq_len=16, vocab_size=6, num_puzzle_identifiers=NUM_IDENTIFIERS)
-    net = train.new_model(settings, sizes)
+    net = new_model(model.TRM, settings, sizes)
     run = train.Run(settings, net, device)
     inputs = train.make_inputs(run, dataset, 0, 30)
     rows = slice(rank * run.batch_size, (rank + 1) * run.batch_size)
