@@ -6,8 +6,10 @@ leaves its slot after eval_halt_max_steps, or once its answer has not changed fo
 the slot takes the next puzzle of the queue. A puzzle without a sure answer waits there for another attempt:
 at a copy of itself by symmetry, whose answer is turned back.
 """
+import itertools
 import math
-from collections import Counter
+from collections import deque
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -142,6 +144,14 @@ def keep_answers(kept, step, is_new):
 # ---------------------------------------------------------------------------------------------------------
 # A queue of attempts
 
+class Attempt(NamedTuple):
+    """An attempt at a puzzle: at the puzzle itself, or at a copy by symmetry."""
+    puzzle: int  # its number in the queue
+    copies: Iterator | None = None  # more copies of it, see puzzles.copies
+    symmetry: object = None  # what turns the answer back; None: it is the puzzle itself
+    question: np.ndarray | None = None  # the copy's tokens [S]
+
+
 class Queue:
     """Solves n puzzles on the slots of an Evaluator, in up to eval_attempts attempts each.
 
@@ -163,29 +173,26 @@ class Queue:
         self.table = table
         self.test = test
         self.indices = indices
-        self.waiting = np.arange(len(indices))  # puzzles that wait for an attempt
-        self.slots = np.full(evaluator.batch_size, -1)  # the puzzle in each slot; -1: free
-        self.halted = self.slots < 0  # slots that take a new puzzle at the next step
-        self.copies = {}  # {puzzle without a sure answer: an iterator of its copies}
-        self.current = {}  # {the same: the symmetry and the copy of its next attempt}
+        self.waiting = deque(map(Attempt, range(len(indices))))
+        self.slots = [None] * evaluator.batch_size  # the Attempt in each slot; None: free
+        self.halted = np.ones(evaluator.batch_size, dtype=bool)  # slots that take a new one at the next step
         self.slot_tensors = evaluator.new_slots()
 
         # answers take a byte a cell, since a test set may have a third of a billion cells
         n = len(indices)
-        seq_len = evaluator.model.sizes["seq_len"]
+        S = evaluator.model.sizes["seq_len"]
         names = (*ANSWERS, *model.METRICS, *model.LOSS_TERMS)
         self.results = {name: np.zeros(n, dtype=np.float32) for name in names}
         for name in ("preds", "surest_preds"):
-            self.results[name] = np.zeros((n, seq_len), dtype=np.uint8)
+            self.results[name] = np.zeros((n, S), dtype=np.uint8)
         self.results["attempts"] = np.zeros(n, dtype=np.int32)
 
         # free slots repeat their last puzzle, zeros at first, until they halt; nothing collects the results
-        questions = np.zeros((evaluator.batch_size, seq_len), dtype=np.int32)
-        self.batch = unlabeled_batch(questions)
+        self.batch = unlabeled_batch(np.zeros((evaluator.batch_size, S), dtype=np.int32))
 
     def num_unfinished(self):
         """Returns the number of puzzles that wait or run."""
-        return len(self.waiting) + np.count_nonzero(self.slots >= 0)
+        return len(self.waiting) + len(self.slots) - self.slots.count(None)
 
     def run(self, should_stop):
         """Runs as many supervision steps as an attempt may take, fewer if the queue is empty before.
@@ -205,68 +212,58 @@ class Queue:
         return num_before - self.num_unfinished()
 
     def fill(self):
-        """Gives the free slots the next puzzles, which are inputs of the next step."""
-        # the waiting puzzles go into free slots
-        free = np.flatnonzero(self.halted & (self.slots < 0))[:len(self.waiting)]
-        if not len(free):
+        """Gives the free slots the next attempts, which are inputs of the next step."""
+        free = [i for i, attempt in enumerate(self.slots) if attempt is None and self.halted[i]]
+        free = free[:len(self.waiting)]
+        if not free:
             return
-        self.slots[free] = self.waiting[:len(free)]
-        self.waiting = self.waiting[len(free):]
-
-        # the first attempt is at the puzzle itself; the others are at copies, without labels
-        batch = self.test.test_batch(self.indices[self.slots[free]])
-        for i, puzzle in enumerate(self.slots[free]):
-            if puzzle in self.current:
-                _, batch["inputs"][i] = self.current[puzzle]
+        attempts = [self.waiting.popleft() for _ in free]
+        batch = self.test.test_batch(self.indices[[attempt.puzzle for attempt in attempts]])
+        for i, attempt in enumerate(attempts):
+            self.slots[free[i]] = attempt
+            # the labels are the puzzle's, and not the copy's
+            if attempt.symmetry:
+                batch["inputs"][i] = attempt.question
                 batch["labels"][i] = IGNORE_LABEL
         for name, array in batch.items():
             self.batch[name][free] = array
         self.inputs = self.evaluator.inputs(self.weights, self.table, self.batch)
 
     def collect(self, results):
-        """Keeps the results of the attempts that leave, and lets puzzles without a sure answer wait again."""
-        self.halted = results["halted"].cpu().numpy()
-        leaving = np.flatnonzero(self.halted & (self.slots >= 0))
-        if not len(leaving):
-            return
-        puzzle = self.slots[leaving]
-        self.slots[leaving] = -1
+        """Takes the attempts that halted out of their slots."""
+        arrays = {name: t.cpu().numpy() for name, t in results.items()}
+        self.halted = arrays["halted"]
+        for i, attempt in enumerate(self.slots):
+            if attempt and self.halted[i]:
+                self.slots[i] = None
+                self.keep(attempt, {name: array[i] for name, array in arrays.items()})
 
-        # turn the answers to copies back
-        kept = self.results
-        new = {name: results[name].cpu().numpy()[leaving] for name in kept if name != "attempts"}
-        for i, number in enumerate(puzzle):
-            if number in self.current:
-                symmetries, _ = self.current.pop(number)
-                new["surest_preds"][i] = symmetries.undo(new["surest_preds"][i])
+    def keep(self, attempt, new):
+        """Keeps the results of an attempt; its puzzle waits for another one if no answer is sure."""
+        puzzle = attempt.puzzle
+        if attempt.symmetry:
+            new["surest_preds"] = attempt.symmetry.undo(new["surest_preds"])
 
         # the first attempt counts by itself, and the surest answer of all
-        is_first = kept["attempts"][puzzle] == 0
-        is_surer = is_first | (new["surest_q_halt_logits"] > kept["surest_q_halt_logits"][puzzle])
-        for name, array in new.items():
-            counts = is_surer if name in SUREST else is_first
-            kept[name][puzzle[counts]] = array[counts]
+        kept = self.results
+        is_first = attempt.symmetry is None
+        is_surer = is_first or new["surest_q_halt_logits"] > kept["surest_q_halt_logits"][puzzle]
+        for name in kept.keys() & new.keys():
+            if is_surer if name in SUREST else is_first:
+                kept[name][puzzle] = new[name]
         kept["attempts"][puzzle] += 1
 
-        # try again where that answer is not sure
+        # try another copy, if there is one
+        settings = self.evaluator.settings
         is_sure = sigmoid(kept["surest_q_halt_logits"][puzzle]) >= model.SURE
-        is_last = kept["attempts"][puzzle] >= self.evaluator.settings.eval_attempts
-        for number in puzzle[is_sure | is_last].tolist():
-            self.copies.pop(number, None)
-        for number in puzzle[~is_sure & ~is_last].tolist():
-            self.try_again(number)
-
-    def try_again(self, puzzle):
-        """Lets a puzzle wait for an attempt at another copy, if there is one."""
-        if puzzle not in self.copies:
-            index = self.indices[puzzle]
-            [question] = self.test.test_batch([index])["inputs"]
-            seed = self.evaluator.settings.seed
-            self.copies[puzzle] = puzzles.copies(self.test.task, question, seed, index)
-        copy = next(self.copies[puzzle], None)
-        if copy:
-            self.current[puzzle] = copy
-            self.waiting = np.append(self.waiting, puzzle)
+        if not is_sure and kept["attempts"][puzzle] < settings.eval_attempts:
+            copies = attempt.copies
+            if is_first:
+                index = self.indices[puzzle]
+                [question] = self.test.test_batch([index])["inputs"]
+                copies = puzzles.copies(self.test.task, question, settings.seed, index)
+            for symmetry, question in itertools.islice(copies, 1):
+                self.waiting.append(Attempt(puzzle, copies, symmetry, question))
 
 
 def unlabeled_batch(questions):
@@ -317,11 +314,8 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
     if save_to and settings.eval_save_outputs:
         save_outputs(settings, device, save_to, own_indices, arrays, should_stop)
 
-    # add up the figures of all ranks, and ARC's votes
-    sums = eval_sums(test, arrays)
-    if settings.eval_attempts > 1:
-        sums["attempts"] = int(queue.results["attempts"].sum())
-    values = eval_values(device.all_gather(sums))
+    # the figures of all ranks, and ARC's votes
+    values = means(device.all_gather(eval_sums(settings, test, arrays)))
     if test.task["kind"] == "arc":
         own_votes = count_votes(test, own_indices, arrays["preds"], arrays["q_halt_logits"])
         votes = merge_votes(device.all_gather(own_votes))
@@ -331,26 +325,22 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
     return values
 
 
-def eval_sums(test, arrays):
+def eval_sums(settings, test, arrays):
     """Returns {name: sum over this rank's puzzles} of METRICS, LOSS_TERMS and the judgements of answers."""
-    sums = {}
+    sums = puzzles.count_correct(test.task, arrays)
     for name in (*model.METRICS, *model.LOSS_TERMS):
-        counted = arrays["count"] * arrays[name]
-        sums[name] = float(counted.sum(dtype=np.float64))
-    return sums | puzzles.count_correct(test.task, arrays)
+        sums[name] = float((arrays["count"] * arrays[name]).sum(dtype=np.float64))
+    if settings.eval_attempts > 1:
+        sums["attempts"] = float(arrays["attempts"].sum())
+    return sums
 
 
-def eval_values(ranks):
-    """Returns {"eval/...": number} of the ranks' sums."""
-    total = Counter()
-    for sums in ranks:
-        total.update(sums)
+def means(ranks):
+    """Returns {"eval/...": mean over the puzzles} of the ranks' sums, and the number of puzzles."""
+    total = {name: sum(sums[name] for sums in ranks) for name in ranks[0]}
     count = total.pop("count")
-    values = {}
-    for name, value in total.items():
-        values["eval/" + name] = value / max(count, 1)
-    values["eval/puzzles"] = int(count)
-    return values
+    values = {f"eval/{name}": value / max(count, 1) for name, value in total.items()}
+    return values | {"eval/puzzles": int(count)}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -388,7 +378,7 @@ def answers_to(settings, trm, task, batch, report=lambda num_finished: None):
     return queue.results
 
 
-def solve(trm, questions, steps=16, attempts=1, identifiers=None):
+def solve(trm, questions, steps=16, attempts=1, identifiers=0):
     """Returns the most confident answer of all steps and attempts, and its confidence from 0 to 1.
 
     Args:
@@ -397,27 +387,29 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=None):
             lists; or tokens, a tensor [n, S], for two tensors.
         steps: the number of supervision steps of an attempt.
         attempts: the most attempts at a question, at copies by symmetry, until an answer is SURE.
-        identifiers: the puzzle identifiers of tokens [n], for ARC; None: 0 for all.
+        identifiers: the puzzle identifiers of tokens [n], for ARC; 0 for all.
 
     Raises UserError for a string that is no question of this model, ValueError for another number of cells
     and for a model that is not of TRM.load.
     """
+    if isinstance(questions, str):
+        [answer], [confidence] = solve(trm, [questions], steps, attempts)
+        return answer, confidence
     if not hasattr(trm, "task"):
         raise ValueError("this model does not know its puzzle: TRM.load reads one that does from a file")
     puzzles.check_attempts(trm.task, attempts)
 
     # tokens of all questions
-    if torch.is_tensor(questions):
-        tokens = questions.int().numpy()
+    is_text = not torch.is_tensor(questions)
+    if is_text:
+        tokens = np.stack([puzzles.parse_question(trm.task, text)[1] for text in questions])
     else:
-        texts = [questions] if isinstance(questions, str) else questions
-        tokens = np.stack([puzzles.parse_question(trm.task, text)[1] for text in texts])
-    _, cells = tokens.shape
+        tokens = questions.int().numpy()
+    batch = unlabeled_batch(tokens)
+    batch["puzzle_identifiers"][:] = identifiers
+    cells = tokens.shape[1]
     if cells != trm.sizes["seq_len"]:
         raise ValueError(f"the question has {cells} cells, not {trm.sizes['seq_len']}")
-    batch = unlabeled_batch(tokens)
-    if identifiers is not None:
-        batch["puzzle_identifiers"] = identifiers.int().numpy()
 
     # all steps of each attempt, in float32
     settings = SimpleNamespace(**vars(trm.settings) | dict(
@@ -428,12 +420,9 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=None):
     confidences = sigmoid(results["surest_q_halt_logits"])
 
     # the answers in the form of the questions
-    if torch.is_tensor(questions):
-        return torch.from_numpy(answers).to(questions.dtype), torch.from_numpy(confidences)
-    answers = [puzzles.text_of(trm.task, answer) for answer in answers]
-    if isinstance(questions, str):
-        return answers[0], float(confidences[0])
-    return answers, confidences.tolist()
+    if is_text:
+        return [puzzles.text_of(trm.task, answer) for answer in answers], confidences.tolist()
+    return torch.from_numpy(answers).to(questions.dtype), torch.from_numpy(confidences)
 
 
 # ---------------------------------------------------------------------------------------------------------

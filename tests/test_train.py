@@ -52,7 +52,7 @@ def test_a_run_logs_evaluates_and_saves(whole):
 def test_best_pt_is_the_best_evaluation_the_final_one_included(data, tmp_path, monkeypatch):
     """ARC is judged by the tasks solved in two tries, puzzles with several right answers by the rules."""
     accuracies = iter([0.2, 0.1, 0.3])
-    monkeypatch.setattr(evaluate, "eval_values", lambda ranks: {"eval/exact_accuracy": next(accuracies)})
+    monkeypatch.setattr(evaluate, "means", lambda ranks: {"eval/exact_accuracy": next(accuracies)})
     run(data, tmp_path, *WHOLE)
     best = json.loads((tmp_path / "best.json").read_text())
     assert best["step"] == 40 and best["metrics"] == {"eval/exact_accuracy": 0.3}
