@@ -23,15 +23,8 @@ import model
 import optim
 import train
 from runtime import process
-from runtime.device import (
-    check_batch_size,
-    choose_device,
-    is_compiled,
-    is_out_of_memory,
-    out_of_memory,
-    peak_flops,
-)
-from runtime.errors import check_numbers
+from runtime.device import check_batch_size, choose_device, is_compiled, peak_flops
+from runtime.errors import check_numbers, is_out_of_memory, out_of_memory
 from runtime.flops import flops_per_example
 from runtime.prepare import write_dataset
 from runtime.weights import new_model

@@ -55,7 +55,7 @@ class Settings:
         """
         if name not in self.defaults:
             [closest] = difflib.get_close_matches(name, [*self.defaults, *OWN_NAMES], 1, 0)
-            raise UserError(f"{where}: unknown setting {name}; the closest is {closest}; --help lists all")
+            raise UserError(f"{where}: unknown setting {name}; the closest is {closest}; see --help")
 
         # an int will do for a float
         default = self.defaults[name]

@@ -5,6 +5,8 @@ last answer and the most confident one so far ("surest": of the step where q_hal
 leaves its slot after eval_halt_max_steps, or once its answer has not changed for eval_patience steps; then
 the slot takes the next puzzle of the queue. A puzzle without a sure answer waits there for another attempt:
 at a copy of itself by symmetry, whose answer is turned back.
+
+In results, preds and q_halt_logits are the official code's names of the answers and of q_halt.
 """
 import itertools
 import math

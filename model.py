@@ -169,6 +169,7 @@ class TRM(nn.Module):
 
     def deep_recursion(self, x, latents, H_cycles, L_cycles):
         """Runs H_cycles latent recursions on the embedded question x [B, L, D]; the last has a gradient."""
+        # all but the last without a gradient
         with torch.no_grad():
             for _ in range(H_cycles - 1):
                 latents = self.latent_recursion(x, latents, L_cycles)
@@ -359,6 +360,7 @@ def log_stablemax(x):
     slope are finite in float32. The slope at 0 is 1; written with abs or clamp it would depend on torch's
     version.
     """
+    # log(1 + |x|), with the sign of x
     negative = x < 0
     size = torch.log1p(torch.where(negative, -x, x))
     return torch.where(negative, -size, size)
@@ -369,6 +371,7 @@ def log_stablemax(x):
 
 def rms_norm(x, dim=-1):
     """Root-mean-square norm over `dim` without a weight, computed in float32."""
+    # [B, L, D]: the norm of each position, or with dim=1 of each channel
     y = x.float()
     mean_square = y.square().mean(dim, keepdim=True)
     return (y * torch.rsqrt(mean_square + 1e-5)).to(x.dtype)
@@ -403,6 +406,7 @@ class SwiGLU(nn.Module):
 
 def rotate(x, cos, sin):
     """Rotary position embedding (arXiv 2104.09864), halves convention; x [B, heads, L, d], cos [L, d]."""
+    # the angle of a channel of the first half is also the angle of its partner in the second half
     y = x.float()
     first, second = y.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
@@ -436,7 +440,7 @@ class Attention(nn.Module):
             q = rotate(q, *rope)
             k = rotate(k, *rope)
 
-        # attend, and join the heads
+        # attend [B, heads, L, d], and join the heads [B, L, D]
         out = self.attend(q, k, v)
         return self.o_proj(out.transpose(1, 2).reshape(B, L, D))
 
@@ -482,6 +486,7 @@ class Net(nn.Module):
             self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x):
+        # x [B, L, D] goes through all layers
         rope = (self.cos, self.sin) if self.has_rope else None
         for layer in self.layers:
             x = layer(x, rope)

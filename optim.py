@@ -80,8 +80,8 @@ OPTIMIZERS = dict(adam_atan2=adam_atan2, adamw=adamw, lion=lion)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The puzzle embedding: SignSGD on the rows that the global batch holds. Ranks exchange gradients in slots.
-# There is a slot for each row of the table, or for each sequence of the batch if those are fewer: Sudoku has
+# The puzzle embedding: SignSGD on the rows that the global batch holds. Ranks exchange gradients in bins.
+# There is a bin for each row of the table, or for each sequence of the batch if those are fewer: Sudoku has
 # one row, ARC many thousands.
 
 def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
@@ -94,29 +94,29 @@ def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
         batch_size: the sequences of all ranks.
         rank: this rank, an int tensor [1]: a constant would give each replica a program of its own.
 
-    Returns [min(num_rows, batch_size), D' + 2]. A slot has the sum of its sequences' gradients, the sum of
+    Returns [min(num_rows, batch_size), D' + 2]. A bin has the sum of its sequences' gradients, the sum of
     their identifiers, and their number.
     """
     own_size = len(identifiers)
-    slots = identifiers
+    bins = identifiers
     if num_rows > batch_size:
-        slots = rank * own_size + torch.arange(own_size, device=rank.device)
+        bins = rank * own_size + torch.arange(own_size, device=rank.device)
     columns = [row_grads, identifiers.view(-1, 1), torch.ones_like(row_grads[:, :1])]
-    return add_up(torch.cat(columns, dim=1), slots, min(num_rows, batch_size))
+    return add_up(torch.cat(columns, dim=1), bins, min(num_rows, batch_size))
 
 
-def add_up(entries, slots, num_slots):
-    """Returns the sums of the entries of each slot, [num_slots, ...], with the same bits at each call.
+def add_up(entries, bins, num_bins):
+    """Returns the sums of the entries of each bin, [num_bins, ...], with the same bits at each call.
 
-    entries: [n, ...]. slots: integers [n].
+    entries: [n, ...]. bins: integers [n].
     """
-    if num_slots == 1:
+    if num_bins == 1:
         return entries.sum(0, keepdim=True)
-    sums = torch.zeros(num_slots, *entries.shape[1:], device=entries.device)
+    sums = torch.zeros(num_bins, *entries.shape[1:], device=entries.device)
     # on CUDA, index_add adds in an order that varies, by atomic operations; index_put sorts first
     if entries.is_cuda:
-        return sums.index_put((slots.long(),), entries, accumulate=True)
-    return sums.index_add(0, slots, entries)
+        return sums.index_put((bins.long(),), entries, accumulate=True)
+    return sums.index_add(0, bins, entries)
 
 
 def sign_sgd(table, packed, lr, weight_decay):
@@ -128,16 +128,16 @@ def sign_sgd(table, packed, lr, weight_decay):
         lr, weight_decay: tensors or numbers.
     """
     assert len(table) < 2 ** 24, "float32 holds no larger identifiers"
-    # the sequences of a slot have the same identifier, which is their mean; an empty slot gets identifier 0
+    # the sequences of a bin have the same identifier, which is their mean; an empty bin gets identifier 0
     means = packed[:, -2] / packed[:, -1].clamp(min=1)
     identifiers = means.round().long()
 
-    # slots with the same identifier add up in the first one of them
-    is_same = identifiers.unsqueeze(0) == identifiers.unsqueeze(1)  # [slots, slots]
-    first_slot = is_same.int().argmax(1)
-    total = add_up(packed, first_slot, len(packed))[first_slot]
+    # bins with the same identifier add up in the first one of them
+    is_same = identifiers.unsqueeze(0) == identifiers.unsqueeze(1)  # [bins, bins]
+    first_bin = is_same.int().argmax(1)
+    total = add_up(packed, first_bin, len(packed))[first_bin]
 
-    # slots with the same identifier write the same new row; without a sequence they write the old row
+    # bins with the same identifier write the same new row; without a sequence they write the old row
     is_held = total[:, -1:] > 0
     old = table[identifiers]
     change = weight_decay * old + torch.sign(total[:, :-2])

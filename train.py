@@ -28,17 +28,9 @@ import evaluate
 import model
 import optim
 import puzzles
-from runtime import checkpoint, process
+from runtime import checkpoint, errors, process
 from runtime.dataset import get_dataset
-from runtime.device import (
-    Device,
-    cast_weights,
-    check_batch_size,
-    choose_device,
-    is_out_of_memory,
-    out_of_memory,
-    read_place,
-)
+from runtime.device import Device, cast_weights, check_batch_size, choose_device, read_place
 from runtime.errors import TransientError, UserError, check_choices, check_numbers, one_line
 from runtime.files import duration
 from runtime.flops import flops_per_example
@@ -188,17 +180,19 @@ def train_step(run, state, inputs, cycles):
         sums["rows"] = optim.pack_rows(identifiers, results["row_grads"], len(state["puzzle_emb"]),
                                        settings.global_batch_size, inputs["rank"])
 
-    # one all-reduce of all that the ranks share
+    # one all-reduce of all that the ranks share; the gradients are then those of the global batch
     sums["stops"] = inputs["stop_requested"]
     totals = run.device.all_reduce(sums)
     grad_norm = optim.norm(totals["grads"])
 
-    # update the weights, their moving average (EMA), and the rows of the puzzle embedding
+    # update the weights
     rates = inputs["rates"]
     if not settings.freeze_weights:
         optim.update(settings, rates, state["weights"], totals["grads"], state["optimizer"])
+    # move their average (EMA) towards them; there is none with ema=False
     for name, average in state["ema"].items():
         average.lerp_(state["weights"][name], 1 - settings.ema_rate)
+    # update the rows of the puzzle embedding that the batch has
     if has_puzzle_emb:
         optim.sign_sgd(state["puzzle_emb"], totals["rows"], rates["puzzle_emb_lr"],
                        settings.puzzle_emb_weight_decay)
@@ -239,7 +233,7 @@ def forward_backward(run, cycles, weights, examples):
         results["row_grads"] = grads[-1].float()
     grads = {name: grad.float() for name, grad in zip(leaves, grads)}
 
-    # METRICS count sequences that halted, LOSS_TERMS all
+    # sum up for the log: METRICS count sequences that halted, LOSS_TERMS all
     halted = step.sequences["halted"]
     stats = [torch.where(halted, step.values[name], 0).sum() for name in model.METRICS]
     stats += [step.values[name].detach().sum() for name in model.LOSS_TERMS]
@@ -254,12 +248,14 @@ def make_inputs(run, train_set, step, total_steps):
     """
     settings = run.settings
     device = run.device
-    # the puzzles, and the step before which each sequence may not halt
-    batch = train_set.train_batch(
-        settings.seed, step, settings.global_batch_size, device.rank, device.world)
+    batch_size = settings.global_batch_size
+    own_part = (device.rank, device.world)
+    # the puzzles
+    batch = train_set.train_batch(settings.seed, step, batch_size, *own_part)
+    # the step before which each sequence may not halt
+    exploration = optim.exploration(settings, step, total_steps)
     min_halt_steps = data.halting_draws(
-        settings.seed, step, settings.global_batch_size, settings.halt_max_steps,
-        optim.exploration(settings, step, total_steps), device.rank, device.world)
+        settings.seed, step, batch_size, settings.halt_max_steps, exploration, *own_part)
     # numbers that change by step are inputs: a constant would compile anew at each step
     rates = optim.rates(settings, step, total_steps)
     return device.put(dict(
@@ -307,11 +303,13 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
         inputs = make_inputs(run, train_set, step, total_steps)
         stops = run.train_step(run.state, inputs, cycles)
         step += 1
-        # the number of stops is read a step late, so that the host need not wait for the device
+
+        # stop if a rank was asked to; the number is read a step late, so that the host need not wait
         read_stops = run.device.fetch(stops)
         stop = read_previous_stops is not None and bool(read_previous_stops() > 0)
         read_previous_stops = read_stops
         restart_watchdog(settings.stall_timeout)
+        # a step of another depth has compiled
         if cycles != last_cycles:
             log.first_step(step, cycles, stops)
 
@@ -348,7 +346,8 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
     """
     began = time.monotonic()  # the system's clock can be changed during a run
     step = train(run, train_set, test_set, log, checkpoints, start, total_steps)
-    # all ranks leave together: one that went on to the evaluation would wait for rank 0 forever
+    # wait for the last checkpoint; all ranks leave together, since one that went on to the evaluation would
+    # wait for rank 0 forever
     if not all(run.device.all_gather(checkpoints.wait())):
         sys.exit(1)
     if step < total_steps:
@@ -398,7 +397,7 @@ class Run:
         self.settings = settings
         self.model = trm
         self.device = device
-        self.batch_size = settings.global_batch_size // device.world
+        self.batch_size = settings.global_batch_size // device.world  # of this replica
         self.dtype = getattr(torch, settings.forward_dtype)
         # the FLOPs of a training step at a depth, (H_cycles, L_cycles)
         self.flops_per_example = functools.cache(lambda cycles: flops_per_example(trm, cycles))
@@ -489,14 +488,16 @@ def replica(settings, kind):
 
     Exits with 3 if the run was stopped before its end, with 1 if the bucket does not have everything.
     """
-    # the device, and the settings: what no config file and no flag assigned comes from the checkpoint that
-    # the run goes on with, which only rank 0's host may have
     device = open_device(kind, settings)
+
+    # the settings: what no config file and no flag assigned comes from the checkpoint that the run goes on
+    # with, which only rank 0's host may have
     settings = copy.copy(settings)  # replicas may be threads
     start, saved = checkpoint.find_start(settings, device, STOP.is_set)
     resumed = recipe(start.settings)
     keep_length(settings, resumed)
     settings.fill(resumed)
+    # check all of them, and choose what "auto" leaves open
     check_settings(settings)
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     check_batch_size(settings, device)
@@ -516,6 +517,8 @@ def replica(settings, kind):
     restart_watchdog(settings.stall_timeout)
     run = Run(settings, trm, device, saved)
     saved.clear()  # frees its memory
+
+    # from here on the run writes to out_dir
     log = Log(settings, device, start.step)
     checkpoints = None
     if not settings.eval_only:
@@ -532,6 +535,7 @@ def replica(settings, kind):
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                    "a higher max_steps or epochs continues it")
     else:
+        # choose the length, say what the run is, and train
         if settings.max_minutes:
             fit_minutes(run, make_inputs, train_set, test_set, BEGAN, log.print0)
             total_steps = settings.max_steps
@@ -563,6 +567,7 @@ def start_wandb(settings, run_id, facts, say):
     try:
         import wandb
         mode = choose_wandb_mode(settings, say)
+        # the run's id continues W&B's curves after a restart
         name = settings.wandb_run_name or os.path.basename(os.path.abspath(settings.out_dir))
         run = wandb.init(
             id=run_id, resume="allow", mode=mode, dir=settings.out_dir,
@@ -572,6 +577,7 @@ def start_wandb(settings, run_id, facts, say):
     except Exception as e:  # training goes on, whatever it is
         say(f"W&B: off ({one_line(e)}); metrics.jsonl has everything")
         return None
+    # where to see it
     hint = f"`wandb sync {os.path.dirname(run.dir)}` uploads it" if mode == "offline" else run.url
     say(f"W&B: {mode}, {hint}")
     return run
@@ -579,18 +585,20 @@ def start_wandb(settings, run_id, facts, say):
 
 def check_settings(settings):
     """Raises UserError for the first value that no run could use."""
-    # choices and numbers; -1 is a value of its own
+    # choices and numbers, of this file and not of forks; -1 is a value of its own
     check_choices(settings, CHOICES)
-    numbers = dict(vars(settings))
+    numbers = {name: getattr(settings, name) for name in configurator.read_settings(__file__)}
     if settings.halt_exploration_prob_end == -1:
         del numbers["halt_exploration_prob_end"]
     check_numbers(numbers, POSITIVE, SHARES)
+    # names, and two lengths that exclude each other
     for name in filter(None, settings.eval_save_outputs.split(",")):
         if name not in EVAL_OUTPUTS:
             raise UserError(f"eval_save_outputs: unknown {name!r}; choose from {','.join(EVAL_OUTPUTS)}")
     if settings.max_minutes and settings.max_steps:
         raise UserError(f"max_minutes={settings.max_minutes:g} and max_steps={settings.max_steps}: one of "
                         "them must be 0")
+    # texts and folders
     for name in ("data_path", "out_dir", "init_from", "wandb_project"):
         if not getattr(settings, name):
             raise UserError(f"{name} must not be empty")
@@ -615,7 +623,7 @@ def xla_replica(index, settings, kind):
         replica(settings, kind)
     except BaseException as e:
         # every rank of the host raises these
-        if isinstance(e, (UserError, TransientError, SystemExit)) or is_out_of_memory(e):
+        if isinstance(e, (UserError, TransientError, SystemExit)) or errors.is_out_of_memory(e):
             raise
         traceback.print_exc()
         os._exit(1)
@@ -627,6 +635,7 @@ def main(settings):
     BEGAN = time.monotonic()
     # the settings, before anything takes time; replica() checks them again, with those of a checkpoint
     check_settings(settings)
+    # one kind of device for all replicas
     kind, reason = choose_device(settings.device)
     if kind == "xla" or read_place().rank == 0:
         print(f"device {kind}: {reason}", flush=True)
@@ -635,6 +644,7 @@ def main(settings):
     # the dataset, unless a checkpoint may say which one it is
     if settings.init_from == "scratch" or "data_path" in settings.assigned:
         get_dataset(settings, STOP.is_set)
+    # from here on a signal requests a stop, and the run ends with a checkpoint
     on_signals()
     try:
         # torch_xla starts a process for each chip; every other device has only this process
@@ -649,9 +659,9 @@ def main(settings):
         raise TransientError("a replica died, see above; --init_from=auto continues from the last "
                              f"checkpoint in {settings.out_dir}") from None
     except Exception as e:
-        if not is_out_of_memory(e):
+        if not errors.is_out_of_memory(e):
             raise
-        raise out_of_memory(settings) from None
+        raise errors.out_of_memory(settings) from None
 
 
 if multiprocessing.current_process().name != "MainProcess" and __name__ == "train":

@@ -319,19 +319,6 @@ def check_batch_size(settings, device):
                         "does, and any other size gives the same result")
 
 
-def is_out_of_memory(error):
-    """Returns True if a device's memory was full, in a step or in a compiler."""
-    error = getattr(error, "inner_exception", error)  # torch.compile wraps it
-    return isinstance(error, torch.OutOfMemoryError) or "RESOURCE_EXHAUSTED" in str(error)
-
-
-def out_of_memory(settings):
-    """Returns the UserError for a device whose memory is full."""
-    size = settings.micro_batch_size or settings.global_batch_size
-    return UserError(f"out of memory on the device: a --micro_batch_size smaller than {size} gives the same "
-                     "result, if it divides the sequences of a replica")
-
-
 def peak_flops(device):
     """Returns the FLOP/s of a chip as its maker states them, or None."""
     # names are whole words, since an L40 is no L4; the longest one counts, since an H100 PCIe is no H100

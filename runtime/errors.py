@@ -1,4 +1,4 @@
-"""The two expected errors of a command, see process.command; and the checks of values that raise them."""
+"""The two expected errors of a command, see process.command, and what raises them."""
 
 
 class UserError(Exception):
@@ -12,6 +12,19 @@ class TransientError(Exception):
 def one_line(error):
     """Returns an error's type and the beginning of its text."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def is_out_of_memory(error):
+    """Returns True if a device's memory was full, in a step or in a compiler."""
+    error = getattr(error, "inner_exception", error)  # torch.compile wraps it
+    return type(error).__name__ == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def out_of_memory(settings):
+    """Returns the UserError for a device whose memory is full."""
+    size = settings.micro_batch_size or settings.global_batch_size
+    return UserError(f"out of memory on the device: a --micro_batch_size smaller than {size} gives the same "
+                     "result, if it divides the sequences of a replica")
 
 
 def check_choices(settings, choices):
