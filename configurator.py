@@ -17,7 +17,6 @@ in the modules that it imports, each where it stands: import model; model.TRM = 
 import ast
 import difflib
 import functools
-import hashlib
 import os
 import shlex
 import sys
@@ -27,11 +26,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from runtime import forks
 from runtime.errors import UserError
 
 TYPES = (int, float, bool, str)  # that a setting may have
-# Names that make a config file a fork: new(), and the modules whose functions and classes it may replace.
-OF_FORKS = {"new", "data", "evaluate", "model", "optim", "puzzles", "runtime", "train"}
 
 
 class Settings:
@@ -88,10 +86,6 @@ class Arguments(NamedTuple):
     train_arguments: list  # config files and flags for train.py
 
 
-# {file name: the beginning of its text's SHA-256} of the forks that this process has run
-FORKS = {}
-# {module or class: its attributes before a fork replaced some}
-ORIGINALS = {}
 # Names beside train.py's settings that a mistyped flag may mean: the settings of the script itself.
 OWN_NAMES = {"help"}
 
@@ -125,11 +119,8 @@ def configure(script, argv):
     """
     # train.py may be configured again in this process, as for each run of the study, and must not see what
     # earlier forks replaced. A config file may configure another script, which undoes nothing.
-    originals = ORIGINALS if os.path.basename(script) == "train.py" else {}
-    for place, attributes in originals.items():
-        for name, value in attributes.items():
-            if vars(place).get(name) is not value:
-                setattr(place, name, value)
+    if os.path.basename(script) == "train.py":
+        forks.undo()
 
     # later arguments override earlier ones
     settings = Settings(read_settings(script))
@@ -225,37 +216,8 @@ def execute(path, names):
         text = f.read()
     tree = compile(text, path, "exec", ast.PyCF_ONLY_AST)
 
-    # keep the fork's hash, and what it may replace
-    used_names = OF_FORKS & names_used(tree)
-    if used_names:
-        FORKS[os.path.basename(path)] = hashlib.sha256(text).hexdigest()[:8]
-        remember(used_names)
+    forks.record(path, text, tree)
     exec(compile(tree, path, "exec"), names)
-
-
-def names_used(tree):
-    """Returns the names of the modules that a config file imports, and "new" if it calls that."""
-    names = set()
-    for node in ast.walk(tree):
-        match node:
-            case ast.Import(aliases):
-                names.update(alias.name.partition(".")[0] for alias in aliases)
-            case ast.ImportFrom(str(module)):
-                names.add(module.partition(".")[0])
-            case ast.Call(ast.Name("new")):
-                names.add("new")
-    return names
-
-
-def remember(packages):
-    """Keeps the attributes of modules, and of the classes that they define, in ORIGINALS."""
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] not in packages:
-            continue
-        # a class that a module imports is another module's
-        for place in (module, *vars(module).values()):
-            if place is module or isinstance(place, type) and place.__module__ == name:
-                ORIGINALS.setdefault(place, dict(vars(place)))
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 
 import puzzles
-from configurator import FORKS
-from runtime import weights
+from runtime import forks, weights
 from runtime.bucket import LOGS, Bucket, Mirror
 from runtime.errors import TransientError, UserError
 from runtime.files import file_hash, read_metrics, read_torch_file, replacing
@@ -202,7 +201,7 @@ def resume(start, saved, settings, model, data, total_steps):
     load_weights(model, saved["weights"], path)
 
     # tell the log what is resumed and what has changed
-    notes = [f"resuming from {path}", *missing_forks(saved["forks"])]
+    notes = [f"resuming from {path}", *forks.missing(saved["forks"])]
     for name, value in vars(settings).items():
         old = start.settings.get(name, value)
         if value != old and name != "init_from":
@@ -221,7 +220,7 @@ def load_file(start, saved, settings, model, data):
     # files of the official code do not say what their identifiers stand for
     is_same = saved.get("identifiers", data.identifiers_sha256) == data.identifiers_sha256
     is_averaged = load_weights(model, saved["weights"], file, is_same)
-    notes = missing_forks(saved.get("forks", {}))
+    notes = forks.missing(saved.get("forks", {}))
     if is_averaged and settings.eval_only:
         raise UserError(f"{file} has other puzzle identifiers than {data.path}: it can be trained further, "
                         "but not evaluated (docs/arc.md)")
@@ -301,7 +300,7 @@ class Checkpoints:
         state |= dict(
             step=step,
             model=run.model.sizes,
-            forks=dict(FORKS),
+            forks=dict(forks.FORKS),
             run_id=self.run_id,
             settings=vars(self.settings) | dict(init_from=self.init_from),
             data=self.data.sha256,
@@ -378,19 +377,6 @@ def some_puzzles(test):
     """Returns 100 test puzzles, {name: tensor [100, ...]}, the same for each call."""
     indices = test.subset(100, 1)[:100]
     return {name: torch.from_numpy(array) for name, array in test.test_batch(indices).items()}
-
-
-def missing_forks(forks):
-    """Returns a line for each fork of a checkpoint or model file that this process has not run.
-
-    forks: configurator.FORKS of the process that wrote the file.
-    """
-    lines = []
-    for name, digest in forks.items():
-        if FORKS.get(name) != digest:
-            other = f"has {FORKS[name]} here" if name in FORKS else "is not among the arguments"
-            lines.append(f"trained with the fork {name} {digest}, which {other}: results may differ")
-    return lines
 
 
 # ---------------------------------------------------------------------------------------------------------

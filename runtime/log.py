@@ -9,10 +9,10 @@ from contextlib import suppress
 import requests
 import torch
 
-from configurator import FORKS
 from runtime import files
 from runtime.device import is_compiled, peak_flops
 from runtime.errors import one_line
+from runtime.forks import FORKS
 from runtime.process import restart_watchdog
 
 

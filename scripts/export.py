@@ -28,13 +28,13 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import play
 import solve
 
-import configurator
 import model as models
 import train
 from configurator import configure, split_arguments
 from data import Dataset
+from runtime import forks
 from runtime.bucket import local_dataset
-from runtime.checkpoint import load_weights, missing_forks, newest_whole, read_checkpoint, some_puzzles
+from runtime.checkpoint import load_weights, newest_whole, read_checkpoint, some_puzzles
 from runtime.errors import UserError
 from runtime.files import replacing
 from runtime.process import command
@@ -179,9 +179,9 @@ def refuse(path, model):
     if model.has_puzzle_emb and num_identifiers > 1:
         raise UserError(f"{path} has {num_identifiers} puzzle identifiers: {other}")
     # a fork that is not among the arguments may have replaced anything
-    for line in missing_forks(model.forks):
+    for line in forks.missing(model.forks):
         raise UserError(f"{path}: {line}: {other}")
-    for place, attributes in configurator.ORIGINALS.items():
+    for place, attributes in forks.ORIGINALS.items():
         is_of_model = getattr(place, "__module__", place.__name__) == models.__name__
         replaced = {name for name, value in attributes.items() if vars(place)[name] is not value}
         if is_of_model and replaced - OF_TRAINING:

@@ -41,8 +41,8 @@ import train
 from configurator import configure, split_arguments
 from puzzles.maze import OPEN
 from puzzles.sudoku import BOXES
-from runtime import files
-from runtime.checkpoint import missing_forks, newest_whole
+from runtime import files, forks
+from runtime.checkpoint import newest_whole
 from runtime.device import Device
 from runtime.errors import UserError
 from runtime.files import Progress
@@ -391,7 +391,7 @@ def load(path, train_arguments, cells=0):
         trm = model.TRM.load(file, cells, vars(settings))
     except (OSError, ValueError) as e:
         raise UserError(e) from None
-    for line in missing_forks(trm.forks):
+    for line in forks.missing(trm.forks):
         print(f"warning: {line}", file=sys.stderr)
 
     # nothing is optimized here, and the optimizer may be a fork's

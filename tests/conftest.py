@@ -32,6 +32,7 @@ import prepare_arc
 import prepare_maze
 import prepare_sudoku
 import train
+from runtime import forks
 from runtime.prepare import write_dataset
 
 # The files that take longest. The workers take whole files, these first, so that all end together.
@@ -68,10 +69,10 @@ def nothing_stays():
     """Undoes what a replica or a fork that a test ran in this process may have left behind."""
     yield
     faulthandler.cancel_dump_traceback_later()
-    if configurator.ORIGINALS or configurator.FORKS:
+    if forks.ORIGINALS or forks.FORKS:
         configurator.configure(train.__file__, [])
-        configurator.FORKS.clear()
-        configurator.ORIGINALS.clear()  # or the next configure() would undo a test's monkeypatch
+        forks.FORKS.clear()
+        forks.ORIGINALS.clear()  # or the next configure() would undo a test's monkeypatch
 
 
 @pytest.fixture

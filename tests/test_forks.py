@@ -23,6 +23,7 @@ import configurator
 import model
 import optim
 import train
+from runtime import forks
 
 FORKS = [f"{ROOT}/examples/{name}.py" for name in ("rsm", "infiloop", "fprm", "chains")]
 FORKS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
@@ -161,7 +162,7 @@ import math  # not a model
 lr = math.sqrt(4)''')
     arguments = [f"{ROOT}/config/study/exp01a_h256.py", f"{ROOT}/config/mini.py", str(tmp_path / "plain.py")]
     configurator.configure(train.__file__, arguments)
-    assert not configurator.FORKS
+    assert not forks.FORKS
 
 
 def test_a_fork_is_known_by_what_it_imports(tmp_path):
@@ -174,7 +175,7 @@ replace()""")
     (tmp_path / "plain.py").write_text("class Note: data = 1\nlr = 0.1 * Note.data")
     norm = optim.norm
     configurator.configure(train.__file__, [str(tmp_path / "inside.py"), str(tmp_path / "plain.py")])
-    assert list(configurator.FORKS) == ["inside.py"] and optim.norm is not norm
+    assert list(forks.FORKS) == ["inside.py"] and optim.norm is not norm
     configurator.configure(train.__file__, [])
     assert optim.norm is norm
 
@@ -183,7 +184,7 @@ def test_a_config_file_that_configures_another_script_keeps_a_fork_before_it():
     fork = f"{ROOT}/tests/forks/smoothing.py"
     configurator.configure(train.__file__, [f"{ROOT}/config/study/exp05_c_halt12.py", fork,
                                             f"{ROOT}/config/mini.py"])
-    assert model.TRM.__name__ == "Smoothed" and list(configurator.FORKS) == ["smoothing.py"]
+    assert model.TRM.__name__ == "Smoothed" and list(forks.FORKS) == ["smoothing.py"]
 
 
 def test_a_model_file_of_before_a_forks_setting_solves_with_its_default(tmp_path):

@@ -21,6 +21,7 @@ import model as models
 import puzzles
 import train
 from model import TRM
+from runtime import forks
 from runtime.errors import UserError
 
 
@@ -76,7 +77,7 @@ def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data, tmp_p
 
     # as in another process, where it warns, or cannot build the model
     configurator.configure(train.__file__, [])
-    configurator.FORKS.clear()
+    forks.FORKS.clear()
     error = None
     try:
         solve.main([str(tmp_path), question])
