@@ -7,9 +7,12 @@ A dataset is a folder in the layout of the official code, plus a manifest:
     data/NAME/{train,test}/dataset.json
     data/NAME/{train,test}/all__{inputs,labels,puzzle_identifiers,puzzle_indices,group_indices}.npy
 
-inputs and labels are tokens [N, seq_len], one example a row. Puzzle i has the row puzzle_identifiers[i] of
-the model's table, and owns the examples puzzle_indices[i]:puzzle_indices[i + 1]; group g owns the puzzles
-group_indices[g]:group_indices[g + 1]: a Sudoku and its augmented copies are one group.
+A group is one puzzle, or one task of ARC. It has versions: the puzzle itself and its copies by symmetry. The
+official code, whose names the files have, calls a version a puzzle.
+
+inputs and labels are tokens [N, seq_len], one example a row. Version i has the row puzzle_identifiers[i] of
+the model's table, and owns the examples puzzle_indices[i]:puzzle_indices[i + 1]; group g owns the versions
+group_indices[g]:group_indices[g + 1].
 
 A dataset of prepare_arc.py stores each example of a task once, and batches make its versions: puzzles/arc.py
 says what stands in all__task_indices.npy and all__versions.npy, which take the place of puzzle_indices.
@@ -51,7 +54,7 @@ class Dataset:
     inputs and labels are memory-mapped, [N, seq_len]. len() is the number of examples: N, or more where
     batches make versions. task is what puzzles/__init__.py calls a task. dataset.json says seq_len,
     vocab_size (tokens, padding included), num_puzzle_identifiers and ignore_label_id (the label of cells that
-    do not count); other keys are ignored. total_groups and mean_puzzle_examples (examples of a puzzle, on
+    do not count); other keys are ignored. total_groups and mean_puzzle_examples (examples of a version, on
     average) are counted. arc is the Tasks of a dataset of prepare_arc.py, else None. Datasets of the official
     code, without a manifest, load too.
 
@@ -99,7 +102,7 @@ class Dataset:
         self.ignore_label_id = facts.get("ignore_label_id", 0)  # None: all labels count or are IGNORE_LABEL
         self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
 
-        # a puzzle owns rows; all versions of an ARC task share the rows of the task
+        # a version owns rows; all versions of an ARC task share the rows of the task
         owners = np.arange(len(self.puzzle_identifiers))
         is_arc = os.path.exists(f"{self.folder}/all__versions.npy")
         if is_arc:
@@ -107,12 +110,12 @@ class Dataset:
         row_indices = self._load("task_indices" if is_arc else "puzzle_indices")
         self._check(row_indices, owners)
 
-        # number the examples of all puzzles; those of one puzzle follow each other
+        # number the examples of all versions; those of one version follow each other
         self.first_rows = row_indices[owners]
         self.num_examples = np.diff(row_indices)[owners]
         self.puzzle_indices = np.append(0, self.num_examples.cumsum())
         self.mean_puzzle_examples = len(self) / len(owners)
-        # a group brings as many examples to an epoch as its largest puzzle has
+        # a group brings as many examples to an epoch as its largest version has
         self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
         self.epoch_examples = int(self.group_sizes.sum())
         # groups bring several examples each in ARC's datasets, also in the official code's
@@ -134,7 +137,7 @@ class Dataset:
     def _check(self, row_indices, owners):
         """Raises UserError, which names the arrays whose shapes or numbers do not fit.
 
-        row_indices: owner i has the rows row_indices[i]:row_indices[i + 1]. owners: of each puzzle [puzzles].
+        row_indices: owner i has the rows row_indices[i]:row_indices[i + 1]. owners: the owner of each version.
         """
         shape = (row_indices[-1], self.seq_len)
         lowest_label = min(0, IGNORE_LABEL if self.ignore_label_id is None else self.ignore_label_id)
@@ -176,43 +179,43 @@ class Dataset:
             parts.append(epoch_plan(self, seed, epoch)[positions[epochs == epoch]])
         plan = np.concatenate(parts)
 
-        # ARC: a group brings all examples of one of its puzzles; a smaller puzzle repeats its examples
+        # ARC: a group brings all examples of one of its versions; a smaller version repeats its examples
         if self.is_streamed:
-            puzzles = random_members(self.group_indices, plan["group"], plan["puzzle_draw"])
-            members = plan["member"] % self.num_examples[puzzles]
-            return self._batch(puzzles, members, plan["translation_draws"])
+            versions = random_members(self.group_indices, plan["group"], plan["puzzle_draw"])
+            members = plan["member"] % self.num_examples[versions]
+            return self._batch(versions, members, plan["translation_draws"])
 
-        # Sudoku and mazes: the puzzles of a group have one example each, and the step draws one of them
-        puzzle_draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part, 0]
-        return self._batch(random_members(self.group_indices, plan["group"], puzzle_draws), 0)
+        # Sudoku and mazes: the versions of a group have one example each, and the step draws one of them
+        version_draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part, 0]
+        return self._batch(random_members(self.group_indices, plan["group"], version_draws), 0)
 
     def test_batch(self, indices):
         """Returns the batch of the examples with these indices; see train_batch."""
         return self._batch(*self.locate(indices))
 
     def locate(self, indices):
-        """Returns the puzzles [n] of these examples, and which of its puzzle's examples each one is [n]."""
+        """Returns the versions [n] of these examples, and which of its version's examples each one is [n]."""
         indices = np.asarray(indices, dtype=np.int64)
-        puzzles = np.searchsorted(self.puzzle_indices, indices, side="right") - 1
-        return puzzles, indices - self.puzzle_indices[puzzles]
+        versions = np.searchsorted(self.puzzle_indices, indices, side="right") - 1
+        return versions, indices - self.puzzle_indices[versions]
 
-    def groups_of(self, puzzles):
-        """Returns the groups [n] of puzzles: for ARC the task of each version."""
-        return np.searchsorted(self.group_indices, puzzles, side="right") - 1
+    def groups_of(self, versions):
+        """Returns the groups [n] of versions."""
+        return np.searchsorted(self.group_indices, versions, side="right") - 1
 
-    def _batch(self, puzzles, members, translation_draws=0):
+    def _batch(self, versions, members, translation_draws=0):
         """Returns the batch of some examples.
 
         Args:
-            puzzles: numbers of puzzles [b].
-            members: which of its puzzle's examples each one is [b].
+            versions: numbers of versions [b].
+            members: which of its version's examples each one is [b].
             translation_draws: numbers in [0, 1), [b, 2]; 0: nothing moves.
         """
-        rows = self.first_rows[puzzles] + members
+        rows = self.first_rows[versions] + members
         inputs = self.inputs[rows]
         labels = self.labels[rows]
         if self.arc:
-            inputs, labels = self.arc.draw(rows, puzzles, translation_draws)
+            inputs, labels = self.arc.draw(rows, versions, translation_draws)
 
         # the dataset's label of cells that do not count becomes the loss's
         labels = labels.astype(np.int32)
@@ -220,7 +223,7 @@ class Dataset:
         return {
             "inputs": inputs.astype(np.int32),
             "labels": labels,
-            "puzzle_identifiers": self.puzzle_identifiers[puzzles].astype(np.int32),
+            "puzzle_identifiers": self.puzzle_identifiers[versions].astype(np.int32),
         }
 
     @functools.cached_property
@@ -237,7 +240,7 @@ class Dataset:
         several test inputs counts as one, and brings them all. For ARC they come in the first num_versions of
         the task's versions, 0: in all.
         """
-        # draw the groups: a puzzle and its copies, or an ARC task
+        # draw the groups
         groups = generator(0, SUBSET).permutation(self.total_groups)
         groups = np.sort(groups[:n or None])
         starts = self.group_indices[groups]

@@ -44,7 +44,7 @@ data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its g
 data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
 global_batch_size = 768  # sequences per step, over all replicas
 micro_batch_size = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
-epochs = 50000  # an epoch offers one copy of each puzzle; a sequence that has halted takes the next one
+epochs = 50000  # an epoch offers one version of each puzzle; a sequence that has halted takes the next one
 max_steps = 0  # length of the run in steps; 0: from epochs
 max_minutes = 0.0  # or in minutes, from the start to the end of the final evaluation; 0: from steps or epochs
 # model
