@@ -137,7 +137,7 @@ class Dataset:
     def _check(self, row_indices, owners):
         """Raises UserError, which names the arrays whose shapes or numbers do not fit.
 
-        row_indices: owner i has the rows row_indices[i]:row_indices[i + 1]. owners: the owner of each version.
+        row_indices: owner i has the rows row_indices[i]:row_indices[i + 1]. owners: of each version.
         """
         shape = (row_indices[-1], self.seq_len)
         lowest_label = min(0, IGNORE_LABEL if self.ignore_label_id is None else self.ignore_label_id)
