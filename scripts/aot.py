@@ -28,7 +28,6 @@ import torch
 
 import bench
 import configurator
-import data as datasets
 import train
 from runtime import process
 from runtime.errors import UserError, check_choices
@@ -64,9 +63,8 @@ def main(argv):
     kind, shape = topology.split(":")
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        path, source = bench.dataset_path(settings, folder)
-        print(f"dataset: {source}")
-        programs = trace(settings, path, math.prod(map(int, shape.split("x"))))
+        print(f"dataset: {bench.find_dataset(settings, folder)}")
+        programs = trace(settings, math.prod(map(int, shape.split("x"))))
         dump = Path(folder, "libtpu")
         for step, (program, state) in programs.items():
             print(f"{topology}: compiling the {step} step, which can take minutes", flush=True)
@@ -79,7 +77,7 @@ def main(argv):
 # ---------------------------------------------------------------------------------------------------------
 # The steps: trace them, compile them, read what libtpu has written
 
-def trace(settings, path, chips):
+def trace(settings, chips):
     """Returns {"train" or "eval": (program, state)} for one of `chips` chips.
 
     The program is HLO; state lists the numbers of the parameters that hold the state. Raises NotReplayable,
@@ -94,11 +92,11 @@ def trace(settings, path, chips):
     settings.forward_dtype, _ = replica.choose_dtype(settings.forward_dtype)
     train.check_batch_size(settings, replica)
     replica.compile_step = lambda fn: fn  # the programs below are the steps themselves
-    run, next_inputs = bench.new_run(settings, replica, datasets.Dataset(path, "train"))
+    run, next_inputs = bench.new_run(settings, replica)
     cycles = settings.H_cycles, settings.L_cycles
     steps = dict(
         train=(partial(run.train_step, cycles=cycles), run.state, next_inputs()),
-        eval=(run.evaluator.program, *bench.evaluation_of(run, path)),
+        eval=(run.evaluator.program, *bench.evaluation_of(run)),
     )
     programs = {}
     for name, (step, state, inputs) in steps.items():

@@ -5,10 +5,12 @@
     python scripts/first_gpu.py --device=cpu      rehearses it at tiny sizes in a minute
 
 First come the checks, then the times, memory and kernels of five models, the most valuable first. The script
-leaves out what does not fit into the minutes. It downloads nothing. out_dir keeps results.jsonl and the data.
+leaves out the models for which the minutes are too few, and says so. It downloads nothing. out_dir keeps
+results.jsonl and the data. The exit code is 1 if a check or a model has failed.
 """
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -24,7 +26,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import bench
 import configurator
-import data as datasets
 import train
 from runtime import device as devices
 from runtime import process
@@ -36,6 +37,8 @@ minutes = 5.0  # in all
 device = "cuda"  # or cpu: a rehearsal
 out_dir = "out/first_gpu"  # a new folder
 part = ""  # only this one, in a process that first_gpu.py starts
+
+PART_SECONDS = 110  # that must be left for a part to start; an H200 took 70 to 110 s for one
 
 # {model: (config file, side of its puzzles, flags)}; the micro-batches fit a card of 24 GB
 MODELS = {
@@ -67,21 +70,27 @@ def main(settings):
     put(settings, "environment", card, torch=torch.__version__, cuda=torch.version.cuda,
         cores=os.cpu_count())
 
-    # a part that fails or takes too long does not end the others: each is a process
+    # a part that fails does not end the others: each is a process
+    left_out = []
     for name in ["checks", *(MODELS if settings.device == "cuda" else REHEARSED)]:
+        seconds_left = end - time.monotonic()
+        if seconds_left < PART_SECONDS:
+            left_out.append(name)
+            continue
         command = [sys.executable, os.path.abspath(__file__), f"--device={settings.device}",
                    f"--out_dir={settings.out_dir}", f"--part={name}"]
-        seconds_left = end - time.monotonic()
-        if seconds_left < 10:
-            break
         try:
             subprocess.run(command, check=True, timeout=seconds_left)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as e:
+        except subprocess.TimeoutExpired:
+            left_out.append(name)
+        except subprocess.CalledProcessError as e:
             put(settings, "part", name, ok=False, error=str(e))
 
     lines = Path(settings.out_dir, "results.jsonl").read_text().splitlines()
     results = [json.loads(line) for line in lines]
     print_table(results)
+    if left_out:
+        print(f"\nleft out, since --minutes={settings.minutes:g} are too few: {', '.join(left_out)}")
     if not all(result.get("ok", True) for result in results):
         sys.exit(1)
 
@@ -100,12 +109,10 @@ def run_part(settings):
 
 
 def put(settings, part, case, **values):
-    """Adds a result to results.jsonl, on the disk at once, and prints it."""
+    """Adds a result to results.jsonl, and prints it."""
     line = json.dumps(dict(part=part, case=case, **values))
     with open(f"{settings.out_dir}/results.jsonl", "a") as f:
         f.write(line + "\n")
-        f.flush()
-        os.fsync(f.fileno())
     print(line, flush=True)
 
 
@@ -125,7 +132,7 @@ def print_table(results):
 
 
 def new_run(settings, model, *flags, kind=""):
-    """Returns (train.Run, a function that makes its next inputs, the folder of its random puzzles).
+    """Returns a train.Run and a function that makes its next inputs, of random puzzles.
 
     Args:
         settings: of this script.
@@ -138,14 +145,13 @@ def new_run(settings, model, *flags, kind=""):
     if settings.device == "cpu":
         tiny = TINY
         side = 6
-    path = f"{settings.out_dir}/{side}/random"
-    run_settings = configurator.configure(
-        train.__file__, [f"{ROOT}/config/{config}", f"--data_path={path}", *model_flags, *tiny, *flags])
-    bench.dataset_path(run_settings, os.path.dirname(path), side)  # makes the puzzles, if they are missing
+    folder = f"{settings.out_dir}/{side}"
+    run_settings = configurator.configure(train.__file__, [
+        f"{ROOT}/config/{config}", f"--data_path={folder}/random", *model_flags, *tiny, *flags])
+    bench.find_dataset(run_settings, folder, side)  # makes the puzzles, if they are missing
     run_device = train.open_device(kind or settings.device, run_settings)
     run_settings.forward_dtype, _ = run_device.choose_dtype(run_settings.forward_dtype)
-    run, next_inputs = bench.new_run(run_settings, run_device, datasets.Dataset(path, "train"))
-    return run, next_inputs, path
+    return bench.new_run(run_settings, run_device)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -172,7 +178,7 @@ def losses(settings):
         (settings.device, "float32", 1e-3),
         (settings.device, "bfloat16", 0.05),
     ):
-        run, next_inputs, _ = new_run(settings, DEMO, f"--forward_dtype={dtype}", kind=kind)
+        run, next_inputs = new_run(settings, DEMO, f"--forward_dtype={dtype}", kind=kind)
         cycles = run.settings.H_cycles, run.settings.L_cycles
         curve = []
         for _ in range(20):
@@ -192,7 +198,7 @@ def repeat(settings):
         "demo with attention": ["--mlp_t=False", "--num_heads=2", "--pos_encodings=rope"],
     }
     for case, flags in cases.items():
-        run, next_inputs, _ = new_run(settings, DEMO, *flags)
+        run, next_inputs = new_run(settings, DEMO, *flags)
         put_repeat(settings, case, run, next_inputs)
 
 
@@ -215,14 +221,10 @@ def same_bits(tree, other):
 
 def resume(settings):
     """Puts whether train.py ends with the same bits once its last checkpoint is lost and it resumes."""
-    _, _, path = new_run(settings, DEMO)
     out = f"{settings.out_dir}/resume"
-    command = [sys.executable, f"{ROOT}/train.py", f"{ROOT}/config/demo.py", f"--device={settings.device}",
-               f"--data_path={path}", "--data_prepare=", f"--out_dir={out}", "--max_steps=20",
-               "--checkpoint_interval=10", "--eval_interval=0", "--eval_final_max_puzzles=32",
-               "--compile=off"]
-    if settings.device == "cpu":
-        command += TINY
+    run, _ = new_run(settings, DEMO, f"--device={settings.device}", f"--out_dir={out}", "--max_steps=20",
+                     "--checkpoint_interval=10", "--eval_interval=0", "--eval_final_max_puzzles=32")
+    command = [sys.executable, train.__file__, *shlex.split(train.differences(run.settings))]
     ends = []
     for init_from in "scratch", "resume":
         subprocess.run([*command, f"--init_from={init_from}"], check=True)
@@ -238,10 +240,10 @@ def resume(settings):
 
 def measure(settings, name):
     """Puts the times and the memory of train.py's own steps, and the kernels that take longest."""
-    run, next_inputs, path = new_run(settings, MODELS[name])
-    slots, eval_inputs = bench.evaluation_of(run, path)
+    run, next_inputs = new_run(settings, MODELS[name])
+    slots, eval_inputs = bench.evaluation_of(run)
     cycles = run.settings.H_cycles, run.settings.L_cycles
-    is_cuda = settings.device == "cuda"
+    num_steps = 20 if settings.device == "cuda" else 1
 
     def train_step():
         return run.train_step(run.state, next_inputs(), cycles)
@@ -254,7 +256,7 @@ def measure(settings, name):
     seconds = []
     for step in train_step, eval_step:
         first_seconds += bench.seconds_of(1, step)[0]
-        rounds = [bench.seconds_of(20 if is_cuda else 1, step)[0] for _ in range(3)]
+        rounds = [bench.seconds_of(num_steps, step)[0] for _ in range(3)]
         seconds.append(median(rounds))
     flops = run.settings.global_batch_size * flops_per_example(run.model) / seconds[0]
     peak = devices.peak_flops(run.device) or float("inf")
@@ -269,16 +271,13 @@ def measure(settings, name):
         peak_gb=torch.cuda.max_memory_allocated() / 1e9)
     put_repeat(settings, name, run, next_inputs)
 
-    # kernels; on a CPU operations
+    # kernels, which a CPU does not have; the profiler also lists the operations that start them
     with profile() as profiler:
         bench.seconds_of(1, train_step)
     kernels = []
     for event in profiler.key_averages():
-        # an operation's time on the device is that of its kernels
-        is_kernel = (event.device_type.name == "CUDA") == is_cuda
-        microseconds = event.self_device_time_total if is_cuda else event.self_cpu_time_total
-        if is_kernel:
-            kernels.append([round(microseconds / 1e3, 3), event.count, event.key[:90]])
+        if event.device_type.name == "CUDA":
+            kernels.append([round(event.self_device_time_total / 1e3, 3), event.count, event.key[:90]])
     put(settings, "kernels", name, ms_count_name=sorted(kernels, reverse=True)[:12])
 
 
