@@ -65,13 +65,30 @@ def bench(index, settings, num_steps, kind):
         choose_batch_size(settings, device, say)
     train.check_batch_size(settings, device)
     run, next_inputs = new_run(settings, device)
+    figures = measure(run, next_inputs, num_steps, say)
+    figures["hours_of_the_run"] = examples / figures["examples_per_sec"] / 3600
+    for name, value in figures.items():
+        if value is not None:
+            text = f"{value:,.4g}" if isinstance(value, float) else value
+            say(f"{name:18} {text}")
+    say(json.dumps(figures))
+
+
+def measure(run, next_inputs, num_steps, say):
+    """Returns {name: figure} of both steps. All ranks.
+
+    Args:
+        run, next_inputs: of new_run.
+        num_steps: steps that follow each other; 0: so many that they hide the host's time of a GPU.
+        say: a function for a line that tells what is measured.
+    """
+    settings = run.settings
+    device = run.device
+    num_steps = num_steps or (20 if device.kind == "cuda" else 2)
     cycles = settings.H_cycles, settings.L_cycles
 
     def train_step():
         return run.train_step(run.state, next_inputs(), cycles)
-
-    # the host's time is hidden behind many steps of a GPU
-    num_steps = num_steps or (20 if kind == "cuda" else 2)
 
     # the training step; its first call compiles
     say(f"the first training step, {settings.global_batch_size} sequences")
@@ -90,14 +107,14 @@ def bench(index, settings, num_steps, kind):
     def eval_step():
         return run.evaluator.program(slots, inputs)["loss"]
 
-    seconds_of(1, eval_step)
+    first_eval_seconds, _ = seconds_of(1, eval_step)
     eval_seconds, _ = seconds_of(num_steps, eval_step)
 
     # the figures
     step_flops = flops_per_example(run.model)
     rate = settings.global_batch_size / step_seconds
     peak = peak_flops(device)
-    figures = dict(
+    return dict(
         device=device.name,
         kind=device.kind,
         replicas=device.world,
@@ -107,6 +124,7 @@ def bench(index, settings, num_steps, kind):
         global_batch_size=settings.global_batch_size,
         compiled=is_compiled(device),
         first_step_s=first_seconds,
+        first_evaluation_s=first_eval_seconds,
         step_ms=1e3 * step_seconds,
         host_ms=1e3 * host_seconds,  # the host is busy, loading included
         examples_per_sec=rate,
@@ -115,14 +133,8 @@ def bench(index, settings, num_steps, kind):
         mfu=peak and rate * step_flops / peak / device.world,
         evaluation_ms=1e3 * eval_seconds,
         peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9 or None,  # None without a GPU
-        hours_of_the_run=examples / rate / 3600,
         **device.counts(),
     )
-    for name, value in figures.items():
-        if value is not None:
-            text = f"{value:,.4g}" if isinstance(value, float) else value
-            say(f"{name:18} {text}")
-    say(json.dumps(figures))
 
 
 def choose_batch_size(settings, device, say):
@@ -157,7 +169,7 @@ def evaluation_of(run):
 
 
 def find_dataset(settings, folder, size=size):
-    """Returns words for the dataset. Where data_path is missing, it becomes 1000 random puzzles in `folder`."""
+    """Returns words for the dataset; where it is missing, data_path becomes 1000 random puzzles in folder."""
     # a fork's own class may need no folder
     missing = settings.data_path
     if os.path.isdir(missing) or data.Dataset.__module__ != "data":

@@ -16,7 +16,7 @@ def select(rows, key, **values):
 def official(rows):
     """Draws learning curves by minutes of training, a line for each seed."""
     figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-    for run, label, color in (("official", "official code", "grey"), ("demo", "config/demo.py", "tab:red"),
+    for run, label, color in (("official", "official code", "gray"), ("demo", "config/demo.py", "tab:red"),
                               ("same", "this code, the same recipe", "tab:blue")):
         for seed in range(3):
             [x], [y] = (select(rows, key, run=run, seed=seed) for key in ("minutes", "exact_accuracy"))
@@ -33,7 +33,7 @@ def maze_copies(rows):
     figure, both = plt.subplots(1, 2, figsize=(7, 3), sharey=True, layout="constrained")
     titles = dict(exact_accuracy="the label", path_optimal="any shortest path")
     for axes, (metric, title) in zip(both, titles.items()):
-        for copies, label, color in (("none", "no copies", "grey"), ("turned", "labels turned", "tab:red"),
+        for copies, label, color in (("none", "no copies", "gray"), ("turned", "labels turned", "tab:red"),
                                      ("solved", "copies solved anew", "tab:blue")):
             found = 100 * np.array([select(rows, metric, size=6, mazes=n, copies=copies) for n in SIZES])
             axes.errorbar(SIZES, found.mean(1), found.std(1, ddof=1), fmt=".-", capsize=3, color=color,
@@ -51,7 +51,7 @@ def attempts(rows):
     figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
     for rule, label, color in (("attempts", "attempts of 16 steps", "tab:red"),
                                ("patience", "the same, each until its answer repeats", "tab:blue"),
-                               ("steps", "one attempt, until its answer repeats", "grey")):
+                               ("steps", "one attempt, until its answer repeats", "gray")):
         x, y, names = (select(rows, key, rule=rule) for key in ("gflop", "surest", "name"))
         axes.plot(x, y, ".-", color=color, label=label)
         for place in zip(names, zip(x, y)):

@@ -35,7 +35,7 @@ from configurator import Settings, configure, split_arguments
 from data import Dataset
 from model import SIZES
 from runtime.bucket import local_dataset
-from runtime.checkpoint import load_weights, missing_forks, newest_whole, read_checkpoint, some_puzzles
+from runtime.checkpoint import load_weights, missing_forks, read_checkpoint, some_puzzles
 from runtime.errors import UserError
 from runtime.files import replacing
 from runtime.process import command
@@ -56,8 +56,7 @@ def main(argv):
     if not paths or len(paths) > 1 and not is_page:
         raise UserError("usage: python scripts/export.py MODEL FILE, or MODEL ... FILE.html; "
                         "MODEL is a run's folder or a checkpoint")
-    if os.path.lexists(target) or not os.path.isdir(os.path.dirname(target) or "."):
-        raise UserError(f"{target}: must be a new file in a folder that exists")
+    solve.check_new_file(target)
     if is_page:
         write_page(paths, target, train_arguments)
     else:
@@ -69,9 +68,7 @@ def main(argv):
 
 def write_model(source, target, train_arguments):
     """Writes a model file from `source`, a run's folder or a checkpoint. Raises UserError."""
-    path = newest_whole(source, print) if os.path.isdir(source) else source
-    if not os.path.isfile(path):
-        raise UserError(f"{source}: no checkpoint there")
+    path = solve.file_of(source)
     state = read_checkpoint(path)
 
     # the settings of the training, unless this command says otherwise

@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from statistics import median
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
@@ -30,7 +29,6 @@ import train
 from runtime import device as devices
 from runtime import process
 from runtime.errors import UserError, check_choices
-from runtime.flops import flops_per_example
 
 # what is measured, and for how long
 minutes = 5.0  # in all
@@ -108,7 +106,7 @@ def run_part(settings):
             put(settings, check.__name__, "", ok=False, error=f"{type(e).__name__}: {e}"[:300])
 
 
-def put(settings, part, case, **values):
+def put(settings, part, case, /, **values):
     """Adds a result to results.jsonl, and prints it."""
     line = json.dumps(dict(part=part, case=case, **values))
     with open(f"{settings.out_dir}/results.jsonl", "a") as f:
@@ -127,8 +125,11 @@ def print_table(results):
     print("|---|---|---|---|---|---|---|")
     for result in results:
         if result["part"] == "step":
-            print("| {case} | {sequences_at_a_time} | {ms:.1f} ms | {percent_of_peak:.1f}% | "
-                  "{peak_gb:.1f} GB | {eval_ms:.1f} ms | {first_seconds:.0f} s |".format(**result))
+            print(
+                f"| {result['case']} | {result['sequences_at_a_time']} | {result['step_ms']:.1f} ms "
+                f"| {result['mfu'] or 0:.1%} | {result['peak_memory_gb'] or 0:.1f} GB "
+                f"| {result['evaluation_ms']:.1f} ms "
+                f"| {result['first_step_s'] + result['first_evaluation_s']:.0f} s |")
 
 
 def new_run(settings, model, *flags, kind=""):
@@ -241,39 +242,15 @@ def resume(settings):
 def measure(settings, name):
     """Puts the times and the memory of train.py's own steps, and the kernels that take longest."""
     run, next_inputs = new_run(settings, MODELS[name])
-    slots, eval_inputs = bench.evaluation_of(run)
-    cycles = run.settings.H_cycles, run.settings.L_cycles
-    num_steps = 20 if settings.device == "cuda" else 1
-
-    def train_step():
-        return run.train_step(run.state, next_inputs(), cycles)
-
-    def eval_step():
-        return run.evaluator.program(slots, eval_inputs)["halted"]
-
-    # times: the first steps compile
-    first_seconds = 0
-    seconds = []
-    for step in train_step, eval_step:
-        first_seconds += bench.seconds_of(1, step)[0]
-        rounds = [bench.seconds_of(num_steps, step)[0] for _ in range(3)]
-        seconds.append(median(rounds))
-    flops = run.settings.global_batch_size * flops_per_example(run.model) / seconds[0]
-    peak = devices.peak_flops(run.device) or float("inf")
-    put(settings, "step", name,
-        compiled=devices.is_compiled(run.device),
-        sequences_at_a_time=run.settings.micro_batch_size or run.settings.global_batch_size,
-        first_seconds=first_seconds,
-        ms=1e3 * seconds[0],
-        eval_ms=1e3 * seconds[1],
-        tflops=flops / 1e12,
-        percent_of_peak=100 * flops / peak,
-        peak_gb=torch.cuda.max_memory_allocated() / 1e9)
+    sequences_at_a_time = run.settings.micro_batch_size or run.settings.global_batch_size
+    figures = bench.measure(run, next_inputs, 0, print)
+    put(settings, "step", name, sequences_at_a_time=sequences_at_a_time, **figures)
     put_repeat(settings, name, run, next_inputs)
 
     # kernels, which a CPU does not have; the profiler also lists the operations that start them
+    cycles = run.settings.H_cycles, run.settings.L_cycles
     with profile() as profiler:
-        bench.seconds_of(1, train_step)
+        run.train_step(run.state, next_inputs(), cycles).cpu()
     kernels = []
     for event in profiler.key_averages():
         if event.device_type.name == "CUDA":

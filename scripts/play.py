@@ -25,13 +25,13 @@ the original first, which run side by side: a line has the lists "answers", turn
 "sure".
 """
 import contextlib
-import itertools
 import json
 import os
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -42,7 +42,7 @@ import data as datasets
 import evaluate
 import model as models
 import puzzles
-from configurator import Settings, split_arguments
+from configurator import split_arguments
 from puzzles import arc
 from runtime.errors import UserError
 from runtime.process import command
@@ -163,11 +163,8 @@ class Game:
             number = request[name]
             if type(number) is not int or not least <= number <= most:
                 raise UserError(f"{name} must be an integer from {least} to {most}, not {number!r}")
-        # the run's settings, and the request's
-        settings = Settings(vars(self.settings))
-        settings.eval_halt_max_steps = int(request["steps"])
-        settings.eval_attempts = int(request["attempts"])
-        settings.seed = int(request["seed"])
+        settings = SimpleNamespace(**vars(self.settings) | dict(
+            eval_halt_max_steps=request["steps"], eval_attempts=request["attempts"], seed=request["seed"]))
 
         # a question is a grid, or as many cells as the model takes
         warning = ""
@@ -183,12 +180,17 @@ class Game:
             puzzles.check_attempts(task, settings.eval_attempts)
             warning = puzzles.check_questions(task, tokens[None], [""])
             steps = self.solve_puzzle(settings, tokens)
-        return itertools.chain([request | {"warning": warning}], steps)
+        return self.in_turn(request | {"warning": warning}, steps)
+
+    def in_turn(self, first, steps):
+        """Yields a dict at once, and those of an iterator while no other request uses the model."""
+        yield first
+        with self.lock:
+            yield from steps
 
     def solve_puzzle(self, settings, question):
         """Yields a dict after each step of each attempt; settings: train.py's; question: tokens [cells]."""
-        steps = solve.watch_attempts(settings, self.model, self.task, question)
-        for attempt, _, answer, sure in self.alone(steps):
+        for attempt, _, answer, sure in solve.watch_attempts(settings, self.model, self.task, question):
             line = {
                 "attempt": attempt,
                 "answer": puzzles.text_of(self.task, answer),
@@ -217,18 +219,13 @@ class Game:
         canvases = [arc.canvas(arc.apply_version(grid, version), data.arc.side) for version in versions]
         questions = np.int32(canvases).reshape(len(numbers), -1)
         identifiers = data.puzzle_identifiers[numbers]
-        for results in self.alone(solve.watch(settings, self.model, questions, identifiers)):
+        for results in solve.watch(settings, self.model, questions, identifiers):
             # the answers, turned and recolored back
             answers = []
             for tokens, version in zip(results["preds"], versions):
                 answers.append(arc.undo_version(arc.crop(tokens, data.arc.side), version).tolist())
             yield {"answers": answers, "sure": evaluate.sigmoid(results["q_halt_logits"]).tolist()}
         yield {"attempts": len(numbers)}
-
-    def alone(self, steps):
-        """Yields what an iterator does, while no other request uses the model."""
-        with self.lock:
-            yield from steps
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -243,24 +240,20 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self):
         """Answers a request. What is wrong with it gets status 400 and {"error": ...}."""
-        # the page
-        if self.path == "/":
-            self.begin(200, "text/html; charset=utf-8")
-            self.wfile.write(PAGE.read_bytes())
-            return
-
-        # lines of JSON
+        is_page = self.path == "/"
         status = 200
         try:
-            lines = self.lines()
+            lines = [PAGE.read_bytes()] if is_page else map(json_line, self.results())
         except Exception as e:  # whatever it is, the page shows it
             status = 400
-            lines = [{"error": " ".join(str(e).splitlines())}]
-        self.begin(status, "application/json")
+            lines = [json_line({"error": " ".join(str(e).splitlines())})]
+        self.send_response(status)
+        self.send_header("Content-Type", "text/html; charset=utf-8" if is_page else "application/json")
+        self.end_headers()
         for line in lines:
-            self.wfile.write(json.dumps(line).encode() + b"\n")
+            self.wfile.write(line)
 
-    def lines(self):
+    def results(self):
         """Returns the dicts that answer a request of the API."""
         game = self.server.game
         path, _, number = self.path.partition("?number=")
@@ -273,17 +266,15 @@ class Handler(BaseHTTPRequestHandler):
             return game.solve(json.loads(body))
         raise UserError("no such page")
 
-    def begin(self, status, content_type):
-        """Sends the beginning of an answer."""
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.end_headers()
-
     do_GET = answer
     do_POST = answer
 
     def log_message(self, *args):
         """No line for each request."""
+
+
+def json_line(value):
+    return json.dumps(value).encode() + b"\n"
 
 
 if __name__ == "__main__":

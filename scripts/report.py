@@ -238,10 +238,8 @@ def section(name, own, runs, folder):
     x = group.get("x", "")
     variants = variants_of(own, runs, x)
     # the reference is the baseline, or else what has the most seeds
-    reference = max(variants, key=len)
-    for variant in variants:
-        if group.get("baseline") in [run.name for run in variant]:
-            reference = variant
+    baseline = group.get("baseline")
+    reference = max(variants, key=lambda runs: (baseline in [run.name for run in runs], len(runs)))
     labels = [changes(runs[0].settings, reference[0].settings) or reference[0].name for runs in variants]
     paragraphs = [f"## {name}: {group['question']}", table(variants, labels, reference)]
 

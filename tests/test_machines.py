@@ -85,7 +85,8 @@ def test_the_peak_is_that_of_the_very_chip(name, tflops):
 
 def test_first_gpu_rehearses_on_a_cpu(tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, f"{ROOT}/scripts/first_gpu.py", "--device=cpu", f"--out_dir={out}"]
+    command = [sys.executable, f"{ROOT}/scripts/first_gpu.py", "--device=cpu", f"--out_dir={out}",
+               "--minutes=30"]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr
     parts = [json.loads(line)["part"] for line in (out / "results.jsonl").read_text().splitlines()]
