@@ -67,6 +67,8 @@ def bench(index, settings, num_steps, kind):
     run, next_inputs = new_run(settings, device)
     figures = measure(run, next_inputs, num_steps, say)
     figures["hours_of_the_run"] = examples / figures["examples_per_sec"] / 3600
+
+    # print them: those that are known in a column, and all as JSON
     for name, value in figures.items():
         if value is not None:
             text = f"{value:,.4g}" if isinstance(value, float) else value
@@ -85,15 +87,13 @@ def measure(run, next_inputs, num_steps, say):
     settings = run.settings
     device = run.device
     num_steps = num_steps or (20 if device.kind == "cuda" else 2)
-    cycles = settings.H_cycles, settings.L_cycles
-
-    def train_step():
-        return run.train_step(run.state, next_inputs(), cycles)
 
     # the training step; its first call compiles
+    train_step = train_step_of(run, next_inputs)
     say(f"the first training step, {settings.global_batch_size} sequences")
     first_seconds, _ = seconds_of(1, train_step)
     say(f"training steps, after {first_seconds:.1f} s for the first")
+    # rounds of steps, of which the median counts
     began = time.perf_counter()
     rounds = []
     while not rounds or len(rounds) < 3 and time.perf_counter() - began < ROUND_SECONDS:
@@ -122,6 +122,7 @@ def measure(run, next_inputs, num_steps, say):
         settings=train.differences(settings),
         parameters=run.model.num_parameters(),
         global_batch_size=settings.global_batch_size,
+        sequences_at_a_time=settings.micro_batch_size or run.batch_size,
         compiled=is_compiled(device),
         first_step_s=first_seconds,
         first_evaluation_s=first_eval_seconds,
@@ -140,10 +141,9 @@ def measure(run, next_inputs, num_steps, say):
 def choose_batch_size(settings, device, say):
     """Sets the batch size, by the time of a step with one sequence."""
     settings.global_batch_size = 1
-    run, next_inputs = new_run(settings, device)
-    cycles = settings.H_cycles, settings.L_cycles
+    train_step = train_step_of(*new_run(settings, device))
     for _ in range(2):  # the first step takes longer
-        seconds, _ = seconds_of(1, lambda: run.train_step(run.state, next_inputs(), cycles))
+        seconds, _ = seconds_of(1, train_step)
     settings.global_batch_size = min(32, max(1, int(CPU_STEP_SECONDS / seconds)))
     say(f"a step of one sequence takes {seconds:.1f} s: {settings.global_batch_size} at a time")
 
@@ -161,6 +161,12 @@ def new_run(settings, device):
     return run, lambda: train.make_inputs(run, train_set, next(count), total_steps)
 
 
+def train_step_of(run, next_inputs):
+    """Returns a function that runs the next training step, at the full depth."""
+    cycles = run.settings.H_cycles, run.settings.L_cycles
+    return lambda: run.train_step(run.state, next_inputs(), cycles)
+
+
 def evaluation_of(run):
     """Returns the slots and the inputs of an evaluation's first step."""
     test_set = data.Dataset(run.settings.data_path, "test")
@@ -174,7 +180,7 @@ def find_dataset(settings, folder, size=size):
     missing = settings.data_path
     if os.path.isdir(missing) or data.Dataset.__module__ != "data":
         return missing
-    # token 0 is padding
+    # random tokens stand for questions and answers; 0 is padding
     cells = np.random.default_rng(0).integers(1, size + 2, (2, 1000, size * size), dtype=np.uint8)
     splits = dict.fromkeys(["train", "test"], (1000, 1, [cells]))
     settings.data_path = os.path.join(folder, "random")

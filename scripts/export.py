@@ -123,6 +123,7 @@ def add_dataset(state, settings, path):
 
 def write_page(paths, target, train_arguments):
     """Writes play.html with the models at these paths, engine.js and game.js. Raises UserError."""
+    # the models, then the programs of the worker
     contents = [page_content(path, train_arguments) for path in paths]
     # "<" could end the element in which the page finds the program of the worker
     data = json.dumps(contents).replace("<", "\\u003c")
@@ -143,6 +144,7 @@ def page_content(path, train_arguments):
     refuse(path, model)
     game = play.Game(path, train_arguments)
 
+    # each weight as a matrix
     weights = {}
     for name, t in model.state_dict().items():
         rows, columns = t.reshape(-1, t.shape[-1]).shape

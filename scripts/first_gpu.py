@@ -59,6 +59,8 @@ def main(settings):
     if settings.part:
         run_part(settings)
         return
+
+    # the device, and a new folder
     check_choices(settings, dict(device=("cuda", "cpu")))
     _, card = devices.choose_device(settings.device)
     if os.path.exists(settings.out_dir):
@@ -68,7 +70,7 @@ def main(settings):
     put(settings, "environment", card, torch=torch.__version__, cuda=torch.version.cuda,
         cores=os.cpu_count())
 
-    # a part that fails does not end the others: each is a process
+    # each part is a process, so that one which fails does not end the others
     left_out = []
     for name in ["checks", *(MODELS if settings.device == "cuda" else REHEARSED)]:
         seconds_left = end - time.monotonic()
@@ -84,6 +86,7 @@ def main(settings):
         except subprocess.CalledProcessError as e:
             put(settings, "part", name, ok=False, error=str(e))
 
+    # tell what all parts have found
     lines = Path(settings.out_dir, "results.jsonl").read_text().splitlines()
     results = [json.loads(line) for line in lines]
     print_table(results)
@@ -98,6 +101,7 @@ def run_part(settings):
     if settings.part in MODELS:
         measure(settings, settings.part)
         return
+    # a check that fails does not end the others
     for check in parity, losses, repeat, resume:
         try:
             check(settings)
@@ -116,11 +120,13 @@ def put(settings, part, case, /, **values):
 
 def print_table(results):
     """Prints in Markdown what failed, and the measured steps."""
+    # the checks
     checks = [result for result in results if "ok" in result]
     failed = [result for result in checks if not result["ok"]]
     print(f"\n{len(checks) - len(failed)} of {len(checks)} checks passed")
     for result in failed:
         print(f"**failed**: {json.dumps(result)}")
+    # the steps; a CPU has neither a known peak nor a memory of its own
     print("\n| steps | sequences at a time | step | of peak | memory | evaluation step | compiling |")
     print("|---|---|---|---|---|---|---|")
     for result in results:
@@ -141,15 +147,18 @@ def new_run(settings, model, *flags, kind=""):
         flags: more flags of train.py.
         kind: of device, if not the settings'.
     """
+    # a rehearsal has smaller boards, too
     config, side, model_flags = model
     tiny = []
     if settings.device == "cpu":
         tiny = TINY
         side = 6
+    # the settings, and the puzzles unless an earlier run has made them
     folder = f"{settings.out_dir}/{side}"
     run_settings = configurator.configure(train.__file__, [
         f"{ROOT}/config/{config}", f"--data_path={folder}/random", *model_flags, *tiny, *flags])
-    bench.find_dataset(run_settings, folder, side)  # makes the puzzles, if they are missing
+    bench.find_dataset(run_settings, folder, side)
+    # the device, and the run on it
     run_device = train.open_device(kind or settings.device, run_settings)
     run_settings.forward_dtype, _ = run_device.choose_dtype(run_settings.forward_dtype)
     return bench.new_run(run_settings, run_device)
@@ -179,13 +188,15 @@ def losses(settings):
         (settings.device, "float32", 1e-3),
         (settings.device, "bfloat16", 0.05),
     ):
+        # the mean loss of each of 20 steps
         run, next_inputs = new_run(settings, DEMO, f"--forward_dtype={dtype}", kind=kind)
-        cycles = run.settings.H_cycles, run.settings.L_cycles
+        train_step = bench.train_step_of(run, next_inputs)
         curve = []
         for _ in range(20):
-            run.train_step(run.state, next_inputs(), cycles)
+            train_step()
             sums = run.read_sums()
             curve.append(sums["loss"] / sums["sequences"])
+        # the first curve is what the others must be near
         expected = expected or curve
         worst = max(abs(a - b) / b for a, b in zip(curve, expected))
         put(settings, "losses", f"{kind} {dtype}", ok=worst <= limit, worst=worst, losses=curve)
@@ -207,6 +218,7 @@ def put_repeat(settings, case, run, next_inputs):
     """Puts whether ten steps from the run's state end with the same bits twice."""
     cycles = run.settings.H_cycles, run.settings.L_cycles
     inputs = [next_inputs() for _ in range(10)]
+    # both times from the same state, with the same puzzles
     ends = []
     for _ in range(2):
         state = tree_map(torch.clone, run.state)
@@ -226,6 +238,7 @@ def resume(settings):
     run, _ = new_run(settings, DEMO, f"--device={settings.device}", f"--out_dir={out}", "--max_steps=20",
                      "--checkpoint_interval=10", "--eval_interval=0", "--eval_final_max_puzzles=32")
     command = [sys.executable, train.__file__, *shlex.split(train.differences(run.settings))]
+    # train to the end, lose the last checkpoint, and go on with the one before
     ends = []
     for init_from in "scratch", "resume":
         subprocess.run([*command, f"--init_from={init_from}"], check=True)
@@ -242,15 +255,13 @@ def resume(settings):
 def measure(settings, name):
     """Puts the times and the memory of train.py's own steps, and the kernels that take longest."""
     run, next_inputs = new_run(settings, MODELS[name])
-    sequences_at_a_time = run.settings.micro_batch_size or run.settings.global_batch_size
-    figures = bench.measure(run, next_inputs, 0, print)
-    put(settings, "step", name, sequences_at_a_time=sequences_at_a_time, **figures)
+    put(settings, "step", name, **bench.measure(run, next_inputs, 0, print))
     put_repeat(settings, name, run, next_inputs)
 
     # kernels, which a CPU does not have; the profiler also lists the operations that start them
-    cycles = run.settings.H_cycles, run.settings.L_cycles
+    train_step = bench.train_step_of(run, next_inputs)
     with profile() as profiler:
-        run.train_step(run.state, next_inputs(), cycles).cpu()
+        train_step().cpu()
     kernels = []
     for event in profiler.key_averages():
         if event.device_type.name == "CUDA":

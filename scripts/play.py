@@ -128,6 +128,7 @@ class Game:
             raise UserError(f"number must be from 1 to {len(self.puzzles)}, not {number}")
         if self.is_arc:
             return self.arc_puzzle(i)
+        # several answers may be right, or the known one may leave out cells
         question, answer = self.puzzles[i]
         has_one_answer = (answer > 0).all() and self.task["kind"] not in puzzles.SEVERAL_ANSWERS
         return {
@@ -137,8 +138,10 @@ class Game:
 
     def arc_puzzle(self, i):
         """Returns a test input of an ARC task, for the page; the answer is None if it is not known."""
+        # the task that the test input belongs to
         group = np.searchsorted(self.test_data.arc.indices, i, side="right") - 1
         name = self.test_data.arc.names[group]
+        # the pairs that demonstrate the task are in the dataset of the training
         question, answer = self.puzzles[i]
         pairs = self.train_data.arc.pairs(self.train_data.arc.names.index(name))
         return {
@@ -153,6 +156,7 @@ class Game:
 
         Raises various errors if the request is not as it must be.
         """
+        # what the request leaves out, and what it must have
         run = self.describe()
         request = {"steps": run["depth"], "attempts": run["attempts"], "seed": 0} | request
         for name in ["question"] + ["task"] * self.is_arc:
@@ -163,6 +167,7 @@ class Game:
             number = request[name]
             if type(number) is not int or not least <= number <= most:
                 raise UserError(f"{name} must be an integer from {least} to {most}, not {number!r}")
+        # the run's settings, but for the request's
         settings = SimpleNamespace(**vars(self.settings) | dict(
             eval_halt_max_steps=request["steps"], eval_attempts=request["attempts"], seed=request["seed"]))
 
@@ -215,6 +220,7 @@ class Game:
         # each version of the task is a puzzle of one batch, and the first one is the original
         data = self.train_data
         numbers = range(*data.group_indices[group:group + 2])[:settings.eval_attempts]
+        # the test input in all versions
         versions = data.arc.versions[numbers]
         canvases = [arc.canvas(arc.apply_version(grid, version), data.arc.side) for version in versions]
         questions = np.int32(canvases).reshape(len(numbers), -1)
@@ -240,6 +246,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self):
         """Answers a request. What is wrong with it gets status 400 and {"error": ...}."""
+        # the page, or lines of JSON
         is_page = self.path == "/"
         status = 200
         try:
@@ -247,6 +254,7 @@ class Handler(BaseHTTPRequestHandler):
         except Exception as e:  # whatever it is, the page shows it
             status = 400
             lines = [json_line({"error": " ".join(str(e).splitlines())})]
+        # each line is sent once it is known
         self.send_response(status)
         self.send_header("Content-Type", "text/html; charset=utf-8" if is_page else "application/json")
         self.end_headers()

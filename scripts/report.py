@@ -67,8 +67,10 @@ def main(argv):
     """Reads the runs, writes report.md and its pictures, and prints what is not complete."""
     settings, paths, unknown = split_arguments(__file__, argv)
     configure(__file__, unknown)  # raises UserError for the first
-    if not (importlib.util.find_spec("matplotlib") and importlib.util.find_spec("scipy")):
+    if not all(map(importlib.util.find_spec, ["matplotlib", "scipy"])):
         raise UserError("needs two more packages: pip install matplotlib scipy")
+
+    # read the runs
     runs = []
     problems = []
     for path in find_files(paths or ["out/study"]):
@@ -88,6 +90,7 @@ def main(argv):
         if own:
             paragraphs += section(group, own, runs, folder)
     (folder / "report.md").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
+    # results.json has the numbers
     results = [dict(name=run.name, seed=run.seed, **run.facts, evaluations=run.evaluations) for run in runs]
     (folder / "results.json").write_text(json.dumps(results, indent=1))
     print(*status, f"wrote {folder}/report.md", sep="\n")
@@ -118,6 +121,8 @@ def read_run(path, target):
     lines = read_metrics(path)
     if not lines or "final" not in lines[-1]:
         raise UserError("unfinished")
+
+    # the metrics as arrays; those of training count in the last tenth of the run
     settings = facts.pop("settings")
     step_time, speed, tflops = columns(lines, "perf/step_time", "perf/examples_per_sec", "perf/tflops")
     solved, halting = columns(lines, "train/exact_accuracy", "train/steps")
@@ -171,6 +176,7 @@ def variants_of(own, runs, x):
         runs: all runs; those with the settings of a group's run are seeds of it.
         x: a setting or a fact, or "".
     """
+    # each run's variant, unless an earlier run has the same one
     variants = []
     for run in own:
         # of two runs with one seed the group's own counts
@@ -197,6 +203,7 @@ def difference_of(runs, reference):
         return "reference"
     if min(len(runs), len(reference)) < 2:
         return "-"
+    # Welch's test
     accuracy = numbers(runs, "accuracy")
     other = numbers(reference, "accuracy")
     low, high = ttest_ind(accuracy, other, equal_var=False).confidence_interval()
@@ -243,6 +250,7 @@ def section(name, own, runs, folder):
     labels = [changes(runs[0].settings, reference[0].settings) or reference[0].name for runs in variants]
     paragraphs = [f"## {name}: {group['question']}", table(variants, labels, reference)]
 
+    # the law of model scaling, by all runs of the group
     law = None
     if x == "parameters":
         everything = sum(variants, [])
@@ -258,6 +266,7 @@ def section(name, own, runs, folder):
 def table(variants, labels, reference):
     """Returns a Markdown table: a row for each variant."""
     titles = ["setting", "seeds", "points against the reference", *COLUMNS.values()]
+    # the header, the line below it, and the rows
     rows = [titles, ["---"] * len(titles)]
     for label, runs in zip(labels, variants):
         cells = [spread(numbers(runs, name)) for name in COLUMNS]
@@ -267,6 +276,7 @@ def table(variants, labels, reference):
 
 def spread(values):
     """Returns the mean of values and, if they differ, ± their standard deviation, as text; - for nan."""
+    # of equal values the deviation is rounding
     if np.ptp(values) > 1e-6 * abs(values).max():
         return f"{digits(values.mean(), 4)} ± {digits(values.std(ddof=1), 2)}"
     return digits(values.mean(), 4).replace("nan", "-")
@@ -289,6 +299,7 @@ def plot_group(x, variants, labels, law, path):
     """
     from matplotlib.figure import Figure
 
+    # on the left the accuracy of each run, on the right its learning curve, a color for each variant
     fig = Figure(figsize=(11, 6), layout="constrained")
     left, right = fig.subplots(1, 2, sharey=True)
     for i, (label, runs) in enumerate(zip(labels, variants)):

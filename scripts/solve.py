@@ -65,6 +65,8 @@ def main(argv):
     if len(operands) not in (1, 2):
         raise UserError("usage: python scripts/solve.py MODEL PUZZLE, or PUZZLE alone; see --help")
     *models_given, source = operands
+
+    # the new files
     for path in filter(None, [settings.plot, settings.output]):
         check_new_file(path)
     if settings.plot[-4:] not in ("", ".png", ".gif"):
@@ -76,6 +78,8 @@ def main(argv):
     trm, train_settings = load(path, train_arguments)
     if trm.task["kind"] == "arc":  # a question alone has no identifier
         raise UserError(f"{path} solves ARC tasks: play.py shows them, train.py writes submission.json")
+
+    # the puzzles as the model's task has them
     rows, how = read_rows(trm.task, source, content)
     if os.path.isfile(source):
         print(f"{source}: {how}", flush=True)
@@ -127,6 +131,7 @@ def watch_attempts(settings, trm, task, question):
 
     question: tokens int32 [cells]. Attempts and steps count from 1; answers are turned back.
     """
+    # the puzzle itself, then its copies
     copies = puzzles.copies(task, question, settings.seed, 0)
     attempts = itertools.chain([(None, question)], copies)
     for attempt, (symmetries, copy) in enumerate(itertools.islice(attempts, settings.eval_attempts), 1):
@@ -168,6 +173,7 @@ def solve_one(train_settings, trm, task, questions, settings, path):
     shown = grids if settings.steps else [kept]
     print(puzzles.side_by_side([first, *shown], task["symbols"], *task["grid"]))
     print(puzzles.text_of(task, answer))
+    # the verdict, and how the answer came about
     verdict = puzzles.verdict(task, question, answer)
     sureness = "sure" if best[0] >= model.SURE else "not sure"
     attempts = f"{attempt} attempt{'s' * (attempt > 1)}"
@@ -187,6 +193,7 @@ def solve_file(settings, trm, task, questions, rows, own_settings):
         rows: a list of Row.
         own_settings: of this script.
     """
+    # all attempts at all puzzles
     batch = evaluate.unlabeled_batch(questions)
     found = evaluate.answers_to(settings, trm, task, batch, Progress("solving", len(questions)).add)
     answers, logits, steps = (found[name] for name in evaluate.SUREST)
@@ -207,6 +214,7 @@ def solve_file(settings, trm, task, questions, rows, own_settings):
             lines.append([puzzles.text_of(task, row.tokens), puzzles.text_of(task, answer), *figures, result])
             results[result] += 1
 
+    # a summary, and the file
     for result, count in results.items():
         print(f"{count} of {len(rows)} {result} ({count / len(rows):.1%})")
     num_sure = np.count_nonzero(certainties >= model.SURE)
@@ -227,6 +235,7 @@ def result_of(task, row, answer, ignored):
     judgement = puzzles.judge(task, row.tokens[None], answer[None])
     if judgement:
         return "right" if judgement.solved[0] else "wrong"
+    # a known answer may be missing, cut off, or in another notation
     symbols = task["symbols"][1:]
     known_answer = puzzles.squeezed(row.known_answer, symbols)
     unknown = {*known_answer} - {*symbols, *ignored}
@@ -254,16 +263,19 @@ def draw(path, task, question, grids):
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("--plot needs matplotlib: pip install matplotlib") from None
+    # the boxes, the empty cell, and the axes
     rows, columns = task["grid"]
     box = BOXES[rows] if task["kind"] == "sudoku" else task["grid"]
     empty = OPEN if task["kind"] == "maze" else 1
     ax = Figure((4, 4), layout="constrained").add_subplot()
 
     def draw_grid(grid):
+        # a frame replaces the one before
         title, tokens, broken = grid
         ax.clear()
         ax.set(title=title, xlim=(0, columns), ylim=(rows, 0), aspect="equal")
         ax.set_axis_off()
+        # the cells
         symbols = list(puzzles.text_of(task, tokens).replace(".", " "))
         colors = np.select([broken, question != empty], ["salmon", "lightgray"], "white")
         table = ax.table(
@@ -335,6 +347,7 @@ def parse_rows(task, rows):
 
     Warns on stderr of what is not solved. Raises UserError if no puzzle can be solved.
     """
+    # read each puzzle; mazes of other sizes than the first one are not solved
     new_task = None
     for row in rows:
         try:
@@ -417,6 +430,7 @@ def choose_model(source, content):
 
     source, content: see read_rows.
     """
+    # the size and the kind of the first puzzle, roughly
     text = content if isinstance(content, str) else content[0].question
     num_cells = len("".join(text.split()))
     looks_like_maze = "S" in text and not re.search(r"\d", text)
