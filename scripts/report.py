@@ -122,12 +122,20 @@ def read_run(path, target):
     if not lines or "final" not in lines[-1]:
         raise UserError("unfinished")
 
-    # the metrics as arrays; those of training count in the last tenth of the run
+    # test puzzles solved, in percent
+    evaluations = {}
+    for line in lines:
+        if "eval/exact_accuracy" in line:
+            evaluations[line["step"]] = 100 * line["eval/exact_accuracy"]
+    accuracy = [*evaluations.values()]
+
+    def metric(name):
+        return np.array([line[name] for line in lines if name in line])
+
+    # the columns; training values are of the last tenth of the run
     settings = facts.pop("settings")
-    step_time, speed, tflops = columns(lines, "perf/step_time", "perf/examples_per_sec", "perf/tflops")
-    solved, halting = columns(lines, "train/exact_accuracy", "train/steps")
-    steps, accuracy = columns(lines, "step", "eval/exact_accuracy")
-    accuracy *= 100
+    solved = metric("train/exact_accuracy")
+    step_time = metric("perf/step_time")
     last_tenth = -len(solved) // 10
     step_hours = step_time.mean() / 3600
     facts |= dict(
@@ -135,15 +143,15 @@ def read_run(path, target):
         gap=100 * solved[last_tenth:].mean() - accuracy[-1],
         parameters=facts["parameters"] / 1e6,
         depth=settings["H_cycles"] * (settings["L_cycles"] + 1) * settings["L_layers"],
-        halting=halting[last_tenth:].mean(),
-        speed=np.median(speed),
+        halting=metric("train/steps")[last_tenth:].mean(),
+        speed=np.median(metric("perf/examples_per_sec")),
         hours=facts["total_steps"] * step_hours,
-        pflop=facts["total_steps"] * (tflops * step_time).mean() / 1000,
+        pflop=facts["total_steps"] * (metric("perf/tflops") * step_time).mean() / 1000,
     )
     # where the best accuracy so far, which is 0 at step 0, reaches the target
     best = np.maximum.accumulate(accuracy)
     if best[-1] >= target:
-        facts["steps_to"] = np.interp(target, [0, *best], [0, *steps])
+        facts["steps_to"] = np.interp(target, [0, *best], [0, *evaluations])
         facts["hours_to"] = facts["steps_to"] * step_hours
 
     # what tells this run from others: its settings, its dataset, which may have moved, its forks and the
@@ -157,12 +165,7 @@ def read_run(path, target):
         forks=" ".join(map("-".join, facts.pop("forks", {}).items())) or "none",
         began_with=facts.pop("init_from", "scratch"),
     )
-    return Run(name, group_of(name) or data, seed, decisive, facts, dict(zip(map(int, steps), accuracy)))
-
-
-def columns(lines, *keys):
-    """Returns metrics as arrays, [keys, lines], from the lines that have them all."""
-    return np.array([[line[key] for key in keys] for line in lines if line.keys() >= {*keys}]).T
+    return Run(name, group_of(name) or data, seed, decisive, facts, evaluations)
 
 
 # ---------------------------------------------------------------------------------------------------------
