@@ -144,6 +144,7 @@ def choose_batch_size(settings, device, say):
     train_step = train_step_of(*new_run(settings, device))
     for _ in range(2):  # the first step takes longer
         seconds, _ = seconds_of(1, train_step)
+    # as many as take CPU_STEP_SECONDS
     settings.global_batch_size = min(32, max(1, int(CPU_STEP_SECONDS / seconds)))
     say(f"a step of one sequence takes {seconds:.1f} s: {settings.global_batch_size} at a time")
 
@@ -153,6 +154,7 @@ def choose_batch_size(settings, device, say):
 
 def new_run(settings, device):
     """Returns a train.Run for the dataset, and a function that returns its next step's inputs."""
+    # the dataset has the model's sizes
     train_set = data.Dataset(settings.data_path, "train")
     trm = train.new_model(settings, **{name: getattr(train_set, name) for name in SIZES})
     run = train.Run(settings, trm, device)

@@ -16,12 +16,14 @@ class InfiLoop(model.TRM):
         self.gate_L = torch.nn.Parameter(torch.zeros(settings.hidden_size))
 
     def first_latents(self, B):
+        # sums of the weights so far
         zeros = self.H_init.new_zeros(B, self.length, 1)
-        return super().first_latents(B) | dict(sum_H=zeros, sum_L=zeros)  # sums of the weights so far
+        return super().first_latents(B) | dict(sum_H=zeros, sum_L=zeros)
 
     def recursion(self, x, latents, H_cycles, L_cycles):
         z_H, z_L, sum_H, sum_L = (latents[name] for name in ("z_H", "z_L", "sum_H", "sum_L"))
         for H in range(H_cycles):
+            # as in the paper's recursion, only the last cycle has a gradient
             is_last = H == H_cycles - 1
             with torch.set_grad_enabled(torch.is_grad_enabled() and is_last):
                 for _ in range(L_cycles):
@@ -32,7 +34,8 @@ class InfiLoop(model.TRM):
     def add(self, mean, total, z, gate):
         """Returns the mean and its sum of weights with another state z."""
         weight = torch.exp(model.rms_norm(z) @ gate).unsqueeze(-1)
-        total = 0.5 * total + weight  # each new state halves the weights of the older ones
+        # each new state halves the weights of the older ones
+        total = 0.5 * total + weight
         return mean + weight / total * (z - mean), total
 
 

@@ -55,6 +55,7 @@ PAGE = Path(__file__).with_suffix(".html")
 
 def main(argv):
     """Loads the model and serves the page until Ctrl-C."""
+    # one model, by default the one for 9x9 Sudoku
     settings, operands, train_arguments = split_arguments(__file__, argv)
     if len(operands) > 1:
         raise UserError("usage: python scripts/play.py MODEL, a file or a run's folder; see --help")
@@ -185,6 +186,7 @@ class Game:
             puzzles.check_attempts(task, settings.eval_attempts)
             warning = puzzles.check_questions(task, tokens[None], [""])
             steps = self.solve_puzzle(settings, tokens)
+        # the request comes first, so that the page shows the warning at once
         return self.in_turn(request | {"warning": warning}, steps)
 
     def in_turn(self, first, steps):
