@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
+import first_gpu
 import pytest
 import torch
 from helpers import ROOT, TINY, hosts, run, start_train
@@ -94,6 +95,11 @@ def test_first_gpu_rehearses_on_a_cpu(tmp_path):
     assert parts == ["environment", *checks, *["step", "repeat", "kernels"] * 2]
     assert "\n11 of 11 checks passed\n" in process.stdout and "| maze_eager | 8 | " in process.stdout
     assert os.listdir(tmp_path) == ["out"]  # it leaves nothing elsewhere
+
+
+def test_first_gpu_leaves_out_what_the_minutes_are_too_few_for(tmp_path, capsys):
+    first_gpu.main(SimpleNamespace(part="", device="cpu", out_dir=str(tmp_path / "out"), minutes=0.0))
+    assert "since --minutes=0 are too few: checks, sudoku_speed, maze_eager" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags, given, taken", [
