@@ -29,11 +29,10 @@ import play
 import solve
 
 import configurator
-import model as models
+import model
 import train
 from configurator import Settings, configure, split_arguments
 from data import Dataset
-from model import SIZES
 from runtime.bucket import local_dataset
 from runtime.checkpoint import load_weights, missing_forks, read_checkpoint, some_puzzles
 from runtime.errors import UserError
@@ -69,22 +68,22 @@ def main(argv):
 def write_model(source, target, train_arguments):
     """Writes a model file from `source`, a run's folder or a checkpoint. Raises UserError."""
     path = solve.file_of(source)
-    state = read_checkpoint(path)
+    saved = read_checkpoint(path)
 
     # the settings of the training, unless this command says otherwise
     settings = configure(train.__file__, train_arguments)
-    settings.fill(train.recipe(state.get("settings", {})))
-    if "puzzles" not in state:
-        state = add_dataset(state, settings, path)
+    settings.fill(train.recipe(saved.get("settings", {})))
+    if "puzzles" not in saved:
+        saved = add_dataset(saved, settings, path)
     settings = Settings(train.recipe(vars(settings)))
     if settings.forward_dtype == "auto":  # the config for an official file may leave it open
         settings.forward_dtype = "float32"
 
     # leave out what only training needs: the optimizer and the raw weights
     dtype = getattr(torch, settings.forward_dtype)
-    weights = state["weights"] | state.get("ema", {})
+    weights = saved["weights"] | saved.get("ema", {})
     names = "model", "task", "data", "identifiers", "puzzles", "step", "forks"
-    content = {name: state[name] for name in names}
+    content = {name: saved[name] for name in names}
     content |= dict(
         weights={PREFIX + name.removeprefix(PREFIX): t.to(dtype) for name, t in weights.items()},
         settings=vars(settings),
@@ -96,18 +95,18 @@ def write_model(source, target, train_arguments):
     print(f"wrote {target}, weights in {settings.forward_dtype}")
 
 
-def add_dataset(state, settings, path):
-    """Returns the state of an official file, or of a checkpoint without puzzles, with what it lacks.
+def add_dataset(saved, settings, path):
+    """Returns the content of an official file, or of a checkpoint without puzzles, with what it lacks.
 
     path: the file. Raises UserError if it and the dataset do not fit together.
     """
     # the model has the dataset's sizes, and the weights' names without the official code's prefixes
     data = Dataset(local_dataset(settings.data_path), "train")
-    model = train.new_model(settings, **{name: getattr(data, name) for name in SIZES})
-    if load_weights(model, state["weights"], path):
+    trm = train.new_model(settings, **{name: getattr(data, name) for name in model.SIZES})
+    if load_weights(trm, saved["weights"], path):
         raise UserError(f"{path} has other puzzle identifiers than {data.path}")
     added = dict(
-        model=model.sizes,
+        model=trm.sizes,
         task=data.task,
         data=data.sha256,
         identifiers=data.identifiers_sha256,
@@ -115,7 +114,7 @@ def add_dataset(state, settings, path):
         step=0,
         forks={},
     )
-    return added | state | dict(weights=model.state_dict())
+    return added | saved | dict(weights=trm.state_dict())
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -140,22 +139,22 @@ def write_page(paths, target, train_arguments):
 
 def page_content(path, train_arguments):
     """Returns what game.js knows of a model, a dict for JSON. Args: see play.Game. Raises UserError."""
-    model, _ = solve.load(path, train_arguments)
-    refuse(path, model)
+    trm, _ = solve.load(path, train_arguments)
+    refuse(path, trm)
     game = play.Game(path, train_arguments)
 
     # each weight as a matrix
     weights = {}
-    for name, t in model.state_dict().items():
+    for name, t in trm.state_dict().items():
         rows, columns = t.reshape(-1, t.shape[-1]).shape
         weights[name] = [rows, columns, base64_of(t)]
-    settings = {name: getattr(model.settings, name) for name in NETWORK}
+    settings = {name: getattr(trm.settings, name) for name in NETWORK}
     run = game.describe() | {"path": os.path.basename(os.path.abspath(path))}
     return dict(
         run=run,
         task=game.task,
         puzzles=[game.test_puzzle(number + 1) for number in range(run["puzzles"])],
-        settings=settings | model.sizes | {"prefix": model.prefix},
+        settings=settings | trm.sizes | {"prefix": trm.prefix},
         weights=weights,
     )
 
@@ -168,19 +167,19 @@ def base64_of(t):
     return base64.b64encode(bits.tobytes()).decode()
 
 
-def refuse(path, model):
+def refuse(path, trm):
     """Raises UserError for a model that engine.js cannot run."""
     other = "play.py takes it, a page in one file does not"
-    if model.task["kind"] == "arc":
+    if trm.task["kind"] == "arc":
         raise UserError(f"{path} solves ARC tasks, whose versions are in the dataset: {other}")
-    num_identifiers = model.sizes["num_puzzle_identifiers"]
-    if model.has_puzzle_emb and num_identifiers > 1:
+    num_identifiers = trm.sizes["num_puzzle_identifiers"]
+    if trm.has_puzzle_emb and num_identifiers > 1:
         raise UserError(f"{path} has {num_identifiers} puzzle identifiers: {other}")
     # a fork that is not among the arguments may have replaced anything
-    for line in missing_forks(model.forks):
+    for line in missing_forks(trm.forks):
         raise UserError(f"{path}: {line}: {other}")
     for place, attributes in configurator.ORIGINALS.items():
-        is_of_model = getattr(place, "__module__", place.__name__) == models.__name__
+        is_of_model = getattr(place, "__module__", place.__name__) == model.__name__
         replaced = {name for name, value in attributes.items() if vars(place)[name] is not value}
         if is_of_model and replaced - OF_TRAINING:
             raise UserError(f"{path}: a fork replaces {min(replaced - OF_TRAINING)} in model.py: {other}")

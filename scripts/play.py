@@ -1,6 +1,6 @@
 """A web page on this machine where a trained model solves puzzles, step by step.
 
-    python scripts/play.py                              the model of models/ with the largest puzzles
+    python scripts/play.py                              models/sudoku-9x9.pt
     python scripts/play.py out/demo                     a run's
     python scripts/play.py out/fork fork.py --port=0    a model that fork.py trained, on any free port
 
@@ -38,9 +38,9 @@ import numpy as np
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import solve
 
-import data as datasets
+import data
 import evaluate
-import model as models
+import model
 import puzzles
 from configurator import split_arguments
 from puzzles import arc
@@ -94,14 +94,14 @@ class Game:
         self.is_arc = self.task["kind"] == "arc"
         if self.is_arc:
             folder = self.settings.data_path
-            self.train_data = datasets.Dataset(folder, "train")
-            self.test_data = datasets.Dataset(folder, "test")
+            self.train_data = data.Dataset(folder, "train")
+            self.test_data = data.Dataset(folder, "test")
             if self.train_data.sha256 != self.model.data:
                 raise UserError(f"{path} was not trained on {folder}: choose another --data_path")
             self.puzzles = self.test_data.arc.grids
         else:
             tokens = self.model.puzzles
-            self.puzzles = list(zip(tokens.get("inputs", []), tokens.get("labels", [])))
+            self.puzzles = list(zip(tokens["inputs"], tokens["labels"]))
 
     def describe(self):
         """Returns the run, for the page."""
@@ -112,7 +112,7 @@ class Game:
             "symbols": self.task["symbols"][1:],
             "depth": self.settings.eval_halt_max_steps or self.settings.halt_max_steps,
             "attempts": self.settings.eval_attempts,
-            "sure": models.SURE,
+            "sure": model.SURE,
             "parameters": self.model.num_parameters(),
             "training_step": self.model.step,
             "puzzles": len(self.puzzles),
@@ -220,18 +220,19 @@ class Game:
             grid: its test input.
         """
         # each version of the task is a puzzle of one batch, and the first one is the original
-        data = self.train_data
-        numbers = range(*data.group_indices[group:group + 2])[:settings.eval_attempts]
+        train_data = self.train_data
+        numbers = range(*train_data.group_indices[group:group + 2])[:settings.eval_attempts]
         # the test input in all versions
-        versions = data.arc.versions[numbers]
-        canvases = [arc.canvas(arc.apply_version(grid, version), data.arc.side) for version in versions]
+        versions = train_data.arc.versions[numbers]
+        side = train_data.arc.side
+        canvases = [arc.canvas(arc.apply_version(grid, version), side) for version in versions]
         questions = np.int32(canvases).reshape(len(numbers), -1)
-        identifiers = data.puzzle_identifiers[numbers]
+        identifiers = train_data.puzzle_identifiers[numbers]
         for results in solve.watch(settings, self.model, questions, identifiers):
             # the answers, turned and recolored back
             answers = []
             for tokens, version in zip(results["preds"], versions):
-                answers.append(arc.undo_version(arc.crop(tokens, data.arc.side), version).tolist())
+                answers.append(arc.undo_version(arc.crop(tokens, side), version).tolist())
             yield {"answers": answers, "sure": evaluate.sigmoid(results["q_halt_logits"]).tolist()}
         yield {"attempts": len(numbers)}
 

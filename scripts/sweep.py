@@ -26,7 +26,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 import torch
 
-import data as datasets
+import data
 import optim
 import prepare_sudoku
 import train
@@ -66,7 +66,7 @@ def main(argv):
         print_runs(runs, StudyRun(BASELINE, train_arguments), settings.dry_run)
     elif settings.prepare:
         for run in runs:
-            datasets.make_dataset(run.settings)
+            data.make_dataset(run.settings)
     else:
         sys.exit(sweep(runs, settings.continue_on_failure))
 
@@ -128,16 +128,16 @@ class StudyRun:
     def size(self):
         """Returns the run's steps, its parameters, and the FLOPs of its training at the full depth."""
         # the config says how many puzzles there will be, so the dataset need not exist
-        data = configure(prepare_sudoku.__file__, shlex.split(self.settings.data_prepare)[1:])
-        puzzles = data.num_train if data.source == "generate" else data.subsample_size
+        prepared = configure(prepare_sudoku.__file__, shlex.split(self.settings.data_prepare)[1:])
+        puzzles = prepared.num_train if prepared.source == "generate" else prepared.subsample_size
         with torch.device("meta"), FlopCounter():  # takes no memory, and little time
-            model = train.new_model(self.settings, seq_len=data.size ** 2, vocab_size=data.size + 2)
+            trm = train.new_model(self.settings, seq_len=prepared.size ** 2, vocab_size=prepared.size + 2)
         # counting takes half a second, and most runs have the baseline's sizes
-        sizes = f"{model} {self.settings.H_cycles} {self.settings.L_cycles} {self.settings.num_heads}"
+        sizes = f"{trm} {self.settings.H_cycles} {self.settings.L_cycles} {self.settings.num_heads}"
         if sizes not in FLOPS:
-            FLOPS[sizes] = flops_per_example(model)
+            FLOPS[sizes] = flops_per_example(trm)
         steps = optim.count_steps(self.settings, puzzles)
-        return steps, model.num_parameters(), steps * self.settings.global_batch_size * FLOPS[sizes]
+        return steps, trm.num_parameters(), steps * self.settings.global_batch_size * FLOPS[sizes]
 
 
 def group_of(name):
