@@ -34,21 +34,18 @@ from train import open_device
 steps = 0  # steps that follow each other without a wait, up to three times; 0: 20 on a GPU, 2 elsewhere
 size = 9  # side of the random puzzles where data_path is missing
 
-CPU_STEP_SECONDS = 3  # a CPU's batch, where none is given, is the largest whose step takes so long, or 1
-CPU_BATCH_SIZES = (32, 16, 8, 4, 2, 1)
+CPU_STEP_SECONDS = 2  # a CPU's batch, where none is given, is what it does in so long, from 1 to 32 sequences
 ROUND_SECONDS = 12  # the steps are repeated until so much time has passed
 
 
-def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
+def bench(index, settings, num_steps, kind):
     """Measures on every replica, and prints on rank 0.
 
     Args:
         index: the replica's number, from xmp.spawn.
         settings: train.py's settings.
-        bench_settings: bench.py's settings.
+        num_steps: bench.py's setting `steps`.
         kind: what choose_device returns.
-        path: the dataset's folder.
-        chooses_batch: True lets one timed step choose global_batch_size.
     """
     if kind == "xla":
         process.end_with_parent()
@@ -56,52 +53,69 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
     device = open_device(kind, settings)
     settings = copy.copy(settings)  # replicas may be threads
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
-    train_set = data.Dataset(path, "train")
+    train_set = data.Dataset(settings.data_path, "train")
     examples = settings.global_batch_size * optim.count_steps(settings, optim.epoch_size(train_set))
 
     def say(text):
         if device.rank == 0 and text:
             print(text, flush=True)
 
-    # the steps of train.py, at the batch to measure
+    # the steps of train.py, at the batch to measure; a CPU would take minutes for a step of the default
     say(dtype_note)
-    if chooses_batch:
-        settings.global_batch_size = choose_batch_size(settings, device, train_set, say)
+    if kind == "cpu" and "global_batch_size" not in settings.assigned:
+        choose_batch_size(settings, device, say)
     check_batch_size(settings, device)
-    run, next_inputs = new_run(settings, device, train_set)
-    # the host's time is hidden behind many steps of a GPU
-    steps = bench_settings.steps or (20 if device.kind == "cuda" else 2)
+    run, next_inputs = new_run(settings, device)
+    figures = measure(run, next_inputs, num_steps, say)
+    figures["hours_of_the_run"] = examples / figures["examples_per_sec"] / 3600
 
-    cycles = settings.H_cycles, settings.L_cycles
+    # print them: those that are known in a column, and all as JSON
+    for name, value in figures.items():
+        if value is not None:
+            text = f"{value:,.4g}" if isinstance(value, float) else value
+            say(f"{name:18} {text}")
+    say(json.dumps(figures))
 
-    def train_step():
-        return run.train_step(run.state, next_inputs(), cycles)
+
+def measure(run, next_inputs, num_steps, say):
+    """Returns {name: figure} of both steps. All ranks.
+
+    Args:
+        run, next_inputs: of new_run.
+        num_steps: steps that follow each other; 0: so many that they hide the host's time of a GPU.
+        say: a function for a line that tells what is measured.
+    """
+    settings = run.settings
+    device = run.device
+    num_steps = num_steps or (20 if device.kind == "cuda" else 2)
 
     # the training step; its first call compiles
+    train_step = train_step_of(run, next_inputs)
     say(f"the first training step, {settings.global_batch_size} sequences")
     first_seconds, _ = seconds_of(1, train_step)
     say(f"training steps, after {first_seconds:.1f} s for the first")
+    # rounds of steps, of which the median counts
     began = time.perf_counter()
     rounds = []
     while not rounds or len(rounds) < 3 and time.perf_counter() - began < ROUND_SECONDS:
-        rounds.append(seconds_of(steps, train_step))
+        rounds.append(seconds_of(num_steps, train_step))
     step_seconds, host_seconds = sorted(rounds)[len(rounds) // 2]
 
     # the step of an evaluation, of the weights that training has left
     say("evaluation steps")
-    slots, inputs = evaluation_of(run, path)
+    slots, inputs = evaluation_of(run)
 
     def eval_step():
         return run.evaluator.program(slots, inputs)["loss"]
 
-    seconds_of(1, eval_step)
-    eval_seconds, _ = seconds_of(steps, eval_step)
+    first_eval_seconds, _ = seconds_of(1, eval_step)
+    eval_seconds, _ = seconds_of(num_steps, eval_step)
 
     # the figures
     step_flops = flops_per_example(run.model)
     rate = settings.global_batch_size / step_seconds
     peak = peak_flops(device)
-    figures = dict(
+    return dict(
         device=device.name,
         kind=device.kind,
         replicas=device.world,
@@ -109,8 +123,10 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
         settings=settings.flags(),
         parameters=run.model.num_parameters(),
         global_batch_size=settings.global_batch_size,
+        sequences_at_a_time=settings.micro_batch_size or run.batch_size,
         compiled=is_compiled(device),
         first_step_s=first_seconds,
+        first_evaluation_s=first_eval_seconds,
         step_ms=1e3 * step_seconds,
         host_ms=1e3 * host_seconds,  # the host is busy, loading included
         examples_per_sec=rate,
@@ -119,58 +135,59 @@ def bench(index, settings, bench_settings, kind, path, chooses_batch=False):
         mfu=peak and rate * step_flops / peak / device.world,
         evaluation_ms=1e3 * eval_seconds,
         peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9 or None,  # None without a GPU
-        hours_of_the_run=examples / rate / 3600,
         **device.counts(),
     )
-    for name, value in figures.items():
-        if value is not None:
-            text = f"{value:,.4g}" if isinstance(value, float) else value
-            say(f"{name:18} {text}")
-    say(json.dumps(figures))
 
 
-def choose_batch_size(settings, device, train_set, say):
-    """Returns the batch size that the time of a step with one sequence leaves a CPU."""
+def choose_batch_size(settings, device, say):
+    """Sets the batch size, by the time of a step with one sequence."""
     settings.global_batch_size = 1
-    run, next_inputs = new_run(settings, device, train_set)
-    cycles = settings.H_cycles, settings.L_cycles
+    train_step = train_step_of(*new_run(settings, device))
     for _ in range(2):  # the first step takes longer
-        seconds, _ = seconds_of(1, lambda: run.train_step(run.state, next_inputs(), cycles))
-    batch_size = next(n for n in CPU_BATCH_SIZES if n * seconds < CPU_STEP_SECONDS or n == 1)
-    say(f"a step of one sequence takes {seconds:.1f} s: {batch_size} at a time")
-    return batch_size
+        seconds, _ = seconds_of(1, train_step)
+    # as many as take CPU_STEP_SECONDS
+    settings.global_batch_size = min(32, max(1, int(CPU_STEP_SECONDS / seconds)))
+    say(f"a step of one sequence takes {seconds:.1f} s: {settings.global_batch_size} at a time")
 
 
 # ---------------------------------------------------------------------------------------------------------
 # train.py's steps and their inputs, which scripts/aot.py compiles
 
-def new_run(settings, device, train_set):
-    """Returns a train.Run for a dataset, and a function that returns its next step's inputs."""
+def new_run(settings, device):
+    """Returns a train.Run for the dataset, and a function that returns its next step's inputs."""
+    # the dataset has the model's sizes
+    train_set = data.Dataset(settings.data_path, "train")
     run = train.Run(settings, new_model(model.TRM, settings, train_set), device)
     total_steps = max(1, optim.count_steps(settings, optim.epoch_size(train_set)))
     count = itertools.count()
     return run, lambda: train.make_inputs(run, train_set, next(count), total_steps)
 
 
-def evaluation_of(run, path):
+def train_step_of(run, next_inputs):
+    """Returns a function that runs the next training step, at the full depth."""
+    cycles = run.settings.H_cycles, run.settings.L_cycles
+    return lambda: run.train_step(run.state, next_inputs(), cycles)
+
+
+def evaluation_of(run):
     """Returns the slots and the inputs of an evaluation's first step."""
-    test_set = data.Dataset(path, "test")
+    test_set = data.Dataset(run.settings.data_path, "test")
     batch = test_set.test_batch(np.resize(test_set.subset(run.batch_size, 1), run.batch_size))
     return run.evaluator.new_slots(), run.evaluator.inputs(*run.eval_weights(), batch)
 
 
-def dataset_path(settings, folder, size=size):
-    """Returns (path, words for it): data_path, or where it is missing 1000 random puzzles in `folder`."""
+def find_dataset(settings, folder, size=size):
+    """Returns words for the dataset; where it is missing, data_path becomes 1000 random puzzles in folder."""
     # a fork's own class may need no folder
-    is_forked = data.Dataset.__module__ != "data"
-    if os.path.isdir(settings.data_path) or is_forked:
-        return settings.data_path, settings.data_path
-    # token 0 is padding
+    missing = settings.data_path
+    if os.path.isdir(missing) or data.Dataset.__module__ != "data":
+        return missing
+    # random tokens stand for questions and answers; 0 is padding
     cells = np.random.default_rng(0).integers(1, size + 2, (2, 1000, size * size), dtype=np.uint8)
-    splits = {split: (1000, 1, [cells]) for split in ("train", "test")}
-    path = os.path.join(folder, "random")
-    write_dataset(path, splits, size + 2, {"grid": [size, size]})
-    return path, f"1000 random puzzles of {size}x{size} cells, as {settings.data_path} is not here"
+    splits = dict.fromkeys(["train", "test"], (1000, 1, [cells]))
+    settings.data_path = os.path.join(folder, "random")
+    write_dataset(settings.data_path, splits, size + 2, {"grid": [size, size]})
+    return f"1000 random puzzles of {size}x{size} cells, as {missing} is not here"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -199,21 +216,18 @@ def main(argv):
     settings = configurator.configure(train.__file__, [*operands, *train_arguments])
     train.check_settings(settings)
     kind, reason = choose_device(settings.device)
-    # a CPU would take minutes for a step of the default
-    is_default = settings.global_batch_size == train.global_batch_size
-    is_given = not is_default or any("global_batch_size" in flag for flag in argv)
 
     with tempfile.TemporaryDirectory() as folder:
-        path, source = dataset_path(settings, folder, bench_settings.size)
-        print(f"device {kind}: {reason}; dataset: {source}", flush=True)
+        dataset = find_dataset(settings, folder, bench_settings.size)
+        print(f"device {kind}: {reason}; dataset: {dataset}", flush=True)
         try:
             if kind == "xla":
                 import torch_xla.distributed.xla_multiprocessing as xmp
                 # train.py in the processes of xmp.spawn runs the config files again
                 sys.argv[1:] = [*operands, *train_arguments]
-                xmp.spawn(bench, args=(settings, bench_settings, kind, path))
+                xmp.spawn(bench, args=(settings, bench_settings.steps, kind))
             else:
-                bench(0, settings, bench_settings, kind, path, kind == "cpu" and not is_given)
+                bench(0, settings, bench_settings.steps, kind)
         except Exception as e:
             if not is_out_of_memory(e):
                 raise

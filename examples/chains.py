@@ -19,6 +19,7 @@ class Chains(model.TRM):
 
     def first_latents(self, B):
         K = self.settings.chains
+        # each chain begins with latents of its own
         z_H, z_L = self.z_init.view(2, 1, K, 1, -1).expand(2, B, K, self.length, -1)
         return dict(z_H=z_H, z_L=z_L)
 
@@ -35,6 +36,7 @@ class Chains(model.TRM):
         if labels is None:  # an evaluation keeps the most confident chain
             best = q_halt.view(-1, K).argmax(1)
         else:
+            # training keeps the chain with the smallest loss
             loss = model.cross_entropy(logits.float(), labels.repeat_interleave(K, 0))
             best = loss.view(-1, K).argmin(1)
         rows = torch.arange(len(best), device=best.device) * K + best

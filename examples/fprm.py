@@ -15,11 +15,13 @@ class PreNormBlock(model.Block):
         self.scales = torch.nn.Parameter(torch.tensor([[0.75, 0.25], [0.75, 0.25]]))
 
     def forward(self, x, rope):
+        # across positions
         (keep_t, add_t), (keep, add) = self.scales
         if hasattr(self, "mlp_t"):
             x = keep_t * x + add_t * self.mlp_t(model.rms_norm(x, dim=1), across=True)
         else:
             x = keep_t * x + add_t * self.self_attn(model.rms_norm(x), rope)
+        # across channels
         return keep * x + add * self.mlp(model.rms_norm(x))
 
 

@@ -16,8 +16,9 @@ class InfiLoop(model.TRM):
         self.gate_L = torch.nn.Parameter(torch.zeros(settings.hidden_size))
 
     def first_latents(self, B):
+        # sums of the weights so far
         zeros = self.H_init.new_zeros(B, self.length, 1)
-        return super().first_latents(B) | dict(sum_H=zeros, sum_L=zeros)  # sums of the weights so far
+        return super().first_latents(B) | dict(sum_H=zeros, sum_L=zeros)
 
     def latent_recursion(self, x, latents, L_cycles):
         z_H, z_L, sum_H, sum_L = (latents[name] for name in ("z_H", "z_L", "sum_H", "sum_L"))
@@ -29,7 +30,8 @@ class InfiLoop(model.TRM):
     def add(self, mean, total, z, gate):
         """Returns the mean and its sum of weights with another state z."""
         weight = torch.exp(model.rms_norm(z) @ gate).unsqueeze(-1)
-        total = 0.5 * total + weight  # each new state halves the weights of the older ones
+        # each new state halves the weights of the older ones
+        total = 0.5 * total + weight
         return mean + weight / total * (z - mean), total
 
 

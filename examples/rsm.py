@@ -19,6 +19,7 @@ _update = optim.update
 
 
 def cycles_at(settings, examples_per_epoch, step):
+    # the stage of this step
     epochs = step * settings.global_batch_size / examples_per_epoch
     share = epochs / max(settings.curriculum_epochs, 1e-9)
     depth = _stages[max(first for first in _stages if first <= share)]
@@ -26,6 +27,7 @@ def cycles_at(settings, examples_per_epoch, step):
 
 
 def clipped(settings, rates, weights, grads, states):
+    # the norm of all gradients together
     scale = (settings.grad_clip / optim.norm(grads)).clamp(max=1)
     grads = {name: grad * scale for name, grad in grads.items()}
     _update(settings, rates, weights, grads, states)

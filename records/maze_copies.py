@@ -17,14 +17,17 @@ from runtime.prepare import write_dataset
 
 
 def main(folder, size, *counts):
+    # the last 1000 mazes are the test, the first ones are trained on
     mazes = prepare_maze.generate(size, max(counts) + 1000, 0, size)
     for n in counts:
         train = mazes[:, :n]
+        # the copies of these mazes: questions and answers [2, n, copies, cells]
         datasets = {
             "none": train[:, :, None],
             "solved": maze_copies(train, 8),
             "turned": train[:, :, dihedral(size)],
         }
+        # each dataset has all copies of a maze one after the other
         for name, copies in datasets.items():
             block = copies.reshape(2, -1, size * size)
             splits = {"train": (n, copies.shape[2], [block]), "test": (1000, 1, [mazes[:, -1000:]])}

@@ -11,6 +11,7 @@ near the target. records/results.md has the results.
 import argparse
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -50,17 +51,23 @@ def dataset(split, **options):
 
 @torch.inference_mode()
 def exact_accuracy(model, test, puzzles):
+    """Returns the share of the first test puzzles that the model solves, and how many it was asked."""
     model.eval()
-    solved = count = 0
-    for _, batch, _ in itertools.islice(test, -(-puzzles // args.batch)):
-        carry, finished = model.initial_carry(batch), False
+    solved = 0
+    count = 0
+    for _, batch, _ in itertools.islice(test, math.ceil(puzzles / args.batch)):
+        # all supervision steps; the metrics of the last one count
+        carry = model.initial_carry(batch)
+        finished = False
         while not finished:
             carry, _, metrics, _, finished = model(carry=carry, batch=batch, return_keys=[])
-        solved, count = solved + metrics["exact_accuracy"].item(), count + metrics["count"].item()
+        solved += metrics["exact_accuracy"].item()
+        count += metrics["count"].item()
     return solved / count, count
 
 
 def main():
+    # the official data and model
     torch.random.manual_seed(args.seed)
     torch.set_num_threads(1)
     train = dataset("train", test_set_mode=False, epochs_per_iter=1000)
@@ -72,11 +79,14 @@ def main():
         H_cycles=3, L_cycles=6, pos_encodings="none", mlp_t=True, puzzle_emb_ndim=128, puzzle_emb_len=16,
         halt_max_steps=16, halt_exploration_prob=0.1, forward_dtype="bfloat16", no_ACT_continue=True)),
         "stablemax_cross_entropy")
+    # two optimizers, and the average of the weights
     embedding = CastedSparseEmbeddingSignSGD_Distributed(
         model.model.puzzle_emb.buffers(), world_size=1, lr=0, weight_decay=DECAY)
     optimizers = {embedding: 1e-4, AdamATan2(model.parameters(), DECAY): args.lr}
     ema = EMAHelper(mu=0.999)
     ema.register(model)
+
+    # train until the target or the limit
     carry = None
     seconds = 0.0  # of training
     next_evaluation = INTERVAL
@@ -97,9 +107,11 @@ def main():
             continue
         seconds += time.process_time() - began
         next_evaluation += INTERVAL
+        # 200 puzzles, and all if these are near the target
         average = ema.ema_copy(model)
         for puzzles in 200, 1000:
             accuracy, puzzles = exact_accuracy(average, test, puzzles)
+            # a line of the curve
             row = vars(args) | dict(step=step, minutes=seconds / 60, puzzles=puzzles, exact_accuracy=accuracy)
             with open(args.curve, "a") as f:
                 print(json.dumps(row), file=f)
@@ -107,6 +119,7 @@ def main():
                 break
         if puzzles == 1000 and accuracy >= TARGET or seconds >= LIMIT:
             return
+        # the clock goes on
         began = time.process_time()
 
 

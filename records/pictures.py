@@ -15,12 +15,14 @@ def select(rows, key, **values):
 
 def official(rows):
     """Draws learning curves by minutes of training, a line for each seed."""
+    # a color for each run, a line for each seed
     figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-    for run, label, color in (("official", "official code", "grey"), ("demo", "config/demo.py", "tab:red"),
+    for run, label, color in (("official", "official code", "gray"), ("demo", "config/demo.py", "tab:red"),
                               ("same", "this code, the same recipe", "tab:blue")):
         for seed in range(3):
             [x], [y] = (select(rows, key, run=run, seed=seed) for key in ("minutes", "exact_accuracy"))
             axes.plot([0, *x], 100 * np.array([0, *y]), ".-", color=color, label="" if seed else label)
+    # the target, and the axes
     axes.axhline(90, color="black", linewidth=0.5)
     axes.set(xlabel="minutes of training on one thread", xlim=0, ylim=(0, 100))
     axes.set_ylabel("unseen puzzles solved (%)")
@@ -33,11 +35,13 @@ def maze_copies(rows):
     figure, both = plt.subplots(1, 2, figsize=(7, 3), sharey=True, layout="constrained")
     titles = dict(exact_accuracy="the label", path_optimal="any shortest path")
     for axes, (metric, title) in zip(both, titles.items()):
-        for copies, label, color in (("none", "no copies", "grey"), ("turned", "labels turned", "tab:red"),
+        for copies, label, color in (("none", "no copies", "gray"), ("turned", "labels turned", "tab:red"),
                                      ("solved", "copies solved anew", "tab:blue")):
+            # mean and standard deviation of the seeds
             found = 100 * np.array([select(rows, metric, size=6, mazes=n, copies=copies) for n in SIZES])
             axes.errorbar(SIZES, found.mean(1), found.std(1, ddof=1), fmt=".-", capsize=3, color=color,
                           label=label)
+        # the axes
         axes.set(title=title, xscale="log", xlabel="training mazes", ylim=(0, 100))
         axes.set_xticks(SIZES, map(str, SIZES))
         axes.minorticks_off()
@@ -48,12 +52,14 @@ def maze_copies(rows):
 
 def attempts(rows):
     """Draws the accuracy of the surest answer by the arithmetic that a puzzle takes on average."""
+    # a line for each rule
     figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
     for rule, label, color in (("attempts", "attempts of 16 steps", "tab:red"),
                                ("patience", "the same, each until its answer repeats", "tab:blue"),
-                               ("steps", "one attempt, until its answer repeats", "grey")):
+                               ("steps", "one attempt, until its answer repeats", "gray")):
         x, y, names = (select(rows, key, rule=rule) for key in ("gflop", "surest", "name"))
         axes.plot(x, y, ".-", color=color, label=label)
+        # a name beside each point
         for place in zip(names, zip(x, y)):
             axes.annotate(*place, xytext=(4, -11), textcoords="offset points", fontsize=8, color=color)
     axes.set(xlabel="GFLOP of a puzzle, mean", ylabel="unseen puzzles solved (%)", xlim=0, ylim=(86, 100))

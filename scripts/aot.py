@@ -28,7 +28,6 @@ import torch
 
 import bench
 import configurator
-import data as datasets
 import train
 from runtime import process
 from runtime.device import check_batch_size
@@ -65,9 +64,8 @@ def main(argv):
     kind, shape = topology.split(":")
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        path, source = bench.dataset_path(settings, folder)
-        print(f"dataset: {source}")
-        programs = trace(settings, path, math.prod(map(int, shape.split("x"))))
+        print(f"dataset: {bench.find_dataset(settings, folder)}")
+        programs = trace(settings, math.prod(map(int, shape.split("x"))))
         dump = Path(folder, "libtpu")
         for step, (program, state) in programs.items():
             print(f"{topology}: compiling the {step} step, which can take minutes", flush=True)
@@ -78,9 +76,9 @@ def main(argv):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The steps: trace them, compile them, read what libtpu has written
+# The steps: trace them, compile them
 
-def trace(settings, path, chips):
+def trace(settings, chips):
     """Returns {"train" or "eval": (program, state)} for one of `chips` chips.
 
     The program is HLO; state lists the numbers of the parameters that hold the state. Raises NotReplayable,
@@ -95,11 +93,11 @@ def trace(settings, path, chips):
     settings.forward_dtype, _ = replica.choose_dtype(settings.forward_dtype)
     check_batch_size(settings, replica)
     replica.compile_step = lambda fn: fn  # the programs below are the steps themselves
-    run, next_inputs = bench.new_run(settings, replica, datasets.Dataset(path, "train"))
+    run, next_inputs = bench.new_run(settings, replica)
     cycles = settings.H_cycles, settings.L_cycles
     steps = dict(
         train=(partial(run.train_step, cycles=cycles), run.state, next_inputs()),
-        eval=(run.evaluator.program, *bench.evaluation_of(run, path)),
+        eval=(run.evaluator.program, *bench.evaluation_of(run)),
     )
     programs = {}
     for name, (step, state, inputs) in steps.items():
@@ -150,6 +148,9 @@ def compile_program(program, state, topology, cores, dump):
     return dict(chips=len(devices), used_gb=used / 1e9, state_tensors=len(state))
 
 
+# ---------------------------------------------------------------------------------------------------------
+# The text of programs and schedules
+
 def read_dump(dump, clock):
     """Returns the figures of the compiled program and of its schedules.
 
@@ -158,25 +159,11 @@ def read_dump(dump, clock):
         clock: cycles in a second.
     """
     text = next(dump.glob("*.after_codegen.txt")).read_text()
-    schedules, cost_model = estimates(text, dump)
-    return dict(
-        donated_tensors=text.splitlines()[0].count("-alias)"),
-        collectives=re.findall(r" = (.*) (all-reduce|all-gather|reduce-scatter)(?:-start)?\(", text),
-        schedules_ms=1e3 * schedules / clock,
-        cost_model_ms=1e3 * cost_model / clock,
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The text of programs and schedules
-
-def estimates(text, dump):
-    """Returns the cycles of a program by the schedules in a dump, and by the compiler's cost model."""
     computations = dict(re.findall(r"^(?:ENTRY )?%([\w.\-]+) \((.*?)^}(?!\))", text, re.M | re.S))
     runs = Counter([[*computations][-1]])  # {computation: how often it runs}; the program's own comes last
-    cost_model = 0
+    cost_model = 0  # cycles
     runs_of = Counter()  # {shape and estimate of equal instructions: how often they run}
-    cycles_of = defaultdict(list)
+    cycles_of = defaultdict(list)  # {the same: the cycles of their schedules}
     for computation, body in reversed(computations.items()):
         # a loop's body comes before its caller; it runs up to the constant in the loop's condition
         for condition, loop in re.findall(r"condition=%([\w.\-]+), body=%([\w.\-]+)", body):
@@ -190,7 +177,13 @@ def estimates(text, dump):
             runs_of[shape, estimate] += runs[computation]
             for file in dump.glob(f"{'?' * 19}-{name}-01-final_bundles.txt"):
                 cycles_of[shape, estimate].append(schedule_cycles(file.read_text(), int(buffers or 1)))
-    return sum(n * mean(cycles_of[key]) for key, n in runs_of.items()), cost_model
+    schedules = sum(n * mean(cycles_of[key]) for key, n in runs_of.items())
+    return dict(
+        donated_tensors=text.splitlines()[0].count("-alias)"),
+        collectives=re.findall(r" = (.*) (all-reduce|all-gather|reduce-scatter)(?:-start)?\(", text),
+        schedules_ms=1e3 * schedules / clock,
+        cost_model_ms=1e3 * cost_model / clock,
+    )
 
 
 def schedule_cycles(text, buffers):

@@ -28,13 +28,13 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import play
 import solve
 
-import model as models
+import model
 import train
 from configurator import configure, split_arguments
 from data import Dataset
 from runtime import forks
 from runtime.bucket import local_dataset
-from runtime.checkpoint import load_weights, newest_whole, read_checkpoint, some_puzzles
+from runtime.checkpoint import load_weights, read_checkpoint, some_puzzles
 from runtime.errors import UserError
 from runtime.files import replacing
 from runtime.process import command
@@ -56,8 +56,7 @@ def main(argv):
     if not paths or len(paths) > 1 and not is_page:
         raise UserError("usage: python scripts/export.py MODEL FILE, or MODEL ... FILE.html; "
                         "MODEL is a run's folder or a checkpoint")
-    if os.path.lexists(target) or not os.path.isdir(os.path.dirname(target) or "."):
-        raise UserError(f"{target}: must be a new file in a folder that exists")
+    solve.check_new_file(target)
     if is_page:
         write_page(paths, target, train_arguments)
     else:
@@ -69,16 +68,14 @@ def main(argv):
 
 def write_model(source, target, train_arguments):
     """Writes a model file from `source`, a run's folder or a checkpoint. Raises UserError."""
-    path = newest_whole(source, print) if os.path.isdir(source) else source
-    if not os.path.isfile(path):
-        raise UserError(f"{source}: no checkpoint there")
-    state = read_checkpoint(path)
+    path = solve.file_of(source)
+    saved = read_checkpoint(path)
 
     # the settings of the training, unless this command says otherwise
     settings = configure(train.__file__, train_arguments)
-    settings.fill(train.recipe(state.get("settings", {})))
-    if "puzzles" not in state:
-        state = add_dataset(state, settings, path)
+    settings.fill(train.recipe(saved.get("settings", {})))
+    if "puzzles" not in saved:
+        saved = add_dataset(saved, settings, path)
     for name in train.RUN_SETTINGS:
         delattr(settings, name)
     if settings.forward_dtype == "auto":  # the config for an official file may leave it open
@@ -86,9 +83,9 @@ def write_model(source, target, train_arguments):
 
     # leave out what only training needs: the optimizer and the raw weights
     dtype = getattr(torch, settings.forward_dtype)
-    weights = state["weights"] | state.get("ema", {})
+    weights = saved["weights"] | saved.get("ema", {})
     names = "model", "task", "data", "identifiers", "puzzles", "step", "forks"
-    content = {name: state[name] for name in names}
+    content = {name: saved[name] for name in names}
     content |= dict(
         weights={PREFIX + name.removeprefix(PREFIX): t.to(dtype) for name, t in weights.items()},
         settings=vars(settings),
@@ -100,18 +97,18 @@ def write_model(source, target, train_arguments):
     print(f"wrote {target}, weights in {settings.forward_dtype}")
 
 
-def add_dataset(state, settings, path):
-    """Returns the state of an official file, or of a checkpoint without puzzles, with what it lacks.
+def add_dataset(saved, settings, path):
+    """Returns the content of an official file, or of a checkpoint without puzzles, with what it lacks.
 
     path: the file. Raises UserError if it and the dataset do not fit together.
     """
     # the model has the dataset's sizes, and the weights' names without the official code's prefixes
     data = Dataset(local_dataset(settings.data_path), "train")
-    model = new_model(models.TRM, settings, data)
-    if load_weights(model, state["weights"], path):
+    trm = new_model(model.TRM, settings, data)
+    if load_weights(trm, saved["weights"], path):
         raise UserError(f"{path} has other puzzle identifiers than {data.path}")
     added = dict(
-        model=model.sizes,
+        model=trm.sizes,
         task=data.task,
         data=data.sha256,
         identifiers=data.identifiers_sha256,
@@ -119,7 +116,7 @@ def add_dataset(state, settings, path):
         step=0,
         forks={},
     )
-    return added | state | dict(weights=model.state_dict())
+    return added | saved | dict(weights=trm.state_dict())
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -127,6 +124,7 @@ def add_dataset(state, settings, path):
 
 def write_page(paths, target, train_arguments):
     """Writes play.html with the models at these paths, engine.js and game.js. Raises UserError."""
+    # the models, then the programs of the worker
     contents = [page_content(path, train_arguments) for path in paths]
     # "<" could end the element in which the page finds the program of the worker
     data = json.dumps(contents).replace("<", "\\u003c")
@@ -143,21 +141,22 @@ def write_page(paths, target, train_arguments):
 
 def page_content(path, train_arguments):
     """Returns what game.js knows of a model, a dict for JSON. Args: see play.Game. Raises UserError."""
-    model, _ = solve.load(path, train_arguments)
-    refuse(path, model)
+    trm, _ = solve.load(path, train_arguments)
+    refuse(path, trm)
     game = play.Game(path, train_arguments)
 
+    # each weight as a matrix
     weights = {}
-    for name, t in model.state_dict().items():
+    for name, t in trm.state_dict().items():
         rows, columns = t.reshape(-1, t.shape[-1]).shape
         weights[name] = [rows, columns, base64_of(t)]
-    settings = {name: getattr(model.settings, name) for name in NETWORK}
+    settings = {name: getattr(trm.settings, name) for name in NETWORK}
     run = game.describe() | {"path": os.path.basename(os.path.abspath(path))}
     return dict(
         run=run,
         task=game.task,
         puzzles=[game.test_puzzle(number + 1) for number in range(run["puzzles"])],
-        settings=settings | model.sizes | {"prefix": model.prefix},
+        settings=settings | trm.sizes | {"prefix": trm.prefix},
         weights=weights,
     )
 
@@ -170,19 +169,19 @@ def base64_of(t):
     return base64.b64encode(bits.tobytes()).decode()
 
 
-def refuse(path, model):
+def refuse(path, trm):
     """Raises UserError for a model that engine.js cannot run."""
     other = "play.py takes it, a page in one file does not"
-    if model.task["kind"] == "arc":
+    if trm.task["kind"] == "arc":
         raise UserError(f"{path} solves ARC tasks, whose versions are in the dataset: {other}")
-    num_identifiers = model.sizes["num_puzzle_identifiers"]
-    if model.has_puzzle_emb and num_identifiers > 1:
+    num_identifiers = trm.sizes["num_puzzle_identifiers"]
+    if trm.has_puzzle_emb and num_identifiers > 1:
         raise UserError(f"{path} has {num_identifiers} puzzle identifiers: {other}")
     # a fork that is not among the arguments may have replaced anything
-    for line in forks.missing(model.forks):
+    for line in forks.missing(trm.forks):
         raise UserError(f"{path}: {line}: {other}")
     for place, attributes in forks.ORIGINALS.items():
-        is_of_model = getattr(place, "__module__", place.__name__) == models.__name__
+        is_of_model = getattr(place, "__module__", place.__name__) == model.__name__
         replaced = {name for name, value in attributes.items() if vars(place)[name] is not value}
         if is_of_model and replaced - OF_TRAINING:
             raise UserError(f"{path}: a fork replaces {min(replaced - OF_TRAINING)} in model.py: {other}")

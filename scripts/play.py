@@ -1,6 +1,6 @@
 """A web page on this machine where a trained model solves puzzles, step by step.
 
-    python scripts/play.py                              the model of models/ with the largest puzzles
+    python scripts/play.py                              models/sudoku-9x9.pt
     python scripts/play.py out/demo                     a run's
     python scripts/play.py out/fork fork.py --port=0    a model that fork.py trained, on any free port
 
@@ -25,24 +25,24 @@ the original first, which run side by side: a line has the lists "answers", turn
 "sure".
 """
 import contextlib
-import itertools
 import json
 import os
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import solve
 
-import data as datasets
+import data
 import evaluate
-import model as models
+import model
 import puzzles
-from configurator import Settings, split_arguments
+from configurator import split_arguments
 from puzzles import arc
 from runtime.errors import UserError
 from runtime.process import command
@@ -55,6 +55,7 @@ PAGE = Path(__file__).with_suffix(".html")
 
 def main(argv):
     """Loads the model and serves the page until Ctrl-C."""
+    # one model, by default the one for 9x9 Sudoku
     settings, operands, train_arguments = split_arguments(__file__, argv)
     if len(operands) > 1:
         raise UserError("usage: python scripts/play.py MODEL, a file or a run's folder; see --help")
@@ -93,14 +94,14 @@ class Game:
         self.is_arc = self.task["kind"] == "arc"
         if self.is_arc:
             folder = self.settings.data_path
-            self.train_data = datasets.Dataset(folder, "train")
-            self.test_data = datasets.Dataset(folder, "test")
+            self.train_data = data.Dataset(folder, "train")
+            self.test_data = data.Dataset(folder, "test")
             if self.train_data.sha256 != self.model.data:
                 raise UserError(f"{path} was not trained on {folder}: choose another --data_path")
             self.puzzles = self.test_data.arc.grids
         else:
             tokens = self.model.puzzles
-            self.puzzles = list(zip(tokens.get("inputs", []), tokens.get("labels", [])))
+            self.puzzles = list(zip(tokens["inputs"], tokens["labels"]))
 
     def describe(self):
         """Returns the run, for the page."""
@@ -111,7 +112,7 @@ class Game:
             "symbols": self.task["symbols"][1:],
             "depth": self.settings.eval_halt_max_steps or self.settings.halt_max_steps,
             "attempts": self.settings.eval_attempts,
-            "sure": models.SURE,
+            "sure": model.SURE,
             "parameters": self.model.num_parameters(),
             "training_step": self.model.step,
             "puzzles": len(self.puzzles),
@@ -128,6 +129,7 @@ class Game:
             raise UserError(f"number must be from 1 to {len(self.puzzles)}, not {number}")
         if self.is_arc:
             return self.arc_puzzle(i)
+        # several answers may be right, or the known one may leave out cells
         question, answer = self.puzzles[i]
         has_one_answer = (answer > 0).all() and self.task["kind"] not in puzzles.SEVERAL_ANSWERS
         return {
@@ -137,8 +139,10 @@ class Game:
 
     def arc_puzzle(self, i):
         """Returns a test input of an ARC task, for the page; the answer is None if it is not known."""
+        # the task that the test input belongs to
         group = np.searchsorted(self.test_data.arc.indices, i, side="right") - 1
         name = self.test_data.arc.names[group]
+        # the pairs that demonstrate the task are in the dataset of the training
         question, answer = self.puzzles[i]
         pairs = self.train_data.arc.pairs(self.train_data.arc.names.index(name))
         return {
@@ -153,6 +157,7 @@ class Game:
 
         Raises various errors if the request is not as it must be.
         """
+        # what the request leaves out, and what it must have
         run = self.describe()
         request = {"steps": run["depth"], "attempts": run["attempts"], "seed": 0} | request
         for name in ["question"] + ["task"] * self.is_arc:
@@ -163,11 +168,9 @@ class Game:
             number = request[name]
             if type(number) is not int or not least <= number <= most:
                 raise UserError(f"{name} must be an integer from {least} to {most}, not {number!r}")
-        # the run's settings, and the request's
-        settings = Settings(vars(self.settings))
-        settings.eval_halt_max_steps = int(request["steps"])
-        settings.eval_attempts = int(request["attempts"])
-        settings.seed = int(request["seed"])
+        # the run's settings, but for the request's
+        settings = SimpleNamespace(**vars(self.settings) | dict(
+            eval_halt_max_steps=request["steps"], eval_attempts=request["attempts"], seed=request["seed"]))
 
         # a question is a grid, or as many cells as the model takes
         warning = ""
@@ -183,12 +186,18 @@ class Game:
             puzzles.check_attempts(task, settings.eval_attempts)
             warning = puzzles.check_questions(task, tokens[None], [""])
             steps = self.solve_puzzle(settings, tokens)
-        return itertools.chain([request | {"warning": warning}], steps)
+        # the request comes first, so that the page shows the warning at once
+        return self.in_turn(request | {"warning": warning}, steps)
+
+    def in_turn(self, first, steps):
+        """Yields a dict at once, and those of an iterator while no other request uses the model."""
+        yield first
+        with self.lock:
+            yield from steps
 
     def solve_puzzle(self, settings, question):
         """Yields a dict after each step of each attempt; settings: train.py's; question: tokens [cells]."""
-        steps = solve.watch_attempts(settings, self.model, self.task, question)
-        for attempt, _, answer, sure in self.alone(steps):
+        for attempt, _, answer, sure in solve.watch_attempts(settings, self.model, self.task, question):
             line = {
                 "attempt": attempt,
                 "answer": puzzles.text_of(self.task, answer),
@@ -211,24 +220,21 @@ class Game:
             grid: its test input.
         """
         # each version of the task is a puzzle of one batch, and the first one is the original
-        data = self.train_data
-        numbers = range(*data.group_indices[group:group + 2])[:settings.eval_attempts]
-        versions = data.arc.versions[numbers]
-        canvases = [arc.canvas(arc.apply_version(grid, version), data.arc.side) for version in versions]
+        train_data = self.train_data
+        numbers = range(*train_data.group_indices[group:group + 2])[:settings.eval_attempts]
+        # the test input in all versions
+        versions = train_data.arc.versions[numbers]
+        side = train_data.arc.side
+        canvases = [arc.canvas(arc.apply_version(grid, version), side) for version in versions]
         questions = np.int32(canvases).reshape(len(numbers), -1)
-        identifiers = data.puzzle_identifiers[numbers]
-        for results in self.alone(solve.watch(settings, self.model, questions, identifiers)):
+        identifiers = train_data.puzzle_identifiers[numbers]
+        for results in solve.watch(settings, self.model, questions, identifiers):
             # the answers, turned and recolored back
             answers = []
             for tokens, version in zip(results["preds"], versions):
-                answers.append(arc.undo_version(arc.crop(tokens, data.arc.side), version).tolist())
+                answers.append(arc.undo_version(arc.crop(tokens, side), version).tolist())
             yield {"answers": answers, "sure": evaluate.sigmoid(results["q_halt_logits"]).tolist()}
         yield {"attempts": len(numbers)}
-
-    def alone(self, steps):
-        """Yields what an iterator does, while no other request uses the model."""
-        with self.lock:
-            yield from steps
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -243,24 +249,22 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self):
         """Answers a request. What is wrong with it gets status 400 and {"error": ...}."""
-        # the page
-        if self.path == "/":
-            self.begin(200, "text/html; charset=utf-8")
-            self.wfile.write(PAGE.read_bytes())
-            return
-
-        # lines of JSON
+        # the page, or lines of JSON
+        is_page = self.path == "/"
         status = 200
         try:
-            lines = self.lines()
+            lines = [PAGE.read_bytes()] if is_page else map(json_line, self.results())
         except Exception as e:  # whatever it is, the page shows it
             status = 400
-            lines = [{"error": " ".join(str(e).splitlines())}]
-        self.begin(status, "application/json")
+            lines = [json_line({"error": " ".join(str(e).splitlines())})]
+        # each line is sent once it is known
+        self.send_response(status)
+        self.send_header("Content-Type", "text/html; charset=utf-8" if is_page else "application/json")
+        self.end_headers()
         for line in lines:
-            self.wfile.write(json.dumps(line).encode() + b"\n")
+            self.wfile.write(line)
 
-    def lines(self):
+    def results(self):
         """Returns the dicts that answer a request of the API."""
         game = self.server.game
         path, _, number = self.path.partition("?number=")
@@ -273,17 +277,15 @@ class Handler(BaseHTTPRequestHandler):
             return game.solve(json.loads(body))
         raise UserError("no such page")
 
-    def begin(self, status, content_type):
-        """Sends the beginning of an answer."""
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.end_headers()
-
     do_GET = answer
     do_POST = answer
 
     def log_message(self, *args):
         """No line for each request."""
+
+
+def json_line(value):
+    return json.dumps(value).encode() + b"\n"
 
 
 if __name__ == "__main__":

@@ -67,8 +67,10 @@ def main(argv):
     """Reads the runs, writes report.md and its pictures, and prints what is not complete."""
     settings, paths, unknown = split_arguments(__file__, argv)
     configure(__file__, unknown)  # raises UserError for the first
-    if not (importlib.util.find_spec("matplotlib") and importlib.util.find_spec("scipy")):
+    if not all(map(importlib.util.find_spec, ["matplotlib", "scipy"])):
         raise UserError("needs two more packages: pip install matplotlib scipy")
+
+    # read the runs
     runs = []
     problems = []
     for path in find_files(paths or ["out/study"]):
@@ -88,6 +90,7 @@ def main(argv):
         if own:
             paragraphs += section(group, own, runs, folder)
     (folder / "report.md").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
+    # results.json has the numbers
     results = [dict(name=run.name, seed=run.seed, **run.facts, evaluations=run.evaluations) for run in runs]
     (folder / "results.json").write_text(json.dumps(results, indent=1))
     print(*status, f"wrote {folder}/report.md", sep="\n")
@@ -118,11 +121,21 @@ def read_run(path, target):
     lines = read_metrics(path)
     if not lines or "final" not in lines[-1]:
         raise UserError("unfinished")
+
+    # test puzzles solved, in percent
+    evaluations = {}
+    for line in lines:
+        if "eval/exact_accuracy" in line:
+            evaluations[line["step"]] = 100 * line["eval/exact_accuracy"]
+    accuracy = [*evaluations.values()]
+
+    def metric(name):
+        return np.array([line[name] for line in lines if name in line])
+
+    # the columns; training values are of the last tenth of the run
     settings = facts.pop("settings")
-    step_time, speed, tflops = columns(lines, "perf/step_time", "perf/examples_per_sec", "perf/tflops")
-    solved, halting = columns(lines, "train/exact_accuracy", "train/steps")
-    steps, accuracy = columns(lines, "step", "eval/exact_accuracy")
-    accuracy *= 100
+    solved = metric("train/exact_accuracy")
+    step_time = metric("perf/step_time")
     last_tenth = -len(solved) // 10
     step_hours = step_time.mean() / 3600
     facts |= dict(
@@ -130,15 +143,15 @@ def read_run(path, target):
         gap=100 * solved[last_tenth:].mean() - accuracy[-1],
         parameters=facts["parameters"] / 1e6,
         depth=settings["H_cycles"] * (settings["L_cycles"] + 1) * settings["L_layers"],
-        halting=halting[last_tenth:].mean(),
-        speed=np.median(speed),
+        halting=metric("train/steps")[last_tenth:].mean(),
+        speed=np.median(metric("perf/examples_per_sec")),
         hours=facts["total_steps"] * step_hours,
-        pflop=facts["total_steps"] * (tflops * step_time).mean() / 1000,
+        pflop=facts["total_steps"] * (metric("perf/tflops") * step_time).mean() / 1000,
     )
     # where the best accuracy so far, which is 0 at step 0, reaches the target
     best = np.maximum.accumulate(accuracy)
     if best[-1] >= target:
-        facts["steps_to"] = np.interp(target, [0, *best], [0, *steps])
+        facts["steps_to"] = np.interp(target, [0, *best], [0, *evaluations])
         facts["hours_to"] = facts["steps_to"] * step_hours
 
     # what tells this run from others: its settings, its dataset, which may have moved, its forks and the
@@ -152,12 +165,7 @@ def read_run(path, target):
         forks=" ".join(map("-".join, facts.pop("forks", {}).items())) or "none",
         began_with=facts.pop("init_from", "scratch"),
     )
-    return Run(name, group_of(name) or data, seed, decisive, facts, dict(zip(map(int, steps), accuracy)))
-
-
-def columns(lines, *keys):
-    """Returns metrics as arrays, [keys, lines], from the lines that have them all."""
-    return np.array([[line[key] for key in keys] for line in lines if line.keys() >= {*keys}]).T
+    return Run(name, group_of(name) or data, seed, decisive, facts, evaluations)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -171,6 +179,7 @@ def variants_of(own, runs, x):
         runs: all runs; those with the settings of a group's run are seeds of it.
         x: a setting or a fact, or "".
     """
+    # each run's variant, unless an earlier run has the same one
     variants = []
     for run in own:
         # of two runs with one seed the group's own counts
@@ -197,6 +206,7 @@ def difference_of(runs, reference):
         return "reference"
     if min(len(runs), len(reference)) < 2:
         return "-"
+    # Welch's test
     accuracy = numbers(runs, "accuracy")
     other = numbers(reference, "accuracy")
     low, high = ttest_ind(accuracy, other, equal_var=False).confidence_interval()
@@ -238,13 +248,12 @@ def section(name, own, runs, folder):
     x = group.get("x", "")
     variants = variants_of(own, runs, x)
     # the reference is the baseline, or else what has the most seeds
-    reference = max(variants, key=len)
-    for variant in variants:
-        if group.get("baseline") in [run.name for run in variant]:
-            reference = variant
+    baseline = group.get("baseline")
+    reference = max(variants, key=lambda runs: (baseline in [run.name for run in runs], len(runs)))
     labels = [changes(runs[0].settings, reference[0].settings) or reference[0].name for runs in variants]
     paragraphs = [f"## {name}: {group['question']}", table(variants, labels, reference)]
 
+    # the law of model scaling, by all runs of the group
     law = None
     if x == "parameters":
         everything = sum(variants, [])
@@ -260,6 +269,7 @@ def section(name, own, runs, folder):
 def table(variants, labels, reference):
     """Returns a Markdown table: a row for each variant."""
     titles = ["setting", "seeds", "points against the reference", *COLUMNS.values()]
+    # the header, the line below it, and the rows
     rows = [titles, ["---"] * len(titles)]
     for label, runs in zip(labels, variants):
         cells = [spread(numbers(runs, name)) for name in COLUMNS]
@@ -269,6 +279,7 @@ def table(variants, labels, reference):
 
 def spread(values):
     """Returns the mean of values and, if they differ, ± their standard deviation, as text; - for nan."""
+    # of equal values the deviation is rounding
     if np.ptp(values) > 1e-6 * abs(values).max():
         return f"{digits(values.mean(), 4)} ± {digits(values.std(ddof=1), 2)}"
     return digits(values.mean(), 4).replace("nan", "-")
@@ -291,6 +302,7 @@ def plot_group(x, variants, labels, law, path):
     """
     from matplotlib.figure import Figure
 
+    # on the left the accuracy of each run, on the right its learning curve, a color for each variant
     fig = Figure(figsize=(11, 6), layout="constrained")
     left, right = fig.subplots(1, 2, sharey=True)
     for i, (label, runs) in enumerate(zip(labels, variants)):

@@ -27,8 +27,8 @@ import re
 import sys
 from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -65,11 +65,12 @@ def main(argv):
     if len(operands) not in (1, 2):
         raise UserError("usage: python scripts/solve.py MODEL PUZZLE, or PUZZLE alone; see --help")
     *models_given, source = operands
+
+    # the new files
     for path in filter(None, [settings.plot, settings.output]):
-        is_new = not os.path.lexists(path) and os.path.isdir(os.path.dirname(path) or ".")
-        if not is_new or settings.plot[-4:] not in ("", ".png", ".gif"):
-            raise UserError(f"{path} must be a new file in a folder that exists; --plot makes a .png or a "
-                            ".gif")
+        check_new_file(path)
+    if settings.plot[-4:] not in ("", ".png", ".gif"):
+        raise UserError(f"--plot={settings.plot}: must be a .png or a .gif")
 
     # the puzzles, and the model for them
     content = read_source(source)
@@ -77,6 +78,8 @@ def main(argv):
     trm, train_settings = load(path, train_arguments)
     if trm.task["kind"] == "arc":  # a question alone has no identifier
         raise UserError(f"{path} solves ARC tasks: play.py shows them, train.py writes submission.json")
+
+    # the puzzles as the model's task has them
     rows, how = read_rows(trm.task, source, content)
     if os.path.isfile(source):
         print(f"{source}: {how}", flush=True)
@@ -85,7 +88,7 @@ def main(argv):
         raise UserError("--steps and --plot show one puzzle: not a .csv, not several, not with --output")
 
     # mark what cannot be solved; attention takes puzzles of any size
-    task, rows = parse_rows(trm.task, rows)
+    task = parse_rows(trm.task, rows)
     questions = np.stack([row.tokens for row in rows if not row.problem])
     if questions.shape[1] != trm.sizes["seq_len"]:
         if trm.settings.mlp_t:
@@ -98,6 +101,11 @@ def main(argv):
         solve_file(train_settings, trm, task, questions, rows, settings)
     else:
         solve_one(train_settings, trm, task, questions, settings, path)
+
+
+def check_new_file(path):
+    if os.path.lexists(path) or not os.path.isdir(os.path.dirname(path) or "."):
+        raise UserError(f"{path}: must be a new file in a folder that exists")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -123,6 +131,7 @@ def watch_attempts(settings, trm, task, question):
 
     question: tokens int32 [cells]. Attempts and steps count from 1; answers are turned back.
     """
+    # the puzzle itself, then its copies
     copies = puzzles.copies(task, question, settings.seed, 0)
     attempts = itertools.chain([(None, question)], copies)
     for attempt, (symmetries, copy) in enumerate(itertools.islice(attempts, settings.eval_attempts), 1):
@@ -144,14 +153,15 @@ def solve_one(train_settings, trm, task, questions, settings, path):
         questions: the tokens of one, int32 [1, cells].
     """
     [question] = questions
-    # the question, and after it the answer of each step, with the cells that break a rule
+    # after the question the answer of each step, with the cells that break a rule
     nothing = question < 0
-    grids = [("question", question, nothing)]
-    ranks = [(0, 0, 0)]
+    first = ("question", question, nothing)
+    grids = []
+    ranks = []
     for attempt, step, answer, sure in watch_attempts(train_settings, trm, task, question):
         judgement = puzzles.judge(task, questions, answer[None])
-        place = f"attempt {attempt}, step" if attempt > 1 else "step"
         broken = judgement.broken[0] if judgement else nothing
+        place = f"attempt {attempt}, step" if attempt > 1 else "step"
         grids.append((f"{place} {step}: {sure:.0%} sure", answer, broken))
         # of equally confident answers, the last of the first attempt counts
         ranks.append((sure, -attempt, step))
@@ -160,15 +170,16 @@ def solve_one(train_settings, trm, task, questions, settings, path):
     best = max(ranks)
     kept = grids[ranks.index(best)]
     title, answer, _ = kept
-    shown = grids if settings.steps else [grids[0], kept]
-    print(puzzles.side_by_side(shown, task["symbols"], *task["grid"]))
+    shown = grids if settings.steps else [kept]
+    print(puzzles.side_by_side([first, *shown], task["symbols"], *task["grid"]))
     print(puzzles.text_of(task, answer))
+    # the verdict, and how the answer came about
     verdict = puzzles.verdict(task, question, answer)
     sureness = "sure" if best[0] >= model.SURE else "not sure"
     attempts = f"{attempt} attempt{'s' * (attempt > 1)}"
     print(f"{verdict} ({title}; {step} steps, {sureness} after {attempts}; {path})")
     if settings.plot:
-        draw(settings.plot, task, question, grids if settings.plot.endswith(".gif") else [kept])
+        draw(settings.plot, task, question, [first, *grids] if settings.plot.endswith(".gif") else [kept])
 
 
 def solve_file(settings, trm, task, questions, rows, own_settings):
@@ -182,27 +193,28 @@ def solve_file(settings, trm, task, questions, rows, own_settings):
         rows: a list of Row.
         own_settings: of this script.
     """
+    # all attempts at all puzzles
     batch = evaluate.unlabeled_batch(questions)
     found = evaluate.answers_to(settings, trm, task, batch, Progress("solving", len(questions)).add)
-
-    # a line for each puzzle, those that cannot be solved in their places
     answers, logits, steps = (found[name] for name in evaluate.SUREST)
     certainties = evaluate.sigmoid(logits)
     attempts = found["attempts"]
-    known_answers = [row.known_answer for row in rows if not row.problem]
-    judged = judge_answers(task, questions, answers, known_answers, own_settings.ignored)
-    solved = zip(answers, certainties.round(4), attempts, steps.astype(int), judged)
+
+    # a line for each puzzle, those that cannot be solved in their places
+    solved = zip(answers, certainties.round(4), attempts, steps.astype(int))
     lines = []
     results = Counter()
     for row in rows:
-        line = ["".join(row.question.split()), "", "", "", "", row.problem]
-        if not row.problem:
+        if row.problem:
+            lines.append(["".join(row.question.split()), "", "", "", "", f"not solved: {row.problem}"])
+            results["not solved"] += 1
+        else:
             answer, *figures = next(solved)
-            line = [puzzles.text_of(task, row.tokens), puzzles.text_of(task, answer), *figures]
-        lines.append(line)
-        # what is not solved has too many reasons
-        results["not solved" if row.problem else line[-1]] += 1
+            result = result_of(task, row, answer, own_settings.ignored)
+            lines.append([puzzles.text_of(task, row.tokens), puzzles.text_of(task, answer), *figures, result])
+            results[result] += 1
 
+    # a summary, and the file
     for result, count in results.items():
         print(f"{count} of {len(rows)} {result} ({count / len(rows):.1%})")
     num_sure = np.count_nonzero(certainties >= model.SURE)
@@ -215,31 +227,27 @@ def solve_file(settings, trm, task, questions, rows, own_settings):
             writer.writerows(lines)
 
 
-def judge_answers(task, questions, answers, known_answers, ignored=""):
-    """Returns "right", "wrong" or "not judged" of each answer, by the rules or else by the known answer.
+def result_of(task, row, answer, ignored):
+    """Returns whether an answer [cells] is right: "right", "wrong" or "not judged", with the reason.
 
-    ignored: characters of known answers for cells that do not count.
+    The rules decide, or else the known answer. ignored: its characters for cells that do not count.
     """
-    judgement = puzzles.judge(task, questions, answers)
+    judgement = puzzles.judge(task, row.tokens[None], answer[None])
     if judgement:
-        return np.where(judgement.solved, "right", "wrong")
-    results = []
-    for answer, known_answer in zip(answers, known_answers):
-        symbols = task["symbols"][1:]
-        known_answer = puzzles.squeezed(known_answer, symbols)
-        unknown = {*known_answer} - {*symbols, *ignored}
-        if not {*known_answer} - {*ignored}:
-            result = "not judged"
-        elif len(known_answer) != len(answer):
-            result = f"not judged: the known answer has {len(known_answer)} cells, not {len(answer)}"
-        elif unknown:
-            result = f"not judged: the known answer has {min(unknown)!r} (see --ignored)"
-        else:
-            pairs = zip(puzzles.text_of(task, answer), known_answer)
-            is_right = all(ours == known or known in ignored for ours, known in pairs)
-            result = "right" if is_right else "wrong"
-        results.append(result)
-    return results
+        return "right" if judgement.solved[0] else "wrong"
+    # a known answer may be missing, cut off, or in another notation
+    symbols = task["symbols"][1:]
+    known_answer = puzzles.squeezed(row.known_answer, symbols)
+    unknown = {*known_answer} - {*symbols, *ignored}
+    if not {*known_answer} - {*ignored}:
+        return "not judged"
+    if len(known_answer) != len(answer):
+        return f"not judged: the known answer has {len(known_answer)} cells, not {len(answer)}"
+    if unknown:
+        return f"not judged: the known answer has {min(unknown)!r} (see --ignored)"
+    pairs = zip(puzzles.text_of(task, answer), known_answer)
+    is_right = all(ours == known or known in ignored for ours, known in pairs)
+    return "right" if is_right else "wrong"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -255,19 +263,21 @@ def draw(path, task, question, grids):
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("--plot needs matplotlib: pip install matplotlib") from None
+    # the boxes, the empty cell, and the axes
     rows, columns = task["grid"]
     box = BOXES[rows] if task["kind"] == "sudoku" else task["grid"]
     empty = OPEN if task["kind"] == "maze" else 1
     ax = Figure((4, 4), layout="constrained").add_subplot()
 
     def draw_grid(grid):
+        # a frame replaces the one before
         title, tokens, broken = grid
         ax.clear()
         ax.set(title=title, xlim=(0, columns), ylim=(rows, 0), aspect="equal")
         ax.set_axis_off()
+        # the cells
         symbols = list(puzzles.text_of(task, tokens).replace(".", " "))
-        colors = np.where(question == empty, "white", "lightgray")
-        colors = np.where(broken, "salmon", colors)
+        colors = np.select([broken, question != empty], ["salmon", "lightgray"], "white")
         table = ax.table(
             cellText=np.reshape(symbols, task["grid"]),
             cellColours=np.reshape(colors, task["grid"]),
@@ -285,18 +295,19 @@ def draw(path, task, question, grids):
 # ---------------------------------------------------------------------------------------------------------
 # Puzzles
 
-class Row(NamedTuple):
+@dataclass
+class Row:
     """A puzzle that was asked for."""
 
     place: str  # where it stands, before a message
     question: str
     known_answer: str
-    tokens: np.ndarray = None  # int32 [cells]; None with a problem
+    tokens: np.ndarray = None  # int32 [cells]
     problem: str = ""  # why it cannot be solved
 
 
 def read_source(source):
-    """Returns a .csv as [(line, {"question": text, ...})], the text of another file, or source itself."""
+    """Returns the Rows of a .csv, the text of another file, or source itself. Raises UserError."""
     text = source
     if os.path.isfile(source):
         with open_text(source) as f:
@@ -306,14 +317,14 @@ def read_source(source):
     header = text.partition("\n")[0]
     is_csv = source.lower().endswith((".csv", ".csv.gz", ".tsv"))
     if is_csv and not re.search(r"\d", header):
-        return list(csv_rows(source, "question", is_strict=False))
-    if os.path.isfile(source):
-        return text
+        rows = csv_rows(source, "question", is_strict=False)
+        return [Row(f"{source}:{line}: ", row.get("question", ""), row.get("answer") or "")
+                for line, row in rows]
     if os.path.isdir(source):
         raise UserError(f"{source} is a folder: give a file, or MODEL and PUZZLE")
-    if re.search(r"\.(txt|sdk|sdm|ss|json|xml|gz)$", source):
+    if text == source and re.search(r"\.(txt|sdk|sdm|ss|json|xml|gz)$", source):
         raise UserError(f"{source}: no such file")
-    return source
+    return text
 
 
 def read_rows(task, source, content):
@@ -322,9 +333,7 @@ def read_rows(task, source, content):
     source: as typed; content: see read_source.
     """
     if not isinstance(content, str):
-        rows = [Row(f"{source}:{line}: ", row.get("question", ""), row.get("answer") or "")
-                for line, row in content]
-        return rows, f"{len(rows)} puzzle{'s' * (len(rows) > 1)}, one a row"
+        return content, f"{len(content)} puzzle{'s' * (len(content) > 1)}, one a row"
     place = f"{source}:" if os.path.isfile(source) else ""
     try:
         found, how = puzzles.find_puzzles(task, content)
@@ -334,41 +343,42 @@ def read_rows(task, source, content):
 
 
 def parse_rows(task, rows):
-    """Returns the task with the grid of the puzzles, and Rows with their tokens or problem.
+    """Gives the Rows their tokens or a problem, and returns the task with the grid of the puzzles.
 
     Warns on stderr of what is not solved. Raises UserError if no puzzle can be solved.
     """
-    parsed = []
+    # read each puzzle; mazes of other sizes than the first one are not solved
     new_task = None
     for row in rows:
         try:
-            row_task, tokens = puzzles.parse_question(task, row.question)
+            row_task, row.tokens = puzzles.parse_question(task, row.question)
             new_task = new_task or row_task
             if row_task != new_task:
                 others = math.prod(new_task["grid"])
-                raise UserError(f"the puzzle has {tokens.size} cells, others have {others}")
-            parsed.append(row._replace(tokens=tokens))
+                raise UserError(f"the puzzle has {row.tokens.size} cells, others have {others}")
         except UserError as e:
-            parsed.append(row._replace(problem=f"not solved: {e}"))
+            row.problem = str(e)
 
-    # leave out puzzles without a solution
-    readable = [i for i, row in enumerate(parsed) if not row.problem]
-    warnings = []
+    # leave out puzzles without a solution; the first warning stands for all
+    readable = [row for row in rows if not row.problem]
+    notes = []
     if readable:
-        notes = puzzles.solution_notes(new_task, np.stack([parsed[i].tokens for i in readable]))
-        for i, (count, words) in zip(readable, notes):
-            if count == 0:
-                parsed[i] = parsed[i]._replace(problem=f"not solved: {words}")
-            elif words:
-                warnings.append(f"warning: {parsed[i].place}{words}")
+        notes = puzzles.solution_notes(new_task, np.stack([row.tokens for row in readable]))
+    warning = ""
+    for row, (count, words) in zip(readable, notes):
+        if count == 0:
+            row.problem = words
+        elif words:
+            warning = warning or f"warning: {row.place}{words}\n"
 
-    # say what was found: the first warning stands for all
-    problems = [row.place + row.problem for row in parsed if row.problem]
-    if len(problems) == len(parsed):
-        raise UserError(problems[0].replace("not solved: ", ""))
-    for line in warnings[:1] + problems[:MOST_PROBLEMS]:
-        print(line, file=sys.stderr)
-    return new_task, parsed
+    # say what was found
+    wrong = [row for row in rows if row.problem]
+    if len(wrong) == len(rows):
+        raise UserError(wrong[0].place + wrong[0].problem)
+    sys.stderr.write(warning)
+    for row in wrong[:MOST_PROBLEMS]:
+        print(f"{row.place}not solved: {row.problem}", file=sys.stderr)
+    return new_task
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -382,13 +392,12 @@ def load(path, train_arguments, cells=0):
         train_arguments: config files of train.py, among them forks, and flags; they change the model's.
         cells: see TRM.load.
     """
-    # the forks come first: the model is made of their classes
-    settings = configure(train.__file__, train_arguments)
-    file = newest_whole(path, print) if os.path.isdir(path) else path
-    if not os.path.isfile(file):
-        raise UserError(f"{path}: neither a file nor a folder with a complete checkpoint")
+    # The forks come first: the model is made of their classes. As evaluate.solve does it, all steps of all
+    # puzzles run in float32.
+    settings = configure(train.__file__, [
+        *train_arguments, "--forward_dtype=float32", "--micro_batch_size=0", "--eval_patience=0"])
     try:
-        trm = model.TRM.load(file, cells, vars(settings))
+        trm = model.TRM.load(file_of(path), cells, vars(settings))
     except (OSError, ValueError) as e:
         raise UserError(e) from None
     for line in forks.missing(trm.forks):
@@ -401,10 +410,6 @@ def load(path, train_arguments, cells=0):
     settings.fill(saved)
     train.check_settings(settings)
     puzzles.check_attempts(trm.task, settings.eval_attempts)
-    # as evaluate.solve does it, and all steps of all puzzles
-    settings.forward_dtype = "float32"
-    settings.micro_batch_size = 0
-    settings.eval_patience = 0
     # a flag changes the model's depth; a fork's file says how other runs of it are trained
     for name in ("H_cycles", "L_cycles"):
         if any(argument.startswith(f"--{name}=") for argument in train_arguments):
@@ -412,17 +417,25 @@ def load(path, train_arguments, cells=0):
     return trm, settings
 
 
+def file_of(path):
+    """Returns the path of a file, or of the newest checkpoint in a run's folder. Raises UserError."""
+    file = newest_whole(path, print) if os.path.isdir(path) else path
+    if not os.path.isfile(file):
+        raise UserError(f"{path}: neither a file nor a folder with a complete checkpoint")
+    return file
+
+
 def choose_model(source, content):
     """Returns the path of the smallest of models/ that takes most of the puzzles, or has the nearest size.
 
     source, content: see read_rows.
     """
-    text = content if isinstance(content, str) else content[0][1].get("question", "")
+    # the size and the kind of the first puzzle, roughly
+    text = content if isinstance(content, str) else content[0].question
     num_cells = len("".join(text.split()))
     looks_like_maze = "S" in text and not re.search(r"\d", text)
-    ranks = []
-    paths = map(os.path.relpath, Path(ROOT, "models").glob("*.pt"))
-    for path in sorted(paths, key=os.path.getsize):
+
+    def rank(path):
         task = files.read_torch_file(path)["task"]
         # how many of the first puzzles it takes
         num_fitting = 0
@@ -431,9 +444,11 @@ def choose_model(source, content):
             num_fitting = sum(is_question_of(task, row.question) for row in rows[:100])
         is_same_kind = (task["kind"] == "maze") == looks_like_maze
         distance = abs(num_cells - math.prod(task["grid"]))
-        ranks.append(((num_fitting, is_same_kind, -distance), path, task))
+        return num_fitting, is_same_kind, -distance
 
-    _, path, task = max(ranks, key=lambda rank: rank[0])
+    paths = map(os.path.relpath, Path(ROOT, "models").glob("*.pt"))
+    path = max(sorted(paths, key=os.path.getsize), key=rank)
+    task = files.read_torch_file(path)["task"]
     print("as a {}x{} {}, {}".format(*task["grid"], task["kind"], path), flush=True)
     return path
 

@@ -131,10 +131,10 @@ class StudyRun:
     def size(self):
         """Returns the run's steps, its parameters, and the FLOPs of its training at the full depth."""
         # the config says how many puzzles there will be, so the dataset need not exist
-        data = configure(prepare_sudoku.__file__, shlex.split(self.settings.data_prepare)[1:])
-        puzzles = data.num_train if data.source == "generate" else data.subsample_size
+        prepared = configure(prepare_sudoku.__file__, shlex.split(self.settings.data_prepare)[1:])
+        puzzles = prepared.num_train if prepared.source == "generate" else prepared.subsample_size
         sizes = SimpleNamespace(
-            seq_len=data.size ** 2, vocab_size=data.size + 2, num_puzzle_identifiers=1)
+            seq_len=prepared.size ** 2, vocab_size=prepared.size + 2, num_puzzle_identifiers=1)
         with torch.device("meta"), FlopCounter():  # takes no memory, and little time
             trm = new_model(model.TRM, self.settings, sizes)
         # counting takes half a second, and most runs have the baseline's sizes

@@ -149,6 +149,7 @@ keep() {  # keeps no state of its own: it can be stopped and started again at an
   done
 }
 
+# main calls a command's function by its name. So ssh is one here: the ssh program itself is gcloud's to start.
 logs() { ssh_hosts 'tail -n 100 -F trm/run/output.txt'; }
 ssh() { ssh_hosts "$*"; }
 delete() { tpus queued-resources delete "$NAME" --force; }

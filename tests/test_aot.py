@@ -8,12 +8,11 @@ import aot
 import pytest
 from helpers import needs
 
+import bench
 import configurator
 import train
-from data import Dataset
-from model import TRM
 from runtime import errors
-from runtime.weights import new_model
+from runtime.device import Device
 
 pytestmark = pytest.mark.xla
 
@@ -32,10 +31,11 @@ def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(ra
     figures = json.loads(output[output.index("{"):])
 
     # all gradients, and some metrics, at once
-    model = new_model(TRM, configurator.configure(train.__file__, TINY), Dataset(random_puzzles, "train"))
+    settings = configurator.configure(train.__file__, [*TINY, f"--data_path={random_puzzles}"])
+    run, _ = bench.new_run(settings, Device("cpu", settings))
     [[shape, _]] = figures["train"]["collectives"]
     size = int(re.search(r"f32\[(\d+)\]", shape)[1])
-    assert 0 < size - model.num_parameters() < 50
+    assert 0 < size - run.model.num_parameters() < 50
 
     for step in figures.values():
         assert step["chips"] == 4

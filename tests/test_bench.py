@@ -1,6 +1,5 @@
 """bench.py at tiny sizes: figures, the default batch, forks, wrong input. test_model.py counts FLOPs."""
 import json
-from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT, TINY, on_replicas
@@ -51,8 +50,8 @@ def xla_bench(rank, *arguments):
 @pytest.mark.xla
 def test_two_replicas_through_xla(random_puzzles):
     flags = [*MODEL, "--H_cycles=1", "--L_cycles=1", "--global_batch_size=32", "--micro_batch_size=8"]
-    settings = configurator.configure(train.__file__, flags)
-    text = on_replicas(2, xla_bench, settings, SimpleNamespace(steps=1), "xla", random_puzzles)
+    settings = configurator.configure(train.__file__, [*flags, f"--data_path={random_puzzles}"])
+    text = on_replicas(2, xla_bench, settings, 1, "xla")
     figures = json.loads(text.splitlines()[-1])
     want = {"kind": "xla", "replicas": 2, "global_batch_size": 32, "xla/fallbacks": 0}
     assert figures | want == figures

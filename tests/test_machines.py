@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
+import first_gpu
 import pytest
 import torch
 from helpers import ROOT, TINY, hosts, run, start_train
@@ -85,7 +86,8 @@ def test_the_peak_is_that_of_the_very_chip(name, tflops):
 
 def test_first_gpu_rehearses_on_a_cpu(tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, f"{ROOT}/scripts/first_gpu.py", "--device=cpu", f"--out_dir={out}"]
+    command = [sys.executable, f"{ROOT}/scripts/first_gpu.py", "--device=cpu", f"--out_dir={out}",
+               "--minutes=30"]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr
     parts = [json.loads(line)["part"] for line in (out / "results.jsonl").read_text().splitlines()]
@@ -93,6 +95,11 @@ def test_first_gpu_rehearses_on_a_cpu(tmp_path):
     assert parts == ["environment", *checks, *["step", "repeat", "kernels"] * 2]
     assert "\n11 of 11 checks passed\n" in process.stdout and "| maze_eager | 8 | " in process.stdout
     assert os.listdir(tmp_path) == ["out"]  # it leaves nothing elsewhere
+
+
+def test_first_gpu_leaves_out_what_the_minutes_are_too_few_for(tmp_path, capsys):
+    first_gpu.main(SimpleNamespace(part="", device="cpu", out_dir=str(tmp_path / "out"), minutes=0.0))
+    assert "since --minutes=0 are too few: checks, sudoku_speed, maze_eager" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags, given, taken", [

@@ -134,7 +134,7 @@ def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, models_fo
     rows = solve_rows(run_solve, run, tmp_path, ["question", *questions], "--eval_attempts=1")
     assert [[row["question"], row["answer"], row["result"]] for row in rows] == list(
         map(list, zip(questions, answers, results)))
-    with pytest.raises(UserError, match="b.csv must be a new file"):
+    with pytest.raises(UserError, match="b.csv: must be a new file"):
         solve_rows(run_solve, run, tmp_path, ["question", *questions])
 
 
