@@ -170,9 +170,8 @@ def dataset_path(settings, folder, size=size):
         return settings.data_path, settings.data_path
     # token 0 is padding
     cells = np.random.default_rng(0).integers(1, size + 2, (2, 1000, size * size), dtype=np.uint8)
-    splits = {split: (1000, 1, [cells]) for split in ("train", "test")}
     path = os.path.join(folder, "random")
-    write_dataset(path, splits, size + 2, {"grid": [size, size]})
+    write_dataset(path, {"train": cells, "test": cells}, size + 2, {"grid": [size, size]})
     return path, f"1000 random puzzles of {size}x{size} cells, as {settings.data_path} is not here"
 
 

@@ -26,7 +26,7 @@ from puzzles.arc import ARC, ORIGINAL, apply_version, arc_task, canvas, generate
 from puzzles.symmetries import turned
 from runtime.errors import UserError, check_numbers
 from runtime.files import Progress, read_json
-from runtime.prepare import command_of, finish_split, new_dataset, print_report, refuse_existing, write_json
+from runtime.prepare import command_of, finish_split, new_dataset, print_report, refuse_existing
 from runtime.process import start
 
 # source
@@ -94,10 +94,9 @@ def main(settings):
     counts = {"tasks": len(train), "test tasks": len(test), "versions of tasks": num_identifiers - 1}
     counts |= left_out | {"test outputs that are not known": num_unknown}
     manifest = arc_task(settings.max_side) | {"command": command_of(__file__, settings), "counts": counts}
-    with new_dataset(settings.output_dir, manifest) as folder:
+    with new_dataset(settings.output_dir, manifest, names) as folder:
         write_split(f"{folder}/train", train, settings.max_side, num_identifiers)
         write_split(f"{folder}/test", test, settings.max_side, num_identifiers)
-        write_json(f"{folder}/identifiers.json", names)
 
     print_report(settings, "arc_demo.py" if settings.source == "generate" else "arc1.py", counts)
     return settings.output_dir
@@ -299,7 +298,6 @@ def key_of_version(pairs, version):
 
 def write_split(folder, groups, side, num_identifiers):
     """Writes the files of a split; groups: (pairs, versions, the first version's identifier) of each task."""
-    os.makedirs(folder)
     pairs, versions, _ = zip(*groups)
     # store each example once
     canvases = [[canvas(grid, side) for grid in pair] for own_pairs in pairs for pair in own_pairs]

@@ -75,13 +75,13 @@ def main(settings):
     keys_of = functools.partial(orbit_keys, turns=turns, exchanged=exchanged)
     train, left_out = drop_test_puzzles(settings.train_csv, train, test, keys_of)
 
-    # write each puzzle before its copies
+    # write the puzzles with their copies
     num_copies = settings.num_aug
     if not exchanged:
         num_copies = min(num_copies, len(turns) - 1)
     copies_of = functools.partial(
-        symmetric_copies, task=task, num_copies=num_copies, rng=np.random.default_rng([settings.seed, 2]))
-    write_puzzles(settings, __file__, "demo.py", task, train, test, 1 + num_copies, copies_of, left_out)
+        symmetric_copies, num_copies=num_copies, task=task, rng=np.random.default_rng([settings.seed, 2]))
+    write_puzzles(settings, __file__, "demo.py", task, train, test, num_copies, copies_of, left_out)
     return settings.output_dir
 
 
@@ -150,17 +150,16 @@ def new_task(settings, files):
     return task
 
 
-def symmetric_copies(puzzles, task, num_copies, rng):
-    """Returns each puzzle before its copies, [2, n, 1 + num_copies, cells].
+def symmetric_copies(puzzles, num_copies, task, rng):
+    """Returns copies of each puzzle, [2, n, num_copies, cells]; they go through the turns in order.
 
-    puzzles: questions and answers, tokens [2, n, cells]. The copies go through the turns in order.
+    puzzles: questions and answers, tokens [2, n, cells].
     """
     turns = turns_of(task)
+    # the first turn is none, and the puzzle itself is no copy
     cells = np.resize(turns, (1 + num_copies, turns.shape[1]))[1:]
     tokens = renamings(exchanged_of(task), (puzzles.shape[1], num_copies), rng)
-    originals = puzzles[:, :, None]
-    copies = Symmetries(cells, tokens).apply(originals)
-    return np.concatenate([originals, copies], axis=2)
+    return Symmetries(cells, tokens).apply(puzzles[:, :, None])
 
 
 if __name__ == "__main__":

@@ -190,19 +190,25 @@ def maze_symmetries(task, n, rng):
     return described_symmetries(task | {"symmetries": {"dihedral": True}}, n, rng)
 
 
-def maze_copies(puzzles, num_examples):
-    """Returns each maze in the first ways to turn it, [2, n, num_examples, cells], the maze itself first.
+def maze_copies(puzzles, num_copies):
+    """Returns each maze turned in the first ways, [2, n, num_copies, cells].
 
     The answer is turned with its maze. But if the answer follows the rule of solve_mazes, each copy gets a
     new answer by this rule: turned answers would teach 8 rules, and the test set has one.
 
     Args:
         puzzles: questions and answers, [2, n, cells].
-        num_examples: from 1 to 8.
+        num_copies: from 0 to 7.
     """
-    size = math.isqrt(puzzles.shape[2])
-    inputs, labels = puzzles[:, :, dihedral(size)[:num_examples]]
-    solved, _ = solve_mazes(inputs.reshape(-1, size * size))
-    solved = solved.reshape(inputs.shape)
-    by_rule = (labels[:, :1] == solved[:, :1]).all(axis=2, keepdims=True)
-    return np.stack([inputs, np.where(by_rule, solved, labels)])
+    questions, answers = puzzles
+    cells = questions.shape[1]
+    # the first way to turn changes nothing
+    copies = puzzles[:, :, dihedral(math.isqrt(cells))[1:1 + num_copies]]
+
+    # solve the copies of mazes whose answer follows the rule
+    answers_by_rule, _ = solve_mazes(questions)
+    by_rule = (answers == answers_by_rule).all(axis=1)
+    followers = copies[0, by_rule]
+    solved, _ = solve_mazes(followers.reshape(-1, cells))
+    copies[1, by_rule] = solved.reshape(followers.shape)
+    return copies

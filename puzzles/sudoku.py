@@ -223,27 +223,26 @@ def shuffled(rng, *shape):
 # ---------------------------------------------------------------------------------------------------------
 # Symmetric copies
 
-def sudoku_copies(puzzles, num_aug, task, rng, test_keys):
-    """Returns each puzzle before its symmetric copies, [2, n, 1 + num_aug, cells].
+def sudoku_copies(puzzles, num_copies, task, rng, test_keys):
+    """Returns symmetric copies of each puzzle, [2, n, num_copies, cells].
 
     Args:
         puzzles: questions and answers, [2, n, cells].
-        num_aug: copies of each puzzle.
+        num_copies: copies of each puzzle.
         task: the puzzles' task.
         rng: a random generator.
         test_keys: all test questions, as bytes; a copy that is one of them is made anew.
     """
-    originals = np.repeat(puzzles, num_aug, axis=1)
+    _, n, cells = puzzles.shape
+    originals = np.repeat(puzzles, num_copies, axis=1)
     copies = np.empty_like(originals)
-    wanted = np.arange(originals.shape[1])
+    wanted = np.arange(n * num_copies)
     while wanted.size:
         symmetries = sudoku_symmetries(task, len(wanted), rng)
         copies[:, wanted] = symmetries.apply(originals[:, wanted])
         is_hit = [question.tobytes() in test_keys for question in copies[0]]
         wanted = np.flatnonzero(is_hit)
-    _, n, cells = puzzles.shape
-    copies = copies.reshape(2, n, num_aug, cells)
-    return np.concatenate([puzzles[:, :, None], copies], axis=2)
+    return copies.reshape(2, n, num_copies, cells)
 
 
 def sudoku_symmetries(task, n, rng):

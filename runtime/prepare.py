@@ -24,35 +24,36 @@ from contextlib import contextmanager
 import numpy as np
 import requests
 
-from puzzles import IGNORE_LABEL, check_text, judge, task_of, verdict
+from puzzles import SOLVERS, check_text, judge, task_of, verdict
 from runtime.bucket import RETRIED, try_again, without_password
-from runtime.errors import TransientError, UserError, check_numbers
+from runtime.errors import TransientError, UserError, check_choices, check_numbers
 from runtime.files import Progress, hashes_of, locked, replacing
 from runtime.process import end_with_parent
 
 JOBS_ALONE = 8  # that one process does before others start, which takes them a second
 JOBS_IN_VAIN = 32  # without a new puzzle, after which no more are expected
-ROWS = 16384  # examples that are made or judged at a time
+ROWS = 16384  # rows that are made or judged at a time
+SEARCHED = 100_000  # most puzzles of a file to solve; hard ones take a minute or two
+BLOCK = 4096  # puzzles that are solved at a time
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Settings
 
-def fill_in_source(settings, names, num_copies, everything="full"):
+def fill_in_source(settings, names, aug, everything="full"):
     """Fills in source and output_dir of a prepare script's settings. Raises UserError for a wrong setting.
 
     Args:
         settings: of the script.
         names: {source: its name}, for hub and generate.
-        num_copies: how many copies each training puzzle has, for the name.
+        aug: the last word of the folder's name, for the copies of each training puzzle.
         everything: the word for all puzzles of a source.
     """
     # files of your own need no --source=csv
     if settings.train_csv or settings.test_csv:
         settings.source = "csv"
     names = names | {"csv": os.path.basename(settings.train_csv).split(".")[0]}
-    if settings.source not in names:
-        raise UserError(f"source must be hub, csv or generate, not {settings.source!r}")
+    check_choices(settings, {"source": ("hub", "csv", "generate")})
     if settings.source == "csv" and not (settings.train_csv and settings.test_csv):
         raise UserError("source=csv needs both --train_csv=FILE and --test_csv=FILE")
     # ratings may be negative
@@ -61,7 +62,7 @@ def fill_in_source(settings, names, num_copies, everything="full"):
     # the name says the source, the training puzzles and the copies
     num_puzzles = settings.num_train if settings.source == "generate" else settings.subsample_size
     size = re.sub("000$", "k", str(num_puzzles or everything))
-    settings.output_dir = settings.output_dir or f"data/{names[settings.source]}-{size}-aug-{num_copies}"
+    settings.output_dir = settings.output_dir or f"data/{names[settings.source]}-{size}-aug-{aug}"
 
 
 def refuse_existing(path):
@@ -213,51 +214,97 @@ def read_puzzles(path, rows, task, ignored=""):
     return np.concatenate(blocks, axis=1)
 
 
-def read_both(settings, hub, read, keys_of, is_proper=None):
+def csv_paths(settings, hub):
+    """Returns the paths of the files of training and test puzzles; a hub's files are downloaded.
+
+    hub: the repository on Hugging Face that has the files for source=hub.
+    """
+    if settings.source == "hub":
+        return hub_file(hub, "train.csv"), hub_file(hub, "test.csv")
+    return settings.train_csv, settings.test_csv
+
+
+def read_both(settings, paths, task, rows_of, keys_of):
     """Returns training and test puzzles of files, [2, n, cells] each, and {what: how many are left out}.
 
-    Of your own files it leaves out what is not proper: of the test puzzles, and of the training puzzles as it
-    draws them. It takes the files of the hub as they are.
+    It takes the files of the hub as they are. Of your own files it leaves out repeated rows and puzzles with
+    several solutions: of the test puzzles, and of the training puzzles as it draws them.
 
     Args:
         settings: the settings of a prepare script.
-        hub: the repository on Hugging Face that has the files, unless the settings name some.
-        read: a function of a path and the cells of a puzzle, 0 if they are not known: returns [2, n, cells].
+        paths: of the training and the test puzzles, from csv_paths.
+        task: the puzzles' task.
+        rows_of: a function of a path that yields its rows as csv_rows does.
         keys_of: a function of questions that returns a list of keys, equal for puzzles that count as one.
-        is_proper: a function of questions [n, cells] that returns which have one solution; None: all.
     """
-    train_path = settings.train_csv
-    test_path = settings.test_csv
-    if settings.source == "hub":
-        train_path = hub_file(hub, "train.csv")
-        test_path = hub_file(hub, "test.csv")
-    test = read(test_path, 0)
-    train = read(train_path, test.shape[2])
-    if settings.source == "hub" or not is_proper:
-        def is_proper(questions):
-            return np.ones(len(questions), dtype=bool)
-    proper = is_proper(test[0])
-    num_improper = np.count_nonzero(~proper)
-    test = test[:, proper]
-    if not proper.any():
-        raise UserError(f"{test_path}: no puzzle has one solution")
+    is_own = settings.source == "csv"
+
+    def read(path):
+        rows = distinct_rows(path, rows_of(path)) if is_own else rows_of(path)
+        return read_puzzles(path, rows, task)
+
+    train_path, test_path = paths
+    test = read(test_path)
+    train = read(train_path)
+
+    # keep all proper test puzzles
+    num_searched = SEARCHED if is_own else 0
+    order = np.arange(test.shape[1])
+    test, num_improper_tests = draw_proper(test_path, task, test, order, 0, num_searched)
     train, counts = drop_test_puzzles(train_path, train, test, keys_of)
 
-    # draw some at random, and others for those that are not proper; then in the file's order
+    # draw training puzzles at random
     order = np.arange(train.shape[1])
     if settings.subsample_size:
         order = np.random.default_rng([settings.seed, 1]).random(len(order)).argsort()
+    train, num_improper = draw_proper(train_path, task, train, order, settings.subsample_size, num_searched)
+    counts["left out, since they have several solutions"] = num_improper_tests + num_improper
+    return train, test, counts
+
+
+def draw_proper(path, task, puzzles, order, num_wanted, num_searched):
+    """Returns the first puzzles in an order that have one solution, and how many before them have several.
+
+    The puzzles keep the order of the file.
+
+    Args:
+        path: of the file, for the UserError if no puzzle has one solution.
+        task: the puzzles' task.
+        puzzles: questions and answers, [2, n, cells].
+        order: numbers of puzzles.
+        num_wanted: how many puzzles to draw; 0: all.
+        num_searched: see have_one_solution.
+    """
+    num_wanted = num_wanted or len(order)
+    num_improper = 0
     drawn = order[:0]
-    num_wanted = settings.subsample_size or len(order)
+    # for puzzles that are not proper, draw others
     while len(drawn) < num_wanted and len(order):
         candidates, order = np.split(order, [num_wanted - len(drawn)])
-        proper = is_proper(train[0, candidates])
-        num_improper += np.count_nonzero(~proper)
-        drawn = np.concatenate([drawn, candidates[proper]])
+        is_proper = have_one_solution(task, puzzles[0, candidates], num_searched)
+        num_improper += int((~is_proper).sum())
+        drawn = np.append(drawn, candidates[is_proper])
     if not len(drawn):
-        raise UserError(f"{train_path}: no puzzle has one solution")
-    counts["left out, since they have several solutions"] = int(num_improper)
-    return train[:, np.sort(drawn)], test, counts
+        raise UserError(f"{path}: no puzzle has one solution")
+    return puzzles[:, np.sort(drawn)], num_improper
+
+
+def have_one_solution(task, questions, num_searched):
+    """Returns which questions [n, cells] have one solution, or need too long a search to tell.
+
+    Only the first `num_searched` are searched; the others count as proper.
+    """
+    searched = questions[:num_searched]
+    if 0 < len(searched) < len(questions):
+        print(f"only {len(searched):,} of {len(questions):,} puzzles are searched for a second solution")
+    is_proper = np.ones(len(questions), dtype=bool)
+    progress = Progress("counting solutions", len(searched))
+    for first in range(0, len(searched), BLOCK):
+        block = searched[first:first + BLOCK]
+        num_solutions = SOLVERS[task["kind"]](block, task["grid"][0])
+        is_proper[first:first + len(block)] = np.abs(num_solutions) == 1
+        progress.add(len(block))
+    return is_proper
 
 
 def drop_test_puzzles(path, train, test, keys_of):
@@ -376,7 +423,7 @@ def download(url, path):
 # ---------------------------------------------------------------------------------------------------------
 # The writer
 
-def write_puzzles(settings, script, config, task, train, test, num_examples, copies_of, left_out):
+def write_puzzles(settings, script, config, task, train, test, num_copies, copies_of, left_out):
     """Writes the dataset of a prepare script, and says how to train on it.
 
     Args:
@@ -384,24 +431,34 @@ def write_puzzles(settings, script, config, task, train, test, num_examples, cop
         config: the file of config/ that suits the puzzles.
         task: the puzzles' task.
         train, test: questions and answers, tokens [2, n, cells].
-        num_examples: training examples of each puzzle: itself and its copies.
-        copies_of: a function of some puzzles [2, n, cells] that returns them before their copies,
-            [2, n, num_examples, cells].
+        num_copies: how many copies each training puzzle has.
+        copies_of: a function of puzzles [2, n, cells] that returns their copies, [2, n, num_copies, cells].
         left_out: {what: how many}, for the manifest and for the user.
     """
-    num_train = train.shape[1]
-    num_test = test.shape[1]
-    step = max(1, ROWS // num_examples)
-    blocks = (copies_of(train[:, first:first + step]) for first in range(0, num_train, step))
-    splits = {"train": (num_train, num_examples, blocks), "test": (num_test, 1, [test])}
     counts = left_out | {
-        "training puzzles": num_train,
-        "copies of each": num_examples - 1,
-        "test puzzles": num_test,
+        "training puzzles": train.shape[1],
+        "copies of each": num_copies,
+        "test puzzles": test.shape[1],
     }
     manifest = task | {"command": command_of(script, settings), "counts": counts}
-    write_dataset(settings.output_dir, splits, len(task["symbols"]), manifest)
+    with new_dataset(settings.output_dir, manifest) as folder:
+        write_split(f"{folder}/train", with_copies(train, num_copies, copies_of), task)
+        write_split(f"{folder}/test", test, task)
     print_report(settings, config, counts)
+
+
+def with_copies(puzzles, num_copies, copies_of):
+    """Returns each puzzle before its copies, [2, n, 1 + num_copies, cells]; see write_puzzles."""
+    num_puzzles = puzzles.shape[1]
+    progress = Progress("making copies of puzzles", num_puzzles)
+    # symmetries take much memory, so a block has few puzzles
+    step = max(1, ROWS // (1 + num_copies))
+    blocks = []
+    for first in range(0, num_puzzles, step):
+        block = puzzles[:, first:first + step]
+        blocks.append(np.concatenate([block[:, :, None], copies_of(block)], axis=2))
+        progress.add(block.shape[1])
+    return np.concatenate(blocks, axis=1)
 
 
 def command_of(script, settings):
@@ -426,11 +483,10 @@ def write_dataset(path, splits, vocab_size, manifest):
 
     Args:
         path: the new folder.
-        splits: {"train": (groups, copies, blocks)}: groups of `copies` puzzles with one example each. The
-            iterable blocks yields their rows in order, as pairs (inputs, labels), integers [n, seq_len]:
-            tokens from 1 (0: padding, of inputs) to vocab_size - 1, and IGNORE_LABEL or 0 for labels that do
-            not count.
-        vocab_size: tokens, padding included.
+        splits: {"train": (questions, answers), "test": ...}, integers [n, cells], or [n, versions, cells] for
+            puzzles that come in several versions, the original and its copies. They are tokens from 1 to
+            vocab_size - 1; what is below, as IGNORE_LABEL, does not count.
+        vocab_size: tokens, with 0 for padding.
         manifest: a dict with "grid" (rows, columns), better also "kind" and "symbols" (puzzles/__init__.py),
             "command" (see command_of), and whatever else describes the dataset. The files' SHA-256 are added.
 
@@ -438,14 +494,18 @@ def write_dataset(path, splits, vocab_size, manifest):
     """
     task = task_of(manifest, math.prod(manifest["grid"]), vocab_size)
     with new_dataset(path, manifest) as folder:
-        for split, (groups, copies, blocks) in splits.items():
-            write_split(f"{folder}/{split}", groups, copies, blocks, task)
-        write_json(f"{folder}/identifiers.json", ["<blank>"])
+        for split, puzzles in splits.items():
+            write_split(f"{folder}/{split}", puzzles, task)
 
 
 @contextmanager
-def new_dataset(path, manifest):
-    """Yields a folder for the files of a dataset; adds manifest.json to them, and moves the folder to path.
+def new_dataset(path, manifest, names=("<blank>",)):
+    """Yields a folder for the splits of a dataset; adds the other files, and moves the folder to path.
+
+    Args:
+        path: the new folder.
+        manifest: what describes the dataset. The files' SHA-256 are added.
+        names: what stands for the puzzle identifiers.
 
     Raises UserError if path exists or cannot be written.
     """
@@ -457,7 +517,9 @@ def new_dataset(path, manifest):
             refuse_existing(path)
             shutil.rmtree(part, ignore_errors=True)  # a command that was killed left it
             try:
+                os.mkdir(part)
                 yield part
+                write_json(f"{part}/identifiers.json", names)
                 write_json(f"{part}/manifest.json", manifest | {"sha256": hashes_of(part)})
                 os.rename(part, path)
             finally:
@@ -466,35 +528,34 @@ def new_dataset(path, manifest):
         raise UserError(f"{path} cannot be written: {e.strerror or e}") from None
 
 
-def write_split(folder, groups, copies, blocks, task):
-    """Writes the files of one split; see write_dataset."""
-    os.makedirs(folder)
-    seq_len = math.prod(task["grid"])
-    progress = Progress(f"making {folder}", groups * copies)
-    parts = []
-    for block in blocks:
-        tokens = np.where(np.equal(block, IGNORE_LABEL), 0, block)
-        parts.append(tokens.astype(np.uint8).reshape(2, -1, seq_len))
-        progress.add(parts[-1].shape[1])
-    inputs, labels = np.concatenate(parts, axis=1)
-    assert len(inputs) == groups * copies and labels.max() < len(task["symbols"])
+def write_split(folder, puzzles, task):
+    """Writes the files of a split; puzzles: see write_dataset."""
+    vocab_size = len(task["symbols"])
+    cells = math.prod(task["grid"])
+    num_groups = len(puzzles[0])
+    tokens = np.maximum(puzzles, 0).reshape(2, num_groups, -1, cells)
+    assert tokens.max() < vocab_size
+    num_versions = tokens.shape[2]
+    inputs, labels = tokens.astype(np.uint8, copy=False).reshape(2, -1, cells)
 
-    # each example is a puzzle; total_puzzles leaves out the copies, as the official builder does
+    # each version is a puzzle with one example; total_puzzles leaves out the copies, as the official builder
+    # does
     rows = np.arange(len(inputs) + 1, dtype=np.int32)
     arrays = {
         "inputs": inputs,
         "labels": labels,
         "puzzle_identifiers": np.zeros_like(rows[1:]),
         "puzzle_indices": rows,
-        "group_indices": rows[::copies],
+        "group_indices": rows[::num_versions],
     }
     finish_split(
-        folder, arrays, vocab_size=len(task["symbols"]), seq_len=seq_len, num_puzzle_identifiers=1,
-        total_groups=groups, mean_puzzle_examples=1.0, total_puzzles=groups)
+        folder, arrays, vocab_size=vocab_size, seq_len=cells, num_puzzle_identifiers=1,
+        total_groups=num_groups, mean_puzzle_examples=1.0, total_puzzles=num_groups)
 
 
 def finish_split(folder, arrays, **sizes):
     """Writes arrays {field: array} of a split, and its dataset.json."""
+    os.makedirs(folder, exist_ok=True)
     for field, array in arrays.items():
         np.save(f"{folder}/all__{field}.npy", array)
     tokens = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0}
