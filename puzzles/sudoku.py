@@ -3,8 +3,6 @@
 Boards are the official code's tokens [n, cells]: 0 padding, 1 an empty cell, d + 1 the digit d. A board has
 4, 6 or 9 rows.
 """
-import math
-
 import numpy as np
 
 from puzzles.symmetries import Symmetries, renamings
@@ -58,7 +56,7 @@ def judge_sudoku(task, questions, answers):
 
 def num_solutions(boards, size):
     """Returns the number of solutions of boards, tokens [n, cells], counted up to 2; -1: not decided."""
-    return count_solutions(candidates_of(boards, size), size, 2, SEARCH)
+    return count_solutions(candidates_of(boards, size), size, 2)
 
 
 def candidates_of(boards, size):
@@ -68,13 +66,13 @@ def candidates_of(boards, size):
     return by_token[boards.T]
 
 
-def count_solutions(candidates, size, limit, search=math.inf):
-    """Returns the number of solutions of each board [n], counted up to limit; candidates: [cells, n].
-
-    A board that takes more than `search` rounds has -1.
+def count_solutions(candidates, size, limit):
+    """Returns the number of solutions of each board [n], counted up to limit; -1: not decided.
 
     It goes depth first over many boards at once: where the singles are stuck, it splits a board in two at one
-    of its cells with the fewest candidates.
+    of its cells with the fewest candidates. It gives up a board that takes more than SEARCH rounds.
+
+    candidates: [cells, n].
     """
     n = candidates.shape[1]
     counts = np.zeros(n, dtype=np.int64)
@@ -91,22 +89,24 @@ def count_solutions(candidates, size, limit, search=math.inf):
         boards, broken, solved, stuck = propagate(boards, size)
         counts += np.bincount(owners[solved], minlength=n)
         rounds += np.bincount(owners, minlength=n)
-        alive = ~broken & ~solved & (counts[owners] < limit) & (rounds[owners] <= search)
+        goes_on = (counts < limit) & (rounds <= SEARCH)
+        alive = ~broken & ~solved & goes_on[owners]
 
-        # split the stuck boards: one copy takes the cell's lowest candidate, the other one the rest
+        # split the stuck boards at a cell: one copy takes its lowest candidate, the other one the rest
         split = np.flatnonzero(alive & stuck)
         others = boards[:, split]
         column = np.arange(len(split))
-        num_others = np.bitwise_count(others) - np.uint8(2)  # decided cells wrap around
+        num_others = np.bitwise_count(others) - np.uint8(2)  # decided cells wrap around, to 255
         cell = np.argmin(num_others, axis=0)
         options = others[cell, column]
-        boards[cell, split] = options & -options
-        others[cell, column] = options & (options - 1)
+        lowest = options & -options
+        boards[cell, split] = lowest
+        others[cell, column] = options ^ lowest
         if alive.any():
             boards = np.concatenate([boards[:, alive], others], axis=1)
             owners = np.concatenate([owners[alive], owners[split]])
             waiting.append((boards, owners))
-    counts[(counts < limit) & (rounds > search)] = -1
+    counts[(counts < limit) & (rounds > SEARCH)] = -1
     return np.minimum(counts, limit)
 
 
@@ -123,8 +123,7 @@ def propagate(candidates, size):
     # remove each placed digit from the other cells of its units
     for axes in UNITS:
         placed = cells * is_decided(cells)
-        taken = np.bitwise_or.reduce(placed, axis=axes, keepdims=True)
-        twice = taken != np.add.reduce(placed, axis=axes, keepdims=True, dtype=np.uint16)
+        taken, twice = digits_of_units(placed, axes)
         broken |= twice.any(axis=(0, 1, 2, 3))
         cells &= ~taken | placed
 
@@ -134,6 +133,7 @@ def propagate(candidates, size):
         lacks_digit = seen != 2 ** size - 1
         broken |= lacks_digit.any(axis=(0, 1, 2, 3))
         single = cells & seen & ~again
+        # numpy writes where a mask says so much slower
         cells &= single | np.uint16(0xFFFF) * (single == 0)
 
     # say what the round came to
@@ -260,12 +260,11 @@ def sudoku_symmetries(task, n, rng):
         return order.reshape(n, size)
 
     # draw which cell each cell of a copy comes from
-    transposed = rng.random(n) < (0.5 if rows == columns else 0)
-    row_stride = np.where(transposed, 1, size)[:, None]
-    column_stride = size + 1 - row_stride
-    rows_from = random_order(bands, rows) * row_stride
-    columns_from = random_order(stacks, columns) * column_stride
-    cells_from = rows_from[:, :, None] + columns_from[:, None]
+    transposed = rng.random((n, 1, 1)) < (0.5 if rows == columns else 0)
+    rows_from = random_order(bands, rows)[:, :, None]
+    columns_from = random_order(stacks, columns)[:, None]
+    straight = size * rows_from + columns_from
+    cells_from = np.where(transposed, rows_from + size * columns_from, straight)
 
     # draw what each digit becomes
     digits = range(EMPTY + 1, EMPTY + 1 + size)
