@@ -255,9 +255,11 @@ def grids(task, lines, empty):
     for height in rows, band, 1:
         layouts.append(f"(r{{{height}}}(g+r{{{height}}}){{{rows // height - 1}}}[gt]*)+")
     if not any(re.fullmatch("[gt]*" + layout, shape) for layout in layouts):
-        blocks = re.finditer("r+", shape)
-        odd = min(blocks, key=lambda block: len(block[0]) in (1, band, rows))
-        raise UserError(f"{len(odd[0])} rows, not {rows}, from line {odd.start() + 1}")
+        # tell of the first block that has another height, or of all rows
+        for block in re.finditer("r+", shape):
+            if len(block[0]) not in (1, band, rows):
+                raise UserError(f"{len(block[0])} rows, not {rows}, from line {block.start() + 1}")
+        raise UserError(f"{len(row_lines)} rows, not {rows}, from line {row_lines[0].number}")
 
     # put the rows together
     puzzles = []
