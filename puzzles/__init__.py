@@ -302,7 +302,10 @@ def score(values):
 
 
 def equal_labels(preds, labels):
-    """Returns which answers are right in all labeled cells, of which there is one at least, bool [n]."""
+    """Returns which answers are right in all labeled cells, of which there is one at least, bool [n].
+
+    preds, labels: arrays or tensors [n, cells].
+    """
     is_labeled = labels != IGNORE_LABEL
     is_right = (preds == labels) | ~is_labeled
-    return is_right.all(axis=1) & is_labeled.any(axis=1)
+    return is_right.all(1) & is_labeled.any(1)
