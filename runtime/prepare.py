@@ -92,24 +92,35 @@ def csv_rows(path, *columns, is_strict=True):
         is_strict: whether a row that is not like the header is an error; otherwise it is yielded as {}.
     """
     line = 1
+    wanted = ", ".join(columns)
     with open_text(path) as f:
         reader = csv.DictReader(f, delimiter="\t" if ".tsv" in path.lower() else ",")
         reader.fieldnames = column_names(reader.fieldnames or columns)
         missing = [name for name in columns if name not in reader.fieldnames]
         if missing:
-            others = ", ".join(f"{name[:20]!r}" for name in reader.fieldnames)
-            raise UserError(f"{path}:1: must name the columns {', '.join(columns)}: it has {others}, and "
-                            f"lacks {', '.join(missing)}")
+            names = ", ".join(f"{name[:20]!r}" for name in reader.fieldnames)
+            raise UserError(f"{path}:1: must name the columns {wanted}: it has {names}, and lacks "
+                            f"{', '.join(missing)}")
         for row in reader:
             line = reader.line_num
             # a missing field is None; more fields than columns stand under the key None
             is_wrong = None in row or None in map(row.get, columns)
             if is_wrong and is_strict:
-                raise UserError(f"{path}:{line}: must have {', '.join(columns)}; "
-                                "the first line of the file names its columns")
+                raise UserError(f"{path}:{line}: must have {wanted}; the first line of the file names its "
+                                "columns")
             yield line, {} if is_wrong else row
     if line == 1:
         raise UserError(f"{path}:2: no puzzle under the header")
+
+
+def column_names(names):
+    """Returns the names of columns in lower case; if ours is missing, another name in COLUMNS becomes it."""
+    names = [name.strip().lower() for name in names]
+    for name, others in COLUMNS.items():
+        for other in others:
+            if name not in names and other in names:
+                names[names.index(other)] = name
+    return names
 
 
 def distinct_rows(path, rows, several_answers=None):
@@ -134,16 +145,6 @@ def distinct_rows(path, rows, several_answers=None):
         print(f"{path}: left out {num_repeated:,} rows whose question stands above")
 
 
-def column_names(names):
-    """Returns the names of columns in lower case; if ours is missing, another name in COLUMNS becomes it."""
-    names = [name.strip().lower() for name in names]
-    for name, others in COLUMNS.items():
-        for other in others:
-            if name not in names and other in names:
-                names[names.index(other)] = name
-    return names
-
-
 @contextmanager
 def open_text(path):
     """Yields a text file, also .gz, in UTF-8 or with a byte order mark. Raises UserError for another one."""
@@ -154,7 +155,10 @@ def open_text(path):
         with io.TextIOWrapper(open_bytes(path), encoding, newline="") as f:
             yield f
     except UnicodeDecodeError:
-        line = undecodable_line(path)
+        # find the line: the text before it has no mark for undecodable bytes
+        with open_bytes(path) as f:
+            text, _, _ = f.read().decode(errors="replace").partition("\ufffd")
+        line = 1 + text.count("\n")
         raise UserError(f"{path}:{line}: is not UTF-8 text: save it as CSV UTF-8, or convert it, as by iconv "
                         f"-f WINDOWS-1252 -t UTF-8 {os.path.basename(path)} > NEW; archives must be "
                         "unpacked") from None
@@ -164,16 +168,6 @@ def open_text(path):
 
 def open_bytes(path):
     return gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
-
-
-def undecodable_line(path):
-    """Returns the number of a file's first line that is not UTF-8."""
-    with open_bytes(path) as f:
-        for number, line in enumerate(f, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
 
 
 def read_puzzles(path, rows, task, ignored=""):
@@ -187,10 +181,12 @@ def read_puzzles(path, rows, task, ignored=""):
 
     Raises UserError with the first line that is wrong or whose answer breaks a rule, block by block.
     """
+    # what each text may have, and the token of each character
     symbols = task["symbols"][1:]
     allowed = {"question": symbols, "answer": symbols + ignored}
     tokens = {symbol: token for token, symbol in enumerate(symbols, 1)}
     table = str.maketrans(tokens | dict.fromkeys(ignored, 0))
+
     blocks = []
     progress = Progress(f"reading {path}")
     while block := list(itertools.islice(rows, ROWS)):
@@ -204,7 +200,8 @@ def read_puzzles(path, rows, task, ignored=""):
         # complete answers must keep the rules
         judgement = judge(task, *puzzles)
         if judgement:
-            for i in np.flatnonzero(puzzles[1].all(axis=1) & ~judgement.solved):
+            is_wrong = puzzles[1].all(axis=1) & ~judgement.solved
+            for i in np.flatnonzero(is_wrong):
                 line, _ = block[i]
                 raise UserError(f"{path}:{line}: {verdict(task, *puzzles[:, i])}")
         blocks.append(puzzles)
@@ -403,9 +400,10 @@ def download(url, path):
             raise TransientError(f"status {status}")
         if status >= 400:
             raise UserError(f"{url} cannot be downloaded (status {status}): {advice}")
+
         # each attempt gets the whole file
-        total = int(response.headers.get("Content-Length", 0))
-        progress = Progress(f"downloading {url}, bytes", total)
+        num_bytes = int(response.headers.get("Content-Length", 0))
+        progress = Progress(f"downloading {url}, bytes", num_bytes)
         with replacing(path) as f:
             for block in response.iter_content(1 << 15):
                 f.write(block)
