@@ -176,32 +176,36 @@ def json_cells(value):
 # ---------------------------------------------------------------------------------------------------------
 # Lines
 
+def words_of(task, text):
+    """Returns the words of a line, which white space and separators set apart; a whole row or puzzle is one."""
+    rows, columns = task["grid"]
+    separators = {*SEPARATORS} - signs_of(task).keys()
+    words = "".join(" " if char in separators else char for char in text).split()
+    # in a table, an empty field is an empty cell
+    framed = re.sub(BARS, "|", text).strip(" ").removesuffix("|.")  # as LaTeX ends a row
+    fields = re.split("[,;|\t]", framed.strip("|"))
+    whole = ""
+    if task["kind"] == "sudoku" and len(fields) in (columns, rows * columns):
+        whole = "".join(field.strip() or "." for field in fields)
+    # parts of a row or a puzzle have one length; a number beside them has another
+    elif len({*map(len, words)}) == 1:
+        whole = "".join(words)
+    is_whole = cells_of(task, whole, 1) or cells_of(task, whole, rows)
+    return [whole] if is_whole else words
+
+
 def line_of(task, number, text):
     """Returns the Line of a text."""
     rows, columns = task["grid"]
-    is_sudoku = task["kind"] == "sudoku"
-    num_cells = rows * columns
     signs = signs_of(task)
-    if is_sudoku and len(text) == num_cells and re.fullmatch("[1-9 ]+", text):
-        text = text.replace(" ", ".")  # as many characters as cells
+    # without other signs, a line with as many characters as cells has spaces for empty cells
+    if task["kind"] == "sudoku" and len(text) == rows * columns and re.fullmatch("[1-9 ]+", text):
+        text = text.replace(" ", ".")
     if not {"#", "/"} & signs.keys():
         text = re.sub(COMMENT, "", text)
-    separators = {*SEPARATORS} - signs.keys()
-    words = "".join(" " if char in separators else char for char in text).split()
-    cells = "".join(words)
-    # parts of a puzzle have one length; a number beside one has another
-    is_whole = len({*map(len, words)}) == 1
-
-    # an empty field is an empty cell
-    framed = re.sub(BARS, "|", text).strip(" ").removesuffix("|.")  # as LaTeX ends a row
-    fields = re.split("[,;|\t]", framed.strip("|"))
-    if is_sudoku and len(fields) in (columns, num_cells):
-        cells = "".join(field.strip() or "." for field in fields)
-        is_whole = True
 
     # a puzzle may stand beside its number, rating or answer, but not beside half a puzzle
-    if is_whole and cells_of(task, cells, rows):
-        words = [cells]
+    words = words_of(task, text)
     puzzles = []
     others = ""
     for word in words:
@@ -211,14 +215,15 @@ def line_of(task, number, text):
         else:
             others += word
     puzzles = with_answers(task, puzzles)
-    has_half = sum(char in signs for char in others) > num_cells // 2
+    has_half = sum(char in signs for char in others) > rows * columns // 2
     if len(puzzles) == 1 and not has_half:
         return Line("puzzle", *puzzles[0])
     if puzzles or has_half:
         return Line("other", number, text.strip())
 
     # a line of dashes may be a row of empty cells, or stand between rows
-    is_row = is_whole and cells_of(task, cells, 1)
+    cells = "".join(words)
+    is_row = len(words) == 1 and cells_of(task, cells, 1)
     is_drawn = {*cells} <= {*"-_*.'`"} and {*text} & {*"-=_*+\u2500\u2501\u2550"}
     if not cells or is_drawn and not (is_row and "." in cells):
         is_dashes = is_row and len({*cells}) == 1 and not {"+", "="} & {*text}
