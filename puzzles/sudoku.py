@@ -37,7 +37,8 @@ def judge_sudoku(task, questions, answers):
     """
     # find digits that stand twice in a row, a column or a box
     bits = 1 << answers.T.astype(np.uint16)
-    cells = bits.reshape(*box_shape(task["grid"][0]), -1)
+    size = task["grid"][0]
+    cells = bits.reshape(*box_shape(size), -1)
     repeated = np.zeros(cells.shape, dtype=bool)
     for axes in UNITS:
         _, again = digits_of_units(cells, axes)
@@ -45,8 +46,9 @@ def judge_sudoku(task, questions, answers):
 
     # find empty cells, and givens that have changed
     is_empty = answers < 2
-    changed = (questions > 1) & (answers != questions)
-    broken = is_empty | changed | repeated.reshape(bits.shape).T
+    is_given = questions > 1
+    is_changed = is_given & (answers != questions)
+    broken = is_empty | is_changed | repeated.reshape(bits.shape).T
     return broken, ~broken.any(axis=1)
 
 
@@ -150,9 +152,10 @@ def digits_of_units(cells, axes):
     seen = np.uint16(0)
     again = np.uint16(0)
     unit = np.moveaxis(cells, axes, (0, 1))
-    for i, j in np.ndindex(unit.shape[:2]):
-        again = again | seen & unit[i, j]
-        seen = seen | unit[i, j]
+    for place in np.ndindex(unit.shape[:2]):
+        cell = unit[place]
+        again = again | seen & cell
+        seen = seen | cell
     return np.expand_dims(seen, axes), np.expand_dims(again, axes)
 
 
@@ -175,6 +178,7 @@ def minimal_sudokus(index, seed, n, size):
     all_digits = np.uint16(2 ** size - 1)
     column = np.arange(n)
     for cell in shuffled(rng, n, size * size).T:
+        # the cell may have any digit but the clue's
         clue = boards[cell, column]
         boards[cell, column] = all_digits ^ clue
         needed = count_solutions(boards, size, 1)
@@ -194,6 +198,7 @@ def random_boards(n, size, rng):
     boards = np.full((size * size, n), all_digits)
     done = []
     while boards.shape[1]:
+        # take full boards away, and empty broken ones
         boards, broken, solved, stuck = propagate(boards, size)
         boards[:, broken] = all_digits
         done.append(boards[:, solved])
@@ -256,15 +261,16 @@ def sudoku_symmetries(task, n, rng):
 
     def random_order(groups, members):  # [n, size]: of groups, and of the members of each
         first = shuffled(rng, n, groups) * members
-        order = first[:, :, None] + shuffled(rng, n, groups, members)
-        return order.reshape(n, size)
+        members_in_order = shuffled(rng, n, groups, members)
+        return (first[:, :, None] + members_in_order).reshape(n, size)
 
     # draw which cell each cell of a copy comes from
     transposed = rng.random((n, 1, 1)) < (0.5 if rows == columns else 0)
     rows_from = random_order(bands, rows)[:, :, None]
     columns_from = random_order(stacks, columns)[:, None]
     straight = size * rows_from + columns_from
-    cells_from = np.where(transposed, rows_from + size * columns_from, straight)
+    exchanged = size * columns_from + rows_from
+    cells_from = np.where(transposed, exchanged, straight)
 
     # draw what each digit becomes
     digits = range(EMPTY + 1, EMPTY + 1 + size)

@@ -345,8 +345,8 @@ def local_dataset(path):
         for name in ("manifest.json", *hashes):
             bucket.download(name, f"{part}/{name}")
         found = hashes_of(part)
-        wrong = [name for name, digest in hashes.items() if found.get(name) != digest]
-        if wrong:
-            raise UserError(f"{path}/{wrong[0]} is missing or does not match manifest.json: upload it again")
+        for name, digest in hashes.items():
+            if found.get(name) != digest:
+                raise UserError(f"{path}/{name} is missing or does not match manifest.json: upload it again")
         os.rename(part, folder)
         return folder
