@@ -1,7 +1,8 @@
 """Files of puzzles: what the prepare scripts share. Settings, CSV files, generators, downloads, the writer.
 
 Every script goes the same way: it reads or generates puzzles, drops the training puzzles that the test has,
-draws some, makes copies, and writes a dataset.
+draws some, makes copies, and writes a dataset. There a group is one original puzzle (for ARC one task), and
+its versions are the original and its copies by symmetry.
 """
 import codecs
 import csv
@@ -195,7 +196,8 @@ def read_puzzles(path, rows, task, ignored=""):
             for name, characters in allowed.items():
                 check_text(task, row[name], characters, f"{path}:{line}: the {name}")
                 codes += row[name].translate(table).encode("latin-1")
-        puzzles = np.frombuffer(codes, dtype=np.uint8).reshape(len(block), 2, -1).swapaxes(0, 1)
+        puzzles = np.frombuffer(codes, dtype=np.uint8).reshape(len(block), 2, -1)
+        puzzles = puzzles.swapaxes(0, 1)
 
         # complete answers must keep the rules
         judgement = judge(task, *puzzles)
@@ -237,14 +239,16 @@ def read_both(settings, paths, task, rows_of, keys_of):
     is_own = settings.source == "csv"
 
     def read(path):
-        rows = distinct_rows(path, rows_of(path)) if is_own else rows_of(path)
+        rows = rows_of(path)
+        if is_own:
+            rows = distinct_rows(path, rows)
         return read_puzzles(path, rows, task)
 
     train_path, test_path = paths
     test = read(test_path)
     train = read(train_path)
 
-    # keep all proper test puzzles
+    # keep all test puzzles that are proper, and the training puzzles that are not among them
     num_searched = SEARCHED if is_own else 0
     order = np.arange(test.shape[1])
     test, num_improper_tests = draw_proper(test_path, task, test, order, 0, num_searched)
@@ -310,7 +314,8 @@ def drop_test_puzzles(path, train, test, keys_of):
     path: the file of the training puzzles, for the UserError if none is left.
     """
     test_keys = set(keys_of(test[0]))
-    rows = [row for row, key in enumerate(keys_of(train[0])) if key not in test_keys]
+    train_keys = keys_of(train[0])
+    rows = [row for row, key in enumerate(train_keys) if key not in test_keys]
     if not rows:
         raise UserError(f"{path}: no puzzle is left: each is in the test set, or a symmetry turns it into "
                         "one that is")
@@ -321,7 +326,7 @@ def drop_test_puzzles(path, train, test, keys_of):
 # Generated puzzles
 
 def distinct(name, n, make, keys):
-    """Returns the first n puzzles with different keys, [2, n, cells]. Raises UserError if they are too few.
+    """Returns the first n puzzles with different keys, [2, n, cells]. Raises UserError if there are fewer.
 
     Args:
         name: what the puzzles are called in messages.
@@ -530,11 +535,12 @@ def write_split(folder, puzzles, task):
     """Writes the files of a split; puzzles: see write_dataset."""
     vocab_size = len(task["symbols"])
     cells = math.prod(task["grid"])
-    num_groups = len(puzzles[0])
-    tokens = np.maximum(puzzles, 0).reshape(2, num_groups, -1, cells)
+    # what does not count becomes token 0
+    tokens = np.maximum(puzzles, 0)
     assert tokens.max() < vocab_size
-    num_versions = tokens.shape[2]
+    num_groups = tokens.shape[1]
     inputs, labels = tokens.astype(np.uint8, copy=False).reshape(2, -1, cells)
+    num_versions = len(inputs) // num_groups
 
     # each version is a puzzle with one example; total_puzzles leaves out the copies, as the official builder
     # does
