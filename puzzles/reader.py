@@ -5,6 +5,7 @@ commas, pipes and brackets, between rows lines of dashes and box drawing, betwee
 comments. A Sudoku's empty cell is one of EMPTY_CELLS, or a space where the columns show which cells are
 meant. Other puzzles have the symbols of their dataset alone.
 """
+import itertools
 import json
 import math
 import re
@@ -294,18 +295,17 @@ def dotted(task, texts):
     # lines that still have the spaces at their end are as long as the puzzle
     longest = max(lengths) if " " in ends else math.inf
 
-    # try each way: what stands between cells, between boxes, and before the first cell
+    # try each way: what stands between cells, before the first cell, and between boxes
     box_columns = BOXES[rows][1]
     readings = set()
-    for gap in "", " ":
+    for gap, margin in itertools.product(("", " "), ("", " ", "|", "| ")):
         box = gap.join("." * box_columns)
         for between in {gap, gap + " ", "|", " | "}:
-            for margin in "", " ", "|", "| ":
-                pattern = margin + between.join([box] * (columns // box_columns))
-                row = re.escape(pattern).replace(r"\.", "([1-9 ])") + "[ |]*"
-                matches = [re.fullmatch(row, text.ljust(len(pattern))) for text in kept.values()]
-                if all(matches) and len(pattern) <= longest:
-                    readings.add(tuple("".join(match.groups()) for match in matches))
+            pattern = margin + between.join([box] * (columns // box_columns))
+            row = re.escape(pattern).replace(r"\.", "([1-9 ])") + "[ |]*"
+            matches = [re.fullmatch(row, text.ljust(len(pattern))) for text in kept.values()]
+            if all(matches) and len(pattern) <= longest:
+                readings.add(tuple("".join(match.groups()) for match in matches))
     if len(readings) != 1 or not is_clear:
         raise UserError("cannot tell which cells are empty: write a dot for each")
     dotted_texts = list(texts)

@@ -213,16 +213,6 @@ def read_puzzles(path, rows, task, ignored=""):
     return np.concatenate(blocks, axis=1)
 
 
-def csv_paths(settings, hub):
-    """Returns the paths of the files of training and test puzzles; a hub's files are downloaded.
-
-    hub: the repository on Hugging Face that has the files for source=hub.
-    """
-    if settings.source == "hub":
-        return hub_file(hub, "train.csv"), hub_file(hub, "test.csv")
-    return settings.train_csv, settings.test_csv
-
-
 def read_both(settings, paths, task, rows_of, keys_of):
     """Returns training and test puzzles of files, [2, n, cells] each, and {what: how many are left out}.
 
@@ -384,12 +374,20 @@ def cores():
 # ---------------------------------------------------------------------------------------------------------
 # Downloads
 
-def hub_file(repository, name):
-    """Returns the path of a file of a dataset on Hugging Face, which stays in data/downloads."""
+def csv_paths(settings, hub):
+    """Returns the paths of the files of training and test puzzles. A hub's files stay in data/downloads.
+
+    hub: the dataset on Hugging Face that has the files for source=hub.
+    """
+    if settings.source == "csv":
+        return settings.train_csv, settings.test_csv
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    path = f"data/downloads/{os.path.basename(repository)}/{name}"
-    download(f"{endpoint.rstrip('/')}/datasets/{repository}/resolve/main/{name}", path)
-    return path
+    paths = []
+    for name in ("train.csv", "test.csv"):
+        path = f"data/downloads/{os.path.basename(hub)}/{name}"
+        download(f"{endpoint.rstrip('/')}/datasets/{hub}/resolve/main/{name}", path)
+        paths.append(path)
+    return paths
 
 
 def download(url, path):
