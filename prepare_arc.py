@@ -136,7 +136,7 @@ def read_subsets(settings):
     for subset in sorted(subsets, key=lambda subset: subset != settings.test_subset):
         for name, content in read_subset(settings, subset):
             try:
-                task = task_of(name, content, subset == settings.test_subset)
+                task = parsed_task(name, content, subset == settings.test_subset)
             except (AttributeError, KeyError, TypeError, ValueError) as e:
                 print(f"left out: task {name} of {subset}: it must have train and test, lists of pairs of "
                       f"input and output ({e})", file=sys.stderr)
@@ -254,7 +254,7 @@ def read_kaggle(path):
     return list(tasks.items())
 
 
-def task_of(name, content, is_test):
+def parsed_task(name, content, is_test):
     """Returns the Task of a name and its JSON, bytes or what they say.
 
     A task of the test subset must have test pairs. Raises ValueError and other errors of wrong types.

@@ -47,7 +47,7 @@ def fill_in_source(settings, names, aug, everything="full"):
     Args:
         settings: of the script.
         names: {source: its name}, for hub and generate.
-        aug: the last word of the folder's name, for the copies of each training puzzle.
+        aug: what the folder's name says after aug: how many copies, for mazes how many versions.
         everything: the word for all puzzles of a source.
     """
     # files of your own need no --source=csv
