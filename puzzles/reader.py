@@ -71,7 +71,7 @@ def find_puzzles(task, text):
 
 
 def written_puzzles(task, texts):
-    """Returns the Puzzles in the lines of a text, each a puzzle or a row, and in words how. Raises UserError."""
+    """Returns the Puzzles in lines, each a puzzle or a row, and in words how. Raises UserError."""
     rows = task["grid"][0]
     lines = [line_of(task, number, text) for number, text in enumerate(texts, 1)]
     written = [line for line in lines if line.what in ("puzzle", "row", "other")]
@@ -178,7 +178,7 @@ def json_cells(value):
 # Lines
 
 def words_of(task, text):
-    """Returns the words of a line, which white space and separators set apart; a whole row or puzzle is one."""
+    """Returns the words of a line, which separators set apart; a whole row or puzzle is one word."""
     rows, columns = task["grid"]
     separators = {*SEPARATORS} - signs_of(task).keys()
     words = "".join(" " if char in separators else char for char in text).split()
