@@ -161,7 +161,7 @@ def solve_one(train_settings, trm, task, questions, settings, path):
     kept = grids[ranks.index(best)]
     title, answer, _ = kept
     shown = grids if settings.steps else [grids[0], kept]
-    print(puzzles.side_by_side(shown, task["symbols"], *task["grid"]))
+    print(puzzles.side_by_side(task, shown))
     print(puzzles.text_of(task, answer))
     verdict = puzzles.verdict(task, question, answer)
     sureness = "sure" if best[0] >= model.SURE else "not sure"
