@@ -89,29 +89,29 @@ class Bucket:
     Args:
         url: gs://bucket/prefix.
         stop: a function; if it returns true in a pause, SystemExit(3) is raised.
-        attempts: at each request; nine take three minutes.
     """
+
+    attempts = 9  # at each request; they take three minutes
 
     # Seconds to connect or to send a block; and from the last block to the answer, since a slow network may
     # still hold 4 MB then.
     timeout = (10, 20)
 
-    def __init__(self, url, stop=lambda: False, attempts=9):
+    def __init__(self, url, stop=lambda: False):
         self.url = url.rstrip("/")
         match = re.fullmatch(r"gs://([a-z0-9][a-z0-9._-]+)/(.*)", self.url + "/")
         if not match:
             raise UserError(f"{url!r} is not an address in a bucket: write gs://bucket/folder")
         bucket, self.prefix = match.groups()
         self.stop = stop
-        self.attempts = attempts
 
         # endpoints of the JSON API
         server = os.environ.get("STORAGE_EMULATOR_HOST", "https://storage.googleapis.com")
         self.objects = f"{server}/storage/v1/b/{bucket}/o"
         self.uploads = f"{server}/upload/storage/v1/b/{bucket}/o"
 
-    def check(self, write=True):
-        """Tries what a run will do: list and, with write, write and delete an object."""
+    def check(self, write):
+        """Tries what a run will do: list and, if it will write, write and delete an object."""
         self.list()
         if write:
             self.write(".probe", b"probe")
