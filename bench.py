@@ -184,9 +184,8 @@ def find_dataset(settings, folder, size=size):
         return missing
     # random tokens stand for questions and answers; 0 is padding
     cells = np.random.default_rng(0).integers(1, size + 2, (2, 1000, size * size), dtype=np.uint8)
-    splits = dict.fromkeys(["train", "test"], (1000, 1, [cells]))
     settings.data_path = os.path.join(folder, "random")
-    write_dataset(settings.data_path, splits, size + 2, {"grid": [size, size]})
+    write_dataset(settings.data_path, {"train": cells, "test": cells}, size + 2, {"grid": [size, size]})
     return f"1000 random puzzles of {size}x{size} cells, as {missing} is not here"
 
 

@@ -181,7 +181,7 @@ class Dataset:
 
         # ARC: a group brings all examples of one of its versions; a smaller version repeats its examples
         if self.is_streamed:
-            versions = random_members(self.group_indices, plan["group"], plan["puzzle_draw"])
+            versions = random_members(self.group_indices, plan["group"], plan["version_draw"])
             members = plan["member"] % self.num_examples[versions]
             return self._batch(versions, members, plan["translation_draws"])
 

@@ -26,7 +26,7 @@ from puzzles.arc import ARC, ORIGINAL, apply_version, arc_task, canvas, generate
 from puzzles.symmetries import turned
 from runtime.errors import UserError, check_numbers
 from runtime.files import Progress, read_json
-from runtime.prepare import command_of, finish_split, new_dataset, print_report, refuse_existing, write_json
+from runtime.prepare import command_of, finish_split, new_dataset, print_report, refuse_existing
 from runtime.process import start
 
 # source
@@ -60,6 +60,14 @@ class Task(NamedTuple):
     test: list  # test pairs; an output that is not known is empty
 
 
+class Group(NamedTuple):
+    """Holds what a split has of a task."""
+
+    pairs: list  # (input, output), in the original version
+    versions: np.ndarray  # of the task, uint8 [n, 11]
+    first_identifier: int  # of the versions, which are numbered in order
+
+
 def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
     fill_in(settings)
@@ -80,25 +88,23 @@ def main(settings):
             # train on all pairs but the test pairs of the test subset
             pairs = task.train
             if subset == settings.test_subset:
-                test.append((task.test, versions, num_identifiers))
+                test.append(Group(task.test, versions, num_identifiers))
             else:
                 pairs = pairs + [pair for pair in task.test if is_known(pair)]
-            train.append((pairs, versions, num_identifiers))
+            train.append(Group(pairs, versions, num_identifiers))
             # each version has an identifier, each task a name
             num_identifiers += len(versions)
             names.append(task.name)
             progress.add(1)
 
     # write the files
-    num_unknown = sum(not is_known(pair) for pairs, *_ in test for pair in pairs)
+    num_unknown = sum(not is_known(pair) for group in test for pair in group.pairs)
     counts = {"tasks": len(train), "test tasks": len(test), "versions of tasks": num_identifiers - 1}
     counts |= left_out | {"test outputs that are not known": num_unknown}
     manifest = arc_task(settings.max_side) | {"command": command_of(__file__, settings), "counts": counts}
-    with new_dataset(settings.output_dir, manifest) as folder:
+    with new_dataset(settings.output_dir, manifest, names) as folder:
         write_split(f"{folder}/train", train, settings.max_side, num_identifiers)
         write_split(f"{folder}/test", test, settings.max_side, num_identifiers)
-        write_json(f"{folder}/identifiers.json", names)
-
     print_report(settings, "arc_demo.py" if settings.source == "generate" else "arc1.py", counts)
     return settings.output_dir
 
@@ -130,7 +136,7 @@ def read_subsets(settings):
     for subset in sorted(subsets, key=lambda subset: subset != settings.test_subset):
         for name, content in read_subset(settings, subset):
             try:
-                task = task_of(name, content, subset == settings.test_subset)
+                task = parsed_task(name, content, subset == settings.test_subset)
             except (AttributeError, KeyError, TypeError, ValueError) as e:
                 print(f"left out: task {name} of {subset}: it must have train and test, lists of pairs of "
                       f"input and output ({e})", file=sys.stderr)
@@ -248,7 +254,7 @@ def read_kaggle(path):
     return list(tasks.items())
 
 
-def task_of(name, content, is_test):
+def parsed_task(name, content, is_test):
     """Returns the Task of a name and its JSON, bytes or what they say.
 
     A task of the test subset must have test pairs. Raises ValueError and other errors of wrong types.
@@ -298,27 +304,37 @@ def key_of_version(pairs, version):
 # The files
 
 def write_split(folder, groups, side, num_identifiers):
-    """Writes the files of a split; groups: (pairs, versions, the first version's identifier) of each task."""
-    os.makedirs(folder)
-    pairs, versions, _ = zip(*groups)
+    """Writes the files of a split.
+
+    Args:
+        folder: the new folder.
+        groups: a Group for each task.
+        side: rows and columns of a canvas.
+        num_identifiers: of both splits.
+    """
     # store each example once
-    canvases = [[canvas(grid, side) for grid in pair] for own_pairs in pairs for pair in own_pairs]
+    canvases = []
+    identifiers = []
+    for pairs, versions, first_identifier in groups:
+        canvases += [[canvas(grid, side) for grid in pair] for pair in pairs]
+        identifiers += range(first_identifier, first_identifier + len(versions))
     inputs, labels = np.reshape(canvases, (-1, 2, side * side)).swapaxes(0, 1)
-    # number the versions of each task
-    identifiers = [first + np.arange(len(own_versions)) for _, own_versions, first in groups]
+
+    # say which examples and which versions belong to each task
+    num_pairs = [len(group.pairs) for group in groups]
+    num_versions = [len(group.versions) for group in groups]
     arrays = {
         "inputs": inputs,
         "labels": labels,
-        "task_indices": np.cumsum([0, *map(len, pairs)], dtype=np.int32),
-        "group_indices": np.cumsum([0, *map(len, versions)], dtype=np.int32),
-        "versions": np.concatenate(versions),
-        "puzzle_identifiers": np.concatenate(identifiers).astype(np.int32),
+        "task_indices": np.cumsum([0, *num_pairs], dtype=np.int32),
+        "group_indices": np.cumsum([0, *num_versions], dtype=np.int32),
+        "versions": np.concatenate([group.versions for group in groups]),
+        "puzzle_identifiers": np.array(identifiers, dtype=np.int32),
     }
-    num_puzzles = len(arrays["versions"])
-    mean_puzzle_examples = sum(len(own) * len(own_versions) for own, own_versions, _ in groups) / num_puzzles
     finish_split(
         folder, arrays, vocab_size=len(ARC), seq_len=side * side, num_puzzle_identifiers=num_identifiers,
-        total_groups=len(groups), mean_puzzle_examples=mean_puzzle_examples, total_puzzles=num_puzzles)
+        total_groups=len(groups), mean_puzzle_examples=np.average(num_pairs, weights=num_versions),
+        total_puzzles=len(identifiers))
 
 
 if __name__ == "__main__":

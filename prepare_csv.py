@@ -49,17 +49,20 @@ def main(settings):
     fill_in(settings)
     refuse_existing(settings.output_dir)
 
-    # read the puzzles, [2, n, cells]: questions and answers as tokens, where 0 is a cell that does not count
-    paths = filter(None, [settings.train_csv, settings.test_csv])
-    files = {path: read_rows(path, settings) for path in paths}
-    task = new_task(settings, files.values())
+    # read the files, and say which symbols they have
+    files = {}  # {path: rows}
+    for path in filter(None, [settings.train_csv, settings.test_csv]):
+        files[path] = read_rows(path, settings)
+    task = new_task(settings, [row for rows in files.values() for _, row in rows])
     if not settings.symbols:
         print(f"symbols in the files: {task['symbols'][1:]!r}; with --symbols any other is an error")
-    puzzles = []
-    for path, rows in files.items():
-        puzzles.append(read_puzzles(path, iter(rows.values()), task, settings.ignored))
+
+    # turn them into tokens, [2, n, cells]: questions and answers, where 0 is a cell that does not count
+    puzzles = [read_puzzles(path, iter(rows), task, settings.ignored) for path, rows in files.items()]
     train = puzzles[0]
     test = puzzles[-1]
+
+    # or draw the test puzzles
     if settings.holdout:
         order = np.random.default_rng([settings.seed, 1]).permutation(train.shape[1])
         if settings.holdout >= len(order):
@@ -75,13 +78,13 @@ def main(settings):
     keys_of = functools.partial(orbit_keys, turns=turns, exchanged=exchanged)
     train, left_out = drop_test_puzzles(settings.train_csv, train, test, keys_of)
 
-    # write each puzzle before its copies
+    # write the puzzles with their copies
     num_copies = settings.num_aug
     if not exchanged:
         num_copies = min(num_copies, len(turns) - 1)
     copies_of = functools.partial(
-        symmetric_copies, task=task, num_copies=num_copies, rng=np.random.default_rng([settings.seed, 2]))
-    write_puzzles(settings, __file__, "demo.py", task, train, test, 1 + num_copies, copies_of, left_out)
+        symmetric_copies, num_copies=num_copies, task=task, rng=np.random.default_rng([settings.seed, 2]))
+    write_puzzles(settings, __file__, "demo.py", task, train, test, num_copies, copies_of, left_out)
     return settings.output_dir
 
 
@@ -100,24 +103,22 @@ def fill_in(settings):
 
 
 def read_rows(path, settings):
-    """Returns {question: row} of a file, the first row of each question, as csv_rows yields it.
+    """Returns the rows of a file, the first one of each question, as csv_rows yields them.
 
     White space is no cell, unless the setting symbols has a space. Raises UserError for another answer to the
     same question, unless there may be several_answers.
     """
-    def rows():
-        for line, row in csv_rows(path, "question", "answer"):
-            cells = {name: squeezed(row[name], settings.symbols) for name in ("question", "answer")}
-            yield line, row | cells
-
-    distinct = distinct_rows(path, rows(), settings.several_answers)
-    return {row["question"]: (line, row) for line, row in distinct}
+    rows = []
+    for line, row in csv_rows(path, "question", "answer"):
+        cells = {name: squeezed(row[name], settings.symbols) for name in ("question", "answer")}
+        rows.append((line, row | cells))
+    return list(distinct_rows(path, rows, settings.several_answers))
 
 
-def new_task(settings, files):
+def new_task(settings, rows):
     """Returns the task of the settings, and of the rows in the files where they leave it open."""
-    questions = [question for rows in files for question in rows]
-    answers = [row["answer"] for rows in files for _, row in rows.values()]
+    questions = [row["question"] for row in rows]
+    answers = [row["answer"] for row in rows]
 
     # by default the grid is a square, with as many cells as most questions have
     if settings.grid:
@@ -141,26 +142,25 @@ def new_task(settings, files):
         if symbol not in symbols:
             raise UserError(f"permute_symbols={settings.permute_symbols}: {symbol!r} is not in the puzzles")
     if settings.dihedral or settings.permute_symbols:
-        manifest["symmetries"] = dict(
-            dihedral=settings.dihedral,
-            permute_symbols=settings.permute_symbols,
-        )
+        manifest["symmetries"] = {
+            "dihedral": settings.dihedral,
+            "permute_symbols": settings.permute_symbols,
+        }
     task = task_of(manifest, math.prod(grid), len(symbols) + 1)
     print(f"symbols: {symbols!r}; {symbols[0]!r} is an empty cell")
     return task
 
 
-def symmetric_copies(puzzles, task, num_copies, rng):
-    """Returns each puzzle before its copies, [2, n, 1 + num_copies, cells].
+def symmetric_copies(puzzles, num_copies, task, rng):
+    """Returns copies of each puzzle, [2, n, num_copies, cells]; they go through the turns in order.
 
-    puzzles: questions and answers, tokens [2, n, cells]. The copies go through the turns in order.
+    puzzles: questions and answers, tokens [2, n, cells].
     """
     turns = turns_of(task)
+    # the first turn is none, and the puzzle itself is no copy
     cells = np.resize(turns, (1 + num_copies, turns.shape[1]))[1:]
     tokens = renamings(exchanged_of(task), (puzzles.shape[1], num_copies), rng)
-    originals = puzzles[:, :, None]
-    copies = Symmetries(cells, tokens).apply(originals)
-    return np.concatenate([originals, copies], axis=2)
+    return Symmetries(cells, tokens).apply(puzzles[:, :, None])
 
 
 if __name__ == "__main__":

@@ -16,12 +16,11 @@ import numpy as np
 from puzzles.maze import long_mazes, maze_copies, maze_task
 from puzzles.symmetries import dihedral, orbit_keys
 from runtime.prepare import (
+    csv_paths,
     csv_rows,
     distinct,
-    distinct_rows,
     fill_in_source,
     read_both,
-    read_puzzles,
     refuse_existing,
     write_puzzles,
 )
@@ -54,18 +53,21 @@ def main(settings):
     # get the mazes, [2, n, cells]: questions and answers
     left_out = {}
     if settings.source == "generate":
-        num_mazes = settings.num_train + settings.num_test
-        mazes = generate(settings.size, num_mazes, settings.seed, settings.min_path)
+        size = settings.size
+        mazes = generate(size, settings.num_train + settings.num_test, settings.seed, settings.min_path)
         train, test = np.split(mazes, [settings.num_train], axis=1)
     else:
-        train, test, left_out = read_both(settings, HUB, functools.partial(read, settings), dihedral_keys)
+        paths = csv_paths(settings, HUB)
+        # the first test maze says how large the mazes are
+        _, row = next(rows_of(paths[1]))
+        size = math.isqrt(len(row["question"]))
+        train, test, left_out = read_both(settings, paths, maze_task(size), rows_of, dihedral_keys)
 
-    # write them before their copies
-    size = math.isqrt(test.shape[2])
-    num_examples = 8 if settings.aug else 1
+    # write them with their copies
+    num_copies = 7 if settings.aug else 0
+    copies_of = functools.partial(maze_copies, num_copies=num_copies)
     config = "maze_demo.py" if size < 20 else "maze.py"
-    write_puzzles(settings, __file__, config, maze_task(size), train, test, num_examples,
-                  functools.partial(maze_copies, num_examples=num_examples), left_out)
+    write_puzzles(settings, __file__, config, maze_task(size), train, test, num_copies, copies_of, left_out)
     return settings.output_dir
 
 
@@ -79,16 +81,9 @@ def fill_in(settings):
     fill_in_source(settings, names, 8 if settings.aug else 1, everything)
 
 
-def read(settings, path, cells):
-    """Returns the mazes of a file, [2, n, cells]; cells: of each, 0: as many as the first one has."""
-    # rows of your own files may repeat a question
-    rows = list(csv_rows(path, "question", "answer"))
-    if settings.source == "csv":
-        rows = list(distinct_rows(path, rows))
-    # the first row says how large the mazes are
-    _, first_row = rows[0]
-    size = math.isqrt(cells or len(first_row["question"]))
-    return read_puzzles(path, iter(rows), maze_task(size))
+def rows_of(path):
+    """Yields the rows of a file, as csv_rows does."""
+    return csv_rows(path, "question", "answer")
 
 
 def dihedral_keys(questions):

@@ -13,17 +13,15 @@ import numpy as np
 
 from puzzles import squeezed
 from puzzles.reader import EMPTY_CELLS
-from puzzles.sudoku import BOXES, minimal_sudokus, num_solutions, sudoku_copies, sudoku_task
+from puzzles.sudoku import BOXES, minimal_sudokus, sudoku_copies, sudoku_task
 from puzzles.symmetries import keys_of
 from runtime.errors import UserError
-from runtime.files import Progress
 from runtime.prepare import (
+    csv_paths,
     csv_rows,
     distinct,
-    distinct_rows,
     fill_in_source,
     read_both,
-    read_puzzles,
     refuse_existing,
     write_puzzles,
 )
@@ -47,8 +45,6 @@ num_aug = 1000  # augmented copies of each training puzzle, besides itself
 
 HUB = "sapientinc/sudoku-extreme"
 DOTS = dict.fromkeys(map(ord, EMPTY_CELLS), ".")  # other signs of files for an empty cell
-SEARCHED = 100_000  # most boards of a file to solve; hard ones take a minute or two
-BLOCK = 4096  # boards that are solved at a time
 
 
 def main(settings):
@@ -58,26 +54,29 @@ def main(settings):
     size = settings.size
 
     # get the puzzles, [2, n, cells]: questions and answers
+    task = sudoku_task(size)
     left_out = {}
     if settings.source == "generate":
         puzzles = generate(size, settings.num_train + settings.num_test, settings.seed)
         # the test puzzles are the same for each num_train
         test, train = np.split(puzzles, [settings.num_test], axis=1)
     else:
-        train, test, left_out = read_both(
-            settings, HUB, functools.partial(read, settings), keys_of,
-            functools.partial(have_one_solution, size=size))
+        paths = csv_paths(settings, HUB)
+        rows_of = functools.partial(hard_rows, min_difficulty=settings.min_difficulty)
+        train, test, left_out = read_both(settings, paths, task, rows_of, keys_of)
 
-    # write them before their copies
-    task = sudoku_task(size)
+    # write them with their copies
     copies_of = functools.partial(
-        sudoku_copies, num_aug=settings.num_aug, task=task, rng=np.random.default_rng([settings.seed, 2]),
-        test_keys=set(keys_of(test[0])))
+        sudoku_copies,
+        num_copies=settings.num_aug,
+        task=task,
+        rng=np.random.default_rng([settings.seed, 2]),
+        test_keys=set(keys_of(test[0])),
+    )
     config = "demo.py"
     if size == 9:
         config = "sudoku_cpu.py" if settings.source == "generate" else "sudoku.py"
-    write_puzzles(settings, __file__, config, task, train, test, settings.num_aug + 1, copies_of,
-                  left_out)
+    write_puzzles(settings, __file__, config, task, train, test, settings.num_aug, copies_of, left_out)
     return settings.output_dir
 
 
@@ -89,14 +88,6 @@ def fill_in(settings):
         raise UserError(f"size must be 9 for the hub, not {settings.size}")
     if settings.size not in BOXES:
         raise UserError(f"size must be 4, 6 or 9, not {settings.size}")
-
-
-def read(settings, path, _):
-    """Returns the puzzles of a file that are rated min_difficulty or more, [2, n, cells]."""
-    rows = hard_rows(path, settings.min_difficulty)
-    if settings.source == "csv":
-        rows = distinct_rows(path, rows)
-    return read_puzzles(path, rows, sudoku_task(settings.size))
 
 
 def hard_rows(path, min_difficulty):
@@ -114,23 +105,6 @@ def hard_rows(path, min_difficulty):
         if is_hard:
             question = squeezed(row["question"], "").translate(DOTS)
             yield line, row | {"question": question, "answer": squeezed(row["answer"], "")}
-
-
-def have_one_solution(boards, size):
-    """Returns which boards, tokens [n, cells], have one solution, or need too long a search to tell.
-
-    Beyond SEARCHED boards, the others count as proper.
-    """
-    is_proper = np.ones(len(boards), dtype=bool)
-    num_searched = min(len(boards), SEARCHED)
-    if num_searched < len(boards):
-        print(f"only {num_searched:,} of {len(boards):,} puzzles are searched for a second solution")
-    progress = Progress("counting solutions", num_searched)
-    for first in range(0, num_searched, BLOCK):
-        block = slice(first, min(first + BLOCK, num_searched))
-        is_proper[block] = np.abs(num_solutions(boards[block], size)) == 1
-        progress.add(block.stop - first)
-    return is_proper
 
 
 def generate(size, n, seed):

@@ -87,24 +87,22 @@ def task_of(manifest, seq_len, vocab_size):
 # ---------------------------------------------------------------------------------------------------------
 # Text and tokens
 
-def parse_question(task, text, place=""):
+def parse_question(task, text):
     """Returns the task with the grid of the one question in a text, and its tokens, int32 [cells].
 
     Raises UserError. Only a maze may have another grid than the task: models with attention take any number
-    of cells. place: where the question stands, for messages.
+    of cells.
     """
-    try:
-        found, _ = find_puzzles(task, text)
-    except UserError as e:
-        raise UserError(f"{place}{e}") from None
+    found, _ = find_puzzles(task, text)
     if len(found) > 1:
-        raise UserError(f"{place}the text has {len(found)} puzzles")
+        raise UserError(f"the text has {len(found)} puzzles")
     [(_, cells, _)] = found
-    # the symbols of answers to mazes are one more
-    symbols = MAZE[1:-1] if task["kind"] == "maze" else "".join(task["symbols"][1:])
+    symbols = "".join(task["symbols"][1:])
+    # the path is no part of a question
     if task["kind"] == "maze":
+        symbols = MAZE[1:-1]
         task = maze_task(math.isqrt(len(cells)))
-    check_text(task, cells, symbols, f"{place}the puzzle {cells[:20]!r}")
+    check_text(task, cells, symbols, f"the puzzle {cells[:20]!r}")
     tokens = [task["symbols"].index(symbol, 1) for symbol in cells]
     return task, np.array(tokens, dtype=np.int32)
 
@@ -133,19 +131,16 @@ def text_of(task, tokens):
     return "".join(task["symbols"][token] for token in tokens)
 
 
-def side_by_side(grids, symbols, rows, columns):
+def side_by_side(task, grids):
     """Returns a text: grids next to each other, as many as 120 characters hold.
 
-    Args:
-        grids: list of (title, tokens [cells], which cells to mark with * [cells]).
-        symbols: a character for each token.
-        rows, columns: of each grid.
+    grids: list of (title, tokens [cells], which cells to mark with * [cells]).
     """
     # write the lines of each grid below its title
     blocks = []
     for title, tokens, marked in grids:
-        cells = [" *"[int(mark)] + symbols[token] + " " for token, mark in zip(tokens, marked)]
-        lines = np.reshape(cells, (rows, columns))
+        cells = [" *"[int(mark)] + task["symbols"][token] + " " for token, mark in zip(tokens, marked)]
+        lines = np.reshape(cells, task["grid"])
         blocks.append([title, *map("".join, lines)])
 
     # put as many blocks beside each other as fit
@@ -235,19 +230,6 @@ def verdict(task, question, answer):
     return "the answer is not a shortest path" if task["kind"] == "maze" else "the answer is no solution"
 
 
-def check_questions(task, questions, places):
-    """Returns a warning if a question has several solutions, else "". places: a prefix for each question.
-
-    Raises UserError for the first question without a solution.
-    """
-    warning = ""
-    for place, (count, words) in zip(places, solution_notes(task, questions)):
-        if count == 0:
-            raise UserError(place + words)
-        warning = warning or words and place + words
-    return warning
-
-
 def solution_notes(task, questions):
     """Returns (solutions up to 2, -1 if not decided, and words if it is not one) of questions [n, cells]."""
     if task["kind"] not in SOLVERS:
@@ -302,7 +284,10 @@ def score(values):
 
 
 def equal_labels(preds, labels):
-    """Returns which answers are right in all labeled cells, of which there is one at least, bool [n]."""
+    """Returns which answers are right in all labeled cells, of which there is one at least, bool [n].
+
+    preds, labels: arrays or tensors [n, cells].
+    """
     is_labeled = labels != IGNORE_LABEL
     is_right = (preds == labels) | ~is_labeled
-    return is_right.all(axis=1) & is_labeled.any(axis=1)
+    return is_right.all(1) & is_labeled.any(1)

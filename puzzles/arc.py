@@ -29,8 +29,8 @@ def arc_task(side):
 def grid_of(value):
     """Returns a grid, uint8 [rows, columns], of lists of colors. Raises ValueError."""
     grid = np.array(value)
-    fits = grid.ndim == 2 and 0 < grid.size and max(grid.shape) <= LARGEST_GRID
-    if not fits or not set(range(10)).issuperset(grid.flat):
+    is_rectangle = grid.ndim == 2 and 0 < grid.size and max(grid.shape) <= LARGEST_GRID
+    if not is_rectangle or not set(range(10)).issuperset(grid.flat):
         raise ValueError(
             f"a grid is not a rectangle of at most {LARGEST_GRID}x{LARGEST_GRID} colors from 0 to 9")
     return grid.astype(np.uint8)
@@ -42,12 +42,15 @@ def grid_key(grid):
 
 
 def apply_version(grid, version):
-    return turned(version[1:][grid], version[0])
+    way = version[0]
+    colors = version[1:]
+    return turned(colors[grid], way)
 
 
 def undo_version(grid, version):
+    way = WAY_BACK[version[0]]
     colors = np.argsort(version[1:]).astype(np.uint8)
-    return colors[turned(grid, WAY_BACK[version[0]])]
+    return colors[turned(grid, way)]
 
 
 def canvas(grid, side, row=0, column=0):
@@ -135,20 +138,21 @@ class Tasks:
         for row, version, draws in zip(rows, self.versions[puzzles], translation_draws):
             grids = [apply_version(grid, version) for grid in self.grids[row]]
             # both are moved alike, as far as there is room for them
-            room = self.side + 1 - np.maximum(grids[0].shape, grids[1].shape)
+            question, answer = grids
+            room = self.side + 1 - np.maximum(question.shape, answer.shape)
             offset = (draws * room).astype(np.int64)
             canvases.append([canvas(grid, self.side, *offset) for grid in grids])
         return np.reshape(canvases, (-1, 2, self.side ** 2)).swapaxes(0, 1)
 
 
-EXAMPLE_FIELDS = [("group", int), ("puzzle_draw", float), ("member", int), ("translation_draws", float, 2)]
+EXAMPLE_FIELDS = [("group", int), ("version_draw", float), ("member", int), ("translation_draws", float, 2)]
 
 
 def draw_examples(groups, group_sizes, rng):
-    """Returns the examples that groups bring to an epoch, each group all examples of one of its puzzles.
+    """Returns the examples that groups bring to an epoch, each group all examples of one of its versions.
 
-    A structured array [n]: group; puzzle_draw, the number in [0, 1) that draws a puzzle of the group; member,
-    which of the puzzle's examples it is; translation_draws, two numbers in [0, 1) that move it.
+    A structured array [n]: group; version_draw, the number in [0, 1) that draws a version of the group;
+    member, which of the version's examples it is; translation_draws, two numbers in [0, 1) that move it.
 
     Args:
         groups: in order.
@@ -158,14 +162,15 @@ def draw_examples(groups, group_sizes, rng):
     # list the examples of all groups
     sizes = group_sizes[groups]
     owners = np.repeat(groups, sizes)
-    members = np.concatenate([np.arange(size) for size in sizes])
+    members = np.concatenate(list(map(np.arange, sizes)))
 
-    # draw one puzzle of each group; all of its examples but one move
-    puzzle_draws, fixed_draws = rng.random((2, len(groups)))
+    # draw one version of each group; all of its examples but one move
+    version_draws, fixed_draws = rng.random((2, len(groups)))
     fixed_members = (fixed_draws * group_sizes).astype(int)
     translation_draws = rng.random((len(owners), 2))
     translation_draws[members == fixed_members[owners]] = 0
-    return np.rec.fromarrays([owners, puzzle_draws[owners], members, translation_draws], dtype=EXAMPLE_FIELDS)
+    fields = [owners, version_draws[owners], members, translation_draws]
+    return np.rec.fromarrays(fields, dtype=EXAMPLE_FIELDS)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -276,12 +281,13 @@ def count_votes(test, indices, preds, q_halt):
     versions, members = test.locate(indices)
     groups = test.groups_of(versions)
     confidences = 1 / (1 + np.exp(-np.float64(q_halt)))
+
     votes = {}
     columns = versions, groups.tolist(), members.tolist(), preds, confidences.tolist()
     for version, group, member, tokens, confidence in zip(*columns):
         # bring the answer back to the task's own colors and orientation
-        grid = undo_version(crop(tokens, test.arc.side), test.arc.versions[version])
-        answer = grid_key(grid)
+        grid = crop(tokens, test.arc.side)
+        answer = grid_key(undo_version(grid, test.arc.versions[version]))
         candidates = votes.setdefault((group, member), {})
         candidates.setdefault(answer, []).append(confidence)
     return votes
@@ -316,14 +322,16 @@ def vote_values(test, votes):
     num_tasks = 0
     groups = {group for group, _ in votes}
     for group in sorted(groups):
-        pairs = test.arc.pairs(group)
-        if not all(answer.size for _, answer in pairs):  # not known
+        # an answer that is not known is empty
+        answers = [answer for _, answer in test.arc.pairs(group)]
+        if not all(answer.size for answer in answers):
             continue
         num_tasks += 1
-        for member, (_, answer) in enumerate(pairs):
+        for member, answer in enumerate(answers):
             elected = elect(votes[group, member])
             for k in PASSES:
-                solved[k] += (grid_key(answer) in elected[:k]) / len(pairs)
+                is_solved = grid_key(answer) in elected[:k]
+                solved[k] += is_solved / len(answers)
 
     # the mean over the tasks
     values = {}
@@ -336,10 +344,9 @@ def submission(test, votes):
     """Returns {task: [{"attempt_1": grid, "attempt_2": grid}, ...]}, an entry a test input, as for Kaggle."""
     attempts = {}
     for group, member in sorted(votes):
-        # a single answer is given twice
         elected = elect(votes[group, member])
-        best = {}
-        for name, (shape, cells) in dict(attempt_1=elected[0], attempt_2=elected[:2][-1]).items():
-            best[name] = np.frombuffer(cells, dtype=np.uint8).reshape(shape).tolist()
+        grids = [np.frombuffer(cells, dtype=np.uint8).reshape(shape).tolist() for shape, cells in elected[:2]]
+        # a single answer is given twice
+        best = {"attempt_1": grids[0], "attempt_2": grids[-1]}
         attempts.setdefault(test.arc.names[group], []).append(best)
     return attempts

@@ -30,8 +30,9 @@ def judge_maze(task, questions, answers):
 
     See puzzles.JUDGES. An answer is a solution if it is a shortest path, and nothing else differs.
     """
+    is_changed = answers != questions
     is_drawn = (questions == OPEN) & (answers == PATH)
-    broken = (answers != questions) & ~is_drawn
+    broken = is_changed & ~is_drawn
     _, is_shortest = path_metrics(questions, answers)
     return broken, is_shortest & ~broken.any(axis=1)
 
@@ -51,14 +52,15 @@ def are_paths(questions, answers):
     "o" form one line from S to G that does not touch itself: no way along it leaves out a cell.
     """
     # check that S and G stay, and that the path is on open cells
-    path = answers == PATH
+    is_path = answers == PATH
     ends = is_end(questions)
-    fits = np.where(ends | is_end(answers), answers == questions, ~path | (questions == OPEN))
+    is_any_end = ends | is_end(answers)
+    fits = np.where(is_any_end, answers == questions, ~is_path | (questions == OPEN))
 
     # solve the maze whose only open cells are the path's: its shortest path must take all of them
-    line = np.where(path, OPEN, np.where(ends, questions, WALL))
-    _, steps = solve_mazes(line)
-    uses_all_cells = steps == path.sum(axis=1) + 1
+    walls = np.where(ends, questions, WALL)
+    _, steps = solve_mazes(np.where(is_path, OPEN, walls))
+    uses_all_cells = steps == is_path.sum(axis=1) + 1
     return fits.all(axis=1) & have_ends(questions) & uses_all_cells
 
 
@@ -93,19 +95,24 @@ def solve_mazes(questions):
     squares = questions.reshape(-1, size, size)
     from_goal = distances(squares == GOAL, squares != WALL)
 
-    # with a border around them, all cells have four neighbors
+    # put a border around the mazes, so that all cells have four neighbors
     width = size + 2
     border = (0, 0), (1, 1), (1, 1)
     from_goal = np.pad(from_goal, border, constant_values=-1).reshape(-1, width * width)
     cells = np.pad(squares, border).reshape(-1, width * width)
-    position = (cells == START).argmax(axis=1)  # on the border if there is no start
-    steps = np.maximum(from_goal[np.arange(len(cells)), position], 0)
 
-    # walk from the start to the goal: the mazes with the longest way first, until all are as near
+    # begin at the starts; without one, on the border
+    position = (cells == START).argmax(axis=1)
+    steps = from_goal[np.arange(len(cells)), position]
+    steps = np.maximum(steps, 0)
+
+    # walk to the goals: the mazes with the longest way first, until all are as near
+    neighbors_at = np.array([width, -1, 1, -width])  # down, left, right, up
     for steps_left in range(steps.max(initial=0) - 1, 0, -1):
         rows = np.flatnonzero(steps > steps_left)[:, None]
-        neighbors = position[rows] + [width, -1, 1, -width]  # down, left, right, up
-        choice = (from_goal[rows, neighbors] == steps_left).argmax(axis=1, keepdims=True)
+        neighbors = position[rows] + neighbors_at
+        is_nearer = from_goal[rows, neighbors] == steps_left
+        choice = is_nearer.argmax(axis=1, keepdims=True)
         position[rows] = np.take_along_axis(neighbors, choice, axis=1)
         cells[rows, position[rows]] = PATH
     answers = cells.reshape(-1, width, width)[:, 1:-1, 1:-1]
@@ -145,27 +152,34 @@ def long_mazes(index, seed, size, min_path):
     anywhere, are walls, and grids without a long path are dropped. To drop fewer, one end is the cell
     farthest from a random one, and the other any cell at least min_path steps away.
     """
+    # draw grids, and a cell of each that is open
     rng = np.random.default_rng([seed, index])
     draws = rng.random((GRIDS, size * size), dtype=np.float32)
     is_open = draws >= rng.uniform(*WALLS, (GRIDS, 1))
-    is_origin = np.zeros_like(is_open)
-    is_origin[np.arange(GRIDS), rng.integers(size * size, size=GRIDS)] = True
+    origin = rng.integers(size * size, size=(GRIDS, 1))
+    is_origin = origin == np.arange(size * size)
     is_open = (is_open | is_origin).reshape(-1, size, size)
+    is_origin = is_origin.reshape(is_open.shape)
 
-    # put one end as far as possible from a random cell; no two cells are farther apart than twice that
-    steps = distances(is_origin.reshape(is_open.shape), is_open)
+    # put one end as far as possible from that cell; no two cells are farther apart than twice that
+    steps = distances(is_origin, is_open)
     farthest = steps.max(axis=(1, 2), keepdims=True)
+    is_far = steps == farthest
     keep = 2 * farthest.ravel() >= min_path
     is_open = is_open[keep]
-    one_end = random_cells((steps == farthest)[keep], rng)
+    one_end = random_cells(is_far[keep], rng)
 
-    # put the other end min_path steps away or more, and draw which of them is the start
+    # put the other end min_path steps away or more
     is_far = distances(one_end, is_open) >= min_path
     other_end = random_cells(is_far, rng)
+
+    # draw which of them is the start
     swap = rng.random((len(is_open), 1, 1)) < 0.5
     questions = np.where(is_open, np.uint8(OPEN), np.uint8(WALL))
     questions[np.where(swap, one_end, other_end)] = START
     questions[np.where(swap, other_end, one_end)] = GOAL
+
+    # keep the mazes that have both ends
     has_both_ends = other_end.any(axis=(1, 2))
     questions = questions[has_both_ends].reshape(-1, size * size)
     answers, _ = solve_mazes(questions)
@@ -190,19 +204,25 @@ def maze_symmetries(task, n, rng):
     return described_symmetries(task | {"symmetries": {"dihedral": True}}, n, rng)
 
 
-def maze_copies(puzzles, num_examples):
-    """Returns each maze in the first ways to turn it, [2, n, num_examples, cells], the maze itself first.
+def maze_copies(puzzles, num_copies):
+    """Returns each maze turned in the first ways, [2, n, num_copies, cells].
 
     The answer is turned with its maze. But if the answer follows the rule of solve_mazes, each copy gets a
     new answer by this rule: turned answers would teach 8 rules, and the test set has one.
 
     Args:
         puzzles: questions and answers, [2, n, cells].
-        num_examples: from 1 to 8.
+        num_copies: from 0 to 7.
     """
-    size = math.isqrt(puzzles.shape[2])
-    inputs, labels = puzzles[:, :, dihedral(size)[:num_examples]]
-    solved, _ = solve_mazes(inputs.reshape(-1, size * size))
-    solved = solved.reshape(inputs.shape)
-    by_rule = (labels[:, :1] == solved[:, :1]).all(axis=2, keepdims=True)
-    return np.stack([inputs, np.where(by_rule, solved, labels)])
+    questions, answers = puzzles
+    cells = questions.shape[1]
+    # the first way to turn changes nothing
+    copies = puzzles[:, :, dihedral(math.isqrt(cells))[1:1 + num_copies]]
+
+    # solve the copies of mazes whose answer follows the rule
+    answers_by_rule, _ = solve_mazes(questions)
+    by_rule = (answers == answers_by_rule).all(axis=1)
+    followers = copies[0, by_rule]
+    solved, _ = solve_mazes(followers.reshape(-1, cells))
+    copies[1, by_rule] = solved.reshape(followers.shape)
+    return copies

@@ -5,6 +5,7 @@ commas, pipes and brackets, between rows lines of dashes and box drawing, betwee
 comments. A Sudoku's empty cell is one of EMPTY_CELLS, or a space where the columns show which cells are
 meant. Other puzzles have the symbols of their dataset alone.
 """
+import itertools
 import json
 import math
 import re
@@ -18,6 +19,7 @@ SEPARATORS = " ,;|!:'\"()[]{}<>=/\\+" + "".join(map(chr, range(0x2500, 0x2580)))
 COMMENT = r"(#|//).*|^[;%].*"
 AFTERWARDS = r"(?mi)^\[(?:state|pencilmarks)\]"  # a player's work, in .sdk files
 HEADING = r"\s*\d{1,6}(\s+\d{1,2})?\s*"  # how many puzzles follow, or the size of one
+BARS = "[!\u2502\u2503\u2551]"  # signs for |
 TITLE = r"[^\W\d_xX]{2}"  # two letters, in a line that is not a puzzle or a row
 
 
@@ -33,7 +35,9 @@ class Line(NamedTuple):
     """A line of a text, and what it seems to be: puzzle, row, dashes, gap, title, or other."""
 
     what: str
-    puzzle: Puzzle  # question: its cells, or the line as it is
+    number: int  # from 1
+    text: str  # its cells, or the line as it is
+    answer: str = ""
 
 
 def find_puzzles(task, text):
@@ -41,60 +45,62 @@ def find_puzzles(task, text):
 
     task: of the model that shall solve them.
     """
-    rows, columns = task["grid"]
     if task["kind"] == "maze":
         return find_mazes(text)
     if " " in task["symbols"][1:]:
         cells, height = squared(text)
+        rows = task["grid"][0]
         if height not in (1, rows):
             raise UserError(f"{height} lines are no puzzle of {rows} rows")
         return [Puzzle(1, cells)], "one puzzle"
 
-    # JSON
+    # JSON, or else lines
+    how = ", from JSON"
     try:
-        found = json_puzzles(task, json.loads(text))
+        puzzles = json_puzzles(task, json.loads(text))
     except ValueError:
-        found = []
-    if found:
-        return told(task, found, ", from JSON")
+        puzzles = []
+    if not puzzles:
+        before = re.split(AFTERWARDS, text)[0]
+        puzzles, how = written_puzzles(task, before.splitlines())
 
-    # lines, each a puzzle or a row; above them may stand a number
-    texts = re.split(AFTERWARDS, text)[0].splitlines()
-    lines = [line_of(task, number, line) for number, line in enumerate(texts, 1)]
-    has_puzzles = any(line.what == "puzzle" for line in lines)
-    written = [line for line in lines if line.what in ("puzzle", "row", "other")]
-    if has_puzzles or len(written) % rows == 1:
-        what, (number, first, _) = written[0]
-        if what == "other" and re.fullmatch(HEADING, first):
-            texts[number - 1] = ""
-            lines[number - 1] = line_of(task, number, "")
-            del written[0]
-
-    # a puzzle a line
-    if has_puzzles:
-        if any(line.what == "row" for line in written):
-            raise UserError("some lines have all cells of a puzzle, others those of a row")
-        return told(task, [line.puzzle for line in written], ", one a line")
-
-    # a single line that is no puzzle; what takes it says what is wrong
-    if len(text.strip().splitlines()) <= 1:
-        return [Puzzle(1, text.strip())], "one puzzle"
-
-    # a row a line; without a sign for an empty cell, a space may be one
-    empty = {*EMPTY_CELLS}.intersection("".join(line.puzzle.question for line in written))
-    how = f" of {rows} lines"
-    if task["kind"] == "sudoku" and not empty and any(line.what == "other" for line in written):
-        texts = dotted(task, texts)
-        lines = [line_of(task, number, line) for number, line in enumerate(texts, 1)]
-        how += ", a space for an empty cell"
-    return told(task, grids(task, lines, empty), how)
-
-
-def told(task, puzzles, how):
-    """Returns Puzzles with their answers, and in words how many they are and how they were read."""
+    # say what was found
     puzzles = with_answers(task, puzzles)
     count = "one puzzle" if len(puzzles) == 1 else f"{len(puzzles)} puzzles"
     return puzzles, count + how
+
+
+def written_puzzles(task, texts):
+    """Returns the Puzzles in lines, each a puzzle or a row, and in words how. Raises UserError."""
+    rows = task["grid"][0]
+    lines = [line_of(task, number, text) for number, text in enumerate(texts, 1)]
+    written = [line for line in lines if line.what in ("puzzle", "row", "other")]
+    kinds = [line.what for line in written]
+
+    # a single line that is no puzzle; what takes it says what is wrong
+    whole = "\n".join(texts).strip()
+    if "\n" not in whole and "puzzle" not in kinds:
+        return [Puzzle(1, whole)], ""
+
+    # read on below a number that stands above the puzzles
+    if "puzzle" in kinds or len(kinds) % rows == 1:
+        first = written[0]
+        if first.what == "other" and re.fullmatch(HEADING, first.text):
+            blank = [""] * first.number
+            return written_puzzles(task, blank + texts[first.number:])
+
+    # a puzzle a line
+    if "puzzle" in kinds:
+        if "row" in kinds:
+            raise UserError("some lines have all cells of a puzzle, others those of a row")
+        return [Puzzle(*line[1:]) for line in written], ", one a line"
+
+    # a row a line; without a sign for an empty cell, a space may be one
+    empty = {*EMPTY_CELLS}.intersection("".join(line.text for line in written))
+    if task["kind"] == "sudoku" and not empty and "other" in kinds:
+        puzzles, how = written_puzzles(task, dotted(task, texts))
+        return puzzles, how + ", a space for an empty cell"
+    return grids(task, lines, empty), f" of {rows} lines"
 
 
 def squared(text):
@@ -129,8 +135,9 @@ def with_answers(task, puzzles):
     for puzzle in puzzles:
         last = merged[-1] if merged else puzzle
         question, answer = sorted([last.question, puzzle.question], key=lambda cells: empty not in cells)
-        keeps_givens = all(cell in (empty, known) for cell, known in zip(question, answer))
-        if empty in question and empty not in answer and keeps_givens and not last.answer:
+        # an answer has what the question gives, and another symbol for each empty cell
+        pattern = re.escape(question).replace(re.escape(empty), f"[^{re.escape(empty)}]")
+        if question != answer and re.fullmatch(pattern, answer) and not last.answer:
             merged[-1] = Puzzle(last.line, question, answer)
         else:
             merged.append(puzzle)
@@ -145,8 +152,10 @@ def json_puzzles(task, value):
     if not isinstance(value, list | dict):
         return []
     is_object = isinstance(value, dict)
-    parts = [json_puzzles(task, member) for member in (value.values() if is_object else value)]
+    members = value.values() if is_object else value
+    parts = [json_puzzles(task, member) for member in members]
     puzzles = sum(parts, [])
+
     # the members of an object belong together, such as puzzle and solution
     if is_object and puzzles not in parts:
         puzzles = with_answers(task, puzzles)
@@ -168,54 +177,61 @@ def json_cells(value):
 # ---------------------------------------------------------------------------------------------------------
 # Lines
 
+def words_of(task, text):
+    """Returns the words of a line, which separators set apart; a whole row or puzzle is one word."""
+    rows, columns = task["grid"]
+    separators = {*SEPARATORS} - signs_of(task).keys()
+    words = "".join(" " if char in separators else char for char in text).split()
+    # in a table, an empty field is an empty cell
+    framed = re.sub(BARS, "|", text).strip(" ").removesuffix("|.")  # as LaTeX ends a row
+    fields = re.split("[,;|\t]", framed.strip("|"))
+    whole = ""
+    if task["kind"] == "sudoku" and len(fields) in (columns, rows * columns):
+        whole = "".join(field.strip() or "." for field in fields)
+    # parts of a row or a puzzle have one length; a number beside them has another
+    elif len({*map(len, words)}) == 1:
+        whole = "".join(words)
+    is_whole = cells_of(task, whole, 1) or cells_of(task, whole, rows)
+    return [whole] if is_whole else words
+
+
 def line_of(task, number, text):
     """Returns the Line of a text."""
     rows, columns = task["grid"]
-    num_cells = rows * columns
     signs = signs_of(task)
-    if task["kind"] == "sudoku" and len(text) == num_cells and re.fullmatch("[1-9 ]+", text):
-        text = text.replace(" ", ".")  # as many characters as cells
+    # without other signs, a line with as many characters as cells has spaces for empty cells
+    if task["kind"] == "sudoku" and len(text) == rows * columns and re.fullmatch("[1-9 ]+", text):
+        text = text.replace(" ", ".")
     if not {"#", "/"} & signs.keys():
         text = re.sub(COMMENT, "", text)
-    separators = {*SEPARATORS} - signs.keys()
-    words = "".join(" " if char in separators else char for char in text).split()
-    cells = "".join(words)
-    # parts of a puzzle have one length; a number beside one has another
-    is_whole = len({*map(len, words)}) == 1
-
-    # an empty field is an empty cell
-    framed = re.sub("[\u2502\u2503\u2551]", "|", text).strip(" ").removesuffix("|.")  # as LaTeX ends a row
-    fields = re.split("[,;|\t]", framed.strip("|"))
-    if task["kind"] == "sudoku" and len(fields) in (columns, num_cells):
-        cells = "".join(field.strip() or "." for field in fields)
-        is_whole = True
 
     # a puzzle may stand beside its number, rating or answer, but not beside half a puzzle
-    if is_whole and cells_of(task, cells, rows):
-        words = [cells]
+    words = words_of(task, text)
     puzzles = []
     others = ""
     for word in words:
-        if cells_of(task, word, rows):
-            puzzles.append(Puzzle(number, cells_of(task, word, rows)))
+        puzzle = cells_of(task, word, rows)
+        if puzzle:
+            puzzles.append(Puzzle(number, puzzle))
         else:
             others += word
-    has_half = sum(char in signs for char in others) > num_cells // 2
     puzzles = with_answers(task, puzzles)
+    has_half = sum(char in signs for char in others) > rows * columns // 2
     if len(puzzles) == 1 and not has_half:
-        return Line("puzzle", puzzles[0])
+        return Line("puzzle", *puzzles[0])
     if puzzles or has_half:
-        return Line("other", Puzzle(number, text.strip()))
+        return Line("other", number, text.strip())
 
     # a line of dashes may be a row of empty cells, or stand between rows
-    is_row = is_whole and cells_of(task, cells, 1)
+    cells = "".join(words)
+    is_row = len(words) == 1 and cells_of(task, cells, 1)
     is_drawn = {*cells} <= {*"-_*.'`"} and {*text} & {*"-=_*+\u2500\u2501\u2550"}
     if not cells or is_drawn and not (is_row and "." in cells):
         is_dashes = is_row and len({*cells}) == 1 and not {"+", "="} & {*text}
-        return Line("dashes" if is_dashes else "gap", Puzzle(number, cells))
+        return Line("dashes" if is_dashes else "gap", number, cells)
     if is_row:
-        return Line("row", Puzzle(number, cells))
-    return Line("title" if re.search(TITLE, text) else "other", Puzzle(number, text))
+        return Line("row", number, cells)
+    return Line("title" if re.search(TITLE, text) else "other", number, text)
 
 
 def grids(task, lines, empty):
@@ -224,14 +240,15 @@ def grids(task, lines, empty):
     empty: the signs for empty cells in the rows; a line of dashes that are one of them is a row.
     """
     rows, columns = task["grid"]
-    row_lines = []  # the Puzzle of each row
+    row_lines = []
     shape = ""  # a letter for each line: row, gap, title
-    for what, line in lines:
+    for line in lines:
+        what = line.what
         if what == "other":
-            cells = "".join(line.question.split())
-            raise UserError(f"line {line.line}, {cells[:20]!r}, is no row of {columns} cells")
+            cells = "".join(line.text.split())
+            raise UserError(f"line {line.number}, {cells[:20]!r}, is no row of {columns} cells")
         if what == "dashes":
-            what = "row" if {*line.question} <= empty else "gap"
+            what = "row" if {*line.text} <= empty else "gap"
         if what == "row":
             row_lines.append(line)
         shape += what[0]
@@ -244,14 +261,17 @@ def grids(task, lines, empty):
     for height in rows, band, 1:
         layouts.append(f"(r{{{height}}}(g+r{{{height}}}){{{rows // height - 1}}}[gt]*)+")
     if not any(re.fullmatch("[gt]*" + layout, shape) for layout in layouts):
-        blocks = re.finditer("r+", shape)
-        odd = min(blocks, key=lambda block: len(block[0]) in (1, band, rows))
-        number = lines[odd.start()].puzzle.line
-        raise UserError(f"{len(odd[0])} rows, not {rows}, from line {number}")
+        # tell of the first block that has another height, or of all rows
+        for block in re.finditer("r+", shape):
+            if len(block[0]) not in (1, band, rows):
+                raise UserError(f"{len(block[0])} rows, not {rows}, from line {block.start() + 1}")
+        raise UserError(f"{len(row_lines)} rows, not {rows}, from line {row_lines[0].number}")
+
+    # put the rows together
     puzzles = []
     for first in range(0, len(row_lines), rows):
-        cells = "".join(line.question for line in row_lines[first:first + rows])
-        puzzles.append(Puzzle(row_lines[first].line, cells_of(task, cells, rows)))
+        cells = "".join(line.text for line in row_lines[first:first + rows])
+        puzzles.append(Puzzle(row_lines[first].number, cells_of(task, cells, rows)))
     return puzzles
 
 
@@ -261,10 +281,9 @@ def dotted(task, texts):
     All rows must fit one way to set cells apart, and no other.
     """
     rows, columns = task["grid"]
-    box_columns = BOXES[rows][1]
     kept = {}  # {place of a row in texts: the row}
     for i, text in enumerate(texts):
-        row = re.sub("[!\u2502\u2503\u2551]", "|", text.expandtabs())
+        row = re.sub(BARS, "|", text.expandtabs())
         if re.fullmatch("[1-9 |]+", row) and (row.strip(" |") or len(row) >= columns):
             kept[i] = row
 
@@ -276,16 +295,17 @@ def dotted(task, texts):
     # lines that still have the spaces at their end are as long as the puzzle
     longest = max(lengths) if " " in ends else math.inf
 
+    # try each way: what stands between cells, before the first cell, and between boxes
+    box_columns = BOXES[rows][1]
     readings = set()
-    for gap in "", " ":
+    for gap, margin in itertools.product(("", " "), ("", " ", "|", "| ")):
+        box = gap.join("." * box_columns)
         for between in {gap, gap + " ", "|", " | "}:
-            for margin in "", " ", "|", "| ":
-                box = gap.join("." * box_columns)
-                pattern = margin + between.join([box] * (columns // box_columns))
-                row = re.escape(pattern).replace(r"\.", "([1-9 ])") + "[ |]*"
-                matches = [re.fullmatch(row, text.ljust(len(pattern))) for text in kept.values()]
-                if all(matches) and len(pattern) <= longest:
-                    readings.add(tuple("".join(match.groups()) for match in matches))
+            pattern = margin + between.join([box] * (columns // box_columns))
+            row = re.escape(pattern).replace(r"\.", "([1-9 ])") + "[ |]*"
+            matches = [re.fullmatch(row, text.ljust(len(pattern))) for text in kept.values()]
+            if all(matches) and len(pattern) <= longest:
+                readings.add(tuple("".join(match.groups()) for match in matches))
     if len(readings) != 1 or not is_clear:
         raise UserError("cannot tell which cells are empty: write a dot for each")
     dotted_texts = list(texts)
@@ -299,17 +319,21 @@ def dotted(task, texts):
 
 def find_mazes(text):
     """Returns the Puzzles in a text, one maze or a maze a line, and in words how. Raises UserError."""
-    # a dot is an open cell where a space is none
     text = text.replace("\u2588", "#")
     if "G" not in text:
         text = text.replace("E", "G")
-    lines = text.splitlines()
-    if {*"SG"} <= {*text} and not any(" " in line.rstrip() for line in lines):
+    # a dot is an open cell where a space is none
+    has_spaces = any(" " in line.rstrip() for line in text.splitlines())
+    if {*"SG"} <= {*text} and not has_spaces:
         text = text.replace(".", " ")
-        lines = text.splitlines()
+
+    # a maze a line
+    lines = text.splitlines()
     mazes = [Puzzle(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if len(mazes) > 1 and all(line.count("S") == line.count("G") == 1 for _, line, _ in mazes):
+    if len(mazes) > 1 and all(maze.question.count("S") == maze.question.count("G") == 1 for maze in mazes):
         return mazes, f"{len(mazes)} mazes, one a line"
+
+    # one maze
     cells, height = squared(text)
     side = math.isqrt(len(cells))
     if side * side != len(cells) or height not in (1, side) or not {*cells} <= {*"# SG"}:

@@ -3,8 +3,6 @@
 Boards are the official code's tokens [n, cells]: 0 padding, 1 an empty cell, d + 1 the digit d. A board has
 4, 6 or 9 rows.
 """
-import math
-
 import numpy as np
 
 from puzzles.symmetries import Symmetries, renamings
@@ -39,7 +37,8 @@ def judge_sudoku(task, questions, answers):
     """
     # find digits that stand twice in a row, a column or a box
     bits = 1 << answers.T.astype(np.uint16)
-    cells = bits.reshape(*box_shape(task["grid"][0]), -1)
+    size = task["grid"][0]
+    cells = bits.reshape(*box_shape(size), -1)
     repeated = np.zeros(cells.shape, dtype=bool)
     for axes in UNITS:
         _, again = digits_of_units(cells, axes)
@@ -47,8 +46,9 @@ def judge_sudoku(task, questions, answers):
 
     # find empty cells, and givens that have changed
     is_empty = answers < 2
-    changed = (questions > 1) & (answers != questions)
-    broken = is_empty | changed | repeated.reshape(bits.shape).T
+    is_given = questions > 1
+    is_changed = is_given & (answers != questions)
+    broken = is_empty | is_changed | repeated.reshape(bits.shape).T
     return broken, ~broken.any(axis=1)
 
 
@@ -58,7 +58,7 @@ def judge_sudoku(task, questions, answers):
 
 def num_solutions(boards, size):
     """Returns the number of solutions of boards, tokens [n, cells], counted up to 2; -1: not decided."""
-    return count_solutions(candidates_of(boards, size), size, 2, SEARCH)
+    return count_solutions(candidates_of(boards, size), size, 2)
 
 
 def candidates_of(boards, size):
@@ -68,13 +68,13 @@ def candidates_of(boards, size):
     return by_token[boards.T]
 
 
-def count_solutions(candidates, size, limit, search=math.inf):
-    """Returns the number of solutions of each board [n], counted up to limit; candidates: [cells, n].
-
-    A board that takes more than `search` rounds has -1.
+def count_solutions(candidates, size, limit):
+    """Returns the number of solutions of each board [n], counted up to limit; -1: not decided.
 
     It goes depth first over many boards at once: where the singles are stuck, it splits a board in two at one
-    of its cells with the fewest candidates.
+    of its cells with the fewest candidates. It gives up a board that takes more than SEARCH rounds.
+
+    candidates: [cells, n].
     """
     n = candidates.shape[1]
     counts = np.zeros(n, dtype=np.int64)
@@ -91,22 +91,24 @@ def count_solutions(candidates, size, limit, search=math.inf):
         boards, broken, solved, stuck = propagate(boards, size)
         counts += np.bincount(owners[solved], minlength=n)
         rounds += np.bincount(owners, minlength=n)
-        alive = ~broken & ~solved & (counts[owners] < limit) & (rounds[owners] <= search)
+        goes_on = (counts < limit) & (rounds <= SEARCH)
+        alive = ~broken & ~solved & goes_on[owners]
 
-        # split the stuck boards: one copy takes the cell's lowest candidate, the other one the rest
+        # split the stuck boards at a cell: one copy takes its lowest candidate, the other one the rest
         split = np.flatnonzero(alive & stuck)
         others = boards[:, split]
         column = np.arange(len(split))
-        num_others = np.bitwise_count(others) - np.uint8(2)  # decided cells wrap around
+        num_others = np.bitwise_count(others) - np.uint8(2)  # decided cells wrap around, to 255
         cell = np.argmin(num_others, axis=0)
         options = others[cell, column]
-        boards[cell, split] = options & -options
-        others[cell, column] = options & (options - 1)
+        lowest = options & -options
+        boards[cell, split] = lowest
+        others[cell, column] = options ^ lowest
         if alive.any():
             boards = np.concatenate([boards[:, alive], others], axis=1)
             owners = np.concatenate([owners[alive], owners[split]])
             waiting.append((boards, owners))
-    counts[(counts < limit) & (rounds > search)] = -1
+    counts[(counts < limit) & (rounds > SEARCH)] = -1
     return np.minimum(counts, limit)
 
 
@@ -123,8 +125,7 @@ def propagate(candidates, size):
     # remove each placed digit from the other cells of its units
     for axes in UNITS:
         placed = cells * is_decided(cells)
-        taken = np.bitwise_or.reduce(placed, axis=axes, keepdims=True)
-        twice = taken != np.add.reduce(placed, axis=axes, keepdims=True, dtype=np.uint16)
+        taken, twice = digits_of_units(placed, axes)
         broken |= twice.any(axis=(0, 1, 2, 3))
         cells &= ~taken | placed
 
@@ -134,6 +135,7 @@ def propagate(candidates, size):
         lacks_digit = seen != 2 ** size - 1
         broken |= lacks_digit.any(axis=(0, 1, 2, 3))
         single = cells & seen & ~again
+        # numpy writes where a mask says so much slower
         cells &= single | np.uint16(0xFFFF) * (single == 0)
 
     # say what the round came to
@@ -150,9 +152,10 @@ def digits_of_units(cells, axes):
     seen = np.uint16(0)
     again = np.uint16(0)
     unit = np.moveaxis(cells, axes, (0, 1))
-    for i, j in np.ndindex(unit.shape[:2]):
-        again = again | seen & unit[i, j]
-        seen = seen | unit[i, j]
+    for place in np.ndindex(unit.shape[:2]):
+        cell = unit[place]
+        again = again | seen & cell
+        seen = seen | cell
     return np.expand_dims(seen, axes), np.expand_dims(again, axes)
 
 
@@ -175,6 +178,7 @@ def minimal_sudokus(index, seed, n, size):
     all_digits = np.uint16(2 ** size - 1)
     column = np.arange(n)
     for cell in shuffled(rng, n, size * size).T:
+        # the cell may have any digit but the clue's
         clue = boards[cell, column]
         boards[cell, column] = all_digits ^ clue
         needed = count_solutions(boards, size, 1)
@@ -194,6 +198,7 @@ def random_boards(n, size, rng):
     boards = np.full((size * size, n), all_digits)
     done = []
     while boards.shape[1]:
+        # take full boards away, and empty broken ones
         boards, broken, solved, stuck = propagate(boards, size)
         boards[:, broken] = all_digits
         done.append(boards[:, solved])
@@ -223,27 +228,26 @@ def shuffled(rng, *shape):
 # ---------------------------------------------------------------------------------------------------------
 # Symmetric copies
 
-def sudoku_copies(puzzles, num_aug, task, rng, test_keys):
-    """Returns each puzzle before its symmetric copies, [2, n, 1 + num_aug, cells].
+def sudoku_copies(puzzles, num_copies, task, rng, test_keys):
+    """Returns symmetric copies of each puzzle, [2, n, num_copies, cells].
 
     Args:
         puzzles: questions and answers, [2, n, cells].
-        num_aug: copies of each puzzle.
+        num_copies: copies of each puzzle.
         task: the puzzles' task.
         rng: a random generator.
         test_keys: all test questions, as bytes; a copy that is one of them is made anew.
     """
-    originals = np.repeat(puzzles, num_aug, axis=1)
+    _, n, cells = puzzles.shape
+    originals = np.repeat(puzzles, num_copies, axis=1)
     copies = np.empty_like(originals)
-    wanted = np.arange(originals.shape[1])
+    wanted = np.arange(n * num_copies)
     while wanted.size:
         symmetries = sudoku_symmetries(task, len(wanted), rng)
         copies[:, wanted] = symmetries.apply(originals[:, wanted])
         is_hit = [question.tobytes() in test_keys for question in copies[0]]
         wanted = np.flatnonzero(is_hit)
-    _, n, cells = puzzles.shape
-    copies = copies.reshape(2, n, num_aug, cells)
-    return np.concatenate([puzzles[:, :, None], copies], axis=2)
+    return copies.reshape(2, n, num_copies, cells)
 
 
 def sudoku_symmetries(task, n, rng):
@@ -257,16 +261,16 @@ def sudoku_symmetries(task, n, rng):
 
     def random_order(groups, members):  # [n, size]: of groups, and of the members of each
         first = shuffled(rng, n, groups) * members
-        order = first[:, :, None] + shuffled(rng, n, groups, members)
-        return order.reshape(n, size)
+        members_in_order = shuffled(rng, n, groups, members)
+        return (first[:, :, None] + members_in_order).reshape(n, size)
 
     # draw which cell each cell of a copy comes from
-    transposed = rng.random(n) < (0.5 if rows == columns else 0)
-    row_stride = np.where(transposed, 1, size)[:, None]
-    column_stride = size + 1 - row_stride
-    rows_from = random_order(bands, rows) * row_stride
-    columns_from = random_order(stacks, columns) * column_stride
-    cells_from = rows_from[:, :, None] + columns_from[:, None]
+    transposed = rng.random((n, 1, 1)) < (0.5 if rows == columns else 0)
+    rows_from = random_order(bands, rows)[:, :, None]
+    columns_from = random_order(stacks, columns)[:, None]
+    straight = size * rows_from + columns_from
+    exchanged = size * columns_from + rows_from
+    cells_from = np.where(transposed, exchanged, straight)
 
     # draw what each digit becomes
     digits = range(EMPTY + 1, EMPTY + 1 + size)

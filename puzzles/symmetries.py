@@ -32,6 +32,7 @@ class Symmetries(NamedTuple):
 
     def apply(self, boards):
         """Returns the copies of boards, tokens [..., cells]; the leading dimensions broadcast."""
+        # move the tokens, then rename them
         boards, cells = np.broadcast_arrays(boards, self.cells)
         moved = np.take_along_axis(boards, cells, axis=-1)
         tokens = np.broadcast_to(self.tokens, (*moved.shape[:-1], NUM_TOKENS))
@@ -39,8 +40,10 @@ class Symmetries(NamedTuple):
 
     def undo(self, copies):
         """Returns the boards that belong to copies, tokens [..., cells]: the inverse of apply()."""
-        inverse = Symmetries(self.cells.argsort(axis=-1), self.tokens.argsort(axis=-1))
-        return inverse.apply(copies)
+        # the order that sorts a permutation is its inverse
+        cells = self.cells.argsort(axis=-1)
+        tokens = self.tokens.argsort(axis=-1)
+        return Symmetries(cells, tokens).apply(copies)
 
 
 def renamings(exchanged, shape, rng):
@@ -74,6 +77,7 @@ def exchanged_of(task):
 def turned(grid, way):
     """Returns a view of a grid that is turned in one of 8 ways, in the official builder's order."""
     is_transposed, row_step, column_step = TURNS[way]
+    # rows and columns change places first
     if is_transposed:
         grid = grid.T
     return grid[::row_step, ::column_step]
@@ -96,18 +100,19 @@ def orbit_keys(boards, turns, exchanged=()):
     """
     exchanged = np.array(exchanged, dtype=int)
     keys = []
-    for first in range(0, len(boards), 4096):  # as memory allows
+    # as many boards at a time as memory allows
+    for first in range(0, len(boards), 4096):
         block = boards[first:first + 4096]
-        smallest = None
+        keys_of_turns = []
         for turn in turns:
             # replace each exchanged token by the number of the first cell that has it
             moved = block[:, turn]
             has_token = moved[:, None] == exchanged[:, None]  # [n, tokens, cells]
-            to = np.tile(np.arange(256, dtype=np.int16), (len(block), 1))
-            to[:, exchanged] = 256 + has_token.argmax(axis=2)
-            turned_keys = keys_of(np.take_along_axis(to, moved, axis=1))
-            smallest = list(map(min, smallest or turned_keys, turned_keys))
-        keys += smallest
+            numbers = np.tile(np.arange(256, dtype=np.int16), (len(block), 1))
+            numbers[:, exchanged] = 256 + has_token.argmax(axis=2)
+            keys_of_turns.append(keys_of(np.take_along_axis(numbers, moved, axis=1)))
+        # the smallest key stands for all turns
+        keys += map(min, zip(*keys_of_turns))
     return keys
 
 

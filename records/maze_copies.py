@@ -9,6 +9,8 @@ official builder does. results.md has the results.
 import os
 import sys
 
+import numpy as np
+
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import prepare_maze
 from puzzles.maze import MAZE, maze_copies, maze_task
@@ -21,16 +23,15 @@ def main(folder, size, *counts):
     mazes = prepare_maze.generate(size, max(counts) + 1000, 0, size)
     for n in counts:
         train = mazes[:, :n]
-        # the copies of these mazes: questions and answers [2, n, copies, cells]
+        # the versions of these mazes: questions and answers [2, n, versions, cells]
+        originals = train[:, :, None]
         datasets = {
-            "none": train[:, :, None],
-            "solved": maze_copies(train, 8),
+            "none": originals,
+            "solved": np.concatenate([originals, maze_copies(train, 7)], axis=2),
             "turned": train[:, :, dihedral(size)],
         }
-        # each dataset has all copies of a maze one after the other
-        for name, copies in datasets.items():
-            block = copies.reshape(2, -1, size * size)
-            splits = {"train": (n, copies.shape[2], [block]), "test": (1000, 1, [mazes[:, -1000:]])}
+        for name, versions in datasets.items():
+            splits = {"train": versions, "test": mazes[:, -1000:]}
             write_dataset(f"{folder}/{size}-{n}-{name}", splits, len(MAZE), maze_task(size))
 
 

@@ -89,29 +89,29 @@ class Bucket:
     Args:
         url: gs://bucket/prefix.
         stop: a function; if it returns true in a pause, SystemExit(3) is raised.
-        attempts: at each request; nine take three minutes.
     """
+
+    attempts = 9  # at each request; they take three minutes
 
     # Seconds to connect or to send a block; and from the last block to the answer, since a slow network may
     # still hold 4 MB then.
     timeout = (10, 20)
 
-    def __init__(self, url, stop=lambda: False, attempts=9):
+    def __init__(self, url, stop=lambda: False):
         self.url = url.rstrip("/")
         match = re.fullmatch(r"gs://([a-z0-9][a-z0-9._-]+)/(.*)", self.url + "/")
         if not match:
             raise UserError(f"{url!r} is not an address in a bucket: write gs://bucket/folder")
         bucket, self.prefix = match.groups()
         self.stop = stop
-        self.attempts = attempts
 
         # endpoints of the JSON API
         server = os.environ.get("STORAGE_EMULATOR_HOST", "https://storage.googleapis.com")
         self.objects = f"{server}/storage/v1/b/{bucket}/o"
         self.uploads = f"{server}/upload/storage/v1/b/{bucket}/o"
 
-    def check(self, write=True):
-        """Tries what a run will do: list and, with write, write and delete an object."""
+    def check(self, write):
+        """Tries what a run will do: list and, if it will write, write and delete an object."""
         self.list()
         if write:
             self.write(".probe", b"probe")
@@ -119,8 +119,8 @@ class Bucket:
 
     def write(self, name, content):
         """Uploads bytes."""
-        self._request("POST", name, requests.Response.json, self.uploads, content=content,
-                      params={"uploadType": "media", "name": self.prefix + name})
+        params = {"uploadType": "media", "name": self.prefix + name}
+        self._request("POST", name, self.uploads, content=content, params=params)
 
     def download(self, name, path):
         """Downloads an object, if it exists, to path, atomically."""
@@ -132,31 +132,31 @@ class Bucket:
 
     def read(self, name):
         """Returns the bytes of an object, or None if there is none."""
-        return self._request("GET", name, lambda response: response.content, may_lack=True,
-                             params={"alt": "media"})
+        return self._request("GET", name, may_lack=True, is_json=False, params={"alt": "media"})
 
     def delete(self, name):
         """Deletes an object if it exists."""
-        self._request("DELETE", name, lambda response: None, may_lack=True)
+        self._request("DELETE", name, may_lack=True, is_json=False)
 
     def list(self, page_token=None):
         """Returns the names of all objects under the prefix, from the page of a token on."""
         params = {"prefix": self.prefix, "fields": "nextPageToken,items(name)", "pageToken": page_token}
-        page = self._request("GET", "", requests.Response.json, self.objects, params=params)
+        page = self._request("GET", "", self.objects, params=params)
         names = [item["name"].removeprefix(self.prefix) for item in page.get("items", [])]
         # a page has at most 1000 objects
         if "nextPageToken" in page:
             names += self.list(page["nextPageToken"])
         return names
 
-    def _request(self, method, name, result, url="", may_lack=False, content=b"", **options):
-        """Returns result(response), or None for an object that the bucket may lack and does lack.
+    def _request(self, method, name, url="", may_lack=False, is_json=True, content=b"", **options):
+        """Returns the answer, or None for an object that the bucket may lack and does lack.
 
         Args:
+            method: of HTTP.
             name: of the object.
-            result: a function of the response. If it raises ValueError, the request is sent again.
             url: if it is not the object's.
             may_lack: without it the lack of an object is an error.
+            is_json: whether the answer is JSON and is parsed, or bytes.
             content: bytes to send.
             options: of requests.request.
 
@@ -175,8 +175,8 @@ class Bucket:
                 return None
             if status in (200, 204):
                 try:
-                    return result(response)
-                except ValueError:  # no JSON
+                    return response.json() if is_json else response.content
+                except ValueError:
                     raise TransientError("not the answer of a bucket") from None
 
             # a refusal is the user's error, unless the server may answer later
@@ -345,8 +345,8 @@ def local_dataset(path):
         for name in ("manifest.json", *hashes):
             bucket.download(name, f"{part}/{name}")
         found = hashes_of(part)
-        wrong = [name for name, digest in hashes.items() if found.get(name) != digest]
-        if wrong:
-            raise UserError(f"{path}/{wrong[0]} is missing or does not match manifest.json: upload it again")
+        for name, digest in hashes.items():
+            if found.get(name) != digest:
+                raise UserError(f"{path}/{name} is missing or does not match manifest.json: upload it again")
         os.rename(part, folder)
         return folder

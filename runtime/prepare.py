@@ -1,7 +1,8 @@
 """Files of puzzles: what the prepare scripts share. Settings, CSV files, generators, downloads, the writer.
 
 Every script goes the same way: it reads or generates puzzles, drops the training puzzles that the test has,
-draws some, makes copies, and writes a dataset.
+draws some, makes copies, and writes a dataset. There a group is one original puzzle (for ARC one task), and
+its versions are the original and its copies by symmetry.
 """
 import codecs
 import csv
@@ -24,35 +25,36 @@ from contextlib import contextmanager
 import numpy as np
 import requests
 
-from puzzles import IGNORE_LABEL, check_text, judge, task_of, verdict
+from puzzles import SOLVERS, check_text, judge, task_of, verdict
 from runtime.bucket import RETRIED, try_again, without_password
-from runtime.errors import TransientError, UserError, check_numbers
+from runtime.errors import TransientError, UserError, check_choices, check_numbers
 from runtime.files import Progress, hashes_of, locked, replacing
 from runtime.process import end_with_parent
 
 JOBS_ALONE = 8  # that one process does before others start, which takes them a second
 JOBS_IN_VAIN = 32  # without a new puzzle, after which no more are expected
-ROWS = 16384  # examples that are made or judged at a time
+ROWS = 16384  # rows that are made or judged at a time
+SEARCHED = 100_000  # most puzzles of a file to solve; hard ones take a minute or two
+BLOCK = 4096  # puzzles that are solved at a time
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Settings
 
-def fill_in_source(settings, names, num_copies, everything="full"):
+def fill_in_source(settings, names, aug, everything="full"):
     """Fills in source and output_dir of a prepare script's settings. Raises UserError for a wrong setting.
 
     Args:
         settings: of the script.
         names: {source: its name}, for hub and generate.
-        num_copies: how many copies each training puzzle has, for the name.
+        aug: what the folder's name says after aug: how many copies, for mazes how many versions.
         everything: the word for all puzzles of a source.
     """
     # files of your own need no --source=csv
     if settings.train_csv or settings.test_csv:
         settings.source = "csv"
     names = names | {"csv": os.path.basename(settings.train_csv).split(".")[0]}
-    if settings.source not in names:
-        raise UserError(f"source must be hub, csv or generate, not {settings.source!r}")
+    check_choices(settings, {"source": ("hub", "csv", "generate")})
     if settings.source == "csv" and not (settings.train_csv and settings.test_csv):
         raise UserError("source=csv needs both --train_csv=FILE and --test_csv=FILE")
     # ratings may be negative
@@ -61,7 +63,7 @@ def fill_in_source(settings, names, num_copies, everything="full"):
     # the name says the source, the training puzzles and the copies
     num_puzzles = settings.num_train if settings.source == "generate" else settings.subsample_size
     size = re.sub("000$", "k", str(num_puzzles or everything))
-    settings.output_dir = settings.output_dir or f"data/{names[settings.source]}-{size}-aug-{num_copies}"
+    settings.output_dir = settings.output_dir or f"data/{names[settings.source]}-{size}-aug-{aug}"
 
 
 def refuse_existing(path):
@@ -91,24 +93,35 @@ def csv_rows(path, *columns, is_strict=True):
         is_strict: whether a row that is not like the header is an error; otherwise it is yielded as {}.
     """
     line = 1
+    wanted = ", ".join(columns)
     with open_text(path) as f:
         reader = csv.DictReader(f, delimiter="\t" if ".tsv" in path.lower() else ",")
         reader.fieldnames = column_names(reader.fieldnames or columns)
         missing = [name for name in columns if name not in reader.fieldnames]
         if missing:
-            others = ", ".join(f"{name[:20]!r}" for name in reader.fieldnames)
-            raise UserError(f"{path}:1: must name the columns {', '.join(columns)}: it has {others}, and "
-                            f"lacks {', '.join(missing)}")
+            names = ", ".join(f"{name[:20]!r}" for name in reader.fieldnames)
+            raise UserError(f"{path}:1: must name the columns {wanted}: it has {names}, and lacks "
+                            f"{', '.join(missing)}")
         for row in reader:
             line = reader.line_num
             # a missing field is None; more fields than columns stand under the key None
             is_wrong = None in row or None in map(row.get, columns)
             if is_wrong and is_strict:
-                raise UserError(f"{path}:{line}: must have {', '.join(columns)}; "
-                                "the first line of the file names its columns")
+                raise UserError(f"{path}:{line}: must have {wanted}; the first line of the file names its "
+                                "columns")
             yield line, {} if is_wrong else row
     if line == 1:
         raise UserError(f"{path}:2: no puzzle under the header")
+
+
+def column_names(names):
+    """Returns the names of columns in lower case; if ours is missing, another name in COLUMNS becomes it."""
+    names = [name.strip().lower() for name in names]
+    for name, others in COLUMNS.items():
+        for other in others:
+            if name not in names and other in names:
+                names[names.index(other)] = name
+    return names
 
 
 def distinct_rows(path, rows, several_answers=None):
@@ -133,16 +146,6 @@ def distinct_rows(path, rows, several_answers=None):
         print(f"{path}: left out {num_repeated:,} rows whose question stands above")
 
 
-def column_names(names):
-    """Returns the names of columns in lower case; if ours is missing, another name in COLUMNS becomes it."""
-    names = [name.strip().lower() for name in names]
-    for name, others in COLUMNS.items():
-        for other in others:
-            if name not in names and other in names:
-                names[names.index(other)] = name
-    return names
-
-
 @contextmanager
 def open_text(path):
     """Yields a text file, also .gz, in UTF-8 or with a byte order mark. Raises UserError for another one."""
@@ -153,7 +156,10 @@ def open_text(path):
         with io.TextIOWrapper(open_bytes(path), encoding, newline="") as f:
             yield f
     except UnicodeDecodeError:
-        line = undecodable_line(path)
+        # find the line: the text before it has no mark for undecodable bytes
+        with open_bytes(path) as f:
+            text, _, _ = f.read().decode(errors="replace").partition("\ufffd")
+        line = 1 + text.count("\n")
         raise UserError(f"{path}:{line}: is not UTF-8 text: save it as CSV UTF-8, or convert it, as by iconv "
                         f"-f WINDOWS-1252 -t UTF-8 {os.path.basename(path)} > NEW; archives must be "
                         "unpacked") from None
@@ -163,16 +169,6 @@ def open_text(path):
 
 def open_bytes(path):
     return gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
-
-
-def undecodable_line(path):
-    """Returns the number of a file's first line that is not UTF-8."""
-    with open_bytes(path) as f:
-        for number, line in enumerate(f, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
 
 
 def read_puzzles(path, rows, task, ignored=""):
@@ -186,10 +182,12 @@ def read_puzzles(path, rows, task, ignored=""):
 
     Raises UserError with the first line that is wrong or whose answer breaks a rule, block by block.
     """
+    # what each text may have, and the token of each character
     symbols = task["symbols"][1:]
     allowed = {"question": symbols, "answer": symbols + ignored}
     tokens = {symbol: token for token, symbol in enumerate(symbols, 1)}
     table = str.maketrans(tokens | dict.fromkeys(ignored, 0))
+
     blocks = []
     progress = Progress(f"reading {path}")
     while block := list(itertools.islice(rows, ROWS)):
@@ -198,12 +196,14 @@ def read_puzzles(path, rows, task, ignored=""):
             for name, characters in allowed.items():
                 check_text(task, row[name], characters, f"{path}:{line}: the {name}")
                 codes += row[name].translate(table).encode("latin-1")
-        puzzles = np.frombuffer(codes, dtype=np.uint8).reshape(len(block), 2, -1).swapaxes(0, 1)
+        puzzles = np.frombuffer(codes, dtype=np.uint8).reshape(len(block), 2, -1)
+        puzzles = puzzles.swapaxes(0, 1)
 
         # complete answers must keep the rules
         judgement = judge(task, *puzzles)
         if judgement:
-            for i in np.flatnonzero(puzzles[1].all(axis=1) & ~judgement.solved):
+            is_wrong = puzzles[1].all(axis=1) & ~judgement.solved
+            for i in np.flatnonzero(is_wrong):
                 line, _ = block[i]
                 raise UserError(f"{path}:{line}: {verdict(task, *puzzles[:, i])}")
         blocks.append(puzzles)
@@ -213,51 +213,89 @@ def read_puzzles(path, rows, task, ignored=""):
     return np.concatenate(blocks, axis=1)
 
 
-def read_both(settings, hub, read, keys_of, is_proper=None):
+def read_both(settings, paths, task, rows_of, keys_of):
     """Returns training and test puzzles of files, [2, n, cells] each, and {what: how many are left out}.
 
-    Of your own files it leaves out what is not proper: of the test puzzles, and of the training puzzles as it
-    draws them. It takes the files of the hub as they are.
+    It takes the files of the hub as they are. Of your own files it leaves out repeated rows and puzzles with
+    several solutions: of the test puzzles, and of the training puzzles as it draws them.
 
     Args:
         settings: the settings of a prepare script.
-        hub: the repository on Hugging Face that has the files, unless the settings name some.
-        read: a function of a path and the cells of a puzzle, 0 if they are not known: returns [2, n, cells].
+        paths: of the training and the test puzzles, from csv_paths.
+        task: the puzzles' task.
+        rows_of: a function of a path that yields its rows as csv_rows does.
         keys_of: a function of questions that returns a list of keys, equal for puzzles that count as one.
-        is_proper: a function of questions [n, cells] that returns which have one solution; None: all.
     """
-    train_path = settings.train_csv
-    test_path = settings.test_csv
-    if settings.source == "hub":
-        train_path = hub_file(hub, "train.csv")
-        test_path = hub_file(hub, "test.csv")
-    test = read(test_path, 0)
-    train = read(train_path, test.shape[2])
-    if settings.source == "hub" or not is_proper:
-        def is_proper(questions):
-            return np.ones(len(questions), dtype=bool)
-    proper = is_proper(test[0])
-    num_improper = np.count_nonzero(~proper)
-    test = test[:, proper]
-    if not proper.any():
-        raise UserError(f"{test_path}: no puzzle has one solution")
+    is_own = settings.source == "csv"
+
+    def read(path):
+        rows = rows_of(path)
+        if is_own:
+            rows = distinct_rows(path, rows)
+        return read_puzzles(path, rows, task)
+
+    train_path, test_path = paths
+    test = read(test_path)
+    train = read(train_path)
+
+    # keep all test puzzles that are proper, and the training puzzles that are not among them
+    num_searched = SEARCHED if is_own else 0
+    order = np.arange(test.shape[1])
+    test, num_improper_tests = draw_proper(test_path, task, test, order, 0, num_searched)
     train, counts = drop_test_puzzles(train_path, train, test, keys_of)
 
-    # draw some at random, and others for those that are not proper; then in the file's order
+    # draw training puzzles at random
     order = np.arange(train.shape[1])
     if settings.subsample_size:
         order = np.random.default_rng([settings.seed, 1]).random(len(order)).argsort()
+    train, num_improper = draw_proper(train_path, task, train, order, settings.subsample_size, num_searched)
+    counts["left out, since they have several solutions"] = num_improper_tests + num_improper
+    return train, test, counts
+
+
+def draw_proper(path, task, puzzles, order, num_wanted, num_searched):
+    """Returns the first puzzles in an order that have one solution, and how many before them have several.
+
+    The puzzles keep the order of the file.
+
+    Args:
+        path: of the file, for the UserError if no puzzle has one solution.
+        task: the puzzles' task.
+        puzzles: questions and answers, [2, n, cells].
+        order: numbers of puzzles.
+        num_wanted: how many puzzles to draw; 0: all.
+        num_searched: see have_one_solution.
+    """
+    num_wanted = num_wanted or len(order)
+    num_improper = 0
     drawn = order[:0]
-    num_wanted = settings.subsample_size or len(order)
+    # for puzzles that are not proper, draw others
     while len(drawn) < num_wanted and len(order):
         candidates, order = np.split(order, [num_wanted - len(drawn)])
-        proper = is_proper(train[0, candidates])
-        num_improper += np.count_nonzero(~proper)
-        drawn = np.concatenate([drawn, candidates[proper]])
+        is_proper = have_one_solution(task, puzzles[0, candidates], num_searched)
+        num_improper += int((~is_proper).sum())
+        drawn = np.append(drawn, candidates[is_proper])
     if not len(drawn):
-        raise UserError(f"{train_path}: no puzzle has one solution")
-    counts["left out, since they have several solutions"] = int(num_improper)
-    return train[:, np.sort(drawn)], test, counts
+        raise UserError(f"{path}: no puzzle has one solution")
+    return puzzles[:, np.sort(drawn)], num_improper
+
+
+def have_one_solution(task, questions, num_searched):
+    """Returns which questions [n, cells] have one solution, or need too long a search to tell.
+
+    Only the first `num_searched` are searched; the others count as proper.
+    """
+    searched = questions[:num_searched]
+    if 0 < len(searched) < len(questions):
+        print(f"only {len(searched):,} of {len(questions):,} puzzles are searched for a second solution")
+    is_proper = np.ones(len(questions), dtype=bool)
+    progress = Progress("counting solutions", len(searched))
+    for first in range(0, len(searched), BLOCK):
+        block = searched[first:first + BLOCK]
+        num_solutions = SOLVERS[task["kind"]](block, task["grid"][0])
+        is_proper[first:first + len(block)] = np.abs(num_solutions) == 1
+        progress.add(len(block))
+    return is_proper
 
 
 def drop_test_puzzles(path, train, test, keys_of):
@@ -266,7 +304,8 @@ def drop_test_puzzles(path, train, test, keys_of):
     path: the file of the training puzzles, for the UserError if none is left.
     """
     test_keys = set(keys_of(test[0]))
-    rows = [row for row, key in enumerate(keys_of(train[0])) if key not in test_keys]
+    train_keys = keys_of(train[0])
+    rows = [row for row, key in enumerate(train_keys) if key not in test_keys]
     if not rows:
         raise UserError(f"{path}: no puzzle is left: each is in the test set, or a symmetry turns it into "
                         "one that is")
@@ -277,7 +316,7 @@ def drop_test_puzzles(path, train, test, keys_of):
 # Generated puzzles
 
 def distinct(name, n, make, keys):
-    """Returns the first n puzzles with different keys, [2, n, cells]. Raises UserError if they are too few.
+    """Returns the first n puzzles with different keys, [2, n, cells]. Raises UserError if there are fewer.
 
     Args:
         name: what the puzzles are called in messages.
@@ -335,12 +374,20 @@ def cores():
 # ---------------------------------------------------------------------------------------------------------
 # Downloads
 
-def hub_file(repository, name):
-    """Returns the path of a file of a dataset on Hugging Face, which stays in data/downloads."""
+def csv_paths(settings, hub):
+    """Returns the paths of the files of training and test puzzles. A hub's files stay in data/downloads.
+
+    hub: the dataset on Hugging Face that has the files for source=hub.
+    """
+    if settings.source == "csv":
+        return settings.train_csv, settings.test_csv
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    path = f"data/downloads/{os.path.basename(repository)}/{name}"
-    download(f"{endpoint.rstrip('/')}/datasets/{repository}/resolve/main/{name}", path)
-    return path
+    paths = []
+    for name in ("train.csv", "test.csv"):
+        path = f"data/downloads/{os.path.basename(hub)}/{name}"
+        download(f"{endpoint.rstrip('/')}/datasets/{hub}/resolve/main/{name}", path)
+        paths.append(path)
+    return paths
 
 
 def download(url, path):
@@ -356,9 +403,10 @@ def download(url, path):
             raise TransientError(f"status {status}")
         if status >= 400:
             raise UserError(f"{url} cannot be downloaded (status {status}): {advice}")
+
         # each attempt gets the whole file
-        total = int(response.headers.get("Content-Length", 0))
-        progress = Progress(f"downloading {url}, bytes", total)
+        num_bytes = int(response.headers.get("Content-Length", 0))
+        progress = Progress(f"downloading {url}, bytes", num_bytes)
         with replacing(path) as f:
             for block in response.iter_content(1 << 15):
                 f.write(block)
@@ -376,7 +424,7 @@ def download(url, path):
 # ---------------------------------------------------------------------------------------------------------
 # The writer
 
-def write_puzzles(settings, script, config, task, train, test, num_examples, copies_of, left_out):
+def write_puzzles(settings, script, config, task, train, test, num_copies, copies_of, left_out):
     """Writes the dataset of a prepare script, and says how to train on it.
 
     Args:
@@ -384,24 +432,34 @@ def write_puzzles(settings, script, config, task, train, test, num_examples, cop
         config: the file of config/ that suits the puzzles.
         task: the puzzles' task.
         train, test: questions and answers, tokens [2, n, cells].
-        num_examples: training examples of each puzzle: itself and its copies.
-        copies_of: a function of some puzzles [2, n, cells] that returns them before their copies,
-            [2, n, num_examples, cells].
+        num_copies: how many copies each training puzzle has.
+        copies_of: a function of puzzles [2, n, cells] that returns their copies, [2, n, num_copies, cells].
         left_out: {what: how many}, for the manifest and for the user.
     """
-    num_train = train.shape[1]
-    num_test = test.shape[1]
-    step = max(1, ROWS // num_examples)
-    blocks = (copies_of(train[:, first:first + step]) for first in range(0, num_train, step))
-    splits = {"train": (num_train, num_examples, blocks), "test": (num_test, 1, [test])}
     counts = left_out | {
-        "training puzzles": num_train,
-        "copies of each": num_examples - 1,
-        "test puzzles": num_test,
+        "training puzzles": train.shape[1],
+        "copies of each": num_copies,
+        "test puzzles": test.shape[1],
     }
     manifest = task | {"command": command_of(script, settings), "counts": counts}
-    write_dataset(settings.output_dir, splits, len(task["symbols"]), manifest)
+    with new_dataset(settings.output_dir, manifest) as folder:
+        write_split(f"{folder}/train", with_copies(train, num_copies, copies_of), task)
+        write_split(f"{folder}/test", test, task)
     print_report(settings, config, counts)
+
+
+def with_copies(puzzles, num_copies, copies_of):
+    """Returns each puzzle before its copies, [2, n, 1 + num_copies, cells]; see write_puzzles."""
+    num_puzzles = puzzles.shape[1]
+    progress = Progress("making copies of puzzles", num_puzzles)
+    # symmetries take much memory, so a block has few puzzles
+    step = max(1, ROWS // (1 + num_copies))
+    blocks = []
+    for first in range(0, num_puzzles, step):
+        block = puzzles[:, first:first + step]
+        blocks.append(np.concatenate([block[:, :, None], copies_of(block)], axis=2))
+        progress.add(block.shape[1])
+    return np.concatenate(blocks, axis=1)
 
 
 def command_of(script, settings):
@@ -426,11 +484,10 @@ def write_dataset(path, splits, vocab_size, manifest):
 
     Args:
         path: the new folder.
-        splits: {"train": (groups, copies, blocks)}: groups of `copies` puzzles with one example each. The
-            iterable blocks yields their rows in order, as pairs (inputs, labels), integers [n, seq_len]:
-            tokens from 1 (0: padding, of inputs) to vocab_size - 1, and IGNORE_LABEL or 0 for labels that do
-            not count.
-        vocab_size: tokens, padding included.
+        splits: {"train": (questions, answers), "test": ...}, integers [n, cells], or [n, versions, cells] for
+            puzzles that come in several versions, the original and its copies. They are tokens from 1 to
+            vocab_size - 1; what is below, as IGNORE_LABEL, does not count.
+        vocab_size: tokens, with 0 for padding.
         manifest: a dict with "grid" (rows, columns), better also "kind" and "symbols" (puzzles/__init__.py),
             "command" (see command_of), and whatever else describes the dataset. The files' SHA-256 are added.
 
@@ -438,14 +495,18 @@ def write_dataset(path, splits, vocab_size, manifest):
     """
     task = task_of(manifest, math.prod(manifest["grid"]), vocab_size)
     with new_dataset(path, manifest) as folder:
-        for split, (groups, copies, blocks) in splits.items():
-            write_split(f"{folder}/{split}", groups, copies, blocks, task)
-        write_json(f"{folder}/identifiers.json", ["<blank>"])
+        for split, puzzles in splits.items():
+            write_split(f"{folder}/{split}", puzzles, task)
 
 
 @contextmanager
-def new_dataset(path, manifest):
-    """Yields a folder for the files of a dataset; adds manifest.json to them, and moves the folder to path.
+def new_dataset(path, manifest, names=("<blank>",)):
+    """Yields a folder for the splits of a dataset; adds the other files, and moves the folder to path.
+
+    Args:
+        path: the new folder.
+        manifest: what describes the dataset. The files' SHA-256 are added.
+        names: what stands for the puzzle identifiers.
 
     Raises UserError if path exists or cannot be written.
     """
@@ -457,7 +518,9 @@ def new_dataset(path, manifest):
             refuse_existing(path)
             shutil.rmtree(part, ignore_errors=True)  # a command that was killed left it
             try:
+                os.mkdir(part)
                 yield part
+                write_json(f"{part}/identifiers.json", names)
                 write_json(f"{part}/manifest.json", manifest | {"sha256": hashes_of(part)})
                 os.rename(part, path)
             finally:
@@ -466,35 +529,35 @@ def new_dataset(path, manifest):
         raise UserError(f"{path} cannot be written: {e.strerror or e}") from None
 
 
-def write_split(folder, groups, copies, blocks, task):
-    """Writes the files of one split; see write_dataset."""
-    os.makedirs(folder)
-    seq_len = math.prod(task["grid"])
-    progress = Progress(f"making {folder}", groups * copies)
-    parts = []
-    for block in blocks:
-        tokens = np.where(np.equal(block, IGNORE_LABEL), 0, block)
-        parts.append(tokens.astype(np.uint8).reshape(2, -1, seq_len))
-        progress.add(parts[-1].shape[1])
-    inputs, labels = np.concatenate(parts, axis=1)
-    assert len(inputs) == groups * copies and labels.max() < len(task["symbols"])
+def write_split(folder, puzzles, task):
+    """Writes the files of a split; puzzles: see write_dataset."""
+    vocab_size = len(task["symbols"])
+    cells = math.prod(task["grid"])
+    # what does not count becomes token 0
+    tokens = np.maximum(puzzles, 0)
+    assert tokens.max() < vocab_size
+    num_groups = tokens.shape[1]
+    inputs, labels = tokens.astype(np.uint8, copy=False).reshape(2, -1, cells)
+    num_versions = len(inputs) // num_groups
 
-    # each example is a puzzle; total_puzzles leaves out the copies, as the official builder does
+    # each version is a puzzle with one example; total_puzzles leaves out the copies, as the official builder
+    # does
     rows = np.arange(len(inputs) + 1, dtype=np.int32)
     arrays = {
         "inputs": inputs,
         "labels": labels,
         "puzzle_identifiers": np.zeros_like(rows[1:]),
         "puzzle_indices": rows,
-        "group_indices": rows[::copies],
+        "group_indices": rows[::num_versions],
     }
     finish_split(
-        folder, arrays, vocab_size=len(task["symbols"]), seq_len=seq_len, num_puzzle_identifiers=1,
-        total_groups=groups, mean_puzzle_examples=1.0, total_puzzles=groups)
+        folder, arrays, vocab_size=vocab_size, seq_len=cells, num_puzzle_identifiers=1,
+        total_groups=num_groups, mean_puzzle_examples=1.0, total_puzzles=num_groups)
 
 
 def finish_split(folder, arrays, **sizes):
     """Writes arrays {field: array} of a split, and its dataset.json."""
+    os.makedirs(folder, exist_ok=True)
     for field, array in arrays.items():
         np.save(f"{folder}/all__{field}.npy", array)
     tokens = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0}

@@ -184,7 +184,9 @@ class Game:
             if task != self.task:
                 raise UserError(f"the question has {tokens.size} cells, not {self.model.sizes['seq_len']}")
             puzzles.check_attempts(task, settings.eval_attempts)
-            warning = puzzles.check_questions(task, tokens[None], [""])
+            [(num_solutions, warning)] = puzzles.solution_notes(task, tokens[None])
+            if num_solutions == 0:
+                raise UserError(warning)
             steps = self.solve_puzzle(settings, tokens)
         # the request comes first, so that the page shows the warning at once
         return self.in_turn(request | {"warning": warning}, steps)

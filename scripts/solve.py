@@ -171,7 +171,7 @@ def solve_one(train_settings, trm, task, questions, settings, path):
     kept = grids[ranks.index(best)]
     title, answer, _ = kept
     shown = grids if settings.steps else [kept]
-    print(puzzles.side_by_side([first, *shown], task["symbols"], *task["grid"]))
+    print(puzzles.side_by_side(task, [first, *shown]))
     print(puzzles.text_of(task, answer))
     # the verdict, and how the answer came about
     verdict = puzzles.verdict(task, question, answer)

@@ -129,7 +129,7 @@ def models_folder(tmp_path_factory):
     helpers.prepare(path / "maze-data", prepare_maze, source="generate", size=6, min_path=6, num_train=64,
                     num_test=20)
     questions = np.random.default_rng(0).integers(1, 3, (64, 6), dtype=np.uint8)
-    splits = {split: (64, 1, [(questions, 3 - questions)]) for split in ("train", "test")}
+    splits = dict.fromkeys(("train", "test"), (questions, 3 - questions))
     exchange = {"kind": "exchange", "grid": [2, 3], "symbols": "_01"}
     write_dataset(str(path / "exchange-data"), splits, 3, exchange)
 

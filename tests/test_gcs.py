@@ -26,7 +26,8 @@ CONTENT = np.random.default_rng(0).bytes(1_500_000)
 def bucket(front, at_once, monkeypatch):
     """A bucket that waits half a second for an answer."""
     monkeypatch.setattr(Bucket, "timeout", (10, 0.5))
-    return Bucket("gs://bucket/run", attempts=3)
+    monkeypatch.setattr(Bucket, "attempts", 3)
+    return Bucket("gs://bucket/run")
 
 
 # Uploads, downloads, lists.

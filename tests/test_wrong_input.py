@@ -182,7 +182,7 @@ CSV = "--size=4 --num_aug=0 --output_dir=data/new --test_csv=good.csv "
 SUDOKU = {
     CSV: "--train_csv",
     "--size=6": "size must be 9 | not 6",
-    "--source=web": "source must be hub, csv or generate | 'web'",
+    "--source=web": "source must be one of hub, csv, generate | 'web'",
     MAKE + "--num_train=0": "num_train must be above 0 | not 0",
     MAKE + "--output_dir=data/sudoku": "data/sudoku exists | --output_dir",
     MAKE + "--output_dir=~/d": "--output_dir=~/d | write the folder of ~ out",
