@@ -224,6 +224,7 @@ def main(argv):
                 import torch_xla.distributed.xla_multiprocessing as xmp
                 # train.py in the processes of xmp.spawn runs the config files again
                 sys.argv[1:] = [*operands, *train_arguments]
+                os.environ["TRM_MAIN_PROCESS"] = str(os.getpid())
                 xmp.spawn(bench, args=(settings, bench_settings.steps, kind))
             else:
                 bench(0, settings, bench_settings.steps, kind)

@@ -7,8 +7,8 @@ class, except to names in capitals. --help prints these lines with their comment
 
 A config file is Python that assigns some of the settings and may read the others. run("baseline.py") in it
 runs another one beside it in its place; `__file__` is the outer file's path. Names that start with an
-underscore are the file's own, and so is what is no number, text or bool: modules, functions. Files and flags
-apply from left to right, once, on the script's defaults; a checkpoint fills in only what none of them
+underscore are the file's own, and so are values of other types, such as modules and functions. Files and
+flags apply from left to right, once, on the script's defaults; a checkpoint fills in only what none of them
 assigned. A bool flag needs no value: --eval_only.
 
 A config file may also be a fork: new(grad_clip=0.0) adds settings, and it may replace classes and functions

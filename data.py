@@ -118,6 +118,8 @@ class Dataset:
         # a group brings as many examples to an epoch as its largest version has
         self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
         self.epoch_examples = int(self.group_sizes.sum())
+        # a batch spans one or two epochs, or more if they are small
+        self.epoch_plan = functools.lru_cache(maxsize=2)(functools.partial(epoch_plan, self))
         # groups bring several examples each in ARC's datasets, also in the official code's
         self.is_streamed = is_arc or self.epoch_examples > self.total_groups
         self.arc = Tasks(self, row_indices, self._load("versions")) if is_arc else None
@@ -176,7 +178,7 @@ class Dataset:
         # a batch takes examples of one epoch, or of several
         parts = []
         for epoch in np.unique(epochs).tolist():
-            parts.append(epoch_plan(self, seed, epoch)[positions[epochs == epoch]])
+            parts.append(self.epoch_plan(seed, epoch)[positions[epochs == epoch]])
         plan = np.concatenate(parts)
 
         # ARC: a group brings all examples of one of its versions; a smaller version repeats its examples
@@ -185,7 +187,8 @@ class Dataset:
             members = plan["member"] % self.num_examples[versions]
             return self._batch(versions, members, plan["translation_draws"])
 
-        # Sudoku and mazes: the versions of a group have one example each, and the step draws one of them
+        # Sudoku and mazes: the versions of a group have one example each, and the step draws one of them (of
+        # two numbers a sequence the second is not used: without it every seed would give other batches)
         version_draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part, 0]
         return self._batch(random_members(self.group_indices, plan["group"], version_draws), 0)
 
@@ -326,7 +329,6 @@ class Generated:
 # ---------------------------------------------------------------------------------------------------------
 # The order of the examples
 
-@functools.lru_cache(maxsize=2)  # a batch spans one or two epochs, or more if they are small
 def epoch_plan(dataset, seed, epoch):
     """Returns the examples of an epoch, a structured array [n]: each group comes once, in random order.
 

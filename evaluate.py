@@ -50,7 +50,7 @@ class Evaluator:
         self.model = trm
         self.device = device
         self.batch_size = batch_size
-        self.depth = settings.eval_halt_max_steps or settings.halt_max_steps
+        self.max_steps = settings.eval_halt_max_steps or settings.halt_max_steps
         self.dtype = getattr(torch, settings.forward_dtype)
         self.supervision_step = device.compile(trm.call_with)
         self.program = device.compile_step(self.step)
@@ -111,7 +111,7 @@ class Evaluator:
 
         # keep the answers that count; slots whose answer is final halt
         kept = keep_answers(examples["kept"], step, is_new)
-        halted = step.sequences["steps"] >= self.depth
+        halted = step.sequences["steps"] >= self.max_steps
         if self.settings.eval_patience:
             halted |= kept["repeats"] >= self.settings.eval_patience
         results = dict(
@@ -124,7 +124,7 @@ class Evaluator:
         """Yields the results of step() as arrays, after each supervision step of one batch; see inputs()."""
         slots = self.new_slots()
         inputs = self.inputs(weights, table, batch)
-        for _ in range(self.depth):
+        for _ in range(self.max_steps):
             results = self.program(slots, inputs)
             yield {name: t.cpu().numpy() for name, t in results.items()}
 
@@ -165,15 +165,15 @@ class Queue:
     Args:
         evaluator: an Evaluator.
         weights, table: see Evaluator.inputs.
-        test: a Dataset, or an object with its task and test_batch.
+        test_set: a Dataset, or an object with its task and test_batch.
         indices: which of its examples [n].
     """
 
-    def __init__(self, evaluator, weights, table, test, indices):
+    def __init__(self, evaluator, weights, table, test_set, indices):
         self.evaluator = evaluator
         self.weights = weights
         self.table = table
-        self.test = test
+        self.test_set = test_set
         self.indices = indices
         self.waiting = deque(map(Attempt, range(len(indices))))
         self.slots = [None] * evaluator.batch_size  # the Attempt in each slot; None: free
@@ -203,13 +203,13 @@ class Queue:
         that have finished.
         """
         num_before = self.num_unfinished()
-        for step in range(1, self.evaluator.depth + 1):
+        for step in range(1, self.evaluator.max_steps + 1):
             if should_stop() or not self.num_unfinished():
                 break
             self.fill()
             results = self.evaluator.program(self.slot_tensors, self.inputs)
             # without eval_patience all attempts leave together: no result is read before the last step
-            if self.evaluator.settings.eval_patience or step == self.evaluator.depth:
+            if self.evaluator.settings.eval_patience or step == self.evaluator.max_steps:
                 self.collect(results)
         return num_before - self.num_unfinished()
 
@@ -220,7 +220,7 @@ class Queue:
         if not free:
             return
         attempts = [self.waiting.popleft() for _ in free]
-        batch = self.test.test_batch(self.indices[[attempt.puzzle for attempt in attempts]])
+        batch = self.test_set.test_batch(self.indices[[attempt.puzzle for attempt in attempts]])
         for i, attempt in enumerate(attempts):
             self.slots[free[i]] = attempt
             # the labels are the puzzle's, and not the copy's
@@ -251,7 +251,8 @@ class Queue:
         is_first = attempt.symmetry is None
         is_surer = is_first or new["surest_q_halt_logits"] > kept["surest_q_halt_logits"][puzzle]
         for name in kept.keys() & new.keys():
-            if is_surer if name in SUREST else is_first:
+            counts = is_surer if name in SUREST else is_first
+            if counts:
                 kept[name][puzzle] = new[name]
         kept["attempts"][puzzle] += 1
 
@@ -262,8 +263,8 @@ class Queue:
             copies = attempt.copies
             if is_first:
                 index = self.indices[puzzle]
-                [question] = self.test.test_batch([index])["inputs"]
-                copies = puzzles.copies(self.test.task, question, settings.seed, index)
+                [question] = self.test_set.test_batch([index])["inputs"]
+                copies = puzzles.copies(self.test_set.task, question, settings.seed, index)
             for symmetry, question in itertools.islice(copies, 1):
                 self.waiting.append(Attempt(puzzle, copies, symmetry, question))
 
@@ -280,15 +281,15 @@ def unlabeled_batch(questions):
 # ---------------------------------------------------------------------------------------------------------
 # The evaluation of a test set, on all ranks
 
-def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_to=""):
+def evaluate(evaluator, weights, table, test_set, indices, title, should_stop, save_to=""):
     """Returns {"eval/...": number} for test puzzles, or {} if a stop is requested. All ranks.
 
     Args:
         evaluator: an Evaluator.
         weights, table: see Evaluator.inputs.
-        test: a Dataset.
+        test_set: a Dataset.
         indices: which of its examples, for all ranks.
-        label: the beginning of the lines that show the progress.
+        title: the beginning of the lines that show the progress.
         should_stop: a function that says whether this host is asked to stop.
         save_to: the name in out_dir, without its ending, of the arrays in eval_save_outputs. "": neither
             they nor submission.json, ARC's answers, are written.
@@ -297,8 +298,8 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
     device = evaluator.device
     own_indices = indices[device.rank::device.world]
 
-    queue = Queue(evaluator, weights, table, test, own_indices)
-    progress = Progress(f"{label}, puzzles", len(own_indices))
+    queue = Queue(evaluator, weights, table, test_set, own_indices)
+    progress = Progress(f"{title}, puzzles", len(own_indices))
 
     # ranks need different numbers of steps: they meet now and then, and leave or stop together
     num_unfinished = 1
@@ -312,24 +313,24 @@ def evaluate(evaluator, weights, table, test, indices, label, should_stop, save_
             return {}
 
     # the last answer of the first attempt, as in the paper, and the surest answer of all attempts
-    arrays = test.test_batch(own_indices) | queue.results
+    arrays = test_set.test_batch(own_indices) | queue.results
     if save_to and settings.eval_save_outputs:
         save_outputs(settings, device, save_to, own_indices, arrays, should_stop)
 
     # the figures of all ranks, and ARC's votes
-    values = means(device.all_gather(eval_sums(settings, test, arrays)))
-    if test.task["kind"] == "arc":
-        own_votes = count_votes(test, own_indices, arrays["preds"], arrays["q_halt_logits"])
+    values = means(device.all_gather(eval_sums(settings, test_set, arrays)))
+    if test_set.task["kind"] == "arc":
+        own_votes = count_votes(test_set, own_indices, arrays["preds"], arrays["q_halt_logits"])
         votes = merge_votes(device.all_gather(own_votes))
-        values |= vote_values(test, votes)
+        values |= vote_values(test_set, votes)
         if save_to and device.rank == 0:
-            save_submission(settings, test, votes, should_stop)
+            save_submission(settings, test_set, votes, should_stop)
     return values
 
 
-def eval_sums(settings, test, arrays):
+def eval_sums(settings, test_set, arrays):
     """Returns {name: sum over this rank's puzzles} of METRICS, LOSS_TERMS and the judgements of answers."""
-    sums = puzzles.count_correct(test.task, arrays)
+    sums = puzzles.count_correct(test_set.task, arrays)
     for name in (*model.METRICS, *model.LOSS_TERMS):
         sums[name] = float((arrays["count"] * arrays[name]).sum(dtype=np.float64))
     if settings.eval_attempts > 1:
@@ -395,7 +396,7 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
     and for a model that is not of TRM.load.
     """
     if isinstance(questions, str):
-        [answer], [confidence] = solve(trm, [questions], steps, attempts)
+        [answer], [confidence] = solve(trm, [questions], steps, attempts, identifiers)
         return answer, confidence
     if not hasattr(trm, "task"):
         raise ValueError("this model does not know its puzzle: TRM.load reads one that does from a file")

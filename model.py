@@ -1,6 +1,6 @@
 """The Tiny Recursive Model (TRM, arXiv 2510.04871): recursion, supervision step, losses, network.
 
-This file knows no device, and only TRM.load reads a file. Parameters have the official code's
+This file imports no device's code, and only TRM.load reads a file. Parameters have the official code's
 names, without its "model.inner." prefix. The network computes in the dtype of the weights that it is called
 with: training casts the float32 weights once a step.
 
@@ -95,8 +95,8 @@ class TRM(nn.Module):
         Args:
             sequences: B of them, see new_sequences() and take_new_puzzles().
             puzzle_rows: the rows of the puzzle embedding that belong to them, [B, D'], where there is one.
-            min_halt_steps: in training, the least number of steps of each sequence, int32 [B]. Evaluations
-                run the full depth: no sequence halts here.
+            min_halt_steps: in training, the least number of steps of each sequence, int32 [B]. In evaluations
+                no sequence halts here: evaluate.Evaluator decides when one leaves.
             cycles: (H_cycles, L_cycles); None: those of the settings. Training always passes them.
 
         Returns a SupervisionStep.
@@ -105,7 +105,7 @@ class TRM(nn.Module):
         labels = sequences["labels"]
         steps = sequences["steps"]
 
-        # the first latents are drawn into the graph, so that they can be learned
+        # the first latents are part of the graph, so that parameters can learn them
         latents = {}
         for name, first in self.first_latents(len(inputs)).items():
             carried = sequences["latents"][name]
@@ -211,7 +211,8 @@ class TRM(nn.Module):
             labels: [B, S].
             solved: which answers are right, bool [B].
         """
-        # the cells; a model file may name the loss of a fork that is not here, on which answers do not depend
+        # A model file may name the loss of a fork that is not loaded. Answers do not depend on it, so softmax
+        # stands in.
         cell_loss = LOSSES.get(self.settings.loss_type, softmax_cross_entropy)
         lm_loss = cell_loss(self.settings, logits, labels)
         # how well q_halt tells whether the answer is right

@@ -148,7 +148,10 @@ def sign_sgd(table, packed, lr, weight_decay):
 # Schedules: pure functions of the settings and the step, which counts from 0
 
 def epoch_size(data):
-    """Returns the examples of an epoch as the official code counts them, by the mean over all puzzles."""
+    """Returns the examples of an epoch as the official code counts them, by the mean over all versions.
+
+    For ARC the stream of train_batch takes more to offer every group once: see Dataset.epoch_examples.
+    """
     return data.total_groups * data.mean_puzzle_examples
 
 

@@ -11,7 +11,6 @@ and --key=value flags override them, and functions take the result as `settings`
 import copy
 import functools
 import math
-import multiprocessing
 import os
 import sys
 import time
@@ -44,13 +43,13 @@ data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its g
 data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
 global_batch_size = 768  # sequences per step, over all replicas
 micro_batch_size = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
-epochs = 50000  # an epoch offers one version of each puzzle; a sequence that has halted takes the next one
+epochs = 50000  # an epoch offers a version of each puzzle; only a sequence that has halted takes its offer
 max_steps = 0  # length of the run in steps; 0: from epochs
 max_minutes = 0.0  # or in minutes, from the start to the end of the final evaluation; 0: from steps or epochs
 # model
 hidden_size = 512  # width of the network
 num_heads = 8  # attention heads
-expansion = 4.0  # hidden width of a SwiGLU, as a share: 2/3 x expansion x its width
+expansion = 4.0  # the hidden width of a SwiGLU is 2/3 x expansion x its width
 multiple_of = 256  # hidden widths are rounded up to a multiple of this
 L_layers = 2  # layers of the one network
 H_cycles = 3  # T of the paper: recursions per step; all but the last without gradient
@@ -168,7 +167,7 @@ def train_step(run, state, inputs, cycles):
     # forward and backward, one micro-batch after the other; gradients and statistics add up
     zeros = dict(
         grads=tree_map(torch.zeros_like, state["weights"]),
-        stats=torch.zeros(len(run.stat_names) - 1, device=run.device.torch),
+        stats=tree_map(torch.zeros_like, state["log_sums"]),
     )
     body = functools.partial(forward_backward, run, cycles)
     sums, results = run.device.for_each_micro_batch(body, zeros, weights, examples, settings.micro_batch_size)
@@ -198,7 +197,9 @@ def train_step(run, state, inputs, cycles):
                        settings.puzzle_emb_weight_decay)
 
     # add up what the log needs
-    state["log_sums"] += torch.cat([totals["stats"], grad_norm])
+    for name, total in totals["stats"].items():
+        state["log_sums"][name] += total
+    state["grad_norms"] += grad_norm
     return totals["stops"].clone()  # a view would keep all of the reduced numbers alive
 
 
@@ -210,8 +211,8 @@ def forward_backward(run, cycles, weights, examples):
         weights: {name: tensor}, in forward_dtype.
         examples: sequences, min_halt_steps [b] and, with a puzzle embedding, puzzle_rows [b, D'].
 
-    Returns what micro-batches add up, dict(grads={name: float32}, stats=[...]), and what belongs to each
-    sequence, dict(sequences=..., row_grads [b, D']).
+    Returns what micro-batches add up, dict(grads={name: float32}, stats={name: float32 []}), and what belongs
+    to each sequence, dict(sequences=..., row_grads [b, D']).
     """
     # the gradients are of the weights and of the rows of the puzzle embedding that the batch has
     leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
@@ -235,10 +236,9 @@ def forward_backward(run, cycles, weights, examples):
 
     # sum up for the log: METRICS count sequences that halted, LOSS_TERMS all
     halted = step.sequences["halted"]
-    stats = [torch.where(halted, step.values[name], 0).sum() for name in model.METRICS]
-    stats += [step.values[name].detach().sum() for name in model.LOSS_TERMS]
-    num_sequences = torch.ones_like(step.q_halt).sum()
-    return dict(grads=grads, stats=torch.stack([*stats, num_sequences])), results
+    stats = {name: torch.where(halted, step.values[name], 0).sum() for name in model.METRICS}
+    stats |= {name: step.values[name].detach().sum() for name in model.LOSS_TERMS}
+    return dict(grads=grads, stats=stats), results
 
 
 def make_inputs(run, train_set, step, total_steps):
@@ -250,7 +250,7 @@ def make_inputs(run, train_set, step, total_steps):
     device = run.device
     batch_size = settings.global_batch_size
     own_part = (device.rank, device.world)
-    # the puzzles
+    # a puzzle for each sequence, which those that have not halted ignore
     batch = train_set.train_batch(settings.seed, step, batch_size, *own_part)
     # the step before which each sequence may not halt
     exploration = optim.exploration(settings, step, total_steps)
@@ -279,7 +279,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
     is_evaluated = start.is_evaluated
     cycles = None  # (H_cycles, L_cycles) of the last step
     metrics = {}  # the last line of the log
-    read_previous_stops = None  # a function: how many ranks were asked to stop at the last step
+    read_previous_stops = torch.zeros(1).cpu  # a function: how many ranks were asked to stop, a step ago
     stop = False
 
     log.restart_clock(step)
@@ -306,7 +306,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
 
         # stop if a rank was asked to; the number is read a step late, so that the host need not wait
         read_stops = run.device.fetch(stops)
-        stop = read_previous_stops is not None and bool(read_previous_stops() > 0)
+        stop = bool(read_previous_stops() > 0)
         read_previous_stops = read_stops
         restart_watchdog(settings.stall_timeout)
         # a step of another depth has compiled
@@ -383,8 +383,8 @@ class Run:
     """Training state on one device, and the programs of the train and eval steps.
 
     state: weights, their average ema (empty with ema=False) and the optimizer's state, by the parameters'
-    names; puzzle_emb [N, D']; sequences, of TRM.new_sequences; and log_sums of stat_names since the last
-    line of the log.
+    names; puzzle_emb [N, D']; sequences, of TRM.new_sequences. Since the last line of the log, log_sums adds
+    up METRICS of sequences that halted and LOSS_TERMS of all, and grad_norms the norms of the gradients.
 
     Args:
         settings: the run's settings.
@@ -401,8 +401,6 @@ class Run:
         self.dtype = getattr(torch, settings.forward_dtype)
         # the FLOPs of a training step at a depth, (H_cycles, L_cycles)
         self.flops_per_example = functools.cache(lambda cycles: flops_per_example(trm, cycles))
-        # what the log sums up: METRICS of sequences that halted, LOSS_TERMS of all
-        self.stat_names = (*model.METRICS, *model.LOSS_TERMS, "sequences", "grad_norm")
         # the state, equal on all ranks; the model keeps its code, its sizes and its buffers
         self.state = device.put(self.first_state(saved or {}))
         device.prepare(trm)
@@ -449,20 +447,24 @@ class Run:
         return {name: t for name, t in self.model.state_dict().items() if name not in trained}
 
     def restart_sequences(self):
-        """Gives every sequence a new puzzle at the next step, and resets the log's sums."""
+        """Gives every sequence a new puzzle at the next step."""
         # all sequences count as halted, so that the next step gives them puzzles
         sequences = self.model.new_sequences(self.batch_size, self.dtype)
-        log_sums = torch.zeros(len(self.stat_names))
-        self.state |= self.device.put(dict(sequences=sequences, log_sums=log_sums))
+        self.state |= self.device.put(dict(sequences=sequences))
+        self.restart_sums()
+
+    def restart_sums(self):
+        log_sums = {name: torch.zeros(()) for name in (*model.METRICS, *model.LOSS_TERMS)}
+        self.state |= self.device.put(dict(log_sums=log_sums, grad_norms=torch.zeros(1)))
 
     def read_means(self, num_steps):
         """Returns {"train/loss": ...}, means over the num_steps steps since the last call."""
-        sums = dict(zip(self.stat_names, self.state["log_sums"].cpu().tolist()))
-        self.state["log_sums"] = self.device.put(torch.zeros(len(sums)))
-        means = {"train/grad_norm": sums["grad_norm"] / num_steps}
+        sums = {name: float(total) for name, total in self.state["log_sums"].items()}
+        means = {"train/grad_norm": float(self.state["grad_norms"]) / num_steps}
+        self.restart_sums()
         # LOSS_TERMS count in all sequences, METRICS in those that halted, whose number is "count"
         for name in model.LOSS_TERMS:
-            means[f"train/{name}"] = sums[name] / sums["sequences"]
+            means[f"train/{name}"] = sums[name] / (num_steps * self.settings.global_batch_size)
         for name in model.METRICS:
             if name != "count" and sums["count"]:
                 means[f"train/{name}"] = sums[name] / sums["count"]
@@ -472,12 +474,12 @@ class Run:
         """Returns the weights that evaluations use, and the puzzle embedding."""
         return self.state["ema"] or self.state["weights"], self.state["puzzle_emb"]
 
-    def evaluate(self, test_set, indices, label, save_to=""):
+    def evaluate(self, test_set, indices, title, save_to=""):
         """See evaluate.evaluate()."""
         weights, table = self.eval_weights()
         should_stop = functools.partial(process.should_stop, self.settings.stall_timeout)
         return evaluate.evaluate(
-            self.evaluator, weights, table, test_set, indices, label, should_stop, save_to)
+            self.evaluator, weights, table, test_set, indices, title, should_stop, save_to)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -490,8 +492,8 @@ def replica(settings, kind):
     """
     device = open_device(kind, settings)
 
-    # the settings: what no config file and no flag assigned comes from the checkpoint that the run goes on
-    # with, which only rank 0's host may have
+    # settings that neither a config file nor a flag assigned come from the checkpoint that is resumed; only
+    # rank 0's host may have it
     settings = copy.copy(settings)  # replicas may be threads
     start, saved = checkpoint.find_start(settings, device, STOP.is_set)
     resumed = recipe(start.settings)
@@ -651,6 +653,7 @@ def main(settings):
         if kind == "xla":
             import torch_xla.distributed.xla_multiprocessing as xmp
             watch_replicas()
+            os.environ["TRM_MAIN_PROCESS"] = str(os.getpid())
             xmp.spawn(xla_replica, args=(settings, kind))
         else:
             replica(settings, kind)
@@ -664,7 +667,7 @@ def main(settings):
         raise errors.out_of_memory(settings) from None
 
 
-if multiprocessing.current_process().name != "MainProcess" and __name__ == "train":
+if os.environ.get("TRM_MAIN_PROCESS") == str(os.getppid()) and __name__ == "train":
     # xmp.spawn has started this process, with the main process's argv. Forks replace classes and functions
     # here, too; replica() receives the main process's settings.
     configurator.configure(__file__, sys.argv[1:])

@@ -149,7 +149,7 @@ def pull(bucket, out_dir):
             bucket.download(file, f"{out_dir}/{file}")
 
 
-def load_start(start, saved, settings, device, model, data, total_steps):
+def load_start(start, saved, settings, device, model, train_set, total_steps):
     """Gives the model the weights that a run begins with, and returns the Start with its step. All ranks.
 
     Args:
@@ -157,7 +157,7 @@ def load_start(start, saved, settings, device, model, data, total_steps):
         settings: the run's settings.
         device: a device.Device, or an object with its methods.
         model: a TRM.
-        data: the Dataset of the training puzzles.
+        train_set: the Dataset of the training puzzles.
         total_steps: the length of the run.
 
     Raises UserError where settings, files and datasets do not fit together.
@@ -166,16 +166,16 @@ def load_start(start, saved, settings, device, model, data, total_steps):
         if not start.path:
             return start
         if start.is_resume:
-            return resume(start, saved, settings, model, data, total_steps)
-        return load_file(start, saved, settings, model, data)
+            return resume(start, saved, settings, model, train_set, total_steps)
+        return load_file(start, saved, settings, model, train_set)
 
-    check_ranks(settings, device, data)
+    check_ranks(settings, device, train_set)
     return on_rank_0(device, load)
 
 
-def check_ranks(settings, device, data):
+def check_ranks(settings, device, train_set):
     """Raises UserError if ranks differ in what all must have in common; their disks may differ."""
-    own = vars(settings) | dict(dataset=data.sha256, data_path="", out_dir="")
+    own = vars(settings) | dict(dataset=train_set.sha256, data_path="", out_dir="")
     ranks = device.all_gather((device.host, own))
     _, expected = ranks[0]
     for rank, (host, facts) in enumerate(ranks):
@@ -184,13 +184,13 @@ def check_ranks(settings, device, data):
             raise UserError(f"host {host}, rank {rank}: not as on rank 0: {', '.join(differing)}")
 
 
-def resume(start, saved, settings, model, data, total_steps):
+def resume(start, saved, settings, model, train_set, total_steps):
     """Returns the Start at a checkpoint of the run; see load_start."""
     path = start.path
     step = saved["step"]
     optimizer = start.settings["optimizer"]
     # check the dataset, the length and the optimizer
-    if saved["data"] != data.sha256:
+    if saved["data"] != train_set.sha256:
         raise UserError(f"{path} was trained on another dataset than {settings.data_path}: choose that one, "
                         "or another --out_dir")
     if step > total_steps:
@@ -213,17 +213,17 @@ def resume(start, saved, settings, model, data, total_steps):
     return start._replace(step=step, is_complete=has_ended, is_evaluated=bool(evaluations), notes=notes)
 
 
-def load_file(start, saved, settings, model, data):
+def load_file(start, saved, settings, model, train_set):
     """Returns the Start of a new run with a checkpoint's weights, or of its evaluation."""
     file = start.path
-    check_task(saved, data, file)
+    check_task(saved, train_set, file)
     # files of the official code do not say what their identifiers stand for
-    is_same = saved.get("identifiers", data.identifiers_sha256) == data.identifiers_sha256
+    is_same = saved.get("identifiers", train_set.identifiers_sha256) == train_set.identifiers_sha256
     is_averaged = load_weights(model, saved["weights"], file, is_same)
     notes = forks.missing(saved.get("forks", {}))
     if is_averaged and settings.eval_only:
-        raise UserError(f"{file} has other puzzle identifiers than {data.path}: it can be trained further, "
-                        "but not evaluated (docs/arc.md)")
+        raise UserError(f"{file} has other puzzle identifiers than {train_set.path}: it can be trained "
+                        "further, but not evaluated (docs/arc.md)")
     if is_averaged:
         notes.append(f"{file} has other puzzle identifiers: all start from the mean of its embedding")
     # a new run counts its own steps
@@ -241,20 +241,20 @@ class Checkpoints:
         settings: the run's settings.
         device: a device.Device, or an object with its methods.
         start: of load_start.
-        data, test: the Datasets.
+        train_set, test_set: the Datasets.
         say: a function for the lines of the log.
 
     run_id: on rank 0 the same from a run's first start to its end, and W&B's id. Raises TransientError where
     another process trains in out_dir, UserError where nothing can be written.
     """
 
-    def __init__(self, settings, device, start, data, test, say):
+    def __init__(self, settings, device, start, train_set, test_set, say):
         self.settings = settings
         self.device = device
         self.out_dir = settings.out_dir
         self.init_from = start.init_from
-        self.data = data
-        self.test = test
+        self.train_set = train_set
+        self.test_set = test_set
         self.say = say
         self.newest = stem(start.step)  # the last good checkpoint
         # one thread: checkpoints are written one after the other
@@ -303,10 +303,10 @@ class Checkpoints:
             forks=dict(forks.FORKS),
             run_id=self.run_id,
             settings=vars(self.settings) | dict(init_from=self.init_from),
-            data=self.data.sha256,
-            task=self.data.task,
-            identifiers=self.data.identifiers_sha256,
-            puzzles=some_puzzles(self.test),
+            data=self.train_set.sha256,
+            task=self.train_set.task,
+            identifiers=self.train_set.identifiers_sha256,
+            puzzles=some_puzzles(self.test_set),
         )
         self.writing = self.writer.submit(self.write, name or stem(step), state, metrics)
 
@@ -373,10 +373,10 @@ class Checkpoints:
         return not self.mirror or self.mirror.close(seconds)
 
 
-def some_puzzles(test):
+def some_puzzles(test_set):
     """Returns 100 test puzzles, {name: tensor [100, ...]}, the same for each call."""
-    indices = test.subset(100, 1)[:100]
-    return {name: torch.from_numpy(array) for name, array in test.test_batch(indices).items()}
+    indices = test_set.subset(100, 1)[:100]
+    return {name: torch.from_numpy(array) for name, array in test_set.test_batch(indices).items()}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -462,11 +462,12 @@ def load_weights(model, named, where, same_identifiers=True):
         raise UserError(f"{where}: {e}") from None
 
 
-def check_task(state, data, where):
+def check_task(state, train_set, where):
     """Raises UserError if the weights in the file `where` were trained on another kind of puzzle."""
     # files of the official code do not say their task
-    task = state.get("task", data.task)
+    task = state.get("task", train_set.task)
     for name in ("kind", "symbols"):
-        if task["kind"] and list(task[name]) != list(data.task[name]):
-            raise UserError(f"{where} was trained on puzzles with {name} {task[name]!r}, but {data.path} has "
-                            f"{data.task[name]!r}: leave out the config file, or give --data_path")
+        if task["kind"] and list(task[name]) != list(train_set.task[name]):
+            raise UserError(f"{where} was trained on puzzles with {name} {task[name]!r}, but "
+                            f"{train_set.path} has {train_set.task[name]!r}: leave out the config file, or "
+                            "give --data_path")

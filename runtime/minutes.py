@@ -53,7 +53,7 @@ def fit_minutes(run, make_inputs, train_set, test_set, began, say):
         attempts = len(indices) * min(settings.eval_attempts, 1.5)
         batches = math.ceil(attempts / settings.global_batch_size)
         # with eval_patience, puzzles were seen to leave after a sixth to a half of the steps
-        depth = evaluator.depth / (3 if settings.eval_patience else 1)
+        depth = evaluator.max_steps / (3 if settings.eval_patience else 1)
         return batches * depth * eval_step_seconds
 
     # a step's share of the evaluations during training
