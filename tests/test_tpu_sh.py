@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_gcloud import ROOT, SETTINGS, Cloud, processes, refusal, write_program
+from fake_gcloud import ROOT, Cloud, processes, refusals, write_program
 from helpers import wait_for
 
 RUN = ("train.py", "config/baseline.py", "--gcs_dir=gs://bucket/runs/x")
@@ -69,7 +69,6 @@ END
 git add train.py scripts deleted.py
 rm deleted.py  # git ls-files names it nevertheless
 """
-needs_gcloud = pytest.mark.skipif(not shutil.which("gcloud"), reason="gcloud is not installed")
 
 
 # The simulation.
@@ -134,37 +133,20 @@ def read_until(words, process):
         text += line
 
 
-ACCEPTED = set()  # forms of commands that the real gcloud takes
+CALLS = {}  # {a form of a command without its values: the command}, of all tests of this file
 
 
 @pytest.fixture
 def cloud(tmp_path):
-    """A SimulatedTraining. The test fails if the real gcloud refuses what the stand-in took."""
+    """A SimulatedTraining, whose commands the last test of this file gives to the real gcloud."""
     cloud = SimulatedTraining(tmp_path)
     yield cloud
     # what still runs
     for process in cloud.started:
         process.kill()
     cloud.tpu("delete")
-    # each form of a command once, without its values
-    for call in cloud.calls() if shutil.which("gcloud") else []:
-        form = re.sub(r"/\S*|=.*?(?<!\\)(?= --|$)", "", call)
-        if form not in ACCEPTED:
-            assert refusal(f"gcloud {call}") == ""
-            ACCEPTED.add(form)
-
-
-# The real gcloud.
-
-@needs_gcloud
-def test_the_real_gcloud_takes_the_commands_of_the_docs():
-    text = "".join(page.read_text().replace("\\\n", " ") for page in ROOT.glob("docs/*.md"))
-    # lines of code blocks, and inline code
-    blocks = "".join(re.findall(r"```sh\n(.*?)```", text, re.S))
-    commands = re.findall(r".*\bgcloud .*", blocks) + re.findall(r"`(gcloud compute [^`]+)`", text)
-    assert len(commands) > 10
-    for command in commands:
-        assert refusal(command, BUCKET="gs://b", DATA="data/x", NUMBER="1", **SETTINGS) == "", command
+    for call in cloud.calls():
+        CALLS[re.sub(r"/\S*|=.*?(?<!\\)(?= --|$)", "", call)] = f"gcloud {call}"
 
 
 # What gcloud is asked for.
@@ -362,6 +344,19 @@ def test_a_key_with_a_passphrase_needs_an_agent(cloud):
     subprocess.run(["ssh-keygen", "-q", "-p", "-P", "secret", "-N", "", "-f", key], check=True)
     cloud.plan("complete")
     cloud.keep()
+
+
+# The real gcloud.
+
+@pytest.mark.skipif(not shutil.which("gcloud"), reason="gcloud is not installed")
+def test_the_real_gcloud_takes_all_commands_of_the_script_and_of_the_docs():
+    text = "".join(page.read_text().replace("\\\n", " ") for page in ROOT.glob("docs/*.md"))
+    # lines of code blocks, and inline code
+    blocks = "".join(re.findall(r"```sh\n(.*?)```", text, re.S))
+    commands = re.findall(r"gcloud (?:'.*?'|[^#)\n])*", blocks) + re.findall(r"`(gcloud compute [^`]+)`", text)
+    assert len(commands) > 10
+    commands = [re.sub(r"\$(\w+|\{.*?\})", "value", command) for command in commands]
+    assert refusals([*commands, *CALLS.values()]) == []
 
 
 # Other shell scripts.
