@@ -1,15 +1,15 @@
 """Machines that are not here: GPUs, and processors with and without instructions for bfloat16."""
 import json
 import os
-import subprocess
-import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import first_gpu
 import pytest
 import torch
-from helpers import ROOT, TINY, hosts, run, start_train
+from helpers import TINY, TrainProcess, hosts, run, start_train
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import InductorError
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -83,16 +83,26 @@ def test_the_peak_is_that_of_the_very_chip(name, tflops):
     assert peak == (tflops and tflops * 1e12)
 
 
-def test_first_gpu_rehearses_on_a_cpu(tmp_path):
-    out = tmp_path / "out"
-    command = [sys.executable, f"{ROOT}/scripts/first_gpu.py", "--device=cpu", f"--out_dir={out}"]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert process.returncode == 0, process.stdout + process.stderr
-    parts = [json.loads(line)["part"] for line in (out / "results.jsonl").read_text().splitlines()]
+def test_first_gpu_rehearses_on_a_cpu(tmp_path, monkeypatch, capsys):
+    """Its parts run in this process, which has imported torch."""
+    def start(command, **options):
+        _, script, *flags = command
+        if script == first_gpu.__file__:
+            first_gpu.main(configurator.configure(script, flags))
+        else:
+            process = TrainProcess(flags)
+            text = process.output()
+            assert process.returncode == 0, text
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(first_gpu, "subprocess", mock.Mock(run=start))
+    first_gpu.main(configurator.configure(first_gpu.__file__, ["--device=cpu", "--out_dir=out"]))
+    parts = [json.loads(line)["part"] for line in Path("out/results.jsonl").read_text().splitlines()]
     checks = ["parity"] * 2 + ["losses"] * 3 + ["repeat"] * 3 + ["resume"]
     assert parts == ["environment", *checks, *["step", "repeat", "kernels"] * 2]
-    assert "\n11 of 11 checks passed\n" in process.stdout and "| maze_eager | 8 | " in process.stdout
-    assert os.listdir(tmp_path) == ["out"]  # it leaves nothing elsewhere
+    text = capsys.readouterr().out
+    assert "\n11 of 11 checks passed\n" in text and "| maze_eager | 8 | " in text
+    assert os.listdir() == ["out"]  # it leaves nothing elsewhere
 
 
 @pytest.mark.parametrize("flags, given, taken", [
