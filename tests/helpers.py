@@ -5,6 +5,7 @@ import csv
 import functools
 import gc
 import http.server
+import importlib
 import importlib.metadata
 import io
 import multiprocessing.forkserver
@@ -124,12 +125,12 @@ class Fork(FORKS.Process):
 class TrainProcess(Fork):
     """Runs `python train.py ...`, as subprocess.Popen does with one pipe for output and errors.
 
-    environment: variables besides those of this process.
+    script: or one of scripts/, by its name. environment: variables besides those of this process.
     """
 
-    def __init__(self, argv, cwd=".", **environment):
+    def __init__(self, argv, cwd=".", script="train", **environment):
         reader, writer = FORKS.Pipe(duplex=False)
-        super().__init__(run_train, argv, os.path.abspath(cwd), os.environ | environment, writer)
+        super().__init__(run_script, script, argv, os.path.abspath(cwd), os.environ | environment, writer)
         writer.close()
         self.stdout = open(os.dup(reader.fileno()), encoding="utf-8")
 
@@ -151,22 +152,26 @@ class TrainProcess(Fork):
         return text
 
 
-def run_train(argv, cwd, environment, writer):
-    """Runs train.py as a command does, in this process; writer: of the pipe for its output."""
+def run_script(name, argv, cwd, environment, writer):
+    """Runs a script as a command does, in this process; writer: of the pipe for its output."""
     multiprocessing.current_process().name = "MainProcess"  # by which train.py and its forks know it
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup lets the tests ignore it
-    for descriptor, name in (1, "stdout"), (2, "stderr"):
+    for descriptor, stream in (1, "stdout"), (2, "stderr"):
         os.dup2(writer.fileno(), descriptor)
-        setattr(sys, name, open(descriptor, "w", buffering=1, closefd=False, encoding="utf-8"))
-        setattr(sys, f"__{name}__", getattr(sys, name))
+        setattr(sys, stream, open(descriptor, "w", buffering=1, closefd=False, encoding="utf-8"))
+        setattr(sys, f"__{stream}__", getattr(sys, stream))
     writer.close()
-    sys.argv = ["train.py", *argv]
+    script = importlib.import_module(name)
+    sys.argv = [script.__file__, *argv]
     code = 0
     try:
-        process.start(train.main, train.__file__)
+        if script is train:
+            process.start(train.main, train.__file__)
+        else:
+            process.command(lambda: script.main(argv), script.__file__)
     except SystemExit as e:
         code = e.code
     atexit._run_exitfuncs()  # multiprocessing ends without them, and frees nothing: a lock's file would stay

@@ -7,8 +7,6 @@ import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,7 +17,7 @@ import numpy as np
 import play
 import pytest
 import torch
-from helpers import ROOT, needs, wait_for
+from helpers import ROOT, TrainProcess, begun, needs, wait_for
 
 import puzzles
 from model import TRM
@@ -127,13 +125,10 @@ def test_a_client_that_leaves_frees_the_model(server, capfd):
 
 
 def test_command_prints_its_address(models_folder):
-    command = [sys.executable, play.__file__, models_folder / "model.pt", "--port=0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert re.match(r"open http://127.0.0.1:\d+ in a browser", process.stdout.readline())
-    finally:
-        process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 3
+    process = TrainProcess([str(models_folder / "model.pt"), "--port=0"], script="play")
+    with begun(process, "open http://127.0.0.1:"):
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(20) == 3
 
 
 def test_page_fetches_nothing_from_elsewhere():
