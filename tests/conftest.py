@@ -30,7 +30,6 @@ import bench
 import configurator
 import prepare_arc
 import prepare_maze
-import prepare_sudoku
 import train
 from runtime.prepare import write_dataset
 
@@ -64,6 +63,12 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    """Each test runs in an empty folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
 def nothing_stays():
     """Undoes what a replica or a fork that a test ran in this process may have left behind."""
     yield
@@ -91,11 +96,7 @@ def random_puzzles(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """A dataset of 64 4x4 Sudokus with 5 copies each, and 40 test puzzles."""
-    path = str(tmp_path_factory.mktemp("data") / "sudoku-4x4")
-    flags = [*helpers.DATA, f"--output_dir={path}"]
-    prepare_sudoku.main(configurator.configure(prepare_sudoku.__file__, flags))
-    return path
+    return helpers.small_dataset(str(tmp_path_factory.mktemp("data") / "sudoku-4x4"))
 
 
 @pytest.fixture(scope="session")

@@ -100,4 +100,4 @@ def refusals(commands):
         file.write_text(json.dumps([{"command_string": command} for command in commands]))
         lint = ["gcloud", "meta", "lint-gcloud-commands", f"--commands-file={file}"]
         results = json.loads(subprocess.check_output(lint, env=environment))
-    return [f"{result['command_string']}: {result['error_message']}" for result in results if not result["success"]]
+    return [result["error_message"] for result in results if not result["success"]]

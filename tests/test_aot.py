@@ -18,16 +18,14 @@ SMALL = ["--hidden_size=64", "--num_heads=2", "--puzzle_emb_ndim=64", "--puzzle_
         "--H_cycles=2", "--L_cycles=1", "--halt_max_steps=4", "--global_batch_size=16"]
 
 
-def run_aot(*flags):
-    """Returns what the command prints, and its exit code."""
+def run_aot(*flags, code=0):
     needs("jax")
     needs("libtpu")
-    process = TrainProcess([*SMALL, *flags], script="aot")
-    return process.output(), process.returncode
+    return TrainProcess([*SMALL, *flags], script="aot").output(code)
 
 
 def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(random_puzzles):
-    text, _ = run_aot("--tpu=v4-8", "--micro_batch_size=2", f"--data_path={random_puzzles}")
+    text = run_aot("--tpu=v4-8", "--micro_batch_size=2", f"--data_path={random_puzzles}")
     figures = json.loads(text[text.index("\n{"):text.rindex("}") + 1])
 
     # all gradients, and some metrics, at once
@@ -45,8 +43,7 @@ def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(ra
 
 def test_a_batch_that_does_not_fit_is_refused_in_the_compilers_words(random_puzzles):
     flags = ["--H_cycles=1", "--global_batch_size=200000", "--expansion=64", f"--data_path={random_puzzles}"]
-    text, code = run_aot("--tpu=v5e-1", *flags)
-    assert code == 2 and "exceeds available HBM" in text.splitlines()[-1]
+    assert "exceeds available HBM" in run_aot("--tpu=v5e-1", *flags, code=2).splitlines()[-1]
 
 
 @pytest.mark.parametrize("flags, words", [

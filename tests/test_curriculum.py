@@ -5,6 +5,7 @@ test_wrong_input.py.
 """
 import os
 import re
+from pathlib import Path
 
 import pytest
 from helpers import CURRICULUM, ROOT, curve, run
@@ -34,8 +35,8 @@ def test_exploration_falls_in_a_line_or_is_constant():
     assert exploration(constant, 7, 11) == 0.3
 
 
-def test_the_log_says_what_changes_and_evaluations_are_at_full_depth(data, tmp_path):
-    out = tmp_path / "run"
+def test_the_log_says_what_changes_and_evaluations_are_at_full_depth(data):
+    out = Path("run")
     text = run(data, out, *FLAGS, "--eval_interval=2", "--eval_max_puzzles=0")
     assert re.findall(r"step (\d+): .* s for the first step at H_cycles (\d), L_cycles (\d)", text) == [
         ("1", "1", "1"), ("13", "1", "2"), ("25", "2", "3")]
@@ -44,6 +45,6 @@ def test_the_log_says_what_changes_and_evaluations_are_at_full_depth(data, tmp_p
     # the first step of a stage is left out of the rates
     assert curve(out).keys() - curve(out, "perf/step_time").keys() == {25}
     for L_cycles, is_same in ((3, True), (1, False)):
-        text = run(data, tmp_path / "eval", f"--init_from={out}/ckpt_00000008.pt", "--eval_only",
+        text = run(data, "eval", f"--init_from={out}/ckpt_00000008.pt", "--eval_only",
                    "--H_cycles=2", f"--L_cycles={L_cycles}")
         assert (f" loss {curve(out, 'eval/loss')[8]:.4f}" in text) == is_same

@@ -75,9 +75,8 @@ def test_notebook(tmp_path, monkeypatch):
     for cell in cells:
         if cell.startswith("!"):
             python, script, *arguments = shlex.split(cell[1:].format(**space))
-            process = TrainProcess(arguments)
-            text = process.output()
-            assert (script, process.returncode) == ("train.py", 0), text
+            assert script == "train.py"
+            TrainProcess(arguments).output()
         else:
             exec(cell, space)
     assert all(re.fullmatch("[ .1-6]{36}", answer) for answer, _ in space["answers"].values())

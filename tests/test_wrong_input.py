@@ -253,6 +253,5 @@ NO_TPU = "no TPU | PJRT_DEVICE=CPU" if importlib.util.find_spec("torch_xla") els
 ])
 def test_a_device_that_is_missing(flag, variables, words, world):
     before = snapshot(world)
-    process = TrainProcess(["tiny.py", flag], cwd=world, **variables)
-    *_, error = process.output().splitlines(keepends=True)
-    assert_refused("train.py", process.returncode, error, words, before, snapshot(world))
+    text = TrainProcess(["tiny.py", flag], cwd=world, **variables).output(2)
+    assert_refused("train.py", 2, text.splitlines(keepends=True)[-1], words, before, snapshot(world))
