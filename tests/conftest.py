@@ -34,9 +34,9 @@ import train
 from runtime.prepare import write_dataset
 
 # The files that take longest. The workers take whole files, these first, so that all end together.
-LONGEST = ("hard_to_kill", "replicas", "forks", "chaos", "tpu_sh", "spawn", "train", "smoke", "wandb", "aot",
-           "sweep", "resume", "models", "wrong_input", "play", "parity", "gcs", "solve", "data", "attempts",
-           "bench", "configurator")
+LONGEST = ("hard_to_kill", "spawn", "replicas", "forks", "tpu_sh", "chaos", "resume", "play", "smoke", "aot",
+           "train", "models", "wandb", "machines", "sweep", "solve", "parity", "attempts", "bench", "gcs",
+           "report", "data", "configurator")
 
 
 def pytest_collection_modifyitems(items):

@@ -156,7 +156,8 @@ def run_script(name, argv, cwd, environment, writer):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup lets the tests ignore it
+    # whatever the tests do, it obeys a hangup, or ignores it as under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if "NOHUP" in environment else signal.SIG_DFL)
     for descriptor, stream in (1, "stdout"), (2, "stderr"):
         os.dup2(writer.fileno(), descriptor)
         setattr(sys, stream, open(descriptor, "w", buffering=1, closefd=False, encoding="utf-8"))

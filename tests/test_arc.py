@@ -93,18 +93,14 @@ def build_tasks():
     return build_tasks
 
 
-def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(build_tasks):
-    """Nor is a test pair whose output is not known."""
+def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(build_tasks, capsys):
+    """Nor is a test pair whose output is not known. Such an output counts in no loss and no metric."""
     unknown = OTHER | {"test": [{"input": [[7]]}]}
-    train = build_tasks({"a": TASK, "c": unknown}, {"b": OTHER}, max_side=2)
-    assert dict(zip(train.arc.names, np.diff(train.arc.indices))) == {"a": 2, "b": 1, "c": 1}
+    train = build_tasks({"a": TASK, "c": unknown}, {"b": OTHER, "d": unknown}, max_side=2)
+    assert dict(zip(train.arc.names, np.diff(train.arc.indices))) == {"a": 2, "b": 1, "c": 1, "d": 1}
     test = Dataset(train.path, "test")
-    assert test.arc.names == ["b"] and test.test_batch([0])["labels"].tolist() == [[10, 10, 1, 1]]
-
-
-def test_an_output_that_is_not_known_counts_in_no_loss_and_no_metric(build_tasks, capsys):
-    train = build_tasks({"a": TASK}, {"b": OTHER | {"test": [{"input": [[7]]}]}})
-    assert (Dataset(train.path, "test").test_batch([0])["labels"] == -100).all()
+    labels = test.test_batch([0, 1])["labels"].tolist()
+    assert test.arc.names == ["b", "d"] and labels == [[10, 10, 1, 1], [-100] * 4]
     assert "test outputs that are not known: 1\n" in capsys.readouterr().out
 
 

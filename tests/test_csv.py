@@ -60,8 +60,7 @@ def test_datasets_hold_the_files_rows():
 
 def test_held_out_puzzles_are_drawn_from_all_and_not_trained_on():
     rows = random_rows(60)
-    path = write("all.csv", *rows)
-    folder = build("x", f"--train_csv={path} --holdout=20")
+    folder = build("x", f"--train_csv={write('all.csv', *rows)} --holdout=20")
     test = rows_of(folder, "test")
     assert len(test) == 20 and sorted(test + rows_of(folder, "train")) == sorted(rows) and test != rows[:20]
 

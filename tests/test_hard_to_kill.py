@@ -203,12 +203,12 @@ def test_a_closed_terminal_stops_a_run_unless_nohup_started_it(data):
     with begun(start_train(data, "run", *ENDLESS)) as process:
         os.kill(process.pid, signal.SIGHUP)
         assert "to continue:" in process.output(3, timeout=30)
-    flags = arguments(data, "nohup", "--max_steps=1000000", "--log_interval=1")
-    with begun(start_command("nohup", sys.executable, train.__file__, *flags), "step 1/") as process:
+    flags = "--max_steps=1000000", "--log_interval=1"
+    with begun(start_train(data, "nohup", *flags, NOHUP="1"), "step 1/") as process:
         os.kill(process.pid, signal.SIGHUP)
         with begun(process, "step 100/"):
             process.terminate()
-            assert process.wait(30) == 3
+            process.output(3, timeout=30)
 
 
 def test_ctrl_c_while_a_dataset_is_made(data):

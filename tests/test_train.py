@@ -126,9 +126,7 @@ def test_a_kill_before_best_pt_is_whole_leaves_no_line_of_its_evaluation(data, m
     assert not curve("run", "eval/puzzles")
 
 
-def test_a_resume_names_changed_settings_and_refuses_another_optimizer(data, out):
-    text = run(data, out, "--max_steps=41", "--init_from=resume", "--lr=1e-3")
-    assert "lr is 0.001; the checkpoint had 0.002" in text
+def test_a_resume_refuses_another_optimizer(data, out):
     with pytest.raises(errors.UserError, match="was trained with optimizer=adam_atan2: "):
         run(data, out, "--max_steps=50", "--init_from=resume", "--optimizer=lion")
 
