@@ -97,7 +97,7 @@ def test_a_resume_equals_no_interruption(data, flags):
 def test_a_run_killed_in_its_first_checkpoint_begins_again(data, whole):
     out = interrupted(whole[0], "run")
     for name in set(os.listdir(out)) - {"best.pt", "best.json", "ckpt_00000010.pt"}:
-        os.remove(out / name)
+        os.remove(f"{out}/{name}")
     check_resume(data, whole[0], out, 0)
 
 
