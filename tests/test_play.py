@@ -251,6 +251,7 @@ def test_page_solves_a_test_puzzle_and_plays_the_steps(browser, server):
     steps = browser.solve(number=2)
     browser.js("$('slider').focus()")
     browser.press("Home", "Right")
+    browser.until("shown === 1")  # a busy machine is late
     assert browser.texts("#board .cell") == steps[0]["answer"]
     browser.click("#kept")
     sure = browser.js("attempts.map(steps => steps.map(step => step.sure))")

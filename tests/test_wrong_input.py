@@ -25,7 +25,7 @@ from runtime import process
 MODULES = train, prepare_sudoku, prepare_maze, prepare_arc
 SCRIPTS = {Path(module.__file__).name: module for module in MODULES}
 T, P, M, A = SCRIPTS
-TINY = """
+CONFIG = """
 data_path = "data/sudoku"
 out_dir = "out/new"
 device = "cpu"
@@ -67,7 +67,7 @@ CSVS = {
 def world(tmp_path_factory):
     """A folder with a dataset, a run of two steps on it, and damaged, foreign and wrong files."""
     folder = tmp_path_factory.mktemp("world")
-    (folder / "tiny.py").write_text(TINY)
+    (folder / "tiny.py").write_text(CONFIG)
     for name, lines in CSVS.items():
         (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
     (folder / "cut.csv.gz").write_bytes(gzip.compress(("\n".join([HEADER] + [GOOD] * 9)).encode())[:-12])
