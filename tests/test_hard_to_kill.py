@@ -51,19 +51,18 @@ def test_kills_and_lost_machines_lose_nothing(data, front, emulator):
     """SIGKILL at random moments, then init_from=auto, once on a new machine; requests to the bucket fail."""
     flags = ["--max_steps=80", "--checkpoint_interval=5", "--keep_last_n=2"]
     run(data, "whole", *flags)
-    out = Path("run")
     draw = random.Random(0)
     front.rate = 0.05
     for start in range(4):
         if start == 2:
-            shutil.rmtree(out)
-        with begun(start_train(data, out, *flags, URL, "--init_from=auto")) as process:
+            shutil.rmtree("run")
+        with begun(start_train(data, "run", *flags, URL, "--init_from=auto")) as process:
             time.sleep(draw.uniform(0, 0.5))
             if start == 3:
                 process.output()
-    assert same(last_weights(out), last_weights("whole"))
+    assert same(last_weights("run"), last_weights("whole"))
     for name in ("metrics.jsonl", "ckpt_00000080.pt"):
-        assert stored(emulator, f"run/{name}") == (out / name).read_bytes()
+        assert stored(emulator, f"run/{name}") == Path("run", name).read_bytes()
 
 
 # Checkpoints that cannot be read.
@@ -159,17 +158,16 @@ def test_a_file_to_begin_with_is_resumed_after_a_preemption(data, front, whole):
 
 def test_a_stop_leaves_its_checkpoint_in_the_bucket(data, front):
     """Although a cleaner removed out_dir, and the bucket fails twice. Two signals come, as under sweep.py."""
-    out = Path("run")
-    with begun(start_train(data, out, *ENDLESS, "--checkpoint_interval=0", URL)) as process:
-        wait_for(lambda: "step 1:" in (out / "log.txt").read_text())
-        shutil.rmtree(out)
+    with begun(start_train(data, "run", *ENDLESS, "--checkpoint_interval=0", URL)) as process:
+        wait_for(lambda: "step 1:" in Path("run/log.txt").read_text())
+        shutil.rmtree("run")
         front.script = [503] * 2
         os.kill(process.pid, signal.SIGINT)
         with begun(process, "saving and stopping"):
             process.terminate()
             text = process.output(3, timeout=30)
     assert "to continue:" in text and "trying again in 1 s" in text
-    assert numbered(os.listdir(out)) == numbered(in_bucket()) != []
+    assert numbered(os.listdir("run")) == numbered(in_bucket()) != []
 
 
 SLOW_DISK = """
@@ -268,15 +266,15 @@ def test_a_bucket_that_refuses_is_wrong_input_and_one_that_is_away_is_not(data, 
 # Disks.
 
 def test_what_a_run_did_not_make_stays_where_it_is(data, front):
-    out = Path("run")
-    run(data, out, "--max_steps=2")
-    (out / "thesis.tmp").touch()
+    run(data, "run", "--max_steps=2")
+    Path("run/thesis.tmp").touch()
     for file in ("ckpt_00000003.pt.tmp", "ckpt_00000003.json.tmp", "best.pt.tmp"):  # a kill left them
-        (out / file).write_text("part of a checkpoint")
-    run(data, out, "--max_steps=10", "--checkpoint_interval=5", "--keep_last_n=1", "--init_from=resume", URL)
+        Path("run", file).write_text("part of a checkpoint")
+    again = "--max_steps=10", "--checkpoint_interval=5", "--keep_last_n=1", "--init_from=resume", URL
+    run(data, "run", *again)
     files = {"ckpt_00000010.pt", "ckpt_00000010.json", "best.pt", "best.json", "run.json", "metrics.jsonl",
              "log.txt"}
-    assert set(in_bucket()) == files and set(os.listdir(out)) == files | {"thesis.tmp", "run.lock"}
+    assert set(in_bucket()) == files and set(os.listdir("run")) == files | {"thesis.tmp", "run.lock"}
 
 
 def test_a_full_disk_costs_checkpoints_until_keep_last_n_is_lower(data, out, monkeypatch):
