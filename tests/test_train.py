@@ -133,8 +133,8 @@ def test_a_resume_refuses_another_optimizer(data, out):
 
 def test_minutes_become_steps_which_a_resume_keeps(data):
     """The run is the one that its steps, its curriculum and its warm-up give, bit for bit."""
-    flags = [*CURRICULUM, "--max_minutes=0.05", "--epochs=20", "--curriculum_epochs=10", "--lr_min_ratio=0",
-             "--lr_warmup_steps=1000", "--checkpoint_interval=10", "--keep_last_n=2", "--log_interval=1"]
+    flags = [*CURRICULUM, "--max_minutes=0.1", "--epochs=20", "--curriculum_epochs=10", "--lr_min_ratio=0",
+             "--lr_warmup_steps=1000", "--checkpoint_interval=5", "--keep_last_n=2", "--log_interval=1"]
 
     def train(out, *more):
         return start_train(data, out, *flags, *more).output()
@@ -142,7 +142,7 @@ def test_minutes_become_steps_which_a_resume_keeps(data):
     text = train("run")
     settings = newest("run")["settings"]
     steps = settings["max_steps"]
-    assert f"max_minutes=0.05: max_steps is {steps}, of " in text and "evaluation takes about" in text
+    assert f"max_minutes=0.1: max_steps is {steps}, of " in text and "evaluation takes about" in text
     # half of the steps are at full depth, as half of the epochs were; the learning rate has reached its end
     full_depth = int(re.search(r"step (\d+): .* at H_cycles 2, L_cycles 3", text)[1])
     assert full_depth == pytest.approx(steps / 2 + 1, abs=1)
