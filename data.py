@@ -76,7 +76,10 @@ class Dataset:
         if os.path.exists(f"{path}/manifest.json"):
             self.manifest = read_json(f"{path}/manifest.json")
         self.hint = f"build it again with {self.made_by() or 'the command that made it'}"
-        for name, digest in self.manifest.get("sha256", {}).items():
+        hashes = self.manifest.get("sha256", {})
+        if not isinstance(hashes, dict):
+            raise UserError(f"{path}/manifest.json: sha256 must have the hash of each file: {self.hint}")
+        for name, digest in hashes.items():
             file = f"{path}/{name}"
             is_own = name.startswith(f"{split}/") or "/" not in name
             if is_own and not (os.path.isfile(file) and file_hash(file) == digest):

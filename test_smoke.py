@@ -2,19 +2,19 @@
 
     python -m pytest -q test_smoke.py
 """
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
-TINY = ["--hidden_size=32", "--num_heads=2", "--multiple_of=32", "--L_layers=1", "--H_cycles=2",
-        "--L_cycles=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--halt_max_steps=4",
-        "--global_batch_size=16", "--lr=2e-3", "--lr_warmup_steps=5", "--log_interval=10",
-        "--checkpoint_interval=20", "--eval_interval=0", "--forward_dtype=auto"]
+SMALL = ["--hidden_size=32", "--num_heads=2", "--multiple_of=32", "--L_layers=1", "--H_cycles=2",
+         "--L_cycles=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--halt_max_steps=4",
+         "--global_batch_size=16", "--lr=2e-3", "--lr_warmup_steps=5", "--log_interval=10",
+         "--checkpoint_interval=20", "--eval_interval=0", "--forward_dtype=auto"]
 
 # pytest runs two tests at a time, so each takes one thread.
 # XLA compiles small programs twice as fast without optimizing them.
@@ -43,7 +43,8 @@ def data(tmp_path_factory):
 
 
 def train(data, out, *flags, **env):
-    return python("train.py", f"--data_path={data}", f"--out_dir={out}", "--device=cpu", *TINY, *flags, **env)
+    paths = f"--data_path={data}", f"--out_dir={out}"
+    return python("train.py", *paths, "--device=cpu", *SMALL, *flags, **env)
 
 
 def test_train_resume_evaluate_export(data, tmp_path):
@@ -53,14 +54,12 @@ def test_train_resume_evaluate_export(data, tmp_path):
     assert losses(out)[-1] < 0.9 * losses(out)[0]
     shown = train(data, out, "--max_steps=60", "--init_from=resume")
     assert "training from step 40 to 60" in shown and "40 test puzzles" in shown
-    exported = tmp_path / "model.pt"
-    python("scripts/export.py", out, exported)
-    assert "step 60 | evaluation: " in train(data, out, f"--init_from={exported}", "--eval_only")
+    python("scripts/export.py", out, tmp_path / "model.pt")
+    assert "4 steps, " in python("scripts/solve.py", tmp_path / "model.pt", "." * 16)
 
 
-def test_train_with_attention_through_xla(data, tmp_path):
-    """On the CPU where torch_xla is not installed."""
-    device = "xla" if importlib.util.find_spec("torch_xla") else "cpu"
+@pytest.mark.parametrize("device", ["xla" if find_spec("torch_xla") else "cpu"])
+def test_train_with_attention(device, data, tmp_path):
     flags = "--max_steps=20", "--mlp_t=False", "--pos_encodings=rope", f"--device={device}"
     train(data, tmp_path / "out", *flags, PJRT_DEVICE="CPU")
     assert losses(tmp_path / "out")[-1] < losses(tmp_path / "out")[0]

@@ -64,8 +64,11 @@ def read_place():
     there are others, but not where.
     """
     values = {name: os.environ.get(name, "") for name in TORCHRUN}
-    rank = int(values["RANK"] or 0)
-    world = int(values["WORLD_SIZE"] or 1)
+    try:
+        rank = int(values["RANK"] or 0)
+        world = int(values["WORLD_SIZE"] or 1)
+    except ValueError:
+        rank = world = 0  # refused below
     if (rank, world) == (0, 1) and not all(values.values()):
         return Place()
     if rank >= world or not all(values.values()):

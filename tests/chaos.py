@@ -17,7 +17,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from types import SimpleNamespace
 
 import torch
 from fake_gcloud import ROOT, Cloud, kill_processes, processes, write_program
-from helpers import DATA, TINY, TrainProcess, hosts, new_emulator, same, serve_bucket, upload
+from helpers import TINY, TrainProcess, hosts, new_emulator, same, serve_bucket, small_dataset, upload
 
 from runtime.checkpoint import numbered
 
@@ -139,10 +138,8 @@ def slice_with_data(folder, seed=0):
     front = serve_bucket(new_emulator()._storage, random=random.Random(seed))
     os.environ["STORAGE_EMULATOR_HOST"] = front.url
     tpu = Slice(folder, front)
-    command = [sys.executable, ROOT / "prepare_sudoku.py", *DATA, f"--output_dir={folder / 'four'}"]
-    subprocess.run(command, check=True, capture_output=True)
     try:
-        upload(folder / "four", "gs://bucket/data/four")
+        upload(small_dataset(folder / "four"), "gs://bucket/data/four")
         front.rate = 0.02
         yield tpu
     finally:
@@ -263,8 +260,7 @@ def check_weights(tpu, steps):
                  f"--out_dir={out_dir}", "--init_from=auto"]
         ranks = [TrainProcess(flags, **host) for host in hosts(2)]
         for rank in ranks:
-            text = rank.output()
-            assert rank.returncode == 0, f"the run without faults failed: {text}"
+            rank.output()
 
     name = f"ckpt_{steps:08d}.pt"
     expected = torch.load(out_dir / name)

@@ -30,15 +30,14 @@ import bench
 import configurator
 import prepare_arc
 import prepare_maze
-import prepare_sudoku
 import train
 from runtime import forks
 from runtime.prepare import write_dataset
 
 # The files that take longest. The workers take whole files, these first, so that all end together.
-LONGEST = ("hard_to_kill", "replicas", "forks", "chaos", "tpu_sh", "spawn", "train", "smoke", "wandb", "aot",
-           "sweep", "resume", "models", "wrong_input", "play", "parity", "gcs", "solve", "data", "attempts",
-           "bench", "configurator")
+LONGEST = ("hard_to_kill", "spawn", "replicas", "forks", "tpu_sh", "chaos", "resume", "play", "smoke", "aot",
+           "train", "models", "wandb", "machines", "sweep", "solve", "parity", "attempts", "bench", "gcs",
+           "report", "data", "configurator")
 
 
 def pytest_collection_modifyitems(items):
@@ -62,6 +61,12 @@ def pytest_terminal_summary(terminalreporter):
     if packages:
         terminalreporter.write_line(f"skipped: the tests that need {', '.join(packages)}; "
                                     "pip install -r requirements-dev.txt")
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    """Each test runs in an empty folder of its own."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -93,11 +98,7 @@ def random_puzzles(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """A dataset of 64 4x4 Sudokus with 5 copies each, and 40 test puzzles."""
-    path = str(tmp_path_factory.mktemp("data") / "sudoku-4x4")
-    flags = [*helpers.DATA, f"--output_dir={path}"]
-    prepare_sudoku.main(configurator.configure(prepare_sudoku.__file__, flags))
-    return path
+    return helpers.small_dataset(str(tmp_path_factory.mktemp("data") / "sudoku-4x4"))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
 """A cloud for tests, whose gcloud is fake_gcloud.sh, and a project whose scripts/tpu.sh they call."""
+import json
 import os
 import re
 import signal
@@ -88,14 +89,15 @@ def kill_processes(folder):
 
 # The real gcloud.
 
-def refusal(command, **environment):
-    """Returns what the real gcloud says of a shell command that calls it, or "" where it takes the words.
+def refusals(commands):
+    """Returns what the real gcloud says of command lines with words that it does not know.
 
-    It parses them before it looks for an account, which it does not find: nothing reaches a server.
+    It only parses them. It finds no account, and nothing reaches a server.
     """
     with tempfile.TemporaryDirectory() as empty:
-        environment |= dict(PATH=os.environ["PATH"], HOME=empty, CLOUDSDK_CONFIG=empty,
-                            CLOUDSDK_CORE_CHECK_GCE_METADATA="0")
-        done = subprocess.run(["bash", "-c", command], env=environment, stdin=subprocess.DEVNULL,
-                              capture_output=True, text=True)
-    return "" if done.returncode in (0, 1) else done.stderr  # 2: it does not know a word
+        environment = dict(PATH=os.environ["PATH"], HOME=empty, CLOUDSDK_CONFIG=empty)
+        file = Path(empty, "commands.json")
+        file.write_text(json.dumps([{"command_string": command} for command in commands]))
+        lint = ["gcloud", "meta", "lint-gcloud-commands", f"--commands-file={file}"]
+        results = json.loads(subprocess.check_output(lint, env=environment))
+    return [result["error_message"] for result in results if not result["success"]]

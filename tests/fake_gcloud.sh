@@ -9,7 +9,7 @@
 #   calls            the commands so far
 # These files change the answers: bucket, health, logged_out (may hold the message), refuse, no_ssh, and hang
 # (ssh connects and never ends). As with the real gcloud, only stdout is the answer; a notice stands on stderr.
-# Any flag is taken: fake_gcloud.py's refusal() asks the real gcloud about those.
+# Any flag is taken: fake_gcloud.py's refusals() asks the real gcloud about those.
 set -u
 
 main() {

@@ -1,10 +1,10 @@
 """What several test files use: commands and runs at tiny sizes, and servers that stand for the real ones."""
 import atexit
 import contextlib
-import csv
 import functools
 import gc
 import http.server
+import importlib
 import importlib.metadata
 import io
 import multiprocessing.forkserver
@@ -40,7 +40,7 @@ TINY = ["--hidden_size=32", "--num_heads=2", "--multiple_of=32", "--L_layers=1",
         "--log_interval=5", "--eval_interval=0"]
 CURRICULUM = ["--H_cycles=2", "--L_cycles=3", "--H_cycles_start=1", "--L_cycles_start=1", "--lr=5e-4",
               "--halt_exploration_prob=0.9", "--halt_exploration_prob_end=0.1"]
-DATA = ["--source=generate", "--size=4", "--num_train=64", "--num_test=40", "--num_aug=5"]  # of the fixture
+DATA = "--source=generate --size=4 --num_train=64 --num_test=40 --num_aug=5"  # of the fixture data
 # The run of the fixture whole.
 WHOLE = ["--max_steps=40", "--checkpoint_interval=10", "--keep_last_n=9", "--eval_interval=4",
          "--eval_max_puzzles=20"]
@@ -51,7 +51,6 @@ SOLVE_MODEL = [
     "--forward_dtype=float32"]
 ARC_MODEL = [*TINY, "--expansion=2", "--puzzle_emb_len=1", "--H_cycles=1", "--L_cycles=1",
              "--halt_max_steps=3", "--max_steps=20"]
-COLUMNS = "source", "question", "answer", "rating"  # of the hub's CSV files
 
 
 def wait_for(condition, seconds=120):
@@ -96,11 +95,10 @@ def prepare(path, script=prepare_sudoku, **changes):
     return script.main(dataset_settings(script, output_dir=path, **changes))
 
 
-def write_csv(path, rows):
-    """Writes a CSV file of puzzles and returns its path."""
-    with open(path, "w", newline="", encoding="utf-8") as f:
-        csv.writer(f).writerows([COLUMNS, *rows])
-    return path
+def small_dataset(path):
+    """Makes a dataset of 64 4x4 Sudokus with 5 copies each, and 40 test puzzles; returns its path."""
+    flags = [*DATA.split(), f"--output_dir={path}"]
+    return prepare_sudoku.main(configurator.configure(prepare_sudoku.__file__, flags))
 
 
 # Processes are forks of one that has imported train.py, since to import torch takes seconds. If a test needs
@@ -124,12 +122,12 @@ class Fork(FORKS.Process):
 class TrainProcess(Fork):
     """Runs `python train.py ...`, as subprocess.Popen does with one pipe for output and errors.
 
-    environment: variables besides those of this process.
+    script: or one of scripts/, by its name. environment: variables besides those of this process.
     """
 
-    def __init__(self, argv, cwd=".", **environment):
+    def __init__(self, argv, cwd=".", script="train", **environment):
         reader, writer = FORKS.Pipe(duplex=False)
-        super().__init__(run_train, argv, os.path.abspath(cwd), os.environ | environment, writer)
+        super().__init__(run_script, script, argv, os.path.abspath(cwd), os.environ | environment, writer)
         writer.close()
         self.stdout = open(os.dup(reader.fileno()), encoding="utf-8")
 
@@ -141,32 +139,38 @@ class TrainProcess(Fork):
         self.join(timeout)
         return self.returncode
 
-    def output(self, timeout=120):
-        """Returns what it prints until it ends. It is killed if it does not within so many seconds."""
+    def output(self, code=0, timeout=120):
+        """Returns what it prints until it ends with this exit code. It is killed after so many seconds."""
         killer = threading.Timer(timeout, self.kill)
         killer.start()
         text = self.stdout.read()
         self.wait()
         killer.cancel()
+        assert self.returncode == code, text
         return text
 
 
-def run_train(argv, cwd, environment, writer):
-    """Runs train.py as a command does, in this process; writer: of the pipe for its output."""
+def run_script(name, argv, cwd, environment, writer):
+    """Runs a script as a command does, in this process; writer: of the pipe for its output."""
     multiprocessing.current_process().name = "MainProcess"  # by which train.py and its forks know it
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup lets the tests ignore it
-    for descriptor, name in (1, "stdout"), (2, "stderr"):
+    # whatever the tests do, it obeys a hangup, or ignores it as under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if "NOHUP" in environment else signal.SIG_DFL)
+    for descriptor, stream in (1, "stdout"), (2, "stderr"):
         os.dup2(writer.fileno(), descriptor)
-        setattr(sys, name, open(descriptor, "w", buffering=1, closefd=False, encoding="utf-8"))
-        setattr(sys, f"__{name}__", getattr(sys, name))
+        setattr(sys, stream, open(descriptor, "w", buffering=1, closefd=False, encoding="utf-8"))
+        setattr(sys, f"__{stream}__", getattr(sys, stream))
     writer.close()
-    sys.argv = ["train.py", *argv]
+    script = importlib.import_module(name)
+    sys.argv = [script.__file__, *argv]
     code = 0
     try:
-        process.start(train.main, train.__file__)
+        if script is train:
+            process.start(train.main, train.__file__)
+        else:
+            process.command(lambda: script.main(argv), script.__file__)
     except SystemExit as e:
         code = e.code
     atexit._run_exitfuncs()  # multiprocessing ends without them, and frees nothing: a lock's file would stay
@@ -209,10 +213,7 @@ def begun(process, until="training from"):
 def run(data, out, *flags, code=0):
     """Runs train.py and returns its output: in this process, unless it should fail. Later flags win."""
     if code:
-        process = start_train(data, out, *flags)
-        text = process.output()
-        assert process.returncode == code, text
-        return text
+        return start_train(data, out, *flags).output(code)
     settings = configurator.configure(train.__file__, arguments(data, out, *flags))
     train.check_settings(settings)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -263,7 +264,7 @@ def xla_environment(world):
 
 
 def work(world, connection):
-    """Receives (function, arguments), which all replicas call with their rank, and sends what they print."""
+    """Receives (folder, function, arguments), which all replicas call there, and sends what they print."""
     os.environ |= xla_environment(world) | dict(XLA_THREAD_POOL_SIZE="16")
     configurator.read_settings(train.__file__)  # not in several threads at once
     import torch_xla.debug.metrics
@@ -276,7 +277,8 @@ def work(world, connection):
         try:
             while True:
                 if xr.global_ordinal() == 0:
-                    job[:] = connection.recv()
+                    folder, *job[:] = connection.recv()
+                    os.chdir(folder)
                     torch_xla.debug.metrics.clear_all()
                 barrier.wait()
                 function, args = job
@@ -306,7 +308,7 @@ def start_replicas(world):
 def on_replicas(world, function, *args):
     """Lets each of so many replicas call function(rank, *args), and returns what they print."""
     connection = start_replicas(world)
-    connection.send((function, args))
+    connection.send((os.getcwd(), function, args))
     return connection.recv()  # EOFError: the replicas have ended, see stderr
 
 

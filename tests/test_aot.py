@@ -1,12 +1,10 @@
 """scripts/aot.py at tiny sizes: what the TPU's own compiler makes of a step, and wrong input in words."""
 import json
 import re
-import subprocess
-import sys
 
 import aot
 import pytest
-from helpers import needs
+from helpers import TrainProcess, needs
 
 import bench
 import configurator
@@ -16,22 +14,22 @@ from runtime.device import Device
 
 pytestmark = pytest.mark.xla
 
-TINY = ["--hidden_size=64", "--num_heads=2", "--puzzle_emb_ndim=64", "--puzzle_emb_len=2", "--L_layers=1",
+SMALL = ["--hidden_size=64", "--num_heads=2", "--puzzle_emb_ndim=64", "--puzzle_emb_len=2", "--L_layers=1",
         "--H_cycles=2", "--L_cycles=1", "--halt_max_steps=4", "--global_batch_size=16"]
 
 
-def run_aot(*flags):
+def run_aot(*flags, code=0):
     needs("jax")
     needs("libtpu")
-    return subprocess.run([sys.executable, aot.__file__, *TINY, *flags], capture_output=True, text=True)
+    return TrainProcess([*SMALL, *flags], script="aot").output(code)
 
 
 def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(random_puzzles):
-    output = run_aot("--tpu=v4-8", "--micro_batch_size=2", f"--data_path={random_puzzles}").stdout
-    figures = json.loads(output[output.index("{"):])
+    text = run_aot("--tpu=v4-8", "--micro_batch_size=2", f"--data_path={random_puzzles}")
+    figures = json.loads(text[text.index("\n{"):text.rindex("}") + 1])
 
     # all gradients, and some metrics, at once
-    settings = configurator.configure(train.__file__, [*TINY, f"--data_path={random_puzzles}"])
+    settings = configurator.configure(train.__file__, [*SMALL, f"--data_path={random_puzzles}"])
     run, _ = bench.new_run(settings, Device("cpu", settings))
     [[shape, _]] = figures["train"]["collectives"]
     size = int(re.search(r"f32\[(\d+)\]", shape)[1])
@@ -46,8 +44,7 @@ def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(ra
 
 def test_a_batch_that_does_not_fit_is_refused_in_the_compilers_words(random_puzzles):
     flags = ["--H_cycles=1", "--global_batch_size=200000", "--expansion=64", f"--data_path={random_puzzles}"]
-    process = run_aot("--tpu=v5e-1", *flags)
-    assert process.returncode == 2 and "exceeds available HBM" in process.stderr.splitlines()[-1]
+    assert "exceeds available HBM" in run_aot("--tpu=v5e-1", *flags, code=2).splitlines()[-1]
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -59,4 +56,4 @@ def test_a_batch_that_does_not_fit_is_refused_in_the_compilers_words(random_puzz
 def test_wrong_input_and_a_missing_compiler(flags, words, monkeypatch):
     monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(errors.UserError, match=words):
-        aot.main([*TINY, *flags])
+        aot.main([*SMALL, *flags])

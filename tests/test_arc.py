@@ -31,9 +31,9 @@ def build(path, **changes):
 def write_folder(path, **subsets):
     """Writes tasks {name: content} of each subset, a file each; returns path."""
     for subset, tasks in subsets.items():
-        os.makedirs(path / subset, exist_ok=True)
+        os.makedirs(f"{path}/{subset}", exist_ok=True)
         for name, content in tasks.items():
-            (path / subset / f"{name}.json").write_text(json.dumps(content))
+            Path(path, subset, f"{name}.json").write_text(json.dumps(content))
     return path
 
 
@@ -79,43 +79,39 @@ def test_identifiers_and_test_examples_are_the_official_builders(kaggle):
 
 
 @pytest.fixture
-def build_tasks(tmp_path):
+def build_tasks():
     """A function that builds a dataset of tasks {name: content} in folders and returns its training set.
 
     extra: tasks that are trained on besides.
     """
     def build_tasks(training, evaluation, extra=None, **changes):
-        source = write_folder(tmp_path / "[s]", training=training, evaluation=evaluation)
+        source = write_folder("[s]", training=training, evaluation=evaluation)
         if extra:
-            changes["extra"] = write_folder(tmp_path / "extra", deep=extra)
-        return Dataset(build(tmp_path / "out", source=source, num_aug=0, **changes), "train")
+            changes["extra"] = write_folder("extra", deep=extra)
+        return Dataset(build("out", source=source, num_aug=0, **changes), "train")
 
     return build_tasks
 
 
-def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(build_tasks):
-    """Nor is a test pair whose output is not known."""
+def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(build_tasks, capsys):
+    """Nor is a test pair whose output is not known. Such an output counts in no loss and no metric."""
     unknown = OTHER | {"test": [{"input": [[7]]}]}
-    train = build_tasks({"a": TASK, "c": unknown}, {"b": OTHER}, max_side=2)
-    assert dict(zip(train.arc.names, np.diff(train.arc.indices))) == {"a": 2, "b": 1, "c": 1}
+    train = build_tasks({"a": TASK, "c": unknown}, {"b": OTHER, "d": unknown}, max_side=2)
+    assert dict(zip(train.arc.names, np.diff(train.arc.indices))) == {"a": 2, "b": 1, "c": 1, "d": 1}
     test = Dataset(train.path, "test")
-    assert test.arc.names == ["b"] and test.test_batch([0])["labels"].tolist() == [[10, 10, 1, 1]]
-
-
-def test_an_output_that_is_not_known_counts_in_no_loss_and_no_metric(build_tasks, capsys):
-    train = build_tasks({"a": TASK}, {"b": OTHER | {"test": [{"input": [[7]]}]}})
-    assert (Dataset(train.path, "test").test_batch([0])["labels"] == -100).all()
+    labels = test.test_batch([0, 1])["labels"].tolist()
+    assert test.arc.names == ["b", "d"] and labels == [[10, 10, 1, 1], [-100] * 4]
     assert "test outputs that are not known: 1\n" in capsys.readouterr().out
 
 
 WIDE = TASK | {"train": [pair([[1] * 31], [[1]])]}
 
 
-def test_tasks_that_are_left_out_are_counted_and_named(build_tasks, tmp_path, capsys):
+def test_tasks_that_are_left_out_are_counted_and_named(build_tasks, capsys):
     """A test task is none of them because a task to train on has its name."""
-    (tmp_path / "[s]/training").mkdir(parents=True)
-    (tmp_path / "[s]/training/bom.json").write_text(json.dumps(TASK), encoding="utf-8-sig")
-    (tmp_path / "[s]/training/damaged.json").write_text("{")
+    Path("[s]/training").mkdir(parents=True)
+    Path("[s]/training/bom.json").write_text(json.dumps(TASK), encoding="utf-8-sig")
+    Path("[s]/training/damaged.json").write_text("{")
     training = {"0": TASK, "no test": {"train": TASK["train"]}, "wide": WIDE, "list": [], "11": {}}
     train = build_tasks(training, {"0": OTHER, "1": TASK, "2": WIDE}, {"0": TASK})
     assert {*Dataset(train.path, "test").arc.names} == {"0", "1"}
@@ -141,12 +137,12 @@ def test_an_extra_task_with_a_test_pair_is_not_trained_on(build_tasks, capsys):
     ({"gone": [[[1]]]}, "task gone has 1 outputs, but 0 test inputs in "),
     ({"a": []}, "task a has 0 outputs, but 1 test inputs in "),
 ])
-def test_solutions_of_other_challenges_are_refused(tmp_path, solutions, message):
+def test_solutions_of_other_challenges_are_refused(solutions, message):
     challenges = {"a": {"train": [pair([[1, 2]], [[2, 1]])], "test": [{"input": [[1, 3]]}]}}
-    (tmp_path / "k_training_challenges.json").write_text(json.dumps(challenges))
-    (tmp_path / "k_training_solutions.json").write_text(json.dumps(solutions))
+    Path("k_training_challenges.json").write_text(json.dumps(challenges))
+    Path("k_training_solutions.json").write_text(json.dumps(solutions))
     with pytest.raises(UserError, match="k_training_solutions.json: " + message):
-        build(tmp_path / "out", source=tmp_path / "k", subsets="training", test_subset="training", num_aug=0)
+        build("out", source="k", subsets="training", test_subset="training", num_aug=0)
 
 
 # Batches
@@ -203,10 +199,10 @@ def test_crop_takes_the_flatter_of_two_equally_large_rectangles():
     assert crop(tokens, 3).shape == (1, 3)
 
 
-def test_generated_tasks_are_those_of_the_published_figures(tmp_path):
+def test_generated_tasks_are_those_of_the_published_figures():
     """config/arc_demo.py has these. The test tasks are the same for each num_train."""
     generated = dict(source="generate", num_test=10, num_aug=0)
-    test = Dataset(build(tmp_path / "many", **generated, num_train=20), "test")
-    few = Dataset(build(tmp_path / "few", **generated, num_train=5), "test")
+    test = Dataset(build("many", **generated, num_train=20), "test")
+    few = Dataset(build("few", **generated, num_train=5), "test")
     assert test.sha256[:16] == "9162fa7c3ade0f82"
     assert sorted(test.inputs.tolist()) == sorted(few.inputs.tolist())

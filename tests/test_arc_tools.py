@@ -1,6 +1,7 @@
 """ARC: a model file knows what its puzzle identifiers stand for, and is adapted to new tasks."""
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,18 +14,18 @@ from model import TRM
 from runtime.errors import UserError
 
 
-def test_adaptation_answers_new_tasks(arc_folder, tmp_path):
+def test_adaptation_answers_new_tasks(arc_folder):
     """config/arc_adapt.py goes from a model file and a folder of tasks to answers.
 
     The new tasks' identifiers would get the vectors of others: an evaluation alone is refused, and training
     begins with the mean.
     """
-    (tmp_path / "evaluation").mkdir()
+    Path("evaluation").mkdir()
     for name, content in json.loads((arc_folder / "tasks.json").read_text()).items():
         del content["test"][0]["output"]
-        (tmp_path / f"evaluation/new_{name}.json").write_text(json.dumps(content))
-    adapted = tmp_path / "adapted"
-    prepare(f"{adapted}-data", prepare_arc, source=tmp_path, subsets="evaluation", max_side=4, num_aug=2)
+        Path(f"evaluation/new_{name}.json").write_text(json.dumps(content))
+    adapted = Path("adapted")
+    prepare(f"{adapted}-data", prepare_arc, source=".", subsets="evaluation", max_side=4, num_aug=2)
     flags = [*ARC_MODEL, f"--init_from={arc_folder / 'model.pt'}"]
     with pytest.raises(UserError, match="has other puzzle identifiers than .*: it can be trained further"):
         run_config("arc_adapt.py", adapted, *flags, "--eval_only")
@@ -46,8 +47,8 @@ def test_a_model_file_has_the_identifiers_of_its_puzzles(arc_folder):
     assert (answers != others).any()
 
 
-def test_a_part_of_the_tasks_does_not_replace_a_submission(arc_folder, tmp_path, capfd):
-    submission = tmp_path / "arc/submission.json"
+def test_a_part_of_the_tasks_does_not_replace_a_submission(arc_folder, capfd):
+    submission = Path("arc/submission.json")
     shutil.copytree(arc_folder / "arc", submission.parent)
     content = submission.read_bytes()
     flags = [*ARC_MODEL, "--init_from=resume", "--eval_only", f"--data_path={arc_folder / 'arc-data'}"]

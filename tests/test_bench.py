@@ -1,5 +1,6 @@
 """bench.py at tiny sizes: figures, the default batch, forks, wrong input. test_model.py counts FLOPs."""
 import json
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, TINY, on_replicas
@@ -31,10 +32,9 @@ def test_figures_on_the_cpu_are_those_of_a_forks_dataset_and_steps(capsys):
 
 
 @pytest.mark.parametrize("flags, size", [([], 2), (["small.py"], 8), (["--global_batch_size=768"], 768)])
-def test_one_step_chooses_the_batch_on_a_cpu_where_none_is_given(flags, size, tmp_path, monkeypatch, capsys):
+def test_one_step_chooses_the_batch_on_a_cpu_where_none_is_given(flags, size, monkeypatch, capsys):
     """Without a dataset, which random puzzles replace."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.py").write_text("global_batch_size = 8\n")
+    Path("small.py").write_text("global_batch_size = 8\n")
     monkeypatch.setattr(bench, "seconds_of", lambda n, call: (1.0, 1.0))
     run_bench(*flags, "--data_path=data/missing", "--size=6")
     text = capsys.readouterr().out

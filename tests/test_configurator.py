@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from helpers import ROOT
@@ -38,14 +39,13 @@ DEFAULTS = dict(undocumented=3, path="data/toy", batch=16, lr=1e-3, shift=-1, fa
 
 
 @pytest.fixture
-def toy(tmp_path, monkeypatch):
+def toy():
     """Runs configure() on the toy script in a folder with the given files, {name: text}."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "toy.py").write_text(SCRIPT)
+    Path("toy.py").write_text(SCRIPT)
 
     def run(*argv, **files):
         for name, text in files.items():
-            path = tmp_path / (name.replace("__", "/") + ".py")
+            path = Path(name.replace("__", "/") + ".py")
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
         return configure("toy.py", argv)
@@ -154,8 +154,8 @@ def test_help_prints_every_setting_and_reads_only_the_script(toy, capsys):
 @pytest.mark.parametrize("line", [
     "width = os.cpu_count()", "width = (1, 2)", "width = CHOICES = None", "width: int = lr + a",
     "width *= 2"])
-def test_a_line_that_looks_like_a_setting_and_is_none(tmp_path, line):
-    path = tmp_path / "edited.py"
+def test_a_line_that_looks_like_a_setting_and_is_none(line):
+    path = Path("edited.py")
     path.write_text(SCRIPT.replace("# optimizer\n", line + "\n"))
     with pytest.raises(UserError, match=rf"^{path}:12: width is no setting: "):
         configure(str(path), [])
@@ -185,12 +185,12 @@ start(main, __file__)
 """
 
 
-def toy_command(tmp_path, arguments):
+def toy_command(arguments):
     """Runs the toy script as a command of a shell: (exit code, stdout, stderr)."""
-    (tmp_path / "toy.py").write_text(SCRIPT.replace('raise SystemExit("the script was run")', "") + MAIN)
+    Path("toy.py").write_text(SCRIPT.replace('raise SystemExit("the script was run")', "") + MAIN)
     command = ["bash", "-c", f"{sys.executable} toy.py {arguments}; exit ${{PIPESTATUS[0]}}"]
     env = os.environ | dict(PYTHONPATH=ROOT, PYTHONUTF8="1")
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=env, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=env)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -201,12 +201,12 @@ def toy_command(tmp_path, arguments):
     "--slow=False --fast --path=TransientError": (1, "0.001 ü\n\n", ERROR),
     "--slow=False --fast --path=KeyboardInterrupt": (3, "0.001 ü\n\n", "toy.py: stopped\n"),
     "| true": (1, "", ""), "--help | true": (1, "", ""), ">&-": (0, "", "")}.items())
-def test_exit_codes(tmp_path, arguments, done):
+def test_exit_codes(arguments, done):
     """Expected errors are one line; a reader that leaves, as `| head` does, costs none."""
-    assert toy_command(tmp_path, arguments) == done
+    assert toy_command(arguments) == done
 
 
-def test_a_stop_that_python_drops_ends_a_command(tmp_path):
+def test_a_stop_that_python_drops_ends_a_command():
     began = time.monotonic()
-    assert toy_command(tmp_path, "--slow=False --fast --path=stop")[0] == 3
+    assert toy_command("--slow=False --fast --path=stop")[0] == 3
     assert time.monotonic() - began < 15

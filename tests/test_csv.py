@@ -2,6 +2,7 @@
 import os
 import re
 import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def build(folder, flags):
 
 def write(path, *rows):
     """Writes a CSV file of rows "question,answer"; returns its path."""
-    path.write_text("\n".join(["question,answer", *rows]), encoding="utf-8")
+    Path(path).write_text("\n".join(["question,answer", *rows]), encoding="utf-8")
     return path
 
 
@@ -46,30 +47,29 @@ def random_rows(n, cells=9, alphabet="123"):
 
 # Datasets
 
-def test_datasets_hold_the_files_rows(tmp_path):
+def test_datasets_hold_the_files_rows():
     """Of several answers to a question, the first."""
     rows = random_rows(30, 6, "áβ😀")
-    train = write(tmp_path / "train.csv", *rows[:20], rows[0], rows[1][:7] + "ββββββ")
-    test = write(tmp_path / "test.csv", *rows[20:])
+    train = write("train.csv", *rows[:20], rows[0], rows[1][:7] + "ββββββ")
+    test = write("test.csv", *rows[20:])
     flags = "--grid=2x3 --kind=my --several_answers"
-    path = build(tmp_path / "x", f"--train_csv={train} --test_csv={test} {flags}")
+    path = build("x", f"--train_csv={train} --test_csv={test} {flags}")
     assert rows_of(path, "train") == rows[:20] and rows_of(path, "test") == rows[20:]
     assert Dataset(path, "test").task == {"kind": "my", "grid": [2, 3], "symbols": "_.áβ😀"}
 
 
-def test_held_out_puzzles_are_drawn_from_all_and_not_trained_on(tmp_path):
+def test_held_out_puzzles_are_drawn_from_all_and_not_trained_on():
     rows = random_rows(60)
-    path = write(tmp_path / "all.csv", *rows)
-    folder = build(tmp_path / "x", f"--train_csv={path} --holdout=20")
+    folder = build("x", f"--train_csv={write('all.csv', *rows)} --holdout=20")
     test = rows_of(folder, "test")
     assert len(test) == 20 and sorted(test + rows_of(folder, "train")) == sorted(rows) and test != rows[:20]
 
 
-def test_copies_are_symmetric_and_never_test_puzzles(tmp_path):
+def test_copies_are_symmetric_and_never_test_puzzles():
     """Training puzzles that a symmetry turns into a test puzzle are left out."""
-    path = write(tmp_path / "all.csv", *random_rows(400, 9, "12"))
+    path = write("all.csv", *random_rows(400, 9, "12"))
     flags = "--holdout=100 --dihedral --permute_symbols=12 --num_aug=15"
-    folder = build(tmp_path / "x", f"--train_csv={path} {flags}")
+    folder = build("x", f"--train_csv={path} {flags}")
     train, test = [Dataset(folder, split) for split in ("train", "test")]
     assert test.task["symmetries"] == {"dihedral": True, "permute_symbols": "12"}
     turns = dihedral(3)
@@ -82,29 +82,29 @@ def test_copies_are_symmetric_and_never_test_puzzles(tmp_path):
     assert keys[::16] == keys[5::16] == keys[15::16] and (pairs[::16] != pairs[5::16]).any()
 
 
-def test_cells_whose_answer_is_ignored_do_not_count(tmp_path):
-    path = write(tmp_path / "all.csv", *[row[:10] + "?" + row[11:] for row in random_rows(30)])
-    test = Dataset(build(tmp_path / "x", f"--train_csv={path} --holdout=9 --ignored=?"), "test")
+def test_cells_whose_answer_is_ignored_do_not_count():
+    path = write("all.csv", *[row[:10] + "?" + row[11:] for row in random_rows(30)])
+    test = Dataset(build("x", f"--train_csv={path} --holdout=9 --ignored=?"), "test")
     assert test.task["symbols"] == "_.123" and ((test.labels == 0) == (np.arange(9) == 0)).all()
 
 
-def test_white_space_is_no_cell_unless_it_is_a_symbol(tmp_path):
+def test_white_space_is_no_cell_unless_it_is_a_symbol():
     """Cells that stand apart, and rows in lines: 5x5 cells have 49 characters, as 7x7 have."""
     rows = [row.split(",") for row in random_rows(9, 25)]
     apart = []
     for row in rows:
         fields = ["\n".join(" ".join(cells[i:i + 5]) for i in range(0, 25, 5)) for cells in row]
         apart.append('"{}","{}"'.format(*fields))
-    path = write(tmp_path / "all.csv", *apart)
-    folder = build(tmp_path / "x", f"--train_csv={path} --holdout=3")
+    path = write("all.csv", *apart)
+    folder = build("x", f"--train_csv={path} --holdout=3")
     test = rows_of(folder, "test")
     assert len(test) == 3 and {*test, *rows_of(folder, "train")} == set(map(",".join, rows))
 
-    path = write(tmp_path / "spaces.csv", "1 2 ,1122", " 11 ,2112", "2  1,2211")
-    flags = [f"--train_csv={path}", "--holdout=1", "--symbols= 12", f"--output_dir={tmp_path / 'y'}"]
+    path = write("spaces.csv", "1 2 ,1122", " 11 ,2112", "2  1,2211")
+    flags = [f"--train_csv={path}", "--holdout=1", "--symbols= 12", "--output_dir=y"]
     assert Dataset(prepare_csv.main(configure(prepare_csv.__file__, flags)), "test").task["symbols"] == "_ 12"
     with pytest.raises(UserError, match="no square: .*--symbols with a space"):
-        build(tmp_path / "z", f"--train_csv={path} --holdout=1")
+        build("z", f"--train_csv={path} --holdout=1")
 
 
 # Wrong input
@@ -129,21 +129,21 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
     (GOOD, "--kind=sudoku", "do not fit kind sudoku"),
     (GOOD, "--permute_symbols=1-4", "permute_symbols=1-4: '-' is not in the puzzles"),
 ])
-def test_wrong_input_is_one_line_and_leaves_nothing(rows, flags, message, tmp_path):
-    path = write(tmp_path / "train.csv", rows)
+def test_wrong_input_is_one_line_and_leaves_nothing(rows, flags, message):
+    path = write("train.csv", rows)
     with pytest.raises(UserError, match=message):
-        build(tmp_path / "x", f"--train_csv={path} --holdout=1 " + flags.format(path=path))
-    assert not list(tmp_path.glob("x*/"))
+        build("x", f"--train_csv={path} --holdout=1 " + flags.format(path=path))
+    assert not list(Path().glob("x*/"))
 
 
 @pytest.mark.parametrize("header", ["Board,answer,x", "1...,1234"])
-def test_a_header_without_our_columns_is_told(header, tmp_path):
-    path = tmp_path / "train.csv"
+def test_a_header_without_our_columns_is_told(header):
+    path = Path("train.csv")
     path.write_text(f"{header}\n{GOOD}")
     names = ", ".join(repr(name) for name in header.lower().split(","))
     words = f"train.csv:1: must name the columns question, answer: it has {names}, and lacks question"
     with pytest.raises(UserError, match=re.escape(words)):
-        build(tmp_path / "x", f"--train_csv={path} --holdout=1")
+        build("x", f"--train_csv={path} --holdout=1")
 
 
 # Rules
@@ -182,8 +182,8 @@ def test_the_coloring_example_does_not_train_on_questions_like_those_of_the_test
     assert len(train) > 800 and train.isdisjoint(test)
 
 
-def test_answers_that_break_the_rules_that_a_script_adds_are_named(coloring, tmp_path):
-    path = write(tmp_path / "wrong.csv", f"{ONE_GIVEN},{CHECKED}", f"{ONE_GIVEN[::-1]},{CHECKED}")
+def test_answers_that_break_the_rules_that_a_script_adds_are_named(coloring):
+    path = write("wrong.csv", f"{ONE_GIVEN},{CHECKED}", f"{ONE_GIVEN[::-1]},{CHECKED}")
     flags = f"--train_csv={path} --holdout=1 --kind=coloring --grid=4x5 --symbols=.123"
     with pytest.raises(UserError, match="wrong.csv:3: row 4, column 5 of the answer breaks a rule"):
-        build(tmp_path / "y", flags)
+        build("y", flags)

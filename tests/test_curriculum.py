@@ -34,16 +34,15 @@ def test_exploration_falls_in_a_line_or_is_constant():
     assert exploration(constant, 7, 11) == 0.3
 
 
-def test_the_log_says_what_changes_and_evaluations_are_at_full_depth(data, tmp_path):
-    out = tmp_path / "run"
-    text = run(data, out, *FLAGS, "--eval_interval=2", "--eval_max_puzzles=0")
+def test_the_log_says_what_changes_and_evaluations_are_at_full_depth(data):
+    text = run(data, "run", *FLAGS, "--eval_interval=2", "--eval_max_puzzles=0")
     assert re.findall(r"step (\d+): .* s for the first step at H_cycles (\d), L_cycles (\d)", text) == [
         ("1", "1", "1"), ("13", "1", "2"), ("25", "2", "3")]
     # no line covers two stages
-    assert list(curve(out)) == [5, 8, 10, 12, 15, 16, 20, 24, 25, 30, 32]
+    assert list(curve("run")) == [5, 8, 10, 12, 15, 16, 20, 24, 25, 30, 32]
     # the first step of a stage is left out of the rates
-    assert curve(out).keys() - curve(out, "perf/step_time").keys() == {25}
+    assert curve("run").keys() - curve("run", "perf/step_time").keys() == {25}
     for L_cycles, is_same in ((3, True), (1, False)):
-        text = run(data, tmp_path / "eval", f"--init_from={out}/ckpt_00000008.pt", "--eval_only",
+        text = run(data, "eval", "--init_from=run/ckpt_00000008.pt", "--eval_only",
                    "--H_cycles=2", f"--L_cycles={L_cycles}")
-        assert (f" loss {curve(out, 'eval/loss')[8]:.4f}" in text) == is_same
+        assert (f" loss {curve('run', 'eval/loss')[8]:.4f}" in text) == is_same

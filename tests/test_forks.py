@@ -47,14 +47,14 @@ def figures(out):
 
 
 @each_fork
-def test_a_fork_resumes_bit_for_bit(fork, data, tmp_path):
+def test_a_fork_resumes_bit_for_bit(fork, data):
     """Halfway to the second stage of the curriculum."""
     flags = flags_of(fork, "--checkpoint_interval=4")
-    run(data, tmp_path / "whole", *flags, "--max_steps=8")
-    run(data, tmp_path / "parts", *flags, "--max_steps=4")
-    run(data, tmp_path / "parts", *flags, "--max_steps=8", "--init_from=resume")
-    assert same(last_weights(tmp_path / "whole"), last_weights(tmp_path / "parts"))
-    assert figures(tmp_path / "parts")[-5:] == figures(tmp_path / "whole")[-5:]
+    run(data, "whole", *flags, "--max_steps=8")
+    run(data, "parts", *flags, "--max_steps=4")
+    run(data, "parts", *flags, "--max_steps=8", "--init_from=resume")
+    assert same(last_weights("whole"), last_weights("parts"))
+    assert figures("parts")[-5:] == figures("whole")[-5:]
 
 
 LOCK = threading.Lock()
@@ -77,13 +77,13 @@ def undo_fork(rank):
 
 @pytest.mark.xla
 @pytest.mark.parametrize("name", ["rsm", "infiloop", "fprm", "chains", "shampoo"])
-def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(name, data, tmp_path):
+def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(name, data):
     [fork] = [path for path in FORKS if Path(path).stem == name]
     flags = flags_of(fork, "--max_steps=3", "--lr=1e-4")
-    run(data, tmp_path / "cpu", *flags)
-    on_replicas(2, xla_fork, arguments(data, tmp_path / "xla", *flags, "--micro_batch_size=4"))
+    run(data, "cpu", *flags)
+    on_replicas(2, xla_fork, arguments(data, "xla", *flags, "--micro_batch_size=4"))
     on_replicas(2, undo_fork)
-    for ours, theirs in zip(figures(tmp_path / "xla"), figures(tmp_path / "cpu"), strict=True):
+    for ours, theirs in zip(figures("xla"), figures("cpu"), strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-6)
 
 
@@ -97,42 +97,41 @@ REPLACED = """
 """.split()
 
 
-def test_a_function_is_replaced_where_it_stands(data, tmp_path):
+def test_a_function_is_replaced_where_it_stands(data):
     code = []
     for place in REPLACED:
         module, name = place.split(".")
         code.append(f"""
 import {module}
 def replaced(*args, _old={module}.{name}, **options):
-    open({str(tmp_path / 'calls')!r}, "a").write("{place}\\n")
+    open("calls", "a").write("{place}\\n")
     return _old(*args, **options)
 {module}.{name} = replaced""")
-    fork = tmp_path / "fork.py"
-    fork.write_text("\n".join(code))
-    run(data, tmp_path / "run", str(fork), "--max_steps=2", "--H_cycles=1", "--halt_max_steps=2")
-    assert {*(tmp_path / "calls").read_text().split()} == {*REPLACED}
+    Path("fork.py").write_text("\n".join(code))
+    run(data, "run", "fork.py", "--max_steps=2", "--H_cycles=1", "--halt_max_steps=2")
+    assert {*Path("calls").read_text().split()} == {*REPLACED}
 
 
 # What would go unnoticed if it were wrong.
 
-def test_a_checkpoint_names_the_forks_that_trained_it(data, tmp_path):
+def test_a_checkpoint_names_the_forks_that_trained_it(data):
     """Whoever reads it without them, or with other ones, is told."""
-    fork = Path(shutil.copy(f"{ROOT}/tests/forks/smoothing.py", tmp_path))
-    run(data, tmp_path, str(fork), "--max_steps=2")
-    assert newest(tmp_path)["forks"].keys() == {"smoothing.py"}
+    fork = Path(shutil.copy(f"{ROOT}/tests/forks/smoothing.py", "."))
+    run(data, "run", str(fork), "--max_steps=2")
+    assert newest("run")["forks"].keys() == {"smoothing.py"}
     again = "--init_from=resume", "--eval_only"
-    without = start_train(data, tmp_path, *again).output()
+    without = start_train(data, "run", *again).output()
     assert "trained with the fork smoothing.py" in without
-    equal = start_train(data, tmp_path, str(fork), *again).output()
+    equal = start_train(data, "run", str(fork), *again).output()
     assert "smoothing.py" not in equal
     fork.write_text(fork.read_text() + "# changed")
-    changed = start_train(data, tmp_path, str(fork), *again).output()
+    changed = start_train(data, "run", str(fork), *again).output()
     assert re.search(r"the fork smoothing.py \w+, which has \w+ here", changed)
 
 
-def test_a_fork_that_runs_twice_wraps_a_method_once(data, tmp_path):
+def test_a_fork_that_runs_twice_wraps_a_method_once(data):
     """sweep.py runs it for each run of the study. A module may have the name of a setting."""
-    (tmp_path / "fork.py").write_text("""
+    Path("fork.py").write_text("""
 from runtime import device
 import model
 _old = model.TRM.losses
@@ -141,7 +140,7 @@ def losses(self, *arguments):
     return losses | dict(loss=losses["loss"] + 1)
 model.TRM.losses = losses""")
     own = model.TRM.losses
-    arguments = [str(tmp_path / "fork.py")]
+    arguments = ["fork.py"]
     configurator.configure(train.__file__, arguments)
     assert configurator.configure(train.__file__, arguments).device == "auto"
     assert model.TRM.losses.__globals__["_old"] is own
@@ -153,28 +152,28 @@ def test_the_readme_has_a_fork_that_is_tested():
     assert Path(ROOT, "tests/forks/smoothing.py").read_text() in Path(ROOT, "README.md").read_text()
 
 
-def test_a_config_file_that_replaces_nothing_is_no_fork(data, tmp_path):
-    (tmp_path / "plain.py").write_text('''"""The rate is
+def test_a_config_file_that_replaces_nothing_is_no_fork(data):
+    Path("plain.py").write_text('''"""The rate is
 from train.py, and its comment is the
 import model of new(lr=1).
 """
 import math  # not a model
 lr = math.sqrt(4)''')
-    arguments = [f"{ROOT}/config/study/exp01a_h256.py", f"{ROOT}/config/mini.py", str(tmp_path / "plain.py")]
+    arguments = [f"{ROOT}/config/study/exp01a_h256.py", f"{ROOT}/config/mini.py", "plain.py"]
     configurator.configure(train.__file__, arguments)
     assert not forks.FORKS
 
 
-def test_a_fork_is_known_by_what_it_imports(tmp_path):
+def test_a_fork_is_known_by_what_it_imports():
     """Wherever the import stands; an attribute that is called as a module is no import."""
-    (tmp_path / "inside.py").write_text("""
+    Path("inside.py").write_text("""
 def replace():
     import optim
     optim.norm = lambda tensors: 1
 replace()""")
-    (tmp_path / "plain.py").write_text("class Note: data = 1\nlr = 0.1 * Note.data")
+    Path("plain.py").write_text("class Note: data = 1\nlr = 0.1 * Note.data")
     norm = optim.norm
-    configurator.configure(train.__file__, [str(tmp_path / "inside.py"), str(tmp_path / "plain.py")])
+    configurator.configure(train.__file__, ["inside.py", "plain.py"])
     assert list(forks.FORKS) == ["inside.py"] and optim.norm is not norm
     configurator.configure(train.__file__, [])
     assert optim.norm is norm
@@ -187,7 +186,7 @@ def test_a_config_file_that_configures_another_script_keeps_a_fork_before_it():
     assert model.TRM.__name__ == "Smoothed" and list(forks.FORKS) == ["smoothing.py"]
 
 
-def test_a_model_file_of_before_a_forks_setting_solves_with_its_default(tmp_path):
+def test_a_model_file_of_before_a_forks_setting_solves_with_its_default():
     """And a flag changes the depth, as in an evaluation of train.py."""
     fork = f"{ROOT}/tests/forks/smoothing.py"
     path = f"{ROOT}/models/sudoku-6x6.pt"
@@ -200,8 +199,8 @@ def test_a_model_file_of_before_a_forks_setting_solves_with_its_default(tmp_path
     assert deep["q_halt_logits"] != shallow["q_halt_logits"]
 
 
-def test_a_fork_may_take_a_module_away(data, tmp_path):
-    run(data, tmp_path, *flags_of(FORKS[0], "--max_steps=3"))
-    assert "lm_head.weight" not in newest(tmp_path)["ema"]
-    again = run(data, tmp_path, *flags_of(FORKS[0], "--max_steps=3", "--init_from=resume", "--eval_only"))
-    assert f" loss {curve(tmp_path, 'eval/loss')[3]:.4f}" in again
+def test_a_fork_may_take_a_module_away(data):
+    run(data, "run", *flags_of(FORKS[0], "--max_steps=3"))
+    assert "lm_head.weight" not in newest("run")["ema"]
+    again = run(data, "run", *flags_of(FORKS[0], "--max_steps=3", "--init_from=resume", "--eval_only"))
+    assert f" loss {curve('run', 'eval/loss')[3]:.4f}" in again

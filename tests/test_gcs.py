@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def test_what_a_bucket_refuses_is_the_users_error_and_not_tried_again(
     assert len(front.log) == attempts
 
 
-def test_list_read_delete(bucket, tmp_path):
+def test_list_read_delete(bucket):
     names = ["ckpt_00000001.json", "sub/deep", "ü #?%2F.txt"]
     for name in names:
         bucket.write(name, name.encode())
@@ -67,8 +68,8 @@ def test_list_read_delete(bucket, tmp_path):
     for _ in range(2):  # what is gone can be deleted, and read as nothing
         bucket.delete("sub/deep")
     assert "sub/deep" not in bucket.list() and bucket.read("sub/deep") is None
-    bucket.download("sub/deep", str(tmp_path / "file"))
-    assert os.listdir(tmp_path) == []
+    bucket.download("sub/deep", "file")
+    assert os.listdir() == []
 
 
 def test_a_list_of_two_pages(monkeypatch):
@@ -109,14 +110,14 @@ def test_a_vm_asks_for_a_token_once_and_again_before_it_expires(cloud_bucket, fr
 
 
 def test_outside_google_cloud_a_token_comes_from_gcloud_or_the_environment(
-        cloud_bucket, monkeypatch, tmp_path):
+        cloud_bucket, monkeypatch):
     """A warning may come before it."""
     with socket.create_server(("127.0.0.1", 0)) as nothing:
         monkeypatch.setattr(bucket_module, "METADATA_TOKEN", f"http://127.0.0.1:{nothing.getsockname()[1]}")
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", os.getcwd())
     with pytest.raises(TransientError, match="no Google credentials: run `gcloud auth login`, "):
         cloud_bucket.list()
-    gcloud = tmp_path / "gcloud"
+    gcloud = Path("gcloud")
     gcloud.write_text('#!/bin/sh\n[ "$*" = "auth print-access-token" ] && echo a warning && echo secret\n')
     gcloud.chmod(0o755)
     cloud_bucket.list()
@@ -143,12 +144,12 @@ URL = "gs://bucket/data/small"
 
 
 @pytest.fixture
-def uploaded(front, random_puzzles, tmp_path, monkeypatch):
+def uploaded(front, random_puzzles, monkeypatch):
     """The folder of a dataset that is at URL too; the working directory is another."""
-    path = shutil.copytree(random_puzzles, tmp_path / "source")
+    path = os.path.abspath(shutil.copytree(random_puzzles, "source"))
     upload(path, URL)
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
+    Path("work").mkdir()
+    monkeypatch.chdir("work")
     front.log[:] = []
     return path
 

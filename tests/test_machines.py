@@ -1,18 +1,15 @@
 """Machines that are not here: GPUs, and processors with and without instructions for bfloat16."""
 import json
 import os
-import subprocess
-import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import first_gpu
 import pytest
 import torch
-from helpers import ROOT, TINY, hosts, run, start_train
-from torch._dynamo.exc import BackendCompilerFailed
-from torch._inductor.exc import InductorError
+from helpers import TINY, TrainProcess, hosts, run, start_train
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,11 +25,10 @@ def settings_of(*flags):
 
 
 def test_only_cuda_gets_weights_in_another_order_and_all_get_their_numbers():
-    weights = {"gate": torch.randn(32, 97), "down": torch.randn(97, 32), "bias": torch.randn(3)}
+    w = torch.randn(32, 97)
     for kind, strides in ("cuda", (1, 32)), ("xla", (97, 1)), ("cpu", (97, 1)):
-        cast = devices.cast_weights(SimpleNamespace(kind=kind), weights, torch.bfloat16)
-        assert cast["gate"].stride() == strides and cast["down"].stride() == (32, 1)
-        assert all(torch.equal(cast[name], w.bfloat16()) for name, w in weights.items())
+        cast = devices.cast_weights(SimpleNamespace(kind=kind), {"gate": w}, torch.bfloat16)["gate"]
+        assert cast.stride() == strides and torch.equal(cast, w.bfloat16())
 
 
 class Operations(TorchDispatchMode):
@@ -64,7 +60,7 @@ def test_both_ways_to_add_up_slots_agree():
     assert torch.allclose(optim.add_up(entries, slots, 7), want, atol=1e-5)
 
 
-def test_a_step_that_could_not_be_compiled_says_so(data, tmp_path, monkeypatch):
+def test_a_step_that_could_not_be_compiled_says_so(data, monkeypatch):
     """As without Triton or a C compiler."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch._dynamo.config, "suppress_errors", True)
@@ -72,7 +68,7 @@ def test_a_step_that_could_not_be_compiled_says_so(data, tmp_path, monkeypatch):
     failing = partial(torch.compile, backend=mock.Mock(side_effect=OSError))
     monkeypatch.setattr(torch, "compile", failing)
     flags = ["--max_steps=2", "--eval_final_max_puzzles=16", "--L_cycles=1", "--compile=on"]
-    text = run(data, tmp_path, *flags)
+    text = run(data, "run", *flags)
     assert "for the first step at H_cycles 2, L_cycles 1, not compiled, since torch.compile failed" in text
 
 
@@ -84,17 +80,24 @@ def test_the_peak_is_that_of_the_very_chip(name, tflops):
     assert peak == (tflops and tflops * 1e12)
 
 
-def test_first_gpu_rehearses_on_a_cpu(tmp_path):
-    out = tmp_path / "out"
-    command = [sys.executable, f"{ROOT}/scripts/first_gpu.py", "--device=cpu", f"--out_dir={out}",
-               "--minutes=30"]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert process.returncode == 0, process.stdout + process.stderr
-    parts = [json.loads(line)["part"] for line in (out / "results.jsonl").read_text().splitlines()]
+def test_first_gpu_rehearses_on_a_cpu(monkeypatch, capsys):
+    """Its parts run in this process, which has imported torch."""
+    def start(command, **options):
+        _, script, *flags = command
+        if script == first_gpu.__file__:
+            first_gpu.main(configurator.configure(script, flags))
+        else:
+            TrainProcess(flags).output()
+
+    monkeypatch.setattr(first_gpu, "subprocess", mock.Mock(run=start))
+    flags = ["--device=cpu", "--out_dir=out", "--minutes=30"]
+    first_gpu.main(configurator.configure(first_gpu.__file__, flags))
+    parts = [json.loads(line)["part"] for line in Path("out/results.jsonl").read_text().splitlines()]
     checks = ["parity"] * 2 + ["losses"] * 3 + ["repeat"] * 3 + ["resume"]
     assert parts == ["environment", *checks, *["step", "repeat", "kernels"] * 2]
-    assert "\n11 of 11 checks passed\n" in process.stdout and "| maze_eager | 8 | " in process.stdout
-    assert os.listdir(tmp_path) == ["out"]  # it leaves nothing elsewhere
+    text = capsys.readouterr().out
+    assert "\n11 of 11 checks passed\n" in text and "| maze_eager | 8 | " in text
+    assert os.listdir() == ["out"]  # it leaves nothing elsewhere
 
 
 def test_first_gpu_leaves_out_what_the_minutes_are_too_few_for(tmp_path, capsys):
@@ -112,21 +115,19 @@ def test_no_processor_emulates_16_bit_numbers_in_silence(flags, given, taken, mo
     assert dtype == taken and bool(note) == (given == "auto" or (flags, given) == ("avx2", "bfloat16"))
 
 
-OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-
-
-@pytest.mark.parametrize("error", [
-    OUT_OF_MEMORY, InductorError(OUT_OF_MEMORY, None), BackendCompilerFailed(print, OUT_OF_MEMORY, None)])
-def test_out_of_gpu_memory(random_puzzles, monkeypatch, error):
-    full = mock.Mock(side_effect=error)
+def test_out_of_gpu_memory(random_puzzles, monkeypatch):
+    """Also where torch.compile runs out of it."""
+    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._inductor.exc import InductorError
     for name, value in hosts(2)[1].items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train, "replica", full)
     monkeypatch.setattr(train, "on_signals", lambda: None)
-    flags = ["--device=cpu", f"--data_path={random_puzzles}", "--global_batch_size=16"]
     words = "^out of memory on the device: a --micro_batch_size smaller than 16 gives the same result"
-    with pytest.raises(errors.UserError, match=words):
-        train.main(settings_of(*flags))
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    for error in full, InductorError(full, None), BackendCompilerFailed(print, full, None):
+        monkeypatch.setattr(train, "replica", mock.Mock(side_effect=error))
+        with pytest.raises(errors.UserError, match=words):
+            train.main(settings_of("--device=cpu", f"--data_path={random_puzzles}", "--global_batch_size=16"))
 
 
 # Environments of launchers, clusters and images.
@@ -142,17 +143,27 @@ def test_one_process_trains_alone_in_an_environment_that_names_no_others(variabl
 
 
 @pytest.mark.parametrize("variables, words", [
+    ("RANK=x WORLD_SIZE=2", "RANK=x WORLD_SIZE=2 "),
     ("RANK=0 WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2 MASTER_ADDR= MASTER_PORT= in the environment: "),
     ("WORLD_SIZE=8", "RANK= WORLD_SIZE=8 MASTER_ADDR= MASTER_PORT= in the environment: "),
     ("RANK=1", "several replicas need all four, as torchrun sets them"),
     ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost", "MASTER_ADDR=localhost MASTER_PORT= in the environment: "),
     ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1", "one process needs `env -u RANK"),
 ])
-def test_ranks_without_an_address_are_wrong_input(variables, words, data, tmp_path):
+def test_ranks_without_an_address_are_wrong_input(variables, words, data):
     environment = dict(variable.split("=") for variable in variables.split())
-    process = start_train(data, tmp_path / "run", **environment)
-    *others, error = process.output().splitlines()
-    assert process.returncode == 2 and words in error and others == [], error
+    [error] = start_train(data, "run", **environment).output(2).splitlines()
+    assert words in error
+
+
+def test_more_ranks_than_gpus_are_wrong_input(monkeypatch):
+    """torchrun tells every rank of the host, so that none waits for another."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in (hosts(4)[1] | dict(LOCAL_WORLD_SIZE="3")).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(errors.UserError, match="torch sees 2: torchrun --nproc-per-node=2"):
+        devices.choose_device("auto")
 
 
 def test_a_missing_torch_xla_says_where_it_can_be_installed(monkeypatch):

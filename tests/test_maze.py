@@ -1,8 +1,10 @@
 """Mazes: each answer is a shortest path, by one rule among equals; so is the answer to a turned copy."""
+from pathlib import Path
+
 import networkx
 import numpy as np
 import pytest
-from helpers import prepare, write_csv
+from helpers import prepare
 
 import prepare_maze
 from data import Dataset
@@ -59,9 +61,9 @@ def test_generated_mazes_are_hard_and_distinct(size, min_path, n):
 
 # Datasets
 
-def test_the_copies_of_a_maze_are_its_8_turns_each_solved_by_the_rule(tmp_path):
+def test_the_copies_of_a_maze_are_its_8_turns_each_solved_by_the_rule():
     generated = dict(source="generate", size=7, min_path=9, num_train=40, num_test=30)
-    train = Dataset(prepare(tmp_path / "x", prepare_maze, **generated), "train")
+    train = Dataset(prepare("x", prepare_maze, **generated), "train")
     assert (train.labels == solve_mazes(train.inputs)[0]).all()
     assert (np.diff(train.group_indices) == 8).all()
     grid, *copies = train.inputs[:8].reshape(8, 7, 7)
@@ -79,13 +81,13 @@ def test_answers_that_do_not_follow_the_rule_are_turned_with_their_mazes():
     assert (labels[1] == answers[1][dihedral(3)[1:]]).all()
 
 
-def test_mazes_of_the_test_set_are_dropped_turned_or_not(tmp_path, capsys):
+def test_mazes_of_the_test_set_are_dropped_turned_or_not(capsys):
     mazes = prepare_maze.generate(6, 20, 0, 6)
     mazes = np.concatenate([mazes, mazes[:, 18:, dihedral(6)[3]]], axis=1)
-    rows = [["mine", *[text_of(maze_task(6), cells) for cells in pair], "0"] for pair in zip(*mazes)]
-    files = dict(train_csv=write_csv(tmp_path / "train.csv", rows[:16] + rows[20:]),
-                 test_csv=write_csv(tmp_path / "test.csv", rows[15:20]))
-    path = prepare(tmp_path / "x", prepare_maze, **files, aug=False)
+    rows = [",".join(text_of(maze_task(6), cells) for cells in pair) for pair in zip(*mazes)]
+    for name, lines in ("train", rows[:16] + rows[20:]), ("test", rows[15:20]):
+        Path(f"{name}.csv").write_text("\n".join(["question,answer", *lines]))
+    path = prepare("x", prepare_maze, train_csv="train.csv", test_csv="test.csv", aug=False)
     assert (Dataset(path, "train").inputs == mazes[0, :15]).all()
     assert (Dataset(path, "test").labels == mazes[1, 15:20]).all()
     assert "left out, since the test set has them: 3\n" in capsys.readouterr().out

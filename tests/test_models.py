@@ -2,12 +2,11 @@
 import json
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, TrainProcess, prepare
 
 import train
 from configurator import configure
@@ -60,15 +59,13 @@ def test_a_rank_of_torchrun_solves_by_itself(monkeypatch):
 
 
 def test_notebook(tmp_path, monkeypatch):
-    """Its cells, in order, with the demo's data and training cut short."""
+    """Its cells, in order, with less data, and training cut short."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     notebook = json.loads(Path(ROOT, "examples/demo.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    data = tmp_path / "data"
-    prepare = ("prepare_sudoku.py --source=generate --size=6 --num_train=40 --num_test=8 --num_aug=1 "
-               f"--output_dir={data}")
-    flags = (f'"--data_path={data}" "--data_prepare={prepare}" --epochs=2 --device=cpu --eval_interval=1 '
-             "--global_batch_size=8 --eval_halt_max_steps=2 --log_interval=2 --L_layers=1")
+    data = prepare(tmp_path / "data", source="generate", size=6, num_train=40, num_test=8, num_aug=1)
+    flags = (f"--data_path={data} --epochs=2 --device=cpu --eval_interval=1 --global_batch_size=8 "
+             "--eval_halt_max_steps=2 --log_interval=2 --L_layers=1")
     cells[0] += f"\nout, flags = {str(tmp_path / 'out')!r}, {flags!r}"
     space = {}
     monkeypatch.chdir(Path(ROOT, "examples"))
@@ -77,7 +74,9 @@ def test_notebook(tmp_path, monkeypatch):
     monkeypatch.setattr(pyplot, "show", lambda: None)
     for cell in cells:
         if cell.startswith("!"):
-            subprocess.run(cell[1:].format(**space), shell=True, check=True, timeout=300)
+            python, script, *arguments = shlex.split(cell[1:].format(**space))
+            assert script == "train.py"
+            TrainProcess(arguments).output()
         else:
             exec(cell, space)
     assert all(re.fullmatch("[ .1-6]{36}", answer) for answer, _ in space["answers"].values())

@@ -7,8 +7,6 @@ import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,7 +17,7 @@ import numpy as np
 import play
 import pytest
 import torch
-from helpers import ROOT, needs, wait_for
+from helpers import ROOT, TrainProcess, begun, needs, wait_for
 
 import puzzles
 from model import TRM
@@ -105,13 +103,12 @@ def test_wrong_requests_are_refused(server, request_line, changes, words):
 
 
 def test_a_request_needs_a_question_alone(server, arc_server):
-    status, (first, *lines) = ask(server, "POST", "/api/solve", json.dumps({"question": "." * 16}))
+    _, (first, *lines) = ask(server, "POST", "/api/solve", json.dumps({"question": "." * 16}))
     run = server.game.describe()
-    assert (status, first["steps"], first["attempts"]) == (200, run["depth"], run["attempts"])
+    assert (first["steps"], first["attempts"]) == (run["depth"], run["attempts"])
     assert len(lines) == run["depth"] * lines[-1]["attempts"] + 1
-    assert ask(server, "POST", "/api/solve", "{}") == (400, [{"error": "question is missing"}])
-    request = json.dumps({"question": [[1]]})
-    assert ask(arc_server, "POST", "/api/solve", request) == (400, [{"error": "task is missing"}])
+    for played, body, missing in (server, "{}", "question"), (arc_server, '{"question": [[1]]}', "task"):
+        assert ask(played, "POST", "/api/solve", body) == (400, [{"error": f"{missing} is missing"}])
 
 
 def test_a_client_that_leaves_frees_the_model(server, capfd):
@@ -127,21 +124,15 @@ def test_a_client_that_leaves_frees_the_model(server, capfd):
 
 
 def test_command_prints_its_address(models_folder):
-    command = [sys.executable, play.__file__, models_folder / "model.pt", "--port=0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert re.match(r"open http://127.0.0.1:\d+ in a browser", process.stdout.readline())
-    finally:
-        process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 3
+    process = TrainProcess([str(models_folder / "model.pt"), "--port=0"], script="play")
+    with begun(process, "open http://127.0.0.1:"):
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(20) == 3
 
 
-def test_page_fetches_nothing_from_elsewhere():
-    page = play.PAGE.read_text()
-    assert not re.search(r"""(src|href)=["'](?!data:,)|url\(|@import|innerHTML""", page)
-    assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}
-    for name in "engine.js", "game.js":
-        assert not re.search("fetch|http|import|</|<!", play.PAGE.with_name(name).read_text())
+def test_page_writes_no_html():
+    """What somebody types, or a file holds, is text."""
+    assert "innerHTML" not in play.PAGE.read_text()
 
 
 def test_arc_needs_the_dataset_that_it_was_trained_on(arc_folder, models_folder):
@@ -260,6 +251,7 @@ def test_page_solves_a_test_puzzle_and_plays_the_steps(browser, server):
     steps = browser.solve(number=2)
     browser.js("$('slider').focus()")
     browser.press("Home", "Right")
+    browser.until("shown === 1")  # a busy machine is late
     assert browser.texts("#board .cell") == steps[0]["answer"]
     browser.click("#kept")
     sure = browser.js("attempts.map(steps => steps.map(step => step.sure))")
@@ -394,36 +386,36 @@ def check_answers(browser, path, num_puzzles, steps):
         assert ours == theirs
 
 
-def test_demo_is_what_export_writes(tmp_path):
+def test_demo_is_what_export_writes():
     """If not: rm docs/demo.html, and python scripts/export.py with these arguments."""
     paths = [f"{ROOT}/models/{name}.pt" for name in MODELS]
-    export.main([*paths, str(tmp_path / "demo.html")])
-    page = (tmp_path / "demo.html").read_bytes()
+    export.main([*paths, "demo.html"])
+    page = Path("demo.html").read_bytes()
     assert page == Path(DEMO).read_bytes() and len(page) <= 3_000_000
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_file_answers_as_the_server_does(offline, name):
     offline.open(f"file://{DEMO}#{MODELS.index(name)}")
-    check_answers(offline, f"{ROOT}/models/{name}.pt", num_puzzles=3, steps=4)
+    check_answers(offline, f"{ROOT}/models/{name}.pt", num_puzzles=2, steps=3)
 
 
 @pytest.mark.parametrize("settings", [
     dict(mlp_t=False, pos_encodings="rope"),
     dict(mlp_t=False, pos_encodings="learned"),
     dict(puzzle_emb_ndim=40, puzzle_emb_len=3)], ids=["rope", "learned", "puzzle embedding"])
-def test_file_answers_with_other_blocks(offline, models_folder, tmp_path, settings):
-    save_model(models_folder, tmp_path / "model.pt", settings)
-    export.main([str(tmp_path / "model.pt"), str(tmp_path / "page.html")])
-    offline.open(f"file://{tmp_path}/page.html")
-    check_answers(offline, str(tmp_path / "model.pt"), num_puzzles=4, steps=3)
+def test_file_answers_with_other_blocks(offline, models_folder, settings):
+    save_model(models_folder, "model.pt", settings)
+    export.main(["model.pt", "page.html"])
+    offline.open(f"file://{os.getcwd()}/page.html")
+    check_answers(offline, "model.pt", num_puzzles=2, steps=3)
 
 
 @pytest.mark.parametrize("kind, attempts", [("maze", 8), ("exchange", 1)])
-def test_file_of_a_run(offline, models_folder, tmp_path, kind, attempts):
+def test_file_of_a_run(offline, models_folder, kind, attempts):
     """Without rules or symmetries, the page compares with the known answer and makes one attempt."""
-    export.main([str(models_folder / kind), str(tmp_path / "page.html")])
-    offline.open(f"file://{tmp_path}/page.html")
+    export.main([str(models_folder / kind), "page.html"])
+    offline.open(f"file://{os.getcwd()}/page.html")
     check_answers(offline, str(models_folder / kind), num_puzzles=2, steps=3)
     assert offline.js("run.attempts") == attempts and offline.js("$('models').hidden")
 
@@ -472,9 +464,8 @@ FORKS = {"losses.py": "model.TRM.losses = lambda *arguments: None", "network.py"
     (["model.pt", "network.py", "page.html"], "model.pt: a fork replaces rms_norm in model.py: play.py"),
     (["model.pt", "losses.py", "here/page.html"], "here/page.html: must be a new file in a folder"),
     (["model.pt", "losses.py", "page.html"], "")])
-def test_models_that_no_file_can_run_are_refused(models_folder, arc_folder, tmp_path, monkeypatch, argv,
+def test_models_that_no_file_can_run_are_refused(models_folder, arc_folder, argv,
                                                  words):
-    monkeypatch.chdir(tmp_path)
     save_model(models_folder, "model.pt", {})
     save_model(models_folder, "identifiers.pt", dict(puzzle_emb_ndim=32), num_puzzle_identifiers=2)
     torch.save(torch.load("model.pt") | dict(forks={"gone.py": "12345678"}), "fork.pt")

@@ -1,5 +1,6 @@
 """scripts/report.py on runs with known numbers: fit, tables, seeds, unfinished and damaged runs."""
 import json
+import os
 import re
 from pathlib import Path
 
@@ -30,18 +31,18 @@ def write_run(folder, accuracy=80.0, parameters=5.0, data="a", forks=(), **setti
             "perf/examples_per_sec": 6826.0, "perf/step_time": 0.9, "perf/tflops": 50.0})
         lines.append({"step": step, "eval/exact_accuracy": accuracy / 100 * solved})
     lines[-1] |= {"final": True, "eval/surest_accuracy": 0.5}
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    os.makedirs(folder)
+    Path(folder, "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.fixture
-def run_report(tmp_path, monkeypatch):
+def run_report(monkeypatch):
     """report.py in this process: a function of its arguments that returns report.md."""
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)  # drawing takes a second
 
     def run_report(*argv):
-        report.main([*map(str, argv), f"--out_dir={tmp_path / 'out'}"])
-        return (tmp_path / "out/report.md").read_text()
+        report.main([*map(str, argv), "--out_dir=out"])
+        return Path("out/report.md").read_text()
 
     return run_report
 
@@ -64,49 +65,49 @@ def test_a_fit_recovers_a_known_law_within_its_stated_error():
     assert report.fit_power_law([1, 1, 2, 4], [10, 11, 20, 25]) is None  # too few sizes
 
 
-def test_a_group_has_a_table_a_law_a_picture_and_its_numbers_as_json(tmp_path):
+def test_a_group_has_a_table_a_law_a_picture_and_its_numbers_as_json():
     for size, parameters in EXP01.items():
-        write_run(tmp_path / f"runs/exp01_{size}", law(parameters), parameters, hidden_size=size)
-    write_run(tmp_path / "runs/exp02a", 80.0, L_cycles=2)
-    report.main([str(tmp_path / "runs"), f"--out_dir={tmp_path / 'out'}", "--target=50"])
-    text = (tmp_path / "out/report.md").read_text()
+        write_run(f"runs/exp01_{size}", law(parameters), parameters, hidden_size=size)
+    write_run("runs/exp02a", 80.0, L_cycles=2)
+    report.main(["runs", "--out_dir=out", "--target=50"])
+    text = Path("out/report.md").read_text()
 
     table = rows(text, "exp01: How does accuracy grow")
     assert list(table) == ["exp01_256", *(f"hidden_size={size}" for size in [*EXP01][1:])]
     assert "accuracy = a - b * n^-c, with a = 90 ± " in text
     assert "| exp02a | 1 | reference | 80 | 10 | 5 | 18 | 4 | 5,000 | 1.25 | 6,826 | 2 | 360 |" in text
     assert "8 x xla (TPU v5e)" in text and "](exp01.png)" in text
-    last = json.loads((tmp_path / "out/results.json").read_text())[-1]
+    last = json.loads(Path("out/results.json").read_text())[-1]
     assert last["name"] == "exp02a" and last["evaluations"]["4000"] == 40
-    pixels = image.imread(tmp_path / "out/exp01.png")[..., :3]
+    pixels = image.imread("out/exp01.png")[..., :3]
     assert 0.02 < (pixels.min(-1) < 0.95).mean() < 0.5
 
 
-def test_runs_that_repeat_a_setting_are_its_seeds_in_every_group_with_an_interval(tmp_path, run_report):
+def test_runs_that_repeat_a_setting_are_its_seeds_in_every_group_with_an_interval(run_report):
     for seed, name in enumerate(("exp01c_h512", "exp02a_03", "exp06_c")):
-        write_run(tmp_path / name, 80.0 + seed, seed=seed)
+        write_run(name, 80.0 + seed, seed=seed)
     for seed in 0, 1:
-        write_run(tmp_path / f"{seed}/exp01a", 70.0 + 4 * seed, hidden_size=256, seed=seed)
-    text = run_report(tmp_path)
+        write_run(f"{seed}/exp01a", 70.0 + 4 * seed, hidden_size=256, seed=seed)
+    text = run_report(".")
     assert rows(text, "exp06")["exp06_c"][:3] == ["3", "reference", "81 ± 1"]
     # Welch: variances of the means 4 and 1 / 3; 1.169 degrees of freedom, of which the quantile is 9.06;
     # 9.06 * (13 / 3) ** 0.5 is 18.9
     assert rows(text, "exp01")["hidden_size=256"][1] == "-9.0 (-27.9 to +9.9)"
 
 
-def test_the_baseline_is_the_reference_whatever_the_number_of_seeds(tmp_path, run_report):
+def test_the_baseline_is_the_reference_whatever_the_number_of_seeds(run_report):
     for name, seed, rate in (("exp10a", 0, 3e-5), ("2/exp10a", 1, 3e-5), ("exp10b_lr1e-4", 1, 1e-4)):
-        write_run(tmp_path / name, lr=rate, seed=seed)
-    assert list(rows(run_report(tmp_path), "exp10")) == ["lr=3e-05", "exp10b_lr1e-4"]
+        write_run(name, lr=rate, seed=seed)
+    assert list(rows(run_report("."), "exp10")) == ["lr=3e-05", "exp10b_lr1e-4"]
 
 
-def test_other_runs_are_split_by_what_changes_their_result_and_by_their_data(tmp_path, run_report):
+def test_other_runs_are_split_by_what_changes_their_result_and_by_their_data(run_report):
     for seed, size in enumerate((0, 16, 32)):
-        write_run(tmp_path / f"demo{seed}", 98.0 + seed, seed=seed, micro_batch_size=size, eval_interval=size)
-    write_run(tmp_path / "fork", forks={"fprm.py": "12ab34cd"})
-    write_run(tmp_path / "wide", hidden_size=1024)
-    write_run(tmp_path / "other", data="b", data_path="data/binairo")
-    text = run_report(*sorted(tmp_path.iterdir()))
+        write_run(f"demo{seed}", 98.0 + seed, seed=seed, micro_batch_size=size, eval_interval=size)
+    write_run("fork", forks={"fprm.py": "12ab34cd"})
+    write_run("wide", hidden_size=1024)
+    write_run("other", data="b", data_path="data/binairo")
+    text = run_report(*sorted(os.listdir()))
     table = rows(text, "sudoku-extreme-1k-aug-1000-aaaaaaaa: Runs")
     assert list(table) == ["demo0", "forks=fprm.py-12ab34cd", "hidden_size=1024"]
     assert table["demo0"][2] == "99 ± 1"
@@ -123,12 +124,12 @@ def test_a_run_of_train_py_that_moved_to_other_hardware_names_both(data, out, ru
 @pytest.mark.parametrize("pattern, instead, status", [
     ('.*"step": 4000, "train.*}\n', "\0\0\0\0\n", "- 2 of 2 runs are complete\n"),  # what a crash left
     ('"final".*\n', '"fin', "- 1 of 2 runs are complete\n- {path}: unfinished\n")])
-def test_damage_costs_at_most_the_run_that_has_it(tmp_path, run_report, pattern, instead, status):
+def test_damage_costs_at_most_the_run_that_has_it(run_report, pattern, instead, status):
     for name in "damaged", "whole":
-        write_run(tmp_path / name, epochs=len(name))
-    path = tmp_path / "damaged/metrics.jsonl"
+        write_run(name, epochs=len(name))
+    path = Path("damaged/metrics.jsonl")
     path.write_text(re.sub(pattern, lambda _: instead, path.read_text(), count=1))
-    assert status.format(path=path) in run_report(tmp_path)
+    assert status.format(path=path) in run_report(".")
 
 
 def test_a_folder_without_runs_is_an_error_of_one_line():

@@ -25,6 +25,13 @@ from runtime import forks
 from runtime.errors import UserError
 
 
+@pytest.fixture(autouse=True)
+def models_here(models_folder):
+    """The folder of each test has the models, and the runs that trained them."""
+    for path in models_folder.iterdir():
+        os.symlink(path, path.name)
+
+
 @pytest.fixture(scope="module")
 def evaluation(models_folder):
     """Questions, answers and labels of train.py's own evaluation of the test set, as texts."""
@@ -41,13 +48,13 @@ def solved(evaluation):
 
 # Models
 
-def test_a_model_file_needs_no_dataset_and_no_fork(models_folder, evaluation, tmp_path):
+def test_a_model_file_needs_no_dataset_and_no_fork(evaluation):
     """TRM.load in a notebook and train.py's evaluation give the same answers."""
-    saved = torch.load(models_folder / "model.pt")
+    saved = torch.load("model.pt")
     saved["settings"] |= dict(loss_type="a fork's", optimizer="a fork's", data_path="gone")
-    torch.save(saved, tmp_path / "model.pt")
+    torch.save(saved, "alone.pt")
     questions, answers, _ = evaluation
-    for path in tmp_path / "model.pt", models_folder / "sudoku/ckpt_00000070.pt":
+    for path in "alone.pt", "sudoku/ckpt_00000070.pt":
         trm = TRM.load(path)
         assert evaluate.solve(trm, questions[:20], steps=4)[0] == answers[:20]
         assert len(trm.puzzles["inputs"]) == 60 and trm.step == 70
@@ -56,23 +63,23 @@ def test_a_model_file_needs_no_dataset_and_no_fork(models_folder, evaluation, tm
 @pytest.mark.parametrize("key, prefix", [
     ("state_dict", "module."), ("model", "module._orig_mod.model.inner."),
     ("model_state", "_orig_mod.module.")])
-def test_weights_that_other_code_has_wrapped(key, prefix, models_folder, evaluation, tmp_path):
+def test_weights_that_other_code_has_wrapped(key, prefix, evaluation):
     """By the names of wrappers, and in a dict."""
-    named = torch.load(models_folder / "official.pt")
+    named = torch.load("official.pt")
     weights = {prefix + name.removeprefix(export.PREFIX): t for name, t in named.items()}
-    torch.save({key: weights, "epoch": 3}, tmp_path / "wrapped.pt")
-    flags = shlex.split(torch.load(models_folder / "model.pt")["command"])[2:]
-    export.main([str(tmp_path / "wrapped.pt"), str(tmp_path / "model.pt"), *flags])
+    torch.save({key: weights, "epoch": 3}, "wrapped.pt")
+    flags = shlex.split(torch.load("model.pt")["command"])[2:]
+    export.main(["wrapped.pt", "named.pt", *flags])
     questions, answers, _ = evaluation
-    assert evaluate.solve(TRM.load(tmp_path / "model.pt"), questions[:20], steps=4)[0] == answers[:20]
+    assert evaluate.solve(TRM.load("named.pt"), questions[:20], steps=4)[0] == answers[:20]
 
 
 @pytest.mark.parametrize("fork", FORKS[:4], ids=lambda path: Path(path).stem)
-def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data, tmp_path, run_solve, capsys):
-    run(data, tmp_path, *flags_of(fork, "--max_steps=2"))
-    question = play.Game(str(tmp_path), [fork]).test_puzzle("1")["question"]
-    text = run_solve(tmp_path, fork, question, "--eval_halt_max_steps=3")
-    answer, _ = evaluate.solve(models.TRM.load(tmp_path / "ckpt_00000002.pt"), question, 3, 8)
+def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data, run_solve, capsys):
+    run(data, "run", *flags_of(fork, "--max_steps=2"))
+    question = play.Game("run", [fork]).test_puzzle("1")["question"]
+    text = run_solve("run", fork, question, "--eval_halt_max_steps=3")
+    answer, _ = evaluate.solve(models.TRM.load("run/ckpt_00000002.pt"), question, 3, 8)
     assert answer in text.splitlines()
 
     # as in another process, where it warns, or cannot build the model
@@ -80,7 +87,7 @@ def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data, tmp_p
     forks.FORKS.clear()
     error = None
     try:
-        solve.main([str(tmp_path), question])
+        solve.main(["run", question])
     except UserError as e:
         error = e
     assert Path(fork).name in f"{error} {capsys.readouterr().err}"
@@ -101,102 +108,96 @@ def test_a_puzzle_alone_takes_the_model_of_its_size_and_says_which(run_solve, qu
 
 
 @pytest.mark.parametrize("damage", ["cut", "pickle", "another exponent in a weight"])
-def test_damaged_model_files_are_refused_and_not_executed(models_folder, damage, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    content = bytearray((models_folder / "model.pt").read_bytes())
+def test_damaged_model_files_are_refused_and_not_executed(damage):
+    content = bytearray(Path("model.pt").read_bytes())
     content[len(content) // 2] ^= 64
     if damage == "cut":
         del content[-30:]
     Path("a.pt").write_bytes(pickle.dumps(Code()) if damage == "pickle" else content)
     with pytest.raises(UserError, match="a.pt is damaged"):
         solve.main(["a.pt", "." * 16])
-    assert os.listdir() == ["a.pt"]
+    assert not os.path.exists("executed")
 
 
 # Answers
 
-def test_a_puzzle_is_a_text_or_a_file(run_solve, models_folder, solved, tmp_path):
-    text = run_solve(models_folder / "model.pt", solved[0], "--steps", "--eval_halt_max_steps=9")
+def test_a_puzzle_is_a_text_or_a_file(run_solve, solved):
+    text = run_solve("model.pt", solved[0], "--steps", "--eval_halt_max_steps=9")
     assert solved[1] in text.splitlines() and "a solution: all rules" in text
     assert [*range(1, 10)] * 8 == [int(step) for step in re.findall(r"step (\d+): \d+% sure(?!;)", text)]
-    file = tmp_path / "puzzle.txt"
-    file.write_text("\ufeff" + "\n".join(re.findall("....", solved[0])))
-    file_text = run_solve(models_folder / "model.pt", file, "--steps", "--eval_halt_max_steps=9")
-    assert file_text == f"{file}: one puzzle of 4 lines\n{text}"
+    Path("puzzle.txt").write_text("\ufeff" + "\n".join(re.findall("....", solved[0])))
+    file_text = run_solve("model.pt", "puzzle.txt", "--steps", "--eval_halt_max_steps=9")
+    assert file_text == f"puzzle.txt: one puzzle of 4 lines\n{text}"
 
 
-def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, models_folder, evaluation, tmp_path,
-                                                            monkeypatch):
+def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, evaluation, monkeypatch):
     questions, answers, labels = evaluation
     results = ["right" if answer == label else "wrong" for answer, label in zip(answers, labels)]
     monkeypatch.setattr(evaluate, "CELLS_AT_A_TIME", 16 * 7)  # batches of 7 puzzles
-    run = models_folder / "sudoku"
-    rows = solve_rows(run_solve, run, tmp_path, ["question", *questions], "--eval_attempts=1")
+    rows = solve_rows(run_solve, "sudoku", ["question", *questions], "--eval_attempts=1")
     assert [[row["question"], row["answer"], row["result"]] for row in rows] == list(
         map(list, zip(questions, answers, results)))
     with pytest.raises(UserError, match="b.csv: must be a new file"):
-        solve_rows(run_solve, run, tmp_path, ["question", *questions])
+        solve_rows(run_solve, "sudoku", ["question", *questions])
 
 
-def test_attempts_at_a_file_of_puzzles_are_those_of_the_model(run_solve, models_folder, evaluation, tmp_path,
-                                                              monkeypatch):
+def test_attempts_at_a_file_of_puzzles_are_those_of_the_model(run_solve, evaluation, monkeypatch):
     """TRM.load in a notebook and solve.py try the same copies, until the same answers are sure."""
     monkeypatch.setattr(models, "SURE", 0.05)
     monkeypatch.setattr(evaluate, "CELLS_AT_A_TIME", 16 * 7)
     questions = evaluation[0][:20]
-    rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, ["question", *questions])
-    answers, sure = evaluate.solve(TRM.load(models_folder / "model.pt"), questions, 4, 8)
+    rows = solve_rows(run_solve, "sudoku", ["question", *questions])
+    answers, sure = evaluate.solve(TRM.load("model.pt"), questions, 4, 8)
     assert [row["answer"] for row in rows] == answers
     assert [float(row["certainty"]) for row in rows] == pytest.approx(sure, abs=1e-3)
     assert len({row["attempts"] for row in rows}) > 2
 
 
-def solve_rows(run_solve, model, folder, lines, *flags, name="a.csv"):
+def solve_rows(run_solve, model, lines, *flags, name="a.csv"):
     """Solves the puzzles in these lines of a file; returns the rows of the output."""
-    (folder / name).write_text("\n".join(lines))
-    text = run_solve(model, folder / name, f"--output={folder / 'b.csv'}", *flags)
-    rows = list(csv.DictReader((folder / "b.csv").read_text().splitlines()))
+    Path(name).write_text("\n".join(lines))
+    text = run_solve(model, name, "--output=b.csv", *flags)
+    rows = list(csv.DictReader(Path("b.csv").read_text().splitlines()))
     assert f"{[row['result'] for row in rows].count('right')} of {len(rows)} right (" in text
     return rows
 
 
-def test_a_wrong_row_says_so_and_the_others_are_solved(run_solve, models_folder, solved, tmp_path, capsys):
+def test_a_wrong_row_says_so_and_the_others_are_solved(run_solve, solved, capsys):
     lines = ["Puzzle,note", f"{solved[0]},", "12,", f"{solved[0]},a,b", f"11{'.' * 14},", f"{solved[0]},"]
-    rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, lines)
+    rows = solve_rows(run_solve, "sudoku", lines)
     problems = ["not solved: the puzzle '12' has 2 cells, not 4x4",
                 "not solved: the puzzle '' has 0 cells, not 4x4",
                 "not solved: the puzzle has no solution: row 1, column 1 breaks a rule"]
     assert [row["result"] for row in rows] == ["right", *problems, "right"]
     assert [row["answer"] for row in rows] == [solved[1], "", "", "", solved[1]]
-    solve.main([str(models_folder / "sudoku"), str(tmp_path / "a.csv")])
+    solve.main(["sudoku", "a.csv"])
     assert "a.csv:3: not solved: the puzzle '12' has" in capsys.readouterr().err
 
 
-def test_a_text_file_of_puzzles_is_solved_like_a_csv(run_solve, models_folder, solved, tmp_path):
+def test_a_text_file_of_puzzles_is_solved_like_a_csv(run_solve, solved):
     """With or without their answers, and a line that is no puzzle."""
     lines = ["# mine", f"1: {solved[0]}", f"{solved[0]} {solved[1]}", solved[0] + "1"]
-    rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, lines, name="a.sdm")
+    rows = solve_rows(run_solve, "sudoku", lines, name="a.sdm")
     problem = f"not solved: the puzzle '{solved[0]}1' has 17 cells, not 4x4"
     assert [row["result"] for row in rows] == ["right", "right", problem]
 
 
-def test_one_puzzle_has_an_output_too(run_solve, models_folder, solved, tmp_path):
-    [row] = solve_rows(run_solve, models_folder / "sudoku", tmp_path, [solved[0]], name="a.txt")
+def test_one_puzzle_has_an_output_too(run_solve, solved):
+    [row] = solve_rows(run_solve, "sudoku", [solved[0]], name="a.txt")
     assert row["answer"] == solved[1]
 
 
-def test_a_search_that_is_given_up_is_no_problem_of_other_rows(run_solve, models_folder, solved, tmp_path,
-                                                               monkeypatch, capsys):
+def test_a_search_that_is_given_up_is_no_problem_of_other_rows(run_solve, solved, monkeypatch, capsys):
     monkeypatch.setattr(puzzles.sudoku, "SEARCH", 20)
-    rows = solve_rows(run_solve, models_folder / "sudoku", tmp_path, ["question", "." * 16, solved[0]])
+    rows = solve_rows(run_solve, "sudoku", ["question", "." * 16, solved[0]])
     assert rows[1]["result"] == "right"
-    solve.main([str(models_folder / "sudoku"), "." * 16])
+    solve.main(["sudoku", "." * 16])
     assert "warning: not decided whether the puzzle has one solution" in capsys.readouterr().err
 
 
-def test_without_rules_the_column_answer_judges(run_solve, models_folder, tmp_path):
+def test_without_rules_the_column_answer_judges(run_solve):
     """The model exchanges the two symbols; other characters stand in cells that do not count."""
-    text = run_solve(models_folder / "exchange", "011\n010")
+    text = run_solve("exchange", "011\n010")
     assert "\n100101\nnot judged: the rules are not known" in text
     results = {
         "100101": "right", "1 0 0 1 0 1": "right", "?00101": "right", "000101": "wrong", "": "not judged",
@@ -205,25 +206,25 @@ def test_without_rules_the_column_answer_judges(run_solve, models_folder, tmp_pa
         "1.0E+5": "not judged: the known answer has '+' (see --ignored)",
         "201211": "not judged: the known answer has '2' (see --ignored)"}
     lines = ["question,answer", *[f"011010,{answer}" for answer in results]]
-    rows = solve_rows(run_solve, models_folder / "exchange", tmp_path, lines, "--ignored=?")
+    rows = solve_rows(run_solve, "exchange", lines, "--ignored=?")
     assert [row["result"] for row in rows] == list(results.values())
 
 
-def test_mazes_of_any_size_and_attempts(run_solve, models_folder, tmp_path):
+def test_mazes_of_any_size_and_attempts(run_solve):
     maze = "S #   \n  # # \n ## # \n      \n # ## \n     G"
-    (tmp_path / "maze.txt").write_text(maze.replace(" \n", "\n"))  # as editors do
-    text = run_solve(models_folder / "maze", maze)
-    assert run_solve(models_folder / "maze", tmp_path / "maze.txt").endswith(text)
+    Path("maze.txt").write_text(maze.replace(" \n", "\n"))  # as editors do
+    text = run_solve("maze", maze)
+    assert run_solve("maze", "maze.txt").endswith(text)
     larger = "S" + " " * 62 + "G"  # 8x8
-    assert "not sure after 4 attempts" in run_solve(models_folder / "maze", larger, "--eval_attempts=4")
+    assert "not sure after 4 attempts" in run_solve("maze", larger, "--eval_attempts=4")
 
 
-def test_pictures(run_solve, models_folder, solved, tmp_path):
+def test_pictures(run_solve, solved):
     image = pytest.importorskip("PIL.Image")
     for name in "a.png", "a.gif":
-        run_solve(models_folder / "sudoku", solved[0], f"--plot={tmp_path / name}")
-    assert image.open(tmp_path / "a.png").size == (400, 400)
-    assert image.open(tmp_path / "a.gif").n_frames > 1
+        run_solve("sudoku", solved[0], f"--plot={name}")
+    assert image.open("a.png").size == (400, 400)
+    assert image.open("a.gif").n_frames > 1
 
 
 # Wrong input
@@ -245,16 +246,15 @@ def test_pictures(run_solve, models_folder, solved, tmp_path):
     (["sudoku", "latin.txt"], "latin.txt:2: is not UTF-8 text"),
     (["sudoku", "short.sdk"], "short.sdk: 3 rows, not 4, from line 2"),
     ([f"{ROOT}/models/maze-6x6.pt", "S" + " " * 62 + "G"], "models/maze-6x6.pt takes 6x6 only")])
-def test_wrong_input_is_one_line(models_folder, argv, words, monkeypatch):
-    monkeypatch.chdir(models_folder)
-    Path("folder").mkdir(exist_ok=True)
+def test_wrong_input_is_one_line(argv, words):
+    os.mkdir("folder")
     Path("puzzles.csv").write_text(f"question\n{'.' * 16}\n")
     Path("latin.txt").write_bytes(b"1...\n\xe9...\n")
     Path("short.csv").write_text("question\n12\n")
     Path("short.sdk").write_text("#A me\n1...\n....\n....\n")
     with pytest.raises(UserError, match=re.escape(words)):
         solve.main(argv)
-    assert not Path("a.gif").exists() and not Path("a.csv").exists()
+    assert not os.path.exists("a.gif")
 
 
 def test_arc_is_for_the_page(arc_folder):

@@ -2,6 +2,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from helpers import begun, children, start_train, stored, xla_environment
@@ -87,46 +88,42 @@ if multiprocessing.current_process().name == "MainProcess":
 """
 
 
-def start(data, tmp_path, fork, world, *flags):
+def start(data, fork, world, *flags):
     """Starts train.py, which starts its replicas.
 
     Args:
         fork: the text of a config file.
         world: the number of replicas in a process.
     """
-    (tmp_path / "fork.py").write_text(fork)
-    flags = str(tmp_path / "fork.py"), "--device=xla", "--log_interval=1", *flags
-    return start_train(data, tmp_path / "run", *flags, **xla_environment(world))
+    Path("fork.py").write_text(fork)
+    flags = "fork.py", "--device=xla", "--log_interval=1", *flags
+    return start_train(data, "run", *flags, **xla_environment(world))
 
 
 @pytest.mark.parametrize("fork, words", [(DIES, "OSError: no answer"), (HANGS, "Timeout")])
-def test_a_replica_that_breaks_ends_the_run(fork, words, data, tmp_path):
-    process = start(data, tmp_path, fork, 1)
-    text = process.output()
-    assert process.returncode == 1 and words in text, text
-    assert "a replica died, see above; --init_from=auto continues" in text
+def test_a_replica_that_breaks_ends_the_run(fork, words, data):
+    text = start(data, fork, 1).output(1)
+    assert words in text and "a replica died, see above; --init_from=auto continues" in text
 
 
-def test_a_preemption_saves_and_uploads_within_30_seconds(data, front, emulator, tmp_path):
+def test_a_preemption_saves_and_uploads_within_30_seconds(data, front, emulator):
     """SIGTERM reaches all processes of a host at once; each answer of the bucket takes half a second.
 
     The replicas of a process are threads here, which stop together.
     """
     front.script.extend(["slow"] * 1000)
-    process = start(data, tmp_path, APART, 2, "--max_steps=100000", "--checkpoint_interval=0",
+    process = start(data, APART, 2, "--max_steps=100000", "--checkpoint_interval=0",
                     "--gcs_dir=gs://bucket/run")
     with begun(process, "step 3/"), begun(process, "step 3/"):  # both runs train
         began = time.monotonic()
         for pid in [process.pid, *children(process.pid)]:
             os.kill(pid, signal.SIGTERM)
-        text = process.output()
-    assert process.returncode == 3 and time.monotonic() - began < 30, text
+        text = process.output(3)
+    assert time.monotonic() - began < 30, text
     for rank in "01":
-        [saved] = [path.name for path in (tmp_path / f"run{rank}").glob("ckpt_*.pt")]
+        [saved] = [path.name for path in Path(f"run{rank}").glob("ckpt_*.pt")]
         assert stored(emulator, f"run{rank}/{saved}") and f"stopped at step {int(saved[5:13])}" in text
 
 
-def test_a_preemption_at_the_start_stops_the_run(data, tmp_path):
-    process = start(data, tmp_path, EARLY, 1, "--max_steps=100000")
-    text = process.output()
-    assert process.returncode == 3 and "stopped at step " in text, text
+def test_a_preemption_at_the_start_stops_the_run(data):
+    assert "stopped at step " in start(data, EARLY, 1, "--max_steps=100000").output(3)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import sweep as script
-from helpers import ROOT, TINY, TrainProcess, lines, start_command, wait_for
+from helpers import ROOT, TINY, TrainProcess, begun, lines, wait_for
 
 FLAGS = [*TINY, "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2", "--micro_batch_size=0",
          "--checkpoint_interval=20", "--max_steps=120", "--wandb_log=False", "--device=cpu", "--lr=1e-4"]
@@ -23,8 +23,8 @@ class Popen:
         self.terminate = self.process.terminate
 
     def wait(self):
-        print(self.process.output())
-        return self.process.returncode
+        print(self.process.stdout.read())
+        return self.process.wait()
 
 
 @pytest.fixture
@@ -93,12 +93,11 @@ def test_prepare_makes_the_data_of_two_runs_once(sweep, tmp_path):
 
 
 def test_a_stopped_run_saves_and_goes_on(sweep, flags, tmp_path):
-    process = start_command(sys.executable, script.__file__, "exp08a", "exp08b", *flags)
-    log = tmp_path / EMA_OFF / "log.txt"
-    wait_for(lambda: log.exists() and "step 10/" in log.read_text())
-    process.send_signal(signal.SIGINT)
-    text = process.communicate(timeout=60)[0]
-    assert process.returncode == 3 and not (tmp_path / EMA).exists()
+    process = TrainProcess(["exp08a", "exp08b", *flags], cwd=ROOT, script="sweep")
+    with begun(process, "step 10/"):
+        os.kill(process.pid, signal.SIGINT)
+        text = process.output(3)
+    assert not (tmp_path / EMA).exists()
     # the first run goes on
     step = re.search(r"stopped at step (\d+), checkpoint saved", text)[1]
     assert f"training from step {step} to 120" in sweep("exp08a", *flags)

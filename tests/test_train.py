@@ -49,12 +49,12 @@ def test_a_run_logs_evaluates_and_saves(whole):
     assert best["metrics"]["eval/exact_accuracy"] == max(exact.values())
 
 
-def test_best_pt_is_the_best_evaluation_the_final_one_included(data, tmp_path, monkeypatch):
+def test_best_pt_is_the_best_evaluation_the_final_one_included(data, monkeypatch):
     """ARC is judged by the tasks solved in two tries, puzzles with several right answers by the rules."""
     accuracies = iter([0.2, 0.1, 0.3])
     monkeypatch.setattr(evaluate, "means", lambda ranks: {"eval/exact_accuracy": next(accuracies)})
-    run(data, tmp_path, *WHOLE)
-    best = json.loads((tmp_path / "best.json").read_text())
+    run(data, "run", *WHOLE)
+    best = json.loads(Path("run/best.json").read_text())
     assert best["step"] == 40 and best["metrics"] == {"eval/exact_accuracy": 0.3}
     values = {"eval/exact_accuracy": 0.5, "eval/valid_accuracy": 0.7}
     assert score(values) == 0.7 and score(values | {"eval/pass1": 0.1, "eval/pass2": 0.2}) == 0.2
@@ -63,9 +63,9 @@ def test_best_pt_is_the_best_evaluation_the_final_one_included(data, tmp_path, m
 def interrupted(source, out):
     """Copies a run of 40 steps as a crash after its 30th leaves it."""
     shutil.copytree(source, out)
-    for path in out.glob("ckpt_00000040.*"):
-        path.unlink()
-    with open(out / "metrics.jsonl", "a") as f:
+    for suffix in "pt", "json":
+        os.remove(f"{out}/ckpt_00000040.{suffix}")
+    with open(f"{out}/metrics.jsonl", "a") as f:
         f.write('{"step": 41, "tra')  # half a line
     return out
 
@@ -82,23 +82,22 @@ RESUMES = {
                              "--pos_encodings=rope", "--puzzle_emb_ndim=0",
                              "--loss_type=softmax_cross_entropy"],
     "lion, learned positions, float16": ["--optimizer=lion", "--lr=2e-4", "--ema=False", "--mlp_t=False",
-                                         "--pos_encodings=learned", "--forward_dtype=float16"],
+                                         "--pos_encodings=learned", "--forward_dtype=float16",
+                                         "--H_cycles=1", "--L_cycles=1"],
     "at the border of stages": [*CURRICULUM, "--curriculum_epochs=15", "--forward_dtype=bfloat16"],
 }
 
 
 @pytest.mark.parametrize("flags", RESUMES.values(), ids=RESUMES)
-def test_a_resume_equals_no_interruption(data, tmp_path, flags):
-    source = tmp_path / "whole"
-    run(data, source, *WHOLE, *flags)
-    out = interrupted(source, tmp_path / "run")
-    check_resume(data, source, out, 30, *flags)
+def test_a_resume_equals_no_interruption(data, flags):
+    run(data, "whole", *WHOLE, *flags)
+    check_resume(data, "whole", interrupted("whole", "run"), 30, *flags)
 
 
-def test_a_run_killed_in_its_first_checkpoint_begins_again(data, whole, tmp_path):
-    out = interrupted(whole[0], tmp_path / "run")
+def test_a_run_killed_in_its_first_checkpoint_begins_again(data, whole):
+    out = interrupted(whole[0], "run")
     for name in set(os.listdir(out)) - {"best.pt", "best.json", "ckpt_00000010.pt"}:
-        os.remove(out / name)
+        os.remove(f"{out}/{name}")
     check_resume(data, whole[0], out, 0)
 
 
@@ -108,79 +107,74 @@ def writes(seen):
     return lambda self, name, *args: seen(name) or write(self, name, *args)
 
 
-def test_a_resume_makes_up_for_an_evaluation_that_was_stopped(data, tmp_path, monkeypatch):
+def test_a_resume_makes_up_for_an_evaluation_that_was_stopped(data, monkeypatch):
     names = []
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="3"):
         patch.setattr(evaluate, "evaluate", lambda *args: {})  # as if a stop was requested
         patch.setattr(Checkpoints, "write", writes(names.append))
-        run(data, tmp_path, *WHOLE, "--checkpoint_interval=8")
+        run(data, "run", *WHOLE, "--checkpoint_interval=8")
     assert names == ["ckpt_00000008", "ckpt_00000016"]  # the second is not written again
-    run(data, tmp_path, *WHOLE, "--init_from=resume")
-    assert curve(tmp_path, "eval/puzzles") == {16: 20, 32: 20, 40: 40}
+    run(data, "run", *WHOLE, "--init_from=resume")
+    assert curve("run", "eval/puzzles") == {16: 20, 32: 20, 40: 40}
 
 
-def test_a_kill_before_best_pt_is_whole_leaves_no_line_of_its_evaluation(data, tmp_path, monkeypatch):
+def test_a_kill_before_best_pt_is_whole_leaves_no_line_of_its_evaluation(data, monkeypatch):
     """A resume would not repeat the evaluation."""
     monkeypatch.setattr(Checkpoints, "write", writes({}.__getitem__))
     with pytest.raises(KeyError, match="best"):
-        run(data, tmp_path, *WHOLE, "--checkpoint_interval=0")
-    assert not curve(tmp_path, "eval/puzzles")
+        run(data, "run", *WHOLE, "--checkpoint_interval=0")
+    assert not curve("run", "eval/puzzles")
 
 
-def test_a_resume_names_changed_settings_and_refuses_another_optimizer(data, out):
-    text = run(data, out, "--max_steps=41", "--init_from=resume", "--lr=1e-3")
-    assert "lr is 0.001; the checkpoint had 0.002" in text
+def test_a_resume_refuses_another_optimizer(data, out):
     with pytest.raises(errors.UserError, match="was trained with optimizer=adam_atan2: "):
         run(data, out, "--max_steps=50", "--init_from=resume", "--optimizer=lion")
 
 
-def test_minutes_become_steps_which_a_resume_keeps(data, tmp_path):
+def test_minutes_become_steps_which_a_resume_keeps(data):
     """The run is the one that its steps, its curriculum and its warm-up give, bit for bit."""
     flags = [*CURRICULUM, "--max_minutes=0.1", "--epochs=20", "--curriculum_epochs=10", "--lr_min_ratio=0",
-             "--lr_warmup_steps=1000", "--checkpoint_interval=5", "--keep_last_n=999", "--log_interval=1"]
-    out = tmp_path / "run"
-    process = start_train(data, out, *flags)
-    text = process.output()
-    assert process.returncode == 0, text
-    settings = newest(out)["settings"]
+             "--lr_warmup_steps=1000", "--checkpoint_interval=5", "--keep_last_n=2", "--log_interval=1"]
+
+    def train(out, *more):
+        return start_train(data, out, *flags, *more).output()
+
+    text = train("run")
+    settings = newest("run")["settings"]
     steps = settings["max_steps"]
     assert f"max_minutes=0.1: max_steps is {steps}, of " in text and "evaluation takes about" in text
     # half of the steps are at full depth, as half of the epochs were; the learning rate has reached its end
     full_depth = int(re.search(r"step (\d+): .* at H_cycles 2, L_cycles 3", text)[1])
     assert full_depth == pytest.approx(steps / 2 + 1, abs=1)
-    rates = curve(out, "train/lr")
-    assert rates[steps // 10] == 5e-4 and rates[steps] == 0 and curve(out, "final") == {steps: True}
+    rates = curve("run", "train/lr")
+    assert rates[steps // 10] == 5e-4 and rates[steps] == 0 and curve("run", "final") == {steps: True}
 
     # the same command goes on, and so do these settings
     names = "max_steps", "curriculum_epochs", "lr_warmup_steps"
     repeated = [f"--{name}={settings[name]}" for name in names]
-    for name, more in ("resumed", flags), ("repeated", [*flags, "--max_minutes=0", *repeated]):
-        other = tmp_path / name
-        shutil.copytree(out, other)
-        last = newest(other)["step"]
-        for path in [*other.glob("best.*"), *other.glob(f"ckpt_{last:08d}.*")]:
+    for name, more in ("resumed", []), ("repeated", ["--max_minutes=0", *repeated]):
+        shutil.copytree("run", name)
+        for path in [*Path(name).glob("best.*"), *Path(name).glob(f"ckpt_{steps:08d}.*")]:
             path.unlink()
-        process = start_train(data, other, *more, "--init_from=resume")
-        text = process.output()
-        assert process.returncode == 0 and f" to {steps}, 16 sequences" in text, text
-        assert same(last_weights(other), last_weights(out)) and curve(other) == curve(out)
+        assert f" to {steps}, 16 sequences" in train(name, *more, "--init_from=resume")
+        assert same(last_weights(name), last_weights("run")) and curve(name) == curve("run")
 
 
-def test_minutes_that_are_too_few_leave_no_run(data, tmp_path):
+def test_minutes_that_are_too_few_leave_no_run(data):
     words = "^max_minutes=1e-06 leaves no time to train: .* about . s, and --eval_final_max_puzzles"
     with pytest.raises(errors.UserError, match=words):
-        run(data, tmp_path, "--max_minutes=1e-6")
-    run(data, tmp_path, "--max_steps=1", "--eval_final_max_puzzles=16")
+        run(data, "run", "--max_minutes=1e-6")
+    run(data, "run", "--max_steps=1", "--eval_final_max_puzzles=16")
 
 
-def test_nan_stops_the_run_and_names_the_last_good_checkpoint(data, tmp_path):
+def test_nan_stops_the_run_and_names_the_last_good_checkpoint(data):
     """The learning rate overflows float32 weights."""
-    run(data, tmp_path, "--max_steps=10")
-    text = run(data, tmp_path, "--max_steps=30", "--init_from=resume", "--lr=1e38", "--beta1=0.5",
+    run(data, "run", "--max_steps=10")
+    text = run(data, "run", "--max_steps=30", "--init_from=resume", "--lr=1e38", "--beta1=0.5",
                "--lr_warmup_steps=0", code=2)
     assert re.search(r"not finite between steps 11 and 15.*ckpt_00000010.pt", text)
     assert "Traceback" not in text
-    assert checkpoint_paths(str(tmp_path)) == [str(tmp_path / "ckpt_00000010.pt")]
+    assert checkpoint_paths("run") == ["run/ckpt_00000010.pt"]
 
 
 def test_a_complete_run_says_so_and_evaluates_again(data, out):
@@ -198,58 +192,48 @@ def test_a_complete_run_says_so_and_evaluates_again(data, out):
     assert shapes == dict(indices=(40,), inputs=(40, 16), preds=(40, 16), q_halt_logits=(40,))
 
 
-def test_an_export_has_the_official_names_and_loads_back(data, whole, tmp_path):
-    exported = str(tmp_path / "model.pt")
-    export.main([whole[0], exported])
-    official = torch.load(exported, weights_only=True)["weights"]
+def test_an_export_has_the_official_names_and_loads_back(data, whole):
+    export.main([whole[0], "model.pt"])
+    official = torch.load("model.pt", weights_only=True)["weights"]
     average = {"_orig_mod.model.inner." + name: t for name, t in newest(whole[0])["ema"].items()}
     assert same(official, average)
 
     # it scores the same; out_dir cannot be made, which is a warning
-    torch.save(official, tmp_path / "official.pt")
-    text = run(data, tmp_path / "official.pt" / "x", f"--init_from={tmp_path / 'official.pt'}", "--eval_only")
+    torch.save(official, "official.pt")
+    text = run(data, "official.pt/x", "--init_from=official.pt", "--eval_only")
     values = {name: value for name, value in lines(whole[0])[-1].items() if name.startswith("eval/")}
     assert f"step 0 | evaluation: {listed(values)}\n" in text
 
     # an official file takes the dataset's puzzles, and the settings of the command
-    export.main([str(tmp_path / "official.pt"), str(tmp_path / "named.pt"), f"--data_path={data}", *TINY,
-                 "--forward_dtype=auto"])
-    named = torch.load(tmp_path / "named.pt", weights_only=True)
+    export.main(["official.pt", "named.pt", f"--data_path={data}", *TINY, "--forward_dtype=auto"])
+    named = torch.load("named.pt", weights_only=True)
     assert same(dict(sorted(named["weights"].items())), dict(sorted(official.items())))
     assert len(named["puzzles"]["inputs"]) == 40
 
     # training can start from a file, at step 0
-    run(data, tmp_path / "tuned", f"--init_from={exported}", "--max_steps=5")
-    assert curve(tmp_path / "tuned")[5] < curve(whole[0])[5]
+    run(data, "tuned", "--init_from=model.pt", "--max_steps=5")
+    assert curve("tuned")[5] < curve(whole[0])[5]
 
 
-def test_an_export_needs_a_checkpoint_alone(data, whole, tmp_path):
-    """best.pt, or one of an older version with other settings, whose puzzles come from the dataset."""
-    export.main([f"{whole[0]}/best.pt", str(tmp_path / "best.pt")])
-    best = torch.load(tmp_path / "best.pt", weights_only=True)
+def test_an_export_needs_a_checkpoint_alone(whole):
+    export.main([f"{whole[0]}/best.pt", "best.pt"])
+    best = torch.load("best.pt", weights_only=True)
     assert best["step"] == 16 and "--lr=0.002" in best["command"] and "init_from" not in best["command"]
-    older = torch.load(f"{whole[0]}/best.pt", weights_only=True)
-    older["settings"]["forgotten"] = True
-    del older["puzzles"]
-    torch.save(older, tmp_path / "older.pt")
-    export.main([str(tmp_path / "older.pt"), str(tmp_path / "newer.pt")])
-    newer = torch.load(tmp_path / "newer.pt", weights_only=True)
-    assert newer["command"] == best["command"] and same(newer["puzzles"], best["puzzles"])
     with pytest.raises(errors.UserError, match="best.pt: must be a new file in a folder that exists"):
-        export.main([whole[0], str(tmp_path / "best.pt")])
+        export.main([whole[0], "best.pt"])
 
 
-def test_evaluation_does_not_change_training(data, whole, tmp_path):
-    run(data, tmp_path / "run", *WHOLE, "--eval_interval=0")
-    assert same(last_weights(tmp_path / "run"), last_weights(whole[0]))
+def test_evaluation_does_not_change_training(data, whole):
+    run(data, "run", *WHOLE, "--eval_interval=0")
+    assert same(last_weights("run"), last_weights(whole[0]))
 
 
-def test_torch_compile_trains_the_same_curve_on_the_cpu(data, tmp_path, monkeypatch):
+def test_torch_compile_trains_the_same_curve_on_the_cpu(data, monkeypatch):
     """Each step is captured whole, as device=cuda needs it. Inductor's C++ would take a minute to build."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, fullgraph=True, backend="aot_eager"))
     flags = ["--max_steps=10", "--eval_final_max_puzzles=16", "--mlp_t=False", "--pos_encodings=rope",
-             "--L_cycles=1", "--halt_max_steps=2"]
+             "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2"]
     for name in ("on", "off"):
-        run(data, tmp_path / name, *flags, f"--compile={name}")
+        run(data, name, *flags, f"--compile={name}")
     for key in ("train/loss", "eval/loss"):
-        assert curve(tmp_path / "on", key) == pytest.approx(curve(tmp_path / "off", key), rel=1e-3)
+        assert curve("on", key) == pytest.approx(curve("off", key), rel=1e-3)

@@ -25,7 +25,7 @@ from runtime import process
 MODULES = train, prepare_sudoku, prepare_maze, prepare_arc
 SCRIPTS = {Path(module.__file__).name: module for module in MODULES}
 T, P, M, A = SCRIPTS
-TINY = """
+CONFIG = """
 data_path = "data/sudoku"
 out_dir = "out/new"
 device = "cpu"
@@ -67,7 +67,7 @@ CSVS = {
 def world(tmp_path_factory):
     """A folder with a dataset, a run of two steps on it, and damaged, foreign and wrong files."""
     folder = tmp_path_factory.mktemp("world")
-    (folder / "tiny.py").write_text(TINY)
+    (folder / "tiny.py").write_text(CONFIG)
     for name, lines in CSVS.items():
         (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
     (folder / "cut.csv.gz").write_bytes(gzip.compress(("\n".join([HEADER] + [GOOD] * 9)).encode())[:-12])
@@ -253,6 +253,5 @@ NO_TPU = "no TPU | PJRT_DEVICE=CPU" if importlib.util.find_spec("torch_xla") els
 ])
 def test_a_device_that_is_missing(flag, variables, words, world):
     before = snapshot(world)
-    process = TrainProcess(["tiny.py", flag], cwd=world, **variables)
-    *_, error = process.output().splitlines(keepends=True)
-    assert_refused("train.py", process.returncode, error, words, before, snapshot(world))
+    text = TrainProcess(["tiny.py", flag], cwd=world, **variables).output(2)
+    assert_refused("train.py", 2, text.splitlines(keepends=True)[-1], words, before, snapshot(world))

@@ -19,7 +19,8 @@ def read(name):
     return Path(ROOT, name).read_text()
 
 
-def test_the_jobset_fits_the_published_schema_and_its_slice():
+def test_the_jobset_fits_the_published_schema_and_its_slice(monkeypatch):
+    monkeypatch.chdir(ROOT)
     jobset = yaml.safe_load(read("scripts/jobset.yaml"))
     jsonschema.validate(jobset, json.loads(read("tests/data/jobset_schema.json")))
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -31,9 +32,14 @@ def test_the_jobset_fits_the_published_schema_and_its_slice():
     configure(train.__file__, [*container["command"][3:], *container["args"]])
 
 
-def test_the_guides_loop_has_all_runs_of_the_study_and_their_datasets():
-    begin = re.search(r"data_path\(\).*?; do", read("docs/tpu.md"), re.S)[0]
-    loop = begin.replace("python", sys.executable) + " echo $file; done; data_path config/study/exp04b_2000*"
-    *files, data_path = subprocess.check_output(["bash", "-c", loop], cwd=ROOT, text=True).splitlines()
+def test_the_guides_loop_has_all_runs_of_the_study_and_their_datasets(monkeypatch, capsys):
+    guide = read("docs/tpu.md")
+    loop = re.search(r"for file in .*?; do", guide)[0] + " echo $file; done"
+    files = subprocess.check_output(["bash", "-c", loop], cwd=ROOT, text=True).split()
     assert sorted(files) == sorted(glob.glob("config/study/*.py", root_dir=ROOT))
-    assert data_path == "data/sudoku-extreme-1k-aug-2000"
+
+    [code] = re.findall(r'python -c "(.*?)" \$1', guide, re.S)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["-c", "config/study/exp04b_2000_copies.py"])
+    exec(code, {})
+    assert capsys.readouterr().out == "data/sudoku-extreme-1k-aug-2000\n"
