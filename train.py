@@ -211,7 +211,7 @@ def forward_backward(run, cycles, weights, examples):
         weights: {name: tensor}, in forward_dtype.
         examples: sequences, min_halt_steps [b] and, with a puzzle embedding, puzzle_rows [b, D'].
 
-    Returns what micro-batches add up, dict(grads={name: float32}, stats={name: float32 []}), and what belongs
+    Returns what micro-batches add up, dict(grads={name: float32}, stats={name: float32 [1]}), and what belongs
     to each sequence, dict(sequences=..., row_grads [b, D']).
     """
     # the gradients are of the weights and of the rows of the puzzle embedding that the batch has
@@ -236,8 +236,9 @@ def forward_backward(run, cycles, weights, examples):
 
     # sum up for the log: METRICS count sequences that halted, LOSS_TERMS all
     halted = step.sequences["halted"]
-    stats = {name: torch.where(halted, step.values[name], 0).sum() for name in model.METRICS}
-    stats |= {name: step.values[name].detach().sum() for name in model.LOSS_TERMS}
+    stats = {name: torch.where(halted, step.values[name], 0) for name in model.METRICS}
+    stats |= {name: step.values[name].detach() for name in model.LOSS_TERMS}
+    stats = {name: values.sum(0, keepdim=True) for name, values in stats.items()}
     return dict(grads=grads, stats=stats), results
 
 
@@ -454,13 +455,14 @@ class Run:
         self.restart_sums()
 
     def restart_sums(self):
-        log_sums = {name: torch.zeros(()) for name in (*model.METRICS, *model.LOSS_TERMS)}
+        # torch_xla would take tensors without dimensions for constants
+        log_sums = {name: torch.zeros(1) for name in (*model.METRICS, *model.LOSS_TERMS)}
         self.state |= self.device.put(dict(log_sums=log_sums, grad_norms=torch.zeros(1)))
 
     def read_means(self, num_steps):
         """Returns {"train/loss": ...}, means over the num_steps steps since the last call."""
-        sums = {name: float(total) for name, total in self.state["log_sums"].items()}
-        means = {"train/grad_norm": float(self.state["grad_norms"]) / num_steps}
+        sums = {name: float(total.cpu()) for name, total in self.state["log_sums"].items()}
+        means = {"train/grad_norm": float(self.state["grad_norms"].cpu()) / num_steps}
         self.restart_sums()
         # LOSS_TERMS count in all sequences, METRICS in those that halted, whose number is "count"
         for name in model.LOSS_TERMS:

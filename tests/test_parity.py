@@ -109,7 +109,7 @@ class Replay:
             trees[kind] = {name: moments[kind] for name, moments in saved["optimizer"].items()}
         values = {f"{kind}/{OFFICIAL}{name}": t.numpy() for kind, tree in trees.items()
                   for name, t in tree.items()}
-        sums = {name: float(total) for name, total in run.state["log_sums"].items()}
+        sums = {name: float(total.cpu()) for name, total in run.state["log_sums"].items()}
         run.read_means(1)  # the next step starts at 0
         values |= {"metric/" + name: np.float64(sums[name]) for name in SUMS}
         return self.compare(k, values | carry_after(run.state["sequences"], "carry/"))

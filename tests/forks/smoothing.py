@@ -1,7 +1,7 @@
 # smoothing.py
 import model
 
-new(label_smoothing=0.0)
+new(label_smoothing=0.0)  # of softmax_cross_entropy
 
 
 class Smoothed(model.TRM):
