@@ -211,8 +211,8 @@ def forward_backward(run, cycles, weights, examples):
         weights: {name: tensor}, in forward_dtype.
         examples: sequences, min_halt_steps [b] and, with a puzzle embedding, puzzle_rows [b, D'].
 
-    Returns what micro-batches add up, dict(grads={name: float32}, stats={name: [1]}), and what belongs to each
-    sequence, dict(sequences=..., row_grads [b, D']).
+    Returns what micro-batches add up, dict(grads={name: float32}, stats={name: [1]}), and what each sequence
+    has, dict(sequences=..., row_grads [b, D']).
     """
     # the gradients are of the weights and of the rows of the puzzle embedding that the batch has
     leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
