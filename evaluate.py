@@ -120,14 +120,6 @@ class Evaluator:
         )
         return {}, results
 
-    def watch(self, weights, table, batch):
-        """Yields the results of step() as arrays, after each supervision step of one batch; see inputs()."""
-        slots = self.new_slots()
-        inputs = self.inputs(weights, table, batch)
-        for _ in range(self.max_steps):
-            results = self.program(slots, inputs)
-            yield {name: t.cpu().numpy() for name, t in results.items()}
-
 
 def keep_answers(kept, step, is_new):
     """Returns the answers that count after a SupervisionStep: the last one and the most confident one."""

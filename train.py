@@ -277,7 +277,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
     examples_per_epoch = optim.epoch_size(train_set)
     checkpoint_interval = settings.checkpoint_interval or total_steps
     step = start.step
-    is_evaluated = start.is_evaluated
+    eval_due = not start.is_evaluated and optim.evaluation_due(settings, examples_per_epoch, step)
     cycles = None  # (H_cycles, L_cycles) of the last step
     metrics = {}  # the last line of the log
     read_previous_stops = torch.zeros(1).cpu  # a function: how many ranks were asked to stop, a step ago
@@ -286,7 +286,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
     log.restart_clock(step)
     while step < total_steps and not stop:
         # evaluate, before the next step: a resume then makes up for an evaluation that was interrupted
-        if not is_evaluated and optim.evaluation_due(settings, examples_per_epoch, step):
+        if eval_due:
             indices = test_set.subset(settings.eval_max_puzzles, settings.eval_versions)
             evaluation = run.evaluate(test_set, indices, f"evaluating at step {step}")
             if not evaluation:  # a stop was requested
@@ -296,7 +296,6 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             checkpoints.save_if_best(step, run, metrics | evaluation)
             log.evaluation(step, evaluation)
             log.restart_clock(step)
-        is_evaluated = False
 
         # forward, backward, update, at the depth of this step
         last_cycles = cycles
@@ -315,11 +314,11 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             log.first_step(step, cycles, stops)
 
         # what is due depends only on the step and on reduced sums, so that all ranks decide the same
+        eval_due = optim.evaluation_due(settings, examples_per_epoch, step)
         save_due = stop or step == total_steps or step % checkpoint_interval == 0
-        log_due = save_due or step % settings.log_interval == 0
-        log_due |= optim.evaluation_due(settings, examples_per_epoch, step)
-        log_due |= optim.cycles_at(settings, examples_per_epoch, step) != cycles  # a line has one depth
-        if not log_due:
+        # a line of the log has one depth
+        depth_ends = optim.cycles_at(settings, examples_per_epoch, step) != cycles
+        if not (eval_due or save_due or depth_ends or step % settings.log_interval == 0):
             continue
 
         # log

@@ -123,7 +123,11 @@ def watch(settings, trm, questions, identifiers=0):
     evaluator = evaluate.Evaluator(settings, trm, Device("cpu", settings, is_alone=True), len(questions))
     batch = evaluate.unlabeled_batch(questions)
     batch["puzzle_identifiers"][:] = identifiers
-    return evaluator.watch(*evaluate.weights_of(trm), batch)
+    slots = evaluator.new_slots()
+    inputs = evaluator.inputs(*evaluate.weights_of(trm), batch)
+    for _ in range(evaluator.max_steps):
+        results = evaluator.program(slots, inputs)
+        yield {name: t.cpu().numpy() for name, t in results.items()}
 
 
 def watch_attempts(settings, trm, task, question):

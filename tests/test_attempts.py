@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import solve
 from helpers import arguments, run
 
 import configurator
@@ -67,7 +68,8 @@ def sure(data, trained, monkeypatch):
 def left_early(data, trained, patience):
     """Returns (answers, steps) of each puzzle once its answer stayed the same for `patience` steps."""
     evaluator, test = new_evaluator(data, trained, f"--global_batch_size={N}")
-    steps = evaluator.watch(*weights_of(evaluator.model), test.test_batch(np.arange(N)))
+    questions = test.test_batch(np.arange(N))["inputs"]
+    steps = solve.watch(evaluator.settings, evaluator.model, questions)
     preds = np.stack([step["preds"] for step in steps])  # [steps, N, cells]
     is_same = (preds[1:] == preds[:-1]).all(2)
     leaves = np.lib.stride_tricks.sliding_window_view(is_same, patience, axis=0).all(2)
