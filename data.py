@@ -92,6 +92,9 @@ class Dataset:
         self.group_indices = self._load("group_indices")
         self.total_groups = len(self.group_indices) - 1
 
+        if not len(self.puzzle_identifiers):
+            raise UserError(f"{self.folder} has no puzzles: {self.hint}")
+
         # what dataset.json says, and the kind of puzzle
         facts = read_json(f"{self.folder}/dataset.json")
         num_identifiers = int(self.puzzle_identifiers.max(initial=0)) + 1
@@ -190,8 +193,8 @@ class Dataset:
             members = plan["member"] % self.num_examples[versions]
             return self._batch(versions, members, plan["translation_draws"])
 
-        # Sudoku and mazes: the versions of a group have one example each, and the step draws one of them (of
-        # two numbers a sequence the second is not used: without it every seed would give other batches)
+        # Sudoku and mazes: the versions of a group have one example each, and the step draws one of them. It
+        # draws two numbers for each sequence and ignores the second, as the runs in records/ did.
         version_draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part, 0]
         return self._batch(random_members(self.group_indices, plan["group"], version_draws), 0)
 

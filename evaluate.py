@@ -8,7 +8,6 @@ at a copy of itself by symmetry, whose answer is turned back.
 
 In results, preds and q_halt_logits are the official code's names of the answers and of q_halt.
 """
-import itertools
 import math
 from collections import deque
 from collections.abc import Iterator
@@ -93,24 +92,24 @@ class Evaluator:
 
         # free slots start on the puzzles of the batch; the loop gets rows of the embedding, never all of it
         sequences = model.take_new_puzzles(slots["sequences"], inputs["puzzles"])
-        examples = dict(sequences=sequences, kept=slots["kept"])
+        batch = dict(sequences=sequences, kept=slots["kept"])
         if self.model.has_puzzle_emb:
-            examples["puzzle_rows"] = inputs["table"][sequences["puzzle_identifiers"]]
+            batch["puzzle_rows"] = inputs["table"][sequences["puzzle_identifiers"]]
         _, results = self.device.for_each_micro_batch(
-            self.step_micro_batch, {}, weights, examples, self.settings.micro_batch_size)
+            self.step_micro_batch, {}, weights, batch, self.settings.micro_batch_size)
         tree_map(torch.Tensor.copy_, slots, results["slots"])
         return results["values"]
 
-    def step_micro_batch(self, weights, examples):
+    def step_micro_batch(self, weights, micro_batch):
         """Runs a supervision step of some slots, for device.for_each_micro_batch.
 
         Returns {}, since nothing adds up, and dict(slots=..., values=...); values are what step() returns.
         """
-        is_new = examples["sequences"]["steps"] == 0
-        step = self.supervision_step(weights, examples["sequences"], examples.get("puzzle_rows"))
+        is_new = micro_batch["sequences"]["steps"] == 0
+        step = self.supervision_step(weights, micro_batch["sequences"], micro_batch.get("puzzle_rows"))
 
         # keep the answers that count; slots whose answer is final halt
-        kept = keep_answers(examples["kept"], step, is_new)
+        kept = keep_answers(micro_batch["kept"], step, is_new)
         halted = step.sequences["steps"] >= self.max_steps
         if self.settings.eval_patience:
             halted |= kept["repeats"] >= self.settings.eval_patience
@@ -171,6 +170,7 @@ class Queue:
         self.slots = [None] * evaluator.batch_size  # the Attempt in each slot; None: free
         self.halted = np.ones(evaluator.batch_size, dtype=bool)  # slots that take a new one at the next step
         self.slot_tensors = evaluator.new_slots()
+        self.inputs = None  # of the evaluator's program
 
         # answers take a byte a cell, since a test set may have a third of a billion cells
         n = len(indices)
@@ -233,7 +233,7 @@ class Queue:
                 self.keep(attempt, {name: array[i] for name, array in arrays.items()})
 
     def keep(self, attempt, new):
-        """Keeps the results of an attempt; its puzzle waits for another one if no answer is sure."""
+        """Keeps what counts of an attempt's results, and tries again if no answer is sure."""
         puzzle = attempt.puzzle
         if attempt.symmetry:
             new["surest_preds"] = attempt.symmetry.undo(new["surest_preds"])
@@ -248,17 +248,21 @@ class Queue:
                 kept[name][puzzle] = new[name]
         kept["attempts"][puzzle] += 1
 
-        # try another copy, if there is one
-        settings = self.evaluator.settings
         is_sure = sigmoid(kept["surest_q_halt_logits"][puzzle]) >= model.SURE
-        if not is_sure and kept["attempts"][puzzle] < settings.eval_attempts:
-            copies = attempt.copies
-            if is_first:
-                index = self.indices[puzzle]
-                [question] = self.test_set.test_batch([index])["inputs"]
-                copies = puzzles.copies(self.test_set.task, question, settings.seed, index)
-            for symmetry, question in itertools.islice(copies, 1):
-                self.waiting.append(Attempt(puzzle, copies, symmetry, question))
+        if not is_sure and kept["attempts"][puzzle] < self.evaluator.settings.eval_attempts:
+            self.try_again(attempt)
+
+    def try_again(self, attempt):
+        """Lets the puzzle of an attempt wait for an attempt at another copy, if there is one."""
+        copies = attempt.copies
+        if copies is None:
+            index = self.indices[attempt.puzzle]
+            [question] = self.test_set.test_batch([index])["inputs"]
+            seed = self.evaluator.settings.seed
+            copies = puzzles.copies(self.test_set.task, question, seed, index)
+        copy = next(copies, None)
+        if copy:
+            self.waiting.append(Attempt(attempt.puzzle, copies, *copy))
 
 
 def unlabeled_batch(questions):
@@ -364,7 +368,7 @@ def answers_to(settings, trm, task, batch, report=lambda num_finished: None):
         report: a function that gets the number of questions that were finished, now and then.
     """
     n, cells = batch["inputs"].shape
-    num_batches = math.ceil(n * cells / CELLS_AT_A_TIME)
+    num_batches = math.ceil(n * cells / CELLS_AT_A_TIME) or 1
     batch_size = math.ceil(n / num_batches)
     evaluator = Evaluator(settings, trm, Device("cpu", settings, is_alone=True), batch_size)
     queue = Queue(evaluator, *weights_of(trm), Questions(task, batch), np.arange(n))

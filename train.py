@@ -43,7 +43,7 @@ data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its g
 data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
 global_batch_size = 768  # sequences per step, over all replicas
 micro_batch_size = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
-epochs = 50000  # an epoch offers a version of each puzzle; only a sequence that has halted takes its offer
+epochs = 50000  # passes over the puzzles; a sequence takes a new puzzle only once it has halted
 max_steps = 0  # length of the run in steps; 0: from epochs
 max_minutes = 0.0  # or in minutes, from the start to the end of the final evaluation; 0: from steps or epochs
 # model
@@ -107,9 +107,9 @@ wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
 wandb_run_name = ""  # empty: the last part of out_dir
 wandb_mode = "online"  # online, offline (for `wandb sync`) or disabled; without login or network: offline
 
-# These settings say where and how a run executes, and a resume takes them from the command. All others say
-# what the run trains, and a resume takes them from its checkpoint. (checkpoint_interval is one of the others,
-# since sequences start afresh at each checkpoint.)
+# A resume takes these settings from the command: where and how the run executes. All others it takes from the
+# checkpoint, unless a config file or a flag assigns them. (checkpoint_interval is one of the others, since
+# sequences start afresh at each checkpoint.)
 RUN_SETTINGS = (
     "out_dir", "gcs_dir", "init_from", "keep_last_n", "log_interval",
     "stall_timeout", "device", "compile", "eval_only", "eval_save_outputs",
@@ -160,9 +160,9 @@ def train_step(run, state, inputs, cycles):
     # sequences that have halted begin with new puzzles, and all take their rows of the puzzle embedding
     sequences = model.take_new_puzzles(state["sequences"], inputs["puzzles"])
     identifiers = sequences["puzzle_identifiers"]
-    examples = dict(sequences=sequences, min_halt_steps=inputs["min_halt_steps"])
+    batch = dict(sequences=sequences, min_halt_steps=inputs["min_halt_steps"])
     if has_puzzle_emb:
-        examples["puzzle_rows"] = state["puzzle_emb"][identifiers]
+        batch["puzzle_rows"] = state["puzzle_emb"][identifiers]
 
     # forward and backward, one micro-batch after the other; gradients and statistics add up
     zeros = dict(
@@ -170,7 +170,7 @@ def train_step(run, state, inputs, cycles):
         stats=tree_map(torch.zeros_like, state["log_sums"]),
     )
     body = functools.partial(forward_backward, run, cycles)
-    sums, results = run.device.for_each_micro_batch(body, zeros, weights, examples, settings.micro_batch_size)
+    sums, results = run.device.for_each_micro_batch(body, zeros, weights, batch, settings.micro_batch_size)
     tree_map(torch.Tensor.copy_, state["sequences"], results["sequences"])
 
     # the division by the batch comes here and not in the loss, where gradients would underflow in float16
@@ -203,13 +203,13 @@ def train_step(run, state, inputs, cycles):
     return totals["stops"].clone()  # a view would keep all of the reduced numbers alive
 
 
-def forward_backward(run, cycles, weights, examples):
+def forward_backward(run, cycles, weights, micro_batch):
     """Runs forward and backward on one micro-batch of b sequences.
 
     Args:
         run, cycles: see train_step.
         weights: {name: tensor}, in forward_dtype.
-        examples: sequences, min_halt_steps [b] and, with a puzzle embedding, puzzle_rows [b, D'].
+        micro_batch: sequences, min_halt_steps [b] and, with a puzzle embedding, puzzle_rows [b, D'].
 
     Returns what micro-batches add up, dict(grads={name: float32}, stats={name: [1]}), and what each sequence
     has, dict(sequences=..., row_grads [b, D']).
@@ -219,13 +219,13 @@ def forward_backward(run, cycles, weights, examples):
     parameters = list(leaves.values())
     puzzle_rows = None
     if run.model.has_puzzle_emb:
-        puzzle_rows = examples["puzzle_rows"].detach().requires_grad_()
+        puzzle_rows = micro_batch["puzzle_rows"].detach().requires_grad_()
         parameters.append(puzzle_rows)
 
     # TRM.forward with these weights; zeros for a parameter that does not take part in a fork's loss
     with torch.enable_grad():
-        step = run.supervision_step(leaves, examples["sequences"], puzzle_rows, examples["min_halt_steps"],
-                                    cycles)
+        step = run.supervision_step(
+            leaves, micro_batch["sequences"], puzzle_rows, micro_batch["min_halt_steps"], cycles)
         grads = torch.autograd.grad(step.values["loss"].sum(), parameters, materialize_grads=True)
 
     # micro-batches add up in float32
@@ -280,7 +280,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
     eval_due = not start.is_evaluated and optim.evaluation_due(settings, examples_per_epoch, step)
     cycles = None  # (H_cycles, L_cycles) of the last step
     metrics = {}  # the last line of the log
-    read_previous_stops = torch.zeros(1).cpu  # a function: how many ranks were asked to stop, a step ago
+    read_previous_stops = None  # a function: how many ranks were asked to stop at the last step
     stop = False
 
     log.restart_clock(step)
@@ -306,7 +306,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
 
         # stop if a rank was asked to; the number is read a step late, so that the host need not wait
         read_stops = run.device.fetch(stops)
-        stop = bool(read_previous_stops() > 0)
+        stop = read_previous_stops is not None and bool(read_previous_stops() > 0)
         read_previous_stops = read_stops
         restart_watchdog(settings.stall_timeout)
         # a step of another depth has compiled
@@ -535,8 +535,9 @@ def replica(settings, kind):
     if settings.eval_only:
         is_complete = final_evaluation(run, test_set, log, checkpoints, start.step)
     elif start.is_complete:
+        length = "max_steps" if settings.max_steps else "epochs"
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
-                   "a higher max_steps or epochs continues it")
+                   f"a higher {length} continues it")
     else:
         # choose the length, say what the run is, and train
         if settings.max_minutes:

@@ -263,23 +263,23 @@ class Device:
         return fn
 
     @staticmethod
-    def for_each_micro_batch(body, sums, weights, sequences, size):
+    def for_each_micro_batch(body, sums, weights, batch, size):
         """Runs body(weights, micro_batch) on each micro-batch; on XLA it is a loop inside the program.
 
         Args:
             body: returns what is added to sums, and a tree of tensors [size, ...].
             sums: a tree of tensors, zeros at the start.
             weights: {name: tensor}.
-            sequences: a tree of tensors [B, ...].
-            size: the sequences in a micro-batch; 0: all B.
+            batch: a tree of tensors [B, ...].
+            size: of a micro-batch; 0: all B.
 
         Returns the sums, and the trees joined, [B, ...].
         """
-        num_sequences = len(tree_flatten(sequences)[0][0])
+        num_sequences = len(tree_flatten(batch)[0][0])
         size = size or num_sequences
         results = []
         for first in range(0, num_sequences, size):
-            micro_batch = tree_map(lambda t: t[first:first + size], sequences)  # noqa: B023
+            micro_batch = tree_map(lambda t: t[first:first + size], batch)  # noqa: B023
             addends, result = body(weights, micro_batch)
             sums = tree_map(torch.add, sums, addends)
             results.append(result)

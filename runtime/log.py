@@ -215,7 +215,7 @@ def choose_wandb_mode(settings, say):
     Once wandb.init has begun to wait for a server or for a key, it cannot be told to give up.
     """
     import wandb
-    # the environment variable is W&B's own, and goes before the setting
+    # the environment variable is W&B's own, and takes precedence over the setting
     mode = os.environ.get("WANDB_MODE") or settings.wandb_mode
     if mode != "online":
         return mode

@@ -179,27 +179,27 @@ class XLADevice:
             result.cpu()
         torch_xla.sync()
 
-    def for_each_micro_batch(self, body, sums, weights, sequences, size):
+    def for_each_micro_batch(self, body, sums, weights, batch, size):
         """Runs body in a loop inside the program, whose memory does not grow with its length.
 
         With --compile=off the program has no loop, and its memory grows with the number of micro-batches.
         """
         from torch_xla.experimental.scan import _scan_impl_pytree
 
-        if self.is_lazy or size in (0, len(tree_flatten(sequences)[0][0])):
-            return Device.for_each_micro_batch(body, sums, weights, sequences, size)
+        if self.is_lazy or size in (0, len(tree_flatten(batch)[0][0])):
+            return Device.for_each_micro_batch(body, sums, weights, batch, size)
 
         def step(carry, micro_batch):
             sums, weights = carry
             # the scan turns bools into integers
-            micro_batch = tree_map(torch.Tensor.type_as, micro_batch, sequences)
+            micro_batch = tree_map(torch.Tensor.type_as, micro_batch, batch)
             addends, result = body(weights, micro_batch)
             sums = tree_map(torch.add, sums, addends)
             # the scan does not accept the same tensors as its next carry
             weights = {name: w * 1 for name, w in weights.items()}
             return (sums, weights), result
 
-        micro_batches = tree_map(lambda t: t.unflatten(0, (-1, size)), sequences)
+        micro_batches = tree_map(lambda t: t.unflatten(0, (-1, size)), batch)
         (sums, _), results = _scan_impl_pytree(step, (sums, weights), micro_batches)
         return sums, tree_map(lambda t: t.flatten(0, 1), results)
 

@@ -149,7 +149,7 @@ model.TRM.losses = losses""")
 
 
 def test_the_readme_has_a_fork_that_is_tested():
-    assert Path(ROOT, "tests/forks/smoothing.py").read_text() in Path(ROOT, "README.md").read_text()
+    assert Path(ROOT, "tests/forks/entropy.py").read_text() in Path(ROOT, "README.md").read_text()
 
 
 def test_a_config_file_that_replaces_nothing_is_no_fork(data):
