@@ -38,11 +38,9 @@ class RSM(model.TRM):
         super().__init__(settings, **sizes)
         del self.lm_head
 
-    def answer(self, latents, labels=None):
+    def lm_head(self, z):
         # the table of the tokens is the head, too
-        z_H = latents["z_H"]
-        logits = z_H[:, self.prefix:] @ self.embed_tokens.embedding_weight.mT
-        return logits, self.q_head(z_H[:, 0])[:, 0]
+        return z @ self.embed_tokens.embedding_weight.mT
 
     def losses(self, *arguments):
         # q_halt is not trained
