@@ -140,7 +140,9 @@ EVAL_OUTPUTS = ("inputs", "labels", "attempts", *evaluate.ANSWERS)
 
 @torch.no_grad()
 def train_step(run, state, inputs, cycles):
-    """Runs one optimizer step, in place on state. On XLA it is one program with one all-reduce. All ranks.
+    """Runs one optimizer step, in place on state. On XLA it is one program with one all-reduce.
+
+    All ranks must call it, and every function that says "All ranks": each waits for the others.
 
     Args:
         run: a Run, for its settings, model and device.
