@@ -210,3 +210,14 @@ def test_a_stop_that_python_drops_ends_a_command():
     began = time.monotonic()
     assert toy_command("--slow=False --fast --path=stop")[0] == 3
     assert time.monotonic() - began < 15
+
+
+def test_a_process_that_imports_train_is_no_replica():
+    """Only xmp.spawn's processes read the arguments of the process that started them."""
+    code = """
+import multiprocessing
+process = multiprocessing.get_context("spawn").Process(target=__import__, args=("train",))
+process.start()
+process.join()
+raise SystemExit(process.exitcode)"""
+    subprocess.run([sys.executable, "-c", code, "--nonsense"], cwd=ROOT, check=True)

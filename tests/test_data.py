@@ -85,6 +85,7 @@ def test_datasets_of_the_official_builder_load(official, real):
     ("labels", lambda array: array[:-1], "does not fit labels"),
     ("labels", lambda array: array.astype(int) - 12, "does not fit tokens from 0"),
     ("puzzle_identifiers", lambda array: array + 1, "does not fit num_puzzle_identifiers"),
+    ("puzzle_identifiers", lambda array: array[:0], "train has no puzzles: build it again"),
     ("puzzle_indices", lambda array: np.delete(array, 1), "does not fit indices of rows"),
     ("group_indices", lambda array: array[::-1], "does not fit group_indices"),
 ])

@@ -51,6 +51,13 @@ def test_a_model_solves_a_string_or_a_list_of_them():
             solve(model, [answer, wrong])
 
 
+def test_a_setting_that_is_newer_than_a_model_file_has_its_default(tmp_path):
+    saved = torch.load(Path(ROOT, "models/sudoku-6x6.pt"))
+    del saved["settings"]["pos_encodings"]
+    torch.save(saved, tmp_path / "older.pt")
+    assert TRM.load(tmp_path / "older.pt").settings.pos_encodings == "none"
+
+
 def test_a_rank_of_torchrun_solves_by_itself(monkeypatch):
     for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1").items():
         monkeypatch.setenv(name, value)
