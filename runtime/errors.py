@@ -16,6 +16,9 @@ def one_line(error):
 
 def is_out_of_memory(error):
     """Returns True if a device's memory was full, in a step or in a compiler."""
+    # Google's servers use the same word for a quota
+    if isinstance(error, (UserError, TransientError)):
+        return False
     error = getattr(error, "inner_exception", error)  # torch.compile wraps it
     return type(error).__name__ == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error)
 

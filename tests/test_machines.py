@@ -128,6 +128,8 @@ def test_out_of_gpu_memory(random_puzzles, monkeypatch):
         monkeypatch.setattr(train, "replica", mock.Mock(side_effect=error))
         with pytest.raises(errors.UserError, match=words):
             train.main(settings_of("--device=cpu", f"--data_path={random_puzzles}", "--global_batch_size=16"))
+    assert errors.is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error"))
+    assert not errors.is_out_of_memory(errors.TransientError("gs://bucket: 429 RESOURCE_EXHAUSTED"))
 
 
 # Environments of launchers, clusters and images.
