@@ -19,6 +19,7 @@ changes none of them, else in float32.
 import base64
 import json
 import os
+import re
 import sys
 
 import torch
@@ -44,6 +45,10 @@ PAGE_FILES = ("play.html", "engine.js", "game.js")
 PREFIX = "_orig_mod.model.inner."  # the beginning of the official names of weights
 # the settings that engine.js reads
 NETWORK = "hidden_size", "num_heads", "L_layers", "H_cycles", "L_cycles", "mlp_t", "pos_encodings"
+# the weights that it reads
+WEIGHTS = re.compile(
+    r"(embed_tokens|embed_pos)\.embedding_weight|puzzle_emb\.weights|lm_head\.weight|q_head\.(weight|bias)"
+    r"|[HL]_init|L_level\.layers\.\d+\.(mlp|mlp_t|self_attn)\.(gate_up|down|qkv|o)_proj\.weight")
 # what a fork may replace in model.py without a change of the answers
 OF_TRAINING = {"losses", "halts", "is_solved", "LOSSES", "LOSS_TERMS", "METRICS"}
 
@@ -177,6 +182,10 @@ def refuse(path, trm):
     num_identifiers = trm.sizes["num_puzzle_identifiers"]
     if trm.has_puzzle_emb and num_identifiers > 1:
         raise UserError(f"{path} has {num_identifiers} puzzle identifiers: {other}")
+    # model.py may have been edited
+    for name in trm.state_dict():
+        if not WEIGHTS.fullmatch(name):
+            raise UserError(f"{path}: engine.js does not know the weights {name}: {other}")
     # a fork that is not among the arguments may have replaced anything
     for line in forks.missing(trm.forks):
         raise UserError(f"{path}: {line}: {other}")

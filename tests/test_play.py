@@ -19,8 +19,8 @@ import pytest
 import torch
 from helpers import ROOT, TrainProcess, begun, needs, wait_for
 
+import model
 import puzzles
-from model import TRM
 from runtime.errors import UserError
 
 
@@ -425,12 +425,12 @@ def save_model(models_folder, path, settings, num_puzzle_identifiers=1):
     saved = torch.load(models_folder / "model.pt")
     settings = saved["settings"] | settings | {"seed": 1}
     sizes = saved["model"] | {"num_puzzle_identifiers": num_puzzle_identifiers}
-    model = TRM(SimpleNamespace(**settings), **sizes)
+    trm = model.TRM(SimpleNamespace(**settings), **sizes)
     generator = torch.Generator().manual_seed(2)
-    model.q_head.weight.data.normal_(0, 0.1, generator=generator)
-    if model.has_puzzle_emb:
-        model.puzzle_emb.weights.normal_(generator=generator)
-    torch.save(saved | dict(model=sizes, settings=settings, weights=model.state_dict()), path)
+    trm.q_head.weight.data.normal_(0, 0.1, generator=generator)
+    if trm.has_puzzle_emb:
+        trm.puzzle_emb.weights.normal_(generator=generator)
+    torch.save(saved | dict(model=sizes, settings=settings, weights=trm.state_dict()), path)
 
 
 def test_file_plays_as_with_a_server(offline):
@@ -478,3 +478,16 @@ def test_models_that_no_file_can_run_are_refused(models_folder, arc_folder, argv
         with pytest.raises(UserError, match=re.escape(words)):
             export.main(argv)
     assert os.path.exists("page.html") == (not words)
+
+
+def test_an_edited_model_whose_weights_engine_js_does_not_know_is_refused(models_folder, monkeypatch):
+    init = model.Block.__init__
+
+    def with_a_layer(self, settings, length):
+        init(self, settings, length)
+        self.gate = torch.nn.Linear(4, 4)
+
+    monkeypatch.setattr(model.Block, "__init__", with_a_layer)
+    save_model(models_folder, "model.pt", {})
+    with pytest.raises(UserError, match="engine.js does not know the weights L_level.layers.0.gate"):
+        export.main(["model.pt", "page.html"])
