@@ -535,7 +535,8 @@ def write_split(folder, puzzles, task):
     cells = math.prod(task["grid"])
     # what does not count becomes token 0
     tokens = np.maximum(puzzles, 0)
-    assert tokens.max() < vocab_size
+    if tokens.max() >= vocab_size or tokens.dtype.kind not in "biu":
+        raise UserError(f"tokens must be integers below vocab_size={vocab_size}")
     num_groups = tokens.shape[1]
     inputs, labels = tokens.astype(np.uint8, copy=False).reshape(2, -1, cells)
     num_versions = len(inputs) // num_groups

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -16,15 +17,17 @@ import numpy as np
 import pytest
 from helpers import ROOT, dataset_settings, prepare, start_command, wait_for
 
+import data
 import prepare_maze
 import prepare_sudoku
 import puzzles
 from data import Dataset, halting_draws
-from puzzles import judge, sudoku, sudoku_task, text_of
+from puzzles import IGNORE_LABEL, judge, sudoku, sudoku_task, text_of
 from puzzles.sudoku import minimal_sudokus, num_solutions
 from puzzles.symmetries import keys_of
 from runtime import prepare as prepare_files
 from runtime.errors import TransientError, UserError
+from runtime.prepare import write_dataset
 
 REAL = {split: os.path.join(ROOT, f"tests/data/sudoku_real_{split}_60.csv.gz") for split in ("train", "test")}
 FILES = dict(train_csv=REAL["train"], test_csv=REAL["test"])
@@ -108,6 +111,30 @@ def test_a_wrong_description_is_named(name, text, message, official):
     (official / name).write_text(text)
     with pytest.raises(UserError, match=message):
         Dataset(official, "train")
+
+
+@pytest.mark.parametrize("questions, message", [
+    (np.full((3, 4), 4), "to 3"),
+    (np.full((3, 4), -1), "from 0"),
+    (np.ones((3, 5), int), "(3, 5), not (3, 4)")])
+def test_puzzles_made_in_python_are_checked(questions, message):
+    class Mine(data.Generated):
+        task = {"kind": "mine", "grid": [2, 2], "symbols": "_.01"}
+        test_size = 3
+
+        def draw(self, rng, n, split):
+            return questions, np.full((3, 4), IGNORE_LABEL)
+
+    with pytest.raises(UserError, match=f"Mine.draw: .*{re.escape(message)}"):
+        Mine("mine", "train")
+
+
+@pytest.mark.parametrize("tokens", [[[4, 1, 1, 1]], [[1.5, 1, 1, 1]]])
+def test_arrays_of_wrong_tokens_are_not_written(tokens):
+    splits = dict.fromkeys(("train", "test"), (np.array(tokens), np.ones((1, 4), int)))
+    with pytest.raises(UserError, match="integers below vocab_size=4"):
+        write_dataset("mine", splits, 4, {"grid": [2, 2]})
+    assert not os.path.exists("mine")
 
 
 @pytest.mark.parametrize("by, code", [(signal.SIGTERM, 3), (signal.SIGKILL, -9)])
