@@ -9,7 +9,7 @@ model.LOSS_TERMS += ("entropy",)
 class WithEntropy(model.TRM):
     def losses(self, logits, q_halt, labels, solved):
         losses = super().losses(logits, q_halt, labels, solved)
-        entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum((1, 2))
+        entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean(-1)  # the cells' mean
         return losses | dict(entropy=entropy, loss=losses["loss"] + self.settings.entropy_weight * entropy)
 
     def forward(self, *arguments):
