@@ -176,7 +176,7 @@ def evaluation_of(run):
     return run.evaluator.new_slots(), run.evaluator.inputs(*run.eval_weights(), batch)
 
 
-def find_dataset(settings, folder, size=size):
+def find_or_make_dataset(settings, folder, size=size):
     """Returns words for the dataset; where it is missing, data_path becomes 1000 random puzzles in folder."""
     # a fork's own class may need no folder
     missing = settings.data_path
@@ -217,7 +217,7 @@ def main(argv):
     kind, reason = choose_device(settings.device)
 
     with tempfile.TemporaryDirectory() as folder:
-        dataset = find_dataset(settings, folder, bench_settings.size)
+        dataset = find_or_make_dataset(settings, folder, bench_settings.size)
         print(f"device {kind}: {reason}; dataset: {dataset}", flush=True)
         try:
             if kind == "xla":

@@ -37,8 +37,8 @@ class Evaluator:
     """Runs supervision steps without gradients on a batch of slots.
 
     Args:
-        settings: train.py's settings, of which forward_dtype, micro_batch_size, seed, the halting and the
-            eval_ settings are read.
+        settings: train.py's settings; it reads forward_dtype, micro_batch_size, seed, and those of halting
+            and of evaluations.
         trm: a TRM.
         device: a device.Device, or an object with its methods.
         batch_size: the number of slots on this device.

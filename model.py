@@ -260,8 +260,8 @@ class TRM(nn.Module):
     def init_weights(self, generator):
         """Draws truncated normals: deviation 1/sqrt(fan in) for matrices, 1 for the initial latents.
 
-        A bias is uniform up to 1/sqrt(fan in), as torch draws it.
-        q_head starts at -5, which says "not solved". Layers of other types, in forks, keep their own values.
+        A bias is uniform up to 1/sqrt(fan in), as torch draws it. Layers of other types, in forks, keep their
+        own values.
         """
         # embeddings and matrices, in the order of the modules
         for module in self.modules():
@@ -295,7 +295,7 @@ class TRM(nn.Module):
 
 
 def take_new_puzzles(sequences, puzzles):
-    """Returns the sequences of which those that have halted begin at step 0 with new puzzles.
+    """Returns the sequences; those that have halted begin at step 0 with new puzzles.
 
     Args:
         sequences: see TRM.new_sequences.

@@ -43,7 +43,7 @@ data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its g
 data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
 global_batch_size = 768  # sequences per step, over all replicas
 micro_batch_size = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
-epochs = 50000  # passes over the puzzles; a sequence takes a new puzzle only once it has halted
+epochs = 50000  # steps x global_batch_size / puzzles; a sequence that has not halted ignores its new puzzle
 max_steps = 0  # length of the run in steps; 0: from epochs
 max_minutes = 0.0  # or in minutes, from the start to the end of the final evaluation; 0: from steps or epochs
 # model
@@ -324,7 +324,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             continue
 
         # log
-        values = run.read_means(step - log.step)  # waits for the device
+        values = run.take_means(step - log.step)  # waits for the device
         if not math.isfinite(values["train/loss"] + values["train/grad_norm"]):
             # a resume is exact, so that a restart would end here again
             raise UserError(f"loss or gradient not finite between steps {log.step + 1} and {step}: lower lr, "
@@ -460,7 +460,7 @@ class Run:
         log_sums = {name: torch.zeros(1) for name in (*model.METRICS, *model.LOSS_TERMS)}
         self.state |= self.device.put(dict(log_sums=log_sums, grad_norms=torch.zeros(1)))
 
-    def read_means(self, num_steps):
+    def take_means(self, num_steps):
         """Returns {"train/loss": ...}, means over the num_steps steps since the last call."""
         sums = {name: float(total.cpu()) for name, total in self.state["log_sums"].items()}
         means = {"train/grad_norm": float(self.state["grad_norms"].cpu()) / num_steps}
@@ -489,7 +489,9 @@ class Run:
 # A replica
 
 def replica(settings, kind):
-    """Runs one replica from its start to its end. Checks settings and datasets before it writes anything.
+    """Runs one replica from its start to its end. Checks settings and datasets before a run begins.
+
+    Before these checks it may fetch a checkpoint, and make the dataset.
 
     Exits with 3 if the run was stopped before its end, with 1 if the bucket does not have everything.
     """
@@ -543,7 +545,8 @@ def replica(settings, kind):
     else:
         # choose the length, say what the run is, and train
         if settings.max_minutes:
-            fit_minutes(run, make_inputs, train_set, test_set, BEGAN, log.print0)
+            length = fit_minutes(run, make_inputs, train_set, test_set, BEGAN, log.print0)
+            vars(settings).update(length)
             total_steps = settings.max_steps
         facts = log.begin(run, train_set, start, recipe(vars(settings)), total_steps)
         if settings.wandb_log and device.rank == 0:
@@ -671,13 +674,18 @@ def main(settings):
         raise errors.out_of_memory(settings) from None
 
 
-if os.environ.get("TRM_MAIN_PROCESS") == str(os.getppid()) and __name__ == "train":
-    # xmp.spawn has started this process, with the main process's argv. Forks replace classes and functions
-    # here, too; replica() receives the main process's settings.
+def prepare_spawned_process():
+    """Does in a process of xmp.spawn what must come before torch_xla looks for the chips."""
+    # the main process's argv: forks replace classes and functions here, too
     configurator.configure(__file__, sys.argv[1:])
     on_signals(is_spawned=True)
-    # torch_xla looks for the chips next, and may wait forever; replica() restarts the watchdog
+    # torch_xla may wait for chips forever; replica() restarts the watchdog
     restart_watchdog(START_TIMEOUT)
+
+
+# xmp.spawn's processes import this module to find xla_replica, and call it once torch_xla has found the chips
+if __name__ == "train" and os.environ.get("TRM_MAIN_PROCESS") == str(os.getppid()):
+    prepare_spawned_process()
 if __name__ == "__main__":
     import train  # the module that forks import, and not this second copy of it
     process.start(train.main, train.__file__)

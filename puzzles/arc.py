@@ -88,9 +88,8 @@ def crop(tokens, side):
 class Tasks:
     """The tasks of a split of a dataset of prepare_arc.py, which stores each example of a task once.
 
-    Task i is the group i of the dataset, and its versions are the puzzles of that group. All of them have the
-    stored examples indices[i]:indices[i + 1]; versions [puzzles, 11] says how each one turns and recolors
-    them.
+    Task i is the group i of the dataset. All of its versions have the stored examples
+    indices[i]:indices[i + 1]; a row of versions [n, 11] says how a version turns and recolors them.
 
     Args:
         dataset: the data.Dataset.
@@ -125,17 +124,17 @@ class Tasks:
         first, end = self.indices[task:task + 2]
         return self.grids[first:end]
 
-    def draw(self, rows, puzzles, translation_draws):
+    def draw(self, rows, versions, translation_draws):
         """Returns inputs and labels [b, side * side]: canvases with versions of stored examples.
 
         Args:
             rows: the examples [b].
-            puzzles: whose versions they come in [b].
+            versions: the numbers of the versions in which they come [b].
             translation_draws: numbers in [0, 1) that move them, [b, 2], or 0.
         """
         canvases = []
         translation_draws = np.broadcast_to(translation_draws, (len(rows), 2))
-        for row, version, draws in zip(rows, self.versions[puzzles], translation_draws):
+        for row, version, draws in zip(rows, self.versions[versions], translation_draws):
             grids = [apply_version(grid, version) for grid in self.grids[row]]
             # both are moved alike, as far as there is room for them
             question, answer = grids

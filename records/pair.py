@@ -194,7 +194,7 @@ def compare(num_steps, **variant):
     """
     settings = configurator.configure(train.__file__, [f"{ROOT}/config/sudoku.py"])
     vars(settings).update(variant, data_path=f"{args.out}/random")
-    bench.find_dataset(settings, args.out)  # makes random puzzles, once
+    bench.find_or_make_dataset(settings, args.out)  # makes random puzzles, once
     # both sides compile anew
     torch._dynamo.reset()
     sides = dict(ours=our_steps(settings), official=official_steps(settings))

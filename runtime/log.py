@@ -137,7 +137,7 @@ class Log:
         result.cpu()  # waits for the device
         seconds = time.perf_counter() - self.clock
         if is_compiled(self.device):
-            how = "compiling included"
+            how = "any compiling included"
         elif self.device.compiles:
             how = "not compiled, since torch.compile failed (see stderr)"
         else:
@@ -186,7 +186,9 @@ class Log:
         if not self.settings.eval_only:
             self.metrics(step, values)
         attempts = self.settings.eval_attempts
-        which = f" (surest_accuracy: of up to {attempts} attempts, else of the first)" if attempts > 1 else ""
+        which = ""
+        if attempts > 1:
+            which = f" (surest_accuracy counts up to {attempts} attempts, the other figures the first)"
         self.print0(f"step {step} | evaluation{which}: {listed(values)}")
 
     def close(self):

@@ -12,9 +12,9 @@ from runtime.process import restart_watchdog
 
 
 def fit_minutes(run, make_inputs, train_set, test_set, began, say):
-    """Replaces max_minutes by max_steps, and by a curriculum and a warm-up that fit, before the first step.
+    """Times steps before the first one, and returns the settings of a run that fits max_minutes.
 
-    It times steps, and leaves the state as it was. All ranks; rank 0 decides.
+    The state stays as it was. All ranks; rank 0 decides.
 
     Args:
         run: a train.Run.
@@ -23,7 +23,8 @@ def fit_minutes(run, make_inputs, train_set, test_set, began, say):
         began: time.monotonic() when the command began.
         say: a function for a line of the log.
 
-    Raises UserError if no time is left to train.
+    Returns {name: value}: max_steps in place of max_minutes, and a curriculum and a warm-up that fit. Raises
+    UserError if no time is left to train.
     """
     settings = run.settings
     evaluator = run.evaluator
@@ -77,10 +78,12 @@ def fit_minutes(run, make_inputs, train_set, test_set, began, say):
         f"each with the evaluations between them; {estimate}")
 
     # settings that would train the same run; a warm-up of the whole run would never reach the peak
-    settings.max_steps = max_steps
-    settings.max_minutes = 0.0
-    settings.curriculum_epochs *= max_steps / total_steps
-    settings.lr_warmup_steps = min(settings.lr_warmup_steps, max_steps // 10)
+    return dict(
+        max_steps=max_steps,
+        max_minutes=0.0,
+        curriculum_epochs=settings.curriculum_epochs * max_steps / total_steps,
+        lr_warmup_steps=min(settings.lr_warmup_steps, max_steps // 10),
+    )
 
 
 def keep_length(settings, resumed):

@@ -64,7 +64,7 @@ def main(argv):
     kind, shape = topology.split(":")
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        print(f"dataset: {bench.find_dataset(settings, folder)}")
+        print(f"dataset: {bench.find_or_make_dataset(settings, folder)}")
         programs = trace(settings, math.prod(map(int, shape.split("x"))))
         dump = Path(folder, "libtpu")
         for step, (program, state) in programs.items():

@@ -166,7 +166,7 @@ def new_run(settings, model, *flags, kind=""):
     folder = f"{settings.out_dir}/{side}"
     run_settings = configurator.configure(train.__file__, [
         f"{ROOT}/config/{config}", f"--data_path={folder}/random", *model_flags, *tiny, *flags])
-    bench.find_dataset(run_settings, folder, side)
+    bench.find_or_make_dataset(run_settings, folder, side)
     # the device, and the run on it
     run_device = train.open_device(kind or settings.device, run_settings)
     run_settings.forward_dtype, _ = run_device.choose_dtype(run_settings.forward_dtype)
@@ -203,7 +203,7 @@ def losses(settings):
         curve = []
         for _ in range(20):
             train_step()
-            curve.append(run.read_means(1)["train/loss"])
+            curve.append(run.take_means(1)["train/loss"])
         # the first curve is what the others must be near
         expected = expected or curve
         worst = max(abs(a - b) / b for a, b in zip(curve, expected))

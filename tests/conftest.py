@@ -92,7 +92,7 @@ def at_once(monkeypatch):
 def random_puzzles(tmp_path_factory):
     """A dataset of 1000 random 4x4 grids for training and for tests."""
     missing = SimpleNamespace(data_path="missing")
-    bench.find_dataset(missing, str(tmp_path_factory.mktemp("data")), 4)
+    bench.find_or_make_dataset(missing, str(tmp_path_factory.mktemp("data")), 4)
     return missing.data_path
 
 

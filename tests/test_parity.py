@@ -110,7 +110,7 @@ class Replay:
         values = {f"{kind}/{OFFICIAL}{name}": t.numpy() for kind, tree in trees.items()
                   for name, t in tree.items()}
         sums = {name: float(total.cpu()) for name, total in run.state["log_sums"].items()}
-        run.read_means(1)  # the next step starts at 0
+        run.take_means(1)  # the next step starts at 0
         values |= {"metric/" + name: np.float64(sums[name]) for name in SUMS}
         return self.compare(k, values | carry_after(run.state["sequences"], "carry/"))
 
