@@ -9,7 +9,7 @@ at a copy of itself by symmetry, whose answer is turned back.
 In results, preds and q_halt_logits are the official code's names of the answers and of q_halt.
 """
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from runtime.outputs import save_outputs, save_submission
 
 SUREST = ("surest_preds", "surest_q_halt_logits", "surest_steps")  # answers of all attempts
 ANSWERS = ("preds", "q_halt_logits", *SUREST)
+BLOCK = 10_000  # puzzles that are judged at a time
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -309,14 +310,21 @@ def evaluate(evaluator, weights, table, test_set, indices, title, should_stop, s
             return {}
 
     # the last answer of the first attempt, as in the paper, and the surest answer of all attempts
-    arrays = test_set.test_batch(own_indices) | queue.results
+    results = queue.results
     if save_to and settings.eval_save_outputs:
+        arrays = test_set.test_batch(own_indices) | results
         save_outputs(settings, device, save_to, own_indices, arrays, should_stop)
 
-    # the figures of all ranks, and ARC's votes
-    values = means(device.all_gather(eval_sums(settings, test_set, arrays)))
+    # the figures of all ranks; blocks of puzzles, since questions and labels take 8 bytes a cell
+    sums = Counter()
+    for block in np.array_split(np.arange(len(own_indices)), len(own_indices) // BLOCK + 1):
+        block_results = {name: array[block] for name, array in results.items()}
+        sums.update(eval_sums(settings, test_set, test_set.test_batch(own_indices[block]) | block_results))
+    values = means(device.all_gather(sums))
+
+    # ARC's votes
     if test_set.task["kind"] == "arc":
-        own_votes = count_votes(test_set, own_indices, arrays["preds"], arrays["q_halt_logits"])
+        own_votes = count_votes(test_set, own_indices, results["preds"], results["q_halt_logits"])
         votes = merge_votes(device.all_gather(own_votes))
         values |= vote_values(test_set, votes)
         if save_to and device.rank == 0:
@@ -325,7 +333,7 @@ def evaluate(evaluator, weights, table, test_set, indices, title, should_stop, s
 
 
 def eval_sums(settings, test_set, arrays):
-    """Returns {name: sum over this rank's puzzles} of METRICS, LOSS_TERMS and the judgements of answers."""
+    """Returns {name: sum over puzzles} of METRICS, LOSS_TERMS and the judgements of answers."""
     sums = puzzles.count_correct(test_set.task, arrays)
     for name in (*model.METRICS, *model.LOSS_TERMS):
         sums[name] = float((arrays["count"] * arrays[name]).sum(dtype=np.float64))

@@ -16,7 +16,7 @@ SMALL = ["--hidden_size=32", "--num_heads=2", "--multiple_of=32", "--L_layers=1"
          "--global_batch_size=16", "--lr=2e-3", "--lr_warmup_steps=5", "--log_interval=10",
          "--checkpoint_interval=20", "--eval_interval=0", "--forward_dtype=auto"]
 
-# pytest runs two tests at a time, so each takes one thread.
+# pytest runs several tests at a time, so each takes one thread.
 # XLA compiles small programs twice as fast without optimizing them.
 FAST = {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
@@ -28,9 +28,9 @@ def python(*command, **env):
     return done.stdout
 
 
-def losses(out):
+def logged(out, name):
     with open(out / "metrics.jsonl") as f:
-        return [d["train/loss"] for d in map(json.loads, f) if "train/loss" in d]
+        return [line[name] for line in map(json.loads, f) if name in line]
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,11 @@ def train(data, out, *flags, **env):
 def test_train_resume_evaluate_export(data, tmp_path):
     out = tmp_path / "out"
     train(data, out, "--max_steps=40")
-    assert len(losses(out)) == 4
-    assert losses(out)[-1] < 0.9 * losses(out)[0]
+    losses = logged(out, "train/loss")
+    assert len(losses) == 4 and losses[-1] < 0.9 * losses[0]
     shown = train(data, out, "--max_steps=60", "--init_from=resume")
-    assert "training from step 40 to 60" in shown and "40 test puzzles" in shown
+    assert "training from step 40 to 60" in shown
+    assert logged(out, "eval/puzzles") == [40, 40]  # at the end of both runs
     python("scripts/export.py", out, tmp_path / "model.pt")
     assert "4 steps, " in python("scripts/solve.py", tmp_path / "model.pt", "." * 16)
 
@@ -62,4 +63,5 @@ def test_train_resume_evaluate_export(data, tmp_path):
 def test_train_with_attention(device, data, tmp_path):
     flags = "--max_steps=20", "--mlp_t=False", "--pos_encodings=rope", f"--device={device}"
     train(data, tmp_path / "out", *flags, PJRT_DEVICE="CPU")
-    assert losses(tmp_path / "out")[-1] < losses(tmp_path / "out")[0]
+    losses = logged(tmp_path / "out", "train/loss")
+    assert losses[-1] < losses[0]

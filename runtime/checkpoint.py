@@ -198,7 +198,7 @@ def resume(start, saved, settings, model, train_set, total_steps):
     if optimizer != settings.optimizer:
         raise UserError(f"{path} was trained with optimizer={optimizer}: another --out_dir with "
                         "--init_from=FILE begins with its weights")
-    load_weights(model, saved["weights"], path)
+    load_saved_weights(model, saved["weights"], path)
 
     # tell the log what is resumed and what has changed
     notes = [f"resuming from {path}", *forks.missing(saved["forks"])]
@@ -219,7 +219,7 @@ def load_file(start, saved, settings, model, train_set):
     check_task(saved, train_set, file)
     # files of the official code do not say what their identifiers stand for
     is_same = saved.get("identifiers", train_set.identifiers_sha256) == train_set.identifiers_sha256
-    is_averaged = load_weights(model, saved["weights"], file, is_same)
+    is_averaged = load_saved_weights(model, saved["weights"], file, is_same)
     notes = forks.missing(saved.get("forks", {}))
     if is_averaged and settings.eval_only:
         raise UserError(f"{file} has other puzzle identifiers than {train_set.path}: it can be trained "
@@ -454,12 +454,12 @@ def read_checkpoint(path):
     return state
 
 
-def load_weights(model, named, where, same_identifiers=True):
-    """See weights.load_weights; where: the file of the weights. Raises UserError if they do not fit."""
+def load_saved_weights(model, named, file, same_identifiers=True):
+    """See weights.load_weights; the file has the weights. Raises UserError if they do not fit."""
     try:
         return weights.load_weights(model, named, same_identifiers)
     except ValueError as e:
-        raise UserError(f"{where}: {e}") from None
+        raise UserError(f"{file}: {e}") from None
 
 
 def check_task(state, train_set, where):

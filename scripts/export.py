@@ -35,7 +35,7 @@ from configurator import configure, split_arguments
 from data import Dataset
 from runtime import forks
 from runtime.bucket import local_dataset
-from runtime.checkpoint import load_weights, read_checkpoint, some_puzzles
+from runtime.checkpoint import load_saved_weights, read_checkpoint, some_puzzles
 from runtime.errors import UserError
 from runtime.files import replacing
 from runtime.process import command
@@ -110,7 +110,7 @@ def add_dataset(saved, settings, path):
     # the model has the dataset's sizes, and the weights' names without the official code's prefixes
     data = Dataset(local_dataset(settings.data_path), "train")
     trm = new_model(model.TRM, settings, data)
-    if load_weights(trm, saved["weights"], path):
+    if load_saved_weights(trm, saved["weights"], path):
         raise UserError(f"{path} has other puzzle identifiers than {data.path}")
     added = dict(
         model=trm.sizes,

@@ -17,7 +17,7 @@ from runtime.errors import UserError
 
 @pytest.mark.parametrize("name, most_bytes", [
     ("maze-6x6", 1e6), ("sudoku-6x6", 1e6), ("sudoku-9x9", 1e6), ("sudoku-9x9-large", 1e7)])
-def test_model_does_what_its_card_says(name, most_bytes):
+def test_a_model_repeats_the_count_of_its_card(name, most_bytes):
     path = Path(ROOT, "models", f"{name}.pt")
     card = " ".join(path.with_suffix(".md").read_text().split())
     model = TRM.load(path)
