@@ -325,12 +325,11 @@ class Generated:
 
     def _batch(self, rng, n, split):
         questions, answers = self.draw(rng, n, split)
+        shape = n, self.seq_len
         for tokens, lowest in (questions, 0), (answers, IGNORE_LABEL):
-            if tokens.shape != (n, self.seq_len):
-                raise UserError(f"{self.made_by()}.draw: shape {tokens.shape}, not {(n, self.seq_len)}")
-            if not lowest <= tokens.min() <= tokens.max() < self.vocab_size:
-                raise UserError(
-                    f"{self.made_by()}.draw: tokens must be from {lowest} to {self.vocab_size - 1}")
+            in_range = lowest <= tokens.min() <= tokens.max() < self.vocab_size
+            if tokens.shape != shape or not in_range:
+                raise UserError(f"{self.made_by()}.draw: not {shape} tokens below {self.vocab_size}")
         return {
             "inputs": questions.astype(np.int32),
             "labels": answers.astype(np.int32),

@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -113,11 +112,8 @@ def test_a_wrong_description_is_named(name, text, message, official):
         Dataset(official, "train")
 
 
-@pytest.mark.parametrize("questions, message", [
-    (np.full((3, 4), 4), "to 3"),
-    (np.full((3, 4), -1), "from 0"),
-    (np.ones((3, 5), int), "(3, 5), not (3, 4)")])
-def test_puzzles_made_in_python_are_checked(questions, message):
+@pytest.mark.parametrize("questions", [np.full((3, 4), 4), np.full((3, 4), -1), np.ones((3, 5), int)])
+def test_puzzles_made_in_python_are_checked(questions):
     class Mine(data.Generated):
         task = {"kind": "mine", "grid": [2, 2], "symbols": "_.01"}
         test_size = 3
@@ -125,7 +121,7 @@ def test_puzzles_made_in_python_are_checked(questions, message):
         def draw(self, rng, n, split):
             return questions, np.full((3, 4), IGNORE_LABEL)
 
-    with pytest.raises(UserError, match=f"Mine.draw: .*{re.escape(message)}"):
+    with pytest.raises(UserError, match=r"Mine.draw: not \(3, 4\) tokens below 4"):
         Mine("mine", "train")
 
 
