@@ -334,9 +334,10 @@ def evaluate(evaluator, weights, table, test_set, indices, title, should_stop, s
 
 def eval_sums(settings, test_set, arrays):
     """Returns {name: sum over puzzles} of METRICS, LOSS_TERMS and the judgements of answers."""
-    sums = puzzles.count_correct(test_set.task, arrays)
+    sums = {}
     for name in (*model.METRICS, *model.LOSS_TERMS):
         sums[name] = float((arrays["count"] * arrays[name]).sum(dtype=np.float64))
+    sums |= puzzles.count_correct(test_set.task, arrays)
     if settings.eval_attempts > 1:
         sums["attempts"] = float(arrays["attempts"].sum())
     return sums

@@ -463,14 +463,15 @@ class Run:
     def take_means(self, num_steps):
         """Returns {"train/loss": ...}, means over the num_steps steps since the last call."""
         sums = {name: float(total.cpu()) for name, total in self.state["log_sums"].items()}
-        means = {"train/grad_norm": float(self.state["grad_norms"].cpu()) / num_steps}
-        self.restart_sums()
+        means = {}
         # LOSS_TERMS count in all sequences, METRICS in those that halted, whose number is "count"
         for name in model.LOSS_TERMS:
             means[f"train/{name}"] = sums[name] / (num_steps * self.settings.global_batch_size)
         for name in model.METRICS:
             if name != "count" and sums["count"]:
                 means[f"train/{name}"] = sums[name] / sums["count"]
+        means["train/grad_norm"] = float(self.state["grad_norms"].cpu()) / num_steps
+        self.restart_sums()
         return means
 
     def eval_weights(self):
