@@ -68,18 +68,18 @@ class Evaluator:
         )
         return self.device.put(dict(sequences=sequences, kept=kept))
 
-    def inputs(self, weights, table, batch):
+    def inputs(self, weights, puzzle_emb, batch):
         """Returns the inputs of program(), on the device.
 
         Args:
             weights: {name: float32 tensor}, on the device.
-            table: the puzzle embedding [N, D'], on the device.
+            puzzle_emb: the puzzle embedding [N, D'], on the device.
             batch: what free slots take: inputs and labels [B, S], puzzle_identifiers [B].
         """
         return dict(
             puzzles=self.device.put(batch),
             weights=weights,
-            table=table,
+            puzzle_emb=puzzle_emb,
         )
 
     @torch.no_grad()
@@ -95,7 +95,7 @@ class Evaluator:
         sequences = model.take_new_puzzles(slots["sequences"], inputs["puzzles"])
         batch = dict(sequences=sequences, kept=slots["kept"])
         if self.model.has_puzzle_emb:
-            batch["puzzle_rows"] = inputs["table"][sequences["puzzle_identifiers"]]
+            batch["puzzle_rows"] = inputs["puzzle_emb"][sequences["puzzle_identifiers"]]
         _, results = self.device.for_each_micro_batch(
             self.step_micro_batch, {}, weights, batch, self.settings.micro_batch_size)
         tree_map(torch.Tensor.copy_, slots, results["slots"])
@@ -156,15 +156,15 @@ class Queue:
 
     Args:
         evaluator: an Evaluator.
-        weights, table: see Evaluator.inputs.
+        weights, puzzle_emb: see Evaluator.inputs.
         test_set: a Dataset, or an object with its task and test_batch.
         indices: which of its examples [n].
     """
 
-    def __init__(self, evaluator, weights, table, test_set, indices):
+    def __init__(self, evaluator, weights, puzzle_emb, test_set, indices):
         self.evaluator = evaluator
         self.weights = weights
-        self.table = table
+        self.puzzle_emb = puzzle_emb
         self.test_set = test_set
         self.indices = indices
         self.waiting = deque(map(Attempt, range(len(indices))))
@@ -222,7 +222,7 @@ class Queue:
                 batch["labels"][i] = IGNORE_LABEL
         for name, array in batch.items():
             self.batch[name][free] = array
-        self.inputs = self.evaluator.inputs(self.weights, self.table, self.batch)
+        self.inputs = self.evaluator.inputs(self.weights, self.puzzle_emb, self.batch)
 
     def collect(self, results):
         """Takes the attempts that halted out of their slots."""
@@ -278,12 +278,12 @@ def unlabeled_batch(questions):
 # ---------------------------------------------------------------------------------------------------------
 # The evaluation of a test set, on all ranks
 
-def evaluate(evaluator, weights, table, test_set, indices, title, should_stop, save_to=""):
+def evaluate(evaluator, weights, puzzle_emb, test_set, indices, title, should_stop, save_to=""):
     """Returns {"eval/...": number} for test puzzles, or {} if a stop is requested. All ranks.
 
     Args:
         evaluator: an Evaluator.
-        weights, table: see Evaluator.inputs.
+        weights, puzzle_emb: see Evaluator.inputs.
         test_set: a Dataset.
         indices: which of its examples, for all ranks.
         title: the beginning of the lines that show the progress.
@@ -295,7 +295,7 @@ def evaluate(evaluator, weights, table, test_set, indices, title, should_stop, s
     device = evaluator.device
     own_indices = indices[device.rank::device.world]
 
-    queue = Queue(evaluator, weights, table, test_set, own_indices)
+    queue = Queue(evaluator, weights, puzzle_emb, test_set, own_indices)
     progress = Progress(f"{title}, puzzles", len(own_indices))
 
     # ranks need different numbers of steps: they meet now and then, and leave or stop together
@@ -438,8 +438,8 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
 
 def weights_of(trm):
     """Returns a TRM's weights and its puzzle embedding, for Evaluator.inputs."""
-    table = trm.puzzle_emb.weights if trm.has_puzzle_emb else torch.zeros(1, 1)
-    return trm.weights(), table
+    puzzle_emb = trm.puzzle_emb.weights if trm.has_puzzle_emb else torch.zeros(1, 1)
+    return trm.weights(), puzzle_emb
 
 
 def sigmoid(logits):

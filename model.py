@@ -150,12 +150,12 @@ class TRM(nn.Module):
     def embed(self, inputs, puzzle_rows):
         """Returns the embedded question x [B, L, D]; inputs: tokens [B, S]; puzzle_rows: [B, D'] or None."""
         D = self.settings.hidden_size
-        table = self.embed_tokens.embedding_weight
+        embedding = self.embed_tokens.embedding_weight
         # A product with a one-hot matrix is exact, and so is its gradient's sum in float32. The gradient of
         # a gather would be a scatter that sums in the low precision.
-        vocabulary = torch.arange(len(table), device=inputs.device, dtype=inputs.dtype)
+        vocabulary = torch.arange(len(embedding), device=inputs.device, dtype=inputs.dtype)
         one_hot = inputs.unsqueeze(-1) == vocabulary  # [B, S, V]
-        x = one_hot.to(table.dtype) @ table
+        x = one_hot.to(embedding.dtype) @ embedding
         if self.has_puzzle_emb:
             # the row fills the first positions, zeros the others
             padding = self.prefix * D - self.settings.puzzle_emb_ndim

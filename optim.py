@@ -119,15 +119,15 @@ def add_up(entries, bins, num_bins):
     return sums.index_add(0, bins, entries)
 
 
-def sign_sgd(table, packed, lr, weight_decay):
-    """Moves the rows of the table that the batch holds, in place: decoupled decay and the gradient's sign.
+def sign_sgd(puzzle_emb, packed, lr, weight_decay):
+    """Moves the batch's rows of the puzzle embedding, in place: decoupled decay and the gradient's sign.
 
     Args:
-        table: the puzzle embedding [N, D'].
+        puzzle_emb: the puzzle embedding [N, D'].
         packed: the sum of pack_rows over all ranks.
         lr, weight_decay: tensors or numbers.
     """
-    assert len(table) < 2 ** 24, "float32 holds no larger identifiers"
+    assert len(puzzle_emb) < 2 ** 24, "float32 holds no larger identifiers"
     # the sequences of a bin have the same identifier, which is their mean; an empty bin gets identifier 0
     means = packed[:, -2] / packed[:, -1].clamp(min=1)
     identifiers = means.round().long()
@@ -139,9 +139,9 @@ def sign_sgd(table, packed, lr, weight_decay):
 
     # bins with the same identifier write the same new row; without a sequence they write the old row
     is_held = total[:, -1:] > 0
-    old = table[identifiers]
+    old = puzzle_emb[identifiers]
     change = weight_decay * old + torch.sign(total[:, :-2])
-    table[identifiers] = old - is_held * lr * change
+    puzzle_emb[identifiers] = old - is_held * lr * change
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -416,14 +416,14 @@ class Run:
 
     def first_state(self, saved):
         """Returns rank 0's state on the host of all ranks: from the model, and from a checkpoint."""
-        weights, table = evaluate.weights_of(self.model)
+        weights, puzzle_emb = evaluate.weights_of(self.model)
         average = saved.get("ema") or weights
         optimizer = {name: optim.optimizer_state(self.settings, name, w) for name, w in weights.items()}
         state = self.device.broadcast(dict(
             weights=weights,
             ema={name: average[name] for name in weights if self.settings.ema},
             optimizer=optimizer | saved.get("optimizer", {}),
-            puzzle_emb=table,
+            puzzle_emb=puzzle_emb,
             buffers=self.buffers(),
         ))
         # buffers, such as the first latents, stay in the model
@@ -480,10 +480,10 @@ class Run:
 
     def evaluate(self, test_set, indices, title, save_to=""):
         """See evaluate.evaluate()."""
-        weights, table = self.eval_weights()
+        weights, puzzle_emb = self.eval_weights()
         should_stop = functools.partial(process.should_stop, self.settings.stall_timeout)
         return evaluate.evaluate(
-            self.evaluator, weights, table, test_set, indices, title, should_stop, save_to)
+            self.evaluator, weights, puzzle_emb, test_set, indices, title, should_stop, save_to)
 
 
 # ---------------------------------------------------------------------------------------------------------
