@@ -2,7 +2,7 @@
 
     python train.py config/sudoku.py --lr=3e-4 --eval_only
 
-A script's settings are the numbers, texts and bools assigned at its top level above its first function or
+A script's settings are the numbers, strings and bools assigned at its top level above its first function or
 class, except to names in capitals. --help prints these lines with their comments.
 
 A config file is Python that assigns some of the settings and may read the others. run("baseline.py") in it
@@ -193,8 +193,8 @@ def run_file(path, settings):
                 where = f"{frame.filename}:{frame.lineno}"
         raise UserError(f"{where}: {type(e).__name__}: {e}") from None
 
-    # Numbers, texts and bools without an underscore must be settings, which assign() checks. All else is the
-    # file's own; a module may have the name of a setting, as device.py has.
+    # Numbers, strings and bools without an underscore must be settings, which assign() checks. All else is
+    # the file's own; a module may have the name of a setting, as device.py has.
     assigned = {}
     for name, value in names.items():
         is_setting = name in settings.defaults and not isinstance(value, ModuleType)
@@ -235,7 +235,7 @@ def read_settings(script):
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             break
-        # without imports and builtins, numbers and texts are all that can be computed
+        # without imports and builtins, numbers and strings are all that can be computed
         with suppress(Exception):
             exec(ast.unparse(node), {"__builtins__": {}}, values)
         # all names that the line assigns are settings, but for constants
@@ -246,7 +246,7 @@ def read_settings(script):
             settings[name] = values.get(name)
             if type(settings[name]) not in TYPES:
                 raise UserError(f"{script}:{node.lineno}: {name} is no setting: its value must be a number, "
-                                "a text or a bool, computed from such alone; constants have capitals")
+                                "a string or a bool, computed from such alone; constants have capitals")
     return settings
 
 

@@ -608,7 +608,7 @@ def check_settings(settings):
     if settings.max_minutes and settings.max_steps:
         raise UserError(f"max_minutes={settings.max_minutes:g} and max_steps={settings.max_steps}: one of "
                         "them must be 0")
-    # texts and folders
+    # strings and folders
     for name in ("data_path", "out_dir", "init_from", "wandb_project"):
         if not getattr(settings, name):
             raise UserError(f"{name} must not be empty")

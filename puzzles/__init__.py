@@ -63,7 +63,7 @@ def task_of(manifest, seq_len, vocab_size):
     symbols = manifest.get("symbols", list(map(str, range(vocab_size))))
     is_grid = isinstance(grid, list) and len(grid) == 2 and all(type(side) is int for side in grid)
     if not is_grid or not all(isinstance(symbol, str) for symbol in symbols):
-        raise UserError(f"manifest.json: grid {grid!r} must be [rows, columns], symbols {symbols!r} a text")
+        raise UserError(f"manifest.json: grid {grid!r} must be [rows, columns], symbols {symbols!r} a string")
     text = "".join(symbols)
     if len(text) == len(symbols):
         symbols = text
@@ -108,7 +108,7 @@ def parse_question(task, text):
 
 
 def check_text(task, text, symbols, name):
-    """Raises UserError if a text has not one of the symbols for each cell; name: the text's, in messages."""
+    """Raises UserError unless a string has one of the symbols for each cell; name: its name in messages."""
     rows, columns = task["grid"]
     if not text or len(text) != rows * columns:
         # a spreadsheet takes a puzzle of digits for a number, and drops zeros or digits
@@ -122,17 +122,17 @@ def check_text(task, text, symbols, name):
 
 
 def squeezed(text, symbols):
-    """Returns a text without white space; if a space is one of the symbols, without line ends."""
+    """Returns a string without white space; if a space is one of the symbols, without line ends."""
     return "".join(text.splitlines() if " " in symbols else text.split())
 
 
 def text_of(task, tokens):
-    """Returns the symbols of tokens [cells] as a text."""
+    """Returns the symbols of tokens [cells] as a string."""
     return "".join(task["symbols"][token] for token in tokens)
 
 
 def side_by_side(task, grids):
-    """Returns a text: grids next to each other, as many as 120 characters hold.
+    """Returns a string: grids next to each other, as many as 120 characters hold.
 
     grids: list of (title, tokens [cells], which cells to mark with * [cells]).
     """

@@ -72,7 +72,7 @@ def network_error(e):
 
 
 def without_password(text):
-    """Returns a text without user:password@ in its URLs."""
+    """Returns a string without user:password@ in its URLs."""
     return re.sub(r"//[^/\s]*@", "//", text)
 
 

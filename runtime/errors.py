@@ -42,7 +42,7 @@ def check_numbers(settings, positive, shares=()):
     """Raises UserError for the first number that no run could use: one below 0, NaN, or beyond 64 bits.
 
     Args:
-        settings: {name: value}; texts are passed over.
+        settings: {name: value}; strings are passed over.
         positive: names of settings that must be above 0.
         shares: names of settings that are at most 1.
     """

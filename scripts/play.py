@@ -119,7 +119,7 @@ class Game:
         }
 
     def test_puzzle(self, number):
-        """Returns a test puzzle, for the page; number: a text. Raises UserError or ValueError.
+        """Returns a test puzzle, for the page; number: a string. Raises UserError or ValueError.
 
         The answer is None if it is not known, or one of several right ones.
         """

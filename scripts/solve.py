@@ -458,7 +458,7 @@ def choose_model(source, content):
 
 
 def is_question_of(task, text):
-    """Returns whether a text is a question of the task, of its size."""
+    """Returns whether a string is a question of the task, of its size."""
     with suppress(UserError):
         return puzzles.parse_question(task, text)[0] == task
     return False
