@@ -5,7 +5,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 import requests
 
 from runtime.errors import TransientError, UserError
-from runtime.files import hashes_of, locked, read_json, replacing
+from runtime.files import hashes_of, locked, read_json, replacing, to_stderr
 
 # Another machine that resumes needs them.
 LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt", "run.json")
@@ -44,7 +43,7 @@ def try_again(attempt, label, attempts, stop=lambda: False):
         # pause; a stop takes effect after each second
         seconds = backoff(number)
         if seconds:
-            print(f"{label}: {cause}; trying again in {seconds} s", file=sys.stderr)
+            to_stderr(f"{label}: {cause}; trying again in {seconds} s")
         for _ in range(seconds):
             if stop():
                 raise SystemExit(3)

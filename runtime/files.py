@@ -96,6 +96,12 @@ def duration(seconds):
     return str(timedelta(seconds=round(seconds)))
 
 
+def to_stderr(text):
+    """Prints a line to stderr, if that is still open: a terminal or the reader of a pipe may have left."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
 class Progress:
     """Prints how much is done and the time left to stderr every 10 seconds.
 
@@ -120,7 +126,7 @@ class Progress:
         if self.total:
             seconds_left = seconds * (self.total / max(1, self.done) - 1)
             text += f" of {self.total:,}, {seconds_left:.0f} s left"
-        print(text, file=sys.stderr, flush=True)
+        to_stderr(text)
 
 
 def read_torch_file(path):

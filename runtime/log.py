@@ -2,7 +2,6 @@
 import json
 import os
 import platform
-import sys
 import time
 from contextlib import suppress
 
@@ -66,7 +65,7 @@ class Log:
             self.warn(path, e)
 
     def warn(self, path, error):
-        print(f"{path}: cannot be written ({error.strerror}); training continues", file=sys.stderr)
+        files.to_stderr(f"{path}: cannot be written ({error.strerror}); training continues")
 
     # -----------------------------------------------------------------------------------------------------
     # The start of a run

@@ -2,14 +2,13 @@
 import io
 import json
 import os
-import sys
 
 import numpy as np
 
 from puzzles.arc import submission
 from runtime.bucket import Bucket
 from runtime.errors import TransientError, UserError
-from runtime.files import replacing
+from runtime.files import replacing, to_stderr
 
 
 def save_outputs(settings, device, name, indices, arrays, should_stop):
@@ -25,8 +24,7 @@ def save_submission(settings, test, votes, should_stop):
     """Saves ARC's answers in submission.json; those of a part of the tasks do not replace it."""
     num_tasks = len({group for group, _ in votes})
     if num_tasks < test.total_groups:
-        print(f"submission.json is not written: {num_tasks} of {test.total_groups} tasks were evaluated",
-              file=sys.stderr)
+        to_stderr(f"submission.json is not written: {num_tasks} of {test.total_groups} tasks were evaluated")
         return
     save_file(settings, "submission.json", json.dumps(submission(test, votes)).encode(), should_stop)
 
@@ -44,4 +42,4 @@ def save_file(settings, name, content, should_stop):
         if settings.gcs_dir:
             Bucket(settings.gcs_dir, should_stop).write(name, content)
     except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
-        print(f"{path}: not saved: {e}", file=sys.stderr)
+        to_stderr(f"{path}: not saved: {e}")

@@ -1,11 +1,15 @@
 """What a run logs, saves, resumes and exports: replica() in this process, at tiny sizes. test_resume.py and
 test_smoke.py run the command."""
+import itertools
 import json
 import os
 import re
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import export
 import numpy as np
@@ -221,6 +225,16 @@ def test_an_export_needs_a_checkpoint_alone(whole):
     assert best["step"] == 16 and "--lr=0.002" in best["command"] and "init_from" not in best["command"]
     with pytest.raises(errors.UserError, match="best.pt: must be a new file in a folder that exists"):
         export.main([whole[0], "best.pt"])
+
+
+def test_an_evaluation_goes_on_without_a_terminal(data, monkeypatch):
+    """Ctrl-C ends `train.py 2>&1 | tee`, too: a stop in an evaluation must still save."""
+    hours = SimpleNamespace(monotonic=itertools.count(0, 3600).__next__)  # at each call a line
+    monkeypatch.setattr("runtime.files.time", hours)
+    stderr = mock.Mock(write=mock.Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr(sys, "stderr", stderr)
+    run(data, "run", "--max_steps=1", "--eval_final_max_puzzles=16")
+    assert stderr.write.called and curve("run", "final") == {1: True}
 
 
 def test_evaluation_does_not_change_training(data, whole):
