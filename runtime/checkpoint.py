@@ -219,7 +219,9 @@ def load_file(start, saved, settings, model, train_set):
     check_task(saved, train_set, file)
     # files of the official code do not say what their identifiers stand for
     is_same = saved.get("identifiers", train_set.identifiers_sha256) == train_set.identifiers_sha256
-    is_averaged = load_saved_weights(model, saved["weights"], file, is_same)
+    # frozen weights are the average, which evaluations use: it would move towards the others
+    named = settings.freeze_weights and saved.get("ema") or saved["weights"]
+    is_averaged = load_saved_weights(model, named, file, is_same)
     notes = forks.missing(saved.get("forks", {}))
     if is_averaged and settings.eval_only:
         raise UserError(f"{file} has other puzzle identifiers than {train_set.path}: it can be trained "

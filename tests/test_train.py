@@ -219,6 +219,16 @@ def test_an_export_has_the_official_names_and_loads_back(data, whole):
     assert curve("tuned")[5] < curve(whole[0])[5]
 
 
+def test_frozen_weights_are_the_average_and_stay_as_they_are(data, whole):
+    average = newest(whole[0])["ema"]
+    run(data, "run", f"--init_from={checkpoint_paths(whole[0])[0]}", "--freeze_weights", "--max_steps=2")
+    tuned = newest("run")
+    for name in average.keys() - {"puzzle_emb.weights"}:
+        torch.testing.assert_close(tuned["ema"][name], average[name])
+        assert torch.equal(tuned["weights"][name], average[name])
+    assert not torch.equal(tuned["ema"]["puzzle_emb.weights"], average["puzzle_emb.weights"])
+
+
 def test_an_export_needs_a_checkpoint_alone(whole):
     export.main([f"{whole[0]}/best.pt", "best.pt"])
     best = torch.load("best.pt", weights_only=True)
