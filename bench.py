@@ -140,13 +140,14 @@ def measure(run, next_inputs, num_steps, say):
 
 
 def choose_batch_size(settings, device, say):
-    """Sets the batch size, by the time of a step with one sequence."""
-    settings.global_batch_size = 1
+    """Sets the batch size, by the time of a step with one sequence on each replica."""
+    settings.global_batch_size = device.world
     train_step = train_step_of(*new_run(settings, device))
     for _ in range(2):  # the first step takes longer
         seconds, _ = seconds_of(1, train_step)
-    # as many as take CPU_STEP_SECONDS
-    settings.global_batch_size = min(32, max(1, int(CPU_STEP_SECONDS / seconds)))
+    # as many as take CPU_STEP_SECONDS; rank 0 decides
+    seconds = device.all_gather(seconds)[0]
+    settings.global_batch_size = device.world * min(32, max(1, int(CPU_STEP_SECONDS / seconds)))
     say(f"a step of one sequence takes {seconds:.1f} s: {settings.global_batch_size} at a time")
 
 

@@ -158,6 +158,15 @@ def test_ranks_without_an_address_are_wrong_input(variables, words, data):
     assert words in error
 
 
+def test_two_processes_measure_the_batch_that_one_of_them_chooses(random_puzzles):
+    flags = [flag for flag in TINY if "batch_size" not in flag]
+    flags += [f"--data_path={random_puzzles}", "--device=cpu", "--steps=1"]
+    ranks = [TrainProcess(flags, script="bench", **environment) for environment in hosts(2)]
+    figures = json.loads(ranks[0].output().splitlines()[-1])
+    ranks[1].output()
+    assert figures["replicas"] == 2 and figures["global_batch_size"] == 2 * figures["sequences_at_a_time"]
+
+
 def test_more_ranks_than_gpus_are_wrong_input(monkeypatch):
     """torchrun tells every rank of the host, so that none waits for another."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
