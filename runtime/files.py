@@ -4,7 +4,6 @@ import glob
 import hashlib
 import json
 import os
-import pickle
 import sys
 import time
 import zipfile
@@ -130,15 +129,17 @@ class Progress:
 
 
 def read_torch_file(path):
-    """Returns what torch.save wrote. Nothing in the file is executed. Raises ValueError if it is damaged."""
-    # torch does not compare the checksums of the zip archives that it writes
-    if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():
-        raise ValueError(f"{path} is damaged")
+    """Returns a dict that torch.save wrote. Nothing in the file is executed. Raises ValueError otherwise."""
     # the prepare scripts do without torch
     import torch
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
+        # torch does not compare the checksums of the zip archives that it writes
+        if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():
+            raise ValueError(f"{path} is damaged")
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except (OSError, ValueError):
+        raise
+    except Exception as e:  # both have many for this
         raise ValueError(f"{path} is damaged, or torch.save did not write it ({type(e).__name__})"
                          f"{other_format(path)}") from None
 
