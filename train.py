@@ -516,7 +516,7 @@ def replica(settings, kind):
     puzzles.check_attempts(test_set.task, settings.eval_attempts)
     trm = new_model(model.TRM, settings, train_set)
     total_steps = optim.count_steps(settings, optim.epoch_size(train_set))
-    if total_steps < 1:
+    if total_steps < 1 and not settings.eval_only:
         raise UserError(f"epochs={settings.epochs} of {train_set.total_groups} puzzles are less than one "
                         f"batch of global_batch_size={settings.global_batch_size}")
 

@@ -214,6 +214,9 @@ def test_an_export_has_the_official_names_and_loads_back(data, whole):
     assert same(dict(sorted(named["weights"].items())), dict(sorted(official.items())))
     assert len(named["puzzles"]["inputs"]) == 40
 
+    # an evaluation needs no batch of training puzzles
+    assert "evaluation: " in run(data, "few", "--init_from=official.pt", "--eval_only", "--epochs=0")
+
     # training can start from a file, at step 0
     run(data, "tuned", "--init_from=model.pt", "--max_steps=5")
     assert curve("tuned")[5] < curve(whole[0])[5]
