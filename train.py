@@ -326,10 +326,11 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
         # log
         values = run.take_means(step - log.step)  # waits for the device
         if not math.isfinite(values["train/loss"] + values["train/grad_norm"]):
-            # a resume is exact, so that a restart would end here again
+            # a resume is exact, so that a restart would end here again; the bucket gets all until here
+            last_good = checkpoints.last_good()
+            checkpoints.close(60)
             raise UserError(f"loss or gradient not finite between steps {log.step + 1} and {step}: lower lr, "
-                            "or begin a new run with an earlier checkpoint; the last good one: "
-                            f"{checkpoints.last_good()}")
+                            f"or begin a new run with an earlier checkpoint; the last good one: {last_good}")
         lr = optim.rates(settings, step - 1, total_steps)["lr"]
         metrics = log.train(step, total_steps, values, lr, run.flops_per_example(cycles))
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import requests
-from helpers import Hub, Server, stored, upload, wait_for
+from helpers import Hub, Server, run, stored, upload, wait_for
 
+import optim
 from data import Dataset
 from runtime import bucket as bucket_module
 from runtime.bucket import Bucket, local_dataset, network_error, try_again, without_password
@@ -80,6 +81,17 @@ def test_a_list_of_two_pages(monkeypatch):
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
     assert Bucket("gs://bucket/run").list() == ["a", "b"]
     server.server_close()
+
+
+def test_a_run_that_diverges_uploads_its_last_checkpoint(front, emulator, data, monkeypatch):
+    rates = optim.rates
+    monkeypatch.setattr(optim, "rates", lambda settings, step, total_steps: {
+        name: rate if step < 2 else np.nan for name, rate in rates(settings, step, total_steps).items()})
+    front.script = [None] * 4 + ["slow"]  # the checkpoint is on its way when the run ends
+    with pytest.raises(UserError, match="not finite between steps 4 and 4.* last good one: run.ckpt_0*2.pt"):
+        run(data, "run", "--gcs_dir=gs://bucket/run", "--checkpoint_interval=2", "--log_interval=1")
+    assert stored(emulator, "run/ckpt_00000002.json") == Path("run/ckpt_00000002.json").read_bytes()
+    assert stored(emulator, "run/log.txt")
 
 
 # Tokens and passwords.
