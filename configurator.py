@@ -181,7 +181,7 @@ def run_file(path, settings):
         # a checkpoint with a value of another type could not be read
         for name, value in added.items():
             if type(value) not in TYPES:
-                raise TypeError(f"{name} must be a number, a text or a bool, not {value!r}")
+                raise TypeError(f"{name} must be a number, a string or a bool, not {value!r}")
         settings.defaults.update(added)
         vars(settings).update(added)
         names.update(added)

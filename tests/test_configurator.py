@@ -133,7 +133,7 @@ except ZeroDivisionError as _e:
     ("lr = 1.0\nbatch = (3\n", "a.py: SyntaxError: '(' was never closed (a.py, line 2)"),
     ("def half(n):\n    return n // zero\nbatch = half(3)", "a.py:2: NameError: name 'zero' is not defined"),
     ("import numpy\nnew(clip=numpy.float64(1))",
-     "a.py:2: TypeError: clip must be a number, a text or a bool, not np.float64(1.0)"),
+     "a.py:2: TypeError: clip must be a number, a string or a bool, not np.float64(1.0)"),
     ("run('b.py')", "No such file or directory: 'b.py'"),
     ("run('a.py')", "RecursionError"),
     ("gone.py", "gone.py: FileNotFoundError"),
