@@ -178,7 +178,7 @@ def read_puzzles(path, rows, task, ignored=""):
         path: the file.
         rows: an iterator of its rows as csv_rows yields them, with the columns question and answer.
         task: the puzzles' task.
-        ignored: characters of answers for cells that do not count: they become token 0.
+        ignored: characters of answers for cells that do not count: there they become token 0.
 
     Raises UserError with the first line that is wrong or whose answer breaks a rule, block by block.
     """
@@ -186,7 +186,10 @@ def read_puzzles(path, rows, task, ignored=""):
     symbols = task["symbols"][1:]
     allowed = {"question": symbols, "answer": symbols + ignored}
     tokens = {symbol: token for token, symbol in enumerate(symbols, 1)}
-    table = str.maketrans(tokens | dict.fromkeys(ignored, 0))
+    tables = {
+        "question": str.maketrans(tokens),
+        "answer": str.maketrans(tokens | dict.fromkeys(ignored, 0)),
+    }
 
     blocks = []
     progress = Progress(f"reading {path}")
@@ -195,7 +198,7 @@ def read_puzzles(path, rows, task, ignored=""):
         for line, row in block:
             for name, characters in allowed.items():
                 check_text(task, row[name], characters, f"{path}:{line}: the {name}")
-                codes += row[name].translate(table).encode("latin-1")
+                codes += row[name].translate(tables[name]).encode("latin-1")
         puzzles = np.frombuffer(codes, dtype=np.uint8).reshape(len(block), 2, -1)
         puzzles = puzzles.swapaxes(0, 1)
 

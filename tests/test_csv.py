@@ -87,6 +87,11 @@ def test_cells_whose_answer_is_ignored_do_not_count():
     test = Dataset(build("x", f"--train_csv={path} --holdout=9 --ignored=?"), "test")
     assert test.task["symbols"] == "_.123" and ((test.labels == 0) == (np.arange(9) == 0)).all()
 
+    # the character may be the empty cell of questions
+    path = write("dots.csv", *[row[:10] + "." + row[11:] for row in random_rows(30)])
+    test = Dataset(build("y", f"--train_csv={path} --holdout=9 --ignored=."), "test")
+    assert ((test.labels == 0) == (np.arange(9) == 0)).all() and (test.inputs > 0).all()
+
 
 def test_white_space_is_no_cell_unless_it_is_a_symbol():
     """Cells that stand apart, and rows in lines: 5x5 cells have 49 characters, as 7x7 have."""
