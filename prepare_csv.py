@@ -142,9 +142,10 @@ def new_task(settings, rows):
         if symbol not in symbols:
             raise UserError(f"permute_symbols={settings.permute_symbols}: {symbol!r} is not in the puzzles")
     if settings.dihedral or settings.permute_symbols:
+        # a symbol that stands twice would take the place of another one
         manifest["symmetries"] = {
             "dihedral": settings.dihedral,
-            "permute_symbols": settings.permute_symbols,
+            "permute_symbols": "".join(dict.fromkeys(settings.permute_symbols)),
         }
     task = task_of(manifest, math.prod(grid), len(symbols) + 1)
     print(f"symbols: {symbols!r}; {symbols[0]!r} is an empty cell")

@@ -68,7 +68,7 @@ def test_held_out_puzzles_are_drawn_from_all_and_not_trained_on():
 def test_copies_are_symmetric_and_never_test_puzzles():
     """Training puzzles that a symmetry turns into a test puzzle are left out."""
     path = write("all.csv", *random_rows(400, 9, "12"))
-    flags = "--holdout=100 --dihedral --permute_symbols=12 --num_aug=15"
+    flags = "--holdout=100 --dihedral --permute_symbols=121 --num_aug=15"
     folder = build("x", f"--train_csv={path} {flags}")
     train, test = [Dataset(folder, split) for split in ("train", "test")]
     assert test.task["symmetries"] == {"dihedral": True, "permute_symbols": "12"}
