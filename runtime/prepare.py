@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import zlib
@@ -477,9 +478,10 @@ def print_report(settings, config, counts):
     for what, count in counts.items():
         if count:
             print(f"{what}: {count:,}")
-    path = settings.output_dir
-    print(f"Train on it: python train.py config/{config} --data_prepare= --data_path={path} "
-          f"--out_dir=out/{os.path.basename(path)}")
+    # a folder may end with a slash, and have a space
+    path = os.path.normpath(settings.output_dir)
+    flags = ["--data_prepare=", f"--data_path={path}", f"--out_dir=out/{os.path.basename(path)}"]
+    print(f"Train on it: python train.py config/{config} {shlex.join(flags)}")
 
 
 def write_dataset(path, splits, vocab_size, manifest):

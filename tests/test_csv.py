@@ -58,9 +58,10 @@ def test_datasets_hold_the_files_rows():
     assert Dataset(path, "test").task == {"kind": "my", "grid": [2, 3], "symbols": "_.áβ😀"}
 
 
-def test_held_out_puzzles_are_drawn_from_all_and_not_trained_on():
+def test_held_out_puzzles_are_drawn_from_all_and_not_trained_on(capsys):
     rows = random_rows(60)
-    folder = build("x", f"--train_csv={write('all.csv', *rows)} --holdout=20")
+    folder = build("x y/", f"--train_csv={write('all.csv', *rows)} --holdout=20")
+    assert "config/demo.py --data_prepare= '--data_path=x y' '--out_dir=out/x y'\n" in capsys.readouterr().out
     test = rows_of(folder, "test")
     assert len(test) == 20 and sorted(test + rows_of(folder, "train")) == sorted(rows) and test != rows[:20]
 
