@@ -36,7 +36,7 @@ output_dir = ""  # "": a folder under data/ named after these settings
 seed = 0  # decides the choice of puzzles, their copies, and generated puzzles
 # puzzles from the hub or from CSV files
 subsample_size = 1000  # training puzzles, chosen at random; 0: all; every test puzzle is kept
-min_difficulty = 0  # lowest rating that is kept, in training and test
+min_difficulty = 0  # lowest rating that is kept, in training and test; 0: all
 # generated puzzles
 num_train = 3000  # training puzzles
 num_test = 1000  # test puzzles, the same for each num_train
@@ -93,13 +93,13 @@ def fill_in(settings):
 def hard_rows(path, min_difficulty):
     """Yields the rows of a file that are rated min_difficulty or more, as csv_rows does.
 
-    With min_difficulty 0 a file needs no ratings. White space is no cell.
+    With min_difficulty 0 a file needs no ratings, and they may be words. White space is no cell.
     """
     columns = ["question", "answer"] + ["rating"] * (min_difficulty != 0)
     for line, row in csv_rows(path, *columns):
-        rating = row.get("rating") or str(min_difficulty)
+        rating = row["rating"] if min_difficulty else ""
         try:
-            is_hard = float(rating) >= min_difficulty
+            is_hard = float(rating or min_difficulty) >= min_difficulty
         except ValueError:
             raise UserError(f"{path}:{line}: the rating {rating!r} is not a number") from None
         if is_hard:

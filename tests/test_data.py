@@ -294,6 +294,7 @@ def test_the_first_wrong_row_of_a_long_file_is_named(from_csv, monkeypatch):
     # names of columns in public files
     (["id,Puzzle, Solution ,clues", f"7,{','.join(A)},9", f"8,{','.join(B)},9"], 0),
     (["quizzes,solutions", A, B], 0),
+    (["puzzle,solution,difficulty", (*A, "-1.5"), (*B, "easy")], 0),
     (["unsolved,solved,difficulty", (*A, "1.7"), (*B, "1"), (*TWO, "0.2")], 1),
 ])
 def test_csv_files_of_other_programs(rows, min_difficulty, from_csv):

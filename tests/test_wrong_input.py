@@ -50,7 +50,6 @@ PUZZLES = {
     "me,1..3,1243342143122134,0": "the question has 4 cells | not 4x4",
     "me,1..5.42...1.2...,1243342143122134,0": "the question has '5' in row 1, column 4",
     "me,1..3.42...1.....,124.342143122134,0": "row 1, column 4 of the answer breaks a rule",
-    "me,1..3.42...1.2...,1243342143122134,hard": "rating 'hard' is not a number",
     "me,1...............,2134431212433421,0": "row 1, column 1 of the answer breaks a rule",
     "me,12....3....4....,1243342143122134,0": "row 2, column 3 of the answer breaks a rule"}
 MAZE = "me,S   #   G,Soo #o  G,0"
@@ -213,6 +212,7 @@ for script, table in (T, TRAIN), (P, SUDOKU), (M, MAZE_FLAGS), (A, ARC):
     CASES += [(script, flags, words) for flags, words in table.items()]
 # (script, flags, the row of row.csv above the wrong one, the wrong row, words)
 ROWS = [(P, CSV, GOOD, row, words) for row, words in PUZZLES.items()]
+ROWS += [(P, f"{CSV} --min_difficulty=-1", GOOD, f"{GOOD}x", "rating '0x' is not a number")]
 ROWS += [(M, MAZE_CSV, MAZE, row, words) for row, words in MAZES.items()]
 @pytest.fixture
 def refuse(world, monkeypatch, capfd):
