@@ -151,11 +151,11 @@ def distinct_rows(path, rows, several_answers=None):
 def open_text(path):
     """Yields a text file, also .gz, in UTF-8 or with a byte order mark. Raises UserError for another one."""
     try:
+        # a pipe can be read once
         with open_bytes(path) as f:
-            is_utf16 = f.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        encoding = "utf-16" if is_utf16 else "utf-8-sig"
-        with io.TextIOWrapper(open_bytes(path), encoding, newline="") as f:
-            yield f
+            is_utf16 = f.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+            encoding = "utf-16" if is_utf16 else "utf-8-sig"
+            yield io.TextIOWrapper(f, encoding, newline="")
     except UnicodeDecodeError:
         # find the line: the text before it has no mark for undecodable bytes
         with open_bytes(path) as f:

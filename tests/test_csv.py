@@ -113,6 +113,15 @@ def test_white_space_is_no_cell_unless_it_is_a_symbol():
         build("z", f"--train_csv={path} --holdout=1")
 
 
+def test_a_pipe_is_read_like_a_file():
+    rows = random_rows(9)
+    end, other_end = os.pipe()
+    os.write(other_end, Path(write("all.csv", *rows)).read_bytes())
+    os.close(other_end)
+    folder = build("x", f"--train_csv=/dev/fd/{end} --holdout=3")
+    assert sorted(rows_of(folder, "train") + rows_of(folder, "test")) == sorted(rows)
+
+
 # Wrong input
 
 GOOD = "1...,1234\n2...,2143\n"
