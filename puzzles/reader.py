@@ -16,7 +16,7 @@ from runtime.errors import UserError
 
 EMPTY_CELLS = ".0*_-xX?\u00b7"  # of Sudokus
 SEPARATORS = " ,;|!:'\"()[]{}<>=/\\+" + "".join(map(chr, range(0x2500, 0x2580)))  # the last: box drawing
-COMMENT = r"(#|//).*|^[;%].*"
+COMMENT = r"(#|//).*|^[;%](?!.*;).*"  # a row of a table may begin with ; and has more of them
 AFTERWARDS = r"(?mi)^\[(?:state|pencilmarks)\]"  # a player's work, in .sdk files
 HEADING = r"\s*\d{1,6}(\s+\d{1,2})?\s*"  # how many puzzles follow, or the size of one
 BARS = "[!\u2502\u2503\u2551]"  # signs for |
