@@ -95,9 +95,8 @@ def fill_in(settings):
     if not settings.train_csv or not has_test:
         raise UserError("needs --train_csv=FILE and either --test_csv=FILE or --holdout=N")
     check_numbers(vars(settings), ())
-    form = r"(\d+)x\1|" if settings.dihedral else r"\d+x\d+|"
-    if not re.fullmatch(form, settings.grid):
-        raise UserError(f"grid={settings.grid}: must be like 6x6, and square for --dihedral")
+    if not re.fullmatch(r"\d+x\d+|", settings.grid):
+        raise UserError(f"grid={settings.grid}: must be like 6x6")
     name = os.path.basename(settings.train_csv).split(".")[0]
     settings.output_dir = settings.output_dir or f"data/{name}"
 

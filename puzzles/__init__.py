@@ -81,6 +81,9 @@ def task_of(manifest, seq_len, vocab_size):
         raise UserError(f"grid {grid} and symbols {symbols!r} do not fit kind {kind}")
     if "symmetries" in manifest:
         task["symmetries"] = manifest["symmetries"]
+        # copies() would fail after the training
+        if task["symmetries"].get("dihedral") and grid[0] != grid[1]:
+            raise UserError(f"grid {grid}: must be square for the symmetry dihedral")
     return task
 
 

@@ -130,6 +130,8 @@ def test_arrays_of_wrong_tokens_are_not_written(tokens):
     splits = dict.fromkeys(("train", "test"), (np.array(tokens), np.ones((1, 4), int)))
     with pytest.raises(UserError, match="integers below vocab_size=4"):
         write_dataset("mine", splits, 4, {"grid": [2, 2]})
+    with pytest.raises(UserError, match=r"grid \[1, 4\]: must be square"):
+        write_dataset("mine", splits, 4, {"grid": [1, 4], "symmetries": {"dihedral": True}})
     assert not os.path.exists("mine")
 
 
