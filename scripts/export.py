@@ -57,7 +57,7 @@ def main(argv):
     """Writes the file."""
     _, operands, train_arguments = split_arguments(__file__, argv)
     *paths, target = operands or [""]
-    is_page = target.endswith(".html")
+    is_page = target.lower().endswith((".html", ".htm"))
     if not paths or len(paths) > 1 and not is_page:
         raise UserError("usage: python scripts/export.py MODEL FILE, or MODEL ... FILE.html; "
                         "MODEL is a run's folder or a checkpoint")

@@ -69,7 +69,7 @@ def main(argv):
     # the new files
     for path in filter(None, [settings.plot, settings.output]):
         check_new_file(path)
-    if settings.plot[-4:] not in ("", ".png", ".gif"):
+    if settings.plot and not re.fullmatch(r"(.*/)?[^/]+\.(png|gif)", settings.plot):
         raise UserError(f"--plot={settings.plot}: must be a .png or a .gif")
 
     # the puzzles, and the model for them

@@ -463,7 +463,7 @@ FORKS = {"losses.py": "model.TRM.losses = lambda *arguments: None", "network.py"
     (["fork.pt", "page.html"], "fork.pt: trained with the fork gone.py 12345678, which is not among"),
     (["model.pt", "network.py", "page.html"], "model.pt: a fork replaces rms_norm in model.py: play.py"),
     (["model.pt", "losses.py", "here/page.html"], "here/page.html: must be a new file in a folder"),
-    (["model.pt", "losses.py", "page.html"], "")])
+    (["model.pt", "losses.py", "page.HTML"], "")])
 def test_models_that_no_file_can_run_are_refused(models_folder, arc_folder, argv,
                                                  words):
     save_model(models_folder, "model.pt", {})
@@ -474,10 +474,11 @@ def test_models_that_no_file_can_run_are_refused(models_folder, arc_folder, argv
         Path(name).write_text(f"import model\n{line}\n")
     if not words:
         export.main(argv)
-    else:
-        with pytest.raises(UserError, match=re.escape(words)):
-            export.main(argv)
-    assert os.path.exists("page.html") == (not words)
+        assert Path("page.HTML").read_text().startswith("<!doctype html>")
+        return
+    with pytest.raises(UserError, match=re.escape(words)):
+        export.main(argv)
+    assert not Path("page.html").exists()
 
 
 def test_an_edited_model_whose_weights_engine_js_does_not_know_is_refused(models_folder, monkeypatch):

@@ -236,6 +236,7 @@ def test_pictures(run_solve, solved):
     (["nowhere", "." * 16], "nowhere: neither a file"),
     (["official.pt", "." * 16], "official.pt does not say what it solves: scripts/export.py makes"),
     (["sudoku", "." * 16, "--plot=a.jpg"], "a .png or a .gif"),
+    (["sudoku", "." * 16, "--plot=.png"], "a .png or a .gif"),
     (["sudoku", "nowhere.csv"], "nowhere.csv: cannot be read"),
     (["sudoku", "short.csv"], "short.csv:2: the puzzle '12' has 2 cells"),
     (["sudoku", "." * 16, "--eval_attempts=0"], "eval_attempts must be"),
