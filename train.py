@@ -347,7 +347,7 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
 
     Exits with 1 if the last checkpoint cannot be written.
     """
-    began = time.monotonic()  # the system's clock can be changed during a run
+    began = time.monotonic()
     step = train(run, train_set, test_set, log, checkpoints, start, total_steps)
     # wait for the last checkpoint; all ranks leave together, since one that went on to the evaluation would
     # wait for rank 0 forever
@@ -416,13 +416,16 @@ class Run:
         self.evaluator = evaluate.Evaluator(settings, trm, device, self.batch_size)
 
     def first_state(self, saved):
-        """Returns rank 0's state on the host of all ranks: from the model, and from a checkpoint."""
+        """Returns rank 0's state on the host, and gives the model rank 0's buffers. All ranks."""
         weights, puzzle_emb = evaluate.weights_of(self.model)
-        average = saved.get("ema") or weights
+        ema = {}
+        if self.settings.ema:
+            average = saved.get("ema") or weights
+            ema = {name: average[name] for name in weights}
         optimizer = {name: optim.optimizer_state(self.settings, name, w) for name, w in weights.items()}
         state = self.device.broadcast(dict(
             weights=weights,
-            ema={name: average[name] for name in weights if self.settings.ema},
+            ema=ema,
             optimizer=optimizer | saved.get("optimizer", {}),
             puzzle_emb=puzzle_emb,
             buffers=self.buffers(),
@@ -490,11 +493,15 @@ class Run:
 # ---------------------------------------------------------------------------------------------------------
 # A replica
 
-def replica(settings, kind):
-    """Runs one replica from its start to its end. Checks settings and datasets before a run begins.
+def replica(settings, kind, began):
+    """Runs one replica from its start to its end.
 
-    Before these checks it may fetch a checkpoint, and make the dataset.
+    Args:
+        settings: the run's settings, without those of a checkpoint.
+        kind: from choose_device.
+        began: time.monotonic() when the command began.
 
+    It checks settings and datasets before a run begins, once it has fetched a checkpoint and the dataset.
     Exits with 3 if the run was stopped before its end, with 1 if the bucket does not have everything.
     """
     device = open_device(kind, settings)
@@ -504,7 +511,7 @@ def replica(settings, kind):
     settings = copy.copy(settings)  # replicas may be threads
     start, saved = checkpoint.find_start(settings, device, STOP.is_set)
     resumed = recipe(start.settings)
-    keep_length(settings, resumed)
+    length_note = keep_length(settings, resumed)
     settings.fill(resumed)
     # check all of them, and choose what "auto" leaves open
     check_settings(settings)
@@ -533,7 +540,7 @@ def replica(settings, kind):
     if not settings.eval_only:
         checkpoints = checkpoint.Checkpoints(settings, device, start, train_set, test_set, log.print0)
     log.header(trm, train_set, test_set)
-    for note in filter(None, [dtype_note, *start.notes]):
+    for note in filter(None, [dtype_note, length_note, *start.notes]):
         log.print0(note)
 
     # evaluate, or train and evaluate
@@ -547,7 +554,7 @@ def replica(settings, kind):
     else:
         # choose the length, say what the run is, and train
         if settings.max_minutes:
-            length = fit_minutes(run, make_inputs, train_set, test_set, BEGAN, log.print0)
+            length = fit_minutes(run, make_inputs, train_set, test_set, began, log.print0)
             vars(settings).update(length)
             total_steps = settings.max_steps
         facts = log.begin(run, train_set, start, recipe(vars(settings)), total_steps)
@@ -624,14 +631,11 @@ def recipe(settings):
 # ---------------------------------------------------------------------------------------------------------
 # The command
 
-BEGAN = time.monotonic()  # main() sets it anew; a spawned replica has the time of its import
-
-
-def xla_replica(index, settings, kind):
+def xla_replica(index, settings, kind, began):
     """Runs replica() for xmp.spawn. If it breaks, its process ends: its peers would wait for it forever."""
     process.end_with_parent()
     try:
-        replica(settings, kind)
+        replica(settings, kind, began)
     except BaseException as e:
         # every rank of the host raises these
         if isinstance(e, (UserError, TransientError, SystemExit)) or errors.is_out_of_memory(e):
@@ -642,8 +646,7 @@ def xla_replica(index, settings, kind):
 
 def main(settings):
     """Checks the settings, makes the dataset if it is missing, and runs a replica on each device."""
-    global BEGAN
-    BEGAN = time.monotonic()
+    began = time.monotonic()  # the system's clock can be changed during a run
     # the settings, before anything takes time; replica() checks them again, with those of a checkpoint
     check_settings(settings)
     # one kind of device for all replicas
@@ -663,9 +666,9 @@ def main(settings):
             import torch_xla.distributed.xla_multiprocessing as xmp
             watch_replicas()
             os.environ["TRM_MAIN_PROCESS"] = str(os.getpid())
-            xmp.spawn(xla_replica, args=(settings, kind))
+            xmp.spawn(xla_replica, args=(settings, kind, began))
         else:
-            replica(settings, kind)
+            replica(settings, kind, began)
     # what breaks in a replica, in words
     except BrokenProcessPool:
         raise TransientError("a replica died, see above; --init_from=auto continues from the last "

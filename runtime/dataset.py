@@ -13,7 +13,8 @@ from runtime.files import locked
 def get_dataset(settings, should_stop):
     """Brings the dataset to the folder data_path, unless it is there: from a bucket, or by data_prepare.
 
-    One process of a host does it, while the others wait. Raises SystemExit once should_stop() returns true.
+    An address in a bucket becomes that folder in settings. One process of a host does it, while the others
+    wait. Raises SystemExit once should_stop() returns true.
     """
     settings.data_path = local_dataset(settings.data_path)
     try:

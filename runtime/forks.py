@@ -45,11 +45,13 @@ def imported(tree):
 
 
 def undo():
-    """Puts back what forks have replaced in this process."""
+    """Puts back what forks have replaced in this process, and forgets them."""
     for place, attributes in ORIGINALS.items():
         for name, value in attributes.items():
             if vars(place).get(name) is not value:
                 setattr(place, name, value)
+    ORIGINALS.clear()
+    FORKS.clear()
 
 
 def missing(forks):

@@ -87,13 +87,16 @@ def fit_minutes(run, make_inputs, train_set, test_set, began, say):
 
 
 def keep_length(settings, resumed):
-    """Gives a run that resumes the length that max_minutes gave it at its start.
+    """Gives a run that resumes the length that it has, if max_minutes asks for another one.
 
-    resumed: {name: value} of its checkpoint's settings, {} for a new run.
+    resumed: {name: value} of its checkpoint's settings, {} for a new run. Returns a line for the log, or "".
     """
-    if resumed and settings.max_minutes:
-        names = "max_steps", "curriculum_epochs", "lr_warmup_steps"
-        vars(settings).update({name: resumed[name] for name in names}, max_minutes=0.0)
+    if not (resumed and settings.max_minutes):
+        return ""
+    note = f"max_minutes={settings.max_minutes:g} chose the length of a new run; this one keeps its own"
+    names = "max_steps", "curriculum_epochs", "lr_warmup_steps"
+    vars(settings).update({name: resumed[name] for name in names}, max_minutes=0.0)
+    return note
 
 
 def time_steps(run, step):

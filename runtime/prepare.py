@@ -542,6 +542,8 @@ def write_split(folder, puzzles, task):
     tokens = np.maximum(puzzles, 0)
     if tokens.max() >= vocab_size or tokens.dtype.kind not in "biu":
         raise UserError(f"tokens must be integers below vocab_size={vocab_size}")
+    if np.min(puzzles[0]) < 1:
+        raise UserError("tokens of questions count from 1; 0 is padding")
     num_groups = tokens.shape[1]
     inputs, labels = tokens.astype(np.uint8, copy=False).reshape(2, -1, cells)
     num_versions = len(inputs) // num_groups

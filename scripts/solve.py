@@ -388,6 +388,10 @@ def parse_rows(task, rows):
 # ---------------------------------------------------------------------------------------------------------
 # Models
 
+# as in evaluate.solve: all steps of all puzzles, in float32
+ALWAYS = {"--forward_dtype": "float32", "--micro_batch_size": "0", "--eval_patience": "0"}
+
+
 def load(path, train_arguments, cells=0):
     """Returns the TRM at a path, and train.py's settings for solving with it. Raises UserError.
 
@@ -396,10 +400,13 @@ def load(path, train_arguments, cells=0):
         train_arguments: config files of train.py, among them forks, and flags; they change the model's.
         cells: see TRM.load.
     """
-    # The forks come first: the model is made of their classes. As evaluate.solve does it, all steps of all
-    # puzzles run in float32.
-    settings = configure(train.__file__, [
-        *train_arguments, "--forward_dtype=float32", "--micro_batch_size=0", "--eval_patience=0"])
+    for argument in train_arguments:
+        name = argument.partition("=")[0]
+        if name in ALWAYS:
+            raise UserError(f"{argument}: puzzles are solved with {name}={ALWAYS[name]}")
+    fixed = [f"{name}={value}" for name, value in ALWAYS.items()]
+    # the forks come first: the model is made of their classes
+    settings = configure(train.__file__, [*train_arguments, *fixed])
     try:
         trm = model.TRM.load(file_of(path), cells, vars(settings))
     except (OSError, ValueError) as e:
@@ -407,9 +414,9 @@ def load(path, train_arguments, cells=0):
     for line in forks.missing(trm.forks):
         print(f"warning: {line}", file=sys.stderr)
 
-    # nothing is optimized here, and the optimizer may be a fork's
+    # nothing is trained here, and the optimizer or the loss may be a fork's
     saved = train.recipe(vars(trm.settings))
-    saved.pop("optimizer")
+    del saved["optimizer"], saved["loss_type"]
     saved["eval_attempts"] = ATTEMPTS if puzzles.has_symmetries(trm.task) else 1
     settings.fill(saved)
     train.check_settings(settings)

@@ -27,10 +27,8 @@ import solve
 import torch
 
 import bench
-import configurator
 import prepare_arc
 import prepare_maze
-import train
 from runtime import forks
 from runtime.prepare import write_dataset
 
@@ -74,10 +72,7 @@ def nothing_stays():
     """Undoes what a replica or a fork that a test ran in this process may have left behind."""
     yield
     faulthandler.cancel_dump_traceback_later()
-    if forks.ORIGINALS or forks.FORKS:
-        configurator.configure(train.__file__, [])
-        forks.FORKS.clear()
-        forks.ORIGINALS.clear()  # or the next configure() would undo a test's monkeypatch
+    forks.undo()
 
 
 @pytest.fixture

@@ -217,7 +217,7 @@ def run(data, out, *flags, code=0):
     settings = configurator.configure(train.__file__, arguments(data, out, *flags))
     train.check_settings(settings)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        train.replica(settings, settings.device)
+        train.replica(settings, settings.device, time.monotonic())
     return printed.getvalue()
 
 

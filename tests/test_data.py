@@ -125,10 +125,13 @@ def test_puzzles_made_in_python_are_checked(questions):
         Mine("mine", "train")
 
 
-@pytest.mark.parametrize("tokens", [[[4, 1, 1, 1]], [[1.5, 1, 1, 1]]])
-def test_arrays_of_wrong_tokens_are_not_written(tokens):
+@pytest.mark.parametrize("tokens, words", [
+    ([[4, 1, 1, 1]], "integers below vocab_size=4"),
+    ([[1.5, 1, 1, 1]], "integers below vocab_size=4"),
+    ([[0, 1, 1, 1]], "count from 1")])
+def test_arrays_of_wrong_tokens_are_not_written(tokens, words):
     splits = dict.fromkeys(("train", "test"), (np.array(tokens), np.ones((1, 4), int)))
-    with pytest.raises(UserError, match="integers below vocab_size=4"):
+    with pytest.raises(UserError, match=words):
         write_dataset("mine", splits, 4, {"grid": [2, 2]})
     with pytest.raises(UserError, match=r"grid \[1, 4\]: must be square"):
         write_dataset("mine", splits, 4, {"grid": [1, 4], "symmetries": {"dihedral": True}})

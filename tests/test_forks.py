@@ -2,6 +2,7 @@
 import re
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def xla_fork(rank, argv):
     with LOCK:
         if tuple(argv) not in CONFIGURED:
             CONFIGURED[tuple(argv)] = configurator.configure(train.__file__, argv)
-    train.replica(CONFIGURED[tuple(argv)], "xla")
+    train.replica(CONFIGURED[tuple(argv)], "xla", time.monotonic())
 
 
 def undo_fork(rank):
@@ -176,7 +177,7 @@ replace()""")
     configurator.configure(train.__file__, ["inside.py", "plain.py"])
     assert list(forks.FORKS) == ["inside.py"] and optim.norm is not norm
     configurator.configure(train.__file__, [])
-    assert optim.norm is norm
+    assert optim.norm is norm and not forks.FORKS
 
 
 def test_a_config_file_that_configures_another_script_keeps_a_fork_before_it():

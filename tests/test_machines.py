@@ -43,21 +43,21 @@ class Operations(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("num_slots, operation", [(1, "sum"), (4, "index_put")])
-def test_rows_of_the_puzzle_embedding_add_up_in_a_fixed_order_on_a_gpu(num_slots, operation):
+@pytest.mark.parametrize("num_bins, operation", [(1, "sum"), (4, "index_put")])
+def test_rows_of_the_puzzle_embedding_add_up_in_a_fixed_order_on_a_gpu(num_bins, operation):
     """torch documents index_add as nondeterministic on CUDA; index_put with accumulate=True sorts there."""
     with FakeTensorMode(), Operations() as operations:
         entries = torch.zeros(6, 8, device="cuda")
-        slots = torch.zeros(6, dtype=torch.int32, device="cuda")
-        assert optim.add_up(entries, slots, num_slots).shape == (num_slots, 8)
+        bins = torch.zeros(6, dtype=torch.int32, device="cuda")
+        assert optim.add_up(entries, bins, num_bins).shape == (num_bins, 8)
     assert operation in operations.names and "index_add" not in operations.names
 
 
-def test_both_ways_to_add_up_slots_agree():
+def test_both_ways_to_add_up_bins_agree():
     entries = torch.randn(50, 3)
-    slots = torch.randint(0, 7, (50,))
-    want = torch.zeros(7, 3).index_put((slots,), entries, accumulate=True)
-    assert torch.allclose(optim.add_up(entries, slots, 7), want, atol=1e-5)
+    bins = torch.randint(0, 7, (50,))
+    want = torch.zeros(7, 3).index_put((bins,), entries, accumulate=True)
+    assert torch.allclose(optim.add_up(entries, bins, 7), want, atol=1e-5)
 
 
 def test_a_step_that_could_not_be_compiled_says_so(data, monkeypatch):

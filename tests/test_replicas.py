@@ -56,7 +56,7 @@ class Dropout(Block):
 
 def xla_run(rank, argv):
     """Runs train.py."""
-    train.replica(configurator.configure(train.__file__, argv), "xla")
+    train.replica(configurator.configure(train.__file__, argv), "xla", time.monotonic())
 
 
 NUM_IDENTIFIERS = 5000

@@ -76,7 +76,7 @@ def test_a_relative_config_file_on_two_hosts_that_share_no_folder(data):
     assert not checkpoint_paths("1")
 
 
-def test_the_advice_of_a_stopped_run_continues_the_study_in_miniature(data):
+def test_the_study_in_miniature_resumes_with_the_settings_it_began_with(data):
     """config/mini.py divides what the study's file says."""
     small = f"--data_path={data}", "--out_dir=run", "--L_cycles=1", "--eval_halt_max_steps=1"
     command = STUDY, MINI, *small

@@ -58,6 +58,7 @@ def test_a_model_file_needs_no_dataset_and_no_fork(evaluation):
         trm = TRM.load(path)
         assert evaluate.solve(trm, questions[:20], steps=4)[0] == answers[:20]
         assert len(trm.puzzles["inputs"]) == 60 and trm.step == 70
+    solve.load("alone.pt", [])
 
 
 @pytest.mark.parametrize("key, prefix", [
@@ -237,6 +238,7 @@ def test_pictures(run_solve, solved):
     (["official.pt", "." * 16], "official.pt does not say what it solves: scripts/export.py makes"),
     (["sudoku", "." * 16, "--plot=a.jpg"], "a .png or a .gif"),
     (["sudoku", "." * 16, "--plot=.png"], "a .png or a .gif"),
+    (["sudoku", "." * 16, "--eval_patience=1"], "solved with --eval_patience=0"),
     (["sudoku", "nowhere.csv"], "nowhere.csv: cannot be read"),
     (["sudoku", "short.csv"], "short.csv:2: the puzzle '12' has 2 cells"),
     (["sudoku", "." * 16, "--eval_attempts=0"], "eval_attempts must be"),

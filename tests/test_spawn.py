@@ -33,7 +33,7 @@ def slow_start(self):
     time.sleep(1)
     _start(self)
 
-def replica(settings, kind):
+def replica(settings, kind, began):
     if multiprocessing.current_process().name.endswith(":1"):
         os.mkdir(settings.out_dir)
         time.sleep(1000)
@@ -61,12 +61,12 @@ import train
 assert hidden_size == 32  # the flags before this file count in each process
 _replica = train.replica
 
-def replica(settings, kind):
+def replica(settings, kind, began):
     rank = os.environ["PJRT_LOCAL_PROCESS_RANK"]
     settings = copy.copy(settings)
     settings.out_dir += rank
     settings.gcs_dir += rank
-    _replica(settings, kind)
+    _replica(settings, kind, began)
 
 train.replica = replica
 """

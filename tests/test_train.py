@@ -160,7 +160,8 @@ def test_minutes_become_steps_which_a_resume_keeps(data):
         shutil.copytree("run", name)
         for path in [*Path(name).glob("best.*"), *Path(name).glob(f"ckpt_{steps:08d}.*")]:
             path.unlink()
-        assert f" to {steps}, 16 sequences" in train(name, *more, "--init_from=resume")
+        text = train(name, *more, "--init_from=resume")
+        assert f" to {steps}, 16 sequences" in text and ("chose the length" in text) == (not more)
         assert same(last_weights(name), last_weights("run")) and curve(name) == curve("run")
 
 

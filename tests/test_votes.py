@@ -1,4 +1,4 @@
-"""The vote of evaluate.py against the official evaluator, on recorded predictions for 57 real tasks.
+"""The vote of ARC against the official evaluator, on recorded predictions for real tasks.
 
 tests/data/arc_votes.npz holds: tasks, 62 ARC-AGI-1 tasks with small grids as Kaggle's four files; preds and
 q_halt, made-up answers to all test inputs in all versions (right, wrong alike, wrong each in its own way,
