@@ -12,7 +12,9 @@ import pytest
 # Three test files run at a time (pytest.ini): more threads than cores would slow all down many times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # XLA's CPU compiler takes most of the tests' time; the programs are small, and optimizing them does not pay.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Its older emitters write less code, and on one thread.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+                      "--xla_cpu_parallel_codegen_split_count=1")
 # A shell that starts the tests with & lets them ignore SIGINT, and so would the scripts that tests interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,9 +35,9 @@ from runtime import forks
 from runtime.prepare import write_dataset
 
 # The files that take longest. The workers take whole files, these first, so that all end together.
-LONGEST = ("hard_to_kill", "spawn", "replicas", "forks", "tpu_sh", "chaos", "resume", "play", "smoke", "aot",
-           "train", "models", "wandb", "machines", "sweep", "solve", "parity", "attempts", "bench", "gcs",
-           "report", "data", "configurator")
+LONGEST = ("hard_to_kill", "spawn", "tpu_sh", "replicas", "play", "smoke", "train", "wandb", "chaos",
+           "models", "resume", "forks", "aot", "machines", "sweep", "solve", "parity", "wrong_input",
+           "attempts", "configurator", "report", "bench", "data", "model", "gcs")
 
 
 def pytest_collection_modifyitems(items):

@@ -96,7 +96,7 @@ def start(data, fork, world, *flags):
         world: the number of replicas in a process.
     """
     Path("fork.py").write_text(fork)
-    flags = "fork.py", "--device=xla", "--log_interval=1", *flags
+    flags = "fork.py", "--device=xla", "--log_interval=1", "--H_cycles=1", "--L_cycles=1", *flags
     return start_train(data, "run", *flags, **xla_environment(world))
 
 
