@@ -4,6 +4,7 @@ test_solve.py compares the most confident answers with those of evaluate.solve a
 """
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from puzzles.maze import long_mazes
 from puzzles.sudoku import minimal_sudokus
 from runtime.checkpoint import load_saved_weights, newest_whole, read_checkpoint
 from runtime.errors import UserError
+from runtime.outputs import save_file
 from runtime.weights import new_model
 from train import open_device
 
@@ -123,6 +125,12 @@ def test_attempts_leave_the_papers_metrics_and_add_theirs(data, trained, sure):
     assert set(saved["attempts"][saved["surest_q_halt_logits"] < sure]) == {5} < set(saved["attempts"])
     assert evaluated(data, trained, "--eval_attempts=5")[0] == five
     assert evaluated(data, trained, "--eval_attempts=5", "--seed=1")[0] != five
+
+
+def test_answers_that_cannot_be_written_do_not_cost_the_evaluation(capsys):
+    settings = SimpleNamespace(out_dir="/proc/self/full", gcs_dir="")
+    save_file(settings, "submission.json", b"{}", lambda: False)
+    assert "/proc/self/full/submission.json: not saved: " in capsys.readouterr().err
 
 
 def test_a_kind_without_symmetries_has_one_attempt(random_puzzles, arc_folder):
