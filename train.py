@@ -418,14 +418,11 @@ class Run:
     def first_state(self, saved):
         """Returns rank 0's state on the host, and gives the model rank 0's buffers. All ranks."""
         weights, puzzle_emb = evaluate.weights_of(self.model)
-        ema = {}
-        if self.settings.ema:
-            average = saved.get("ema") or weights
-            ema = {name: average[name] for name in weights}
+        average = saved.get("ema") or weights
         optimizer = {name: optim.optimizer_state(self.settings, name, w) for name, w in weights.items()}
         state = self.device.broadcast(dict(
             weights=weights,
-            ema=ema,
+            ema={name: average[name] for name in weights} if self.settings.ema else {},
             optimizer=optimizer | saved.get("optimizer", {}),
             puzzle_emb=puzzle_emb,
             buffers=self.buffers(),
@@ -484,10 +481,9 @@ class Run:
 
     def evaluate(self, test_set, indices, title, save_to=""):
         """See evaluate.evaluate()."""
-        weights, puzzle_emb = self.eval_weights()
         should_stop = functools.partial(process.should_stop, self.settings.stall_timeout)
         return evaluate.evaluate(
-            self.evaluator, weights, puzzle_emb, test_set, indices, title, should_stop, save_to)
+            self.evaluator, *self.eval_weights(), test_set, indices, title, should_stop, save_to)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -554,8 +550,7 @@ def replica(settings, kind, began):
     else:
         # choose the length, say what the run is, and train
         if settings.max_minutes:
-            length = fit_minutes(run, make_inputs, train_set, test_set, began, log.print0)
-            vars(settings).update(length)
+            vars(settings).update(fit_minutes(run, make_inputs, train_set, test_set, began, log.print0))
             total_steps = settings.max_steps
         facts = log.begin(run, train_set, start, recipe(vars(settings)), total_steps)
         if settings.wandb_log and device.rank == 0:
