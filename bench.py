@@ -38,7 +38,7 @@ CPU_STEP_SECONDS = 2  # a CPU's batch, where none is given, is what it does in s
 ROUND_SECONDS = 12  # the steps are repeated until so much time has passed
 
 
-def bench(index, settings, num_steps, kind):
+def bench(index, settings, num_steps, kind, knows_length):
     """Measures on every replica, and prints on rank 0.
 
     Args:
@@ -46,6 +46,7 @@ def bench(index, settings, num_steps, kind):
         settings: train.py's settings.
         num_steps: bench.py's setting `steps`.
         kind: what choose_device returns.
+        knows_length: whether the dataset, or max_steps, says how long the run is.
     """
     if kind == "xla":
         process.end_with_parent()
@@ -67,7 +68,8 @@ def bench(index, settings, num_steps, kind):
     check_batch_size(settings, device)
     run, next_inputs = new_run(settings, device)
     figures = measure(run, next_inputs, num_steps, say)
-    figures["hours_of_the_run"] = examples / figures["examples_per_sec"] / 3600
+    hours = examples / figures["examples_per_sec"] / 3600
+    figures["training_hours"] = hours if knows_length else None
 
     # print them: those that are known in a column, and all as JSON
     for name, value in figures.items():
@@ -218,7 +220,9 @@ def main(argv):
     kind, reason = choose_device(settings.device)
 
     with tempfile.TemporaryDirectory() as folder:
+        wanted = settings.data_path
         dataset = find_or_make_dataset(settings, folder, bench_settings.size)
+        knows_length = settings.data_path == wanted or settings.max_steps > 0
         print(f"device {kind}: {reason}; dataset: {dataset}", flush=True)
         try:
             if kind == "xla":
@@ -226,9 +230,9 @@ def main(argv):
                 # train.py in the processes of xmp.spawn runs the config files again
                 sys.argv[1:] = [*operands, *train_arguments]
                 os.environ["TRM_MAIN_PROCESS"] = str(os.getpid())
-                xmp.spawn(bench, args=(settings, bench_settings.steps, kind))
+                xmp.spawn(bench, args=(settings, bench_settings.steps, kind, knows_length))
             else:
-                bench(0, settings, bench_settings.steps, kind)
+                bench(0, settings, bench_settings.steps, kind, knows_length)
         except Exception as e:
             if not is_out_of_memory(e):
                 raise

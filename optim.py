@@ -25,7 +25,7 @@ def update(settings, rates, weights, grads, states):
 
     Args:
         settings: train.py's settings.
-        rates: what rates() returns, as tensors of one element.
+        rates: what rates_at() returns, as tensors of one element.
         weights, grads: {name: float32 tensor}.
         states: {name: what optimizer_state returns}.
     """
@@ -184,7 +184,7 @@ def learning_rate(settings, peak, step, total_steps):
     return peak * ratio
 
 
-def rates(settings, step, total_steps):
+def rates_at(settings, step, total_steps):
     """Returns {name: float} of all that depends on the step: learning rates and Adam's bias corrections."""
     return dict(
         lr=learning_rate(settings, settings.lr, step, total_steps),

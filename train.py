@@ -260,7 +260,7 @@ def make_inputs(run, train_set, step, total_steps):
     min_halt_steps = data.halting_draws(
         settings.seed, step, batch_size, settings.halt_max_steps, exploration, *own_part)
     # numbers that change by step are inputs: a constant would compile anew at each step
-    rates = optim.rates(settings, step, total_steps)
+    rates = optim.rates_at(settings, step, total_steps)
     return device.put(dict(
         puzzles=batch,
         min_halt_steps=min_halt_steps,
@@ -331,7 +331,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             checkpoints.close(60)
             raise UserError(f"loss or gradient not finite between steps {log.step + 1} and {step}: lower lr, "
                             f"or begin a new run with an earlier checkpoint; the last good one: {last_good}")
-        lr = optim.rates(settings, step - 1, total_steps)["lr"]
+        lr = optim.rates_at(settings, step - 1, total_steps)["lr"]
         metrics = log.train(step, total_steps, values, lr, run.flops_per_example(cycles))
 
         # save; a run that resumes starts all sequences afresh here, so this one does too

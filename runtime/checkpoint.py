@@ -258,7 +258,7 @@ class Checkpoints:
         self.train_set = train_set
         self.test_set = test_set
         self.say = say
-        self.newest = stem(start.step)  # the last good checkpoint
+        self.newest = stem(start.step)  # the last good checkpoint; of a new run, the name that none has
         # one thread: checkpoints are written one after the other
         self.writer = ThreadPoolExecutor(1)
         self.writing = self.writer.submit(lambda: True)

@@ -122,8 +122,7 @@ def on_signals(is_spawned=False):
         seen.add(number)
         STOP.set()
 
-    # instead of command(), which would end the process 4 seconds after a signal: a save may take
-    # longer
+    # instead of command(), which would end the process 4 seconds after a signal: a save may take longer
     on_each_signal(act)
     # these handlers do nothing, but signals without one do not reach act
     for number in STOP_SIGNALS:

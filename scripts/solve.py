@@ -61,21 +61,21 @@ MOST_PROBLEMS = 10  # with puzzles, that are printed
 
 def main(argv):
     """Solves one puzzle and prints it, or solves all puzzles in a file."""
-    settings, operands, train_arguments = split_arguments(__file__, argv)
+    own, operands, train_arguments = split_arguments(__file__, argv)
     if len(operands) not in (1, 2):
         raise UserError("usage: python scripts/solve.py MODEL PUZZLE, or PUZZLE alone; see --help")
     *models_given, source = operands
 
     # the new files
-    for path in filter(None, [settings.plot, settings.output]):
+    for path in filter(None, [own.plot, own.output]):
         check_new_file(path)
-    if settings.plot and not re.fullmatch(r"(.*/)?[^/]+\.(png|gif)", settings.plot):
-        raise UserError(f"--plot={settings.plot}: must be a .png or a .gif")
+    if own.plot and not re.fullmatch(r"(.*/)?[^/]+\.(png|gif)", own.plot):
+        raise UserError(f"--plot={own.plot}: must be a .png or a .gif")
 
     # the puzzles, and the model for them
     content = read_source(source)
     [path] = models_given or [choose_model(source, content)]
-    trm, train_settings = load(path, train_arguments)
+    trm, settings = load(path, train_arguments)
     if trm.task["kind"] == "arc":  # a question alone has no identifier
         raise UserError(f"{path} solves ARC tasks: play.py shows them, train.py writes submission.json")
 
@@ -83,8 +83,8 @@ def main(argv):
     rows, how = read_rows(trm.task, source, content)
     if os.path.isfile(source):
         print(f"{source}: {how}", flush=True)
-    is_file = not isinstance(content, str) or len(rows) > 1 or settings.output
-    if is_file and (settings.steps or settings.plot):
+    is_file = not isinstance(content, str) or len(rows) > 1 or own.output
+    if is_file and (own.steps or own.plot):
         raise UserError("--steps and --plot show one puzzle: not a .csv, not several, not with --output")
 
     # mark what cannot be solved; attention takes puzzles of any size
@@ -98,9 +98,9 @@ def main(argv):
 
     # solve
     if is_file:
-        solve_file(train_settings, trm, task, questions, rows, settings)
+        solve_file(settings, trm, task, questions, rows, own)
     else:
-        solve_one(train_settings, trm, task, questions, settings, path)
+        solve_one(settings, trm, task, questions, own, path)
 
 
 def check_new_file(path):
@@ -147,11 +147,11 @@ def watch_attempts(settings, trm, task, question):
             return
 
 
-def solve_one(train_settings, trm, task, questions, settings, path):
+def solve_one(settings, trm, task, questions, own, path):
     """Prints a question, the most confident answer and whether it is a solution; draws them if asked to.
 
     Args:
-        train_settings, settings: train.py's, and of this script.
+        settings, own: train.py's settings, and this script's.
         trm: a TRM, from `path`.
         task: the question's task.
         questions: the tokens of one, int32 [1, cells].
@@ -162,7 +162,7 @@ def solve_one(train_settings, trm, task, questions, settings, path):
     first = ("question", question, nothing)
     grids = []
     ranks = []
-    for attempt, step, answer, sure in watch_attempts(train_settings, trm, task, question):
+    for attempt, step, answer, sure in watch_attempts(settings, trm, task, question):
         judgement = puzzles.judge(task, questions, answer[None])
         broken = judgement.broken[0] if judgement else nothing
         place = f"attempt {attempt}, step" if attempt > 1 else "step"
@@ -174,7 +174,7 @@ def solve_one(train_settings, trm, task, questions, settings, path):
     best = max(ranks)
     kept = grids[ranks.index(best)]
     title, answer, _ = kept
-    shown = grids if settings.steps else [kept]
+    shown = grids if own.steps else [kept]
     print(puzzles.side_by_side(task, [first, *shown]))
     print(puzzles.text_of(task, answer))
     # the verdict, and how the answer came about
@@ -182,11 +182,11 @@ def solve_one(train_settings, trm, task, questions, settings, path):
     sureness = "sure" if best[0] >= model.SURE else "not sure"
     attempts = f"{attempt} attempt{'s' * (attempt > 1)}"
     print(f"{verdict} ({title}; {step} steps, {sureness} after {attempts}; {path})")
-    if settings.plot:
-        draw(settings.plot, task, question, [first, *grids] if settings.plot.endswith(".gif") else [kept])
+    if own.plot:
+        draw(own.plot, task, question, [first, *grids] if own.plot.endswith(".gif") else [kept])
 
 
-def solve_file(settings, trm, task, questions, rows, own_settings):
+def solve_file(settings, trm, task, questions, rows, own):
     """Solves puzzles, prints how many are right, and writes a row for each to a new file.
 
     Args:
@@ -195,7 +195,7 @@ def solve_file(settings, trm, task, questions, rows, own_settings):
         task: the puzzles' task.
         questions: tokens int32 [n, cells], of the rows without a problem.
         rows: a list of Row.
-        own_settings: of this script.
+        own: this script's settings.
     """
     # all attempts at all puzzles
     batch = evaluate.unlabeled_batch(questions)
@@ -214,7 +214,7 @@ def solve_file(settings, trm, task, questions, rows, own_settings):
             results["not solved"] += 1
         else:
             answer, *figures = next(solved)
-            result = result_of(task, row, answer, own_settings.ignored)
+            result = result_of(task, row, answer, own.ignored)
             lines.append([puzzles.text_of(task, row.tokens), puzzles.text_of(task, answer), *figures, result])
             results[result] += 1
 
@@ -224,8 +224,8 @@ def solve_file(settings, trm, task, questions, rows, own_settings):
     num_sure = np.count_nonzero(certainties >= model.SURE)
     print(f"{num_sure} answers are {model.SURE:.0%} sure; {attempts.mean():.2f} attempts at a puzzle, "
           f"of up to {settings.eval_attempts}")
-    if own_settings.output:
-        with open(own_settings.output, "w", encoding="utf-8", newline="") as f:
+    if own.output:
+        with open(own.output, "w", encoding="utf-8", newline="") as f:
             writer = csv.writer(f, lineterminator="\n")
             writer.writerow(["question", "answer", "certainty", "attempts", "step", "result"])
             writer.writerows(lines)

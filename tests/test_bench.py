@@ -28,7 +28,7 @@ def test_figures_on_the_cpu_are_those_of_a_forks_dataset_and_steps(capsys):
     assert figures | want == figures and "dataset: latin" in text
     assert 0 < figures["host_ms"] < figures["step_ms"]
     assert figures["examples_per_sec"] == pytest.approx(16e3 / figures["step_ms"])
-    assert min(figures[name] for name in ("tflops", "hours_of_the_run", "evaluation_ms")) > 0
+    assert min(figures[name] for name in ("tflops", "training_hours", "evaluation_ms")) > 0
 
 
 @pytest.mark.parametrize("flags, size", [([], 2), (["small.py"], 8), (["--global_batch_size=768"], 768)])
@@ -38,7 +38,8 @@ def test_one_step_chooses_the_batch_on_a_cpu_where_none_is_given(flags, size, mo
     monkeypatch.setattr(bench, "seconds_of", lambda n, call: (1.0, 1.0))
     run_bench(*flags, "--data_path=data/missing", "--size=6")
     text = capsys.readouterr().out
-    assert json.loads(text.splitlines()[-1])["global_batch_size"] == size
+    figures = json.loads(text.splitlines()[-1])
+    assert figures["global_batch_size"] == size and figures["training_hours"] is None
     assert "1000 random puzzles of 6x6 cells" in text
 
 
@@ -51,7 +52,7 @@ def xla_bench(rank, *arguments):
 def test_two_replicas_through_xla(random_puzzles):
     flags = [*MODEL, "--H_cycles=1", "--L_cycles=1", "--global_batch_size=32", "--micro_batch_size=8"]
     settings = configurator.configure(train.__file__, [*flags, f"--data_path={random_puzzles}"])
-    text = on_replicas(2, xla_bench, settings, 1, "xla")
+    text = on_replicas(2, xla_bench, settings, 1, "xla", True)
     figures = json.loads(text.splitlines()[-1])
     want = {"kind": "xla", "replicas": 2, "global_batch_size": 32, "xla/fallbacks": 0}
     assert figures | want == figures

@@ -92,7 +92,7 @@ def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(name, data):
 
 REPLACED = """
     model.take_new_puzzles model.cross_entropy model.rms_norm
-    model.step_metrics optim.optimizer_state optim.rates optim.exploration optim.cycles_at optim.update
+    model.step_metrics optim.optimizer_state optim.rates_at optim.exploration optim.cycles_at optim.update
     optim.descend optim.learning_rate data.halting_draws evaluate.evaluate
     evaluate.eval_sums train.make_inputs train.forward_backward train.train_step
 """.split()

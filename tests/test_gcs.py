@@ -84,9 +84,9 @@ def test_a_list_of_two_pages(monkeypatch):
 
 
 def test_a_run_that_diverges_uploads_its_last_checkpoint(front, emulator, data, monkeypatch):
-    rates = optim.rates
-    monkeypatch.setattr(optim, "rates", lambda settings, step, total_steps: {
-        name: rate if step < 2 else np.nan for name, rate in rates(settings, step, total_steps).items()})
+    rates_at = optim.rates_at
+    monkeypatch.setattr(optim, "rates_at", lambda settings, step, total_steps: {
+        name: rate if step < 2 else np.nan for name, rate in rates_at(settings, step, total_steps).items()})
     front.script = [None] * 4 + ["slow"]  # the checkpoint is on its way when the run ends
     with pytest.raises(UserError, match="not finite between steps 4 and 4.* last good one: run.ckpt_0*2.pt"):
         run(data, "run", "--gcs_dir=gs://bucket/run", "--checkpoint_interval=2", "--log_interval=1")

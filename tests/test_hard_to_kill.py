@@ -6,6 +6,7 @@ real, the storage is emulated.
 import gc
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -58,8 +59,13 @@ def test_kills_and_lost_machines_lose_nothing(data, front, emulator):
             shutil.rmtree("run")
         with begun(start_train(data, "run", *flags, URL, "--init_from=auto")) as process:
             time.sleep(draw.uniform(0, 0.5))
+            if start == 1:
+                wait_for(lambda: numbered(in_bucket()))
             if start == 3:
                 process.output()
+    # the new machine went on from the bucket's checkpoint
+    starts = re.findall(r"^training from step (\d+) ", Path("run/log.txt").read_text(), re.MULTILINE)
+    assert int(starts[-1]) > 0
     assert same(last_weights("run"), last_weights("whole"))
     for name in ("metrics.jsonl", "ckpt_00000080.pt"):
         assert stored(emulator, f"run/{name}") == Path("run", name).read_bytes()

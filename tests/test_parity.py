@@ -1,7 +1,8 @@
 """Golden parity with the official code at float32, on any machine.
 
 Each step of train.py starts from the official state before it, and all that it computes is compared with the
-official code: halts, metrics, carry, moments, weights, their average and the puzzle embedding. Each step of
+official code: halts, metrics, carry, moments, weights, their average and the puzzle embedding, but for
+entries that rounding can turn (determined() below). Each step of
 an evaluation is compared in the same way, with its answers and q_halt. So only the rounding of a single step
 is left. It depends on the machine (the order of sums, the instructions) and is about 1e-6 of a tensor's
 largest entry; the limit is 1e-4. Halts and counts must be equal: tests/golden/make.py, which records these

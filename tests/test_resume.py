@@ -125,7 +125,7 @@ CONFIGS += [[path, MINI] for path in glob.glob(f"{ROOT}/config/study/*.py")]
 
 
 @pytest.mark.parametrize("files", CONFIGS, ids=lambda files: os.path.basename(files[0]))
-def test_each_config_resumes_with_the_settings_that_it_began_with(files):
+def test_the_settings_of_a_checkpoint_give_the_recipe_of_each_config(files):
     began = configure(train.__file__, [*files, "--beta1=0.5"])
     resumed = configure(train.__file__, [*files, "--init_from=auto"])
     resumed.fill(train.recipe(vars(began)))
