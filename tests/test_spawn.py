@@ -107,12 +107,9 @@ def test_a_replica_that_breaks_ends_the_run(fork, words, data):
 
 
 def test_a_preemption_saves_and_uploads_within_30_seconds(data, front, emulator):
-    """SIGTERM reaches all processes of a host at once; each answer of the bucket takes half a second.
-
-    The replicas of a process are threads here, which stop together.
-    """
+    """SIGTERM reaches all processes of a host at once; each answer of the bucket takes half a second."""
     front.script.extend(["slow"] * 1000)
-    process = start(data, APART, 2, "--max_steps=100000", "--checkpoint_interval=0",
+    process = start(data, APART, 1, "--max_steps=100000", "--checkpoint_interval=0",
                     "--gcs_dir=gs://bucket/run")
     with begun(process, "step 3/"), begun(process, "step 3/"):  # both runs train
         began = time.monotonic()
