@@ -40,6 +40,20 @@ LONGEST = ("hard_to_kill", "spawn", "tpu_sh", "replicas", "play", "smoke", "trai
            "attempts", "configurator", "report", "bench", "data", "model", "gcs")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Starts one server of forks for all workers: its imports take seconds."""
+    if importlib.util.find_spec("torch_xla"):
+        helpers.FORKS.set_forkserver_preload(["train", "torch_xla", "torch._dynamo"])
+    node.workerinput["fork_server"] = helpers.start_fork_server()
+
+
+def pytest_configure(config):
+    """A worker joins that server."""
+    if hasattr(config, "workerinput"):
+        helpers.share_fork_server(config.workerinput["fork_server"])
+
+
 def pytest_collection_modifyitems(items):
     def place(item):
         name = item.path.stem.removeprefix("test_")

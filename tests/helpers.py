@@ -7,6 +7,7 @@ import http.server
 import importlib
 import importlib.metadata
 import io
+import logging
 import multiprocessing.forkserver
 import os
 import random
@@ -106,6 +107,21 @@ def small_dataset(path):
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train", "torch._dynamo"])  # which a first step imports
+SERVER = multiprocessing.forkserver._forkserver
+
+
+def start_fork_server():
+    """Starts the server, unless it runs. Returns what share_fork_server() needs."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", ROOT)
+        environment.setenv("PJRT_DEVICE", "CPU")  # or torch_xla says which one it takes
+        SERVER.ensure_running()
+    return {name: vars(SERVER).get(name) for name in ("_forkserver_address", "_forkserver_authkey")}
+
+
+def share_fork_server(place):
+    """Lets this process use the server of another process, which lives longer."""
+    vars(SERVER).update(place, _forkserver_alive_fd=sys.__stderr__.fileno(), ensure_running=lambda: None)
 
 
 class Fork(FORKS.Process):
@@ -113,9 +129,7 @@ class Fork(FORKS.Process):
 
     def __init__(self, target, *args, daemon=False):
         super().__init__(target=target, args=args, daemon=daemon)
-        with pytest.MonkeyPatch.context() as environment:
-            environment.setenv("PYTHONPATH", ROOT)
-            multiprocessing.forkserver.ensure_running()
+        start_fork_server()
         self.start()
 
 
@@ -266,6 +280,7 @@ def xla_environment(world):
 def work(world, connection):
     """Receives (folder, function, arguments), which all replicas call there, and sends what they print."""
     os.environ |= xla_environment(world) | dict(XLA_THREAD_POOL_SIZE="16")
+    logging.disable(logging.WARNING)  # that replicas set the precision of products several times
     configurator.read_settings(train.__file__)  # not in several threads at once
     import torch_xla.debug.metrics
     import torch_xla.runtime as xr

@@ -88,28 +88,23 @@ if multiprocessing.current_process().name == "MainProcess":
 """
 
 
-def start(data, fork, world, *flags):
-    """Starts train.py, which starts its replicas.
-
-    Args:
-        fork: the text of a config file.
-        world: the number of replicas in a process.
-    """
+def start(data, fork, *flags):
+    """Starts train.py, which starts its replicas, one in a process; fork: the text of a config file."""
     Path("fork.py").write_text(fork)
     flags = "fork.py", "--device=xla", "--log_interval=1", "--H_cycles=1", "--L_cycles=1", *flags
-    return start_train(data, "run", *flags, **xla_environment(world))
+    return start_train(data, "run", *flags, **xla_environment(1))
 
 
 @pytest.mark.parametrize("fork, words", [(DIES, "OSError: no answer"), (HANGS, "Timeout")])
 def test_a_replica_that_breaks_ends_the_run(fork, words, data):
-    text = start(data, fork, 1).output(1)
+    text = start(data, fork).output(1)
     assert words in text and "a replica died, see above; --init_from=auto continues" in text
 
 
 def test_a_preemption_saves_and_uploads_within_30_seconds(data, front, emulator):
     """SIGTERM reaches all processes of a host at once; each answer of the bucket takes half a second."""
     front.script.extend(["slow"] * 1000)
-    process = start(data, APART, 1, "--max_steps=100000", "--checkpoint_interval=0",
+    process = start(data, APART, "--max_steps=100000", "--checkpoint_interval=0",
                     "--gcs_dir=gs://bucket/run")
     with begun(process, "step 3/"), begun(process, "step 3/"):  # both runs train
         began = time.monotonic()
@@ -123,4 +118,4 @@ def test_a_preemption_saves_and_uploads_within_30_seconds(data, front, emulator)
 
 
 def test_a_preemption_at_the_start_stops_the_run(data):
-    assert "stopped at step " in start(data, EARLY, 1, "--max_steps=100000").output(3)
+    assert "stopped at step " in start(data, EARLY, "--max_steps=100000").output(3)
