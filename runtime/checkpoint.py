@@ -220,7 +220,9 @@ def load_file(start, saved, settings, model, train_set):
     # files of the official code do not say what their identifiers stand for
     is_same = saved.get("identifiers", train_set.identifiers_sha256) == train_set.identifiers_sha256
     # frozen weights are the average, which evaluations use: it would move towards the others
-    named = settings.freeze_weights and saved.get("ema") or saved["weights"]
+    named = saved["weights"]
+    if settings.freeze_weights:
+        named = saved.get("ema") or named
     is_averaged = load_saved_weights(model, named, file, is_same)
     notes = forks.missing(saved.get("forks", {}))
     if is_averaged and settings.eval_only:
@@ -258,7 +260,7 @@ class Checkpoints:
         self.train_set = train_set
         self.test_set = test_set
         self.say = say
-        self.newest = stem(start.step)  # the last good checkpoint; of a new run, the name that none has
+        self.newest = stem(start.step)  # the last good checkpoint; a new run has none yet
         # one thread: checkpoints are written one after the other
         self.writer = ThreadPoolExecutor(1)
         self.writing = self.writer.submit(lambda: True)

@@ -50,7 +50,7 @@ def fit_minutes(run, make_inputs, train_set, test_set, began, say):
     eval_step_seconds = time_steps(run, lambda: evaluator.program(slots, inputs)["loss"])
 
     def evaluation_seconds(indices):
-        # of 8 attempts, most puzzle sets took 1.0 to 1.9; the hardest took 6
+        # most sets of puzzles took 1.0 to 1.9 of 8 attempts at a puzzle, the hardest took 6
         attempts = len(indices) * min(settings.eval_attempts, 1.5)
         batches = math.ceil(attempts / settings.global_batch_size)
         # with eval_patience, puzzles were seen to leave after a sixth to a half of the steps

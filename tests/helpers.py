@@ -121,6 +121,7 @@ def start_fork_server():
 
 def share_fork_server(place):
     """Lets this process use the server of another process, which lives longer."""
+    # any open file takes the place of the pipe that keeps the server alive
     vars(SERVER).update(place, _forkserver_alive_fd=sys.__stderr__.fileno(), ensure_running=lambda: None)
 
 
