@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import textwrap
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 import requests
 
 from runtime.errors import TransientError, UserError
-from runtime.files import hashes_of, locked, read_json, replacing, to_stderr
+from runtime.files import hashes_of, is_dataset_file, locked, read_json, replacing, to_stderr
 
 # Another machine that resumes needs them.
 LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt", "run.json")
@@ -324,13 +325,20 @@ def local_dataset(path):
     if not path.startswith("gs://"):
         return path
     bucket = Bucket(path)
-    folder = f"data/{os.path.basename(bucket.url)}"
+    name = os.path.basename(bucket.url)
+    if name in (".", ".."):
+        raise UserError(f"data_path={path}: the last part must be the name of a dataset")
+    folder = f"data/{name}"
     with locked(folder):
         manifest = bucket.read("manifest.json")
         if not manifest:
             raise UserError(f"{path} has no manifest.json: upload the dataset with "
                             f"`gcloud storage rsync -r data/NAME {path}`")
         hashes = json.loads(manifest)["sha256"]
+        # a name such as ../train.py would be written outside the folder
+        for name in hashes:
+            if not is_dataset_file(name):
+                raise UserError(f"{path}/manifest.json names {name!r}, which is no file of a dataset")
 
         # one that is here must be the same one
         if os.path.lexists(folder):
@@ -338,9 +346,10 @@ def local_dataset(path):
                 raise UserError(f"{folder} holds another dataset than {path}: move it away, or name it")
             return folder
 
-        # the folder gets its name once the dataset is whole
+        # the folder gets its name once the dataset is whole; an interrupted download may have left files
         print(f"downloading {path}", flush=True)
         part = folder + ".part"
+        shutil.rmtree(part, ignore_errors=True)
         for name in ("manifest.json", *hashes):
             bucket.download(name, f"{part}/{name}")
         found = hashes_of(part)

@@ -4,6 +4,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 import zipfile
@@ -39,6 +40,11 @@ def hashes_of(path):
     for pattern in ("*/dataset.json", "*/all__*.npy", "identifiers.json"):
         names += sorted(glob.glob(pattern, root_dir=path))
     return {name: file_hash(f"{path}/{name}") for name in names}
+
+
+def is_dataset_file(name):
+    """Returns whether a relative path is a file of a dataset, as hashes_of finds them."""
+    return bool(re.fullmatch(r"(train|test)/(dataset\.json|all__\w+\.npy)|identifiers\.json", name))
 
 
 @contextmanager

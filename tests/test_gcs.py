@@ -2,6 +2,7 @@
 
 Against gcp-storage-emulator, behind a front that breaks requests as networks and servers do.
 """
+import json
 import os
 import shutil
 import socket
@@ -202,3 +203,25 @@ def test_a_damaged_dataset_in_the_bucket_is_named(uploaded):
     remote.delete("manifest.json")
     with pytest.raises(UserError, match=f"^{URL} has no manifest.json: upload"):
         local_dataset(URL)
+
+
+@pytest.mark.parametrize("name", [
+    "../../train.py", "/tmp/train.py", "train/../../train.py", "train/all__x/../../../train.py",
+    "manifest.json", "train/dataset.json\n", "other/dataset.json"])
+def test_a_manifest_in_a_bucket_writes_only_files_of_a_dataset(uploaded, front, name):
+    remote = Bucket(URL)
+    manifest = json.loads(remote.read("manifest.json"))
+    manifest["sha256"] |= {name: "0"}
+    remote.write("manifest.json", json.dumps(manifest).encode())
+    front.log[:] = []
+    with pytest.raises(UserError, match=f"^{URL}/manifest.json names .*no file of a dataset"):
+        local_dataset(URL)
+    assert front.log == ["media"] and os.listdir("data") == ["small.lock"]  # nothing else was fetched
+    with pytest.raises(UserError, match="the last part must be the name of a dataset"):
+        local_dataset("gs://bucket/data/..")
+
+
+def test_a_download_contains_no_file_of_an_interrupted_one(uploaded):
+    os.makedirs("data/small.part/train")
+    Path("data/small.part/train/all__versions.npy").write_bytes(b"of another dataset")
+    assert not os.path.exists(f"{local_dataset(URL)}/train/all__versions.npy")
