@@ -30,26 +30,26 @@ from runtime.prepare import write_dataset
 from runtime.weights import new_model
 from train import open_device
 
-# what is measured
-steps = 0  # steps that follow each other without a wait, up to three times; 0: 20 on a GPU, 2 elsewhere
-size = 9  # side of the random puzzles where data_path is missing
+
+class Settings:
+    # what is measured
+    steps = 0  # steps that follow each other without a wait, up to three times; 0: 20 on a GPU, 2 elsewhere
+    size = 9  # side of the random puzzles where data_path is missing
+
 
 CPU_STEP_SECONDS = 2  # a CPU's batch, where none is given, is what it does in so long, from 1 to 32 sequences
 ROUND_SECONDS = 12  # the steps are repeated until so much time has passed
 
 
-def bench(index, settings, num_steps, kind, knows_length):
+def bench(settings, num_steps, kind, knows_length):
     """Measures on every replica, and prints on rank 0.
 
     Args:
-        index: the replica's number, from xmp.spawn.
         settings: train.py's settings.
         num_steps: bench.py's setting `steps`.
         kind: what choose_device returns.
         knows_length: whether the dataset, or max_steps, says how long the run is.
     """
-    if kind == "xla":
-        process.end_with_parent()
     # the device, and the examples of the config's run
     device = open_device(kind, settings)
     settings = copy.copy(settings)  # replicas may be threads
@@ -179,7 +179,7 @@ def evaluation_of(run):
     return run.evaluator.new_slots(), run.evaluator.inputs(*run.eval_weights(), batch)
 
 
-def find_or_make_dataset(settings, folder, size=size):
+def find_or_make_dataset(settings, folder, size=Settings.size):
     """Returns words for the dataset; where it is missing, data_path becomes 1000 random puzzles in folder."""
     # a fork's own class may need no folder
     missing = settings.data_path
@@ -213,9 +213,9 @@ def seconds_of(n, call):
 
 def main(argv):
     """Measures on this machine's device."""
-    bench_settings, operands, train_arguments = configurator.split_arguments(__file__, argv)
+    bench_settings, operands, train_arguments = configurator.split_arguments(Settings, argv)
     check_numbers(vars(bench_settings), ["size"])
-    settings = configurator.configure(train.__file__, [*operands, *train_arguments])
+    settings = configurator.configure(train.Settings, [*operands, *train_arguments])
     train.check_settings(settings)
     kind, reason = choose_device(settings.device)
 
@@ -227,12 +227,9 @@ def main(argv):
         try:
             if kind == "xla":
                 import torch_xla.distributed.xla_multiprocessing as xmp
-                # train.py in the processes of xmp.spawn runs the config files again
-                sys.argv[1:] = [*operands, *train_arguments]
-                os.environ["TRM_MAIN_PROCESS"] = str(os.getpid())
-                xmp.spawn(bench, args=(settings, bench_settings.steps, kind, knows_length))
+                xmp.spawn(train.Spawned(bench, settings, bench_settings.steps, kind, knows_length))
             else:
-                bench(0, settings, bench_settings.steps, kind, knows_length)
+                bench(settings, bench_settings.steps, kind, knows_length)
         except Exception as e:
             if not is_out_of_memory(e):
                 raise
@@ -240,4 +237,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    process.command(lambda: main(sys.argv[1:]), __file__)
+    process.command(lambda: main(sys.argv[1:]))

@@ -1,28 +1,31 @@
-"""Settings of a script: its top-level globals, overridden by Python config files and --key=value flags.
+"""Settings of a script: the attributes of its class Settings, config files and --key=value flags.
 
     python train.py config/sudoku.py --lr=3e-4 --eval_only
 
-A script's settings are the numbers, strings and bools assigned at its top level above its first function or
-class, except to names in capitals. --help prints these lines with their comments.
+Each attribute of the class is a setting and its default: a number, a string or a bool. --help prints the
+lines of the class with their comments.
 
 A config file is Python that assigns some of the settings and may read the others. run("baseline.py") in it
 runs another one beside it in its place; `__file__` is the outer file's path. Names that start with an
-underscore are the file's own, and so are values of other types, such as modules and functions. Files and
-flags apply from left to right, once, on the script's defaults; a checkpoint fills in only what none of them
-assigned. A bool flag needs no value: --eval_only.
+underscore are the file's own, and so are values of other types, such as modules and functions. Once the file
+has run, its functions do not see the settings: a later flag may change them. Files and flags apply from left
+to right, once, on the script's defaults; a checkpoint fills in only what none of them assigned. A bool flag
+needs no value: --eval_only.
 
 A config file may also be a fork: new(grad_clip=0.0) adds settings, and it may replace classes and functions
-in the modules that it imports, each where it stands: import model; model.TRM = MyTRM.
+in the modules that it imports, each where it stands: import model; model.TRM = MyTRM. A process runs one set
+of forks, each of them once.
 """
 import ast
+import builtins
 import difflib
-import functools
+import inspect
 import os
 import shlex
 import sys
+import textwrap
 import traceback
 from contextlib import suppress
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -32,18 +35,22 @@ from runtime.errors import UserError
 TYPES = (int, float, bool, str)  # that a setting may have
 
 
-class Settings:
-    """Holds a script's settings as attributes; vars(settings) is a dict of them.
+class Values:
+    """Holds the values of a script's settings as attributes; vars(settings) is a dict of them.
 
     defaults: {name: value} before any config file and flag.
     assigned: the names of those that a config file or a flag assigned.
+    forks: {name: digest} of the config files that are forks.
+    argv: the config files and flags.
     """
 
-    __slots__ = ("defaults", "assigned", "__dict__")
+    __slots__ = ("defaults", "assigned", "forks", "argv", "__dict__")
 
-    def __init__(self, defaults):
+    def __init__(self, defaults, argv=()):
+        self.argv = argv
         self.defaults = dict(defaults)
         self.assigned = set()
+        self.forks = {}
         vars(self).update(defaults)
 
     def assign(self, name, value, where):
@@ -81,7 +88,7 @@ class Settings:
 class Arguments(NamedTuple):
     """Holds the arguments of a script that passes some on to train.py."""
 
-    settings: Settings  # the script's own
+    settings: Values  # of the script's own class Settings
     operands: list  # neither flags nor config files
     train_arguments: list  # config files and flags for train.py
 
@@ -93,9 +100,9 @@ OWN_NAMES = {"help"}
 # ---------------------------------------------------------------------------------------------------------
 # Arguments
 
-def split_arguments(script, argv):
+def split_arguments(settings_class, argv):
     """Splits argv, the arguments of a script that has settings of its own beside train.py's."""
-    OWN_NAMES.update(read_settings(script))
+    OWN_NAMES.update(read_settings(settings_class))
 
     # its own flags, train.py's flags and config files, and the rest
     own_flags = []
@@ -109,29 +116,26 @@ def split_arguments(script, argv):
             train_arguments.append(argument)
         else:
             operands.append(argument)
-    return Arguments(configure(script, own_flags), operands, train_arguments)
+    return Arguments(configure(settings_class, own_flags), operands, train_arguments)
 
 
-def configure(script, argv):
-    """Returns a script's Settings after the config files and flags in argv. --help prints them and exits.
+def configure(settings_class, argv):
+    """Returns the Values of a script's class Settings after the config files and flags in argv.
 
-    Raises UserError for an unknown key (it names the closest one), a wrong type, or a file that fails to run.
+    --help prints the settings and exits. Raises UserError for an unknown key (it names the closest one), a
+    wrong type, a file that fails to run, or another set of forks than this process has run.
     """
-    # train.py may be configured again in this process, as for each run of the study, and must not see what
-    # earlier forks replaced. A config file may configure another script, which undoes nothing.
-    if os.path.basename(script) == "train.py":
-        forks.undo()
-
     # later arguments override earlier ones
-    settings = Settings(read_settings(script))
+    settings = Values(read_settings(settings_class), argv)
     for argument in argv:
         if argument == "--help":
             continue
         read = read_flag if argument.startswith("-") else run_file
         for name, value in read(argument, settings).items():
             settings.assign(name, value, argument)
+    forks.check_set(settings_class, settings.forks)
     if "--help" in argv:
-        print_help(script)
+        print_help(settings_class)
         sys.exit(0)
     return settings
 
@@ -157,18 +161,6 @@ def read_flag(flag, settings):
 # ---------------------------------------------------------------------------------------------------------
 # Config files
 
-class Names(dict):
-    """Holds the global names of a config file; assigned: those that it assigns."""
-
-    def __init__(self, **names):
-        super().__init__(names)
-        self.assigned = set()
-
-    def __setitem__(self, name, value):
-        super().__setitem__(name, value)
-        self.assigned.add(name)
-
-
 def run_file(path, settings):
     """Runs a config file and returns {name: value} of the settings that it assigns.
 
@@ -177,18 +169,25 @@ def run_file(path, settings):
     if not path.endswith(".py"):
         raise UserError(f"{path}: no config file (.py); a setting is written --key=value")
 
+    # The file sees the settings as it sees Python's builtins. So its own names are those that it assigns,
+    # in whatever way.
+    visible = vars(builtins) | vars(settings)
+    names = {"__file__": path, "__builtins__": visible}
+
     def new(**added):
-        # a checkpoint with a value of another type could not be read
         for name, value in added.items():
+            # a checkpoint with a value of another type could not be read
             if type(value) not in TYPES:
                 raise TypeError(f"{name} must be a number, a string or a bool, not {value!r}")
-        settings.defaults.update(added)
-        vars(settings).update(added)
-        names.update(added)
+            if settings.defaults.setdefault(name, value) != value:
+                raise ValueError(f"{name} is a setting already; its default is {settings.defaults[name]!r}")
+            visible[name] = vars(settings).setdefault(name, value)
 
-    names = Names(__file__=path, new=new, **vars(settings))
+    visible["new"] = new
     try:
-        execute(path, names)
+        execute(path, names, settings)
+    except UserError:
+        raise
     except Exception as e:
         # name the innermost line outside of this file; a SyntaxError names its line itself
         where = path
@@ -203,62 +202,51 @@ def run_file(path, settings):
     for name, value in names.items():
         is_setting = name in settings.defaults and not isinstance(value, ModuleType)
         is_like_one = type(value) in TYPES and not name.startswith("_")
-        if name in names.assigned and (is_setting or is_like_one):
+        if is_setting or is_like_one:
             assigned[name] = value
+
+    # from here on its functions see no settings
+    for name in assigned:
+        del names[name]
+    visible.clear()
+    visible.update(vars(builtins))
     return assigned
 
 
-def execute(path, names):
-    """Executes a config file; names: the Names that it sees and assigns."""
+def execute(path, names, settings):
+    """Executes a config file; names: its global names; settings: the Values before the outer file."""
+    visible = names["__builtins__"]
+
     # run() finds files beside the one that calls it
     def run(other):
-        execute(os.path.join(os.path.dirname(path), other), names)
-        names["run"] = run
+        execute(os.path.join(os.path.dirname(path), other), names, settings)
+        visible["run"] = run
 
-    names["run"] = run
+    visible["run"] = run
     with open(path, "rb") as f:
         text = f.read()
     tree = compile(text, path, "exec", ast.PyCF_ONLY_AST)
-
-    forks.record(path, text, tree)
-    exec(compile(tree, path, "exec"), names)
+    if forks.is_fork(tree):
+        forks.run(path, text, tree, names, settings)
+    else:
+        exec(compile(tree, path, "exec"), names)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Settings as a script writes them
 
-@functools.lru_cache
-def read_settings(script):
-    """Returns the settings of a script, a path, without running it: {name: default}, in the script's order.
-
-    Raises UserError for what looks like a setting and is none.
-    """
-    tree = ast.parse(Path(script).read_text(encoding="utf-8"))
-    values = {}
-    settings = {}
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            break
-        # without imports and builtins, numbers and strings are all that can be computed
-        with suppress(Exception):
-            exec(ast.unparse(node), {"__builtins__": {}}, values)
-        # all names that the line assigns are settings, but for constants
-        for target in getattr(node, "targets", [getattr(node, "target", None)]):
-            name = getattr(target, "id", "")
-            if not name or name.isupper():
-                continue
-            settings[name] = values.get(name)
-            if type(settings[name]) not in TYPES:
-                raise UserError(f"{script}:{node.lineno}: {name} is no setting: its value must be a number, "
-                                "a string or a bool, computed from such alone; constants have capitals")
+def read_settings(settings_class):
+    """Returns the settings of a script's class, {name: default}. Raises UserError for what is no setting."""
+    settings = {name: value for name, value in vars(settings_class).items() if not name.startswith("__")}
+    for name, value in settings.items():
+        if type(value) not in TYPES:
+            raise UserError(f"{inspect.getfile(settings_class)}: {name} is no setting: its value must be a "
+                            "number, a string or a bool")
     return settings
 
 
-def print_help(script):
-    """Prints a script's docstring, and its settings as they stand in it: the paragraphs that have some."""
-    _, docstring, code = Path(script).read_text(encoding="utf-8").split('"""', 2)
-    print(docstring)
-    for paragraph in code.split("\n\n"):
-        first_words = {line.partition(" ")[0] for line in paragraph.splitlines()}
-        if first_words & read_settings(script).keys():
-            print(paragraph)
+def print_help(settings_class):
+    """Prints the docstring of a script, and its settings as they stand in its class."""
+    print(sys.modules[settings_class.__module__].__doc__)
+    _, lines = inspect.getsource(settings_class).split("\n", 1)
+    print(textwrap.dedent(lines))

@@ -29,21 +29,24 @@ from runtime.files import Progress, read_json
 from runtime.prepare import command_of, finish_split, new_dataset, print_report, refuse_existing
 from runtime.process import start
 
-# source
-source = "arc1"  # arc1, arc2, generate, a folder, or the prefix of Kaggle's files
-subsets = "training,evaluation"  # subsets of the source
-test_subset = "evaluation"  # the subset whose test pairs are the test set
-extra = ""  # a folder with more tasks to train on, *.json anywhere in it, such as ConceptARC
-max_side = 30  # rows and columns of the dataset's grids; tasks with a larger grid are left out
-output_dir = ""  # "": a folder under data/ named after source and num_aug
-seed = 42  # decides the order and the versions of the tasks, and generated tasks
-# generated tasks
-size = 4  # rows and columns of a grid
-num_pairs = 24  # pairs of a task, the last one for the test
-num_train = 300  # tasks to train on
-num_test = 100  # tasks for the test
-# augmentation
-num_aug = 1000  # versions of each task, besides the original
+
+class Settings:
+    # source
+    source = "arc1"  # arc1, arc2, generate, a folder, or the prefix of Kaggle's files
+    subsets = "training,evaluation"  # subsets of the source
+    test_subset = "evaluation"  # the subset whose test pairs are the test set
+    extra = ""  # a folder with more tasks to train on, *.json anywhere in it, such as ConceptARC
+    max_side = 30  # rows and columns of the dataset's grids; tasks with a larger grid are left out
+    output_dir = ""  # "": a folder under data/ named after source and num_aug
+    seed = 42  # decides the order and the versions of the tasks, and generated tasks
+    # generated tasks
+    size = 4  # rows and columns of a grid
+    num_pairs = 24  # pairs of a task, the last one for the test
+    num_train = 300  # tasks to train on
+    num_test = 100  # tasks for the test
+    # augmentation
+    num_aug = 1000  # versions of each task, besides the original
+
 
 UNKNOWN = np.zeros((0, 0), dtype=np.uint8)  # stands for an output that is not known
 TRIES = 5  # draws for each version that is wanted, in the official builder
@@ -338,4 +341,4 @@ def write_split(folder, groups, side, num_identifiers):
 
 
 if __name__ == "__main__":
-    start(main, __file__)
+    start(main, Settings)

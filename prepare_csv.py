@@ -26,22 +26,24 @@ from runtime.prepare import (
 )
 from runtime.process import start
 
-# files
-train_csv = ""  # training puzzles, .csv or .csv.gz
-test_csv = ""  # test puzzles, which are left out of the training puzzles
-holdout = 0  # test puzzles to draw from train_csv, instead of test_csv
-several_answers = False  # keep the first of several answers to a question, which are an error otherwise
-output_dir = ""  # "": data/ and the name of train_csv
-seed = 0  # decides which test puzzles are drawn, and the copies
-# puzzle
-kind = "puzzle"  # its name; kinds that a fork adds are judged by their rules
-grid = ""  # its rows and columns, such as 6x6; "": a square
-symbols = ""  # its characters, the empty cell first; "": all that the files have
-ignored = ""  # characters of answers for cells that do not count
-# symmetries, which must turn every puzzle and its answer into another one
-dihedral = False  # the 8 rotations and reflections of a square
-permute_symbols = ""  # characters that may change places, as 123456789
-num_aug = 7  # copies of each training puzzle, besides itself
+
+class Settings:
+    # files
+    train_csv = ""  # training puzzles, .csv or .csv.gz
+    test_csv = ""  # test puzzles, which are left out of the training puzzles
+    holdout = 0  # test puzzles to draw from train_csv, instead of test_csv
+    several_answers = False  # keep the first of several answers to a question, which are an error otherwise
+    output_dir = ""  # "": data/ and the name of train_csv
+    seed = 0  # decides which test puzzles are drawn, and the copies
+    # puzzle
+    kind = "puzzle"  # its name; kinds that a fork adds are judged by their rules
+    grid = ""  # its rows and columns, such as 6x6; "": a square
+    symbols = ""  # its characters, the empty cell first; "": all that the files have
+    ignored = ""  # characters of answers for cells that do not count
+    # symmetries, which must turn every puzzle and its answer into another one
+    dihedral = False  # the 8 rotations and reflections of a square
+    permute_symbols = ""  # characters that may change places, as 123456789
+    num_aug = 7  # copies of each training puzzle, besides itself
 
 
 def main(settings):
@@ -164,4 +166,4 @@ def symmetric_copies(puzzles, num_copies, task, rng):
 
 
 if __name__ == "__main__":
-    start(main, __file__)
+    start(main, Settings)

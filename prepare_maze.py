@@ -26,21 +26,24 @@ from runtime.prepare import (
 )
 from runtime.process import start
 
-# source
-source = "hub"  # hub (Maze-Hard from Hugging Face), csv, or generate
-train_csv = ""  # training mazes, .csv or .csv.gz; implies csv
-test_csv = ""  # test mazes
-output_dir = ""  # "": a folder under data/ named after these settings
-seed = 0  # decides the choice of mazes, and generated mazes
-# mazes from the hub or from CSV files
-subsample_size = 0  # training mazes, chosen at random; 0: all; every test maze is kept
-# generated mazes
-size = 30  # cells of a row
-min_path = 111  # least number of steps of the shortest path
-num_train = 1000  # training mazes
-num_test = 1000  # test mazes
-# augmentation
-aug = True  # training mazes in all 8 rotations and reflections (off by default in the official builder)
+
+class Settings:
+    # source
+    source = "hub"  # hub (Maze-Hard from Hugging Face), csv, or generate
+    train_csv = ""  # training mazes, .csv or .csv.gz; implies csv
+    test_csv = ""  # test mazes
+    output_dir = ""  # "": a folder under data/ named after these settings
+    seed = 0  # decides the choice of mazes, and generated mazes
+    # mazes from the hub or from CSV files
+    subsample_size = 0  # training mazes, chosen at random; 0: all; every test maze is kept
+    # generated mazes
+    size = 30  # cells of a row
+    min_path = 111  # least number of steps of the shortest path
+    num_train = 1000  # training mazes
+    num_test = 1000  # test mazes
+    # augmentation
+    aug = True  # training mazes in all 8 rotations and reflections (off by default in the official builder)
+
 
 HUB = "sapientinc/maze-30x30-hard-1k"
 
@@ -99,4 +102,4 @@ def generate(size, n, seed, min_path):
 
 
 if __name__ == "__main__":
-    start(main, __file__)
+    start(main, Settings)

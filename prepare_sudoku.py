@@ -27,21 +27,24 @@ from runtime.prepare import (
 )
 from runtime.process import start
 
-# source
-source = "hub"  # hub (Sudoku-Extreme from Hugging Face), csv, or generate
-train_csv = ""  # training puzzles, .csv or .csv.gz; implies csv
-test_csv = ""  # test puzzles
-size = 9  # cells of a row: 9, 6 (boxes of 2 rows, 3 columns) or 4
-output_dir = ""  # "": a folder under data/ named after these settings
-seed = 0  # decides the choice of puzzles, their copies, and generated puzzles
-# puzzles from the hub or from CSV files
-subsample_size = 1000  # training puzzles, chosen at random; 0: all; every test puzzle is kept
-min_difficulty = 0  # lowest rating that is kept, in training and test; 0: all
-# generated puzzles
-num_train = 3000  # training puzzles
-num_test = 1000  # test puzzles, the same for each num_train
-# augmentation
-num_aug = 1000  # augmented copies of each training puzzle, besides itself
+
+class Settings:
+    # source
+    source = "hub"  # hub (Sudoku-Extreme from Hugging Face), csv, or generate
+    train_csv = ""  # training puzzles, .csv or .csv.gz; implies csv
+    test_csv = ""  # test puzzles
+    size = 9  # cells of a row: 9, 6 (boxes of 2 rows, 3 columns) or 4
+    output_dir = ""  # "": a folder under data/ named after these settings
+    seed = 0  # decides the choice of puzzles, their copies, and generated puzzles
+    # puzzles from the hub or from CSV files
+    subsample_size = 1000  # training puzzles, chosen at random; 0: all; every test puzzle is kept
+    min_difficulty = 0  # lowest rating that is kept, in training and test; 0: all
+    # generated puzzles
+    num_train = 3000  # training puzzles
+    num_test = 1000  # test puzzles, the same for each num_train
+    # augmentation
+    num_aug = 1000  # augmented copies of each training puzzle, besides itself
+
 
 HUB = "sapientinc/sudoku-extreme"
 DOTS = dict.fromkeys(map(ord, EMPTY_CELLS), ".")  # other signs of files for an empty cell
@@ -114,4 +117,4 @@ def generate(size, n, seed):
 
 
 if __name__ == "__main__":
-    start(main, __file__)
+    start(main, Settings)

@@ -5,8 +5,8 @@
     python train.py config/sudoku.py --init_from=resume   continues from the newest checkpoint of out_dir
 
 The file holds the settings, the step, the loop, the state of a run, and at the end how a run starts:
-replica() and main(). The settings below are defaults, the paper's Sudoku-Extreme recipe (MLP). Config files
-and --key=value flags override them, and functions take the result as `settings`.
+replica() and main(). The class Settings has the defaults, the paper's Sudoku-Extreme recipe (MLP). Config
+files and --key=value flags override them, and functions take the result as `settings`.
 """
 import copy
 import functools
@@ -38,80 +38,83 @@ from runtime.minutes import fit_minutes, keep_length
 from runtime.process import START_TIMEOUT, STOP, on_signals, restart_watchdog, watch_replicas
 from runtime.weights import new_model
 
-# data
-data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
-data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
-global_batch_size = 768  # sequences per step, over all replicas
-micro_batch_size = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
-epochs = 50000  # steps x global_batch_size / puzzles; a sequence that has not halted ignores its new puzzle
-max_steps = 0  # length of the run in steps; 0: from epochs
-max_minutes = 0.0  # or in minutes, from the start to the end of the final evaluation; 0: from steps or epochs
-# model
-hidden_size = 512  # width of the network
-num_heads = 8  # attention heads
-expansion = 4.0  # the hidden width of a SwiGLU is 2/3 x expansion x its width
-multiple_of = 256  # hidden widths are rounded up to a multiple of this
-L_layers = 2  # layers of the one network
-H_cycles = 3  # T of the paper: recursions per step; all but the last without gradient
-L_cycles = 6  # n of the paper: latent updates per recursion
-curriculum_epochs = 0.0  # epochs over which the depth grows from H_cycles_start, L_cycles_start; 0: constant
-H_cycles_start = 1  # H_cycles when the curriculum starts
-L_cycles_start = 2  # L_cycles when the curriculum starts
-mlp_t = True  # True: an MLP mixes the positions; False: self-attention
-pos_encodings = "none"  # none, rope (attention only) or learned
-puzzle_emb_ndim = 512  # width of the puzzle embedding; 0: none
-puzzle_emb_len = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
-forward_dtype = "bfloat16"  # or float32, float16, auto; becomes float16 or float32 where it would be emulated
-# halting
-halt_max_steps = 16  # maximum supervision steps of a sequence
-halt_exploration_prob = 0.1  # chance, at each step, that a sequence must run until a random step
-halt_exploration_prob_end = -1.0  # its value at the end of the run, reached linearly; -1: constant
-# optimizer
-loss_type = "stablemax_cross_entropy"  # or softmax_cross_entropy
-optimizer = "adam_atan2"  # adam_atan2, adamw or lion
-lr = 1e-4  # peak learning rate
-lr_min_ratio = 1.0  # end of the cosine, as a share of lr; 1: constant
-lr_warmup_steps = 2000  # steps of linear warm-up
-beta1 = 0.9  # decay of the first moment
-beta2 = 0.95  # decay of the second moment
-weight_decay = 1.0  # decoupled: multiplied by the learning rate
-puzzle_emb_lr = 1e-4  # learning rate of SignSGD on the puzzle embedding
-puzzle_emb_weight_decay = 1.0  # decoupled weight decay of the puzzle embedding
-freeze_weights = False  # train only the puzzle embedding
-ema = True  # evaluate and export an exponential moving average of the weights
-ema_rate = 0.999  # decay of that average per step
-seed = 0  # seeds the first weights, the data order, the copies and the halting draws
-# evaluation
-eval_interval = 5000  # epochs between evaluations; 0: only at the end
-eval_max_puzzles = 4096  # test puzzles during training, a fixed random subset; 0: all
-eval_final_max_puzzles = 0  # test puzzles in the final evaluation; 0: all
-eval_versions = 0  # versions of each ARC task in evaluations during training; 0: all
-eval_halt_max_steps = 0  # supervision steps in an evaluation; 0: halt_max_steps
-eval_patience = 0  # a puzzle leaves once its answer has not changed for this many steps; 0: never (the paper)
-eval_attempts = 1  # most attempts at a puzzle, at copies by symmetry, until an answer is sure; 1: the paper's
-eval_save_outputs = ""  # any of inputs,labels,preds,q_halt_logits,surest_...: saved to out_dir/eval_STEP.npz
-eval_only = False  # run the final evaluation, then stop
-# run
-out_dir = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
-gcs_dir = ""  # gs://bucket/folder of only this run: a mirror of out_dir, to resume on another machine
-init_from = "scratch"  # scratch, resume, auto (resume if there is a checkpoint) or a FILE to begin with
-checkpoint_interval = 1000  # steps; sequences start afresh there, for an exact resume; 0: only at the end
-keep_last_n = 3  # checkpoints to keep, besides best.pt
-log_interval = 10  # steps averaged in a line of the log
-stall_timeout = 1800  # exit if no step finishes for this many seconds; 0: never
-device = "auto"  # auto, xla, cuda or cpu
-compile = "auto"  # torch.compile: auto (CUDA), on (CPU too: 10 to 40% faster) or off; on XLA: docs/tpu.md
-# logging
-wandb_log = False  # send metrics.jsonl to Weights & Biases too
-wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
-wandb_run_name = ""  # empty: the last part of out_dir
-wandb_mode = "online"  # online, offline (for `wandb sync`) or disabled; without login or network: offline
+
+class Settings:
+    # data
+    data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
+    data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
+    global_batch_size = 768  # sequences per step, over all replicas
+    micro_batch_size = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
+    epochs = 50000  # steps x global_batch_size / puzzles; a sequence that goes on ignores its new puzzle
+    max_steps = 0  # length of the run in steps; 0: from epochs
+    max_minutes = 0.0  # or in minutes, to the end of the final evaluation; 0: from steps or epochs
+    # model
+    hidden_size = 512  # width of the network
+    num_heads = 8  # attention heads
+    expansion = 4.0  # the hidden width of a SwiGLU is 2/3 x expansion x its width
+    multiple_of = 256  # hidden widths are rounded up to a multiple of this
+    L_layers = 2  # layers of the one network
+    H_cycles = 3  # T of the paper: recursions per step; all but the last without gradient
+    L_cycles = 6  # n of the paper: latent updates per recursion
+    curriculum_epochs = 0.0  # epochs in which the depth grows from H_cycles_start, L_cycles_start; 0: none
+    H_cycles_start = 1  # H_cycles when the curriculum starts
+    L_cycles_start = 2  # L_cycles when the curriculum starts
+    mlp_t = True  # True: an MLP mixes the positions; False: self-attention
+    pos_encodings = "none"  # none, rope (attention only) or learned
+    puzzle_emb_ndim = 512  # width of the puzzle embedding; 0: none
+    puzzle_emb_len = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
+    forward_dtype = "bfloat16"  # or float32, float16, auto; float16 or float32 where it would be emulated
+    # halting
+    halt_max_steps = 16  # maximum supervision steps of a sequence
+    halt_exploration_prob = 0.1  # chance, at each step, that a sequence must run until a random step
+    halt_exploration_prob_end = -1.0  # its value at the end of the run, reached linearly; -1: constant
+    # optimizer
+    loss_type = "stablemax_cross_entropy"  # or softmax_cross_entropy
+    optimizer = "adam_atan2"  # adam_atan2, adamw or lion
+    lr = 1e-4  # peak learning rate
+    lr_min_ratio = 1.0  # end of the cosine, as a share of lr; 1: constant
+    lr_warmup_steps = 2000  # steps of linear warm-up
+    beta1 = 0.9  # decay of the first moment
+    beta2 = 0.95  # decay of the second moment
+    weight_decay = 1.0  # decoupled: multiplied by the learning rate
+    puzzle_emb_lr = 1e-4  # learning rate of SignSGD on the puzzle embedding
+    puzzle_emb_weight_decay = 1.0  # decoupled weight decay of the puzzle embedding
+    freeze_weights = False  # train only the puzzle embedding
+    ema = True  # evaluate and export an exponential moving average of the weights
+    ema_rate = 0.999  # decay of that average per step
+    seed = 0  # seeds the first weights, the data order, the copies and the halting draws
+    # evaluation
+    eval_interval = 5000  # epochs between evaluations; 0: only at the end
+    eval_max_puzzles = 4096  # test puzzles during training, a fixed random subset; 0: all
+    eval_final_max_puzzles = 0  # test puzzles in the final evaluation; 0: all
+    eval_versions = 0  # versions of each ARC task in evaluations during training; 0: all
+    eval_halt_max_steps = 0  # supervision steps in an evaluation; 0: halt_max_steps
+    eval_patience = 0  # a puzzle leaves once its answer stays for this many steps; 0: never (the paper)
+    eval_attempts = 1  # most attempts at a puzzle, at copies by symmetry, until one is sure; 1: the paper's
+    eval_save_outputs = ""  # any of inputs,labels,preds,q_halt_logits,surest_...: in out_dir/eval_STEP.npz
+    eval_only = False  # run the final evaluation, then stop
+    # run
+    out_dir = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
+    gcs_dir = ""  # gs://bucket/folder of only this run: a mirror of out_dir, to resume on another machine
+    init_from = "scratch"  # scratch, resume, auto (resume if there is a checkpoint) or a FILE to begin with
+    checkpoint_interval = 1000  # steps; sequences start afresh there, for an exact resume; 0: only at the end
+    keep_last_n = 3  # checkpoints to keep, besides best.pt
+    log_interval = 10  # steps averaged in a line of the log
+    stall_timeout = 1800  # exit if no step finishes for this many seconds; 0: never
+    device = "auto"  # auto, xla, cuda or cpu
+    compile = "auto"  # torch.compile: auto (CUDA), on (CPU too: 10 to 40% faster) or off; on XLA: docs/tpu.md
+    # logging
+    wandb_log = False  # send metrics.jsonl to Weights & Biases too
+    wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
+    wandb_run_name = ""  # empty: the last part of out_dir
+    wandb_mode = "online"  # online, offline (for `wandb sync`) or disabled; without login or network: offline
+
 
 # A resume takes these settings from the command: where and how the run executes. All others it takes from the
 # checkpoint, unless a config file or a flag assigns them. (checkpoint_interval is one of the others, since
 # sequences start afresh at each checkpoint.)
 RUN_SETTINGS = (
-    "out_dir", "gcs_dir", "init_from", "keep_last_n", "log_interval",
+    "data_prepare", "out_dir", "gcs_dir", "init_from", "keep_last_n", "log_interval",
     "stall_timeout", "device", "compile", "eval_only", "eval_save_outputs",
     "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode",
 )
@@ -600,7 +603,7 @@ def check_settings(settings):
     """Raises UserError for the first value that no run could use."""
     # choices and numbers, of this file and not of forks; -1 is a value of its own
     check_choices(settings, CHOICES)
-    numbers = {name: getattr(settings, name) for name in configurator.read_settings(__file__)}
+    numbers = {name: getattr(settings, name) for name in configurator.read_settings(Settings)}
     if settings.halt_exploration_prob_end == -1:
         del numbers["halt_exploration_prob_end"]
     check_numbers(numbers, POSITIVE, SHARES)
@@ -626,9 +629,30 @@ def recipe(settings):
 # ---------------------------------------------------------------------------------------------------------
 # The command
 
-def xla_replica(index, settings, kind, began):
-    """Runs replica() for xmp.spawn. If it breaks, its process ends: its peers would wait for it forever."""
-    process.end_with_parent()
+class Spawned:
+    """A function of (settings, *args) that xmp.spawn calls on each replica, in new processes."""
+
+    def __init__(self, function, settings, *args):
+        self.function = function
+        self.settings = settings
+        self.args = args
+
+    def __setstate__(self, state):
+        """Prepares a new process, which receives this object before torch_xla looks for the chips there."""
+        vars(self).update(state)
+        process.end_with_parent()
+        # forks replace classes and functions here, too
+        configurator.configure(Settings, self.settings.argv)
+        on_signals(is_spawned=True)
+        # torch_xla may wait for chips forever; replica() restarts the watchdog
+        restart_watchdog(START_TIMEOUT)
+
+    def __call__(self, index):
+        self.function(self.settings, *self.args)
+
+
+def xla_replica(settings, kind, began):
+    """Runs replica(). If it breaks, its process ends: its peers would wait for it forever."""
     try:
         replica(settings, kind, began)
     except BaseException as e:
@@ -660,8 +684,7 @@ def main(settings):
         if kind == "xla":
             import torch_xla.distributed.xla_multiprocessing as xmp
             watch_replicas()
-            os.environ["TRM_MAIN_PROCESS"] = str(os.getpid())
-            xmp.spawn(xla_replica, args=(settings, kind, began))
+            xmp.spawn(Spawned(xla_replica, settings, kind, began))
         else:
             replica(settings, kind, began)
     # what breaks in a replica, in words
@@ -674,18 +697,9 @@ def main(settings):
         raise errors.out_of_memory(settings) from None
 
 
-def prepare_spawned_process():
-    """Does in a process of xmp.spawn what must come before torch_xla looks for the chips."""
-    # the main process's argv: forks replace classes and functions here, too
-    configurator.configure(__file__, sys.argv[1:])
-    on_signals(is_spawned=True)
-    # torch_xla may wait for chips forever; replica() restarts the watchdog
-    restart_watchdog(START_TIMEOUT)
-
-
-# xmp.spawn's processes import this module to find xla_replica, and call it once torch_xla has found the chips
-if __name__ == "train" and os.environ.get("TRM_MAIN_PROCESS") == str(os.getppid()):
-    prepare_spawned_process()
+# This file is the module "train", whatever its name: a copy runs as it stands, and forks import it. In a new
+# process of xmp.spawn, which receives functions of "train", multiprocessing runs it as "__mp_main__" first.
+if __name__ in ("__main__", "__mp_main__"):
+    train = process.import_as("train", __file__)
 if __name__ == "__main__":
-    import train  # the module that forks import, and not this second copy of it
-    process.start(train.main, train.__file__)
+    process.start(train.main, train.Settings)

@@ -12,7 +12,7 @@ import prepare_sudoku
 from configurator import configure
 
 # The dataset has as many puzzles as the study's, and a tenth of the copies.
-_study_data = configure(prepare_sudoku.__file__, shlex.split(data_prepare)[1:])
+_study_data = configure(prepare_sudoku.Settings, shlex.split(data_prepare)[1:])
 _puzzles = _study_data.subsample_size
 _copies = _study_data.num_aug // 10
 data_path = f"data/mini-{_puzzles}-aug-{_copies}"

@@ -192,7 +192,7 @@ def compare(num_steps, **variant):
 
     variant: settings beside config/sudoku.py's.
     """
-    settings = configurator.configure(train.__file__, [f"{ROOT}/config/sudoku.py"])
+    settings = configurator.configure(train.Settings, [f"{ROOT}/config/sudoku.py"])
     vars(settings).update(variant, data_path=f"{args.out}/random")
     bench.find_or_make_dataset(settings, args.out)  # makes random puzzles, once
     # both sides compile anew

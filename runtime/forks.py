@@ -1,36 +1,42 @@
 """Forks: config files that replace functions and classes, or add settings.
 
-A fork is known by what it imports, and by new(). Checkpoints and model files name the forks that trained
-them.
+A fork is known by what it imports, and by new(). What it replaces stays replaced, so that a process runs one
+set of forks, each of them once. Checkpoints and model files name the forks that trained them.
 """
 import ast
 import hashlib
-import os
-import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from runtime.errors import UserError
 
 # the modules whose functions and classes a fork may replace
 REPLACEABLE = {"data", "evaluate", "model", "optim", "puzzles", "runtime", "train"}
 
-# {file name: the beginning of its text's SHA-256} of the forks that this process has run
+# {name: the beginning of its text's SHA-256} of the forks that this process has run
 FORKS = {}
-# {module or class: its attributes before a fork replaced some}
-ORIGINALS = {}
+# {a script's class Settings: its part of FORKS}
+SETS = {}
 
 
-def record(path, text, tree):
-    """Records a config file, before it is executed, if it is a fork; tree: the syntax tree of its text."""
-    modules = imported(tree) & REPLACEABLE
+class Done(NamedTuple):
+    """What a fork did to the settings when it ran."""
+
+    read: dict  # {name: value} of the settings that it reads, before it ran
+    assigned: dict  # {name: value} of its global names
+    added: dict  # {name: default} of its new()
+
+
+DONE = {}  # {digest: Done}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Running them
+
+def is_fork(tree):
+    """Returns whether a config file is a fork; tree: the syntax tree of its text."""
     adds_settings = any(isinstance(node, ast.Name) and node.id == "new" for node in ast.walk(tree))
-    if not modules and not adds_settings:
-        return
-    FORKS[os.path.basename(path)] = hashlib.sha256(text).hexdigest()[:8]
-    # keep the attributes of these modules, and of the classes that they define
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in modules:
-            for place in (module, *vars(module).values()):
-                # a class that a module imports is another module's
-                if place is module or isinstance(place, type) and place.__module__ == name:
-                    ORIGINALS.setdefault(place, dict(vars(place)))
+    return adds_settings or not imported(tree).isdisjoint(REPLACEABLE)
 
 
 def imported(tree):
@@ -44,15 +50,73 @@ def imported(tree):
     return {name.partition(".")[0] for name in names}
 
 
-def undo():
-    """Puts back what forks have replaced in this process, and forgets them."""
-    for place, attributes in ORIGINALS.items():
-        for name, value in attributes.items():
-            if vars(place).get(name) is not value:
-                setattr(place, name, value)
-    ORIGINALS.clear()
-    FORKS.clear()
+def run(path, text, tree, names, settings):
+    """Runs a fork, or repeats what it did to the settings if it has run in this process.
 
+    Args:
+        path, text, tree: of its file; tree: the syntax tree of the text.
+        names: the global names that it sees and assigns, of configurator.run_file.
+        settings: the Values before its file. Their `forks` get the fork.
+
+    Raises UserError for a fork that another set lacks, or if settings that it reads are not as they were.
+    """
+    digest = hashlib.sha256(text).hexdigest()[:8]
+    name = name_of(path, digest)
+    if SETS and digest not in DONE:
+        raise UserError(f"{path}: this process has run other forks ({', '.join(FORKS) or 'none'}): run it in "
+                        "a process of its own")
+    FORKS[name] = settings.forks[name] = digest
+
+    # what it did depends on the settings that it reads
+    visible = names["__builtins__"] | names
+    read = {name: visible[name] for name in names_read(tree) & vars(settings).keys()}
+    if digest in DONE:
+        done = DONE[digest]
+        if read != done.read:
+            raise UserError(f"{path} reads {', '.join(sorted(read))}, which had other values when it ran: a "
+                            "process runs a fork once")
+        names["__builtins__"]["new"](**done.added)
+        names.update(done.assigned)
+        return
+
+    names_before = dict(names)
+    settings_before = set(settings.defaults)
+    exec(compile(tree, path, "exec"), names)
+    assigned = {name: value for name, value in names.items() if names_before.get(name) is not value}
+    added = {name: value for name, value in settings.defaults.items() if name not in settings_before}
+    DONE[digest] = Done(read, assigned, added)
+
+
+def names_read(tree):
+    """Returns the names that a syntax tree reads; an augmented assignment reads its target."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+    return names
+
+
+def name_of(path, digest):
+    """Returns the name of a fork: its file name, with folders before it if another fork has that name."""
+    parts = Path(path).parts
+    names = ["/".join(parts[-length:]) for length in range(1, len(parts) + 1)]
+    return next((name for name in names if FORKS.get(name, digest) == digest), path)
+
+
+def check_set(settings_class, forks):
+    """Raises UserError unless a configure() ran the forks that an earlier one of this class has run."""
+    if forks:
+        SETS.setdefault(settings_class, forks)
+    expected = SETS.get(settings_class, forks)
+    if forks != expected:
+        raise UserError(f"this process has run the forks {', '.join(expected)}: another set of forks needs a "
+                        "process of its own")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Files
 
 def missing(forks):
     """Returns a line for each fork of a checkpoint or model file that this process has not run.
@@ -61,7 +125,7 @@ def missing(forks):
     """
     lines = []
     for name, digest in forks.items():
-        if FORKS.get(name) != digest:
+        if digest not in FORKS.values():
             other = f"has {FORKS[name]} here" if name in FORKS else "is not among the arguments"
             lines.append(f"trained with the fork {name} {digest}, which {other}: results may differ")
     return lines

@@ -1,5 +1,6 @@
 """How a command starts, stops and ends: signals, exit codes, the watchdog, and the replicas of a host."""
 import faulthandler
+import importlib.util
 import multiprocessing.resource_tracker
 import os
 import signal
@@ -13,14 +14,22 @@ from configurator import configure
 from runtime.errors import TransientError, UserError
 
 
-def start(main, script):
+def start(main, settings_class):
     """Runs main(settings) as a command, with the settings that sys.argv gives."""
-    command(lambda: main(configure(script, sys.argv[1:])), script)
+    command(lambda: main(configure(settings_class, sys.argv[1:])))
 
 
-def command(run, script):
+def import_as(name, path):
+    """Imports a file as the module of that name, whatever its own name, and returns the module."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def command(run):
     """Runs run() as a command: an expected error becomes one line on stderr and an exit code."""
-    name = os.path.basename(script)
+    name = os.path.basename(sys.argv[0])
 
     # SIGTERM ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed. train.py
     # hands a Ctrl-C on as SIGTERM, which must not interrupt that.
@@ -39,7 +48,7 @@ def command(run, script):
         # The reader of the output has left, as `| head` does: Python must not flush the rest when it exits.
         sys.stdout = None
         sys.exit(1)
-    except (UserError, TransientError, OSError) as e:
+    except (UserError, TransientError) as e:
         print(f"{name}: {' '.join(str(e).splitlines())}", file=sys.stderr)
         sys.exit(2 if isinstance(e, UserError) else 1)
     except KeyboardInterrupt:

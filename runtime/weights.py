@@ -1,6 +1,5 @@
 """Builds models: new ones, and what a file holds, also under the official code's names."""
 import math
-import os
 import re
 import threading
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from puzzles import maze_task
 from runtime.errors import UserError, one_line
 from runtime.files import read_torch_file
 
-TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "train.py")
 MODEL_LOCK = threading.Lock()  # replicas may be threads, which share torch's generator
 
 
@@ -39,7 +37,8 @@ def load_model(model_class, path, cells, defaults):
         raise ValueError(f"{path} does not say what it solves: scripts/export.py makes a model file of a "
                          "checkpoint of the official code")
     # a setting that is newer than the file has train.py's default
-    settings = SimpleNamespace(**configurator.read_settings(TRAIN) | defaults | saved["settings"])
+    import train
+    settings = SimpleNamespace(**configurator.read_settings(train.Settings) | defaults | saved["settings"])
     sizes = dict(saved["model"])
     if cells:
         sizes["seq_len"] = cells

@@ -33,8 +33,11 @@ from runtime import process
 from runtime.device import check_batch_size
 from runtime.errors import UserError, check_choices
 
-# what to compile for
-tpu = ""  # a TPU slice, such as v4-32, v5e-8 or v6e-4
+
+class Settings:
+    # what to compile for
+    tpu = ""  # a TPU slice, such as v4-32, v5e-8 or v6e-4
+
 
 # Slices in libtpu's words. The number in the name of a v4 or v5p counts cores, two per chip.
 TOPOLOGIES = {
@@ -51,8 +54,8 @@ CLOCKS = {"v4": 1.05e9, "v5p": 1.75e9, "v5e": 1.5e9, "v6e": 1.75e9}
 
 def main(argv):
     """Prints the figures of both steps. Raises UserError if one does not compile or fit."""
-    aot_settings, operands, flags = configurator.split_arguments(__file__, argv)
-    settings = configurator.configure(train.__file__, [*operands, *flags])
+    aot_settings, operands, flags = configurator.split_arguments(Settings, argv)
+    settings = configurator.configure(train.Settings, [*operands, *flags])
     train.check_settings(settings)
     aot_settings.tpu = aot_settings.tpu.replace("v5litepod", "v5e")
     check_choices(aot_settings, dict(tpu=TOPOLOGIES))
@@ -211,4 +214,4 @@ def schedule_cycles(text, buffers):
 
 
 if __name__ == "__main__":
-    process.command(lambda: main(sys.argv[1:]), __file__)
+    process.command(lambda: main(sys.argv[1:]))

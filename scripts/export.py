@@ -41,6 +41,11 @@ from runtime.files import replacing
 from runtime.process import command
 from runtime.weights import new_model
 
+
+class Settings:
+    """All settings are train.py's."""
+
+
 PAGE_FILES = ("play.html", "engine.js", "game.js")
 PREFIX = "_orig_mod.model.inner."  # the beginning of the official names of weights
 # the settings that engine.js reads
@@ -49,13 +54,17 @@ NETWORK = "hidden_size", "num_heads", "L_layers", "H_cycles", "L_cycles", "mlp_t
 WEIGHTS = re.compile(
     r"(embed_tokens|embed_pos)\.embedding_weight|puzzle_emb\.weights|lm_head\.weight|q_head\.(weight|bias)"
     r"|[HL]_init|L_level\.layers\.\d+\.(mlp|mlp_t|self_attn)\.(gate_up|down|qkv|o)_proj\.weight")
+# {model.py or a class of it: its attributes}, before a fork replaces some
+CLASSES = [place for place in vars(model).values()
+           if isinstance(place, type) and place.__module__ == model.__name__]
+ORIGINALS = {place: dict(vars(place)) for place in (model, *CLASSES)}
 # what a fork may replace in model.py without a change of the answers
 OF_TRAINING = {"losses", "halts", "is_solved", "LOSSES", "LOSS_TERMS", "METRICS"}
 
 
 def main(argv):
     """Writes the file."""
-    _, operands, train_arguments = split_arguments(__file__, argv)
+    _, operands, train_arguments = split_arguments(Settings, argv)
     *paths, target = operands or [""]
     is_page = target.lower().endswith((".html", ".htm"))
     if not paths or len(paths) > 1 and not is_page:
@@ -77,7 +86,7 @@ def write_model(source, target, train_arguments):
     saved = read_checkpoint(path)
 
     # the settings of the training, unless this command says otherwise
-    settings = configure(train.__file__, train_arguments)
+    settings = configure(train.Settings, train_arguments)
     settings.fill(train.recipe(saved.get("settings", {})))
     if "puzzles" not in saved:
         saved = add_dataset(saved, settings, path)
@@ -189,12 +198,11 @@ def refuse(path, trm):
     # a fork that is not among the arguments may have replaced anything
     for line in forks.missing(trm.forks):
         raise UserError(f"{path}: {line}: {other}")
-    for place, attributes in forks.ORIGINALS.items():
-        is_of_model = getattr(place, "__module__", place.__name__) == model.__name__
+    for place, attributes in ORIGINALS.items():
         replaced = {name for name, value in attributes.items() if vars(place)[name] is not value}
-        if is_of_model and replaced - OF_TRAINING:
+        if replaced - OF_TRAINING:
             raise UserError(f"{path}: a fork replaces {min(replaced - OF_TRAINING)} in model.py: {other}")
 
 
 if __name__ == "__main__":
-    command(lambda: main(sys.argv[1:]), __file__)
+    command(lambda: main(sys.argv[1:]))

@@ -30,11 +30,14 @@ from runtime import device as devices
 from runtime import process
 from runtime.errors import UserError, check_choices
 
-# what is measured, and for how long
-minutes = 5.0  # in all
-device = "cuda"  # or cpu: a rehearsal
-out_dir = "out/first_gpu"  # a new folder
-part = ""  # only this one, in a process that first_gpu.py starts
+
+class Settings:
+    # what is measured, and for how long
+    minutes = 5.0  # in all
+    device = "cuda"  # or cpu: a rehearsal
+    out_dir = "out/first_gpu"  # a new folder
+    part = ""  # only this one, in a process that first_gpu.py starts
+
 
 # {part: seconds that must be left for it to start}; on an H200 a compiled model took 70 to 110 s
 PARTS = {
@@ -164,7 +167,7 @@ def new_run(settings, model, *flags, kind=""):
         side = 6
     # the settings, and the puzzles unless an earlier run has made them
     folder = f"{settings.out_dir}/{side}"
-    run_settings = configurator.configure(train.__file__, [
+    run_settings = configurator.configure(train.Settings, [
         f"{ROOT}/config/{config}", f"--data_path={folder}/random", *model_flags, *tiny, *flags])
     bench.find_or_make_dataset(run_settings, folder, side)
     # the device, and the run on it
@@ -278,4 +281,4 @@ def measure(settings, name):
 
 
 if __name__ == "__main__":
-    process.start(main, __file__)
+    process.start(main, Settings)

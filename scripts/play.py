@@ -47,8 +47,11 @@ from puzzles import arc
 from runtime.errors import UserError
 from runtime.process import command
 
-# server
-port = 8000  # the port of the page's address; 0: any free one
+
+class Settings:
+    # server
+    port = 8000  # the port of the page's address; 0: any free one
+
 
 PAGE = Path(__file__).with_suffix(".html")
 
@@ -56,7 +59,7 @@ PAGE = Path(__file__).with_suffix(".html")
 def main(argv):
     """Loads the model and serves the page until Ctrl-C."""
     # one model, by default the one for 9x9 Sudoku
-    settings, operands, train_arguments = split_arguments(__file__, argv)
+    settings, operands, train_arguments = split_arguments(Settings, argv)
     if len(operands) > 1:
         raise UserError("usage: python scripts/play.py MODEL, a file or a run's folder; see --help")
     [path] = operands or [os.path.relpath(f"{solve.ROOT}/models/sudoku-9x9.pt")]
@@ -291,4 +294,4 @@ def json_line(value):
 
 
 if __name__ == "__main__":
-    command(lambda: main(sys.argv[1:]), __file__)
+    command(lambda: main(sys.argv[1:]))

@@ -28,9 +28,12 @@ from runtime.errors import UserError
 from runtime.files import read_facts, read_metrics
 from runtime.process import command
 
-# input and output; arguments without a dash are folders to read
-out_dir = "out/report"  # report.md and its pictures
-target = 85.0  # percent of the test puzzles, for the steps and the time needed to reach it
+
+class Settings:
+    # input and output; arguments without a dash are folders to read
+    out_dir = "out/report"  # report.md and its pictures
+    target = 85.0  # percent of the test puzzles, for the steps and the time needed to reach it
+
 
 # The columns of the tables.
 COLUMNS = {
@@ -65,8 +68,8 @@ class Run(NamedTuple):
 
 def main(argv):
     """Reads the runs, writes report.md and its pictures, and prints what is not complete."""
-    settings, paths, unknown = split_arguments(__file__, argv)
-    configure(__file__, unknown)  # raises UserError for the first
+    settings, paths, unknown = split_arguments(Settings, argv)
+    configure(Settings, unknown)  # raises UserError for the first
     if not all(map(importlib.util.find_spec, ["matplotlib", "scipy"])):
         raise UserError("needs two more packages: pip install matplotlib scipy")
 
@@ -327,4 +330,4 @@ def plot_group(x, variants, labels, law, path):
 
 
 if __name__ == "__main__":
-    command(lambda: main(sys.argv[1:]), __file__)
+    command(lambda: main(sys.argv[1:]))

@@ -49,11 +49,14 @@ from runtime.files import Progress
 from runtime.prepare import csv_rows, open_text
 from runtime.process import command
 
-# output
-steps = False  # show the answers after several supervision steps, and how sure the halting head is
-plot = ""  # draw them: FILE.png, or FILE.gif with a frame for each step; needs matplotlib
-output = ""  # write the answers to this new .csv, with certainty, attempts, step and result
-ignored = ""  # characters of known answers for cells that do not count, as of prepare_csv.py
+
+class Settings:
+    # output
+    steps = False  # show the answers after several supervision steps, and how sure the halting head is
+    plot = ""  # draw them: FILE.png, or FILE.gif with a frame for each step; needs matplotlib
+    output = ""  # write the answers to this new .csv, with certainty, attempts, step and result
+    ignored = ""  # characters of known answers for cells that do not count, as of prepare_csv.py
+
 
 ATTEMPTS = 8  # at most, unless --eval_attempts says otherwise
 MOST_PROBLEMS = 10  # with puzzles, that are printed
@@ -61,7 +64,7 @@ MOST_PROBLEMS = 10  # with puzzles, that are printed
 
 def main(argv):
     """Solves one puzzle and prints it, or solves all puzzles in a file."""
-    own, operands, train_arguments = split_arguments(__file__, argv)
+    own, operands, train_arguments = split_arguments(Settings, argv)
     if len(operands) not in (1, 2):
         raise UserError("usage: python scripts/solve.py MODEL PUZZLE, or PUZZLE alone; see --help")
     *models_given, source = operands
@@ -406,7 +409,7 @@ def load(path, train_arguments, cells=0):
             raise UserError(f"{argument}: puzzles are solved with {name}={ALWAYS[name]}")
     fixed = [f"{name}={value}" for name, value in ALWAYS.items()]
     # the forks come first: the model is made of their classes
-    settings = configure(train.__file__, [*train_arguments, *fixed])
+    settings = configure(train.Settings, [*train_arguments, *fixed])
     try:
         trm = model.TRM.load(file_of(path), cells, vars(settings))
     except (OSError, ValueError) as e:
@@ -472,4 +475,4 @@ def is_question_of(task, text):
 
 
 if __name__ == "__main__":
-    command(lambda: main(sys.argv[1:]), __file__)
+    command(lambda: main(sys.argv[1:]))

@@ -38,13 +38,16 @@ from runtime.errors import UserError
 from runtime.flops import FlopCounter, flops_per_example
 from runtime.weights import new_model
 
-# which runs; names without a dash select runs too
-pattern = ""  # runs whose names begin so, with * and ? as in a shell; "" without names: all 67
-continue_on_failure = False  # continue with the next run if one fails
-# instead of running them
-list = False  # print what each run asks, changes and costs
-dry_run = False  # print each run's data set and command besides
-prepare = False  # make the datasets that are missing
+
+class Settings:
+    # which runs; names without a dash select runs too
+    pattern = ""  # runs whose names begin so, with * and ? as in a shell; "" without names: all 67
+    continue_on_failure = False  # continue with the next run if one fails
+    # instead of running them
+    list = False  # print what each run asks, changes and costs
+    dry_run = False  # print each run's data set and command besides
+    prepare = False  # make the datasets that are missing
+
 
 STUDY = Path(ROOT, "config", "study")
 BASELINE = Path(ROOT, "config", "baseline.py")
@@ -52,7 +55,7 @@ BASELINE = Path(ROOT, "config", "baseline.py")
 GROUPS = runpy.run_path(f"{STUDY}.py", {"run": lambda path: None})["groups"]
 # Settings that do not change a run's result.
 NEUTRAL = (
-    *train.RUN_SETTINGS, "data_prepare", "micro_batch_size", "eval_interval", "eval_max_puzzles",
+    *train.RUN_SETTINGS, "micro_batch_size", "eval_interval", "eval_max_puzzles",
     "eval_versions",
 )
 # train.py may replace these two: by the local copy of a bucket's dataset, by a type that the device has.
@@ -63,7 +66,7 @@ FLOPS = {}  # {sizes of a model: FLOPs of a training step for a sequence}
 
 def main(argv):
     """Separates sweep.py's arguments from train.py's, and does what they ask for."""
-    settings, names, train_arguments = split_arguments(__file__, argv)
+    settings, names, train_arguments = split_arguments(Settings, argv)
     runs = [StudyRun(path, train_arguments) for path in select_files(names, settings.pattern)]
     if settings.list or settings.dry_run:
         print_runs(runs, StudyRun(BASELINE, train_arguments), settings.dry_run)
@@ -113,7 +116,7 @@ class StudyRun:
     def __init__(self, path, train_arguments):
         self.name = path.stem
         arguments = [os.path.relpath(path), *train_arguments]
-        self.settings = configure(train.__file__, arguments)
+        self.settings = configure(train.Settings, arguments)
         # each run has a folder of its own in the folder that is given for all
         for setting in "out_dir", "gcs_dir":
             folder = getattr(self.settings, setting)
@@ -131,7 +134,7 @@ class StudyRun:
     def size(self):
         """Returns the run's steps, its parameters, and the FLOPs of its training at the full depth."""
         # the config says how many puzzles there will be, so the dataset need not exist
-        prepared = configure(prepare_sudoku.__file__, shlex.split(self.settings.data_prepare)[1:])
+        prepared = configure(prepare_sudoku.Settings, shlex.split(self.settings.data_prepare)[1:])
         puzzles = prepared.num_train if prepared.source == "generate" else prepared.subsample_size
         sizes = SimpleNamespace(
             seq_len=prepared.size ** 2, vocab_size=prepared.size + 2, num_puzzle_identifiers=1)
@@ -209,7 +212,7 @@ def sweep(runs, continue_on_failure):
     # the table
     for name, status in statuses.items():
         print(f"{name:32} {status}")
-    num_complete = [*statuses.values()].count("complete")
+    num_complete = list(statuses.values()).count("complete")
     print(f"{num_complete} of {len(runs)} complete; python scripts/report.py compares them")
     return int(num_complete < len(runs))
 
@@ -236,4 +239,4 @@ def train_to_end(run):
 
 
 if __name__ == "__main__":
-    process.command(lambda: main(sys.argv[1:]), __file__)
+    process.command(lambda: main(sys.argv[1:]))

@@ -88,7 +88,7 @@ def needs(package):
 
 def dataset_settings(script=prepare_sudoku, **changes):
     """Returns the settings of a script that makes datasets."""
-    return configurator.configure(script.__file__, [f"--{key}={value}" for key, value in changes.items()])
+    return configurator.configure(script.Settings, [f"--{key}={value}" for key, value in changes.items()])
 
 
 def prepare(path, script=prepare_sudoku, **changes):
@@ -99,7 +99,7 @@ def prepare(path, script=prepare_sudoku, **changes):
 def small_dataset(path):
     """Makes a dataset of 64 4x4 Sudokus with 5 copies each, and 40 test puzzles; returns its path."""
     flags = [*DATA.split(), f"--output_dir={path}"]
-    return prepare_sudoku.main(configurator.configure(prepare_sudoku.__file__, flags))
+    return prepare_sudoku.main(configurator.configure(prepare_sudoku.Settings, flags))
 
 
 # Processes are forks of one that has imported train.py, since to import torch takes seconds. If a test needs
@@ -132,6 +132,18 @@ class Fork(FORKS.Process):
         super().__init__(target=target, args=args, daemon=daemon)
         start_fork_server()
         self.start()
+
+
+def in_new_process(function, *args):
+    """Calls function(*args) in another process, where it may run forks."""
+    process = Fork(call_in, os.getcwd(), function, args)
+    process.join()
+    assert process.exitcode == 0, "see stderr"
+
+
+def call_in(folder, function, args):
+    os.chdir(folder)
+    function(*args)
 
 
 class TrainProcess(Fork):
@@ -183,9 +195,9 @@ def run_script(name, argv, cwd, environment, writer):
     code = 0
     try:
         if script is train:
-            process.start(train.main, train.__file__)
+            process.start(train.main, train.Settings)
         else:
-            process.command(lambda: script.main(argv), script.__file__)
+            process.command(lambda: script.main(argv))
     except SystemExit as e:
         code = e.code
     atexit._run_exitfuncs()  # multiprocessing ends without them, and frees nothing: a lock's file would stay
@@ -226,10 +238,13 @@ def begun(process, until="training from"):
 # Runs, and what they leave.
 
 def run(data, out, *flags, code=0):
-    """Runs train.py and returns its output: in this process, unless it should fail. Later flags win."""
-    if code:
+    """Runs train.py and returns its output: in this process, unless it should fail or has a fork.
+
+    Later flags win.
+    """
+    if code or any(flag.endswith(".py") and f"{ROOT}/config" not in flag for flag in flags):
         return start_train(data, out, *flags).output(code)
-    settings = configurator.configure(train.__file__, arguments(data, out, *flags))
+    settings = configurator.configure(train.Settings, arguments(data, out, *flags))
     train.check_settings(settings)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         train.replica(settings, settings.device, time.monotonic())
@@ -282,7 +297,6 @@ def work(world, connection):
     """Receives (folder, function, arguments), which all replicas call there, and sends what they print."""
     os.environ |= xla_environment(world) | dict(XLA_THREAD_POOL_SIZE="16")
     logging.disable(logging.WARNING)  # that replicas set the precision of products several times
-    configurator.read_settings(train.__file__)  # not in several threads at once
     import torch_xla.debug.metrics
     import torch_xla.runtime as xr
     from torch_xla._internal import pjrt
@@ -304,6 +318,8 @@ def work(world, connection):
                     connection.send(printed.getvalue())
                     printed.seek(0)
                     printed.truncate()
+        except EOFError:  # the test has ended
+            os._exit(0)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -321,9 +337,9 @@ def start_replicas(world):
     return ours
 
 
-def on_replicas(world, function, *args):
+def on_replicas(world, function, *args, start=start_replicas):
     """Lets each of so many replicas call function(rank, *args), and returns what they print."""
-    connection = start_replicas(world)
+    connection = start(world)
     connection.send((os.getcwd(), function, args))
     return connection.recv()  # EOFError: the replicas have ended, see stderr
 

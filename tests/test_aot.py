@@ -29,7 +29,7 @@ def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(ra
     figures = json.loads(text[text.index("\n{"):text.rindex("}") + 1])
 
     # all gradients, and some metrics, at once
-    settings = configurator.configure(train.__file__, [*SMALL, f"--data_path={random_puzzles}"])
+    settings = configurator.configure(train.Settings, [*SMALL, f"--data_path={random_puzzles}"])
     run, _ = bench.new_run(settings, Device("cpu", settings))
     [[shape, _]] = figures["train"]["collectives"]
     size = int(re.search(r"f32\[(\d+)\]", shape)[1])

@@ -42,7 +42,7 @@ def trained(data, tmp_path_factory):
 
 def new_evaluator(data, trained, *flags):
     """Returns an Evaluator with the run's last weights, and the test puzzles."""
-    settings = configurator.configure(train.__file__, arguments(data, trained, *SETTINGS, *flags))
+    settings = configurator.configure(train.Settings, arguments(data, trained, *SETTINGS, *flags))
     test = Dataset(data, "test")
     model = new_model(TRM, settings, test)
     load_saved_weights(model, read_checkpoint(newest_whole(trained))["weights"], trained)

@@ -3,7 +3,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, TINY, on_replicas
+from helpers import ROOT, TINY, TrainProcess, on_replicas
 
 import bench
 import configurator
@@ -18,11 +18,11 @@ def run_bench(*flags):
     bench.main([*MODEL, "--device=cpu", *flags])
 
 
-def test_figures_on_the_cpu_are_those_of_a_forks_dataset_and_steps(capsys):
+def test_figures_on_the_cpu_are_those_of_a_forks_dataset_and_steps():
     """One fork makes its puzzles on the fly, and the other one's steps take an input of their own."""
     forks = [f"{ROOT}/tests/forks/{name}.py" for name in ("latin_squares", "entropy")]
-    run_bench(*forks, "--steps=1", "--global_batch_size=16")
-    text = capsys.readouterr().out
+    argv = [*MODEL, "--device=cpu", *forks, "--steps=1", "--global_batch_size=16"]
+    text = TrainProcess(argv, script="bench").output()
     figures = json.loads(text.splitlines()[-1])
     want = dict(kind="cpu", replicas=1, global_batch_size=16)
     assert figures | want == figures and "dataset: latin" in text
@@ -51,7 +51,7 @@ def xla_bench(rank, *arguments):
 @pytest.mark.xla
 def test_two_replicas_through_xla(random_puzzles):
     flags = [*MODEL, "--H_cycles=1", "--L_cycles=1", "--global_batch_size=32", "--micro_batch_size=8"]
-    settings = configurator.configure(train.__file__, [*flags, f"--data_path={random_puzzles}"])
+    settings = configurator.configure(train.Settings, [*flags, f"--data_path={random_puzzles}"])
     text = on_replicas(2, xla_bench, settings, 1, "xla", True)
     figures = json.loads(text.splitlines()[-1])
     want = {"kind": "xla", "replicas": 2, "global_batch_size": 32, "xla/fallbacks": 0}

@@ -13,7 +13,9 @@ import pytest
 from helpers import ROOT
 
 from configurator import configure
+from runtime import forks
 from runtime.errors import UserError
+from runtime.process import import_as
 
 SCRIPT = '''"""Trains a toy.
 
@@ -21,19 +23,21 @@ SCRIPT = '''"""Trains a toy.
 """
 import os
 
-undocumented = 3
-# data
-path = "data/toy"  # where the data is
-# the last line above a group names it
-batch = 16  # sequences a step
-# optimizer
-lr=1e-2 / 10  # peak; "#1" of the choices
-shift = -(batch // 16)  # may be negative
-fast = False  # leave out the checks
-slow = True
+
+class Settings:
+    undocumented = 3
+    # data
+    path = "data/toy"  # where the data is
+    # the last line above a group names it
+    batch = 16  # sequences a step
+    # optimizer
+    lr=1e-2 / 10  # peak; "#1" of the choices
+    shift = -(batch // 16)  # may be negative
+    fast = False  # leave out the checks
+    slow = True
+
+
 CHOICES = dict(path=("a", "b"))
-os.environ["TOY"] = "1"
-raise SystemExit("the script was run")
 '''
 DEFAULTS = dict(undocumented=3, path="data/toy", batch=16, lr=1e-3, shift=-1, fast=False, slow=True)
 
@@ -42,15 +46,19 @@ DEFAULTS = dict(undocumented=3, path="data/toy", batch=16, lr=1e-3, shift=-1, fa
 def toy():
     """Runs configure() on the toy script in a folder with the given files, {name: text}."""
     Path("toy.py").write_text(SCRIPT)
+    settings_class = import_as("toy", "toy.py").Settings
 
     def run(*argv, **files):
         for name, text in files.items():
             path = Path(name.replace("__", "/") + ".py")
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
-        return configure("toy.py", argv)
+        return configure(settings_class, argv)
 
-    return run
+    yield run
+    # these forks have replaced nothing
+    for registry in forks.FORKS, forks.SETS, forks.DONE:
+        registry.clear()
 
 
 @pytest.mark.parametrize("flag, value", {
@@ -111,7 +119,6 @@ for batch in (4, 8):
 if batch == 4:
     path = "data/four"
 try:
-    del shift
     shift = 1 // 0
 except ZeroDivisionError as _e:
     shift = -1
@@ -132,6 +139,7 @@ except ZeroDivisionError as _e:
     ("lr = '1e-3'", "a.py: lr must be of type float, for example --lr=0.001, not '1e-3'"),
     ("lr = 1.0\nbatch = (3\n", "a.py: SyntaxError: '(' was never closed (a.py, line 2)"),
     ("def half(n):\n    return n // zero\nbatch = half(3)", "a.py:2: NameError: name 'zero' is not defined"),
+    ("new(batch=8)", "a.py:1: ValueError: batch is a setting already; its default is 16"),
     ("import numpy\nnew(clip=numpy.float64(1))",
      "a.py:2: TypeError: clip must be a number, a string or a bool, not np.float64(1.0)"),
     ("run('b.py')", "No such file or directory: 'b.py'"),
@@ -146,21 +154,40 @@ def test_wrong_flags_and_files(toy, wrong, message):
     assert message in str(error.value)
 
 
-def test_help_prints_every_setting_and_reads_only_the_script(toy, capsys):
+def test_a_setting_counts_in_whatever_way_a_file_assigns_it(toy):
+    text = """
+PRESETS = {"small": dict(lr=0.3, batch=16)}
+globals().update(PRESETS["small"])
+def small():
+    global shift
+    shift = 3
+small()
+exec("path = 'here'")
+"""
+    settings = toy("a.py", a=text)
+    assert vars(settings) == DEFAULTS | dict(lr=0.3, shift=3, path="here")
+    assert settings.assigned == {"lr", "batch", "shift", "path"}  # also batch, which keeps its value
+
+
+def test_what_a_fork_adds_stays_as_it_was_assigned(toy):
+    text = "new(clip=1.0)\nnew(clip=1.0)\nassert clip == {}"
+    assert toy("a.py", "--clip=2", "b.py", a=text.format(1), b=text.format(2)).clip == 2.0
+
+
+def test_help_prints_every_setting(toy, capsys):
     with pytest.raises(SystemExit, match="0"):
-        configure("toy.py", ["--help"])
-    text = SCRIPT[:SCRIPT.index("CHOICES")].replace('"""', "").replace("import os\n\n", "")
-    assert capsys.readouterr().out.startswith(text)
+        toy("--help")
+    docstring, _, lines = SCRIPT.partition("import os\n\n\nclass Settings:\n")
+    settings = lines[:lines.index("\n\nCHOICES")].replace("\n    ", "\n").strip(" ")
+    assert capsys.readouterr().out == docstring.replace('"""', "") + settings + "\n"
 
 
 @pytest.mark.parametrize("line", [
-    "width = os.cpu_count()", "width = (1, 2)", "width = CHOICES = None", "width: int = lr + a",
-    "width *= 2"])
+    "width = os.cpu_count", "width = (1, 2)", "width = CHOICES = None", "width: object = [1]"])
 def test_a_line_that_looks_like_a_setting_and_is_none(line):
-    path = Path("edited.py")
-    path.write_text(SCRIPT.replace("# optimizer\n", line + "\n"))
-    with pytest.raises(UserError, match=rf"^{path}:12: width is no setting: "):
-        configure(str(path), [])
+    Path("edited.py").write_text(SCRIPT.replace("# optimizer\n", line + "\n"))
+    with pytest.raises(UserError, match="edited.py: width is no setting: "):
+        configure(import_as("edited", "edited.py").Settings, [])
 
 
 ERROR = "toy.py: an error of two lines\n"
@@ -183,13 +210,13 @@ def main(settings):
     if settings.fast:
         raise eval(settings.path)("an error\\nof two lines")
 
-start(main, __file__)
+start(main, Settings)
 """
 
 
 def toy_command(arguments):
     """Runs the toy script as a command of a shell: (exit code, stdout, stderr)."""
-    Path("toy.py").write_text(SCRIPT.replace('raise SystemExit("the script was run")', "") + MAIN)
+    Path("toy.py").write_text(SCRIPT + MAIN)
     command = ["bash", "-c", f"{sys.executable} toy.py {arguments}; exit ${{PIPESTATUS[0]}}"]
     env = os.environ | dict(PYTHONPATH=ROOT, PYTHONUTF8="1")
     done = subprocess.run(command, capture_output=True, encoding="utf-8", env=env)
@@ -212,14 +239,3 @@ def test_a_stop_that_python_drops_ends_a_command():
     began = time.monotonic()
     assert toy_command("--slow=False --fast --path=stop")[0] == 3
     assert time.monotonic() - began < 15
-
-
-def test_a_process_that_imports_train_is_no_replica():
-    """Only xmp.spawn's processes read the arguments of the process that started them."""
-    code = """
-import multiprocessing
-process = multiprocessing.get_context("spawn").Process(target=__import__, args=("train",))
-process.start()
-process.join()
-raise SystemExit(process.exitcode)"""
-    subprocess.run([sys.executable, "-c", code, "--nonsense"], cwd=ROOT, check=True)

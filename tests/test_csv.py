@@ -20,7 +20,7 @@ from runtime.errors import UserError
 
 
 def build(folder, flags):
-    return prepare_csv.main(configure(prepare_csv.__file__, [f"--output_dir={folder}", *flags.split()]))
+    return prepare_csv.main(configure(prepare_csv.Settings, [f"--output_dir={folder}", *flags.split()]))
 
 
 def write(path, *rows):
@@ -108,7 +108,7 @@ def test_white_space_is_no_cell_unless_it_is_a_symbol():
 
     path = write("spaces.csv", "1 2 ,1122", " 11 ,2112", "2  1,2211")
     flags = [f"--train_csv={path}", "--holdout=1", "--symbols= 12", "--output_dir=y"]
-    assert Dataset(prepare_csv.main(configure(prepare_csv.__file__, flags)), "test").task["symbols"] == "_ 12"
+    assert Dataset(prepare_csv.main(configure(prepare_csv.Settings, flags)), "test").task["symbols"] == "_ 12"
     with pytest.raises(UserError, match="no square: .*--symbols with a space"):
         build("z", f"--train_csv={path} --holdout=1")
 

@@ -19,7 +19,7 @@ FLAGS = [*CURRICULUM, "--curriculum_epochs=6", "--max_steps=32", "--checkpoint_i
 
 def test_the_depth_of_each_step():
     config = os.path.join(ROOT, "config", "baseline.py")
-    settings = configurator.configure(train.__file__, [config, "--curriculum_epochs=10000"])
+    settings = configurator.configure(train.Settings, [config, "--curriculum_epochs=10000"])
     # 10,000,000 / 6144 = 1627.6
     depths = [cycles_at(settings, 1000.0, step) for step in range(2000)]
     assert depths == [(1, 2)] * 407 + [(1, 3)] * 407 + [(2, 4)] * 407 + [(2, 5)] * 407 + [(3, 6)] * 372
@@ -28,9 +28,9 @@ def test_the_depth_of_each_step():
 
 
 def test_exploration_falls_in_a_line_or_is_constant():
-    falling = configurator.configure(train.__file__, CURRICULUM)
+    falling = configurator.configure(train.Settings, CURRICULUM)
     assert [exploration(falling, step, 5) for step in range(5)] == pytest.approx([0.9, 0.7, 0.5, 0.3, 0.1])
-    constant = configurator.configure(train.__file__, ["--halt_exploration_prob=0.3"])
+    constant = configurator.configure(train.Settings, ["--halt_exploration_prob=0.3"])
     assert exploration(constant, 7, 11) == 0.3
 
 

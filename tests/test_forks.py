@@ -3,6 +3,7 @@ import re
 import shutil
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,20 +12,24 @@ from helpers import (
     ROOT,
     arguments,
     curve,
+    in_new_process,
     last_weights,
     lines,
     newest,
     on_replicas,
     run,
     same,
+    start_replicas,
     start_train,
 )
 
 import configurator
 import model
 import optim
+import prepare_sudoku
 import train
 from runtime import forks
+from runtime.errors import UserError
 
 FORKS = [f"{ROOT}/examples/{name}.py" for name in ("rsm", "infiloop", "fprm", "chains")]
 FORKS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
@@ -59,21 +64,13 @@ def test_a_fork_resumes_bit_for_bit(fork, data):
 
 
 LOCK = threading.Lock()
-CONFIGURED = {}  # {arguments: settings}; replicas that are threads share what a fork replaces
 
 
 def xla_fork(rank, argv):
-    """Trains as train.py does in a process that xmp.spawn started, where the fork has run once."""
+    """Trains as train.py does. Replicas that are threads share what the fork replaces, once."""
     with LOCK:
-        if tuple(argv) not in CONFIGURED:
-            CONFIGURED[tuple(argv)] = configurator.configure(train.__file__, argv)
-    train.replica(CONFIGURED[tuple(argv)], "xla", time.monotonic())
-
-
-def undo_fork(rank):
-    """Undoes what the fork has replaced in the process of the replicas, which other tests use too."""
-    with LOCK:
-        configurator.configure(train.__file__, [])
+        settings = configurator.configure(train.Settings, argv)
+    train.replica(settings, "xla", time.monotonic())
 
 
 @pytest.mark.xla
@@ -82,8 +79,8 @@ def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(name, data):
     [fork] = [path for path in FORKS if Path(path).stem == name]
     flags = flags_of(fork, "--max_steps=3", "--lr=1e-4")
     run(data, "cpu", *flags)
-    on_replicas(2, xla_fork, arguments(data, "xla", *flags, "--micro_batch_size=4"))
-    on_replicas(2, undo_fork)
+    argv = arguments(data, "xla", *flags, "--micro_batch_size=4")
+    on_replicas(2, xla_fork, argv, start=start_replicas.__wrapped__)
     for ours, theirs in zip(figures("xla"), figures("cpu"), strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-6)
 
@@ -130,23 +127,62 @@ def test_a_checkpoint_names_the_forks_that_trained_it(data):
     assert re.search(r"the fork smoothing.py \w+, which has \w+ here", changed)
 
 
-def test_a_fork_that_runs_twice_wraps_a_method_once(data):
-    """sweep.py runs it for each run of the study. A module may have the name of a setting."""
-    Path("fork.py").write_text("""
+WRAPS = """
 from runtime import device
 import model
+new(weight=0.5)
+lr *= 0.1
 _old = model.TRM.losses
 def losses(self, *arguments):
     losses = _old(self, *arguments)
     return losses | dict(loss=losses["loss"] + 1)
-model.TRM.losses = losses""")
+model.TRM.losses = losses"""
+
+
+def fork_twice():
     own = model.TRM.losses
-    arguments = ["fork.py"]
-    configurator.configure(train.__file__, arguments)
-    assert configurator.configure(train.__file__, arguments).device == "auto"
+    configure = partial(configurator.configure, train.Settings)
+    first = configure(["fork.py", "--weight=2"])
+    for settings in first, configure(["fork.py", "--weight=2", "--seed=1"]):
+        assert (settings.device, settings.weight, settings.lr) == ("auto", 2.0, 1e-5)
+    assert configure(["fork.py"]).weight == 0.5
     assert model.TRM.losses.__globals__["_old"] is own
-    configurator.configure(train.__file__, [])
-    assert model.TRM.losses is own
+    # another set, and another value of what the fork reads
+    for argv, words in {
+            (): "run the forks fork.py: another set", ("--seed=1",): "another set",
+            ("fork.py", "b/fork.py"): "b/fork.py: this process has run other forks .fork.py",
+            ("--lr=1", "fork.py"): "fork.py reads lr, "}.items():
+        with pytest.raises(UserError, match=words):
+            configure(argv)
+    # another script has settings of its own
+    assert configurator.configure(prepare_sudoku.Settings, []).seed == 0
+
+
+def test_a_process_runs_one_set_of_forks_and_each_once():
+    """sweep.py configures each run of the study. A module may have the name of a setting."""
+    Path("b").mkdir()
+    Path("fork.py").write_text(WRAPS)
+    Path("b/fork.py").write_text(WRAPS + "# another one")
+    in_new_process(fork_twice)
+
+
+def test_two_forks_of_one_name_are_two_entries(data):
+    Path("b").mkdir()
+    for path, name in ("fork.py", "one"), ("b/fork.py", "two"):
+        Path(path).write_text(f"new({name}=0.5)")
+    run(data, "run", "fork.py", "b/fork.py", "--max_steps=2")
+    assert newest("run")["forks"].keys() == {"fork.py", "b/fork.py"}
+    again = run(data, "run", "b/fork.py", "--init_from=resume", "--eval_only")
+    assert "the fork fork.py" in again and "b/fork.py" not in again
+
+
+def test_a_fork_reads_no_setting_when_it_trains(data):
+    """Its functions would see the value from before the flags: a bare name is an error, as in train.py."""
+    fork = "import model\n{}\nmodel.TRM.halts = lambda self, steps, *_: steps > {}"
+    for first, name in ("new(weight=0.5)", "weight"), ("lr = 1.0", "lr"), ("", "lr"):
+        Path("fork.py").write_text(fork.format(first, name))
+        text = run(data, "run" + first, "fork.py", "--max_steps=2", code=1)
+        assert f"NameError: name '{name}' is not defined" in text
 
 
 def test_the_readme_has_a_fork_that_is_tested():
@@ -161,8 +197,14 @@ import model of new(lr=1).
 import math  # not a model
 lr = math.sqrt(4)''')
     arguments = [f"{ROOT}/config/study/exp01a_h256.py", f"{ROOT}/config/mini.py", "plain.py"]
-    configurator.configure(train.__file__, arguments)
+    configurator.configure(train.Settings, arguments)
     assert not forks.FORKS
+
+
+def known_forks():
+    norm = optim.norm
+    configurator.configure(train.Settings, ["inside.py", "plain.py"])
+    assert list(forks.FORKS) == ["inside.py"] and optim.norm is not norm
 
 
 def test_a_fork_is_known_by_what_it_imports():
@@ -173,22 +215,10 @@ def replace():
     optim.norm = lambda tensors: 1
 replace()""")
     Path("plain.py").write_text("class Note: data = 1\nlr = 0.1 * Note.data")
-    norm = optim.norm
-    configurator.configure(train.__file__, ["inside.py", "plain.py"])
-    assert list(forks.FORKS) == ["inside.py"] and optim.norm is not norm
-    configurator.configure(train.__file__, [])
-    assert optim.norm is norm and not forks.FORKS
+    in_new_process(known_forks)
 
 
-def test_a_config_file_that_configures_another_script_keeps_a_fork_before_it():
-    fork = f"{ROOT}/tests/forks/smoothing.py"
-    configurator.configure(train.__file__, [f"{ROOT}/config/study/exp05_c_halt12.py", fork,
-                                            f"{ROOT}/config/mini.py"])
-    assert model.TRM.__name__ == "Smoothed" and list(forks.FORKS) == ["smoothing.py"]
-
-
-def test_a_model_file_of_before_a_forks_setting_solves_with_its_default():
-    """And a flag changes the depth, as in an evaluation of train.py."""
+def solve_with_fork():
     fork = f"{ROOT}/tests/forks/smoothing.py"
     path = f"{ROOT}/models/sudoku-6x6.pt"
     trm, settings = solve.load(path, [fork])
@@ -198,6 +228,11 @@ def test_a_model_file_of_before_a_forks_setting_solves_with_its_default():
     trm, settings = solve.load(path, [fork, "--H_cycles=1"])
     shallow = next(solve.watch(settings, trm, question))
     assert deep["q_halt_logits"] != shallow["q_halt_logits"]
+
+
+def test_a_model_file_of_before_a_forks_setting_solves_with_its_default():
+    """And a flag changes the depth, as in an evaluation of train.py."""
+    in_new_process(solve_with_fork)
 
 
 def test_a_fork_may_take_a_module_away(data):

@@ -21,7 +21,7 @@ from runtime import errors
 
 
 def settings_of(*flags):
-    return configurator.configure(train.__file__, [*TINY, "--eval_final_max_puzzles=16", *flags])
+    return configurator.configure(train.Settings, [*TINY, "--eval_final_max_puzzles=16", *flags])
 
 
 def test_only_cuda_gets_weights_in_another_order_and_all_get_their_numbers():
@@ -91,7 +91,7 @@ def test_first_gpu_rehearses_on_a_cpu(monkeypatch, capsys):
 
     monkeypatch.setattr(first_gpu, "subprocess", mock.Mock(run=start))
     flags = ["--device=cpu", "--out_dir=out", "--minutes=30"]
-    first_gpu.main(configurator.configure(first_gpu.__file__, flags))
+    first_gpu.main(configurator.configure(first_gpu.Settings, flags))
     parts = [json.loads(line)["part"] for line in Path("out/results.jsonl").read_text().splitlines()]
     checks = ["parity"] * 2 + ["losses"] * 3 + ["repeat"] * 3 + ["resume"]
     assert parts == ["environment", *checks, *["step", "repeat", "kernels"] * 2]

@@ -21,7 +21,7 @@ from runtime.flops import flops_per_example
 
 def tiny(seq_len=4, **settings):
     """Returns a network that takes at most 3 supervision steps."""
-    defaults = vars(configurator.configure(train.__file__, []))
+    defaults = vars(configurator.configure(train.Settings, []))
     small = dict(hidden_size=16, num_heads=2, L_layers=1, H_cycles=2, L_cycles=2, puzzle_emb_ndim=16,
                  puzzle_emb_len=2, halt_max_steps=3, seed=1)
     return TRM(SimpleNamespace(**defaults | small | settings), seq_len, 5, 3)

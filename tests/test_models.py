@@ -23,7 +23,7 @@ def test_a_model_repeats_the_count_of_its_card(name, most_bytes):
     model = TRM.load(path)
     assert path.stat().st_size <= most_bytes and model.data in card
     command = torch.load(path)["command"]
-    configure(train.__file__, shlex.split(command)[2:])  # its command still has settings of train.py
+    configure(train.Settings, shlex.split(command)[2:])  # its command still has settings of train.py
     steps, solved = map(int, re.search(r"In (\d+) steps it solves (\d+) of the 100", card).groups())
     n = 100
     first = re.search(r"\((\d+) of the first (\d+)\)", card)  # 100 puzzles of 9x9 would take long

@@ -50,7 +50,7 @@ class Replay:
         golden["eval/preds"] = golden["eval/logits"].argmax(-1)
         config = json.loads(str(golden["config"]))
         self.total_steps = config["train"]["total_steps"]
-        settings = configurator.configure(train.__file__, ["--ema"])
+        settings = configurator.configure(train.Settings, ["--ema"])
         settings.compile = "auto" if kind == "xla" else "off"  # auto: the capture and its replay
         settings.eval_halt_max_steps = config["model"]["halt_max_steps"]
         vars(settings).update(config["model"] | config["train"] | options)

@@ -56,7 +56,7 @@ class Dropout(Block):
 
 def xla_run(rank, argv):
     """Runs train.py."""
-    train.replica(configurator.configure(train.__file__, argv), "xla", time.monotonic())
+    train.replica(configurator.configure(train.Settings, argv), "xla", time.monotonic())
 
 
 NUM_IDENTIFIERS = 5000
@@ -75,7 +75,7 @@ def xla_step(rank, folder, argv):
         programs.append(xb.computation_from_module_proto("step", lowering.hlo()))
         return lowering, *others
 
-    settings = configurator.configure(train.__file__, argv)
+    settings = configurator.configure(train.Settings, argv)
     device = open_device("xla", settings)
     device.choose_dtype(settings.forward_dtype)
     assert len(device.all_gather(bytes(2 ** 24 - 8))) == device.world  # float32 rounds the size of its pickle

@@ -15,7 +15,7 @@ image = pytest.importorskip("matplotlib.image")
 pytest.importorskip("scipy")
 import report
 
-DEFAULTS = vars(configure(train.__file__, []))
+DEFAULTS = vars(configure(train.Settings, []))
 EXP01 = {256: 1.4, 384: 2.9, 512: 5.03, 768: 11.0, 1024: 19.4, 1536: 43.0}  # hidden_size: million parameters
 
 

@@ -126,8 +126,8 @@ CONFIGS += [[path, MINI] for path in glob.glob(f"{ROOT}/config/study/*.py")]
 
 @pytest.mark.parametrize("files", CONFIGS, ids=lambda files: os.path.basename(files[0]))
 def test_the_settings_of_a_checkpoint_give_the_recipe_of_each_config(files):
-    began = configure(train.__file__, [*files, "--beta1=0.5"])
-    resumed = configure(train.__file__, [*files, "--init_from=auto"])
+    began = configure(train.Settings, [*files, "--beta1=0.5"])
+    resumed = configure(train.Settings, [*files, "--init_from=auto"])
     resumed.fill(train.recipe(vars(began)))
     train.check_settings(resumed)
     assert train.recipe(vars(resumed)) == train.recipe(vars(began))

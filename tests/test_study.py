@@ -16,7 +16,7 @@ MINI = os.path.join(ROOT, "config", "mini.py")
 
 
 def settings_of(file, *others):
-    return configure(train.__file__, [os.path.join(STUDY, file), *others])
+    return configure(train.Settings, [os.path.join(STUDY, file), *others])
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -29,7 +29,7 @@ def test_a_run_has_its_name_and_fits_its_data_the_steps_and_the_chips(file):
         assert run.global_batch_size % (chips * run.micro_batch_size) == 0
 
     # data_prepare makes the dataset of data_path
-    data = configure(prepare_sudoku.__file__, shlex.split(run.data_prepare)[1:])
+    data = configure(prepare_sudoku.Settings, shlex.split(run.data_prepare)[1:])
     prepare_sudoku.fill_in(data)
     assert data.output_dir == run.data_path and data.source == "hub"
     # all runs see as many examples, between as many evaluations
@@ -39,7 +39,7 @@ def test_a_run_has_its_name_and_fits_its_data_the_steps_and_the_chips(file):
 
 
 def test_the_baseline_of_each_group_differs_from_the_baseline_in_its_seed_alone():
-    baseline = vars(configure(train.__file__, [str(BASELINE)]))
+    baseline = vars(configure(train.Settings, [str(BASELINE)]))
     same = [file for file in FILES if not changes(vars(settings_of(file)), baseline, (*NEUTRAL, "seed"))]
     assert same == sorted(group["baseline"] + ".py" for group in GROUPS.values())
     assert len(FILES) == 67
@@ -51,5 +51,5 @@ def test_no_run_repeats_another_one(others):
     runs = [settings_of(file, *others) for file in FILES]
     for run in runs:
         train.check_settings(run)
-    baseline = vars(configure(train.__file__, [str(BASELINE)]))
+    baseline = vars(configure(train.Settings, [str(BASELINE)]))
     assert len({changes(vars(run), baseline) for run in runs}) == 67

@@ -29,7 +29,7 @@ def test_the_jobset_fits_the_published_schema_and_its_slice(monkeypatch):
     topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
     assert math.prod(map(int, topology.split("x"))) == 4 * job["parallelism"] == 4 * job["completions"]
     assert container["resources"]["limits"] == {"google.com/tpu": 4}
-    configure(train.__file__, [*container["command"][3:], *container["args"]])
+    configure(train.Settings, [*container["command"][3:], *container["args"]])
 
 
 def test_the_guides_loop_has_all_runs_of_the_study_and_their_datasets(monkeypatch, capsys):

@@ -222,7 +222,7 @@ def refuse(world, monkeypatch, capfd):
         monkeypatch.setattr(sys, "argv", [script, *files, *flags.split()])
         before = snapshot(world)
         with pytest.raises(SystemExit) as stop:
-            process.start(SCRIPTS[script].main, SCRIPTS[script].__file__)
+            process.start(SCRIPTS[script].main, SCRIPTS[script].Settings)
         assert_refused(script, stop.value.code, capfd.readouterr().err, words, before, snapshot(world))
 
     monkeypatch.chdir(world)

@@ -1,0 +1,65 @@
+"""A fork's first move: a copy of a script, under another name, runs as it is edited."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import DATA, ROOT, TINY, lines
+
+FORK = """
+import train
+print(train.__file__)
+"""
+
+
+@pytest.fixture
+def clone():
+    """A folder with all files of the project, as links, and a function that adds an edited copy of one."""
+    Path("clone").mkdir()
+    for path in Path(ROOT).iterdir():
+        Path("clone", path.name).symlink_to(path)
+
+    def copy(name, new_name, **edits):
+        text = Path(ROOT, name).read_text()
+        for old, new in edits.values():
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        Path("clone", new_name).write_text(text)
+
+    return copy
+
+
+def python(*command, **environment):
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=120,
+                          env=os.environ | environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("launcher, flags, environment", [
+    ([], ["--device=cpu"], {}),
+    (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], ["--device=cpu"], {}),
+    pytest.param([], ["--device=xla"], dict(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2"), marks=pytest.mark.xla),
+], ids=["alone", "torchrun", "xla"])
+def test_a_copy_of_train_trains_as_it_is_edited(clone, data, launcher, flags, environment):
+    """Its settings, its step and its replicas; a fork's `import train` is the copy."""
+    clone("train.py", "my.train.py", setting=("    lr = 1e-4 ", "    lr = 5e-5 "),
+          step=("    # update the weights\n", "    print('my step')\n"))
+    Path("fork.py").write_text(FORK)
+    argv = ["clone/my.train.py", "fork.py", f"--data_path={data}", *TINY, *flags, "--log_interval=1",
+            "--lr_warmup_steps=0", "--checkpoint_interval=2", "--eval_final_max_puzzles=8"]
+    argv = [*launcher, *(flag for flag in argv if not flag.startswith("--lr="))]
+    text = python(*argv, "--out_dir=run", "--max_steps=2", **environment)
+    assert "clone/my.train.py" in text and "my step" in text
+    if not launcher:
+        assert "my step" in python(*argv, "--out_dir=run", "--max_steps=3", "--init_from=resume")
+    assert {line["train/lr"] for line in lines("run") if "train/lr" in line} == {5e-5}
+
+
+def test_copies_of_bench_and_of_a_prepare_script_run_as_they_are_edited(clone):
+    clone("prepare_sudoku.py", "mine.py", setting=("    num_aug = 1000 ", "    num_aug = 2 "))
+    assert "copies of each: 2" in python("clone/mine.py", *DATA.split()[:-1], "--output_dir=data")
+    clone("bench.py", "mine.py", figure=("mfu=peak", "my_figure=42,\n        mfu=peak"))
+    text = python("clone/mine.py", *TINY, "--data_path=data", "--steps=1", "--device=cpu")
+    assert '"my_figure": 42' in text
