@@ -38,18 +38,19 @@ class Evaluator:
     """Runs supervision steps without gradients on a batch of slots.
 
     Args:
-        settings: train.py's settings; it reads forward_dtype, micro_batch_size, seed, and those of halting
-            and of evaluations.
+        settings: train.py's settings; it reads forward_dtype, seed, and those of halting and of evaluations.
         trm: a TRM.
         device: a device.Device, or an object with its methods.
         batch_size: the number of slots on this device.
+        micro_batch_size: how many of them to compute at a time; 0: all.
     """
 
-    def __init__(self, settings, trm, device, batch_size):
+    def __init__(self, settings, trm, device, batch_size, micro_batch_size=0):
         self.settings = settings
         self.model = trm
         self.device = device
         self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
         self.max_steps = settings.eval_halt_max_steps or settings.halt_max_steps
         self.dtype = getattr(torch, settings.forward_dtype)
         self.supervision_step = device.compile(trm.call_with)
@@ -97,7 +98,7 @@ class Evaluator:
         if self.model.has_puzzle_emb:
             batch["puzzle_rows"] = inputs["puzzle_emb"][sequences["puzzle_identifiers"]]
         _, results = self.device.for_each_micro_batch(
-            self.step_micro_batch, {}, weights, batch, self.settings.micro_batch_size)
+            self.step_micro_batch, {}, weights, batch, self.micro_batch_size)
         tree_map(torch.Tensor.copy_, slots, results["slots"])
         return results["values"]
 
@@ -421,7 +422,7 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
 
     # all steps of each attempt, in float32
     settings = SimpleNamespace(**vars(trm.settings) | dict(
-        eval_halt_max_steps=steps, eval_attempts=attempts, eval_patience=0, micro_batch_size=0,
+        eval_halt_max_steps=steps, eval_attempts=attempts, eval_patience=0,
         forward_dtype="float32", compile="off", seed=0))
     results = answers_to(settings, trm, trm.task, batch)
     answers = results["surest_preds"]

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -175,7 +176,7 @@ def train_step(run, state, inputs, cycles):
         stats=tree_map(torch.zeros_like, state["log_sums"]),
     )
     body = functools.partial(forward_backward, run, cycles)
-    sums, results = run.device.for_each_micro_batch(body, zeros, weights, batch, settings.micro_batch_size)
+    sums, results = run.device.for_each_micro_batch(body, zeros, weights, batch, run.micro_batch_size)
     tree_map(torch.Tensor.copy_, state["sequences"], results["sequences"])
 
     # the division by the batch comes here and not in the loss, where gradients would underflow in float16
@@ -288,6 +289,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
     read_previous_stops = None  # a function: how many ranks were asked to stop at the last step
     stop = False
 
+    run.device.report = functools.partial(log.within_step, total_steps)
     log.restart_clock(step)
     while step < total_steps and not stop:
         # evaluate, before the next step: a resume then makes up for an evaluation that was interrupted
@@ -306,7 +308,11 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
         last_cycles = cycles
         cycles = optim.cycles_at(settings, examples_per_epoch, step)
         inputs = make_inputs(run, train_set, step, total_steps)
-        stops = run.train_step(run.state, inputs, cycles)
+        try:
+            stops = run.train_step(run.state, inputs, cycles)
+        except KeyboardInterrupt:  # a request to stop dropped a step that takes long
+            checkpoints.save(step, run, metrics)
+            break
         step += 1
 
         # stop if a rank was asked to; the number is read a step late, so that the host need not wait
@@ -357,8 +363,8 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
     if not all(run.device.all_gather(checkpoints.wait())):
         sys.exit(1)
     if step < total_steps:
-        log.print0(f"stopped at step {step}, checkpoint saved in {run.settings.out_dir}; "
-                   "to continue: the same command with --init_from=resume")
+        saved = f"checkpoint saved in {run.settings.out_dir}" if step else "before its end, nothing to save"
+        log.print0(f"stopped at step {step}, {saved}; to continue: the same command with --init_from=auto")
         return False
     log.print0(f"trained {step - start.step} steps in {duration(time.monotonic() - began)}")
     return final_evaluation(run, test_set, log, checkpoints, step)
@@ -407,6 +413,8 @@ class Run:
         self.dtype = getattr(torch, settings.forward_dtype)
         # the FLOPs of a training step at a depth, (H_cycles, L_cycles)
         self.flops_per_example = functools.cache(lambda cycles: flops_per_example(trm, cycles))
+        full = settings.H_cycles, settings.L_cycles
+        self.micro_batch_size = device.micro_batch_size(settings, self.flops_per_example(full))
         # the state, equal on all ranks; the model keeps its code, its sizes and its buffers
         self.state = device.put(self.first_state(saved or {}))
         device.prepare(trm)
@@ -416,7 +424,7 @@ class Run:
         # the programs
         self.supervision_step = device.compile(trm.call_with)
         self.train_step = device.compile_step(functools.partial(train_step, self))
-        self.evaluator = evaluate.Evaluator(settings, trm, device, self.batch_size)
+        self.evaluator = evaluate.Evaluator(settings, trm, device, self.batch_size, self.micro_batch_size)
 
     def first_state(self, saved):
         """Returns rank 0's state on the host, and gives the model rank 0's buffers. All ranks."""
@@ -485,8 +493,9 @@ class Run:
     def evaluate(self, test_set, indices, title, save_to=""):
         """See evaluate.evaluate()."""
         should_stop = functools.partial(process.should_stop, self.settings.stall_timeout)
-        return evaluate.evaluate(
-            self.evaluator, *self.eval_weights(), test_set, indices, title, should_stop, save_to)
+        with suppress(KeyboardInterrupt):  # a request to stop dropped a step that takes long
+            return evaluate.evaluate(
+                self.evaluator, *self.eval_weights(), test_set, indices, title, should_stop, save_to)
 
 
 # ---------------------------------------------------------------------------------------------------------

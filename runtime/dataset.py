@@ -9,6 +9,8 @@ from runtime.bucket import local_dataset
 from runtime.errors import TransientError, UserError
 from runtime.files import locked
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 
 def get_dataset(settings, should_stop):
     """Brings the dataset to the folder data_path, unless it is there: from a bucket, or by data_prepare.
@@ -28,6 +30,9 @@ def get_dataset(settings, should_stop):
         if os.path.exists(settings.data_path):
             return
         # a stop ends the command, too: Ctrl-C reaches both processes, but SIGTERM only this one
+        # the script may stand beside train.py, and the current folder be another one
+        if not os.path.exists(command[0]):
+            command[0] = os.path.join(ROOT, command[0])
         print(f"{settings.data_path} is missing; making it: python", *command, flush=True)
         process = subprocess.Popen([sys.executable, *command])
         try:

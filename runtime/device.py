@@ -8,6 +8,8 @@ import importlib.util
 import os
 import platform
 import re
+import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +19,9 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from runtime.errors import UserError
+from runtime.process import droppable
 
+CPU_FLOP = 1e11  # of a micro-batch on a CPU: two cores take 2 to 15 seconds
 # The environment variables that tell a replica where the others are.
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The bfloat16 FLOP/s of a chip, with float32 sums and without sparsity, for perf/mfu. Sources are Google's
@@ -152,6 +156,7 @@ class Device:
         self.host = place.host
         self.torch = torch.device(kind)
         self.name = platform.machine()
+        self.report = lambda seconds, share: None  # see loop_over_micro_batches
         self.compiles = settings.compile == "on" or settings.compile == "auto" and kind == "cuda"
         if kind == "cuda":
             self.torch = torch.device("cuda", place.local_rank)
@@ -262,9 +267,26 @@ class Device:
         """Returns fn(state, inputs, *static), which changes the tensors of state in place."""
         return fn
 
-    @staticmethod
-    def for_each_micro_batch(body, sums, weights, batch, size):
+    def micro_batch_size(self, settings, flops):
+        """Returns how many sequences to compute at a time, which changes no result but by rounding.
+
+        On a CPU it is at most what takes some seconds: only between micro-batches can a stop take effect.
+
+        Args:
+            settings: train.py's settings.
+            flops: of a training step for a sequence; 0: not known.
+        """
+        share = settings.global_batch_size // self.world
+        size = settings.micro_batch_size or share
+        if self.kind == "cpu" and flops * size > CPU_FLOP:
+            limit = max(1, int(CPU_FLOP / flops))
+            size = max(n for n in range(1, limit + 1) if share % n == 0)
+        return size
+
+    def for_each_micro_batch(self, body, sums, weights, batch, size):
         """Runs body(weights, micro_batch) on each micro-batch; on XLA it is a loop inside the program.
+
+        A request to stop drops what takes long, by a KeyboardInterrupt, where no replica waits for this one.
 
         Args:
             body: returns what is added to sums, and a tree of tensors [size, ...].
@@ -275,15 +297,8 @@ class Device:
 
         Returns the sums, and the trees joined, [B, ...].
         """
-        num_sequences = len(tree_flatten(batch)[0][0])
-        size = size or num_sequences
-        results = []
-        for first in range(0, num_sequences, size):
-            micro_batch = tree_map(lambda t: t[first:first + size], batch)  # noqa: B023
-            addends, result = body(weights, micro_batch)
-            sums = tree_map(torch.add, sums, addends)
-            results.append(result)
-        return sums, tree_map(lambda *parts: torch.cat(parts), *results)
+        with droppable() if self.world == 1 else nullcontext():
+            return loop_over_micro_batches(body, sums, weights, batch, size, self.report)
 
     def counts(self):
         """Returns the compiler's numbers for metrics.jsonl."""
@@ -307,6 +322,27 @@ def flatten(tree):
         return tree_unflatten(views, structure)
 
     return vector, restore
+
+
+def loop_over_micro_batches(body, sums, weights, batch, size, report=lambda seconds, share: None):
+    """See Device.for_each_micro_batch.
+
+    report: a function of the seconds since the first micro-batch, which compiles, and of what share of the
+        others is done.
+    """
+    num_sequences = len(tree_flatten(batch)[0][0])
+    size = size or num_sequences
+    results = []
+    began = 0.0
+    for first in range(0, num_sequences, size):
+        micro_batch = tree_map(lambda t: t[first:first + size], batch)  # noqa: B023
+        addends, result = body(weights, micro_batch)
+        sums = tree_map(torch.add, sums, addends)
+        results.append(result)
+        began = began or time.monotonic()
+        if first:
+            report(time.monotonic() - began, first / (num_sequences - size))
+    return sums, tree_map(lambda *parts: torch.cat(parts), *results)
 
 
 def check_batch_size(settings, device):

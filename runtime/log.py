@@ -14,6 +14,8 @@ from runtime.errors import one_line
 from runtime.forks import FORKS
 from runtime.process import restart_watchdog
 
+SLOW = 30  # seconds of a step that is reported before its end, and between its lines
+
 
 class Log:
     """Prints lines and writes log.txt and metrics.jsonl of out_dir, on rank 0; sends metrics to W&B.
@@ -33,6 +35,7 @@ class Log:
         self.device = device
         self.step = step
         self.wandb = None
+        self.next_line = 0.0  # of within_step
         self.restart_clock(step)
 
     def print0(self, text):
@@ -144,6 +147,23 @@ class Log:
         self.print0(f"step {step}: {seconds:.1f} s for the first step at H_cycles {cycles[0]}, L_cycles "
                     f"{cycles[1]}, {how}; left out of the rates below")
         self.restart_clock(step)
+
+    def within_step(self, total_steps, seconds, share):
+        """Reports how far a step is that takes longer than half a minute, and how long the run will take.
+
+        seconds, share: see device.loop_over_micro_batches.
+        """
+        restart_watchdog(self.settings.stall_timeout)
+        step_seconds = seconds / share
+        if step_seconds < SLOW or time.monotonic() < self.next_line:
+            return
+        self.next_line = time.monotonic() + SLOW
+        line = f"{share:.0%} of a step, {files.duration(step_seconds - seconds)} left"
+        days = (total_steps - self.step) * step_seconds / 86400
+        if days > 1:
+            line += (f"; the run will take {days:,.0f} days on this device: a smaller --global_batch_size "
+                     "shortens its steps, --max_steps the run")
+        self.print0(line)
 
     def train(self, step, total_steps, values, lr, flops_per_example):
         """Logs the steps since the last line.

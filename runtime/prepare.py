@@ -30,7 +30,7 @@ from puzzles import SOLVERS, check_text, judge, task_of, verdict
 from runtime.bucket import RETRIED, try_again, without_password
 from runtime.errors import TransientError, UserError, check_choices, check_numbers
 from runtime.files import Progress, hashes_of, locked, replacing
-from runtime.process import end_with_parent
+from runtime.process import end_with_parent, handle_stop_signals
 
 JOBS_ALONE = 8  # that one process does before others start, which takes them a second
 JOBS_IN_VAIN = 32  # without a new puzzle, after which no more are expected
@@ -363,8 +363,8 @@ def in_parallel(make):
 
 
 def start_process():
-    """Lets a process of in_parallel end with its parent, which handles Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Lets a process of in_parallel end with its parent, which handles the signals."""
+    handle_stop_signals(signal.SIG_IGN)
     end_with_parent()
 
 

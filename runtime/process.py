@@ -1,4 +1,5 @@
 """How a command starts, stops and ends: signals, exit codes, the watchdog, and the replicas of a host."""
+import _thread
 import faulthandler
 import importlib.util
 import multiprocessing.resource_tracker
@@ -8,10 +9,12 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 from configurator import configure
 from runtime.errors import TransientError, UserError
+from runtime.files import to_stderr
 
 
 def start(main, settings_class):
@@ -31,15 +34,15 @@ def command(run):
     """Runs run() as a command: an expected error becomes one line on stderr and an exit code."""
     name = os.path.basename(sys.argv[0])
 
-    # SIGTERM ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed. train.py
+    # A signal ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed. train.py
     # hands a Ctrl-C on as SIGTERM, which must not interrupt that.
     def interrupt(number, frame):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in STOP_SIGNALS:
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # a shell's & has it ignored
-        signal.signal(signal.SIGINT, interrupt)
+    handle_stop_signals(interrupt)
     end_after_signal(4)
     try:
         run()
@@ -80,7 +83,7 @@ def end_after_signal(seconds):
     Python drops a KeyboardInterrupt that is raised in __del__. signal.set_wakeup_fd(-1) calls it off.
     """
     def end(number):
-        if number in (signal.SIGTERM, signal.SIGINT):
+        if number in STOP_SIGNALS:
             time.sleep(seconds)
             os._exit(3)
 
@@ -103,7 +106,7 @@ def end_with_parent():
 # ---------------------------------------------------------------------------------------------------------
 # Requests to stop a run. On TPUs each replica is a process, to which the main process passes them on.
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # SLURM sends SIGUSR1
 
 STOP = threading.Event()  # set once this process is asked to save and stop; one rank's request stops all
 
@@ -111,13 +114,25 @@ START_TIMEOUT = 1800  # seconds in which torch_xla must have started a replica
 
 STOP_TIMEOUT = 60  # seconds in which a replica must have stopped; the system kills it then
 
+LONG = 5  # seconds after which a request to stop ends a droppable block
+
+
+def handle_stop_signals(handler):
+    """Lets handler(number, frame) handle STOP_SIGNALS, unless a shell's & or nohup has them ignored."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
 
 def on_signals(is_spawned=False):
-    """Lets SIGTERM, SIGINT and SIGHUP request a stop; all later ones are ignored, but a second SIGINT kills.
+    """Lets STOP_SIGNALS request a stop; all later ones are ignored, but a second SIGINT kills.
 
     One SIGTERM may come twice: `timeout` and SLURM send it to sweep.py and to its run, and sweep.py passes
-    it on.
+    it on. In a thread, as of a sweep agent, Python can handle no signals.
     """
+    if threading.current_thread() is not threading.main_thread():
+        to_stderr("not in the main thread: a signal ends this run without a checkpoint")
+        return
     seen = set()
 
     def act(number):
@@ -128,20 +143,49 @@ def on_signals(is_spawned=False):
         elif not seen:
             with suppress(OSError):  # the terminal may be closed
                 os.write(2, b"saving and stopping; a second Ctrl-C kills\n")
+            threading.Thread(target=drop_what_is_long, daemon=True).start()
         seen.add(number)
         STOP.set()
 
     # instead of command(), which would end the process 4 seconds after a signal: a save may take longer
     on_each_signal(act)
-    # these handlers do nothing, but signals without one do not reach act
-    for number in STOP_SIGNALS:
-        # a closed terminal sends SIGHUP, which nohup ignores
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda *_: None)
+    # signals without a handler do not reach act
+    handle_stop_signals(drop)
     if is_spawned:
         # Ctrl-C reaches the main process too, which passes it on
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # what came before
+
+
+# When the droppable block began in which the main thread is, or None.
+BLOCK = SimpleNamespace(began=None)
+
+
+@contextmanager
+def droppable():
+    """Lets a request to stop end its block by a KeyboardInterrupt once it has taken LONG.
+
+    The block must leave no trace, and no peer may wait for this process.
+    """
+    BLOCK.began = time.monotonic()
+    try:
+        yield
+    finally:
+        BLOCK.began = None
+
+
+def drop(number, frame):
+    """Ends the main thread's droppable block if it takes long: a handler of signals."""
+    if STOP.is_set() and BLOCK.began and time.monotonic() > BLOCK.began + LONG:
+        BLOCK.began = None
+        raise KeyboardInterrupt
+
+
+def drop_what_is_long():
+    """Calls drop() on the main thread every second: the block may have begun just before the signal."""
+    while True:
+        time.sleep(1)
+        _thread.interrupt_main(signal.SIGTERM)
 
 
 def restart_watchdog(seconds):

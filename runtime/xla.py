@@ -19,7 +19,7 @@ import torch_xla.runtime as xr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from runtime.device import Device, flatten
+from runtime.device import flatten, loop_over_micro_batches
 from runtime.errors import UserError
 
 # torch's tags of operations that read the values of their arguments
@@ -179,6 +179,10 @@ class XLADevice:
             result.cpu()
         torch_xla.sync()
 
+    @staticmethod
+    def micro_batch_size(settings, flops):
+        return settings.micro_batch_size
+
     def for_each_micro_batch(self, body, sums, weights, batch, size):
         """Runs body in a loop inside the program, whose memory does not grow with its length.
 
@@ -187,7 +191,7 @@ class XLADevice:
         from torch_xla.experimental.scan import _scan_impl_pytree
 
         if self.is_lazy or size in (0, len(tree_flatten(batch)[0][0])):
-            return Device.for_each_micro_batch(body, sums, weights, batch, size)
+            return loop_over_micro_batches(body, sums, weights, batch, size)
 
         def step(carry, micro_batch):
             sums, weights = carry
