@@ -16,7 +16,8 @@ from runtime.errors import UserError
 
 EMPTY_CELLS = ".0*_-xX?\u00b7"  # of Sudokus
 SEPARATORS = " ,;|!:'\"()[]{}<>=/\\+" + "".join(map(chr, range(0x2500, 0x2580)))  # the last: box drawing
-COMMENT = r"(#|//).*|^[;%](?!.*;).*"  # a row of a table may begin with ; and has more of them
+# {the sign that begins a comment: the comment}; a row of a table may begin with ; and has more of them
+COMMENTS = {"#": "#.*", "/": "//.*", "%": "^%.*", ";": "^;(?!.*;).*"}
 AFTERWARDS = r"(?mi)^\[(?:state|pencilmarks)\]"  # a player's work, in .sdk files
 HEADING = r"\s*\d{1,6}(\s+\d{1,2})?\s*"  # how many puzzles follow, or the size of one
 BARS = "[!\u2502\u2503\u2551]"  # signs for |
@@ -129,14 +130,18 @@ def cells_of(task, text, rows):
 
 
 def with_answers(task, puzzles):
-    """Returns Puzzles, where one that answers the question before or after it is no puzzle of its own."""
-    empty = task["symbols"][1]
+    """Returns Puzzles, where a Sudoku that answers the one before or after it is no puzzle of its own.
+
+    Other kinds may have no empty cell, and then a grid that fits the one before it may be the next question.
+    """
+    if task["kind"] != "sudoku":
+        return puzzles
     merged = []
     for puzzle in puzzles:
         last = merged[-1] if merged else puzzle
-        question, answer = sorted([last.question, puzzle.question], key=lambda cells: empty not in cells)
+        question, answer = sorted([last.question, puzzle.question], key=lambda cells: "." not in cells)
         # an answer has what the question gives, and another symbol for each empty cell
-        pattern = re.escape(question).replace(re.escape(empty), f"[^{re.escape(empty)}]")
+        pattern = question.replace(".", "[^.]")
         if question != answer and re.fullmatch(pattern, answer) and not last.answer:
             merged[-1] = Puzzle(last.line, question, answer)
         else:
@@ -202,8 +207,8 @@ def line_of(task, number, text):
     # without other signs, a line with as many characters as cells has spaces for empty cells
     if task["kind"] == "sudoku" and len(text) == rows * columns and re.fullmatch("[1-9 ]+", text):
         text = text.replace(" ", ".")
-    if not {"#", "/"} & signs.keys():
-        text = re.sub(COMMENT, "", text)
+    for sign in COMMENTS.keys() - signs.keys():
+        text = re.sub(COMMENTS[sign], "", text)
 
     # a puzzle may stand beside its number, rating or answer, but not beside half a puzzle
     words = words_of(task, text)
@@ -222,16 +227,19 @@ def line_of(task, number, text):
     if puzzles or has_half:
         return Line("other", number, text.strip())
 
-    # a line of dashes may be a row of empty cells, or stand between rows
+    # a row has symbols of the dataset; a line of a Sudoku's other dashes may be a row, or stand between rows
     cells = "".join(words)
+    has_symbol = {*cells} & {*task["symbols"][1:]}
     is_row = len(words) == 1 and cells_of(task, cells, 1)
     is_drawn = {*cells} <= {*"-_*.'`"} and {*text} & {*"-=_*+\u2500\u2501\u2550"}
-    if not cells or is_drawn and not (is_row and "." in cells):
+    if not cells or is_drawn and not (is_row and has_symbol):
         is_dashes = is_row and len({*cells}) == 1 and not {"+", "="} & {*text}
         return Line("dashes" if is_dashes else "gap", number, cells)
     if is_row:
         return Line("row", number, cells)
-    return Line("title" if re.search(TITLE, text) else "other", number, text)
+    # letters that are all symbols are a row of another length
+    is_title = re.search(TITLE, text) and not signs.keys() >= {*cells}
+    return Line("title" if is_title else "other", number, text)
 
 
 def grids(task, lines, empty):

@@ -1,4 +1,5 @@
 """puzzles/reader.py: Sudokus and mazes as people write them are read rightly, or refused."""
+import json
 import re
 from pathlib import Path
 
@@ -74,6 +75,41 @@ def test_puzzles_of_other_kinds_have_their_symbols_alone():
         find_puzzles(spaces, "\n".join(["1 2 1 2 1"] * 4))
     signs = {"kind": "signs", "grid": [3, 3], "symbols": "_-|#"}
     assert find_puzzles(signs, "-|#\n---\n#|-")[0][0].question == "-|#---#|-"
+    # a row with a letter too many is no title
+    letters = {"kind": "letters", "grid": [3, 3], "symbols": "_AB"}
+    for text in "ABA\nBAA\nBBB\nBAAB", "ABABAABBB\nBAAB":
+        with pytest.raises(UserError):
+            parse_question(letters, text)
+
+
+@pytest.mark.parametrize("sign", "#/%;-_*=+|!.:'`\"<\\\u2500\u2502")
+def test_a_sign_that_is_a_symbol_is_a_cell(sign):
+    """It begins no comment, and draws no line, alone or with another."""
+    other = "*" if sign != "*" else "-"
+    task = {"kind": "mine", "grid": [3, 3], "symbols": f"\0{sign}{other}"}
+    rows = [sign + other + sign, sign * 3, other + sign * 2]
+    grid = "\n".join(rows) + "\n"
+    line = "".join(rows) + "\n"
+    comment = "# it's" if sign != "#" else "// it's"
+    texts = [grid + grid, f"{comment}\r\n\r\n{grid}\n{grid}", f"first one\n{grid}second one\n{grid}",
+             " ".join(grid) + "\n" + grid, line + line, f"1: {line}2: {line}"]
+    for text in texts:
+        puzzles, _ = find_puzzles(task, text)
+        assert [puzzle[1:] for puzzle in puzzles] == [("".join(rows), "")] * 2, text
+
+
+LIFE = {"kind": "life", "grid": [4, 4], "symbols": "_01"}
+GRIDS = ["0000011001100000", "1111111111111111", "0110100110010110"]
+
+
+@pytest.mark.parametrize("text", [
+    "\n".join(GRIDS), "\n\n".join("\n".join(re.findall("....", grid)) for grid in GRIDS), json.dumps(GRIDS)])
+def test_a_grid_that_fits_the_one_before_it_answers_only_a_sudoku(text):
+    """In Life no cell is empty: 0 and 1 are both given."""
+    puzzles, _ = find_puzzles(LIFE, text)
+    assert [puzzle[1:] for puzzle in puzzles] == [(grid, "") for grid in GRIDS]
+    with pytest.raises(UserError, match="has 33 cells"):
+        parse_question(LIFE, " ".join(GRIDS[:2]))
 
 
 @pytest.mark.parametrize("text, mazes", [
