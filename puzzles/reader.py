@@ -263,17 +263,18 @@ def grids(task, lines, empty):
     if not row_lines:
         raise UserError(f"no line has the cells of a {rows}x{columns} puzzle or of its row")
 
-    # a missing row shows: gaps are after no row, after each band of boxes or after each row, in all puzzles
+    # a missing row shows: in a puzzle, gaps are after no row, after each band of boxes or after each row
     band = BOXES[rows][0] if task["kind"] == "sudoku" else rows
-    layouts = [f"r(g*r){{{rows - 1}}}[gt]*"]  # one puzzle
-    for height in rows, band, 1:
-        layouts.append(f"(r{{{height}}}(g+r{{{height}}}){{{rows // height - 1}}}[gt]*)+")
-    if not any(re.fullmatch("[gt]*" + layout, shape) for layout in layouts):
-        # tell of the first block that has another height, or of all rows
+    layouts = [f"r{{{height}}}(g+r{{{height}}}){{{rows // height - 1}}}" for height in (rows, band, 1)]
+    end = re.match(f"[gt]*(({'|'.join(layouts)})[gt]*)*", shape).end()
+    one_puzzle = f"[gt]*r(g*r){{{rows - 1}}}[gt]*"
+    if end < len(shape) and not re.fullmatch(one_puzzle, shape):
+        # tell of the first block that has another height, or of the rows below the last puzzle
         for block in re.finditer("r+", shape):
             if len(block[0]) not in (1, band, rows):
                 raise UserError(f"{len(block[0])} rows, not {rows}, from line {block.start() + 1}")
-        raise UserError(f"{len(row_lines)} rows, not {rows}, from line {row_lines[0].number}")
+        raise UserError(f"{shape.count('r', end)} rows, not {rows}, from line {end + 1}; the gaps between "
+                        "the rows of a puzzle must be alike")
 
     # put the rows together
     puzzles = []
