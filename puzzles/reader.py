@@ -1,14 +1,15 @@
 """Finds the puzzles in a text, as people write them down. A text that can be read in two ways is refused.
 
-A puzzle is a line with all its cells, or a line for each row, or JSON. Between cells may stand spaces,
-commas, pipes and brackets, between rows lines of dashes and box drawing, between puzzles titles and
-comments. A Sudoku's empty cell is one of EMPTY_CELLS, or a space where the columns show which cells are
+A puzzle is a line with all its cells, or a line for each row, or JSON, or JSON lines. Between cells may
+stand spaces, commas, pipes and brackets, between rows lines of dashes and box drawing, between puzzles titles
+and comments. A Sudoku's empty cell is one of EMPTY_CELLS, or a space where the columns show which cells are
 meant. Other puzzles have the symbols of their dataset alone.
 """
 import itertools
 import json
 import math
 import re
+from contextlib import suppress
 from typing import NamedTuple
 
 from puzzles.sudoku import BOXES
@@ -21,13 +22,14 @@ COMMENTS = {"#": "#.*", "/": "//.*", "%": "^%.*", ";": "^;(?!.*;).*"}
 AFTERWARDS = r"(?mi)^\[(?:state|pencilmarks)\]"  # a player's work, in .sdk files
 HEADING = r"\s*\d{1,6}(\s+\d{1,2})?\s*"  # how many puzzles follow, or the size of one
 BARS = "[!\u2502\u2503\u2551]"  # signs for |
+ANSWER = "(?i)answer|solution|solved"  # how its name in JSON begins
 TITLE = r"[^\W\d_xX]{2}"  # two letters, in a line that is not a puzzle or a row
 
 
 class Puzzle(NamedTuple):
     """A puzzle in a text."""
 
-    line: int  # where it begins, from 1
+    line: int  # where it begins, from 1; in JSON, its place in a list
     question: str  # a symbol for each cell; a line that is no puzzle stands here as it is
     answer: str = ""  # "": it is not known
 
@@ -46,22 +48,17 @@ def find_puzzles(task, text):
 
     task: of the model that shall solve them.
     """
-    if task["kind"] == "maze":
-        return find_mazes(text)
-    if " " in task["symbols"][1:]:
-        cells, height = squared(text)
-        rows = task["grid"][0]
-        if height not in (1, rows):
-            raise UserError(f"{height} lines are no puzzle of {rows} rows")
-        return [Puzzle(1, cells)], "one puzzle"
-
     # JSON, or else lines
-    how = ", from JSON"
-    try:
-        puzzles = json_puzzles(task, json.loads(text))
-    except ValueError:
-        puzzles = []
+    puzzles, how = json_text(task, text)
     if not puzzles:
+        if task["kind"] == "maze":
+            return find_mazes(text)
+        if " " in task["symbols"][1:]:
+            cells, height = squared(text)
+            rows = task["grid"][0]
+            if height not in (1, rows):
+                raise UserError(f"{height} lines are no puzzle of {rows} rows")
+            return [Puzzle(1, cells)], "one puzzle"
         before = re.split(AFTERWARDS, text)[0]
         puzzles, how = written_puzzles(task, before.splitlines())
 
@@ -129,6 +126,12 @@ def cells_of(task, text, rows):
     return "".join(signs[sign] for sign in text)
 
 
+def has_half(task, text):
+    """Returns whether a text has more than half the cells of a puzzle."""
+    signs = signs_of(task)
+    return sum(char in signs for char in text) > math.prod(task["grid"]) // 2
+
+
 def with_answers(task, puzzles):
     """Returns Puzzles, where a Sudoku that answers the one before or after it is no puzzle of its own.
 
@@ -141,7 +144,7 @@ def with_answers(task, puzzles):
         last = merged[-1] if merged else puzzle
         question, answer = sorted([last.question, puzzle.question], key=lambda cells: "." not in cells)
         # an answer has what the question gives, and another symbol for each empty cell
-        pattern = question.replace(".", "[^.]")
+        pattern = re.escape(question).replace(r"\.", "[^.]")
         if question != answer and re.fullmatch(pattern, answer) and not last.answer:
             merged[-1] = Puzzle(last.line, question, answer)
         else:
@@ -149,23 +152,51 @@ def with_answers(task, puzzles):
     return merged
 
 
+def json_text(task, text):
+    """Returns the Puzzles in JSON or JSON lines, or none, and in words how they stand. Raises UserError."""
+    with suppress(ValueError):
+        return json_puzzles(task, json.loads(text)), ", from JSON"
+    with suppress(ValueError):
+        return numbered_puzzles(task, map(json.loads, text.rstrip().splitlines())), ", one a line"
+    return [], ""
+
+
 def json_puzzles(task, value):
     """Returns the Puzzles in JSON: texts, lists of cells, rows or puzzles. Raises UserError."""
-    cells = cells_of(task, json_cells(value), task["grid"][0])
+    split = str.splitlines if " " in task["symbols"][1:] else str.split
+    cells = cells_of(task, "".join(split(json_cells(value))), task["grid"][0])
     if cells:
         return [Puzzle(1, cells)]
-    if not isinstance(value, list | dict):
+    if isinstance(value, list):
+        return numbered_puzzles(task, value)
+    if not isinstance(value, dict):
         return []
-    is_object = isinstance(value, dict)
-    members = value.values() if is_object else value
-    parts = [json_puzzles(task, member) for member in members]
-    puzzles = sum(parts, [])
 
-    # the members of an object belong together, such as puzzle and solution
-    if is_object and puzzles not in parts:
+    # the members of an object belong together; their names or their cells say which is the answer, and an
+    # answer without a question is no puzzle
+    parts = {name: json_puzzles(task, member) for name, member in value.items()}
+    named = [name for name in parts if re.match(ANSWER, name)]
+    answers = sum([parts.pop(name) for name in named], [])
+    questions = sum(parts.values(), [])
+    if not questions or len(questions) == len(answers):
+        return [Puzzle(1, question.question, answer.question) for question, answer in zip(questions, answers)]
+    puzzles = questions + answers
+    if puzzles not in parts.values():
         puzzles = with_answers(task, puzzles)
         if len(puzzles) > 1:
             raise UserError(f"{len(puzzles)} puzzles stand together, and are not one with its answer")
+    return puzzles
+
+
+def numbered_puzzles(task, values):
+    """Returns the Puzzles in a list of JSON; what has half a puzzle and is none stands there as it is."""
+    puzzles = []
+    for number, value in enumerate(values, 1):
+        text = json_cells(value)
+        part = json_puzzles(task, value)
+        if has_half(task, text) and not part:
+            part = [Puzzle(number, text)]
+        puzzles += [Puzzle(number, *puzzle[1:]) for puzzle in part]
     return puzzles
 
 
@@ -175,8 +206,8 @@ def json_cells(value):
         return "".join(map(json_cells, value))
     if value in (None, "", " "):
         return "."
-    cells = "".join(str(value).split())
-    return cells if isinstance(value, str) or len(cells) == 1 else "\ufffd"
+    cells = str(value)
+    return cells if isinstance(value, str | dict) or len(cells) == 1 else "\ufffd"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -221,10 +252,10 @@ def line_of(task, number, text):
         else:
             others += word
     puzzles = with_answers(task, puzzles)
-    has_half = sum(char in signs for char in others) > rows * columns // 2
-    if len(puzzles) == 1 and not has_half:
+    is_half = has_half(task, others)
+    if len(puzzles) == 1 and not is_half:
         return Line("puzzle", *puzzles[0])
-    if puzzles or has_half:
+    if puzzles or is_half:
         return Line("other", number, text.strip())
 
     # a row has symbols of the dataset; a line of a Sudoku's other dashes may be a row, or stand between rows

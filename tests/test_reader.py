@@ -110,6 +110,20 @@ def test_a_grid_that_fits_the_one_before_it_answers_only_a_sudoku(text):
     assert [puzzle[1:] for puzzle in puzzles] == [(grid, "") for grid in GRIDS]
     with pytest.raises(UserError, match="has 33 cells"):
         parse_question(LIFE, " ".join(GRIDS[:2]))
+    with pytest.raises(UserError, match="2 puzzles stand together"):
+        find_puzzles(LIFE, json.dumps({"a": GRIDS[0], "b": GRIDS[1]}))
+
+
+@pytest.mark.parametrize("task, question, answer", [
+    (LIFE, GRIDS[1], GRIDS[0]), (maze_task(3), "S # #   G", "Soo#ooooG"),
+    ({"kind": "spaces", "grid": [2, 2], "symbols": "_ 1"}, " 1 1", "1 1 ")])
+def test_names_in_json_say_which_is_the_answer(task, question, answer):
+    """In JSON and in JSON lines, in any order, for any kind and any symbols."""
+    record = {"id": 7, "Solution": answer, "question": question}
+    lines = json.dumps(record) + "\r\n" + json.dumps(record) + "\n"
+    for text, how in (lines, "one a line"), (json.dumps([record] * 2, indent=1), "from JSON"):
+        puzzles, words = find_puzzles(task, text)
+        assert puzzles == [(1, question, answer), (2, question, answer)] and words == f"2 puzzles, {how}"
 
 
 @pytest.mark.parametrize("text, mazes", [
