@@ -40,6 +40,7 @@ import puzzles
 import train
 from configurator import configure, split_arguments
 from puzzles.maze import OPEN
+from puzzles.reader import TITLE
 from puzzles.sudoku import BOXES
 from runtime import files, forks
 from runtime.checkpoint import newest_whole
@@ -316,20 +317,23 @@ class Row:
 def read_source(source):
     """Returns the Rows of a .csv, the text of another file, or source itself. Raises UserError."""
     text = source
+    if source.lower().endswith(".parquet"):
+        raise UserError(f"{source}: convert it: python -c \"import pandas; pandas.read_parquet({source!r})"
+                        ".to_csv('puzzles.csv', index=False)\"")
     if os.path.isfile(source):
         with open_text(source) as f:
             text = f.read()
 
     # a .csv without names in its first line is a list of puzzles, or the cells of one
     header = text.partition("\n")[0]
-    is_csv = source.lower().endswith((".csv", ".csv.gz", ".tsv"))
-    if is_csv and not re.search(r"\d", header):
+    is_csv = re.search(r"\.[ct]sv(\.gz)?$", source.lower())
+    if is_csv and re.search(TITLE, header) and not re.search(r"\d", header):
         rows = csv_rows(source, "question", is_strict=False)
         return [Row(f"{source}:{line}: ", row.get("question", ""), row.get("answer") or "")
                 for line, row in rows]
     if os.path.isdir(source):
         raise UserError(f"{source} is a folder: give a file, or MODEL and PUZZLE")
-    if text == source and re.search(r"\.(txt|sdk|sdm|ss|json|xml|gz)$", source):
+    if text == source and re.search(r"\.(txt|sdk|sdm|ss|jsonl?|xml|gz)$", source):
         raise UserError(f"{source}: no such file")
     return text
 

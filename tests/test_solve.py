@@ -2,6 +2,7 @@
 import contextlib
 import csv
 import io
+import json
 import os
 import pickle
 import re
@@ -187,6 +188,24 @@ def test_one_puzzle_has_an_output_too(run_solve, solved):
     assert row["answer"] == solved[1]
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.txt"])
+def test_a_table_of_cells_may_begin_with_an_empty_row(run_solve, name):
+    """A row without letters names no columns."""
+    separator = "\t" if name == "a.tsv" else ","
+    lines = [separator.join(cells) for cells in ([""] * 4, "12  ", "..3.", [""] * 4)]
+    Path(name).write_text("\r\n".join(lines).replace(" ", ""))
+    assert "a." in run_solve("sudoku", name, "--eval_attempts=1", "--output=b.csv")
+    [row] = csv.DictReader(Path("b.csv").read_text().splitlines())
+    assert row["question"] == "....12....3....."
+
+
+def test_json_lines_are_solved_like_a_csv(run_solve):
+    """A line that is no puzzle says so in its place."""
+    lines = [json.dumps({"answer": answer, "question": "011010"}) for answer in ("100101", "000101")]
+    rows = solve_rows(run_solve, "exchange", [*lines, '{"question": "01101"}'], name="a.jsonl")
+    assert [row["result"][:10] for row in rows] == ["right", "wrong", "not solved"]
+
+
 def test_a_search_that_is_given_up_is_no_problem_of_other_rows(run_solve, solved, monkeypatch, capsys):
     monkeypatch.setattr(puzzles.sudoku, "SEARCH", 20)
     rows = solve_rows(run_solve, "sudoku", ["question", "." * 16, solved[0]])
@@ -233,6 +252,7 @@ def test_pictures(run_solve, solved):
     (["a", "b", "c"], "MODEL PUZZLE"),
     (["1" * 35], "the puzzle '11111111111111111111' has 35 cells, not 6x6"),
     (["nowhere.txt"], "nowhere.txt: no such file"),
+    (["a.parquet"], "pandas.read_parquet('a.parquet').to_csv("),
     (["nowhere", "." * 16], "nowhere: neither a file"),
     (["official.pt", "." * 16], "official.pt does not say what it solves: scripts/export.py makes"),
     (["sudoku", "." * 16, "--plot=a.jpg"], "a .png or a .gif"),
