@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import requests
+from urllib3.exceptions import LocationValueError
 
 from runtime.errors import TransientError, UserError
 from runtime.files import hashes_of, is_dataset_file, locked, read_json, replacing, to_stderr
@@ -37,7 +38,7 @@ def try_again(attempt, label, attempts, stop=lambda: False):
         attempts: the number of calls.
         stop: a function; if it returns true in a pause, SystemExit(3) is raised.
 
-    Raises TransientError if the last call fails.
+    Raises TransientError if the last call fails, and UserError for an address that cannot be one.
     """
     cause = ""
     for number in range(attempts):
@@ -54,8 +55,13 @@ def try_again(attempt, label, attempts, stop=lambda: False):
             return attempt()
         except TransientError as e:
             cause = e
-        except requests.RequestException as e:
+        except (requests.RequestException, LocationValueError) as e:
             cause = network_error(e)
+            # these are ValueErrors too; what the environment says does not change
+            if isinstance(e, ValueError):
+                raise UserError(f"{label}: {cause}: correct the address of a server or proxy in the "
+                                "environment (STORAGE_EMULATOR_HOST, HF_ENDPOINT, HTTPS_PROXY, HTTP_PROXY)"
+                                ) from None
     raise TransientError(f"{label}: {cause}")
 
 
@@ -106,7 +112,7 @@ class Bucket:
         self.stop = stop
 
         # endpoints of the JSON API
-        server = os.environ.get("STORAGE_EMULATOR_HOST", "https://storage.googleapis.com")
+        server = os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
         self.objects = f"{server}/storage/v1/b/{bucket}/o"
         self.uploads = f"{server}/upload/storage/v1/b/{bucket}/o"
 
@@ -191,7 +197,7 @@ class Bucket:
 
 def authorize(request):
     """Returns a request with a token in its header, unless it is for the emulator."""
-    if "STORAGE_EMULATOR_HOST" not in os.environ:
+    if not os.environ.get("STORAGE_EMULATOR_HOST"):
         # every source renews a token some 225 s before its end
         request.headers["Authorization"] = f"Bearer {access_token(time.monotonic() // 200)}"
     return request

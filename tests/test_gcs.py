@@ -74,6 +74,26 @@ def test_list_read_delete(bucket):
     assert os.listdir() == []
 
 
+@pytest.mark.parametrize("name, value", [
+    ("STORAGE_EMULATOR_HOST", value) for value in (
+        "localhost:9023", "127.0.0.1", " ", "http://", "http://localhost:99999", "http://localhost:x",
+        "ftp://localhost", f"http://{'a' * 64}")
+] + [("http_proxy", value) for value in ("foo://localhost:1", "http://localhost:99999", "http://a..b")])
+def test_an_address_that_cannot_be_one_is_wrong_input_at_once(at_once, monkeypatch, name, value):
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="^gs://bucket/run/: .*: correct the address .* in the environment"):
+        Bucket("gs://bucket/run").list()
+
+
+def test_an_empty_address_is_none(cloud_bucket, monkeypatch):
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "")
+    monkeypatch.setenv("CLOUDSDK_AUTH_ACCESS_TOKEN", "secret")
+    cloud_bucket.list()  # with a token
+    assert Bucket("gs://bucket/run").objects == "https://storage.googleapis.com/storage/v1/b/bucket/o"
+
+
 def test_a_list_of_two_pages(monkeypatch):
     path = "/storage/v1/b/bucket/o?prefix=run%2F&fields=nextPageToken%2Citems%28name%29"
     files = {path: b'{"items": [{"name": "run/a"}], "nextPageToken": "t"}',
