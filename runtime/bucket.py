@@ -171,11 +171,18 @@ class Bucket:
         label = f"{self.url}/{name}"
         url = url or f"{self.objects}/{urllib.parse.quote(self.prefix + name, safe='')}"
 
-        def attempt():
+        def send():
             # requests sends a file in blocks, each with the first time limit; bytes would have one for all
             body = content and io.BytesIO(content)
-            response = requests.request(method, url, data=body, timeout=self.timeout, auth=authorize,
-                                        allow_redirects=False, **options)
+            return requests.request(method, url, data=body, timeout=self.timeout, auth=authorize,
+                                    allow_redirects=False, **options)
+
+        def attempt():
+            response = send()
+            # a token can be withdrawn before it expires: one more request, with a new one
+            if response.status_code == 401:
+                access_token.cache_clear()
+                response = send()
             status = response.status_code
             if status == 404 and may_lack:
                 return None
@@ -198,31 +205,36 @@ class Bucket:
 def authorize(request):
     """Returns a request with a token in its header, unless it is for the emulator."""
     if not os.environ.get("STORAGE_EMULATOR_HOST"):
-        # every source renews a token some 225 s before its end
-        request.headers["Authorization"] = f"Bearer {access_token(time.monotonic() // 200)}"
+        # every source renews a token some 225 s before its end; time.monotonic() stops while a laptop sleeps
+        request.headers["Authorization"] = f"Bearer {access_token(time.time() // 200)}"
     return request
 
 
 @functools.lru_cache(1)
 def access_token(period):
     """Returns an OAuth token: CLOUDSDK_AUTH_ACCESS_TOKEN, or a VM's, or gcloud's. Asks once in a period."""
-    text = os.environ.get("CLOUDSDK_AUTH_ACCESS_TOKEN")
+    given = os.environ.get("CLOUDSDK_AUTH_ACCESS_TOKEN")
+    text = given
 
     # a VM has one, which is asked for without a proxy: that does not lead to the machine's own metadata
     if not text:
         options = dict(headers={"Metadata-Flavor": "Google"}, proxies={"http": ""}, timeout=3)
-        with suppress(requests.RequestException, KeyError):
+        with suppress(requests.RequestException, KeyError, TypeError):
             text = requests.get(METADATA_TOKEN, **options).json()["access_token"]
 
     # outside Google Cloud gcloud has one; it prints nothing if it fails
     if not text:
         with suppress(OSError, subprocess.SubprocessError):
             text = subprocess.run(["gcloud", "auth", "print-access-token"], input="", capture_output=True,
-                                  text=True, timeout=15).stdout
-    if not text:
-        raise TransientError("no Google credentials: run `gcloud auth login`, or give the VM a service "
-                             "account and the scope cloud-platform, or set CLOUDSDK_AUTH_ACCESS_TOKEN")
-    return text.split()[-1]  # warnings may come before it
+                                  text=True, errors="replace", timeout=15).stdout
+
+    # a token is a word of ASCII; warnings may come before it
+    words = text.split() if isinstance(text, str) else []
+    if not words or not re.fullmatch("[!-~]+", words[-1]):
+        error = UserError if given else TransientError
+        raise error("no Google credentials: run `gcloud auth login`, or give the VM a service account and the "
+                    "scope cloud-platform, or set CLOUDSDK_AUTH_ACCESS_TOKEN to a token")
+    return words[-1]
 
 
 # ---------------------------------------------------------------------------------------------------------

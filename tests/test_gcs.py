@@ -127,19 +127,53 @@ def cloud_bucket(bucket, front, monkeypatch):
     return bucket
 
 
-def test_a_vm_asks_for_a_token_once_and_again_before_it_expires(cloud_bucket, front, monkeypatch):
+@pytest.fixture
+def metadata(monkeypatch):
+    """A VM's metadata server; metadata.files["/token"] is its answer. Its token is secret."""
     files = {"/token": b'{"access_token": "secret"}'}
     server = Server(Hub, files=files, faults={}, log=[], content_type="application/json")
     monkeypatch.setattr(bucket_module, "METADATA_TOKEN", server.url + "/token")
-    for seconds, requests_so_far in (1000, 1), (1199, 1), (1200, 2):
-        monkeypatch.setattr(bucket_module.time, "monotonic", lambda seconds=seconds: seconds)
-        cloud_bucket.write("a", b"x")
-        assert len(server.log) == requests_so_far
+    yield server
     server.server_close()
+
+
+def test_a_vm_asks_for_a_token_once_and_again_before_it_expires(cloud_bucket, metadata, monkeypatch):
+    """By the time of day: time.monotonic() stands still while a laptop sleeps."""
+    monkeypatch.setattr(bucket_module.time, "monotonic", lambda: 0)
+    for seconds, requests_so_far in (1000, 1), (1199, 1), (1200, 2):
+        monkeypatch.setattr(bucket_module.time, "time", lambda seconds=seconds: seconds)
+        cloud_bucket.write("a", b"x")
+        assert len(metadata.log) == requests_so_far
+
+
+def test_a_token_that_is_refused_is_replaced_once(cloud_bucket, front, emulator, metadata):
+    cloud_bucket.write("a", b"x")
+    front.token = "renewed"  # the one before was withdrawn
+    metadata.files["/token"] = b'{"access_token": "renewed"}'
+    cloud_bucket.write("a", CONTENT)
+    assert stored(emulator, "run/a") == CONTENT and len(metadata.log) == 2
     front.token = "another"
+    front.log[:] = []
     with pytest.raises(UserError, match="status 401 a fault, .*log in") as e:
         cloud_bucket.write("a", b"x")
-    assert "secret" not in str(e.value)  # although the answer holds it
+    assert "renewed" not in str(e.value)  # although the answer holds it
+    assert front.log == ["insert"] * 2 and len(metadata.log) == 3
+
+
+@pytest.mark.parametrize("token", [
+    ["secret"], {"secret": 1}, 5, True, None, "", " \n", "sécret", "secret\u2026"])
+def test_what_cannot_be_a_token_is_not_sent(cloud_bucket, front, metadata, monkeypatch, token):
+    """A machine's may come right by itself, unlike the user's own."""
+    monkeypatch.setenv("PATH", "")  # without gcloud
+    for answer in {"access_token": token}, [token], token:
+        metadata.files["/token"] = json.dumps(answer).encode()
+        with pytest.raises(TransientError, match="^gs://bucket/run/: no Google credentials: run"):
+            cloud_bucket.list()
+    if token and isinstance(token, str):
+        monkeypatch.setenv("CLOUDSDK_AUTH_ACCESS_TOKEN", token)
+        with pytest.raises(UserError, match="^no Google credentials: .* CLOUDSDK_AUTH_ACCESS_TOKEN to"):
+            cloud_bucket.list()
+    assert front.log == []
 
 
 def test_outside_google_cloud_a_token_comes_from_gcloud_or_the_environment(
