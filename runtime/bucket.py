@@ -1,5 +1,6 @@
 """HTTP that tries again, Google Cloud Storage over it, the mirror of a run, and datasets in buckets."""
 import functools
+import hashlib
 import io
 import json
 import os
@@ -17,7 +18,7 @@ import requests
 from urllib3.exceptions import LocationValueError
 
 from runtime.errors import TransientError, UserError
-from runtime.files import hashes_of, is_dataset_file, locked, read_json, replacing, to_stderr
+from runtime.files import is_dataset_file, locked, read_json, replacing, to_stderr
 
 # Another machine that resumes needs them.
 LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt", "run.json")
@@ -126,43 +127,55 @@ class Bucket:
     def write(self, name, content):
         """Uploads bytes."""
         params = {"uploadType": "media", "name": self.prefix + name}
-        self._request("POST", name, self.uploads, content=content, params=params)
+        self._request("POST", name, self.uploads, check=json.loads, content=content, params=params)
 
-    def download(self, name, path):
-        """Downloads an object, if it exists, to path, atomically."""
-        content = self.read(name)
-        if content is not None:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with replacing(path) as f:
-                f.write(content)
+    def download(self, name, path, sha256=None):
+        """Downloads an object, if it exists, to path, atomically. Returns whether it exists.
 
-    def read(self, name):
-        """Returns the bytes of an object, or None if there is none."""
-        return self._request("GET", name, may_lack=True, is_json=False, params={"alt": "media"})
+        sha256: the hash of its content, if it is known; an object without it is downloaded again.
+        """
+        def check(content):
+            if sha256 not in (None, hashlib.sha256(content).hexdigest()):
+                raise ValueError("it does not match its SHA-256; upload it again if that lasts")
+
+        content = self.read(name, check)
+        if content is None:
+            return False
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with replacing(path) as f:
+            f.write(content)
+        return True
+
+    def read(self, name, check=bytes):
+        """Returns the bytes of an object, or None if there is none.
+
+        check: a function of the bytes; if it raises a ValueError, the object is read again.
+        """
+        return self._request("GET", name, may_lack=True, check=check, params={"alt": "media"})
 
     def delete(self, name):
         """Deletes an object if it exists."""
-        self._request("DELETE", name, may_lack=True, is_json=False)
+        self._request("DELETE", name, may_lack=True)
 
     def list(self, page_token=None):
         """Returns the names of all objects under the prefix, from the page of a token on."""
         params = {"prefix": self.prefix, "fields": "nextPageToken,items(name)", "pageToken": page_token}
-        page = self._request("GET", "", self.objects, params=params)
+        page = json.loads(self._request("GET", "", self.objects, check=json.loads, params=params))
         names = [item["name"].removeprefix(self.prefix) for item in page.get("items", [])]
         # a page has at most 1000 objects
         if "nextPageToken" in page:
             names += self.list(page["nextPageToken"])
         return names
 
-    def _request(self, method, name, url="", may_lack=False, is_json=True, content=b"", **options):
-        """Returns the answer, or None for an object that the bucket may lack and does lack.
+    def _request(self, method, name, url="", may_lack=False, check=bytes, content=b"", **options):
+        """Returns the answer's bytes, or None for an object that the bucket may lack and does lack.
 
         Args:
             method: of HTTP.
             name: of the object.
             url: if it is not the object's.
             may_lack: without it the lack of an object is an error.
-            is_json: whether the answer is JSON and is parsed, or bytes.
+            check: a function of the answer's bytes; after a ValueError the request is tried again.
             content: bytes to send.
             options: of requests.request.
 
@@ -188,9 +201,10 @@ class Bucket:
                 return None
             if status in (200, 204):
                 try:
-                    return response.json() if is_json else response.content
-                except ValueError:
-                    raise TransientError("not the answer of a bucket") from None
+                    check(response.content)
+                except ValueError as e:
+                    raise TransientError(f"not the answer of a bucket, or damaged: {e}") from None
+                return response.content
 
             # a refusal is the user's error, unless the server may answer later
             message = textwrap.shorten(re.sub(r"Bearer \S+", "***", f"status {status} {response.text}"), 300)
@@ -232,8 +246,8 @@ def access_token(period):
     words = text.split() if isinstance(text, str) else []
     if not words or not re.fullmatch("[!-~]+", words[-1]):
         error = UserError if given else TransientError
-        raise error("no Google credentials: run `gcloud auth login`, or give the VM a service account and the "
-                    "scope cloud-platform, or set CLOUDSDK_AUTH_ACCESS_TOKEN to a token")
+        raise error("no Google credentials: run `gcloud auth login`, or give the VM a service account and "
+                    "the scope cloud-platform, or set CLOUDSDK_AUTH_ACCESS_TOKEN to a token")
     return words[-1]
 
 
@@ -348,19 +362,23 @@ def local_dataset(path):
         raise UserError(f"data_path={path}: the last part must be the name of a dataset")
     folder = f"data/{name}"
     with locked(folder):
-        manifest = bucket.read("manifest.json")
-        if not manifest:
+        content = bucket.read("manifest.json", check=json.loads)
+        if content is None:
             raise UserError(f"{path} has no manifest.json: upload the dataset with "
                             f"`gcloud storage rsync -r data/NAME {path}`")
-        hashes = json.loads(manifest)["sha256"]
+        manifest = json.loads(content)
+        hashes = manifest.get("sha256") if isinstance(manifest, dict) else None
+        if not hashes or not isinstance(hashes, dict):
+            raise UserError(f"{path}/manifest.json has no files with their hashes: upload the dataset again")
         # a name such as ../train.py would be written outside the folder
-        for name in hashes:
-            if not is_dataset_file(name):
-                raise UserError(f"{path}/manifest.json names {name!r}, which is no file of a dataset")
+        for name, sha256 in hashes.items():
+            if not is_dataset_file(name) or not isinstance(sha256, str):
+                raise UserError(f"{path}/manifest.json names {name!r}, which is no file of a dataset, or has "
+                                "no hash: upload the dataset again")
 
         # one that is here must be the same one
         if os.path.lexists(folder):
-            if read_json(f"{folder}/manifest.json")["sha256"] != hashes:
+            if read_json(f"{folder}/manifest.json").get("sha256") != hashes:
                 raise UserError(f"{folder} holds another dataset than {path}: move it away, or name it")
             return folder
 
@@ -368,11 +386,10 @@ def local_dataset(path):
         print(f"downloading {path}", flush=True)
         part = folder + ".part"
         shutil.rmtree(part, ignore_errors=True)
-        for name in ("manifest.json", *hashes):
-            bucket.download(name, f"{part}/{name}")
-        found = hashes_of(part)
-        for name, digest in hashes.items():
-            if found.get(name) != digest:
-                raise UserError(f"{path}/{name} is missing or does not match manifest.json: upload it again")
+        for name, sha256 in hashes.items():
+            if not bucket.download(name, f"{part}/{name}", sha256):
+                raise UserError(f"{path}/{name} is missing: upload the dataset again")
+        with replacing(f"{part}/manifest.json") as f:
+            f.write(content)
         os.rename(part, folder)
         return folder

@@ -396,7 +396,8 @@ class Front(http.server.BaseHTTPRequestHandler):
 
     Kinds of requests: insert (an upload), media (a download), list, DELETE. server.log has the kind of each.
     A fault is a status; a function, which is called before the request takes effect; "stall" or "slow": the
-    answer comes late; "short": the connection breaks before the end of the answer.
+    answer comes late; "short": the connection breaks before the end of the answer; "flip": the first byte of
+    its body is another one.
     """
 
     def do(self):
@@ -425,6 +426,9 @@ class Front(http.server.BaseHTTPRequestHandler):
         with server.lock:
             self.answer(fault)
         answer = self.wfile.getvalue()
+        if fault == "flip":
+            head, separator, body = answer.partition(b"\r\n\r\n")
+            answer = head + separator + bytes([body[0] ^ 1]) + body[1:]
         connection.write(answer[:-1] if fault == "short" else answer)
 
     do_GET = do_POST = do_DELETE = do

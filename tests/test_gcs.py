@@ -247,16 +247,41 @@ def test_a_dataset_that_exists_is_not_replaced_by_another_one(front, uploaded, d
         local_dataset(URL)
 
 
-def test_a_damaged_dataset_in_the_bucket_is_named(uploaded):
+def test_a_damaged_download_is_repeated(uploaded, front, at_once):
+    front.script = ["flip", None, "flip", "flip"]  # of the manifest, which is no JSON then, and of a file
+    assert Dataset(local_dataset(URL), "test").sha256 == Dataset(uploaded, "test").sha256
+    assert front.script == [] and front.log.count("media") == 3 + len(list(Path(uploaded).rglob("*.*")))
+
+
+def test_a_dataset_that_is_damaged_in_the_bucket_is_named(uploaded, at_once):
     remote = Bucket(URL)
     name = "train/all__inputs.npy"
     remote.write(name, remote.read(name)[:-1] + b"\0")
-    with pytest.raises(UserError, match=f"^{URL}/{name} is missing or does not match"):
+    with pytest.raises(TransientError, match=f"^{URL}/{name}: .* does not match its SHA-256; upload"):
         local_dataset(URL)
     assert sorted(os.listdir("data")) == ["small.lock", "small.part"]
+    remote.delete(name)
+    with pytest.raises(UserError, match=f"^{URL}/{name} is missing: upload"):
+        local_dataset(URL)
     remote.delete("manifest.json")
     with pytest.raises(UserError, match=f"^{URL} has no manifest.json: upload"):
         local_dataset(URL)
+
+
+@pytest.mark.parametrize("content, error, words", [
+    (b'{"sha256": {"train/dataset.json": "0', TransientError, "damaged: Unterminated string"),
+    (b"<html>log in</html>", TransientError, "damaged: Expecting value"),
+    (b"", TransientError, "damaged: Expecting value"), (b"\xff{", TransientError, "damaged: .*decode"),
+    *((manifest, UserError, "has no files with their hashes: upload") for manifest in (
+        b"[]", b"5", b"null", b'"sha256"', b"{}", b'{"sha256": {}}', b'{"sha256": ["train/dataset.json"]}')),
+    *((b'{"sha256": {"train/dataset.json": %b}}' % value, UserError, "names 'train/dataset.json', .* no hash")
+      for value in (b"null", b"5", b'["0"]')),
+])
+def test_what_is_no_manifest_is_named(uploaded, at_once, content, error, words):
+    Bucket(URL).write("manifest.json", content)
+    with pytest.raises(error, match=f"^{URL}/manifest.json.* {words}"):
+        local_dataset(URL)
+    assert os.listdir("data") == ["small.lock"]
 
 
 @pytest.mark.parametrize("name", [
