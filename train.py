@@ -573,9 +573,9 @@ def replica(settings, kind, began):
     restart_watchdog(0)
     is_uploaded = not checkpoints or checkpoints.close(600 if is_complete else 15)
     log.close()
-    if not is_uploaded:
+    if not is_uploaded and not STOP.is_set():
         sys.exit(1)
-    if not is_complete:
+    if not (is_uploaded and is_complete):
         sys.exit(3)
 
 

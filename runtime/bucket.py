@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 import urllib.parse
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -66,6 +67,24 @@ def try_again(attempt, label, attempts, stop=lambda: False):
     raise TransientError(f"{label}: {cause}")
 
 
+def until_stop(call, stop):
+    """Returns call(), or raises SystemExit(3) once stop() returns true: a server may answer byte by byte."""
+    future = Future()
+
+    def work():
+        try:
+            future.set_result(call())
+        except Exception as e:
+            future.set_exception(e)
+
+    # a thread that does not keep the process alive; what takes less than a second is not interrupted
+    threading.Thread(target=work, daemon=True).start()
+    while not wait([future], 1).done:
+        if stop():
+            raise SystemExit(3)
+    return future.result()
+
+
 def backoff(failures):
     """Returns the seconds to wait after 0, 1, 2, 3, ... failures: 0, 1, 2, 4, ..., 60."""
     return min(60, 2**failures // 2)
@@ -95,7 +114,7 @@ class Bucket:
 
     Args:
         url: gs://bucket/prefix.
-        stop: a function; if it returns true in a pause, SystemExit(3) is raised.
+        stop: a function; if it returns true in a pause or a request, SystemExit(3) is raised.
     """
 
     attempts = 9  # at each request; they take three minutes
@@ -213,7 +232,7 @@ class Bucket:
             raise UserError(f"{label}: {message}: log in (gcloud auth login), or give the account the role "
                             "Storage Object Admin, and a VM the scope cloud-platform")
 
-        return try_again(attempt, label, self.attempts, self.stop)
+        return try_again(lambda: until_stop(attempt, self.stop), label, self.attempts, self.stop)
 
 
 def authorize(request):
@@ -267,6 +286,8 @@ class Mirror:
         say: a function for the lines of the log.
     """
 
+    stop_seconds = 15  # for the last upload; a preempted VM has 30
+
     def __init__(self, folder, bucket, newest, outdated, say):
         self.folder = folder
         self.bucket = bucket
@@ -286,14 +307,21 @@ class Mirror:
         self.newest = newest
         self.changed.set()
 
-    def close(self, seconds):
-        """Copies what is new, within the given time. Returns whether the bucket has everything."""
+    def close(self, seconds, stop):
+        """Copies what is new, within the given time, or stop_seconds once stop() returns true.
+
+        Returns whether the bucket has everything.
+        """
         # say so before what may take minutes
         self.say(f"uploading to {self.bucket.url}, for {seconds} s at most")
         # the thread ends after this last copy; one that hangs ends with the process
         self.is_closing = True
         self.changed.set()
-        self.thread.join(seconds)
+        end = time.monotonic() + seconds
+        while self.thread.is_alive() and time.monotonic() < end:
+            self.thread.join(1)
+            if stop():
+                end = min(end, time.monotonic() + self.stop_seconds)
         is_complete = not (self.thread.is_alive() or self.error)
         if not is_complete:
             self.say(f"upload to {self.bucket.url} not complete; --init_from=auto uploads the rest")
@@ -348,15 +376,15 @@ class Mirror:
 # ---------------------------------------------------------------------------------------------------------
 # Datasets in buckets
 
-def local_dataset(path):
+def local_dataset(path, stop=lambda: False):
     """Returns the local folder of a dataset: for gs://bucket/.../NAME data/NAME, downloaded if it is missing.
 
     Any other path is returned as it is. One process of a host downloads, the others wait. Raises UserError
-    and TransientError.
+    and TransientError, and SystemExit(3) if stop() returns true meanwhile.
     """
     if not path.startswith("gs://"):
         return path
-    bucket = Bucket(path)
+    bucket = Bucket(path, stop)
     name = os.path.basename(bucket.url)
     if name in (".", ".."):
         raise UserError(f"data_path={path}: the last part must be the name of a dataset")

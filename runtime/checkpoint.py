@@ -22,6 +22,7 @@ from runtime import forks, weights
 from runtime.bucket import LOGS, Bucket, Mirror
 from runtime.errors import TransientError, UserError
 from runtime.files import file_hash, read_metrics, read_torch_file, replacing
+from runtime.process import STOP
 
 # ---------------------------------------------------------------------------------------------------------
 # Where a run begins
@@ -374,7 +375,7 @@ class Checkpoints:
 
     def close(self, seconds):
         """Ends the upload. Returns whether the bucket, where there is one, has everything."""
-        return not self.mirror or self.mirror.close(seconds)
+        return not self.mirror or self.mirror.close(seconds, STOP.is_set)
 
 
 def some_puzzles(test_set):

@@ -18,7 +18,7 @@ def get_dataset(settings, should_stop):
     An address in a bucket becomes that folder in settings. One process of a host does it, while the others
     wait. Raises SystemExit once should_stop() returns true.
     """
-    settings.data_path = local_dataset(settings.data_path)
+    settings.data_path = local_dataset(settings.data_path, should_stop)
     try:
         command = shlex.split(settings.data_prepare)
     except ValueError as e:

@@ -397,7 +397,7 @@ class Front(http.server.BaseHTTPRequestHandler):
     Kinds of requests: insert (an upload), media (a download), list, DELETE. server.log has the kind of each.
     A fault is a status; a function, which is called before the request takes effect; "stall" or "slow": the
     answer comes late; "short": the connection breaks before the end of the answer; "flip": the first byte of
-    its body is another one.
+    its body is another one; "drip": it comes byte by byte, ten a second.
     """
 
     def do(self):
@@ -429,7 +429,12 @@ class Front(http.server.BaseHTTPRequestHandler):
         if fault == "flip":
             head, separator, body = answer.partition(b"\r\n\r\n")
             answer = head + separator + bytes([body[0] ^ 1]) + body[1:]
-        connection.write(answer[:-1] if fault == "short" else answer)
+        if fault == "drip":
+            for byte in answer:
+                connection.write(bytes([byte]))
+                time.sleep(0.1)
+        else:
+            connection.write(answer[:-1] if fault == "short" else answer)
 
     do_GET = do_POST = do_DELETE = do
 

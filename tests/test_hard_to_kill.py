@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from helpers import (
 import train
 from runtime.bucket import Bucket, Mirror
 from runtime.checkpoint import checkpoint_paths, numbered
+from runtime.process import STOP
 
 URL = "--gcs_dir=gs://bucket/run"
 FLAGS = [*WHOLE, "--keep_last_n=2", URL]
@@ -129,7 +131,7 @@ def test_a_checkpoint_is_uploaded_whole_and_its_json_last(front, out, monkeypatc
     front.script = [replace]  # during the first upload
     mirror = Mirror(out, Bucket("gs://bucket/run"), "ckpt_00000040", lambda names, newest: [], print)
     mirror.update("ckpt_00000040")
-    assert mirror.close(60) and names[0] == "ckpt_00000040.pt"
+    assert mirror.close(60, STOP.is_set) and names[0] == "ckpt_00000040.pt"
     assert {"best.pt", "metrics.jsonl"} < {*names[:names.index("ckpt_00000040.json")]}
 
 
@@ -174,6 +176,32 @@ def test_a_stop_leaves_its_checkpoint_in_the_bucket(data, front):
             text = process.output(3, timeout=30)
     assert "to continue:" in text and "trying again in 1 s" in text
     assert numbered(os.listdir("run")) == numbered(in_bucket()) != []
+
+
+def test_a_stop_ends_a_download_that_drips(data, front):
+    run(data, "first", "--max_steps=2", URL)
+    front.script = [None] * 5 + ["drip"] * 99  # three requests of the check, run.json, a list; the logs
+    front.log[:] = []
+    with begun(start_train(data, "second", *AUTO, URL), "fetching ckpt_0") as process:
+        wait_for(lambda: front.log.count("media") == 2)
+        process.terminate()
+        process.output(3, timeout=10)
+
+
+def test_a_stop_ends_the_last_upload_of_a_complete_run(data, out, front, at_once, monkeypatch):
+    def hang():
+        STOP.set()
+        ended.wait()
+
+    ended = threading.Event()
+    monkeypatch.setattr(Mirror, "stop_seconds", 1)
+    front.script = [None] * 5 + [hang]  # three requests of the check, run.json, a list; the upload
+    try:
+        with pytest.raises(SystemExit, match="3"):
+            run(data, out, *AUTO, URL)
+    finally:
+        STOP.clear()
+        ended.set()
 
 
 SLOW_DISK = """
