@@ -137,7 +137,10 @@ class Bucket:
         self.uploads = f"{server}/upload/storage/v1/b/{bucket}/o"
 
     def check(self, write):
-        """Tries what a run will do: list and, if it will write, write and delete an object."""
+        """Tries what a run will do: list and, if it will write, write and delete an object.
+
+        A bucket of Google's in which one cannot delete refuses to replace an object as well.
+        """
         self.list()
         if write:
             self.write(".probe", b"probe")
@@ -230,7 +233,8 @@ class Bucket:
             if status in RETRIED:
                 raise TransientError(message)
             raise UserError(f"{label}: {message}: log in (gcloud auth login), or give the account the role "
-                            "Storage Object Admin, and a VM the scope cloud-platform")
+                            "Storage Object Admin in a bucket without a retention policy, and a VM the scope "
+                            "cloud-platform")
 
         return try_again(lambda: until_stop(attempt, self.stop), label, self.attempts, self.stop)
 

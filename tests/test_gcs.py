@@ -60,6 +60,13 @@ def test_what_a_bucket_refuses_is_the_users_error_and_not_tried_again(
     assert len(front.log) == attempts
 
 
+def test_a_bucket_in_which_nothing_can_be_replaced_is_named_before_a_run(bucket, front):
+    """A retention policy, or a role without storage.objects.delete: GCS then refuses both, with 403."""
+    front.denied = ("DELETE",)
+    with pytest.raises(UserError, match="^gs://bucket/run/.probe: status 403 .* without a retention policy"):
+        bucket.check(write=True)
+
+
 def test_list_read_delete(bucket):
     names = ["ckpt_00000001.json", "sub/deep", "ü #?%2F.txt"]
     for name in names:
