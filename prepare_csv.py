@@ -139,11 +139,7 @@ def new_task(settings, rows):
         empty = set().union(*questions) - filled
         symbols = "".join(sorted(empty) + sorted(filled))
     manifest = {"kind": settings.kind, "grid": grid, "symbols": "_" + symbols}
-    for symbol in settings.permute_symbols:
-        if symbol not in symbols:
-            raise UserError(f"permute_symbols={settings.permute_symbols}: {symbol!r} is not in the puzzles")
     if settings.dihedral or settings.permute_symbols:
-        # a symbol that stands twice would take the place of another one
         manifest["symmetries"] = {
             "dihedral": settings.dihedral,
             "permute_symbols": "".join(dict.fromkeys(settings.permute_symbols)),

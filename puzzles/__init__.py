@@ -17,7 +17,7 @@ from puzzles.arc import arc_task
 from puzzles.maze import MAZE, judge_maze, maze_symmetries, maze_task, num_paths, path_metrics
 from puzzles.reader import find_puzzles
 from puzzles.sudoku import judge_sudoku, num_solutions, sudoku_symmetries, sudoku_task
-from puzzles.symmetries import described_symmetries
+from puzzles.symmetries import check_symmetries, described_symmetries
 from runtime.errors import UserError
 
 IGNORE_LABEL = -100  # the label of cells that no loss and no metric counts
@@ -81,9 +81,7 @@ def task_of(manifest, seq_len, vocab_size):
         raise UserError(f"grid {grid} and symbols {symbols!r} do not fit kind {kind}")
     if "symmetries" in manifest:
         task["symmetries"] = manifest["symmetries"]
-        # copies() would fail after the training
-        if task["symmetries"].get("dihedral") and grid[0] != grid[1]:
-            raise UserError(f"grid {grid}: must be square for the symmetry dihedral")
+    check_symmetries(task)
     return task
 
 
@@ -190,6 +188,8 @@ def copies(task, question, seed, number):
         seed: of the draws.
         number: the puzzle's, in its dataset or file.
     """
+    # a checkpoint of earlier code may have symmetries that nobody checked
+    check_symmetries(task)
     rng = np.random.default_rng([seed, number])
     draw = SYMMETRIES.get(task["kind"], described_symmetries)
     made = {question.astype(np.uint8).tobytes()}

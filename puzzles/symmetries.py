@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from runtime.errors import UserError
+
 NUM_TOKENS = 256  # a renaming has an entry for every value of a byte
 
 # whether rows become columns, then the steps along rows and columns of the result
@@ -58,6 +60,27 @@ def described_symmetries(task, n, rng):
     turns = turns_of(task)
     ways = rng.integers(len(turns), size=n)
     return Symmetries(turns[ways], renamings(exchanged_of(task), (n,), rng))
+
+
+def check_symmetries(task):
+    """Raises UserError unless the symmetries that a task describes suit its grid and its symbols."""
+    symmetries = task.get("symmetries", {})
+    if not isinstance(symmetries, dict) or not symmetries.keys() <= {"dihedral", "permute_symbols"}:
+        raise UserError(f"symmetries {symmetries!r}: must be a dict with dihedral or permute_symbols")
+
+    rows, columns = task["grid"]
+    is_dihedral = symmetries.get("dihedral", False)
+    if is_dihedral not in (False, True):
+        raise UserError(f"dihedral={is_dihedral!r}: must be true or false")
+    if is_dihedral and rows != columns:
+        raise UserError(f"grid {task['grid']}: must be square for the symmetry dihedral")
+
+    # a symbol that stands twice would take the place of another one, and no renaming would bring that back
+    symbols = list(task["symbols"][1:])
+    exchanged = symmetries.get("permute_symbols", "")
+    is_list = isinstance(exchanged, (str, list))
+    if not is_list or not all(exchanged.count(symbol) == symbols.count(symbol) for symbol in exchanged):
+        raise UserError(f"permute_symbols={exchanged!r}: must be symbols of {symbols}, each once")
 
 
 def turns_of(task):

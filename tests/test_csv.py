@@ -143,7 +143,7 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
     (GOOD, "--holdout=0 --test_csv={path}", "train.csv: no puzzle is left: each is in the test set"),
     (GOOD, "--holdout=0", "either --test_csv=FILE or --holdout=N"),
     (GOOD, "--kind=sudoku", "do not fit kind sudoku"),
-    (GOOD, "--permute_symbols=1-4", "permute_symbols=1-4: '-' is not in the puzzles"),
+    (GOOD, "--permute_symbols=1-4", r"permute_symbols='1-4': must be symbols of \['\.', '1', .*, each once"),
 ])
 def test_wrong_input_is_one_line_and_leaves_nothing(rows, flags, message):
     path = write("train.csv", rows)

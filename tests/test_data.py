@@ -112,6 +112,30 @@ def test_a_wrong_description_is_named(name, text, message, official):
         Dataset(official, "train")
 
 
+@pytest.mark.parametrize("symmetries, message", [
+    ("dihedral", "'dihedral': must be a dict"),
+    ({"diheral": True}, "'diheral': True}: must be a dict with dihedral or permute_symbols"),
+    ({"dihedral": "no"}, "dihedral='no': must be true or false"),
+    ({"permute_symbols": "1123"}, "permute_symbols='1123': must be symbols of .*, each once"),
+    ({"permute_symbols": "12a"}, "permute_symbols='12a': "),
+    ({"permute_symbols": "_1"}, "permute_symbols='_1': "),  # padding
+    ({"permute_symbols": 12}, "permute_symbols=12: "),
+    ({"permute_symbols": ["1", ["2"]]}, "permute_symbols=.*: "),
+])
+def test_wrong_symmetries_are_refused_wherever_a_dataset_is_made_loaded_or_solved(symmetries, message):
+    manifest = {"kind": "mine", "grid": [3, 3], "symbols": "_.123", "symmetries": symmetries}
+    splits = dict.fromkeys(("train", "test"), (np.full((2, 9), 2), np.full((2, 9), 2)))
+    with pytest.raises(UserError, match=message):
+        write_dataset("mine", splits, 5, manifest)
+    write_dataset("mine", splits, 5, manifest | {"symmetries": {"permute_symbols": ["1", "2"]}})
+    Path("mine/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=message):
+        Dataset("mine", "train")
+    # a model that was trained on such a dataset
+    with pytest.raises(UserError, match=message):
+        next(puzzles.copies(manifest, np.full(9, 2), 0, 0))
+
+
 @pytest.mark.parametrize("questions", [np.full((3, 4), 4), np.full((3, 4), -1), np.ones((3, 5), int)])
 def test_puzzles_made_in_python_are_checked(questions):
     class Mine(data.Generated):
