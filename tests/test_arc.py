@@ -117,11 +117,25 @@ def test_tasks_that_are_left_out_are_counted_and_named(build_tasks, capsys):
     assert {*Dataset(train.path, "test").arc.names} == {"0", "1"}
     assert {*train.arc.names} == {"0", "1", "no test", "bom"}
     output = capsys.readouterr()
-    assert "left out, since they are no tasks: 5\n" in output.out
+    assert "left out, since they are no tasks: 3\n" in output.out
+    assert "left out, since a grid is larger than 30: 2\n" in output.out
     assert "left out, since another task has their name: 2\n" in output.out
-    for words in ("task wide of training: it must have train and test, lists of pairs", "at most 30x30",
-                  "task 2 of evaluation: ", "task damaged of training: ", "task 11 of training: "):
+    for words in ("task list of training: it must have train and test, lists of pairs",
+                  "task damaged of training: ", "task 11 of training: "):
         assert words in output.err
+
+
+@pytest.mark.parametrize("name, content, changes", [
+    ("extra", TASK, dict(subsets="training,evaluation,extra")),
+    # beside a folder of extra tasks
+    ("extra", TASK, dict(subsets="training,evaluation,extra", extra={"another": OTHER})),
+    # 1D-ARC has wide grids
+    ("training", WIDE, dict(max_side=31)),
+])
+def test_a_task_of_any_subset_and_size_is_trained_on(name, content, changes, build_tasks):
+    write_folder("[s]", **{name: {"mine": content}})
+    train = build_tasks({"0": OTHER}, {"1": TASK}, **changes)
+    assert {*train.arc.names} == {"0", "1", "mine", *changes.get("extra", {})}
 
 
 def test_an_extra_task_with_a_test_pair_is_not_trained_on(build_tasks, capsys):
