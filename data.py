@@ -27,9 +27,9 @@ from contextlib import suppress
 
 import numpy as np
 
-from puzzles import IGNORE_LABEL, task_of
+from puzzles import IGNORE_LABEL, task_of, tokens_of
 from puzzles.arc import Tasks, draw_examples
-from runtime.errors import UserError
+from runtime.errors import UserError, check_numbers
 from runtime.files import file_hash, hashes_of, read_json
 
 ORDER, EXAMPLE, HALT, SUBSET = range(4)  # independent random streams of one seed
@@ -281,9 +281,10 @@ class Generated:
 
         draw(self, rng, n, split) -> questions, answers: tokens [n, cells]
 
-    which makes n puzzles with a numpy.random.Generator. The puzzles for the split "test" must differ from the
-    puzzles for "train". All replicas draw the whole batch of a step, from (seed, step), and take slices. The
-    fork also sets data_path to any name, and data_prepare to "".
+    which makes n puzzles with a numpy.random.Generator, for which the rules of puzzles.tokens_of hold. The
+    puzzles for the split "test" must differ from the puzzles for "train". All replicas draw the whole batch
+    of a step, from (seed, step), and take slices. The fork also sets data_path to any
+    name, and data_prepare to "".
     """
 
     task = {}  # see puzzles/__init__.py; its grid and symbols are the model's sizes
@@ -296,8 +297,11 @@ class Generated:
     def __init__(self, path, split):
         self.path = path
         self.split = split
+        self.vocab_size = len(self.task.get("symbols", ""))
+        self.task = self.task | task_of(self.task, None, self.vocab_size)
         self.seq_len = math.prod(self.task["grid"])
-        self.vocab_size = len(self.task["symbols"])
+        check_numbers({"test_size": self.test_size, "total_groups": self.total_groups},
+                      ("test_size", "total_groups"))
         # draw the test puzzles, or as many others: their hash identifies how puzzles are drawn
         self.puzzles = self._batch(generator(0, SUBSET), self.test_size, split)
         content = self.puzzles["inputs"].tobytes() + self.puzzles["labels"].tobytes()
@@ -324,15 +328,15 @@ class Generated:
         return type(self).__name__
 
     def _batch(self, rng, n, split):
-        questions, answers = self.draw(rng, n, split)
-        shape = n, self.seq_len
-        for tokens, lowest in (questions, 0), (answers, IGNORE_LABEL):
-            in_range = lowest <= tokens.min() <= tokens.max() < self.vocab_size
-            if tokens.shape != shape or not in_range:
-                raise UserError(f"{self.made_by()}.draw: not {shape} tokens below {self.vocab_size}")
+        name = f"{self.made_by()}.draw"
+        tokens = tokens_of(self.task, self.draw(rng, n, split), name)
+        if tokens.shape != (2, n, self.seq_len):
+            raise UserError(f"{name}: questions and answers of shape {tokens.shape[1:]}, not {n} puzzles")
+        inputs, labels = tokens.astype(np.int32)
+        labels[labels == 0] = IGNORE_LABEL
         return {
-            "inputs": questions.astype(np.int32),
-            "labels": answers.astype(np.int32),
+            "inputs": inputs,
+            "labels": labels,
             "puzzle_identifiers": np.zeros(n, dtype=np.int32),
         }
 

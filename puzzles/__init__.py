@@ -54,26 +54,27 @@ def task_of(manifest, seq_len, vocab_size):
     """Returns the task in a dataset's manifest.json, checked. Raises UserError.
 
     Datasets of the official code have no manifest: their Sudokus and ARC's grids are known by their sizes.
-    What is missing elsewhere: kind "", one row, the tokens' numbers as symbols.
+    What is missing elsewhere: kind "", one row, the tokens' numbers as symbols. seq_len may be None for a new
+    dataset, which must have a grid.
     """
     if "symbols" not in manifest:
         manifest = OFFICIAL.get((seq_len, vocab_size), manifest)
     kind = manifest.get("kind", "")
-    grid = manifest.get("grid", [1, seq_len])
+    grid = manifest.get("grid", seq_len and [1, seq_len])
     symbols = manifest.get("symbols", list(map(str, range(vocab_size))))
-    is_grid = isinstance(grid, list) and len(grid) == 2 and all(type(side) is int for side in grid)
-    if not is_grid or not all(isinstance(symbol, str) for symbol in symbols):
+    is_pair = isinstance(grid, (list, tuple)) and list(map(type, grid)) == [int, int]
+    if not is_pair or min(grid) < 1 or not all(isinstance(symbol, str) for symbol in symbols):
         raise UserError(f"manifest.json: grid {grid!r} must be [rows, columns], symbols {symbols!r} a string")
     text = "".join(symbols)
     if len(text) == len(symbols):
         symbols = text
-    task = {"kind": kind, "grid": grid, "symbols": symbols}
+    task = {"kind": kind, "grid": list(grid), "symbols": symbols}
 
     # each token has a symbol of its own, and the grid has the model's cells
     num_different = 1 + len(set(symbols[1:]))
     if not 2 <= vocab_size <= 256:
-        raise UserError(f"{vocab_size - 1} symbols: a dataset has from 1 to 255")
-    if math.prod(grid) != seq_len:
+        raise UserError(f"{max(0, vocab_size - 1)} symbols: a dataset has from 1 to 255")
+    if seq_len not in (None, math.prod(grid)):
         raise UserError(f"grid {grid} does not fit {seq_len} cells")
     if not len(symbols) == num_different == vocab_size:
         raise UserError(f"symbols {symbols!r} must be {vocab_size}, one for each token, all different")
@@ -106,6 +107,33 @@ def parse_question(task, text):
     check_text(task, cells, symbols, f"the puzzle {cells[:20]!r}")
     tokens = [task["symbols"].index(symbol, 1) for symbol in cells]
     return task, np.array(tokens, dtype=np.int32)
+
+
+def tokens_of(task, puzzles, name):
+    """Returns puzzles as tokens, uint8 [2, ..., cells], where 0 is a cell whose answer does not count.
+
+    Args:
+        task: the puzzles' task.
+        puzzles: questions and answers, integers [n, cells], or [n, versions, cells]. They are tokens from 1
+            on; what is below in an answer, as IGNORE_LABEL, does not count.
+        name: the name of the puzzles in messages.
+
+    Raises UserError for arrays that do not fit the task.
+    """
+    cells = math.prod(task["grid"])
+    vocab_size = len(task["symbols"])
+    try:
+        tokens = np.maximum(puzzles, 0)
+    except (TypeError, ValueError):
+        raise UserError(f"{name}: questions and answers must be arrays of numbers, of one shape") from None
+    if tokens.ndim not in (3, 4) or len(tokens) != 2 or tokens.shape[-1] != cells or not tokens.size:
+        raise UserError(f"{name}: questions and answers of shape {tokens.shape[1:]}: must be [n, {cells}] "
+                        f"for the grid {task['grid']}, with one puzzle at least")
+    if tokens.max() >= vocab_size or tokens.dtype.kind not in "biu":
+        raise UserError(f"{name}: tokens must be integers below vocab_size={vocab_size}")
+    if tokens[0].min() < 1:
+        raise UserError(f"{name}: tokens of questions count from 1; 0 is padding")
+    return tokens.astype(np.uint8, copy=False)
 
 
 def check_text(task, text, symbols, name):

@@ -10,7 +10,6 @@ import gzip
 import io
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import platform
@@ -26,7 +25,7 @@ from contextlib import contextmanager
 import numpy as np
 import requests
 
-from puzzles import SOLVERS, check_text, judge, task_of, verdict
+from puzzles import SOLVERS, check_text, judge, task_of, tokens_of, verdict
 from runtime.bucket import RETRIED, try_again, without_password
 from runtime.errors import TransientError, UserError, check_choices, check_numbers
 from runtime.files import Progress, hashes_of, locked, replacing
@@ -496,9 +495,9 @@ def write_dataset(path, splits, vocab_size, manifest):
         manifest: a dict with "grid" (rows, columns), better also "kind" and "symbols" (puzzles/__init__.py),
             "command" (see command_of), and whatever else describes the dataset. The files' SHA-256 are added.
 
-    Raises UserError if path exists or cannot be written.
+    Raises UserError if path exists or cannot be written, or for arrays and a manifest that do not fit.
     """
-    task = task_of(manifest, math.prod(manifest["grid"]), vocab_size)
+    task = task_of(manifest, None, vocab_size)
     with new_dataset(path, manifest) as folder:
         for split, puzzles in splits.items():
             write_split(f"{folder}/{split}", puzzles, task)
@@ -536,16 +535,9 @@ def new_dataset(path, manifest, names=("<blank>",)):
 
 def write_split(folder, puzzles, task):
     """Writes the files of a split; puzzles: see write_dataset."""
-    vocab_size = len(task["symbols"])
-    cells = math.prod(task["grid"])
-    # what does not count becomes token 0
-    tokens = np.maximum(puzzles, 0)
-    if tokens.max() >= vocab_size or tokens.dtype.kind not in "biu":
-        raise UserError(f"tokens must be integers below vocab_size={vocab_size}")
-    if np.min(puzzles[0]) < 1:
-        raise UserError("tokens of questions count from 1; 0 is padding")
-    num_groups = tokens.shape[1]
-    inputs, labels = tokens.astype(np.uint8, copy=False).reshape(2, -1, cells)
+    tokens = tokens_of(task, puzzles, os.path.basename(folder))
+    _, num_groups, *_, cells = tokens.shape
+    inputs, labels = tokens.reshape(2, -1, cells)
     num_versions = len(inputs) // num_groups
 
     # each version is a puzzle with one example; total_puzzles leaves out the copies, as the official builder
@@ -559,7 +551,7 @@ def write_split(folder, puzzles, task):
         "group_indices": rows[::num_versions],
     }
     finish_split(
-        folder, arrays, vocab_size=vocab_size, seq_len=cells, num_puzzle_identifiers=1,
+        folder, arrays, vocab_size=len(task["symbols"]), seq_len=cells, num_puzzle_identifiers=1,
         total_groups=num_groups, mean_puzzle_examples=1.0, total_puzzles=num_groups)
 
 
@@ -573,5 +565,9 @@ def finish_split(folder, arrays, **sizes):
 
 
 def write_json(path, value):
+    try:
+        text = json.dumps(value, indent=2)
+    except TypeError as e:  # such as a number of numpy
+        raise UserError(f"{path}: {e}: int() and float() convert numbers of numpy") from None
     with open(path, "w", encoding="utf-8") as f:
-        f.write(json.dumps(value, indent=2) + "\n")
+        f.write(text + "\n")

@@ -136,30 +136,77 @@ def test_wrong_symmetries_are_refused_wherever_a_dataset_is_made_loaded_or_solve
         next(puzzles.copies(manifest, np.full(9, 2), 0, 0))
 
 
-@pytest.mark.parametrize("questions", [np.full((3, 4), 4), np.full((3, 4), -1), np.ones((3, 5), int)])
-def test_puzzles_made_in_python_are_checked(questions):
+MANIFEST = {"kind": "mine", "grid": [2, 2], "symbols": "_.01"}
+ONES = np.ones((3, 4), dtype=int)
+
+
+def generated(puzzles, manifest=MANIFEST, size=3):
+    """Returns a data.Generated whose puzzles are these."""
     class Mine(data.Generated):
-        task = {"kind": "mine", "grid": [2, 2], "symbols": "_.01"}
-        test_size = 3
+        task = manifest
+        test_size = size
 
         def draw(self, rng, n, split):
-            return questions, np.full((3, 4), IGNORE_LABEL)
+            return puzzles
 
-    with pytest.raises(UserError, match=r"Mine.draw: not \(3, 4\) tokens below 4"):
-        Mine("mine", "train")
+    return Mine("mine", "train")
 
 
-@pytest.mark.parametrize("tokens, words", [
-    ([[4, 1, 1, 1]], "integers below vocab_size=4"),
-    ([[1.5, 1, 1, 1]], "integers below vocab_size=4"),
-    ([[0, 1, 1, 1]], "count from 1")])
-def test_arrays_of_wrong_tokens_are_not_written(tokens, words):
-    splits = dict.fromkeys(("train", "test"), (np.array(tokens), np.ones((1, 4), int)))
-    with pytest.raises(UserError, match=words):
-        write_dataset("mine", splits, 4, {"grid": [2, 2]})
-    with pytest.raises(UserError, match=r"grid \[1, 4\]: must be square"):
-        write_dataset("mine", splits, 4, {"grid": [1, 4], "symmetries": {"dihedral": True}})
+@pytest.mark.parametrize("puzzles, message", [
+    ((ONES + 3, ONES), "integers below vocab_size=4"),
+    ((ONES, ONES + 3), "integers below vocab_size=4"),
+    ((ONES, ONES + 1.5), "integers below vocab_size=4"),
+    ((ONES - 1, ONES), "questions count from 1"),
+    ((np.ones((3, 8), int), np.ones((3, 8), int)), r"shape \(3, 8\): must be \[n, 4\] for the grid \[2, 2\]"),
+    ((ONES[:, :2], ONES[:, :2]), r"shape \(3, 2\): must be \[n, 4\]"),
+    ((ONES, ONES[:2]), "arrays of numbers, of one shape"),
+    ((ONES, ONES[:, :3]), "arrays of numbers, of one shape"),
+    ((ONES, "1111"), "arrays of numbers, of one shape"),
+    ((ONES[:0], ONES[:0]), r"shape \(0, 4\): must .* with one puzzle at least"),
+    (ONES, r"shape \(4,\): must"),
+])
+def test_arrays_that_fit_no_task_are_refused_written_or_made(puzzles, message):
+    with pytest.raises(UserError, match=f"test: .*{message}"):
+        write_dataset("mine", {"train": (ONES, ONES), "test": puzzles}, 4, MANIFEST)
     assert not os.path.exists("mine")
+    with pytest.raises(UserError, match=f"Mine.draw: .*{message}"):
+        generated(puzzles)
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"grid": None}, "grid None must be"),
+    ({"grid": [-2, -2]}, r"grid \[-2, -2\] must be"),
+    ({"symmetries": {"dihedral": True}, "grid": [1, 4]}, r"grid \[1, 4\]: must be square"),
+    ({"symbols": ""}, "0 symbols|symbols '' must be 4"),
+])
+def test_a_manifest_that_is_no_task_is_refused_written_or_made(changes, message):
+    manifest = {name: value for name, value in (MANIFEST | changes).items() if value is not None}
+    with pytest.raises(UserError, match=message):
+        write_dataset("mine", {"train": (ONES, ONES)}, 4, manifest)
+    with pytest.raises(UserError, match=message):
+        generated((ONES, ONES), manifest)
+
+
+def test_numbers_that_do_not_fit_are_named_when_puzzles_are_made_in_python():
+    with pytest.raises(UserError, match="manifest.json: .*int64 is not JSON serializable: int"):
+        write_dataset("mine", {"train": (ONES, ONES)}, 4, MANIFEST | {"counts": {"puzzles": np.int64(3)}})
+    assert not os.path.exists("mine")
+    with pytest.raises(UserError, match="test_size must be above 0"):
+        generated((ONES[:0], ONES[:0]), size=0)
+    with pytest.raises(UserError, match=r"shape \(3, 4\), not 2 puzzles"):
+        generated((ONES, ONES), size=2)
+
+
+def test_one_rule_says_which_answers_count_in_written_and_in_made_puzzles():
+    """Also for lists, a grid that is a tuple, and no kind; a fork's own facts stay in its task."""
+    puzzles = ONES.tolist(), [[1, 0, -1, IGNORE_LABEL]] * 3
+    manifest = {"grid": (2, 2), "symbols": "_.01"}
+    write_dataset("mine", dict.fromkeys(("train", "test"), puzzles), 4, manifest)
+    written = Dataset("mine", "test")
+    made = generated(puzzles, manifest | {"own": 1})
+    assert made.task == written.task | {"own": 1}
+    labels = [made.test_batch([0])["labels"].tolist(), written.test_batch([0])["labels"].tolist()]
+    assert labels == [[[1] + [IGNORE_LABEL] * 3]] * 2
 
 
 @pytest.mark.parametrize("by, code", [(signal.SIGTERM, 3), (signal.SIGKILL, -9)])
