@@ -82,6 +82,12 @@ COLUMNS = {
     "answer": ("solution", "solutions", "solved"),
     "rating": ("difficulty",),
 }
+# {how a file that is no CSV begins: (its format, how pandas reads it)}
+FORMATS = {
+    rb"PAR1": ("Parquet", "read_parquet({})"),
+    rb"(\xef\xbb\xbf)?\s*\{": ("JSON lines", "read_json({}, lines=True, dtype=False)"),
+    rb"(\xef\xbb\xbf)?\s*\[\s*\{": ("JSON", "read_json({}, dtype=False)"),
+}
 
 
 def csv_rows(path, *columns, is_strict=True):
@@ -95,7 +101,14 @@ def csv_rows(path, *columns, is_strict=True):
     line = 1
     wanted = ", ".join(columns)
     with open_text(path) as f:
-        reader = csv.DictReader(f, delimiter="\t" if ".tsv" in path.lower() else ",")
+        # other formats of public files, of which pandas makes a CSV
+        for pattern, (name, call) in FORMATS.items():
+            if re.match(pattern, f.buffer.peek(64)):
+                code = f'import pandas; pandas.{call.format(json.dumps(path))}.to_csv("NEW.csv", index=False)'
+                raise UserError(f"{path} is {name}, not CSV: convert it with python -c {shlex.quote(code)}")
+
+        is_tsv = path.lower().endswith((".tsv", ".tsv.gz"))
+        reader = csv.DictReader(f, delimiter="\t" if is_tsv else ",")
         reader.fieldnames = column_names(reader.fieldnames or columns)
         missing = [name for name in columns if name not in reader.fieldnames]
         if missing:

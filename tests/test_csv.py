@@ -1,4 +1,5 @@
 """prepare_csv.py, the rules that a script adds, and the example of another puzzle."""
+import gzip
 import os
 import re
 import runpy
@@ -7,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, prepare
 
 import data
 import model
 import prepare_csv
+import prepare_sudoku
 import puzzles
 from configurator import configure
 from data import Dataset
@@ -113,6 +115,17 @@ def test_white_space_is_no_cell_unless_it_is_a_symbol():
         build("z", f"--train_csv={path} --holdout=1")
 
 
+@pytest.mark.parametrize("path, separator", [
+    ("of.tsv.files/all.csv", ","), ("all.tsv.csv", ","), ("all.TSV", "\t"), ("all.tsv.gz", "\t")])
+def test_the_end_of_its_name_says_what_separates_a_files_columns(path, separator):
+    rows = random_rows(9)
+    text = "\n".join(["question,answer", *rows]).replace(",", separator)
+    Path("of.tsv.files").mkdir()
+    Path(path).write_bytes(gzip.compress(text.encode()) if path.endswith(".gz") else text.encode())
+    folder = build("x", f"--train_csv={path} --holdout=3")
+    assert sorted(rows_of(folder, "train") + rows_of(folder, "test")) == sorted(rows)
+
+
 def test_a_pipe_is_read_like_a_file():
     rows = random_rows(9)
     end, other_end = os.pipe()
@@ -160,6 +173,23 @@ def test_a_header_without_our_columns_is_told(header):
     words = f"train.csv:1: must name the columns question, answer: it has {names}, and lacks question"
     with pytest.raises(UserError, match=re.escape(words)):
         build("x", f"--train_csv={path} --holdout=1")
+
+
+QUESTION = '{"question": "1...", "answer": "1234"}'
+
+
+@pytest.mark.parametrize("content, words", [
+    (b"PAR1\x15\x04\xff", 'is Parquet, .*read_parquet("the file").to_csv('),
+    (QUESTION.encode(), 'is JSON lines, .*read_json("the file", lines=True, dtype=False).to_csv('),
+    (f" \n[\n {QUESTION}]".encode("utf-8-sig"), 'is JSON, .*read_json("the file", dtype=False).to_csv('),
+])
+def test_other_formats_are_named_with_the_command_that_converts_them(content, words):
+    """Whatever the file's name is."""
+    Path("the file").write_bytes(content)
+    words = re.escape(words).replace(r"\.\*", ".*")
+    for script in prepare_csv, prepare_sudoku:
+        with pytest.raises(UserError, match=f"the file {words}"):
+            prepare("x", script, train_csv="the file", test_csv="the file")
 
 
 # Rules
