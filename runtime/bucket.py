@@ -44,8 +44,8 @@ def try_again(attempt, label, attempts, stop=lambda: False):
     """
     cause = ""
     for number in range(attempts):
-        # pause; a stop takes effect after each second
-        seconds = backoff(number)
+        # pause, as long as a server asks for; a stop takes effect after each second
+        seconds = max(backoff(number), getattr(cause, "seconds", 0))
         if seconds:
             to_stderr(f"{label}: {cause}; trying again in {seconds} s")
         for _ in range(seconds):

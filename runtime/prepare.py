@@ -36,6 +36,7 @@ JOBS_IN_VAIN = 32  # without a new puzzle, after which no more are expected
 ROWS = 16384  # rows that are made or judged at a time
 SEARCHED = 100_000  # most puzzles of a file to solve; hard ones take a minute or two
 BLOCK = 4096  # puzzles that are solved at a time
+LONGEST_PAUSE = 300  # seconds that a hub may ask for; it counts the requests of five minutes
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -407,22 +408,34 @@ def csv_paths(settings, hub):
 
 
 def download(url, path):
-    """Downloads url to path unless path exists; one process of a host does, the others wait."""
+    """Downloads url of a hub to path unless path exists; one process of a host does, the others wait.
+
+    The hub gets the token HF_TOKEN. Other hosts, to which it redirects, do not: requests takes it away.
+    """
     advice = "use files of your own with --source=csv"
+    label = without_password(url)
+    # the size is the file's, not a compressed copy's
+    headers = {"Accept-Encoding": "identity"}
+    # requests would show a token with line ends in its error, and refuse letters beyond Latin-1 in a string
+    token = "".join(os.environ.get("HF_TOKEN", "").split())
+    if token:
+        headers["Authorization"] = f"Bearer {token}".encode()
 
     def attempt():
-        # the size is the file's, not a compressed copy's
-        headers = {"Accept-Encoding": "identity"}
         response = requests.get(url, headers=headers, stream=True, timeout=(10, 30))
         status = response.status_code
+        cause = f"status {status}"
+        if status in (401, 403, 429) and not token:
+            cause += ", HF_TOKEN is not set"
         if status in RETRIED:
-            raise TransientError(f"status {status}")
+            pause = response.headers.get("Retry-After", "")
+            raise TransientError(cause, min(LONGEST_PAUSE, int(pause)) if pause.isdecimal() else 0)
         if status >= 400:
-            raise UserError(f"{url} cannot be downloaded (status {status}): {advice}")
+            raise UserError(f"{label} cannot be downloaded ({cause}): {advice}")
 
         # each attempt gets the whole file
         num_bytes = int(response.headers.get("Content-Length", 0))
-        progress = Progress(f"downloading {url}, bytes", num_bytes)
+        progress = Progress(f"downloading {label}, bytes", num_bytes)
         with replacing(path) as f:
             for block in response.iter_content(1 << 15):
                 f.write(block)
@@ -432,7 +445,7 @@ def download(url, path):
         if os.path.exists(path):
             return
         try:
-            try_again(attempt, without_password(url), 6)
+            try_again(attempt, label, 6)
         except TransientError as e:
             raise TransientError(f"{e}: run again, or {advice}") from None
 

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT, dataset_settings, prepare, start_command, wait_for
+from helpers import ROOT, Hub, Server, dataset_settings, prepare, start_command, wait_for
 
 import data
 import prepare_maze
@@ -417,6 +418,60 @@ def test_downloads_give_up_and_leave_nothing(hub, faults, error, requests, messa
     with pytest.raises(error, match=rf"{hub.url}/file.*{message}"):
         prepare_files.download(hub.url + "/file", "file")
     assert len(hub.log) == requests and os.listdir() == ["file.lock"]
+
+
+class Guard(Hub):
+    """A Hub that redirects to server.cdn and says when to ask again. server.tokens: what it was sent."""
+
+    def do_GET(self):
+        self.server.tokens.append(self.headers["Authorization"])
+        super().do_GET()
+
+    def send_header(self, name, value):
+        super().send_header(name, self.server.cdn + value if name == "Location" else value)
+
+    def end_headers(self):
+        self.send_header("Retry-After", self.server.pauses.pop(0) if self.server.pauses else "0")
+        super().end_headers()
+
+
+@pytest.fixture
+def guards(monkeypatch):
+    """Two hosts; the first one redirects to the second one. Nobody waits."""
+    monkeypatch.setattr("runtime.bucket.time.sleep", lambda seconds: None)
+    state = dict(faults={}, content_type="text/csv", cdn="")
+    cdn, hub = [Server(Guard, files={"/cdn/file": b"x"}, log=[], tokens=[], pauses=[], **state) for _ in "12"]
+    hub.cdn = cdn.url
+    yield hub, cdn
+    for server in hub, cdn:
+        server.server_close()
+
+
+@pytest.mark.parametrize("token, sent", [
+    ("hf_secret", "Bearer hf_secret"), (" hf_sec\nret\r\n", "Bearer hf_secret"),
+    ("hf_\u00e4\u20ac", "Bearer hf_\u00e4\u20ac".encode().decode("latin-1")), (" ", None)])
+def test_the_hub_gets_the_token_and_no_other_host_does(token, sent, guards, monkeypatch, capfd):
+    hub, cdn = guards
+    monkeypatch.setenv("HF_TOKEN", token)
+    hub.faults["/file"] = [503, 302]
+    prepare_files.download(hub.url + "/file", "file")
+    assert Path("file").read_bytes() == b"x" and hub.tokens == [sent] * 2 and cdn.tokens == [None]
+    hub.faults["/file"] = [401]
+    with pytest.raises(UserError, match=r"\(status 401" + ", HF_TOKEN is not set" * (not sent)) as e:
+        prepare_files.download(hub.url.replace("//", "//me:password@") + "/file", "other")
+    assert "secret" not in f"{e.value}{capfd.readouterr()}" and "password" not in str(e.value)
+
+
+def test_a_hub_says_how_long_to_wait(guards, monkeypatch, capfd):
+    """For five minutes at most; without a number it is tried again as elsewhere."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    hub, _ = guards
+    hub.faults["/file"] = [429] * 9
+    hub.pauses[:] = ["7", "3600", "Wed, 21 Oct 2026 07:28:00 GMT", "1"]
+    with pytest.raises(TransientError, match="status 429, HF_TOKEN is not set: run again"):
+        prepare_files.download(hub.url + "/file", "file")
+    pauses = re.findall(r"HF_TOKEN is not set; trying again in (\d+) s", capfd.readouterr().err)
+    assert pauses == ["7", "300", "4", "8", "16"]
 
 
 def test_hub_end_to_end(hub):
