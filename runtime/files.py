@@ -50,9 +50,13 @@ def is_dataset_file(name):
 @contextmanager
 def locked(path):
     """Holds path + ".lock", which one process at a time can; the others wait. The file stays."""
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    # NFS only locks files that are open for writing
-    with open(path + ".lock", "ab") as f:
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        # NFS only locks files that are open for writing
+        f = open(path + ".lock", "ab")
+    except OSError as e:
+        raise UserError(f"{path}: its folder cannot be written to ({e.strerror})") from None
+    with f:
         fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
