@@ -363,7 +363,11 @@ def in_parallel(make):
     yield from map(make, range(JOBS_ALONE))
     num_processes = cores()
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_processes, context, start_process)
+    try:
+        pool = ProcessPoolExecutor(num_processes, context, start_process)
+    except OSError as e:  # its semaphores are files in /dev/shm, which can be full or read-only
+        print(f"generating in one process: /dev/shm cannot be used ({e.strerror})")
+        yield from map(make, itertools.count(JOBS_ALONE))
     num_jobs = 8 * num_processes  # that are given out at a time
     try:
         for first in itertools.count(JOBS_ALONE, num_jobs):

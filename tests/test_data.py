@@ -3,6 +3,7 @@
 The official builder's datasets load, batches follow from the seed and the step, files of other programs are
 read, and what is left out is counted.
 """
+import errno
 import gzip
 import hashlib
 import json
@@ -12,6 +13,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -290,6 +292,16 @@ def test_generation_does_not_depend_on_the_processes(monkeypatch, capfd):
     alone = prepare_sudoku.generate(4, 900, 7)
     monkeypatch.setattr(prepare_files, "JOBS_ALONE", 0)
     assert np.array_equal(alone, prepare_sudoku.generate(4, 900, 7)) and not capfd.readouterr().err
+
+
+def test_one_process_generates_where_dev_shm_is_full(monkeypatch, capfd):
+    """Or read-only: multiprocessing has its semaphores there."""
+    alone = prepare_sudoku.generate(4, 900, 7)
+    monkeypatch.setattr(prepare_files, "JOBS_ALONE", 0)
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr("multiprocessing.synchronize._multiprocessing.SemLock", full)
+    assert np.array_equal(alone, prepare_sudoku.generate(4, 900, 7))
+    assert "in one process: /dev/shm cannot be used (No space left on device)" in capfd.readouterr().out
 
 
 def test_a_process_that_is_killed_is_an_error(monkeypatch):
