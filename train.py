@@ -701,9 +701,12 @@ def main(settings):
         raise TransientError("a replica died, see above; --init_from=auto continues from the last "
                              f"checkpoint in {settings.out_dir}") from None
     except Exception as e:
-        if not errors.is_out_of_memory(e):
-            raise
-        raise errors.out_of_memory(settings) from None
+        if errors.is_out_of_memory(e):
+            raise errors.out_of_memory(settings) from None
+        if errors.lacks_compiler(e):
+            raise UserError(f"--compile={settings.compile}: {one_line(e)}: install a compiler (g++), or "
+                            "train with --compile=off") from None
+        raise
 
 
 # This file is the module "train", whatever its name: a copy runs as it stands, and forks import it. In a new

@@ -261,6 +261,8 @@ class Device:
         if not self.compiles:
             return fn
         torch._dynamo.config.recompile_limit = 64  # a compilation for each stage of a curriculum
+        # it names its cache after the user; a container's user may have no name but this variable
+        os.environ.setdefault("USERNAME", str(os.getuid()))
         return torch.compile(fn, dynamic=False)
 
     def compile_step(self, fn):

@@ -37,6 +37,12 @@ def out_of_memory(settings):
                      "result, if it divides the sequences of a replica")
 
 
+def lacks_compiler(error):
+    """Returns True if torch.compile found no compiler of C++ or C, or no Triton."""
+    words = ("No working C++ compiler", "Failed to find C compiler", "Cannot find a working triton")
+    return any(word in str(error) for word in words)
+
+
 def check_choices(settings, choices):
     """Raises UserError for the first setting that is not one of its choices, {name: its values}."""
     for name, allowed in choices.items():

@@ -1,6 +1,8 @@
 """Machines that are not here: GPUs, and processors with and without instructions for bfloat16."""
+import getpass
 import json
 import os
+import pwd
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +74,18 @@ def test_a_step_that_could_not_be_compiled_says_so(data, monkeypatch):
     assert "for the first step at H_cycles 2, L_cycles 1, not compiled, since torch.compile failed" in text
 
 
+def test_a_user_without_a_name_can_compile(monkeypatch):
+    """A container's: torch.compile asks for the name."""
+    monkeypatch.setattr(torch, "compile", mock.Mock())
+    unknown = mock.Mock(side_effect=KeyError("getpwuid(): uid not found: 12345"))
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    devices.Device("cpu", settings_of("--compile=on")).compile(abs)
+    assert getpass.getuser() == str(os.getuid())
+
+
 @pytest.mark.parametrize("name, tflops", [
     ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA L4", 121), ("NVIDIA L40", None),
     ("TPU v5litepod-8", 197), ("x86_64", None)])
@@ -115,8 +129,8 @@ def test_no_processor_emulates_16_bit_numbers_in_silence(flags, given, taken, mo
     assert dtype == taken and bool(note) == (given == "auto" or (flags, given) == ("avx2", "bfloat16"))
 
 
-def test_out_of_gpu_memory(random_puzzles, monkeypatch):
-    """Also where torch.compile runs out of it."""
+def test_what_a_gpu_or_torch_compile_lacks_is_one_line(random_puzzles, monkeypatch):
+    """Memory, also while it compiles, or a compiler."""
     from torch._dynamo.exc import BackendCompilerFailed
     from torch._inductor.exc import InductorError
     for name, value in hosts(2)[1].items():
@@ -128,6 +142,13 @@ def test_out_of_gpu_memory(random_puzzles, monkeypatch):
         monkeypatch.setattr(train, "replica", mock.Mock(side_effect=error))
         with pytest.raises(errors.UserError, match=words):
             train.main(settings_of("--device=cpu", f"--data_path={random_puzzles}", "--global_batch_size=16"))
+
+    # or finds no compiler
+    for words in "No working C++ compiler found in config.cpp.cxx", "Failed to find C compiler.":
+        error = InductorError(RuntimeError(words), None)
+        monkeypatch.setattr(train, "replica", mock.Mock(side_effect=error))
+        with pytest.raises(errors.UserError, match="^--compile=auto: InductorError: .* --compile=off$"):
+            train.main(settings_of("--device=cpu", f"--data_path={random_puzzles}"))
     assert errors.is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error"))
     assert not errors.is_out_of_memory(errors.TransientError("gs://bucket: 429 RESOURCE_EXHAUSTED"))
 
