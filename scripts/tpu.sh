@@ -140,6 +140,8 @@ keep() {  # keeps no state of its own: it can be stopped and started again at an
           :
         elif has_new_checkpoint; then  # only ssh is broken, on this machine maybe
           log "$state${run:+, run: $run}, but the run goes on writing checkpoints: waiting"
+        elif [[ -n $run ]] && is_locked_out; then
+          die "the hosts are not at fault, and the slice stays: mend the keys of this machine, then repeat the command"
         else
           count_failure "$state${run:+, run: $run} at 5 checks"
           delete || log "not deleted yet"
@@ -241,6 +243,10 @@ show_ssh_error() {  # the last error of ssh itself; the rest of the lines are gc
     tail -n 1) || true
   log "hosts do not answer: ${line:-no error from ssh within $TIMEOUT s}"
 }
+
+# The hosts answer ssh, and a key of this machine is wrong. A host that was repaired has another key than the one
+# in ~/.ssh/google_compute_known_hosts; gcloud wants its own key in an agent.
+is_locked_out() { grep -Eq 'Host key verification failed|Permission denied \(|in the SSH agent' "$scratch/ssh.txt"; }
 
 # A queued resource waits for capacity, where `tpu-vm create` fails at once: the documentation's advice for
 # Spot slices (https://cloud.google.com/tpu/docs/spot). It outlives a preempted slice, and must be deleted

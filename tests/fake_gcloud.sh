@@ -7,7 +7,7 @@
 #   hosts/N          the home folder of host N: its whole disk
 #   host_bin         programs of the hosts' image
 #   calls            the commands so far
-# These files change the answers: bucket, health, logged_out (may hold the message), refuse, no_ssh, and hang
+# These files change the answers: bucket, health, logged_out and no_ssh (may hold the message), refuse, and hang
 # (ssh connects and never ends). As with the real gcloud, only stdout is the answer; a notice stands on stderr.
 # Any flag is taken: fake_gcloud.py's refusals() asks the real gcloud about those.
 set -u
@@ -86,7 +86,7 @@ on_all_workers() {  # does ssh or scp; exits with the code of the last host that
     mapfile -t variables <"$host"
     if [[ ! -d $home || -e $CLOUD/no_ssh ]]; then
       echo "SSH: Attempting to connect to worker ${host##*/}...
-ssh: connect to host 10.0.0.1 port 22: Connection refused
+$(grep -s . "$CLOUD/no_ssh" || echo "ssh: connect to host 10.0.0.1 port 22: Connection refused")
 Retrying: SSH command error: [/usr/bin/ssh] exited with return code [255]." >&2
       (exit 255) &
     elif [[ -z $command ]]; then

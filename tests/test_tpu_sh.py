@@ -229,6 +229,23 @@ def test_broken_ssh_does_not_cost_a_slice_that_trains(cloud):
     assert not cloud.calls("delete")
 
 
+@pytest.mark.parametrize("message, line", [
+    ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key for tpu.1-0 has changed and you have "
+     "requested strict checking.\nHost key verification failed.", "Host key verification failed."),
+    ("me@10.0.0.1: Permission denied (publickey).", "me@10.0.0.1: Permission denied (publickey)."),
+    ("ERROR: (gcloud.compute.tpus.tpu-vm.ssh) SSH Key is not present in the SSH agent.", "in the SSH agent."),
+])
+def test_a_wrong_key_ends_keep_and_costs_no_slice(cloud, message, line):
+    cloud.plan("running")
+    cloud.tpu("run", *RUN)
+    Path("cloud/no_ssh").write_text(message)
+    output = cloud.keep(code=2)
+    assert line in output and output.endswith("mend the keys of this machine, then repeat the command\n")
+    assert not cloud.calls("delete")
+    Path("cloud/no_ssh").unlink()
+    cloud.stop(cloud.start_keep("run: running"))
+
+
 def test_a_missing_login_ends_keep_and_network_trouble_does_not(cloud):
     """gcloud reports a name server that does not answer as a problem with the login."""
     trouble = Path("cloud/logged_out")
