@@ -654,7 +654,7 @@ class Spawned:
         configurator.configure(Settings, self.settings.argv)
         on_signals(is_spawned=True)
         # torch_xla may wait for chips forever; replica() restarts the watchdog
-        restart_watchdog(START_TIMEOUT)
+        restart_watchdog(START_TIMEOUT, suspended=0)
 
     def __call__(self, index):
         self.function(self.settings, *self.args)

@@ -2,6 +2,7 @@
 import _thread
 import faulthandler
 import importlib.util
+import math
 import multiprocessing.resource_tracker
 import os
 import signal
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 
 from configurator import configure
 from runtime.errors import TransientError, UserError
-from runtime.files import to_stderr
+from runtime.files import duration, to_stderr
 
 
 def start(main, settings_class):
@@ -188,15 +189,48 @@ def drop_what_is_long():
         _thread.interrupt_main(signal.SIGTERM)
 
 
-def restart_watchdog(seconds):
+class Watchdog(threading.Thread):
+    """Ends this process with 1 once it has run for more seconds than limit.
+
+    A timer goes on while a batch system or Ctrl-Z suspends the job. This count stands still then.
+    """
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.lock = threading.Lock()
+        self.num_seconds = 0
+        self.restart(0)
+
+    def restart(self, seconds):
+        self.seconds = seconds
+        self.limit = self.num_seconds + (seconds or math.inf)
+
+    def run(self):
+        while self.num_seconds <= self.limit:
+            time.sleep(1)
+            self.num_seconds += 1
+        to_stderr(f"Timeout ({duration(self.seconds)})!")
+        faulthandler.dump_traceback(sys.__stderr__)
+        os._exit(1)
+
+
+WATCHDOG = Watchdog()
+
+
+def restart_watchdog(seconds, suspended=24 * 3600):
     """Ends this process with 1 after the given seconds, unless it is called again before; 0 calls it off.
 
-    The stacks of all threads are printed first.
+    The stacks of all threads are printed first. Time in which the job was suspended does not count, if it was
+    not longer than the seconds in `suspended`.
     """
-    # a C thread: Python code that hangs in a collective cannot prevent it
+    with WATCHDOG.lock:  # replicas may be threads
+        if not WATCHDOG.ident:
+            WATCHDOG.start()
+    WATCHDOG.restart(seconds)
+    # C code that keeps Python's lock stops the count, but not this timer, which is a C thread
     faulthandler.cancel_dump_traceback_later()
     if seconds:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(seconds + suspended, exit=True, file=sys.__stderr__)
 
 
 def should_stop(stall_timeout):

@@ -243,6 +243,26 @@ def test_a_closed_terminal_stops_a_run_unless_nohup_started_it(data):
             process.output(3, timeout=30)
 
 
+def test_a_job_that_was_suspended_goes_on(data):
+    """A batch system suspends it for longer than stall_timeout."""
+    with begun(start_train(data, "run", *ENDLESS, "--stall_timeout=5"), "step 1:") as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(7)
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(1)
+        process.terminate()
+        assert "to continue:" in process.output(3, timeout=30)
+
+
+def test_c_code_that_keeps_pythons_lock_is_ended():
+    """No Python thread can end it."""
+    hang = "process.restart_watchdog(1, suspended=1); ctypes.PyDLL(None).sleep(60)"
+    code = f"import ctypes, sys; sys.path.append({ROOT!r}); from runtime import process; {hang}"
+    process = start_command(sys.executable, "-c", code)
+    text, _ = process.communicate(timeout=30)
+    assert process.returncode == 1 and "Timeout (0:00:02)!" in text, text
+
+
 def test_ctrl_c_while_a_dataset_is_made(data):
     """Nothing of it stays, and no process: neither the one that makes it nor those of its pool."""
     prepare = f"{ROOT}/prepare_sudoku.py --source=generate --size=6 --num_train=1000000 --output_dir=data"
