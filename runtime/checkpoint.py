@@ -21,7 +21,7 @@ import puzzles
 from runtime import forks, weights
 from runtime.bucket import LOGS, Bucket, Mirror
 from runtime.errors import TransientError, UserError
-from runtime.files import file_hash, read_metrics, read_torch_file, replacing
+from runtime.files import file_hash, lock, read_metrics, read_torch_file, replacing
 from runtime.process import STOP
 
 # ---------------------------------------------------------------------------------------------------------
@@ -33,6 +33,7 @@ class Start(NamedTuple):
     is_resume: bool = False  # it goes on with the run of that checkpoint
     settings: dict = {}  # {name: value} of the checkpoint that is resumed or evaluated
     init_from: str = "scratch"  # scratch or the file that the run began with, which a resume does not change
+    run_id: str = ""  # of the run that is resumed
     step: int = 0
     is_complete: bool = False  # nothing is left to do
     is_evaluated: bool = True  # no evaluation is left to do at this step
@@ -77,9 +78,10 @@ def find_start(settings, device, should_stop):
         # a run that was interrupted goes on; with a FILE, if it has begun with that file
         if newest and not settings.eval_only:
             began_with = saved["settings"]["init_from"]
-            if file not in ("", began_with):
+            # one file has many names
+            if file and os.path.realpath(file) != os.path.realpath(began_with):
                 refuse_run(f"--out_dir={settings.out_dir}", listed(settings.out_dir))
-            return Start(newest, True, saved["settings"], began_with)
+            return Start(newest, True, saved["settings"], began_with, saved.get("run_id", ""))
 
         # an evaluation and a new run take only the weights and their average
         saved.pop("optimizer", None)
@@ -127,9 +129,19 @@ def find_newest(settings, should_stop):
 
 def refuse_run(flag, names):
     """Raises UserError if a run is among the files `names` of the folder that `flag` gives."""
-    if any(name.startswith(("ckpt_", "best.", "metrics.", "run.json")) for name in names):
+    # run.json alone: the run had no time for a step
+    if any(name.startswith(("ckpt_", "best.", "metrics.")) for name in names):
         raise UserError(f"{flag} holds a run: --init_from=auto continues it, another "
                         f"{flag.partition('=')[0]} starts another")
+
+
+def read_run_id(content, path):
+    """Returns the run's id in the bytes of a run.json. Raises UserError if they have none."""
+    with suppress(LookupError, TypeError, ValueError):
+        run_id = json.loads(content)["id"]
+        if isinstance(run_id, str):
+            return run_id
+    raise UserError(f"{path} has no run's id: delete it, and a resume makes it again")
 
 
 def pull(bucket, out_dir):
@@ -137,17 +149,25 @@ def pull(bucket, out_dir):
     # both must be of the same run
     own = Path(out_dir, "run.json")
     remote = bucket.read("run.json")
-    if remote and own.exists() and own.read_bytes() != remote:
-        raise UserError(f"{out_dir} and {bucket.url} hold two different runs: choose another; to move a run, "
-                        "copy its files to an empty one")
+    if remote is not None and own.exists():
+        remote_id = read_run_id(remote, f"{bucket.url}/run.json")
+        if read_run_id(own.read_bytes(), own) != remote_id:
+            raise UserError(f"{out_dir} and {bucket.url} hold two different runs: choose another; to move a "
+                            "run, copy its files to an empty one")
     for name in numbered(bucket.list()):
-        newest = newest_whole(out_dir)
-        if newest and Path(newest).stem >= name:
-            return
-        print(f"fetching {name} from the bucket", flush=True)
-        # the .json comes last
-        for file in (*LOGS, name + ".pt", name + ".json"):
-            bucket.download(file, f"{out_dir}/{file}")
+        # three attempts: a byte of a download may be wrong
+        for _ in range(3):
+            newest = newest_whole(out_dir)
+            if newest and Path(newest).stem >= name:
+                return
+            print(f"fetching {name} from the bucket", flush=True)
+            # the .json comes last
+            for file in (*LOGS, name + ".pt", name + ".json"):
+                bucket.download(file, f"{out_dir}/{file}")
+        # a run that has had a checkpoint does not silently begin again, or further back
+        if not os.path.exists(f"{out_dir}/{name}.json"):
+            raise TransientError(f"{bucket.url}: {name} was deleted before it was read: does another machine "
+                                 "train there?")
 
 
 def load_start(start, saved, settings, device, model, train_set, total_steps):
@@ -175,14 +195,28 @@ def load_start(start, saved, settings, device, model, train_set, total_steps):
 
 
 def check_ranks(settings, device, train_set):
-    """Raises UserError if ranks differ in what all must have in common; their disks may differ."""
+    """Raises UserError if ranks differ in what all must have in common; their disks may differ.
+
+    A host with a newer checkpoint than rank 0's had rank 0 before: without a bucket that is an error, too.
+    """
     own = vars(settings) | dict(dataset=train_set.sha256, data_path="", out_dir="")
-    ranks = device.all_gather((device.host, own))
-    _, expected = ranks[0]
-    for rank, (host, facts) in enumerate(ranks):
+    newest = [*numbered(listed(settings.out_dir)), ""][0]
+    ranks = device.all_gather((device.host, own, newest))
+    _, expected, newest_of_rank_0 = ranks[0]
+    for rank, (host, facts, _) in enumerate(ranks):
         differing = sorted(dict(facts.items() - expected.items()))
         if differing:
             raise UserError(f"host {host}, rank {rank}: not as on rank 0: {', '.join(differing)}")
+
+    # a run does not silently begin again, or further back
+    newest, host = max((newest, host) for host, _, newest in ranks)
+    if newest > newest_of_rank_0 and not settings.eval_only:
+        line = (f"--out_dir={settings.out_dir} has {newest} on host {host}, and "
+                f"{newest_of_rank_0 or 'no checkpoint'} on rank 0's")
+        if not settings.gcs_dir:
+            raise UserError(f"{line}: choose a folder that all hosts share, or a --gcs_dir")
+        if device.rank == 0:
+            print(f"{line}, which the bucket has too")
 
 
 def resume(start, saved, settings, model, train_set, total_steps):
@@ -199,6 +233,10 @@ def resume(start, saved, settings, model, train_set, total_steps):
     if optimizer != settings.optimizer:
         raise UserError(f"{path} was trained with optimizer={optimizer}: another --out_dir with "
                         "--init_from=FILE begins with its weights")
+    changes = changed_attention(model, saved)
+    if changes:
+        raise UserError(f"{path} was trained as another model: {', '.join(changes)}: leave that out, or "
+                        "choose another --out_dir")
     load_saved_weights(model, saved["weights"], path)
 
     # tell the log what is resumed and what has changed
@@ -225,7 +263,7 @@ def load_file(start, saved, settings, model, train_set):
     if settings.freeze_weights:
         named = saved.get("ema") or named
     is_averaged = load_saved_weights(model, named, file, is_same)
-    notes = forks.missing(saved.get("forks", {}))
+    notes = [*forks.missing(saved.get("forks", {})), *changed_attention(model, saved)]
     if is_averaged and settings.eval_only:
         raise UserError(f"{file} has other puzzle identifiers than {train_set.path}: it can be trained "
                         "further, but not evaluated (docs/arc.md)")
@@ -267,7 +305,7 @@ class Checkpoints:
         self.writing = self.writer.submit(lambda: True)
         # the operating system frees the lock of a process that was killed; the file stays
         self.lock = None
-        self.run_id = ""
+        self.run_id = start.run_id or secrets.token_hex(4)
         on_rank_0(device, self.take_folder)
         self.mirror = None
         if device.rank == 0 and settings.gcs_dir:
@@ -281,15 +319,15 @@ class Checkpoints:
         try:
             os.makedirs(self.out_dir, exist_ok=True)
             self.lock = open(f"{self.out_dir}/run.lock", "ab")
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.exists(path):
                 with replacing(path) as f:
-                    f.write(json.dumps({"id": secrets.token_hex(4)}).encode())
+                    f.write(json.dumps({"id": self.run_id}).encode())
         except BlockingIOError:
             raise TransientError(f"--out_dir={self.out_dir}: another process trains there") from None
         except OSError as e:
             raise UserError(f"--out_dir={self.out_dir}: cannot be written to ({e.strerror})") from None
-        self.run_id = json.loads(Path(path).read_bytes())["id"]
+        self.run_id = read_run_id(Path(path).read_bytes(), path)
 
     def save(self, step, run, metrics, name=""):
         """Begins to write a checkpoint and its .json, after the one before: memory holds one copy."""
@@ -321,9 +359,9 @@ class Checkpoints:
             return
         self.wait()
         best = -1.0
-        with suppress(OSError, ValueError):  # there is none yet, or the disk was full
+        with suppress(Exception):  # there is none yet, or it is damaged, however
             description = json.loads(Path(self.out_dir, "best.json").read_bytes())
-            best = puzzles.score(description["metrics"])
+            best = float(puzzles.score(description["metrics"]))
         if puzzles.score(metrics) > best:
             self.save(step, run, metrics, "best")
             self.wait()
@@ -465,6 +503,28 @@ def load_saved_weights(model, named, file, same_identifiers=True):
         return weights.load_weights(model, named, same_identifiers)
     except ValueError as e:
         raise UserError(f"{file}: {e}") from None
+
+
+def changed_attention(model, saved):
+    """Returns what makes another function of the weights in a checkpoint, unseen in their shapes, as lines.
+
+    Names and shapes tell all other models apart. The cycles are not the model's, and may change.
+    """
+    settings = model.settings
+    if settings.mlp_t:
+        return []
+    names = ["num_heads", "pos_encodings"]
+    if model.has_puzzle_emb:
+        names.append("puzzle_emb_len")
+    # files of the official code have no settings
+    saved_settings = saved.get("settings", {})
+    changes = []
+    for name in names:
+        value = getattr(settings, name)
+        old = saved_settings.get(name, value)
+        if value != old:
+            changes.append(f"{name} is {value}; the checkpoint had {old}")
+    return changes
 
 
 def check_task(state, train_set, where):

@@ -57,8 +57,18 @@ def locked(path):
     except OSError as e:
         raise UserError(f"{path}: its folder cannot be written to ({e.strerror})") from None
     with f:
-        fcntl.flock(f, fcntl.LOCK_EX)
+        lock(f, fcntl.LOCK_EX)
         yield
+
+
+def lock(file, operation):
+    """Locks an open file as fcntl.flock does. A file system without locks costs a warning."""
+    try:
+        fcntl.flock(file, operation)
+    except BlockingIOError:
+        raise
+    except OSError as e:
+        to_stderr(f"{file.name}: cannot be locked ({e.strerror}): start no second process there")
 
 
 @contextmanager
@@ -85,7 +95,7 @@ def read_lines(path):
         for line in f:
             with suppress(ValueError):
                 values = json.loads(line)
-                if "step" in values:
+                if isinstance(values, dict) and isinstance(values.get("step"), int):
                     lines.append(values)
     return lines
 
@@ -97,7 +107,7 @@ def read_metrics(path):
 
 def read_facts(path):
     """Returns what the first line of a metrics.jsonl says about its run; {} if it says nothing."""
-    return next((line["run"] for line in read_lines(path) if "run" in line), {})
+    return next((line["run"] for line in read_lines(path) if isinstance(line.get("run"), dict)), {})
 
 
 def duration(seconds):

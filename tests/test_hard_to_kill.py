@@ -3,7 +3,10 @@
 A kill loses at most the steps since the last checkpoint, and what ends one rank ends all. The commands are
 real, the storage is emulated.
 """
+import errno
+import fcntl
 import gc
+import json
 import os
 import random
 import re
@@ -13,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,6 +42,8 @@ from helpers import (
 import train
 from runtime.bucket import Bucket, Mirror
 from runtime.checkpoint import checkpoint_paths, numbered
+from runtime.errors import UserError
+from runtime.files import locked
 from runtime.process import STOP
 
 URL = "--gcs_dir=gs://bucket/run"
@@ -115,6 +121,36 @@ def test_another_machine_uses_the_newest_whole_checkpoint_of_the_bucket(data, fr
     assert "no complete checkpoint" in text and "ckpt_00000040.pt: damaged" in text
 
 
+@pytest.mark.parametrize("steps_on_disk", [0, 5])
+def test_a_bucket_that_has_had_a_checkpoint_is_not_begun_again(data, front, steps_on_disk):
+    """The newest one is pruned between the list and its download."""
+    def prune():
+        for name in numbered(in_bucket()):
+            Bucket("gs://bucket/run").delete(f"{name}.json")
+
+    flags = URL, "--checkpoint_interval=5", "--init_from=auto"
+    if steps_on_disk:
+        run(data, "second", *flags, "--max_steps=5")
+    run(data, "first", *flags, "--max_steps=10")
+    before = Bucket("gs://bucket/run").read("log.txt")
+    front.script = [None] * 5 + [prune]  # what is after the second list
+    text = run(data, "second", *flags, "--max_steps=10", code=1)
+    assert "ckpt_00000010 was deleted before it was read" in text and "training from" not in text
+    assert Bucket("gs://bucket/run").read("log.txt") == before
+
+
+def test_a_checkpoint_with_a_wrong_byte_is_fetched_again(data, front):
+    bucket = Bucket("gs://bucket/run")
+    run(data, "first", URL, "--max_steps=2")
+    content = bucket.read("ckpt_00000002.pt")
+    # after the second list and the logs; the write is a request, too
+    damage = partial(bucket.write, "ckpt_00000002.pt", content[:-1] + b"x")
+    mend = partial(bucket.write, "ckpt_00000002.pt", content)
+    front.script = [None] * 10 + [damage, None, mend]
+    text = run(data, "second", URL, "--init_from=auto", "--max_steps=3")
+    assert text.count("fetching ckpt_00000002") == 2 and "training from step 2 to 3" in text
+
+
 def test_a_checkpoint_is_uploaded_whole_and_its_json_last(front, out, monkeypatch):
     """A machine that finds the .json finds all else. A newer checkpoint replaces this one meanwhile."""
     def replace():
@@ -146,6 +182,59 @@ def test_two_runs_are_not_mixed(data, front, out):
     assert "first and gs://bucket/other hold two different runs" in text
 
 
+def test_a_run_whose_run_json_is_gone_keeps_its_id(data, front):
+    """A bucket's rule may delete its oldest object."""
+    run(data, "first", URL, "--max_steps=2")
+    Bucket("gs://bucket/run").delete("run.json")
+    run(data, "second", URL, "--max_steps=3", "--init_from=auto")
+    run(data, "first", URL, "--max_steps=4", "--init_from=auto")
+    assert Path("second/run.json").read_text() == Path("first/run.json").read_text()
+
+
+@pytest.mark.parametrize("content", ["", "{", "5", "[]", "null", "{}", '{"id": null}', '{"id": {}}'])
+def test_a_damaged_run_json_is_named(data, front, out, content):
+    path = Path(out, "run.json")
+    own = path.read_text()
+    path.write_text(content)
+    with pytest.raises(UserError, match=f"^{path} has no run's id: delete it, and a resume makes it again"):
+        run(data, out, *AUTO)
+    gc.collect()  # frees the lock
+    path.unlink()
+    run(data, out, *AUTO, URL)
+    assert path.read_text() == own
+    Bucket("gs://bucket/run").write("run.json", content.encode())
+    with pytest.raises(UserError, match="^gs://bucket/run/run.json has no run's id: delete it"):
+        run(data, out, *AUTO, URL)
+
+
+@pytest.mark.parametrize("content", [
+    "", "{", "5", "[]", "null", '{"metrics": 5}', '{"metrics": {"eval/exact_accuracy": null}}'])
+def test_a_damaged_best_json_and_damaged_lines_of_the_metrics_are_skipped(data, out, content):
+    before = curve(out, "eval/exact_accuracy")
+    Path(out, "best.json").write_text(content)
+    metrics = Path(out, "metrics.jsonl")
+    damaged = content, '"step"', '["step"]', '{"step": null}', '{"step": 0, "run": 5}', ""
+    metrics.write_text("\n".join(damaged) + metrics.read_text())
+    run(data, out, *AUTO, "--max_steps=41")
+    assert json.loads(Path(out, "best.json").read_text())["step"] == 41
+    after = curve(out, "eval/exact_accuracy")
+    assert after.pop(41) is not None and after == before
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_costs_a_warning(data, monkeypatch, capsys, number):
+    def flock(file, operation):
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert "trained 1 steps" in run(data, "run", "--max_steps=1")
+    with locked("file"):
+        pass
+    printed = capsys.readouterr().err
+    for path in "run/run.lock", "file.lock":
+        assert f"{path}: cannot be locked (no locks here): start no second process there\n" in printed
+
+
 def test_one_process_trains_in_a_folder(data):
     with begun(start_train(data, "run", *ENDLESS)):
         assert "another process trains there" in run(data, "run", "--init_from=auto", code=1)
@@ -159,6 +248,11 @@ def test_a_file_to_begin_with_is_resumed_after_a_preemption(data, front, whole):
     out = "second"
     assert "training from step 20 to 30" in run(data, out, *FLAGS, "--max_steps=30", "--init_from=resume")
     assert "training from step 30 to 40" in run(data, out, *again)
+    # the file under other names
+    os.symlink(f"{whole[0]}/ckpt_00000040.pt", "link.pt")
+    relative = os.path.relpath(f"{whole[0]}/ckpt_00000040.pt")
+    for name in "link.pt", "./link.pt", relative, f"{whole[0]}/../{Path(whole[0]).name}/ckpt_00000040.pt":
+        assert "is complete at step 40" in run(data, out, *FLAGS, f"--init_from={name}")
     assert "holds a run" in run(data, out, *FLAGS, f"--init_from={whole[0]}/best.pt", code=2)
 
 
@@ -358,6 +452,10 @@ def stall(self, seed, step, batch_size, rank, world):
     return _train_batch(self, seed, step, batch_size, rank, world)
 data.Dataset.train_batch = stall
 """
+BREAKS = """
+from runtime import checkpoint
+checkpoint.newest_whole = lambda *_: 1 / 0
+"""
 CONNECTS_SLOWLY = """
 import pathlib, time
 import torch.distributed as dist
@@ -425,11 +523,26 @@ def test_two_hosts_of_which_one_has_the_files(data, front):
     assert curve("host0/run") == pytest.approx(curve("one"), rel=1e-3)
 
 
+def test_rank_0_on_another_host_does_not_begin_again_or_further_back(data, front):
+    """Without a bucket, which has the newest checkpoint. torchrun may number the hosts anew."""
+    two_ranks(data)
+    os.rename("host0/run", "host1/run")
+    auto = ["--init_from=auto", "--max_steps=30"]
+    for text in two_ranks(data, [auto] * 2, 2):
+        assert "--out_dir=run has ckpt_00000020 on host 0, and no checkpoint on rank 0's: choose" in text
+    shutil.copytree("host1/run", "host0/run")
+    for file in Path("host0/run").glob("ckpt_00000020.*"):
+        file.unlink()
+    for text in two_ranks(data, [auto] * 2, 2):
+        assert "ckpt_00000020 on host 0, and ckpt_00000010 on rank 0's: choose" in text
+    text, _ = two_ranks(data, [[*auto, URL]] * 2)
+    assert "ckpt_00000010 on rank 0's, which" in text and "training from step 10 to 30" in text
+
+
 def test_an_error_of_rank_0_that_nobody_expects_ends_all(data):
-    os.makedirs("host0/run")
-    Path("host0/run/run.json").write_text("damaged")
-    for text in two_ranks(data, [["--init_from=auto"]] * 2, 1):
-        assert "JSONDecodeError" in text, text
+    Path("fork.py").write_text(BREAKS)
+    for text in two_ranks(data, [["../fork.py", "--init_from=auto"]] * 2, 1):
+        assert "ZeroDivisionError" in text, text
 
 
 def test_a_rank_that_stalls_ends_all(data):

@@ -6,11 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import DATA, ROOT, TrainProcess, hosts, newest, start_train, xla_environment
+from helpers import DATA, ROOT, TrainProcess, hosts, newest, run, start_train, xla_environment
 
 import train
 from configurator import configure
 from runtime.checkpoint import checkpoint_paths
+from runtime.errors import UserError
 
 STUDY = f"{ROOT}/config/study/exp05_c_halt12.py"
 MINI = f"{ROOT}/config/mini.py"
@@ -118,6 +119,27 @@ def test_a_machine_with_an_empty_disk_takes_the_settings_of_the_bucket(front):
     own = "--out_dir=second", bucket, "--device=cpu", "--init_from=resume", "--max_steps=3"
     TrainProcess(own).output()
     assert saved("second") == saved("first") | dict(max_steps=3)
+
+
+@pytest.mark.parametrize("flag, line", [
+    ("--num_heads=4", "num_heads is 4; the checkpoint had 2"),
+    ("--pos_encodings=rope", "pos_encodings is rope; the checkpoint had none"),
+    ("--puzzle_emb_len=3", "puzzle_emb_len is 3; the checkpoint had 2"),
+])
+def test_the_weights_of_attention_are_resumed_only_by_the_same_model(data, flag, line):
+    """Another one may have the same shapes. A new run may begin with them, and says what has changed."""
+    attention = "--mlp_t=False", "--max_steps=1"
+    run(data, "run", *attention)
+    with pytest.raises(UserError, match=f"^run/ckpt_00000001.pt was trained as another model: {line}: leave"):
+        run(data, "run", *attention, "--init_from=resume", flag)
+    assert line in run(data, "new", *attention, "--init_from=run/ckpt_00000001.pt", flag)
+
+
+def test_settings_that_do_not_change_the_model_may_change(data):
+    run(data, "run", "--max_steps=1")
+    flags = "--num_heads=4", "--H_cycles=1", "--L_cycles=1", "--pos_encodings=rope"
+    text = run(data, "run", "--max_steps=2", "--init_from=resume", *flags)
+    assert "training from step 1 to 2" in text and "H_cycles is 1; the checkpoint had 2" in text
 
 
 CONFIGS = [[path] for path in glob.glob(f"{ROOT}/config/*.py")]
