@@ -39,7 +39,7 @@ class Values:
     """Holds the values of a script's settings as attributes; vars(settings) is a dict of them.
 
     defaults: {name: value} before any config file and flag.
-    assigned: the names of those that a config file or a flag assigned.
+    assigned: the names of those that a config file or a flag assigned, in this order.
     forks: {name: digest} of the config files that are forks.
     argv: the config files and flags.
     """
@@ -49,7 +49,7 @@ class Values:
     def __init__(self, defaults, argv=()):
         self.argv = argv
         self.defaults = dict(defaults)
-        self.assigned = set()
+        self.assigned = []
         self.forks = {}
         vars(self).update(defaults)
 
@@ -71,7 +71,7 @@ class Values:
             raise UserError(f"{where}: {name} must be of type {expected.__name__}, for example "
                             f"--{name}={default}, not {value!r}")
         setattr(self, name, value)
-        self.assigned.add(name)
+        self.assigned.append(name)
 
     def fill(self, saved):
         """Takes from `saved`, {name: value}, the settings that no file and no flag assigned."""

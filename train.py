@@ -616,13 +616,10 @@ def check_settings(settings):
     if settings.halt_exploration_prob_end == -1:
         del numbers["halt_exploration_prob_end"]
     check_numbers(numbers, POSITIVE, SHARES)
-    # names, and two lengths that exclude each other
+    # names
     for name in filter(None, settings.eval_save_outputs.split(",")):
         if name not in EVAL_OUTPUTS:
             raise UserError(f"eval_save_outputs: unknown {name!r}; choose from {','.join(EVAL_OUTPUTS)}")
-    if settings.max_minutes and settings.max_steps:
-        raise UserError(f"max_minutes={settings.max_minutes:g} and max_steps={settings.max_steps}: one of "
-                        "them must be 0")
     # strings and folders
     for name in ("data_path", "out_dir", "init_from", "wandb_project"):
         if not getattr(settings, name):

@@ -1,6 +1,5 @@
 """How many steps a run of max_minutes has time for."""
 import math
-import os
 import time
 
 import numpy as np
@@ -53,9 +52,9 @@ def fit_minutes(run, make_inputs, train_set, test_set, began, say):
         # most sets of puzzles took 1.0 to 1.9 of 8 attempts at a puzzle, the hardest took 6
         attempts = len(indices) * min(settings.eval_attempts, 1.5)
         batches = math.ceil(attempts / settings.global_batch_size)
-        # with eval_patience, puzzles were seen to leave after a sixth to a half of the steps
-        depth = evaluator.max_steps / (3 if settings.eval_patience else 1)
-        return batches * depth * eval_step_seconds
+        # with eval_patience, trained models were seen to take a sixth to a half of the steps, and untrained
+        # ones all
+        return batches * evaluator.max_steps * eval_step_seconds
 
     # a step's share of the evaluations during training
     if settings.eval_interval:
@@ -69,9 +68,6 @@ def fit_minutes(run, make_inputs, train_set, test_set, began, say):
     max_steps = run.device.all_gather(int(seconds_left / step_seconds))[0]
     estimate = f"the final evaluation takes about {final_seconds:.0f} s"
     if max_steps < 1:
-        # the same command with other values may begin here
-        if run.device.rank == 0:
-            os.remove(f"{settings.out_dir}/run.json")
         raise UserError(f"max_minutes={settings.max_minutes:g} leaves no time to train: {estimate}, and "
                         "--eval_final_max_puzzles shortens it")
     say(f"max_minutes={settings.max_minutes:g}: max_steps is {max_steps}, of {1e3 * step_seconds:.0f} ms "
@@ -89,8 +85,16 @@ def fit_minutes(run, make_inputs, train_set, test_set, began, say):
 def keep_length(settings, resumed):
     """Gives a run that resumes the length that it has, if max_minutes asks for another one.
 
+    If max_minutes and max_steps are both set, the last one that was assigned counts; the other becomes 0.
+
     resumed: {name: value} of its checkpoint's settings, {} for a new run. Returns a line for the log, or "".
     """
+    if settings.max_minutes and settings.max_steps:
+        lengths = [name for name in settings.assigned if name in ("max_minutes", "max_steps")]
+        if lengths[-1:] == ["max_minutes"]:
+            settings.max_steps = 0
+        else:
+            settings.max_minutes = 0.0
     if not (resumed and settings.max_minutes):
         return ""
     note = f"max_minutes={settings.max_minutes:g} chose the length of a new run; this one keeps its own"

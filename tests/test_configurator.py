@@ -166,7 +166,7 @@ exec("path = 'here'")
 """
     settings = toy("a.py", a=text)
     assert vars(settings) == DEFAULTS | dict(lr=0.3, shift=3, path="here")
-    assert settings.assigned == {"lr", "batch", "shift", "path"}  # also batch, which keeps its value
+    assert {*settings.assigned} == {"lr", "batch", "shift", "path"}  # also batch, which keeps its value
 
 
 def test_what_a_fork_adds_stays_as_it_was_assigned(toy):

@@ -137,8 +137,9 @@ def test_a_resume_refuses_another_optimizer(data, out):
 
 def test_minutes_become_steps_which_a_resume_keeps(data):
     """The run is the one that its steps, its curriculum and its warm-up give, bit for bit."""
-    flags = [*CURRICULUM, "--max_minutes=0.1", "--epochs=20", "--curriculum_epochs=10", "--lr_min_ratio=0",
-             "--lr_warmup_steps=1000", "--checkpoint_interval=5", "--keep_last_n=2", "--log_interval=1"]
+    flags = [*CURRICULUM, "--max_steps=9", "--max_minutes=0.1", "--epochs=20", "--curriculum_epochs=10",
+             "--lr_min_ratio=0", "--lr_warmup_steps=1000", "--checkpoint_interval=5", "--keep_last_n=2",
+             "--log_interval=1"]
 
     def train(out, *more):
         return start_train(data, out, *flags, *more).output()
@@ -166,10 +167,15 @@ def test_minutes_become_steps_which_a_resume_keeps(data):
 
 
 def test_minutes_that_are_too_few_leave_no_run(data):
+    """A run that began before keeps its id."""
     words = "^max_minutes=1e-06 leaves no time to train: .* about . s, and --eval_final_max_puzzles"
-    with pytest.raises(errors.UserError, match=words):
-        run(data, "run", "--max_minutes=1e-6")
+    Path("run").mkdir()
+    Path("run/run.json").write_text('{"id": "own"}')
+    for start in "auto", "scratch":
+        with pytest.raises(errors.UserError, match=words):
+            run(data, "run", "--max_minutes=1e-6", f"--init_from={start}")
     run(data, "run", "--max_steps=1", "--eval_final_max_puzzles=16")
+    assert newest("run")["run_id"] == "own"
 
 
 def test_nan_stops_the_run_and_names_the_last_good_checkpoint(data):

@@ -143,7 +143,6 @@ TRAIN = {
     "--L_cycles_start=0": "L_cycles_start must be above 0",
     "--gcs_dir=bucket/run": "'bucket/run' | gs://bucket/folder",
     "--max_steps=0 --epochs=0": "epochs=0 of 16 puzzles are less than one batch",
-    "--max_minutes=1": "max_minutes=1 and max_steps=2: one of them must be 0",
     "--max_steps=0 --epochs=1 --global_batch_size=32": "epochs=1 | 16 puzzles | global_batch_size=32",
     "--optimizer=x": "optimizer must be one of adam_atan2, adamw, lion | 'x'",
     "--eval_save_outputs=preds,logits": "eval_save_outputs | 'logits' | q_halt_logits",
