@@ -5,11 +5,14 @@ torch_xla is imported where a TPU is looked for or used: other machines can do w
 import atexit
 import glob
 import importlib.util
+import mmap
 import os
 import platform
 import re
+import socket
+import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -18,12 +21,17 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from runtime.errors import UserError
-from runtime.process import droppable
+from runtime.errors import TransientError, UserError
+from runtime.process import STOP, droppable
 
 CPU_FLOP = 1e11  # of a micro-batch on a CPU: two cores take 2 to 15 seconds
 # The environment variables that tell a replica where the others are.
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ADDRESS_TIMEOUT = 20  # seconds in which the name MASTER_ADDR must get an address; a cluster's may come late
+# Variables of torch_xla that change what trains without a word.
+TYPE_VARIABLES = ("XLA_USE_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_BF16", "XLA_DOWNCAST_FP16")
+REFUSED_XLA = dict.fromkeys(TYPE_VARIABLES, "it would keep the weights in 16 bits, see --forward_dtype") | {
+    "XLA_USE_SPMD": "it would train one replica instead of one on each device"}
 # The bfloat16 FLOP/s of a chip, with float32 sums and without sparsity, for perf/mfu. Sources are Google's
 # page of each TPU, NVIDIA's data sheets (from the L4 on they say "with sparsity", which is halved here), and
 # NVIDIA's papers on the architectures of GeForce cards. "H100" and "H200" mean the SXM modules.
@@ -61,6 +69,15 @@ class Place(NamedTuple):
     host: int = 0
 
 
+def read_number(name, default, least=0, most=10 ** 6):
+    """Returns an environment variable as a whole number; an empty one counts as not set."""
+    text = os.environ.get(name) or str(default)
+    if not re.fullmatch("[0-9]{1,7}", text) or not least <= int(text) <= most:
+        raise UserError(f"{name}={text} in the environment must be a whole number from {least} to {most}, "
+                        f"or not set: `env -u {name} python ...`")
+    return int(text)
+
+
 def read_place():
     """Returns this process's Place; it is alone unless the environment says where it meets other replicas.
 
@@ -68,20 +85,25 @@ def read_place():
     there are others, but not where.
     """
     values = {name: os.environ.get(name, "") for name in TORCHRUN}
-    try:
-        rank = int(values["RANK"] or 0)
-        world = int(values["WORLD_SIZE"] or 1)
-    except ValueError:
-        rank = world = 0  # refused below
-    if (rank, world) == (0, 1) and not all(values.values()):
+    rank = read_number("RANK", 0)
+    world = read_number("WORLD_SIZE", 1, least=1)
+    is_alone = (rank, world) == (0, 1) and not all(values.values())
+    # SLURM_NTASKS belongs to the allocation: a batch script or a shell may be its only process
+    num_tasks = read_number("SLURM_STEP_NUM_TASKS", 1)
+    if num_tasks > 1 and (is_alone or os.environ.get("GROUP_WORLD_SIZE") == "1"):
+        raise UserError(f"srun started {num_tasks} tasks (SLURM_STEP_NUM_TASKS), and each would train alone: "
+                        "torchrun joins them, see docs/slurm.md; a run in each task needs "
+                        "`env -u SLURM_STEP_NUM_TASKS python train.py ...`")
+    if is_alone:
         return Place()
     if rank >= world or not all(values.values()):
         given = " ".join(f"{name}={value}" for name, value in values.items())
         raise UserError(f"{given} in the environment: several replicas need all four, as torchrun sets them; "
                         "one process needs `env -u RANK -u WORLD_SIZE python train.py ...`")
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
-    host = int(os.environ.get("GROUP_RANK", 0))
+    read_number("MASTER_PORT", 0, least=1, most=65535)  # for torch
+    local_rank = read_number("LOCAL_RANK", 0)
+    local_world = read_number("LOCAL_WORLD_SIZE", local_rank + 1, least=local_rank + 1)
+    host = read_number("GROUP_RANK", 0)
     return Place(rank, world, local_rank, local_world, host)
 
 
@@ -92,11 +114,15 @@ def choose_device(wanted):
     if wanted in ("xla", "auto"):
         has_xla = importlib.util.find_spec("torch_xla")
         if has_xla and pjrt == "CPU":
+            check_xla_variables()
+            # torch_xla reads an empty variable as 0
+            replicas = read_number("CPU_NUM_DEVICES", 1, least=1)
+            os.environ["CPU_NUM_DEVICES"] = str(replicas)
             # fewer threads than replicas would deadlock in a collective
-            replicas = int(os.environ.get("CPU_NUM_DEVICES", 1))
             os.environ.setdefault("XLA_THREAD_POOL_SIZE", str(max(16, replicas)))
             return "xla", "PJRT_DEVICE=CPU"
         if has_xla and has_tpu():
+            check_xla_variables()
             return "xla", "a TPU is here"
         if (wanted == "xla" or pjrt) and not has_xla:
             raise UserError(f"--device={wanted}: torch_xla is not installed: pip install -r requirements.txt "
@@ -123,6 +149,22 @@ def choose_device(wanted):
     if load > os.cpu_count() / 2 and "OMP_NUM_THREADS" not in os.environ:
         reason += f"; this machine is busy (load {load:.1f}), OMP_NUM_THREADS=1 may be faster"
     return "cpu", reason
+
+
+def check_xla_variables():
+    """Raises UserError for environment variables that XLA must not obey, or that abort its process."""
+    for name, reason in REFUSED_XLA.items():
+        value = os.environ.get(name, "")
+        if value.lower() not in ("", "0", "false"):
+            raise UserError(f"{name}={value} in the environment: {reason}; `env -u {name} python ...`")
+    # XLA aborts the process for a flag that it does not know; its library holds the names of all
+    flags = re.findall(r"(?<!\S)--(\w+)", os.environ.get("XLA_FLAGS", ""))
+    if flags:
+        with (open(importlib.util.find_spec("_XLAC").origin, "rb") as f,
+              mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as library):
+            for flag in flags:
+                if library.find(f"{flag}\0".encode()) < 0:
+                    raise UserError(f"XLA_FLAGS in the environment: XLA knows no --{flag}")
 
 
 def has_tpu():
@@ -168,17 +210,36 @@ class Device:
             self.join_replicas(settings)
 
     def join_replicas(self, settings):
-        """Waits for the replicas that torchrun starts beside this one."""
+        """Waits for the replicas that torchrun starts beside this one. A request to stop ends the process."""
+        has_joined = threading.Event()
+
+        def watch():
+            while not has_joined.wait(0.5):
+                if STOP.is_set():
+                    os._exit(3)
+
+        threading.Thread(target=watch, daemon=True).start()
+        wait_for_address(os.environ["MASTER_ADDR"])
         backend = "nccl" if self.kind == "cuda" else "gloo"
         # the watchdog has its own limit during training; before, the others wait while rank 0 downloads
         timeout = timedelta(seconds=max(settings.stall_timeout, 1800) if settings.stall_timeout else 10 ** 6)
-        dist.init_process_group(backend, timeout=timeout)
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except RuntimeError as e:
+            if "EADDRINUSE" in str(e):
+                raise TransientError(f"MASTER_PORT={os.environ['MASTER_PORT']} in the environment: another "
+                                     "process has this port; torchrun --standalone finds a free one") from e
+            if "Unable to find address for" in str(e):
+                raise UserError(f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')} in the "
+                                "environment: no such network interface has an address here") from e
+            raise
         if backend == "gloo":
             # gloo's threads may abort at the end of the process; NCCL's end would wait for a peer that died
             atexit.register(dist.destroy_process_group)
             # A rank that meets wrong input leaves at once. If a peer has not connected by then, that
             # fails, and the peer ends with 1 instead of 2.
             dist.barrier()
+        has_joined.set()
 
     def choose_dtype(self, wanted):
         """Returns the forward_dtype to use instead of the wanted one, and a note for the log, or ""."""
@@ -309,6 +370,18 @@ class Device:
 
 # ---------------------------------------------------------------------------------------------------------
 # Helpers
+
+def wait_for_address(name):
+    """Waits until a host's name has an address. Raises UserError after ADDRESS_TIMEOUT."""
+    end = time.monotonic() + ADDRESS_TIMEOUT
+    while True:
+        with suppress(OSError, UnicodeError):
+            socket.getaddrinfo(name, None)
+            return
+        if time.monotonic() > end:
+            raise UserError(f"MASTER_ADDR={name} in the environment: this name has no address")
+        time.sleep(1)
+
 
 def flatten(tree):
     """Returns the numbers of a tree of tensors as a float32 vector, and a function that restores the tree.

@@ -3,6 +3,8 @@ import getpass
 import json
 import os
 import pwd
+import socket
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,18 +157,26 @@ def test_what_a_gpu_or_torch_compile_lacks_is_one_line(random_puzzles, monkeypat
 
 # Environments of launchers, clusters and images.
 
-@pytest.mark.parametrize("variables", [
-    "RANK= WORLD_SIZE=", "LOCAL_RANK=3", "MASTER_ADDR=localhost MASTER_PORT=29500",
-    "RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT="])
-def test_one_process_trains_alone_in_an_environment_that_names_no_others(variables, monkeypatch):
+ADDRESS = "WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500"
+
+
+def set_variables(variables, monkeypatch):
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
+
+
+@pytest.mark.parametrize("variables", [
+    "RANK= WORLD_SIZE=", "LOCAL_RANK=3", "MASTER_ADDR=localhost MASTER_PORT=29500",
+    "RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=", "SLURM_NTASKS=2 SLURM_PROCID=0",
+    "SLURM_NTASKS=2 SLURM_PROCID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1"])
+def test_one_process_trains_alone_in_an_environment_that_names_no_others(variables, monkeypatch):
+    set_variables(variables, monkeypatch)
     device = devices.Device("cpu", settings_of())
     assert (device.rank, device.world, device.host) == (0, 1, 0)
 
 
 @pytest.mark.parametrize("variables, words", [
-    ("RANK=x WORLD_SIZE=2", "RANK=x WORLD_SIZE=2 "),
+    (f"RANK=-1 {ADDRESS}", "RANK=-1 in the environment must be a whole number from 0 "),
     ("RANK=0 WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2 MASTER_ADDR= MASTER_PORT= in the environment: "),
     ("WORLD_SIZE=8", "RANK= WORLD_SIZE=8 MASTER_ADDR= MASTER_PORT= in the environment: "),
     ("RANK=1", "several replicas need all four, as torchrun sets them"),
@@ -177,6 +187,86 @@ def test_ranks_without_an_address_are_wrong_input(variables, words, data):
     environment = dict(variable.split("=") for variable in variables.split())
     [error] = start_train(data, "run", **environment).output(2).splitlines()
     assert words in error
+
+
+SRUN = "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2"
+
+
+@pytest.mark.parametrize("variables, words", [
+    ("RANK=x WORLD_SIZE=2", "RANK=x in the environment must be a whole number from 0 "),
+    ("RANK=0 WORLD_SIZE=0", "WORLD_SIZE=0 in the environment must be a whole number from 1 "),
+    (f"RANK=0 {ADDRESS} MASTER_PORT=http", "MASTER_PORT=http .* from 1 to 65535"),
+    (f"RANK=0 {ADDRESS} MASTER_PORT=99999", "MASTER_PORT=99999 .* from 1 to 65535"),
+    (f"RANK=0 {ADDRESS} LOCAL_RANK=x", "LOCAL_RANK=x "),
+    (f"RANK=0 {ADDRESS} LOCAL_WORLD_SIZE=x", "LOCAL_WORLD_SIZE=x "),
+    (f"RANK=0 {ADDRESS} GROUP_RANK=-1", "GROUP_RANK=-1 "),
+    (SRUN, r"srun started 2 tasks .*: torchrun joins them"),
+    (f"{SRUN} RANK=0 {ADDRESS} GROUP_WORLD_SIZE=1", r"srun started 2 tasks .*: torchrun joins them"),
+])
+def test_a_launcher_that_sets_a_wrong_value_is_wrong_input(variables, words, monkeypatch):
+    set_variables(variables, monkeypatch)
+    with pytest.raises(errors.UserError, match=words):
+        devices.read_place()
+
+
+@pytest.mark.parametrize("variables, place", [
+    (f"{SRUN} RANK=1 {ADDRESS} GROUP_WORLD_SIZE=2 GROUP_RANK=1", (1, 2, 0, 1, 1)),
+    (f"RANK=1 {ADDRESS} LOCAL_RANK= LOCAL_WORLD_SIZE= GROUP_RANK=", (1, 2, 0, 1, 0)),
+])
+def test_torchrun_under_srun_and_empty_variables(variables, place, monkeypatch):
+    set_variables(variables, monkeypatch)
+    assert devices.read_place() == place
+
+
+def test_a_port_in_use_may_be_free_later(data):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        variables = dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
+                         MASTER_PORT=str(server.getsockname()[1]))
+        text = start_train(data, "run", **variables).output(1)
+    assert "another process has this port" in text.splitlines()[-1] and "Traceback" not in text
+
+
+@pytest.mark.parametrize("variables, words", [
+    (dict(MASTER_ADDR="nowhere.invalid"), "MASTER_ADDR=nowhere.invalid in the environment: this name has no"),
+    (dict(GLOO_SOCKET_IFNAME="nodev0"), "GLOO_SOCKET_IFNAME=nodev0 in the environment: no such network")])
+def test_an_address_or_an_interface_that_is_not_there(variables, words, data):
+    Path("soon.py").write_text("from runtime import device\ndevice.ADDRESS_TIMEOUT = 0\n")
+    [environment] = hosts(1)
+    text = start_train(data, "run", "soon.py", **(environment | variables)).output(2)
+    assert words in text.splitlines()[-1] and "Traceback" not in text
+
+
+def test_a_rank_whose_peer_never_comes_obeys_sigterm(data):
+    rank = start_train(data, "run", **hosts(2)[0])
+    assert "device cpu" in rank.stdout.readline()
+    time.sleep(1)  # it waits, or begins to
+    rank.terminate()
+    rank.output(3, timeout=20)
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize("variable, words", [
+    ("XLA_USE_BF16=1", "XLA_USE_BF16=1 .* see --forward_dtype"), ("XLA_USE_FP16=1", "XLA_USE_FP16=1 "),
+    ("XLA_DOWNCAST_BF16=true", "XLA_DOWNCAST_BF16=true "), ("XLA_DOWNCAST_FP16=1", "XLA_DOWNCAST_FP16=1 "),
+    ("XLA_USE_SPMD=1", "XLA_USE_SPMD=1 .* one replica instead of one on each device"),
+    ("XLA_FLAGS=--xla_dump_to --xla_no_such_flag=1", "XLA_FLAGS .* XLA knows no --xla_no_such_flag$"),
+    ("CPU_NUM_DEVICES=two", "CPU_NUM_DEVICES=two .* from 1 "), ("CPU_NUM_DEVICES=0", "CPU_NUM_DEVICES=0 "),
+])
+def test_variables_are_refused_that_torch_xla_must_not_obey(variable, words, monkeypatch):
+    """On other devices they change nothing."""
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setenv(*variable.split("=", 1))
+    assert devices.choose_device("cpu")[0] == "cpu"
+    with pytest.raises(errors.UserError, match=words):
+        devices.choose_device("xla")
+
+
+@pytest.mark.xla
+def test_variables_that_change_nothing_are_left_to_torch_xla(monkeypatch):
+    for variable in "PJRT_DEVICE=CPU", "XLA_USE_BF16=0", "XLA_USE_SPMD=", "CPU_NUM_DEVICES=":
+        monkeypatch.setenv(*variable.split("="))
+    monkeypatch.setenv("XLA_THREAD_POOL_SIZE", "16")
+    assert devices.choose_device("xla")[0] == "xla" and os.environ["CPU_NUM_DEVICES"] == "1"
 
 
 def test_two_processes_measure_the_batch_that_one_of_them_chooses(random_puzzles):
