@@ -202,6 +202,28 @@ def test_wrong_input_ends_all_replicas_with_one_line(data, four):
     assert f"train.py: --out_dir={four} holds a run" in text.splitlines()[-1] and "Traceback" not in text
 
 
+RAISES = """
+import torch_xla.runtime as xr
+import train
+
+def make_inputs(*arguments):
+    if xr.global_ordinal() == 1:
+        raise ValueError("on rank 1 alone")
+    return _make_inputs(*arguments)
+
+_make_inputs = train.make_inputs
+train.make_inputs = make_inputs
+"""
+
+
+@pytest.mark.xla
+def test_a_fork_that_raises_on_one_replica_ends_the_run(data):
+    Path("raises.py").write_text(RAISES)
+    process = start_train(data, "run", "raises.py", "--device=xla", "--max_steps=2", **xla_environment(2))
+    text = process.output(1)  # all that is printed: no process is left that could print
+    assert "ValueError: on rank 1 alone" in text and "a replica died, see above" in text
+
+
 # The program of a step.
 
 @pytest.mark.xla
