@@ -13,11 +13,11 @@ listens on 127.0.0.1 only. Its API is JSON, errors are {"error": "..."}:
     POST /api/solve              {"question": "2...", "steps": 16, "attempts": 8, "seed": 0},
                                  where all but the question may be missing
 
-/api/solve answers with the request and a warning at once, and another line of JSON after each supervision
-step of each attempt: {"attempt": 1, "answer": "21...", "sure": 0.6, "broken": [3, 7], "solved": false}, where
-the last two are missing if the rules are not known. Attempts after the first are at copies by symmetry, which
-follow from the seed; their answers are turned back. They end once an answer is as sure as /api/run says. The
-last line, {"attempts": 2}, says how many there were.
+/api/solve answers at once with the request, a warning, and the known answer if a test puzzle asks the same.
+Another line of JSON follows after each supervision step of each attempt: {"attempt": 1, "answer": "21...",
+"sure": 0.6, "broken": [3, 7], "solved": false}, where the last two are missing if the rules are not known.
+Attempts after the first are at copies by symmetry, which follow from the seed; their answers are turned back.
+They end once an answer is as sure as /api/run says. The last line, {"attempts": 2}, says how many there were.
 
 For ARC, questions and answers are grids, [[0, 1], [2, 0]]. A test puzzle also has the name of its task and
 the pairs that demonstrate it; a request to solve has the name, "task". The attempts are versions of the task,
@@ -155,6 +155,18 @@ class Game:
             "answer": answer.tolist() or None,
         }
 
+    def known_answer(self, question, task=None):
+        """Returns the answer of the test puzzle that asks the same, for the page; None as in test_puzzle().
+
+        question: tokens [cells], or the grid of a test input; task: the name of its task, for ARC.
+        """
+        for i, (other, _) in enumerate(self.puzzles):
+            if np.array_equal(other, question):
+                puzzle = self.test_puzzle(i + 1)
+                if puzzle.get("task") == task:
+                    return puzzle["answer"]
+        return None
+
     def solve(self, request):
         """Returns an iterator of dicts for the page, the lines of /api/solve.
 
@@ -181,6 +193,7 @@ class Game:
             group = self.train_data.arc.names.index(request["task"])
             grid = arc.grid_of(request["question"])
             arc.canvas(grid, self.train_data.arc.side)  # a ValueError if it is too large
+            known = self.known_answer(grid, request["task"])
             steps = self.solve_arc(settings, group, grid)
         else:
             task, tokens = puzzles.parse_question(self.task, request["question"])
@@ -190,9 +203,10 @@ class Game:
             [(num_solutions, warning)] = puzzles.solution_notes(task, tokens[None])
             if num_solutions == 0:
                 raise UserError(warning)
+            known = self.known_answer(tokens)
             steps = self.solve_puzzle(settings, tokens)
         # the request comes first, so that the page shows the warning at once
-        return self.in_turn(request | {"warning": warning}, steps)
+        return self.in_turn(request | {"answer": known, "warning": warning}, steps)
 
     def in_turn(self, first, steps):
         """Yields a dict at once, and those of an iterator while no other request uses the model."""

@@ -321,6 +321,60 @@ def test_page_takes_typed_puzzles_and_shows_errors(browser, server):
     assert "more than one solution" in browser.js("$('warning').textContent")
 
 
+SQUARES = "🟥🟦"  # each has two units of UTF-16
+
+
+@pytest.fixture(params=["server", "file"])
+def squares(request, browser, serve, models_folder):
+    """The page of a model without rules, from the server or in a file; returns its three test puzzles.
+
+    The symbols are colored squares, and may change places. The answer of puzzle 1 leaves out a cell.
+    """
+    export.main([str(models_folder / "exchange"), "exchange.pt"])
+    saved = torch.load("exchange.pt")
+    saved["task"] |= {"symbols": "_" + SQUARES, "symmetries": {"permute_symbols": SQUARES}}
+    saved["puzzles"]["labels"][0][0] = 0
+    saved["puzzles"] = {name: t[:3] for name, t in saved["puzzles"].items()}
+    torch.save(saved, "squares.pt")
+    server = serve(os.path.abspath("squares.pt"))
+    if request.param == "file":
+        export.main(["squares.pt", "squares.html"])
+        browser.open(f"file://{os.path.abspath('squares.html')}")
+    else:
+        browser.load(server)
+    return [server.game.test_puzzle(number) for number in (1, 2, 3)]
+
+
+def test_page_takes_symbols_of_two_units(browser, squares):
+    browser.type(SQUARES * 3)
+    browser.click('input[name=attempts][value="4"]')
+    browser.solve()
+    assert browser.js("[$('error').hidden, request.question, attempts.length]") == [True, SQUARES * 3, 2]
+    assert set(browser.js("attempts.flat().flatMap(step => step.answer)")) <= {*SQUARES}
+    browser.click("#clear")
+    assert browser.js("[question, $('text').value]") == [["🟥"] * 6, "🟥" * 6]
+    assert browser.texts("#keypad button") == ["🟦", "⌫"]
+    browser.js("""$('board').onkeydown(new KeyboardEvent("keydown", {key: "🟦"}))""")
+    assert browser.js("question.join('')") == "🟦" + "🟥" * 5
+
+
+def test_page_judges_a_typed_question_as_the_test_puzzle(browser, squares):
+    """Without rules the known answer decides. What has none, or one that lacks a cell, is not judged."""
+    verdicts = []
+    for number, puzzle in enumerate(squares, 1):
+        browser.solve(number)
+        verdicts.append(browser.js("verdict(4, 0)"))
+        browser.type(puzzle["question"])
+        browser.solve()
+        assert browser.js("verdict(4, 0)") == verdicts[-1]
+    assert verdicts[0].startswith("not judged, ")
+    assert all(re.match("solved|[1-6] cells? wrong", verdict) for verdict in verdicts[1:])
+    browser.type("🟥" * 6)
+    browser.solve()
+    assert ": not judged, " in browser.js("(show(4), $('status').textContent)")
+    assert browser.texts("#board .wrong") == browser.texts("#curve .solved") == []
+
+
 def test_page_shows_an_arc_task_and_its_versions_vote_as_in_the_evaluation(browser, arc_server, arc_folder):
     browser.load(arc_server)
     browser.solve(number=2)
