@@ -210,6 +210,14 @@ class Browser:
             self.test.keyClick(self.view.focusProxy(), getattr(Qt.Key, "Key_" + name))
             self.test.qWait(30)
 
+    def press_mouse(self, selector):
+        """Clicks with the mouse, which takes the focus from a field first."""
+        from PyQt6.QtCore import QPoint, Qt
+        left, top = self.js(f"(r => [r.left + 9, r.top + 9])($('{selector[1:]}').getBoundingClientRect())")
+        place = QPoint(round(left), round(top))
+        self.test.mouseClick(self.view.focusProxy(), Qt.MouseButton.LeftButton, pos=place)
+        self.test.qWait(30)
+
     def texts(self, selector):
         return self.js(f"[...document.querySelectorAll('{selector}')].map(el => el.textContent)")
 
@@ -220,8 +228,8 @@ class Browser:
     def solve(self, number=0):
         """Solves the question, or a test puzzle; returns the steps."""
         if number:
-            self.js(f"choose({number})")
-            self.until(f"number === {number}")
+            self.js(f"(window.chosen = false, choose({number}).then(() => {{ chosen = true; }}), 0)")
+            self.until("chosen")
         self.click("#solve")
         self.until("!controller")
         return self.js("(stop(), stepsOf(0))")
@@ -319,6 +327,32 @@ def test_page_takes_typed_puzzles_and_shows_errors(browser, server):
     assert browser.js("$('text').value") == "....13....2....."
     browser.solve()
     assert "more than one solution" in browser.js("$('warning').textContent")
+
+
+def test_page_solves_what_was_typed_or_chosen_beside_the_board(browser, server):
+    """A number, the next puzzle, and a line without "Use"; what is no puzzle keeps its error."""
+    browser.load(server)
+    browser.js("$('number').select()")
+    browser.press("7")
+    browser.press_mouse("#solve")
+    for number in 7, 8:
+        wanted = server.game.test_puzzle(number)["question"]
+        browser.until(f"!controller && request?.question === '{wanted}' && stepsOf(0).length === 4")
+        assert browser.js("[question.join(''), $('text').value, number]") == [wanted, wanted, number]
+        browser.js("($('next').click(), $('solve').click(), 0)")
+    browser.until("!controller && number === 9 && stepsOf(0).length === 4")
+    for field, typed, words in ("number", "99", "must be from 1 to 60"), ("text", "12", "has 2 cells"):
+        browser.js(f"(request.is_old = true, showError(''), $('{field}').select())")
+        browser.press(*typed)
+        for _ in range(2):
+            browser.press_mouse("#solve")
+            browser.until(f"!controller && $('error').textContent.includes('{words}')")
+            assert browser.js("[request.is_old, $('error').hidden]") == [True, False]
+    assert browser.js("$('number').value") == "9"
+    browser.js("$('text').select()")
+    browser.press(*"1000000000000000")
+    browser.press_mouse("#solve")
+    browser.until("!controller && request.question === '1' + '.'.repeat(15)")
 
 
 SQUARES = "🟥🟦"  # each has two units of UTF-16
