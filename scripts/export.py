@@ -154,23 +154,23 @@ def write_page(paths, target, train_arguments):
 
 
 def page_content(path, train_arguments):
-    """Returns what game.js knows of a model, a dict for JSON. Args: see play.Game. Raises UserError."""
-    trm, _ = solve.load(path, train_arguments)
+    """Returns what game.js knows of a model, a dict for JSON. Args: see solve.load. Raises UserError."""
+    trm, settings = solve.load(path, train_arguments)
     refuse(path, trm)
-    game = play.Game(path, train_arguments)
+    game = play.Game(path, trm, settings)
 
     # each weight as a matrix
     weights = {}
     for name, t in trm.state_dict().items():
         rows, columns = t.reshape(-1, t.shape[-1]).shape
         weights[name] = [rows, columns, base64_of(t)]
-    settings = {name: getattr(trm.settings, name) for name in NETWORK}
+    network = {name: getattr(trm.settings, name) for name in NETWORK}
     run = game.describe() | {"path": os.path.basename(os.path.abspath(path))}
     return dict(
         run=run,
         task=game.task,
         puzzles=[game.test_puzzle(number + 1) for number in range(run["puzzles"])],
-        settings=settings | trm.sizes | {"prefix": trm.prefix},
+        settings=network | trm.sizes | {"prefix": trm.prefix},
         weights=weights,
     )
 

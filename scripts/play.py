@@ -63,7 +63,8 @@ def main(argv):
     if len(operands) > 1:
         raise UserError("usage: python scripts/play.py MODEL, a file or a run's folder; see --help")
     [path] = operands or [os.path.relpath(f"{solve.ROOT}/models/sudoku-9x9.pt")]
-    server = open_server(Game(path, train_arguments), settings.port)
+    game = Game(path, *solve.load(path, train_arguments))
+    server = open_server(game, settings.port)
     print(f"open http://127.0.0.1:{server.server_port} in a browser (Ctrl-C stops)", flush=True)
     server.serve_forever()
 
@@ -84,13 +85,14 @@ def open_server(game, port):
 class Game:
     """A model and its test puzzles.
 
-    Args: see solve.load. Raises UserError.
+    Args: the model's path, and what solve.load returns for it. Raises UserError.
     """
 
-    def __init__(self, path, train_arguments):
+    def __init__(self, path, trm, settings):
         self.path = path
-        self.model, self.settings = solve.load(path, train_arguments)
-        self.task = self.model.task
+        self.model = trm
+        self.settings = settings
+        self.task = trm.task
         self.lock = threading.Lock()  # one request at a time uses the model
 
         # the test puzzles, (question, answer) each; the versions of ARC's tasks are in the dataset

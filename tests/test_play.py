@@ -16,6 +16,7 @@ import export
 import numpy as np
 import play
 import pytest
+import solve
 import torch
 from helpers import ROOT, TrainProcess, begun, needs, wait_for
 
@@ -24,12 +25,16 @@ import puzzles
 from runtime.errors import UserError
 
 
+def game_of(path, *train_arguments):
+    return play.Game(str(path), *solve.load(str(path), train_arguments))
+
+
 @pytest.fixture(scope="module")
 def serve(models_folder):
     """A function of a model's name that returns its server, which runs in a thread."""
     @functools.cache
     def serve(name):
-        server = play.open_server(play.Game(str(models_folder / name), []), 0)
+        server = play.open_server(game_of(models_folder / name), 0)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return server
 
@@ -137,7 +142,7 @@ def test_page_writes_no_html():
 
 def test_arc_needs_the_dataset_that_it_was_trained_on(arc_folder, models_folder):
     with pytest.raises(UserError, match="was not trained on .*sudoku-data"):
-        play.Game(str(arc_folder / "arc"), [f"--data_path={models_folder / 'sudoku-data'}"])
+        game_of(arc_folder / "arc", f"--data_path={models_folder / 'sudoku-data'}")
 
 
 # The page
@@ -465,7 +470,7 @@ def check_answers(browser, path, num_puzzles, steps):
         sure = line.pop("sure")
         return np.log(sure / (1 - sure))
 
-    game = play.Game(path, [])
+    game = game_of(path)
     for number in range(1, num_puzzles + 1):
         request = dict(game.test_puzzle(number), steps=steps, attempts=1, seed=0)
         ours, theirs = answers_of(browser, request), list(game.solve(request))
@@ -538,6 +543,15 @@ def test_file_plays_as_with_a_server(offline):
     offline.until("stepsOf(0).length")
     assert "more than one solution" in offline.js("$('warning').textContent")
     assert offline.solve(number=2)[-1]["solved"]
+
+
+def test_export_loads_a_model_and_runs_its_fork_once(models_folder, monkeypatch):
+    load = model.TRM.load
+    paths = []
+    monkeypatch.setattr(model.TRM, "load", lambda path, *rest: paths.append(path) or load(path, *rest))
+    Path("fork.py").write_text("import model\nprint('the fork runs', file=open('runs.txt', 'a'))\n")
+    export.main([str(models_folder / "model.pt"), "fork.py", "page.html"])
+    assert len(paths) == len(Path("runs.txt").read_text().splitlines()) == 1
 
 
 FORKS = {"losses.py": "model.TRM.losses = lambda *arguments: None", "network.py": "model.rms_norm = abs"}

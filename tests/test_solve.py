@@ -87,7 +87,7 @@ def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data):
 
 
 def solve_and_play(fork):
-    question = play.Game("run", [fork]).test_puzzle("1")["question"]
+    question = play.Game("run", *solve.load("run", [fork])).test_puzzle("1")["question"]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         solve.main(["run", fork, question, "--eval_halt_max_steps=3"])
     answer, _ = evaluate.solve(models.TRM.load("run/ckpt_00000002.pt"), question, 3, 8)
