@@ -53,6 +53,10 @@ class Settings:
     port = 8000  # the port of the page's address; 0: any free one
 
 
+# the most of a request: larger numbers would keep this machine busy for hours
+MOST_STEPS = 256
+MOST_ATTEMPTS = 16
+
 PAGE = Path(__file__).with_suffix(".html")
 
 
@@ -64,6 +68,12 @@ def main(argv):
         raise UserError("usage: python scripts/play.py MODEL, a file or a run's folder; see --help")
     [path] = operands or [os.path.relpath(f"{solve.ROOT}/models/sudoku-9x9.pt")]
     game = Game(path, *solve.load(path, train_arguments))
+    # the page offers what the run says, and the server must take it
+    run = game.describe()
+    for name, number, most in (("eval_halt_max_steps", run["depth"], MOST_STEPS),
+                               ("eval_attempts", run["attempts"], MOST_ATTEMPTS)):
+        if number > most:
+            raise UserError(f"{path}: {name}={number}: the page takes up to {most}, choose --{name}={most}")
     server = open_server(game, settings.port)
     print(f"open http://127.0.0.1:{server.server_port} in a browser (Ctrl-C stops)", flush=True)
     server.serve_forever()
@@ -180,8 +190,8 @@ class Game:
         for name in ["question"] + ["task"] * self.is_arc:
             if name not in request:
                 raise UserError(f"{name} is missing")
-        # larger numbers would keep this machine busy for hours
-        for name, least, most in ("steps", 1, 256), ("attempts", 1, 16), ("seed", 0, 2 ** 63):
+        limits = ("steps", 1, MOST_STEPS), ("attempts", 1, MOST_ATTEMPTS), ("seed", 0, 2 ** 63)
+        for name, least, most in limits:
             number = request[name]
             if type(number) is not int or not least <= number <= most:
                 raise UserError(f"{name} must be an integer from {least} to {most}, not {number!r}")

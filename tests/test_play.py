@@ -135,6 +135,16 @@ def test_command_prints_its_address(models_folder):
         assert process.wait(20) == 3
 
 
+@pytest.mark.parametrize("flags, words", [
+    (["--eval_attempts=17"], "eval_attempts=17: the page takes up to 16"),
+    (["--eval_halt_max_steps=257"], "eval_halt_max_steps=257: the page takes up to 256"),
+    (["--halt_max_steps=300"], "eval_halt_max_steps=300: the page takes up to 256"),
+    (["--eval_attempts=16", "--eval_halt_max_steps=256", "--port=-1"], "--port=-1: ")])
+def test_command_refuses_what_its_server_would(models_folder, flags, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        play.main([str(models_folder / "model.pt"), *flags])
+
+
 def test_page_writes_no_html():
     """What somebody types, or a file holds, is text."""
     assert "innerHTML" not in play.PAGE.read_text()
