@@ -29,10 +29,10 @@ def get_dataset(settings, should_stop):
     with locked(os.path.normpath(settings.data_path) + ".made"):
         if os.path.exists(settings.data_path):
             return
-        # a stop ends the command, too: Ctrl-C reaches both processes, but SIGTERM only this one
         # the script may stand beside train.py, and the current folder be another one
         if not os.path.exists(command[0]):
             command[0] = os.path.join(ROOT, command[0])
+        # a stop ends the command, too: Ctrl-C reaches both processes, but SIGTERM only this one
         print(f"{settings.data_path} is missing; making it: python", *command, flush=True)
         process = subprocess.Popen([sys.executable, *command])
         try:
