@@ -18,7 +18,7 @@ from pathlib import Path
 import requests
 from urllib3.exceptions import LocationValueError
 
-from runtime.errors import TransientError, UserError
+from runtime.errors import TransientError, UserError, writing
 from runtime.files import is_dataset_file, locked, read_json, replacing, to_stderr
 
 # Another machine that resumes needs them.
@@ -163,9 +163,10 @@ class Bucket:
         content = self.read(name, check)
         if content is None:
             return False
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with replacing(path) as f:
-            f.write(content)
+        with writing(path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with replacing(path) as f:
+                f.write(content)
         return True
 
     def read(self, name, check=bytes):
@@ -421,7 +422,8 @@ def local_dataset(path, stop=lambda: False):
         for name, sha256 in hashes.items():
             if not bucket.download(name, f"{part}/{name}", sha256):
                 raise UserError(f"{path}/{name} is missing: upload the dataset again")
-        with replacing(f"{part}/manifest.json") as f:
-            f.write(content)
-        os.rename(part, folder)
+        with writing(folder):
+            with replacing(f"{part}/manifest.json") as f:
+                f.write(content)
+            os.rename(part, folder)
         return folder

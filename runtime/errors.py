@@ -1,4 +1,5 @@
 """The two expected errors of a command, see process.command, and what raises them."""
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -14,6 +15,17 @@ class TransientError(Exception):
     def __init__(self, text, seconds=0):
         super().__init__(text)
         self.seconds = seconds
+
+
+@contextmanager
+def writing(path):
+    """Raises UserError for an OSError in its block, where a file or a folder at path is written."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno is None:  # an error of requests, which is an OSError too
+            raise
+        raise UserError(f"{path}: cannot be written ({e.strerror})") from None
 
 
 def one_line(error):

@@ -11,7 +11,7 @@ import zipfile
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from runtime.errors import UserError
+from runtime.errors import UserError, writing
 
 
 def read_json(path):
@@ -50,12 +50,10 @@ def is_dataset_file(name):
 @contextmanager
 def locked(path):
     """Holds path + ".lock", which one process at a time can; the others wait. The file stays."""
-    try:
+    with writing(path):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         # NFS only locks files that are open for writing
         f = open(path + ".lock", "ab")
-    except OSError as e:
-        raise UserError(f"{path}: its folder cannot be written to ({e.strerror})") from None
     with f:
         lock(f, fcntl.LOCK_EX)
         yield

@@ -27,7 +27,7 @@ import requests
 
 from puzzles import SOLVERS, check_text, judge, task_of, tokens_of, verdict
 from runtime.bucket import RETRIED, try_again, without_password
-from runtime.errors import TransientError, UserError, check_choices, check_numbers
+from runtime.errors import TransientError, UserError, check_choices, check_numbers, writing
 from runtime.files import Progress, hashes_of, locked, replacing
 from runtime.process import end_with_parent, handle_stop_signals
 
@@ -440,7 +440,7 @@ def download(url, path):
         # each attempt gets the whole file
         num_bytes = int(response.headers.get("Content-Length", 0))
         progress = Progress(f"downloading {label}, bytes", num_bytes)
-        with replacing(path) as f:
+        with writing(path), replacing(path) as f:
             for block in response.iter_content(1 << 15):
                 f.write(block)
                 progress.add(len(block))

@@ -36,7 +36,7 @@ from data import Dataset
 from runtime import forks
 from runtime.bucket import local_dataset
 from runtime.checkpoint import load_saved_weights, read_checkpoint, some_puzzles
-from runtime.errors import UserError
+from runtime.errors import UserError, writing
 from runtime.files import replacing
 from runtime.process import command
 from runtime.weights import new_model
@@ -106,7 +106,7 @@ def write_model(source, target, train_arguments):
         command=f"python train.py {settings.flags()}",
     )
     # a file that is interrupted leaves nothing
-    with replacing(target) as f:
+    with writing(target), replacing(target) as f:
         torch.save(content, f)
     print(f"wrote {target}, weights in {settings.forward_dtype}")
 
@@ -148,7 +148,7 @@ def write_page(paths, target, train_arguments):
     page = page.replace("<script>", element + "<script>", 1)
 
     # a file that is interrupted leaves nothing
-    with replacing(target) as f:
+    with writing(target), replacing(target) as f:
         f.write(page.encode())
     print(f"wrote {target}, {len(page) / 1e6:.1f} MB: open it in a browser")
 

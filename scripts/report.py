@@ -24,7 +24,7 @@ sys.path.insert(0, ROOT)
 from sweep import GROUPS, NEUTRAL, changes, group_of
 
 from configurator import configure, split_arguments
-from runtime.errors import UserError
+from runtime.errors import UserError, writing
 from runtime.files import read_facts, read_metrics
 from runtime.process import command
 
@@ -86,7 +86,8 @@ def main(argv):
 
     # report.md has the status of the runs, then a section for each group
     folder = Path(settings.out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     paragraphs = ["# Report", EXPLANATION, f"Hardware: {'; '.join(sorted(hardware))}.", "\n".join(status)]
     for group in dict.fromkeys([*GROUPS, *(run.group for run in runs)]):
         own = [run for run in runs if run.group == group]

@@ -45,7 +45,7 @@ from puzzles.sudoku import BOXES
 from runtime import files, forks
 from runtime.checkpoint import newest_whole
 from runtime.device import Device
-from runtime.errors import UserError
+from runtime.errors import UserError, writing
 from runtime.files import Progress
 from runtime.prepare import csv_rows, open_text
 from runtime.process import command
@@ -229,7 +229,7 @@ def solve_file(settings, trm, task, questions, rows, own):
     print(f"{num_sure} answers are {model.SURE:.0%} sure; {attempts.mean():.2f} attempts at a puzzle, "
           f"of up to {settings.eval_attempts}")
     if own.output:
-        with open(own.output, "w", encoding="utf-8", newline="") as f:
+        with writing(own.output), open(own.output, "w", encoding="utf-8", newline="") as f:
             writer = csv.writer(f, lineterminator="\n")
             writer.writerow(["question", "answer", "certainty", "attempts", "step", "result"])
             writer.writerows(lines)
@@ -297,7 +297,8 @@ def draw(path, task, question, grids):
         ax.hlines(range(0, rows + 1, box[0]), 0, columns, "black", linewidth=3)
         ax.vlines(range(0, columns + 1, box[1]), 0, rows, "black", linewidth=3)
 
-    FuncAnimation(ax.figure, draw_grid, grids).save(path, "pillow", fps=2)
+    with writing(path):
+        FuncAnimation(ax.figure, draw_grid, grids).save(path, "pillow", fps=2)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -235,6 +235,12 @@ def test_exit_codes(arguments, done):
     assert toy_command(arguments) == done
 
 
+def test_an_error_that_nobody_expects_keeps_its_traceback():
+    """Also an OSError: a typo in a path of an edited file, say."""
+    code, _, text = toy_command("--slow=False --fast --path=OSError")
+    assert code == 1 and "in main\n" in text and text.endswith("OSError: an error\nof two lines\n")
+
+
 def test_a_stop_that_python_drops_ends_a_command():
     began = time.monotonic()
     assert toy_command("--slow=False --fast --path=stop")[0] == 3

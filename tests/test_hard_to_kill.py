@@ -30,7 +30,9 @@ from helpers import (
     children,
     curve,
     hosts,
+    in_new_process,
     last_weights,
+    lines,
     run,
     same,
     start_command,
@@ -39,6 +41,7 @@ from helpers import (
     wait_for,
 )
 
+import configurator
 import train
 from runtime.bucket import Bucket, Mirror
 from runtime.checkpoint import checkpoint_paths, numbered
@@ -325,10 +328,58 @@ def test_signals_in_a_save_are_ignored_but_for_a_second_ctrl_c(data, numbers, co
     assert bool(checkpoint_paths("run")) == ("to continue:" in text) == (code == 3)
 
 
-def test_a_closed_terminal_stops_a_run_unless_nohup_started_it(data):
+# A sequence takes a tenth of a second, in training or in an evaluation.
+SLOW_STEPS = """
+import time
+import model
+from runtime import log, process
+new(slow_training=True)
+log.SLOW = 0.3
+process.LONG = 0.1
+_forward = model.TRM.forward
+
+def forward(self, *arguments):
+    if self.training == self.settings.slow_training:
+        time.sleep(0.1)
+    return _forward(self, *arguments)
+
+model.TRM.forward = forward
+"""
+
+
+@pytest.mark.parametrize("flags, phase, words", [
+    (["--global_batch_size=3072"], "training from", "stopped at step 0, before its end, nothing to save; "),
+    (["--slow_training=False"], "trained 1 steps", "final evaluation stopped; a resume starts it again")])
+def test_a_stop_drops_a_step_that_takes_long(data, flags, phase, words):
+    """The step of training takes 5 minutes, and says so."""
+    Path("slow.py").write_text(SLOW_STEPS)
+    flags = "slow.py", "--micro_batch_size=1", "--max_steps=1", "--eval_halt_max_steps=999999", *flags
+    with begun(start_train(data, "run", *flags), phase) as process, begun(process, "% of a step, "):
+        os.kill(process.pid, signal.SIGUSR1)
+        assert words in process.output(3, timeout=15)
+
+
+def train_in_a_thread(flags):
+    settings = configurator.configure(train.Settings, flags)
+    thread = threading.Thread(target=train.main, args=[settings])
+    thread.start()
+    thread.join()
+
+
+def test_a_run_in_a_thread_trains_without_handlers_of_signals(data):
+    """As a sweep agent starts it."""
+    in_new_process(train_in_a_thread, arguments(data, "run", "--max_steps=2"))
+    assert lines("run")[-1]["final"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_closed_terminal_and_slurm_stop_a_run(data, number):
     with begun(start_train(data, "run", *ENDLESS)) as process:
-        os.kill(process.pid, signal.SIGHUP)
+        os.kill(process.pid, number)
         assert "to continue:" in process.output(3, timeout=30)
+
+
+def test_nohup_keeps_a_run_that_loses_its_terminal(data):
     flags = "--max_steps=1000000", "--log_interval=1"
     with begun(start_train(data, "nohup", *flags, NOHUP="1"), "step 1/") as process:
         os.kill(process.pid, signal.SIGHUP)

@@ -138,7 +138,7 @@ def test_command_prints_its_address(models_folder):
 @pytest.mark.parametrize("flags, words", [
     (["--eval_attempts=17"], "eval_attempts=17: the page takes up to 16"),
     (["--eval_halt_max_steps=257"], "eval_halt_max_steps=257: the page takes up to 256"),
-    (["--halt_max_steps=300"], "eval_halt_max_steps=300: the page takes up to 256"),
+    (["--eval_halt_max_steps=0", "--halt_max_steps=300"], "steps=300: the page takes up to 256"),
     (["--eval_attempts=16", "--eval_halt_max_steps=256", "--port=-1"], "--port=-1: ")])
 def test_command_refuses_what_its_server_would(models_folder, flags, words):
     with pytest.raises(UserError, match=re.escape(words)):

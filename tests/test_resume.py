@@ -114,7 +114,7 @@ def test_the_settings_come_from_the_checkpoint_that_is_resumed(data):
 def test_a_machine_with_an_empty_disk_takes_the_settings_of_the_bucket(front):
     """But for data_prepare: a checkpoint may be a stranger's, and executes no command."""
     bucket = "--gcs_dir=gs://bucket/run"
-    prepare = f"--data_prepare={ROOT}/prepare_sudoku.py {DATA} --output_dir=data"
+    prepare = f"--data_prepare=prepare_sudoku.py {DATA} --output_dir=data"  # beside train.py
     start_train("data", "first", bucket, "--max_steps=2", prepare).output()
     shutil.rmtree("data")
     own = "--out_dir=second", bucket, "--device=cpu", "--init_from=resume", "--max_steps=3"

@@ -150,7 +150,7 @@ TRAIN = {
     "--puzzle_emb_ndim=33": "puzzle_emb_ndim 33 | puzzle_emb_len 2 | hidden_size 16",
     "--data_path=data/new --data_prepare='x": "data_prepare | quot",
     "--data_path=data/new --data_prepare=tiny.py": "data/new | data_prepare",
-    "--data_path=/sys/new/data --data_prepare=tiny.py": "/sys/new/data | cannot be written to",
+    "--data_path=/sys/new/data --data_prepare=tiny.py": "/sys/new/data | cannot be written (",
     "--out_dir=out/file": "out/file",
     "--out_dir=gs://bucket/run": "gs://bucket/run | --gcs_dir", "--out_dir=~/run": "~/run | written out",
     # the dataset
