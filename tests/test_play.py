@@ -18,7 +18,7 @@ import play
 import pytest
 import solve
 import torch
-from helpers import ROOT, TrainProcess, begun, needs, wait_for
+from helpers import ROOT, TrainProcess, begun, in_new_process, needs, wait_for
 
 import model
 import puzzles
@@ -555,13 +555,17 @@ def test_file_plays_as_with_a_server(offline):
     assert offline.solve(number=2)[-1]["solved"]
 
 
-def test_export_loads_a_model_and_runs_its_fork_once(models_folder, monkeypatch):
-    load = model.TRM.load
+def export_with_fork(path):
+    load = solve.load
     paths = []
-    monkeypatch.setattr(model.TRM, "load", lambda path, *rest: paths.append(path) or load(path, *rest))
-    Path("fork.py").write_text("import model\nprint('the fork runs', file=open('runs.txt', 'a'))\n")
-    export.main([str(models_folder / "model.pt"), "fork.py", "page.html"])
-    assert len(paths) == len(Path("runs.txt").read_text().splitlines()) == 1
+    solve.load = lambda path, *rest: paths.append(path) or load(path, *rest)
+    export.main([path, path, "fork.py", "page.html"])
+    assert len(paths) == 2 and Path("runs.txt").read_text() == "once"
+
+
+def test_export_loads_each_model_once_and_runs_its_fork_once(models_folder):
+    Path("fork.py").write_text("import model\nopen('runs.txt', 'a').write('once')\n")
+    in_new_process(export_with_fork, str(models_folder / "model.pt"))
 
 
 FORKS = {"losses.py": "model.TRM.losses = lambda *arguments: None", "network.py": "model.rms_norm = abs"}
