@@ -43,7 +43,7 @@ def command(run):
                 signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    handle_stop_signals(interrupt)
+    handle_stop_signals(interrupt)  # a shell's & lets a command ignore SIGINT, nohup SIGHUP
     end_after_signal(4)
     try:
         run()
@@ -118,10 +118,10 @@ STOP_TIMEOUT = 60  # seconds in which a replica must have stopped; the system ki
 LONG = 5  # seconds after which a request to stop ends a droppable block
 
 
-def handle_stop_signals(handler):
-    """Lets handler(number, frame) handle STOP_SIGNALS, unless a shell's & or nohup has them ignored."""
+def handle_stop_signals(handler, ignorable=STOP_SIGNALS):
+    """Lets handler(number, frame) handle STOP_SIGNALS, but for ignorable ones that this process ignores."""
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
+        if number not in ignorable or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 
 
@@ -151,7 +151,7 @@ def on_signals(is_spawned=False):
     # instead of command(), which would end the process 4 seconds after a signal: a save may take longer
     on_each_signal(act)
     # signals without a handler do not reach act
-    handle_stop_signals(drop)
+    handle_stop_signals(drop, ignorable=[signal.SIGHUP])
     if is_spawned:
         # Ctrl-C reaches the main process too, which passes it on
         signal.signal(signal.SIGINT, signal.SIG_IGN)

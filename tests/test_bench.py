@@ -8,7 +8,6 @@ from helpers import ROOT, TINY, TrainProcess, on_replicas
 import bench
 import configurator
 import train
-from runtime import process
 from runtime.errors import UserError
 
 MODEL = [flag for flag in TINY if "batch_size" not in flag]
@@ -44,8 +43,7 @@ def test_one_step_chooses_the_batch_on_a_cpu_where_none_is_given(flags, size, mo
 
 
 def xla_bench(rank, *arguments):
-    process.end_with_parent = lambda: None  # which has not started these replicas itself
-    bench.bench(rank, *arguments)
+    bench.bench(*arguments)
 
 
 @pytest.mark.xla
