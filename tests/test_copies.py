@@ -53,7 +53,8 @@ def test_a_copy_of_train_trains_as_it_is_edited(clone, data, launcher, flags, en
     text = python(*argv, "--out_dir=run", "--max_steps=2", **environment)
     assert "clone/my.train.py" in text and "my step" in text
     if not launcher:
-        assert "my step" in python(*argv, "--out_dir=run", "--max_steps=3", "--init_from=resume")
+        again = "--out_dir=run", "--max_steps=3", "--init_from=resume"
+        assert "my step" in python(*argv, *again, **environment)
     assert {line["train/lr"] for line in lines("run") if "train/lr" in line} == {5e-5}
 
 
