@@ -181,6 +181,17 @@ def run_solve(capsys):
     return run_solve
 
 
+@pytest.fixture
+def pyplot(monkeypatch):
+    """matplotlib.pyplot for a notebook: its figures stay open until the test ends."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("Agg")
+    pyplot.close("all")  # those of other tests
+    monkeypatch.setattr(pyplot, "show", lambda: None)
+    yield pyplot
+    pyplot.close("all")
+
+
 # Servers.
 
 @pytest.fixture

@@ -7,10 +7,12 @@ import http.server
 import importlib
 import importlib.metadata
 import io
+import json
 import logging
 import multiprocessing.forkserver
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -284,6 +286,15 @@ def same(a, b):
     b, other = tree_flatten(b)
     return structure == other and all(torch.equal(torch.as_tensor(x), torch.as_tensor(y))
                                       for x, y in zip(a, b) if x is not None)
+
+
+def code_cells(name):
+    """Returns the code of a notebook in examples/, by cells. Jupyter's !COMMAND becomes shell(COMMAND)."""
+    notebook = json.loads(Path(ROOT, "examples", name).read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    # a command may go on after a backslash, and has values of Python in braces
+    cells = [cell.replace("\\\n", "") for cell in cells]
+    return [re.sub("^( *)!(.*)", r"\1shell(f'''\2''')", cell, flags=re.M) for cell in cells]
 
 
 # Replicas of torch_xla on the CPU: threads of one process that stays.

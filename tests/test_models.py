@@ -1,12 +1,11 @@
 """The models in models/ do what their cards say, and the notebook runs."""
-import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, TrainProcess, prepare
+from helpers import ROOT, TrainProcess, code_cells, prepare
 
 import train
 from configurator import configure
@@ -65,28 +64,23 @@ def test_a_rank_of_torchrun_solves_by_itself(monkeypatch):
     assert answer[0] == "2"
 
 
-def test_notebook(tmp_path, monkeypatch):
+def test_notebook(tmp_path, monkeypatch, pyplot):
     """Its cells, in order, with less data, and training cut short."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    notebook = json.loads(Path(ROOT, "examples/demo.ipynb").read_text())
-    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    cells = code_cells("demo.ipynb")
     data = prepare(tmp_path / "data", source="generate", size=6, num_train=40, num_test=8, num_aug=1)
     flags = (f"--data_path={data} --epochs=2 --device=cpu --eval_interval=1 --global_batch_size=8 "
              "--eval_halt_max_steps=2 --log_interval=2 --L_layers=1")
     cells[0] += f"\nout, flags = {str(tmp_path / 'out')!r}, {flags!r}"
     cells[-1] = cells[-1].replace("[:20]", "[:4]")
-    space = {}
+
+    def shell(command):
+        _, script, *arguments = shlex.split(command)
+        assert script == "train.py"
+        TrainProcess(arguments).output()
+
+    space = dict(shell=shell)
     monkeypatch.chdir(Path(ROOT, "examples"))
-    pyplot.switch_backend("Agg")
-    pyplot.close("all")  # those of other tests
-    monkeypatch.setattr(pyplot, "show", lambda: None)
     for cell in cells:
-        if cell.startswith("!"):
-            python, script, *arguments = shlex.split(cell[1:].format(**space))
-            assert script == "train.py"
-            TrainProcess(arguments).output()
-        else:
-            exec(cell, space)
+        exec(cell, space)
     assert all(re.fullmatch("[ .1-6]{36}", answer) for answer, _ in space["answers"].values())
     assert len(pyplot.get_fignums()) == 2 and 0.5 < space["solved"].float().mean() <= 1
-    pyplot.close("all")

@@ -1,16 +1,23 @@
-"""What the guide gives to other machines fits them: Kubernetes' file, and the loop over the study."""
+"""What the guide gives to other machines fits them: Kaggle's notebook, Kubernetes' file, the study's loop."""
 import glob
 import json
 import math
+import os
 import re
+import shlex
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
+from unittest import mock
 
 import jsonschema
+import pytest
+import solve
 import yaml
-from helpers import ROOT
+from helpers import DATA, ROOT, TINY, TrainProcess, code_cells, curve, run_config, xla_environment
 
+import prepare_sudoku
 import train
 from configurator import configure
 
@@ -43,3 +50,81 @@ def test_the_guides_loop_has_all_runs_of_the_study_and_their_datasets(monkeypatc
     monkeypatch.setattr(sys, "argv", ["-c", "config/study/exp04b_2000_copies.py"])
     exec(code, {})
     assert capsys.readouterr().out == "data/sudoku-extreme-1k-aug-2000\n"
+
+
+# the variables of Kaggle's image
+KAGGLE = {
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_CHIPS_PER_HOST_BOUNDS": "2,4,1",
+    "TPU_HOST_BOUNDS": "1,1,1",
+    "TPU_PROCESS_ADDRESSES": "local",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+
+
+@pytest.mark.xla
+def test_the_notebook_continues_an_earlier_session(data, tmp_path, monkeypatch, pyplot):
+    """Its cells, in order, through XLA on the CPU, with Kaggle's variables and folders, without internet."""
+    for name, value in (KAGGLE | xla_environment(2)).items():
+        monkeypatch.setenv(name, value)
+    flags = [*TINY, "--H_cycles=1", "--L_cycles=1", "--log_interval=1", "--eval_halt_max_steps=4",
+             "--eval_final_max_puzzles=16"]
+    # the inputs: a copy of the code, and what a session of two steps has left, which is read-only
+    copy = tmp_path / "kaggle/input/datasets/me/code"
+    copy.mkdir(parents=True)
+    for name in "configurator.py", "config":
+        os.symlink(Path(ROOT, name), copy / name)
+    earlier = tmp_path / "kaggle/input/notebooks/me/train/run"
+    run_config("sudoku_speed.py", earlier, *flags, f"--data_path={data}", "--max_steps=2")
+    earlier.chmod(0o555)
+    # neither GPUs nor internet
+    monkeypatch.setattr("subprocess.check_output", lambda command: b"0")
+    monkeypatch.setattr("socket.create_connection", mock.Mock(side_effect=OSError))
+
+    def shell(command):
+        words = shlex.split(command)
+        if words[0] == "cp":
+            subprocess.run(words, check=True)
+            return
+        # scripts/first_chip.py has a test of its own
+        folder, script, arguments = re.search(rf"{copy}/(scripts/)?(\w+)\.py (.*)", command).groups()
+        arguments = shlex.split(arguments)
+        outputs[script] = ""
+        if script == "prepare_sudoku":
+            assert "--source=generate" in arguments
+            prepare_sudoku.main(configure(prepare_sudoku.Settings, [*arguments, *DATA.split()]))
+        elif script == "train":
+            outputs[script] = TrainProcess(arguments).output()
+        elif script == "solve":
+            solve.main(arguments)
+
+    outputs = {}
+    space = dict(shell=shell)
+    for cell in code_cells("kaggle_tpu.ipynb"):
+        # the folders, a puzzle of 4x4 cells, and at last the settings
+        cell = re.sub("/(kaggle|tmp)/", rf"{tmp_path}/\1/", cell)
+        cell = re.sub('puzzle = ".*"', 'puzzle = "1..............4"', cell)
+        exec(cell, space)
+        space["flags"] = shlex.join([*flags, "--max_steps=4"])
+    assert [*outputs] == ["first_chip", "prepare_sudoku", "train", "solve"]
+    assert "2 x xla" in outputs["train"] and "training from step 2 to 4" in outputs["train"]
+    assert [*curve("run")] == [1, 2, 3, 4] and Path("run").stat().st_mode & 0o200
+    assert len(pyplot.get_fignums()) == 2
+
+
+@pytest.mark.parametrize("gpus, path, variable, device", [
+    (2, "", "", "cuda"), (1, "", "TPU_NAME", "cuda"), (0, "", "TPU_WORKER_ID", "xla"),
+    (0, "/dev/vfio/0", "", "xla"), (0, "/dev/accel3", "", "xla"), (0, "/dev/vfio/vfio", "", "cpu")])
+def test_the_notebook_finds_the_chips(monkeypatch, gpus, path, variable, device):
+    """It never asks torch_xla, which would hold them."""
+    monkeypatch.setattr("subprocess.check_output", lambda command: b"%d" % gpus)
+    monkeypatch.setattr("glob.glob", lambda pattern: [path] if fnmatch(path, pattern) else [])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr("os.environ", {variable: ""})
+    first, second, *_ = code_cells("kaggle_tpu.ipynb")
+    space = dict(code=ROOT)
+    exec(first.partition("repository =")[0] + second, space)
+    assert space["device"] == device
+    assert ("--nproc-per-node=2" in space["launch"]) == (gpus == 2)
