@@ -34,6 +34,7 @@ from train import open_device
 class Settings:
     # what is measured
     steps = 0  # steps that follow each other without a wait, up to three times; 0: 20 on a GPU, 2 elsewhere
+    replica_batch_size = 0  # sequences on each replica; 0: global_batch_size is divided among them
     size = 9  # side of the random puzzles where data_path is missing
 
 
@@ -41,7 +42,7 @@ CPU_STEP_SECONDS = 2  # a CPU's batch, where none is given, is what it does in s
 ROUND_SECONDS = 12  # the steps are repeated until so much time has passed
 
 
-def bench(settings, num_steps, kind, knows_length):
+def bench(settings, num_steps, kind, knows_length, replica_batch_size=0):
     """Measures on every replica, and prints on rank 0.
 
     Args:
@@ -49,6 +50,7 @@ def bench(settings, num_steps, kind, knows_length):
         num_steps: bench.py's setting `steps`.
         kind: what choose_device returns.
         knows_length: whether the dataset, or max_steps, says how long the run is.
+        replica_batch_size: bench.py's setting.
     """
     # the device, and the examples of the config's run
     device = open_device(kind, settings)
@@ -63,7 +65,9 @@ def bench(settings, num_steps, kind, knows_length):
 
     # the steps of train.py, at the batch to measure; a CPU would take minutes for a step of the default
     say(dtype_note)
-    if kind == "cpu" and "global_batch_size" not in settings.assigned:
+    if replica_batch_size:
+        settings.global_batch_size = replica_batch_size * device.world
+    elif kind == "cpu" and "global_batch_size" not in settings.assigned:
         choose_batch_size(settings, device, say)
     check_batch_size(settings, device)
     run, next_inputs = new_run(settings, device)
@@ -136,7 +140,7 @@ def measure(run, next_inputs, num_steps, say):
         tflops=rate * step_flops / 1e12,
         mfu=peak and rate * step_flops / peak / device.world,
         evaluation_ms=1e3 * eval_seconds,
-        peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9 or None,  # None without a GPU
+        peak_memory_gb=device.peak_memory() / 1e9 or None,  # None on a CPU
         **device.counts(),
     )
 
@@ -218,18 +222,21 @@ def main(argv):
     settings = configurator.configure(train.Settings, [*operands, *train_arguments])
     train.check_settings(settings)
     kind, reason = choose_device(settings.device)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's
+        process.end_with_parent()
 
     with tempfile.TemporaryDirectory() as folder:
         wanted = settings.data_path
         dataset = find_or_make_dataset(settings, folder, bench_settings.size)
         knows_length = settings.data_path == wanted or settings.max_steps > 0
+        measured = settings, bench_settings.steps, kind, knows_length, bench_settings.replica_batch_size
         print(f"device {kind}: {reason}; dataset: {dataset}", flush=True)
         try:
             if kind == "xla":
                 import torch_xla.distributed.xla_multiprocessing as xmp
-                xmp.spawn(train.Spawned(bench, settings, bench_settings.steps, kind, knows_length))
+                xmp.spawn(train.Spawned(bench, *measured))
             else:
-                bench(settings, bench_settings.steps, kind, knows_length)
+                bench(*measured)
         except Exception as e:
             if not is_out_of_memory(e):
                 raise

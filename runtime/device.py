@@ -363,6 +363,10 @@ class Device:
         with droppable() if self.world == 1 else nullcontext():
             return loop_over_micro_batches(body, sums, weights, batch, size, self.report)
 
+    def peak_memory(self):
+        """Returns the most bytes of the device that were in use at a time; 0 on a CPU."""
+        return torch.cuda.max_memory_allocated()
+
     def counts(self):
         """Returns the compiler's numbers for metrics.jsonl."""
         return {}

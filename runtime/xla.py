@@ -8,6 +8,7 @@ import pickle
 import platform
 import threading
 import traceback
+from contextlib import suppress
 
 import torch
 import torch_xla
@@ -206,6 +207,11 @@ class XLADevice:
         micro_batches = tree_map(lambda t: t.unflatten(0, (-1, size)), batch)
         (sums, _), results = _scan_impl_pytree(step, (sums, weights), micro_batches)
         return sums, tree_map(lambda t: t.flatten(0, 1), results)
+
+    def peak_memory(self):
+        with suppress(RuntimeError):  # the CPU has no such number
+            return xm.get_memory_info(self.torch).get("peak_bytes_used", 0)
+        return 0
 
     def counts(self):
         """Returns how many programs were compiled, the seconds this took, and operations on the host."""

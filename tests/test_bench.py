@@ -30,7 +30,8 @@ def test_figures_on_the_cpu_are_those_of_a_forks_dataset_and_steps():
     assert min(figures[name] for name in ("tflops", "training_hours", "evaluation_ms")) > 0
 
 
-@pytest.mark.parametrize("flags, size", [([], 2), (["small.py"], 8), (["--global_batch_size=768"], 768)])
+@pytest.mark.parametrize("flags, size", [
+    ([], 2), (["small.py"], 8), (["--global_batch_size=768"], 768), (["--replica_batch_size=3"], 3)])
 def test_one_step_chooses_the_batch_on_a_cpu_where_none_is_given(flags, size, monkeypatch, capsys):
     """Without a dataset, which random puzzles replace."""
     Path("small.py").write_text("global_batch_size = 8\n")
@@ -48,9 +49,9 @@ def xla_bench(rank, *arguments):
 
 @pytest.mark.xla
 def test_two_replicas_through_xla(random_puzzles):
-    flags = [*MODEL, "--H_cycles=1", "--L_cycles=1", "--global_batch_size=32", "--micro_batch_size=8"]
+    flags = [*MODEL, "--H_cycles=1", "--L_cycles=1", "--micro_batch_size=8"]
     settings = configurator.configure(train.Settings, [*flags, f"--data_path={random_puzzles}"])
-    text = on_replicas(2, xla_bench, settings, 1, "xla", True)
+    text = on_replicas(2, xla_bench, settings, 1, "xla", True, 16)
     figures = json.loads(text.splitlines()[-1])
     want = {"kind": "xla", "replicas": 2, "global_batch_size": 32, "xla/fallbacks": 0}
     assert figures | want == figures
