@@ -34,7 +34,7 @@ INTERVAL = 90  # seconds of training between evaluations
 LIMIT = 3600  # seconds of training
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:0] = [args.official, os.path.join(ROOT, "tests", "golden")]
+sys.path[:0] = [args.official, os.path.join(ROOT, "records", "golden")]
 from make import AdamATan2
 from models.ema import EMAHelper
 from models.losses import ACTLossHead

@@ -47,7 +47,7 @@ if args.tiny:
 VARIANTS = ("on", MICRO_BATCH, 10), ("on", 0, 10), ("off", 0, 5), ("off", MICRO_BATCH, 5)
 
 ROOT = str(Path(__file__).resolve().parent.parent)
-sys.path[:0] = [ROOT, args.official, f"{ROOT}/tests/golden"]
+sys.path[:0] = [ROOT, args.official, f"{ROOT}/records/golden"]
 from make import AdamATan2
 from models.ema import EMAHelper
 from models.losses import ACTLossHead

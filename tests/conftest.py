@@ -35,8 +35,8 @@ from runtime import forks
 from runtime.prepare import write_dataset
 
 # The files that take longest. The workers take whole files, these first, so that all end together.
-LONGEST = ("hard_to_kill", "spawn", "tpu_sh", "replicas", "play", "smoke", "train", "wandb", "chaos",
-           "models", "resume", "forks", "copies", "aot", "machines", "sweep", "solve", "parity",
+LONGEST = ("hard_to_kill", "first_chip", "spawn", "tpu_sh", "replicas", "play", "smoke", "train", "wandb",
+           "chaos", "models", "resume", "forks", "copies", "aot", "machines", "sweep", "solve", "parity",
            "wrong_input", "attempts", "configurator", "report", "bench", "data", "model", "gcs")
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import first_gpu
 import pytest
 import torch
 from helpers import TINY, TrainProcess, hosts, run, start_train
@@ -94,31 +93,6 @@ def test_a_user_without_a_name_can_compile(monkeypatch):
 def test_the_peak_is_that_of_the_very_chip(name, tflops):
     peak = devices.peak_flops(SimpleNamespace(name=name))
     assert peak == (tflops and tflops * 1e12)
-
-
-def test_first_gpu_rehearses_on_a_cpu(monkeypatch, capsys):
-    """Its parts run in this process, which has imported torch."""
-    def start(command, **options):
-        _, script, *flags = command
-        if script == first_gpu.__file__:
-            first_gpu.main(configurator.configure(script, flags))
-        else:
-            TrainProcess(flags).output()
-
-    monkeypatch.setattr(first_gpu, "subprocess", mock.Mock(run=start))
-    flags = ["--device=cpu", "--out_dir=out", "--minutes=30"]
-    first_gpu.main(configurator.configure(first_gpu.Settings, flags))
-    parts = [json.loads(line)["part"] for line in Path("out/results.jsonl").read_text().splitlines()]
-    checks = ["parity"] * 2 + ["losses"] * 3 + ["repeat"] * 3 + ["resume"]
-    assert parts == ["environment", *checks, *["step", "repeat", "kernels"] * 2]
-    text = capsys.readouterr().out
-    assert "\n11 of 11 checks passed\n" in text and "| maze_eager | 8 | " in text
-    assert os.listdir() == ["out"]  # it leaves nothing elsewhere
-
-
-def test_first_gpu_leaves_out_what_the_minutes_are_too_few_for(tmp_path, capsys):
-    first_gpu.main(SimpleNamespace(part="", device="cpu", out_dir=str(tmp_path / "out"), minutes=0.0))
-    assert "since --minutes=0 are too few: checks, sudoku_speed, maze_eager" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags, given, taken", [

@@ -1,10 +1,10 @@
 """Records what the official code does in a few training steps and one evaluation: *_steps.npz of this folder.
 
     git clone https://github.com/SamsungSAILMontreal/TinyRecursiveModels && pip install einops pydantic
-    python tests/golden/make.py TinyRecursiveModels
+    python records/golden/make.py TinyRecursiveModels
 
 Its own model, loss, SignSGD and average, in float32 on the CPU; only AdamATan2 is written in plain PyTorch
-here. tests/test_parity.py starts each step from the official state before it, so a file has, for K steps:
+here. scripts/parity.py starts each step from the official state before it, so a file has, for K steps:
 
 - `config`: JSON with `model` (the official settings) and `train` (rates, schedule, decay, average).
 - `weights/NAME`, `m/NAME`, `v/NAME`, `ema/NAME` [K + 1, ...]: weights, moments and average, before the first

@@ -1,0 +1,27 @@
+"""Trains as train.py does, but on one chip of a host that has several; on XLA train.py takes all of them.
+
+    python scripts/one_chip.py config/demo.py --device=xla
+"""
+import functools
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import configurator
+import train
+from runtime import process
+from runtime.device import choose_device
+
+
+def main(argv):
+    """Trains with train.py's arguments."""
+    settings = configurator.configure(train.Settings, argv)
+    kind, _ = choose_device(settings.device)
+    if kind == "xla":
+        import torch_xla.distributed.xla_multiprocessing as xmp
+        xmp.spawn = functools.partial(xmp.spawn, nprocs=1)  # in this process
+    train.main(settings)
+
+
+if __name__ == "__main__":
+    process.command(lambda: main(sys.argv[1:]))
