@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from unittest import mock
 
+import first_chip
 import jsonschema
 import pytest
 import solve
@@ -88,13 +89,14 @@ def test_the_notebook_continues_an_earlier_session(data, tmp_path, monkeypatch, 
         if words[0] == "cp":
             subprocess.run(words, check=True)
             return
-        # scripts/first_chip.py has a test of its own
         folder, script, arguments = re.search(rf"{copy}/(scripts/)?(\w+)\.py (.*)", command).groups()
         arguments = shlex.split(arguments)
         outputs[script] = ""
         if script == "prepare_sudoku":
             assert "--source=generate" in arguments
             prepare_sudoku.main(configure(prepare_sudoku.Settings, [*arguments, *DATA.split()]))
+        elif script == "first_chip":  # it has a test of its own
+            configure(first_chip.Settings, arguments)
         elif script == "train":
             outputs[script] = TrainProcess(arguments).output()
         elif script == "solve":
