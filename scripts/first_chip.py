@@ -12,6 +12,7 @@ part, and all results in results.md and results.json. The exit code is 1 if a pa
 import importlib.metadata
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -81,19 +82,19 @@ class Part(NamedTuple):
 
 def list_parts(kind, is_rehearsal):
     """Returns {name: Part}, the most valuable first, for a folder of their own."""
-    device = DEVICES[kind]
+    launcher, check_flags, sudoku, maze = DEVICES[kind]
     puzzles, model, bench, goal = PUZZLES, "", "", 0.98
     if is_rehearsal:
         puzzles, model, bench, goal = TINY_PUZZLES, TINY, TINY_BENCH, 0
     prepare = f"prepare_sudoku.py --source=generate {puzzles} --output_dir=data"
     demo = (f"config/demo.py --device={kind} --data_path=data '--data_prepare={prepare}' "
-            f"{device.check_flags} {model}")
+            f"{check_flags} {model}")
     train = f"train.py {demo} {STEPS}"
-    train_on_all = f"{device.launcher} {train}"
+    train_on_all = f"{launcher} {train}"
 
-    def measure(config, flags=device.sudoku):
+    def measure(config, flags=sudoku):
         """Returns the Part that times the steps of a config file on all chips."""
-        return Part(90, f"{device.launcher} bench.py config/{config} --device={kind} --data_path=missing "
+        return Part(90, f"{launcher} bench.py config/{config} --device={kind} --data_path=missing "
                     f"--steps=20 {flags} {bench}", judge_steps)
 
     parts = {
@@ -125,10 +126,10 @@ def list_parts(kind, is_rehearsal):
             partial(find_line, "training from step")),
         "demo": Part(90, f"train.py {demo} --out_dir=demo", partial(judge_demo, goal)),
         # 16 chips share the batch of the study's baseline
-        "baseline": measure("baseline.py", f"{device.sudoku} --replica_batch_size=384"),
-        "sudoku, --compile=off": measure("sudoku.py", f"{device.sudoku} --compile=off"),
+        "baseline": measure("baseline.py", f"{sudoku} --replica_batch_size=384"),
+        "sudoku, --compile=off": measure("sudoku.py", f"{sudoku} --compile=off"),
         "sudoku_att": measure("sudoku_att.py"),
-        "maze": measure("maze.py", device.maze),
+        "maze": measure("maze.py", maze),
     }
     if is_rehearsal:
         # they repeat what others show
@@ -167,8 +168,7 @@ def compare_checkpoints(name, reference, step, output):
 
 
 def find_line(words, output):
-    [line] = [line for line in output.splitlines() if words in line]
-    return True, line, None
+    return True, re.findall(f".*{words}.*", output)[0], None
 
 
 def judge_demo(goal, output):
@@ -192,7 +192,7 @@ def judge_steps(output):
 
 
 def last_json(output):
-    return json.loads([line for line in output.splitlines() if line.startswith("{")][-1])
+    return json.loads(re.findall("^{.*}$", output, re.MULTILINE)[-1])
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -264,11 +264,10 @@ def run_command(part, log, limit):
     if running.returncode == (3 if part.stop_at else 0):
         return output
     # its last lines say why
-    last_lines = [line[:200] for line in output.splitlines()[-3:]]
     if running.returncode is None:
-        last_lines.append(f"no end after {limit:.0f} s")
         time.sleep(BUSY_SECONDS)
-    raise RuntimeError(" / ".join(last_lines))
+        raise TimeoutError(f"no end after {limit:.0f} s: {output[-300:]}")
+    raise RuntimeError(output[-300:])
 
 
 def report(results):

@@ -107,7 +107,7 @@ def test_a_part_that_fails_does_not_end_the_others(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="^1$"):
         first_chip.main(configurator.configure(first_chip.Settings, ["--device=cpu", "--out_dir=out"]))
     rows = Path("results.md").read_text().splitlines()[4:]
-    words = [r"before \\\| / the reason", "1 / no end after 2 s", r"max\(\) arg is an empty",
+    words = [r"before \\\| the reason", "no end after 2 s: 1 ", r"max\(\) arg is an empty",
              r"\*\*failed\*\*: by 2", "left out: it needs ", r"\| by 1 \|"]
     assert len(rows) == len(words) and all(map(re.search, words, rows))
 
