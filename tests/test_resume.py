@@ -156,7 +156,7 @@ def test_settings_that_do_not_change_the_model_may_change(data):
 def test_of_minutes_and_steps_the_last_ones_count(arguments, minutes, steps):
     Path("steps.py").write_text("max_minutes = 5\nmax_steps = 9")
     Path("minutes.py").write_text("run('steps.py')\nmax_minutes = 1")
-    settings = configure(train.__file__, arguments)
+    settings = configure(train.Settings, arguments)
     train.check_settings(settings)
     assert keep_length(settings, {}) == ""
     assert (settings.max_minutes, settings.max_steps) == (minutes, steps)
