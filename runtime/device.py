@@ -5,6 +5,7 @@ torch_xla is imported where a TPU is looked for or used: other machines can do w
 import atexit
 import glob
 import importlib.util
+import math
 import mmap
 import os
 import platform
@@ -32,6 +33,12 @@ ADDRESS_TIMEOUT = 20  # seconds in which the name MASTER_ADDR must get an addres
 TYPE_VARIABLES = ("XLA_USE_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_BF16", "XLA_DOWNCAST_FP16")
 REFUSED_XLA = dict.fromkeys(TYPE_VARIABLES, "it would keep the weights in 16 bits, see --forward_dtype") | {
     "XLA_USE_SPMD": "it would train one replica instead of one on each device"}
+# Variables of the only process of a TPU host, and what they say of the host.
+OF_HOST = {
+    "CLOUD_TPU_TASK_ID": "TPU_WORKER_ID",
+    "TPU_PROCESS_BOUNDS": "TPU_HOST_BOUNDS",
+    "TPU_CHIPS_PER_PROCESS_BOUNDS": "TPU_CHIPS_PER_HOST_BOUNDS",
+}
 # The bfloat16 FLOP/s of a chip, with float32 sums and without sparsity, for perf/mfu. Sources are Google's
 # page of each TPU, NVIDIA's data sheets (from the L4 on they say "with sparsity", which is halved here), and
 # NVIDIA's papers on the architectures of GeForce cards. "H100" and "H200" mean the SXM modules.
@@ -123,7 +130,7 @@ def choose_device(wanted):
             return "xla", "PJRT_DEVICE=CPU"
         if has_xla and has_tpu():
             check_xla_variables()
-            return "xla", "a TPU is here"
+            return "xla", f"a TPU is here{prepare_processes()}"
         if (wanted == "xla" or pjrt) and not has_xla:
             raise UserError(f"--device={wanted}: torch_xla is not installed: pip install -r requirements.txt "
                             "does that for Python 3.10 to 3.13 on Linux on x86-64, and this is Python "
@@ -179,6 +186,43 @@ def has_tpu():
         return True
     del os.environ["PJRT_DEVICE"]
     return False
+
+
+def prepare_processes():
+    """Prepares the environment for xmp.spawn's processes, one for each chip; returns words for what went."""
+    from torch_xla._internal import tpu
+    # what a process has that is to use one chip of several
+    bounds = map(os.environ.get, ("TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS"))
+    num_processes = 1 if {*bounds} == {"1,1,1"} else tpu.num_available_chips()
+    environment = name_all_processes(os.environ, num_processes)
+    removed = [f"{name}={os.environ.pop(name)}" for name in sorted({*os.environ} - {*environment})]
+    os.environ.update(environment)
+    if not removed:
+        return ""
+    return f"; removed from the environment, as not for {num_processes} processes: {' '.join(removed)}"
+
+
+def name_all_processes(environment, num_processes):
+    """Returns a TPU host's environment without what names only one of its num_processes processes.
+
+    Images and clusters set these variables for one process a host, as JAX starts it. In each process of
+    xmp.spawn, torch_xla's configure_topology fills in those that are not set, from the number of the host and
+    the bounds of hosts and of their chips.
+    """
+    num_hosts = len(environment.get("TPU_WORKER_HOSTNAMES", "").split(","))
+    num_all = num_hosts * num_processes
+    wrong = []
+    # "local", which Kaggle has, is not even the address of one process
+    if len(re.findall(r":\d+", environment.get("TPU_PROCESS_ADDRESSES", ""))) != num_all:
+        wrong += ["TPU_PROCESS_ADDRESSES", "TPU_PROCESS_PORT"]
+    if num_processes > 1:
+        wrong += ["CLOUD_TPU_TASK_ID", "TPU_PROCESS_PORT", "TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"]
+        bounds = re.findall(r"\d+", environment.get("TPU_PROCESS_BOUNDS", ""))
+        if math.prod(map(int, bounds)) != num_all:
+            wrong += ["TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS"]
+    # what names the only process of a host names the host
+    named = {OF_HOST[name]: environment[name] for name in OF_HOST if name in wrong and name in environment}
+    return named | {name: value for name, value in environment.items() if name not in wrong}
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -1,11 +1,23 @@
-"""xmp.spawn with real processes, as on TPU hosts: how they start, stop and die."""
+"""xmp.spawn with real processes, as on TPU hosts: where they are, how they start, stop and die."""
 import os
 import signal
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from helpers import begun, children, start_train, stored, xla_environment
+from helpers import (
+    TrainProcess,
+    arguments,
+    begun,
+    children,
+    in_new_process,
+    start_train,
+    stored,
+    xla_environment,
+)
+
+from runtime.device import name_all_processes
 
 pytestmark = pytest.mark.xla
 
@@ -119,3 +131,119 @@ def test_a_preemption_saves_and_uploads_within_30_seconds(data, front, emulator)
 
 def test_a_preemption_at_the_start_stops_the_run(data):
     assert "stopped at step " in start(data, EARLY, "--max_steps=100000").output(3)
+
+
+# The topology variables, from which torch_xla's own function makes those of each process.
+
+KAGGLE = dict(
+    TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_PROCESS_ADDRESSES="local",
+    TPU_CHIPS_PER_HOST_BOUNDS="2,4,1", TPU_HOST_BOUNDS="1,1,1", TPU_WORKER_ID="0",
+    TPU_WORKER_HOSTNAMES="localhost")
+COLAB = KAGGLE | dict(TPU_ACCELERATOR_TYPE="v5litepod-1", TPU_CHIPS_PER_HOST_BOUNDS="1,1,1")
+ONE_HOST = KAGGLE | dict(
+    TPU_ACCELERATOR_TYPE="v4-8", TPU_CHIPS_PER_HOST_BOUNDS="2,2,1", TPU_PROCESS_ADDRESSES="localhost:8471")
+FOUR_HOSTS = ONE_HOST | dict(
+    TPU_ACCELERATOR_TYPE="v4-32", TPU_HOST_BOUNDS="1,1,4", TPU_WORKER_ID="3",
+    TPU_WORKER_HOSTNAMES="trm-0,trm-1,trm-2,trm-3",
+    TPU_PROCESS_ADDRESSES="trm-0:8476,trm-1:8476,trm-2:8476,trm-3:8476", TPU_PROCESS_PORT="8476")
+# all variables of the only process of a host, and none of the host's own
+ONE_PROCESS = dict(
+    CLOUD_TPU_TASK_ID="3", TPU_PROCESS_BOUNDS="1,1,4", TPU_CHIPS_PER_PROCESS_BOUNDS="2,2,1",
+    TPU_VISIBLE_CHIPS="0,1,2,3")
+ALL_PROCESSES = dict(
+    TPU_PROCESS_BOUNDS="4,2,1", TPU_CHIPS_PER_PROCESS_BOUNDS="1,1,1",
+    TPU_PROCESS_ADDRESSES=",".join(f"other:{port}" for port in range(8476, 8484)))
+
+
+def without_host(environment):
+    own = ("TPU_WORKER_ID", "TPU_HOST_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS")
+    return {name: value for name, value in environment.items() if name not in own}
+
+
+def metadata(accelerator, bounds, worker, hosts):
+    """Returns what a TPU VM's metadata server answers."""
+    return {
+        "tpu-env": f"ACCELERATOR_TYPE: {accelerator}\nTPU_PROCESS_BOUNDS: '{bounds}'\nWORKER_ID: '{worker}'\n"
+                   "TPU_CHIPS_PER_PROCESS_BOUNDS: '2,2,1'",
+        "worker-network-endpoints": ",".join(f"unused:unused:{host}" for host in hosts)}
+
+
+# environment, metadata, processes a host, host, hosts by address, bounds
+TOPOLOGIES = {
+    "kaggle": (KAGGLE, {}, 8, 0, ["localhost"], "2,4,1"),
+    "kaggle, task id": (KAGGLE | dict(CLOUD_TPU_TASK_ID="0"), {}, 8, 0, ["localhost"], "2,4,1"),
+    "kaggle, one process": (
+        KAGGLE | dict(TPU_PROCESS_BOUNDS="1,1,1", TPU_CHIPS_PER_PROCESS_BOUNDS="2,4,1"), {}, 8, 0,
+        ["localhost"], "2,4,1"),
+    "kaggle, all listed": (KAGGLE | ALL_PROCESSES, {}, 8, 0, ["other"], "4,2,1"),
+    "kaggle, one chip": (
+        KAGGLE | dict(TPU_PROCESS_BOUNDS="1,1,1", TPU_CHIPS_PER_PROCESS_BOUNDS="1,1,1"), {}, 1, 0,
+        ["localhost"], "1,1,1"),
+    "colab": (COLAB, {}, 1, 0, ["localhost"], "1,1,1"),
+    "v4-8": ({}, metadata("v4-8", "1,1,1", 0, ["10.0.0.1"]), 4, 0, ["localhost"], "2,2,1"),
+    "v4-32": ({}, metadata("v4-32", "1,1,4", 2, ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"]), 4, 2,
+              ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"], "2,2,4"),
+    "gke, one host": (ONE_HOST, {}, 4, 0, ["localhost"], "2,2,1"),
+    "gke, four hosts": (FOUR_HOSTS, {}, 4, 3, ["trm-0", "trm-1", "trm-2", "trm-3"], "2,2,4"),
+    "gke, of processes": (without_host(FOUR_HOSTS) | ONE_PROCESS, {}, 4, 3,
+                          ["trm-0", "trm-1", "trm-2", "trm-3"], "2,2,4"),
+}
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_each_process_has_its_own_place_among_all(name):
+    in_new_process(check_topology, *TOPOLOGIES[name])
+
+
+def check_topology(environment, answers, num_processes, host, hosts, bounds):
+    from torch_xla._internal import tpu
+    tpu._get_metadata = answers.__getitem__
+    addresses = [f"{name}:{8476 + rank}" for name in hosts for rank in range(num_processes)]
+    environment = name_all_processes(environment, num_processes)
+    for rank in range(num_processes):
+        with mock.patch.dict(os.environ, environment, clear=True):
+            tpu.configure_topology(rank, num_processes)
+            want = dict(
+                TPU_PROCESS_ADDRESSES=",".join(addresses), CLOUD_TPU_TASK_ID=str(host * num_processes + rank),
+                TPU_PROCESS_BOUNDS=bounds, TPU_CHIPS_PER_PROCESS_BOUNDS="1,1,1",
+                TPU_PROCESS_PORT=str(8476 + rank), TPU_VISIBLE_CHIPS=str(rank))
+            assert {name: os.environ[name] for name in want} == want
+            assert tpu.num_tpu_workers() == len(hosts)
+
+
+# Eight chips on the bus, and xmp.spawn prints what its processes would have.
+EIGHT_CHIPS = """
+import glob, os
+from pathlib import Path
+from unittest import mock
+import torch_xla.distributed.xla_multiprocessing as xmp
+from torch_xla._internal import tpu
+for _chip in range(8):
+    Path(f"pci/{_chip}").mkdir(parents=True)
+    Path(f"pci/{_chip}/vendor").write_text("0x1ae0")
+    Path(f"pci/{_chip}/device").write_text("0x0063")
+_glob = glob.glob
+glob.glob = lambda path: _glob(path.replace("/sys/bus/pci/devices", "pci"))
+
+def spawn(function):
+    num_processes = tpu.num_local_processes()
+    for rank in range(num_processes):
+        with mock.patch.dict(os.environ):
+            tpu.configure_topology(rank, num_processes)
+            print(os.environ["TPU_PROCESS_ADDRESSES"], os.environ["CLOUD_TPU_TASK_ID"])
+
+xmp.spawn = spawn
+"""
+
+
+@pytest.mark.parametrize("script", ["train", "bench"])
+def test_kaggles_image_has_eight_processes(script, data):
+    Path("fork.py").write_text(EIGHT_CHIPS)
+    variables = KAGGLE | dict(CLOUD_TPU_TASK_ID="0", TPU_PROCESS_BOUNDS="1,1,1")
+    flags = arguments(data, "run", "fork.py", "--device=auto")
+    text = TrainProcess(flags, script=script, **variables).output()
+    first, *processes = [line for line in text.splitlines() if "localhost:" in line or "device" in line]
+    addresses = ",".join(f"localhost:{port}" for port in range(8476, 8484))
+    assert processes == [f"{addresses} {rank}" for rank in range(8)]
+    assert "device xla: a TPU is here; removed from the environment, as not for 8 processes: " in first
+    assert "CLOUD_TPU_TASK_ID=0 TPU_PROCESS_ADDRESSES=local TPU_PROCESS_BOUNDS=1,1,1" in first
