@@ -103,7 +103,7 @@ class Settings:
     log_interval = 10  # steps averaged in a line of the log
     stall_timeout = 1800  # exit if no step finishes for this many seconds; 0: never
     device = "auto"  # auto, xla, cuda or cpu
-    compile = "auto"  # torch.compile: auto (CUDA), on (CPU too: 10 to 40% faster) or off; on XLA: docs/tpu.md
+    compile = "auto"  # torch.compile: auto (CUDA), on (CPU too: 10 to 40% faster), off; XLA: see docs/tpu.md
     # logging
     wandb_log = False  # send metrics.jsonl to Weights & Biases too
     wandb_project = "trm"  # in your default entity, or WANDB_ENTITY

@@ -370,8 +370,11 @@ class Device:
         os.environ.setdefault("USERNAME", str(os.getuid()))
         return torch.compile(fn, dynamic=False)
 
-    def compile_step(self, fn):
-        """Returns fn(state, inputs, *static), which changes the tensors of state in place."""
+    def compile_step(self, fn, is_collective=True):
+        """Returns fn(state, inputs, *static), which changes the tensors of state in place.
+
+        is_collective: whether all ranks call it together.
+        """
         return fn
 
     def micro_batch_size(self, settings, flops):

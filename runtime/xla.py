@@ -9,6 +9,7 @@ import platform
 import threading
 import traceback
 from contextlib import suppress
+from functools import partial
 
 import torch
 import torch_xla
@@ -21,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from runtime.device import flatten, loop_over_micro_batches
-from runtime.errors import UserError
+from runtime.errors import UserError, is_out_of_memory, one_line
 
+XLAC = torch_xla._XLAC
 # torch's tags of operations that read the values of their arguments
 NEED_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # where replicas are threads, one compiles while it holds this lock, and the others find its program
@@ -34,7 +36,8 @@ class XLADevice:
     kind = "xla"
 
     def __init__(self, settings):
-        self.is_lazy = settings.compile == "off"
+        self.compiles = settings.compile
+        self.is_lazy = self.compiles == "off"  # while a step is traced that is not captured
         self.torch = torch_xla.device()
         self.rank = xr.global_ordinal()
         self.world = xr.world_size()
@@ -111,57 +114,138 @@ class XLADevice:
     def compile(self, fn):
         return fn  # compile_step() compiles the whole step
 
-    def compile_step(self, fn):
+    def compile_step(self, fn, is_collective=True):
         """Returns fn(state, inputs, *static) as one program for each static: traced once, then replayed.
 
         What fn reads besides its arguments must not change. Raises NotReplayable for what cannot be captured.
-        With --compile=off fn is traced at every call, as torch_xla's programs usually are.
+        With --compile=off fn is traced at every call, as torch_xla's programs usually are. With auto, that is
+        also what happens once a program fails at its first call.
         """
         programs = {}
+        is_lazy = self.is_lazy
+        attempt = partial(self.attempt, is_collective)
 
         def call_lazily(state, inputs, *static):
             # threads keep the old state: to free it, the launch would wait for peers that wait for LAUNCH
             new_state = tree_map(torch.clone, state) if self.threads else state
+            self.is_lazy = True
             outputs = fn(new_state, inputs, *static)
+            self.is_lazy = self.compiles == "off"
             self.launch(tree_flatten(outputs)[0][0])
             state.update(new_state)
             return outputs
 
+        def first_call(state, inputs, *static):
+            nonlocal is_lazy
+            # the program takes the memory of the state, even if it fails
+            state_before = tree_map(torch.Tensor.cpu, state)
+            try:
+                compile = attempt("capture", self.capture, fn, state, inputs, *static)
+                replay = attempt("compilation", compile, state, inputs)
+                outputs = attempt("execution", self.wait_for, replay, state, inputs)
+            except FallBack:
+                is_lazy = True
+                state.update(self.put(state_before))
+                return call_lazily(state, inputs, *static)
+            programs[static] = replay
+            return outputs
+
         def call(state, inputs, *static):
+            if is_lazy:
+                return call_lazily(state, inputs, *static)
             if static not in programs:
-                programs[static] = self.capture(fn, state, inputs, *static)
+                return first_call(state, inputs, *static)
             return programs[static](state, inputs)
 
-        return call_lazily if self.is_lazy else call
+        return call
+
+    def attempt(self, is_collective, stage, function, *args):
+        """Returns function(*args). With --compile=auto, raises FallBack if it fails.
+
+        is_collective: if it fails on one rank, it raises FallBack on all.
+        """
+        if self.compiles == "on":
+            return function(*args)
+        result = None
+        error = ""
+        try:
+            result = function(*args)
+        except Exception as e:
+            # no fallback from these: every rank raises them, and plain tracing takes no less memory
+            if isinstance(e, UserError) or is_out_of_memory(e):
+                raise
+            error = f"on rank {self.rank}, {one_line(e)}"
+        errors = [*filter(None, self.all_gather(error) if is_collective else [error])]
+        if errors:
+            if self.rank == 0 or not is_collective:
+                print(f"--compile=auto: the {stage} of a step failed ({errors[0]}): from here on each step "
+                      "is traced anew, more slowly, as with --compile=off", flush=True)
+            raise FallBack
+        return result
+
+    def wait_for(self, replay, state, inputs):
+        """Returns replay(state, inputs) once the program has ended."""
+        outputs = replay(state, inputs)
+        tree_flatten(outputs)[0][0].cpu()
+        return outputs
 
     def capture(self, fn, state, inputs, *static):
-        """Traces fn and returns a function with its arguments and results, which runs the program."""
-        with LAUNCH, torch.no_grad(), Replayable():
-            lowering, placeholders, structure = self.lower(fn, state, inputs, *static)
-        program = xb.computation_from_module_proto("step", lowering.hlo())
+        """Traces fn, and returns a function of its arguments that compiles the program.
+
+        That function returns one with fn's arguments and results, which runs the program.
+        """
+        try:
+            with LAUNCH, torch.no_grad(), Replayable():
+                lowering, placeholders, structure = self.lower(fn, state, inputs, *static)
+        finally:
+            # the next all-reduce would follow this one, whose numbers are not there
+            XLAC._set_all_reduce_token(str(self.torch), None)
+        computation = xb.computation_from_module_proto("step", lowering.hlo())
         # a parameter of the program is one of the inputs or a constant that fn made
         sources = {lowering.tensor_parameter_id(t): i for i, t in enumerate(placeholders)}
         constants = lowering.device_parameter_id_tensor_mapping()
         parameters = sorted({*constants, *sources} - {-1})  # -1: an unused input
 
-        # a call of the program takes tensors in this order
-        def replay(state, inputs):
-            tensors = tree_flatten((state, inputs))[0]  # kept: freeing one would wait for the program
-            # the new state takes the memory of the old one
-            for t in tree_flatten(state)[0]:
-                torch_xla._XLAC._set_buffer_donation(t, True)
-            arguments = [tensors[sources[p]] if p in sources else constants[p] for p in parameters]
-            results = torch_xla._XLAC._xla_user_computation("xla::_op_step", arguments, program)
-            new_state, outputs = tree_unflatten(results, structure)
-            state.update(new_state)
-            self.launch(results[0])
-            return outputs
+        def arguments_of(state, inputs):
+            tensors = tree_flatten((state, inputs))[0]
+            # what a fork computed between steps is a program of its own
+            if any(XLAC._check_tensor_need_materialization(tensors)):
+                self.launch(tensors[0])
+            return [tensors[sources[p]] if p in sources else constants[p] for p in parameters]
 
-        return replay
+        def compile(state, inputs):
+            # the new state takes the memory of the old one
+            arguments = arguments_of(state, inputs)
+            for t in tree_flatten(state)[0]:
+                XLAC._set_buffer_donation(t, True)
+            XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
+            # as torch.compile's backend "openxla" does: compile without running, so that all ranks can agree
+            with LAUNCH:
+                results = XLAC._xla_user_computation("xla::_op_step", arguments, computation)
+                program = XLAC._get_graph_hash(results)
+                XLAC._xla_warm_up_cache(results, [])
+            # the compiled program has an order of its own
+            numbers = {XLAC._xla_get_tensor_id(t): i for i, t in enumerate(arguments)}
+            ids, _ = XLAC._get_tensors_xla_device_data_node(results)
+            order = [numbers[id] for id in ids]
+            assert len(order) == len(arguments), "inputs of the step share their memory"
+
+            def replay(state, inputs):
+                arguments = arguments_of(state, inputs)  # kept: freeing one would wait for the program
+                results = XLAC._run_cached_graph(program, [arguments[i] for i in order])
+                new_state, outputs = tree_unflatten(results, structure)
+                state.update(new_state)
+                if self.threads:
+                    results[0].cpu()  # waits without Python's lock, which peers need
+                return outputs
+
+            return replay
+
+        return compile
 
     def lower(self, fn, state, inputs, *static):
         """Returns fn's program, not compiled: (LoweringContext, its parameters, structure of its results)."""
-        lowering = torch_xla._XLAC.lowering.LoweringContext("step")
+        lowering = XLAC.lowering.LoweringContext("step")
         lowering.set_name_string("step")
         placeholders = tree_map(lambda t: xb.create_placeholder_tensor(t.shape, t.dtype), (state, inputs))
         # clones, since a placeholder that fn changed in place would no longer stand for its input
@@ -176,7 +260,7 @@ class XLADevice:
         if self.threads:
             # sync() frees buffers while it holds Python's lock, and waits for peers that need the lock
             with LAUNCH:
-                torch_xla._XLAC._xla_step_marker(torch_xla._XLAC._xla_get_default_device(), [], wait=False)
+                XLAC._xla_step_marker(XLAC._xla_get_default_device(), [], wait=False)
             result.cpu()
         torch_xla.sync()
 
@@ -226,6 +310,10 @@ class XLADevice:
 
 # ---------------------------------------------------------------------------------------------------------
 # What a replay cannot do
+
+class FallBack(Exception):
+    """A step's first call failed on a rank."""
+
 
 class NotReplayable(UserError):
     """A step cannot be captured and replayed; the message names the operation and its line."""

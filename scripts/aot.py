@@ -95,7 +95,7 @@ def trace(settings, chips):
     replica.world = chips
     settings.forward_dtype, _ = replica.choose_dtype(settings.forward_dtype)
     check_batch_size(settings, replica)
-    replica.compile_step = lambda fn: fn  # the programs below are the steps themselves
+    replica.compile_step = lambda fn, **_: fn  # the programs below are the steps themselves
     run, next_inputs = bench.new_run(settings, replica)
     cycles = settings.H_cycles, settings.L_cycles
     steps = dict(
