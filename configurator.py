@@ -184,8 +184,9 @@ def run_file(path, settings):
             visible[name] = vars(settings).setdefault(name, value)
 
     visible["new"] = new
+    assigned = {}
     try:
-        execute(path, names, settings)
+        execute(path, names, settings, assigned)
     except UserError:
         raise
     except Exception as e:
@@ -196,30 +197,27 @@ def run_file(path, settings):
                 where = f"{frame.filename}:{frame.lineno}"
         raise UserError(f"{where}: {type(e).__name__}: {e}") from None
 
-    # Numbers, strings and bools without an underscore must be settings, which assign() checks. All else is
-    # the file's own; a module may have the name of a setting, as device.py has.
-    assigned = {}
-    for name, value in names.items():
-        is_setting = name in settings.defaults and not isinstance(value, ModuleType)
-        is_like_one = type(value) in TYPES and not name.startswith("_")
-        if is_setting or is_like_one:
-            assigned[name] = value
-
     # from here on its functions see no settings
-    for name in assigned:
-        del names[name]
     visible.clear()
     visible.update(vars(builtins))
     return assigned
 
 
-def execute(path, names, settings):
-    """Executes a config file; names: its global names; settings: the Values before the outer file."""
+def execute(path, names, settings, assigned):
+    """Executes a config file, and moves the settings among its names to where it sees the others.
+
+    Args:
+        path: the file.
+        names: its global names.
+        settings: the Values before the outer file.
+        assigned: {name: value} of the settings that files have assigned, to add to, in the order of the last
+            assignments.
+    """
     visible = names["__builtins__"]
 
     # run() finds files beside the one that calls it
     def run(other):
-        execute(os.path.join(os.path.dirname(path), other), names, settings)
+        execute(os.path.join(os.path.dirname(path), other), names, settings, assigned)
         visible["run"] = run
 
     visible["run"] = run
@@ -227,9 +225,18 @@ def execute(path, names, settings):
         text = f.read()
     tree = compile(text, path, "exec", ast.PyCF_ONLY_AST)
     if forks.is_fork(tree):
-        forks.run(path, text, tree, names, settings)
+        forks.run(path, text, tree, names, settings, assigned)
     else:
         exec(compile(tree, path, "exec"), names)
+
+    # Numbers, strings and bools without an underscore must be settings, which assign() checks. All else is
+    # the file's own; a module may have the name of a setting, as device.py has.
+    for name, value in list(names.items()):
+        is_setting = name in settings.defaults and not isinstance(value, ModuleType)
+        is_like_one = type(value) in TYPES and not name.startswith("_")
+        if is_setting or is_like_one:
+            assigned.pop(name, None)
+            assigned[name] = visible[name] = names.pop(name)
 
 
 # ---------------------------------------------------------------------------------------------------------

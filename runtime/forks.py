@@ -23,7 +23,7 @@ class Done(NamedTuple):
     """What a fork did to the settings when it ran."""
 
     read: dict  # {name: value} of the settings that it reads, before it ran
-    assigned: dict  # {name: value} of its global names
+    assigned: dict  # {name: value} of its global names, and of the settings that it assigned
     added: dict  # {name: default} of its new()
 
 
@@ -50,13 +50,12 @@ def imported(tree):
     return {name.partition(".")[0] for name in names}
 
 
-def run(path, text, tree, names, settings):
+def run(path, text, tree, names, settings, assigned):
     """Runs a fork, or repeats what it did to the settings if it has run in this process.
 
     Args:
         path, text, tree: of its file; tree: the syntax tree of the text.
-        names: the global names that it sees and assigns, of configurator.run_file.
-        settings: the Values before its file. Their `forks` get the fork.
+        names, settings, assigned: see configurator.execute. The `forks` of settings get the fork.
 
     Raises UserError for a fork that another set lacks, or if settings that it reads are not as they were.
     """
@@ -79,12 +78,12 @@ def run(path, text, tree, names, settings):
         names.update(done.assigned)
         return
 
-    names_before = dict(names)
-    settings_before = set(settings.defaults)
+    before = assigned | names
+    defaults = set(settings.defaults)
     exec(compile(tree, path, "exec"), names)
-    assigned = {name: value for name, value in names.items() if names_before.get(name) is not value}
-    added = {name: value for name, value in settings.defaults.items() if name not in settings_before}
-    DONE[digest] = Done(read, assigned, added)
+    changed = {name: value for name, value in (assigned | names).items() if before.get(name) is not value}
+    added = {name: value for name, value in settings.defaults.items() if name not in defaults}
+    DONE[digest] = Done(read, changed, added)
 
 
 def names_read(tree):
