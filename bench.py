@@ -23,7 +23,7 @@ import model
 import optim
 import train
 from runtime import process
-from runtime.device import check_batch_size, choose_device, is_compiled, peak_flops
+from runtime.device import check_batch_size, choose_device, is_compiled, peak_flops, spawner
 from runtime.errors import check_numbers, is_out_of_memory, out_of_memory
 from runtime.flops import flops_per_example
 from runtime.prepare import write_dataset
@@ -232,9 +232,9 @@ def main(argv):
         measured = settings, bench_settings.steps, kind, knows_length, bench_settings.replica_batch_size
         print(f"device {kind}: {reason}; dataset: {dataset}", flush=True)
         try:
-            if kind == "xla":
-                import torch_xla.distributed.xla_multiprocessing as xmp
-                xmp.spawn(train.Spawned(bench, *measured))
+            spawn = spawner(kind)
+            if spawn:
+                spawn(train.Spawned(bench, *measured))
             else:
                 bench(*measured)
         except Exception as e:

@@ -30,7 +30,7 @@ import optim
 import puzzles
 from runtime import checkpoint, errors, process
 from runtime.dataset import get_dataset
-from runtime.device import Device, cast_weights, check_batch_size, choose_device, read_place
+from runtime.device import cast_weights, check_batch_size, choose_device, open_device, read_place, spawner
 from runtime.errors import TransientError, UserError, check_choices, check_numbers, one_line
 from runtime.files import duration
 from runtime.flops import flops_per_example
@@ -102,8 +102,8 @@ class Settings:
     keep_last_n = 3  # checkpoints to keep, besides best.pt
     log_interval = 10  # steps averaged in a line of the log
     stall_timeout = 1800  # exit if no step finishes for this many seconds; 0: never
-    device = "auto"  # auto, xla, cuda or cpu
-    compile = "auto"  # torch.compile: auto (CUDA), on (CPU too: 10 to 40% faster), off; XLA: see docs/tpu.md
+    device = "auto"  # auto, xla (torch_xla on a TPU), tpu (TorchTPU), cuda or cpu
+    compile = "auto"  # torch.compile: auto (CUDA), on (CPU too: 10 to 40% faster) or off; TPUs: docs/tpu.md
     # logging
     wandb_log = False  # send metrics.jsonl to Weights & Biases too
     wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
@@ -125,7 +125,7 @@ CHOICES = {
     "forward_dtype": ("auto", "bfloat16", "float32", "float16"),
     "loss_type": model.LOSSES,
     "optimizer": optim.OPTIMIZERS,
-    "device": ("auto", "xla", "cuda", "cpu"),
+    "device": ("auto", "xla", "tpu", "cuda", "cpu"),
     "compile": ("auto", "on", "off"),
     "wandb_mode": ("online", "offline", "disabled"),
 }
@@ -579,14 +579,6 @@ def replica(settings, kind, began):
         sys.exit(3)
 
 
-def open_device(kind, settings):
-    """Returns the device of one replica; kind: from choose_device."""
-    if kind == "xla":
-        from runtime.xla import XLADevice
-        return XLADevice(settings)
-    return Device(kind, settings)
-
-
 def start_wandb(settings, run_id, facts, say):
     """Returns W&B's run, which goes on if the run resumes; None where it cannot start."""
     try:
@@ -636,7 +628,7 @@ def recipe(settings):
 # The command
 
 class Spawned:
-    """A function of (settings, *args) that xmp.spawn calls on each replica, in new processes."""
+    """A function of (settings, *args) that spawner() calls on each replica, in new processes."""
 
     def __init__(self, function, settings, *args):
         self.function = function
@@ -644,20 +636,20 @@ class Spawned:
         self.args = args
 
     def __setstate__(self, state):
-        """Prepares a new process, which receives this object before torch_xla looks for the chips there."""
+        """Prepares a new process, which receives this object before the engine looks for the chips there."""
         vars(self).update(state)
         process.end_with_parent()
         # forks replace classes and functions here, too
         configurator.configure(Settings, self.settings.argv)
         on_signals(is_spawned=True)
-        # torch_xla may wait for chips forever; replica() restarts the watchdog
+        # an engine may wait for chips forever; replica() restarts the watchdog
         restart_watchdog(START_TIMEOUT, suspended=0)
 
     def __call__(self, index):
         self.function(self.settings, *self.args)
 
 
-def xla_replica(settings, kind, began):
+def spawned_replica(settings, kind, began):
     """Runs replica(). If it breaks, its process ends: its peers would wait for it forever."""
     try:
         replica(settings, kind, began)
@@ -686,11 +678,11 @@ def main(settings):
     # from here on a signal requests a stop, and the run ends with a checkpoint
     on_signals()
     try:
-        # torch_xla starts a process for each chip; every other device has only this process
-        if kind == "xla":
-            import torch_xla.distributed.xla_multiprocessing as xmp
+        # a process for each chip of a TPU; every other device has only this process
+        spawn = spawner(kind)
+        if spawn:
             watch_replicas()
-            xmp.spawn(Spawned(xla_replica, settings, kind, began))
+            spawn(Spawned(spawned_replica, settings, kind, began))
         else:
             replica(settings, kind, began)
     # what breaks in a replica, in words
@@ -707,7 +699,7 @@ def main(settings):
 
 
 # This file is the module "train", whatever its name: a copy runs as it stands, and forks import it. In a new
-# process of xmp.spawn, which receives functions of "train", multiprocessing runs it as "__mp_main__" first.
+# process of spawner(), which receives functions of "train", multiprocessing runs it as "__mp_main__" first.
 if __name__ in ("__main__", "__mp_main__"):
     train = process.import_as("train", __file__)
 if __name__ == "__main__":

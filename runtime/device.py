@@ -1,6 +1,7 @@
-"""The CPU and CUDA GPUs: one set of methods, which train.py uses; xla.py has them for TPUs.
+"""The CPU and CUDA GPUs: one set of methods, which train.py uses; xla.py and torchtpu.py have them for TPUs.
 
-torch_xla is imported where a TPU is looked for or used: other machines can do without it.
+The two engines for TPUs, torch_xla and TorchTPU, need environments of their own. Each is imported where a TPU
+is looked for or used: other machines can do without them.
 """
 import atexit
 import glob
@@ -48,6 +49,7 @@ PEAK_FLOPS = {
     "TPU v5e": 197e12,
     "TPU v5p": 459e12,
     "TPU v6e": 918e12,
+    "TPU v7": 1153.5e12,  # of one of a TPU7x's two cores: each is a device
     "RTX 4090": 165e12,
     "RTX 5090": 209.5e12,
     "A10": 125e12,
@@ -115,11 +117,12 @@ def read_place():
 
 
 def choose_device(wanted):
-    """Returns (xla, cuda or cpu; the reason in words). Raises UserError if the wanted one is missing."""
+    """Returns (xla, tpu, cuda or cpu; the reason in words). Raises UserError if the wanted one is missing."""
     # torch_xla takes a TPU, or the CPU where the environment says so
     pjrt = os.environ.get("PJRT_DEVICE")
+    has_xla = importlib.util.find_spec("torch_xla")
+    has_torchtpu = importlib.util.find_spec("torch_tpu")
     if wanted in ("xla", "auto"):
-        has_xla = importlib.util.find_spec("torch_xla")
         if has_xla and pjrt == "CPU":
             check_xla_variables()
             # torch_xla reads an empty variable as 0
@@ -131,10 +134,22 @@ def choose_device(wanted):
         if has_xla and has_tpu():
             check_xla_variables()
             return "xla", f"a TPU is here{prepare_processes()}"
+    if wanted in ("tpu", "auto") and has_torchtpu:
+        # importing torch has loaded TorchTPU if there is a chip
+        device = torch.accelerator.current_accelerator()
+        if device is not None and device.type == "tpu":
+            return "tpu", "a TPU is here, and TorchTPU"
+    if wanted == "tpu" and not has_torchtpu:
+        raise UserError("--device=tpu: torch_tpu is not installed: pip install -r requirements-torchtpu.txt "
+                        "does that for Python 3.12 on Linux on x86-64, in an environment without torch_xla, "
+                        f"and this is {describe_python()}" + ", with torch_xla: --device=xla" * bool(has_xla))
+    if wanted == "tpu":
+        raise UserError("--device=tpu: TorchTPU sees no TPU on this machine")
+    if wanted in ("xla", "auto"):
         if (wanted == "xla" or pjrt) and not has_xla:
             raise UserError(f"--device={wanted}: torch_xla is not installed: pip install -r requirements.txt "
-                            "does that for Python 3.10 to 3.13 on Linux on x86-64, and this is Python "
-                            f"{platform.python_version()}, {platform.system()}, {platform.machine()}")
+                            "does that for Python 3.10 to 3.13 on Linux on x86-64, and this is "
+                            + describe_python() + ", with TorchTPU: --device=tpu" * bool(has_torchtpu))
         if wanted == "xla" or pjrt:
             raise UserError(f"--device={wanted}: no TPU on this machine; PJRT_DEVICE=CPU runs torch_xla on "
                             "the CPU")
@@ -156,6 +171,11 @@ def choose_device(wanted):
     if load > os.cpu_count() / 2 and "OMP_NUM_THREADS" not in os.environ:
         reason += f"; this machine is busy (load {load:.1f}), OMP_NUM_THREADS=1 may be faster"
     return "cpu", reason
+
+
+def describe_python():
+    """Returns what decides whether a package can be installed."""
+    return f"Python {platform.python_version()}, {platform.system()}, {platform.machine()}"
 
 
 def check_xla_variables():
@@ -233,6 +253,7 @@ class Device:
 
     torch: the torch.device. rank: this replica's number among `world`. host: the number of its host.
     """
+    backend = ""  # of torch.distributed; "": NCCL on CUDA, gloo on the CPU
 
     def __init__(self, kind, settings, is_alone=False):
         place = Place() if is_alone else read_place()
@@ -264,7 +285,7 @@ class Device:
 
         threading.Thread(target=watch, daemon=True).start()
         wait_for_address(os.environ["MASTER_ADDR"])
-        backend = "nccl" if self.kind == "cuda" else "gloo"
+        backend = self.backend or ("nccl" if self.kind == "cuda" else "gloo")
         # the watchdog has its own limit during training; before, the others wait while rank 0 downloads
         timeout = timedelta(seconds=max(settings.stall_timeout, 1800) if settings.stall_timeout else 10 ** 6)
         try:
@@ -277,12 +298,12 @@ class Device:
                 raise UserError(f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')} in the "
                                 "environment: no such network interface has an address here") from e
             raise
-        if backend == "gloo":
+        if "gloo" in backend:
             # gloo's threads may abort at the end of the process; NCCL's end would wait for a peer that died
             atexit.register(dist.destroy_process_group)
             # A rank that meets wrong input leaves at once. If a peer has not connected by then, that
             # fails, and the peer ends with 1 instead of 2.
-            dist.barrier()
+            self.all_gather(None)
         has_joined.set()
 
     def choose_dtype(self, wanted):
@@ -353,7 +374,8 @@ class Device:
         """Returns a copy of rank 0's tree of tensors in float32, on the host of every rank. All ranks."""
         vector, restore = flatten(tree)
         if self.world > 1:
-            vector = self.put(vector)  # NCCL only takes tensors on a GPU
+            if self.kind == "cuda":  # NCCL only takes tensors on a GPU
+                vector = self.put(vector)
             dist.broadcast(vector, 0)
         return tree_map(torch.clone, restore(vector.cpu()))
 
@@ -420,7 +442,40 @@ class Device:
 
 
 # ---------------------------------------------------------------------------------------------------------
+# Replicas
+
+def open_device(kind, settings):
+    """Returns the device of one replica; kind: from choose_device."""
+    if kind == "xla":
+        from runtime.xla import XLADevice
+        return XLADevice(settings)
+    if kind == "tpu":
+        from runtime.torchtpu import TPUDevice
+        return TPUDevice(settings)
+    return Device(kind, settings)
+
+
+def spawner(kind):
+    """Returns a function that calls another one in a new process for each chip of this host.
+
+    None: this process is a replica itself, as everywhere but on TPUs.
+    """
+    if kind == "xla":
+        from torch_xla.distributed.xla_multiprocessing import spawn
+        return spawn
+    if kind == "tpu":
+        from runtime import torchtpu
+        return torchtpu.spawner()
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Helpers
+
+def free_port():
+    """Returns a port that no process of this host uses."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
 
 def wait_for_address(name):
     """Waits until a host's name has an address. Raises UserError after ADDRESS_TIMEOUT."""
@@ -494,7 +549,7 @@ def peak_flops(device):
 
 def is_compiled(device):
     """Returns True if a compiler made the steps that have run; with compile=auto, torch.compile may fail."""
-    if device.kind == "xla":
+    if device.kind in ("xla", "tpu"):
         return True
     return device.compiles and torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 

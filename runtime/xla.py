@@ -7,7 +7,6 @@ import os
 import pickle
 import platform
 import threading
-import traceback
 from contextlib import suppress
 from functools import partial
 
@@ -18,15 +17,13 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from runtime.device import flatten, loop_over_micro_batches
 from runtime.errors import UserError, is_out_of_memory, one_line
+from runtime.replay import Replayable, write_out_attention
 
 XLAC = torch_xla._XLAC
-# torch's tags of operations that read the values of their arguments
-NEED_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # where replicas are threads, one compiles while it holds this lock, and the others find its program
 LAUNCH = threading.Lock()
 
@@ -106,10 +103,7 @@ class XLADevice:
 
     def prepare(self, model):
         model.to(self.torch)
-        # XLA compiles torch's own attention to something slower
-        for layer in model.L_level.layers:
-            if hasattr(layer, "self_attn"):
-                layer.self_attn.attend = recomputed_attention
+        write_out_attention(model)
 
     def compile(self, fn):
         return fn  # compile_step() compiles the whole step
@@ -308,94 +302,5 @@ class XLADevice:
         }
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What a replay cannot do
-
 class FallBack(Exception):
     """A step's first call failed on a rank."""
-
-
-class NotReplayable(UserError):
-    """A step cannot be captured and replayed; the message names the operation and its line."""
-
-
-class Replayable(TorchDispatchMode):
-    """Raises NotReplayable before an operation that a replay would get wrong.
-
-    Such an operation needs values, which a capture does not have (torch_xla would crash), or XLA leaves it to
-    the host, or it draws random numbers, which every replay would repeat.
-    """
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        problem = self.find_problem(func, args, kwargs)
-        if not problem:
-            return func(*args, **kwargs)
-        # the innermost line outside this file and installed packages: a fork's, where it has one
-        packages = os.path.dirname(os.path.dirname(torch.__file__))
-        place = ""
-        for frame in traceback.extract_stack():
-            if not frame.filename.startswith((packages, __file__)):
-                place = f"{os.path.basename(frame.filename)}:{frame.lineno}: "
-        operation = func.name().removeprefix("aten::").replace("_local_scalar_dense", "item")
-        raise NotReplayable(f"{place}{operation} {problem}")
-
-    def find_problem(self, func, args, kwargs):
-        """Returns what is wrong with an operation, in words, or ""."""
-        aten = torch.ops.aten
-        needs_values = not NEED_VALUES.isdisjoint(func.tags)
-        if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
-            # the result of an index by integers has a known shape, the result of an index by a mask does not
-            needs_values = any(index is not None and index.dtype == torch.bool for index in args[1])
-        if needs_values:
-            return "has a value or a shape that depends on data"
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return "draws random numbers"
-
-        # an operation that XLA does not have would run on the host
-        tensors = tree_flatten((args, kwargs))[0]
-        if any(torch.is_tensor(t) and t.device.type == "xla" for t in tensors):
-            keys = ("XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
-            if not any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys):
-                return "is not among XLA's operations"
-            if str(kwargs.get("device")) == "cpu":
-                return "reads from the device"
-        return ""
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Attention
-
-class Recomputed(torch.autograd.Function):
-    """fn(*tensors), one tensor; the backward pass computes it again instead of keeping its activations."""
-
-    @staticmethod
-    def forward(ctx, fn, *tensors):
-        ctx.fn = fn
-        ctx.save_for_backward(*tensors)
-        return fn(*tensors)
-
-    @staticmethod
-    def backward(ctx, grad):
-        # new values to XLA, so that it does not merge these computations with the first ones
-        tensors = tree_map(torch.clone, [*ctx.saved_tensors, grad])
-        if grad.device.type == "xla":
-            xm.optimization_barrier_(tensors)
-        leaves = [t.detach().requires_grad_() for t in tensors[:-1]]
-        with torch.enable_grad():
-            return None, *torch.autograd.grad(ctx.fn(*leaves), leaves, tensors[-1])
-
-
-def recomputed_attention(q, k, v):
-    """softmax(q k^T / sqrt(d)) v of [B, heads, L, d]; for the backward pass only q, k and v are kept.
-
-    XLA compiles torch's own attention to something slower: it keeps all scores, in float32, and makes a pass
-    over them for rows that a mask leaves empty.
-    """
-    def attend(q, k, v):  # float32 scores cost nothing: a TPU accumulates bfloat16 products in float32
-        scores = (q.float() * q.shape[-1] ** -0.5) @ k.float().mT
-        return scores.softmax(-1).to(v.dtype) @ v
-
-    if q.device.type == "meta":  # the FLOPs of the model do not count what is computed twice
-        return attend(q, k, v)
-    return Recomputed.apply(attend, q, k, v)

@@ -89,7 +89,7 @@ def trace(settings, chips):
     """
     # one replica on the CPU; the variable makes torch_xla keep the all-reduce
     os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
-    from runtime import xla
+    from runtime.replay import Replayable, tree_flatten
     replica = train.open_device("xla", settings)
     replica.name = "TPU"
     replica.world = chips
@@ -104,10 +104,10 @@ def trace(settings, chips):
     )
     programs = {}
     for name, (step, state, inputs) in steps.items():
-        with torch.no_grad(), xla.Replayable():
+        with torch.no_grad(), Replayable():
             lowering, placeholders, _ = replica.lower(step, state, inputs)
         numbers = [lowering.tensor_parameter_id(t) for t in placeholders]
-        programs[name] = lowering.hlo(), numbers[:len(xla.tree_flatten(state)[0])]
+        programs[name] = lowering.hlo(), numbers[:len(tree_flatten(state)[0])]
     return programs
 
 

@@ -32,7 +32,7 @@ from runtime.weights import load_weights
 
 
 class Settings:
-    device = "auto"  # auto, xla, cuda or cpu
+    device = "auto"  # auto, xla, tpu, cuda or cpu
 
 
 FILES = sorted(glob.glob(os.environ.get("TRM_GOLDEN") or f"{ROOT}/records/golden/*_steps.npz"))
@@ -60,7 +60,7 @@ class Replay:
         config = json.loads(str(golden["config"]))
         self.total_steps = config["train"]["total_steps"]
         settings = configurator.configure(train.Settings, ["--ema"])
-        settings.compile = "auto" if kind == "xla" else "off"  # auto: the capture and its replay
+        settings.compile = "auto" if kind in ("xla", "tpu") else "off"  # auto: the capture and its replay
         settings.eval_halt_max_steps = config["model"]["halt_max_steps"]
         vars(settings).update(config["model"] | config["train"] | options)
         device = train.open_device(kind, settings)

@@ -1,0 +1,217 @@
+"""A TPU chip through TorchTPU, with the methods of device.Device. One process drives one chip.
+
+A step is captured by make_fx, compiled as one program and replayed, as with torch_xla. torch.compile finds
+the same program, but copies its results into the state. This program overwrites the state.
+"""
+import os
+import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import torch
+import torch.distributed as dist
+from torch._higher_order_ops.scan import scan_op
+from torch._subclasses import FakeTensorMode
+from torch.distributed._functional_collectives import all_reduce
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from runtime.device import TORCHRUN, Device, flatten, free_port, loop_over_micro_batches
+from runtime.replay import Replayable, write_out_attention
+
+warnings.filterwarnings("ignore", "<TorchTpu/ApiStage/ExperimentalApi/>")
+
+
+class TPUDevice(Device):
+    """A TPU chip, alone or among others. See device.Device for the methods."""
+    backend = "cpu:gloo,tpu:tpu_dist"  # sums stay on the chips, Python's objects on the hosts
+
+    def __init__(self, settings):
+        super().__init__("tpu", settings)
+        self.is_eager = settings.compile == "off"
+        self.compiles = not self.is_eager
+        self.name = torch.tpu.get_device_name()  # a name of PEAK_FLOPS
+        self.num_programs = 0
+        self.compile_seconds = 0.0
+
+    def choose_dtype(self, wanted):
+        wanted, note = super().choose_dtype(wanted)
+        # by default a TPU rounds float32 factors to bfloat16
+        if wanted == "float32":
+            torch.set_float32_matmul_precision("highest")
+        return wanted, note
+
+    def fastest_dtype(self):
+        return "bfloat16", f"{self.name} has units for it"
+
+    def put(self, tree):
+        return tree_map(lambda x: torch.as_tensor(x).to(self.torch), tree)
+
+    def fetch(self, x):
+        return x.cpu
+
+    def all_reduce(self, tree):
+        if self.world == 1:
+            return tree
+        vector, restore = flatten(tree)
+        return restore(all_reduce(vector, "sum", dist.group.WORLD))
+
+    def prepare(self, model):
+        super().prepare(model)
+        # torch's own attention becomes a kernel that keeps the rounded probabilities in no memory, but that
+        # only a TPU can run
+        write_out_attention(model)
+
+    def compile(self, fn):
+        return fn  # compile_step() compiles the whole step
+
+    def compile_step(self, fn, is_collective=True):
+        """Returns fn(state, inputs, *static) as one program for each static: captured once, then replayed.
+
+        What fn reads besides its arguments must not change. Raises NotReplayable for what cannot be captured.
+        With --compile=off operations run one by one.
+        """
+        programs = {}
+
+        def call(state, inputs, *static):
+            if static not in programs:
+                programs[static] = self.capture(fn, state, inputs, *static)
+            return programs[static](state, inputs)
+
+        return fn if self.is_eager else call
+
+    def capture(self, fn, state, inputs, *static):
+        """Compiles fn and returns a function with its arguments and results, which runs the program."""
+        from torch_tpu._internal.compile.compiler import StaticCompiler
+        began = time.monotonic()
+        graph, tensors, structure = self.graph_of(fn, state, inputs, *static)
+        constants = tensors[len(tree_flatten((state, inputs))[0]):]
+        # the new state takes the memory of the old one
+        donated = list(range(len(tree_flatten(state)[0])))
+        program = StaticCompiler()(graph, tensors, donated_inputs=donated, module_name="step")
+        self.num_programs += 1
+        self.compile_seconds += time.monotonic() - began
+
+        def replay(state, inputs):
+            results = program(*tree_flatten((state, inputs))[0], *constants)
+            new_state, outputs = tree_unflatten(list(results), structure)
+            state.update(new_state)
+            return outputs
+
+        return replay
+
+    def graph_of(self, fn, state, inputs, *static):
+        """Returns fn's graph, the tensors that it takes, and the structure of its results.
+
+        Its results are those of fn and the new state. The tensors are those of state and inputs, and then
+        those that fn reads besides, such as the buffers of the model.
+        """
+        tensors, arguments = tree_flatten((state, inputs))
+        structures = []
+
+        def step(*tensors):
+            # clones, since a tensor that fn changes in place would no longer stand for its input
+            state, inputs = tree_unflatten(list(map(torch.clone, tensors)), arguments)
+            outputs = fn(state, inputs, *static)
+            results, structure = tree_flatten((state, outputs))
+            structures.append(structure)
+            return results
+
+        # the loop cannot copy the tensors of make_fx's own mode
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            graph, constants = trace(step, list(map(mode.from_tensor, tensors)))
+        return graph, [*tensors, *constants], structures[0]
+
+    def for_each_micro_batch(self, body, sums, weights, batch, size):
+        """Runs body in a loop inside the program, whose memory does not grow with its length.
+
+        With --compile=off it runs the operations of one micro-batch after the other.
+        """
+        if self.is_eager or size in (0, len(tree_flatten(batch)[0][0])):
+            return loop_over_micro_batches(body, sums, weights, batch, size)
+
+        # the loop takes flat lists of tensors, and the graph of its body
+        micro_batches = tree_map(lambda t: t.unflatten(0, (-1, size)), batch)
+        old_sums, sums_structure = tree_flatten(sums)
+        rows, rows_structure = tree_flatten(micro_batches)
+        others, others_structure = tree_flatten(weights)
+        structures = []
+
+        def step(*tensors):
+            tensors = list(map(torch.clone, tensors))
+            ends = len(old_sums), len(old_sums) + len(rows)
+            addends, result = body(
+                tree_unflatten(tensors[ends[1]:], others_structure),
+                tree_unflatten(tensors[ends[0]:ends[1]], rows_structure))
+            sums = map(torch.add, tensors, tree_flatten(addends)[0])
+            results, structure = tree_flatten(result)
+            structures.append(structure)
+            return [*sums, *map(torch.clone, results)]
+
+        with disable_proxy_modes_tracing():
+            examples = [torch.empty_like(t) for t in (*old_sums, *(t[0] for t in rows), *others)]
+            graph, constants = trace(step, examples)
+        results = scan_op(graph, old_sums, rows, [*others, *constants])
+        sums = tree_unflatten(list(results[:len(old_sums)]), sums_structure)
+        results = tree_unflatten(list(results[len(old_sums):]), structures[0])
+        return sums, tree_map(lambda t: t.flatten(0, 1), results)
+
+    def counts(self):
+        return {"tpu/compiles": self.num_programs, "tpu/compile_time": self.compile_seconds}
+
+
+def trace(fn, tensors):
+    """Returns the graph of fn(*tensors), and the other tensors that fn reads, which the graph takes too."""
+    def checked(*tensors):
+        with Replayable():
+            return fn(*tensors)
+
+    graph = make_fx(checked)(*tensors)
+    # make_fx lets the graph hold them
+    held = {}  # {name: the nodes that read it}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        value = getattr(graph, node.target)
+        if torch.is_tensor(value) and value.device.type == "tpu":
+            held.setdefault(node.target, []).append(node)
+    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    for name, nodes in held.items():
+        with graph.graph.inserting_before(first):
+            placeholder = graph.graph.placeholder(name)
+        placeholder.meta = nodes[0].meta
+        for node in nodes:
+            node.replace_all_uses_with(placeholder)
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return graph, [getattr(graph, name) for name in held]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Replicas
+
+def spawner():
+    """Returns a function that calls another one in a new process for each chip; None: this one is enough."""
+    if all(map(os.environ.get, TORCHRUN)):
+        return None
+    torch.tpu.distributed.set_tpu_launch_env()
+    num_hosts = int(os.environ.get("NNODES") or 1)
+    num_chips = len(os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(","))
+    return None if num_chips == 1 else lambda function: spawn(function, num_hosts, num_chips // num_hosts)
+
+
+def spawn(function, num_hosts, local_world):
+    """Calls function(local rank) in local_world new processes, each with torchrun's variables."""
+    host = int(os.environ.get("NODE_RANK") or 0)
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
+    os.environ.update(
+        WORLD_SIZE=str(num_hosts * local_world), LOCAL_WORLD_SIZE=str(local_world), GROUP_RANK=str(host))
+    with ProcessPoolExecutor(local_world, get_context("spawn")) as pool:
+        list(pool.map(call_as, [function] * local_world, range(local_world)))
+
+
+def call_as(function, local_rank):
+    """Calls function(local_rank) as this replica of the host."""
+    rank = int(os.environ["GROUP_RANK"]) * int(os.environ["LOCAL_WORLD_SIZE"]) + local_rank
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))
+    function(local_rank)
