@@ -12,9 +12,11 @@ import pytest
 # Three test files run at a time (pytest.ini): more threads than cores would slow all down many times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # XLA's CPU compiler takes most of the tests' time; the programs are small, and optimizing them does not pay.
-# Its older emitters write less code, and on one thread.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-                      "--xla_cpu_parallel_codegen_split_count=1")
+# Its older emitters write less code, and on one thread. The client of test_torchtpu.py has only new ones.
+flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if "CPU_CLIENT" not in os.environ:
+    flags += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", flags)
 # A shell that starts the tests with & lets them ignore SIGINT, and so would the scripts that tests interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -262,6 +262,7 @@ NO_TPU = "no TPU | PJRT_DEVICE=CPU" if importlib.util.find_spec("torch_xla") els
     ("--device=cuda", dict(CUDA_VISIBLE_DEVICES=""), "--device=cuda | no such GPU | --device=cpu"),
     pytest.param("--device=xla", dict(PJRT_DEVICE="TPU"), f"--device=xla | {NO_TPU}",
                  marks=pytest.mark.skipif(HAS_TPU, reason="a TPU is here")),
+    ("--device=tpu", {}, "--device=tpu | torch_tpu is not installed | requirements-torchtpu.txt"),
 ])
 def test_a_device_that_is_missing(flag, variables, words, world):
     before = snapshot(world)

@@ -1,8 +1,8 @@
-/* XLA's CPU client as the "TPU" of TorchTPU: a PJRT plugin that hands all calls on to the one that CPU_CLIENT names.
+/* XLA's CPU client as the "TPU" of TorchTPU: a PJRT plugin that hands calls on to the one that CPU_CLIENT names.
  * It takes part in three of them:
  *   create: a CPU client refuses the options that TorchTPU has for a TPU;
  *   devices: a CPU client has several, and TorchTPU wants one for each process;
- *   compile: with PROGRAMS=folder each program is written there, numbered, before it is compiled. */
+ *   compile: with PROGRAMS=folder it writes each program there, numbered, before it is compiled. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>

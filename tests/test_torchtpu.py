@@ -1,0 +1,124 @@
+"""--device=tpu: TorchTPU over XLA's CPU client.
+
+    python tests/torchtpu/on_cpu.py -m pytest tests/test_torchtpu.py
+
+Each run is a command, since a process has one TPU. No test reaches the all-reduce inside a program, since
+this client has no collectives between processes, nor the rounding of a TPU.
+"""
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, arguments, curve, last_weights, lines, run, same
+
+from runtime.checkpoint import checkpoint_paths
+
+# a checkpoint, an evaluation and a loop over micro-batches
+RUN = ["--max_steps=20", "--checkpoint_interval=10", "--log_interval=1", "--eval_interval=4",
+       "--eval_max_puzzles=20", "--keep_last_n=9"]
+
+
+@pytest.fixture(scope="module")
+def tpu():
+    """The variables of a command with a TPU."""
+    if "CPU_CLIENT" not in os.environ:
+        pytest.skip("python tests/torchtpu/on_cpu.py -m pytest runs it")
+    return dict(PYTHONPATH=os.pathsep.join([os.environ["PYTHONPATH"], ROOT, f"{ROOT}/tests"]))
+
+
+def output(environment, *command, code=0):
+    """Returns what a Python command prints until it ends with this exit code."""
+    process = subprocess.run([sys.executable, *command], env=os.environ | environment, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280)
+    assert process.returncode == code, process.stdout
+    return process.stdout
+
+
+def train(environment, data, out, *flags, code=0):
+    command = [f"{ROOT}/train.py", *arguments(data, out, "--device=tpu", *RUN, *flags)]
+    return output(environment, *command, code=code)
+
+
+@pytest.fixture(scope="module")
+def run_on_tpu(tpu, data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("tpu") / "run"
+    train(tpu, data, out, "--micro_batch_size=4")
+    return out
+
+
+@pytest.mark.parametrize("micro_batch_size", [0, 2])
+def test_golden(tpu, micro_batch_size):
+    code = f"""
+import test_parity
+for path in test_parity.FILES:
+    replay = test_parity.Replay(path, "tpu", micro_batch_size={micro_batch_size})
+    replay.compare_all()
+    print(path, replay.worst, replay.run.device.counts())
+"""
+    assert output(tpu, "-c", code).count("'tpu/compiles': 2") == 2
+
+
+def test_the_curve_is_the_cpus_in_two_programs(data, run_on_tpu):
+    run(data, "cpu", *RUN)
+    for key, steps in ("train/loss", 20), ("eval/loss", 2):
+        want = curve("cpu", key)
+        assert len(want) == steps
+        assert curve(run_on_tpu, key) == pytest.approx(want, rel=1e-5)
+    assert curve(run_on_tpu, "tpu/compiles")[20] == 2  # of the step and of the evaluation
+
+
+def test_a_resume_has_the_same_bits_and_the_cpu_goes_on_too(tpu, data, run_on_tpu):
+    for device in "tpu", "cpu":
+        shutil.copytree(run_on_tpu, device)
+        os.remove(checkpoint_paths(device)[0])
+    train(tpu, data, "tpu", "--micro_batch_size=4", "--init_from=resume")
+    assert same(last_weights("tpu"), last_weights(run_on_tpu))
+    run(data, "cpu", *RUN, "--init_from=resume")
+    losses = {step: loss for step, loss in curve(run_on_tpu).items() if step > 10}
+    assert {step: curve("cpu")[step] for step in losses} == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_fork_that_cannot_be_captured_is_refused_with_the_place(tpu, data):
+    Path("fork.py").write_text("""
+import model
+halts = model.TRM.halts
+
+def _halts(self, steps, q_halt, min_halt_steps):
+    return halts(self, steps + int(q_halt[0].item()), q_halt, min_halt_steps)
+
+model.TRM.halts = _halts
+""")
+    text = train(tpu, data, "out", "fork.py", code=2)
+    assert "train.py: fork.py:6: item has a value or a shape that depends on data" in text
+
+
+@pytest.mark.parametrize("device, words", [
+    ("tpu", "--device=tpu: TorchTPU sees no TPU on this machine"),
+    ("xla", ", with TorchTPU: --device=tpu")])
+def test_a_wrong_set_up_is_one_line(tpu, data, device, words):
+    command = [f"{ROOT}/train.py", *arguments(data, "out", f"--device={device}")]
+    text = output(dict(PYTHONPATH=""), *command, code=2)
+    assert words in text.splitlines()[-1]
+    assert not lines("out")
+
+
+def test_a_replica_has_one_all_reduce(tpu, data):
+    """Its gradients and statistics are summed by one operation inside the program."""
+    code = f"""
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import bench, configurator, train
+settings = configurator.configure(train.Settings, {arguments(data, "out")})
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+device = train.open_device("tpu", settings)
+device.compile_step = lambda fn: fn
+device.world = 2
+run, next_inputs = bench.new_run(settings, device)
+graph, *_ = device.graph_of(run.train_step, run.state, next_inputs(), (2, 2))
+names = [str(node.target) for node in graph.graph.nodes]
+print(names.count("_c10d_functional.all_reduce.default"), "of", sum("all_reduce" in name for name in names))
+"""
+    assert "\n1 of 1\n" in output(tpu, "-c", code)
