@@ -26,7 +26,7 @@ def tpu():
     """The variables of a command with a TPU."""
     if "CPU_CLIENT" not in os.environ:
         pytest.skip("python tests/torchtpu/on_cpu.py -m pytest runs it")
-    return dict(PYTHONPATH=os.pathsep.join([os.environ["PYTHONPATH"], ROOT, f"{ROOT}/tests"]))
+    return dict(PYTHONPATH=os.pathsep.join([os.environ["PYTHONPATH"], ROOT, f"{ROOT}/scripts"]))
 
 
 def output(environment, *command, code=0):
@@ -52,9 +52,9 @@ def run_on_tpu(tpu, data, tmp_path_factory):
 @pytest.mark.parametrize("micro_batch_size", [0, 2])
 def test_golden(tpu, micro_batch_size):
     code = f"""
-import test_parity
-for path in test_parity.FILES:
-    replay = test_parity.Replay(path, "tpu", micro_batch_size={micro_batch_size})
+import parity
+for path in parity.FILES:
+    replay = parity.Replay(path, "tpu", micro_batch_size={micro_batch_size})
     replay.compare_all()
     print(path, replay.worst, replay.run.device.counts())
 """
@@ -114,7 +114,7 @@ import bench, configurator, train
 settings = configurator.configure(train.Settings, {arguments(data, "out")})
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 device = train.open_device("tpu", settings)
-device.compile_step = lambda fn: fn
+device.compile_step = lambda fn, **options: fn
 device.world = 2
 run, next_inputs = bench.new_run(settings, device)
 graph, *_ = device.graph_of(run.train_step, run.state, next_inputs(), (2, 2))
