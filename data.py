@@ -283,8 +283,8 @@ class Generated:
 
     which makes n puzzles with a numpy.random.Generator, for which the rules of puzzles.tokens_of hold. The
     puzzles for the split "test" must differ from the puzzles for "train". All replicas draw the whole batch
-    of a step, from (seed, step), and take slices. The fork also sets data_path to any
-    name, and data_prepare to "".
+    of a step, from (seed, step), and take slices. The fork also sets data_path to any name, and data_prepare
+    to "".
     """
 
     task = {}  # see puzzles/__init__.py; its grid and symbols are the model's sizes
