@@ -19,7 +19,6 @@ import torch
 
 import configurator
 import data
-import model
 import optim
 import train
 from runtime import process
@@ -27,8 +26,8 @@ from runtime.device import check_batch_size, choose_device, is_compiled, peak_fl
 from runtime.errors import check_numbers, is_out_of_memory, out_of_memory
 from runtime.flops import flops_per_example
 from runtime.prepare import write_dataset
-from runtime.weights import new_model
 from train import open_device
+from weights import new_model
 
 
 class Settings:
@@ -164,7 +163,7 @@ def new_run(settings, device):
     """Returns a train.Run for the dataset, and a function that returns its next step's inputs."""
     # the dataset has the model's sizes
     train_set = data.Dataset(settings.data_path, "train")
-    run = train.Run(settings, new_model(model.TRM, settings, train_set), device)
+    run = train.Run(settings, new_model(settings, train_set), device)
     total_steps = max(1, optim.count_steps(settings, optim.epoch_size(train_set)))
     count = itertools.count()
     return run, lambda: train.make_inputs(run, train_set, next(count), total_steps)

@@ -391,7 +391,7 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
     """Returns the most confident answer of all steps and attempts, and its confidence from 0 to 1.
 
     Args:
-        trm: a model that TRM.load has returned.
+        trm: a model that weights.load_model has returned.
         questions: a string of the symbols in its task, for a string and a float; a list of strings, for two
             lists; or tokens, a tensor [n, S], for two tensors.
         steps: the number of supervision steps of an attempt.
@@ -399,13 +399,13 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
         identifiers: the puzzle identifiers of tokens [n], for ARC; 0 for all.
 
     Raises UserError for a string that is no question of this model, ValueError for another number of cells
-    and for a model that is not of TRM.load.
+    and for a model that load_model has not returned.
     """
     if isinstance(questions, str):
         [answer], [confidence] = solve(trm, [questions], steps, attempts, identifiers)
         return answer, confidence
     if not hasattr(trm, "task"):
-        raise ValueError("this model does not know its puzzle: TRM.load reads one that does from a file")
+        raise ValueError("this model does not know its puzzle: weights.load_model reads one that does")
     puzzles.check_attempts(trm.task, attempts)
 
     # tokens of all questions

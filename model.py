@@ -1,8 +1,8 @@
 """The Tiny Recursive Model (TRM, arXiv 2510.04871): recursion, supervision step, losses, network.
 
-This file imports no device's code, and only TRM.load reads a file. Parameters have the official code's
-names, without its "model.inner." prefix. The network computes in the dtype of the weights that it is called
-with: training casts the float32 weights once a step.
+This file imports no other file of the project. Parameters have the official code's names, without its
+"model.inner." prefix. The network computes in the dtype of the weights that it is called with: training
+casts the float32 weights once a step.
 
 Letters in shapes: B sequences, S cells of the puzzle, P positions of the puzzle embedding, L = P + S,
 D hidden_size, D' puzzle_emb_ndim, V vocabulary, N puzzle identifiers.
@@ -15,9 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from puzzles import IGNORE_LABEL
-from runtime.weights import load_model
-
+IGNORE_LABEL = -100  # the label of cells that no loss and no metric counts
 # The values of a supervision step, a number for each sequence. The log averages METRICS over the sequences
 # that halt, and LOSS_TERMS over all sequences of a training step. "count" is 1 where the sequence has labels.
 METRICS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
@@ -277,21 +275,6 @@ class TRM(nn.Module):
         self.q_head.bias.fill_(-5.0)
         truncated_normal(self.H_init, 1.0, generator)
         truncated_normal(self.L_init, 1.0, generator)
-
-    @classmethod
-    def load(cls, path, cells=0, defaults=None):
-        """Returns the model in a file of scripts/export.py, or the average in a checkpoint of train.py.
-
-        Args:
-            path: the file. Nothing in it is executed.
-            cells: S of the puzzles to solve; 0: as in training. Attention takes any number.
-            defaults: {name: value} of settings that the file may lack, such as a fork's.
-
-        The model also has what the file says: task, what puzzles/__init__.py calls a task; puzzles, 100 test
-        puzzles or fewer as a batch; forks, those that trained it; the step; data, the dataset's SHA-256.
-        Raises ValueError for a damaged file, for one of the official code, and for weights that do not fit.
-        """
-        return load_model(cls, path, cells, defaults or {})
 
 
 def take_new_puzzles(sequences, puzzles):

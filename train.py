@@ -37,7 +37,7 @@ from runtime.flops import flops_per_example
 from runtime.log import Log, choose_wandb_mode
 from runtime.minutes import fit_minutes, keep_length
 from runtime.process import START_TIMEOUT, STOP, on_signals, restart_watchdog, watch_replicas
-from runtime.weights import new_model
+from weights import new_model
 
 
 class Settings:
@@ -530,7 +530,7 @@ def replica(settings, kind, began):
     get_dataset(settings, STOP.is_set)
     train_set, test_set = data.load(settings.data_path)
     puzzles.check_attempts(test_set.task, settings.eval_attempts)
-    trm = new_model(model.TRM, settings, train_set)
+    trm = new_model(settings, train_set)
     total_steps = optim.count_steps(settings, optim.epoch_size(train_set))
     if total_steps < 1 and not settings.eval_only:
         raise UserError(f"epochs={settings.epochs} of {train_set.total_groups} puzzles are less than one "

@@ -20,7 +20,7 @@ from puzzles.sudoku import judge_sudoku, num_solutions, sudoku_symmetries, sudok
 from puzzles.symmetries import check_symmetries, described_symmetries
 from runtime.errors import UserError
 
-IGNORE_LABEL = -100  # the label of cells that no loss and no metric counts
+IGNORE_LABEL = -100  # the same as in model.py, which needs torch
 
 # {(cells, tokens): the task} of the official code's datasets. These store each version of an ARC task as a
 # task of its own; the empty kind keeps the versions from voting.

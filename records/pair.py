@@ -57,9 +57,8 @@ from models.sparse_embedding import CastedSparseEmbeddingSignSGD_Distributed
 import bench
 import configurator
 import data
-import model
 import train
-from runtime.weights import new_model
+from weights import new_model
 
 
 class ForeachAdamATan2(AdamATan2):
@@ -89,7 +88,7 @@ def official_steps(settings):
     """Yields when it is ready, and after each step of the official code, which follows its pretrain.py."""
     # the model, which picks the settings that it knows, and our first weights
     train_set = data.Dataset(settings.data_path, "train")
-    trm = new_model(model.TRM, settings, train_set)
+    trm = new_model(settings, train_set)
     batch_size = settings.global_batch_size
     config = dict(vars(settings), **trm.sizes, batch_size=batch_size, H_layers=0, no_ACT_continue=True)
     with torch.device(args.device):

@@ -18,11 +18,12 @@ from typing import NamedTuple
 import torch
 
 import puzzles
-from runtime import forks, weights
+from runtime import forks
 from runtime.bucket import LOGS, Bucket, Mirror
 from runtime.errors import TransientError, UserError
-from runtime.files import file_hash, lock, read_metrics, read_torch_file, replacing
+from runtime.files import file_hash, lock, read_metrics, replacing
 from runtime.process import STOP
+from weights import load_weights, read_file
 
 # ---------------------------------------------------------------------------------------------------------
 # Where a run begins
@@ -225,7 +226,7 @@ def resume(start, saved, settings, model, train_set, total_steps):
     step = saved["step"]
     optimizer = start.settings["optimizer"]
     # check the dataset, the length and the optimizer
-    if saved["data"] != train_set.sha256:
+    if saved["data_sha256"] != train_set.sha256:
         raise UserError(f"{path} was trained on another dataset than {settings.data_path}: choose that one, "
                         "or another --out_dir")
     if step > total_steps:
@@ -257,7 +258,8 @@ def load_file(start, saved, settings, model, train_set):
     file = start.path
     check_task(saved, train_set, file)
     # files of the official code do not say what their identifiers stand for
-    is_same = saved.get("identifiers", train_set.identifiers_sha256) == train_set.identifiers_sha256
+    own = train_set.identifiers_sha256
+    is_same = saved.get("identifiers_sha256", own) == own
     # frozen weights are the average, which evaluations use: it would move towards the others
     named = saved["weights"]
     if settings.freeze_weights:
@@ -342,14 +344,14 @@ class Checkpoints:
         # add what belongs to the run, which a resume checks and goes on with
         state |= dict(
             step=step,
-            model=run.model.sizes,
+            sizes=run.model.sizes,
             forks=dict(forks.FORKS),
             run_id=self.run_id,
             settings=vars(self.settings) | dict(init_from=self.init_from),
-            data=self.train_set.sha256,
+            data_sha256=self.train_set.sha256,
             task=self.train_set.task,
-            identifiers=self.train_set.identifiers_sha256,
-            puzzles=some_puzzles(self.test_set),
+            identifiers_sha256=self.train_set.identifiers_sha256,
+            test_puzzles=some_puzzles(self.test_set),
         )
         self.writing = self.writer.submit(self.write, name or stem(step), state, metrics)
 
@@ -378,7 +380,7 @@ class Checkpoints:
                 torch.save(state, f)
             # the .json comes last, and proves that the .pt is complete
             description = dict(sha256=file_hash(path + ".pt"), metrics=metrics)
-            for key in ("step", "run_id", "data", "settings"):
+            for key in ("step", "run_id", "data_sha256", "settings"):
                 description[key] = state[key]
             with replacing(path + ".json") as f:
                 f.write(json.dumps(description, indent=1).encode())
@@ -483,13 +485,15 @@ WEIGHTS = ("state_dict", "model_state_dict", "model_state", "model")  # where ot
 def read_checkpoint(path):
     """Returns the state in a checkpoint of ours, or {"weights": ...} of an official one. Raises UserError."""
     try:
-        state = read_torch_file(path)
+        state = read_file(path)
         # ours has "weights" among other entries; the official code saves only the weights, others nest them
         if "weights" not in state:
             nested = [state[name] for name in WEIGHTS if isinstance(state.get(name), dict)]
             state = {"weights": [*nested, state][0]}
         if not all(map(torch.is_tensor, state["weights"].values())):
             raise ValueError("it has no weights")
+    except UserError:
+        raise
     except Exception as e:  # torch has many for this
         cause = str(e).removeprefix(path).strip() if isinstance(e, ValueError) else type(e).__name__
         raise UserError(f"{path}: cannot be read as a checkpoint ({cause}): damaged, or not one of ours or "
@@ -500,7 +504,7 @@ def read_checkpoint(path):
 def load_saved_weights(model, named, file, same_identifiers=True):
     """See weights.load_weights; the file has the weights. Raises UserError if they do not fit."""
     try:
-        return weights.load_weights(model, named, same_identifiers)
+        return load_weights(model, named, same_identifiers)
     except ValueError as e:
         raise UserError(f"{file}: {e}") from None
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from runtime.errors import UserError
 
 # the modules whose functions and classes a fork may replace
-REPLACEABLE = {"data", "evaluate", "model", "optim", "puzzles", "runtime", "train"}
+REPLACEABLE = {"data", "evaluate", "model", "optim", "puzzles", "runtime", "train", "weights"}
 
 # {name: the beginning of its text's SHA-256} of the forks that this process has run
 FORKS = {}

@@ -6,10 +6,10 @@
     python scripts/export.py out/demo sudoku.html           play.py's page with this model, in one file
     python scripts/export.py a.pt b.pt demo.html            the same with several models
 
-TRM.load, solve.py, play.py and train.py's init_from take the file. The official code takes its "weights",
-which are what an evaluation computes with: averaged, and in forward_dtype. The checkpoint of a run has the
-settings, sizes, task and 100 test puzzles. For an official checkpoint they come from config files, flags and
-the dataset.
+weights.load_model, solve.py, play.py and train.py's init_from take the file. The official code takes its
+"weights", which are what an evaluation computes with: averaged, and in forward_dtype. The checkpoint of a
+run has the settings, sizes, task and 100 test puzzles. For an official checkpoint they come from config
+files, flags and the dataset.
 
 A .html file solves puzzles in any browser, without a server and offline. engine.js and game.js take the place
 of model.py and play.py in it. The file cannot have models for ARC, models that a fork of the network trained,
@@ -39,7 +39,7 @@ from runtime.checkpoint import load_saved_weights, read_checkpoint, some_puzzles
 from runtime.errors import UserError, writing
 from runtime.files import replacing
 from runtime.process import command
-from runtime.weights import new_model
+from weights import new_model
 
 
 class Settings:
@@ -88,7 +88,7 @@ def write_model(source, target, train_arguments):
     # the settings of the training, unless this command says otherwise
     settings = configure(train.Settings, train_arguments)
     settings.fill(train.recipe(saved.get("settings", {})))
-    if "puzzles" not in saved:
+    if "test_puzzles" not in saved:
         saved = add_dataset(saved, settings, path)
     for name in train.RUN_SETTINGS:
         delattr(settings, name)
@@ -98,7 +98,7 @@ def write_model(source, target, train_arguments):
     # leave out what only training needs: the optimizer and the raw weights
     dtype = getattr(torch, settings.forward_dtype)
     weights = saved["weights"] | saved.get("ema", {})
-    names = "model", "task", "data", "identifiers", "puzzles", "step", "forks"
+    names = "sizes", "task", "data_sha256", "identifiers_sha256", "test_puzzles", "step", "forks"
     content = {name: saved[name] for name in names}
     content |= dict(
         weights={PREFIX + name.removeprefix(PREFIX): t.to(dtype) for name, t in weights.items()},
@@ -118,15 +118,15 @@ def add_dataset(saved, settings, path):
     """
     # the model has the dataset's sizes, and the weights' names without the official code's prefixes
     data = Dataset(local_dataset(settings.data_path), "train")
-    trm = new_model(model.TRM, settings, data)
+    trm = new_model(settings, data)
     if load_saved_weights(trm, saved["weights"], path):
         raise UserError(f"{path} has other puzzle identifiers than {data.path}")
     added = dict(
-        model=trm.sizes,
+        sizes=trm.sizes,
         task=data.task,
-        data=data.sha256,
-        identifiers=data.identifiers_sha256,
-        puzzles=some_puzzles(Dataset(data.path, "test")),
+        data_sha256=data.sha256,
+        identifiers_sha256=data.identifiers_sha256,
+        test_puzzles=some_puzzles(Dataset(data.path, "test")),
         step=0,
         forks={},
     )

@@ -28,7 +28,7 @@ import train
 from model import LOSS_TERMS, METRICS, TRM
 from runtime import process
 from runtime.device import choose_device
-from runtime.weights import load_weights
+from weights import load_weights
 
 
 class Settings:

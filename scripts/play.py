@@ -115,7 +115,7 @@ class Game:
                 raise UserError(f"{path} was not trained on {folder}: choose another --data_path")
             self.puzzles = self.test_data.arc.grids
         else:
-            tokens = self.model.puzzles
+            tokens = self.model.test_puzzles
             self.puzzles = list(zip(tokens["inputs"], tokens["labels"]))
 
     def describe(self):

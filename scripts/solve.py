@@ -49,6 +49,7 @@ from runtime.errors import UserError, writing
 from runtime.files import Progress
 from runtime.prepare import csv_rows, open_text
 from runtime.process import command
+from weights import load_model
 
 
 class Settings:
@@ -406,7 +407,7 @@ def load(path, train_arguments, cells=0):
     Args:
         path: a model file, a checkpoint, or a run's folder, for its newest checkpoint.
         train_arguments: config files of train.py, among them forks, and flags; they change the model's.
-        cells: see TRM.load.
+        cells: see weights.load_model.
     """
     for argument in train_arguments:
         name = argument.partition("=")[0]
@@ -416,7 +417,7 @@ def load(path, train_arguments, cells=0):
     # the forks come first: the model is made of their classes
     settings = configure(train.Settings, [*train_arguments, *fixed])
     try:
-        trm = model.TRM.load(file_of(path), cells, vars(settings))
+        trm = load_model(file_of(path), cells, vars(settings))
     except (OSError, ValueError) as e:
         raise UserError(e) from None
     for line in forks.missing(trm.forks):

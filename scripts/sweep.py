@@ -27,7 +27,6 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 import torch
 
-import model
 import optim
 import prepare_sudoku
 import train
@@ -36,7 +35,7 @@ from runtime import files, process
 from runtime.dataset import get_dataset
 from runtime.errors import UserError
 from runtime.flops import FlopCounter, flops_per_example
-from runtime.weights import new_model
+from weights import new_model
 
 
 class Settings:
@@ -139,7 +138,7 @@ class StudyRun:
         sizes = SimpleNamespace(
             seq_len=prepared.size ** 2, vocab_size=prepared.size + 2, num_puzzle_identifiers=1)
         with torch.device("meta"), FlopCounter():  # takes no memory, and little time
-            trm = new_model(model.TRM, self.settings, sizes)
+            trm = new_model(self.settings, sizes)
         # counting takes half a second, and most runs have the baseline's sizes
         sizes = f"{trm} {self.settings.H_cycles} {self.settings.L_cycles} {self.settings.num_heads}"
         if sizes not in FLOPS:

@@ -10,8 +10,8 @@ from helpers import ARC_MODEL, prepare, run_config
 import evaluate
 import prepare_arc
 from data import Dataset
-from model import TRM
 from runtime.errors import UserError
+from weights import load_model
 
 
 def test_adaptation_answers_new_tasks(arc_folder):
@@ -35,15 +35,15 @@ def test_adaptation_answers_new_tasks(arc_folder):
 
 
 def test_a_model_file_has_the_identifiers_of_its_puzzles(arc_folder):
-    model = TRM.load(arc_folder / "model.pt")
-    identifiers = model.puzzles["puzzle_identifiers"]
+    model = load_model(arc_folder / "model.pt")
+    identifiers = model.test_puzzles["puzzle_identifiers"]
     test = Dataset(arc_folder / "arc-data", "test")
     assert identifiers.tolist() == test.puzzle_identifiers[test.group_indices[:-1]].tolist()
 
     # the identifiers matter once their rows differ
     torch.nn.init.normal_(model.puzzle_emb.weights)
-    answers, _ = evaluate.solve(model, model.puzzles["inputs"], steps=3, identifiers=identifiers)
-    others, _ = evaluate.solve(model, model.puzzles["inputs"], steps=3)
+    answers, _ = evaluate.solve(model, model.test_puzzles["inputs"], steps=3, identifiers=identifiers)
+    others, _ = evaluate.solve(model, model.test_puzzles["inputs"], steps=3)
     assert (answers != others).any()
 
 

@@ -18,14 +18,13 @@ import puzzles
 import train
 from data import Dataset
 from evaluate import Evaluator, weights_of
-from model import TRM
 from puzzles.maze import long_mazes
 from puzzles.sudoku import minimal_sudokus
 from runtime.checkpoint import load_saved_weights, newest_whole, read_checkpoint
 from runtime.errors import UserError
 from runtime.outputs import save_file
-from runtime.weights import new_model
 from train import open_device
+from weights import new_model
 
 SETTINGS = ["--puzzle_emb_ndim=0", "--multiple_of=256", "--H_cycles=1", "--L_cycles=1", "--ema=False",
             "--eval_halt_max_steps=6"]
@@ -44,7 +43,7 @@ def new_evaluator(data, trained, *flags):
     """Returns an Evaluator with the run's last weights, and the test puzzles."""
     settings = configurator.configure(train.Settings, arguments(data, trained, *SETTINGS, *flags))
     test = Dataset(data, "test")
-    model = new_model(TRM, settings, test)
+    model = new_model(settings, test)
     load_saved_weights(model, read_checkpoint(newest_whole(trained))["weights"], trained)
     return Evaluator(settings, model, open_device("cpu", settings), settings.global_batch_size), test
 

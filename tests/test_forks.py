@@ -223,7 +223,7 @@ def solve_with_fork():
     path = f"{ROOT}/models/sudoku-6x6.pt"
     trm, settings = solve.load(path, [fork])
     assert trm.settings.label_smoothing == 0.0 and settings.H_cycles == 2
-    question = trm.puzzles["inputs"][:1].numpy()
+    question = trm.test_puzzles["inputs"][:1].numpy()
     deep = next(solve.watch(settings, trm, question))
     trm, settings = solve.load(path, [fork, "--H_cycles=1"])
     shallow = next(solve.watch(settings, trm, question))

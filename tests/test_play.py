@@ -382,8 +382,8 @@ def squares(request, browser, serve, models_folder):
     export.main([str(models_folder / "exchange"), "exchange.pt"])
     saved = torch.load("exchange.pt")
     saved["task"] |= {"symbols": "_" + SQUARES, "symmetries": {"permute_symbols": SQUARES}}
-    saved["puzzles"]["labels"][0][0] = 0
-    saved["puzzles"] = {name: t[:3] for name, t in saved["puzzles"].items()}
+    saved["test_puzzles"]["labels"][0][0] = 0
+    saved["test_puzzles"] = {name: t[:3] for name, t in saved["test_puzzles"].items()}
     torch.save(saved, "squares.pt")
     server = serve(os.path.abspath("squares.pt"))
     if request.param == "file":
@@ -527,7 +527,7 @@ def save_model(models_folder, path, settings, num_puzzle_identifiers=1):
     """Writes a file of a model of 4x4 Sudoku with random weights, in which the halting head has some too."""
     saved = torch.load(models_folder / "model.pt")
     settings = saved["settings"] | settings | {"seed": 1}
-    sizes = saved["model"] | {"num_puzzle_identifiers": num_puzzle_identifiers}
+    sizes = saved["sizes"] | {"num_puzzle_identifiers": num_puzzle_identifiers}
     trm = model.TRM(SimpleNamespace(**settings), **sizes)
     generator = torch.Generator().manual_seed(2)
     trm.q_head.weight.data.normal_(0, 0.1, generator=generator)

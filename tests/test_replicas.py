@@ -32,8 +32,8 @@ from data import Dataset
 from model import Block
 from runtime import errors
 from runtime.device import flatten
-from runtime.weights import new_model
 from train import open_device
+from weights import new_model
 
 # Shallow: depth amplifies rounding, and the order of a sum depends on the number of replicas.
 SHALLOW = ["--max_steps=20", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2", "--lr=2e-4",
@@ -85,7 +85,7 @@ def xla_step(rank, folder, argv):
     assert len(device.all_gather(bytes(2 ** 24 - 8))) == device.world  # float32 rounds the size of its pickle
     dataset = Dataset(settings.data_path, "train")
     sizes = SimpleNamespace(seq_len=16, vocab_size=6, num_puzzle_identifiers=NUM_IDENTIFIERS)
-    net = new_model(model.TRM, settings, sizes)
+    net = new_model(settings, sizes)
     run = train.Run(settings, net, device)
     inputs = train.make_inputs(run, dataset, 0, 30)
     rows = slice(rank * run.batch_size, (rank + 1) * run.batch_size)

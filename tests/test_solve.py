@@ -21,8 +21,8 @@ from test_forks import FORKS, flags_of
 import evaluate
 import model as models
 import puzzles
-from model import TRM
 from runtime.errors import UserError
+from weights import load_model
 
 
 @pytest.fixture(autouse=True)
@@ -49,15 +49,15 @@ def solved(evaluation):
 # Models
 
 def test_a_model_file_needs_no_dataset_and_no_fork(evaluation):
-    """TRM.load in a notebook and train.py's evaluation give the same answers."""
+    """load_model in a notebook and train.py's evaluation give the same answers."""
     saved = torch.load("model.pt")
     saved["settings"] |= dict(loss_type="a fork's", optimizer="a fork's", data_path="gone")
     torch.save(saved, "alone.pt")
     questions, answers, _ = evaluation
     for path in "alone.pt", "sudoku/ckpt_00000070.pt":
-        trm = TRM.load(path)
+        trm = load_model(path)
         assert evaluate.solve(trm, questions[:20], steps=4)[0] == answers[:20]
-        assert len(trm.puzzles["inputs"]) == 60 and trm.step == 70
+        assert len(trm.test_puzzles["inputs"]) == 60 and trm.step == 70
     solve.load("alone.pt", [])
 
 
@@ -72,7 +72,7 @@ def test_weights_that_other_code_has_wrapped(key, prefix, evaluation):
     flags = shlex.split(torch.load("model.pt")["command"])[2:]
     export.main(["wrapped.pt", "named.pt", *flags])
     questions, answers, _ = evaluation
-    assert evaluate.solve(TRM.load("named.pt"), questions[:20], steps=4)[0] == answers[:20]
+    assert evaluate.solve(load_model("named.pt"), questions[:20], steps=4)[0] == answers[:20]
 
 
 @pytest.mark.parametrize("fork", FORKS[:4], ids=lambda path: Path(path).stem)
@@ -90,7 +90,7 @@ def solve_and_play(fork):
     question = play.Game("run", *solve.load("run", [fork])).test_puzzle("1")["question"]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         solve.main(["run", fork, question, "--eval_halt_max_steps=3"])
-    answer, _ = evaluate.solve(models.TRM.load("run/ckpt_00000002.pt"), question, 3, 8)
+    answer, _ = evaluate.solve(load_model("run/ckpt_00000002.pt"), question, 3, 8)
     assert answer in printed.getvalue().splitlines()
 
 
@@ -143,12 +143,12 @@ def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, evaluatio
 
 
 def test_attempts_at_a_file_of_puzzles_are_those_of_the_model(run_solve, evaluation, monkeypatch):
-    """TRM.load in a notebook and solve.py try the same copies, until the same answers are sure."""
+    """load_model in a notebook and solve.py try the same copies, until the same answers are sure."""
     monkeypatch.setattr(models, "SURE", 0.05)
     monkeypatch.setattr(evaluate, "CELLS_AT_A_TIME", 16 * 7)
     questions = evaluation[0][:20]
     rows = solve_rows(run_solve, "sudoku", ["question", *questions])
-    answers, sure = evaluate.solve(TRM.load("model.pt"), questions, 4, 8)
+    answers, sure = evaluate.solve(load_model("model.pt"), questions, 4, 8)
     assert [row["answer"] for row in rows] == answers
     assert [float(row["certainty"]) for row in rows] == pytest.approx(sure, abs=1e-3)
     assert len({row["attempts"] for row in rows}) > 2

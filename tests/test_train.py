@@ -219,7 +219,7 @@ def test_an_export_has_the_official_names_and_loads_back(data, whole):
     export.main(["official.pt", "named.pt", f"--data_path={data}", *TINY, "--forward_dtype=auto"])
     named = torch.load("named.pt", weights_only=True)
     assert same(dict(sorted(named["weights"].items())), dict(sorted(official.items())))
-    assert len(named["puzzles"]["inputs"]) == 40
+    assert len(named["test_puzzles"]["inputs"]) == 40
 
     # an evaluation needs no batch of training puzzles
     assert "evaluation: " in run(data, "few", "--init_from=official.pt", "--eval_only", "--epochs=0")

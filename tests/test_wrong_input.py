@@ -20,8 +20,8 @@ import prepare_arc
 import prepare_maze
 import prepare_sudoku
 import train
-from model import TRM
 from runtime import process
+from weights import load_model
 
 MODULES = train, prepare_sudoku, prepare_maze, prepare_arc
 SCRIPTS = {Path(module.__file__).name: module for module in MODULES}
@@ -251,7 +251,7 @@ def test_any_bytes_that_are_no_model_are_named():
     Path("empty.pt").write_bytes(b"\x80\2.")  # an empty pickle
     for name in "tensor.pt", "directory.pt", "empty.pt":
         with pytest.raises(ValueError, match=f"^{name} is damaged, or torch.save did not write it"):
-            TRM.load(name)
+            load_model(name)
 
 
 HAS_TPU = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*") != []

@@ -1,4 +1,4 @@
-"""Builds models: new ones, and what a file holds, also under the official code's names."""
+"""Builds models: new ones, and the models in files, also under the official code's names."""
 import math
 import re
 import threading
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 
 import configurator
+import model
 from puzzles import maze_task
 from runtime.errors import UserError, one_line
 from runtime.files import read_torch_file
@@ -14,57 +15,73 @@ from runtime.files import read_torch_file
 MODEL_LOCK = threading.Lock()  # replicas may be threads, which share torch's generator
 
 
-def new_model(model_class, settings, dataset):
-    """Returns a model with its first weights for a dataset. Raises UserError if it cannot be built.
-
-    model_class: model.TRM or a fork's.
-    """
+def new_model(settings, dataset):
+    """Returns a TRM with its first weights for a dataset. Raises UserError if it cannot be built."""
     # the seed is for modules that init_weights does not touch
     with MODEL_LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         try:
-            return model_class(
+            return model.TRM(
                 settings, seq_len=dataset.seq_len, vocab_size=dataset.vocab_size,
                 num_puzzle_identifiers=dataset.num_puzzle_identifiers)
         except (ValueError, RuntimeError) as e:  # RuntimeError: more memory than there is
             raise UserError(one_line(e)) from None
 
 
-def load_model(model_class, path, cells, defaults):
-    """See model.TRM.load; model_class: model.TRM or a fork's."""
-    saved = read_torch_file(path)
+def load_model(path, cells=0, defaults=None):
+    """Returns the TRM in a file of scripts/export.py, or the average in a checkpoint of train.py.
+
+    Args:
+        path: the file. Nothing in it is executed.
+        cells: S of the puzzles to solve; 0: as in training. Attention takes any number.
+        defaults: {name: value} of settings that the file may lack, such as a fork's.
+
+    The model also has what the file says: task, what puzzles/__init__.py calls a task; test_puzzles, 100 or
+    fewer as a batch; forks, those that trained it; the step; data_sha256, the dataset's. Raises ValueError
+    for a damaged file, for one of the official code, and for weights that do not fit.
+    """
+    saved = read_file(path)
     if "task" not in saved:
         raise ValueError(f"{path} does not say what it solves: scripts/export.py makes a model file of a "
                          "checkpoint of the official code")
     # a setting that is newer than the file has train.py's default
     import train
-    settings = SimpleNamespace(**configurator.read_settings(train.Settings) | defaults | saved["settings"])
-    sizes = dict(saved["model"])
+    values = configurator.read_settings(train.Settings) | (defaults or {}) | saved["settings"]
+    settings = SimpleNamespace(**values)
+    sizes = dict(saved["sizes"])
     if cells:
         sizes["seq_len"] = cells
 
     # build the model, of the size of these puzzles, with the averaged weights
     try:
-        model = model_class(settings, **sizes)
-        load_weights(model, saved.get("ema") or saved["weights"])
+        trm = model.TRM(settings, **sizes)
+        load_weights(trm, saved.get("ema") or saved["weights"])
     except ValueError as e:
         forks = ", ".join(saved["forks"]) or "no fork"
         raise ValueError(f"{path}: {e}; it was trained with {forks}") from None
 
     # add what the file says
-    for name in ("task", "puzzles", "forks", "step", "data"):
-        setattr(model, name, saved[name])
-    if model.task["kind"] == "maze":
-        model.task = maze_task(math.isqrt(sizes["seq_len"]))
-    return model.eval()
+    for name in ("task", "test_puzzles", "forks", "step", "data_sha256"):
+        setattr(trm, name, saved[name])
+    if trm.task["kind"] == "maze":
+        trm.task = maze_task(math.isqrt(sizes["seq_len"]))
+    return trm.eval()
+
+
+def read_file(path):
+    """Returns the dict in a checkpoint or a model file. Raises ValueError or UserError for other files."""
+    saved = read_torch_file(path)
+    if "task" in saved and "sizes" not in saved:
+        raise UserError(f"{path} is of an earlier version of this code: commit ead55c3 reads it")
+    return saved
 
 
 @torch.no_grad()
-def load_weights(model, named, same_identifiers=True):
+def load_weights(trm, named, same_identifiers=True):
     """Loads weights under the official code's names, with or without their prefixes, into a TRM.
 
     Args:
-        model: a TRM.
+        trm: a TRM.
         named: {name: tensor}.
         same_identifiers: False if the puzzle identifiers stand for other puzzles than the file's.
 
@@ -79,15 +96,15 @@ def load_weights(model, named, same_identifiers=True):
 
     # other puzzles have no row of their own in the table: they take the mean
     table = weights.get("puzzle_emb.weights")
-    num_rows = model.sizes["num_puzzle_identifiers"]
+    num_rows = trm.sizes["num_puzzle_identifiers"]
     is_averaged = False
-    if model.has_puzzle_emb and table is not None:
+    if trm.has_puzzle_emb and table is not None:
         is_averaged = len(table) != num_rows or not same_identifiers
     if is_averaged:
         weights["puzzle_emb.weights"] = table.mean(0, keepdim=True).expand(num_rows, -1)
 
     # names and shapes must be these; a part of them would train in silence
-    expected = model.state_dict()
+    expected = trm.state_dict()
     hint = "another block or other settings (hidden_size, L_layers, mlp_t, puzzle_emb_ndim?)"
     if expected.keys() - weights.keys():
         raise ValueError(f"lacks {min(expected.keys() - weights.keys())}: {hint}")
@@ -96,5 +113,5 @@ def load_weights(model, named, same_identifiers=True):
     for name, t in expected.items():
         if weights[name].shape != t.shape:
             raise ValueError(f"{name} has shape {list(weights[name].shape)}, not {list(t.shape)}: {hint}")
-    model.load_state_dict(weights)
+    trm.load_state_dict(weights)
     return is_averaged
