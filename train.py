@@ -34,8 +34,7 @@ from runtime.device import cast_weights, check_batch_size, choose_device, open_d
 from runtime.errors import TransientError, UserError, check_choices, check_numbers, one_line
 from runtime.files import duration
 from runtime.flops import flops_per_example
-from runtime.log import Log, choose_wandb_mode
-from runtime.minutes import fit_minutes, keep_length
+from runtime.log import Log
 from runtime.process import START_TIMEOUT, STOP, on_signals, restart_watchdog, watch_replicas
 from weights import new_model
 
@@ -519,7 +518,10 @@ def replica(settings, kind, began):
     settings = copy.copy(settings)  # replicas may be threads
     start, saved = checkpoint.find_start(settings, device, STOP.is_set)
     resumed = recipe(start.settings)
-    length_note = keep_length(settings, resumed)
+    length_note = ""
+    if settings.max_minutes:
+        from runtime.minutes import keep_length
+        length_note = keep_length(settings, resumed)
     settings.fill(resumed)
     # check all of them, and choose what "auto" leaves open
     check_settings(settings)
@@ -562,11 +564,12 @@ def replica(settings, kind, began):
     else:
         # choose the length, say what the run is, and train
         if settings.max_minutes:
+            from runtime.minutes import fit_minutes
             vars(settings).update(fit_minutes(run, make_inputs, train_set, test_set, began, log.print0))
             total_steps = settings.max_steps
         facts = log.begin(run, train_set, start, recipe(vars(settings)), total_steps)
         if settings.wandb_log and device.rank == 0:
-            log.wandb = start_wandb(settings, checkpoints.run_id, facts, log.print0)
+            log.start_wandb(checkpoints.run_id, facts)
         is_complete = train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps)
 
     # finish the upload, whose time limit is its own; a slice may be deleted once its run is complete
@@ -577,27 +580,6 @@ def replica(settings, kind, began):
         sys.exit(1)
     if not (is_uploaded and is_complete):
         sys.exit(3)
-
-
-def start_wandb(settings, run_id, facts, say):
-    """Returns W&B's run, which goes on if the run resumes; None where it cannot start."""
-    try:
-        import wandb
-        mode = choose_wandb_mode(settings, say)
-        # the run's id continues W&B's curves after a restart
-        name = settings.wandb_run_name or os.path.basename(os.path.abspath(settings.out_dir))
-        run = wandb.init(
-            id=run_id, resume="allow", mode=mode, dir=settings.out_dir,
-            project=settings.wandb_project, name=name, config=vars(settings) | facts,
-            settings=dict(console="off", init_timeout=60))
-        wandb.define_metric("*", step_metric="step")  # W&B drops rows whose own step goes back
-    except Exception as e:  # training goes on, whatever it is
-        say(f"W&B: off ({one_line(e)}); metrics.jsonl has everything")
-        return None
-    # where to see it
-    hint = f"`wandb sync {os.path.dirname(run.dir)}` uploads it" if mode == "offline" else run.url
-    say(f"W&B: {mode}, {hint}")
-    return run
 
 
 def check_settings(settings):

@@ -19,7 +19,6 @@ import torch
 
 import puzzles
 from runtime import forks
-from runtime.bucket import LOGS, Bucket, Mirror
 from runtime.errors import TransientError, UserError
 from runtime.files import file_hash, lock, read_metrics, replacing
 from runtime.process import STOP
@@ -47,6 +46,7 @@ def check_folders(settings):
         raise UserError(f"--out_dir={settings.out_dir}: must be a folder of this machine, written out; "
                         "--gcs_dir mirrors it to a bucket")
     if settings.gcs_dir:
+        from runtime.bucket import Bucket
         Bucket(settings.gcs_dir)  # raises UserError for a malformed address
     if settings.eval_only and settings.init_from == "scratch":
         raise UserError("eval_only needs weights: --init_from=resume (the newest checkpoint of out_dir) "
@@ -111,6 +111,7 @@ def find_newest(settings, should_stop):
     out_dir = settings.out_dir
     bucket = None
     if settings.gcs_dir:
+        from runtime.bucket import Bucket
         bucket = Bucket(settings.gcs_dir, should_stop)
         bucket.check(write=not settings.eval_only)
     if settings.init_from == "scratch":
@@ -147,6 +148,7 @@ def read_run_id(content, path):
 
 def pull(bucket, out_dir):
     """Brings the newest whole checkpoint of the bucket, and its logs, to out_dir, unless that has it."""
+    from runtime.bucket import LOGS
     # both must be of the same run
     own = Path(out_dir, "run.json")
     remote = bucket.read("run.json")
@@ -311,6 +313,7 @@ class Checkpoints:
         on_rank_0(device, self.take_folder)
         self.mirror = None
         if device.rank == 0 and settings.gcs_dir:
+            from runtime.bucket import Bucket, Mirror
             bucket = Bucket(settings.gcs_dir)  # a stop does not end its attempts
             too_old = partial(outdated, keep=settings.keep_last_n)
             self.mirror = Mirror(self.out_dir, bucket, self.newest, too_old, say)

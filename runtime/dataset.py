@@ -1,13 +1,14 @@
 """Brings a run's dataset to this machine."""
+import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 
-from runtime.bucket import local_dataset
-from runtime.errors import TransientError, UserError
-from runtime.files import locked
+from runtime.errors import TransientError, UserError, writing
+from runtime.files import is_dataset_file, locked, read_json, replacing
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -47,3 +48,52 @@ def get_dataset(settings, should_stop):
         if not os.path.exists(settings.data_path):
             error = UserError if code in (0, 2) else TransientError
             raise error(f"data_prepare did not make data_path={settings.data_path}: {settings.data_prepare}")
+
+
+def local_dataset(path, stop=lambda: False):
+    """Returns the local folder of a dataset: for gs://bucket/.../NAME data/NAME, downloaded if it is missing.
+
+    Any other path is returned as it is. One process of a host downloads, the others wait. Raises UserError
+    and TransientError, and SystemExit(3) if stop() returns true meanwhile.
+    """
+    if not path.startswith("gs://"):
+        return path
+    from runtime.bucket import Bucket
+    bucket = Bucket(path, stop)
+    name = os.path.basename(bucket.url)
+    if name in (".", ".."):
+        raise UserError(f"data_path={path}: the last part must be the name of a dataset")
+    folder = f"data/{name}"
+    with locked(folder):
+        content = bucket.read("manifest.json", check=json.loads)
+        if content is None:
+            raise UserError(f"{path} has no manifest.json: upload the dataset with "
+                            f"`gcloud storage rsync -r data/NAME {path}`")
+        manifest = json.loads(content)
+        hashes = manifest.get("sha256") if isinstance(manifest, dict) else None
+        if not hashes or not isinstance(hashes, dict):
+            raise UserError(f"{path}/manifest.json has no files with their hashes: upload the dataset again")
+        # a name such as ../train.py would be written outside the folder
+        for name, sha256 in hashes.items():
+            if not is_dataset_file(name) or not isinstance(sha256, str):
+                raise UserError(f"{path}/manifest.json names {name!r}, which is no file of a dataset, or has "
+                                "no hash: upload the dataset again")
+
+        # one that is here must be the same one
+        if os.path.lexists(folder):
+            if read_json(f"{folder}/manifest.json").get("sha256") != hashes:
+                raise UserError(f"{folder} holds another dataset than {path}: move it away, or name it")
+            return folder
+
+        # the folder gets its name once the dataset is whole; an interrupted download may have left files
+        print(f"downloading {path}", flush=True)
+        part = folder + ".part"
+        shutil.rmtree(part, ignore_errors=True)
+        for name, sha256 in hashes.items():
+            if not bucket.download(name, f"{part}/{name}", sha256):
+                raise UserError(f"{path}/{name} is missing: upload the dataset again")
+        with writing(folder):
+            with replacing(f"{part}/manifest.json") as f:
+                f.write(content)
+            os.rename(part, folder)
+        return folder

@@ -4,10 +4,7 @@ The two engines for TPUs, torch_xla and TorchTPU, need environments of their own
 is looked for or used: other machines can do without them.
 """
 import atexit
-import glob
 import importlib.util
-import math
-import mmap
 import os
 import platform
 import re
@@ -30,16 +27,6 @@ CPU_FLOP = 1e11  # of a micro-batch on a CPU: two cores take 2 to 15 seconds
 # The environment variables that tell a replica where the others are.
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ADDRESS_TIMEOUT = 20  # seconds in which the name MASTER_ADDR must get an address; a cluster's may come late
-# Variables of torch_xla that change what trains without a word.
-TYPE_VARIABLES = ("XLA_USE_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_BF16", "XLA_DOWNCAST_FP16")
-REFUSED_XLA = dict.fromkeys(TYPE_VARIABLES, "it would keep the weights in 16 bits, see --forward_dtype") | {
-    "XLA_USE_SPMD": "it would train one replica instead of one on each device"}
-# Variables of the only process of a TPU host, and what they say of the host.
-OF_HOST = {
-    "CLOUD_TPU_TASK_ID": "TPU_WORKER_ID",
-    "TPU_PROCESS_BOUNDS": "TPU_HOST_BOUNDS",
-    "TPU_CHIPS_PER_PROCESS_BOUNDS": "TPU_CHIPS_PER_HOST_BOUNDS",
-}
 # The bfloat16 FLOP/s of a chip, with float32 sums and without sparsity, for perf/mfu. Sources are Google's
 # page of each TPU, NVIDIA's data sheets (from the L4 on they say "with sparsity", which is halved here), and
 # NVIDIA's papers on the architectures of GeForce cards. "H100" and "H200" mean the SXM modules.
@@ -122,8 +109,9 @@ def choose_device(wanted):
     pjrt = os.environ.get("PJRT_DEVICE")
     has_xla = importlib.util.find_spec("torch_xla")
     has_torchtpu = importlib.util.find_spec("torch_tpu")
-    if wanted in ("xla", "auto"):
-        if has_xla and pjrt == "CPU":
+    if wanted in ("xla", "auto") and has_xla:
+        from runtime.xla_environment import check_xla_variables, has_tpu, prepare_processes
+        if pjrt == "CPU":
             check_xla_variables()
             # torch_xla reads an empty variable as 0
             replicas = read_number("CPU_NUM_DEVICES", 1, least=1)
@@ -131,7 +119,7 @@ def choose_device(wanted):
             # fewer threads than replicas would deadlock in a collective
             os.environ.setdefault("XLA_THREAD_POOL_SIZE", str(max(16, replicas)))
             return "xla", "PJRT_DEVICE=CPU"
-        if has_xla and has_tpu():
+        if has_tpu():
             check_xla_variables()
             return "xla", f"a TPU is here{prepare_processes()}"
     if wanted in ("tpu", "auto") and has_torchtpu:
@@ -176,73 +164,6 @@ def choose_device(wanted):
 def describe_python():
     """Returns what decides whether a package can be installed."""
     return f"Python {platform.python_version()}, {platform.system()}, {platform.machine()}"
-
-
-def check_xla_variables():
-    """Raises UserError for environment variables that XLA must not obey, or that abort its process."""
-    for name, reason in REFUSED_XLA.items():
-        value = os.environ.get(name, "")
-        if value.lower() not in ("", "0", "false"):
-            raise UserError(f"{name}={value} in the environment: {reason}; `env -u {name} python ...`")
-    # XLA aborts the process for a flag that it does not know; its library holds the names of all
-    flags = re.findall(r"(?<!\S)--(\w+)", os.environ.get("XLA_FLAGS", ""))
-    if flags:
-        with (open(importlib.util.find_spec("_XLAC").origin, "rb") as f,
-              mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as library):
-            for flag in flags:
-                if library.find(f"{flag}\0".encode()) < 0:
-                    raise UserError(f"XLA_FLAGS in the environment: XLA knows no --{flag}")
-
-
-def has_tpu():
-    """Returns True if this host has a TPU. Sets PJRT_DEVICE: importing torch_xla fixes its device."""
-    # Google is also the vendor of the network cards in its clouds, so the chips are counted below
-    vendors = [Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")]
-    if "0x1ae0" not in vendors:
-        return False
-    os.environ["PJRT_DEVICE"] = "TPU"
-    from torch_xla._internal import tpu
-    if tpu.num_available_chips():
-        return True
-    del os.environ["PJRT_DEVICE"]
-    return False
-
-
-def prepare_processes():
-    """Prepares the environment for xmp.spawn's processes, one for each chip; returns words for what went."""
-    from torch_xla._internal import tpu
-    # what a process has that is to use one chip of several
-    bounds = map(os.environ.get, ("TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS"))
-    num_processes = 1 if {*bounds} == {"1,1,1"} else tpu.num_available_chips()
-    environment = name_all_processes(os.environ, num_processes)
-    removed = [f"{name}={os.environ.pop(name)}" for name in sorted({*os.environ} - {*environment})]
-    os.environ.update(environment)
-    if not removed:
-        return ""
-    return f"; removed from the environment, as not for {num_processes} processes: {' '.join(removed)}"
-
-
-def name_all_processes(environment, num_processes):
-    """Returns a TPU host's environment without what names only one of its num_processes processes.
-
-    Images and clusters set these variables for one process a host, as JAX starts it. In each process of
-    xmp.spawn, torch_xla's configure_topology fills in those that are not set, from the number of the host and
-    the bounds of hosts and of their chips.
-    """
-    num_hosts = len(environment.get("TPU_WORKER_HOSTNAMES", "").split(","))
-    num_all = num_hosts * num_processes
-    wrong = []
-    # "local", which Kaggle has, is not even the address of one process
-    if len(re.findall(r":\d+", environment.get("TPU_PROCESS_ADDRESSES", ""))) != num_all:
-        wrong += ["TPU_PROCESS_ADDRESSES", "TPU_PROCESS_PORT"]
-    if num_processes > 1:
-        wrong += ["CLOUD_TPU_TASK_ID", "TPU_PROCESS_PORT", "TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"]
-        bounds = re.findall(r"\d+", environment.get("TPU_PROCESS_BOUNDS", ""))
-        if math.prod(map(int, bounds)) != num_all:
-            wrong += ["TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS"]
-    # what names the only process of a host names the host
-    named = {OF_HOST[name]: environment[name] for name in OF_HOST if name in wrong and name in environment}
-    return named | {name: value for name, value in environment.items() if name not in wrong}
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import platform
 import time
 from contextlib import suppress
 
-import requests
 import torch
 
 from runtime import files
@@ -126,6 +125,32 @@ class Log:
             self.warn(path, e)
         return facts
 
+    def start_wandb(self, run_id, facts):
+        """Starts W&B's run, which goes on if the run resumes; training goes on without it. Rank 0.
+
+        Args:
+            run_id: of Checkpoints; it continues W&B's curves after a restart.
+            facts: {name: value} of what the run is.
+        """
+        settings = self.settings
+        try:
+            import wandb
+            mode = choose_wandb_mode(settings, self.print0)
+            name = settings.wandb_run_name or os.path.basename(os.path.abspath(settings.out_dir))
+            self.wandb = wandb.init(
+                id=run_id, resume="allow", mode=mode, dir=settings.out_dir,
+                project=settings.wandb_project, name=name, config=vars(settings) | facts,
+                settings=dict(console="off", init_timeout=60))
+            wandb.define_metric("*", step_metric="step")  # W&B drops rows whose own step goes back
+        except Exception as e:  # whatever it is
+            self.wandb = None
+            self.print0(f"W&B: off ({one_line(e)}); metrics.jsonl has everything")
+            return
+        # where to see it
+        folder = os.path.dirname(self.wandb.dir)
+        hint = f"`wandb sync {folder}` uploads it" if mode == "offline" else self.wandb.url
+        self.print0(f"W&B: {mode}, {hint}")
+
     # -----------------------------------------------------------------------------------------------------
     # Steps and evaluations
 
@@ -235,6 +260,7 @@ def choose_wandb_mode(settings, say):
 
     Once wandb.init has begun to wait for a server or for a key, it cannot be told to give up.
     """
+    import requests
     import wandb
     # the environment variable is W&B's own, and takes precedence over the setting
     mode = os.environ.get("WANDB_MODE") or settings.wandb_mode

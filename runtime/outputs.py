@@ -6,7 +6,6 @@ import os
 import numpy as np
 
 from puzzles.arc import submission
-from runtime.bucket import Bucket
 from runtime.errors import TransientError, UserError
 from runtime.files import replacing, to_stderr
 
@@ -40,6 +39,7 @@ def save_file(settings, name, content, should_stop):
         with replacing(path) as f:
             f.write(content)
         if settings.gcs_dir:
+            from runtime.bucket import Bucket
             Bucket(settings.gcs_dir, should_stop).write(name, content)
     except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
         to_stderr(f"{path}: not saved: {e}")

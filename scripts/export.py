@@ -34,8 +34,8 @@ import train
 from configurator import configure, split_arguments
 from data import Dataset
 from runtime import forks
-from runtime.bucket import local_dataset
 from runtime.checkpoint import load_saved_weights, read_checkpoint, some_puzzles
+from runtime.dataset import local_dataset
 from runtime.errors import UserError, writing
 from runtime.files import replacing
 from runtime.process import command

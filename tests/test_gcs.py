@@ -19,7 +19,8 @@ from helpers import Hub, Server, run, stored, upload, wait_for
 import optim
 from data import Dataset
 from runtime import bucket as bucket_module
-from runtime.bucket import Bucket, local_dataset, network_error, try_again, without_password
+from runtime.bucket import Bucket, network_error, try_again, without_password
+from runtime.dataset import local_dataset
 from runtime.errors import TransientError, UserError
 
 CONTENT = np.random.default_rng(0).bytes(1_500_000)
@@ -229,7 +230,7 @@ def uploaded(front, random_puzzles, monkeypatch):
 
 
 def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
-    code = f"from runtime import bucket; print(bucket.local_dataset('{URL}'))"
+    code = f"from runtime.dataset import local_dataset; print(local_dataset('{URL}'))"
     command = [sys.executable, "-c", code]
     start = partial(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)
     front.script = [None] * 4 + ["stall"]

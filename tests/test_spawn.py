@@ -17,7 +17,7 @@ from helpers import (
     xla_environment,
 )
 
-from runtime.device import name_all_processes
+from runtime.xla_environment import name_all_processes
 
 pytestmark = pytest.mark.xla
 

@@ -75,7 +75,7 @@ class Run:
     log = finish = lambda self, *row: row or time.sleep(1000)
 watchdog = runtime.log.restart_watchdog
 runtime.log.restart_watchdog = lambda seconds: watchdog(3 if seconds == 60 else seconds)
-train.start_wandb = lambda *_: Run()
+runtime.log.Log.start_wandb = lambda log, *_: setattr(log, "wandb", Run())
 """
 
 
