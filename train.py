@@ -512,24 +512,11 @@ def replica(settings, kind, began):
     Exits with 3 if the run was stopped before its end, with 1 if the bucket does not have everything.
     """
     device = open_device(kind, settings)
-
-    # settings that neither a config file nor a flag assigned come from the checkpoint that is resumed; only
-    # rank 0's host may have it
-    settings = copy.copy(settings)  # replicas may be threads
+    # only rank 0's host may have the checkpoint
     start, saved = checkpoint.find_start(settings, device, STOP.is_set)
-    resumed = recipe(start.settings)
-    length_note = ""
-    if settings.max_minutes:
-        from runtime.minutes import keep_length
-        length_note = keep_length(settings, resumed)
-    settings.fill(resumed)
-    # check all of them, and choose what "auto" leaves open
-    check_settings(settings)
-    settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
-    check_batch_size(settings, device)
+    settings, notes = settle(settings, start, device)
 
     # data, model, and the length of the run
-    get_dataset(settings, STOP.is_set)
     train_set, test_set = data.load(settings.data_path)
     puzzles.check_attempts(test_set.task, settings.eval_attempts)
     trm = new_model(settings, train_set)
@@ -550,7 +537,7 @@ def replica(settings, kind, began):
     if not settings.eval_only:
         checkpoints = checkpoint.Checkpoints(settings, device, start, train_set, test_set, log.print0)
     log.header(trm, train_set, test_set)
-    for note in filter(None, [dtype_note, length_note, *start.notes]):
+    for note in [*notes, *start.notes]:
         log.print0(note)
 
     # evaluate, or train and evaluate
@@ -580,6 +567,31 @@ def replica(settings, kind, began):
         sys.exit(1)
     if not (is_uploaded and is_complete):
         sys.exit(3)
+
+
+def settle(settings, start, device):
+    """Returns the settings of a run, and lines for the log; fetches the dataset.
+
+    Args:
+        settings: those of the command.
+        start: a checkpoint.Start, whose settings take the place of those that no config file and no flag
+            assigned.
+        device: it chooses what "auto" leaves open.
+
+    Raises UserError for a value that no run could use.
+    """
+    settings = copy.copy(settings)  # replicas may be threads
+    resumed = recipe(start.settings)
+    length_note = ""
+    if settings.max_minutes:
+        from runtime.minutes import keep_length
+        length_note = keep_length(settings, resumed)
+    settings.fill(resumed)
+    check_settings(settings)
+    settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
+    check_batch_size(settings, device)
+    get_dataset(settings, STOP.is_set)
+    return settings, [note for note in (dtype_note, length_note) if note]
 
 
 def check_settings(settings):
