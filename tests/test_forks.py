@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import solve
+import torch
 from helpers import (
     ROOT,
     arguments,
@@ -31,7 +32,8 @@ import train
 from runtime import forks
 from runtime.errors import UserError
 
-FORKS = [f"{ROOT}/examples/{name}.py" for name in ("rsm", "infiloop", "fprm", "chains")]
+EXAMPLES = "rsm", "infiloop", "fprm", "chains", "symbols"
+FORKS = [f"{ROOT}/examples/{name}.py" for name in EXAMPLES]
 FORKS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
 FLAGS = ["--halt_max_steps=2", "--H_cycles_start=1", "--curriculum_epochs=3", "--puzzle_emb_ndim=0",
          "--lr_min_ratio=1", "--log_interval=1", "--eval_final_max_puzzles=20", "--eval_attempts=2"]
@@ -74,7 +76,7 @@ def xla_fork(rank, argv):
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize("name", ["rsm", "infiloop", "fprm", "chains", "shampoo"])
+@pytest.mark.parametrize("name", [*EXAMPLES, "shampoo"])
 def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(name, data):
     [fork] = [path for path in FORKS if Path(path).stem == name]
     flags = flags_of(fork, "--max_steps=3", "--lr=1e-4")
@@ -233,6 +235,28 @@ def solve_with_fork():
 def test_a_model_file_of_before_a_forks_setting_solves_with_its_default():
     """And a flag changes the depth, as in an evaluation of train.py."""
     in_new_process(solve_with_fork)
+
+
+def rename_digits():
+    configure = partial(configurator.configure, train.Settings)
+    settings = configure([f"{ROOT}/examples/symbols.py", "--L_layers=1", "--puzzle_emb_ndim=64"])
+    trm = model.TRM(settings, seq_len=36, vocab_size=8).double().eval()
+    torch.nn.init.normal_(trm.q_head.weight)
+    questions = torch.randint(1, 8, (5, 36))
+    new_names = torch.tensor([0, 1, 5, 2, 7, 3, 4, 6])
+    steps = []
+    for tokens in questions, new_names[questions]:
+        sequences = trm.new_sequences(5, torch.float64) | dict(inputs=tokens.int(), labels=tokens.int())
+        steps.append(trm(sequences, torch.ones(5, 64, dtype=torch.float64)))
+    first, second = steps
+    assert torch.equal(second.answers, new_names[first.answers].int())
+    assert len(first.answers.unique()) > 2 and first.q_halt.std() > 1e-3
+    torch.testing.assert_close(second.q_halt, first.q_halt)
+    torch.testing.assert_close(second.values["lm_loss"], first.values["lm_loss"])
+
+
+def test_symbols_renames_an_answer_like_its_question():
+    in_new_process(rename_digits)
 
 
 def test_a_fork_may_take_a_module_away(data):
