@@ -273,9 +273,9 @@ def load_file(start, saved, settings, model, train_set):
                         "further, but not evaluated (docs/arc.md)")
     if is_averaged:
         notes.append(f"{file} has other puzzle identifiers: all start from the mean of its embedding")
-    # a new run counts its own steps
+    # a new run counts its own steps, and evaluates before the first one
     step = saved.get("step", 0) if settings.eval_only else 0
-    return start._replace(step=step, notes=notes)
+    return start._replace(step=step, is_evaluated=False, notes=notes)
 
 
 # ---------------------------------------------------------------------------------------------------------

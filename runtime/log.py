@@ -116,8 +116,9 @@ class Log:
         hardware = f"{self.device.world} x {self.device.kind} ({self.device.name})"
         hardware = sorted({hardware, *files.read_facts(path).get("hardware", [])})
         first_line = {"step": 0, "run": facts | dict(hardware=hardware)}
-        # a killed run may have logged steps past its last checkpoint, which this one repeats
-        kept = [line for line in files.read_metrics(path) if line["step"] <= self.step]
+        # a killed run may have logged steps past its last checkpoint, which this one repeats; one that begins
+        # at step 0 repeats all
+        kept = [line for line in files.read_metrics(path) if line["step"] <= self.step and self.step]
         try:
             with files.replacing(path) as f:
                 f.write("".join(json.dumps(line) + "\n" for line in [first_line, *kept]).encode())

@@ -224,9 +224,15 @@ def test_an_export_has_the_official_names_and_loads_back(data, whole):
     # an evaluation needs no batch of training puzzles
     assert "evaluation: " in run(data, "few", "--init_from=official.pt", "--eval_only", "--epochs=0")
 
-    # training can start from a file, at step 0
-    run(data, "tuned", "--init_from=model.pt", "--max_steps=5")
+    # training can start from a file, at step 0, and evaluates it first; a run that was killed does so again
+    begin = "--init_from=model.pt", "--max_steps=5", "--eval_interval=9"
+    run(data, "tuned", *begin)
     assert curve("tuned")[5] < curve(whole[0])[5]
+    assert curve("tuned", "eval/loss")[0] == values["eval/loss"]
+    for path in Path("tuned").glob("ckpt_*"):
+        path.unlink()
+    run(data, "tuned", *begin)
+    assert [line["step"] for line in lines("tuned") if "eval/loss" in line] == [0, 5]
 
 
 def test_frozen_weights_are_the_average_and_stay_as_they_are(data, whole):
