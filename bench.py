@@ -25,7 +25,6 @@ from runtime import process
 from runtime.device import check_batch_size, choose_device, is_compiled, peak_flops, spawner
 from runtime.errors import check_numbers, is_out_of_memory, out_of_memory
 from runtime.flops import flops_per_example
-from runtime.prepare import write_dataset
 from train import open_device
 from weights import new_model
 
@@ -55,7 +54,7 @@ def bench(settings, num_steps, kind, knows_length, replica_batch_size=0):
     device = open_device(kind, settings)
     settings = copy.copy(settings)  # replicas may be threads
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
-    train_set = data.Dataset(settings.data_path, "train")
+    train_set, _ = data.load(settings.data_path)
     examples = settings.global_batch_size * optim.count_steps(settings, optim.epoch_size(train_set))
 
     def say(text):
@@ -162,7 +161,7 @@ def choose_batch_size(settings, device, say):
 def new_run(settings, device):
     """Returns a train.Run for the dataset, and a function that returns its next step's inputs."""
     # the dataset has the model's sizes
-    train_set = data.Dataset(settings.data_path, "train")
+    train_set, _ = data.load(settings.data_path)
     run = train.Run(settings, new_model(settings, train_set), device)
     total_steps = max(1, optim.count_steps(settings, optim.epoch_size(train_set)))
     count = itertools.count()
@@ -177,7 +176,7 @@ def train_step_of(run, next_inputs):
 
 def evaluation_of(run):
     """Returns the slots and the inputs of an evaluation's first step."""
-    test_set = data.Dataset(run.settings.data_path, "test")
+    _, test_set = data.load(run.settings.data_path)
     batch = test_set.test_batch(np.resize(test_set.subset(run.batch_size, 1), run.batch_size))
     return run.evaluator.new_slots(), run.evaluator.inputs(*run.eval_weights(), batch)
 
@@ -191,7 +190,7 @@ def find_or_make_dataset(settings, folder, size=Settings.size):
     # random tokens stand for questions and answers; 0 is padding
     cells = np.random.default_rng(0).integers(1, size + 2, (2, 1000, size * size), dtype=np.uint8)
     settings.data_path = os.path.join(folder, "random")
-    write_dataset(settings.data_path, {"train": cells, "test": cells}, size + 2, {"grid": [size, size]})
+    data.write_dataset(settings.data_path, {"train": cells, "test": cells}, size + 2, {"grid": [size, size]})
     return f"1000 random puzzles of {size}x{size} cells, as {missing} is not here"
 
 

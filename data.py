@@ -18,19 +18,21 @@ A dataset of prepare_arc.py stores each example of a task once, and batches make
 says what stands in all__task_indices.npy and all__versions.npy, which take the place of puzzle_indices.
 """
 import functools
+import glob
 import hashlib
 import json
 import math
 import os
+import platform
 import shlex
-from contextlib import suppress
+import shutil
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from puzzles import IGNORE_LABEL, task_of, tokens_of
-from puzzles.arc import Tasks, draw_examples
+from puzzles import IGNORE_LABEL, task_of
 from runtime.errors import UserError, check_numbers
-from runtime.files import file_hash, hashes_of, read_json
+from runtime.files import file_hash, locked, read_json
 
 ORDER, EXAMPLE, HALT, SUBSET = range(4)  # independent random streams of one seed
 
@@ -40,8 +42,11 @@ ORDER, EXAMPLE, HALT, SUBSET = range(4)  # independent random streams of one see
 
 def load(path):
     """Returns the Datasets of a folder, (train, test). Raises UserError if they do not fit together."""
-    train_set = Dataset(path, "train")
-    test_set = Dataset(path, "test")
+    dataset_class = Dataset
+    if os.path.exists(f"{path}/train/all__versions.npy"):
+        from puzzles.arc import ARCDataset as dataset_class
+    train_set = dataset_class(path, "train")
+    test_set = dataset_class(path, "test")
     for name in ("seq_len", "vocab_size", "num_puzzle_identifiers"):
         if getattr(test_set, name) != getattr(train_set, name):
             raise UserError(f"{path}: train and test differ in {name}: build it again")
@@ -55,8 +60,7 @@ class Dataset:
     batches make versions. task is what puzzles/__init__.py calls a task. dataset.json says seq_len,
     vocab_size (tokens, padding included), num_puzzle_identifiers and ignore_label_id (the label of cells that
     do not count); other keys are ignored. total_groups and mean_puzzle_examples (examples of a version, on
-    average) are counted. arc is the Tasks of a dataset of prepare_arc.py, else None. Datasets of the official
-    code, without a manifest, load too.
+    average) are counted. Datasets of the official code, without a manifest, load too.
 
     Args:
         path: the folder of the dataset.
@@ -108,12 +112,7 @@ class Dataset:
         self.ignore_label_id = facts.get("ignore_label_id", 0)  # None: all labels count or are IGNORE_LABEL
         self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
 
-        # a version owns rows; all versions of an ARC task share the rows of the task
-        owners = np.arange(len(self.puzzle_identifiers))
-        is_arc = os.path.exists(f"{self.folder}/all__versions.npy")
-        if is_arc:
-            owners = self.groups_of(owners)
-        row_indices = self._load("task_indices" if is_arc else "puzzle_indices")
+        row_indices, owners = self.load_rows()
         self._check(row_indices, owners)
 
         # number the examples of all versions; those of one version follow each other
@@ -126,9 +125,15 @@ class Dataset:
         self.epoch_examples = int(self.group_sizes.sum())
         # a batch spans one or two epochs, or more if they are small
         self.epoch_plan = functools.lru_cache(maxsize=2)(functools.partial(epoch_plan, self))
-        # groups bring several examples each in ARC's datasets, also in the official code's
-        self.is_streamed = is_arc or self.epoch_examples > self.total_groups
-        self.arc = Tasks(self, row_indices, self._load("versions")) if is_arc else None
+
+    def load_rows(self):
+        """Returns the row_indices and owners of _check(): each version owns rows."""
+        return self._load("puzzle_indices"), np.arange(len(self.puzzle_identifiers))
+
+    @property
+    def is_streamed(self):
+        """Whether groups bring several examples each: in ARC's datasets, also in the official code's."""
+        return self.epoch_examples > self.total_groups
 
     def _load(self, field, mmap_mode=None):
         """Returns one of the split's arrays. Raises UserError."""
@@ -221,10 +226,7 @@ class Dataset:
             translation_draws: numbers in [0, 1), [b, 2]; 0: nothing moves.
         """
         rows = self.first_rows[versions] + members
-        inputs = self.inputs[rows]
-        labels = self.labels[rows]
-        if self.arc:
-            inputs, labels = self.arc.draw(rows, versions, translation_draws)
+        inputs, labels = self.examples(rows, versions, translation_draws)
 
         # the dataset's label of cells that do not count becomes the loss's
         labels = labels.astype(np.int32)
@@ -234,6 +236,10 @@ class Dataset:
             "labels": labels,
             "puzzle_identifiers": self.puzzle_identifiers[versions].astype(np.int32),
         }
+
+    def examples(self, rows, versions, translation_draws):
+        """Returns the inputs and labels in these rows [b]. An ARCDataset makes the versions from them."""
+        return self.inputs[rows], self.labels[rows]
 
     @functools.cached_property
     def identifiers_sha256(self):
@@ -281,7 +287,7 @@ class Generated:
 
         draw(self, rng, n, split) -> questions, answers: tokens [n, cells]
 
-    which makes n puzzles with a numpy.random.Generator, for which the rules of puzzles.tokens_of hold. The
+    which makes n puzzles with a numpy.random.Generator, for which the rules of tokens_of() hold. The
     puzzles for the split "test" must differ from the puzzles for "train". All replicas draw the whole batch
     of a step, from (seed, step), and take slices. The fork also sets data_path to any name, and data_prepare
     to "".
@@ -352,6 +358,7 @@ def epoch_plan(dataset, seed, epoch):
     """
     groups = generator(seed, ORDER, epoch).permutation(dataset.total_groups)
     if dataset.is_streamed:
+        from puzzles.arc import draw_examples
         return draw_examples(groups, dataset.group_sizes, generator(seed, EXAMPLE, epoch))
     return groups.view([("group", groups.dtype)])
 
@@ -397,3 +404,139 @@ def halting_draws(seed, step, batch_size, halt_max_steps, halt_exploration_prob,
     steps = rng.integers(2, max(halt_max_steps, 2) + 1, batch_size, dtype=np.int32)
     draws = steps * explores * (halt_max_steps >= 2)
     return draws[rank_slice(batch_size, rank, world)]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The writer
+
+def write_dataset(path, splits, vocab_size, manifest):
+    """Writes a dataset to a folder in one move; if interrupted, it leaves nothing under that name.
+
+    Args:
+        path: the new folder.
+        splits: {"train": (questions, answers), "test": ...}, integers [n, cells], or [n, versions, cells] for
+            puzzles that come in several versions, the original and its copies. They are tokens from 1 to
+            vocab_size - 1; what is below, as IGNORE_LABEL, does not count.
+        vocab_size: tokens, with 0 for padding.
+        manifest: a dict with "grid" (rows, columns), better also "kind" and "symbols" (puzzles/__init__.py),
+            "command", and whatever else describes the dataset. The files' SHA-256 are added.
+
+    Raises UserError if path exists or cannot be written, or for arrays and a manifest that do not fit.
+    """
+    task = task_of(manifest, None, vocab_size)
+    with new_dataset(path, manifest) as folder:
+        for split, puzzles in splits.items():
+            write_split(f"{folder}/{split}", puzzles, task)
+
+
+@contextmanager
+def new_dataset(path, manifest, names=("<blank>",)):
+    """Yields a folder for the splits of a dataset; adds the other files, and moves the folder to path.
+
+    Args:
+        path: the new folder.
+        manifest: what describes the dataset. The files' SHA-256 are added.
+        names: what stands for the puzzle identifiers.
+
+    Raises UserError if path exists or cannot be written.
+    """
+    # the files are written to a folder beside it, which is moved when it is whole
+    path = os.path.normpath(path)
+    part = f"{path}.part-{platform.node()}"  # other hosts may share the folder
+    try:
+        with locked(path):
+            refuse_existing(path)
+            shutil.rmtree(part, ignore_errors=True)  # a command that was killed left it
+            try:
+                os.mkdir(part)
+                yield part
+                write_json(f"{part}/identifiers.json", names)
+                write_json(f"{part}/manifest.json", manifest | {"sha256": hashes_of(part)})
+                os.rename(part, path)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+    except OSError as e:
+        raise UserError(f"{path} cannot be written: {e.strerror or e}") from None
+
+
+def write_split(folder, puzzles, task):
+    """Writes the files of a split; puzzles: see write_dataset."""
+    tokens = tokens_of(task, puzzles, os.path.basename(folder))
+    _, num_groups, *_, cells = tokens.shape
+    inputs, labels = tokens.reshape(2, -1, cells)
+    num_versions = len(inputs) // num_groups
+
+    # each version is a puzzle with one example; total_puzzles leaves out the copies, as the official builder
+    # does
+    rows = np.arange(len(inputs) + 1, dtype=np.int32)
+    arrays = {
+        "inputs": inputs,
+        "labels": labels,
+        "puzzle_identifiers": np.zeros_like(rows[1:]),
+        "puzzle_indices": rows,
+        "group_indices": rows[::num_versions],
+    }
+    finish_split(
+        folder, arrays, vocab_size=len(task["symbols"]), seq_len=cells, num_puzzle_identifiers=1,
+        total_groups=num_groups, mean_puzzle_examples=1.0, total_puzzles=num_groups)
+
+
+def finish_split(folder, arrays, **sizes):
+    """Writes arrays {field: array} of a split, and its dataset.json."""
+    os.makedirs(folder, exist_ok=True)
+    for field, array in arrays.items():
+        np.save(f"{folder}/all__{field}.npy", array)
+    tokens = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0}
+    write_json(f"{folder}/dataset.json", tokens | sizes | {"sets": ["all"]})
+
+
+def write_json(path, value):
+    try:
+        text = json.dumps(value, indent=2)
+    except TypeError as e:  # such as a number of numpy
+        raise UserError(f"{path}: {e}: int() and float() convert numbers of numpy") from None
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(text + "\n")
+
+
+def tokens_of(task, puzzles, name):
+    """Returns puzzles as tokens, uint8 [2, ..., cells], where 0 is a cell whose answer does not count.
+
+    Args:
+        task: the puzzles' task.
+        puzzles: questions and answers, integers [n, cells], or [n, versions, cells]. They are tokens from 1
+            on; what is below in an answer, as IGNORE_LABEL, does not count.
+        name: the name of the puzzles in messages.
+
+    Raises UserError for arrays that do not fit the task.
+    """
+    cells = math.prod(task["grid"])
+    vocab_size = len(task["symbols"])
+    try:
+        tokens = np.maximum(puzzles, 0)
+    except (TypeError, ValueError):
+        raise UserError(f"{name}: questions and answers must be arrays of numbers, of one shape") from None
+    if tokens.ndim not in (3, 4) or len(tokens) != 2 or tokens.shape[-1] != cells or not tokens.size:
+        raise UserError(f"{name}: questions and answers of shape {tokens.shape[1:]}: must be [n, {cells}] "
+                        f"for the grid {task['grid']}, with one puzzle at least")
+    if tokens.max() >= vocab_size or tokens.dtype.kind not in "biu":
+        raise UserError(f"{name}: tokens must be integers below vocab_size={vocab_size}")
+    if tokens[0].min() < 1:
+        raise UserError(f"{name}: tokens of questions count from 1; 0 is padding")
+    return tokens.astype(np.uint8, copy=False)
+
+
+def refuse_existing(path):
+    if path.startswith("~"):  # a shell expands it only at the beginning of a word
+        raise UserError(f"--output_dir={path}: write the folder of ~ out")
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists already: delete it or choose another --output_dir")
+
+
+def hashes_of(path):
+    """Returns {relative path: SHA-256} of the files of a dataset but the manifest."""
+    # the names are those of the official layout, in one order on all machines
+    names = []
+    for pattern in ("*/dataset.json", "*/all__*.npy", "identifiers.json"):
+        names += sorted(glob.glob(pattern, root_dir=path))
+    return {name: file_hash(f"{path}/{name}") for name in names}

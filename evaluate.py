@@ -8,6 +8,7 @@ at a copy of itself by symmetry, whose answer is turned back.
 
 In results, preds and q_halt_logits are the official code's names of the answers and of q_halt.
 """
+import functools
 import math
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -19,12 +20,10 @@ import torch
 from torch.utils._pytree import tree_map
 
 import model
-import puzzles
-from puzzles import IGNORE_LABEL
-from puzzles.arc import count_votes, merge_votes, vote_values
+from puzzles import IGNORE_LABEL, kind_of
 from runtime.device import Device, cast_weights
 from runtime.files import Progress
-from runtime.outputs import save_outputs, save_submission
+from runtime.outputs import save_file, save_outputs
 
 SUREST = ("surest_preds", "surest_q_halt_logits", "surest_steps")  # answers of all attempts
 ANSWERS = ("preds", "q_halt_logits", *SUREST)
@@ -142,9 +141,13 @@ def keep_answers(kept, step, is_new):
 class Attempt(NamedTuple):
     """An attempt at a puzzle: at the puzzle itself, or at a copy by symmetry."""
     puzzle: int  # its number in the queue
-    copies: Iterator | None = None  # more copies of it, see puzzles.copies
+    copies: Iterator | None = None  # more copies of it, see Kind.copies in puzzles/__init__.py
     symmetry: object = None  # what turns the answer back; None: it is the puzzle itself
     question: np.ndarray | None = None  # the copy's tokens [S]
+
+    def turned_back(self, answer):
+        """Returns the answer to the puzzle, tokens [S], of an answer to the copy."""
+        return self.symmetry.undo(answer).ravel() if self.symmetry else answer
 
 
 class Queue:
@@ -200,12 +203,28 @@ class Queue:
         for step in range(1, self.evaluator.max_steps + 1):
             if should_stop() or not self.num_unfinished():
                 break
-            self.fill()
-            results = self.evaluator.program(self.slot_tensors, self.inputs)
+            results = self.step()
             # without eval_patience all attempts leave together: no result is read before the last step
             if self.evaluator.settings.eval_patience or step == self.evaluator.max_steps:
                 self.collect(results)
         return num_before - self.num_unfinished()
+
+    def watch(self):
+        """Yields the results of each step as arrays, with answers turned back, until the queue is empty.
+
+        For a single slot; or for a slot for each puzzle, and one attempt at each.
+        """
+        while self.num_unfinished():
+            results = self.step()
+            preds = results["preds"].cpu().numpy()
+            answers = [attempt.turned_back(answer) for attempt, answer in zip(self.slots, preds)]
+            yield {"preds": np.stack(answers), "q_halt_logits": results["q_halt_logits"].cpu().numpy()}
+            self.collect(results)
+
+    def step(self):
+        """Runs a supervision step of all slots and returns its results, on the device."""
+        self.fill()
+        return self.evaluator.program(self.slot_tensors, self.inputs)
 
     def fill(self):
         """Gives the free slots the next attempts, which are inputs of the next step."""
@@ -237,8 +256,7 @@ class Queue:
     def keep(self, attempt, new):
         """Keeps what counts of an attempt's results, and tries again if no answer is sure."""
         puzzle = attempt.puzzle
-        if attempt.symmetry:
-            new["surest_preds"] = attempt.symmetry.undo(new["surest_preds"])
+        new["surest_preds"] = attempt.turned_back(new["surest_preds"])
 
         # the first attempt counts by itself, and the surest answer of all
         kept = self.results
@@ -261,7 +279,7 @@ class Queue:
             index = self.indices[attempt.puzzle]
             [question] = self.test_set.test_batch([index])["inputs"]
             seed = self.evaluator.settings.seed
-            copies = puzzles.copies(self.test_set.task, question, seed, index)
+            copies = kind_of(self.test_set.task).copies(question, seed, index)
         copy = next(copies, None)
         if copy:
             self.waiting.append(Attempt(attempt.puzzle, copies, *copy))
@@ -324,13 +342,10 @@ def evaluate(evaluator, weights, puzzle_emb, test_set, indices, title, should_st
     values = means(device.all_gather(sums))
 
     # ARC's votes
-    if test_set.task["kind"] == "arc":
-        own_votes = count_votes(test_set, own_indices, results["preds"], results["q_halt_logits"])
-        votes = merge_votes(device.all_gather(own_votes))
-        values |= vote_values(test_set, votes)
-        if save_to and device.rank == 0:
-            save_submission(settings, test_set, votes, should_stop)
-    return values
+    save = None
+    if save_to and device.rank == 0:
+        save = functools.partial(save_file, settings, should_stop)
+    return values | kind_of(test_set.task).elect(test_set, own_indices, results, device.all_gather, save)
 
 
 def eval_sums(settings, test_set, arrays):
@@ -338,7 +353,15 @@ def eval_sums(settings, test_set, arrays):
     sums = {}
     for name in (*model.METRICS, *model.LOSS_TERMS):
         sums[name] = float((arrays["count"] * arrays[name]).sum(dtype=np.float64))
-    sums |= puzzles.count_correct(test_set.task, arrays)
+
+    # the rules judge the last answers and the surest ones; these are compared with the labels, too
+    kind = kind_of(test_set.task)
+    for prefix in "", "surest_":
+        for name, counts in kind.metrics(arrays["inputs"], arrays[prefix + "preds"]).items():
+            sums[prefix + name] = float(counts.sum())
+    is_labeled = arrays["labels"] != IGNORE_LABEL
+    is_right = (arrays["surest_preds"] == arrays["labels"]) | ~is_labeled
+    sums["surest_accuracy"] = float((is_right.all(1) & is_labeled.any(1)).sum())
     if settings.eval_attempts > 1:
         sums["attempts"] = float(arrays["attempts"].sum())
     return sums
@@ -367,21 +390,28 @@ class Questions(NamedTuple):
         return {name: array[indices] for name, array in self.batch.items()}
 
 
-def answers_to(settings, trm, task, batch, report=lambda num_finished: None):
-    """Returns the results of a Queue, {name: [n, ...]}, for n questions. It works on the CPU.
+def queue_of(settings, trm, task, batch, batch_size):
+    """Returns a Queue of questions, on the CPU.
 
     Args:
         settings: see Evaluator.
         trm: a TRM on the CPU.
         task: the questions' task.
         batch: the questions, of unlabeled_batch.
-        report: a function that gets the number of questions that were finished, now and then.
+        batch_size: the number of slots.
+    """
+    evaluator = Evaluator(settings, trm, Device("cpu", settings, is_alone=True), batch_size)
+    return Queue(evaluator, *weights_of(trm), Questions(task, batch), np.arange(len(batch["inputs"])))
+
+
+def answers_to(settings, trm, task, batch, report=lambda num_finished: None):
+    """Returns the results of a Queue, {name: [n, ...]}, for n questions.
+
+    Args: see queue_of. report: a function that gets the number of questions that were finished, now and then.
     """
     n, cells = batch["inputs"].shape
     num_batches = math.ceil(n * cells / CELLS_AT_A_TIME) or 1
-    batch_size = math.ceil(n / num_batches)
-    evaluator = Evaluator(settings, trm, Device("cpu", settings, is_alone=True), batch_size)
-    queue = Queue(evaluator, *weights_of(trm), Questions(task, batch), np.arange(n))
+    queue = queue_of(settings, trm, task, batch, math.ceil(n / num_batches))
     while queue.num_unfinished():
         report(queue.run(lambda: False))
     return queue.results
@@ -406,12 +436,13 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
         return answer, confidence
     if not hasattr(trm, "task"):
         raise ValueError("this model does not know its puzzle: weights.load_model reads one that does")
-    puzzles.check_attempts(trm.task, attempts)
+    kind = kind_of(trm.task)
+    kind.check_attempts(attempts)
 
     # tokens of all questions
     is_text = not torch.is_tensor(questions)
     if is_text:
-        tokens = np.stack([puzzles.parse_question(trm.task, text)[1] for text in questions])
+        tokens = np.stack([kind.parse(text) for text in questions])
     else:
         tokens = questions.int().numpy()
     batch = unlabeled_batch(tokens)
@@ -430,7 +461,7 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
 
     # the answers in the form of the questions
     if is_text:
-        return [puzzles.text_of(trm.task, answer) for answer in answers], confidences.tolist()
+        return [kind.text(answer) for answer in answers], confidences.tolist()
     return torch.from_numpy(answers).to(questions.dtype), torch.from_numpy(confidences)
 
 

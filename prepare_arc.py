@@ -22,11 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from puzzles.arc import ARC, ORIGINAL, apply_version, arc_task, canvas, generated_task, grid_key, grid_of
+from data import new_dataset, refuse_existing
+from prepare import command_of, print_report
+from puzzles.arc import ARC, ORIGINAL, Group, apply_version, grid_key, grid_of, write_tasks
 from puzzles.symmetries import turned
 from runtime.errors import UserError, check_numbers
 from runtime.files import Progress, read_json
-from runtime.prepare import command_of, finish_split, new_dataset, print_report, refuse_existing
 from runtime.process import start
 
 
@@ -64,14 +65,6 @@ class Task(NamedTuple):
     test: list  # test pairs; an output that is not known is empty
 
 
-class Group(NamedTuple):
-    """Holds what a split has of a task."""
-
-    pairs: list  # (input, output), in the original version
-    versions: np.ndarray  # of the task, uint8 [n, 11]
-    first_identifier: int  # of the versions, which are numbered in order
-
-
 def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
     fill_in(settings)
@@ -105,10 +98,10 @@ def main(settings):
     num_unknown = sum(not is_known(pair) for group in test for pair in group.pairs)
     counts = {"tasks": len(train), "test tasks": len(test), "versions of tasks": num_identifiers - 1}
     counts |= left_out | {"test outputs that are not known": num_unknown}
-    manifest = arc_task(settings.max_side) | {"command": command_of(__file__, settings), "counts": counts}
+    manifest = ARC.new_task(settings.max_side) | {"command": command_of(__file__, settings), "counts": counts}
     with new_dataset(settings.output_dir, manifest, names) as folder:
-        write_split(f"{folder}/train", train, settings.max_side, num_identifiers)
-        write_split(f"{folder}/test", test, settings.max_side, num_identifiers)
+        write_tasks(f"{folder}/train", train, settings.max_side, num_identifiers)
+        write_tasks(f"{folder}/test", test, settings.max_side, num_identifiers)
     print_report(settings, "arc_demo.py" if settings.source == "generate" else "arc1.py", counts)
     return settings.output_dir
 
@@ -305,40 +298,90 @@ def key_of_version(pairs, version):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The files
+# Generated tasks
 
-def write_split(folder, groups, side, num_identifiers):
-    """Writes the files of a split.
+def generated_task(number, seed, size, num_pairs):
+    """Returns the name of a task and its content, as in a JSON file; the name says its family.
 
     Args:
-        folder: the new folder.
-        groups: a Group for each task.
-        side: rows and columns of a canvas.
-        num_identifiers: of both splits.
+        number: of the task, from 0; the families take turns.
+        seed: together with the number, decides the task.
+        size: rows and columns of a grid.
+        num_pairs: pairs of grids, the last one for the test.
     """
-    # store each example once
-    canvases = []
-    identifiers = []
-    for pairs, versions, first_identifier in groups:
-        canvases += [[canvas(grid, side) for grid in pair] for pair in pairs]
-        identifiers += range(first_identifier, first_identifier + len(versions))
-    inputs, labels = np.reshape(canvases, (-1, 2, side * side)).swapaxes(0, 1)
+    rng = np.random.default_rng([seed, number])
+    family = FAMILIES[number % len(FAMILIES)]
+    # draw inputs that any family can start from: 40% of the cells have one of three colors
+    shape = num_pairs, size, size
+    colors = rng.permutation(9) + 1
+    grids = np.where(rng.random(shape) < 0.4, rng.choice(colors[:3], shape), 0)
 
-    # say which examples and which versions belong to each task
-    num_pairs = [len(group.pairs) for group in groups]
-    num_versions = [len(group.versions) for group in groups]
-    arrays = {
-        "inputs": inputs,
-        "labels": labels,
-        "task_indices": np.cumsum([0, *num_pairs], dtype=np.int32),
-        "group_indices": np.cumsum([0, *num_versions], dtype=np.int32),
-        "versions": np.concatenate([group.versions for group in groups]),
-        "puzzle_identifiers": np.array(identifiers, dtype=np.int32),
-    }
-    finish_split(
-        folder, arrays, vocab_size=len(ARC), seq_len=side * side, num_puzzle_identifiers=num_identifiers,
-        total_groups=len(groups), mean_puzzle_examples=np.average(num_pairs, weights=num_versions),
-        total_puzzles=len(identifiers))
+    # one rule makes the outputs of all of them
+    questions, answers = family(rng, grids, colors)
+    pairs = []
+    for question, answer in zip(questions, answers):
+        pairs.append({"input": question.tolist(), "output": answer.tolist()})
+    return f"{family.__name__}_{number:04d}", {"train": pairs[:-1], "test": pairs[-1:]}
+
+
+# A family takes a random generator, grids [n, size, size] of three colors on 0, and the colors 1 to 9 in
+# the task's order, of which the first three are in the grids. It returns inputs and outputs by one rule.
+
+def mirror(rng, grids, colors):
+    """Exchanges left and right, or above and below."""
+    return grids, np.flip(grids, rng.integers(1, 3))
+
+
+def turn(rng, grids, colors):
+    """Turns the grid by a quarter, to the left or to the right."""
+    return grids, np.rot90(grids, rng.choice([1, 3]), axes=(1, 2))
+
+
+def move(rng, grids, colors):
+    """Moves everything down or right by one cell; what leaves the grid comes in on the other side."""
+    return grids, np.roll(grids, 1, rng.integers(1, 3))
+
+
+def gravity(rng, grids, colors):
+    """Lets all colored cells fall to the bottom."""
+    order = np.argsort(grids > 0, axis=1, kind="stable")
+    return grids, np.take_along_axis(grids, order, axis=1)
+
+
+def complete_symmetry(rng, grids, colors):
+    """Gives empty cells the color that their mirror image has."""
+    return grids, np.where(grids == 0, np.flip(grids, rng.integers(1, 3)), grids)
+
+
+def recolour(rng, grids, colors):
+    """Gives the cells of one color another one."""
+    return grids, np.where(grids == colors[0], colors[3], grids)
+
+
+def keep(rng, grids, colors):
+    """Keeps the cells of one color, and no others."""
+    return grids, np.where(grids == colors[0], grids, 0)
+
+
+def fill(rng, grids, colors):
+    """Fills the empty cells with a color."""
+    return grids, np.where(grids == 0, colors[3], grids)
+
+
+def line(rng, grids, colors):
+    """Draws lines along the rows through the cells of one color."""
+    is_hit = (grids == colors[0]).any(axis=2, keepdims=True)
+    return grids, np.where(is_hit, colors[0], grids)
+
+
+def count(rng, grids, colors):
+    """Fills the grid with the color that has the most cells."""
+    most = np.resize(rng.permutation(colors[:3]), (len(grids), 1, 1))
+    questions = np.where(rng.random(grids.shape) < 0.6, most, grids)
+    return questions, np.broadcast_to(most, grids.shape)
+
+
+FAMILIES = (mirror, turn, move, gravity, complete_symmetry, recolour, keep, fill, line, count)
 
 
 if __name__ == "__main__":

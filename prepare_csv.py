@@ -5,7 +5,6 @@
 
 Files are CSV with the columns question and answer, also .gz. docs/own-puzzles.md says more.
 """
-import functools
 import math
 import os
 import re
@@ -13,17 +12,11 @@ from collections import Counter
 
 import numpy as np
 
-from puzzles import squeezed, task_of
-from puzzles.symmetries import Symmetries, exchanged_of, orbit_keys, renamings, turns_of
+from data import refuse_existing
+from prepare import csv_rows, distinct_rows, drop_test_puzzles, read_puzzles, write_puzzles
+from puzzles import kind_of, squeezed, task_of
+from puzzles.symmetries import exchanged_of, turns_of
 from runtime.errors import UserError, check_numbers
-from runtime.prepare import (
-    csv_rows,
-    distinct_rows,
-    drop_test_puzzles,
-    read_puzzles,
-    refuse_existing,
-    write_puzzles,
-)
 from runtime.process import start
 
 
@@ -55,12 +48,12 @@ def main(settings):
     files = {}  # {path: rows}
     for path in filter(None, [settings.train_csv, settings.test_csv]):
         files[path] = read_rows(path, settings)
-    task = new_task(settings, [row for rows in files.values() for _, row in rows])
+    kind = kind_of(new_task(settings, [row for rows in files.values() for _, row in rows]))
     if not settings.symbols:
-        print(f"symbols in the files: {task['symbols'][1:]!r}; with --symbols any other is an error")
+        print(f"symbols in the files: {kind.symbols[1:]!r}; with --symbols any other is an error")
 
     # turn them into tokens, [2, n, cells]: questions and answers, where 0 is a cell that does not count
-    puzzles = [read_puzzles(path, iter(rows), task, settings.ignored) for path, rows in files.items()]
+    puzzles = [read_puzzles(path, iter(rows), kind, settings.ignored) for path, rows in files.items()]
     train = puzzles[0]
     test = puzzles[-1]
 
@@ -75,18 +68,13 @@ def main(settings):
         train = np.delete(train, drawn, axis=1)
 
     # leave out test puzzles, and what a symmetry turns into one
-    turns = turns_of(task)
-    exchanged = exchanged_of(task)
-    keys_of = functools.partial(orbit_keys, turns=turns, exchanged=exchanged)
-    train, left_out = drop_test_puzzles(settings.train_csv, train, test, keys_of)
+    train, left_out = drop_test_puzzles(settings.train_csv, train, test, kind)
 
     # write the puzzles with their copies
     num_copies = settings.num_aug
-    if not exchanged:
-        num_copies = min(num_copies, len(turns) - 1)
-    copies_of = functools.partial(
-        symmetric_copies, num_copies=num_copies, task=task, rng=np.random.default_rng([settings.seed, 2]))
-    write_puzzles(settings, __file__, "demo.py", task, train, test, num_copies, copies_of, left_out)
+    if not exchanged_of(kind):
+        num_copies = min(num_copies, len(turns_of(kind)) - 1)
+    write_puzzles(settings, __file__, "demo.py", kind, train, test, num_copies, left_out)
     return settings.output_dir
 
 
@@ -147,18 +135,6 @@ def new_task(settings, rows):
     task = task_of(manifest, math.prod(grid), len(symbols) + 1)
     print(f"symbols: {symbols!r}; {symbols[0]!r} is an empty cell")
     return task
-
-
-def symmetric_copies(puzzles, num_copies, task, rng):
-    """Returns copies of each puzzle, [2, n, num_copies, cells]; they go through the turns in order.
-
-    puzzles: questions and answers, tokens [2, n, cells].
-    """
-    turns = turns_of(task)
-    # the first turn is none, and the puzzle itself is no copy
-    cells = np.resize(turns, (1 + num_copies, turns.shape[1]))[1:]
-    tokens = renamings(exchanged_of(task), (puzzles.shape[1], num_copies), rng)
-    return Symmetries(cells, tokens).apply(puzzles[:, :, None])
 
 
 if __name__ == "__main__":

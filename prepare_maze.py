@@ -13,17 +13,9 @@ import math
 
 import numpy as np
 
-from puzzles.maze import long_mazes, maze_copies, maze_task
-from puzzles.symmetries import dihedral, orbit_keys
-from runtime.prepare import (
-    csv_paths,
-    csv_rows,
-    distinct,
-    fill_in_source,
-    read_both,
-    refuse_existing,
-    write_puzzles,
-)
+from data import refuse_existing
+from prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
+from puzzles.maze import Maze, long_mazes
 from runtime.process import start
 
 
@@ -64,13 +56,12 @@ def main(settings):
         # the first test maze says how large the mazes are
         _, row = next(rows_of(paths[1]))
         size = math.isqrt(len(row["question"]))
-        train, test, left_out = read_both(settings, paths, maze_task(size), rows_of, dihedral_keys)
+        train, test, left_out = read_both(settings, paths, maze_of(size), rows_of)
 
     # write them with their copies
     num_copies = 7 if settings.aug else 0
-    copies_of = functools.partial(maze_copies, num_copies=num_copies)
     config = "maze_demo.py" if size < 20 else "maze.py"
-    write_puzzles(settings, __file__, config, maze_task(size), train, test, num_copies, copies_of, left_out)
+    write_puzzles(settings, __file__, config, maze_of(size), train, test, num_copies, left_out)
     return settings.output_dir
 
 
@@ -89,16 +80,16 @@ def rows_of(path):
     return csv_rows(path, "question", "answer")
 
 
-def dihedral_keys(questions):
-    """Returns keys [n] of mazes, for sets and dicts, equal for the 8 copies of one."""
-    return orbit_keys(questions, dihedral(math.isqrt(questions.shape[1])))
+def maze_of(size):
+    """Returns the Kind of mazes of size x size cells."""
+    return Maze(Maze.new_task(size))
 
 
 def generate(size, n, seed, min_path):
     """Returns n mazes, [2, n, cells], no two alike even when turned or reflected."""
     make = functools.partial(long_mazes, seed=seed, size=size, min_path=min_path)
     name = f"{size}x{size} mazes whose shortest path has min_path={min_path} steps or more"
-    return distinct(name, n, make, dihedral_keys)
+    return distinct(name, n, make, maze_of(size).keys)
 
 
 if __name__ == "__main__":

@@ -11,20 +11,12 @@ import functools
 
 import numpy as np
 
+from data import refuse_existing
+from prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
 from puzzles import squeezed
-from puzzles.reader import EMPTY_CELLS
-from puzzles.sudoku import BOXES, minimal_sudokus, sudoku_copies, sudoku_task
+from puzzles.sudoku import BOXES, Sudoku, minimal_sudokus
 from puzzles.symmetries import keys_of
 from runtime.errors import UserError
-from runtime.prepare import (
-    csv_paths,
-    csv_rows,
-    distinct,
-    fill_in_source,
-    read_both,
-    refuse_existing,
-    write_puzzles,
-)
 from runtime.process import start
 
 
@@ -47,7 +39,7 @@ class Settings:
 
 
 HUB = "sapientinc/sudoku-extreme"
-DOTS = dict.fromkeys(map(ord, EMPTY_CELLS), ".")  # other signs of files for an empty cell
+DOTS = dict.fromkeys(map(ord, Sudoku.empty_cells), ".")  # other signs of files for an empty cell
 
 
 def main(settings):
@@ -57,7 +49,7 @@ def main(settings):
     size = settings.size
 
     # get the puzzles, [2, n, cells]: questions and answers
-    task = sudoku_task(size)
+    kind = Sudoku(Sudoku.new_task(size))
     left_out = {}
     if settings.source == "generate":
         puzzles = generate(size, settings.num_train + settings.num_test, settings.seed)
@@ -66,20 +58,13 @@ def main(settings):
     else:
         paths = csv_paths(settings, HUB)
         rows_of = functools.partial(hard_rows, min_difficulty=settings.min_difficulty)
-        train, test, left_out = read_both(settings, paths, task, rows_of, keys_of)
+        train, test, left_out = read_both(settings, paths, kind, rows_of)
 
     # write them with their copies
-    copies_of = functools.partial(
-        sudoku_copies,
-        num_copies=settings.num_aug,
-        task=task,
-        rng=np.random.default_rng([settings.seed, 2]),
-        test_keys=set(keys_of(test[0])),
-    )
     config = "demo.py"
     if size == 9:
         config = "sudoku_cpu.py" if settings.source == "generate" else "sudoku.py"
-    write_puzzles(settings, __file__, config, task, train, test, settings.num_aug, copies_of, left_out)
+    write_puzzles(settings, __file__, config, kind, train, test, settings.num_aug, left_out)
     return settings.output_dir
 
 

@@ -518,7 +518,7 @@ def replica(settings, kind, began):
 
     # data, model, and the length of the run
     train_set, test_set = data.load(settings.data_path)
-    puzzles.check_attempts(test_set.task, settings.eval_attempts)
+    puzzles.kind_of(test_set.task).check_attempts(settings.eval_attempts)
     trm = new_model(settings, train_set)
     total_steps = optim.count_steps(settings, optim.epoch_size(train_set))
     if total_steps < 1 and not settings.eval_only:

@@ -1,5 +1,4 @@
 """Builds models: new ones, and the models in files, also under the official code's names."""
-import math
 import re
 import threading
 from types import SimpleNamespace
@@ -8,7 +7,7 @@ import torch
 
 import configurator
 import model
-from puzzles import maze_task
+from puzzles import kind_of
 from runtime.errors import UserError, one_line
 from runtime.files import read_torch_file
 
@@ -63,8 +62,7 @@ def load_model(path, cells=0, defaults=None):
     # add what the file says
     for name in ("task", "test_puzzles", "forks", "step", "data_sha256"):
         setattr(trm, name, saved[name])
-    if trm.task["kind"] == "maze":
-        trm.task = maze_task(math.isqrt(sizes["seq_len"]))
+    trm.task = kind_of(trm.task).resized(sizes["seq_len"]).task
     return trm.eval()
 
 

@@ -17,10 +17,10 @@ data_prepare = ""
 out_dir = "out/coloring"
 
 
-def judge_coloring(task, questions, answers):
-    """Returns which cells are empty, differ from a given, or have a neighbor of their color.
+def broken_cells(questions, answers):
+    """Returns which cells are empty, differ from a given, or have a neighbor of their color, bool [n, 20].
 
-    See JUDGES in puzzles/__init__.py. It takes arrays and tensors alike.
+    It takes arrays and tensors alike.
     """
     changed = (questions > 1) & (answers != questions)
     broken = (answers < 2) | changed
@@ -36,13 +36,20 @@ def judge_coloring(task, questions, answers):
     equal = colors[:, :, 1:] == colors[:, :, :-1]
     marks[:, :, 1:] |= equal
     marks[:, :, :-1] |= equal
-    return broken, ~broken.any(1)
+    return broken
 
 
 def is_solved(inputs, labels, answers):
     """Returns which answers keep the rules, bool [b]; inputs, labels, answers: tensors of tokens [b, 20]."""
-    _, solved = judge_coloring({}, inputs, answers)
-    return solved
+    return ~broken_cells(inputs, answers).any(1)
+
+
+class Rules(puzzles.Kind):
+    has_several_answers = True
+
+    def judge(self, questions, answers):
+        broken = broken_cells(questions, answers)
+        return puzzles.Judgement(broken, ~broken.any(1))
 
 
 class Coloring(data.Generated):
@@ -66,7 +73,6 @@ class Coloring(data.Generated):
         return np.where(is_given, answers, 1), answers
 
 
-puzzles.JUDGES["coloring"] = judge_coloring
-puzzles.SEVERAL_ANSWERS.add("coloring")
+puzzles.KINDS["coloring"] = Rules
 model.TRM.is_solved = staticmethod(is_solved)
 data.Dataset = Coloring

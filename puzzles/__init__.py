@@ -1,54 +1,44 @@
-"""What a puzzle is: its task, questions and answers as text and as tokens, its symmetries, and the one judge.
+"""What a puzzle is: its task, and what is known of its kind.
 
 A task is a dict: "kind", "grid" ([rows, columns]) and "symbols", a character for each token (0: padding).
 It stands in a dataset's manifest.json and a checkpoint's state["task"]. Questions and answers are tokens
-[n, cells]. Each kind that is known has a file here, with its rules, solver, generator and symmetries.
+[n, cells]. A token is the place of its symbol in task["symbols"]: 1 is the empty cell, 2 the first symbol
+after it.
 
-Answers to other kinds are compared with the known answers, unless a script adds their rules to JUDGES, as
-examples/coloring.py does.
+A kind is a class. The class Kind is the plain kind, of puzzles whose rules are not known: answers are
+compared with the known answers. Sudokus, mazes and ARC's grids have files here. A script may add a class of
+its own to KINDS, as examples/coloring.py does.
 """
 import math
+import pkgutil
 import re
 from typing import NamedTuple
 
 import numpy as np
 
-from puzzles.arc import arc_task
-from puzzles.maze import MAZE, judge_maze, maze_symmetries, maze_task, num_paths, path_metrics
-from puzzles.reader import find_puzzles
-from puzzles.sudoku import judge_sudoku, num_solutions, sudoku_symmetries, sudoku_task
-from puzzles.symmetries import check_symmetries, described_symmetries
 from runtime.errors import UserError
 
 IGNORE_LABEL = -100  # the same as in model.py, which needs torch
 
-# {(cells, tokens): the task} of the official code's datasets. These store each version of an ARC task as a
-# task of its own; the empty kind keeps the versions from voting.
-OFFICIAL = {(81, 11): sudoku_task(9), (900, 12): arc_task(30) | {"kind": ""}}
-
-# kinds whose grids and symbols are fixed: a function of the grid's rows that returns the task
-TASKS = {"sudoku": sudoku_task, "maze": maze_task, "arc": arc_task}
-
-# The rules: {kind: a function (task, questions, answers)}, which takes what judge() takes and returns the two
-# arrays of a Judgement. A token is the place of its symbol in task["symbols"]: 1 is the empty cell, 2 the
-# first symbol after it.
-JUDGES = {"sudoku": judge_sudoku, "maze": judge_maze}
-
-# kinds of JUDGES whose questions have several right answers, of which the label is one; Sudoku and mazes are
-# not here: a Sudoku has one answer, and the paper's metric compares mazes with their labels
-SEVERAL_ANSWERS = set()
-
-# {kind: a function (questions, rows of the grid) that counts their solutions up to 2, or gives up: -1}
-SOLVERS = {"sudoku": num_solutions, "maze": num_paths}
-
-# {kind: a function (task, n, a random generator) that draws n Symmetries}; a task of another kind may
-# describe its own, as prepare_csv.py does
-SYMMETRIES = {"sudoku": sudoku_symmetries, "maze": maze_symmetries}
+# {kind: its class, or the place of a class, which loads when a task of the kind is met}; others are plain
+KINDS = {"sudoku": "puzzles.sudoku:Sudoku", "maze": "puzzles.maze:Maze", "arc": "puzzles.arc:ARC"}
 DRAWS = 256  # draws of a puzzle's symmetry, after which no further copy is expected
 
+# {(cells, tokens): the task} of the official code's datasets. These store each version of an ARC task as a
+# task of its own; the empty kind keeps the versions from voting.
+OFFICIAL = {
+    (81, 11): {"kind": "sudoku", "grid": [9, 9], "symbols": " .123456789"},
+    (900, 12): {"kind": "", "grid": [30, 30], "symbols": " |0123456789"},
+}
 
-# ---------------------------------------------------------------------------------------------------------
-# Tasks
+
+def kind_of(task):
+    """Returns the Kind of a task. Raises UserError for a task that does not fit its kind."""
+    kind = KINDS.get(task["kind"], Kind)
+    if isinstance(kind, str):
+        kind = pkgutil.resolve_name(kind)
+    return kind(task)
+
 
 def task_of(manifest, seq_len, vocab_size):
     """Returns the task in a dataset's manifest.json, checked. Raises UserError.
@@ -59,7 +49,6 @@ def task_of(manifest, seq_len, vocab_size):
     """
     if "symbols" not in manifest:
         manifest = OFFICIAL.get((seq_len, vocab_size), manifest)
-    kind = manifest.get("kind", "")
     grid = manifest.get("grid", seq_len and [1, seq_len])
     symbols = manifest.get("symbols", list(map(str, range(vocab_size))))
     is_pair = isinstance(grid, (list, tuple)) and list(map(type, grid)) == [int, int]
@@ -68,7 +57,7 @@ def task_of(manifest, seq_len, vocab_size):
     text = "".join(symbols)
     if len(text) == len(symbols):
         symbols = text
-    task = {"kind": kind, "grid": list(grid), "symbols": symbols}
+    task = {"kind": manifest.get("kind", ""), "grid": list(grid), "symbols": symbols}
 
     # each token has a symbol of its own, and the grid has the model's cells
     num_different = 1 + len(set(symbols[1:]))
@@ -78,159 +67,11 @@ def task_of(manifest, seq_len, vocab_size):
         raise UserError(f"grid {grid} does not fit {seq_len} cells")
     if not len(symbols) == num_different == vocab_size:
         raise UserError(f"symbols {symbols!r} must be {vocab_size}, one for each token, all different")
-    if kind in TASKS and task != TASKS[kind](grid[0]):
-        raise UserError(f"grid {grid} and symbols {symbols!r} do not fit kind {kind}")
     if "symmetries" in manifest:
         task["symmetries"] = manifest["symmetries"]
-    check_symmetries(task)
+    kind_of(task)
     return task
 
-
-# ---------------------------------------------------------------------------------------------------------
-# Text and tokens
-
-def parse_question(task, text):
-    """Returns the task with the grid of the one question in a text, and its tokens, int32 [cells].
-
-    Raises UserError. Only a maze may have another grid than the task: models with attention take any number
-    of cells.
-    """
-    found, _ = find_puzzles(task, text)
-    if len(found) > 1:
-        raise UserError(f"the text has {len(found)} puzzles")
-    [(_, cells, _)] = found
-    symbols = "".join(task["symbols"][1:])
-    # the path is no part of a question
-    if task["kind"] == "maze":
-        symbols = MAZE[1:-1]
-        task = maze_task(math.isqrt(len(cells)))
-    check_text(task, cells, symbols, f"the puzzle {cells[:20]!r}")
-    tokens = [task["symbols"].index(symbol, 1) for symbol in cells]
-    return task, np.array(tokens, dtype=np.int32)
-
-
-def tokens_of(task, puzzles, name):
-    """Returns puzzles as tokens, uint8 [2, ..., cells], where 0 is a cell whose answer does not count.
-
-    Args:
-        task: the puzzles' task.
-        puzzles: questions and answers, integers [n, cells], or [n, versions, cells]. They are tokens from 1
-            on; what is below in an answer, as IGNORE_LABEL, does not count.
-        name: the name of the puzzles in messages.
-
-    Raises UserError for arrays that do not fit the task.
-    """
-    cells = math.prod(task["grid"])
-    vocab_size = len(task["symbols"])
-    try:
-        tokens = np.maximum(puzzles, 0)
-    except (TypeError, ValueError):
-        raise UserError(f"{name}: questions and answers must be arrays of numbers, of one shape") from None
-    if tokens.ndim not in (3, 4) or len(tokens) != 2 or tokens.shape[-1] != cells or not tokens.size:
-        raise UserError(f"{name}: questions and answers of shape {tokens.shape[1:]}: must be [n, {cells}] "
-                        f"for the grid {task['grid']}, with one puzzle at least")
-    if tokens.max() >= vocab_size or tokens.dtype.kind not in "biu":
-        raise UserError(f"{name}: tokens must be integers below vocab_size={vocab_size}")
-    if tokens[0].min() < 1:
-        raise UserError(f"{name}: tokens of questions count from 1; 0 is padding")
-    return tokens.astype(np.uint8, copy=False)
-
-
-def check_text(task, text, symbols, name):
-    """Raises UserError unless a string has one of the symbols for each cell; name: its name in messages."""
-    rows, columns = task["grid"]
-    if not text or len(text) != rows * columns:
-        # a spreadsheet takes a puzzle of digits for a number, and drops zeros or digits
-        is_number = text.isdigit() and len(text) > rows * columns // 2 or re.fullmatch(r"\d.*E\+\d+", text)
-        hint = " (did a spreadsheet read it as a number?)" if is_number else ""
-        raise UserError(f"{name} has {len(text)} cells, not {rows}x{columns}{hint}")
-    rest = text.lstrip(symbols)
-    if rest:
-        place = place_of(len(text) - len(rest), task)
-        raise UserError(f"{name} has {rest[0]!r} in {place}: must be one of {symbols!r}")
-
-
-def squeezed(text, symbols):
-    """Returns a string without white space; if a space is one of the symbols, without line ends."""
-    return "".join(text.splitlines() if " " in symbols else text.split())
-
-
-def text_of(task, tokens):
-    """Returns the symbols of tokens [cells] as a string."""
-    return "".join(task["symbols"][token] for token in tokens)
-
-
-def side_by_side(task, grids):
-    """Returns a string: grids next to each other, as many as 120 characters hold.
-
-    grids: list of (title, tokens [cells], which cells to mark with * [cells]).
-    """
-    # write the lines of each grid below its title
-    blocks = []
-    for title, tokens, marked in grids:
-        cells = [" *"[int(mark)] + task["symbols"][token] + " " for token, mark in zip(tokens, marked)]
-        lines = np.reshape(cells, task["grid"])
-        blocks.append([title, *map("".join, lines)])
-
-    # put as many blocks beside each other as fit
-    width = max(len(line) for block in blocks for line in block) + 2
-    blocks_per_line = max(1, 120 // width)
-    text = ""
-    for first in range(0, len(blocks), blocks_per_line):
-        for lines in zip(*blocks[first:first + blocks_per_line]):
-            line = "".join(part.ljust(width) for part in lines)
-            text += line.rstrip() + "\n"
-        text += "\n"
-    return text
-
-
-def place_of(cell, task):
-    row, column = divmod(int(cell), task["grid"][1])
-    return f"row {row + 1}, column {column + 1}"
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Symmetries
-
-def has_symmetries(task):
-    """Returns whether copies() can make copies of the task's puzzles."""
-    return task["kind"] in SYMMETRIES or "symmetries" in task
-
-
-def check_attempts(task, attempts):
-    """Raises UserError if a task's puzzles cannot be attempted so many times."""
-    if attempts > 1 and not has_symmetries(task):
-        raise UserError(f"eval_attempts={attempts}: no symmetries of this kind of puzzle, {task['kind']!r}, "
-                        "are known: prepare_csv.py --dihedral or --permute_symbols makes a dataset that has "
-                        "them; the versions of ARC's tasks vote, eval_versions says how many")
-
-
-def copies(task, question, seed, number):
-    """Yields different copies of a puzzle, (its Symmetries [1, ...], tokens [cells]), while there are more.
-
-    They follow from (seed, number). No copy is the puzzle itself.
-
-    Args:
-        task: the puzzle's task, which has_symmetries.
-        question: tokens [cells].
-        seed: of the draws.
-        number: the puzzle's, in its dataset or file.
-    """
-    # a checkpoint of earlier code may have symmetries that nobody checked
-    check_symmetries(task)
-    rng = np.random.default_rng([seed, number])
-    draw = SYMMETRIES.get(task["kind"], described_symmetries)
-    made = {question.astype(np.uint8).tobytes()}
-    for _ in range(DRAWS):
-        symmetries = draw(task, 1, rng)
-        [copy] = symmetries.apply(question[None])
-        if copy.tobytes() not in made:
-            made.add(copy.tobytes())
-            yield symmetries, copy
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The judge
 
 class Judgement(NamedTuple):
     """What the rules say of answers."""
@@ -239,69 +80,219 @@ class Judgement(NamedTuple):
     solved: np.ndarray  # which answers are solutions, bool [n]
 
 
-def judge(task, questions, answers):
-    """Returns the Judgement of answers by their rules; None if the rules are not known.
+class Kind:
+    """What is known of the puzzles of a task: no rules, and the symmetries that the task describes.
 
-    questions, answers: numpy arrays of tokens [n, cells]; one question [1, cells] will do for all answers.
+    Raises UserError for a task whose grid, symbols or symmetries do not fit.
     """
-    if task["kind"] not in JUDGES:
+
+    has_several_answers = False  # whether a question has several right answers, of which the label is one
+    empty_cells = ""  # in texts, other signs for an empty cell, whose symbol is a dot
+    symmetries = {}  # see puzzles/symmetries.py, unless the task describes others
+    empty = 1  # the token of a cell that is to be filled
+    no_solution = "the answer is no solution"  # what is said of one that breaks no rule
+
+    def __init__(self, task):
+        self.task = task
+        self.grid = task["grid"]
+        self.rows, self.columns = self.grid
+        self.cells = self.rows * self.columns
+        self.symbols = task["symbols"]
+        self.symmetries = task.get("symmetries", self.symmetries)
+        own_task = self.new_task(self.rows)
+        if own_task and (own_task["grid"], own_task["symbols"]) != (self.grid, self.symbols):
+            raise UserError(f"grid {self.grid} and symbols {self.symbols!r} do not fit kind {task['kind']}")
+        if self.symmetries:
+            from puzzles.symmetries import check_symmetries
+            check_symmetries(self)
+
+    @staticmethod
+    def new_task(rows):
+        """Returns the task of grids with so many rows; None if it may have any columns and symbols."""
         return None
-    return Judgement(*JUDGES[task["kind"]](task, questions, answers))
+
+    def resized(self, cells):
+        """Returns the Kind of grids with another number of cells, where a model takes any number of them."""
+        return self
+
+    @property
+    def box(self):
+        """The rows and columns of a box, between which a picture has lines."""
+        return self.grid
+
+    # -----------------------------------------------------------------------------------------------------
+    # Text
+
+    def find(self, text):
+        """Returns the reader.Puzzles in a text, one at least, and in words how it was read.
+
+        Raises UserError.
+        """
+        from puzzles import reader
+        return reader.find_puzzles(self, text)
+
+    def find_spaced(self, text):
+        """Returns what find() does, for a text without JSON in which a space is a cell."""
+        from puzzles import reader
+        cells, height = reader.squared(text)
+        if height not in (1, self.rows):
+            raise UserError(f"{height} lines are no puzzle of {self.rows} rows")
+        return [reader.Puzzle(1, cells)], "one puzzle"
+
+    def parse(self, text):
+        """Returns the tokens, int32 [cells], of the one question in a text. Raises UserError.
+
+        A maze may have another size than the task's: models with attention take any number of cells.
+        """
+        found, _ = self.find(text)
+        if len(found) > 1:
+            raise UserError(f"the text has {len(found)} puzzles")
+        [(_, cells, _)] = found
+        self.resized(len(cells)).check_text(cells, self.question_symbols(), f"the puzzle {cells[:20]!r}")
+        return np.array([self.symbols.index(symbol, 1) for symbol in cells], dtype=np.int32)
+
+    def question_symbols(self):
+        """Returns the symbols of questions in one string."""
+        return "".join(self.symbols[1:])
+
+    def check_text(self, text, symbols, name):
+        """Raises UserError unless a string has one of the symbols for each cell; name: for the message."""
+        if not text or len(text) != self.cells:
+            # a spreadsheet takes a puzzle of digits for a number, and drops zeros or digits
+            is_number = text.isdigit() and len(text) > self.cells // 2 or re.fullmatch(r"\d.*E\+\d+", text)
+            hint = " (did a spreadsheet read it as a number?)" if is_number else ""
+            raise UserError(f"{name} has {len(text)} cells, not {self.rows}x{self.columns}{hint}")
+        rest = text.lstrip(symbols)
+        if rest:
+            place = self.place_of(len(text) - len(rest))
+            raise UserError(f"{name} has {rest[0]!r} in {place}: must be one of {symbols!r}")
+
+    def text(self, tokens):
+        """Returns the symbols of tokens [cells] as a string."""
+        return "".join(self.symbols[token] for token in tokens)
+
+    def place_of(self, cell):
+        row, column = divmod(int(cell), self.columns)
+        return f"row {row + 1}, column {column + 1}"
+
+    # -----------------------------------------------------------------------------------------------------
+    # Rules
+
+    def judge(self, questions, answers):
+        """Returns the Judgement of answers by their rules; None if the rules are not known.
+
+        questions, answers: numpy arrays of tokens [n, cells]; one question [1, cells] will do for all.
+        """
+        return None
+
+    def num_solutions(self, questions):
+        """Returns the number of solutions [n] of questions, counted up to 2; -1: the search was too long."""
+        return np.ones(len(questions), dtype=int)
+
+    def verdict(self, question, answer):
+        """Returns in words whether an answer [cells] is a solution."""
+        judgement = self.judge(question[None], answer[None])
+        if judgement is None:
+            return "not judged: the rules are not known"
+        if judgement.solved[0]:
+            return "a solution: all rules and givens kept"
+        if judgement.broken.any():
+            return f"{self.place_of(judgement.broken.argmax())} of the answer breaks a rule"
+        return self.no_solution
+
+    def solution_notes(self, questions):
+        """Returns (num_solutions, and words if they are not one) of each question."""
+        notes = []
+        for question, count in zip(questions, self.num_solutions(questions)):
+            words = {1: "", 2: "the puzzle has more than one solution", 0: "the puzzle has no solution",
+                     -1: "not decided whether the puzzle has one solution: the search was too long"}[count]
+            if count == 0:
+                # two givens may break a rule
+                clashes = self.judge(question[None], question[None]).broken[0] & (question > 1)
+                words += f": {self.place_of(clashes.argmax())} breaks a rule" if clashes.any() else ""
+            notes.append((count, words))
+        return notes
+
+    def metrics(self, questions, answers):
+        """Returns {name of a metric besides model.METRICS: which answers count in it, bool [n]}."""
+        if self.has_several_answers:
+            return {"valid_accuracy": self.judge(questions, answers).solved}
+        return {}
+
+    def elect(self, test_set, indices, results, all_gather, save):
+        """Returns {"eval/...": number} of an election, for kinds whose versions vote. All ranks.
+
+        Args:
+            test_set: the Dataset of the puzzles.
+            indices: which of its examples this rank has solved [n].
+            results: see evaluate.Queue.
+            all_gather: see device.Device.
+            save: a function (name, text) that writes a file of out_dir; None: nothing is written.
+        """
+        return {}
+
+    # -----------------------------------------------------------------------------------------------------
+    # Symmetries
+
+    @property
+    def has_symmetries(self):
+        """Whether copies() can make copies."""
+        return bool(self.symmetries)
+
+    def draw_symmetries(self, n, rng):
+        """Draws n symmetries.Symmetries."""
+        from puzzles.symmetries import described_symmetries
+        return described_symmetries(self, n, rng)
+
+    def copies(self, question, seed, number):
+        """Yields copies of a puzzle, all different, as long as there are more.
+
+        A copy is (its Symmetries [1, ...], tokens [cells]). It follows from (seed, number), and is not the
+        puzzle itself.
+
+        Args:
+            question: tokens [cells].
+            seed: of the draws.
+            number: the puzzle's, in its dataset or file.
+        """
+        rng = np.random.default_rng([seed, number])
+        made = {question.astype(np.uint8).tobytes()}
+        for _ in range(DRAWS):
+            symmetries = self.draw_symmetries(1, rng)
+            [copy] = symmetries.apply(question[None])
+            if copy.tobytes() not in made:
+                made.add(copy.tobytes())
+                yield symmetries, copy
+
+    def check_attempts(self, attempts):
+        """Raises UserError if puzzles cannot be attempted so many times."""
+        if attempts > 1 and not self.has_symmetries:
+            raise UserError(f"eval_attempts={attempts}: no symmetries of this kind of puzzle, "
+                            f"{self.task['kind']!r}, are known: prepare_csv.py --dihedral or "
+                            "--permute_symbols makes a dataset that has them; the versions of ARC's tasks "
+                            "vote, eval_versions says how many")
+
+    def training_copies(self, puzzles, num_copies, rng, test_keys):
+        """Returns copies of each puzzle to train on, [2, n, num_copies, cells].
+
+        Args:
+            puzzles: questions and answers, tokens [2, n, cells].
+            num_copies: copies of each puzzle.
+            rng: a random generator.
+            test_keys: all test questions, as bytes, for kinds whose copies might be among them.
+        """
+        from puzzles.symmetries import described_copies
+        return described_copies(self, puzzles, num_copies, rng)
+
+    def keys(self, questions):
+        """Returns a list of keys of questions [n, cells], equal for puzzles that count as one."""
+        from puzzles.symmetries import exchanged_of, orbit_keys, turns_of
+        return orbit_keys(questions, turns_of(self), exchanged_of(self))
 
 
-def verdict(task, question, answer):
-    """Returns in words whether an answer [cells] is a solution."""
-    judgement = judge(task, question[None], answer[None])
-    if judgement is None:
-        return "not judged: the rules are not known"
-    if judgement.solved[0]:
-        return "a solution: all rules and givens kept"
-    if judgement.broken.any():
-        return f"{place_of(judgement.broken.argmax(), task)} of the answer breaks a rule"
-    return "the answer is not a shortest path" if task["kind"] == "maze" else "the answer is no solution"
-
-
-def solution_notes(task, questions):
-    """Returns (solutions up to 2, -1 if not decided, and words if it is not one) of questions [n, cells]."""
-    if task["kind"] not in SOLVERS:
-        return [(1, "")] * len(questions)
-    notes = []
-    for question, count in zip(questions, SOLVERS[task["kind"]](questions, task["grid"][0])):
-        words = {1: "", 2: "the puzzle has more than one solution", 0: "the puzzle has no solution",
-                 -1: "not decided whether the puzzle has one solution: the search was too long"}[count]
-        if count == 0:
-            # two givens may break a rule
-            clashes = judge(task, question[None], question[None]).broken[0] & (question > 1)
-            words += f": {place_of(clashes.argmax(), task)} breaks a rule" if clashes.any() else ""
-        notes.append((count, words))
-    return notes
-
-
-def count_correct(task, arrays):
-    """Returns {name of a metric: how many puzzles}, for evaluations; the names depend on the task alone.
-
-    surest_accuracy counts the surest answers that equal the labels. The rules decide valid_accuracy (kinds
-    with several right answers), and path_valid and path_optimal (mazes). These count the last answers; with
-    the prefix surest_ they count the surest answers.
-
-    Args:
-        task: the puzzles' task.
-        arrays: inputs, labels, preds, surest_preds, tokens [n, cells]; labels are IGNORE_LABEL where they do
-            not count.
-    """
-    inputs = arrays["inputs"]
-    labels = arrays["labels"]
-    correct = {}
-    for prefix in "", "surest_":
-        preds = arrays[prefix + "preds"]
-        if task["kind"] in SEVERAL_ANSWERS:
-            correct[prefix + "valid_accuracy"] = judge(task, inputs, preds).solved
-        if task["kind"] == "maze":
-            valid, optimal = path_metrics(inputs, preds)
-            correct[prefix + "path_valid"] = valid
-            correct[prefix + "path_optimal"] = optimal
-    correct["surest_accuracy"] = equal_labels(arrays["surest_preds"], labels)
-    return {name: float(is_correct.sum()) for name, is_correct in correct.items()}
+def squeezed(text, symbols):
+    """Returns a string without white space; if a space is one of the symbols, without line ends."""
+    return "".join(text.splitlines() if " " in symbols else text.split())
 
 
 def score(values):
@@ -312,13 +303,3 @@ def score(values):
     """
     names = ("eval/pass2", "eval/valid_accuracy", "eval/exact_accuracy")
     return next(values[name] for name in names if name in values)
-
-
-def equal_labels(preds, labels):
-    """Returns which answers are right in all labeled cells, of which there is one at least, bool [n].
-
-    preds, labels: arrays or tensors [n, cells].
-    """
-    is_labeled = labels != IGNORE_LABEL
-    is_right = (preds == labels) | ~is_labeled
-    return is_right.all(1) & is_labeled.any(1)

@@ -1,4 +1,4 @@
-"""ARC: grids and their versions, the tasks of a dataset, a generator of small tasks, and the vote.
+"""ARC: grids and their versions, the tasks of a dataset, and the vote.
 
 A grid is an array of colors [rows, columns], uint8. On a canvas of side x side tokens, it has an EDGE below
 and on the right, where there is room. A version, uint8 [11], says in which of the 8 ways to turn a grid,
@@ -6,20 +6,45 @@ numbered as in the official builder, and what the colors 0 to 9 become.
 """
 import functools
 import json
+from typing import NamedTuple
 
 import numpy as np
 
+from data import Dataset, finish_split
+from puzzles import Kind
 from puzzles.symmetries import WAY_BACK, turned
+from runtime.errors import UserError
+from runtime.files import to_stderr
 
-ARC = " |0123456789"  # a symbol for each token
+ARC_SYMBOLS = " |0123456789"  # a symbol for each token
 EDGE = 1  # token
 COLOR = 2  # token of color 0
 ORIGINAL = np.array([0, *range(10)], dtype=np.uint8)  # the version that changes nothing
 
 
-def arc_task(side):
-    """Returns the task of canvases of side x side cells."""
-    return {"kind": "arc", "grid": [side, side], "symbols": ARC}
+class ARC(Kind):
+    """What is known of ARC's grids. The versions of a task vote."""
+
+    @staticmethod
+    def new_task(rows):
+        """See Kind."""
+        return {"kind": "arc", "grid": [rows, rows], "symbols": ARC_SYMBOLS}
+
+    def find(self, text):
+        """Raises UserError: a question alone has no puzzle identifier."""
+        raise UserError("this model solves ARC tasks: play.py shows them, train.py writes submission.json")
+
+    def elect(self, test_set, indices, results, all_gather, save):
+        """See Kind. Saves the answers in submission.json; a part of the tasks does not replace it."""
+        own_votes = count_votes(test_set, indices, results["preds"], results["q_halt_logits"])
+        votes = merge_votes(all_gather(own_votes))
+        num_tasks = len({group for group, _ in votes})
+        if save and num_tasks < test_set.total_groups:
+            to_stderr(f"submission.json is not written: {num_tasks} of {test_set.total_groups} tasks were "
+                      "evaluated")
+        elif save:
+            save("submission.json", json.dumps(submission(test_set, votes)).encode())
+        return vote_values(test_set, votes)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -83,38 +108,39 @@ def crop(tokens, side):
 # ---------------------------------------------------------------------------------------------------------
 # The tasks of a dataset
 
-class Tasks:
-    """The tasks of a split of a dataset of prepare_arc.py, which stores each example of a task once.
+class ARCDataset(Dataset):
+    """A split of a dataset of prepare_arc.py, which stores each example of a task once.
 
-    Task i is the group i of the dataset. All of its versions have the stored examples
-    indices[i]:indices[i + 1]; a row of versions [n, 11] says how a version turns and recolors them.
-
-    Args:
-        dataset: the data.Dataset.
-        indices, versions: all__task_indices.npy and all__versions.npy.
+    Its files are task_indices and versions in place of puzzle_indices. Task i is the group i of the dataset.
+    All of its versions have the stored examples indices[i]:indices[i + 1]; a row of versions [n, 11] says how
+    a version turns and recolors them.
     """
 
-    def __init__(self, dataset, indices, versions):
-        self.dataset = dataset
-        self.indices = indices
-        self.versions = versions
-        self.side = dataset.task["grid"][0]
+    is_streamed = True
+
+    def load_rows(self):
+        """See Dataset. All versions of a task share the rows of the task."""
+        self.versions = self._load("versions")
+        self.indices = self._load("task_indices")
+        return self.indices, self.groups_of(np.arange(len(self.puzzle_identifiers)))
+
+    @property
+    def side(self):
+        return self.task["grid"][0]
 
     @functools.cached_property
     def grids(self):
         """The stored examples, pairs (input, output) of grids."""
-        examples = zip(self.dataset.inputs, self.dataset.labels)
-        return [[crop(tokens, self.side) for tokens in pair] for pair in examples]
+        return [[crop(tokens, self.side) for tokens in pair] for pair in zip(self.inputs, self.labels)]
 
     @functools.cached_property
     def names(self):
         """The name of each task."""
-        path = self.dataset.path
-        with open(f"{path}/identifiers.json", encoding="utf-8") as f:
+        with open(f"{self.path}/identifiers.json", encoding="utf-8") as f:
             _, *names = json.load(f)  # the tasks in train
         # the versions of these tasks have the identifiers 1, 2, ...
-        first_identifiers = np.load(f"{path}/train/all__group_indices.npy") + 1
-        identifiers = self.dataset.puzzle_identifiers[self.dataset.group_indices[:-1]]
+        first_identifiers = np.load(f"{self.path}/train/all__group_indices.npy") + 1
+        identifiers = self.puzzle_identifiers[self.group_indices[:-1]]
         return [names[i] for i in np.searchsorted(first_identifiers, identifiers)]
 
     def pairs(self, task):
@@ -122,14 +148,8 @@ class Tasks:
         first, end = self.indices[task:task + 2]
         return self.grids[first:end]
 
-    def draw(self, rows, versions, translation_draws):
-        """Returns inputs and labels [b, side * side]: canvases with versions of stored examples.
-
-        Args:
-            rows: the examples [b].
-            versions: the numbers of the versions in which they come [b].
-            translation_draws: numbers in [0, 1) that move them, [b, 2], or 0.
-        """
+    def examples(self, rows, versions, translation_draws):
+        """See Dataset. Returns canvases with versions of stored examples."""
         canvases = []
         translation_draws = np.broadcast_to(translation_draws, (len(rows), 2))
         for row, version, draws in zip(rows, self.versions[versions], translation_draws):
@@ -140,6 +160,49 @@ class Tasks:
             offset = (draws * room).astype(np.int64)
             canvases.append([canvas(grid, self.side, *offset) for grid in grids])
         return np.reshape(canvases, (-1, 2, self.side ** 2)).swapaxes(0, 1)
+
+
+class Group(NamedTuple):
+    """Holds what a split has of a task."""
+
+    pairs: list  # (input, output), in the original version
+    versions: np.ndarray  # of the task, uint8 [n, 11]
+    first_identifier: int  # of the versions, which are numbered in order
+
+
+def write_tasks(folder, groups, side, num_identifiers):
+    """Writes the files of a split, as ARCDataset reads them.
+
+    Args:
+        folder: the new folder.
+        groups: a Group for each task.
+        side: rows and columns of a canvas.
+        num_identifiers: of both splits.
+    """
+    # store each example once
+    canvases = []
+    identifiers = []
+    for pairs, versions, first_identifier in groups:
+        canvases += [[canvas(grid, side) for grid in pair] for pair in pairs]
+        identifiers += range(first_identifier, first_identifier + len(versions))
+    inputs, labels = np.reshape(canvases, (-1, 2, side * side)).swapaxes(0, 1)
+
+    # say which examples and which versions belong to each task
+    num_pairs = [len(group.pairs) for group in groups]
+    num_versions = [len(group.versions) for group in groups]
+    arrays = {
+        "inputs": inputs,
+        "labels": labels,
+        "task_indices": np.cumsum([0, *num_pairs], dtype=np.int32),
+        "group_indices": np.cumsum([0, *num_versions], dtype=np.int32),
+        "versions": np.concatenate([group.versions for group in groups]),
+        "puzzle_identifiers": np.array(identifiers, dtype=np.int32),
+    }
+    finish_split(
+        folder, arrays, vocab_size=len(ARC_SYMBOLS), seq_len=side * side,
+        num_puzzle_identifiers=num_identifiers, total_groups=len(groups),
+        mean_puzzle_examples=np.average(num_pairs, weights=num_versions),
+        total_puzzles=len(identifiers))
 
 
 EXAMPLE_FIELDS = [("group", int), ("version_draw", float), ("member", int), ("translation_draws", float, 2)]
@@ -171,93 +234,6 @@ def draw_examples(groups, group_sizes, rng):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Generated tasks
-
-def generated_task(number, seed, size, num_pairs):
-    """Returns the name of a task and its content, as in a JSON file; the name says its family.
-
-    Args:
-        number: of the task, from 0; the families take turns.
-        seed: together with the number, decides the task.
-        size: rows and columns of a grid.
-        num_pairs: pairs of grids, the last one for the test.
-    """
-    rng = np.random.default_rng([seed, number])
-    family = FAMILIES[number % len(FAMILIES)]
-    # draw inputs that any family can start from: 40% of the cells have one of three colors
-    shape = num_pairs, size, size
-    colors = rng.permutation(9) + 1
-    grids = np.where(rng.random(shape) < 0.4, rng.choice(colors[:3], shape), 0)
-
-    # one rule makes the outputs of all of them
-    questions, answers = family(rng, grids, colors)
-    pairs = []
-    for question, answer in zip(questions, answers):
-        pairs.append({"input": question.tolist(), "output": answer.tolist()})
-    return f"{family.__name__}_{number:04d}", {"train": pairs[:-1], "test": pairs[-1:]}
-
-
-# A family takes a random generator, grids [n, size, size] of three colors on 0, and the colors 1 to 9 in
-# the task's order, of which the first three are in the grids. It returns inputs and outputs by one rule.
-
-def mirror(rng, grids, colors):
-    """Exchanges left and right, or above and below."""
-    return grids, np.flip(grids, rng.integers(1, 3))
-
-
-def turn(rng, grids, colors):
-    """Turns the grid by a quarter, to the left or to the right."""
-    return grids, np.rot90(grids, rng.choice([1, 3]), axes=(1, 2))
-
-
-def move(rng, grids, colors):
-    """Moves everything down or right by one cell; what leaves the grid comes in on the other side."""
-    return grids, np.roll(grids, 1, rng.integers(1, 3))
-
-
-def gravity(rng, grids, colors):
-    """Lets all colored cells fall to the bottom."""
-    order = np.argsort(grids > 0, axis=1, kind="stable")
-    return grids, np.take_along_axis(grids, order, axis=1)
-
-
-def complete_symmetry(rng, grids, colors):
-    """Gives empty cells the color that their mirror image has."""
-    return grids, np.where(grids == 0, np.flip(grids, rng.integers(1, 3)), grids)
-
-
-def recolour(rng, grids, colors):
-    """Gives the cells of one color another one."""
-    return grids, np.where(grids == colors[0], colors[3], grids)
-
-
-def keep(rng, grids, colors):
-    """Keeps the cells of one color, and no others."""
-    return grids, np.where(grids == colors[0], grids, 0)
-
-
-def fill(rng, grids, colors):
-    """Fills the empty cells with a color."""
-    return grids, np.where(grids == 0, colors[3], grids)
-
-
-def line(rng, grids, colors):
-    """Draws lines along the rows through the cells of one color."""
-    is_hit = (grids == colors[0]).any(axis=2, keepdims=True)
-    return grids, np.where(is_hit, colors[0], grids)
-
-
-def count(rng, grids, colors):
-    """Fills the grid with the color that has the most cells."""
-    most = np.resize(rng.permutation(colors[:3]), (len(grids), 1, 1))
-    questions = np.where(rng.random(grids.shape) < 0.6, most, grids)
-    return questions, np.broadcast_to(most, grids.shape)
-
-
-FAMILIES = (mirror, turn, move, gravity, complete_symmetry, recolour, keep, fill, line, count)
-
-
-# ---------------------------------------------------------------------------------------------------------
 # The vote: the versions of a task vote on the answer to each of its test inputs
 
 PASSES = (1, 2, 5, 10, 100, 1000)  # pass@K: the right answer is among the K with the most votes
@@ -270,7 +246,7 @@ def count_votes(test, indices, preds, q_halt):
     task's own version.
 
     Args:
-        test: a data.Dataset with Tasks.
+        test: an ARCDataset.
         indices: which of its examples [n].
         preds: their answers, tokens [n, S].
         q_halt: the confidence of each answer, logits [n].
@@ -283,8 +259,8 @@ def count_votes(test, indices, preds, q_halt):
     columns = versions, groups.tolist(), members.tolist(), preds, confidences.tolist()
     for version, group, member, tokens, confidence in zip(*columns):
         # bring the answer back to the task's own colors and orientation
-        grid = crop(tokens, test.arc.side)
-        answer = grid_key(undo_version(grid, test.arc.versions[version]))
+        grid = crop(tokens, test.side)
+        answer = grid_key(undo_version(grid, test.versions[version]))
         candidates = votes.setdefault((group, member), {})
         candidates.setdefault(answer, []).append(confidence)
     return votes
@@ -320,7 +296,7 @@ def vote_values(test, votes):
     groups = {group for group, _ in votes}
     for group in sorted(groups):
         # an answer that is not known is empty
-        answers = [answer for _, answer in test.arc.pairs(group)]
+        answers = [answer for _, answer in test.pairs(group)]
         if not all(answer.size for answer in answers):
             continue
         num_tasks += 1
@@ -345,5 +321,5 @@ def submission(test, votes):
         grids = [np.frombuffer(cells, dtype=np.uint8).reshape(shape).tolist() for shape, cells in elected[:2]]
         # a single answer is given twice
         best = {"attempt_1": grids[0], "attempt_2": grids[-1]}
-        attempts.setdefault(test.arc.names[group], []).append(best)
+        attempts.setdefault(test.names[group], []).append(best)
     return attempts

@@ -9,7 +9,9 @@ import math
 
 import numpy as np
 
-from puzzles.symmetries import described_symmetries, dihedral
+from puzzles import Judgement, Kind
+from puzzles.symmetries import turns_of
+from runtime.errors import UserError
 
 MAZE = "_# SGo"  # a symbol for each token
 WALL, OPEN, START, GOAL, PATH = range(1, 6)  # tokens
@@ -17,25 +19,99 @@ GRIDS = 4096  # grids that the generator makes at a time
 WALLS = 0.3, 0.5  # the least and the largest share of walls in a generated grid
 
 
-def maze_task(size):
-    """Returns the task of mazes of size x size cells."""
-    return {"kind": "maze", "grid": [size, size], "symbols": MAZE}
+class Maze(Kind):
+    """What is known of mazes."""
+
+    symmetries = {"dihedral": True}
+    no_solution = "the answer is not a shortest path"
+    empty = OPEN
+
+    @staticmethod
+    def new_task(rows):
+        """See Kind."""
+        return {"kind": "maze", "grid": [rows, rows], "symbols": MAZE}
+
+    def resized(self, cells):
+        """See Kind."""
+        return Maze(self.new_task(math.isqrt(cells)))
+
+    def question_symbols(self):
+        """See Kind. The path is no part of a question."""
+        return MAZE[1:-1]
+
+    def find_spaced(self, text):
+        """See Kind. The text has one maze, or a maze a line."""
+        from puzzles.reader import Puzzle, squared
+        text = text.replace("\u2588", "#")
+        if "G" not in text:
+            text = text.replace("E", "G")
+        # a dot is an open cell where a space is none
+        has_spaces = any(" " in line.rstrip() for line in text.splitlines())
+        if {*"SG"} <= {*text} and not has_spaces:
+            text = text.replace(".", " ")
+
+        # a maze a line
+        lines = text.splitlines()
+        mazes = [Puzzle(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        has_ends = [maze.question.count("S") == maze.question.count("G") == 1 for maze in mazes]
+        if len(mazes) > 1 and all(has_ends):
+            return mazes, f"{len(mazes)} mazes, one a line"
+
+        # one maze
+        cells, height = squared(text)
+        side = math.isqrt(len(cells))
+        if side * side != len(cells) or height not in (1, side) or not {*cells} <= {*"# SG"}:
+            raise UserError(f"{height} lines with {len(cells)} cells are no maze: that is a square of the "
+                            "characters '# SG', wall, open, start and goal")
+        return [Puzzle(1, cells)], "one maze"
+
+    def judge(self, questions, answers):
+        """See Kind. The path may go over open cells; another cell is broken if it differs from the question.
+
+        An answer is a solution if it is a shortest path, and nothing else differs.
+        """
+        is_changed = answers != questions
+        is_drawn = (questions == OPEN) & (answers == PATH)
+        broken = is_changed & ~is_drawn
+        _, is_shortest = path_metrics(questions, answers)
+        return Judgement(broken, is_shortest & ~broken.any(axis=1))
+
+    def num_solutions(self, questions):
+        """Returns 1 for mazes with a path from the one start to the one goal, else 0, [n]."""
+        _, steps = solve_mazes(questions)
+        return have_ends(questions) & (steps > 0)
+
+    def metrics(self, questions, answers):
+        """See Kind. The paper's metric compares mazes with their labels; these ones follow the rules."""
+        valid, optimal = path_metrics(questions, answers)
+        return {"path_valid": valid, "path_optimal": optimal}
+
+    def training_copies(self, puzzles, num_copies, rng=None, test_keys=()):
+        """Returns each maze turned in the first ways, [2, n, num_copies, cells].
+
+        The answer is turned with its maze. But if the answer follows the rule of solve_mazes, each copy gets
+        a new answer by this rule: turned answers would teach 8 rules, and the test set has one.
+
+        Args:
+            puzzles: questions and answers, [2, n, cells].
+            num_copies: from 0 to 7.
+            rng, test_keys: are not needed.
+        """
+        questions, answers = puzzles
+        # the first way to turn changes nothing
+        copies = puzzles[:, :, turns_of(self)[1:1 + num_copies]]
+
+        # solve the copies of mazes whose answer follows the rule
+        answers_by_rule, _ = solve_mazes(questions)
+        by_rule = (answers == answers_by_rule).all(axis=1)
+        followers = copies[0, by_rule]
+        solved, _ = solve_mazes(followers.reshape(-1, self.cells))
+        copies[1, by_rule] = solved.reshape(followers.shape)
+        return copies
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Rules
-
-def judge_maze(task, questions, answers):
-    """Returns which cells differ from the question; the path may go over open cells.
-
-    See puzzles.JUDGES. An answer is a solution if it is a shortest path, and nothing else differs.
-    """
-    is_changed = answers != questions
-    is_drawn = (questions == OPEN) & (answers == PATH)
-    broken = is_changed & ~is_drawn
-    _, is_shortest = path_metrics(questions, answers)
-    return broken, is_shortest & ~broken.any(axis=1)
-
 
 def path_metrics(questions, answers):
     """Returns which answers to mazes are a path from S to G, and which a shortest one: bool [n] each."""
@@ -77,12 +153,6 @@ def have_ends(questions):
 
 # ---------------------------------------------------------------------------------------------------------
 # The solver works on many mazes at a time
-
-def num_paths(questions, size):
-    """Returns 1 for mazes with a path from the one start to the one goal, else 0, [n]."""
-    _, steps = solve_mazes(questions)
-    return have_ends(questions) & (steps > 0)
-
 
 def solve_mazes(questions):
     """Returns the answers, and the steps [n] of their shortest paths, 0 if there is none.
@@ -194,35 +264,3 @@ def random_cells(squares, rng):
     chosen = (cells * draws).argmax(axis=1)
     is_chosen = np.arange(rows * columns) == chosen[:, None]
     return squares & is_chosen.reshape(squares.shape)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Symmetric copies
-
-def maze_symmetries(task, n, rng):
-    """Draws n Symmetries: ways to turn a maze."""
-    return described_symmetries(task | {"symmetries": {"dihedral": True}}, n, rng)
-
-
-def maze_copies(puzzles, num_copies):
-    """Returns each maze turned in the first ways, [2, n, num_copies, cells].
-
-    The answer is turned with its maze. But if the answer follows the rule of solve_mazes, each copy gets a
-    new answer by this rule: turned answers would teach 8 rules, and the test set has one.
-
-    Args:
-        puzzles: questions and answers, [2, n, cells].
-        num_copies: from 0 to 7.
-    """
-    questions, answers = puzzles
-    cells = questions.shape[1]
-    # the first way to turn changes nothing
-    copies = puzzles[:, :, dihedral(math.isqrt(cells))[1:1 + num_copies]]
-
-    # solve the copies of mazes whose answer follows the rule
-    answers_by_rule, _ = solve_mazes(questions)
-    by_rule = (answers == answers_by_rule).all(axis=1)
-    followers = copies[0, by_rule]
-    solved, _ = solve_mazes(followers.reshape(-1, cells))
-    copies[1, by_rule] = solved.reshape(followers.shape)
-    return copies

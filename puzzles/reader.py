@@ -2,8 +2,8 @@
 
 A puzzle is a line with all its cells, or a line for each row, or JSON, or JSON lines. Between cells may
 stand spaces, commas, pipes and brackets, between rows lines of dashes and box drawing, between puzzles titles
-and comments. A Sudoku's empty cell is one of EMPTY_CELLS, or a space where the columns show which cells are
-meant. Other puzzles have the symbols of their dataset alone.
+and comments. A Sudoku's empty cell is one of empty_cells of its Kind, or a space where the columns show which
+cells are meant. Other puzzles have the symbols of their dataset alone.
 """
 import itertools
 import json
@@ -12,10 +12,8 @@ import re
 from contextlib import suppress
 from typing import NamedTuple
 
-from puzzles.sudoku import BOXES
 from runtime.errors import UserError
 
-EMPTY_CELLS = ".0*_-xX?\u00b7"  # of Sudokus
 SEPARATORS = " ,;|!:'\"()[]{}<>=/\\+" + "".join(map(chr, range(0x2500, 0x2580)))  # the last: box drawing
 # {the sign that begins a comment: the comment}; a row of a table may begin with ; and has more of them
 COMMENTS = {"#": "#.*", "/": "//.*", "%": "^%.*", ";": "^;(?!.*;).*"}
@@ -43,35 +41,29 @@ class Line(NamedTuple):
     answer: str = ""
 
 
-def find_puzzles(task, text):
+def find_puzzles(kind, text):
     """Returns the Puzzles in a text, at least one, and in words how it was read. Raises UserError.
 
-    task: of the model that shall solve them.
+    kind: of the model that shall solve them.
     """
     # JSON, or else lines
-    puzzles, how = json_text(task, text)
+    puzzles, how = json_text(kind, text)
     if not puzzles:
-        if task["kind"] == "maze":
-            return find_mazes(text)
-        if " " in task["symbols"][1:]:
-            cells, height = squared(text)
-            rows = task["grid"][0]
-            if height not in (1, rows):
-                raise UserError(f"{height} lines are no puzzle of {rows} rows")
-            return [Puzzle(1, cells)], "one puzzle"
+        if " " in kind.symbols[1:]:
+            return kind.find_spaced(text)
         before = re.split(AFTERWARDS, text)[0]
-        puzzles, how = written_puzzles(task, before.splitlines())
+        puzzles, how = written_puzzles(kind, before.splitlines())
 
     # say what was found
-    puzzles = with_answers(task, puzzles)
+    puzzles = with_answers(kind, puzzles)
     count = "one puzzle" if len(puzzles) == 1 else f"{len(puzzles)} puzzles"
     return puzzles, count + how
 
 
-def written_puzzles(task, texts):
+def written_puzzles(kind, texts):
     """Returns the Puzzles in lines, each a puzzle or a row, and in words how. Raises UserError."""
-    rows = task["grid"][0]
-    lines = [line_of(task, number, text) for number, text in enumerate(texts, 1)]
+    rows = kind.rows
+    lines = [line_of(kind, number, text) for number, text in enumerate(texts, 1)]
     written = [line for line in lines if line.what in ("puzzle", "row", "other")]
     kinds = [line.what for line in written]
 
@@ -85,7 +77,7 @@ def written_puzzles(task, texts):
         first = written[0]
         if first.what == "other" and re.fullmatch(HEADING, first.text):
             blank = [""] * first.number
-            return written_puzzles(task, blank + texts[first.number:])
+            return written_puzzles(kind, blank + texts[first.number:])
 
     # a puzzle a line
     if "puzzle" in kinds:
@@ -94,11 +86,11 @@ def written_puzzles(task, texts):
         return [Puzzle(*line[1:]) for line in written], ", one a line"
 
     # a row a line; without a sign for an empty cell, a space may be one
-    empty = {*EMPTY_CELLS}.intersection("".join(line.text for line in written))
-    if task["kind"] == "sudoku" and not empty and "other" in kinds:
-        puzzles, how = written_puzzles(task, dotted(task, texts))
+    empty = {*kind.empty_cells}.intersection("".join(line.text for line in written))
+    if kind.empty_cells and not empty and "other" in kinds:
+        puzzles, how = written_puzzles(kind, dotted(kind, texts))
         return puzzles, how + ", a space for an empty cell"
-    return grids(task, lines, empty), f" of {rows} lines"
+    return grids(kind, lines, empty), f" of {rows} lines"
 
 
 def squared(text):
@@ -111,33 +103,33 @@ def squared(text):
 # ---------------------------------------------------------------------------------------------------------
 # Cells
 
-def signs_of(task):
-    """Returns {a sign in a text: the symbol of the task that it means}."""
-    symbols = "".join(task["symbols"][1:])
-    signs = dict.fromkeys(EMPTY_CELLS, ".") if task["kind"] == "sudoku" else {}
+def signs_of(kind):
+    """Returns {a sign in a text: the symbol of a Kind that it means}."""
+    symbols = "".join(kind.symbols[1:])
+    signs = dict.fromkeys(kind.empty_cells, ".")
     return signs | dict(zip(symbols, symbols))
 
 
-def cells_of(task, text, rows):
+def cells_of(kind, text, rows):
     """Returns the symbols of a text that has the cells of so many rows and nothing else, or ""."""
-    signs = signs_of(task)
-    if len(text) != rows * task["grid"][1] or not signs.keys() >= {*text}:
+    signs = signs_of(kind)
+    if len(text) != rows * kind.columns or not signs.keys() >= {*text}:
         return ""
     return "".join(signs[sign] for sign in text)
 
 
-def has_half(task, text):
+def has_half(kind, text):
     """Returns whether a text has more than half the cells of a puzzle."""
-    signs = signs_of(task)
-    return sum(char in signs for char in text) > math.prod(task["grid"]) // 2
+    signs = signs_of(kind)
+    return sum(char in signs for char in text) > kind.cells // 2
 
 
-def with_answers(task, puzzles):
+def with_answers(kind, puzzles):
     """Returns Puzzles, where a Sudoku that answers the one before or after it is no puzzle of its own.
 
     Other kinds may have no empty cell, and then a grid that fits the one before it may be the next question.
     """
-    if task["kind"] != "sudoku":
+    if not kind.empty_cells:
         return puzzles
     merged = []
     for puzzle in puzzles:
@@ -152,29 +144,29 @@ def with_answers(task, puzzles):
     return merged
 
 
-def json_text(task, text):
+def json_text(kind, text):
     """Returns the Puzzles in JSON or JSON lines, or none, and in words how they stand. Raises UserError."""
     with suppress(ValueError):
-        return json_puzzles(task, json.loads(text)), ", from JSON"
+        return json_puzzles(kind, json.loads(text)), ", from JSON"
     with suppress(ValueError):
-        return numbered_puzzles(task, map(json.loads, text.rstrip().splitlines())), ", one a line"
+        return numbered_puzzles(kind, map(json.loads, text.rstrip().splitlines())), ", one a line"
     return [], ""
 
 
-def json_puzzles(task, value):
+def json_puzzles(kind, value):
     """Returns the Puzzles in JSON: texts, lists of cells, rows or puzzles. Raises UserError."""
-    split = str.splitlines if " " in task["symbols"][1:] else str.split
-    cells = cells_of(task, "".join(split(json_cells(value))), task["grid"][0])
+    split = str.splitlines if " " in kind.symbols[1:] else str.split
+    cells = cells_of(kind, "".join(split(json_cells(value))), kind.rows)
     if cells:
         return [Puzzle(1, cells)]
     if isinstance(value, list):
-        return numbered_puzzles(task, value)
+        return numbered_puzzles(kind, value)
     if not isinstance(value, dict):
         return []
 
     # the members of an object belong together; their names or their cells say which is the answer, and an
     # answer without a question is no puzzle
-    parts = {name: json_puzzles(task, member) for name, member in value.items()}
+    parts = {name: json_puzzles(kind, member) for name, member in value.items()}
     named = [name for name in parts if re.match(ANSWER, name)]
     answers = sum([parts.pop(name) for name in named], [])
     questions = sum(parts.values(), [])
@@ -182,19 +174,19 @@ def json_puzzles(task, value):
         return [Puzzle(1, question.question, answer.question) for question, answer in zip(questions, answers)]
     puzzles = questions + answers
     if puzzles not in parts.values():
-        puzzles = with_answers(task, puzzles)
+        puzzles = with_answers(kind, puzzles)
         if len(puzzles) > 1:
             raise UserError(f"{len(puzzles)} puzzles stand together, and are not one with its answer")
     return puzzles
 
 
-def numbered_puzzles(task, values):
+def numbered_puzzles(kind, values):
     """Returns the Puzzles in a list of JSON; what has half a puzzle and is none stands there as it is."""
     puzzles = []
     for number, value in enumerate(values, 1):
         text = json_cells(value)
-        part = json_puzzles(task, value)
-        if has_half(task, text) and not part:
+        part = json_puzzles(kind, value)
+        if has_half(kind, text) and not part:
             part = [Puzzle(number, text)]
         puzzles += [Puzzle(number, *puzzle[1:]) for puzzle in part]
     return puzzles
@@ -213,46 +205,46 @@ def json_cells(value):
 # ---------------------------------------------------------------------------------------------------------
 # Lines
 
-def words_of(task, text):
+def words_of(kind, text):
     """Returns the words of a line, which separators set apart; a whole row or puzzle is one word."""
-    rows, columns = task["grid"]
-    separators = {*SEPARATORS} - signs_of(task).keys()
+    rows, columns = kind.grid
+    separators = {*SEPARATORS} - signs_of(kind).keys()
     words = "".join(" " if char in separators else char for char in text).split()
     # in a table, an empty field is an empty cell
     framed = re.sub(BARS, "|", text).strip(" ").removesuffix("|.")  # as LaTeX ends a row
     fields = re.split("[,;|\t]", framed.strip("|"))
     whole = ""
-    if task["kind"] == "sudoku" and len(fields) in (columns, rows * columns):
+    if kind.empty_cells and len(fields) in (columns, rows * columns):
         whole = "".join(field.strip() or "." for field in fields)
     # parts of a row or a puzzle have one length; a number beside them has another
     elif len({*map(len, words)}) == 1:
         whole = "".join(words)
-    is_whole = cells_of(task, whole, 1) or cells_of(task, whole, rows)
+    is_whole = cells_of(kind, whole, 1) or cells_of(kind, whole, rows)
     return [whole] if is_whole else words
 
 
-def line_of(task, number, text):
+def line_of(kind, number, text):
     """Returns the Line of a text."""
-    rows, columns = task["grid"]
-    signs = signs_of(task)
+    rows, columns = kind.grid
+    signs = signs_of(kind)
     # without other signs, a line with as many characters as cells has spaces for empty cells
-    if task["kind"] == "sudoku" and len(text) == rows * columns and re.fullmatch("[1-9 ]+", text):
+    if kind.empty_cells and len(text) == rows * columns and re.fullmatch("[1-9 ]+", text):
         text = text.replace(" ", ".")
     for sign in COMMENTS.keys() - signs.keys():
         text = re.sub(COMMENTS[sign], "", text)
 
     # a puzzle may stand beside its number, rating or answer, but not beside half a puzzle
-    words = words_of(task, text)
+    words = words_of(kind, text)
     puzzles = []
     others = ""
     for word in words:
-        puzzle = cells_of(task, word, rows)
+        puzzle = cells_of(kind, word, rows)
         if puzzle:
             puzzles.append(Puzzle(number, puzzle))
         else:
             others += word
-    puzzles = with_answers(task, puzzles)
-    is_half = has_half(task, others)
+    puzzles = with_answers(kind, puzzles)
+    is_half = has_half(kind, others)
     if len(puzzles) == 1 and not is_half:
         return Line("puzzle", *puzzles[0])
     if puzzles or is_half:
@@ -260,8 +252,8 @@ def line_of(task, number, text):
 
     # a row has symbols of the dataset; a line of a Sudoku's other dashes may be a row, or stand between rows
     cells = "".join(words)
-    has_symbol = {*cells} & {*task["symbols"][1:]}
-    is_row = len(words) == 1 and cells_of(task, cells, 1)
+    has_symbol = {*cells} & {*kind.symbols[1:]}
+    is_row = len(words) == 1 and cells_of(kind, cells, 1)
     is_drawn = {*cells} <= {*"-_*.'`"} and {*text} & {*"-=_*+\u2500\u2501\u2550"}
     if not cells or is_drawn and not (is_row and has_symbol):
         is_dashes = is_row and len({*cells}) == 1 and not {"+", "="} & {*text}
@@ -273,12 +265,12 @@ def line_of(task, number, text):
     return Line("title" if is_title else "other", number, text)
 
 
-def grids(task, lines, empty):
+def grids(kind, lines, empty):
     """Returns the Puzzles in Lines that are rows. Raises UserError.
 
     empty: the signs for empty cells in the rows; a line of dashes that are one of them is a row.
     """
-    rows, columns = task["grid"]
+    rows, columns = kind.grid
     row_lines = []
     shape = ""  # a letter for each line: row, gap, title
     for line in lines:
@@ -295,7 +287,7 @@ def grids(task, lines, empty):
         raise UserError(f"no line has the cells of a {rows}x{columns} puzzle or of its row")
 
     # a missing row shows: in a puzzle, gaps are after no row, after each band of boxes or after each row
-    band = BOXES[rows][0] if task["kind"] == "sudoku" else rows
+    band = kind.box[0]
     layouts = [f"r{{{height}}}(g+r{{{height}}}){{{rows // height - 1}}}" for height in (rows, band, 1)]
     end = re.match(f"[gt]*(({'|'.join(layouts)})[gt]*)*", shape).end()
     one_puzzle = f"[gt]*r(g*r){{{rows - 1}}}[gt]*"
@@ -311,16 +303,16 @@ def grids(task, lines, empty):
     puzzles = []
     for first in range(0, len(row_lines), rows):
         cells = "".join(line.text for line in row_lines[first:first + rows])
-        puzzles.append(Puzzle(row_lines[first].number, cells_of(task, cells, rows)))
+        puzzles.append(Puzzle(row_lines[first].number, cells_of(kind, cells, rows)))
     return puzzles
 
 
-def dotted(task, texts):
+def dotted(kind, texts):
     """Returns texts with a dot for each space that is an empty cell. Raises UserError if that is not clear.
 
     All rows must fit one way to set cells apart, and no other.
     """
-    rows, columns = task["grid"]
+    rows, columns = kind.grid
     kept = {}  # {place of a row in texts: the row}
     for i, text in enumerate(texts):
         row = re.sub(BARS, "|", text.expandtabs())
@@ -336,7 +328,7 @@ def dotted(task, texts):
     longest = max(lengths) if " " in ends else math.inf
 
     # try each way: what stands between cells, before the first cell, and between boxes
-    box_columns = BOXES[rows][1]
+    box_columns = kind.box[1]
     readings = set()
     for gap, margin in itertools.product(("", " "), ("", " ", "|", "| ")):
         box = gap.join("." * box_columns)
@@ -352,31 +344,3 @@ def dotted(task, texts):
     for i, row in zip(kept, *readings):
         dotted_texts[i] = row.replace(" ", ".")
     return dotted_texts
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Mazes
-
-def find_mazes(text):
-    """Returns the Puzzles in a text, one maze or a maze a line, and in words how. Raises UserError."""
-    text = text.replace("\u2588", "#")
-    if "G" not in text:
-        text = text.replace("E", "G")
-    # a dot is an open cell where a space is none
-    has_spaces = any(" " in line.rstrip() for line in text.splitlines())
-    if {*"SG"} <= {*text} and not has_spaces:
-        text = text.replace(".", " ")
-
-    # a maze a line
-    lines = text.splitlines()
-    mazes = [Puzzle(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if len(mazes) > 1 and all(maze.question.count("S") == maze.question.count("G") == 1 for maze in mazes):
-        return mazes, f"{len(mazes)} mazes, one a line"
-
-    # one maze
-    cells, height = squared(text)
-    side = math.isqrt(len(cells))
-    if side * side != len(cells) or height not in (1, side) or not {*cells} <= {*"# SG"}:
-        raise UserError(f"{height} lines with {len(cells)} cells are no maze: that is a square of the "
-                        "characters '# SG', wall, open, start and goal")
-    return [Puzzle(1, cells)], "one maze"

@@ -5,7 +5,8 @@ Boards are the official code's tokens [n, cells]: 0 padding, 1 an empty cell, d 
 """
 import numpy as np
 
-from puzzles.symmetries import Symmetries, renamings
+from puzzles import Judgement, Kind
+from puzzles.symmetries import Symmetries, keys_of, renamings
 
 SUDOKU = " .123456789"  # a symbol for each token
 EMPTY = 1  # token
@@ -15,10 +16,85 @@ BOARDS = 4096  # boards in the solver at a time: so many stay in the processor's
 SEARCH = 500_000  # rounds of the solver, over all boards of one puzzle's search: a second; most need 1000
 
 
-def sudoku_task(size):
-    """Returns the task of boards of size x size cells; it has no symbols if there is no such Sudoku."""
-    symbols = SUDOKU[:size + 2] if size in BOXES else ""
-    return {"kind": "sudoku", "grid": [size, size], "symbols": symbols}
+class Sudoku(Kind):
+    """What is known of Sudokus."""
+
+    empty_cells = ".0*_-xX?\u00b7"
+    has_symmetries = True
+
+    @staticmethod
+    def new_task(rows):
+        """See Kind. The task has no symbols if there is no such Sudoku."""
+        symbols = SUDOKU[:rows + 2] if rows in BOXES else ""
+        return {"kind": "sudoku", "grid": [rows, rows], "symbols": symbols}
+
+    @property
+    def box(self):
+        return BOXES[self.rows]
+
+    def judge(self, questions, answers):
+        """See Kind. Cells that are empty, differ from a given, or have a digit of their unit break a rule."""
+        # find digits that stand twice in a row, a column or a box
+        bits = 1 << answers.T.astype(np.uint16)
+        cells = bits.reshape(*box_shape(self.rows), -1)
+        repeated = np.zeros(cells.shape, dtype=bool)
+        for axes in UNITS:
+            _, again = digits_of_units(cells, axes)
+            repeated |= cells & again > 0
+
+        # find empty cells, and givens that have changed
+        is_empty = answers < 2
+        is_given = questions > 1
+        is_changed = is_given & (answers != questions)
+        broken = is_empty | is_changed | repeated.reshape(bits.shape).T
+        return Judgement(broken, ~broken.any(axis=1))
+
+    def num_solutions(self, questions):
+        """See Kind."""
+        return count_solutions(candidates_of(questions, self.rows), self.rows, 2)
+
+    def draw_symmetries(self, n, rng):
+        """Draws n Symmetries.
+
+        As the official builder does, it permutes the digits, the bands, the rows of each band, the stacks and
+        the columns of each stack; if boxes are square, it transposes half of the boards.
+        """
+        size = self.rows
+        bands, rows, stacks, columns = box_shape(size)
+
+        def random_order(groups, members):  # [n, size]: of groups, and of the members of each
+            first = shuffled(rng, n, groups) * members
+            members_in_order = shuffled(rng, n, groups, members)
+            return (first[:, :, None] + members_in_order).reshape(n, size)
+
+        # draw which cell each cell of a copy comes from
+        transposed = rng.random((n, 1, 1)) < (0.5 if rows == columns else 0)
+        rows_from = random_order(bands, rows)[:, :, None]
+        columns_from = random_order(stacks, columns)[:, None]
+        straight = size * rows_from + columns_from
+        exchanged = size * columns_from + rows_from
+        cells_from = np.where(transposed, exchanged, straight)
+
+        # draw what each digit becomes
+        digits = range(EMPTY + 1, EMPTY + 1 + size)
+        return Symmetries(cells_from.reshape(n, size * size), renamings(digits, (n,), rng))
+
+    def training_copies(self, puzzles, num_copies, rng, test_keys):
+        """See Kind. A copy that is a test question is made anew."""
+        _, n, cells = puzzles.shape
+        originals = np.repeat(puzzles, num_copies, axis=1)
+        copies = np.empty_like(originals)
+        wanted = np.arange(n * num_copies)
+        while wanted.size:
+            symmetries = self.draw_symmetries(len(wanted), rng)
+            copies[:, wanted] = symmetries.apply(originals[:, wanted])
+            is_hit = [question.tobytes() in test_keys for question in copies[0]]
+            wanted = np.flatnonzero(is_hit)
+        return copies.reshape(2, n, num_copies, cells)
+
+    def keys(self, questions):
+        """See Kind. So many copies of a Sudoku exist that each counts by itself."""
+        return keys_of(questions)
 
 
 def box_shape(size):
@@ -28,38 +104,8 @@ def box_shape(size):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Rules
-
-def judge_sudoku(task, questions, answers):
-    """Returns which cells are empty, differ from a given, or share a unit with an equal digit.
-
-    See JUDGES in puzzles/__init__.py.
-    """
-    # find digits that stand twice in a row, a column or a box
-    bits = 1 << answers.T.astype(np.uint16)
-    size = task["grid"][0]
-    cells = bits.reshape(*box_shape(size), -1)
-    repeated = np.zeros(cells.shape, dtype=bool)
-    for axes in UNITS:
-        _, again = digits_of_units(cells, axes)
-        repeated |= cells & again > 0
-
-    # find empty cells, and givens that have changed
-    is_empty = answers < 2
-    is_given = questions > 1
-    is_changed = is_given & (answers != questions)
-    broken = is_empty | is_changed | repeated.reshape(bits.shape).T
-    return broken, ~broken.any(axis=1)
-
-
-# ---------------------------------------------------------------------------------------------------------
 # The solver works on many boards at a time: candidates [cells, n], where bit d - 1 is set while digit d is
 # possible in the cell. Numpy is fast on these as long as every operation runs over all n boards.
-
-def num_solutions(boards, size):
-    """Returns the number of solutions of boards, tokens [n, cells], counted up to 2; -1: not decided."""
-    return count_solutions(candidates_of(boards, size), size, 2)
-
 
 def candidates_of(boards, size):
     """Returns the candidates [cells, n] of boards, tokens [n, cells]; an empty cell has all."""
@@ -223,55 +269,3 @@ def random_boards(n, size, rng):
 def shuffled(rng, *shape):
     """Returns random orders of 0, 1, ... along the last axis of an array with this shape."""
     return rng.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Symmetric copies
-
-def sudoku_copies(puzzles, num_copies, task, rng, test_keys):
-    """Returns symmetric copies of each puzzle, [2, n, num_copies, cells].
-
-    Args:
-        puzzles: questions and answers, [2, n, cells].
-        num_copies: copies of each puzzle.
-        task: the puzzles' task.
-        rng: a random generator.
-        test_keys: all test questions, as bytes; a copy that is one of them is made anew.
-    """
-    _, n, cells = puzzles.shape
-    originals = np.repeat(puzzles, num_copies, axis=1)
-    copies = np.empty_like(originals)
-    wanted = np.arange(n * num_copies)
-    while wanted.size:
-        symmetries = sudoku_symmetries(task, len(wanted), rng)
-        copies[:, wanted] = symmetries.apply(originals[:, wanted])
-        is_hit = [question.tobytes() in test_keys for question in copies[0]]
-        wanted = np.flatnonzero(is_hit)
-    return copies.reshape(2, n, num_copies, cells)
-
-
-def sudoku_symmetries(task, n, rng):
-    """Draws n Symmetries.
-
-    As the official builder does, it permutes the digits, the bands, the rows of each band, the stacks and
-    the columns of each stack; if boxes are square, it transposes half of the boards.
-    """
-    size = task["grid"][0]
-    bands, rows, stacks, columns = box_shape(size)
-
-    def random_order(groups, members):  # [n, size]: of groups, and of the members of each
-        first = shuffled(rng, n, groups) * members
-        members_in_order = shuffled(rng, n, groups, members)
-        return (first[:, :, None] + members_in_order).reshape(n, size)
-
-    # draw which cell each cell of a copy comes from
-    transposed = rng.random((n, 1, 1)) < (0.5 if rows == columns else 0)
-    rows_from = random_order(bands, rows)[:, :, None]
-    columns_from = random_order(stacks, columns)[:, None]
-    straight = size * rows_from + columns_from
-    exchanged = size * columns_from + rows_from
-    cells_from = np.where(transposed, exchanged, straight)
-
-    # draw what each digit becomes
-    digits = range(EMPTY + 1, EMPTY + 1 + size)
-    return Symmetries(cells_from.reshape(n, size * size), renamings(digits, (n,), rng))

@@ -55,46 +55,55 @@ def renamings(exchanged, shape, rng):
     return tokens
 
 
-def described_symmetries(task, n, rng):
-    """Draws n Symmetries of a task that describes its own, see turns_of and exchanged_of."""
-    turns = turns_of(task)
+def described_symmetries(kind, n, rng):
+    """Draws n Symmetries of a Kind whose task describes them; see turns_of and exchanged_of."""
+    turns = turns_of(kind)
     ways = rng.integers(len(turns), size=n)
-    return Symmetries(turns[ways], renamings(exchanged_of(task), (n,), rng))
+    return Symmetries(turns[ways], renamings(exchanged_of(kind), (n,), rng))
 
 
-def check_symmetries(task):
+def described_copies(kind, puzzles, num_copies, rng):
+    """Returns copies of each puzzle, [2, n, num_copies, cells]; they go through the turns in order.
+
+    puzzles: questions and answers, tokens [2, n, cells].
+    """
+    turns = turns_of(kind)
+    # the first turn is none, and the puzzle itself is no copy
+    cells = np.resize(turns, (1 + num_copies, turns.shape[1]))[1:]
+    tokens = renamings(exchanged_of(kind), (puzzles.shape[1], num_copies), rng)
+    return Symmetries(cells, tokens).apply(puzzles[:, :, None])
+
+
+def check_symmetries(kind):
     """Raises UserError unless the symmetries that a task describes suit its grid and its symbols."""
-    symmetries = task.get("symmetries", {})
+    symmetries = kind.symmetries
     if not isinstance(symmetries, dict) or not symmetries.keys() <= {"dihedral", "permute_symbols"}:
         raise UserError(f"symmetries {symmetries!r}: must be a dict with dihedral or permute_symbols")
 
-    rows, columns = task["grid"]
     is_dihedral = symmetries.get("dihedral", False)
     if is_dihedral not in (False, True):
         raise UserError(f"dihedral={is_dihedral!r}: must be true or false")
-    if is_dihedral and rows != columns:
-        raise UserError(f"grid {task['grid']}: must be square for the symmetry dihedral")
+    if is_dihedral and kind.rows != kind.columns:
+        raise UserError(f"grid {kind.grid}: must be square for the symmetry dihedral")
 
     # a symbol that stands twice would take the place of another one, and no renaming would bring that back
-    symbols = list(task["symbols"][1:])
+    symbols = list(kind.symbols[1:])
     exchanged = symmetries.get("permute_symbols", "")
     is_list = isinstance(exchanged, (str, list))
     if not is_list or not all(exchanged.count(symbol) == symbols.count(symbol) for symbol in exchanged):
         raise UserError(f"permute_symbols={exchanged!r}: must be symbols of {symbols}, each once")
 
 
-def turns_of(task):
-    """Returns the turns, as indices [m, cells], of a task with {"symmetries": {"dihedral": bool, ...}}."""
-    rows, columns = task["grid"]
-    if task.get("symmetries", {}).get("dihedral"):
-        return dihedral(rows)
-    return np.arange(rows * columns)[None]
+def turns_of(kind):
+    """Returns the turns of a Kind, as indices [m, cells]; the first one changes nothing."""
+    if kind.symmetries.get("dihedral"):
+        return dihedral(kind.rows)
+    return np.arange(kind.cells)[None]
 
 
-def exchanged_of(task):
-    """Returns the tokens that may change places, of a task with {"symmetries": {"permute_symbols": text}}."""
-    symbols = task.get("symmetries", {}).get("permute_symbols", "")
-    return [task["symbols"].index(symbol, 1) for symbol in symbols]
+def exchanged_of(kind):
+    """Returns the tokens of a Kind that may change places: its symmetries' "permute_symbols"."""
+    return [kind.symbols.index(symbol, 1) for symbol in kind.symmetries.get("permute_symbols", "")]
 
 
 def turned(grid, way):

@@ -13,26 +13,27 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import prepare_maze
-from puzzles.maze import MAZE, maze_copies, maze_task
+from data import write_dataset
+from puzzles.maze import MAZE
 from puzzles.symmetries import dihedral
-from runtime.prepare import write_dataset
 
 
 def main(folder, size, *counts):
     # the last 1000 mazes are the test, the first ones are trained on
     mazes = prepare_maze.generate(size, max(counts) + 1000, 0, size)
+    kind = prepare_maze.maze_of(size)
     for n in counts:
         train = mazes[:, :n]
         # the versions of these mazes: questions and answers [2, n, versions, cells]
         originals = train[:, :, None]
         datasets = {
             "none": originals,
-            "solved": np.concatenate([originals, maze_copies(train, 7)], axis=2),
+            "solved": np.concatenate([originals, kind.training_copies(train, 7)], axis=2),
             "turned": train[:, :, dihedral(size)],
         }
         for name, versions in datasets.items():
             splits = {"train": versions, "test": mazes[:, -1000:]}
-            write_dataset(f"{folder}/{size}-{n}-{name}", splits, len(MAZE), maze_task(size))
+            write_dataset(f"{folder}/{size}-{n}-{name}", splits, len(MAZE), kind.task)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Files that several parts read or write: atomic writes, locks, hashes, JSON, metrics.jsonl; and progress."""
 import fcntl
-import glob
 import hashlib
 import json
 import os
@@ -33,17 +32,8 @@ def file_hash(path):
     return digest.hexdigest()
 
 
-def hashes_of(path):
-    """Returns {relative path: SHA-256} of the files of a dataset but the manifest."""
-    # the names are those of the official layout, in one order on all machines
-    names = []
-    for pattern in ("*/dataset.json", "*/all__*.npy", "identifiers.json"):
-        names += sorted(glob.glob(pattern, root_dir=path))
-    return {name: file_hash(f"{path}/{name}") for name in names}
-
-
 def is_dataset_file(name):
-    """Returns whether a relative path is a file of a dataset, as hashes_of finds them."""
+    """Returns whether a relative path is a file of a dataset, as data.hashes_of finds them."""
     return bool(re.fullmatch(r"(train|test)/(dataset\.json|all__\w+\.npy)|identifiers\.json", name))
 
 

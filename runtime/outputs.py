@@ -1,11 +1,9 @@
 """Files that an evaluation leaves in out_dir: the arrays of eval_save_outputs, and ARC's answers."""
 import io
-import json
 import os
 
 import numpy as np
 
-from puzzles.arc import submission
 from runtime.errors import TransientError, UserError
 from runtime.files import replacing, to_stderr
 
@@ -16,19 +14,10 @@ def save_outputs(settings, device, name, indices, arrays, should_stop):
     content = io.BytesIO()
     np.savez_compressed(content, indices=indices, **wanted)
     part = f".{device.rank}" if device.world > 1 else ""
-    save_file(settings, f"{name}{part}.npz", content.getvalue(), should_stop)
+    save_file(settings, should_stop, f"{name}{part}.npz", content.getvalue())
 
 
-def save_submission(settings, test, votes, should_stop):
-    """Saves ARC's answers in submission.json; those of a part of the tasks do not replace it."""
-    num_tasks = len({group for group, _ in votes})
-    if num_tasks < test.total_groups:
-        to_stderr(f"submission.json is not written: {num_tasks} of {test.total_groups} tasks were evaluated")
-        return
-    save_file(settings, "submission.json", json.dumps(submission(test, votes)).encode(), should_stop)
-
-
-def save_file(settings, name, content, should_stop):
+def save_file(settings, should_stop, name, content):
     """Writes a file of out_dir, and uploads it: the mirror has only rank 0's folder, and none in eval_only.
 
     What fails costs a line on stderr, and not the evaluation.

@@ -32,7 +32,7 @@ import solve
 import model
 import train
 from configurator import configure, split_arguments
-from data import Dataset
+from data import load
 from runtime import forks
 from runtime.checkpoint import load_saved_weights, read_checkpoint, some_puzzles
 from runtime.dataset import local_dataset
@@ -117,16 +117,16 @@ def add_dataset(saved, settings, path):
     path: the file. Raises UserError if it and the dataset do not fit together.
     """
     # the model has the dataset's sizes, and the weights' names without the official code's prefixes
-    data = Dataset(local_dataset(settings.data_path), "train")
-    trm = new_model(settings, data)
+    train_set, test_set = load(local_dataset(settings.data_path))
+    trm = new_model(settings, train_set)
     if load_saved_weights(trm, saved["weights"], path):
-        raise UserError(f"{path} has other puzzle identifiers than {data.path}")
+        raise UserError(f"{path} has other puzzle identifiers than {train_set.path}")
     added = dict(
         sizes=trm.sizes,
-        task=data.task,
-        data_sha256=data.sha256,
-        identifiers_sha256=data.identifiers_sha256,
-        test_puzzles=some_puzzles(Dataset(data.path, "test")),
+        task=train_set.task,
+        data_sha256=train_set.sha256,
+        identifiers_sha256=train_set.identifiers_sha256,
+        test_puzzles=some_puzzles(test_set),
         step=0,
         forks={},
     )
@@ -186,10 +186,8 @@ def base64_of(t):
 def refuse(path, trm):
     """Raises UserError for a model that engine.js cannot run."""
     other = "play.py takes it, a page in one file does not"
-    if trm.task["kind"] == "arc":
-        raise UserError(f"{path} solves ARC tasks, whose versions are in the dataset: {other}")
     num_identifiers = trm.sizes["num_puzzle_identifiers"]
-    if trm.has_puzzle_emb and num_identifiers > 1:
+    if num_identifiers > 1:
         raise UserError(f"{path} has {num_identifiers} puzzle identifiers: {other}")
     # model.py may have been edited
     for name in trm.state_dict():

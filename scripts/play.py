@@ -41,9 +41,8 @@ import solve
 import data
 import evaluate
 import model
-import puzzles
 from configurator import split_arguments
-from puzzles import arc
+from puzzles import arc, kind_of
 from runtime.errors import UserError
 from runtime.process import command
 
@@ -67,7 +66,7 @@ def main(argv):
     if len(operands) > 1:
         raise UserError("usage: python scripts/play.py MODEL, a file or a run's folder; see --help")
     [path] = operands or [os.path.relpath(f"{solve.ROOT}/models/sudoku-9x9.pt")]
-    game = Game(path, *solve.load(path, train_arguments))
+    game = game_of(path, *solve.load(path, train_arguments))
     # the page offers what the run says, and the server must take it
     run = game.describe()
     for name, number, most in (("eval_halt_max_steps", run["depth"], MOST_STEPS),
@@ -98,25 +97,21 @@ class Game:
     Args: the model's path, and what solve.load returns for it. Raises UserError.
     """
 
+    required = ("question",)  # what a request to solve must have
+
     def __init__(self, path, trm, settings):
         self.path = path
         self.model = trm
         self.settings = settings
         self.task = trm.task
+        self.kind = kind_of(trm.task)
         self.lock = threading.Lock()  # one request at a time uses the model
+        self.puzzles = self.test_puzzles()
 
-        # the test puzzles, (question, answer) each; the versions of ARC's tasks are in the dataset
-        self.is_arc = self.task["kind"] == "arc"
-        if self.is_arc:
-            folder = self.settings.data_path
-            self.train_data = data.Dataset(folder, "train")
-            self.test_data = data.Dataset(folder, "test")
-            if self.train_data.sha256 != self.model.data:
-                raise UserError(f"{path} was not trained on {folder}: choose another --data_path")
-            self.puzzles = self.test_data.arc.grids
-        else:
-            tokens = self.model.test_puzzles
-            self.puzzles = list(zip(tokens["inputs"], tokens["labels"]))
+    def test_puzzles(self):
+        """Returns the test puzzles, (question, answer) each."""
+        tokens = self.model.test_puzzles
+        return list(zip(tokens["inputs"], tokens["labels"]))
 
     def describe(self):
         """Returns the run, for the page."""
@@ -142,29 +137,15 @@ class Game:
         i = int(number) - 1
         if not 0 <= i < len(self.puzzles):
             raise UserError(f"number must be from 1 to {len(self.puzzles)}, not {number}")
-        if self.is_arc:
-            return self.arc_puzzle(i)
-        # several answers may be right, or the known one may leave out cells
-        question, answer = self.puzzles[i]
-        has_one_answer = (answer > 0).all() and self.task["kind"] not in puzzles.SEVERAL_ANSWERS
-        return {
-            "question": puzzles.text_of(self.task, question),
-            "answer": puzzles.text_of(self.task, answer) if has_one_answer else None,
-        }
+        return self.shown(i, *self.puzzles[i])
 
-    def arc_puzzle(self, i):
-        """Returns a test input of an ARC task, for the page; the answer is None if it is not known."""
-        # the task that the test input belongs to
-        group = np.searchsorted(self.test_data.arc.indices, i, side="right") - 1
-        name = self.test_data.arc.names[group]
-        # the pairs that demonstrate the task are in the dataset of the training
-        question, answer = self.puzzles[i]
-        pairs = self.train_data.arc.pairs(self.train_data.arc.names.index(name))
+    def shown(self, i, question, answer):
+        """Returns test puzzle i for the page."""
+        # several answers may be right, or the known one may leave out cells
+        has_one_answer = (answer > 0).all() and not self.kind.has_several_answers
         return {
-            "task": name,
-            "pairs": [[grid.tolist() for grid in pair] for pair in pairs],
-            "question": question.tolist(),
-            "answer": answer.tolist() or None,
+            "question": self.kind.text(question),
+            "answer": self.kind.text(answer) if has_one_answer else None,
         }
 
     def known_answer(self, question, task=None):
@@ -187,7 +168,7 @@ class Game:
         # what the request leaves out, and what it must have
         run = self.describe()
         request = {"steps": run["depth"], "attempts": run["attempts"], "seed": 0} | request
-        for name in ["question"] + ["task"] * self.is_arc:
+        for name in self.required:
             if name not in request:
                 raise UserError(f"{name} is missing")
         limits = ("steps", 1, MOST_STEPS), ("attempts", 1, MOST_ATTEMPTS), ("seed", 0, 2 ** 63)
@@ -199,25 +180,8 @@ class Game:
         settings = SimpleNamespace(**vars(self.settings) | dict(
             eval_halt_max_steps=request["steps"], eval_attempts=request["attempts"], seed=request["seed"]))
 
-        # a question is a grid, or as many cells as the model takes
-        warning = ""
-        if self.is_arc:
-            group = self.train_data.arc.names.index(request["task"])
-            grid = arc.grid_of(request["question"])
-            arc.canvas(grid, self.train_data.arc.side)  # a ValueError if it is too large
-            known = self.known_answer(grid, request["task"])
-            steps = self.solve_arc(settings, group, grid)
-        else:
-            task, tokens = puzzles.parse_question(self.task, request["question"])
-            if task != self.task:
-                raise UserError(f"the question has {tokens.size} cells, not {self.model.sizes['seq_len']}")
-            puzzles.check_attempts(task, settings.eval_attempts)
-            [(num_solutions, warning)] = puzzles.solution_notes(task, tokens[None])
-            if num_solutions == 0:
-                raise UserError(warning)
-            known = self.known_answer(tokens)
-            steps = self.solve_puzzle(settings, tokens)
         # the request comes first, so that the page shows the warning at once
+        known, warning, steps = self.start(settings, request)
         return self.in_turn(request | {"answer": known, "warning": warning}, steps)
 
     def in_turn(self, first, steps):
@@ -226,23 +190,71 @@ class Game:
         with self.lock:
             yield from steps
 
-    def solve_puzzle(self, settings, question):
+    def start(self, settings, request):
+        """Returns the known answer, a warning, and an iterator of dicts that solves the question."""
+        tokens = self.kind.parse(request["question"])
+        if len(tokens) != self.kind.cells:
+            raise UserError(f"the question has {tokens.size} cells, not {self.kind.cells}")
+        self.kind.check_attempts(settings.eval_attempts)
+        [(num_solutions, warning)] = self.kind.solution_notes(tokens[None])
+        if num_solutions == 0:
+            raise UserError(warning)
+        return self.known_answer(tokens), warning, self.attempts(settings, tokens)
+
+    def attempts(self, settings, question):
         """Yields a dict after each step of each attempt; settings: train.py's; question: tokens [cells]."""
-        for attempt, _, answer, sure in solve.watch_attempts(settings, self.model, self.task, question):
+        batch = evaluate.unlabeled_batch(question[None])
+        queue = evaluate.queue_of(settings, self.model, self.task, batch, 1)
+        for i, results in enumerate(queue.watch()):
+            [answer] = results["preds"]
+            [sure] = evaluate.sigmoid(results["q_halt_logits"]).tolist()
             line = {
-                "attempt": attempt,
-                "answer": puzzles.text_of(self.task, answer),
-                "sure": float(sure),
+                "attempt": i // queue.evaluator.max_steps + 1,
+                "answer": self.kind.text(answer),
+                "sure": sure,
             }
             # by the rules, if they are known
-            judgement = puzzles.judge(self.task, question[None], answer[None])
+            judgement = self.kind.judge(question[None], answer[None])
             if judgement:
                 line["broken"] = np.flatnonzero(judgement.broken).tolist()
                 line["solved"] = bool(judgement.solved)
             yield line
-        yield {"attempts": attempt}
+        yield {"attempts": line["attempt"]}
 
-    def solve_arc(self, settings, group, grid):
+
+class ARCGame(Game):
+    """A model for ARC. The versions of its tasks are in the dataset that it was trained on."""
+
+    required = ("question", "task")
+
+    def test_puzzles(self):
+        """See Game. The puzzles are grids."""
+        folder = self.settings.data_path
+        self.train_data, self.test_data = data.load(folder)
+        if self.train_data.sha256 != self.model.data_sha256:
+            raise UserError(f"{self.path} was not trained on {folder}: choose another --data_path")
+        return self.test_data.grids
+
+    def shown(self, i, question, answer):
+        """See Game. The pairs that demonstrate the task are in the dataset of the training."""
+        group = np.searchsorted(self.test_data.indices, i, side="right") - 1
+        name = self.test_data.names[group]
+        pairs = self.train_data.pairs(self.train_data.names.index(name))
+        return {
+            "task": name,
+            "pairs": [[grid.tolist() for grid in pair] for pair in pairs],
+            "question": question.tolist(),
+            "answer": answer.tolist() or None,
+        }
+
+    def start(self, settings, request):
+        """See Game."""
+        group = self.train_data.names.index(request["task"])
+        grid = arc.grid_of(request["question"])
+        arc.canvas(grid, self.train_data.side)  # a ValueError if it is too large
+        return self.known_answer(grid, request["task"]), "", self.attempts(settings, group, grid)
+
+    def attempts(self, settings, group, grid):
         """Yields the answers to a task's versions after each step.
 
         Args:
@@ -253,19 +265,27 @@ class Game:
         # each version of the task is a puzzle of one batch, and the first one is the original
         train_data = self.train_data
         numbers = range(*train_data.group_indices[group:group + 2])[:settings.eval_attempts]
+        settings.eval_attempts = 1
         # the test input in all versions
-        versions = train_data.arc.versions[numbers]
-        side = train_data.arc.side
+        versions = train_data.versions[numbers]
+        side = train_data.side
         canvases = [arc.canvas(arc.apply_version(grid, version), side) for version in versions]
-        questions = np.int32(canvases).reshape(len(numbers), -1)
-        identifiers = train_data.puzzle_identifiers[numbers]
-        for results in solve.watch(settings, self.model, questions, identifiers):
+        batch = evaluate.unlabeled_batch(np.int32(canvases).reshape(len(numbers), -1))
+        batch["puzzle_identifiers"][:] = train_data.puzzle_identifiers[numbers]
+        queue = evaluate.queue_of(settings, self.model, self.task, batch, len(numbers))
+        for results in queue.watch():
             # the answers, turned and recolored back
             answers = []
             for tokens, version in zip(results["preds"], versions):
                 answers.append(arc.undo_version(arc.crop(tokens, side), version).tolist())
             yield {"answers": answers, "sure": evaluate.sigmoid(results["q_halt_logits"]).tolist()}
         yield {"attempts": len(numbers)}
+
+
+def game_of(path, trm, settings):
+    """Returns the Game of a model; see there."""
+    game = ARCGame if trm.task["kind"] == "arc" else Game
+    return game(path, trm, settings)
 
 
 # ---------------------------------------------------------------------------------------------------------

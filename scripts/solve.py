@@ -20,8 +20,6 @@ It runs on the CPU in float32, with averaged weights, at full depth. export.py m
 checkpoint of the official code. play.py shows ARC's tasks.
 """
 import csv
-import itertools
-import math
 import os
 import re
 import sys
@@ -34,20 +32,20 @@ import numpy as np
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import draw
+
 import evaluate
 import model
-import puzzles
 import train
 from configurator import configure, split_arguments
-from puzzles.maze import OPEN
+from prepare import csv_rows, open_text
+from puzzles import kind_of, squeezed
 from puzzles.reader import TITLE
-from puzzles.sudoku import BOXES
-from runtime import files, forks
+from runtime import forks
 from runtime.checkpoint import newest_whole
-from runtime.device import Device
 from runtime.errors import UserError, writing
-from runtime.files import Progress
-from runtime.prepare import csv_rows, open_text
+from runtime.files import Progress, read_torch_file
 from runtime.process import command
 from weights import load_model
 
@@ -81,11 +79,8 @@ def main(argv):
     content = read_source(source)
     [path] = models_given or [choose_model(source, content)]
     trm, settings = load(path, train_arguments)
-    if trm.task["kind"] == "arc":  # a question alone has no identifier
-        raise UserError(f"{path} solves ARC tasks: play.py shows them, train.py writes submission.json")
-
-    # the puzzles as the model's task has them
-    rows, how = read_rows(trm.task, source, content)
+    kind = kind_of(trm.task)
+    rows, how = read_rows(kind, source, content)
     if os.path.isfile(source):
         print(f"{source}: {how}", flush=True)
     is_file = not isinstance(content, str) or len(rows) > 1 or own.output
@@ -93,19 +88,19 @@ def main(argv):
         raise UserError("--steps and --plot show one puzzle: not a .csv, not several, not with --output")
 
     # mark what cannot be solved; attention takes puzzles of any size
-    task = parse_rows(trm.task, rows)
-    questions = np.stack([row.tokens for row in rows if not row.problem])
-    if questions.shape[1] != trm.sizes["seq_len"]:
+    kind = parse_rows(kind, rows)
+    if kind.cells != trm.sizes["seq_len"]:
         if trm.settings.mlp_t:
             raise UserError("{} takes {}x{} only: its MLP has a weight for each cell".format(
                 path, *trm.task["grid"]))
-        trm, _ = load(path, train_arguments, questions.shape[1])
+        trm, _ = load(path, train_arguments, kind.cells)
+    batch = evaluate.unlabeled_batch(np.stack([row.tokens for row in rows if not row.problem]))
 
     # solve
     if is_file:
-        solve_file(settings, trm, task, questions, rows, own)
+        solve_file(settings, trm, kind, batch, rows, own)
     else:
-        solve_one(settings, trm, task, questions, own, path)
+        solve_one(settings, trm, kind, batch, own, path)
 
 
 def check_new_file(path):
@@ -116,95 +111,62 @@ def check_new_file(path):
 # ---------------------------------------------------------------------------------------------------------
 # Solving
 
-def watch(settings, trm, questions, identifiers=0):
-    """Yields the results of evaluate.Evaluator.step, {name: [n, ...]}, after each supervision step.
-
-    Args:
-        settings: train.py's settings.
-        trm: a TRM on the CPU.
-        questions: tokens int32 [n, cells].
-        identifiers: puzzle identifiers [n], for ARC; 0: all have identifier 0.
-    """
-    evaluator = evaluate.Evaluator(settings, trm, Device("cpu", settings, is_alone=True), len(questions))
-    batch = evaluate.unlabeled_batch(questions)
-    batch["puzzle_identifiers"][:] = identifiers
-    slots = evaluator.new_slots()
-    inputs = evaluator.inputs(*evaluate.weights_of(trm), batch)
-    for _ in range(evaluator.max_steps):
-        results = evaluator.program(slots, inputs)
-        yield {name: t.cpu().numpy() for name, t in results.items()}
-
-
-def watch_attempts(settings, trm, task, question):
-    """Yields (attempt, step, answer [cells], certainty) after each step of each attempt, until one is sure.
-
-    question: tokens int32 [cells]. Attempts and steps count from 1; answers are turned back.
-    """
-    # the puzzle itself, then its copies
-    copies = puzzles.copies(task, question, settings.seed, 0)
-    attempts = itertools.chain([(None, question)], copies)
-    for attempt, (symmetries, copy) in enumerate(itertools.islice(attempts, settings.eval_attempts), 1):
-        for step, results in enumerate(watch(settings, trm, copy[None].astype(np.int32)), 1):
-            [answer] = symmetries.undo(results["preds"]) if symmetries else results["preds"]
-            [logit] = results["q_halt_logits"]
-            yield attempt, step, answer, evaluate.sigmoid(logit)
-        if evaluate.sigmoid(results["surest_q_halt_logits"]) >= model.SURE:
-            return
-
-
-def solve_one(settings, trm, task, questions, own, path):
+def solve_one(settings, trm, kind, batch, own, path):
     """Prints a question, the most confident answer and whether it is a solution; draws them if asked to.
 
     Args:
         settings, own: train.py's settings, and this script's.
         trm: a TRM, from `path`.
-        task: the question's task.
-        questions: the tokens of one, int32 [1, cells].
+        kind: the Kind of the question.
+        batch: of the one question.
     """
-    [question] = questions
+    [question] = batch["inputs"]
     # after the question the answer of each step, with the cells that break a rule
     nothing = question < 0
     first = ("question", question, nothing)
     grids = []
     ranks = []
-    for attempt, step, answer, sure in watch_attempts(settings, trm, task, question):
-        judgement = puzzles.judge(task, questions, answer[None])
-        broken = judgement.broken[0] if judgement else nothing
-        place = f"attempt {attempt}, step" if attempt > 1 else "step"
-        grids.append((f"{place} {step}: {sure:.0%} sure", answer, broken))
-        # of equally confident answers, the last of the first attempt counts
+    queue = evaluate.queue_of(settings, trm, kind.task, batch, 1)
+    for i, results in enumerate(queue.watch()):
+        attempt, step = divmod(i, queue.evaluator.max_steps)
+        [answer] = results["preds"]
+        [sure] = evaluate.sigmoid(results["q_halt_logits"])
+        judgement = kind.judge(question[None], answer[None])
+        place = f"attempt {attempt + 1}, step" if attempt else "step"
+        title = f"{place} {step + 1}: {sure:.0%} sure"
+        grids.append((title, answer, judgement.broken[0] if judgement else nothing))
+        # as in evaluate.Queue, of equally confident answers the last of the first attempt counts
         ranks.append((sure, -attempt, step))
 
     # the most confident answer
     best = max(ranks)
     kept = grids[ranks.index(best)]
     title, answer, _ = kept
-    shown = grids if own.steps else [kept]
-    print(puzzles.side_by_side(task, [first, *shown]))
-    print(puzzles.text_of(task, answer))
+    print(draw.side_by_side(kind, [first, *(grids if own.steps else [kept])]))
+    print(kind.text(answer))
     # the verdict, and how the answer came about
-    verdict = puzzles.verdict(task, question, answer)
     sureness = "sure" if best[0] >= model.SURE else "not sure"
-    attempts = f"{attempt} attempt{'s' * (attempt > 1)}"
-    print(f"{verdict} ({title}; {step} steps, {sureness} after {attempts}; {path})")
+    attempts = f"{attempt + 1} attempt{'s' * (attempt > 0)}"
+    verdict = kind.verdict(question, answer)
+    print(f"{verdict} ({title}; {step + 1} steps, {sureness} after {attempts}; {path})")
     if own.plot:
-        draw(own.plot, task, question, [first, *grids] if own.plot.endswith(".gif") else [kept])
+        draw.draw(own.plot, kind, question, [first, *grids] if own.plot.endswith(".gif") else [kept])
 
 
-def solve_file(settings, trm, task, questions, rows, own):
+def solve_file(settings, trm, kind, batch, rows, own):
     """Solves puzzles, prints how many are right, and writes a row for each to a new file.
 
     Args:
         settings: train.py's settings.
         trm: a TRM.
-        task: the puzzles' task.
-        questions: tokens int32 [n, cells], of the rows without a problem.
+        kind: the Kind of the puzzles.
+        batch: of the rows without a problem.
         rows: a list of Row.
         own: this script's settings.
     """
     # all attempts at all puzzles
-    batch = evaluate.unlabeled_batch(questions)
-    found = evaluate.answers_to(settings, trm, task, batch, Progress("solving", len(questions)).add)
+    progress = Progress("solving", len(batch["inputs"]))
+    found = evaluate.answers_to(settings, trm, kind.task, batch, progress.add)
     answers, logits, steps = (found[name] for name in evaluate.SUREST)
     certainties = evaluate.sigmoid(logits)
     attempts = found["attempts"]
@@ -212,19 +174,16 @@ def solve_file(settings, trm, task, questions, rows, own):
     # a line for each puzzle, those that cannot be solved in their places
     solved = zip(answers, certainties.round(4), attempts, steps.astype(int))
     lines = []
-    results = Counter()
     for row in rows:
         if row.problem:
             lines.append(["".join(row.question.split()), "", "", "", "", f"not solved: {row.problem}"])
-            results["not solved"] += 1
         else:
             answer, *figures = next(solved)
-            result = result_of(task, row, answer, own.ignored)
-            lines.append([puzzles.text_of(task, row.tokens), puzzles.text_of(task, answer), *figures, result])
-            results[result] += 1
+            result = result_of(kind, row, answer, own.ignored)
+            lines.append([kind.text(row.tokens), kind.text(answer), *figures, result])
 
     # a summary, and the file
-    for result, count in results.items():
+    for result, count in Counter(re.sub("^not solved: .*", "not solved", line[-1]) for line in lines).items():
         print(f"{count} of {len(rows)} {result} ({count / len(rows):.1%})")
     num_sure = np.count_nonzero(certainties >= model.SURE)
     print(f"{num_sure} answers are {model.SURE:.0%} sure; {attempts.mean():.2f} attempts at a puzzle, "
@@ -236,17 +195,17 @@ def solve_file(settings, trm, task, questions, rows, own):
             writer.writerows(lines)
 
 
-def result_of(task, row, answer, ignored):
+def result_of(kind, row, answer, ignored):
     """Returns whether an answer [cells] is right: "right", "wrong" or "not judged", with the reason.
 
     The rules decide, or else the known answer. ignored: its characters for cells that do not count.
     """
-    judgement = puzzles.judge(task, row.tokens[None], answer[None])
+    judgement = kind.judge(row.tokens[None], answer[None])
     if judgement:
         return "right" if judgement.solved[0] else "wrong"
     # a known answer may be missing, cut off, or in another notation
-    symbols = task["symbols"][1:]
-    known_answer = puzzles.squeezed(row.known_answer, symbols)
+    symbols = kind.symbols[1:]
+    known_answer = squeezed(row.known_answer, symbols)
     unknown = {*known_answer} - {*symbols, *ignored}
     if not {*known_answer} - {*ignored}:
         return "not judged"
@@ -254,52 +213,9 @@ def result_of(task, row, answer, ignored):
         return f"not judged: the known answer has {len(known_answer)} cells, not {len(answer)}"
     if unknown:
         return f"not judged: the known answer has {min(unknown)!r} (see --ignored)"
-    pairs = zip(puzzles.text_of(task, answer), known_answer)
+    pairs = zip(kind.text(answer), known_answer)
     is_right = all(ours == known or known in ignored for ours, known in pairs)
     return "right" if is_right else "wrong"
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Pictures
-
-def draw(path, task, question, grids):
-    """Draws grids, (title, tokens [cells], broken cells [cells]), as the frames of a .gif; or one as a .png.
-
-    What the question gives is on gray, what breaks a rule on red.
-    """
-    try:
-        from matplotlib.animation import FuncAnimation
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
-    # the boxes, the empty cell, and the axes
-    rows, columns = task["grid"]
-    box = BOXES[rows] if task["kind"] == "sudoku" else task["grid"]
-    empty = OPEN if task["kind"] == "maze" else 1
-    ax = Figure((4, 4), layout="constrained").add_subplot()
-
-    def draw_grid(grid):
-        # a frame replaces the one before
-        title, tokens, broken = grid
-        ax.clear()
-        ax.set(title=title, xlim=(0, columns), ylim=(rows, 0), aspect="equal")
-        ax.set_axis_off()
-        # the cells
-        symbols = list(puzzles.text_of(task, tokens).replace(".", " "))
-        colors = np.select([broken, question != empty], ["salmon", "lightgray"], "white")
-        table = ax.table(
-            cellText=np.reshape(symbols, task["grid"]),
-            cellColours=np.reshape(colors, task["grid"]),
-            cellLoc="center",
-            bbox=[0, 0, 1, 1],
-        )
-        table.set_fontsize(140 / columns)
-        # the lines between boxes
-        ax.hlines(range(0, rows + 1, box[0]), 0, columns, "black", linewidth=3)
-        ax.vlines(range(0, columns + 1, box[1]), 0, rows, "black", linewidth=3)
-
-    with writing(path):
-        FuncAnimation(ax.figure, draw_grid, grids).save(path, "pillow", fps=2)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -340,8 +256,8 @@ def read_source(source):
     return text
 
 
-def read_rows(task, source, content):
-    """Returns the Rows of a model's task, not parsed yet, and in words how they were read. Raises UserError.
+def read_rows(kind, source, content):
+    """Returns the Rows of a model's Kind, not parsed yet, and in words how they were read. Raises UserError.
 
     source: as typed; content: see read_source.
     """
@@ -349,34 +265,34 @@ def read_rows(task, source, content):
         return content, f"{len(content)} puzzle{'s' * (len(content) > 1)}, one a row"
     place = f"{source}:" if os.path.isfile(source) else ""
     try:
-        found, how = puzzles.find_puzzles(task, content)
+        found, how = kind.find(content)
     except UserError as e:
         raise UserError(f"{place} {e}".strip()) from None
     return [Row(place and f"{place}{line}: ", question, answer) for line, question, answer in found], how
 
 
-def parse_rows(task, rows):
-    """Gives the Rows their tokens or a problem, and returns the task with the grid of the puzzles.
+def parse_rows(kind, rows):
+    """Gives the Rows their tokens or a problem, and returns the Kind of puzzles with their size.
 
     Warns on stderr of what is not solved. Raises UserError if no puzzle can be solved.
     """
     # read each puzzle; mazes of other sizes than the first one are not solved
-    new_task = None
+    readable = []
     for row in rows:
         try:
-            row_task, row.tokens = puzzles.parse_question(task, row.question)
-            new_task = new_task or row_task
-            if row_task != new_task:
-                others = math.prod(new_task["grid"])
-                raise UserError(f"the puzzle has {row.tokens.size} cells, others have {others}")
+            row.tokens = kind.parse(row.question)
+            size = readable[0].tokens.size if readable else row.tokens.size
+            if row.tokens.size != size:
+                raise UserError(f"the puzzle has {row.tokens.size} cells, others have {size}")
+            readable.append(row)
         except UserError as e:
             row.problem = str(e)
 
     # leave out puzzles without a solution; the first warning stands for all
-    readable = [row for row in rows if not row.problem]
     notes = []
     if readable:
-        notes = puzzles.solution_notes(new_task, np.stack([row.tokens for row in readable]))
+        kind = kind.resized(size)
+        notes = kind.solution_notes(np.stack([row.tokens for row in readable]))
     warning = ""
     for row, (count, words) in zip(readable, notes):
         if count == 0:
@@ -391,7 +307,7 @@ def parse_rows(task, rows):
     sys.stderr.write(warning)
     for row in wrong[:MOST_PROBLEMS]:
         print(f"{row.place}not solved: {row.problem}", file=sys.stderr)
-    return new_task
+    return kind
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -426,10 +342,10 @@ def load(path, train_arguments, cells=0):
     # nothing is trained here, and the optimizer or the loss may be a fork's
     saved = train.recipe(vars(trm.settings))
     del saved["optimizer"], saved["loss_type"]
-    saved["eval_attempts"] = ATTEMPTS if puzzles.has_symmetries(trm.task) else 1
+    saved["eval_attempts"] = ATTEMPTS if kind_of(trm.task).has_symmetries else 1
     settings.fill(saved)
     train.check_settings(settings)
-    puzzles.check_attempts(trm.task, settings.eval_attempts)
+    kind_of(trm.task).check_attempts(settings.eval_attempts)
     # a flag changes the model's depth; a fork's file says how other runs of it are trained
     for name in ("H_cycles", "L_cycles"):
         if any(argument.startswith(f"--{name}=") for argument in train_arguments):
@@ -446,37 +362,34 @@ def file_of(path):
 
 
 def choose_model(source, content):
-    """Returns the path of the smallest of models/ that takes most of the puzzles, or has the nearest size.
+    """Returns the path of the smallest of models/ that takes most of the puzzles, or is nearest to one.
 
     source, content: see read_rows.
     """
-    # the size and the kind of the first puzzle, roughly
     text = content if isinstance(content, str) else content[0].question
     num_cells = len("".join(text.split()))
-    looks_like_maze = "S" in text and not re.search(r"\d", text)
 
     def rank(path):
-        task = files.read_torch_file(path)["task"]
-        # how many of the first puzzles it takes
+        # how many of the first puzzles it takes, how much of the text is its symbols, and its size
+        kind = kind_of(read_torch_file(path)["task"])
         num_fitting = 0
         with suppress(UserError):
-            rows, _ = read_rows(task, source, content)
-            num_fitting = sum(is_question_of(task, row.question) for row in rows[:100])
-        is_same_kind = (task["kind"] == "maze") == looks_like_maze
-        distance = abs(num_cells - math.prod(task["grid"]))
-        return num_fitting, is_same_kind, -distance
+            rows, _ = read_rows(kind, source, content)
+            num_fitting = sum(is_question_of(kind, row.question) for row in rows[:100])
+        num_known = sum(char in kind.symbols[1:] for char in text)
+        return num_fitting, num_known, -abs(num_cells - kind.cells)
 
     paths = map(os.path.relpath, Path(ROOT, "models").glob("*.pt"))
     path = max(sorted(paths, key=os.path.getsize), key=rank)
-    task = files.read_torch_file(path)["task"]
+    task = read_torch_file(path)["task"]
     print("as a {}x{} {}, {}".format(*task["grid"], task["kind"], path), flush=True)
     return path
 
 
-def is_question_of(task, text):
-    """Returns whether a string is a question of the task, of its size."""
+def is_question_of(kind, text):
+    """Returns whether a string is a question of the kind, of its size."""
     with suppress(UserError):
-        return puzzles.parse_question(task, text)[0] == task
+        return kind.parse(text).size == kind.cells
     return False
 
 

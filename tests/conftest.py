@@ -33,8 +33,8 @@ import torch
 import bench
 import prepare_arc
 import prepare_maze
+from data import write_dataset
 from runtime import forks
-from runtime.prepare import write_dataset
 
 # The files that take longest. The workers take whole files, these first, so that all end together.
 LONGEST = ("hard_to_kill", "first_chip", "spawn", "tpu_sh", "replicas", "play", "smoke", "train", "wandb",

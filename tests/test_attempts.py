@@ -8,18 +8,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import solve
 from helpers import arguments, run
 
 import configurator
 import evaluate
 import model as models
-import puzzles
 import train
 from data import Dataset
 from evaluate import Evaluator, weights_of
-from puzzles.maze import long_mazes
-from puzzles.sudoku import minimal_sudokus
+from puzzles import kind_of
+from puzzles.maze import Maze, long_mazes
+from puzzles.sudoku import Sudoku, minimal_sudokus
 from runtime.checkpoint import load_saved_weights, newest_whole, read_checkpoint
 from runtime.errors import UserError
 from runtime.outputs import save_file
@@ -70,9 +69,8 @@ def sure(data, trained, monkeypatch):
 def left_early(data, trained, patience):
     """Returns (answers, steps) of each puzzle once its answer stayed the same for `patience` steps."""
     evaluator, test = new_evaluator(data, trained, f"--global_batch_size={N}")
-    questions = test.test_batch(np.arange(N))["inputs"]
-    steps = solve.watch(evaluator.settings, evaluator.model, questions)
-    preds = np.stack([step["preds"] for step in steps])  # [steps, N, cells]
+    queue = evaluate.Queue(evaluator, *weights_of(evaluator.model), test, np.arange(N))
+    preds = np.stack([step["preds"] for step in queue.watch()])  # [steps, N, cells]
     is_same = (preds[1:] == preds[:-1]).all(2)
     leaves = np.lib.stride_tricks.sliding_window_view(is_same, patience, axis=0).all(2)
     leaves[-1] = True
@@ -87,23 +85,23 @@ PUZZLE = np.arange(18).reshape(2, 1, 9) % 5
 
 
 @pytest.mark.parametrize("task, puzzle, most", [
-    (puzzles.sudoku_task(6), minimal_sudokus(0, 1, 1, 6), 20),
-    (puzzles.sudoku_task(9), minimal_sudokus(0, 1, 1, 9), 20),
-    (puzzles.maze_task(6), [boards[:1] for boards in long_mazes(0, 1, 6, 6)], 7),
+    (Sudoku.new_task(6), minimal_sudokus(0, 1, 1, 6), 20),
+    (Sudoku.new_task(9), minimal_sudokus(0, 1, 1, 9), 20),
+    (Maze.new_task(6), [boards[:1] for boards in long_mazes(0, 1, 6, 6)], 7),
     (MINE | {"symmetries": {"dihedral": True}}, PUZZLE, 7),
     (MINE | {"symmetries": {"permute_symbols": "abc"}}, PUZZLE, 5)])
 def test_copies_are_different_puzzles_whose_answers_can_be_turned_back(task, puzzle, most):
     [question], [answer] = puzzle
 
     def twenty_copies(seed, number):
-        copies = itertools.islice(puzzles.copies(task, question, seed, number), 20)
+        copies = itertools.islice(kind_of(task).copies(question, seed, number), 20)
         return {copy.tobytes(): symmetries for symmetries, copy in copies}
 
     copies = twenty_copies(3, 8)
     assert len(copies) == most and question.astype(np.uint8).tobytes() not in copies
     for copy, symmetries in copies.items():
         turned = symmetries.apply(np.stack(puzzle))
-        judgement = puzzles.judge(task, *turned)
+        judgement = kind_of(task).judge(*turned)
         assert turned[0].tobytes() == copy and (judgement is None or judgement.solved.all())
         assert (symmetries.undo(turned) == puzzle).all()
     # a pure function of the seed and the puzzle
@@ -128,7 +126,7 @@ def test_attempts_leave_the_papers_metrics_and_add_theirs(data, trained, sure):
 
 def test_answers_that_cannot_be_written_do_not_cost_the_evaluation(capsys):
     settings = SimpleNamespace(out_dir="/proc/self/full", gcs_dir="")
-    save_file(settings, "submission.json", b"{}", lambda: False)
+    save_file(settings, lambda: False, "submission.json", b"{}")
     assert "/proc/self/full/submission.json: not saved: " in capsys.readouterr().err
 
 

@@ -17,6 +17,7 @@ import prepare_sudoku
 import puzzles
 from configurator import configure
 from data import Dataset
+from puzzles import kind_of
 from puzzles.symmetries import dihedral, keys_of, orbit_keys
 from runtime.errors import UserError
 
@@ -35,7 +36,7 @@ def rows_of(folder, split):
     """Returns the rows of a dataset as they stood in its file."""
     dataset = Dataset(folder, split)
     pairs = zip(dataset.inputs, dataset.labels)
-    return [",".join(puzzles.text_of(dataset.task, tokens) for tokens in pair) for pair in pairs]
+    return [",".join(kind_of(dataset.task).text(tokens) for tokens in pair) for pair in pairs]
 
 
 def random_rows(n, cells=9, alphabet="123"):
@@ -197,8 +198,7 @@ def test_other_formats_are_named_with_the_command_that_converts_them(content, wo
 @pytest.fixture
 def coloring(monkeypatch):
     """The names of examples/coloring.py; what it replaces is restored after the test."""
-    monkeypatch.setattr(puzzles, "JUDGES", puzzles.JUDGES.copy())
-    monkeypatch.setattr(puzzles, "SEVERAL_ANSWERS", set())
+    monkeypatch.setattr(puzzles, "KINDS", puzzles.KINDS.copy())
     monkeypatch.setattr(model.TRM, "is_solved", model.TRM.is_solved)
     monkeypatch.setattr(data, "Dataset", Dataset)
     return runpy.run_path(os.path.join(ROOT, "examples", "coloring.py"))
@@ -213,13 +213,11 @@ def test_any_right_answer_counts_where_a_kind_has_several(coloring):
     texts = [CHECKED] * 3 + [CHECKED, OTHER, CHECKED[:19] + "1"]
     labels, preds = np.reshape([list(map("_.123".index, text)) for text in texts], (2, 3, 20))
     questions = np.where(np.arange(20) == 0, labels, 1)
-    task = coloring["Coloring"].task
-    assert puzzles.judge(task, questions[:1], preds).solved.tolist() == [True, True, False]
+    kind = kind_of(coloring["Coloring"].task)
+    assert kind.judge(questions[:1], preds).solved.tolist() == [True, True, False]
     solved = coloring["is_solved"](*map(torch.tensor, (questions, labels, preds)))
     assert solved.tolist() == [True, True, False]
-    arrays = dict(inputs=questions, labels=labels, preds=preds, surest_preds=preds[[0, 0, 2]])
-    assert puzzles.count_correct(task, arrays) == {
-        "valid_accuracy": 2, "surest_valid_accuracy": 2, "surest_accuracy": 2}
+    assert [kind.metrics(questions, preds)["valid_accuracy"].tolist()] == [solved.tolist()]
 
 
 def test_the_coloring_example_does_not_train_on_questions_like_those_of_the_test(coloring):

@@ -20,16 +20,14 @@ import pytest
 from helpers import ROOT, Hub, Server, dataset_settings, prepare, start_command, wait_for
 
 import data
+import prepare as prepare_files
 import prepare_maze
 import prepare_sudoku
-import puzzles
-from data import Dataset, halting_draws
-from puzzles import IGNORE_LABEL, judge, sudoku, sudoku_task, text_of
-from puzzles.sudoku import minimal_sudokus, num_solutions
+from data import Dataset, halting_draws, write_dataset
+from puzzles import IGNORE_LABEL, kind_of, sudoku
+from puzzles.sudoku import Sudoku, minimal_sudokus
 from puzzles.symmetries import keys_of
-from runtime import prepare as prepare_files
 from runtime.errors import TransientError, UserError
-from runtime.prepare import write_dataset
 
 REAL = {split: os.path.join(ROOT, f"tests/data/sudoku_real_{split}_60.csv.gz") for split in ("train", "test")}
 FILES = dict(train_csv=REAL["train"], test_csv=REAL["test"])
@@ -42,6 +40,10 @@ def real(tmp_path_factory):
     path = tmp_path_factory.mktemp("real") / "sudoku"
     prepare(path, **FILES, subsample_size=40, num_aug=50)
     return path
+
+
+def sudoku_of(size):
+    return Sudoku(Sudoku.new_task(size))
 
 
 def contents(batch):
@@ -79,7 +81,7 @@ def test_datasets_of_the_official_builder_load(official, real):
     for name in "total_groups", "mean_puzzle_examples", "num_puzzle_identifiers":
         assert getattr(ours, name) == getattr(theirs, name)
     # their Sudokus, of which the files say neither the kind nor the symbols, can be typed
-    _, tokens = puzzles.parse_question(theirs.task, "5" + "." * 80)
+    tokens = kind_of(theirs.task).parse("5" + "." * 80)
     assert tokens[:2].tolist() == [6, 1]
 
 
@@ -136,7 +138,7 @@ def test_wrong_symmetries_are_refused_wherever_a_dataset_is_made_loaded_or_solve
         Dataset("mine", "train")
     # a model that was trained on such a dataset
     with pytest.raises(UserError, match=message):
-        next(puzzles.copies(manifest, np.full(9, 2), 0, 0))
+        kind_of(manifest)
 
 
 MANIFEST = {"kind": "mine", "grid": [2, 2], "symbols": "_.01"}
@@ -245,7 +247,7 @@ def test_a_group_of_puzzles_with_several_examples_brings_one_of_them():
     rows = np.arange(7)[:, None]
     arrays = dict(inputs=rows, labels=rows, puzzle_identifiers=[1, 2, 3, 4], puzzle_indices=[0, 2, 3, 6, 7],
                   group_indices=[0, 3, 4])
-    prepare_files.finish_split(
+    data.finish_split(
         "train", arrays, ignore_label_id=None, vocab_size=7, seq_len=1, num_puzzle_identifiers=5)
     train = Dataset(".", "train")
     epochs = {tuple(sorted(train.train_batch(0, step, 4)["inputs"].ravel())) for step in range(100)}
@@ -271,20 +273,20 @@ def test_a_long_search_is_given_up_for_its_board_alone(monkeypatch):
     monkeypatch.setattr(sudoku, "SEARCH", 2000)
     question, _ = minimal_sudokus(0, 0, 1, 9)
     boards = np.concatenate([np.ones_like(question), question])
-    assert num_solutions(boards, 9).tolist() == [-1, 1]
+    assert sudoku_of(9).num_solutions(boards).tolist() == [-1, 1]
 
 
 @pytest.mark.parametrize("size, n", [(4, 60), (6, 60), (9, 5)])
 def test_generated_puzzles_are_minimal_with_one_solution(size, n):
     questions, answers = minimal_sudokus(0, 0, n, size)
-    assert judge(sudoku_task(size), questions, answers).solved.all()
-    assert (num_solutions(questions, size) == 1).all()
+    assert sudoku_of(size).judge(questions, answers).solved.all()
+    assert (sudoku_of(size).num_solutions(questions) == 1).all()
     for question in questions:
         # each clue is missing in one board
         clues = np.flatnonzero(question > 1)
         boards = np.tile(question, (len(clues), 1))
         boards[np.arange(len(clues)), clues] = 1
-        assert (num_solutions(boards, size) == 2).all()
+        assert (sudoku_of(size).num_solutions(boards) == 2).all()
 
 
 def test_generation_does_not_depend_on_the_processes(monkeypatch, capfd):
@@ -319,8 +321,8 @@ def test_copies_have_one_solution_and_are_never_test_puzzles():
     test = Dataset(path, "test")
     assert np.array_equal(test.inputs, Dataset(few, "test").inputs)
     assert set(keys_of(test.inputs)).isdisjoint(keys_of(train.inputs))
-    assert judge(test.task, train.inputs, train.labels).solved.all()
-    assert (num_solutions(train.inputs, 4) == 1).all()
+    assert sudoku_of(4).judge(train.inputs, train.labels).solved.all()
+    assert (sudoku_of(4).num_solutions(train.inputs) == 1).all()
 
 
 # (the dataset's digest, a batch's digest): integers and seeded draws make them, so they hold on any machine
@@ -360,7 +362,7 @@ def from_csv():
         files = dict(train_csv="train.csv", test_csv="test.csv")
         path = str(len(os.listdir()))
         prepare(path, **files, size=4, num_aug=0, **changes)
-        return [text_of(sudoku_task(4), row) for row in Dataset(path, "train").inputs]
+        return [sudoku_of(4).text(row) for row in Dataset(path, "train").inputs]
 
     return from_csv
 

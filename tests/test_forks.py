@@ -25,6 +25,7 @@ from helpers import (
 )
 
 import configurator
+import evaluate
 import model
 import optim
 import prepare_sudoku
@@ -225,10 +226,10 @@ def solve_with_fork():
     path = f"{ROOT}/models/sudoku-6x6.pt"
     trm, settings = solve.load(path, [fork])
     assert trm.settings.label_smoothing == 0.0 and settings.H_cycles == 2
-    question = trm.test_puzzles["inputs"][:1].numpy()
-    deep = next(solve.watch(settings, trm, question))
+    batch = evaluate.unlabeled_batch(trm.test_puzzles["inputs"][:1].numpy())
+    deep = next(evaluate.queue_of(settings, trm, trm.task, batch, 1).watch())
     trm, settings = solve.load(path, [fork, "--H_cycles=1"])
-    shallow = next(solve.watch(settings, trm, question))
+    shallow = next(evaluate.queue_of(settings, trm, trm.task, batch, 1).watch())
     assert deep["q_halt_logits"] != shallow["q_halt_logits"]
 
 

@@ -8,8 +8,8 @@ from helpers import prepare
 
 import prepare_maze
 from data import Dataset
-from puzzles import count_correct, judge, maze_task, text_of
-from puzzles.maze import GOAL, OPEN, PATH, START, WALL, maze_copies, path_metrics, solve_mazes
+from prepare_maze import maze_of
+from puzzles.maze import GOAL, OPEN, PATH, START, WALL, path_metrics, solve_mazes
 from puzzles.symmetries import dihedral
 
 
@@ -75,7 +75,7 @@ def test_the_copies_of_a_maze_are_its_8_turns_each_solved_by_the_rule():
 def test_answers_that_do_not_follow_the_rule_are_turned_with_their_mazes():
     questions = tokens("S../.../..G", "S../.../..G")
     answers = tokens("S../o../ooG", "Soo/..o/..G")  # by the rule, and another one
-    inputs, labels = maze_copies(np.stack([questions, answers]), 7)
+    inputs, labels = maze_of(3).training_copies(np.stack([questions, answers]), 7)
     assert (inputs == questions[:, dihedral(3)[1:]]).all()
     assert (labels[0] == solve_mazes(inputs[0])[0]).all()
     assert (labels[1] == answers[1][dihedral(3)[1:]]).all()
@@ -84,7 +84,7 @@ def test_answers_that_do_not_follow_the_rule_are_turned_with_their_mazes():
 def test_mazes_of_the_test_set_are_dropped_turned_or_not(capsys):
     mazes = prepare_maze.generate(6, 20, 0, 6)
     mazes = np.concatenate([mazes, mazes[:, 18:, dihedral(6)[3]]], axis=1)
-    rows = [",".join(text_of(maze_task(6), cells) for cells in pair) for pair in zip(*mazes)]
+    rows = [",".join(maze_of(6).text(cells) for cells in pair) for pair in zip(*mazes)]
     for name, lines in ("train", rows[:16] + rows[20:]), ("test", rows[15:20]):
         Path(f"{name}.csv").write_text("\n".join(["question,answer", *lines]))
     path = prepare("x", prepare_maze, train_csv="train.csv", test_csv="test.csv", aug=False)
@@ -111,12 +111,11 @@ ANSWERS = {  # to MAZE: whether it is valid and optimal
 
 def test_path_metrics():
     """Alike for a maze and its turns; a solution has the question's walls, too."""
-    question, label = tokens(*MAZE)
+    question, _ = tokens(*MAZE)
     answers = tokens(*ANSWERS)
     for turn in dihedral(5):
         valid, optimal = path_metrics(question[None, turn], answers[:, turn])
         assert list(zip(valid, optimal)) == list(ANSWERS.values())
-    assert np.flatnonzero(judge(maze_task(5), question[None], answers).solved).tolist() == [0, 1]
-    arrays = dict(inputs=question[None], labels=label[None], preds=answers, surest_preds=answers[:3])
-    assert count_correct(maze_task(5), arrays) == dict(
-        path_valid=4, path_optimal=3, surest_path_valid=3, surest_path_optimal=2, surest_accuracy=1)
+    assert np.flatnonzero(maze_of(5).judge(question[None], answers).solved).tolist() == [0, 1]
+    metrics = maze_of(5).metrics(question[None], answers)
+    assert {name: counts.sum() for name, counts in metrics.items()} == dict(path_valid=4, path_optimal=3)

@@ -21,12 +21,12 @@ import torch
 from helpers import ROOT, TrainProcess, begun, in_new_process, needs, wait_for
 
 import model
-import puzzles
+from puzzles.sudoku import Sudoku
 from runtime.errors import UserError
 
 
 def game_of(path, *train_arguments):
-    return play.Game(str(path), *solve.load(str(path), train_arguments))
+    return play.game_of(str(path), *solve.load(str(path), train_arguments))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_the_kept_answer_is_that_of_solve(serve, run_solve, model, number, attem
 def test_one_of_several_right_answers_is_not_shown_as_the_answer(server, monkeypatch):
     """The page then marks what breaks the rules, not what differs from the known answer."""
     assert re.fullmatch("[1-4]{16}", server.game.test_puzzle("60")["answer"])
-    monkeypatch.setattr(puzzles, "SEVERAL_ANSWERS", {"sudoku"})
+    monkeypatch.setattr(Sudoku, "has_several_answers", True)
     assert server.game.test_puzzle("60")["answer"] is None
 
 
@@ -574,7 +574,7 @@ FORKS = {"losses.py": "model.TRM.losses = lambda *arguments: None", "network.py"
 @pytest.mark.parametrize("argv, words", [
     (["a.pt"], "usage"),
     (["a.pt", "b.pt", "c.pt"], "usage"),
-    (["arc.pt", "page.html"], "arc.pt solves ARC tasks, whose versions are in the dataset: play.py"),
+    (["arc.pt", "page.html"], "arc.pt has 41 puzzle identifiers: play.py takes it"),
     (["identifiers.pt", "page.html"], "identifiers.pt has 2 puzzle identifiers: play.py takes it"),
     (["fork.pt", "page.html"], "fork.pt: trained with the fork gone.py 12345678, which is not among"),
     (["model.pt", "network.py", "page.html"], "model.pt: a fork replaces rms_norm in model.py: play.py"),

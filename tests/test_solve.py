@@ -20,7 +20,8 @@ from test_forks import FORKS, flags_of
 
 import evaluate
 import model as models
-import puzzles
+from puzzles import sudoku
+from puzzles.sudoku import Sudoku
 from runtime.errors import UserError
 from weights import load_model
 
@@ -37,7 +38,8 @@ def evaluation(models_folder):
     """Questions, answers and labels of train.py's own evaluation of the test set, as texts."""
     arrays = np.load(models_folder / "sudoku/eval_00000070.npz")
     names = "inputs", "surest_preds", "labels"
-    return [[puzzles.text_of(puzzles.sudoku_task(4), row) for row in arrays[name]] for name in names]
+    kind = Sudoku(Sudoku.new_task(4))
+    return [[kind.text(row) for row in arrays[name]] for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data):
 
 
 def solve_and_play(fork):
-    question = play.Game("run", *solve.load("run", [fork])).test_puzzle("1")["question"]
+    question = play.game_of("run", *solve.load("run", [fork])).test_puzzle("1")["question"]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         solve.main(["run", fork, question, "--eval_halt_max_steps=3"])
     answer, _ = evaluate.solve(load_model("run/ckpt_00000002.pt"), question, 3, 8)
@@ -207,7 +209,7 @@ def test_json_lines_are_solved_like_a_csv(run_solve):
 
 
 def test_a_search_that_is_given_up_is_no_problem_of_other_rows(run_solve, solved, monkeypatch, capsys):
-    monkeypatch.setattr(puzzles.sudoku, "SEARCH", 20)
+    monkeypatch.setattr(sudoku, "SEARCH", 20)
     rows = solve_rows(run_solve, "sudoku", ["question", "." * 16, solved[0]])
     assert rows[1]["result"] == "right"
     solve.main(["sudoku", "." * 16])

@@ -13,8 +13,7 @@ import pytest
 from helpers import ROOT, prepare
 
 import prepare_arc
-from data import Dataset
-from puzzles.arc import count_votes, merge_votes, submission, vote_values
+from puzzles.arc import ARCDataset, count_votes, merge_votes, submission, vote_values
 
 RECORDED = np.load(os.path.join(ROOT, "tests", "data", "arc_votes.npz"))
 OFFICIAL = json.loads(RECORDED["official"].tobytes())
@@ -31,7 +30,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("world", [1, 3])
 def test_the_vote_is_the_official_evaluators(folder, world):
     """On any number of ranks."""
-    test = Dataset(folder, "test")
+    test = ARCDataset(folder, "test")
     indices = np.arange(len(test))
     ranks = []
     for rank in range(world):

@@ -1,4 +1,4 @@
-"""Files of puzzles: what the prepare scripts share. Settings, CSV files, generators, downloads, the writer.
+"""What the prepare scripts share: settings, CSV files, downloads, processes that generate puzzles, the end.
 
 Every script goes the same way: it reads or generates puzzles, drops the training puzzles that the test has,
 draws some, makes copies, and writes a dataset. There a group is one original puzzle (for ARC one task), and
@@ -12,10 +12,8 @@ import itertools
 import json
 import multiprocessing
 import os
-import platform
 import re
 import shlex
-import shutil
 import signal
 import zlib
 from concurrent.futures import ProcessPoolExecutor
@@ -25,10 +23,10 @@ from contextlib import contextmanager
 import numpy as np
 import requests
 
-from puzzles import SOLVERS, check_text, judge, task_of, tokens_of, verdict
+from data import new_dataset, write_split
 from runtime.bucket import RETRIED, try_again, without_password
 from runtime.errors import TransientError, UserError, check_choices, check_numbers, writing
-from runtime.files import Progress, hashes_of, locked, replacing
+from runtime.files import Progress, locked, replacing
 from runtime.process import end_with_parent, handle_stop_signals
 
 JOBS_ALONE = 8  # that one process does before others start, which takes them a second
@@ -65,13 +63,6 @@ def fill_in_source(settings, names, aug, everything="full"):
     num_puzzles = settings.num_train if settings.source == "generate" else settings.subsample_size
     size = re.sub("000$", "k", str(num_puzzles or everything))
     settings.output_dir = settings.output_dir or f"data/{names[settings.source]}-{size}-aug-{aug}"
-
-
-def refuse_existing(path):
-    if path.startswith("~"):  # a shell expands it only at the beginning of a word
-        raise UserError(f"--output_dir={path}: write the folder of ~ out")
-    if os.path.lexists(path):
-        raise UserError(f"{path} exists already: delete it or choose another --output_dir")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -185,19 +176,19 @@ def open_bytes(path):
     return gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
 
 
-def read_puzzles(path, rows, task, ignored=""):
+def read_puzzles(path, rows, kind, ignored=""):
     """Returns the puzzles of a file, questions and answers [2, n, cells].
 
     Args:
         path: the file.
         rows: an iterator of its rows as csv_rows yields them, with the columns question and answer.
-        task: the puzzles' task.
+        kind: the puzzles' Kind.
         ignored: characters of answers for cells that do not count: there they become token 0.
 
     Raises UserError with the first line that is wrong or whose answer breaks a rule, block by block.
     """
     # what each text may have, and the token of each character
-    symbols = task["symbols"][1:]
+    symbols = kind.symbols[1:]
     allowed = {"question": symbols, "answer": symbols + ignored}
     tokens = {symbol: token for token, symbol in enumerate(symbols, 1)}
     tables = {
@@ -211,18 +202,18 @@ def read_puzzles(path, rows, task, ignored=""):
         codes = bytearray()
         for line, row in block:
             for name, characters in allowed.items():
-                check_text(task, row[name], characters, f"{path}:{line}: the {name}")
+                kind.check_text(row[name], characters, f"{path}:{line}: the {name}")
                 codes += row[name].translate(tables[name]).encode("latin-1")
         puzzles = np.frombuffer(codes, dtype=np.uint8).reshape(len(block), 2, -1)
         puzzles = puzzles.swapaxes(0, 1)
 
         # complete answers must keep the rules
-        judgement = judge(task, *puzzles)
+        judgement = kind.judge(*puzzles)
         if judgement:
             is_wrong = puzzles[1].all(axis=1) & ~judgement.solved
             for i in np.flatnonzero(is_wrong):
                 line, _ = block[i]
-                raise UserError(f"{path}:{line}: {verdict(task, *puzzles[:, i])}")
+                raise UserError(f"{path}:{line}: {kind.verdict(*puzzles[:, i])}")
         blocks.append(puzzles)
         progress.add(len(block))
     if not blocks:
@@ -230,7 +221,7 @@ def read_puzzles(path, rows, task, ignored=""):
     return np.concatenate(blocks, axis=1)
 
 
-def read_both(settings, paths, task, rows_of, keys_of):
+def read_both(settings, paths, kind, rows_of):
     """Returns training and test puzzles of files, [2, n, cells] each, and {what: how many are left out}.
 
     It takes the files of the hub as they are. Of your own files it leaves out repeated rows and puzzles with
@@ -239,9 +230,8 @@ def read_both(settings, paths, task, rows_of, keys_of):
     Args:
         settings: the settings of a prepare script.
         paths: of the training and the test puzzles, from csv_paths.
-        task: the puzzles' task.
+        kind: the puzzles' Kind.
         rows_of: a function of a path that yields its rows as csv_rows does.
-        keys_of: a function of questions that returns a list of keys, equal for puzzles that count as one.
     """
     is_own = settings.source == "csv"
 
@@ -249,7 +239,7 @@ def read_both(settings, paths, task, rows_of, keys_of):
         rows = rows_of(path)
         if is_own:
             rows = distinct_rows(path, rows)
-        return read_puzzles(path, rows, task)
+        return read_puzzles(path, rows, kind)
 
     train_path, test_path = paths
     test = read(test_path)
@@ -258,26 +248,26 @@ def read_both(settings, paths, task, rows_of, keys_of):
     # keep all test puzzles that are proper, and the training puzzles that are not among them
     num_searched = SEARCHED if is_own else 0
     order = np.arange(test.shape[1])
-    test, num_improper_tests = draw_proper(test_path, task, test, order, 0, num_searched)
-    train, counts = drop_test_puzzles(train_path, train, test, keys_of)
+    test, num_improper_tests = draw_proper(test_path, kind, test, order, 0, num_searched)
+    train, counts = drop_test_puzzles(train_path, train, test, kind)
 
     # draw training puzzles at random
     order = np.arange(train.shape[1])
     if settings.subsample_size:
         order = np.random.default_rng([settings.seed, 1]).random(len(order)).argsort()
-    train, num_improper = draw_proper(train_path, task, train, order, settings.subsample_size, num_searched)
+    train, num_improper = draw_proper(train_path, kind, train, order, settings.subsample_size, num_searched)
     counts["left out, since they have several solutions"] = num_improper_tests + num_improper
     return train, test, counts
 
 
-def draw_proper(path, task, puzzles, order, num_wanted, num_searched):
+def draw_proper(path, kind, puzzles, order, num_wanted, num_searched):
     """Returns the first puzzles in an order that have one solution, and how many before them have several.
 
     The puzzles keep the order of the file.
 
     Args:
         path: of the file, for the UserError if no puzzle has one solution.
-        task: the puzzles' task.
+        kind: the puzzles' Kind.
         puzzles: questions and answers, [2, n, cells].
         order: numbers of puzzles.
         num_wanted: how many puzzles to draw; 0: all.
@@ -289,7 +279,7 @@ def draw_proper(path, task, puzzles, order, num_wanted, num_searched):
     # for puzzles that are not proper, draw others
     while len(drawn) < num_wanted and len(order):
         candidates, order = np.split(order, [num_wanted - len(drawn)])
-        is_proper = have_one_solution(task, puzzles[0, candidates], num_searched)
+        is_proper = have_one_solution(kind, puzzles[0, candidates], num_searched)
         num_improper += int((~is_proper).sum())
         drawn = np.append(drawn, candidates[is_proper])
     if not len(drawn):
@@ -297,7 +287,7 @@ def draw_proper(path, task, puzzles, order, num_wanted, num_searched):
     return puzzles[:, np.sort(drawn)], num_improper
 
 
-def have_one_solution(task, questions, num_searched):
+def have_one_solution(kind, questions, num_searched):
     """Returns which questions [n, cells] have one solution, or need too long a search to tell.
 
     Only the first `num_searched` are searched; the others count as proper.
@@ -309,19 +299,18 @@ def have_one_solution(task, questions, num_searched):
     progress = Progress("counting solutions", len(searched))
     for first in range(0, len(searched), BLOCK):
         block = searched[first:first + BLOCK]
-        num_solutions = SOLVERS[task["kind"]](block, task["grid"][0])
-        is_proper[first:first + len(block)] = np.abs(num_solutions) == 1
+        is_proper[first:first + len(block)] = np.abs(kind.num_solutions(block)) == 1
         progress.add(len(block))
     return is_proper
 
 
-def drop_test_puzzles(path, train, test, keys_of):
+def drop_test_puzzles(path, train, test, kind):
     """Returns the training puzzles that are no test puzzles, and {what: how many are left out}.
 
     path: the file of the training puzzles, for the UserError if none is left.
     """
-    test_keys = set(keys_of(test[0]))
-    train_keys = keys_of(train[0])
+    test_keys = set(kind.keys(test[0]))
+    train_keys = kind.keys(train[0])
     rows = [row for row, key in enumerate(train_keys) if key not in test_keys]
     if not rows:
         raise UserError(f"{path}: no puzzle is left: each is in the test set, or a symmetry turns it into "
@@ -455,18 +444,17 @@ def download(url, path):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The writer
+# The end
 
-def write_puzzles(settings, script, config, task, train, test, num_copies, copies_of, left_out):
+def write_puzzles(settings, script, config, kind, train, test, num_copies, left_out):
     """Writes the dataset of a prepare script, and says how to train on it.
 
     Args:
         settings, script: the prepare script's settings and its path.
         config: the file of config/ that suits the puzzles.
-        task: the puzzles' task.
+        kind: the puzzles' Kind.
         train, test: questions and answers, tokens [2, n, cells].
         num_copies: how many copies each training puzzle has.
-        copies_of: a function of puzzles [2, n, cells] that returns their copies, [2, n, num_copies, cells].
         left_out: {what: how many}, for the manifest and for the user.
     """
     counts = left_out | {
@@ -474,25 +462,24 @@ def write_puzzles(settings, script, config, task, train, test, num_copies, copie
         "copies of each": num_copies,
         "test puzzles": test.shape[1],
     }
-    manifest = task | {"command": command_of(script, settings), "counts": counts}
+    manifest = kind.task | {"command": command_of(script, settings), "counts": counts}
     with new_dataset(settings.output_dir, manifest) as folder:
-        write_split(f"{folder}/train", with_copies(train, num_copies, copies_of), task)
-        write_split(f"{folder}/test", test, task)
+        rng = np.random.default_rng([settings.seed, 2])
+        test_keys = {question.tobytes() for question in test[0]}
+        # symmetries take much memory, so a block has few puzzles
+        num_puzzles = train.shape[1]
+        progress = Progress("making copies of puzzles", num_puzzles)
+        step = max(1, ROWS // (1 + num_copies))
+        blocks = []
+        for first in range(0, num_puzzles, step):
+            block = train[:, first:first + step]
+            copies = kind.training_copies(block, num_copies, rng, test_keys)
+            # each puzzle stands before its copies, [2, n, 1 + num_copies, cells]
+            blocks.append(np.concatenate([block[:, :, None], copies], axis=2))
+            progress.add(block.shape[1])
+        write_split(f"{folder}/train", np.concatenate(blocks, axis=1), kind.task)
+        write_split(f"{folder}/test", test, kind.task)
     print_report(settings, config, counts)
-
-
-def with_copies(puzzles, num_copies, copies_of):
-    """Returns each puzzle before its copies, [2, n, 1 + num_copies, cells]; see write_puzzles."""
-    num_puzzles = puzzles.shape[1]
-    progress = Progress("making copies of puzzles", num_puzzles)
-    # symmetries take much memory, so a block has few puzzles
-    step = max(1, ROWS // (1 + num_copies))
-    blocks = []
-    for first in range(0, num_puzzles, step):
-        block = puzzles[:, first:first + step]
-        blocks.append(np.concatenate([block[:, :, None], copies_of(block)], axis=2))
-        progress.add(block.shape[1])
-    return np.concatenate(blocks, axis=1)
 
 
 def command_of(script, settings):
@@ -511,93 +498,3 @@ def print_report(settings, config, counts):
     path = os.path.normpath(settings.output_dir)
     flags = ["--data_prepare=", f"--data_path={path}", f"--out_dir=out/{os.path.basename(path)}"]
     print(f"Train on it: python train.py config/{config} {shlex.join(flags)}")
-
-
-def write_dataset(path, splits, vocab_size, manifest):
-    """Writes a dataset to a folder in one move; if interrupted, it leaves nothing under that name.
-
-    Args:
-        path: the new folder.
-        splits: {"train": (questions, answers), "test": ...}, integers [n, cells], or [n, versions, cells] for
-            puzzles that come in several versions, the original and its copies. They are tokens from 1 to
-            vocab_size - 1; what is below, as IGNORE_LABEL, does not count.
-        vocab_size: tokens, with 0 for padding.
-        manifest: a dict with "grid" (rows, columns), better also "kind" and "symbols" (puzzles/__init__.py),
-            "command" (see command_of), and whatever else describes the dataset. The files' SHA-256 are added.
-
-    Raises UserError if path exists or cannot be written, or for arrays and a manifest that do not fit.
-    """
-    task = task_of(manifest, None, vocab_size)
-    with new_dataset(path, manifest) as folder:
-        for split, puzzles in splits.items():
-            write_split(f"{folder}/{split}", puzzles, task)
-
-
-@contextmanager
-def new_dataset(path, manifest, names=("<blank>",)):
-    """Yields a folder for the splits of a dataset; adds the other files, and moves the folder to path.
-
-    Args:
-        path: the new folder.
-        manifest: what describes the dataset. The files' SHA-256 are added.
-        names: what stands for the puzzle identifiers.
-
-    Raises UserError if path exists or cannot be written.
-    """
-    # the files are written to a folder beside it, which is moved when it is whole
-    path = os.path.normpath(path)
-    part = f"{path}.part-{platform.node()}"  # other hosts may share the folder
-    try:
-        with locked(path):
-            refuse_existing(path)
-            shutil.rmtree(part, ignore_errors=True)  # a command that was killed left it
-            try:
-                os.mkdir(part)
-                yield part
-                write_json(f"{part}/identifiers.json", names)
-                write_json(f"{part}/manifest.json", manifest | {"sha256": hashes_of(part)})
-                os.rename(part, path)
-            finally:
-                shutil.rmtree(part, ignore_errors=True)
-    except OSError as e:
-        raise UserError(f"{path} cannot be written: {e.strerror or e}") from None
-
-
-def write_split(folder, puzzles, task):
-    """Writes the files of a split; puzzles: see write_dataset."""
-    tokens = tokens_of(task, puzzles, os.path.basename(folder))
-    _, num_groups, *_, cells = tokens.shape
-    inputs, labels = tokens.reshape(2, -1, cells)
-    num_versions = len(inputs) // num_groups
-
-    # each version is a puzzle with one example; total_puzzles leaves out the copies, as the official builder
-    # does
-    rows = np.arange(len(inputs) + 1, dtype=np.int32)
-    arrays = {
-        "inputs": inputs,
-        "labels": labels,
-        "puzzle_identifiers": np.zeros_like(rows[1:]),
-        "puzzle_indices": rows,
-        "group_indices": rows[::num_versions],
-    }
-    finish_split(
-        folder, arrays, vocab_size=len(task["symbols"]), seq_len=cells, num_puzzle_identifiers=1,
-        total_groups=num_groups, mean_puzzle_examples=1.0, total_puzzles=num_groups)
-
-
-def finish_split(folder, arrays, **sizes):
-    """Writes arrays {field: array} of a split, and its dataset.json."""
-    os.makedirs(folder, exist_ok=True)
-    for field, array in arrays.items():
-        np.save(f"{folder}/all__{field}.npy", array)
-    tokens = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0}
-    write_json(f"{folder}/dataset.json", tokens | sizes | {"sets": ["all"]})
-
-
-def write_json(path, value):
-    try:
-        text = json.dumps(value, indent=2)
-    except TypeError as e:  # such as a number of numpy
-        raise UserError(f"{path}: {e}: int() and float() convert numbers of numpy") from None
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(text + "\n")
