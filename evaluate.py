@@ -9,10 +9,8 @@ at a copy of itself by symmetry, whose answer is turned back.
 In results, preds and q_halt_logits are the official code's names of the answers and of q_halt.
 """
 import functools
-import math
 from collections import Counter, deque
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 import model
 from puzzles import IGNORE_LABEL, kind_of
-from runtime.device import Device, cast_weights
+from runtime.device import cast_weights
 from runtime.files import Progress
 from runtime.outputs import save_file, save_outputs
 
@@ -373,96 +371,6 @@ def means(ranks):
     count = total.pop("count")
     values = {f"eval/{name}": value / max(count, 1) for name, value in total.items()}
     return values | {"eval/puzzles": int(count)}
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Questions without known answers, for notebooks and scripts
-
-CELLS_AT_A_TIME = 5_000  # in a batch on the CPU: 61 Sudokus of 9x9 or 5 mazes of 30x30
-
-
-class Questions(NamedTuple):
-    """Puzzles without known answers, as Queue takes them."""
-    task: dict
-    batch: dict  # of unlabeled_batch
-
-    def test_batch(self, indices):
-        return {name: array[indices] for name, array in self.batch.items()}
-
-
-def queue_of(settings, trm, task, batch, batch_size):
-    """Returns a Queue of questions, on the CPU.
-
-    Args:
-        settings: see Evaluator.
-        trm: a TRM on the CPU.
-        task: the questions' task.
-        batch: the questions, of unlabeled_batch.
-        batch_size: the number of slots.
-    """
-    evaluator = Evaluator(settings, trm, Device("cpu", settings, is_alone=True), batch_size)
-    return Queue(evaluator, *weights_of(trm), Questions(task, batch), np.arange(len(batch["inputs"])))
-
-
-def answers_to(settings, trm, task, batch, report=lambda num_finished: None):
-    """Returns the results of a Queue, {name: [n, ...]}, for n questions.
-
-    Args: see queue_of. report: a function that gets the number of questions that were finished, now and then.
-    """
-    n, cells = batch["inputs"].shape
-    num_batches = math.ceil(n * cells / CELLS_AT_A_TIME) or 1
-    queue = queue_of(settings, trm, task, batch, math.ceil(n / num_batches))
-    while queue.num_unfinished():
-        report(queue.run(lambda: False))
-    return queue.results
-
-
-def solve(trm, questions, steps=16, attempts=1, identifiers=0):
-    """Returns the most confident answer of all steps and attempts, and its confidence from 0 to 1.
-
-    Args:
-        trm: a model that weights.load_model has returned.
-        questions: a string of the symbols in its task, for a string and a float; a list of strings, for two
-            lists; or tokens, a tensor [n, S], for two tensors.
-        steps: the number of supervision steps of an attempt.
-        attempts: the most attempts at a question, at copies by symmetry, until an answer is SURE.
-        identifiers: the puzzle identifiers of tokens [n], for ARC; 0 for all.
-
-    Raises UserError for a string that is no question of this model, ValueError for another number of cells
-    and for a model that load_model has not returned.
-    """
-    if isinstance(questions, str):
-        [answer], [confidence] = solve(trm, [questions], steps, attempts, identifiers)
-        return answer, confidence
-    if not hasattr(trm, "task"):
-        raise ValueError("this model does not know its puzzle: weights.load_model reads one that does")
-    kind = kind_of(trm.task)
-    kind.check_attempts(attempts)
-
-    # tokens of all questions
-    is_text = not torch.is_tensor(questions)
-    if is_text:
-        tokens = np.stack([kind.parse(text) for text in questions])
-    else:
-        tokens = questions.int().numpy()
-    batch = unlabeled_batch(tokens)
-    batch["puzzle_identifiers"][:] = identifiers
-    cells = tokens.shape[1]
-    if cells != trm.sizes["seq_len"]:
-        raise ValueError(f"the question has {cells} cells, not {trm.sizes['seq_len']}")
-
-    # all steps of each attempt, in float32
-    settings = SimpleNamespace(**vars(trm.settings) | dict(
-        eval_halt_max_steps=steps, eval_attempts=attempts, eval_patience=0,
-        forward_dtype="float32", compile="off", seed=0))
-    results = answers_to(settings, trm, trm.task, batch)
-    answers = results["surest_preds"]
-    confidences = sigmoid(results["surest_q_halt_logits"])
-
-    # the answers in the form of the questions
-    if is_text:
-        return [kind.text(answer) for answer in answers], confidences.tolist()
-    return torch.from_numpy(answers).to(questions.dtype), torch.from_numpy(confidences)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 import data
 import model
 import puzzles
+from generated import Generated
 
 data_path = "coloring"
 data_prepare = ""
@@ -52,7 +53,7 @@ class Rules(puzzles.Kind):
         return puzzles.Judgement(broken, ~broken.any(1))
 
 
-class Coloring(data.Generated):
+class Coloring(Generated):
     task = {"kind": "coloring", "grid": [4, 5], "symbols": "_.123", "symmetries": {"permute_symbols": "123"}}
     total_groups = 4160  # 1170 steps in the demo's 9 epochs
 

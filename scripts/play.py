@@ -38,6 +38,7 @@ import numpy as np
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import solve
 
+import ask
 import data
 import evaluate
 import model
@@ -204,7 +205,7 @@ class Game:
     def attempts(self, settings, question):
         """Yields a dict after each step of each attempt; settings: train.py's; question: tokens [cells]."""
         batch = evaluate.unlabeled_batch(question[None])
-        queue = evaluate.queue_of(settings, self.model, self.task, batch, 1)
+        queue = ask.queue_of(settings, self.model, self.task, batch, 1)
         for i, results in enumerate(queue.watch()):
             [answer] = results["preds"]
             [sure] = evaluate.sigmoid(results["q_halt_logits"]).tolist()
@@ -272,7 +273,7 @@ class ARCGame(Game):
         canvases = [arc.canvas(arc.apply_version(grid, version), side) for version in versions]
         batch = evaluate.unlabeled_batch(np.int32(canvases).reshape(len(numbers), -1))
         batch["puzzle_identifiers"][:] = train_data.puzzle_identifiers[numbers]
-        queue = evaluate.queue_of(settings, self.model, self.task, batch, len(numbers))
+        queue = ask.queue_of(settings, self.model, self.task, batch, len(numbers))
         for results in queue.watch():
             # the answers, turned and recolored back
             answers = []

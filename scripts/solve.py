@@ -25,7 +25,6 @@ import re
 import sys
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,14 +33,14 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import draw
+from rows import parse_rows, read_rows, read_source
 
+import ask
 import evaluate
 import model
 import train
 from configurator import configure, split_arguments
-from prepare import csv_rows, open_text
 from puzzles import kind_of, squeezed
-from puzzles.reader import TITLE
 from runtime import forks
 from runtime.checkpoint import newest_whole
 from runtime.errors import UserError, writing
@@ -59,7 +58,6 @@ class Settings:
 
 
 ATTEMPTS = 8  # at most, unless --eval_attempts says otherwise
-MOST_PROBLEMS = 10  # with puzzles, that are printed
 
 
 def main(argv):
@@ -126,7 +124,7 @@ def solve_one(settings, trm, kind, batch, own, path):
     first = ("question", question, nothing)
     grids = []
     ranks = []
-    queue = evaluate.queue_of(settings, trm, kind.task, batch, 1)
+    queue = ask.queue_of(settings, trm, kind.task, batch, 1)
     for i, results in enumerate(queue.watch()):
         attempt, step = divmod(i, queue.evaluator.max_steps)
         [answer] = results["preds"]
@@ -166,7 +164,7 @@ def solve_file(settings, trm, kind, batch, rows, own):
     """
     # all attempts at all puzzles
     progress = Progress("solving", len(batch["inputs"]))
-    found = evaluate.answers_to(settings, trm, kind.task, batch, progress.add)
+    found = ask.answers_to(settings, trm, kind.task, batch, progress.add)
     answers, logits, steps = (found[name] for name in evaluate.SUREST)
     certainties = evaluate.sigmoid(logits)
     attempts = found["attempts"]
@@ -219,101 +217,9 @@ def result_of(kind, row, answer, ignored):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Puzzles
-
-@dataclass
-class Row:
-    """A puzzle that was asked for."""
-
-    place: str  # where it stands, before a message
-    question: str
-    known_answer: str
-    tokens: np.ndarray = None  # int32 [cells]
-    problem: str = ""  # why it cannot be solved
-
-
-def read_source(source):
-    """Returns the Rows of a .csv, the text of another file, or source itself. Raises UserError."""
-    text = source
-    if source.lower().endswith(".parquet"):
-        raise UserError(f"{source}: convert it: python -c \"import pandas; pandas.read_parquet({source!r})"
-                        ".to_csv('puzzles.csv', index=False)\"")
-    if os.path.isfile(source):
-        with open_text(source) as f:
-            text = f.read()
-
-    # a .csv without names in its first line is a list of puzzles, or the cells of one
-    header = text.partition("\n")[0]
-    is_csv = re.search(r"\.[ct]sv(\.gz)?$", source.lower())
-    if is_csv and re.search(TITLE, header) and not re.search(r"\d", header):
-        rows = csv_rows(source, "question", is_strict=False)
-        return [Row(f"{source}:{line}: ", row.get("question", ""), row.get("answer") or "")
-                for line, row in rows]
-    if os.path.isdir(source):
-        raise UserError(f"{source} is a folder: give a file, or MODEL and PUZZLE")
-    if text == source and re.search(r"\.(txt|sdk|sdm|ss|jsonl?|xml|gz)$", source):
-        raise UserError(f"{source}: no such file")
-    return text
-
-
-def read_rows(kind, source, content):
-    """Returns the Rows of a model's Kind, not parsed yet, and in words how they were read. Raises UserError.
-
-    source: as typed; content: see read_source.
-    """
-    if not isinstance(content, str):
-        return content, f"{len(content)} puzzle{'s' * (len(content) > 1)}, one a row"
-    place = f"{source}:" if os.path.isfile(source) else ""
-    try:
-        found, how = kind.find(content)
-    except UserError as e:
-        raise UserError(f"{place} {e}".strip()) from None
-    return [Row(place and f"{place}{line}: ", question, answer) for line, question, answer in found], how
-
-
-def parse_rows(kind, rows):
-    """Gives the Rows their tokens or a problem, and returns the Kind of puzzles with their size.
-
-    Warns on stderr of what is not solved. Raises UserError if no puzzle can be solved.
-    """
-    # read each puzzle; mazes of other sizes than the first one are not solved
-    readable = []
-    for row in rows:
-        try:
-            row.tokens = kind.parse(row.question)
-            size = readable[0].tokens.size if readable else row.tokens.size
-            if row.tokens.size != size:
-                raise UserError(f"the puzzle has {row.tokens.size} cells, others have {size}")
-            readable.append(row)
-        except UserError as e:
-            row.problem = str(e)
-
-    # leave out puzzles without a solution; the first warning stands for all
-    notes = []
-    if readable:
-        kind = kind.resized(size)
-        notes = kind.solution_notes(np.stack([row.tokens for row in readable]))
-    warning = ""
-    for row, (count, words) in zip(readable, notes):
-        if count == 0:
-            row.problem = words
-        elif words:
-            warning = warning or f"warning: {row.place}{words}\n"
-
-    # say what was found
-    wrong = [row for row in rows if row.problem]
-    if len(wrong) == len(rows):
-        raise UserError(wrong[0].place + wrong[0].problem)
-    sys.stderr.write(warning)
-    for row in wrong[:MOST_PROBLEMS]:
-        print(f"{row.place}not solved: {row.problem}", file=sys.stderr)
-    return kind
-
-
-# ---------------------------------------------------------------------------------------------------------
 # Models
 
-# as in evaluate.solve: all steps of all puzzles, in float32
+# as in ask.solve: all steps of all puzzles, in float32
 ALWAYS = {"--forward_dtype": "float32", "--micro_batch_size": "0", "--eval_patience": "0"}
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import ARC_MODEL, prepare, run_config
 
-import evaluate
+import ask
 import prepare_arc
 from puzzles.arc import ARCDataset
 from runtime.errors import UserError
@@ -42,8 +42,8 @@ def test_a_model_file_has_the_identifiers_of_its_puzzles(arc_folder):
 
     # the identifiers matter once their rows differ
     torch.nn.init.normal_(model.puzzle_emb.weights)
-    answers, _ = evaluate.solve(model, model.test_puzzles["inputs"], steps=3, identifiers=identifiers)
-    others, _ = evaluate.solve(model, model.test_puzzles["inputs"], steps=3)
+    answers, _ = ask.solve(model, model.test_puzzles["inputs"], steps=3, identifiers=identifiers)
+    others, _ = ask.solve(model, model.test_puzzles["inputs"], steps=3)
     assert (answers != others).any()
 
 

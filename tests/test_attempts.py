@@ -1,6 +1,6 @@
 """Symmetries, and evaluate.py: slots that are filled again, attempts at copies, what is saved and shown.
 
-test_solve.py compares the most confident answers with those of evaluate.solve and solve.py.
+test_solve.py compares the most confident answers with those of ask.solve and solve.py.
 """
 import itertools
 from pathlib import Path
@@ -152,7 +152,7 @@ def test_puzzles_whose_answer_stays_the_same_leave_early(data, trained, patience
 @pytest.mark.parametrize("flags", [["--global_batch_size=12", "--micro_batch_size=4"],
                                    ["--global_batch_size=7"]], ids=str)
 def test_the_answers_do_not_depend_on_the_batch(data, trained, sure, patience, flags):
-    """test_solve.py compares them with those of evaluate.solve."""
+    """test_solve.py compares them with those of ask.solve."""
     same = "--eval_attempts=4", f"--eval_patience={patience}"
     values, saved = evaluated(data, trained, *same, "--global_batch_size=64")
     other, other_saved = evaluated(data, trained, *same, *flags)

@@ -24,6 +24,7 @@ import prepare as prepare_files
 import prepare_maze
 import prepare_sudoku
 from data import Dataset, halting_draws, write_dataset
+from generated import Generated
 from puzzles import IGNORE_LABEL, kind_of, sudoku
 from puzzles.sudoku import Sudoku, minimal_sudokus
 from puzzles.symmetries import keys_of
@@ -146,8 +147,8 @@ ONES = np.ones((3, 4), dtype=int)
 
 
 def generated(puzzles, manifest=MANIFEST, size=3):
-    """Returns a data.Generated whose puzzles are these."""
-    class Mine(data.Generated):
+    """Returns a Generated whose puzzles are these."""
+    class Mine(Generated):
         task = manifest
         test_size = size
 

@@ -24,6 +24,7 @@ from helpers import (
     start_train,
 )
 
+import ask
 import configurator
 import evaluate
 import model
@@ -227,9 +228,9 @@ def solve_with_fork():
     trm, settings = solve.load(path, [fork])
     assert trm.settings.label_smoothing == 0.0 and settings.H_cycles == 2
     batch = evaluate.unlabeled_batch(trm.test_puzzles["inputs"][:1].numpy())
-    deep = next(evaluate.queue_of(settings, trm, trm.task, batch, 1).watch())
+    deep = next(ask.queue_of(settings, trm, trm.task, batch, 1).watch())
     trm, settings = solve.load(path, [fork, "--H_cycles=1"])
-    shallow = next(evaluate.queue_of(settings, trm, trm.task, batch, 1).watch())
+    shallow = next(ask.queue_of(settings, trm, trm.task, batch, 1).watch())
     assert deep["q_halt_logits"] != shallow["q_halt_logits"]
 
 

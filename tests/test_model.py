@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import ask
 import configurator
-import evaluate
 import model
 import optim
 import train
@@ -59,7 +59,7 @@ def test_a_forks_biases_are_drawn_from_the_models_own_seed(monkeypatch):
 
 def test_a_model_that_no_file_describes_says_what_it_lacks():
     with pytest.raises(ValueError, match="does not know its puzzle: weights.load_model"):
-        evaluate.solve(tiny(), "1234")
+        ask.solve(tiny(), "1234")
 
 
 # The loss and the halting

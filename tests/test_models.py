@@ -8,8 +8,8 @@ import torch
 from helpers import ROOT, TrainProcess, code_cells, prepare
 
 import train
+from ask import solve
 from configurator import configure
-from evaluate import solve
 from runtime.checkpoint import read_checkpoint
 from runtime.errors import UserError
 from weights import load_model

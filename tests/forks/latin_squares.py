@@ -4,6 +4,7 @@ import itertools
 import numpy as np
 
 import data
+from generated import Generated
 
 data_path = "latin"
 data_prepare = ""
@@ -13,7 +14,7 @@ _grids = _grids[(np.sort(_grids, axis=1) == np.arange(2, 6)[:, None]).all((1, 2)
 SQUARES = data.generator(0, data.SUBSET).permutation(_grids.reshape(-1, 16))  # 576
 
 
-class LatinSquares(data.Generated):
+class LatinSquares(Generated):
     task = {"kind": "latin", "grid": [4, 4], "symbols": "_.1234",
             "symmetries": {"dihedral": True, "permute_symbols": "1234"}}
     test_size = 100
