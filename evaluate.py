@@ -9,6 +9,8 @@ at a copy of itself by symmetry, whose answer is turned back.
 In results, preds and q_halt_logits are the official code's names of the answers and of q_halt.
 """
 import functools
+import io
+import os
 from collections import Counter, deque
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -20,8 +22,8 @@ from torch.utils._pytree import tree_map
 import model
 from puzzles import IGNORE_LABEL, kind_of
 from runtime.device import cast_weights
-from runtime.files import Progress
-from runtime.outputs import save_file, save_outputs
+from runtime.errors import TransientError, UserError
+from runtime.files import Progress, replacing, to_stderr
 
 SUREST = ("surest_preds", "surest_q_halt_logits", "surest_steps")  # answers of all attempts
 ANSWERS = ("preds", "q_halt_logits", *SUREST)
@@ -371,6 +373,35 @@ def means(ranks):
     count = total.pop("count")
     values = {f"eval/{name}": value / max(count, 1) for name, value in total.items()}
     return values | {"eval/puzzles": int(count)}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Files that an evaluation leaves in out_dir
+
+def save_outputs(settings, device, name, indices, arrays, should_stop):
+    """Saves this rank's part of eval_save_outputs."""
+    wanted = {key: arrays[key] for key in settings.eval_save_outputs.split(",") if key}
+    content = io.BytesIO()
+    np.savez_compressed(content, indices=indices, **wanted)
+    part = f".{device.rank}" if device.world > 1 else ""
+    save_file(settings, should_stop, f"{name}{part}.npz", content.getvalue())
+
+
+def save_file(settings, should_stop, name, content):
+    """Writes a file of out_dir, and uploads it: the mirror has only rank 0's folder, and none in eval_only.
+
+    What fails costs a line on stderr, and not the evaluation.
+    """
+    path = f"{settings.out_dir}/{name}"
+    try:
+        os.makedirs(settings.out_dir, exist_ok=True)
+        with replacing(path) as f:
+            f.write(content)
+        if settings.gcs_dir:
+            from runtime.bucket import Bucket
+            Bucket(settings.gcs_dir, should_stop).write(name, content)
+    except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
+        to_stderr(f"{path}: not saved: {e}")
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -15,13 +15,12 @@ import evaluate
 import model as models
 import train
 from data import Dataset
-from evaluate import Evaluator, weights_of
+from evaluate import Evaluator, save_file, weights_of
 from puzzles import kind_of
 from puzzles.maze import Maze, long_mazes
 from puzzles.sudoku import Sudoku, minimal_sudokus
 from runtime.checkpoint import load_saved_weights, newest_whole, read_checkpoint
 from runtime.errors import UserError
-from runtime.outputs import save_file
 from train import open_device
 from weights import new_model
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, prepare
+from helpers import ROOT, judgements, prepare
 
 import data
 import model
@@ -217,7 +217,9 @@ def test_any_right_answer_counts_where_a_kind_has_several(coloring):
     assert kind.judge(questions[:1], preds).solved.tolist() == [True, True, False]
     solved = coloring["is_solved"](*map(torch.tensor, (questions, labels, preds)))
     assert solved.tolist() == [True, True, False]
-    assert [kind.metrics(questions, preds)["valid_accuracy"].tolist()] == [solved.tolist()]
+    arrays = dict(inputs=questions, labels=labels, preds=preds, surest_preds=preds[[0, 0, 2]])
+    assert judgements(kind.task, arrays) == {
+        "valid_accuracy": 2, "surest_valid_accuracy": 2, "surest_accuracy": 2}
 
 
 def test_the_coloring_example_does_not_train_on_questions_like_those_of_the_test(coloring):

@@ -4,7 +4,7 @@ from pathlib import Path
 import networkx
 import numpy as np
 import pytest
-from helpers import prepare
+from helpers import judgements, prepare
 
 import prepare_maze
 from data import Dataset
@@ -111,11 +111,12 @@ ANSWERS = {  # to MAZE: whether it is valid and optimal
 
 def test_path_metrics():
     """Alike for a maze and its turns; a solution has the question's walls, too."""
-    question, _ = tokens(*MAZE)
+    question, label = tokens(*MAZE)
     answers = tokens(*ANSWERS)
     for turn in dihedral(5):
         valid, optimal = path_metrics(question[None, turn], answers[:, turn])
         assert list(zip(valid, optimal)) == list(ANSWERS.values())
     assert np.flatnonzero(maze_of(5).judge(question[None], answers).solved).tolist() == [0, 1]
-    metrics = maze_of(5).metrics(question[None], answers)
-    assert {name: counts.sum() for name, counts in metrics.items()} == dict(path_valid=4, path_optimal=3)
+    arrays = dict(inputs=question[None], labels=label[None], preds=answers, surest_preds=answers[:3])
+    assert judgements(maze_of(5).task, arrays) == dict(
+        path_valid=4, path_optimal=3, surest_path_valid=3, surest_path_optimal=2, surest_accuracy=1)
