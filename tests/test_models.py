@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, TrainProcess, code_cells, prepare
+from helpers import ROOT, TrainProcess, code_cells, lines, prepare
 
 import train
 from ask import solve
@@ -49,6 +49,19 @@ def test_a_model_solves_a_string_or_a_list_of_them():
     for wrong in QUESTION.replace("2", "y"), "":
         with pytest.raises(UserError, match="the puzzle"):
             solve(model, [answer, wrong])
+
+
+def test_a_model_trains_further_without_forgetting(tmp_path):
+    """With the demo's own settings, its halting head soon knows nothing."""
+    data = prepare(tmp_path / "data", source="generate", size=6, num_train=100, num_test=50, num_aug=1)
+    files = f"{ROOT}/config/demo.py", f"{ROOT}/config/continue.py"
+    flags = (f"--init_from={ROOT}/models/sudoku-6x6.pt --data_path={data} --data_prepare= --max_steps=50 "
+             f"--out_dir={tmp_path / 'run'} --device=cpu --forward_dtype=float32 --eval_interval=99")
+    TrainProcess([*files, *flags.split()]).output()
+    first, last = (line for line in lines(tmp_path / "run") if "eval/loss" in line)
+    assert (first["step"], last["step"]) == (0, 50) and first["eval/surest_accuracy"] > 0.95
+    for name in "eval/exact_accuracy", "eval/surest_accuracy", "eval/q_halt_accuracy":
+        assert last[name] > first[name] - 0.03
 
 
 def test_a_setting_that_is_newer_than_a_model_file_has_its_default(tmp_path):
