@@ -3,6 +3,11 @@
     pip install jax==0.10.2 libtpu==0.0.51      in an environment without torch_xla[tpu], which needs 0.0.21
     python scripts/aot.py config/baseline.py --tpu=v4-32
 
+It compiles the programs of the engine that is installed. For TorchTPU's, with what on_cpu.py needs:
+
+    pip install jax==0.10.2                     beside requirements-torchtpu.txt
+    python tests/torchtpu/on_cpu.py scripts/aot.py config/baseline.py --tpu=v5e-8
+
 It says whether the steps compile and fit, and how many tensors of the state they overwrite ("donated"). It
 estimates their time twice: the compiler's cost model sees a program before it is scheduled; the sum of the
 final schedules leaves out waits for memory and other chips. We expect the truth between them; no TPU has
@@ -48,6 +53,7 @@ TOPOLOGIES = {
 }
 # How torch_xla runs the cores of a chip, in libtpu's words: megacore joins two cores into one.
 CORES = {"v4": "megacore", "v5p": "megacore", "v5e": "default", "v6e": "default"}
+ALL_REDUCE = torch.ops._c10d_functional
 # Cycles per second: the peak FLOP/s divided by the FLOP that all matrix units do in a cycle.
 CLOCKS = {"v4": 1.05e9, "v5p": 1.75e9, "v5e": 1.5e9, "v6e": 1.75e9}
 
@@ -59,8 +65,13 @@ def main(argv):
     train.check_settings(settings)
     aot_settings.tpu = aot_settings.tpu.replace("v5litepod", "v5e")
     check_choices(aot_settings, dict(tpu=TOPOLOGIES))
-    if not importlib.util.find_spec("libtpu"):
+    if not all(map(importlib.util.find_spec, ("libtpu", "jax"))):
         raise UserError("the TPU compiler is missing: see --help")
+    trace = trace_xla
+    if importlib.util.find_spec("torch_tpu"):
+        trace = trace_torchtpu
+        if not os.environ.get("CPU_CLIENT"):
+            raise UserError("TorchTPU needs a device: python tests/torchtpu/on_cpu.py scripts/aot.py ...")
 
     # trace both steps, then compile them
     topology = TOPOLOGIES[aot_settings.tpu]
@@ -81,47 +92,90 @@ def main(argv):
 # ---------------------------------------------------------------------------------------------------------
 # The steps: trace them, compile them
 
-def trace(settings, chips):
-    """Returns {"train" or "eval": (program, state)} for one of `chips` chips.
+def trace_xla(settings, chips):
+    """Returns {"train" or "eval": (program, state)} of torch_xla for one of `chips` chips.
 
-    The program is HLO; state lists the numbers of the parameters that hold the state. Raises NotReplayable,
-    with the line, where a shape or a branch depends on data.
+    The program is StableHLO; state lists the numbers of the parameters that hold the state. Raises
+    NotReplayable, with the line, where a shape or a branch depends on data.
     """
     # one replica on the CPU; the variable makes torch_xla keep the all-reduce
     os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
+    from jax._src.lib import xla_client
+
     from runtime.replay import Replayable, tree_flatten
     replica = train.open_device("xla", settings)
     replica.name = "TPU"
-    replica.world = chips
-    settings.forward_dtype, _ = replica.choose_dtype(settings.forward_dtype)
-    check_batch_size(settings, replica)
-    replica.compile_step = lambda fn, **_: fn  # the programs below are the steps themselves
-    run, next_inputs = bench.new_run(settings, replica)
-    cycles = settings.H_cycles, settings.L_cycles
-    steps = dict(
-        train=(partial(run.train_step, cycles=cycles), run.state, next_inputs()),
-        eval=(run.evaluator.program, *bench.evaluation_of(run)),
-    )
     programs = {}
-    for name, (step, state, inputs) in steps.items():
+    for name, (step, state, inputs) in steps_of(settings, replica, chips).items():
         with torch.no_grad(), Replayable():
             lowering, placeholders, _ = replica.lower(step, state, inputs)
         numbers = [lowering.tensor_parameter_id(t) for t in placeholders]
-        programs[name] = lowering.hlo(), numbers[:len(tree_flatten(state)[0])]
+        program = xla_client._xla.mlir.hlo_to_stablehlo(lowering.hlo())
+        programs[name] = program, numbers[:len(tree_flatten(state)[0])]
     return programs
+
+
+def trace_torchtpu(settings, chips):
+    """Returns the same of TorchTPU."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._pytree import tree_flatten
+    from torch_tpu._internal.compile import tpu_torch_compile
+    from torch_tpu._internal.execution_mode import EagerMode, set_eager_mode
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=chips)
+    replica = train.open_device("tpu", settings)
+    programs = {}
+    for name, (step, state, inputs) in steps_of(settings, replica, chips).items():
+        graph, tensors, _ = replica.graph_of(step, state, inputs)
+        # TorchTPU only writes an all-reduce for the chips that it has; until then another operation that no
+        # model has stands for it
+        for node in graph.graph.find_nodes(op="call_function", target=ALL_REDUCE.all_reduce.default):
+            node.target = torch.ops.aten.expm1.default
+            node.args = node.args[:1]
+        for node in graph.graph.find_nodes(op="call_function", target=ALL_REDUCE.wait_tensor.default):
+            node.replace_all_uses_with(node.args[0])
+        graph.recompile()
+        # what StaticCompiler does, but for the compilation
+        placeholders = [tpu_torch_compile.placeholder_like(t, False) for t in tensors]
+        with set_eager_mode(EagerMode._INTERNAL_COMPILE_FX_GRAPH):
+            results = torch.fx.Interpreter(graph).run(*map(torch.clone, placeholders))
+            module = tpu_torch_compile.build_mlir(results, placeholders)
+        program = re.sub(
+            r"stablehlo\.exponential_minus_one (%\S+) : (\S+)",
+            rf'"stablehlo.all_reduce"(\1) <{{replica_groups = dense<{[[*range(chips)]]}> : '
+            rf"tensor<1x{chips}xi64>}}> ({{ ^bb0(%a: tensor<f32>, %b: tensor<f32>): "
+            r"%sum = stablehlo.add %a, %b : tensor<f32> stablehlo.return %sum : tensor<f32> }) : (\2) -> \2",
+            tpu_torch_compile.serialize_mlir_text(module))
+        programs[name] = program, range(len(tree_flatten(state)[0]))
+    return programs
+
+
+def steps_of(settings, replica, chips):
+    """Returns {"train" or "eval": (its function, state, inputs)} for a replica on one of `chips` chips."""
+    replica.world = chips
+    settings.forward_dtype, _ = replica.choose_dtype(settings.forward_dtype)
+    check_batch_size(settings, replica)
+    replica.compile_step = lambda fn, **_: fn  # the programs are the steps themselves
+    run, next_inputs = bench.new_run(settings, replica)
+    cycles = settings.H_cycles, settings.L_cycles
+    return dict(
+        train=(partial(run.train_step, cycles=cycles), run.state, next_inputs()),
+        eval=(run.evaluator.program, *bench.evaluation_of(run)),
+    )
 
 
 def compile_program(program, state, topology, cores, dump):
     """Compiles a program for a slice, and returns the memory that it needs on a chip. Raises UserError.
 
     Args:
-        program: HLO.
+        program: StableHLO.
         state: numbers of parameters, whose memory the results may take.
         topology: the slice, in libtpu's words.
         cores: how its chips run their cores.
         dump: the folder for what libtpu writes.
     """
     # libtpu asks no cloud which TPU it has
+    os.environ.pop("TPU_LIBRARY_PATH", None)  # on_cpu.py's
     os.environ.update(
         JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_HOSTNAMES="localhost",
@@ -136,8 +190,8 @@ def compile_program(program, state, topology, cores, dump):
     devices = topologies.get_topology_desc(topology, "tpu", chip_config_name=cores).devices
     options = compiler.get_compile_options(len(devices), 1, [[d.id] for d in devices])
     with mlir.make_ir_context():
-        # the program in jax's form, with jax's mark for memory that results may take
-        module = ir.Module.parse(xla_client._xla.mlir.hlo_to_stablehlo(program))
+        # jax's mark for memory that results may take
+        module = ir.Module.parse(program)
         function = ir.SymbolTable(module.operation)["main"]
         marks = ["{jax.buffer_donor = true}" if i in state else "{}" for i in range(len(function.arguments))]
         function.attributes["arg_attrs"] = ir.Attribute.parse(f"[{', '.join(marks)}]")

@@ -5,14 +5,16 @@
 Each run is a command, since a process has one TPU. No test reaches the all-reduce inside a program, since
 this client has no collectives between processes, nor the rounding of a TPU.
 """
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, arguments, curve, last_weights, lines, run, same
+from helpers import ROOT, TINY, arguments, curve, last_weights, lines, run, same
 
 from runtime.checkpoint import checkpoint_paths
 
@@ -122,3 +124,16 @@ names = [str(node.target) for node in graph.graph.nodes]
 print(names.count("_c10d_functional.all_reduce.default"), "of", sum("all_reduce" in name for name in names))
 """
     assert "\n1 of 1\n" in output(tpu, "-c", code)
+
+
+def test_the_tpus_compiler_takes_the_step_with_its_all_reduce(tpu, data):
+    pytest.importorskip("jax")
+    command = [f"{ROOT}/scripts/aot.py", *TINY, f"--data_path={data}", "--tpu=v5e-4", "--micro_batch_size=2"]
+    text = output(tpu, *command)
+    figures = json.loads(re.search(r"^{$.*?^}$", text, re.M | re.S)[0])
+    assert [operation for _, operation in figures["train"]["collectives"]] == ["all-reduce"]
+    for step in figures.values():
+        assert step["chips"] == 4
+        assert step["donated_tensors"] == step["state_tensors"] > 5
+        assert 0 < step["schedules_ms"] < step["cost_model_ms"] < 1
+    assert "aot.py: TorchTPU needs a device" in output(dict(CPU_CLIENT=""), *command, code=2)
