@@ -120,7 +120,7 @@ class Dataset:
         self.num_examples = np.diff(row_indices)[owners]
         self.puzzle_indices = np.append(0, self.num_examples.cumsum())
         self.mean_puzzle_examples = len(self) / len(owners)
-        # a group brings as many examples to an epoch as its largest version has
+        # in an epoch, a group contributes as many examples as its largest version has
         self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
         self.epoch_examples = int(self.group_sizes.sum())
         # a batch spans one or two epochs, or more if they are small

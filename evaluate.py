@@ -212,8 +212,9 @@ class Queue:
     def watch(self):
         """Yields the results of each step as arrays, with answers turned back, until the queue is empty.
 
-        For a single slot; or for a slot for each puzzle, and one attempt at each.
+        For a single slot; or, without eval_patience, for a slot for each puzzle and one attempt at each.
         """
+        assert len(self.slots) == 1 or not self.evaluator.settings.eval_patience
         while self.num_unfinished():
             results = self.step()
             preds = results["preds"].cpu().numpy()

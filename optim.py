@@ -161,7 +161,7 @@ def count_steps(settings, examples_per_epoch):
 
 
 def evaluation_due(settings, examples_per_epoch, step):
-    """Returns True if this step crosses a multiple of eval_interval epochs."""
+    """Returns True if this step crosses a multiple of eval_interval epochs; step 0 crosses the first, 0."""
     # count examples and not steps: the number of puzzles need not divide into batches
     interval = settings.eval_interval * examples_per_epoch
     examples = step * settings.global_batch_size

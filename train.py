@@ -363,7 +363,7 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
         sys.exit(1)
     if step < total_steps:
         saved = f"checkpoint saved in {run.settings.out_dir}" if step else "before its end, nothing to save"
-        log.print0(f"stopped at step {step}, {saved}; to continue: the same command with --init_from=auto")
+        log.print0(f"stopped at step {step}, {saved}; to continue: {how_to_continue(run.settings)}")
         return False
     log.print0(f"trained {step - start.step} steps in {duration(time.monotonic() - began)}")
     return final_evaluation(run, test_set, log, checkpoints, step)
@@ -613,6 +613,12 @@ def check_settings(settings):
     checkpoint.check_folders(settings)
 
 
+def how_to_continue(settings):
+    """Returns in words the command that continues a run; init_from=auto would forget a FILE."""
+    is_file = settings.init_from not in ("scratch", "resume", "auto")
+    return "the same command" if is_file else "the same command with --init_from=auto"
+
+
 def recipe(settings):
     """Returns those of {name: value} that say what a run trains, and not where and how it runs."""
     return {name: value for name, value in settings.items() if name not in RUN_SETTINGS}
@@ -681,8 +687,8 @@ def main(settings):
             replica(settings, kind, began)
     # what breaks in a replica, in words
     except BrokenProcessPool:
-        raise TransientError("a replica died, see above; --init_from=auto continues from the last "
-                             f"checkpoint in {settings.out_dir}") from None
+        raise TransientError(f"a replica died, see above; to continue from the last checkpoint in "
+                             f"{settings.out_dir}: {how_to_continue(settings)}") from None
     except Exception as e:
         if errors.is_out_of_memory(e):
             raise errors.out_of_memory(settings) from None

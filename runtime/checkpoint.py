@@ -100,9 +100,9 @@ def on_rank_0(device, call):
             result = call()
         except (Exception, SystemExit) as e:
             error = e
-    error, result = device.all_gather((error, result))[0]
-    if error:
-        raise error
+    error_of_rank_0, result = device.all_gather((error, result))[0]
+    if error_of_rank_0:
+        raise error or error_of_rank_0  # its own has a traceback
     return result
 
 
@@ -131,7 +131,7 @@ def find_newest(settings, should_stop):
 
 def refuse_run(flag, names):
     """Raises UserError if a run is among the files `names` of the folder that `flag` gives."""
-    # run.json alone: the run had no time for a step
+    # run.json alone: the run was killed before it wrote its first line
     if any(name.startswith(("ckpt_", "best.", "metrics.")) for name in names):
         raise UserError(f"{flag} holds a run: --init_from=auto continues it, another "
                         f"{flag.partition('=')[0]} starts another")
@@ -203,19 +203,19 @@ def check_ranks(settings, device, train_set):
     A host with a newer checkpoint than rank 0's had rank 0 before: without a bucket that is an error, too.
     """
     own = vars(settings) | dict(dataset=train_set.sha256, data_path="", out_dir="")
-    newest = [*numbered(listed(settings.out_dir)), ""][0]
-    ranks = device.all_gather((device.host, own, newest))
-    _, expected, newest_of_rank_0 = ranks[0]
+    own_stem = [*numbered(listed(settings.out_dir)), ""][0]
+    ranks = device.all_gather((device.host, own, own_stem))
+    _, expected, stem_of_rank_0 = ranks[0]
     for rank, (host, facts, _) in enumerate(ranks):
         differing = sorted(dict(facts.items() - expected.items()))
         if differing:
             raise UserError(f"host {host}, rank {rank}: not as on rank 0: {', '.join(differing)}")
 
     # a run does not silently begin again, or further back
-    newest, host = max((newest, host) for host, _, newest in ranks)
-    if newest > newest_of_rank_0 and not settings.eval_only:
-        line = (f"--out_dir={settings.out_dir} has {newest} on host {host}, and "
-                f"{newest_of_rank_0 or 'no checkpoint'} on rank 0's")
+    highest_stem, host = max((stem, host) for host, _, stem in ranks)
+    if highest_stem > stem_of_rank_0 and not settings.eval_only:
+        line = (f"--out_dir={settings.out_dir} has {highest_stem} on host {host}, and "
+                f"{stem_of_rank_0 or 'no checkpoint'} on rank 0's")
         if not settings.gcs_dir:
             raise UserError(f"{line}: choose a folder that all hosts share, or a --gcs_dir")
         if device.rank == 0:
@@ -489,10 +489,11 @@ def read_checkpoint(path):
     """Returns the state in a checkpoint of ours, or {"weights": ...} of an official one. Raises UserError."""
     try:
         state = read_file(path)
-        # ours has "weights" among other entries; the official code saves only the weights, others nest them
+        # ours has "weights" among other entries; the official code saves only the weights, others nest them,
+        # and may have their average beside them
         if "weights" not in state:
             nested = [state[name] for name in WEIGHTS if isinstance(state.get(name), dict)]
-            state = {"weights": [*nested, state][0]}
+            state = {"weights": [*nested, state][0] | state.get("ema_helper", {})}
         if not all(map(torch.is_tensor, state["weights"].values())):
             raise ValueError("it has no weights")
     except UserError:

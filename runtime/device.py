@@ -470,8 +470,10 @@ def peak_flops(device):
 
 def is_compiled(device):
     """Returns True if a compiler made the steps that have run; with compile=auto, torch.compile may fail."""
-    if device.kind in ("xla", "tpu"):
+    if device.kind == "xla":
         return True
+    if device.kind == "tpu":
+        return device.compiles
     return device.compiles and torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 

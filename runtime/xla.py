@@ -33,8 +33,8 @@ class XLADevice:
     kind = "xla"
 
     def __init__(self, settings):
-        self.compiles = settings.compile
-        self.is_lazy = self.compiles == "off"  # while a step is traced that is not captured
+        self.compile_mode = settings.compile
+        self.is_lazy = self.compile_mode == "off"  # while a step is traced that is not captured
         self.torch = torch_xla.device()
         self.rank = xr.global_ordinal()
         self.world = xr.world_size()
@@ -124,7 +124,7 @@ class XLADevice:
             new_state = tree_map(torch.clone, state) if self.threads else state
             self.is_lazy = True
             outputs = fn(new_state, inputs, *static)
-            self.is_lazy = self.compiles == "off"
+            self.is_lazy = self.compile_mode == "off"
             self.launch(tree_flatten(outputs)[0][0])
             state.update(new_state)
             return outputs
@@ -158,7 +158,7 @@ class XLADevice:
 
         is_collective: if it fails on one rank, it raises FallBack on all.
         """
-        if self.compiles == "on":
+        if self.compile_mode == "on":
             return function(*args)
         result = None
         error = ""

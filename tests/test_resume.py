@@ -1,16 +1,18 @@
 """A resume trains on with the settings that the run began with: the command line, as users start it."""
 import glob
 import os
+import pickle
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import DATA, ROOT, TrainProcess, hosts, newest, run, start_train, xla_environment
 
 import train
 from configurator import configure
-from runtime.checkpoint import checkpoint_paths
+from runtime.checkpoint import checkpoint_paths, on_rank_0
 from runtime.errors import UserError
 from runtime.minutes import keep_length
 
@@ -173,3 +175,18 @@ def test_the_settings_of_a_checkpoint_give_the_recipe_of_each_config(files):
     resumed.fill(train.recipe(vars(began)))
     train.check_settings(resumed)
     assert train.recipe(vars(resumed)) == train.recipe(vars(began))
+
+
+def test_an_error_of_rank_0_has_its_traceback_there():
+    """The other ranks raise a copy, which has none."""
+    device = SimpleNamespace(rank=0, all_gather=lambda value: [pickle.loads(pickle.dumps(value))])
+    with pytest.raises(ValueError) as error:
+        on_rank_0(device, lambda: int("x"))
+    assert error.traceback[-1].name == "<lambda>"
+
+
+@pytest.mark.parametrize("init_from, words", [
+    ("auto", "with --init_from=auto"), ("scratch", "with --init_from=auto"), ("model.pt", "")])
+def test_the_command_that_continues_a_run_begins_with_its_file(init_from, words):
+    text = train.how_to_continue(SimpleNamespace(init_from=init_from))
+    assert text == f"the same command {words}".rstrip()
