@@ -533,7 +533,7 @@ def save_model(models_folder, path, settings, num_puzzle_identifiers=1):
     trm.q_head.weight.data.normal_(0, 0.1, generator=generator)
     if trm.has_puzzle_emb:
         trm.puzzle_emb.weights.normal_(generator=generator)
-    torch.save(saved | dict(model=sizes, settings=settings, weights=trm.state_dict()), path)
+    torch.save(saved | dict(sizes=sizes, settings=settings, weights=trm.state_dict()), path)
 
 
 def test_file_plays_as_with_a_server(offline):
