@@ -95,13 +95,11 @@ def main(argv):
 def trace_xla(settings, chips):
     """Returns {"train" or "eval": (program, state)} of torch_xla for one of `chips` chips.
 
-    The program is StableHLO; state lists the numbers of the parameters that hold the state. Raises
+    The program is HLO; state lists the numbers of the parameters that hold the state. Raises
     NotReplayable, with the line, where a shape or a branch depends on data.
     """
     # one replica on the CPU; the variable makes torch_xla keep the all-reduce
     os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
-    from jax._src.lib import xla_client
-
     from runtime.replay import Replayable, tree_flatten
     replica = train.open_device("xla", settings)
     replica.name = "TPU"
@@ -110,13 +108,12 @@ def trace_xla(settings, chips):
         with torch.no_grad(), Replayable():
             lowering, placeholders, _ = replica.lower(step, state, inputs)
         numbers = [lowering.tensor_parameter_id(t) for t in placeholders]
-        program = xla_client._xla.mlir.hlo_to_stablehlo(lowering.hlo())
-        programs[name] = program, numbers[:len(tree_flatten(state)[0])]
+        programs[name] = lowering.hlo(), numbers[:len(tree_flatten(state)[0])]
     return programs
 
 
 def trace_torchtpu(settings, chips):
-    """Returns the same of TorchTPU."""
+    """Returns the same of TorchTPU, whose programs are StableHLO."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._pytree import tree_flatten
@@ -168,7 +165,7 @@ def compile_program(program, state, topology, cores, dump):
     """Compiles a program for a slice, and returns the memory that it needs on a chip. Raises UserError.
 
     Args:
-        program: StableHLO.
+        program: HLO, or the text of StableHLO.
         state: numbers of parameters, whose memory the results may take.
         topology: the slice, in libtpu's words.
         cores: how its chips run their cores.
@@ -190,7 +187,9 @@ def compile_program(program, state, topology, cores, dump):
     devices = topologies.get_topology_desc(topology, "tpu", chip_config_name=cores).devices
     options = compiler.get_compile_options(len(devices), 1, [[d.id] for d in devices])
     with mlir.make_ir_context():
-        # jax's mark for memory that results may take
+        # the program in jax's form, with jax's mark for memory that results may take
+        if isinstance(program, bytes):
+            program = xla_client._xla.mlir.hlo_to_stablehlo(program)
         module = ir.Module.parse(program)
         function = ir.SymbolTable(module.operation)["main"]
         marks = ["{jax.buffer_donor = true}" if i in state else "{}" for i in range(len(function.arguments))]
