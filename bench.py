@@ -22,10 +22,9 @@ import data
 import optim
 import train
 from runtime import process
-from runtime.device import check_batch_size, choose_device, is_compiled, peak_flops, spawner
+from runtime.device import check_batch_size, choose_device, is_compiled, open_device, peak_flops, spawner
 from runtime.errors import check_numbers, is_out_of_memory, out_of_memory
 from runtime.flops import flops_per_example
-from train import open_device
 from weights import new_model
 
 

@@ -212,9 +212,10 @@ class Queue:
     def watch(self):
         """Yields the results of each step as arrays, with answers turned back, until the queue is empty.
 
-        For a single slot; or, without eval_patience, for a slot for each puzzle and one attempt at each.
+        For a single slot, or a slot for each puzzle and one attempt at each; without eval_patience.
         """
-        assert len(self.slots) == 1 or not self.evaluator.settings.eval_patience
+        settings = self.evaluator.settings
+        assert not settings.eval_patience and (len(self.slots) == 1 or settings.eval_attempts == 1)
         while self.num_unfinished():
             results = self.step()
             preds = results["preds"].cpu().numpy()

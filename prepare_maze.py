@@ -15,6 +15,7 @@ import numpy as np
 
 from data import refuse_existing
 from prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
+from puzzles import kind_of
 from puzzles.maze import Maze, long_mazes
 from runtime.process import start
 
@@ -82,7 +83,7 @@ def rows_of(path):
 
 def maze_of(size):
     """Returns the Kind of mazes of size x size cells."""
-    return Maze(Maze.new_task(size))
+    return kind_of(Maze.new_task(size))
 
 
 def generate(size, n, seed, min_path):

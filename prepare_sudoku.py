@@ -13,7 +13,7 @@ import numpy as np
 
 from data import refuse_existing
 from prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
-from puzzles import squeezed
+from puzzles import kind_of, squeezed
 from puzzles.sudoku import BOXES, Sudoku, minimal_sudokus
 from puzzles.symmetries import keys_of
 from runtime.errors import UserError
@@ -49,7 +49,7 @@ def main(settings):
     size = settings.size
 
     # get the puzzles, [2, n, cells]: questions and answers
-    kind = Sudoku(Sudoku.new_task(size))
+    kind = kind_of(Sudoku.new_task(size))
     left_out = {}
     if settings.source == "generate":
         puzzles = generate(size, settings.num_train + settings.num_test, settings.seed)

@@ -101,7 +101,10 @@ class Kind:
         self.symmetries = task.get("symmetries", self.symmetries)
         own_task = self.new_task(self.rows)
         if own_task and (own_task["grid"], own_task["symbols"]) != (self.grid, self.symbols):
-            raise UserError(f"grid {self.grid} and symbols {self.symbols!r} do not fit kind {task['kind']}")
+            raise UserError(f"grid {self.grid} and symbols {self.symbols!r} do not fit kind {task['kind']}, "
+                            f"whose are {own_task['grid']} and {own_task['symbols']!r}")
+        if self.has_several_answers and type(self).judge is Kind.judge:
+            raise UserError(f"kind {task['kind']}: questions with several right answers need a judge")
         if self.symmetries:
             from puzzles.symmetries import check_symmetries
             check_symmetries(self)
@@ -206,9 +209,10 @@ class Kind:
         for question, count in zip(questions, self.num_solutions(questions)):
             words = {1: "", 2: "the puzzle has more than one solution", 0: "the puzzle has no solution",
                      -1: "not decided whether the puzzle has one solution: the search was too long"}[count]
-            if count == 0:
-                # two givens may break a rule
-                clashes = self.judge(question[None], question[None]).broken[0] & (question > 1)
+            # two givens may break a rule
+            judgement = self.judge(question[None], question[None]) if count == 0 else None
+            if judgement:
+                clashes = judgement.broken[0] & (question > 1)
                 words += f": {self.place_of(clashes.argmax())} breaks a rule" if clashes.any() else ""
             notes.append((count, words))
         return notes
@@ -227,7 +231,7 @@ class Kind:
             indices: which of its examples this rank has solved [n].
             results: see evaluate.Queue.
             all_gather: see device.Device.
-            save: a function (name, text) that writes a file of out_dir; None: nothing is written.
+            save: a function (name, bytes) that writes a file of out_dir; None: nothing is written.
         """
         return {}
 
@@ -236,7 +240,7 @@ class Kind:
 
     @property
     def has_symmetries(self):
-        """Whether copies() can make copies."""
+        """Whether copies() can make copies; a class with a draw_symmetries of its own sets it to True."""
         return bool(self.symmetries)
 
     def draw_symmetries(self, n, rng):

@@ -277,7 +277,7 @@ def merge_votes(ranks):
     return total
 
 
-def elect(candidates):
+def ranked(candidates):
     """Returns the answers to one test input, by their votes, then by their mean confidence."""
     def standing(answer):
         confidences = candidates[answer]
@@ -301,7 +301,7 @@ def vote_values(test, votes):
             continue
         num_tasks += 1
         for member, answer in enumerate(answers):
-            elected = elect(votes[group, member])
+            elected = ranked(votes[group, member])
             for k in PASSES:
                 is_solved = grid_key(answer) in elected[:k]
                 solved[k] += is_solved / len(answers)
@@ -317,7 +317,7 @@ def submission(test, votes):
     """Returns {task: [{"attempt_1": grid, "attempt_2": grid}, ...]}, an entry a test input, as for Kaggle."""
     attempts = {}
     for group, member in sorted(votes):
-        elected = elect(votes[group, member])
+        elected = ranked(votes[group, member])
         grids = [np.frombuffer(cells, dtype=np.uint8).reshape(shape).tolist() for shape, cells in elected[:2]]
         # a single answer is given twice
         best = {"attempt_1": grids[0], "attempt_2": grids[-1]}

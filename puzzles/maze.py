@@ -33,7 +33,8 @@ class Maze(Kind):
 
     def resized(self, cells):
         """See Kind."""
-        return Maze(self.new_task(math.isqrt(cells)))
+        side = math.isqrt(cells)
+        return type(self)(self.task | {"grid": [side, side]})
 
     def question_symbols(self):
         """See Kind. The path is no part of a question."""

@@ -273,7 +273,7 @@ def choose_model(source, content):
     source, content: see read_rows.
     """
     text = content if isinstance(content, str) else content[0].question
-    num_cells = len("".join(text.split()))
+    cells = "".join(text.split())
 
     def rank(path):
         # how many of the first puzzles it takes, how much of the text is its symbols, and its size
@@ -282,8 +282,8 @@ def choose_model(source, content):
         with suppress(UserError):
             rows, _ = read_rows(kind, source, content)
             num_fitting = sum(is_question_of(kind, row.question) for row in rows[:100])
-        num_known = sum(char in kind.symbols[1:] for char in text)
-        return num_fitting, num_known, -abs(num_cells - kind.cells)
+        num_known = sum(cell in kind.symbols[1:] or cell in kind.empty_cells for cell in cells)
+        return num_fitting, num_known, -abs(len(cells) - kind.cells)
 
     paths = map(os.path.relpath, Path(ROOT, "models").glob("*.pt"))
     path = max(sorted(paths, key=os.path.getsize), key=rank)

@@ -18,6 +18,7 @@ import puzzles
 from configurator import configure
 from data import Dataset
 from puzzles import kind_of
+from puzzles.maze import Maze
 from puzzles.symmetries import dihedral, keys_of, orbit_keys
 from runtime.errors import UserError
 
@@ -202,6 +203,47 @@ def coloring(monkeypatch):
     monkeypatch.setattr(model.TRM, "is_solved", model.TRM.is_solved)
     monkeypatch.setattr(data, "Dataset", Dataset)
     return runpy.run_path(os.path.join(ROOT, "examples", "coloring.py"))
+
+
+@pytest.fixture
+def kinds(monkeypatch):
+    """puzzles.KINDS, restored after the test."""
+    monkeypatch.setattr(puzzles, "KINDS", puzzles.KINDS.copy())
+    return puzzles.KINDS
+
+
+def test_a_class_that_extends_mazes_keeps_its_name_and_its_rules_at_another_size(kinds):
+    class Mine(Maze):
+        pass
+
+    kinds["mine"] = Mine
+    resized = kind_of(Mine.new_task(5) | {"kind": "mine"}).resized(49)
+    assert type(resized) is Mine and resized.task == Maze.new_task(7) | {"kind": "mine"}
+
+
+def test_the_copies_of_a_kind_are_made(kinds):
+    class Mine(puzzles.Kind):
+        def training_copies(self, puzzles, num_copies, rng, test_keys):
+            return np.repeat(puzzles[:, :, None], num_copies, axis=2)
+
+    kinds["mine"] = Mine
+    path = write("mine.csv", *random_rows(5))
+    folder = build("mine", f"--train_csv={path} --holdout=1 --grid=3x3 --kind=mine --num_aug=3")
+    assert len(Dataset(folder, "train")) == 4 * 4
+
+
+def test_a_kind_with_several_answers_needs_rules(kinds):
+    class Mine(puzzles.Kind):
+        has_several_answers = True
+
+    kinds["mine"] = Mine
+    with pytest.raises(UserError, match="kind mine: questions with several right answers need a judge"):
+        kind_of({"kind": "mine", "grid": [1, 2], "symbols": "_.1"})
+
+
+def test_a_task_that_does_not_fit_its_kind_is_told_which_would():
+    with pytest.raises(UserError, match=r"do not fit kind sudoku, whose are \[4, 4\] and ' \.1234'"):
+        kind_of({"kind": "sudoku", "grid": [4, 4], "symbols": "_.1234"})
 
 
 CHECKED = "12312231233123112312"  # each cell's number is its diagonal's

@@ -284,6 +284,14 @@ def test_wrong_input_is_one_line(argv, words):
     assert not os.path.exists("a.gif")
 
 
+@pytest.mark.parametrize("text, name", [
+    ("5 3 0 0 7 0 0 0 0\n" * 8 + "6 0 0 1 9 5 0 0", "sudoku-9x9"), ("#####\n#S G#\n#####", "maze-6x6"),
+    ("2....." * 5 + "1", "sudoku-6x6")])
+def test_a_text_that_no_model_takes_is_read_for_the_nearest_one(text, name):
+    """Its message then says what is wrong."""
+    assert Path(solve.choose_model("", text)).stem == name
+
+
 def test_arc_is_for_the_page(arc_folder):
     with pytest.raises(UserError, match="solves ARC tasks: play.py shows them"):
         solve.main([str(arc_folder / "model.pt"), "0" * 16])
