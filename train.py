@@ -395,7 +395,8 @@ class Run:
 
     state: weights, their average ema (empty with ema=False) and the optimizer's state, by the parameters'
     names; puzzle_emb [N, D']; sequences, of TRM.new_sequences. Since the last line of the log, log_sums adds
-    up METRICS of sequences that halted and LOSS_TERMS of all, and grad_norms the norms of the gradients.
+    up METRICS of sequences that halted and LOSS_TERMS of all, these names alone, and grad_norms the norms of
+    the gradients.
 
     Args:
         settings: the run's settings.
@@ -687,8 +688,8 @@ def main(settings):
             replica(settings, kind, began)
     # what breaks in a replica, in words
     except BrokenProcessPool:
-        raise TransientError(f"a replica died, see above; to continue from the last checkpoint in "
-                             f"{settings.out_dir}: {how_to_continue(settings)}") from None
+        raise TransientError("a replica died, see above if it said why; to continue: "
+                             f"{how_to_continue(settings)}") from None
     except Exception as e:
         if errors.is_out_of_memory(e):
             raise errors.out_of_memory(settings) from None

@@ -244,6 +244,8 @@ def resume(start, saved, settings, model, train_set, total_steps):
 
     # tell the log what is resumed and what has changed
     notes = [f"resuming from {path}", *forks.missing(saved["forks"])]
+    for name in sorted(start.settings.keys() - vars(settings).keys()):
+        notes.append(f"{name} is no setting here; the checkpoint had {start.settings[name]}")
     for name, value in vars(settings).items():
         old = start.settings.get(name, value)
         if value != old and name != "init_from":

@@ -52,7 +52,7 @@ class Replayable(TorchDispatchMode):
             # the result of an index by integers has a known shape, the result of an index by a mask does not
             needs_values = any(index is not None and index.dtype == torch.bool for index in args[1])
         if needs_values:
-            return "has a value or a shape that depends on data"
+            return "has a value or a shape that depends on data (torch.where has none)"
         if torch.Tag.nondeterministic_seeded in func.tags:
             return "draws random numbers"
 

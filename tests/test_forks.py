@@ -124,6 +124,9 @@ def test_a_checkpoint_names_the_forks_that_trained_it(data):
     again = "--init_from=resume", "--eval_only"
     without = start_train(data, "run", *again).output()
     assert "trained with the fork smoothing.py" in without
+    shutil.copytree("run", "other")
+    goes_on = start_train(data, "other", "--init_from=resume", "--max_steps=3").output()
+    assert "label_smoothing is no setting here; the checkpoint had 0.0" in goes_on
     equal = start_train(data, "run", str(fork), *again).output()
     assert "smoothing.py" not in equal
     fork.write_text(fork.read_text() + "# changed")
