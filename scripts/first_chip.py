@@ -1,7 +1,8 @@
 """The first fifteen minutes on a chip: is this code right there, and how fast?
 
     python scripts/first_chip.py --device=cuda     NVIDIA GPUs
-    python scripts/first_chip.py --device=xla      TPUs
+    python scripts/first_chip.py --device=xla      TPUs, by torch_xla
+    python scripts/first_chip.py --device=tpu      TPUs, by TorchTPU
     python scripts/first_chip.py --device=cpu      rehearses it at tiny sizes, in two minutes
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python scripts/first_chip.py --device=xla     the same through XLA
 
@@ -31,7 +32,7 @@ from runtime.files import read_metrics, read_torch_file
 
 
 class Settings:
-    device = ""  # cuda, xla or cpu
+    device = ""  # cuda, xla, tpu or cpu
     minutes = 15.0  # in all
     out_dir = "out/first_chip"  # a new folder
 
@@ -48,11 +49,13 @@ class Device(NamedTuple):
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node="
 # torch.compile may choose other kernels in the next run, so the checks on a GPU do without it. A maze has 11
 # times the cells of a Sudoku.
+TPU = Device("", "", "--replica_batch_size=96 --micro_batch_size=32",
+             "--replica_batch_size=12 --micro_batch_size=4 --size=30")
 DEVICES = {
     "cuda": Device(TORCHRUN + "gpu", "--compile=off", "--replica_batch_size=768 --micro_batch_size=192",
                    "--replica_batch_size=96 --micro_batch_size=24 --size=30"),
-    "xla": Device("", "", "--replica_batch_size=96 --micro_batch_size=32",
-                  "--replica_batch_size=12 --micro_batch_size=4 --size=30"),
+    "xla": TPU,
+    "tpu": TPU,
     "cpu": Device(TORCHRUN + "2", "", "", ""),
 }
 # The demo's puzzles; 20 of its steps, at full depth and a constant rate.
@@ -105,6 +108,9 @@ def list_parts(kind, is_rehearsal):
         "losses of one chip, float32": Part(
             40, f"scripts/one_chip.py {demo} {STEPS} --out_dir=one --forward_dtype=float32",
             partial(compare_losses, "one", "cpu", 1e-3)),
+        "losses of one chip, --compile=off": Part(
+            90, f"scripts/one_chip.py {demo} {STEPS} --out_dir=off --forward_dtype=float32 --compile=off",
+            partial(compare_losses, "off", "one", 1e-3)),
         "losses of all chips, float32": Part(
             40, f"{train_on_all} --out_dir=all --forward_dtype=float32",
             partial(compare_losses, "all", "one", 1e-3)),
@@ -131,6 +137,9 @@ def list_parts(kind, is_rehearsal):
         "sudoku_att": measure("sudoku_att.py"),
         "maze": measure("maze.py", maze),
     }
+    # on a GPU the runs that are compared do without compiling, and a CPU does not compile
+    if kind != "tpu":
+        del parts["losses of one chip, --compile=off"]
     if is_rehearsal:
         # they repeat what others show
         del parts["baseline"], parts["sudoku_att"], parts["maze"]
@@ -274,7 +283,7 @@ def report(results):
     """Writes results.md and results.json, and returns the first."""
     # versions and hardware; the log of a run begins with most of them
     facts = ["commit " + subprocess.getoutput(f"git -C {shlex.quote(ROOT)} rev-parse HEAD")]
-    for package in ("torch_xla", "libtpu"):
+    for package in ("torch_xla", "torch_tpu", "libtpu"):
         with suppress(importlib.metadata.PackageNotFoundError):
             facts.append(f"{package} {importlib.metadata.version(package)}")
     with suppress(OSError):

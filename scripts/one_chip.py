@@ -1,4 +1,4 @@
-"""Trains as train.py does, but on one chip of a host that has several; on XLA train.py takes all of them.
+"""Trains as train.py does, but on one chip of a host that has several; train.py takes all chips of a TPU.
 
     python scripts/one_chip.py config/demo.py --device=xla
 """
@@ -20,6 +20,10 @@ def main(argv):
     if kind == "xla":
         import torch_xla.distributed.xla_multiprocessing as xmp
         xmp.spawn = functools.partial(xmp.spawn, nprocs=1)  # in this process
+    if kind == "tpu":
+        import torch
+        launch = torch.tpu.distributed.set_tpu_launch_env
+        torch.tpu.distributed.set_tpu_launch_env = functools.partial(launch, nproc_per_node=1)
     train.main(settings)
 
 
