@@ -53,7 +53,7 @@ def bench(settings, num_steps, kind, knows_length, replica_batch_size=0):
     device = open_device(kind, settings)
     settings = copy.copy(settings)  # replicas may be threads
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
-    train_set, _ = data.load(settings.data_path)
+    train_set = data.load_split(settings.data_path, "train")
     examples = settings.global_batch_size * optim.count_steps(settings, optim.epoch_size(train_set))
 
     def say(text):
@@ -160,7 +160,7 @@ def choose_batch_size(settings, device, say):
 def new_run(settings, device):
     """Returns a train.Run for the dataset, and a function that returns its next step's inputs."""
     # the dataset has the model's sizes
-    train_set, _ = data.load(settings.data_path)
+    train_set = data.load_split(settings.data_path, "train")
     run = train.Run(settings, new_model(settings, train_set), device)
     total_steps = max(1, optim.count_steps(settings, optim.epoch_size(train_set)))
     count = itertools.count()
@@ -175,7 +175,7 @@ def train_step_of(run, next_inputs):
 
 def evaluation_of(run):
     """Returns the slots and the inputs of an evaluation's first step."""
-    _, test_set = data.load(run.settings.data_path)
+    test_set = data.load_split(run.settings.data_path, "test")
     batch = test_set.test_batch(np.resize(test_set.subset(run.batch_size, 1), run.batch_size))
     return run.evaluator.new_slots(), run.evaluator.inputs(*run.eval_weights(), batch)
 

@@ -42,15 +42,20 @@ ORDER, EXAMPLE, HALT, SUBSET = range(4)  # independent random streams of one see
 
 def load(path):
     """Returns the Datasets of a folder, (train, test). Raises UserError if they do not fit together."""
-    dataset_class = Dataset
-    if os.path.exists(f"{path}/train/all__versions.npy"):
-        from puzzles.arc import ARCDataset as dataset_class
-    train_set = dataset_class(path, "train")
-    test_set = dataset_class(path, "test")
+    train_set = load_split(path, "train")
+    test_set = load_split(path, "test")
     for name in ("seq_len", "vocab_size", "num_puzzle_identifiers"):
         if getattr(test_set, name) != getattr(train_set, name):
             raise UserError(f"{path}: train and test differ in {name}: build it again")
     return train_set, test_set
+
+
+def load_split(path, split):
+    """Returns the Dataset of a split, "train" or "test", of a folder. Raises UserError."""
+    dataset_class = Dataset
+    if os.path.exists(f"{path}/{split}/all__versions.npy"):
+        from puzzles.arc import ARCDataset as dataset_class
+    return dataset_class(path, split)
 
 
 class Dataset:
