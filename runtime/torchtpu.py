@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from runtime.device import TORCHRUN, Device, flatten, free_port, loop_over_micro_batches
+from runtime.errors import UserError
 from runtime.replay import Replayable, write_out_attention
 
 warnings.filterwarnings("ignore", "<TorchTpu/ApiStage/ExperimentalApi/>")
@@ -206,6 +207,10 @@ def trace(fn, tensors):
 def spawner():
     """Returns a function that calls another one in a new process for each chip; None: this one is enough."""
     if all(map(os.environ.get, TORCHRUN)):
+        # without it TorchTPU aborts at its first operation
+        if not os.environ.get("TORCH_TPU_SLICEBUILDER_ADDRESSES"):
+            raise UserError("TORCH_TPU_SLICEBUILDER_ADDRESSES is not in the environment: before torchrun, "
+                            "run eval \"$(python -m torch.tpu.distributed | sed 's/^/export /')\"")
         return None
     torch.tpu.distributed.set_tpu_launch_env()
     num_hosts = int(os.environ.get("NNODES") or 1)

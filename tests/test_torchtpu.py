@@ -2,19 +2,33 @@
 
     python tests/torchtpu/on_cpu.py -m pytest tests/test_torchtpu.py
 
-Each run is a command, since a process has one TPU. No test reaches the all-reduce inside a program, since
-this client has no collectives between processes, nor the rounding of a TPU.
+Each run is a command, since a process has one TPU. No test reaches the rounding of a TPU, TorchTPU's process
+group, or the all-reduce inside a program: this client has no collectives between processes, and
+torchtpu/replicas.py sums on the host instead.
 """
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, TINY, arguments, curve, last_weights, lines, run, same
+from helpers import (
+    ROOT,
+    TINY,
+    arguments,
+    begun,
+    children,
+    curve,
+    hosts,
+    last_weights,
+    lines,
+    run,
+    same,
+)
 
 from runtime.checkpoint import checkpoint_paths
 
@@ -83,6 +97,30 @@ def test_a_resume_has_the_same_bits_and_the_cpu_goes_on_too(tpu, data, run_on_tp
     assert {step: curve("cpu")[step] for step in losses} == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.parametrize("launcher, number, code, words", [
+    ([], signal.SIGTERM, 3, "stopped at step "),
+    (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], signal.SIGKILL, 1,
+     "exitcode  : -9")],
+    ids=["train.py", "torchrun"])
+def test_two_replicas_have_the_curve_of_one_and_end_together(tpu, data, launcher, number, code, words):
+    """A request to stop reaches both, and the death of one ends the other."""
+    flags = [*RUN, "--eval_interval=1", "--checkpoint_interval=0"]
+    command = [*launcher, f"{ROOT}/train.py", *arguments(
+        data, "two", "--device=tpu", *flags, "--max_steps=100000", "--micro_batch_size=4")]
+    variables = dict(CHIPS="2", TORCH_TPU_SLICEBUILDER_ADDRESSES="localhost:1,localhost:2")
+    process = subprocess.Popen([sys.executable, *command], env=os.environ | tpu | variables, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with begun(process, "step 4 | evaluation"):
+        os.kill(process.pid if number == signal.SIGTERM else children(process.pid)[-1], number)
+        text, _ = process.communicate(timeout=60)
+    assert process.returncode == code and words in text, text
+    assert len(checkpoint_paths("two")) == (code == 3)
+    run(data, "one", *flags, "--max_steps=5")
+    for key, steps in ("train/loss", [1, 2, 3, 4]), ("eval/loss", [4]):
+        one, two = curve("one", key), curve("two", key)
+        assert [two[step] for step in steps] == pytest.approx([one[step] for step in steps], rel=1e-5)
+
+
 def test_a_fork_that_cannot_be_captured_is_refused_with_the_place(tpu, data):
     Path("fork.py").write_text("""
 import model
@@ -97,13 +135,14 @@ model.TRM.halts = _halts
     assert "train.py: fork.py:6: item has a value or a shape that depends on data" in text
 
 
-@pytest.mark.parametrize("device, words", [
-    ("tpu", "--device=tpu: TorchTPU sees no TPU on this machine"),
-    ("xla", ", with TorchTPU: --device=tpu")])
-def test_a_wrong_set_up_is_one_line(tpu, data, device, words):
+@pytest.mark.parametrize("device, variables, words", [
+    ("tpu", dict(PYTHONPATH=""), "--device=tpu: TorchTPU sees no TPU on this machine"),
+    ("xla", dict(PYTHONPATH=""), ", with TorchTPU: --device=tpu"),
+    ("tpu", hosts(1)[0], "TORCH_TPU_SLICEBUILDER_ADDRESSES is not in the environment")])
+def test_a_wrong_set_up_is_one_line(tpu, data, device, variables, words):
     command = [f"{ROOT}/train.py", *arguments(data, "out", f"--device={device}")]
-    text = output(dict(PYTHONPATH=""), *command, code=2)
-    assert words in text.splitlines()[-1]
+    text = output(tpu | variables, *command, code=2)
+    assert re.search(f"^train.py: .*{words}", text, re.M) and "Traceback" not in text
     assert not lines("out")
 
 

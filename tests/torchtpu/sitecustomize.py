@@ -14,3 +14,6 @@ if "resource_tracker" not in " ".join(sys.orig_argv):  # a process of multiproce
     hardware.get_tpu_device_name = lambda: "TPU v5e"
     from torch_tpu import _loader
     _loader._init_device("tpu")
+
+    import replicas
+    replicas.install()
