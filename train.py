@@ -175,13 +175,13 @@ def train_step(run, state, inputs, cycles):
         stats=tree_map(torch.zeros_like, state["log_sums"]),
     )
     body = functools.partial(forward_backward, run, cycles)
-    sums, results = run.device.for_each_micro_batch(body, zeros, weights, batch, run.micro_batch_size)
-    tree_map(torch.Tensor.copy_, state["sequences"], results["sequences"])
+    sums, each_sequence = run.device.for_each_micro_batch(body, zeros, weights, batch, run.micro_batch_size)
+    tree_map(torch.Tensor.copy_, state["sequences"], each_sequence["sequences"])
 
     # the division by the batch comes here and not in the loss, where gradients would underflow in float16
     sums["grads"] = {name: grad / settings.global_batch_size for name, grad in sums["grads"].items()}
     if has_puzzle_emb:
-        sums["rows"] = optim.pack_rows(identifiers, results["row_grads"], len(state["puzzle_emb"]),
+        sums["rows"] = optim.pack_rows(identifiers, each_sequence["row_grads"], len(state["puzzle_emb"]),
                                        settings.global_batch_size, inputs["rank"])
 
     # one all-reduce of all that the ranks share; the gradients are then those of the global batch
@@ -229,22 +229,22 @@ def forward_backward(run, cycles, weights, micro_batch):
 
     # TRM.forward with these weights; zeros for a parameter that does not take part in a fork's loss
     with torch.enable_grad():
-        step = run.supervision_step(
+        result = run.supervision_step(
             leaves, micro_batch["sequences"], puzzle_rows, micro_batch["min_halt_steps"], cycles)
-        grads = torch.autograd.grad(step.values["loss"].sum(), parameters, materialize_grads=True)
+        grads = torch.autograd.grad(result.values["loss"].sum(), parameters, materialize_grads=True)
 
     # micro-batches add up in float32
-    results = dict(sequences=step.sequences)
+    each_sequence = dict(sequences=result.sequences)
     if run.model.has_puzzle_emb:
-        results["row_grads"] = grads[-1].float()
+        each_sequence["row_grads"] = grads[-1].float()
     grads = {name: grad.float() for name, grad in zip(leaves, grads)}
 
     # sum up for the log: METRICS count sequences that halted, LOSS_TERMS all
-    halted = step.sequences["halted"]
-    stats = {name: torch.where(halted, step.values[name], 0) for name in model.METRICS}
-    stats |= {name: step.values[name].detach() for name in model.LOSS_TERMS}
+    halted = result.sequences["halted"]
+    stats = {name: torch.where(halted, result.values[name], 0) for name in model.METRICS}
+    stats |= {name: result.values[name].detach() for name in model.LOSS_TERMS}
     stats = {name: values.sum(0, keepdim=True) for name, values in stats.items()}
-    return dict(grads=grads, stats=stats), results
+    return dict(grads=grads, stats=stats), each_sequence
 
 
 def make_inputs(run, train_set, step, total_steps):

@@ -13,9 +13,9 @@ class WithEntropy(model.TRM):
         return losses | dict(entropy=entropy, loss=losses["loss"] + self.settings.entropy_weight * entropy)
 
     def forward(self, *arguments):
-        step = super().forward(*arguments)
-        step.values["z_norm"] = step.sequences["latents"]["z_H"].float().norm(dim=(1, 2))
-        return step
+        result = super().forward(*arguments)
+        result.values["z_norm"] = result.sequences["latents"]["z_H"].float().norm(dim=(1, 2))
+        return result
 
 
 model.TRM = WithEntropy
