@@ -5,6 +5,7 @@
     python scripts/first_chip.py --device=tpu      TPUs, by TorchTPU
     python scripts/first_chip.py --device=cpu      rehearses it at tiny sizes, in two minutes
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python scripts/first_chip.py --device=xla     the same through XLA
+    PJRT_DEVICE=CPU XLA_FLAGS= python tests/torchtpu/on_cpu.py scripts/first_chip.py --device=tpu
 
 Each part is one command, which has the chips for itself. A part that fails or hangs does not end the others,
 and one for which the minutes are too few is left out. Nothing is downloaded. out_dir keeps the output of each
