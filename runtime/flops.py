@@ -10,42 +10,11 @@ class FlopCounter(TorchDispatchMode):
     total = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        schema = func._schema
-        # Torch computes the shape of a result in Python, which takes 0.3 ms. It need not do so for a tensor
-        # that changes in place, nor for an operation in SEEN. Views and lists of results are not in SEEN.
-        if schema.is_mutable and schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags:
-            return args[0]
-        key = None
-        if not schema.is_mutable and len(schema.returns) == 1 and not func.is_view:
-            key = (func, describe(args), *kwargs, describe([*kwargs.values()]))
-        if key in SEEN:
-            flops, shape, stride, dtype = SEEN[key]
-            self.total += flops
-            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs or {})
         # torch has formulas for products of matrices, attention and convolutions
-        flops = 0
         if func.overloadpacket in flop_registry:
-            flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
-        self.total += flops
-        if key and torch.is_tensor(result) and result.is_meta:
-            SEEN[key] = flops, result.shape, result.stride(), result.dtype
+            self.total += flop_registry[func.overloadpacket](*args, **kwargs or {}, out_val=result)
         return result
-
-
-# {what describe() says of an operation and its arguments: (FLOPs, shape, stride, dtype of the result)}
-SEEN = {}
-
-
-def describe(argument):
-    """Returns what an operation's result on the device "meta" can depend on."""
-    if torch.is_tensor(argument):
-        return argument.shape, argument.stride(), argument.dtype, argument.device
-    if isinstance(argument, (list, tuple)):
-        return tuple(map(describe, argument))
-    return type(argument), argument
 
 
 def flops_per_example(model, cycles=None):
