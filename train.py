@@ -29,7 +29,6 @@ import model
 import optim
 import puzzles
 from runtime import checkpoint, errors, process
-from runtime.dataset import get_dataset
 from runtime.device import cast_weights, check_batch_size, choose_device, open_device, read_place, spawner
 from runtime.errors import TransientError, UserError, check_choices, check_numbers, one_line
 from runtime.files import duration
@@ -591,7 +590,9 @@ def settle(settings, start, device):
     check_settings(settings)
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     check_batch_size(settings, device)
-    get_dataset(settings, STOP.is_set)
+    if not os.path.exists(settings.data_path):
+        from runtime.dataset import get_dataset
+        get_dataset(settings, STOP.is_set)
     return settings, [note for note in (dtype_note, length_note) if note]
 
 
@@ -674,7 +675,9 @@ def main(settings):
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
         process.end_with_parent()
     # the dataset, unless a checkpoint may say which one it is
-    if settings.init_from == "scratch" or "data_path" in settings.assigned:
+    is_known = settings.init_from == "scratch" or "data_path" in settings.assigned
+    if is_known and not os.path.exists(settings.data_path):
+        from runtime.dataset import get_dataset
         get_dataset(settings, STOP.is_set)
     # from here on a signal requests a stop, and the run ends with a checkpoint
     on_signals()

@@ -3,7 +3,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import sys
 import time
 import zipfile
@@ -30,11 +29,6 @@ def file_hash(path):
         while block := f.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def is_dataset_file(name):
-    """Returns whether a relative path is a file of a dataset, as data.hashes_of finds them."""
-    return bool(re.fullmatch(r"(train|test)/(dataset\.json|all__\w+\.npy)|identifiers\.json", name))
 
 
 @contextmanager
