@@ -39,18 +39,18 @@ CPU_STEP_SECONDS = 2  # a CPU's batch, where none is given, is what it does in s
 ROUND_SECONDS = 12  # the steps are repeated until so much time has passed
 
 
-def bench(settings, num_steps, kind, knows_length, replica_batch_size=0):
+def bench(settings, num_steps, device_type, knows_length, replica_batch_size=0):
     """Measures on every replica, and prints on rank 0.
 
     Args:
         settings: train.py's settings.
         num_steps: bench.py's setting `steps`.
-        kind: what choose_device returns.
+        device_type: what choose_device returns.
         knows_length: whether the dataset, or max_steps, says how long the run is.
         replica_batch_size: bench.py's setting.
     """
     # the device, and the examples of the config's run
-    device = open_device(kind, settings)
+    device = open_device(device_type, settings)
     settings = copy.copy(settings)  # replicas may be threads
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     train_set = data.load_split(settings.data_path, "train")
@@ -64,7 +64,7 @@ def bench(settings, num_steps, kind, knows_length, replica_batch_size=0):
     say(dtype_note)
     if replica_batch_size:
         settings.global_batch_size = replica_batch_size * device.world
-    elif kind == "cpu" and "global_batch_size" not in settings.assigned:
+    elif device_type == "cpu" and "global_batch_size" not in settings.assigned:
         choose_batch_size(settings, device, say)
     check_batch_size(settings, device)
     run, next_inputs = new_run(settings, device)
@@ -90,7 +90,7 @@ def measure(run, next_inputs, num_steps, say):
     """
     settings = run.settings
     device = run.device
-    num_steps = num_steps or (20 if device.kind == "cuda" else 2)
+    num_steps = num_steps or (20 if device.type == "cuda" else 2)
 
     # the training step; its first call compiles
     train_step = train_step_of(run, next_inputs)
@@ -120,7 +120,7 @@ def measure(run, next_inputs, num_steps, say):
     peak = peak_flops(device)
     return dict(
         device=device.name,
-        kind=device.kind,
+        kind=device.type,
         replicas=device.world,
         torch=torch.__version__,
         settings=settings.flags(),
@@ -218,7 +218,7 @@ def main(argv):
     check_numbers(vars(bench_settings), ["size"])
     settings = configurator.configure(train.Settings, [*operands, *train_arguments])
     train.check_settings(settings)
-    kind, reason = choose_device(settings.device)
+    device_type, reason = choose_device(settings.device)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's
         process.end_with_parent()
 
@@ -226,10 +226,11 @@ def main(argv):
         wanted = settings.data_path
         dataset = find_or_make_dataset(settings, folder, bench_settings.size)
         knows_length = settings.data_path == wanted or settings.max_steps > 0
-        measured = settings, bench_settings.steps, kind, knows_length, bench_settings.replica_batch_size
-        print(f"device {kind}: {reason}; dataset: {dataset}", flush=True)
+        measured = (settings, bench_settings.steps, device_type, knows_length,
+                    bench_settings.replica_batch_size)
+        print(f"device {device_type}: {reason}; dataset: {dataset}", flush=True)
         try:
-            spawn = spawner(kind)
+            spawn = spawner(device_type)
             if spawn:
                 spawn(train.Spawned(bench, *measured))
             else:

@@ -105,45 +105,38 @@ def read_place():
 
 def choose_device(wanted):
     """Returns (xla, tpu, cuda or cpu; the reason in words). Raises UserError if the wanted one is missing."""
-    # torch_xla takes a TPU, or the CPU where the environment says so
     pjrt = os.environ.get("PJRT_DEVICE")
     has_xla = importlib.util.find_spec("torch_xla")
     has_torchtpu = importlib.util.find_spec("torch_tpu")
     if wanted in ("xla", "auto") and has_xla:
-        from runtime.xla_environment import check_xla_variables, has_tpu, prepare_processes
-        if pjrt == "CPU":
-            check_xla_variables()
-            # torch_xla reads an empty variable as 0
-            replicas = read_number("CPU_NUM_DEVICES", 1, least=1)
-            os.environ["CPU_NUM_DEVICES"] = str(replicas)
-            # fewer threads than replicas would deadlock in a collective
-            os.environ.setdefault("XLA_THREAD_POOL_SIZE", str(max(16, replicas)))
-            return "xla", "PJRT_DEVICE=CPU"
-        if has_tpu():
-            check_xla_variables()
-            return "xla", f"a TPU is here{prepare_processes()}"
+        from runtime.xla_environment import find_device
+        reason = find_device()
+        if reason:
+            return "xla", reason
     if wanted in ("tpu", "auto") and has_torchtpu:
         # importing torch has loaded TorchTPU if there is a chip
         device = torch.accelerator.current_accelerator()
         if device is not None and device.type == "tpu":
             return "tpu", "a TPU is here, and TorchTPU"
-    if wanted == "tpu" and not has_torchtpu:
+
+    # what a TPU lacks; PJRT_DEVICE asks for torch_xla too
+    python = f"Python {platform.python_version()}, {platform.system()}, {platform.machine()}"
+    if wanted == "tpu":
+        if has_torchtpu:
+            raise UserError("--device=tpu: TorchTPU sees no TPU on this machine")
         raise UserError("--device=tpu: torch_tpu is not installed: pip install -r requirements-torchtpu.txt "
                         "does that for Python 3.12 on Linux on x86-64, in an environment without torch_xla, "
-                        f"and this is {describe_python()}" + ", with torch_xla: --device=xla" * bool(has_xla))
-    if wanted == "tpu":
-        raise UserError("--device=tpu: TorchTPU sees no TPU on this machine")
-    if wanted in ("xla", "auto"):
-        if (wanted == "xla" or pjrt) and not has_xla:
-            raise UserError(f"--device={wanted}: torch_xla is not installed: pip install -r requirements.txt "
-                            "does that for Python 3.10 to 3.13 on Linux on x86-64, and this is "
-                            + describe_python() + ", with TorchTPU: --device=tpu" * bool(has_torchtpu))
-        if wanted == "xla" or pjrt:
+                        f"and this is {python}" + ", with torch_xla: --device=xla" * bool(has_xla))
+    if wanted == "xla" or wanted == "auto" and pjrt:
+        if has_xla:
             raise UserError(f"--device={wanted}: no TPU on this machine; PJRT_DEVICE=CPU runs torch_xla on "
                             "the CPU")
+        raise UserError(f"--device={wanted}: torch_xla is not installed: pip install -r requirements.txt "
+                        "does that for Python 3.10 to 3.13 on Linux on x86-64, and this is "
+                        + python + ", with TorchTPU: --device=tpu" * bool(has_torchtpu))
 
-    place = read_place()
     if wanted in ("cuda", "auto") and torch.cuda.is_available():
+        place = read_place()
         num_gpus = torch.cuda.device_count()
         if place.local_world > num_gpus:
             raise UserError(f"{place.local_world} replicas on this host need as many GPUs, and torch sees "
@@ -161,32 +154,28 @@ def choose_device(wanted):
     return "cpu", reason
 
 
-def describe_python():
-    """Returns what decides whether a package can be installed."""
-    return f"Python {platform.python_version()}, {platform.system()}, {platform.machine()}"
-
-
 # ---------------------------------------------------------------------------------------------------------
 # The device
 
 class Device:
     """The CPU or a CUDA GPU, alone or under torchrun.
 
-    torch: the torch.device. rank: this replica's number among `world`. host: the number of its host.
+    torch: the torch.device. type: its type. rank: this replica's number among `world`. host: the number of
+    its host.
     """
     backend = ""  # of torch.distributed; "": NCCL on CUDA, gloo on the CPU
 
-    def __init__(self, kind, settings, is_alone=False):
+    def __init__(self, device_type, settings, is_alone=False):
         place = Place() if is_alone else read_place()
-        self.kind = kind
+        self.type = device_type
         self.rank = place.rank
         self.world = place.world
         self.host = place.host
-        self.torch = torch.device(kind)
+        self.torch = torch.device(device_type)
         self.name = platform.machine()
         self.report = lambda seconds, share: None  # see loop_over_micro_batches
-        self.compiles = settings.compile == "on" or settings.compile == "auto" and kind == "cuda"
-        if kind == "cuda":
+        self.compiles = settings.compile == "on" or settings.compile == "auto" and device_type == "cuda"
+        if device_type == "cuda":
             self.torch = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(self.torch)
             self.name = torch.cuda.get_device_name(self.torch)
@@ -206,7 +195,7 @@ class Device:
 
         threading.Thread(target=watch, daemon=True).start()
         wait_for_address(os.environ["MASTER_ADDR"])
-        backend = self.backend or ("nccl" if self.kind == "cuda" else "gloo")
+        backend = self.backend or ("nccl" if self.type == "cuda" else "gloo")
         # the watchdog has its own limit during training; before, the others wait while rank 0 downloads
         timeout = timedelta(seconds=max(settings.stall_timeout, 1800) if settings.stall_timeout else 10 ** 6)
         try:
@@ -238,7 +227,7 @@ class Device:
 
     def fastest_dtype(self):
         """Returns the fastest forward_dtype, and the reason in words."""
-        if self.kind == "cpu":
+        if self.type == "cpu":
             # look for the instructions in the flags of the cores
             cpuinfo = Path("/proc/cpuinfo")
             if cpuinfo.exists() and re.search("avx512_bf16|amx_bf16", cpuinfo.read_text()):
@@ -254,7 +243,7 @@ class Device:
         """Copies a tree of arrays and tensors to the device."""
         def put_one(x):
             x = torch.as_tensor(x)
-            if self.kind == "cuda" and x.device.type == "cpu":
+            if self.type == "cuda" and x.device.type == "cpu":
                 x = x.pin_memory()  # a copy from pageable memory would wait for the steps under way
             return x.to(self.torch, non_blocking=True)
 
@@ -262,7 +251,7 @@ class Device:
 
     def fetch(self, x):
         """Begins to copy a tensor to the host. Returns a function that waits for it, and nothing newer."""
-        if self.kind != "cuda":
+        if self.type != "cuda":
             return lambda: x
         # the event follows this copy, and comes before all work that is launched later
         host = torch.empty_like(x, device="cpu", pin_memory=True)
@@ -295,7 +284,7 @@ class Device:
         """Returns a copy of rank 0's tree of tensors in float32, on the host of every rank. All ranks."""
         vector, restore = flatten(tree)
         if self.world > 1:
-            if self.kind == "cuda":  # NCCL only takes tensors on a GPU
+            if self.type == "cuda":  # NCCL only takes tensors on a GPU
                 vector = self.put(vector)
             dist.broadcast(vector, 0)
         return tree_map(torch.clone, restore(vector.cpu()))
@@ -331,7 +320,7 @@ class Device:
         """
         share = settings.global_batch_size // self.world
         size = settings.micro_batch_size or share
-        if self.kind == "cpu" and flops * size > CPU_FLOP:
+        if self.type == "cpu" and flops * size > CPU_FLOP:
             limit = max(1, int(CPU_FLOP / flops))
             size = max(n for n in range(1, limit + 1) if share % n == 0)
         return size
@@ -365,26 +354,26 @@ class Device:
 # ---------------------------------------------------------------------------------------------------------
 # Replicas
 
-def open_device(kind, settings):
-    """Returns the device of one replica; kind: from choose_device."""
-    if kind == "xla":
+def open_device(device_type, settings):
+    """Returns the device of one replica; device_type: from choose_device."""
+    if device_type == "xla":
         from runtime.xla import XLADevice
         return XLADevice(settings)
-    if kind == "tpu":
+    if device_type == "tpu":
         from runtime.torchtpu import TPUDevice
         return TPUDevice(settings)
-    return Device(kind, settings)
+    return Device(device_type, settings)
 
 
-def spawner(kind):
+def spawner(device_type):
     """Returns a function that calls another one in a new process for each chip of this host.
 
     None: this process is a replica itself, as everywhere but on TPUs.
     """
-    if kind == "xla":
+    if device_type == "xla":
         from torch_xla.distributed.xla_multiprocessing import spawn
         return spawn
-    if kind == "tpu":
+    if device_type == "tpu":
         from runtime import torchtpu
         return torchtpu.spawner()
 
@@ -470,17 +459,14 @@ def peak_flops(device):
 
 def is_compiled(device):
     """Returns True if a compiler made the steps that have run; with compile=auto, torch.compile may fail."""
-    if device.kind == "xla":
-        return True
-    if device.kind == "tpu":
-        return device.compiles
-    return device.compiles and torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    has_compiled = device.type in ("xla", "tpu") or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    return device.compiles and has_compiled
 
 
 def cast_weights(device, weights, dtype):
     """Returns {name: weight in dtype}, once for all products of a step."""
     weights = {name: w.to(dtype) for name, w in weights.items()}
-    if device.kind != "cuda":
+    if device.type != "cuda":
         return weights
     # cuBLAS loads 2 bytes at a time where the contiguous dimension is odd, such as the MLP mixer's 97 or 81
     # positions; a product takes 2 to 3 times as long. So the other dimension becomes the contiguous one.

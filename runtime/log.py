@@ -76,7 +76,7 @@ class Log:
         """Says what the run is, and on what."""
         device = self.device
         self.print0(f"# python {platform.python_version()}, torch {torch.__version__}, "
-                    f"{platform.platform()}, {os.cpu_count()} cores, {device.world} x {device.kind} "
+                    f"{platform.platform()}, {os.cpu_count()} cores, {device.world} x {device.type} "
                     f"({device.name}); settings unlike train.py's: {self.settings.flags() or 'none'}")
         # the sizes of the model and of the dataset, and the command that makes the dataset again
         command = train_set.made_by() or "made by an unknown command"
@@ -113,7 +113,7 @@ class Log:
             return facts
         # a run that resumes may have begun on other hardware
         path = os.path.join(self.settings.out_dir, "metrics.jsonl")
-        hardware = f"{self.device.world} x {self.device.kind} ({self.device.name})"
+        hardware = f"{self.device.world} x {self.device.type} ({self.device.name})"
         hardware = sorted({hardware, *files.read_facts(path).get("hardware", [])})
         first_line = {"step": 0, "run": facts | dict(hardware=hardware)}
         # a killed run may have logged steps past its last checkpoint, which this one repeats; one that begins

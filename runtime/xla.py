@@ -30,7 +30,8 @@ LAUNCH = threading.Lock()
 
 class XLADevice:
     """A TPU chip, or with PJRT_DEVICE=CPU a replica on the CPU. See device.Device for the methods."""
-    kind = "xla"
+    type = "xla"
+    compiles = True
 
     def __init__(self, settings):
         self.compile_mode = settings.compile

@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+from runtime.device import read_number
 from runtime.errors import UserError
 
 # Variables of torch_xla that change what trains without a word.
@@ -19,6 +20,22 @@ OF_HOST = {
     "TPU_PROCESS_BOUNDS": "TPU_HOST_BOUNDS",
     "TPU_CHIPS_PER_PROCESS_BOUNDS": "TPU_CHIPS_PER_HOST_BOUNDS",
 }
+
+
+def find_device():
+    """Returns in words which device torch_xla has here, "" for none, and prepares the environment for it."""
+    if os.environ.get("PJRT_DEVICE") == "CPU":
+        check_xla_variables()
+        # torch_xla reads an empty variable as 0
+        replicas = read_number("CPU_NUM_DEVICES", 1, least=1)
+        os.environ["CPU_NUM_DEVICES"] = str(replicas)
+        # fewer threads than replicas would deadlock in a collective
+        os.environ.setdefault("XLA_THREAD_POOL_SIZE", str(max(16, replicas)))
+        return "PJRT_DEVICE=CPU"
+    if not has_tpu():
+        return ""
+    check_xla_variables()
+    return f"a TPU is here{prepare_processes()}"
 
 
 def check_xla_variables():

@@ -29,8 +29,8 @@ def settings_of(*flags):
 
 def test_only_cuda_gets_weights_in_another_order_and_all_get_their_numbers():
     w = torch.randn(32, 97)
-    for kind, strides in ("cuda", (1, 32)), ("xla", (97, 1)), ("cpu", (97, 1)):
-        cast = devices.cast_weights(SimpleNamespace(kind=kind), {"gate": w}, torch.bfloat16)["gate"]
+    for device_type, strides in ("cuda", (1, 32)), ("xla", (97, 1)), ("cpu", (97, 1)):
+        cast = devices.cast_weights(SimpleNamespace(type=device_type), {"gate": w}, torch.bfloat16)["gate"]
         assert cast.stride() == strides and torch.equal(cast, w.bfloat16())
 
 
