@@ -1,10 +1,11 @@
-"""A run's checkpoints: where a run begins, what is written, pruned and mirrored, and how one is read.
+"""A run's checkpoints: their names, how one is read, where a run begins, and what is written and pruned.
 
 A run's folder holds ckpt_STEP.pt for the last steps and best.pt, each with a .json, written after it, that
 has its hash: only the .json proves that a checkpoint is complete. run.json has the run's id. A checkpoint has
 all that solve.py, play.py and export.py need, with 100 test puzzles.
 """
 import fcntl
+import glob
 import json
 import os
 import re
@@ -25,19 +26,140 @@ from runtime.process import STOP
 from weights import load_weights, read_file
 
 # ---------------------------------------------------------------------------------------------------------
+# Names of checkpoints
+
+def stem(step):
+    """Returns the name of a step's checkpoint without its ending; names are in the order of the steps."""
+    return f"ckpt_{step:08d}"
+
+
+def numbered(names):
+    """Returns the numbered checkpoints that have a .pt and a .json among the files `names`, newest first."""
+    stems = [name.removesuffix(".json") for name in names if re.fullmatch(r"ckpt_\d+\.json", name)]
+    return sorted((stem for stem in stems if stem + ".pt" in names), reverse=True)
+
+
+def outdated(names, newest, keep_last_n):
+    """Returns which of the files `names` to delete, in this order.
+
+    Args:
+        names: all files in the folder.
+        newest: the newest good checkpoint. Newer ones were found damaged, and do not count.
+        keep_last_n: how many complete checkpoints stay.
+    """
+    good = [stem for stem in numbered(names) if stem <= newest]
+    oldest = min(good[:keep_last_n], default="")  # of those that stay
+    # a .json comes before its .pt, which is no checkpoint without it
+    return sorted(name for name in names if name < oldest and re.fullmatch(r"ckpt_\d+\.(pt|json)", name))
+
+
+def listed(folder):
+    """Returns the names of the files in a folder; [] if there is no such folder."""
+    return glob.glob("*", root_dir=folder)
+
+
+def checkpoint_paths(out_dir):
+    """Returns the paths of the numbered checkpoints that have a .json, newest first."""
+    return [f"{out_dir}/{stem}.pt" for stem in numbered(listed(out_dir))]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Reading
+
+def newest_whole(out_dir, say=lambda line: None):
+    """Returns the path of the newest checkpoint with the hash in its .json, or ""; says which are damaged."""
+    for path in checkpoint_paths(out_dir):
+        cause = "it does not match the hash in its .json"
+        try:
+            if json.loads(Path(path).with_suffix(".json").read_bytes())["sha256"] == file_hash(path):
+                return path
+        except Exception as e:  # whatever it is, the one before may be whole
+            cause = e
+        say(f"skipped {path}: damaged ({cause})")
+    return ""
+
+
+WEIGHTS = ("state_dict", "model_state_dict", "model_state", "model")  # where other code's files have them
+
+
+def read_checkpoint(path):
+    """Returns the dict in a checkpoint of ours, or {"weights": ...} of an official one. Raises UserError."""
+    try:
+        saved = read_file(path)
+        # ours has "weights" among other entries; the official code saves only the weights, others nest them,
+        # and may have their average beside them
+        if "weights" not in saved:
+            nested = [saved[name] for name in WEIGHTS if isinstance(saved.get(name), dict)]
+            saved = {"weights": [*nested, saved][0] | saved.get("ema_helper", {})}
+        if not all(map(torch.is_tensor, saved["weights"].values())):
+            raise ValueError("it has no weights")
+    except UserError:
+        raise
+    except Exception as e:  # torch has many for this
+        cause = str(e).removeprefix(path).strip() if isinstance(e, ValueError) else type(e).__name__
+        raise UserError(f"{path}: cannot be read as a checkpoint ({cause}): damaged, or not one of ours or "
+                        "the official code's; init_from: scratch, resume, auto or FILE") from None
+    return saved
+
+
+def load_saved_weights(model, weights, path, same_identifiers=True):
+    """See weights.load_weights; the weights are of the file `path`. Raises UserError if they do not fit."""
+    try:
+        return load_weights(model, weights, same_identifiers)
+    except ValueError as e:
+        raise UserError(f"{path}: {e}") from None
+
+
+def changed_attention(model, saved):
+    """Returns what makes another function of the weights in a checkpoint, unseen in their shapes, as lines.
+
+    Names and shapes tell all other models apart. The cycles are not the model's, and may change.
+    """
+    if model.settings.mlp_t:
+        return []
+    names = ["num_heads", "pos_encodings"]
+    if model.has_puzzle_emb:
+        names.append("puzzle_emb_len")
+    # files of the official code have no settings
+    return changes(model.settings, saved.get("settings", {}), names)
+
+
+def changes(settings, saved_settings, names):
+    """Returns a line for each of the settings `names` that a checkpoint has, and has otherwise."""
+    lines = []
+    for name in names:
+        value = getattr(settings, name)
+        saved_value = saved_settings.get(name, value)
+        if value != saved_value:
+            lines.append(f"{name} is {value}; the checkpoint had {saved_value}")
+    return lines
+
+
+def check_task(saved, train_set, path):
+    """Raises UserError if the weights in the file `path` were trained on another kind of puzzle."""
+    # files of the official code do not say their task
+    task = saved.get("task", train_set.task)
+    for name in ("kind", "symbols"):
+        if task["kind"] and list(task[name]) != list(train_set.task[name]):
+            raise UserError(f"{path} was trained on puzzles with {name} {task[name]!r}, but "
+                            f"{train_set.path} has {train_set.task[name]!r}: leave out the config file, or "
+                            "give --data_path")
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Where a run begins
 
 class Start(NamedTuple):
     """Where a run begins."""
-    path: str = ""  # the checkpoint with its weights; "": new weights
-    is_resume: bool = False  # it goes on with the run of that checkpoint
-    settings: dict = {}  # {name: value} of the checkpoint that is resumed or evaluated
-    init_from: str = "scratch"  # scratch or the file that the run began with, which a resume does not change
+    path: str  # the checkpoint with its weights; "": new weights
+    is_resume: bool  # it goes on with the run of that checkpoint
+    settings: dict  # {name: value} of the checkpoint that is resumed or evaluated
+    init_from: str  # scratch or the file that the run began with, which a resume does not change
     run_id: str = ""  # of the run that is resumed
     step: int = 0
     is_complete: bool = False  # nothing is left to do
     is_evaluated: bool = True  # no evaluation is left to do at this step
-    notes: list = []  # lines for the log
+    notes: tuple = ()  # lines for the log
 
 
 def check_folders(settings):
@@ -69,12 +191,12 @@ def find_start(settings, device, should_stop):
 
     def find():
         file = "" if settings.init_from in ("scratch", "resume", "auto") else settings.init_from
-        newest = ""
-        if not (settings.eval_only and file):  # an evaluation of a file needs no run
-            newest = find_newest(settings, should_stop)
-        if not (newest or file):
-            return Start()
-        saved.update(read_checkpoint(newest or file))
+        # an evaluation of a file needs no run
+        newest = "" if settings.eval_only and file else find_newest(settings, should_stop)
+        path = newest or file
+        if not path:
+            return Start("", False, {}, "scratch")
+        saved.update(read_checkpoint(path))
 
         # a run that was interrupted goes on; with a FILE, if it has begun with that file
         if newest and not settings.eval_only:
@@ -86,8 +208,8 @@ def find_start(settings, device, should_stop):
 
         # an evaluation and a new run take only the weights and their average
         saved.pop("optimizer", None)
-        own = saved.get("settings", {}) if settings.eval_only else {}
-        return Start(newest or file, False, own, file)
+        saved_settings = saved.get("settings", {}) if settings.eval_only else {}
+        return Start(path, False, saved_settings, file)
 
     return on_rank_0(device, find), saved
 
@@ -102,7 +224,7 @@ def on_rank_0(device, call):
             error = e
     error_of_rank_0, result = device.all_gather((error, result))[0]
     if error_of_rank_0:
-        raise error or error_of_rank_0  # its own has a traceback
+        raise error or error_of_rank_0  # rank 0's own has a traceback
     return result
 
 
@@ -150,18 +272,17 @@ def pull(bucket, out_dir):
     """Brings the newest whole checkpoint of the bucket, and its logs, to out_dir, unless that has it."""
     from runtime.bucket import LOGS
     # both must be of the same run
-    own = Path(out_dir, "run.json")
-    remote = bucket.read("run.json")
-    if remote is not None and own.exists():
-        remote_id = read_run_id(remote, f"{bucket.url}/run.json")
-        if read_run_id(own.read_bytes(), own) != remote_id:
+    local_file = Path(out_dir, "run.json")
+    content = bucket.read("run.json")
+    if content is not None and local_file.exists():
+        run_id = read_run_id(content, f"{bucket.url}/run.json")
+        if read_run_id(local_file.read_bytes(), local_file) != run_id:
             raise UserError(f"{out_dir} and {bucket.url} hold two different runs: choose another; to move a "
                             "run, copy its files to an empty one")
     for name in numbered(bucket.list()):
         # three attempts: a byte of a download may be wrong
         for _ in range(3):
-            newest = newest_whole(out_dir)
-            if newest and Path(newest).stem >= name:
+            if Path(newest_whole(out_dir)).stem >= name:
                 return
             print(f"fetching {name} from the bucket", flush=True)
             # the .json comes last
@@ -202,20 +323,20 @@ def check_ranks(settings, device, train_set):
 
     A host with a newer checkpoint than rank 0's had rank 0 before: without a bucket that is an error, too.
     """
-    own = vars(settings) | dict(dataset=train_set.sha256, data_path="", out_dir="")
-    own_stem = [*numbered(listed(settings.out_dir)), ""][0]
-    ranks = device.all_gather((device.host, own, own_stem))
-    _, expected, stem_of_rank_0 = ranks[0]
+    facts = vars(settings) | dict(dataset=train_set.sha256, data_path="", out_dir="")
+    newest = max(numbered(listed(settings.out_dir)), default="")
+    ranks = device.all_gather((device.host, facts, newest))
+    _, expected, newest_of_rank_0 = ranks[0]
     for rank, (host, facts, _) in enumerate(ranks):
         differing = sorted(dict(facts.items() - expected.items()))
         if differing:
             raise UserError(f"host {host}, rank {rank}: not as on rank 0: {', '.join(differing)}")
 
     # a run does not silently begin again, or further back
-    highest_stem, host = max((stem, host) for host, _, stem in ranks)
-    if highest_stem > stem_of_rank_0 and not settings.eval_only:
-        line = (f"--out_dir={settings.out_dir} has {highest_stem} on host {host}, and "
-                f"{stem_of_rank_0 or 'no checkpoint'} on rank 0's")
+    newest, host = max((newest, host) for host, _, newest in ranks)
+    if newest > newest_of_rank_0 and not settings.eval_only:
+        line = (f"--out_dir={settings.out_dir} has {newest} on host {host}, and "
+                f"{newest_of_rank_0 or 'no checkpoint'} on rank 0's")
         if not settings.gcs_dir:
             raise UserError(f"{line}: choose a folder that all hosts share, or a --gcs_dir")
         if device.rank == 0:
@@ -236,9 +357,9 @@ def resume(start, saved, settings, model, train_set, total_steps):
     if optimizer != settings.optimizer:
         raise UserError(f"{path} was trained with optimizer={optimizer}: another --out_dir with "
                         "--init_from=FILE begins with its weights")
-    changes = changed_attention(model, saved)
-    if changes:
-        raise UserError(f"{path} was trained as another model: {', '.join(changes)}: leave that out, or "
+    attention = changed_attention(model, saved)
+    if attention:
+        raise UserError(f"{path} was trained as another model: {', '.join(attention)}: leave that out, or "
                         "choose another --out_dir")
     load_saved_weights(model, saved["weights"], path)
 
@@ -246,10 +367,7 @@ def resume(start, saved, settings, model, train_set, total_steps):
     notes = [f"resuming from {path}", *forks.missing(saved["forks"])]
     for name in sorted(start.settings.keys() - vars(settings).keys()):
         notes.append(f"{name} is no setting here; the checkpoint had {start.settings[name]}")
-    for name, value in vars(settings).items():
-        old = start.settings.get(name, value)
-        if value != old and name != "init_from":
-            notes.append(f"{name} is {value}; the checkpoint had {old}")
+    notes += changes(settings, start.settings, [name for name in vars(settings) if name != "init_from"])
     # find the evaluations that were logged at this step; the run has ended if one of them is final
     lines = read_metrics(f"{settings.out_dir}/metrics.jsonl")
     evaluations = [line for line in lines if line["step"] == step and "eval/loss" in line]
@@ -259,22 +377,22 @@ def resume(start, saved, settings, model, train_set, total_steps):
 
 def load_file(start, saved, settings, model, train_set):
     """Returns the Start of a new run with a checkpoint's weights, or of its evaluation."""
-    file = start.path
-    check_task(saved, train_set, file)
+    path = start.path
+    check_task(saved, train_set, path)
     # files of the official code do not say what their identifiers stand for
-    own = train_set.identifiers_sha256
-    is_same = saved.get("identifiers_sha256", own) == own
+    sha256 = train_set.identifiers_sha256
+    same_identifiers = saved.get("identifiers_sha256", sha256) == sha256
     # frozen weights are the average, which evaluations use: it would move towards the others
-    named = saved["weights"]
+    weights = saved["weights"]
     if settings.freeze_weights:
-        named = saved.get("ema") or named
-    is_averaged = load_saved_weights(model, named, file, is_same)
+        weights = saved.get("ema") or weights
+    is_averaged = load_saved_weights(model, weights, path, same_identifiers)
     notes = [*forks.missing(saved.get("forks", {})), *changed_attention(model, saved)]
     if is_averaged and settings.eval_only:
-        raise UserError(f"{file} has other puzzle identifiers than {train_set.path}: it can be trained "
+        raise UserError(f"{path} has other puzzle identifiers than {train_set.path}: it can be trained "
                         "further, but not evaluated (docs/arc.md)")
     if is_averaged:
-        notes.append(f"{file} has other puzzle identifiers: all start from the mean of its embedding")
+        notes.append(f"{path} has other puzzle identifiers: all start from the mean of its embedding")
     # a new run counts its own steps, and evaluates before the first one
     step = saved.get("step", 0) if settings.eval_only else 0
     return start._replace(step=step, is_evaluated=False, notes=notes)
@@ -317,7 +435,7 @@ class Checkpoints:
         if device.rank == 0 and settings.gcs_dir:
             from runtime.bucket import Bucket, Mirror
             bucket = Bucket(settings.gcs_dir)  # a stop does not end its attempts
-            too_old = partial(outdated, keep=settings.keep_last_n)
+            too_old = partial(outdated, keep_last_n=settings.keep_last_n)
             self.mirror = Mirror(self.out_dir, bucket, self.newest, too_old, say)
 
     def take_folder(self):
@@ -385,8 +503,7 @@ class Checkpoints:
                 torch.save(state, f)
             # the .json comes last, and proves that the .pt is complete
             description = dict(sha256=file_hash(path + ".pt"), metrics=metrics)
-            for key in ("step", "run_id", "data_sha256", "settings"):
-                description[key] = state[key]
+            description |= {key: state[key] for key in ("step", "run_id", "data_sha256", "settings")}
             with replacing(path + ".json") as f:
                 f.write(json.dumps(description, indent=1).encode())
         except (OSError, RuntimeError) as e:  # torch.save reports a full disk by a RuntimeError
@@ -412,7 +529,7 @@ class Checkpoints:
     def last_good(self):
         """Returns the path of the newest checkpoint, or "none"."""
         self.wait()
-        return [*checkpoint_paths(self.out_dir), "none"][0]
+        return max(checkpoint_paths(self.out_dir), default="none")
 
     def wait(self):
         """Waits for the checkpoint that is being written. Returns whether it could be written."""
@@ -427,122 +544,3 @@ def some_puzzles(test_set):
     """Returns 100 test puzzles, {name: tensor [100, ...]}, the same for each call."""
     indices = test_set.subset(100, 1)[:100]
     return {name: torch.from_numpy(array) for name, array in test_set.test_batch(indices).items()}
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Names of checkpoints
-
-def stem(step):
-    """Returns the name of a step's checkpoint without its ending; names are in the order of the steps."""
-    return f"ckpt_{step:08d}"
-
-
-def numbered(names):
-    """Returns the numbered checkpoints that have a .pt and a .json among the files `names`, newest first."""
-    stems = [name.removesuffix(".json") for name in names if re.fullmatch(r"ckpt_\d+\.json", name)]
-    return sorted((stem for stem in stems if stem + ".pt" in names), reverse=True)
-
-
-def outdated(names, newest, keep):
-    """Returns which of the files `names` to delete, in this order.
-
-    Args:
-        names: all files in the folder.
-        newest: the newest good checkpoint. Newer ones were found damaged, and do not count.
-        keep: how many complete checkpoints stay.
-    """
-    kept = [stem for stem in numbered(names) if stem <= newest][:keep]
-    if not kept:
-        return []
-    # a .json comes before its .pt, which is no checkpoint without it
-    return sorted(name for name in names if name < kept[-1] and re.fullmatch(r"ckpt_\d+\.(pt|json)", name))
-
-
-def listed(folder):
-    """Returns the names of the files in a folder; [] if there is no such folder."""
-    return os.listdir(folder) if os.path.isdir(folder) else []
-
-
-def checkpoint_paths(out_dir):
-    """Returns the paths of the numbered checkpoints that have a .json, newest first."""
-    return [f"{out_dir}/{stem}.pt" for stem in numbered(listed(out_dir))]
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Reading
-
-def newest_whole(out_dir, say=lambda line: None):
-    """Returns the path of the newest checkpoint with the hash in its .json, or ""; says which are damaged."""
-    for path in checkpoint_paths(out_dir):
-        cause = "it does not match the hash in its .json"
-        try:
-            if json.loads(Path(path).with_suffix(".json").read_bytes())["sha256"] == file_hash(path):
-                return path
-        except Exception as e:  # whatever it is, the one before may be whole
-            cause = e
-        say(f"skipped {path}: damaged ({cause})")
-    return ""
-
-
-WEIGHTS = ("state_dict", "model_state_dict", "model_state", "model")  # where other code's files have them
-
-
-def read_checkpoint(path):
-    """Returns the state in a checkpoint of ours, or {"weights": ...} of an official one. Raises UserError."""
-    try:
-        state = read_file(path)
-        # ours has "weights" among other entries; the official code saves only the weights, others nest them,
-        # and may have their average beside them
-        if "weights" not in state:
-            nested = [state[name] for name in WEIGHTS if isinstance(state.get(name), dict)]
-            state = {"weights": [*nested, state][0] | state.get("ema_helper", {})}
-        if not all(map(torch.is_tensor, state["weights"].values())):
-            raise ValueError("it has no weights")
-    except UserError:
-        raise
-    except Exception as e:  # torch has many for this
-        cause = str(e).removeprefix(path).strip() if isinstance(e, ValueError) else type(e).__name__
-        raise UserError(f"{path}: cannot be read as a checkpoint ({cause}): damaged, or not one of ours or "
-                        "the official code's; init_from: scratch, resume, auto or FILE") from None
-    return state
-
-
-def load_saved_weights(model, named, file, same_identifiers=True):
-    """See weights.load_weights; the file has the weights. Raises UserError if they do not fit."""
-    try:
-        return load_weights(model, named, same_identifiers)
-    except ValueError as e:
-        raise UserError(f"{file}: {e}") from None
-
-
-def changed_attention(model, saved):
-    """Returns what makes another function of the weights in a checkpoint, unseen in their shapes, as lines.
-
-    Names and shapes tell all other models apart. The cycles are not the model's, and may change.
-    """
-    settings = model.settings
-    if settings.mlp_t:
-        return []
-    names = ["num_heads", "pos_encodings"]
-    if model.has_puzzle_emb:
-        names.append("puzzle_emb_len")
-    # files of the official code have no settings
-    saved_settings = saved.get("settings", {})
-    changes = []
-    for name in names:
-        value = getattr(settings, name)
-        old = saved_settings.get(name, value)
-        if value != old:
-            changes.append(f"{name} is {value}; the checkpoint had {old}")
-    return changes
-
-
-def check_task(state, train_set, where):
-    """Raises UserError if the weights in the file `where` were trained on another kind of puzzle."""
-    # files of the official code do not say their task
-    task = state.get("task", train_set.task)
-    for name in ("kind", "symbols"):
-        if task["kind"] and list(task[name]) != list(train_set.task[name]):
-            raise UserError(f"{where} was trained on puzzles with {name} {task[name]!r}, but "
-                            f"{train_set.path} has {train_set.task[name]!r}: leave out the config file, or "
-                            "give --data_path")
