@@ -53,14 +53,14 @@ def outdated(names, newest, keep_last_n):
     return sorted(name for name in names if name < oldest and re.fullmatch(r"ckpt_\d+\.(pt|json)", name))
 
 
-def listed(folder):
+def files_of(folder):
     """Returns the names of the files in a folder; [] if there is no such folder."""
     return glob.glob("*", root_dir=folder)
 
 
 def checkpoint_paths(out_dir):
     """Returns the paths of the numbered checkpoints that have a .json, newest first."""
-    return [f"{out_dir}/{stem}.pt" for stem in numbered(listed(out_dir))]
+    return [f"{out_dir}/{stem}.pt" for stem in numbered(files_of(out_dir))]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def find_start(settings, device, should_stop):
             began_with = saved["settings"]["init_from"]
             # one file has many names
             if file and os.path.realpath(file) != os.path.realpath(began_with):
-                refuse_run(f"--out_dir={settings.out_dir}", listed(settings.out_dir))
+                refuse_run(f"--out_dir={settings.out_dir}", files_of(settings.out_dir))
             return Start(newest, True, saved["settings"], began_with, saved.get("run_id", ""))
 
         # an evaluation and a new run take only the weights and their average
@@ -237,7 +237,7 @@ def find_newest(settings, should_stop):
         bucket = Bucket(settings.gcs_dir, should_stop)
         bucket.check(write=not settings.eval_only)
     if settings.init_from == "scratch":
-        refuse_run(f"--out_dir={out_dir}", listed(out_dir))
+        refuse_run(f"--out_dir={out_dir}", files_of(out_dir))
         refuse_run(f"--gcs_dir={settings.gcs_dir}", bucket.list() if bucket else [])
         return ""
     if bucket:
@@ -324,7 +324,7 @@ def check_ranks(settings, device, train_set):
     A host with a newer checkpoint than rank 0's had rank 0 before: without a bucket that is an error, too.
     """
     facts = vars(settings) | dict(dataset=train_set.sha256, data_path="", out_dir="")
-    newest = max(numbered(listed(settings.out_dir)), default="")
+    newest = max(numbered(files_of(settings.out_dir)), default="")
     ranks = device.all_gather((device.host, facts, newest))
     _, expected, newest_of_rank_0 = ranks[0]
     for rank, (host, facts, _) in enumerate(ranks):

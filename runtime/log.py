@@ -3,7 +3,7 @@ import json
 import os
 import platform
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -34,6 +34,7 @@ class Log:
         self.device = device
         self.step = step
         self.wandb = None
+        self.hardware = f"{device.world} x {device.type} ({device.name})"
         self.next_line = 0.0  # of within_step
         self.restart_clock(step)
 
@@ -50,34 +51,35 @@ class Log:
             return
         line = {"step": step, **values}
         self.append("metrics.jsonl", json.dumps(line))
-        if self.wandb:
-            try:
+        try:
+            if self.wandb:
                 self.wandb.log(line)
-            except Exception as e:  # its process was killed
-                self.wandb = None
-                self.print0(f"W&B: stopped ({one_line(e)}); metrics.jsonl has everything")
+        except Exception as e:  # its process was killed
+            self.stop_wandb("stopped", e)
 
     def append(self, name, line):
-        path = os.path.join(self.settings.out_dir, name)
-        try:
+        with self.warning(name) as path:
             os.makedirs(self.settings.out_dir, exist_ok=True)
             with open(path, "ab") as f:
                 f.write(line.encode(errors="backslashreplace") + b"\n")
-        except OSError as e:
-            self.warn(path, e)
 
-    def warn(self, path, error):
-        files.to_stderr(f"{path}: cannot be written ({error.strerror}); training continues")
+    @contextmanager
+    def warning(self, name):
+        """Yields the path of a file of out_dir; if the block cannot write it, training goes on."""
+        path = f"{self.settings.out_dir}/{name}"
+        try:
+            yield path
+        except OSError as e:
+            files.to_stderr(f"{path}: cannot be written ({e.strerror}); training continues")
 
     # -----------------------------------------------------------------------------------------------------
     # The start of a run
 
     def header(self, trm, train_set, test_set):
         """Says what the run is, and on what."""
-        device = self.device
         self.print0(f"# python {platform.python_version()}, torch {torch.__version__}, "
-                    f"{platform.platform()}, {os.cpu_count()} cores, {device.world} x {device.type} "
-                    f"({device.name}); settings unlike train.py's: {self.settings.flags() or 'none'}")
+                    f"{platform.platform()}, {os.cpu_count()} cores, {self.hardware}; "
+                    f"settings unlike train.py's: {self.settings.flags() or 'none'}")
         # the sizes of the model and of the dataset, and the command that makes the dataset again
         command = train_set.made_by() or "made by an unknown command"
         self.print0(f"{trm.num_parameters():,} parameters; "
@@ -112,18 +114,14 @@ class Log:
         if self.device.rank != 0:
             return facts
         # a run that resumes may have begun on other hardware
-        path = os.path.join(self.settings.out_dir, "metrics.jsonl")
-        hardware = f"{self.device.world} x {self.device.type} ({self.device.name})"
-        hardware = sorted({hardware, *files.read_facts(path).get("hardware", [])})
-        first_line = {"step": 0, "run": facts | dict(hardware=hardware)}
-        # a killed run may have logged steps past its last checkpoint, which this one repeats; one that begins
-        # at step 0 repeats all
-        kept = [line for line in files.read_metrics(path) if line["step"] <= self.step and self.step]
-        try:
+        with self.warning("metrics.jsonl") as path:
+            hardware = sorted({self.hardware, *files.read_facts(path).get("hardware", [])})
+            lines = [{"step": 0, "run": facts | dict(hardware=hardware)}]
+            # a killed run may have logged steps past its last checkpoint, which this one repeats; one that
+            # begins at step 0 repeats all
+            lines += [line for line in files.read_metrics(path) if line["step"] <= self.step and self.step]
             with files.replacing(path) as f:
-                f.write("".join(json.dumps(line) + "\n" for line in [first_line, *kept]).encode())
-        except OSError as e:
-            self.warn(path, e)
+                f.write("".join(json.dumps(line) + "\n" for line in lines).encode())
         return facts
 
     def start_wandb(self, run_id, facts):
@@ -143,14 +141,16 @@ class Log:
                 project=settings.wandb_project, name=name, config=vars(settings) | facts,
                 settings=dict(console="off", init_timeout=60))
             wandb.define_metric("*", step_metric="step")  # W&B drops rows whose own step goes back
+            # where to see it
+            folder = os.path.dirname(self.wandb.dir)
+            hint = f"`wandb sync {folder}` uploads it" if mode == "offline" else self.wandb.url
+            self.print0(f"W&B: {mode}, {hint}")
         except Exception as e:  # whatever it is
-            self.wandb = None
-            self.print0(f"W&B: off ({one_line(e)}); metrics.jsonl has everything")
-            return
-        # where to see it
-        folder = os.path.dirname(self.wandb.dir)
-        hint = f"`wandb sync {folder}` uploads it" if mode == "offline" else self.wandb.url
-        self.print0(f"W&B: {mode}, {hint}")
+            self.stop_wandb("off", e)
+
+    def stop_wandb(self, word, error):
+        self.wandb = None
+        self.print0(f"W&B: {word} ({one_line(error)}); metrics.jsonl has everything")
 
     # -----------------------------------------------------------------------------------------------------
     # Steps and evaluations
@@ -231,10 +231,8 @@ class Log:
         if not self.settings.eval_only:
             self.metrics(step, values)
         attempts = self.settings.eval_attempts
-        which = ""
-        if attempts > 1:
-            which = f" (surest_accuracy counts up to {attempts} attempts, the other figures the first)"
-        self.print0(f"step {step} | evaluation{which}: {listed(values)}")
+        note = f" (surest_accuracy counts up to {attempts} attempts, the other figures the first)"
+        self.print0(f"step {step} | evaluation{note * (attempts > 1)}: {listed(values)}")
 
     def close(self):
         """Ends W&B, which can hang: the watchdog then ends the process, whose checkpoints are complete."""
@@ -248,12 +246,12 @@ class Log:
 def listed(values):
     """Returns {"train/accuracy": 0.5, ...} as "accuracy 0.5000 ..."."""
     # names without a slash are for programs
-    texts = []
+    words = []
     for name, value in values.items():
-        if "/" in name:
-            text = f"{value:.4f}" if isinstance(value, float) else str(value)
-            texts.append(f"{name.partition('/')[2]} {text}")
-    return " ".join(texts)
+        group, slash, metric = name.partition("/")
+        if slash:
+            words += [metric, f"{value:.4f}" if isinstance(value, float) else str(value)]
+    return " ".join(words)
 
 
 def choose_wandb_mode(settings, say):
