@@ -53,20 +53,20 @@ class Evaluator:
         self.max_steps = settings.eval_halt_max_steps or settings.halt_max_steps
         self.dtype = getattr(torch, settings.forward_dtype)
         self.supervision_step = device.compile(trm.call_with)
-        self.program = device.compile_step(self.step, is_collective=False)
+        self.program = device.compile_step(self.eval_step, is_collective=False)
 
     def new_slots(self):
-        """Returns {"sequences": of TRM.new_sequences, "kept": {name: [slots, ...]}}; all slots are free."""
+        """Returns {"sequences": of TRM.new_sequences, "answers": {name: [slots, ...]}}; all are free."""
         sequences = self.model.new_sequences(self.batch_size, self.dtype)
-        # the last answer and the most confident one, for keep_answers
-        kept = dict(
+        # the last answer and the most confident one, for update_answers
+        answers = dict(
             preds=torch.zeros_like(sequences["inputs"]),
             repeats=torch.zeros_like(sequences["steps"]),
             surest_preds=torch.zeros_like(sequences["inputs"]),
             surest_q_halt_logits=torch.zeros(self.batch_size),
             surest_steps=torch.zeros_like(sequences["steps"]),
         )
-        return self.device.put(dict(sequences=sequences, kept=kept))
+        return self.device.put(dict(sequences=sequences, answers=answers))
 
     def inputs(self, weights, puzzle_emb, batch):
         """Returns the inputs of program(), on the device.
@@ -83,7 +83,7 @@ class Evaluator:
         )
 
     @torch.no_grad()
-    def step(self, slots, inputs):
+    def eval_step(self, slots, inputs):
         """Runs one supervision step of all slots, in place on them. On XLA it is one program.
 
         Returns {name: [B, ...]}: ANSWERS, METRICS and LOSS_TERMS of each slot after this step, and halted.
@@ -93,45 +93,44 @@ class Evaluator:
 
         # free slots start on the puzzles of the batch; the loop gets rows of the embedding, never all of it
         sequences = model.take_new_puzzles(slots["sequences"], inputs["puzzles"])
-        batch = dict(sequences=sequences, kept=slots["kept"])
+        batch = dict(sequences=sequences, answers=slots["answers"])
         if self.model.has_puzzle_emb:
             batch["puzzle_rows"] = inputs["puzzle_emb"][sequences["puzzle_identifiers"]]
-        _, results = self.device.for_each_micro_batch(
-            self.step_micro_batch, {}, weights, batch, self.micro_batch_size)
-        tree_map(torch.Tensor.copy_, slots, results["slots"])
-        return results["values"]
+        _, each_slot = self.device.for_each_micro_batch(
+            self.run_micro_batch, {}, weights, batch, self.micro_batch_size)
+        tree_map(torch.Tensor.copy_, slots, each_slot["slots"])
+        return each_slot["values"]
 
-    def step_micro_batch(self, weights, micro_batch):
+    def run_micro_batch(self, weights, micro_batch):
         """Runs a supervision step of some slots, for device.for_each_micro_batch.
 
-        Returns {}, since nothing adds up, and dict(slots=..., values=...); values are what step() returns.
+        Returns {}, since nothing adds up, and dict(slots=..., values=...); eval_step() returns the values.
         """
         is_new = micro_batch["sequences"]["steps"] == 0
-        step = self.supervision_step(weights, micro_batch["sequences"], micro_batch.get("puzzle_rows"))
+        result = self.supervision_step(weights, micro_batch["sequences"], micro_batch.get("puzzle_rows"))
 
         # keep the answers that count; slots whose answer is final halt
-        kept = keep_answers(micro_batch["kept"], step, is_new)
-        halted = step.sequences["steps"] >= self.max_steps
+        answers = update_answers(micro_batch["answers"], result, is_new)
+        halted = result.sequences["steps"] >= self.max_steps
         if self.settings.eval_patience:
-            halted |= kept["repeats"] >= self.settings.eval_patience
-        results = dict(
-            slots=dict(sequences=step.sequences | dict(halted=halted), kept=kept),
-            values=step.values | kept | dict(q_halt_logits=step.q_halt, halted=halted),
+            halted |= answers["repeats"] >= self.settings.eval_patience
+        return {}, dict(
+            slots=dict(sequences=result.sequences | dict(halted=halted), answers=answers),
+            values=result.values | answers | dict(q_halt_logits=result.q_halt, halted=halted),
         )
-        return {}, results
 
 
-def keep_answers(kept, step, is_new):
+def update_answers(answers, result, is_new):
     """Returns the answers that count after a SupervisionStep: the last one and the most confident one."""
-    is_repeated = (step.answers == kept["preds"]).all(-1) & ~is_new
+    is_repeated = (result.answers == answers["preds"]).all(-1) & ~is_new
     # the later of two equally confident answers counts
-    is_surer = is_new | (step.q_halt >= kept["surest_q_halt_logits"])
+    is_surer = is_new | (result.q_halt >= answers["surest_q_halt_logits"])
     return dict(
-        preds=step.answers,
-        repeats=torch.where(is_repeated, kept["repeats"] + 1, 0),
-        surest_preds=model.where(is_surer, step.answers, kept["surest_preds"]),
-        surest_q_halt_logits=torch.where(is_surer, step.q_halt, kept["surest_q_halt_logits"]),
-        surest_steps=torch.where(is_surer, step.sequences["steps"], kept["surest_steps"]),
+        preds=result.answers,
+        repeats=torch.where(is_repeated, answers["repeats"] + 1, 0),
+        surest_preds=model.where(is_surer, result.answers, answers["surest_preds"]),
+        surest_q_halt_logits=torch.where(is_surer, result.q_halt, answers["surest_q_halt_logits"]),
+        surest_steps=torch.where(is_surer, result.sequences["steps"], answers["surest_steps"]),
     )
 
 
@@ -200,12 +199,12 @@ class Queue:
         that have finished.
         """
         num_before = self.num_unfinished()
-        for step in range(1, self.evaluator.max_steps + 1):
+        for supervision_step in range(1, self.evaluator.max_steps + 1):
             if should_stop() or not self.num_unfinished():
                 break
-            results = self.step()
+            results = self.eval_step()
             # without eval_patience all attempts leave together: no result is read before the last step
-            if self.evaluator.settings.eval_patience or step == self.evaluator.max_steps:
+            if self.evaluator.settings.eval_patience or supervision_step == self.evaluator.max_steps:
                 self.collect(results)
         return num_before - self.num_unfinished()
 
@@ -217,13 +216,13 @@ class Queue:
         settings = self.evaluator.settings
         assert not settings.eval_patience and (len(self.slots) == 1 or settings.eval_attempts == 1)
         while self.num_unfinished():
-            results = self.step()
+            results = self.eval_step()
             preds = results["preds"].cpu().numpy()
             answers = [attempt.turned_back(answer) for attempt, answer in zip(self.slots, preds)]
             yield {"preds": np.stack(answers), "q_halt_logits": results["q_halt_logits"].cpu().numpy()}
             self.collect(results)
 
-    def step(self):
+    def eval_step(self):
         """Runs a supervision step of all slots and returns its results, on the device."""
         self.fill()
         return self.evaluator.program(self.slot_tensors, self.inputs)
@@ -253,25 +252,25 @@ class Queue:
         for i, attempt in enumerate(self.slots):
             if attempt and self.halted[i]:
                 self.slots[i] = None
-                self.keep(attempt, {name: array[i] for name, array in arrays.items()})
+                self.record(attempt, {name: array[i] for name, array in arrays.items()})
 
-    def keep(self, attempt, new):
-        """Keeps what counts of an attempt's results, and tries again if no answer is sure."""
+    def record(self, attempt, new):
+        """Records what counts of an attempt's results, and tries again if no answer is sure."""
         puzzle = attempt.puzzle
         new["surest_preds"] = attempt.turned_back(new["surest_preds"])
 
         # the first attempt counts by itself, and the surest answer of all
-        kept = self.results
+        results = self.results
         is_first = attempt.symmetry is None
-        is_surer = is_first or new["surest_q_halt_logits"] > kept["surest_q_halt_logits"][puzzle]
-        for name in kept.keys() & new.keys():
+        is_surer = is_first or new["surest_q_halt_logits"] > results["surest_q_halt_logits"][puzzle]
+        for name in results.keys() & new.keys():
             counts = is_surer if name in SUREST else is_first
             if counts:
-                kept[name][puzzle] = new[name]
-        kept["attempts"][puzzle] += 1
+                results[name][puzzle] = new[name]
+        results["attempts"][puzzle] += 1
 
-        is_sure = sigmoid(kept["surest_q_halt_logits"][puzzle]) >= model.SURE
-        if not is_sure and kept["attempts"][puzzle] < self.evaluator.settings.eval_attempts:
+        is_sure = sigmoid(results["surest_q_halt_logits"][puzzle]) >= model.SURE
+        if not is_sure and results["attempts"][puzzle] < self.evaluator.settings.eval_attempts:
             self.try_again(attempt)
 
     def try_again(self, attempt):
