@@ -36,19 +36,16 @@ DONE = {}  # {digest: Done}
 
 def is_fork(tree):
     """Returns whether a config file is a fork; tree: the syntax tree of its text."""
-    adds_settings = any(isinstance(node, ast.Name) and node.id == "new" for node in ast.walk(tree))
-    return adds_settings or not imported(tree).isdisjoint(REPLACEABLE)
-
-
-def imported(tree):
-    """Returns the names of the modules and packages that a syntax tree imports, wherever it does so."""
-    names = set()
+    # wherever it imports a module
+    modules = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
+            modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names.add(node.module or "")
-    return {name.partition(".")[0] for name in names}
+            modules.append(node.module or "")
+        elif isinstance(node, ast.Name) and node.id == "new":
+            return True
+    return any(module.partition(".")[0] in REPLACEABLE for module in modules)
 
 
 def run(path, text, tree, names, settings, assigned):

@@ -199,11 +199,22 @@ class Watchdog(threading.Thread):
         super().__init__(daemon=True)
         self.lock = threading.Lock()
         self.num_seconds = 0
-        self.restart(0)
 
-    def restart(self, seconds):
+    def restart(self, seconds, suspended=24 * 3600):
+        """Ends this process with 1 after the given seconds, unless it is called again before; 0 calls it off.
+
+        The stacks of all threads are printed first. Time in which the job was suspended does not count, if it
+        was not longer than the seconds in `suspended`.
+        """
         self.seconds = seconds
         self.limit = self.num_seconds + (seconds or math.inf)
+        with self.lock:  # replicas may be threads
+            if not self.ident:
+                self.start()
+        # C code that keeps Python's lock stops the count, but not this timer, which is a C thread
+        faulthandler.cancel_dump_traceback_later()
+        if seconds:
+            faulthandler.dump_traceback_later(seconds + suspended, exit=True, file=sys.__stderr__)
 
     def run(self):
         while self.num_seconds <= self.limit:
@@ -214,23 +225,7 @@ class Watchdog(threading.Thread):
         os._exit(1)
 
 
-WATCHDOG = Watchdog()
-
-
-def restart_watchdog(seconds, suspended=24 * 3600):
-    """Ends this process with 1 after the given seconds, unless it is called again before; 0 calls it off.
-
-    The stacks of all threads are printed first. Time in which the job was suspended does not count, if it was
-    not longer than the seconds in `suspended`.
-    """
-    with WATCHDOG.lock:  # replicas may be threads
-        if not WATCHDOG.ident:
-            WATCHDOG.start()
-    WATCHDOG.restart(seconds)
-    # C code that keeps Python's lock stops the count, but not this timer, which is a C thread
-    faulthandler.cancel_dump_traceback_later()
-    if seconds:
-        faulthandler.dump_traceback_later(seconds + suspended, exit=True, file=sys.__stderr__)
+restart_watchdog = Watchdog().restart
 
 
 def should_stop(stall_timeout):

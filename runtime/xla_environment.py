@@ -1,8 +1,6 @@
 """The environment that torch_xla needs, which must be right before it is imported."""
 import glob
-import importlib.util
 import math
-import mmap
 import os
 import re
 from pathlib import Path
@@ -39,19 +37,11 @@ def find_device():
 
 
 def check_xla_variables():
-    """Raises UserError for environment variables that XLA must not obey, or that abort its process."""
+    """Raises UserError for environment variables that torch_xla must not obey."""
     for name, reason in REFUSED_XLA.items():
         value = os.environ.get(name, "")
         if value.lower() not in ("", "0", "false"):
             raise UserError(f"{name}={value} in the environment: {reason}; `env -u {name} python ...`")
-    # XLA aborts the process for a flag that it does not know; its library holds the names of all
-    flags = re.findall(r"(?<!\S)--(\w+)", os.environ.get("XLA_FLAGS", ""))
-    if flags:
-        with (open(importlib.util.find_spec("_XLAC").origin, "rb") as f,
-              mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as library):
-            for flag in flags:
-                if library.find(f"{flag}\0".encode()) < 0:
-                    raise UserError(f"XLA_FLAGS in the environment: XLA knows no --{flag}")
 
 
 def has_tpu():
