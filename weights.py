@@ -75,12 +75,12 @@ def read_file(path):
 
 
 @torch.no_grad()
-def load_weights(trm, named, same_identifiers=True):
+def load_weights(trm, official_weights, same_identifiers=True):
     """Loads weights under the official code's names, with or without their prefixes, into a TRM.
 
     Args:
         trm: a TRM.
-        named: {name: tensor}.
+        official_weights: {name: tensor}.
         same_identifiers: False if the puzzle identifiers stand for other puzzles than the file's.
 
     Returns True if the identifiers are others, or if their number is: every row of the puzzle embedding then
@@ -89,7 +89,7 @@ def load_weights(trm, named, same_identifiers=True):
     """
     # the official code's names, without the prefixes of its wrappers
     weights = {}
-    for name, t in named.items():
+    for name, t in official_weights.items():
         weights[re.sub(r"^((_orig_mod|module|model|inner)\.)+", "", name)] = t.float()
 
     # other puzzles have no row of their own in the table: they take the mean
@@ -101,15 +101,9 @@ def load_weights(trm, named, same_identifiers=True):
     if is_averaged:
         weights["puzzle_emb.weights"] = table.mean(0, keepdim=True).expand(num_rows, -1)
 
-    # names and shapes must be these; a part of them would train in silence
-    expected = trm.state_dict()
-    hint = "another block or other settings (hidden_size, L_layers, mlp_t, puzzle_emb_ndim?)"
-    if expected.keys() - weights.keys():
-        raise ValueError(f"lacks {min(expected.keys() - weights.keys())}: {hint}")
-    if weights.keys() - expected.keys():
-        raise ValueError(f"also has {min(weights.keys() - expected.keys())}: {hint}")
-    for name, t in expected.items():
-        if weights[name].shape != t.shape:
-            raise ValueError(f"{name} has shape {list(weights[name].shape)}, not {list(t.shape)}: {hint}")
-    trm.load_state_dict(weights)
+    try:
+        trm.load_state_dict(weights)
+    except RuntimeError as e:  # names or shapes, which it lists
+        raise ValueError(f"{one_line(e)}: another block or other settings (hidden_size, L_layers, mlp_t, "
+                         "puzzle_emb_ndim?)") from None
     return is_averaged

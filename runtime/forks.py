@@ -5,7 +5,7 @@ set of forks, each of them once. Checkpoints and model files name the forks that
 """
 import ast
 import hashlib
-from pathlib import Path
+import os
 from typing import NamedTuple
 
 from runtime.errors import UserError
@@ -58,7 +58,9 @@ def run(path, text, tree, names, settings, assigned):
     Raises UserError for a fork that another set lacks, or if settings that it reads are not as they were.
     """
     digest = hashlib.sha256(text).hexdigest()[:8]
-    name = name_of(path, digest)
+    name = os.path.basename(path)
+    if FORKS.get(name, digest) != digest:
+        name = path  # another fork has that name
     if SETS and digest not in DONE:
         raise UserError(f"{path}: this process has run other forks ({', '.join(FORKS) or 'none'}): run it in "
                         "a process of its own")
@@ -93,13 +95,6 @@ def names_read(tree):
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             names.add(node.id)
     return names
-
-
-def name_of(path, digest):
-    """Returns the name of a fork: its file name, with folders before it if another fork has that name."""
-    parts = Path(path).parts
-    names = ["/".join(parts[-length:]) for length in range(1, len(parts) + 1)]
-    return next((name for name in names if FORKS.get(name, digest) == digest), path)
 
 
 def check_set(settings_class, forks):

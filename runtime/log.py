@@ -164,12 +164,11 @@ class Log:
         """Reports the time of the first step at a depth, which compiles; result: a tensor of it."""
         result.cpu()  # waits for the device
         seconds = time.perf_counter() - self.clock
+        how = "not compiled"
         if is_compiled(self.device):
             how = "any compiling included"
         elif self.device.compiles:
-            how = "not compiled, since torch.compile failed (see stderr)"
-        else:
-            how = "not compiled"
+            how += ", since torch.compile failed (see stderr)"
         self.print0(f"step {step}: {seconds:.1f} s for the first step at H_cycles {cycles[0]}, L_cycles "
                     f"{cycles[1]}, {how}; left out of the rates below")
         self.restart_clock(step)

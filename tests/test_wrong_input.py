@@ -170,7 +170,7 @@ TRAIN = {
     "--init_from=pointer.pt": "pointer.pt | Git LFS pointer",
     "--init_from=flipped.pt": "flipped.pt | cannot be read as a checkpoint | damaged",
     "--init_from=weightless.pt": "weightless.pt | cannot be read as a checkpoint | damaged",
-    "--init_from=partial.pt": "partial.pt | lacks H_init",
+    "--init_from=partial.pt": "partial.pt | Missing key(s) in state_dict: \"H_init\" | settings",
     "--init_from=renamed.pt": "renamed.pt | symbols '_.4321' | data/sudoku has ' .1234'",
     BEGIN + "--hidden_size=32": "ckpt_00000002.pt | shape | settings",
     "--out_dir=out/run": "out/run | --init_from=auto | --out_dir",
