@@ -187,15 +187,15 @@ class Dataset:
         counts), puzzle_identifiers [b]. Thread-safe.
         """
         # the epochs follow each other in an endless stream of examples, which the batches cut
-        part = rank_slice(batch_size, rank, world)
-        positions = np.arange(step * batch_size + part.start, step * batch_size + part.stop)
+        own_slice = rank_slice(batch_size, rank, world)
+        positions = np.arange(step * batch_size, (step + 1) * batch_size)[own_slice]
         epochs, positions = np.divmod(positions, self.epoch_examples)
 
         # a batch takes examples of one epoch, or of several
-        parts = []
+        plans = []
         for epoch in np.unique(epochs).tolist():
-            parts.append(self.epoch_plan(seed, epoch)[positions[epochs == epoch]])
-        plan = np.concatenate(parts)
+            plans.append(self.epoch_plan(seed, epoch)[positions[epochs == epoch]])
+        plan = np.concatenate(plans)
 
         # ARC: a group brings all examples of one of its versions; a smaller version repeats its examples
         if self.is_streamed:
@@ -205,7 +205,7 @@ class Dataset:
 
         # Sudoku and mazes: the versions of a group have one example each, and the step draws one of them. It
         # draws two numbers for each sequence and ignores the second, as the runs in records/ did.
-        version_draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[part, 0]
+        version_draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[own_slice, 0]
         return self._batch(random_members(self.group_indices, plan["group"], version_draws), 0)
 
     def test_batch(self, indices):

@@ -160,8 +160,8 @@ def choose_device(wanted):
 class Device:
     """The CPU or a CUDA GPU, alone or under torchrun.
 
-    torch: the torch.device. type: its type. rank: this replica's number among `world`. host: the number of
-    its host.
+    torch_device: the torch.device, of that type. rank: this replica's number among `world`. host: the number
+    of its host.
     """
     backend = ""  # of torch.distributed; "": NCCL on CUDA, gloo on the CPU
 
@@ -171,14 +171,14 @@ class Device:
         self.rank = place.rank
         self.world = place.world
         self.host = place.host
-        self.torch = torch.device(device_type)
+        self.torch_device = torch.device(device_type)
         self.name = platform.machine()
         self.report = lambda seconds, share: None  # see loop_over_micro_batches
         self.compiles = settings.compile == "on" or settings.compile == "auto" and device_type == "cuda"
         if device_type == "cuda":
-            self.torch = torch.device("cuda", place.local_rank)
-            torch.cuda.set_device(self.torch)
-            self.name = torch.cuda.get_device_name(self.torch)
+            self.torch_device = torch.device("cuda", place.local_rank)
+            torch.cuda.set_device(self.torch_device)
+            self.name = torch.cuda.get_device_name(self.torch_device)
             # without Triton or a C compiler, "auto" trains without torch.compile: is_compiled() tells
             torch._dynamo.config.suppress_errors = settings.compile == "auto"
         if not is_alone and all(map(os.environ.get, TORCHRUN)):
@@ -245,7 +245,7 @@ class Device:
             x = torch.as_tensor(x)
             if self.type == "cuda" and x.device.type == "cpu":
                 x = x.pin_memory()  # a copy from pageable memory would wait for the steps under way
-            return x.to(self.torch, non_blocking=True)
+            return x.to(self.torch_device, non_blocking=True)
 
         return tree_map(put_one, tree)
 
@@ -291,7 +291,7 @@ class Device:
 
     def prepare(self, model):
         """Moves the model here."""
-        model.to(self.torch)
+        model.to(self.torch_device)
 
     def compile(self, fn):
         """Returns fn through torch.compile, where the settings ask for that."""

@@ -103,14 +103,14 @@ def keep_length(settings, resumed):
     return note
 
 
-def time_steps(run, step):
+def time_steps(run, begin_step):
     """Returns the seconds of a step on rank 0, once it is compiled. All ranks.
 
-    step: a function that begins one and returns a tensor.
+    begin_step: a function that begins one and returns a tensor.
     """
     enough_seconds = min(5, 0.6 * run.settings.max_minutes)
     restart_watchdog(run.settings.stall_timeout)
-    step().cpu()
+    begin_step().cpu()
     # twice as many, until it takes long enough
     n = 1
     seconds = 0.0
@@ -118,7 +118,7 @@ def time_steps(run, step):
         n *= 2
         began = time.perf_counter()
         for _ in range(n):
-            result = step()
+            result = begin_step()
         result.cpu()  # waits for the device
         seconds = run.device.all_gather(time.perf_counter() - began)[0]
     return seconds / n

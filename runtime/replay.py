@@ -37,12 +37,12 @@ class Replayable(TorchDispatchMode):
             return func(*args, **kwargs)
         # the innermost line outside this file and installed packages: a fork's, where it has one
         packages = os.path.dirname(os.path.dirname(torch.__file__))
-        place = ""
+        line = ""
         for frame in traceback.extract_stack():
             if not frame.filename.startswith((packages, __file__)):
-                place = f"{os.path.basename(frame.filename)}:{frame.lineno}: "
+                line = f"{os.path.basename(frame.filename)}:{frame.lineno}: "
         operation = func.name().removeprefix("aten::").replace("_local_scalar_dense", "item")
-        raise NotReplayable(f"{place}{operation} {problem}")
+        raise NotReplayable(f"{line}{operation} {problem}")
 
     def find_problem(self, func, args, kwargs):
         """Returns what is wrong with an operation, in words, or ""."""

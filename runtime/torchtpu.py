@@ -47,7 +47,7 @@ class TPUDevice(Device):
         return "bfloat16", f"{self.name} has units for it"
 
     def put(self, tree):
-        return tree_map(lambda x: torch.as_tensor(x).to(self.torch), tree)
+        return tree_map(lambda x: torch.as_tensor(x).to(self.torch_device), tree)
 
     def fetch(self, x):
         return x.cpu

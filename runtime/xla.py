@@ -36,7 +36,7 @@ class XLADevice:
     def __init__(self, settings):
         self.compile_mode = settings.compile
         self.is_lazy = self.compile_mode == "off"  # while a step is traced that is not captured
-        self.torch = torch_xla.device()
+        self.torch_device = torch_xla.device()
         self.rank = xr.global_ordinal()
         self.world = xr.world_size()
         self.host = xr.host_index()
@@ -62,7 +62,7 @@ class XLADevice:
         return wanted, note
 
     def put(self, tree):
-        return tree_map(lambda x: torch.as_tensor(x).to(self.torch), tree)
+        return tree_map(lambda x: torch.as_tensor(x).to(self.torch_device), tree)
 
     def fetch(self, x):
         return x.cpu
@@ -103,7 +103,7 @@ class XLADevice:
         return tree_map(torch.clone, restore(vector))
 
     def prepare(self, model):
-        model.to(self.torch)
+        model.to(self.torch_device)
         write_out_attention(model)
 
     def compile(self, fn):
@@ -194,7 +194,7 @@ class XLADevice:
                 lowering, placeholders, structure = self.lower(fn, state, inputs, *static)
         finally:
             # the next all-reduce would follow this one, whose numbers are not there
-            XLAC._set_all_reduce_token(str(self.torch), None)
+            XLAC._set_all_reduce_token(str(self.torch_device), None)
         computation = xb.computation_from_module_proto("step", lowering.hlo())
         # a parameter of the program is one of the inputs or a constant that fn made
         sources = {lowering.tensor_parameter_id(t): i for i, t in enumerate(placeholders)}
@@ -273,7 +273,7 @@ class XLADevice:
         if self.is_lazy or size in (0, len(tree_flatten(batch)[0][0])):
             return loop_over_micro_batches(body, sums, weights, batch, size)
 
-        def step(carry, micro_batch):
+        def scan_body(carry, micro_batch):
             sums, weights = carry
             # the scan turns bools into integers
             micro_batch = tree_map(torch.Tensor.type_as, micro_batch, batch)
@@ -284,12 +284,12 @@ class XLADevice:
             return (sums, weights), result
 
         micro_batches = tree_map(lambda t: t.unflatten(0, (-1, size)), batch)
-        (sums, _), results = _scan_impl_pytree(step, (sums, weights), micro_batches)
+        (sums, _), results = _scan_impl_pytree(scan_body, (sums, weights), micro_batches)
         return sums, tree_map(lambda t: t.flatten(0, 1), results)
 
     def peak_memory(self):
         with suppress(RuntimeError):  # the CPU has no such number
-            return xm.get_memory_info(self.torch).get("peak_bytes_used", 0)
+            return xm.get_memory_info(self.torch_device).get("peak_bytes_used", 0)
         return 0
 
     def counts(self):
