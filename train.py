@@ -500,18 +500,18 @@ class Run:
 # ---------------------------------------------------------------------------------------------------------
 # A replica
 
-def replica(settings, kind, began):
+def replica(settings, device_type, began):
     """Runs one replica from its start to its end.
 
     Args:
         settings: the run's settings, without those of a checkpoint.
-        kind: from choose_device.
+        device_type: from choose_device.
         began: time.monotonic() when the command began.
 
     It checks settings and datasets before a run begins, once it has fetched a checkpoint and the dataset.
     Exits with 3 if the run was stopped before its end, with 1 if the bucket does not have everything.
     """
-    device = open_device(kind, settings)
+    device = open_device(device_type, settings)
     # only rank 0's host may have the checkpoint
     start, saved = checkpoint.find_start(settings, device, STOP.is_set)
     settings, notes = settle(settings, start, device)
@@ -651,10 +651,10 @@ class Spawned:
         self.function(self.settings, *self.args)
 
 
-def spawned_replica(settings, kind, began):
+def spawned_replica(settings, device_type, began):
     """Runs replica(). If it breaks, its process ends: its peers would wait for it forever."""
     try:
-        replica(settings, kind, began)
+        replica(settings, device_type, began)
     except BaseException as e:
         # every rank of the host raises these
         if isinstance(e, (UserError, TransientError, SystemExit)) or errors.is_out_of_memory(e):
@@ -668,10 +668,10 @@ def main(settings):
     began = time.monotonic()  # the system's clock can be changed during a run
     # the settings, before anything takes time; replica() checks them again, with those of a checkpoint
     check_settings(settings)
-    # one kind of device for all replicas
-    kind, reason = choose_device(settings.device)
-    if kind == "xla" or read_place().rank == 0:
-        print(f"device {kind}: {reason}", flush=True)
+    # one type of device for all replicas
+    device_type, reason = choose_device(settings.device)
+    if device_type == "xla" or read_place().rank == 0:
+        print(f"device {device_type}: {reason}", flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
         process.end_with_parent()
     # the dataset, unless a checkpoint may say which one it is
@@ -683,12 +683,12 @@ def main(settings):
     on_signals()
     try:
         # a process for each chip of a TPU; every other device has only this process
-        spawn = spawner(kind)
+        spawn = spawner(device_type)
         if spawn:
             watch_replicas()
-            spawn(Spawned(spawned_replica, settings, kind, began))
+            spawn(Spawned(spawned_replica, settings, device_type, began))
         else:
-            replica(settings, kind, began)
+            replica(settings, device_type, began)
     # what breaks in a replica, in words
     except BrokenProcessPool:
         raise TransientError("a replica died, see above if it said why; to continue: "
