@@ -21,7 +21,7 @@ import torch
 import puzzles
 from runtime import forks
 from runtime.errors import TransientError, UserError
-from runtime.files import file_hash, lock, read_metrics, replacing
+from runtime.files import file_hash, lock, read_json, read_metrics, replacing
 from runtime.process import STOP
 from weights import load_weights, read_file
 
@@ -259,24 +259,13 @@ def refuse_run(flag, names):
                         f"{flag.partition('=')[0]} starts another")
 
 
-def read_run_id(content, path):
-    """Returns the run's id in the bytes of a run.json. Raises UserError if they have none."""
-    with suppress(LookupError, TypeError, ValueError):
-        run_id = json.loads(content)["id"]
-        if isinstance(run_id, str):
-            return run_id
-    raise UserError(f"{path} has no run's id: delete it, and a resume makes it again")
-
-
 def pull(bucket, out_dir):
     """Brings the newest whole checkpoint of the bucket, and its logs, to out_dir, unless that has it."""
     from runtime.bucket import LOGS
     # both must be of the same run
-    local_file = Path(out_dir, "run.json")
-    content = bucket.read("run.json")
-    if content is not None and local_file.exists():
-        run_id = read_run_id(content, f"{bucket.url}/run.json")
-        if read_run_id(local_file.read_bytes(), local_file) != run_id:
+    content = bucket.read("run.json", check=json.loads)
+    if content is not None and os.path.exists(f"{out_dir}/run.json"):
+        if read_json(f"{out_dir}/run.json") != json.loads(content):
             raise UserError(f"{out_dir} and {bucket.url} hold two different runs: choose another; to move a "
                             "run, copy its files to an empty one")
     for name in numbered(bucket.list()):
@@ -452,7 +441,7 @@ class Checkpoints:
             raise TransientError(f"--out_dir={self.out_dir}: another process trains there") from None
         except OSError as e:
             raise UserError(f"--out_dir={self.out_dir}: cannot be written to ({e.strerror})") from None
-        self.run_id = read_run_id(Path(path).read_bytes(), path)
+        self.run_id = read_json(path)["id"]
 
     def save(self, step, run, metrics, name=""):
         """Begins to write a checkpoint and its .json, after the one before: memory holds one copy."""

@@ -71,9 +71,8 @@ def local_dataset(path, stop=lambda: False):
         if content is None:
             raise UserError(f"{path} has no manifest.json: upload the dataset with "
                             f"`gcloud storage rsync -r data/NAME {path}`")
-        manifest = json.loads(content)
-        hashes = manifest.get("sha256") if isinstance(manifest, dict) else None
-        if not hashes or not isinstance(hashes, dict):
+        hashes = json.loads(content).get("sha256")
+        if not hashes:
             raise UserError(f"{path}/manifest.json has no files with their hashes: upload the dataset again")
         # a name such as ../train.py would be written outside the folder
         for name, sha256 in hashes.items():
