@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from runtime import forks
-from runtime.errors import UserError
+from runtime.errors import UserError, one_line
 
 TYPES = (int, float, bool, str)  # that a setting may have
 
@@ -195,7 +195,7 @@ def run_file(path, settings):
         for frame in traceback.extract_tb(e.__traceback__):
             if frame.filename != __file__:
                 where = f"{frame.filename}:{frame.lineno}"
-        raise UserError(f"{where}: {type(e).__name__}: {e}") from None
+        raise UserError(f"{where}: {one_line(e)}") from None
 
     # from here on its functions see no settings
     visible.clear()
