@@ -62,10 +62,7 @@ def local_dataset(path, stop=lambda: False):
         return path
     from runtime.bucket import Bucket
     bucket = Bucket(path, stop)
-    name = os.path.basename(bucket.url)
-    if name in (".", ".."):
-        raise UserError(f"data_path={path}: the last part must be the name of a dataset")
-    folder = f"data/{name}"
+    folder = f"data/{os.path.basename(bucket.url)}"
     with locked(folder):
         content = bucket.read("manifest.json", check=json.loads)
         if content is None:

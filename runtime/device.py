@@ -65,12 +65,12 @@ class Place(NamedTuple):
     host: int = 0
 
 
-def read_number(name, default, least=0, most=10 ** 6):
+def read_number(name, default):
     """Returns an environment variable as a whole number; an empty one counts as not set."""
     text = os.environ.get(name) or str(default)
-    if not re.fullmatch("[0-9]{1,7}", text) or not least <= int(text) <= most:
-        raise UserError(f"{name}={text} in the environment must be a whole number from {least} to {most}, "
-                        f"or not set: `env -u {name} python ...`")
+    if not text.isdecimal():
+        raise UserError(f"{name}={text} in the environment must be a whole number, or not set: "
+                        f"`env -u {name} python ...`")
     return int(text)
 
 
@@ -82,7 +82,7 @@ def read_place():
     """
     values = {name: os.environ.get(name, "") for name in TORCHRUN}
     rank = read_number("RANK", 0)
-    world = read_number("WORLD_SIZE", 1, least=1)
+    world = read_number("WORLD_SIZE", 1)
     is_alone = (rank, world) == (0, 1) and not all(values.values())
     # SLURM_NTASKS belongs to the allocation: a batch script or a shell may be its only process
     num_tasks = read_number("SLURM_STEP_NUM_TASKS", 1)
@@ -96,11 +96,10 @@ def read_place():
         given = " ".join(f"{name}={value}" for name, value in values.items())
         raise UserError(f"{given} in the environment: several replicas need all four, as torchrun sets them; "
                         "one process needs `env -u RANK -u WORLD_SIZE python train.py ...`")
-    read_number("MASTER_PORT", 0, least=1, most=65535)  # for torch
+    read_number("MASTER_PORT", 0)  # for torch
     local_rank = read_number("LOCAL_RANK", 0)
-    local_world = read_number("LOCAL_WORLD_SIZE", local_rank + 1, least=local_rank + 1)
-    host = read_number("GROUP_RANK", 0)
-    return Place(rank, world, local_rank, local_world, host)
+    local_world = read_number("LOCAL_WORLD_SIZE", local_rank + 1)
+    return Place(rank, world, local_rank, local_world, read_number("GROUP_RANK", 0))
 
 
 def choose_device(wanted):

@@ -25,7 +25,7 @@ def find_device():
     if os.environ.get("PJRT_DEVICE") == "CPU":
         check_xla_variables()
         # torch_xla reads an empty variable as 0
-        replicas = read_number("CPU_NUM_DEVICES", 1, least=1)
+        replicas = read_number("CPU_NUM_DEVICES", 1)
         os.environ["CPU_NUM_DEVICES"] = str(replicas)
         # fewer threads than replicas would deadlock in a collective
         os.environ.setdefault("XLA_THREAD_POOL_SIZE", str(max(16, replicas)))

@@ -150,7 +150,7 @@ def test_one_process_trains_alone_in_an_environment_that_names_no_others(variabl
 
 
 @pytest.mark.parametrize("variables, words", [
-    (f"RANK=-1 {ADDRESS}", "RANK=-1 in the environment must be a whole number from 0 "),
+    (f"RANK=-1 {ADDRESS}", "RANK=-1 in the environment must be a whole number, "),
     ("RANK=0 WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2 MASTER_ADDR= MASTER_PORT= in the environment: "),
     ("WORLD_SIZE=8", "RANK= WORLD_SIZE=8 MASTER_ADDR= MASTER_PORT= in the environment: "),
     ("RANK=1", "several replicas need all four, as torchrun sets them"),
@@ -167,10 +167,9 @@ SRUN = "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2"
 
 
 @pytest.mark.parametrize("variables, words", [
-    ("RANK=x WORLD_SIZE=2", "RANK=x in the environment must be a whole number from 0 "),
-    ("RANK=0 WORLD_SIZE=0", "WORLD_SIZE=0 in the environment must be a whole number from 1 "),
-    (f"RANK=0 {ADDRESS} MASTER_PORT=http", "MASTER_PORT=http .* from 1 to 65535"),
-    (f"RANK=0 {ADDRESS} MASTER_PORT=99999", "MASTER_PORT=99999 .* from 1 to 65535"),
+    ("RANK=x WORLD_SIZE=2", "RANK=x in the environment must be a whole number, "),
+    ("RANK=0 WORLD_SIZE=0", "WORLD_SIZE=0 .* several replicas need all four"),
+    (f"RANK=0 {ADDRESS} MASTER_PORT=http", "MASTER_PORT=http .* whole number"),
     (f"RANK=0 {ADDRESS} LOCAL_RANK=x", "LOCAL_RANK=x "),
     (f"RANK=0 {ADDRESS} LOCAL_WORLD_SIZE=x", "LOCAL_WORLD_SIZE=x "),
     (f"RANK=0 {ADDRESS} GROUP_RANK=-1", "GROUP_RANK=-1 "),
@@ -223,7 +222,7 @@ def test_a_rank_whose_peer_never_comes_obeys_sigterm(data):
     ("XLA_USE_BF16=1", "XLA_USE_BF16=1 .* see --forward_dtype"), ("XLA_USE_FP16=1", "XLA_USE_FP16=1 "),
     ("XLA_DOWNCAST_BF16=true", "XLA_DOWNCAST_BF16=true "), ("XLA_DOWNCAST_FP16=1", "XLA_DOWNCAST_FP16=1 "),
     ("XLA_USE_SPMD=1", "XLA_USE_SPMD=1 .* one replica instead of one on each device"),
-    ("CPU_NUM_DEVICES=two", "CPU_NUM_DEVICES=two .* from 1 "), ("CPU_NUM_DEVICES=0", "CPU_NUM_DEVICES=0 "),
+    ("CPU_NUM_DEVICES=two", "CPU_NUM_DEVICES=two "),
 ])
 def test_variables_are_refused_that_torch_xla_must_not_obey(variable, words, monkeypatch):
     """On other devices they change nothing."""
