@@ -6,6 +6,7 @@ path from S to G as "o". Steps go up, down, left and right.
 """
 import itertools
 import math
+import re
 
 import numpy as np
 
@@ -46,9 +47,8 @@ class Maze(Kind):
         text = text.replace("\u2588", "#")
         if "G" not in text:
             text = text.replace("E", "G")
-        # a dot is an open cell where a space is none
-        has_spaces = any(" " in line.rstrip() for line in text.splitlines())
-        if {*"SG"} <= {*text} and not has_spaces:
+        # a dot is an open cell where a space is none; editors leave spaces at the end of lines
+        if {*"SG"} <= {*text} and not re.search(r" \S", text):
             text = text.replace(".", " ")
 
         # a maze a line
@@ -115,34 +115,25 @@ class Maze(Kind):
 # Rules
 
 def path_metrics(questions, answers):
-    """Returns which answers to mazes are a path from S to G, and which a shortest one: bool [n] each."""
-    valid = are_paths(questions, answers)
-    _, fewest_steps = solve_mazes(questions)
-    steps = (answers == PATH).sum(axis=1) + 1
-    return valid, valid & (steps == fewest_steps)
-
-
-def are_paths(questions, answers):
-    """Returns which answers to mazes are a path, bool [n].
+    """Returns which answers to mazes are a path from S to G, and which a shortest one: bool [n] each.
 
     In a path, S and G are where the question has them, and every "o" is on an open cell of the question. The
     "o" form one line from S to G that does not touch itself: no way along it leaves out a cell.
     """
     # check that S and G stay, and that the path is on open cells
     is_path = answers == PATH
-    ends = is_end(questions)
-    is_any_end = ends | is_end(answers)
+    is_end = np.isin(questions, [START, GOAL])
+    is_any_end = is_end | np.isin(answers, [START, GOAL])
     fits = np.where(is_any_end, answers == questions, ~is_path | (questions == OPEN))
 
     # solve the maze whose only open cells are the path's: its shortest path must take all of them
-    walls = np.where(ends, questions, WALL)
-    _, steps = solve_mazes(np.where(is_path, OPEN, walls))
-    uses_all_cells = steps == is_path.sum(axis=1) + 1
-    return fits.all(axis=1) & have_ends(questions) & uses_all_cells
+    num_steps = is_path.sum(axis=1) + 1
+    walls = np.where(is_end, questions, WALL)
+    _, steps_along = solve_mazes(np.where(is_path, OPEN, walls))
+    is_valid = fits.all(axis=1) & have_ends(questions) & (steps_along == num_steps)
 
-
-def is_end(tokens):
-    return (tokens == START) | (tokens == GOAL)
+    _, fewest_steps = solve_mazes(questions)
+    return is_valid, is_valid & (num_steps == fewest_steps)
 
 
 def have_ends(questions):
@@ -162,20 +153,17 @@ def solve_mazes(questions):
     right, else up. All labels of Maze-Hard follow this rule, and a model can match them exactly only because
     there is a rule.
     """
+    # put walls around the mazes, so that all cells have four neighbors
     size = math.isqrt(questions.shape[1])
-    squares = questions.reshape(-1, size, size)
-    from_goal = distances(squares == GOAL, squares != WALL)
-
-    # put a border around the mazes, so that all cells have four neighbors
     width = size + 2
     border = (0, 0), (1, 1), (1, 1)
-    from_goal = np.pad(from_goal, border, constant_values=-1).reshape(-1, width * width)
-    cells = np.pad(squares, border).reshape(-1, width * width)
+    squares = np.pad(questions.reshape(-1, size, size), border, constant_values=WALL)
+    from_goal = distances(squares == GOAL, squares != WALL).reshape(-1, width * width)
+    cells = squares.reshape(-1, width * width)
 
-    # begin at the starts; without one, on the border
+    # begin at the starts; without one, at a wall
     position = (cells == START).argmax(axis=1)
-    steps = from_goal[np.arange(len(cells)), position]
-    steps = np.maximum(steps, 0)
+    steps = np.maximum(from_goal[np.arange(len(cells)), position], 0)
 
     # walk to the goals: the mazes with the longest way first, until all are as near
     neighbors_at = np.array([width, -1, 1, -width])  # down, left, right, up
@@ -186,8 +174,7 @@ def solve_mazes(questions):
         choice = is_nearer.argmax(axis=1, keepdims=True)
         position[rows] = np.take_along_axis(neighbors, choice, axis=1)
         cells[rows, position[rows]] = PATH
-    answers = cells.reshape(-1, width, width)[:, 1:-1, 1:-1]
-    return answers.reshape(questions.shape), steps
+    return squares[:, 1:-1, 1:-1].reshape(questions.shape), steps
 
 
 def distances(starts, is_open):
@@ -196,9 +183,9 @@ def distances(starts, is_open):
     starts, is_open: bool [n, size, size].
     """
     # [size, size, n]: numpy is fast where the last axis is long
-    reached = np.ascontiguousarray(np.moveaxis(starts, 0, 2))
-    unseen = np.ascontiguousarray(np.moveaxis(is_open & ~starts, 0, 2))
-    steps = np.where(reached, np.int16(0), np.int16(-1))
+    reached = np.moveaxis(starts, 0, 2).copy()
+    unseen = np.moveaxis(is_open & ~starts, 0, 2).copy()
+    steps = reached.astype(np.int16) - 1
     for step in itertools.count(1):
         if not reached.any():
             return np.moveaxis(steps, 2, 0)
@@ -225,12 +212,11 @@ def long_mazes(index, seed, size, min_path):
     """
     # draw grids, and a cell of each that is open
     rng = np.random.default_rng([seed, index])
-    draws = rng.random((GRIDS, size * size), dtype=np.float32)
-    is_open = draws >= rng.uniform(*WALLS, (GRIDS, 1))
-    origin = rng.integers(size * size, size=(GRIDS, 1))
-    is_origin = origin == np.arange(size * size)
-    is_open = (is_open | is_origin).reshape(-1, size, size)
-    is_origin = is_origin.reshape(is_open.shape)
+    draws = rng.random((GRIDS, size, size), dtype=np.float32)
+    is_open = draws >= rng.uniform(*WALLS, (GRIDS, 1, 1))
+    origin = rng.integers(size * size, size=(GRIDS, 1, 1))
+    is_origin = origin == np.arange(size * size).reshape(size, size)
+    is_open |= is_origin
 
     # put one end as far as possible from that cell; no two cells are farther apart than twice that
     steps = distances(is_origin, is_open)
