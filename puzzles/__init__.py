@@ -16,6 +16,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from puzzles import reader
+from puzzles.symmetries import (
+    check_symmetries,
+    described_copies,
+    described_symmetries,
+    exchanged_of,
+    orbit_keys,
+    turns_of,
+)
 from runtime.errors import UserError
 
 IGNORE_LABEL = -100  # the same as in model.py, which needs torch
@@ -105,9 +114,7 @@ class Kind:
                             f"whose are {own_task['grid']} and {own_task['symbols']!r}")
         if self.has_several_answers and type(self).judge is Kind.judge:
             raise UserError(f"kind {task['kind']}: questions with several right answers need a judge")
-        if self.symmetries:
-            from puzzles.symmetries import check_symmetries
-            check_symmetries(self)
+        check_symmetries(self)
 
     @staticmethod
     def new_task(rows):
@@ -131,12 +138,10 @@ class Kind:
 
         Raises UserError.
         """
-        from puzzles import reader
         return reader.find_puzzles(self, text)
 
     def find_spaced(self, text):
         """Returns what find() does, for a text without JSON in which a space is a cell."""
-        from puzzles import reader
         cells, height = reader.squared(text)
         if height not in (1, self.rows):
             raise UserError(f"{height} lines are no puzzle of {self.rows} rows")
@@ -147,10 +152,10 @@ class Kind:
 
         A maze may have another size than the task's: models with attention take any number of cells.
         """
-        found, _ = self.find(text)
-        if len(found) > 1:
-            raise UserError(f"the text has {len(found)} puzzles")
-        [(_, cells, _)] = found
+        puzzles, _ = self.find(text)
+        if len(puzzles) > 1:
+            raise UserError(f"the text has {len(puzzles)} puzzles")
+        cells = puzzles[0].question
         self.resized(len(cells)).check_text(cells, self.question_symbols(), f"the puzzle {cells[:20]!r}")
         return np.array([self.symbols.index(symbol, 1) for symbol in cells], dtype=np.int32)
 
@@ -167,15 +172,15 @@ class Kind:
             raise UserError(f"{name} has {len(text)} cells, not {self.rows}x{self.columns}{hint}")
         rest = text.lstrip(symbols)
         if rest:
-            place = self.place_of(len(text) - len(rest))
-            raise UserError(f"{name} has {rest[0]!r} in {place}: must be one of {symbols!r}")
+            cell = self.place_of(len(text) - len(rest))
+            raise UserError(f"{name} has {rest[0]!r} in {cell}: must be one of {symbols!r}")
 
     def text(self, tokens):
         """Returns the symbols of tokens [cells] as a string."""
         return "".join(self.symbols[token] for token in tokens)
 
     def place_of(self, cell):
-        row, column = divmod(int(cell), self.columns)
+        row, column = divmod(cell, self.columns)
         return f"row {row + 1}, column {column + 1}"
 
     # -----------------------------------------------------------------------------------------------------
@@ -245,7 +250,6 @@ class Kind:
 
     def draw_symmetries(self, n, rng):
         """Draws n symmetries.Symmetries."""
-        from puzzles.symmetries import described_symmetries
         return described_symmetries(self, n, rng)
 
     def copies(self, question, seed, number):
@@ -285,12 +289,10 @@ class Kind:
             rng: a random generator.
             test_keys: all test questions, as bytes, for kinds whose copies might be among them.
         """
-        from puzzles.symmetries import described_copies
         return described_copies(self, puzzles, num_copies, rng)
 
     def keys(self, questions):
         """Returns a list of keys of questions [n, cells], equal for puzzles that count as one."""
-        from puzzles.symmetries import exchanged_of, orbit_keys, turns_of
         return orbit_keys(questions, turns_of(self), exchanged_of(self))
 
 

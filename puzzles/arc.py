@@ -6,6 +6,7 @@ numbered as in the official builder, and what the colors 0 to 9 become.
 """
 import functools
 import json
+from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
@@ -268,12 +269,11 @@ def count_votes(test, indices, preds, q_halt):
 
 def merge_votes(ranks):
     """Returns the sum of the ranks' votes."""
-    total = {}
+    total = defaultdict(lambda: defaultdict(list))
     for votes in ranks:
         for test_input, candidates in votes.items():
-            merged = total.setdefault(test_input, {})
             for answer, confidences in candidates.items():
-                merged.setdefault(answer, []).extend(confidences)
+                total[test_input][answer] += confidences
     return total
 
 
@@ -293,8 +293,7 @@ def vote_values(test, votes):
     """
     solved = dict.fromkeys(PASSES, 0.0)
     num_tasks = 0
-    groups = {group for group, _ in votes}
-    for group in sorted(groups):
+    for group in sorted({group for group, _ in votes}):
         # an answer that is not known is empty
         answers = [answer for _, answer in test.pairs(group)]
         if not all(answer.size for answer in answers):
@@ -307,10 +306,7 @@ def vote_values(test, votes):
                 solved[k] += is_solved / len(answers)
 
     # the mean over the tasks
-    values = {}
-    for k, total in solved.items():
-        values[f"eval/pass{k}"] = total / max(1, num_tasks)
-    return values
+    return {f"eval/pass{k}": total / max(1, num_tasks) for k, total in solved.items()}
 
 
 def submission(test, votes):

@@ -130,21 +130,18 @@ def orbit_keys(boards, turns, exchanged=()):
         turns: the symmetries of the grid, as indices [m, cells].
         exchanged: tokens that may change places.
     """
-    exchanged = np.array(exchanged, dtype=int)
     keys = []
-    # as many boards at a time as memory allows
-    for first in range(0, len(boards), 4096):
-        block = boards[first:first + 4096]
-        keys_of_turns = []
-        for turn in turns:
-            # replace each exchanged token by the number of the first cell that has it
-            moved = block[:, turn]
-            has_token = moved[:, None] == exchanged[:, None]  # [n, tokens, cells]
-            numbers = np.tile(np.arange(256, dtype=np.int16), (len(block), 1))
-            numbers[:, exchanged] = 256 + has_token.argmax(axis=2)
-            keys_of_turns.append(keys_of(np.take_along_axis(numbers, moved, axis=1)))
+    for turn in turns:
+        # replace each exchanged token by the number of the first cell that has it
+        moved = boards[:, turn].astype(np.int16)
+        renamed = moved.copy()
+        for token in exchanged:
+            is_token = moved == token
+            first_cells = is_token.argmax(axis=1, keepdims=True)
+            np.copyto(renamed, NUM_TOKENS + first_cells, where=is_token)
         # the smallest key stands for all turns
-        keys += map(min, zip(*keys_of_turns))
+        turned_keys = keys_of(renamed)
+        keys = list(map(min, keys, turned_keys)) if keys else turned_keys
     return keys
 
 
