@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 import evaluate
-from puzzles import kind_of
+from puzzles import Judgement, kind_of
 from runtime.device import Device
 
 CELLS_AT_A_TIME = 5_000  # in a batch on the CPU: 61 Sudokus of 9x9 or 5 mazes of 30x30
@@ -48,6 +48,26 @@ def answers_to(settings, trm, task, batch, report=lambda num_finished: None):
     while queue.num_unfinished():
         report(queue.run(lambda: False))
     return queue.results
+
+
+class Step(NamedTuple):
+    """A supervision step of an attempt at one puzzle."""
+    attempt: int  # from 1
+    number: int  # of the step in its attempt, from 1
+    answer: np.ndarray  # tokens [cells], turned back
+    sure: float  # from 0 to 1
+    judgement: Judgement | None  # by the rules, if they are known
+
+
+def watch(settings, trm, kind, question):
+    """Yields a Step after each supervision step of each attempt at a question, tokens [cells]."""
+    batch = evaluate.unlabeled_batch(question[None])
+    queue = queue_of(settings, trm, kind.task, batch, 1)
+    for i, results in enumerate(queue.watch()):
+        attempt, step = divmod(i, queue.evaluator.max_steps)
+        [answer] = results["preds"]
+        [sure] = evaluate.sigmoid(results["q_halt_logits"]).tolist()
+        yield Step(attempt + 1, step + 1, answer, sure, kind.judge(question[None], answer[None]))
 
 
 def solve(trm, questions, steps=16, attempts=1, identifiers=0):

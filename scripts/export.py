@@ -25,7 +25,6 @@ import sys
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import play
 import solve
 
@@ -168,7 +167,7 @@ def page_content(path, train_arguments):
     run = game.describe() | {"path": os.path.basename(os.path.abspath(path))}
     return dict(
         run=run,
-        task=game.task,
+        task=game.kind.task,
         puzzles=[game.test_puzzle(number + 1) for number in range(run["puzzles"])],
         settings=network | trm.sizes | {"prefix": trm.prefix},
         weights=weights,

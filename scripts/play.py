@@ -34,8 +34,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import solve
 
 import ask
@@ -104,7 +102,6 @@ class Game:
         self.path = path
         self.model = trm
         self.settings = settings
-        self.task = trm.task
         self.kind = kind_of(trm.task)
         self.lock = threading.Lock()  # one request at a time uses the model
         self.puzzles = self.test_puzzles()
@@ -118,9 +115,9 @@ class Game:
         """Returns the run, for the page."""
         return {
             "path": self.path,
-            "kind": self.task["kind"],
-            "grid": self.task["grid"],
-            "symbols": self.task["symbols"][1:],
+            "kind": self.kind.task["kind"],
+            "grid": self.kind.grid,
+            "symbols": self.kind.symbols[1:],
             "depth": self.settings.eval_halt_max_steps or self.settings.halt_max_steps,
             "attempts": self.settings.eval_attempts,
             "sure": model.SURE,
@@ -204,23 +201,14 @@ class Game:
 
     def attempts(self, settings, question):
         """Yields a dict after each step of each attempt; settings: train.py's; question: tokens [cells]."""
-        batch = evaluate.unlabeled_batch(question[None])
-        queue = ask.queue_of(settings, self.model, self.task, batch, 1)
-        for i, results in enumerate(queue.watch()):
-            [answer] = results["preds"]
-            [sure] = evaluate.sigmoid(results["q_halt_logits"]).tolist()
-            line = {
-                "attempt": i // queue.evaluator.max_steps + 1,
-                "answer": self.kind.text(answer),
-                "sure": sure,
-            }
+        for step in ask.watch(settings, self.model, self.kind, question):
+            line = {"attempt": step.attempt, "answer": self.kind.text(step.answer), "sure": step.sure}
             # by the rules, if they are known
-            judgement = self.kind.judge(question[None], answer[None])
-            if judgement:
-                line["broken"] = np.flatnonzero(judgement.broken).tolist()
-                line["solved"] = bool(judgement.solved)
+            if step.judgement:
+                line["broken"] = np.flatnonzero(step.judgement.broken).tolist()
+                line["solved"] = bool(step.judgement.solved)
             yield line
-        yield {"attempts": line["attempt"]}
+        yield {"attempts": step.attempt}
 
 
 class ARCGame(Game):
@@ -273,7 +261,7 @@ class ARCGame(Game):
         canvases = [arc.canvas(arc.apply_version(grid, version), side) for version in versions]
         batch = evaluate.unlabeled_batch(np.int32(canvases).reshape(len(numbers), -1))
         batch["puzzle_identifiers"][:] = train_data.puzzle_identifiers[numbers]
-        queue = ask.queue_of(settings, self.model, self.task, batch, len(numbers))
+        queue = ask.queue_of(settings, self.model, self.kind.task, batch, len(numbers))
         for results in queue.watch():
             # the answers, turned and recolored back
             answers = []

@@ -31,7 +31,6 @@ import numpy as np
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import draw
 from rows import parse_rows, read_rows, read_source
 
@@ -41,6 +40,7 @@ import model
 import train
 from configurator import configure, split_arguments
 from puzzles import kind_of, squeezed
+from puzzles.reader import signs_of
 from runtime import forks
 from runtime.checkpoint import newest_whole
 from runtime.errors import UserError, writing
@@ -118,37 +118,31 @@ def solve_one(settings, trm, kind, batch, own, path):
         kind: the Kind of the question.
         batch: of the one question.
     """
+    # the question, then the answer of each step, with the cells that break a rule
     [question] = batch["inputs"]
-    # after the question the answer of each step, with the cells that break a rule
     nothing = question < 0
-    first = ("question", question, nothing)
+    question_grid = ("question", question, nothing)
     grids = []
-    ranks = []
-    queue = ask.queue_of(settings, trm, kind.task, batch, 1)
-    for i, results in enumerate(queue.watch()):
-        attempt, step = divmod(i, queue.evaluator.max_steps)
-        [answer] = results["preds"]
-        [sure] = evaluate.sigmoid(results["q_halt_logits"])
-        judgement = kind.judge(question[None], answer[None])
-        place = f"attempt {attempt + 1}, step" if attempt else "step"
-        title = f"{place} {step + 1}: {sure:.0%} sure"
-        grids.append((title, answer, judgement.broken[0] if judgement else nothing))
-        # as in evaluate.Queue, of equally confident answers the last of the first attempt counts
-        ranks.append((sure, -attempt, step))
+    steps = []
+    for step in ask.watch(settings, trm, kind, question):
+        prefix = f"attempt {step.attempt}, " if step.attempt > 1 else ""
+        title = f"{prefix}step {step.number}: {step.sure:.0%} sure"
+        grids.append((title, step.answer, step.judgement.broken[0] if step.judgement else nothing))
+        steps.append(step)
 
-    # the most confident answer
-    best = max(ranks)
-    kept = grids[ranks.index(best)]
-    title, answer, _ = kept
-    print(draw.side_by_side(kind, [first, *(grids if own.steps else [kept])]))
-    print(kind.text(answer))
+    # the most confident answer: as in evaluate.Queue, of equal ones the last of the first attempt counts
+    best = max(steps, key=lambda step: (step.sure, -step.attempt, step.number))
+    best_grid = grids[steps.index(best)]
+    print(draw.side_by_side(kind, [question_grid, *(grids if own.steps else [best_grid])]))
+    print(kind.text(best.answer))
     # the verdict, and how the answer came about
-    sureness = "sure" if best[0] >= model.SURE else "not sure"
-    attempts = f"{attempt + 1} attempt{'s' * (attempt > 0)}"
-    verdict = kind.verdict(question, answer)
-    print(f"{verdict} ({title}; {step + 1} steps, {sureness} after {attempts}; {path})")
+    sureness = "sure" if best.sure >= model.SURE else "not sure"
+    attempts = f"{step.attempt} attempt{'s' * (step.attempt > 1)}"
+    verdict = kind.verdict(question, best.answer)
+    print(f"{verdict} ({best_grid[0]}; {step.number} steps, {sureness} after {attempts}; {path})")
     if own.plot:
-        draw.draw(own.plot, kind, question, [first, *grids] if own.plot.endswith(".gif") else [kept])
+        draw.draw(own.plot, kind, question,
+                  [question_grid, *grids] if own.plot.endswith(".gif") else [best_grid])
 
 
 def solve_file(settings, trm, kind, batch, rows, own):
@@ -164,10 +158,10 @@ def solve_file(settings, trm, kind, batch, rows, own):
     """
     # all attempts at all puzzles
     progress = Progress("solving", len(batch["inputs"]))
-    found = ask.answers_to(settings, trm, kind.task, batch, progress.add)
-    answers, logits, steps = (found[name] for name in evaluate.SUREST)
+    results = ask.answers_to(settings, trm, kind.task, batch, progress.add)
+    answers, logits, steps = (results[name] for name in evaluate.SUREST)
     certainties = evaluate.sigmoid(logits)
-    attempts = found["attempts"]
+    attempts = results["attempts"]
 
     # a line for each puzzle, those that cannot be solved in their places
     solved = zip(answers, certainties.round(4), attempts, steps.astype(int))
@@ -220,7 +214,7 @@ def result_of(kind, row, answer, ignored):
 # Models
 
 # as in ask.solve: all steps of all puzzles, in float32
-ALWAYS = {"--forward_dtype": "float32", "--micro_batch_size": "0", "--eval_patience": "0"}
+ALWAYS = {"forward_dtype": "float32", "micro_batch_size": 0, "eval_patience": 0}
 
 
 def load(path, train_arguments, cells=0):
@@ -231,13 +225,11 @@ def load(path, train_arguments, cells=0):
         train_arguments: config files of train.py, among them forks, and flags; they change the model's.
         cells: see weights.load_model.
     """
-    for argument in train_arguments:
-        name = argument.partition("=")[0]
-        if name in ALWAYS:
-            raise UserError(f"{argument}: puzzles are solved with {name}={ALWAYS[name]}")
-    fixed = [f"{name}={value}" for name, value in ALWAYS.items()]
+    flags = {argument.lstrip("-").partition("=")[0]: argument for argument in train_arguments}
+    for name in flags.keys() & ALWAYS:
+        raise UserError(f"{flags[name]}: puzzles are solved with --{name}={ALWAYS[name]}")
     # the forks come first: the model is made of their classes
-    settings = configure(train.Settings, [*train_arguments, *fixed])
+    settings = configure(train.Settings, train_arguments)
     try:
         trm = load_model(file_of(path), cells, vars(settings))
     except (OSError, ValueError) as e:
@@ -248,14 +240,15 @@ def load(path, train_arguments, cells=0):
     # nothing is trained here, and the optimizer or the loss may be a fork's
     saved = train.recipe(vars(trm.settings))
     del saved["optimizer"], saved["loss_type"]
-    saved["eval_attempts"] = ATTEMPTS if kind_of(trm.task).has_symmetries else 1
+    kind = kind_of(trm.task)
+    saved["eval_attempts"] = ATTEMPTS if kind.has_symmetries else 1
     settings.fill(saved)
+    vars(settings).update(ALWAYS)
     train.check_settings(settings)
-    kind_of(trm.task).check_attempts(settings.eval_attempts)
+    kind.check_attempts(settings.eval_attempts)
     # a flag changes the model's depth; a fork's file says how other runs of it are trained
-    for name in ("H_cycles", "L_cycles"):
-        if any(argument.startswith(f"--{name}=") for argument in train_arguments):
-            setattr(trm.settings, name, getattr(settings, name))
+    for name in flags.keys() & {"H_cycles", "L_cycles"}:
+        setattr(trm.settings, name, getattr(settings, name))
     return trm, settings
 
 
@@ -277,18 +270,18 @@ def choose_model(source, content):
 
     def rank(path):
         # how many of the first puzzles it takes, how much of the text is its symbols, and its size
-        kind = kind_of(read_torch_file(path)["task"])
+        kind = kinds[path]
         num_fitting = 0
         with suppress(UserError):
             rows, _ = read_rows(kind, source, content)
             num_fitting = sum(is_question_of(kind, row.question) for row in rows[:100])
-        num_known = sum(cell in kind.symbols[1:] or cell in kind.empty_cells for cell in cells)
+        num_known = sum(cell in signs_of(kind) for cell in cells)
         return num_fitting, num_known, -abs(len(cells) - kind.cells)
 
     paths = map(os.path.relpath, Path(ROOT, "models").glob("*.pt"))
-    path = max(sorted(paths, key=os.path.getsize), key=rank)
-    task = read_torch_file(path)["task"]
-    print("as a {}x{} {}, {}".format(*task["grid"], task["kind"], path), flush=True)
+    kinds = {path: kind_of(read_torch_file(path)["task"]) for path in sorted(paths, key=os.path.getsize)}
+    path = max(kinds, key=rank)
+    print("as a {}x{} {}, {}".format(*kinds[path].grid, kinds[path].task["kind"], path), flush=True)
     return path
 
 
