@@ -65,29 +65,29 @@ def written_puzzles(kind, texts):
     rows = kind.rows
     lines = [line_of(kind, number, text) for number, text in enumerate(texts, 1)]
     written = [line for line in lines if line.what in ("puzzle", "row", "other")]
-    kinds = [line.what for line in written]
+    contents = [line.what for line in written]
 
     # a single line that is no puzzle; what takes it says what is wrong
     whole = "\n".join(texts).strip()
-    if "\n" not in whole and "puzzle" not in kinds:
+    if "\n" not in whole and "puzzle" not in contents:
         return [Puzzle(1, whole)], ""
 
     # read on below a number that stands above the puzzles
-    if "puzzle" in kinds or len(kinds) % rows == 1:
+    if "puzzle" in contents or len(contents) % rows == 1:
         first = written[0]
         if first.what == "other" and re.fullmatch(HEADING, first.text):
             blank = [""] * first.number
             return written_puzzles(kind, blank + texts[first.number:])
 
     # a puzzle a line
-    if "puzzle" in kinds:
-        if "row" in kinds:
+    if "puzzle" in contents:
+        if "row" in contents:
             raise UserError("some lines have all cells of a puzzle, others those of a row")
         return [Puzzle(*line[1:]) for line in written], ", one a line"
 
     # a row a line; without a sign for an empty cell, a space may be one
     empty = {*kind.empty_cells}.intersection("".join(line.text for line in written))
-    if kind.empty_cells and not empty and "other" in kinds:
+    if kind.empty_cells and not empty and "other" in contents:
         puzzles, how = written_puzzles(kind, dotted(kind, texts))
         return puzzles, how + ", a space for an empty cell"
     return grids(kind, lines, empty), f" of {rows} lines"
@@ -113,9 +113,8 @@ def signs_of(kind):
 def cells_of(kind, text, rows):
     """Returns the symbols of a text that has the cells of so many rows and nothing else, or ""."""
     signs = signs_of(kind)
-    if len(text) != rows * kind.columns or not signs.keys() >= {*text}:
-        return ""
-    return "".join(signs[sign] for sign in text)
+    is_whole = len(text) == rows * kind.columns and signs.keys() >= {*text}
+    return "".join(map(signs.get, text)) if is_whole else ""
 
 
 def has_half(kind, text):
@@ -166,14 +165,14 @@ def json_puzzles(kind, value):
 
     # the members of an object belong together; their names or their cells say which is the answer, and an
     # answer without a question is no puzzle
-    parts = {name: json_puzzles(kind, member) for name, member in value.items()}
-    named = [name for name in parts if re.match(ANSWER, name)]
-    answers = sum([parts.pop(name) for name in named], [])
-    questions = sum(parts.values(), [])
+    puzzles_of = {name: json_puzzles(kind, member) for name, member in value.items()}
+    named = [name for name in puzzles_of if re.match(ANSWER, name)]
+    answers = sum([puzzles_of.pop(name) for name in named], [])
+    questions = sum(puzzles_of.values(), [])
     if not questions or len(questions) == len(answers):
         return [Puzzle(1, question.question, answer.question) for question, answer in zip(questions, answers)]
     puzzles = questions + answers
-    if puzzles not in parts.values():
+    if puzzles not in puzzles_of.values():
         puzzles = with_answers(kind, puzzles)
         if len(puzzles) > 1:
             raise UserError(f"{len(puzzles)} puzzles stand together, and are not one with its answer")
@@ -185,10 +184,10 @@ def numbered_puzzles(kind, values):
     puzzles = []
     for number, value in enumerate(values, 1):
         text = json_cells(value)
-        part = json_puzzles(kind, value)
-        if has_half(kind, text) and not part:
-            part = [Puzzle(number, text)]
-        puzzles += [Puzzle(number, *puzzle[1:]) for puzzle in part]
+        own_puzzles = json_puzzles(kind, value)
+        if has_half(kind, text) and not own_puzzles:
+            own_puzzles = [Puzzle(number, text)]
+        puzzles += [Puzzle(number, *puzzle[1:]) for puzzle in own_puzzles]
     return puzzles
 
 
@@ -216,7 +215,7 @@ def words_of(kind, text):
     whole = ""
     if kind.empty_cells and len(fields) in (columns, rows * columns):
         whole = "".join(field.strip() or "." for field in fields)
-    # parts of a row or a puzzle have one length; a number beside them has another
+    # pieces of a row or a puzzle have one length; a number beside them has another
     elif len({*map(len, words)}) == 1:
         whole = "".join(words)
     is_whole = cells_of(kind, whole, 1) or cells_of(kind, whole, rows)
@@ -313,16 +312,16 @@ def dotted(kind, texts):
     All rows must fit one way to set cells apart, and no other.
     """
     rows, columns = kind.grid
-    kept = {}  # {place of a row in texts: the row}
+    row_texts = {}  # {index of a row in texts: the row}
     for i, text in enumerate(texts):
         row = re.sub(BARS, "|", text.expandtabs())
         if re.fullmatch("[1-9 |]+", row) and (row.strip(" |") or len(row) >= columns):
-            kept[i] = row
+            row_texts[i] = row
 
     # a space that is lost or added moves cells: no line may begin without its spaces, and all end alike
-    begins = {row[0] for row in kept.values()}
-    ends = {row[-1] for row in kept.values()}
-    lengths = {*map(len, kept.values())}
+    begins = {row[0] for row in row_texts.values()}
+    ends = {row[-1] for row in row_texts.values()}
+    lengths = {*map(len, row_texts.values())}
     is_clear = begins & {" ", "|"} and (len(lengths) == 1 or " " not in ends and ends != {"|"})
     # lines that still have the spaces at their end are as long as the puzzle
     longest = max(lengths) if " " in ends else math.inf
@@ -335,12 +334,12 @@ def dotted(kind, texts):
         for between in {gap, gap + " ", "|", " | "}:
             pattern = margin + between.join([box] * (columns // box_columns))
             row = re.escape(pattern).replace(r"\.", "([1-9 ])") + "[ |]*"
-            matches = [re.fullmatch(row, text.ljust(len(pattern))) for text in kept.values()]
+            matches = [re.fullmatch(row, text.ljust(len(pattern))) for text in row_texts.values()]
             if all(matches) and len(pattern) <= longest:
                 readings.add(tuple("".join(match.groups()) for match in matches))
     if len(readings) != 1 or not is_clear:
         raise UserError("cannot tell which cells are empty: write a dot for each")
     dotted_texts = list(texts)
-    for i, row in zip(kept, *readings):
+    for i, row in zip(row_texts, *readings):
         dotted_texts[i] = row.replace(" ", ".")
     return dotted_texts
