@@ -24,6 +24,7 @@ import numpy as np
 import requests
 
 from data import new_dataset, write_split
+from puzzles.symmetries import keys_of
 from runtime.bucket import RETRIED, try_again, without_password
 from runtime.errors import TransientError, UserError, check_choices, check_numbers, writing
 from runtime.files import Progress, locked, replacing
@@ -82,7 +83,7 @@ FORMATS = {
 }
 
 
-def csv_rows(path, *columns, is_strict=True):
+def csv_rows(path, columns=("question", "answer"), is_strict=True):
     """Yields (line, {column: text}) of a CSV file, also .gz. Raises UserError.
 
     Args:
@@ -104,8 +105,8 @@ def csv_rows(path, *columns, is_strict=True):
         reader.fieldnames = column_names(reader.fieldnames or columns)
         missing = [name for name in columns if name not in reader.fieldnames]
         if missing:
-            names = ", ".join(f"{name[:20]!r}" for name in reader.fieldnames)
-            raise UserError(f"{path}:1: must name the columns {wanted}: it has {names}, and lacks "
+            header = ", ".join(f"{name[:20]!r}" for name in reader.fieldnames)
+            raise UserError(f"{path}:1: must name the columns {wanted}: it has {header}, and lacks "
                             f"{', '.join(missing)}")
         for row in reader:
             line = reader.line_num
@@ -465,7 +466,7 @@ def write_puzzles(settings, script, config, kind, train, test, num_copies, left_
     manifest = kind.task | {"command": command_of(script, settings), "counts": counts}
     with new_dataset(settings.output_dir, manifest) as folder:
         rng = np.random.default_rng([settings.seed, 2])
-        test_keys = {question.tobytes() for question in test[0]}
+        test_keys = set(keys_of(test[0]))
         # symmetries take much memory, so a block has few puzzles
         num_puzzles = train.shape[1]
         progress = Progress("making copies of puzzles", num_puzzles)

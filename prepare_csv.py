@@ -99,7 +99,7 @@ def read_rows(path, settings):
     same question, unless there may be several_answers.
     """
     rows = []
-    for line, row in csv_rows(path, "question", "answer"):
+    for line, row in csv_rows(path):
         cells = {name: squeezed(row[name], settings.symbols) for name in ("question", "answer")}
         rows.append((line, row | cells))
     return list(distinct_rows(path, rows, settings.several_answers))

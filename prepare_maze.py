@@ -55,9 +55,9 @@ def main(settings):
     else:
         paths = csv_paths(settings, HUB)
         # the first test maze says how large the mazes are
-        _, row = next(rows_of(paths[1]))
+        _, row = next(csv_rows(paths[1]))
         size = math.isqrt(len(row["question"]))
-        train, test, left_out = read_both(settings, paths, maze_of(size), rows_of)
+        train, test, left_out = read_both(settings, paths, maze_of(size), csv_rows)
 
     # write them with their copies
     num_copies = 7 if settings.aug else 0
@@ -75,10 +75,6 @@ def fill_in(settings):
     everything = "1k" if settings.source == "hub" else "full"
     fill_in_source(settings, names, 8 if settings.aug else 1, everything)
 
-
-def rows_of(path):
-    """Yields the rows of a file, as csv_rows does."""
-    return csv_rows(path, "question", "answer")
 
 
 def maze_of(size):

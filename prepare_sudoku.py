@@ -84,7 +84,7 @@ def hard_rows(path, min_difficulty):
     With min_difficulty 0 a file needs no ratings, and they may be words. White space is no cell.
     """
     columns = ["question", "answer"] + ["rating"] * (min_difficulty != 0)
-    for line, row in csv_rows(path, *columns):
+    for line, row in csv_rows(path, columns):
         rating = row["rating"] if min_difficulty else ""
         try:
             is_hard = float(rating or min_difficulty) >= min_difficulty

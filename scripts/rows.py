@@ -38,7 +38,7 @@ def read_source(source):
     header = text.partition("\n")[0]
     is_csv = re.search(r"\.[ct]sv(\.gz)?$", source.lower())
     if is_csv and re.search(TITLE, header) and not re.search(r"\d", header):
-        rows = csv_rows(source, "question", is_strict=False)
+        rows = csv_rows(source, ["question"], is_strict=False)
         return [Row(f"{source}:{line}: ", row.get("question", ""), row.get("answer") or "")
                 for line, row in rows]
     if os.path.isdir(source):
