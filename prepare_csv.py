@@ -15,7 +15,6 @@ import numpy as np
 from data import refuse_existing
 from prepare import csv_rows, distinct_rows, drop_test_puzzles, read_puzzles, write_puzzles
 from puzzles import Kind, kind_of, squeezed, task_of
-from puzzles.symmetries import exchanged_of, turns_of
 from runtime.errors import UserError, check_numbers
 from runtime.process import start
 
@@ -73,8 +72,8 @@ def main(settings):
     # write the puzzles with their copies
     num_copies = settings.num_aug
     has_own_copies = type(kind).training_copies is not Kind.training_copies
-    if not (has_own_copies or exchanged_of(kind)):
-        num_copies = min(num_copies, len(turns_of(kind)) - 1)
+    if not (has_own_copies or kind.exchanged()):
+        num_copies = min(num_copies, len(kind.turns()) - 1)
     write_puzzles(settings, __file__, "demo.py", kind, train, test, num_copies, left_out)
     return settings.output_dir
 

@@ -17,14 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from puzzles import reader
-from puzzles.symmetries import (
-    check_symmetries,
-    described_copies,
-    described_symmetries,
-    exchanged_of,
-    orbit_keys,
-    turns_of,
-)
+from puzzles.symmetries import Symmetries, check_symmetries, dihedral, orbit_keys, renamings
 from runtime.errors import UserError
 
 IGNORE_LABEL = -100  # the same as in model.py, which needs torch
@@ -243,14 +236,26 @@ class Kind:
     # -----------------------------------------------------------------------------------------------------
     # Symmetries
 
+    def turns(self):
+        """Returns the turns of the grid, as indices [m, cells]; the first one changes nothing."""
+        if self.symmetries.get("dihedral"):
+            return dihedral(self.rows)
+        return np.arange(self.cells)[None]
+
+    def exchanged(self):
+        """Returns the tokens that may change places: its symmetries' "permute_symbols"."""
+        return [self.symbols.index(symbol, 1) for symbol in self.symmetries.get("permute_symbols", "")]
+
     @property
     def has_symmetries(self):
         """Whether copies() can make copies; a class with a draw_symmetries of its own sets it to True."""
         return bool(self.symmetries)
 
     def draw_symmetries(self, n, rng):
-        """Draws n symmetries.Symmetries."""
-        return described_symmetries(self, n, rng)
+        """Draws n Symmetries."""
+        turns = self.turns()
+        ways = rng.integers(len(turns), size=n)
+        return Symmetries(turns[ways], renamings(self.exchanged(), (n,), rng))
 
     def copies(self, question, seed, number):
         """Yields copies of a puzzle, all different, as long as there are more.
@@ -281,7 +286,7 @@ class Kind:
                             "vote, eval_versions says how many")
 
     def training_copies(self, puzzles, num_copies, rng, test_keys):
-        """Returns copies of each puzzle to train on, [2, n, num_copies, cells].
+        """Returns copies of each puzzle to train on, [2, n, num_copies, cells]; they take the turns in order.
 
         Args:
             puzzles: questions and answers, tokens [2, n, cells].
@@ -289,11 +294,14 @@ class Kind:
             rng: a random generator.
             test_keys: all test questions, as bytes, for kinds whose copies might be among them.
         """
-        return described_copies(self, puzzles, num_copies, rng)
+        # the first turn is none, and the puzzle itself is no copy
+        cells = np.resize(self.turns(), (1 + num_copies, self.cells))[1:]
+        tokens = renamings(self.exchanged(), (puzzles.shape[1], num_copies), rng)
+        return Symmetries(cells, tokens).apply(puzzles[:, :, None])
 
     def keys(self, questions):
         """Returns a list of keys of questions [n, cells], equal for puzzles that count as one."""
-        return orbit_keys(questions, turns_of(self), exchanged_of(self))
+        return orbit_keys(questions, self.turns(), self.exchanged())
 
 
 def squeezed(text, symbols):

@@ -11,7 +11,6 @@ import re
 import numpy as np
 
 from puzzles import Judgement, Kind
-from puzzles.symmetries import turns_of
 from runtime.errors import UserError
 
 MAZE = "_# SGo"  # a symbol for each token
@@ -100,7 +99,7 @@ class Maze(Kind):
         """
         questions, answers = puzzles
         # the first way to turn changes nothing
-        copies = puzzles[:, :, turns_of(self)[1:1 + num_copies]]
+        copies = puzzles[:, :, self.turns()[1:1 + num_copies]]
 
         # solve the copies of mazes whose answer follows the rule
         answers_by_rule, _ = solve_mazes(questions)

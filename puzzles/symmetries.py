@@ -55,25 +55,6 @@ def renamings(exchanged, shape, rng):
     return tokens
 
 
-def described_symmetries(kind, n, rng):
-    """Draws n Symmetries of a Kind whose task describes them; see turns_of and exchanged_of."""
-    turns = turns_of(kind)
-    ways = rng.integers(len(turns), size=n)
-    return Symmetries(turns[ways], renamings(exchanged_of(kind), (n,), rng))
-
-
-def described_copies(kind, puzzles, num_copies, rng):
-    """Returns copies of each puzzle, [2, n, num_copies, cells]; they go through the turns in order.
-
-    puzzles: questions and answers, tokens [2, n, cells].
-    """
-    turns = turns_of(kind)
-    # the first turn is none, and the puzzle itself is no copy
-    cells = np.resize(turns, (1 + num_copies, turns.shape[1]))[1:]
-    tokens = renamings(exchanged_of(kind), (puzzles.shape[1], num_copies), rng)
-    return Symmetries(cells, tokens).apply(puzzles[:, :, None])
-
-
 def check_symmetries(kind):
     """Raises UserError unless the symmetries that a task describes suit its grid and its symbols."""
     symmetries = kind.symmetries
@@ -92,18 +73,6 @@ def check_symmetries(kind):
     is_list = isinstance(exchanged, (str, list))
     if not is_list or not all(exchanged.count(symbol) == symbols.count(symbol) for symbol in exchanged):
         raise UserError(f"permute_symbols={exchanged!r}: must be symbols of {symbols}, each once")
-
-
-def turns_of(kind):
-    """Returns the turns of a Kind, as indices [m, cells]; the first one changes nothing."""
-    if kind.symmetries.get("dihedral"):
-        return dihedral(kind.rows)
-    return np.arange(kind.cells)[None]
-
-
-def exchanged_of(kind):
-    """Returns the tokens of a Kind that may change places: its symmetries' "permute_symbols"."""
-    return [kind.symbols.index(symbol, 1) for symbol in kind.symmetries.get("permute_symbols", "")]
 
 
 def turned(grid, way):
