@@ -43,7 +43,12 @@ HUB = "sapientinc/maze-30x30-hard-1k"
 
 def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
-    fill_in(settings)
+    names = {
+        "hub": "maze-30x30-hard",
+        "generate": f"maze-{settings.size}x{settings.size}-path-{settings.min_path}",
+    }
+    num_puzzles = "1k" if settings.source == "hub" else "full"
+    fill_in_source(settings, names, 8 if settings.aug else 1, num_puzzles)
     refuse_existing(settings.output_dir)
 
     # get the mazes, [2, n, cells]: questions and answers
@@ -64,16 +69,6 @@ def main(settings):
     config = "maze_demo.py" if size < 20 else "maze.py"
     write_puzzles(settings, __file__, config, maze_of(size), train, test, num_copies, left_out)
     return settings.output_dir
-
-
-def fill_in(settings):
-    """Fills in source and output_dir. Raises UserError for a wrong setting."""
-    names = {
-        "hub": "maze-30x30-hard",
-        "generate": f"maze-{settings.size}x{settings.size}-path-{settings.min_path}",
-    }
-    everything = "1k" if settings.source == "hub" else "full"
-    fill_in_source(settings, names, 8 if settings.aug else 1, everything)
 
 
 

@@ -105,9 +105,8 @@ def squared(text):
 
 def signs_of(kind):
     """Returns {a sign in a text: the symbol of a Kind that it means}."""
-    symbols = "".join(kind.symbols[1:])
-    signs = dict.fromkeys(kind.empty_cells, ".")
-    return signs | dict(zip(symbols, symbols))
+    symbols = kind.symbols[1:]
+    return dict.fromkeys(kind.empty_cells, ".") | dict(zip(symbols, symbols))
 
 
 def cells_of(kind, text, rows):
@@ -206,28 +205,26 @@ def json_cells(value):
 
 def words_of(kind, text):
     """Returns the words of a line, which separators set apart; a whole row or puzzle is one word."""
-    rows, columns = kind.grid
     separators = {*SEPARATORS} - signs_of(kind).keys()
     words = "".join(" " if char in separators else char for char in text).split()
     # in a table, an empty field is an empty cell
     framed = re.sub(BARS, "|", text).strip(" ").removesuffix("|.")  # as LaTeX ends a row
     fields = re.split("[,;|\t]", framed.strip("|"))
     whole = ""
-    if kind.empty_cells and len(fields) in (columns, rows * columns):
+    if kind.empty_cells and len(fields) in (kind.columns, kind.cells):
         whole = "".join(field.strip() or "." for field in fields)
     # pieces of a row or a puzzle have one length; a number beside them has another
     elif len({*map(len, words)}) == 1:
         whole = "".join(words)
-    is_whole = cells_of(kind, whole, 1) or cells_of(kind, whole, rows)
+    is_whole = cells_of(kind, whole, 1) or cells_of(kind, whole, kind.rows)
     return [whole] if is_whole else words
 
 
 def line_of(kind, number, text):
     """Returns the Line of a text."""
-    rows, columns = kind.grid
     signs = signs_of(kind)
     # without other signs, a line with as many characters as cells has spaces for empty cells
-    if kind.empty_cells and len(text) == rows * columns and re.fullmatch("[1-9 ]+", text):
+    if kind.empty_cells and len(text) == kind.cells and re.fullmatch("[1-9 ]+", text):
         text = text.replace(" ", ".")
     for sign in COMMENTS.keys() - signs.keys():
         text = re.sub(COMMENTS[sign], "", text)
@@ -237,7 +234,7 @@ def line_of(kind, number, text):
     puzzles = []
     others = ""
     for word in words:
-        puzzle = cells_of(kind, word, rows)
+        puzzle = cells_of(kind, word, kind.rows)
         if puzzle:
             puzzles.append(Puzzle(number, puzzle))
         else:

@@ -75,7 +75,7 @@ def main(argv):
 
     # trace both steps, then compile them
     topology = TOPOLOGIES[aot_settings.tpu]
-    kind, shape = topology.split(":")
+    generation, shape = topology.split(":")
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         print(f"dataset: {bench.find_or_make_dataset(settings, folder)}")
@@ -83,8 +83,8 @@ def main(argv):
         dump = Path(folder, "libtpu")
         for step, (program, state) in programs.items():
             print(f"{topology}: compiling the {step} step, which can take minutes", flush=True)
-            memory = compile_program(program, state, topology, CORES[kind], dump)
-            figures[step] = memory | read_dump(dump, CLOCKS[kind])
+            memory = compile_program(program, state, topology, CORES[generation], dump)
+            figures[step] = memory | read_dump(dump, CLOCKS[generation])
             shutil.rmtree(dump)
     print(json.dumps(figures, indent=2))
 
@@ -257,7 +257,7 @@ def schedule_cycles(text, buffers):
         # A matrix unit takes a row in a cycle, and the schedules of v4 and v5e do not wait for it. An
         # instruction brings 8 rows, or 16 rows of bfloat16 in pairs. All units do the same.
         products = re.findall(r"vmatmul(?!\.mubr)(\S*)mxu0", bundle)
-        cycles = cycles + [1, sum(8 if re.search("f32|lmr", kind) else 16 for kind in products)]
+        cycles = cycles + [1, sum(8 if re.search("f32|lmr", suffix) else 16 for suffix in products)]
         # a jump back repeats what lies between
         jump = re.search(r"sbr\.rel \(!%(\w+)\) target = \$region(\d+)", bundle)
         if jump and jump[2] in starts:

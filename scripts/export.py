@@ -22,11 +22,9 @@ import os
 import re
 import sys
 
-import torch
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import play
 import solve
+import torch
 
 import model
 import train
@@ -54,9 +52,9 @@ WEIGHTS = re.compile(
     r"(embed_tokens|embed_pos)\.embedding_weight|puzzle_emb\.weights|lm_head\.weight|q_head\.(weight|bias)"
     r"|[HL]_init|L_level\.layers\.\d+\.(mlp|mlp_t|self_attn)\.(gate_up|down|qkv|o)_proj\.weight")
 # {model.py or a class of it: its attributes}, before a fork replaces some
-CLASSES = [place for place in vars(model).values()
-           if isinstance(place, type) and place.__module__ == model.__name__]
-ORIGINALS = {place: dict(vars(place)) for place in (model, *CLASSES)}
+CLASSES = [owner for owner in vars(model).values()
+           if isinstance(owner, type) and owner.__module__ == model.__name__]
+ORIGINALS = {owner: dict(vars(owner)) for owner in (model, *CLASSES)}
 # what a fork may replace in model.py without a change of the answers
 OF_TRAINING = {"losses", "halts", "is_solved", "LOSSES", "LOSS_TERMS", "METRICS"}
 
@@ -195,8 +193,8 @@ def refuse(path, trm):
     # a fork that is not among the arguments may have replaced anything
     for line in forks.missing(trm.forks):
         raise UserError(f"{path}: {line}: {other}")
-    for place, attributes in ORIGINALS.items():
-        replaced = {name for name, value in attributes.items() if vars(place)[name] is not value}
+    for owner, attributes in ORIGINALS.items():
+        replaced = {name for name, value in attributes.items() if vars(owner)[name] is not value}
         if replaced - OF_TRAINING:
             raise UserError(f"{path}: a fork replaces {min(replaced - OF_TRAINING)} in model.py: {other}")
 

@@ -38,26 +38,19 @@ class Settings:
     out_dir = "out/first_chip"  # a new folder
 
 
-class Device(NamedTuple):
-    """Says how to use all chips of a kind, and how much of the paper's models a chip takes."""
-
-    launcher: str  # what starts a script on all of them
-    check_flags: str  # for runs that are compared
-    sudoku: str  # flags of bench.py
-    maze: str
-
-
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node="
 # torch.compile may choose other kernels in the next run, so the checks on a GPU do without it. A maze has 11
 # times the cells of a Sudoku.
-TPU = Device("", "", "--replica_batch_size=96 --micro_batch_size=32",
-             "--replica_batch_size=12 --micro_batch_size=4 --size=30")
+TPU = ("", "", "--replica_batch_size=96 --micro_batch_size=32",
+       "--replica_batch_size=12 --micro_batch_size=4 --size=30")
+# {device: (what starts a script on all of its chips, flags of runs that are compared, and for a chip's share
+# of the paper's Sudokus and of its mazes bench.py's flags)}
 DEVICES = {
-    "cuda": Device(TORCHRUN + "gpu", "--compile=off", "--replica_batch_size=768 --micro_batch_size=192",
-                   "--replica_batch_size=96 --micro_batch_size=24 --size=30"),
+    "cuda": (TORCHRUN + "gpu", "--compile=off", "--replica_batch_size=768 --micro_batch_size=192",
+             "--replica_batch_size=96 --micro_batch_size=24 --size=30"),
     "xla": TPU,
     "tpu": TPU,
-    "cpu": Device(TORCHRUN + "2", "", "", ""),
+    "cpu": (TORCHRUN + "2", "", "", ""),
 }
 # The demo's puzzles; 20 of its steps, at full depth and a constant rate.
 PUZZLES = "--size=6 --num_train=3000 --num_test=1000 --num_aug=100"
@@ -84,25 +77,25 @@ class Part(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------
 # What is run
 
-def list_parts(kind, is_rehearsal):
+def list_parts(device, is_rehearsal):
     """Returns {name: Part}, the most valuable first, for a folder of their own."""
-    launcher, check_flags, sudoku, maze = DEVICES[kind]
+    launcher, check_flags, sudoku, maze = DEVICES[device]
     puzzles, model, bench, goal = PUZZLES, "", "", 0.98
     if is_rehearsal:
         puzzles, model, bench, goal = TINY_PUZZLES, TINY, TINY_BENCH, 0
     prepare = f"prepare_sudoku.py --source=generate {puzzles} --output_dir=data"
-    demo = (f"config/demo.py --device={kind} --data_path=data '--data_prepare={prepare}' "
+    demo = (f"config/demo.py --device={device} --data_path=data '--data_prepare={prepare}' "
             f"{check_flags} {model}")
     train = f"train.py {demo} {STEPS}"
     train_on_all = f"{launcher} {train}"
 
     def measure(config, flags=sudoku):
         """Returns the Part that times the steps of a config file on all chips."""
-        return Part(90, f"{launcher} bench.py config/{config} --device={kind} --data_path=missing "
+        return Part(90, f"{launcher} bench.py config/{config} --device={device} --data_path=missing "
                     f"--steps=20 {flags} {bench}", judge_steps)
 
     parts = {
-        "parity of one chip, float32": Part(60, f"scripts/parity.py --device={kind}", judge_parity),
+        "parity of one chip, float32": Part(60, f"scripts/parity.py --device={device}", judge_parity),
         "losses of the CPU": Part(
             30, f"{train} --out_dir=cpu --device=cpu --forward_dtype=float32",
             partial(find_line, "trained ")),
@@ -139,7 +132,7 @@ def list_parts(kind, is_rehearsal):
         "maze": measure("maze.py", maze),
     }
     # on a GPU the runs that are compared do without compiling, and a CPU does not compile
-    if kind != "tpu":
+    if device != "tpu":
         del parts["losses of one chip, --compile=off"]
     if is_rehearsal:
         # they repeat what others show

@@ -16,11 +16,11 @@ from runtime.device import choose_device
 def main(argv):
     """Trains with train.py's arguments."""
     settings = configurator.configure(train.Settings, argv)
-    kind, _ = choose_device(settings.device)
-    if kind == "xla":
+    device_type, _ = choose_device(settings.device)
+    if device_type == "xla":
         import torch_xla.distributed.xla_multiprocessing as xmp
         xmp.spawn = functools.partial(xmp.spawn, nprocs=1)  # in this process
-    if kind == "tpu":
+    if device_type == "tpu":
         import torch
         launch = torch.tpu.distributed.set_tpu_launch_env
         torch.tpu.distributed.set_tpu_launch_env = functools.partial(launch, nproc_per_node=1)

@@ -44,7 +44,7 @@ SUMS = METRICS + LOSS_TERMS[1:]  # of the batch; the official code logs the part
 # What the names of a file's arrays begin with: recorded before each step too; with a row for each sequence;
 # and not compared by their names.
 STATES = "weights/", "m/", "v/", "ema/", "carry/", "eval/carry/"
-ROWS = "carry/", "eval/carry/", "eval/preds", "eval/q_halt_logits"
+BY_SEQUENCE = "carry/", "eval/carry/", "eval/preds", "eval/q_halt_logits"
 OTHERS = "config", "batch/", "logits", "q_halt_logits", "eval/logits", "puzzle_grad"
 
 
@@ -54,23 +54,24 @@ class Replay:
     It holds what parity knows of train.py: how a Run is made, given a state, let step, and read.
     """
 
-    def __init__(self, path, kind, **options):
+    def __init__(self, path, device_type, **options):
         self.golden = golden = dict(np.load(path))
         golden["eval/preds"] = golden["eval/logits"].argmax(-1)
         config = json.loads(str(golden["config"]))
         self.total_steps = config["train"]["total_steps"]
         settings = configurator.configure(train.Settings, ["--ema"])
-        settings.compile = "auto" if kind in ("xla", "tpu") else "off"  # auto: the capture and its replay
+        # auto: the capture and its replay
+        settings.compile = "auto" if device_type in ("xla", "tpu") else "off"
         settings.eval_halt_max_steps = config["model"]["halt_max_steps"]
         vars(settings).update(config["model"] | config["train"] | options)
-        device = train.open_device(kind, settings)
+        device = train.open_device(device_type, settings)
         device.choose_dtype(settings.forward_dtype)  # on XLA it also makes float32 products exact
         model = TRM(settings, *map(config["model"].get, ("seq_len", "vocab_size", "num_puzzle_identifiers")))
         weights = self.before("weights/", 0)
         load_weights(model, {name: torch.from_numpy(t) for name, t in weights.items()})
         self.run = train.Run(settings, model, device)
         self.worst = 0.0  # the largest error so far
-        self.rows = slice(device.rank * self.run.batch_size, (device.rank + 1) * self.run.batch_size)
+        self.own_sequences = slice(device.rank * self.run.batch_size, (device.rank + 1) * self.run.batch_size)
 
     def compare_all(self):
         """Runs and compares all steps, of training and of an evaluation."""
@@ -87,11 +88,11 @@ class Replay:
                 if name.startswith(prefix)}
 
     def batch(self, k):
-        return {name: t[self.rows] for name, t in self.before("batch/", k).items()}
+        return {name: t[self.own_sequences] for name, t in self.before("batch/", k).items()}
 
     def sequences(self, prefix, k):
         """Returns the sequences before step k, which the official code calls carry, on the device."""
-        carry = {name: t[self.rows] for name, t in self.before(prefix, k).items()}
+        carry = {name: t[self.own_sequences] for name, t in self.before(prefix, k).items()}
         latents = {name: carry.pop(name) for name in ("z_H", "z_L")}
         return self.run.device.put(dict(latents=latents, **carry))
 
@@ -115,10 +116,10 @@ class Replay:
 
         # all that it computed
         saved = run.state_dict()
-        trees = {kind: saved[kind] for kind in ("weights", "ema")}
-        for kind in "m", "v":
-            trees[kind] = {name: moments[kind] for name, moments in saved["optimizer"].items()}
-        values = {f"{kind}/{OFFICIAL}{name}": t.numpy() for kind, tree in trees.items()
+        trees = {tree_name: saved[tree_name] for tree_name in ("weights", "ema")}
+        for tree_name in "m", "v":
+            trees[tree_name] = {name: moments[tree_name] for name, moments in saved["optimizer"].items()}
+        values = {f"{tree_name}/{OFFICIAL}{name}": t.numpy() for tree_name, tree in trees.items()
                   for name, t in tree.items()}
         sums = {name: float(total.cpu()) for name, total in run.state["log_sums"].items()}
         run.take_means(1)  # the next step starts at 0
@@ -144,8 +145,8 @@ class Replay:
         for name in sorted(compared):
             got = values[name]
             want = self.golden[name][-1 if "eval/metric/" in name else k + name.startswith(STATES)]
-            if name.startswith(ROWS):
-                want = want[self.rows]
+            if name.startswith(BY_SEQUENCE):
+                want = want[self.own_sequences]
             label = f"{name} after step {k}"
             assert got.shape == want.shape, label
             if want.dtype.kind in "biu" or name.endswith(COUNTS):
@@ -165,10 +166,10 @@ class Replay:
         gives the update of an entry whose gradients are nothing else. Weights and averages are compared where
         the gradients are above 1e-3 of the tensor's largest, or exactly 0. Moments are compared everywhere.
         """
-        kind, _, weight = name.partition("/")
+        tree_name, _, weight = name.partition("/")
         if name == "weights/" + PUZZLE_EMB:
             size = abs(self.golden["puzzle_grad"][k])
-        elif kind in ("weights", "ema") and "v/" + weight in self.golden:
+        elif tree_name in ("weights", "ema") and "v/" + weight in self.golden:
             size = np.sqrt(self.golden["v/" + weight][k + 1])
         else:
             return ...  # all entries
@@ -186,19 +187,19 @@ def carry_after(sequences, prefix):
 def main(argv):
     """Replays all files on one chip."""
     settings = configurator.configure(Settings, argv)
-    kind, _ = choose_device(settings.device)
-    if kind == "xla":
+    device_type, _ = choose_device(settings.device)
+    if device_type == "xla":
         import torch_xla.distributed.xla_multiprocessing as xmp
-        xmp.spawn(lambda index: replay_all(kind), nprocs=1)  # in this process
+        xmp.spawn(lambda index: replay_all(device_type), nprocs=1)  # in this process
     else:
-        replay_all(kind)
+        replay_all(device_type)
 
 
-def replay_all(kind):
+def replay_all(device_type):
     errors = {}
     exit_code = 0
     for path in FILES:
-        replay = Replay(path, kind)
+        replay = Replay(path, device_type)
         name = os.path.basename(path)
         try:
             replay.compare_all()

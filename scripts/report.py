@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
 from sweep import GROUPS, NEUTRAL, changes, group_of
 
 from configurator import configure, split_arguments
@@ -90,9 +87,9 @@ def main(argv):
         folder.mkdir(parents=True, exist_ok=True)
     paragraphs = ["# Report", EXPLANATION, f"Hardware: {'; '.join(sorted(hardware))}.", "\n".join(status)]
     for group in dict.fromkeys([*GROUPS, *(run.group for run in runs)]):
-        own = [run for run in runs if run.group == group]
-        if own:
-            paragraphs += section(group, own, runs, folder)
+        group_runs = [run for run in runs if run.group == group]
+        if group_runs:
+            paragraphs += section(group, group_runs, runs, folder)
     (folder / "report.md").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
     # results.json has the numbers
     results = [dict(name=run.name, seed=run.seed, **run.facts, evaluations=run.evaluations) for run in runs]
@@ -107,10 +104,10 @@ def find_files(paths):
     """Returns each metrics.jsonl in paths or below. Raises UserError."""
     files = []
     for path in paths:
-        found = sorted(Path(path).rglob("metrics.jsonl"))
-        if not found:
+        run_files = sorted(Path(path).rglob("metrics.jsonl"))
+        if not run_files:
             raise UserError(f"{path}: no run (a folder with metrics.jsonl) there")
-        files += found
+        files += run_files
     return files
 
 
@@ -175,20 +172,20 @@ def read_run(path, target):
 # ---------------------------------------------------------------------------------------------------------
 # Comparing
 
-def variants_of(own, runs, x):
+def variants_of(group_runs, runs, x):
     """Returns the variants of a group, lists of runs with equal settings and different seeds, by x.
 
     Args:
-        own: the group's runs.
+        group_runs: the group's runs.
         runs: all runs; those with the settings of a group's run are seeds of it.
         x: a setting or a fact, or "".
     """
     # each run's variant, unless an earlier run has the same one
     variants = []
-    for run in own:
+    for run in group_runs:
         # of two runs with one seed the group's own counts
         seeds = {}
-        for other in [*own, *runs]:
+        for other in [*group_runs, *runs]:
             if other.settings == run.settings:
                 seeds.setdefault(other.seed, other)
         variant = [*seeds.values()]
@@ -239,18 +236,18 @@ def power_law(x, a, b, c):
 # ---------------------------------------------------------------------------------------------------------
 # Writing
 
-def section(name, own, runs, folder):
+def section(name, group_runs, runs, folder):
     """Draws a group's picture; returns its paragraphs.
 
     Args:
         name: of the group.
-        own: its runs.
+        group_runs: its runs.
         runs: all runs.
         folder: of the picture.
     """
     group = GROUPS.get(name, dict(question="Runs"))
     x = group.get("x", "")
-    variants = variants_of(own, runs, x)
+    variants = variants_of(group_runs, runs, x)
     # the reference is the baseline, or else what has the most seeds
     baseline = group.get("baseline")
     reference = max(variants, key=lambda runs: (baseline in [run.name for run in runs], len(runs)))
@@ -308,24 +305,24 @@ def plot_group(x, variants, labels, law, path):
 
     # on the left the accuracy of each run, on the right its learning curve, a color for each variant
     fig = Figure(figsize=(11, 6), layout="constrained")
-    left, right = fig.subplots(1, 2, sharey=True)
+    accuracy_axes, curve_axes = fig.subplots(1, 2, sharey=True)
     for i, (label, runs) in enumerate(zip(labels, variants)):
-        places = numbers(runs, x) if x else [i] * len(runs)
-        left.plot(places, numbers(runs, "accuracy"), "o", color=f"C{i}", label=label)
+        positions = numbers(runs, x) if x else [i] * len(runs)
+        accuracy_axes.plot(positions, numbers(runs, "accuracy"), "o", color=f"C{i}", label=label)
         for run in runs:
-            right.plot(*zip(*run.evaluations.items()), color=f"C{i}")
+            curve_axes.plot(*zip(*run.evaluations.items()), color=f"C{i}")
     # the fitted law, from the first to the last point
     if law:
-        places = np.geomspace(*left.dataLim.intervalx, 200)
-        left.plot(places, power_law(places, *law[0]), "k--", label="a - b * n^-c")
+        positions = np.geomspace(*accuracy_axes.dataLim.intervalx, 200)
+        accuracy_axes.plot(positions, power_law(positions, *law[0]), "k--", label="a - b * n^-c")
 
     # the axes
-    left.set(xlabel=COLUMNS.get(x, x), ylabel=COLUMNS["accuracy"], ylim=(0, None))
-    right.set(xlabel="step")
+    accuracy_axes.set(xlabel=COLUMNS.get(x, x), ylabel=COLUMNS["accuracy"], ylim=(0, None))
+    curve_axes.set(xlabel="step")
     if x:
-        left.set_xscale("log")
+        accuracy_axes.set_xscale("log")
     else:
-        left.set_xticks([])
+        accuracy_axes.set_xticks([])
     fig.legend(loc="outside lower center", ncols=2, fontsize="x-small")
     fig.savefig(path, dpi=80)
 

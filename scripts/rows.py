@@ -17,7 +17,7 @@ MOST_PROBLEMS = 10  # with puzzles, that are printed
 class Row:
     """A puzzle that was asked for."""
 
-    place: str  # where it stands, before a message
+    prefix: str  # where it stands, before a message
     question: str
     known_answer: str
     tokens: np.ndarray = None  # int32 [cells]
@@ -55,12 +55,12 @@ def read_rows(kind, source, content):
     """
     if not isinstance(content, str):
         return content, f"{len(content)} puzzle{'s' * (len(content) > 1)}, one a row"
-    place = f"{source}:" if os.path.isfile(source) else ""
+    prefix = f"{source}:" if os.path.isfile(source) else ""
     try:
-        found, how = kind.find(content)
+        puzzles, how = kind.find(content)
     except UserError as e:
-        raise UserError(f"{place} {e}".strip()) from None
-    return [Row(place and f"{place}{line}: ", question, answer) for line, question, answer in found], how
+        raise UserError(f"{prefix} {e}".strip()) from None
+    return [Row(prefix and f"{prefix}{line}: ", question, answer) for line, question, answer in puzzles], how
 
 
 def parse_rows(kind, rows):
@@ -90,13 +90,13 @@ def parse_rows(kind, rows):
         if count == 0:
             row.problem = words
         elif words:
-            warning = warning or f"warning: {row.place}{words}\n"
+            warning = warning or f"warning: {row.prefix}{words}\n"
 
     # say what was found
     wrong = [row for row in rows if row.problem]
     if len(wrong) == len(rows):
-        raise UserError(wrong[0].place + wrong[0].problem)
+        raise UserError(wrong[0].prefix + wrong[0].problem)
     sys.stderr.write(warning)
     for row in wrong[:MOST_PROBLEMS]:
-        print(f"{row.place}not solved: {row.problem}", file=sys.stderr)
+        print(f"{row.prefix}not solved: {row.problem}", file=sys.stderr)
     return kind

@@ -90,16 +90,16 @@ def select_files(names, pattern):
         globs[pattern] = f"{pattern}*.py"
     files = set()
     for name, text in globs.items():
-        found = glob.glob(f"{STUDY}/{text}")
-        if not found:
+        paths = glob.glob(f"{STUDY}/{text}")
+        if not paths:
             raise UserError(f"config/study has no run {name}; --list prints all runs")
-        files.update(map(Path, found))
+        files.update(map(Path, paths))
 
     # the contributions come last, and 250 puzzles before 1000
-    def place(file):
+    def study_order(file):
         return "contrib" in file.stem, file.stem.split("_")[0], len(file.stem), file
 
-    return sorted(files, key=place)
+    return sorted(files, key=study_order)
 
 
 class StudyRun:
