@@ -48,8 +48,8 @@ class Generated:
     def train_batch(self, seed, step, batch_size, rank=0, world=1):
         """See Dataset.train_batch."""
         batch = self._batch(generator(seed, EXAMPLE, step), batch_size, "train")
-        part = rank_slice(batch_size, rank, world)
-        return {name: array[part] for name, array in batch.items()}
+        own_slice = rank_slice(batch_size, rank, world)
+        return {name: array[own_slice] for name, array in batch.items()}
 
     def test_batch(self, indices):
         """See Dataset.test_batch."""

@@ -41,19 +41,19 @@ LONGEST_PAUSE = 300  # seconds that a hub may ask for; it counts the requests of
 # ---------------------------------------------------------------------------------------------------------
 # Settings
 
-def fill_in_source(settings, names, aug, everything="full"):
+def fill_in_source(settings, dataset_names, aug, everything="full"):
     """Fills in source and output_dir of a prepare script's settings. Raises UserError for a wrong setting.
 
     Args:
         settings: of the script.
-        names: {source: its name}, for hub and generate.
+        dataset_names: {source: its name}, for hub and generate.
         aug: what the folder's name says after aug: how many copies, for mazes how many versions.
         everything: the word for all puzzles of a source.
     """
     # files of your own need no --source=csv
     if settings.train_csv or settings.test_csv:
         settings.source = "csv"
-    names = names | {"csv": os.path.basename(settings.train_csv).split(".")[0]}
+    dataset_names = dataset_names | {"csv": os.path.basename(settings.train_csv).split(".")[0]}
     check_choices(settings, {"source": ("hub", "csv", "generate")})
     if settings.source == "csv" and not (settings.train_csv and settings.test_csv):
         raise UserError("source=csv needs both --train_csv=FILE and --test_csv=FILE")
@@ -63,7 +63,7 @@ def fill_in_source(settings, names, aug, everything="full"):
     # the name says the source, the training puzzles and the copies
     num_puzzles = settings.num_train if settings.source == "generate" else settings.subsample_size
     size = re.sub("000$", "k", str(num_puzzles or everything))
-    settings.output_dir = settings.output_dir or f"data/{names[settings.source]}-{size}-aug-{aug}"
+    settings.output_dir = settings.output_dir or f"data/{dataset_names[settings.source]}-{size}-aug-{aug}"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -120,14 +120,14 @@ def csv_rows(path, columns=("question", "answer"), is_strict=True):
         raise UserError(f"{path}:2: no puzzle under the header")
 
 
-def column_names(names):
-    """Returns the names of columns in lower case; if ours is missing, another name in COLUMNS becomes it."""
-    names = [name.strip().lower() for name in names]
+def column_names(header):
+    """Returns a header in lower case; if a name of ours is missing, another name in COLUMNS becomes it."""
+    header = [name.strip().lower() for name in header]
     for name, others in COLUMNS.items():
         for other in others:
-            if name not in names and other in names:
-                names[names.index(other)] = name
-    return names
+            if name not in header and other in header:
+                header[header.index(other)] = name
+    return header
 
 
 def distinct_rows(path, rows, several_answers=None):
@@ -312,11 +312,11 @@ def drop_test_puzzles(path, train, test, kind):
     """
     test_keys = set(kind.keys(test[0]))
     train_keys = kind.keys(train[0])
-    rows = [row for row, key in enumerate(train_keys) if key not in test_keys]
-    if not rows:
+    remaining = [row for row, key in enumerate(train_keys) if key not in test_keys]
+    if not remaining:
         raise UserError(f"{path}: no puzzle is left: each is in the test set, or a symmetry turns it into "
                         "one that is")
-    return train[:, rows], {"left out, since the test set has them": train.shape[1] - len(rows)}
+    return train[:, remaining], {"left out, since the test set has them": train.shape[1] - len(remaining)}
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def main(settings):
     progress = Progress("choosing versions", sum(map(len, subsets.values())))
     train = []
     test = []
-    names = ["<blank>"]
+    identifier_names = ["<blank>"]
     num_identifiers = 1
     for subset, tasks in subsets.items():
         rng.shuffle(tasks)
@@ -91,7 +91,7 @@ def main(settings):
             train.append(Group(pairs, versions, num_identifiers))
             # each version has an identifier, each task a name
             num_identifiers += len(versions)
-            names.append(task.name)
+            identifier_names.append(task.name)
             progress.add(1)
 
     # write the files
@@ -99,7 +99,7 @@ def main(settings):
     counts = {"tasks": len(train), "test tasks": len(test), "versions of tasks": num_identifiers - 1}
     counts |= left_out | {"test outputs that are not known": num_unknown}
     manifest = ARC.new_task(settings.max_side) | {"command": command_of(__file__, settings), "counts": counts}
-    with new_dataset(settings.output_dir, manifest, names) as folder:
+    with new_dataset(settings.output_dir, manifest, identifier_names) as folder:
         write_tasks(f"{folder}/train", train, settings.max_side, num_identifiers)
         write_tasks(f"{folder}/test", test, settings.max_side, num_identifiers)
     print_report(settings, "arc_demo.py" if settings.source == "generate" else "arc1.py", counts)
@@ -154,23 +154,23 @@ def read_subsets(settings):
                         f"{settings.subsets}, and max_side as large as its grids")
 
     # drop extra tasks that have one of its pairs
-    kept = other_tasks(subsets[EXTRA], subsets[settings.test_subset])
-    left_out["left out, since they have a test pair"] = len(subsets[EXTRA]) - len(kept)
-    return subsets | {EXTRA: kept}, left_out
+    remaining = other_tasks(subsets[EXTRA], subsets[settings.test_subset])
+    left_out["left out, since they have a test pair"] = len(subsets[EXTRA]) - len(remaining)
+    return subsets | {EXTRA: remaining}, left_out
 
 
 def other_tasks(extra, tests):
     """Returns the extra Tasks that have no test pair, neither turned nor in other colors."""
     test_keys = {orbit_key(pair) for task in tests for pair in task.test}
-    kept = []
+    remaining = []
     for task in extra:
         # the output of the test pair may not be known
         keys = set()
         for question, answer in task.train + task.test:
             keys |= {orbit_key((question, answer)), orbit_key((question, UNKNOWN))}
         if keys.isdisjoint(test_keys):
-            kept.append(task)
-    return kept
+            remaining.append(task)
+    return remaining
 
 
 def orbit_key(pair):

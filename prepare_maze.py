@@ -43,12 +43,12 @@ HUB = "sapientinc/maze-30x30-hard-1k"
 
 def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
-    names = {
+    dataset_names = {
         "hub": "maze-30x30-hard",
         "generate": f"maze-{settings.size}x{settings.size}-path-{settings.min_path}",
     }
     num_puzzles = "1k" if settings.source == "hub" else "full"
-    fill_in_source(settings, names, 8 if settings.aug else 1, num_puzzles)
+    fill_in_source(settings, dataset_names, 8 if settings.aug else 1, num_puzzles)
     refuse_existing(settings.output_dir)
 
     # get the mazes, [2, n, cells]: questions and answers

@@ -70,8 +70,8 @@ def main(settings):
 
 def fill_in(settings):
     """Fills in source and output_dir. Raises UserError for a wrong setting."""
-    names = {"hub": "sudoku-extreme", "generate": f"sudoku-{settings.size}x{settings.size}"}
-    fill_in_source(settings, names, settings.num_aug)
+    dataset_names = {"hub": "sudoku-extreme", "generate": f"sudoku-{settings.size}x{settings.size}"}
+    fill_in_source(settings, dataset_names, settings.num_aug)
     if settings.source == "hub" and settings.size != 9:
         raise UserError(f"size must be 9 for the hub, not {settings.size}")
     if settings.size not in BOXES:

@@ -198,8 +198,8 @@ def digits_of_units(cells, axes):
     seen = np.uint16(0)
     again = np.uint16(0)
     unit = np.moveaxis(cells, axes, (0, 1))
-    for place in np.ndindex(unit.shape[:2]):
-        cell = unit[place]
+    for position in np.ndindex(unit.shape[:2]):
+        cell = unit[position]
         again = again | seen & cell
         seen = seen | cell
     return np.expand_dims(seen, axes), np.expand_dims(again, axes)

@@ -62,16 +62,16 @@ ATTEMPTS = 8  # at most, unless --eval_attempts says otherwise
 
 def main(argv):
     """Solves one puzzle and prints it, or solves all puzzles in a file."""
-    own, operands, train_arguments = split_arguments(Settings, argv)
+    output_settings, operands, train_arguments = split_arguments(Settings, argv)
     if len(operands) not in (1, 2):
         raise UserError("usage: python scripts/solve.py MODEL PUZZLE, or PUZZLE alone; see --help")
     *models_given, source = operands
 
     # the new files
-    for path in filter(None, [own.plot, own.output]):
+    for path in filter(None, [output_settings.plot, output_settings.output]):
         check_new_file(path)
-    if own.plot and not re.fullmatch(r"(.*/)?[^/]+\.(png|gif)", own.plot):
-        raise UserError(f"--plot={own.plot}: must be a .png or a .gif")
+    if output_settings.plot and not re.fullmatch(r"(.*/)?[^/]+\.(png|gif)", output_settings.plot):
+        raise UserError(f"--plot={output_settings.plot}: must be a .png or a .gif")
 
     # the puzzles, and the model for them
     content = read_source(source)
@@ -81,8 +81,8 @@ def main(argv):
     rows, how = read_rows(kind, source, content)
     if os.path.isfile(source):
         print(f"{source}: {how}", flush=True)
-    is_file = not isinstance(content, str) or len(rows) > 1 or own.output
-    if is_file and (own.steps or own.plot):
+    is_file = not isinstance(content, str) or len(rows) > 1 or output_settings.output
+    if is_file and (output_settings.steps or output_settings.plot):
         raise UserError("--steps and --plot show one puzzle: not a .csv, not several, not with --output")
 
     # mark what cannot be solved; attention takes puzzles of any size
@@ -96,9 +96,9 @@ def main(argv):
 
     # solve
     if is_file:
-        solve_file(settings, trm, kind, batch, rows, own)
+        solve_file(settings, trm, kind, batch, rows, output_settings)
     else:
-        solve_one(settings, trm, kind, batch, own, path)
+        solve_one(settings, trm, kind, batch, output_settings, path)
 
 
 def check_new_file(path):
@@ -109,11 +109,11 @@ def check_new_file(path):
 # ---------------------------------------------------------------------------------------------------------
 # Solving
 
-def solve_one(settings, trm, kind, batch, own, path):
+def solve_one(settings, trm, kind, batch, output_settings, path):
     """Prints a question, the most confident answer and whether it is a solution; draws them if asked to.
 
     Args:
-        settings, own: train.py's settings, and this script's.
+        settings, output_settings: train.py's settings, and this script's.
         trm: a TRM, from `path`.
         kind: the Kind of the question.
         batch: of the one question.
@@ -133,19 +133,19 @@ def solve_one(settings, trm, kind, batch, own, path):
     # the most confident answer: as in evaluate.Queue, of equal ones the last of the first attempt counts
     best = max(steps, key=lambda step: (step.sure, -step.attempt, step.number))
     best_grid = grids[steps.index(best)]
-    print(draw.side_by_side(kind, [question_grid, *(grids if own.steps else [best_grid])]))
+    print(draw.side_by_side(kind, [question_grid, *(grids if output_settings.steps else [best_grid])]))
     print(kind.text(best.answer))
     # the verdict, and how the answer came about
     sureness = "sure" if best.sure >= model.SURE else "not sure"
     attempts = f"{step.attempt} attempt{'s' * (step.attempt > 1)}"
     verdict = kind.verdict(question, best.answer)
     print(f"{verdict} ({best_grid[0]}; {step.number} steps, {sureness} after {attempts}; {path})")
-    if own.plot:
-        draw.draw(own.plot, kind, question,
-                  [question_grid, *grids] if own.plot.endswith(".gif") else [best_grid])
+    if output_settings.plot:
+        draw.draw(output_settings.plot, kind, question,
+                  [question_grid, *grids] if output_settings.plot.endswith(".gif") else [best_grid])
 
 
-def solve_file(settings, trm, kind, batch, rows, own):
+def solve_file(settings, trm, kind, batch, rows, output_settings):
     """Solves puzzles, prints how many are right, and writes a row for each to a new file.
 
     Args:
@@ -154,7 +154,7 @@ def solve_file(settings, trm, kind, batch, rows, own):
         kind: the Kind of the puzzles.
         batch: of the rows without a problem.
         rows: a list of Row.
-        own: this script's settings.
+        output_settings: this script's settings.
     """
     # all attempts at all puzzles
     progress = Progress("solving", len(batch["inputs"]))
@@ -171,7 +171,7 @@ def solve_file(settings, trm, kind, batch, rows, own):
             lines.append(["".join(row.question.split()), "", "", "", "", f"not solved: {row.problem}"])
         else:
             answer, *figures = next(solved)
-            result = result_of(kind, row, answer, own.ignored)
+            result = result_of(kind, row, answer, output_settings.ignored)
             lines.append([kind.text(row.tokens), kind.text(answer), *figures, result])
 
     # a summary, and the file
@@ -180,8 +180,9 @@ def solve_file(settings, trm, kind, batch, rows, own):
     num_sure = np.count_nonzero(certainties >= model.SURE)
     print(f"{num_sure} answers are {model.SURE:.0%} sure; {attempts.mean():.2f} attempts at a puzzle, "
           f"of up to {settings.eval_attempts}")
-    if own.output:
-        with writing(own.output), open(own.output, "w", encoding="utf-8", newline="") as f:
+    path = output_settings.output
+    if path:
+        with writing(path), open(path, "w", encoding="utf-8", newline="") as f:
             writer = csv.writer(f, lineterminator="\n")
             writer.writerow(["question", "answer", "certainty", "attempts", "step", "result"])
             writer.writerows(lines)
