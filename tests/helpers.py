@@ -1,6 +1,7 @@
 """What several test files use: commands and runs at tiny sizes, and servers that stand for the real ones."""
 import atexit
 import contextlib
+import copy
 import functools
 import gc
 import http.server
@@ -21,6 +22,7 @@ import threading
 import time
 import traceback
 from http import HTTPStatus
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,19 +185,44 @@ class TrainProcess(Fork):
         return text
 
 
-def run_script(name, argv, cwd, environment, writer):
-    """Runs a script as a command does, in this process; writer: of the pipe for its output."""
-    multiprocessing.current_process().name = "MainProcess"  # by which train.py and its forks know it
+class Replica(FORKS.Process):
+    """A process of xmp.spawn, which need not import torch_xla. It takes its starter's place."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.place = os.getcwd(), dict(os.environ), Connection(os.dup(1), readable=False)
+
+    def run(self):
+        multiprocessing.process._parent_process = None  # the server of forks is the parent
+        take_place(*self.place)
+        super().run()
+
+
+# the context of xmp.spawn
+REPLICAS = copy.copy(FORKS)
+REPLICAS.Process = Replica
+
+
+def take_place(cwd, environment, writer):
+    """Moves this process to a folder, with these variables; writer: of the pipe for its output."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    # whatever the tests do, it obeys a hangup, or ignores it as under nohup
-    signal.signal(signal.SIGHUP, signal.SIG_IGN if "NOHUP" in environment else signal.SIG_DFL)
     for descriptor, stream in (1, "stdout"), (2, "stderr"):
         os.dup2(writer.fileno(), descriptor)
         setattr(sys, stream, open(descriptor, "w", buffering=1, closefd=False, encoding="utf-8"))
         setattr(sys, f"__{stream}__", getattr(sys, stream))
     writer.close()
+
+
+def run_script(name, argv, *place):
+    """Runs a script as a command does, in this process; place: of take_place()."""
+    multiprocessing.current_process().name = "MainProcess"  # by which train.py and its forks know it
+    take_place(*place)
+    # xmp.spawn asks for its context
+    torch.multiprocessing.get_context = lambda method: REPLICAS
+    # whatever the tests do, it obeys a hangup, or ignores it as under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if "NOHUP" in os.environ else signal.SIG_DFL)
     script = importlib.import_module(name)
     sys.argv = [script.__file__, *argv]
     code = 0
