@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import DATA, ROOT, TINY, lines
+from helpers import DATA, ROOT, TINY, lines, xla_environment
 
 FORK = """
 import train
 print(train.__file__)
+lr *= 0.5
 """
 
 
@@ -37,25 +38,24 @@ def python(*command, **environment):
     return done.stdout
 
 
-@pytest.mark.parametrize("launcher, flags, environment", [
-    ([], ["--device=cpu"], {}),
-    (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], ["--device=cpu"], {}),
-    pytest.param([], ["--device=xla"], dict(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2"), marks=pytest.mark.xla),
-], ids=["alone", "torchrun", "xla"])
-def test_a_copy_of_train_trains_as_it_is_edited(clone, data, launcher, flags, environment):
-    """Its settings, its step and its replicas; a fork's `import train` is the copy."""
+TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"
+
+
+@pytest.mark.parametrize("device, launchers", [
+    ("cpu", [TORCHRUN, ()]), pytest.param("xla", [()], marks=pytest.mark.xla)], ids=["cpu", "xla"])
+def test_a_copy_of_train_trains_as_it_is_edited(clone, data, device, launchers):
+    """Its settings, step and replicas, under torchrun and alone; a fork's `import train` is the copy."""
     clone("train.py", "my.train.py", setting=("    lr = 1e-4 ", "    lr = 5e-5 "),
           step=("    # update the weights\n", "    print('my step')\n"))
     Path("fork.py").write_text(FORK)
-    argv = ["clone/my.train.py", "fork.py", f"--data_path={data}", *TINY, *flags, "--log_interval=1",
-            "--lr_warmup_steps=0", "--checkpoint_interval=2", "--eval_final_max_puzzles=8"]
-    argv = [*launcher, *(flag for flag in argv if not flag.startswith("--lr="))]
-    text = python(*argv, "--out_dir=run", "--max_steps=2", **environment)
-    assert "clone/my.train.py" in text and "my step" in text
-    if not launcher:
-        again = "--out_dir=run", "--max_steps=3", "--init_from=resume"
-        assert "my step" in python(*argv, *again, **environment)
-    assert {line["train/lr"] for line in lines("run") if "train/lr" in line} == {5e-5}
+    tiny = [flag for flag in TINY if not flag.startswith("--lr=")]
+    argv = ["clone/my.train.py", "fork.py", f"--data_path={data}", *tiny, f"--device={device}",
+            "--out_dir=run", "--H_cycles=1", "--L_cycles=1", "--log_interval=1", "--lr_warmup_steps=0",
+            "--init_from=auto", "--eval_final_max_puzzles=8"]
+    for steps, launcher in enumerate(launchers, 1):
+        text = python(*launcher, *argv, f"--max_steps={steps}", **xla_environment(2))
+        assert "clone/my.train.py" in text and "my step" in text
+    assert {line["train/lr"] for line in lines("run") if "train/lr" in line} == {2.5e-5}
 
 
 def test_copies_of_bench_and_of_a_prepare_script_run_as_they_are_edited(clone):

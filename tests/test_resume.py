@@ -65,9 +65,13 @@ def test_a_relative_config_file_on_one_process(data):
 
 @pytest.mark.xla
 def test_a_relative_config_file_on_two_replicas_of_xla(data):
-    """Which a process of its own runs, as on a TPU."""
-    flags = "--device=xla", "--compile=off", "--H_cycles=1", "--L_cycles=1", "relative.py"
-    check_resumes(lambda *more: [start_train(data, "run", *flags, *more, **xla_environment(2))], [4])
+    """Which a process of its own runs, as on a TPU. test_copies.py starts a run there."""
+    def start(*flags):
+        device = "xla" if "--init_from=auto" in flags else "cpu"
+        small = f"--device={device}", "--compile=off", "--H_cycles=1", "--L_cycles=1"
+        return [start_train(data, "run", *small, "relative.py", *flags, **xla_environment(2))]
+
+    check_resumes(start, [4])
 
 
 def test_a_relative_config_file_on_two_hosts_that_share_no_folder(data):
