@@ -61,7 +61,9 @@ def test_a_fork_resumes_bit_for_bit(fork, data):
     """Halfway to the second stage of the curriculum."""
     flags = flags_of(fork, "--checkpoint_interval=4")
     run(data, "whole", *flags, "--max_steps=8")
-    run(data, "parts", *flags, "--max_steps=4")
+    shutil.copytree("whole", "parts")
+    for path in Path("parts").glob("ckpt_00000008.*"):
+        path.unlink()
     run(data, "parts", *flags, "--max_steps=8", "--init_from=resume")
     assert same(last_weights("whole"), last_weights("parts"))
     assert figures("parts")[-5:] == figures("whole")[-5:]
