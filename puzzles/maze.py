@@ -11,6 +11,7 @@ import re
 import numpy as np
 
 from puzzles import Judgement, Kind
+from puzzles.reader import Puzzle, squared
 from runtime.errors import UserError
 
 MAZE = "_# SGo"  # a symbol for each token
@@ -42,7 +43,6 @@ class Maze(Kind):
 
     def find_spaced(self, text):
         """See Kind. The text has one maze, or a maze a line."""
-        from puzzles.reader import Puzzle, squared
         text = text.replace("\u2588", "#")
         if "G" not in text:
             text = text.replace("E", "G")

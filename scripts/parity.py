@@ -87,12 +87,13 @@ class Replay:
         return {name.removeprefix(prefix): t[k].copy() for name, t in self.golden.items()
                 if name.startswith(prefix)}
 
-    def batch(self, k):
-        return {name: t[self.own_sequences] for name, t in self.before("batch/", k).items()}
+    def own_part(self, prefix, k):
+        """Returns what before() does, of this replica's sequences."""
+        return {name: t[self.own_sequences] for name, t in self.before(prefix, k).items()}
 
     def sequences(self, prefix, k):
         """Returns the sequences before step k, which the official code calls carry, on the device."""
-        carry = {name: t[self.own_sequences] for name, t in self.before(prefix, k).items()}
+        carry = self.own_part(prefix, k)
         latents = {name: carry.pop(name) for name in ("z_H", "z_L")}
         return self.run.device.put(dict(latents=latents, **carry))
 
@@ -110,7 +111,7 @@ class Replay:
             puzzle_emb=weights["puzzle_emb.weights"],
         ))
         run.state["sequences"] = self.sequences("carry/", k)
-        dataset = SimpleNamespace(train_batch=lambda *_: self.batch(k))
+        dataset = SimpleNamespace(train_batch=lambda *_: self.own_part("batch/", k))
         cycles = run.settings.H_cycles, run.settings.L_cycles
         run.train_step(run.state, train.make_inputs(run, dataset, k, self.total_steps), cycles)
 
@@ -131,7 +132,8 @@ class Replay:
         evaluator = self.run.evaluator
         slots = evaluator.new_slots()
         slots["sequences"] = self.sequences("eval/carry/", k)
-        results = evaluator.program(slots, evaluator.inputs(*self.run.eval_weights(), self.batch(0)))
+        batch = self.own_part("batch/", 0)
+        results = evaluator.program(slots, evaluator.inputs(*self.run.eval_weights(), batch))
         results = {name: t.cpu().numpy() for name, t in results.items()}
         values = {"eval/" + name: results[name] for name in ("preds", "q_halt_logits")}
         ranks = self.run.device.all_gather({name: results[name].sum() for name in SUMS})

@@ -232,7 +232,7 @@ def load(path, train_arguments, cells=0):
     # the forks come first: the model is made of their classes
     settings = configure(train.Settings, train_arguments)
     try:
-        trm = load_model(file_of(path), cells, vars(settings))
+        trm = load_model(file_of(path), cells, vars(settings) | ALWAYS)
     except (OSError, ValueError) as e:
         raise UserError(e) from None
     for line in forks.missing(trm.forks):
