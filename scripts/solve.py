@@ -131,8 +131,9 @@ def solve_one(settings, trm, kind, batch, output_settings, path):
         steps.append(step)
 
     # the most confident answer: as in evaluate.Queue, of equal ones the last of the first attempt counts
-    best = max(steps, key=lambda step: (step.sure, -step.attempt, step.number))
-    best_grid = grids[steps.index(best)]
+    best_index = max(range(len(steps)), key=lambda i: (steps[i].sure, -steps[i].attempt, i))
+    best = steps[best_index]
+    best_grid = grids[best_index]
     print(draw.side_by_side(kind, [question_grid, *(grids if output_settings.steps else [best_grid])]))
     print(kind.text(best.answer))
     # the verdict, and how the answer came about
