@@ -55,7 +55,7 @@ class Step(NamedTuple):
     attempt: int  # from 1
     number: int  # of the step in its attempt, from 1
     answer: np.ndarray  # tokens [cells], turned back
-    sure: float  # from 0 to 1
+    confidence: float  # from 0 to 1
     judgement: Judgement | None  # by the rules, if they are known
 
 
@@ -66,8 +66,8 @@ def watch(settings, trm, kind, question):
     for i, results in enumerate(queue.watch()):
         attempt, step = divmod(i, queue.evaluator.max_steps)
         [answer] = results["preds"]
-        [sure] = evaluate.sigmoid(results["q_halt_logits"]).tolist()
-        yield Step(attempt + 1, step + 1, answer, sure, kind.judge(question[None], answer[None]))
+        [confidence] = evaluate.sigmoid(results["q_halt_logits"]).tolist()
+        yield Step(attempt + 1, step + 1, answer, confidence, kind.judge(question[None], answer[None]))
 
 
 def solve(trm, questions, steps=16, attempts=1, identifiers=0):

@@ -71,7 +71,6 @@ def main(settings):
     return settings.output_dir
 
 
-
 def maze_of(size):
     """Returns the Kind of mazes of size x size cells."""
     return kind_of(Maze.new_task(size))

@@ -287,7 +287,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
     read_previous_stops = None  # a function: how many ranks were asked to stop at the last step
     stop = False
 
-    run.device.report = functools.partial(log.within_step, total_steps)
+    report = functools.partial(log.within_step, total_steps)
     log.restart_clock(step)
     while step < total_steps and not stop:
         # evaluate, before the next step: a resume then makes up for an evaluation that was interrupted
@@ -306,6 +306,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
         last_cycles = cycles
         cycles = optim.cycles_at(settings, examples_per_epoch, step)
         inputs = make_inputs(run, train_set, step, total_steps)
+        run.device.report = report
         try:
             stops = run.train_step(run.state, inputs, cycles)
         except KeyboardInterrupt:  # a request to stop dropped a step that takes long
@@ -492,6 +493,8 @@ class Run:
     def evaluate(self, test_set, indices, title, save_to=""):
         """See evaluate.evaluate()."""
         should_stop = functools.partial(process.should_stop, self.settings.stall_timeout)
+        # its steps are no training steps, which the log reports
+        self.device.report = lambda seconds, share: restart_watchdog(self.settings.stall_timeout)
         with suppress(KeyboardInterrupt):  # a request to stop dropped a step that takes long
             return evaluate.evaluate(
                 self.evaluator, *self.eval_weights(), test_set, indices, title, should_stop, save_to)

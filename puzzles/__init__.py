@@ -1,9 +1,8 @@
 """What a puzzle is: its task, and what is known of its kind.
 
 A task is a dict: "kind", "grid" ([rows, columns]) and "symbols", a character for each token (0: padding).
-It stands in a dataset's manifest.json and a checkpoint's state["task"]. Questions and answers are tokens
-[n, cells]. A token is the place of its symbol in task["symbols"]: 1 is the empty cell, 2 the first symbol
-after it.
+It stands in a dataset's manifest.json and a checkpoint's "task". Questions and answers are tokens [n, cells].
+A token is the index of its symbol in task["symbols"]; Kind.empty is the token of an empty cell.
 
 A kind is a class. The class Kind is the plain kind, of puzzles whose rules are not known: answers are
 compared with the known answers. Sudokus, mazes and ARC's grids have files here. A script may add a class of

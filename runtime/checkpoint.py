@@ -111,9 +111,10 @@ def load_saved_weights(model, weights, path, same_identifiers=True):
 
 
 def changed_attention(model, saved):
-    """Returns what makes another function of the weights in a checkpoint, unseen in their shapes, as lines.
+    """Returns a line for each setting of attention that differs from the checkpoint's.
 
-    Names and shapes tell all other models apart. The cycles are not the model's, and may change.
+    The names and shapes of the weights do not show these settings; they show all others but the cycles, which
+    may change.
     """
     if model.settings.mlp_t:
         return []
@@ -125,7 +126,7 @@ def changed_attention(model, saved):
 
 
 def changes(settings, saved_settings, names):
-    """Returns a line for each of the settings `names` that a checkpoint has, and has otherwise."""
+    """Returns a line for each of the settings `names` that has another value in a checkpoint."""
     lines = []
     for name in names:
         value = getattr(settings, name)
@@ -329,7 +330,7 @@ def check_ranks(settings, device, train_set):
         if not settings.gcs_dir:
             raise UserError(f"{line}: choose a folder that all hosts share, or a --gcs_dir")
         if device.rank == 0:
-            print(f"{line}, which the bucket has too")
+            print(f"{line}: training goes on from rank 0's")
 
 
 def resume(start, saved, settings, model, train_set, total_steps):
@@ -516,9 +517,9 @@ class Checkpoints:
                 os.remove(f"{self.out_dir}/{name}")
 
     def last_good(self):
-        """Returns the path of the newest checkpoint, or "none"."""
+        """Returns the path of the newest checkpoint that is whole, or "none"."""
         self.wait()
-        return max(checkpoint_paths(self.out_dir), default="none")
+        return newest_whole(self.out_dir) or "none"
 
     def wait(self):
         """Waits for the checkpoint that is being written. Returns whether it could be written."""

@@ -29,6 +29,7 @@ class Done(NamedTuple):
 
 
 DONE = {}  # {digest: Done}
+FAILED = []  # paths of forks that ended with an error
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -55,8 +56,12 @@ def run(path, text, tree, names, settings, assigned):
         path, text, tree: of its file; tree: the syntax tree of the text.
         names, settings, assigned: see configurator.execute. The `forks` of settings get the fork.
 
-    Raises UserError for a fork that another set lacks, or if settings that it reads are not as they were.
+    Raises UserError for a fork that another set lacks, if settings that it reads are not as they were, or
+    after a fork that failed.
     """
+    if FAILED:
+        raise UserError(f"{path}: {FAILED[0]} failed in this process, and may have replaced something before "
+                        "that: begin a new process")
     digest = hashlib.sha256(text).hexdigest()[:8]
     name = os.path.basename(path)
     if FORKS.get(name, digest) != digest:
@@ -80,7 +85,11 @@ def run(path, text, tree, names, settings, assigned):
 
     before = assigned | names
     defaults = set(settings.defaults)
-    exec(compile(tree, path, "exec"), names)
+    try:
+        exec(compile(tree, path, "exec"), names)
+    except BaseException:
+        FAILED.append(path)
+        raise
     changed = {name: value for name, value in (assigned | names).items() if before.get(name) is not value}
     added = {name: value for name, value in settings.defaults.items() if name not in defaults}
     DONE[digest] = Done(read, changed, added)
@@ -102,7 +111,8 @@ def check_set(settings_class, forks):
     if forks:
         SETS.setdefault(settings_class, forks)
     expected = SETS.get(settings_class, forks)
-    if forks != expected:
+    # the order counts too: both may replace the same function
+    if [*forks.items()] != [*expected.items()]:
         raise UserError(f"this process has run the forks {', '.join(expected)}: another set of forks needs a "
                         "process of its own")
 

@@ -96,7 +96,7 @@ class Log:
             recipe: {name: value} of the settings that say what the run trains.
             total_steps: the length of the run.
 
-        Returns {name: value} of what the run is, for scripts.
+        Returns {name: value} of what the run is, for W&B.
         """
         self.print0(f"training from step {self.step} to {total_steps}, "
                     f"{self.settings.global_batch_size} sequences a step")
@@ -230,8 +230,10 @@ class Log:
         if not self.settings.eval_only:
             self.metrics(step, values)
         attempts = self.settings.eval_attempts
-        note = f" (surest_accuracy counts up to {attempts} attempts, the other figures the first)"
-        self.print0(f"step {step} | evaluation{note * (attempts > 1)}: {listed(values)}")
+        note = ""
+        if attempts > 1:
+            note = f" (the surest figures and attempts count up to {attempts} attempts, the others the first)"
+        self.print0(f"step {step} | evaluation{note}: {listed(values)}")
 
     def close(self):
         """Ends W&B, which can hang: the watchdog then ends the process, whose checkpoints are complete."""

@@ -202,7 +202,7 @@ class Game:
     def attempts(self, settings, question):
         """Yields a dict after each step of each attempt; settings: train.py's; question: tokens [cells]."""
         for step in ask.watch(settings, self.model, self.kind, question):
-            line = {"attempt": step.attempt, "answer": self.kind.text(step.answer), "sure": step.sure}
+            line = {"attempt": step.attempt, "answer": self.kind.text(step.answer), "sure": step.confidence}
             # by the rules, if they are known
             if step.judgement:
                 line["broken"] = np.flatnonzero(step.judgement.broken).tolist()

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from sweep import GROUPS, NEUTRAL, changes, group_of
 
 from configurator import configure, split_arguments
@@ -50,7 +52,8 @@ study, the setting with the most seeds. Differences of accuracy have 95% confide
 ± is one standard deviation over seeds. Accuracy is the share of test puzzles solved in the final evaluation,
 by each puzzle's last answer (with eval_patience, one that repeats). Training values are means over the last
 tenth of the run, of the weights and not of their average. Time is steps times step time; arithmetic counts
-only matmuls. Steps and time to the target are interpolated between evaluations."""
+only matmuls. Steps and time to the target are interpolated between evaluations; a "-" stands where a seed did
+not reach it."""
 
 
 class Run(NamedTuple):

@@ -126,18 +126,18 @@ def solve_one(settings, trm, kind, batch, output_settings, path):
     steps = []
     for step in ask.watch(settings, trm, kind, question):
         prefix = f"attempt {step.attempt}, " if step.attempt > 1 else ""
-        title = f"{prefix}step {step.number}: {step.sure:.0%} sure"
+        title = f"{prefix}step {step.number}: {step.confidence:.0%} sure"
         grids.append((title, step.answer, step.judgement.broken[0] if step.judgement else nothing))
         steps.append(step)
 
     # the most confident answer: as in evaluate.Queue, of equal ones the last of the first attempt counts
-    best_index = max(range(len(steps)), key=lambda i: (steps[i].sure, -steps[i].attempt, i))
+    best_index = max(range(len(steps)), key=lambda i: (steps[i].confidence, -steps[i].attempt, i))
     best = steps[best_index]
     best_grid = grids[best_index]
     print(draw.side_by_side(kind, [question_grid, *(grids if output_settings.steps else [best_grid])]))
     print(kind.text(best.answer))
     # the verdict, and how the answer came about
-    sureness = "sure" if best.sure >= model.SURE else "not sure"
+    sureness = "sure" if best.confidence >= model.SURE else "not sure"
     attempts = f"{step.attempt} attempt{'s' * (step.attempt > 1)}"
     verdict = kind.verdict(question, best.answer)
     print(f"{verdict} ({best_grid[0]}; {step.number} steps, {sureness} after {attempts}; {path})")
@@ -161,11 +161,11 @@ def solve_file(settings, trm, kind, batch, rows, output_settings):
     progress = Progress("solving", len(batch["inputs"]))
     results = ask.answers_to(settings, trm, kind.task, batch, progress.add)
     answers, logits, steps = (results[name] for name in evaluate.SUREST)
-    certainties = evaluate.sigmoid(logits)
+    confidences = evaluate.sigmoid(logits)
     attempts = results["attempts"]
 
     # a line for each puzzle, those that cannot be solved in their places
-    solved = zip(answers, certainties.round(4), attempts, steps.astype(int))
+    solved = zip(answers, confidences.round(4), attempts, steps.astype(int))
     lines = []
     for row in rows:
         if row.problem:
@@ -178,7 +178,7 @@ def solve_file(settings, trm, kind, batch, rows, output_settings):
     # a summary, and the file
     for result, count in Counter(re.sub("^not solved: .*", "not solved", line[-1]) for line in lines).items():
         print(f"{count} of {len(rows)} {result} ({count / len(rows):.1%})")
-    num_sure = np.count_nonzero(certainties >= model.SURE)
+    num_sure = np.count_nonzero(confidences >= model.SURE)
     print(f"{num_sure} answers are {model.SURE:.0%} sure; {attempts.mean():.2f} attempts at a puzzle, "
           f"of up to {settings.eval_attempts}")
     path = output_settings.output

@@ -167,12 +167,26 @@ def fork_twice():
     assert configurator.configure(prepare_sudoku.Settings, []).seed == 0
 
 
+def fork_in_another_order():
+    configurator.configure(train.Settings, ["fork.py", "b/fork.py"])
+    with pytest.raises(UserError, match="another set"):
+        configurator.configure(train.Settings, ["b/fork.py", "fork.py"])
+
+
+def mend_a_fork():
+    for text, words in ("\nraise ValueError", "ValueError"), ("", "fork.py failed in this process"):
+        Path("fork.py").write_text(WRAPS + text)
+        with pytest.raises(UserError, match=words):
+            configurator.configure(train.Settings, ["fork.py"])
+
+
 def test_a_process_runs_one_set_of_forks_and_each_once():
     """sweep.py configures each run of the study. A module may have the name of a setting."""
     Path("b").mkdir()
     Path("fork.py").write_text(WRAPS)
-    Path("b/fork.py").write_text(WRAPS + "# another one")
-    in_new_process(fork_twice)
+    Path("b/fork.py").write_text("new(two=0.5)")
+    for function in fork_twice, fork_in_another_order, mend_a_fork:
+        in_new_process(function)
 
 
 def test_two_forks_of_one_name_are_two_entries(data):

@@ -179,13 +179,15 @@ def test_minutes_that_are_too_few_leave_no_run(data):
 
 
 def test_nan_stops_the_run_and_names_the_last_good_checkpoint(data):
-    """The learning rate overflows float32 weights."""
-    run(data, "run", "--max_steps=10")
+    """The learning rate overflows float32 weights. The newest checkpoint is damaged."""
+    run(data, "run", "--max_steps=10", "--checkpoint_interval=5")
+    with open("run/ckpt_00000010.pt", "ab") as f:
+        f.write(b"damaged")
     text = run(data, "run", "--max_steps=30", "--init_from=resume", "--lr=1e38", "--beta1=0.5",
                "--lr_warmup_steps=0", code=2)
-    assert re.search(r"not finite between steps 11 and 15.*ckpt_00000010.pt", text)
+    assert re.search(r"not finite between steps 6 and 10.*ckpt_00000005.pt", text)
     assert "Traceback" not in text
-    assert checkpoint_paths("run") == ["run/ckpt_00000010.pt"]
+    assert checkpoint_paths("run") == ["run/ckpt_00000010.pt", "run/ckpt_00000005.pt"]
 
 
 def test_a_complete_run_says_so_and_evaluates_again(data, out):
