@@ -1,4 +1,4 @@
-# 9x9 Sudoku with digits as an axis of the latents: the data and the arithmetic of config/sudoku_cpu.py, 1e14 FLOP.
+# 9x9 Sudoku with digits as an axis of the latents: the data of config/sudoku_cpu.py, and its 1e14 FLOP.
 # Expected: 88.9% of unseen generated puzzles (seed 0; config/sudoku_cpu.py 83.5%). See records/records.md.
 run("sudoku_cpu.py")
 run("../examples/symbols.py")
