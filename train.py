@@ -287,12 +287,12 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
     read_previous_stops = None  # a function: how many ranks were asked to stop at the last step
     stop = False
 
-    report = functools.partial(log.within_step, total_steps)
     log.restart_clock(step)
     while step < total_steps and not stop:
         # evaluate, before the next step: a resume then makes up for an evaluation that was interrupted
         if eval_due:
             indices = test_set.subset(settings.eval_max_puzzles, settings.eval_versions)
+            run.device.report = functools.partial(log.within_step, 0)
             evaluation = run.evaluate(test_set, indices, f"evaluating at step {step}")
             if not evaluation:  # a stop was requested
                 checkpoints.save(step, run, metrics)
@@ -306,7 +306,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
         last_cycles = cycles
         cycles = optim.cycles_at(settings, examples_per_epoch, step)
         inputs = make_inputs(run, train_set, step, total_steps)
-        run.device.report = report
+        run.device.report = functools.partial(log.within_step, total_steps)
         try:
             stops = run.train_step(run.state, inputs, cycles)
         except KeyboardInterrupt:  # a request to stop dropped a step that takes long
@@ -375,6 +375,7 @@ def final_evaluation(run, test_set, log, checkpoints, step):
     checkpoints: None in eval_only, since best.pt is of the training run.
     """
     indices = test_set.subset(run.settings.eval_final_max_puzzles)
+    run.device.report = functools.partial(log.within_step, 0)
     # the arrays of eval_save_outputs and ARC's answers go beside the checkpoint that they belong to
     values = run.evaluate(test_set, indices, "final evaluation", f"eval_{step:08d}")
     if not values:
@@ -493,8 +494,6 @@ class Run:
     def evaluate(self, test_set, indices, title, save_to=""):
         """See evaluate.evaluate()."""
         should_stop = functools.partial(process.should_stop, self.settings.stall_timeout)
-        # its steps are no training steps, which the log reports
-        self.device.report = lambda seconds, share: restart_watchdog(self.settings.stall_timeout)
         with suppress(KeyboardInterrupt):  # a request to stop dropped a step that takes long
             return evaluate.evaluate(
                 self.evaluator, *self.eval_weights(), test_set, indices, title, should_stop, save_to)

@@ -176,7 +176,9 @@ class Log:
     def within_step(self, total_steps, seconds, share):
         """Reports how far a step is that takes longer than half a minute, and how long the run will take.
 
-        seconds, share: see device.loop_over_micro_batches.
+        Args:
+            total_steps: the length of the run; 0: the step is an evaluation's, which says nothing about it.
+            seconds, share: see device.loop_over_micro_batches.
         """
         restart_watchdog(self.settings.stall_timeout)
         step_seconds = seconds / share

@@ -57,7 +57,7 @@ def toy():
 
     yield run
     # these forks have replaced nothing
-    for registry in forks.FORKS, forks.SETS, forks.DONE:
+    for registry in forks.FORKS, forks.SETS, forks.DONE, forks.FAILED:
         registry.clear()
 
 

@@ -584,7 +584,7 @@ def test_rank_0_on_another_host_does_not_begin_again_or_further_back(data, front
     for text in two_ranks(data, [auto] * 2, 2):
         assert "ckpt_00000020 on host 0, and ckpt_00000010 on rank 0's: choose" in text
     text, _ = two_ranks(data, [[*auto, URL]] * 2)
-    assert "ckpt_00000010 on rank 0's, which" in text and "training from step 10 to 30" in text
+    assert "ckpt_00000010 on rank 0's: training goes on" in text and "training from step 10 to 30" in text
 
 
 def test_an_error_of_rank_0_that_nobody_expects_ends_all(data):
