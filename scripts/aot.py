@@ -233,7 +233,8 @@ def read_dump(dump, clock):
             runs_of[shape, estimate] += runs[computation]
             for file in dump.glob(f"{'?' * 19}-{name}-01-final_bundles.txt"):
                 cycles_of[shape, estimate].append(schedule_cycles(file.read_text(), int(buffers or 1)))
-    schedules = sum(n * mean(cycles_of[key]) for key, n in runs_of.items())
+    # what other units do meanwhile, such as a gather on a v6e's SparseCores, has no schedule and is left out
+    schedules = sum(n * mean(cycles_of[key]) for key, n in runs_of.items() if n)
     return dict(
         donated_tensors=text.splitlines()[0].count("-alias)"),
         collectives=re.findall(r" = (.*) (all-reduce|all-gather|reduce-scatter)(?:-start)?\(", text),
