@@ -57,3 +57,21 @@ def test_wrong_input_and_a_missing_compiler(flags, words, monkeypatch):
     monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(errors.UserError, match=words):
         aot.main([*SMALL, *flags])
+
+
+def test_what_other_units_do_has_no_schedule_and_does_not_count(tmp_path):
+    """A gather on a v6e's SparseCores, as libtpu 0.0.52 writes it."""
+    program = """HloModule step
+
+%gather.1 (a: f32[4]) -> f32[4] {
+  ROOT %gather_offload.1 = f32[4] fusion(%a), backend_config={"estimated_cycles":"9223372036854775807"}
+}
+
+ENTRY %main (a: f32[4]) -> f32[4] {
+  ROOT %add.1 = f32[4] fusion(%a), backend_config={"estimated_cycles":"100"}
+}
+"""
+    (tmp_path / "step.after_codegen.txt").write_text(program)
+    (tmp_path / f"{'1' * 19}-add.1-01-final_bundles.txt").write_text("  0x0 : { nop }\n" * 40)
+    figures = aot.read_dump(tmp_path, clock=1e9)
+    assert (figures["schedules_ms"], figures["cost_model_ms"]) == pytest.approx((40e-6, 100e-6))
