@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from puzzles import reader
-from puzzles.symmetries import Symmetries, check_symmetries, dihedral, orbit_keys, renamings
 from runtime.errors import UserError
 
 IGNORE_LABEL = -100  # the same as in model.py, which needs torch
@@ -106,6 +104,7 @@ class Kind:
                             f"whose are {own_task['grid']} and {own_task['symbols']!r}")
         if self.has_several_answers and type(self).judge is Kind.judge:
             raise UserError(f"kind {task['kind']}: questions with several right answers need a judge")
+        from puzzles.symmetries import check_symmetries
         check_symmetries(self)
 
     @staticmethod
@@ -130,10 +129,12 @@ class Kind:
 
         Raises UserError.
         """
+        from puzzles import reader
         return reader.find_puzzles(self, text)
 
     def find_spaced(self, text):
         """Returns what find() does, for a text without JSON in which a space is a cell."""
+        from puzzles import reader
         cells, height = reader.squared(text)
         if height not in (1, self.rows):
             raise UserError(f"{height} lines are no puzzle of {self.rows} rows")
@@ -238,6 +239,7 @@ class Kind:
     def turns(self):
         """Returns the turns of the grid, as indices [m, cells]; the first one changes nothing."""
         if self.symmetries.get("dihedral"):
+            from puzzles.symmetries import dihedral
             return dihedral(self.rows)
         return np.arange(self.cells)[None]
 
@@ -252,6 +254,7 @@ class Kind:
 
     def draw_symmetries(self, n, rng):
         """Draws n Symmetries."""
+        from puzzles.symmetries import Symmetries, renamings
         turns = self.turns()
         ways = rng.integers(len(turns), size=n)
         return Symmetries(turns[ways], renamings(self.exchanged(), (n,), rng))
@@ -293,6 +296,7 @@ class Kind:
             rng: a random generator.
             test_keys: all test questions, as bytes, for kinds whose copies might be among them.
         """
+        from puzzles.symmetries import Symmetries, renamings
         # the first turn is none, and the puzzle itself is no copy
         cells = np.resize(self.turns(), (1 + num_copies, self.cells))[1:]
         tokens = renamings(self.exchanged(), (puzzles.shape[1], num_copies), rng)
@@ -300,6 +304,7 @@ class Kind:
 
     def keys(self, questions):
         """Returns a list of keys of questions [n, cells], equal for puzzles that count as one."""
+        from puzzles.symmetries import orbit_keys
         return orbit_keys(questions, self.turns(), self.exchanged())
 
 
