@@ -37,9 +37,9 @@ from data import write_dataset
 from runtime import forks
 
 # The files that take longest. The workers take whole files, these first, so that all end together.
-LONGEST = ("hard_to_kill", "first_chip", "spawn", "tpu_sh", "replicas", "play", "smoke", "train", "wandb",
-           "chaos", "models", "resume", "forks", "copies", "aot", "machines", "sweep", "solve", "parity",
-           "wrong_input", "attempts", "configurator", "report", "bench", "data", "model", "gcs")
+LONGEST = ("hard_to_kill", "forks", "tpu_sh", "smoke", "replicas", "train", "play", "copies", "first_chip",
+           "spawn", "solve", "wandb", "models", "resume", "chaos", "sweep", "aot", "parity", "attempts",
+           "machines", "gcs", "data", "report", "wrong_input", "configurator", "bench", "model")
 
 
 @pytest.hookimpl(optionalhook=True)

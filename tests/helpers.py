@@ -43,10 +43,11 @@ from runtime.bucket import Bucket
 from runtime.checkpoint import checkpoint_paths
 from runtime.files import read_metrics
 
-TINY = ["--hidden_size=32", "--num_heads=2", "--multiple_of=32", "--L_layers=1", "--H_cycles=2",
-        "--L_cycles=2", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--halt_max_steps=4",
+TINY = ["--hidden_size=32", "--num_heads=2", "--multiple_of=32", "--L_layers=1", "--H_cycles=1",
+        "--L_cycles=1", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--halt_max_steps=4",
         "--forward_dtype=float32", "--global_batch_size=16", "--lr=2e-3", "--lr_warmup_steps=5",
         "--log_interval=5", "--eval_interval=0"]
+DEEP = ["--H_cycles=2", "--L_cycles=2"]
 CURRICULUM = ["--H_cycles=2", "--L_cycles=3", "--H_cycles_start=1", "--L_cycles_start=1", "--lr=5e-4",
               "--halt_exploration_prob=0.9", "--halt_exploration_prob_end=0.1"]
 DATA = "--source=generate --size=4 --num_train=64 --num_test=40 --num_aug=5"  # of the fixture data
@@ -58,8 +59,7 @@ SOLVE_MODEL = [
     "--hidden_size=64", "--num_heads=2", "--puzzle_emb_ndim=0", "--expansion=2", "--H_cycles=1",
     "--L_cycles=1", "--L_layers=1", "--halt_max_steps=2", "--eval_halt_max_steps=4",
     "--forward_dtype=float32"]
-ARC_MODEL = [*TINY, "--expansion=2", "--puzzle_emb_len=1", "--H_cycles=1", "--L_cycles=1",
-             "--halt_max_steps=3", "--max_steps=20"]
+ARC_MODEL = [*TINY, "--expansion=2", "--puzzle_emb_len=1", "--halt_max_steps=3", "--max_steps=20"]
 
 
 def wait_for(condition, seconds=120):
@@ -138,8 +138,14 @@ class Fork(FORKS.Process):
 
     def __init__(self, target, *args, daemon=False):
         super().__init__(target=target, args=args, daemon=daemon)
-        start_fork_server()
+        self.server = start_fork_server()
         self.start()
+
+    def run(self):
+        share_fork_server(self.server)  # for the processes that this one starts
+        # a collection would visit, and so copy, a million objects of the server
+        gc.freeze()
+        super().run()
 
 
 def in_new_process(function, *args):
@@ -193,6 +199,7 @@ class Replica(FORKS.Process):
         self.place = os.getcwd(), dict(os.environ), Connection(os.dup(1), readable=False)
 
     def run(self):
+        gc.freeze()
         multiprocessing.process._parent_process = None  # the server of forks is the parent
         take_place(*self.place)
         super().run()

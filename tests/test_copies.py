@@ -50,8 +50,8 @@ def test_a_copy_of_train_trains_as_it_is_edited(clone, data, device, launchers):
     Path("fork.py").write_text(FORK)
     tiny = [flag for flag in TINY if not flag.startswith("--lr=")]
     argv = ["clone/my.train.py", "fork.py", f"--data_path={data}", *tiny, f"--device={device}",
-            "--out_dir=run", "--H_cycles=1", "--L_cycles=1", "--log_interval=1", "--lr_warmup_steps=0",
-            "--init_from=auto", "--eval_final_max_puzzles=8"]
+            "--out_dir=run", "--log_interval=1", "--lr_warmup_steps=0", "--init_from=auto",
+            "--eval_final_max_puzzles=8"]
     for steps, launcher in enumerate(launchers, 1):
         text = python(*launcher, *argv, f"--max_steps={steps}", **xla_environment(2))
         assert "clone/my.train.py" in text and "my step" in text

@@ -10,6 +10,7 @@ import pytest
 import solve
 import torch
 from helpers import (
+    DEEP,
     ROOT,
     arguments,
     curve,
@@ -37,7 +38,7 @@ from runtime.errors import UserError
 EXAMPLES = "rsm", "infiloop", "fprm", "chains", "symbols"
 FORKS = [f"{ROOT}/examples/{name}.py" for name in EXAMPLES]
 FORKS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
-FLAGS = ["--halt_max_steps=2", "--H_cycles_start=1", "--curriculum_epochs=3", "--puzzle_emb_ndim=0",
+FLAGS = [*DEEP, "--halt_max_steps=2", "--H_cycles_start=1", "--curriculum_epochs=3", "--puzzle_emb_ndim=0",
          "--lr_min_ratio=1", "--log_interval=1", "--eval_final_max_puzzles=20", "--eval_attempts=2"]
 OWN = dict(  # a fork's settings
     smoothing=["--label_smoothing=0.1"], chains=["--chains=3"],

@@ -491,7 +491,7 @@ def test_a_full_disk_costs_checkpoints_until_keep_last_n_is_lower(data, out, mon
 
 # Several ranks, each as on its own host: what ends one must end all, with the right exit code.
 
-SHALLOW = ["--max_steps=20", "--checkpoint_interval=10", "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2"]
+SHALLOW = ["--max_steps=20", "--checkpoint_interval=10", "--halt_max_steps=2"]
 STALLS = """
 import data, time
 _train_batch = data.Dataset.train_batch

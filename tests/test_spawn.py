@@ -82,10 +82,13 @@ def replica(settings, kind, began):
 
 train.replica = replica
 """
-# SIGTERM comes before there is a replica, and once more just after a replica's process has begun.
+# SIGTERM comes before there is a replica, and once more just after a replica's process has begun. The latter
+# inherits that it is ignored, as a fork of the tests' server would not.
 EARLY = """
 import multiprocessing, os, signal, time
 from concurrent.futures import ProcessPoolExecutor
+import torch
+torch.multiprocessing.get_context = multiprocessing.get_context
 _start = ProcessPoolExecutor._spawn_process
 
 def start(self):
@@ -103,7 +106,7 @@ if multiprocessing.current_process().name == "MainProcess":
 def start(data, fork, *flags):
     """Starts train.py, which starts its replicas, one in a process; fork: the text of a config file."""
     Path("fork.py").write_text(fork)
-    flags = "fork.py", "--device=xla", "--log_interval=1", "--H_cycles=1", "--L_cycles=1", *flags
+    flags = "fork.py", "--device=xla", "--log_interval=1", *flags
     return start_train(data, "run", *flags, **xla_environment(1))
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from helpers import (
+    DEEP,
     ROOT,
     TINY,
     arguments,
@@ -33,7 +34,7 @@ from helpers import (
 from runtime.checkpoint import checkpoint_paths
 
 # a checkpoint, an evaluation and a loop over micro-batches
-RUN = ["--max_steps=20", "--checkpoint_interval=10", "--log_interval=1", "--eval_interval=4",
+RUN = [*DEEP, "--max_steps=20", "--checkpoint_interval=10", "--log_interval=1", "--eval_interval=4",
        "--eval_max_puzzles=20", "--keep_last_n=9"]
 
 
@@ -167,7 +168,8 @@ print(names.count("_c10d_functional.all_reduce.default"), "of", sum("all_reduce"
 
 def test_the_tpus_compiler_takes_the_step_with_its_all_reduce(tpu, data):
     pytest.importorskip("jax")
-    command = [f"{ROOT}/scripts/aot.py", *TINY, f"--data_path={data}", "--tpu=v5e-4", "--micro_batch_size=2"]
+    command = [f"{ROOT}/scripts/aot.py", *TINY, *DEEP, f"--data_path={data}", "--tpu=v5e-4",
+               "--micro_batch_size=2"]
     text = output(tpu, *command)
     figures = json.loads(re.search(r"^{$.*?^}$", text, re.M | re.S)[0])
     assert [operation for _, operation in figures["train"]["collectives"]] == ["all-reduce"]

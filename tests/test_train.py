@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers import (
     CURRICULUM,
+    DEEP,
     TINY,
     WHOLE,
     curve,
@@ -82,12 +83,11 @@ def check_resume(data, source, out, step, *flags):
 
 
 RESUMES = {
-    "adamw, rope, softmax": ["--optimizer=adamw", "--micro_batch_size=4", "--mlp_t=False",
+    "adamw, rope, softmax": [*DEEP, "--optimizer=adamw", "--micro_batch_size=4", "--mlp_t=False",
                              "--pos_encodings=rope", "--puzzle_emb_ndim=0",
                              "--loss_type=softmax_cross_entropy"],
     "lion, learned positions, float16": ["--optimizer=lion", "--lr=2e-4", "--ema=False", "--mlp_t=False",
-                                         "--pos_encodings=learned", "--forward_dtype=float16",
-                                         "--H_cycles=1", "--L_cycles=1"],
+                                         "--pos_encodings=learned", "--forward_dtype=float16"],
     "at the border of stages": [*CURRICULUM, "--curriculum_epochs=15", "--forward_dtype=bfloat16"],
 }
 
@@ -274,7 +274,7 @@ def test_torch_compile_trains_the_same_curve_on_the_cpu(data, monkeypatch):
     """Each step is captured whole, as device=cuda needs it. Inductor's C++ would take a minute to build."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, fullgraph=True, backend="aot_eager"))
     flags = ["--max_steps=10", "--eval_final_max_puzzles=16", "--mlp_t=False", "--pos_encodings=rope",
-             "--H_cycles=1", "--L_cycles=1", "--halt_max_steps=2"]
+             "--halt_max_steps=2"]
     for name in ("on", "off"):
         run(data, name, *flags, f"--compile={name}")
     for key in ("train/loss", "eval/loss"):
