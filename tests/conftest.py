@@ -46,7 +46,7 @@ LONGEST = ("hard_to_kill", "forks", "tpu_sh", "smoke", "replicas", "train", "pla
 def pytest_configure_node(node):
     """Starts one server of forks for all workers: its imports take seconds."""
     if importlib.util.find_spec("torch_xla"):
-        helpers.FORKS.set_forkserver_preload(["train", "torch_xla", "torch._dynamo"])
+        helpers.CONTEXT.set_forkserver_preload(["train", "torch_xla", "torch._dynamo"])
     node.workerinput["fork_server"] = helpers.start_fork_server()
 
 
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=place)
     needing_xla = [item for item in items if item.get_closest_marker("xla")]
     if needing_xla and importlib.util.find_spec("torch_xla"):
-        helpers.FORKS.set_forkserver_preload(["train", "torch_xla"])
+        helpers.CONTEXT.set_forkserver_preload(["train", "torch_xla"])
         return
     for item in needing_xla:
         item.add_marker(pytest.mark.skip("needs torch_xla"))

@@ -113,8 +113,8 @@ def small_dataset(path):
 # Processes are forks of one that has imported train.py, since to import torch takes seconds. If a test needs
 # torch_xla, it has imported that too (conftest.py).
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train", "torch._dynamo"])  # which a first step imports
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["train", "torch._dynamo"])  # which a first step imports
 SERVER = multiprocessing.forkserver._forkserver
 
 
@@ -133,7 +133,7 @@ def share_fork_server(place):
     vars(SERVER).update(place, _forkserver_alive_fd=sys.__stderr__.fileno(), ensure_running=lambda: None)
 
 
-class Fork(FORKS.Process):
+class Fork(CONTEXT.Process):
     """Calls target(*args) in another process; a daemon ends with this one."""
 
     def __init__(self, target, *args, daemon=False):
@@ -167,7 +167,7 @@ class TrainProcess(Fork):
     """
 
     def __init__(self, argv, cwd=".", script="train", **environment):
-        reader, writer = FORKS.Pipe(duplex=False)
+        reader, writer = CONTEXT.Pipe(duplex=False)
         super().__init__(run_script, script, argv, os.path.abspath(cwd), os.environ | environment, writer)
         writer.close()
         self.stdout = open(os.dup(reader.fileno()), encoding="utf-8")
@@ -191,7 +191,7 @@ class TrainProcess(Fork):
         return text
 
 
-class Replica(FORKS.Process):
+class Replica(CONTEXT.Process):
     """A process of xmp.spawn, which need not import torch_xla. It takes its starter's place."""
 
     def __init__(self, *args, **options):
@@ -206,7 +206,7 @@ class Replica(FORKS.Process):
 
 
 # the context of xmp.spawn
-REPLICAS = copy.copy(FORKS)
+REPLICAS = copy.copy(CONTEXT)
 REPLICAS.Process = Replica
 
 
@@ -387,7 +387,7 @@ def work(world, connection):
 @functools.cache
 def start_replicas(world):
     """Returns the connection to a process with so many replicas."""
-    ours, theirs = FORKS.Pipe()
+    ours, theirs = CONTEXT.Pipe()
     Fork(work, world, theirs, daemon=True)
     theirs.close()
     return ours

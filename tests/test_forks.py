@@ -36,14 +36,14 @@ from runtime import forks
 from runtime.errors import UserError
 
 EXAMPLES = "rsm", "infiloop", "fprm", "chains", "symbols"
-FORKS = [f"{ROOT}/examples/{name}.py" for name in EXAMPLES]
-FORKS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
+FORK_PATHS = [f"{ROOT}/examples/{name}.py" for name in EXAMPLES]
+FORK_PATHS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
 FLAGS = [*DEEP, "--halt_max_steps=2", "--H_cycles_start=1", "--curriculum_epochs=3", "--puzzle_emb_ndim=0",
          "--lr_min_ratio=1", "--log_interval=1", "--eval_final_max_puzzles=20", "--eval_attempts=2"]
 OWN = dict(  # a fork's settings
     smoothing=["--label_smoothing=0.1"], chains=["--chains=3"],
     rsm=["--H_cycles=3", "--L_cycles=2"])
-each_fork = pytest.mark.parametrize("fork", FORKS, ids=lambda path: Path(path).stem)
+each_fork = pytest.mark.parametrize("fork", FORK_PATHS, ids=lambda path: Path(path).stem)
 
 
 def flags_of(fork, *flags):
@@ -83,7 +83,7 @@ def xla_fork(rank, argv):
 @pytest.mark.xla
 @pytest.mark.parametrize("name", [*EXAMPLES, "shampoo"])
 def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(name, data):
-    [fork] = [path for path in FORKS if Path(path).stem == name]
+    [fork] = [path for path in FORK_PATHS if Path(path).stem == name]
     flags = flags_of(fork, "--max_steps=3", "--lr=1e-4")
     run(data, "cpu", *flags)
     argv = arguments(data, "xla", *flags, "--micro_batch_size=4")
@@ -282,7 +282,7 @@ def test_symbols_renames_an_answer_like_its_question():
 
 
 def test_a_fork_may_take_a_module_away(data):
-    run(data, "run", *flags_of(FORKS[0], "--max_steps=3"))
+    run(data, "run", *flags_of(FORK_PATHS[0], "--max_steps=3"))
     assert "lm_head.weight" not in newest("run")["ema"]
-    again = run(data, "run", *flags_of(FORKS[0], "--max_steps=3", "--init_from=resume", "--eval_only"))
+    again = run(data, "run", *flags_of(FORK_PATHS[0], "--max_steps=3", "--init_from=resume", "--eval_only"))
     assert f" loss {curve('run', 'eval/loss')[3]:.4f}" in again

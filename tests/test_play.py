@@ -568,7 +568,7 @@ def test_export_loads_each_model_once_and_runs_its_fork_once(models_folder):
     in_new_process(export_with_fork, str(models_folder / "model.pt"))
 
 
-FORKS = {"losses.py": "model.TRM.losses = lambda *arguments: None", "network.py": "model.rms_norm = abs"}
+PAGE_FORKS = {"losses.py": "model.TRM.losses = lambda *arguments: None", "network.py": "model.rms_norm = abs"}
 
 
 @pytest.mark.parametrize("argv, words", [
@@ -586,7 +586,7 @@ def test_models_that_no_file_can_run_are_refused(models_folder, arc_folder, argv
     save_model(models_folder, "identifiers.pt", dict(puzzle_emb_ndim=32), num_puzzle_identifiers=2)
     torch.save(torch.load("model.pt") | dict(forks={"gone.py": "12345678"}), "fork.pt")
     Path("arc.pt").symlink_to(arc_folder / "model.pt")
-    for name, line in FORKS.items():
+    for name, line in PAGE_FORKS.items():
         Path(name).write_text(f"import model\n{line}\n")
     text = TrainProcess(argv, script="export").output(2 if words else 0)
     assert words in text and not Path("page.html").exists()

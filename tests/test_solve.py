@@ -16,7 +16,7 @@ import pytest
 import solve
 import torch
 from helpers import ROOT, TrainProcess, in_new_process, run
-from test_forks import FORKS, flags_of
+from test_forks import FORK_PATHS, flags_of
 
 import ask
 import model as models
@@ -80,7 +80,7 @@ def test_weights_that_other_code_has_wrapped(key, prefix, evaluation):
     assert ask.solve(load_model("named.pt"), questions[:20], steps=4)[0] == answers[:20]
 
 
-@pytest.mark.parametrize("fork", FORKS[:4], ids=lambda path: Path(path).stem)
+@pytest.mark.parametrize("fork", FORK_PATHS[:4], ids=lambda path: Path(path).stem)
 def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data):
     run(data, "run", *flags_of(fork, "--max_steps=2"))
     in_new_process(solve_and_play, fork)
