@@ -137,7 +137,7 @@ def measure(run, next_inputs, num_steps, say):
         tflops=rate * step_flops / 1e12,
         mfu=peak and rate * step_flops / peak / device.world,
         evaluation_ms=1e3 * eval_seconds,
-        peak_memory_gb=device.peak_memory() / 1e9 or None,  # None on a CPU
+        peak_memory_gb=device.peak_memory() / 1e9 or None,  # None on a CPU and with TorchTPU
         **device.counts(),
     )
 
@@ -180,17 +180,16 @@ def evaluation_of(run):
     return run.evaluator.new_slots(), run.evaluator.inputs(*run.eval_weights(), batch)
 
 
-def find_or_make_dataset(settings, folder, size=Settings.size):
-    """Returns words for the dataset; where it is missing, data_path becomes 1000 random puzzles in folder."""
+def find_or_make_dataset(path, folder, size=Settings.size):
+    """Returns a dataset's folder and words for it; if it is missing, makes 1000 random puzzles in folder."""
     # a fork's own class may need no folder
-    missing = settings.data_path
-    if os.path.isdir(missing) or data.Dataset.__module__ != "data":
-        return missing
+    if os.path.isdir(path) or data.Dataset.__module__ != "data":
+        return path, path
     # random tokens stand for questions and answers; 0 is padding
     cells = np.random.default_rng(0).integers(1, size + 2, (2, 1000, size * size), dtype=np.uint8)
-    settings.data_path = os.path.join(folder, "random")
-    data.write_dataset(settings.data_path, {"train": cells, "test": cells}, size + 2, {"grid": [size, size]})
-    return f"1000 random puzzles of {size}x{size} cells, as {missing} is not here"
+    random_path = os.path.join(folder, "random")
+    data.write_dataset(random_path, {"train": cells, "test": cells}, size + 2, {"grid": [size, size]})
+    return random_path, f"1000 random puzzles of {size}x{size} cells, as {path} is not here"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -224,7 +223,7 @@ def main(argv):
 
     with tempfile.TemporaryDirectory() as folder:
         wanted = settings.data_path
-        dataset = find_or_make_dataset(settings, folder, bench_settings.size)
+        settings.data_path, dataset = find_or_make_dataset(wanted, folder, bench_settings.size)
         knows_length = settings.data_path == wanted or settings.max_steps > 0
         measured = (settings, bench_settings.steps, device_type, knows_length,
                     bench_settings.replica_batch_size)

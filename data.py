@@ -88,8 +88,8 @@ class Dataset:
         hashes = self.manifest.get("sha256", {})
         for name, digest in hashes.items():
             file = f"{path}/{name}"
-            is_own = name.startswith(f"{split}/") or "/" not in name
-            if is_own and not (os.path.isfile(file) and file_hash(file) == digest):
+            is_of_split = name.startswith(f"{split}/") or "/" not in name
+            if is_of_split and not (os.path.isfile(file) and file_hash(file) == digest):
                 raise UserError(f"{file} is missing or does not match manifest.json: {self.hint}")
 
         # the examples stay on the disk; the indices, which are small, are read
@@ -153,7 +153,8 @@ class Dataset:
     def _check(self, row_indices, owners):
         """Raises UserError, which names the arrays whose shapes or numbers do not fit.
 
-        row_indices: owner i has the rows row_indices[i]:row_indices[i + 1]. owners: of each version.
+        row_indices: owner i has the rows row_indices[i]:row_indices[i + 1].
+        owners: the owner of each version.
         """
         shape = (row_indices[-1], self.seq_len)
         lowest_label = min(0, IGNORE_LABEL if self.ignore_label_id is None else self.ignore_label_id)

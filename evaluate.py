@@ -86,7 +86,8 @@ class Evaluator:
     def eval_step(self, slots, inputs):
         """Runs one supervision step of all slots, in place on them. On XLA it is one program.
 
-        Returns {name: [B, ...]}: ANSWERS, METRICS and LOSS_TERMS of each slot after this step, and halted.
+        Returns {name: [B, ...]}: ANSWERS, repeats, METRICS and LOSS_TERMS of each slot after this step, and
+        halted.
         """
         self.model.eval()
         weights = cast_weights(self.device, inputs["weights"], self.dtype)

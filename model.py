@@ -365,7 +365,7 @@ def rms_norm(x, dim=-1):
 class SwiGLU(nn.Module):
     """Gated MLP (arXiv 2002.05202) over the last dimension, or with across=True over the second of three."""
 
-    def __init__(self, width, expansion, multiple_of=256):
+    def __init__(self, width, expansion, multiple_of):
         super().__init__()
         # the hidden width, rounded up; the official code's multiple is 256
         hidden = round(expansion * width * 2 / 3)

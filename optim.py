@@ -185,7 +185,7 @@ def learning_rate(settings, peak, step, total_steps):
 
 
 def rates_at(settings, step, total_steps):
-    """Returns {name: float} of all that depends on the step: learning rates and Adam's bias corrections."""
+    """Returns {name: float}: the learning rates of a step, and Adam's bias corrections."""
     return dict(
         lr=learning_rate(settings, settings.lr, step, total_steps),
         puzzle_emb_lr=learning_rate(settings, settings.puzzle_emb_lr, step, total_steps),

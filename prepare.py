@@ -30,8 +30,8 @@ from runtime.errors import TransientError, UserError, check_choices, check_numbe
 from runtime.files import Progress, locked, replacing
 from runtime.process import end_with_parent, handle_stop_signals
 
-JOBS_ALONE = 8  # that one process does before others start, which takes them a second
-JOBS_IN_VAIN = 32  # without a new puzzle, after which no more are expected
+JOBS_ALONE = 8  # jobs that one process does before others start; starting takes them a second
+JOBS_IN_VAIN = 32  # jobs in a row without a new puzzle, after which distinct() gives up
 ROWS = 16384  # rows that are made or judged at a time
 SEARCHED = 100_000  # most puzzles of a file to solve; hard ones take a minute or two
 BLOCK = 4096  # puzzles that are solved at a time
@@ -470,10 +470,10 @@ def write_puzzles(settings, script, config, kind, train, test, num_copies, left_
         # symmetries take much memory, so a block has few puzzles
         num_puzzles = train.shape[1]
         progress = Progress("making copies of puzzles", num_puzzles)
-        step = max(1, ROWS // (1 + num_copies))
+        block_size = max(1, ROWS // (1 + num_copies))
         blocks = []
-        for first in range(0, num_puzzles, step):
-            block = train[:, first:first + step]
+        for first in range(0, num_puzzles, block_size):
+            block = train[:, first:first + block_size]
             copies = kind.training_copies(block, num_copies, rng, test_keys)
             # each puzzle stands before its copies, [2, n, 1 + num_copies, cells]
             blocks.append(np.concatenate([block[:, :, None], copies], axis=2))

@@ -90,7 +90,7 @@ class Settings:
     eval_halt_max_steps = 0  # supervision steps in an evaluation; 0: halt_max_steps
     eval_patience = 0  # a puzzle leaves once its answer stays for this many steps; 0: never (the paper)
     eval_attempts = 1  # most attempts at a puzzle, at copies by symmetry, until one is sure; 1: the paper's
-    eval_save_outputs = ""  # any of inputs,labels,preds,q_halt_logits,surest_...: in out_dir/eval_STEP.npz
+    eval_save_outputs = ""  # any of inputs,labels,attempts,preds,q_halt_logits,surest_...: in eval_STEP.npz
     eval_only = False  # run the final evaluation, then stop
     # run
     out_dir = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
@@ -511,7 +511,8 @@ def replica(settings, device_type, began):
         began: time.monotonic() when the command began.
 
     It checks settings and datasets before a run begins, once it has fetched a checkpoint and the dataset.
-    Exits with 3 if the run was stopped before its end, with 1 if the bucket does not have everything.
+    Exits with 3 if a stop came before the run and its upload were complete, with 1 if the bucket lacks
+    something without a stop.
     """
     device = open_device(device_type, settings)
     # only rank 0's host may have the checkpoint
@@ -594,7 +595,7 @@ def settle(settings, start, device):
     check_batch_size(settings, device)
     if not os.path.exists(settings.data_path):
         from runtime.dataset import get_dataset
-        get_dataset(settings, STOP.is_set)
+        settings.data_path = get_dataset(settings, STOP.is_set)
     return settings, [note for note in (dtype_note, length_note) if note]
 
 
@@ -680,7 +681,7 @@ def main(settings):
     is_known = settings.init_from == "scratch" or "data_path" in settings.assigned
     if is_known and not os.path.exists(settings.data_path):
         from runtime.dataset import get_dataset
-        get_dataset(settings, STOP.is_set)
+        settings.data_path = get_dataset(settings, STOP.is_set)
     # from here on a signal requests a stop, and the run ends with a checkpoint
     on_signals()
     try:

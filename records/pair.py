@@ -192,8 +192,9 @@ def compare(num_steps, **variant):
     variant: settings beside config/sudoku.py's.
     """
     settings = configurator.configure(train.Settings, [f"{ROOT}/config/sudoku.py"])
-    vars(settings).update(variant, data_path=f"{args.out}/random")
-    bench.find_or_make_dataset(settings, args.out)  # makes random puzzles, once
+    vars(settings).update(variant)
+    # random puzzles, made once
+    settings.data_path, _ = bench.find_or_make_dataset(f"{args.out}/random", args.out)
     # both sides compile anew
     torch._dynamo.reset()
     sides = dict(ours=our_steps(settings), official=official_steps(settings))

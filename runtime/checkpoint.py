@@ -372,7 +372,7 @@ def load_file(start, saved, settings, model, train_set):
     # files of the official code do not say what their identifiers stand for
     sha256 = train_set.identifiers_sha256
     same_identifiers = saved.get("identifiers_sha256", sha256) == sha256
-    # frozen weights are the average, which evaluations use: it would move towards the others
+    # with freeze_weights the average would drift towards the raw weights: so train on the average itself
     weights = saved["weights"]
     if settings.freeze_weights:
         weights = saved.get("ema") or weights

@@ -16,27 +16,26 @@ DATASET_FILE = r"(train|test)/(dataset\.json|all__\w+\.npy)|identifiers\.json"  
 
 
 def get_dataset(settings, should_stop):
-    """Brings the dataset to the folder data_path, unless it is there: from a bucket, or by data_prepare.
+    """Returns the folder of data_path, where it brings the dataset: from a bucket, or by data_prepare.
 
-    An address in a bucket becomes that folder in settings. One process of a host does it, while the others
-    wait. Raises SystemExit once should_stop() returns true.
+    One process of a host does it, while the others wait. Raises SystemExit once should_stop() returns true.
     """
-    settings.data_path = local_dataset(settings.data_path, should_stop)
+    path = local_dataset(settings.data_path, should_stop)
     try:
         command = shlex.split(settings.data_prepare)
     except ValueError as e:
         raise UserError(f"data_prepare: {e}: {settings.data_prepare}") from None
-    if not command or os.path.exists(settings.data_path):
-        return
+    if not command or os.path.exists(path):
+        return path
     # the first process of the host makes the dataset; the others wait, and find it made
-    with locked(os.path.normpath(settings.data_path) + ".made"):
-        if os.path.exists(settings.data_path):
-            return
+    with locked(os.path.normpath(path) + ".made"):
+        if os.path.exists(path):
+            return path
         # the script may stand beside train.py, and the current folder be another one
         if not os.path.exists(command[0]):
             command[0] = os.path.join(ROOT, command[0])
         # a stop ends the command, too: Ctrl-C reaches both processes, but SIGTERM only this one
-        print(f"{settings.data_path} is missing; making it: python", *command, flush=True)
+        print(f"{path} is missing; making it: python", *command, flush=True)
         process = subprocess.Popen([sys.executable, *command])
         try:
             while process.poll() is None and not should_stop():
@@ -47,9 +46,10 @@ def get_dataset(settings, should_stop):
         if should_stop():
             raise SystemExit(3)
         # a command that fails by itself may succeed later, one that finds wrong input may not
-        if not os.path.exists(settings.data_path):
+        if not os.path.exists(path):
             error = UserError if code in (0, 2) else TransientError
-            raise error(f"data_prepare did not make data_path={settings.data_path}: {settings.data_prepare}")
+            raise error(f"data_prepare did not make data_path={path}: {settings.data_prepare}")
+    return path
 
 
 def local_dataset(path, stop=lambda: False):

@@ -159,8 +159,8 @@ def choose_device(wanted):
 class Device:
     """The CPU or a CUDA GPU, alone or under torchrun.
 
-    torch_device: the torch.device, of that type. rank: this replica's number among `world`. host: the number
-    of its host.
+    type: "cpu", "cuda", "xla" or "tpu". torch_device: its torch.device. rank: this replica's number among
+    `world`. host: the number of its host.
     """
     backend = ""  # of torch.distributed; "": NCCL on CUDA, gloo on the CPU
 
@@ -342,7 +342,7 @@ class Device:
             return loop_over_micro_batches(body, sums, weights, batch, size, self.report)
 
     def peak_memory(self):
-        """Returns the most bytes of the device that were in use at a time; 0 on a CPU."""
+        """Returns the most bytes of the device that were in use at a time; 0 on a CPU and with TorchTPU."""
         return torch.cuda.max_memory_allocated()
 
     def counts(self):

@@ -35,8 +35,8 @@ def flops_per_example(model, cycles=None):
     was_training = model.training
     try:
         with FlopCounter() as counter:
-            step = model.train().call_with(leaves | buffers, sequences, puzzle_rows, steps, cycles)
-            step.values["loss"].sum().backward()
+            result = model.train().call_with(leaves | buffers, sequences, puzzle_rows, steps, cycles)
+            result.values["loss"].sum().backward()
     except RuntimeError:  # item() and the like
         return 0
     finally:

@@ -38,9 +38,9 @@ def command(run):
     # A signal ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed. train.py
     # hands a Ctrl-C on as SIGTERM, which must not interrupt that.
     def interrupt(number, frame):
-        for number in STOP_SIGNALS:
-            if number != signal.SIGINT:
-                signal.signal(number, signal.SIG_IGN)
+        for other in STOP_SIGNALS:
+            if other != signal.SIGINT:
+                signal.signal(other, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     handle_stop_signals(interrupt)  # a shell's & lets a command ignore SIGINT, nohup SIGHUP
@@ -158,8 +158,8 @@ def on_signals(is_spawned=False):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # what came before
 
 
-# When the droppable block began in which the main thread is, or None.
-BLOCK = SimpleNamespace(began=None)
+# began: when the main thread entered its droppable block; None outside one
+DROPPABLE = SimpleNamespace(began=None)
 
 
 @contextmanager
@@ -168,17 +168,17 @@ def droppable():
 
     The block must leave no trace, and no peer may wait for this process.
     """
-    BLOCK.began = time.monotonic()
+    DROPPABLE.began = time.monotonic()
     try:
         yield
     finally:
-        BLOCK.began = None
+        DROPPABLE.began = None
 
 
 def drop(number, frame):
     """Ends the main thread's droppable block if it takes long: a handler of signals."""
-    if STOP.is_set() and BLOCK.began and time.monotonic() > BLOCK.began + LONG:
-        BLOCK.began = None
+    if STOP.is_set() and DROPPABLE.began and time.monotonic() > DROPPABLE.began + LONG:
+        DROPPABLE.began = None
         raise KeyboardInterrupt
 
 

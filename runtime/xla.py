@@ -40,7 +40,7 @@ class XLADevice:
         self.rank = xr.global_ordinal()
         self.world = xr.world_size()
         self.host = xr.host_index()
-        self.threads = self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU"
+        self.replicas_are_threads = self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU"
         # The backward pass stays on this thread. Gradients that another thread still holds when the step ends
         # would become outputs of the program, which makes it a different program.
         torch.autograd.set_multithreading_enabled(False)
@@ -122,7 +122,7 @@ class XLADevice:
 
         def call_lazily(state, inputs, *static):
             # threads keep the old state: to free it, the launch would wait for peers that wait for LAUNCH
-            new_state = tree_map(torch.clone, state) if self.threads else state
+            new_state = tree_map(torch.clone, state) if self.replicas_are_threads else state
             self.is_lazy = True
             outputs = fn(new_state, inputs, *static)
             self.is_lazy = self.compile_mode == "off"
@@ -230,7 +230,7 @@ class XLADevice:
                 results = XLAC._run_cached_graph(program, [arguments[i] for i in order])
                 new_state, outputs = tree_unflatten(results, structure)
                 state.update(new_state)
-                if self.threads:
+                if self.replicas_are_threads:
                     results[0].cpu()  # waits without Python's lock, which peers need
                 return outputs
 
@@ -252,7 +252,7 @@ class XLADevice:
 
     def launch(self, result):
         """Runs what was traced since the last call, one program; result: one of its results. All ranks."""
-        if self.threads:
+        if self.replicas_are_threads:
             # sync() frees buffers while it holds Python's lock, and waits for peers that need the lock
             with LAUNCH:
                 XLAC._xla_step_marker(XLAC._xla_get_default_device(), [], wait=False)
@@ -294,11 +294,11 @@ class XLADevice:
 
     def counts(self):
         """Returns how many programs were compiled, the seconds this took, and operations on the host."""
-        compiles = met.metric_data("CompileTime") or (0, 0)  # their number, nanoseconds, samples
+        compile_data = met.metric_data("CompileTime") or (0, 0)  # their number, nanoseconds, samples
         fallbacks = [met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")]
         return {
-            "xla/compiles": compiles[0],
-            "xla/compile_time": compiles[1] / 1e9,
+            "xla/compiles": compile_data[0],
+            "xla/compile_time": compile_data[1] / 1e9,
             "xla/fallbacks": sum(fallbacks),
         }
 

@@ -78,7 +78,8 @@ def main(argv):
     generation, shape = topology.split(":")
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        print(f"dataset: {bench.find_or_make_dataset(settings, folder)}")
+        settings.data_path, dataset = bench.find_or_make_dataset(settings.data_path, folder)
+        print(f"dataset: {dataset}")
         programs = trace(settings, math.prod(map(int, shape.split("x"))))
         dump = Path(folder, "libtpu")
         for step, (program, state) in programs.items():
@@ -100,7 +101,9 @@ def trace_xla(settings, chips):
     """
     # one replica on the CPU; the variable makes torch_xla keep the all-reduce
     os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
-    from runtime.replay import Replayable, tree_flatten
+    from torch.utils._pytree import tree_flatten
+
+    from runtime.replay import Replayable
     replica = train.open_device("xla", settings)
     replica.name = "TPU"
     programs = {}

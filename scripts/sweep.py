@@ -140,11 +140,11 @@ class StudyRun:
         with torch.device("meta"), FlopCounter():  # takes no memory, and little time
             trm = new_model(self.settings, sizes)
         # counting takes half a second, and most runs have the baseline's sizes
-        sizes = f"{trm} {self.settings.H_cycles} {self.settings.L_cycles} {self.settings.num_heads}"
-        if sizes not in FLOPS:
-            FLOPS[sizes] = flops_per_example(trm)
+        model_key = f"{trm} {self.settings.H_cycles} {self.settings.L_cycles} {self.settings.num_heads}"
+        if model_key not in FLOPS:
+            FLOPS[model_key] = flops_per_example(trm)
         steps = optim.count_steps(self.settings, puzzles)
-        return steps, trm.num_parameters(), steps * self.settings.global_batch_size * FLOPS[sizes]
+        return steps, trm.num_parameters(), steps * self.settings.global_batch_size * FLOPS[model_key]
 
 
 def group_of(name):
@@ -224,13 +224,13 @@ def train_to_end(run):
         return 0
     for _ in range(ATTEMPTS):
         print("$", shlex.join(["python", *run.command]), flush=True)
-        process = subprocess.Popen([sys.executable, *run.command])
+        training = subprocess.Popen([sys.executable, *run.command])
         try:
-            code = process.wait()
+            code = training.wait()
         finally:
             # after Ctrl-C or SIGTERM the run saves and stops
-            process.terminate()
-            process.wait()
+            training.terminate()
+            training.wait()
         # complete, wrong input, or stopped by someone else: another attempt would not help
         if code in (0, 2, 3):
             break

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-from types import SimpleNamespace
 
 import pytest
 
@@ -87,7 +86,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nothing_stays():
-    """Undoes what a replica that a test ran in this process may have left behind; a fork would stay."""
+    """Undoes what a replica that a test ran in this process may have left behind. A fork would stay."""
     yield
     faulthandler.cancel_dump_traceback_later()
     assert not forks.FORKS
@@ -104,9 +103,8 @@ def at_once(monkeypatch):
 @pytest.fixture(scope="session")
 def random_puzzles(tmp_path_factory):
     """A dataset of 1000 random 4x4 grids for training and for tests."""
-    missing = SimpleNamespace(data_path="missing")
-    bench.find_or_make_dataset(missing, str(tmp_path_factory.mktemp("data")), 4)
-    return missing.data_path
+    path, _ = bench.find_or_make_dataset("missing", str(tmp_path_factory.mktemp("data")), 4)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -110,8 +110,8 @@ def small_dataset(path):
     return prepare_sudoku.main(configurator.configure(prepare_sudoku.Settings, flags))
 
 
-# Processes are forks of one that has imported train.py, since to import torch takes seconds. If a test needs
-# torch_xla, it has imported that too (conftest.py).
+# New processes are forked from one that has imported train.py, since to import torch takes seconds. If a test
+# needs torch_xla, it has imported that too (conftest.py).
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["train", "torch._dynamo"])  # which a first step imports
@@ -133,7 +133,7 @@ def share_fork_server(place):
     vars(SERVER).update(place, _forkserver_alive_fd=sys.__stderr__.fileno(), ensure_running=lambda: None)
 
 
-class Fork(CONTEXT.Process):
+class NewProcess(CONTEXT.Process):
     """Calls target(*args) in another process; a daemon ends with this one."""
 
     def __init__(self, target, *args, daemon=False):
@@ -150,7 +150,7 @@ class Fork(CONTEXT.Process):
 
 def in_new_process(function, *args):
     """Calls function(*args) in another process, where it may run forks."""
-    process = Fork(call_in, os.getcwd(), function, args)
+    process = NewProcess(call_in, os.getcwd(), function, args)
     process.join()
     assert process.exitcode == 0, "see stderr"
 
@@ -160,7 +160,7 @@ def call_in(folder, function, args):
     function(*args)
 
 
-class TrainProcess(Fork):
+class TrainProcess(NewProcess):
     """Runs `python train.py ...`, as subprocess.Popen does with one pipe for output and errors.
 
     script: or one of scripts/, by its name. environment: variables besides those of this process.
@@ -388,7 +388,7 @@ def work(world, connection):
 def start_replicas(world):
     """Returns the connection to a process with so many replicas."""
     ours, theirs = CONTEXT.Pipe()
-    Fork(work, world, theirs, daemon=True)
+    NewProcess(work, world, theirs, daemon=True)
     theirs.close()
     return ours
 

@@ -9,20 +9,20 @@ from types import SimpleNamespace
 
 import first_chip
 import pytest
-from helpers import Fork, hosts, run_script, xla_environment
+from helpers import NewProcess, hosts, run_script, xla_environment
 
 import configurator
 from runtime.errors import UserError
 
 
-class Forked(Fork):
+class Forked(NewProcess):
     """Takes the place of subprocess.Popen: torch is imported already. Starts two processes for torchrun."""
 
     def __init__(self, command, stdout, **options):
         is_script = [word.endswith(".py") for word in command]
         script, *argv = command[is_script.index(True):]
         ranks = hosts(2) if "-m" in command else [{}]
-        start = functools.partial(Fork, run_forked, Path(script).stem, argv, os.getcwd())
+        start = functools.partial(NewProcess, run_forked, Path(script).stem, argv, os.getcwd())
         peers = [start(os.environ | rank, os.devnull) for rank in ranks[1:]]
         super().__init__(run_forked, Path(script).stem, argv, os.getcwd(), os.environ | ranks[0], stdout.name)
         self.peers = peers  # they end if nothing refers to them

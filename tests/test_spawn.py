@@ -44,7 +44,7 @@ def slow_start(self):
     time.sleep(1)
     _start(self)
 
-def replica(settings, kind, began):
+def replica(settings, device_type, began):
     if multiprocessing.current_process().name.endswith(":1"):
         os.mkdir(settings.out_dir)
         time.sleep(1000)
@@ -72,18 +72,18 @@ import train
 assert hidden_size == 32  # the flags before this file count in each process
 _replica = train.replica
 
-def replica(settings, kind, began):
+def replica(settings, device_type, began):
     rank = os.environ["PJRT_LOCAL_PROCESS_RANK"]
     settings = copy.copy(settings)
     settings.out_dir += rank
     settings.gcs_dir += rank
     open("pid" + rank, "w").write(str(os.getpid()))
-    _replica(settings, kind, began)
+    _replica(settings, device_type, began)
 
 train.replica = replica
 """
 # SIGTERM comes before there is a replica, and once more just after a replica's process has begun. The latter
-# inherits that it is ignored, as a fork of the tests' server would not.
+# inherits that the signal is blocked, as a fork of the tests' server would not.
 EARLY = """
 import multiprocessing, os, signal, time
 from concurrent.futures import ProcessPoolExecutor
