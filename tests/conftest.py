@@ -86,7 +86,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nothing_stays():
-    """Undoes what a replica that a test ran in this process may have left behind. A fork would stay."""
+    """Undoes what a replica that a test ran in this process may have left behind. No fork may run here."""
     yield
     faulthandler.cancel_dump_traceback_later()
     assert not forks.FORKS

@@ -43,6 +43,7 @@ from runtime.bucket import Bucket
 from runtime.checkpoint import checkpoint_paths
 from runtime.files import read_metrics
 
+# A model for tests. Those that depend on the depth add DEEP.
 TINY = ["--hidden_size=32", "--num_heads=2", "--multiple_of=32", "--L_layers=1", "--H_cycles=1",
         "--L_cycles=1", "--puzzle_emb_ndim=32", "--puzzle_emb_len=2", "--halt_max_steps=4",
         "--forward_dtype=float32", "--global_batch_size=16", "--lr=2e-3", "--lr_warmup_steps=5",
@@ -143,8 +144,7 @@ class NewProcess(CONTEXT.Process):
 
     def run(self):
         share_fork_server(self.server)  # for the processes that this one starts
-        # a collection would visit, and so copy, a million objects of the server
-        gc.freeze()
+        gc.freeze()  # a collection would visit, and so copy, a million objects of the server
         super().run()
 
 
@@ -199,7 +199,7 @@ class Replica(CONTEXT.Process):
         self.place = os.getcwd(), dict(os.environ), Connection(os.dup(1), readable=False)
 
     def run(self):
-        gc.freeze()
+        gc.freeze()  # as above
         multiprocessing.process._parent_process = None  # the server of forks is the parent
         take_place(*self.place)
         super().run()

@@ -36,9 +36,8 @@ from train import open_device
 from weights import new_model
 
 # Shallow: depth amplifies rounding, and the order of a sum depends on the number of replicas.
-SHALLOW = ["--max_steps=20", "--halt_max_steps=2", "--lr=2e-4",
-           "--log_interval=1", "--eval_interval=4", "--eval_max_puzzles=20", "--checkpoint_interval=10",
-           "--keep_last_n=9", "--eval_attempts=3",
+SHALLOW = ["--max_steps=20", "--halt_max_steps=2", "--lr=2e-4", "--log_interval=1", "--eval_interval=4",
+           "--eval_max_puzzles=20", "--checkpoint_interval=10", "--keep_last_n=9", "--eval_attempts=3",
            "--eval_save_outputs=surest_preds,surest_q_halt_logits,attempts"]
 
 

@@ -10,8 +10,8 @@ import pytest
 import sweep as script
 from helpers import ROOT, TINY, TrainProcess, begun, lines, wait_for
 
-FLAGS = [*TINY, "--halt_max_steps=2", "--micro_batch_size=0",
-         "--checkpoint_interval=20", "--max_steps=120", "--wandb_log=False", "--device=cpu", "--lr=1e-4"]
+FLAGS = [*TINY, "--halt_max_steps=2", "--micro_batch_size=0", "--checkpoint_interval=20", "--max_steps=120",
+         "--wandb_log=False", "--device=cpu", "--lr=1e-4"]
 EMA_OFF, EMA = "exp08a_ema_off", "exp08b_ema0.99"
 
 

@@ -70,8 +70,7 @@ def test_the_notebook_continues_an_earlier_session(data, tmp_path, monkeypatch, 
     """Its cells, in order, through XLA on the CPU, with Kaggle's variables and folders, without internet."""
     for name, value in (KAGGLE | xla_environment(2)).items():
         monkeypatch.setenv(name, value)
-    flags = [*TINY, "--log_interval=1", "--eval_halt_max_steps=4",
-             "--eval_final_max_puzzles=16"]
+    flags = [*TINY, "--log_interval=1", "--eval_halt_max_steps=4", "--eval_final_max_puzzles=16"]
     # the inputs: a copy of the code, and what a session of two steps has left, which is read-only
     copy = tmp_path / "kaggle/input/datasets/me/code"
     copy.mkdir(parents=True)
