@@ -63,11 +63,14 @@ def watch(settings, trm, kind, question):
     """Yields a Step after each supervision step of each attempt at a question, tokens [cells]."""
     batch = evaluate.unlabeled_batch(question[None])
     queue = queue_of(settings, trm, kind.task, batch, 1)
-    for i, results in enumerate(queue.watch()):
-        attempt, step = divmod(i, queue.evaluator.max_steps)
+    attempt, number = 1, 0
+    for results in queue.watch():
+        number += 1
         [answer] = results["preds"]
         [confidence] = evaluate.sigmoid(results["q_halt_logits"]).tolist()
-        yield Step(attempt + 1, step + 1, answer, confidence, kind.judge(question[None], answer[None]))
+        yield Step(attempt, number, answer, confidence, kind.judge(question[None], answer[None]))
+        if results["halted"].all():
+            attempt, number = attempt + 1, 0
 
 
 def solve(trm, questions, steps=16, attempts=1, identifiers=0):
@@ -77,7 +80,7 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
         trm: a model that weights.load_model has returned.
         questions: a string of the symbols in its task, for a string and a float; a list of strings, for two
             lists; or tokens, a tensor [n, S], for two tensors.
-        steps: the number of supervision steps of an attempt.
+        steps: the most supervision steps of an attempt, which ends once its answer repeats.
         attempts: the most attempts at a question, at copies by symmetry, until an answer is SURE.
         identifiers: the puzzle identifiers of tokens [n], for ARC; 0 for all.
 
@@ -104,9 +107,9 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
     if cells != trm.sizes["seq_len"]:
         raise ValueError(f"the question has {cells} cells, not {trm.sizes['seq_len']}")
 
-    # all steps of each attempt, in float32
+    # in float32, on any model's settings
     settings = SimpleNamespace(**vars(trm.settings) | dict(
-        eval_halt_max_steps=steps, eval_attempts=attempts, eval_patience=0,
+        eval_halt_max_steps=steps, eval_attempts=attempts, eval_patience=1,
         forward_dtype="float32", compile="off", seed=0))
     results = answers_to(settings, trm, trm.task, batch)
     answers = results["surest_preds"]

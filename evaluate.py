@@ -210,17 +210,17 @@ class Queue:
         return num_before - self.num_unfinished()
 
     def watch(self):
-        """Yields the results of each step as arrays, with answers turned back, until the queue is empty.
+        """Yields arrays of each step's results, [slots, ...], answers turned back, until the queue is empty.
 
-        For a single slot, or a slot for each puzzle and one attempt at each; without eval_patience.
+        For a single slot; or, without eval_patience, for a slot for each puzzle and one attempt at each.
         """
         settings = self.evaluator.settings
-        assert not settings.eval_patience and (len(self.slots) == 1 or settings.eval_attempts == 1)
+        assert len(self.slots) == 1 or not settings.eval_patience and settings.eval_attempts == 1
         while self.num_unfinished():
             results = self.eval_step()
-            preds = results["preds"].cpu().numpy()
-            answers = [attempt.turned_back(answer) for attempt, answer in zip(self.slots, preds)]
-            yield {"preds": np.stack(answers), "q_halt_logits": results["q_halt_logits"].cpu().numpy()}
+            arrays = {name: results[name].cpu().numpy() for name in ("preds", "q_halt_logits", "halted")}
+            answers = [attempt.turned_back(answer) for attempt, answer in zip(self.slots, arrays["preds"])]
+            yield arrays | {"preds": np.stack(answers)}
             self.collect(results)
 
     def eval_step(self):

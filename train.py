@@ -555,7 +555,8 @@ def replica(settings, device_type, began):
         # choose the length, say what the run is, and train
         if settings.max_minutes:
             from runtime.minutes import fit_minutes
-            vars(settings).update(fit_minutes(run, make_inputs, train_set, test_set, began, log.print0))
+            fitting = fit_minutes(run, make_inputs, train_set, test_set, start, began, log.print0)
+            vars(settings).update(fitting)
             total_steps = settings.max_steps
         facts = log.begin(run, train_set, start, recipe(vars(settings)), total_steps)
         if settings.wandb_log and device.rank == 0:

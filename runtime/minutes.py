@@ -10,7 +10,7 @@ from runtime.errors import UserError
 from runtime.process import restart_watchdog
 
 
-def fit_minutes(run, make_inputs, train_set, test_set, began, say):
+def fit_minutes(run, make_inputs, train_set, test_set, start, began, say):
     """Times steps before the first one, and returns the settings of a run that fits max_minutes.
 
     The state stays as it was. All ranks; rank 0 decides.
@@ -19,6 +19,7 @@ def fit_minutes(run, make_inputs, train_set, test_set, began, say):
         run: a train.Run.
         make_inputs: train.make_inputs.
         train_set, test_set: the Datasets.
+        start: a checkpoint.Start.
         began: time.monotonic() when the command began.
         say: a function for a line of the log.
 
@@ -56,20 +57,25 @@ def fit_minutes(run, make_inputs, train_set, test_set, began, say):
         # ones all
         return batches * evaluator.max_steps * eval_step_seconds
 
-    # a step's share of the evaluations during training
+    # a step's share of the evaluations during training, and one of a file's weights before the first step
+    final_seconds = evaluation_seconds(final_indices)
+    first_seconds = 0
     if settings.eval_interval:
         evaluations_per_step = settings.global_batch_size / (settings.eval_interval * examples_per_epoch)
-        indices = test_set.subset(settings.eval_max_puzzles, settings.eval_versions)
-        step_seconds += evaluations_per_step * evaluation_seconds(indices)
+        seconds = evaluation_seconds(test_set.subset(settings.eval_max_puzzles, settings.eval_versions))
+        step_seconds += evaluations_per_step * seconds
+        first_seconds = 0 if start.is_evaluated else seconds
 
     # the steps for which there is time; 3% are for checkpoints and for what times vary
-    final_seconds = evaluation_seconds(final_indices)
-    seconds_left = 0.97 * 60 * settings.max_minutes - (time.monotonic() - began) - final_seconds
+    seconds_left = 0.97 * 60 * settings.max_minutes - (time.monotonic() - began)
+    seconds_left -= first_seconds + final_seconds
     max_steps = run.device.all_gather(int(seconds_left / step_seconds))[0]
     estimate = f"the final evaluation takes about {final_seconds:.0f} s"
+    if first_seconds:
+        estimate += f", and one before the first step {first_seconds:.0f} s"
     if max_steps < 1:
-        raise UserError(f"max_minutes={settings.max_minutes:g} leaves no time to train: {estimate}, and "
-                        "--eval_final_max_puzzles shortens it")
+        raise UserError(f"max_minutes={settings.max_minutes:g} leaves no time to train: {estimate} "
+                        "(see eval_final_max_puzzles and eval_max_puzzles)")
     say(f"max_minutes={settings.max_minutes:g}: max_steps is {max_steps}, of {1e3 * step_seconds:.0f} ms "
         f"each with the evaluations between them; {estimate}")
 

@@ -174,9 +174,10 @@ class Game:
             number = request[name]
             if type(number) is not int or not least <= number <= most:
                 raise UserError(f"{name} must be an integer from {least} to {most}, not {number!r}")
-        # the run's settings, but for the request's
+        # the run's settings, but for the request's; the page shows all steps, also after an answer repeats
         settings = SimpleNamespace(**vars(self.settings) | dict(
-            eval_halt_max_steps=request["steps"], eval_attempts=request["attempts"], seed=request["seed"]))
+            eval_halt_max_steps=request["steps"], eval_attempts=request["attempts"], seed=request["seed"],
+            eval_patience=0))
 
         # the request comes first, so that the page shows the warning at once
         known, warning, steps = self.start(settings, request)

@@ -12,10 +12,11 @@ is read. A puzzle that begins with - must be in a file. A file may have several 
 .gz, has a puzzle a row, in the column question. Rules judge the answers; where no rules are known, known
 answers do, of the column answer.
 
-The script keeps the most confident answer of all supervision steps. As long as it is not sure, it tries
-copies of the puzzle by symmetry and turns the answer back, up to 8 attempts (eval_attempts). The model is a
-file of export.py, a run's folder or a checkpoint. It says what it solves and how it is evaluated; train.py's
-config files and flags change that, eval_halt_max_steps the number of steps.
+The script keeps the most confident answer of all supervision steps. An attempt ends after
+eval_halt_max_steps, or once its answer repeats (--eval_patience=0: never). As long as no answer is sure, it
+tries copies of the puzzle by symmetry and turns the answer back, up to 8 attempts (eval_attempts). The model
+is a file of export.py, a run's folder or a checkpoint. It says what it solves and how it is evaluated;
+train.py's config files and flags change that.
 It runs on the CPU in float32, with averaged weights, at full depth. export.py makes a model file of a
 checkpoint of the official code. play.py shows ARC's tasks.
 """
@@ -138,9 +139,9 @@ def solve_one(settings, trm, kind, batch, output_settings, path):
     print(kind.text(best.answer))
     # the verdict, and how the answer came about
     sureness = "sure" if best.confidence >= model.SURE else "not sure"
-    attempts = f"{step.attempt} attempt{'s' * (step.attempt > 1)}"
+    effort = f"{len(steps)} steps, {step.attempt} attempt{'s' * (step.attempt > 1)}"
     verdict = kind.verdict(question, best.answer)
-    print(f"{verdict} ({best_grid[0]}; {step.number} steps, {sureness} after {attempts}; {path})")
+    print(f"{verdict} ({best_grid[0]}; {sureness} after {effort}; {path})")
     if output_settings.plot:
         draw.draw(output_settings.plot, kind, question,
                   [question_grid, *grids] if output_settings.plot.endswith(".gif") else [best_grid])
@@ -215,8 +216,8 @@ def result_of(kind, row, answer, ignored):
 # ---------------------------------------------------------------------------------------------------------
 # Models
 
-# as in ask.solve: all steps of all puzzles, in float32
-ALWAYS = {"forward_dtype": "float32", "micro_batch_size": 0, "eval_patience": 0}
+# the arithmetic is the same for every model and machine
+ALWAYS = {"forward_dtype": "float32", "micro_batch_size": 0}
 
 
 def load(path, train_arguments, cells=0):
@@ -244,6 +245,7 @@ def load(path, train_arguments, cells=0):
     del saved["optimizer"], saved["loss_type"]
     kind = kind_of(trm.task)
     saved["eval_attempts"] = ATTEMPTS if kind.has_symmetries else 1
+    saved["eval_patience"] = 1
     settings.fill(saved)
     vars(settings).update(ALWAYS)
     train.check_settings(settings)

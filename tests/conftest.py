@@ -149,7 +149,7 @@ def models_folder(tmp_path_factory):
         helpers.run(path / f"{name}-data", path / name, *helpers.SOLVE_MODEL, *TRAINING, *flags)
 
     outputs = "inputs,labels,preds,q_halt_logits,surest_preds,surest_q_halt_logits"
-    train("sudoku", "--max_steps=70", f"--eval_save_outputs={outputs}")
+    train("sudoku", "--max_steps=70", "--eval_patience=1", f"--eval_save_outputs={outputs}")
     export.main([str(path / "sudoku"), str(path / "model.pt")])
     torch.save(torch.load(path / "model.pt")["weights"], path / "official.pt")
     train("maze", "--mlp_t=False", "--pos_encodings=rope", "--max_steps=4", "--eval_final_max_puzzles=8")

@@ -62,9 +62,9 @@ def ask(server, method, path, body=None):
 # The server
 
 @pytest.mark.parametrize("model, number, attempts, words", [
-    (f"{ROOT}/models/sudoku-6x6.pt", "1", 1, "; 6 steps, sure after 1 attempt;"),
-    (f"{ROOT}/models/sudoku-6x6.pt", "16", 2, "; 6 steps, sure after 2 attempts;"),
-    ("maze", "3", 3, "; 6 steps, not sure after 3 attempts;")])
+    (f"{ROOT}/models/sudoku-6x6.pt", "1", 1, "; sure after 6 steps, 1 attempt;"),
+    (f"{ROOT}/models/sudoku-6x6.pt", "16", 2, "; sure after 12 steps, 2 attempts;"),
+    ("maze", "3", 3, "; not sure after 18 steps, 3 attempts;")])
 def test_the_kept_answer_is_that_of_solve(serve, run_solve, model, number, attempts, words):
     server = serve(model)
     game = server.game
@@ -74,7 +74,7 @@ def test_the_kept_answer_is_that_of_solve(serve, run_solve, model, number, attem
     assert [line["attempt"] for line in lines] == np.repeat(np.arange(attempts) + 1, 6).tolist()
     sure = np.array([line["sure"] for line in lines])
     i = sure.argmax()
-    flags = "--eval_halt_max_steps=6", "--eval_attempts=3", "--seed=3"
+    flags = "--eval_halt_max_steps=6", "--eval_attempts=3", "--seed=3", "--eval_patience=0"
     text = run_solve(game.path, request["question"], *flags)
     assert lines[i]["answer"] in text.splitlines()
     assert f"step {i % 6 + 1}: {sure.max():.0%} sure{words}" in text

@@ -31,7 +31,7 @@ from helpers import (
 
 import evaluate
 from puzzles import score
-from runtime import errors
+from runtime import errors, minutes
 from runtime.checkpoint import Checkpoints, checkpoint_paths
 from runtime.log import listed
 
@@ -168,7 +168,7 @@ def test_minutes_become_steps_which_a_resume_keeps(data):
 
 def test_minutes_that_are_too_few_leave_no_run(data):
     """A run that began before keeps its id."""
-    words = "^max_minutes=1e-06 leaves no time to train: .* about . s, and --eval_final_max_puzzles"
+    words = "^max_minutes=1e-06 leaves no time to train: the final evaluation takes about . s \\("
     Path("run").mkdir()
     Path("run/run.json").write_text('{"id": "own"}')
     for start in "auto", "scratch":
@@ -176,6 +176,14 @@ def test_minutes_that_are_too_few_leave_no_run(data):
             run(data, "run", "--max_minutes=1e-6", f"--init_from={start}")
     run(data, "run", "--max_steps=1", "--eval_final_max_puzzles=16")
     assert newest("run")["run_id"] == "own"
+
+
+def test_minutes_contain_the_evaluation_of_a_file_before_the_first_step(data, monkeypatch):
+    run(data, "run", "--max_steps=1", "--eval_final_max_puzzles=16")
+    monkeypatch.setattr(minutes, "time_steps", lambda *_: 1.0)
+    flags = f"--init_from={checkpoint_paths('run')[0]}", "--max_minutes=0.05", "--eval_final_max_puzzles=16"
+    with pytest.raises(errors.UserError, match="takes about 1 s, and one before the first step [2-9] s"):
+        run(data, "again", *flags, "--eval_interval=1", "--eval_max_puzzles=0", "--eval_halt_max_steps=1")
 
 
 def test_nan_stops_the_run_and_names_the_last_good_checkpoint(data):
