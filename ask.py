@@ -84,8 +84,8 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
         attempts: the most attempts at a question, at copies by symmetry, until an answer is SURE.
         identifiers: the puzzle identifiers of tokens [n], for ARC; 0 for all.
 
-    Raises UserError for a string that is no question of this model, ValueError for another number of cells
-    and for a model that load_model has not returned.
+    Raises UserError for a string that is no question of this model, ValueError for another number of cells,
+    for steps or attempts below 1, and for a model that load_model has not returned.
     """
     if isinstance(questions, str):
         [answer], [confidence] = solve(trm, [questions], steps, attempts, identifiers)
@@ -94,6 +94,9 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
         raise ValueError("this model does not know its puzzle: weights.load_model reads one that does")
     kind = kind_of(trm.task)
     kind.check_attempts(attempts)
+
+    if min(steps, attempts) < 1:
+        raise ValueError(f"steps={steps} and attempts={attempts} must be 1 or more")
 
     # tokens of all questions
     is_text = not torch.is_tensor(questions)

@@ -519,12 +519,16 @@ def replica(settings, device_type, began):
     start, saved = checkpoint.find_start(settings, device, STOP.is_set)
     settings, notes = settle(settings, start, device)
 
-    # data, model, and the length of the run
-    train_set, test_set = data.load(settings.data_path)
+    # data, model, and the length of the run; data_path stays an address, for a resume on another machine
+    folder = settings.data_path
+    if not os.path.exists(folder):
+        from runtime.dataset import get_dataset
+        folder = get_dataset(settings, STOP.is_set)
+    train_set, test_set = data.load(folder)
     puzzles.kind_of(test_set.task).check_attempts(settings.eval_attempts)
     trm = new_model(settings, train_set)
     total_steps = optim.count_steps(settings, optim.epoch_size(train_set))
-    if total_steps < 1 and not settings.eval_only:
+    if total_steps < 1 and not (settings.max_minutes or settings.eval_only):
         raise UserError(f"epochs={settings.epochs} of {train_set.total_groups} puzzles are less than one "
                         f"batch of global_batch_size={settings.global_batch_size}")
 
@@ -574,7 +578,7 @@ def replica(settings, device_type, began):
 
 
 def settle(settings, start, device):
-    """Returns the settings of a run, and lines for the log; fetches the dataset.
+    """Returns the settings of a run, and lines for the log.
 
     Args:
         settings: those of the command.
@@ -594,9 +598,6 @@ def settle(settings, start, device):
     check_settings(settings)
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     check_batch_size(settings, device)
-    if not os.path.exists(settings.data_path):
-        from runtime.dataset import get_dataset
-        settings.data_path = get_dataset(settings, STOP.is_set)
     return settings, [note for note in (dtype_note, length_note) if note]
 
 
@@ -608,6 +609,8 @@ def check_settings(settings):
     if settings.halt_exploration_prob_end == -1:
         del numbers["halt_exploration_prob_end"]
     check_numbers(numbers, POSITIVE, SHARES)
+    if settings.freeze_weights and not settings.puzzle_emb_ndim:
+        raise UserError("freeze_weights trains the puzzle embedding alone, and puzzle_emb_ndim is 0")
     # names
     for name in filter(None, settings.eval_save_outputs.split(",")):
         if name not in EVAL_OUTPUTS:
@@ -682,7 +685,7 @@ def main(settings):
     is_known = settings.init_from == "scratch" or "data_path" in settings.assigned
     if is_known and not os.path.exists(settings.data_path):
         from runtime.dataset import get_dataset
-        settings.data_path = get_dataset(settings, STOP.is_set)
+        get_dataset(settings, STOP.is_set)
     # from here on a signal requests a stop, and the run ends with a checkpoint
     on_signals()
     try:

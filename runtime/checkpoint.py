@@ -421,6 +421,12 @@ class Checkpoints:
         self.lock = None
         self.run_id = start.run_id or secrets.token_hex(4)
         on_rank_0(device, self.take_folder)
+        # the score of best.pt, unless it is of steps that this run did not take
+        self.best_score = -1.0
+        with suppress(Exception):  # there is none yet, or it is damaged, however
+            best = json.loads(Path(self.out_dir, "best.json").read_bytes())
+            if start.is_resume and best["step"] <= start.step:
+                self.best_score = float(puzzles.score(best["metrics"]))
         self.mirror = None
         if device.rank == 0 and settings.gcs_dir:
             from runtime.bucket import Bucket, Mirror
@@ -469,17 +475,12 @@ class Checkpoints:
         self.writing = self.writer.submit(self.write, name or stem(step), state, metrics)
 
     def save_if_best(self, step, run, metrics):
-        """Saves best.pt, and waits for it, if the evaluation in `metrics` is better than best.json's."""
-        if self.device.rank != 0:
-            return
-        self.wait()
-        best = -1.0
-        with suppress(Exception):  # there is none yet, or it is damaged, however
-            description = json.loads(Path(self.out_dir, "best.json").read_bytes())
-            best = float(puzzles.score(description["metrics"]))
-        if puzzles.score(metrics) > best:
+        """Saves best.pt, and waits for it, if the evaluation in `metrics` is the best of the run."""
+        score = puzzles.score(metrics)
+        if self.device.rank == 0 and score > self.best_score:
             self.save(step, run, metrics, "best")
-            self.wait()
+            if self.wait():
+                self.best_score = score
 
     def write(self, name, state, metrics):
         """Writes a checkpoint, on the thread. Returns False, and logs it, if it cannot be written."""

@@ -34,12 +34,14 @@ def one_line(error):
 
 
 def is_out_of_memory(error):
-    """Returns True if a device's memory was full, in a step or in a compiler."""
+    """Returns True if a device's or the host's memory was full, in a step or in a compiler."""
     # Google's servers use the same word for a quota
     if isinstance(error, (UserError, TransientError)):
         return False
     error = getattr(error, "inner_exception", error)  # torch.compile wraps it
-    return type(error).__name__ == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error)
+    words = "RESOURCE_EXHAUSTED", "can't allocate memory"
+    is_named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return is_named or any(word in str(error) for word in words)
 
 
 def out_of_memory(settings):

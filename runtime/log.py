@@ -36,6 +36,7 @@ class Log:
         self.wandb = None
         self.hardware = f"{device.world} x {device.type} ({device.name})"
         self.next_line = 0.0  # of within_step
+        self.cut_off = set()  # files whose last line a full disk may have cut off
         self.restart_clock(step)
 
     def print0(self, text):
@@ -60,8 +61,10 @@ class Log:
     def append(self, name, line):
         with self.warning(name) as path:
             os.makedirs(self.settings.out_dir, exist_ok=True)
+            start = "\n" if name in self.cut_off else ""
             with open(path, "ab") as f:
-                f.write(line.encode(errors="backslashreplace") + b"\n")
+                f.write(f"{start}{line}\n".encode(errors="backslashreplace"))
+            self.cut_off.discard(name)
 
     @contextmanager
     def warning(self, name):
@@ -70,6 +73,7 @@ class Log:
         try:
             yield path
         except OSError as e:
+            self.cut_off.add(name)
             files.to_stderr(f"{path}: cannot be written ({e.strerror}); training continues")
 
     # -----------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def fit_minutes(run, make_inputs, train_set, test_set, start, began, say):
     settings = run.settings
     evaluator = run.evaluator
     examples_per_epoch = optim.epoch_size(train_set)
-    total_steps = optim.count_steps(settings, examples_per_epoch)
+    total_steps = optim.count_steps(settings, examples_per_epoch) or 1
 
     # time a training step of the full depth; the curriculum's others take less, in proportion to their FLOPs
     full = settings.H_cycles, settings.L_cycles
@@ -37,10 +37,12 @@ def fit_minutes(run, make_inputs, train_set, test_set, start, began, say):
     state = tree_map(lambda t: t.to("cpu", copy=True), run.state)
     step_seconds = time_steps(run, lambda: run.train_step(run.state, inputs, full))
     run.state = run.device.put(state)
-    depths = [optim.cycles_at(settings, examples_per_epoch, step) for step in range(total_steps)]
+    # a thousand steps of the notional run stand for all
+    steps = range(0, total_steps, math.ceil(total_steps / 1000))
+    depths = [optim.cycles_at(settings, examples_per_epoch, step) for step in steps]
     full_flops = run.flops_per_example(full)
     if full_flops:  # a fork's may be unknown
-        step_seconds *= sum(map(run.flops_per_example, depths)) / total_steps / full_flops
+        step_seconds *= sum(map(run.flops_per_example, depths)) / len(steps) / full_flops
 
     # time a step of an evaluation
     final_indices = test_set.subset(settings.eval_final_max_puzzles)
@@ -61,9 +63,9 @@ def fit_minutes(run, make_inputs, train_set, test_set, start, began, say):
     final_seconds = evaluation_seconds(final_indices)
     first_seconds = 0
     if settings.eval_interval:
-        evaluations_per_step = settings.global_batch_size / (settings.eval_interval * examples_per_epoch)
+        steps_between = settings.eval_interval * examples_per_epoch / settings.global_batch_size
         seconds = evaluation_seconds(test_set.subset(settings.eval_max_puzzles, settings.eval_versions))
-        step_seconds += evaluations_per_step * seconds
+        step_seconds += seconds / max(1, steps_between)
         first_seconds = 0 if start.is_evaluated else seconds
 
     # the steps for which there is time; 3% are for checkpoints and for what times vary
@@ -125,6 +127,7 @@ def time_steps(run, begin_step):
         began = time.perf_counter()
         for _ in range(n):
             result = begin_step()
+            restart_watchdog(run.settings.stall_timeout)
         result.cpu()  # waits for the device
         seconds = run.device.all_gather(time.perf_counter() - began)[0]
     return seconds / n

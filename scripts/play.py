@@ -42,6 +42,7 @@ import evaluate
 import model
 from configurator import split_arguments
 from puzzles import arc, kind_of
+from runtime.dataset import local_dataset
 from runtime.errors import UserError
 from runtime.process import command
 
@@ -219,7 +220,7 @@ class ARCGame(Game):
 
     def test_puzzles(self):
         """See Game. The puzzles are grids."""
-        folder = self.settings.data_path
+        folder = local_dataset(self.settings.data_path)
         self.train_data, self.test_data = data.load(folder)
         if self.train_data.sha256 != self.model.data_sha256:
             raise UserError(f"{self.path} was not trained on {folder}: choose another --data_path")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import requests
-from helpers import Hub, Server, run, stored, upload, wait_for
+from helpers import Hub, Server, TrainProcess, run, stored, upload, wait_for
 
 import optim
 from data import Dataset
@@ -253,6 +253,16 @@ def test_a_dataset_that_exists_is_not_replaced_by_another_one(front, uploaded, d
     shutil.copytree(data, "data/small")
     with pytest.raises(UserError, match=f"^data/small holds another dataset than {URL}: move it away"):
         local_dataset(URL)
+
+
+def test_a_resume_on_another_machine_downloads_the_dataset_anew(uploaded, monkeypatch):
+    bucket = "--gcs_dir=gs://bucket/run"
+    run(URL, "run", bucket, "--max_steps=1")
+    Path("../other").mkdir()
+    monkeypatch.chdir("../other")
+    flags = "--out_dir=run", bucket, "--device=cpu", "--init_from=resume", "--max_steps=2"
+    text = TrainProcess(flags).output()
+    assert f"downloading {URL}" in text and "training from step 1 to 2" in text
 
 
 def test_a_damaged_download_is_repeated(uploaded, front, at_once):

@@ -3,6 +3,7 @@
 A kill loses at most the steps since the last checkpoint, and what ends one rank ends all. The commands are
 real, the storage is emulated.
 """
+import contextlib
 import errno
 import fcntl
 import gc
@@ -18,6 +19,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,10 +45,12 @@ from helpers import (
 
 import configurator
 import train
+from runtime import log as run_log
 from runtime.bucket import Bucket, Mirror
 from runtime.checkpoint import checkpoint_paths, numbered
 from runtime.errors import UserError
-from runtime.files import locked
+from runtime.files import locked, read_lines
+from runtime.log import Log
 from runtime.process import STOP
 
 URL = "--gcs_dir=gs://bucket/run"
@@ -471,6 +475,22 @@ def test_what_a_run_did_not_make_stays_where_it_is(data, front):
     files = {"ckpt_00000010.pt", "ckpt_00000010.json", "best.pt", "best.json", "run.json", "metrics.jsonl",
              "log.txt"}
     assert set(in_bucket()) == files and set(os.listdir("run")) == files | {"thesis.tmp", "run.lock"}
+
+
+def test_a_line_that_a_full_disk_cuts_off_costs_no_other(monkeypatch):
+    @contextlib.contextmanager
+    def open_on_full_disk(path, mode):
+        with open(path, mode) as f:
+            yield SimpleNamespace(write=lambda content: f.write(content[:5]))
+        raise OSError(28, "No space left on device")
+
+    log = Log(SimpleNamespace(out_dir="run"), SimpleNamespace(rank=0, world=1, type="cpu", name=""), 0)
+    for step in range(5):
+        with monkeypatch.context() as patch:
+            if step == 2:
+                patch.setattr(run_log, "open", open_on_full_disk, raising=False)
+            log.metrics(step, {})
+    assert [line["step"] for line in read_lines("run/metrics.jsonl")] == [0, 1, 3, 4]
 
 
 def test_a_full_disk_costs_checkpoints_until_keep_last_n_is_lower(data, out, monkeypatch):

@@ -126,6 +126,9 @@ def test_what_a_gpu_or_torch_compile_lacks_is_one_line(random_puzzles, monkeypat
         with pytest.raises(errors.UserError, match="^--compile=auto: InductorError: .* --compile=off$"):
             train.main(settings_of("--device=cpu", f"--data_path={random_puzzles}"))
     assert errors.is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error"))
+    with pytest.raises(RuntimeError) as e:
+        torch.empty(2 ** 60)
+    assert errors.is_out_of_memory(e.value) and errors.is_out_of_memory(MemoryError())
     assert not errors.is_out_of_memory(errors.TransientError("gs://bucket: 429 RESOURCE_EXHAUSTED"))
 
 

@@ -46,6 +46,8 @@ def test_a_model_solves_a_string_or_a_list_of_them():
     answers, confidences = solve(model, [QUESTION, answer])
     assert answers == [answer, answer] and confidences[0] == pytest.approx(sure)
     assert solve(model, QUESTION.replace(".", "0"))[0] == answer
+    with pytest.raises(ValueError, match="attempts=0 must be 1 or more"):
+        solve(model, QUESTION, attempts=0)
     for wrong in QUESTION.replace("2", "y"), "":
         with pytest.raises(UserError, match="the puzzle"):
             solve(model, [answer, wrong])

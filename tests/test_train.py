@@ -122,6 +122,17 @@ def test_a_resume_makes_up_for_an_evaluation_that_was_stopped(data, monkeypatch)
     assert curve("run", "eval/puzzles") == {16: 20, 32: 20, 40: 40}
 
 
+@pytest.mark.parametrize("last_saved", [0, 10])
+def test_best_pt_of_steps_that_a_run_did_not_take_counts_no_more(data, out, last_saved):
+    """After a kill a run begins again, or further back, and its settings may be others."""
+    Path(out, "best.json").write_text(json.dumps({"step": 32, "metrics": {"eval/exact_accuracy": 1.0}}))
+    for step in range(last_saved + 10, 50, 10):
+        for path in Path(out).glob(f"ckpt_{step:08d}.*"):
+            path.unlink()
+    run(data, out, *WHOLE, "--init_from=auto", "--weight_decay=0.3")
+    assert json.loads(Path(out, "best.json").read_text())["settings"]["weight_decay"] == 0.3
+
+
 def test_a_kill_before_best_pt_is_whole_leaves_no_line_of_its_evaluation(data, monkeypatch):
     """A resume would not repeat the evaluation."""
     monkeypatch.setattr(Checkpoints, "write", writes({}.__getitem__))
@@ -137,9 +148,9 @@ def test_a_resume_refuses_another_optimizer(data, out):
 
 def test_minutes_become_steps_which_a_resume_keeps(data):
     """The run is the one that its steps, its curriculum and its warm-up give, bit for bit."""
-    flags = [*CURRICULUM, "--max_steps=9", "--max_minutes=0.1", "--epochs=20", "--curriculum_epochs=10",
-             "--lr_min_ratio=0", "--lr_warmup_steps=1000", "--checkpoint_interval=5", "--keep_last_n=2",
-             "--log_interval=1"]
+    flags = [*CURRICULUM, "--max_steps=9", "--max_minutes=0.1", "--epochs=2000000000",
+             "--curriculum_epochs=1e9", "--lr_min_ratio=0", "--lr_warmup_steps=1000",
+             "--checkpoint_interval=5", "--keep_last_n=2", "--log_interval=1"]
 
     def train(out, *more):
         return start_train(data, out, *flags, *more).output()
@@ -184,6 +195,24 @@ def test_minutes_contain_the_evaluation_of_a_file_before_the_first_step(data, mo
     flags = f"--init_from={checkpoint_paths('run')[0]}", "--max_minutes=0.05", "--eval_final_max_puzzles=16"
     with pytest.raises(errors.UserError, match="takes about 1 s, and one before the first step [2-9] s"):
         run(data, "again", *flags, "--eval_interval=1", "--eval_max_puzzles=0", "--eval_halt_max_steps=1")
+
+
+def test_minutes_know_no_epochs_and_at_most_an_evaluation_a_step(data, monkeypatch):
+    """A batch has four times the puzzles. A step takes 10 s here, an evaluation too."""
+    monkeypatch.setattr(minutes, "time_steps", lambda *_: 10.0)
+    run(data, "run", "--max_minutes=1", "--global_batch_size=256", "--epochs=1", "--eval_interval=1",
+        "--eval_halt_max_steps=1")
+    assert 0 < newest("run")["step"] <= 2
+
+
+def test_a_run_that_times_its_steps_does_not_stall(monkeypatch):
+    calls = []
+    monkeypatch.setattr(minutes, "restart_watchdog", lambda timeout: calls.append("watchdog"))
+    one_rank = SimpleNamespace(all_gather=lambda number: [number])
+    settings = SimpleNamespace(max_minutes=1e-9, stall_timeout=5)
+    minutes.time_steps(
+        SimpleNamespace(settings=settings, device=one_rank), lambda: calls.append("step") or torch.zeros(1))
+    assert len(calls) > 4 and calls == ["watchdog", "step"] + ["step", "watchdog"] * (len(calls) // 2 - 1)
 
 
 def test_nan_stops_the_run_and_names_the_last_good_checkpoint(data):

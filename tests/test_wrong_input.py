@@ -147,6 +147,7 @@ TRAIN = {
     "--optimizer=x": "optimizer must be one of adam_atan2, adamw, lion | 'x'",
     "--eval_save_outputs=preds,logits": "eval_save_outputs | 'logits' | q_halt_logits",
     "--mlp_t=False --num_heads=3": "hidden_size 16 | num_heads 3",
+    "--freeze_weights --puzzle_emb_ndim=0": "freeze_weights | puzzle_emb_ndim is 0",
     "--puzzle_emb_ndim=33": "puzzle_emb_ndim 33 | puzzle_emb_len 2 | hidden_size 16",
     "--data_path=data/new --data_prepare='x": "data_prepare | quot",
     "--data_path=data/new --data_prepare=tiny.py": "data/new | data_prepare",
