@@ -475,6 +475,7 @@ def write_puzzles(settings, script, config, kind, train, test, num_copies, left_
         for first in range(0, num_puzzles, block_size):
             block = train[:, first:first + block_size]
             copies = kind.training_copies(block, num_copies, rng, test_keys)
+            counts["copies of each"] = copies.shape[2]  # a maze has no more than 7
             # each puzzle stands before its copies, [2, n, 1 + num_copies, cells]
             blocks.append(np.concatenate([block[:, :, None], copies], axis=2))
             progress.add(block.shape[1])

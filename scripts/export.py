@@ -33,7 +33,7 @@ from data import load
 from runtime import forks
 from runtime.checkpoint import load_saved_weights, read_checkpoint, some_puzzles
 from runtime.dataset import local_dataset
-from runtime.errors import UserError, writing
+from runtime.errors import UserError, check_choices, writing
 from runtime.files import replacing
 from runtime.process import command
 from weights import new_model
@@ -91,6 +91,7 @@ def write_model(source, target, train_arguments):
         delattr(settings, name)
     if settings.forward_dtype == "auto":  # the config for an official file may leave it open
         settings.forward_dtype = "float32"
+    check_choices(settings, {"forward_dtype": train.CHOICES["forward_dtype"]})
 
     # leave out what only training needs: the optimizer and the raw weights
     dtype = getattr(torch, settings.forward_dtype)

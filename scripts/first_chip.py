@@ -28,7 +28,7 @@ from typing import Callable, NamedTuple
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from runtime import process
-from runtime.errors import UserError, check_choices
+from runtime.errors import UserError, check_choices, check_numbers
 from runtime.files import read_metrics, read_torch_file
 
 
@@ -204,6 +204,7 @@ def last_json(output):
 def main(settings):
     """Runs the parts for which there is time. Exits with 1 if one has failed."""
     check_choices(settings, dict(device=DEVICES))
+    check_numbers(vars(settings), ("minutes",))
     if os.path.exists(settings.out_dir):
         raise UserError(f"--out_dir={settings.out_dir} exists: choose another")
     os.makedirs(settings.out_dir)

@@ -28,6 +28,7 @@ import train
 from model import LOSS_TERMS, METRICS, TRM
 from runtime import process
 from runtime.device import choose_device
+from runtime.errors import UserError, check_choices
 from weights import load_weights
 
 
@@ -189,6 +190,9 @@ def carry_after(sequences, prefix):
 def main(argv):
     """Replays all files on one chip."""
     settings = configurator.configure(Settings, argv)
+    check_choices(settings, {"device": train.CHOICES["device"]})
+    if not FILES:
+        raise UserError("no golden file: see TRM_GOLDEN")
     device_type, _ = choose_device(settings.device)
     if device_type == "xla":
         import torch_xla.distributed.xla_multiprocessing as xmp

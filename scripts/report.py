@@ -141,7 +141,9 @@ def read_run(path, target):
     solved = metric("train/exact_accuracy")
     step_time = metric("perf/step_time")
     last_tenth = -len(solved) // 10
-    step_hours = step_time.mean() / 3600
+    # a line stands for the steps since the one before
+    steps = np.diff([0, *(line["step"] for line in lines if "perf/step_time" in line)])
+    step_hours = np.average(step_time, weights=steps) / 3600
     facts |= dict(
         accuracy=accuracy[-1],
         gap=100 * solved[last_tenth:].mean() - accuracy[-1],
@@ -150,12 +152,13 @@ def read_run(path, target):
         halting=metric("train/steps")[last_tenth:].mean(),
         speed=np.median(metric("perf/examples_per_sec")),
         hours=facts["total_steps"] * step_hours,
-        pflop=facts["total_steps"] * (metric("perf/tflops") * step_time).mean() / 1000,
+        pflop=facts["total_steps"] * np.average(metric("perf/tflops") * step_time, weights=steps) / 1000,
     )
     # where the best accuracy so far, which is 0 at step 0, reaches the target
     best = np.maximum.accumulate(accuracy)
     if best[-1] >= target:
-        facts["steps_to"] = np.interp(target, [0, *best], [0, *evaluations])
+        reached = np.argmax(best >= target) + 1
+        facts["steps_to"] = np.interp(target, [0, *best[:reached]], [0, *list(evaluations)[:reached]])
         facts["hours_to"] = facts["steps_to"] * step_hours
 
     # what tells this run from others: its settings, its dataset, which may have moved, its forks and the

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prepare import csv_rows, open_text
+from prepare import column_names, csv_rows, open_text
 from puzzles.reader import TITLE
 from runtime.errors import UserError
 
@@ -37,13 +37,15 @@ def read_source(source):
     # a .csv without names in its first line is a list of puzzles, or the cells of one
     header = text.partition("\n")[0]
     is_csv = re.search(r"\.[ct]sv(\.gz)?$", source.lower())
-    if is_csv and re.search(TITLE, header) and not re.search(r"\d", header):
+    names = re.findall(r"\w+", header)
+    has_names = "question" in column_names(names) or not re.search(r"\d", header)
+    if is_csv and re.search(TITLE, header) and has_names:
         rows = csv_rows(source, ["question"], is_strict=False)
         return [Row(f"{source}:{line}: ", row.get("question", ""), row.get("answer") or "")
                 for line, row in rows]
     if os.path.isdir(source):
         raise UserError(f"{source} is a folder: give a file, or MODEL and PUZZLE")
-    if text == source and re.search(r"\.(txt|sdk|sdm|ss|jsonl?|xml|gz)$", source):
+    if text == source and re.search(r"\.(txt|sdk|sdm|ss|jsonl?|xml|[ct]sv|gz)$", source):
         raise UserError(f"{source}: no such file")
     return text
 

@@ -4,9 +4,10 @@
     python scripts/sweep.py exp01a exp02b_03 --epochs=1000  two runs, both with a setting of train.py
     python scripts/sweep.py --pattern=exp01 config/mini.py  with this config file after each run's
 
-A name selects the runs that begin with it. The settings below are sweep.py's own. All others are train.py's
-and apply to every run; the run's name is added to out_dir and gcs_dir. A run's cost is the arithmetic of its
-training as a multiple of the baseline's, a curriculum counted at its full depth.
+A name may be cut off before a _, as exp01a of exp01a_h256; --pattern selects all runs that begin with it.
+The settings below are sweep.py's own. All others are train.py's and apply to every run; the run's name is
+added to out_dir and gcs_dir. A run's cost is the arithmetic of its training as a multiple of the baseline's,
+a curriculum counted at its full depth.
 
 A run's folder has its log, log.txt. A run that dies is resumed twice. The sweep ends with the status of each
 run, and report.py compares them. Ctrl-C or SIGTERM makes the current run save and stop; the same command
@@ -57,7 +58,7 @@ NEUTRAL = (
     *train.RUN_SETTINGS, "micro_batch_size", "eval_interval", "eval_max_puzzles",
     "eval_versions",
 )
-# train.py may replace these two: by the local copy of a bucket's dataset, by a type that the device has.
+# a dataset has several addresses, and train.py replaces a type that the device does not have
 REPLACED = ("data_path", "forward_dtype")
 ATTEMPTS = 3  # starts of a run that dies
 FLOPS = {}  # {sizes of a model: FLOPs of a training step for a sequence}
@@ -66,6 +67,9 @@ FLOPS = {}  # {sizes of a model: FLOPs of a training step for a sequence}
 def main(argv):
     """Separates sweep.py's arguments from train.py's, and does what they ask for."""
     settings, names, train_arguments = split_arguments(Settings, argv)
+    for path in map(Path, train_arguments):
+        if path.resolve().parent == STUDY:
+            raise UserError(f"{path} would follow every run's file: {path.stem} selects the run")
     runs = [StudyRun(path, train_arguments) for path in select_files(names, settings.pattern)]
     if settings.list or settings.dry_run:
         print_runs(runs, StudyRun(BASELINE, train_arguments), settings.dry_run)

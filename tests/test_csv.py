@@ -19,6 +19,7 @@ from configurator import configure
 from data import Dataset
 from puzzles import kind_of
 from puzzles.maze import Maze
+from puzzles.sudoku import Sudoku
 from puzzles.symmetries import dihedral, keys_of, orbit_keys
 from runtime.errors import UserError
 
@@ -221,6 +222,18 @@ def test_a_class_that_extends_mazes_keeps_its_name_and_its_rules_at_another_size
     assert type(resized) is Mine and resized.task == Maze.new_task(7) | {"kind": "mine"}
 
 
+@pytest.mark.parametrize("base, symbols, rows, num_copies", [
+    (Sudoku, ".1234", [".234341221434321,1234341221434321", "..34341221434321,1234341221434321"], 9),
+    (Maze, "# SGo", ["S##   ##G,S##ooo##G", "S  ## ##G,Soo##o##G"], 7)])
+def test_a_class_that_extends_a_kind_has_datasets(kinds, base, symbols, rows, num_copies, capsys):
+    """With as many copies as there can be."""
+    kinds["mine"] = type("Mine", (base,), {})
+    flags = f"--train_csv={write('all.csv', *rows)}", "--holdout=1", "--kind=mine", "--num_aug=9"
+    path = prepare_csv.main(configure(prepare_csv.Settings, [*flags, f"--symbols={symbols}"]))
+    assert len(Dataset(path, "train")) == 1 + num_copies
+    assert f"copies of each: {num_copies}\n" in capsys.readouterr().out
+
+
 def test_the_copies_of_a_kind_are_made(kinds):
     class Mine(puzzles.Kind):
         def training_copies(self, puzzles, num_copies, rng, test_keys):
@@ -243,7 +256,7 @@ def test_a_kind_with_several_answers_needs_rules(kinds):
 
 def test_a_task_that_does_not_fit_its_kind_is_told_which_would():
     with pytest.raises(UserError, match=r"do not fit kind sudoku, whose are \[4, 4\] and ' \.1234'"):
-        kind_of({"kind": "sudoku", "grid": [4, 4], "symbols": "_.1234"})
+        kind_of({"kind": "sudoku", "grid": [4, 4], "symbols": "_.1243"})
 
 
 CHECKED = "12312231233123112312"  # each cell's number is its diagonal's

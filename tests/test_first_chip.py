@@ -101,7 +101,8 @@ def test_a_part_that_fails_does_not_end_the_others(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("flags, words", [
-    ([], "device must be one of cuda, xla, tpu, cpu, not ''"), (["--device=cpu", "--out_dir=."], "exists")])
+    ([], "device must be one of cuda, xla, tpu, cpu, not ''"), (["--device=cpu", "--out_dir=."], "exists"),
+    (["--device=cpu", "--minutes=-1"], "minutes must be above 0")])
 def test_wrong_input(flags, words):
     with pytest.raises(UserError, match=words):
         first_chip.main(configurator.configure(first_chip.Settings, flags))

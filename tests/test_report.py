@@ -83,6 +83,21 @@ def test_a_group_has_a_table_a_law_a_picture_and_its_numbers_as_json():
     assert 0.02 < (pixels.min(-1) < 0.95).mean() < 0.5
 
 
+def test_lines_count_by_their_steps_and_the_target_is_reached_once(run_report):
+    write_run("exp02a")
+    path = Path("exp02a/metrics.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[-1]["eval/exact_accuracy"] = lines[-3]["eval/exact_accuracy"]  # 60% at steps 6000 and 8000
+    lines[-2]["perf/step_time"] = 1.7
+    # a line for the first 6000 steps, of 0.9 s, and one for 2000
+    lines = [line for line in lines if "perf/step_time" not in line or line["step"] >= 6000]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_report("exp02a", "--target=60")
+    [result] = json.loads(Path("out/results.json").read_text())
+    assert result["steps_to"] == 6000 and result["hours"] == pytest.approx(8000 * 1.1 / 3600)
+    assert result["pflop"] == pytest.approx(8000 * 50 * 1.1 / 1000)
+
+
 def test_runs_that_repeat_a_setting_are_its_seeds_in_every_group_with_an_interval(run_report):
     for seed, name in enumerate(("exp01c_h512", "exp02a_03", "exp06_c")):
         write_run(name, 80.0 + seed, seed=seed)

@@ -219,6 +219,11 @@ def test_a_table_of_cells_may_begin_with_an_empty_row(run_solve, name):
     assert row["question"] == "....12....3....."
 
 
+def test_a_column_may_have_a_digit_in_its_name(run_solve, solved):
+    [row] = solve_rows(run_solve, "sudoku", ["level2,question", f"7,{solved[0]}"])
+    assert row["answer"] == solved[1]
+
+
 def test_json_lines_are_solved_like_a_csv(run_solve):
     """A line that is no puzzle says so in its place."""
     lines = [json.dumps({"answer": answer, "question": "011010"}) for answer in ("100101", "000101")]
@@ -279,6 +284,7 @@ def test_pictures(run_solve, solved):
     (["sudoku", "." * 16, "--plot=.png"], "a .png or a .gif"),
     (["sudoku", "." * 16, "--forward_dtype=bfloat16"], "solved with --forward_dtype=float32"),
     (["sudoku", "nowhere.csv"], "nowhere.csv: cannot be read"),
+    (["sudoku", "nowhere9.csv"], "nowhere9.csv: no such file"),
     (["sudoku", "short.csv"], "short.csv:2: the puzzle '12' has 2 cells"),
     (["sudoku", "." * 16, "--eval_attempts=0"], "eval_attempts must be"),
     (["maze", "S" + " " * 15], "the puzzle has no solution"),

@@ -79,6 +79,7 @@ def test_a_dry_run_prints_the_data_and_the_command_of_each_run_with_a_folder_of_
 
 @pytest.mark.parametrize("argv, words", [
     (["exp01ax"], "config/study has no run exp01ax"),
+    ([f"{ROOT}/config/study/exp01a_h256.py"], "would follow every run's file: exp01a_h256 selects the run"),
     (["exp01a", "--halt_max_steps=0"], "halt_max_steps must be above 0")])
 def test_wrong_input_is_an_error_before_the_first_run(argv, words):
     with pytest.raises(script.UserError, match=words):

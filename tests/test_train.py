@@ -290,6 +290,8 @@ def test_an_export_needs_a_checkpoint_alone(whole):
     assert best["step"] == 16 and "--lr=0.002" in best["command"] and "init_from" not in best["command"]
     with pytest.raises(errors.UserError, match="best.pt: must be a new file in a folder that exists"):
         export.main([whole[0], "best.pt"])
+    with pytest.raises(errors.UserError, match="forward_dtype must be one of auto, .*, not 'int32'"):
+        export.main([whole[0], "new.pt", "--forward_dtype=int32"])
 
 
 def test_an_evaluation_goes_on_without_a_terminal(data, monkeypatch):
