@@ -455,7 +455,7 @@ def write_puzzles(settings, script, config, kind, train, test, num_copies, left_
         config: the file of config/ that suits the puzzles.
         kind: the puzzles' Kind.
         train, test: questions and answers, tokens [2, n, cells].
-        num_copies: how many copies each training puzzle has.
+        num_copies: how many copies each training puzzle has, or the most.
         left_out: {what: how many}, for the manifest and for the user.
     """
     counts = left_out | {
@@ -475,7 +475,7 @@ def write_puzzles(settings, script, config, kind, train, test, num_copies, left_
         for first in range(0, num_puzzles, block_size):
             block = train[:, first:first + block_size]
             copies = kind.training_copies(block, num_copies, rng, test_keys)
-            counts["copies of each"] = copies.shape[2]  # a maze has no more than 7
+            counts["copies of each"] = copies.shape[2]  # there may be fewer
             # each puzzle stands before its copies, [2, n, 1 + num_copies, cells]
             blocks.append(np.concatenate([block[:, :, None], copies], axis=2))
             progress.add(block.shape[1])

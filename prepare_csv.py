@@ -14,7 +14,7 @@ import numpy as np
 
 from data import refuse_existing
 from prepare import csv_rows, distinct_rows, drop_test_puzzles, read_puzzles, write_puzzles
-from puzzles import Kind, kind_of, squeezed, task_of
+from puzzles import kind_of, squeezed, task_of
 from runtime.errors import UserError, check_numbers
 from runtime.process import start
 
@@ -70,11 +70,7 @@ def main(settings):
     train, left_out = drop_test_puzzles(settings.train_csv, train, test, kind)
 
     # write the puzzles with their copies
-    num_copies = settings.num_aug
-    has_own_copies = type(kind).training_copies is not Kind.training_copies
-    if not (has_own_copies or kind.exchanged()):
-        num_copies = min(num_copies, len(kind.turns()) - 1)
-    write_puzzles(settings, __file__, "demo.py", kind, train, test, num_copies, left_out)
+    write_puzzles(settings, __file__, "demo.py", kind, train, test, settings.num_aug, left_out)
     return settings.output_dir
 
 

@@ -293,11 +293,13 @@ class Kind:
 
         Args:
             puzzles: questions and answers, tokens [2, n, cells].
-            num_copies: copies of each puzzle.
+            num_copies: copies of each puzzle; fewer if there are no more.
             rng: a random generator.
             test_keys: all test questions, as bytes, for kinds whose copies might be among them.
         """
         from puzzles.symmetries import Symmetries, renamings
+        if not self.exchanged():
+            num_copies = min(num_copies, len(self.turns()) - 1)
         # the first turn is none, and the puzzle itself is no copy
         cells = np.resize(self.turns(), (1 + num_copies, self.cells))[1:]
         tokens = renamings(self.exchanged(), (puzzles.shape[1], num_copies), rng)

@@ -94,7 +94,7 @@ class Maze(Kind):
 
         Args:
             puzzles: questions and answers, [2, n, cells].
-            num_copies: from 0 to 7.
+            num_copies: how many copies, at most 7.
             rng, test_keys: are not needed.
         """
         questions, answers = puzzles
