@@ -1,5 +1,5 @@
 # 9x9 Sudoku on one CPU core: makes 60,000 minimal puzzles in 21 versions each, and solves 83% of unseen ones.
-# It takes an hour on a core without bfloat16 instructions. config/sudoku_symbols.py solves 89% by as many FLOP.
+# It takes an hour on a core without bfloat16 instructions. config/sudoku_symbols.py solves 89% by equal FLOP.
 run("demo.py")
 data_path = "data/sudoku-9x9-cpu"
 data_prepare = (
