@@ -110,7 +110,7 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
     if cells != trm.sizes["seq_len"]:
         raise ValueError(f"the question has {cells} cells, not {trm.sizes['seq_len']}")
 
-    # in float32, on any model's settings
+    # as solve.py does, whatever the training did
     settings = SimpleNamespace(**vars(trm.settings) | dict(
         eval_halt_max_steps=steps, eval_attempts=attempts, eval_patience=1,
         forward_dtype="float32", compile="off", seed=0))
