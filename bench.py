@@ -10,7 +10,6 @@ import copy
 import itertools
 import json
 import os
-import sys
 import tempfile
 import time
 
@@ -23,7 +22,7 @@ import optim
 import train
 from runtime import process
 from runtime.device import check_batch_size, choose_device, is_compiled, open_device, peak_flops, spawner
-from runtime.errors import check_numbers, is_out_of_memory, out_of_memory
+from runtime.errors import check_numbers, explaining
 from runtime.flops import flops_per_example
 from weights import new_model
 
@@ -228,17 +227,13 @@ def main(argv):
         measured = (settings, bench_settings.steps, device_type, knows_length,
                     bench_settings.replica_batch_size)
         print(f"device {device_type}: {reason}; dataset: {dataset}", flush=True)
-        try:
+        with explaining(settings):
             spawn = spawner(device_type)
             if spawn:
                 spawn(train.Spawned(bench, *measured))
             else:
                 bench(*measured)
-        except Exception as e:
-            if not is_out_of_memory(e):
-                raise
-            raise out_of_memory(settings) from None
 
 
 if __name__ == "__main__":
-    process.command(lambda: main(sys.argv[1:]))
+    process.command(main)

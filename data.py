@@ -325,8 +325,7 @@ def rank_slice(batch_size, rank, world):
 
 def generator(seed, *key):
     """Returns a random generator for a key: a stream constant and what it depends on."""
-    sequence = np.random.SeedSequence([seed, *key])
-    return np.random.Generator(np.random.Philox(sequence))
+    return np.random.Generator(np.random.Philox([seed, *key]))
 
 
 def halting_draws(seed, step, batch_size, halt_max_steps, halt_exploration_prob, rank=0, world=1):

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import model
-from puzzles import IGNORE_LABEL, kind_of
+from puzzles import IGNORE_LABEL, kind_of, sigmoid
 from runtime.device import cast_weights
 from runtime.errors import TransientError, UserError
 from runtime.files import Progress, replacing, to_stderr
@@ -214,8 +214,6 @@ class Queue:
 
         For a single slot; or, without eval_patience, for a slot for each puzzle and one attempt at each.
         """
-        settings = self.evaluator.settings
-        assert len(self.slots) == 1 or not settings.eval_patience and settings.eval_attempts == 1
         while self.num_unfinished():
             results = self.eval_step()
             arrays = {name: results[name].cpu().numpy() for name in ("preds", "q_halt_logits", "halted")}
@@ -413,7 +411,3 @@ def weights_of(trm):
     """Returns a TRM's weights and its puzzle embedding, for Evaluator.inputs."""
     puzzle_emb = trm.puzzle_emb.weights if trm.has_puzzle_emb else torch.zeros(1, 1)
     return trm.weights(), puzzle_emb
-
-
-def sigmoid(logits):
-    return 1 / (1 + np.exp(-np.float64(logits)))

@@ -206,13 +206,11 @@ def exploration(settings, step, total_steps):
 
 def cycles_at(settings, examples_per_epoch, step):
     """Returns (H_cycles, L_cycles) of a step. In a curriculum each grows linearly over curriculum_epochs."""
-    last = settings.H_cycles, settings.L_cycles
     examples = step * settings.global_batch_size
     length = settings.curriculum_epochs * examples_per_epoch  # of the curriculum, in examples
-    if examples >= length:
-        return last
-    cycles = []
-    for first, full in (settings.H_cycles_start, last[0]), (settings.L_cycles_start, last[1]):
-        growth = (full - first) * examples // length
-        cycles.append(first + int(growth))
-    return tuple(cycles)
+
+    def grown(first, last):
+        return last if examples >= length else first + int((last - first) * examples // length)
+
+    H_cycles = grown(settings.H_cycles_start, settings.H_cycles)
+    return H_cycles, grown(settings.L_cycles_start, settings.L_cycles)

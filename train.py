@@ -29,11 +29,13 @@ import model
 import optim
 import puzzles
 from runtime import checkpoint, errors, process
+from runtime.dataset import get_dataset
 from runtime.device import cast_weights, check_batch_size, choose_device, open_device, read_place, spawner
-from runtime.errors import TransientError, UserError, check_choices, check_numbers, one_line
+from runtime.errors import TransientError, UserError, check_choices, check_numbers
 from runtime.files import duration
 from runtime.flops import flops_per_example
 from runtime.log import Log
+from runtime.minutes import fit_minutes, keep_length
 from runtime.process import START_TIMEOUT, STOP, on_signals, restart_watchdog, watch_replicas
 from weights import new_model
 
@@ -520,11 +522,7 @@ def replica(settings, device_type, began):
     settings, notes = settle(settings, start, device)
 
     # data, model, and the length of the run; data_path stays an address, for a resume on another machine
-    folder = settings.data_path
-    if not os.path.exists(folder):
-        from runtime.dataset import get_dataset
-        folder = get_dataset(settings, STOP.is_set)
-    train_set, test_set = data.load(folder)
+    train_set, test_set = data.load(get_dataset(settings, STOP.is_set))
     puzzles.kind_of(test_set.task).check_attempts(settings.eval_attempts)
     trm = new_model(settings, train_set)
     total_steps = optim.count_steps(settings, optim.epoch_size(train_set))
@@ -558,7 +556,6 @@ def replica(settings, device_type, began):
     else:
         # choose the length, say what the run is, and train
         if settings.max_minutes:
-            from runtime.minutes import fit_minutes
             fitting = fit_minutes(run, make_inputs, train_set, test_set, start, began, log.print0)
             vars(settings).update(fitting)
             total_steps = settings.max_steps
@@ -590,10 +587,7 @@ def settle(settings, start, device):
     """
     settings = copy.copy(settings)  # replicas may be threads
     resumed = recipe(start.settings)
-    length_note = ""
-    if settings.max_minutes:
-        from runtime.minutes import keep_length
-        length_note = keep_length(settings, resumed)
+    length_note = keep_length(settings, resumed)
     settings.fill(resumed)
     check_settings(settings)
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
@@ -683,30 +677,22 @@ def main(settings):
         process.end_with_parent()
     # the dataset, unless a checkpoint may say which one it is
     is_known = settings.init_from == "scratch" or "data_path" in settings.assigned
-    if is_known and not os.path.exists(settings.data_path):
-        from runtime.dataset import get_dataset
+    if is_known:
         get_dataset(settings, STOP.is_set)
     # from here on a signal requests a stop, and the run ends with a checkpoint
     on_signals()
     try:
         # a process for each chip of a TPU; every other device has only this process
-        spawn = spawner(device_type)
-        if spawn:
-            watch_replicas()
-            spawn(Spawned(spawned_replica, settings, device_type, began))
-        else:
-            replica(settings, device_type, began)
-    # what breaks in a replica, in words
+        with errors.explaining(settings):
+            spawn = spawner(device_type)
+            if spawn:
+                watch_replicas()
+                spawn(Spawned(spawned_replica, settings, device_type, began))
+            else:
+                replica(settings, device_type, began)
     except BrokenProcessPool:
         raise TransientError("a replica died, see above if it said why; to continue: "
                              f"{how_to_continue(settings)}") from None
-    except Exception as e:
-        if errors.is_out_of_memory(e):
-            raise errors.out_of_memory(settings) from None
-        if errors.lacks_compiler(e):
-            raise UserError(f"--compile={settings.compile}: {one_line(e)}: install a compiler (g++), or "
-                            "train with --compile=off") from None
-        raise
 
 
 # This file is the module "train", whatever its name: a copy runs as it stands, and forks import it. In a new

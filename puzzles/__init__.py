@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from puzzles import reader
+from puzzles.symmetries import Symmetries, check_symmetries, dihedral, orbit_keys, renamings
 from runtime.errors import UserError
 
 IGNORE_LABEL = -100  # the same as in model.py, which needs torch
@@ -105,7 +107,6 @@ class Kind:
                             f"whose are {own_task['grid']} and {own_task['symbols']!r}")
         if self.has_several_answers and type(self).judge is Kind.judge:
             raise UserError(f"kind {task['kind']}: questions with several right answers need a judge")
-        from puzzles.symmetries import check_symmetries
         check_symmetries(self)
 
     @staticmethod
@@ -130,12 +131,10 @@ class Kind:
 
         Raises UserError.
         """
-        from puzzles import reader
         return reader.find_puzzles(self, text)
 
     def find_spaced(self, text):
         """Returns what find() does, for a text without JSON in which a space is a cell."""
-        from puzzles import reader
         cells, height = reader.squared(text)
         if height not in (1, self.rows):
             raise UserError(f"{height} lines are no puzzle of {self.rows} rows")
@@ -240,7 +239,6 @@ class Kind:
     def turns(self):
         """Returns the turns of the grid, as indices [m, cells]; the first one changes nothing."""
         if self.symmetries.get("dihedral"):
-            from puzzles.symmetries import dihedral
             return dihedral(self.rows)
         return np.arange(self.cells)[None]
 
@@ -255,7 +253,6 @@ class Kind:
 
     def draw_symmetries(self, n, rng):
         """Draws n Symmetries."""
-        from puzzles.symmetries import Symmetries, renamings
         turns = self.turns()
         ways = rng.integers(len(turns), size=n)
         return Symmetries(turns[ways], renamings(self.exchanged(), (n,), rng))
@@ -297,7 +294,6 @@ class Kind:
             rng: a random generator.
             test_keys: all test questions, as bytes, for kinds whose copies might be among them.
         """
-        from puzzles.symmetries import Symmetries, renamings
         if not self.exchanged():
             num_copies = min(num_copies, len(self.turns()) - 1)
         # the first turn is none, and the puzzle itself is no copy
@@ -307,13 +303,16 @@ class Kind:
 
     def keys(self, questions):
         """Returns a list of keys of questions [n, cells], equal for puzzles that count as one."""
-        from puzzles.symmetries import orbit_keys
         return orbit_keys(questions, self.turns(), self.exchanged())
 
 
 def squeezed(text, symbols):
     """Returns a string without white space; if a space is one of the symbols, without line ends."""
     return "".join(text.splitlines() if " " in symbols else text.split())
+
+
+def sigmoid(logits):
+    return 1 / (1 + np.exp(-np.float64(logits)))
 
 
 def score(values):

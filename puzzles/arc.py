@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data import Dataset, finish_split
-from puzzles import Kind
+from puzzles import Kind, sigmoid
 from puzzles.symmetries import WAY_BACK, turned
 from runtime.errors import UserError
 from runtime.files import to_stderr
@@ -254,7 +254,7 @@ def count_votes(test, indices, preds, q_halt):
     """
     versions, members = test.locate(indices)
     groups = test.groups_of(versions)
-    confidences = 1 / (1 + np.exp(-np.float64(q_halt)))
+    confidences = sigmoid(q_halt)
 
     votes = {}
     columns = versions, groups.tolist(), members.tolist(), preds, confidences.tolist()

@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from runtime.errors import TransientError, UserError, writing
 from runtime.files import locked, read_json, replacing
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = str(Path(__file__).parents[1])
 DATASET_FILE = r"(train|test)/(dataset\.json|all__\w+\.npy)|identifiers\.json"  # see data.hashes_of
 
 
@@ -21,11 +22,13 @@ def get_dataset(settings, should_stop):
     One process of a host does it, while the others wait. Raises SystemExit once should_stop() returns true.
     """
     path = local_dataset(settings.data_path, should_stop)
+    if os.path.exists(path):
+        return path
     try:
         command = shlex.split(settings.data_prepare)
     except ValueError as e:
         raise UserError(f"data_prepare: {e}: {settings.data_prepare}") from None
-    if not command or os.path.exists(path):
+    if not command:
         return path
     # the first process of the host makes the dataset; the others wait, and find it made
     with locked(os.path.normpath(path) + ".made"):

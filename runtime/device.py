@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from runtime.errors import TransientError, UserError
 from runtime.process import STOP, droppable
+from runtime.replay import write_out_attention
 
 CPU_FLOP = 1e11  # of a micro-batch on a CPU: two cores take 2 to 15 seconds
 # The environment variables that tell a replica where the others are.
@@ -104,7 +105,6 @@ def read_place():
 
 def choose_device(wanted):
     """Returns (xla, tpu, cuda or cpu; the reason in words). Raises UserError if the wanted one is missing."""
-    pjrt = os.environ.get("PJRT_DEVICE")
     has_xla = importlib.util.find_spec("torch_xla")
     has_torchtpu = importlib.util.find_spec("torch_tpu")
     if wanted in ("xla", "auto") and has_xla:
@@ -126,7 +126,7 @@ def choose_device(wanted):
         raise UserError("--device=tpu: torch_tpu is not installed: pip install -r requirements-torchtpu.txt "
                         "does that for Python 3.12 on Linux on x86-64, in an environment without torch_xla, "
                         f"and this is {python}" + ", with torch_xla: --device=xla" * bool(has_xla))
-    if wanted == "xla" or wanted == "auto" and pjrt:
+    if wanted == "xla" or wanted == "auto" and os.environ.get("PJRT_DEVICE"):
         if has_xla:
             raise UserError(f"--device={wanted}: no TPU on this machine; PJRT_DEVICE=CPU runs torch_xla on "
                             "the CPU")
@@ -244,14 +244,14 @@ class Device:
             x = torch.as_tensor(x)
             if self.type == "cuda" and x.device.type == "cpu":
                 x = x.pin_memory()  # a copy from pageable memory would wait for the steps under way
-            return x.to(self.torch_device, non_blocking=True)
+            return x.to(self.torch_device, non_blocking=self.type == "cuda")
 
         return tree_map(put_one, tree)
 
     def fetch(self, x):
         """Begins to copy a tensor to the host. Returns a function that waits for it, and nothing newer."""
         if self.type != "cuda":
-            return lambda: x
+            return x.cpu
         # the event follows this copy, and comes before all work that is launched later
         host = torch.empty_like(x, device="cpu", pin_memory=True)
         event = torch.cuda.Event()
@@ -269,8 +269,12 @@ class Device:
         if self.world == 1:
             return tree
         vector, restore = flatten(tree)
+        return restore(self.sum_of_ranks(vector))
+
+    def sum_of_ranks(self, vector):
+        """Returns the sum of the ranks' vectors."""
         dist.all_reduce(vector)
-        return restore(vector)
+        return vector
 
     def all_gather(self, value):
         """Returns every rank's value, any Python object, in the order of the ranks. All ranks."""
@@ -291,6 +295,9 @@ class Device:
     def prepare(self, model):
         """Moves the model here."""
         model.to(self.torch_device)
+        # XLA makes torch's own attention slow, and TorchTPU makes it a kernel that only a TPU can run
+        if self.type in ("xla", "tpu"):
+            write_out_attention(model)
 
     def compile(self, fn):
         """Returns fn through torch.compile, where the settings ask for that."""
@@ -420,7 +427,7 @@ def loop_over_micro_batches(body, sums, weights, batch, size, report=lambda seco
     report: a function of the seconds since the first micro-batch, which compiles, and of what share of the
         others is done.
     """
-    num_sequences = len(tree_flatten(batch)[0][0])
+    num_sequences = len(tree_leaves(batch)[0])
     size = size or num_sequences
     results = []
     began = 0.0

@@ -1,4 +1,5 @@
 """The two expected errors of a command, see process.command, and what raises them."""
+import re
 from contextlib import contextmanager
 
 
@@ -44,17 +45,24 @@ def is_out_of_memory(error):
     return is_named or any(word in str(error) for word in words)
 
 
-def out_of_memory(settings):
-    """Returns the UserError for a device whose memory is full."""
-    size = settings.micro_batch_size or settings.global_batch_size
-    return UserError(f"out of memory on the device: a --micro_batch_size smaller than {size} gives the same "
-                     "result, if it divides the sequences of a replica")
+# what torch.compile says without a compiler of C++ or C, or without Triton
+NO_COMPILER = r"No working C\+\+ compiler|Failed to find C compiler|Cannot find a working triton"
 
 
-def lacks_compiler(error):
-    """Returns True if torch.compile found no compiler of C++ or C, or no Triton."""
-    words = ("No working C++ compiler", "Failed to find C compiler", "Cannot find a working triton")
-    return any(word in str(error) for word in words)
+@contextmanager
+def explaining(settings):
+    """Raises UserError for a full memory or a missing compiler in its block."""
+    try:
+        yield
+    except Exception as e:
+        if is_out_of_memory(e):
+            size = settings.micro_batch_size or settings.global_batch_size
+            raise UserError(f"out of memory on the device: a --micro_batch_size smaller than {size} gives "
+                            "the same result, if it divides the sequences of a replica") from None
+        if re.search(NO_COMPILER, str(e)):
+            raise UserError(f"--compile={settings.compile}: {one_line(e)}: install a compiler (g++), or "
+                            "train with --compile=off") from None
+        raise
 
 
 def check_choices(settings, choices):

@@ -20,19 +20,19 @@ from runtime.files import duration, to_stderr
 
 def start(main, settings_class):
     """Runs main(settings) as a command, with the settings that sys.argv gives."""
-    command(lambda: main(configure(settings_class, sys.argv[1:])))
+    command(lambda argv: main(configure(settings_class, argv)))
 
 
 def import_as(name, path):
     """Imports a file as the module of that name, whatever its own name, and returns the module."""
     spec = importlib.util.spec_from_file_location(name, path)
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def command(run):
-    """Runs run() as a command: an expected error becomes one line on stderr and an exit code."""
+def command(main):
+    """Runs main(sys.argv[1:]) as a command: an expected error becomes one line on stderr and an exit code."""
     name = os.path.basename(sys.argv[0])
 
     # A signal ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed. train.py
@@ -44,9 +44,9 @@ def command(run):
         raise KeyboardInterrupt
 
     handle_stop_signals(interrupt)  # a shell's & lets a command ignore SIGINT, nohup SIGHUP
-    end_after_signal(4)
+    end_after_signal()
     try:
-        run()
+        main(sys.argv[1:])
         print(end="", flush=True)
     except BrokenPipeError:
         # The reader of the output has left, as `| head` does: Python must not flush the rest when it exits.
@@ -78,14 +78,14 @@ def on_each_signal(act):
     threading.Thread(target=read, daemon=True).start()
 
 
-def end_after_signal(seconds):
-    """Ends this process with 3 the given seconds after a signal, unless it has ended by itself.
+def end_after_signal():
+    """Ends this process with 3 four seconds after a signal, unless it has ended by itself.
 
     Python drops a KeyboardInterrupt that is raised in __del__. signal.set_wakeup_fd(-1) calls it off.
     """
     def end(number):
         if number in STOP_SIGNALS:
-            time.sleep(seconds)
+            time.sleep(4)
             os._exit(3)
 
     on_each_signal(end)

@@ -5,7 +5,7 @@ import traceback
 import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from runtime.errors import UserError
 
@@ -57,7 +57,7 @@ class Replayable(TorchDispatchMode):
             return "draws random numbers"
 
         # an operation that XLA does not have would run on the host
-        tensors = tree_flatten((args, kwargs))[0]
+        tensors = tree_leaves((args, kwargs))
         if any(torch.is_tensor(t) and t.device.type == "xla" for t in tensors):
             keys = ("XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
             if not any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys):

@@ -15,11 +15,11 @@ from torch._higher_order_ops.scan import scan_op
 from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import all_reduce
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from runtime.device import TORCHRUN, Device, flatten, free_port, loop_over_micro_batches
+from runtime.device import TORCHRUN, Device, free_port, loop_over_micro_batches
 from runtime.errors import UserError
-from runtime.replay import Replayable, write_out_attention
+from runtime.replay import Replayable
 
 warnings.filterwarnings("ignore", "<TorchTpu/ApiStage/ExperimentalApi/>")
 
@@ -30,8 +30,7 @@ class TPUDevice(Device):
 
     def __init__(self, settings):
         super().__init__("tpu", settings)
-        self.is_eager = settings.compile == "off"
-        self.compiles = not self.is_eager
+        self.compiles = settings.compile != "off"
         self.name = torch.tpu.get_device_name()  # a name of PEAK_FLOPS
         self.num_programs = 0
         self.compile_seconds = 0.0
@@ -46,23 +45,8 @@ class TPUDevice(Device):
     def fastest_dtype(self):
         return "bfloat16", f"{self.name} has units for it"
 
-    def put(self, tree):
-        return tree_map(lambda x: torch.as_tensor(x).to(self.torch_device), tree)
-
-    def fetch(self, x):
-        return x.cpu
-
-    def all_reduce(self, tree):
-        if self.world == 1:
-            return tree
-        vector, restore = flatten(tree)
-        return restore(all_reduce(vector, "sum", dist.group.WORLD))
-
-    def prepare(self, model):
-        super().prepare(model)
-        # torch's own attention becomes a kernel that keeps the rounded probabilities in no memory, but that
-        # only a TPU can run
-        write_out_attention(model)
+    def sum_of_ranks(self, vector):
+        return all_reduce(vector, "sum", dist.group.WORLD)
 
     def compile(self, fn):
         return fn  # compile_step() compiles the whole step
@@ -80,22 +64,22 @@ class TPUDevice(Device):
                 programs[static] = self.capture(fn, state, inputs, *static)
             return programs[static](state, inputs)
 
-        return fn if self.is_eager else call
+        return call if self.compiles else fn
 
     def capture(self, fn, state, inputs, *static):
         """Compiles fn and returns a function with its arguments and results, which runs the program."""
         from torch_tpu._internal.compile.compiler import StaticCompiler
         began = time.monotonic()
         graph, tensors, structure = self.graph_of(fn, state, inputs, *static)
-        constants = tensors[len(tree_flatten((state, inputs))[0]):]
+        constants = tensors[len(tree_leaves((state, inputs))):]
         # the new state takes the memory of the old one
-        donated = list(range(len(tree_flatten(state)[0])))
+        donated = list(range(len(tree_leaves(state))))
         program = StaticCompiler()(graph, tensors, donated_inputs=donated, module_name="step")
         self.num_programs += 1
         self.compile_seconds += time.monotonic() - began
 
         def replay(state, inputs):
-            results = program(*tree_flatten((state, inputs))[0], *constants)
+            results = program(*tree_leaves((state, inputs)), *constants)
             new_state, outputs = tree_unflatten(list(results), structure)
             state.update(new_state)
             return outputs
@@ -129,33 +113,28 @@ class TPUDevice(Device):
 
         With --compile=off it runs the operations of one micro-batch after the other.
         """
-        if self.is_eager or size in (0, len(tree_flatten(batch)[0][0])):
+        if not self.compiles or size == len(tree_leaves(batch)[0]):
             return loop_over_micro_batches(body, sums, weights, batch, size)
 
         # the loop takes flat lists of tensors, and the graph of its body
         micro_batches = tree_map(lambda t: t.unflatten(0, (-1, size)), batch)
-        old_sums, sums_structure = tree_flatten(sums)
-        rows, rows_structure = tree_flatten(micro_batches)
-        others, others_structure = tree_flatten(weights)
         structures = []
 
         def step(*tensors):
-            tensors = list(map(torch.clone, tensors))
-            ends = len(old_sums), len(old_sums) + len(rows)
-            addends, result = body(
-                tree_unflatten(tensors[ends[1]:], others_structure),
-                tree_unflatten(tensors[ends[0]:ends[1]], rows_structure))
-            sums = map(torch.add, tensors, tree_flatten(addends)[0])
-            results, structure = tree_flatten(result)
+            sums, micro_batch, weights = tree_unflatten(list(map(torch.clone, tensors)), arguments)
+            addends, result = body(weights, micro_batch)
+            new_sums = tree_map(torch.add, sums, addends)
+            results, structure = tree_flatten((new_sums, tree_map(torch.clone, result)))
             structures.append(structure)
-            return [*sums, *map(torch.clone, results)]
+            return results
 
         with disable_proxy_modes_tracing():
-            examples = [torch.empty_like(t) for t in (*old_sums, *(t[0] for t in rows), *others)]
-            graph, constants = trace(step, examples)
-        results = scan_op(graph, old_sums, rows, [*others, *constants])
-        sums = tree_unflatten(list(results[:len(old_sums)]), sums_structure)
-        results = tree_unflatten(list(results[len(old_sums):]), structures[0])
+            first = tree_map(lambda t: t[0], micro_batches)
+            tensors, arguments = tree_flatten((sums, first, weights))
+            graph, constants = trace(step, list(map(torch.empty_like, tensors)))
+        results = scan_op(
+            graph, tree_leaves(sums), tree_leaves(micro_batches), [*tree_leaves(weights), *constants])
+        sums, results = tree_unflatten(list(results), structures[0])
         return sums, tree_map(lambda t: t.flatten(0, 1), results)
 
     def counts(self):

@@ -17,18 +17,18 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from runtime.device import flatten, loop_over_micro_batches
+from runtime.device import Device, flatten, loop_over_micro_batches
 from runtime.errors import UserError, is_out_of_memory, one_line
-from runtime.replay import Replayable, write_out_attention
+from runtime.replay import Replayable
 
 XLAC = torch_xla._XLAC
 # where replicas are threads, one compiles while it holds this lock, and the others find its program
 LAUNCH = threading.Lock()
 
 
-class XLADevice:
+class XLADevice(Device):
     """A TPU chip, or with PJRT_DEVICE=CPU a replica on the CPU. See device.Device for the methods."""
     type = "xla"
     compiles = True
@@ -61,17 +61,8 @@ class XLADevice:
             torch_xla.backends.set_mat_mul_precision("highest")
         return wanted, note
 
-    def put(self, tree):
-        return tree_map(lambda x: torch.as_tensor(x).to(self.torch_device), tree)
-
-    def fetch(self, x):
-        return x.cpu
-
-    def all_reduce(self, tree):
-        if self.world == 1:
-            return tree
-        vector, restore = flatten(tree)
-        return restore(xm.all_reduce(xm.REDUCE_SUM, vector))
+    def sum_of_ranks(self, vector):
+        return xm.all_reduce(xm.REDUCE_SUM, vector)
 
     def all_reduce_cpu(self, vector):
         """Returns the sum of the ranks' vectors, on the host. All ranks."""
@@ -102,10 +93,6 @@ class XLADevice:
             vector = self.all_reduce_cpu(vector)
         return tree_map(torch.clone, restore(vector))
 
-    def prepare(self, model):
-        model.to(self.torch_device)
-        write_out_attention(model)
-
     def compile(self, fn):
         return fn  # compile_step() compiles the whole step
 
@@ -126,7 +113,7 @@ class XLADevice:
             self.is_lazy = True
             outputs = fn(new_state, inputs, *static)
             self.is_lazy = self.compile_mode == "off"
-            self.launch(tree_flatten(outputs)[0][0])
+            self.launch(tree_leaves(outputs)[0])
             state.update(new_state)
             return outputs
 
@@ -181,7 +168,7 @@ class XLADevice:
     def wait_for(self, replay, state, inputs):
         """Returns replay(state, inputs) once the program has ended."""
         outputs = replay(state, inputs)
-        tree_flatten(outputs)[0][0].cpu()
+        tree_leaves(outputs)[0].cpu()
         return outputs
 
     def capture(self, fn, state, inputs, *static):
@@ -202,7 +189,7 @@ class XLADevice:
         parameters = sorted({*constants, *sources} - {-1})  # -1: an unused input
 
         def arguments_of(state, inputs):
-            tensors = tree_flatten((state, inputs))[0]
+            tensors = tree_leaves((state, inputs))
             # what a fork computed between steps is a program of its own
             if any(XLAC._check_tensor_need_materialization(tensors)):
                 self.launch(tensors[0])
@@ -211,7 +198,7 @@ class XLADevice:
         def compile(state, inputs):
             # the new state takes the memory of the old one
             arguments = arguments_of(state, inputs)
-            for t in tree_flatten(state)[0]:
+            for t in tree_leaves(state):
                 XLAC._set_buffer_donation(t, True)
             XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
             # as torch.compile's backend "openxla" does: compile without running, so that all ranks can agree
@@ -248,7 +235,7 @@ class XLADevice:
         outputs = fn(state, inputs, *static)
         results, structure = tree_flatten((state, outputs))
         lowering.build(results)
-        return lowering, tree_flatten(placeholders)[0], structure
+        return lowering, tree_leaves(placeholders), structure
 
     def launch(self, result):
         """Runs what was traced since the last call, one program; result: one of its results. All ranks."""
@@ -259,10 +246,6 @@ class XLADevice:
             result.cpu()
         torch_xla.sync()
 
-    @staticmethod
-    def micro_batch_size(settings, flops):
-        return settings.micro_batch_size
-
     def for_each_micro_batch(self, body, sums, weights, batch, size):
         """Runs body in a loop inside the program, whose memory does not grow with its length.
 
@@ -270,7 +253,7 @@ class XLADevice:
         """
         from torch_xla.experimental.scan import _scan_impl_pytree
 
-        if self.is_lazy or size in (0, len(tree_flatten(batch)[0][0])):
+        if self.is_lazy or size == len(tree_leaves(batch)[0]):
             return loop_over_micro_batches(body, sums, weights, batch, size)
 
         def scan_body(carry, micro_batch):

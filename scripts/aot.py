@@ -27,9 +27,10 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 import bench
 import configurator
@@ -101,8 +102,6 @@ def trace_xla(settings, chips):
     """
     # one replica on the CPU; the variable makes torch_xla keep the all-reduce
     os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
-    from torch.utils._pytree import tree_flatten
-
     from runtime.replay import Replayable
     replica = train.open_device("xla", settings)
     replica.name = "TPU"
@@ -111,7 +110,7 @@ def trace_xla(settings, chips):
         with torch.no_grad(), Replayable():
             lowering, placeholders, _ = replica.lower(step, state, inputs)
         numbers = [lowering.tensor_parameter_id(t) for t in placeholders]
-        programs[name] = lowering.hlo(), numbers[:len(tree_flatten(state)[0])]
+        programs[name] = lowering.hlo(), numbers[:len(tree_leaves(state))]
     return programs
 
 
@@ -119,7 +118,6 @@ def trace_torchtpu(settings, chips):
     """Returns the same of TorchTPU, whose programs are StableHLO."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torch.utils._pytree import tree_flatten
     from torch_tpu._internal.compile import tpu_torch_compile
     from torch_tpu._internal.execution_mode import EagerMode, set_eager_mode
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=chips)
@@ -146,7 +144,7 @@ def trace_torchtpu(settings, chips):
             rf"tensor<1x{chips}xi64>}}> ({{ ^bb0(%a: tensor<f32>, %b: tensor<f32>): "
             r"%sum = stablehlo.add %a, %b : tensor<f32> stablehlo.return %sum : tensor<f32> }) : (\2) -> \2",
             tpu_torch_compile.serialize_mlir_text(module))
-        programs[name] = program, range(len(tree_flatten(state)[0]))
+        programs[name] = program, range(len(tree_leaves(state)))
     return programs
 
 
@@ -271,4 +269,4 @@ def schedule_cycles(text, buffers):
 
 
 if __name__ == "__main__":
-    process.command(lambda: main(sys.argv[1:]))
+    process.command(main)

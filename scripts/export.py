@@ -20,7 +20,6 @@ import base64
 import json
 import os
 import re
-import sys
 
 import play
 import solve
@@ -201,4 +200,4 @@ def refuse(path, trm):
 
 
 if __name__ == "__main__":
-    command(lambda: main(sys.argv[1:]))
+    command(main)

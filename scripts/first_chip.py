@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)
 from runtime import process
 from runtime.errors import UserError, check_choices, check_numbers

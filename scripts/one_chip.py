@@ -3,10 +3,10 @@
     python scripts/one_chip.py config/demo.py --device=xla
 """
 import functools
-import os
 import sys
+from pathlib import Path
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import configurator
 import train
 from runtime import process
@@ -28,4 +28,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    process.command(lambda: main(sys.argv[1:]))
+    process.command(main)

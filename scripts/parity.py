@@ -16,12 +16,13 @@ import glob
 import json
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)
 import configurator
 import train
@@ -218,4 +219,4 @@ def replay_all(device_type):
 
 
 if __name__ == "__main__":
-    process.command(lambda: main(sys.argv[1:]))
+    process.command(main)

@@ -27,7 +27,6 @@ the original first, which run side by side: a line has the lists "answers", turn
 import contextlib
 import json
 import os
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -331,4 +330,4 @@ def json_line(value):
 
 
 if __name__ == "__main__":
-    command(lambda: main(sys.argv[1:]))
+    command(main)

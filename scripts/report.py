@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from sweep import GROUPS, NEUTRAL, changes, group_of
 
 from configurator import configure, split_arguments
@@ -334,4 +334,4 @@ def plot_group(x, variants, labels, law, path):
 
 
 if __name__ == "__main__":
-    command(lambda: main(sys.argv[1:]))
+    command(main)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)
 import draw
 from rows import parse_rows, read_rows, read_source
@@ -297,4 +297,4 @@ def is_question_of(kind, text):
 
 
 if __name__ == "__main__":
-    command(lambda: main(sys.argv[1:]))
+    command(main)

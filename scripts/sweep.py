@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)
 import torch
 
@@ -242,4 +242,4 @@ def train_to_end(run):
 
 
 if __name__ == "__main__":
-    process.command(lambda: main(sys.argv[1:]))
+    process.command(main)

@@ -237,7 +237,7 @@ def run_script(name, argv, *place):
         if script is train:
             process.start(train.main, train.Settings)
         else:
-            process.command(lambda: script.main(argv))
+            process.command(script.main)
     except SystemExit as e:
         code = e.code
     atexit._run_exitfuncs()  # multiprocessing ends without them, and frees nothing: a lock's file would stay
