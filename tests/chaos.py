@@ -49,7 +49,7 @@ chmod +x venv/bin/pip
 """
 
 
-def chaos(folder, names, seed=0, steps=200, poll=1):
+def chaos(folder, names, seed=0, steps=200):
     """Trains under keep while the faults of these names strike, in this order, at moments drawn by the seed.
 
     Args:
@@ -57,14 +57,13 @@ def chaos(folder, names, seed=0, steps=200, poll=1):
         names: of FAULTS.
         seed: of the moments.
         steps: of the run.
-        poll: seconds between keep's checks.
 
     Raises:
         AssertionError: the run does not complete, or not as one without faults.
     """
     draw = random.Random(seed)
     with slice_with_data(folder, seed) as tpu:
-        tpu.start_keep(steps, poll)
+        tpu.start_keep(steps)
         for i, name in enumerate(names):
             # each fault in its share of the run, but every fifth during the restart before it
             if i % 5 == 4:
@@ -174,12 +173,12 @@ class Slice(Cloud):
         self.runs = []
         self.set_mark()
 
-    def start_keep(self, steps, poll):
+    def start_keep(self, steps):
         command = ["train.py", *SETTINGS, f"--max_steps={steps}", "--out_dir=out/run", "--stall_timeout=20",
                    "--gcs_dir=gs://bucket/run", "--data_path=gs://bucket/data/four"]
         with open(self.output, "w") as f:
             self.keep = self.start(
-                "keep", *command, stdout=f, stderr=f, POLL=str(poll), STOP_WAIT="5", TIMEOUT="10",
+                "keep", *command, stdout=f, stderr=f, POLL="1", STOP_WAIT="5", TIMEOUT="10",
                 MAX_FAILURES="5")  # the faults come faster than checkpoints
 
     def observe(self):

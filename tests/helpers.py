@@ -325,12 +325,26 @@ def judgements(task, arrays):
     return {name: total for name, total in sums.items() if name not in own}
 
 
+def remove(out, *patterns):
+    """Removes files of a run."""
+    for pattern in patterns:
+        for path in Path(out).glob(pattern):
+            path.unlink()
+
+
 def same(a, b):
     """Returns whether two trees have the same structure and equal tensors."""
     a, structure = tree_flatten(a)
     b, other = tree_flatten(b)
     return structure == other and all(torch.equal(torch.as_tensor(x), torch.as_tensor(y))
                                       for x, y in zip(a, b) if x is not None)
+
+
+def flip_a_bit(path):
+    """Changes a bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def code_cells(name):

@@ -43,7 +43,7 @@ def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(ra
 
 
 def test_a_batch_that_does_not_fit_is_refused_in_the_compilers_words(random_puzzles):
-    flags = ["--H_cycles=1", "--global_batch_size=200000", "--expansion=64", f"--data_path={random_puzzles}"]
+    flags = ["--H_cycles=1", "--global_batch_size=50000", "--expansion=256", f"--data_path={random_puzzles}"]
     assert "exceeds available HBM" in run_aot("--tpu=v5e-1", *flags, code=2).splitlines()[-1]
 
 

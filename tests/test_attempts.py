@@ -147,9 +147,8 @@ def test_puzzles_whose_answer_stays_the_same_leave_early(data, trained, patience
     assert values["eval/exact_accuracy"] == pytest.approx((saved["preds"] == saved["labels"]).all(1).mean())
 
 
-@pytest.mark.parametrize("patience", [0, 1])
-@pytest.mark.parametrize("flags", [["--global_batch_size=12", "--micro_batch_size=4"],
-                                   ["--global_batch_size=7"]], ids=str)
+@pytest.mark.parametrize("patience, flags", [
+    (0, ["--global_batch_size=7"]), (1, ["--global_batch_size=12", "--micro_batch_size=4"])])
 def test_the_answers_do_not_depend_on_the_batch(data, trained, sure, patience, flags):
     """test_solve.py compares them with those of ask.solve."""
     same = "--eval_attempts=4", f"--eval_patience={patience}"

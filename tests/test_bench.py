@@ -1,13 +1,12 @@
-"""bench.py at tiny sizes: figures, the default batch, forks, wrong input. test_model.py counts FLOPs."""
+"""bench.py at tiny sizes: figures, the default batch, forks, wrong input. test_model.py counts FLOPs,
+test_first_chip.py has replicas."""
 import json
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, TINY, TrainProcess, on_replicas
+from helpers import ROOT, TINY, TrainProcess
 
 import bench
-import configurator
-import train
 from runtime.errors import UserError
 
 MODEL = [flag for flag in TINY if "batch_size" not in flag]
@@ -41,20 +40,6 @@ def test_one_step_chooses_the_batch_on_a_cpu_where_none_is_given(flags, size, mo
     figures = json.loads(text.splitlines()[-1])
     assert figures["global_batch_size"] == size and figures["training_hours"] is None
     assert "1000 random puzzles of 6x6 cells" in text
-
-
-def xla_bench(rank, *arguments):
-    bench.bench(*arguments)
-
-
-@pytest.mark.xla
-def test_two_replicas_through_xla(random_puzzles):
-    flags = [*MODEL, "--H_cycles=1", "--L_cycles=1", "--micro_batch_size=8"]
-    settings = configurator.configure(train.Settings, [*flags, f"--data_path={random_puzzles}"])
-    text = on_replicas(2, xla_bench, settings, 1, "xla", True, 16)
-    figures = json.loads(text.splitlines()[-1])
-    want = {"kind": "xla", "replicas": 2, "global_batch_size": 32, "xla/fallbacks": 0}
-    assert figures | want == figures
 
 
 @pytest.mark.parametrize("flags, words", [

@@ -163,9 +163,7 @@ def generated(puzzles, manifest=MANIFEST, size=3):
     ((ONES, ONES + 1.5), "integers below vocab_size=4"),
     ((ONES - 1, ONES), "questions count from 1"),
     ((np.ones((3, 8), int), np.ones((3, 8), int)), r"shape \(3, 8\): must be \[n, 4\] for the grid \[2, 2\]"),
-    ((ONES[:, :2], ONES[:, :2]), r"shape \(3, 2\): must be \[n, 4\]"),
     ((ONES, ONES[:2]), "arrays of numbers, of one shape"),
-    ((ONES, ONES[:, :3]), "arrays of numbers, of one shape"),
     ((ONES, "1111"), "arrays of numbers, of one shape"),
     ((ONES[:0], ONES[:0]), r"shape \(0, 4\): must .* with one puzzle at least"),
     (ONES, r"shape \(4,\): must"),
@@ -276,7 +274,7 @@ def test_a_long_search_is_given_up_for_its_board_alone(monkeypatch):
     assert sudoku_of(9).num_solutions(boards).tolist() == [-1, 1]
 
 
-@pytest.mark.parametrize("size, n", [(4, 60), (6, 60), (9, 5)])
+@pytest.mark.parametrize("size, n", [(4, 60), (6, 60), (9, 3)])
 def test_generated_puzzles_are_minimal_with_one_solution(size, n):
     questions, answers = minimal_sudokus(0, 0, n, size)
     assert sudoku_of(size).judge(questions, answers).solved.all()

@@ -66,14 +66,16 @@ def test_a_rehearsal_on_the_cpu(monkeypatch, capsys):
 
 @pytest.mark.xla
 def test_a_rehearsal_through_xla(monkeypatch):
-    for name, value in xla_environment(4).items():
+    for name, value in xla_environment(2).items():
         monkeypatch.setenv(name, value)
     names = ["losses of the CPU", "losses of one chip, float32", "losses of all chips, float32",
-             "sudoku, --compile=off"]
+             "sudoku"]
     results = rehearse(monkeypatch, "xla", names)
     assert all(result["ok"] for result in results.values())
-    assert results["sudoku, --compile=off"]["figures"]["replicas"] == 4
-    assert "4 x xla" in Path("results.md").read_text()
+    figures = results["sudoku"]["figures"]
+    want = {"kind": "xla", "replicas": 2, "global_batch_size": 16, "xla/fallbacks": 0}
+    assert figures | want == figures
+    assert "2 x xla" in Path("results.md").read_text()
     hardware = [json.loads(Path(run, "metrics.jsonl").read_text().partition("\n")[0])["run"]["hardware"]
                 for run in ("cpu", "one")]
     assert hardware[0][0].startswith("1 x cpu") and hardware[1][0].startswith("1 x xla")

@@ -152,18 +152,9 @@ def test_one_process_trains_alone_in_an_environment_that_names_no_others(variabl
     assert (device.rank, device.world, device.host) == (0, 1, 0)
 
 
-@pytest.mark.parametrize("variables, words", [
-    (f"RANK=-1 {ADDRESS}", "RANK=-1 in the environment must be a whole number, "),
-    ("RANK=0 WORLD_SIZE=2", "RANK=0 WORLD_SIZE=2 MASTER_ADDR= MASTER_PORT= in the environment: "),
-    ("WORLD_SIZE=8", "RANK= WORLD_SIZE=8 MASTER_ADDR= MASTER_PORT= in the environment: "),
-    ("RANK=1", "several replicas need all four, as torchrun sets them"),
-    ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost", "MASTER_ADDR=localhost MASTER_PORT= in the environment: "),
-    ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1", "one process needs `env -u RANK"),
-])
-def test_ranks_without_an_address_are_wrong_input(variables, words, data):
-    environment = dict(variable.split("=") for variable in variables.split())
-    [error] = start_train(data, "run", **environment).output(2).splitlines()
-    assert words in error
+def test_a_rank_without_an_address_is_wrong_input(data):
+    [error] = start_train(data, "run", RANK="0", WORLD_SIZE="2").output(2).splitlines()
+    assert "RANK=0 WORLD_SIZE=2 MASTER_ADDR= MASTER_PORT= in the environment: " in error
 
 
 SRUN = "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2"
@@ -171,6 +162,11 @@ SRUN = "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2"
 
 @pytest.mark.parametrize("variables, words", [
     ("RANK=x WORLD_SIZE=2", "RANK=x in the environment must be a whole number, "),
+    (f"RANK=-1 {ADDRESS}", "RANK=-1 "),
+    ("WORLD_SIZE=8", "RANK= WORLD_SIZE=8 MASTER_ADDR= MASTER_PORT= in the environment: "),
+    ("RANK=1", "several replicas need all four, as torchrun sets them"),
+    ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost", "MASTER_ADDR=localhost MASTER_PORT= in the environment: "),
+    ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1", "one process needs `env -u RANK"),
     ("RANK=0 WORLD_SIZE=0", "WORLD_SIZE=0 .* several replicas need all four"),
     (f"RANK=0 {ADDRESS} MASTER_PORT=http", "MASTER_PORT=http .* whole number"),
     (f"RANK=0 {ADDRESS} LOCAL_RANK=x", "LOCAL_RANK=x "),

@@ -17,6 +17,7 @@ import pytest
 import solve
 import yaml
 from helpers import DATA, ROOT, TINY, TrainProcess, code_cells, curve, run_config, xla_environment
+from test_spawn import KAGGLE
 
 import prepare_sudoku
 import train
@@ -51,18 +52,6 @@ def test_the_guides_loop_has_all_runs_of_the_study_and_their_datasets(monkeypatc
     monkeypatch.setattr(sys, "argv", ["-c", "config/study/exp04b_2000_copies.py"])
     exec(code, {})
     assert capsys.readouterr().out == "data/sudoku-extreme-1k-aug-2000\n"
-
-
-# the variables of Kaggle's image
-KAGGLE = {
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_CHIPS_PER_HOST_BOUNDS": "2,4,1",
-    "TPU_HOST_BOUNDS": "1,1,1",
-    "TPU_PROCESS_ADDRESSES": "local",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-}
 
 
 @pytest.mark.xla

@@ -17,13 +17,13 @@ import pytest
 import torch
 from helpers import (
     CURRICULUM,
-    DEEP,
     TINY,
     WHOLE,
     curve,
     last_weights,
     lines,
     newest,
+    remove,
     run,
     same,
     start_train,
@@ -68,8 +68,7 @@ def test_best_pt_is_the_best_evaluation_the_final_one_included(data, monkeypatch
 def interrupted(source, out):
     """Copies a run of 40 steps as a crash after its 30th leaves it."""
     shutil.copytree(source, out)
-    for suffix in "pt", "json":
-        os.remove(f"{out}/ckpt_00000040.{suffix}")
+    remove(out, "ckpt_00000040.*")
     with open(f"{out}/metrics.jsonl", "a") as f:
         f.write('{"step": 41, "tra')  # half a line
     return out
@@ -83,7 +82,7 @@ def check_resume(data, source, out, step, *flags):
 
 
 RESUMES = {
-    "adamw, rope, softmax": [*DEEP, "--optimizer=adamw", "--micro_batch_size=4", "--mlp_t=False",
+    "adamw, rope, softmax": ["--optimizer=adamw", "--micro_batch_size=4", "--mlp_t=False",
                              "--pos_encodings=rope", "--puzzle_emb_ndim=0",
                              "--loss_type=softmax_cross_entropy"],
     "lion, learned positions, float16": ["--optimizer=lion", "--lr=2e-4", "--ema=False", "--mlp_t=False",
@@ -127,8 +126,7 @@ def test_best_pt_of_steps_that_a_run_did_not_take_counts_no_more(data, out, last
     """After a kill a run begins again, or further back, and its settings may be others."""
     Path(out, "best.json").write_text(json.dumps({"step": 32, "metrics": {"eval/exact_accuracy": 1.0}}))
     for step in range(last_saved + 10, 50, 10):
-        for path in Path(out).glob(f"ckpt_{step:08d}.*"):
-            path.unlink()
+        remove(out, f"ckpt_{step:08d}.*")
     run(data, out, *WHOLE, "--init_from=auto", "--weight_decay=0.3")
     assert json.loads(Path(out, "best.json").read_text())["settings"]["weight_decay"] == 0.3
 
@@ -170,8 +168,7 @@ def test_minutes_become_steps_which_a_resume_keeps(data):
     repeated = [f"--{name}={settings[name]}" for name in names]
     for name, more in ("resumed", []), ("repeated", ["--max_minutes=0", *repeated]):
         shutil.copytree("run", name)
-        for path in [*Path(name).glob("best.*"), *Path(name).glob(f"ckpt_{steps:08d}.*")]:
-            path.unlink()
+        remove(name, "best.*", f"ckpt_{steps:08d}.*")
         text = train(name, *more, "--init_from=resume")
         assert f" to {steps}, 16 sequences" in text and ("chose the length" in text) == (not more)
         assert same(last_weights(name), last_weights("run")) and curve(name) == curve("run")
@@ -268,8 +265,7 @@ def test_an_export_has_the_official_names_and_loads_back(data, whole):
     run(data, "tuned", *begin)
     assert curve("tuned")[5] < curve(whole[0])[5]
     assert curve("tuned", "eval/loss")[0] == values["eval/loss"]
-    for path in Path("tuned").glob("ckpt_*"):
-        path.unlink()
+    remove("tuned", "ckpt_*")
     run(data, "tuned", *begin)
     assert [line["step"] for line in lines("tuned") if "eval/loss" in line] == [0, 5]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TrainProcess, prepare
+from helpers import TrainProcess, flip_a_bit, prepare
 
 import prepare_arc
 import prepare_maze
@@ -88,7 +88,7 @@ def damage_datasets(folder):
     shutil.copytree(folder / "sudoku", folder / "cut", ignore=shutil.ignore_patterns("manifest.json"))
     os.truncate(folder / "cut/train/all__inputs.npy", 200)
     shutil.copytree(folder / "sudoku", folder / "changed")
-    flip(folder / "changed/test/all__labels.npy")
+    flip_a_bit(folder / "changed/test/all__labels.npy")
 
 
 def damage_checkpoints(folder):
@@ -97,7 +97,7 @@ def damage_checkpoints(folder):
     for name in "cut.pt", "flipped.pt":
         shutil.copy(path, folder / name)
     os.truncate(folder / "cut.pt", 1000)
-    flip(folder / "flipped.pt")
+    flip_a_bit(folder / "flipped.pt")
     (folder / "page.pt").write_text("<!DOCTYPE html>\n<html></html>\n")
     (folder / "tensors.pt").write_bytes((2).to_bytes(8, "little") + b"{}")
     (folder / "pointer.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
@@ -106,13 +106,6 @@ def damage_checkpoints(folder):
     torch.save({"lm_head.weight": state["weights"]["lm_head.weight"]}, folder / "partial.pt")
     state["task"]["symbols"] = "_.4321"
     torch.save(state, folder / "renamed.pt")
-
-
-def flip(path):
-    """Changes a bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def snapshot(folder):
