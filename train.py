@@ -377,7 +377,6 @@ def final_evaluation(run, test_set, log, checkpoints, step):
     checkpoints: None in eval_only, since best.pt is of the training run.
     """
     indices = test_set.subset(run.settings.eval_final_max_puzzles)
-    run.device.report = functools.partial(log.within_step, 0)
     # the arrays of eval_save_outputs and ARC's answers go beside the checkpoint that they belong to
     values = run.evaluate(test_set, indices, "final evaluation", f"eval_{step:08d}")
     if not values:
@@ -538,6 +537,7 @@ def replica(settings, device_type, began):
 
     # from here on the run writes to out_dir
     log = Log(settings, device, start.step)
+    device.report = functools.partial(log.within_step, 0)
     checkpoints = None
     if not settings.eval_only:
         checkpoints = checkpoint.Checkpoints(settings, device, start, train_set, test_set, log.print0)

@@ -140,8 +140,8 @@ def check_task(saved, train_set, path):
     """Raises UserError if the weights in the file `path` were trained on another kind of puzzle."""
     # files of the official code do not say their task
     task = saved.get("task", train_set.task)
-    for name in ("kind", "symbols"):
-        if task["kind"] and list(task[name]) != list(train_set.task[name]):
+    for name, first in ("kind", 0), ("symbols", 1):  # padding has no sign, and prepare_csv.py gives it one
+        if task["kind"] and list(task[name])[first:] != list(train_set.task[name])[first:]:
             raise UserError(f"{path} was trained on puzzles with {name} {task[name]!r}, but "
                             f"{train_set.path} has {train_set.task[name]!r}: leave out the config file, or "
                             "give --data_path")

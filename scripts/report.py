@@ -141,9 +141,9 @@ def read_run(path, target):
     solved = metric("train/exact_accuracy")
     step_time = metric("perf/step_time")
     last_tenth = -len(solved) // 10
-    # a line stands for the steps since the one before
+    # a line stands for the steps since the one before; none has a speed if every step compiled
     steps = np.diff([0, *(line["step"] for line in lines if "perf/step_time" in line)])
-    step_hours = np.average(step_time, weights=steps) / 3600
+    step_hours = steps @ step_time / steps.sum() / 3600
     facts |= dict(
         accuracy=accuracy[-1],
         gap=100 * solved[last_tenth:].mean() - accuracy[-1],
@@ -152,7 +152,7 @@ def read_run(path, target):
         halting=metric("train/steps")[last_tenth:].mean(),
         speed=np.median(metric("perf/examples_per_sec")),
         hours=facts["total_steps"] * step_hours,
-        pflop=facts["total_steps"] * np.average(metric("perf/tflops") * step_time, weights=steps) / 1000,
+        pflop=facts["total_steps"] * (steps @ (metric("perf/tflops") * step_time)) / steps.sum() / 1000,
     )
     # where the best accuracy so far, which is 0 at step 0, reaches the target
     best = np.maximum.accumulate(accuracy)
@@ -164,7 +164,7 @@ def read_run(path, target):
     # what tells this run from others: its settings, its dataset, which may have moved, its forks and the
     # weights that it began with
     name = path.absolute().parent.name
-    data = f"{os.path.basename(settings['data_path'])}-{facts['data_sha256'][:8]}"
+    data = f"{Path(settings['data_path']).name}-{facts['data_sha256'][:8]}"
     seed = settings.pop("seed")
     decisive = {key: value for key, value in settings.items() if key not in NEUTRAL}
     decisive |= dict(

@@ -36,6 +36,7 @@ from runtime import files, process
 from runtime.dataset import get_dataset
 from runtime.errors import UserError
 from runtime.flops import FlopCounter, flops_per_example
+from runtime.minutes import keep_length
 from weights import new_model
 
 
@@ -199,6 +200,7 @@ def sweep(runs, continue_on_failure):
     # a run with other settings in the folder must not be resumed, nor count as complete
     for run in runs:
         saved = files.read_facts(run.metrics).get("settings", {})
+        keep_length(run.settings, saved)  # max_minutes has become a number of steps
         difference = changes(saved, vars(run.settings), NEUTRAL + REPLACED)
         if difference:
             raise UserError(f"{run.settings.out_dir} holds a run with other settings ({difference}): "

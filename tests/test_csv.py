@@ -21,6 +21,7 @@ from puzzles import kind_of
 from puzzles.maze import Maze
 from puzzles.sudoku import Sudoku
 from puzzles.symmetries import dihedral, keys_of, orbit_keys
+from runtime.checkpoint import check_task
 from runtime.errors import UserError
 
 
@@ -222,8 +223,11 @@ def test_a_class_that_extends_mazes_keeps_its_name_and_its_rules_at_another_size
     assert type(resized) is Mine and resized.task == Maze.new_task(7) | {"kind": "mine"}
 
 
+SUDOKUS = ".234341221434321,1234341221434321", "..34341221434321,1234341221434321"
+
+
 @pytest.mark.parametrize("base, symbols, rows, num_copies", [
-    (Sudoku, ".1234", [".234341221434321,1234341221434321", "..34341221434321,1234341221434321"], 9),
+    (Sudoku, ".1234", SUDOKUS, 9),
     (Maze, "# SGo", ["S##   ##G,S##ooo##G", "S  ## ##G,Soo##o##G"], 7)])
 def test_a_class_that_extends_a_kind_has_datasets(kinds, base, symbols, rows, num_copies, capsys):
     """With as many copies as there can be."""
@@ -232,6 +236,16 @@ def test_a_class_that_extends_a_kind_has_datasets(kinds, base, symbols, rows, nu
     path = prepare_csv.main(configure(prepare_csv.Settings, [*flags, f"--symbols={symbols}"]))
     assert len(Dataset(path, "train")) == 1 + num_copies
     assert f"copies of each: {num_copies}\n" in capsys.readouterr().out
+
+
+def test_weights_fit_the_datasets_of_their_kind_and_symbols():
+    """prepare_csv.py gives padding a sign."""
+    path = build("x", f"--train_csv={write('all.csv', *SUDOKUS)} --holdout=1 --kind=sudoku --symbols=.1234")
+    dataset = Dataset(path, "train")
+    check_task({"task": Sudoku.new_task(4)}, dataset, "a.pt")
+    for change in {"kind": "maze"}, {"symbols": " .1243"}:
+        with pytest.raises(UserError, match=f"a.pt was trained on puzzles with {[*change][0]}"):
+            check_task({"task": Sudoku.new_task(4) | change}, dataset, "a.pt")
 
 
 def test_the_copies_of_a_kind_are_made(kinds):

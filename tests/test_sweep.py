@@ -106,7 +106,8 @@ def test_a_stopped_run_saves_and_goes_on(sweep, flags, tmp_path):
 
 def test_a_complete_run_is_skipped_and_a_folder_with_other_settings_is_refused(sweep, flags, tmp_path):
     assert f"{EMA_OFF:32} complete\n1 of 1 complete" in sweep("exp08a", *flags)
-    assert sweep("exp08a", *flags, "--log_interval=9").startswith(f"{EMA_OFF:32} complete\n")
+    again = "--log_interval=9", "--max_minutes=9"
+    assert sweep("exp08a", *flags, *again).startswith(f"{EMA_OFF:32} complete\n")
     with pytest.raises(script.UserError, match=r"holds a run with other settings \(lr=0.0001\): delete it"):
         sweep("exp08a", "exp08b", *flags, "--lr=0.5")
 

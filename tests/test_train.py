@@ -195,11 +195,13 @@ def test_minutes_contain_the_evaluation_of_a_file_before_the_first_step(data, mo
 
 
 def test_minutes_know_no_epochs_and_at_most_an_evaluation_a_step(data, monkeypatch):
-    """A batch has four times the puzzles. A step takes 10 s here, an evaluation too."""
-    monkeypatch.setattr(minutes, "time_steps", lambda *_: 10.0)
+    """A batch has four times the puzzles. A step takes 10 s here, an evaluation too, and they say so."""
+    reports = []
+    monkeypatch.setattr("runtime.log.Log.within_step", lambda *arguments: reports.append(arguments))
+    monkeypatch.setattr(minutes, "time_steps", lambda run, _: run.device.report(5.0, 0.5) or 10.0)
     run(data, "run", "--max_minutes=1", "--global_batch_size=256", "--epochs=1", "--eval_interval=1",
         "--eval_halt_max_steps=1")
-    assert 0 < newest("run")["step"] <= 2
+    assert 0 < newest("run")["step"] <= 2 and reports
 
 
 def test_a_run_that_times_its_steps_does_not_stall(monkeypatch):
