@@ -12,7 +12,6 @@ scipy.
 import importlib.util
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import NamedTuple
