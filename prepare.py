@@ -41,14 +41,14 @@ LONGEST_PAUSE = 300  # seconds that a hub may ask for; it counts the requests of
 # ---------------------------------------------------------------------------------------------------------
 # Settings
 
-def fill_in_source(settings, dataset_names, aug, everything="full"):
+def fill_in_source(settings, dataset_names, aug, hub_size="full"):
     """Fills in source and output_dir of a prepare script's settings. Raises UserError for a wrong setting.
 
     Args:
         settings: of the script.
         dataset_names: {source: its name}, for hub and generate.
         aug: what the folder's name says after aug: how many copies, for mazes how many versions.
-        everything: the word for all puzzles of a source.
+        hub_size: the word for all puzzles of the hub's dataset.
     """
     # files of your own need no --source=csv
     if settings.train_csv or settings.test_csv:
@@ -62,6 +62,7 @@ def fill_in_source(settings, dataset_names, aug, everything="full"):
 
     # the name says the source, the training puzzles and the copies
     num_puzzles = settings.num_train if settings.source == "generate" else settings.subsample_size
+    everything = hub_size if settings.source == "hub" else "full"
     size = re.sub("000$", "k", str(num_puzzles or everything))
     settings.output_dir = settings.output_dir or f"data/{dataset_names[settings.source]}-{size}-aug-{aug}"
 

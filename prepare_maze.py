@@ -47,8 +47,7 @@ def main(settings):
         "hub": "maze-30x30-hard",
         "generate": f"maze-{settings.size}x{settings.size}-path-{settings.min_path}",
     }
-    num_puzzles = "1k" if settings.source == "hub" else "full"
-    fill_in_source(settings, dataset_names, 8 if settings.aug else 1, num_puzzles)
+    fill_in_source(settings, dataset_names, 8 if settings.aug else 1, hub_size="1k")
     refuse_existing(settings.output_dir)
 
     # get the mazes, [2, n, cells]: questions and answers

@@ -1,7 +1,7 @@
 """K latents for each puzzle ("Speed is Confidence", arXiv 2601.19085); the best one has the gradient.
 
     python train.py config/demo.py examples/chains.py --global_batch_size=8 --lr=3e-3 \\
-        --curriculum_epochs=1 --max_steps=796
+        --curriculum_epochs=1 --max_steps=796 --out_dir=out/chains
 
 It leaves out the original's Muon, label smoothing and gated norm.
 """

@@ -1,6 +1,6 @@
 """FPRM (arXiv 2606.18206): one latent, a norm before each layer, learned scales of residuals.
 
-    python train.py config/demo.py examples/fprm.py --lr=3e-3 --max_steps=750
+    python train.py config/demo.py examples/fprm.py --lr=3e-3 --max_steps=750 --out_dir=out/fprm
 
 It leaves out the original's convolution, its first state of deviation 6 and AdamW at a constant rate of 1e-3.
 """

@@ -1,6 +1,6 @@
 """InfiLoop (arXiv 2610.11570): each latent is a running mean of the states so far, weighted by a gate.
 
-    python train.py config/demo.py examples/infiloop.py --lr=3e-3 --max_steps=844
+    python train.py config/demo.py examples/infiloop.py --lr=3e-3 --max_steps=844 --out_dir=out/infiloop
 
 The original's depth (H_cycles 6, L_cycles 12, 12 supervision steps) is a matter of flags.
 """

@@ -1,6 +1,6 @@
 """RSM (arXiv 2603.15641): one supervision step a puzzle, a recursion that deepens in stages, a tied head.
 
-    python train.py config/demo.py examples/rsm.py --H_cycles=2 --L_cycles=3 --max_steps=902
+    python train.py config/demo.py examples/rsm.py --H_cycles=2 --L_cycles=3 --max_steps=902 --out_dir=out/rsm
 
 The original's batch of 512 and its 14,969 steps are a matter of flags.
 """

@@ -1,6 +1,6 @@
 """Digits as an axis of the latents (after SE-RRM, arXiv 2603.02193): all digits share all weights.
 
-    python train.py config/demo.py examples/symbols.py
+    python train.py config/demo.py examples/symbols.py --out_dir=out/symbols
 
 The latents are [B, K, L, D], a vector for each of K digits in each cell, and a digit sees the mean of all.
 If the digits of a question are renamed, those of the answer are renamed alike, up to rounding. So this suits

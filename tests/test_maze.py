@@ -87,7 +87,8 @@ def test_mazes_of_the_test_set_are_dropped_turned_or_not(capsys):
     rows = [",".join(maze_of(6).text(cells) for cells in pair) for pair in zip(*mazes)]
     for name, lines in ("train", rows[:16] + rows[20:]), ("test", rows[15:20]):
         Path(f"{name}.csv").write_text("\n".join(["question,answer", *lines]))
-    path = prepare("x", prepare_maze, train_csv="train.csv", test_csv="test.csv", aug=False)
+    path = prepare("", prepare_maze, train_csv="train.csv", test_csv="test.csv", aug=False)
+    assert path == "data/train-full-aug-1"
     assert (Dataset(path, "train").inputs == mazes[0, :15]).all()
     assert (Dataset(path, "test").labels == mazes[1, 15:20]).all()
     assert "left out, since the test set has them: 3\n" in capsys.readouterr().out

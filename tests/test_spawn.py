@@ -1,7 +1,6 @@
 """xmp.spawn with real processes, as on TPU hosts: where they are, how they start, stop and die."""
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -205,8 +204,10 @@ def test_each_process_has_its_own_place_among_all():
 
 def check_topologies():
     for name, topology in TOPOLOGIES.items():
-        print(name, file=sys.stderr)
-        check_topology(*topology)
+        try:
+            check_topology(*topology)
+        except AssertionError as e:
+            raise AssertionError(name) from e
 
 
 def check_topology(environment, answers, num_processes, host, hosts, bounds):
