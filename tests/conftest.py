@@ -1,5 +1,4 @@
 """Environment of all tests, and of the commands that they start; and the fixtures of several files."""
-import faulthandler
 import importlib.util
 import json
 import os
@@ -33,7 +32,7 @@ import bench
 import prepare_arc
 import prepare_maze
 from data import write_dataset
-from runtime import forks
+from runtime import forks, process
 
 # The files that take longest. The workers take whole files, these first, so that all end together.
 LONGEST = ("hard_to_kill", "forks", "tpu_sh", "smoke", "replicas", "train", "play", "copies", "first_chip",
@@ -88,7 +87,7 @@ def empty_folder(tmp_path, monkeypatch):
 def nothing_stays():
     """Undoes what a replica that a test ran in this process may have left behind. No fork may run here."""
     yield
-    faulthandler.cancel_dump_traceback_later()
+    process.restart_watchdog(0)  # it would go on counting, and fast where a test replaces time.sleep
     assert not forks.FORKS
 
 
