@@ -113,7 +113,7 @@ class TPUDevice(Device):
 
         With --compile=off it runs the operations of one micro-batch after the other.
         """
-        if not self.compiles or size == len(tree_leaves(batch)[0]):
+        if not self.compiles or size in (0, len(tree_leaves(batch)[0])):
             return loop_over_micro_batches(body, sums, weights, batch, size)
 
         # the loop takes flat lists of tensors, and the graph of its body

@@ -253,7 +253,7 @@ class XLADevice(Device):
         """
         from torch_xla.experimental.scan import _scan_impl_pytree
 
-        if self.is_lazy or size == len(tree_leaves(batch)[0]):
+        if self.is_lazy or size in (0, len(tree_leaves(batch)[0])):
             return loop_over_micro_batches(body, sums, weights, batch, size)
 
         def scan_body(carry, micro_batch):
