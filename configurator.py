@@ -29,7 +29,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import NamedTuple
 
-from runtime import forks
+from runtime import forks, process
 from runtime.errors import UserError, one_line
 
 TYPES = (int, float, bool, str)  # that a setting may have
@@ -99,6 +99,11 @@ OWN_NAMES = {"help"}
 
 # ---------------------------------------------------------------------------------------------------------
 # Arguments
+
+def start(main, settings_class):
+    """Runs main(settings) as a command, with the settings that sys.argv gives."""
+    process.command(lambda argv: main(configure(settings_class, argv)))
+
 
 def split_arguments(settings_class, argv):
     """Splits argv, the arguments of a script that has settings of its own beside train.py's."""

@@ -344,7 +344,7 @@ def evaluate(evaluator, weights, puzzle_emb, test_set, indices, title, should_st
     # ARC's votes
     save = None
     if save_to and device.rank == 0:
-        save = functools.partial(save_file, settings, should_stop)
+        save = functools.partial(save_file, settings, device, should_stop)
     return values | kind_of(test_set.task).elect(test_set, own_indices, results, device.all_gather, save)
 
 
@@ -384,11 +384,11 @@ def save_outputs(settings, device, name, indices, arrays, should_stop):
     content = io.BytesIO()
     np.savez_compressed(content, indices=indices, **wanted)
     part = f".{device.rank}" if device.world > 1 else ""
-    save_file(settings, should_stop, f"{name}{part}.npz", content.getvalue())
+    save_file(settings, device, should_stop, f"{name}{part}.npz", content.getvalue())
 
 
-def save_file(settings, should_stop, name, content):
-    """Writes a file of out_dir, and uploads it: the mirror has only rank 0's folder, and none in eval_only.
+def save_file(settings, device, should_stop, name, content):
+    """Writes a file of out_dir, and uploads it where no mirror does: it copies rank 0's folder, in training.
 
     What fails costs a line on stderr, and not the evaluation.
     """
@@ -397,7 +397,7 @@ def save_file(settings, should_stop, name, content):
         os.makedirs(settings.out_dir, exist_ok=True)
         with replacing(path) as f:
             f.write(content)
-        if settings.gcs_dir:
+        if settings.gcs_dir and (device.rank or settings.eval_only):
             from runtime.bucket import Bucket
             Bucket(settings.gcs_dir, should_stop).write(name, content)
     except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested

@@ -28,7 +28,7 @@ from puzzles.symmetries import keys_of
 from runtime.bucket import RETRIED, try_again, without_password
 from runtime.errors import TransientError, UserError, check_choices, check_numbers, writing
 from runtime.files import Progress, locked, replacing
-from runtime.process import end_with_parent, handle_stop_signals
+from runtime.process import STOP_SIGNALS, end_with_parent
 
 JOBS_ALONE = 8  # jobs that one process does before others start; starting takes them a second
 JOBS_IN_VAIN = 32  # jobs in a row without a new puzzle, after which distinct() gives up
@@ -372,7 +372,8 @@ def in_parallel(make):
 
 def start_process():
     """Lets a process of in_parallel end with its parent, which handles the signals."""
-    handle_stop_signals(signal.SIG_IGN)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     end_with_parent()
 
 

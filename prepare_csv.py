@@ -12,11 +12,11 @@ from collections import Counter
 
 import numpy as np
 
+from configurator import start
 from data import refuse_existing
 from prepare import csv_rows, distinct_rows, drop_test_puzzles, read_puzzles, write_puzzles
 from puzzles import kind_of, squeezed, task_of
 from runtime.errors import UserError, check_numbers
-from runtime.process import start
 
 
 class Settings:

@@ -13,11 +13,11 @@ import math
 
 import numpy as np
 
+from configurator import start
 from data import refuse_existing
 from prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
 from puzzles import kind_of
 from puzzles.maze import Maze, long_mazes
-from runtime.process import start
 
 
 class Settings:

@@ -11,13 +11,13 @@ import functools
 
 import numpy as np
 
+from configurator import start
 from data import refuse_existing
 from prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
 from puzzles import kind_of, squeezed
 from puzzles.sudoku import BOXES, Sudoku, minimal_sudokus
 from puzzles.symmetries import keys_of
 from runtime.errors import UserError
-from runtime.process import start
 
 
 class Settings:

@@ -8,7 +8,6 @@ The file holds the settings, the step, the loop, the state of a run, and at the 
 replica() and main(). The class Settings has the defaults, the paper's Sudoku-Extreme recipe (MLP). Config
 files and --key=value flags override them, and functions take the result as `settings`.
 """
-import copy
 import functools
 import math
 import os
@@ -35,8 +34,7 @@ from runtime.errors import TransientError, UserError, check_choices, check_numbe
 from runtime.files import duration
 from runtime.flops import flops_per_example
 from runtime.log import Log
-from runtime.minutes import fit_minutes, keep_length
-from runtime.process import START_TIMEOUT, STOP, on_signals, restart_watchdog, watch_replicas
+from runtime.process import START_TIMEOUT, STOP, on_signals, restart_watchdog
 from weights import new_model
 
 
@@ -299,6 +297,8 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             if not evaluation:  # a stop was requested
                 checkpoints.save(step, run, metrics)
                 break
+            check_finite(checkpoints, f"loss not finite in the evaluation at step {step}",
+                         evaluation["eval/loss"])
             # the line comes last: a resume does not repeat an evaluation that has one
             checkpoints.save_if_best(step, run, metrics | evaluation)
             log.evaluation(step, evaluation)
@@ -335,12 +335,8 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
 
         # log
         values = run.take_means(step - log.step)  # waits for the device
-        if not math.isfinite(values["train/loss"] + values["train/grad_norm"]):
-            # a resume is exact, so that a restart would end here again; the bucket gets all until here
-            last_good = checkpoints.last_good()
-            checkpoints.close(60)
-            raise UserError(f"loss or gradient not finite between steps {log.step + 1} and {step}: lower lr, "
-                            f"or begin a new run with an earlier checkpoint; the last good one: {last_good}")
+        check_finite(checkpoints, f"loss or gradient not finite between steps {log.step + 1} and {step}",
+                     values["train/loss"], values["train/grad_norm"])
         lr = optim.rates_at(settings, step - 1, total_steps)["lr"]
         metrics = log.train(step, total_steps, values, lr, run.flops_per_example(cycles))
 
@@ -352,23 +348,57 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
     return step
 
 
-def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps):
-    """Trains, saves, and evaluates. All ranks. Returns False if it was stopped before its end.
+def check_finite(checkpoints, what, *values):
+    """Raises UserError, which begins with `what`, unless all values are finite. checkpoints: or None."""
+    if all(map(math.isfinite, values)):
+        return
+    # a resume is exact, so that a restart would end here again; the bucket gets all until here
+    last_good = "none"
+    if checkpoints:
+        last_good = checkpoints.last_good()
+        checkpoints.close(60)
+    raise UserError(f"{what}: lower lr, or begin a new run with an earlier checkpoint; the last good one: "
+                    f"{last_good}")
 
-    Exits with 1 if the last checkpoint cannot be written.
+
+def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps):
+    """Trains, saves, evaluates and uploads. All ranks. Returns False if it was stopped before its end.
+
+    Exits with 1 if the last checkpoint cannot be written, or if the bucket lacks something without a stop.
     """
-    began = time.monotonic()
-    step = train(run, train_set, test_set, log, checkpoints, start, total_steps)
-    # wait for the last checkpoint; all ranks leave together, since one that went on to the evaluation would
-    # wait for rank 0 forever
-    if not all(run.device.all_gather(checkpoints.wait())):
+    settings = run.settings
+    if start.is_final and start.step == total_steps:
+        length = "max_steps" if settings.max_steps else "epochs"
+        log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
+                   f"a higher {length} continues it")
+        step = start.step
+        is_complete = True
+    else:
+        # say what the run is, and train
+        facts = log.begin(run, train_set, start, recipe(vars(settings)), total_steps)
+        if settings.wandb_log and run.device.rank == 0:
+            log.start_wandb(checkpoints.run_id, facts)
+        began = time.monotonic()
+        step = train(run, train_set, test_set, log, checkpoints, start, total_steps)
+        # wait for the last checkpoint; all ranks leave together, since one that went on to the evaluation
+        # would wait for rank 0 forever
+        if not all(run.device.all_gather(checkpoints.wait())):
+            sys.exit(1)
+        if step < total_steps:
+            saved = f"checkpoint saved in {settings.out_dir}" if step else "before its end, nothing to save"
+            log.print0(f"stopped at step {step}, {saved}; to continue: {how_to_continue(settings)}")
+            is_complete = False
+        else:
+            log.print0(f"trained {step - start.step} steps in {duration(time.monotonic() - began)}")
+            is_complete = final_evaluation(run, test_set, log, checkpoints, step)
+
+    # finish the upload, whose time limit is its own; a slice may be deleted once its run is complete
+    restart_watchdog(0)
+    is_uploaded = checkpoints.close(600 if is_complete else 15)
+    log.close()
+    if not is_uploaded and not STOP.is_set():
         sys.exit(1)
-    if step < total_steps:
-        saved = f"checkpoint saved in {run.settings.out_dir}" if step else "before its end, nothing to save"
-        log.print0(f"stopped at step {step}, {saved}; to continue: {how_to_continue(run.settings)}")
-        return False
-    log.print0(f"trained {step - start.step} steps in {duration(time.monotonic() - began)}")
-    return final_evaluation(run, test_set, log, checkpoints, step)
+    return is_uploaded and is_complete
 
 
 def final_evaluation(run, test_set, log, checkpoints, step):
@@ -382,6 +412,7 @@ def final_evaluation(run, test_set, log, checkpoints, step):
     if not values:
         log.print0("final evaluation stopped; a resume starts it again")
         return False
+    check_finite(checkpoints, "loss not finite in the final evaluation", values["eval/loss"])
     if checkpoints:
         checkpoints.save_if_best(step, run, values)
     # "final" marks the run as complete
@@ -447,6 +478,7 @@ class Run:
     def state_dict(self):
         """Returns a copy on the host of what a checkpoint needs; weights and ema are state dicts of TRM."""
         saved = {name: self.state[name] for name in ("weights", "ema", "optimizer")}
+        saved["kept"] = self.kept()
         # both state dicts have the buffers and the puzzle embedding
         saved["others"] = self.buffers()
         if self.model.has_puzzle_emb:
@@ -456,6 +488,17 @@ class Run:
         for weights in filter(None, (saved["weights"], saved["ema"])):
             weights.update(others)
         return saved
+
+    def kept(self):
+        """Returns {name: tree} of what a copy or a fork has added to the state."""
+        own = ("weights", "ema", "optimizer", "puzzle_emb", "sequences", "log_sums", "grad_norms")
+        return {name: tree for name, tree in self.state.items() if name not in own}
+
+    def restore_kept(self, saved):
+        """Gives all ranks what rank 0's checkpoint has of kept(). All ranks."""
+        rank_0s = self.device.all_gather(saved.get("kept", {}))[0]
+        names = self.kept().keys() & rank_0s.keys()
+        self.state |= self.device.put({name: rank_0s[name] for name in names})
 
     def buffers(self):
         """Returns {name: tensor} of what checkpoints hold and training does not change."""
@@ -503,96 +546,62 @@ class Run:
 # ---------------------------------------------------------------------------------------------------------
 # A replica
 
-def replica(settings, device_type, began):
+def replica(settings, device_type):
     """Runs one replica from its start to its end.
 
     Args:
-        settings: the run's settings, without those of a checkpoint.
+        settings: the command's.
         device_type: from choose_device.
-        began: time.monotonic() when the command began.
 
-    It checks settings and datasets before a run begins, once it has fetched a checkpoint and the dataset.
-    Exits with 3 if a stop came before the run and its upload were complete, with 1 if the bucket lacks
-    something without a stop.
+    It checks checkpoints and datasets before a run begins, once it has fetched them. Exits with 3 if a stop
+    came before the run and its upload were complete, with 1 if the bucket lacks something without a stop.
     """
+    # the device, and where the run begins; downloads take time, so that the watchdog waits until all is here
     device = open_device(device_type, settings)
-    # only rank 0's host may have the checkpoint
-    start, saved = checkpoint.find_start(settings, device, STOP.is_set)
-    settings, notes = settle(settings, start, device)
+    restart_watchdog(0)
+    start = checkpoint.open_start(settings, device, RUN_SETTINGS)
+    settings = start.settings
+    settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
+    check_batch_size(settings, device)
 
-    # data, model, and the length of the run; data_path stays an address, for a resume on another machine
+    # data, model, and its weights; data_path stays an address, for a resume on another machine
     train_set, test_set = data.load(get_dataset(settings, STOP.is_set))
     puzzles.kind_of(test_set.task).check_attempts(settings.eval_attempts)
+    total_steps = length_of(settings, train_set, start)
     trm = new_model(settings, train_set)
-    total_steps = optim.count_steps(settings, optim.epoch_size(train_set))
-    if total_steps < 1 and not (settings.max_minutes or settings.eval_only):
-        raise UserError(f"epochs={settings.epochs} of {train_set.total_groups} puzzles are less than one "
-                        f"batch of global_batch_size={settings.global_batch_size}")
-
-    # the weights to start with; the watchdog starts once they are loaded, since a download takes time
-    start = checkpoint.load_start(start, saved, settings, device, trm, train_set, total_steps)
+    start.load_into(trm, train_set)
     restart_watchdog(settings.stall_timeout)
-    run = Run(settings, trm, device, saved)
-    saved.clear()  # frees its memory
-
-    # from here on the run writes to out_dir
-    log = Log(settings, device, start.step)
-    device.report = functools.partial(log.within_step, 0)
-    checkpoints = None
-    if not settings.eval_only:
-        checkpoints = checkpoint.Checkpoints(settings, device, start, train_set, test_set, log.print0)
-    log.header(trm, train_set, test_set)
-    for note in [*notes, *start.notes]:
-        log.print0(note)
+    run = Run(settings, trm, device, start.saved)
+    run.restore_kept(start.saved)
+    start.saved.clear()  # frees its memory
 
     # evaluate, or train and evaluate
-    is_complete = True
+    log = Log(settings, device, start.step)
+    device.report = functools.partial(log.within_step, 0)
+    start.notes.insert(0, dtype_note)
     if settings.eval_only:
-        is_complete = final_evaluation(run, test_set, log, checkpoints, start.step)
-    elif start.is_complete:
-        length = "max_steps" if settings.max_steps else "epochs"
-        log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
-                   f"a higher {length} continues it")
+        log.header(trm, train_set, test_set, start.notes)
+        is_complete = final_evaluation(run, test_set, log, None, start.step)
+        log.close()
     else:
-        # choose the length, say what the run is, and train
-        if settings.max_minutes:
-            fitting = fit_minutes(run, make_inputs, train_set, test_set, start, began, log.print0)
-            vars(settings).update(fitting)
-            total_steps = settings.max_steps
-        facts = log.begin(run, train_set, start, recipe(vars(settings)), total_steps)
-        if settings.wandb_log and device.rank == 0:
-            log.start_wandb(checkpoints.run_id, facts)
-        is_complete = train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps)
-
-    # finish the upload, whose time limit is its own; a slice may be deleted once its run is complete
-    restart_watchdog(0)
-    is_uploaded = not checkpoints or checkpoints.close(600 if is_complete else 15)
-    log.close()
-    if not is_uploaded and not STOP.is_set():
-        sys.exit(1)
-    if not (is_uploaded and is_complete):
+        with checkpoint.Checkpoints(start, train_set, test_set, puzzles.score, log.print0) as checkpoints:
+            # from here on the run writes to out_dir
+            log.header(trm, train_set, test_set, start.notes)
+            is_complete = train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps)
+    if not is_complete:
         sys.exit(3)
 
 
-def settle(settings, start, device):
-    """Returns the settings of a run, and lines for the log.
-
-    Args:
-        settings: those of the command.
-        start: a checkpoint.Start, whose settings take the place of those that no config file and no flag
-            assigned.
-        device: it chooses what "auto" leaves open.
-
-    Raises UserError for a value that no run could use.
-    """
-    settings = copy.copy(settings)  # replicas may be threads
-    resumed = recipe(start.settings)
-    length_note = keep_length(settings, resumed)
-    settings.fill(resumed)
-    check_settings(settings)
-    settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
-    check_batch_size(settings, device)
-    return settings, [note for note in (dtype_note, length_note) if note]
+def length_of(settings, train_set, start):
+    """Returns the length of the run in steps. Raises UserError where the run cannot have it."""
+    total_steps = optim.count_steps(settings, optim.epoch_size(train_set))
+    if total_steps < 1 and not settings.eval_only:
+        raise UserError(f"epochs={settings.epochs} of {train_set.total_groups} puzzles are less than one "
+                        f"batch of global_batch_size={settings.global_batch_size}")
+    if start.is_resume and start.step > total_steps:
+        raise UserError(f"{start.path} is past the {total_steps} steps of this run: raise max_steps or "
+                        "epochs")
+    return total_steps
 
 
 def check_settings(settings):
@@ -652,10 +661,10 @@ class Spawned:
         self.function(self.settings, *self.args)
 
 
-def spawned_replica(settings, device_type, began):
+def spawned_replica(settings, device_type):
     """Runs replica(). If it breaks, its process ends: its peers would wait for it forever."""
     try:
-        replica(settings, device_type, began)
+        replica(settings, device_type)
     except BaseException as e:
         # every rank of the host raises these
         if isinstance(e, (UserError, TransientError, SystemExit)) or errors.is_out_of_memory(e):
@@ -665,34 +674,28 @@ def spawned_replica(settings, device_type, began):
 
 
 def main(settings):
-    """Checks the settings, makes the dataset if it is missing, and runs a replica on each device."""
-    began = time.monotonic()  # the system's clock can be changed during a run
-    # the settings, before anything takes time; replica() checks them again, with those of a checkpoint
+    """Checks the settings, and runs a replica on each device."""
+    # before anything takes time; a checkpoint's have been checked when its run began
     check_settings(settings)
-    # one type of device for all replicas
-    device_type, reason = choose_device(settings.device)
-    if device_type == "xla" or read_place().rank == 0:
-        print(f"device {device_type}: {reason}", flush=True)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
-        process.end_with_parent()
-    # the dataset, unless a checkpoint may say which one it is
-    is_known = settings.init_from == "scratch" or "data_path" in settings.assigned
-    if is_known:
-        get_dataset(settings, STOP.is_set)
     # from here on a signal requests a stop, and the run ends with a checkpoint
-    on_signals()
-    try:
+    with process.contained(), errors.explaining(settings):
+        # one type of device for all replicas
+        device_type, reason = choose_device(settings.device)
+        if device_type == "xla" or read_place().rank == 0:
+            print(f"device {device_type}: {reason}", flush=True)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
+            process.end_with_parent()
         # a process for each chip of a TPU; every other device has only this process
-        with errors.explaining(settings):
-            spawn = spawner(device_type)
-            if spawn:
-                watch_replicas()
-                spawn(Spawned(spawned_replica, settings, device_type, began))
-            else:
-                replica(settings, device_type, began)
-    except BrokenProcessPool:
-        raise TransientError("a replica died, see above if it said why; to continue: "
-                             f"{how_to_continue(settings)}") from None
+        spawn = spawner(device_type)
+        if not spawn:
+            replica(settings, device_type)
+            return
+        try:
+            with process.watching_replicas():
+                spawn(Spawned(spawned_replica, settings, device_type))
+        except BrokenProcessPool:
+            raise TransientError("a replica died, see above if it said why; to continue: "
+                                 f"{how_to_continue(settings)}") from None
 
 
 # This file is the module "train", whatever its name: a copy runs as it stands, and forks import it. In a new
@@ -700,4 +703,4 @@ def main(settings):
 if __name__ in ("__main__", "__mp_main__"):
     train = process.import_as("train", __file__)
 if __name__ == "__main__":
-    process.start(train.main, train.Settings)
+    configurator.start(train.main, train.Settings)

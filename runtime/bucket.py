@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.parse
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import requests
@@ -147,8 +147,16 @@ class Bucket:
 
     def write(self, name, content):
         """Uploads bytes."""
+        # requests takes an empty file for one of unknown length
+        self._upload(name, functools.partial(io.BytesIO, content) if content else nullcontext)
+
+    def write_file(self, name, path):
+        """Uploads a file, which nobody changes meanwhile, without reading it as a whole."""
+        self._upload(name, functools.partial(open, path, "rb"))
+
+    def _upload(self, name, open_body):
         params = {"uploadType": "media", "name": self.prefix + name}
-        self._request("POST", name, self.uploads, check=json.loads, content=content, params=params)
+        self._request("POST", name, self.uploads, check=json.loads, open_body=open_body, params=params)
 
     def download(self, name, path, sha256=None):
         """Downloads an object, if it exists, to path, atomically. Returns whether it exists.
@@ -189,7 +197,7 @@ class Bucket:
             names += self.list(page["nextPageToken"])
         return names
 
-    def _request(self, method, name, url="", may_lack=False, check=bytes, content=b"", **options):
+    def _request(self, method, name, url="", may_lack=False, check=bytes, open_body=nullcontext, **options):
         """Returns the answer's bytes, or None for an object that the bucket may lack and does lack.
 
         Args:
@@ -198,7 +206,7 @@ class Bucket:
             url: if it is not the object's.
             may_lack: without it the lack of an object is an error.
             check: a function of the answer's bytes; after a ValueError the request is tried again.
-            content: bytes to send.
+            open_body: a function that opens a binary file to send, as a context.
             options: of requests.request.
 
         Raises UserError or TransientError.
@@ -208,9 +216,9 @@ class Bucket:
 
         def send():
             # requests sends a file in blocks, each with the first time limit; bytes would have one for all
-            body = content and io.BytesIO(content)
-            return requests.request(method, url, data=body, timeout=self.timeout, auth=authorize,
-                                    allow_redirects=False, **options)
+            with open_body() as body:
+                return requests.request(method, url, data=body, timeout=self.timeout, auth=authorize,
+                                        allow_redirects=False, **options)
 
         def attempt():
             response = send()
@@ -373,5 +381,9 @@ class Mirror:
         stat = os.stat(path)
         version = stat.st_mtime_ns, stat.st_size  # the size too: two appends can share one mtime
         if self.copied.get(name) != version:
-            self.bucket.write(name, Path(path).read_bytes())
+            # a checkpoint is written once, and may be larger than the free memory; a log grows meanwhile
+            if name.endswith(".pt"):
+                self.bucket.write_file(name, path)
+            else:
+                self.bucket.write(name, Path(path).read_bytes())
             self.copied[name] = version

@@ -4,6 +4,7 @@ A run's folder holds ckpt_STEP.pt for the last steps and best.pt, each with a .j
 has its hash: only the .json proves that a checkpoint is complete. run.json has the run's id. A checkpoint has
 all that solve.py, play.py and export.py need, with 100 test puzzles.
 """
+import copy
 import fcntl
 import glob
 import json
@@ -12,18 +13,17 @@ import re
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-import puzzles
 from runtime import forks
 from runtime.errors import TransientError, UserError
 from runtime.files import file_hash, lock, read_json, read_metrics, replacing
 from runtime.process import STOP
-from weights import load_weights, read_file
+from runtime.saved import changed_attention, changes, check_task, load_saved_weights, read_checkpoint
 
 # ---------------------------------------------------------------------------------------------------------
 # Names of checkpoints
@@ -66,9 +66,14 @@ def checkpoint_paths(out_dir):
 # ---------------------------------------------------------------------------------------------------------
 # Reading
 
-def newest_whole(out_dir, say=lambda line: None):
-    """Returns the path of the newest checkpoint with the hash in its .json, or ""; says which are damaged."""
+def newest_whole(out_dir, say=lambda line: None, newer_than=""):
+    """Returns the path of the newest checkpoint with the hash in its .json, or ""; says which are damaged.
+
+    newer_than: the name of a checkpoint. It and older ones are passed over.
+    """
     for path in checkpoint_paths(out_dir):
+        if Path(path).stem <= newer_than:
+            return ""
         cause = "it does not match the hash in its .json"
         try:
             if json.loads(Path(path).with_suffix(".json").read_bytes())["sha256"] == file_hash(path):
@@ -79,88 +84,118 @@ def newest_whole(out_dir, say=lambda line: None):
     return ""
 
 
-WEIGHTS = ("state_dict", "model_state_dict", "model_state", "model")  # where other code's files have them
-
-
-def read_checkpoint(path):
-    """Returns the dict in a checkpoint of ours, or {"weights": ...} of an official one. Raises UserError."""
-    try:
-        saved = read_file(path)
-        # ours has "weights" among other entries; the official code saves only the weights, others nest them,
-        # and may have their average beside them
-        if "weights" not in saved:
-            nested = [saved[name] for name in WEIGHTS if isinstance(saved.get(name), dict)]
-            saved = {"weights": [*nested, saved][0] | saved.get("ema_helper", {})}
-        if not all(map(torch.is_tensor, saved["weights"].values())):
-            raise ValueError("it has no weights")
-    except UserError:
-        raise
-    except Exception as e:  # torch has many for this
-        cause = str(e).removeprefix(path).strip() if isinstance(e, ValueError) else type(e).__name__
-        raise UserError(f"{path}: cannot be read as a checkpoint ({cause}): damaged, or not one of ours or "
-                        "the official code's; init_from: scratch, resume, auto or FILE") from None
-    return saved
-
-
-def load_saved_weights(model, weights, path, same_identifiers=True):
-    """See weights.load_weights; the weights are of the file `path`. Raises UserError if they do not fit."""
-    try:
-        return load_weights(model, weights, same_identifiers)
-    except ValueError as e:
-        raise UserError(f"{path}: {e}") from None
-
-
-def changed_attention(model, saved):
-    """Returns a line for each setting of attention that differs from the checkpoint's.
-
-    The names and shapes of the weights do not show these settings; they show all others but the cycles, which
-    may change.
-    """
-    if model.settings.mlp_t:
-        return []
-    names = ["num_heads", "pos_encodings"]
-    if model.has_puzzle_emb:
-        names.append("puzzle_emb_len")
-    # files of the official code have no settings
-    return changes(model.settings, saved.get("settings", {}), names)
-
-
-def changes(settings, saved_settings, names):
-    """Returns a line for each of the settings `names` that has another value in a checkpoint."""
-    lines = []
-    for name in names:
-        value = getattr(settings, name)
-        saved_value = saved_settings.get(name, value)
-        if value != saved_value:
-            lines.append(f"{name} is {value}; the checkpoint had {saved_value}")
-    return lines
-
-
-def check_task(saved, train_set, path):
-    """Raises UserError if the weights in the file `path` were trained on another kind of puzzle."""
-    # files of the official code do not say their task
-    task = saved.get("task", train_set.task)
-    for name, first in ("kind", 0), ("symbols", 1):  # padding has no sign, and prepare_csv.py gives it one
-        if task["kind"] and list(task[name])[first:] != list(train_set.task[name])[first:]:
-            raise UserError(f"{path} was trained on puzzles with {name} {task[name]!r}, but "
-                            f"{train_set.path} has {train_set.task[name]!r}: leave out the config file, or "
-                            "give --data_path")
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Where a run begins
 
-class Start(NamedTuple):
-    """Where a run begins."""
-    path: str  # the checkpoint with its weights; "": new weights
-    is_resume: bool  # it goes on with the run of that checkpoint
-    settings: dict  # {name: value} of the checkpoint that is resumed or evaluated
-    init_from: str  # scratch or the file that the run began with, which a resume does not change
+@dataclass
+class Start:
+    """What a run begins with, the same on all ranks but for `saved` and `notes`, which rank 0 has."""
+    device: object
+    settings: object  # the run's: a checkpoint's where the command has assigned none
+    path: str = ""  # the checkpoint with its weights; "": new weights
+    is_resume: bool = False  # it goes on with the run of that checkpoint
+    init_from: str = "scratch"  # scratch or the file that the run began with, which a resume does not change
     run_id: str = ""  # of the run that is resumed
     step: int = 0
-    is_complete: bool = False  # nothing is left to do
     is_evaluated: bool = True  # no evaluation is left to do at this step
-    notes: tuple = ()  # lines for the log
+    is_final: bool = False  # one of them was the final one
+    saved_settings: dict = field(default_factory=dict)  # of the run that is resumed or evaluated
+    saved: dict = field(default_factory=dict)  # what the checkpoint holds
+    notes: list = field(default_factory=list)  # lines for the log
+
+    def find(self):
+        """Finds and reads a checkpoint. Returns {name: value} of the other attributes. Rank 0."""
+        settings = self.settings
+        file = "" if settings.init_from in ("scratch", "resume", "auto") else settings.init_from
+        # an evaluation of a file needs no run
+        newest = "" if settings.eval_only and file else find_newest(settings)
+        path = newest or file
+        if not path:
+            return {}
+        self.saved = read_checkpoint(path)
+        if newest and not settings.eval_only:
+            return self.facts_of_run(newest, file)
+
+        # an evaluation and a new run take only the weights and their average; a new run counts its own steps,
+        # and evaluates before the first one
+        for name in "optimizer", "kept":
+            self.saved.pop(name, None)
+        facts = dict(path=path, init_from=file, is_evaluated=False)
+        if settings.eval_only:
+            facts |= dict(step=self.saved.get("step", 0), saved_settings=self.saved.get("settings", {}))
+        return facts
+
+    def facts_of_run(self, path, file):
+        """Returns the attributes for a run that goes on from a checkpoint; file: that init_from names."""
+        settings = self.settings
+        saved_settings = self.saved["settings"]
+        # a run goes on with a FILE if it has begun with that; one file has many names
+        began_with = saved_settings["init_from"]
+        if file and os.path.realpath(file) != os.path.realpath(began_with):
+            refuse_run(f"--out_dir={settings.out_dir}", files_of(settings.out_dir))
+        # the evaluations that were logged at this step
+        step = self.saved["step"]
+        lines = read_metrics(f"{settings.out_dir}/metrics.jsonl")
+        evaluations = [line for line in lines if line["step"] == step and "eval/loss" in line]
+        return dict(
+            path=path, is_resume=True, init_from=began_with, run_id=self.saved.get("run_id", ""), step=step,
+            is_evaluated=bool(evaluations), is_final=any(line.get("final") for line in evaluations),
+            saved_settings=saved_settings)
+
+    def load_into(self, model, train_set):
+        """Gives rank 0's model its first weights. All ranks.
+
+        Raises UserError where settings, files, datasets and ranks do not fit together.
+        """
+        check_ranks(self, train_set)
+        on_rank_0(self.device, partial(self.load, model, train_set))
+
+    def load(self, model, train_set):
+        """Loads the weights, and notes what differs from the checkpoint. Rank 0."""
+        if not self.path:
+            return
+        self.notes += forks.missing(self.saved.get("forks", {}))
+        attention = changed_attention(model, self.saved)
+        if self.is_resume:
+            self.check_run(model, train_set, attention)
+        else:
+            check_task(self.saved, train_set, self.path)
+            self.notes += attention
+
+        # files of the official code do not say what their identifiers stand for
+        sha256 = train_set.identifiers_sha256
+        same_identifiers = self.is_resume or self.saved.get("identifiers_sha256", sha256) == sha256
+        weights = self.saved["weights"]
+        # the average of frozen weights would drift towards the raw ones: so train on the average itself
+        if self.settings.freeze_weights and not self.is_resume:
+            weights = self.saved.get("ema") or weights
+        is_averaged = load_saved_weights(model, weights, self.path, same_identifiers)
+        if is_averaged and self.settings.eval_only:
+            raise UserError(f"{self.path} has other puzzle identifiers than {train_set.path}: it can be "
+                            "trained further, but not evaluated (docs/arc.md)")
+        if is_averaged:
+            self.notes.append(f"{self.path} has other puzzle identifiers: all start from the mean of its "
+                              "embedding")
+
+    def check_run(self, model, train_set, attention):
+        """Raises UserError if the run cannot go on with this model and dataset."""
+        path = self.path
+        if self.saved["data_sha256"] != train_set.sha256:
+            raise UserError(f"{path} was trained on another dataset than {self.settings.data_path}: choose "
+                            "that one, or another --out_dir")
+        optimizer = self.saved_settings["optimizer"]
+        if optimizer != self.settings.optimizer:
+            raise UserError(f"{path} was trained with optimizer={optimizer}: another --out_dir with "
+                            "--init_from=FILE begins with its weights")
+        if attention:
+            raise UserError(f"{path} was trained as another model: {', '.join(attention)}: leave that out, "
+                            "or choose another --out_dir")
+        # tell the log what is resumed and what has changed
+        self.notes.insert(0, f"resuming from {path}")
+        names = vars(self.settings).keys() - {"init_from"}
+        for name in sorted(self.saved_settings.keys() - names - {"init_from"}):
+            self.notes.append(f"{name} is no setting here; the checkpoint had {self.saved_settings[name]}")
+        self.notes += changes(self.settings, self.saved_settings, sorted(names))
 
 
 def check_folders(settings):
@@ -176,43 +211,23 @@ def check_folders(settings):
                         "or --init_from=FILE")
 
 
-def find_start(settings, device, should_stop):
-    """Finds a checkpoint by init_from, out_dir and gcs_dir. All ranks.
+def open_start(settings, device, run_settings):
+    """Returns the Start that init_from, out_dir and gcs_dir lead to. All ranks.
 
     Args:
-        settings: the run's settings.
+        settings: the command's.
         device: a device.Device, or an object with its methods.
-        should_stop: a function that says whether this host is asked to stop.
+        run_settings: names of those that a resume does not take from the checkpoint.
 
-    Returns a Start, and what the checkpoint holds: on rank 0 alone, {} elsewhere. Raises UserError where
-    there is no checkpoint or another run, TransientError where the bucket does not answer, SystemExit if a
-    stop is requested meanwhile.
+    Raises UserError where there is no checkpoint or another run, TransientError where the bucket does not
+    answer, SystemExit if a stop is requested meanwhile.
     """
-    saved = {}
-
-    def find():
-        file = "" if settings.init_from in ("scratch", "resume", "auto") else settings.init_from
-        # an evaluation of a file needs no run
-        newest = "" if settings.eval_only and file else find_newest(settings, should_stop)
-        path = newest or file
-        if not path:
-            return Start("", False, {}, "scratch")
-        saved.update(read_checkpoint(path))
-
-        # a run that was interrupted goes on; with a FILE, if it has begun with that file
-        if newest and not settings.eval_only:
-            began_with = saved["settings"]["init_from"]
-            # one file has many names
-            if file and os.path.realpath(file) != os.path.realpath(began_with):
-                refuse_run(f"--out_dir={settings.out_dir}", files_of(settings.out_dir))
-            return Start(newest, True, saved["settings"], began_with, saved.get("run_id", ""))
-
-        # an evaluation and a new run take only the weights and their average
-        saved.pop("optimizer", None)
-        saved_settings = saved.get("settings", {}) if settings.eval_only else {}
-        return Start(path, False, saved_settings, file)
-
-    return on_rank_0(device, find), saved
+    start = Start(device, copy.copy(settings))  # replicas may be threads
+    # only rank 0's host may have the checkpoint
+    vars(start).update(on_rank_0(device, start.find))
+    resumed = start.saved_settings.keys() - {*run_settings}
+    start.settings.fill({name: start.saved_settings[name] for name in resumed})
+    return start
 
 
 def on_rank_0(device, call):
@@ -229,13 +244,13 @@ def on_rank_0(device, call):
     return result
 
 
-def find_newest(settings, should_stop):
-    """Returns the path of the newest whole checkpoint of the bucket and out_dir, or ""; see find_start."""
+def find_newest(settings):
+    """Returns the path of the newest whole checkpoint of the bucket and out_dir, or ""; see open_start."""
     out_dir = settings.out_dir
     bucket = None
     if settings.gcs_dir:
         from runtime.bucket import Bucket
-        bucket = Bucket(settings.gcs_dir, should_stop)
+        bucket = Bucket(settings.gcs_dir, STOP.is_set)
         bucket.check(write=not settings.eval_only)
     if settings.init_from == "scratch":
         refuse_run(f"--out_dir={out_dir}", files_of(out_dir))
@@ -284,108 +299,32 @@ def pull(bucket, out_dir):
                                  "train there?")
 
 
-def load_start(start, saved, settings, device, model, train_set, total_steps):
-    """Gives the model the weights that a run begins with, and returns the Start with its step. All ranks.
-
-    Args:
-        start, saved: of find_start.
-        settings: the run's settings.
-        device: a device.Device, or an object with its methods.
-        model: a TRM.
-        train_set: the Dataset of the training puzzles.
-        total_steps: the length of the run.
-
-    Raises UserError where settings, files and datasets do not fit together.
-    """
-    def load():
-        if not start.path:
-            return start
-        if start.is_resume:
-            return resume(start, saved, settings, model, train_set, total_steps)
-        return load_file(start, saved, settings, model, train_set)
-
-    check_ranks(settings, device, train_set)
-    return on_rank_0(device, load)
-
-
-def check_ranks(settings, device, train_set):
+def check_ranks(start, train_set):
     """Raises UserError if ranks differ in what all must have in common; their disks may differ.
 
     A host with a newer checkpoint than rank 0's had rank 0 before: without a bucket that is an error, too.
     """
+    settings = start.settings
+    device = start.device
     facts = vars(settings) | dict(dataset=train_set.sha256, data_path="", out_dir="")
-    newest = max(numbered(files_of(settings.out_dir)), default="")
-    ranks = device.all_gather((device.host, facts, newest))
-    _, expected, newest_of_rank_0 = ranks[0]
+    begins_with = Path(start.path).stem if start.is_resume else ""
+    newer = Path(newest_whole(settings.out_dir, newer_than=begins_with)).stem
+    ranks = device.all_gather((device.host, facts, newer))
+    _, expected, _ = ranks[0]
     for rank, (host, facts, _) in enumerate(ranks):
         differing = sorted(dict(facts.items() - expected.items()))
         if differing:
             raise UserError(f"host {host}, rank {rank}: not as on rank 0: {', '.join(differing)}")
 
     # a run does not silently begin again, or further back
-    newest, host = max((newest, host) for host, _, newest in ranks)
-    if newest > newest_of_rank_0 and not settings.eval_only:
-        line = (f"--out_dir={settings.out_dir} has {newest} on host {host}, and "
-                f"{newest_of_rank_0 or 'no checkpoint'} on rank 0's")
+    newer, host = max((newer, host) for host, _, newer in ranks)
+    if newer and not settings.eval_only:
+        line = (f"--out_dir={settings.out_dir} has {newer} on host {host}, and "
+                f"{begins_with or 'no checkpoint'} on rank 0's")
         if not settings.gcs_dir:
             raise UserError(f"{line}: choose a folder that all hosts share, or a --gcs_dir")
         if device.rank == 0:
             print(f"{line}: training goes on from rank 0's")
-
-
-def resume(start, saved, settings, model, train_set, total_steps):
-    """Returns the Start at a checkpoint of the run; see load_start."""
-    path = start.path
-    step = saved["step"]
-    optimizer = start.settings["optimizer"]
-    # check the dataset, the length and the optimizer
-    if saved["data_sha256"] != train_set.sha256:
-        raise UserError(f"{path} was trained on another dataset than {settings.data_path}: choose that one, "
-                        "or another --out_dir")
-    if step > total_steps:
-        raise UserError(f"{path} is past the {total_steps} steps of this run: raise max_steps or epochs")
-    if optimizer != settings.optimizer:
-        raise UserError(f"{path} was trained with optimizer={optimizer}: another --out_dir with "
-                        "--init_from=FILE begins with its weights")
-    attention = changed_attention(model, saved)
-    if attention:
-        raise UserError(f"{path} was trained as another model: {', '.join(attention)}: leave that out, or "
-                        "choose another --out_dir")
-    load_saved_weights(model, saved["weights"], path)
-
-    # tell the log what is resumed and what has changed
-    notes = [f"resuming from {path}", *forks.missing(saved["forks"])]
-    for name in sorted(start.settings.keys() - vars(settings).keys()):
-        notes.append(f"{name} is no setting here; the checkpoint had {start.settings[name]}")
-    notes += changes(settings, start.settings, [name for name in vars(settings) if name != "init_from"])
-    # find the evaluations that were logged at this step; the run has ended if one of them is final
-    lines = read_metrics(f"{settings.out_dir}/metrics.jsonl")
-    evaluations = [line for line in lines if line["step"] == step and "eval/loss" in line]
-    has_ended = step == total_steps and any(line.get("final") for line in evaluations)
-    return start._replace(step=step, is_complete=has_ended, is_evaluated=bool(evaluations), notes=notes)
-
-
-def load_file(start, saved, settings, model, train_set):
-    """Returns the Start of a new run with a checkpoint's weights, or of its evaluation."""
-    path = start.path
-    check_task(saved, train_set, path)
-    # files of the official code do not say what their identifiers stand for
-    sha256 = train_set.identifiers_sha256
-    same_identifiers = saved.get("identifiers_sha256", sha256) == sha256
-    # with freeze_weights the average would drift towards the raw weights: so train on the average itself
-    weights = saved["weights"]
-    if settings.freeze_weights:
-        weights = saved.get("ema") or weights
-    is_averaged = load_saved_weights(model, weights, path, same_identifiers)
-    notes = [*forks.missing(saved.get("forks", {})), *changed_attention(model, saved)]
-    if is_averaged and settings.eval_only:
-        raise UserError(f"{path} has other puzzle identifiers than {train_set.path}: it can be trained "
-                        "further, but not evaluated (docs/arc.md)")
-    if is_averaged:
-        notes.append(f"{path} has other puzzle identifiers: all start from the mean of its embedding")
-    # a new run counts its own steps, and evaluates before the first one
-    step = saved.get("step", 0) if settings.eval_only else 0
-    return start._replace(step=step, is_evaluated=False, notes=notes)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -395,23 +334,23 @@ class Checkpoints:
     """Writes the checkpoints of a run, to out_dir and gcs_dir. All ranks call its methods, rank 0 writes.
 
     Args:
-        settings: the run's settings.
-        device: a device.Device, or an object with its methods.
-        start: of load_start.
+        start: a Start.
         train_set, test_set: the Datasets.
+        score: a function that ranks evaluations, {"eval/...": number}.
         say: a function for the lines of the log.
 
     run_id: on rank 0 the same from a run's first start to its end, and W&B's id. Raises TransientError where
-    another process trains in out_dir, UserError where nothing can be written.
+    another process trains in out_dir, UserError where nothing can be written. Its block holds out_dir.
     """
 
-    def __init__(self, settings, device, start, train_set, test_set, say):
-        self.settings = settings
-        self.device = device
+    def __init__(self, start, train_set, test_set, score, say):
+        settings = self.settings = start.settings
+        device = self.device = start.device
         self.out_dir = settings.out_dir
         self.init_from = start.init_from
         self.train_set = train_set
         self.test_set = test_set
+        self.score = score
         self.say = say
         self.newest = stem(start.step)  # the last good checkpoint; a new run has none yet
         # one thread: checkpoints are written one after the other
@@ -426,13 +365,21 @@ class Checkpoints:
         with suppress(Exception):  # there is none yet, or it is damaged, however
             best = json.loads(Path(self.out_dir, "best.json").read_bytes())
             if start.is_resume and best["step"] <= start.step:
-                self.best_score = float(puzzles.score(best["metrics"]))
+                self.best_score = float(self.score(best["metrics"]))
         self.mirror = None
         if device.rank == 0 and settings.gcs_dir:
             from runtime.bucket import Bucket, Mirror
             bucket = Bucket(settings.gcs_dir)  # a stop does not end its attempts
             too_old = partial(outdated, keep_last_n=settings.keep_last_n)
             self.mirror = Mirror(self.out_dir, bucket, self.newest, too_old, say)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        """Lets another run have out_dir: a notebook keeps this object with the last traceback."""
+        if self.lock:
+            self.lock.close()
 
     def take_folder(self):
         """Locks out_dir, and reads or writes run.json. Rank 0."""
@@ -444,6 +391,8 @@ class Checkpoints:
             if not os.path.exists(path):
                 with replacing(path) as f:
                     f.write(json.dumps({"id": self.run_id}).encode())
+        except FileExistsError:  # a file, or a link to nothing
+            raise UserError(f"--out_dir={self.out_dir}: is no folder") from None
         except BlockingIOError:
             raise TransientError(f"--out_dir={self.out_dir}: another process trains there") from None
         except OSError as e:
@@ -476,7 +425,7 @@ class Checkpoints:
 
     def save_if_best(self, step, run, metrics):
         """Saves best.pt, and waits for it, if the evaluation in `metrics` is the best of the run."""
-        score = puzzles.score(metrics)
+        score = self.score(metrics)
         if self.device.rank == 0 and score > self.best_score:
             self.save(step, run, metrics, "best")
             if self.wait():

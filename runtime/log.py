@@ -79,8 +79,8 @@ class Log:
     # -----------------------------------------------------------------------------------------------------
     # The start of a run
 
-    def header(self, trm, train_set, test_set):
-        """Says what the run is, and on what."""
+    def header(self, trm, train_set, test_set, notes):
+        """Says what the run is, and on what; notes: further lines."""
         self.print0(f"# python {platform.python_version()}, torch {torch.__version__}, "
                     f"{platform.platform()}, {os.cpu_count()} cores, {self.hardware}; "
                     f"settings unlike train.py's: {self.settings.flags() or 'none'}")
@@ -89,6 +89,8 @@ class Log:
         self.print0(f"{trm.num_parameters():,} parameters; "
                     f"{len(train_set):,} training examples of {train_set.total_groups:,} puzzles, "
                     f"{len(test_set):,} test puzzles in {self.settings.data_path} ({command})")
+        for note in filter(None, notes):
+            self.print0(note)
 
     def begin(self, run, train_set, start, recipe, total_steps):
         """Writes the first line of metrics.jsonl, and drops lines past the first step.

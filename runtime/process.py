@@ -13,14 +13,18 @@ import time
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
-from configurator import configure
 from runtime.errors import TransientError, UserError
 from runtime.files import duration, to_stderr
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # SLURM sends SIGUSR1
 
-def start(main, settings_class):
-    """Runs main(settings) as a command, with the settings that sys.argv gives."""
-    command(lambda argv: main(configure(settings_class, argv)))
+STOP = threading.Event()  # set once this process is asked to save and stop; one rank's request stops all
+
+START_TIMEOUT = 1800  # seconds in which torch_xla must have started a replica
+
+STOP_TIMEOUT = 60  # seconds in which a replica must have stopped; the system kills it then
+
+LONG = 5  # seconds after which a request to stop ends a droppable block
 
 
 def import_as(name, path):
@@ -33,7 +37,9 @@ def import_as(name, path):
 
 def command(main):
     """Runs main(sys.argv[1:]) as a command: an expected error becomes one line on stderr and an exit code."""
+    open_stderr()
     name = os.path.basename(sys.argv[0])
+    has_ended = threading.Event()
 
     # A signal ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed. train.py
     # hands a Ctrl-C on as SIGTERM, which must not interrupt that.
@@ -43,8 +49,13 @@ def command(main):
                 signal.signal(other, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    handle_stop_signals(interrupt)  # a shell's & lets a command ignore SIGINT, nohup SIGHUP
-    end_after_signal()
+    # Python drops a KeyboardInterrupt that is raised in __del__: the process then ends after four seconds.
+    def end(number):
+        if number in STOP_SIGNALS and not has_ended.wait(4):
+            os._exit(3)
+
+    # a shell's & lets a command ignore SIGINT, nohup SIGHUP
+    restore = take_signals(interrupt, end)
     try:
         main(sys.argv[1:])
         print(end="", flush=True)
@@ -58,37 +69,55 @@ def command(main):
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
         sys.exit(3)
+    finally:
+        has_ended.set()
+        restore()
 
 
-def on_each_signal(act):
-    """Calls act(number) on a thread for each signal that this process handles, instead of an earlier act.
+def open_stderr():
+    """Opens /dev/null as stderr where that is closed, as by `2>&-`: the next file would take its number."""
+    if sys.stderr is None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)
+
+
+def take_signals(handler, act, ignorable=STOP_SIGNALS):
+    """Lets this process handle STOP_SIGNALS, and returns a function that puts back what handled them.
 
     Python calls a signal's handler on the main thread once that has finished an operation, which can take
-    minutes, and the main thread can miss a signal that another thread has received.
+    minutes, and the main thread can miss a signal that another thread has received. Beside a thread that is
+    not the main one nothing changes: Python can handle no signals there.
+
+    Args:
+        handler: a function (number, frame), which Python calls.
+        act: a function of the number, which a thread calls at once.
+        ignorable: those that stay ignored if this process ignores them.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     # the system's handler writes a byte at once, on whatever thread it runs
-    signal.set_wakeup_fd(writer.detach())
+    earlier_fd = signal.set_wakeup_fd(writer.fileno())
 
     def read():
-        while True:
-            act(reader.recv(1)[0])
+        while number := reader.recv(1):
+            act(number[0])
 
     threading.Thread(target=read, daemon=True).start()
+    earlier = {}
+    for number in STOP_SIGNALS:
+        if number not in ignorable or signal.getsignal(number) != signal.SIG_IGN:
+            earlier[number] = signal.signal(number, handler)
 
+    def restore():
+        signal.set_wakeup_fd(earlier_fd)
+        writer.close()
+        # None: a handler of a C library, which Python cannot put back
+        for number, earlier_handler in earlier.items():
+            signal.signal(number, earlier_handler or signal.SIG_DFL)
 
-def end_after_signal():
-    """Ends this process with 3 four seconds after a signal, unless it has ended by itself.
-
-    Python drops a KeyboardInterrupt that is raised in __del__. signal.set_wakeup_fd(-1) calls it off.
-    """
-    def end(number):
-        if number in STOP_SIGNALS:
-            time.sleep(4)
-            os._exit(3)
-
-    on_each_signal(end)
+    return restore
 
 
 def end_with_parent():
@@ -107,33 +136,32 @@ def end_with_parent():
 # ---------------------------------------------------------------------------------------------------------
 # Requests to stop a run. On TPUs each replica is a process, to which the main process passes them on.
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # SLURM sends SIGUSR1
+@contextmanager
+def contained():
+    """Runs its block as a run: a signal requests a stop. Afterwards this process is as it was before.
 
-STOP = threading.Event()  # set once this process is asked to save and stop; one rank's request stops all
-
-START_TIMEOUT = 1800  # seconds in which torch_xla must have started a replica
-
-STOP_TIMEOUT = 60  # seconds in which a replica must have stopped; the system kills it then
-
-LONG = 5  # seconds after which a request to stop ends a droppable block
-
-
-def handle_stop_signals(handler, ignorable=STOP_SIGNALS):
-    """Lets handler(number, frame) handle STOP_SIGNALS, but for ignorable ones that this process ignores."""
-    for number in STOP_SIGNALS:
-        if number not in ignorable or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
+    That is for notebooks, where another run may follow: signals, STOP, the watchdog and the environment.
+    """
+    environment = dict(os.environ)
+    restore = on_signals()
+    try:
+        yield
+    finally:
+        restore()
+        restart_watchdog(0)
+        STOP.clear()
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def on_signals(is_spawned=False):
     """Lets STOP_SIGNALS request a stop; all later ones are ignored, but a second SIGINT kills.
 
     One SIGTERM may come twice: `timeout` and SLURM send it to sweep.py and to its run, and sweep.py passes
-    it on. In a thread, as of a sweep agent, Python can handle no signals.
+    it on. Returns a function that puts back what handled them.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # as of a sweep agent
         to_stderr("not in the main thread: a signal ends this run without a checkpoint")
-        return
     seen = set()
 
     def act(number):
@@ -148,14 +176,14 @@ def on_signals(is_spawned=False):
         seen.add(number)
         STOP.set()
 
-    # instead of command(), which would end the process 4 seconds after a signal: a save may take longer
-    on_each_signal(act)
+    # instead of command(), which would end the process 4 seconds after a signal: a save may take longer;
     # signals without a handler do not reach act
-    handle_stop_signals(drop, ignorable=[signal.SIGHUP])
+    restore = take_signals(drop, act, ignorable=[signal.SIGHUP])
     if is_spawned:
         # Ctrl-C reaches the main process too, which passes it on
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # what came before
+    return restore
 
 
 # began: when the main thread entered its droppable block; None outside one
@@ -184,20 +212,20 @@ def drop(number, frame):
 
 def drop_what_is_long():
     """Calls drop() on the main thread every second: the block may have begun just before the signal."""
-    while True:
+    while STOP.is_set():
         time.sleep(1)
         _thread.interrupt_main(signal.SIGTERM)
 
 
-class Watchdog(threading.Thread):
-    """Ends this process with 1 once it has run for more seconds than limit.
+class Watchdog:
+    """Ends this process with 1 once its thread has counted more seconds than limit.
 
     A timer goes on while a batch system or Ctrl-Z suspends the job. This count stands still then.
     """
 
     def __init__(self):
-        super().__init__(daemon=True)
         self.lock = threading.Lock()
+        self.thread = None
         self.num_seconds = 0
 
     def restart(self, seconds, suspended=24 * 3600):
@@ -209,14 +237,16 @@ class Watchdog(threading.Thread):
         self.seconds = seconds
         self.limit = self.num_seconds + (seconds or math.inf)
         with self.lock:  # replicas may be threads
-            if not self.ident:
-                self.start()
+            # a process that was forked has not inherited the thread
+            if not (self.thread and self.thread.is_alive()):
+                self.thread = threading.Thread(target=self.count, daemon=True)
+                self.thread.start()
         # C code that keeps Python's lock stops the count, but not this timer, which is a C thread
         faulthandler.cancel_dump_traceback_later()
         if seconds:
             faulthandler.dump_traceback_later(seconds + suspended, exit=True, file=sys.__stderr__)
 
-    def run(self):
+    def count(self):
         while self.num_seconds <= self.limit:
             time.sleep(1)
             self.num_seconds += 1
@@ -234,19 +264,21 @@ def should_stop(stall_timeout):
     return STOP.is_set()
 
 
-def watch_replicas():
+@contextmanager
+def watching_replicas():
     """Passes a request to stop on to all replicas of this host, and stops all once one has died.
 
     The peers of a dead replica would wait for it. Python's pool of processes stops them too, but does not
     notice the last process that it starts if its own thread is slow (ProcessPoolExecutor.submit wakes that
     thread before it starts the process).
     """
+    has_ended = threading.Event()
+
     def watch():
         replicas = set()
         stopped = set()
         has_died = False
-        while not has_died:
-            time.sleep(0.1)
+        while not (has_died or has_ended.wait(0.1)):
             replicas.update(multiprocessing.active_children())
             has_died = any(replica.exitcode for replica in replicas)  # None: it runs, 0: it is done
             # once each: a replica that has stopped and ends would be killed
@@ -259,4 +291,9 @@ def watch_replicas():
     # A replica inherits this thread's blocked signals until it handles them in on_signals: before, SIGTERM
     # would kill it. Multiprocessing would start its tracker first, which unblocks them.
     multiprocessing.resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        has_ended.set()
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

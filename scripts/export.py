@@ -30,11 +30,12 @@ import train
 from configurator import configure, split_arguments
 from data import load
 from runtime import forks
-from runtime.checkpoint import load_saved_weights, read_checkpoint, some_puzzles
+from runtime.checkpoint import some_puzzles
 from runtime.dataset import local_dataset
 from runtime.errors import UserError, check_choices, writing
 from runtime.files import replacing
 from runtime.process import command
+from runtime.saved import load_saved_weights, read_checkpoint
 from weights import new_model
 
 

@@ -27,7 +27,7 @@ from typing import Callable, NamedTuple
 
 ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)
-from runtime import process
+import configurator
 from runtime.errors import UserError, check_choices, check_numbers
 from runtime.files import read_metrics, read_torch_file
 
@@ -293,4 +293,4 @@ def report(results):
 
 
 if __name__ == "__main__":
-    process.start(main, Settings)
+    configurator.start(main, Settings)

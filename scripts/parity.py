@@ -30,7 +30,7 @@ from model import LOSS_TERMS, METRICS, TRM
 from runtime import process
 from runtime.device import choose_device
 from runtime.errors import UserError, check_choices
-from weights import load_weights
+from runtime.saved import load_weights
 
 
 class Settings:

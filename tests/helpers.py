@@ -235,7 +235,7 @@ def run_script(name, argv, *place):
     code = 0
     try:
         if script is train:
-            process.start(train.main, train.Settings)
+            configurator.start(train.main, train.Settings)
         else:
             process.command(script.main)
     except SystemExit as e:
@@ -287,7 +287,7 @@ def run(data, out, *flags, code=0):
     settings = configurator.configure(train.Settings, arguments(data, out, *flags))
     train.check_settings(settings)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        train.replica(settings, settings.device, time.monotonic())
+        train.replica(settings, settings.device)
     return printed.getvalue()
 
 

@@ -19,8 +19,9 @@ from evaluate import Evaluator, save_file, weights_of
 from puzzles import kind_of
 from puzzles.maze import Maze, long_mazes
 from puzzles.sudoku import Sudoku, minimal_sudokus
-from runtime.checkpoint import load_saved_weights, newest_whole, read_checkpoint
+from runtime.checkpoint import newest_whole
 from runtime.errors import UserError
+from runtime.saved import load_saved_weights, read_checkpoint
 from train import open_device
 from weights import new_model
 

@@ -193,7 +193,6 @@ def test_a_line_that_looks_like_a_setting_and_is_none(line):
 ERROR = "toy.py: an error of two lines\n"
 MAIN = """
 import signal, sys, time
-from runtime.process import start
 from runtime.errors import TransientError, UserError
 
 class Freed:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import DATA, ROOT, TINY, curve, xla_environment
+from helpers import DATA, ROOT, TINY, curve, newest, same, xla_environment
 
 FORK = """
 import train
@@ -58,3 +58,25 @@ def test_copies_of_bench_and_of_a_prepare_script_run_as_they_are_edited(clone):
     clone("bench.py", "mine.py", figure=("mfu=peak", "my_figure=42,\n        mfu=peak"))
     text = python("clone/mine.py", *TINY, "--data_path=data", "--steps=1", "--device=cpu")
     assert '"my_figure": 42' in text
+
+
+# what README says of tensors that a step keeps: clipping at twice the running average of the gradient's norm
+CLIPPING = """    # update the weights
+    state["norm_average"].mul_(0.9).add_(0.1 * grad_norm)
+    scale = (state["norm_average"] / grad_norm).clamp(max=1)
+    totals["grads"] = {name: g * scale for name, g in totals["grads"].items()}
+"""
+
+
+def test_a_resume_has_what_a_copys_step_keeps(clone, data):
+    state = "        self.state |= device.put(dict(norm_average=torch.ones(1)))\n"
+    clone("train.py", "mine.py", step=("    # update the weights\n", CLIPPING),
+          state=("        # the programs\n", state))
+    argv = ["clone/mine.py", f"--data_path={data}", *TINY, "--device=cpu", "--lr=1e-2",
+            "--checkpoint_interval=4", "--eval_final_max_puzzles=8"]
+    python(*argv, "--out_dir=whole", "--max_steps=8")
+    python(*argv, "--out_dir=parts", "--max_steps=4")
+    python(*argv, "--out_dir=parts", "--max_steps=8", "--init_from=resume")
+    whole, parts = newest("whole"), newest("parts")
+    assert whole["step"] == 8 and whole["kept"]["norm_average"] != 1
+    assert same([whole["weights"], whole["kept"]], [parts["weights"], parts["kept"]])

@@ -21,8 +21,8 @@ from puzzles import kind_of
 from puzzles.maze import Maze
 from puzzles.sudoku import Sudoku
 from puzzles.symmetries import dihedral, keys_of, orbit_keys
-from runtime.checkpoint import check_task
 from runtime.errors import UserError
+from runtime.saved import check_task
 
 
 def build(folder, flags):

@@ -43,6 +43,10 @@ def test_an_upload_and_a_download_are_tried_again(bucket, front, emulator, fault
     assert stored(emulator, "run/a") == CONTENT
     front.script = [fault, fault]
     assert bucket.read("a") == CONTENT and front.log == ["insert"] * 3 + ["media"] * 3
+    front.script = [fault, fault]
+    Path("b").write_bytes(CONTENT)
+    bucket.write_file("b", "b")
+    assert stored(emulator, "run/b") == CONTENT
 
 
 @pytest.mark.parametrize("fault, attempts, error, message", [

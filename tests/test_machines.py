@@ -111,7 +111,6 @@ def test_what_a_gpu_or_torch_compile_lacks_is_one_line(random_puzzles, monkeypat
     from torch._inductor.exc import InductorError
     for name, value in hosts(2)[1].items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train, "on_signals", lambda: None)
     words = "^out of memory on the device: a --micro_batch_size smaller than 16 gives the same result"
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     for error in full, InductorError(full, None), BackendCompilerFailed(print, full, None):

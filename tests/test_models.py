@@ -9,9 +9,9 @@ from helpers import ROOT, TrainProcess, code_cells, lines, prepare
 
 import train
 from ask import solve
-from configurator import configure
-from runtime.checkpoint import read_checkpoint
+from configurator import configure, read_settings
 from runtime.errors import UserError
+from runtime.saved import read_checkpoint
 from weights import load_model
 
 
@@ -71,7 +71,8 @@ def test_a_setting_that_is_newer_than_a_model_file_has_its_default(tmp_path):
     saved = torch.load(Path(ROOT, "models/sudoku-6x6.pt"))
     del saved["settings"]["pos_encodings"]
     torch.save(saved, tmp_path / "older.pt")
-    assert load_model(tmp_path / "older.pt").settings.pos_encodings == "none"
+    defaults = read_settings(train.Settings)
+    assert load_model(tmp_path / "older.pt", defaults=defaults).settings.pos_encodings == "none"
 
 
 def test_a_file_of_an_earlier_version_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 test_smoke.py run the command."""
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -30,9 +31,11 @@ from helpers import (
 )
 
 import evaluate
+import train
 from puzzles import score
 from runtime import errors, minutes
 from runtime.checkpoint import Checkpoints, checkpoint_paths
+from runtime.errors import UserError
 from runtime.log import listed
 
 # A run
@@ -57,12 +60,26 @@ def test_a_run_logs_evaluates_and_saves(whole):
 def test_best_pt_is_the_best_evaluation_the_final_one_included(data, monkeypatch):
     """ARC is judged by the tasks solved in two tries, puzzles with several right answers by the rules."""
     accuracies = iter([0.2, 0.1, 0.3])
-    monkeypatch.setattr(evaluate, "means", lambda ranks: {"eval/exact_accuracy": next(accuracies)})
+    means = lambda ranks: {"eval/exact_accuracy": next(accuracies), "eval/loss": 1}  # noqa: E731
+    monkeypatch.setattr(evaluate, "means", means)
     run(data, "run", *WHOLE)
     best = json.loads(Path("run/best.json").read_text())
-    assert best["step"] == 40 and best["metrics"] == {"eval/exact_accuracy": 0.3}
+    assert best["step"] == 40 and best["metrics"] == {"eval/exact_accuracy": 0.3, "eval/loss": 1}
     values = {"eval/exact_accuracy": 0.5, "eval/valid_accuracy": 0.7}
     assert score(values) == 0.7 and score(values | {"eval/pass1": 0.1, "eval/pass2": 0.2}) == 0.2
+
+
+@pytest.mark.parametrize("flag, words", [
+    ("--eval_interval=1", "in the evaluation at step 4"), ("--eval_interval=0", "in the final evaluation")])
+def test_an_average_that_is_not_finite_ends_the_run(data, monkeypatch, flag, words):
+    """The losses of training are those of the raw weights."""
+    def broken(run):
+        return {name: w * math.inf for name, w in run.state["ema"].items()}, run.state["puzzle_emb"]
+
+    monkeypatch.setattr(train.Run, "eval_weights", broken)
+    with pytest.raises(UserError, match=f"^loss not finite {words}: .* run/ckpt_00000004.pt$"):
+        run(data, "run", "--max_steps=8", "--checkpoint_interval=4", flag)
+    assert not os.path.exists("run/best.pt")
 
 
 def interrupted(source, out):

@@ -16,11 +16,11 @@ import pytest
 import torch
 from helpers import TrainProcess, flip_a_bit, prepare
 
+import configurator
 import prepare_arc
 import prepare_maze
 import prepare_sudoku
 import train
-from runtime import process
 from weights import load_model
 
 MODULES = train, prepare_sudoku, prepare_maze, prepare_arc
@@ -155,7 +155,7 @@ TRAIN = {
         "data/changed/test/all__labels.npy | does not match manifest.json | prepare_sudoku.py",
     # checkpoints
     "--init_from=resume": "out/new | no complete checkpoint | --init_from=auto starts from scratch",
-    "--init_from=nowhere.pt": "nowhere.pt | FileNotFoundError",
+    "--init_from=nowhere.pt": "nowhere.pt | no such file",
     "--init_from=scrach": "scrach | scratch",
     "--init_from=out/run": "out/run | checkpoint",
     "--init_from=cut.pt": "cut.pt | cannot be read as a checkpoint | damaged | it is cut off",
@@ -216,7 +216,7 @@ def refuse(world, monkeypatch, capfd):
         monkeypatch.setattr(sys, "argv", [script, *files, *flags.split()])
         before = snapshot(world)
         with pytest.raises(SystemExit) as stop:
-            process.start(SCRIPTS[script].main, SCRIPTS[script].Settings)
+            configurator.start(SCRIPTS[script].main, SCRIPTS[script].Settings)
         assert_refused(script, stop.value.code, capfd.readouterr().err, words, before, snapshot(world))
 
     monkeypatch.chdir(world)

@@ -1,0 +1,119 @@
+"""Reads checkpoints and model files, also the official code's, and gives a model their weights."""
+import re
+
+import torch
+
+from runtime.errors import UserError, one_line
+from runtime.files import read_torch_file
+
+WEIGHTS = ("state_dict", "model_state_dict", "model_state", "model")  # where other code's files have them
+
+
+def read_file(path):
+    """Returns the dict in a checkpoint or a model file. Raises ValueError or UserError for other files."""
+    saved = read_torch_file(path)
+    if "task" in saved and "sizes" not in saved:
+        raise UserError(f"{path} is of an earlier version of this code: commit ead55c3 reads it")
+    return saved
+
+
+def read_checkpoint(path):
+    """Returns the dict in a checkpoint of ours, or {"weights": ...} of an official one. Raises UserError."""
+    try:
+        saved = read_file(path)
+        # ours has "weights" among other entries; the official code saves only the weights, others nest them,
+        # and may have their average beside them
+        if "weights" not in saved:
+            nested = [saved[name] for name in WEIGHTS if isinstance(saved.get(name), dict)]
+            saved = {"weights": [*nested, saved][0] | saved.get("ema_helper", {})}
+        if not all(map(torch.is_tensor, saved["weights"].values())):
+            raise ValueError("it has no weights")
+    except UserError:
+        raise
+    except Exception as e:  # torch has many for this
+        cause = str(e).removeprefix(path).strip() if isinstance(e, ValueError) else type(e).__name__
+        if isinstance(e, FileNotFoundError):
+            raise UserError(f"{path}: no such file; init_from: scratch, resume, auto or FILE") from None
+        raise UserError(f"{path}: cannot be read as a checkpoint ({cause}): damaged, or not one of ours or "
+                        "the official code's; init_from: scratch, resume, auto or FILE") from None
+    return saved
+
+
+@torch.no_grad()
+def load_weights(trm, official_weights, same_identifiers=True):
+    """Loads weights under the official code's names, with or without their prefixes, into a TRM.
+
+    Args:
+        trm: a TRM.
+        official_weights: {name: tensor}.
+        same_identifiers: False if the puzzle identifiers stand for other puzzles than the file's.
+
+    Returns True if the identifiers are others, or if their number is: every row of the puzzle embedding then
+    becomes the mean of the file's, as in the official code. Raises ValueError for names or shapes that do not
+    fit.
+    """
+    # the official code's names, without the prefixes of its wrappers
+    weights = {}
+    for name, t in official_weights.items():
+        weights[re.sub(r"^((_orig_mod|module|model|inner)\.)+", "", name)] = t.float()
+
+    # other puzzles have no row of their own in the table: they take the mean
+    table = weights.get("puzzle_emb.weights")
+    num_rows = trm.sizes["num_puzzle_identifiers"]
+    is_averaged = False
+    if trm.has_puzzle_emb and table is not None:
+        is_averaged = len(table) != num_rows or not same_identifiers
+    if is_averaged:
+        weights["puzzle_emb.weights"] = table.mean(0, keepdim=True).expand(num_rows, -1)
+
+    try:
+        trm.load_state_dict(weights)
+    except RuntimeError as e:  # names or shapes, which it lists
+        raise ValueError(f"{one_line(e)}: another block or other settings (hidden_size, L_layers, mlp_t, "
+                         "puzzle_emb_ndim?)") from None
+    return is_averaged
+
+
+def load_saved_weights(model, weights, path, same_identifiers=True):
+    """See load_weights; the weights are of the file `path`. Raises UserError if they do not fit."""
+    try:
+        return load_weights(model, weights, same_identifiers)
+    except ValueError as e:
+        raise UserError(f"{path}: {e}") from None
+
+
+def changed_attention(model, saved):
+    """Returns a line for each setting of attention that differs from the checkpoint's.
+
+    The names and shapes of the weights do not show these settings; they show all others but the cycles, which
+    may change.
+    """
+    if model.settings.mlp_t:
+        return []
+    names = ["num_heads", "pos_encodings"]
+    if model.has_puzzle_emb:
+        names.append("puzzle_emb_len")
+    # files of the official code have no settings
+    return changes(model.settings, saved.get("settings", {}), names)
+
+
+def changes(settings, saved_settings, names):
+    """Returns a line for each of the settings `names` that has another value in a checkpoint."""
+    lines = []
+    for name in names:
+        value = getattr(settings, name)
+        saved_value = saved_settings.get(name, value)
+        if value != saved_value:
+            lines.append(f"{name} is {value}; the checkpoint had {saved_value}")
+    return lines
+
+
+def check_task(saved, train_set, path):
+    """Raises UserError if the weights in the file `path` were trained on another kind of puzzle."""
+    # files of the official code do not say their task
+    task = saved.get("task", train_set.task)
+    for name, first in ("kind", 0), ("symbols", 1):  # padding has no sign, and prepare_csv.py gives it one
+        if task["kind"] and list(task[name])[first:] != list(train_set.task[name])[first:]:
+            raise UserError(f"{path} was trained on puzzles with {name} {task[name]!r}, but "
+                            f"{train_set.path} has {train_set.task[name]!r}: leave out the config file, or "
+                            "give --data_path")

@@ -1,0 +1,66 @@
+"""Runs that follow each other in one process, as in a notebook: each leaves the process as it was."""
+import subprocess
+import sys
+
+from helpers import ROOT, TINY
+
+# The four runs share a folder: the second one has failed there, the third one was interrupted.
+NOTEBOOK = """
+import os, signal, sys, threading
+sys.path.insert(0, sys.argv[1])
+import configurator, train
+from runtime.process import STOP, STOP_SIGNALS
+
+def look():
+    wakeup = signal.set_wakeup_fd(-1)
+    return [signal.getsignal(number) for number in STOP_SIGNALS], wakeup, dict(os.environ), STOP.is_set()
+
+def run(*flags):
+    print(*flags, flush=True)
+    try:
+        train.main(configurator.configure(train.Settings, [*sys.argv[2:], *flags]))
+        print("complete")
+    except BaseException as error:
+        sys.last_value = error  # a notebook keeps the last error, and what its frames hold
+        print(repr(error))
+    assert look() == before
+    try:
+        os.kill(os.getpid(), signal.SIGINT)  # of another cell
+        signal.pause()
+    except KeyboardInterrupt:
+        pass
+
+os.environ["PJRT_DEVICE"] = "CPU"
+before = look()
+run("--out_dir=first", "--max_steps=2")
+run("--out_dir=second", "--max_steps=100000", "--lr=1e30")
+threading.Timer(4, os.kill, [os.getpid(), signal.SIGINT]).start()
+run("--out_dir=third", "--max_steps=100000", "--eval_final_max_puzzles=8")
+run("--out_dir=third", "--max_steps=100000", "--init_from=auto", "--eval_only")
+run("--out_dir=second", "--max_steps=2", "--init_from=auto")
+"""
+
+
+def test_runs_of_one_process_leave_it_as_it_was(data):
+    argv = [sys.executable, "-c", NOTEBOOK, ROOT, f"--data_path={data}", *TINY]
+    done = subprocess.run([*argv, "--device=cpu"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ends = [line for line in done.stdout.splitlines() if line == "complete" or line.endswith(")")]
+    assert ends[0] == "complete" and "not finite" in ends[1]
+    assert ends[2:] == ["SystemExit(3)", "complete", "complete"]
+
+
+IN_A_THREAD = """
+import runpy, sys, threading
+script = sys.argv.pop(1)
+command = threading.Thread(target=runpy.run_path, args=[script], kwargs=dict(run_name="__main__"))
+command.start()
+command.join()
+"""
+
+
+def test_a_command_in_a_thread_trains_without_handlers(data, tmp_path):
+    argv = [sys.executable, "-c", IN_A_THREAD, "train.py", f"--data_path={data}", f"--out_dir={tmp_path}/run"]
+    argv += [*TINY, "--device=cpu", "--max_steps=2"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "trained 2 steps" in done.stdout and "not in the main thread" in done.stderr, done.stderr
