@@ -6,7 +6,7 @@
     python scripts/solve.py out/demo puzzles.csv --output=answers.csv --eval_attempts=1
     python scripts/solve.py out/fork fork.py puzzle.txt --plot=answer.gif     a model that fork.py trained
 
-A puzzle is a text or a file. It has one of two forms: a line with all its cells, or a
+A puzzle is a text, a file, or - for standard input. It has one of two forms: a line with all its cells, or a
 line for each row, with an empty line before the next puzzle. A Sudoku has digits, a maze "# SG" (wall, open,
 start, goal), others the symbols of their dataset. Each of . 0 _ * ? is an empty cell unless it is a symbol;
 white space and rulers of | + - = are left out unless they are symbols. A puzzle that begins with - must be in
@@ -65,6 +65,7 @@ ATTEMPTS = 8  # at most, unless --eval_attempts says otherwise
 
 def main(argv):
     """Solves one puzzle and prints it, or solves all puzzles in a file."""
+    argv = ["/dev/stdin" if argument == "-" else argument for argument in argv]
     output_settings, operands, train_arguments = split_arguments(Settings, argv)
     if len(operands) not in (1, 2):
         raise UserError("usage: python scripts/solve.py MODEL PUZZLE, or PUZZLE alone; see --help")

@@ -6,6 +6,8 @@ import os
 import pickle
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import export
@@ -131,6 +133,12 @@ def test_a_puzzle_is_a_text_or_a_file(run_solve, solved):
     assert solved[1] in text.splitlines() and "a solution: all rules" in text
     Path("puzzle.txt").write_text("\ufeff" + "\n".join(re.findall("....", solved[0])))
     assert run_solve("model.pt", "puzzle.txt", "--steps", "--eval_halt_max_steps=9") == text
+
+
+def test_a_stream_is_a_file_and_the_answer_needs_no_stderr(solved):
+    command = f'{sys.executable} "$0" model.pt - < <(echo {solved[0]}) 2>&-'
+    output = subprocess.check_output(["bash", "-c", command, f"{ROOT}/scripts/solve.py"], text=True)
+    assert solved[1] in output.splitlines()
 
 
 @pytest.mark.parametrize("patience", [0, 1])
