@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 import evaluate
-from puzzles import Judgement, kind_of
+from puzzles import Judgement, kind_of, parse
 from runtime.device import Device
+from runtime.errors import UserError
 
 CELLS_AT_A_TIME = 5_000  # in a batch on the CPU: 61 Sudokus of 9x9 or 5 mazes of 30x30
 
@@ -101,7 +102,9 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
     # tokens of all questions
     is_text = not torch.is_tensor(questions)
     if is_text:
-        tokens = np.stack([kind.parse(text) for text in questions])
+        tokens = np.concatenate([[*parse(trm.task, text).values()] for text in questions])
+        if len(tokens) != len(questions):
+            raise UserError("each string must have one puzzle")
     else:
         tokens = questions.int().numpy()
     batch = evaluate.unlabeled_batch(tokens)

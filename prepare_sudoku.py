@@ -14,7 +14,7 @@ import numpy as np
 from configurator import start
 from data import refuse_existing
 from prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
-from puzzles import kind_of, squeezed
+from puzzles import EMPTY_SIGNS, kind_of, squeezed
 from puzzles.sudoku import BOXES, Sudoku, minimal_sudokus
 from puzzles.symmetries import keys_of
 from runtime.errors import UserError
@@ -39,7 +39,7 @@ class Settings:
 
 
 HUB = "sapientinc/sudoku-extreme"
-DOTS = dict.fromkeys(map(ord, Sudoku.empty_cells), ".")  # other signs of files for an empty cell
+DOTS = dict.fromkeys(map(ord, EMPTY_SIGNS), ".")  # other signs of files for an empty cell
 
 
 def main(settings):

@@ -11,11 +11,11 @@ its own to KINDS, as examples/coloring.py does.
 import math
 import pkgutil
 import re
+import string
 from typing import NamedTuple
 
 import numpy as np
 
-from puzzles import reader
 from puzzles.symmetries import Symmetries, check_symmetries, dihedral, orbit_keys, renamings
 from runtime.errors import UserError
 
@@ -23,6 +23,8 @@ IGNORE_LABEL = -100  # the same as in model.py, which needs torch
 
 # {kind: its class, or the place of a class, which loads when a task of the kind is met}; others are plain
 KINDS = {"sudoku": "puzzles.sudoku:Sudoku", "maze": "puzzles.maze:Maze", "arc": "puzzles.arc:ARC"}
+EMPTY_SIGNS = ".0_*?"  # in texts, each is an empty cell if the task has no such symbol
+DRAWN = string.whitespace + "|+-="  # in texts, what may stand between cells if the task has no such symbol
 DRAWS = 256  # draws of a puzzle's symmetry, after which no further copy is expected
 
 # {(cells, tokens): the task} of the official code's datasets. These store each version of an ARC task as a
@@ -88,7 +90,6 @@ class Kind:
     """
 
     has_several_answers = False  # whether a question has several right answers, of which the label is one
-    empty_cells = ""  # in texts, other signs for an empty cell, whose symbol is a dot
     symmetries = {}  # see puzzles/symmetries.py, unless the task describes others
     empty = 1  # the token of a cell that is to be filled
     no_solution = "the answer is no solution"  # what is said of one that breaks no rule
@@ -125,32 +126,6 @@ class Kind:
 
     # -----------------------------------------------------------------------------------------------------
     # Text
-
-    def find(self, text):
-        """Returns the reader.Puzzles in a text, one at least, and in words how it was read.
-
-        Raises UserError.
-        """
-        return reader.find_puzzles(self, text)
-
-    def find_spaced(self, text):
-        """Returns what find() does, for a text without JSON in which a space is a cell."""
-        cells, height = reader.squared(text)
-        if height not in (1, self.rows):
-            raise UserError(f"{height} lines are no puzzle of {self.rows} rows")
-        return [reader.Puzzle(1, cells)], "one puzzle"
-
-    def parse(self, text):
-        """Returns the tokens, int32 [cells], of the one question in a text. Raises UserError.
-
-        A maze may have another size than the task's: models with attention take any number of cells.
-        """
-        puzzles, _ = self.find(text)
-        if len(puzzles) > 1:
-            raise UserError(f"the text has {len(puzzles)} puzzles")
-        cells = puzzles[0].question
-        self.resized(len(cells)).check_text(cells, self.question_symbols(), f"the puzzle {cells[:20]!r}")
-        return np.array([self.symbols.index(symbol, 1) for symbol in cells], dtype=np.int32)
 
     def question_symbols(self):
         """Returns the symbols of questions in one string."""
@@ -304,6 +279,50 @@ class Kind:
     def keys(self, questions):
         """Returns a list of keys of questions [n, cells], equal for puzzles that count as one."""
         return orbit_keys(questions, self.turns(), self.exchanged())
+
+
+def parse(task, text):
+    """Returns the questions in a text, {the line where one begins, from 1: tokens int32 [cells]}.
+
+    A puzzle is a line with all its cells, or a line for each row with an empty line before the next puzzle.
+    What is DRAWN between cells is left out. Raises UserError for anything else.
+    """
+    # the token of each sign
+    kind = kind_of(task)
+    symbols = kind.question_symbols()
+    tokens = dict.fromkeys(EMPTY_SIGNS, kind.empty)
+    for token, symbol in enumerate(kind.symbols[1:], 1):
+        if symbol in symbols:
+            tokens[symbol] = token
+
+    forms = (f"a puzzle is a line of {kind.cells} cells, or {kind.rows} lines of {kind.columns} with an "
+             f"empty line before the next puzzle; cells are of {symbols!r}, any of {EMPTY_SIGNS!r} is empty")
+    questions = {}
+    rows = []  # tokens of the puzzle that is read row by row
+    # an empty line ends the last puzzle too
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        # an unknown sign becomes None; a line that has nothing but rulers goes
+        cells = [tokens.get(sign) for sign in line if sign in tokens or sign not in DRAWN]
+        if line.strip() and not cells:
+            continue
+        is_puzzle = len(cells) == kind.cells and not rows
+        is_row = len(cells) == kind.columns and len(rows) < kind.cells
+        is_end = not cells and len(rows) in (0, kind.cells)
+        if None in cells or not (is_puzzle or is_row or is_end):
+            raise UserError(f"line {number}, {line[:20]!r}, with {len(cells)} cells, is no puzzle "
+                            f"and no row of one: {forms}")
+
+        # a row adds to the puzzle that the first row has begun
+        if is_puzzle:
+            questions[number] = cells
+        elif is_row:
+            rows = rows or questions.setdefault(number, [])
+            rows += cells
+        else:
+            rows = []
+    if not questions:
+        raise UserError(f"no puzzle: {forms}")
+    return {number: np.int32(cells) for number, cells in questions.items()}
 
 
 def squeezed(text, symbols):

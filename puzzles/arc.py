@@ -31,7 +31,7 @@ class ARC(Kind):
         """See Kind."""
         return {"kind": "arc", "grid": [rows, rows], "symbols": ARC_SYMBOLS}
 
-    def find(self, text):
+    def question_symbols(self):
         """Raises UserError: a question alone has no puzzle identifier."""
         raise UserError("this model solves ARC tasks: play.py shows them, train.py writes submission.json")
 

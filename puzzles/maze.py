@@ -6,13 +6,10 @@ path from S to G as "o". Steps go up, down, left and right.
 """
 import itertools
 import math
-import re
 
 import numpy as np
 
 from puzzles import Judgement, Kind
-from puzzles.reader import Puzzle, squared
-from runtime.errors import UserError
 
 MAZE = "_# SGo"  # a symbol for each token
 WALL, OPEN, START, GOAL, PATH = range(1, 6)  # tokens
@@ -40,30 +37,6 @@ class Maze(Kind):
     def question_symbols(self):
         """See Kind. The path is no part of a question."""
         return MAZE[1:-1]
-
-    def find_spaced(self, text):
-        """See Kind. The text has one maze, or a maze a line."""
-        text = text.replace("\u2588", "#")
-        if "G" not in text:
-            text = text.replace("E", "G")
-        # a dot is an open cell where a space is none; editors leave spaces at the end of lines
-        if {*"SG"} <= {*text} and not re.search(r" \S", text):
-            text = text.replace(".", " ")
-
-        # a maze a line
-        lines = text.splitlines()
-        mazes = [Puzzle(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-        has_ends = [maze.question.count("S") == maze.question.count("G") == 1 for maze in mazes]
-        if len(mazes) > 1 and all(has_ends):
-            return mazes, f"{len(mazes)} mazes, one a line"
-
-        # one maze
-        cells, height = squared(text)
-        side = math.isqrt(len(cells))
-        if side * side != len(cells) or height not in (1, side) or not {*cells} <= {*"# SG"}:
-            raise UserError(f"{height} lines with {len(cells)} cells are no maze: that is a square of the "
-                            "characters '# SG', wall, open, start and goal")
-        return [Puzzle(1, cells)], "one maze"
 
     def judge(self, questions, answers):
         """See Kind. The path may go over open cells; another cell is broken if it differs from the question.

@@ -19,7 +19,6 @@ SEARCH = 500_000  # rounds of the solver, over all boards of one puzzle's search
 class Sudoku(Kind):
     """What is known of Sudokus."""
 
-    empty_cells = ".0*_-xX?\u00b7"
     has_symmetries = True
 
     @staticmethod

@@ -40,7 +40,7 @@ import data
 import evaluate
 import model
 from configurator import split_arguments
-from puzzles import arc, kind_of
+from puzzles import arc, kind_of, parse
 from runtime.dataset import local_dataset
 from runtime.errors import UserError
 from runtime.process import command
@@ -191,9 +191,7 @@ class Game:
 
     def start(self, settings, request):
         """Returns the known answer, a warning, and an iterator of dicts that solves the question."""
-        tokens = self.kind.parse(request["question"])
-        if len(tokens) != self.kind.cells:
-            raise UserError(f"the question has {tokens.size} cells, not {self.kind.cells}")
+        [tokens] = parse(self.kind.task, request["question"]).values()
         self.kind.check_attempts(settings.eval_attempts)
         [(num_solutions, warning)] = self.kind.solution_notes(tokens[None])
         if num_solutions == 0:

@@ -6,11 +6,12 @@
     python scripts/solve.py out/demo puzzles.csv --output=answers.csv --eval_attempts=1
     python scripts/solve.py out/fork fork.py puzzle.txt --plot=answer.gif     a model that fork.py trained
 
-A puzzle is a text or a file, in one line or in several. A Sudoku has digits with . or 0 for an empty cell, a
-maze "# SG" (wall, open, start, goal), others the symbols of their dataset; puzzles/reader.py says what else
-is read. A puzzle that begins with - must be in a file. A file may have several puzzles. A .csv file, also
-.gz, has a puzzle a row, in the column question. Rules judge the answers; where no rules are known, known
-answers do, of the column answer.
+A puzzle is a text, a file, or - for standard input. It has one of two forms: a line with all its cells, or a
+line for each row, with an empty line before the next puzzle. A Sudoku has digits, a maze "# SG" (wall, open,
+start, goal), others the symbols of their dataset. Each of . 0 _ * ? is an empty cell unless it is a symbol;
+white space and rulers of | + - = are left out unless they are symbols. A puzzle that begins with - must be in
+a file. A .csv or .tsv file, also .gz, has a puzzle a row, in the column question. Rules judge the answers;
+where no rules are known, known answers do, of the column answer.
 
 The script keeps the most confident answer of all supervision steps. An attempt ends after
 eval_halt_max_steps, or once its answer repeats (--eval_patience=0: never). As long as no answer is sure, it
@@ -21,6 +22,7 @@ It runs on the CPU in float32, with averaged weights, at full depth. export.py m
 checkpoint of the official code. play.py shows ARC's tasks.
 """
 import csv
+import math
 import os
 import re
 import sys
@@ -33,19 +35,18 @@ import numpy as np
 ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)
 import draw
-from rows import parse_rows, read_rows, read_source
 
 import ask
 import evaluate
 import model
 import train
 from configurator import configure, split_arguments
-from puzzles import kind_of, squeezed
-from puzzles.reader import signs_of
+from prepare import csv_rows, open_text
+from puzzles import kind_of, parse, squeezed
 from runtime import forks
 from runtime.checkpoint import newest_whole
-from runtime.errors import UserError, writing
-from runtime.files import Progress, read_torch_file
+from runtime.errors import UserError, check_numbers, writing
+from runtime.files import Progress, read_torch_file, to_stderr
 from runtime.process import command
 from weights import load_model
 
@@ -55,6 +56,8 @@ class Settings:
     steps = False  # show the answers after several supervision steps, and how sure the halting head is
     plot = ""  # draw them: FILE.png, or FILE.gif with a frame for each step; needs matplotlib
     output = ""  # write the answers to this new .csv, with certainty, attempts, step and result
+    # puzzles
+    cells = 0  # of each; 0: as many as the model's; models with attention take mazes of any size
     ignored = ""  # characters of known answers for cells that do not count, as of prepare_csv.py
 
 
@@ -63,10 +66,12 @@ ATTEMPTS = 8  # at most, unless --eval_attempts says otherwise
 
 def main(argv):
     """Solves one puzzle and prints it, or solves all puzzles in a file."""
+    argv = ["/dev/stdin" if argument == "-" else argument for argument in argv]
     output_settings, operands, train_arguments = split_arguments(Settings, argv)
     if len(operands) not in (1, 2):
         raise UserError("usage: python scripts/solve.py MODEL PUZZLE, or PUZZLE alone; see --help")
     *models_given, source = operands
+    check_numbers({"cells": output_settings.cells}, ())
 
     # the new files
     for path in filter(None, [output_settings.plot, output_settings.output]):
@@ -75,29 +80,29 @@ def main(argv):
         raise UserError(f"--plot={output_settings.plot}: must be a .png or a .gif")
 
     # the puzzles, and the model for them
-    content = read_source(source)
-    [path] = models_given or [choose_model(source, content)]
+    place, text, known_answers = read_source(source)
+    [path] = models_given or [choose_model(text)]
     trm, settings = load(path, train_arguments)
     kind = kind_of(trm.task)
-    rows, how = read_rows(kind, source, content)
-    if os.path.isfile(source):
-        print(f"{source}: {how}", flush=True)
-    is_file = not isinstance(content, str) or len(rows) > 1 or output_settings.output
+    if output_settings.cells:
+        kind = kind.resized(output_settings.cells)
+        if trm.settings.mlp_t or kind.cells != output_settings.cells:
+            raise UserError(f"--cells={output_settings.cells}: {path} takes no puzzles of this size")
+        trm, _ = load(path, train_arguments, kind.cells)
+    try:
+        questions = parse(kind.task, text)
+    except UserError as e:
+        raise UserError(f"{place or 'no such file; as a text, '}{e}") from None
+    check_questions(kind, questions, known_answers, place)
+    is_file = known_answers or len(questions) > 1 or output_settings.output
     if is_file and (output_settings.steps or output_settings.plot):
         raise UserError("--steps and --plot show one puzzle: not a .csv, not several, not with --output")
 
-    # mark what cannot be solved; attention takes puzzles of any size
-    kind = parse_rows(kind, rows)
-    if kind.cells != trm.sizes["seq_len"]:
-        if trm.settings.mlp_t:
-            raise UserError("{} takes {}x{} only: its MLP has a weight for each cell".format(
-                path, *trm.task["grid"]))
-        trm, _ = load(path, train_arguments, kind.cells)
-    batch = evaluate.unlabeled_batch(np.stack([row.tokens for row in rows if not row.problem]))
-
     # solve
+    batch = evaluate.unlabeled_batch(np.stack([*questions.values()]))
     if is_file:
-        solve_file(settings, trm, kind, batch, rows, output_settings)
+        known_answers = [known_answers.get(line, "") for line in questions]
+        solve_file(settings, trm, kind, batch, known_answers, output_settings)
     else:
         solve_one(settings, trm, kind, batch, output_settings, path)
 
@@ -105,6 +110,48 @@ def main(argv):
 def check_new_file(path):
     if os.path.lexists(path) or not os.path.isdir(os.path.dirname(path) or "."):
         raise UserError(f"{path}: must be a new file in a folder that exists")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Puzzles
+
+def read_source(source):
+    """Returns where puzzles stand, for messages, their text, and {line: known answer} for those of a .csv.
+
+    source: a file, or the text itself, which stands nowhere. Raises UserError.
+    """
+    place = f"{source}: "
+    if re.search(r"\.[ct]sv(\.gz)?$", source.lower()):
+        # each question stands in the line of the text where its row ends in the file
+        lines = []
+        known_answers = {}
+        for number, row in csv_rows(source, ["question"]):
+            lines += [""] * (number - 1 - len(lines))
+            lines.append("".join(row["question"].splitlines()))
+            known_answers[number] = row.get("answer") or ""
+        return place, "\n".join(lines), known_answers
+    if not os.path.exists(source):
+        return "", source, {}
+    with open_text(source) as f:
+        return place, f.read(), {}
+
+
+def check_questions(kind, questions, known_answers, place):
+    """Raises UserError for a row without a question, and for a puzzle without a solution.
+
+    Warns on stderr of the first puzzle that has several. Args: see read_source and puzzles.parse.
+    """
+    for line in sorted(known_answers.keys() - questions.keys()):
+        raise UserError(f"{place}line {line}: no question")
+    warning = ""
+    notes = kind.solution_notes(np.stack([*questions.values()]))
+    for line, (count, words) in zip(questions, notes):
+        if count == 0:
+            raise UserError(f"{place}line {line}: {words}")
+        if words:
+            warning = warning or f"warning: {place}line {line}: {words}"
+    if warning:
+        to_stderr(warning)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -147,15 +194,15 @@ def solve_one(settings, trm, kind, batch, output_settings, path):
                   [question_grid, *grids] if output_settings.plot.endswith(".gif") else [best_grid])
 
 
-def solve_file(settings, trm, kind, batch, rows, output_settings):
+def solve_file(settings, trm, kind, batch, known_answers, output_settings):
     """Solves puzzles, prints how many are right, and writes a row for each to a new file.
 
     Args:
         settings: train.py's settings.
         trm: a TRM.
         kind: the Kind of the puzzles.
-        batch: of the rows without a problem.
-        rows: a list of Row.
+        batch: of the puzzles.
+        known_answers: a text for each; "": it is not known.
         output_settings: this script's settings.
     """
     # all attempts at all puzzles
@@ -165,20 +212,16 @@ def solve_file(settings, trm, kind, batch, rows, output_settings):
     confidences = evaluate.sigmoid(logits)
     attempts = results["attempts"]
 
-    # a line for each puzzle, those that cannot be solved in their places
-    solved = zip(answers, confidences.round(4), attempts, steps.astype(int))
+    # a line for each puzzle
     lines = []
-    for row in rows:
-        if row.problem:
-            lines.append(["".join(row.question.split()), "", "", "", "", f"not solved: {row.problem}"])
-        else:
-            answer, *figures = next(solved)
-            result = result_of(kind, row, answer, output_settings.ignored)
-            lines.append([kind.text(row.tokens), kind.text(answer), *figures, result])
+    figures = zip(confidences.round(4), attempts, steps.astype(int))
+    for question, answer, known_answer, numbers in zip(batch["inputs"], answers, known_answers, figures):
+        result = result_of(kind, question, answer, known_answer, output_settings.ignored)
+        lines.append([kind.text(question), kind.text(answer), *numbers, result])
 
     # a summary, and the file
-    for result, count in Counter(re.sub("^not solved: .*", "not solved", line[-1]) for line in lines).items():
-        print(f"{count} of {len(rows)} {result} ({count / len(rows):.1%})")
+    for result, count in Counter(line[-1] for line in lines).items():
+        print(f"{count} of {len(lines)} {result} ({count / len(lines):.1%})")
     num_sure = np.count_nonzero(confidences >= model.SURE)
     print(f"{num_sure} answers are {model.SURE:.0%} sure; {attempts.mean():.2f} attempts at a puzzle, "
           f"of up to {settings.eval_attempts}")
@@ -190,17 +233,23 @@ def solve_file(settings, trm, kind, batch, rows, output_settings):
             writer.writerows(lines)
 
 
-def result_of(kind, row, answer, ignored):
-    """Returns whether an answer [cells] is right: "right", "wrong" or "not judged", with the reason.
+def result_of(kind, question, answer, known_answer, ignored):
+    """Returns whether an answer is right: "right", "wrong" or "not judged", with the reason.
 
-    The rules decide, or else the known answer. ignored: its characters for cells that do not count.
+    The rules decide, or else the known answer.
+
+    Args:
+        kind: the Kind of the puzzle.
+        question, answer: tokens [cells].
+        known_answer: a text; "": it is not known.
+        ignored: its characters for cells that do not count.
     """
-    judgement = kind.judge(row.tokens[None], answer[None])
+    judgement = kind.judge(question[None], answer[None])
     if judgement:
         return "right" if judgement.solved[0] else "wrong"
     # a known answer may be missing, cut off, or in another notation
     symbols = kind.symbols[1:]
-    known_answer = squeezed(row.known_answer, symbols)
+    known_answer = squeezed(known_answer, symbols)
     unknown = {*known_answer} - {*symbols, *ignored}
     if not {*known_answer} - {*ignored}:
         return "not judged"
@@ -264,36 +313,24 @@ def file_of(path):
     return file
 
 
-def choose_model(source, content):
-    """Returns the path of the smallest of models/ that takes most of the puzzles, or is nearest to one.
+def choose_model(text):
+    """Returns the path of the smallest of models/ that takes the puzzles in a text.
 
-    source, content: see read_rows.
+    If none does, it is the model with the nearest number of cells: parse() then says what is wrong.
     """
-    text = content if isinstance(content, str) else content[0].question
-    cells = "".join(text.split())
+    num_signs = len("".join(text.split()))
 
-    def rank(path):
-        # how many of the first puzzles it takes, how much of the text is its symbols, and its size
-        kind = kinds[path]
-        num_fitting = 0
+    def distance(path):
+        task = read_torch_file(path)["task"]
         with suppress(UserError):
-            rows, _ = read_rows(kind, source, content)
-            num_fitting = sum(is_question_of(kind, row.question) for row in rows[:100])
-        num_known = sum(cell in signs_of(kind) for cell in cells)
-        return num_fitting, num_known, -abs(len(cells) - kind.cells)
+            parse(task, text)
+            return -1
+        return abs(num_signs - math.prod(task["grid"]))
 
-    paths = map(os.path.relpath, Path(ROOT, "models").glob("*.pt"))
-    kinds = {path: kind_of(read_torch_file(path)["task"]) for path in sorted(paths, key=os.path.getsize)}
-    path = max(kinds, key=rank)
-    print("as a {}x{} {}, {}".format(*kinds[path].grid, kinds[path].task["kind"], path), flush=True)
+    paths = sorted(Path(ROOT, "models").glob("*.pt"), key=os.path.getsize)
+    path = os.path.relpath(min(paths, key=distance))
+    print(f"by {path}", flush=True)
     return path
-
-
-def is_question_of(kind, text):
-    """Returns whether a string is a question of the kind, of its size."""
-    with suppress(UserError):
-        return kind.parse(text).size == kind.cells
-    return False
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import prepare_maze
 import prepare_sudoku
 from data import Dataset, halting_draws, write_dataset
 from generated import Generated
-from puzzles import IGNORE_LABEL, kind_of, sudoku
+from puzzles import IGNORE_LABEL, kind_of, parse, sudoku
 from puzzles.sudoku import Sudoku, minimal_sudokus
 from puzzles.symmetries import keys_of
 from runtime.errors import TransientError, UserError
@@ -82,7 +82,7 @@ def test_datasets_of_the_official_builder_load(official, real):
     for name in "total_groups", "mean_puzzle_examples", "num_puzzle_identifiers":
         assert getattr(ours, name) == getattr(theirs, name)
     # their Sudokus, of which the files say neither the kind nor the symbols, can be typed
-    tokens = kind_of(theirs.task).parse("5" + "." * 80)
+    tokens = parse(theirs.task, "5" + "." * 80)[1]
     assert tokens[:2].tolist() == [6, 1]
 
 

@@ -49,7 +49,7 @@ def test_a_model_solves_a_string_or_a_list_of_them():
     with pytest.raises(ValueError, match="attempts=0 must be 1 or more"):
         solve(model, QUESTION, attempts=0)
     for wrong in QUESTION.replace("2", "y"), "":
-        with pytest.raises(UserError, match="the puzzle"):
+        with pytest.raises(UserError, match="a puzzle is"):
             solve(model, [answer, wrong])
 
 

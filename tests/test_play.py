@@ -97,7 +97,7 @@ REQUEST = dict(question="." * 16, steps=256, attempts=16, seed=0)
     ("POST /api/solve", {"steps": 0}, "steps must be an integer from 1 to 256, not 0"),
     ("POST /api/solve", {"attempts": 1_000_000}, "attempts must be an integer from 1 to 16, not 1000000"),
     ("POST /api/solve", {"seed": None}, "seed must be an integer from 0"),
-    ("POST /api/solve", {"question": "12"}, "has 2 cells, not 4x4"),
+    ("POST /api/solve", {"question": "12"}, "with 2 cells, is no puzzle"),
     ("POST /api/solve", {"question": "11.............."}, "the puzzle has no solution: row 1, column 1"),
     ("GET /../play.py", {}, "no such page"),
     ("GET /api/puzzle?number=0", {}, "number must be from 1 to 60, not 0"),
