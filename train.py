@@ -30,7 +30,7 @@ import optim
 import puzzles
 from runtime import checkpoint, errors, process
 from runtime.dataset import get_dataset
-from runtime.device import cast_weights, check_batch_size, choose_device, open_device, read_place, spawner
+from runtime.device import cast_weights, check_batch_size, choose_device, open_device, spawner
 from runtime.errors import TransientError, UserError, check_choices, check_numbers
 from runtime.files import duration
 from runtime.flops import flops_per_example
@@ -548,7 +548,8 @@ def replica(settings, device_type, began):
     # evaluate, or train and evaluate
     is_complete = True
     if settings.eval_only:
-        is_complete = final_evaluation(run, test_set, log, checkpoints, start.step)
+        with errors.reporting_full_memory(run):
+            is_complete = final_evaluation(run, test_set, log, checkpoints, start.step)
     elif start.is_complete:
         length = "max_steps" if settings.max_steps else "epochs"
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
@@ -562,7 +563,8 @@ def replica(settings, device_type, began):
         facts = log.begin(run, train_set, start, recipe(vars(settings)), total_steps)
         if settings.wandb_log and device.rank == 0:
             log.start_wandb(checkpoints.run_id, facts)
-        is_complete = train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps)
+        with errors.reporting_full_memory(run):
+            is_complete = train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps)
 
     # finish the upload, whose time limit is its own; a slice may be deleted once its run is complete
     restart_watchdog(0)
@@ -670,8 +672,8 @@ def main(settings):
     # the settings, before anything takes time; replica() checks them again, with those of a checkpoint
     check_settings(settings)
     # one type of device for all replicas
-    device_type, reason = choose_device(settings.device)
-    if device_type == "xla" or read_place().rank == 0:
+    device_type, reason, place = choose_device(settings.device)
+    if place.rank == 0:
         print(f"device {device_type}: {reason}", flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
         process.end_with_parent()
@@ -683,13 +685,12 @@ def main(settings):
     on_signals()
     try:
         # a process for each chip of a TPU; every other device has only this process
-        with errors.explaining(settings):
-            spawn = spawner(device_type)
-            if spawn:
-                watch_replicas()
-                spawn(Spawned(spawned_replica, settings, device_type, began))
-            else:
-                replica(settings, device_type, began)
+        spawn = spawner(device_type)
+        if spawn:
+            watch_replicas()
+            spawn(Spawned(spawned_replica, settings, device_type, began))
+        else:
+            replica(settings, device_type, began)
     except BrokenProcessPool:
         raise TransientError("a replica died, see above if it said why; to continue: "
                              f"{how_to_continue(settings)}") from None
