@@ -455,8 +455,9 @@ def check_batch_size(settings, device):
 
 def peak_flops(device):
     """Returns the FLOP/s of a chip as its maker states them, or None."""
-    # names are whole words, since an L40 is no L4; the longest one counts, since an H100 PCIe is no H100
-    chips = [chip for chip in PEAK_FLOPS if re.search(rf"\b{chip}\b", device.name)]
+    # names are whole words, since an L40 is no L4; the longest one counts, since an H100 PCIe is no H100.
+    # "Laptop" and "D" after a GeForce's name make it a slower card.
+    chips = [chip for chip in PEAK_FLOPS if re.search(rf"\b{chip}\b(?! Laptop| D\b)", device.name)]
     if chips:
         return PEAK_FLOPS[max(chips, key=len)]
 
