@@ -22,7 +22,7 @@ import optim
 import train
 from runtime import process
 from runtime.device import check_batch_size, choose_device, is_compiled, open_device, peak_flops, spawner
-from runtime.errors import check_numbers, explaining
+from runtime.errors import check_numbers, reporting_full_memory
 from runtime.flops import flops_per_example
 from weights import new_model
 
@@ -67,7 +67,8 @@ def bench(settings, num_steps, device_type, knows_length, replica_batch_size=0):
         choose_batch_size(settings, device, say)
     check_batch_size(settings, device)
     run, next_inputs = new_run(settings, device)
-    figures = measure(run, next_inputs, num_steps, say)
+    with reporting_full_memory(run):
+        figures = measure(run, next_inputs, num_steps, say)
     hours = examples / figures["examples_per_sec"] / 3600
     figures["training_hours"] = hours if knows_length else None
 
@@ -216,7 +217,7 @@ def main(argv):
     check_numbers(vars(bench_settings), ["size"])
     settings = configurator.configure(train.Settings, [*operands, *train_arguments])
     train.check_settings(settings)
-    device_type, reason = choose_device(settings.device)
+    device_type, reason, _ = choose_device(settings.device)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's
         process.end_with_parent()
 
@@ -227,12 +228,11 @@ def main(argv):
         measured = (settings, bench_settings.steps, device_type, knows_length,
                     bench_settings.replica_batch_size)
         print(f"device {device_type}: {reason}; dataset: {dataset}", flush=True)
-        with explaining(settings):
-            spawn = spawner(device_type)
-            if spawn:
-                spawn(train.Spawned(bench, *measured))
-            else:
-                bench(*measured)
+        spawn = spawner(device_type)
+        if spawn:
+            spawn(train.Spawned(bench, *measured))
+        else:
+            bench(*measured)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import optim
 import puzzles
 from runtime import checkpoint, errors, process
 from runtime.dataset import get_dataset
-from runtime.device import cast_weights, check_batch_size, choose_device, open_device, read_place, spawner
+from runtime.device import cast_weights, check_batch_size, choose_device, open_device, spawner
 from runtime.errors import TransientError, UserError, check_choices, check_numbers
 from runtime.files import duration
 from runtime.flops import flops_per_example
@@ -579,15 +579,17 @@ def replica(settings, device_type):
     log = Log(settings, device, start.step)
     device.report = functools.partial(log.within_step, 0)
     start.notes.insert(0, dtype_note)
-    if settings.eval_only:
-        log.header(trm, train_set, test_set, start.notes)
-        is_complete = final_evaluation(run, test_set, log, None, start.step)
-        log.close()
-    else:
-        with checkpoint.Checkpoints(start, train_set, test_set, puzzles.score, log.print0) as checkpoints:
-            # from here on the run writes to out_dir
+    with errors.reporting_full_memory(run):
+        if settings.eval_only:
             log.header(trm, train_set, test_set, start.notes)
-            is_complete = train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps)
+            is_complete = final_evaluation(run, test_set, log, None, start.step)
+            log.close()
+        else:
+            with checkpoint.Checkpoints(start, train_set, test_set, puzzles.score, log.print0) as checkpoints:
+                # from here on the run writes to out_dir
+                log.header(trm, train_set, test_set, start.notes)
+                is_complete = train_and_evaluate(
+                    run, train_set, test_set, log, checkpoints, start, total_steps)
     if not is_complete:
         sys.exit(3)
 
@@ -678,10 +680,10 @@ def main(settings):
     # before anything takes time; a checkpoint's have been checked when its run began
     check_settings(settings)
     # from here on a signal requests a stop, and the run ends with a checkpoint
-    with process.contained(), errors.explaining(settings):
+    with process.contained():
         # one type of device for all replicas
-        device_type, reason = choose_device(settings.device)
-        if device_type == "xla" or read_place().rank == 0:
+        device_type, reason, place = choose_device(settings.device)
+        if place.rank == 0:
             print(f"device {device_type}: {reason}", flush=True)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
             process.end_with_parent()

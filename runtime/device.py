@@ -11,8 +11,10 @@ import re
 import socket
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,13 +22,23 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from runtime.errors import TransientError, UserError
+from runtime.errors import TransientError, UserError, writing
 from runtime.process import STOP, droppable
 from runtime.replay import write_out_attention
 
 CPU_FLOP = 1e11  # of a micro-batch on a CPU: two cores take 2 to 15 seconds
 # The environment variables that tell a replica where the others are.
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# The environment variables in which srun, mpirun, mpiexec, SkyPilot, and Kubeflow's PyTorchJob tell how many
+# processes they start.
+LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SKYPILOT_NUM_NODES", "PET_NNODES")
+# What a device that was asked for needs.
+NEEDS = {
+    "xla": "torch_xla 2.9.0 and torch 2.9.1 (Python 3.10 to 3.13 on Linux on x86-64), and a TPU or "
+           "PJRT_DEVICE=CPU",
+    "tpu": "TorchTPU (in requirements-torchtpu.txt for Python 3.12 on Linux on x86-64), and a TPU",
+    "cuda": "a GPU that torch sees; --device=cpu trains on the CPU",
+}
 ADDRESS_TIMEOUT = 20  # seconds in which the name MASTER_ADDR must get an address; a cluster's may come late
 # The bfloat16 FLOP/s of a chip, with float32 sums and without sparsity, for perf/mfu. Sources are Google's
 # page of each TPU, NVIDIA's data sheets (from the L4 on they say "with sparsity", which is halved here), and
@@ -61,18 +73,8 @@ class Place(NamedTuple):
 
     rank: int = 0
     world: int = 1
-    local_rank: int = 0  # its number among the replicas of its host, and the number of its GPU
-    local_world: int = 1
+    local_rank: int = 0  # the number of its GPU
     host: int = 0
-
-
-def read_number(name, default):
-    """Returns an environment variable as a whole number; an empty one counts as not set."""
-    text = os.environ.get(name) or str(default)
-    if not text.isdecimal():
-        raise UserError(f"{name}={text} in the environment must be a whole number, or not set: "
-                        f"`env -u {name} python ...`")
-    return int(text)
 
 
 def read_place():
@@ -81,76 +83,69 @@ def read_place():
     Clusters and images set some of these variables for every process. Raises UserError if they say that
     there are others, but not where.
     """
+    local_rank, host = (int(os.environ.get(name) or 0) for name in ("LOCAL_RANK", "GROUP_RANK"))
+    # Ray Train, accelerate and Lightning join the processes themselves
+    if dist.is_initialized():
+        return Place(dist.get_rank(), dist.get_world_size(), local_rank, host)
     values = {name: os.environ.get(name, "") for name in TORCHRUN}
-    rank = read_number("RANK", 0)
-    world = read_number("WORLD_SIZE", 1)
-    is_alone = (rank, world) == (0, 1) and not all(values.values())
-    # SLURM_NTASKS belongs to the allocation: a batch script or a shell may be its only process
-    num_tasks = read_number("SLURM_STEP_NUM_TASKS", 1)
-    if num_tasks > 1 and (is_alone or os.environ.get("GROUP_WORLD_SIZE") == "1"):
-        raise UserError(f"srun started {num_tasks} tasks (SLURM_STEP_NUM_TASKS), and each would train alone: "
-                        "torchrun joins them, see docs/slurm.md; a run in each task needs "
-                        "`env -u SLURM_STEP_NUM_TASKS python train.py ...`")
-    if is_alone:
+    if values["RANK"] in ("", "0") and values["WORLD_SIZE"] in ("", "1") and not all(values.values()):
         return Place()
-    if rank >= world or not all(values.values()):
-        given = " ".join(f"{name}={value}" for name, value in values.items())
-        raise UserError(f"{given} in the environment: several replicas need all four, as torchrun sets them; "
-                        "one process needs `env -u RANK -u WORLD_SIZE python train.py ...`")
-    read_number("MASTER_PORT", 0)  # for torch
-    local_rank = read_number("LOCAL_RANK", 0)
-    local_world = read_number("LOCAL_WORLD_SIZE", local_rank + 1)
-    return Place(rank, world, local_rank, local_world, read_number("GROUP_RANK", 0))
+    # torch would wait for a rank beyond the others
+    with suppress(ValueError):
+        rank, world, port = (int(values[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        if 0 <= rank < world and 0 < port < 2 ** 16 and values["MASTER_ADDR"]:
+            return Place(rank, world, local_rank, host)
+    given = " ".join(f"{name}={value}" for name, value in values.items())
+    raise UserError(f"{given} in the environment: several replicas need all four, as torchrun sets them, "
+                    "RANK below WORLD_SIZE, MASTER_PORT below 65536; one process needs "
+                    "`env -u RANK -u WORLD_SIZE python train.py ...`")
 
 
 def choose_device(wanted):
-    """Returns (xla, tpu, cuda or cpu; the reason in words). Raises UserError if the wanted one is missing."""
-    has_xla = importlib.util.find_spec("torch_xla")
-    has_torchtpu = importlib.util.find_spec("torch_tpu")
-    if wanted in ("xla", "auto") and has_xla:
+    """Returns (xla, tpu, cuda or cpu; the reason in words; this process's Place, which is unknown on xla).
+
+    Raises UserError if the wanted device is missing, or if a launcher's processes would train one by one.
+    """
+    # torch.compile and torch_xla name a folder after the user; a container's user may have no other name
+    os.environ.setdefault("USERNAME", str(os.getuid()))
+    if wanted in ("xla", "auto") and importlib.util.find_spec("torch_xla"):
         from runtime.xla_environment import find_device
         reason = find_device()
         if reason:
-            return "xla", reason
-    if wanted in ("tpu", "auto") and has_torchtpu:
-        # importing torch has loaded TorchTPU if there is a chip
-        device = torch.accelerator.current_accelerator()
-        if device is not None and device.type == "tpu":
-            return "tpu", "a TPU is here, and TorchTPU"
+            return "xla", reason, Place()
+    place = read_place()
+    # importing torch has loaded TorchTPU if there is a chip
+    accelerator = torch.accelerator.current_accelerator()
+    if wanted in ("tpu", "auto") and accelerator and accelerator.type == "tpu":
+        return "tpu", "a TPU is here, and TorchTPU", place
 
-    # what a TPU lacks; PJRT_DEVICE asks for torch_xla too
-    python = f"Python {platform.python_version()}, {platform.system()}, {platform.machine()}"
-    if wanted == "tpu":
-        if has_torchtpu:
-            raise UserError("--device=tpu: TorchTPU sees no TPU on this machine")
-        raise UserError("--device=tpu: torch_tpu is not installed: pip install -r requirements-torchtpu.txt "
-                        "does that for Python 3.12 on Linux on x86-64, in an environment without torch_xla, "
-                        f"and this is {python}" + ", with torch_xla: --device=xla" * bool(has_xla))
-    if wanted == "xla" or wanted == "auto" and os.environ.get("PJRT_DEVICE"):
-        if has_xla:
-            raise UserError(f"--device={wanted}: no TPU on this machine; PJRT_DEVICE=CPU runs torch_xla on "
-                            "the CPU")
-        raise UserError(f"--device={wanted}: torch_xla is not installed: pip install -r requirements.txt "
-                        "does that for Python 3.10 to 3.13 on Linux on x86-64, and this is "
-                        + python + ", with TorchTPU: --device=tpu" * bool(has_torchtpu))
-
-    if wanted in ("cuda", "auto") and torch.cuda.is_available():
-        place = read_place()
-        num_gpus = torch.cuda.device_count()
-        if place.local_world > num_gpus:
-            raise UserError(f"{place.local_world} replicas on this host need as many GPUs, and torch sees "
-                            f"{num_gpus}: torchrun --nproc-per-node={num_gpus}, or --device=cpu")
-        # choose the GPU before its first use: otherwise each process takes memory of the host's first GPU
-        torch.cuda.set_device(place.local_rank)
-        return "cuda", torch.cuda.get_device_name()
-    if wanted == "cuda":
-        raise UserError("--device=cuda: torch sees no such GPU; --device=cpu trains on the CPU")
+    # PJRT_DEVICE asks for torch_xla too
+    missing = "xla" if wanted == "auto" and os.environ.get("PJRT_DEVICE") else wanted
+    has_cuda = torch.cuda.is_available()
+    if missing in NEEDS and not (missing == "cuda" and has_cuda):
+        raise UserError(f"--device={wanted} needs {NEEDS[missing]}")
+    check_launcher(place)
+    if has_cuda and wanted != "cpu":
+        return "cuda", "a CUDA GPU is here", place
     reason = "--device=cpu" if wanted == "cpu" else "no TPU and no CUDA GPU found"
     # OpenMP's threads wait for each other at every operation: a step was seen to take eleven times as long
     load = os.getloadavg()[0]
     if load > os.cpu_count() / 2 and "OMP_NUM_THREADS" not in os.environ:
         reason += f"; this machine is busy (load {load:.1f}), OMP_NUM_THREADS=1 may be faster"
-    return "cpu", reason
+    return "cpu", reason, place
+
+
+def check_launcher(place):
+    """Raises UserError if a launcher has started several processes, of which each would train alone."""
+    is_alone = place.world == 1 and not all(map(os.environ.get, TORCHRUN))
+    for name in LAUNCHERS:
+        # each of srun's tasks may be a torchrun that does not know the others
+        is_apart = name == "SLURM_STEP_NUM_TASKS" and os.environ.get("GROUP_WORLD_SIZE") == "1"
+        number = os.environ.get(name, "").rpartition(":")[2]  # PET_NNODES may be MIN:MAX
+        if number not in ("", "0", "1") and (is_alone or is_apart):
+            raise UserError(f"{name}={os.environ[name]} in the environment: each process would train alone. "
+                            "torchrun joins them, see docs/slurm.md; a run in each of them needs "
+                            f"`env -u {name} python train.py ...`")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -180,7 +175,7 @@ class Device:
             self.name = torch.cuda.get_device_name(self.torch_device)
             # without Triton or a C compiler, "auto" trains without torch.compile: is_compiled() tells
             torch._dynamo.config.suppress_errors = settings.compile == "auto"
-        if not is_alone and all(map(os.environ.get, TORCHRUN)):
+        if not (is_alone or dist.is_initialized()) and all(map(os.environ.get, TORCHRUN)):
             self.join_replicas(settings)
 
     def join_replicas(self, settings):
@@ -194,19 +189,11 @@ class Device:
 
         threading.Thread(target=watch, daemon=True).start()
         wait_for_address(os.environ["MASTER_ADDR"])
+        check_agent()
         backend = self.backend or ("nccl" if self.type == "cuda" else "gloo")
         # the watchdog has its own limit during training; before, the others wait while rank 0 downloads
         timeout = timedelta(seconds=max(settings.stall_timeout, 1800) if settings.stall_timeout else 10 ** 6)
-        try:
-            dist.init_process_group(backend, timeout=timeout)
-        except RuntimeError as e:
-            if "EADDRINUSE" in str(e):
-                raise TransientError(f"MASTER_PORT={os.environ['MASTER_PORT']} in the environment: another "
-                                     "process has this port; torchrun --standalone finds a free one") from e
-            if "Unable to find address for" in str(e):
-                raise UserError(f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')} in the "
-                                "environment: no such network interface has an address here") from e
-            raise
+        dist.init_process_group(backend, timeout=timeout)
         if "gloo" in backend:
             # gloo's threads may abort at the end of the process; NCCL's end would wait for a peer that died
             atexit.register(dist.destroy_process_group)
@@ -304,8 +291,6 @@ class Device:
         if not self.compiles:
             return fn
         torch._dynamo.config.recompile_limit = 64  # a compilation for each stage of a curriculum
-        # it names its cache after the user; a container's user may have no name but this variable
-        os.environ.setdefault("USERNAME", str(os.getuid()))
         return torch.compile(fn, dynamic=False)
 
     def compile_step(self, fn, is_collective=True):
@@ -378,6 +363,9 @@ def spawner(device_type):
     """
     if device_type == "xla":
         from torch_xla.distributed.xla_multiprocessing import spawn
+        # its processes have semaphores, which are files in /dev/shm
+        with writing("/dev/shm"):
+            ProcessPoolExecutor(1, get_context("spawn"))
         return spawn
     if device_type == "tpu":
         from runtime import torchtpu
@@ -403,6 +391,16 @@ def wait_for_address(name):
         if time.monotonic() > end:
             raise UserError(f"MASTER_ADDR={name} in the environment: this name has no address")
         time.sleep(1)
+
+
+def check_agent():
+    """Raises TransientError if torchrun has died, for whose store torch would wait until its timeout."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        try:
+            socket.create_connection(address, ADDRESS_TIMEOUT).close()
+        except OSError as e:
+            raise TransientError(f"torchrun does not answer at {':'.join(address)} ({e})") from None
 
 
 def flatten(tree):
@@ -457,8 +455,9 @@ def check_batch_size(settings, device):
 
 def peak_flops(device):
     """Returns the FLOP/s of a chip as its maker states them, or None."""
-    # names are whole words, since an L40 is no L4; the longest one counts, since an H100 PCIe is no H100
-    chips = [chip for chip in PEAK_FLOPS if re.search(rf"\b{chip}\b", device.name)]
+    # names are whole words, since an L40 is no L4; the longest one counts, since an H100 PCIe is no H100.
+    # "Laptop" and "D" after a GeForce's name make it a slower card.
+    chips = [chip for chip in PEAK_FLOPS if re.search(rf"\b{chip}\b(?! Laptop| D\b)", device.name)]
     if chips:
         return PEAK_FLOPS[max(chips, key=len)]
 

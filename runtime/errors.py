@@ -1,5 +1,4 @@
 """The two expected errors of a command, see process.command, and what raises them."""
-import re
 from contextlib import contextmanager
 
 
@@ -45,24 +44,16 @@ def is_out_of_memory(error):
     return is_named or any(word in str(error) for word in words)
 
 
-# what torch.compile says without a compiler of C++ or C, or without Triton
-NO_COMPILER = r"No working C\+\+ compiler|Failed to find C compiler|Cannot find a working triton"
-
-
 @contextmanager
-def explaining(settings):
-    """Raises UserError for a full memory or a missing compiler in its block."""
+def reporting_full_memory(run):
+    """Raises UserError for a full memory in its block; run: a train.Run."""
     try:
         yield
     except Exception as e:
-        if is_out_of_memory(e):
-            size = settings.micro_batch_size or settings.global_batch_size
-            raise UserError(f"out of memory on the device: a --micro_batch_size smaller than {size} gives "
-                            "the same result, if it divides the sequences of a replica") from None
-        if re.search(NO_COMPILER, str(e)):
-            raise UserError(f"--compile={settings.compile}: {one_line(e)}: install a compiler (g++), or "
-                            "train with --compile=off") from None
-        raise
+        if not is_out_of_memory(e):
+            raise
+        raise UserError(f"out of memory on the device: a --micro_batch_size below {run.micro_batch_size} "
+                        "gives the same result, if it divides the sequences of a replica") from None
 
 
 def check_choices(settings, choices):

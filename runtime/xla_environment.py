@@ -5,13 +5,14 @@ import os
 import re
 from pathlib import Path
 
-from runtime.device import read_number
 from runtime.errors import UserError
 
 # Variables of torch_xla that change what trains without a word.
-TYPE_VARIABLES = ("XLA_USE_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_BF16", "XLA_DOWNCAST_FP16")
-REFUSED_XLA = dict.fromkeys(TYPE_VARIABLES, "it would keep the weights in 16 bits, see --forward_dtype") | {
-    "XLA_USE_SPMD": "it would train one replica instead of one on each device"}
+REFUSED_XLA = {
+    "XLA_USE_BF16": "it would keep the weights in 16 bits, see --forward_dtype",
+    "XLA_DOWNCAST_BF16": "it would keep the weights in 16 bits, see --forward_dtype",
+    "XLA_USE_SPMD": "it would train one replica instead of one on each device",
+}
 # Variables of the only process of a TPU host, and what they say of the host.
 OF_HOST = {
     "CLOUD_TPU_TASK_ID": "TPU_WORKER_ID",
@@ -24,11 +25,12 @@ def find_device():
     """Returns in words which device torch_xla has here, "" for none, and prepares the environment for it."""
     if os.environ.get("PJRT_DEVICE") == "CPU":
         check_xla_variables()
-        # torch_xla reads an empty variable as 0
-        replicas = read_number("CPU_NUM_DEVICES", 1)
-        os.environ["CPU_NUM_DEVICES"] = str(replicas)
+        # torch_xla reads an empty variable as 0, and words too
+        replicas = os.environ["CPU_NUM_DEVICES"] = os.environ.get("CPU_NUM_DEVICES") or "1"
+        if not replicas.isdecimal():
+            raise UserError(f"CPU_NUM_DEVICES={replicas} in the environment must be a whole number")
         # fewer threads than replicas would deadlock in a collective
-        os.environ.setdefault("XLA_THREAD_POOL_SIZE", str(max(16, replicas)))
+        os.environ.setdefault("XLA_THREAD_POOL_SIZE", str(max(16, int(replicas))))
         return "PJRT_DEVICE=CPU"
     if not has_tpu():
         return ""

@@ -16,7 +16,7 @@ from runtime.device import choose_device
 def main(argv):
     """Trains with train.py's arguments."""
     settings = configurator.configure(train.Settings, argv)
-    device_type, _ = choose_device(settings.device)
+    device_type, *_ = choose_device(settings.device)
     if device_type == "xla":
         import torch_xla.distributed.xla_multiprocessing as xmp
         xmp.spawn = functools.partial(xmp.spawn, nprocs=1)  # in this process

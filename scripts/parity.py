@@ -194,7 +194,7 @@ def main(argv):
     check_choices(settings, {"device": train.CHOICES["device"]})
     if not FILES:
         raise UserError("no golden file: see TRM_GOLDEN")
-    device_type, _ = choose_device(settings.device)
+    device_type, *_ = choose_device(settings.device)
     if device_type == "xla":
         import torch_xla.distributed.xla_multiprocessing as xmp
         xmp.spawn(lambda index: replay_all(device_type), nprocs=1)  # in this process

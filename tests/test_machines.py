@@ -1,9 +1,9 @@
 """Machines that are not here: GPUs, and processors with and without instructions for bfloat16."""
+import errno
 import getpass
 import json
 import os
 import pwd
-import socket
 import time
 from functools import partial
 from pathlib import Path
@@ -76,20 +76,20 @@ def test_a_step_that_could_not_be_compiled_says_so(data, monkeypatch):
 
 
 def test_a_user_without_a_name_can_compile(monkeypatch):
-    """A container's: torch.compile asks for the name."""
-    monkeypatch.setattr(torch, "compile", mock.Mock())
+    """A container's: torch.compile and torch_xla ask for the name."""
     unknown = mock.Mock(side_effect=KeyError("getpwuid(): uid not found: 12345"))
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    devices.Device("cpu", settings_of("--compile=on")).compile(abs)
+    devices.choose_device("cpu")
     assert getpass.getuser() == str(os.getuid())
 
 
 @pytest.mark.parametrize("name, tflops", [
     ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA L4", 121), ("NVIDIA L40", None),
-    ("TPU v5litepod-8", 197), ("x86_64", None)])
+    ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA GeForce RTX 4090 D", None),
+    ("NVIDIA GeForce RTX 5090 Laptop GPU", None), ("TPU v5litepod-8", 197), ("x86_64", None)])
 def test_the_peak_is_that_of_the_very_chip(name, tflops):
     peak = devices.peak_flops(SimpleNamespace(name=name))
     assert peak == (tflops and tflops * 1e12)
@@ -105,35 +105,34 @@ def test_no_processor_emulates_16_bit_numbers_in_silence(flags, given, taken, mo
     assert dtype == taken and bool(note) == (given == "auto" or (flags, given) == ("avx2", "bfloat16"))
 
 
-def test_what_a_gpu_or_torch_compile_lacks_is_one_line(random_puzzles, monkeypatch):
-    """Memory, also while it compiles, or a compiler."""
+def test_a_full_memory_names_the_sequences_at_a_time(data):
+    """The share of a replica, or what the run that goes on has."""
+    Path("full.py").write_text("import torch, train\n_full = torch.OutOfMemoryError('CUDA out of memory')\n"
+                               "def _fail(*args): raise _full\ntrain.train_step = _fail\n")
+    ranks = [start_train(data, "two", "full.py", **environment) for environment in hosts(2)]
+    run(data, "one", "--micro_batch_size=4", "--max_steps=1", "--eval_max_puzzles=16")
+    ranks.append(start_train(data, "one", "full.py", "--init_from=resume", "--max_steps=2"))
+    for rank, size in zip(ranks, (8, 8, 4)):
+        assert f"a --micro_batch_size below {size} gives the same result" in rank.output(2)
+
+
+def test_what_a_full_memory_is():
     from torch._dynamo.exc import BackendCompilerFailed
     from torch._inductor.exc import InductorError
-    for name, value in hosts(2)[1].items():
-        monkeypatch.setenv(name, value)
-    words = "^out of memory on the device: a --micro_batch_size smaller than 16 gives the same result"
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-    for error in full, InductorError(full, None), BackendCompilerFailed(print, full, None):
-        monkeypatch.setattr(train, "replica", mock.Mock(side_effect=error))
-        with pytest.raises(errors.UserError, match=words):
-            train.main(settings_of("--device=cpu", f"--data_path={random_puzzles}", "--global_batch_size=16"))
-
-    # or finds no compiler
-    for words in "No working C++ compiler found in config.cpp.cxx", "Failed to find C compiler.":
-        error = InductorError(RuntimeError(words), None)
-        monkeypatch.setattr(train, "replica", mock.Mock(side_effect=error))
-        with pytest.raises(errors.UserError, match="^--compile=auto: InductorError: .* --compile=off$"):
-            train.main(settings_of("--device=cpu", f"--data_path={random_puzzles}"))
-    assert errors.is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error"))
+    xla = RuntimeError("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error")
     with pytest.raises(RuntimeError) as e:
         torch.empty(2 ** 60)
-    assert errors.is_out_of_memory(e.value) and errors.is_out_of_memory(MemoryError())
+    for error in (full, InductorError(full, None), BackendCompilerFailed(print, full, None), xla, e.value,
+                  MemoryError()):
+        assert errors.is_out_of_memory(error)
     assert not errors.is_out_of_memory(errors.TransientError("gs://bucket: 429 RESOURCE_EXHAUSTED"))
 
 
 # Environments of launchers, clusters and images.
 
-ADDRESS = "WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500"
+ADDRESS = "MASTER_ADDR=localhost MASTER_PORT=29500"
+TASKS = "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2"
 
 
 def set_variables(variables, monkeypatch):
@@ -141,70 +140,51 @@ def set_variables(variables, monkeypatch):
         monkeypatch.setenv(*variable.split("="))
 
 
-@pytest.mark.parametrize("variables", [
-    "RANK= WORLD_SIZE=", "LOCAL_RANK=3", "MASTER_ADDR=localhost MASTER_PORT=29500",
-    "RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=", "SLURM_NTASKS=2 SLURM_PROCID=0",
-    "SLURM_NTASKS=2 SLURM_PROCID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1"])
-def test_one_process_trains_alone_in_an_environment_that_names_no_others(variables, monkeypatch):
+@pytest.mark.parametrize("variables, place", [
+    ("RANK= WORLD_SIZE= LOCAL_RANK=3", (0, 1, 0, 0)),
+    (f"{ADDRESS} SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=1 PET_NNODES=1:1", (0, 1, 0, 0)),
+    (f"{ADDRESS} RANK=1 WORLD_SIZE=2 LOCAL_RANK= GROUP_RANK= SKYPILOT_NUM_NODES=2", (1, 2, 0, 0)),
+    (f"{ADDRESS} RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 GROUP_RANK=1 GROUP_WORLD_SIZE=2 {TASKS}", (1, 2, 1, 1)),
+])
+def test_the_place_that_an_environment_names(variables, place, monkeypatch):
     set_variables(variables, monkeypatch)
-    device = devices.Device("cpu", settings_of())
-    assert (device.rank, device.world, device.host) == (0, 1, 0)
-
-
-def test_a_rank_without_an_address_is_wrong_input(data):
-    [error] = start_train(data, "run", RANK="0", WORLD_SIZE="2").output(2).splitlines()
-    assert "RANK=0 WORLD_SIZE=2 MASTER_ADDR= MASTER_PORT= in the environment: " in error
-
-
-SRUN = "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2"
+    assert devices.choose_device("cpu")[2] == place
 
 
 @pytest.mark.parametrize("variables, words", [
-    ("RANK=x WORLD_SIZE=2", "RANK=x in the environment must be a whole number, "),
-    (f"RANK=-1 {ADDRESS}", "RANK=-1 "),
-    ("WORLD_SIZE=8", "RANK= WORLD_SIZE=8 MASTER_ADDR= MASTER_PORT= in the environment: "),
-    ("RANK=1", "several replicas need all four, as torchrun sets them"),
-    ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost", "MASTER_ADDR=localhost MASTER_PORT= in the environment: "),
-    ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1", "one process needs `env -u RANK"),
-    ("RANK=0 WORLD_SIZE=0", "WORLD_SIZE=0 .* several replicas need all four"),
-    (f"RANK=0 {ADDRESS} MASTER_PORT=http", "MASTER_PORT=http .* whole number"),
-    (f"RANK=0 {ADDRESS} LOCAL_RANK=x", "LOCAL_RANK=x "),
-    (f"RANK=0 {ADDRESS} LOCAL_WORLD_SIZE=x", "LOCAL_WORLD_SIZE=x "),
-    (f"RANK=0 {ADDRESS} GROUP_RANK=-1", "GROUP_RANK=-1 "),
-    (SRUN, r"srun started 2 tasks .*: torchrun joins them"),
-    (f"{SRUN} RANK=0 {ADDRESS} GROUP_WORLD_SIZE=1", r"srun started 2 tasks .*: torchrun joins them"),
+    ("WORLD_SIZE=8", "^RANK= WORLD_SIZE=8 MASTER_ADDR= MASTER_PORT= in the environment: "),
+    (f"{ADDRESS} RANK=2 WORLD_SIZE=2", "need all four, .* one process needs `env -u RANK"),
+    (f"{ADDRESS} RANK=x WORLD_SIZE=2", "^RANK=x "),
+    (f"{ADDRESS} RANK=0 WORLD_SIZE=2 MASTER_PORT=65536", "MASTER_PORT=65536 .* below 65536"),
+    (TASKS, "^SLURM_STEP_NUM_TASKS=2 .* torchrun joins them"),
+    (f"{TASKS} {ADDRESS} RANK=0 WORLD_SIZE=1 GROUP_WORLD_SIZE=1", "torchrun joins them"),
+    ("OMPI_COMM_WORLD_SIZE=2", "torchrun joins them"),
+    ("PMI_SIZE=2 WORLD_SIZE=1", "torchrun joins them"),
+    ("SKYPILOT_NUM_NODES=2", "torchrun joins them"),
+    ("PET_NNODES=1:2", "torchrun joins them"),
 ])
-def test_a_launcher_that_sets_a_wrong_value_is_wrong_input(variables, words, monkeypatch):
+def test_processes_that_would_wait_or_train_alone_are_wrong_input(variables, words, monkeypatch):
     set_variables(variables, monkeypatch)
     with pytest.raises(errors.UserError, match=words):
-        devices.read_place()
+        devices.choose_device("cpu")
 
 
-@pytest.mark.parametrize("variables, place", [
-    (f"{SRUN} RANK=1 {ADDRESS} GROUP_WORLD_SIZE=2 GROUP_RANK=1", (1, 2, 0, 1, 1)),
-    (f"RANK=1 {ADDRESS} LOCAL_RANK= LOCAL_WORLD_SIZE= GROUP_RANK=", (1, 2, 0, 1, 0)),
-])
-def test_torchrun_under_srun_and_empty_variables(variables, place, monkeypatch):
-    set_variables(variables, monkeypatch)
-    assert devices.read_place() == place
-
-
-def test_a_port_in_use_may_be_free_later(data):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        variables = dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
-                         MASTER_PORT=str(server.getsockname()[1]))
-        text = start_train(data, "run", **variables).output(1)
-    assert "another process has this port" in text.splitlines()[-1] and "Traceback" not in text
-
-
-@pytest.mark.parametrize("variables, words", [
-    (dict(MASTER_ADDR="nowhere.invalid"), "MASTER_ADDR=nowhere.invalid in the environment: this name has no"),
-    (dict(GLOO_SOCKET_IFNAME="nodev0"), "GLOO_SOCKET_IFNAME=nodev0 in the environment: no such network")])
-def test_an_address_or_an_interface_that_is_not_there(variables, words, data):
+@pytest.mark.parametrize("variables, code, words", [
+    (dict(MASTER_ADDR="nowhere.invalid"), 2, "MASTER_ADDR=nowhere.invalid in the environment: this name has"),
+    (dict(TORCHELASTIC_USE_AGENT_STORE="True"), 1, "torchrun does not answer at 127.0.0.1:")])
+def test_a_rank_does_not_wait_where_nobody_will_answer(variables, code, words, data):
+    """Torchrun, which may have died while its ranks imported torch, answers before it starts them."""
     Path("soon.py").write_text("from runtime import device\ndevice.ADDRESS_TIMEOUT = 0\n")
-    [environment] = hosts(1)
-    text = start_train(data, "run", "soon.py", **(environment | variables)).output(2)
+    text = start_train(data, "run", "soon.py", **(hosts(2)[1] | variables)).output(code)
     assert words in text.splitlines()[-1] and "Traceback" not in text
+
+
+def test_replicas_join_a_group_that_stands_already(data):
+    """Ray Train, accelerate and Lightning make it."""
+    Path("group.py").write_text("import torch.distributed as _dist\n_dist.init_process_group('gloo')\n")
+    ranks = [start_train(data, "run", "group.py", "--max_steps=1", **environment) for environment in hosts(2)]
+    assert "2 x cpu" in ranks[0].output()
+    ranks[1].output()
 
 
 def test_a_rank_whose_peer_never_comes_obeys_sigterm(data):
@@ -217,8 +197,8 @@ def test_a_rank_whose_peer_never_comes_obeys_sigterm(data):
 
 @pytest.mark.xla
 @pytest.mark.parametrize("variable, words", [
-    ("XLA_USE_BF16=1", "XLA_USE_BF16=1 .* see --forward_dtype"), ("XLA_USE_FP16=1", "XLA_USE_FP16=1 "),
-    ("XLA_DOWNCAST_BF16=true", "XLA_DOWNCAST_BF16=true "), ("XLA_DOWNCAST_FP16=1", "XLA_DOWNCAST_FP16=1 "),
+    ("XLA_USE_BF16=1", "XLA_USE_BF16=1 .* see --forward_dtype"),
+    ("XLA_DOWNCAST_BF16=true", "XLA_DOWNCAST_BF16=true "),
     ("XLA_USE_SPMD=1", "XLA_USE_SPMD=1 .* one replica instead of one on each device"),
     ("CPU_NUM_DEVICES=two", "CPU_NUM_DEVICES=two "),
 ])
@@ -248,18 +228,9 @@ def test_two_processes_measure_the_batch_that_one_of_them_chooses(random_puzzles
     assert figures["replicas"] == 2 and figures["global_batch_size"] == 2 * figures["sequences_at_a_time"]
 
 
-def test_more_ranks_than_gpus_are_wrong_input(monkeypatch):
-    """torchrun tells every rank of the host, so that none waits for another."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for name, value in (hosts(4)[1] | dict(LOCAL_WORLD_SIZE="3")).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(errors.UserError, match="torch sees 2: torchrun --nproc-per-node=2"):
-        devices.choose_device("auto")
-
-
-def test_a_missing_torch_xla_says_where_it_can_be_installed(monkeypatch):
-    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(devices.platform, "python_version", lambda: "3.14.0")
-    with pytest.raises(errors.UserError, match="for Python 3.10 to 3.13 .* Python 3.14.0"):
-        devices.choose_device("xla")
+@pytest.mark.xla
+def test_no_room_for_semaphores_is_one_line(monkeypatch):
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr("_multiprocessing.SemLock", full)
+    with pytest.raises(errors.UserError, match="^/dev/shm: cannot be written .No space left on device"):
+        devices.spawner("xla")
