@@ -35,7 +35,7 @@ from runtime.device import cast_weights, check_batch_size, choose_device, open_d
 from runtime.errors import TransientError, UserError, check_choices
 from runtime.files import duration
 from runtime.flops import flops_per_example
-from runtime.log import Log
+from runtime.log import Log, check_login
 from runtime.minutes import fit_minutes, keep_length
 from runtime.process import START_TIMEOUT, STOP, on_signals, restart_watchdog, watch_replicas
 from weights import new_model
@@ -111,7 +111,7 @@ class Settings:
     wandb_log = False  # send metrics.jsonl to Weights & Biases too
     wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
     wandb_run_name = ""  # empty: the last part of out_dir
-    wandb_mode = "online"  # online, offline (for `wandb sync`) or disabled; without login or network: offline
+    wandb_mode = "online"  # online (after `wandb login`), offline (for `wandb sync`) or disabled
 
 
 # A resume takes these settings from the command: where and how the run executes. All others it takes from the
@@ -663,6 +663,7 @@ def main(settings):
     # one type of device for all replicas
     device_type, reason = choose_device(settings.device)
     if device_type == "xla" or read_place().rank == 0:
+        check_login(settings)
         print(f"device {device_type}: {reason}", flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
         process.end_with_parent()

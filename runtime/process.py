@@ -34,6 +34,8 @@ def import_as(name, path):
 def command(main):
     """Runs main(sys.argv[1:]) as a command: an expected error becomes one line on stderr and an exit code."""
     name = os.path.basename(sys.argv[0])
+    with suppress(AttributeError):  # it is closed, or a test's
+        sys.stdout.reconfigure(errors="backslashreplace")  # for a path that the terminal's encoding lacks
 
     # A signal ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed. train.py
     # hands a Ctrl-C on as SIGTERM, which must not interrupt that.

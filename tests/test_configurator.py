@@ -242,6 +242,11 @@ def test_exit_codes(arguments, done):
     assert toy_command(arguments) == done
 
 
+def test_a_character_that_the_terminals_encoding_lacks(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert toy_command("--lr=2 --slow=False") == (0, "2.0 \\xfc\n\n", "")
+
+
 def test_an_error_that_nobody_expects_keeps_its_traceback():
     """Also an OSError: a typo in a path of an edited file, say."""
     code, _, text = toy_command("--slow=False --fast --path=OSError")
