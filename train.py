@@ -32,7 +32,7 @@ from configurator import Above0, From0, From0To1, Range
 from runtime import checkpoint, errors, process
 from runtime.dataset import get_dataset
 from runtime.device import cast_weights, check_batch_size, choose_device, open_device, read_place, spawner
-from runtime.errors import TransientError, UserError, check_choices
+from runtime.errors import TransientError, UserError, check_choices, check_values
 from runtime.files import duration
 from runtime.flops import flops_per_example
 from runtime.log import Log, check_login
@@ -228,6 +228,7 @@ def forward_backward(run, cycles, weights, micro_batch):
     with torch.enable_grad():
         result = run.supervision_step(
             leaves, micro_batch["sequences"], puzzle_rows, micro_batch["min_halt_steps"], cycles)
+        check_values(result.values, len(micro_batch["min_halt_steps"]))
         grads = torch.autograd.grad(result.values["loss"].sum(), parameters, materialize_grads=True)
 
     # micro-batches add up in float32

@@ -71,3 +71,11 @@ def check_choices(settings, choices):
         value = getattr(settings, name)
         if value not in allowed:
             raise UserError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+
+
+def check_values(values, batch_size):
+    """Raises UserError for the first of a SupervisionStep's values that is no number for each sequence."""
+    for name, value in values.items():
+        if value.shape != (batch_size,):
+            raise UserError(f"{name}, a term of the loss or a metric, must be a number for each sequence, "
+                            f"[{batch_size}], and is {list(value.shape)}")

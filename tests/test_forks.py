@@ -174,6 +174,18 @@ def test_a_process_configures_forks_once():
         in_new_process(function)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3,)], ids=str)
+@pytest.mark.parametrize("owner, function, name", [
+    (model.TRM, "losses", "lm_loss"), (model, "step_metrics", "steps")])
+def test_a_term_is_a_number_for_each_sequence(owner, function, name, shape, data, whole, monkeypatch):
+    own = getattr(owner, function)
+    monkeypatch.setattr(owner, function, lambda *arguments: own(*arguments) | {name: torch.ones(shape)})
+    words = rf"^{name}, .* for each sequence, \[16\], and is {re.escape(str(list(shape)))}"
+    for flags in ["--max_steps=1"], ["--eval_only", f"--init_from={whole[0]}/ckpt_00000010.pt"]:
+        with pytest.raises(UserError, match=words):
+            run(data, "run", *flags)
+
+
 def test_two_forks_of_one_name_are_two_entries(data):
     Path("b").mkdir()
     for path, name in ("fork.py", "one"), ("b/fork.py", "two"):
