@@ -20,18 +20,19 @@ import configurator
 import data
 import optim
 import train
+from configurator import Above0, From0
 from runtime import process
 from runtime.device import check_batch_size, choose_device, is_compiled, open_device, peak_flops, spawner
-from runtime.errors import check_numbers, reporting_full_memory
+from runtime.errors import reporting_full_memory
 from runtime.flops import flops_per_example
 from weights import new_model
 
 
 class Settings:
     # what is measured
-    steps = 0  # steps that follow each other without a wait, up to three times; 0: 20 on a GPU, 2 elsewhere
-    replica_batch_size = 0  # sequences on each replica; 0: global_batch_size is divided among them
-    size = 9  # side of the random puzzles where data_path is missing
+    steps: From0 = 0  # steps in a row without a wait, up to three times; 0: 20 on a GPU, 2 elsewhere
+    replica_batch_size: From0 = 0  # sequences on each replica; 0: global_batch_size is divided among them
+    size: Above0 = 9  # side of the random puzzles where data_path is missing
 
 
 CPU_STEP_SECONDS = 2  # a CPU's batch, where none is given, is what it does in so long, from 1 to 32 sequences
@@ -214,7 +215,6 @@ def seconds_of(n, call):
 def main(argv):
     """Measures on this machine's device."""
     bench_settings, operands, train_arguments = configurator.split_arguments(Settings, argv)
-    check_numbers(vars(bench_settings), ["size"])
     settings = configurator.configure(train.Settings, [*operands, *train_arguments])
     train.check_settings(settings)
     device_type, reason, _ = choose_device(settings.device)

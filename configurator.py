@@ -2,8 +2,9 @@
 
     python train.py config/sudoku.py --lr=3e-4 --eval_only
 
-Each attribute of the class is a setting and its default: a number, a string or a bool. --help prints the
-lines of the class with their comments.
+Each attribute of the class is a setting and its default: a number, a string or a bool. An annotation such as
+lr: Above0 = 1e-4 is the range of a number; without one, any number will do. --help prints the lines of the
+class with their comments.
 
 A config file is Python that assigns some of the settings and may read the others. run("baseline.py") in it
 runs another one beside it in its place; `__file__` is the outer file's path. Names that start with an
@@ -13,18 +14,20 @@ to right, once, on the script's defaults; a checkpoint fills in only what none o
 needs no value: --eval_only.
 
 A config file may also be a fork: new(grad_clip=0.0) adds settings, and it may replace classes and functions
-in the modules that it imports, each where it stands: import model; model.TRM = MyTRM. A process runs one set
-of forks, each of them once.
+in the modules that it imports, each where it stands: import model; model.TRM = MyTRM. A process configures
+forks once.
 """
 import ast
 import builtins
 import difflib
 import inspect
+import math
 import os
 import shlex
 import sys
 import textwrap
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
 from typing import NamedTuple
@@ -33,6 +36,17 @@ from runtime import forks, process
 from runtime.errors import UserError, one_line
 
 TYPES = (int, float, bool, str)  # that a setting may have
+
+
+class Range(NamedTuple):
+    """Says which numbers a setting may have: its annotation in the class Settings."""
+    words: str
+    holds: Callable  # a function of the number; comparisons with NaN are false
+
+
+Above0 = Range("above 0", lambda number: number > 0)
+From0 = Range("0 or more", lambda number: number >= 0)
+From0To1 = Range("from 0 to 1", lambda number: 0 <= number <= 1)
 
 
 class Values:
@@ -128,7 +142,7 @@ def configure(settings_class, argv):
     """Returns the Values of a script's class Settings after the config files and flags in argv.
 
     --help prints the settings and exits. Raises UserError for an unknown key (it names the closest one), a
-    wrong type, a file that fails to run, or another set of forks than this process has run.
+    wrong type, a number out of its Range, a file that fails to run, or a second set of forks.
     """
     # later arguments override earlier ones
     settings = Values(read_settings(settings_class), argv)
@@ -138,10 +152,10 @@ def configure(settings_class, argv):
         read = read_flag if argument.startswith("-") else run_file
         for name, value in read(argument, settings).items():
             settings.assign(name, value, argument)
-    forks.check_set(settings_class, settings.forks)
     if "--help" in argv:
         print_help(settings_class)
         sys.exit(0)
+    check_ranges(settings_class, settings)
     return settings
 
 
@@ -195,12 +209,18 @@ def run_file(path, settings):
     except UserError:
         raise
     except Exception as e:
-        # name the innermost line outside of this file; a SyntaxError names its line itself
+        # name the innermost line outside of this file, or the line of a SyntaxError
         where = path
         for frame in traceback.extract_tb(e.__traceback__):
             if frame.filename != __file__:
                 where = f"{frame.filename}:{frame.lineno}"
-        raise UserError(f"{where}: {one_line(e)}") from None
+        text = one_line(e)
+        if isinstance(e, SyntaxError) and e.lineno:
+            where = f"{e.filename}:{e.lineno}"
+            text = f"{type(e).__name__}: {e.msg}"
+        elif isinstance(e, OSError) and where == e.filename:
+            text = e.strerror
+        raise UserError(f"{where}: {text}") from None
 
     # from here on its functions see no settings
     visible.clear()
@@ -229,10 +249,12 @@ def execute(path, names, settings, assigned):
     with open(path, "rb") as f:
         text = f.read()
     tree = compile(text, path, "exec", ast.PyCF_ONLY_AST)
+    # a copy of train.py, say, would run as a fork
+    if any(isinstance(node, ast.ClassDef) and node.name == "Settings" for node in tree.body):
+        raise UserError(f"{path} is a copy of a script and no config file: python {path} runs it")
     if forks.is_fork(tree):
-        forks.run(path, text, tree, names, settings, assigned)
-    else:
-        exec(compile(tree, path, "exec"), names)
+        settings.forks = forks.add(path, text, settings.forks)
+    exec(compile(tree, path, "exec"), names)
 
     # Numbers, strings and bools without an underscore must be settings, which assign() checks. All else is
     # the file's own; a module may have the name of a setting, as device.py has.
@@ -255,6 +277,19 @@ def read_settings(settings_class):
             raise UserError(f"{inspect.getfile(settings_class)}: {name} is no setting: its value must be a "
                             "number, a string or a bool")
     return settings
+
+
+def check_ranges(settings_class, settings):
+    """Raises UserError for the first number out of its Range, infinite or beyond 64 bits."""
+    for name, annotation in settings_class.__annotations__.items():
+        if not isinstance(annotation, Range):
+            continue
+        number = getattr(settings, name)
+        if not annotation.holds(number):
+            raise UserError(f"{name} must be {annotation.words}, not {number}")
+        limit = math.inf if isinstance(number, float) else 2 ** 63
+        if number >= limit:
+            raise UserError(f"{name} must be below {limit}, not {number}")
 
 
 def print_help(settings_class):

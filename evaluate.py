@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 import model
 from puzzles import IGNORE_LABEL, kind_of, sigmoid
 from runtime.device import cast_weights
-from runtime.errors import TransientError, UserError
+from runtime.errors import TransientError, UserError, check_values
 from runtime.files import Progress, replacing, to_stderr
 
 SUREST = ("surest_preds", "surest_q_halt_logits", "surest_steps")  # answers of all attempts
@@ -109,6 +109,7 @@ class Evaluator:
         """
         is_new = micro_batch["sequences"]["steps"] == 0
         result = self.supervision_step(weights, micro_batch["sequences"], micro_batch.get("puzzle_rows"))
+        check_values(result.values, len(is_new))
 
         # keep the answers that count; slots whose answer is final halt
         answers = update_answers(micro_batch["answers"], result, is_new)

@@ -6,7 +6,7 @@ import numpy as np
 
 from data import EXAMPLE, SUBSET, generator, rank_slice, tokens_of
 from puzzles import IGNORE_LABEL, task_of
-from runtime.errors import UserError, check_numbers
+from runtime.errors import UserError
 
 
 class Generated:
@@ -35,8 +35,8 @@ class Generated:
         self.vocab_size = len(self.task.get("symbols", ""))
         self.task = self.task | task_of(self.task, None, self.vocab_size)
         self.seq_len = math.prod(self.task["grid"])
-        check_numbers({"test_size": self.test_size, "total_groups": self.total_groups},
-                      ("test_size", "total_groups"))
+        if min(self.test_size, self.total_groups) < 1:
+            raise UserError(f"{self.made_by()}: test_size and total_groups must be above 0")
         # draw the test puzzles, or as many others: their hash identifies how puzzles are drawn
         self.puzzles = self._batch(generator(0, SUBSET), self.test_size, split)
         content = self.puzzles["inputs"].tobytes() + self.puzzles["labels"].tobytes()

@@ -211,8 +211,11 @@ class TRM(nn.Module):
             solved: which answers are right, bool [B].
         """
         # A model file may name the loss of a fork that is not loaded. Answers do not depend on it, so softmax
-        # stands in.
-        cell_loss = LOSSES.get(self.settings.loss_type, softmax_cross_entropy)
+        # stands in; training must have its loss.
+        loss_type = self.settings.loss_type
+        if self.training and loss_type not in LOSSES:
+            raise ValueError(f"loss_type must be one of {', '.join(LOSSES)}, not {loss_type!r}")
+        cell_loss = LOSSES.get(loss_type, softmax_cross_entropy)
         lm_loss = cell_loss(self.settings, logits, labels)
         # how well q_halt tells whether the answer is right
         q_halt_loss = F.binary_cross_entropy_with_logits(q_halt, solved.float(), reduction="none")

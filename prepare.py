@@ -26,7 +26,7 @@ import requests
 from data import new_dataset, write_split
 from puzzles.symmetries import keys_of
 from runtime.bucket import RETRIED, try_again, without_password
-from runtime.errors import TransientError, UserError, check_choices, check_numbers, writing
+from runtime.errors import TransientError, UserError, check_choices, writing
 from runtime.files import Progress, locked, replacing
 from runtime.process import STOP_SIGNALS, end_with_parent
 
@@ -57,8 +57,6 @@ def fill_in_source(settings, dataset_names, aug, hub_size="full"):
     check_choices(settings, {"source": ("hub", "csv", "generate")})
     if settings.source == "csv" and not (settings.train_csv and settings.test_csv):
         raise UserError("source=csv needs both --train_csv=FILE and --test_csv=FILE")
-    # ratings may be negative
-    check_numbers(vars(settings) | {"min_difficulty": 0}, ("size", "min_path", "num_train", "num_test"))
 
     # the name says the source, the training puzzles and the copies
     num_puzzles = settings.num_train if settings.source == "generate" else settings.subsample_size

@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from configurator import start
+from configurator import Above0, From0, start
 from data import new_dataset, refuse_existing
 from prepare import command_of, print_report
 from puzzles.arc import ARC, ORIGINAL, Group, apply_version, grid_key, grid_of, write_tasks
 from puzzles.symmetries import turned
-from runtime.errors import UserError, check_numbers
+from runtime.errors import UserError
 from runtime.files import Progress, read_json
 
 
@@ -37,16 +37,16 @@ class Settings:
     subsets = "training,evaluation"  # subsets of the source
     test_subset = "evaluation"  # the subset whose test pairs are the test set
     extra = ""  # a folder with more tasks to train on, *.json anywhere in it, such as ConceptARC
-    max_side = 30  # rows and columns of the dataset's grids; tasks with a larger grid are left out
+    max_side: Above0 = 30  # rows and columns of the dataset's grids; tasks with a larger grid are left out
     output_dir = ""  # "": a folder under data/ named after source and num_aug
-    seed = 42  # decides the order and the versions of the tasks, and generated tasks
+    seed: From0 = 42  # decides the order and the versions of the tasks, and generated tasks
     # generated tasks
-    size = 4  # rows and columns of a grid
-    num_pairs = 24  # pairs of a task, the last one for the test
-    num_train = 300  # tasks to train on
-    num_test = 100  # tasks for the test
+    size: Above0 = 4  # rows and columns of a grid
+    num_pairs: From0 = 24  # pairs of a task, the last one for the test
+    num_train: From0 = 300  # tasks to train on
+    num_test: Above0 = 100  # tasks for the test
     # augmentation
-    num_aug = 1000  # versions of each task, besides the original
+    num_aug: From0 = 1000  # versions of each task, besides the original
 
 
 EXTRA = "--extra"  # stands for the tasks of that folder, as the name of a subset
@@ -111,7 +111,6 @@ def fill_in(settings):
     # generated grids have one size
     if settings.source == "generate":
         settings.max_side = settings.size
-    check_numbers(vars(settings), ("size", "num_test", "max_side"))
     name = os.path.basename(os.path.normpath(settings.source))
     settings.output_dir = settings.output_dir or f"data/{name}-aug-{settings.num_aug}"
 

@@ -12,21 +12,21 @@ from collections import Counter
 
 import numpy as np
 
-from configurator import start
+from configurator import From0, start
 from data import refuse_existing
 from prepare import csv_rows, distinct_rows, drop_test_puzzles, read_puzzles, write_puzzles
 from puzzles import kind_of, squeezed, task_of
-from runtime.errors import UserError, check_numbers
+from runtime.errors import UserError
 
 
 class Settings:
     # files
     train_csv = ""  # training puzzles, .csv or .csv.gz
     test_csv = ""  # test puzzles, which are left out of the training puzzles
-    holdout = 0  # test puzzles to draw from train_csv, instead of test_csv
+    holdout: From0 = 0  # test puzzles to draw from train_csv, instead of test_csv
     several_answers = False  # keep the first of several answers to a question, which are an error otherwise
     output_dir = ""  # "": data/ and the name of train_csv
-    seed = 0  # decides which test puzzles are drawn, and the copies
+    seed: From0 = 0  # decides which test puzzles are drawn, and the copies
     # puzzle
     kind = "puzzle"  # its name; kinds that a fork adds are judged by their rules
     grid = ""  # its rows and columns, such as 6x6; "": a square
@@ -35,7 +35,7 @@ class Settings:
     # symmetries, which must turn every puzzle and its answer into another one
     dihedral = False  # the 8 rotations and reflections of a square
     permute_symbols = ""  # characters that may change places, as 123456789
-    num_aug = 7  # copies of each training puzzle, besides itself
+    num_aug: From0 = 7  # copies of each training puzzle, besides itself
 
 
 def main(settings):
@@ -80,7 +80,6 @@ def fill_in(settings):
     has_test = bool(settings.test_csv) != bool(settings.holdout)
     if not settings.train_csv or not has_test:
         raise UserError("needs --train_csv=FILE and either --test_csv=FILE or --holdout=N")
-    check_numbers(vars(settings), ())
     if not re.fullmatch(r"\d+x\d+|", settings.grid):
         raise UserError(f"grid={settings.grid}: must be like 6x6")
     name = os.path.basename(settings.train_csv).split(".")[0]

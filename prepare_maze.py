@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from configurator import start
+from configurator import Above0, From0, start
 from data import refuse_existing
 from prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
 from puzzles import kind_of
@@ -26,14 +26,14 @@ class Settings:
     train_csv = ""  # training mazes, .csv or .csv.gz; implies csv
     test_csv = ""  # test mazes
     output_dir = ""  # "": a folder under data/ named after these settings
-    seed = 0  # decides the choice of mazes, and generated mazes
+    seed: From0 = 0  # decides the choice of mazes, and generated mazes
     # mazes from the hub or from CSV files
-    subsample_size = 0  # training mazes, chosen at random; 0: all; every test maze is kept
+    subsample_size: From0 = 0  # training mazes, chosen at random; 0: all; every test maze is kept
     # generated mazes
-    size = 30  # cells of a row
-    min_path = 111  # least number of steps of the shortest path
-    num_train = 1000  # training mazes
-    num_test = 1000  # test mazes
+    size: Above0 = 30  # cells of a row
+    min_path: Above0 = 111  # least number of steps of the shortest path
+    num_train: Above0 = 1000  # training mazes
+    num_test: Above0 = 1000  # test mazes
     # augmentation
     aug = True  # training mazes in all 8 rotations and reflections (off by default in the official builder)
 

@@ -11,7 +11,7 @@ import functools
 
 import numpy as np
 
-from configurator import start
+from configurator import Above0, From0, start
 from data import refuse_existing
 from prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
 from puzzles import EMPTY_SIGNS, kind_of, squeezed
@@ -25,17 +25,17 @@ class Settings:
     source = "hub"  # hub (Sudoku-Extreme from Hugging Face), csv, or generate
     train_csv = ""  # training puzzles, .csv or .csv.gz; implies csv
     test_csv = ""  # test puzzles
-    size = 9  # cells of a row: 9, 6 (boxes of 2 rows, 3 columns) or 4
+    size: Above0 = 9  # cells of a row: 9, 6 (boxes of 2 rows, 3 columns) or 4
     output_dir = ""  # "": a folder under data/ named after these settings
-    seed = 0  # decides the choice of puzzles, their copies, and generated puzzles
+    seed: From0 = 0  # decides the choice of puzzles, their copies, and generated puzzles
     # puzzles from the hub or from CSV files
-    subsample_size = 1000  # training puzzles, chosen at random; 0: all; every test puzzle is kept
+    subsample_size: From0 = 1000  # training puzzles, chosen at random; 0: all; every test puzzle is kept
     min_difficulty = 0  # lowest rating that is kept, in training and test; 0: all
     # generated puzzles
-    num_train = 3000  # training puzzles
-    num_test = 1000  # test puzzles, the same for each num_train
+    num_train: Above0 = 3000  # training puzzles
+    num_test: Above0 = 1000  # test puzzles, the same for each num_train
     # augmentation
-    num_aug = 1000  # augmented copies of each training puzzle, besides itself
+    num_aug: From0 = 1000  # augmented copies of each training puzzle, besides itself
 
 
 HUB = "sapientinc/sudoku-extreme"

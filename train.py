@@ -27,86 +27,89 @@ import evaluate
 import model
 import optim
 import puzzles
+from configurator import Above0, From0, From0To1, Range
 from runtime import checkpoint, errors, process
 from runtime.dataset import get_dataset
 from runtime.device import cast_weights, check_batch_size, choose_device, open_device, spawner
-from runtime.errors import TransientError, UserError, check_choices, check_numbers
+from runtime.errors import TransientError, UserError, check_choices, check_values
 from runtime.files import duration
 from runtime.flops import flops_per_example
-from runtime.log import Log
+from runtime.log import Log, check_login
 from runtime.process import START_TIMEOUT, STOP, on_signals, restart_watchdog
 from weights import new_model
+
+From0To1OrMinus1 = Range("from 0 to 1, or -1", lambda number: 0 <= number <= 1 or number == -1)
 
 
 class Settings:
     # data
     data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
     data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
-    global_batch_size = 768  # sequences per step, over all replicas
-    micro_batch_size = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
-    epochs = 50000  # steps x global_batch_size / puzzles; a sequence that goes on ignores its new puzzle
-    max_steps = 0  # length of the run in steps; 0: from epochs
-    max_minutes = 0.0  # or in minutes, to the end of the final evaluation; 0: from steps or epochs
+    global_batch_size: Above0 = 768  # sequences per step, over all replicas
+    micro_batch_size: From0 = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
+    epochs: From0 = 50000  # steps x global_batch_size / puzzles; sequences that go on ignore their new puzzle
+    max_steps: From0 = 0  # length of the run in steps; 0: from epochs
+    max_minutes: From0 = 0.0  # or in minutes, to the end of the final evaluation; 0: from steps or epochs
     # model
-    hidden_size = 512  # width of the network
-    num_heads = 8  # attention heads
-    expansion = 4.0  # the hidden width of a SwiGLU is 2/3 x expansion x its width
-    multiple_of = 256  # hidden widths are rounded up to a multiple of this
-    L_layers = 2  # layers of the one network
-    H_cycles = 3  # T of the paper: recursions per step; all but the last without gradient
-    L_cycles = 6  # n of the paper: latent updates per recursion
-    curriculum_epochs = 0.0  # epochs in which the depth grows from H_cycles_start, L_cycles_start; 0: none
-    H_cycles_start = 1  # H_cycles when the curriculum starts
-    L_cycles_start = 2  # L_cycles when the curriculum starts
+    hidden_size: Above0 = 512  # width of the network
+    num_heads: Above0 = 8  # attention heads
+    expansion: Above0 = 4.0  # the hidden width of a SwiGLU is 2/3 x expansion x its width
+    multiple_of: Above0 = 256  # hidden widths are rounded up to a multiple of this
+    L_layers: Above0 = 2  # layers of the one network
+    H_cycles: Above0 = 3  # T of the paper: recursions per step; all but the last without gradient
+    L_cycles: Above0 = 6  # n of the paper: latent updates per recursion
+    curriculum_epochs: From0 = 0.0  # epochs in which the depth grows from H_ and L_cycles_start; 0: none
+    H_cycles_start: Above0 = 1  # H_cycles when the curriculum starts
+    L_cycles_start: Above0 = 2  # L_cycles when the curriculum starts
     mlp_t = True  # True: an MLP mixes the positions; False: self-attention
     pos_encodings = "none"  # none, rope (attention only) or learned
-    puzzle_emb_ndim = 512  # width of the puzzle embedding; 0: none
-    puzzle_emb_len = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
+    puzzle_emb_ndim: From0 = 512  # width of the puzzle embedding; 0: none
+    puzzle_emb_len: From0 = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
     forward_dtype = "bfloat16"  # or float32, float16, auto; float16 or float32 where it would be emulated
     # halting
-    halt_max_steps = 16  # maximum supervision steps of a sequence
-    halt_exploration_prob = 0.1  # chance, at each step, that a sequence must run until a random step
-    halt_exploration_prob_end = -1.0  # its value at the end of the run, reached linearly; -1: constant
+    halt_max_steps: Above0 = 16  # maximum supervision steps of a sequence
+    halt_exploration_prob: From0To1 = 0.1  # chance at each step that a sequence must run until a random step
+    halt_exploration_prob_end: From0To1OrMinus1 = -1.0  # its value at the end, reached linearly; -1: constant
     # optimizer
     loss_type = "stablemax_cross_entropy"  # or softmax_cross_entropy
     optimizer = "adam_atan2"  # adam_atan2, adamw or lion
-    lr = 1e-4  # peak learning rate
-    lr_min_ratio = 1.0  # end of the cosine, as a share of lr; 1: constant
-    lr_warmup_steps = 2000  # steps of linear warm-up
-    beta1 = 0.9  # decay of the first moment
-    beta2 = 0.95  # decay of the second moment
-    weight_decay = 1.0  # decoupled: multiplied by the learning rate
-    puzzle_emb_lr = 1e-4  # learning rate of SignSGD on the puzzle embedding
-    puzzle_emb_weight_decay = 1.0  # decoupled weight decay of the puzzle embedding
+    lr: Above0 = 1e-4  # peak learning rate
+    lr_min_ratio: From0To1 = 1.0  # end of the cosine, as a share of lr; 1: constant
+    lr_warmup_steps: From0 = 2000  # steps of linear warm-up
+    beta1: From0To1 = 0.9  # decay of the first moment
+    beta2: From0To1 = 0.95  # decay of the second moment
+    weight_decay: From0 = 1.0  # decoupled: multiplied by the learning rate
+    puzzle_emb_lr: From0 = 1e-4  # learning rate of SignSGD on the puzzle embedding
+    puzzle_emb_weight_decay: From0 = 1.0  # decoupled weight decay of the puzzle embedding
     freeze_weights = False  # train only the puzzle embedding
     ema = True  # evaluate and export an exponential moving average of the weights
-    ema_rate = 0.999  # decay of that average per step
-    seed = 0  # seeds the first weights, the data order, the copies and the halting draws
+    ema_rate: From0To1 = 0.999  # decay of that average per step
+    seed: From0 = 0  # seeds the first weights, the data order, the copies and the halting draws
     # evaluation
-    eval_interval = 5000  # epochs between evaluations; 0: only at the end
-    eval_max_puzzles = 4096  # test puzzles during training, a fixed random subset; 0: all
-    eval_final_max_puzzles = 0  # test puzzles in the final evaluation; 0: all
-    eval_versions = 0  # versions of each ARC task in evaluations during training; 0: all
-    eval_halt_max_steps = 0  # supervision steps in an evaluation; 0: halt_max_steps
-    eval_patience = 0  # a puzzle leaves once its answer stays for this many steps; 0: never (the paper)
-    eval_attempts = 1  # most attempts at a puzzle, at copies by symmetry, until one is sure; 1: the paper's
+    eval_interval: From0 = 5000  # epochs between evaluations; 0: only at the end
+    eval_max_puzzles: From0 = 4096  # test puzzles during training, a fixed random subset; 0: all
+    eval_final_max_puzzles: From0 = 0  # test puzzles in the final evaluation; 0: all
+    eval_versions: From0 = 0  # versions of each ARC task in evaluations during training; 0: all
+    eval_halt_max_steps: From0 = 0  # supervision steps in an evaluation; 0: halt_max_steps
+    eval_patience: From0 = 0  # a puzzle leaves once its answer stays for so many steps; 0: never (the paper)
+    eval_attempts: Above0 = 1  # most attempts at a puzzle, at copies by symmetry, until one is sure
     eval_save_outputs = ""  # any of inputs,labels,attempts,preds,q_halt_logits,surest_...: in eval_STEP.npz
     eval_only = False  # run the final evaluation, then stop
     # run
     out_dir = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
     gcs_dir = ""  # gs://bucket/folder of only this run: a mirror of out_dir, to resume on another machine
     init_from = "scratch"  # scratch, resume, auto (resume if there is a checkpoint) or a FILE to begin with
-    checkpoint_interval = 1000  # steps; sequences start afresh there, for an exact resume; 0: only at the end
-    keep_last_n = 3  # checkpoints to keep, besides best.pt
-    log_interval = 10  # steps averaged in a line of the log
-    stall_timeout = 1800  # exit if no step finishes for this many seconds; 0: never
+    checkpoint_interval: From0 = 1000  # steps; sequences start afresh there, to resume exactly; 0: at the end
+    keep_last_n: Above0 = 3  # checkpoints to keep, besides best.pt
+    log_interval: Above0 = 10  # steps averaged in a line of the log
+    stall_timeout: From0 = 1800  # exit if no step finishes for this many seconds; 0: never
     device = "auto"  # auto, xla (torch_xla on a TPU), tpu (TorchTPU), cuda or cpu
     compile = "auto"  # torch.compile: auto (CUDA), on (CPU too: 10 to 40% faster) or off; TPUs: docs/tpu.md
     # logging
     wandb_log = False  # send metrics.jsonl to Weights & Biases too
     wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
     wandb_run_name = ""  # empty: the last part of out_dir
-    wandb_mode = "online"  # online, offline (for `wandb sync`) or disabled; without login or network: offline
+    wandb_mode = "online"  # online (after `wandb login`), offline (for `wandb sync`) or disabled
 
 
 # A resume takes these settings from the command: where and how the run executes. All others it takes from the
@@ -127,13 +130,6 @@ CHOICES = {
     "compile": ("auto", "on", "off"),
     "wandb_mode": ("online", "offline", "disabled"),
 }
-# Numbers above 0, and numbers from 0 to 1; all others are 0 or more.
-POSITIVE = (
-    "global_batch_size", "hidden_size", "num_heads", "expansion", "multiple_of", "L_layers", "H_cycles",
-    "L_cycles", "H_cycles_start", "L_cycles_start", "halt_max_steps", "lr", "eval_attempts", "keep_last_n",
-    "log_interval",
-)
-SHARES = ("halt_exploration_prob", "halt_exploration_prob_end", "lr_min_ratio", "beta1", "beta2", "ema_rate")
 EVAL_OUTPUTS = ("inputs", "labels", "attempts", *evaluate.ANSWERS)
 
 
@@ -230,6 +226,7 @@ def forward_backward(run, cycles, weights, micro_batch):
     with torch.enable_grad():
         result = run.supervision_step(
             leaves, micro_batch["sequences"], puzzle_rows, micro_batch["min_halt_steps"], cycles)
+        check_values(result.values, len(micro_batch["min_halt_steps"]))
         grads = torch.autograd.grad(result.values["loss"].sum(), parameters, materialize_grads=True)
 
     # micro-batches add up in float32
@@ -608,12 +605,7 @@ def length_of(settings, train_set, start):
 
 def check_settings(settings):
     """Raises UserError for the first value that no run could use."""
-    # choices and numbers, of this file and not of forks; -1 is a value of its own
     check_choices(settings, CHOICES)
-    numbers = {name: getattr(settings, name) for name in configurator.read_settings(Settings)}
-    if settings.halt_exploration_prob_end == -1:
-        del numbers["halt_exploration_prob_end"]
-    check_numbers(numbers, POSITIVE, SHARES)
     if settings.freeze_weights and not settings.puzzle_emb_ndim:
         raise UserError("freeze_weights trains the puzzle embedding alone, and puzzle_emb_ndim is 0")
     # names
@@ -684,6 +676,7 @@ def main(settings):
         # one type of device for all replicas
         device_type, reason, place = choose_device(settings.device)
         if place.rank == 0:
+            check_login(settings)
             print(f"device {device_type}: {reason}", flush=True)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
             process.end_with_parent()

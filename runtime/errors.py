@@ -64,22 +64,9 @@ def check_choices(settings, choices):
             raise UserError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
 
 
-def check_numbers(settings, positive, shares=()):
-    """Raises UserError for the first number that no run could use: one below 0, NaN, or beyond 64 bits.
-
-    Args:
-        settings: {name: value}; strings are passed over.
-        positive: names of settings that must be above 0.
-        shares: names of settings that are at most 1.
-    """
-    for name, value in settings.items():
-        if isinstance(value, str):
-            continue
-        # comparisons with NaN are false
-        limit = float("inf") if isinstance(value, float) else 2 ** 63
-        if name in shares and not 0 <= value <= 1:
-            raise UserError(f"{name} must be from 0 to 1, not {value}")
-        if name in positive and not value > 0:
-            raise UserError(f"{name} must be above 0, not {value}")
-        if not 0 <= value < limit:
-            raise UserError(f"{name} must be 0 or more, not {value}")
+def check_values(values, batch_size):
+    """Raises UserError for the first of a SupervisionStep's values that is no number for each sequence."""
+    for name, value in values.items():
+        if value.shape != (batch_size,):
+            raise UserError(f"{name}, a term of the loss or a metric, must be a number for each sequence, "
+                            f"[{batch_size}], and is {list(value.shape)}")

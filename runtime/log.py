@@ -9,7 +9,7 @@ import torch
 
 from runtime import files
 from runtime.device import is_compiled, peak_flops
-from runtime.errors import one_line
+from runtime.errors import UserError, one_line
 from runtime.forks import FORKS
 from runtime.process import restart_watchdog
 
@@ -36,14 +36,16 @@ class Log:
         self.wandb = None
         self.hardware = f"{device.world} x {device.type} ({device.name})"
         self.next_line = 0.0  # of within_step
-        self.cut_off = set()  # files whose last line a full disk may have cut off
         self.restart_clock(step)
 
     def print0(self, text):
         """Prints a line on rank 0, and adds it to log.txt."""
         if self.device.rank == 0:
             with suppress(OSError):  # the reader of a pipe has left, or the disk is full
-                print(text, flush=True)
+                try:
+                    print(text, flush=True)
+                except UnicodeEncodeError:  # the terminal's encoding lacks a character
+                    print(text.encode("ascii", "backslashreplace").decode(), flush=True)
             self.append("log.txt", text)
 
     def metrics(self, step, values):
@@ -61,10 +63,8 @@ class Log:
     def append(self, name, line):
         with self.warning(name) as path:
             os.makedirs(self.settings.out_dir, exist_ok=True)
-            start = "\n" if name in self.cut_off else ""
             with open(path, "ab") as f:
-                f.write(f"{start}{line}\n".encode(errors="backslashreplace"))
-            self.cut_off.discard(name)
+                f.write(f"{line}\n".encode(errors="backslashreplace"))
 
     @contextmanager
     def warning(self, name):
@@ -73,7 +73,6 @@ class Log:
         try:
             yield path
         except OSError as e:
-            self.cut_off.add(name)
             files.to_stderr(f"{path}: cannot be written ({e.strerror}); training continues")
 
     # -----------------------------------------------------------------------------------------------------
@@ -131,7 +130,7 @@ class Log:
         return facts
 
     def start_wandb(self, run_id, facts):
-        """Starts W&B's run, which goes on if the run resumes; training goes on without it. Rank 0.
+        """Starts W&B's run, which goes on if the run resumes; without its server, training does. Rank 0.
 
         Args:
             run_id: of Checkpoints; it continues W&B's curves after a restart.
@@ -140,17 +139,13 @@ class Log:
         settings = self.settings
         try:
             import wandb
-            mode = choose_wandb_mode(settings, self.print0)
             name = settings.wandb_run_name or os.path.basename(os.path.abspath(settings.out_dir))
             self.wandb = wandb.init(
-                id=run_id, resume="allow", mode=mode, dir=settings.out_dir,
+                id=run_id, resume="allow", mode=settings.wandb_mode, dir=settings.out_dir,
                 project=settings.wandb_project, name=name, config=vars(settings) | facts,
                 settings=dict(console="off", init_timeout=60))
             wandb.define_metric("*", step_metric="step")  # W&B drops rows whose own step goes back
-            # where to see it
-            folder = os.path.dirname(self.wandb.dir)
-            hint = f"`wandb sync {folder}` uploads it" if mode == "offline" else self.wandb.url
-            self.print0(f"W&B: {mode}, {hint}")
+            self.print0(f"W&B: {settings.wandb_mode}, {self.wandb.url or self.wandb.dir}")
         except Exception as e:  # whatever it is
             self.stop_wandb("off", e)
 
@@ -263,21 +258,14 @@ def listed(values):
     return " ".join(words)
 
 
-def choose_wandb_mode(settings, say):
-    """Returns the mode in which W&B can start: offline where its server or the key is missing.
-
-    Once wandb.init has begun to wait for a server or for a key, it cannot be told to give up.
-    """
-    import requests
-    import wandb
-    # the environment variable is W&B's own, and takes precedence over the setting
-    mode = os.environ.get("WANDB_MODE") or settings.wandb_mode
-    if mode != "online":
-        return mode
+def check_login(settings):
+    """Raises UserError if a run needs W&B's key, and this machine has none; wandb.init would ask for it."""
+    if not settings.wandb_log or settings.wandb_mode != "online" or settings.eval_only:
+        return
     try:
-        requests.head(wandb.setup().settings.base_url, timeout=5)
-        wandb.login(timeout=5)
-        return "online"
-    except Exception as e:  # requests and wandb have many for this
-        say(f"W&B: offline ({one_line(e)})")
-        return "offline"
+        import wandb
+        problem = "" if wandb.login(prompt=False, verify=False) else "no login at W&B"
+    except Exception as e:  # wandb is missing, or the key has another form
+        problem = one_line(e)
+    if problem:
+        raise UserError(f"--wandb_log: {problem}: run `wandb login`, or choose --wandb_mode=offline")

@@ -40,6 +40,8 @@ def command(main):
     open_stderr()
     name = os.path.basename(sys.argv[0])
     has_ended = threading.Event()
+    with suppress(AttributeError):  # it is closed, or a test's
+        sys.stdout.reconfigure(errors="backslashreplace")  # for a path that the terminal's encoding lacks
 
     # A signal ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed. train.py
     # hands a Ctrl-C on as SIGTERM, which must not interrupt that.

@@ -28,13 +28,14 @@ from typing import Callable, NamedTuple
 ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)
 import configurator
-from runtime.errors import UserError, check_choices, check_numbers
+from configurator import Above0
+from runtime.errors import UserError, check_choices
 from runtime.files import read_metrics, read_torch_file
 
 
 class Settings:
     device = ""  # cuda, xla, tpu or cpu
-    minutes = 15.0  # in all
+    minutes: Above0 = 15.0  # in all
     out_dir = "out/first_chip"  # a new folder
 
 
@@ -204,7 +205,6 @@ def last_json(output):
 def main(settings):
     """Runs the parts for which there is time. Exits with 1 if one has failed."""
     check_choices(settings, dict(device=DEVICES))
-    check_numbers(vars(settings), ("minutes",))
     if os.path.exists(settings.out_dir):
         raise UserError(f"--out_dir={settings.out_dir} exists: choose another")
     os.makedirs(settings.out_dir)

@@ -21,7 +21,9 @@ train.py's config files and flags change that.
 It runs on the CPU in float32, with averaged weights, at full depth. export.py makes a model file of a
 checkpoint of the official code. play.py shows ARC's tasks.
 """
+import copy
 import csv
+import functools
 import math
 import os
 import re
@@ -281,7 +283,7 @@ def load(path, train_arguments, cells=0):
     for name in flags.keys() & ALWAYS:
         raise UserError(f"{flags[name]}: puzzles are solved with --{name}={ALWAYS[name]}")
     # the forks come first: the model is made of their classes
-    settings = configure(train.Settings, train_arguments)
+    settings = copy.copy(configured(*train_arguments))
     try:
         trm = load_model(file_of(path), cells, vars(settings) | ALWAYS)
     except (OSError, ValueError) as e:
@@ -303,6 +305,12 @@ def load(path, train_arguments, cells=0):
     for name in flags.keys() & {"H_cycles", "L_cycles"}:
         setattr(trm.settings, name, getattr(settings, name))
     return trm, settings
+
+
+@functools.cache
+def configured(*train_arguments):
+    """Returns train.py's settings. A page may have several models, and forks run once."""
+    return configure(train.Settings, train_arguments)
 
 
 def file_of(path):

@@ -2,6 +2,7 @@
 
 test_resume.py runs each config file of the project.
 """
+import math
 import os
 import pickle
 import subprocess
@@ -23,13 +24,15 @@ SCRIPT = '''"""Trains a toy.
 """
 import os
 
+from configurator import Above0
+
 
 class Settings:
     undocumented = 3
     # data
     path = "data/toy"  # where the data is
     # the last line above a group names it
-    batch = 16  # sequences a step
+    batch: Above0 = 16  # sequences a step
     # optimizer
     lr=1e-2 / 10  # peak; "#1" of the choices
     shift = -(batch // 16)  # may be negative
@@ -57,12 +60,12 @@ def toy():
 
     yield run
     # these forks have replaced nothing
-    for registry in forks.FORKS, forks.SETS, forks.DONE, forks.FAILED:
-        registry.clear()
+    forks.FORKS.clear()
 
 
 @pytest.mark.parametrize("flag, value", {
     "--lr=3e-4": 3e-4, "--lr=2": 2.0, "-lr=1": 1.0, "--batch=10_000": 10000, "--shift=-7": -7,
+    "--lr=-inf": -math.inf,
     "--fast": True, "--fast=true": True, "--slow=False": False, "--path=": "", "--path=123": "123",
     "--path=True": "True", "--path=a=b c": "a=b c", "--path='q'": "'q'"}.items())
 def test_a_flag_is_a_value_of_the_settings_type(toy, flag, value):
@@ -137,14 +140,17 @@ except ZeroDivisionError as _e:
     ("lr=3", "lr=3: no config file (.py); a setting is written --key=value"),
     ("btach = 3", "a.py: unknown setting btach; the closest is batch"),
     ("lr = '1e-3'", "a.py: lr must be of type float, for example --lr=0.001, not '1e-3'"),
-    ("lr = 1.0\nbatch = (3\n", "a.py: SyntaxError: '(' was never closed (a.py, line 2)"),
+    ("lr = 1.0\nbatch = (3\n", "a.py:2: SyntaxError: '(' was never closed"),
     ("def half(n):\n    return n // zero\nbatch = half(3)", "a.py:2: NameError: name 'zero' is not defined"),
     ("new(batch=8)", "a.py:1: ValueError: batch is a setting already; its default is 16"),
     ("import numpy\nnew(clip=numpy.float64(1))",
      "a.py:2: TypeError: clip must be a number, a string or a bool, not np.float64(1.0)"),
     ("run('b.py')", "No such file or directory: 'b.py'"),
     ("run('a.py')", "RecursionError"),
-    ("gone.py", "gone.py: FileNotFoundError"),
+    ("gone.py", "gone.py: No such file or directory"),
+    ("class Settings:\n    lr = 1.0", "a.py is a copy of a script and no config file: python a.py runs it"),
+    ("--batch=0", "batch must be above 0, not 0"),
+    (f"--batch={2 ** 63}", "batch must be below 9223372036854775808, not"),
 ])
 def test_wrong_flags_and_files(toy, wrong, message):
     """wrong: a flag, a path, or the text of a file."""
@@ -177,7 +183,8 @@ def test_what_a_fork_adds_stays_as_it_was_assigned(toy):
 def test_help_prints_every_setting(toy, capsys):
     with pytest.raises(SystemExit, match="0"):
         toy("--help")
-    docstring, _, lines = SCRIPT.partition("import os\n\n\nclass Settings:\n")
+    docstring, _, code = SCRIPT.partition("import os\n")
+    _, _, lines = code.partition("class Settings:\n")
     settings = lines[:lines.index("\n\nCHOICES")].replace("\n    ", "\n").strip(" ")
     assert capsys.readouterr().out == docstring.replace('"""', "") + settings + "\n"
 
@@ -232,6 +239,11 @@ def toy_command(arguments):
 def test_exit_codes(arguments, done):
     """Expected errors are one line; a reader that leaves, as `| head` does, costs none."""
     assert toy_command(arguments) == done
+
+
+def test_a_character_that_the_terminals_encoding_lacks(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert toy_command("--lr=2 --slow=False") == (0, "2.0 \\xfc\n\n", "")
 
 
 def test_an_error_that_nobody_expects_keeps_its_traceback():

@@ -9,9 +9,15 @@ from helpers import DATA, ROOT, TINY, curve, newest, same, xla_environment
 
 FORK = """
 import train
+new(window=-1)
 print(train.__file__)
 lr *= 0.5
 """
+# settings in place of the learning rate's line
+OWN = """
+    logit_bias = -5.0
+    cap = float("inf")
+    lr: Above0 = 5e-5 """
 
 
 @pytest.fixture
@@ -41,7 +47,7 @@ def python(*command, **environment):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.xla)])
 def test_a_copy_of_train_trains_as_it_is_edited(clone, data, device):
     """Its settings, step and replica; a fork's `import train` is the copy."""
-    clone("train.py", "my.train.py", setting=("    lr = 1e-4 ", "    lr = 5e-5 "),
+    clone("train.py", "my.train.py", setting=("    lr: Above0 = 1e-4 ", OWN),
           step=("    # update the weights\n", "    print('my step')\n"))
     Path("fork.py").write_text(FORK)
     tiny = [flag for flag in TINY if not flag.startswith("--lr=")]
@@ -53,7 +59,7 @@ def test_a_copy_of_train_trains_as_it_is_edited(clone, data, device):
 
 
 def test_copies_of_bench_and_of_a_prepare_script_run_as_they_are_edited(clone):
-    clone("prepare_sudoku.py", "mine.py", setting=("    num_aug = 1000 ", "    num_aug = 2 "))
+    clone("prepare_sudoku.py", "mine.py", setting=("    num_aug: From0 = 1000 ", "    num_aug: From0 = 2 "))
     assert "copies of each: 2" in python("clone/mine.py", *DATA.split()[:-1], "--output_dir=data")
     clone("bench.py", "mine.py", figure=("mfu=peak", "my_figure=42,\n        mfu=peak"))
     text = python("clone/mine.py", *TINY, "--data_path=data", "--steps=1", "--device=cpu")

@@ -2,7 +2,7 @@
 import re
 import shutil
 import threading
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -71,10 +71,15 @@ def test_a_fork_resumes_bit_for_bit(fork, data):
 LOCK = threading.Lock()
 
 
+@cache
+def configured(*argv):
+    return configurator.configure(train.Settings, argv)
+
+
 def xla_fork(rank, argv):
     """Trains as train.py does. Replicas that are threads share what the fork replaces, once."""
     with LOCK:
-        settings = configurator.configure(train.Settings, argv)
+        settings = configured(*argv)
     train.replica(settings, "xla")
 
 
@@ -135,57 +140,49 @@ def test_a_checkpoint_names_the_forks_that_trained_it(data):
     assert re.search(r"the fork smoothing.py \w+, which has \w+ here", changed)
 
 
-WRAPS = """
-from runtime import device
-import model
-new(weight=0.5)
-lr *= 0.1
-_old = model.TRM.losses
-def losses(self, *arguments):
-    losses = _old(self, *arguments)
-    return losses | dict(loss=losses["loss"] + 1)
-model.TRM.losses = losses"""
-
-
-def fork_twice():
-    own = model.TRM.losses
+def configure_twice():
     configure = partial(configurator.configure, train.Settings)
-    first = configure(["fork.py", "--weight=2"])
-    for settings in first, configure(["fork.py", "--weight=2", "--seed=1"]):
-        assert (settings.device, settings.weight, settings.lr) == ("auto", 2.0, 1e-5)
-    assert configure(["fork.py"]).weight == 0.5
-    assert model.TRM.losses.__globals__["_old"] is own
-    # another set, and another value of what the fork reads
-    for argv, words in {
-            (): "run the forks fork.py: another set", ("--seed=1",): "another set",
-            ("fork.py", "b/fork.py"): "b/fork.py: this process has run other forks .fork.py",
-            ("--lr=1", "fork.py"): "fork.py reads lr, "}.items():
-        with pytest.raises(UserError, match=words):
-            configure(argv)
-    # another script has settings of its own
+    settings = configure(["fork.py", "other.py", "--weight=2"])
+    assert (settings.device, settings.weight, settings.lr) == ("auto", 2.0, 1e-5)
+    # without a fork, and for another script
+    assert configure(["--seed=1"]).lr == 1e-4
     assert configurator.configure(prepare_sudoku.Settings, []).seed == 0
+    for path in "fork.py", "third.py":
+        with pytest.raises(UserError, match=f"^{path}: this process has run forks already .fork.py, other"):
+            configure([path])
 
 
-def fork_in_another_order():
-    configurator.configure(train.Settings, ["fork.py", "b/fork.py"])
-    with pytest.raises(UserError, match="another set"):
-        configurator.configure(train.Settings, ["b/fork.py", "fork.py"])
-
-
-def mend_a_fork():
-    for text, words in ("\nraise ValueError", "ValueError"), ("", "fork.py failed in this process"):
-        Path("fork.py").write_text(WRAPS + text)
+def configure_after_an_error():
+    for paths, words in (["fails.py"], "ValueError"), (["third.py"], "run forks already .fails.py"):
         with pytest.raises(UserError, match=words):
-            configurator.configure(train.Settings, ["fork.py"])
+            configurator.configure(train.Settings, paths)
 
 
-def test_a_process_runs_one_set_of_forks_and_each_once():
-    """sweep.py configures each run of the study. A module may have the name of a setting."""
-    Path("b").mkdir()
-    Path("fork.py").write_text(WRAPS)
-    Path("b/fork.py").write_text("new(two=0.5)")
-    for function in fork_twice, fork_in_another_order, mend_a_fork:
+def name_a_fork_twice():
+    with pytest.raises(UserError, match="name each fork once"):
+        configurator.configure(train.Settings, ["other.py", "other.py"])
+
+
+def test_a_process_configures_forks_once():
+    """A module may have the name of a setting."""
+    Path("fork.py").write_text("from runtime import device\nnew(weight=0.5)\nlr *= 0.1")
+    Path("fails.py").write_text("new(one=1)\nraise ValueError")
+    for name in "other", "third":
+        Path(f"{name}.py").write_text(f"new({name}=0.5)")
+    for function in configure_twice, configure_after_an_error, name_a_fork_twice:
         in_new_process(function)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)], ids=str)
+@pytest.mark.parametrize("owner, function, name", [
+    (model.TRM, "losses", "lm_loss"), (model, "step_metrics", "steps")])
+def test_a_term_is_a_number_for_each_sequence(owner, function, name, shape, data, whole, monkeypatch):
+    own = getattr(owner, function)
+    monkeypatch.setattr(owner, function, lambda *arguments: own(*arguments) | {name: torch.ones(shape)})
+    words = rf"^{name}, .* for each sequence, \[16\], and is {re.escape(str(list(shape)))}"
+    for flags in ["--max_steps=1"], ["--eval_only", f"--init_from={whole[0]}/ckpt_00000010.pt"]:
+        with pytest.raises(UserError, match=words):
+            run(data, "run", *flags)
 
 
 def test_two_forks_of_one_name_are_two_entries(data):
@@ -243,11 +240,12 @@ replace()""")
 def solve_with_fork():
     fork = f"{ROOT}/tests/forks/smoothing.py"
     path = f"{ROOT}/models/sudoku-6x6.pt"
-    trm, settings = solve.load(path, [fork])
-    assert trm.settings.label_smoothing == 0.0 and settings.H_cycles == 2
-    batch = evaluate.unlabeled_batch(trm.test_puzzles["inputs"][:1].numpy())
-    deep = next(ask.queue_of(settings, trm, trm.task, batch, 1).watch())
+    deep, settings = solve.load(path, [])
+    assert settings.H_cycles == 2
+    batch = evaluate.unlabeled_batch(deep.test_puzzles["inputs"][:1].numpy())
+    deep = next(ask.queue_of(settings, deep, deep.task, batch, 1).watch())
     trm, settings = solve.load(path, [fork, "--H_cycles=1"])
+    assert trm.settings.label_smoothing == 0.0
     shallow = next(ask.queue_of(settings, trm, trm.task, batch, 1).watch())
     assert deep["q_halt_logits"] != shallow["q_halt_logits"]
 

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import gc
+import io
 import json
 import os
 import random
@@ -459,7 +460,7 @@ def test_what_a_run_did_not_make_stays_where_it_is(data, front):
     assert set(in_bucket()) == files and set(os.listdir("run")) == files | {"thesis.tmp", "run.lock"}
 
 
-def test_a_line_that_a_full_disk_cuts_off_costs_no_other(monkeypatch):
+def test_a_line_that_a_full_disk_cuts_off_costs_it_and_the_next(monkeypatch):
     @contextlib.contextmanager
     def open_on_full_disk(path, mode):
         with open(path, mode) as f:
@@ -472,7 +473,15 @@ def test_a_line_that_a_full_disk_cuts_off_costs_no_other(monkeypatch):
             if step == 2:
                 patch.setattr(run_log, "open", open_on_full_disk, raising=False)
             log.metrics(step, {})
-    assert [line["step"] for line in read_lines("run/metrics.jsonl")] == [0, 1, 3, 4]
+    assert [line["step"] for line in read_lines("run/metrics.jsonl")] == [0, 1, 4]
+
+
+def test_the_log_has_what_the_terminal_cannot_show(monkeypatch):
+    """A replica's terminal."""
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    log = Log(SimpleNamespace(out_dir="run"), SimpleNamespace(rank=0, world=1, type="cpu", name=""), 0)
+    log.print0("\xfc")
+    assert Path("run/log.txt").read_text(encoding="utf-8") == "\xfc\n"
 
 
 def test_a_full_disk_costs_checkpoints_until_keep_last_n_is_lower(data, out, monkeypatch):

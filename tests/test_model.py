@@ -83,6 +83,13 @@ def test_the_softmax_loss_is_torchs_mean_over_a_sequences_labeled_cells():
     torch.testing.assert_close(model.softmax_cross_entropy(None, logits, labels), want)
 
 
+def test_only_answers_do_without_the_loss():
+    net = tiny(loss_type="sofmax_cross_entropy")
+    step(net, puzzles(2))
+    with pytest.raises(ValueError, match="loss_type must be one of stablemax_cross_entropy, softmax"):
+        step(net, puzzles(2), min_halt_steps=torch.zeros(2))
+
+
 def test_q_halt_learns_what_is_solved_says(monkeypatch):
     """A puzzle with several right answers; exact_accuracy stays what the labels say."""
     accepts_all = staticmethod(lambda inputs, labels, answers: torch.ones(len(inputs), dtype=torch.bool))

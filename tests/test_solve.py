@@ -93,9 +93,10 @@ def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data):
 
 
 def solve_and_play(fork):
-    question = play.game_of("run", *solve.load("run", [fork])).test_puzzle("1")["question"]
+    flag = "--eval_halt_max_steps=3"
+    question = play.game_of("run", *solve.load("run", [fork, flag])).test_puzzle("1")["question"]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        solve.main(["run", fork, question, "--eval_halt_max_steps=3"])
+        solve.main(["run", fork, question, flag])
     answer, _ = ask.solve(load_model("run/ckpt_00000002.pt"), question, 3, 8)
     assert answer in printed.getvalue().splitlines()
 
