@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from data import new_dataset, refuse_existing
-from prepare import command_of, print_report
 from puzzles.arc import ARC, ORIGINAL, Group, apply_version, grid_key, grid_of, write_tasks
+from puzzles.prepare import command_of, print_report
 from puzzles.symmetries import turned
 from runtime.errors import UserError, check_numbers
 from runtime.files import Progress, read_json

@@ -13,8 +13,8 @@ from collections import Counter
 import numpy as np
 
 from data import refuse_existing
-from prepare import csv_rows, distinct_rows, drop_test_puzzles, read_puzzles, write_puzzles
 from puzzles import kind_of, squeezed, task_of
+from puzzles.prepare import csv_rows, distinct_rows, drop_test_puzzles, read_puzzles, write_puzzles
 from runtime.errors import UserError, check_numbers
 from runtime.process import start
 

@@ -14,9 +14,9 @@ import math
 import numpy as np
 
 from data import refuse_existing
-from prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
 from puzzles import kind_of
 from puzzles.maze import Maze, long_mazes
+from puzzles.prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
 from runtime.process import start
 
 

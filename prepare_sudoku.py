@@ -12,8 +12,8 @@ import functools
 import numpy as np
 
 from data import refuse_existing
-from prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
 from puzzles import kind_of, squeezed
+from puzzles.prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
 from puzzles.sudoku import BOXES, Sudoku, minimal_sudokus
 from puzzles.symmetries import keys_of
 from runtime.errors import UserError

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prepare import column_names, csv_rows, open_text
+from puzzles.prepare import column_names, csv_rows, open_text
 from puzzles.reader import TITLE
 from runtime.errors import UserError
 

@@ -20,12 +20,12 @@ import pytest
 from helpers import ROOT, Hub, Server, dataset_settings, prepare, start_command, wait_for
 
 import data
-import prepare as prepare_files
 import prepare_maze
 import prepare_sudoku
 from data import Dataset, halting_draws, write_dataset
 from generated import Generated
 from puzzles import IGNORE_LABEL, kind_of, sudoku
+from puzzles import prepare as prepare_files
 from puzzles.sudoku import Sudoku, minimal_sudokus
 from puzzles.symmetries import keys_of
 from runtime.errors import TransientError, UserError
