@@ -291,7 +291,7 @@ def test_pictures(run_solve, solved):
     (["maze", "S#..\n#..G"], "2 lines with 8 cells are no maze"),
     (["sudoku", "puzzles.csv", "--plot=a.gif"], "--steps and --plot show one puzzle"),
     (["sudoku", "folder"], "folder is a folder"),
-    (["sudoku", "latin.txt"], "latin.txt:2: is not UTF-8 text"),
+    (["sudoku", "latin.txt"], "latin.txt: is not UTF-8 text"),
     (["sudoku", "short.sdk"], "short.sdk: 3 rows, not 4, from line 2"),
     ([f"{ROOT}/models/maze-6x6.pt", "S" + " " * 62 + "G"], "models/maze-6x6.pt takes 6x6 only")])
 def test_wrong_input_is_one_line(argv, words):
