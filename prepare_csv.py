@@ -14,8 +14,8 @@ import numpy as np
 
 from configurator import From0, start
 from data import refuse_existing
-from prepare import csv_rows, distinct_rows, drop_test_puzzles, read_puzzles, write_puzzles
 from puzzles import kind_of, squeezed, task_of
+from puzzles.prepare import csv_rows, distinct_rows, drop_test_puzzles, read_puzzles, write_puzzles
 from runtime.errors import UserError
 
 

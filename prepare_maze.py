@@ -15,9 +15,10 @@ import numpy as np
 
 from configurator import Above0, From0, start
 from data import refuse_existing
-from prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
 from puzzles import kind_of
 from puzzles.maze import Maze, long_mazes
+from puzzles.prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
+from runtime.errors import UserError
 
 
 class Settings:
@@ -59,8 +60,11 @@ def main(settings):
     else:
         paths = csv_paths(settings, HUB)
         # the first test maze says how large the mazes are
-        _, row = next(csv_rows(paths[1]))
-        size = math.isqrt(len(row["question"]))
+        line, row = next(csv_rows(paths[1]))
+        num_cells = len(row["question"])
+        size = math.isqrt(num_cells)
+        if size * size != num_cells:
+            raise UserError(f"{paths[1]}:{line}: the question has {num_cells} cells: a maze must be a square")
         train, test, left_out = read_both(settings, paths, maze_of(size), csv_rows)
 
     # write them with their copies

@@ -53,7 +53,7 @@ class ARC(Kind):
 
 def grid_of(value):
     """Returns a grid, uint8 [rows, columns], of lists of colors. Raises ValueError."""
-    grid = np.array(value)
+    grid = np.array(value, dtype=object)  # rows may have different lengths
     is_rectangle = grid.ndim == 2 and grid.size > 0
     if not is_rectangle or not set(range(10)).issuperset(grid.flat):
         raise ValueError("a grid is not a rectangle of colors from 0 to 9")

@@ -39,7 +39,8 @@ def get_dataset(settings, should_stop):
             command[0] = os.path.join(ROOT, command[0])
         # a stop ends the command, too: Ctrl-C reaches both processes, but SIGTERM only this one
         print(f"{path} is missing; making it: python", *command, flush=True)
-        process = subprocess.Popen([sys.executable, *command])
+        environment = os.environ | {"DATA_PREPARE": "1"}  # a prepare script then tells nobody to train
+        process = subprocess.Popen([sys.executable, *command], env=environment)
         try:
             while process.poll() is None and not should_stop():
                 time.sleep(0.1)

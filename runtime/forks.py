@@ -10,8 +10,8 @@ import os
 from runtime.errors import UserError
 
 # the modules whose functions and classes a fork may replace
-REPLACEABLE = {"ask", "data", "evaluate", "generated", "model", "optim", "prepare", "puzzles", "runtime",
-               "train", "weights"}
+REPLACEABLE = {"ask", "data", "evaluate", "generated", "model", "optim", "puzzles", "runtime", "train",
+               "weights"}
 
 # {name: the beginning of its text's SHA-256} of the forks that this process has run
 FORKS = {}

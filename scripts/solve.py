@@ -42,12 +42,12 @@ import ask
 import evaluate
 import model
 import train
-from configurator import configure, split_arguments
-from prepare import csv_rows, open_text
+from configurator import From0, configure, split_arguments
 from puzzles import kind_of, parse, squeezed
+from puzzles.prepare import csv_rows, open_text
 from runtime import forks
 from runtime.checkpoint import newest_whole
-from runtime.errors import UserError, check_numbers, writing
+from runtime.errors import UserError, writing
 from runtime.files import Progress, read_torch_file, to_stderr
 from runtime.process import command
 from weights import load_model
@@ -59,7 +59,7 @@ class Settings:
     plot = ""  # draw them: FILE.png, or FILE.gif with a frame for each step; needs matplotlib
     output = ""  # write the answers to this new .csv, with certainty, attempts, step and result
     # puzzles
-    cells = 0  # of each; 0: as many as the model's; models with attention take mazes of any size
+    cells: From0 = 0  # of each; 0: as many as the model's; models with attention take mazes of any size
     ignored = ""  # characters of known answers for cells that do not count, as of prepare_csv.py
 
 
@@ -73,7 +73,6 @@ def main(argv):
     if len(operands) not in (1, 2):
         raise UserError("usage: python scripts/solve.py MODEL PUZZLE, or PUZZLE alone; see --help")
     *models_given, source = operands
-    check_numbers({"cells": output_settings.cells}, ())
 
     # the new files
     for path in filter(None, [output_settings.plot, output_settings.output]):

@@ -111,16 +111,18 @@ def test_tasks_that_are_left_out_are_counted_and_named(build_tasks, capsys):
     Path("[s]/training").mkdir(parents=True)
     Path("[s]/training/bom.json").write_text(json.dumps(TASK), encoding="utf-8-sig")
     Path("[s]/training/damaged.json").write_text("{")
-    training = {"0": TASK, "no test": {"train": TASK["train"]}, "wide": WIDE, "list": [], "11": {}}
+    Path("[s]/training/folder.json").mkdir()
+    training = {"0": TASK, "no test": {"train": TASK["train"]}, "wide": WIDE, "list": [], "11": {},
+                "ragged": {"train": [pair([[1], [2, 3]], [[1]])]}}
     train = build_tasks(training, {"0": OTHER, "1": TASK, "2": WIDE}, {"0": TASK})
     assert {*ARCDataset(train.path, "test").names} == {"0", "1"}
     assert {*train.names} == {"0", "1", "no test", "bom"}
     output = capsys.readouterr()
-    assert "left out, since they are no tasks: 3\n" in output.out
+    assert "left out, since they are no tasks: 4\n" in output.out
     assert "left out, since a grid is larger than 30: 2\n" in output.out
     assert "left out, since another task has their name: 2\n" in output.out
     for words in ("task list of training: it must have train and test, lists of pairs",
-                  "task damaged of training: ", "task 11 of training: "):
+                  "task damaged of training: ", "task 11 of training: ", "(a grid is not a rectangle"):
         assert words in output.err
 
 
@@ -149,6 +151,7 @@ def test_an_extra_task_with_a_test_pair_is_not_trained_on(build_tasks, capsys):
 @pytest.mark.parametrize("solutions, message", [
     ({"gone": [[[1]]]}, "task gone has 1 outputs, but 0 test inputs in "),
     ({"a": []}, "task a has 0 outputs, but 1 test inputs in "),
+    ({"a": 3}, "task a must be a list of outputs"),
 ])
 def test_solutions_of_other_challenges_are_refused(solutions, message):
     challenges = {"a": {"train": [pair([[1, 2]], [[2, 1]])], "test": [{"input": [[1, 3]]}]}}

@@ -121,7 +121,8 @@ def test_a_machine_with_an_empty_disk_takes_the_settings_of_the_bucket(front):
     """But for data_prepare: a checkpoint may be a stranger's, and executes no command."""
     bucket = "--gcs_dir=gs://bucket/run"
     prepare = f"--data_prepare=prepare_sudoku.py {DATA} --output_dir=data"  # beside train.py
-    start_train("data", "first", bucket, "--max_steps=2", prepare).output()
+    text = start_train("data", "first", bucket, "--max_steps=2", prepare).output()
+    assert "training puzzles: 64" in text and "Train on it" not in text  # train.py goes on by itself
     shutil.rmtree("data")
     own = "--out_dir=second", bucket, "--device=cpu", "--init_from=resume", "--max_steps=3"
     assert "data" in TrainProcess(own).output(2) and not os.path.exists("data")

@@ -254,7 +254,7 @@ def test_pictures(run_solve, solved):
     (["maze", "S" + " " * 35], "line 1: the puzzle has no solution"),
     (["sudoku", "puzzles.csv", "--plot=a.gif"], "--steps and --plot show one puzzle"),
     (["sudoku", "folder"], "folder: cannot be read"),
-    (["sudoku", "latin.txt"], "latin.txt:2: is not UTF-8 text"),
+    (["sudoku", "latin.txt"], "latin.txt: is not UTF-8 text"),
     (["maze", "S  G", "--cells=-4"], "cells must be 0 or more"),
     (["maze", "S  G", "--cells=60"], "--cells=60: maze takes no puzzles of this size"),
     ([f"{ROOT}/models/maze-6x6.pt", "S  G", "--cells=4"], "models/maze-6x6.pt takes no puzzles of this")])

@@ -4,21 +4,16 @@ Every script goes the same way: it reads or generates puzzles, drops the trainin
 draws some, makes copies, and writes a dataset. There a group is one original puzzle (for ARC one task), and
 its versions are the original and its copies by symmetry.
 """
-import codecs
 import csv
 import gzip
-import io
 import itertools
-import json
 import multiprocessing
 import os
 import re
 import shlex
 import signal
 import zlib
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import requests
@@ -28,7 +23,6 @@ from puzzles.symmetries import keys_of
 from runtime.bucket import RETRIED, try_again, without_password
 from runtime.errors import TransientError, UserError, check_choices, writing
 from runtime.files import Progress, locked, replacing
-from runtime.process import STOP_SIGNALS, end_with_parent
 
 JOBS_ALONE = 8  # jobs that one process does before others start; starting takes them a second
 JOBS_IN_VAIN = 32  # jobs in a row without a new puzzle, after which distinct() gives up
@@ -68,65 +62,56 @@ def fill_in_source(settings, dataset_names, aug, hub_size="full"):
 # ---------------------------------------------------------------------------------------------------------
 # CSV files
 
-# {column: other names that public files give it}
-COLUMNS = {
-    "question": ("puzzle", "puzzles", "quiz", "quizzes", "unsolved"),
-    "answer": ("solution", "solutions", "solved"),
-    "rating": ("difficulty",),
-}
-# {how a file that is no CSV begins: (its format, how pandas reads it)}
-FORMATS = {
-    rb"PAR1": ("Parquet", "read_parquet({})"),
-    rb"(\xef\xbb\xbf)?\s*\{": ("JSON lines", "read_json({}, lines=True, dtype=False)"),
-    rb"(\xef\xbb\xbf)?\s*\[\s*\{": ("JSON", "read_json({}, dtype=False)"),
+# {a name that public files give a column: ours}
+SYNONYMS = {
+    **dict.fromkeys(("puzzle", "puzzles", "quiz", "quizzes", "unsolved"), "question"),
+    **dict.fromkeys(("solution", "solutions", "solved"), "answer"),
+    "difficulty": "rating",
 }
 
 
-def csv_rows(path, columns=("question", "answer"), is_strict=True):
+def csv_rows(path, columns=("question", "answer")):
     """Yields (line, {column: text}) of a CSV file, also .gz. Raises UserError.
 
     Args:
         path: the file.
-        columns: that each row must have, under these or another of the names in COLUMNS.
-        is_strict: whether a row that is not like the header is an error; otherwise it is yielded as {}.
+        columns: that each row must have, under these or another of the names in SYNONYMS.
     """
-    line = 1
+    has_rows = False
     wanted = ", ".join(columns)
+    # columns that nobody reads may have fields of any length
+    csv.field_size_limit(2 ** 31 - 1)
     with open_text(path) as f:
-        # other formats of public files, of which pandas makes a CSV
-        for pattern, (name, call) in FORMATS.items():
-            if re.match(pattern, f.buffer.peek(64)):
-                code = f'import pandas; pandas.{call.format(json.dumps(path))}.to_csv("NEW.csv", index=False)'
-                raise UserError(f"{path} is {name}, not CSV: convert it with python -c {shlex.quote(code)}")
-
         is_tsv = path.lower().endswith((".tsv", ".tsv.gz"))
-        reader = csv.DictReader(f, delimiter="\t" if is_tsv else ",")
-        reader.fieldnames = column_names(reader.fieldnames or columns)
-        missing = [name for name in columns if name not in reader.fieldnames]
-        if missing:
-            header = ", ".join(f"{name[:20]!r}" for name in reader.fieldnames)
-            raise UserError(f"{path}:1: must name the columns {wanted}: it has {header}, and lacks "
-                            f"{', '.join(missing)}")
-        for row in reader:
-            line = reader.line_num
-            # a missing field is None; more fields than columns stand under the key None
-            is_wrong = None in row or None in map(row.get, columns)
-            if is_wrong and is_strict:
-                raise UserError(f"{path}:{line}: must have {wanted}; the first line of the file names its "
-                                "columns")
-            yield line, {} if is_wrong else row
-    if line == 1:
+        reader = csv.reader(f, delimiter="\t" if is_tsv else ",")
+        header = next(reader, columns)
+        names = column_names(header)
+        faults = [f"lacks {name}" for name in columns if name not in names]
+        # a script that needs no answers may read them
+        faults += [f"has two columns for {name}" for name in (*columns, "answer") if names.count(name) > 1]
+        if faults:
+            shown = ", ".join(f"{title[:20]!r}" for title in header)
+            raise UserError(f"{path}:1: must name the columns {wanted}: it has {shown}, and {faults[0]}")
+
+        for fields in reader:
+            # spreadsheets write empty fields behind a row, and rows of nothing else
+            if not any(fields):
+                continue
+            has_rows = True
+            row = dict(zip(names, fields))
+            is_wrong = any(fields[len(names):]) or not row.keys() >= set(columns)
+            if is_wrong:
+                raise UserError(f"{path}:{reader.line_num}: must have {wanted}; the first line of the file "
+                                "names its columns")
+            yield reader.line_num, row
+    if not has_rows:
         raise UserError(f"{path}:2: no puzzle under the header")
 
 
 def column_names(header):
-    """Returns a header in lower case; if a name of ours is missing, another name in COLUMNS becomes it."""
-    header = [name.strip().lower() for name in header]
-    for name, others in COLUMNS.items():
-        for other in others:
-            if name not in header and other in header:
-                header[header.index(other)] = name
-    return header
+    """Returns our names for the columns of a header, and the others in lower case."""
+    names = [name.strip().lower() for name in header]
+    return [SYNONYMS.get(name, name) for name in names]
 
 
 def distinct_rows(path, rows, several_answers=None):
@@ -153,27 +138,16 @@ def distinct_rows(path, rows, several_answers=None):
 
 @contextmanager
 def open_text(path):
-    """Yields a text file, also .gz, in UTF-8 or with a byte order mark. Raises UserError for another one."""
+    """Yields a text file in UTF-8, also .gz. Raises UserError if it cannot be read."""
+    open_file = gzip.open if path.lower().endswith(".gz") else open
     try:
-        # a pipe can be read once
-        with open_bytes(path) as f:
-            is_utf16 = f.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-            encoding = "utf-16" if is_utf16 else "utf-8-sig"
-            yield io.TextIOWrapper(f, encoding, newline="")
-    except UnicodeDecodeError:
-        # find the line: the text before it has no mark for undecodable bytes
-        with open_bytes(path) as f:
-            text, _, _ = f.read().decode(errors="replace").partition("\ufffd")
-        line = 1 + text.count("\n")
-        raise UserError(f"{path}:{line}: is not UTF-8 text: save it as CSV UTF-8, or convert it, as by iconv "
-                        f"-f WINDOWS-1252 -t UTF-8 {os.path.basename(path)} > NEW; archives must be "
-                        "unpacked") from None
+        # spreadsheets write a byte order mark
+        with open_file(path, "rt", encoding="utf-8-sig", newline="") as f:
+            yield f
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path}: is not UTF-8 text ({e.reason}): save it as CSV UTF-8") from None
     except (OSError, EOFError, csv.Error, zlib.error) as e:
         raise UserError(f"{path}: cannot be read ({e})") from None
-
-
-def open_bytes(path):
-    return gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
 
 
 def read_puzzles(path, rows, kind, ignored=""):
@@ -213,7 +187,8 @@ def read_puzzles(path, rows, kind, ignored=""):
             is_wrong = puzzles[1].all(axis=1) & ~judgement.solved
             for i in np.flatnonzero(is_wrong):
                 line, _ = block[i]
-                raise UserError(f"{path}:{line}: {kind.verdict(*puzzles[:, i])}")
+                raise UserError(f"{path}:{line}: {kind.verdict(*puzzles[:, i])} (read as a grid of "
+                                f"{kind.rows}x{kind.columns})")
         blocks.append(puzzles)
         progress.add(len(block))
     if not blocks:
@@ -350,29 +325,22 @@ def distinct(name, n, make, keys):
 def in_parallel(make):
     """Yields make(0), make(1), ...: the first results at once, the others from as many processes as cores."""
     yield from map(make, range(JOBS_ALONE))
-    num_processes = cores()
-    context = multiprocessing.get_context("spawn")
-    try:
-        pool = ProcessPoolExecutor(num_processes, context, start_process)
-    except OSError as e:  # its semaphores are files in /dev/shm, which can be full or read-only
-        print(f"generating in one process: /dev/shm cannot be used ({e.strerror})")
-        yield from map(make, itertools.count(JOBS_ALONE))
-    num_jobs = 8 * num_processes  # that are given out at a time
-    try:
-        for first in itertools.count(JOBS_ALONE, num_jobs):
-            yield from pool.map(make, range(first, first + num_jobs))
-    except BrokenProcessPool:
-        raise TransientError("a process ended before its work was done; is the memory full?") from None
-    finally:
-        # the caller has enough puzzles, or is stopped
-        pool.shutdown(wait=False, cancel_futures=True)
+    # a pool's semaphores are files in /dev/shm
+    with writing("/dev/shm"):
+        pool = multiprocessing.get_context("spawn").Pool(cores(), ignore_interrupts)
+    with pool:
+        processes = multiprocessing.active_children()
+        results = pool.imap(make, itertools.count(JOBS_ALONE))
+        # the pool would replace a process that was killed, and wait for its result forever
+        while all(process.exitcode is None for process in processes):
+            with suppress(multiprocessing.TimeoutError):
+                yield results.next(timeout=1)
+    raise TransientError("a process ended before its work was done; is the memory full?")
 
 
-def start_process():
-    """Lets a process of in_parallel end with its parent, which handles the signals."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
+def ignore_interrupts():
+    """Leaves Ctrl-C, which reaches the processes of a pool too, to the one that ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def cores():
@@ -496,7 +464,12 @@ def print_report(settings, config, counts):
     for what, count in counts.items():
         if count:
             print(f"{what}: {count:,}")
+    # train.py, which makes its own dataset, goes on by itself
+    if "DATA_PREPARE" in os.environ:
+        return
+    # the kind of the puzzles may stand in a fork
+    forks = [file for file in settings.argv if os.path.basename(file) in settings.forks]
     # a folder may end with a slash, and have a space
     path = os.path.normpath(settings.output_dir)
     flags = ["--data_prepare=", f"--data_path={path}", f"--out_dir=out/{os.path.basename(path)}"]
-    print(f"Train on it: python train.py config/{config} {shlex.join(flags)}")
+    print(f"Train on it: python train.py config/{config} {shlex.join([*forks, *flags])}")
