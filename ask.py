@@ -1,4 +1,4 @@
-"""Asks a model on the CPU, for notebooks, scripts/solve.py and scripts/play.py: no answers need be known."""
+"""Asks a model on the CPU, for notebooks and scripts/solve.py: no answers need be known."""
 import math
 from types import SimpleNamespace
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Solves puzzles with a model: train.py's evaluations, scripts/solve.py and scripts/play.py.
+"""Solves puzzles with a model: train.py's evaluations and scripts/solve.py.
 
 A batch has slots, and a slot works on one attempt at one puzzle. After each supervision step a slot keeps the
 last answer and the most confident one so far ("surest": of the step where q_halt was highest). An attempt

@@ -2,7 +2,6 @@
 
     python train.py config/demo.py examples/coloring.py
     python scripts/solve.py out/coloring examples/coloring.py .1..3...............
-    python scripts/play.py out/coloring examples/coloring.py
 
 Most questions have several answers; the label is one of them. Puzzles are made on the fly.
 """

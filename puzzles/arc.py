@@ -33,7 +33,7 @@ class ARC(Kind):
 
     def question_symbols(self):
         """Raises UserError: a question alone has no puzzle identifier."""
-        raise UserError("this model solves ARC tasks: play.py shows them, train.py writes submission.json")
+        raise UserError("this model solves ARC tasks: train.py writes submission.json, see docs/arc.md")
 
     def elect(self, test_set, indices, results, all_gather, save):
         """See Kind. Saves the answers in submission.json; a part of the tasks does not replace it."""

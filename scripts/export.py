@@ -3,7 +3,7 @@
     python scripts/export.py out/demo model.pt              the newest checkpoint of a run
     python scripts/export.py out/demo/best.pt model.pt      this checkpoint
     python scripts/export.py official.pt model.pt config/sudoku.py --data_path=data/NAME
-    python scripts/export.py out/demo sudoku.html           play.py's page with this model, in one file
+    python scripts/export.py out/demo sudoku.html           a web page with this model, in one file
     python scripts/export.py a.pt b.pt demo.html            the same with several models
 
 weights.load_model, solve.py, play.py and train.py's init_from take the file. The official code takes its
@@ -11,24 +11,29 @@ weights.load_model, solve.py, play.py and train.py's init_from take the file. Th
 run has the settings, sizes, task and 100 test puzzles. For an official checkpoint they come from config
 files, flags and the dataset.
 
-A .html file solves puzzles in any browser, without a server and offline. engine.js and game.js take the place
-of model.py and play.py in it. The file cannot have models for ARC, models that a fork of the network trained,
-or models with several puzzle identifiers; play.py takes these. The weights are stored in bfloat16 if this
+A .html file solves puzzles in any browser, without a server and offline; play.py opens one. In it, engine.js
+takes the place of model.py, and game.js of puzzles/. It has the rules of Sudokus and mazes; answers to other
+puzzles are compared with the known answer, if there is one. The file cannot have models for ARC, models with
+several puzzle identifiers, or models whose network a fork changes. The weights are stored in bfloat16 if this
 changes none of them, else in float32.
 """
 import base64
 import json
 import os
 import re
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
 
-import play
 import solve
 import torch
 
+import ask
 import model
 import train
 from configurator import configure, split_arguments
 from data import load
+from puzzles import kind_of
 from runtime import forks
 from runtime.checkpoint import some_puzzles
 from runtime.dataset import local_dataset
@@ -51,12 +56,6 @@ NETWORK = "hidden_size", "num_heads", "L_layers", "H_cycles", "L_cycles", "mlp_t
 WEIGHTS = re.compile(
     r"(embed_tokens|embed_pos)\.embedding_weight|puzzle_emb\.weights|lm_head\.weight|q_head\.(weight|bias)"
     r"|[HL]_init|L_level\.layers\.\d+\.(mlp|mlp_t|self_attn)\.(gate_up|down|qkv|o)_proj\.weight")
-# {model.py or a class of it: its attributes}, before a fork replaces some
-CLASSES = [owner for owner in vars(model).values()
-           if isinstance(owner, type) and owner.__module__ == model.__name__]
-ORIGINALS = {owner: dict(vars(owner)) for owner in (model, *CLASSES)}
-# what a fork may replace in model.py without a change of the answers
-OF_TRAINING = {"losses", "halts", "is_solved", "LOSSES", "LOSS_TERMS", "METRICS"}
 
 
 def main(argv):
@@ -140,7 +139,7 @@ def write_page(paths, target, train_arguments):
     contents = [page_content(path, train_arguments) for path in paths]
     # "<" could end the element in which the page finds the program of the worker
     data = json.dumps(contents).replace("<", "\\u003c")
-    page, engine, game = (play.PAGE.with_name(name).read_text("utf-8") for name in PAGE_FILES)
+    page, engine, game = (Path(__file__).with_name(name).read_text("utf-8") for name in PAGE_FILES)
     program = f"{engine}const MODELS = {data};\n{game}"
     element = f'<script id="worker" type="text/plain">\n{program}</script>\n'
     page = page.replace("<script>", element + "<script>", 1)
@@ -154,8 +153,18 @@ def write_page(paths, target, train_arguments):
 def page_content(path, train_arguments):
     """Returns what game.js knows of a model, a dict for JSON. Args: see solve.load. Raises UserError."""
     trm, settings = solve.load(path, train_arguments)
-    refuse(path, trm)
-    game = play.Game(path, trm, settings)
+    refuse(path, trm, settings)
+    kind = kind_of(trm.task)
+
+    # the test puzzles as text
+    puzzles = []
+    for question, answer in zip(trm.test_puzzles["inputs"], trm.test_puzzles["labels"]):
+        # several answers may be right, or the known one may leave out cells
+        has_one_answer = (answer > 0).all() and not kind.has_several_answers
+        puzzles.append({
+            "question": kind.text(question),
+            "answer": kind.text(answer) if has_one_answer else None,
+        })
 
     # each weight as a matrix
     weights = {}
@@ -163,11 +172,21 @@ def page_content(path, train_arguments):
         rows, columns = t.reshape(-1, t.shape[-1]).shape
         weights[name] = [rows, columns, base64_of(t)]
     network = {name: getattr(trm.settings, name) for name in NETWORK}
-    run = game.describe() | {"path": os.path.basename(os.path.abspath(path))}
+    run = {
+        "path": os.path.basename(os.path.abspath(path)),
+        "kind": kind.task["kind"],
+        "grid": kind.grid,
+        "symbols": kind.symbols[1:],
+        "depth": settings.eval_halt_max_steps or settings.halt_max_steps,
+        "attempts": settings.eval_attempts,
+        "sure": model.SURE,
+        "parameters": trm.num_parameters(),
+        "training_step": trm.step,
+    }
     return dict(
         run=run,
-        task=game.kind.task,
-        puzzles=[game.test_puzzle(number + 1) for number in range(run["puzzles"])],
+        task=kind.task,
+        puzzles=puzzles,
         settings=network | trm.sizes | {"prefix": trm.prefix},
         weights=weights,
     )
@@ -181,12 +200,12 @@ def base64_of(t):
     return base64.b64encode(bits.tobytes()).decode()
 
 
-def refuse(path, trm):
-    """Raises UserError for a model that engine.js cannot run."""
-    other = "play.py takes it, a page in one file does not"
+def refuse(path, trm, settings):
+    """Raises UserError for a model that engine.js cannot run. trm, settings: the results of solve.load."""
+    other = "a page cannot compute it, scripts/solve.py can"
     num_identifiers = trm.sizes["num_puzzle_identifiers"]
     if num_identifiers > 1:
-        raise UserError(f"{path} has {num_identifiers} puzzle identifiers: {other}")
+        raise UserError(f"{path} has {num_identifiers} puzzle identifiers: {other}; for ARC see docs/arc.md")
     # model.py may have been edited
     for name in trm.state_dict():
         if not WEIGHTS.fullmatch(name):
@@ -194,10 +213,24 @@ def refuse(path, trm):
     # a fork that is not among the arguments may have replaced anything
     for line in forks.missing(trm.forks):
         raise UserError(f"{path}: {line}: {other}")
-    for owner, attributes in ORIGINALS.items():
-        replaced = {name for name, value in attributes.items() if vars(owner)[name] is not value}
-        if replaced - OF_TRAINING:
-            raise UserError(f"{path}: a fork replaces {min(replaced - OF_TRAINING)} in model.py: {other}")
+
+    # a fork that has run may change the loss, but no answers: those of model.py, which runs once more, count
+    original = runpy.run_path(model.__file__)["TRM"](trm.settings, **trm.sizes)
+    original.load_state_dict(trm.state_dict(), strict=False)  # without a weight it answers otherwise
+    if first_steps(trm, trm, settings) != first_steps(original, trm, settings):
+        raise UserError(f"{path}: a fork changes the answers: {other}")
+
+
+def first_steps(network, trm, settings):
+    """Returns [(answer, confidence)] of 3 steps at the first test puzzle.
+
+    network computes them; trm knows the puzzle; settings are train.py's.
+    """
+    three_steps = dict(eval_halt_max_steps=3, eval_attempts=1, eval_patience=0)
+    settings = SimpleNamespace(**vars(settings) | three_steps)
+    question = trm.test_puzzles["inputs"][0].numpy()
+    steps = ask.watch(settings, network, kind_of(trm.task), question)
+    return [(step.answer.tolist(), step.confidence) for step in steps]
 
 
 if __name__ == "__main__":

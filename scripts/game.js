@@ -1,22 +1,22 @@
 "use strict";
-// What play.py does for the page, in a page of one file: the calls of its API, and of puzzles/ the rules and
-// the symmetries, with the names that they have there. It runs in a worker, after engine.js and after
-// MODELS, which export.py writes: [{run, task, puzzles, settings, weights}].
+// What a page needs besides engine.js: the attempts at a question, and of puzzles/ the rules and the
+// symmetries, with the names that they have there. It runs in a worker, after engine.js and after MODELS,
+// which export.py writes: [{run, task, puzzles, settings, weights}].
 
 const EMPTY = 1, WALL = 1, OPEN = 2, START = 3, GOAL = 4, PATH = 5;  // tokens
 const BOXES = {4: [2, 2], 6: [2, 3], 9: [3, 3]};  // {rows of a Sudoku: rows and columns of a box}
 
 // ---------------------------------------------------------------------------------------------------------
-// The calls
+// The requests
 
 const model = MODELS[Number(self.name)] ?? MODELS[0];  // the page names the worker by the model's number
 model.task.symbols = [...model.task.symbols];  // whole characters, some of which have two units of UTF-16
 const trm = new TRM(model.settings, weights_of(model));
 
-// A call comes with a port. Each message through the port asks for the next line of the answer, so that a
-// call ends where the page no longer asks.
-self.onmessage = ({data: {path, body}, ports: [port]}) => {
-  const lines = answer(path, body);
+// A request comes with a port. Each message through the port asks for the next line of the answer, so that
+// it ends where the page no longer asks.
+self.onmessage = ({data: request, ports: [port]}) => {
+  const lines = solve(request);
   port.onmessage = () => {
     try {
       port.postMessage(lines.next());
@@ -26,23 +26,9 @@ self.onmessage = ({data: {path, body}, ports: [port]}) => {
   };
 };
 
-// Yields the lines that answer a call.
-function* answer(path, body) {
-  const number = path.split("?number=")[1];
-  if (path === "/api/run") yield describe();
-  else if (path === "/api/solve") yield* solve(body);
-  else if (model.puzzles[number - 1]) yield model.puzzles[number - 1];
-  else throw new Error(`number must be from 1 to ${model.run.puzzles}, not ${number}`);
-}
-
-// Returns the run, and all runs of the file.
-function describe() {
-  const {run, task} = model;
-  const attempts = drawing_of(task) ? run.attempts : 1;
-  return {...run, attempts, model: MODELS.indexOf(model), models: MODELS.map(other => other.run)};
-}
-
-// Yields the lines of /api/solve.
+// Yields the answer to a request {question, steps, attempts, seed}: the request with the known answer and a
+// warning; then after each step of each attempt {attempt, answer, sure}, and {broken, solved} if a judge
+// knows the rules.
 function* solve(request) {
   const {task, run} = model;
   const question = [...request.question].map(symbol => task.symbols.indexOf(symbol, 1));
@@ -64,7 +50,6 @@ function* solve(request) {
     }
     if (surest >= run.sure || attempt >= request.attempts) break;
   }
-  yield {attempts: attempt};
 }
 
 // Returns {name: matrix} of the weights, each [rows, columns, base64 of bfloat16 or of float32].
@@ -86,10 +71,16 @@ function weights_of({weights}) {
 const JUDGES = {sudoku: judge_sudoku, maze: judge_maze};
 const SOLVERS = {sudoku: num_solutions, maze: num_paths};
 
-// Returns a warning if a question has several solutions, else "". Throws an Error if it has none.
+const WARNINGS = {
+  "1": "",
+  "2": "the puzzle has more than one solution",
+  "-1": "not decided whether the puzzle has one solution: the search was too long",
+};
+
+// Returns a warning unless a question has one solution, else "". Throws an Error if it has none.
 function check_question(task, question) {
   const count = SOLVERS[task.kind]?.(task, question) ?? 1;
-  if (count) return count > 1 ? "the puzzle has more than one solution" : "";
+  if (count) return WARNINGS[count];
   // two givens may break a rule
   const cell = JUDGES[task.kind](task, question, question).broken.find(i => question[i] > EMPTY);
   const [row, column] = [Math.floor(cell / task.grid[1]), cell % task.grid[1]];
@@ -118,7 +109,7 @@ function judge_sudoku(task, question, answer) {
 }
 
 // Returns the number of solutions of a Sudoku, counted up to 2: it tries the digits of the cell that has the
-// fewest, depth first. After 100,000 cells, about two seconds, it gives up and says 1.
+// fewest, depth first. After 100,000 cells, about two seconds, it gives up and says -1.
 function num_solutions(task, question) {
   const peers = peers_of(task), board = [...question], digits = range(task.grid[0]).map(i => i + 2);
   if (question.some((token, i) => token > EMPTY && peers[i].some(j => question[j] === token))) return 0;
@@ -143,7 +134,7 @@ function num_solutions(task, question) {
     return Math.min(found, 2);
   };
   const found = count();
-  return cells_left > 0 ? found : 1;
+  return cells_left > 0 ? found : -1;
 }
 
 // Cells are broken that differ from the question's, but for the path on open cells.
@@ -256,3 +247,14 @@ function generator(seed) {
     return ((bits ^ bits >>> 14) >>> 0) / 2 ** 32;
   };
 }
+
+// ---------------------------------------------------------------------------------------------------------
+// The start: the worker describes the model, and names all models of the file
+
+self.postMessage({
+  ...model.run,
+  attempts: drawing_of(model.task) ? model.run.attempts : 1,
+  puzzles: model.puzzles,
+  model: MODELS.indexOf(model),
+  models: MODELS.map(({run}) => run),
+});

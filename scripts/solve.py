@@ -19,7 +19,7 @@ tries copies of the puzzle by symmetry and turns the answer back, up to 8 attemp
 is a file of export.py, a run's folder or a checkpoint. It says what it solves and how it is evaluated;
 train.py's config files and flags change that.
 It runs on the CPU in float32, with averaged weights, at full depth. export.py makes a model file of a
-checkpoint of the official code. play.py shows ARC's tasks.
+checkpoint of the official code. docs/arc.md says how to ask a model for ARC.
 """
 import copy
 import csv

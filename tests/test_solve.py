@@ -12,7 +12,6 @@ from pathlib import Path
 
 import export
 import numpy as np
-import play
 import pytest
 import solve
 import torch
@@ -82,9 +81,9 @@ def test_weights_that_other_code_has_wrapped(key, prefix, evaluation):
 
 
 @pytest.mark.parametrize("fork", FORK_PATHS[:4], ids=lambda path: Path(path).stem)
-def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data):
+def test_a_fork_solves_and_is_named_without_its_file(fork, data):
     run(data, "run", *flags_of(fork, "--max_steps=2"))
-    in_new_process(solve_and_play, fork)
+    in_new_process(solve_with, fork)
     # without it solve.py warns, or cannot build the model
     process = TrainProcess(["run", "." * 16], script="solve")
     text = process.stdout.read()
@@ -92,9 +91,10 @@ def test_a_fork_solves_and_plays_and_is_named_without_its_file(fork, data):
     assert Path(fork).name in text and process.returncode in (0, 2)
 
 
-def solve_and_play(fork):
+def solve_with(fork):
     flag = "--eval_halt_max_steps=3"
-    question = play.game_of("run", *solve.load("run", [fork, flag])).test_puzzle("1")["question"]
+    trm, _ = solve.load("run", [fork, flag])
+    question = kind_of(trm.task).text(trm.test_puzzles["inputs"][0])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         solve.main(["run", fork, question, flag])
     answer, _ = ask.solve(load_model("run/ckpt_00000002.pt"), question, 3, 8)
@@ -270,6 +270,6 @@ def test_wrong_input_is_one_line(argv, words):
     assert not os.path.exists("a.gif")
 
 
-def test_arc_is_for_the_page(arc_folder):
-    with pytest.raises(UserError, match="solves ARC tasks: play.py shows them"):
+def test_a_question_alone_is_none_of_arc(arc_folder):
+    with pytest.raises(UserError, match="solves ARC tasks: train.py writes submission.json"):
         solve.main([str(arc_folder / "model.pt"), "0" * 16])
