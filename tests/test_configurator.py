@@ -200,6 +200,7 @@ def test_a_line_that_looks_like_a_setting_and_is_none(line):
 ERROR = "toy.py: an error of two lines\n"
 MAIN = """
 import signal, sys, time
+from configurator import start
 from runtime.errors import TransientError, UserError
 
 class Freed:
