@@ -29,7 +29,6 @@ import configurator
 import evaluate
 import model
 import optim
-import prepare_sudoku
 import train
 from runtime import forks
 from runtime.errors import UserError
@@ -143,19 +142,14 @@ def test_a_checkpoint_names_the_forks_that_trained_it(data):
 def configure_twice():
     configure = partial(configurator.configure, train.Settings)
     settings = configure(["fork.py", "other.py", "--weight=2"])
-    assert (settings.device, settings.weight, settings.lr) == ("auto", 2.0, 1e-5)
-    # without a fork, and for another script
+    assert settings.device == "auto"
+    assert settings.weight == 2
+    assert settings.lr == 1e-5
+    # without a fork
     assert configure(["--seed=1"]).lr == 1e-4
-    assert configurator.configure(prepare_sudoku.Settings, []).seed == 0
     for path in "fork.py", "third.py":
         with pytest.raises(UserError, match=f"^{path}: this process has run forks already .fork.py, other"):
             configure([path])
-
-
-def configure_after_an_error():
-    for paths, words in (["fails.py"], "ValueError"), (["third.py"], "run forks already .fails.py"):
-        with pytest.raises(UserError, match=words):
-            configurator.configure(train.Settings, paths)
 
 
 def name_a_fork_twice():
@@ -166,11 +160,10 @@ def name_a_fork_twice():
 def test_a_process_configures_forks_once():
     """A module may have the name of a setting."""
     Path("fork.py").write_text("from runtime import device\nnew(weight=0.5)\nlr *= 0.1")
-    Path("fails.py").write_text("new(one=1)\nraise ValueError")
     for name in "other", "third":
         Path(f"{name}.py").write_text(f"new({name}=0.5)")
-    for function in configure_twice, configure_after_an_error, name_a_fork_twice:
-        in_new_process(function)
+    in_new_process(configure_twice)
+    in_new_process(name_a_fork_twice)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,)], ids=str)

@@ -18,18 +18,23 @@ def test_a_run_that_resumes_adds_to_its_run_at_wandb(data, monkeypatch):
         assert "W&B: online" in run(data, "run", "--wandb_log", *flags)
     run_id = json.loads(Path("run/run.json").read_text())["id"]
     for call in wandb.init.call_args_list:
-        asked = [call.kwargs[name] for name in ("id", "resume", "mode")]
-        assert asked == [run_id, "allow", "online"]
+        assert call.kwargs["id"] == run_id
+        assert call.kwargs["resume"] == "allow"
+        assert call.kwargs["mode"] == "online"
     wandb.define_metric.assert_called_with("*", step_metric="step")
     rows = [call.args[0] for call in wandb.init.return_value.log.call_args_list]
-    assert [row["step"] for row in rows if "train/loss" in row] == [5, 10, 15, 20] and rows[-1]["final"]
+    steps = [row["step"] for row in rows if "train/loss" in row]
+    assert steps == [5, 10, 15, 20]
+    assert rows[-1]["final"]
 
 
 @pytest.mark.parametrize("key", ["", "short"])
 def test_without_a_login_a_run_does_not_begin(key, data, monkeypatch):
     monkeypatch.setenv("HOME", ".")
     text = start_train(data, "run", "--wandb_log", WANDB_API_KEY=key).output(2)
-    assert text.splitlines()[-1].startswith("train.py: --wandb_log: ") and "`wandb login`" in text
+    *_, line = text.splitlines()
+    assert line.startswith("train.py: --wandb_log: ")
+    assert "`wandb login`" in line
     assert not Path("run").exists()
 
 
