@@ -21,11 +21,12 @@ import data
 import optim
 import train
 from configurator import Above0, From0
+from puzzles.writer import write_dataset
 from runtime import process
-from runtime.device import check_batch_size, choose_device, is_compiled, open_device, peak_flops, spawner
+from runtime.device import check_batch_size, is_compiled, peak_flops
+from runtime.engines import choose_device, open_device, spawner
 from runtime.errors import reporting_full_memory
-from runtime.flops import flops_per_example
-from weights import new_model
+from weights import flops_per_example, new_model
 
 
 class Settings:
@@ -189,7 +190,7 @@ def find_or_make_dataset(path, folder, size=Settings.size):
     # random tokens stand for questions and answers; 0 is padding
     cells = np.random.default_rng(0).integers(1, size + 2, (2, 1000, size * size), dtype=np.uint8)
     random_path = os.path.join(folder, "random")
-    data.write_dataset(random_path, {"train": cells, "test": cells}, size + 2, {"grid": [size, size]})
+    write_dataset(random_path, {"train": cells, "test": cells}, size + 2, {"grid": [size, size]})
     return random_path, f"1000 random puzzles of {size}x{size} cells, as {path} is not here"
 
 
@@ -230,7 +231,7 @@ def main(argv):
         print(f"device {device_type}: {reason}; dataset: {dataset}", flush=True)
         spawn = spawner(device_type)
         if spawn:
-            spawn(train.Spawned(bench, *measured))
+            spawn(configurator.Spawned(bench, train.Settings, *measured))
         else:
             bench(*measured)
 

@@ -20,6 +20,7 @@ forks once.
 import ast
 import builtins
 import difflib
+import hashlib
 import inspect
 import math
 import os
@@ -32,10 +33,14 @@ from contextlib import suppress
 from types import ModuleType
 from typing import NamedTuple
 
-from runtime import forks, process
+from runtime import process
 from runtime.errors import UserError, one_line
 
 TYPES = (int, float, bool, str)  # that a setting may have
+# the modules whose functions and classes a fork may replace
+REPLACEABLE = {"data", "evaluate", "model", "optim", "puzzles", "runtime", "train", "weights"}
+# {name: the beginning of its text's SHA-256} of the forks that this process has run
+FORKS = {}
 
 
 class Range(NamedTuple):
@@ -113,6 +118,32 @@ OWN_NAMES = {"help"}
 
 # ---------------------------------------------------------------------------------------------------------
 # Arguments
+
+class Spawned:
+    """A function of (settings, *args) that engines.spawner() calls on each replica, in new processes.
+
+    settings: of the script's settings_class.
+    """
+
+    def __init__(self, function, settings_class, settings, *args):
+        self.function = function
+        self.settings_class = settings_class
+        self.settings = settings
+        self.args = args
+
+    def __setstate__(self, state):
+        """Prepares a new process, which receives this object before the engine looks for the chips there."""
+        vars(self).update(state)
+        process.end_with_parent()
+        # forks replace classes and functions here, too
+        configure(self.settings_class, self.settings.argv)
+        process.on_signals(is_spawned=True)
+        # an engine may wait for chips forever; replica() restarts the watchdog
+        process.restart_watchdog(process.START_TIMEOUT, suspended=0)
+
+    def __call__(self, index):
+        self.function(self.settings, *self.args)
+
 
 def start(main, settings_class):
     """Runs main(settings) as a command, with the settings that sys.argv gives."""
@@ -252,8 +283,8 @@ def execute(path, names, settings, assigned):
     # a copy of train.py, say, would run as a fork
     if any(isinstance(node, ast.ClassDef) and node.name == "Settings" for node in tree.body):
         raise UserError(f"{path} is a copy of a script and no config file: python {path} runs it")
-    if forks.is_fork(tree):
-        settings.forks = forks.add(path, text, settings.forks)
+    if is_fork(tree):
+        settings.forks = add_fork(path, text, settings.forks)
     exec(compile(tree, path, "exec"), names)
 
     # Numbers, strings and bools without an underscore must be settings, which assign() checks. All else is
@@ -264,6 +295,43 @@ def execute(path, names, settings, assigned):
         if is_setting or is_like_one:
             assigned.pop(name, None)
             assigned[name] = visible[name] = names.pop(name)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Forks. What they replace stays replaced, so that a process runs the forks of one configure(), each once.
+
+def is_fork(tree):
+    """Returns whether a config file is a fork; tree: the syntax tree of its text."""
+    # wherever it imports a module
+    modules = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules.append(node.module or "")
+        elif isinstance(node, ast.Name) and node.id == "new":
+            return True
+    return any(module.partition(".")[0] in REPLACEABLE for module in modules)
+
+
+def add_fork(path, text, earlier):
+    """Adds a fork that is about to run to FORKS, and returns FORKS as they are then.
+
+    Args:
+        path, text: of its file.
+        earlier: what add_fork() returned for the last fork of this configure(), or {}.
+
+    Raises UserError if an earlier configure() had forks, or if this fork has run.
+    """
+    digest = hashlib.sha256(text).hexdigest()[:8]
+    if FORKS != earlier or digest in FORKS.values():
+        raise UserError(f"{path}: this process has run forks already ({', '.join(FORKS)}): begin a new one, "
+                        "and name each fork once")
+    name = os.path.basename(path)
+    if name in FORKS:  # another fork has that name
+        name = path
+    FORKS[name] = digest
+    return dict(FORKS)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Datasets: the format of the files, the reader that makes batches of them, and the writer.
+"""Datasets: the format of the files, where a run finds one, and the reader that makes batches of it.
 
 A dataset is a folder in the layout of the official code, plus a manifest:
 
@@ -18,23 +18,116 @@ A dataset of prepare_arc.py stores each example of a task once, and batches make
 says what stands in all__task_indices.npy and all__versions.npy, which take the place of puzzle_indices.
 """
 import functools
-import glob
 import hashlib
 import json
 import math
 import os
-import platform
+import re
 import shlex
 import shutil
-from contextlib import contextmanager, suppress
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
 from puzzles import IGNORE_LABEL, task_of
-from runtime.errors import UserError
-from runtime.files import file_hash, locked, read_json
+from runtime.errors import TransientError, UserError, writing
+from runtime.files import file_hash, locked, read_json, replacing
 
+ROOT = str(Path(__file__).parent)
+DATASET_FILE = r"(train|test)/(dataset\.json|all__\w+\.npy)|identifiers\.json"  # see writer.hashes_of
 ORDER, EXAMPLE, HALT, SUBSET = range(4)  # independent random streams of one seed
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Where a dataset comes from
+
+def get_dataset(settings, should_stop):
+    """Returns the folder of data_path, where it brings the dataset: from a bucket, or by data_prepare.
+
+    One process of a host does it, while the others wait. Raises SystemExit once should_stop() returns true.
+    """
+    path = local_dataset(settings.data_path, should_stop)
+    if os.path.exists(path):
+        return path
+    try:
+        command = shlex.split(settings.data_prepare)
+    except ValueError as e:
+        raise UserError(f"data_prepare: {e}: {settings.data_prepare}") from None
+    if not command:
+        return path
+    # the first process of the host makes the dataset; the others wait, and find it made
+    with locked(os.path.normpath(path) + ".made"):
+        if os.path.exists(path):
+            return path
+        # the script may stand beside train.py, and the current folder be another one
+        if not os.path.exists(command[0]):
+            command[0] = os.path.join(ROOT, command[0])
+        # a stop ends the command, too: Ctrl-C reaches both processes, but SIGTERM only this one
+        print(f"{path} is missing; making it: python", *command, flush=True)
+        environment = os.environ | {"DATA_PREPARE": "1"}  # a prepare script then tells nobody to train
+        process = subprocess.Popen([sys.executable, *command], env=environment)
+        try:
+            while process.poll() is None and not should_stop():
+                time.sleep(0.1)
+        finally:
+            process.terminate()
+        code = process.wait()
+        if should_stop():
+            raise SystemExit(3)
+        # a command that fails by itself may succeed later, one that finds wrong input may not
+        if not os.path.exists(path):
+            error = UserError if code in (0, 2) else TransientError
+            raise error(f"data_prepare did not make data_path={path}: {settings.data_prepare}")
+    return path
+
+
+def local_dataset(path, stop=lambda: False):
+    """Returns the local folder of a dataset: for gs://bucket/.../NAME data/NAME, downloaded if it is missing.
+
+    Any other path is returned as it is. One process of a host downloads, the others wait. Raises UserError
+    and TransientError, and SystemExit(3) if stop() returns true meanwhile.
+    """
+    if not path.startswith("gs://"):
+        return path
+    from runtime.bucket import Bucket
+    bucket = Bucket(path, stop)
+    folder = f"data/{os.path.basename(bucket.url)}"
+    with locked(folder):
+        content = bucket.read("manifest.json", check=json.loads)
+        if content is None:
+            raise UserError(f"{path} has no manifest.json: upload the dataset with "
+                            f"`gcloud storage rsync -r data/NAME {path}`")
+        hashes = json.loads(content).get("sha256")
+        if not hashes:
+            raise UserError(f"{path}/manifest.json has no files with their hashes: upload the dataset again")
+        # a name such as ../train.py would be written outside the folder
+        for name, sha256 in hashes.items():
+            if not re.fullmatch(DATASET_FILE, name) or not isinstance(sha256, str):
+                raise UserError(f"{path}/manifest.json names {name!r}, which is no file of a dataset, or has "
+                                "no hash: upload the dataset again")
+
+        # one that is here must be the same one
+        if os.path.lexists(folder):
+            if read_json(f"{folder}/manifest.json").get("sha256") != hashes:
+                raise UserError(f"{folder} holds another dataset than {path}: move it away, or name it")
+            return folder
+
+        # the folder gets its name once the dataset is whole; an interrupted download may have left files
+        print(f"downloading {path}", flush=True)
+        part = folder + ".part"
+        shutil.rmtree(part, ignore_errors=True)
+        for name, sha256 in hashes.items():
+            if not bucket.download(name, f"{part}/{name}", sha256):
+                raise UserError(f"{path}/{name} is missing: upload the dataset again")
+        with writing(folder):
+            with replacing(f"{part}/manifest.json") as f:
+                f.write(content)
+            os.rename(part, folder)
+        return folder
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -52,10 +145,11 @@ def load(path):
 
 def load_split(path, split):
     """Returns the Dataset of a split, "train" or "test", of a folder. Raises UserError."""
-    dataset_class = Dataset
+    # prepare_arc.py stores each example of a task once
     if os.path.exists(f"{path}/{split}/all__versions.npy"):
-        from puzzles.arc import ARCDataset as dataset_class
-    return dataset_class(path, split)
+        from puzzles.arc import Versions
+        return type("ARCDataset", (Versions, Dataset), {})(path, split)
+    return Dataset(path, split)
 
 
 class Dataset:
@@ -242,7 +336,7 @@ class Dataset:
         }
 
     def examples(self, rows, versions, translation_draws):
-        """Returns the inputs and labels in these rows [b]. An ARCDataset makes the versions from them."""
+        """Returns the inputs and labels in these rows [b]. ARC's Versions are made from them."""
         return self.inputs[rows], self.labels[rows]
 
     @functools.cached_property
@@ -279,6 +373,7 @@ class Dataset:
     @functools.cached_property
     def sha256(self):
         """Hex digest that identifies the content of both splits."""
+        from puzzles.writer import hashes_of
         hashes = self.manifest.get("sha256") or hashes_of(self.path)
         text = json.dumps(hashes, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -343,138 +438,71 @@ def halting_draws(seed, step, batch_size, halt_max_steps, halt_exploration_prob,
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The writer
+# Datasets that are made on the fly, for forks
 
-def write_dataset(path, splits, vocab_size, manifest):
-    """Writes a dataset to a folder in one move; if interrupted, it leaves nothing under that name.
+class Generated:
+    """A dataset whose puzzles are made when they are needed, for forks: `data.Dataset = Mine` uses it.
 
-    Args:
-        path: the new folder.
-        splits: {"train": (questions, answers), "test": ...}, integers [n, cells], or [n, versions, cells] for
-            puzzles that come in several versions, the original and its copies. They are tokens from 1 to
-            vocab_size - 1; what is below, as IGNORE_LABEL, does not count.
-        vocab_size: tokens, with 0 for padding.
-        manifest: a dict with "grid" (rows, columns), better also "kind" and "symbols" (puzzles/__init__.py),
-            "command", and whatever else describes the dataset. The files' SHA-256 are added.
+    A subclass has a task, sizes where they differ from these, and a method
 
-    Raises UserError if path exists or cannot be written, or for arrays and a manifest that do not fit.
+        draw(self, rng, n, split) -> questions, answers: tokens [n, cells]
+
+    which makes n puzzles with a numpy.random.Generator, by the rules of puzzles.writer.tokens_of. The puzzles
+    for the split "test" must differ from the puzzles for "train". All replicas draw the whole batch of a
+    step, from (seed, step), and take slices. The fork also sets data_path to any name, and data_prepare to
+    "".
     """
-    task = task_of(manifest, None, vocab_size)
-    with new_dataset(path, manifest) as folder:
-        for split, puzzles in splits.items():
-            write_split(f"{folder}/{split}", puzzles, task)
 
+    task = {}  # see puzzles/__init__.py; its grid and symbols are the model's sizes
+    total_groups = 1000  # puzzles of an epoch
+    test_size = 1000  # test puzzles, the same in every run
+    num_puzzle_identifiers = 1
+    mean_puzzle_examples = 1
+    identifiers_sha256 = ""  # see Dataset
 
-@contextmanager
-def new_dataset(path, manifest, names=("<blank>",)):
-    """Yields a folder for the splits of a dataset; adds the other files, and moves the folder to path.
+    def __init__(self, path, split):
+        self.path = path
+        self.split = split
+        self.vocab_size = len(self.task.get("symbols", ""))
+        self.task = self.task | task_of(self.task, None, self.vocab_size)
+        self.seq_len = math.prod(self.task["grid"])
+        if min(self.test_size, self.total_groups) < 1:
+            raise UserError(f"{self.made_by()}: test_size and total_groups must be above 0")
+        # draw the test puzzles, or as many others: their hash identifies how puzzles are drawn
+        self.puzzles = self._batch(generator(0, SUBSET), self.test_size, split)
+        content = self.puzzles["inputs"].tobytes() + self.puzzles["labels"].tobytes()
+        self.sha256 = hashlib.sha256(content).hexdigest()
 
-    Args:
-        path: the new folder.
-        manifest: what describes the dataset. The files' SHA-256 are added.
-        names: what stands for the puzzle identifiers.
+    def __len__(self):
+        return self.total_groups if self.split == "train" else self.test_size
 
-    Raises UserError if path exists or cannot be written.
-    """
-    # the files are written to a folder beside it, which is moved when it is whole
-    path = os.path.normpath(path)
-    part = f"{path}.part-{platform.node()}"  # other hosts may share the folder
-    try:
-        with locked(path):
-            refuse_existing(path)
-            shutil.rmtree(part, ignore_errors=True)  # a command that was killed left it
-            try:
-                os.mkdir(part)
-                yield part
-                write_json(f"{part}/identifiers.json", names)
-                write_json(f"{part}/manifest.json", manifest | {"sha256": hashes_of(part)})
-                os.rename(part, path)
-            finally:
-                shutil.rmtree(part, ignore_errors=True)
-    except OSError as e:
-        # numpy says of a full disk how many bytes it took
-        cause = e.strerror or f"is the disk full? ({e})"
-        raise UserError(f"{path} cannot be written: {cause}") from None
+    def train_batch(self, seed, step, batch_size, rank=0, world=1):
+        """See Dataset.train_batch."""
+        batch = self._batch(generator(seed, EXAMPLE, step), batch_size, "train")
+        own_slice = rank_slice(batch_size, rank, world)
+        return {name: array[own_slice] for name, array in batch.items()}
 
+    def test_batch(self, indices):
+        """See Dataset.test_batch."""
+        return {name: array[indices] for name, array in self.puzzles.items()}
 
-def write_split(folder, puzzles, task):
-    """Writes the files of a split; puzzles: see write_dataset."""
-    tokens = tokens_of(task, puzzles, os.path.basename(folder))
-    _, num_groups, *_, cells = tokens.shape
-    inputs, labels = tokens.reshape(2, -1, cells)
-    num_versions = len(inputs) // num_groups
+    def subset(self, n, num_versions=0):
+        """Returns the indices of the first n test puzzles; num_versions is for ARC."""
+        return np.arange(self.test_size)[:n or None]
 
-    # each version is a puzzle with one example; total_puzzles leaves out the copies, as the official builder
-    # does
-    rows = np.arange(len(inputs) + 1, dtype=np.int32)
-    arrays = {
-        "inputs": inputs,
-        "labels": labels,
-        "puzzle_identifiers": np.zeros_like(rows[1:]),
-        "puzzle_indices": rows,
-        "group_indices": rows[::num_versions],
-    }
-    finish_split(
-        folder, arrays, vocab_size=len(task["symbols"]), seq_len=cells, num_puzzle_identifiers=1,
-        total_groups=num_groups, mean_puzzle_examples=1.0, total_puzzles=num_groups)
+    def made_by(self):
+        return type(self).__name__
 
-
-def finish_split(folder, arrays, **sizes):
-    """Writes arrays {field: array} of a split, and its dataset.json."""
-    os.makedirs(folder, exist_ok=True)
-    for field, array in arrays.items():
-        np.save(f"{folder}/all__{field}.npy", array)
-    tokens = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0}
-    write_json(f"{folder}/dataset.json", tokens | sizes | {"sets": ["all"]})
-
-
-def write_json(path, value):
-    try:
-        text = json.dumps(value, indent=2)
-    except TypeError as e:  # such as a number of numpy
-        raise UserError(f"{path}: {e}: int() and float() convert numbers of numpy") from None
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(text + "\n")
-
-
-def tokens_of(task, puzzles, name):
-    """Returns puzzles as tokens, uint8 [2, ..., cells], where 0 is a cell whose answer does not count.
-
-    Args:
-        task: the puzzles' task.
-        puzzles: questions and answers, integers [n, cells], or [n, versions, cells]. They are tokens from 1
-            on; what is below in an answer, as IGNORE_LABEL, does not count.
-        name: the name of the puzzles in messages.
-
-    Raises UserError for arrays that do not fit the task.
-    """
-    cells = math.prod(task["grid"])
-    vocab_size = len(task["symbols"])
-    try:
-        tokens = np.maximum(puzzles, 0)
-    except (TypeError, ValueError):
-        raise UserError(f"{name}: questions and answers must be arrays of numbers, of one shape") from None
-    if tokens.ndim not in (3, 4) or len(tokens) != 2 or tokens.shape[-1] != cells or not tokens.size:
-        raise UserError(f"{name}: questions and answers of shape {tokens.shape[1:]}: must be [n, {cells}] "
-                        f"for the grid {task['grid']}, with one puzzle at least")
-    if tokens.max() >= vocab_size or tokens.dtype.kind not in "biu":
-        raise UserError(f"{name}: tokens must be integers below vocab_size={vocab_size}")
-    if tokens[0].min() < 1:
-        raise UserError(f"{name}: tokens of questions count from 1; 0 is padding")
-    return tokens.astype(np.uint8, copy=False)
-
-
-def refuse_existing(path):
-    if path.startswith("~"):  # a shell expands it only at the beginning of a word
-        raise UserError(f"--output_dir={path}: write the folder of ~ out")
-    if os.path.lexists(path):
-        raise UserError(f"{path} exists already: delete it or choose another --output_dir")
-
-
-def hashes_of(path):
-    """Returns {relative path: SHA-256} of the files of a dataset but the manifest."""
-    # the names are those of the official layout, in one order on all machines
-    names = []
-    for pattern in ("*/dataset.json", "*/all__*.npy", "identifiers.json"):
-        names += sorted(glob.glob(pattern, root_dir=path))
-    return {name: file_hash(f"{path}/{name}") for name in names}
+    def _batch(self, rng, n, split):
+        from puzzles.writer import tokens_of
+        name = f"{self.made_by()}.draw"
+        tokens = tokens_of(self.task, self.draw(rng, n, split), name)
+        if tokens.shape != (2, n, self.seq_len):
+            raise UserError(f"{name}: questions and answers of shape {tokens.shape[1:]}, not {n} puzzles")
+        inputs, labels = tokens.astype(np.int32)
+        labels[labels == 0] = IGNORE_LABEL
+        return {
+            "inputs": inputs,
+            "labels": labels,
+            "puzzle_identifiers": np.zeros(n, dtype=np.int32),
+        }

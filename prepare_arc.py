@@ -23,10 +23,10 @@ from typing import NamedTuple
 import numpy as np
 
 from configurator import Above0, From0, start
-from data import new_dataset, refuse_existing
-from puzzles.arc import ARC, ORIGINAL, Group, apply_version, grid_key, grid_of, write_tasks
+from puzzles.arc import ARC, ARC_SYMBOLS, ORIGINAL, apply_version, canvas, grid_key, grid_of
 from puzzles.prepare import command_of, print_report
 from puzzles.symmetries import turned
+from puzzles.writer import finish_split, new_dataset, refuse_existing
 from runtime.errors import UserError
 from runtime.files import Progress, read_json
 
@@ -120,6 +120,52 @@ def fill_in(settings):
 def is_known(pair):
     """Returns whether the output of a pair is known."""
     return pair[1].size > 0
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Writing
+
+class Group(NamedTuple):
+    """Holds what a split has of a task."""
+
+    pairs: list  # (input, output), in the original version
+    versions: np.ndarray  # of the task, uint8 [n, 11]
+    first_identifier: int  # of the versions, which are numbered in order
+
+
+def write_tasks(folder, groups, side, num_identifiers):
+    """Writes the files of a split, as arc.Versions reads them.
+
+    Args:
+        folder: the new folder.
+        groups: a Group for each task.
+        side: rows and columns of a canvas.
+        num_identifiers: of both splits.
+    """
+    # store each example once
+    canvases = []
+    identifiers = []
+    for pairs, versions, first_identifier in groups:
+        canvases += [[canvas(grid, side) for grid in pair] for pair in pairs]
+        identifiers += range(first_identifier, first_identifier + len(versions))
+    inputs, labels = np.reshape(canvases, (-1, 2, side * side)).swapaxes(0, 1)
+
+    # say which examples and which versions belong to each task
+    num_pairs = [len(group.pairs) for group in groups]
+    num_versions = [len(group.versions) for group in groups]
+    arrays = {
+        "inputs": inputs,
+        "labels": labels,
+        "task_indices": np.cumsum([0, *num_pairs], dtype=np.int32),
+        "group_indices": np.cumsum([0, *num_versions], dtype=np.int32),
+        "versions": np.concatenate([group.versions for group in groups]),
+        "puzzle_identifiers": np.array(identifiers, dtype=np.int32),
+    }
+    finish_split(
+        folder, arrays, vocab_size=len(ARC_SYMBOLS), seq_len=side * side,
+        num_puzzle_identifiers=num_identifiers, total_groups=len(groups),
+        mean_puzzle_examples=np.average(num_pairs, weights=num_versions),
+        total_puzzles=len(identifiers))
 
 
 # ---------------------------------------------------------------------------------------------------------

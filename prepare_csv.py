@@ -13,9 +13,9 @@ from collections import Counter
 import numpy as np
 
 from configurator import From0, start
-from data import refuse_existing
 from puzzles import kind_of, squeezed, task_of
 from puzzles.prepare import csv_rows, distinct_rows, drop_test_puzzles, read_puzzles, write_puzzles
+from puzzles.writer import refuse_existing
 from runtime.errors import UserError
 
 

@@ -14,10 +14,10 @@ import math
 import numpy as np
 
 from configurator import Above0, From0, start
-from data import refuse_existing
 from puzzles import kind_of
 from puzzles.maze import Maze, long_mazes
 from puzzles.prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
+from puzzles.writer import refuse_existing
 from runtime.errors import UserError
 
 

@@ -12,11 +12,11 @@ import functools
 import numpy as np
 
 from configurator import Above0, From0, start
-from data import refuse_existing
 from puzzles import EMPTY_SIGNS, kind_of, squeezed
 from puzzles.prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
 from puzzles.sudoku import BOXES, Sudoku, minimal_sudokus
 from puzzles.symmetries import keys_of
+from puzzles.writer import refuse_existing
 from runtime.errors import UserError
 
 

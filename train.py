@@ -29,14 +29,13 @@ import optim
 import puzzles
 from configurator import Above0, From0, From0To1, Range
 from runtime import checkpoint, errors, process
-from runtime.dataset import get_dataset
-from runtime.device import cast_weights, check_batch_size, choose_device, open_device, spawner
+from runtime.device import cast_weights, check_batch_size
+from runtime.engines import choose_device, open_device, spawner
 from runtime.errors import TransientError, UserError, check_choices, check_values
 from runtime.files import duration
-from runtime.flops import flops_per_example
 from runtime.log import Log, check_login
-from runtime.process import START_TIMEOUT, STOP, on_signals, restart_watchdog
-from weights import new_model
+from runtime.process import STOP, restart_watchdog
+from weights import flops_per_example, new_model
 
 From0To1OrMinus1 = Range("from 0 to 1, or -1", lambda number: 0 <= number <= 1 or number == -1)
 
@@ -562,7 +561,7 @@ def replica(settings, device_type):
     check_batch_size(settings, device)
 
     # data, model, and its weights; data_path stays an address, for a resume on another machine
-    train_set, test_set = data.load(get_dataset(settings, STOP.is_set))
+    train_set, test_set = data.load(data.get_dataset(settings, STOP.is_set))
     puzzles.kind_of(test_set.task).check_attempts(settings.eval_attempts)
     total_steps = length_of(settings, train_set, start)
     trm = new_model(settings, train_set)
@@ -633,28 +632,6 @@ def recipe(settings):
 # ---------------------------------------------------------------------------------------------------------
 # The command
 
-class Spawned:
-    """A function of (settings, *args) that spawner() calls on each replica, in new processes."""
-
-    def __init__(self, function, settings, *args):
-        self.function = function
-        self.settings = settings
-        self.args = args
-
-    def __setstate__(self, state):
-        """Prepares a new process, which receives this object before the engine looks for the chips there."""
-        vars(self).update(state)
-        process.end_with_parent()
-        # forks replace classes and functions here, too
-        configurator.configure(Settings, self.settings.argv)
-        on_signals(is_spawned=True)
-        # an engine may wait for chips forever; replica() restarts the watchdog
-        restart_watchdog(START_TIMEOUT, suspended=0)
-
-    def __call__(self, index):
-        self.function(self.settings, *self.args)
-
-
 def spawned_replica(settings, device_type):
     """Runs replica(). If it breaks, its process ends: its peers would wait for it forever."""
     try:
@@ -687,7 +664,7 @@ def main(settings):
             return
         try:
             with process.watching_replicas():
-                spawn(Spawned(spawned_replica, settings, device_type))
+                spawn(configurator.Spawned(spawned_replica, Settings, settings, device_type))
         except BrokenProcessPool:
             raise TransientError("a replica died, see above if it said why; to continue: "
                                  f"{how_to_continue(settings)}") from None

@@ -10,7 +10,7 @@ import numpy as np
 import data
 import model
 import puzzles
-from generated import Generated
+from data import Generated
 
 data_path = "coloring"
 data_prepare = ""

@@ -7,11 +7,9 @@ numbered as in the official builder, and what the colors 0 to 9 become.
 import functools
 import json
 from collections import defaultdict
-from typing import NamedTuple
 
 import numpy as np
 
-from data import Dataset, finish_split
 from puzzles import Kind, sigmoid
 from puzzles.symmetries import WAY_BACK, turned
 from runtime.errors import UserError
@@ -109,8 +107,8 @@ def crop(tokens, side):
 # ---------------------------------------------------------------------------------------------------------
 # The tasks of a dataset
 
-class ARCDataset(Dataset):
-    """A split of a dataset of prepare_arc.py, which stores each example of a task once.
+class Versions:
+    """What a Dataset of prepare_arc.py has besides: it stores each example of a task once.
 
     Its files are task_indices and versions in place of puzzle_indices. Task i is the group i of the dataset.
     All of its versions have the stored examples indices[i]:indices[i + 1]; a row of versions [n, 11] says how
@@ -163,49 +161,6 @@ class ARCDataset(Dataset):
         return np.reshape(canvases, (-1, 2, self.side ** 2)).swapaxes(0, 1)
 
 
-class Group(NamedTuple):
-    """Holds what a split has of a task."""
-
-    pairs: list  # (input, output), in the original version
-    versions: np.ndarray  # of the task, uint8 [n, 11]
-    first_identifier: int  # of the versions, which are numbered in order
-
-
-def write_tasks(folder, groups, side, num_identifiers):
-    """Writes the files of a split, as ARCDataset reads them.
-
-    Args:
-        folder: the new folder.
-        groups: a Group for each task.
-        side: rows and columns of a canvas.
-        num_identifiers: of both splits.
-    """
-    # store each example once
-    canvases = []
-    identifiers = []
-    for pairs, versions, first_identifier in groups:
-        canvases += [[canvas(grid, side) for grid in pair] for pair in pairs]
-        identifiers += range(first_identifier, first_identifier + len(versions))
-    inputs, labels = np.reshape(canvases, (-1, 2, side * side)).swapaxes(0, 1)
-
-    # say which examples and which versions belong to each task
-    num_pairs = [len(group.pairs) for group in groups]
-    num_versions = [len(group.versions) for group in groups]
-    arrays = {
-        "inputs": inputs,
-        "labels": labels,
-        "task_indices": np.cumsum([0, *num_pairs], dtype=np.int32),
-        "group_indices": np.cumsum([0, *num_versions], dtype=np.int32),
-        "versions": np.concatenate([group.versions for group in groups]),
-        "puzzle_identifiers": np.array(identifiers, dtype=np.int32),
-    }
-    finish_split(
-        folder, arrays, vocab_size=len(ARC_SYMBOLS), seq_len=side * side,
-        num_puzzle_identifiers=num_identifiers, total_groups=len(groups),
-        mean_puzzle_examples=np.average(num_pairs, weights=num_versions),
-        total_puzzles=len(identifiers))
-
-
 EXAMPLE_FIELDS = [("group", int), ("version_draw", float), ("member", int), ("translation_draws", float, 2)]
 
 
@@ -247,7 +202,7 @@ def count_votes(test, indices, preds, q_halt):
     task's own version.
 
     Args:
-        test: an ARCDataset.
+        test: a Dataset with Versions.
         indices: which of its examples [n].
         preds: their answers, tokens [n, S].
         q_halt: the confidence of each answer, logits [n].

@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import requests
 
-from data import new_dataset, write_split
 from puzzles.symmetries import keys_of
+from puzzles.writer import new_dataset, write_split
 from runtime.bucket import RETRIED, try_again, without_password
 from runtime.errors import TransientError, UserError, check_choices, writing
 from runtime.files import Progress, locked, replacing

@@ -19,11 +19,17 @@ from pathlib import Path
 
 import torch
 
-from runtime import forks
 from runtime.errors import TransientError, UserError
 from runtime.files import file_hash, lock, read_json, read_metrics, replacing
 from runtime.process import STOP
-from runtime.saved import changed_attention, changes, check_task, load_saved_weights, read_checkpoint
+from runtime.saved import (
+    changed_attention,
+    changes,
+    check_task,
+    load_saved_weights,
+    missing_forks,
+    read_checkpoint,
+)
 
 # ---------------------------------------------------------------------------------------------------------
 # Names of checkpoints
@@ -154,7 +160,7 @@ class Start:
         """Loads the weights, and notes what differs from the checkpoint. Rank 0."""
         if not self.path:
             return
-        self.notes += forks.missing(self.saved.get("forks", {}))
+        self.notes += missing_forks(self.saved.get("forks", {}), self.settings.forks)
         attention = changed_attention(model, self.saved)
         if self.is_resume:
             self.check_run(model, train_set, attention)
@@ -413,7 +419,7 @@ class Checkpoints:
         state |= dict(
             step=step,
             sizes=run.model.sizes,
-            forks=dict(forks.FORKS),
+            forks=self.settings.forks,
             run_id=self.run_id,
             settings=vars(self.settings) | dict(init_from=self.init_from),
             data_sha256=self.train_set.sha256,

@@ -10,7 +10,6 @@ import torch
 from runtime import files
 from runtime.device import is_compiled, peak_flops
 from runtime.errors import UserError, one_line
-from runtime.forks import FORKS
 from runtime.process import restart_watchdog
 
 SLOW = 30  # seconds of a step that is reported before its end, and between its lines
@@ -114,7 +113,7 @@ class Log:
             puzzles=train_set.total_groups,
             data_sha256=train_set.sha256,
             init_from=start.init_from,
-            forks=dict(FORKS),
+            forks=self.settings.forks,
         )
         if self.device.rank != 0:
             return facts

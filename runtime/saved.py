@@ -117,3 +117,16 @@ def check_task(saved, train_set, path):
             raise UserError(f"{path} was trained on puzzles with {name} {task[name]!r}, but "
                             f"{train_set.path} has {train_set.task[name]!r}: leave out the config file, or "
                             "give --data_path")
+
+
+def missing_forks(saved_forks, forks):
+    """Returns a line for each fork that trained the weights in a file and has not run here.
+
+    saved_forks, forks: {name: digest}, the file's and those of the settings.
+    """
+    lines = []
+    for name, digest in saved_forks.items():
+        if digest not in forks.values():
+            other = f"has {forks[name]} here" if name in forks else "is not among the arguments"
+            lines.append(f"trained with the fork {name} {digest}, which {other}: results may differ")
+    return lines

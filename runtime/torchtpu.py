@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from runtime.device import TORCHRUN, Device, free_port, loop_over_micro_batches
 from runtime.errors import UserError
-from runtime.replay import Replayable
+from runtime.replay import Replayable, write_out_attention
 
 warnings.filterwarnings("ignore", "<TorchTpu/ApiStage/ExperimentalApi/>")
 
@@ -47,6 +47,10 @@ class TPUDevice(Device):
 
     def sum_of_ranks(self, vector):
         return all_reduce(vector, "sum", dist.group.WORLD)
+
+    def prepare(self, model):
+        super().prepare(model)
+        write_out_attention(model)  # TorchTPU makes torch's own attention a kernel that only a TPU can run
 
     def compile(self, fn):
         return fn  # compile_step() compiles the whole step

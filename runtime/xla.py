@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from runtime.device import Device, flatten, loop_over_micro_batches
 from runtime.errors import UserError, is_out_of_memory, one_line
-from runtime.replay import Replayable
+from runtime.replay import Replayable, write_out_attention
 
 XLAC = torch_xla._XLAC
 # where replicas are threads, one compiles while it holds this lock, and the others find its program
@@ -92,6 +92,10 @@ class XLADevice(Device):
         if self.world > 1:
             vector = self.all_reduce_cpu(vector)
         return tree_map(torch.clone, restore(vector))
+
+    def prepare(self, model):
+        super().prepare(model)
+        write_out_attention(model)  # XLA makes torch's own attention slow
 
     def compile(self, fn):
         return fn  # compile_step() compiles the whole step

@@ -28,19 +28,17 @@ from types import SimpleNamespace
 import solve
 import torch
 
-import ask
 import model
 import train
+import weights
 from configurator import configure, split_arguments
-from data import load
+from data import load, local_dataset
 from puzzles import kind_of
-from runtime import forks
 from runtime.checkpoint import some_puzzles
-from runtime.dataset import local_dataset
 from runtime.errors import UserError, check_choices, writing
 from runtime.files import replacing
 from runtime.process import command
-from runtime.saved import load_saved_weights, read_checkpoint
+from runtime.saved import load_saved_weights, missing_forks, read_checkpoint
 from weights import new_model
 
 
@@ -211,7 +209,7 @@ def refuse(path, trm, settings):
         if not WEIGHTS.fullmatch(name):
             raise UserError(f"{path}: engine.js does not know the weights {name}: {other}")
     # a fork that is not among the arguments may have replaced anything
-    for line in forks.missing(trm.forks):
+    for line in missing_forks(trm.forks, settings.forks):
         raise UserError(f"{path}: {line}: {other}")
 
     # a fork that has run may change the loss, but no answers: those of model.py, which runs once more, count
@@ -229,7 +227,7 @@ def first_steps(network, trm, settings):
     three_steps = dict(eval_halt_max_steps=3, eval_attempts=1, eval_patience=0)
     settings = SimpleNamespace(**vars(settings) | three_steps)
     question = trm.test_puzzles["inputs"][0].numpy()
-    steps = ask.watch(settings, network, kind_of(trm.task), question)
+    steps = weights.watch(settings, network, kind_of(trm.task), question)
     return [(step.answer.tolist(), step.confidence) for step in steps]
 
 

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import configurator
 import train
 from runtime import process
-from runtime.device import choose_device
+from runtime.engines import choose_device
 
 
 def main(argv):

@@ -28,7 +28,7 @@ import configurator
 import train
 from model import LOSS_TERMS, METRICS, TRM
 from runtime import process
-from runtime.device import choose_device
+from runtime.engines import choose_device
 from runtime.errors import UserError, check_choices
 from runtime.saved import load_weights
 

@@ -38,18 +38,18 @@ ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)
 import draw
 
-import ask
 import evaluate
 import model
 import train
+import weights
 from configurator import From0, configure, split_arguments
-from puzzles import kind_of, parse, squeezed
+from puzzles import kind_of, parse, sigmoid, squeezed
 from puzzles.prepare import csv_rows, open_text
-from runtime import forks
 from runtime.checkpoint import newest_whole
 from runtime.errors import UserError, writing
 from runtime.files import Progress, read_torch_file, to_stderr
 from runtime.process import command
+from runtime.saved import missing_forks
 from weights import load_model
 
 
@@ -173,7 +173,7 @@ def solve_one(settings, trm, kind, batch, output_settings, path):
     question_grid = ("question", question, nothing)
     grids = []
     steps = []
-    for step in ask.watch(settings, trm, kind, question):
+    for step in weights.watch(settings, trm, kind, question):
         prefix = f"attempt {step.attempt}, " if step.attempt > 1 else ""
         title = f"{prefix}step {step.number}: {step.confidence:.0%} sure"
         grids.append((title, step.answer, step.judgement.broken[0] if step.judgement else nothing))
@@ -208,9 +208,9 @@ def solve_file(settings, trm, kind, batch, known_answers, output_settings):
     """
     # all attempts at all puzzles
     progress = Progress("solving", len(batch["inputs"]))
-    results = ask.answers_to(settings, trm, kind.task, batch, progress.add)
+    results = weights.answers_to(settings, trm, kind.task, batch, progress.add)
     answers, logits, steps = (results[name] for name in evaluate.SUREST)
-    confidences = evaluate.sigmoid(logits)
+    confidences = sigmoid(logits)
     attempts = results["attempts"]
 
     # a line for each puzzle
@@ -287,7 +287,7 @@ def load(path, train_arguments, cells=0):
         trm = load_model(file_of(path), cells, vars(settings) | ALWAYS)
     except (OSError, ValueError) as e:
         raise UserError(e) from None
-    for line in forks.missing(trm.forks):
+    for line in missing_forks(trm.forks, settings.forks):
         print(f"warning: {line}", file=sys.stderr)
 
     # nothing is trained here, and the optimizer or the loss may be a fork's

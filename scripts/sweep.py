@@ -28,16 +28,15 @@ ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)
 import torch
 
+import data
 import optim
 import prepare_sudoku
 import train
 from configurator import configure, split_arguments
 from runtime import files, process
-from runtime.dataset import get_dataset
 from runtime.errors import UserError
-from runtime.flops import FlopCounter, flops_per_example
 from runtime.minutes import keep_length
-from weights import new_model
+from weights import FlopCounter, flops_per_example, new_model
 
 
 class Settings:
@@ -76,7 +75,7 @@ def main(argv):
         print_runs(runs, StudyRun(BASELINE, train_arguments), settings.dry_run)
     elif settings.prepare:
         for run in runs:
-            get_dataset(run.settings, lambda: False)
+            data.get_dataset(run.settings, lambda: False)
     else:
         sys.exit(sweep(runs, settings.continue_on_failure))
 

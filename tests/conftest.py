@@ -29,10 +29,11 @@ import solve
 import torch
 
 import bench
+import configurator
 import prepare_arc
 import prepare_maze
 from data import write_dataset
-from runtime import forks, process
+from runtime import process
 
 # The files that take longest. The workers take whole files, these first, so that all end together.
 LONGEST = ("hard_to_kill", "forks", "tpu_sh", "smoke", "replicas", "train", "play", "copies", "first_chip",
@@ -88,7 +89,7 @@ def nothing_stays():
     """Undoes what a replica that a test ran in this process may have left behind. No fork may run here."""
     yield
     process.restart_watchdog(0)  # it would go on counting, and fast where a test replaces time.sleep
-    assert not forks.FORKS
+    assert not configurator.FORKS
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 import torch
 from helpers import ARC_MODEL, prepare, run_config
 
-import ask
 import prepare_arc
+import weights
 from puzzles.arc import ARCDataset
 from runtime.errors import UserError
 from weights import load_model
@@ -42,8 +42,8 @@ def test_a_model_file_has_the_identifiers_of_its_puzzles(arc_folder):
 
     # the identifiers matter once their rows differ
     torch.nn.init.normal_(model.puzzle_emb.weights)
-    answers, _ = ask.solve(model, model.test_puzzles["inputs"], steps=3, identifiers=identifiers)
-    others, _ = ask.solve(model, model.test_puzzles["inputs"], steps=3)
+    answers, _ = weights.solve(model, model.test_puzzles["inputs"], steps=3, identifiers=identifiers)
+    others, _ = weights.solve(model, model.test_puzzles["inputs"], steps=3)
     assert (answers != others).any()
 
 

@@ -1,6 +1,6 @@
 """Symmetries, and evaluate.py: slots that are filled again, attempts at copies, what is saved and shown.
 
-test_solve.py compares the most confident answers with those of ask.solve and solve.py.
+test_solve.py compares the most confident answers with those of weights.solve and solve.py.
 """
 import itertools
 from pathlib import Path
@@ -16,7 +16,7 @@ import model as models
 import train
 from data import Dataset
 from evaluate import Evaluator, save_file, weights_of
-from puzzles import kind_of
+from puzzles import kind_of, sigmoid
 from puzzles.maze import Maze, long_mazes
 from puzzles.sudoku import Sudoku, minimal_sudokus
 from runtime.checkpoint import newest_whole
@@ -61,7 +61,7 @@ def sure(data, trained, monkeypatch):
     """The q_halt from which on an answer is sure: that of a third of the first attempts, below 95% here."""
     _, saved = evaluated(data, trained)
     value = np.quantile(saved["surest_q_halt_logits"], 0.7)
-    monkeypatch.setattr(models, "SURE", evaluate.sigmoid(value))
+    monkeypatch.setattr(models, "SURE", sigmoid(value))
     monkeypatch.setattr(evaluate, "BLOCK", 7)  # the figures are sums of several blocks
     return value
 
@@ -151,7 +151,7 @@ def test_puzzles_whose_answer_stays_the_same_leave_early(data, trained, patience
 @pytest.mark.parametrize("patience, flags", [
     (0, ["--global_batch_size=7"]), (1, ["--global_batch_size=12", "--micro_batch_size=4"])])
 def test_the_answers_do_not_depend_on_the_batch(data, trained, sure, patience, flags):
-    """test_solve.py compares them with those of ask.solve."""
+    """test_solve.py compares them with those of weights.solve."""
     same = "--eval_attempts=4", f"--eval_patience={patience}"
     values, saved = evaluated(data, trained, *same, "--global_batch_size=64")
     other, other_saved = evaluated(data, trained, *same, *flags)

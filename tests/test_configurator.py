@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
-from configurator import configure
-from runtime import forks
+from configurator import FORKS, configure
 from runtime.errors import UserError
 from runtime.process import import_as
 
@@ -60,7 +59,7 @@ def toy():
 
     yield run
     # these forks have replaced nothing
-    forks.FORKS.clear()
+    FORKS.clear()
 
 
 @pytest.mark.parametrize("flag, value", {

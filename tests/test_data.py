@@ -23,8 +23,7 @@ from helpers import ROOT, Hub, Server, dataset_settings, prepare, start_command,
 import data
 import prepare_maze
 import prepare_sudoku
-from data import Dataset, halting_draws, write_dataset
-from generated import Generated
+from data import Dataset, Generated, halting_draws, write_dataset
 from puzzles import IGNORE_LABEL, kind_of, parse, sudoku
 from puzzles import prepare as prepare_files
 from puzzles.sudoku import Sudoku, minimal_sudokus

@@ -24,13 +24,12 @@ from helpers import (
     start_train,
 )
 
-import ask
 import configurator
 import evaluate
 import model
 import optim
 import train
-from runtime import forks
+import weights
 from runtime.errors import UserError
 
 EXAMPLES = "rsm", "infiloop", "fprm", "chains", "symbols"
@@ -210,13 +209,13 @@ import math  # not a model
 lr = math.sqrt(4)''')
     arguments = [f"{ROOT}/config/study/exp01a_h256.py", f"{ROOT}/config/mini.py", "plain.py"]
     configurator.configure(train.Settings, arguments)
-    assert not forks.FORKS
+    assert not configurator.FORKS
 
 
 def known_forks():
     norm = optim.norm
     configurator.configure(train.Settings, ["inside.py", "plain.py"])
-    assert list(forks.FORKS) == ["inside.py"] and optim.norm is not norm
+    assert list(configurator.FORKS) == ["inside.py"] and optim.norm is not norm
 
 
 def test_a_fork_is_known_by_what_it_imports():
@@ -236,10 +235,10 @@ def solve_with_fork():
     deep, settings = solve.load(path, [])
     assert settings.H_cycles == 2
     batch = evaluate.unlabeled_batch(deep.test_puzzles["inputs"][:1].numpy())
-    deep = next(ask.queue_of(settings, deep, deep.task, batch, 1).watch())
+    deep = next(weights.queue_of(settings, deep, deep.task, batch, 1).watch())
     trm, settings = solve.load(path, [fork, "--H_cycles=1"])
     assert trm.settings.label_smoothing == 0.0
-    shallow = next(ask.queue_of(settings, trm, trm.task, batch, 1).watch())
+    shallow = next(weights.queue_of(settings, trm, trm.task, batch, 1).watch())
     assert deep["q_halt_logits"] != shallow["q_halt_logits"]
 
 

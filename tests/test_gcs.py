@@ -17,10 +17,9 @@ import requests
 from helpers import Hub, Server, TrainProcess, run, stored, upload, wait_for
 
 import optim
-from data import Dataset
+from data import Dataset, local_dataset
 from runtime import bucket as bucket_module
 from runtime.bucket import Bucket, network_error, try_again, without_password
-from runtime.dataset import local_dataset
 from runtime.errors import TransientError, UserError
 
 CONTENT = np.random.default_rng(0).bytes(1_500_000)
@@ -234,7 +233,7 @@ def uploaded(front, random_puzzles, monkeypatch):
 
 
 def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
-    code = f"from runtime.dataset import local_dataset; print(local_dataset('{URL}'))"
+    code = f"from data import local_dataset; print(local_dataset('{URL}'))"
     command = [sys.executable, "-c", code]
     start = partial(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)
     front.script = [None] * 4 + ["stall"]

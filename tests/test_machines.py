@@ -20,7 +20,7 @@ import configurator
 import optim
 import train
 from runtime import device as devices
-from runtime import errors
+from runtime import engines, errors
 
 
 def settings_of(*flags):
@@ -82,7 +82,7 @@ def test_a_user_without_a_name_can_compile(monkeypatch):
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    devices.choose_device("cpu")
+    engines.choose_device("cpu")
     assert getpass.getuser() == str(os.getuid())
 
 
@@ -148,7 +148,7 @@ def set_variables(variables, monkeypatch):
 ])
 def test_the_place_that_an_environment_names(variables, place, monkeypatch):
     set_variables(variables, monkeypatch)
-    assert devices.choose_device("cpu")[2] == place
+    assert engines.choose_device("cpu")[2] == place
 
 
 @pytest.mark.parametrize("variables, words", [
@@ -166,7 +166,7 @@ def test_the_place_that_an_environment_names(variables, place, monkeypatch):
 def test_processes_that_would_wait_or_train_alone_are_wrong_input(variables, words, monkeypatch):
     set_variables(variables, monkeypatch)
     with pytest.raises(errors.UserError, match=words):
-        devices.choose_device("cpu")
+        engines.choose_device("cpu")
 
 
 @pytest.mark.parametrize("variables, code, words", [
@@ -206,9 +206,9 @@ def test_variables_are_refused_that_torch_xla_must_not_obey(variable, words, mon
     """On other devices they change nothing."""
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setenv(*variable.split("=", 1))
-    assert devices.choose_device("cpu")[0] == "cpu"
+    assert engines.choose_device("cpu")[0] == "cpu"
     with pytest.raises(errors.UserError, match=words):
-        devices.choose_device("xla")
+        engines.choose_device("xla")
 
 
 @pytest.mark.xla
@@ -216,7 +216,7 @@ def test_variables_that_change_nothing_are_left_to_torch_xla(monkeypatch):
     for variable in "PJRT_DEVICE=CPU", "XLA_USE_BF16=0", "XLA_USE_SPMD=", "CPU_NUM_DEVICES=":
         monkeypatch.setenv(*variable.split("="))
     monkeypatch.setenv("XLA_THREAD_POOL_SIZE", "16")
-    assert devices.choose_device("xla")[0] == "xla" and os.environ["CPU_NUM_DEVICES"] == "1"
+    assert engines.choose_device("xla")[0] == "xla" and os.environ["CPU_NUM_DEVICES"] == "1"
 
 
 def test_two_processes_measure_the_batch_that_one_of_them_chooses(random_puzzles):
@@ -233,4 +233,4 @@ def test_no_room_for_semaphores_is_one_line(monkeypatch):
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr("_multiprocessing.SemLock", full)
     with pytest.raises(errors.UserError, match="^/dev/shm: cannot be written .No space left on device"):
-        devices.spawner("xla")
+        engines.spawner("xla")

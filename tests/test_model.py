@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import ask
 import configurator
 import model
 import optim
 import train
+import weights
 from model import TRM, take_new_puzzles
 from optim import pack_rows, sign_sgd
-from runtime.flops import flops_per_example
+from weights import flops_per_example
 
 
 def tiny(seq_len=4, **settings):
@@ -59,7 +59,7 @@ def test_a_forks_biases_are_drawn_from_the_models_own_seed(monkeypatch):
 
 def test_a_model_that_no_file_describes_says_what_it_lacks():
     with pytest.raises(ValueError, match="does not know its puzzle: weights.load_model"):
-        ask.solve(tiny(), "1234")
+        weights.solve(tiny(), "1234")
 
 
 # The loss and the halting

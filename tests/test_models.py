@@ -8,11 +8,10 @@ import torch
 from helpers import ROOT, TrainProcess, code_cells, lines, prepare
 
 import train
-from ask import solve
 from configurator import configure, read_settings
 from runtime.errors import UserError
 from runtime.saved import read_checkpoint
-from weights import load_model
+from weights import load_model, solve
 
 
 @pytest.mark.parametrize("name, most_bytes", [

@@ -16,8 +16,8 @@ import solve
 import torch
 from helpers import ROOT, TrainProcess, in_new_process, needs, newest
 
-import ask
 import model
+import weights
 from puzzles import kind_of
 from puzzles.sudoku import Sudoku
 from runtime.errors import UserError
@@ -353,14 +353,14 @@ MODELS = ["sudoku-9x9", "sudoku-6x6", "maze-6x6"]  # in this order
 
 
 def check_answers(browser, path):
-    """Checks the first steps of the page at test puzzle 2 against ask.watch's, q_halt within 1e-3."""
+    """Checks the first steps of the page at test puzzle 2 against weights.watch's, q_halt within 1e-3."""
     browser.js("choose(2)")
     browser.click("#solve")
     browser.until("stepsOf(0).length >= 3")
     trm, settings = solve.load(path, ["--eval_halt_max_steps=3", "--eval_attempts=1", "--eval_patience=0"])
     kind = kind_of(trm.task)
     question = trm.test_puzzles["inputs"][1].numpy()
-    for line, step in zip(browser.js("stepsOf(0)"), ask.watch(settings, trm, kind, question)):
+    for line, step in zip(browser.js("stepsOf(0)"), weights.watch(settings, trm, kind, question)):
         assert "".join(line["answer"]) == kind.text(step.answer)
         ours, theirs = np.log(1 / np.array([line["sure"], step.confidence]) - 1)
         assert abs(ours - theirs) < 1e-3

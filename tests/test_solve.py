@@ -18,8 +18,8 @@ import torch
 from helpers import ROOT, TrainProcess, in_new_process, run
 from test_forks import FORK_PATHS, flags_of
 
-import ask
 import model as models
+import weights
 from puzzles import kind_of, parse, sudoku
 from puzzles.sudoku import Sudoku
 from runtime.errors import UserError
@@ -58,7 +58,7 @@ def test_a_model_file_needs_no_dataset_and_no_fork(evaluation):
     questions, answers, _ = evaluation
     for path in "alone.pt", "sudoku/ckpt_00000070.pt":
         trm = load_model(path)
-        assert ask.solve(trm, questions[:20], steps=4)[0] == answers[:20]
+        assert weights.solve(trm, questions[:20], steps=4)[0] == answers[:20]
         assert len(trm.test_puzzles["inputs"]) == 60 and trm.step == 70
     solve.load("alone.pt", [])
 
@@ -77,7 +77,7 @@ def test_weights_that_other_code_has_wrapped(key, prefix, evaluation):
     flags = shlex.split(torch.load("model.pt")["command"])[2:]
     export.main(["wrapped.pt", "named.pt", *flags])
     questions, answers, _ = evaluation
-    assert ask.solve(load_model("named.pt"), questions[:20], steps=4)[0] == answers[:20]
+    assert weights.solve(load_model("named.pt"), questions[:20], steps=4)[0] == answers[:20]
 
 
 @pytest.mark.parametrize("fork", FORK_PATHS[:4], ids=lambda path: Path(path).stem)
@@ -97,7 +97,7 @@ def solve_with(fork):
     question = kind_of(trm.task).text(trm.test_puzzles["inputs"][0])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         solve.main(["run", fork, question, flag])
-    answer, _ = ask.solve(load_model("run/ckpt_00000002.pt"), question, 3, 8)
+    answer, _ = weights.solve(load_model("run/ckpt_00000002.pt"), question, 3, 8)
     assert answer in printed.getvalue().splitlines()
 
 
@@ -146,7 +146,7 @@ def test_a_stream_is_a_file_and_the_answer_needs_no_stderr(solved):
 def test_an_attempt_ends_once_its_answer_repeats(solved, patience):
     trm, settings = solve.load("model.pt", ["--eval_halt_max_steps=9", f"--eval_patience={patience}"])
     kind = kind_of(trm.task)
-    steps = [*ask.watch(settings, trm, kind, *parse(trm.task, solved[0]).values())]
+    steps = [*weights.watch(settings, trm, kind, *parse(trm.task, solved[0]).values())]
     lengths = set()
     for attempt in range(1, 9):
         numbers, answers = zip(*[step[1:3] for step in steps if step.attempt == attempt])
@@ -161,7 +161,7 @@ def test_an_attempt_ends_once_its_answer_repeats(solved, patience):
 def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, evaluation, monkeypatch):
     questions, answers, labels = evaluation
     results = ["right" if answer == label else "wrong" for answer, label in zip(answers, labels)]
-    monkeypatch.setattr(ask, "CELLS_AT_A_TIME", 16 * 7)  # batches of 7 puzzles
+    monkeypatch.setattr(weights, "CELLS_AT_A_TIME", 16 * 7)  # batches of 7 puzzles
     rows = solve_rows(run_solve, "sudoku", ["question", *questions], "--eval_attempts=1")
     assert [[row["question"], row["answer"], row["result"]] for row in rows] == list(
         map(list, zip(questions, answers, results)))
@@ -172,10 +172,10 @@ def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, evaluatio
 def test_attempts_at_a_file_of_puzzles_are_those_of_the_model(run_solve, evaluation, monkeypatch):
     """load_model in a notebook and solve.py try the same copies, until the same answers are sure."""
     monkeypatch.setattr(models, "SURE", 0.05)
-    monkeypatch.setattr(ask, "CELLS_AT_A_TIME", 16 * 7)
+    monkeypatch.setattr(weights, "CELLS_AT_A_TIME", 16 * 7)
     questions = evaluation[0][:20]
     rows = solve_rows(run_solve, "sudoku", ["question", *questions])
-    answers, sure = ask.solve(load_model("model.pt"), questions, 4, 8)
+    answers, sure = weights.solve(load_model("model.pt"), questions, 4, 8)
     assert [row["answer"] for row in rows] == answers
     assert [float(row["certainty"]) for row in rows] == pytest.approx(sure, abs=1e-3)
     assert len({row["attempts"] for row in rows}) > 2

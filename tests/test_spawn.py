@@ -59,7 +59,7 @@ train.replica = replica
 HANGS = """
 import multiprocessing, time
 import train
-train.START_TIMEOUT = 3
+process.START_TIMEOUT = 3
 if multiprocessing.current_process().name != "MainProcess":
     from torch_xla._internal import pjrt
     pjrt.initialize_multiprocess = lambda *_: time.sleep(1000)

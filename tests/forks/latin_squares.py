@@ -4,7 +4,7 @@ import itertools
 import numpy as np
 
 import data
-from generated import Generated
+from data import Generated
 
 data_path = "latin"
 data_prepare = ""

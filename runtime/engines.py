@@ -1,0 +1,99 @@
+"""Chooses and opens the device of a run: the CPU, a CUDA GPU, or a TPU through torch_xla or TorchTPU.
+
+The two engines for TPUs need environments of their own. Each is imported where a TPU is looked for or used:
+other machines can do without them.
+"""
+import importlib.util
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import torch
+
+from runtime.device import TORCHRUN, Device, Place, read_place
+from runtime.errors import UserError, writing
+
+# The environment variables in which srun, mpirun, mpiexec, SkyPilot, and Kubeflow's PyTorchJob tell how many
+# processes they start.
+LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SKYPILOT_NUM_NODES", "PET_NNODES")
+# What a device that was asked for needs.
+NEEDS = {
+    "xla": "torch_xla 2.9.0 and torch 2.9.1 (Python 3.10 to 3.13 on Linux on x86-64), and a TPU or "
+           "PJRT_DEVICE=CPU",
+    "tpu": "TorchTPU (in requirements-torchtpu.txt for Python 3.12 on Linux on x86-64), and a TPU",
+    "cuda": "a GPU that torch sees; --device=cpu trains on the CPU",
+}
+
+
+def choose_device(wanted):
+    """Returns (xla, tpu, cuda or cpu; the reason in words; this process's Place, which is unknown on xla).
+
+    Raises UserError if the wanted device is missing, or if a launcher's processes would train one by one.
+    """
+    # torch.compile and torch_xla name a folder after the user; a container's user may have no other name
+    os.environ.setdefault("USERNAME", str(os.getuid()))
+    if wanted in ("xla", "auto") and importlib.util.find_spec("torch_xla"):
+        from runtime.xla_environment import find_device
+        reason = find_device()
+        if reason:
+            return "xla", reason, Place()
+    place = read_place()
+    # importing torch has loaded TorchTPU if there is a chip
+    accelerator = torch.accelerator.current_accelerator()
+    if wanted in ("tpu", "auto") and accelerator and accelerator.type == "tpu":
+        return "tpu", "a TPU is here, and TorchTPU", place
+
+    # PJRT_DEVICE asks for torch_xla too
+    missing = "xla" if wanted == "auto" and os.environ.get("PJRT_DEVICE") else wanted
+    has_cuda = torch.cuda.is_available()
+    if missing in NEEDS and not (missing == "cuda" and has_cuda):
+        raise UserError(f"--device={wanted} needs {NEEDS[missing]}")
+    check_launcher(place)
+    if has_cuda and wanted != "cpu":
+        return "cuda", "a CUDA GPU is here", place
+    reason = "--device=cpu" if wanted == "cpu" else "no TPU and no CUDA GPU found"
+    # OpenMP's threads wait for each other at every operation: a step was seen to take eleven times as long
+    load = os.getloadavg()[0]
+    if load > os.cpu_count() / 2 and "OMP_NUM_THREADS" not in os.environ:
+        reason += f"; this machine is busy (load {load:.1f}), OMP_NUM_THREADS=1 may be faster"
+    return "cpu", reason, place
+
+
+def check_launcher(place):
+    """Raises UserError if a launcher has started several processes, of which each would train alone."""
+    is_alone = place.world == 1 and not all(map(os.environ.get, TORCHRUN))
+    for name in LAUNCHERS:
+        # each of srun's tasks may be a torchrun that does not know the others
+        is_apart = name == "SLURM_STEP_NUM_TASKS" and os.environ.get("GROUP_WORLD_SIZE") == "1"
+        number = os.environ.get(name, "").rpartition(":")[2]  # PET_NNODES may be MIN:MAX
+        if number not in ("", "0", "1") and (is_alone or is_apart):
+            raise UserError(f"{name}={os.environ[name]} in the environment: each process would train alone. "
+                            "torchrun joins them, see docs/slurm.md; a run in each of them needs "
+                            f"`env -u {name} python train.py ...`")
+
+
+def open_device(device_type, settings):
+    """Returns the device of one replica; device_type: from choose_device."""
+    if device_type == "xla":
+        from runtime.xla import XLADevice
+        return XLADevice(settings)
+    if device_type == "tpu":
+        from runtime.torchtpu import TPUDevice
+        return TPUDevice(settings)
+    return Device(device_type, settings)
+
+
+def spawner(device_type):
+    """Returns a function that calls another one in a new process for each chip of this host.
+
+    None: this process is a replica itself, as everywhere but on TPUs.
+    """
+    if device_type == "xla":
+        from torch_xla.distributed.xla_multiprocessing import spawn
+        # its processes have semaphores, which are files in /dev/shm
+        with writing("/dev/shm"):
+            ProcessPoolExecutor(1, get_context("spawn"))
+        return spawn
+    if device_type == "tpu":
+        from runtime import torchtpu
+        return torchtpu.spawner()
