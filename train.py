@@ -35,7 +35,6 @@ from runtime.errors import TransientError, UserError, check_choices, check_numbe
 from runtime.files import duration
 from runtime.flops import flops_per_example
 from runtime.log import Log
-from runtime.minutes import fit_minutes, keep_length
 from runtime.process import START_TIMEOUT, STOP, on_signals, restart_watchdog, watch_replicas
 from weights import new_model
 
@@ -48,7 +47,6 @@ class Settings:
     micro_batch_size = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
     epochs = 50000  # steps x global_batch_size / puzzles; a sequence that goes on ignores its new puzzle
     max_steps = 0  # length of the run in steps; 0: from epochs
-    max_minutes = 0.0  # or in minutes, to the end of the final evaluation; 0: from steps or epochs
     # model
     hidden_size = 512  # width of the network
     num_heads = 8  # attention heads
@@ -503,13 +501,12 @@ class Run:
 # ---------------------------------------------------------------------------------------------------------
 # A replica
 
-def replica(settings, device_type, began):
+def replica(settings, device_type):
     """Runs one replica from its start to its end.
 
     Args:
         settings: the run's settings, without those of a checkpoint.
         device_type: from choose_device.
-        began: time.monotonic() when the command began.
 
     It checks settings and datasets before a run begins, once it has fetched a checkpoint and the dataset.
     Exits with 3 if a stop came before the run and its upload were complete, with 1 if the bucket lacks
@@ -518,14 +515,14 @@ def replica(settings, device_type, began):
     device = open_device(device_type, settings)
     # only rank 0's host may have the checkpoint
     start, saved = checkpoint.find_start(settings, device, STOP.is_set)
-    settings, notes = settle(settings, start, device)
+    settings, dtype_note = settle(settings, start, device)
 
     # data, model, and the length of the run; data_path stays an address, for a resume on another machine
     train_set, test_set = data.load(get_dataset(settings, STOP.is_set))
     puzzles.kind_of(test_set.task).check_attempts(settings.eval_attempts)
     trm = new_model(settings, train_set)
     total_steps = optim.count_steps(settings, optim.epoch_size(train_set))
-    if total_steps < 1 and not (settings.max_minutes or settings.eval_only):
+    if total_steps < 1 and not settings.eval_only:
         raise UserError(f"epochs={settings.epochs} of {train_set.total_groups} puzzles are less than one "
                         f"batch of global_batch_size={settings.global_batch_size}")
 
@@ -542,7 +539,7 @@ def replica(settings, device_type, began):
     if not settings.eval_only:
         checkpoints = checkpoint.Checkpoints(settings, device, start, train_set, test_set, log.print0)
     log.header(trm, train_set, test_set)
-    for note in [*notes, *start.notes]:
+    for note in filter(None, [dtype_note, *start.notes]):
         log.print0(note)
 
     # evaluate, or train and evaluate
@@ -554,11 +551,7 @@ def replica(settings, device_type, began):
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                    f"a higher {length} continues it")
     else:
-        # choose the length, say what the run is, and train
-        if settings.max_minutes:
-            fitting = fit_minutes(run, make_inputs, train_set, test_set, start, began, log.print0)
-            vars(settings).update(fitting)
-            total_steps = settings.max_steps
+        # say what the run is, and train
         facts = log.begin(run, train_set, start, recipe(vars(settings)), total_steps)
         if settings.wandb_log and device.rank == 0:
             log.start_wandb(checkpoints.run_id, facts)
@@ -575,7 +568,7 @@ def replica(settings, device_type, began):
 
 
 def settle(settings, start, device):
-    """Returns the settings of a run, and lines for the log.
+    """Returns the settings of a run, and a line for the log, or "".
 
     Args:
         settings: those of the command.
@@ -586,13 +579,11 @@ def settle(settings, start, device):
     Raises UserError for a value that no run could use.
     """
     settings = copy.copy(settings)  # replicas may be threads
-    resumed = recipe(start.settings)
-    length_note = keep_length(settings, resumed)
-    settings.fill(resumed)
+    settings.fill(recipe(start.settings))
     check_settings(settings)
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     check_batch_size(settings, device)
-    return settings, [note for note in (dtype_note, length_note) if note]
+    return settings, dtype_note
 
 
 def check_settings(settings):
@@ -652,10 +643,10 @@ class Spawned:
         self.function(self.settings, *self.args)
 
 
-def spawned_replica(settings, device_type, began):
+def spawned_replica(settings, device_type):
     """Runs replica(). If it breaks, its process ends: its peers would wait for it forever."""
     try:
-        replica(settings, device_type, began)
+        replica(settings, device_type)
     except BaseException as e:
         # every rank of the host raises these
         if isinstance(e, (UserError, TransientError, SystemExit)) or errors.is_out_of_memory(e):
@@ -666,7 +657,6 @@ def spawned_replica(settings, device_type, began):
 
 def main(settings):
     """Checks the settings, makes the dataset if it is missing, and runs a replica on each device."""
-    began = time.monotonic()  # the system's clock can be changed during a run
     # the settings, before anything takes time; replica() checks them again, with those of a checkpoint
     check_settings(settings)
     # one type of device for all replicas
@@ -687,9 +677,9 @@ def main(settings):
             spawn = spawner(device_type)
             if spawn:
                 watch_replicas()
-                spawn(Spawned(spawned_replica, settings, device_type, began))
+                spawn(Spawned(spawned_replica, settings, device_type))
             else:
-                replica(settings, device_type, began)
+                replica(settings, device_type)
     except BrokenProcessPool:
         raise TransientError("a replica died, see above if it said why; to continue: "
                              f"{how_to_continue(settings)}") from None

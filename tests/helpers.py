@@ -287,7 +287,7 @@ def run(data, out, *flags, code=0):
     settings = configurator.configure(train.Settings, arguments(data, out, *flags))
     train.check_settings(settings)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        train.replica(settings, settings.device, time.monotonic())
+        train.replica(settings, settings.device)
     return printed.getvalue()
 
 

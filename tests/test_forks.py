@@ -2,7 +2,6 @@
 import re
 import shutil
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -76,7 +75,7 @@ def xla_fork(rank, argv):
     """Trains as train.py does. Replicas that are threads share what the fork replaces, once."""
     with LOCK:
         settings = configurator.configure(train.Settings, argv)
-    train.replica(settings, "xla", time.monotonic())
+    train.replica(settings, "xla")
 
 
 @pytest.mark.xla

@@ -60,7 +60,7 @@ class Dropout(Block):
 
 def xla_run(rank, argv):
     """Runs train.py."""
-    train.replica(configurator.configure(train.Settings, argv), "xla", time.monotonic())
+    train.replica(configurator.configure(train.Settings, argv), "xla")
 
 
 NUM_IDENTIFIERS = 5000

@@ -44,7 +44,7 @@ def slow_start(self):
     time.sleep(1)
     _start(self)
 
-def replica(settings, device_type, began):
+def replica(settings, device_type):
     if multiprocessing.current_process().name.endswith(":1"):
         os.mkdir(settings.out_dir)
         time.sleep(1000)
@@ -72,13 +72,13 @@ import train
 assert hidden_size == 32  # the flags before this file count in each process
 _replica = train.replica
 
-def replica(settings, device_type, began):
+def replica(settings, device_type):
     rank = os.environ["PJRT_LOCAL_PROCESS_RANK"]
     settings = copy.copy(settings)
     settings.out_dir += rank
     settings.gcs_dir += rank
     open("pid" + rank, "w").write(str(os.getpid()))
-    _replica(settings, device_type, began)
+    _replica(settings, device_type)
 
 train.replica = replica
 """
