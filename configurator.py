@@ -35,6 +35,10 @@ from runtime.errors import UserError, one_line
 TYPES = (int, float, bool, str)  # that a setting may have
 
 
+class MissingSetting(UserError, AttributeError):
+    """Is raised for a setting that code reads and a script does not have."""
+
+
 class Values:
     """Holds the values of a script's settings as attributes; vars(settings) is a dict of them.
 
@@ -52,6 +56,13 @@ class Values:
         self.assigned = []
         self.forks = {}
         vars(self).update(defaults)
+
+    def __getattr__(self, name):
+        """Raises MissingSetting: model.py may read a setting that only a copy of train.py has."""
+        caller = sys._getframe(1)
+        raise MissingSetting(
+            f"{caller.f_code.co_filename}:{caller.f_lineno}: no setting {name}: a script knows what is in "
+            "train.py's own class Settings, not in that of a copy, and what config files add with new()")
 
     def assign(self, name, value, where):
         """Sets a setting to a value of its type.
