@@ -4,7 +4,8 @@
     python bench.py config/sudoku.py --global_batch_size=32       any config file and setting of train.py
 
 The settings below are bench.py's own, all others train.py's. Where data_path is missing, random puzzles take
-its place. The last line is one JSON object. scripts/aot.py shows what a TPU makes of the steps.
+its place. The last lines say how many steps an hour has, as --max_steps=N, and all figures as one JSON
+object. scripts/aot.py shows what a TPU makes of the steps.
 """
 import copy
 import itertools
@@ -55,7 +56,8 @@ def bench(settings, num_steps, device_type, knows_length, replica_batch_size=0):
     settings = copy.copy(settings)  # replicas may be threads
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     train_set = data.load_split(settings.data_path, "train")
-    examples = settings.global_batch_size * optim.count_steps(settings, optim.epoch_size(train_set))
+    batch_size = settings.global_batch_size
+    total_steps = optim.count_steps(settings, optim.epoch_size(train_set))
 
     def say(text):
         if device.rank == 0 and text:
@@ -71,14 +73,18 @@ def bench(settings, num_steps, device_type, knows_length, replica_batch_size=0):
     run, next_inputs = new_run(settings, device)
     with reporting_full_memory(run):
         figures = measure(run, next_inputs, num_steps, say)
-    hours = examples / figures["examples_per_sec"] / 3600
-    figures["training_hours"] = hours if knows_length else None
+    # the config's run has its own batch, whatever the measured one is
+    steps_per_hour = 3600 * figures["examples_per_sec"] / batch_size
+    figures["steps_per_hour"] = steps_per_hour
+    figures["training_hours"] = total_steps / steps_per_hour if knows_length else None
 
     # print them: those that are known in a column, and all as JSON
     for name, value in figures.items():
         if value is not None:
             text = f"{value:,.4g}" if isinstance(value, float) else value
             say(f"{name:18} {text}")
+    say(f"an hour of training, without evaluations, has --max_steps={max(1, int(steps_per_hour))}"
+        f" of {batch_size} sequences")
     say(json.dumps(figures))
 
 
@@ -128,7 +134,7 @@ def measure(run, next_inputs, num_steps, say):
         settings=settings.flags(),
         parameters=run.model.num_parameters(),
         global_batch_size=settings.global_batch_size,
-        sequences_at_a_time=settings.micro_batch_size or run.batch_size,
+        sequences_at_a_time=run.micro_batch_size,
         compiled=is_compiled(device),
         first_step_s=first_seconds,
         first_evaluation_s=first_eval_seconds,

@@ -54,6 +54,10 @@ From0 = Range("0 or more", lambda number: number >= 0)
 From0To1 = Range("from 0 to 1", lambda number: 0 <= number <= 1)
 
 
+class MissingSetting(UserError, AttributeError):
+    """Is raised for a setting that code reads and a script does not have."""
+
+
 class Values:
     """Holds the values of a script's settings as attributes; vars(settings) is a dict of them.
 
@@ -71,6 +75,13 @@ class Values:
         self.assigned = []
         self.forks = {}
         vars(self).update(defaults)
+
+    def __getattr__(self, name):
+        """Raises MissingSetting: model.py may read a setting that only a copy of train.py has."""
+        caller = sys._getframe(1)
+        raise MissingSetting(
+            f"{caller.f_code.co_filename}:{caller.f_lineno}: no setting {name}: a script knows what is in "
+            "train.py's own class Settings, not in that of a copy, and what config files add with new()")
 
     def assign(self, name, value, where):
         """Sets a setting to a value of its type.

@@ -48,7 +48,6 @@ class Settings:
     micro_batch_size: From0 = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
     epochs: From0 = 50000  # steps x global_batch_size / puzzles; sequences that go on ignore their new puzzle
     max_steps: From0 = 0  # length of the run in steps; 0: from epochs
-    max_minutes: From0 = 0.0  # or in minutes, to the end of the final evaluation; 0: from steps or epochs
     # model
     hidden_size: Above0 = 512  # width of the network
     num_heads: Above0 = 8  # attention heads

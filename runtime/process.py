@@ -58,6 +58,10 @@ def command(main):
 
     # a shell's & lets a command ignore SIGINT, nohup SIGHUP
     restore = take_signals(interrupt, end)
+    # a run of sweep.py ends with it; the commands that this one starts do not see its id
+    sweep = os.environ.pop("TRM_SWEEP", "")
+    if sweep:
+        end_with_parent(int(sweep))
     try:
         main(sys.argv[1:])
         print(end="", flush=True)
@@ -122,10 +126,13 @@ def take_signals(handler, act, ignorable=STOP_SIGNALS):
     return restore
 
 
-def end_with_parent():
-    """Ends this process once the one that started it is gone: a rank would wait for its peers forever."""
+def end_with_parent(parent=0):
+    """Ends this process once the one that started it is gone: a rank would wait for its peers forever.
+
+    parent: the id of that process, if it may be gone by now.
+    """
     starter = multiprocessing.parent_process()
-    parent = starter.pid if starter else os.getppid()
+    parent = parent or (starter.pid if starter else os.getppid())
 
     def watch():
         while os.getppid() == parent:

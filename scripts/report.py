@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from sweep import GROUPS, NEUTRAL, changes, group_of
+from sweep import GROUPS, changes, group_of
 
 from configurator import configure, split_arguments
 from runtime.errors import UserError, writing
@@ -30,7 +30,7 @@ from runtime.process import command
 class Settings:
     # input and output; arguments without a dash are folders to read
     out_dir = "out/report"  # report.md and its pictures
-    target = 85.0  # percent of the test puzzles, for the steps and the time needed to reach it
+    target = 85.0  # percent of the test puzzles, for the steps needed to reach it
 
 
 # The columns of the tables.
@@ -41,18 +41,16 @@ COLUMNS = {
     "depth": "effective depth (layers per supervision step)",
     "halting": "mean halting step in training",
     "steps_to": "steps to the target",
-    "hours_to": "hours to the target",
     "speed": "throughput (examples/s)",
     "hours": "training time (hours)",
     "pflop": "training arithmetic (PFLOP)",
 }
 EXPLANATION = """A row is named by how its settings differ from the reference's: the baseline or, outside the
-study, the setting with the most seeds. Differences of accuracy have 95% confidence intervals by Welch's test.
-± is one standard deviation over seeds. Accuracy is the share of test puzzles solved in the final evaluation,
-by each puzzle's last answer (with eval_patience, one that repeats). Training values are means over the last
-tenth of the run, of the weights and not of their average. Time is steps times step time; arithmetic counts
-only matmuls. Steps and time to the target are interpolated between evaluations; a "-" stands where a seed did
-not reach it."""
+study, the setting with the most seeds. ± is one standard deviation over seeds. Accuracy is the share of test
+puzzles solved in the final evaluation, by each puzzle's last answer (with eval_patience, one that repeats).
+Training values are means over the last tenth of the run, of the weights and not of their average. Time is
+steps times step time; arithmetic counts only matmuls. The target counts as reached at the first evaluation
+that reaches it; a "-" stands where a seed did not."""
 
 
 class Run(NamedTuple):
@@ -60,7 +58,7 @@ class Run(NamedTuple):
     name: str  # of its folder
     group: str  # a key of GROUPS; for runs outside the study their dataset
     seed: int
-    settings: dict  # those that can change its result, but for the seed, and the dataset with its hash
+    settings: dict  # all but the seed, and what else tells it from other runs
     facts: dict  # what the first line says, and the numbers of COLUMNS that are known
     evaluations: dict  # {step: percent of the test puzzles solved}
 
@@ -74,27 +72,24 @@ def main(argv):
 
     # read the runs
     runs = []
-    problems = []
+    status = []
     for path in find_files(paths or ["out/study"]):
         try:
             runs.append(read_run(path, settings.target))
         except Exception as e:  # whatever the damage is, the other runs have their report
-            problems.append(f"- {path}: {e if isinstance(e, UserError) else repr(e)}")
-    status = [f"- {len(runs)} of {len(runs) + len(problems)} runs are complete", *problems]
-    hardware = {name for run in runs for name in run.facts["hardware"]}
+            status.append(f"- {path}: {e if isinstance(e, UserError) else repr(e)}")
+    status.insert(0, f"- {len(runs)} of {len(runs) + len(status)} runs are complete")
+    hardware = sorted({name for run in runs for name in run.facts["hardware"]})
 
-    # report.md has the status of the runs, then a section for each group
+    # report.md has the status of the runs, then a section for each group; results.json has the numbers
     folder = Path(settings.out_dir)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    paragraphs = ["# Report", EXPLANATION, f"Hardware: {'; '.join(sorted(hardware))}.", "\n".join(status)]
+    paragraphs = ["# Report", EXPLANATION, f"Hardware: {'; '.join(hardware)}.", "\n".join(status)]
     for group in dict.fromkeys([*GROUPS, *(run.group for run in runs)]):
-        group_runs = [run for run in runs if run.group == group]
-        if group_runs:
-            paragraphs += section(group, group_runs, runs, folder)
+        paragraphs += section(group, runs, folder)
     (folder / "report.md").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
-    # results.json has the numbers
-    results = [dict(name=run.name, seed=run.seed, **run.facts, evaluations=run.evaluations) for run in runs]
+    results = [run.facts | dict(name=run.name, seed=run.seed, evaluations=run.evaluations) for run in runs]
     (folder / "results.json").write_text(json.dumps(results, indent=1))
     print(*status, f"wrote {folder}/report.md", sep="\n")
 
@@ -125,53 +120,48 @@ def read_run(path, target):
     if not lines or "final" not in lines[-1]:
         raise UserError("unfinished")
 
-    # test puzzles solved, in percent
-    evaluations = {}
-    for line in lines:
-        if "eval/exact_accuracy" in line:
-            evaluations[line["step"]] = 100 * line["eval/exact_accuracy"]
-    accuracy = [*evaluations.values()]
-
-    def metric(name):
-        return np.array([line[name] for line in lines if name in line])
-
-    # the columns; training values are of the last tenth of the run
-    settings = facts.pop("settings")
-    solved = metric("train/exact_accuracy")
-    step_time = metric("perf/step_time")
-    last_tenth = -len(solved) // 10
-    # a line stands for the steps since the one before; none has a speed if every step compiled
-    steps = np.diff([0, *(line["step"] for line in lines if "perf/step_time" in line)])
-    step_hours = steps @ step_time / steps.sum() / 3600
-    facts |= dict(
-        accuracy=accuracy[-1],
-        gap=100 * solved[last_tenth:].mean() - accuracy[-1],
-        parameters=facts["parameters"] / 1e6,
-        depth=settings["H_cycles"] * (settings["L_cycles"] + 1) * settings["L_layers"],
-        halting=metric("train/steps")[last_tenth:].mean(),
-        speed=np.median(metric("perf/examples_per_sec")),
-        hours=facts["total_steps"] * step_hours,
-        pflop=facts["total_steps"] * (steps @ (metric("perf/tflops") * step_time)) / steps.sum() / 1000,
-    )
-    # where the best accuracy so far, which is 0 at step 0, reaches the target
-    best = np.maximum.accumulate(accuracy)
-    if best[-1] >= target:
-        reached = np.argmax(best >= target) + 1
-        facts["steps_to"] = np.interp(target, [0, *best[:reached]], [0, *list(evaluations)[:reached]])
-        facts["hours_to"] = facts["steps_to"] * step_hours
-
-    # what tells this run from others: its settings, its dataset, which may have moved, its forks and the
-    # weights that it began with
+    # two runs with these settings differ in nothing else; a dataset may have moved
     name = path.absolute().parent.name
-    data = f"{Path(settings['data_path']).name}-{facts['data_sha256'][:8]}"
+    settings = facts.pop("settings")
     seed = settings.pop("seed")
-    decisive = {key: value for key, value in settings.items() if key not in NEUTRAL}
-    decisive |= dict(
+    data = f"{Path(settings['data_path']).name}-{facts['data_sha256'][:8]}"
+    settings |= dict(
         data_path=data,
-        forks=" ".join(map("-".join, facts.pop("forks", {}).items())) or "none",
+        forks=facts.pop("forks", {}),
         began_with=facts.pop("init_from", "scratch"),
     )
-    return Run(name, group_of(name) or data, seed, decisive, facts, evaluations)
+
+    # the columns
+    steps = column(lines, "step", "eval/exact_accuracy").tolist()
+    accuracy = 100 * column(lines, "eval/exact_accuracy")
+    if max(accuracy) >= target:
+        facts["steps_to"] = steps[np.argmax(accuracy >= target)]
+    facts["parameters"] /= 1e6
+    facts["accuracy"] = accuracy[-1]
+    facts["depth"] = settings["H_cycles"] * (settings["L_cycles"] + 1) * settings["L_layers"]
+    facts |= training_facts(lines, accuracy[-1])
+    return Run(name, group_of(name) or data, seed, settings, facts, dict(zip(steps, accuracy)))
+
+
+def training_facts(lines, accuracy):
+    """Returns the columns that the lines of training steps give; accuracy: of the test, in percent."""
+    solved = column(lines, "train/exact_accuracy")
+    last_tenth = -len(solved) // 10
+    # a line stands for the steps since the one before; none has a speed if every step compiled
+    steps = np.diff(column(lines, "step", "perf/step_time"), prepend=0)
+    seconds = steps * column(lines, "perf/step_time")
+    return dict(
+        gap=100 * solved[last_tenth:].mean() - accuracy,
+        halting=column(lines, "train/steps")[last_tenth:].mean(),
+        speed=np.median(column(lines, "perf/examples_per_sec")),
+        hours=seconds.sum() / 3600 or math.nan,
+        pflop=seconds @ column(lines, "perf/tflops") / 1000 or math.nan,
+    )
+
+
+def column(lines, name, beside=""):
+    """Returns the values of a name in the lines that have it, or have `beside`."""
+    return np.array([line[name] for line in lines if (beside or name) in line])
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -185,15 +175,10 @@ def variants_of(group_runs, runs, x):
         runs: all runs; those with the settings of a group's run are seeds of it.
         x: a setting or a fact, or "".
     """
-    # each run's variant, unless an earlier run has the same one
     variants = []
     for run in group_runs:
-        # of two runs with one seed the group's own counts
-        seeds = {}
-        for other in [*group_runs, *runs]:
-            if other.settings == run.settings:
-                seeds.setdefault(other.seed, other)
-        variant = [*seeds.values()]
+        same = [other for other in [*group_runs, *runs] if not changes(other.settings, run.settings)]
+        variant = [*{other.seed: other for other in same}.values()]
         if variant not in variants:
             variants.append(variant)
     return sorted(variants, key=lambda variant: numbers(variant, x).mean()) if x else variants
@@ -204,21 +189,6 @@ def numbers(runs, name):
     return np.array([(run.settings | run.facts).get(name, math.nan) for run in runs])
 
 
-def difference_of(runs, reference):
-    """Returns the points of accuracy between two variants, with their 95% confidence interval, as text."""
-    from scipy.stats import ttest_ind
-
-    if runs is reference:
-        return "reference"
-    if min(len(runs), len(reference)) < 2:
-        return "-"
-    # Welch's test
-    accuracy = numbers(runs, "accuracy")
-    other = numbers(reference, "accuracy")
-    low, high = ttest_ind(accuracy, other, equal_var=False).confidence_interval()
-    return f"{accuracy.mean() - other.mean():+.1f} ({low:+.1f} to {high:+.1f})"
-
-
 def fit_power_law(x, y):
     """Returns the least squares of y = a - b * x^-c, ((a, b, c), standard errors), or None without a fit."""
     from scipy.optimize import curve_fit
@@ -226,9 +196,8 @@ def fit_power_law(x, y):
     if len(set(x)) < 4:
         return None
     # the search begins with the highest accuracy as a, and with b from the range of y
-    start = max(y), (max(y) - min(y)) * min(x), 1.0
     try:
-        law, covariance = curve_fit(power_law, x, y, start)
+        law, covariance = curve_fit(power_law, x, y, [max(y), np.ptp(y) * min(x), 1])
     except RuntimeError:  # it does not converge
         return None
     return law, np.sqrt(np.diag(covariance))
@@ -241,23 +210,25 @@ def power_law(x, a, b, c):
 # ---------------------------------------------------------------------------------------------------------
 # Writing
 
-def section(name, group_runs, runs, folder):
-    """Draws a group's picture; returns its paragraphs.
+def section(name, runs, folder):
+    """Draws a group's picture; returns its paragraphs, [] if it has no run.
 
     Args:
         name: of the group.
-        group_runs: its runs.
         runs: all runs.
         folder: of the picture.
     """
+    group_runs = [run for run in runs if run.group == name]
+    if not group_runs:
+        return []
     group = GROUPS.get(name, dict(question="Runs"))
     x = group.get("x", "")
     variants = variants_of(group_runs, runs, x)
     # the reference is the baseline, or else what has the most seeds
     baseline = group.get("baseline")
-    reference = max(variants, key=lambda runs: (baseline in [run.name for run in runs], len(runs)))
-    labels = [changes(runs[0].settings, reference[0].settings) or reference[0].name for runs in variants]
-    paragraphs = [f"## {name}: {group['question']}", table(variants, labels, reference)]
+    reference = max(variants, key=lambda runs: (baseline in [run.name for run in runs], len(runs)))[0]
+    labels = [changes(runs[0].settings, reference.settings) or reference.name for runs in variants]
+    paragraphs = [f"## {name}: {group['question']}", table(variants, labels)]
 
     # the law of model scaling, by all runs of the group
     law = None
@@ -272,23 +243,21 @@ def section(name, group_runs, runs, folder):
     return [*paragraphs, f"![{group['question']}]({name}.png)"]
 
 
-def table(variants, labels, reference):
+def table(variants, labels):
     """Returns a Markdown table: a row for each variant."""
-    titles = ["setting", "seeds", "points against the reference", *COLUMNS.values()]
-    # the header, the line below it, and the rows
-    rows = [titles, ["---"] * len(titles)]
+    rows = [["setting", "seeds", *COLUMNS.values()], ["---"] * (2 + len(COLUMNS))]
     for label, runs in zip(labels, variants):
-        cells = [spread(numbers(runs, name)) for name in COLUMNS]
-        rows.append([label, str(len(runs)), difference_of(runs, reference), *cells])
+        rows.append([label, str(len(runs)), *(spread(numbers(runs, name)) for name in COLUMNS)])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def spread(values):
     """Returns the mean of values and, if they differ, ± their standard deviation, as text; - for nan."""
+    mean = digits(values.mean(), 4).replace("nan", "-")
     # of equal values the deviation is rounding
     if np.ptp(values) > 1e-6 * abs(values).max():
-        return f"{digits(values.mean(), 4)} ± {digits(values.std(ddof=1), 2)}"
-    return digits(values.mean(), 4).replace("nan", "-")
+        return f"{mean} ± {digits(values.std(ddof=1), 2)}"
+    return mean
 
 
 def digits(value, count):
@@ -315,19 +284,15 @@ def plot_group(x, variants, labels, law, path):
         positions = numbers(runs, x) if x else [i] * len(runs)
         accuracy_axes.plot(positions, numbers(runs, "accuracy"), "o", color=f"C{i}", label=label)
         for run in runs:
-            curve_axes.plot(*zip(*run.evaluations.items()), color=f"C{i}")
+            curve_axes.plot([*run.evaluations], [*run.evaluations.values()], color=f"C{i}")
     # the fitted law, from the first to the last point
     if law:
         positions = np.geomspace(*accuracy_axes.dataLim.intervalx, 200)
         accuracy_axes.plot(positions, power_law(positions, *law[0]), "k--", label="a - b * n^-c")
 
     # the axes
-    accuracy_axes.set(xlabel=COLUMNS.get(x, x), ylabel=COLUMNS["accuracy"], ylim=(0, None))
-    curve_axes.set(xlabel="step")
-    if x:
-        accuracy_axes.set_xscale("log")
-    else:
-        accuracy_axes.set_xticks([])
+    accuracy_axes.set(xlabel=COLUMNS.get(x, x), ylabel=COLUMNS["accuracy"], xscale="log" if x else "linear")
+    curve_axes.set(xlabel="step", ylim=(0, None))
     fig.legend(loc="outside lower center", ncols=2, fontsize="x-small")
     fig.savefig(path, dpi=80)
 

@@ -1,42 +1,34 @@
 """Runs the scaling study: the files of config/study, one after the other. Complete runs are skipped.
 
-    python scripts/sweep.py --list                          what each run asks, changes and costs
+    python scripts/sweep.py --list                          what each run asks and changes
     python scripts/sweep.py exp01a exp02b_03 --epochs=1000  two runs, both with a setting of train.py
     python scripts/sweep.py --pattern=exp01 config/mini.py  with this config file after each run's
 
 A name may be cut off before a _, as exp01a of exp01a_h256; --pattern selects all runs that begin with it.
 The settings below are sweep.py's own. All others are train.py's and apply to every run; the run's name is
-added to out_dir and gcs_dir. A run's cost is the arithmetic of its training as a multiple of the baseline's,
-a curriculum counted at its full depth.
+added to out_dir and gcs_dir. bench.py with a run's file tells how long the run takes on this machine.
 
 A run's folder has its log, log.txt. A run that dies is resumed twice. The sweep ends with the status of each
 run, and report.py compares them. Ctrl-C or SIGTERM makes the current run save and stop; the same command
-resumes it. The exit code is 0 if all runs are complete, 1 if not, 2 for wrong input before the first run, and
-3 if the sweep was stopped.
+resumes it. If the sweep is killed, its run ends. The exit code is 0 if all runs are complete, 1 if not, 2 for
+wrong input before the first run, and 3 if the sweep was stopped.
 """
 import glob
+import json
 import os
-import runpy
 import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-ROOT = str(Path(__file__).parents[1])
-sys.path.insert(0, ROOT)
-import torch
-
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 import data
-import optim
-import prepare_sudoku
 import train
 from configurator import configure, split_arguments
 from runtime import files, process
 from runtime.errors import UserError
-from runtime.minutes import keep_length
-from weights import FlopCounter, flops_per_example, new_model
 
 
 class Settings:
@@ -44,15 +36,18 @@ class Settings:
     pattern = ""  # runs whose names begin so, with * and ? as in a shell; "" without names: all 67
     continue_on_failure = False  # continue with the next run if one fails
     # instead of running them
-    list = False  # print what each run asks, changes and costs
-    dry_run = False  # print each run's data set and command besides
+    list = False  # print what each run asks and changes
     prepare = False  # make the datasets that are missing
 
 
-STUDY = Path(ROOT, "config", "study")
-BASELINE = Path(ROOT, "config", "baseline.py")
-# {the beginning of its runs' names: the group}
-GROUPS = runpy.run_path(f"{STUDY}.py", {"run": lambda path: None})["groups"]
+STUDY = ROOT / "config" / "study"
+BASELINE = ROOT / "config" / "baseline.py"
+# The groups, by the first letters of their runs' names; report.py and config/study.py read this too.
+#   project   name of the group's project at Weights & Biases
+#   question  what the group asks
+#   baseline  the run that is the baseline once more, with a seed of its own
+#   x         the x axis of the group's picture: a setting or a fact; without it, settings stand side by side
+GROUPS = json.loads(STUDY.with_suffix(".json").read_text())
 # Settings that do not change a run's result.
 NEUTRAL = (
     *train.RUN_SETTINGS, "micro_batch_size", "eval_interval", "eval_max_puzzles",
@@ -61,7 +56,6 @@ NEUTRAL = (
 # a dataset has several addresses, and train.py replaces a type that the device does not have
 REPLACED = ("data_path", "forward_dtype")
 ATTEMPTS = 3  # starts of a run that dies
-FLOPS = {}  # {sizes of a model: FLOPs of a training step for a sequence}
 
 
 def main(argv):
@@ -71,8 +65,8 @@ def main(argv):
         if path.resolve().parent == STUDY:
             raise UserError(f"{path} would follow every run's file: {path.stem} selects the run")
     runs = [StudyRun(path, train_arguments) for path in select_files(names, settings.pattern)]
-    if settings.list or settings.dry_run:
-        print_runs(runs, StudyRun(BASELINE, train_arguments), settings.dry_run)
+    if settings.list:
+        print_runs(runs, StudyRun(BASELINE, train_arguments).settings)
     elif settings.prepare:
         for run in runs:
             data.get_dataset(run.settings, lambda: False)
@@ -84,26 +78,21 @@ def main(argv):
 # The runs
 
 def select_files(names, pattern):
-    """Returns the files of config/study that the names and the pattern select, in the study's order.
+    """Returns the files of config/study that the names and the pattern select; contributions come last.
 
     Raises UserError if one of them selects none.
     """
     # exp04a_100 selects exp04a_100_puzzles.py, but not exp04a_1000_puzzles.py
-    globs = {name: f"{name}[_.]*" for name in names}
+    globs = [f"{name}[_.]*" for name in names]
     if pattern or not names:
-        globs[pattern] = f"{pattern}*.py"
-    files = set()
-    for name, text in globs.items():
+        globs.append(f"{pattern}*.py")
+    selected = set()
+    for text in globs:
         paths = glob.glob(f"{STUDY}/{text}")
         if not paths:
-            raise UserError(f"config/study has no run {name}; --list prints all runs")
-        files.update(map(Path, paths))
-
-    # the contributions come last, and 250 puzzles before 1000
-    def study_order(file):
-        return "contrib" in file.stem, file.stem.split("_")[0], len(file.stem), file
-
-    return sorted(files, key=study_order)
+            raise UserError(f"config/study has no run {text}; --list prints all runs")
+        selected.update(map(Path, paths))
+    return sorted(selected, key=lambda path: (not path.stem.startswith("exp"), path))
 
 
 class StudyRun:
@@ -134,22 +123,6 @@ class StudyRun:
             arguments.append("--init_from=auto")
         self.command = [os.path.relpath(train.__file__), *arguments]
 
-    def size(self):
-        """Returns the run's steps, its parameters, and the FLOPs of its training at the full depth."""
-        # the config says how many puzzles there will be, so the dataset need not exist
-        prepared = configure(prepare_sudoku.Settings, shlex.split(self.settings.data_prepare)[1:])
-        puzzles = prepared.num_train if prepared.source == "generate" else prepared.subsample_size
-        sizes = SimpleNamespace(
-            seq_len=prepared.size ** 2, vocab_size=prepared.size + 2, num_puzzle_identifiers=1)
-        with torch.device("meta"), FlopCounter():  # takes no memory, and little time
-            trm = new_model(self.settings, sizes)
-        # counting takes half a second, and most runs have the baseline's sizes
-        model_key = f"{trm} {self.settings.H_cycles} {self.settings.L_cycles} {self.settings.num_heads}"
-        if model_key not in FLOPS:
-            FLOPS[model_key] = flops_per_example(trm)
-        steps = optim.count_steps(self.settings, puzzles)
-        return steps, trm.num_parameters(), steps * self.settings.global_batch_size * FLOPS[model_key]
-
 
 def group_of(name):
     """Returns the key in GROUPS of a run's group, or "" for a run outside the study."""
@@ -171,24 +144,15 @@ def changes(settings, others, ignored=NEUTRAL):
     return " ".join(differing)
 
 
-def print_runs(runs, baseline, dry_run):
-    """Prints each run's size and how it differs from the baseline; with dry_run also its data and command."""
-    *_, baseline_flops = baseline.size()
-    total = 0
+def print_runs(runs, baseline):
+    """Prints each group's question, and how each run differs from the baseline's settings."""
     group = ""
     for run in runs:
-        # the question of the group, before its first run
         if group_of(run.name) != group:
             group = group_of(run.name)
             print(GROUPS[group]["question"])
-        steps, parameters, flops = run.size()
-        cost = flops / baseline_flops
-        total += cost
-        differences = changes(vars(run.settings), vars(baseline.settings)) or "the baseline"
-        print(f"  {run.name:32}{steps:7,} steps {parameters:11,} parameters cost {cost:5.2f}  {differences}")
-        if dry_run:
-            print(f"    {run.settings.data_path}\n    {shlex.join(['python', *run.command])}")
-    print(f"runs: {len(runs)}; cost: {total:.1f} times the baseline's, by their arithmetic")
+        differences = changes(vars(run.settings), vars(baseline)) or "the baseline"
+        print(f"  {run.name:32} {differences}")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -199,7 +163,6 @@ def sweep(runs, continue_on_failure):
     # a run with other settings in the folder must not be resumed, nor count as complete
     for run in runs:
         saved = files.read_facts(run.metrics).get("settings", {})
-        keep_length(run.settings, saved)  # max_minutes has become a number of steps
         difference = changes(saved, vars(run.settings), NEUTRAL + REPLACED)
         if difference:
             raise UserError(f"{run.settings.out_dir} holds a run with other settings ({difference}): "
@@ -207,18 +170,17 @@ def sweep(runs, continue_on_failure):
 
     # process.command() would end this process 4 seconds after a signal; a run may take longer to save
     signal.set_wakeup_fd(-1)
-    statuses = dict.fromkeys([run.name for run in runs], "not reached")
+    statuses = []
+    num_failed = 0
     for run in runs:
-        code = train_to_end(run)
-        statuses[run.name] = f"failed with exit code {code}" if code else "complete"
-        if code and not continue_on_failure:
-            break
-    # the table
-    for name, status in statuses.items():
-        print(f"{name:32} {status}")
-    num_complete = list(statuses.values()).count("complete")
-    print(f"{num_complete} of {len(runs)} complete; python scripts/report.py compares them")
-    return int(num_complete < len(runs))
+        status = "not reached"
+        if continue_on_failure or not num_failed:
+            code = train_to_end(run)
+            num_failed += code != 0
+            status = f"failed with exit code {code}" if code else "complete"
+        statuses.append(f"{run.name:32} {status}")
+    print(*statuses, "python scripts/report.py compares complete runs", sep="\n")
+    return min(1, num_failed)
 
 
 def train_to_end(run):
@@ -227,9 +189,11 @@ def train_to_end(run):
     metrics = files.read_metrics(run.metrics)
     if metrics and "final" in metrics[-1] and not run.settings.gcs_dir:
         return 0
+    # the run ends with this process
+    environment = os.environ | dict(TRM_SWEEP=str(os.getpid()))
     for _ in range(ATTEMPTS):
         print("$", shlex.join(["python", *run.command]), flush=True)
-        training = subprocess.Popen([sys.executable, *run.command])
+        training = subprocess.Popen([sys.executable, *run.command], env=environment)
         try:
             code = training.wait()
         finally:

@@ -29,16 +29,21 @@ def test_figures_on_the_cpu_are_those_of_a_forks_dataset_and_steps():
     assert min(figures[name] for name in ("tflops", "training_hours", "evaluation_ms")) > 0
 
 
-@pytest.mark.parametrize("flags, size", [
-    ([], 2), (["small.py"], 8), (["--global_batch_size=768"], 768), (["--replica_batch_size=3"], 3)])
-def test_one_step_chooses_the_batch_on_a_cpu_where_none_is_given(flags, size, monkeypatch, capsys):
-    """Without a dataset, which random puzzles replace."""
+@pytest.mark.parametrize("flags, size, steps", [
+    ([], 2, 9), (["small.py"], 8, 3600), (["--global_batch_size=768"], 768, 3600),
+    (["--replica_batch_size=3"], 3, 14)])
+def test_one_step_chooses_the_batch_on_a_cpu_where_none_is_given(flags, size, steps, monkeypatch, capsys):
+    """Random puzzles replace a missing dataset. A step takes a second; an hour has steps of the run."""
     Path("small.py").write_text("global_batch_size = 8\n")
     monkeypatch.setattr(bench, "seconds_of", lambda n, call: (1.0, 1.0))
+    monkeypatch.setattr("runtime.device.CPU_FLOP", 1)  # a CPU takes one sequence at a time
     run_bench(*flags, "--data_path=data/missing", "--size=6")
     text = capsys.readouterr().out
-    figures = json.loads(text.splitlines()[-1])
-    assert figures["global_batch_size"] == size and figures["training_hours"] is None
+    *_, hour, last = text.splitlines()
+    figures = json.loads(last)
+    assert [figures[name] for name in ("global_batch_size", "sequences_at_a_time")] == [size, 1]
+    assert figures["training_hours"] is None
+    assert f" --max_steps={steps} of " in hour
     assert "1000 random puzzles of 6x6 cells" in text
 
 

@@ -256,3 +256,11 @@ def test_a_stop_that_python_drops_ends_a_command():
     began = time.monotonic()
     assert toy_command("--slow=False --fast --path=stop")[0] == 3
     assert time.monotonic() - began < 15
+
+
+def test_code_that_reads_a_missing_setting_is_named(toy):
+    """For example a model.py that was edited for a copy of train.py."""
+    settings = toy()
+    with pytest.raises(UserError, match=r"^.*test_configurator\.py:\d+: no setting clip: "):
+        print(settings.clip)
+    assert not hasattr(settings, "clip") and vars(pickle.loads(pickle.dumps(settings))) == DEFAULTS

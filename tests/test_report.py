@@ -30,7 +30,7 @@ def write_run(folder, accuracy=80.0, parameters=5.0, data="a", forks=(), **setti
             "step": step, "train/exact_accuracy": 0.9 * solved, "train/steps": 4.0,
             "perf/examples_per_sec": 6826.0, "perf/step_time": 0.9, "perf/tflops": 50.0})
         lines.append({"step": step, "eval/exact_accuracy": accuracy / 100 * solved})
-    lines[-1] |= {"final": True, "eval/surest_accuracy": 0.5}
+    lines[-1]["final"] = True
     os.makedirs(folder)
     Path(folder, "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -48,7 +48,7 @@ def run_report(monkeypatch):
 
 
 def rows(text, group):
-    """Returns the table of a group: {setting: [seeds, points against the reference, accuracy, ...]}."""
+    """Returns the table of a group: {setting: [seeds, accuracy, ...]}."""
     section = text.split(f"## {group}")[1].split("\n## ")[0]
     table = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
     return {row[0]: row[1:] for row in table[2:]}
@@ -75,7 +75,7 @@ def test_a_group_has_a_table_a_law_a_picture_and_its_numbers_as_json():
     table = rows(text, "exp01: How does accuracy grow")
     assert list(table) == ["exp01_256", *(f"hidden_size={size}" for size in [*EXP01][1:])]
     assert "accuracy = a - b * n^-c, with a = 90 ± " in text
-    assert "| exp02a | 1 | reference | 80 | 10 | 5 | 18 | 4 | 5,000 | 1.25 | 6,826 | 2 | 360 |" in text
+    assert "| exp02a | 1 | 80 | 10 | 5 | 18 | 4 | 6,000 | 6,826 | 2 | 360 |" in text
     assert "8 x xla (TPU v5e)" in text and "](exp01.png)" in text
     last = json.loads(Path("out/results.json").read_text())[-1]
     assert last["name"] == "exp02a" and last["evaluations"]["4000"] == 40
@@ -83,31 +83,24 @@ def test_a_group_has_a_table_a_law_a_picture_and_its_numbers_as_json():
     assert 0.02 < (pixels.min(-1) < 0.95).mean() < 0.5
 
 
-def test_lines_count_by_their_steps_and_the_target_is_reached_once(run_report):
+def test_lines_count_by_their_steps(run_report):
     write_run("exp02a")
     path = Path("exp02a/metrics.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[-1]["eval/exact_accuracy"] = lines[-3]["eval/exact_accuracy"]  # 60% at steps 6000 and 8000
     lines[-2]["perf/step_time"] = 1.7
     # a line for the first 6000 steps, of 0.9 s, and one for 2000
     lines = [line for line in lines if "perf/step_time" not in line or line["step"] >= 6000]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run_report("exp02a", "--target=60")
+    run_report("exp02a")
     [result] = json.loads(Path("out/results.json").read_text())
-    assert result["steps_to"] == 6000 and result["hours"] == pytest.approx(8000 * 1.1 / 3600)
+    assert result["hours"] == pytest.approx(8000 * 1.1 / 3600)
     assert result["pflop"] == pytest.approx(8000 * 50 * 1.1 / 1000)
 
 
-def test_runs_that_repeat_a_setting_are_its_seeds_in_every_group_with_an_interval(run_report):
+def test_runs_that_repeat_a_setting_are_its_seeds_in_every_group(run_report):
     for seed, name in enumerate(("exp01c_h512", "exp02a_03", "exp06_c")):
         write_run(name, 80.0 + seed, seed=seed)
-    for seed in 0, 1:
-        write_run(f"{seed}/exp01a", 70.0 + 4 * seed, hidden_size=256, seed=seed)
-    text = run_report(".")
-    assert rows(text, "exp06")["exp06_c"][:3] == ["3", "reference", "81 ± 1"]
-    # Welch: variances of the means 4 and 1 / 3; 1.169 degrees of freedom, of which the quantile is 9.06;
-    # 9.06 * (13 / 3) ** 0.5 is 18.9
-    assert rows(text, "exp01")["hidden_size=256"][1] == "-9.0 (-27.9 to +9.9)"
+    assert rows(run_report("."), "exp06")["exp06_c"][:2] == ["3", "81 ± 1"]
 
 
 def test_the_baseline_is_the_reference_whatever_the_number_of_seeds(run_report):
@@ -125,8 +118,8 @@ def test_other_runs_are_split_by_what_changes_their_result_and_by_their_data(run
     write_run("in_a_bucket", data="b", data_path="gs://bucket/binairo/", seed=1)
     text = run_report(*sorted(os.listdir()))
     table = rows(text, "sudoku-extreme-1k-aug-1000-aaaaaaaa: Runs")
-    assert list(table) == ["demo0", "forks=fprm.py-12ab34cd", "hidden_size=1024"]
-    assert table["demo0"][2] == "99 ± 1"
+    assert list(table) == ["demo0", "forks={'fprm.py': '12ab34cd'}", "hidden_size=1024"]
+    assert table["demo0"][1] == "99 ± 1"
     assert [row[0] for row in rows(text, "binairo-bbbbbbbb: Runs").values()] == ["2"]
 
 

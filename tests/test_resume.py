@@ -14,7 +14,6 @@ import train
 from configurator import configure
 from runtime.checkpoint import checkpoint_paths, on_rank_0
 from runtime.errors import UserError
-from runtime.minutes import keep_length
 
 STUDY = f"{ROOT}/config/study/exp05_c_halt12.py"
 MINI = f"{ROOT}/config/mini.py"
@@ -149,24 +148,6 @@ def test_settings_that_do_not_change_the_model_may_change(data):
     flags = "--num_heads=4", "--H_cycles=2", "--pos_encodings=rope"
     text = run(data, "run", "--max_steps=2", "--init_from=resume", *flags)
     assert "training from step 1 to 2" in text and "H_cycles is 2; the checkpoint had 1" in text
-
-
-@pytest.mark.parametrize("arguments, minutes, steps", [
-    (["steps.py", "--max_minutes=60"], 60, 0),
-    (["steps.py", "minutes.py"], 1, 0),
-    (["minutes.py"], 1, 0),
-    (["--max_minutes=60", "steps.py"], 0, 9),
-    (["--max_minutes=60", "--max_steps=7"], 0, 7),
-    (["steps.py", "--max_minutes=60", "--max_steps=0"], 60, 0),
-    (["minutes.py", "--max_minutes=0"], 0, 9),
-])
-def test_of_minutes_and_steps_the_last_ones_count(arguments, minutes, steps):
-    Path("steps.py").write_text("max_minutes = 5\nmax_steps = 9")
-    Path("minutes.py").write_text("run('steps.py')\nmax_minutes = 1")
-    settings = configure(train.Settings, arguments)
-    train.check_settings(settings)
-    assert keep_length(settings, {}) == ""
-    assert (settings.max_minutes, settings.max_steps) == (minutes, steps)
 
 
 CONFIGS = [[path] for path in glob.glob(f"{ROOT}/config/*.py")]

@@ -59,6 +59,7 @@ train.replica = replica
 HANGS = """
 import multiprocessing, time
 import train
+from runtime import process
 process.START_TIMEOUT = 3
 if multiprocessing.current_process().name != "MainProcess":
     from torch_xla._internal import pjrt

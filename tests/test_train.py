@@ -27,13 +27,12 @@ from helpers import (
     remove,
     run,
     same,
-    start_train,
 )
 
 import evaluate
 import train
 from puzzles import score
-from runtime import errors, minutes
+from runtime import errors
 from runtime.checkpoint import Checkpoints, checkpoint_paths
 from runtime.errors import UserError
 from runtime.log import listed
@@ -159,76 +158,6 @@ def test_a_kill_before_best_pt_is_whole_leaves_no_line_of_its_evaluation(data, m
 def test_a_resume_refuses_another_optimizer(data, out):
     with pytest.raises(errors.UserError, match="was trained with optimizer=adam_atan2: "):
         run(data, out, "--max_steps=50", "--init_from=resume", "--optimizer=lion")
-
-
-def test_minutes_become_steps_which_a_resume_keeps(data):
-    """The run is the one that its steps, its curriculum and its warm-up give, bit for bit."""
-    flags = [*CURRICULUM, "--max_steps=9", "--max_minutes=0.1", "--epochs=2000000000",
-             "--curriculum_epochs=1e9", "--lr_min_ratio=0", "--lr_warmup_steps=1000",
-             "--checkpoint_interval=5", "--keep_last_n=2", "--log_interval=1"]
-
-    def train(out, *more):
-        return start_train(data, out, *flags, *more).output()
-
-    text = train("run")
-    settings = newest("run")["settings"]
-    steps = settings["max_steps"]
-    assert f"max_minutes=0.1: max_steps is {steps}, of " in text and "evaluation takes about" in text
-    # half of the steps are at full depth, as half of the epochs were; the learning rate has reached its end
-    full_depth = int(re.search(r"step (\d+): .* at H_cycles 2, L_cycles 3", text)[1])
-    assert full_depth == pytest.approx(steps / 2 + 1, abs=1)
-    rates = curve("run", "train/lr")
-    assert rates[steps // 10] == 5e-4 and rates[steps] == 0 and curve("run", "final") == {steps: True}
-
-    # the same command goes on, and so do these settings
-    names = "max_steps", "curriculum_epochs", "lr_warmup_steps"
-    repeated = [f"--{name}={settings[name]}" for name in names]
-    for name, more in ("resumed", []), ("repeated", ["--max_minutes=0", *repeated]):
-        shutil.copytree("run", name)
-        remove(name, "best.*", f"ckpt_{steps:08d}.*")
-        text = train(name, *more, "--init_from=resume")
-        assert f" to {steps}, 16 sequences" in text and ("chose the length" in text) == (not more)
-        assert same(last_weights(name), last_weights("run")) and curve(name) == curve("run")
-
-
-def test_minutes_that_are_too_few_leave_no_run(data):
-    """A run that began before keeps its id."""
-    words = "^max_minutes=1e-06 leaves no time to train: the final evaluation takes about . s \\("
-    Path("run").mkdir()
-    Path("run/run.json").write_text('{"id": "own"}')
-    for start in "auto", "scratch":
-        with pytest.raises(errors.UserError, match=words):
-            run(data, "run", "--max_minutes=1e-6", f"--init_from={start}")
-    run(data, "run", "--max_steps=1", "--eval_final_max_puzzles=16")
-    assert newest("run")["run_id"] == "own"
-
-
-def test_minutes_contain_the_evaluation_of_a_file_before_the_first_step(data, monkeypatch):
-    run(data, "run", "--max_steps=1", "--eval_final_max_puzzles=16")
-    monkeypatch.setattr(minutes, "time_steps", lambda *_: 1.0)
-    flags = f"--init_from={checkpoint_paths('run')[0]}", "--max_minutes=0.05", "--eval_final_max_puzzles=16"
-    with pytest.raises(errors.UserError, match="takes about 1 s, and one before the first step [2-9] s"):
-        run(data, "again", *flags, "--eval_interval=1", "--eval_max_puzzles=0", "--eval_halt_max_steps=1")
-
-
-def test_minutes_know_no_epochs_and_at_most_an_evaluation_a_step(data, monkeypatch):
-    """A batch has four times the puzzles. A step takes 10 s here, an evaluation too, and they say so."""
-    reports = []
-    monkeypatch.setattr("runtime.log.Log.within_step", lambda *arguments: reports.append(arguments))
-    monkeypatch.setattr(minutes, "time_steps", lambda run, _: run.device.report(5.0, 0.5) or 10.0)
-    run(data, "run", "--max_minutes=1", "--global_batch_size=256", "--epochs=1", "--eval_interval=1",
-        "--eval_halt_max_steps=1")
-    assert 0 < newest("run")["step"] <= 2 and reports
-
-
-def test_a_run_that_times_its_steps_does_not_stall(monkeypatch):
-    calls = []
-    monkeypatch.setattr(minutes, "restart_watchdog", lambda timeout: calls.append("watchdog"))
-    one_rank = SimpleNamespace(all_gather=lambda number: [number])
-    settings = SimpleNamespace(max_minutes=1e-9, stall_timeout=5)
-    minutes.time_steps(
-        SimpleNamespace(settings=settings, device=one_rank), lambda: calls.append("step") or torch.zeros(1))
-    assert len(calls) > 4 and calls == ["watchdog", "step"] + ["step", "watchdog"] * (len(calls) // 2 - 1)
 
 
 def test_nan_stops_the_run_and_names_the_last_good_checkpoint(data):
