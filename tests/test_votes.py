@@ -13,7 +13,8 @@ import pytest
 from helpers import ROOT, prepare
 
 import prepare_arc
-from puzzles.arc import ARCDataset, count_votes, merge_votes, submission, vote_values
+from data import load_split
+from puzzles.arc import count_votes, merge_votes, submission, vote_values
 
 RECORDED = np.load(os.path.join(ROOT, "tests", "data", "arc_votes.npz"))
 OFFICIAL = json.loads(RECORDED["official"].tobytes())
@@ -30,7 +31,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("world", [1, 3])
 def test_the_vote_is_the_official_evaluators(folder, world):
     """On any number of ranks."""
-    test = ARCDataset(folder, "test")
+    test = load_split(folder, "test")
     indices = np.arange(len(test))
     ranks = []
     for rank in range(world):
