@@ -134,6 +134,11 @@ def choose_device(wanted):
                         "does that for Python 3.10 to 3.13 on Linux on x86-64, and this is "
                         + python + ", with TorchTPU: --device=tpu" * bool(has_torchtpu))
 
+    note = ""
+    if hasattr(torch, "tpu"):
+        # the first backward pass looks for a TPU, and libtpu would ask a metadata server for one forever
+        os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+        note = "; with TORCH_DEVICE_BACKEND_AUTOLOAD=0 TorchTPU does not look for a TPU"
     if wanted in ("cuda", "auto") and torch.cuda.is_available():
         place = read_place()
         num_gpus = torch.cuda.device_count()
@@ -142,7 +147,7 @@ def choose_device(wanted):
                             f"{num_gpus}: torchrun --nproc-per-node={num_gpus}, or --device=cpu")
         # choose the GPU before its first use: otherwise each process takes memory of the host's first GPU
         torch.cuda.set_device(place.local_rank)
-        return "cuda", torch.cuda.get_device_name()
+        return "cuda", torch.cuda.get_device_name() + note
     if wanted == "cuda":
         raise UserError("--device=cuda: torch sees no such GPU; --device=cpu trains on the CPU")
     reason = "--device=cpu" if wanted == "cpu" else "no TPU and no CUDA GPU found"
@@ -150,7 +155,7 @@ def choose_device(wanted):
     load = os.getloadavg()[0]
     if load > os.cpu_count() / 2 and "OMP_NUM_THREADS" not in os.environ:
         reason += f"; this machine is busy (load {load:.1f}), OMP_NUM_THREADS=1 may be faster"
-    return "cpu", reason
+    return "cpu", reason + note
 
 
 # ---------------------------------------------------------------------------------------------------------
