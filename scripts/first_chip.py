@@ -180,7 +180,8 @@ def run(command, log, limit):
         # the processes that it has started, too
         with suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGKILL)
-            time.sleep(BUSY_SECONDS)
+    if exit_code == "none in time":
+        time.sleep(BUSY_SECONDS)
     # neither a | nor the end of a line may stand in a table
     if exit_code == 0:
         return 0, subprocess.getoutput(f"tail -n 1 {log}.log | tr '|' '/'")
