@@ -49,14 +49,19 @@ def choose_device(wanted):
     if missing in NEEDS and not (missing == "cuda" and has_cuda):
         raise UserError(f"--device={wanted} needs {NEEDS[missing]}")
     check_launcher(place)
+    note = ""
+    if hasattr(torch, "tpu"):
+        # the first backward pass looks for a TPU, and libtpu would ask a metadata server for one forever
+        os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+        note = "; with TORCH_DEVICE_BACKEND_AUTOLOAD=0 TorchTPU does not look for a TPU"
     if has_cuda and wanted != "cpu":
-        return "cuda", "a CUDA GPU is here", place
+        return "cuda", "a CUDA GPU is here" + note, place
     reason = "--device=cpu" if wanted == "cpu" else "no TPU and no CUDA GPU found"
     # OpenMP's threads wait for each other at every operation: a step was seen to take eleven times as long
     load = os.getloadavg()[0]
     if load > os.cpu_count() / 2 and "OMP_NUM_THREADS" not in os.environ:
         reason += f"; this machine is busy (load {load:.1f}), OMP_NUM_THREADS=1 may be faster"
-    return "cpu", reason, place
+    return "cpu", reason + note, place
 
 
 def check_launcher(place):

@@ -1,110 +1,66 @@
 """scripts/first_chip.py: rehearsals of its commands, and parts that fail, hang or have no time."""
-import functools
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import first_chip
 import pytest
-from helpers import NewProcess, hosts, run_script, xla_environment
 
 import configurator
 from runtime.errors import UserError
 
 
-class Forked(NewProcess):
-    """Takes the place of subprocess.Popen: torch is imported already. Starts two processes for torchrun."""
-
-    def __init__(self, command, stdout, **options):
-        is_script = [word.endswith(".py") for word in command]
-        script, *argv = command[is_script.index(True):]
-        ranks = hosts(2) if "-m" in command else [{}]
-        start = functools.partial(NewProcess, run_forked, Path(script).stem, argv, os.getcwd())
-        peers = [start(os.environ | rank, os.devnull) for rank in ranks[1:]]
-        super().__init__(run_forked, Path(script).stem, argv, os.getcwd(), os.environ | ranks[0], stdout.name)
-        self.peers = peers  # they end if nothing refers to them
-
-    def poll(self):
-        self.join(0)
-        return self.returncode
-
-    @property
-    def returncode(self):
-        return self.exitcode
+def run_parts(monkeypatch, parts, device="cpu"):
+    """Runs these parts; returns {name: result} and the exit code."""
+    monkeypatch.setattr(first_chip, "PARTS", parts)
+    with pytest.raises(SystemExit) as ended:
+        first_chip.main(configurator.configure(first_chip.Settings, [f"--device={device}", "--out_dir=out"]))
+    return json.loads(Path("out/results.json").read_text()), ended.value.code
 
 
-def run_forked(name, argv, folder, environment, log):
-    run_script(name, argv, folder, environment, open(log, "ab"))
-
-
-def rehearse(monkeypatch, device, names):
-    """Runs these parts of a rehearsal; returns {name: result}."""
-    list_parts = first_chip.list_parts
-    monkeypatch.setattr(
-        first_chip, "list_parts", lambda *args: {name: list_parts(*args)[name] for name in names})
-    monkeypatch.setattr(first_chip, "subprocess", SimpleNamespace(**vars(subprocess) | dict(Popen=Forked)))
-    first_chip.main(configurator.configure(first_chip.Settings, [f"--device={device}", "--out_dir=out"]))
-    assert os.listdir("..") == ["out"]  # it leaves nothing elsewhere
-    return json.loads(Path("results.json").read_text())["parts"]
-
-
-def test_a_rehearsal_on_the_cpu(monkeypatch, capsys):
-    names = first_chip.list_parts("cpu", is_rehearsal=True)
-    results = rehearse(monkeypatch, "cpu", names)
-    assert [*results] == [*names] and all(result["ok"] for result in results.values())
-    assert results["resumed from there"]["text"] == "the same bits"
-    step = re.search(r"stopped at step (\d+)", results["SIGTERM"]["text"]).group(1)
-    assert f"training from step {step} to 100" in results["resumed after it"]["text"]
-    assert results["sudoku"]["figures"]["replicas"] == 2
-    text = capsys.readouterr().out
-    assert "\n15.0 minutes left: parity" in f"\n{text}" and "2 x cpu" in text and "open an issue" in text
-    assert all(f"\n| {name} | " in text for name in names)
-
-
-@pytest.mark.xla
-def test_a_rehearsal_through_xla(monkeypatch):
-    for name, value in xla_environment(2).items():
-        monkeypatch.setenv(name, value)
-    names = ["losses of the CPU", "losses of one chip, float32", "losses of all chips, float32",
-             "sudoku"]
-    results = rehearse(monkeypatch, "xla", names)
-    assert all(result["ok"] for result in results.values())
-    figures = results["sudoku"]["figures"]
-    want = {"kind": "xla", "replicas": 2, "global_batch_size": 16, "xla/fallbacks": 0}
-    assert figures | want == figures
-    assert "2 x xla" in Path("results.md").read_text()
-    hardware = [json.loads(Path(run, "metrics.jsonl").read_text().partition("\n")[0])["run"]["hardware"]
-                for run in ("cpu", "one")]
-    assert hardware[0][0].startswith("1 x cpu") and hardware[1][0].startswith("1 x xla")
+@pytest.mark.parametrize("device, names", [
+    ("cpu", ["SIGTERM", "resumed after it", "sudoku"]),
+    pytest.param("xla", ["losses of the CPU", "losses of one chip, float32", "losses of all chips, float32"],
+                 marks=pytest.mark.xla)])
+def test_a_rehearsal(monkeypatch, device, names):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "2")
+    if device == "xla":
+        monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    parts = {name: first_chip.PARTS[name] for name in ["puzzles", *names]}
+    results, code = run_parts(monkeypatch, parts, device)
+    assert [*results] == [*parts] and not code
+    if device == "cpu":
+        step = re.search(r"stopped at step (\d+)", results["SIGTERM"]["result"])[1]
+        assert f"training from step {step} to 100" in Path("out/stopped/log.txt").read_text()
+        assert json.loads(results["sudoku"]["result"])["replicas"] == 2
+    else:
+        for run, replicas in ("one", 1), ("all", 2):
+            assert f"{replicas} x xla" in Path(f"out/{run}/log.txt").read_text()
 
 
 def test_a_part_that_fails_does_not_end_the_others(monkeypatch, capsys):
-    fail = "import sys; print('before |'); sys.exit('the reason')"
-    hang = "import time; print(1, flush=True); time.sleep(99)"
+    for run, loss in ("a", 2), ("b", 3):
+        Path(run).mkdir()
+        Path(run, "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "train/loss": %d}\n' % loss)
+    runs = f"{Path('a').resolve()} {Path('b').resolve()}"
     parts = {
-        "fails": first_chip.Part(9, f'-c "{fail}"', first_chip.judge_parity),
-        "hangs": first_chip.Part(0.5, f"-c '{hang}'", first_chip.judge_parity),
-        "is alone": first_chip.Part(9, "-c 0", functools.partial(first_chip.compare_losses, "a", "b", 1)),
-        "differs": first_chip.Part(9, "-c 0", lambda output: (False, "by 2", 2)),
-        "waits": first_chip.Part(9e9, "-c 0", first_chip.judge_parity),
-        "is right": first_chip.Part(9, "-c 0", lambda output: (True, "by 1", 1)),
+        "fails": (9, "echo 'before |'; echo the reason >&2; exit 5"),
+        "hangs": (0.5, "echo 1; sleep 99"),
+        "differs": (9, f"{{compare}} {runs} 0.3"),
+        "agrees": (9, f"{{compare}} {runs} 0.4"),
+        "waits": (9e9, "true"),
     }
-    monkeypatch.setattr(first_chip, "list_parts", lambda *args: parts)
     monkeypatch.setattr(first_chip, "BUSY_SECONDS", 0)
-    with pytest.raises(SystemExit, match="^1$"):
-        first_chip.main(configurator.configure(first_chip.Settings, ["--device=cpu", "--out_dir=out"]))
-    rows = Path("results.md").read_text().splitlines()[4:]
-    words = [r"before \\\| the reason", "no end after 2 s: 1 ", r"max\(\) arg is an empty",
-             r"\*\*failed\*\*: by 2", "left out: it needs ", r"\| by 1 \|"]
-    assert len(rows) == len(words) and all(map(re.search, words, rows))
+    results, code = run_parts(monkeypatch, parts)
+    assert [result["exit_code"] for result in results.values()] == [5, "none in time", 1, 0] and code
+    rows = Path("out/results.md").read_text().splitlines()[2:]
+    words = "code 5: before / the reason", "none in time: 1", "code 1: 1 losses within 3.3e-01", "| 1 losses"
+    assert len(rows) == len(words) and all(text in row for text, row in zip(words, rows))
+    assert "\n15.0 minutes left: waits\n    left out: it needs " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags, words", [
-    ([], "device must be one of cuda, xla, tpu, cpu, not ''"), (["--device=cpu", "--out_dir=."], "exists"),
-    (["--device=cpu", "--minutes=-1"], "minutes must be above 0")])
+    ([], "device must be one of cuda, xla, tpu, cpu, not ''"), (["--device=cpu", "--out_dir=."], "exists")])
 def test_wrong_input(flags, words):
     with pytest.raises(UserError, match=words):
         first_chip.main(configurator.configure(first_chip.Settings, flags))

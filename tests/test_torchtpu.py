@@ -146,6 +146,14 @@ def test_a_wrong_set_up_is_one_line(tpu, data, device, variables, words):
     assert not lines("out")
 
 
+def test_without_a_tpu_the_cpu_trains(tpu, data, monkeypatch):
+    """TorchTPU, which importing torch loads, would wait for a TPU at the first backward pass."""
+    for name in "TPU_LIBRARY_PATH", "TORCH_DEVICE_BACKEND_AUTOLOAD":
+        monkeypatch.delenv(name)
+    text = output(dict(PYTHONPATH=""), f"{ROOT}/train.py", *arguments(data, "out", "--max_steps=1"))
+    assert "AUTOLOAD=0" in text and curve("out")
+
+
 def test_a_replica_has_one_all_reduce(tpu, data):
     """Its gradients and statistics are summed by one operation inside the program."""
     code = f"""

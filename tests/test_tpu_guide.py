@@ -77,20 +77,25 @@ def test_the_notebook_continues_an_earlier_session(data, tmp_path, monkeypatch, 
         if words[0] == "cp":
             subprocess.run(words, check=True)
             return
+        if "-m" in words:  # TorchTPU's environment
+            assert words[-1].endswith("/torchtpu") or Path(ROOT, Path(words[-1]).name).exists()
+            return
         folder, script, arguments = re.search(rf"{copy}/(scripts/)?(\w+)\.py (.*)", command).groups()
         arguments = shlex.split(arguments)
-        outputs[script] = ""
+        scripts.append(script)
         if script == "prepare_sudoku":
             assert "--source=generate" in arguments
             prepare_sudoku.main(configure(prepare_sudoku.Settings, [*arguments, *DATA.split()]))
         elif script == "first_chip":  # it has a test of its own
-            configure(first_chip.Settings, arguments)
+            tested.append(configure(first_chip.Settings, arguments).device)
         elif script == "train":
-            outputs[script] = TrainProcess(arguments).output()
+            output.append(TrainProcess(arguments).output())
         elif script == "solve":
             solve.main(arguments)
 
-    outputs = {}
+    scripts = []
+    tested = []  # devices
+    output = []  # of train.py
     space = dict(shell=shell)
     for cell in code_cells("kaggle_tpu.ipynb"):
         # the folders, a puzzle of 4x4 cells, and at last the settings
@@ -98,8 +103,9 @@ def test_the_notebook_continues_an_earlier_session(data, tmp_path, monkeypatch, 
         cell = re.sub('puzzle = ".*"', 'puzzle = "1..............4"', cell)
         exec(cell, space)
         space["flags"] = shlex.join([*flags, "--max_steps=4"])
-    assert [*outputs] == ["first_chip", "prepare_sudoku", "train", "solve"]
-    assert "2 x xla" in outputs["train"] and "training from step 2 to 4" in outputs["train"]
+    assert scripts == ["first_chip", "first_chip", "prepare_sudoku", "train", "solve"]
+    assert tested == ["xla", "tpu"]
+    assert "2 x xla" in output[0] and "training from step 2 to 4" in output[0]
     assert [*curve("run")] == [1, 2, 3, 4] and Path("run").stat().st_mode & 0o200
     assert len(pyplot.get_fignums()) == 2
 
