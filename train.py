@@ -366,7 +366,6 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
         length = "max_steps" if settings.max_steps else "epochs"
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                    f"a higher {length} continues it")
-        step = start.step
         is_complete = True
     else:
         # say what the run is, and train

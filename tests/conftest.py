@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-# Three test files run at a time (pytest.ini): more threads than cores would slow all down many times.
+# Three test files run at a time (pyproject.toml): more threads than cores would slow all down many times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # XLA's CPU compiler takes most of the tests' time; the programs are small, and optimizing them does not pay.
 # Its older emitters write less code, and on one thread. The client of test_torchtpu.py has only new ones.

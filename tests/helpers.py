@@ -542,7 +542,7 @@ def serve_bucket(storage, **state):
 
 
 def new_emulator():
-    """Returns a gcp-storage-emulator with one bucket, in memory. It is not in requirements-gpu.txt."""
+    """Returns a gcp-storage-emulator with one bucket, in memory. It is not in requirements.txt."""
     from gcp_storage_emulator import server
     server._read_data = lambda handler, query: handler.body  # its own refuses empty files
     return server.create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
