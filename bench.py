@@ -53,6 +53,7 @@ def bench(settings, num_steps, device_type, knows_length, replica_batch_size=0):
     """
     # the device, and the examples of the config's run
     device = open_device(device_type, settings)
+    process.restart_watchdog(0)  # of the start of a new process
     settings = copy.copy(settings)  # replicas may be threads
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     train_set = data.load_split(settings.data_path, "train")
@@ -191,7 +192,7 @@ def evaluation_of(run):
 def find_or_make_dataset(path, folder, size=Settings.size):
     """Returns a dataset's folder and words for it; if it is missing, makes 1000 random puzzles in folder."""
     # a fork's own class may need no folder
-    if os.path.isdir(path) or data.Dataset.__module__ != "data":
+    if os.path.isdir(path) or issubclass(data.Dataset, data.Generated):
         return path, path
     # random tokens stand for questions and answers; 0 is padding
     cells = np.random.default_rng(0).integers(1, size + 2, (2, 1000, size * size), dtype=np.uint8)

@@ -309,7 +309,7 @@ def execute(path, names, settings, assigned):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Forks. What they replace stays replaced, so that a process runs the forks of one configure(), each once.
+# Forks. They cannot be undone, so only one configure() of a process may run them.
 
 def is_fork(tree):
     """Returns whether a config file is a fork; tree: the syntax tree of its text."""

@@ -307,6 +307,8 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
         try:
             stops = run.train_step(run.state, inputs, cycles)
         except KeyboardInterrupt:  # a request to stop dropped a step that takes long
+            if step > log.step:
+                finite_means(run, log, checkpoints, step)
             checkpoints.save(step, run, metrics)
             break
         step += 1
@@ -329,9 +331,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             continue
 
         # log
-        values = run.take_means(step - log.step)  # waits for the device
-        check_finite(checkpoints, f"loss or gradient not finite between steps {log.step + 1} and {step}",
-                     values["train/loss"], values["train/grad_norm"])
+        values = finite_means(run, log, checkpoints, step)  # waits for the device
         lr = optim.rates_at(settings, step - 1, total_steps)["lr"]
         metrics = log.train(step, total_steps, values, lr, run.flops_per_example(cycles))
 
@@ -341,6 +341,14 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             run.restart_sequences()
         log.restart_clock(step)
     return step
+
+
+def finite_means(run, log, checkpoints, step):
+    """Returns the means of the steps since the last line of the log, see take_means and check_finite."""
+    values = run.take_means(step - log.step)
+    check_finite(checkpoints, f"loss or gradient not finite between steps {log.step + 1} and {step}",
+                 values["train/loss"], values["train/grad_norm"])
+    return values
 
 
 def check_finite(checkpoints, what, *values):
@@ -389,7 +397,6 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
     # finish the upload, whose time limit is its own; a slice may be deleted once its run is complete
     restart_watchdog(0)
     is_uploaded = checkpoints.close(600 if is_complete else 15)
-    log.close()
     if not is_uploaded and not STOP.is_set():
         sys.exit(1)
     return is_uploaded and is_complete
@@ -495,7 +502,7 @@ class Run:
         self.state |= self.device.put({name: rank_0s[name] for name in names})
 
     def buffers(self):
-        """Returns {name: tensor} of what checkpoints hold and training does not change."""
+        """Returns the tensors that are saved but not trained, {name: tensor}."""
         trained = {*self.model.weights(), "puzzle_emb.weights"}
         return {name: t for name, t in self.model.state_dict().items() if name not in trained}
 
@@ -573,11 +580,10 @@ def replica(settings, device_type):
     log = Log(settings, device, start.step)
     device.report = functools.partial(log.within_step, 0)
     start.notes.insert(0, dtype_note)
-    with errors.reporting_full_memory(run):
+    with log, errors.reporting_full_memory(run):
         if settings.eval_only:
             log.header(trm, train_set, test_set, start.notes)
             is_complete = final_evaluation(run, test_set, log, None, start.step)
-            log.close()
         else:
             with checkpoint.Checkpoints(start, train_set, test_set, puzzles.score, log.print0) as checkpoints:
                 # from here on the run writes to out_dir
@@ -623,7 +629,7 @@ def how_to_continue(settings):
 
 
 def recipe(settings):
-    """Returns those of {name: value} that say what a run trains, and not where and how it runs."""
+    """Returns the settings, of {name: value}, that affect the result."""
     return {name: value for name, value in settings.items() if name not in RUN_SETTINGS}
 
 

@@ -335,7 +335,7 @@ def sigmoid(logits):
 
 
 def score(values):
-    """Returns the share of puzzles that ranks evaluations, of {"eval/...": number}.
+    """Returns the metric by which best.pt is chosen, of {"eval/...": number}.
 
     For ARC it is the share of tasks that are solved in two tries. For kinds with several right answers it is
     the share of answers that keep the rules, for other kinds the share of answers that equal their labels.

@@ -326,9 +326,7 @@ class Mirror:
         """
         # say so before what may take minutes
         self.say(f"uploading to {self.bucket.url}, for {seconds} s at most")
-        # the thread ends after this last copy; one that hangs ends with the process
-        self.is_closing = True
-        self.changed.set()
+        self.end()
         end = time.monotonic() + seconds
         while self.thread.is_alive() and time.monotonic() < end:
             self.thread.join(1)
@@ -338,6 +336,11 @@ class Mirror:
         if not is_complete:
             self.say(f"upload to {self.bucket.url} not complete; --init_from=auto uploads the rest")
         return is_complete
+
+    def end(self):
+        """Lets the thread end after a last copy; one that hangs ends with the process."""
+        self.is_closing = True
+        self.changed.set()
 
     def work(self):
         is_last = False

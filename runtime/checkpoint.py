@@ -95,7 +95,7 @@ def newest_whole(out_dir, say=lambda line: None, newer_than=""):
 
 @dataclass
 class Start:
-    """What a run begins with, the same on all ranks but for `saved` and `notes`, which rank 0 has."""
+    """What a run begins with, identical on all ranks; only rank 0 fills saved and notes."""
     device: object
     settings: object  # the run's: a checkpoint's where the command has assigned none
     path: str = ""  # the checkpoint with its weights; "": new weights
@@ -345,15 +345,15 @@ class Checkpoints:
         score: a function that ranks evaluations, {"eval/...": number}.
         say: a function for the lines of the log.
 
-    run_id: on rank 0 the same from a run's first start to its end, and W&B's id. Raises TransientError where
-    another process trains in out_dir, UserError where nothing can be written. Its block holds out_dir.
+    run_id: the run's id, kept across resumes and also used by W&B. The with block locks out_dir: it raises
+    TransientError where another process trains there, UserError where nothing can be written.
     """
 
     def __init__(self, start, train_set, test_set, score, say):
-        settings = self.settings = start.settings
-        device = self.device = start.device
-        self.out_dir = settings.out_dir
-        self.init_from = start.init_from
+        self.start = start
+        self.settings = start.settings
+        self.device = start.device
+        self.out_dir = start.settings.out_dir
         self.train_set = train_set
         self.test_set = test_set
         self.score = score
@@ -362,33 +362,43 @@ class Checkpoints:
         # one thread: checkpoints are written one after the other
         self.writer = ThreadPoolExecutor(1)
         self.writing = self.writer.submit(lambda: True)
-        # the operating system frees the lock of a process that was killed; the file stays
-        self.lock = None
         self.run_id = start.run_id or secrets.token_hex(4)
-        on_rank_0(device, self.take_folder)
-        # the score of best.pt, unless it is of steps that this run did not take
         self.best_score = -1.0
-        with suppress(Exception):  # there is none yet, or it is damaged, however
-            best = json.loads(Path(self.out_dir, "best.json").read_bytes())
-            if start.is_resume and best["step"] <= start.step:
-                self.best_score = float(self.score(best["metrics"]))
+        self.lock = None
         self.mirror = None
-        if device.rank == 0 and settings.gcs_dir:
-            from runtime.bucket import Bucket, Mirror
-            bucket = Bucket(settings.gcs_dir)  # a stop does not end its attempts
-            too_old = partial(outdated, keep_last_n=settings.keep_last_n)
-            self.mirror = Mirror(self.out_dir, bucket, self.newest, too_old, say)
 
     def __enter__(self):
+        try:
+            on_rank_0(self.device, self.take_folder)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error):
-        """Lets another run have out_dir: a notebook keeps this object with the last traceback."""
+        """Ends the threads, and lets another run have out_dir: a notebook keeps this object with an error."""
+        self.writer.shutdown()
+        if self.mirror:
+            self.mirror.end()
         if self.lock:
             self.lock.close()
 
     def take_folder(self):
-        """Locks out_dir, and reads or writes run.json. Rank 0."""
+        """Locks out_dir, reads or writes run.json, and begins to mirror the folder. Rank 0."""
+        self.lock_folder()
+        # the score of best.pt, unless it is of steps that this run did not take
+        with suppress(Exception):  # there is none yet, or it is damaged, however
+            best = json.loads(Path(self.out_dir, "best.json").read_bytes())
+            if self.start.is_resume and best["step"] <= self.start.step:
+                self.best_score = float(self.score(best["metrics"]))
+        if self.settings.gcs_dir:
+            from runtime.bucket import Bucket, Mirror
+            bucket = Bucket(self.settings.gcs_dir)  # a stop does not end its attempts
+            too_old = partial(outdated, keep_last_n=self.settings.keep_last_n)
+            self.mirror = Mirror(self.out_dir, bucket, self.newest, too_old, self.say)
+
+    def lock_folder(self):
+        # the operating system frees the lock of a process that was killed; the file stays
         path = f"{self.out_dir}/run.json"
         try:
             os.makedirs(self.out_dir, exist_ok=True)
@@ -421,7 +431,7 @@ class Checkpoints:
             sizes=run.model.sizes,
             forks=self.settings.forks,
             run_id=self.run_id,
-            settings=vars(self.settings) | dict(init_from=self.init_from),
+            settings=vars(self.settings) | dict(init_from=self.start.init_from),
             data_sha256=self.train_set.sha256,
             task=self.train_set.task,
             identifiers_sha256=self.train_set.identifiers_sha256,

@@ -111,6 +111,7 @@ class Device:
             self.torch_device = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(self.torch_device)
             self.name = torch.cuda.get_device_name(self.torch_device)
+        if self.compiles:
             # without Triton or a C compiler, "auto" trains without torch.compile: is_compiled() tells
             torch._dynamo.config.suppress_errors = settings.compile == "auto"
         if not (is_alone or dist.is_initialized()) and all(map(os.environ.get, TORCHRUN)):
@@ -126,6 +127,12 @@ class Device:
                     os._exit(3)
 
         threading.Thread(target=watch, daemon=True).start()
+        try:
+            self.init_process_group(settings)
+        finally:
+            has_joined.set()
+
+    def init_process_group(self, settings):
         wait_for_address(os.environ["MASTER_ADDR"])
         check_agent()
         backend = self.backend or ("nccl" if self.type == "cuda" else "gloo")
@@ -138,7 +145,6 @@ class Device:
             # A rank that meets wrong input leaves at once. If a peer has not connected by then, that
             # fails, and the peer ends with 1 instead of 2.
             self.all_gather(None)
-        has_joined.set()
 
     def choose_dtype(self, wanted):
         """Returns the forward_dtype to use instead of the wanted one, and a note for the log, or ""."""
@@ -369,8 +375,9 @@ def peak_flops(device):
 
 def is_compiled(device):
     """Returns True if a compiler made the steps that have run; with compile=auto, torch.compile may fail."""
-    has_compiled = device.type in ("xla", "tpu") or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    return device.compiles and has_compiled
+    if not device.compiles or device.type in ("xla", "tpu"):
+        return device.compiles
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def cast_weights(device, weights, dtype):

@@ -65,7 +65,7 @@ def check_choices(settings, choices):
 
 
 def check_values(values, batch_size):
-    """Raises UserError for the first of a SupervisionStep's values that is no number for each sequence."""
+    """Raises UserError for the first value of a SupervisionStep whose shape is not [batch_size]."""
     for name, value in values.items():
         if value.shape != (batch_size,):
             raise UserError(f"{name}, a term of the loss or a metric, must be a number for each sequence, "

@@ -237,7 +237,10 @@ class Log:
             note = f" (the surest figures and attempts count up to {attempts} attempts, the others the first)"
         self.print0(f"step {step} | evaluation{note}: {listed(values)}")
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
         """Ends W&B, which can hang: the watchdog then ends the process, whose checkpoints are complete."""
         if self.wandb:
             restart_watchdog(60)

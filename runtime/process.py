@@ -156,9 +156,9 @@ def contained():
     try:
         yield
     finally:
+        STOP.clear()
         restore()
         restart_watchdog(0)
-        STOP.clear()
         os.environ.clear()
         os.environ.update(environment)
 
@@ -221,9 +221,10 @@ def drop(number, frame):
 
 def drop_what_is_long():
     """Calls drop() on the main thread every second: the block may have begun just before the signal."""
+    time.sleep(1)
     while STOP.is_set():
-        time.sleep(1)
         _thread.interrupt_main(signal.SIGTERM)
+        time.sleep(1)
 
 
 class Watchdog:

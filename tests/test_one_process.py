@@ -19,10 +19,10 @@ def run(*flags):
     print(*flags, flush=True)
     try:
         train.main(configurator.configure(train.Settings, [*sys.argv[2:], *flags]))
-        print("complete")
+        print("end: complete")
     except BaseException as error:
         sys.last_value = error  # a notebook keeps the last error, and what its frames hold
-        print(repr(error))
+        print("end:", repr(error))
     assert look() == before
     try:
         os.kill(os.getpid(), signal.SIGINT)  # of another cell
@@ -45,7 +45,7 @@ def test_runs_of_one_process_leave_it_as_it_was(data):
     argv = [sys.executable, "-c", NOTEBOOK, ROOT, f"--data_path={data}", *TINY]
     done = subprocess.run([*argv, "--device=cpu"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    ends = [line for line in done.stdout.splitlines() if line == "complete" or line.endswith(")")]
+    ends = [line[5:] for line in done.stdout.splitlines() if line.startswith("end: ")]
     assert ends[0] == "complete" and "not finite" in ends[1]
     assert ends[2:] == ["SystemExit(3)", "complete", "complete"]
 

@@ -76,9 +76,24 @@ def test_an_average_that_is_not_finite_ends_the_run(data, monkeypatch, flag, wor
         return {name: w * math.inf for name, w in run.state["ema"].items()}, run.state["puzzle_emb"]
 
     monkeypatch.setattr(train.Run, "eval_weights", broken)
-    with pytest.raises(UserError, match=f"^loss not finite {words}: .* run/ckpt_00000004.pt$"):
+    with pytest.raises(UserError, match=f"^loss not finite {words}: .* run/ckpt_0000000[48].pt$"):
         run(data, "run", "--max_steps=8", "--checkpoint_interval=4", flag)
     assert not os.path.exists("run/best.pt")
+
+
+def test_a_stop_that_drops_a_step_saves_no_weights_that_are_not_finite(data, monkeypatch):
+    def step(run, state, inputs, cycles):
+        if next(steps) == 2:
+            raise KeyboardInterrupt
+        inputs["rates"]["lr"].fill_(math.nan)
+        return train_step(run, state, inputs, cycles)
+
+    steps = itertools.count()
+    train_step = train.train_step
+    monkeypatch.setattr(train, "train_step", step)
+    with pytest.raises(UserError, match="^loss or gradient not finite between steps 1 and 2: "):
+        run(data, "run", "--max_steps=8", "--log_interval=100")
+    assert not list(Path("run").glob("ckpt*"))
 
 
 def interrupted(source, out):
