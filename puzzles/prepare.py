@@ -90,7 +90,7 @@ def csv_rows(path, columns=("question", "answer")):
         is_wrong = any(names.count(name) != 1 for name in columns) or names.count("answer") > 1
         if is_wrong:
             shown = ", ".join(header)[:100]
-            raise UserError(f"{path}:1: must name the columns {wanted} once each: it has {shown!r}")
+            raise UserError(f"{path}:1: must name the columns {wanted} once each: it has {shown}")
 
         for fields in reader:
             # spreadsheets write empty fields behind a row, and rows of nothing else
