@@ -228,9 +228,8 @@ def test_weights_fit_the_datasets_of_their_kind_and_symbols():
     path = build("x", f"--train_csv={write('all.csv', *SUDOKUS)} --holdout=1 --kind=sudoku --symbols=.1234")
     dataset = Dataset(path, "train")
     check_task({"task": Sudoku.new_task(4)}, dataset, "a.pt")
-    for change in {"kind": "maze"}, {"symbols": " .1243"}:
-        with pytest.raises(UserError, match=f"a.pt was trained on puzzles with {[*change][0]}"):
-            check_task({"task": Sudoku.new_task(4) | change}, dataset, "a.pt")
+    with pytest.raises(UserError, match="a.pt was trained on puzzles with symbols"):
+        check_task({"task": Sudoku.new_task(4) | {"symbols": " .1243"}}, dataset, "a.pt")
 
 
 def test_the_copies_of_a_kind_are_made(kinds):
