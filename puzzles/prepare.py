@@ -307,9 +307,7 @@ def distinct(name, n, make, keys):
 def in_parallel(make):
     """Yields make(0), make(1), ...: the first results at once, the others from as many processes as cores."""
     yield from map(make, range(JOBS_ALONE))
-    # Ctrl-C, which reaches the processes of a pool too, is left to the one that ends them
-    pool = multiprocessing.get_context("spawn").Pool(None, signal.signal, (signal.SIGINT, signal.SIG_IGN))
-    with pool:
+    with multiprocessing.get_context("spawn").Pool(initializer=ignore_interrupts) as pool:
         processes = multiprocessing.active_children()
         results = pool.imap(make, itertools.count(JOBS_ALONE))
         # the pool would replace a process that was killed, and wait for its result forever
@@ -317,6 +315,11 @@ def in_parallel(make):
             with suppress(multiprocessing.TimeoutError):
                 yield results.next(timeout=1)
     raise TransientError("a process ended before its work was done; is the memory full?")
+
+
+def ignore_interrupts():
+    """Leaves Ctrl-C, which reaches the processes of a pool too, to the one that ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -168,12 +168,6 @@ def test_a_header_that_does_not_name_our_columns_once_is_told(header):
             prepare("x", script, train_csv="train.csv", test_csv="train.csv")
 
 
-def test_a_file_that_is_no_text_is_told():
-    Path("the file").write_bytes(b"PAR1\x15\x04\xff")
-    with pytest.raises(UserError, match="the file: is not UTF-8 text"):
-        prepare("x", prepare_csv, train_csv="the file", test_csv="the file")
-
-
 # Rules
 
 def test_the_command_that_trains_names_the_file_of_the_rules():
