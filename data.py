@@ -35,7 +35,7 @@ import numpy as np
 
 from puzzles import IGNORE_LABEL, task_of
 from runtime.errors import TransientError, UserError, writing
-from runtime.files import file_hash, locked, read_json, replacing
+from runtime.files import file_hash, locked, read_json
 
 ROOT = str(Path(__file__).parent)
 DATASET_FILE = r"(train|test)/(dataset\.json|all__\w+\.npy)|identifiers\.json"  # see writer.hashes_of
@@ -93,22 +93,23 @@ def local_dataset(path, stop=lambda: False):
     """
     if not path.startswith("gs://"):
         return path
+    from puzzles.writer import hashes_of, write_json
     from runtime.bucket import Bucket
     bucket = Bucket(path, stop)
     folder = f"data/{os.path.basename(bucket.url)}"
     with locked(folder):
-        content = bucket.read("manifest.json", check=json.loads)
-        if content is None:
+        manifest = bucket.read("manifest.json", json.loads)
+        if manifest is None:
             raise UserError(f"{path} has no manifest.json: upload the dataset with "
                             f"`gcloud storage rsync -r data/NAME {path}`")
-        hashes = json.loads(content).get("sha256")
+        hashes = manifest.get("sha256")
         if not hashes:
             raise UserError(f"{path}/manifest.json has no files with their hashes: upload the dataset again")
         # a name such as ../train.py would be written outside the folder
-        for name, sha256 in hashes.items():
-            if not re.fullmatch(DATASET_FILE, name) or not isinstance(sha256, str):
-                raise UserError(f"{path}/manifest.json names {name!r}, which is no file of a dataset, or has "
-                                "no hash: upload the dataset again")
+        for name in hashes:
+            if not re.fullmatch(DATASET_FILE, name):
+                raise UserError(f"{path}/manifest.json names {name!r}, which is no file of a dataset: upload "
+                                "the dataset again")
 
         # one that is here must be the same one
         if os.path.lexists(folder):
@@ -120,12 +121,15 @@ def local_dataset(path, stop=lambda: False):
         print(f"downloading {path}", flush=True)
         part = folder + ".part"
         shutil.rmtree(part, ignore_errors=True)
-        for name, sha256 in hashes.items():
-            if not bucket.download(name, f"{part}/{name}", sha256):
+        for name in hashes:
+            if not bucket.download(name, f"{part}/{name}"):
                 raise UserError(f"{path}/{name} is missing: upload the dataset again")
+        # they differ if somebody uploads another dataset meanwhile
+        if hashes_of(part) != hashes:
+            raise TransientError(f"{path} does not match its manifest.json: upload the dataset again if that "
+                                 "lasts")
         with writing(folder):
-            with replacing(f"{part}/manifest.json") as f:
-                f.write(content)
+            write_json(f"{part}/manifest.json", manifest)
             os.rename(part, folder)
         return folder
 

@@ -400,7 +400,7 @@ def save_file(settings, device, should_stop, name, content):
             f.write(content)
         if settings.gcs_dir and (device.rank or settings.eval_only):
             from runtime.bucket import Bucket
-            Bucket(settings.gcs_dir, should_stop).write(name, content)
+            Bucket(settings.gcs_dir, should_stop).write(name, path=path)
     except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
         to_stderr(f"{path}: not saved: {e}")
 

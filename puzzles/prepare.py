@@ -20,7 +20,7 @@ import requests
 
 from puzzles.symmetries import keys_of
 from puzzles.writer import new_dataset, write_split
-from runtime.bucket import RETRIED, try_again, without_password
+from runtime.bucket import RETRIED, try_again
 from runtime.errors import TransientError, UserError, check_choices, writing
 from runtime.files import Progress, locked, replacing
 
@@ -28,8 +28,7 @@ JOBS_ALONE = 8  # jobs that one process does before others start; starting takes
 JOBS_IN_VAIN = 32  # jobs in a row without a new puzzle, after which distinct() gives up
 ROWS = 16384  # rows that are made or judged at a time
 SEARCHED = 100_000  # most puzzles of a file to solve; hard ones take a minute or two
-BLOCK = 4096  # puzzles that are solved at a time
-LONGEST_PAUSE = 300  # seconds that a hub may ask for; it counts the requests of five minutes
+BLOCK = 4000  # puzzles that are solved at a time
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -85,13 +84,13 @@ def csv_rows(path, columns=("question", "answer")):
         is_tsv = path.lower().endswith((".tsv", ".tsv.gz"))
         reader = csv.reader(f, delimiter="\t" if is_tsv else ",")
         header = next(reader, columns)
-        names = column_names(header)
-        faults = [f"lacks {name}" for name in columns if name not in names]
+        titles = [title.strip().lower() for title in header]
+        names = [SYNONYMS.get(title, title) for title in titles]
         # a script that needs no answers may read them
-        faults += [f"has two columns for {name}" for name in (*columns, "answer") if names.count(name) > 1]
-        if faults:
-            shown = ", ".join(f"{title[:20]!r}" for title in header)
-            raise UserError(f"{path}:1: must name the columns {wanted}: it has {shown}, and {faults[0]}")
+        is_wrong = any(names.count(name) != 1 for name in columns) or names.count("answer") > 1
+        if is_wrong:
+            shown = ", ".join(header)[:100]
+            raise UserError(f"{path}:1: must name the columns {wanted} once each: it has {shown}")
 
         for fields in reader:
             # spreadsheets write empty fields behind a row, and rows of nothing else
@@ -108,17 +107,10 @@ def csv_rows(path, columns=("question", "answer")):
         raise UserError(f"{path}:2: no puzzle under the header")
 
 
-def column_names(header):
-    """Returns our names for the columns of a header, and the others in lower case."""
-    names = [name.strip().lower() for name in header]
-    return [SYNONYMS.get(name, name) for name in names]
-
-
-def distinct_rows(path, rows, several_answers=None):
+def distinct_rows(path, rows, several_answers=False):
     """Yields the first row of each question, as csv_rows does, and prints how many others there are.
 
-    Raises UserError for another answer to the same question, unless there may be several_answers; None: the
-    script does not have that setting.
+    Raises UserError for another answer to the same question, unless there may be several_answers.
     """
     answers = {}
     num_repeated = 0
@@ -130,8 +122,8 @@ def distinct_rows(path, rows, several_answers=None):
         elif answers[question] == row["answer"] or several_answers:
             num_repeated += 1
         else:
-            hint = "" if several_answers is None else " (see --several_answers)"
-            raise UserError(f"{path}:{line}: another answer to the same question stands above{hint}")
+            raise UserError(f"{path}:{line}: another answer to the same question stands above; "
+                            "prepare_csv.py --several_answers takes the first")
     if num_repeated:
         print(f"{path}: left out {num_repeated:,} rows whose question stands above")
 
@@ -159,41 +151,40 @@ def read_puzzles(path, rows, kind, ignored=""):
         kind: the puzzles' Kind.
         ignored: characters of answers for cells that do not count: there they become token 0.
 
-    Raises UserError with the first line that is wrong or whose answer breaks a rule, block by block.
+    Raises UserError with the first line that is wrong, or else whose answer breaks a rule.
     """
-    # what each text may have, and the token of each character
+    # the symbols that each text may have, and their tokens
     symbols = kind.symbols[1:]
-    allowed = {"question": symbols, "answer": symbols + ignored}
-    tokens = {symbol: token for token, symbol in enumerate(symbols, 1)}
-    tables = {
-        "question": str.maketrans(tokens),
-        "answer": str.maketrans(tokens | dict.fromkeys(ignored, 0)),
-    }
+    tokens = dict(zip(symbols, range(1, 256)))
+    texts = [
+        ("question", symbols, str.maketrans(tokens)),
+        ("answer", symbols + ignored, str.maketrans(tokens | dict.fromkeys(ignored, 0))),
+    ]
 
-    blocks = []
+    codes = bytearray()
+    lines = []
     progress = Progress(f"reading {path}")
-    while block := list(itertools.islice(rows, ROWS)):
-        codes = bytearray()
-        for line, row in block:
-            for name, characters in allowed.items():
-                kind.check_text(row[name], characters, f"{path}:{line}: the {name}")
-                codes += row[name].translate(tables[name]).encode("latin-1")
-        puzzles = np.frombuffer(codes, dtype=np.uint8).reshape(len(block), 2, -1)
-        puzzles = puzzles.swapaxes(0, 1)
-
-        # complete answers must keep the rules
-        judgement = kind.judge(*puzzles)
-        if judgement:
-            is_wrong = puzzles[1].all(axis=1) & ~judgement.solved
-            for i in np.flatnonzero(is_wrong):
-                line, _ = block[i]
-                raise UserError(f"{path}:{line}: {kind.verdict(*puzzles[:, i])} (read as a grid of "
-                                f"{kind.rows}x{kind.columns})")
-        blocks.append(puzzles)
-        progress.add(len(block))
-    if not blocks:
+    for line, row in rows:
+        lines.append(line)
+        for name, allowed, table in texts:
+            kind.check_text(row[name], allowed, f"{path}:{line}: the {name}")
+            codes += row[name].translate(table).encode("latin-1")
+        progress.add(1)
+    if not lines:
         raise UserError(f"{path}:2: no puzzle under the header, or none that is hard enough")
-    return np.concatenate(blocks, axis=1)
+    puzzles = np.frombuffer(codes, dtype=np.uint8).reshape(len(lines), 2, -1)
+    puzzles = np.ascontiguousarray(puzzles.swapaxes(0, 1))
+
+    # complete answers must keep the rules
+    for first in range(0, len(lines), ROWS):
+        questions, answers = puzzles[:, first:first + ROWS]
+        judgement = kind.judge(questions, answers)
+        if judgement:
+            is_wrong = answers.all(axis=1) & ~judgement.solved
+            for i in np.flatnonzero(is_wrong):
+                raise UserError(f"{path}:{lines[first + i]}: {kind.verdict(questions[i], answers[i])} (read "
+                                f"as a grid of {kind.rows}x{kind.columns})")
+    return puzzles
 
 
 def read_both(settings, paths, kind, rows_of):
@@ -238,7 +229,8 @@ def read_both(settings, paths, kind, rows_of):
 def draw_proper(path, kind, puzzles, order, num_wanted, num_searched):
     """Returns the first puzzles in an order that have one solution, and how many before them have several.
 
-    The puzzles keep the order of the file.
+    The puzzles keep the order of the file. If the search for a second solution takes too long, they count as
+    puzzles with one.
 
     Args:
         path: of the file, for the UserError if no puzzle has one solution.
@@ -246,37 +238,27 @@ def draw_proper(path, kind, puzzles, order, num_wanted, num_searched):
         puzzles: questions and answers, [2, n, cells].
         order: numbers of puzzles.
         num_wanted: how many puzzles to draw; 0: all.
-        num_searched: see have_one_solution.
+        num_searched: how many are searched for a second solution; the others count as puzzles with one.
     """
     num_wanted = num_wanted or len(order)
-    num_improper = 0
-    drawn = order[:0]
-    # for puzzles that are not proper, draw others
-    while len(drawn) < num_wanted and len(order):
-        candidates, order = np.split(order, [num_wanted - len(drawn)])
-        is_proper = have_one_solution(kind, puzzles[0, candidates], num_searched)
-        num_improper += int((~is_proper).sum())
-        drawn = np.append(drawn, candidates[is_proper])
-    if not len(drawn):
+    num_seen = 0
+    drawn = []
+    progress = Progress(f"counting solutions of {path}", min(num_wanted, num_searched))
+    while len(drawn) < num_wanted and num_seen < len(order):
+        # for puzzles that are not proper, draw others
+        candidates = order[num_seen:][:min(BLOCK, num_wanted - len(drawn))]
+        if num_seen < num_searched:
+            num_solutions = kind.num_solutions(puzzles[0, candidates])
+            drawn += candidates[np.abs(num_solutions) == 1].tolist()
+            progress.add(len(candidates))
+        else:
+            drawn += candidates.tolist()
+        num_seen += len(candidates)
+    if not drawn:
         raise UserError(f"{path}: no puzzle has one solution")
-    return puzzles[:, np.sort(drawn)], num_improper
-
-
-def have_one_solution(kind, questions, num_searched):
-    """Returns which questions [n, cells] have one solution, or need too long a search to tell.
-
-    Only the first `num_searched` are searched; the others count as proper.
-    """
-    searched = questions[:num_searched]
-    if 0 < len(searched) < len(questions):
-        print(f"only {len(searched):,} of {len(questions):,} puzzles are searched for a second solution")
-    is_proper = np.ones(len(questions), dtype=bool)
-    progress = Progress("counting solutions", len(searched))
-    for first in range(0, len(searched), BLOCK):
-        block = searched[first:first + BLOCK]
-        is_proper[first:first + len(block)] = np.abs(kind.num_solutions(block)) == 1
-        progress.add(len(block))
-    return is_proper
+    if 0 < num_searched < num_seen:
+        print(f"only {num_searched:,} of {num_seen:,} puzzles were searched for a second solution")
+    return puzzles[:, np.sort(drawn)], num_seen - len(drawn)
 
 
 def drop_test_puzzles(path, train, test, kind):
@@ -325,10 +307,7 @@ def distinct(name, n, make, keys):
 def in_parallel(make):
     """Yields make(0), make(1), ...: the first results at once, the others from as many processes as cores."""
     yield from map(make, range(JOBS_ALONE))
-    # a pool's semaphores are files in /dev/shm
-    with writing("/dev/shm"):
-        pool = multiprocessing.get_context("spawn").Pool(cores(), ignore_interrupts)
-    with pool:
+    with multiprocessing.get_context("spawn").Pool(initializer=ignore_interrupts) as pool:
         processes = multiprocessing.active_children()
         results = pool.imap(make, itertools.count(JOBS_ALONE))
         # the pool would replace a process that was killed, and wait for its result forever
@@ -343,73 +322,52 @@ def ignore_interrupts():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def cores():
-    """Returns the number of processor cores that this process may use; macOS counts all."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Downloads
 
 def csv_paths(settings, hub):
-    """Returns the paths of the files of training and test puzzles. A hub's files stay in data/downloads.
+    """Returns the paths of the files of training and test puzzles.
 
     hub: the dataset on Hugging Face that has the files for source=hub.
     """
     if settings.source == "csv":
         return settings.train_csv, settings.test_csv
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    paths = []
-    for name in ("train.csv", "test.csv"):
-        path = f"data/downloads/{os.path.basename(hub)}/{name}"
-        download(f"{endpoint.rstrip('/')}/datasets/{hub}/resolve/main/{name}", path)
-        paths.append(path)
-    return paths
+    return download(hub, "train.csv"), download(hub, "test.csv")
 
 
-def download(url, path):
-    """Downloads url of a hub to path unless path exists; one process of a host does, the others wait.
+def download(hub, name):
+    """Downloads a file of a dataset on Hugging Face to data/downloads, unless it is there; returns its path.
 
-    The hub gets the token HF_TOKEN. Other hosts, to which it redirects, do not: requests takes it away.
+    One process of a host does it, and the others wait. The hub gets the token HF_TOKEN. Other hosts, to which
+    it redirects, do not: requests takes it away.
     """
-    advice = "use files of your own with --source=csv"
-    label = without_password(url)
-    # the size is the file's, not a compressed copy's
-    headers = {"Accept-Encoding": "identity"}
-    # requests would show a token with line ends in its error, and refuse letters beyond Latin-1 in a string
-    token = "".join(os.environ.get("HF_TOKEN", "").split())
-    if token:
-        headers["Authorization"] = f"Bearer {token}".encode()
+    label = f"{hub}/{name}"
+    path = f"data/downloads/{os.path.basename(hub)}/{name}"
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    url = f"{endpoint.rstrip('/')}/datasets/{hub}/resolve/main/{name}"
+    token = os.environ.get("HF_TOKEN", "").strip()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def attempt():
         response = requests.get(url, headers=headers, stream=True, timeout=(10, 30))
-        status = response.status_code
-        cause = f"status {status}"
-        if status in (401, 403, 429) and not token:
-            cause += ", HF_TOKEN is not set"
-        if status in RETRIED:
-            pause = response.headers.get("Retry-After", "")
-            raise TransientError(cause, min(LONGEST_PAUSE, int(pause)) if pause.isdecimal() else 0)
-        if status >= 400:
-            raise UserError(f"{label} cannot be downloaded ({cause}): {advice}")
+        cause = f"status {response.status_code}"
+        if response.status_code in RETRIED:
+            raise TransientError(cause)
+        if response.status_code >= 400:
+            raise UserError(f"{label} cannot be downloaded ({cause}): set HF_TOKEN, or use files of your own "
+                            "with --source=csv")
 
         # each attempt gets the whole file
-        num_bytes = int(response.headers.get("Content-Length", 0))
-        progress = Progress(f"downloading {label}, bytes", num_bytes)
+        progress = Progress(f"downloading {label}, bytes")
         with writing(path), replacing(path) as f:
             for block in response.iter_content(1 << 15):
                 f.write(block)
                 progress.add(len(block))
 
     with locked(path):
-        if os.path.exists(path):
-            return
-        try:
-            try_again(attempt, label, 6)
-        except TransientError as e:
-            raise TransientError(f"{e}: run again, or {advice}") from None
+        if not os.path.exists(path):
+            try_again(attempt, label)
+    return path
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """HTTP that tries again, Google Cloud Storage over it, and the mirror of a run."""
 import functools
-import hashlib
-import io
 import json
 import os
 import re
@@ -10,18 +8,15 @@ import textwrap
 import threading
 import time
 import urllib.parse
-from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import requests
-from urllib3.exceptions import LocationValueError
 
 from runtime.errors import TransientError, UserError, writing
 from runtime.files import replacing, to_stderr
 
-# Another machine that resumes needs them.
-LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt", "run.json")
+ATTEMPTS = 9  # at each request; they take three minutes
 RETRIED = {408, 429, *range(500, 600)}  # statuses of a server that may answer later
 # A VM's metadata server, by number: looking up its name can hang outside Google Cloud.
 METADATA_TOKEN = "http://169.254.169.254/computeMetadata/v1/instance/service-accounts/default/token"
@@ -30,21 +25,20 @@ METADATA_TOKEN = "http://169.254.169.254/computeMetadata/v1/instance/service-acc
 # ---------------------------------------------------------------------------------------------------------
 # HTTP
 
-def try_again(attempt, label, attempts, stop=lambda: False):
-    """Calls attempt() until it succeeds, at most `attempts` times, and returns its result.
+def try_again(attempt, label, stop=lambda: False):
+    """Calls attempt() until it succeeds, at most ATTEMPTS times, and returns its result.
 
     Args:
         attempt: a function; after a TransientError or an error of requests it is called again.
         label: the beginning of the lines on stderr and of the last error.
-        attempts: the number of calls.
         stop: a function; if it returns true in a pause, SystemExit(3) is raised.
 
-    Raises TransientError if the last call fails, and UserError for an address that cannot be one.
+    Raises TransientError if the last call fails, and UserError for an address or a token that cannot be one.
     """
     cause = ""
-    for number in range(attempts):
-        # pause, as long as a server asks for; a stop takes effect after each second
-        seconds = max(backoff(number), getattr(cause, "seconds", 0))
+    for failures in range(ATTEMPTS):
+        # a stop takes effect after each second of a pause
+        seconds = backoff(failures)
         if seconds:
             to_stderr(f"{label}: {cause}; trying again in {seconds} s")
         for _ in range(seconds):
@@ -52,53 +46,23 @@ def try_again(attempt, label, attempts, stop=lambda: False):
                 raise SystemExit(3)
             time.sleep(1)
 
+        # an error of requests is told by its name: its text has the URL, which may hold a password
         try:
             return attempt()
         except TransientError as e:
             cause = e
-        except (requests.RequestException, LocationValueError) as e:
-            cause = network_error(e)
-            # these are ValueErrors too; what the environment says does not change
-            if isinstance(e, ValueError):
-                raise UserError(f"{label}: {cause}: correct the address of a server or proxy in the "
-                                "environment (STORAGE_EMULATOR_HOST, HF_ENDPOINT, HTTPS_PROXY, HTTP_PROXY)"
-                                ) from None
+        except ValueError as e:
+            raise UserError(f"{label}: {type(e).__name__}: correct the address of a server or proxy, or the "
+                            "token, in the environment (STORAGE_EMULATOR_HOST, HF_ENDPOINT, HTTPS_PROXY, "
+                            "HTTP_PROXY, HF_TOKEN, CLOUDSDK_AUTH_ACCESS_TOKEN)") from None
+        except requests.RequestException as e:
+            cause = type(e).__name__
     raise TransientError(f"{label}: {cause}")
-
-
-def until_stop(call, stop):
-    """Returns call(), or raises SystemExit(3) once stop() returns true: a server may answer byte by byte."""
-    future = Future()
-
-    def work():
-        try:
-            future.set_result(call())
-        except Exception as e:
-            future.set_exception(e)
-
-    # a thread that does not keep the process alive; what takes less than a second is not interrupted
-    threading.Thread(target=work, daemon=True).start()
-    while not wait([future], 1).done:
-        if stop():
-            raise SystemExit(3)
-    return future.result()
 
 
 def backoff(failures):
     """Returns the seconds to wait after 0, 1, 2, 3, ... failures: 0, 1, 2, 4, ..., 60."""
     return min(60, 2**failures // 2)
-
-
-def network_error(e):
-    """Returns the cause of a network error in words, without the URL, which may hold a secret."""
-    # requests wraps urllib3's error, which may name a reason; the words are at its end
-    cause = getattr(e.args[0], "reason", e.args[0])
-    return without_password(f"{type(e).__name__}: {str(cause).rpartition(': ')[2]}")
-
-
-def without_password(text):
-    """Returns a string without user:password@ in its URLs."""
-    return re.sub(r"//[^/\s]*@", "//", text)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -113,10 +77,8 @@ class Bucket:
 
     Args:
         url: gs://bucket/prefix.
-        stop: a function; if it returns true in a pause or a request, SystemExit(3) is raised.
+        stop: a function; if it returns true in a pause between attempts, SystemExit(3) is raised.
     """
-
-    attempts = 9  # at each request; they take three minutes
 
     # Seconds to connect or to send a block; and from the last block to the answer, since a slow network may
     # still hold 4 MB then.
@@ -145,29 +107,14 @@ class Bucket:
             self.write(".probe", b"probe")
             self.delete(".probe")
 
-    def write(self, name, content):
-        """Uploads bytes."""
-        # requests takes an empty file for one of unknown length
-        self._upload(name, functools.partial(io.BytesIO, content) if content else nullcontext)
-
-    def write_file(self, name, path):
-        """Uploads a file, which nobody changes meanwhile, without reading it as a whole."""
-        self._upload(name, functools.partial(open, path, "rb"))
-
-    def _upload(self, name, open_body):
+    def write(self, name, content=None, path=None):
+        """Uploads a few bytes, or the file at path, which may be large and which nobody changes meanwhile."""
         params = {"uploadType": "media", "name": self.prefix + name}
-        self._request("POST", name, self.uploads, check=json.loads, open_body=open_body, params=params)
+        self._request("POST", name, self.uploads, json.loads, params, content=content, path=path)
 
-    def download(self, name, path, sha256=None):
-        """Downloads an object, if it exists, to path, atomically. Returns whether it exists.
-
-        sha256: the hash of its content, if it is known; an object without it is downloaded again.
-        """
-        def check(content):
-            if sha256 not in (None, hashlib.sha256(content).hexdigest()):
-                raise ValueError("it does not match its SHA-256; upload it again if that lasts")
-
-        content = self.read(name, check)
+    def download(self, name, path):
+        """Downloads an object, if it exists, to path, atomically. Returns whether it exists."""
+        content = self.read(name)
         if content is None:
             return False
         with writing(path):
@@ -176,66 +123,63 @@ class Bucket:
                 f.write(content)
         return True
 
-    def read(self, name, check=bytes):
-        """Returns the bytes of an object, or None if there is none.
+    def read(self, name, parse=bytes):
+        """Returns the content of an object, or None if there is none.
 
-        check: a function of the bytes; if it raises a ValueError, the object is read again.
+        parse: a function that makes the result of the bytes; if it raises a ValueError, they are read again.
         """
-        return self._request("GET", name, may_lack=True, check=check, params={"alt": "media"})
+        return self._request("GET", name, parse=parse, params={"alt": "media"})
 
     def delete(self, name):
         """Deletes an object if it exists."""
-        self._request("DELETE", name, may_lack=True)
+        self._request("DELETE", name)
 
     def list(self, page_token=None):
         """Returns the names of all objects under the prefix, from the page of a token on."""
         params = {"prefix": self.prefix, "fields": "nextPageToken,items(name)", "pageToken": page_token}
-        page = json.loads(self._request("GET", "", self.objects, check=json.loads, params=params))
+        page = self._request("GET", "", self.objects, json.loads, params)
         names = [item["name"].removeprefix(self.prefix) for item in page.get("items", [])]
         # a page has at most 1000 objects
         if "nextPageToken" in page:
             names += self.list(page["nextPageToken"])
         return names
 
-    def _request(self, method, name, url="", may_lack=False, check=bytes, open_body=nullcontext, **options):
-        """Returns the answer's bytes, or None for an object that the bucket may lack and does lack.
+    def _request(self, method, name, endpoint=None, parse=bytes, params=None, content=None, path=None):
+        """Returns what the answer says, or None for an object that the bucket lacks.
 
         Args:
             method: of HTTP.
             name: of the object.
-            url: if it is not the object's.
-            may_lack: without it the lack of an object is an error.
-            check: a function of the answer's bytes; after a ValueError the request is tried again.
-            open_body: a function that opens a binary file to send, as a context.
-            options: of requests.request.
+            endpoint: the URL, if it is not the object's.
+            parse: a function that makes the result of the answer's bytes; after a ValueError the request is
+                tried again.
+            params: of the URL.
+            content, path: bytes or a file to send.
 
         Raises UserError or TransientError.
         """
         label = f"{self.url}/{name}"
-        url = url or f"{self.objects}/{urllib.parse.quote(self.prefix + name, safe='')}"
-
-        def send():
-            # requests sends a file in blocks, each with the first time limit; bytes would have one for all
-            with open_body() as body:
-                return requests.request(method, url, data=body, timeout=self.timeout, auth=authorize,
-                                        allow_redirects=False, **options)
+        url = endpoint or f"{self.objects}/{urllib.parse.quote(self.prefix + name, safe='')}"
 
         def attempt():
-            response = send()
             # a token can be withdrawn before it expires: one more request, with a new one
-            if response.status_code == 401:
+            for _ in range(2):
+                # requests sends a file in blocks, each with the first time limit; bytes have one for all
+                with open(path, "rb") if path else nullcontext(content) as body:
+                    response = requests.request(method, url, params=params, data=body, auth=authorize,
+                                                timeout=self.timeout, allow_redirects=False)
+                if response.status_code != 401:
+                    break
                 access_token.cache_clear()
-                response = send()
+
             status = response.status_code
-            if status == 404 and may_lack:
-                return None
             if status in (200, 204):
                 try:
-                    check(response.content)
+                    return parse(response.content)
                 except ValueError as e:
                     raise TransientError(f"not the answer of a bucket, or damaged: {e}") from None
-                return response.content
-
+            if status == 404 and not endpoint:
+                return None
             # a refusal is the user's error, unless the server may answer later
             message = textwrap.shorten(re.sub(r"Bearer \S+", "***", f"status {status} {response.text}"), 300)
             if status in RETRIED:
@@ -244,7 +188,7 @@ class Bucket:
                             "Storage Object Admin in a bucket without a retention policy, and a VM the scope "
                             "cloud-platform")
 
-        return try_again(lambda: until_stop(attempt, self.stop), label, self.attempts, self.stop)
+        return try_again(attempt, label, self.stop)
 
 
 def authorize(request):
@@ -258,28 +202,23 @@ def authorize(request):
 @functools.lru_cache(1)
 def access_token(period):
     """Returns an OAuth token: CLOUDSDK_AUTH_ACCESS_TOKEN, or a VM's, or gcloud's. Asks once in a period."""
-    given = os.environ.get("CLOUDSDK_AUTH_ACCESS_TOKEN")
-    text = given
+    token = os.environ.get("CLOUDSDK_AUTH_ACCESS_TOKEN")
 
     # a VM has one, which is asked for without a proxy: that does not lead to the machine's own metadata
-    if not text:
+    if not token:
         options = dict(headers={"Metadata-Flavor": "Google"}, proxies={"http": ""}, timeout=3)
-        with suppress(requests.RequestException, KeyError, TypeError):
-            text = requests.get(METADATA_TOKEN, **options).json()["access_token"]
+        with suppress(requests.RequestException, KeyError):
+            token = requests.get(METADATA_TOKEN, **options).json()["access_token"]
 
     # outside Google Cloud gcloud has one; it prints nothing if it fails
-    if not text:
+    if not token:
+        command = ["gcloud", "auth", "print-access-token"]
         with suppress(OSError, subprocess.SubprocessError):
-            text = subprocess.run(["gcloud", "auth", "print-access-token"], input="", capture_output=True,
-                                  text=True, errors="replace", timeout=15).stdout
-
-    # a token is a word of ASCII; warnings may come before it
-    words = text.split() if isinstance(text, str) else []
-    if not words or not re.fullmatch("[!-~]+", words[-1]):
-        error = UserError if given else TransientError
-        raise error("no Google credentials: run `gcloud auth login`, or give the VM a service account and "
-                    "the scope cloud-platform, or set CLOUDSDK_AUTH_ACCESS_TOKEN to a token")
-    return words[-1]
+            token = subprocess.run(command, input="", capture_output=True, text=True, timeout=15).stdout
+    if not token:
+        raise TransientError("no Google credentials: run `gcloud auth login`, or give the VM a service "
+                             "account and the scope cloud-platform, or set CLOUDSDK_AUTH_ACCESS_TOKEN")
+    return token.strip()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -306,7 +245,7 @@ class Mirror:
         self.newest = newest
         self.outdated = outdated
         self.say = say
-        self.copied = {}  # {name of a file: its version in the bucket}
+        self.copied = set()  # versions of files that the bucket has had
         self.error = None  # of the last copy
         self.is_closing = False
         # the thread sleeps until there is something to copy, and does not keep the process alive
@@ -366,27 +305,29 @@ class Mirror:
             # read the .json first, which proves the .pt complete: both may be deleted during the upload
             description = Path(f"{self.folder}/{newest}.json").read_bytes()
             self.copy_file(newest + ".pt")
-            # a machine that resumes from it repeats none of this; best.pt comes before its line in the log
-            for name in LOGS:
-                with suppress(FileNotFoundError):
-                    self.copy_file(name)
+            # a machine that resumes from it needs them
+            self.copy_others()
             self.bucket.write(newest + ".json", description)
         for name in self.outdated(self.bucket.list(), newest):
             self.bucket.delete(name)
-        # copy the other files, best.pt before best.json, which has its hash
+        self.copy_others()
+
+    def copy_others(self):
+        """Copies the files that are no numbered checkpoints, best.pt before best.json, which has its hash."""
         for name in sorted(os.listdir(self.folder), reverse=True):
-            if re.fullmatch(r"(best|metrics|log|submission|eval_.*)\.(pt|json|jsonl|txt|npz)", name):
+            if re.fullmatch(r"(best|metrics|log|run|submission|eval_.*)\.(pt|json|jsonl|txt|npz)", name):
                 self.copy_file(name)
 
     def copy_file(self, name):
         """Copies a file, unless the bucket has it as it is."""
         path = f"{self.folder}/{name}"
         stat = os.stat(path)
-        version = stat.st_mtime_ns, stat.st_size  # the size too: two appends can share one mtime
-        if self.copied.get(name) != version:
-            # a checkpoint is written once, and may be larger than the free memory; a log grows meanwhile
-            if name.endswith(".pt"):
-                self.bucket.write_file(name, path)
-            else:
-                self.bucket.write(name, Path(path).read_bytes())
-            self.copied[name] = version
+        version = (name, stat.st_mtime_ns, stat.st_size)  # the size too: two appends can share one mtime
+        if version in self.copied:
+            return
+        # a log grows meanwhile; the others are written once, and may be larger than the free memory
+        if name.endswith((".txt", ".jsonl")):
+            self.bucket.write(name, Path(path).read_bytes())
+        else:
+            self.bucket.write(name, path=path)
+        self.copied.add(version)

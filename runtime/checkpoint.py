@@ -31,6 +31,9 @@ from runtime.saved import (
     read_checkpoint,
 )
 
+# Another machine that resumes needs them.
+LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt", "run.json")
+
 # ---------------------------------------------------------------------------------------------------------
 # Names of checkpoints
 
@@ -283,11 +286,10 @@ def refuse_run(flag, names):
 
 def pull(bucket, out_dir):
     """Brings the newest whole checkpoint of the bucket, and its logs, to out_dir, unless that has it."""
-    from runtime.bucket import LOGS
     # both must be of the same run
-    content = bucket.read("run.json", check=json.loads)
-    if content is not None and os.path.exists(f"{out_dir}/run.json"):
-        if read_json(f"{out_dir}/run.json") != json.loads(content):
+    run = bucket.read("run.json", json.loads)
+    if run is not None and os.path.exists(f"{out_dir}/run.json"):
+        if read_json(f"{out_dir}/run.json") != run:
             raise UserError(f"{out_dir} and {bucket.url} hold two different runs: choose another; to move a "
                             "run, copy its files to an empty one")
     for name in numbered(bucket.list()):

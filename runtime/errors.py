@@ -7,14 +7,7 @@ class UserError(Exception):
 
 
 class TransientError(Exception):
-    """A network or a server failed, and may work later: one line. The exit code is 1.
-
-    seconds: the least pause before another attempt.
-    """
-
-    def __init__(self, text, seconds=0):
-        super().__init__(text)
-        self.seconds = seconds
+    """A network or a server failed, and may work later: one line. The exit code is 1."""
 
 
 @contextmanager

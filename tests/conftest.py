@@ -197,10 +197,9 @@ def pyplot(monkeypatch):
 @pytest.fixture
 def hub(monkeypatch, at_once):
     """A local server instead of the hub, and no waits between attempts."""
-    server = helpers.Server(helpers.Hub, files={}, faults={}, log=[], content_type="text/csv")
-    monkeypatch.setenv("HF_ENDPOINT", server.url + "/")
-    yield server
-    server.server_close()
+    with helpers.Server(helpers.Hub) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url + "/")
+        yield server
 
 
 @pytest.fixture

@@ -423,7 +423,7 @@ class Server(http.server.ThreadingHTTPServer):
     block_on_close = False
 
     def __init__(self, handler, **state):
-        vars(self).update(state)
+        vars(self).update(dict(files={}, faults={}, log=[], tokens=[], cdn="") | state)
         super().__init__(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, args=[0.02], daemon=True).start()
@@ -437,9 +437,10 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves server.files; each request takes the next fault of server.faults[path]. server.log: paths.
+    """Serves server.files; each request takes the next fault of server.faults[path].
 
-    A fault is a status, or "break": the connection breaks half-way.
+    A fault is a status, where 302 leads to the same path at server.cdn; or "break": the connection breaks
+    half-way. server.log: the paths of the requests. server.tokens: what they were sent with.
     """
 
     protocol_version = "HTTP/1.1"
@@ -447,11 +448,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         server = self.server
         server.log.append(self.path)
+        server.tokens.append(self.headers["Authorization"])
         body = server.files.get(self.path, b"")
         fault = server.faults[self.path].pop(0) if server.faults.get(self.path) else None
         self.send_response(fault if isinstance(fault, int) else 200 if body else 404)
-        self.send_header("Location", f"/cdn{self.path}")
-        self.send_header("Content-Type", server.content_type)
+        self.send_header("Location", server.cdn + self.path)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.close_connection = fault == "break"
@@ -466,8 +467,7 @@ class Front(http.server.BaseHTTPRequestHandler):
 
     Kinds of requests: insert (an upload), media (a download), list, DELETE. server.log has the kind of each.
     A fault is a status; a function, which is called before the request takes effect; "stall" or "slow": the
-    answer comes late; "short": the connection breaks before the end of the answer; "flip": the first byte of
-    its body is another one; "drip": it comes byte by byte, ten a second.
+    answer comes late; "short": the connection breaks before the end of the answer.
     """
 
     def do(self):
@@ -496,15 +496,7 @@ class Front(http.server.BaseHTTPRequestHandler):
         with server.lock:
             self.answer(fault)
         answer = self.wfile.getvalue()
-        if fault == "flip":
-            head, separator, body = answer.partition(b"\r\n\r\n")
-            answer = head + separator + bytes([body[0] ^ 1]) + body[1:]
-        if fault == "drip":
-            for byte in answer:
-                connection.write(bytes([byte]))
-                time.sleep(0.1)
-        else:
-            connection.write(answer[:-1] if fault == "short" else answer)
+        connection.write(answer[:-1] if fault == "short" else answer)
 
     do_GET = do_POST = do_DELETE = do
 

@@ -91,28 +91,21 @@ def test_copies_are_symmetric_and_never_test_puzzles():
     assert keys[::16] == keys[5::16] == keys[15::16] and (pairs[::16] != pairs[5::16]).any()
 
 
-def test_cells_whose_answer_is_ignored_do_not_count():
-    path = write("all.csv", *[row[:10] + "?" + row[11:] for row in random_rows(30)])
-    test = Dataset(build("x", f"--train_csv={path} --holdout=9 --ignored=?"), "test")
-    assert test.task["symbols"] == "_.123" and ((test.labels == 0) == (np.arange(9) == 0)).all()
-
-    # the character may be the empty cell of questions
-    path = write("dots.csv", *[row[:10] + "." + row[11:] for row in random_rows(30)])
-    test = Dataset(build("y", f"--train_csv={path} --holdout=9 --ignored=."), "test")
-    assert ((test.labels == 0) == (np.arange(9) == 0)).all() and (test.inputs > 0).all()
+@pytest.mark.parametrize("sign", ["?", "."])  # the character may be the empty cell of questions
+def test_cells_whose_answer_is_ignored_do_not_count(sign):
+    path = write("all.csv", *[row[:10] + sign + row[11:] for row in random_rows(30)])
+    test = Dataset(build("x", f"--train_csv={path} --holdout=9 --ignored={sign}"), "test")
+    assert test.task["symbols"] == "_.123" and (test.inputs > 0).all()
+    assert ((test.labels == 0) == (np.arange(9) == 0)).all()
 
 
 def test_white_space_is_no_cell_unless_it_is_a_symbol():
     """Cells that stand apart, and rows in lines: 5x5 cells have 49 characters, as 7x7 have."""
-    rows = [row.split(",") for row in random_rows(9, 25)]
-    apart = []
-    for row in rows:
-        fields = ["\n".join(" ".join(cells[i:i + 5]) for i in range(0, 25, 5)) for cells in row]
-        apart.append('"{}","{}"'.format(*fields))
-    path = write("all.csv", *apart)
-    folder = build("x", f"--train_csv={path} --holdout=3")
-    test = rows_of(folder, "test")
-    assert len(test) == 3 and {*test, *rows_of(folder, "train")} == set(map(",".join, rows))
+    apart = ["\n".join([" ".join(symbol * 5)] * 5) for symbol in "123"]
+    path = write("all.csv", *[f'"{text}","{text}"' for text in apart])
+    folder = build("x", f"--train_csv={path} --holdout=1")
+    rows = {*rows_of(folder, "test"), *rows_of(folder, "train")}
+    assert rows == {f"{symbol * 25},{symbol * 25}" for symbol in "123"}
 
     path = write("spaces.csv", "1 2 ,1122", " 11 ,2112", "2  1,2211")
     flags = [f"--train_csv={path}", "--holdout=1", "--symbols= 12", "--output_dir=y"]
@@ -132,15 +125,6 @@ def test_the_end_of_its_name_says_what_separates_a_files_columns(path, separator
     assert sorted(rows_of(folder, "train") + rows_of(folder, "test")) == sorted(rows)
 
 
-def test_a_pipe_is_read_like_a_file():
-    rows = random_rows(9)
-    end, other_end = os.pipe()
-    os.write(other_end, Path(write("all.csv", *rows)).read_bytes())
-    os.close(other_end)
-    folder = build("x", f"--train_csv=/dev/fd/{end} --holdout=3")
-    assert sorted(rows_of(folder, "train") + rows_of(folder, "test")) == sorted(rows)
-
-
 # Wrong input
 
 GOOD = "1...,1234\n2...,2143\n"
@@ -151,17 +135,15 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
     (GOOD + "1x..,1234", "--symbols=.1234", "train.csv:4: the question has 'x' in row 1, column 2: must be"),
     (GOOD + "1...,1243", "", "train.csv:4.* another answer .*--several_answers"),
     (GOOD + "123,1234\n3...,3412", "", r"train.csv:4: the question has 3 cells, not 2x2 \(did a spreadsheet"),
-    ("123,1234\n" + GOOD, "", "train.csv:2: the question has 3 cells, not 2x2"),
     ("1.34E+81,2143\n" + GOOD, "", r"train.csv:2: the question has 8 cells, not 2x2 \(did a spreadsheet"),
     (GOOD, "--holdout=2", "holdout=2 leaves none of the 2 puzzles in .*train.csv"),
     (GOOD + "1...,1234,5", "", "train.csv:4: must have question, answer"),
     (GOOD, "--grid=2x3", "train.csv:2: the question has 4 cells, not 2x3"),
     (GOOD, "--grid=4", "grid=4: must be like 6x6"),
-    (GOOD, "--grid=1x4 --dihedral", r"grid \[1, 4\]: must be square for the symmetry dihedral"),
     (MANY, "", "256 symbols.* 1 to 255"),
     (GOOD, "--holdout=0 --test_csv={path}", "train.csv: no puzzle is left: each is in the test set"),
     (GOOD, "--holdout=0", "either --test_csv=FILE or --holdout=N"),
-    (GOOD, "--kind=sudoku", "do not fit kind sudoku"),
+    (GOOD, "--kind=sudoku", r"do not fit kind sudoku, whose are \[2, 2\]"),
     (GOOD, "--permute_symbols=1-4", r"permute_symbols='1-4': must be symbols of \['\.', '1', .*, each once"),
 ])
 def test_wrong_input_is_one_line_and_leaves_nothing(rows, flags, message):
@@ -171,34 +153,19 @@ def test_wrong_input_is_one_line_and_leaves_nothing(rows, flags, message):
     assert not list(Path().glob("x*/"))
 
 
-@pytest.mark.parametrize("header", ["Board,answer,x", "1...,1234"])
-def test_a_header_without_our_columns_is_told(header):
-    path = Path("train.csv")
-    path.write_text(f"{header}\n{GOOD}")
-    names = ", ".join(map(repr, header.split(",")))
-    words = f"train.csv:1: must name the columns question, answer: it has {names}, and lacks question"
-    with pytest.raises(UserError, match=re.escape(words)):
-        build("x", f"--train_csv={path} --holdout=1")
-
-
 @pytest.mark.parametrize("header", [
-    "question,question,answer", "Answer,question,answer", "quiz,Puzzle,solved"])
-def test_a_column_that_stands_twice_is_named(header):
-    """Whatever its two names are."""
-    Path("train.csv").write_text(f"{header}\n1...,2143,1234\n")
-    name = "answer" if "Answer" in header else "question"
+    "Board,answer,x",  # a name that is not ours
+    "1...,1234",  # no header
+    "question,question,answer", "Answer,question,answer", "quiz,Puzzle,solved",  # a column twice
+    '{"question": "1..."}',  # no CSV
+])
+def test_a_header_that_does_not_name_our_columns_once_is_told(header):
+    Path("train.csv").write_text(f"{header}\n{GOOD}")
+    shown = header.replace(",", ", ")
+    words = f"train.csv:1: must name the columns question, answer once each: it has {shown}"
     for script in prepare_csv, prepare_sudoku:
-        with pytest.raises(UserError, match=f"train.csv:1: .*, and has two columns for {name}"):
+        with pytest.raises(UserError, match=re.escape(words)):
             prepare("x", script, train_csv="train.csv", test_csv="train.csv")
-
-
-@pytest.mark.parametrize("content, words", [
-    (b"PAR1\x15\x04\xff", "is not UTF-8 text"),
-    (b'{"question": "1...", "answer": "1234"}', "lacks question")])
-def test_a_file_that_is_no_csv_is_told(content, words):
-    Path("the file").write_bytes(content)
-    with pytest.raises(UserError, match=f"the file:.* {words}"):
-        prepare("x", prepare_csv, train_csv="the file", test_csv="the file")
 
 
 # Rules
@@ -255,9 +222,8 @@ def test_weights_fit_the_datasets_of_their_kind_and_symbols():
     path = build("x", f"--train_csv={write('all.csv', *SUDOKUS)} --holdout=1 --kind=sudoku --symbols=.1234")
     dataset = Dataset(path, "train")
     check_task({"task": Sudoku.new_task(4)}, dataset, "a.pt")
-    for change in {"kind": "maze"}, {"symbols": " .1243"}:
-        with pytest.raises(UserError, match=f"a.pt was trained on puzzles with {[*change][0]}"):
-            check_task({"task": Sudoku.new_task(4) | change}, dataset, "a.pt")
+    with pytest.raises(UserError, match="a.pt was trained on puzzles with symbols"):
+        check_task({"task": Sudoku.new_task(4) | {"symbols": " .1243"}}, dataset, "a.pt")
 
 
 def test_the_copies_of_a_kind_are_made(kinds):
@@ -278,11 +244,6 @@ def test_a_kind_with_several_answers_needs_rules(kinds):
     kinds["mine"] = Mine
     with pytest.raises(UserError, match="kind mine: questions with several right answers need a judge"):
         kind_of({"kind": "mine", "grid": [1, 2], "symbols": "_.1"})
-
-
-def test_a_task_that_does_not_fit_its_kind_is_told_which_would():
-    with pytest.raises(UserError, match=r"do not fit kind sudoku, whose are \[4, 4\] and ' \.1234'"):
-        kind_of({"kind": "sudoku", "grid": [4, 4], "symbols": "_.1243"})
 
 
 CHECKED = "12312231233123112312"  # each cell's number is its diagonal's

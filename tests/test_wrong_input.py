@@ -182,7 +182,7 @@ SUDOKU = {
     # training files beside a good test file
     CSV + "--train_csv=empty.csv": "empty.csv:2 | no puzzle",
     CSV + "--train_csv=columns.csv":
-        "columns.csv:1 | question, answer | 'source', 'question', 'rating' | lacks answer",
+        "columns.csv:1 | question, answer once each: it has source, question, rating",
     CSV + "--train_csv=good.csv": "good.csv | no puzzle is left | test set",
     CSV + "--train_csv=nowhere.csv": "nowhere.csv | No such file",
     CSV + "--train_csv=data": "data | Is a directory",
