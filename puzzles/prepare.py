@@ -304,10 +304,17 @@ def distinct(name, n, make, keys):
         progress.add(num_new)
 
 
+def cores():
+    """Returns the number of processor cores that this process may use; macOS counts all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
 def in_parallel(make):
     """Yields make(0), make(1), ...: the first results at once, the others from as many processes as cores."""
     yield from map(make, range(JOBS_ALONE))
-    with multiprocessing.get_context("spawn").Pool(initializer=ignore_interrupts) as pool:
+    with multiprocessing.get_context("spawn").Pool(cores(), ignore_interrupts) as pool:
         processes = multiprocessing.active_children()
         results = pool.imap(make, itertools.count(JOBS_ALONE))
         # the pool would replace a process that was killed, and wait for its result forever

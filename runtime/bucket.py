@@ -8,6 +8,7 @@ import textwrap
 import threading
 import time
 import urllib.parse
+from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -58,6 +59,24 @@ def try_again(attempt, label, stop=lambda: False):
         except requests.RequestException as e:
             cause = type(e).__name__
     raise TransientError(f"{label}: {cause}")
+
+
+def until_stop(call, stop):
+    """Returns call(), or raises SystemExit(3) once stop() returns true: a large file takes minutes."""
+    future = Future()
+
+    def work():
+        try:
+            future.set_result(call())
+        except Exception as e:
+            future.set_exception(e)
+
+    # a thread that does not keep the process alive; what takes less than a second is not interrupted
+    threading.Thread(target=work, daemon=True).start()
+    while not wait([future], 1).done:
+        if stop():
+            raise SystemExit(3)
+    return future.result()
 
 
 def backoff(failures):
@@ -188,7 +207,7 @@ class Bucket:
                             "Storage Object Admin in a bucket without a retention policy, and a VM the scope "
                             "cloud-platform")
 
-        return try_again(attempt, label, self.stop)
+        return try_again(lambda: until_stop(attempt, self.stop), label, self.stop)
 
 
 def authorize(request):

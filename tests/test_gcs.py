@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -63,6 +64,14 @@ def test_a_bucket_in_which_nothing_can_be_replaced_is_named_before_a_run(bucket,
     front.denied = ("DELETE",)
     with pytest.raises(UserError, match="^gs://bucket/run/.probe: status 403 .* without a retention policy"):
         bucket.check(write=True)
+
+
+def test_a_stop_ends_a_request_that_takes_long(front):
+    front.script = [partial(time.sleep, 4)]
+    began = time.monotonic()
+    with pytest.raises(SystemExit):
+        Bucket("gs://bucket/run", lambda: True).read("a")
+    assert time.monotonic() - began < 3
 
 
 def test_list_read_delete(bucket):

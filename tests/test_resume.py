@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import DATA, ROOT, TrainProcess, hosts, in_new_process, newest, run, start_train, xla_environment
 
+import configurator
 import train
 from configurator import configure
 from runtime.checkpoint import checkpoint_paths, on_rank_0
@@ -165,6 +166,7 @@ def test_the_settings_of_a_checkpoint_give_the_recipe_of_each_config(files):
 
 def compare_recipes(files):
     began = configure(train.Settings, [*files, "--beta1=0.5"])
+    configurator.FORKS.clear()  # the command of a resume has a process of its own
     resumed = configure(train.Settings, [*files, "--init_from=auto"])
     resumed.fill(train.recipe(vars(began)))
     train.check_settings(resumed)

@@ -69,11 +69,11 @@ def test_a_model_file_needs_no_dataset_and_no_fork(evaluation):
 def test_weights_that_other_code_has_wrapped(key, prefix, evaluation):
     """By the names of wrappers, and in a dict; the average beside them counts."""
     named = torch.load("official.pt")
-    weights = {prefix + name.removeprefix(export.PREFIX): t for name, t in named.items()}
+    wrapped = {prefix + name.removeprefix(export.PREFIX): t for name, t in named.items()}
     name = prefix + "lm_head.weight"
-    others = {name: weights[name]}
-    weights[name] = torch.zeros_like(weights[name])
-    torch.save({key: weights, "ema_helper": others, "epoch": 3}, "wrapped.pt")
+    others = {name: wrapped[name]}
+    wrapped[name] = torch.zeros_like(wrapped[name])
+    torch.save({key: wrapped, "ema_helper": others, "epoch": 3}, "wrapped.pt")
     flags = shlex.split(torch.load("model.pt")["command"])[2:]
     export.main(["wrapped.pt", "named.pt", *flags])
     questions, answers, _ = evaluation
