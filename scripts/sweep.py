@@ -46,7 +46,6 @@ BASELINE = ROOT / "config" / "baseline.py"
 #   project   name of the group's project at Weights & Biases
 #   question  what the group asks
 #   baseline  the run that is the baseline once more, with a seed of its own
-#   x         the x axis of the group's picture: a setting or a fact; without it, settings stand side by side
 GROUPS = json.loads(STUDY.with_suffix(".json").read_text())
 # Settings that do not change a run's result.
 NEUTRAL = (
