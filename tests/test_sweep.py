@@ -110,14 +110,7 @@ def test_the_run_of_a_killed_sweep_ends(flags, tmp_path):
     assert "final" not in lines(tmp_path / EMA_OFF)[-1]
 
 
-def test_a_complete_run_is_skipped_and_a_folder_with_other_settings_is_refused(sweep, flags, tmp_path):
-    assert f"{EMA_OFF:32} complete\n" in sweep("exp08a", *flags)
-    assert sweep("exp08a", *flags, "--log_interval=9").startswith(f"{EMA_OFF:32} complete\n")
-    with pytest.raises(script.UserError, match=r"holds a run with other settings \(lr=0.0001\): delete it"):
-        sweep("exp08a", "exp08b", *flags, "--lr=0.5")
-
-
-def test_a_killed_run_is_resumed_and_a_failure_is_named(sweep, flags, tmp_path):
+def test_a_killed_run_is_resumed_a_failure_is_named_and_a_complete_run_is_skipped(sweep, flags, tmp_path):
     (tmp_path / EMA_OFF).mkdir()
     for name in "ckpt_00000010.pt", "ckpt_00000010.json":
         (tmp_path / EMA_OFF / name).write_text("damaged")
@@ -132,3 +125,6 @@ def test_a_killed_run_is_resumed_and_a_failure_is_named(sweep, flags, tmp_path):
     assert "train.py: --init_from=auto: no complete checkpoint" in text and "resuming from" in text
     assert f"{EMA_OFF:32} failed with exit code 2\n{EMA:32} complete\n" in text
     assert lines(tmp_path / EMA)[-1]["final"]
+    assert sweep("exp08b", *flags, "--log_interval=9").startswith(f"{EMA:32} complete\n")
+    with pytest.raises(script.UserError, match=r"holds a run with other settings \(lr=0.0001\): delete it"):
+        sweep("exp08b", *flags, "--lr=0.5")
