@@ -54,6 +54,7 @@ TOPOLOGIES = {
 }
 # How torch_xla runs the cores of a chip, in libtpu's words: megacore joins two cores into one.
 CORES = {"v4": "megacore", "v5p": "megacore", "v5e": "default", "v6e": "default"}
+ALL_REDUCE = torch.ops._c10d_functional
 # Cycles per second: the peak FLOP/s divided by the FLOP that all matrix units do in a cycle.
 CLOCKS = {"v4": 1.05e9, "v5p": 1.75e9, "v5e": 1.5e9, "v6e": 1.75e9}
 
@@ -125,12 +126,11 @@ def trace_torchtpu(settings, chips):
         graph, tensors, _ = replica.graph_of(step, state, inputs)
         # TorchTPU only writes an all-reduce for the chips that it has; until then another operation that no
         # model has stands for it
-        for node in graph.graph.nodes:
-            if node.target == torch.ops._c10d_functional.all_reduce.default:
-                node.target = torch.ops.aten.expm1.default
-                node.args = node.args[:1]
-            elif node.target == torch.ops._c10d_functional.wait_tensor.default:
-                node.replace_all_uses_with(node.args[0])
+        for node in graph.graph.find_nodes(op="call_function", target=ALL_REDUCE.all_reduce.default):
+            node.target = torch.ops.aten.expm1.default
+            node.args = node.args[:1]
+        for node in graph.graph.find_nodes(op="call_function", target=ALL_REDUCE.wait_tensor.default):
+            node.replace_all_uses_with(node.args[0])
         graph.recompile()
         # what StaticCompiler does, but for the compilation
         placeholders = [tpu_torch_compile.placeholder_like(t, False) for t in tensors]

@@ -358,10 +358,11 @@ def file_of(path):
 
 def choose_model(text):
     """Returns the path of the smallest of models/ that takes the puzzles in a text. Raises UserError."""
-    for path in sorted(Path(ROOT, "models").glob("*.pt"), key=os.path.getsize):
+    paths = Path(os.path.relpath(ROOT), "models").glob("*.pt")
+    for path in sorted(paths, key=os.path.getsize):
         with suppress(UserError):
             parse(read_torch_file(path)["task"], text)
-            print(f"by {os.path.relpath(path)}", flush=True)
+            print(f"by {path}", flush=True)
             return path
     raise UserError(f"{text[:20]!r} is no file and no puzzle for a model of models/: see --help")
 
