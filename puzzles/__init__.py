@@ -176,20 +176,6 @@ class Kind:
             return f"{self.place_of(judgement.broken.argmax())} of the answer breaks a rule"
         return self.no_solution
 
-    def solution_notes(self, questions):
-        """Returns (num_solutions, and words if they are not one) of each question."""
-        notes = []
-        for question, count in zip(questions, self.num_solutions(questions)):
-            words = {1: "", 2: "the puzzle has more than one solution", 0: "the puzzle has no solution",
-                     -1: "not decided whether the puzzle has one solution: the search was too long"}[count]
-            # two givens may break a rule
-            judgement = self.judge(question[None], question[None]) if count == 0 else None
-            if judgement:
-                clashes = judgement.broken[0] & (question > 1)
-                words += f": {self.place_of(clashes.argmax())} breaks a rule" if clashes.any() else ""
-            notes.append((count, words))
-        return notes
-
     def metrics(self, questions, answers):
         """Returns {name of a metric besides model.METRICS: which answers count in it, bool [n]}."""
         if self.has_several_answers:

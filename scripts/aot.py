@@ -64,7 +64,6 @@ def main(argv):
     aot_settings, operands, flags = configurator.split_arguments(Settings, argv)
     settings = configurator.configure(train.Settings, [*operands, *flags])
     train.check_settings(settings)
-    aot_settings.tpu = aot_settings.tpu.replace("v5litepod", "v5e")
     check_choices(aot_settings, dict(tpu=TOPOLOGIES))
     if not all(map(importlib.util.find_spec, ("libtpu", "jax"))):
         raise UserError("the TPU compiler is missing: see --help")

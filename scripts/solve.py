@@ -24,7 +24,6 @@ checkpoint of the official code. docs/arc.md says how to ask a model for ARC.
 import copy
 import csv
 import functools
-import math
 import os
 import re
 import sys
@@ -36,8 +35,6 @@ import numpy as np
 
 ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)
-import draw
-
 import evaluate
 import model
 import train
@@ -47,7 +44,7 @@ from puzzles import kind_of, parse, sigmoid, squeezed
 from puzzles.prepare import csv_rows, open_text
 from runtime.checkpoint import newest_whole
 from runtime.errors import UserError, writing
-from runtime.files import Progress, read_torch_file, to_stderr
+from runtime.files import Progress, read_torch_file
 from runtime.process import command
 from runtime.saved import missing_forks
 from weights import load_model
@@ -77,19 +74,16 @@ def main(argv):
     # the new files
     for path in filter(None, [output_settings.plot, output_settings.output]):
         check_new_file(path)
-    if output_settings.plot and not re.fullmatch(r"(.*/)?[^/]+\.(png|gif)", output_settings.plot):
+    if output_settings.plot and Path(output_settings.plot).suffix not in (".png", ".gif"):
         raise UserError(f"--plot={output_settings.plot}: must be a .png or a .gif")
 
     # the puzzles, and the model for them
     place, text, known_answers = read_source(source)
     [path] = models_given or [choose_model(text)]
-    trm, settings = load(path, train_arguments)
+    trm, settings = load(path, train_arguments, output_settings.cells)
     kind = kind_of(trm.task)
-    if output_settings.cells:
-        kind = kind.resized(output_settings.cells)
-        if trm.settings.mlp_t or kind.cells != output_settings.cells:
-            raise UserError(f"--cells={output_settings.cells}: {path} takes no puzzles of this size")
-        trm, _ = load(path, train_arguments, kind.cells)
+    if trm.sizes["seq_len"] != kind.cells:
+        raise UserError(f"--cells={output_settings.cells}: {path} takes no puzzles of this size")
     try:
         questions = parse(kind.task, text)
     except UserError as e:
@@ -140,19 +134,14 @@ def read_source(source):
 def check_questions(kind, questions, known_answers, place):
     """Raises UserError for a row without a question, and for a puzzle without a solution.
 
-    Warns on stderr of the first puzzle that has several. Args: see read_source and puzzles.parse.
+    Args: see read_source and puzzles.parse.
     """
     for line in sorted(known_answers.keys() - questions.keys()):
         raise UserError(f"{place}line {line}: no question")
-    warning = ""
-    notes = kind.solution_notes(np.stack([*questions.values()]))
-    for line, (count, words) in zip(questions, notes):
+    counts = kind.num_solutions(np.stack([*questions.values()]))
+    for line, count in zip(questions, counts):
         if count == 0:
-            raise UserError(f"{place}line {line}: {words}")
-        if words:
-            warning = warning or f"warning: {place}line {line}: {words}"
-    if warning:
-        to_stderr(warning)
+            raise UserError(f"{place}line {line}: the puzzle has no solution")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -167,32 +156,88 @@ def solve_one(settings, trm, kind, batch, output_settings, path):
         kind: the Kind of the question.
         batch: of the one question.
     """
-    # the question, then the answer of each step, with the cells that break a rule
+    # the question, and the answer of each step, with the cells that break a rule
     [question] = batch["inputs"]
     nothing = question < 0
     question_grid = ("question", question, nothing)
+    steps = [*weights.watch(settings, trm, kind, question)]
     grids = []
-    steps = []
-    for step in weights.watch(settings, trm, kind, question):
-        prefix = f"attempt {step.attempt}, " if step.attempt > 1 else ""
-        title = f"{prefix}step {step.number}: {step.confidence:.0%} sure"
+    for step in steps:
+        title = f"attempt {step.attempt}, step {step.number}: {step.confidence:.0%} sure"
         grids.append((title, step.answer, step.judgement.broken[0] if step.judgement else nothing))
-        steps.append(step)
 
     # the most confident answer: as in evaluate.Queue, of equal ones the last of the first attempt counts
     best_index = max(range(len(steps)), key=lambda i: (steps[i].confidence, -steps[i].attempt, i))
     best = steps[best_index]
     best_grid = grids[best_index]
-    print(draw.side_by_side(kind, [question_grid, *(grids if output_settings.steps else [best_grid])]))
+    show(kind, [question_grid, *(grids if output_settings.steps else [best_grid])])
     print(kind.text(best.answer))
     # the verdict, and how the answer came about
     sureness = "sure" if best.confidence >= model.SURE else "not sure"
-    effort = f"{len(steps)} steps, {step.attempt} attempt{'s' * (step.attempt > 1)}"
     verdict = kind.verdict(question, best.answer)
+    effort = f"{len(steps)} steps, attempts: {step.attempt}"
     print(f"{verdict} ({best_grid[0]}; {sureness} after {effort}; {path})")
     if output_settings.plot:
-        draw.draw(output_settings.plot, kind, question,
-                  [question_grid, *grids] if output_settings.plot.endswith(".gif") else [best_grid])
+        draw(output_settings.plot, kind, question,
+             [question_grid, *grids] if output_settings.plot.endswith(".gif") else [best_grid])
+
+
+def show(kind, grids):
+    """Prints grids next to each other, as many as 120 characters hold.
+
+    grids: list of (title, tokens [cells], which cells to mark with * [cells]).
+    """
+    # write the lines of each grid below its title
+    blocks = []
+    for title, tokens, marked in grids:
+        cells = [" *"[int(mark)] + kind.symbols[token] + " " for token, mark in zip(tokens, marked)]
+        blocks.append([title, *map("".join, np.reshape(cells, kind.grid))])
+
+    # put as many blocks beside each other as fit
+    width = max(len(line) for block in blocks for line in block) + 2
+    blocks_per_line = max(1, 120 // width)
+    for first in range(0, len(blocks), blocks_per_line):
+        for lines in zip(*blocks[first:first + blocks_per_line]):
+            print("".join(line.ljust(width) for line in lines).rstrip())
+        print()
+
+
+def draw(path, kind, question, grids):
+    """Draws grids, (title, tokens [cells], broken cells [cells]), as the frames of a .gif; or one as a .png.
+
+    What the question gives is on gray, what breaks a rule on red.
+    """
+    try:
+        from matplotlib.animation import FuncAnimation
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
+    rows, columns = kind.grid
+    box_rows, box_columns = kind.box
+    ax = Figure((4, 4), layout="constrained").add_subplot()
+
+    def draw_grid(grid):
+        # a frame replaces the one before
+        title, tokens, broken = grid
+        ax.clear()
+        ax.set(title=title, xlim=(0, columns), ylim=(rows, 0), aspect="equal")
+        ax.set_axis_off()
+        # the cells
+        symbols = list(kind.text(tokens).replace(".", " "))
+        colors = np.select([broken, question != kind.empty], ["salmon", "lightgray"], "white")
+        table = ax.table(
+            cellText=np.reshape(symbols, kind.grid),
+            cellColours=np.reshape(colors, kind.grid),
+            cellLoc="center",
+            bbox=[0, 0, 1, 1],
+        )
+        table.set_fontsize(140 / columns)
+        # the lines between boxes
+        ax.hlines(range(0, rows + 1, box_rows), 0, columns, "black", linewidth=3)
+        ax.vlines(range(0, columns + 1, box_columns), 0, rows, "black", linewidth=3)
+
+    with writing(path):
+        FuncAnimation(ax.figure, draw_grid, grids).save(path, "pillow", fps=2)
 
 
 def solve_file(settings, trm, kind, batch, known_answers, output_settings):
@@ -210,12 +255,10 @@ def solve_file(settings, trm, kind, batch, known_answers, output_settings):
     progress = Progress("solving", len(batch["inputs"]))
     results = weights.answers_to(settings, trm, kind.task, batch, progress.add)
     answers, logits, steps = (results[name] for name in evaluate.SUREST)
-    confidences = sigmoid(logits)
-    attempts = results["attempts"]
 
     # a line for each puzzle
     lines = []
-    figures = zip(confidences.round(4), attempts, steps.astype(int))
+    figures = zip(sigmoid(logits).round(4), results["attempts"], steps.astype(int))
     for question, answer, known_answer, numbers in zip(batch["inputs"], answers, known_answers, figures):
         result = result_of(kind, question, answer, known_answer, output_settings.ignored)
         lines.append([kind.text(question), kind.text(answer), *numbers, result])
@@ -223,9 +266,6 @@ def solve_file(settings, trm, kind, batch, known_answers, output_settings):
     # a summary, and the file
     for result, count in Counter(line[-1] for line in lines).items():
         print(f"{count} of {len(lines)} {result} ({count / len(lines):.1%})")
-    num_sure = np.count_nonzero(confidences >= model.SURE)
-    print(f"{num_sure} answers are {model.SURE:.0%} sure; {attempts.mean():.2f} attempts at a puzzle, "
-          f"of up to {settings.eval_attempts}")
     path = output_settings.output
     if path:
         with writing(path), open(path, "w", encoding="utf-8", newline="") as f:
@@ -235,7 +275,7 @@ def solve_file(settings, trm, kind, batch, known_answers, output_settings):
 
 
 def result_of(kind, question, answer, known_answer, ignored):
-    """Returns whether an answer is right: "right", "wrong" or "not judged", with the reason.
+    """Returns whether an answer is right: "right", "wrong" or "not judged".
 
     The rules decide, or else the known answer.
 
@@ -251,13 +291,9 @@ def result_of(kind, question, answer, known_answer, ignored):
     # a known answer may be missing, cut off, or in another notation
     symbols = kind.symbols[1:]
     known_answer = squeezed(known_answer, symbols)
-    unknown = {*known_answer} - {*symbols, *ignored}
-    if not {*known_answer} - {*ignored}:
+    fits = len(known_answer) == len(answer) and {*known_answer} <= {*symbols, *ignored}
+    if not fits or {*known_answer} <= {*ignored}:
         return "not judged"
-    if len(known_answer) != len(answer):
-        return f"not judged: the known answer has {len(known_answer)} cells, not {len(answer)}"
-    if unknown:
-        return f"not judged: the known answer has {min(unknown)!r} (see --ignored)"
     pairs = zip(kind.text(answer), known_answer)
     is_right = all(ours == known or known in ignored for ours, known in pairs)
     return "right" if is_right else "wrong"
@@ -321,23 +357,14 @@ def file_of(path):
 
 
 def choose_model(text):
-    """Returns the path of the smallest of models/ that takes the puzzles in a text.
-
-    If none does, it is the model with the nearest number of cells: parse() then says what is wrong.
-    """
-    num_signs = len("".join(text.split()))
-
-    def distance(path):
-        task = read_torch_file(path)["task"]
+    """Returns the path of the smallest of models/ that takes the puzzles in a text. Raises UserError."""
+    paths = Path(os.path.relpath(ROOT), "models").glob("*.pt")
+    for path in sorted(paths, key=os.path.getsize):
         with suppress(UserError):
-            parse(task, text)
-            return -1
-        return abs(num_signs - math.prod(task["grid"]))
-
-    paths = sorted(Path(ROOT, "models").glob("*.pt"), key=os.path.getsize)
-    path = os.path.relpath(min(paths, key=distance))
-    print(f"by {path}", flush=True)
-    return path
+            parse(read_torch_file(path)["task"], text)
+            print(f"by {path}", flush=True)
+            return path
+    raise UserError(f"{text[:20]!r} is no file and no puzzle for a model of models/: see --help")
 
 
 if __name__ == "__main__":

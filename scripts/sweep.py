@@ -8,12 +8,13 @@ A name may be cut off before a _, as exp01a of exp01a_h256; --pattern selects al
 The settings below are sweep.py's own. All others are train.py's and apply to every run; the run's name is
 added to out_dir and gcs_dir. bench.py with a run's file tells how long the run takes on this machine.
 
-A run's folder has its log, log.txt. A run that dies is resumed twice. The sweep ends with the status of each
-run, and report.py compares them. Ctrl-C or SIGTERM makes the current run save and stop; the same command
-resumes it. If the sweep is killed, its run ends. The exit code is 0 if all runs are complete, 1 if not, 2 for
-wrong input before the first run, and 3 if the sweep was stopped.
+A run's folder has its log, log.txt. A run that dies is resumed twice; if it fails, the next run follows. The
+sweep ends with the status of each run, and report.py compares them. Ctrl-C or SIGTERM makes the current run
+save and stop; the same command resumes it. If the sweep is killed, its run ends. The exit code is 0 if all
+runs are complete, 1 if not, 2 for wrong input before the first run, and 3 if the sweep was stopped.
 """
 import glob
+import itertools
 import json
 import os
 import shlex
@@ -34,7 +35,6 @@ from runtime.errors import UserError
 class Settings:
     # which runs; names without a dash select runs too
     pattern = ""  # runs whose names begin so, with * and ? as in a shell; "" without names: all 67
-    continue_on_failure = False  # continue with the next run if one fails
     # instead of running them
     list = False  # print what each run asks and changes
     prepare = False  # make the datasets that are missing
@@ -46,7 +46,6 @@ BASELINE = ROOT / "config" / "baseline.py"
 #   project   name of the group's project at Weights & Biases
 #   question  what the group asks
 #   baseline  the run that is the baseline once more, with a seed of its own
-#   x         the x axis of the group's picture: a setting or a fact; without it, settings stand side by side
 GROUPS = json.loads(STUDY.with_suffix(".json").read_text())
 # Settings that do not change a run's result.
 NEUTRAL = (
@@ -71,14 +70,14 @@ def main(argv):
         for run in runs:
             data.get_dataset(run.settings, lambda: False)
     else:
-        sys.exit(sweep(runs, settings.continue_on_failure))
+        sys.exit(sweep(runs))
 
 
 # ---------------------------------------------------------------------------------------------------------
 # The runs
 
 def select_files(names, pattern):
-    """Returns the files of config/study that the names and the pattern select; contributions come last.
+    """Returns the files of config/study that the names and the pattern select.
 
     Raises UserError if one of them selects none.
     """
@@ -91,8 +90,8 @@ def select_files(names, pattern):
         paths = glob.glob(f"{STUDY}/{text}")
         if not paths:
             raise UserError(f"config/study has no run {text}; --list prints all runs")
-        selected.update(map(Path, paths))
-    return sorted(selected, key=lambda path: (not path.stem.startswith("exp"), path))
+        selected.update(paths)
+    return sorted(map(Path, selected))
 
 
 class StudyRun:
@@ -107,7 +106,8 @@ class StudyRun:
 
     def __init__(self, path, train_arguments):
         self.name = path.stem
-        arguments = [os.path.relpath(path), *train_arguments]
+        # a run that has begun goes on
+        arguments = [os.path.relpath(path), "--init_from=auto", *train_arguments]
         self.settings = configure(train.Settings, arguments)
         # each run has a folder of its own in the folder that is given for all
         for setting in "out_dir", "gcs_dir":
@@ -118,9 +118,6 @@ class StudyRun:
                 arguments.append(f"--{setting}={own_folder}")
         train.check_settings(self.settings)
         self.metrics = os.path.join(self.settings.out_dir, "metrics.jsonl")
-        # with init_from=FILE, train.py itself resumes a run that has begun
-        if self.settings.init_from == "scratch":
-            arguments.append("--init_from=auto")
         self.command = [os.path.relpath(train.__file__), *arguments]
 
 
@@ -130,35 +127,24 @@ def group_of(name):
 
 
 def changes(settings, others, ignored=NEUTRAL):
-    """Returns the settings that differ from those in others, as text.
-
-    Args:
-        settings, others: {name: value} of train.py's settings.
-        ignored: names of settings that may differ.
-    """
-    differing = []
-    for name, value in settings.items():
-        if name not in ignored and value != others.get(name, value):
-            text = f"{value:.4g}" if isinstance(value, float) else value
-            differing.append(f"{name}={text}")
-    return " ".join(differing)
+    """Returns the settings, {name: value}, that differ from those in others, as text; ignored: names."""
+    return " ".join(f"{name}={value}" for name, value in settings.items()
+                    if name not in ignored and value != others.get(name, value))
 
 
 def print_runs(runs, baseline):
     """Prints each group's question, and how each run differs from the baseline's settings."""
-    group = ""
-    for run in runs:
-        if group_of(run.name) != group:
-            group = group_of(run.name)
-            print(GROUPS[group]["question"])
-        differences = changes(vars(run.settings), vars(baseline)) or "the baseline"
-        print(f"  {run.name:32} {differences}")
+    for group, group_runs in itertools.groupby(runs, lambda run: group_of(run.name)):
+        print(GROUPS[group]["question"])
+        for run in group_runs:
+            differences = changes(vars(run.settings), vars(baseline)) or "the baseline"
+            print(f"  {run.name:32} {differences}")
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Running them
 
-def sweep(runs, continue_on_failure):
+def sweep(runs):
     """Runs all runs that are not complete; returns sweep.py's exit code. KeyboardInterrupt stops it."""
     # a run with other settings in the folder must not be resumed, nor count as complete
     for run in runs:
@@ -170,17 +156,11 @@ def sweep(runs, continue_on_failure):
 
     # process.command() would end this process 4 seconds after a signal; a run may take longer to save
     signal.set_wakeup_fd(-1)
-    statuses = []
-    num_failed = 0
-    for run in runs:
-        status = "not reached"
-        if continue_on_failure or not num_failed:
-            code = train_to_end(run)
-            num_failed += code != 0
-            status = f"failed with exit code {code}" if code else "complete"
-        statuses.append(f"{run.name:32} {status}")
-    print(*statuses, "python scripts/report.py compares complete runs", sep="\n")
-    return min(1, num_failed)
+    codes = {run.name: train_to_end(run) for run in runs}
+    for name, code in codes.items():
+        print(f"{name:32} {f'failed with exit code {code}' if code else 'complete'}")
+    print("python scripts/report.py compares complete runs")
+    return int(any(codes.values()))
 
 
 def train_to_end(run):

@@ -59,7 +59,8 @@ def test_a_model_trains_further_without_forgetting(tmp_path):
     flags = (f"--init_from={ROOT}/models/sudoku-6x6.pt --data_path={data} --data_prepare= --max_steps=50 "
              f"--out_dir={tmp_path / 'run'} --device=cpu --forward_dtype=float32 --eval_interval=99 "
              "--global_batch_size=16 --eval_halt_max_steps=4")
-    TrainProcess([*files, *flags.split()]).output()
+    settings = configure(train.Settings, [*files, *flags.split()])
+    train.replica(settings, "cpu")
     first, last = (line for line in lines(tmp_path / "run") if "eval/loss" in line)
     assert (first["step"], last["step"]) == (0, 50) and first["eval/surest_accuracy"] > 0.95
     for name in "eval/exact_accuracy", "eval/surest_accuracy", "eval/q_halt_accuracy":

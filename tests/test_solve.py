@@ -20,7 +20,7 @@ from test_forks import FORK_PATHS, flags_of
 
 import model as models
 import weights
-from puzzles import kind_of, parse, sudoku
+from puzzles import kind_of, parse
 from puzzles.sudoku import Sudoku
 from runtime.errors import UserError
 from weights import load_model
@@ -80,7 +80,7 @@ def test_weights_that_other_code_has_wrapped(key, prefix, evaluation):
     assert weights.solve(load_model("named.pt"), questions[:20], steps=4)[0] == answers[:20]
 
 
-@pytest.mark.parametrize("fork", FORK_PATHS[:4], ids=lambda path: Path(path).stem)
+@pytest.mark.parametrize("fork", FORK_PATHS[:2], ids=lambda path: Path(path).stem)
 def test_a_fork_solves_and_is_named_without_its_file(fork, data):
     run(data, "run", *flags_of(fork, "--max_steps=2"))
     in_new_process(solve_with, fork)
@@ -101,18 +101,18 @@ def solve_with(fork):
     assert answer in printed.getvalue().splitlines()
 
 
-class Code:
-    """What a hostile pickle is made of."""
-
-    def __reduce__(self):
-        return open, ("executed", "w")
-
-
 @pytest.mark.parametrize("question, words", [
     ("2.....4...6.....156....2..3.5.......", r"by \S*models/sudoku-6x6.pt\n"),
     ("S     " + " " * 24 + "     G", r"by \S*models/maze-6x6.pt\n")])
 def test_a_puzzle_alone_takes_the_model_of_its_size_and_says_which(run_solve, question, words):
     assert re.match(words, run_solve(question))
+
+
+class Code:
+    """What a hostile pickle is made of."""
+
+    def __reduce__(self):
+        return open, ("executed", "w")
 
 
 @pytest.mark.parametrize("damage", ["cut", "pickle", "another exponent in a weight"])
@@ -129,11 +129,9 @@ def test_damaged_model_files_are_refused_and_not_executed(damage):
 
 # Answers
 
-def test_a_puzzle_is_a_text_or_a_file(run_solve, solved):
+def test_steps_of_a_puzzle(run_solve, solved):
     text = run_solve("model.pt", solved[0], "--steps", "--eval_halt_max_steps=9")
-    assert solved[1] in text.splitlines() and "a solution: all rules" in text
-    Path("puzzle.txt").write_text("\ufeff" + "\n".join(re.findall("....", solved[0])))
-    assert run_solve("model.pt", "puzzle.txt", "--steps", "--eval_halt_max_steps=9") == text
+    assert solved[1] in text.splitlines() and "a solution: all rules" in text and "step 1: " in text
 
 
 def test_a_stream_is_a_file_and_the_answer_needs_no_stderr(solved):
@@ -191,18 +189,10 @@ def solve_rows(run_solve, model, lines, *flags, name="a.csv"):
 
 
 def test_a_text_of_puzzles_is_solved_like_a_csv(run_solve, solved):
-    for lines in [solved[0]], [solved[0], "." * 16, solved[0]]:
-        rows = solve_rows(run_solve, "sudoku", lines, name="a.txt")
-        assert [row["question"] for row in rows] == lines and rows[-1]["answer"] == solved[1]
-        os.remove("b.csv")
-
-
-def test_a_search_that_is_given_up_is_no_problem_of_other_rows(run_solve, solved, monkeypatch, capsys):
-    monkeypatch.setattr(sudoku, "SEARCH", 20)
-    rows = solve_rows(run_solve, "sudoku", ["question", "." * 16, solved[0]])
-    assert rows[1]["result"] == "right"
-    solve.main(["sudoku", "." * 16])
-    assert "warning: line 1: not decided whether the puzzle has one" in capsys.readouterr().err
+    lines = ["\ufeff" + solved[0], "." * 16, solved[0]]
+    rows = solve_rows(run_solve, "sudoku", lines, name="a.txt")
+    assert [row["question"] for row in rows] == [solved[0], "." * 16, solved[0]]
+    assert rows[0]["answer"] == rows[2]["answer"] == solved[1]
 
 
 def test_without_rules_the_column_answer_judges(run_solve):
@@ -211,10 +201,7 @@ def test_without_rules_the_column_answer_judges(run_solve):
     assert "\n100101\nnot judged: the rules are not known" in text
     results = {
         "100101": "right", "1 0 0 1 0 1": "right", "?00101": "right", "000101": "wrong", "": "not judged",
-        "1": "not judged: the known answer has 1 cells, not 6",
-        "1001011": "not judged: the known answer has 7 cells, not 6",
-        "1.0E+5": "not judged: the known answer has '+' (see --ignored)",
-        "201211": "not judged: the known answer has '2' (see --ignored)"}
+        "??????": "not judged", "1": "not judged", "1.0E+5": "not judged"}
     lines = ["question,answer", *[f"011010,{answer}" for answer in results]]
     rows = solve_rows(run_solve, "exchange", lines, "--ignored=?")
     assert [row["result"] for row in rows] == list(results.values())
@@ -223,13 +210,13 @@ def test_without_rules_the_column_answer_judges(run_solve):
 def test_mazes_of_any_size_and_attempts(run_solve):
     maze = "S" + " " * 62 + "G"
     text = run_solve("maze", maze, "--cells=64", "--eval_attempts=4")
-    assert re.search(r"not sure after \d+ steps, 4 attempts", text)
+    assert re.search(r"not sure after \d+ steps, attempts: 4", text)
 
 
 def test_pictures(run_solve, solved):
     image = pytest.importorskip("PIL.Image")
     for name in "a.png", "a.gif":
-        run_solve("sudoku", solved[0], f"--plot={name}")
+        run_solve("sudoku", solved[0], f"--plot={name}", "--eval_attempts=1")
     assert image.open("a.png").size == (400, 400)
     assert image.open("a.gif").n_frames > 1
 
@@ -238,26 +225,22 @@ def test_pictures(run_solve, solved):
 
 @pytest.mark.parametrize("argv, words", [
     (["a", "b", "c"], "MODEL PUZZLE"),
-    (["1" * 35], "no such file; as a text, line 1, '11111111111111111111', with 35 cells, is no puzzle and"),
-    (["1" * 80], "a puzzle is a line of 81 cells"),
-    (["sudoku", "nowhere.txt"], "no such file; as a text, line 1, 'nowhere.txt'"),
+    (["1" * 35], "'11111111111111111111' is no file and no puzzle for a model of models/"),
+    (["sudoku", "1" * 15], "no such file; as a text, line 1, '111111111111111', with 15 cells, is no puzzle"),
     (["nowhere", "." * 16], "nowhere: neither a file"),
     (["official.pt", "." * 16], "official.pt does not say what it solves: scripts/export.py makes"),
-    (["sudoku", "." * 16, "--plot=a.jpg"], "a .png or a .gif"),
     (["sudoku", "." * 16, "--plot=.png"], "a .png or a .gif"),
     (["sudoku", "." * 16, "--forward_dtype=bfloat16"], "solved with --forward_dtype=float32"),
     (["sudoku", "nowhere.csv"], "nowhere.csv: cannot be read"),
     (["sudoku", "short.csv"], "short.csv: line 3, '12', with 2 cells"),
     (["sudoku", "empty.tsv"], "empty.tsv: line 2: no question"),
-    (["sudoku", "broken.txt"], "broken.txt: line 2: the puzzle has no solution: row 1"),
+    (["sudoku", "broken.txt"], "broken.txt: line 2: the puzzle has no solution"),
     (["sudoku", "." * 16, "--eval_attempts=0"], "eval_attempts must be"),
-    (["maze", "S" + " " * 35], "line 1: the puzzle has no solution"),
     (["sudoku", "puzzles.csv", "--plot=a.gif"], "--steps and --plot show one puzzle"),
     (["sudoku", "folder"], "folder: cannot be read"),
     (["sudoku", "latin.txt"], "latin.txt: is not UTF-8 text"),
-    (["maze", "S  G", "--cells=-4"], "cells must be 0 or more"),
     (["maze", "S  G", "--cells=60"], "--cells=60: maze takes no puzzles of this size"),
-    ([f"{ROOT}/models/maze-6x6.pt", "S  G", "--cells=4"], "models/maze-6x6.pt takes no puzzles of this")])
+    (["sudoku", "S  G", "--cells=81"], "sudoku/ckpt_00000070.pt: ")])
 def test_wrong_input_is_one_line(argv, words):
     os.mkdir("folder")
     Path("puzzles.csv").write_text(f"question\n{'.' * 16}\n")

@@ -53,7 +53,7 @@ def flags(data, tmp_path):
 
 def test_the_list_has_each_groups_question_and_each_runs_changes(sweep):
     text = sweep("--list", "exp01a", "exp01c", "contrib01_baseline_3x6")
-    question, wide, baseline, *_ = text.splitlines()
+    *_, question, wide, baseline = text.splitlines()
     assert question.startswith("How does accuracy grow with param") and text.count("?\n") == 2
     assert wide.split() == ["exp01a_h256", "hidden_size=256", "num_heads=4", "puzzle_emb_ndim=256"]
     assert baseline.split(maxsplit=1) == ["exp01c_h512", "the baseline"]
@@ -69,8 +69,9 @@ def test_a_run_has_a_folder_of_its_own(monkeypatch):
     monkeypatch.chdir(ROOT)
     study_run = script.StudyRun(script.STUDY / "exp01a_h256.py", ["config/demo.py", "--gcs_dir=gs://bucket/study/"])
     assert study_run.command == [
-        "train.py", "config/study/exp01a_h256.py", "config/demo.py", "--gcs_dir=gs://bucket/study/",
-        "--out_dir=out/demo/exp01a_h256", "--gcs_dir=gs://bucket/study/exp01a_h256", "--init_from=auto"]
+        "train.py", "config/study/exp01a_h256.py", "--init_from=auto", "config/demo.py",
+        "--gcs_dir=gs://bucket/study/", "--out_dir=out/demo/exp01a_h256",
+        "--gcs_dir=gs://bucket/study/exp01a_h256"]
 
 
 @pytest.mark.parametrize("argv, words", [
@@ -109,29 +110,21 @@ def test_the_run_of_a_killed_sweep_ends(flags, tmp_path):
     assert "final" not in lines(tmp_path / EMA_OFF)[-1]
 
 
-def test_a_complete_run_is_skipped_and_a_folder_with_other_settings_is_refused(sweep, flags, tmp_path):
-    assert f"{EMA_OFF:32} complete\n" in sweep("exp08a", *flags)
-    assert sweep("exp08a", *flags, "--log_interval=9").startswith(f"{EMA_OFF:32} complete\n")
-    with pytest.raises(script.UserError, match=r"holds a run with other settings \(lr=0.0001\): delete it"):
-        sweep("exp08a", "exp08b", *flags, "--lr=0.5")
-
-
-def test_a_killed_run_is_resumed_and_a_failure_is_named(sweep, flags, tmp_path):
+def test_a_killed_run_is_resumed_a_failure_is_named_and_a_complete_run_is_skipped(sweep, flags, tmp_path):
     (tmp_path / EMA_OFF).mkdir()
     for name in "ckpt_00000010.pt", "ckpt_00000010.json":
         (tmp_path / EMA_OFF / name).write_text("damaged")
-    failed = f"{EMA_OFF:32} failed with exit code 2\n{EMA:32}"
-    text = sweep("exp08a", "exp08b", *flags, code=1)
-    assert "train.py: --init_from=auto: no complete checkpoint" in text
-    assert f"{failed} not reached\n" in text
-
     def kill():
         wait_for((tmp_path / EMA / "ckpt_00000020.json").exists)
         Popen.last.kill()
 
     with ThreadPoolExecutor(1) as pool:
         killing = pool.submit(kill)
-        text = sweep("exp08a", "exp08b", *flags, "--continue_on_failure", code=1)
+        text = sweep("exp08a", "exp08b", *flags, code=1)
         killing.result()
-    assert f"{failed} complete\n" in text and "resuming from" in text
+    assert "train.py: --init_from=auto: no complete checkpoint" in text and "resuming from" in text
+    assert f"{EMA_OFF:32} failed with exit code 2\n{EMA:32} complete\n" in text
     assert lines(tmp_path / EMA)[-1]["final"]
+    assert sweep("exp08b", *flags, "--log_interval=9").startswith(f"{EMA:32} complete\n")
+    with pytest.raises(script.UserError, match=r"holds a run with other settings \(lr=0.0001\): delete it"):
+        sweep("exp08b", *flags, "--lr=0.5")
