@@ -9,8 +9,8 @@ answers and q_halt. So only the rounding of a single step is left. It depends on
 sums, the instructions) and is about 1e-6 of a tensor's largest entry; the limit is 1e-4. Halts and counts
 must be equal: records/golden/make.py, which records these files, keeps no step in which a decision is close.
 
-The last line is one JSON object, the largest error of each file. The first error that is too large ends the
-script with its name and exit code 1.
+The last line is one JSON object, the largest error of each file. The exit code is 1 if one is too large.
+TRM_GOLDEN is a glob of golden files (default: records/golden/*_steps.npz).
 """
 import glob
 import json
@@ -29,7 +29,7 @@ import train
 from model import LOSS_TERMS, METRICS, TRM
 from runtime import process
 from runtime.engines import choose_device
-from runtime.errors import check_choices
+from runtime.errors import UserError, check_choices
 from runtime.saved import load_weights
 
 
@@ -37,7 +37,7 @@ class Settings:
     device = "auto"  # auto, xla, tpu, cuda or cpu
 
 
-FILES = sorted(glob.glob(f"{ROOT}/records/golden/*_steps.npz"))
+FILES = sorted(glob.glob(os.environ.get("TRM_GOLDEN") or f"{ROOT}/records/golden/*_steps.npz"))
 LIMIT = 1e-4
 OFFICIAL = "model.inner."  # the official names of weights begin with this
 PUZZLE_EMB = OFFICIAL + "puzzle_emb.weights"
@@ -46,7 +46,7 @@ SUMS = METRICS + LOSS_TERMS[1:]  # of the batch; the official code logs the part
 # What the names of a file's arrays begin with: recorded before each step too; with a row for each sequence;
 # and not compared by their names.
 STATES = "weights/", "m/", "v/", "ema/", "carry/", "eval/carry/"
-BY_SEQUENCE = "batch/", "carry/", "eval/carry/", "eval/preds", "eval/q_halt_logits"
+BY_SEQUENCE = "carry/", "eval/carry/", "eval/preds", "eval/q_halt_logits"
 OTHERS = "config", "batch/", "logits", "q_halt_logits", "eval/logits", "puzzle_grad"
 
 
@@ -85,46 +85,48 @@ class Replay:
         assert compared == {name for name in self.golden if not name.startswith(OTHERS)}
 
     def before(self, prefix, k):
-        """Returns {name without the prefix: array} of the official state before step k; its own sequences."""
-        rows = self.own_sequences if prefix in BY_SEQUENCE else ...
-        return {name.removeprefix(prefix): t[k][rows].copy() for name, t in self.golden.items()
+        """Returns {name without the prefix: array} of the official state before step k."""
+        return {name.removeprefix(prefix): t[k].copy() for name, t in self.golden.items()
                 if name.startswith(prefix)}
+
+    def own_part(self, prefix, k):
+        """Returns what before() does, of this replica's sequences."""
+        return {name: t[self.own_sequences] for name, t in self.before(prefix, k).items()}
 
     def sequences(self, prefix, k):
         """Returns the sequences before step k, which the official code calls carry, on the device."""
-        carry = self.before(prefix, k)
+        carry = self.own_part(prefix, k)
         latents = {name: carry.pop(name) for name in ("z_H", "z_L")}
         return self.run.device.put(dict(latents=latents, **carry))
 
     def train(self, k):
         """Runs and compares step k of training; returns the names of what it compared."""
         run = self.run
-        weights, ema, m, v = (self.before(f"{tree}/{OFFICIAL}", k) for tree in ("weights", "ema", "m", "v"))
-        names = run.state["weights"]
+        m = self.before(f"m/{OFFICIAL}", k)
+        v = self.before(f"v/{OFFICIAL}", k)
+        ema = self.before(f"ema/{OFFICIAL}", k)
+        weights = self.before(f"weights/{OFFICIAL}", k)
         run.state |= run.device.put(dict(
-            weights={name: weights[name] for name in names},
-            ema={name: ema[name] for name in names},
-            optimizer={name: dict(m=m[name], v=v[name]) for name in names},
+            weights={name: weights[name] for name in run.state["weights"]},
+            ema={name: ema[name] for name in run.state["weights"]},
+            optimizer={name: dict(m=m[name], v=v[name]) for name in run.state["weights"]},
             puzzle_emb=weights["puzzle_emb.weights"],
         ))
         run.state["sequences"] = self.sequences("carry/", k)
-        dataset = SimpleNamespace(train_batch=lambda *_: self.before("batch/", k))
+        dataset = SimpleNamespace(train_batch=lambda *_: self.own_part("batch/", k))
         cycles = run.settings.H_cycles, run.settings.L_cycles
         run.train_step(run.state, train.make_inputs(run, dataset, k, self.total_steps), cycles)
 
         # all that it computed
         saved = run.state_dict()
-        moments = saved["optimizer"].items()
-        trees = dict(
-            weights=saved["weights"],
-            ema=saved["ema"],
-            m={name: both["m"] for name, both in moments},
-            v={name: both["v"] for name, both in moments},
-        )
+        trees = {tree_name: saved[tree_name] for tree_name in ("weights", "ema")}
+        for tree_name in "m", "v":
+            trees[tree_name] = {name: moments[tree_name] for name, moments in saved["optimizer"].items()}
         values = {f"{tree_name}/{OFFICIAL}{name}": t.numpy() for tree_name, tree in trees.items()
                   for name, t in tree.items()}
-        values |= {"metric/" + name: run.state["log_sums"][name].cpu().double().numpy()[0] for name in SUMS}
+        sums = {name: float(total.cpu()) for name, total in run.state["log_sums"].items()}
         run.take_means(1)  # the next step starts at 0
+        values |= {"metric/" + name: np.float64(sums[name]) for name in SUMS}
         return self.compare(k, values | carry_after(run.state["sequences"], "carry/"))
 
     def evaluate(self, k):
@@ -132,7 +134,7 @@ class Replay:
         evaluator = self.run.evaluator
         slots = evaluator.new_slots()
         slots["sequences"] = self.sequences("eval/carry/", k)
-        batch = self.before("batch/", 0)
+        batch = self.own_part("batch/", 0)
         results = evaluator.program(slots, evaluator.inputs(*self.run.eval_weights(), batch))
         results = {name: t.cpu().numpy() for name, t in results.items()}
         values = {"eval/" + name: results[name] for name in ("preds", "q_halt_logits")}
@@ -190,6 +192,8 @@ def main(argv):
     """Replays all files on one chip."""
     settings = configurator.configure(Settings, argv)
     check_choices(settings, {"device": train.CHOICES["device"]})
+    if not FILES:
+        raise UserError("no golden file: see TRM_GOLDEN")
     device_type, *_ = choose_device(settings.device)
     if device_type == "xla":
         import torch_xla.distributed.xla_multiprocessing as xmp
@@ -200,11 +204,18 @@ def main(argv):
 
 def replay_all(device_type):
     errors = {}
+    exit_code = 0
     for path in FILES:
         replay = Replay(path, device_type)
-        replay.compare_all()
-        errors[os.path.basename(path)] = replay.worst
+        name = os.path.basename(path)
+        try:
+            replay.compare_all()
+        except AssertionError as e:
+            print(f"{name}: {e}")
+            exit_code = 1
+        errors[name] = replay.worst
     print(json.dumps(errors))
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":
