@@ -11,12 +11,15 @@ with the same settings is one more seed. It needs matplotlib and scipy.
 import json
 import sys
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
-from scipy.optimize import curve_fit
+
+with suppress(ImportError):  # main() says what is missing
+    from matplotlib.figure import Figure
+    from scipy.optimize import curve_fit
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from sweep import GROUPS, NEUTRAL, changes, group_of
@@ -60,6 +63,8 @@ def main(argv):
     """Reads the runs, writes report.md and its pictures, and prints what is not complete."""
     settings, paths, unknown = split_arguments(Settings, argv)
     configure(Settings, unknown)  # raises UserError for the first
+    if "curve_fit" not in globals():
+        raise UserError("report.py needs matplotlib and scipy: pip install matplotlib scipy")
 
     # read the runs
     files = find_files(paths or ["out/study"])
