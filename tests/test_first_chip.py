@@ -4,12 +4,13 @@ import json
 import os
 import re
 import subprocess
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
 import first_chip
 import pytest
-from helpers import NewProcess, hosts, run_script, xla_environment
+from helpers import NewProcess, TrainProcess, hosts, run_script, xla_environment
 
 import configurator
 from runtime.errors import UserError
@@ -21,11 +22,12 @@ class Forked(NewProcess):
     def __init__(self, command, stdout, **options):
         is_script = [word.endswith(".py") for word in command]
         script, *argv = command[is_script.index(True):]
-        ranks = hosts(2) if "-m" in command else [{}]
-        start = functools.partial(NewProcess, run_forked, Path(script).stem, argv, os.getcwd())
-        peers = [start(os.environ | rank, os.devnull) for rank in ranks[1:]]
-        super().__init__(run_forked, Path(script).stem, argv, os.getcwd(), os.environ | ranks[0], stdout.name)
-        self.peers = peers  # they end if nothing refers to them
+        name = Path(script).stem
+        first, *others = hosts(2) if "-m" in command else [{}]
+        self.peers = [TrainProcess(argv, script=name, **rank) for rank in others]
+        writer = Connection(os.dup(stdout.fileno()), readable=False)
+        super().__init__(run_script, (name, argv), environment=first, writer=writer)
+        self.start()
 
     def poll(self):
         self.join(0)
@@ -34,10 +36,6 @@ class Forked(NewProcess):
     @property
     def returncode(self):
         return self.exitcode
-
-
-def run_forked(name, argv, folder, environment, log):
-    run_script(name, argv, folder, environment, open(log, "ab"))
 
 
 def rehearse(monkeypatch, device, names):
