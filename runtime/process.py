@@ -103,8 +103,10 @@ def take_signals(handler, act, ignorable=STOP_SIGNALS):
         return lambda: None
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    # the system's handler writes a byte at once, on whatever thread it runs
-    earlier_fd = signal.set_wakeup_fd(writer.fileno())
+    # the system's handler writes a byte at once, on whatever thread it runs; a replica drops restore(), and
+    # must not close this with it
+    wakeup_fd = writer.detach()
+    earlier_fd = signal.set_wakeup_fd(wakeup_fd)
 
     def read():
         while number := reader.recv(1):
@@ -118,7 +120,7 @@ def take_signals(handler, act, ignorable=STOP_SIGNALS):
 
     def restore():
         signal.set_wakeup_fd(earlier_fd)
-        writer.close()
+        os.close(wakeup_fd)
         # None: a handler of a C library, which Python cannot put back
         for number, earlier_handler in earlier.items():
             signal.signal(number, earlier_handler or signal.SIG_DFL)

@@ -15,9 +15,9 @@ flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_cou
 if "CPU_CLIENT" not in os.environ:
     flags += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", flags)
-# A shell that starts the tests with & lets them ignore SIGINT, and so would the scripts that tests interrupt.
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell lets the tests ignore SIGINT after &, and SIGHUP under nohup; what they start would do so, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 pytest.register_assert_rewrite("helpers")
 import helpers  # it adds the project and its scripts to sys.path, for what follows
@@ -35,47 +35,15 @@ import prepare_maze
 from puzzles.writer import write_dataset
 from runtime import process
 
-# The files that take longest. The workers take whole files, these first, so that all end together.
-LONGEST = ("hard_to_kill", "forks", "tpu_sh", "smoke", "replicas", "train", "play", "copies", "first_chip",
-           "spawn", "solve", "wandb", "models", "resume", "chaos", "sweep", "aot", "parity", "attempts",
-           "machines", "gcs", "data", "report", "wrong_input", "configurator", "bench", "model")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node):
-    """Starts one server of forks for all workers: its imports take seconds."""
-    if importlib.util.find_spec("torch_xla"):
-        helpers.CONTEXT.set_forkserver_preload(["train", "torch_xla", "torch._dynamo"])
-    node.workerinput["fork_server"] = helpers.start_fork_server()
-
-
-def pytest_configure(config):
-    """A worker joins that server."""
-    if hasattr(config, "workerinput"):
-        helpers.share_fork_server(config.workerinput["fork_server"])
-
 
 def pytest_collection_modifyitems(items):
-    def place(item):
-        name = item.path.stem.removeprefix("test_")
-        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
-
-    items.sort(key=place)
-    needing_xla = [item for item in items if item.get_closest_marker("xla")]
-    if needing_xla and importlib.util.find_spec("torch_xla"):
-        helpers.CONTEXT.set_forkserver_preload(["train", "torch_xla"])
+    # the workers take whole files, large ones first, so that all end together
+    items.sort(key=lambda item: item.path.stat().st_size, reverse=True)
+    if importlib.util.find_spec("torch_xla"):
         return
-    for item in needing_xla:
-        item.add_marker(pytest.mark.skip("needs torch_xla"))
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Says in one line which packages the skipped tests need."""
-    reasons = {report.longrepr[2] for report in terminalreporter.getreports("skipped")}
-    packages = sorted(reason.partition("needs ")[2] for reason in reasons if "needs " in reason)
-    if packages:
-        terminalreporter.write_line(f"skipped: the tests that need {', '.join(packages)}; "
-                                    "pip install -r requirements-dev.txt")
+    for item in items:
+        if item.get_closest_marker("xla"):
+            item.add_marker(pytest.mark.skip("needs torch_xla"))
 
 
 @pytest.fixture(autouse=True)

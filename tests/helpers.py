@@ -1,7 +1,6 @@
 """What several test files use: commands and runs at tiny sizes, and servers that stand for the real ones."""
 import atexit
 import contextlib
-import copy
 import functools
 import gc
 import http.server
@@ -14,7 +13,6 @@ import multiprocessing.forkserver
 import os
 import random
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -111,64 +109,72 @@ def small_dataset(path):
     return prepare_sudoku.main(configurator.configure(prepare_sudoku.Settings, flags))
 
 
-# New processes are forked from one that has imported train.py, since to import torch takes seconds. If a test
-# needs torch_xla, it has imported that too (conftest.py).
+# New processes are forked from a server that has imported this file, since to import torch takes seconds.
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["train", "torch._dynamo"])  # which a first step imports
-SERVER = multiprocessing.forkserver._forkserver
-
-
-def start_fork_server():
-    """Starts the server, unless it runs. Returns what share_fork_server() needs."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", ROOT)
-        environment.setenv("PJRT_DEVICE", "CPU")  # or torch_xla says which one it takes
-        SERVER.ensure_running()
-    return {name: vars(SERVER).get(name) for name in ("_forkserver_address", "_forkserver_authkey")}
-
-
-def share_fork_server(place):
-    """Lets this process use the server of another process, which lives longer."""
-    # any open file takes the place of the pipe that keeps the server alive
-    vars(SERVER).update(place, _forkserver_alive_fd=sys.__stderr__.fileno(), ensure_running=lambda: None)
+CONTEXT.set_forkserver_preload(["helpers", "torch._dynamo", "torch_xla"])  # if it is installed
 
 
 class NewProcess(CONTEXT.Process):
-    """Calls target(*args) in another process; a daemon ends with this one."""
+    """Calls target(*args) in another process; a daemon ends with this one.
 
-    def __init__(self, target, *args, daemon=False):
-        super().__init__(target=target, args=args, daemon=daemon)
-        self.server = start_fork_server()
-        self.start()
+    Args:
+        cwd: the process's folder.
+        environment: variables besides those of this process.
+        writer: the end of a pipe for stdout and stderr; they join this process's stdout without one.
+    """
+
+    def __init__(self, target, args=(), cwd=".", environment=(), writer=None, **options):
+        super().__init__(target=target, args=args, **options)
+        self.cwd = os.path.abspath(cwd)
+        self.environment = os.environ | dict(environment)
+        self.writer = writer or Connection(os.dup(1), readable=False)
+
+    def start(self):
+        # the first process starts the server, which finds this file there
+        with pytest.MonkeyPatch.context() as variables:
+            variables.setenv("PYTHONPATH", f"{ROOT}/tests")
+            variables.setenv("PJRT_DEVICE", "CPU")  # or torch_xla says which one it takes
+            super().start()
 
     def run(self):
-        share_fork_server(self.server)  # for the processes that this one starts
         gc.freeze()  # a collection would visit, and so copy, a million objects of the server
+        # what this one starts comes from the same server, which is the parent of all
+        multiprocessing.forkserver._forkserver.ensure_running = lambda: None
+        multiprocessing.process._parent_process = None
+        os.chdir(self.cwd)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        for descriptor, stream in (1, "stdout"), (2, "stderr"):
+            os.dup2(self.writer.fileno(), descriptor)
+            file = open(descriptor, "w", buffering=1, closefd=False, encoding="utf-8")
+            setattr(sys, stream, file)
+            setattr(sys, f"__{stream}__", file)
+        self.writer.close()
         super().run()
+
+
+CONTEXT.Process = NewProcess
 
 
 def in_new_process(function, *args):
     """Calls function(*args) in another process, where it may run forks."""
-    process = NewProcess(call_in, os.getcwd(), function, args)
+    process = NewProcess(function, args)
+    process.start()
     process.join()
-    assert process.exitcode == 0, "see stderr"
-
-
-def call_in(folder, function, args):
-    os.chdir(folder)
-    function(*args)
+    assert process.exitcode == 0, "see its output"
 
 
 class TrainProcess(NewProcess):
     """Runs `python train.py ...`, as subprocess.Popen does with one pipe for output and errors.
 
-    script: or one of scripts/, by its name. environment: variables besides those of this process.
+    script: or one of scripts/, by its name.
     """
 
     def __init__(self, argv, cwd=".", script="train", **environment):
         reader, writer = CONTEXT.Pipe(duplex=False)
-        super().__init__(run_script, script, argv, os.path.abspath(cwd), os.environ | environment, writer)
+        super().__init__(run_script, (script, argv), cwd, environment, writer)
+        self.start()
         writer.close()
         self.stdout = open(os.dup(reader.fileno()), encoding="utf-8")
 
@@ -191,45 +197,10 @@ class TrainProcess(NewProcess):
         return text
 
 
-class Replica(CONTEXT.Process):
-    """A process of xmp.spawn, which need not import torch_xla. It takes its starter's place."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.place = os.getcwd(), dict(os.environ), Connection(os.dup(1), readable=False)
-
-    def run(self):
-        gc.freeze()  # as above
-        multiprocessing.process._parent_process = None  # the server of forks is the parent
-        take_place(*self.place)
-        super().run()
-
-
-# the context of xmp.spawn
-REPLICAS = copy.copy(CONTEXT)
-REPLICAS.Process = Replica
-
-
-def take_place(cwd, environment, writer):
-    """Moves this process to a folder, with these variables; writer: of the pipe for its output."""
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(environment)
-    for descriptor, stream in (1, "stdout"), (2, "stderr"):
-        os.dup2(writer.fileno(), descriptor)
-        setattr(sys, stream, open(descriptor, "w", buffering=1, closefd=False, encoding="utf-8"))
-        setattr(sys, f"__{stream}__", getattr(sys, stream))
-    writer.close()
-
-
-def run_script(name, argv, *place):
-    """Runs a script as a command does, in this process; place: of take_place()."""
-    multiprocessing.current_process().name = "MainProcess"  # by which train.py and its forks know it
-    take_place(*place)
-    # xmp.spawn asks for its context
-    torch.multiprocessing.get_context = lambda method: REPLICAS
-    # whatever the tests do, it obeys a hangup, or ignores it as under nohup
-    signal.signal(signal.SIGHUP, signal.SIG_IGN if "NOHUP" in os.environ else signal.SIG_DFL)
+def run_script(name, argv):
+    """Runs a script as a command does, in this process."""
+    multiprocessing.current_process().name = "MainProcess"  # by which the forks of tests know it
+    torch.multiprocessing.get_context = lambda method: CONTEXT  # which xmp.spawn asks for
     script = importlib.import_module(name)
     sys.argv = [script.__file__, *argv]
     code = 0
@@ -402,7 +373,7 @@ def work(world, connection):
 def start_replicas(world):
     """Returns the connection to a process with so many replicas."""
     ours, theirs = CONTEXT.Pipe()
-    NewProcess(work, world, theirs, daemon=True)
+    NewProcess(work, (world, theirs), daemon=True).start()
     theirs.close()
     return ours
 

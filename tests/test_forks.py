@@ -6,7 +6,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import pytest
-import solve
 import torch
 from helpers import (
     DEEP,
@@ -25,11 +24,9 @@ from helpers import (
 )
 
 import configurator
-import evaluate
 import model
 import optim
 import train
-import weights
 from runtime.errors import UserError
 
 EXAMPLES = "rsm", "infiloop", "fprm", "chains", "symbols"
@@ -227,24 +224,6 @@ def replace():
 replace()""")
     Path("plain.py").write_text("class Note: data = 1\nlr = 0.1 * Note.data")
     in_new_process(known_forks)
-
-
-def solve_with_fork():
-    fork = f"{ROOT}/tests/forks/smoothing.py"
-    path = f"{ROOT}/models/sudoku-6x6.pt"
-    deep, settings = solve.load(path, [])
-    assert settings.H_cycles == 2
-    batch = evaluate.unlabeled_batch(deep.test_puzzles["inputs"][:1].numpy())
-    deep = next(weights.queue_of(settings, deep, deep.task, batch, 1).watch())
-    trm, settings = solve.load(path, [fork, "--H_cycles=1"])
-    assert trm.settings.label_smoothing == 0.0
-    shallow = next(weights.queue_of(settings, trm, trm.task, batch, 1).watch())
-    assert deep["q_halt_logits"] != shallow["q_halt_logits"]
-
-
-def test_a_model_file_of_before_a_forks_setting_solves_with_its_default():
-    """And a flag changes the depth, as in an evaluation of train.py."""
-    in_new_process(solve_with_fork)
 
 
 def rename_digits():

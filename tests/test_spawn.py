@@ -252,12 +252,11 @@ xmp.spawn = spawn
 """
 
 
-@pytest.mark.parametrize("script", ["train", "bench"])
-def test_kaggles_image_has_eight_processes(script, data):
+def test_kaggles_image_has_eight_processes(data):
     Path("fork.py").write_text(EIGHT_CHIPS)
     variables = KAGGLE | dict(CLOUD_TPU_TASK_ID="0", TPU_PROCESS_BOUNDS="1,1,1")
     flags = arguments(data, "run", "fork.py", "--device=auto")
-    text = TrainProcess(flags, script=script, **variables).output()
+    text = TrainProcess(flags, **variables).output()
     first, *processes = [line for line in text.splitlines() if "localhost:" in line or "device" in line]
     addresses = ",".join(f"localhost:{port}" for port in range(8476, 8484))
     assert processes == [f"{addresses} {rank}" for rank in range(8)]

@@ -32,7 +32,6 @@ from helpers import (
 import evaluate
 import train
 from puzzles import score
-from runtime import errors
 from runtime.checkpoint import Checkpoints, checkpoint_paths
 from runtime.errors import UserError
 from runtime.log import listed
@@ -171,7 +170,7 @@ def test_a_kill_before_best_pt_is_whole_leaves_no_line_of_its_evaluation(data, m
 
 
 def test_a_resume_refuses_another_optimizer(data, out):
-    with pytest.raises(errors.UserError, match="was trained with optimizer=adam_atan2: "):
+    with pytest.raises(UserError, match="was trained with optimizer=adam_atan2: "):
         run(data, out, "--max_steps=50", "--init_from=resume", "--optimizer=lion")
 
 
@@ -180,10 +179,9 @@ def test_nan_stops_the_run_and_names_the_last_good_checkpoint(data):
     run(data, "run", "--max_steps=10", "--checkpoint_interval=5")
     with open("run/ckpt_00000010.pt", "ab") as f:
         f.write(b"damaged")
-    text = run(data, "run", "--max_steps=30", "--init_from=resume", "--lr=1e38", "--beta1=0.5",
-               "--lr_warmup_steps=0", code=2)
-    assert re.search(r"not finite between steps 6 and 10.*ckpt_00000005.pt", text)
-    assert "Traceback" not in text
+    with pytest.raises(UserError, match=r"not finite between steps 6 and 10.*ckpt_00000005.pt"):
+        run(data, "run", "--max_steps=30", "--init_from=resume", "--lr=1e38", "--beta1=0.5",
+            "--lr_warmup_steps=0")
     assert checkpoint_paths("run") == ["run/ckpt_00000010.pt", "run/ckpt_00000005.pt"]
 
 
@@ -247,10 +245,8 @@ def test_an_export_needs_a_checkpoint_alone(whole):
     export.main([f"{whole[0]}/best.pt", "best.pt"])
     best = torch.load("best.pt", weights_only=True)
     assert best["step"] == 16 and "--lr=0.002" in best["command"] and "init_from" not in best["command"]
-    with pytest.raises(errors.UserError, match="best.pt: must be a new file in a folder that exists"):
+    with pytest.raises(UserError, match="best.pt: must be a new file in a folder that exists"):
         export.main([whole[0], "best.pt"])
-    with pytest.raises(errors.UserError, match="forward_dtype must be one of auto, .*, not 'int32'"):
-        export.main([whole[0], "new.pt", "--forward_dtype=int32"])
 
 
 def test_an_evaluation_goes_on_without_a_terminal(data, monkeypatch):
