@@ -32,6 +32,7 @@ import optim
 import prepare_sudoku
 import train
 from configurator import configure, split_arguments
+from puzzles.sudoku import Sudoku
 from runtime import files, process
 from runtime.dataset import get_dataset
 from runtime.errors import UserError
@@ -141,7 +142,8 @@ class StudyRun:
         prepared = configure(prepare_sudoku.Settings, shlex.split(self.settings.data_prepare)[1:])
         puzzles = prepared.num_train if prepared.source == "generate" else prepared.subsample_size
         sizes = SimpleNamespace(
-            seq_len=prepared.size ** 2, vocab_size=prepared.size + 2, num_puzzle_identifiers=1)
+            seq_len=prepared.size ** 2, vocab_size=prepared.size + 2, num_puzzle_identifiers=1,
+            task=Sudoku.new_task(prepared.size))
         with torch.device("meta"), FlopCounter():  # takes no memory, and little time
             trm = new_model(self.settings, sizes)
         # counting takes half a second, and most runs have the baseline's sizes

@@ -1,0 +1,23 @@
+# 9x9 Sudoku by a small network that is told which cells share a row, a column or a box.
+run("sudoku_cpu.py")
+run("../examples/houses.py")
+data_path = "data/sudoku-9x9-60k"
+data_prepare = (
+    "prepare_sudoku.py --source=generate --num_train=60000 --num_test=1000 --num_aug=0"
+    f" --output_dir={data_path}"
+)
+out_dir = "out/sudoku_houses"
+max_steps = 2600
+L_layers = 1
+H_cycles = 2
+L_cycles = 4
+expansion = 2.0
+halt_max_steps = 8  # it has to see solved puzzles; evaluations go deeper
+lr = 6e-3
+lr_warmup_steps = 78
+weight_decay = 0.01
+beta2 = 0.99
+ema_rate = 0.995
+eval_patience = 0
+checkpoint_interval = 200
+forward_dtype = "float32"
