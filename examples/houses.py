@@ -89,15 +89,37 @@ class HouseTRM(model.TRM):
         states = torch.where(inputs == digits, 2, (inputs == 1).int())  # [B, K, S]
         return super().embed(states.flatten(1), puzzle_rows).mT.contiguous().view(len(inputs), -1, *self.grid)
 
+    def latent_recursion(self, x, latents, L_cycles):
+        # as in model.py, but every pass is kept: each has a loss
+        z_H = latents["z_H"]
+        z_L = latents["z_L"]
+        self.passes = []
+        for _ in range(L_cycles):
+            z_L = self.L_level(z_L + (z_H + x))
+            self.passes.append(z_L)
+        return dict(z_H=self.L_level(z_H + z_L), z_L=z_L)
+
+    def scores(self, z):
+        """Returns the scores of all digits, [B, S, K], of a latent."""
+        return product(self.lm_head, z.flatten(2)).view(len(z), *self.grid).mT
+
     def answer(self, latents, labels=None):
         z = latents["z_H"]
-        scores = product(self.lm_head, z.flatten(2)).view(len(z), *self.grid).mT  # [B, S, K]
+        scores = self.scores(z)
         # the head that halts sees the mean of all, and by how much the least certain cell prefers its digit
         first, second = scores.detach().topk(2).values.unbind(-1)
         margin = (first - second).amin(-1, keepdim=True)
         q_halt = self.q_head(torch.cat((z.mean((2, 3)), margin), -1))[:, 0]
         # no cell of an answer is padding or empty
         return F.pad(scores, (2, 0), value=-1e4), q_halt
+
+    def losses(self, logits, q_halt, labels, solved):
+        values = super().losses(logits, q_halt, labels, solved)
+        passes, self.passes = self.passes, []
+        for z in passes:
+            scores = F.pad(self.scores(z).float(), (2, 0), value=-1e4)
+            values["loss"] = values["loss"] + model.cross_entropy(scores, labels) / len(passes)
+        return values
 
     def halts(self, steps, q_halt, min_halt_steps):
         # Unsolved sequences end after different numbers of steps. If all of them began together, each update

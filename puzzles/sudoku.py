@@ -127,14 +127,15 @@ def candidates_of(boards, size):
     return by_token[boards.T]
 
 
-def count_solutions(candidates, size, limit, search=SEARCH):
+def count_solutions(candidates, size, limit, search=0):
     """Returns the number of solutions of each board [n], counted up to limit; -1: not decided.
 
     It goes depth first over many boards at once: where the singles are stuck, it splits a board in two at one
     of its cells with the fewest candidates. It gives up a board that takes more than `search` rounds.
 
-    candidates: [cells, n].
+    candidates: [cells, n]. search: 0 is SEARCH.
     """
+    search = search or SEARCH
     n = candidates.shape[1]
     counts = np.zeros(n, dtype=np.int64)
     rounds = np.zeros(n, dtype=np.int64)
