@@ -1,13 +1,11 @@
-"""Candidates see their row, column and box: a network for puzzles whose units are known, of every size.
+"""Candidates see their row, column and box: one small network for Sudokus of every size.
 
     python train.py config/sudoku_houses.py
 
-The latents are [B, D, K, S], a vector for each of K digits in each of S cells. A candidate sees the means of
-its units, and of the digits of its cell. puzzles.Kind.units() says which cells are a unit: TRM learns the
-rules of any puzzle from examples, and this network is told which cells share a unit.
-
-All digits and all units of a shape share all weights. So the answer follows every symmetry of a question, up
-to rounding, and weights fit puzzles of all sizes.
+TRM learns the rules of any puzzle from examples; this network is told which cells share a unit, by units() of
+the puzzle's kind. The latents are [B, D, K, S], a vector for each of K digits in each of S cells. A candidate
+sees the means of its units and of its cell's digits. All digits and units share their weights, so an answer
+follows every symmetry of its question, up to rounding, and weights fit puzzles of all sizes.
 """
 import torch
 import torch.nn.functional as F
@@ -27,8 +25,9 @@ def norm(x):
 
 
 def product(layer, x):
-    """Returns a layer's product along dimension 1 of x [B, D, N]; this order leaves x where it is."""
-    return torch.bmm(layer.weight.expand(len(x), -1, -1), x)
+    """Returns a layer's product along dimension 1 of x [B, D, ...]; this order copies nothing."""
+    weight = layer.weight.expand(len(x), -1, -1)
+    return torch.bmm(weight, x.flatten(2)).view(len(x), len(layer.weight), *x.shape[2:])
 
 
 class UnitBlock(torch.nn.Module):
@@ -42,18 +41,14 @@ class UnitBlock(torch.nn.Module):
         self.mlp = model.SwiGLU(D, settings.expansion, settings.multiple_of)
 
     def forward(self, x, rope):
-        # the means of units and digits, each through its matrix, back to the cells
-        shape = x.shape
+        # the means of units and of digits, each through its matrix, back to the cells
         units = self.units.to(x.dtype)  # [S, units], 1 where a cell is in a unit
-        means = x @ (units / units.sum(0))  # [B, D, K, units]
-        lines, boxes = means.tensor_split([self.num_lines], dim=-1)
-        lines = product(self.across_lines, lines.flatten(2)).view(lines.shape)
-        boxes = product(self.across_boxes, boxes.flatten(2)).view(boxes.shape)
+        lines, boxes = (x @ (units / units.sum(0))).tensor_split([self.num_lines], -1)
+        messages = torch.cat((product(self.across_lines, lines), product(self.across_boxes, boxes)), -1)
         digits = product(self.across_digits, x.mean(2)).unsqueeze(2)
-        message = torch.cat((lines, boxes), -1) @ units.mT + digits
-        x = norm(x + message).flatten(2)
+        y = norm(x + messages @ units.mT + digits).flatten(2)
         # across channels
-        return norm(x + self.mlp(x, across=True)).view(shape)
+        return norm(y + self.mlp(y, across=True)).view(x.shape)
 
 
 class HouseTRM(model.TRM):
@@ -65,19 +60,12 @@ class HouseTRM(model.TRM):
         self.lm_head = torch.nn.Linear(settings.hidden_size, 1, bias=False)
         self.q_head = torch.nn.Linear(settings.hidden_size + 1, 2)
         self.init_weights(torch.Generator().manual_seed(settings.seed))
-
-        # which units each cell is in: first rows and columns, then the others
+        # the units of the puzzle, rows and columns first
         kind = kind_of(self.task)
-        if not kind.unit_shapes:
-            raise ValueError(f"puzzles of kind {self.task['kind']!r} have no units: prepare_csv.py --units")
-        lines = []
-        boxes = []
-        for shape, division in zip(kind.unit_shapes, torch.from_numpy(kind.units())):
-            divisions = lines if min(shape) == 1 else boxes
-            divisions.append(F.one_hot(division).float())  # [S, units]
+        units = [F.one_hot(division).float() for division in torch.from_numpy(kind.units())]
         for layer in self.L_level.layers:
-            layer.num_lines = sum(division.shape[1] for division in lines)
-            layer.register_buffer("units", torch.cat(lines + boxes, 1), persistent=False)
+            layer.num_lines = sum(kind.grid)
+            layer.register_buffer("units", torch.cat(units, 1), persistent=False)
 
     def first_latents(self, B):
         latents = dict(z_H=self.H_init, z_L=self.L_init)
@@ -90,7 +78,7 @@ class HouseTRM(model.TRM):
         return super().embed(states.flatten(1), puzzle_rows).mT.contiguous().view(len(inputs), -1, *self.grid)
 
     def latent_recursion(self, x, latents, L_cycles):
-        # as in model.py, but every pass is kept: each has a loss
+        # as in model.py, but it keeps every pass, since each has a loss
         z_H = latents["z_H"]
         z_L = latents["z_L"]
         self.passes = []
@@ -99,14 +87,10 @@ class HouseTRM(model.TRM):
             self.passes.append(z_L)
         return dict(z_H=self.L_level(z_H + z_L), z_L=z_L)
 
-    def scores(self, z):
-        """Returns the scores of all digits, [B, S, K], of a latent."""
-        return product(self.lm_head, z.flatten(2)).view(len(z), *self.grid).mT
-
     def answer(self, latents, labels=None):
         z = latents["z_H"]
-        scores = self.scores(z)
-        # the head that halts sees the mean of all, and by how much the least certain cell prefers its digit
+        scores = product(self.lm_head, z)[:, 0].mT  # [B, S, K]
+        # the halting head sees the mean of all, and by how much the least certain cell prefers its digit
         first, second = scores.detach().topk(2).values.unbind(-1)
         margin = (first - second).amin(-1, keepdim=True)
         q_halt = self.q_head(torch.cat((z.mean((2, 3)), margin), -1))[:, 0]
@@ -117,13 +101,13 @@ class HouseTRM(model.TRM):
         values = super().losses(logits, q_halt, labels, solved)
         passes, self.passes = self.passes, []
         for z in passes:
-            scores = F.pad(self.scores(z).float(), (2, 0), value=-1e4)
-            values["loss"] = values["loss"] + model.cross_entropy(scores, labels) / len(passes)
+            scores, _ = self.answer(dict(z_H=z))
+            values["loss"] = values["loss"] + model.cross_entropy(scores.float(), labels) / len(passes)
         return values
 
     def halts(self, steps, q_halt, min_halt_steps):
-        # Unsolved sequences end after different numbers of steps. If all of them began together, each update
-        # would see a single depth.
+        # unsolved sequences end after different numbers of steps: if all began together, an update would see
+        # one depth alone
         last_steps = self.settings.halt_max_steps - torch.arange(len(steps), device=steps.device) % 4
         return super().halts(steps, q_halt, min_halt_steps) | (steps >= last_steps)
 

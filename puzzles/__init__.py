@@ -123,15 +123,17 @@ class Kind:
 
     @property
     def unit_shapes(self):
-        """The rows and columns of the units of the grid, in which no symbol stands twice: see units()."""
+        """The [rows, columns] of the units in which no symbol stands twice; lines come first."""
         return self.task.get("units", [])
 
     def units(self):
         """Returns the number of each cell's unit, int [divisions, cells].
 
         A division cuts the grid into units of one of the unit_shapes: [1, 9], [9, 1] and [3, 3] for 9x9
-        Sudoku.
+        Sudoku. Raises UserError if there are none.
         """
+        if not self.unit_shapes:
+            raise UserError(f"puzzles of kind {self.task['kind']!r} have no units: prepare_csv.py --units")
         rows, columns = np.reshape(np.array(self.unit_shapes, int), (-1, 2, 1)).swapaxes(0, 1)
         row, column = np.divmod(np.arange(self.cells), self.columns)
         return row // rows * (self.columns // columns) + column // columns
