@@ -17,5 +17,5 @@ beta2 = 0.99
 ema_rate = 0.99
 eval_patience = 0
 eval_interval = 0
-checkpoint_interval = 0  # sequences that start afresh together cost accuracy
+checkpoint_interval = 0
 forward_dtype = "float32"

@@ -22,5 +22,5 @@ weight_decay = 0.01
 beta2 = 0.99
 ema_rate = 0.995
 eval_patience = 0  # it gets better with depth
-checkpoint_interval = 1000  # sequences start afresh together there, which costs accuracy for a while
+checkpoint_interval = 1000
 forward_dtype = "float32"
