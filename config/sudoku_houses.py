@@ -1,6 +1,6 @@
 # 9x9 Sudoku by a small network that is told which cells share a row, a column or a box: records/houses.md.
-# Copies by symmetry would change nothing for it, so the puzzles have none. The average at step 1000 solved 63.5%
-# of 200 generated puzzles after 16 steps; training was not stable, and step 1300 was worse.
+# Copies by symmetry would change nothing for it, so the puzzles have none. The average at step 1000 solved
+# 63.5% of 200 generated puzzles after 16 steps; training was not stable, and step 1300 was worse.
 run("sudoku_cpu.py")
 run("../examples/houses.py")
 data_path = "data/sudoku-9x9-60k"
