@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
-from puzzles import IGNORE_LABEL, task_of
+from puzzles import IGNORE_LABEL, kind_of, task_of
 from runtime.errors import TransientError, UserError, writing
 from runtime.files import file_hash, locked, read_json
 
@@ -367,6 +367,10 @@ class Dataset:
         # list their examples, which follow each other
         return ranges(self.puzzle_indices[starts], self.puzzle_indices[ends])
 
+    def resized(self, task):
+        """Returns a task in the size of these puzzles, if puzzles of its kind have several sizes."""
+        return kind_of(task).resized(self.seq_len).task
+
     def made_by(self):
         """Returns the command that made the dataset, as "prepare_sudoku.py --size=6 ..."; "" if not known."""
         command = dict(self.manifest.get("command", {}))
@@ -493,6 +497,8 @@ class Generated:
     def subset(self, n, num_versions=0):
         """Returns the indices of the first n test puzzles; num_versions is for ARC."""
         return np.arange(self.test_size)[:n or None]
+
+    resized = Dataset.resized
 
     def made_by(self):
         return type(self).__name__

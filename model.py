@@ -49,12 +49,14 @@ class TRM(nn.Module):
         seq_len: the cells of a puzzle, S.
         vocab_size: V.
         num_puzzle_identifiers: N.
+        task: what puzzles/__init__.py calls a task, for forks that know more of a puzzle than its sizes.
 
     Raises ValueError for sizes that cannot be built.
     """
-    def __init__(self, settings, seq_len, vocab_size, num_puzzle_identifiers=1):
+    def __init__(self, settings, seq_len, vocab_size, num_puzzle_identifiers=1, task=None):
         super().__init__()
         self.settings = settings
+        self.task = task
         self.sizes = dict(
             seq_len=seq_len, vocab_size=vocab_size, num_puzzle_identifiers=num_puzzle_identifiers)
         D = settings.hidden_size

@@ -35,6 +35,7 @@ class Settings:
     # symmetries, which must turn every puzzle and its answer into another one
     dihedral = False  # the 8 rotations and reflections of a square
     permute_symbols = ""  # characters that may change places, as 123456789
+    units = ""  # sizes of the units in which no symbol stands twice, as 1x9,9x1,3x3, for examples/houses.py
     num_aug: From0 = 7  # copies of each training puzzle, besides itself
 
 
@@ -127,6 +128,8 @@ def new_task(settings, rows):
             "dihedral": settings.dihedral,
             "permute_symbols": "".join(dict.fromkeys(settings.permute_symbols)),
         }
+    if settings.units:
+        manifest["units"] = [list(map(int, size.split("x"))) for size in settings.units.split(",")]
     task = task_of(manifest, math.prod(grid), len(symbols) + 1)
     print(f"symbols: {symbols!r}; {symbols[0]!r} is an empty cell")
     return task

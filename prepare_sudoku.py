@@ -25,7 +25,7 @@ class Settings:
     source = "hub"  # hub (Sudoku-Extreme from Hugging Face), csv, or generate
     train_csv = ""  # training puzzles, .csv or .csv.gz; implies csv
     test_csv = ""  # test puzzles
-    size: Above0 = 9  # cells of a row: 9, 6 (boxes of 2 rows, 3 columns) or 4
+    size: Above0 = 9  # cells of a row: 4, 6 (boxes of 2 rows, 3 columns), 9, 12 (3 rows, 4 columns) or 16
     output_dir = ""  # "": a folder under data/ named after these settings
     seed: From0 = 0  # decides the choice of puzzles, their copies, and generated puzzles
     # puzzles from the hub or from CSV files
@@ -75,7 +75,7 @@ def fill_in(settings):
     if settings.source == "hub" and settings.size != 9:
         raise UserError(f"size must be 9 for the hub, not {settings.size}")
     if settings.size not in BOXES:
-        raise UserError(f"size must be 4, 6 or 9, not {settings.size}")
+        raise UserError(f"size must be one of {[*BOXES]}, not {settings.size}")
 
 
 def hard_rows(path, min_difficulty):

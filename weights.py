@@ -29,7 +29,7 @@ def new_model(settings, dataset):
         try:
             return model.TRM(
                 settings, seq_len=dataset.seq_len, vocab_size=dataset.vocab_size,
-                num_puzzle_identifiers=dataset.num_puzzle_identifiers)
+                num_puzzle_identifiers=dataset.num_puzzle_identifiers, task=dataset.task)
         except (ValueError, RuntimeError) as e:  # RuntimeError: more memory than there is
             raise UserError(one_line(e)) from None
 
@@ -51,22 +51,22 @@ def load_model(path, cells=0, defaults=None):
         raise ValueError(f"{path} does not say what it solves: scripts/export.py makes a model file of a "
                          "checkpoint of the official code")
     settings = SimpleNamespace(**(defaults or {}) | saved["settings"])
-    sizes = dict(saved["sizes"])
-    if cells:
-        sizes["seq_len"] = cells
+    # these puzzles may have another size than those in training
+    seq_len = cells or saved["sizes"]["seq_len"]
+    task = kind_of(saved["task"]).resized(seq_len).task
+    sizes = saved["sizes"] | dict(seq_len=seq_len, vocab_size=len(task["symbols"]))
 
     # build the model, of the size of these puzzles, with the averaged weights
     try:
-        trm = model.TRM(settings, **sizes)
+        trm = model.TRM(settings, **sizes, task=task)
         load_weights(trm, saved.get("ema") or saved["weights"])
     except ValueError as e:
         forks = ", ".join(saved["forks"]) or "no fork"
         raise ValueError(f"{path}: {e}; it was trained with {forks}") from None
 
     # add what the file says
-    for name in ("task", "test_puzzles", "forks", "step", "data_sha256"):
+    for name in ("test_puzzles", "forks", "step", "data_sha256"):
         setattr(trm, name, saved[name])
-    trm.task = kind_of(trm.task).resized(sizes["seq_len"]).task
     return trm.eval()
 
 
@@ -192,7 +192,7 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
     if isinstance(questions, str):
         [answer], [confidence] = solve(trm, [questions], steps, attempts, identifiers)
         return answer, confidence
-    if not hasattr(trm, "task"):
+    if trm.task is None:
         raise ValueError("this model does not know its puzzle: load_model reads one that does")
     kind = kind_of(trm.task)
     kind.check_attempts(attempts)

@@ -70,8 +70,9 @@ def task_of(manifest, seq_len, vocab_size):
         raise UserError(f"grid {grid} does not fit {seq_len} cells")
     if not len(symbols) == num_different == vocab_size:
         raise UserError(f"symbols {symbols!r} must be {vocab_size}, one for each token, all different")
-    if "symmetries" in manifest:
-        task["symmetries"] = manifest["symmetries"]
+    for name in "symmetries", "units":
+        if name in manifest:
+            task[name] = manifest[name]
     kind_of(task)
     return task
 
@@ -109,6 +110,8 @@ class Kind:
         if self.has_several_answers and type(self).judge is Kind.judge:
             raise UserError(f"kind {task['kind']}: questions with several right answers need a judge")
         check_symmetries(self)
+        if not all(self.rows % rows == 0 == self.columns % columns for rows, columns in self.unit_shapes):
+            raise UserError(f"units {self.unit_shapes} must divide the grid {self.grid}")
 
     @staticmethod
     def new_task(rows):
@@ -118,6 +121,23 @@ class Kind:
     def resized(self, cells):
         """Returns the Kind of grids with another number of cells, where a model takes any number of them."""
         return self
+
+    @property
+    def unit_shapes(self):
+        """The [rows, columns] of the units in which no symbol stands twice; lines come first."""
+        return self.task.get("units", [])
+
+    def units(self):
+        """Returns the number of each cell's unit, int [divisions, cells].
+
+        A division cuts the grid into units of one of the unit_shapes: [1, 9], [9, 1] and [3, 3] for 9x9
+        Sudoku. Raises UserError if there are none.
+        """
+        if not self.unit_shapes:
+            raise UserError(f"puzzles of kind {self.task['kind']!r} have no units: prepare_csv.py --units")
+        rows, columns = np.reshape(np.array(self.unit_shapes, int), (-1, 2, 1)).swapaxes(0, 1)
+        row, column = np.divmod(np.arange(self.cells), self.columns)
+        return row // rows * (self.columns // columns) + column // columns
 
     @property
     def box(self):

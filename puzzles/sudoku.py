@@ -1,19 +1,23 @@
 """Sudoku: the rules, a solver, a generator of minimal puzzles, and symmetric copies.
 
 Boards are the official code's tokens [n, cells]: 0 padding, 1 an empty cell, d + 1 the digit d. A board has
-4, 6 or 9 rows.
+4, 6, 9, 12 or 16 rows.
 """
+import math
+
 import numpy as np
 
 from puzzles import Judgement, Kind
 from puzzles.symmetries import Symmetries, keys_of, renamings
 
-SUDOKU = " .123456789"  # a symbol for each token
+SUDOKU = " .123456789ABCDEFG"  # a symbol for each token
 EMPTY = 1  # token
-BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # {rows of a board: rows and columns of a box}
+# {rows of a board: rows and columns of a box}
+BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3), 12: (3, 4), 16: (4, 4)}
 UNITS = (2, 3), (0, 1), (1, 3)  # axes of (bands, rows, stacks, columns) along a row, a column and a box
 BOARDS = 4096  # boards in the solver at a time: so many stay in the processor's cache
 SEARCH = 500_000  # rounds of the solver, over all boards of one puzzle's search: a second; most need 1000
+SHORT_SEARCH = 300  # rounds for each clue of a board with more than 9 rows
 
 
 class Sudoku(Kind):
@@ -31,10 +35,19 @@ class Sudoku(Kind):
     def box(self):
         return BOXES[self.rows]
 
+    @property
+    def unit_shapes(self):
+        return [[1, self.rows], [self.rows, 1], self.box]
+
+    def resized(self, cells):
+        """See Kind."""
+        side = math.isqrt(cells)
+        return type(self)(self.task | self.new_task(side)) if side in BOXES else self
+
     def judge(self, questions, answers):
         """See Kind. Cells that are empty, differ from a given, or have a digit of their unit break a rule."""
         # find digits that stand twice in a row, a column or a box
-        bits = 1 << answers.T.astype(np.uint16)
+        bits = 1 << answers.T.astype(np.uint32)
         cells = bits.reshape(*box_shape(self.rows), -1)
         repeated = np.zeros(cells.shape, dtype=bool)
         for axes in UNITS:
@@ -113,14 +126,15 @@ def candidates_of(boards, size):
     return by_token[boards.T]
 
 
-def count_solutions(candidates, size, limit):
+def count_solutions(candidates, size, limit, search=0):
     """Returns the number of solutions of each board [n], counted up to limit; -1: not decided.
 
     It goes depth first over many boards at once: where the singles are stuck, it splits a board in two at one
-    of its cells with the fewest candidates. It gives up a board that takes more than SEARCH rounds.
+    of its cells with the fewest candidates. It gives up a board that takes more than `search` rounds.
 
-    candidates: [cells, n].
+    candidates: [cells, n]. search: 0 is SEARCH.
     """
+    search = search or SEARCH
     n = candidates.shape[1]
     counts = np.zeros(n, dtype=np.int64)
     rounds = np.zeros(n, dtype=np.int64)
@@ -136,7 +150,7 @@ def count_solutions(candidates, size, limit):
         boards, broken, solved, stuck = propagate(boards, size)
         counts += np.bincount(owners[solved], minlength=n)
         rounds += np.bincount(owners, minlength=n)
-        goes_on = (counts < limit) & (rounds <= SEARCH)
+        goes_on = (counts < limit) & (rounds <= search)
         alive = ~broken & ~solved & goes_on[owners]
 
         # split the stuck boards at a cell: one copy takes its lowest candidate, the other one the rest
@@ -153,7 +167,7 @@ def count_solutions(candidates, size, limit):
             boards = np.concatenate([boards[:, alive], others], axis=1)
             owners = np.concatenate([owners[alive], owners[split]])
             waiting.append((boards, owners))
-    counts[(counts < limit) & (rounds > SEARCH)] = -1
+    counts[(counts < limit) & (rounds > search)] = -1
     return np.minimum(counts, limit)
 
 
@@ -216,7 +230,9 @@ def minimal_sudokus(index, seed, n, size):
     """Returns n minimal puzzles (questions, answers), uint8 [n, cells], which depend on seed and index.
 
     It tries every clue once, in random order, and removes it unless that allows another digit in its cell.
+    Boards of more than 9 rows keep a clue where SHORT_SEARCH does not tell: few of them are minimal.
     """
+    search = SEARCH if size <= 9 else SHORT_SEARCH
     rng = np.random.default_rng([seed, index])
     answers = random_boards(n, size, rng)
     boards = candidates_of(answers, size)
@@ -226,7 +242,7 @@ def minimal_sudokus(index, seed, n, size):
         # the cell may have any digit but the clue's
         clue = boards[cell, column]
         boards[cell, column] = all_digits ^ clue
-        needed = count_solutions(boards, size, 1)
+        needed = count_solutions(boards, size, 1, search)
         boards[cell, column] = np.where(needed, clue, all_digits)
     is_empty = boards.T == all_digits
     return np.where(is_empty, np.uint8(EMPTY), answers), answers

@@ -112,6 +112,8 @@ def check_task(saved, train_set, path):
     """Raises UserError if the weights in the file `path` were trained on another kind of puzzle."""
     # files of the official code do not say their task
     task = saved.get("task", train_set.task)
+    if task["grid"] != train_set.task["grid"]:  # weights of another size may fit
+        task = train_set.resized(task)
     for name, first in ("kind", 0), ("symbols", 1):  # padding has no sign, and prepare_csv.py gives it one
         if task["kind"] and list(task[name])[first:] != list(train_set.task[name])[first:]:
             raise UserError(f"{path} was trained on puzzles with {name} {task[name]!r}, but "

@@ -77,10 +77,11 @@ def test_held_out_puzzles_are_drawn_from_all_and_not_trained_on(capsys):
 def test_copies_are_symmetric_and_never_test_puzzles():
     """Training puzzles that a symmetry turns into a test puzzle are left out."""
     path = write("all.csv", *random_rows(400, 9, "12"))
-    flags = "--holdout=100 --dihedral --permute_symbols=121 --num_aug=15"
+    flags = "--holdout=100 --dihedral --permute_symbols=121 --units=1x3,3x1 --num_aug=15"
     folder = build("x", f"--train_csv={path} {flags}")
     train, test = [Dataset(folder, split) for split in ("train", "test")]
     assert test.task["symmetries"] == {"dihedral": True, "permute_symbols": "12"}
+    assert test.task["units"] == [[1, 3], [3, 1]]
     turns = dihedral(3)
     seen = set(orbit_keys(train.inputs, turns, [2, 3]))
     assert len(test) == 100 and seen.isdisjoint(orbit_keys(test.inputs, turns, [2, 3]))

@@ -264,6 +264,20 @@ def test_generated_puzzles_are_minimal_with_one_solution(size, n):
         assert (sudoku_of(size).num_solutions(boards) == 2).all()
 
 
+@pytest.mark.parametrize("size", [12, 16])
+def test_large_boards_are_judged(size):
+    board = sudoku.random_boards(1, size, np.random.default_rng(0))
+    changed = board.copy()
+    changed[0, 0] = board[0, 1]
+    answers = np.concatenate([board, changed])
+    assert sudoku_of(size).judge(board, answers).solved.tolist() == [True, False]
+
+
+def test_a_large_puzzle_has_one_solution():
+    questions, _ = minimal_sudokus(0, 0, 2, 12)
+    assert (sudoku_of(12).num_solutions(questions) == 1).all()
+
+
 def test_generation_does_not_depend_on_the_processes(monkeypatch, capfd):
     """They are killed in silence when enough is made."""
     alone = prepare_sudoku.generate(4, 900, 7)

@@ -29,7 +29,7 @@ import optim
 import train
 from runtime.errors import UserError
 
-EXAMPLES = "rsm", "infiloop", "fprm", "chains", "symbols"
+EXAMPLES = "rsm", "infiloop", "fprm", "chains", "symbols", "houses"
 FORK_PATHS = [f"{ROOT}/examples/{name}.py" for name in EXAMPLES]
 FORK_PATHS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
 FLAGS = [*DEEP, "--halt_max_steps=2", "--H_cycles_start=1", "--curriculum_epochs=3", "--puzzle_emb_ndim=0",
