@@ -330,7 +330,8 @@ def test_a_program_that_fails_is_an_error_where_tracing_is_no_help(data):
 
 def xla_fails_alone(rank, argv):
     full = RuntimeError("RESOURCE_EXHAUSTED: no memory")
-    for flag, error, words in ("--compile=on", OSError("broken"), "broken"), ("--compile=auto", full, "memory"):
+    errors_of = {"--compile=on": (OSError("broken"), "broken"), "--compile=auto": (full, "memory")}
+    for flag, (error, words) in errors_of.items():
         expected = pytest.raises((OSError, UserError), match=words)
         with mock.patch("optim.update", side_effect=error), expected:
             xla_run(rank, [*argv, flag, f"--out_dir=run{flag}"])
