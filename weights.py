@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
+import configurator
 import evaluate
 import model
 from puzzles import Judgement, kind_of, parse, sigmoid
@@ -50,7 +51,7 @@ def load_model(path, cells=0, defaults=None):
     if "task" not in saved:
         raise ValueError(f"{path} does not say what it solves: scripts/export.py makes a model file of a "
                          "checkpoint of the official code")
-    settings = SimpleNamespace(**(defaults or {}) | saved["settings"])
+    settings = configurator.Values((defaults or {}) | saved["settings"])
     # these puzzles may have another size than those in training
     seq_len = cells or saved["sizes"]["seq_len"]
     task = kind_of(saved["task"]).resized(seq_len).task

@@ -97,7 +97,7 @@ def write_model(source, target, train_arguments):
     content = {name: saved[name] for name in names}
     content |= dict(
         weights={PREFIX + name.removeprefix(PREFIX): t.to(dtype) for name, t in weights.items()},
-        settings=vars(settings),
+        settings=train.recipe(saved.get("settings", {})) | vars(settings),  # a copy of train.py may have more
         command=f"python train.py {settings.flags()}",
     )
     # a file that is interrupted leaves nothing

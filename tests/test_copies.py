@@ -4,7 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import export
 import pytest
+import torch
 from helpers import DATA, ROOT, TINY, curve, newest, same, xla_environment
 
 FORK = """
@@ -56,6 +58,9 @@ def test_a_copy_of_train_trains_as_it_is_edited(clone, data, device):
     text = python(*argv, **xla_environment(1))
     assert "clone/my.train.py" in text and "my step" in text
     assert curve("run", "train/lr") == {1: 2.5e-5}
+    # a model file has its settings, which model.py may read
+    export.main(["run", "model.pt"])
+    assert torch.load("model.pt")["settings"]["logit_bias"] == -5
 
 
 def test_copies_of_bench_and_of_a_prepare_script_run_as_they_are_edited(clone):
