@@ -163,7 +163,8 @@ def start(main, settings_class):
 
 def split_arguments(settings_class, argv):
     """Splits argv, the arguments of a script that has settings of its own beside train.py's."""
-    OWN_NAMES.update(read_settings(settings_class))
+    own_names = {"help", *read_settings(settings_class)}
+    OWN_NAMES.update(own_names)
 
     # its own flags, train.py's flags and config files, and the rest
     own_flags = []
@@ -171,7 +172,7 @@ def split_arguments(settings_class, argv):
     train_arguments = []
     for argument in argv:
         is_flag = argument.startswith("-")
-        if is_flag and argument.lstrip("-").partition("=")[0] in OWN_NAMES:
+        if is_flag and argument.lstrip("-").partition("=")[0] in own_names:
             own_flags.append(argument)
         elif is_flag or argument.endswith(".py"):
             train_arguments.append(argument)

@@ -194,7 +194,7 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
         [answer], [confidence] = solve(trm, [questions], steps, attempts, identifiers)
         return answer, confidence
     if trm.task is None:
-        raise ValueError("this model does not know its puzzle: load_model reads one that does")
+        raise ValueError("this model does not know its puzzle: weights.load_model reads one that does")
     kind = kind_of(trm.task)
     kind.check_attempts(attempts)
 

@@ -111,7 +111,6 @@ class Device:
             self.torch_device = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(self.torch_device)
             self.name = torch.cuda.get_device_name(self.torch_device)
-        if self.compiles:
             # without Triton or a C compiler, "auto" trains without torch.compile: is_compiled() tells
             torch._dynamo.config.suppress_errors = settings.compile == "auto"
         if not (is_alone or dist.is_initialized()) and all(map(os.environ.get, TORCHRUN)):

@@ -85,7 +85,7 @@ def xla_step(rank, folder, argv):
     device.choose_dtype(settings.forward_dtype)
     assert len(device.all_gather(bytes(2 ** 24 - 8))) == device.world  # float32 rounds the size of its pickle
     dataset = Dataset(settings.data_path, "train")
-    sizes = SimpleNamespace(seq_len=16, vocab_size=6, num_puzzle_identifiers=NUM_IDENTIFIERS)
+    sizes = SimpleNamespace(seq_len=16, vocab_size=6, num_puzzle_identifiers=NUM_IDENTIFIERS, task=None)
     net = new_model(settings, sizes)
     run = train.Run(settings, net, device)
     inputs = train.make_inputs(run, dataset, 0, 30)
