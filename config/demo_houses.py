@@ -1,6 +1,6 @@
 # 6x6 Sudoku by a small network that is told which cells share a row, a column or a box: records/houses.md.
-# NOT RUN as it stands: a first version of the fork solved 94% of 200 validation puzzles after 16 steps (seed 0,
-# two minutes of a core).
+# NOT RUN as it stands: a first version of the fork solved 94% of 200 validation puzzles after 16 steps (seed
+# 0, two minutes of a core).
 run("demo.py")
 run("../examples/houses.py")
 data_path = "data/sudoku-6x6-3k"
