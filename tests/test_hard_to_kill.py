@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -27,6 +26,7 @@ from helpers import (
     DATA,
     ROOT,
     WHOLE,
+    TrainProcess,
     arguments,
     begun,
     children,
@@ -109,6 +109,7 @@ def test_another_machine_uses_the_newest_whole_checkpoint_of_the_bucket(data, fr
     bucket.delete("ckpt_00000039.json")  # the last upload was interrupted
     bucket.write("ckpt_00000030.pt", b"something else")
     text = run(data, "second", *FLAGS, "--init_from=auto", "--keep_last_n=9")
+    assert text.count("fetching ckpt_00000030") == 3  # it may be the transfer that has damaged it
     assert "ckpt_00000030.pt: damaged" in text and "training from step 20 to 40" in text
     assert same(last_weights("second"), last_weights(whole[0])) and curve("second") == curve(whole[0])
 
@@ -119,31 +120,12 @@ def test_another_machine_uses_the_newest_whole_checkpoint_of_the_bucket(data, fr
     assert "no complete checkpoint" in text and "ckpt_00000040.pt: damaged" in text
 
 
-def test_a_bucket_that_has_had_a_checkpoint_is_not_begun_again(data, front):
-    """The newest one is pruned between the list and its download."""
-    def prune():
-        for name in numbered(in_bucket()):
-            Bucket("gs://bucket/run").delete(f"{name}.json")
-
-    flags = URL, "--checkpoint_interval=5", "--init_from=auto", "--max_steps=10"
-    run(data, "first", *flags)
-    before = Bucket("gs://bucket/run").read("log.txt")
-    front.script = [None] * 5 + [prune]  # what is after the second list
-    with pytest.raises(TransientError, match="ckpt_00000010 was deleted before it was read"):
-        run(data, "second", *flags)
-    assert Bucket("gs://bucket/run").read("log.txt") == before
-
-
-def test_a_checkpoint_with_a_wrong_byte_is_fetched_again(data, front):
-    bucket = Bucket("gs://bucket/run")
+def test_a_bucket_that_has_had_a_checkpoint_is_not_begun_again(data, front, monkeypatch):
+    """Another machine prunes the newest one between the list and its download."""
     run(data, "first", URL, "--max_steps=2")
-    content = bucket.read("ckpt_00000002.pt")
-    # after the second list and the logs; the write is a request, too
-    damage = partial(bucket.write, "ckpt_00000002.pt", content[:-1] + b"x")
-    mend = partial(bucket.write, "ckpt_00000002.pt", content)
-    front.script = [None] * 10 + [damage, None, mend]
-    text = run(data, "second", URL, "--init_from=auto", "--max_steps=3")
-    assert text.count("fetching ckpt_00000002") == 2 and "training from step 2 to 3" in text
+    monkeypatch.setattr(Bucket, "download", lambda self, name, path: False)
+    with pytest.raises(TransientError, match="ckpt_00000002 was deleted before it was read"):
+        run(data, "second", URL, "--init_from=auto")
 
 
 def test_a_checkpoint_is_uploaded_whole_and_its_json_last(data, front, monkeypatch):
@@ -171,11 +153,10 @@ def test_two_runs_are_not_mixed(data, front, out):
     assert "first and gs://bucket/other hold two different runs" in text
 
 
-@pytest.mark.parametrize("content", ["", "5"])
-def test_a_damaged_run_json_is_named(data, front, out, content):
+def test_a_damaged_run_json_is_named(data, front, out):
     path = Path(out, "run.json")
     own = path.read_text()
-    path.write_text(content)
+    path.write_text("")
     with pytest.raises(UserError, match=f"^{path} cannot be read as a JSON object"):
         run(data, out, *AUTO)
     path.unlink()
@@ -319,9 +300,9 @@ def test_a_stop_drops_a_step_that_takes_long(data, flags, phase, words):
 
 def test_a_job_that_was_suspended_goes_on_until_its_terminal_closes(data):
     """A batch system suspends it for longer than stall_timeout."""
-    with begun(start_train(data, "run", *ENDLESS, "--stall_timeout=5"), "step 1:") as process:
+    with begun(start_train(data, "run", *ENDLESS, "--stall_timeout=4"), "step 1:") as process:
         os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(7)
+        time.sleep(5)
         os.kill(process.pid, signal.SIGCONT)
         time.sleep(1)
         os.kill(process.pid, signal.SIGHUP)
@@ -360,23 +341,17 @@ def test_ctrl_c_while_a_dataset_is_made(data):
     assert not os.path.exists("data") and "prepare_sudoku.py: stopped" in text
 
 
-@pytest.mark.parametrize("faults, words", [
-    ([503] * 1000, "trying again in 2 s"),
-    # three requests of the check, run.json, a list; the logs drip, a byte at a time
-    ([None] * 5 + ["drip"] * 99, "fetching ckpt_0")])
-def test_a_stop_ends_requests_that_take_long(data, front, faults, words):
-    run(data, "first", "--max_steps=2", URL)
-    front.script = faults
-    with begun(start_train(data, "second", *AUTO, URL), words) as process:
-        time.sleep(0.5)  # it has begun to read
+def test_a_stop_ends_the_attempts_at_a_request(data, front):
+    """test_gcs.py has a request that takes long."""
+    front.script = [503] * 1000
+    with begun(start_train(data, "run", URL), "trying again in 2 s") as process:
         process.terminate()
         process.output(3, timeout=10)
 
 
 def test_ranks_end_with_torchruns_agent(data):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    flags = arguments(data, "run", *ENDLESS)
-    with begun(start_command(*torchrun, train.__file__, *flags)) as agent:
+    command = ["--standalone", "--nproc-per-node=1", train.__file__, *arguments(data, "run", *ENDLESS)]
+    with begun(TrainProcess(command, script="torch.distributed.run")) as agent:
         rank, = children(agent.pid)
     wait_for(lambda: not os.path.exists(f"/proc/{rank}"))
 
@@ -474,7 +449,7 @@ import torch.distributed as dist
 _connect = dist.init_process_group
 def connect_slowly(*args, **options):
     _connect(*args, **options)
-    time.sleep(3)
+    time.sleep(2)
     pathlib.Path("connected").touch()
 dist.init_process_group = connect_slowly
 """
@@ -497,16 +472,12 @@ def two_ranks(data, flags=((), ()), code=0, limit=resource.RLIM_INFINITY):
     return [rank.output(code) for rank in ranks]
 
 
-@pytest.mark.parametrize("flags, line", [
-    ([["--lr=1e-3"], ["--lr=2e-3", "--seed=1"]], "host 0, rank 1: not as on rank 0: lr, seed"),
-    ([[], ["--data_path=other"]], "host 0, rank 1: not as on rank 0: dataset"),
-])
-def test_ranks_that_differ_end_before_the_first_step(data, random_puzzles, flags, line):
+def test_ranks_that_differ_end_before_the_first_step(data, random_puzzles):
     """Rank 0 is on host 1."""
     os.mkdir("host1")
     os.symlink(random_puzzles, "host1/other")
-    for text in two_ranks(data, flags, 2):
-        assert f"\ntrain.py: {line}" in text and "step 1" not in text, text
+    for text in two_ranks(data, [["--lr=1e-3"], ["--seed=1", "--data_path=other"]], 2):
+        assert "\ntrain.py: host 0, rank 1: not as on rank 0: dataset, lr, seed" in text, text
     assert list(Path().rglob("run.json")) == []
 
 
@@ -536,8 +507,7 @@ def test_two_hosts_of_which_one_has_the_files(data, front):
 
 def test_rank_0_on_another_host_does_not_begin_again_or_further_back(data, front):
     """Without a bucket, which has the newest checkpoint. torchrun may number the hosts anew."""
-    two_ranks(data)
-    os.rename("host0/run", "host1/run")
+    run(data, "host1/run", *SHALLOW)
     auto = ["--init_from=auto", "--max_steps=30"]
     for text in two_ranks(data, [auto] * 2, 2):
         assert "--out_dir=run has ckpt_00000020 on host 0, and no checkpoint on rank 0's: choose" in text
