@@ -10,12 +10,11 @@ import os
 import resource
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT, Hub, Server, dataset_settings, prepare, start_command, wait_for
+from helpers import ROOT, Hub, Server, TrainProcess, dataset_settings, prepare, wait_for
 
 import prepare_maze
 import prepare_sudoku
@@ -176,11 +175,10 @@ def test_a_killed_command_leaves_nothing_that_stays(by, code):
     """After kill -9 the same command replaces the folder."""
     path = Path("x")
     flags = "--source=generate --size=4 --num_test=9 --num_train=9 --num_aug=300000".split()
-    process = start_command(sys.executable, prepare_sudoku.__file__, *flags, f"--output_dir={path}")
+    process = TrainProcess([*flags, f"--output_dir={path}"], script="prepare_sudoku")
     wait_for(lambda: list(Path().glob("x.part*")))
-    process.send_signal(by)
-    process.communicate()
-    assert process.returncode == code and not path.exists()
+    os.kill(process.pid, by)
+    process.output(code)
     assert len(list(Path().glob("*/"))) == (by == signal.SIGKILL)
     prepare(path, **SMALL)
     assert list(Path().glob("*/")) == [path] and len(Dataset(path, "train")) == 15
