@@ -97,11 +97,10 @@ def test_attempts_leave_the_papers_metrics_and_add_theirs(data, trained, sure):
     changed = {name: five[name] for name in ("eval/surest_accuracy", "eval/attempts")}
     assert five == pytest.approx(one | changed)
     assert np.array_equal(saved["preds"], saved_one["preds"])
-    solved = (saved["surest_preds"] == saved["labels"]).all(1).mean()
-    assert five["eval/surest_accuracy"] == pytest.approx(solved)
-    assert five["eval/attempts"] == pytest.approx(saved["attempts"].mean())
+    solved = (saved["surest_preds"] == saved["labels"]).all(1)
+    means = [solved.mean(), saved["attempts"].mean()]
+    assert [five["eval/surest_accuracy"], five["eval/attempts"]] == pytest.approx(means)
     assert set(saved["attempts"][saved["surest_q_halt_logits"] < sure]) == {5} < set(saved["attempts"])
-    assert evaluated(data, trained, "--eval_attempts=5")[0] == five
     assert evaluated(data, trained, "--eval_attempts=5", "--seed=1")[0] != five
 
 

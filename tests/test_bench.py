@@ -7,7 +7,6 @@ import pytest
 from helpers import ROOT, TINY, TrainProcess
 
 import bench
-from runtime.errors import UserError
 
 MODEL = [flag for flag in TINY if "batch_size" not in flag]
 
@@ -45,8 +44,3 @@ def test_one_step_chooses_the_batch_on_a_cpu_where_none_is_given(flags, size, st
     assert figures["training_hours"] is None
     assert f" --max_steps={steps} of " in hour
     assert "1000 random puzzles of 6x6 cells" in text
-
-
-def test_a_micro_batch_that_does_not_divide_the_batch_is_an_error():
-    with pytest.raises(UserError, match="micro_batch_size 5 must divide the 16 .*: 4 does"):
-        run_bench("--global_batch_size=16", "--micro_batch_size=5")

@@ -27,13 +27,6 @@ def settings_of(*flags):
     return configurator.configure(train.Settings, [*TINY, "--eval_final_max_puzzles=16", *flags])
 
 
-def test_only_cuda_gets_weights_in_another_order_and_all_get_their_numbers():
-    w = torch.randn(32, 97)
-    for device_type, strides in ("cuda", (1, 32)), ("xla", (97, 1)), ("cpu", (97, 1)):
-        cast = devices.cast_weights(SimpleNamespace(type=device_type), {"gate": w}, torch.bfloat16)["gate"]
-        assert cast.stride() == strides and torch.equal(cast, w.bfloat16())
-
-
 @pytest.mark.parametrize("num_bins, operation", [(1, "sum"), (4, "index_put")])
 def test_rows_of_the_puzzle_embedding_add_up_in_a_fixed_order_on_a_gpu(num_bins, operation):
     """torch documents index_add as nondeterministic on CUDA; index_put with accumulate=True sorts there."""
@@ -189,14 +182,6 @@ def test_variables_are_refused_that_torch_xla_must_not_obey(variable, words, mon
     assert engines.choose_device("cpu")[0] == "cpu"
     with pytest.raises(errors.UserError, match=words):
         engines.choose_device("xla")
-
-
-@pytest.mark.xla
-def test_variables_that_change_nothing_are_left_to_torch_xla(monkeypatch):
-    for variable in "PJRT_DEVICE=CPU", "XLA_USE_BF16=0", "XLA_USE_SPMD=", "CPU_NUM_DEVICES=":
-        monkeypatch.setenv(*variable.split("="))
-    monkeypatch.setenv("XLA_THREAD_POOL_SIZE", "16")
-    assert engines.choose_device("xla")[0] == "xla" and os.environ["CPU_NUM_DEVICES"] == "1"
 
 
 def test_two_processes_measure_the_batch_that_one_of_them_chooses(random_puzzles):

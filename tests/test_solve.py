@@ -63,16 +63,15 @@ def test_a_model_file_needs_no_dataset_and_no_fork(evaluation):
     solve.load("alone.pt", [])
 
 
-@pytest.mark.parametrize("key, prefix", [
-    ("state_dict", "module."), ("model", "module._orig_mod.model.inner.")])
-def test_weights_that_other_code_has_wrapped(key, prefix, evaluation):
+def test_weights_that_other_code_has_wrapped(evaluation):
     """By the names of wrappers, and in a dict; the average beside them counts."""
+    prefix = "module._orig_mod.model.inner."
     named = torch.load("official.pt")
     wrapped = {prefix + name.removeprefix(export.PREFIX): t for name, t in named.items()}
     name = prefix + "lm_head.weight"
     others = {name: wrapped[name]}
     wrapped[name] = torch.zeros_like(wrapped[name])
-    torch.save({key: wrapped, "ema_helper": others, "epoch": 3}, "wrapped.pt")
+    torch.save({"model": wrapped, "ema_helper": others, "epoch": 3}, "wrapped.pt")
     flags = shlex.split(torch.load("model.pt")["command"])[2:]
     export.main(["wrapped.pt", "named.pt", *flags])
     questions, answers, _ = evaluation
