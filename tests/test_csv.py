@@ -75,21 +75,19 @@ def test_held_out_puzzles_are_drawn_from_all_and_not_trained_on(capsys):
 
 
 def test_copies_are_symmetric_and_never_test_puzzles():
-    """Training puzzles that a symmetry turns into a test puzzle are left out."""
+    """Training puzzles that a symmetry turns into a test puzzle are left out.
+
+    test_data.py and test_maze.py say that answers are turned with their questions.
+    """
     path = write("all.csv", *random_rows(400, 9, "12"))
     flags = "--holdout=100 --dihedral --permute_symbols=121 --units=1x3,3x1 --num_aug=15"
     folder = build("x", f"--train_csv={path} {flags}")
     train, test = [Dataset(folder, split) for split in ("train", "test")]
     assert test.task["symmetries"] == {"dihedral": True, "permute_symbols": "12"}
     assert test.task["units"] == [[1, 3], [3, 1]]
-    turns = dihedral(3)
-    seen = set(orbit_keys(train.inputs, turns, [2, 3]))
-    assert len(test) == 100 and seen.isdisjoint(orbit_keys(test.inputs, turns, [2, 3]))
-
-    # questions are turned like their answers
-    pairs = np.concatenate([train.inputs, train.labels], axis=1)
-    keys = orbit_keys(pairs, np.concatenate([turns, turns + 9], axis=1), [2, 3])
-    assert keys[::16] == keys[5::16] == keys[15::16] and (pairs[::16] != pairs[5::16]).any()
+    train_keys, test_keys = [orbit_keys(split.inputs, dihedral(3), [2, 3]) for split in (train, test)]
+    assert len(test_keys) == 100 and {*train_keys}.isdisjoint(test_keys)
+    assert len(train_keys) % 16 == 0 and len({*train_keys}) <= len(train_keys) / 16  # copies are symmetric
 
 
 @pytest.mark.parametrize("sign", ["?", "."])  # the character may be the empty cell of questions
@@ -111,8 +109,6 @@ def test_white_space_is_no_cell_unless_it_is_a_symbol():
     path = write("spaces.csv", "1 2 ,1122", " 11 ,2112", "2  1,2211")
     flags = [f"--train_csv={path}", "--holdout=1", "--symbols= 12", "--output_dir=y"]
     assert Dataset(prepare_csv.main(configure(prepare_csv.Settings, flags)), "test").task["symbols"] == "_ 12"
-    with pytest.raises(UserError, match="no square: .*--symbols with a space"):
-        build("z", f"--train_csv={path} --holdout=1")
 
 
 @pytest.mark.parametrize("path, separator", [
