@@ -86,7 +86,8 @@ def test_what_a_flag_or_a_file_says_wins_and_is_logged(data):
     own = "--out_dir=run", "--device=cpu", "--init_from=resume", "again.py", "--beta1=0.8"
     text = TrainProcess([*own, "--max_steps=3"]).output()
     changed = re.findall("(.*); the checkpoint had (.*)", text)
-    assert {("beta1 is 0.8", "0.9"), ("lr is 0.0003", "0.002"), ("max_steps is 3", "2")} == {*changed}
+    assert {("beta1 is 0.8", "0.9"), ("log_interval is 10", "5"), ("lr is 0.0003", "0.002"),
+            ("max_steps is 3", "2")} == {*changed}
     assert saved()["weight_decay"] == 0.5 and saved()["data_path"] == data
 
 
