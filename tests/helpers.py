@@ -4,8 +4,8 @@ import contextlib
 import functools
 import gc
 import http.server
-import importlib
 import importlib.metadata
+import importlib.util
 import io
 import json
 import logging
@@ -13,6 +13,7 @@ import multiprocessing.forkserver
 import os
 import random
 import re
+import runpy
 import socket
 import sys
 import threading
@@ -35,7 +36,6 @@ import evaluate
 import model
 import prepare_sudoku
 import train
-from runtime import process
 from runtime.bucket import Bucket
 from runtime.checkpoint import checkpoint_paths
 from runtime.files import read_metrics
@@ -167,7 +167,7 @@ def in_new_process(function, *args):
 class TrainProcess(NewProcess):
     """Runs `python train.py ...`, as subprocess.Popen does with one pipe for output and errors.
 
-    script: or one of scripts/, by its name.
+    script: or another one, see run_script.
     """
 
     def __init__(self, argv, cwd=".", script="train", **environment):
@@ -193,17 +193,14 @@ class TrainProcess(NewProcess):
 
 
 def run_script(name, argv):
-    """Runs a script as a command does, in this process."""
+    """Runs a script as a command does, in this process; name: of a module, or the path of a copy."""
     multiprocessing.current_process().name = "MainProcess"  # by which the forks of tests know it
     torch.multiprocessing.get_context = lambda method: CONTEXT  # which xmp.spawn asks for
-    script = importlib.import_module(name)
-    sys.argv = [script.__file__, *argv]
+    path = name if name.endswith(".py") else importlib.util.find_spec(name).origin
+    sys.argv = [path, *argv]
     code = 0
     try:
-        if name.startswith(("train", "prepare")):
-            configurator.start(script.main, script.Settings)
-        else:
-            process.command(script.main)
+        runpy.run_path(path, run_name="__main__")
     except SystemExit as e:
         code = e.code
     atexit._run_exitfuncs()  # multiprocessing ends without them, and frees nothing: a lock's file would stay

@@ -47,7 +47,6 @@ def test_an_upload_and_a_download_are_tried_again(bucket, front, emulator, fault
     (200, 3, TransientError, "not the answer of a bucket"),
     (302, 1, UserError, "status 302"),  # as a proxy's or a hotel's
     (403, 1, UserError, "status 403 .*give the account the role Storage Object Admin"),
-    (404, 1, UserError, "status 404 "),
 ])
 def test_what_a_bucket_refuses_is_the_users_error_and_not_tried_again(
         bucket, front, fault, attempts, error, message):

@@ -113,7 +113,8 @@ def two(data, tmp_path_factory):
     """The same run on two processes, as torchrun starts them."""
     out = tmp_path_factory.mktemp("two") / "run"
     ranks = [start_train(data, out, *SHALLOW, **environment) for environment in hosts(2)]
-    assert [rank.wait(100) for rank in ranks] == [0, 0]
+    for rank in ranks:
+        rank.output()
     return out
 
 

@@ -140,7 +140,8 @@ def test_a_process_of_torchrun_that_does_not_know_the_others_is_wrong_input(tpu,
     command = [f"{ROOT}/train.py", *arguments(data, "out", "--device=tpu")]
     text = output(tpu | hosts(1)[0], *command, code=2)
     words = "^train.py: .*TORCH_TPU_SLICEBUILDER_ADDRESSES is not in the environment"
-    assert re.search(words, text, re.M) and "Traceback" not in text
+    assert re.search(words, text, re.M)
+    assert "Traceback" not in text
     assert not lines("out")
 
 
@@ -149,13 +150,16 @@ def test_without_a_tpu_the_cpu_trains(tpu, data, monkeypatch):
     for name in "TPU_LIBRARY_PATH", "TORCH_DEVICE_BACKEND_AUTOLOAD":
         monkeypatch.delenv(name)
     text = output(dict(PYTHONPATH=""), f"{ROOT}/train.py", *arguments(data, "out", "--max_steps=1"))
-    assert "AUTOLOAD=0" in text and curve("out")
+    assert "AUTOLOAD=0" in text
+    assert curve("out")
 
 
 def test_the_tpus_compiler_takes_the_step_with_its_all_reduce(tpu, data):
     pytest.importorskip("jax")
-    command = [f"{ROOT}/scripts/aot.py", *TINY, *DEEP, f"--data_path={data}", "--tpu=v5e-4",
-               "--micro_batch_size=2"]
+    command = [
+        f"{ROOT}/scripts/aot.py", *TINY, *DEEP, f"--data_path={data}", "--tpu=v5e-4",
+        "--micro_batch_size=2",
+    ]
     text = output(tpu, *command)
     figures = json.loads(re.search(r"^{$.*?^}$", text, re.M | re.S)[0])
     assert [operation for _, operation in figures["train"]["collectives"]] == ["all-reduce"]
