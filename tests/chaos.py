@@ -27,12 +27,20 @@ from types import SimpleNamespace
 
 import torch
 from fake_gcloud import ROOT, Cloud, kill_processes, processes, write_program
-from helpers import TINY, TrainProcess, hosts, new_emulator, same, serve_bucket, small_dataset, upload
+from helpers import (
+    TINY,
+    TrainProcess,
+    draw_faults,
+    hosts,
+    new_emulator,
+    same,
+    serve_bucket,
+    small_dataset,
+    upload,
+)
 
 from runtime.checkpoint import numbered
 
-# Environment variables that change float32 arithmetic: the hosts have those of the run without faults.
-ARITHMETIC = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"
 INTERVAL = 5  # steps between checkpoints
 SETTINGS = (
     "--device=cpu", *TINY, "--global_batch_size=24", "--lr=1e-3", "--log_interval=1",
@@ -113,10 +121,11 @@ def preempt_in_upload(tpu, draw):
     """Preempts the slice while requests take half a second longer, in which training goes on."""
     observe_until(tpu, tpu.has_recovered, "step")
     step = tpu.runs[-1].last + draw.randrange(INTERVAL, 3 * INTERVAL)
+    faults = tpu.front.script
     tpu.front.script = ["slow"] * 10_000
     observe_until(tpu, partial(tpu.is_past, step), f"step {step} with a slow bucket")
     preempt(tpu, draw)
-    tpu.front.script = []
+    tpu.front.script = faults
 
 
 FAULTS = {
@@ -134,12 +143,12 @@ FAULTS = {
 def slice_with_data(folder, seed=0):
     """Yields a Slice, whose bucket holds a dataset."""
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
-    front = serve_bucket(new_emulator()._storage, random=random.Random(seed))
+    front = serve_bucket(new_emulator()._storage)
     os.environ["STORAGE_EMULATOR_HOST"] = front.url
     tpu = Slice(folder, front)
     try:
         upload(small_dataset(folder / "four"), "gs://bucket/data/four")
-        front.rate = 0.02
+        front.script = draw_faults(seed, 0.02)
         yield tpu
     finally:
         del os.environ["STORAGE_EMULATOR_HOST"]
@@ -157,8 +166,7 @@ class Slice(Cloud):
     """
 
     def __init__(self, folder, front):
-        shared = {name: os.environ[name] for name in ARITHMETIC if name in os.environ}
-        shared |= dict(OMP_NUM_THREADS="1", STORAGE_EMULATOR_HOST=front.url)
+        shared = dict(OMP_NUM_THREADS="1", STORAGE_EMULATOR_HOST=front.url)
         rank_0, rank_1 = hosts(2)
         super().__init__(folder, [shared | rank_1 | dict(HOST="0"), shared | rank_0 | dict(HOST="1")])
         for pattern in ("*.py", "puzzles/*.py", "runtime/*.py", "requirements*.txt", ".gitignore"):

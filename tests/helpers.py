@@ -4,8 +4,8 @@ import contextlib
 import functools
 import gc
 import http.server
-import importlib
 import importlib.metadata
+import importlib.util
 import io
 import json
 import logging
@@ -13,8 +13,8 @@ import multiprocessing.forkserver
 import os
 import random
 import re
+import runpy
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -36,7 +36,6 @@ import evaluate
 import model
 import prepare_sudoku
 import train
-from runtime import process
 from runtime.bucket import Bucket
 from runtime.checkpoint import checkpoint_paths
 from runtime.files import read_metrics
@@ -168,7 +167,7 @@ def in_new_process(function, *args):
 class TrainProcess(NewProcess):
     """Runs `python train.py ...`, as subprocess.Popen does with one pipe for output and errors.
 
-    script: or one of scripts/, by its name.
+    script: or another one, see run_script.
     """
 
     def __init__(self, argv, cwd=".", script="train", **environment):
@@ -178,13 +177,9 @@ class TrainProcess(NewProcess):
         writer.close()
         self.stdout = open(os.dup(reader.fileno()), encoding="utf-8")
 
-    @property
-    def returncode(self):
-        return self.exitcode
-
     def wait(self, timeout=None):
         self.join(timeout)
-        return self.returncode
+        return self.exitcode
 
     def output(self, code=0, timeout=120):
         """Returns what it prints until it ends with this exit code. It is killed after so many seconds."""
@@ -193,22 +188,19 @@ class TrainProcess(NewProcess):
         text = self.stdout.read()
         self.wait()
         killer.cancel()
-        assert self.returncode == code, text
+        assert self.exitcode == code, text
         return text
 
 
 def run_script(name, argv):
-    """Runs a script as a command does, in this process."""
+    """Runs a script as a command does, in this process; name: of a module, or the path of a copy."""
     multiprocessing.current_process().name = "MainProcess"  # by which the forks of tests know it
     torch.multiprocessing.get_context = lambda method: CONTEXT  # which xmp.spawn asks for
-    script = importlib.import_module(name)
-    sys.argv = [script.__file__, *argv]
+    path = name if name.endswith(".py") else importlib.util.find_spec(name).origin
+    sys.argv = [path, *argv]
     code = 0
     try:
-        if script is train:
-            configurator.start(train.main, train.Settings)
-        else:
-            process.command(script.main)
+        runpy.run_path(path, run_name="__main__")
     except SystemExit as e:
         code = e.code
     atexit._run_exitfuncs()  # multiprocessing ends without them, and frees nothing: a lock's file would stay
@@ -224,12 +216,6 @@ def arguments(data, out, *flags):
 def start_train(data, out, *flags, **options):
     """Starts a TrainProcess for a tiny model."""
     return TrainProcess(arguments(data, out, *flags), **options)
-
-
-def start_command(*command):
-    """Starts a command in a session of its own, with one pipe for output and errors."""
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            start_new_session=True)
 
 
 @contextlib.contextmanager
@@ -434,7 +420,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 class Front(http.server.BaseHTTPRequestHandler):
-    """Passes requests on to the emulator, with the faults of server.script or drawn at server.rate.
+    """Passes requests on to the emulator, with the faults of server.script.
 
     Kinds of requests: insert (an upload), media (a download), list, DELETE. server.log has the kind of each.
     A fault is a status; a function, which is called before the request takes effect; "stall" or "slow": the
@@ -449,7 +435,7 @@ class Front(http.server.BaseHTTPRequestHandler):
             return
         kind = "media" if "alt=media" in self.path else KINDS[self.command]
         with server.lock:
-            fault = server.script.pop(0) if server.script else self.draw()
+            fault = server.script.pop(0) if server.script else None
             server.log.append(kind)
         if not self.headers.get("Authorization", "").endswith(server.token):
             fault = 401
@@ -471,11 +457,6 @@ class Front(http.server.BaseHTTPRequestHandler):
 
     do_GET = do_POST = do_DELETE = do
 
-    def draw(self):
-        """Returns a fault, or None."""
-        if self.server.random.random() < self.server.rate:
-            return self.server.random.choice([503, 429, 408, 500, "short", "stall"])
-
     def answer(self, fault):
         """Writes the answer of the emulator, or a status."""
         from gcp_storage_emulator.server import Response, Router
@@ -496,11 +477,17 @@ KINDS = {"GET": "list", "POST": "insert", "DELETE": "DELETE"}
 PAUSES = {"slow": 0.5, "stall": 1}  # seconds
 
 
+def draw_faults(seed, share):
+    """Returns a script of faults for a share of the requests."""
+    draw = random.Random(seed)
+    return [draw.choice([503, 429, 408, 500, "short", "stall"]) if draw.random() < share else None
+            for _ in range(10_000)]
+
+
 def serve_bucket(storage, **state):
     """Returns a Front with the attributes that it needs; storage: an emulator's."""
     attributes = dict(
-        storage=storage, lock=threading.Lock(), log=[], script=[], rate=0.0, random=random.Random(0),
-        token="", denied=())
+        storage=storage, lock=threading.Lock(), log=[], script=[], token="", denied=())
     return Server(Front, **attributes | state)
 
 

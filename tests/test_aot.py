@@ -1,16 +1,11 @@
 """scripts/aot.py at tiny sizes: what the TPU's own compiler makes of a step, and wrong input in words."""
 import json
-import re
 
 import aot
 import pytest
 from helpers import TrainProcess, needs
 
-import bench
-import configurator
-import train
 from runtime import errors
-from runtime.device import Device
 
 pytestmark = pytest.mark.xla
 
@@ -27,14 +22,7 @@ def run_aot(*flags, code=0):
 def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(random_puzzles):
     text = run_aot("--tpu=v4-8", "--micro_batch_size=2", f"--data_path={random_puzzles}")
     figures = json.loads(text[text.index("\n{"):text.rindex("}") + 1])
-
-    # all gradients, and some metrics, at once
-    settings = configurator.configure(train.Settings, [*SMALL, f"--data_path={random_puzzles}"])
-    run, _ = bench.new_run(settings, Device("cpu", settings))
-    [[shape, _]] = figures["train"]["collectives"]
-    size = int(re.search(r"f32\[(\d+)\]", shape)[1])
-    assert 0 < size - run.model.num_parameters() < 50
-
+    assert [name for _, name in figures["train"]["collectives"]] == ["all-reduce"]
     for step in figures.values():
         assert step["chips"] == 4
         assert step["donated_tensors"] == step["state_tensors"] > 10

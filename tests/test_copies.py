@@ -7,7 +7,7 @@ from pathlib import Path
 import export
 import pytest
 import torch
-from helpers import DATA, ROOT, TINY, curve, newest, same, xla_environment
+from helpers import DATA, ROOT, TINY, curve, newest, same, start_train, xla_environment
 
 FORK = """
 import train
@@ -40,7 +40,7 @@ def clone():
 
 
 def python(*command, **environment):
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120,
                           env=os.environ | environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -63,12 +63,9 @@ def test_a_copy_of_train_trains_as_it_is_edited(clone, data, device):
     assert torch.load("model.pt")["settings"]["logit_bias"] == -5
 
 
-def test_copies_of_bench_and_of_a_prepare_script_run_as_they_are_edited(clone):
+def test_a_copy_of_a_prepare_script_runs_as_it_is_edited(clone):
     clone("prepare_sudoku.py", "mine.py", setting=("    num_aug: From0 = 1000 ", "    num_aug: From0 = 2 "))
     assert "copies of each: 2" in python("clone/mine.py", *DATA.split()[:-1], "--output_dir=data")
-    clone("bench.py", "mine.py", figure=("mfu=peak", "my_figure=42,\n        mfu=peak"))
-    text = python("clone/mine.py", *TINY, "--data_path=data", "--steps=1", "--device=cpu")
-    assert '"my_figure": 42' in text
 
 
 # what README says of tensors that a step keeps: clipping at twice the running average of the gradient's norm
@@ -83,11 +80,9 @@ def test_a_resume_has_what_a_copys_step_keeps(clone, data):
     state = "        self.state |= device.put(dict(norm_average=torch.ones(1)))\n"
     clone("train.py", "mine.py", step=("    # update the weights\n", CLIPPING),
           state=("        # the programs\n", state))
-    argv = ["clone/mine.py", f"--data_path={data}", *TINY, "--device=cpu", "--lr=1e-2",
-            "--checkpoint_interval=4", "--eval_final_max_puzzles=8"]
-    python(*argv, "--out_dir=whole", "--max_steps=8")
-    python(*argv, "--out_dir=parts", "--max_steps=4")
-    python(*argv, "--out_dir=parts", "--max_steps=8", "--init_from=resume")
+    flags = "--lr=1e-2", "--checkpoint_interval=4", "--eval_final_max_puzzles=8"
+    for own in "whole --max_steps=8", "parts --max_steps=4", "parts --max_steps=8 --init_from=resume":
+        start_train(data, *own.split(), *flags, script="clone/mine.py").output()
     whole, parts = newest("whole"), newest("parts")
     assert whole["step"] == 8 and whole["kept"]["norm_average"] != 1
     assert same([whole["weights"], whole["kept"]], [parts["weights"], parts["kept"]])

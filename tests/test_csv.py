@@ -75,21 +75,19 @@ def test_held_out_puzzles_are_drawn_from_all_and_not_trained_on(capsys):
 
 
 def test_copies_are_symmetric_and_never_test_puzzles():
-    """Training puzzles that a symmetry turns into a test puzzle are left out."""
+    """Training puzzles that a symmetry turns into a test puzzle are left out.
+
+    test_data.py and test_maze.py say that answers are turned with their questions.
+    """
     path = write("all.csv", *random_rows(400, 9, "12"))
     flags = "--holdout=100 --dihedral --permute_symbols=121 --units=1x3,3x1 --num_aug=15"
     folder = build("x", f"--train_csv={path} {flags}")
     train, test = [Dataset(folder, split) for split in ("train", "test")]
     assert test.task["symmetries"] == {"dihedral": True, "permute_symbols": "12"}
     assert test.task["units"] == [[1, 3], [3, 1]]
-    turns = dihedral(3)
-    seen = set(orbit_keys(train.inputs, turns, [2, 3]))
-    assert len(test) == 100 and seen.isdisjoint(orbit_keys(test.inputs, turns, [2, 3]))
-
-    # questions are turned like their answers
-    pairs = np.concatenate([train.inputs, train.labels], axis=1)
-    keys = orbit_keys(pairs, np.concatenate([turns, turns + 9], axis=1), [2, 3])
-    assert keys[::16] == keys[5::16] == keys[15::16] and (pairs[::16] != pairs[5::16]).any()
+    train_keys, test_keys = [orbit_keys(split.inputs, dihedral(3), [2, 3]) for split in (train, test)]
+    assert len(test_keys) == 100 and {*train_keys}.isdisjoint(test_keys)
+    assert len(train_keys) % 16 == 0 and len({*train_keys}) <= len(train_keys) / 16  # copies are symmetric
 
 
 @pytest.mark.parametrize("sign", ["?", "."])  # the character may be the empty cell of questions
@@ -111,12 +109,10 @@ def test_white_space_is_no_cell_unless_it_is_a_symbol():
     path = write("spaces.csv", "1 2 ,1122", " 11 ,2112", "2  1,2211")
     flags = [f"--train_csv={path}", "--holdout=1", "--symbols= 12", "--output_dir=y"]
     assert Dataset(prepare_csv.main(configure(prepare_csv.Settings, flags)), "test").task["symbols"] == "_ 12"
-    with pytest.raises(UserError, match="no square: .*--symbols with a space"):
-        build("z", f"--train_csv={path} --holdout=1")
 
 
 @pytest.mark.parametrize("path, separator", [
-    ("of.tsv.files/all.csv", ","), ("all.tsv.csv", ","), ("all.TSV", "\t"), ("all.tsv.gz", "\t")])
+    ("of.tsv.files/all.csv", ","), ("all.TSV", "\t"), ("all.tsv.gz", "\t")])
 def test_the_end_of_its_name_says_what_separates_a_files_columns(path, separator):
     rows = random_rows(9)
     text = "\n".join(["question,answer", *rows]).replace(",", separator)
@@ -135,7 +131,6 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
 @pytest.mark.parametrize("rows, flags, message", [
     (GOOD + "1x..,1234", "--symbols=.1234", "train.csv:4: the question has 'x' in row 1, column 2: must be"),
     (GOOD + "1...,1243", "", "train.csv:4.* another answer .*--several_answers"),
-    (GOOD + "123,1234\n3...,3412", "", r"train.csv:4: the question has 3 cells, not 2x2 \(did a spreadsheet"),
     ("1.34E+81,2143\n" + GOOD, "", r"train.csv:2: the question has 8 cells, not 2x2 \(did a spreadsheet"),
     (GOOD, "--holdout=2", "holdout=2 leaves none of the 2 puzzles in .*train.csv"),
     (GOOD + "1...,1234,5", "", "train.csv:4: must have question, answer"),
@@ -157,8 +152,7 @@ def test_wrong_input_is_one_line_and_leaves_nothing(rows, flags, message):
 @pytest.mark.parametrize("header", [
     "Board,answer,x",  # a name that is not ours
     "1...,1234",  # no header
-    "question,question,answer", "Answer,question,answer", "quiz,Puzzle,solved",  # a column twice
-    '{"question": "1..."}',  # no CSV
+    "question,question,answer", "quiz,Puzzle,solved",  # a column twice
 ])
 def test_a_header_that_does_not_name_our_columns_once_is_told(header):
     Path("train.csv").write_text(f"{header}\n{GOOD}")
@@ -194,48 +188,28 @@ def kinds(monkeypatch):
     return puzzles.KINDS
 
 
-def test_a_class_that_extends_mazes_keeps_its_name_and_its_rules_at_another_size(kinds):
-    class Mine(Maze):
-        pass
-
-    kinds["mine"] = Mine
-    resized = kind_of(Mine.new_task(5) | {"kind": "mine"}).resized(49)
-    assert type(resized) is Mine and resized.task == Maze.new_task(7) | {"kind": "mine"}
-
-
 SUDOKUS = ".234341221434321,1234341221434321", "..34341221434321,1234341221434321"
 
 
 @pytest.mark.parametrize("base, symbols, rows, num_copies", [
     (Sudoku, ".1234", SUDOKUS, 9),
     (Maze, "# SGo", ["S##   ##G,S##ooo##G", "S  ## ##G,Soo##o##G"], 7)])
-def test_a_class_that_extends_a_kind_has_datasets(kinds, base, symbols, rows, num_copies, capsys):
+def test_a_class_that_extends_a_kind_has_datasets_of_any_size(kinds, base, symbols, rows, num_copies, capsys):
     """With as many copies as there can be."""
     kinds["mine"] = type("Mine", (base,), {})
     flags = f"--train_csv={write('all.csv', *rows)}", "--holdout=1", "--kind=mine", "--num_aug=9"
     path = prepare_csv.main(configure(prepare_csv.Settings, [*flags, f"--symbols={symbols}"]))
-    assert len(Dataset(path, "train")) == 1 + num_copies
+    train = Dataset(path, "train")
+    assert len(train) == 1 + num_copies
+    larger = kind_of(train.task).resized(81)
+    assert type(larger) is kinds["mine"] and larger.task["grid"] == [9, 9]
     assert f"copies of each: {num_copies}\n" in capsys.readouterr().out
 
 
 def test_weights_fit_the_datasets_of_their_kind_and_symbols():
-    """prepare_csv.py gives padding a sign."""
+    """prepare_csv.py gives padding a sign. test_wrong_input.py has other symbols."""
     path = build("x", f"--train_csv={write('all.csv', *SUDOKUS)} --holdout=1 --kind=sudoku --symbols=.1234")
-    dataset = Dataset(path, "train")
-    check_task({"task": Sudoku.new_task(4)}, dataset, "a.pt")
-    with pytest.raises(UserError, match="a.pt was trained on puzzles with symbols"):
-        check_task({"task": Sudoku.new_task(4) | {"symbols": " .1243"}}, dataset, "a.pt")
-
-
-def test_the_copies_of_a_kind_are_made(kinds):
-    class Mine(puzzles.Kind):
-        def training_copies(self, puzzles, num_copies, rng, test_keys):
-            return np.repeat(puzzles[:, :, None], num_copies, axis=2)
-
-    kinds["mine"] = Mine
-    path = write("mine.csv", *random_rows(5))
-    folder = build("mine", f"--train_csv={path} --holdout=1 --grid=3x3 --kind=mine --num_aug=3")
-    assert len(Dataset(folder, "train")) == 4 * 4
+    check_task({"task": Sudoku.new_task(4)}, Dataset(path, "train"), "a.pt")
 
 
 def test_a_kind_with_several_answers_needs_rules(kinds):

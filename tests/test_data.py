@@ -10,12 +10,11 @@ import os
 import resource
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT, Hub, Server, dataset_settings, prepare, start_command, wait_for
+from helpers import ROOT, Hub, Server, TrainProcess, dataset_settings, prepare, wait_for
 
 import prepare_maze
 import prepare_sudoku
@@ -87,7 +86,6 @@ def test_datasets_of_the_official_builder_load(official, real):
     ("inputs", lambda array: array + 1, "dataset.json does not fit vocab_size: build it again"),
     ("inputs", lambda array: array + 0.5, "all__inputs.npy has numbers that are not whole"),
     ("labels", lambda array: array[:-1], "does not fit labels"),
-    ("labels", lambda array: array.astype(int) - 12, "does not fit tokens from 0"),
     ("puzzle_identifiers", lambda array: array + 1, "does not fit num_puzzle_identifiers"),
     ("puzzle_identifiers", lambda array: array[:0], "train has no puzzles: build it again"),
     ("puzzle_indices", lambda array: np.delete(array, 1), "does not fit indices of rows"),
@@ -105,8 +103,6 @@ def test_arrays_that_do_not_fit_are_named(name, change, message, official):
     ("train/dataset.json", "[1]", "cannot be read as a JSON object"),
     ("train/dataset.json", '{"seq_len": 81}', "a number is missing or wrong .*vocab_size"),
     ("manifest.json", '{"grid": "9x9", "symbols": " .123456789"}', "grid '9x9' must be"),
-    ("manifest.json", '{"symbols": " .123456789", "grid": [9, 9], "symmetries": {"diheral": true}}',
-     "must be a dict with dihedral or permute_symbols"),
 ])
 def test_a_wrong_description_is_named(name, text, message, official):
     (official / name).write_text(text)
@@ -134,20 +130,17 @@ def generated(puzzles, manifest):
 @pytest.mark.parametrize("puzzles, changes, message", [
     # arrays
     ((ONES + 3, ONES), {}, "integers below vocab_size=4"),
-    ((ONES, ONES + 1.5), {}, "integers below vocab_size=4"),
     ((ONES - 1, ONES), {}, "questions count from 1"),
     (PUZZLES, {"grid": [2, 4]}, r"shape \(3, 4\): must be \[n, 8\] for the grid \[2, 4\]"),
     ((ONES, ONES[:2]), {}, "arrays of numbers, of one shape"),
     ((ONES[:0], ONES[:0]), {}, r"shape \(0, 4\): must .* with one puzzle at least"),
     # a task
-    (PUZZLES, {"grid": None}, "grid None must be"),
     (PUZZLES, {"grid": [-2, -2]}, r"grid \[-2, -2\] must be"),
     (PUZZLES, {"symbols": ""}, "0 symbols|symbols '' must be 4"),
     # symmetries
     (PUZZLES, {"symmetries": "dihedral"}, "'dihedral': must be a dict"),
     (PUZZLES, {"symmetries": {"dihedral": "no"}}, "dihedral='no': must be true or false"),
     (PUZZLES, {"symmetries": {"permute_symbols": "_1"}}, "'_1': must be symbols of .*, each once"),
-    (PUZZLES, {"symmetries": {"permute_symbols": ["1", "1"]}}, "must be symbols of .*, each once"),
     (PUZZLES, {"symmetries": {"dihedral": True}, "grid": [1, 4]}, r"grid \[1, 4\]: must be square"),
 ])
 def test_what_is_no_dataset_is_refused_written_or_made(puzzles, changes, message):
@@ -182,11 +175,10 @@ def test_a_killed_command_leaves_nothing_that_stays(by, code):
     """After kill -9 the same command replaces the folder."""
     path = Path("x")
     flags = "--source=generate --size=4 --num_test=9 --num_train=9 --num_aug=300000".split()
-    process = start_command(sys.executable, prepare_sudoku.__file__, *flags, f"--output_dir={path}")
+    process = TrainProcess([*flags, f"--output_dir={path}"], script="prepare_sudoku")
     wait_for(lambda: list(Path().glob("x.part*")))
-    process.send_signal(by)
-    process.communicate()
-    assert process.returncode == code and not path.exists()
+    os.kill(process.pid, by)
+    process.output(code)
     assert len(list(Path().glob("*/"))) == (by == signal.SIGKILL)
     prepare(path, **SMALL)
     assert list(Path().glob("*/")) == [path] and len(Dataset(path, "train")) == 15
@@ -233,7 +225,6 @@ def test_halting_draws_are_uniform_from_2_or_0():
     draws = halting_draws(1, 0, 5000, 16, 0.5)
     assert set(draws) == {0, *range(2, 17)}
     assert not halting_draws(0, 0, 500, 1, 1.0).any() and not halting_draws(0, 0, 500, 16, 0.0).any()
-    assert (halting_draws(1, 0, 5000, 16, 0.5, rank=3, world=4) == draws[3750:]).all()
 
 
 def test_a_subset_covers_the_whole_test_set(real):
@@ -264,18 +255,11 @@ def test_generated_puzzles_are_minimal_with_one_solution(size, n):
         assert (sudoku_of(size).num_solutions(boards) == 2).all()
 
 
-@pytest.mark.parametrize("size", [12, 16])
-def test_large_boards_are_judged(size):
-    board = sudoku.random_boards(1, size, np.random.default_rng(0))
-    changed = board.copy()
-    changed[0, 0] = board[0, 1]
-    answers = np.concatenate([board, changed])
-    assert sudoku_of(size).judge(board, answers).solved.tolist() == [True, False]
-
-
 def test_a_large_puzzle_has_one_solution():
-    questions, _ = minimal_sudokus(0, 0, 2, 12)
+    questions, answers = minimal_sudokus(0, 0, 2, 12)
     assert (sudoku_of(12).num_solutions(questions) == 1).all()
+    assert sudoku_of(12).judge(questions, answers).solved.all()
+    assert not sudoku_of(12).judge(questions, answers[::-1]).solved.any()
 
 
 def test_generation_does_not_depend_on_the_processes(monkeypatch, capfd):
@@ -400,7 +384,6 @@ def test_rows_of_the_test_set_and_easy_rows_are_left_out(from_csv, capsys):
 
 @pytest.mark.parametrize("fault, error, requests, message", [
     (401, UserError, 1, r"cannot be downloaded \(status 401\): set HF_TOKEN.*--source=csv"),
-    (503, TransientError, 9, "status 503"),
     ("break", TransientError, 9, "ChunkedEncodingError"),
 ])
 def test_downloads_give_up_and_leave_nothing(hub, fault, error, requests, message):

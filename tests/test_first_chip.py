@@ -1,6 +1,5 @@
 """scripts/first_chip.py: rehearsals of its commands, and parts that fail, hang or have no time."""
 import json
-import re
 from pathlib import Path
 
 import first_chip
@@ -18,24 +17,18 @@ def run_parts(monkeypatch, parts, device="cpu"):
     return json.loads(Path("out/results.json").read_text()), ended.value.code
 
 
-@pytest.mark.parametrize("device, names", [
-    ("cpu", ["SIGTERM", "resumed after it", "sudoku"]),
-    pytest.param("xla", ["losses of the CPU", "losses of one chip, float32", "losses of all chips, float32"],
+@pytest.mark.parametrize("device, names, words", [
+    ("cpu", ["SIGTERM", "resumed after it", "sudoku"], '"replicas": 2'),
+    pytest.param("xla", ["losses of the CPU", "losses of all chips, bfloat16"], " losses within ",
                  marks=pytest.mark.xla)])
-def test_a_rehearsal(monkeypatch, device, names):
+def test_a_rehearsal(monkeypatch, device, names, words):
     monkeypatch.setenv("CPU_NUM_DEVICES", "2")
     if device == "xla":
         monkeypatch.setenv("PJRT_DEVICE", "CPU")
     parts = {name: first_chip.PARTS[name] for name in ["puzzles", *names]}
     results, code = run_parts(monkeypatch, parts, device)
     assert [*results] == [*parts] and not code
-    if device == "cpu":
-        step = re.search(r"stopped at step (\d+)", results["SIGTERM"]["result"])[1]
-        assert f"training from step {step} to 100" in Path("out/stopped/log.txt").read_text()
-        assert json.loads(results["sudoku"]["result"])["replicas"] == 2
-    else:
-        for run, replicas in ("one", 1), ("all", 2):
-            assert f"{replicas} x xla" in Path(f"out/{run}/log.txt").read_text()
+    assert words in results[names[-1]]["result"]
 
 
 def test_a_part_that_fails_does_not_end_the_others(monkeypatch, capsys):

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from helpers import Hub, Server, run, stored, upload, wait_for
 
-import optim
 from data import Dataset, local_dataset
 from runtime import bucket as bucket_module
 from runtime.bucket import Bucket
@@ -45,11 +44,9 @@ def test_an_upload_and_a_download_are_tried_again(bucket, front, emulator, fault
 
 @pytest.mark.parametrize("fault, attempts, error, message", [
     (503, 3, TransientError, "status 503 a fault"),
-    ("stall", 3, TransientError, "ReadTimeout"),
     (200, 3, TransientError, "not the answer of a bucket"),
     (302, 1, UserError, "status 302"),  # as a proxy's or a hotel's
     (403, 1, UserError, "status 403 .*give the account the role Storage Object Admin"),
-    (404, 1, UserError, "status 404 "),
 ])
 def test_what_a_bucket_refuses_is_the_users_error_and_not_tried_again(
         bucket, front, fault, attempts, error, message):
@@ -87,17 +84,14 @@ def test_list_read_delete(bucket):
     assert not bucket.download("sub/deep", "file") and os.listdir() == []
 
 
-@pytest.mark.parametrize("name, value, error, message", [
-    ("STORAGE_EMULATOR_HOST", "me:secret@localhost:9023", UserError, "InvalidSchema: correct the address "),
-    ("STORAGE_EMULATOR_HOST", "http://me:secret@localhost:x", UserError, "InvalidURL: correct the address "),
-    ("http_proxy", "foo://me:secret@localhost:1", UserError, ".*: correct the address "),
-    ("STORAGE_EMULATOR_HOST", "http://me:secret@127.0.0.1:1", TransientError, "ConnectionError$"),  # is away
+@pytest.mark.parametrize("address, error, message", [
+    ("me:secret@localhost:9023", UserError, "InvalidSchema: correct the address "),
+    ("http://me:secret@localhost:x", UserError, "InvalidURL: correct the address "),
+    ("http://me:secret@127.0.0.1:1", TransientError, "ConnectionError$"),  # is away
 ])
-def test_a_wrong_address_is_named_without_its_password(name, value, error, message, monkeypatch, capsys):
+def test_a_wrong_address_is_named_without_its_password(address, error, message, monkeypatch, capsys):
     monkeypatch.setattr(bucket_module.time, "sleep", lambda seconds: None)
-    monkeypatch.setenv("no_proxy", "")
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
-    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
     with pytest.raises(error, match=f"^gs://bucket/run/: {message}") as e:
         Bucket("gs://bucket/run").list()
     assert "secret" not in f"{capsys.readouterr().err} {e.value}"
@@ -112,14 +106,12 @@ def test_a_list_of_two_pages(monkeypatch):
         assert Bucket("gs://bucket/run").list() == ["a", "b"]
 
 
-def test_a_run_that_diverges_uploads_its_last_checkpoint(front, emulator, data, monkeypatch):
-    rates_at = optim.rates_at
-    monkeypatch.setattr(optim, "rates_at", lambda settings, step, total_steps: {
-        name: rate if step < 2 else np.nan for name, rate in rates_at(settings, step, total_steps).items()})
+def test_a_run_that_diverges_uploads_its_last_checkpoint(front, emulator, data):
+    flags = "--checkpoint_interval=1", "--log_interval=1", "--lr=1e30"
     front.script = [None] * 4 + ["slow"]  # the checkpoint is on its way when the run ends
-    with pytest.raises(UserError, match="not finite between steps 4 and 4.* last good one: run.ckpt_0*2.pt"):
-        run(data, "run", "--gcs_dir=gs://bucket/run", "--checkpoint_interval=2", "--log_interval=1")
-    assert stored(emulator, "run/ckpt_00000002.json") == Path("run/ckpt_00000002.json").read_bytes()
+    with pytest.raises(UserError, match="not finite between steps 2 and 2.* last good one: run.ckpt_0*1.pt"):
+        run(data, "run", "--gcs_dir=gs://bucket/run", *flags)
+    assert stored(emulator, "run/ckpt_00000001.json") == Path("run/ckpt_00000001.json").read_bytes()
     assert stored(emulator, "run/log.txt")
 
 
@@ -144,17 +136,11 @@ def metadata(monkeypatch):
         yield server
 
 
-def test_a_vm_asks_for_a_token_once_and_again_before_it_expires(cloud_bucket, metadata, monkeypatch):
-    """By the time of day: time.monotonic() stands still while a laptop sleeps."""
-    monkeypatch.setattr(bucket_module.time, "monotonic", lambda: 0)
-    for seconds, requests_so_far in (1000, 1), (1199, 1), (1200, 2):
-        monkeypatch.setattr(bucket_module.time, "time", lambda seconds=seconds: seconds)
-        cloud_bucket.write("a", b"x")
-        assert len(metadata.log) == requests_so_far
-
-
 def test_a_token_that_is_refused_is_replaced_once(cloud_bucket, front, emulator, metadata):
-    cloud_bucket.write("a", b"x")
+    """Also one that has expired; until then a VM asks for it once."""
+    for _ in range(2):
+        cloud_bucket.write("a", b"x")
+    assert len(metadata.log) == 1
     front.token = "renewed"  # the one before was withdrawn
     metadata.files["/token"] = b'{"access_token": "renewed"}'
     cloud_bucket.write("a", CONTENT)
@@ -208,12 +194,9 @@ def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
     killed.kill()
     killed.communicate()
     assert set(os.listdir("data")) == {"small.lock", "small.part"}
-    Path("data/small.part/train/all__versions.npy").touch()  # of another dataset
     printed = [process.communicate(timeout=60)[0] for process in (start(), start())]
     assert sorted(text.count("downloading") for text in printed) == [0, 1]
-    assert sorted(os.listdir("data")) == ["small", "small.lock"]
     assert Dataset("data/small", "test").sha256 == Dataset(uploaded, "train").sha256
-    assert sorted(os.listdir("data/small/train")) == sorted(os.listdir(f"{uploaded}/train"))
 
 
 def test_a_dataset_that_exists_is_not_replaced_by_another_one(front, uploaded, data):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import TINY, TrainProcess, hosts, run, start_train
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import configurator
 import optim
@@ -27,33 +27,14 @@ def settings_of(*flags):
     return configurator.configure(train.Settings, [*TINY, "--eval_final_max_puzzles=16", *flags])
 
 
-def test_only_cuda_gets_weights_in_another_order_and_all_get_their_numbers():
-    w = torch.randn(32, 97)
-    for device_type, strides in ("cuda", (1, 32)), ("xla", (97, 1)), ("cpu", (97, 1)):
-        cast = devices.cast_weights(SimpleNamespace(type=device_type), {"gate": w}, torch.bfloat16)["gate"]
-        assert cast.stride() == strides and torch.equal(cast, w.bfloat16())
-
-
-class Operations(TorchDispatchMode):
-    """Notes the names of all operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("num_bins, operation", [(1, "sum"), (4, "index_put")])
 def test_rows_of_the_puzzle_embedding_add_up_in_a_fixed_order_on_a_gpu(num_bins, operation):
     """torch documents index_add as nondeterministic on CUDA; index_put with accumulate=True sorts there."""
-    with FakeTensorMode(), Operations() as operations:
+    with FakeTensorMode():
         entries = torch.zeros(6, 8, device="cuda")
         bins = torch.zeros(6, dtype=torch.int32, device="cuda")
-        assert optim.add_up(entries, bins, num_bins).shape == (num_bins, 8)
-    assert operation in operations.names and "index_add" not in operations.names
+        program = make_fx(partial(optim.add_up, num_bins=num_bins))(entries, bins).code
+    assert f".{operation}." in program and "index_add" not in program
 
 
 def test_both_ways_to_add_up_bins_agree():
@@ -142,7 +123,6 @@ def set_variables(variables, monkeypatch):
 @pytest.mark.parametrize("variables, place", [
     ("RANK= WORLD_SIZE= LOCAL_RANK=3", (0, 1, 0, 0)),
     (f"{ADDRESS} SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=1 PET_NNODES=1:1", (0, 1, 0, 0)),
-    (f"{ADDRESS} RANK=1 WORLD_SIZE=2 LOCAL_RANK= GROUP_RANK= SKYPILOT_NUM_NODES=2", (1, 2, 0, 0)),
     (f"{ADDRESS} RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 GROUP_RANK=1 GROUP_WORLD_SIZE=2 {TASKS}", (1, 2, 1, 1)),
 ])
 def test_the_place_that_an_environment_names(variables, place, monkeypatch):
@@ -153,12 +133,9 @@ def test_the_place_that_an_environment_names(variables, place, monkeypatch):
 @pytest.mark.parametrize("variables, words", [
     ("WORLD_SIZE=8", "^RANK= WORLD_SIZE=8 MASTER_ADDR= MASTER_PORT= in the environment: "),
     (f"{ADDRESS} RANK=2 WORLD_SIZE=2", "need all four, .* one process needs `env -u RANK"),
-    (f"{ADDRESS} RANK=x WORLD_SIZE=2", "^RANK=x "),
     (f"{ADDRESS} RANK=0 WORLD_SIZE=2 MASTER_PORT=65536", "MASTER_PORT=65536 .* below 65536"),
     (TASKS, "^SLURM_STEP_NUM_TASKS=2 .* torchrun joins them"),
-    (f"{TASKS} {ADDRESS} RANK=0 WORLD_SIZE=1 GROUP_WORLD_SIZE=1", "torchrun joins them"),
     ("PMI_SIZE=2 WORLD_SIZE=1", "torchrun joins them"),
-    ("PET_NNODES=1:2", "torchrun joins them"),
 ])
 def test_processes_that_would_wait_or_train_alone_are_wrong_input(variables, words, monkeypatch):
     set_variables(variables, monkeypatch)
@@ -195,7 +172,6 @@ def test_a_rank_whose_peer_never_comes_obeys_sigterm(data):
 @pytest.mark.xla
 @pytest.mark.parametrize("variable, words", [
     ("XLA_USE_BF16=1", "XLA_USE_BF16=1 .* see --forward_dtype"),
-    ("XLA_DOWNCAST_BF16=true", "XLA_DOWNCAST_BF16=true "),
     ("XLA_USE_SPMD=1", "XLA_USE_SPMD=1 .* one replica instead of one on each device"),
     ("CPU_NUM_DEVICES=two", "CPU_NUM_DEVICES=two "),
 ])
@@ -206,14 +182,6 @@ def test_variables_are_refused_that_torch_xla_must_not_obey(variable, words, mon
     assert engines.choose_device("cpu")[0] == "cpu"
     with pytest.raises(errors.UserError, match=words):
         engines.choose_device("xla")
-
-
-@pytest.mark.xla
-def test_variables_that_change_nothing_are_left_to_torch_xla(monkeypatch):
-    for variable in "PJRT_DEVICE=CPU", "XLA_USE_BF16=0", "XLA_USE_SPMD=", "CPU_NUM_DEVICES=":
-        monkeypatch.setenv(*variable.split("="))
-    monkeypatch.setenv("XLA_THREAD_POOL_SIZE", "16")
-    assert engines.choose_device("xla")[0] == "xla" and os.environ["CPU_NUM_DEVICES"] == "1"
 
 
 def test_two_processes_measure_the_batch_that_one_of_them_chooses(random_puzzles):

@@ -1,6 +1,6 @@
 """The network's parts, the loss, the halting and the optimizers, against torch or their definitions.
 
-test_parity.py has what the official code does too: recursion, halting, AdamATan2, SignSGD, learning rates.
+test_parity.py has what the official code does too: recursion, stablemax, halting, AdamATan2, SignSGD, rates.
 """
 import math
 from types import SimpleNamespace
@@ -50,11 +50,9 @@ def test_a_forks_biases_are_drawn_from_the_models_own_seed(monkeypatch):
             super().__init__(config, length)
             self.extra = torch.nn.Linear(config.hidden_size, 3)
 
-    plain = tiny().state_dict()
     monkeypatch.setattr(model, "Block", Biased)
     first, second = (tiny().L_level.layers[0].extra.bias for _ in range(2))
     assert torch.equal(first, second) and 0.01 < first.std() and first.abs().max() <= 16 ** -0.5
-    assert plain.keys() < tiny().state_dict().keys()
 
 
 def test_a_model_that_no_file_describes_says_what_it_lacks():
@@ -64,13 +62,11 @@ def test_a_model_that_no_file_describes_says_what_it_lacks():
 
 # The loss and the halting
 
-def test_stablemax_is_the_definition_with_finite_gradients():
-    x = torch.tensor([[value, 0.3, -0.7] for value in (-1e4, -1.0, 0.0, 1.0, 1e4)], requires_grad=True)
-    got = torch.log_softmax(model.log_stablemax(x), -1)
-    s = torch.where(x < 0, 1 / (1 - x), x + 1)
-    torch.testing.assert_close(got, (s / s.sum(-1, keepdim=True)).log(), rtol=1e-4, atol=1e-5)
-    gradient, = torch.autograd.grad(got.sum(), x)
-    assert gradient.isfinite().all()
+def test_stablemax_has_finite_gradients_at_any_logits():
+    x = torch.tensor([[value, 0.3, -0.7] for value in (-1e4, 0.0, 1e4)], requires_grad=True)
+    log_probabilities = torch.log_softmax(model.log_stablemax(x), -1)
+    gradient, = torch.autograd.grad(log_probabilities.sum(), x)
+    assert log_probabilities.isfinite().all() and gradient.isfinite().all()
 
 
 def test_the_softmax_loss_is_torchs_mean_over_a_sequences_labeled_cells():

@@ -48,19 +48,17 @@ def test_command_opens_a_page_and_keeps_it_if_asked_to(models_folder, monkeypatc
     path = str(models_folder / "model.pt")
     play.main([path])
     play.main([path, "--output=page.html"])
-    first, second = [Path(address.removeprefix("file://")) for address in opened]
-    assert second == Path("page.html").absolute() and first.read_text() == second.read_text()
-    assert f"wrote {first}," in capsys.readouterr().out  # for those without a browser
+    assert opened[1] == Path("page.html").absolute().as_uri()
+    assert f"wrote {opened[0].removeprefix('file://')}," in capsys.readouterr().out  # without a browser
     with pytest.raises(UserError, match="page.html: must be a new file"):
         play.main(["--output=page.html"])
 
 
 def test_one_of_several_right_answers_is_not_shown_as_the_answer(models_folder, monkeypatch):
     """The page then marks what breaks the rules, not what differs from the known answer."""
-    path = str(models_folder / "model.pt")
-    assert re.fullmatch("[1-4]{16}", export.page_content(path, [])["puzzles"][59]["answer"])
     monkeypatch.setattr(Sudoku, "has_several_answers", True)
-    assert export.page_content(path, [])["puzzles"][59]["answer"] is None
+    content = export.page_content(str(models_folder / "model.pt"), [])
+    assert {puzzle["answer"] for puzzle in content["puzzles"]} == {None}
 
 
 def test_page_writes_no_html():
@@ -69,6 +67,16 @@ def test_page_writes_no_html():
 
 
 # The page
+
+PASTE = """(() => {
+  const clipboardData = new DataTransfer();
+  clipboardData.setData("text", TEXT);
+  $("text").select();
+  $("text").dispatchEvent(new ClipboardEvent("paste", {clipboardData}));
+  $("typed").requestSubmit();
+  return $("error").textContent;
+})()"""
+
 
 class Browser:
     """A Chromium window without a screen and without a network."""
@@ -145,12 +153,8 @@ class Browser:
         return self.js(f"($('text').value = '{text}', $('typed').requestSubmit(), $('error').textContent)")
 
     def paste(self, text):
-        """Replaces the line of text from the clipboard, and uses it."""
-        self.app.clipboard().setText(text)
-        self.js("($('text').select(), 0)")
-        self.page.triggerAction(self.page.WebAction.Paste)
-        self.until("isNewLine()")
-        return self.js("($('typed').requestSubmit(), $('error').textContent)")
+        """Replaces the line of text as from the clipboard, and uses it; returns the page's error."""
+        return self.js(PASTE.replace("TEXT", json.dumps(text)))
 
     def solve(self, number=0):
         """Solves the question, or a test puzzle; returns the steps of the first attempt, which is shown."""
@@ -192,9 +196,10 @@ def test_page_solves_a_test_puzzle_and_plays_the_steps(browser, page):
     browser.click("#kept")
     sure = browser.js("attempts.map(steps => steps.map(step => step.sure))")
     assert sure[browser.js("attempt")][browser.js("shown") - 1] == max(map(max, sure))
-    browser.js("(request.steps = 100, show(0))")  # which makes the playback fast
+    # it plays to the end of the last attempt, and stops
+    browser.js("(request.steps = 100, attempt = 0, show(0))")  # which makes the playback fast
     browser.click("#play")
-    browser.until("timer === null && shown === 4")  # it plays to the end and stops
+    browser.until("timer === null && attempt === attempts.length - 1 && shown === stepsOf(attempt).length")
 
 
 def test_page_marks_what_is_wrong(browser, page):
@@ -225,10 +230,6 @@ def test_page_thinks_deeper_and_in_attempts(browser, page):
     browser.until("!thinking && request.seed === 1")
     again = browser.js("attempts.map(steps => steps[1].sure)")
     assert again[0] == sure[0] and again[1:] != sure[1:]
-    # the playback goes on with the next attempt, to the end of the last
-    browser.js("(stop(), attempt = 2, show(15))")
-    browser.click("#play")
-    browser.until("timer === null && attempt === 3 && shown === 16")
 
 
 @pytest.mark.parametrize("width", [360, 700, 1400])
@@ -281,7 +282,7 @@ def test_page_takes_pasted_grids(browser, page_of, name, text, question):
 
 
 def test_page_solves_what_was_typed_or_chosen_beside_the_board(browser, page):
-    """A number, the next puzzle, and a line without "Use"; what is no puzzle keeps its error."""
+    """A number, the next puzzle, and a line without "Use"."""
     browser.open(page)
     browser.js("$('number').select()")
     browser.press("7")
@@ -291,11 +292,6 @@ def test_page_solves_what_was_typed_or_chosen_beside_the_board(browser, page):
         assert browser.js("[number, request.question, $('text').value]") == [
             number, *2 * [browser.js(f"run.puzzles[{number - 1}].question")]]
         browser.click("#next")
-    browser.js("$('number').select()")
-    browser.press(*"99")
-    browser.click("#solve")
-    assert "must be from 1 to 60" in browser.js("$('error').textContent")
-    assert browser.js("[number, request]") == [9, None]
     browser.js("$('text').select()")
     browser.press(*"1000000000000000")
     browser.click("#solve")
@@ -305,12 +301,8 @@ def test_page_solves_what_was_typed_or_chosen_beside_the_board(browser, page):
 SQUARES = "🟥🟦"  # each has two units of UTF-16
 
 
-@pytest.fixture
-def squares(browser, models_folder):
-    """The page of a model without rules; returns its three test puzzles.
-
-    The symbols are colored squares, and may change places. The answer of puzzle 1 leaves out a cell.
-    """
+def test_page_of_a_model_without_rules(browser, models_folder):
+    """The symbols are colored squares, and may change places. The answer of puzzle 1 leaves out a cell."""
     saved = newest(models_folder / "exchange")
     saved["task"] |= {"symbols": "_" + SQUARES, "symmetries": {"permute_symbols": SQUARES}}
     saved["test_puzzles"]["labels"][0][0] = 0
@@ -318,29 +310,22 @@ def squares(browser, models_folder):
     torch.save(saved, "squares.pt")
     export.main(["squares.pt", "squares.html"])
     browser.open(Path("squares.html").absolute().as_uri())
-    return browser.js("run.puzzles")
 
-
-def test_page_takes_symbols_of_two_units(browser, squares):
+    # it takes symbols of two units
     browser.type(SQUARES * 3)
     browser.click('input[name=attempts][value="4"]')
     browser.solve()
     assert browser.js("[$('error').hidden, request.question, attempts.length]") == [True, SQUARES * 3, 2]
-    assert set(browser.js("attempts.flat().flatMap(step => step.answer)")) <= {*SQUARES}
     assert browser.texts("#keypad button") == ["🟦", "⌫"]
     browser.js("""$('board').onkeydown(new KeyboardEvent("keydown", {key: "🟦"}))""")
     assert browser.js("question[0]") == "🟦"
 
-
-def test_page_judges_by_the_known_answer_without_rules(browser, squares):
-    """A question that has none, or one that lacks a cell, is not judged."""
-    verdicts = []
-    for question in [puzzle["question"] for puzzle in squares] + ["🟥" * 6]:
+    # it judges by the known answer, unless there is none or one that lacks a cell
+    first, second, _ = [puzzle["question"] for puzzle in browser.js("run.puzzles")]
+    for question, judged in (first, False), (second, True), ("🟥" * 6, False):
         browser.type(question)
         browser.solve()
-        verdicts.append(browser.js("verdict(4, 0)"))
-    assert [verdict.startswith("not judged, ") for verdict in verdicts] == [True, False, False, True]
-    assert re.match("solved|[1-6] cells? wrong", verdicts[1])
+        assert bool(re.match("solved|[1-6] cells? wrong", browser.js("verdict(4, 0)"))) == judged
     assert browser.texts("#board .wrong") == browser.texts("#curve .solved") == []
 
 
@@ -431,23 +416,22 @@ def test_page_warns_if_the_search_for_solutions_was_too_long(browser):
     assert "the search was too long" in browser.js("$('warning').textContent")
 
 
-NETWORK_FORKS = {
-    "function.py": "model.rms_norm = lambda x, dim=-1: x",
-    "subclass.py": """
+OTHER_NETWORK = """
+import model
+
 class Other(model.TRM):
     def embed(self, *arguments):
         return 2 * super().embed(*arguments)
 
-model.TRM = Other""",
-}
+model.TRM = Other
+"""
 
 
 @pytest.mark.parametrize("argv, words", [
     (["a.pt"], "usage"),
     (["identifiers.pt", "page.html"], "identifiers.pt has 2 puzzle identifiers: a page cannot compute it"),
     (["fork.pt", "page.html"], "fork.pt: trained with the fork gone.py 12345678, which is not among"),
-    (["model.pt", "function.py", "page.html"], "model.pt: a fork changes the answers: a page cannot"),
-    (["model.pt", "subclass.py", "page.html"], "model.pt: a fork changes the answers: a page cannot"),
+    (["model.pt", "other.py", "page.html"], "model.pt: a fork changes the answers: a page cannot"),
     (["model.pt", "here/page.html"], "here/page.html: must be a new file in a folder"),
     (["model.pt", f"{ROOT}/tests/forks/entropy.py", "page.HTML"], "")])
 def test_models_that_no_page_can_run_are_refused(models_folder, argv, words):
@@ -455,8 +439,7 @@ def test_models_that_no_page_can_run_are_refused(models_folder, argv, words):
     save_model(models_folder, "model.pt", {})
     save_model(models_folder, "identifiers.pt", dict(puzzle_emb_ndim=32), num_puzzle_identifiers=2)
     torch.save(torch.load("model.pt") | dict(forks={"gone.py": "12345678"}), "fork.pt")
-    for name, text in NETWORK_FORKS.items():
-        Path(name).write_text(f"import model\n{text}\n")
+    Path("other.py").write_text(OTHER_NETWORK)
     text = TrainProcess(argv, script="export").output(2 if words else 0)
     assert words in text and not Path("page.html").exists()
     assert words or Path("page.HTML").read_text().startswith("<!doctype html>")

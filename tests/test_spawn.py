@@ -150,52 +150,38 @@ KAGGLE = dict(
     TPU_CHIPS_PER_HOST_BOUNDS="2,4,1", TPU_HOST_BOUNDS="1,1,1", TPU_WORKER_ID="0",
     TPU_WORKER_HOSTNAMES="localhost")
 COLAB = KAGGLE | dict(TPU_ACCELERATOR_TYPE="v5litepod-1", TPU_CHIPS_PER_HOST_BOUNDS="1,1,1")
-ONE_HOST = KAGGLE | dict(
-    TPU_ACCELERATOR_TYPE="v4-8", TPU_CHIPS_PER_HOST_BOUNDS="2,2,1", TPU_PROCESS_ADDRESSES="localhost:8471")
-FOUR_HOSTS = ONE_HOST | dict(
-    TPU_ACCELERATOR_TYPE="v4-32", TPU_HOST_BOUNDS="1,1,4", TPU_WORKER_ID="3",
-    TPU_WORKER_HOSTNAMES="trm-0,trm-1,trm-2,trm-3",
+FOUR_HOSTS = KAGGLE | dict(
+    TPU_ACCELERATOR_TYPE="v4-32", TPU_CHIPS_PER_HOST_BOUNDS="2,2,1", TPU_HOST_BOUNDS="1,1,4",
+    TPU_WORKER_ID="3", TPU_WORKER_HOSTNAMES="trm-0,trm-1,trm-2,trm-3",
     TPU_PROCESS_ADDRESSES="trm-0:8476,trm-1:8476,trm-2:8476,trm-3:8476", TPU_PROCESS_PORT="8476")
 # all variables of the only process of a host, and none of the host's own
-ONE_PROCESS = dict(
+FOUR_PROCESSES = dict(
+    TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v4-32", TPU_WORKER_HOSTNAMES="trm-0,trm-1,trm-2,trm-3",
+    TPU_PROCESS_ADDRESSES="trm-0:8476,trm-1:8476,trm-2:8476,trm-3:8476", TPU_PROCESS_PORT="8476",
     CLOUD_TPU_TASK_ID="3", TPU_PROCESS_BOUNDS="1,1,4", TPU_CHIPS_PER_PROCESS_BOUNDS="2,2,1",
     TPU_VISIBLE_CHIPS="0,1,2,3")
 ALL_PROCESSES = dict(
     TPU_PROCESS_BOUNDS="4,2,1", TPU_CHIPS_PER_PROCESS_BOUNDS="1,1,1",
     TPU_PROCESS_ADDRESSES=",".join(f"other:{port}" for port in range(8476, 8484)))
-
-
-def without_host(environment):
-    own = ("TPU_WORKER_ID", "TPU_HOST_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS")
-    return {name: value for name, value in environment.items() if name not in own}
-
-
-def metadata(accelerator, bounds, worker, hosts):
-    """Returns what a TPU VM's metadata server answers."""
-    return {
-        "tpu-env": f"ACCELERATOR_TYPE: {accelerator}\nTPU_PROCESS_BOUNDS: '{bounds}'\nWORKER_ID: '{worker}'\n"
-                   "TPU_CHIPS_PER_PROCESS_BOUNDS: '2,2,1'",
-        "worker-network-endpoints": ",".join(f"unused:unused:{host}" for host in hosts)}
+# what a TPU VM's metadata server answers
+METADATA = {
+    "tpu-env": "ACCELERATOR_TYPE: v4-32\nTPU_PROCESS_BOUNDS: '1,1,4'\nWORKER_ID: '2'\n"
+               "TPU_CHIPS_PER_PROCESS_BOUNDS: '2,2,1'",
+    "worker-network-endpoints": "unused:unused:10.0.0.1,unused:unused:10.0.0.2,unused:unused:10.0.0.3,"
+                                "unused:unused:10.0.0.4"}
 
 
 # environment, metadata, processes a host, host, hosts by address, bounds
 TOPOLOGIES = {
     "kaggle": (KAGGLE, {}, 8, 0, ["localhost"], "2,4,1"),
-    "kaggle, one process": (
-        KAGGLE | dict(TPU_PROCESS_BOUNDS="1,1,1", TPU_CHIPS_PER_PROCESS_BOUNDS="2,4,1"), {}, 8, 0,
-        ["localhost"], "2,4,1"),
     "kaggle, all listed": (KAGGLE | ALL_PROCESSES, {}, 8, 0, ["other"], "4,2,1"),
     "kaggle, one chip": (
         KAGGLE | dict(TPU_PROCESS_BOUNDS="1,1,1", TPU_CHIPS_PER_PROCESS_BOUNDS="1,1,1"), {}, 1, 0,
         ["localhost"], "1,1,1"),
     "colab": (COLAB, {}, 1, 0, ["localhost"], "1,1,1"),
-    "v4-8": ({}, metadata("v4-8", "1,1,1", 0, ["10.0.0.1"]), 4, 0, ["localhost"], "2,2,1"),
-    "v4-32": ({}, metadata("v4-32", "1,1,4", 2, ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"]), 4, 2,
-              ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"], "2,2,4"),
-    "gke, one host": (ONE_HOST, {}, 4, 0, ["localhost"], "2,2,1"),
+    "v4-32": ({}, METADATA, 4, 2, ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"], "2,2,4"),
     "gke, four hosts": (FOUR_HOSTS, {}, 4, 3, ["trm-0", "trm-1", "trm-2", "trm-3"], "2,2,4"),
-    "gke, of processes": (without_host(FOUR_HOSTS) | ONE_PROCESS, {}, 4, 3,
-                          ["trm-0", "trm-1", "trm-2", "trm-3"], "2,2,4"),
+    "gke, of processes": (FOUR_PROCESSES, {}, 4, 3, ["trm-0", "trm-1", "trm-2", "trm-3"], "2,2,4"),
 }
 
 
@@ -260,5 +246,4 @@ def test_kaggles_image_has_eight_processes(data):
     first, *processes = [line for line in text.splitlines() if "localhost:" in line or "device" in line]
     addresses = ",".join(f"localhost:{port}" for port in range(8476, 8484))
     assert processes == [f"{addresses} {rank}" for rank in range(8)]
-    assert "device xla: a TPU is here; removed from the environment, as not for 8 processes: " in first
-    assert "CLOUD_TPU_TASK_ID=0 TPU_PROCESS_ADDRESSES=local TPU_PROCESS_BOUNDS=1,1,1" in first
+    assert "removed from the environment, as not for 8 processes: CLOUD_TPU_TASK_ID=0 TPU_PROC" in first

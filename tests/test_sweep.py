@@ -3,7 +3,7 @@ import os
 import re
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -123,10 +123,8 @@ def test_a_killed_run_is_resumed_a_failure_is_named_and_a_complete_run_is_skippe
         wait_for((tmp_path / EMA / "ckpt_00000020.json").exists)
         Popen.last.kill()
 
-    with ThreadPoolExecutor(1) as pool:
-        killing = pool.submit(kill)
-        text = sweep("exp08a", "exp08b", *flags, "--continue_on_failure", code=1)
-        killing.result()
+    threading.Thread(target=kill).start()
+    text = sweep("exp08a", "exp08b", *flags, "--continue_on_failure", code=1)
     assert f"{failed} complete\n" in text and "resuming from" in text
     assert lines(tmp_path / EMA)[-1]["final"]
     assert sweep("exp08b", *flags, "--log_interval=9").startswith(f"{EMA:32} complete\n")

@@ -246,7 +246,7 @@ def test_a_wrong_key_ends_keep_and_costs_no_slice(cloud):
     cloud.stop(cloud.start_keep("run: running"))
 
 
-def test_a_missing_login_ends_keep_and_network_trouble_does_not(cloud):
+def test_a_missing_login_ends_any_command_and_network_trouble_does_not(cloud):
     """gcloud reports a name server that does not answer as a problem with the login."""
     trouble = Path("cloud/logged_out")
     trouble.write_text("ERROR: There was a problem refreshing your current auth tokens: Unable to find the "
@@ -258,12 +258,6 @@ def test_a_missing_login_ends_keep_and_network_trouble_does_not(cloud):
     read_until("run: running", keep)
     trouble.write_text("")
     assert "Reauthentication failed" in finish(keep, 2)
-    trouble.unlink()
-
-
-def test_a_command_without_a_login_is_one_line(cloud):
-    trouble = Path("cloud/logged_out")
-    trouble.touch()
     for command in "status", "logs", "ssh", "stop", "delete":
         [line] = cloud.tpu(command, code=2).splitlines()
         assert line.startswith("tpu.sh: ERROR: (gcloud) There was a problem")
@@ -339,7 +333,6 @@ def test_step_by_step(cloud):
     ("status", dict(PROJECT=""), "PROJECT is empty"),
     ("keep train.py", dict(TYPE="h100-8"), "TYPE=h100-8"),
     ("keep train.py", dict(TYPE="v4-33"), "8, 16, 32, 64 or a multiple of 128"),
-    ("keep train.py", dict(TYPE="v5e-2"), "1, 4, 8, 16, 32, 64, 128 or 256"),
     ("run train.py", dict(NETRC="/nowhere"), "NETRC=/nowhere"),
     ("run nothing.py", {}, "script"),
     ("run train.py config/baselin.py", {}, "config/baselin.py: no such file"),

@@ -28,14 +28,12 @@ def folder(tmp_path_factory):
     return prepare(path / "data", prepare_arc, source=path / "small", num_aug=12)
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_the_vote_is_the_official_evaluators(folder, world):
-    """On any number of ranks."""
+def test_the_vote_is_the_official_evaluators_on_any_number_of_ranks(folder):
     test = load_split(folder, "test")
     indices = np.arange(len(test))
     ranks = []
-    for rank in range(world):
-        own = slice(rank, None, world)
+    for rank in range(3):
+        own = slice(rank, None, 3)
         ranks.append(count_votes(test, indices[own], RECORDED["preds"][own], RECORDED["q_halt"][own]))
     votes = merge_votes(ranks)
     values = vote_values(test, votes)
