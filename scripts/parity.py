@@ -61,7 +61,6 @@ class Replay:
         settings = configurator.configure(train.Settings, ["--ema"])
         # auto: the capture and its replay
         settings.compile = "auto" if device_type in ("xla", "tpu") else "off"
-        settings.eval_halt_max_steps = config["model"]["halt_max_steps"]
         vars(settings).update(config["model"] | config["train"] | options)
         device = train.open_device(device_type, settings)
         device.choose_dtype(settings.forward_dtype)  # on XLA it also makes float32 products exact
@@ -98,17 +97,18 @@ class Replay:
         """Runs and compares step k of training."""
         run = self.run
         weights, m, v, ema = (self.recorded(tree_name, k) for tree_name in ("weights", "m", "v", "ema"))
+        names = run.state["weights"]
         run.state |= run.device.put(dict(
-            weights={name: weights[name] for name in run.state["weights"]},
-            ema={name: ema[name] for name in run.state["weights"]},
-            optimizer={name: dict(m=m[name], v=v[name]) for name in run.state["weights"]},
+            weights={name: weights[name] for name in names},
+            ema={name: ema[name] for name in names},
+            optimizer={name: dict(m=m[name], v=v[name]) for name in names},
             puzzle_emb=weights["puzzle_emb.weights"],
         ))
         run.state["sequences"] = self.sequences("carry", k)
         run.restart_sums()
         dataset = SimpleNamespace(train_batch=lambda *_: self.recorded("batch", k))
-        cycles = run.settings.H_cycles, run.settings.L_cycles
-        run.train_step(run.state, train.make_inputs(run, dataset, k, run.settings.total_steps), cycles)
+        inputs = train.make_inputs(run, dataset, k, run.settings.total_steps)
+        run.train_step(run.state, inputs, (run.settings.H_cycles, run.settings.L_cycles))
 
         # all that it computed
         saved = run.state_dict()
@@ -129,7 +129,7 @@ class Replay:
         results = tree_map(torch.Tensor.cpu, evaluator.program(slots, inputs))
         self.compare("eval", results, k)
         self.compare_sequences("eval/carry", slots["sequences"], k + 1)
-        if k + 1 == self.run.settings.eval_halt_max_steps:
+        if k + 1 == evaluator.max_steps:
             ranks = self.run.device.all_gather({name: results[name].sum() for name in SUMS})
             self.compare("eval/metric", {name: sum(sums[name] for sums in ranks) for name in SUMS}, 0)
 

@@ -118,13 +118,12 @@ def read_source(source):
     """
     place = f"{source}: "
     if re.search(r"\.[ct]sv(\.gz)?$", source.lower()):
-        # each question stands in the line of the text where its row ends in the file
-        lines = {}
-        for number, row in csv_rows(source, ["question"]):
-            lines[number] = "".join(row["question"].splitlines())
-            if not lines[number].strip():
-                raise UserError(f"{place}line {number}: no question")
-        return place, "\n".join(lines.get(number, "") for number in range(1, max(lines) + 1))
+        # the header has line 1
+        lines = [""]
+        for _, row in csv_rows(source, ["question"]):
+            question = "".join(row["question"].splitlines())
+            lines.append(question if question.strip() else "(no question)")
+        return place, "\n".join(lines)
     if not os.path.exists(source):
         return "", source
     with open_text(source) as f:
@@ -241,24 +240,22 @@ def solve_file(settings, trm, kind, batch, path):
     results = weights.answers_to(settings, trm, kind.task, batch, progress.add)
     answers, logits, steps = (results[name] for name in evaluate.SUREST)
 
-    # a line for each puzzle
-    lines = []
-    figures = zip(sigmoid(logits).round(4), results["attempts"], steps.astype(int))
-    for question, answer, numbers in zip(batch["inputs"], answers, figures):
-        judgement = kind.judge(question[None], answer[None])
-        result = "not judged"
-        if judgement:
-            result = "right" if judgement.solved[0] else "wrong"
-        lines.append([kind.text(question), kind.text(answer), *numbers, result])
+    # the rules judge, where they are known
+    judgement = kind.judge(batch["inputs"], answers)
+    verdicts = ["not judged"] * len(answers)
+    if judgement:
+        verdicts = ["right" if is_solved else "wrong" for is_solved in judgement.solved]
+    for verdict, count in Counter(verdicts).items():
+        print(f"{count} of {len(verdicts)} {verdict} ({count / len(verdicts):.1%})")
 
-    # a summary, and the file
-    for result, count in Counter(line[-1] for line in lines).items():
-        print(f"{count} of {len(lines)} {result} ({count / len(lines):.1%})")
+    # a line for each puzzle
     if path:
         with writing(path), open(path, "w", encoding="utf-8", newline="") as f:
             writer = csv.writer(f, lineterminator="\n")
             writer.writerow(["question", "answer", "certainty", "attempts", "step", "result"])
-            writer.writerows(lines)
+            writer.writerows(zip(
+                map(kind.text, batch["inputs"]), map(kind.text, answers), sigmoid(logits).round(4),
+                results["attempts"], steps.astype(int), verdicts))
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -229,7 +229,7 @@ def test_pictures(run_solve, solved):
     (["sudoku", "." * 16, "--forward_dtype=bfloat16"], "puzzles are solved in float32"),
     (["sudoku", "nowhere.csv"], "nowhere.csv: cannot be read"),
     (["sudoku", "short.csv"], "short.csv: line 3, '12', with 2 cells"),
-    (["sudoku", "empty.tsv"], "empty.tsv: line 2: no question"),
+    (["sudoku", "empty.tsv"], "empty.tsv: line 2, '(no question)'"),
     (["sudoku", "broken.txt"], "broken.txt: line 2: the puzzle has no solution"),
     (["sudoku", "." * 16, "--eval_attempts=0"], "eval_attempts must be"),
     (["sudoku", "puzzles.csv", "--plot=a.gif"], "--steps and --plot show one puzzle"),
