@@ -81,11 +81,11 @@ class Replay:
 
         k: a state is recorded before the first step and after each, all else at each step.
         """
-        tree = {name: t[k].copy() for name, t in self.golden[tree_name].items()}
+        rows = ...
         if tree_name in BY_SEQUENCE:
             first = self.run.device.rank * self.run.batch_size
-            tree = {name: t[first:first + self.run.batch_size] for name, t in tree.items()}
-        return tree
+            rows = slice(first, first + self.run.batch_size)
+        return {name: t[k][rows].copy() for name, t in self.golden[tree_name].items()}
 
     def sequences(self, tree_name, k):
         """Returns the sequences before step k, which the official code calls carry, on the device."""

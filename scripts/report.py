@@ -6,7 +6,7 @@
 
 Reads the metrics.jsonl of each run. Writes out_dir/report.md and its PNGs. Runs that are unfinished or
 damaged are named. Runs whose settings differ only in the seed are one variant, and a run of another group
-with the same settings is one more seed. It needs matplotlib and scipy.
+with the same settings is one more seed. It needs matplotlib.
 """
 import json
 import sys
@@ -19,7 +19,6 @@ import numpy as np
 
 with suppress(ImportError):  # main() says what is missing
     from matplotlib.figure import Figure
-    from scipy.optimize import curve_fit
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from sweep import GROUPS, NEUTRAL, changes, group_of
@@ -63,11 +62,14 @@ def main(argv):
     """Reads the runs, writes report.md and its pictures, and prints what is not complete."""
     settings, paths, unknown = split_arguments(Settings, argv)
     configure(Settings, unknown)  # raises UserError for the first
-    if "curve_fit" not in globals():
-        raise UserError("report.py needs matplotlib and scipy: pip install matplotlib scipy")
+    if "Figure" not in globals():
+        raise UserError("report.py needs matplotlib: pip install matplotlib")
 
     # read the runs
-    files = find_files(paths or ["out/study"])
+    paths = paths or ["out/study"]
+    files = [file for path in paths for file in sorted(Path(path).rglob("metrics.jsonl"))]
+    if not files:
+        raise UserError(f"{', '.join(paths)}: no run (a folder with metrics.jsonl) there")
     runs = []
     problems = []
     for path in files:
@@ -90,17 +92,6 @@ def main(argv):
 
 # ---------------------------------------------------------------------------------------------------------
 # Reading
-
-def find_files(paths):
-    """Returns each metrics.jsonl in paths or below. Raises UserError."""
-    files = []
-    for path in paths:
-        run_files = sorted(Path(path).rglob("metrics.jsonl"))
-        if not run_files:
-            raise UserError(f"{path}: no run (a folder with metrics.jsonl) there")
-        files += run_files
-    return files
-
 
 def read_run(path):
     """Returns the Run of a metrics.jsonl. Raises EOFError if it is not complete."""
@@ -158,22 +149,6 @@ def numbers(runs, name):
     return np.array([run.numbers[name] for run in runs])
 
 
-def fit_power_law(x, y):
-    """Returns the least squares of y = a - b * x^-c, ((a, b, c), standard errors), or None without a fit."""
-    if len(set(x)) < 4:
-        return None
-    # the search begins with the highest accuracy as a, and with b from the range of y
-    try:
-        law, covariance = curve_fit(power_law, x, y, [max(y), np.ptp(y) * min(x), 1])
-    except RuntimeError:  # it does not converge
-        return None
-    return law, np.sqrt(np.diag(covariance))
-
-
-def power_law(x, a, b, c):
-    return a - b * x ** -c
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Writing
 
@@ -189,16 +164,6 @@ def section(name, runs, folder):
     variants = variants_of(name, runs)
     [reference, *_] = max(variants, key=lambda runs: runs[0].name == group["baseline"])
     labels = [changes(runs[0].settings, reference.settings) or reference.name for runs in variants]
-    paragraphs = [f"## {name}: {group['question']}", table(variants, labels)]
-
-    # the law of model scaling, by all runs of the group
-    if name == "exp01":
-        everything = sum(variants, [])
-        law = fit_power_law(numbers(everything, "parameters"), numbers(everything, "accuracy"))
-        if law:
-            values = [f"{name} = {value:.3g} ± {error:.2g}" for name, value, error in zip("abc", *law)]
-            paragraphs.append("Least squares for n million parameters: accuracy = a - b * n^-c, with "
-                              f"{', '.join(values)} (standard errors).")
 
     # the picture has a line for each variant, and a point for each run
     figure = Figure((9, 2 + len(variants) / 4), layout="constrained")
@@ -208,7 +173,8 @@ def section(name, runs, folder):
     for label, runs in zip(labels, variants):
         ax.plot(numbers(runs, "accuracy"), [label] * len(runs), "o")
     figure.savefig(folder / f"{name}.png", dpi=80)
-    return [*paragraphs, f"![{group['question']}]({name}.png)"]
+    question = group["question"]
+    return [f"## {name}: {question}", table(variants, labels), f"![{question}]({name}.png)"]
 
 
 def table(variants, labels):

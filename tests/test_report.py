@@ -1,10 +1,9 @@
-"""scripts/report.py on runs with known numbers: fit, tables, seeds, unfinished and damaged runs."""
+"""scripts/report.py on runs with known numbers: tables, seeds, unfinished and damaged runs."""
 import json
 import os
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers import WHOLE, run
 
@@ -13,7 +12,6 @@ from configurator import configure
 from runtime.files import read_facts
 
 image = pytest.importorskip("matplotlib.image")
-pytest.importorskip("scipy")
 import report
 
 DEFAULTS = vars(configure(train.Settings, []))
@@ -54,25 +52,14 @@ def rows(text, group):
     return {row[0]: row[1:] for row in table[2:]}
 
 
-def law(n):
-    return 90 - 20 * n ** -0.8
-
-
-def test_a_fit_recovers_a_known_law_within_its_stated_error():
-    n = np.repeat(list(EXP01.values()), 3)
-    fitted, errors = report.fit_power_law(n, law(n) + np.random.default_rng(0).normal(0, 0.2, len(n)))
-    assert (abs(fitted - [90, 20, 0.8]) < 3 * errors).all() and (errors < [0.5, 2, 0.1]).all()
-    assert report.fit_power_law([1, 1, 2, 4], [10, 11, 20, 25]) is None  # too few sizes
-
-
-def test_a_group_has_a_table_a_law_and_a_picture():
+def test_a_group_has_a_table_and_a_picture():
     for size, parameters in EXP01.items():
-        write_run(f"runs/exp01_{size:04}", law(parameters), parameters, hidden_size=size)
+        write_run(f"runs/exp01_{size:04}", 90 - 20 * parameters ** -0.8, parameters, hidden_size=size)
     report.main(["runs", "--out_dir=out"])
     text = Path("out/report.md").read_text()
     assert list(rows(text, "exp01: How does accuracy grow")) == [
         "exp01_0256", *(f"hidden_size={size}" for size in [*EXP01][1:])]
-    assert "accuracy = a - b * n^-c, with a = 90 ± " in text and "](exp01.png)" in text
+    assert "](exp01.png)" in text
     pixels = image.imread("out/exp01.png")[..., :3]
     assert 0.02 < (pixels.min(-1) < 0.95).mean() < 0.5
 
