@@ -27,7 +27,6 @@ sys.path.insert(0, ROOT)
 import configurator
 import train
 from model import LOSS_TERMS, METRICS, TRM
-from runtime import process
 from runtime.engines import choose_device
 from runtime.errors import check_choices
 from runtime.saved import load_weights
@@ -166,9 +165,8 @@ class Replay:
         return mask
 
 
-def main(argv):
+def main(settings):
     """Replays all files on one chip."""
-    settings = configurator.configure(Settings, argv)
     check_choices(settings, {"device": train.CHOICES["device"]})
     device_type, *_ = choose_device(settings.device)
     if device_type == "xla":
@@ -188,4 +186,4 @@ def replay_all(device_type):
 
 
 if __name__ == "__main__":
-    process.command(main)
+    configurator.start(main, Settings)

@@ -167,8 +167,7 @@ def section(name, runs, folder):
 
     # the picture has a line for each variant, and a point for each run
     figure = Figure((9, 2 + len(variants) / 4), layout="constrained")
-    ax = figure.subplots()
-    ax.set(xlabel=COLUMNS["accuracy"])
+    ax = figure.add_subplot(xlabel=COLUMNS["accuracy"])
     ax.invert_yaxis()  # in the order of the table
     for label, runs in zip(labels, variants):
         ax.plot(numbers(runs, "accuracy"), [label] * len(runs), "o")

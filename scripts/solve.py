@@ -244,7 +244,7 @@ def solve_file(settings, trm, kind, batch, path):
     judgement = kind.judge(batch["inputs"], answers)
     verdicts = ["not judged"] * len(answers)
     if judgement:
-        verdicts = ["right" if is_solved else "wrong" for is_solved in judgement.solved]
+        verdicts = np.where(judgement.solved, "right", "wrong")
     for verdict, count in Counter(verdicts).items():
         print(f"{count} of {len(verdicts)} {verdict} ({count / len(verdicts):.1%})")
 

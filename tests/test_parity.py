@@ -5,6 +5,7 @@ import parity
 import pytest
 from helpers import on_replicas
 
+import configurator
 from runtime.errors import UserError
 
 each_file = pytest.mark.parametrize("path", parity.FILES, ids=os.path.basename)
@@ -18,7 +19,7 @@ def test_golden(path, micro_batch_size):
 
 def test_an_unknown_device_is_an_error():
     with pytest.raises(UserError, match="device must be one of auto, xla, tpu, cuda, cpu, not 'gpu'"):
-        parity.main(["--device=gpu"])
+        parity.main(configurator.configure(parity.Settings, ["--device=gpu"]))
 
 
 @pytest.mark.xla
