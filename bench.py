@@ -32,52 +32,45 @@ from weights import flops_per_example, new_model
 
 class Settings:
     # what is measured
-    steps: From0 = 0  # steps in a row without a wait, up to three times; 0: 20 on a GPU, 2 elsewhere
+    steps: From0 = 0  # steps in a row without a wait, three times; 0: 20 on a GPU, 2 elsewhere
     replica_batch_size: From0 = 0  # sequences on each replica; 0: global_batch_size is divided among them
     size: Above0 = 9  # side of the random puzzles where data_path is missing
 
 
-CPU_STEP_SECONDS = 2  # a CPU's batch, where none is given, is what it does in so long, from 1 to 32 sequences
-ROUND_SECONDS = 12  # the steps are repeated until so much time has passed
+CPU_BATCH_SIZE = 4  # of a replica on a CPU, where none is given: a step of the default takes minutes there
 
 
-def bench(settings, num_steps, device_type, knows_length, replica_batch_size=0):
+def bench(settings, num_steps, device_type, replica_batch_size=0):
     """Measures on every replica, and prints on rank 0.
 
     Args:
         settings: train.py's settings.
         num_steps: bench.py's setting `steps`.
         device_type: what choose_device returns.
-        knows_length: whether the dataset, or max_steps, says how long the run is.
         replica_batch_size: bench.py's setting.
     """
-    # the device, and the examples of the config's run
     device = open_device(device_type, settings)
     process.restart_watchdog(0)  # of the start of a new process
     settings = copy.copy(settings)  # replicas may be threads
     settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
-    train_set = data.load_split(settings.data_path, "train")
     batch_size = settings.global_batch_size
-    total_steps = optim.count_steps(settings, optim.epoch_size(train_set))
 
     def say(text):
         if device.rank == 0 and text:
             print(text, flush=True)
 
-    # the steps of train.py, at the batch to measure; a CPU would take minutes for a step of the default
+    # the steps of train.py, at the batch to measure
     say(dtype_note)
+    if device_type == "cpu" and "global_batch_size" not in settings.assigned:
+        replica_batch_size = replica_batch_size or CPU_BATCH_SIZE
     if replica_batch_size:
         settings.global_batch_size = replica_batch_size * device.world
-    elif device_type == "cpu" and "global_batch_size" not in settings.assigned:
-        choose_batch_size(settings, device, say)
     check_batch_size(settings, device)
     run, next_inputs = new_run(settings, device)
     with reporting_full_memory(run):
         figures = measure(run, next_inputs, num_steps, say)
     # the config's run has its own batch, whatever the measured one is
-    steps_per_hour = 3600 * figures["examples_per_sec"] / batch_size
-    figures["steps_per_hour"] = steps_per_hour
-    figures["training_hours"] = total_steps / steps_per_hour if knows_length else None
+    steps_per_hour = figures["steps_per_hour"] = 3600 * figures["examples_per_sec"] / batch_size
 
     # print them: those that are known in a column, and all as JSON
     for name, value in figures.items():
@@ -101,17 +94,16 @@ def measure(run, next_inputs, num_steps, say):
     device = run.device
     num_steps = num_steps or (20 if device.type == "cuda" else 2)
 
-    # the training step; its first call compiles
-    train_step = train_step_of(run, next_inputs)
+    # the training step, at the full depth; its first call compiles
+    def train_step():
+        return run.train_step(run.state, next_inputs(), (settings.H_cycles, settings.L_cycles))
+
     say(f"the first training step, {settings.global_batch_size} sequences")
     first_seconds, _ = seconds_of(1, train_step)
     say(f"training steps, after {first_seconds:.1f} s for the first")
-    # rounds of steps, of which the median counts
-    began = time.perf_counter()
-    rounds = []
-    while not rounds or len(rounds) < 3 and time.perf_counter() - began < ROUND_SECONDS:
-        rounds.append(seconds_of(num_steps, train_step))
-    step_seconds, host_seconds = sorted(rounds)[len(rounds) // 2]
+    # the median of three rounds counts
+    rounds = [seconds_of(num_steps, train_step) for _ in range(3)]
+    step_seconds, host_seconds = sorted(rounds)[1]
 
     # the step of an evaluation, of the weights that training has left
     say("evaluation steps")
@@ -151,18 +143,6 @@ def measure(run, next_inputs, num_steps, say):
     )
 
 
-def choose_batch_size(settings, device, say):
-    """Sets the batch size, by the time of a step with one sequence on each replica."""
-    settings.global_batch_size = device.world
-    train_step = train_step_of(*new_run(settings, device))
-    for _ in range(2):  # the first step takes longer
-        seconds, _ = seconds_of(1, train_step)
-    # as many as take CPU_STEP_SECONDS; rank 0 decides
-    seconds = device.all_gather(seconds)[0]
-    settings.global_batch_size = device.world * min(32, max(1, int(CPU_STEP_SECONDS / seconds)))
-    say(f"a step of one sequence takes {seconds:.1f} s: {settings.global_batch_size} at a time")
-
-
 # ---------------------------------------------------------------------------------------------------------
 # train.py's steps and their inputs, which scripts/aot.py compiles
 
@@ -174,12 +154,6 @@ def new_run(settings, device):
     total_steps = max(1, optim.count_steps(settings, optim.epoch_size(train_set)))
     count = itertools.count()
     return run, lambda: train.make_inputs(run, train_set, next(count), total_steps)
-
-
-def train_step_of(run, next_inputs):
-    """Returns a function that runs the next training step, at the full depth."""
-    cycles = run.settings.H_cycles, run.settings.L_cycles
-    return lambda: run.train_step(run.state, next_inputs(), cycles)
 
 
 def evaluation_of(run):
@@ -230,11 +204,9 @@ def main(argv):
         process.end_with_parent()
 
     with tempfile.TemporaryDirectory() as folder:
-        wanted = settings.data_path
-        settings.data_path, dataset = find_or_make_dataset(wanted, folder, bench_settings.size)
-        knows_length = settings.data_path == wanted or settings.max_steps > 0
-        measured = (settings, bench_settings.steps, device_type, knows_length,
-                    bench_settings.replica_batch_size)
+        settings.data_path, dataset = find_or_make_dataset(
+            settings.data_path, folder, bench_settings.size)
+        measured = settings, bench_settings.steps, device_type, bench_settings.replica_batch_size
         print(f"device {device_type}: {reason}; dataset: {dataset}", flush=True)
         spawn = spawner(device_type)
         if spawn:

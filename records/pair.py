@@ -131,10 +131,10 @@ def official_steps(settings):
 
 def our_steps(settings):
     """Yields when it is ready, and after each step of train.py."""
-    step = bench.train_step_of(*bench.new_run(settings, train.open_device(args.device, settings)))
+    run, next_inputs = bench.new_run(settings, train.open_device(args.device, settings))
     while True:
         yield
-        step()
+        run.train_step(run.state, next_inputs(), (settings.H_cycles, settings.L_cycles))
 
 
 def put(**line):

@@ -11,13 +11,12 @@ import sys
 def losses_of(run):
     """Returns the losses in a run's folder."""
     with open(f"{run}/metrics.jsonl") as f:
-        lines = list(map(json.loads, f))
-    return [line["train/loss"] for line in lines if "train/loss" in line]
+        return [line["train/loss"] for line in map(json.loads, f) if "train/loss" in line]
 
 
 if __name__ == "__main__":
     _, run, reference, limit = sys.argv
-    pairs = list(zip(losses_of(run), losses_of(reference)))
-    worst = max(abs(loss / expected - 1) for loss, expected in pairs)
-    print(f"{len(pairs)} losses within {worst:.1e} of {reference}")
-    sys.exit(worst > float(limit))
+    pairs = zip(losses_of(run), losses_of(reference))
+    errors = [abs(loss / expected - 1) for loss, expected in pairs]
+    print(f"{len(errors)} losses within {max(errors):.1e} of {reference}")
+    sys.exit(max(errors) > float(limit))

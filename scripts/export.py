@@ -23,7 +23,6 @@ import os
 import re
 import runpy
 from pathlib import Path
-from types import SimpleNamespace
 
 import solve
 import torch
@@ -60,7 +59,7 @@ def main(argv):
     """Writes the file."""
     _, operands, train_arguments = split_arguments(Settings, argv)
     *paths, target = operands or [""]
-    is_page = target.lower().endswith((".html", ".htm"))
+    is_page = target.lower().endswith(".html")
     if not paths or len(paths) > 1 and not is_page:
         raise UserError("usage: python scripts/export.py MODEL FILE, or MODEL ... FILE.html; "
                         "MODEL is a run's folder or a checkpoint")
@@ -92,11 +91,11 @@ def write_model(source, target, train_arguments):
 
     # leave out what only training needs: the optimizer and the raw weights
     dtype = getattr(torch, settings.forward_dtype)
-    weights = saved["weights"] | saved.get("ema", {})
+    averaged = saved["weights"] | saved.get("ema", {})
     names = "sizes", "task", "data_sha256", "identifiers_sha256", "test_puzzles", "step", "forks"
     content = {name: saved[name] for name in names}
     content |= dict(
-        weights={PREFIX + name.removeprefix(PREFIX): t.to(dtype) for name, t in weights.items()},
+        weights={PREFIX + name.removeprefix(PREFIX): t.to(dtype) for name, t in averaged.items()},
         settings=train.recipe(saved.get("settings", {})) | vars(settings),  # a copy of train.py may have more
         command=f"python train.py {settings.flags()}",
     )
@@ -165,10 +164,10 @@ def page_content(path, train_arguments):
         })
 
     # each weight as a matrix
-    weights = {}
+    matrices = {}
     for name, t in trm.state_dict().items():
         rows, columns = t.reshape(-1, t.shape[-1]).shape
-        weights[name] = [rows, columns, base64_of(t)]
+        matrices[name] = [rows, columns, base64_of(t)]
     network = {name: getattr(trm.settings, name) for name in NETWORK}
     run = {
         "path": os.path.basename(os.path.abspath(path)),
@@ -186,7 +185,7 @@ def page_content(path, train_arguments):
         task=kind.task,
         puzzles=puzzles,
         settings=network | trm.sizes | {"prefix": trm.prefix},
-        weights=weights,
+        weights=matrices,
     )
 
 
@@ -200,35 +199,23 @@ def base64_of(t):
 
 def refuse(path, trm, settings):
     """Raises UserError for a model that engine.js cannot run. trm, settings: the results of solve.load."""
-    other = "a page cannot compute it, scripts/solve.py can"
+    # model.py may have been edited
+    unknown = [name for name in trm.state_dict() if not WEIGHTS.fullmatch(name)]
+    problems = [f"engine.js does not know the weights {name}" for name in unknown]
+    # a fork that is not among the arguments may have replaced anything
+    problems += missing_forks(trm.forks, settings.forks)
     num_identifiers = trm.sizes["num_puzzle_identifiers"]
     if num_identifiers > 1:
-        raise UserError(f"{path} has {num_identifiers} puzzle identifiers: {other}; for ARC see docs/arc.md")
-    # model.py may have been edited
-    for name in trm.state_dict():
-        if not WEIGHTS.fullmatch(name):
-            raise UserError(f"{path}: engine.js does not know the weights {name}: {other}")
-    # a fork that is not among the arguments may have replaced anything
-    for line in missing_forks(trm.forks, settings.forks):
-        raise UserError(f"{path}: {line}: {other}")
+        problems.append(f"it has {num_identifiers} puzzle identifiers, for ARC see docs/arc.md")
 
     # a fork that has run may change the loss, but no answers: those of model.py, which runs once more, count
-    original = runpy.run_path(model.__file__)["TRM"](trm.settings, **trm.sizes)
+    original = runpy.run_path(model.__file__)["TRM"](trm.settings, **trm.sizes, task=trm.task)
     original.load_state_dict(trm.state_dict(), strict=False)  # without a weight it answers otherwise
-    if first_steps(trm, trm, settings) != first_steps(original, trm, settings):
-        raise UserError(f"{path}: a fork changes the answers: {other}")
-
-
-def first_steps(network, trm, settings):
-    """Returns [(answer, confidence)] of 3 steps at the first test puzzle.
-
-    network computes them; trm knows the puzzle; settings are train.py's.
-    """
-    three_steps = dict(eval_halt_max_steps=3, eval_attempts=1, eval_patience=0)
-    settings = SimpleNamespace(**vars(settings) | three_steps)
-    question = trm.test_puzzles["inputs"][0].numpy()
-    steps = weights.watch(settings, network, kind_of(trm.task), question)
-    return [(step.answer.tolist(), step.confidence) for step in steps]
+    questions = trm.test_puzzles["inputs"][:3]
+    if not all(map(torch.equal, weights.solve(trm, questions, 3), weights.solve(original, questions, 3))):
+        problems.append("a fork changes the answers")
+    if problems:
+        raise UserError(f"{path}: {problems[0]}: a page cannot compute it, scripts/solve.py can")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ code is 1 if a part has failed.
 """
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -35,92 +34,96 @@ class Settings:
     out_dir = "out/first_chip"  # a new folder
 
 
-# A chip's share of the paper's Sudokus and of its mazes, which have 11 times the cells. torch.compile may
-# choose other kernels in the next run, so the checks on a GPU do without it.
-TPU = dict(
-    launcher="",  # train.py and bench.py start a process for each chip, unless these variables ask for one
-    one="TPU_PROCESS_BOUNDS=1,1,1 TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1 CPU_NUM_DEVICES=1",
-    checks="",
-    sudoku="--replica_batch_size=96 --micro_batch_size=32",
-    maze="--replica_batch_size=12 --micro_batch_size=4 --size=30",
-)
-GPU = dict(
-    launcher="-m torch.distributed.run --standalone --nproc-per-node=gpu",
-    one="",
-    checks="--compile=off",
-    sudoku="--replica_batch_size=768 --micro_batch_size=192",
-    maze="--replica_batch_size=96 --micro_batch_size=24 --size=30",
-)
-TORCHTPU = TPU | dict(one="TORCH_TPU_SLICEBUILDER_ADDRESSES=localhost:8476 TORCH_TPU_TOPOLOGY=1,1,1")
-CPU = GPU | dict(launcher="-m torch.distributed.run --standalone --nproc-per-node=2")
-DEVICES = dict(cuda=GPU, xla=TPU, tpu=TORCHTPU, cpu=CPU)
-# what a rehearsal has instead
-TINY = dict(
-    puzzles="--size=4 --num_train=64 --num_test=40 --num_aug=5",
-    model="--hidden_size=32 --multiple_of=32 --H_cycles=1 --L_cycles=1",
-    batch="--size=4 --replica_batch_size=8 --micro_batch_size=4 --steps=2",
-)
 BUSY_SECONDS = 30  # chips stay busy for so long after their process was killed
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What is run
+# What is run: commands of the shell, in the folder of the project, with these variables
 
-# Words of the commands: {one_chip} starts a script on one chip, and {all} on all chips of this host.
-COMMON = {
-    "one_chip": "env {one} {python}",
-    "all": "{python} {launcher}",
-    "demo": "train.py config/demo.py --device={device} --data_path={out}/data {checks} {model}",
-    # 20 of its steps, at full depth and a constant rate
-    "train": "{demo} --curriculum_epochs=0 --lr_min_ratio=1 --max_steps=20 --checkpoint_interval=10 "
-             "--log_interval=1 --eval_interval=0 --eval_final_max_puzzles=32",
-    "bench": "{all} bench.py --device={device} --data_path=missing --steps=20 {model}",
-    "compare": "{python} scripts/compare.py",
-    "puzzles": "--size=6 --num_train=3000 --num_test=1000 --num_aug=100",  # the demo's
-    "model": "",
-    "batch": "",
+# A chip's share of the paper's Sudokus and of its mazes, which have 11 times the cells. torch.compile may
+# choose other kernels in the next run, so the checks on a GPU do without it.
+GPU = """
+ONE_CHIP="$PYTHON"
+ALL_CHIPS="$PYTHON -m torch.distributed.run --standalone --nproc-per-node=gpu"
+CHECKS=--compile=off
+SUDOKU="--replica_batch_size=768 --micro_batch_size=192"
+MAZE="--replica_batch_size=96 --micro_batch_size=24 --size=30"
+"""
+# train.py and bench.py start a process for each chip of a TPU, unless these variables ask for one
+TPU = """
+ONE_CHIP="env TPU_PROCESS_BOUNDS=1,1,1 TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1 CPU_NUM_DEVICES=1 $PYTHON"
+ALL_CHIPS="$PYTHON"
+CHECKS=
+SUDOKU="--replica_batch_size=96 --micro_batch_size=32"
+MAZE="--replica_batch_size=12 --micro_batch_size=4 --size=30"
+"""
+DEVICES = {
+    "cuda": GPU,
+    "xla": TPU,
+    "tpu": f"""{TPU}
+ONE_CHIP="env TORCH_TPU_SLICEBUILDER_ADDRESSES=localhost:8476 TORCH_TPU_TOPOLOGY=1,1,1 $PYTHON"
+""",
+    "cpu": f"""{GPU}
+ALL_CHIPS="$PYTHON -m torch.distributed.run --standalone --nproc-per-node=2"
+""",
 }
+FULL = """
+PUZZLES="--size=6 --num_train=3000 --num_test=1000 --num_aug=100"  # the demo's
+MODEL=
+BATCH=
+"""
+TINY = """
+PUZZLES="--size=4 --num_train=64 --num_test=40 --num_aug=5"
+MODEL="--hidden_size=32 --multiple_of=32 --H_cycles=1 --L_cycles=1"
+BATCH="--size=4 --replica_batch_size=8 --micro_batch_size=4 --steps=2"
+"""
+# TRAIN: 20 steps of the demo, at full depth and a constant rate
+COMMANDS = """
+DEMO="train.py config/demo.py --device=$DEVICE --data_path=$OUT/data $CHECKS $MODEL"
+TRAIN="$DEMO --curriculum_epochs=0 --lr_min_ratio=1 --max_steps=20 --checkpoint_interval=10 --log_interval=1
+    --eval_interval=0 --eval_final_max_puzzles=32"
+BENCH="$ALL_CHIPS bench.py --device=$DEVICE --data_path=missing --steps=20 $MODEL"
+COMPARE="$PYTHON scripts/compare.py"
+"""
 # {name: (seconds, command)}, the most valuable first. A part starts if so many seconds are left, and may take
-# four times as many. The root of the project runs it by a shell.
+# four times as many.
 PARTS = {
-    "puzzles": (30, "{python} prepare_sudoku.py --source=generate {puzzles} --output_dir={out}/data"),
-    "parity of one chip, float32": (60, "{python} scripts/parity.py --device={device}"),
-    "losses of the CPU": (
-        30, "{python} {train} --out_dir={out}/cpu --device=cpu --forward_dtype=float32"),
-    "losses of one chip, float32": (
-        40, "{one_chip} {train} --out_dir={out}/one --forward_dtype=float32 && "
-            "{compare} {out}/one {out}/cpu 1e-3"),
-    "losses of one chip, --compile=off": (
-        90, "{one_chip} {train} --out_dir={out}/off --forward_dtype=float32 --compile=off && "
-            "{compare} {out}/off {out}/one 1e-3"),
-    "losses of all chips, float32": (
-        40, "{all} {train} --out_dir={out}/all --forward_dtype=float32 && "
-            "{compare} {out}/all {out}/one 1e-3"),
-    "losses of all chips, bfloat16": (
-        40, "{all} {train} --out_dir={out}/bfloat16 --forward_dtype=bfloat16 && "
-            "{compare} {out}/bfloat16 {out}/cpu 0.05"),
-    "commit, versions, hardware": (
-        10, "echo $(git rev-parse HEAD) $({python} -m pip freeze | grep -E '^(torch|libtpu)') "
-            "$(head -n 1 {out}/all/log.txt)"),
-    "sudoku": (90, "{bench} config/sudoku.py {sudoku} {batch}"),
-    "ten steps again": (
-        40, "{all} {train} --out_dir={out}/again --forward_dtype=bfloat16 --max_steps=10 && "
-            "{compare} {out}/again {out}/bfloat16 0"),
-    "resumed from there": (
-        40, "{all} {train} --out_dir={out}/again --forward_dtype=bfloat16 --init_from=resume && "
-            "{compare} {out}/again {out}/bfloat16 0"),
-    "SIGTERM": (
-        40, "{python} {train} --out_dir={out}/stopped --max_steps=100 & "
-            "until grep -qs 'step 2/' {out}/stopped/log.txt; do sleep 0.1; kill -0 $! || exit; done; "
-            "kill $!; wait $!; test $? = 3"),
-    "resumed after it": (
-        40, "{python} {train} --out_dir={out}/stopped --max_steps=100 --init_from=resume"),
-    "demo": (90, "{python} {demo} --out_dir={out}/demo"),
+    "puzzles": (30, "$PYTHON prepare_sudoku.py --source=generate $PUZZLES --output_dir=$OUT/data"),
+    "parity of one chip, float32": (60, "$PYTHON scripts/parity.py --device=$DEVICE"),
+    "losses of the CPU": (30, "$PYTHON $TRAIN --out_dir=$OUT/cpu --device=cpu --forward_dtype=float32"),
+    "losses of one chip, float32": (40, """
+        $ONE_CHIP $TRAIN --out_dir=$OUT/one --forward_dtype=float32 &&
+        $COMPARE $OUT/one $OUT/cpu 1e-3"""),
+    "losses of one chip, --compile=off": (90, """
+        $ONE_CHIP $TRAIN --out_dir=$OUT/off --forward_dtype=float32 --compile=off &&
+        $COMPARE $OUT/off $OUT/one 1e-3"""),
+    "losses of all chips, float32": (40, """
+        $ALL_CHIPS $TRAIN --out_dir=$OUT/all --forward_dtype=float32 &&
+        $COMPARE $OUT/all $OUT/one 1e-3"""),
+    "losses of all chips, bfloat16": (40, """
+        $ALL_CHIPS $TRAIN --out_dir=$OUT/bfloat16 --forward_dtype=bfloat16 &&
+        $COMPARE $OUT/bfloat16 $OUT/cpu 0.05"""),
+    "commit, versions, hardware": (10, """
+        echo $(git rev-parse HEAD) $($PYTHON -m pip freeze | grep -E '^(torch|libtpu)') \
+            $(head -n 1 $OUT/all/log.txt)"""),
+    "sudoku": (90, "$BENCH config/sudoku.py $SUDOKU $BATCH"),
+    "ten steps again": (40, """
+        $ALL_CHIPS $TRAIN --out_dir=$OUT/again --forward_dtype=bfloat16 --max_steps=10 &&
+        $COMPARE $OUT/again $OUT/bfloat16 0"""),
+    "resumed from there": (40, """
+        $ALL_CHIPS $TRAIN --out_dir=$OUT/again --forward_dtype=bfloat16 --init_from=resume &&
+        $COMPARE $OUT/again $OUT/bfloat16 0"""),
+    "SIGTERM": (40, """
+        $PYTHON $TRAIN --out_dir=$OUT/stopped --max_steps=100 &
+        until grep -qs 'step 2/' $OUT/stopped/log.txt; do sleep 0.1; kill -0 $! || exit; done
+        kill $!; wait $!; test $? = 3"""),
+    "resumed after it": (40, "$PYTHON $TRAIN --out_dir=$OUT/stopped --max_steps=100 --init_from=resume"),
+    "demo": (90, "$PYTHON $DEMO --out_dir=$OUT/demo"),
     # 16 chips share the batch of the study's baseline
-    "baseline": (90, "{bench} config/baseline.py {sudoku} --replica_batch_size=384 {batch}"),
-    "sudoku, --compile=off": (90, "{bench} config/sudoku.py {sudoku} {batch} --compile=off"),
-    "sudoku_att": (90, "{bench} config/sudoku_att.py {sudoku} {batch}"),
-    "maze": (90, "{bench} config/maze.py {maze} {batch}"),
+    "baseline": (90, "$BENCH config/baseline.py $SUDOKU --replica_batch_size=384 $BATCH"),
+    "sudoku, --compile=off": (90, "$BENCH config/sudoku.py $SUDOKU $BATCH --compile=off"),
+    "sudoku_att": (90, "$BENCH config/sudoku_att.py $SUDOKU $BATCH"),
+    "maze": (90, "$BENCH config/maze.py $MAZE $BATCH"),
 }
 
 
@@ -130,14 +133,16 @@ PARTS = {
 def main(settings):
     """Runs the parts for which there is time. Exits with 1 if one has failed."""
     check_choices(settings, dict(device=DEVICES))
-    if os.path.exists(settings.out_dir):
-        raise UserError(f"--out_dir={settings.out_dir} exists: choose another")
-    out = os.path.abspath(settings.out_dir)
-    os.makedirs(out)
-    words = COMMON | DEVICES[settings.device] | dict(
-        python=shlex.quote(sys.executable), device=settings.device, out=shlex.quote(out))
-    if settings.device == "cpu" or os.environ.get("PJRT_DEVICE") == "CPU":
-        words |= TINY
+    # variables of the shell cannot hold a space that is part of a path: it sees out_dir from the root of the
+    # project, and finds Python by its name
+    out = os.path.relpath(settings.out_dir, ROOT)
+    if os.path.exists(settings.out_dir) or " " in out:
+        raise UserError(f"--out_dir={settings.out_dir} exists, or has a space: choose another")
+    os.makedirs(settings.out_dir)
+    folder, python = os.path.split(sys.executable)
+    variables = f'PATH="{folder}:$PATH" PYTHON={python} DEVICE={settings.device} OUT={out}'
+    is_rehearsal = settings.device == "cpu" or os.environ.get("PJRT_DEVICE") == "CPU"
+    variables += DEVICES[settings.device] + (TINY if is_rehearsal else FULL) + COMMANDS
 
     end = time.monotonic() + 60 * settings.minutes
     results = {}
@@ -149,20 +154,16 @@ def main(settings):
         if seconds_left < seconds:
             print(f"    left out: it needs {seconds} s")
             continue
-        # words may have words of their own
-        while "{" in command:
-            command = command.format(**words)
-        exit_code, result = run(command, f"{words['out']}/'{name}'", min(seconds_left, 4 * seconds))
+        exit_code, result = run(variables + command, f"{out}/'{name}'", min(seconds_left, 4 * seconds))
         print(f"    {result}", flush=True)
-
         # what is known stays if this process is killed
         seconds = time.monotonic() - began
         results[name] = dict(exit_code=exit_code, result=result, seconds=seconds)
         table += f"| {name} | {result} | {seconds:.0f} |\n"
-        Path(out, "results.json").write_text(json.dumps(results, indent=1))
-        Path(out, "results.md").write_text(table)
+        Path(settings.out_dir, "results.json").write_text(json.dumps(results, indent=1))
+        Path(settings.out_dir, "results.md").write_text(table)
 
-    print(f"\nPlease open an issue of the project with both files, results.md and results.json of {out}")
+    print(f"\nPlease open an issue of the project with results.md and results.json of {settings.out_dir}")
     sys.exit(any(part["exit_code"] for part in results.values()))
 
 
@@ -172,7 +173,7 @@ def run(command, log, limit):
     log: the beginning of the paths of its output, .log, and of its errors, .err.
     """
     running = subprocess.Popen(
-        f"({command}) >{log}.log 2>{log}.err", shell=True, cwd=ROOT, start_new_session=True)
+        f"({command}\n) >{log}.log 2>{log}.err", shell=True, cwd=ROOT, start_new_session=True)
     exit_code = "none in time"
     try:
         with suppress(subprocess.TimeoutExpired):
@@ -183,11 +184,14 @@ def run(command, log, limit):
             os.killpg(running.pid, signal.SIGKILL)
     if exit_code == "none in time":
         time.sleep(BUSY_SECONDS)
-    # neither a | nor the end of a line may stand in a table
+    # neither a | nor the end of a line may stand in a table; a shell writes the last lines, at the root
     if exit_code == 0:
-        return 0, subprocess.getoutput(f"tail -n 1 {log}.log | tr '|' '/'")
-    last_words = subprocess.getoutput(f"tail -qc 300 {log}.log {log}.err | tr '|\n' '/ '")
-    return exit_code, f"**failed**, exit code {exit_code}: {last_words}"
+        return 0, tail(f"-n 1 {log}.log")
+    return exit_code, f"**failed**, exit code {exit_code}: " + tail(f"-qc 300 {log}.log {log}.err")
+
+
+def tail(arguments):
+    return subprocess.getoutput(f"cd '{ROOT}' && tail {arguments} | tr '|\n' '/ '")
 
 
 if __name__ == "__main__":

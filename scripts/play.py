@@ -30,9 +30,8 @@ def main(argv):
     """Writes the page, prints where it is, and opens it."""
     settings, operands, train_arguments = split_arguments(Settings, argv)
     paths = operands or [os.path.relpath(f"{solve.ROOT}/models/sudoku-9x9.pt")]
-    if settings.output:
-        solve.check_new_file(settings.output)
     target = settings.output or os.path.join(tempfile.mkdtemp(), "play.html")
+    solve.check_new_file(target)
     export.write_page(paths, target, train_arguments)
     webbrowser.open(Path(target).absolute().as_uri())
 

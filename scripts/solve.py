@@ -17,13 +17,14 @@ The script keeps the most confident answer of all supervision steps. An attempt 
 eval_halt_max_steps, or once its answer repeats (--eval_patience=0: never). As long as no answer is sure, it
 tries copies of the puzzle by symmetry and turns the answer back, up to 8 attempts (eval_attempts). The model
 is a file of export.py, a run's folder or a checkpoint. It says what it solves and how it is evaluated;
-train.py's config files and flags change that.
+train.py's config files and flags change how it is evaluated, but neither its depth nor its network.
 It runs on the CPU in float32, with averaged weights, at full depth. export.py makes a model file of a
 checkpoint of the official code. docs/arc.md says how to ask a model for ARC.
 """
 import copy
 import csv
 import functools
+import io
 import os
 import re
 import sys
@@ -44,7 +45,7 @@ from puzzles import kind_of, parse, sigmoid, squeezed
 from puzzles.prepare import csv_rows, open_text
 from runtime.checkpoint import newest_whole
 from runtime.errors import UserError, writing
-from runtime.files import Progress, read_torch_file
+from runtime.files import Progress, read_torch_file, replacing
 from runtime.process import command
 from runtime.saved import missing_forks
 from weights import load_model
@@ -53,7 +54,7 @@ from weights import load_model
 class Settings:
     # output
     steps = False  # show the answers after several supervision steps, and how sure the halting head is
-    plot = ""  # draw them: FILE.png, or FILE.gif with a frame for each step; needs matplotlib
+    plot = ""  # draw the answer: FILE.png, or FILE.gif with a frame for each step; needs matplotlib
     output = ""  # write the answers to this new .csv, with certainty, attempts, step and result
     # puzzles
     cells: From0 = 0  # of each; 0: as many as the model's; models with attention take mazes of any size
@@ -74,7 +75,7 @@ def main(argv):
     # the new files
     for path in filter(None, [output_settings.plot, output_settings.output]):
         check_new_file(path)
-    if output_settings.plot and Path(output_settings.plot).suffix not in (".png", ".gif"):
+    if output_settings.plot[-4:] not in ("", ".png", ".gif"):
         raise UserError(f"--plot={output_settings.plot}: must be a .png or a .gif")
 
     # the puzzles, and the model for them
@@ -156,30 +157,28 @@ def solve_one(settings, trm, kind, batch, output_settings, path):
         kind: the Kind of the question.
         batch: of the one question.
     """
-    # the question, and the answer of each step, with the cells that break a rule
     [question] = batch["inputs"]
-    nothing = question < 0
-    question_grid = ("question", question, nothing)
     steps = [*weights.watch(settings, trm, kind, question)]
-    grids = []
-    for step in steps:
+    # as in evaluate.Queue, of equally confident answers the last one of the first attempt counts
+    best = max(steps, key=lambda step: (step.confidence, -step.attempt, step.number))
+
+    # the question and the answers, with the cells that break a rule
+    nothing = question < 0
+    grids = [("question", question, nothing)]
+    for step in [*steps, best]:
         title = f"attempt {step.attempt}, step {step.number}: {step.confidence:.0%} sure"
         grids.append((title, step.answer, step.judgement.broken[0] if step.judgement else nothing))
-
-    # the most confident answer: as in evaluate.Queue, of equal ones the last of the first attempt counts
-    best_index = max(range(len(steps)), key=lambda i: (steps[i].confidence, -steps[i].attempt, i))
-    best = steps[best_index]
-    best_grid = grids[best_index]
-    show(kind, [question_grid, *(grids if output_settings.steps else [best_grid])])
+    best_grid = grids.pop()
+    show(kind, grids if output_settings.steps else [grids[0], best_grid])
     print(kind.text(best.answer))
     # the verdict, and how the answer came about
     sureness = "sure" if best.confidence >= model.SURE else "not sure"
     verdict = kind.verdict(question, best.answer)
-    effort = f"{len(steps)} steps, attempts: {step.attempt}"
+    effort = f"{len(steps)} steps, attempts: {steps[-1].attempt}"
     print(f"{verdict} ({best_grid[0]}; {sureness} after {effort}; {path})")
     if output_settings.plot:
-        draw(output_settings.plot, kind, question,
-             [question_grid, *grids] if output_settings.plot.endswith(".gif") else [best_grid])
+        is_animation = output_settings.plot.endswith(".gif")
+        draw(output_settings.plot, kind, question, grids if is_animation else [best_grid])
 
 
 def show(kind, grids):
@@ -187,15 +186,15 @@ def show(kind, grids):
 
     grids: list of (title, tokens [cells], which cells to mark with * [cells]).
     """
-    # write the lines of each grid below its title
+    # write the lines of each grid below its title, which has 29 characters or fewer
+    width = max(31, 3 * kind.columns + 2)
+    blocks_per_line = max(1, 120 // width)
     blocks = []
     for title, tokens, marked in grids:
         cells = [" *"[int(mark)] + kind.symbols[token] + " " for token, mark in zip(tokens, marked)]
         blocks.append([title, *map("".join, np.reshape(cells, kind.grid))])
 
     # put as many blocks beside each other as fit
-    width = max(len(line) for block in blocks for line in block) + 2
-    blocks_per_line = max(1, 120 // width)
     for first in range(0, len(blocks), blocks_per_line):
         for lines in zip(*blocks[first:first + blocks_per_line]):
             print("".join(line.ljust(width) for line in lines).rstrip())
@@ -208,19 +207,16 @@ def draw(path, kind, question, grids):
     What the question gives is on gray, what breaks a rule on red.
     """
     try:
-        from matplotlib.animation import FuncAnimation
         from matplotlib.figure import Figure
+        from PIL import Image
     except ImportError:
         raise UserError("--plot needs matplotlib: pip install matplotlib") from None
     rows, columns = kind.grid
     box_rows, box_columns = kind.box
-    ax = Figure((4, 4), layout="constrained").add_subplot()
-
-    def draw_grid(grid):
-        # a frame replaces the one before
-        title, tokens, broken = grid
-        ax.clear()
-        ax.set(title=title, xlim=(0, columns), ylim=(rows, 0), aspect="equal")
+    frames = []
+    for title, tokens, broken in grids:
+        figure = Figure((4, 4), layout="constrained")
+        ax = figure.add_subplot(title=title, xlim=(0, columns), ylim=(rows, 0), aspect="equal")
         ax.set_axis_off()
         # the cells
         symbols = list(kind.text(tokens).replace(".", " "))
@@ -235,9 +231,13 @@ def draw(path, kind, question, grids):
         # the lines between boxes
         ax.hlines(range(0, rows + 1, box_rows), 0, columns, "black", linewidth=3)
         ax.vlines(range(0, columns + 1, box_columns), 0, rows, "black", linewidth=3)
+        frame = io.BytesIO()
+        figure.savefig(frame)
+        frames.append(Image.open(frame))
 
-    with writing(path):
-        FuncAnimation(ax.figure, draw_grid, grids).save(path, "pillow", fps=2)
+    # a command that is interrupted leaves nothing
+    with writing(path), replacing(path) as f:
+        frames[0].save(f, path[-3:], save_all=True, append_images=frames[1:], duration=500, loop=0)
 
 
 def solve_file(settings, trm, kind, batch, known_answers, output_settings):
@@ -302,43 +302,34 @@ def result_of(kind, question, answer, known_answer, ignored):
 # ---------------------------------------------------------------------------------------------------------
 # Models
 
-# the arithmetic is the same for every model and machine
-ALWAYS = {"forward_dtype": "float32", "micro_batch_size": 0}
-
-
 def load(path, train_arguments, cells=0):
     """Returns the TRM at a path, and train.py's settings for solving with it. Raises UserError.
 
     Args:
         path: a model file, a checkpoint, or a run's folder, for its newest checkpoint.
-        train_arguments: config files of train.py, among them forks, and flags; they change the model's.
+        train_arguments: config files of train.py, among them forks, and flags; they change how it is
+            evaluated.
         cells: see weights.load_model.
     """
-    flags = {argument.lstrip("-").partition("=")[0]: argument for argument in train_arguments}
-    for name in flags.keys() & ALWAYS:
-        raise UserError(f"{flags[name]}: puzzles are solved with --{name}={ALWAYS[name]}")
+    for argument in train_arguments:
+        if argument.startswith("--forward_dtype="):
+            raise UserError(f"{argument}: puzzles are solved in float32")
     # the forks come first: the model is made of their classes
     settings = copy.copy(configured(*train_arguments))
     try:
-        trm = load_model(file_of(path), cells, vars(settings) | ALWAYS)
+        trm = load_model(file_of(path), cells, vars(settings))
     except (OSError, ValueError) as e:
         raise UserError(e) from None
     for line in missing_forks(trm.forks, settings.forks):
         print(f"warning: {line}", file=sys.stderr)
 
-    # nothing is trained here, and the optimizer or the loss may be a fork's
-    saved = train.recipe(vars(trm.settings))
-    del saved["optimizer"], saved["loss_type"]
     kind = kind_of(trm.task)
-    saved["eval_attempts"] = ATTEMPTS if kind.has_symmetries else 1
-    saved["eval_patience"] = 1
-    settings.fill(saved)
-    vars(settings).update(ALWAYS)
-    train.check_settings(settings)
+    settings.fill(train.recipe(vars(trm.settings)) | dict(
+        eval_attempts=ATTEMPTS if kind.has_symmetries else 1,
+        eval_patience=1,
+    ))
+    settings.forward_dtype = "float32"  # the arithmetic is the same for every model and machine
     kind.check_attempts(settings.eval_attempts)
-    # a flag changes the model's depth; a fork's file says how other runs of it are trained
-    for name in flags.keys() & {"H_cycles", "L_cycles"}:
-        setattr(trm.settings, name, getattr(settings, name))
     return trm, settings
 
 

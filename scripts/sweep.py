@@ -8,10 +8,10 @@ A name may be cut off before a _, as exp01a of exp01a_h256; --pattern selects al
 The settings below are sweep.py's own. All others are train.py's and apply to every run; the run's name is
 added to out_dir and gcs_dir. bench.py with a run's file tells how long the run takes on this machine.
 
-A run's folder has its log, log.txt. A run that dies is resumed twice. The sweep ends with the status of each
-run, and report.py compares them. Ctrl-C or SIGTERM makes the current run save and stop; the same command
-resumes it. If the sweep is killed, its run ends. The exit code is 0 if all runs are complete, 1 if not, 2 for
-wrong input before the first run, and 3 if the sweep was stopped.
+A run's folder has its log, log.txt. A run that dies is resumed twice, and one that fails does not end the
+others. The sweep ends with the status of each run, and report.py compares them. Ctrl-C or SIGTERM makes the
+current run save and stop; the same command resumes it. If the sweep is killed, its run ends. The exit code is
+0 if all runs are complete, 1 if not, 2 for wrong input before the first run, and 3 if the sweep was stopped.
 """
 import glob
 import itertools
@@ -35,7 +35,6 @@ from runtime.errors import UserError
 class Settings:
     # which runs; names without a dash select runs too
     pattern = ""  # runs whose names begin so, with * and ? as in a shell; "" without names: all 67
-    continue_on_failure = False  # continue with the next run if one fails
     # instead of running them
     list = False  # print what each run asks and changes
     prepare = False  # make the datasets that are missing
@@ -71,7 +70,7 @@ def main(argv):
         for run in runs:
             data.get_dataset(run.settings, lambda: False)
     else:
-        sys.exit(sweep(runs, settings.continue_on_failure))
+        sys.exit(sweep(runs))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -145,7 +144,7 @@ def print_runs(runs, baseline):
 # ---------------------------------------------------------------------------------------------------------
 # Running them
 
-def sweep(runs, continue_on_failure):
+def sweep(runs):
     """Runs all runs that are not complete; returns sweep.py's exit code. KeyboardInterrupt stops it."""
     # a run with other settings in the folder must not be resumed, nor count as complete
     for run in runs:
@@ -157,18 +156,13 @@ def sweep(runs, continue_on_failure):
 
     # process.command() would end this process 4 seconds after a signal; a run may take longer to save
     signal.set_wakeup_fd(-1)
-    statuses = dict.fromkeys((run.name for run in runs), "not reached")
-    num_failed = 0
+    statuses = {}
     for run in runs:
         code = train_to_end(run)
         statuses[run.name] = f"failed with exit code {code}" if code else "complete"
-        num_failed += code != 0
-        if num_failed and not continue_on_failure:
-            break
     for name, status in statuses.items():
         print(f"{name:32} {status}")
-    print("python scripts/report.py compares complete runs")
-    return min(1, num_failed)
+    return {*statuses.values()} != {"complete"}
 
 
 def train_to_end(run):

@@ -1,4 +1,4 @@
-"""bench.py at tiny sizes: figures, the default batch, forks. test_model.py counts FLOPs,
+"""bench.py at tiny sizes: figures, the default batch, forks, wrong input. test_model.py counts FLOPs,
 test_first_chip.py has replicas."""
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 from helpers import ROOT, TINY, TrainProcess
 
 import bench
+from runtime.errors import UserError
 
 MODEL = [flag for flag in TINY if "batch_size" not in flag]
 
@@ -25,16 +26,13 @@ def test_figures_on_the_cpu_are_those_of_a_forks_dataset_and_steps():
     assert figures | want == figures and "dataset: latin" in text
     assert 0 < figures["host_ms"] < figures["step_ms"]
     assert figures["examples_per_sec"] == pytest.approx(16e3 / figures["step_ms"])
-    assert min(figures[name] for name in ("tflops", "training_hours", "evaluation_ms")) > 0
+    assert min(figures[name] for name in ("tflops", "steps_per_hour", "evaluation_ms")) > 0
 
 
 @pytest.mark.parametrize("flags, size, steps", [
-    ([], 2, 9),
-    (["small.py"], 8, 3600),
-    (["--global_batch_size=768"], 768, 3600),
-    (["--replica_batch_size=3"], 3, 14),
-])
-def test_one_step_chooses_the_batch_on_a_cpu_where_none_is_given(flags, size, steps, monkeypatch, capsys):
+    ([], 4, 18), (["small.py"], 8, 3600), (["--global_batch_size=768"], 768, 3600),
+    (["--replica_batch_size=3"], 3, 14)])
+def test_a_cpu_has_a_small_batch_where_none_is_given(flags, size, steps, monkeypatch, capsys):
     """Random puzzles replace a missing dataset. A step takes a second; an hour has steps of the run."""
     Path("small.py").write_text("global_batch_size = 8\n")
     monkeypatch.setattr(bench, "seconds_of", lambda n, call: (1.0, 1.0))
@@ -46,3 +44,8 @@ def test_one_step_chooses_the_batch_on_a_cpu_where_none_is_given(flags, size, st
     assert [figures[name] for name in ("global_batch_size", "sequences_at_a_time")] == [size, 1]
     assert f" --max_steps={steps} of " in hour
     assert "1000 random puzzles of 6x6 cells" in text
+
+
+def test_a_micro_batch_that_does_not_divide_the_batch_is_an_error():
+    with pytest.raises(UserError, match="micro_batch_size 5 must divide the 16 .*: 4 does"):
+        run_bench("--global_batch_size=16", "--micro_batch_size=5")

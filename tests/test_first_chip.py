@@ -39,8 +39,8 @@ def test_a_part_that_fails_does_not_end_the_others(monkeypatch, capsys):
     parts = {
         "fails": (9, "echo 'before |'; echo the reason >&2; exit 5"),
         "hangs": (0.5, "echo 1; sleep 99"),
-        "differs": (9, f"{{compare}} {runs} 0.3"),
-        "agrees": (9, f"{{compare}} {runs} 0.4"),
+        "differs": (9, f"$COMPARE {runs} 0.3"),
+        "agrees": (9, f"$COMPARE {runs} 0.4"),
         "waits": (9e9, "true"),
     }
     monkeypatch.setattr(first_chip, "BUSY_SECONDS", 0)

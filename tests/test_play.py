@@ -429,7 +429,7 @@ model.TRM = Other
 
 @pytest.mark.parametrize("argv, words", [
     (["a.pt"], "usage"),
-    (["identifiers.pt", "page.html"], "identifiers.pt has 2 puzzle identifiers: a page cannot compute it"),
+    (["identifiers.pt", "page.html"], "identifiers.pt: it has 2 puzzle identifiers, for ARC see"),
     (["fork.pt", "page.html"], "fork.pt: trained with the fork gone.py 12345678, which is not among"),
     (["model.pt", "other.py", "page.html"], "model.pt: a fork changes the answers: a page cannot"),
     (["model.pt", "here/page.html"], "here/page.html: must be a new file in a folder"),
