@@ -14,8 +14,8 @@ inputs and labels are tokens [N, seq_len], one example a row. Version i has the 
 the model's table, and owns the examples puzzle_indices[i]:puzzle_indices[i + 1]; group g owns the versions
 group_indices[g]:group_indices[g + 1].
 
-A dataset of prepare_arc.py stores each example of a task once, and batches make its versions: puzzles/arc.py
-says what stands in all__task_indices.npy and all__versions.npy, which take the place of puzzle_indices.
+A dataset of prepare_arc.py stores each example of a task once, and batches make its versions: ARCDataset says
+what stands in all__task_indices.npy and all__versions.npy, which take the place of puzzle_indices.
 """
 import functools
 import hashlib
@@ -51,13 +51,11 @@ def get_dataset(settings, should_stop):
     One process of a host does it, while the others wait. Raises SystemExit once should_stop() returns true.
     """
     path = local_dataset(settings.data_path, should_stop)
-    if os.path.exists(path):
-        return path
     try:
         command = shlex.split(settings.data_prepare)
     except ValueError as e:
         raise UserError(f"data_prepare: {e}: {settings.data_prepare}") from None
-    if not command:
+    if os.path.exists(path) or not command:
         return path
     # the first process of the host makes the dataset; the others wait, and find it made
     with locked(os.path.normpath(path) + ".made"):
@@ -98,18 +96,12 @@ def local_dataset(path, stop=lambda: False):
     bucket = Bucket(path, stop)
     folder = f"data/{os.path.basename(bucket.url)}"
     with locked(folder):
-        manifest = bucket.read("manifest.json", json.loads)
-        if manifest is None:
-            raise UserError(f"{path} has no manifest.json: upload the dataset with "
-                            f"`gcloud storage rsync -r data/NAME {path}`")
+        manifest = bucket.read("manifest.json", json.loads) or {}
         hashes = manifest.get("sha256")
-        if not hashes:
-            raise UserError(f"{path}/manifest.json has no files with their hashes: upload the dataset again")
         # a name such as ../train.py would be written outside the folder
-        for name in hashes:
-            if not re.fullmatch(DATASET_FILE, name):
-                raise UserError(f"{path}/manifest.json names {name!r}, which is no file of a dataset: upload "
-                                "the dataset again")
+        if not hashes or not all(re.fullmatch(DATASET_FILE, name) for name in hashes):
+            raise UserError(f"{path}/manifest.json is missing, or names what is no file of a dataset: upload "
+                            f"the dataset with `gcloud storage rsync -r data/NAME {path}`")
 
         # one that is here must be the same one
         if os.path.lexists(folder):
@@ -151,8 +143,7 @@ def load_split(path, split):
     """Returns the Dataset of a split, "train" or "test", of a folder. Raises UserError."""
     # prepare_arc.py stores each example of a task once
     if os.path.exists(f"{path}/{split}/all__versions.npy"):
-        from puzzles.arc import Versions
-        return type("ARCDataset", (Versions, Dataset), {})(path, split)
+        return ARCDataset(path, split)
     return Dataset(path, split)
 
 
@@ -174,69 +165,53 @@ class Dataset:
 
     def __init__(self, path, split):
         self.path = path
+        self.split = split
         self.folder = f"{path}/{split}"
+        self.read_manifest()
+        self.read_files()
+        # each version has an owner: owner i has the rows row_indices[i]:row_indices[i + 1]
+        self.row_indices, self.owners = self.load_rows()
+        self.check()
+        self.number_examples()
+
+    def read_manifest(self):
+        """Reads manifest.json, and compares the split's files with it."""
         if not os.path.isdir(self.folder):
             raise UserError(f"{self.folder}: no such dataset: prepare_sudoku.py or another script builds it")
 
         # the official builder writes no manifest
         self.manifest = {}
-        if os.path.exists(f"{path}/manifest.json"):
-            self.manifest = read_json(f"{path}/manifest.json")
+        if os.path.exists(f"{self.path}/manifest.json"):
+            self.manifest = read_json(f"{self.path}/manifest.json")
         self.hint = f"build it again with {self.made_by() or 'the command that made it'}"
-        hashes = self.manifest.get("sha256", {})
-        for name, digest in hashes.items():
-            file = f"{path}/{name}"
-            is_of_split = name.startswith(f"{split}/") or "/" not in name
+        for name, digest in self.manifest.get("sha256", {}).items():
+            file = f"{self.path}/{name}"
+            is_of_split = name.startswith((self.split, "identifiers"))
             if is_of_split and not (os.path.isfile(file) and file_hash(file) == digest):
                 raise UserError(f"{file} is missing or does not match manifest.json: {self.hint}")
 
+    def read_files(self):
+        """Reads the split's files but those of load_rows()."""
         # the examples stay on the disk; the indices, which are small, are read
-        self.inputs = self._load("inputs", mmap_mode="r")
-        self.labels = self._load("labels", mmap_mode="r")
-        self.puzzle_identifiers = self._load("puzzle_identifiers")
-        self.group_indices = self._load("group_indices")
+        self.inputs = self.load("inputs", mmap_mode="r")
+        self.labels = self.load("labels", mmap_mode="r")
+        self.puzzle_identifiers = self.load("puzzle_identifiers")
+        self.group_indices = self.load("group_indices")
         self.total_groups = len(self.group_indices) - 1
-
-        if not len(self.puzzle_identifiers):
-            raise UserError(f"{self.folder} has no puzzles: {self.hint}")
 
         # what dataset.json says, and the kind of puzzle
         facts = read_json(f"{self.folder}/dataset.json")
+        missing = {"seq_len", "vocab_size"} - facts.keys()
+        if missing:
+            raise UserError(f"{self.folder}/dataset.json: {missing} are missing: {self.hint}")
+        self.seq_len = facts["seq_len"]
+        self.vocab_size = facts["vocab_size"]
         num_identifiers = int(self.puzzle_identifiers.max(initial=0)) + 1
-        try:
-            self.seq_len = int(facts["seq_len"])
-            self.vocab_size = int(facts["vocab_size"])
-            self.num_puzzle_identifiers = int(facts.get("num_puzzle_identifiers", num_identifiers))
-        except (KeyError, TypeError, ValueError) as e:
-            raise UserError(f"{self.folder}/dataset.json: a number is missing or wrong ({e!r}): "
-                            f"{self.hint}") from None
+        self.num_puzzle_identifiers = facts.get("num_puzzle_identifiers", num_identifiers)
         self.ignore_label_id = facts.get("ignore_label_id", 0)  # None: all labels count or are IGNORE_LABEL
         self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
 
-        row_indices, owners = self.load_rows()
-        self._check(row_indices, owners)
-
-        # number the examples of all versions; those of one version follow each other
-        self.first_rows = row_indices[owners]
-        self.num_examples = np.diff(row_indices)[owners]
-        self.puzzle_indices = np.append(0, self.num_examples.cumsum())
-        self.mean_puzzle_examples = len(self) / len(owners)
-        # in an epoch, a group contributes as many examples as its largest version has
-        self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
-        self.epoch_examples = int(self.group_sizes.sum())
-        # a batch spans one or two epochs, or more if they are small
-        self.epoch_plan = functools.lru_cache(maxsize=2)(functools.partial(epoch_plan, self))
-
-    def load_rows(self):
-        """Returns the row_indices and owners of _check(): each version owns rows."""
-        return self._load("puzzle_indices"), np.arange(len(self.puzzle_identifiers))
-
-    @property
-    def is_streamed(self):
-        """Whether groups bring several examples each: in ARC's datasets, also in the official code's."""
-        return self.epoch_examples > self.total_groups
-
-    def _load(self, field, mmap_mode=None):
+    def load(self, field, mmap_mode=None):
         """Returns one of the split's arrays. Raises UserError."""
         file = f"{self.folder}/all__{field}.npy"
         try:
@@ -244,30 +219,45 @@ class Dataset:
             array = np.asarray(np.load(file, mmap_mode=mmap_mode))
         except (OSError, ValueError, EOFError) as e:
             raise UserError(f"{file} cannot be read (truncated?): {self.hint} ({e})") from None
-        if array.dtype.kind not in "biu" and (array % 1 != 0).any():
+        if array.dtype.kind not in "biu":
             raise UserError(f"{file} has numbers that are not whole: {self.hint}")
         return array
 
-    def _check(self, row_indices, owners):
-        """Raises UserError, which names the arrays whose shapes or numbers do not fit.
+    def load_rows(self):
+        """Returns row_indices and owners: each version owns rows."""
+        return self.load("puzzle_indices"), np.arange(len(self.puzzle_identifiers))
 
-        row_indices: owner i has the rows row_indices[i]:row_indices[i + 1].
-        owners: the owner of each version.
-        """
-        shape = (row_indices[-1], self.seq_len)
+    def check(self):
+        """Raises UserError, which names the arrays whose shapes or numbers do not fit."""
+        shape = (self.row_indices[-1], self.seq_len)
         lowest_label = min(0, IGNORE_LABEL if self.ignore_label_id is None else self.ignore_label_id)
         checks = {
             "inputs": self.inputs.shape == shape,
             "labels": self.labels.shape == shape,
-            "vocab_size": max(self.inputs.max(initial=0), self.labels.max(initial=0)) < self.vocab_size,
-            "tokens from 0": self.inputs.min(initial=0) >= 0 and self.labels.min(initial=0) >= lowest_label,
-            "indices of rows": len(row_indices) == owners[-1] + 2,
-            "num_puzzle_identifiers": self.puzzle_identifiers.max() < self.num_puzzle_identifiers,
+            "vocab_size": max(self.inputs.max(), self.labels.max()) < self.vocab_size,
+            "tokens from 0": self.inputs.min() >= 0 and self.labels.min() >= lowest_label,
+            "indices of rows": len(self.row_indices) == self.owners.max(initial=-1) + 2,
+            "num_puzzle_identifiers": self.puzzle_identifiers.max(initial=0) < self.num_puzzle_identifiers,
             "group_indices": self.group_indices[-1] == len(self.puzzle_identifiers),
         }
         wrong = [name for name, fits in checks.items() if not fits]
         if wrong:
             raise UserError(f"{self.folder}: dataset.json does not fit {', '.join(wrong)}: {self.hint}")
+
+    def number_examples(self):
+        """Numbers the examples of all versions; those of one version follow each other."""
+        self.first_rows = self.row_indices[self.owners]
+        self.num_examples = np.diff(self.row_indices)[self.owners]
+        self.puzzle_indices = np.append(0, self.num_examples.cumsum())
+        self.mean_puzzle_examples = len(self) / len(self.owners)
+        # in an epoch, a group contributes as many examples as its largest version has
+        self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
+        self.epoch_examples = int(self.group_sizes.sum())
+
+    @property
+    def is_streamed(self):
+        """Whether groups bring several examples each: in ARC's datasets, also in the official code's."""
+        return self.epoch_examples > self.total_groups
 
     def __len__(self):
         return int(self.puzzle_indices[-1])
@@ -291,7 +281,7 @@ class Dataset:
         # a batch takes examples of one epoch, or of several
         plans = []
         for epoch in np.unique(epochs).tolist():
-            plans.append(self.epoch_plan(seed, epoch)[positions[epochs == epoch]])
+            plans.append(epoch_plan(self, seed, epoch)[positions[epochs == epoch]])
         plan = np.concatenate(plans)
 
         # ARC: a group brings all examples of one of its versions; a smaller version repeats its examples
@@ -329,18 +319,10 @@ class Dataset:
         """
         rows = self.first_rows[versions] + members
         inputs, labels = self.examples(rows, versions, translation_draws)
-
-        # the dataset's label of cells that do not count becomes the loss's
-        labels = labels.astype(np.int32)
-        labels[labels == self.ignore_label_id] = IGNORE_LABEL
-        return {
-            "inputs": inputs.astype(np.int32),
-            "labels": labels,
-            "puzzle_identifiers": self.puzzle_identifiers[versions].astype(np.int32),
-        }
+        return batch_of(inputs, labels, self.puzzle_identifiers[versions], self.ignore_label_id)
 
     def examples(self, rows, versions, translation_draws):
-        """Returns the inputs and labels in these rows [b]. ARC's Versions are made from them."""
+        """Returns the inputs and labels in these rows [b]."""
         return self.inputs[rows], self.labels[rows]
 
     @functools.cached_property
@@ -373,10 +355,9 @@ class Dataset:
 
     def made_by(self):
         """Returns the command that made the dataset, as "prepare_sudoku.py --size=6 ..."; "" if not known."""
-        command = dict(self.manifest.get("command", {}))
-        words = [command.pop("script", "")]
-        words += [f"--{name}={shlex.quote(str(value))}" for name, value in command.items()]
-        return " ".join(words)
+        # the script stands first
+        words = [f"--{name}={value}" for name, value in self.manifest.get("command", {}).items()]
+        return shlex.join(words).removeprefix("--script=")
 
     @functools.cached_property
     def sha256(self):
@@ -387,20 +368,100 @@ class Dataset:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+class ARCDataset(Dataset):
+    """A split of a dataset of prepare_arc.py, which stores each example of a task once.
+
+    Its files are task_indices and versions in place of puzzle_indices. Task i is the group i of the dataset.
+    All of its versions have the stored examples row_indices[i]:row_indices[i + 1]; a row of versions [n, 11]
+    says how a version turns and recolors them (puzzles/arc.py).
+    """
+
+    is_streamed = True
+
+    def load_rows(self):
+        """See Dataset. All versions of a task share the rows of the task."""
+        self.versions = self.load("versions")
+        return self.load("task_indices"), self.groups_of(np.arange(len(self.puzzle_identifiers)))
+
+    @functools.cached_property
+    def grids(self):
+        """The stored examples, pairs (input, output) of grids."""
+        return list(map(kind_of(self.task).grids, self.inputs, self.labels))
+
+    @functools.cached_property
+    def names(self):
+        """The name of each task."""
+        with open(f"{self.path}/identifiers.json", encoding="utf-8") as f:
+            _, *names = json.load(f)  # the tasks in train
+        # the versions of these tasks have the identifiers 1, 2, ...
+        first_identifiers = np.load(f"{self.path}/train/all__group_indices.npy") + 1
+        identifiers = self.puzzle_identifiers[self.group_indices[:-1]]
+        return [names[i] for i in np.searchsorted(first_identifiers, identifiers)]
+
+    def pairs(self, task):
+        """Returns the pairs (input, output) of a task: grids of colors."""
+        first, end = self.row_indices[task:task + 2]
+        return self.grids[first:end]
+
+    def examples(self, rows, versions, translation_draws):
+        """See Dataset. Returns canvases with versions of stored examples."""
+        pairs = [self.grids[row] for row in rows]
+        return kind_of(self.task).canvases(pairs, self.versions[versions], translation_draws)
+
+
+def batch_of(inputs, labels, identifiers, ignored_label):
+    """Returns a batch, where the dataset's label of cells that do not count becomes the loss's."""
+    labels = labels.astype(np.int32)
+    labels[labels == ignored_label] = IGNORE_LABEL
+    return {
+        "inputs": inputs.astype(np.int32),
+        "labels": labels,
+        "puzzle_identifiers": identifiers.astype(np.int32),
+    }
+
+
 # ---------------------------------------------------------------------------------------------------------
 # The order of the examples
 
+@functools.lru_cache(maxsize=16)  # a batch spans one or two epochs, or more if they are small
 def epoch_plan(dataset, seed, epoch):
     """Returns the examples of an epoch, a structured array [n]: each group comes once, in random order.
 
-    Its field is the group; a streamed dataset has the fields of arc.draw_examples. All follows from
-    (seed, epoch), so a puzzle that one batch cuts goes on in the next one.
+    Its field is the group; a streamed dataset has the fields of draw_examples. All follows from (seed,
+    epoch), so a puzzle that one batch cuts goes on in the next one.
     """
     groups = generator(seed, ORDER, epoch).permutation(dataset.total_groups)
     if dataset.is_streamed:
-        from puzzles.arc import draw_examples
         return draw_examples(groups, dataset.group_sizes, generator(seed, EXAMPLE, epoch))
     return groups.view([("group", groups.dtype)])
+
+
+EXAMPLE_FIELDS = [("group", int), ("version_draw", float), ("member", int), ("translation_draws", float, 2)]
+
+
+def draw_examples(groups, group_sizes, rng):
+    """Returns the examples that groups bring to an epoch, each group all examples of one of its versions.
+
+    A structured array [n]: group; version_draw, the number in [0, 1) that draws a version of the group;
+    member, which of the version's examples it is; translation_draws, two numbers in [0, 1) that move it.
+
+    Args:
+        groups: in order.
+        group_sizes: how many examples each group brings.
+        rng: a random generator.
+    """
+    # list the examples of all groups
+    sizes = group_sizes[groups]
+    owners = np.repeat(groups, sizes)
+    members = ranges(0 * sizes, sizes)
+
+    # draw one version of each group; all of its examples but one move
+    version_draws, fixed_draws = rng.random((2, len(groups)))
+    fixed_members = (fixed_draws * group_sizes).astype(int)
+    translation_draws = rng.random((len(owners), 2))
+    translation_draws[members == fixed_members[owners]] = 0
+    fields = [owners, version_draws[owners], members, translation_draws]
+    return np.rec.fromarrays(fields, dtype=EXAMPLE_FIELDS)
 
 
 def random_members(indices, owners, draws):
@@ -471,11 +532,9 @@ class Generated:
     def __init__(self, path, split):
         self.path = path
         self.split = split
-        self.vocab_size = len(self.task.get("symbols", ""))
+        self.vocab_size = len(self.task["symbols"])
         self.task = self.task | task_of(self.task, None, self.vocab_size)
         self.seq_len = math.prod(self.task["grid"])
-        if min(self.test_size, self.total_groups) < 1:
-            raise UserError(f"{self.made_by()}: test_size and total_groups must be above 0")
         # draw the test puzzles, or as many others: their hash identifies how puzzles are drawn
         self.puzzles = self._batch(generator(0, SUBSET), self.test_size, split)
         content = self.puzzles["inputs"].tobytes() + self.puzzles["labels"].tobytes()
@@ -505,14 +564,5 @@ class Generated:
 
     def _batch(self, rng, n, split):
         from puzzles.writer import tokens_of
-        name = f"{self.made_by()}.draw"
-        tokens = tokens_of(self.task, self.draw(rng, n, split), name)
-        if tokens.shape != (2, n, self.seq_len):
-            raise UserError(f"{name}: questions and answers of shape {tokens.shape[1:]}, not {n} puzzles")
-        inputs, labels = tokens.astype(np.int32)
-        labels[labels == 0] = IGNORE_LABEL
-        return {
-            "inputs": inputs,
-            "labels": labels,
-            "puzzle_identifiers": np.zeros(n, dtype=np.int32),
-        }
+        tokens = tokens_of(self.task, self.draw(rng, n, split), f"{self.made_by()}.draw")
+        return batch_of(*tokens, np.zeros(n), 0)

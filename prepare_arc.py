@@ -134,7 +134,7 @@ class Group(NamedTuple):
 
 
 def write_tasks(folder, groups, side, num_identifiers):
-    """Writes the files of a split, as arc.Versions reads them.
+    """Writes the files of a split, as data.ARCDataset reads them.
 
     Args:
         folder: the new folder.

@@ -1,10 +1,9 @@
-"""ARC: grids and their versions, the tasks of a dataset, and the vote.
+"""ARC: grids and their versions, and the vote.
 
 A grid is an array of colors [rows, columns], uint8. On a canvas of side x side tokens, it has an EDGE below
 and on the right, where there is room. A version, uint8 [11], says in which of the 8 ways to turn a grid,
 numbered as in the official builder, and what the colors 0 to 9 become.
 """
-import functools
 import json
 from collections import defaultdict
 
@@ -32,6 +31,26 @@ class ARC(Kind):
     def question_symbols(self):
         """Raises UserError: a question alone has no puzzle identifier."""
         raise UserError("this model solves ARC tasks: train.py writes submission.json, see docs/arc.md")
+
+    def grids(self, *canvases):
+        """Returns the grids at the top left of canvases, tokens [side * side] each."""
+        return [crop(tokens, self.rows) for tokens in canvases]
+
+    def canvases(self, pairs, versions, translation_draws):
+        """Returns canvases with versions of pairs (input, output) of grids: tokens [n, side * side] each.
+
+        translation_draws: numbers in [0, 1), [n, 2], that move the grids; 0: nothing moves.
+        """
+        canvases = []
+        translation_draws = np.broadcast_to(translation_draws, (len(pairs), 2))
+        for pair, version, draws in zip(pairs, versions, translation_draws):
+            grids = [apply_version(grid, version) for grid in pair]
+            # both are moved alike, as far as there is room for them
+            question, answer = grids
+            room = self.rows + 1 - np.maximum(question.shape, answer.shape)
+            offset = (draws * room).astype(np.int64)
+            canvases.append([canvas(grid, self.rows, *offset) for grid in grids])
+        return np.reshape(canvases, (-1, 2, self.cells)).swapaxes(0, 1)
 
     def elect(self, test_set, indices, results, all_gather, save):
         """See Kind. Saves the answers in submission.json; a part of the tasks does not replace it."""
@@ -105,91 +124,6 @@ def crop(tokens, side):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The tasks of a dataset
-
-class Versions:
-    """What a Dataset of prepare_arc.py has besides: it stores each example of a task once.
-
-    Its files are task_indices and versions in place of puzzle_indices. Task i is the group i of the dataset.
-    All of its versions have the stored examples indices[i]:indices[i + 1]; a row of versions [n, 11] says how
-    a version turns and recolors them.
-    """
-
-    is_streamed = True
-
-    def load_rows(self):
-        """See Dataset. All versions of a task share the rows of the task."""
-        self.versions = self._load("versions")
-        self.indices = self._load("task_indices")
-        return self.indices, self.groups_of(np.arange(len(self.puzzle_identifiers)))
-
-    @property
-    def side(self):
-        return self.task["grid"][0]
-
-    @functools.cached_property
-    def grids(self):
-        """The stored examples, pairs (input, output) of grids."""
-        return [[crop(tokens, self.side) for tokens in pair] for pair in zip(self.inputs, self.labels)]
-
-    @functools.cached_property
-    def names(self):
-        """The name of each task."""
-        with open(f"{self.path}/identifiers.json", encoding="utf-8") as f:
-            _, *names = json.load(f)  # the tasks in train
-        # the versions of these tasks have the identifiers 1, 2, ...
-        first_identifiers = np.load(f"{self.path}/train/all__group_indices.npy") + 1
-        identifiers = self.puzzle_identifiers[self.group_indices[:-1]]
-        return [names[i] for i in np.searchsorted(first_identifiers, identifiers)]
-
-    def pairs(self, task):
-        """Returns the pairs (input, output) of a task: grids of colors."""
-        first, end = self.indices[task:task + 2]
-        return self.grids[first:end]
-
-    def examples(self, rows, versions, translation_draws):
-        """See Dataset. Returns canvases with versions of stored examples."""
-        canvases = []
-        translation_draws = np.broadcast_to(translation_draws, (len(rows), 2))
-        for row, version, draws in zip(rows, self.versions[versions], translation_draws):
-            grids = [apply_version(grid, version) for grid in self.grids[row]]
-            # both are moved alike, as far as there is room for them
-            question, answer = grids
-            room = self.side + 1 - np.maximum(question.shape, answer.shape)
-            offset = (draws * room).astype(np.int64)
-            canvases.append([canvas(grid, self.side, *offset) for grid in grids])
-        return np.reshape(canvases, (-1, 2, self.side ** 2)).swapaxes(0, 1)
-
-
-EXAMPLE_FIELDS = [("group", int), ("version_draw", float), ("member", int), ("translation_draws", float, 2)]
-
-
-def draw_examples(groups, group_sizes, rng):
-    """Returns the examples that groups bring to an epoch, each group all examples of one of its versions.
-
-    A structured array [n]: group; version_draw, the number in [0, 1) that draws a version of the group;
-    member, which of the version's examples it is; translation_draws, two numbers in [0, 1) that move it.
-
-    Args:
-        groups: in order.
-        group_sizes: how many examples each group brings.
-        rng: a random generator.
-    """
-    # list the examples of all groups
-    sizes = group_sizes[groups]
-    owners = np.repeat(groups, sizes)
-    members = np.concatenate(list(map(np.arange, sizes)))
-
-    # draw one version of each group; all of its examples but one move
-    version_draws, fixed_draws = rng.random((2, len(groups)))
-    fixed_members = (fixed_draws * group_sizes).astype(int)
-    translation_draws = rng.random((len(owners), 2))
-    translation_draws[members == fixed_members[owners]] = 0
-    fields = [owners, version_draws[owners], members, translation_draws]
-    return np.rec.fromarrays(fields, dtype=EXAMPLE_FIELDS)
-
-
-# ---------------------------------------------------------------------------------------------------------
 # The vote: the versions of a task vote on the answer to each of its test inputs
 
 PASSES = (1, 2, 5, 10, 100, 1000)  # pass@K: the right answer is among the K with the most votes
@@ -202,11 +136,12 @@ def count_votes(test, indices, preds, q_halt):
     task's own version.
 
     Args:
-        test: a Dataset with Versions.
+        test: an ARCDataset.
         indices: which of its examples [n].
         preds: their answers, tokens [n, S].
         q_halt: the confidence of each answer, logits [n].
     """
+    side = test.task["grid"][0]
     versions, members = test.locate(indices)
     groups = test.groups_of(versions)
     confidences = sigmoid(q_halt)
@@ -215,7 +150,7 @@ def count_votes(test, indices, preds, q_halt):
     columns = versions, groups.tolist(), members.tolist(), preds, confidences.tolist()
     for version, group, member, tokens, confidence in zip(*columns):
         # bring the answer back to the task's own colors and orientation
-        grid = crop(tokens, test.side)
+        grid = crop(tokens, side)
         answer = grid_key(undo_version(grid, test.versions[version]))
         candidates = votes.setdefault((group, member), {})
         candidates.setdefault(answer, []).append(confidence)

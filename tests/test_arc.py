@@ -97,7 +97,7 @@ def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(build_tasks, 
     """Nor is a test pair whose output is not known. Such an output counts in no loss and no metric."""
     unknown = OTHER | {"test": [{"input": [[7]]}]}
     train = build_tasks({"a": TASK, "c": unknown}, {"b": OTHER, "d": unknown}, max_side=2)
-    assert dict(zip(train.names, np.diff(train.indices))) == {"a": 2, "b": 1, "c": 1, "d": 1}
+    assert dict(zip(train.names, np.diff(train.row_indices))) == {"a": 2, "b": 1, "c": 1, "d": 1}
     test = load_split(train.path, "test")
     labels = test.test_batch([0, 1])["labels"].tolist()
     assert test.names == ["b", "d"] and labels == [[10, 10, 1, 1], [-100] * 4]
@@ -177,7 +177,7 @@ def test_each_task_brings_all_its_examples_in_one_version_an_epoch(kaggle):
     for epoch in stream(train, train.epoch_examples, 5)["puzzle_identifiers"].reshape(5, -1):
         identifiers, counts = np.unique(epoch, return_counts=True)
         tasks = train.groups_of(np.searchsorted(train.puzzle_identifiers, identifiers))
-        assert tasks.tolist() == list(range(6)) and (counts == np.diff(train.indices)).all()
+        assert tasks.tolist() == list(range(6)) and (counts == np.diff(train.row_indices)).all()
         assert (np.diff(epoch) != 0).sum() == 5  # the examples of a task follow each other
         versions |= {*identifiers}
     assert len(versions) > 20
