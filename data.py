@@ -73,12 +73,12 @@ def get_dataset(settings, should_stop):
                 time.sleep(0.1)
         finally:
             process.terminate()
-        code = process.wait()
+        process.wait()
         if should_stop():
             raise SystemExit(3)
         # a command that fails by itself may succeed later, one that finds wrong input may not
         if not os.path.exists(path):
-            error = UserError if code in (0, 2) else TransientError
+            error = UserError if process.returncode in (0, 2) else TransientError
             raise error(f"data_prepare did not make data_path={path}: {settings.data_prepare}")
     return path
 
@@ -130,13 +130,8 @@ def local_dataset(path, stop=lambda: False):
 # Datasets
 
 def load(path):
-    """Returns the Datasets of a folder, (train, test). Raises UserError if they do not fit together."""
-    train_set = load_split(path, "train")
-    test_set = load_split(path, "test")
-    for name in ("seq_len", "vocab_size", "num_puzzle_identifiers"):
-        if getattr(test_set, name) != getattr(train_set, name):
-            raise UserError(f"{path}: train and test differ in {name}: build it again")
-    return train_set, test_set
+    """Returns the Datasets of a folder, (train, test). Raises UserError."""
+    return load_split(path, "train"), load_split(path, "test")
 
 
 def load_split(path, split):
@@ -180,69 +175,61 @@ class Dataset:
             raise UserError(f"{self.folder}: no such dataset: prepare_sudoku.py or another script builds it")
 
         # the official builder writes no manifest
-        self.manifest = {}
-        if os.path.exists(f"{self.path}/manifest.json"):
-            self.manifest = read_json(f"{self.path}/manifest.json")
-        self.hint = f"build it again with {self.made_by() or 'the command that made it'}"
+        path = f"{self.path}/manifest.json"
+        self.manifest = read_json(path) if os.path.exists(path) else {}
         for name, digest in self.manifest.get("sha256", {}).items():
+            if not name.startswith((self.split, "identifiers")):
+                continue
             file = f"{self.path}/{name}"
-            is_of_split = name.startswith((self.split, "identifiers"))
-            if is_of_split and not (os.path.isfile(file) and file_hash(file) == digest):
-                raise UserError(f"{file} is missing or does not match manifest.json: {self.hint}")
+            if not os.path.isfile(file) or file_hash(file) != digest:
+                raise UserError(f"{file} is missing or does not match manifest.json: build it again")
 
     def read_files(self):
         """Reads the split's files but those of load_rows()."""
         # the examples stay on the disk; the indices, which are small, are read
-        self.inputs = self.load("inputs", mmap_mode="r")
-        self.labels = self.load("labels", mmap_mode="r")
-        self.puzzle_identifiers = self.load("puzzle_identifiers")
-        self.group_indices = self.load("group_indices")
+        self.inputs = self.read("inputs", mmap_mode="r")
+        self.labels = self.read("labels", mmap_mode="r")
+        self.puzzle_identifiers = self.read("puzzle_identifiers")
+        self.group_indices = self.read("group_indices")
         self.total_groups = len(self.group_indices) - 1
 
         # what dataset.json says, and the kind of puzzle
         facts = read_json(f"{self.folder}/dataset.json")
-        missing = {"seq_len", "vocab_size"} - facts.keys()
-        if missing:
-            raise UserError(f"{self.folder}/dataset.json: {missing} are missing: {self.hint}")
         self.seq_len = facts["seq_len"]
         self.vocab_size = facts["vocab_size"]
-        num_identifiers = int(self.puzzle_identifiers.max(initial=0)) + 1
-        self.num_puzzle_identifiers = facts.get("num_puzzle_identifiers", num_identifiers)
+        self.num_puzzle_identifiers = facts.get(
+            "num_puzzle_identifiers", int(self.puzzle_identifiers.max(initial=0)) + 1)
         self.ignore_label_id = facts.get("ignore_label_id", 0)  # None: all labels count or are IGNORE_LABEL
         self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
 
-    def load(self, field, mmap_mode=None):
+    def read(self, field, mmap_mode=None):
         """Returns one of the split's arrays. Raises UserError."""
         file = f"{self.folder}/all__{field}.npy"
         try:
             # a plain view of the file indexes faster than np.memmap
-            array = np.asarray(np.load(file, mmap_mode=mmap_mode))
+            return np.asarray(np.load(file, mmap_mode=mmap_mode))
         except (OSError, ValueError, EOFError) as e:
-            raise UserError(f"{file} cannot be read (truncated?): {self.hint} ({e})") from None
-        if array.dtype.kind not in "biu":
-            raise UserError(f"{file} has numbers that are not whole: {self.hint}")
-        return array
+            raise UserError(f"{file} cannot be read (truncated?): build it again ({e})") from None
 
     def load_rows(self):
         """Returns row_indices and owners: each version owns rows."""
-        return self.load("puzzle_indices"), np.arange(len(self.puzzle_identifiers))
+        return self.read("puzzle_indices"), np.arange(len(self.puzzle_identifiers))
 
     def check(self):
         """Raises UserError, which names the arrays whose shapes or numbers do not fit."""
         shape = (self.row_indices[-1], self.seq_len)
         lowest_label = min(0, IGNORE_LABEL if self.ignore_label_id is None else self.ignore_label_id)
         checks = {
-            "inputs": self.inputs.shape == shape,
-            "labels": self.labels.shape == shape,
+            "inputs, labels": self.inputs.shape == self.labels.shape == shape,
             "vocab_size": max(self.inputs.max(), self.labels.max()) < self.vocab_size,
             "tokens from 0": self.inputs.min() >= 0 and self.labels.min() >= lowest_label,
-            "indices of rows": len(self.row_indices) == self.owners.max(initial=-1) + 2,
             "num_puzzle_identifiers": self.puzzle_identifiers.max(initial=0) < self.num_puzzle_identifiers,
+            "indices of rows": len(self.row_indices) == self.owners.max(initial=-1) + 2,
             "group_indices": self.group_indices[-1] == len(self.puzzle_identifiers),
         }
         wrong = [name for name, fits in checks.items() if not fits]
         if wrong:
-            raise UserError(f"{self.folder}: dataset.json does not fit {', '.join(wrong)}: {self.hint}")
+            raise UserError(f"{self.folder}: dataset.json does not fit {', '.join(wrong)}: build it again")
 
     def number_examples(self):
         """Numbers the examples of all versions; those of one version follow each other."""
@@ -275,7 +262,7 @@ class Dataset:
         """
         # the epochs follow each other in an endless stream of examples, which the batches cut
         own_slice = rank_slice(batch_size, rank, world)
-        positions = np.arange(step * batch_size, (step + 1) * batch_size)[own_slice]
+        positions = step * batch_size + np.arange(batch_size)[own_slice]
         epochs, positions = np.divmod(positions, self.epoch_examples)
 
         # a batch takes examples of one epoch, or of several
@@ -301,7 +288,6 @@ class Dataset:
 
     def locate(self, indices):
         """Returns the versions [n] of these examples, and which of its version's examples each one is [n]."""
-        indices = np.asarray(indices, dtype=np.int64)
         versions = np.searchsorted(self.puzzle_indices, indices, side="right") - 1
         return versions, indices - self.puzzle_indices[versions]
 
@@ -329,7 +315,7 @@ class Dataset:
     def identifiers_sha256(self):
         """Hex digest that identifies what the puzzle identifiers stand for; "" if that is not known."""
         with suppress(FileNotFoundError), open(f"{self.path}/identifiers.json", encoding="utf-8") as f:
-            return hashlib.sha256(json.dumps(json.load(f)).encode()).hexdigest()
+            return json_hash(json.load(f))
         return ""
 
     def subset(self, n, num_versions=0):
@@ -343,9 +329,7 @@ class Dataset:
         groups = generator(0, SUBSET).permutation(self.total_groups)
         groups = np.sort(groups[:n or None])
         starts = self.group_indices[groups]
-        ends = self.group_indices[groups + 1]
-        if num_versions:
-            ends = np.minimum(ends, starts + num_versions)
+        ends = np.minimum(self.group_indices[groups + 1], starts + (num_versions or len(self)))
         # list their examples, which follow each other
         return ranges(self.puzzle_indices[starts], self.puzzle_indices[ends])
 
@@ -363,9 +347,12 @@ class Dataset:
     def sha256(self):
         """Hex digest that identifies the content of both splits."""
         from puzzles.writer import hashes_of
-        hashes = self.manifest.get("sha256") or hashes_of(self.path)
-        text = json.dumps(hashes, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return json_hash(self.manifest.get("sha256") or hashes_of(self.path))
+
+
+def json_hash(value):
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class ARCDataset(Dataset):
@@ -380,8 +367,8 @@ class ARCDataset(Dataset):
 
     def load_rows(self):
         """See Dataset. All versions of a task share the rows of the task."""
-        self.versions = self.load("versions")
-        return self.load("task_indices"), self.groups_of(np.arange(len(self.puzzle_identifiers)))
+        self.versions = self.read("versions")
+        return self.read("task_indices"), self.groups_of(np.arange(len(self.puzzle_identifiers)))
 
     @functools.cached_property
     def grids(self):
@@ -391,8 +378,8 @@ class ARCDataset(Dataset):
     @functools.cached_property
     def names(self):
         """The name of each task."""
-        with open(f"{self.path}/identifiers.json", encoding="utf-8") as f:
-            _, *names = json.load(f)  # the tasks in train
+        text = Path(self.path, "identifiers.json").read_text(encoding="utf-8")
+        _, *names = json.loads(text)  # the tasks in train
         # the versions of these tasks have the identifiers 1, 2, ...
         first_identifiers = np.load(f"{self.path}/train/all__group_indices.npy") + 1
         identifiers = self.puzzle_identifiers[self.group_indices[:-1]]
@@ -423,7 +410,7 @@ def batch_of(inputs, labels, identifiers, ignored_label):
 # ---------------------------------------------------------------------------------------------------------
 # The order of the examples
 
-@functools.lru_cache(maxsize=16)  # a batch spans one or two epochs, or more if they are small
+@functools.lru_cache(maxsize=4)  # a batch spans one or two epochs, or more if they are small
 def epoch_plan(dataset, seed, epoch):
     """Returns the examples of an epoch, a structured array [n]: each group comes once, in random order.
 
@@ -468,7 +455,7 @@ def random_members(indices, owners, draws):
     """Returns a member, in indices[i]:indices[i + 1], of each owner i [b]; draws [b]: uniform in [0, 1)."""
     start = indices[owners]
     count = indices[owners + 1] - start
-    return start + (draws * count).astype(np.int64)
+    return start + (draws * count).astype(int)
 
 
 def ranges(starts, ends):
@@ -537,8 +524,8 @@ class Generated:
         self.seq_len = math.prod(self.task["grid"])
         # draw the test puzzles, or as many others: their hash identifies how puzzles are drawn
         self.puzzles = self._batch(generator(0, SUBSET), self.test_size, split)
-        content = self.puzzles["inputs"].tobytes() + self.puzzles["labels"].tobytes()
-        self.sha256 = hashlib.sha256(content).hexdigest()
+        self.sha256 = hashlib.sha256(
+            self.puzzles["inputs"].tobytes() + self.puzzles["labels"].tobytes()).hexdigest()
 
     def __len__(self):
         return self.total_groups if self.split == "train" else self.test_size

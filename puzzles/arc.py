@@ -5,6 +5,7 @@ and on the right, where there is room. A version, uint8 [11], says in which of t
 numbered as in the official builder, and what the colors 0 to 9 become.
 """
 import json
+import math
 from collections import defaultdict
 
 import numpy as np
@@ -34,7 +35,7 @@ class ARC(Kind):
 
     def grids(self, *canvases):
         """Returns the grids at the top left of canvases, tokens [side * side] each."""
-        return [crop(tokens, self.rows) for tokens in canvases]
+        return list(map(crop, canvases))
 
     def canvases(self, pairs, versions, translation_draws):
         """Returns canvases with versions of pairs (input, output) of grids: tokens [n, side * side] each.
@@ -48,21 +49,21 @@ class ARC(Kind):
             # both are moved alike, as far as there is room for them
             question, answer = grids
             room = self.rows + 1 - np.maximum(question.shape, answer.shape)
-            offset = (draws * room).astype(np.int64)
+            offset = (draws * room).astype(int)
             canvases.append([canvas(grid, self.rows, *offset) for grid in grids])
         return np.reshape(canvases, (-1, 2, self.cells)).swapaxes(0, 1)
 
     def elect(self, test_set, indices, results, all_gather, save):
         """See Kind. Saves the answers in submission.json; a part of the tasks does not replace it."""
         own_votes = count_votes(test_set, indices, results["preds"], results["q_halt_logits"])
-        votes = merge_votes(all_gather(own_votes))
-        num_tasks = len({group for group, _ in votes})
+        elected = merge_votes(all_gather(own_votes))
+        num_tasks = len({group for group, _ in elected})
         if save and num_tasks < test_set.total_groups:
             to_stderr(f"submission.json is not written: {num_tasks} of {test_set.total_groups} tasks were "
                       "evaluated")
         elif save:
-            save("submission.json", json.dumps(submission(test_set, votes)).encode())
-        return vote_values(test_set, votes)
+            save("submission.json", json.dumps(submission(test_set, elected)).encode())
+        return vote_values(test_set, elected)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ def grid_key(grid):
 
 
 def apply_version(grid, version):
-    way = version[0]
+    way = int(version[0])
     colors = version[1:]
     return turned(colors[grid], way)
 
@@ -96,21 +97,22 @@ def undo_version(grid, version):
 
 def canvas(grid, side, row=0, column=0):
     """Returns tokens, uint8 [side, side]: a canvas with a grid whose first cell is at (row, column)."""
-    # the grid's colors, then an edge below it and one beside it, as far as the canvas goes
+    # an edge below the grid and one beside it, as far as the canvas goes, but not at their corner
     tokens = np.zeros((side, side), dtype=np.uint8)
     end_row = row + grid.shape[0]
     end_column = column + grid.shape[1]
+    tokens[row:end_row + 1, column:end_column + 1] = EDGE
+    tokens[end_row:, end_column:] = 0
     tokens[row:end_row, column:end_column] = grid + COLOR
-    tokens[end_row:end_row + 1, column:end_column] = EDGE
-    tokens[row:end_row, end_column:end_column + 1] = EDGE
     return tokens
 
 
-def crop(tokens, side):
-    """Returns the grid at the top left of a canvas, tokens [side * side]; [0, 0] if there is none.
+def crop(tokens):
+    """Returns the grid at the top left of a square canvas of tokens; [0, 0] if there is none.
 
     It is the largest rectangle of colors there, the flattest of equal ones, as in the official evaluation.
     """
+    side = math.isqrt(tokens.size)
     tokens = tokens.reshape(side, side)
     # the first n rows all begin with widths[n - 1] colors
     run_lengths = np.logical_and.accumulate(tokens >= COLOR, axis=1).sum(axis=1)
@@ -141,7 +143,6 @@ def count_votes(test, indices, preds, q_halt):
         preds: their answers, tokens [n, S].
         q_halt: the confidence of each answer, logits [n].
     """
-    side = test.task["grid"][0]
     versions, members = test.locate(indices)
     groups = test.groups_of(versions)
     confidences = sigmoid(q_halt)
@@ -150,7 +151,7 @@ def count_votes(test, indices, preds, q_halt):
     columns = versions, groups.tolist(), members.tolist(), preds, confidences.tolist()
     for version, group, member, tokens, confidence in zip(*columns):
         # bring the answer back to the task's own colors and orientation
-        grid = crop(tokens, side)
+        grid = crop(tokens)
         answer = grid_key(undo_version(grid, test.versions[version]))
         candidates = votes.setdefault((group, member), {})
         candidates.setdefault(answer, []).append(confidence)
@@ -158,53 +159,50 @@ def count_votes(test, indices, preds, q_halt):
 
 
 def merge_votes(ranks):
-    """Returns the sum of the ranks' votes."""
+    """Returns {(group, member): answers} of the ranks' votes; the answers with most votes come first.
+
+    Of equal ones it is the one with the higher mean confidence.
+    """
     total = defaultdict(lambda: defaultdict(list))
     for votes in ranks:
         for test_input, candidates in votes.items():
             for answer, confidences in candidates.items():
                 total[test_input][answer] += confidences
-    return total
+
+    elected = {}
+    for test_input, candidates in total.items():
+        standings = {answer: (len(votes), sum(votes) / len(votes)) for answer, votes in candidates.items()}
+        elected[test_input] = sorted(standings, key=standings.get, reverse=True)
+    return elected
 
 
-def ranked(candidates):
-    """Returns the answers to one test input, by their votes, then by their mean confidence."""
-    def standing(answer):
-        confidences = candidates[answer]
-        return len(confidences), sum(confidences) / len(confidences)
-
-    return sorted(candidates, key=standing, reverse=True)
-
-
-def vote_values(test, votes):
+def vote_values(test, elected):
     """Returns {"eval/pass1": share, ...} of the tasks that were voted on and have known answers.
 
     A task counts by the share of its test inputs that are solved (official evaluators/arc.py).
     """
     solved = dict.fromkeys(PASSES, 0.0)
     num_tasks = 0
-    for group in sorted({group for group, _ in votes}):
+    for group in sorted({group for group, _ in elected}):
         # an answer that is not known is empty
         answers = [answer for _, answer in test.pairs(group)]
         if not all(answer.size for answer in answers):
             continue
         num_tasks += 1
         for member, answer in enumerate(answers):
-            elected = ranked(votes[group, member])
             for k in PASSES:
-                is_solved = grid_key(answer) in elected[:k]
+                is_solved = grid_key(answer) in elected[group, member][:k]
                 solved[k] += is_solved / len(answers)
 
     # the mean over the tasks
     return {f"eval/pass{k}": total / max(1, num_tasks) for k, total in solved.items()}
 
 
-def submission(test, votes):
+def submission(test, elected):
     """Returns {task: [{"attempt_1": grid, "attempt_2": grid}, ...]}, an entry a test input, as for Kaggle."""
     attempts = {}
-    for group, member in sorted(votes):
-        elected = ranked(votes[group, member])
-        grids = [np.frombuffer(cells, dtype=np.uint8).reshape(shape).tolist() for shape, cells in elected[:2]]
+    for (group, _), answers in sorted(elected.items()):
+        grids = [np.frombuffer(cells, dtype=np.uint8).reshape(shape).tolist() for shape, cells in answers[:2]]
         # a single answer is given twice
         best = {"attempt_1": grids[0], "attempt_2": grids[-1]}
         attempts.setdefault(test.names[group], []).append(best)

@@ -149,16 +149,12 @@ def test_an_extra_task_with_a_test_pair_is_not_trained_on(build_tasks, capsys):
     assert "left out, since they have a test pair: 1\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("solutions, message", [
-    ({"gone": [[[1]]]}, "task gone has 1 outputs, but 0 test inputs in "),
-    ({"a": []}, "task a has 0 outputs, but 1 test inputs in "),
-    ({"a": 3}, "task a must be a list of outputs"),
-])
-def test_solutions_of_other_challenges_are_refused(solutions, message):
+@pytest.mark.parametrize("solutions", [{"gone": [[[1]]]}, {"a": []}, {"a": 3}])
+def test_solutions_of_other_challenges_are_refused(solutions):
     challenges = {"a": {"train": [pair([[1, 2]], [[2, 1]])], "test": [{"input": [[1, 3]]}]}}
     Path("k_training_challenges.json").write_text(json.dumps(challenges))
     Path("k_training_solutions.json").write_text(json.dumps(solutions))
-    with pytest.raises(UserError, match="k_training_solutions.json: " + message):
+    with pytest.raises(UserError, match="k_training_solutions.json: task .* one for each test input"):
         build("out", source="k", subsets="training", test_subset="training", num_aug=0)
 
 
@@ -201,7 +197,7 @@ def test_all_pairs_of_a_puzzle_but_one_are_moved_as_a_whole(kaggle):
         rows, columns = np.nonzero(canvases[0] > 1)
         offset = rows.min(), columns.min()
         num_fixed += offset == (0, 0)
-        grids = [crop(np.roll(tokens, np.negative(offset), (0, 1)), 30) for tokens in canvases]
+        grids = [crop(np.roll(tokens, np.negative(offset), (0, 1))) for tokens in canvases]
 
         # they are one of the task's pairs, in the puzzle's version
         puzzle = np.searchsorted(train.puzzle_identifiers, identifier)
@@ -213,7 +209,7 @@ def test_all_pairs_of_a_puzzle_but_one_are_moved_as_a_whole(kaggle):
 
 def test_crop_takes_the_flatter_of_two_equally_large_rectangles():
     tokens = np.array([[2, 2, 2], [2, 1, 1], [2, 1, 1]])
-    assert crop(tokens, 3).shape == (1, 3)
+    assert crop(tokens).shape == (1, 3)
 
 
 def test_generated_tasks_are_those_of_the_published_figures():

@@ -111,7 +111,7 @@ def test_white_space_is_no_cell_unless_it_is_a_symbol():
     path = write("spaces.csv", "1 2 ,1122", " 11 ,2112", "2  1,2211")
     flags = [f"--train_csv={path}", "--holdout=1", "--symbols= 12", "--output_dir=y"]
     assert Dataset(prepare_csv.main(configure(prepare_csv.Settings, flags)), "test").task["symbols"] == "_ 12"
-    with pytest.raises(UserError, match="no square: .*--symbols with a space"):
+    with pytest.raises(UserError, match="spaces.csv:2: the question has 2 cells, not 1x1"):
         build("z", f"--train_csv={path} --holdout=1")
 
 
@@ -135,13 +135,12 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
 @pytest.mark.parametrize("rows, flags, message", [
     (GOOD + "1x..,1234", "--symbols=.1234", "train.csv:4: the question has 'x' in row 1, column 2: must be"),
     (GOOD + "1...,1243", "", "train.csv:4.* another answer .*--several_answers"),
-    (GOOD + "123,1234\n3...,3412", "", r"train.csv:4: the question has 3 cells, not 2x2 \(did a spreadsheet"),
-    ("1.34E+81,2143\n" + GOOD, "", r"train.csv:2: the question has 8 cells, not 2x2 \(did a spreadsheet"),
-    (GOOD, "--holdout=2", "holdout=2 leaves none of the 2 puzzles in .*train.csv"),
+    (GOOD + "123,1234\n3...,3412", "", "train.csv:4: the question has 3 cells, not 2x2"),
+    (GOOD, "--holdout=2", "train.csv: no puzzle is left"),
     (GOOD + "1...,1234,5", "", "train.csv:4: must have question, answer"),
     (GOOD, "--grid=2x3", "train.csv:2: the question has 4 cells, not 2x3"),
     (GOOD, "--grid=4", "grid=4: must be like 6x6"),
-    (MANY, "", "256 symbols.* 1 to 255"),
+    (MANY, "", "257 symbols.* 1 to 255"),
     (GOOD, "--holdout=0 --test_csv={path}", "train.csv: no puzzle is left: each is in the test set"),
     (GOOD, "--holdout=0", "either --test_csv=FILE or --holdout=N"),
     (GOOD, "--kind=sudoku", r"do not fit kind sudoku, whose are \[2, 2\]"),
@@ -236,15 +235,6 @@ def test_the_copies_of_a_kind_are_made(kinds):
     path = write("mine.csv", *random_rows(5))
     folder = build("mine", f"--train_csv={path} --holdout=1 --grid=3x3 --kind=mine --num_aug=3")
     assert len(Dataset(folder, "train")) == 4 * 4
-
-
-def test_a_kind_with_several_answers_needs_rules(kinds):
-    class Mine(puzzles.Kind):
-        has_several_answers = True
-
-    kinds["mine"] = Mine
-    with pytest.raises(UserError, match="kind mine: questions with several right answers need a judge"):
-        kind_of({"kind": "mine", "grid": [1, 2], "symbols": "_.1"})
 
 
 CHECKED = "12312231233123112312"  # each cell's number is its diagonal's

@@ -85,8 +85,7 @@ def test_datasets_of_the_official_builder_load(official, real):
 
 @pytest.mark.parametrize("name, change, message", [
     ("inputs", lambda array: array + 1, "dataset.json does not fit vocab_size: build it again"),
-    ("inputs", lambda array: array + 0.5, "all__inputs.npy has numbers that are not whole"),
-    ("labels", lambda array: array[:-1], "does not fit labels"),
+    ("labels", lambda array: array[:-1], "does not fit inputs, labels"),
     ("labels", lambda array: array.astype(int) - 12, "does not fit tokens from 0"),
     ("puzzle_identifiers", lambda array: array + 1, "does not fit num_puzzle_identifiers"),
     ("puzzle_identifiers", lambda array: array[:0], "does not fit indices of rows, group_indices"),
@@ -103,7 +102,6 @@ def test_arrays_that_do_not_fit_are_named(name, change, message, official):
 
 @pytest.mark.parametrize("name, text, message", [
     ("train/dataset.json", "[1]", "cannot be read as a JSON object"),
-    ("train/dataset.json", '{"seq_len": 81}', "dataset.json: {'vocab_size'} are missing"),
     ("manifest.json", '{"grid": "9x9", "symbols": " .123456789"}', "grid '9x9' must be"),
     ("manifest.json", '{"symbols": " .123456789", "grid": [9, 9], "symmetries": {"diheral": true}}',
      "must be a dict with dihedral or permute_symbols"),
@@ -135,20 +133,18 @@ def generated(puzzles, manifest):
     # arrays
     ((ONES + 3, ONES), {}, "integers below vocab_size=4"),
     ((ONES, ONES + 1.5), {}, "integers below vocab_size=4"),
-    ((ONES - 1, ONES), {}, "questions count from 1"),
+    ((ONES - 1, ONES), {}, "of questions count from 1"),
     (PUZZLES, {"grid": [2, 4]}, r"shape \(3, 4\): must be \[n, 8\] for the grid \[2, 4\]"),
-    ((ONES, ONES[:2]), {}, "arrays of numbers, of one shape"),
     ((ONES[:0], ONES[:0]), {}, r"shape \(0, 4\): must .* with one puzzle at least"),
     # a task
     (PUZZLES, {"grid": None}, "grid None must be"),
     (PUZZLES, {"grid": [-2, -2]}, r"grid \[-2, -2\] must be"),
     (PUZZLES, {"symbols": ""}, "0 symbols|symbols '' must be 4"),
     # symmetries
-    (PUZZLES, {"symmetries": "dihedral"}, "'dihedral': must be a dict"),
     (PUZZLES, {"symmetries": {"dihedral": "no"}}, "dihedral='no': must be true or false"),
     (PUZZLES, {"symmetries": {"permute_symbols": "_1"}}, "'_1': must be symbols of .*, each once"),
     (PUZZLES, {"symmetries": {"permute_symbols": ["1", "1"]}}, "must be symbols of .*, each once"),
-    (PUZZLES, {"symmetries": {"dihedral": True}, "grid": [1, 4]}, r"grid \[1, 4\]: must be square"),
+    (PUZZLES, {"symmetries": {"dihedral": True}, "grid": [1, 4]}, r"grid \[1, 4\] square"),
 ])
 def test_what_is_no_dataset_is_refused_written_or_made(puzzles, changes, message):
     manifest = MANIFEST | changes
@@ -159,10 +155,9 @@ def test_what_is_no_dataset_is_refused_written_or_made(puzzles, changes, message
         generated(puzzles, manifest)
 
 
-def test_a_number_of_numpy_in_a_manifest_is_named():
-    with pytest.raises(UserError, match="manifest.json: .*int64 is not JSON serializable: int"):
-        write_dataset("mine", {"train": PUZZLES}, 4, MANIFEST | {"counts": {"puzzles": np.int64(3)}})
-    assert not os.path.exists("mine")
+def test_a_manifest_may_have_numbers_of_numpy():
+    write_dataset("mine", {"train": PUZZLES}, 4, MANIFEST | {"counts": {"puzzles": np.int64(3)}})
+    assert Dataset("mine", "train").manifest["counts"] == {"puzzles": 3}
 
 
 def test_one_rule_says_which_answers_count_in_written_and_in_made_puzzles():

@@ -238,7 +238,7 @@ def test_pictures(run_solve, solved):
     (["sudoku", "." * 16, "--eval_attempts=0"], "eval_attempts must be"),
     (["sudoku", "puzzles.csv", "--plot=a.gif"], "--steps and --plot show one puzzle"),
     (["sudoku", "folder"], "folder: cannot be read"),
-    (["sudoku", "latin.txt"], "latin.txt: is not UTF-8 text"),
+    (["sudoku", "latin.txt"], "latin.txt: cannot be read as UTF-8 text"),
     (["maze", "S  G", "--cells=60"], "--cells=60: maze takes no puzzles of this size"),
     (["sudoku", "S  G", "--cells=81"], "sudoku/ckpt_00000070.pt: ")])
 def test_wrong_input_is_one_line(argv, words):
