@@ -22,7 +22,6 @@ import builtins
 import difflib
 import hashlib
 import inspect
-import math
 import os
 import shlex
 import sys
@@ -62,7 +61,7 @@ class Values:
     """Holds the values of a script's settings as attributes; vars(settings) is a dict of them.
 
     defaults: {name: value} before any config file and flag.
-    assigned: the names of those that a config file or a flag assigned, in this order.
+    assigned: the names of those that a config file or a flag assigned.
     forks: {name: digest} of the config files that are forks.
     argv: the config files and flags.
     """
@@ -89,7 +88,7 @@ class Values:
         where: the flag or the file, for messages. Raises UserError for an unknown name or another type.
         """
         if name not in self.defaults:
-            [closest] = difflib.get_close_matches(name, [*self.defaults, *OWN_NAMES], 1, 0)
+            [closest] = difflib.get_close_matches(name, self.defaults, 1, 0)
             raise UserError(f"{where}: unknown setting {name}; the closest is {closest}; see --help")
 
         # an int will do for a float
@@ -98,8 +97,8 @@ class Values:
         if expected is float and type(value) is int:
             value = float(value)
         if type(value) is not expected:
-            raise UserError(f"{where}: {name} must be of type {expected.__name__}, for example "
-                            f"--{name}={default}, not {value!r}")
+            raise UserError(f"{where}: {name} must be of type {expected.__name__}, not {value!r}: write "
+                            f"--{name}=VALUE, for example --{name}={default}")
         setattr(self, name, value)
         self.assigned.append(name)
 
@@ -111,8 +110,8 @@ class Values:
 
     def flags(self):
         """Returns the settings that differ from their defaults, as one line of flags."""
-        changed = [(name, value) for name, value in vars(self).items() if value != self.defaults[name]]
-        return shlex.join(f"--{name}={value}" for name, value in changed)
+        values = vars(self).items()
+        return shlex.join(f"--{name}={value}" for name, value in values if value != self.defaults[name])
 
 
 class Arguments(NamedTuple):
@@ -121,10 +120,6 @@ class Arguments(NamedTuple):
     settings: Values  # of the script's own class Settings
     operands: list  # neither flags nor config files
     train_arguments: list  # config files and flags for train.py
-
-
-# Names beside train.py's settings that a mistyped flag may mean: the settings of the script itself.
-OWN_NAMES = {"help"}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -164,7 +159,6 @@ def start(main, settings_class):
 def split_arguments(settings_class, argv):
     """Splits argv, the arguments of a script that has settings of its own beside train.py's."""
     own_names = {"help", *read_settings(settings_class)}
-    OWN_NAMES.update(own_names)
 
     # its own flags, train.py's flags and config files, and the rest
     own_flags = []
@@ -187,17 +181,15 @@ def configure(settings_class, argv):
     --help prints the settings and exits. Raises UserError for an unknown key (it names the closest one), a
     wrong type, a number out of its Range, a file that fails to run, or a second set of forks.
     """
-    # later arguments override earlier ones
-    settings = Values(read_settings(settings_class), argv)
-    for argument in argv:
-        if argument == "--help":
-            continue
-        read = read_flag if argument.startswith("-") else run_file
-        for name, value in read(argument, settings).items():
-            settings.assign(name, value, argument)
     if "--help" in argv:
         print_help(settings_class)
         sys.exit(0)
+    # later arguments override earlier ones
+    settings = Values(read_settings(settings_class), argv)
+    for argument in argv:
+        read = read_flag if argument.startswith("-") else run_file
+        for name, value in read(argument, settings).items():
+            settings.assign(name, value, argument)
     check_ranges(settings_class, settings)
     return settings
 
@@ -228,8 +220,8 @@ def run_file(path, settings):
 
     The file sees `settings`, and new() in it adds to them. Raises UserError for a file that fails to run.
     """
-    if not path.endswith(".py"):
-        raise UserError(f"{path}: no config file (.py); a setting is written --key=value")
+    if not path.endswith(".py") or not os.path.isfile(path):
+        raise UserError(f"{path}: no config file (.py) is there; a setting is written --key=value")
 
     # The file sees the settings as it sees Python's builtins. So its own names are those that it assigns,
     # in whatever way.
@@ -258,11 +250,9 @@ def run_file(path, settings):
             if frame.filename != __file__:
                 where = f"{frame.filename}:{frame.lineno}"
         text = one_line(e)
-        if isinstance(e, SyntaxError) and e.lineno:
+        if isinstance(e, SyntaxError):
             where = f"{e.filename}:{e.lineno}"
-            text = f"{type(e).__name__}: {e.msg}"
-        elif isinstance(e, OSError) and where == e.filename:
-            text = e.strerror
+            text = f"SyntaxError: {e.msg}"
         raise UserError(f"{where}: {text}") from None
 
     # from here on its functions see no settings
@@ -278,8 +268,7 @@ def execute(path, names, settings, assigned):
         path: the file.
         names: its global names.
         settings: the Values before the outer file.
-        assigned: {name: value} of the settings that files have assigned, to add to, in the order of the last
-            assignments.
+        assigned: {name: value} of the settings that files have assigned, to add to.
     """
     visible = names["__builtins__"]
 
@@ -305,7 +294,6 @@ def execute(path, names, settings, assigned):
         is_setting = name in settings.defaults and not isinstance(value, ModuleType)
         is_like_one = type(value) in TYPES and not name.startswith("_")
         if is_setting or is_like_one:
-            assigned.pop(name, None)
             assigned[name] = visible[name] = names.pop(name)
 
 
@@ -350,26 +338,17 @@ def add_fork(path, text, earlier):
 # Settings as a script writes them
 
 def read_settings(settings_class):
-    """Returns the settings of a script's class, {name: default}. Raises UserError for what is no setting."""
-    settings = {name: value for name, value in vars(settings_class).items() if not name.startswith("__")}
-    for name, value in settings.items():
-        if type(value) not in TYPES:
-            raise UserError(f"{inspect.getfile(settings_class)}: {name} is no setting: its value must be a "
-                            "number, a string or a bool")
-    return settings
+    """Returns the settings of a script's class, {name: default}: its numbers, strings and bools."""
+    items = vars(settings_class).items()
+    return {name: value for name, value in items if type(value) in TYPES and not name.startswith("__")}
 
 
 def check_ranges(settings_class, settings):
-    """Raises UserError for the first number out of its Range, infinite or beyond 64 bits."""
+    """Raises UserError for the first number out of its Range, or with more than 63 bits."""
     for name, annotation in settings_class.__annotations__.items():
-        if not isinstance(annotation, Range):
-            continue
-        number = getattr(settings, name)
-        if not annotation.holds(number):
-            raise UserError(f"{name} must be {annotation.words}, not {number}")
-        limit = math.inf if isinstance(number, float) else 2 ** 63
-        if number >= limit:
-            raise UserError(f"{name} must be below {limit}, not {number}")
+        number = vars(settings).get(name)
+        if isinstance(annotation, Range) and not (annotation.holds(number) and number < 2 ** 63):
+            raise UserError(f"{name} must be {annotation.words}, and below 2^63, not {number}")
 
 
 def print_help(settings_class):

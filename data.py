@@ -14,8 +14,8 @@ inputs and labels are tokens [N, seq_len], one example a row. Version i has the 
 the model's table, and owns the examples puzzle_indices[i]:puzzle_indices[i + 1]; group g owns the versions
 group_indices[g]:group_indices[g + 1].
 
-A dataset of prepare_arc.py stores each example of a task once, and batches make its versions: puzzles/arc.py
-says what stands in all__task_indices.npy and all__versions.npy, which take the place of puzzle_indices.
+A dataset of prepare_arc.py stores each example of a task once, and batches make its versions: ARCDataset says
+what stands in all__task_indices.npy and all__versions.npy, which take the place of puzzle_indices.
 """
 import functools
 import hashlib
@@ -51,13 +51,11 @@ def get_dataset(settings, should_stop):
     One process of a host does it, while the others wait. Raises SystemExit once should_stop() returns true.
     """
     path = local_dataset(settings.data_path, should_stop)
-    if os.path.exists(path):
-        return path
     try:
         command = shlex.split(settings.data_prepare)
     except ValueError as e:
         raise UserError(f"data_prepare: {e}: {settings.data_prepare}") from None
-    if not command:
+    if os.path.exists(path) or not command:
         return path
     # the first process of the host makes the dataset; the others wait, and find it made
     with locked(os.path.normpath(path) + ".made"):
@@ -75,12 +73,12 @@ def get_dataset(settings, should_stop):
                 time.sleep(0.1)
         finally:
             process.terminate()
-        code = process.wait()
+        process.wait()
         if should_stop():
             raise SystemExit(3)
         # a command that fails by itself may succeed later, one that finds wrong input may not
         if not os.path.exists(path):
-            error = UserError if code in (0, 2) else TransientError
+            error = UserError if process.returncode in (0, 2) else TransientError
             raise error(f"data_prepare did not make data_path={path}: {settings.data_prepare}")
     return path
 
@@ -98,18 +96,12 @@ def local_dataset(path, stop=lambda: False):
     bucket = Bucket(path, stop)
     folder = f"data/{os.path.basename(bucket.url)}"
     with locked(folder):
-        manifest = bucket.read("manifest.json", json.loads)
-        if manifest is None:
-            raise UserError(f"{path} has no manifest.json: upload the dataset with "
-                            f"`gcloud storage rsync -r data/NAME {path}`")
+        manifest = bucket.read("manifest.json", json.loads) or {}
         hashes = manifest.get("sha256")
-        if not hashes:
-            raise UserError(f"{path}/manifest.json has no files with their hashes: upload the dataset again")
         # a name such as ../train.py would be written outside the folder
-        for name in hashes:
-            if not re.fullmatch(DATASET_FILE, name):
-                raise UserError(f"{path}/manifest.json names {name!r}, which is no file of a dataset: upload "
-                                "the dataset again")
+        if not hashes or not all(re.fullmatch(DATASET_FILE, name) for name in hashes):
+            raise UserError(f"{path}/manifest.json is missing, or names what is no file of a dataset: upload "
+                            f"the dataset with `gcloud storage rsync -r data/NAME {path}`")
 
         # one that is here must be the same one
         if os.path.lexists(folder):
@@ -138,21 +130,15 @@ def local_dataset(path, stop=lambda: False):
 # Datasets
 
 def load(path):
-    """Returns the Datasets of a folder, (train, test). Raises UserError if they do not fit together."""
-    train_set = load_split(path, "train")
-    test_set = load_split(path, "test")
-    for name in ("seq_len", "vocab_size", "num_puzzle_identifiers"):
-        if getattr(test_set, name) != getattr(train_set, name):
-            raise UserError(f"{path}: train and test differ in {name}: build it again")
-    return train_set, test_set
+    """Returns the Datasets of a folder, (train, test). Raises UserError."""
+    return load_split(path, "train"), load_split(path, "test")
 
 
 def load_split(path, split):
     """Returns the Dataset of a split, "train" or "test", of a folder. Raises UserError."""
     # prepare_arc.py stores each example of a task once
     if os.path.exists(f"{path}/{split}/all__versions.npy"):
-        from puzzles.arc import Versions
-        return type("ARCDataset", (Versions, Dataset), {})(path, split)
+        return ARCDataset(path, split)
     return Dataset(path, split)
 
 
@@ -174,100 +160,91 @@ class Dataset:
 
     def __init__(self, path, split):
         self.path = path
+        self.split = split
         self.folder = f"{path}/{split}"
+        self.read_manifest()
+        self.read_files()
+        # each version has an owner: owner i has the rows row_indices[i]:row_indices[i + 1]
+        self.row_indices, self.owners = self.load_rows()
+        self.check()
+        self.number_examples()
+
+    def read_manifest(self):
+        """Reads manifest.json, and compares the split's files with it."""
         if not os.path.isdir(self.folder):
             raise UserError(f"{self.folder}: no such dataset: prepare_sudoku.py or another script builds it")
 
         # the official builder writes no manifest
-        self.manifest = {}
-        if os.path.exists(f"{path}/manifest.json"):
-            self.manifest = read_json(f"{path}/manifest.json")
-        self.hint = f"build it again with {self.made_by() or 'the command that made it'}"
-        hashes = self.manifest.get("sha256", {})
-        for name, digest in hashes.items():
-            file = f"{path}/{name}"
-            is_of_split = name.startswith(f"{split}/") or "/" not in name
-            if is_of_split and not (os.path.isfile(file) and file_hash(file) == digest):
-                raise UserError(f"{file} is missing or does not match manifest.json: {self.hint}")
+        path = f"{self.path}/manifest.json"
+        self.manifest = read_json(path) if os.path.exists(path) else {}
+        for name, digest in self.manifest.get("sha256", {}).items():
+            if not name.startswith((self.split, "identifiers")):
+                continue
+            file = f"{self.path}/{name}"
+            if not os.path.isfile(file) or file_hash(file) != digest:
+                raise UserError(f"{file} is missing or does not match manifest.json: build it again")
 
+    def read_files(self):
+        """Reads the split's files but those of load_rows()."""
         # the examples stay on the disk; the indices, which are small, are read
-        self.inputs = self._load("inputs", mmap_mode="r")
-        self.labels = self._load("labels", mmap_mode="r")
-        self.puzzle_identifiers = self._load("puzzle_identifiers")
-        self.group_indices = self._load("group_indices")
+        self.inputs = self.read("inputs", mmap_mode="r")
+        self.labels = self.read("labels", mmap_mode="r")
+        self.puzzle_identifiers = self.read("puzzle_identifiers")
+        self.group_indices = self.read("group_indices")
         self.total_groups = len(self.group_indices) - 1
-
-        if not len(self.puzzle_identifiers):
-            raise UserError(f"{self.folder} has no puzzles: {self.hint}")
 
         # what dataset.json says, and the kind of puzzle
         facts = read_json(f"{self.folder}/dataset.json")
-        num_identifiers = int(self.puzzle_identifiers.max(initial=0)) + 1
-        try:
-            self.seq_len = int(facts["seq_len"])
-            self.vocab_size = int(facts["vocab_size"])
-            self.num_puzzle_identifiers = int(facts.get("num_puzzle_identifiers", num_identifiers))
-        except (KeyError, TypeError, ValueError) as e:
-            raise UserError(f"{self.folder}/dataset.json: a number is missing or wrong ({e!r}): "
-                            f"{self.hint}") from None
+        self.seq_len = facts["seq_len"]
+        self.vocab_size = facts["vocab_size"]
+        self.num_puzzle_identifiers = facts.get(
+            "num_puzzle_identifiers", int(self.puzzle_identifiers.max(initial=0)) + 1)
         self.ignore_label_id = facts.get("ignore_label_id", 0)  # None: all labels count or are IGNORE_LABEL
         self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
 
-        row_indices, owners = self.load_rows()
-        self._check(row_indices, owners)
+    def read(self, field, mmap_mode=None):
+        """Returns one of the split's arrays. Raises UserError."""
+        file = f"{self.folder}/all__{field}.npy"
+        try:
+            # a plain view of the file indexes faster than np.memmap
+            return np.asarray(np.load(file, mmap_mode=mmap_mode))
+        except (OSError, ValueError, EOFError) as e:
+            raise UserError(f"{file} cannot be read (truncated?): build it again ({e})") from None
 
-        # number the examples of all versions; those of one version follow each other
-        self.first_rows = row_indices[owners]
-        self.num_examples = np.diff(row_indices)[owners]
+    def load_rows(self):
+        """Returns row_indices and owners: each version owns rows."""
+        return self.read("puzzle_indices"), np.arange(len(self.puzzle_identifiers))
+
+    def check(self):
+        """Raises UserError, which names the arrays whose shapes or numbers do not fit."""
+        shape = (self.row_indices[-1], self.seq_len)
+        lowest_label = min(0, IGNORE_LABEL if self.ignore_label_id is None else self.ignore_label_id)
+        checks = {
+            "inputs, labels": self.inputs.shape == self.labels.shape == shape,
+            "vocab_size": max(self.inputs.max(), self.labels.max()) < self.vocab_size,
+            "tokens from 0": self.inputs.min() >= 0 and self.labels.min() >= lowest_label,
+            "num_puzzle_identifiers": self.puzzle_identifiers.max(initial=0) < self.num_puzzle_identifiers,
+            "indices of rows": len(self.row_indices) == self.owners.max(initial=-1) + 2,
+            "group_indices": self.group_indices[-1] == len(self.puzzle_identifiers),
+        }
+        wrong = [name for name, fits in checks.items() if not fits]
+        if wrong:
+            raise UserError(f"{self.folder}: dataset.json does not fit {', '.join(wrong)}: build it again")
+
+    def number_examples(self):
+        """Numbers the examples of all versions; those of one version follow each other."""
+        self.first_rows = self.row_indices[self.owners]
+        self.num_examples = np.diff(self.row_indices)[self.owners]
         self.puzzle_indices = np.append(0, self.num_examples.cumsum())
-        self.mean_puzzle_examples = len(self) / len(owners)
+        self.mean_puzzle_examples = len(self) / len(self.owners)
         # in an epoch, a group contributes as many examples as its largest version has
         self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
         self.epoch_examples = int(self.group_sizes.sum())
-        # a batch spans one or two epochs, or more if they are small
-        self.epoch_plan = functools.lru_cache(maxsize=2)(functools.partial(epoch_plan, self))
-
-    def load_rows(self):
-        """Returns the row_indices and owners of _check(): each version owns rows."""
-        return self._load("puzzle_indices"), np.arange(len(self.puzzle_identifiers))
 
     @property
     def is_streamed(self):
         """Whether groups bring several examples each: in ARC's datasets, also in the official code's."""
         return self.epoch_examples > self.total_groups
-
-    def _load(self, field, mmap_mode=None):
-        """Returns one of the split's arrays. Raises UserError."""
-        file = f"{self.folder}/all__{field}.npy"
-        try:
-            # a plain view of the file indexes faster than np.memmap
-            array = np.asarray(np.load(file, mmap_mode=mmap_mode))
-        except (OSError, ValueError, EOFError) as e:
-            raise UserError(f"{file} cannot be read (truncated?): {self.hint} ({e})") from None
-        if array.dtype.kind not in "biu" and (array % 1 != 0).any():
-            raise UserError(f"{file} has numbers that are not whole: {self.hint}")
-        return array
-
-    def _check(self, row_indices, owners):
-        """Raises UserError, which names the arrays whose shapes or numbers do not fit.
-
-        row_indices: owner i has the rows row_indices[i]:row_indices[i + 1].
-        owners: the owner of each version.
-        """
-        shape = (row_indices[-1], self.seq_len)
-        lowest_label = min(0, IGNORE_LABEL if self.ignore_label_id is None else self.ignore_label_id)
-        checks = {
-            "inputs": self.inputs.shape == shape,
-            "labels": self.labels.shape == shape,
-            "vocab_size": max(self.inputs.max(initial=0), self.labels.max(initial=0)) < self.vocab_size,
-            "tokens from 0": self.inputs.min(initial=0) >= 0 and self.labels.min(initial=0) >= lowest_label,
-            "indices of rows": len(row_indices) == owners[-1] + 2,
-            "num_puzzle_identifiers": self.puzzle_identifiers.max() < self.num_puzzle_identifiers,
-            "group_indices": self.group_indices[-1] == len(self.puzzle_identifiers),
-        }
-        wrong = [name for name, fits in checks.items() if not fits]
-        if wrong:
-            raise UserError(f"{self.folder}: dataset.json does not fit {', '.join(wrong)}: {self.hint}")
 
     def __len__(self):
         return int(self.puzzle_indices[-1])
@@ -285,13 +262,13 @@ class Dataset:
         """
         # the epochs follow each other in an endless stream of examples, which the batches cut
         own_slice = rank_slice(batch_size, rank, world)
-        positions = np.arange(step * batch_size, (step + 1) * batch_size)[own_slice]
+        positions = step * batch_size + np.arange(batch_size)[own_slice]
         epochs, positions = np.divmod(positions, self.epoch_examples)
 
         # a batch takes examples of one epoch, or of several
         plans = []
         for epoch in np.unique(epochs).tolist():
-            plans.append(self.epoch_plan(seed, epoch)[positions[epochs == epoch]])
+            plans.append(epoch_plan(self, seed, epoch)[positions[epochs == epoch]])
         plan = np.concatenate(plans)
 
         # ARC: a group brings all examples of one of its versions; a smaller version repeats its examples
@@ -311,7 +288,6 @@ class Dataset:
 
     def locate(self, indices):
         """Returns the versions [n] of these examples, and which of its version's examples each one is [n]."""
-        indices = np.asarray(indices, dtype=np.int64)
         versions = np.searchsorted(self.puzzle_indices, indices, side="right") - 1
         return versions, indices - self.puzzle_indices[versions]
 
@@ -329,25 +305,17 @@ class Dataset:
         """
         rows = self.first_rows[versions] + members
         inputs, labels = self.examples(rows, versions, translation_draws)
-
-        # the dataset's label of cells that do not count becomes the loss's
-        labels = labels.astype(np.int32)
-        labels[labels == self.ignore_label_id] = IGNORE_LABEL
-        return {
-            "inputs": inputs.astype(np.int32),
-            "labels": labels,
-            "puzzle_identifiers": self.puzzle_identifiers[versions].astype(np.int32),
-        }
+        return batch_of(inputs, labels, self.puzzle_identifiers[versions], self.ignore_label_id)
 
     def examples(self, rows, versions, translation_draws):
-        """Returns the inputs and labels in these rows [b]. ARC's Versions are made from them."""
+        """Returns the inputs and labels in these rows [b]."""
         return self.inputs[rows], self.labels[rows]
 
     @functools.cached_property
     def identifiers_sha256(self):
         """Hex digest that identifies what the puzzle identifiers stand for; "" if that is not known."""
         with suppress(FileNotFoundError), open(f"{self.path}/identifiers.json", encoding="utf-8") as f:
-            return hashlib.sha256(json.dumps(json.load(f)).encode()).hexdigest()
+            return json_hash(json.load(f))
         return ""
 
     def subset(self, n, num_versions=0):
@@ -361,9 +329,7 @@ class Dataset:
         groups = generator(0, SUBSET).permutation(self.total_groups)
         groups = np.sort(groups[:n or None])
         starts = self.group_indices[groups]
-        ends = self.group_indices[groups + 1]
-        if num_versions:
-            ends = np.minimum(ends, starts + num_versions)
+        ends = np.minimum(self.group_indices[groups + 1], starts + (num_versions or len(self)))
         # list their examples, which follow each other
         return ranges(self.puzzle_indices[starts], self.puzzle_indices[ends])
 
@@ -373,41 +339,123 @@ class Dataset:
 
     def made_by(self):
         """Returns the command that made the dataset, as "prepare_sudoku.py --size=6 ..."; "" if not known."""
-        command = dict(self.manifest.get("command", {}))
-        words = [command.pop("script", "")]
-        words += [f"--{name}={shlex.quote(str(value))}" for name, value in command.items()]
-        return " ".join(words)
+        # the script stands first
+        words = [f"--{name}={value}" for name, value in self.manifest.get("command", {}).items()]
+        return shlex.join(words).removeprefix("--script=")
 
     @functools.cached_property
     def sha256(self):
         """Hex digest that identifies the content of both splits."""
         from puzzles.writer import hashes_of
-        hashes = self.manifest.get("sha256") or hashes_of(self.path)
-        text = json.dumps(hashes, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return json_hash(self.manifest.get("sha256") or hashes_of(self.path))
+
+
+def json_hash(value):
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class ARCDataset(Dataset):
+    """A split of a dataset of prepare_arc.py, which stores each example of a task once.
+
+    Its files are task_indices and versions in place of puzzle_indices. Task i is the group i of the dataset.
+    All of its versions have the stored examples row_indices[i]:row_indices[i + 1]; a row of versions [n, 11]
+    says how a version turns and recolors them (puzzles/arc.py).
+    """
+
+    is_streamed = True
+
+    def load_rows(self):
+        """See Dataset. All versions of a task share the rows of the task."""
+        self.versions = self.read("versions")
+        return self.read("task_indices"), self.groups_of(np.arange(len(self.puzzle_identifiers)))
+
+    @functools.cached_property
+    def grids(self):
+        """The stored examples, pairs (input, output) of grids."""
+        return list(map(kind_of(self.task).grids, self.inputs, self.labels))
+
+    @functools.cached_property
+    def names(self):
+        """The name of each task."""
+        text = Path(self.path, "identifiers.json").read_text(encoding="utf-8")
+        _, *names = json.loads(text)  # the tasks in train
+        # the versions of these tasks have the identifiers 1, 2, ...
+        first_identifiers = np.load(f"{self.path}/train/all__group_indices.npy") + 1
+        identifiers = self.puzzle_identifiers[self.group_indices[:-1]]
+        return [names[i] for i in np.searchsorted(first_identifiers, identifiers)]
+
+    def pairs(self, task):
+        """Returns the pairs (input, output) of a task: grids of colors."""
+        first, end = self.row_indices[task:task + 2]
+        return self.grids[first:end]
+
+    def examples(self, rows, versions, translation_draws):
+        """See Dataset. Returns canvases with versions of stored examples."""
+        pairs = [self.grids[row] for row in rows]
+        return kind_of(self.task).canvases(pairs, self.versions[versions], translation_draws)
+
+
+def batch_of(inputs, labels, identifiers, ignored_label):
+    """Returns a batch, where the dataset's label of cells that do not count becomes the loss's."""
+    labels = labels.astype(np.int32)
+    labels[labels == ignored_label] = IGNORE_LABEL
+    return {
+        "inputs": inputs.astype(np.int32),
+        "labels": labels,
+        "puzzle_identifiers": identifiers.astype(np.int32),
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------
 # The order of the examples
 
+@functools.lru_cache(maxsize=4)  # a batch spans one or two epochs, or more if they are small
 def epoch_plan(dataset, seed, epoch):
     """Returns the examples of an epoch, a structured array [n]: each group comes once, in random order.
 
-    Its field is the group; a streamed dataset has the fields of arc.draw_examples. All follows from
-    (seed, epoch), so a puzzle that one batch cuts goes on in the next one.
+    Its field is the group; a streamed dataset has the fields of draw_examples. All follows from (seed,
+    epoch), so a puzzle that one batch cuts goes on in the next one.
     """
     groups = generator(seed, ORDER, epoch).permutation(dataset.total_groups)
     if dataset.is_streamed:
-        from puzzles.arc import draw_examples
         return draw_examples(groups, dataset.group_sizes, generator(seed, EXAMPLE, epoch))
     return groups.view([("group", groups.dtype)])
+
+
+EXAMPLE_FIELDS = [("group", int), ("version_draw", float), ("member", int), ("translation_draws", float, 2)]
+
+
+def draw_examples(groups, group_sizes, rng):
+    """Returns the examples that groups bring to an epoch, each group all examples of one of its versions.
+
+    A structured array [n]: group; version_draw, the number in [0, 1) that draws a version of the group;
+    member, which of the version's examples it is; translation_draws, two numbers in [0, 1) that move it.
+
+    Args:
+        groups: in order.
+        group_sizes: how many examples each group brings.
+        rng: a random generator.
+    """
+    # list the examples of all groups
+    sizes = group_sizes[groups]
+    owners = np.repeat(groups, sizes)
+    members = ranges(0 * sizes, sizes)
+
+    # draw one version of each group; all of its examples but one move
+    version_draws, fixed_draws = rng.random((2, len(groups)))
+    fixed_members = (fixed_draws * group_sizes).astype(int)
+    translation_draws = rng.random((len(owners), 2))
+    translation_draws[members == fixed_members[owners]] = 0
+    fields = [owners, version_draws[owners], members, translation_draws]
+    return np.rec.fromarrays(fields, dtype=EXAMPLE_FIELDS)
 
 
 def random_members(indices, owners, draws):
     """Returns a member, in indices[i]:indices[i + 1], of each owner i [b]; draws [b]: uniform in [0, 1)."""
     start = indices[owners]
     count = indices[owners + 1] - start
-    return start + (draws * count).astype(np.int64)
+    return start + (draws * count).astype(int)
 
 
 def ranges(starts, ends):
@@ -471,15 +519,13 @@ class Generated:
     def __init__(self, path, split):
         self.path = path
         self.split = split
-        self.vocab_size = len(self.task.get("symbols", ""))
+        self.vocab_size = len(self.task["symbols"])
         self.task = self.task | task_of(self.task, None, self.vocab_size)
         self.seq_len = math.prod(self.task["grid"])
-        if min(self.test_size, self.total_groups) < 1:
-            raise UserError(f"{self.made_by()}: test_size and total_groups must be above 0")
         # draw the test puzzles, or as many others: their hash identifies how puzzles are drawn
         self.puzzles = self._batch(generator(0, SUBSET), self.test_size, split)
-        content = self.puzzles["inputs"].tobytes() + self.puzzles["labels"].tobytes()
-        self.sha256 = hashlib.sha256(content).hexdigest()
+        self.sha256 = hashlib.sha256(
+            self.puzzles["inputs"].tobytes() + self.puzzles["labels"].tobytes()).hexdigest()
 
     def __len__(self):
         return self.total_groups if self.split == "train" else self.test_size
@@ -505,14 +551,5 @@ class Generated:
 
     def _batch(self, rng, n, split):
         from puzzles.writer import tokens_of
-        name = f"{self.made_by()}.draw"
-        tokens = tokens_of(self.task, self.draw(rng, n, split), name)
-        if tokens.shape != (2, n, self.seq_len):
-            raise UserError(f"{name}: questions and answers of shape {tokens.shape[1:]}, not {n} puzzles")
-        inputs, labels = tokens.astype(np.int32)
-        labels[labels == 0] = IGNORE_LABEL
-        return {
-            "inputs": inputs,
-            "labels": labels,
-            "puzzle_identifiers": np.zeros(n, dtype=np.int32),
-        }
+        tokens = tokens_of(self.task, self.draw(rng, n, split), f"{self.made_by()}.draw")
+        return batch_of(*tokens, np.zeros(n), 0)

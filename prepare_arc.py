@@ -13,6 +13,7 @@ tasks too. The files hold each task once: batches make its versions.
 """
 import glob
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -23,7 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from configurator import Above0, From0, start
-from puzzles.arc import ARC, ARC_SYMBOLS, ORIGINAL, apply_version, canvas, grid_key, grid_of
+from puzzles import kind_of
+from puzzles.arc import ARC, ARC_SYMBOLS, ORIGINAL, apply_version, grid_key, grid_of
 from puzzles.prepare import command_of, print_report
 from puzzles.symmetries import turned
 from puzzles.writer import finish_split, new_dataset, refuse_existing
@@ -67,7 +69,13 @@ class Task(NamedTuple):
 
 def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
-    fill_in(settings)
+    # generated grids have one size
+    if settings.source == "generate":
+        settings.max_side = settings.size
+    if settings.seed >= 2 ** 32:  # the official builder's generator takes no more
+        raise UserError(f"seed must be below 2^32, not {settings.seed}")
+    name = os.path.basename(os.path.normpath(settings.source))
+    settings.output_dir = settings.output_dir or f"data/{name}-aug-{settings.num_aug}"
     refuse_existing(settings.output_dir)
     subsets, left_out = read_subsets(settings)
 
@@ -87,7 +95,7 @@ def main(settings):
             if subset == settings.test_subset:
                 test.append(Group(task.test, versions, num_identifiers))
             else:
-                pairs = pairs + [pair for pair in task.test if is_known(pair)]
+                pairs = pairs + [(question, answer) for question, answer in task.test if answer.size]
             train.append(Group(pairs, versions, num_identifiers))
             # each version has an identifier, each task a name
             num_identifiers += len(versions)
@@ -95,31 +103,20 @@ def main(settings):
             progress.add(1)
 
     # write the files
-    num_unknown = sum(not is_known(pair) for group in test for pair in group.pairs)
-    counts = {"tasks": len(train), "test tasks": len(test), "versions of tasks": num_identifiers - 1}
-    counts |= left_out | {"test outputs that are not known": num_unknown}
+    counts = {
+        "tasks": len(train),
+        "test tasks": len(test),
+        "versions of tasks": num_identifiers - 1,
+        **left_out,
+        "test outputs that are not known": sum(
+            answer.size == 0 for group in test for _, answer in group.pairs),
+    }
     manifest = ARC.new_task(settings.max_side) | {"command": command_of(__file__, settings), "counts": counts}
     with new_dataset(settings.output_dir, manifest, identifier_names) as folder:
-        write_tasks(f"{folder}/train", train, settings.max_side, num_identifiers)
-        write_tasks(f"{folder}/test", test, settings.max_side, num_identifiers)
+        for split, groups in ("train", train), ("test", test):
+            write_tasks(f"{folder}/{split}", groups, settings.max_side, num_identifiers)
     print_report(settings, "arc_demo.py" if settings.source == "generate" else "arc1.py", counts)
     return settings.output_dir
-
-
-def fill_in(settings):
-    """Fills in output_dir. Raises UserError for a wrong setting."""
-    # generated grids have one size
-    if settings.source == "generate":
-        settings.max_side = settings.size
-    if settings.seed >= 2 ** 32:  # the official builder's generator takes no more
-        raise UserError(f"seed must be below 2^32, not {settings.seed}")
-    name = os.path.basename(os.path.normpath(settings.source))
-    settings.output_dir = settings.output_dir or f"data/{name}-aug-{settings.num_aug}"
-
-
-def is_known(pair):
-    """Returns whether the output of a pair is known."""
-    return pair[1].size > 0
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -134,7 +131,7 @@ class Group(NamedTuple):
 
 
 def write_tasks(folder, groups, side, num_identifiers):
-    """Writes the files of a split, as arc.Versions reads them.
+    """Writes the files of a split, as data.ARCDataset reads them.
 
     Args:
         folder: the new folder.
@@ -143,12 +140,12 @@ def write_tasks(folder, groups, side, num_identifiers):
         num_identifiers: of both splits.
     """
     # store each example once
-    canvases = []
+    pairs = []
     identifiers = []
-    for pairs, versions, first_identifier in groups:
-        canvases += [[canvas(grid, side) for grid in pair] for pair in pairs]
-        identifiers += range(first_identifier, first_identifier + len(versions))
-    inputs, labels = np.reshape(canvases, (-1, 2, side * side)).swapaxes(0, 1)
+    for group in groups:
+        pairs += group.pairs
+        identifiers += range(group.first_identifier, group.first_identifier + len(group.versions))
+    inputs, labels = kind_of(ARC.new_task(side)).canvases(pairs, itertools.repeat(ORIGINAL), 0)
 
     # say which examples and which versions belong to each task
     num_pairs = [len(group.pairs) for group in groups]
@@ -212,9 +209,8 @@ def other_tasks(extra, tests):
     remaining = []
     for task in extra:
         # the output of the test pair may not be known
-        keys = set()
-        for question, answer in task.train + task.test:
-            keys |= {orbit_key((question, answer)), orbit_key((question, UNKNOWN))}
+        pairs = task.train + task.test
+        keys = {orbit_key((question, output)) for question, answer in pairs for output in (answer, UNKNOWN)}
         if keys.isdisjoint(test_keys):
             remaining.append(task)
     return remaining
@@ -224,13 +220,12 @@ def orbit_key(pair):
     """Returns a key of a pair of grids; turning it or permuting the colors 1 to 9 keeps the key."""
     keys = []
     for way in range(8):
-        grids = [turned(grid, way) for grid in pair]
+        question, answer = [turned(grid, way) for grid in pair]
         # the colors are numbered by their first cells; 0 stays, as in versions
-        colors = dict.fromkeys([0, *grids[0].flat, *grids[1].flat])
-        numbers = np.zeros(10, dtype=np.uint8)
-        numbers[list(colors)] = range(len(colors))
-        keys.append([grid_key(numbers[grid]) for grid in grids])
-    return tuple(min(keys))
+        cells = np.concatenate([[0], question.ravel(), answer.ravel()])
+        _, first_cells, numbers = np.unique(cells, return_index=True, return_inverse=True)
+        keys.append((question.shape, answer.shape, first_cells[numbers].tobytes()))
+    return min(keys)
 
 
 def read_subset(settings, subset):
@@ -288,16 +283,10 @@ def read_kaggle(path):
     solutions_path = path.replace("_challenges.json", "_solutions.json")
     solutions = read_json(solutions_path) if os.path.exists(solutions_path) else {}
     for name, outputs in solutions.items():
-        if outputs is None:
-            continue
         try:
-            tests = tasks.get(name, {}).get("test", [])
-            if len(outputs) != len(tests):
-                raise UserError(f"{solutions_path}: task {name} has {len(outputs)} outputs, but {len(tests)} "
-                                f"test inputs in {path}: the files are of different sets")
-            for pair, output in zip(tests, outputs):
+            for pair, output in zip(tasks[name]["test"], outputs, strict=True):
                 pair["output"] = output
-        except (AttributeError, TypeError):
+        except (KeyError, TypeError, ValueError):
             raise UserError(f"{solutions_path}: task {name} must be a list of outputs, one for each test "
                             f"input of the task in {path}") from None
     return list(tasks.items())
@@ -370,9 +359,8 @@ def generated_task(number, seed, size, num_pairs):
 
     # one rule makes the outputs of all of them
     questions, answers = family(rng, grids, colors)
-    pairs = []
-    for question, answer in zip(questions, answers):
-        pairs.append({"input": question.tolist(), "output": answer.tolist()})
+    grids = zip(questions.tolist(), answers.tolist())
+    pairs = [{"input": question, "output": answer} for question, answer in grids]
     return f"{family.__name__}_{number:04d}", {"train": pairs[:-1], "test": pairs[-1:]}
 
 

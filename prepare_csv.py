@@ -8,12 +8,11 @@ Files are CSV with the columns question and answer, also .gz. docs/own-puzzles.m
 import math
 import os
 import re
-from collections import Counter
 
 import numpy as np
 
 from configurator import From0, start
-from puzzles import kind_of, squeezed, task_of
+from puzzles import kind_of, task_of
 from puzzles.prepare import csv_rows, distinct_rows, drop_test_puzzles, read_puzzles, write_puzzles
 from puzzles.writer import refuse_existing
 from runtime.errors import UserError
@@ -41,28 +40,29 @@ class Settings:
 
 def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
-    fill_in(settings)
+    # test puzzles come from a file or are drawn, not both
+    if not settings.train_csv or bool(settings.test_csv) == bool(settings.holdout):
+        raise UserError("needs --train_csv=FILE and either --test_csv=FILE or --holdout=N")
+    if not re.fullmatch(r"\d+x\d+|", settings.grid):
+        raise UserError(f"grid={settings.grid}: must be like 6x6")
+    settings.output_dir = settings.output_dir or "data/" + os.path.basename(settings.train_csv).split(".")[0]
     refuse_existing(settings.output_dir)
 
-    # read the files, and say which symbols they have
+    # read the files
     files = {}  # {path: rows}
     for path in filter(None, [settings.train_csv, settings.test_csv]):
-        files[path] = read_rows(path, settings)
+        rows = csv_rows(path, symbols=settings.symbols)
+        files[path] = list(distinct_rows(path, rows, settings.several_answers))
     kind = kind_of(new_task(settings, [row for rows in files.values() for _, row in rows]))
-    if not settings.symbols:
-        print(f"symbols in the files: {kind.symbols[1:]!r}; with --symbols any other is an error")
 
     # turn them into tokens, [2, n, cells]: questions and answers, where 0 is a cell that does not count
-    puzzles = [read_puzzles(path, iter(rows), kind, settings.ignored) for path, rows in files.items()]
+    puzzles = [read_puzzles(path, rows, kind, settings.ignored) for path, rows in files.items()]
     train = puzzles[0]
     test = puzzles[-1]
 
     # or draw the test puzzles
     if settings.holdout:
         order = np.random.default_rng([settings.seed, 1]).permutation(train.shape[1])
-        if settings.holdout >= len(order):
-            raise UserError(f"holdout={settings.holdout} leaves none of the {len(order)} puzzles in "
-                            f"{settings.train_csv} to train on")
         drawn = np.sort(order[:settings.holdout])
         test = train[:, drawn]
         train = np.delete(train, drawn, axis=1)
@@ -71,33 +71,7 @@ def main(settings):
     train, left_out = drop_test_puzzles(settings.train_csv, train, test, kind)
 
     # write the puzzles with their copies
-    write_puzzles(settings, __file__, "demo.py", kind, train, test, settings.num_aug, left_out)
-    return settings.output_dir
-
-
-def fill_in(settings):
-    """Fills in output_dir. Raises UserError for settings that do not fit together."""
-    # test puzzles come from a file or are drawn, not both
-    has_test = bool(settings.test_csv) != bool(settings.holdout)
-    if not settings.train_csv or not has_test:
-        raise UserError("needs --train_csv=FILE and either --test_csv=FILE or --holdout=N")
-    if not re.fullmatch(r"\d+x\d+|", settings.grid):
-        raise UserError(f"grid={settings.grid}: must be like 6x6")
-    name = os.path.basename(settings.train_csv).split(".")[0]
-    settings.output_dir = settings.output_dir or f"data/{name}"
-
-
-def read_rows(path, settings):
-    """Returns the rows of a file, the first one of each question, as csv_rows yields them.
-
-    White space is no cell, unless the setting symbols has a space. Raises UserError for another answer to the
-    same question, unless there may be several_answers.
-    """
-    rows = []
-    for line, row in csv_rows(path):
-        cells = {name: squeezed(row[name], settings.symbols) for name in ("question", "answer")}
-        rows.append((line, row | cells))
-    return list(distinct_rows(path, rows, settings.several_answers))
+    return write_puzzles(settings, __file__, "demo.py", kind, train, test, settings.num_aug, left_out)
 
 
 def new_task(settings, rows):
@@ -105,16 +79,12 @@ def new_task(settings, rows):
     questions = [row["question"] for row in rows]
     answers = [row["answer"] for row in rows]
 
-    # by default the grid is a square, with as many cells as most questions have
+    # by default the grid is a square, with as many cells as the first question has
     if settings.grid:
         grid = list(map(int, settings.grid.split("x")))
     else:
-        [(num_cells, _)] = Counter(map(len, questions)).most_common(1)
-        side = math.isqrt(num_cells)
+        side = math.isqrt(len(questions[0]))
         grid = [side, side]
-        if side * side != num_cells:
-            raise UserError(f"most questions have {num_cells} cells, no square: give --grid=ROWSxCOLUMNS, or "
-                            "--symbols with a space, if white space is a cell")
 
     # by default the symbols are the characters of the files, those that only questions have first
     symbols = settings.symbols

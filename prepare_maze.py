@@ -17,8 +17,6 @@ from configurator import Above0, From0, start
 from puzzles import kind_of
 from puzzles.maze import Maze, long_mazes
 from puzzles.prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
-from puzzles.writer import refuse_existing
-from runtime.errors import UserError
 
 
 class Settings:
@@ -48,8 +46,8 @@ def main(settings):
         "hub": "maze-30x30-hard",
         "generate": f"maze-{settings.size}x{settings.size}-path-{settings.min_path}",
     }
-    fill_in_source(settings, dataset_names, 8 if settings.aug else 1, hub_size="1k")
-    refuse_existing(settings.output_dir)
+    num_copies = 7 * settings.aug
+    fill_in_source(settings, dataset_names, 1 + num_copies, hub_size="1k")
 
     # get the mazes, [2, n, cells]: questions and answers
     left_out = {}
@@ -59,19 +57,14 @@ def main(settings):
         train, test = np.split(mazes, [settings.num_train], axis=1)
     else:
         paths = csv_paths(settings, HUB)
-        # the first test maze says how large the mazes are
-        line, row = next(csv_rows(paths[1]))
-        num_cells = len(row["question"])
-        size = math.isqrt(num_cells)
-        if size * size != num_cells:
-            raise UserError(f"{paths[1]}:{line}: the question has {num_cells} cells: a maze must be a square")
+        # the first training maze says how large the mazes are
+        _, row = next(csv_rows(paths[0]))
+        size = math.isqrt(len(row["question"]))
         train, test, left_out = read_both(settings, paths, maze_of(size), csv_rows)
 
     # write them with their copies
-    num_copies = 7 if settings.aug else 0
     config = "maze_demo.py" if size < 20 else "maze.py"
-    write_puzzles(settings, __file__, config, maze_of(size), train, test, num_copies, left_out)
-    return settings.output_dir
+    return write_puzzles(settings, __file__, config, maze_of(size), train, test, num_copies, left_out)
 
 
 def maze_of(size):

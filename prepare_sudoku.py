@@ -12,11 +12,10 @@ import functools
 import numpy as np
 
 from configurator import Above0, From0, start
-from puzzles import EMPTY_SIGNS, kind_of, squeezed
+from puzzles import EMPTY_SIGNS, kind_of
 from puzzles.prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
 from puzzles.sudoku import BOXES, Sudoku, minimal_sudokus
 from puzzles.symmetries import keys_of
-from puzzles.writer import refuse_existing
 from runtime.errors import UserError
 
 
@@ -45,7 +44,6 @@ DOTS = dict.fromkeys(map(ord, EMPTY_SIGNS), ".")  # other signs of files for an 
 def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
     fill_in(settings)
-    refuse_existing(settings.output_dir)
     size = settings.size
 
     # get the puzzles, [2, n, cells]: questions and answers
@@ -64,18 +62,17 @@ def main(settings):
     config = "demo.py"
     if size == 9:
         config = "sudoku_cpu.py" if settings.source == "generate" else "sudoku.py"
-    write_puzzles(settings, __file__, config, kind, train, test, settings.num_aug, left_out)
-    return settings.output_dir
+    return write_puzzles(settings, __file__, config, kind, train, test, settings.num_aug, left_out)
 
 
 def fill_in(settings):
     """Fills in source and output_dir. Raises UserError for a wrong setting."""
-    dataset_names = {"hub": "sudoku-extreme", "generate": f"sudoku-{settings.size}x{settings.size}"}
+    size = settings.size
+    dataset_names = {"hub": "sudoku-extreme", "generate": f"sudoku-{size}x{size}"}
     fill_in_source(settings, dataset_names, settings.num_aug)
-    if settings.source == "hub" and settings.size != 9:
-        raise UserError(f"size must be 9 for the hub, not {settings.size}")
-    if settings.size not in BOXES:
-        raise UserError(f"size must be one of {[*BOXES]}, not {settings.size}")
+    sizes = [9] if settings.source == "hub" else [*BOXES]
+    if size not in sizes:
+        raise UserError(f"size must be one of {sizes}, not {size}")
 
 
 def hard_rows(path, min_difficulty):
@@ -84,15 +81,14 @@ def hard_rows(path, min_difficulty):
     With min_difficulty 0 a file needs no ratings, and they may be words. White space is no cell.
     """
     columns = ["question", "answer"] + ["rating"] * (min_difficulty != 0)
-    for line, row in csv_rows(path, columns):
-        rating = row["rating"] if min_difficulty else ""
+    for line, row in csv_rows(path, columns, symbols=""):
+        rating = min_difficulty and row["rating"]
         try:
             is_hard = float(rating or min_difficulty) >= min_difficulty
         except ValueError:
             raise UserError(f"{path}:{line}: the rating {rating!r} is not a number") from None
         if is_hard:
-            question = squeezed(row["question"], "").translate(DOTS)
-            yield line, row | {"question": question, "answer": squeezed(row["answer"], "")}
+            yield line, row | {"question": row["question"].translate(DOTS)}
 
 
 def generate(size, n, seed):

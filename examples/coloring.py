@@ -22,20 +22,15 @@ def broken_cells(questions, answers):
 
     It takes arrays and tensors alike.
     """
-    changed = (questions > 1) & (answers != questions)
-    broken = (answers < 2) | changed
+    broken = (answers < 2) | (questions > 1) & (answers != questions)
     colors = answers.reshape(-1, 4, 5)
     marks = broken.reshape(colors.shape)  # a view
 
-    # mark both cells of equal neighbors, one below the other
-    equal = colors[:, 1:] == colors[:, :-1]
-    marks[:, 1:] |= equal
-    marks[:, :-1] |= equal
-
-    # mark both cells of equal neighbors side by side
-    equal = colors[:, :, 1:] == colors[:, :, :-1]
-    marks[:, :, 1:] |= equal
-    marks[:, :, :-1] |= equal
+    # mark both cells of equal neighbors: one below the other, then side by side
+    for cells, cell_marks in (colors, marks), (colors.mT, marks.mT):
+        equal = cells[:, 1:] == cells[:, :-1]
+        cell_marks[:, 1:] |= equal
+        cell_marks[:, :-1] |= equal
     return broken
 
 

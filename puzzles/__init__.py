@@ -10,7 +10,6 @@ its own to KINDS, as examples/coloring.py does.
 """
 import math
 import pkgutil
-import re
 import string
 from typing import NamedTuple
 
@@ -52,24 +51,21 @@ def task_of(manifest, seq_len, vocab_size):
     """
     if "symbols" not in manifest:
         manifest = OFFICIAL.get((seq_len, vocab_size), manifest)
-    grid = manifest.get("grid", seq_len and [1, seq_len])
-    symbols = manifest.get("symbols", list(map(str, range(vocab_size))))
-    is_pair = isinstance(grid, (list, tuple)) and list(map(type, grid)) == [int, int]
-    if not is_pair or min(grid) < 1 or not all(isinstance(symbol, str) for symbol in symbols):
-        raise UserError(f"manifest.json: grid {grid!r} must be [rows, columns], symbols {symbols!r} a string")
+    grid = manifest.get("grid", [1, seq_len])
+    symbols = list(map(str, manifest.get("symbols", range(vocab_size))))
     text = "".join(symbols)
     if len(text) == len(symbols):
         symbols = text
-    task = {"kind": manifest.get("kind", ""), "grid": list(grid), "symbols": symbols}
 
-    # each token has a symbol of its own, and the grid has the model's cells
+    # the grid has the model's cells, and each token a symbol of its own
+    is_pair = list(map(type, grid or ())) == [int, int] and min(grid) > 0
+    if not is_pair or seq_len not in (None, math.prod(grid)):
+        raise UserError(f"grid {grid!r} must be [rows, columns], and have the cells of a puzzle")
     num_different = 1 + len(set(symbols[1:]))
-    if not 2 <= vocab_size <= 256:
-        raise UserError(f"{max(0, vocab_size - 1)} symbols: a dataset has from 1 to 255")
-    if seq_len not in (None, math.prod(grid)):
-        raise UserError(f"grid {grid} does not fit {seq_len} cells")
-    if not len(symbols) == num_different == vocab_size:
-        raise UserError(f"symbols {symbols!r} must be {vocab_size}, one for each token, all different")
+    if not 2 <= len(symbols) == num_different == vocab_size <= 256:
+        raise UserError(f"{len(symbols)} symbols {symbols!r} must be {vocab_size}, one for each token, all "
+                        "different, and from 1 to 255 besides padding")
+    task = {"kind": manifest.get("kind", ""), "grid": list(grid), "symbols": symbols}
     for name in "symmetries", "units":
         if name in manifest:
             task[name] = manifest[name]
@@ -90,7 +86,7 @@ class Kind:
     Raises UserError for a task whose grid, symbols or symmetries do not fit.
     """
 
-    has_several_answers = False  # whether a question has several right answers, of which the label is one
+    has_several_answers = False  # whether a question has several right answers; these need a judge
     symmetries = {}  # see puzzles/symmetries.py, unless the task describes others
     empty = 1  # the token of a cell that is to be filled
     no_solution = "the answer is no solution"  # what is said of one that breaks no rule
@@ -107,11 +103,7 @@ class Kind:
         if own_task and (own_task["grid"], own_task["symbols"][1:]) != (self.grid, self.symbols[1:]):
             raise UserError(f"grid {self.grid} and symbols {self.symbols!r} do not fit kind {task['kind']}, "
                             f"whose are {own_task['grid']} and {own_task['symbols']!r}")
-        if self.has_several_answers and type(self).judge is Kind.judge:
-            raise UserError(f"kind {task['kind']}: questions with several right answers need a judge")
         check_symmetries(self)
-        if not all(self.rows % rows == 0 == self.columns % columns for rows, columns in self.unit_shapes):
-            raise UserError(f"units {self.unit_shapes} must divide the grid {self.grid}")
 
     @staticmethod
     def new_task(rows):
@@ -119,8 +111,11 @@ class Kind:
         return None
 
     def resized(self, cells):
-        """Returns the Kind of grids with another number of cells, where a model takes any number of them."""
-        return self
+        """Returns the Kind of squares with so many cells, where there are such puzzles; else itself."""
+        task = self.new_task(math.isqrt(cells))
+        if not task or not task["symbols"]:
+            return self
+        return type(self)(self.task | task | {"kind": self.task["kind"]})
 
     @property
     def unit_shapes(self):
@@ -135,9 +130,11 @@ class Kind:
         """
         if not self.unit_shapes:
             raise UserError(f"puzzles of kind {self.task['kind']!r} have no units: prepare_csv.py --units")
-        rows, columns = np.reshape(np.array(self.unit_shapes, int), (-1, 2, 1)).swapaxes(0, 1)
         row, column = np.divmod(np.arange(self.cells), self.columns)
-        return row // rows * (self.columns // columns) + column // columns
+        divisions = []
+        for rows, columns in self.unit_shapes:
+            divisions.append(row // rows * (self.columns // columns) + column // columns)
+        return np.array(divisions)
 
     @property
     def box(self):
@@ -148,16 +145,14 @@ class Kind:
     # Text
 
     def question_symbols(self):
-        """Returns the symbols of questions in one string."""
-        return "".join(self.symbols[1:])
+        """Returns the symbols of questions."""
+        return self.symbols[1:]
 
     def check_text(self, text, symbols, name):
         """Raises UserError unless a string has one of the symbols for each cell; name: for the message."""
-        if not text or len(text) != self.cells:
-            # a spreadsheet takes a puzzle of digits for a number, and drops zeros or digits
-            is_number = text.isdigit() and len(text) > self.cells // 2 or re.fullmatch(r"\d.*E\+\d+", text)
-            hint = " (did a spreadsheet read it as a number?)" if is_number else ""
-            raise UserError(f"{name} has {len(text)} cells, not {self.rows}x{self.columns}{hint}")
+        if len(text) != self.cells:
+            # of a puzzle that it takes for a number, a spreadsheet drops zeros or digits
+            raise UserError(f"{name} has {len(text)} cells, not {self.rows}x{self.columns}")
         rest = text.lstrip(symbols)
         if rest:
             cell = self.place_of(len(text) - len(rest))
@@ -297,9 +292,7 @@ def parse(task, text):
     kind = kind_of(task)
     symbols = kind.question_symbols()
     tokens = dict.fromkeys(EMPTY_SIGNS, kind.empty)
-    for token, symbol in enumerate(kind.symbols[1:], 1):
-        if symbol in symbols:
-            tokens[symbol] = token
+    tokens |= {symbol: kind.symbols.index(symbol, 1) for symbol in symbols}
 
     forms = (f"a puzzle is a line of {kind.cells} cells, or {kind.rows} lines of {kind.columns} with an "
              f"empty line before the next puzzle; cells are of {symbols!r}, any of {EMPTY_SIGNS!r} is empty")

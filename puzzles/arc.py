@@ -1,11 +1,11 @@
-"""ARC: grids and their versions, the tasks of a dataset, and the vote.
+"""ARC: grids and their versions, and the vote.
 
 A grid is an array of colors [rows, columns], uint8. On a canvas of side x side tokens, it has an EDGE below
 and on the right, where there is room. A version, uint8 [11], says in which of the 8 ways to turn a grid,
 numbered as in the official builder, and what the colors 0 to 9 become.
 """
-import functools
 import json
+import math
 from collections import defaultdict
 
 import numpy as np
@@ -33,17 +33,37 @@ class ARC(Kind):
         """Raises UserError: a question alone has no puzzle identifier."""
         raise UserError("this model solves ARC tasks: train.py writes submission.json, see docs/arc.md")
 
+    def grids(self, *canvases):
+        """Returns the grids at the top left of canvases, tokens [side * side] each."""
+        return list(map(crop, canvases))
+
+    def canvases(self, pairs, versions, translation_draws):
+        """Returns canvases with versions of pairs (input, output) of grids: tokens [n, side * side] each.
+
+        translation_draws: numbers in [0, 1), [n, 2], that move the grids; 0: nothing moves.
+        """
+        canvases = []
+        translation_draws = np.broadcast_to(translation_draws, (len(pairs), 2))
+        for pair, version, draws in zip(pairs, versions, translation_draws):
+            grids = [apply_version(grid, version) for grid in pair]
+            # both are moved alike, as far as there is room for them
+            question, answer = grids
+            room = self.rows + 1 - np.maximum(question.shape, answer.shape)
+            offset = (draws * room).astype(int)
+            canvases.append([canvas(grid, self.rows, *offset) for grid in grids])
+        return np.reshape(canvases, (-1, 2, self.cells)).swapaxes(0, 1)
+
     def elect(self, test_set, indices, results, all_gather, save):
         """See Kind. Saves the answers in submission.json; a part of the tasks does not replace it."""
         own_votes = count_votes(test_set, indices, results["preds"], results["q_halt_logits"])
-        votes = merge_votes(all_gather(own_votes))
-        num_tasks = len({group for group, _ in votes})
+        elected = merge_votes(all_gather(own_votes))
+        num_tasks = len({group for group, _ in elected})
         if save and num_tasks < test_set.total_groups:
             to_stderr(f"submission.json is not written: {num_tasks} of {test_set.total_groups} tasks were "
                       "evaluated")
         elif save:
-            save("submission.json", json.dumps(submission(test_set, votes)).encode())
-        return vote_values(test_set, votes)
+            save("submission.json", json.dumps(submission(test_set, elected)).encode())
+        return vote_values(test_set, elected)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -64,7 +84,7 @@ def grid_key(grid):
 
 
 def apply_version(grid, version):
-    way = version[0]
+    way = int(version[0])
     colors = version[1:]
     return turned(colors[grid], way)
 
@@ -77,21 +97,22 @@ def undo_version(grid, version):
 
 def canvas(grid, side, row=0, column=0):
     """Returns tokens, uint8 [side, side]: a canvas with a grid whose first cell is at (row, column)."""
-    # the grid's colors, then an edge below it and one beside it, as far as the canvas goes
+    # an edge below the grid and one beside it, as far as the canvas goes, but not at their corner
     tokens = np.zeros((side, side), dtype=np.uint8)
     end_row = row + grid.shape[0]
     end_column = column + grid.shape[1]
+    tokens[row:end_row + 1, column:end_column + 1] = EDGE
+    tokens[end_row:, end_column:] = 0
     tokens[row:end_row, column:end_column] = grid + COLOR
-    tokens[end_row:end_row + 1, column:end_column] = EDGE
-    tokens[row:end_row, end_column:end_column + 1] = EDGE
     return tokens
 
 
-def crop(tokens, side):
-    """Returns the grid at the top left of a canvas, tokens [side * side]; [0, 0] if there is none.
+def crop(tokens):
+    """Returns the grid at the top left of a square canvas of tokens; [0, 0] if there is none.
 
     It is the largest rectangle of colors there, the flattest of equal ones, as in the official evaluation.
     """
+    side = math.isqrt(tokens.size)
     tokens = tokens.reshape(side, side)
     # the first n rows all begin with widths[n - 1] colors
     run_lengths = np.logical_and.accumulate(tokens >= COLOR, axis=1).sum(axis=1)
@@ -102,91 +123,6 @@ def crop(tokens, side):
     columns = widths[rows - 1]
     grid = tokens[:rows, :columns] - COLOR
     return grid.astype(np.uint8)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The tasks of a dataset
-
-class Versions:
-    """What a Dataset of prepare_arc.py has besides: it stores each example of a task once.
-
-    Its files are task_indices and versions in place of puzzle_indices. Task i is the group i of the dataset.
-    All of its versions have the stored examples indices[i]:indices[i + 1]; a row of versions [n, 11] says how
-    a version turns and recolors them.
-    """
-
-    is_streamed = True
-
-    def load_rows(self):
-        """See Dataset. All versions of a task share the rows of the task."""
-        self.versions = self._load("versions")
-        self.indices = self._load("task_indices")
-        return self.indices, self.groups_of(np.arange(len(self.puzzle_identifiers)))
-
-    @property
-    def side(self):
-        return self.task["grid"][0]
-
-    @functools.cached_property
-    def grids(self):
-        """The stored examples, pairs (input, output) of grids."""
-        return [[crop(tokens, self.side) for tokens in pair] for pair in zip(self.inputs, self.labels)]
-
-    @functools.cached_property
-    def names(self):
-        """The name of each task."""
-        with open(f"{self.path}/identifiers.json", encoding="utf-8") as f:
-            _, *names = json.load(f)  # the tasks in train
-        # the versions of these tasks have the identifiers 1, 2, ...
-        first_identifiers = np.load(f"{self.path}/train/all__group_indices.npy") + 1
-        identifiers = self.puzzle_identifiers[self.group_indices[:-1]]
-        return [names[i] for i in np.searchsorted(first_identifiers, identifiers)]
-
-    def pairs(self, task):
-        """Returns the pairs (input, output) of a task: grids of colors."""
-        first, end = self.indices[task:task + 2]
-        return self.grids[first:end]
-
-    def examples(self, rows, versions, translation_draws):
-        """See Dataset. Returns canvases with versions of stored examples."""
-        canvases = []
-        translation_draws = np.broadcast_to(translation_draws, (len(rows), 2))
-        for row, version, draws in zip(rows, self.versions[versions], translation_draws):
-            grids = [apply_version(grid, version) for grid in self.grids[row]]
-            # both are moved alike, as far as there is room for them
-            question, answer = grids
-            room = self.side + 1 - np.maximum(question.shape, answer.shape)
-            offset = (draws * room).astype(np.int64)
-            canvases.append([canvas(grid, self.side, *offset) for grid in grids])
-        return np.reshape(canvases, (-1, 2, self.side ** 2)).swapaxes(0, 1)
-
-
-EXAMPLE_FIELDS = [("group", int), ("version_draw", float), ("member", int), ("translation_draws", float, 2)]
-
-
-def draw_examples(groups, group_sizes, rng):
-    """Returns the examples that groups bring to an epoch, each group all examples of one of its versions.
-
-    A structured array [n]: group; version_draw, the number in [0, 1) that draws a version of the group;
-    member, which of the version's examples it is; translation_draws, two numbers in [0, 1) that move it.
-
-    Args:
-        groups: in order.
-        group_sizes: how many examples each group brings.
-        rng: a random generator.
-    """
-    # list the examples of all groups
-    sizes = group_sizes[groups]
-    owners = np.repeat(groups, sizes)
-    members = np.concatenate(list(map(np.arange, sizes)))
-
-    # draw one version of each group; all of its examples but one move
-    version_draws, fixed_draws = rng.random((2, len(groups)))
-    fixed_members = (fixed_draws * group_sizes).astype(int)
-    translation_draws = rng.random((len(owners), 2))
-    translation_draws[members == fixed_members[owners]] = 0
-    fields = [owners, version_draws[owners], members, translation_draws]
-    return np.rec.fromarrays(fields, dtype=EXAMPLE_FIELDS)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -202,7 +138,7 @@ def count_votes(test, indices, preds, q_halt):
     task's own version.
 
     Args:
-        test: a Dataset with Versions.
+        test: an ARCDataset.
         indices: which of its examples [n].
         preds: their answers, tokens [n, S].
         q_halt: the confidence of each answer, logits [n].
@@ -215,7 +151,7 @@ def count_votes(test, indices, preds, q_halt):
     columns = versions, groups.tolist(), members.tolist(), preds, confidences.tolist()
     for version, group, member, tokens, confidence in zip(*columns):
         # bring the answer back to the task's own colors and orientation
-        grid = crop(tokens, test.side)
+        grid = crop(tokens)
         answer = grid_key(undo_version(grid, test.versions[version]))
         candidates = votes.setdefault((group, member), {})
         candidates.setdefault(answer, []).append(confidence)
@@ -223,53 +159,50 @@ def count_votes(test, indices, preds, q_halt):
 
 
 def merge_votes(ranks):
-    """Returns the sum of the ranks' votes."""
+    """Returns {(group, member): answers} of the ranks' votes; the answers with most votes come first.
+
+    Of equal ones it is the one with the higher mean confidence.
+    """
     total = defaultdict(lambda: defaultdict(list))
     for votes in ranks:
         for test_input, candidates in votes.items():
             for answer, confidences in candidates.items():
                 total[test_input][answer] += confidences
-    return total
+
+    elected = {}
+    for test_input, candidates in total.items():
+        standings = {answer: (len(votes), sum(votes) / len(votes)) for answer, votes in candidates.items()}
+        elected[test_input] = sorted(standings, key=standings.get, reverse=True)
+    return elected
 
 
-def ranked(candidates):
-    """Returns the answers to one test input, by their votes, then by their mean confidence."""
-    def standing(answer):
-        confidences = candidates[answer]
-        return len(confidences), sum(confidences) / len(confidences)
-
-    return sorted(candidates, key=standing, reverse=True)
-
-
-def vote_values(test, votes):
+def vote_values(test, elected):
     """Returns {"eval/pass1": share, ...} of the tasks that were voted on and have known answers.
 
     A task counts by the share of its test inputs that are solved (official evaluators/arc.py).
     """
     solved = dict.fromkeys(PASSES, 0.0)
     num_tasks = 0
-    for group in sorted({group for group, _ in votes}):
+    for group in sorted({group for group, _ in elected}):
         # an answer that is not known is empty
         answers = [answer for _, answer in test.pairs(group)]
         if not all(answer.size for answer in answers):
             continue
         num_tasks += 1
         for member, answer in enumerate(answers):
-            elected = ranked(votes[group, member])
             for k in PASSES:
-                is_solved = grid_key(answer) in elected[:k]
+                is_solved = grid_key(answer) in elected[group, member][:k]
                 solved[k] += is_solved / len(answers)
 
     # the mean over the tasks
     return {f"eval/pass{k}": total / max(1, num_tasks) for k, total in solved.items()}
 
 
-def submission(test, votes):
+def submission(test, elected):
     """Returns {task: [{"attempt_1": grid, "attempt_2": grid}, ...]}, an entry a test input, as for Kaggle."""
     attempts = {}
-    for group, member in sorted(votes):
-        elected = ranked(votes[group, member])
-        grids = [np.frombuffer(cells, dtype=np.uint8).reshape(shape).tolist() for shape, cells in elected[:2]]
+    for (group, _), answers in sorted(elected.items()):
+        grids = [np.frombuffer(cells, dtype=np.uint8).reshape(shape).tolist() for shape, cells in answers[:2]]
         # a single answer is given twice
         best = {"attempt_1": grids[0], "attempt_2": grids[-1]}
         attempts.setdefault(test.names[group], []).append(best)

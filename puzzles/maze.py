@@ -29,11 +29,6 @@ class Maze(Kind):
         """See Kind."""
         return {"kind": "maze", "grid": [rows, rows], "symbols": MAZE}
 
-    def resized(self, cells):
-        """See Kind."""
-        side = math.isqrt(cells)
-        return type(self)(self.task | {"grid": [side, side]})
-
     def question_symbols(self):
         """See Kind. The path is no part of a question."""
         return MAZE[1:-1]
@@ -43,16 +38,15 @@ class Maze(Kind):
 
         An answer is a solution if it is a shortest path, and nothing else differs.
         """
-        is_changed = answers != questions
         is_drawn = (questions == OPEN) & (answers == PATH)
-        broken = is_changed & ~is_drawn
+        broken = (answers != questions) & ~is_drawn
         _, is_shortest = path_metrics(questions, answers)
         return Judgement(broken, is_shortest & ~broken.any(axis=1))
 
     def num_solutions(self, questions):
         """Returns 1 for mazes with a path from the one start to the one goal, else 0, [n]."""
         _, steps = solve_mazes(questions)
-        return have_ends(questions) & (steps > 0)
+        return steps > 0
 
     def metrics(self, questions, answers):
         """See Kind. The paper's metric compares mazes with their labels; these ones follow the rules."""
@@ -102,17 +96,10 @@ def path_metrics(questions, answers):
     num_steps = is_path.sum(axis=1) + 1
     walls = np.where(is_end, questions, WALL)
     _, steps_along = solve_mazes(np.where(is_path, OPEN, walls))
-    is_valid = fits.all(axis=1) & have_ends(questions) & (steps_along == num_steps)
+    is_valid = fits.all(axis=1) & (steps_along == num_steps)
 
     _, fewest_steps = solve_mazes(questions)
     return is_valid, is_valid & (num_steps == fewest_steps)
-
-
-def have_ends(questions):
-    """Returns which mazes have one start and one goal, bool [n]."""
-    starts = (questions == START).sum(axis=1)
-    goals = (questions == GOAL).sum(axis=1)
-    return (starts == 1) & (goals == 1)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -133,9 +120,11 @@ def solve_mazes(questions):
     from_goal = distances(squares == GOAL, squares != WALL).reshape(-1, width * width)
     cells = squares.reshape(-1, width * width)
 
-    # begin at the starts; without one, at a wall
-    position = (cells == START).argmax(axis=1)
-    steps = np.maximum(from_goal[np.arange(len(cells)), position], 0)
+    # begin at the starts; without one start and one goal there is no path
+    is_start = cells == START
+    has_ends = (is_start.sum(axis=1) == 1) & ((cells == GOAL).sum(axis=1) == 1)
+    position = is_start.argmax(axis=1)
+    steps = np.maximum(from_goal[np.arange(len(cells)), position] * has_ends, 0)
 
     # walk to the goals: the mazes with the longest way first, until all are as near
     neighbors_at = np.array([width, -1, 1, -width])  # down, left, right, up
@@ -204,7 +193,7 @@ def long_mazes(index, seed, size, min_path):
 
     # draw which of them is the start
     swap = rng.random((len(is_open), 1, 1)) < 0.5
-    questions = np.where(is_open, np.uint8(OPEN), np.uint8(WALL))
+    questions = np.where(is_open, np.uint8(OPEN), WALL)
     questions[np.where(swap, one_end, other_end)] = START
     questions[np.where(swap, other_end, one_end)] = GOAL
 
@@ -220,6 +209,6 @@ def random_cells(squares, rng):
     n, rows, columns = squares.shape
     cells = squares.reshape(n, rows * columns)
     draws = 1 - rng.random(cells.shape, dtype=np.float32)  # above 0
-    chosen = (cells * draws).argmax(axis=1)
-    is_chosen = np.arange(rows * columns) == chosen[:, None]
+    chosen = (cells * draws).argmax(axis=1, keepdims=True)
+    is_chosen = np.arange(rows * columns) == chosen
     return squares & is_chosen.reshape(squares.shape)

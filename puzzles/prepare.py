@@ -5,6 +5,7 @@ draws some, makes copies, and writes a dataset. There a group is one original pu
 its versions are the original and its copies by symmetry.
 """
 import csv
+import functools
 import gzip
 import itertools
 import multiprocessing
@@ -18,8 +19,9 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import requests
 
+from puzzles import Kind, squeezed
 from puzzles.symmetries import keys_of
-from puzzles.writer import new_dataset, write_split
+from puzzles.writer import new_dataset, refuse_existing, write_split
 from runtime.bucket import RETRIED, try_again
 from runtime.errors import TransientError, UserError, check_choices, writing
 from runtime.files import Progress, locked, replacing
@@ -27,7 +29,6 @@ from runtime.files import Progress, locked, replacing
 JOBS_ALONE = 8  # jobs that one process does before others start; starting takes them a second
 JOBS_IN_VAIN = 32  # jobs in a row without a new puzzle, after which distinct() gives up
 ROWS = 16384  # rows that are made or judged at a time
-SEARCHED = 100_000  # most puzzles of a file to solve; hard ones take a minute or two
 BLOCK = 4000  # puzzles that are solved at a time
 
 
@@ -47,7 +48,7 @@ def fill_in_source(settings, dataset_names, aug, hub_size="full"):
     if settings.train_csv or settings.test_csv:
         settings.source = "csv"
     dataset_names = dataset_names | {"csv": os.path.basename(settings.train_csv).split(".")[0]}
-    check_choices(settings, {"source": ("hub", "csv", "generate")})
+    check_choices(settings, {"source": dataset_names})
     if settings.source == "csv" and not (settings.train_csv and settings.test_csv):
         raise UserError("source=csv needs both --train_csv=FILE and --test_csv=FILE")
 
@@ -56,6 +57,7 @@ def fill_in_source(settings, dataset_names, aug, hub_size="full"):
     everything = hub_size if settings.source == "hub" else "full"
     size = re.sub("000$", "k", str(num_puzzles or everything))
     settings.output_dir = settings.output_dir or f"data/{dataset_names[settings.source]}-{size}-aug-{aug}"
+    refuse_existing(settings.output_dir)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -69,41 +71,38 @@ SYNONYMS = {
 }
 
 
-def csv_rows(path, columns=("question", "answer")):
+def csv_rows(path, columns=("question", "answer"), symbols=" "):
     """Yields (line, {column: text}) of a CSV file, also .gz. Raises UserError.
 
     Args:
         path: the file.
         columns: that each row must have, under these or another of the names in SYNONYMS.
+        symbols: of the puzzles; white space is no cell unless a space is one of them.
     """
-    has_rows = False
     wanted = ", ".join(columns)
+    row = None
     # columns that nobody reads may have fields of any length
     csv.field_size_limit(2 ** 31 - 1)
     with open_text(path) as f:
         is_tsv = path.lower().endswith((".tsv", ".tsv.gz"))
-        reader = csv.reader(f, delimiter="\t" if is_tsv else ",")
-        header = next(reader, columns)
+        reader = csv.DictReader(f, delimiter="\t" if is_tsv else ",")
+        header = reader.fieldnames or []
         titles = [title.strip().lower() for title in header]
-        names = [SYNONYMS.get(title, title) for title in titles]
+        names = reader.fieldnames = [SYNONYMS.get(title, title) for title in titles]
         # a script that needs no answers may read them
-        is_wrong = any(names.count(name) != 1 for name in columns) or names.count("answer") > 1
-        if is_wrong:
+        if any(names.count(name) != 1 for name in columns) or names.count("answer") > 1:
             shown = ", ".join(header)[:100]
             raise UserError(f"{path}:1: must name the columns {wanted} once each: it has {shown}")
 
-        for fields in reader:
+        for row in reader:
             # spreadsheets write empty fields behind a row, and rows of nothing else
-            if not any(fields):
-                continue
-            has_rows = True
-            row = dict(zip(names, fields))
-            is_wrong = any(fields[len(names):]) or not row.keys() >= set(columns)
-            if is_wrong:
+            rest = row.pop(None, [])
+            if any(rest) or None in [row[name] for name in columns]:
                 raise UserError(f"{path}:{reader.line_num}: must have {wanted}; the first line of the file "
                                 "names its columns")
-            yield reader.line_num, row
-    if not has_rows:
+            if any(row.values()):
+                yield reader.line_num, row | {name: squeezed(row[name], symbols) for name in columns}
+    if not row:
         raise UserError(f"{path}:2: no puzzle under the header")
 
 
@@ -136,10 +135,8 @@ def open_text(path):
         # spreadsheets write a byte order mark
         with open_file(path, "rt", encoding="utf-8-sig", newline="") as f:
             yield f
-    except UnicodeDecodeError as e:
-        raise UserError(f"{path}: is not UTF-8 text ({e.reason}): save it as CSV UTF-8") from None
-    except (OSError, EOFError, csv.Error, zlib.error) as e:
-        raise UserError(f"{path}: cannot be read ({e})") from None
+    except (OSError, EOFError, csv.Error, zlib.error, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: cannot be read as UTF-8 text ({e})") from None
 
 
 def read_puzzles(path, rows, kind, ignored=""):
@@ -153,27 +150,22 @@ def read_puzzles(path, rows, kind, ignored=""):
 
     Raises UserError with the first line that is wrong, or else whose answer breaks a rule.
     """
-    # the symbols that each text may have, and their tokens
-    symbols = kind.symbols[1:]
-    tokens = dict(zip(symbols, range(1, 256)))
-    texts = [
-        ("question", symbols, str.maketrans(tokens)),
-        ("answer", symbols + ignored, str.maketrans(tokens | dict.fromkeys(ignored, 0))),
-    ]
+    # {name: {each symbol that it may have: its token}}
+    tokens = dict(zip(kind.symbols[1:], range(1, 256)))
+    tables = {"question": tokens, "answer": tokens | dict.fromkeys(ignored, 0)}
 
     codes = bytearray()
     lines = []
     progress = Progress(f"reading {path}")
     for line, row in rows:
         lines.append(line)
-        for name, allowed, table in texts:
-            kind.check_text(row[name], allowed, f"{path}:{line}: the {name}")
-            codes += row[name].translate(table).encode("latin-1")
+        for name, table in tables.items():
+            kind.check_text(row[name], "".join(table), f"{path}:{line}: the {name}")
+            codes += bytes(map(table.get, row[name]))
         progress.add(1)
     if not lines:
         raise UserError(f"{path}:2: no puzzle under the header, or none that is hard enough")
-    puzzles = np.frombuffer(codes, dtype=np.uint8).reshape(len(lines), 2, -1)
-    puzzles = np.ascontiguousarray(puzzles.swapaxes(0, 1))
+    puzzles = np.frombuffer(codes, dtype=np.uint8).reshape(len(lines), 2, -1).swapaxes(0, 1).copy()
 
     # complete answers must keep the rules
     for first in range(0, len(lines), ROWS):
@@ -200,64 +192,56 @@ def read_both(settings, paths, kind, rows_of):
         rows_of: a function of a path that yields its rows as csv_rows does.
     """
     is_own = settings.source == "csv"
-
-    def read(path):
+    puzzles = []
+    for path in paths:
         rows = rows_of(path)
         if is_own:
             rows = distinct_rows(path, rows)
-        return read_puzzles(path, rows, kind)
-
+        puzzles.append(read_puzzles(path, rows, kind))
+    train, test = puzzles
     train_path, test_path = paths
-    test = read(test_path)
-    train = read(train_path)
 
-    # keep all test puzzles that are proper, and the training puzzles that are not among them
-    num_searched = SEARCHED if is_own else 0
-    order = np.arange(test.shape[1])
-    test, num_improper_tests = draw_proper(test_path, kind, test, order, 0, num_searched)
+    # of the hub's puzzles all have one solution
+    num_solutions = kind.num_solutions if is_own else functools.partial(Kind.num_solutions, kind)
+
+    # keep all test puzzles that are proper; draw training puzzles that are not among them
+    test, num_improper_tests = draw_proper(test_path, test, num_solutions)
     train, counts = drop_test_puzzles(train_path, train, test, kind)
-
-    # draw training puzzles at random
-    order = np.arange(train.shape[1])
-    if settings.subsample_size:
-        order = np.random.default_rng([settings.seed, 1]).random(len(order)).argsort()
-    train, num_improper = draw_proper(train_path, kind, train, order, settings.subsample_size, num_searched)
+    train, num_improper = draw_proper(
+        train_path, train, num_solutions, settings.subsample_size, settings.seed)
     counts["left out, since they have several solutions"] = num_improper_tests + num_improper
     return train, test, counts
 
 
-def draw_proper(path, kind, puzzles, order, num_wanted, num_searched):
-    """Returns the first puzzles in an order that have one solution, and how many before them have several.
+def draw_proper(path, puzzles, num_solutions, num_wanted=0, seed=0):
+    """Returns random puzzles that have one solution, and how many others were drawn, which have several.
 
     The puzzles keep the order of the file. If the search for a second solution takes too long, they count as
     puzzles with one.
 
     Args:
         path: of the file, for the UserError if no puzzle has one solution.
-        kind: the puzzles' Kind.
         puzzles: questions and answers, [2, n, cells].
-        order: numbers of puzzles.
+        num_solutions: as Kind.num_solutions.
         num_wanted: how many puzzles to draw; 0: all.
-        num_searched: how many are searched for a second solution; the others count as puzzles with one.
+        seed: of the draws.
     """
+    order = np.arange(puzzles.shape[1])
+    if num_wanted:
+        order = np.random.default_rng([seed, 1]).random(len(order)).argsort()
     num_wanted = num_wanted or len(order)
     num_seen = 0
     drawn = []
-    progress = Progress(f"counting solutions of {path}", min(num_wanted, num_searched))
+    progress = Progress(f"counting solutions of {path}", num_wanted)
     while len(drawn) < num_wanted and num_seen < len(order):
         # for puzzles that are not proper, draw others
         candidates = order[num_seen:][:min(BLOCK, num_wanted - len(drawn))]
-        if num_seen < num_searched:
-            num_solutions = kind.num_solutions(puzzles[0, candidates])
-            drawn += candidates[np.abs(num_solutions) == 1].tolist()
-            progress.add(len(candidates))
-        else:
-            drawn += candidates.tolist()
+        is_proper = np.abs(num_solutions(puzzles[0, candidates])) == 1
+        drawn += candidates[is_proper].tolist()
         num_seen += len(candidates)
+        progress.add(len(candidates))
     if not drawn:
         raise UserError(f"{path}: no puzzle has one solution")
-    if 0 < num_searched < num_seen:
-        print(f"only {num_searched:,} of {num_seen:,} puzzles were searched for a second solution")
     return puzzles[:, np.sort(drawn)], num_seen - len(drawn)
 
 
@@ -304,17 +288,12 @@ def distinct(name, n, make, keys):
         progress.add(num_new)
 
 
-def cores():
-    """Returns the number of processor cores that this process may use; macOS counts all."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
 def in_parallel(make):
     """Yields make(0), make(1), ...: the first results at once, the others from as many processes as cores."""
     yield from map(make, range(JOBS_ALONE))
-    with multiprocessing.get_context("spawn").Pool(cores(), ignore_interrupts) as pool:
+    # the cores that this process may use; macOS counts all
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with multiprocessing.get_context("spawn").Pool(num_cores, ignore_interrupts) as pool:
         processes = multiprocessing.active_children()
         results = pool.imap(make, itertools.count(JOBS_ALONE))
         # the pool would replace a process that was killed, and wait for its result forever
@@ -381,7 +360,7 @@ def download(hub, name):
 # The end
 
 def write_puzzles(settings, script, config, kind, train, test, num_copies, left_out):
-    """Writes the dataset of a prepare script, and says how to train on it.
+    """Writes the dataset of a prepare script, says how to train on it, and returns its folder.
 
     Args:
         settings, script: the prepare script's settings and its path.
@@ -401,20 +380,18 @@ def write_puzzles(settings, script, config, kind, train, test, num_copies, left_
         rng = np.random.default_rng([settings.seed, 2])
         test_keys = set(keys_of(test[0]))
         # symmetries take much memory, so a block has few puzzles
-        num_puzzles = train.shape[1]
-        progress = Progress("making copies of puzzles", num_puzzles)
         block_size = max(1, ROWS // (1 + num_copies))
         blocks = []
-        for first in range(0, num_puzzles, block_size):
+        for first in range(0, train.shape[1], block_size):
             block = train[:, first:first + block_size]
             copies = kind.training_copies(block, num_copies, rng, test_keys)
             counts["copies of each"] = copies.shape[2]  # there may be fewer
             # each puzzle stands before its copies, [2, n, 1 + num_copies, cells]
             blocks.append(np.concatenate([block[:, :, None], copies], axis=2))
-            progress.add(block.shape[1])
         write_split(f"{folder}/train", np.concatenate(blocks, axis=1), kind.task)
         write_split(f"{folder}/test", test, kind.task)
     print_report(settings, config, counts)
+    return settings.output_dir
 
 
 def command_of(script, settings):

@@ -3,8 +3,6 @@
 Boards are the official code's tokens [n, cells]: 0 padding, 1 an empty cell, d + 1 the digit d. A board has
 4, 6, 9, 12 or 16 rows.
 """
-import math
-
 import numpy as np
 
 from puzzles import Judgement, Kind
@@ -39,11 +37,6 @@ class Sudoku(Kind):
     def unit_shapes(self):
         return [[1, self.rows], [self.rows, 1], self.box]
 
-    def resized(self, cells):
-        """See Kind."""
-        side = math.isqrt(cells)
-        return type(self)(self.task | self.new_task(side)) if side in BOXES else self
-
     def judge(self, questions, answers):
         """See Kind. Cells that are empty, differ from a given, or have a digit of their unit break a rule."""
         # find digits that stand twice in a row, a column or a box
@@ -55,15 +48,12 @@ class Sudoku(Kind):
             repeated |= cells & again > 0
 
         # find empty cells, and givens that have changed
-        is_empty = answers < 2
-        is_given = questions > 1
-        is_changed = is_given & (answers != questions)
-        broken = is_empty | is_changed | repeated.reshape(bits.shape).T
+        broken = (answers < 2) | (questions > 1) & (answers != questions) | repeated.reshape(bits.shape).T
         return Judgement(broken, ~broken.any(axis=1))
 
     def num_solutions(self, questions):
         """See Kind."""
-        return count_solutions(candidates_of(questions, self.rows), self.rows, 2)
+        return count_solutions(candidates_of(questions, self.rows), self.rows, 2, SEARCH)
 
     def draw_symmetries(self, n, rng):
         """Draws n Symmetries.
@@ -80,7 +70,7 @@ class Sudoku(Kind):
             return (first[:, :, None] + members_in_order).reshape(n, size)
 
         # draw which cell each cell of a copy comes from
-        transposed = rng.random((n, 1, 1)) < (0.5 if rows == columns else 0)
+        transposed = rng.random((n, 1, 1)) < 0.5 * (rows == columns)
         rows_from = random_order(bands, rows)[:, :, None]
         columns_from = random_order(stacks, columns)[:, None]
         straight = size * rows_from + columns_from
@@ -100,8 +90,7 @@ class Sudoku(Kind):
         while wanted.size:
             symmetries = self.draw_symmetries(len(wanted), rng)
             copies[:, wanted] = symmetries.apply(originals[:, wanted])
-            is_hit = [question.tobytes() in test_keys for question in copies[0]]
-            wanted = np.flatnonzero(is_hit)
+            wanted = np.flatnonzero([question.tobytes() in test_keys for question in copies[0]])
         return copies.reshape(2, n, num_copies, cells)
 
     def keys(self, questions):
@@ -126,18 +115,17 @@ def candidates_of(boards, size):
     return by_token[boards.T]
 
 
-def count_solutions(candidates, size, limit, search=0):
+def count_solutions(candidates, size, limit, search):
     """Returns the number of solutions of each board [n], counted up to limit; -1: not decided.
 
     It goes depth first over many boards at once: where the singles are stuck, it splits a board in two at one
     of its cells with the fewest candidates. It gives up a board that takes more than `search` rounds.
 
-    candidates: [cells, n]. search: 0 is SEARCH.
+    candidates: [cells, n].
     """
-    search = search or SEARCH
     n = candidates.shape[1]
-    counts = np.zeros(n, dtype=np.int64)
-    rounds = np.zeros(n, dtype=np.int64)
+    counts = np.zeros(n, dtype=int)
+    rounds = np.zeros(n, dtype=int)
     waiting = [(candidates, np.arange(n))]
     while waiting:
         boards, owners = waiting.pop()
@@ -157,7 +145,7 @@ def count_solutions(candidates, size, limit, search=0):
         split = np.flatnonzero(alive & stuck)
         others = boards[:, split]
         column = np.arange(len(split))
-        num_others = np.bitwise_count(others) - np.uint8(2)  # decided cells wrap around, to 255
+        num_others = np.bitwise_count(others) - 2  # decided cells wrap around, to 255
         cell = np.argmin(num_others, axis=0)
         options = others[cell, column]
         lowest = options & -options
@@ -208,8 +196,8 @@ def digits_of_units(cells, axes):
 
     cells: uint16 (bands, rows, stacks, columns, n). axes: of UNITS; the results have length 1 along them.
     """
-    seen = np.uint16(0)
-    again = np.uint16(0)
+    seen = 0
+    again = 0
     unit = np.moveaxis(cells, axes, (0, 1))
     for position in np.ndindex(unit.shape[:2]):
         cell = unit[position]
@@ -244,8 +232,7 @@ def minimal_sudokus(index, seed, n, size):
         boards[cell, column] = all_digits ^ clue
         needed = count_solutions(boards, size, 1, search)
         boards[cell, column] = np.where(needed, clue, all_digits)
-    is_empty = boards.T == all_digits
-    return np.where(is_empty, np.uint8(EMPTY), answers), answers
+    return np.where(boards.T == all_digits, EMPTY, answers), answers
 
 
 def random_boards(n, size, rng):
@@ -278,7 +265,7 @@ def random_boards(n, size, rng):
         boards[cell, stuck] = bits[digit]
     filled = np.concatenate(done, axis=1).T
     # bit d - 1 is token d + 1
-    return np.bitwise_count(filled - 1).astype(np.uint8) + np.uint8(2)
+    return np.bitwise_count(filled - 1) + 2
 
 
 def shuffled(rng, *shape):

@@ -12,18 +12,17 @@ from runtime.errors import UserError
 
 NUM_TOKENS = 256  # a renaming has an entry for every value of a byte
 
-# whether rows become columns, then the steps along rows and columns of the result
-TURNS = (
-    (False, 1, 1),
-    (True, -1, 1),  # a quarter
-    (False, -1, -1),  # a half
-    (True, 1, -1),  # three quarters
-    (False, 1, -1),  # left and right exchanged
-    (False, -1, 1),  # up and down exchanged
-    (True, 1, 1),  # transposed
-    (True, -1, -1),  # transposed along the other diagonal
+# the ways to turn a grid, and those that turn it back
+WAY_BACK = (
+    0,
+    3,  # a quarter to the left
+    2,  # a half
+    1,  # three quarters
+    4,  # left and right exchanged
+    5,  # up and down exchanged
+    6,  # transposed
+    7,  # transposed along the other diagonal
 )
-WAY_BACK = (0, 3, 2, 1, 4, 5, 6, 7)
 
 
 class Symmetries(NamedTuple):
@@ -58,30 +57,30 @@ def renamings(exchanged, shape, rng):
 def check_symmetries(kind):
     """Raises UserError unless the symmetries that a task describes suit its grid and its symbols."""
     symmetries = kind.symmetries
-    if not isinstance(symmetries, dict) or not symmetries.keys() <= {"dihedral", "permute_symbols"}:
+    if not symmetries.keys() <= {"dihedral", "permute_symbols"}:
         raise UserError(f"symmetries {symmetries!r}: must be a dict with dihedral or permute_symbols")
-
-    is_dihedral = symmetries.get("dihedral", False)
-    if is_dihedral not in (False, True):
-        raise UserError(f"dihedral={is_dihedral!r}: must be true or false")
-    if is_dihedral and kind.rows != kind.columns:
-        raise UserError(f"grid {kind.grid}: must be square for the symmetry dihedral")
 
     # a symbol that stands twice would take the place of another one, and no renaming would bring that back
     symbols = list(kind.symbols[1:])
     exchanged = symmetries.get("permute_symbols", "")
-    is_list = isinstance(exchanged, (str, list))
-    if not is_list or not all(exchanged.count(symbol) == symbols.count(symbol) for symbol in exchanged):
+    is_dihedral = symmetries.get("dihedral", False)
+    if not all(exchanged.count(symbol) == symbols.count(symbol) for symbol in exchanged):
         raise UserError(f"permute_symbols={exchanged!r}: must be symbols of {symbols}, each once")
+    if is_dihedral not in (False, kind.rows == kind.columns):
+        raise UserError(f"dihedral={is_dihedral!r}: must be true or false, and grid {kind.grid} square")
 
 
 def turned(grid, way):
     """Returns a view of a grid that is turned in one of 8 ways, in the official builder's order."""
-    is_transposed, row_step, column_step = TURNS[way]
     # rows and columns change places first
-    if is_transposed:
+    if way in (1, 3, 6, 7):
         grid = grid.T
-    return grid[::row_step, ::column_step]
+    # then the order of the rows is reversed, and the order of the columns
+    if way in (1, 2, 5, 7):
+        grid = grid[::-1]
+    if way in (2, 3, 4, 7):
+        grid = grid[:, ::-1]
+    return grid
 
 
 def dihedral(size):

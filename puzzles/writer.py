@@ -71,7 +71,6 @@ def write_split(folder, puzzles, task):
     tokens = tokens_of(task, puzzles, os.path.basename(folder))
     _, num_groups, *_, cells = tokens.shape
     inputs, labels = tokens.reshape(2, -1, cells)
-    num_versions = len(inputs) // num_groups
 
     # each version is a puzzle with one example; total_puzzles leaves out the copies, as the official builder
     # does
@@ -81,7 +80,7 @@ def write_split(folder, puzzles, task):
         "labels": labels,
         "puzzle_identifiers": np.zeros_like(rows[1:]),
         "puzzle_indices": rows,
-        "group_indices": rows[::num_versions],
+        "group_indices": rows[::len(inputs) // num_groups],
     }
     finish_split(
         folder, arrays, vocab_size=len(task["symbols"]), seq_len=cells, num_puzzle_identifiers=1,
@@ -98,10 +97,7 @@ def finish_split(folder, arrays, **sizes):
 
 
 def write_json(path, value):
-    try:
-        text = json.dumps(value, indent=2)
-    except TypeError as e:  # such as a number of numpy
-        raise UserError(f"{path}: {e}: int() and float() convert numbers of numpy") from None
+    text = json.dumps(value, indent=2, default=np.generic.item)  # also of numpy's numbers
     with open(path, "w", encoding="utf-8") as f:
         f.write(text + "\n")
 
@@ -119,17 +115,13 @@ def tokens_of(task, puzzles, name):
     """
     cells = math.prod(task["grid"])
     vocab_size = len(task["symbols"])
-    try:
-        tokens = np.maximum(puzzles, 0)
-    except (TypeError, ValueError):
-        raise UserError(f"{name}: questions and answers must be arrays of numbers, of one shape") from None
+    tokens = np.maximum(puzzles, 0)
     if tokens.ndim not in (3, 4) or len(tokens) != 2 or tokens.shape[-1] != cells or not tokens.size:
         raise UserError(f"{name}: questions and answers of shape {tokens.shape[1:]}: must be [n, {cells}] "
                         f"for the grid {task['grid']}, with one puzzle at least")
-    if tokens.max() >= vocab_size or tokens.dtype.kind not in "biu":
-        raise UserError(f"{name}: tokens must be integers below vocab_size={vocab_size}")
-    if tokens[0].min() < 1:
-        raise UserError(f"{name}: tokens of questions count from 1; 0 is padding")
+    if tokens[0].min() < 1 or tokens.max() >= vocab_size or tokens.dtype.kind not in "biu":
+        raise UserError(f"{name}: tokens must be integers below vocab_size={vocab_size}; those of questions "
+                        "count from 1, since 0 is padding")
     return tokens.astype(np.uint8, copy=False)
 
 

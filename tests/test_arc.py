@@ -97,7 +97,7 @@ def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(build_tasks, 
     """Nor is a test pair whose output is not known. Such an output counts in no loss and no metric."""
     unknown = OTHER | {"test": [{"input": [[7]]}]}
     train = build_tasks({"a": TASK, "c": unknown}, {"b": OTHER, "d": unknown}, max_side=2)
-    assert dict(zip(train.names, np.diff(train.indices))) == {"a": 2, "b": 1, "c": 1, "d": 1}
+    assert dict(zip(train.names, np.diff(train.row_indices))) == {"a": 2, "b": 1, "c": 1, "d": 1}
     test = load_split(train.path, "test")
     labels = test.test_batch([0, 1])["labels"].tolist()
     assert test.names == ["b", "d"] and labels == [[10, 10, 1, 1], [-100] * 4]
@@ -148,15 +148,12 @@ def test_an_extra_task_with_a_test_pair_is_not_trained_on(build_tasks, capsys):
     assert "left out, since they have a test pair: 1\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("solutions, message", [
-    ({"gone": [[[1]]]}, "task gone has 1 outputs, but 0 test inputs in "),
-    ({"a": 3}, "task a must be a list of outputs"),
-])
-def test_solutions_of_other_challenges_are_refused(solutions, message):
+@pytest.mark.parametrize("solutions", [{"gone": [[[1]]]}, {"a": []}, {"a": 3}])
+def test_solutions_of_other_challenges_are_refused(solutions):
     challenges = {"a": {"train": [pair([[1, 2]], [[2, 1]])], "test": [{"input": [[1, 3]]}]}}
     Path("k_training_challenges.json").write_text(json.dumps(challenges))
     Path("k_training_solutions.json").write_text(json.dumps(solutions))
-    with pytest.raises(UserError, match="k_training_solutions.json: " + message):
+    with pytest.raises(UserError, match="k_training_solutions.json: task .* one for each test input"):
         build("out", source="k", subsets="training", test_subset="training", num_aug=0)
 
 
@@ -175,7 +172,7 @@ def test_each_task_brings_all_its_examples_in_one_version_an_epoch(kaggle):
     for epoch in stream(train, train.epoch_examples, 5)["puzzle_identifiers"].reshape(5, -1):
         identifiers, counts = np.unique(epoch, return_counts=True)
         tasks = train.groups_of(np.searchsorted(train.puzzle_identifiers, identifiers))
-        assert tasks.tolist() == list(range(6)) and (counts == np.diff(train.indices)).all()
+        assert tasks.tolist() == list(range(6)) and (counts == np.diff(train.row_indices)).all()
         assert (np.diff(epoch) != 0).sum() == 5  # the examples of a task follow each other
         versions |= {*identifiers}
     assert len(versions) > 20
@@ -199,7 +196,7 @@ def test_all_pairs_of_a_puzzle_but_one_are_moved_as_a_whole(kaggle):
         rows, columns = np.nonzero(canvases[0] > 1)
         offset = rows.min(), columns.min()
         num_fixed += offset == (0, 0)
-        grids = [crop(np.roll(tokens, np.negative(offset), (0, 1)), 30) for tokens in canvases]
+        grids = [crop(np.roll(tokens, np.negative(offset), (0, 1))) for tokens in canvases]
 
         # they are one of the task's pairs, in the puzzle's version
         puzzle = np.searchsorted(train.puzzle_identifiers, identifier)
@@ -211,7 +208,7 @@ def test_all_pairs_of_a_puzzle_but_one_are_moved_as_a_whole(kaggle):
 
 def test_crop_takes_the_flatter_of_two_equally_large_rectangles():
     tokens = np.array([[2, 2, 2], [2, 1, 1], [2, 1, 1]])
-    assert crop(tokens, 3).shape == (1, 3)
+    assert crop(tokens).shape == (1, 3)
 
 
 def test_generated_tasks_are_those_of_the_published_figures():

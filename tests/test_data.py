@@ -84,10 +84,9 @@ def test_datasets_of_the_official_builder_load(official, real):
 
 @pytest.mark.parametrize("name, change, message", [
     ("inputs", lambda array: array + 1, "dataset.json does not fit vocab_size: build it again"),
-    ("inputs", lambda array: array + 0.5, "all__inputs.npy has numbers that are not whole"),
-    ("labels", lambda array: array[:-1], "does not fit labels"),
+    ("labels", lambda array: array[:-1], "does not fit inputs, labels"),
     ("puzzle_identifiers", lambda array: array + 1, "does not fit num_puzzle_identifiers"),
-    ("puzzle_identifiers", lambda array: array[:0], "train has no puzzles: build it again"),
+    ("puzzle_identifiers", lambda array: array[:0], "does not fit indices of rows, group_indices"),
     ("puzzle_indices", lambda array: np.delete(array, 1), "does not fit indices of rows"),
     ("group_indices", lambda array: array[::-1], "does not fit group_indices"),
 ])
@@ -101,7 +100,6 @@ def test_arrays_that_do_not_fit_are_named(name, change, message, official):
 
 @pytest.mark.parametrize("name, text, message", [
     ("train/dataset.json", "[1]", "cannot be read as a JSON object"),
-    ("train/dataset.json", '{"seq_len": 81}', "a number is missing or wrong .*vocab_size"),
     ("manifest.json", '{"grid": "9x9", "symbols": " .123456789"}', "grid '9x9' must be"),
 ])
 def test_a_wrong_description_is_named(name, text, message, official):
@@ -130,18 +128,16 @@ def generated(puzzles, manifest):
 @pytest.mark.parametrize("puzzles, changes, message", [
     # arrays
     ((ONES + 3, ONES), {}, "integers below vocab_size=4"),
-    ((ONES - 1, ONES), {}, "questions count from 1"),
+    ((ONES - 1, ONES), {}, "of questions count from 1"),
     (PUZZLES, {"grid": [2, 4]}, r"shape \(3, 4\): must be \[n, 8\] for the grid \[2, 4\]"),
-    ((ONES, ONES[:2]), {}, "arrays of numbers, of one shape"),
     ((ONES[:0], ONES[:0]), {}, r"shape \(0, 4\): must .* with one puzzle at least"),
     # a task
     (PUZZLES, {"grid": [-2, -2]}, r"grid \[-2, -2\] must be"),
     (PUZZLES, {"symbols": ""}, "0 symbols|symbols '' must be 4"),
     # symmetries
-    (PUZZLES, {"symmetries": "dihedral"}, "'dihedral': must be a dict"),
     (PUZZLES, {"symmetries": {"dihedral": "no"}}, "dihedral='no': must be true or false"),
     (PUZZLES, {"symmetries": {"permute_symbols": "_1"}}, "'_1': must be symbols of .*, each once"),
-    (PUZZLES, {"symmetries": {"dihedral": True}, "grid": [1, 4]}, r"grid \[1, 4\]: must be square"),
+    (PUZZLES, {"symmetries": {"dihedral": True}, "grid": [1, 4]}, r"grid \[1, 4\] square"),
 ])
 def test_what_is_no_dataset_is_refused_written_or_made(puzzles, changes, message):
     manifest = MANIFEST | changes
@@ -152,10 +148,9 @@ def test_what_is_no_dataset_is_refused_written_or_made(puzzles, changes, message
         generated(puzzles, manifest)
 
 
-def test_a_number_of_numpy_in_a_manifest_is_named():
-    with pytest.raises(UserError, match="manifest.json: .*int64 is not JSON serializable: int"):
-        write_dataset("mine", {"train": PUZZLES}, 4, MANIFEST | {"counts": {"puzzles": np.int64(3)}})
-    assert not os.path.exists("mine")
+def test_a_manifest_may_have_numbers_of_numpy():
+    write_dataset("mine", {"train": PUZZLES}, 4, MANIFEST | {"counts": {"puzzles": np.int64(3)}})
+    assert Dataset("mine", "train").manifest["counts"] == {"puzzles": 3}
 
 
 def test_one_rule_says_which_answers_count_in_written_and_in_made_puzzles():

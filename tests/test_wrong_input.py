@@ -125,9 +125,9 @@ TRAIN = {
     "--hiden_size=8": "unknown setting hiden_size | the closest is hidden_size",
     # values
     "--micro_batch_size=3": "micro_batch_size 3 must divide the 4 sequences of a replica: 2 does",
-    "--lr=nan": "lr must be above 0, not nan",
-    "--beta1=1.5": "beta1 must be from 0 to 1, not 1.5",
-    f"--seed={2 ** 65}": "seed must be below 9223372036854775808, not",
+    "--lr=nan": "lr must be above 0 | not nan",
+    "--beta1=1.5": "beta1 must be from 0 to 1 | not 1.5",
+    f"--seed={2 ** 65}": "seed must be 0 or more, and below 2^63, not",
     "--hidden_size=1000000": "memory",
     "--L_cycles_start=0": "L_cycles_start must be above 0",
     "--gcs_dir=bucket/run": "'bucket/run' | gs://bucket/folder",
@@ -148,7 +148,7 @@ TRAIN = {
     "--data_path=data/nowhere": "data/nowhere | no such dataset | prepare_sudoku.py",
     "--data_path=data/cut": "data/cut/train/all__inputs.npy | cannot be read | build",
     "--data_path=data/changed":
-        "data/changed/test/all__labels.npy | does not match manifest.json | prepare_sudoku.py",
+        "data/changed/test/all__labels.npy | does not match manifest.json | build it again",
     # checkpoints
     "--init_from=resume": "out/new | no complete checkpoint | --init_from=auto starts from scratch",
     "--init_from=nowhere.pt": "nowhere.pt | no such file",
@@ -171,8 +171,8 @@ MAKE = "--source=generate --size=4 --num_aug=0 "
 CSV = "--size=4 --num_aug=0 --output_dir=data/new --test_csv=good.csv "
 SUDOKU = {
     CSV: "--train_csv",
-    "--size=6": "size must be 9 | not 6",
-    "--source=web": "source must be one of hub, csv, generate | 'web'",
+    "--size=6": "size must be one of [9] | not 6",
+    "--source=web": "source must be one of hub, generate, csv | 'web'",
     MAKE + "--num_train=0": "num_train must be above 0 | not 0",
     MAKE + "--output_dir=data/sudoku": "data/sudoku exists | --output_dir",
     MAKE + "--output_dir=~/d": "--output_dir=~/d | write the folder of ~ out",
@@ -185,13 +185,13 @@ SUDOKU = {
     CSV + "--train_csv=nowhere.csv": "nowhere.csv | No such file",
     CSV + "--train_csv=data": "data | Is a directory",
     CSV + "--train_csv=cut.csv.gz": "cut.csv.gz | cannot be read",
-    CSV + "--train_csv=latin.csv.gz": "latin.csv.gz: is not UTF-8 text | CSV UTF-8"}
+    CSV + "--train_csv=latin.csv.gz": "latin.csv.gz: cannot be read as UTF-8 text"}
 MAZE_CSV = "--test_csv=maze.csv --output_dir=data/new "
 MAZE_FLAGS = {
-    "--train_csv=maze.csv --test_csv=oblong.csv": "oblong.csv:2 | 8 cells | must be a square",
+    "--train_csv=maze.csv --test_csv=oblong.csv": "oblong.csv:2 | 8 cells | not 3x3",
     "--source=generate --size=5": "5x5 | 111 steps | min_path",
     "--source=generate --min_path=0": "min_path must be above 0 | not 0",
-    MAZE_CSV + "--train_csv=good.csv": "good.csv:2 | 16 cells | not 3x3",
+    MAZE_CSV + "--train_csv=good.csv": "good.csv:2 | the question has '1' in row 1, column 1",
     MAZE_CSV + "--train_csv=maze.csv": "maze.csv | no puzzle is left | test set"}
 ARC = {
     f"--seed={2 ** 32}": "seed must be below 2^32",
