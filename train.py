@@ -292,7 +292,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             if not evaluation:  # a stop was requested
                 checkpoints.save(step, run, metrics)
                 break
-            check_finite(checkpoints, f"loss not finite in the evaluation at step {step}",
+            check_finite(settings, f"loss not finite in the evaluation at step {step}",
                          evaluation["eval/loss"])
             # the line comes last: a resume does not repeat an evaluation that has one
             checkpoints.save_if_best(step, run, metrics | evaluation)
@@ -308,7 +308,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             stops = run.train_step(run.state, inputs, cycles)
         except KeyboardInterrupt:  # a request to stop dropped a step that takes long
             if step > log.step:
-                finite_means(run, log, checkpoints, step)
+                finite_means(run, log, step)
             checkpoints.save(step, run, metrics)
             break
         step += 1
@@ -331,7 +331,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             continue
 
         # log
-        values = finite_means(run, log, checkpoints, step)  # waits for the device
+        values = finite_means(run, log, step)  # waits for the device
         lr = optim.rates_at(settings, step - 1, total_steps)["lr"]
         metrics = log.train(step, total_steps, values, lr, run.flops_per_example(cycles))
 
@@ -343,25 +343,20 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
     return step
 
 
-def finite_means(run, log, checkpoints, step):
+def finite_means(run, log, step):
     """Returns the means of the steps since the last line of the log, see take_means and check_finite."""
     values = run.take_means(step - log.step)
-    check_finite(checkpoints, f"loss or gradient not finite between steps {log.step + 1} and {step}",
+    check_finite(run.settings, f"loss or gradient not finite between steps {log.step + 1} and {step}",
                  values["train/loss"], values["train/grad_norm"])
     return values
 
 
-def check_finite(checkpoints, what, *values):
-    """Raises UserError, which begins with `what`, unless all values are finite. checkpoints: or None."""
-    if all(map(math.isfinite, values)):
-        return
-    # a resume is exact, so that a restart would end here again; the bucket gets all until here
-    last_good = "none"
-    if checkpoints:
-        last_good = checkpoints.last_good()
-        checkpoints.close(60)
-    raise UserError(f"{what}: lower lr, or begin a new run with an earlier checkpoint; the last good one: "
-                    f"{last_good}")
+def check_finite(settings, what, *values):
+    """Raises UserError, which begins with `what`, unless all values are finite: a resume is exact."""
+    if not all(map(math.isfinite, values)):
+        last_good = checkpoint.newest_whole(settings.out_dir) or "none"
+        raise UserError(f"{what}: lower lr, or begin a new run with an earlier checkpoint; the last good "
+                        f"one: {last_good}")
 
 
 def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps):
@@ -382,9 +377,8 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
             log.start_wandb(checkpoints.run_id, facts)
         began = time.monotonic()
         step = train(run, train_set, test_set, log, checkpoints, start, total_steps)
-        # wait for the last checkpoint; all ranks leave together, since one that went on to the evaluation
-        # would wait for rank 0 forever
-        if not all(run.device.all_gather(checkpoints.wait())):
+        # all ranks leave together: one that went on to the evaluation would wait for rank 0 forever
+        if not all(run.device.all_gather(checkpoints.is_written)):
             sys.exit(1)
         if step < total_steps:
             saved = f"checkpoint saved in {settings.out_dir}" if step else "before its end, nothing to save"
@@ -413,7 +407,7 @@ def final_evaluation(run, test_set, log, checkpoints, step):
     if not values:
         log.print0("final evaluation stopped; a resume starts it again")
         return False
-    check_finite(checkpoints, "loss not finite in the final evaluation", values["eval/loss"])
+    check_finite(run.settings, "loss not finite in the final evaluation", values["eval/loss"])
     if checkpoints:
         checkpoints.save_if_best(step, run, values)
     # "final" marks the run as complete
