@@ -14,7 +14,7 @@ import configurator
 import evaluate
 import model
 from puzzles import Judgement, kind_of, parse, sigmoid
-from runtime.device import Device
+from runtime.device import Device, Place
 from runtime.errors import UserError, one_line
 from runtime.saved import load_weights, read_file
 
@@ -135,7 +135,7 @@ def queue_of(settings, trm, task, batch, batch_size):
         batch: the questions, of evaluate.unlabeled_batch.
         batch_size: the number of slots.
     """
-    evaluator = evaluate.Evaluator(settings, trm, Device("cpu", settings, is_alone=True), batch_size)
+    evaluator = evaluate.Evaluator(settings, trm, Device("cpu", settings, Place()), batch_size)
     indices = np.arange(len(batch["inputs"]))
     return evaluate.Queue(evaluator, *evaluate.weights_of(trm), Questions(task, batch), indices)
 

@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from runtime.errors import TransientError, UserError
-from runtime.process import STOP, droppable
+from runtime.process import STOP
 
 CPU_FLOP = 1e11  # of a micro-batch on a CPU: two cores take 2 to 15 seconds
+LONG = 5  # seconds after which a request to stop drops the rest of a step
 # The environment variables that tell a replica where the others are.
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ADDRESS_TIMEOUT = 20  # seconds in which the name MASTER_ADDR must get an address; a cluster's may come late
@@ -97,8 +98,10 @@ class Device:
     """
     backend = ""  # of torch.distributed; "": NCCL on CUDA, gloo on the CPU
 
-    def __init__(self, device_type, settings, is_alone=False):
-        place = Place() if is_alone else read_place()
+    def __init__(self, device_type, settings, place=None):
+        """place: which replica this is; None: torchrun's variables say it, and it joins the others."""
+        joins = place is None and all(map(os.environ.get, TORCHRUN)) and not dist.is_initialized()
+        place = place or read_place()
         self.type = device_type
         self.rank = place.rank
         self.world = place.world
@@ -106,14 +109,13 @@ class Device:
         self.torch_device = torch.device(device_type)
         self.name = platform.machine()
         self.report = lambda seconds, share: None  # see loop_over_micro_batches
+        self.compile_mode = settings.compile
         self.compiles = settings.compile == "on" or settings.compile == "auto" and device_type == "cuda"
         if device_type == "cuda":
             self.torch_device = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(self.torch_device)
             self.name = torch.cuda.get_device_name(self.torch_device)
-            # without Triton or a C compiler, "auto" trains without torch.compile: is_compiled() tells
-            torch._dynamo.config.suppress_errors = settings.compile == "auto"
-        if not (is_alone or dist.is_initialized()) and all(map(os.environ.get, TORCHRUN)):
+        if joins:
             self.join_replicas(settings)
 
     def join_replicas(self, settings):
@@ -231,7 +233,11 @@ class Device:
         if not self.compiles:
             return fn
         torch._dynamo.config.recompile_limit = 64  # a compilation for each stage of a curriculum
-        return torch.compile(fn, dynamic=False)
+        self.num_graphs_before = num_graphs()
+        compiled = torch.compile(fn, dynamic=False)
+        # without Triton or a C compiler, "auto" trains without torch.compile: is_compiled() tells
+        is_auto = self.compile_mode == "auto"
+        return torch._dynamo.config.patch(suppress_errors=True)(compiled) if is_auto else compiled
 
     def compile_step(self, fn, is_collective=True):
         """Returns fn(state, inputs, *static), which changes the tensors of state in place.
@@ -259,7 +265,8 @@ class Device:
     def for_each_micro_batch(self, body, sums, weights, batch, size):
         """Runs body(weights, micro_batch) on each micro-batch; on XLA it is a loop inside the program.
 
-        A request to stop drops what takes long, by a KeyboardInterrupt, where no replica waits for this one.
+        A request to stop drops the rest of what takes long, by a KeyboardInterrupt between two micro-batches,
+        where no replica waits for this one.
 
         Args:
             body: returns what is added to sums, and a tree of tensors [size, ...].
@@ -270,8 +277,12 @@ class Device:
 
         Returns the sums, and the trees joined, [B, ...].
         """
-        with droppable() if self.world == 1 else nullcontext():
-            return loop_over_micro_batches(body, sums, weights, batch, size, self.report)
+        def report(seconds, share):
+            self.report(seconds, share)
+            if self.world == 1 and STOP.is_set() and seconds > LONG and share < 1:
+                raise KeyboardInterrupt
+
+        return loop_over_micro_batches(body, sums, weights, batch, size, report)
 
     def peak_memory(self):
         """Returns the most bytes of the device that were in use at a time; 0 on a CPU and with TorchTPU."""
@@ -376,7 +387,12 @@ def is_compiled(device):
     """Returns True if a compiler made the steps that have run; with compile=auto, torch.compile may fail."""
     if not device.compiles or device.type in ("xla", "tpu"):
         return device.compiles
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    return num_graphs() > device.num_graphs_before
+
+
+def num_graphs():
+    """Returns how many graphs torch.compile has made in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def cast_weights(device, weights, dtype):

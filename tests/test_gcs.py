@@ -38,7 +38,7 @@ def test_an_upload_and_a_download_are_tried_again(bucket, front, emulator, fault
     Path("file").write_bytes(CONTENT)
     front.script = [fault, fault, None] * 3
     bucket.write("a", CONTENT)
-    bucket.write("b", path="file")
+    bucket.write("b", Path("file"))
     assert stored(emulator, "run/a") == stored(emulator, "run/b") == bucket.read("b") == CONTENT
     assert front.log == ["insert"] * 6 + ["media"] * 3
 
