@@ -270,10 +270,10 @@ def xla_refused(rank, argv):
 
 # What fails on rank 1 at its first call, and what the line says of it.
 FAILS = {
-    "optim.update": "capture",
+    "optim.update": "compilation",
     "torch_xla._XLAC._xla_warm_up_cache": "compilation",
     "torch_xla._XLAC._run_cached_graph": "execution",
-    "evaluate.update_answers": "capture",  # of the evaluation, which a rank runs without the others
+    "evaluate.update_answers": "compilation",  # of the evaluation, which a rank runs without the others
 }
 
 
