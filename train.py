@@ -372,9 +372,7 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
         is_complete = True
     else:
         # say what the run is, and train
-        facts = log.begin(run, train_set, start, recipe(vars(settings)), total_steps)
-        if settings.wandb_log and run.device.rank == 0:
-            log.start_wandb(checkpoints.run_id, facts)
+        log.begin(run, train_set, start, checkpoints.run_id, recipe(vars(settings)), total_steps)
         began = time.monotonic()
         step = train(run, train_set, test_set, log, checkpoints, start, total_steps)
         # all ranks leave together: one that went on to the evaluation would wait for rank 0 forever
@@ -417,6 +415,15 @@ def final_evaluation(run, test_set, log, checkpoints, step):
 
 # ---------------------------------------------------------------------------------------------------------
 # The state of training
+
+# what Run itself has in its state, see there
+OWN_STATE = ("weights", "ema", "optimizer", "puzzle_emb", "sequences", "log_sums", "grad_norms")
+
+
+def on_host(tree):
+    """Returns a copy of a tree of tensors."""
+    return tree_map(lambda t: t.to("cpu", copy=True), tree)
+
 
 class Run:
     """Training state on one device, and the programs of the train and eval steps.
@@ -472,22 +479,20 @@ class Run:
 
     def state_dict(self):
         """Returns a copy on the host of what a checkpoint needs; weights and ema are state dicts of TRM."""
-        saved = {name: self.state[name] for name in ("weights", "ema", "optimizer")}
-        saved["kept"] = self.kept()
-        # both state dicts have the buffers and the puzzle embedding
-        saved["others"] = self.buffers()
+        saved = {name: self.state[name] for name in ("weights", "ema", "optimizer")} | dict(kept=self.kept())
+        saved = on_host(saved)
+        # both state dicts have the buffers and the puzzle embedding, which a file holds once
+        others = self.buffers()
         if self.model.has_puzzle_emb:
-            saved["others"]["puzzle_emb.weights"] = self.state["puzzle_emb"]
-        saved = tree_map(lambda t: t.to("cpu", copy=True), saved)
-        others = saved.pop("others")
+            others["puzzle_emb.weights"] = self.state["puzzle_emb"]
+        others = on_host(others)
         for weights in filter(None, (saved["weights"], saved["ema"])):
             weights.update(others)
         return saved
 
     def kept(self):
         """Returns {name: tree} of what a copy or a fork has added to the state."""
-        own = ("weights", "ema", "optimizer", "puzzle_emb", "sequences", "log_sums", "grad_norms")
-        return {name: tree for name, tree in self.state.items() if name not in own}
+        return {name: tree for name, tree in self.state.items() if name not in OWN_STATE}
 
     def restore_kept(self, saved):
         """Gives all ranks what rank 0's checkpoint has of kept(). All ranks."""

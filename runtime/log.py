@@ -40,11 +40,9 @@ class Log:
     def print0(self, text):
         """Prints a line on rank 0, and adds it to log.txt."""
         if self.device.rank == 0:
-            with suppress(OSError):  # the reader of a pipe has left, or the disk is full
-                try:
-                    print(text, flush=True)
-                except UnicodeEncodeError:  # the terminal's encoding lacks a character
-                    print(text.encode("ascii", "backslashreplace").decode(), flush=True)
+            # the reader of a pipe has left, the disk is full, or the terminal's encoding lacks a character
+            with suppress(OSError, UnicodeError):
+                print(text, flush=True)
             self.append("log.txt", text)
 
     def metrics(self, step, values):
@@ -90,20 +88,21 @@ class Log:
         for note in filter(None, notes):
             self.print0(note)
 
-    def begin(self, run, train_set, start, recipe, total_steps):
-        """Writes the first line of metrics.jsonl, and drops lines past the first step.
+    def begin(self, run, train_set, start, run_id, recipe, total_steps):
+        """Writes the first line of metrics.jsonl, drops lines past the first step, and starts W&B.
 
         Args:
             run: a train.Run.
             train_set: the Dataset.
             start: a checkpoint.Start.
+            run_id: of Checkpoints; it continues W&B's curves after a restart.
             recipe: {name: value} of the settings that say what the run trains.
             total_steps: the length of the run.
-
-        Returns {name: value} of what the run is, for W&B.
         """
         self.print0(f"training from step {self.step} to {total_steps}, "
                     f"{self.settings.global_batch_size} sequences a step")
+        if self.device.rank != 0:
+            return
         facts = dict(
             settings=recipe,
             total_steps=total_steps,
@@ -115,8 +114,6 @@ class Log:
             init_from=start.init_from,
             forks=self.settings.forks,
         )
-        if self.device.rank != 0:
-            return facts
         # a run that resumes may have begun on other hardware
         with self.warning("metrics.jsonl") as path:
             hardware = sorted({self.hardware, *files.read_facts(path).get("hardware", [])})
@@ -126,15 +123,11 @@ class Log:
             lines += [line for line in files.read_metrics(path) if line["step"] <= self.step and self.step]
             with files.replacing(path) as f:
                 f.write("".join(json.dumps(line) + "\n" for line in lines).encode())
-        return facts
+        if self.settings.wandb_log:
+            self.start_wandb(run_id, facts)
 
     def start_wandb(self, run_id, facts):
-        """Starts W&B's run, which goes on if the run resumes; without its server, training does. Rank 0.
-
-        Args:
-            run_id: of Checkpoints; it continues W&B's curves after a restart.
-            facts: {name: value} of what the run is.
-        """
+        """Starts W&B's run, which goes on if the run resumes; without its server, training does. Rank 0."""
         settings = self.settings
         try:
             import wandb
