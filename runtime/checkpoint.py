@@ -76,12 +76,17 @@ def checkpoint_paths(out_dir):
 # ---------------------------------------------------------------------------------------------------------
 # Reading
 
-def newest_whole(out_dir, say=lambda line: None):
-    """Returns the path of the newest checkpoint with the hash in its .json, or ""; says which are damaged."""
+def newest_whole(out_dir, say=lambda line: None, newer_than=""):
+    """Returns the path of the newest checkpoint with the hash in its .json, or ""; says which are damaged.
+
+    newer_than: the name of a checkpoint. It and older ones are passed over.
+    """
     for path in checkpoint_paths(out_dir):
+        if Path(path).stem <= newer_than:
+            break
         cause = "it does not match the hash in its .json"
         try:
-            if json.loads(Path(path).with_suffix(".json").read_bytes())["sha256"] == file_hash(path):
+            if read_json(path.removesuffix("pt") + "json")["sha256"] == file_hash(path):
                 return path
         except Exception as e:  # whatever it is, the one before may be whole
             cause = e
@@ -141,7 +146,7 @@ class Start:
         # a run goes on with a FILE if it has begun with that; one file has many names
         out_dir = self.settings.out_dir
         if file and os.path.realpath(file) != os.path.realpath(self.init_from):
-            refuse_run(f"--out_dir={out_dir}", files_of(out_dir))
+            refuse_run("--out_dir", out_dir, files_of(out_dir))
         # the evaluations that were logged at this step
         lines = read_metrics(f"{out_dir}/metrics.jsonl")
         evaluations = [line for line in lines if line["step"] == self.step and "eval/loss" in line]
@@ -170,7 +175,7 @@ class Start:
 
         # files of the official code do not say what their identifiers stand for
         sha256 = train_set.identifiers_sha256
-        same_identifiers = self.is_resume or self.saved.get("identifiers_sha256", sha256) == sha256
+        same_identifiers = self.saved.get("identifiers_sha256", sha256) == sha256
         weights = self.saved["weights"]
         # the average of frozen weights would drift towards the raw ones: so train on the average itself
         if self.settings.freeze_weights and not self.is_resume:
@@ -236,8 +241,8 @@ def open_start(settings, device, run_settings):
     # only rank 0's host may have the checkpoint, which stays there
     shared = vars(start).keys() - {"device", "settings", "saved", "notes"}
     vars(start).update(device.all_gather({name: getattr(start, name) for name in shared})[0])
-    resumed = start.saved_settings.keys() - {*run_settings}
-    start.settings.fill({name: start.saved_settings[name] for name in resumed})
+    start.settings.fill(
+        {name: value for name, value in start.saved_settings.items() if name not in run_settings})
     return start
 
 
@@ -262,8 +267,8 @@ def find_newest(settings):
     if bucket:
         bucket.check(write=not settings.eval_only)
     if settings.init_from == "scratch":
-        refuse_run(f"--out_dir={out_dir}", files_of(out_dir))
-        refuse_run(f"--gcs_dir={settings.gcs_dir}", bucket.list() if bucket else [])
+        refuse_run("--out_dir", out_dir, files_of(out_dir))
+        refuse_run("--gcs_dir", settings.gcs_dir, bucket.list() if bucket else [])
         return ""
     if bucket:
         pull(bucket, out_dir)
@@ -276,22 +281,22 @@ def find_newest(settings):
     return newest
 
 
-def refuse_run(flag, names):
+def refuse_run(flag, folder, names):
     """Raises UserError if a run is among the files `names` of the folder that `flag` gives."""
     # run.json alone: the run was killed before it wrote its first line
     if any(name.startswith(("ckpt_", "best.", "metrics.")) for name in names):
-        raise UserError(f"{flag} holds a run: --init_from=auto continues it, another "
-                        f"{flag.partition('=')[0]} starts another")
+        raise UserError(f"{flag}={folder} holds a run: --init_from=auto continues it, another {flag} starts "
+                        "another")
 
 
 def pull(bucket, out_dir):
     """Brings the newest whole checkpoint of the bucket, and its logs, to out_dir, unless that has it."""
     # both must be of the same run
     run = bucket.read("run.json", json.loads)
-    if run is not None and os.path.exists(f"{out_dir}/run.json"):
-        if read_json(f"{out_dir}/run.json") != run:
-            raise UserError(f"{out_dir} and {bucket.url} hold two different runs: choose another; to move a "
-                            "run, copy its files to an empty one")
+    own = f"{out_dir}/run.json"
+    if run and os.path.exists(own) and read_json(own) != run:
+        raise UserError(f"{out_dir} and {bucket.url} hold two different runs: choose another; to move a run, "
+                        "copy its files to an empty one")
     for name in numbered(bucket.list()):
         # three attempts: a byte of a download may be wrong
         for _ in range(3):
@@ -325,11 +330,11 @@ def check_hosts(start):
     """
     settings = start.settings
     own = Path(start.path).stem if start.is_resume else ""
-    newest = Path(newest_whole(settings.out_dir)).stem
-    newest, host = max(start.device.all_gather((newest, start.device.host)))
-    if newest <= own or settings.eval_only:
+    newer = Path(newest_whole(settings.out_dir, newer_than=own)).stem
+    newer, host = max(start.device.all_gather((newer, start.device.host)))
+    if not newer or settings.eval_only:
         return
-    line = (f"--out_dir={settings.out_dir} has {newest} on host {host}, and {own or 'no checkpoint'} on rank "
+    line = (f"--out_dir={settings.out_dir} has {newer} on host {host}, and {own or 'no checkpoint'} on rank "
             "0's")
     if not settings.gcs_dir:
         raise UserError(f"{line}: choose a folder that all hosts share, or a --gcs_dir")
@@ -388,7 +393,7 @@ class Checkpoints:
         self.lock_folder()
         # the score of best.pt, unless it is of steps that this run did not take
         with suppress(Exception):  # there is none yet, or it is damaged, however
-            best = json.loads(Path(self.out_dir, "best.json").read_bytes())
+            best = read_json(f"{self.out_dir}/best.json")
             if self.start.is_resume and best["step"] <= self.start.step:
                 self.best_score = float(self.score(best["metrics"]))
         bucket = open_bucket(self.settings)  # a stop does not end its attempts
@@ -453,8 +458,8 @@ class Checkpoints:
             with replacing(path + ".pt") as f:
                 torch.save(state, f)
             # the .json comes last, and proves that the .pt is complete
-            description = dict(sha256=file_hash(path + ".pt"), metrics=metrics)
-            description |= {key: state[key] for key in ("step", "run_id", "data_sha256", "settings")}
+            description = {key: state[key] for key in ("step", "run_id", "data_sha256", "settings")}
+            description |= dict(sha256=file_hash(path + ".pt"), metrics=metrics)
             with replacing(path + ".json") as f:
                 f.write(json.dumps(description, indent=1).encode())
         except (OSError, RuntimeError) as e:  # torch.save reports a full disk by a RuntimeError

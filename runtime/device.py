@@ -138,7 +138,7 @@ class Device:
         check_agent()
         backend = self.backend or ("nccl" if self.type == "cuda" else "gloo")
         # the watchdog has its own limit during training; before, the others wait while rank 0 downloads
-        timeout = timedelta(seconds=max(settings.stall_timeout, 1800) if settings.stall_timeout else 10 ** 6)
+        timeout = timedelta(seconds=max(settings.stall_timeout or 10 ** 6, 1800))
         dist.init_process_group(backend, timeout=timeout)
         if "gloo" in backend:
             # gloo's threads may abort at the end of the process; NCCL's end would wait for a peer that died
@@ -184,10 +184,9 @@ class Device:
         """Begins to copy a tensor to the host. Returns a function that waits for it, and nothing newer."""
         if self.type != "cuda":
             return x.cpu
-        # the event follows this copy, and comes before all work that is launched later
-        host = torch.empty_like(x, device="cpu", pin_memory=True)
+        # the event follows this copy to pinned memory, and comes before all work that is launched later
+        host = x.to("cpu", non_blocking=True)
         event = torch.cuda.Event()
-        host.copy_(x, non_blocking=True)
         event.record()
 
         def wait():
@@ -233,11 +232,11 @@ class Device:
         if not self.compiles:
             return fn
         torch._dynamo.config.recompile_limit = 64  # a compilation for each stage of a curriculum
-        self.num_graphs_before = num_graphs()
         compiled = torch.compile(fn, dynamic=False)
-        # without Triton or a C compiler, "auto" trains without torch.compile: is_compiled() tells
-        is_auto = self.compile_mode == "auto"
-        return torch._dynamo.config.patch(suppress_errors=True)(compiled) if is_auto else compiled
+        # without Triton or a C compiler, "auto" trains without torch.compile
+        if self.compile_mode == "auto":
+            compiled = torch._dynamo.config.patch(suppress_errors=True)(compiled)
+        return compiled
 
     def compile_step(self, fn, is_collective=True):
         """Returns fn(state, inputs, *static), which changes the tensors of state in place.
@@ -387,12 +386,7 @@ def is_compiled(device):
     """Returns True if a compiler made the steps that have run; with compile=auto, torch.compile may fail."""
     if not device.compiles or device.type in ("xla", "tpu"):
         return device.compiles
-    return num_graphs() > device.num_graphs_before
-
-
-def num_graphs():
-    """Returns how many graphs torch.compile has made in this process."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def cast_weights(device, weights, dtype):
