@@ -180,7 +180,8 @@ class Start:
         # the average of frozen weights would drift towards the raw ones: so train on the average itself
         if self.settings.freeze_weights and not self.is_resume:
             weights = self.saved.get("ema") or weights
-        is_averaged = load_saved_weights(model, weights, self.path, same_identifiers)
+        is_averaged = load_saved_weights(
+            model, weights, self.path, same_identifiers, self.saved.get("settings"))
         if is_averaged and self.settings.eval_only:
             raise UserError(f"{self.path} has other puzzle identifiers than {train_set.path}: it can be "
                             "trained further, but not evaluated (docs/arc.md)")
@@ -458,8 +459,8 @@ class Checkpoints:
             with replacing(path + ".pt") as f:
                 torch.save(state, f)
             # the .json comes last, and proves that the .pt is complete
-            description = {key: state[key] for key in ("step", "run_id", "data_sha256", "settings")}
-            description |= dict(sha256=file_hash(path + ".pt"), metrics=metrics)
+            description = dict(sha256=file_hash(path + ".pt"), metrics=metrics)
+            description |= {key: state[key] for key in ("step", "run_id", "data_sha256", "settings")}
             with replacing(path + ".json") as f:
                 f.write(json.dumps(description, indent=1).encode())
         except (OSError, RuntimeError) as e:  # torch.save reports a full disk by a RuntimeError

@@ -3,10 +3,14 @@ import re
 
 import torch
 
-from runtime.errors import UserError, one_line
+from runtime.errors import UserError
 from runtime.files import read_torch_file
 
 WEIGHTS = ("state_dict", "model_state_dict", "model_state", "model")  # where other code's files have them
+
+# Settings that decide the names and the shapes of the weights.
+OF_SHAPES = ("hidden_size", "expansion", "multiple_of", "L_layers", "mlp_t", "pos_encodings", "puzzle_emb_ndim",
+             "puzzle_emb_len")
 
 
 def read_file(path):
@@ -68,18 +72,22 @@ def load_weights(trm, official_weights, same_identifiers=True):
 
     try:
         trm.load_state_dict(weights)
-    except RuntimeError as e:  # names or shapes, which it lists
-        raise ValueError(f"{one_line(e)}: another block or other settings (hidden_size, L_layers, mlp_t, "
-                         "puzzle_emb_ndim?)") from None
+    except RuntimeError as e:  # names or shapes: a line for each, after the first
+        cause = str(e).splitlines()[1].strip()[:200]
+        raise ValueError(f"{cause}: another block or other settings") from None
     return is_averaged
 
 
-def load_saved_weights(model, weights, path, same_identifiers=True):
-    """See load_weights; the weights are of the file `path`. Raises UserError if they do not fit."""
+def load_saved_weights(model, weights, path, same_identifiers=True, saved_settings=None):
+    """See load_weights; the weights are of the file `path`, and of saved_settings if it has some.
+
+    Raises UserError if they do not fit.
+    """
     try:
         return load_weights(model, weights, same_identifiers)
     except ValueError as e:
-        raise UserError(f"{path}: {e}") from None
+        changed = changes(model.settings, saved_settings or {}, OF_SHAPES)
+        raise UserError("; ".join([f"{path}: {e}", *changed])) from None
 
 
 def changed_attention(model, saved):
@@ -101,7 +109,7 @@ def changes(settings, saved_settings, names):
     """Returns a line for each of the settings `names` that has another value in a checkpoint."""
     lines = []
     for name in names:
-        value = getattr(settings, name)
+        value = getattr(settings, name, "no setting here")
         saved_value = saved_settings.get(name, value)
         if value != saved_value:
             lines.append(f"{name} is {value}; the checkpoint had {saved_value}")
