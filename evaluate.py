@@ -11,7 +11,7 @@ In results, preds and q_halt_logits are the official code's names of the answers
 import functools
 import io
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +29,6 @@ from runtime.files import Progress, replacing, to_stderr
 
 SUREST = ("surest_preds", "surest_q_halt_logits", "surest_steps")  # answers of all attempts
 ANSWERS = ("preds", "q_halt_logits", *SUREST)
-BLOCK = 10_000  # puzzles that are judged at a time
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -342,11 +341,8 @@ def evaluate(evaluator, weights, puzzle_emb, test_set, indices, title, should_st
         part = f".{device.rank}" if device.world > 1 else ""
         save(f"{save_to}{part}.npz", content.getvalue())
 
-    # the figures of all ranks; blocks of puzzles, since questions and labels take 8 bytes a cell
-    sums = Counter()
-    for block in np.array_split(np.arange(len(own_indices)), len(own_indices) // BLOCK + 1):
-        block_results = {name: array[block] for name, array in results.items()}
-        sums.update(eval_sums(settings, test_set, test_set.test_batch(own_indices[block]) | block_results))
+    # the figures of all ranks
+    sums = eval_sums(settings, test_set, test_set.test_batch(own_indices) | results)
     values = means(device.all_gather(sums))
 
     # ARC's votes

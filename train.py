@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import torch
@@ -287,7 +287,6 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
         # evaluate, before the next step: a resume then makes up for an evaluation that was interrupted
         if eval_due:
             indices = test_set.subset(settings.eval_max_puzzles, settings.eval_versions)
-            run.device.report = functools.partial(log.within_step, 0)
             evaluation = run.evaluate(test_set, indices, f"evaluating at step {step}")
             if not evaluation:  # a stop was requested
                 checkpoints.save(step, run, metrics)
@@ -303,7 +302,6 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
         last_cycles = cycles
         cycles = optim.cycles_at(settings, examples_per_epoch, step)
         inputs = make_inputs(run, train_set, step, total_steps)
-        run.device.report = functools.partial(log.within_step, total_steps)
         try:
             stops = run.train_step(run.state, inputs, cycles)
         except KeyboardInterrupt:  # a request to stop dropped a step that takes long
@@ -366,9 +364,8 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
     """
     settings = run.settings
     if start.is_final and start.step == total_steps:
-        length = "max_steps" if settings.max_steps else "epochs"
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
-                   f"a higher {length} continues it")
+                   "higher max_steps or epochs continue it")
         is_complete = True
     else:
         # say what the run is, and train
@@ -577,18 +574,17 @@ def replica(settings, device_type):
 
     # evaluate, or train and evaluate
     log = Log(settings, device, start.step)
-    device.report = functools.partial(log.within_step, 0)
+    device.report = log.within_step
     start.notes.insert(0, dtype_note)
-    with log, errors.reporting_full_memory(run):
+    opened = nullcontext()
+    if not settings.eval_only:  # the run writes to out_dir
+        opened = checkpoint.Checkpoints(start, trm, train_set, test_set, puzzles.score, log.print0)
+    with log, errors.reporting_full_memory(run), opened as checkpoints:
+        log.header(trm, train_set, test_set, start.notes)
         if settings.eval_only:
-            log.header(trm, train_set, test_set, start.notes)
             is_complete = final_evaluation(run, test_set, log, None, start.step)
         else:
-            with checkpoint.Checkpoints(start, train_set, test_set, puzzles.score, log.print0) as checkpoints:
-                # from here on the run writes to out_dir
-                log.header(trm, train_set, test_set, start.notes)
-                is_complete = train_and_evaluate(
-                    run, train_set, test_set, log, checkpoints, start, total_steps)
+            is_complete = train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps)
     if not is_complete:
         sys.exit(3)
 

@@ -49,12 +49,9 @@ def numbered(names):
 
 
 def outdated(names, newest, keep_last_n):
-    """Returns which of the files `names` to delete, in this order.
+    """Returns which of all files `names` to delete, in this order: but for keep_last_n complete checkpoints.
 
-    Args:
-        names: all files in the folder.
-        newest: the newest good checkpoint. Newer ones were found damaged, and do not count.
-        keep_last_n: how many complete checkpoints stay.
+    newest: the newest good checkpoint. Newer ones were found damaged, and do not count.
     """
     good = [stem for stem in numbered(names) if stem <= newest]
     oldest = min(good[:keep_last_n], default="")  # of those that stay
@@ -154,10 +151,7 @@ class Start:
         self.is_final = any(line.get("final") for line in evaluations)
 
     def load_into(self, model, train_set):
-        """Gives rank 0's model its first weights. All ranks.
-
-        Raises UserError where settings, files, datasets and ranks do not fit together.
-        """
+        """Gives rank 0's model its first weights. All ranks. Raises UserError for what does not fit."""
         check_ranks(self, train_set)
         check_hosts(self)
         on_rank_0(self.device, partial(self.load, model, train_set))
@@ -227,15 +221,11 @@ def open_bucket(settings, stop=lambda: False):
 
 
 def open_start(settings, device, run_settings):
-    """Returns the Start that init_from, out_dir and gcs_dir lead to. All ranks.
+    """Returns the Start that the command's settings lead to. All ranks.
 
-    Args:
-        settings: the command's.
-        device: a device.Device, or an object with its methods.
-        run_settings: names of those that a resume does not take from the checkpoint.
-
-    Raises UserError where there is no checkpoint or another run, TransientError where the bucket does not
-    answer, SystemExit if a stop is requested meanwhile.
+    run_settings: names of those that a resume does not take from the checkpoint. Raises UserError where there
+    is no checkpoint or another run, TransientError where the bucket does not answer, SystemExit if a stop is
+    requested meanwhile.
     """
     start = Start(device, copy.copy(settings))  # replicas may be threads
     on_rank_0(device, start.find)
@@ -351,21 +341,20 @@ class Checkpoints:
 
     Args:
         start: a Start.
+        trm: the run's TRM.
         train_set, test_set: the Datasets.
         score: a function that ranks evaluations, {"eval/...": number}.
         say: a function for the lines of the log.
 
-    run_id: the run's id, kept across resumes and also used by W&B. is_written: whether the last checkpoint
-    could be written. The with block locks out_dir: it raises TransientError where another process trains
-    there, UserError where nothing can be written.
+    run_id: kept across resumes and also used by W&B. is_written: whether the last checkpoint was written. The
+    with block locks out_dir: it raises TransientError where another process trains there, UserError where
+    nothing can be written.
     """
 
-    def __init__(self, start, train_set, test_set, score, say):
+    def __init__(self, start, trm, train_set, test_set, score, say):
         self.start = start
         self.settings = start.settings
         self.out_dir = start.settings.out_dir
-        self.train_set = train_set
-        self.test_set = test_set
         self.score = score
         self.say = say
         self.newest = stem(start.step)  # the last good checkpoint; a new run has none yet
@@ -374,6 +363,16 @@ class Checkpoints:
         self.best_score = -1.0
         self.lock = None
         self.mirror = None
+        # what belongs to the run, which a resume checks and goes on with
+        self.facts = dict(
+            sizes=trm.sizes,
+            forks=start.settings.forks,
+            settings=vars(start.settings) | dict(init_from=start.init_from),
+            data_sha256=train_set.sha256,
+            task=train_set.task,
+            identifiers_sha256=train_set.identifiers_sha256,
+            test_puzzles=some_puzzles(test_set),
+        )
 
     def __enter__(self):
         on_rank_0(self.start.device, self.take_folder)
@@ -404,7 +403,7 @@ class Checkpoints:
             self.mirror = Mirror(self.out_dir, bucket, self.newest, too_old, self.say)
 
     def lock_folder(self):
-        """Locks out_dir, and reads or writes run.json. A run that fails here leaves no lock."""
+        """Locks out_dir, and keeps the id in run.json, where there is one. What fails here leaves no lock."""
         path = f"{self.out_dir}/run.json"
         if os.path.exists(path):
             self.run_id = read_json(path)["id"]
@@ -416,9 +415,8 @@ class Checkpoints:
                 lock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise TransientError(f"--out_dir={self.out_dir}: another process trains there") from None
-            if not os.path.exists(path):
-                with replacing(path) as f:
-                    f.write(json.dumps({"id": self.run_id}).encode())
+            with replacing(path) as f:
+                f.write(json.dumps({"id": self.run_id}).encode())
 
     def save(self, step, run, metrics, name=""):
         """Writes a checkpoint and its .json."""
@@ -426,18 +424,7 @@ class Checkpoints:
         # a stop in an evaluation comes after the checkpoint of the same step, which is whole
         if self.start.device.rank != 0 or name == self.newest:
             return
-        # add what belongs to the run, which a resume checks and goes on with
-        state = run.state_dict() | dict(
-            step=step,
-            sizes=run.model.sizes,
-            forks=self.settings.forks,
-            run_id=self.run_id,
-            settings=vars(self.settings) | dict(init_from=self.start.init_from),
-            data_sha256=self.train_set.sha256,
-            task=self.train_set.task,
-            identifiers_sha256=self.train_set.identifiers_sha256,
-            test_puzzles=some_puzzles(self.test_set),
-        )
+        state = run.state_dict() | self.facts | dict(step=step, run_id=self.run_id)
         self.is_written = self.write(name, state, metrics)
 
     def save_if_best(self, step, run, metrics):

@@ -166,24 +166,13 @@ class Log:
                     f"{cycles[1]}, {how}; left out of the rates below")
         self.restart_clock(step)
 
-    def within_step(self, total_steps, seconds, share):
-        """Reports how far a step is that takes longer than half a minute, and how long the run will take.
-
-        Args:
-            total_steps: the length of the run; 0: the step is an evaluation's, which says nothing about it.
-            seconds, share: see device.loop_over_micro_batches.
-        """
+    def within_step(self, seconds, share):
+        """Reports how far a step is that takes more than half a minute; see device.loop_over_micro_batches."""
         restart_watchdog(self.settings.stall_timeout)
         step_seconds = seconds / share
-        if step_seconds < SLOW or time.monotonic() < self.next_line:
-            return
-        self.next_line = time.monotonic() + SLOW
-        line = f"{share:.0%} of a step, {files.duration(step_seconds - seconds)} left"
-        days = (total_steps - self.step) * step_seconds / 86400
-        if days > 1:
-            line += (f"; the run will take {days:,.0f} days on this device: a smaller --global_batch_size "
-                     "shortens its steps, --max_steps the run")
-        self.print0(line)
+        if step_seconds >= SLOW and time.monotonic() >= self.next_line:
+            self.next_line = time.monotonic() + SLOW
+            self.print0(f"{share:.0%} of a step, {files.duration(step_seconds - seconds)} left")
 
     def train(self, step, total_steps, values, lr, flops_per_example):
         """Logs the steps since the last line.
@@ -224,11 +213,7 @@ class Log:
         """Logs an evaluation; metrics.jsonl is the record of the training run alone."""
         if not self.settings.eval_only:
             self.metrics(step, values)
-        attempts = self.settings.eval_attempts
-        note = ""
-        if attempts > 1:
-            note = f" (the surest figures and attempts count up to {attempts} attempts, the others the first)"
-        self.print0(f"step {step} | evaluation{note}: {listed(values)}")
+        self.print0(f"step {step} | evaluation: {listed(values)}")
 
     def __enter__(self):
         return self

@@ -9,8 +9,8 @@ from runtime.files import read_torch_file
 WEIGHTS = ("state_dict", "model_state_dict", "model_state", "model")  # where other code's files have them
 
 # Settings that decide the names and the shapes of the weights.
-OF_SHAPES = ("hidden_size", "expansion", "multiple_of", "L_layers", "mlp_t", "pos_encodings", "puzzle_emb_ndim",
-             "puzzle_emb_len")
+OF_SHAPES = ("hidden_size", "expansion", "multiple_of", "L_layers", "mlp_t", "pos_encodings",
+             "puzzle_emb_ndim", "puzzle_emb_len")
 
 
 def read_file(path):
