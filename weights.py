@@ -116,15 +116,6 @@ def flops_per_example(model, cycles=None):
 # ---------------------------------------------------------------------------------------------------------
 # Questions, whose answers need not be known, on the CPU
 
-class Questions(NamedTuple):
-    """Puzzles without known answers, as evaluate.Queue takes them."""
-    task: dict
-    batch: dict  # of evaluate.unlabeled_batch
-
-    def test_batch(self, indices):
-        return {name: array[indices] for name, array in self.batch.items()}
-
-
 def queue_of(settings, trm, task, batch, batch_size):
     """Returns an evaluate.Queue of questions, on the CPU.
 
@@ -137,7 +128,8 @@ def queue_of(settings, trm, task, batch, batch_size):
     """
     evaluator = evaluate.Evaluator(settings, trm, Device("cpu", settings, Place()), batch_size)
     indices = np.arange(len(batch["inputs"]))
-    return evaluate.Queue(evaluator, *evaluate.weights_of(trm), Questions(task, batch), indices)
+    questions = SimpleNamespace(task=task, test_batch=lambda indices: tree_map(lambda t: t[indices], batch))
+    return evaluate.Queue(evaluator, *evaluate.weights_of(trm), questions, indices)
 
 
 def answers_to(settings, trm, task, batch, report=lambda num_finished: None):

@@ -277,11 +277,12 @@ class Mirror:
     def close(self, seconds, stop):
         """Copies what is new, within the given time, or stop_seconds once stop() returns true.
 
-        Returns whether the bucket has everything.
+        Returns whether the bucket has everything. The thread ends, or with the process if it hangs.
         """
         # say so before what may take minutes
         self.say(f"uploading to {self.bucket.url}, for {seconds} s at most")
-        self.end()
+        self.is_closing = True
+        self.changed.set()
         end = time.monotonic() + seconds
         while self.thread.is_alive() and time.monotonic() < end:
             self.thread.join(1)
@@ -291,11 +292,6 @@ class Mirror:
         if not is_complete:
             self.say(f"upload to {self.bucket.url} not complete; --init_from=auto uploads the rest")
         return is_complete
-
-    def end(self):
-        """Lets the thread end after a last copy; one that hangs ends with the process."""
-        self.is_closing = True
-        self.changed.set()
 
     def work(self):
         is_last = False
@@ -315,24 +311,17 @@ class Mirror:
 
     def copy(self):
         """Copies what is new."""
-        # copy one checkpoint whole; a newer one may come meanwhile, and delete this one
         newest = self.newest
-        with suppress(FileNotFoundError):
-            # read the .json first, which proves the .pt complete: both may be deleted during the upload
-            description = Path(f"{self.folder}/{newest}.json").read_bytes()
-            self.copy_file(newest + ".pt")
-            # a machine that resumes from it needs them
-            self.copy_others()
-            self.bucket.write(newest + ".json", description)
+        wanted = rf"({newest}|best|metrics|log|run|submission|eval_.*)\.(pt|json|jsonl|txt|npz)"
+        names = [name for name in os.listdir(self.folder) if re.fullmatch(wanted, name)]
+        # a .json comes after its .pt, which it proves complete, and the newest checkpoint's after all that a
+        # machine needs to resume from it
+        names.sort(key=lambda name: (name.endswith(".json"), name == newest + ".json"))
+        for name in names:
+            with suppress(FileNotFoundError):  # a newer checkpoint may delete this one meanwhile, .json first
+                self.copy_file(name)
         for name in self.outdated(self.bucket.list(), newest):
             self.bucket.delete(name)
-        self.copy_others()
-
-    def copy_others(self):
-        """Copies the files that are no numbered checkpoints, best.pt before best.json, which has its hash."""
-        for name in sorted(os.listdir(self.folder), reverse=True):
-            if re.fullmatch(r"(best|metrics|log|run|submission|eval_.*)\.(pt|json|jsonl|txt|npz)", name):
-                self.copy_file(name)
 
     def copy_file(self, name):
         """Copies a file, unless the bucket has it as it is."""

@@ -379,12 +379,10 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind, *error):
-        """Ends the upload, and lets another run have out_dir: a notebook keeps this object with an error."""
-        # a restart after wrong input, or a loss that is not finite, would end here again
+        """Lets another run have out_dir: a notebook keeps this object with an error."""
+        # after wrong input, or a loss that is not finite, a restart would end here again: upload all until here
         if kind is UserError:
             self.close(60)
-        if self.mirror:
-            self.mirror.end()
         if self.lock:
             self.lock.close()
 

@@ -206,10 +206,11 @@ class Step:
         """Makes the program and runs it. With --compile=auto, traces from here on if that fails on a rank."""
         # the program takes the memory of the state, even if it fails
         state_before = tree_map(torch.Tensor.cpu, state)
-        program, error = self.attempt("compilation", Program, self.device, self.fn, state, inputs, static)
-        if not error:
-            outputs, error = self.attempt("execution", program.run, state, inputs, True)
-        if error:
+        program, has_failed = self.attempt(
+            "compilation", Program, self.device, self.fn, state, inputs, static)
+        if not has_failed:
+            outputs, has_failed = self.attempt("execution", program.run, state, inputs, True)
+        if has_failed:
             self.is_lazy = True
             state.update(self.device.put(state_before))
             return self.call_lazily(state, inputs, *static)
@@ -217,26 +218,23 @@ class Step:
         return outputs
 
     def attempt(self, stage, function, *args):
-        """Returns function(*args), and with --compile=auto an error in words that a rank has had, or ""."""
+        """Returns function(*args), and with --compile=auto whether it has failed on a rank."""
         device = self.device
         if device.compile_mode == "on":
-            return function(*args), ""
+            return function(*args), False
         result = None
-        error = ""
+        has_failed = False
         try:
             result = function(*args)
         except Exception as e:
             # no fallback from these: every rank raises them, and plain tracing takes no less memory
             if isinstance(e, UserError) or is_out_of_memory(e):
                 raise
-            error = f"on rank {device.rank}, {one_line(e)}"
+            has_failed = True
+            print(f"--compile=auto: the {stage} of a step failed (on rank {device.rank}, {one_line(e)}): from "
+                  "here on each step is traced anew, more slowly, as with --compile=off", flush=True)
         # ranks agree, unless only this one calls the step
-        errors = device.all_gather(error) if self.is_collective else [error]
-        error = next(filter(None, errors), "")
-        if error and (device.rank == 0 or not self.is_collective):
-            print(f"--compile=auto: the {stage} of a step failed ({error}): from here on each step is traced "
-                  "anew, more slowly, as with --compile=off", flush=True)
-        return result, error
+        return result, any(device.all_gather(has_failed) if self.is_collective else [has_failed])
 
 
 class Program:
