@@ -368,7 +368,6 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
                    "higher max_steps or epochs continue it")
         is_complete = True
     else:
-        # say what the run is, and train
         log.begin(run, train_set, start, checkpoints.run_id, recipe(vars(settings)), total_steps)
         began = time.monotonic()
         step = train(run, train_set, test_set, log, checkpoints, start, total_steps)
@@ -413,13 +412,8 @@ def final_evaluation(run, test_set, log, checkpoints, step):
 # ---------------------------------------------------------------------------------------------------------
 # The state of training
 
-# what Run itself has in its state, see there
+# what Run itself has in its state
 OWN_STATE = ("weights", "ema", "optimizer", "puzzle_emb", "sequences", "log_sums", "grad_norms")
-
-
-def on_host(tree):
-    """Returns a copy of a tree of tensors."""
-    return tree_map(lambda t: t.to("cpu", copy=True), tree)
 
 
 class Run:
@@ -476,13 +470,13 @@ class Run:
 
     def state_dict(self):
         """Returns a copy on the host of what a checkpoint needs; weights and ema are state dicts of TRM."""
-        saved = {name: self.state[name] for name in ("weights", "ema", "optimizer")} | dict(kept=self.kept())
-        saved = on_host(saved)
-        # both state dicts have the buffers and the puzzle embedding, which a file holds once
-        others = self.buffers()
+        saved = {name: self.state[name] for name in ("weights", "ema", "optimizer")}
+        saved |= dict(kept=self.kept(), others=self.buffers())
         if self.model.has_puzzle_emb:
-            others["puzzle_emb.weights"] = self.state["puzzle_emb"]
-        others = on_host(others)
+            saved["others"]["puzzle_emb.weights"] = self.state["puzzle_emb"]
+        saved = tree_map(lambda t: t.to("cpu", copy=True), saved)
+        # both state dicts have the buffers and the puzzle embedding, which a file holds once
+        others = saved.pop("others")
         for weights in filter(None, (saved["weights"], saved["ema"])):
             weights.update(others)
         return saved
@@ -546,12 +540,8 @@ class Run:
 def replica(settings, device_type):
     """Runs one replica from its start to its end.
 
-    Args:
-        settings: the command's.
-        device_type: from choose_device.
-
-    It checks checkpoints and datasets before a run begins, once it has fetched them. Exits with 3 if a stop
-    came before the run and its upload were complete, with 1 if the bucket lacks something without a stop.
+    settings: the command's. device_type: from choose_device. Exits with 3 if a stop came before the run and
+    its upload were complete, with 1 if the bucket lacks something without a stop.
     """
     # the device, and where the run begins; downloads take time, so that the watchdog waits until all is here
     device = open_device(device_type, settings)
@@ -606,11 +596,9 @@ def check_settings(settings):
     check_choices(settings, CHOICES)
     if settings.freeze_weights and not settings.puzzle_emb_ndim:
         raise UserError("freeze_weights trains the puzzle embedding alone, and puzzle_emb_ndim is 0")
-    # names
     for name in filter(None, settings.eval_save_outputs.split(",")):
         if name not in EVAL_OUTPUTS:
             raise UserError(f"eval_save_outputs: unknown {name!r}; choose from {','.join(EVAL_OUTPUTS)}")
-    # strings and folders
     for name in ("data_path", "out_dir", "init_from", "wandb_project"):
         if not getattr(settings, name):
             raise UserError(f"{name} must not be empty")

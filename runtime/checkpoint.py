@@ -380,7 +380,7 @@ class Checkpoints:
 
     def __exit__(self, kind, *error):
         """Lets another run have out_dir: a notebook keeps this object with an error."""
-        # after wrong input, or a loss that is not finite, a restart would end here again: upload all until here
+        # after wrong input or a loss that is not finite a restart would end here again: upload what there is
         if kind is UserError:
             self.close(60)
         if self.lock:

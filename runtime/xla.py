@@ -231,8 +231,8 @@ class Step:
             if isinstance(e, UserError) or is_out_of_memory(e):
                 raise
             has_failed = True
-            print(f"--compile=auto: the {stage} of a step failed (on rank {device.rank}, {one_line(e)}): from "
-                  "here on each step is traced anew, more slowly, as with --compile=off", flush=True)
+            print(f"--compile=auto: the {stage} of a step failed (on rank {device.rank}, {one_line(e)}): "
+                  "from here on each step is traced anew, more slowly, as with --compile=off", flush=True)
         # ranks agree, unless only this one calls the step
         return result, any(device.all_gather(has_failed) if self.is_collective else [has_failed])
 
