@@ -72,16 +72,9 @@ class Evaluator:
     def inputs(self, weights, puzzle_emb, batch):
         """Returns the inputs of program(), on the device.
 
-        Args:
-            weights: {name: float32 tensor}, on the device.
-            puzzle_emb: the puzzle embedding [N, D'], on the device.
-            batch: what free slots take: inputs and labels [B, S], puzzle_identifiers [B].
+        weights, puzzle_emb: see weights_of; on the device. batch: what free slots take, as a Dataset's.
         """
-        return dict(
-            puzzles=self.device.put(batch),
-            weights=weights,
-            puzzle_emb=puzzle_emb,
-        )
+        return dict(puzzles=self.device.put(batch), weights=weights, puzzle_emb=puzzle_emb)
 
     @torch.no_grad()
     def eval_step(self, slots, inputs):

@@ -4,9 +4,8 @@
     python train.py config/sudoku.py --device=cuda        the paper's Sudoku-Extreme, after prepare_sudoku.py
     python train.py config/sudoku.py --init_from=resume   continues from the newest checkpoint of out_dir
 
-The file holds the settings, the step, the loop, the state of a run, and at the end how a run starts:
-replica() and main(). The class Settings has the defaults, the paper's Sudoku-Extreme recipe (MLP). Config
-files and --key=value flags override them, and functions take the result as `settings`.
+The class Settings has the defaults, the paper's Sudoku-Extreme recipe (MLP). Config files and --key=value
+flags override them, and functions take the result as `settings`. At the end is how a run starts.
 """
 import functools
 import math
@@ -111,8 +110,7 @@ class Settings:
 
 
 # A resume takes these settings from the command: where and how the run executes. All others it takes from the
-# checkpoint, unless a config file or a flag assigns them. (checkpoint_interval is one of the others, since
-# sequences start afresh at each checkpoint.)
+# checkpoint, unless a config file or a flag assigns them, checkpoint_interval too: sequences restart there.
 RUN_SETTINGS = (
     "data_prepare", "out_dir", "gcs_dir", "init_from", "keep_last_n", "log_interval",
     "stall_timeout", "device", "compile", "eval_only", "eval_save_outputs",
@@ -209,8 +207,8 @@ def forward_backward(run, cycles, weights, micro_batch):
         weights: {name: tensor}, in forward_dtype.
         micro_batch: sequences, min_halt_steps [b] and, with a puzzle embedding, puzzle_rows [b, D'].
 
-    Returns what micro-batches add up, dict(grads={name: float32}, stats={name: [1]}), and what each sequence
-    has, dict(sequences=..., row_grads [b, D']).
+    Returns what adds up, dict(grads={name: float32}, stats={name: [1]}), and what each sequence has,
+    dict(sequences=..., row_grads [b, D']).
     """
     # the gradients are of the weights and of the rows of the puzzle embedding that the batch has
     leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
@@ -242,10 +240,7 @@ def forward_backward(run, cycles, weights, micro_batch):
 
 
 def make_inputs(run, train_set, step, total_steps):
-    """Returns this rank's inputs of train_step `step`, on the device.
-
-    The ranks' batches together are a pure function of the seed and the step, whatever the number of ranks.
-    """
+    """Returns this rank's inputs of a step; those of all ranks together depend on the seed and the step."""
     settings = run.settings
     device = run.device
     batch_size = settings.global_batch_size
@@ -342,7 +337,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
 
 
 def finite_means(run, log, step):
-    """Returns the means of the steps since the last line of the log, see take_means and check_finite."""
+    """Returns the means of the steps since the last line of the log. Raises UserError, see check_finite."""
     values = run.take_means(step - log.step)
     check_finite(run.settings, f"loss or gradient not finite between steps {log.step + 1} and {step}",
                  values["train/loss"], values["train/grad_norm"])
@@ -424,11 +419,8 @@ class Run:
     up METRICS of sequences that halted and LOSS_TERMS of all, these names alone, and grad_norms the norms of
     the gradients.
 
-    Args:
-        settings: the run's settings.
-        trm: a TRM, which moves to the device.
-        device: a device.Device, or an object with its methods.
-        saved: what a checkpoint holds, if the run goes on with its average and its optimizer's state.
+    trm: a TRM, which moves to the device. device: a device.Device, or an object with its methods. saved: what
+    a checkpoint holds, if the run goes on with its average and its optimizer's state.
     """
 
     def __init__(self, settings, trm, device, saved=None):
@@ -464,7 +456,6 @@ class Run:
             puzzle_emb=puzzle_emb,
             buffers=self.buffers(),
         ))
-        # buffers, such as the first latents, stay in the model
         self.model.load_state_dict(state.pop("buffers"), strict=False)
         return state
 
@@ -497,10 +488,8 @@ class Run:
         return {name: t for name, t in self.model.state_dict().items() if name not in trained}
 
     def restart_sequences(self):
-        """Gives every sequence a new puzzle at the next step."""
-        # all sequences count as halted, so that the next step gives them puzzles
-        sequences = self.model.new_sequences(self.batch_size, self.dtype)
-        self.state |= self.device.put(dict(sequences=sequences))
+        """Lets all sequences count as halted, so that the next step gives them new puzzles."""
+        self.state |= self.device.put(dict(sequences=self.model.new_sequences(self.batch_size, self.dtype)))
         self.restart_sums()
 
     def restart_sums(self):
@@ -562,7 +551,6 @@ def replica(settings, device_type):
     run.restore_kept(start.saved)
     start.saved.clear()  # frees its memory
 
-    # evaluate, or train and evaluate
     log = Log(settings, device, start.step)
     device.report = log.within_step
     start.notes.insert(0, dtype_note)
@@ -586,8 +574,7 @@ def length_of(settings, train_set, start):
         raise UserError(f"epochs={settings.epochs} of {train_set.total_groups} puzzles are less than one "
                         f"batch of global_batch_size={settings.global_batch_size}")
     if start.is_resume and start.step > total_steps:
-        raise UserError(f"{start.path} is past the {total_steps} steps of this run: raise max_steps or "
-                        "epochs")
+        raise UserError(f"{start.path} is past the {total_steps} steps of this run: raise max_steps, epochs")
     return total_steps
 
 
@@ -635,16 +622,14 @@ def main(settings):
     """Checks the settings, and runs a replica on each device."""
     # before anything takes time; a checkpoint's have been checked when its run began
     check_settings(settings)
-    # from here on a signal requests a stop, and the run ends with a checkpoint
+    # from here on a signal requests a stop
     with process.contained():
-        # one type of device for all replicas
         device_type, reason, place = choose_device(settings.device)
         if place.rank == 0:
             check_login(settings)
             print(f"device {device_type}: {reason}", flush=True)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
             process.end_with_parent()
-        # a process for each chip of a TPU; every other device has only this process
         spawn = spawner(device_type)
         if not spawn:
             replica(settings, device_type)
@@ -653,8 +638,8 @@ def main(settings):
             with process.watching_replicas():
                 spawn(configurator.Spawned(spawned_replica, Settings, settings, device_type))
         except BrokenProcessPool:
-            raise TransientError("a replica died, see above if it said why; to continue: "
-                                 f"{how_to_continue(settings)}") from None
+            words = f"a replica died, see above if it said why; to continue: {how_to_continue(settings)}"
+            raise TransientError(words) from None
 
 
 # This file is the module "train", whatever its name: a copy runs as it stands, and forks import it. In a new

@@ -303,14 +303,12 @@ def free_port():
 
 def wait_for_address(name):
     """Waits until a host's name has an address. Raises UserError after ADDRESS_TIMEOUT."""
-    end = time.monotonic() + ADDRESS_TIMEOUT
-    while True:
+    for _ in range(ADDRESS_TIMEOUT + 1):
         with suppress(OSError, UnicodeError):
             socket.getaddrinfo(name, None)
             return
-        if time.monotonic() > end:
-            raise UserError(f"MASTER_ADDR={name} in the environment: this name has no address")
         time.sleep(1)
+    raise UserError(f"MASTER_ADDR={name} in the environment: this name has no address")
 
 
 def check_agent():

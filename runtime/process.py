@@ -194,10 +194,9 @@ class Watchdog:
     A timer goes on while a batch system or Ctrl-Z suspends the job. This count stands still then.
     """
 
-    def __init__(self):
-        self.lock = threading.Lock()
-        self.thread = None
-        self.num_seconds = 0
+    lock = threading.Lock()  # replicas may be threads
+    thread = None
+    num_seconds = 0
 
     def restart(self, seconds, suspended=24 * 3600):
         """Ends this process with 1 after the given seconds, unless it is called again before; 0 calls it off.
@@ -207,7 +206,7 @@ class Watchdog:
         """
         self.seconds = seconds
         self.limit = self.num_seconds + (seconds or math.inf)
-        with self.lock:  # replicas may be threads
+        with self.lock:
             # a process that was forked has not inherited the thread
             if not (self.thread and self.thread.is_alive()):
                 self.thread = threading.Thread(target=self.count, daemon=True)
