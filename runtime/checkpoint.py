@@ -1,4 +1,4 @@
-"""A run's checkpoints: their names, how one is read, where a run begins, and what is written and pruned.
+"""A run's checkpoints: their names, where a run begins, and what is written and pruned.
 
 A run's folder holds ckpt_STEP.pt for the last steps and best.pt, each with a .json, written after it, that
 has its hash: only the .json proves that a checkpoint is complete. run.json has the run's id. A checkpoint has
@@ -21,21 +21,14 @@ import torch
 from runtime.errors import TransientError, UserError, writing
 from runtime.files import file_hash, lock, read_json, read_metrics, replacing
 from runtime.process import STOP
-from runtime.saved import (
-    changed_attention,
-    changes,
-    check_task,
-    load_saved_weights,
-    missing_forks,
-    read_checkpoint,
-)
+from runtime.saved import load_start, read_checkpoint
 
 # Another machine that resumes needs them.
 LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt", "run.json")
 UNFINISHED = r"(ckpt_\d+|best)\.(pt|json)\.tmp"  # what a process that was killed was writing
 
 # ---------------------------------------------------------------------------------------------------------
-# Names of checkpoints
+# Names of checkpoints, and which are whole
 
 def stem(step):
     """Returns the name of a step's checkpoint without its ending; names are in the order of the steps."""
@@ -69,9 +62,6 @@ def checkpoint_paths(out_dir):
     """Returns the paths of the numbered checkpoints that have a .json, newest first."""
     return [f"{out_dir}/{stem}.pt" for stem in numbered(files_of(out_dir))]
 
-
-# ---------------------------------------------------------------------------------------------------------
-# Reading
 
 def newest_whole(out_dir, say=lambda line: None, newer_than=""):
     """Returns the path of the newest checkpoint with the hash in its .json, or ""; says which are damaged.
@@ -154,52 +144,7 @@ class Start:
         """Gives rank 0's model its first weights. All ranks. Raises UserError for what does not fit."""
         check_ranks(self, train_set)
         check_hosts(self)
-        on_rank_0(self.device, partial(self.load, model, train_set))
-
-    def load(self, model, train_set):
-        """Loads the weights, and notes what differs from the checkpoint. Rank 0."""
-        if not self.path:
-            return
-        attention = changed_attention(model, self.saved)
-        if self.is_resume:
-            self.check_run(train_set, attention)
-        else:
-            check_task(self.saved, train_set, self.path)
-        self.notes += [*missing_forks(self.saved.get("forks", {}), self.settings.forks), *attention]
-
-        # files of the official code do not say what their identifiers stand for
-        sha256 = train_set.identifiers_sha256
-        same_identifiers = self.saved.get("identifiers_sha256", sha256) == sha256
-        weights = self.saved["weights"]
-        # the average of frozen weights would drift towards the raw ones: so train on the average itself
-        if self.settings.freeze_weights and not self.is_resume:
-            weights = self.saved.get("ema") or weights
-        is_averaged = load_saved_weights(
-            model, weights, self.path, same_identifiers, self.saved.get("settings"))
-        if is_averaged and self.settings.eval_only:
-            raise UserError(f"{self.path} has other puzzle identifiers than {train_set.path}: it can be "
-                            "trained further, but not evaluated (docs/arc.md)")
-        if is_averaged:
-            self.notes.append(f"{self.path} has other puzzle identifiers: all start from the mean of its "
-                              "embedding")
-
-    def check_run(self, train_set, attention):
-        """Raises UserError if the run cannot go on with this model and dataset."""
-        path = self.path
-        if self.saved["data_sha256"] != train_set.sha256:
-            raise UserError(f"{path} was trained on another dataset than {self.settings.data_path}: choose "
-                            "that one, or another --out_dir")
-        optimizer = self.saved_settings["optimizer"]
-        if optimizer != self.settings.optimizer:
-            raise UserError(f"{path} was trained with optimizer={optimizer}: another --out_dir with "
-                            "--init_from=FILE begins with its weights")
-        if attention:
-            raise UserError(f"{path} was trained as another model: {', '.join(attention)}: leave that out, "
-                            "or choose another --out_dir")
-        # tell the log what is resumed and what has changed
-        self.notes.append(f"resuming from {path}")
-        names = sorted(self.saved_settings.keys() - {"init_from"})
-        self.notes += changes(self.settings, self.saved_settings, names)
+        on_rank_0(self.device, partial(load_start, self, model, train_set))
 
 
 def check_folders(settings):

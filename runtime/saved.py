@@ -90,6 +90,53 @@ def load_saved_weights(model, weights, path, same_identifiers=True, saved_settin
         raise UserError("; ".join([f"{path}: {e}", *changed])) from None
 
 
+def load_start(start, model, train_set):
+    """Loads the weights of a checkpoint.Start, and notes what differs from the checkpoint. Rank 0."""
+    path = start.path
+    saved = start.saved
+    if not path:
+        return
+    attention = changed_attention(model, saved)
+    if start.is_resume:
+        check_run(start, train_set, attention)
+    else:
+        check_task(saved, train_set, path)
+    start.notes += [*missing_forks(saved.get("forks", {}), start.settings.forks), *attention]
+
+    # files of the official code do not say what their identifiers stand for
+    sha256 = train_set.identifiers_sha256
+    same_identifiers = saved.get("identifiers_sha256", sha256) == sha256
+    weights = saved["weights"]
+    # the average of frozen weights would drift towards the raw ones: so train on the average itself
+    if start.settings.freeze_weights and not start.is_resume:
+        weights = saved.get("ema") or weights
+    is_averaged = load_saved_weights(model, weights, path, same_identifiers, saved.get("settings"))
+    if is_averaged and start.settings.eval_only:
+        raise UserError(f"{path} has other puzzle identifiers than {train_set.path}: it can be trained further, "
+                        "but not evaluated (docs/arc.md)")
+    if is_averaged:
+        start.notes.append(f"{path} has other puzzle identifiers: all start from the mean of its embedding")
+
+
+def check_run(start, train_set, attention):
+    """Raises UserError if the run cannot go on with this model and dataset."""
+    path = start.path
+    if start.saved["data_sha256"] != train_set.sha256:
+        raise UserError(f"{path} was trained on another dataset than {start.settings.data_path}: choose "
+                        "that one, or another --out_dir")
+    optimizer = start.saved_settings["optimizer"]
+    if optimizer != start.settings.optimizer:
+        raise UserError(f"{path} was trained with optimizer={optimizer}: another --out_dir with "
+                        "--init_from=FILE begins with its weights")
+    if attention:
+        raise UserError(f"{path} was trained as another model: {', '.join(attention)}: leave that out, "
+                        "or choose another --out_dir")
+    # tell the log what is resumed and what has changed
+    start.notes.append(f"resuming from {path}")
+    names = sorted(start.saved_settings.keys() - {"init_from"})
+    start.notes += changes(start.settings, start.saved_settings, names)
+
+
 def changed_attention(model, saved):
     """Returns a line for each setting of attention that differs from the checkpoint's.
 
