@@ -54,7 +54,7 @@ class Evaluator:
         self.max_steps = settings.eval_halt_max_steps or settings.halt_max_steps
         self.dtype = getattr(torch, settings.forward_dtype)
         self.supervision_step = device.compile(trm.call_with)
-        self.program = device.compile_step(self.eval_step, is_collective=False)
+        self.program = device.compile_step(self.eval_step)
 
     def new_slots(self):
         """Returns {"sequences": of TRM.new_sequences, "answers": {name: [slots, ...]}}; all are free."""

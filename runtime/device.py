@@ -109,7 +109,7 @@ class Device:
         self.torch_device = torch.device(device_type)
         self.name = platform.machine()
         self.report = lambda seconds, share: None  # see loop_over_micro_batches
-        self.compile_mode = settings.compile
+        self.falls_back = settings.compile == "auto"
         self.compiles = settings.compile == "on" or settings.compile == "auto" and device_type == "cuda"
         if device_type == "cuda":
             self.torch_device = torch.device("cuda", place.local_rank)
@@ -234,15 +234,12 @@ class Device:
         torch._dynamo.config.recompile_limit = 64  # a compilation for each stage of a curriculum
         compiled = torch.compile(fn, dynamic=False)
         # without Triton or a C compiler, "auto" trains without torch.compile
-        if self.compile_mode == "auto":
+        if self.falls_back:
             compiled = torch._dynamo.config.patch(suppress_errors=True)(compiled)
         return compiled
 
-    def compile_step(self, fn, is_collective=True):
-        """Returns fn(state, inputs, *static), which changes the tensors of state in place.
-
-        is_collective: whether all ranks call it together.
-        """
+    def compile_step(self, fn):
+        """Returns fn(state, inputs, *static), which changes the tensors of state in place."""
         return fn
 
     def micro_batch_size(self, settings, flops):

@@ -112,8 +112,8 @@ def load_start(start, model, train_set):
         weights = saved.get("ema") or weights
     is_averaged = load_saved_weights(model, weights, path, same_identifiers, saved.get("settings"))
     if is_averaged and start.settings.eval_only:
-        raise UserError(f"{path} has other puzzle identifiers than {train_set.path}: it can be trained further, "
-                        "but not evaluated (docs/arc.md)")
+        raise UserError(f"{path} has other puzzle identifiers than {train_set.path}: it can be trained "
+                        "further, but not evaluated (docs/arc.md)")
     if is_averaged:
         start.notes.append(f"{path} has other puzzle identifiers: all start from the mean of its embedding")
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 from contextlib import suppress
+from functools import partial
 
 import torch
 import torch_xla
@@ -18,7 +19,6 @@ import torch_xla.runtime as xr
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from runtime.device import Device, Place, flatten, loop_over_micro_batches
-from runtime.errors import UserError, is_out_of_memory, one_line
 from runtime.replay import Replayable, write_out_attention
 
 XLAC = torch_xla._XLAC
@@ -33,7 +33,7 @@ class XLADevice(Device):
         place = Place(rank=xr.global_ordinal(), world=xr.world_size(), host=xr.host_index())
         super().__init__("xla", settings, place)
         self.compiles = True
-        self.is_lazy = settings.compile == "off"  # while a step is traced that is not captured
+        self.is_lazy = settings.compile == "off"  # a step is traced at each call, and not captured
         self.torch_device = torch_xla.device()
         self.replicas_are_threads = self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU"
         # The backward pass stays on this thread. Gradients that another thread still holds when the step ends
@@ -94,14 +94,29 @@ class XLADevice(Device):
     def compile(self, fn):
         return fn  # compile_step() compiles the whole step
 
-    def compile_step(self, fn, is_collective=True):
+    def compile_step(self, fn):
         """Returns fn(state, inputs, *static) as one program for each static: traced once, then replayed.
 
         What fn reads besides its arguments must not change. Raises NotReplayable for what cannot be captured.
-        With --compile=off fn is traced at every call, as torch_xla's programs usually are. With auto, that is
-        also what happens once a program fails at its first call.
+        With --compile=off fn is traced at every call, as torch_xla's programs usually are.
         """
-        return Step(self, fn, is_collective)
+        programs = {}
+
+        def call(state, inputs, *static):
+            if static not in programs:
+                programs[static] = Program(self, fn, state, inputs, static)
+            return programs[static].run(state, inputs)
+
+        return partial(self.call_lazily, fn) if self.is_lazy else call
+
+    def call_lazily(self, fn, state, inputs, *static):
+        """Traces fn, and runs what it has traced."""
+        # threads keep the old state: to free it, the launch would wait for peers that wait for LAUNCH
+        new_state = tree_map(torch.clone, state) if self.replicas_are_threads else state
+        outputs = fn(new_state, inputs, *static)
+        self.launch(tree_leaves(outputs)[0])
+        state.update(new_state)
+        return outputs
 
     def lower(self, fn, state, inputs, *static):
         """Returns fn's program, not compiled: (LoweringContext, its parameters, structure of its results)."""
@@ -167,78 +182,8 @@ class XLADevice(Device):
 # ---------------------------------------------------------------------------------------------------------
 # A step
 
-class Step:
-    """What XLADevice.compile_step returns: captures a step at its first call, compiles it, and replays it.
-
-    Args:
-        device: an XLADevice.
-        fn, is_collective: see Device.compile_step.
-    """
-
-    def __init__(self, device, fn, is_collective):
-        self.device = device
-        self.fn = fn
-        self.is_collective = is_collective
-        self.is_lazy = device.is_lazy
-        self.programs = {}  # {static: Program}
-
-    def __call__(self, state, inputs, *static):
-        if self.is_lazy:
-            return self.call_lazily(state, inputs, *static)
-        if static not in self.programs:
-            return self.first_call(state, inputs, *static)
-        return self.programs[static].run(state, inputs)
-
-    def call_lazily(self, state, inputs, *static):
-        """Traces fn, and runs what it has traced."""
-        device = self.device
-        # threads keep the old state: to free it, the launch would wait for peers that wait for LAUNCH
-        new_state = tree_map(torch.clone, state) if device.replicas_are_threads else state
-        was_lazy = device.is_lazy
-        device.is_lazy = True
-        outputs = self.fn(new_state, inputs, *static)
-        device.is_lazy = was_lazy
-        device.launch(tree_leaves(outputs)[0])
-        state.update(new_state)
-        return outputs
-
-    def first_call(self, state, inputs, *static):
-        """Makes the program and runs it. With --compile=auto, traces from here on if that fails on a rank."""
-        # the program takes the memory of the state, even if it fails
-        state_before = tree_map(torch.Tensor.cpu, state)
-        program, has_failed = self.attempt(
-            "compilation", Program, self.device, self.fn, state, inputs, static)
-        if not has_failed:
-            outputs, has_failed = self.attempt("execution", program.run, state, inputs, True)
-        if has_failed:
-            self.is_lazy = True
-            state.update(self.device.put(state_before))
-            return self.call_lazily(state, inputs, *static)
-        self.programs[static] = program
-        return outputs
-
-    def attempt(self, stage, function, *args):
-        """Returns function(*args), and with --compile=auto whether it has failed on a rank."""
-        device = self.device
-        if device.compile_mode == "on":
-            return function(*args), False
-        result = None
-        has_failed = False
-        try:
-            result = function(*args)
-        except Exception as e:
-            # no fallback from these: every rank raises them, and plain tracing takes no less memory
-            if isinstance(e, UserError) or is_out_of_memory(e):
-                raise
-            has_failed = True
-            print(f"--compile=auto: the {stage} of a step failed (on rank {device.rank}, {one_line(e)}): "
-                  "from here on each step is traced anew, more slowly, as with --compile=off", flush=True)
-        # ranks agree, unless only this one calls the step
-        return result, any(device.all_gather(has_failed) if self.is_collective else [has_failed])
-
-
 class Program:
-    """A step as one program, captured and compiled, but not run: all ranks must agree first.
+    """A step as one program, captured and compiled; run() then replays it.
 
     Args:
         device: an XLADevice.
@@ -283,12 +228,12 @@ class Program:
         parameters = self.constants | {p: tensors[i] for p, i in self.sources.items()}
         return [parameters[p] for p in sorted(parameters) if p != -1]  # -1: an unused input
 
-    def run(self, state, inputs, waits=False):
-        """Runs the program, in place on state, and returns the step's outputs; waits for its end if asked."""
+    def run(self, state, inputs):
+        """Runs the program, in place on state, and returns the step's outputs."""
         arguments = self.arguments(state, inputs)  # kept: freeing one would wait for the program
         results = XLAC._run_cached_graph(self.hash, [arguments[i] for i in self.order])
         new_state, outputs = tree_unflatten(results, self.structure)
         state.update(new_state)
-        if waits or self.device.replicas_are_threads:
+        if self.device.replicas_are_threads:
             results[0].cpu()  # waits without Python's lock, which peers need
         return outputs

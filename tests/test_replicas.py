@@ -1,9 +1,7 @@
 """Several replicas: torch_xla on the CPU, where replicas are threads, and processes joined by gloo."""
 import os
-import pkgutil
 import re
 import shutil
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,6 @@ from helpers import (
     on_replicas,
     remove,
     run,
-    start_replicas,
     start_train,
     xla_environment,
 )
@@ -268,63 +265,8 @@ def xla_refused(rank, argv):
                 xla_run(rank, [*argv, "--init_from=auto", "--compile=off"])
 
 
-# What fails on rank 1 at its first call, and what the line says of it.
-FAILS = {
-    "optim.update": "compilation",
-    "torch_xla._XLAC._xla_warm_up_cache": "compilation",
-    "torch_xla._XLAC._run_cached_graph": "execution",
-    "evaluate.update_answers": "compilation",  # of the evaluation, which a rank runs without the others
-}
-
-
 @pytest.mark.xla
-def test_a_program_that_fails_on_one_replica_gives_way_to_tracing(data):
-    """The replicas agree after each stage; an execution that fails has taken the memory of the state."""
-    flags = flags_of(data, "run", "--max_steps=2", "--lr_warmup_steps=0", "--eval_attempts=1",
-                     "--eval_final_max_puzzles=16")
-    text = on_replicas(2, xla_fails, flags, start=start_replicas.__wrapped__)
-    lines = [line for line in text.splitlines() if line.startswith("--compile=auto: ")]
-    assert len(lines) == len(FAILS)
-    for line, place in zip(lines, FAILS, strict=True):
-        assert f"the {FAILS[place]} of a step failed (on rank 1, OSError: broken): from here on" in line
-        for key in ("train/loss", "train/grad_norm", "eval/loss"):
-            assert curve(place, key) == pytest.approx(curve("intact", key), rel=1e-4), (place, key)
-
-
-def xla_fails(rank, argv):
-    """Runs train.py, in the folder "intact" and then in one for each function of FAILS, which fails there."""
-    import torch_xla.runtime as xr
-    xla_run(rank, [*argv, "--out_dir=intact"])
-    for place in FAILS:
-        with BREAKING:  # replicas are threads, and the first one replaces the function for both
-            if place not in BROKEN:
-                break_first_call(place, xr.global_ordinal)
-        xla_run(rank, [*argv, f"--out_dir={place}"])
-
-
-BREAKING = threading.Lock()
-BROKEN = set()
-
-
-def break_first_call(place, rank):
-    """Lets the first call of a function on rank 1 raise an error once it has done its work."""
-    function = pkgutil.resolve_name(place)
-    owner, _, name = place.rpartition(".")
-    BROKEN.add(place)
-    failed = []
-
-    def broken(*args):
-        result = function(*args)
-        if rank() == 1 and not failed:
-            failed.append(place)
-            raise OSError("broken")
-        return result
-
-    setattr(pkgutil.resolve_name(owner), name, broken)
-
-
-@pytest.mark.xla
-def test_a_program_that_fails_is_an_error_where_tracing_is_no_help(data):
+def test_a_program_that_fails_is_an_error(data):
     on_replicas(1, xla_fails_alone, flags_of(data, "run", "--max_steps=1"))
 
 
