@@ -109,26 +109,24 @@ class Start:
         self.path = newest or file
         if not self.path:
             return
-        self.saved = read_checkpoint(self.path)
-        if newest and not settings.eval_only:
+        self.saved = saved = read_checkpoint(self.path)
+        self.is_resume = newest != "" and not settings.eval_only
+        if self.is_resume or settings.eval_only:
+            self.step = saved.get("step", 0)
+            self.saved_settings = saved.get("settings", {})
+        if self.is_resume:
             self.go_on(file)
             return
         # an evaluation and a new run take only the weights and their average; a new run counts its own steps,
         # and evaluates before the first one
         for name in "optimizer", "kept":
-            self.saved.pop(name, None)
+            saved.pop(name, None)
         self.init_from = file
         self.is_evaluated = False
-        if settings.eval_only:
-            self.step = self.saved.get("step", 0)
-            self.saved_settings = self.saved.get("settings", {})
 
     def go_on(self, file):
         """Goes on with the run of the checkpoint; file: the one that init_from names."""
-        self.is_resume = True
         self.run_id = self.saved.get("run_id", "")
-        self.step = self.saved["step"]
-        self.saved_settings = self.saved["settings"]
         self.init_from = self.saved_settings["init_from"]
         # a run goes on with a FILE if it has begun with that; one file has many names
         out_dir = self.settings.out_dir
@@ -298,8 +296,8 @@ class Checkpoints:
 
     def __init__(self, start, trm, train_set, test_set, score, say):
         self.start = start
-        self.settings = start.settings
         self.out_dir = start.settings.out_dir
+        self.outdated = partial(outdated, keep_last_n=start.settings.keep_last_n)
         self.score = score
         self.say = say
         self.newest = stem(start.step)  # the last good checkpoint; a new run has none yet
@@ -339,11 +337,10 @@ class Checkpoints:
             best = read_json(f"{self.out_dir}/best.json")
             if self.start.is_resume and best["step"] <= self.start.step:
                 self.best_score = float(self.score(best["metrics"]))
-        bucket = open_bucket(self.settings)  # a stop does not end its attempts
+        bucket = open_bucket(self.start.settings)  # a stop does not end its attempts
         if bucket:
             from runtime.bucket import Mirror
-            too_old = partial(outdated, keep_last_n=self.settings.keep_last_n)
-            self.mirror = Mirror(self.out_dir, bucket, self.newest, too_old, self.say)
+            self.mirror = Mirror(self.out_dir, bucket, self.newest, self.outdated, self.say)
 
     def lock_folder(self):
         """Locks out_dir, and keeps the id in run.json, where there is one. What fails here leaves no lock."""
@@ -406,7 +403,7 @@ class Checkpoints:
 
     def prune(self):
         """Deletes all but the last keep_last_n complete checkpoints; a file that cannot be deleted stays."""
-        for name in outdated(os.listdir(self.out_dir), self.newest, self.settings.keep_last_n):
+        for name in self.outdated(os.listdir(self.out_dir), self.newest):
             with suppress(OSError):
                 os.remove(f"{self.out_dir}/{name}")
 

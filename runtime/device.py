@@ -218,10 +218,15 @@ class Device:
         """Returns a copy of rank 0's tree of tensors in float32, on the host of every rank. All ranks."""
         vector, restore = flatten(tree)
         if self.world > 1:
-            if self.type == "cuda":  # NCCL only takes tensors on a GPU
-                vector = self.put(vector)
-            dist.broadcast(vector, 0)
-        return tree_map(torch.clone, restore(vector.cpu()))
+            vector = self.vector_of_rank_0(vector).cpu()
+        return tree_map(torch.clone, restore(vector))
+
+    def vector_of_rank_0(self, vector):
+        """Returns rank 0's vector; all ranks have one of its length."""
+        if self.type == "cuda":  # NCCL only takes tensors on a GPU
+            vector = self.put(vector)
+        dist.broadcast(vector, 0)
+        return vector
 
     def prepare(self, model):
         """Moves the model here."""

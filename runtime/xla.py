@@ -18,7 +18,7 @@ import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from runtime.device import Device, Place, flatten, loop_over_micro_batches
+from runtime.device import Device, Place, loop_over_micro_batches
 from runtime.replay import Replayable, write_out_attention
 
 XLAC = torch_xla._XLAC
@@ -79,13 +79,8 @@ class XLADevice(Device):
         table = self.all_reduce_cpu(table).byte()
         return [pickle.loads(row.numpy()) for row in table]
 
-    def broadcast(self, tree):
-        vector, restore = flatten(tree)
-        if self.rank != 0:
-            vector = torch.zeros_like(vector)
-        if self.world > 1:
-            vector = self.all_reduce_cpu(vector)
-        return tree_map(torch.clone, restore(vector))
+    def vector_of_rank_0(self, vector):
+        return self.all_reduce_cpu(vector if self.rank == 0 else torch.zeros_like(vector))
 
     def prepare(self, model):
         super().prepare(model)
