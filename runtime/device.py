@@ -1,7 +1,4 @@
-"""The CPU and CUDA GPUs: one set of methods, which train.py uses; xla.py and torchtpu.py have them for TPUs.
-
-engines.py chooses and opens them.
-"""
+"""The CPU and CUDA GPUs: the methods that train.py uses; xla.py and torchtpu.py have them for TPUs."""
 import atexit
 import os
 import platform
@@ -56,7 +53,6 @@ PEAK_FLOPS = {
 
 class Place(NamedTuple):
     """Says which replica this process is, as torchrun's environment variables do."""
-
     rank: int = 0
     world: int = 1
     local_rank: int = 0  # the number of its GPU
@@ -266,8 +262,8 @@ class Device:
     def for_each_micro_batch(self, body, sums, weights, batch, size):
         """Runs body(weights, micro_batch) on each micro-batch; on XLA it is a loop inside the program.
 
-        A request to stop drops the rest of what takes long, by a KeyboardInterrupt between two micro-batches,
-        where no replica waits for this one.
+        Where no replica waits for this one, a request to stop drops the rest of what takes long: it raises
+        KeyboardInterrupt between two micro-batches.
 
         Args:
             body: returns what is added to sums, and a tree of tensors [size, ...].

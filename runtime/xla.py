@@ -166,7 +166,11 @@ class XLADevice(Device):
     def counts(self):
         """Returns how many programs were compiled, the seconds this took, and operations on the host."""
         compile_data = met.metric_data("CompileTime") or (0, 0)  # their number, nanoseconds, samples
-        fallbacks = [met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")]
+        fallbacks = [
+            met.counter_value(name)
+            for name in met.counter_names()
+            if name.startswith("aten::")
+        ]
         return {
             "xla/compiles": compile_data[0],
             "xla/compile_time": compile_data[1] / 1e9,
@@ -187,7 +191,12 @@ class Program:
 
     def __init__(self, device, fn, state, inputs, static):
         self.device = device
-        # trace the step
+        computation = self.capture(fn, state, inputs, static)
+        self.compile(computation, state, inputs)
+
+    def capture(self, fn, state, inputs, static):
+        """Traces the step and returns its computation, not compiled."""
+        device = self.device
         try:
             with LAUNCH, torch.no_grad(), Replayable():
                 lowering, placeholders, self.structure = device.lower(fn, state, inputs, *static)
@@ -195,21 +204,29 @@ class Program:
             # the next all-reduce would follow this one, whose numbers are not there
             XLAC._set_all_reduce_token(str(device.torch_device), None)
         # a parameter of the program is one of the inputs or a constant that fn made
-        self.sources = {lowering.tensor_parameter_id(t): i for i, t in enumerate(placeholders)}
+        self.sources = {
+            lowering.tensor_parameter_id(t): i
+            for i, t in enumerate(placeholders)
+        }
         self.constants = lowering.device_parameter_id_tensor_mapping()
-        # compile it; the new state takes the memory of the old one
+        return xb.computation_from_module_proto("step", lowering.hlo())
+
+    def compile(self, computation, state, inputs):
+        """Compiles without running, as torch.compile's backend "openxla" does."""
+        # the new state takes the memory of the old one
         arguments = self.arguments(state, inputs)
         for t in tree_leaves(state):
             XLAC._set_buffer_donation(t, True)
         XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
-        # as torch.compile's backend "openxla" does: compile without running
-        computation = xb.computation_from_module_proto("step", lowering.hlo())
         with LAUNCH:
             results = XLAC._xla_user_computation("xla::_op_step", arguments, computation)
             self.hash = XLAC._get_graph_hash(results)
             XLAC._xla_warm_up_cache(results, [])
         # the compiled program has an order of its own
-        numbers = {XLAC._xla_get_tensor_id(t): i for i, t in enumerate(arguments)}
+        numbers = {
+            XLAC._xla_get_tensor_id(t): i
+            for i, t in enumerate(arguments)
+        }
         ids, _ = XLAC._get_tensors_xla_device_data_node(results)
         self.order = [numbers[id] for id in ids]
         assert len(self.order) == len(arguments), "inputs of the step share their memory"
@@ -220,8 +237,10 @@ class Program:
         # what a fork computed between steps is a program of its own
         if any(XLAC._check_tensor_need_materialization(tensors)):
             self.device.launch(tensors[0])
-        parameters = self.constants | {p: tensors[i] for p, i in self.sources.items()}
-        return [parameters[p] for p in sorted(parameters) if p != -1]  # -1: an unused input
+        inputs = {p: tensors[i] for p, i in self.sources.items()}
+        parameters = self.constants | inputs
+        order = sorted(parameters.keys() - {-1})  # -1: an unused input
+        return [parameters[p] for p in order]
 
     def run(self, state, inputs):
         """Runs the program, in place on state, and returns the step's outputs."""
