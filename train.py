@@ -461,16 +461,16 @@ class Run:
 
     def state_dict(self):
         """Returns a copy on the host of what a checkpoint needs; weights and ema are state dicts of TRM."""
-        saved = {name: self.state[name] for name in ("weights", "ema", "optimizer")}
-        saved |= dict(kept=self.kept(), others=self.buffers())
+        # both state dicts have the buffers and the puzzle embedding
+        state = self.state
+        others = self.buffers()
         if self.model.has_puzzle_emb:
-            saved["others"]["puzzle_emb.weights"] = self.state["puzzle_emb"]
-        saved = tree_map(lambda t: t.to("cpu", copy=True), saved)
-        # both state dicts have the buffers and the puzzle embedding, which a file holds once
-        others = saved.pop("others")
-        for weights in filter(None, (saved["weights"], saved["ema"])):
-            weights.update(others)
-        return saved
+            others["puzzle_emb.weights"] = state["puzzle_emb"]
+        saved = {name: state[name] and state[name] | others for name in ("weights", "ema")}
+        saved |= dict(optimizer=state["optimizer"], kept=self.kept())
+        # a file holds a tensor of both once
+        copied = functools.cache(lambda t: t.to("cpu", copy=True))
+        return tree_map(copied, saved)
 
     def kept(self):
         """Returns {name: tree} of what a copy or a fork has added to the state."""

@@ -283,11 +283,11 @@ class Mirror:
         self.say(f"uploading to {self.bucket.url}, for {seconds} s at most")
         self.is_closing = True
         self.changed.set()
-        end = time.monotonic() + seconds
-        while self.thread.is_alive() and time.monotonic() < end:
+        while self.thread.is_alive() and seconds > 0:
             self.thread.join(1)
+            seconds -= 1
             if stop():
-                end = min(end, time.monotonic() + self.stop_seconds)
+                seconds = min(seconds, self.stop_seconds)
         is_complete = not (self.thread.is_alive() or self.error)
         if not is_complete:
             self.say(f"upload to {self.bucket.url} not complete; --init_from=auto uploads the rest")
