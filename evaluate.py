@@ -11,8 +11,9 @@ In results, preds and q_halt_logits are the official code's names of the answers
 import functools
 import io
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -21,13 +22,13 @@ from torch.utils._pytree import tree_map
 
 import model
 from puzzles import IGNORE_LABEL, kind_of, sigmoid
+from runtime.checkpoint import open_bucket
 from runtime.device import cast_weights
 from runtime.errors import TransientError, UserError, check_values
 from runtime.files import Progress, replacing, to_stderr
 
 SUREST = ("surest_preds", "surest_q_halt_logits", "surest_steps")  # answers of all attempts
 ANSWERS = ("preds", "q_halt_logits", *SUREST)
-BLOCK = 10_000  # puzzles that are judged at a time
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -53,7 +54,7 @@ class Evaluator:
         self.max_steps = settings.eval_halt_max_steps or settings.halt_max_steps
         self.dtype = getattr(torch, settings.forward_dtype)
         self.supervision_step = device.compile(trm.call_with)
-        self.program = device.compile_step(self.eval_step, is_collective=False)
+        self.program = device.compile_step(self.eval_step)
 
     def new_slots(self):
         """Returns {"sequences": of TRM.new_sequences, "answers": {name: [slots, ...]}}; all are free."""
@@ -71,16 +72,9 @@ class Evaluator:
     def inputs(self, weights, puzzle_emb, batch):
         """Returns the inputs of program(), on the device.
 
-        Args:
-            weights: {name: float32 tensor}, on the device.
-            puzzle_emb: the puzzle embedding [N, D'], on the device.
-            batch: what free slots take: inputs and labels [B, S], puzzle_identifiers [B].
+        weights, puzzle_emb: see weights_of; on the device. batch: what free slots take, as a Dataset's.
         """
-        return dict(
-            puzzles=self.device.put(batch),
-            weights=weights,
-            puzzle_emb=puzzle_emb,
-        )
+        return dict(puzzles=self.device.put(batch), weights=weights, puzzle_emb=puzzle_emb)
 
     @torch.no_grad()
     def eval_step(self, slots, inputs):
@@ -174,7 +168,7 @@ class Queue:
         self.indices = indices
         self.waiting = deque(map(Attempt, range(len(indices))))
         self.slots = [None] * evaluator.batch_size  # the Attempt in each slot; None: free
-        self.halted = np.ones(evaluator.batch_size, dtype=bool)  # slots that take a new one at the next step
+        self.halted = np.ones(evaluator.batch_size, bool)  # slots that take a new one at the next step
         self.slot_tensors = evaluator.new_slots()
         self.inputs = None  # of the evaluator's program
 
@@ -182,13 +176,13 @@ class Queue:
         n = len(indices)
         S = evaluator.model.sizes["seq_len"]
         names = (*ANSWERS, *model.METRICS, *model.LOSS_TERMS)
-        self.results = {name: np.zeros(n, dtype=np.float32) for name in names}
+        self.results = {name: np.zeros(n, np.float32) for name in names}
         for name in ("preds", "surest_preds"):
-            self.results[name] = np.zeros((n, S), dtype=np.uint8)
-        self.results["attempts"] = np.zeros(n, dtype=np.int32)
+            self.results[name] = np.zeros((n, S), np.uint8)
+        self.results["attempts"] = np.zeros(n, np.int32)
 
         # free slots repeat their last puzzle, zeros at first, until they halt; nothing collects the results
-        self.batch = unlabeled_batch(np.zeros((evaluator.batch_size, S), dtype=np.int32))
+        self.batch = unlabeled_batch(np.zeros((evaluator.batch_size, S), np.int32))
 
     def num_unfinished(self):
         """Returns the number of puzzles that wait or run."""
@@ -291,7 +285,7 @@ def unlabeled_batch(questions):
     return dict(
         inputs=questions,
         labels=np.full_like(questions, IGNORE_LABEL),
-        puzzle_identifiers=np.zeros(len(questions), dtype=np.int32),
+        puzzle_identifiers=np.zeros(len(questions), np.int32),
     )
 
 
@@ -331,21 +325,21 @@ def evaluate(evaluator, weights, puzzle_emb, test_set, indices, title, should_st
 
     # the last answer of the first attempt, as in the paper, and the surest answer of all attempts
     results = queue.results
+    save = functools.partial(save_file, settings, device, should_stop)
     if save_to and settings.eval_save_outputs:
         arrays = test_set.test_batch(own_indices) | results
-        save_outputs(settings, device, save_to, own_indices, arrays, should_stop)
+        wanted = {name: arrays[name] for name in settings.eval_save_outputs.split(",") if name}
+        content = io.BytesIO()
+        np.savez_compressed(content, indices=own_indices, **wanted)
+        part = f".{device.rank}" if device.world > 1 else ""
+        save(f"{save_to}{part}.npz", content.getvalue())
 
-    # the figures of all ranks; blocks of puzzles, since questions and labels take 8 bytes a cell
-    sums = Counter()
-    for block in np.array_split(np.arange(len(own_indices)), len(own_indices) // BLOCK + 1):
-        block_results = {name: array[block] for name, array in results.items()}
-        sums.update(eval_sums(settings, test_set, test_set.test_batch(own_indices[block]) | block_results))
+    # the figures of all ranks
+    sums = eval_sums(settings, test_set, test_set.test_batch(own_indices) | results)
     values = means(device.all_gather(sums))
 
     # ARC's votes
-    save = None
-    if save_to and device.rank == 0:
-        save = functools.partial(save_file, settings, device, should_stop)
+    save = save if save_to and device.rank == 0 else None
     return values | kind_of(test_set.task).elect(test_set, own_indices, results, device.all_gather, save)
 
 
@@ -379,15 +373,6 @@ def means(ranks):
 # ---------------------------------------------------------------------------------------------------------
 # Files that an evaluation leaves in out_dir
 
-def save_outputs(settings, device, name, indices, arrays, should_stop):
-    """Saves this rank's part of eval_save_outputs."""
-    wanted = {key: arrays[key] for key in settings.eval_save_outputs.split(",") if key}
-    content = io.BytesIO()
-    np.savez_compressed(content, indices=indices, **wanted)
-    part = f".{device.rank}" if device.world > 1 else ""
-    save_file(settings, device, should_stop, f"{name}{part}.npz", content.getvalue())
-
-
 def save_file(settings, device, should_stop, name, content):
     """Writes a file of out_dir, and uploads it where no mirror does: it copies rank 0's folder, in training.
 
@@ -399,8 +384,7 @@ def save_file(settings, device, should_stop, name, content):
         with replacing(path) as f:
             f.write(content)
         if settings.gcs_dir and (device.rank or settings.eval_only):
-            from runtime.bucket import Bucket
-            Bucket(settings.gcs_dir, should_stop).write(name, path=path)
+            open_bucket(settings, should_stop).write(name, Path(path))
     except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
         to_stderr(f"{path}: not saved: {e}")
 

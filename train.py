@@ -4,9 +4,8 @@
     python train.py config/sudoku.py --device=cuda        the paper's Sudoku-Extreme, after prepare_sudoku.py
     python train.py config/sudoku.py --init_from=resume   continues from the newest checkpoint of out_dir
 
-The file holds the settings, the step, the loop, the state of a run, and at the end how a run starts:
-replica() and main(). The class Settings has the defaults, the paper's Sudoku-Extreme recipe (MLP). Config
-files and --key=value flags override them, and functions take the result as `settings`.
+The class Settings has the defaults, the paper's Sudoku-Extreme recipe (MLP). Config files and --key=value
+flags override them, and functions take the result as `settings`. At the end is how a run starts.
 """
 import functools
 import math
@@ -15,7 +14,7 @@ import sys
 import time
 import traceback
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import torch
@@ -111,8 +110,7 @@ class Settings:
 
 
 # A resume takes these settings from the command: where and how the run executes. All others it takes from the
-# checkpoint, unless a config file or a flag assigns them. (checkpoint_interval is one of the others, since
-# sequences start afresh at each checkpoint.)
+# checkpoint, unless a config file or a flag assigns them, checkpoint_interval too: sequences restart there.
 RUN_SETTINGS = (
     "data_prepare", "out_dir", "gcs_dir", "init_from", "keep_last_n", "log_interval",
     "stall_timeout", "device", "compile", "eval_only", "eval_save_outputs",
@@ -209,8 +207,8 @@ def forward_backward(run, cycles, weights, micro_batch):
         weights: {name: tensor}, in forward_dtype.
         micro_batch: sequences, min_halt_steps [b] and, with a puzzle embedding, puzzle_rows [b, D'].
 
-    Returns what micro-batches add up, dict(grads={name: float32}, stats={name: [1]}), and what each sequence
-    has, dict(sequences=..., row_grads [b, D']).
+    Returns what adds up, dict(grads={name: float32}, stats={name: [1]}), and what each sequence has,
+    dict(sequences=..., row_grads [b, D']).
     """
     # the gradients are of the weights and of the rows of the puzzle embedding that the batch has
     leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
@@ -242,10 +240,7 @@ def forward_backward(run, cycles, weights, micro_batch):
 
 
 def make_inputs(run, train_set, step, total_steps):
-    """Returns this rank's inputs of train_step `step`, on the device.
-
-    The ranks' batches together are a pure function of the seed and the step, whatever the number of ranks.
-    """
+    """Returns this rank's inputs of a step; those of all ranks together depend on the seed and the step."""
     settings = run.settings
     device = run.device
     batch_size = settings.global_batch_size
@@ -287,12 +282,11 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
         # evaluate, before the next step: a resume then makes up for an evaluation that was interrupted
         if eval_due:
             indices = test_set.subset(settings.eval_max_puzzles, settings.eval_versions)
-            run.device.report = functools.partial(log.within_step, 0)
             evaluation = run.evaluate(test_set, indices, f"evaluating at step {step}")
             if not evaluation:  # a stop was requested
                 checkpoints.save(step, run, metrics)
                 break
-            check_finite(checkpoints, f"loss not finite in the evaluation at step {step}",
+            check_finite(settings, f"loss not finite in the evaluation at step {step}",
                          evaluation["eval/loss"])
             # the line comes last: a resume does not repeat an evaluation that has one
             checkpoints.save_if_best(step, run, metrics | evaluation)
@@ -303,12 +297,11 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
         last_cycles = cycles
         cycles = optim.cycles_at(settings, examples_per_epoch, step)
         inputs = make_inputs(run, train_set, step, total_steps)
-        run.device.report = functools.partial(log.within_step, total_steps)
         try:
             stops = run.train_step(run.state, inputs, cycles)
         except KeyboardInterrupt:  # a request to stop dropped a step that takes long
             if step > log.step:
-                finite_means(run, log, checkpoints, step)
+                finite_means(run, log, step)
             checkpoints.save(step, run, metrics)
             break
         step += 1
@@ -331,7 +324,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             continue
 
         # log
-        values = finite_means(run, log, checkpoints, step)  # waits for the device
+        values = finite_means(run, log, step)  # waits for the device
         lr = optim.rates_at(settings, step - 1, total_steps)["lr"]
         metrics = log.train(step, total_steps, values, lr, run.flops_per_example(cycles))
 
@@ -343,25 +336,20 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
     return step
 
 
-def finite_means(run, log, checkpoints, step):
-    """Returns the means of the steps since the last line of the log, see take_means and check_finite."""
+def finite_means(run, log, step):
+    """Returns the means of the steps since the last line of the log. Raises UserError, see check_finite."""
     values = run.take_means(step - log.step)
-    check_finite(checkpoints, f"loss or gradient not finite between steps {log.step + 1} and {step}",
+    check_finite(run.settings, f"loss or gradient not finite between steps {log.step + 1} and {step}",
                  values["train/loss"], values["train/grad_norm"])
     return values
 
 
-def check_finite(checkpoints, what, *values):
-    """Raises UserError, which begins with `what`, unless all values are finite. checkpoints: or None."""
-    if all(map(math.isfinite, values)):
-        return
-    # a resume is exact, so that a restart would end here again; the bucket gets all until here
-    last_good = "none"
-    if checkpoints:
-        last_good = checkpoints.last_good()
-        checkpoints.close(60)
-    raise UserError(f"{what}: lower lr, or begin a new run with an earlier checkpoint; the last good one: "
-                    f"{last_good}")
+def check_finite(settings, what, *values):
+    """Raises UserError, which begins with `what`, unless all values are finite: a resume is exact."""
+    if not all(map(math.isfinite, values)):
+        last_good = checkpoint.newest_whole(settings.out_dir) or "none"
+        raise UserError(f"{what}: lower lr, or begin a new run with an earlier checkpoint; the last good "
+                        f"one: {last_good}")
 
 
 def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps):
@@ -371,20 +359,15 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
     """
     settings = run.settings
     if start.is_final and start.step == total_steps:
-        length = "max_steps" if settings.max_steps else "epochs"
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
-                   f"a higher {length} continues it")
+                   "higher max_steps or epochs continue it")
         is_complete = True
     else:
-        # say what the run is, and train
-        facts = log.begin(run, train_set, start, recipe(vars(settings)), total_steps)
-        if settings.wandb_log and run.device.rank == 0:
-            log.start_wandb(checkpoints.run_id, facts)
+        log.begin(run, train_set, start, checkpoints.run_id, recipe(vars(settings)), total_steps)
         began = time.monotonic()
         step = train(run, train_set, test_set, log, checkpoints, start, total_steps)
-        # wait for the last checkpoint; all ranks leave together, since one that went on to the evaluation
-        # would wait for rank 0 forever
-        if not all(run.device.all_gather(checkpoints.wait())):
+        # all ranks leave together: one that went on to the evaluation would wait for rank 0 forever
+        if not all(run.device.all_gather(checkpoints.is_written)):
             sys.exit(1)
         if step < total_steps:
             saved = f"checkpoint saved in {settings.out_dir}" if step else "before its end, nothing to save"
@@ -413,7 +396,7 @@ def final_evaluation(run, test_set, log, checkpoints, step):
     if not values:
         log.print0("final evaluation stopped; a resume starts it again")
         return False
-    check_finite(checkpoints, "loss not finite in the final evaluation", values["eval/loss"])
+    check_finite(run.settings, "loss not finite in the final evaluation", values["eval/loss"])
     if checkpoints:
         checkpoints.save_if_best(step, run, values)
     # "final" marks the run as complete
@@ -424,6 +407,10 @@ def final_evaluation(run, test_set, log, checkpoints, step):
 # ---------------------------------------------------------------------------------------------------------
 # The state of training
 
+# what Run itself has in its state
+OWN_STATE = ("weights", "ema", "optimizer", "puzzle_emb", "sequences", "log_sums", "grad_norms")
+
+
 class Run:
     """Training state on one device, and the programs of the train and eval steps.
 
@@ -432,11 +419,8 @@ class Run:
     up METRICS of sequences that halted and LOSS_TERMS of all, these names alone, and grad_norms the norms of
     the gradients.
 
-    Args:
-        settings: the run's settings.
-        trm: a TRM, which moves to the device.
-        device: a device.Device, or an object with its methods.
-        saved: what a checkpoint holds, if the run goes on with its average and its optimizer's state.
+    trm: a TRM, which moves to the device. device: a device.Device, or an object with its methods. saved: what
+    a checkpoint holds, if the run goes on with its average and its optimizer's state.
     """
 
     def __init__(self, settings, trm, device, saved=None):
@@ -472,28 +456,25 @@ class Run:
             puzzle_emb=puzzle_emb,
             buffers=self.buffers(),
         ))
-        # buffers, such as the first latents, stay in the model
         self.model.load_state_dict(state.pop("buffers"), strict=False)
         return state
 
     def state_dict(self):
         """Returns a copy on the host of what a checkpoint needs; weights and ema are state dicts of TRM."""
-        saved = {name: self.state[name] for name in ("weights", "ema", "optimizer")}
-        saved["kept"] = self.kept()
         # both state dicts have the buffers and the puzzle embedding
-        saved["others"] = self.buffers()
+        state = self.state
+        others = self.buffers()
         if self.model.has_puzzle_emb:
-            saved["others"]["puzzle_emb.weights"] = self.state["puzzle_emb"]
-        saved = tree_map(lambda t: t.to("cpu", copy=True), saved)
-        others = saved.pop("others")
-        for weights in filter(None, (saved["weights"], saved["ema"])):
-            weights.update(others)
-        return saved
+            others["puzzle_emb.weights"] = state["puzzle_emb"]
+        saved = {name: state[name] and state[name] | others for name in ("weights", "ema")}
+        saved |= dict(optimizer=state["optimizer"], kept=self.kept())
+        # a file holds a tensor of both once
+        copied = functools.cache(lambda t: t.to("cpu", copy=True))
+        return tree_map(copied, saved)
 
     def kept(self):
         """Returns {name: tree} of what a copy or a fork has added to the state."""
-        own = ("weights", "ema", "optimizer", "puzzle_emb", "sequences", "log_sums", "grad_norms")
-        return {name: tree for name, tree in self.state.items() if name not in own}
+        return {name: tree for name, tree in self.state.items() if name not in OWN_STATE}
 
     def restore_kept(self, saved):
         """Gives all ranks what rank 0's checkpoint has of kept(). All ranks."""
@@ -507,10 +488,8 @@ class Run:
         return {name: t for name, t in self.model.state_dict().items() if name not in trained}
 
     def restart_sequences(self):
-        """Gives every sequence a new puzzle at the next step."""
-        # all sequences count as halted, so that the next step gives them puzzles
-        sequences = self.model.new_sequences(self.batch_size, self.dtype)
-        self.state |= self.device.put(dict(sequences=sequences))
+        """Lets all sequences count as halted, so that the next step gives them new puzzles."""
+        self.state |= self.device.put(dict(sequences=self.model.new_sequences(self.batch_size, self.dtype)))
         self.restart_sums()
 
     def restart_sums(self):
@@ -550,12 +529,8 @@ class Run:
 def replica(settings, device_type):
     """Runs one replica from its start to its end.
 
-    Args:
-        settings: the command's.
-        device_type: from choose_device.
-
-    It checks checkpoints and datasets before a run begins, once it has fetched them. Exits with 3 if a stop
-    came before the run and its upload were complete, with 1 if the bucket lacks something without a stop.
+    settings: the command's. device_type: from choose_device. Exits with 3 if a stop came before the run and
+    its upload were complete, with 1 if the bucket lacks something without a stop.
     """
     # the device, and where the run begins; downloads take time, so that the watchdog waits until all is here
     device = open_device(device_type, settings)
@@ -576,20 +551,18 @@ def replica(settings, device_type):
     run.restore_kept(start.saved)
     start.saved.clear()  # frees its memory
 
-    # evaluate, or train and evaluate
     log = Log(settings, device, start.step)
-    device.report = functools.partial(log.within_step, 0)
+    device.report = log.within_step
     start.notes.insert(0, dtype_note)
-    with log, errors.reporting_full_memory(run):
+    opened = nullcontext()
+    if not settings.eval_only:  # the run writes to out_dir
+        opened = checkpoint.Checkpoints(start, trm, train_set, test_set, puzzles.score, log.print0)
+    with log, errors.reporting_full_memory(run), opened as checkpoints:
+        log.header(trm, train_set, test_set, start.notes)
         if settings.eval_only:
-            log.header(trm, train_set, test_set, start.notes)
             is_complete = final_evaluation(run, test_set, log, None, start.step)
         else:
-            with checkpoint.Checkpoints(start, train_set, test_set, puzzles.score, log.print0) as checkpoints:
-                # from here on the run writes to out_dir
-                log.header(trm, train_set, test_set, start.notes)
-                is_complete = train_and_evaluate(
-                    run, train_set, test_set, log, checkpoints, start, total_steps)
+            is_complete = train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps)
     if not is_complete:
         sys.exit(3)
 
@@ -601,8 +574,7 @@ def length_of(settings, train_set, start):
         raise UserError(f"epochs={settings.epochs} of {train_set.total_groups} puzzles are less than one "
                         f"batch of global_batch_size={settings.global_batch_size}")
     if start.is_resume and start.step > total_steps:
-        raise UserError(f"{start.path} is past the {total_steps} steps of this run: raise max_steps or "
-                        "epochs")
+        raise UserError(f"{start.path} is past the {total_steps} steps of this run: raise max_steps, epochs")
     return total_steps
 
 
@@ -611,11 +583,9 @@ def check_settings(settings):
     check_choices(settings, CHOICES)
     if settings.freeze_weights and not settings.puzzle_emb_ndim:
         raise UserError("freeze_weights trains the puzzle embedding alone, and puzzle_emb_ndim is 0")
-    # names
     for name in filter(None, settings.eval_save_outputs.split(",")):
         if name not in EVAL_OUTPUTS:
             raise UserError(f"eval_save_outputs: unknown {name!r}; choose from {','.join(EVAL_OUTPUTS)}")
-    # strings and folders
     for name in ("data_path", "out_dir", "init_from", "wandb_project"):
         if not getattr(settings, name):
             raise UserError(f"{name} must not be empty")
@@ -652,16 +622,14 @@ def main(settings):
     """Checks the settings, and runs a replica on each device."""
     # before anything takes time; a checkpoint's have been checked when its run began
     check_settings(settings)
-    # from here on a signal requests a stop, and the run ends with a checkpoint
+    # from here on a signal requests a stop
     with process.contained():
-        # one type of device for all replicas
         device_type, reason, place = choose_device(settings.device)
         if place.rank == 0:
             check_login(settings)
             print(f"device {device_type}: {reason}", flush=True)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
             process.end_with_parent()
-        # a process for each chip of a TPU; every other device has only this process
         spawn = spawner(device_type)
         if not spawn:
             replica(settings, device_type)
@@ -670,8 +638,8 @@ def main(settings):
             with process.watching_replicas():
                 spawn(configurator.Spawned(spawned_replica, Settings, settings, device_type))
         except BrokenProcessPool:
-            raise TransientError("a replica died, see above if it said why; to continue: "
-                                 f"{how_to_continue(settings)}") from None
+            words = f"a replica died, see above if it said why; to continue: {how_to_continue(settings)}"
+            raise TransientError(words) from None
 
 
 # This file is the module "train", whatever its name: a copy runs as it stands, and forks import it. In a new

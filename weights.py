@@ -14,7 +14,7 @@ import configurator
 import evaluate
 import model
 from puzzles import Judgement, kind_of, parse, sigmoid
-from runtime.device import Device
+from runtime.device import Device, Place
 from runtime.errors import UserError, one_line
 from runtime.saved import load_weights, read_file
 
@@ -87,7 +87,7 @@ class FlopCounter(TorchDispatchMode):
 
 
 def flops_per_example(model, cycles=None):
-    """Returns the FLOPs of a training step for one sequence.
+    """Returns the FLOPs of a training step for one sequence, and leaves the model in training mode.
 
     cycles: see TRM.forward. A fork that reads values cannot be counted, and has 0.
     """
@@ -101,29 +101,17 @@ def flops_per_example(model, cycles=None):
 
     # a forward and a backward pass
     steps = sequences["steps"]
-    was_training = model.training
     try:
         with FlopCounter() as counter:
             result = model.train().call_with(leaves | buffers, sequences, puzzle_rows, steps, cycles)
             result.values["loss"].sum().backward()
     except RuntimeError:  # item() and the like
         return 0
-    finally:
-        model.train(was_training)
     return counter.total
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Questions, whose answers need not be known, on the CPU
-
-class Questions(NamedTuple):
-    """Puzzles without known answers, as evaluate.Queue takes them."""
-    task: dict
-    batch: dict  # of evaluate.unlabeled_batch
-
-    def test_batch(self, indices):
-        return {name: array[indices] for name, array in self.batch.items()}
-
 
 def queue_of(settings, trm, task, batch, batch_size):
     """Returns an evaluate.Queue of questions, on the CPU.
@@ -135,9 +123,10 @@ def queue_of(settings, trm, task, batch, batch_size):
         batch: the questions, of evaluate.unlabeled_batch.
         batch_size: the number of slots.
     """
-    evaluator = evaluate.Evaluator(settings, trm, Device("cpu", settings, is_alone=True), batch_size)
+    evaluator = evaluate.Evaluator(settings, trm, Device("cpu", settings, Place()), batch_size)
     indices = np.arange(len(batch["inputs"]))
-    return evaluate.Queue(evaluator, *evaluate.weights_of(trm), Questions(task, batch), indices)
+    questions = SimpleNamespace(task=task, test_batch=lambda indices: tree_map(lambda t: t[indices], batch))
+    return evaluate.Queue(evaluator, *evaluate.weights_of(trm), questions, indices)
 
 
 def answers_to(settings, trm, task, batch, report=lambda num_finished: None):

@@ -26,26 +26,21 @@ METADATA_TOKEN = "http://169.254.169.254/computeMetadata/v1/instance/service-acc
 # ---------------------------------------------------------------------------------------------------------
 # HTTP
 
-def try_again(attempt, label, stop=lambda: False):
+def try_again(attempt, label):
     """Calls attempt() until it succeeds, at most ATTEMPTS times, and returns its result.
 
     Args:
         attempt: a function; after a TransientError or an error of requests it is called again.
         label: the beginning of the lines on stderr and of the last error.
-        stop: a function; if it returns true in a pause, SystemExit(3) is raised.
 
     Raises TransientError if the last call fails, and UserError for an address or a token that cannot be one.
     """
     cause = ""
     for failures in range(ATTEMPTS):
-        # a stop takes effect after each second of a pause
         seconds = backoff(failures)
         if seconds:
             to_stderr(f"{label}: {cause}; trying again in {seconds} s")
-        for _ in range(seconds):
-            if stop():
-                raise SystemExit(3)
-            time.sleep(1)
+            time.sleep(seconds)
 
         # an error of requests is told by its name: its text has the URL, which may hold a password
         try:
@@ -96,7 +91,7 @@ class Bucket:
 
     Args:
         url: gs://bucket/prefix.
-        stop: a function; if it returns true in a pause between attempts, SystemExit(3) is raised.
+        stop: a function; once it returns true, a request that takes long raises SystemExit(3).
     """
 
     # Seconds to connect or to send a block; and from the last block to the answer, since a slow network may
@@ -126,10 +121,10 @@ class Bucket:
             self.write(".probe", b"probe")
             self.delete(".probe")
 
-    def write(self, name, content=None, path=None):
-        """Uploads a few bytes, or the file at path, which may be large and which nobody changes meanwhile."""
+    def write(self, name, content):
+        """Uploads bytes, or the file at a Path, which may be large and which nobody changes meanwhile."""
         params = {"uploadType": "media", "name": self.prefix + name}
-        self._request("POST", name, self.uploads, json.loads, params, content=content, path=path)
+        self._request("POST", name, self.uploads, json.loads, params, content)
 
     def download(self, name, path):
         """Downloads an object, if it exists, to path, atomically. Returns whether it exists."""
@@ -163,7 +158,7 @@ class Bucket:
             names += self.list(page["nextPageToken"])
         return names
 
-    def _request(self, method, name, endpoint=None, parse=bytes, params=None, content=None, path=None):
+    def _request(self, method, name, endpoint=None, parse=bytes, params=None, content=None):
         """Returns what the answer says, or None for an object that the bucket lacks.
 
         Args:
@@ -173,23 +168,25 @@ class Bucket:
             parse: a function that makes the result of the answer's bytes; after a ValueError the request is
                 tried again.
             params: of the URL.
-            content, path: bytes or a file to send.
+            content: bytes to send, or the Path of a file.
 
         Raises UserError or TransientError.
         """
         label = f"{self.url}/{name}"
         url = endpoint or f"{self.objects}/{urllib.parse.quote(self.prefix + name, safe='')}"
 
+        def send():
+            # requests sends a file in blocks, each with the first time limit; bytes have one for all
+            with content.open("rb") if isinstance(content, Path) else nullcontext(content) as body:
+                return requests.request(method, url, params=params, data=body, auth=authorize,
+                                        timeout=self.timeout, allow_redirects=False)
+
         def attempt():
+            response = send()
             # a token can be withdrawn before it expires: one more request, with a new one
-            for _ in range(2):
-                # requests sends a file in blocks, each with the first time limit; bytes have one for all
-                with open(path, "rb") if path else nullcontext(content) as body:
-                    response = requests.request(method, url, params=params, data=body, auth=authorize,
-                                                timeout=self.timeout, allow_redirects=False)
-                if response.status_code != 401:
-                    break
+            if response.status_code == 401:
                 access_token.cache_clear()
+                response = send()
 
             status = response.status_code
             if status in (200, 204):
@@ -207,7 +204,7 @@ class Bucket:
                             "Storage Object Admin in a bucket without a retention policy, and a VM the scope "
                             "cloud-platform")
 
-        return try_again(lambda: until_stop(attempt, self.stop), label, self.stop)
+        return until_stop(lambda: try_again(attempt, label), self.stop)
 
 
 def authorize(request):
@@ -280,25 +277,21 @@ class Mirror:
     def close(self, seconds, stop):
         """Copies what is new, within the given time, or stop_seconds once stop() returns true.
 
-        Returns whether the bucket has everything.
+        Returns whether the bucket has everything. The thread ends, or with the process if it hangs.
         """
         # say so before what may take minutes
         self.say(f"uploading to {self.bucket.url}, for {seconds} s at most")
-        self.end()
-        end = time.monotonic() + seconds
-        while self.thread.is_alive() and time.monotonic() < end:
+        self.is_closing = True
+        self.changed.set()
+        while self.thread.is_alive() and seconds > 0:
             self.thread.join(1)
+            seconds -= 1
             if stop():
-                end = min(end, time.monotonic() + self.stop_seconds)
+                seconds = min(seconds, self.stop_seconds)
         is_complete = not (self.thread.is_alive() or self.error)
         if not is_complete:
             self.say(f"upload to {self.bucket.url} not complete; --init_from=auto uploads the rest")
         return is_complete
-
-    def end(self):
-        """Lets the thread end after a last copy; one that hangs ends with the process."""
-        self.is_closing = True
-        self.changed.set()
 
     def work(self):
         is_last = False
@@ -318,35 +311,27 @@ class Mirror:
 
     def copy(self):
         """Copies what is new."""
-        # copy one checkpoint whole; a newer one may come meanwhile, and delete this one
         newest = self.newest
-        with suppress(FileNotFoundError):
-            # read the .json first, which proves the .pt complete: both may be deleted during the upload
-            description = Path(f"{self.folder}/{newest}.json").read_bytes()
-            self.copy_file(newest + ".pt")
-            # a machine that resumes from it needs them
-            self.copy_others()
-            self.bucket.write(newest + ".json", description)
+        wanted = rf"({newest}|best|metrics|log|run|submission|eval_.*)\.(pt|json|jsonl|txt|npz)"
+        names = [name for name in os.listdir(self.folder) if re.fullmatch(wanted, name)]
+        # a .json comes after its .pt, which it proves complete, and the newest checkpoint's after all that a
+        # machine needs to resume from it
+        names.sort(key=lambda name: (name.endswith(".json"), name == newest + ".json"))
+        for name in names:
+            with suppress(FileNotFoundError):  # a newer checkpoint may delete this one meanwhile, .json first
+                self.copy_file(name)
         for name in self.outdated(self.bucket.list(), newest):
             self.bucket.delete(name)
-        self.copy_others()
-
-    def copy_others(self):
-        """Copies the files that are no numbered checkpoints, best.pt before best.json, which has its hash."""
-        for name in sorted(os.listdir(self.folder), reverse=True):
-            if re.fullmatch(r"(best|metrics|log|run|submission|eval_.*)\.(pt|json|jsonl|txt|npz)", name):
-                self.copy_file(name)
 
     def copy_file(self, name):
         """Copies a file, unless the bucket has it as it is."""
-        path = f"{self.folder}/{name}"
-        stat = os.stat(path)
+        content = Path(self.folder, name)
+        stat = content.stat()
         version = (name, stat.st_mtime_ns, stat.st_size)  # the size too: two appends can share one mtime
         if version in self.copied:
             return
         # a log grows meanwhile; the others are written once, and may be larger than the free memory
-        if name.endswith((".txt", ".jsonl")):
-            self.bucket.write(name, Path(path).read_bytes())
-        else:
-            self.bucket.write(name, path=path)
+        if content.suffix in (".txt", ".jsonl"):
+            content = content.read_bytes()
+        self.bucket.write(name, content)
         self.copied.add(version)

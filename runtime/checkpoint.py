@@ -1,4 +1,4 @@
-"""A run's checkpoints: their names, how one is read, where a run begins, and what is written and pruned.
+"""A run's checkpoints: their names, where a run begins, and what is written and pruned.
 
 A run's folder holds ckpt_STEP.pt for the last steps and best.pt, each with a .json, written after it, that
 has its hash: only the .json proves that a checkpoint is complete. run.json has the run's id. A checkpoint has
@@ -11,7 +11,6 @@ import json
 import os
 import re
 import secrets
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,23 +18,17 @@ from pathlib import Path
 
 import torch
 
-from runtime.errors import TransientError, UserError
+from runtime.errors import TransientError, UserError, writing
 from runtime.files import file_hash, lock, read_json, read_metrics, replacing
 from runtime.process import STOP
-from runtime.saved import (
-    changed_attention,
-    changes,
-    check_task,
-    load_saved_weights,
-    missing_forks,
-    read_checkpoint,
-)
+from runtime.saved import load_start, read_checkpoint
 
 # Another machine that resumes needs them.
 LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt", "run.json")
+UNFINISHED = r"(ckpt_\d+|best)\.(pt|json)\.tmp"  # what a process that was killed was writing
 
 # ---------------------------------------------------------------------------------------------------------
-# Names of checkpoints
+# Names of checkpoints, and which are whole
 
 def stem(step):
     """Returns the name of a step's checkpoint without its ending; names are in the order of the steps."""
@@ -49,17 +42,15 @@ def numbered(names):
 
 
 def outdated(names, newest, keep_last_n):
-    """Returns which of the files `names` to delete, in this order.
+    """Returns which of all files `names` to delete, in this order: but for keep_last_n complete checkpoints.
 
-    Args:
-        names: all files in the folder.
-        newest: the newest good checkpoint. Newer ones were found damaged, and do not count.
-        keep_last_n: how many complete checkpoints stay.
+    newest: the newest good checkpoint. Newer ones were found damaged, and do not count.
     """
     good = [stem for stem in numbered(names) if stem <= newest]
     oldest = min(good[:keep_last_n], default="")  # of those that stay
     # a .json comes before its .pt, which is no checkpoint without it
-    return sorted(name for name in names if name < oldest and re.fullmatch(r"ckpt_\d+\.(pt|json)", name))
+    return sorted(name for name in names if name < oldest and re.fullmatch(r"ckpt_\d+\.(pt|json)", name)
+                  or re.fullmatch(UNFINISHED, name))
 
 
 def files_of(folder):
@@ -72,9 +63,6 @@ def checkpoint_paths(out_dir):
     return [f"{out_dir}/{stem}.pt" for stem in numbered(files_of(out_dir))]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Reading
-
 def newest_whole(out_dir, say=lambda line: None, newer_than=""):
     """Returns the path of the newest checkpoint with the hash in its .json, or ""; says which are damaged.
 
@@ -82,10 +70,10 @@ def newest_whole(out_dir, say=lambda line: None, newer_than=""):
     """
     for path in checkpoint_paths(out_dir):
         if Path(path).stem <= newer_than:
-            return ""
+            break
         cause = "it does not match the hash in its .json"
         try:
-            if json.loads(Path(path).with_suffix(".json").read_bytes())["sha256"] == file_hash(path):
+            if read_json(path.removesuffix("pt") + "json")["sha256"] == file_hash(path):
                 return path
         except Exception as e:  # whatever it is, the one before may be whole
             cause = e
@@ -98,7 +86,7 @@ def newest_whole(out_dir, say=lambda line: None, newer_than=""):
 
 @dataclass
 class Start:
-    """What a run begins with, identical on all ranks; only rank 0 fills saved and notes."""
+    """What a run begins with, identical on all ranks; only rank 0 has saved and notes."""
     device: object
     settings: object  # the run's: a checkpoint's where the command has assigned none
     path: str = ""  # the checkpoint with its weights; "": new weights
@@ -113,98 +101,48 @@ class Start:
     notes: list = field(default_factory=list)  # lines for the log
 
     def find(self):
-        """Finds and reads a checkpoint. Returns {name: value} of the other attributes. Rank 0."""
+        """Finds and reads the checkpoint, if there is one. Rank 0."""
         settings = self.settings
         file = "" if settings.init_from in ("scratch", "resume", "auto") else settings.init_from
         # an evaluation of a file needs no run
         newest = "" if settings.eval_only and file else find_newest(settings)
-        path = newest or file
-        if not path:
-            return {}
-        self.saved = read_checkpoint(path)
-        if newest and not settings.eval_only:
-            return self.facts_of_run(newest, file)
-
+        self.path = newest or file
+        if not self.path:
+            return
+        self.saved = saved = read_checkpoint(self.path)
+        self.is_resume = newest != "" and not settings.eval_only
+        if self.is_resume or settings.eval_only:
+            self.step = saved.get("step", 0)
+            self.saved_settings = saved.get("settings", {})
+        if self.is_resume:
+            self.go_on(file)
+            return
         # an evaluation and a new run take only the weights and their average; a new run counts its own steps,
         # and evaluates before the first one
         for name in "optimizer", "kept":
-            self.saved.pop(name, None)
-        facts = dict(path=path, init_from=file, is_evaluated=False)
-        if settings.eval_only:
-            facts |= dict(step=self.saved.get("step", 0), saved_settings=self.saved.get("settings", {}))
-        return facts
+            saved.pop(name, None)
+        self.init_from = file
+        self.is_evaluated = False
 
-    def facts_of_run(self, path, file):
-        """Returns the attributes for a run that goes on from a checkpoint; file: that init_from names."""
-        settings = self.settings
-        saved_settings = self.saved["settings"]
+    def go_on(self, file):
+        """Goes on with the run of the checkpoint; file: the one that init_from names."""
+        self.run_id = self.saved.get("run_id", "")
+        self.init_from = self.saved_settings["init_from"]
         # a run goes on with a FILE if it has begun with that; one file has many names
-        began_with = saved_settings["init_from"]
-        if file and os.path.realpath(file) != os.path.realpath(began_with):
-            refuse_run(f"--out_dir={settings.out_dir}", files_of(settings.out_dir))
+        out_dir = self.settings.out_dir
+        if file and os.path.realpath(file) != os.path.realpath(self.init_from):
+            refuse_run("--out_dir", out_dir, files_of(out_dir))
         # the evaluations that were logged at this step
-        step = self.saved["step"]
-        lines = read_metrics(f"{settings.out_dir}/metrics.jsonl")
-        evaluations = [line for line in lines if line["step"] == step and "eval/loss" in line]
-        return dict(
-            path=path, is_resume=True, init_from=began_with, run_id=self.saved.get("run_id", ""), step=step,
-            is_evaluated=bool(evaluations), is_final=any(line.get("final") for line in evaluations),
-            saved_settings=saved_settings)
+        lines = read_metrics(f"{out_dir}/metrics.jsonl")
+        evaluations = [line for line in lines if line["step"] == self.step and "eval/loss" in line]
+        self.is_evaluated = bool(evaluations)
+        self.is_final = any(line.get("final") for line in evaluations)
 
     def load_into(self, model, train_set):
-        """Gives rank 0's model its first weights. All ranks.
-
-        Raises UserError where settings, files, datasets and ranks do not fit together.
-        """
+        """Gives rank 0's model its first weights. All ranks. Raises UserError for what does not fit."""
         check_ranks(self, train_set)
-        on_rank_0(self.device, partial(self.load, model, train_set))
-
-    def load(self, model, train_set):
-        """Loads the weights, and notes what differs from the checkpoint. Rank 0."""
-        if not self.path:
-            return
-        self.notes += missing_forks(self.saved.get("forks", {}), self.settings.forks)
-        attention = changed_attention(model, self.saved)
-        if self.is_resume:
-            self.check_run(model, train_set, attention)
-        else:
-            check_task(self.saved, train_set, self.path)
-            self.notes += attention
-
-        # files of the official code do not say what their identifiers stand for
-        sha256 = train_set.identifiers_sha256
-        same_identifiers = self.is_resume or self.saved.get("identifiers_sha256", sha256) == sha256
-        weights = self.saved["weights"]
-        # the average of frozen weights would drift towards the raw ones: so train on the average itself
-        if self.settings.freeze_weights and not self.is_resume:
-            weights = self.saved.get("ema") or weights
-        is_averaged = load_saved_weights(model, weights, self.path, same_identifiers)
-        if is_averaged and self.settings.eval_only:
-            raise UserError(f"{self.path} has other puzzle identifiers than {train_set.path}: it can be "
-                            "trained further, but not evaluated (docs/arc.md)")
-        if is_averaged:
-            self.notes.append(f"{self.path} has other puzzle identifiers: all start from the mean of its "
-                              "embedding")
-
-    def check_run(self, model, train_set, attention):
-        """Raises UserError if the run cannot go on with this model and dataset."""
-        path = self.path
-        if self.saved["data_sha256"] != train_set.sha256:
-            raise UserError(f"{path} was trained on another dataset than {self.settings.data_path}: choose "
-                            "that one, or another --out_dir")
-        optimizer = self.saved_settings["optimizer"]
-        if optimizer != self.settings.optimizer:
-            raise UserError(f"{path} was trained with optimizer={optimizer}: another --out_dir with "
-                            "--init_from=FILE begins with its weights")
-        if attention:
-            raise UserError(f"{path} was trained as another model: {', '.join(attention)}: leave that out, "
-                            "or choose another --out_dir")
-        # tell the log what is resumed and what has changed
-        self.notes.insert(0, f"resuming from {path}")
-        names = vars(self.settings).keys() - {"init_from"}
-        for name in sorted(self.saved_settings.keys() - names - {"init_from"}):
-            self.notes.append(f"{name} is no setting here; the checkpoint had {self.saved_settings[name]}")
-        self.notes += changes(self.settings, self.saved_settings, sorted(names))
+        check_hosts(self)
+        on_rank_0(self.device, partial(load_start, self, model, train_set))
 
 
 def check_folders(settings):
@@ -212,30 +150,33 @@ def check_folders(settings):
     if settings.out_dir.startswith(("gs://", "~")):
         raise UserError(f"--out_dir={settings.out_dir}: must be a folder of this machine, written out; "
                         "--gcs_dir mirrors it to a bucket")
-    if settings.gcs_dir:
-        from runtime.bucket import Bucket
-        Bucket(settings.gcs_dir)  # raises UserError for a malformed address
+    open_bucket(settings)  # raises UserError for a malformed address
     if settings.eval_only and settings.init_from == "scratch":
         raise UserError("eval_only needs weights: --init_from=resume (the newest checkpoint of out_dir) "
                         "or --init_from=FILE")
 
 
+def open_bucket(settings, stop=lambda: False):
+    """Returns the Bucket of gcs_dir; None without one. stop: see Bucket."""
+    if settings.gcs_dir:
+        from runtime.bucket import Bucket
+        return Bucket(settings.gcs_dir, stop)
+
+
 def open_start(settings, device, run_settings):
-    """Returns the Start that init_from, out_dir and gcs_dir lead to. All ranks.
+    """Returns the Start that the command's settings lead to. All ranks.
 
-    Args:
-        settings: the command's.
-        device: a device.Device, or an object with its methods.
-        run_settings: names of those that a resume does not take from the checkpoint.
-
-    Raises UserError where there is no checkpoint or another run, TransientError where the bucket does not
-    answer, SystemExit if a stop is requested meanwhile.
+    run_settings: names of those that a resume does not take from the checkpoint. Raises UserError where there
+    is no checkpoint or another run, TransientError where the bucket does not answer, SystemExit if a stop is
+    requested meanwhile.
     """
     start = Start(device, copy.copy(settings))  # replicas may be threads
-    # only rank 0's host may have the checkpoint
-    vars(start).update(on_rank_0(device, start.find))
-    resumed = start.saved_settings.keys() - {*run_settings}
-    start.settings.fill({name: start.saved_settings[name] for name in resumed})
+    on_rank_0(device, start.find)
+    # only rank 0's host may have the checkpoint, which stays there
+    shared = vars(start).keys() - {"device", "settings", "saved", "notes"}
+    vars(start).update(device.all_gather({name: getattr(start, name) for name in shared})[0])
+    start.settings.fill(
+        {name: value for name, value in start.saved_settings.items() if name not in run_settings})
     return start
 
 
@@ -256,14 +197,12 @@ def on_rank_0(device, call):
 def find_newest(settings):
     """Returns the path of the newest whole checkpoint of the bucket and out_dir, or ""; see open_start."""
     out_dir = settings.out_dir
-    bucket = None
-    if settings.gcs_dir:
-        from runtime.bucket import Bucket
-        bucket = Bucket(settings.gcs_dir, STOP.is_set)
+    bucket = open_bucket(settings, STOP.is_set)
+    if bucket:
         bucket.check(write=not settings.eval_only)
     if settings.init_from == "scratch":
-        refuse_run(f"--out_dir={out_dir}", files_of(out_dir))
-        refuse_run(f"--gcs_dir={settings.gcs_dir}", bucket.list() if bucket else [])
+        refuse_run("--out_dir", out_dir, files_of(out_dir))
+        refuse_run("--gcs_dir", settings.gcs_dir, bucket.list() if bucket else [])
         return ""
     if bucket:
         pull(bucket, out_dir)
@@ -276,22 +215,22 @@ def find_newest(settings):
     return newest
 
 
-def refuse_run(flag, names):
+def refuse_run(flag, folder, names):
     """Raises UserError if a run is among the files `names` of the folder that `flag` gives."""
     # run.json alone: the run was killed before it wrote its first line
     if any(name.startswith(("ckpt_", "best.", "metrics.")) for name in names):
-        raise UserError(f"{flag} holds a run: --init_from=auto continues it, another "
-                        f"{flag.partition('=')[0]} starts another")
+        raise UserError(f"{flag}={folder} holds a run: --init_from=auto continues it, another {flag} starts "
+                        "another")
 
 
 def pull(bucket, out_dir):
     """Brings the newest whole checkpoint of the bucket, and its logs, to out_dir, unless that has it."""
     # both must be of the same run
     run = bucket.read("run.json", json.loads)
-    if run is not None and os.path.exists(f"{out_dir}/run.json"):
-        if read_json(f"{out_dir}/run.json") != run:
-            raise UserError(f"{out_dir} and {bucket.url} hold two different runs: choose another; to move a "
-                            "run, copy its files to an empty one")
+    own = f"{out_dir}/run.json"
+    if run and os.path.exists(own) and read_json(own) != run:
+        raise UserError(f"{out_dir} and {bucket.url} hold two different runs: choose another; to move a run, "
+                        "copy its files to an empty one")
     for name in numbered(bucket.list()):
         # three attempts: a byte of a download may be wrong
         for _ in range(3):
@@ -308,31 +247,33 @@ def pull(bucket, out_dir):
 
 
 def check_ranks(start, train_set):
-    """Raises UserError if ranks differ in what all must have in common; their disks may differ.
-
-    A host with a newer checkpoint than rank 0's had rank 0 before: without a bucket that is an error, too.
-    """
-    settings = start.settings
-    device = start.device
-    facts = vars(settings) | dict(dataset=train_set.sha256, data_path="", out_dir="")
-    begins_with = Path(start.path).stem if start.is_resume else ""
-    newer = Path(newest_whole(settings.out_dir, newer_than=begins_with)).stem
-    ranks = device.all_gather((device.host, facts, newer))
-    _, expected, _ = ranks[0]
-    for rank, (host, facts, _) in enumerate(ranks):
+    """Raises UserError if ranks differ in what all must have in common; their disks may differ."""
+    facts = vars(start.settings) | dict(dataset=train_set.sha256, data_path="", out_dir="")
+    ranks = start.device.all_gather((start.device.host, facts))
+    _, expected = ranks[0]
+    for rank, (host, facts) in enumerate(ranks):
         differing = sorted(dict(facts.items() - expected.items()))
         if differing:
             raise UserError(f"host {host}, rank {rank}: not as on rank 0: {', '.join(differing)}")
 
-    # a run does not silently begin again, or further back
-    newer, host = max((newer, host) for host, _, newer in ranks)
-    if newer and not settings.eval_only:
-        line = (f"--out_dir={settings.out_dir} has {newer} on host {host}, and "
-                f"{begins_with or 'no checkpoint'} on rank 0's")
-        if not settings.gcs_dir:
-            raise UserError(f"{line}: choose a folder that all hosts share, or a --gcs_dir")
-        if device.rank == 0:
-            print(f"{line}: training goes on from rank 0's")
+
+def check_hosts(start):
+    """Raises UserError if a host has a newer checkpoint than rank 0's: a run does not go back in silence.
+
+    That host had rank 0 before. With a bucket it is a line on the terminal.
+    """
+    settings = start.settings
+    own = Path(start.path).stem if start.is_resume else ""
+    newer = Path(newest_whole(settings.out_dir, newer_than=own)).stem
+    newer, host = max(start.device.all_gather((newer, start.device.host)))
+    if not newer or settings.eval_only:
+        return
+    line = (f"--out_dir={settings.out_dir} has {newer} on host {host}, and {own or 'no checkpoint'} on rank "
+            "0's")
+    if not settings.gcs_dir:
+        raise UserError(f"{line}: choose a folder that all hosts share, or a --gcs_dir")
+    if start.device.rank == 0:
+        print(f"{line}: training goes on from rank 0's")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -343,120 +284,105 @@ class Checkpoints:
 
     Args:
         start: a Start.
+        trm: the run's TRM.
         train_set, test_set: the Datasets.
         score: a function that ranks evaluations, {"eval/...": number}.
         say: a function for the lines of the log.
 
-    run_id: the run's id, kept across resumes and also used by W&B. The with block locks out_dir: it raises
-    TransientError where another process trains there, UserError where nothing can be written.
+    run_id: kept across resumes and also used by W&B. is_written: whether the last checkpoint was written. The
+    with block locks out_dir: it raises TransientError where another process trains there, UserError where
+    nothing can be written.
     """
 
-    def __init__(self, start, train_set, test_set, score, say):
+    def __init__(self, start, trm, train_set, test_set, score, say):
         self.start = start
-        self.settings = start.settings
-        self.device = start.device
         self.out_dir = start.settings.out_dir
-        self.train_set = train_set
-        self.test_set = test_set
+        self.outdated = partial(outdated, keep_last_n=start.settings.keep_last_n)
         self.score = score
         self.say = say
         self.newest = stem(start.step)  # the last good checkpoint; a new run has none yet
-        # one thread: checkpoints are written one after the other
-        self.writer = ThreadPoolExecutor(1)
-        self.writing = self.writer.submit(lambda: True)
         self.run_id = start.run_id or secrets.token_hex(4)
+        self.is_written = True
         self.best_score = -1.0
         self.lock = None
         self.mirror = None
+        # what belongs to the run, which a resume checks and goes on with
+        self.facts = dict(
+            sizes=trm.sizes,
+            forks=start.settings.forks,
+            settings=vars(start.settings) | dict(init_from=start.init_from),
+            data_sha256=train_set.sha256,
+            task=train_set.task,
+            identifiers_sha256=train_set.identifiers_sha256,
+            test_puzzles=some_puzzles(test_set),
+        )
 
     def __enter__(self):
-        try:
-            on_rank_0(self.device, self.take_folder)
-        except BaseException:
-            self.__exit__()
-            raise
+        on_rank_0(self.start.device, self.take_folder)
         return self
 
-    def __exit__(self, *error):
-        """Ends the threads, and lets another run have out_dir: a notebook keeps this object with an error."""
-        self.writer.shutdown()
-        if self.mirror:
-            self.mirror.end()
+    def __exit__(self, kind, *error):
+        """Lets another run have out_dir: a notebook keeps this object with an error."""
+        # after wrong input or a loss that is not finite a restart would end here again: upload what there is
+        if kind is UserError:
+            self.close(60)
         if self.lock:
             self.lock.close()
 
     def take_folder(self):
-        """Locks out_dir, reads or writes run.json, and begins to mirror the folder. Rank 0."""
+        """Locks out_dir, and begins to mirror it. Rank 0."""
         self.lock_folder()
         # the score of best.pt, unless it is of steps that this run did not take
         with suppress(Exception):  # there is none yet, or it is damaged, however
-            best = json.loads(Path(self.out_dir, "best.json").read_bytes())
+            best = read_json(f"{self.out_dir}/best.json")
             if self.start.is_resume and best["step"] <= self.start.step:
                 self.best_score = float(self.score(best["metrics"]))
-        if self.settings.gcs_dir:
-            from runtime.bucket import Bucket, Mirror
-            bucket = Bucket(self.settings.gcs_dir)  # a stop does not end its attempts
-            too_old = partial(outdated, keep_last_n=self.settings.keep_last_n)
-            self.mirror = Mirror(self.out_dir, bucket, self.newest, too_old, self.say)
+        bucket = open_bucket(self.start.settings)  # a stop does not end its attempts
+        if bucket:
+            from runtime.bucket import Mirror
+            self.mirror = Mirror(self.out_dir, bucket, self.newest, self.outdated, self.say)
 
     def lock_folder(self):
-        # the operating system frees the lock of a process that was killed; the file stays
+        """Locks out_dir, and keeps the id in run.json, where there is one. What fails here leaves no lock."""
         path = f"{self.out_dir}/run.json"
-        try:
+        if os.path.exists(path):
+            self.run_id = read_json(path)["id"]
+        with writing(f"--out_dir={self.out_dir}"):
             os.makedirs(self.out_dir, exist_ok=True)
+            # the operating system frees the lock of a process that was killed; the file stays
             self.lock = open(f"{self.out_dir}/run.lock", "ab")
-            lock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.exists(path):
-                with replacing(path) as f:
-                    f.write(json.dumps({"id": self.run_id}).encode())
-        except FileExistsError:  # a file, or a link to nothing
-            raise UserError(f"--out_dir={self.out_dir}: is no folder") from None
-        except BlockingIOError:
-            raise TransientError(f"--out_dir={self.out_dir}: another process trains there") from None
-        except OSError as e:
-            raise UserError(f"--out_dir={self.out_dir}: cannot be written to ({e.strerror})") from None
-        self.run_id = read_json(path)["id"]
+            try:
+                lock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise TransientError(f"--out_dir={self.out_dir}: another process trains there") from None
+            with replacing(path) as f:
+                f.write(json.dumps({"id": self.run_id}).encode())
 
     def save(self, step, run, metrics, name=""):
-        """Begins to write a checkpoint and its .json, after the one before: memory holds one copy."""
-        if self.device.rank != 0:
-            return
-        self.wait()
+        """Writes a checkpoint and its .json."""
+        name = name or stem(step)
         # a stop in an evaluation comes after the checkpoint of the same step, which is whole
-        if not name and self.newest == stem(step):
+        if self.start.device.rank != 0 or name == self.newest:
             return
-        # copy to the host: training changes the original while the thread writes
-        state = run.state_dict()
-        # add what belongs to the run, which a resume checks and goes on with
-        state |= dict(
-            step=step,
-            sizes=run.model.sizes,
-            forks=self.settings.forks,
-            run_id=self.run_id,
-            settings=vars(self.settings) | dict(init_from=self.start.init_from),
-            data_sha256=self.train_set.sha256,
-            task=self.train_set.task,
-            identifiers_sha256=self.train_set.identifiers_sha256,
-            test_puzzles=some_puzzles(self.test_set),
-        )
-        self.writing = self.writer.submit(self.write, name or stem(step), state, metrics)
+        state = run.state_dict() | self.facts | dict(step=step, run_id=self.run_id)
+        self.is_written = self.write(name, state, metrics)
 
     def save_if_best(self, step, run, metrics):
-        """Saves best.pt, and waits for it, if the evaluation in `metrics` is the best of the run."""
+        """Saves best.pt if the evaluation in `metrics` is the best of the run."""
         score = self.score(metrics)
-        if self.device.rank == 0 and score > self.best_score:
+        if score > self.best_score:
             self.save(step, run, metrics, "best")
-            if self.wait():
+            if self.is_written:
                 self.best_score = score
 
     def write(self, name, state, metrics):
-        """Writes a checkpoint, on the thread. Returns False, and logs it, if it cannot be written."""
+        """Writes a checkpoint. Returns False, and logs it, if it cannot be written."""
         try:
             os.makedirs(self.out_dir, exist_ok=True)
-            path = f"{self.out_dir}/{name}"
             # if keep_last_n is lower than before, this may free the space that the checkpoint needs
             self.prune()
             # a name is there only once its content is on the disk
+            path = f"{self.out_dir}/{name}"
             with replacing(path + ".pt") as f:
                 torch.save(state, f)
             # the .json comes last, and proves that the .pt is complete
@@ -477,21 +403,9 @@ class Checkpoints:
 
     def prune(self):
         """Deletes all but the last keep_last_n complete checkpoints; a file that cannot be deleted stays."""
-        names = os.listdir(self.out_dir)
-        # what a process that was killed was writing
-        unfinished = [name for name in names if re.fullmatch(r"(ckpt_\d+|best)\.(pt|json)\.tmp", name)]
-        for name in [*unfinished, *outdated(names, self.newest, self.settings.keep_last_n)]:
+        for name in self.outdated(os.listdir(self.out_dir), self.newest):
             with suppress(OSError):
                 os.remove(f"{self.out_dir}/{name}")
-
-    def last_good(self):
-        """Returns the path of the newest checkpoint that is whole, or "none"."""
-        self.wait()
-        return newest_whole(self.out_dir) or "none"
-
-    def wait(self):
-        """Waits for the checkpoint that is being written. Returns whether it could be written."""
-        return self.writing.result()
 
     def close(self, seconds):
         """Ends the upload. Returns whether the bucket, where there is one, has everything."""

@@ -1,7 +1,4 @@
-"""The CPU and CUDA GPUs: one set of methods, which train.py uses; xla.py and torchtpu.py have them for TPUs.
-
-engines.py chooses and opens them.
-"""
+"""The CPU and CUDA GPUs: the methods that train.py uses; xla.py and torchtpu.py have them for TPUs."""
 import atexit
 import os
 import platform
@@ -9,7 +6,7 @@ import re
 import socket
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +16,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from runtime.errors import TransientError, UserError
-from runtime.process import STOP, droppable
+from runtime.process import STOP
 
 CPU_FLOP = 1e11  # of a micro-batch on a CPU: two cores take 2 to 15 seconds
+LONG = 5  # seconds after which a request to stop drops the rest of a step
 # The environment variables that tell a replica where the others are.
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ADDRESS_TIMEOUT = 20  # seconds in which the name MASTER_ADDR must get an address; a cluster's may come late
@@ -55,7 +53,6 @@ PEAK_FLOPS = {
 
 class Place(NamedTuple):
     """Says which replica this process is, as torchrun's environment variables do."""
-
     rank: int = 0
     world: int = 1
     local_rank: int = 0  # the number of its GPU
@@ -97,8 +94,10 @@ class Device:
     """
     backend = ""  # of torch.distributed; "": NCCL on CUDA, gloo on the CPU
 
-    def __init__(self, device_type, settings, is_alone=False):
-        place = Place() if is_alone else read_place()
+    def __init__(self, device_type, settings, place=None):
+        """place: which replica this is; None: torchrun's variables say it, and it joins the others."""
+        joins = place is None and all(map(os.environ.get, TORCHRUN)) and not dist.is_initialized()
+        place = place or read_place()
         self.type = device_type
         self.rank = place.rank
         self.world = place.world
@@ -106,14 +105,13 @@ class Device:
         self.torch_device = torch.device(device_type)
         self.name = platform.machine()
         self.report = lambda seconds, share: None  # see loop_over_micro_batches
+        self.falls_back = settings.compile == "auto"
         self.compiles = settings.compile == "on" or settings.compile == "auto" and device_type == "cuda"
         if device_type == "cuda":
             self.torch_device = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(self.torch_device)
             self.name = torch.cuda.get_device_name(self.torch_device)
-            # without Triton or a C compiler, "auto" trains without torch.compile: is_compiled() tells
-            torch._dynamo.config.suppress_errors = settings.compile == "auto"
-        if not (is_alone or dist.is_initialized()) and all(map(os.environ.get, TORCHRUN)):
+        if joins:
             self.join_replicas(settings)
 
     def join_replicas(self, settings):
@@ -136,7 +134,7 @@ class Device:
         check_agent()
         backend = self.backend or ("nccl" if self.type == "cuda" else "gloo")
         # the watchdog has its own limit during training; before, the others wait while rank 0 downloads
-        timeout = timedelta(seconds=max(settings.stall_timeout, 1800) if settings.stall_timeout else 10 ** 6)
+        timeout = timedelta(seconds=max(settings.stall_timeout or 10 ** 6, 1800))
         dist.init_process_group(backend, timeout=timeout)
         if "gloo" in backend:
             # gloo's threads may abort at the end of the process; NCCL's end would wait for a peer that died
@@ -182,10 +180,9 @@ class Device:
         """Begins to copy a tensor to the host. Returns a function that waits for it, and nothing newer."""
         if self.type != "cuda":
             return x.cpu
-        # the event follows this copy, and comes before all work that is launched later
-        host = torch.empty_like(x, device="cpu", pin_memory=True)
+        # the event follows this copy to pinned memory, and comes before all work that is launched later
+        host = x.to("cpu", non_blocking=True)
         event = torch.cuda.Event()
-        host.copy_(x, non_blocking=True)
         event.record()
 
         def wait():
@@ -217,10 +214,15 @@ class Device:
         """Returns a copy of rank 0's tree of tensors in float32, on the host of every rank. All ranks."""
         vector, restore = flatten(tree)
         if self.world > 1:
-            if self.type == "cuda":  # NCCL only takes tensors on a GPU
-                vector = self.put(vector)
-            dist.broadcast(vector, 0)
-        return tree_map(torch.clone, restore(vector.cpu()))
+            vector = self.vector_of_rank_0(vector).cpu()
+        return tree_map(torch.clone, restore(vector))
+
+    def vector_of_rank_0(self, vector):
+        """Returns rank 0's vector; all ranks have one of its length."""
+        if self.type == "cuda":  # NCCL only takes tensors on a GPU
+            vector = self.put(vector)
+        dist.broadcast(vector, 0)
+        return vector
 
     def prepare(self, model):
         """Moves the model here."""
@@ -231,13 +233,14 @@ class Device:
         if not self.compiles:
             return fn
         torch._dynamo.config.recompile_limit = 64  # a compilation for each stage of a curriculum
-        return torch.compile(fn, dynamic=False)
+        compiled = torch.compile(fn, dynamic=False)
+        # without Triton or a C compiler, "auto" trains without torch.compile
+        if self.falls_back:
+            compiled = torch._dynamo.config.patch(suppress_errors=True)(compiled)
+        return compiled
 
-    def compile_step(self, fn, is_collective=True):
-        """Returns fn(state, inputs, *static), which changes the tensors of state in place.
-
-        is_collective: whether all ranks call it together.
-        """
+    def compile_step(self, fn):
+        """Returns fn(state, inputs, *static), which changes the tensors of state in place."""
         return fn
 
     def micro_batch_size(self, settings, flops):
@@ -259,7 +262,8 @@ class Device:
     def for_each_micro_batch(self, body, sums, weights, batch, size):
         """Runs body(weights, micro_batch) on each micro-batch; on XLA it is a loop inside the program.
 
-        A request to stop drops what takes long, by a KeyboardInterrupt, where no replica waits for this one.
+        Where no replica waits for this one, a request to stop drops the rest of what takes long: it raises
+        KeyboardInterrupt between two micro-batches.
 
         Args:
             body: returns what is added to sums, and a tree of tensors [size, ...].
@@ -270,8 +274,12 @@ class Device:
 
         Returns the sums, and the trees joined, [B, ...].
         """
-        with droppable() if self.world == 1 else nullcontext():
-            return loop_over_micro_batches(body, sums, weights, batch, size, self.report)
+        def report(seconds, share):
+            self.report(seconds, share)
+            if self.world == 1 and STOP.is_set() and seconds > LONG and share < 1:
+                raise KeyboardInterrupt
+
+        return loop_over_micro_batches(body, sums, weights, batch, size, report)
 
     def peak_memory(self):
         """Returns the most bytes of the device that were in use at a time; 0 on a CPU and with TorchTPU."""
@@ -293,14 +301,12 @@ def free_port():
 
 def wait_for_address(name):
     """Waits until a host's name has an address. Raises UserError after ADDRESS_TIMEOUT."""
-    end = time.monotonic() + ADDRESS_TIMEOUT
-    while True:
+    for _ in range(ADDRESS_TIMEOUT + 1):
         with suppress(OSError, UnicodeError):
             socket.getaddrinfo(name, None)
             return
-        if time.monotonic() > end:
-            raise UserError(f"MASTER_ADDR={name} in the environment: this name has no address")
         time.sleep(1)
+    raise UserError(f"MASTER_ADDR={name} in the environment: this name has no address")
 
 
 def check_agent():

@@ -57,10 +57,6 @@ def choose_device(wanted):
     if has_cuda and wanted != "cpu":
         return "cuda", "a CUDA GPU is here" + note, place
     reason = "--device=cpu" if wanted == "cpu" else "no TPU and no CUDA GPU found"
-    # OpenMP's threads wait for each other at every operation: a step was seen to take eleven times as long
-    load = os.getloadavg()[0]
-    if load > os.cpu_count() / 2 and "OMP_NUM_THREADS" not in os.environ:
-        reason += f"; this machine is busy (load {load:.1f}), OMP_NUM_THREADS=1 may be faster"
     return "cpu", reason + note, place
 
 

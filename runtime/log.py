@@ -40,11 +40,9 @@ class Log:
     def print0(self, text):
         """Prints a line on rank 0, and adds it to log.txt."""
         if self.device.rank == 0:
-            with suppress(OSError):  # the reader of a pipe has left, or the disk is full
-                try:
-                    print(text, flush=True)
-                except UnicodeEncodeError:  # the terminal's encoding lacks a character
-                    print(text.encode("ascii", "backslashreplace").decode(), flush=True)
+            # the reader of a pipe has left, the disk is full, or the terminal's encoding lacks a character
+            with suppress(OSError, UnicodeError):
+                print(text, flush=True)
             self.append("log.txt", text)
 
     def metrics(self, step, values):
@@ -90,20 +88,21 @@ class Log:
         for note in filter(None, notes):
             self.print0(note)
 
-    def begin(self, run, train_set, start, recipe, total_steps):
-        """Writes the first line of metrics.jsonl, and drops lines past the first step.
+    def begin(self, run, train_set, start, run_id, recipe, total_steps):
+        """Writes the first line of metrics.jsonl, drops lines past the first step, and starts W&B.
 
         Args:
             run: a train.Run.
             train_set: the Dataset.
             start: a checkpoint.Start.
+            run_id: of Checkpoints; it continues W&B's curves after a restart.
             recipe: {name: value} of the settings that say what the run trains.
             total_steps: the length of the run.
-
-        Returns {name: value} of what the run is, for W&B.
         """
         self.print0(f"training from step {self.step} to {total_steps}, "
                     f"{self.settings.global_batch_size} sequences a step")
+        if self.device.rank != 0:
+            return
         facts = dict(
             settings=recipe,
             total_steps=total_steps,
@@ -115,8 +114,6 @@ class Log:
             init_from=start.init_from,
             forks=self.settings.forks,
         )
-        if self.device.rank != 0:
-            return facts
         # a run that resumes may have begun on other hardware
         with self.warning("metrics.jsonl") as path:
             hardware = sorted({self.hardware, *files.read_facts(path).get("hardware", [])})
@@ -126,15 +123,11 @@ class Log:
             lines += [line for line in files.read_metrics(path) if line["step"] <= self.step and self.step]
             with files.replacing(path) as f:
                 f.write("".join(json.dumps(line) + "\n" for line in lines).encode())
-        return facts
+        if self.settings.wandb_log:
+            self.start_wandb(run_id, facts)
 
     def start_wandb(self, run_id, facts):
-        """Starts W&B's run, which goes on if the run resumes; without its server, training does. Rank 0.
-
-        Args:
-            run_id: of Checkpoints; it continues W&B's curves after a restart.
-            facts: {name: value} of what the run is.
-        """
+        """Starts W&B's run, which goes on if the run resumes; without its server, training does. Rank 0."""
         settings = self.settings
         try:
             import wandb
@@ -173,24 +166,13 @@ class Log:
                     f"{cycles[1]}, {how}; left out of the rates below")
         self.restart_clock(step)
 
-    def within_step(self, total_steps, seconds, share):
-        """Reports how far a step is that takes longer than half a minute, and how long the run will take.
-
-        Args:
-            total_steps: the length of the run; 0: the step is an evaluation's, which says nothing about it.
-            seconds, share: see device.loop_over_micro_batches.
-        """
+    def within_step(self, seconds, share):
+        """Reports how far a step is that takes longer than SLOW; see device.loop_over_micro_batches."""
         restart_watchdog(self.settings.stall_timeout)
         step_seconds = seconds / share
-        if step_seconds < SLOW or time.monotonic() < self.next_line:
-            return
-        self.next_line = time.monotonic() + SLOW
-        line = f"{share:.0%} of a step, {files.duration(step_seconds - seconds)} left"
-        days = (total_steps - self.step) * step_seconds / 86400
-        if days > 1:
-            line += (f"; the run will take {days:,.0f} days on this device: a smaller --global_batch_size "
-                     "shortens its steps, --max_steps the run")
-        self.print0(line)
+        if step_seconds >= SLOW and time.monotonic() >= self.next_line:
+            self.next_line = time.monotonic() + SLOW
+            self.print0(f"{share:.0%} of a step, {files.duration(step_seconds - seconds)} left")
 
     def train(self, step, total_steps, values, lr, flops_per_example):
         """Logs the steps since the last line.
@@ -231,11 +213,7 @@ class Log:
         """Logs an evaluation; metrics.jsonl is the record of the training run alone."""
         if not self.settings.eval_only:
             self.metrics(step, values)
-        attempts = self.settings.eval_attempts
-        note = ""
-        if attempts > 1:
-            note = f" (the surest figures and attempts count up to {attempts} attempts, the others the first)"
-        self.print0(f"step {step} | evaluation{note}: {listed(values)}")
+        self.print0(f"step {step} | evaluation: {listed(values)}")
 
     def __enter__(self):
         return self

@@ -1,17 +1,14 @@
 """How a command starts, stops and ends: signals, exit codes, the watchdog, and the replicas of a host."""
-import _thread
 import faulthandler
 import importlib.util
 import math
 import multiprocessing.resource_tracker
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from types import SimpleNamespace
 
 from runtime.errors import TransientError, UserError
 from runtime.files import duration, to_stderr
@@ -23,8 +20,6 @@ STOP = threading.Event()  # set once this process is asked to save and stop; one
 START_TIMEOUT = 1800  # seconds in which torch_xla must have started a replica
 
 STOP_TIMEOUT = 60  # seconds in which a replica must have stopped; the system kills it then
-
-LONG = 5  # seconds after which a request to stop ends a droppable block
 
 
 def import_as(name, path):
@@ -43,12 +38,11 @@ def command(main):
     with suppress(AttributeError):  # it is closed, or a test's
         sys.stdout.reconfigure(errors="backslashreplace")  # for a path that the terminal's encoding lacks
 
-    # A signal ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed. train.py
-    # hands a Ctrl-C on as SIGTERM, which must not interrupt that.
+    # A signal ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed. A second
+    # one must not interrupt that: train.py hands a Ctrl-C on as SIGTERM.
     def interrupt(number, frame):
         for other in STOP_SIGNALS:
-            if other != signal.SIGINT:
-                signal.signal(other, signal.SIG_IGN)
+            signal.signal(other, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     # Python drops a KeyboardInterrupt that is raised in __del__: the process then ends after four seconds.
@@ -56,7 +50,6 @@ def command(main):
         if number in STOP_SIGNALS and not has_ended.wait(4):
             os._exit(3)
 
-    # a shell's & lets a command ignore SIGINT, nohup SIGHUP
     restore = take_signals(interrupt, end)
     # a run of sweep.py ends with it; the commands that this one starts do not see its id
     sweep = os.environ.pop("TRM_SWEEP", "")
@@ -87,40 +80,39 @@ def open_stderr():
         sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)
 
 
-def take_signals(handler, act, ignorable=STOP_SIGNALS):
+def take_signals(handler, act):
     """Lets this process handle STOP_SIGNALS, and returns a function that puts back what handled them.
 
-    Python calls a signal's handler on the main thread once that has finished an operation, which can take
-    minutes, and the main thread can miss a signal that another thread has received. Beside a thread that is
-    not the main one nothing changes: Python can handle no signals there.
+    A signal that the process ignores stays ignored, as a shell's & and nohup ask for. Python calls a signal's
+    handler on the main thread once that has finished an operation, which can take minutes, and the main
+    thread can miss a signal that another thread has received. Beside a thread that is not the main one
+    nothing changes: Python can handle no signals there.
 
     Args:
         handler: a function (number, frame), which Python calls.
         act: a function of the number, which a thread calls at once.
-        ignorable: those that stay ignored if this process ignores them.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    # the system's handler writes a byte at once, on whatever thread it runs; a replica drops restore(), and
-    # must not close this with it
-    wakeup_fd = writer.detach()
-    earlier_fd = signal.set_wakeup_fd(wakeup_fd)
+    # the system's handler writes a byte at once, on whatever thread it runs
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    earlier_fd = signal.set_wakeup_fd(writer)
 
     def read():
-        while number := reader.recv(1):
+        while number := os.read(reader, 1):
             act(number[0])
+        os.close(reader)
 
     threading.Thread(target=read, daemon=True).start()
     earlier = {}
     for number in STOP_SIGNALS:
-        if number not in ignorable or signal.getsignal(number) != signal.SIG_IGN:
+        if signal.getsignal(number) != signal.SIG_IGN:
             earlier[number] = signal.signal(number, handler)
 
     def restore():
         signal.set_wakeup_fd(earlier_fd)
-        os.close(wakeup_fd)
+        os.close(writer)
         # None: a handler of a C library, which Python cannot put back
         for number, earlier_handler in earlier.items():
             signal.signal(number, earlier_handler or signal.SIG_DFL)
@@ -183,50 +175,17 @@ def on_signals(is_spawned=False):
         elif not seen:
             with suppress(OSError):  # the terminal may be closed
                 os.write(2, b"saving and stopping; a second Ctrl-C kills\n")
-            threading.Thread(target=drop_what_is_long, daemon=True).start()
         seen.add(number)
         STOP.set()
 
     # instead of command(), which would end the process 4 seconds after a signal: a save may take longer;
     # signals without a handler do not reach act
-    restore = take_signals(drop, act, ignorable=[signal.SIGHUP])
+    restore = take_signals(lambda number, frame: None, act)
     if is_spawned:
         # Ctrl-C reaches the main process too, which passes it on
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # what came before
     return restore
-
-
-# began: when the main thread entered its droppable block; None outside one
-DROPPABLE = SimpleNamespace(began=None)
-
-
-@contextmanager
-def droppable():
-    """Lets a request to stop end its block by a KeyboardInterrupt once it has taken LONG.
-
-    The block must leave no trace, and no peer may wait for this process.
-    """
-    DROPPABLE.began = time.monotonic()
-    try:
-        yield
-    finally:
-        DROPPABLE.began = None
-
-
-def drop(number, frame):
-    """Ends the main thread's droppable block if it takes long: a handler of signals."""
-    if STOP.is_set() and DROPPABLE.began and time.monotonic() > DROPPABLE.began + LONG:
-        DROPPABLE.began = None
-        raise KeyboardInterrupt
-
-
-def drop_what_is_long():
-    """Calls drop() on the main thread every second: the block may have begun just before the signal."""
-    time.sleep(1)
-    while STOP.is_set():
-        _thread.interrupt_main(signal.SIGTERM)
-        time.sleep(1)
 
 
 class Watchdog:
@@ -235,10 +194,9 @@ class Watchdog:
     A timer goes on while a batch system or Ctrl-Z suspends the job. This count stands still then.
     """
 
-    def __init__(self):
-        self.lock = threading.Lock()
-        self.thread = None
-        self.num_seconds = 0
+    lock = threading.Lock()  # replicas may be threads
+    thread = None
+    num_seconds = 0
 
     def restart(self, seconds, suspended=24 * 3600):
         """Ends this process with 1 after the given seconds, unless it is called again before; 0 calls it off.
@@ -248,7 +206,7 @@ class Watchdog:
         """
         self.seconds = seconds
         self.limit = self.num_seconds + (seconds or math.inf)
-        with self.lock:  # replicas may be threads
+        with self.lock:
             # a process that was forked has not inherited the thread
             if not (self.thread and self.thread.is_alive()):
                 self.thread = threading.Thread(target=self.count, daemon=True)

@@ -3,10 +3,14 @@ import re
 
 import torch
 
-from runtime.errors import UserError, one_line
+from runtime.errors import UserError
 from runtime.files import read_torch_file
 
 WEIGHTS = ("state_dict", "model_state_dict", "model_state", "model")  # where other code's files have them
+
+# Settings that decide the names and the shapes of the weights.
+OF_SHAPES = ("hidden_size", "expansion", "multiple_of", "L_layers", "mlp_t", "pos_encodings",
+             "puzzle_emb_ndim", "puzzle_emb_len")
 
 
 def read_file(path):
@@ -68,18 +72,69 @@ def load_weights(trm, official_weights, same_identifiers=True):
 
     try:
         trm.load_state_dict(weights)
-    except RuntimeError as e:  # names or shapes, which it lists
-        raise ValueError(f"{one_line(e)}: another block or other settings (hidden_size, L_layers, mlp_t, "
-                         "puzzle_emb_ndim?)") from None
+    except RuntimeError as e:  # names or shapes: a line for each, after the first
+        cause = str(e).splitlines()[1].strip()[:200]
+        raise ValueError(f"{cause}: another block or other settings") from None
     return is_averaged
 
 
-def load_saved_weights(model, weights, path, same_identifiers=True):
-    """See load_weights; the weights are of the file `path`. Raises UserError if they do not fit."""
+def load_saved_weights(model, weights, path, same_identifiers=True, saved_settings=None):
+    """See load_weights; the weights are of the file `path`, and of saved_settings if it has some.
+
+    Raises UserError if they do not fit.
+    """
     try:
         return load_weights(model, weights, same_identifiers)
     except ValueError as e:
-        raise UserError(f"{path}: {e}") from None
+        changed = changes(model.settings, saved_settings or {}, OF_SHAPES)
+        raise UserError("; ".join([f"{path}: {e}", *changed])) from None
+
+
+def load_start(start, model, train_set):
+    """Loads the weights of a checkpoint.Start, and notes what differs from the checkpoint. Rank 0."""
+    path = start.path
+    saved = start.saved
+    if not path:
+        return
+    attention = changed_attention(model, saved)
+    if start.is_resume:
+        check_run(start, train_set, attention)
+    else:
+        check_task(saved, train_set, path)
+    start.notes += [*missing_forks(saved.get("forks", {}), start.settings.forks), *attention]
+
+    # files of the official code do not say what their identifiers stand for
+    sha256 = train_set.identifiers_sha256
+    same_identifiers = saved.get("identifiers_sha256", sha256) == sha256
+    weights = saved["weights"]
+    # the average of frozen weights would drift towards the raw ones: so train on the average itself
+    if start.settings.freeze_weights and not start.is_resume:
+        weights = saved.get("ema") or weights
+    is_averaged = load_saved_weights(model, weights, path, same_identifiers, saved.get("settings"))
+    if is_averaged and start.settings.eval_only:
+        raise UserError(f"{path} has other puzzle identifiers than {train_set.path}: it can be trained "
+                        "further, but not evaluated (docs/arc.md)")
+    if is_averaged:
+        start.notes.append(f"{path} has other puzzle identifiers: all start from the mean of its embedding")
+
+
+def check_run(start, train_set, attention):
+    """Raises UserError if the run cannot go on with this model and dataset."""
+    path = start.path
+    if start.saved["data_sha256"] != train_set.sha256:
+        raise UserError(f"{path} was trained on another dataset than {start.settings.data_path}: choose "
+                        "that one, or another --out_dir")
+    optimizer = start.saved_settings["optimizer"]
+    if optimizer != start.settings.optimizer:
+        raise UserError(f"{path} was trained with optimizer={optimizer}: another --out_dir with "
+                        "--init_from=FILE begins with its weights")
+    if attention:
+        raise UserError(f"{path} was trained as another model: {', '.join(attention)}: leave that out, "
+                        "or choose another --out_dir")
+    # tell the log what is resumed and what has changed
+    start.notes.append(f"resuming from {path}")
+    names = sorted(start.saved_settings.keys() - {"init_from"})
+    start.notes += changes(start.settings, start.saved_settings, names)
 
 
 def changed_attention(model, saved):
@@ -101,7 +156,7 @@ def changes(settings, saved_settings, names):
     """Returns a line for each of the settings `names` that has another value in a checkpoint."""
     lines = []
     for name in names:
-        value = getattr(settings, name)
+        value = getattr(settings, name, "no setting here")
         saved_value = saved_settings.get(name, value)
         if value != saved_value:
             lines.append(f"{name} is {value}; the checkpoint had {saved_value}")

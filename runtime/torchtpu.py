@@ -55,7 +55,7 @@ class TPUDevice(Device):
     def compile(self, fn):
         return fn  # compile_step() compiles the whole step
 
-    def compile_step(self, fn, is_collective=True):
+    def compile_step(self, fn):
         """Returns fn(state, inputs, *static) as one program for each static: captured once, then replayed.
 
         What fn reads besides its arguments must not change. Raises NotReplayable for what cannot be captured.

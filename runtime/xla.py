@@ -5,7 +5,6 @@ With PJRT_DEVICE=CPU the device is the CPU, and replicas are threads of one proc
 """
 import os
 import pickle
-import platform
 import threading
 from contextlib import suppress
 from functools import partial
@@ -19,8 +18,7 @@ import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from runtime.device import Device, flatten, loop_over_micro_batches
-from runtime.errors import UserError, is_out_of_memory, one_line
+from runtime.device import Device, Place, loop_over_micro_batches
 from runtime.replay import Replayable, write_out_attention
 
 XLAC = torch_xla._XLAC
@@ -30,22 +28,18 @@ LAUNCH = threading.Lock()
 
 class XLADevice(Device):
     """A TPU chip, or with PJRT_DEVICE=CPU a replica on the CPU. See device.Device for the methods."""
-    type = "xla"
-    compiles = True
 
     def __init__(self, settings):
-        self.compile_mode = settings.compile
-        self.is_lazy = self.compile_mode == "off"  # while a step is traced that is not captured
+        place = Place(rank=xr.global_ordinal(), world=xr.world_size(), host=xr.host_index())
+        super().__init__("xla", settings, place)
+        self.compiles = True
+        self.is_lazy = settings.compile == "off"  # a step is traced at each call, and not captured
         self.torch_device = torch_xla.device()
-        self.rank = xr.global_ordinal()
-        self.world = xr.world_size()
-        self.host = xr.host_index()
         self.replicas_are_threads = self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU"
         # The backward pass stays on this thread. Gradients that another thread still holds when the step ends
         # would become outputs of the program, which makes it a different program.
         torch.autograd.set_multithreading_enabled(False)
         # the name of the chip in PEAK_FLOPS
-        self.name = platform.machine()
         if os.environ["PJRT_DEVICE"] == "TPU":
             from torch_xla._internal import tpu
             chip = os.environ.get("TPU_ACCELERATOR_TYPE") or tpu.get_tpu_env()["ACCELERATOR_TYPE"]
@@ -85,13 +79,8 @@ class XLADevice(Device):
         table = self.all_reduce_cpu(table).byte()
         return [pickle.loads(row.numpy()) for row in table]
 
-    def broadcast(self, tree):
-        vector, restore = flatten(tree)
-        if self.rank != 0:
-            vector = torch.zeros_like(vector)
-        if self.world > 1:
-            vector = self.all_reduce_cpu(vector)
-        return tree_map(torch.clone, restore(vector))
+    def vector_of_rank_0(self, vector):
+        return self.all_reduce_cpu(vector if self.rank == 0 else torch.zeros_like(vector))
 
     def prepare(self, model):
         super().prepare(model)
@@ -100,134 +89,29 @@ class XLADevice(Device):
     def compile(self, fn):
         return fn  # compile_step() compiles the whole step
 
-    def compile_step(self, fn, is_collective=True):
+    def compile_step(self, fn):
         """Returns fn(state, inputs, *static) as one program for each static: traced once, then replayed.
 
         What fn reads besides its arguments must not change. Raises NotReplayable for what cannot be captured.
-        With --compile=off fn is traced at every call, as torch_xla's programs usually are. With auto, that is
-        also what happens once a program fails at its first call.
+        With --compile=off fn is traced at every call, as torch_xla's programs usually are.
         """
         programs = {}
-        is_lazy = self.is_lazy
-        attempt = partial(self.attempt, is_collective)
-
-        def call_lazily(state, inputs, *static):
-            # threads keep the old state: to free it, the launch would wait for peers that wait for LAUNCH
-            new_state = tree_map(torch.clone, state) if self.replicas_are_threads else state
-            self.is_lazy = True
-            outputs = fn(new_state, inputs, *static)
-            self.is_lazy = self.compile_mode == "off"
-            self.launch(tree_leaves(outputs)[0])
-            state.update(new_state)
-            return outputs
-
-        def first_call(state, inputs, *static):
-            nonlocal is_lazy
-            # the program takes the memory of the state, even if it fails
-            state_before = tree_map(torch.Tensor.cpu, state)
-            try:
-                compile = attempt("capture", self.capture, fn, state, inputs, *static)
-                replay = attempt("compilation", compile, state, inputs)
-                outputs = attempt("execution", self.wait_for, replay, state, inputs)
-            except FallBack:
-                is_lazy = True
-                state.update(self.put(state_before))
-                return call_lazily(state, inputs, *static)
-            programs[static] = replay
-            return outputs
 
         def call(state, inputs, *static):
-            if is_lazy:
-                return call_lazily(state, inputs, *static)
             if static not in programs:
-                return first_call(state, inputs, *static)
-            return programs[static](state, inputs)
+                programs[static] = Program(self, fn, state, inputs, static)
+            return programs[static].run(state, inputs)
 
-        return call
+        return partial(self.call_lazily, fn) if self.is_lazy else call
 
-    def attempt(self, is_collective, stage, function, *args):
-        """Returns function(*args). With --compile=auto, raises FallBack if it fails.
-
-        is_collective: if it fails on one rank, it raises FallBack on all.
-        """
-        if self.compile_mode == "on":
-            return function(*args)
-        result = None
-        error = ""
-        try:
-            result = function(*args)
-        except Exception as e:
-            # no fallback from these: every rank raises them, and plain tracing takes no less memory
-            if isinstance(e, UserError) or is_out_of_memory(e):
-                raise
-            error = f"on rank {self.rank}, {one_line(e)}"
-        errors = [*filter(None, self.all_gather(error) if is_collective else [error])]
-        if errors:
-            if self.rank == 0 or not is_collective:
-                print(f"--compile=auto: the {stage} of a step failed ({errors[0]}): from here on each step "
-                      "is traced anew, more slowly, as with --compile=off", flush=True)
-            raise FallBack
-        return result
-
-    def wait_for(self, replay, state, inputs):
-        """Returns replay(state, inputs) once the program has ended."""
-        outputs = replay(state, inputs)
-        tree_leaves(outputs)[0].cpu()
+    def call_lazily(self, fn, state, inputs, *static):
+        """Traces fn, and runs what it has traced."""
+        # threads keep the old state: to free it, the launch would wait for peers that wait for LAUNCH
+        new_state = tree_map(torch.clone, state) if self.replicas_are_threads else state
+        outputs = fn(new_state, inputs, *static)
+        self.launch(tree_leaves(outputs)[0])
+        state.update(new_state)
         return outputs
-
-    def capture(self, fn, state, inputs, *static):
-        """Traces fn, and returns a function of its arguments that compiles the program.
-
-        That function returns one with fn's arguments and results, which runs the program.
-        """
-        try:
-            with LAUNCH, torch.no_grad(), Replayable():
-                lowering, placeholders, structure = self.lower(fn, state, inputs, *static)
-        finally:
-            # the next all-reduce would follow this one, whose numbers are not there
-            XLAC._set_all_reduce_token(str(self.torch_device), None)
-        computation = xb.computation_from_module_proto("step", lowering.hlo())
-        # a parameter of the program is one of the inputs or a constant that fn made
-        sources = {lowering.tensor_parameter_id(t): i for i, t in enumerate(placeholders)}
-        constants = lowering.device_parameter_id_tensor_mapping()
-        parameters = sorted({*constants, *sources} - {-1})  # -1: an unused input
-
-        def arguments_of(state, inputs):
-            tensors = tree_leaves((state, inputs))
-            # what a fork computed between steps is a program of its own
-            if any(XLAC._check_tensor_need_materialization(tensors)):
-                self.launch(tensors[0])
-            return [tensors[sources[p]] if p in sources else constants[p] for p in parameters]
-
-        def compile(state, inputs):
-            # the new state takes the memory of the old one
-            arguments = arguments_of(state, inputs)
-            for t in tree_leaves(state):
-                XLAC._set_buffer_donation(t, True)
-            XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
-            # as torch.compile's backend "openxla" does: compile without running, so that all ranks can agree
-            with LAUNCH:
-                results = XLAC._xla_user_computation("xla::_op_step", arguments, computation)
-                program = XLAC._get_graph_hash(results)
-                XLAC._xla_warm_up_cache(results, [])
-            # the compiled program has an order of its own
-            numbers = {XLAC._xla_get_tensor_id(t): i for i, t in enumerate(arguments)}
-            ids, _ = XLAC._get_tensors_xla_device_data_node(results)
-            order = [numbers[id] for id in ids]
-            assert len(order) == len(arguments), "inputs of the step share their memory"
-
-            def replay(state, inputs):
-                arguments = arguments_of(state, inputs)  # kept: freeing one would wait for the program
-                results = XLAC._run_cached_graph(program, [arguments[i] for i in order])
-                new_state, outputs = tree_unflatten(results, structure)
-                state.update(new_state)
-                if self.replicas_are_threads:
-                    results[0].cpu()  # waits without Python's lock, which peers need
-                return outputs
-
-            return replay
-
-        return compile
 
     def lower(self, fn, state, inputs, *static):
         """Returns fn's program, not compiled: (LoweringContext, its parameters, structure of its results)."""
@@ -282,7 +166,11 @@ class XLADevice(Device):
     def counts(self):
         """Returns how many programs were compiled, the seconds this took, and operations on the host."""
         compile_data = met.metric_data("CompileTime") or (0, 0)  # their number, nanoseconds, samples
-        fallbacks = [met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")]
+        fallbacks = [
+            met.counter_value(name)
+            for name in met.counter_names()
+            if name.startswith("aten::")
+        ]
         return {
             "xla/compiles": compile_data[0],
             "xla/compile_time": compile_data[1] / 1e9,
@@ -290,5 +178,76 @@ class XLADevice(Device):
         }
 
 
-class FallBack(Exception):
-    """A step's first call failed on a rank."""
+# ---------------------------------------------------------------------------------------------------------
+# A step
+
+class Program:
+    """A step as one program, captured and compiled; run() then replays it.
+
+    Args:
+        device: an XLADevice.
+        fn, state, inputs, static: the step, a function (state, inputs, *static), and its arguments.
+    """
+
+    def __init__(self, device, fn, state, inputs, static):
+        self.device = device
+        computation = self.capture(fn, state, inputs, static)
+        self.compile(computation, state, inputs)
+
+    def capture(self, fn, state, inputs, static):
+        """Traces the step and returns its computation, not compiled."""
+        device = self.device
+        try:
+            with LAUNCH, torch.no_grad(), Replayable():
+                lowering, placeholders, self.structure = device.lower(fn, state, inputs, *static)
+        finally:
+            # the next all-reduce would follow this one, whose numbers are not there
+            XLAC._set_all_reduce_token(str(device.torch_device), None)
+        # a parameter of the program is one of the inputs or a constant that fn made
+        self.sources = {
+            lowering.tensor_parameter_id(t): i
+            for i, t in enumerate(placeholders)
+        }
+        self.constants = lowering.device_parameter_id_tensor_mapping()
+        return xb.computation_from_module_proto("step", lowering.hlo())
+
+    def compile(self, computation, state, inputs):
+        """Compiles without running, as torch.compile's backend "openxla" does."""
+        # the new state takes the memory of the old one
+        arguments = self.arguments(state, inputs)
+        for t in tree_leaves(state):
+            XLAC._set_buffer_donation(t, True)
+        XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
+        with LAUNCH:
+            results = XLAC._xla_user_computation("xla::_op_step", arguments, computation)
+            self.hash = XLAC._get_graph_hash(results)
+            XLAC._xla_warm_up_cache(results, [])
+        # the compiled program has an order of its own
+        numbers = {
+            XLAC._xla_get_tensor_id(t): i
+            for i, t in enumerate(arguments)
+        }
+        ids, _ = XLAC._get_tensors_xla_device_data_node(results)
+        self.order = [numbers[id] for id in ids]
+        assert len(self.order) == len(arguments), "inputs of the step share their memory"
+
+    def arguments(self, state, inputs):
+        """Returns the arguments of the program, in the order of its parameters."""
+        tensors = tree_leaves((state, inputs))
+        # what a fork computed between steps is a program of its own
+        if any(XLAC._check_tensor_need_materialization(tensors)):
+            self.device.launch(tensors[0])
+        inputs = {p: tensors[i] for p, i in self.sources.items()}
+        parameters = self.constants | inputs
+        order = sorted(parameters.keys() - {-1})  # -1: an unused input
+        return [parameters[p] for p in order]
+
+    def run(self, state, inputs):
+        """Runs the program, in place on state, and returns the step's outputs."""
+        arguments = self.arguments(state, inputs)  # kept: freeing one would wait for the program
+        results = XLAC._run_cached_graph(self.hash, [arguments[i] for i in self.order])
+        new_state, outputs = tree_unflatten(results, self.structure)
+        state.update(new_state)
+        if self.device.replicas_are_threads:
+            results[0].cpu()  # waits without Python's lock, which peers need
+        return outputs

@@ -58,7 +58,6 @@ def sure(data, trained, monkeypatch):
     _, saved = evaluated(data, trained)
     value = np.quantile(saved["surest_q_halt_logits"], 0.7)
     monkeypatch.setattr(models, "SURE", sigmoid(value))
-    monkeypatch.setattr(evaluate, "BLOCK", 7)  # the figures are sums of several blocks
     return value
 
 

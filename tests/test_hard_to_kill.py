@@ -268,10 +268,10 @@ SLOW_STEPS = """
 import time
 from functools import partial
 import model
-from runtime import log, process
+from runtime import device, log
 new(slow_training=True)
 log.SLOW = 0.3
-process.LONG = 0.1
+device.LONG = 0.1
 _forward = model.TRM.forward
 
 def forward(self, *arguments):

@@ -1,10 +1,8 @@
 """Several replicas: torch_xla on the CPU, where replicas are threads, and processes joined by gloo."""
 import os
-import pkgutil
 import re
 import shutil
 import time
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -20,7 +18,6 @@ from helpers import (
     on_replicas,
     remove,
     run,
-    start_replicas,
     start_train,
     xla_environment,
 )
@@ -263,51 +260,8 @@ def xla_refused(rank, argv):
                 xla_run(rank, [*argv, "--init_from=auto", "--compile=off"])
 
 
-# What fails on rank 1 at its first call, and what the line says of it.
-FAILS = {
-    "optim.update": "capture",
-    "torch_xla._XLAC._xla_warm_up_cache": "compilation",
-    "torch_xla._XLAC._run_cached_graph": "execution",
-    "evaluate.update_answers": "capture",  # of the evaluation, which a rank runs without the others
-}
-
-
 @pytest.mark.xla
-def test_a_program_that_fails_on_one_replica_gives_way_to_tracing(data):
-    """The replicas agree after each stage; an execution that fails has taken the memory of the state."""
-    flags = flags_of(data, "intact", "--max_steps=2", "--lr_warmup_steps=0", "--eval_attempts=1",
-                     "--eval_final_max_puzzles=16")
-    start = cache(start_replicas.__wrapped__)  # a process of its own: what is replaced there stays
-    on_replicas(2, xla_run, flags, start=start)
-    for place, stage in FAILS.items():
-        on_replicas(2, break_first_call, place, start=start)
-        text = on_replicas(2, xla_run, [*flags, f"--out_dir={place}"], start=start)
-        line = f"the {stage} of a step failed (on rank 1, OSError: broken): from here on"
-        assert text.count("--compile=auto: ") == text.count(line) == 1
-        for key in ("train/loss", "train/grad_norm", "eval/loss"):
-            assert curve(place, key) == pytest.approx(curve("intact", key), rel=1e-4), (place, key)
-
-
-def break_first_call(rank, place):
-    """Lets the first call of a function on rank 1 raise an error once it has done its work."""
-    import torch_xla.runtime as xr
-    function = pkgutil.resolve_name(place)
-    owner, _, name = place.rpartition(".")
-    failed = []
-
-    def broken(*args):
-        result = function(*args)
-        if xr.global_ordinal() == 1 and not failed:
-            failed.append(place)
-            raise OSError("broken")
-        return result
-
-    if rank == 0:  # replicas are threads, which share the function
-        setattr(pkgutil.resolve_name(owner), name, broken)
-
-
-@pytest.mark.xla
-def test_a_program_that_fails_is_an_error_where_tracing_is_no_help(data):
+def test_a_program_that_fails_is_an_error(data):
     on_replicas(1, xla_fails_alone, flags_of(data, "run", "--max_steps=1"))
 
 
