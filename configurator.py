@@ -22,6 +22,7 @@ import builtins
 import difflib
 import hashlib
 import inspect
+import math
 import os
 import shlex
 import sys
@@ -344,11 +345,15 @@ def read_settings(settings_class):
 
 
 def check_ranges(settings_class, settings):
-    """Raises UserError for the first number out of its Range, or with more than 63 bits."""
+    """Raises UserError for the first number out of its Range, or that is whole and has more than 63 bits."""
     for name, annotation in settings_class.__annotations__.items():
         number = vars(settings).get(name)
-        if isinstance(annotation, Range) and not (annotation.holds(number) and number < 2 ** 63):
-            raise UserError(f"{name} must be {annotation.words}, and below 2^63, not {number}")
+        if not isinstance(annotation, Range):
+            continue
+        limit = 2 ** 63 if type(number) is int else math.inf
+        if not (annotation.holds(number) and number < limit):
+            words = ", and below 2^63" if type(number) is int else ""
+            raise UserError(f"{name} must be {annotation.words}{words}, not {number}")
 
 
 def print_help(settings_class):

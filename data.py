@@ -194,7 +194,10 @@ class Dataset:
         self.total_groups = len(self.group_indices) - 1
 
         # what dataset.json says, and the kind of puzzle
-        facts = read_json(f"{self.folder}/dataset.json")
+        file = f"{self.folder}/dataset.json"
+        facts = read_json(file)
+        if not {"seq_len", "vocab_size"} <= facts.keys():
+            raise UserError(f"{file} must have seq_len and vocab_size: build it again")
         self.seq_len = facts["seq_len"]
         self.vocab_size = facts["vocab_size"]
         self.num_puzzle_identifiers = facts.get(

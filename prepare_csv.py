@@ -43,8 +43,6 @@ def main(settings):
     # test puzzles come from a file or are drawn, not both
     if not settings.train_csv or bool(settings.test_csv) == bool(settings.holdout):
         raise UserError("needs --train_csv=FILE and either --test_csv=FILE or --holdout=N")
-    if not re.fullmatch(r"\d+x\d+|", settings.grid):
-        raise UserError(f"grid={settings.grid}: must be like 6x6")
     settings.output_dir = settings.output_dir or "data/" + os.path.basename(settings.train_csv).split(".")[0]
     refuse_existing(settings.output_dir)
 
@@ -80,11 +78,8 @@ def new_task(settings, rows):
     answers = [row["answer"] for row in rows]
 
     # by default the grid is a square, with as many cells as the first question has
-    if settings.grid:
-        grid = list(map(int, settings.grid.split("x")))
-    else:
-        side = math.isqrt(len(questions[0]))
-        grid = [side, side]
+    side = math.isqrt(len(questions[0]))
+    grid = read_size("grid", settings.grid or f"{side}x{side}")
 
     # by default the symbols are the characters of the files, those that only questions have first
     symbols = settings.symbols
@@ -99,10 +94,20 @@ def new_task(settings, rows):
             "permute_symbols": "".join(dict.fromkeys(settings.permute_symbols)),
         }
     if settings.units:
-        manifest["units"] = [list(map(int, size.split("x"))) for size in settings.units.split(",")]
+        manifest["units"] = [read_size("units", size) for size in settings.units.split(",")]
+        for rows, columns in manifest["units"]:
+            if grid[0] % rows or grid[1] % columns:
+                raise UserError(f"units={settings.units}: {rows}x{columns} does not divide the grid {grid}")
     task = task_of(manifest, math.prod(grid), len(symbols) + 1)
     print(f"symbols: {symbols!r}; {symbols[0]!r} is an empty cell")
     return task
+
+
+def read_size(name, text):
+    """Returns [rows, columns] of a text like 6x6. Raises UserError."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise UserError(f"{name}={text}: must be like 6x6")
+    return [int(number) for number in text.split("x")]
 
 
 if __name__ == "__main__":

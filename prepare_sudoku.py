@@ -78,15 +78,17 @@ def fill_in(settings):
 def hard_rows(path, min_difficulty):
     """Yields the rows of a file that are rated min_difficulty or more, as csv_rows does.
 
-    With min_difficulty 0 a file needs no ratings, and they may be words. White space is no cell.
+    With min_difficulty 0 a file needs no ratings, and they may be words. A row without a rating has 0. White
+    space is no cell.
     """
-    columns = ["question", "answer"] + ["rating"] * (min_difficulty != 0)
+    columns = ["question", "answer"]
+    if min_difficulty:
+        columns.append("rating")
     for line, row in csv_rows(path, columns, symbols=""):
-        rating = min_difficulty and row["rating"]
         try:
-            is_hard = float(rating or min_difficulty) >= min_difficulty
+            is_hard = not min_difficulty or float(row["rating"] or 0) >= min_difficulty
         except ValueError:
-            raise UserError(f"{path}:{line}: the rating {rating!r} is not a number") from None
+            raise UserError(f"{path}:{line}: the rating {row['rating']!r} is not a number") from None
         if is_hard:
             yield line, row | {"question": row["question"].translate(DOTS)}
 

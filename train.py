@@ -301,7 +301,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             stops = run.train_step(run.state, inputs, cycles)
         except KeyboardInterrupt:  # a request to stop dropped a step that takes long
             if step > log.step:
-                finite_means(run, log, step)
+                metrics = log_steps(run, log, step, total_steps, cycles)
             checkpoints.save(step, run, metrics)
             break
         step += 1
@@ -324,9 +324,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             continue
 
         # log
-        values = finite_means(run, log, step)  # waits for the device
-        lr = optim.rates_at(settings, step - 1, total_steps)["lr"]
-        metrics = log.train(step, total_steps, values, lr, run.flops_per_example(cycles))
+        metrics = log_steps(run, log, step, total_steps, cycles)  # waits for the device
 
         # save; a run that resumes starts all sequences afresh here, so this one does too
         if save_due:
@@ -336,12 +334,16 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
     return step
 
 
-def finite_means(run, log, step):
-    """Returns the means of the steps since the last line of the log. Raises UserError, see check_finite."""
+def log_steps(run, log, step, total_steps, cycles):
+    """Logs the means of the steps since the last line, and returns the line.
+
+    cycles: the depth of these steps. Raises UserError if they are not finite.
+    """
     values = run.take_means(step - log.step)
     check_finite(run.settings, f"loss or gradient not finite between steps {log.step + 1} and {step}",
                  values["train/loss"], values["train/grad_norm"])
-    return values
+    lr = optim.rates_at(run.settings, step - 1, total_steps)["lr"]
+    return log.train(step, total_steps, values, lr, run.flops_per_example(cycles))
 
 
 def check_finite(settings, what, *values):
@@ -545,6 +547,8 @@ def replica(settings, device_type):
     puzzles.kind_of(test_set.task).check_attempts(settings.eval_attempts)
     total_steps = length_of(settings, train_set, start)
     trm = new_model(settings, train_set)
+    if settings.freeze_weights and not trm.has_puzzle_emb:
+        raise UserError("freeze_weights trains the puzzle embedding alone, and puzzle_emb_ndim is 0")
     start.load_into(trm, train_set)
     restart_watchdog(settings.stall_timeout)
     run = Run(settings, trm, device, start.saved)
@@ -557,7 +561,7 @@ def replica(settings, device_type):
     opened = nullcontext()
     if not settings.eval_only:  # the run writes to out_dir
         opened = checkpoint.Checkpoints(start, trm, train_set, test_set, puzzles.score, log.print0)
-    with log, errors.reporting_full_memory(run), opened as checkpoints:
+    with log, opened as checkpoints, errors.reporting_full_memory(run):
         log.header(trm, train_set, test_set, start.notes)
         if settings.eval_only:
             is_complete = final_evaluation(run, test_set, log, None, start.step)
@@ -581,8 +585,6 @@ def length_of(settings, train_set, start):
 def check_settings(settings):
     """Raises UserError for the first value that no run could use."""
     check_choices(settings, CHOICES)
-    if settings.freeze_weights and not settings.puzzle_emb_ndim:
-        raise UserError("freeze_weights trains the puzzle embedding alone, and puzzle_emb_ndim is 0")
     for name in filter(None, settings.eval_save_outputs.split(",")):
         if name not in EVAL_OUTPUTS:
             raise UserError(f"eval_save_outputs: unknown {name!r}; choose from {','.join(EVAL_OUTPUTS)}")

@@ -66,7 +66,7 @@ def check_symmetries(kind):
     is_dihedral = symmetries.get("dihedral", False)
     if not all(exchanged.count(symbol) == symbols.count(symbol) for symbol in exchanged):
         raise UserError(f"permute_symbols={exchanged!r}: must be symbols of {symbols}, each once")
-    if is_dihedral not in (False, kind.rows == kind.columns):
+    if type(is_dihedral) is not bool or is_dihedral and kind.rows != kind.columns:
         raise UserError(f"dihedral={is_dihedral!r}: must be true or false, and grid {kind.grid} square")
 
 

@@ -324,7 +324,7 @@ class Checkpoints:
     def __exit__(self, kind, *error):
         """Lets another run have out_dir: a notebook keeps this object with an error."""
         # after wrong input or a loss that is not finite a restart would end here again: upload what there is
-        if kind is UserError:
+        if kind and issubclass(kind, UserError):
             self.close(60)
         if self.lock:
             self.lock.close()

@@ -136,6 +136,8 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
     (GOOD + "1...,1234,5", "", "train.csv:4: must have question, answer"),
     (GOOD, "--grid=2x3", "train.csv:2: the question has 4 cells, not 2x3"),
     (GOOD, "--grid=4", "grid=4: must be like 6x6"),
+    (GOOD, "--units=1x2,2by1", "units=2by1: must be like 6x6"),
+    (GOOD, "--units=1x2,3x1", "3x1 does not divide the grid"),
     (MANY, "", "257 symbols.* 1 to 255"),
     (GOOD, "--holdout=0 --test_csv={path}", "train.csv: no puzzle is left: each is in the test set"),
     (GOOD, "--holdout=0", "either --test_csv=FILE or --holdout=N"),

@@ -100,6 +100,7 @@ def test_arrays_that_do_not_fit_are_named(name, change, message, official):
 
 @pytest.mark.parametrize("name, text, message", [
     ("train/dataset.json", "[1]", "cannot be read as a JSON object"),
+    ("train/dataset.json", '{"seq_len": 81}', "must have seq_len and vocab_size"),
     ("manifest.json", '{"grid": "9x9", "symbols": " .123456789"}', "grid '9x9' must be"),
 ])
 def test_a_wrong_description_is_named(name, text, message, official):
@@ -368,7 +369,7 @@ def test_rows_that_are_repeated_or_have_several_solutions_are_left_out(from_csv,
 
 
 def test_rows_of_the_test_set_and_easy_rows_are_left_out(from_csv, capsys):
-    rated = ["question,answer,rating", (*A, "7"), (*B, "2"), (*OTHERS[0], "9")]
+    rated = ["question,answer,rating", (*A, "7"), (*B, ""), (*OTHERS[0], "9")]
     assert from_csv(rated, [rated[0], *rated[2:]], min_difficulty=3) == [A[0]]
     assert "left out, since the test set has them: 1\n" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"csv:2: no puzzle .*, or none that is hard enough"):

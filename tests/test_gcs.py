@@ -9,9 +9,11 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from helpers import Hub, Server, run, stored, upload, wait_for
 
 from data import Dataset, local_dataset
@@ -106,11 +108,16 @@ def test_a_list_of_two_pages(monkeypatch):
         assert Bucket("gs://bucket/run").list() == ["a", "b"]
 
 
-def test_a_run_that_diverges_uploads_its_last_checkpoint(front, emulator, data):
-    flags = "--checkpoint_interval=1", "--log_interval=1", "--lr=1e18"
+@pytest.mark.parametrize("second_step, words", [
+    (torch.tensor([torch.inf]), "not finite between steps 2 and 2.* last good one: run.ckpt_0*1.pt"),
+    (MemoryError, "out of memory"),
+])
+def test_a_run_that_ends_with_an_error_uploads_its_last_checkpoint(
+        second_step, words, front, emulator, data, monkeypatch):
+    monkeypatch.setattr("optim.norm", mock.Mock(side_effect=[torch.ones(1), second_step]))
     front.script = [None] * 4 + ["slow"]  # the checkpoint is on its way when the run ends
-    with pytest.raises(UserError, match="not finite between steps 2 and 2.* last good one: run.ckpt_0*1.pt"):
-        run(data, "run", "--gcs_dir=gs://bucket/run", *flags)
+    with pytest.raises(UserError, match=words):
+        run(data, "run", "--gcs_dir=gs://bucket/run", "--checkpoint_interval=1", "--log_interval=1")
     assert stored(emulator, "run/ckpt_00000001.json") == Path("run/ckpt_00000001.json").read_bytes()
     assert stored(emulator, "run/log.txt")
 

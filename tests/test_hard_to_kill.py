@@ -35,6 +35,7 @@ from helpers import (
     flip_a_bit,
     hosts,
     last_weights,
+    lines,
     run,
     same,
     start_train,
@@ -293,6 +294,16 @@ def test_a_stop_drops_a_step_that_takes_long(data, flags, phase, words):
     with begun(start_train(data, "run", *flags), phase) as process, begun(process, "% of a step, "):
         os.kill(process.pid, signal.SIGUSR1)
         assert words in process.output(3, timeout=15)
+
+
+def test_the_steps_before_a_dropped_one_have_a_line(data):
+    """The checkpoint is of the last line's step."""
+    Path("slow.py").write_text(SLOW_STEPS)
+    flags = "slow.py", "--micro_batch_size=1", "--max_steps=99", "--log_interval=99"
+    with begun(start_train(data, "run", *flags), "step 1:") as process, begun(process, "% of a step, "):
+        process.terminate()
+        process.output(3, timeout=30)
+    assert checkpoint_paths("run") == [f"run/ckpt_{lines('run')[-1]['step']:08}.pt"]
 
 
 def test_a_job_that_was_suspended_goes_on_until_its_terminal_closes(data):

@@ -33,7 +33,7 @@ def run(*flags):
 os.environ["PJRT_DEVICE"] = "CPU"
 before = look()
 run("--out_dir=first", "--max_steps=2")
-run("--out_dir=second", "--max_steps=100000", "--lr=1e18")
+run("--out_dir=second", "--max_steps=100000", "--lr=1e30")
 threading.Timer(4, os.kill, [os.getpid(), signal.SIGINT]).start()
 run("--out_dir=third", "--max_steps=100000", "--eval_final_max_puzzles=8")
 run("--out_dir=third", "--max_steps=100000", "--init_from=auto", "--eval_only")
