@@ -149,13 +149,13 @@ def main(settings):
     table = "| part | result | seconds |\n|---|---|---|\n"
     for name, (seconds, command) in PARTS.items():
         began = time.monotonic()
-        seconds_left = end - began
-        print(f"{seconds_left / 60:.1f} minutes left: {name}", flush=True)
-        if seconds_left < seconds:
-            print(f"    left out: it needs {seconds} s")
+        limit = min(end - began, 4 * seconds)
+        if limit < seconds:
+            print(f"{name}: left out, it needs {seconds} s")
             continue
-        exit_code, result = run(variables + command, f"{out}/'{name}'", min(seconds_left, 4 * seconds))
-        print(f"    {result}", flush=True)
+        print(name, flush=True)
+        exit_code, result = run(variables + command, f"{out}/'{name}'", limit)
+        print("   ", result, flush=True)
         # what is known stays if this process is killed
         seconds = time.monotonic() - began
         results[name] = dict(exit_code=exit_code, result=result, seconds=seconds)
@@ -163,7 +163,7 @@ def main(settings):
         Path(settings.out_dir, "results.json").write_text(json.dumps(results, indent=1))
         Path(settings.out_dir, "results.md").write_text(table)
 
-    print(f"\nPlease open an issue of the project with results.md and results.json of {settings.out_dir}")
+    print(f"Please open an issue of the project with results.md and results.json of {settings.out_dir}")
     sys.exit(any(part["exit_code"] for part in results.values()))
 
 
