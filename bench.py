@@ -39,7 +39,7 @@ class Settings:
 CPU_BATCH_SIZE = 4  # of a replica on a CPU, where none is given: a step of the default takes minutes there
 
 
-def bench(settings, num_steps, device_type, replica_batch_size=0):
+def bench(settings, num_steps, device_type, replica_batch_size):
     """Measures on every replica, and prints on rank 0.
 
     Args:
@@ -97,7 +97,7 @@ def measure(run, next_inputs, num_steps):
     def eval_step():
         return run.evaluator.program(slots, inputs)["loss"]
 
-    first_eval_seconds, _ = seconds_of(1, eval_step)
+    eval_step().cpu()  # the first call compiles
     eval_seconds, _ = seconds_of(num_steps, eval_step)
 
     # the figures
@@ -115,7 +115,6 @@ def measure(run, next_inputs, num_steps):
         sequences_at_a_time=run.micro_batch_size,
         compiled=is_compiled(device),
         first_step_s=first_seconds,
-        first_evaluation_s=first_eval_seconds,
         step_ms=1e3 * step_seconds,
         host_ms=1e3 * host_seconds,  # the host is busy, loading included
         examples_per_sec=rate,

@@ -71,12 +71,11 @@ def main(argv):
     # trace both steps, then compile them
     topology = TOPOLOGIES[aot_settings.tpu]
     generation, shape = topology.split(":")
-    chips = math.prod(map(int, shape.split("x")))
-    replica, lower = open_engine(settings, chips)
+    replica, lower = open_engine(settings, math.prod(map(int, shape.split("x"))))
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         settings.data_path = bench.find_or_make_dataset(settings.data_path, folder)
-        steps = steps_of(settings, replica, chips)
+        steps = steps_of(settings, replica)
         programs = {step: lower(replica, *arguments) for step, arguments in steps.items()}
         dump = Path(folder, "libtpu")
         for step, (program, state) in programs.items():
@@ -104,6 +103,7 @@ def open_engine(settings, chips):
     os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
     replica = train.open_device("xla", settings)
     replica.name = "TPU"
+    replica.world = chips
     return replica, lower_xla
 
 
@@ -136,19 +136,17 @@ def lower_torchtpu(replica, step, state, inputs):
     with set_eager_mode(EagerMode._INTERNAL_COMPILE_FX_GRAPH):
         results = torch.fx.Interpreter(graph).run(*map(torch.clone, placeholders))
         module = tpu_torch_compile.build_mlir(results, placeholders)
-    chips = replica.world
     program = re.sub(
         r"stablehlo\.exponential_minus_one (%\S+) : (\S+)",
-        rf'"stablehlo.all_reduce"(\1) <{{replica_groups = dense<{[[*range(chips)]]}> : '
-        rf"tensor<1x{chips}xi64>}}> ({{ ^bb0(%a: tensor<f32>, %b: tensor<f32>): "
+        rf'"stablehlo.all_reduce"(\1) <{{replica_groups = dense<{[[*range(replica.world)]]}> : '
+        rf"tensor<1x{replica.world}xi64>}}> ({{ ^bb0(%a: tensor<f32>, %b: tensor<f32>): "
         r"%sum = stablehlo.add %a, %b : tensor<f32> stablehlo.return %sum : tensor<f32> }) : (\2) -> \2",
         tpu_torch_compile.serialize_mlir_text(module))
     return program, range(len(tree_leaves(state)))
 
 
-def steps_of(settings, replica, chips):
-    """Returns {"train" or "eval": (its function, state, inputs)} for a replica on one of `chips` chips."""
-    replica.world = chips
+def steps_of(settings, replica):
+    """Returns {"train" or "eval": (its function, state, inputs)} of a replica."""
     replica.compile_step = lambda fn, **_: fn  # the programs are the steps themselves
     run, next_inputs = bench.new_run(settings, replica)
     cycles = settings.H_cycles, settings.L_cycles
@@ -212,7 +210,7 @@ def read_dump(dump, clock):
         clock: cycles in a second.
     """
     text = next(dump.glob("*.after_codegen.txt")).read_text()
-    computations = dict(re.findall(r"^(?:ENTRY )?%([\w.\-]+) \((.*?)^}(?!\))", text, re.M | re.S))
+    computations = dict(re.findall(r"(?ms)^(?:ENTRY )?%([\w.\-]+) \((.*?)^}(?!\))", text))
     runs = Counter([[*computations][-1]])  # {computation: how often it runs}; the program's own comes last
     cost_model = 0  # cycles
     runs_of = Counter()  # {shape and estimate of equal instructions: how often they run}
@@ -234,7 +232,7 @@ def read_dump(dump, clock):
     # what other units do meanwhile, such as a gather on a v6e's SparseCores, has no schedule and is left out
     schedules = sum(n * mean(cycles_of[key]) for key, n in runs_of.items() if n)
     return dict(
-        donated_tensors=text.splitlines()[0].count("-alias)"),
+        donated_tensors=text.count("-alias)"),
         collectives=re.findall(r" = (.*) (all-reduce|all-gather|reduce-scatter)(?:-start)?\(", text),
         schedules_ms=1e3 * schedules / clock,
         cost_model_ms=1e3 * cost_model / clock,
@@ -251,7 +249,7 @@ def schedule_cycles(text, buffers):
     cycles = np.zeros(2)  # those of the instructions, and those of a matrix unit
     starts = {}  # {region: cycles before it}
     ends = dict(re.findall(r"%(\w+) = scmp\S+ %\w+, (\d+) /\* loop exit test", text))
-    for bundle in re.findall(r"^ *(?:0x)?[0-9a-f]+ .*", text, re.M):
+    for bundle in re.findall(r"(?m)^ *(?:0x)?[0-9a-f]+ .*", text):
         starts |= dict.fromkeys(re.findall(r"Start region (\d+)", bundle), cycles)
         # A matrix unit takes a row in a cycle, and the schedules of v4 and v5e do not wait for it. An
         # instruction brings 8 rows, or 16 rows of bfloat16 in pairs. All units do the same.

@@ -200,8 +200,9 @@ def base64_of(t):
 def refuse(path, trm, settings):
     """Raises UserError for a model that engine.js cannot run. trm, settings: the results of solve.load."""
     # model.py may have been edited
-    unknown = [name for name in trm.state_dict() if not WEIGHTS.fullmatch(name)]
-    problems = [f"engine.js does not know the weights {name}" for name in unknown]
+    problems = [
+        f"engine.js does not know the weights {name}"
+        for name in trm.state_dict() if not WEIGHTS.fullmatch(name)]
     # a fork that is not among the arguments may have replaced anything
     problems += missing_forks(trm.forks, settings.forks)
     num_identifiers = trm.sizes["num_puzzle_identifiers"]

@@ -24,13 +24,12 @@ from pathlib import Path
 ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)
 import configurator
-from configurator import Above0
 from runtime.errors import UserError, check_choices
 
 
 class Settings:
     device = ""  # cuda, xla, tpu or cpu
-    minutes: Above0 = 15.0  # in all
+    minutes = 15.0  # in all
     out_dir = "out/first_chip"  # a new folder
 
 
@@ -174,10 +173,10 @@ def run(command, log, limit):
     """
     running = subprocess.Popen(
         f"({command}\n) >{log}.log 2>{log}.err", shell=True, cwd=ROOT, start_new_session=True)
-    exit_code = "none in time"
     try:
-        with suppress(subprocess.TimeoutExpired):
-            exit_code = running.wait(limit)
+        exit_code = running.wait(limit)
+    except subprocess.TimeoutExpired:
+        exit_code = "none in time"
     finally:
         # the processes that it has started, too
         with suppress(ProcessLookupError):
