@@ -19,7 +19,6 @@ import torch
 
 import configurator
 import data
-import optim
 import train
 from configurator import Above0, From0
 from puzzles.writer import write_dataset
@@ -40,7 +39,7 @@ class Settings:
 CPU_BATCH_SIZE = 4  # of a replica on a CPU, where none is given: a step of the default takes minutes there
 
 
-def bench(settings, num_steps, device_type, replica_batch_size=0):
+def bench(settings, num_steps, device_type, replica_batch_size):
     """Measures on every replica, and prints on rank 0.
 
     Args:
@@ -52,43 +51,32 @@ def bench(settings, num_steps, device_type, replica_batch_size=0):
     device = open_device(device_type, settings)
     process.restart_watchdog(0)  # of the start of a new process
     settings = copy.copy(settings)  # replicas may be threads
-    settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     batch_size = settings.global_batch_size
 
-    def say(text):
-        if device.rank == 0 and text:
-            print(text, flush=True)
-
     # the steps of train.py, at the batch to measure
-    say(dtype_note)
     if device_type == "cpu" and "global_batch_size" not in settings.assigned:
         replica_batch_size = replica_batch_size or CPU_BATCH_SIZE
     if replica_batch_size:
         settings.global_batch_size = replica_batch_size * device.world
-    check_batch_size(settings, device)
     run, next_inputs = new_run(settings, device)
     with reporting_full_memory(run):
-        figures = measure(run, next_inputs, num_steps, say)
+        figures = measure(run, next_inputs, num_steps)
     # the config's run has its own batch, whatever the measured one is
     steps_per_hour = figures["steps_per_hour"] = 3600 * figures["examples_per_sec"] / batch_size
 
-    # print them: those that are known in a column, and all as JSON
-    for name, value in figures.items():
-        if value is not None:
-            text = f"{value:,.4g}" if isinstance(value, float) else value
-            say(f"{name:18} {text}")
-    say(f"an hour of training, without evaluations, has --max_steps={max(1, int(steps_per_hour))}"
-        f" of {batch_size} sequences")
-    say(json.dumps(figures))
+    if device.rank == 0:
+        print(json.dumps(figures, indent=1))
+        print(f"an hour of training, without evaluations, has --max_steps={max(1, int(steps_per_hour))}"
+              f" of {batch_size} sequences")
+        print(json.dumps(figures))
 
 
-def measure(run, next_inputs, num_steps, say):
+def measure(run, next_inputs, num_steps):
     """Returns {name: figure} of both steps. All ranks.
 
     Args:
         run, next_inputs: of new_run.
         num_steps: steps that follow each other; 0: so many that they hide the host's time of a GPU.
-        say: a function for a line that tells what is measured.
     """
     settings = run.settings
     device = run.device
@@ -98,21 +86,18 @@ def measure(run, next_inputs, num_steps, say):
     def train_step():
         return run.train_step(run.state, next_inputs(), (settings.H_cycles, settings.L_cycles))
 
-    say(f"the first training step, {settings.global_batch_size} sequences")
     first_seconds, _ = seconds_of(1, train_step)
-    say(f"training steps, after {first_seconds:.1f} s for the first")
     # the median of three rounds counts
     rounds = [seconds_of(num_steps, train_step) for _ in range(3)]
     step_seconds, host_seconds = sorted(rounds)[1]
 
     # the step of an evaluation, of the weights that training has left
-    say("evaluation steps")
-    slots, inputs = evaluation_of(run)
+    slots, inputs = evaluation_of(run, next_inputs())
 
     def eval_step():
         return run.evaluator.program(slots, inputs)["loss"]
 
-    first_eval_seconds, _ = seconds_of(1, eval_step)
+    eval_step().cpu()  # the first call compiles
     eval_seconds, _ = seconds_of(num_steps, eval_step)
 
     # the figures
@@ -130,7 +115,6 @@ def measure(run, next_inputs, num_steps, say):
         sequences_at_a_time=run.micro_batch_size,
         compiled=is_compiled(device),
         first_step_s=first_seconds,
-        first_evaluation_s=first_eval_seconds,
         step_ms=1e3 * step_seconds,
         host_ms=1e3 * host_seconds,  # the host is busy, loading included
         examples_per_sec=rate,
@@ -147,32 +131,36 @@ def measure(run, next_inputs, num_steps, say):
 # train.py's steps and their inputs, which scripts/aot.py compiles
 
 def new_run(settings, device):
-    """Returns a train.Run for the dataset, and a function that returns its next step's inputs."""
+    """Returns a train.Run for the dataset, and a function that returns its next step's inputs.
+
+    It also chooses the settings' forward_dtype. Raises UserError for a batch that does not divide.
+    """
+    settings.forward_dtype, _ = device.choose_dtype(settings.forward_dtype)
+    check_batch_size(settings, device)
     # the dataset has the model's sizes
     train_set = data.load_split(settings.data_path, "train")
     run = train.Run(settings, new_model(settings, train_set), device)
-    total_steps = max(1, optim.count_steps(settings, optim.epoch_size(train_set)))
+    # the last argument, the length of the run, only decides numbers such as the rates
     count = itertools.count()
-    return run, lambda: train.make_inputs(run, train_set, next(count), total_steps)
+    return run, lambda: train.make_inputs(run, train_set, next(count), 1_000_000)
 
 
-def evaluation_of(run):
-    """Returns the slots and the inputs of an evaluation's first step."""
-    test_set = data.load_split(run.settings.data_path, "test")
-    batch = test_set.test_batch(np.resize(test_set.subset(run.batch_size, 1), run.batch_size))
-    return run.evaluator.new_slots(), run.evaluator.inputs(*run.eval_weights(), batch)
+def evaluation_of(run, inputs):
+    """Returns the slots and the inputs of an evaluation step on the puzzles in a training step's inputs."""
+    return run.evaluator.new_slots(), run.evaluator.inputs(*run.eval_weights(), inputs["puzzles"])
 
 
 def find_or_make_dataset(path, folder, size=Settings.size):
-    """Returns a dataset's folder and words for it; if it is missing, makes 1000 random puzzles in folder."""
+    """Returns a dataset's folder; if it is missing, says so and makes 1000 random puzzles in folder."""
     # a fork's own class may need no folder
     if os.path.isdir(path) or issubclass(data.Dataset, data.Generated):
-        return path, path
+        return path
+    print(f"dataset: 1000 random puzzles of {size}x{size} cells, as {path} is not here")
     # random tokens stand for questions and answers; 0 is padding
     cells = np.random.default_rng(0).integers(1, size + 2, (2, 1000, size * size), dtype=np.uint8)
     random_path = os.path.join(folder, "random")
     write_dataset(random_path, {"train": cells, "test": cells}, size + 2, {"grid": [size, size]})
-    return random_path, f"1000 random puzzles of {size}x{size} cells, as {path} is not here"
+    return random_path
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -197,17 +185,16 @@ def seconds_of(n, call):
 def main(argv):
     """Measures on this machine's device."""
     bench_settings, operands, train_arguments = configurator.split_arguments(Settings, argv)
-    settings = configurator.configure(train.Settings, [*operands, *train_arguments])
+    settings = configurator.configure(train.Settings, operands + train_arguments)
     train.check_settings(settings)
     device_type, reason, _ = choose_device(settings.device)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's
         process.end_with_parent()
 
+    print(f"device {device_type}: {reason}; the first steps can take minutes", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        settings.data_path, dataset = find_or_make_dataset(
-            settings.data_path, folder, bench_settings.size)
+        settings.data_path = find_or_make_dataset(settings.data_path, folder, bench_settings.size)
         measured = settings, bench_settings.steps, device_type, bench_settings.replica_batch_size
-        print(f"device {device_type}: {reason}; dataset: {dataset}", flush=True)
         spawn = spawner(device_type)
         if spawn:
             spawn(configurator.Spawned(bench, train.Settings, *measured))

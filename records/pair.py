@@ -194,7 +194,7 @@ def compare(num_steps, **variant):
     settings = configurator.configure(train.Settings, [f"{ROOT}/config/sudoku.py"])
     vars(settings).update(variant)
     # random puzzles, made once
-    settings.data_path, _ = bench.find_or_make_dataset(f"{args.out}/random", args.out)
+    settings.data_path = bench.find_or_make_dataset(f"{args.out}/random", args.out)
     # both sides compile anew
     torch._dynamo.reset()
     sides = dict(ours=our_steps(settings), official=official_steps(settings))

@@ -36,8 +36,8 @@ import bench
 import configurator
 import train
 from runtime import process
-from runtime.device import check_batch_size
 from runtime.errors import UserError, check_choices
+from runtime.replay import Replayable
 
 
 class Settings:
@@ -62,25 +62,21 @@ CLOCKS = {"v4": 1.05e9, "v5p": 1.75e9, "v5e": 1.5e9, "v6e": 1.75e9}
 def main(argv):
     """Prints the figures of both steps. Raises UserError if one does not compile or fit."""
     aot_settings, operands, flags = configurator.split_arguments(Settings, argv)
-    settings = configurator.configure(train.Settings, [*operands, *flags])
+    settings = configurator.configure(train.Settings, operands + flags)
     train.check_settings(settings)
     check_choices(aot_settings, dict(tpu=TOPOLOGIES))
     if not all(map(importlib.util.find_spec, ("libtpu", "jax"))):
         raise UserError("the TPU compiler is missing: see --help")
-    trace = trace_xla
-    if importlib.util.find_spec("torch_tpu"):
-        trace = trace_torchtpu
-        if not os.environ.get("CPU_CLIENT"):
-            raise UserError("TorchTPU needs a device: python tests/torchtpu/on_cpu.py scripts/aot.py ...")
 
     # trace both steps, then compile them
     topology = TOPOLOGIES[aot_settings.tpu]
     generation, shape = topology.split(":")
+    replica, lower = open_engine(settings, math.prod(map(int, shape.split("x"))))
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        settings.data_path, dataset = bench.find_or_make_dataset(settings.data_path, folder)
-        print(f"dataset: {dataset}")
-        programs = trace(settings, math.prod(map(int, shape.split("x"))))
+        settings.data_path = bench.find_or_make_dataset(settings.data_path, folder)
+        steps = steps_of(settings, replica)
+        programs = {step: lower(replica, *arguments) for step, arguments in steps.items()}
         dump = Path(folder, "libtpu")
         for step, (program, state) in programs.items():
             print(f"{topology}: compiling the {step} step, which can take minutes", flush=True)
@@ -93,71 +89,70 @@ def main(argv):
 # ---------------------------------------------------------------------------------------------------------
 # The steps: trace them, compile them
 
-def trace_xla(settings, chips):
-    """Returns {"train" or "eval": (program, state)} of torch_xla for one of `chips` chips.
+def open_engine(settings, chips):
+    """Returns a replica on one of `chips` chips, and the function that lowers its steps. Raises UserError."""
+    if importlib.util.find_spec("torch_tpu"):
+        if not os.environ.get("CPU_CLIENT"):
+            raise UserError("TorchTPU needs a device: python tests/torchtpu/on_cpu.py scripts/aot.py ...")
+        import torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=chips)
+        return train.open_device("tpu", settings), lower_torchtpu
 
-    The program is HLO; state lists the numbers of the parameters that hold the state. Raises
-    NotReplayable, with the line, where a shape or a branch depends on data.
-    """
-    # one replica on the CPU; the variable makes torch_xla keep the all-reduce
+    # one replica of torch_xla on the CPU; the variable makes it keep the all-reduce
     os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
-    from runtime.replay import Replayable
     replica = train.open_device("xla", settings)
     replica.name = "TPU"
-    programs = {}
-    for name, (step, state, inputs) in steps_of(settings, replica, chips).items():
-        with torch.no_grad(), Replayable():
-            lowering, placeholders, _ = replica.lower(step, state, inputs)
-        numbers = [lowering.tensor_parameter_id(t) for t in placeholders]
-        programs[name] = lowering.hlo(), numbers[:len(tree_leaves(state))]
-    return programs
+    replica.world = chips
+    return replica, lower_xla
 
 
-def trace_torchtpu(settings, chips):
-    """Returns the same of TorchTPU, whose programs are StableHLO."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+def lower_xla(replica, step, state, inputs):
+    """Returns a step's program, HLO, and the numbers of its parameters that hold the state.
+
+    Raises NotReplayable, with the line, where a shape or a branch depends on data.
+    """
+    with torch.no_grad(), Replayable():
+        lowering, placeholders, _ = replica.lower(step, state, inputs)
+    numbers = [lowering.tensor_parameter_id(t) for t in placeholders]
+    return lowering.hlo(), numbers[:len(tree_leaves(state))]
+
+
+def lower_torchtpu(replica, step, state, inputs):
+    """Returns the same as lower_xla; this program is StableHLO."""
     from torch_tpu._internal.compile import tpu_torch_compile
     from torch_tpu._internal.execution_mode import EagerMode, set_eager_mode
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=chips)
-    replica = train.open_device("tpu", settings)
-    programs = {}
-    for name, (step, state, inputs) in steps_of(settings, replica, chips).items():
-        graph, tensors, _ = replica.graph_of(step, state, inputs)
-        # TorchTPU only writes an all-reduce for the chips that it has; until then another operation that no
-        # model has stands for it
-        for node in graph.graph.find_nodes(op="call_function", target=ALL_REDUCE.all_reduce.default):
-            node.target = torch.ops.aten.expm1.default
-            node.args = node.args[:1]
-        for node in graph.graph.find_nodes(op="call_function", target=ALL_REDUCE.wait_tensor.default):
-            node.replace_all_uses_with(node.args[0])
-        graph.recompile()
-        # what StaticCompiler does, but for the compilation
-        placeholders = [tpu_torch_compile.placeholder_like(t, False) for t in tensors]
-        with set_eager_mode(EagerMode._INTERNAL_COMPILE_FX_GRAPH):
-            results = torch.fx.Interpreter(graph).run(*map(torch.clone, placeholders))
-            module = tpu_torch_compile.build_mlir(results, placeholders)
-        program = re.sub(
-            r"stablehlo\.exponential_minus_one (%\S+) : (\S+)",
-            rf'"stablehlo.all_reduce"(\1) <{{replica_groups = dense<{[[*range(chips)]]}> : '
-            rf"tensor<1x{chips}xi64>}}> ({{ ^bb0(%a: tensor<f32>, %b: tensor<f32>): "
-            r"%sum = stablehlo.add %a, %b : tensor<f32> stablehlo.return %sum : tensor<f32> }) : (\2) -> \2",
-            tpu_torch_compile.serialize_mlir_text(module))
-        programs[name] = program, range(len(tree_leaves(state)))
-    return programs
+    graph, tensors, _ = replica.graph_of(step, state, inputs)
+    # TorchTPU only writes an all-reduce for the chips that it has; until then another operation that no
+    # model has stands for it
+    for node in graph.graph.find_nodes(op="call_function", target=ALL_REDUCE.all_reduce.default):
+        node.target = torch.ops.aten.expm1.default
+        node.args = node.args[:1]
+    for node in graph.graph.find_nodes(op="call_function", target=ALL_REDUCE.wait_tensor.default):
+        node.replace_all_uses_with(node.args[0])
+    graph.recompile()
+    # what StaticCompiler does, but for the compilation
+    placeholders = [tpu_torch_compile.placeholder_like(t, False) for t in tensors]
+    with set_eager_mode(EagerMode._INTERNAL_COMPILE_FX_GRAPH):
+        results = torch.fx.Interpreter(graph).run(*map(torch.clone, placeholders))
+        module = tpu_torch_compile.build_mlir(results, placeholders)
+    program = re.sub(
+        r"stablehlo\.exponential_minus_one (%\S+) : (\S+)",
+        rf'"stablehlo.all_reduce"(\1) <{{replica_groups = dense<{[[*range(replica.world)]]}> : '
+        rf"tensor<1x{replica.world}xi64>}}> ({{ ^bb0(%a: tensor<f32>, %b: tensor<f32>): "
+        r"%sum = stablehlo.add %a, %b : tensor<f32> stablehlo.return %sum : tensor<f32> }) : (\2) -> \2",
+        tpu_torch_compile.serialize_mlir_text(module))
+    return program, range(len(tree_leaves(state)))
 
 
-def steps_of(settings, replica, chips):
-    """Returns {"train" or "eval": (its function, state, inputs)} for a replica on one of `chips` chips."""
-    replica.world = chips
-    settings.forward_dtype, _ = replica.choose_dtype(settings.forward_dtype)
-    check_batch_size(settings, replica)
+def steps_of(settings, replica):
+    """Returns {"train" or "eval": (its function, state, inputs)} of a replica."""
     replica.compile_step = lambda fn, **_: fn  # the programs are the steps themselves
     run, next_inputs = bench.new_run(settings, replica)
     cycles = settings.H_cycles, settings.L_cycles
     return dict(
         train=(partial(run.train_step, cycles=cycles), run.state, next_inputs()),
-        eval=(run.evaluator.program, *bench.evaluation_of(run)),
+        eval=(run.evaluator.program, *bench.evaluation_of(run, next_inputs())),
     )
 
 
@@ -177,8 +172,8 @@ def compile_program(program, state, topology, cores, dump):
         JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_HOSTNAMES="localhost",
         XLA_FLAGS=f"--xla_dump_to={dump} --xla_dump_hlo_as_text",
-        LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text --xla_jf_dump_llo_pass_label_regex="
-                         f"final_bundles {os.environ.get('LIBTPU_INIT_ARGS', '')}")
+        LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text "
+                         "--xla_jf_dump_llo_pass_label_regex=final_bundles")
     from jax._src import compiler
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
@@ -215,7 +210,7 @@ def read_dump(dump, clock):
         clock: cycles in a second.
     """
     text = next(dump.glob("*.after_codegen.txt")).read_text()
-    computations = dict(re.findall(r"^(?:ENTRY )?%([\w.\-]+) \((.*?)^}(?!\))", text, re.M | re.S))
+    computations = dict(re.findall(r"(?ms)^(?:ENTRY )?%([\w.\-]+) \((.*?)^}(?!\))", text))
     runs = Counter([[*computations][-1]])  # {computation: how often it runs}; the program's own comes last
     cost_model = 0  # cycles
     runs_of = Counter()  # {shape and estimate of equal instructions: how often they run}
@@ -226,9 +221,10 @@ def read_dump(dump, clock):
             constants = re.findall(r" = [su]\d+\[\]\S* constant\((\d+)\)", computations[condition])
             runs[loop] = runs[computation] * max(map(int, constants))
         # instructions that the compiler found equal share one schedule, whose file's name begins with a time
-        pattern = (r'%([\w.\-]+) = (.*?) [\w\-]+\(.*?'
-                   r'(?:"buffering_level":"(\d+)".*)?"estimated_cycles":"(\d+)"')
-        for name, shape, buffers, estimate in re.findall(pattern, body):
+        instructions = re.findall(
+            r'%([\w.\-]+) = (.*?) [\w\-]+\(.*?'
+            r'(?:"buffering_level":"(\d+)".*)?"estimated_cycles":"(\d+)"', body)
+        for name, shape, buffers, estimate in instructions:
             cost_model += runs[computation] * int(estimate)
             runs_of[shape, estimate] += runs[computation]
             for file in dump.glob(f"{'?' * 19}-{name}-01-final_bundles.txt"):
@@ -236,7 +232,7 @@ def read_dump(dump, clock):
     # what other units do meanwhile, such as a gather on a v6e's SparseCores, has no schedule and is left out
     schedules = sum(n * mean(cycles_of[key]) for key, n in runs_of.items() if n)
     return dict(
-        donated_tensors=text.splitlines()[0].count("-alias)"),
+        donated_tensors=text.count("-alias)"),
         collectives=re.findall(r" = (.*) (all-reduce|all-gather|reduce-scatter)(?:-start)?\(", text),
         schedules_ms=1e3 * schedules / clock,
         cost_model_ms=1e3 * cost_model / clock,
@@ -253,7 +249,7 @@ def schedule_cycles(text, buffers):
     cycles = np.zeros(2)  # those of the instructions, and those of a matrix unit
     starts = {}  # {region: cycles before it}
     ends = dict(re.findall(r"%(\w+) = scmp\S+ %\w+, (\d+) /\* loop exit test", text))
-    for bundle in re.findall(r"^ *(?:0x)?[0-9a-f]+ .*", text, re.M):
+    for bundle in re.findall(r"(?m)^ *(?:0x)?[0-9a-f]+ .*", text):
         starts |= dict.fromkeys(re.findall(r"Start region (\d+)", bundle), cycles)
         # A matrix unit takes a row in a cycle, and the schedules of v4 and v5e do not wait for it. An
         # instruction brings 8 rows, or 16 rows of bfloat16 in pairs. All units do the same.

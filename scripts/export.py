@@ -34,7 +34,7 @@ from configurator import configure, split_arguments
 from data import load, local_dataset
 from puzzles import kind_of
 from runtime.checkpoint import some_puzzles
-from runtime.errors import UserError, check_choices, writing
+from runtime.errors import UserError, writing
 from runtime.files import replacing
 from runtime.process import command
 from runtime.saved import load_saved_weights, missing_forks, read_checkpoint
@@ -80,23 +80,23 @@ def write_model(source, target, train_arguments):
 
     # the settings of the training, unless this command says otherwise
     settings = configure(train.Settings, train_arguments)
-    settings.fill(train.recipe(saved.get("settings", {})))
+    train.check_settings(settings)
+    recipe = train.recipe(saved.get("settings", {}))
+    settings.fill(recipe)
     if "test_puzzles" not in saved:
         saved = add_dataset(saved, settings, path)
     for name in train.RUN_SETTINGS:
         delattr(settings, name)
     if settings.forward_dtype == "auto":  # the config for an official file may leave it open
         settings.forward_dtype = "float32"
-    check_choices(settings, {"forward_dtype": train.CHOICES["forward_dtype"]})
 
     # leave out what only training needs: the optimizer and the raw weights
     dtype = getattr(torch, settings.forward_dtype)
     averaged = saved["weights"] | saved.get("ema", {})
     names = "sizes", "task", "data_sha256", "identifiers_sha256", "test_puzzles", "step", "forks"
-    content = {name: saved[name] for name in names}
-    content |= dict(
+    content = {name: saved[name] for name in names} | dict(
         weights={PREFIX + name.removeprefix(PREFIX): t.to(dtype) for name, t in averaged.items()},
-        settings=train.recipe(saved.get("settings", {})) | vars(settings),  # a copy of train.py may have more
+        settings=recipe | vars(settings),  # a copy of train.py may have more
         command=f"python train.py {settings.flags()}",
     )
     # a file that is interrupted leaves nothing
@@ -200,8 +200,9 @@ def base64_of(t):
 def refuse(path, trm, settings):
     """Raises UserError for a model that engine.js cannot run. trm, settings: the results of solve.load."""
     # model.py may have been edited
-    unknown = [name for name in trm.state_dict() if not WEIGHTS.fullmatch(name)]
-    problems = [f"engine.js does not know the weights {name}" for name in unknown]
+    problems = [
+        f"engine.js does not know the weights {name}"
+        for name in trm.state_dict() if not WEIGHTS.fullmatch(name)]
     # a fork that is not among the arguments may have replaced anything
     problems += missing_forks(trm.forks, settings.forks)
     num_identifiers = trm.sizes["num_puzzle_identifiers"]

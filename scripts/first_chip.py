@@ -24,13 +24,12 @@ from pathlib import Path
 ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)
 import configurator
-from configurator import Above0
 from runtime.errors import UserError, check_choices
 
 
 class Settings:
     device = ""  # cuda, xla, tpu or cpu
-    minutes: Above0 = 15.0  # in all
+    minutes = 15.0  # in all
     out_dir = "out/first_chip"  # a new folder
 
 
@@ -149,13 +148,13 @@ def main(settings):
     table = "| part | result | seconds |\n|---|---|---|\n"
     for name, (seconds, command) in PARTS.items():
         began = time.monotonic()
-        seconds_left = end - began
-        print(f"{seconds_left / 60:.1f} minutes left: {name}", flush=True)
-        if seconds_left < seconds:
-            print(f"    left out: it needs {seconds} s")
+        limit = min(end - began, 4 * seconds)
+        if limit < seconds:
+            print(f"{name}: left out, it needs {seconds} s")
             continue
-        exit_code, result = run(variables + command, f"{out}/'{name}'", min(seconds_left, 4 * seconds))
-        print(f"    {result}", flush=True)
+        print(name, flush=True)
+        exit_code, result = run(variables + command, f"{out}/'{name}'", limit)
+        print("   ", result, flush=True)
         # what is known stays if this process is killed
         seconds = time.monotonic() - began
         results[name] = dict(exit_code=exit_code, result=result, seconds=seconds)
@@ -163,7 +162,7 @@ def main(settings):
         Path(settings.out_dir, "results.json").write_text(json.dumps(results, indent=1))
         Path(settings.out_dir, "results.md").write_text(table)
 
-    print(f"\nPlease open an issue of the project with results.md and results.json of {settings.out_dir}")
+    print(f"Please open an issue of the project with results.md and results.json of {settings.out_dir}")
     sys.exit(any(part["exit_code"] for part in results.values()))
 
 
@@ -174,10 +173,10 @@ def run(command, log, limit):
     """
     running = subprocess.Popen(
         f"({command}\n) >{log}.log 2>{log}.err", shell=True, cwd=ROOT, start_new_session=True)
-    exit_code = "none in time"
     try:
-        with suppress(subprocess.TimeoutExpired):
-            exit_code = running.wait(limit)
+        exit_code = running.wait(limit)
+    except subprocess.TimeoutExpired:
+        exit_code = "none in time"
     finally:
         # the processes that it has started, too
         with suppress(ProcessLookupError):

@@ -66,16 +66,23 @@ def main(argv):
     if "curve_fit" not in globals():
         raise UserError("report.py needs matplotlib and scipy: pip install matplotlib scipy")
 
-    # read the runs
-    files = find_files(paths or ["out/study"])
+    # find the runs
+    files = []
+    for path in paths or ["out/study"]:
+        run_files = sorted(Path(path).rglob("metrics.jsonl"))
+        if not run_files:
+            raise UserError(f"{path}: no run (a folder with metrics.jsonl) there")
+        files += run_files
+
+    # read them
     runs = []
-    problems = []
+    problems = ""
     for path in files:
         try:
             runs.append(read_run(path))
         except Exception as e:  # whatever the damage is, the other runs have their report
-            problems.append(f"- {path}: {one_line(e)}")
-    status = "\n".join([f"- {len(runs)} of {len(files)} runs are complete", *problems])
+            problems += f"\n- {path}: {one_line(e)}"
+    status = f"- {len(runs)} of {len(files)} runs are complete{problems}"
 
     # report.md has the status of the runs, then a section for each group
     folder = Path(settings.out_dir)
@@ -90,17 +97,6 @@ def main(argv):
 
 # ---------------------------------------------------------------------------------------------------------
 # Reading
-
-def find_files(paths):
-    """Returns each metrics.jsonl in paths or below. Raises UserError."""
-    files = []
-    for path in paths:
-        run_files = sorted(Path(path).rglob("metrics.jsonl"))
-        if not run_files:
-            raise UserError(f"{path}: no run (a folder with metrics.jsonl) there")
-        files += run_files
-    return files
-
 
 def read_run(path):
     """Returns the Run of a metrics.jsonl. Raises EOFError if it is not complete."""
@@ -125,14 +121,13 @@ def read_run(path):
     solved = column(lines, "train/exact_accuracy")
     steps = np.diff(column(lines, "step", "perf/step_time"), prepend=0)
     seconds = steps * column(lines, "perf/step_time")
-    run_numbers = dict(
+    return Run(name, group_of(name) or data, seed, settings, dict(
         accuracy=accuracy,
         gap=100 * solved[-len(solved) // 10:].mean() - accuracy,
         parameters=facts["parameters"] / 1e6,
         hours=seconds.sum() / 3600,
         pflop=seconds @ column(lines, "perf/tflops") / 1000,
-    )
-    return Run(name, group_of(name) or data, seed, settings, run_numbers)
+    ))
 
 
 def column(lines, name, beside=""):
@@ -149,8 +144,8 @@ def variants_of(group, runs):
     # the group's own runs come first, and other groups' runs with the same settings are more seeds
     for run in sorted(runs, key=lambda run: run.group != group):
         variants[json.dumps(run.settings, sort_keys=True)].setdefault(run.seed, run)
-    seeds = [[*variant.values()] for variant in variants.values()]
-    return [variant for variant in seeds if variant[0].group == group]
+    lists = [[*variant.values()] for variant in variants.values()]
+    return [runs for runs in lists if runs[0].group == group]
 
 
 def numbers(runs, name):
@@ -158,20 +153,20 @@ def numbers(runs, name):
     return np.array([run.numbers[name] for run in runs])
 
 
-def fit_power_law(x, y):
-    """Returns the least squares of y = a - b * x^-c, ((a, b, c), standard errors), or None without a fit."""
+def power_law(x, y):
+    """Returns the least squares of y = a - b * x^-c as a list of one paragraph, or [] without a fit."""
     if len(set(x)) < 4:
-        return None
+        return []
     # the search begins with the highest accuracy as a, and with b from the range of y
     try:
-        law, covariance = curve_fit(power_law, x, y, [max(y), np.ptp(y) * min(x), 1])
+        law, covariance = curve_fit(
+            lambda x, a, b, c: a - b * x ** -c, x, y, [max(y), np.ptp(y) * min(x), 1])
     except RuntimeError:  # it does not converge
-        return None
-    return law, np.sqrt(np.diag(covariance))
-
-
-def power_law(x, a, b, c):
-    return a - b * x ** -c
+        return []
+    parameters = zip("abc", law, np.diag(covariance) ** 0.5)
+    values = ", ".join(f"{name} = {value:.3g} ± {error:.2g}" for name, value, error in parameters)
+    return ["Least squares for n million parameters: accuracy = a - b * n^-c, with "
+            f"{values} (standard errors)."]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -187,18 +182,14 @@ def section(name, runs, folder):
     """
     group = GROUPS.get(name, dict(question="Runs", baseline=""))
     variants = variants_of(name, runs)
-    [reference, *_] = max(variants, key=lambda runs: runs[0].name == group["baseline"])
+    reference = max(variants, key=lambda runs: runs[0].name == group["baseline"])[0]
     labels = [changes(runs[0].settings, reference.settings) or reference.name for runs in variants]
     paragraphs = [f"## {name}: {group['question']}", table(variants, labels)]
 
     # the law of model scaling, by all runs of the group
     if name == "exp01":
         everything = sum(variants, [])
-        law = fit_power_law(numbers(everything, "parameters"), numbers(everything, "accuracy"))
-        if law:
-            values = [f"{name} = {value:.3g} ± {error:.2g}" for name, value, error in zip("abc", *law)]
-            paragraphs.append("Least squares for n million parameters: accuracy = a - b * n^-c, with "
-                              f"{', '.join(values)} (standard errors).")
+        paragraphs += power_law(numbers(everything, "parameters"), numbers(everything, "accuracy"))
 
     # the picture has a line for each variant, and a point for each run
     figure = Figure((9, 2 + len(variants) / 4), layout="constrained")
@@ -207,8 +198,8 @@ def section(name, runs, folder):
     ax.invert_yaxis()  # in the order of the table
     for label, runs in zip(labels, variants):
         ax.plot(numbers(runs, "accuracy"), [label] * len(runs), "o")
-    figure.savefig(folder / f"{name}.png", dpi=80)
-    return [*paragraphs, f"![{group['question']}]({name}.png)"]
+    figure.savefig(folder / f"{name}.png")
+    return [*paragraphs, f"![{name}]({name}.png)"]
 
 
 def table(variants, labels):
@@ -216,16 +207,15 @@ def table(variants, labels):
     rows = [["setting", "seeds", *COLUMNS.values()], ["---"] * (2 + len(COLUMNS))]
     for label, runs in zip(labels, variants):
         rows.append([label, str(len(runs)), *(spread(numbers(runs, name)) for name in COLUMNS)])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def spread(values):
     """Returns the mean of values and, if they differ, ± their standard deviation, as text."""
-    mean = f"{values.mean():.4g}"
-    # of equal values the deviation is rounding
-    if np.ptp(values) > 1e-6 * abs(values).max():
-        return f"{mean} ± {values.std(ddof=1):.2g}"
-    return mean
+    text = f"{values.mean():.4g}"
+    if np.ptp(values):
+        text += f" ± {values.std(ddof=1):.2g}"
+    return text
 
 
 if __name__ == "__main__":

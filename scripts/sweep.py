@@ -13,7 +13,6 @@ others. The sweep ends with the status of each run, and report.py compares them.
 current run save and stop; the same command resumes it. If the sweep is killed, its run ends. The exit code is
 0 if all runs are complete, 1 if not, 2 for wrong input before the first run, and 3 if the sweep was stopped.
 """
-import glob
 import itertools
 import json
 import os
@@ -40,8 +39,8 @@ class Settings:
     prepare = False  # make the datasets that are missing
 
 
-STUDY = ROOT / "config" / "study"
-BASELINE = ROOT / "config" / "baseline.py"
+STUDY = ROOT / "config/study"
+BASELINE = ROOT / "config/baseline.py"
 # The groups, by the first letters of their runs' names; report.py and config/study.py read this too.
 #   project   name of the group's project at Weights & Biases
 #   question  what the group asks
@@ -54,7 +53,6 @@ NEUTRAL = (
 )
 # a dataset has several addresses, and train.py replaces a type that the device does not have
 REPLACED = ("data_path", "forward_dtype")
-ATTEMPTS = 3  # starts of a run that dies
 
 
 def main(argv):
@@ -84,14 +82,14 @@ def select_files(names, pattern):
     # exp04a_100 selects exp04a_100_puzzles.py, but not exp04a_1000_puzzles.py
     globs = [f"{name}[_.]*" for name in names]
     if pattern or not names:
-        globs.append(f"{pattern}*.py")
+        globs.append(f"{pattern}*.py".replace("**", "*"))
     selected = set()
     for text in globs:
-        paths = glob.glob(f"{STUDY}/{text}")
+        paths = {*STUDY.glob(text)}
         if not paths:
             raise UserError(f"config/study has no run {text}; --list prints all runs")
-        selected.update(paths)
-    return sorted(map(Path, selected))
+        selected |= paths
+    return sorted(selected)
 
 
 class StudyRun:
@@ -123,7 +121,7 @@ class StudyRun:
 
 def group_of(name):
     """Returns the key in GROUPS of a run's group, or "" for a run outside the study."""
-    return next((prefix for prefix in GROUPS if name.startswith(prefix)), "")
+    return next(filter(name.startswith, GROUPS), "")
 
 
 def changes(settings, others, ignored=NEUTRAL):
@@ -156,13 +154,10 @@ def sweep(runs):
 
     # process.command() would end this process 4 seconds after a signal; a run may take longer to save
     signal.set_wakeup_fd(-1)
-    statuses = {}
-    for run in runs:
-        code = train_to_end(run)
-        statuses[run.name] = f"failed with exit code {code}" if code else "complete"
-    for name, status in statuses.items():
-        print(f"{name:32} {status}")
-    return {*statuses.values()} != {"complete"}
+    codes = {run.name: train_to_end(run) for run in runs}
+    for name, code in codes.items():
+        print(f"{name:32}", f"failed with exit code {code}" if code else "complete")
+    return any(codes.values())
 
 
 def train_to_end(run):
@@ -173,7 +168,7 @@ def train_to_end(run):
         return 0
     # the run ends with this process
     environment = os.environ | dict(TRM_SWEEP=str(os.getpid()))
-    for _ in range(ATTEMPTS):
+    for _ in range(3):
         print("$", shlex.join(["python", *run.command]), flush=True)
         training = subprocess.Popen([sys.executable, *run.command], env=environment)
         try:

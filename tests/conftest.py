@@ -71,8 +71,7 @@ def at_once(monkeypatch):
 @pytest.fixture(scope="session")
 def random_puzzles(tmp_path_factory):
     """A dataset of 1000 random 4x4 grids for training and for tests."""
-    path, _ = bench.find_or_make_dataset("missing", str(tmp_path_factory.mktemp("data")), 4)
-    return path
+    return bench.find_or_make_dataset("missing", str(tmp_path_factory.mktemp("data")), 4)
 
 
 @pytest.fixture(scope="session")
