@@ -3,7 +3,7 @@
     python train.py config/sudoku_houses.py
 
 TRM learns the rules of any puzzle from examples; this network is told which cells share a unit, by units() of
-the puzzle's kind. The latents are [B, D, K, S], a vector for each of K digits in each of S cells. A candidate
+the puzzle's kind. The latents are [B, K, S, D], a vector for each of K digits in each of S cells. A candidate
 sees the means of its units and of its cell's digits. All digits and units share their weights, so an answer
 follows every symmetry of its question, up to rounding, and weights fit puzzles of all sizes.
 """
@@ -21,13 +21,7 @@ mlp_t = False  # no weight belongs to a cell
 
 
 def norm(x):
-    return model.rms_norm(x - x.mean(1, keepdim=True), dim=1)
-
-
-def product(layer, x):
-    """Returns a layer's product along dimension 1 of x [B, D, ...]; this order copies nothing."""
-    weight = layer.weight.expand(len(x), -1, -1)
-    return torch.bmm(weight, x.flatten(2)).view(len(x), len(layer.weight), *x.shape[2:])
+    return F.layer_norm(x, x.shape[-1:])
 
 
 class UnitBlock(torch.nn.Module):
@@ -42,13 +36,13 @@ class UnitBlock(torch.nn.Module):
 
     def forward(self, x, rope):
         # the means of units and of digits, each through its matrix, back to the cells
-        units = self.units.to(x.dtype)  # [S, units], 1 where a cell is in a unit
-        lines, boxes = (x @ (units / units.sum(0))).tensor_split([self.num_lines], -1)
-        messages = torch.cat((product(self.across_lines, lines), product(self.across_boxes, boxes)), -1)
-        digits = product(self.across_digits, x.mean(2)).unsqueeze(2)
-        y = norm(x + messages @ units.mT + digits).flatten(2)
+        units = self.units.to(x.dtype)  # [units, S], 1 where a cell is in a unit
+        lines, boxes = (units @ x / units.sum(1, keepdim=True)).tensor_split([self.num_lines], 2)
+        messages = torch.cat((self.across_lines(lines), self.across_boxes(boxes)), 2)
+        digits = self.across_digits(x.mean(1, keepdim=True))
+        y = norm(x + units.mT @ messages + digits)
         # across channels
-        return norm(y + self.mlp(y, across=True)).view(x.shape)
+        return norm(y + self.mlp(y))
 
 
 class HouseTRM(model.TRM):
@@ -65,17 +59,17 @@ class HouseTRM(model.TRM):
         units = [F.one_hot(division).float() for division in torch.from_numpy(kind.units())]
         for layer in self.L_level.layers:
             layer.num_lines = sum(kind.grid)
-            layer.register_buffer("units", torch.cat(units, 1), persistent=False)
+            layer.register_buffer("units", torch.cat(units, 1).mT, persistent=False)
 
     def first_latents(self, B):
-        latents = dict(z_H=self.H_init, z_L=self.L_init)
-        return {name: z.view(1, -1, 1, 1).expand(B, -1, *self.grid) for name, z in latents.items()}
+        shape = B, *self.grid, -1
+        return dict(z_H=self.H_init.expand(shape), z_L=self.L_init.expand(shape))
 
     def embed(self, inputs, puzzle_rows):
         digits = torch.arange(2, 2 + self.grid[0], device=inputs.device).view(-1, 1)
         inputs = inputs.unsqueeze(1)
         states = torch.where(inputs == digits, 2, (inputs == 1).int())  # [B, K, S]
-        return super().embed(states.flatten(1), puzzle_rows).mT.contiguous().view(len(inputs), -1, *self.grid)
+        return super().embed(states.flatten(1), puzzle_rows).view(len(inputs), *self.grid, -1)
 
     def latent_recursion(self, x, latents, L_cycles):
         # as in model.py, but it keeps every pass, since each has a loss
@@ -89,11 +83,11 @@ class HouseTRM(model.TRM):
 
     def answer(self, latents, labels=None):
         z = latents["z_H"]
-        scores = product(self.lm_head, z)[:, 0].mT  # [B, S, K]
+        scores = self.lm_head(z).squeeze(-1).mT  # [B, S, K]
         # the halting head sees the mean of all, and by how much the least certain cell prefers its digit
         first, second = scores.detach().topk(2).values.unbind(-1)
         margin = (first - second).amin(-1, keepdim=True)
-        q_halt = self.q_head(torch.cat((z.mean((2, 3)), margin), -1))[:, 0]
+        q_halt = self.q_head(torch.cat((z.mean((1, 2)), margin), -1))[:, 0]
         # no cell of an answer is padding or empty
         return F.pad(scores, (2, 0), value=-1e4), q_halt
 
