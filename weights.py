@@ -101,12 +101,15 @@ def flops_per_example(model, cycles=None):
 
     # a forward and a backward pass
     steps = sequences["steps"]
+    was_training = model.training
     try:
         with FlopCounter() as counter:
             result = model.train().call_with(leaves | buffers, sequences, puzzle_rows, steps, cycles)
             result.values["loss"].sum().backward()
     except RuntimeError:  # item() and the like
         return 0
+    finally:
+        model.train(was_training)
     return counter.total
 
 

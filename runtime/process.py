@@ -249,7 +249,8 @@ def watching_replicas():
         stopped = set()
         has_died = False
         while not (has_died or has_ended.wait(0.1)):
-            replicas.update(multiprocessing.active_children())
+            # active_children() would leave out one that died before it was listed
+            replicas.update(multiprocessing.process._children)
             has_died = any(replica.exitcode for replica in replicas)  # None: it runs, 0: it is done
             # once each: a replica that has stopped and ends would be killed
             if has_died or STOP.is_set():

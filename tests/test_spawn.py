@@ -30,19 +30,18 @@ if multiprocessing.current_process().name == "MainProcess":
     pjrt.plugins.using_dynamic_plugins = lambda: True
     pjrt.plugins.default = lambda: mock.Mock(physical_chip_count=lambda: 2)
 """
-# The second process dies once the first has begun, which waits for it. It starts a second late, as on a busy
-# machine: Python's own pool of processes does not notice its death then.
+# The second process dies once the first has begun, which waits for it. A busy machine lists it two seconds
+# late, when it is dead: Python's own pool of processes does not notice its death then.
 DIES = TWO_CHIPS + """
 import os, time
-from concurrent.futures import ProcessPoolExecutor
 import train
 from runtime import process
 process.STOP_TIMEOUT = 3
-_start = ProcessPoolExecutor._spawn_process
 
-def slow_start(self):
-    time.sleep(1)
-    _start(self)
+class SlowList(set):
+    def add(self, child):
+        time.sleep(2)
+        super().add(child)
 
 def replica(settings, device_type):
     if multiprocessing.current_process().name.endswith(":1"):
@@ -52,7 +51,7 @@ def replica(settings, device_type):
         time.sleep(0.1)
     raise OSError("no answer")  # as a request does
 
-ProcessPoolExecutor._spawn_process = slow_start
+multiprocessing.process._children = SlowList()
 train.replica = replica
 """
 # Torch_xla's requests to the metadata server have no time limit. One process is enough.
