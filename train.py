@@ -335,7 +335,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
 
 
 def log_steps(run, log, step, total_steps, cycles):
-    """Logs the means of the steps since the last line, all of depth cycles. Raises UserError as check_finite."""
+    """Logs the means of the steps since the last line, of depth cycles. Raises UserError as check_finite."""
     values = run.take_means(step - log.step)
     check_finite(run.settings, f"loss or gradient not finite between steps {log.step + 1} and {step}",
                  values["train/loss"], values["train/grad_norm"])
