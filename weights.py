@@ -87,7 +87,7 @@ class FlopCounter(TorchDispatchMode):
 
 
 def flops_per_example(model, cycles=None):
-    """Returns the FLOPs of a training step for one sequence, and leaves the model in training mode.
+    """Returns the FLOPs of a training step for one sequence.
 
     cycles: see TRM.forward. A fork that reads values cannot be counted, and has 0.
     """
