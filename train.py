@@ -7,6 +7,7 @@
 The class Settings has the defaults, the paper's Sudoku-Extreme recipe (MLP). Config files and --key=value
 flags override them, and functions take the result as `settings`. At the end is how a run starts.
 """
+import copy
 import functools
 import math
 import os
@@ -271,66 +272,65 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
     examples_per_epoch = optim.epoch_size(train_set)
     checkpoint_interval = settings.checkpoint_interval or total_steps
     step = start.step
-    eval_due = not start.is_evaluated and optim.evaluation_due(settings, examples_per_epoch, step)
-    cycles = None  # (H_cycles, L_cycles) of the last step
+    # new weights are not evaluated, and no step is twice
+    eval_due = bool(start.path) and not start.evaluation
+    eval_due = eval_due and optim.evaluation_due(settings, examples_per_epoch, step)
+    last_cycles = None  # (H_cycles, L_cycles) of the last step
     metrics = {}  # the last line of the log
-    read_previous_stops = None  # a function: how many ranks were asked to stop at the last step
-    stop = False
+    read_stops = run.device.fetch(torch.zeros(1))  # waits for the last step's number of requests to stop
 
     log.restart_clock(step)
-    while step < total_steps and not stop:
+    while step < total_steps:
         # evaluate, before the next step: a resume then makes up for an evaluation that was interrupted
         if eval_due:
             indices = test_set.subset(settings.eval_max_puzzles, settings.eval_versions)
             evaluation = run.evaluate(test_set, indices, f"evaluating at step {step}")
             if not evaluation:  # a stop was requested
-                checkpoints.save(step, run, metrics)
                 break
             check_finite(settings, f"loss not finite in the evaluation at step {step}",
                          evaluation["eval/loss"])
             # the line comes last: a resume does not repeat an evaluation that has one
-            checkpoints.save_if_best(step, run, metrics | evaluation)
+            checkpoints.save_if_best(step, metrics | evaluation)
             log.evaluation(step, evaluation)
             log.restart_clock(step)
 
         # forward, backward, update, at the depth of this step
-        last_cycles = cycles
         cycles = optim.cycles_at(settings, examples_per_epoch, step)
         inputs = make_inputs(run, train_set, step, total_steps)
         try:
             stops = run.train_step(run.state, inputs, cycles)
         except KeyboardInterrupt:  # a request to stop dropped a step that takes long
-            if step > log.step:
-                metrics = log_steps(run, log, step, total_steps, cycles)
-            checkpoints.save(step, run, metrics)
             break
         step += 1
-
-        # stop if a rank was asked to; the number is read a step late, so that the host need not wait
-        read_stops = run.device.fetch(stops)
-        stop = read_previous_stops is not None and bool(read_previous_stops() > 0)
-        read_previous_stops = read_stops
         restart_watchdog(settings.stall_timeout)
         # a step of another depth has compiled
         if cycles != last_cycles:
             log.first_step(step, cycles, stops)
+            last_cycles = cycles
 
-        # what is due depends only on the step and on reduced sums, so that all ranks decide the same
+        # stop if a rank was asked to before the last step: waiting for this one would leave the device idle
+        num_stops = read_stops()
+        read_stops = run.device.fetch(stops)
+        if num_stops > 0:
+            break
+
+        # what is due depends only on the step, so that all ranks decide the same
         eval_due = optim.evaluation_due(settings, examples_per_epoch, step)
-        save_due = stop or step == total_steps or step % checkpoint_interval == 0
+        save_due = step % checkpoint_interval == 0
         # a line of the log has one depth
         depth_ends = optim.cycles_at(settings, examples_per_epoch, step) != cycles
-        if not (eval_due or save_due or depth_ends or step % settings.log_interval == 0):
-            continue
+        if eval_due or save_due or depth_ends or step % settings.log_interval == 0:
+            metrics = log_steps(run, log, step, total_steps, cycles)  # waits for the device
+            # a run that resumes starts all sequences afresh here, so this one does too
+            if save_due:
+                checkpoints.save(step, metrics)
+                run.restart_sequences()
+            log.restart_clock(step)
 
-        # log
-        metrics = log_steps(run, log, step, total_steps, cycles)  # waits for the device
-
-        # save; a run that resumes starts all sequences afresh here, so this one does too
-        if save_due:
-            checkpoints.save(step, run, metrics)
-            run.restart_sequences()
-        log.restart_clock(step)
+    # the end, or a stop
+    if step > log.step:
+        metrics = log_steps(run, log, step, total_steps, cycles)
+    checkpoints.save(step, metrics)
     return step
 
 
@@ -357,12 +357,12 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
     Exits with 1 if the last checkpoint cannot be written, or if the bucket lacks something without a stop.
     """
     settings = run.settings
-    if start.is_final and start.step == total_steps:
+    if start.evaluation.get("final") and start.step == total_steps:
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                    "higher max_steps or epochs continue it")
         is_complete = True
     else:
-        log.begin(run, train_set, start, checkpoints.run_id, recipe(vars(settings)), total_steps)
+        log.begin(run, train_set, checkpoints.run_id, recipe(vars(start.settings)), total_steps)
         began = time.monotonic()
         step = train(run, train_set, test_set, log, checkpoints, start, total_steps)
         # all ranks leave together: one that went on to the evaluation would wait for rank 0 forever
@@ -397,7 +397,7 @@ def final_evaluation(run, test_set, log, checkpoints, step):
         return False
     check_finite(run.settings, "loss not finite in the final evaluation", values["eval/loss"])
     if checkpoints:
-        checkpoints.save_if_best(step, run, values)
+        checkpoints.save_if_best(step, values)
     # "final" marks the run as complete
     log.evaluation(step, {"final": True, **values})
     return True
@@ -406,8 +406,8 @@ def final_evaluation(run, test_set, log, checkpoints, step):
 # ---------------------------------------------------------------------------------------------------------
 # The state of training
 
-# what Run itself has in its state
-OWN_STATE = ("weights", "ema", "optimizer", "puzzle_emb", "sequences", "log_sums", "grad_norms")
+# the part of Run.state that a resume begins anew; checkpoints have the rest, and what a copy or a fork adds
+TRANSIENT = ("sequences", "log_sums", "grad_norms")
 
 
 class Run:
@@ -448,38 +448,39 @@ class Run:
         weights, puzzle_emb = evaluate.weights_of(self.model)
         average = saved.get("ema") or weights
         optimizer = {name: optim.optimizer_state(self.settings, name, w) for name, w in weights.items()}
-        state = self.device.broadcast(dict(
+        # a fork's buffers may be of any type
+        self.model.load_state_dict(self.device.all_gather(self.buffers())[0], strict=False)
+        return self.device.broadcast(dict(
             weights=weights,
             ema={name: average[name] for name in weights} if self.settings.ema else {},
             optimizer=optimizer | saved.get("optimizer", {}),
             puzzle_emb=puzzle_emb,
-            buffers=self.buffers(),
         ))
-        self.model.load_state_dict(state.pop("buffers"), strict=False)
-        return state
 
     def state_dict(self):
         """Returns a copy on the host of what a checkpoint needs; weights and ema are state dicts of TRM."""
+        kept = {name: tree for name, tree in self.state.items() if name not in TRANSIENT}
+        weights = kept.pop("weights")
+        ema = kept.pop("ema")
         # both state dicts have the buffers and the puzzle embedding
-        state = self.state
         others = self.buffers()
+        puzzle_emb = kept.pop("puzzle_emb")
         if self.model.has_puzzle_emb:
-            others["puzzle_emb.weights"] = state["puzzle_emb"]
-        saved = {name: state[name] and state[name] | others for name in ("weights", "ema")}
-        saved |= dict(optimizer=state["optimizer"], kept=self.kept())
+            others["puzzle_emb.weights"] = puzzle_emb
+        saved = dict(
+            weights=weights | others,
+            ema=ema and ema | others,
+            optimizer=kept.pop("optimizer"),
+            kept=kept,
+        )
         # a file holds a tensor of both once
         copied = functools.cache(lambda t: t.to("cpu", copy=True))
         return tree_map(copied, saved)
 
-    def kept(self):
-        """Returns {name: tree} of what a copy or a fork has added to the state."""
-        return {name: tree for name, tree in self.state.items() if name not in OWN_STATE}
-
     def restore_kept(self, saved):
-        """Gives all ranks what rank 0's checkpoint has of kept(). All ranks."""
-        rank_0s = self.device.all_gather(saved.get("kept", {}))[0]
-        names = self.kept().keys() & rank_0s.keys()
-        self.state |= self.device.put({name: rank_0s[name] for name in names})
+        """Gives all ranks what a copy or a fork has added to the state of rank 0's checkpoint. All ranks."""
+        kept = self.device.all_gather(saved.get("kept", {}))[0]
+        self.state |= self.device.put({name: tree for name, tree in kept.items() if name in self.state})
 
     def buffers(self):
         """Returns the tensors that are saved but not trained, {name: tensor}."""
@@ -536,19 +537,21 @@ def replica(settings, device_type):
     restart_watchdog(0)
     start = checkpoint.open_start(settings, device, RUN_SETTINGS)
     settings = start.settings
-    settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
     check_batch_size(settings, device)
+    # the checkpoints keep the forward_dtype that was asked for; a resume may find another device
+    run_settings = copy.copy(settings)
+    run_settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
 
     # data, model, and its weights; data_path stays an address, for a resume on another machine
     train_set, test_set = data.load(data.get_dataset(settings, STOP.is_set))
     puzzles.kind_of(test_set.task).check_attempts(settings.eval_attempts)
     total_steps = length_of(settings, train_set, start)
-    trm = new_model(settings, train_set)
+    trm = new_model(run_settings, train_set)
     if settings.freeze_weights and not trm.has_puzzle_emb:
         raise UserError("freeze_weights trains the puzzle embedding alone, and puzzle_emb_ndim is 0")
-    start.load_into(trm, train_set)
+    start.load_into(trm, train_set, device)
     restart_watchdog(settings.stall_timeout)
-    run = Run(settings, trm, device, start.saved)
+    run = Run(run_settings, trm, device, start.saved)
     run.restore_kept(start.saved)
     start.saved.clear()  # frees its memory
 
@@ -557,7 +560,7 @@ def replica(settings, device_type):
     start.notes.insert(0, dtype_note)
     opened = nullcontext()
     if not settings.eval_only:  # the run writes to out_dir
-        opened = checkpoint.Checkpoints(start, trm, train_set, test_set, puzzles.score, log.print0)
+        opened = checkpoint.Checkpoints(start, run, train_set, test_set, puzzles.score, log.print0)
     with log, opened as checkpoints, errors.reporting_full_memory(run):
         log.header(trm, train_set, test_set, start.notes)
         if settings.eval_only:

@@ -48,9 +48,10 @@ def outdated(names, newest, keep_last_n):
     """
     good = [stem for stem in numbered(names) if stem <= newest]
     oldest = min(good[:keep_last_n], default="")  # of those that stay
+    older = [name for name in names if re.fullmatch(r"ckpt_\d+\.(pt|json)", name) and name < oldest]
+    unfinished = [name for name in names if re.fullmatch(UNFINISHED, name)]
     # a .json comes before its .pt, which is no checkpoint without it
-    return sorted(name for name in names if name < oldest and re.fullmatch(r"ckpt_\d+\.(pt|json)", name)
-                  or re.fullmatch(UNFINISHED, name))
+    return sorted(older + unfinished)
 
 
 def files_of(folder):
@@ -87,15 +88,12 @@ def newest_whole(out_dir, say=lambda line: None, newer_than=""):
 @dataclass
 class Start:
     """What a run begins with, identical on all ranks; only rank 0 has saved and notes."""
-    device: object
-    settings: object  # the run's: a checkpoint's where the command has assigned none
+    settings: object  # a checkpoint's where the command has assigned none; init_from: what the run began with
     path: str = ""  # the checkpoint with its weights; "": new weights
     is_resume: bool = False  # it goes on with the run of that checkpoint
-    init_from: str = "scratch"  # scratch or the file that the run began with, which a resume does not change
     run_id: str = ""  # of the run that is resumed
     step: int = 0
-    is_evaluated: bool = True  # no evaluation is left to do at this step
-    is_final: bool = False  # one of them was the final one
+    evaluation: dict = field(default_factory=dict)  # the last one that was logged at this step
     saved_settings: dict = field(default_factory=dict)  # of the run that is resumed or evaluated
     saved: dict = field(default_factory=dict)  # what the checkpoint holds
     notes: list = field(default_factory=list)  # lines for the log
@@ -103,46 +101,39 @@ class Start:
     def find(self):
         """Finds and reads the checkpoint, if there is one. Rank 0."""
         settings = self.settings
+        out_dir = settings.out_dir
         file = "" if settings.init_from in ("scratch", "resume", "auto") else settings.init_from
         # an evaluation of a file needs no run
         newest = "" if settings.eval_only and file else find_newest(settings)
         self.path = newest or file
         if not self.path:
             return
-        self.saved = saved = read_checkpoint(self.path)
+        self.saved = read_checkpoint(self.path)
         self.is_resume = newest != "" and not settings.eval_only
+
+        # a new run counts its own steps
         if self.is_resume or settings.eval_only:
-            self.step = saved.get("step", 0)
-            self.saved_settings = saved.get("settings", {})
-        if self.is_resume:
-            self.go_on(file)
+            self.step = self.saved.get("step", 0)
+            self.saved_settings = self.saved.get("settings", {})
+        # an evaluation and a new run take only the weights and their average
+        if not self.is_resume:
+            for name in "optimizer", "kept":
+                self.saved.pop(name, None)
             return
-        # an evaluation and a new run take only the weights and their average; a new run counts its own steps,
-        # and evaluates before the first one
-        for name in "optimizer", "kept":
-            saved.pop(name, None)
-        self.init_from = file
-        self.is_evaluated = False
 
-    def go_on(self, file):
-        """Goes on with the run of the checkpoint; file: the one that init_from names."""
-        self.run_id = self.saved.get("run_id", "")
-        self.init_from = self.saved_settings["init_from"]
         # a run goes on with a FILE if it has begun with that; one file has many names
-        out_dir = self.settings.out_dir
-        if file and os.path.realpath(file) != os.path.realpath(self.init_from):
+        self.run_id = self.saved.get("run_id", "")
+        if file and os.path.realpath(file) != os.path.realpath(self.saved_settings["init_from"]):
             refuse_run("--out_dir", out_dir, files_of(out_dir))
-        # the evaluations that were logged at this step
-        lines = read_metrics(f"{out_dir}/metrics.jsonl")
-        evaluations = [line for line in lines if line["step"] == self.step and "eval/loss" in line]
-        self.is_evaluated = bool(evaluations)
-        self.is_final = any(line.get("final") for line in evaluations)
+        for line in read_metrics(f"{out_dir}/metrics.jsonl"):
+            if line["step"] == self.step and "eval/loss" in line:
+                self.evaluation = line
 
-    def load_into(self, model, train_set):
+    def load_into(self, model, train_set, device):
         """Gives rank 0's model its first weights. All ranks. Raises UserError for what does not fit."""
-        check_ranks(self, train_set)
-        check_hosts(self)
-        on_rank_0(self.device, partial(load_start, self, model, train_set))
+        check_ranks(model.settings, train_set, device)
+        check_hosts(self, device)
+        check_rank_0(device, partial(load_start, self, model, train_set))
 
 
 def check_folders(settings):
@@ -170,28 +161,37 @@ def open_start(settings, device, run_settings):
     is no checkpoint or another run, TransientError where the bucket does not answer, SystemExit if a stop is
     requested meanwhile.
     """
-    start = Start(device, copy.copy(settings))  # replicas may be threads
-    on_rank_0(device, start.find)
+    settings = copy.copy(settings)  # replicas may be threads
+    start = Start(settings)
+    check_rank_0(device, start.find)
     # only rank 0's host may have the checkpoint, which stays there
-    shared = vars(start).keys() - {"device", "settings", "saved", "notes"}
+    shared = vars(start).keys() - {"settings", "saved", "notes"}
     vars(start).update(device.all_gather({name: getattr(start, name) for name in shared})[0])
-    start.settings.fill(
-        {name: value for name, value in start.saved_settings.items() if name not in run_settings})
+
+    saved = {name: value for name, value in start.saved_settings.items() if name not in run_settings}
+    # --epochs sets the length of the run, and not the checkpoint's max_steps
+    if any(flag.startswith("--epochs=") for flag in settings.argv):
+        saved.pop("max_steps", None)
+    settings.fill(saved)
+    # what the run began with
+    if start.is_resume:
+        settings.init_from = start.saved_settings["init_from"]
+    elif not start.path:
+        settings.init_from = "scratch"
     return start
 
 
-def on_rank_0(device, call):
-    """Returns rank 0's call() on all ranks, which raise its error: they would wait for it."""
-    error = result = None
+def check_rank_0(device, call):
+    """Lets rank 0 call(); all ranks raise its error: they would wait for it."""
+    error = None
     if device.rank == 0:
         try:
-            result = call()
+            call()
         except (Exception, SystemExit) as e:
             error = e
-    error_of_rank_0, result = device.all_gather((error, result))[0]
+    error_of_rank_0 = device.all_gather(error)[0]
     if error_of_rank_0:
         raise error or error_of_rank_0  # rank 0's own has a traceback
-    return result
 
 
 def find_newest(settings):
@@ -246,10 +246,10 @@ def pull(bucket, out_dir):
                                  "train there?")
 
 
-def check_ranks(start, train_set):
+def check_ranks(settings, train_set, device):
     """Raises UserError if ranks differ in what all must have in common; their disks may differ."""
-    facts = vars(start.settings) | dict(dataset=train_set.sha256, data_path="", out_dir="")
-    ranks = start.device.all_gather((start.device.host, facts))
+    facts = vars(settings) | dict(dataset=train_set.sha256, data_path="", out_dir="")
+    ranks = device.all_gather((device.host, facts))
     _, expected = ranks[0]
     for rank, (host, facts) in enumerate(ranks):
         differing = sorted(dict(facts.items() - expected.items()))
@@ -257,7 +257,7 @@ def check_ranks(start, train_set):
             raise UserError(f"host {host}, rank {rank}: not as on rank 0: {', '.join(differing)}")
 
 
-def check_hosts(start):
+def check_hosts(start, device):
     """Raises UserError if a host has a newer checkpoint than rank 0's: a run does not go back in silence.
 
     That host had rank 0 before. With a bucket it is a line on the terminal.
@@ -265,14 +265,14 @@ def check_hosts(start):
     settings = start.settings
     own = Path(start.path).stem if start.is_resume else ""
     newer = Path(newest_whole(settings.out_dir, newer_than=own)).stem
-    newer, host = max(start.device.all_gather((newer, start.device.host)))
+    newer, host = max(device.all_gather((newer, device.host)))
     if not newer or settings.eval_only:
         return
     line = (f"--out_dir={settings.out_dir} has {newer} on host {host}, and {own or 'no checkpoint'} on rank "
             "0's")
     if not settings.gcs_dir:
         raise UserError(f"{line}: choose a folder that all hosts share, or a --gcs_dir")
-    if start.device.rank == 0:
+    if device.rank == 0:
         print(f"{line}: training goes on from rank 0's")
 
 
@@ -284,7 +284,7 @@ class Checkpoints:
 
     Args:
         start: a Start.
-        trm: the run's TRM.
+        run: a train.Run.
         train_set, test_set: the Datasets.
         score: a function that ranks evaluations, {"eval/...": number}.
         say: a function for the lines of the log.
@@ -294,8 +294,9 @@ class Checkpoints:
     nothing can be written.
     """
 
-    def __init__(self, start, trm, train_set, test_set, score, say):
+    def __init__(self, start, run, train_set, test_set, score, say):
         self.start = start
+        self.run = run
         self.out_dir = start.settings.out_dir
         self.outdated = partial(outdated, keep_last_n=start.settings.keep_last_n)
         self.score = score
@@ -308,9 +309,9 @@ class Checkpoints:
         self.mirror = None
         # what belongs to the run, which a resume checks and goes on with
         self.facts = dict(
-            sizes=trm.sizes,
+            sizes=run.model.sizes,
             forks=start.settings.forks,
-            settings=vars(start.settings) | dict(init_from=start.init_from),
+            settings=vars(start.settings),
             data_sha256=train_set.sha256,
             task=train_set.task,
             identifiers_sha256=train_set.identifiers_sha256,
@@ -318,7 +319,7 @@ class Checkpoints:
         )
 
     def __enter__(self):
-        on_rank_0(self.start.device, self.take_folder)
+        check_rank_0(self.run.device, self.take_folder)
         return self
 
     def __exit__(self, kind, *error):
@@ -358,20 +359,19 @@ class Checkpoints:
             with replacing(path) as f:
                 f.write(json.dumps({"id": self.run_id}).encode())
 
-    def save(self, step, run, metrics, name=""):
-        """Writes a checkpoint and its .json."""
+    def save(self, step, metrics, name=""):
+        """Writes a checkpoint and its .json, unless this step has one."""
         name = name or stem(step)
-        # a stop in an evaluation comes after the checkpoint of the same step, which is whole
-        if self.start.device.rank != 0 or name == self.newest:
+        if self.run.device.rank != 0 or name == self.newest:
             return
-        state = run.state_dict() | self.facts | dict(step=step, run_id=self.run_id)
+        state = self.run.state_dict() | self.facts | dict(step=step, run_id=self.run_id)
         self.is_written = self.write(name, state, metrics)
 
-    def save_if_best(self, step, run, metrics):
+    def save_if_best(self, step, metrics):
         """Saves best.pt if the evaluation in `metrics` is the best of the run."""
         score = self.score(metrics)
         if score > self.best_score:
-            self.save(step, run, metrics, "best")
+            self.save(step, metrics, "best")
             if self.is_written:
                 self.best_score = score
 

@@ -88,13 +88,12 @@ class Log:
         for note in filter(None, notes):
             self.print0(note)
 
-    def begin(self, run, train_set, start, run_id, recipe, total_steps):
+    def begin(self, run, train_set, run_id, recipe, total_steps):
         """Writes the first line of metrics.jsonl, drops lines past the first step, and starts W&B.
 
         Args:
             run: a train.Run.
             train_set: the Dataset.
-            start: a checkpoint.Start.
             run_id: of Checkpoints; it continues W&B's curves after a restart.
             recipe: {name: value} of the settings that say what the run trains.
             total_steps: the length of the run.
@@ -111,7 +110,7 @@ class Log:
             examples=len(train_set),
             puzzles=train_set.total_groups,
             data_sha256=train_set.sha256,
-            init_from=start.init_from,
+            init_from=self.settings.init_from,
             forks=self.settings.forks,
         )
         # a run that resumes may have begun on other hardware

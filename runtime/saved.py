@@ -133,8 +133,7 @@ def check_run(start, train_set, attention):
                         "or choose another --out_dir")
     # tell the log what is resumed and what has changed
     start.notes.append(f"resuming from {path}")
-    names = sorted(start.saved_settings.keys() - {"init_from"})
-    start.notes += changes(start.settings, start.saved_settings, names)
+    start.notes += changes(start.settings, start.saved_settings, sorted(start.saved_settings))
 
 
 def changed_attention(model, saved):
