@@ -12,7 +12,6 @@ import functools
 import io
 import os
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,15 +33,17 @@ ANSWERS = ("preds", "q_halt_logits", *SUREST)
 # ---------------------------------------------------------------------------------------------------------
 # One step of a batch
 
+def weights_of(trm):
+    """Returns a TRM's weights and its puzzle embedding, for Evaluator.inputs."""
+    puzzle_emb = trm.puzzle_emb.weights if trm.has_puzzle_emb else torch.zeros(1, 1)
+    return trm.weights(), puzzle_emb
+
+
 class Evaluator:
     """Runs supervision steps without gradients on a batch of slots.
 
-    Args:
-        settings: train.py's settings; it reads forward_dtype, seed, and those of halting and of evaluations.
-        trm: a TRM.
-        device: a device.Device, or an object with its methods.
-        batch_size: the number of slots on this device.
-        micro_batch_size: how many of them to compute at a time; 0: all.
+    It reads forward_dtype, seed and the settings of halting and evaluations. micro_batch_size: the slots to
+    compute at a time; 0: all.
     """
 
     def __init__(self, settings, trm, device, batch_size, micro_batch_size=0):
@@ -70,10 +71,7 @@ class Evaluator:
         return self.device.put(dict(sequences=sequences, answers=answers))
 
     def inputs(self, weights, puzzle_emb, batch):
-        """Returns the inputs of program(), on the device.
-
-        weights, puzzle_emb: see weights_of; on the device. batch: what free slots take, as a Dataset's.
-        """
+        """Returns the inputs of program(): what weights_of returns, on the device, and a Dataset's batch."""
         return dict(puzzles=self.device.put(batch), weights=weights, puzzle_emb=puzzle_emb)
 
     @torch.no_grad()
@@ -136,7 +134,6 @@ def update_answers(answers, result, is_new):
 class Attempt(NamedTuple):
     """An attempt at a puzzle: at the puzzle itself, or at a copy by symmetry."""
     puzzle: int  # its number in the queue
-    copies: Iterator | None = None  # more copies of it, see Kind.copies in puzzles/__init__.py
     symmetry: object = None  # what turns the answer back; None: it is the puzzle itself
     question: np.ndarray | None = None  # the copy's tokens [S]
 
@@ -153,11 +150,7 @@ class Queue:
         SUREST: the most confident answer of all attempts; a tie goes to the earliest.
         attempts: how many there were.
 
-    Args:
-        evaluator: an Evaluator.
-        weights, puzzle_emb: see Evaluator.inputs.
-        test_set: a Dataset, or an object with its task and test_batch.
-        indices: which of its examples [n].
+    The puzzles are the examples `indices` of test_set, a Dataset or an object with its task and test_batch.
     """
 
     def __init__(self, evaluator, weights, puzzle_emb, test_set, indices):
@@ -167,6 +160,7 @@ class Queue:
         self.test_set = test_set
         self.indices = indices
         self.waiting = deque(map(Attempt, range(len(indices))))
+        self.copies = {}  # {puzzle: an iterator, see Kind.copies} of those that the first attempt left unsure
         self.slots = [None] * evaluator.batch_size  # the Attempt in each slot; None: free
         self.halted = np.ones(evaluator.batch_size, bool)  # slots that take a new one at the next step
         self.slot_tensors = evaluator.new_slots()
@@ -188,7 +182,7 @@ class Queue:
         """Returns the number of puzzles that wait or run."""
         return len(self.waiting) + len(self.slots) - self.slots.count(None)
 
-    def run(self, should_stop):
+    def run_steps(self, should_stop):
         """Runs as many supervision steps as an attempt may take, fewer if the queue is empty before.
 
         should_stop: a function; once it returns true, no further step begins. Returns the number of puzzles
@@ -203,18 +197,6 @@ class Queue:
             if self.evaluator.settings.eval_patience or supervision_step == self.evaluator.max_steps:
                 self.collect(results)
         return num_before - self.num_unfinished()
-
-    def watch(self):
-        """Yields arrays of each step's results, [slots, ...], answers turned back, until the queue is empty.
-
-        For a single slot; or, without eval_patience, for a slot for each puzzle and one attempt at each.
-        """
-        while self.num_unfinished():
-            results = self.eval_step()
-            arrays = {name: results[name].cpu().numpy() for name in ("preds", "q_halt_logits", "halted")}
-            answers = [attempt.turned_back(answer) for attempt, answer in zip(self.slots, arrays["preds"])]
-            yield arrays | {"preds": np.stack(answers)}
-            self.collect(results)
 
     def eval_step(self):
         """Runs a supervision step of all slots and returns its results, on the device."""
@@ -265,19 +247,18 @@ class Queue:
 
         is_sure = sigmoid(results["surest_q_halt_logits"][puzzle]) >= model.SURE
         if not is_sure and results["attempts"][puzzle] < self.evaluator.settings.eval_attempts:
-            self.try_again(attempt)
+            self.try_again(puzzle)
 
-    def try_again(self, attempt):
-        """Lets the puzzle of an attempt wait for an attempt at another copy, if there is one."""
-        copies = attempt.copies
-        if copies is None:
-            index = self.indices[attempt.puzzle]
+    def try_again(self, puzzle):
+        """Lets a puzzle wait for an attempt at another copy of it, if there is one."""
+        if puzzle not in self.copies:
+            index = self.indices[puzzle]
             [question] = self.test_set.test_batch([index])["inputs"]
             seed = self.evaluator.settings.seed
-            copies = kind_of(self.test_set.task).copies(question, seed, index)
-        copy = next(copies, None)
+            self.copies[puzzle] = kind_of(self.test_set.task).copies(question, seed, index)
+        copy = next(self.copies[puzzle], None)
         if copy:
-            self.waiting.append(Attempt(attempt.puzzle, copies, *copy))
+            self.waiting.append(Attempt(puzzle, *copy))
 
 
 def unlabeled_batch(questions):
@@ -296,9 +277,7 @@ def evaluate(evaluator, weights, puzzle_emb, test_set, indices, title, should_st
     """Returns {"eval/...": number} for test puzzles, or {} if a stop is requested. All ranks.
 
     Args:
-        evaluator: an Evaluator.
-        weights, puzzle_emb: see Evaluator.inputs.
-        test_set: a Dataset.
+        evaluator, weights, puzzle_emb, test_set: see Queue.
         indices: which of its examples, for all ranks.
         title: the beginning of the lines that show the progress.
         should_stop: a function that says whether this host is asked to stop.
@@ -308,39 +287,39 @@ def evaluate(evaluator, weights, puzzle_emb, test_set, indices, title, should_st
     settings = evaluator.settings
     device = evaluator.device
     own_indices = indices[device.rank::device.world]
-
     queue = Queue(evaluator, weights, puzzle_emb, test_set, own_indices)
-    progress = Progress(f"{title}, puzzles", len(own_indices))
+    if not solve_all(queue, title, should_stop):
+        return {}
 
+    # the last answer of the first attempt, as in the paper, and the surest answer of all attempts
+    arrays = test_set.test_batch(own_indices) | queue.results
+    values = means(device.all_gather(eval_sums(settings, test_set, arrays)))
+
+    # each rank saves its arrays, and rank 0 what ARC's votes have elected
+    save = functools.partial(save_file, settings, device, should_stop)
+    if save_to and settings.eval_save_outputs:
+        part = f".{device.rank}" if device.world > 1 else ""
+        save(f"{save_to}{part}.npz", compressed(settings, own_indices, arrays))
+    save_votes = save if save_to and device.rank == 0 else None
+    kind = kind_of(test_set.task)
+    return values | kind.elect(test_set, own_indices, queue.results, device.all_gather, save_votes)
+
+
+def solve_all(queue, title, should_stop):
+    """Returns True once the queues of all ranks are empty, False if a stop is requested. All ranks."""
+    device = queue.evaluator.device
+    progress = Progress(f"{title}, puzzles", len(queue.indices))
     # ranks need different numbers of steps: they meet now and then, and leave or stop together
     num_unfinished = 1
     while num_unfinished:
-        num_finished = queue.run(should_stop)
+        num_finished = queue.run_steps(should_stop)
         if device.rank == 0:
             progress.add(num_finished)
         ranks = device.all_gather((should_stop(), queue.num_unfinished()))
         num_stops, num_unfinished = np.sum(ranks, axis=0)
         if num_stops:
-            return {}
-
-    # the last answer of the first attempt, as in the paper, and the surest answer of all attempts
-    results = queue.results
-    save = functools.partial(save_file, settings, device, should_stop)
-    if save_to and settings.eval_save_outputs:
-        arrays = test_set.test_batch(own_indices) | results
-        wanted = {name: arrays[name] for name in settings.eval_save_outputs.split(",") if name}
-        content = io.BytesIO()
-        np.savez_compressed(content, indices=own_indices, **wanted)
-        part = f".{device.rank}" if device.world > 1 else ""
-        save(f"{save_to}{part}.npz", content.getvalue())
-
-    # the figures of all ranks
-    sums = eval_sums(settings, test_set, test_set.test_batch(own_indices) | results)
-    values = means(device.all_gather(sums))
-
-    # ARC's votes
-    save = save if save_to and device.rank == 0 else None
-    return values | kind_of(test_set.task).elect(test_set, own_indices, results, device.all_gather, save)
+            return False
+    return True
 
 
 def eval_sums(settings, test_set, arrays):
@@ -373,6 +352,14 @@ def means(ranks):
 # ---------------------------------------------------------------------------------------------------------
 # Files that an evaluation leaves in out_dir
 
+def compressed(settings, indices, arrays):
+    """Returns the content of a .npz file with the arrays of eval_save_outputs."""
+    wanted = {name: arrays[name] for name in settings.eval_save_outputs.split(",") if name}
+    content = io.BytesIO()
+    np.savez_compressed(content, indices=indices, **wanted)
+    return content.getvalue()
+
+
 def save_file(settings, device, should_stop, name, content):
     """Writes a file of out_dir, and uploads it where no mirror does: it copies rank 0's folder, in training.
 
@@ -387,12 +374,3 @@ def save_file(settings, device, should_stop, name, content):
             open_bucket(settings, should_stop).write(name, Path(path))
     except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
         to_stderr(f"{path}: not saved: {e}")
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Helpers
-
-def weights_of(trm):
-    """Returns a TRM's weights and its puzzle embedding, for Evaluator.inputs."""
-    puzzle_emb = trm.puzzle_emb.weights if trm.has_puzzle_emb else torch.zeros(1, 1)
-    return trm.weights(), puzzle_emb

@@ -9,26 +9,18 @@ import torch
 
 # ---------------------------------------------------------------------------------------------------------
 # Optimizers: functions (settings, rates, w, g, **state), in place on w and on its state.
-# rates: lr, and bias_correction1, bias_correction2 = 1 - beta^t.
+# rates: see rates_at.
 
 def optimizer_state(settings, name, w):
-    """Returns the state of the optimizer for the parameter of that name, {name: float32 tensor}.
+    """Returns the optimizer's state for a parameter, {keyword argument: float32 tensor}.
 
-    The tensors are the optimizer's keyword arguments. A fork may keep others, of any shape; checkpoints hold
-    them all.
+    A fork may keep other tensors, of any shape; checkpoints hold them all.
     """
     return dict(m=torch.zeros_like(w), v=torch.zeros_like(w))
 
 
 def update(settings, rates, weights, grads, states):
-    """Runs one step of the optimizer on all weights, in place.
-
-    Args:
-        settings: train.py's settings.
-        rates: what rates_at() returns, as tensors of one element.
-        weights, grads: {name: float32 tensor}.
-        states: {name: what optimizer_state returns}.
-    """
+    """Runs one step of the optimizer on all weights, in place; weights, grads and states are by name."""
     optimize = OPTIMIZERS[settings.optimizer]
     for name, w in weights.items():
         optimize(settings, rates, w, grads[name], **states[name])
@@ -122,10 +114,7 @@ def add_up(entries, bins, num_bins):
 def sign_sgd(puzzle_emb, packed, lr, weight_decay):
     """Moves the batch's rows of the puzzle embedding, in place: decoupled decay and the gradient's sign.
 
-    Args:
-        puzzle_emb: the puzzle embedding [N, D'].
-        packed: the sum of pack_rows over all ranks.
-        lr, weight_decay: tensors or numbers.
+    puzzle_emb: [N, D']. packed: the sum of pack_rows over all ranks.
     """
     assert len(puzzle_emb) < 2 ** 24, "float32 holds no larger identifiers"
     # the sequences of a bin have the same identifier, which is their mean; an empty bin gets identifier 0

@@ -128,6 +128,7 @@ CHOICES = {
     "wandb_mode": ("online", "offline", "disabled"),
 }
 EVAL_OUTPUTS = ("inputs", "labels", "attempts", *evaluate.ANSWERS)
+TO_CONTINUE = "to continue: the same command with --init_from=auto (with a FILE: as it is)"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -140,10 +141,10 @@ def train_step(run, state, inputs, cycles):
     All ranks must call it, and every function that says "All ranks": each waits for the others.
 
     Args:
-        run: a Run, for its settings, model and device.
+        run: a Run.
         state: run.state; while XLA captures the program, placeholders take the place of its tensors.
-        inputs: what make_inputs returns.
-        cycles: (H_cycles, L_cycles) of this step.
+        inputs: see make_inputs.
+        cycles: (H_cycles, L_cycles).
 
     Returns the number of ranks that were asked to stop, [1].
     """
@@ -201,12 +202,7 @@ def train_step(run, state, inputs, cycles):
 
 
 def forward_backward(run, cycles, weights, micro_batch):
-    """Runs forward and backward on one micro-batch of b sequences.
-
-    Args:
-        run, cycles: see train_step.
-        weights: {name: tensor}, in forward_dtype.
-        micro_batch: sequences, min_halt_steps [b] and, with a puzzle embedding, puzzle_rows [b, D'].
+    """Runs forward and backward on the b sequences of micro_batch, with weights in forward_dtype.
 
     Returns what adds up, dict(grads={name: float32}, stats={name: [1]}), and what each sequence has,
     dict(sequences=..., row_grads [b, D']).
@@ -273,8 +269,8 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
     checkpoint_interval = settings.checkpoint_interval or total_steps
     step = start.step
     # new weights are not evaluated, and no step is twice
-    eval_due = bool(start.path) and not start.evaluation
-    eval_due = eval_due and optim.evaluation_due(settings, examples_per_epoch, step)
+    may_evaluate = start.path and not start.evaluation
+    eval_due = may_evaluate and optim.evaluation_due(settings, examples_per_epoch, step)
     last_cycles = None  # (H_cycles, L_cycles) of the last step
     metrics = {}  # the last line of the log
     read_stops = run.device.fetch(torch.zeros(1))  # waits for the last step's number of requests to stop
@@ -308,7 +304,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             log.first_step(step, cycles, stops)
             last_cycles = cycles
 
-        # stop if a rank was asked to before the last step: waiting for this one would leave the device idle
+        # stop if a rank was asked to before the last step: to wait for this one would leave the device idle
         num_stops = read_stops()
         read_stops = run.device.fetch(stops)
         if num_stops > 0:
@@ -316,7 +312,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
 
         # what is due depends only on the step, so that all ranks decide the same
         eval_due = optim.evaluation_due(settings, examples_per_epoch, step)
-        save_due = step % checkpoint_interval == 0
+        save_due = step % checkpoint_interval == 0 and step < total_steps
         # a line of the log has one depth
         depth_ends = optim.cycles_at(settings, examples_per_epoch, step) != cycles
         if eval_due or save_due or depth_ends or step % settings.log_interval == 0:
@@ -335,7 +331,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
 
 
 def log_steps(run, log, step, total_steps, cycles):
-    """Logs the means of the steps since the last line, of depth cycles. Raises UserError as check_finite."""
+    """Logs the means of the steps since the last line, of depth cycles; see check_finite."""
     values = run.take_means(step - log.step)
     check_finite(run.settings, f"loss or gradient not finite between steps {log.step + 1} and {step}",
                  values["train/loss"], values["train/grad_norm"])
@@ -352,15 +348,12 @@ def check_finite(settings, what, *values):
 
 
 def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps):
-    """Trains, saves, evaluates and uploads. All ranks. Returns False if it was stopped before its end.
-
-    Exits with 1 if the last checkpoint cannot be written, or if the bucket lacks something without a stop.
-    """
+    """Trains, saves, evaluates and uploads; returns False if a stop came before its end. All ranks."""
     settings = run.settings
-    if start.evaluation.get("final") and start.step == total_steps:
+    is_complete = start.step == total_steps and "final" in start.evaluation
+    if is_complete:
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                    "higher max_steps or epochs continue it")
-        is_complete = True
     else:
         log.begin(run, train_set, checkpoints.run_id, recipe(vars(start.settings)), total_steps)
         began = time.monotonic()
@@ -370,8 +363,7 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
             sys.exit(1)
         if step < total_steps:
             saved = f"checkpoint saved in {settings.out_dir}" if step else "before its end, nothing to save"
-            log.print0(f"stopped at step {step}, {saved}; to continue: {how_to_continue(settings)}")
-            is_complete = False
+            log.print0(f"stopped at step {step}, {saved}; {TO_CONTINUE}")
         else:
             log.print0(f"trained {step - start.step} steps in {duration(time.monotonic() - began)}")
             is_complete = final_evaluation(run, test_set, log, checkpoints, step)
@@ -385,10 +377,7 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
 
 
 def final_evaluation(run, test_set, log, checkpoints, step):
-    """Logs an evaluation in full, and saves best.pt if it is the best. Returns False if it was stopped.
-
-    checkpoints: None in eval_only, since best.pt is of the training run.
-    """
+    """Logs an evaluation in full, and saves best.pt if it is the best. Returns False if it was stopped."""
     indices = test_set.subset(run.settings.eval_final_max_puzzles)
     # the arrays of eval_save_outputs and ARC's answers go beside the checkpoint that they belong to
     values = run.evaluate(test_set, indices, "final evaluation", f"eval_{step:08d}")
@@ -396,7 +385,7 @@ def final_evaluation(run, test_set, log, checkpoints, step):
         log.print0("final evaluation stopped; a resume starts it again")
         return False
     check_finite(run.settings, "loss not finite in the final evaluation", values["eval/loss"])
-    if checkpoints:
+    if checkpoints:  # not with eval_only: best.pt is of the training run
         checkpoints.save_if_best(step, values)
     # "final" marks the run as complete
     log.evaluation(step, {"final": True, **values})
@@ -418,8 +407,9 @@ class Run:
     up METRICS of sequences that halted and LOSS_TERMS of all, these names alone, and grad_norms the norms of
     the gradients.
 
-    trm: a TRM, which moves to the device. device: a device.Device, or an object with its methods. saved: what
-    a checkpoint holds, if the run goes on with its average and its optimizer's state.
+    Args:
+        trm: a TRM, which moves to the device.
+        saved: what a checkpoint holds: the run goes on with its average and its optimizer's state.
     """
 
     def __init__(self, settings, trm, device, saved=None):
@@ -527,10 +517,10 @@ class Run:
 # A replica
 
 def replica(settings, device_type):
-    """Runs one replica from its start to its end.
+    """Runs one replica from its start to its end, with the command's settings.
 
-    settings: the command's. device_type: from choose_device. Exits with 3 if a stop came before the run and
-    its upload were complete, with 1 if the bucket lacks something without a stop.
+    Exits with 3 if a stop came before the run and its upload were complete, with 1 if the last checkpoint
+    cannot be written or the bucket lacks something.
     """
     # the device, and where the run begins; downloads take time, so that the watchdog waits until all is here
     device = open_device(device_type, settings)
@@ -557,12 +547,11 @@ def replica(settings, device_type):
 
     log = Log(settings, device, start.step)
     device.report = log.within_step
-    start.notes.insert(0, dtype_note)
     opened = nullcontext()
     if not settings.eval_only:  # the run writes to out_dir
         opened = checkpoint.Checkpoints(start, run, train_set, test_set, puzzles.score, log.print0)
     with log, opened as checkpoints, errors.reporting_full_memory(run):
-        log.header(trm, train_set, test_set, start.notes)
+        log.header(trm, train_set, test_set, [dtype_note, *start.notes])
         if settings.eval_only:
             is_complete = final_evaluation(run, test_set, log, None, start.step)
         else:
@@ -592,12 +581,6 @@ def check_settings(settings):
         if not getattr(settings, name):
             raise UserError(f"{name} must not be empty")
     checkpoint.check_folders(settings)
-
-
-def how_to_continue(settings):
-    """Returns in words the command that continues a run; init_from=auto would forget a FILE."""
-    is_file = settings.init_from not in ("scratch", "resume", "auto")
-    return "the same command" if is_file else "the same command with --init_from=auto"
 
 
 def recipe(settings):
@@ -640,8 +623,7 @@ def main(settings):
             with process.watching_replicas():
                 spawn(configurator.Spawned(spawned_replica, Settings, settings, device_type))
         except BrokenProcessPool:
-            words = f"a replica died, see above if it said why; to continue: {how_to_continue(settings)}"
-            raise TransientError(words) from None
+            raise TransientError(f"a replica died, see above if it said why; {TO_CONTINUE}") from None
 
 
 # This file is the module "train", whatever its name: a copy runs as it stands, and forks import it. In a new

@@ -117,15 +117,7 @@ def flops_per_example(model, cycles=None):
 # Questions, whose answers need not be known, on the CPU
 
 def queue_of(settings, trm, task, batch, batch_size):
-    """Returns an evaluate.Queue of questions, on the CPU.
-
-    Args:
-        settings: see evaluate.Evaluator.
-        trm: a TRM on the CPU.
-        task: the questions' task.
-        batch: the questions, of evaluate.unlabeled_batch.
-        batch_size: the number of slots.
-    """
+    """Returns an evaluate.Queue of the questions of an unlabeled_batch, on the CPU."""
     evaluator = evaluate.Evaluator(settings, trm, Device("cpu", settings, Place()), batch_size)
     indices = np.arange(len(batch["inputs"]))
     questions = SimpleNamespace(task=task, test_batch=lambda indices: tree_map(lambda t: t[indices], batch))
@@ -133,15 +125,15 @@ def queue_of(settings, trm, task, batch, batch_size):
 
 
 def answers_to(settings, trm, task, batch, report=lambda num_finished: None):
-    """Returns the results of an evaluate.Queue, {name: [n, ...]}, for n questions.
+    """Returns the results of an evaluate.Queue, {name: [n, ...]}, for the n questions of a batch.
 
-    Args: see queue_of. report: a function that gets the number of questions that were finished, now and then.
+    report: a function that gets the number of questions that were finished, now and then.
     """
-    n, cells = batch["inputs"].shape
-    num_batches = math.ceil(n * cells / CELLS_AT_A_TIME) or 1
+    n, S = batch["inputs"].shape
+    num_batches = math.ceil(n * S / CELLS_AT_A_TIME) or 1
     queue = queue_of(settings, trm, task, batch, math.ceil(n / num_batches))
     while queue.num_unfinished():
-        report(queue.run(lambda: False))
+        report(queue.run_steps(lambda: False))
     return queue.results
 
 
@@ -149,23 +141,27 @@ class Step(NamedTuple):
     """A supervision step of an attempt at one puzzle."""
     attempt: int  # from 1
     number: int  # of the step in its attempt, from 1
-    answer: np.ndarray  # tokens [cells], turned back
+    answer: np.ndarray  # tokens [S], turned back
     confidence: float  # from 0 to 1
     judgement: Judgement | None  # by the rules, if they are known
 
 
 def watch(settings, trm, kind, question):
-    """Yields a Step after each supervision step of each attempt at a question, tokens [cells]."""
+    """Yields a Step after each supervision step of each attempt at a question, tokens [S]."""
     batch = evaluate.unlabeled_batch(question[None])
     queue = queue_of(settings, trm, kind.task, batch, 1)
-    attempt, number = 1, 0
-    for results in queue.watch():
+    attempt = 1
+    number = 0
+    while queue.num_unfinished():
+        results = queue.eval_step()
         number += 1
-        [answer] = results["preds"]
-        [confidence] = sigmoid(results["q_halt_logits"]).tolist()
+        answer = queue.slots[0].turned_back(results["preds"][0].numpy())
+        confidence = float(sigmoid(results["q_halt_logits"][0]))
         yield Step(attempt, number, answer, confidence, kind.judge(question[None], answer[None]))
         if results["halted"].all():
-            attempt, number = attempt + 1, 0
+            attempt += 1
+            number = 0
+        queue.collect(results)
 
 
 def solve(trm, questions, steps=16, attempts=1, identifiers=0):
@@ -203,9 +199,9 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
         tokens = questions.int().numpy()
     batch = evaluate.unlabeled_batch(tokens)
     batch["puzzle_identifiers"][:] = identifiers
-    cells = tokens.shape[1]
-    if cells != trm.sizes["seq_len"]:
-        raise ValueError(f"the question has {cells} cells, not {trm.sizes['seq_len']}")
+    S = trm.sizes["seq_len"]
+    if tokens.shape[1] != S:
+        raise ValueError(f"the question has {tokens.shape[1]} cells, not {S}")
 
     # as solve.py does, whatever the training did
     settings = SimpleNamespace(**vars(trm.settings) | dict(

@@ -158,8 +158,7 @@ def open_start(settings, device, run_settings):
     """Returns the Start that the command's settings lead to. All ranks.
 
     run_settings: names of those that a resume does not take from the checkpoint. Raises UserError where there
-    is no checkpoint or another run, TransientError where the bucket does not answer, SystemExit if a stop is
-    requested meanwhile.
+    is no checkpoint or another run.
     """
     settings = copy.copy(settings)  # replicas may be threads
     start = Start(settings)
@@ -226,9 +225,9 @@ def refuse_run(flag, folder, names):
 def pull(bucket, out_dir):
     """Brings the newest whole checkpoint of the bucket, and its logs, to out_dir, unless that has it."""
     # both must be of the same run
-    run = bucket.read("run.json", json.loads)
+    theirs = bucket.read("run.json", json.loads)
     own = f"{out_dir}/run.json"
-    if run and os.path.exists(own) and read_json(own) != run:
+    if theirs and os.path.exists(own) and read_json(own) != theirs:
         raise UserError(f"{out_dir} and {bucket.url} hold two different runs: choose another; to move a run, "
                         "copy its files to an empty one")
     for name in numbered(bucket.list()):
@@ -282,16 +281,9 @@ def check_hosts(start, device):
 class Checkpoints:
     """Writes the checkpoints of a run, to out_dir and gcs_dir. All ranks call its methods, rank 0 writes.
 
-    Args:
-        start: a Start.
-        run: a train.Run.
-        train_set, test_set: the Datasets.
-        score: a function that ranks evaluations, {"eval/...": number}.
-        say: a function for the lines of the log.
-
-    run_id: kept across resumes and also used by W&B. is_written: whether the last checkpoint was written. The
-    with block locks out_dir: it raises TransientError where another process trains there, UserError where
-    nothing can be written.
+    score: a function that ranks evaluations, {"eval/...": number}. say: a function for the lines of the log.
+    run_id: kept across resumes and also used by W&B. is_written: whether the last checkpoint was written.
+    The with block locks out_dir.
     """
 
     def __init__(self, start, run, train_set, test_set, score, say):
@@ -331,20 +323,7 @@ class Checkpoints:
             self.lock.close()
 
     def take_folder(self):
-        """Locks out_dir, and begins to mirror it. Rank 0."""
-        self.lock_folder()
-        # the score of best.pt, unless it is of steps that this run did not take
-        with suppress(Exception):  # there is none yet, or it is damaged, however
-            best = read_json(f"{self.out_dir}/best.json")
-            if self.start.is_resume and best["step"] <= self.start.step:
-                self.best_score = float(self.score(best["metrics"]))
-        bucket = open_bucket(self.start.settings)  # a stop does not end its attempts
-        if bucket:
-            from runtime.bucket import Mirror
-            self.mirror = Mirror(self.out_dir, bucket, self.newest, self.outdated, self.say)
-
-    def lock_folder(self):
-        """Locks out_dir, and keeps the id in run.json, where there is one. What fails here leaves no lock."""
+        """Locks out_dir, keeps the id in run.json, and begins to mirror the folder. Rank 0."""
         path = f"{self.out_dir}/run.json"
         if os.path.exists(path):
             self.run_id = read_json(path)["id"]
@@ -358,6 +337,15 @@ class Checkpoints:
                 raise TransientError(f"--out_dir={self.out_dir}: another process trains there") from None
             with replacing(path) as f:
                 f.write(json.dumps({"id": self.run_id}).encode())
+        # the score of best.pt, unless it is of steps that this run did not take
+        with suppress(Exception):  # there is none yet, or it is damaged, however
+            best = read_json(f"{self.out_dir}/best.json")
+            if self.start.is_resume and best["step"] <= self.start.step:
+                self.best_score = float(self.score(best["metrics"]))
+        bucket = open_bucket(self.start.settings)  # a stop does not end its attempts
+        if bucket:
+            from runtime.bucket import Mirror
+            self.mirror = Mirror(self.out_dir, bucket, self.newest, self.outdated, self.say)
 
     def save(self, step, metrics, name=""):
         """Writes a checkpoint and its .json, unless this step has one."""

@@ -34,10 +34,10 @@ def read_checkpoint(path):
             raise ValueError("it has no weights")
     except UserError:
         raise
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; init_from: scratch, resume, auto or FILE") from None
     except Exception as e:  # torch has many for this
         cause = str(e).removeprefix(path).strip() if isinstance(e, ValueError) else type(e).__name__
-        if isinstance(e, FileNotFoundError):
-            raise UserError(f"{path}: no such file; init_from: scratch, resume, auto or FILE") from None
         raise UserError(f"{path}: cannot be read as a checkpoint ({cause}): damaged, or not one of ours or "
                         "the official code's; init_from: scratch, resume, auto or FILE") from None
     return saved
@@ -47,14 +47,9 @@ def read_checkpoint(path):
 def load_weights(trm, official_weights, same_identifiers=True):
     """Loads weights under the official code's names, with or without their prefixes, into a TRM.
 
-    Args:
-        trm: a TRM.
-        official_weights: {name: tensor}.
-        same_identifiers: False if the puzzle identifiers stand for other puzzles than the file's.
-
-    Returns True if the identifiers are others, or if their number is: every row of the puzzle embedding then
-    becomes the mean of the file's, as in the official code. Raises ValueError for names or shapes that do not
-    fit.
+    Returns True if the puzzle identifiers stand for other puzzles than the file's, or if their number is
+    another: every row of the puzzle embedding then becomes the mean of the file's, as in the official code.
+    Raises ValueError for names or shapes that do not fit.
     """
     # the official code's names, without the prefixes of its wrappers
     weights = {}
@@ -79,10 +74,7 @@ def load_weights(trm, official_weights, same_identifiers=True):
 
 
 def load_saved_weights(model, weights, path, same_identifiers=True, saved_settings=None):
-    """See load_weights; the weights are of the file `path`, and of saved_settings if it has some.
-
-    Raises UserError if they do not fit.
-    """
+    """See load_weights; raises UserError. path: the file with the weights; saved_settings: what it has."""
     try:
         return load_weights(model, weights, same_identifiers)
     except ValueError as e:
@@ -137,11 +129,7 @@ def check_run(start, train_set, attention):
 
 
 def changed_attention(model, saved):
-    """Returns a line for each setting of attention that differs from the checkpoint's.
-
-    The names and shapes of the weights do not show these settings; they show all others but the cycles, which
-    may change.
-    """
+    """Returns a line for each setting of attention that differs from the checkpoint's; no shape shows it."""
     if model.settings.mlp_t:
         return []
     names = ["num_heads", "pos_encodings"]
@@ -176,10 +164,7 @@ def check_task(saved, train_set, path):
 
 
 def missing_forks(saved_forks, forks):
-    """Returns a line for each fork that trained the weights in a file and has not run here.
-
-    saved_forks, forks: {name: digest}, the file's and those of the settings.
-    """
+    """Returns a line for each fork {name: digest} that trained the weights in a file and has not run here."""
     lines = []
     for name, digest in saved_forks.items():
         if digest not in forks.values():

@@ -87,7 +87,7 @@ def write_model(source, target, train_arguments):
         saved = add_dataset(saved, settings, path)
     for name in train.RUN_SETTINGS:
         delattr(settings, name)
-    if settings.forward_dtype == "auto":  # the config for an official file may leave it open
+    if settings.forward_dtype == "auto":  # each device chooses its own
         settings.forward_dtype = "float32"
 
     # leave out what only training needs: the optimizer and the raw weights

@@ -27,7 +27,10 @@ import configurator
 import model
 import optim
 import train
+from data import Dataset
 from runtime.errors import UserError
+from train import open_device
+from weights import new_model
 
 EXAMPLES = "rsm", "infiloop", "fprm", "chains", "symbols", "houses"
 FORK_PATHS = [f"{ROOT}/examples/{name}.py" for name in EXAMPLES]
@@ -169,6 +172,17 @@ def test_a_term_is_a_number_for_each_sequence(owner, function, name, shape, data
     for flags in ["--max_steps=1"], ["--eval_only", f"--init_from={whole[0]}/ckpt_00000010.pt"]:
         with pytest.raises(UserError, match=words):
             run(data, "run", *flags)
+
+
+def test_buffers_of_a_fork_keep_their_type(data):
+    """Float32 would round both."""
+    settings = configurator.configure(train.Settings, arguments(data, "run"))
+    net = new_model(settings, Dataset(data, "train"))
+    buffers = dict(counter=torch.tensor([2 ** 24 + 1]), angle=torch.tensor([0.1], dtype=torch.float64))
+    for name, t in buffers.items():
+        net.register_buffer(name, t.clone())
+    state = train.Run(settings, net, open_device("cpu", settings)).state_dict()
+    assert same({name: state["weights"][name] for name in buffers}, buffers)
 
 
 def test_two_forks_of_one_name_are_two_entries(data):

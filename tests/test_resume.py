@@ -6,13 +6,27 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import DATA, ROOT, TrainProcess, hosts, in_new_process, newest, run, start_train, xla_environment
+from helpers import (
+    DATA,
+    ROOT,
+    TrainProcess,
+    hosts,
+    in_new_process,
+    last_weights,
+    newest,
+    run,
+    same,
+    start_train,
+    xla_environment,
+)
 
 import configurator
 import train
 from configurator import configure
 from runtime.checkpoint import checkpoint_paths
+from runtime.device import Device
 from runtime.errors import UserError
+from runtime.files import read_facts
 
 MINI = f"{ROOT}/config/mini.py"
 # each line reads what another file, a flag or the defaults say
@@ -133,6 +147,24 @@ def test_settings_that_do_not_change_the_model_may_change(data):
     flags = "--num_heads=4", "--H_cycles=2", "--pos_encodings=rope"
     text = run(data, "run", "--max_steps=2", "--init_from=resume", *flags)
     assert "training from step 1 to 2" in text and "H_cycles is 2; the checkpoint had 1" in text
+
+
+def test_epochs_of_the_command_set_the_length(data):
+    """Not max_steps of the checkpoint."""
+    run(data, "run", "--max_steps=2")
+    assert "training from step 2 to 4" in run(data, "run", "--init_from=resume", "--epochs=1")
+
+
+def test_a_resume_on_another_device_has_the_dtype_that_was_asked_for(data, monkeypatch):
+    """The first one would emulate it, and computes in another."""
+    flags = "--forward_dtype=bfloat16", "--checkpoint_interval=1"
+    with monkeypatch.context() as patch:
+        patch.setattr(Device, "fastest_dtype", lambda device: ("float32", "it has no units"))
+        assert "forward_dtype is float32: it has no units" in run(data, "run", *flags, "--max_steps=1")
+    run(data, "float32", "--max_steps=1")
+    assert same(last_weights("run"), last_weights("float32"))
+    assert newest("run")["settings"]["forward_dtype"] == "bfloat16"
+    assert read_facts("run/metrics.jsonl")["settings"]["forward_dtype"] == "bfloat16"
 
 
 CONFIGS = [[path] for path in glob.glob(f"{ROOT}/config/*.py")]
