@@ -9,7 +9,7 @@ import torch
 
 # ---------------------------------------------------------------------------------------------------------
 # Optimizers: functions (settings, rates, w, g, **state), in place on w and on its state.
-# rates: see rates_at.
+# rates: lr, and bias_correction1, bias_correction2 = 1 - beta^t.
 
 def optimizer_state(settings, name, w):
     """Returns the optimizer's state for a parameter, {keyword argument: float32 tensor}.
