@@ -120,7 +120,7 @@ def main(settings):
 # Writing
 
 def write_tasks(folder, tasks, versions, kind):
-    """Writes the files of a split, as data.ARCDataset reads them.
+    """Writes the files of a split, as data.Dataset reads them.
 
     Args:
         folder: the new folder.

@@ -1,4 +1,4 @@
-"""What the prepare scripts share: settings, CSV files, downloads, processes that generate puzzles, the end.
+"""What the prepare scripts share: settings, CSV files, processes that generate puzzles, the end.
 
 Every script goes the same way: it reads or generates puzzles, drops the training puzzles that the test has,
 draws some, makes copies, and writes a dataset. There a group is one original puzzle (for ARC one task), and
@@ -16,14 +16,13 @@ import zlib
 from contextlib import contextmanager, suppress
 
 import numpy as np
-import requests
 
 from puzzles import Kind, squeezed
+from puzzles.download import download
 from puzzles.symmetries import keys_of
 from puzzles.writer import new_dataset, refuse_existing, write_split
-from runtime.bucket import RETRIED, try_again
-from runtime.errors import TransientError, UserError, check_choices, writing
-from runtime.files import Progress, locked, replacing
+from runtime.errors import TransientError, UserError, check_choices
+from runtime.files import Progress
 
 JOBS_ALONE = 8  # jobs that one process does before others start; starting takes them a second
 JOBS_IN_VAIN = 32  # jobs in a row without a new puzzle, after which distinct() gives up
@@ -69,6 +68,16 @@ SYNONYMS = {
     "solution": "answer", "solutions": "answer", "solved": "answer",
     "difficulty": "rating",
 }
+
+
+def csv_paths(settings, hub):
+    """Returns the paths of the files of training and test puzzles.
+
+    hub: the dataset on Hugging Face that has the files for source=hub.
+    """
+    if settings.source == "csv":
+        return settings.train_csv, settings.test_csv
+    return download(hub, "train.csv"), download(hub, "test.csv")
 
 
 def csv_rows(path, columns=("question", "answer"), symbols=" "):
@@ -299,54 +308,6 @@ def in_parallel(make):
 def ignore_interrupts():
     """Leaves Ctrl-C, which reaches the processes of a pool too, to the one that ends them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Downloads
-
-def csv_paths(settings, hub):
-    """Returns the paths of the files of training and test puzzles.
-
-    hub: the dataset on Hugging Face that has the files for source=hub.
-    """
-    if settings.source == "csv":
-        return settings.train_csv, settings.test_csv
-    return download(hub, "train.csv"), download(hub, "test.csv")
-
-
-def download(hub, name):
-    """Downloads a file of a dataset on Hugging Face to data/downloads, unless it is there; returns its path.
-
-    One process of a host does it, and the others wait. The hub gets the token HF_TOKEN. Other hosts, to which
-    it redirects, do not: requests takes it away.
-    """
-    label = f"{hub}/{name}"
-    path = f"data/downloads/{os.path.basename(hub)}/{name}"
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    url = f"{endpoint}/datasets/{hub}/resolve/main/{name}"
-    token = os.environ.get("HF_TOKEN", "").strip()
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-
-    def attempt():
-        response = requests.get(url, headers=headers, stream=True, timeout=(10, 30))
-        cause = f"status {response.status_code}"
-        if response.status_code in RETRIED:
-            raise TransientError(cause)
-        if response.status_code >= 400:
-            raise UserError(f"{label} cannot be downloaded ({cause}): set HF_TOKEN, or use files of your own "
-                            "with --source=csv")
-
-        # each attempt gets the whole file
-        progress = Progress(f"downloading {label}, bytes")
-        with writing(path), replacing(path) as f:
-            for block in response.iter_content(1 << 15):
-                f.write(block)
-                progress.add(len(block))
-
-    with locked(path):
-        if not os.path.exists(path):
-            try_again(attempt, label)
-    return path
 
 
 # ---------------------------------------------------------------------------------------------------------
