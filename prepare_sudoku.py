@@ -12,10 +12,11 @@ import functools
 import numpy as np
 
 from configurator import Above0, From0, start
-from puzzles import EMPTY_SIGNS, kind_of
+from puzzles import kind_of
 from puzzles.prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
 from puzzles.sudoku import BOXES, Sudoku, minimal_sudokus
 from puzzles.symmetries import keys_of
+from puzzles.text import EMPTY_SIGNS
 from runtime.errors import UserError
 
 

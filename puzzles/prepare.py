@@ -17,9 +17,10 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from puzzles import Kind, squeezed
+from puzzles import Kind
 from puzzles.download import download
 from puzzles.symmetries import keys_of
+from puzzles.text import check_text, squeezed
 from puzzles.writer import new_dataset, refuse_existing, write_split
 from runtime.errors import TransientError, UserError, check_choices
 from runtime.files import Progress
@@ -168,7 +169,7 @@ def read_puzzles(path, rows, kind, ignored=""):
     for line, row in rows:
         lines.append(line)
         for name, table in tables.items():
-            kind.check_text(row[name], "".join(table), f"{path}:{line}: the {name}")
+            check_text(kind, row[name], "".join(table), f"{path}:{line}: the {name}")
             codes += bytes(map(table.get, row[name]))
         progress.add(1)
     puzzles = np.array(codes).reshape(-1, 2, kind.cells).swapaxes(0, 1).copy()

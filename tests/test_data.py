@@ -19,10 +19,11 @@ from helpers import ROOT, Hub, Server, TrainProcess, dataset_settings, prepare, 
 import prepare_maze
 import prepare_sudoku
 from data import Dataset, Generated, halting_draws
-from puzzles import IGNORE_LABEL, parse, sudoku
+from puzzles import IGNORE_LABEL, sudoku
 from puzzles import prepare as prepare_files
 from puzzles.sudoku import Sudoku, minimal_sudokus
 from puzzles.symmetries import keys_of
+from puzzles.text import parse
 from puzzles.writer import finish_split, write_dataset
 from runtime.errors import TransientError, UserError
 
