@@ -24,20 +24,24 @@ class Symmetries(NamedTuple):
         # move the tokens, then rename them
         boards, order = np.broadcast_arrays(boards, self.order)
         moved = np.take_along_axis(boards, order, axis=-1)
-        renaming = np.broadcast_to(self.renaming, (*moved.shape[:-1], NUM_TOKENS))
+        shape = *moved.shape[:-1], NUM_TOKENS
+        renaming = np.broadcast_to(self.renaming, shape)
         return np.take_along_axis(renaming, moved, axis=-1)
 
     def undo(self, copies):
         """Returns the boards that belong to copies, tokens [..., cells]: the inverse of apply()."""
         # the order that sorts a permutation is its inverse
-        inverse = Symmetries(self.order.argsort(axis=-1), self.renaming.argsort(axis=-1))
-        return inverse.apply(copies)
+        order = self.order.argsort(axis=-1)
+        renaming = self.renaming.argsort(axis=-1)
+        return Symmetries(order, renaming).apply(copies)
 
 
 def renamings(exchanged, shape, rng):
     """Returns renamings, uint8 [*shape, NUM_TOKENS], in which `exchanged` tokens change places at random."""
-    tokens = np.tile(np.arange(NUM_TOKENS, dtype=np.uint8), (*shape, 1))
-    tokens[..., exchanged] = rng.permuted(tokens[..., exchanged], axis=-1)
+    unchanged = np.arange(NUM_TOKENS, dtype=np.uint8)
+    tokens = np.tile(unchanged, (*shape, 1))
+    shuffled = rng.permuted(tokens[..., exchanged], axis=-1)
+    tokens[..., exchanged] = shuffled
     return tokens
 
 
@@ -51,9 +55,11 @@ def check_symmetries(kind):
     symbols = list(kind.symbols[1:])
     exchanged = symmetries.get("permute_symbols", "")
     is_dihedral = symmetries.get("dihedral", False)
-    if not all(exchanged.count(symbol) == symbols.count(symbol) for symbol in exchanged):
-        raise UserError(f"permute_symbols={exchanged!r}: must be symbols of {symbols}, each once")
-    if type(is_dihedral) is not bool or is_dihedral and kind.rows != kind.columns:
+    for symbol in exchanged:
+        if exchanged.count(symbol) != symbols.count(symbol):
+            raise UserError(f"permute_symbols={exchanged!r}: must be symbols of {symbols}, each once")
+    is_square = kind.rows == kind.columns
+    if type(is_dihedral) is not bool or is_dihedral and not is_square:
         raise UserError(f"dihedral={is_dihedral!r}: must be true or false, and grid {kind.grid} square")
 
 
@@ -100,7 +106,9 @@ def orbit_keys(boards, turns, exchanged=()):
             np.copyto(renamed, NUM_TOKENS + first_cells, where=is_token)
         # the smallest key stands for all turns
         turned_keys = keys_of(renamed)
-        keys = list(map(min, keys, turned_keys)) if keys else turned_keys
+        if keys:
+            turned_keys = list(map(min, keys, turned_keys))
+        keys = turned_keys
     return keys
 
 
