@@ -53,6 +53,13 @@ def download_dataset(path, stop):
         return folder
 
 
+def csv_paths(settings, hub):
+    """Returns the paths of the training and test puzzles: your own files, or a dataset's on the hub."""
+    train_path = settings.train_csv or download(hub, "train.csv")
+    test_path = settings.test_csv or download(hub, "test.csv")
+    return train_path, test_path
+
+
 def download(hub, name):
     """Downloads a file of a dataset on Hugging Face to data/downloads, unless it is there; returns its path.
 

@@ -1,5 +1,9 @@
-"""Puzzles as text: what people type, and the fields of CSV files."""
+"""Puzzles as text: what people type, and the rows of CSV files."""
+import csv
+import gzip
 import string
+import zlib
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -66,3 +70,61 @@ def check_text(kind, text, symbols, name):
     if rest:
         cell = kind.place_of(len(text) - len(rest))
         raise UserError(f"{name} has {rest[0]!r} in {cell}: must be one of {symbols!r}")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# CSV files
+
+# {a name that public files give a column: ours}
+SYNONYMS = {
+    "puzzle": "question", "puzzles": "question", "quiz": "question", "quizzes": "question",
+    "unsolved": "question",
+    "solution": "answer", "solutions": "answer", "solved": "answer",
+    "difficulty": "rating",
+}
+
+
+def csv_rows(path, columns=("question", "answer"), symbols=" "):
+    """Yields (line, {column: text}) of a CSV file, also .gz. Raises UserError.
+
+    Args:
+        path: the file.
+        columns: that each row must have, under these or another of the names in SYNONYMS.
+        symbols: of the puzzles; white space is no cell unless a space is one of them.
+    """
+    wanted = ", ".join(columns)
+    row = None
+    # columns that nobody reads may have fields of any length
+    csv.field_size_limit(2 ** 31 - 1)
+    with open_text(path) as f:
+        is_tsv = path.lower().endswith((".tsv", ".tsv.gz"))
+        reader = csv.DictReader(f, delimiter="\t" if is_tsv else ",")
+        header = reader.fieldnames or []
+        titles = [title.strip().lower() for title in header]
+        names = reader.fieldnames = [SYNONYMS.get(title, title) for title in titles]
+        if any(names.count(name) != 1 for name in columns):
+            raise UserError(f"{path}:1: must name the columns {wanted} once each: it has "
+                            f"{', '.join(header)[:100]}")
+
+        for row in reader:
+            # spreadsheets write empty fields behind a row, and rows of nothing else
+            rest = row.pop(None, [])
+            if any(rest) or None in [row[name] for name in columns]:
+                raise UserError(f"{path}:{reader.line_num}: must have {wanted}; the first line of the file "
+                                "names its columns")
+            if any(row.values()):
+                yield reader.line_num, row | {name: squeezed(row[name], symbols) for name in columns}
+    if not row:
+        raise UserError(f"{path}:2: no puzzle under the header")
+
+
+@contextmanager
+def open_text(path):
+    """Yields a text file in UTF-8, also .gz. Raises UserError if it cannot be read."""
+    open_file = gzip.open if path.lower().endswith(".gz") else open
+    try:
+        # spreadsheets write a byte order mark
+        with open_file(path, "rt", encoding="utf-8-sig", newline="") as f:
+            yield f
+    except (OSError, EOFError, csv.Error, zlib.error, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: cannot be read as UTF-8 text ({e})") from None

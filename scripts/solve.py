@@ -42,8 +42,7 @@ import train
 import weights
 from configurator import From0, configure, split_arguments
 from puzzles import kind_of, sigmoid
-from puzzles.prepare import csv_rows, open_text
-from puzzles.text import parse, squeezed
+from puzzles.text import csv_rows, open_text, parse, squeezed
 from runtime.checkpoint import newest_whole
 from runtime.errors import UserError, writing
 from runtime.files import Progress, read_torch_file, replacing
