@@ -138,7 +138,7 @@ def new_run(settings, device):
     settings.forward_dtype, _ = device.choose_dtype(settings.forward_dtype)
     check_batch_size(settings, device)
     # the dataset has the model's sizes
-    train_set = data.load_split(settings.data_path, "train")
+    train_set = data.Dataset(settings.data_path, "train")
     run = train.Run(settings, new_model(settings, train_set), device)
     # the last argument, the length of the run, only decides numbers such as the rates
     count = itertools.count()

@@ -14,17 +14,16 @@ inputs and labels are tokens [N, seq_len], one example a row. Version i has the 
 the model's table, and owns the examples puzzle_indices[i]:puzzle_indices[i + 1]; group g owns the versions
 group_indices[g]:group_indices[g + 1].
 
-A dataset of prepare_arc.py stores each example of a task once, and batches make its versions: ARCDataset says
-what stands in all__task_indices.npy and all__versions.npy, which take the place of puzzle_indices.
+A dataset of prepare_arc.py stores each example of an ARC task once, and batches make its versions. It has two
+files in place of puzzle_indices: group g has the rows task_indices[g]:task_indices[g + 1], and versions[i],
+uint8 [11], says how version i turns and recolors them (puzzles/arc.py).
 """
 import functools
 import hashlib
 import json
 import math
 import os
-import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -34,11 +33,10 @@ from pathlib import Path
 import numpy as np
 
 from puzzles import IGNORE_LABEL, kind_of, task_of
-from runtime.errors import TransientError, UserError, writing
+from runtime.errors import TransientError, UserError
 from runtime.files import file_hash, locked, read_json
 
 ROOT = str(Path(__file__).parent)
-DATASET_FILE = r"(train|test)/(dataset\.json|all__\w+\.npy)|identifiers\.json"  # see writer.hashes_of
 ORDER, EXAMPLE, HALT, SUBSET = range(4)  # independent random streams of one seed
 
 
@@ -84,46 +82,11 @@ def get_dataset(settings, should_stop):
 
 
 def local_dataset(path, stop=lambda: False):
-    """Returns the local folder of a dataset: for gs://bucket/.../NAME data/NAME, downloaded if it is missing.
-
-    Any other path is returned as it is. One process of a host downloads, the others wait. Raises UserError
-    and TransientError, and SystemExit(3) if stop() returns true meanwhile.
-    """
+    """Returns the folder of a dataset: for gs://bucket/.../NAME data/NAME, which it downloads if missing."""
     if not path.startswith("gs://"):
         return path
-    from puzzles.writer import hashes_of, write_json
-    from runtime.bucket import Bucket
-    bucket = Bucket(path, stop)
-    folder = f"data/{os.path.basename(bucket.url)}"
-    with locked(folder):
-        manifest = bucket.read("manifest.json", json.loads) or {}
-        hashes = manifest.get("sha256")
-        # a name such as ../train.py would be written outside the folder
-        if not hashes or not all(re.fullmatch(DATASET_FILE, name) for name in hashes):
-            raise UserError(f"{path}/manifest.json is missing, or names what is no file of a dataset: upload "
-                            f"the dataset with `gcloud storage rsync -r data/NAME {path}`")
-
-        # one that is here must be the same one
-        if os.path.lexists(folder):
-            if read_json(f"{folder}/manifest.json").get("sha256") != hashes:
-                raise UserError(f"{folder} holds another dataset than {path}: move it away, or name it")
-            return folder
-
-        # the folder gets its name once the dataset is whole; an interrupted download may have left files
-        print(f"downloading {path}", flush=True)
-        part = folder + ".part"
-        shutil.rmtree(part, ignore_errors=True)
-        for name in hashes:
-            if not bucket.download(name, f"{part}/{name}"):
-                raise UserError(f"{path}/{name} is missing: upload the dataset again")
-        # they differ if somebody uploads another dataset meanwhile
-        if hashes_of(part) != hashes:
-            raise TransientError(f"{path} does not match its manifest.json: upload the dataset again if that "
-                                 "lasts")
-        with writing(folder):
-            write_json(f"{part}/manifest.json", manifest)
-            os.rename(part, folder)
-        return folder
+    from puzzles.download import download_dataset
+    return download_dataset(path, stop)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -131,15 +94,7 @@ def local_dataset(path, stop=lambda: False):
 
 def load(path):
     """Returns the Datasets of a folder, (train, test). Raises UserError."""
-    return load_split(path, "train"), load_split(path, "test")
-
-
-def load_split(path, split):
-    """Returns the Dataset of a split, "train" or "test", of a folder. Raises UserError."""
-    # prepare_arc.py stores each example of a task once
-    if os.path.exists(f"{path}/{split}/all__versions.npy"):
-        return ARCDataset(path, split)
-    return Dataset(path, split)
+    return Dataset(path, "train"), Dataset(path, "test")
 
 
 class Dataset:
@@ -164,8 +119,6 @@ class Dataset:
         self.folder = f"{path}/{split}"
         self.read_manifest()
         self.read_files()
-        # each version has an owner: owner i has the rows row_indices[i]:row_indices[i + 1]
-        self.row_indices, self.owners = self.load_rows()
         self.check()
         self.number_examples()
 
@@ -185,13 +138,22 @@ class Dataset:
                 raise UserError(f"{file} is missing or does not match manifest.json: build it again")
 
     def read_files(self):
-        """Reads the split's files but those of load_rows()."""
+        """Reads the split's files."""
         # the examples stay on the disk; the indices, which are small, are read
         self.inputs = self.read("inputs", mmap_mode="r")
         self.labels = self.read("labels", mmap_mode="r")
         self.puzzle_identifiers = self.read("puzzle_identifiers")
         self.group_indices = self.read("group_indices")
         self.total_groups = len(self.group_indices) - 1
+
+        # the owner i of a version has the rows row_indices[i]:row_indices[i + 1]: the version itself, or for
+        # ARC the group, whose versions share them
+        self.owners = np.arange(len(self.puzzle_identifiers))
+        self.makes_versions = os.path.exists(f"{self.folder}/all__versions.npy")
+        if self.makes_versions:
+            self.versions = self.read("versions")
+            self.owners = self.groups_of(self.owners)
+        self.row_indices = self.read("task_indices" if self.makes_versions else "puzzle_indices")
 
         # what dataset.json says, and the kind of puzzle
         file = f"{self.folder}/dataset.json"
@@ -213,10 +175,6 @@ class Dataset:
             return np.asarray(np.load(file, mmap_mode=mmap_mode))
         except (OSError, ValueError, EOFError) as e:
             raise UserError(f"{file} cannot be read (truncated?): build it again ({e})") from None
-
-    def load_rows(self):
-        """Returns row_indices and owners: each version owns rows."""
-        return self.read("puzzle_indices"), np.arange(len(self.puzzle_identifiers))
 
     def check(self):
         """Raises UserError, which names the arrays whose shapes or numbers do not fit."""
@@ -244,11 +202,6 @@ class Dataset:
         self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
         self.epoch_examples = int(self.group_sizes.sum())
 
-    @property
-    def is_streamed(self):
-        """Whether groups bring several examples each: in ARC's datasets, also in the official code's."""
-        return self.epoch_examples > self.total_groups
-
     def __len__(self):
         return int(self.puzzle_indices[-1])
 
@@ -266,24 +219,23 @@ class Dataset:
         # the epochs follow each other in an endless stream of examples, which the batches cut
         own_slice = rank_slice(batch_size, rank, world)
         positions = step * batch_size + np.arange(batch_size)[own_slice]
-        epochs, positions = np.divmod(positions, self.epoch_examples)
 
-        # a batch takes examples of one epoch, or of several
-        plans = []
-        for epoch in np.unique(epochs).tolist():
-            plans.append(epoch_plan(self, seed, epoch)[positions[epochs == epoch]])
-        plan = np.concatenate(plans)
+        # ARC, also in the official code's datasets: a group brings all examples of a version
+        if self.makes_versions or self.epoch_examples > self.total_groups:
+            examples = self.stream(draw_examples, seed, positions)
+            return self._batch(examples["version"], examples["member"], examples["translation_draws"])
 
-        # ARC: a group brings all examples of one of its versions; a smaller version repeats its examples
-        if self.is_streamed:
-            versions = random_members(self.group_indices, plan["group"], plan["version_draw"])
-            members = plan["member"] % self.num_examples[versions]
-            return self._batch(versions, members, plan["translation_draws"])
-
-        # Sudoku and mazes: the versions of a group have one example each, and the step draws one of them. It
-        # draws two numbers for each sequence and ignores the second, as the runs in records/ did.
+        # Sudoku and mazes: a group brings one example, of a version that the step draws. It draws two numbers
+        # for each sequence and ignores the second, as the runs in records/ did.
+        groups = self.stream(draw_groups, seed, positions)
         version_draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[own_slice, 0]
-        return self._batch(random_members(self.group_indices, plan["group"], version_draws), 0)
+        return self._batch(random_members(self.group_indices, groups, version_draws), 0)
+
+    def stream(self, draw, seed, positions):
+        """Returns what stands at these positions [b] of the epochs; draw: draw_groups or draw_examples."""
+        epochs, positions = np.divmod(positions, self.epoch_examples)
+        parts = [draw(self, seed, epoch)[positions[epochs == epoch]] for epoch in np.unique(epochs).tolist()]
+        return np.concatenate(parts)
 
     def test_batch(self, indices):
         """Returns the batch of the examples with these indices; see train_batch."""
@@ -307,12 +259,18 @@ class Dataset:
             translation_draws: numbers in [0, 1), [b, 2]; 0: nothing moves.
         """
         rows = self.first_rows[versions] + members
-        inputs, labels = self.examples(rows, versions, translation_draws)
+        if self.makes_versions:
+            pairs = [self.grids[row] for row in rows]
+            inputs, labels = kind_of(self.task).canvases(pairs, self.versions[versions], translation_draws)
+        else:
+            inputs = self.inputs[rows]
+            labels = self.labels[rows]
         return batch_of(inputs, labels, self.puzzle_identifiers[versions], self.ignore_label_id)
 
-    def examples(self, rows, versions, translation_draws):
-        """Returns the inputs and labels in these rows [b]."""
-        return self.inputs[rows], self.labels[rows]
+    @functools.cached_property
+    def grids(self):
+        """The stored examples of ARC, pairs (input, output) of grids."""
+        return list(map(kind_of(self.task).grids, self.inputs, self.labels))
 
     @functools.cached_property
     def identifiers_sha256(self):
@@ -358,47 +316,6 @@ def json_hash(value):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-class ARCDataset(Dataset):
-    """A split of a dataset of prepare_arc.py, which stores each example of a task once.
-
-    Its files are task_indices and versions in place of puzzle_indices. Task i is the group i of the dataset.
-    All of its versions have the stored examples row_indices[i]:row_indices[i + 1]; a row of versions [n, 11]
-    says how a version turns and recolors them (puzzles/arc.py).
-    """
-
-    is_streamed = True
-
-    def load_rows(self):
-        """See Dataset. All versions of a task share the rows of the task."""
-        self.versions = self.read("versions")
-        return self.read("task_indices"), self.groups_of(np.arange(len(self.puzzle_identifiers)))
-
-    @functools.cached_property
-    def grids(self):
-        """The stored examples, pairs (input, output) of grids."""
-        return list(map(kind_of(self.task).grids, self.inputs, self.labels))
-
-    @functools.cached_property
-    def names(self):
-        """The name of each task."""
-        text = Path(self.path, "identifiers.json").read_text(encoding="utf-8")
-        _, *names = json.loads(text)  # the tasks in train
-        # the versions of these tasks have the identifiers 1, 2, ...
-        first_identifiers = np.load(f"{self.path}/train/all__group_indices.npy") + 1
-        identifiers = self.puzzle_identifiers[self.group_indices[:-1]]
-        return [names[i] for i in np.searchsorted(first_identifiers, identifiers)]
-
-    def pairs(self, task):
-        """Returns the pairs (input, output) of a task: grids of colors."""
-        first, end = self.row_indices[task:task + 2]
-        return self.grids[first:end]
-
-    def examples(self, rows, versions, translation_draws):
-        """See Dataset. Returns canvases with versions of stored examples."""
-        pairs = [self.grids[row] for row in rows]
-        return kind_of(self.task).canvases(pairs, self.versions[versions], translation_draws)
-
-
 def batch_of(inputs, labels, identifiers, ignored_label):
     """Returns a batch, where the dataset's label of cells that do not count becomes the loss's."""
     labels = labels.astype(np.int32)
@@ -414,43 +331,38 @@ def batch_of(inputs, labels, identifiers, ignored_label):
 # The order of the examples
 
 @functools.lru_cache(maxsize=4)  # a batch spans one or two epochs, or more if they are small
-def epoch_plan(dataset, seed, epoch):
-    """Returns the examples of an epoch, a structured array [n]: each group comes once, in random order.
+def draw_groups(dataset, seed, epoch):
+    """Returns the groups of an epoch in random order [n]; they follow from (seed, epoch)."""
+    return generator(seed, ORDER, epoch).permutation(dataset.total_groups)
 
-    Its field is the group; a streamed dataset has the fields of draw_examples. All follows from (seed,
-    epoch), so a puzzle that one batch cuts goes on in the next one.
+
+EXAMPLE_FIELDS = [("version", int), ("member", int), ("translation_draws", float, 2)]
+
+
+@functools.lru_cache(maxsize=4)
+def draw_examples(dataset, seed, epoch):
+    """Returns the examples of an epoch, where each group brings all examples of one of its versions.
+
+    A structured array [n]: version; member, which of the version's examples it is; translation_draws, two
+    numbers in [0, 1) that move it. All follows from (seed, epoch), so the next batch goes on with a group
+    that one batch cuts.
     """
-    groups = generator(seed, ORDER, epoch).permutation(dataset.total_groups)
-    if dataset.is_streamed:
-        return draw_examples(groups, dataset.group_sizes, generator(seed, EXAMPLE, epoch))
-    return groups.view([("group", groups.dtype)])
-
-
-EXAMPLE_FIELDS = [("group", int), ("version_draw", float), ("member", int), ("translation_draws", float, 2)]
-
-
-def draw_examples(groups, group_sizes, rng):
-    """Returns the examples that groups bring to an epoch, each group all examples of one of its versions.
-
-    A structured array [n]: group; version_draw, the number in [0, 1) that draws a version of the group;
-    member, which of the version's examples it is; translation_draws, two numbers in [0, 1) that move it.
-
-    Args:
-        groups: in order.
-        group_sizes: how many examples each group brings.
-        rng: a random generator.
-    """
-    # list the examples of all groups
-    sizes = group_sizes[groups]
+    # a group brings as many examples as its largest version has; a smaller version repeats its examples
+    groups = draw_groups(dataset, seed, epoch)
+    sizes = dataset.group_sizes[groups]
     owners = np.repeat(groups, sizes)
     members = ranges(0 * sizes, sizes)
 
-    # draw one version of each group; all of its examples but one move
+    # draw a version of each group
+    rng = generator(seed, EXAMPLE, epoch)
     version_draws, fixed_draws = rng.random((2, len(groups)))
-    fixed_members = (fixed_draws * group_sizes).astype(int)
+    versions = random_members(dataset.group_indices, owners, version_draws[owners])
+
+    # all of a group's examples but one move
+    fixed_members = (fixed_draws * dataset.group_sizes).astype(int)
     translation_draws = rng.random((len(owners), 2))
     translation_draws[members == fixed_members[owners]] = 0
-    fields = [owners, version_draws[owners], members, translation_draws]
+    fields = [versions, members % dataset.num_examples[versions], translation_draws]
     return np.rec.fromarrays(fields, dtype=EXAMPLE_FIELDS)
 
 

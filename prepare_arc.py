@@ -25,9 +25,9 @@ import numpy as np
 
 from configurator import Above0, From0, start
 from puzzles.arc import ARC, ORIGINAL, apply_version, grid_key, grid_of
-from puzzles.prepare import command_of, print_report
+from puzzles.prepare import command_of, name_folder, print_report
 from puzzles.symmetries import turned
-from puzzles.writer import finish_split, new_dataset, refuse_existing
+from puzzles.writer import finish_split, new_dataset
 from runtime.errors import UserError
 from runtime.files import Progress, read_json
 
@@ -39,7 +39,7 @@ class Settings:
     test_subset = "evaluation"  # the subset whose test pairs are the test set
     extra = ""  # a folder with more tasks to train on, *.json anywhere in it, such as ConceptARC
     max_side: Above0 = 30  # rows and columns of the dataset's grids; tasks with a larger grid are left out
-    output_dir = ""  # "": a folder under data/ named after source and num_aug
+    output_dir = ""  # "": a folder under data/ named after these settings
     seed: From0 = 42  # decides the order and the versions of the tasks, and generated tasks
     # generated tasks
     size: Above0 = 4  # rows and columns of a grid
@@ -68,12 +68,12 @@ class Task(NamedTuple):
 
 def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
+    name = os.path.basename(os.path.normpath(settings.source))
+    name_folder(settings, f"{name}-aug-{settings.num_aug}", [
+        "subsets", "test_subset", "extra", "max_side", "seed", "size", "num_pairs", "num_train", "num_test"])
     # generated grids have one size
     if settings.source == "generate":
         settings.max_side = settings.size
-    name = os.path.basename(os.path.normpath(settings.source))
-    settings.output_dir = settings.output_dir or f"data/{name}-aug-{settings.num_aug}"
-    refuse_existing(settings.output_dir)
     subsets, left_out = read_subsets(settings)
 
     # draw the order of the tasks, then the versions of each, as the official builder does
@@ -120,7 +120,7 @@ def main(settings):
 # Writing
 
 def write_tasks(folder, tasks, versions, kind):
-    """Writes the files of a split, as data.ARCDataset reads them.
+    """Writes the files of a split, as data.Dataset reads them.
 
     Args:
         folder: the new folder.

@@ -13,8 +13,8 @@ import numpy as np
 
 from configurator import From0, start
 from puzzles import kind_of, task_of
-from puzzles.prepare import csv_rows, distinct_rows, drop_test_puzzles, read_puzzles, write_puzzles
-from puzzles.writer import refuse_existing
+from puzzles.prepare import distinct_rows, drop_test_puzzles, name_folder, read_puzzles, write_puzzles
+from puzzles.text import csv_rows
 from runtime.errors import UserError
 
 
@@ -43,8 +43,7 @@ def main(settings):
     # test puzzles come from a file or are drawn, not both
     if not settings.train_csv or bool(settings.test_csv) == bool(settings.holdout):
         raise UserError("needs --train_csv=FILE and either --test_csv=FILE or --holdout=N")
-    settings.output_dir = settings.output_dir or "data/" + os.path.basename(settings.train_csv).split(".")[0]
-    refuse_existing(settings.output_dir)
+    name_folder(settings, os.path.basename(settings.train_csv).split(".")[0])
 
     # read the files
     files = {}  # {path: rows}

@@ -15,8 +15,10 @@ import numpy as np
 
 from configurator import Above0, From0, start
 from puzzles import kind_of
+from puzzles.download import csv_paths
 from puzzles.maze import Maze, long_mazes
-from puzzles.prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
+from puzzles.prepare import distinct, fill_in_source, read_both, write_puzzles
+from puzzles.text import csv_rows
 
 
 class Settings:
@@ -47,7 +49,7 @@ def main(settings):
         "generate": f"maze-{settings.size}x{settings.size}-path-{settings.min_path}",
     }
     num_copies = 7 * settings.aug
-    fill_in_source(settings, dataset_names, 1 + num_copies, hub_size="1k")
+    fill_in_source(settings, dataset_names, 1 + num_copies, ["seed", "num_test"], hub_size="1k")
 
     # get the mazes, [2, n, cells]: questions and answers
     left_out = {}

@@ -12,10 +12,12 @@ import functools
 import numpy as np
 
 from configurator import Above0, From0, start
-from puzzles import EMPTY_SIGNS, kind_of
-from puzzles.prepare import csv_paths, csv_rows, distinct, fill_in_source, read_both, write_puzzles
+from puzzles import kind_of
+from puzzles.download import csv_paths
+from puzzles.prepare import distinct, fill_in_source, read_both, write_puzzles
 from puzzles.sudoku import BOXES, Sudoku, minimal_sudokus
 from puzzles.symmetries import keys_of
+from puzzles.text import EMPTY_SIGNS, csv_rows
 from runtime.errors import UserError
 
 
@@ -69,7 +71,7 @@ def fill_in(settings):
     """Fills in source and output_dir. Raises UserError for a wrong setting."""
     size = settings.size
     dataset_names = {"hub": "sudoku-extreme", "generate": f"sudoku-{size}x{size}"}
-    fill_in_source(settings, dataset_names, settings.num_aug)
+    fill_in_source(settings, dataset_names, settings.num_aug, ["seed", "min_difficulty", "num_test"])
     sizes = [9] if settings.source == "hub" else [*BOXES]
     if size not in sizes:
         raise UserError(f"size must be one of {sizes}, not {size}")

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 import configurator
 import evaluate
 import model
-from puzzles import Judgement, kind_of, parse, sigmoid
+from puzzles import Judgement, kind_of, sigmoid
 from runtime.device import Device, Place
 from runtime.errors import UserError, one_line
 from runtime.saved import load_weights, read_file
@@ -192,6 +192,7 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
     # tokens of all questions
     is_text = not torch.is_tensor(questions)
     if is_text:
+        from puzzles.text import parse  # training does without
         tokens = np.concatenate([[*parse(trm.task, text).values()] for text in questions])
         if len(tokens) != len(questions):
             raise UserError("each string must have one puzzle")

@@ -3,7 +3,7 @@
 #   40.0% in two tries, for one checkpoint (huggingface.co/arcprize/trm_arc_prize_verification)
 # The TPU compiler estimates 3.0 GB a chip and 150 to 551 ms a step for 16 v5e and --micro_batch_size=4.
 # Data: python prepare_arc.py --extra=ConceptARC/corpus (github.com/victorvikram/ConceptARC)
-data_path = "data/arc1-aug-1000"
+data_path = "data/arc1-aug-1000-extra-corpus"
 epochs = 100000  # 518,000 steps
 mlp_t = False
 pos_encodings = "rope"

@@ -4,5 +4,5 @@
 # A run has 723,914 steps. The TPU compiler estimates arc1.py's time, and 0.6 GB more for the identifiers.
 # Data: python prepare_arc.py --source=arc2 --extra=ConceptARC/corpus (github.com/victorvikram/ConceptARC)
 run("arc1.py")
-data_path = "data/arc2-aug-1000"
+data_path = "data/arc2-aug-1000-extra-corpus"
 out_dir = "out/arc2"

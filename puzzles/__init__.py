@@ -10,7 +10,6 @@ its own to KINDS, as examples/coloring.py does.
 """
 import math
 import pkgutil
-import string
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +21,6 @@ IGNORE_LABEL = -100  # the same as in model.py, which needs torch
 
 # {kind: its class, or the place of a class, which loads when a task of the kind is met}; others are plain
 KINDS = {"sudoku": "puzzles.sudoku:Sudoku", "maze": "puzzles.maze:Maze", "arc": "puzzles.arc:ARC"}
-EMPTY_SIGNS = ".0_*?"  # in texts, each is an empty cell if the task has no such symbol
-DRAWN = string.whitespace + "|+-="  # in texts, what may stand between cells if the task has no such symbol
 DRAWS = 256  # draws of a puzzle's symmetry, after which no further copy is expected
 
 # {(cells, tokens): the task} of the official code's datasets. These store each version of an ARC task as a
@@ -148,16 +145,6 @@ class Kind:
         """Returns the symbols of questions."""
         return self.symbols[1:]
 
-    def check_text(self, text, symbols, name):
-        """Raises UserError unless a string has one of the symbols for each cell; name: for the message."""
-        if len(text) != self.cells:
-            # of a puzzle that it takes for a number, a spreadsheet drops zeros or digits
-            raise UserError(f"{name} has {len(text)} cells, not {self.rows}x{self.columns}")
-        rest = text.lstrip(symbols)
-        if rest:
-            cell = self.place_of(len(text) - len(rest))
-            raise UserError(f"{name} has {rest[0]!r} in {cell}: must be one of {symbols!r}")
-
     def text(self, tokens):
         """Returns the symbols of tokens [cells] as a string."""
         return "".join(self.symbols[token] for token in tokens)
@@ -280,53 +267,6 @@ class Kind:
     def keys(self, questions):
         """Returns a list of keys of questions [n, cells], equal for puzzles that count as one."""
         return orbit_keys(questions, self.turns(), self.exchanged())
-
-
-def parse(task, text):
-    """Returns the questions in a text, {the line where one begins, from 1: tokens int32 [cells]}.
-
-    A puzzle is a line with all its cells, or a line for each row with an empty line before the next puzzle.
-    What is DRAWN between cells is left out. Raises UserError for anything else.
-    """
-    # the token of each sign
-    kind = kind_of(task)
-    symbols = kind.question_symbols()
-    tokens = dict.fromkeys(EMPTY_SIGNS, kind.empty)
-    tokens |= {symbol: kind.symbols.index(symbol, 1) for symbol in symbols}
-
-    forms = (f"a puzzle is a line of {kind.cells} cells, or {kind.rows} lines of {kind.columns} with an "
-             f"empty line before the next puzzle; cells are of {symbols!r}, any of {EMPTY_SIGNS!r} is empty")
-    questions = {}
-    rows = []  # tokens of the puzzle that is read row by row
-    # an empty line ends the last puzzle too
-    for number, line in enumerate([*text.splitlines(), ""], 1):
-        # an unknown sign becomes None; a line that has nothing but rulers goes
-        cells = [tokens.get(sign) for sign in line if sign in tokens or sign not in DRAWN]
-        if line.strip() and not cells:
-            continue
-        is_puzzle = len(cells) == kind.cells and not rows
-        is_row = len(cells) == kind.columns and len(rows) < kind.cells
-        is_end = not cells and len(rows) in (0, kind.cells)
-        if None in cells or not (is_puzzle or is_row or is_end):
-            raise UserError(f"line {number}, {line[:20]!r}, with {len(cells)} cells, is no puzzle "
-                            f"and no row of one: {forms}")
-
-        # a row adds to the puzzle that the first row has begun
-        if is_puzzle:
-            questions[number] = cells
-        elif is_row:
-            rows = rows or questions.setdefault(number, [])
-            rows += cells
-        else:
-            rows = []
-    if not questions:
-        raise UserError(f"no puzzle: {forms}")
-    return {number: np.int32(cells) for number, cells in questions.items()}
-
-
-def squeezed(text, symbols):
-    """Returns a string without white space; if a space is one of the symbols, without line ends."""
-    return "".join(text.splitlines() if " " in symbols else text.split())
 
 
 def sigmoid(logits):

@@ -7,11 +7,12 @@ numbered as in the official builder, and what the colors 0 to 9 become.
 import json
 import math
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 
 from puzzles import Kind, sigmoid
-from puzzles.symmetries import WAY_BACK, turned
+from puzzles.symmetries import turned
 from runtime.errors import UserError
 from runtime.files import to_stderr
 
@@ -90,7 +91,8 @@ def apply_version(grid, version):
 
 
 def undo_version(grid, version):
-    way = WAY_BACK[version[0]]
+    way = int(version[0])
+    way = {1: 3, 3: 1}.get(way, way)  # quarters to the left and to the right; the others undo themselves
     colors = np.argsort(version[1:]).astype(np.uint8)
     return colors[turned(grid, way)]
 
@@ -131,6 +133,21 @@ def crop(tokens):
 PASSES = (1, 2, 5, 10, 100, 1000)  # pass@K: the right answer is among the K with the most votes
 
 
+def pairs_of(dataset, group):
+    """Returns the pairs (input, output) of a task: grids of colors."""
+    first, end = dataset.row_indices[group:group + 2]
+    return dataset.grids[first:end]
+
+
+def task_names(dataset):
+    """Returns the name of each task of a data.Dataset."""
+    _, *names = json.loads(Path(dataset.path, "identifiers.json").read_text(encoding="utf-8"))
+    # the names are of the tasks in train, whose versions have the identifiers 1, 2, ...
+    first_identifiers = np.load(f"{dataset.path}/train/all__group_indices.npy") + 1
+    identifiers = dataset.puzzle_identifiers[dataset.group_indices[:-1]]
+    return [names[i] for i in np.searchsorted(first_identifiers, identifiers)]
+
+
 def count_votes(test, indices, preds, q_halt):
     """Returns {(group, member): {answer: [the confidence of each of its votes]}} of test examples.
 
@@ -138,7 +155,7 @@ def count_votes(test, indices, preds, q_halt):
     task's own version.
 
     Args:
-        test: an ARCDataset.
+        test: the data.Dataset of test tasks.
         indices: which of its examples [n].
         preds: their answers, tokens [n, S].
         q_halt: the confidence of each answer, logits [n].
@@ -185,7 +202,7 @@ def vote_values(test, elected):
     num_tasks = 0
     for group in sorted({group for group, _ in elected}):
         # an answer that is not known is empty
-        answers = [answer for _, answer in test.pairs(group)]
+        answers = [answer for _, answer in pairs_of(test, group)]
         if not all(answer.size for answer in answers):
             continue
         num_tasks += 1
@@ -200,10 +217,11 @@ def vote_values(test, elected):
 
 def submission(test, elected):
     """Returns {task: [{"attempt_1": grid, "attempt_2": grid}, ...]}, an entry a test input, as for Kaggle."""
+    names = task_names(test)
     attempts = {}
     for (group, _), answers in sorted(elected.items()):
         grids = [np.frombuffer(cells, dtype=np.uint8).reshape(shape).tolist() for shape, cells in answers[:2]]
         # a single answer is given twice
         best = {"attempt_1": grids[0], "attempt_2": grids[-1]}
-        attempts.setdefault(test.names[group], []).append(best)
+        attempts.setdefault(names[group], []).append(best)
     return attempts

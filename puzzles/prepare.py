@@ -1,29 +1,26 @@
-"""What the prepare scripts share: settings, CSV files, downloads, processes that generate puzzles, the end.
+"""What the prepare scripts share: settings, puzzles of files, processes that generate puzzles, the end.
 
 Every script goes the same way: it reads or generates puzzles, drops the training puzzles that the test has,
 draws some, makes copies, and writes a dataset. There a group is one original puzzle (for ARC one task), and
 its versions are the original and its copies by symmetry.
 """
-import csv
-import gzip
 import itertools
 import multiprocessing
 import os
 import re
 import shlex
 import signal
-import zlib
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
-import requests
 
-from puzzles import Kind, squeezed
+from puzzles import Kind
 from puzzles.symmetries import keys_of
+from puzzles.text import check_text
 from puzzles.writer import new_dataset, refuse_existing, write_split
-from runtime.bucket import RETRIED, try_again
-from runtime.errors import TransientError, UserError, check_choices, writing
-from runtime.files import Progress, locked, replacing
+from runtime.errors import TransientError, UserError, check_choices
+from runtime.files import Progress
 
 JOBS_ALONE = 8  # jobs that one process does before others start; starting takes them a second
 JOBS_IN_VAIN = 32  # jobs in a row without a new puzzle, after which distinct() gives up
@@ -34,13 +31,14 @@ BLOCK = 4000  # puzzles that are solved at a time
 # ---------------------------------------------------------------------------------------------------------
 # Settings
 
-def fill_in_source(settings, dataset_names, aug, hub_size="full"):
+def fill_in_source(settings, dataset_names, aug, others, hub_size="full"):
     """Fills in source and output_dir of a prepare script's settings. Raises UserError for a wrong setting.
 
     Args:
         settings: of the script.
         dataset_names: {source: its name}, for hub and generate.
         aug: what the folder's name says after aug: how many copies, for mazes how many versions.
+        others: see name_folder.
         hub_size: the word for all puzzles of the hub's dataset.
     """
     # files of your own need no --source=csv
@@ -55,55 +53,24 @@ def fill_in_source(settings, dataset_names, aug, hub_size="full"):
     num_puzzles = settings.num_train if settings.source == "generate" else settings.subsample_size
     everything = hub_size if settings.source == "hub" else "full"
     size = re.sub("000$", "k", str(num_puzzles or everything))
-    settings.output_dir = settings.output_dir or f"data/{dataset_names[settings.source]}-{size}-aug-{aug}"
+    name_folder(settings, f"{dataset_names[settings.source]}-{size}-aug-{aug}", others)
+
+
+def name_folder(settings, name, others=()):
+    """Fills in output_dir: by default data/NAME, and which of the `others` differ from their defaults.
+
+    Raises UserError if the folder exists.
+    """
+    for setting in others:
+        value = getattr(settings, setting)
+        if value != settings.defaults[setting]:
+            name += f"-{setting}-{Path(str(value)).name}"  # of a folder its last part
+    settings.output_dir = settings.output_dir or f"data/{name}"
     refuse_existing(settings.output_dir)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# CSV files
-
-# {a name that public files give a column: ours}
-SYNONYMS = {
-    "puzzle": "question", "puzzles": "question", "quiz": "question", "quizzes": "question",
-    "unsolved": "question",
-    "solution": "answer", "solutions": "answer", "solved": "answer",
-    "difficulty": "rating",
-}
-
-
-def csv_rows(path, columns=("question", "answer"), symbols=" "):
-    """Yields (line, {column: text}) of a CSV file, also .gz. Raises UserError.
-
-    Args:
-        path: the file.
-        columns: that each row must have, under these or another of the names in SYNONYMS.
-        symbols: of the puzzles; white space is no cell unless a space is one of them.
-    """
-    wanted = ", ".join(columns)
-    row = None
-    # columns that nobody reads may have fields of any length
-    csv.field_size_limit(2 ** 31 - 1)
-    with open_text(path) as f:
-        is_tsv = path.lower().endswith((".tsv", ".tsv.gz"))
-        reader = csv.DictReader(f, delimiter="\t" if is_tsv else ",")
-        header = reader.fieldnames or []
-        titles = [title.strip().lower() for title in header]
-        names = reader.fieldnames = [SYNONYMS.get(title, title) for title in titles]
-        if any(names.count(name) != 1 for name in columns):
-            raise UserError(f"{path}:1: must name the columns {wanted} once each: it has "
-                            f"{', '.join(header)[:100]}")
-
-        for row in reader:
-            # spreadsheets write empty fields behind a row, and rows of nothing else
-            rest = row.pop(None, [])
-            if any(rest) or None in [row[name] for name in columns]:
-                raise UserError(f"{path}:{reader.line_num}: must have {wanted}; the first line of the file "
-                                "names its columns")
-            if any(row.values()):
-                yield reader.line_num, row | {name: squeezed(row[name], symbols) for name in columns}
-    if not row:
-        raise UserError(f"{path}:2: no puzzle under the header")
-
+# Puzzles of files
 
 def distinct_rows(path, rows, several_answers=False):
     """Yields the first row of each question, as csv_rows does, and prints how many others there are.
@@ -124,18 +91,6 @@ def distinct_rows(path, rows, several_answers=False):
                             "prepare_csv.py --several_answers takes the first")
     if num_repeated:
         print(f"{path}: left out {num_repeated:,} rows whose question stands above")
-
-
-@contextmanager
-def open_text(path):
-    """Yields a text file in UTF-8, also .gz. Raises UserError if it cannot be read."""
-    open_file = gzip.open if path.lower().endswith(".gz") else open
-    try:
-        # spreadsheets write a byte order mark
-        with open_file(path, "rt", encoding="utf-8-sig", newline="") as f:
-            yield f
-    except (OSError, EOFError, csv.Error, zlib.error, UnicodeDecodeError) as e:
-        raise UserError(f"{path}: cannot be read as UTF-8 text ({e})") from None
 
 
 def read_puzzles(path, rows, kind, ignored=""):
@@ -159,7 +114,7 @@ def read_puzzles(path, rows, kind, ignored=""):
     for line, row in rows:
         lines.append(line)
         for name, table in tables.items():
-            kind.check_text(row[name], "".join(table), f"{path}:{line}: the {name}")
+            check_text(kind, row[name], "".join(table), f"{path}:{line}: the {name}")
             codes += bytes(map(table.get, row[name]))
         progress.add(1)
     puzzles = np.array(codes).reshape(-1, 2, kind.cells).swapaxes(0, 1).copy()
@@ -299,54 +254,6 @@ def in_parallel(make):
 def ignore_interrupts():
     """Leaves Ctrl-C, which reaches the processes of a pool too, to the one that ends them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Downloads
-
-def csv_paths(settings, hub):
-    """Returns the paths of the files of training and test puzzles.
-
-    hub: the dataset on Hugging Face that has the files for source=hub.
-    """
-    if settings.source == "csv":
-        return settings.train_csv, settings.test_csv
-    return download(hub, "train.csv"), download(hub, "test.csv")
-
-
-def download(hub, name):
-    """Downloads a file of a dataset on Hugging Face to data/downloads, unless it is there; returns its path.
-
-    One process of a host does it, and the others wait. The hub gets the token HF_TOKEN. Other hosts, to which
-    it redirects, do not: requests takes it away.
-    """
-    label = f"{hub}/{name}"
-    path = f"data/downloads/{os.path.basename(hub)}/{name}"
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    url = f"{endpoint}/datasets/{hub}/resolve/main/{name}"
-    token = os.environ.get("HF_TOKEN", "").strip()
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-
-    def attempt():
-        response = requests.get(url, headers=headers, stream=True, timeout=(10, 30))
-        cause = f"status {response.status_code}"
-        if response.status_code in RETRIED:
-            raise TransientError(cause)
-        if response.status_code >= 400:
-            raise UserError(f"{label} cannot be downloaded ({cause}): set HF_TOKEN, or use files of your own "
-                            "with --source=csv")
-
-        # each attempt gets the whole file
-        progress = Progress(f"downloading {label}, bytes")
-        with writing(path), replacing(path) as f:
-            for block in response.iter_content(1 << 15):
-                f.write(block)
-                progress.add(len(block))
-
-    with locked(path):
-        if not os.path.exists(path):
-            try_again(attempt, label)
-    return path
 
 
 # ---------------------------------------------------------------------------------------------------------

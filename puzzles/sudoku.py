@@ -142,7 +142,9 @@ def count_solutions(candidates, size, limit, search):
         split = np.flatnonzero(alive & stuck)
         others = boards[:, split]
         column = np.arange(len(split))
-        cell = np.argmin(np.bitwise_count(others) - 2, axis=0)  # decided cells wrap around, to 255
+        num_options = np.bitwise_count(others)
+        num_options[num_options < 2] = size + 1  # decided cells come last
+        cell = num_options.argmin(axis=0)
         options = others[cell, column]
         lowest = options & -options
         boards[cell, split] = lowest
@@ -162,9 +164,9 @@ def propagate(candidates, size):
     broken: no solution; solved: all cells decided; stuck: unchanged by this round.
     """
     after = candidates.copy()
-    cells = after.reshape(*box_shape(size), -1)  # (bands, rows, stacks, columns, n)
+    boards = after.reshape(*box_shape(size), -1)  # (bands, rows, stacks, columns, n)
     # views whose first two axes go along a row, a column or a box
-    unit_views = [np.moveaxis(cells, axes, (0, 1)) for axes in UNITS]
+    unit_views = [np.moveaxis(boards, axes, (0, 1)) for axes in UNITS]
     broken = np.zeros(after.shape[1], dtype=bool)
 
     # remove each placed digit from the other cells of its units
@@ -248,9 +250,9 @@ def random_boards(n, size, rng):
         stuck = np.flatnonzero(stuck)
 
         # draw a cell
-        key = np.bitwise_count(boards[:, stuck])
-        key[key == 1] = size + 1  # decided cells come last
-        cell = np.argmin(key + rng.random(key.shape), axis=0)
+        num_options = np.bitwise_count(boards[:, stuck])
+        num_options[num_options == 1] = size + 1  # decided cells come last
+        cell = np.argmin(num_options + rng.random(num_options.shape), axis=0)
 
         # draw its digit
         is_candidate = boards[cell, stuck] & bits[:, None] > 0

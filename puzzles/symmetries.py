@@ -12,45 +12,36 @@ from runtime.errors import UserError
 
 NUM_TOKENS = 256  # a renaming has an entry for every value of a byte
 
-# the ways to turn a grid, and those that turn it back
-WAY_BACK = (
-    0,
-    3,  # a quarter to the left
-    2,  # a half
-    1,  # three quarters
-    4,  # left and right exchanged
-    5,  # up and down exchanged
-    6,  # transposed
-    7,  # transposed along the other diagonal
-)
-
 
 class Symmetries(NamedTuple):
     """One symmetry or several: each cell of a copy takes its token from a cell of the puzzle, renamed."""
 
-    cells: np.ndarray  # the puzzle's cell that each cell of the copy comes from, [..., cells]
-    tokens: np.ndarray  # what each token becomes, uint8 [..., NUM_TOKENS]
+    order: np.ndarray  # the puzzle's cell that each cell of the copy comes from, [..., cells]
+    renaming: np.ndarray  # what each token becomes, uint8 [..., NUM_TOKENS]
 
     def apply(self, boards):
         """Returns the copies of boards, tokens [..., cells]; the leading dimensions broadcast."""
         # move the tokens, then rename them
-        boards, cells = np.broadcast_arrays(boards, self.cells)
-        moved = np.take_along_axis(boards, cells, axis=-1)
-        tokens = np.broadcast_to(self.tokens, (*moved.shape[:-1], NUM_TOKENS))
-        return np.take_along_axis(tokens, moved, axis=-1)
+        boards, order = np.broadcast_arrays(boards, self.order)
+        moved = np.take_along_axis(boards, order, axis=-1)
+        shape = *moved.shape[:-1], NUM_TOKENS
+        renaming = np.broadcast_to(self.renaming, shape)
+        return np.take_along_axis(renaming, moved, axis=-1)
 
     def undo(self, copies):
         """Returns the boards that belong to copies, tokens [..., cells]: the inverse of apply()."""
         # the order that sorts a permutation is its inverse
-        cells = self.cells.argsort(axis=-1)
-        tokens = self.tokens.argsort(axis=-1)
-        return Symmetries(cells, tokens).apply(copies)
+        order = self.order.argsort(axis=-1)
+        renaming = self.renaming.argsort(axis=-1)
+        return Symmetries(order, renaming).apply(copies)
 
 
 def renamings(exchanged, shape, rng):
     """Returns renamings, uint8 [*shape, NUM_TOKENS], in which `exchanged` tokens change places at random."""
-    tokens = np.tile(np.arange(NUM_TOKENS, dtype=np.uint8), (*shape, 1))
-    tokens[..., exchanged] = rng.permuted(tokens[..., exchanged], axis=-1)
+    unchanged = np.arange(NUM_TOKENS, dtype=np.uint8)
+    tokens = np.tile(unchanged, (*shape, 1))
+    shuffled = rng.permuted(tokens[..., exchanged], axis=-1)
+    tokens[..., exchanged] = shuffled
     return tokens
 
 
@@ -64,14 +55,20 @@ def check_symmetries(kind):
     symbols = list(kind.symbols[1:])
     exchanged = symmetries.get("permute_symbols", "")
     is_dihedral = symmetries.get("dihedral", False)
-    if not all(exchanged.count(symbol) == symbols.count(symbol) for symbol in exchanged):
-        raise UserError(f"permute_symbols={exchanged!r}: must be symbols of {symbols}, each once")
-    if type(is_dihedral) is not bool or is_dihedral and kind.rows != kind.columns:
+    for symbol in exchanged:
+        if exchanged.count(symbol) != symbols.count(symbol):
+            raise UserError(f"permute_symbols={exchanged!r}: must be symbols of {symbols}, each once")
+    is_square = kind.rows == kind.columns
+    if type(is_dihedral) is not bool or is_dihedral and not is_square:
         raise UserError(f"dihedral={is_dihedral!r}: must be true or false, and grid {kind.grid} square")
 
 
 def turned(grid, way):
-    """Returns a view of a grid that is turned in one of 8 ways, in the official builder's order."""
+    """Returns a view of a grid that is turned in one of 8 ways, in the official builder's order.
+
+    0: as it is; 1 to 3: by one to three quarters to the left; 4: left and right exchanged; 5: up and down
+    exchanged; 6: transposed; 7: transposed along the other diagonal.
+    """
     # rows and columns change places first
     if way in (1, 3, 6, 7):
         grid = grid.T
@@ -109,7 +106,9 @@ def orbit_keys(boards, turns, exchanged=()):
             np.copyto(renamed, NUM_TOKENS + first_cells, where=is_token)
         # the smallest key stands for all turns
         turned_keys = keys_of(renamed)
-        keys = list(map(min, keys, turned_keys)) if keys else turned_keys
+        if keys:
+            turned_keys = list(map(min, keys, turned_keys))
+        keys = turned_keys
     return keys
 
 

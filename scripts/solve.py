@@ -41,8 +41,8 @@ import model
 import train
 import weights
 from configurator import From0, configure, split_arguments
-from puzzles import kind_of, parse, sigmoid, squeezed
-from puzzles.prepare import csv_rows, open_text
+from puzzles import kind_of, sigmoid
+from puzzles.text import csv_rows, open_text, parse, squeezed
 from runtime.checkpoint import newest_whole
 from runtime.errors import UserError, writing
 from runtime.files import Progress, read_torch_file, replacing
@@ -135,7 +135,7 @@ def read_source(source):
 def check_questions(kind, questions, known_answers, place):
     """Raises UserError for a row without a question, and for a puzzle without a solution.
 
-    Args: see read_source and puzzles.parse.
+    Args: see read_source and puzzles.text.parse.
     """
     for line in sorted(known_answers.keys() - questions.keys()):
         raise UserError(f"{place}line {line}: no question")

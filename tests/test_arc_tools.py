@@ -9,7 +9,7 @@ from helpers import ARC_MODEL, prepare, run_config
 
 import prepare_arc
 import weights
-from data import load_split
+from data import Dataset
 from runtime.errors import UserError
 from weights import load_model
 
@@ -37,7 +37,7 @@ def test_adaptation_answers_new_tasks(arc_folder):
 def test_a_model_file_has_the_identifiers_of_its_puzzles(arc_folder):
     model = load_model(arc_folder / "model.pt")
     identifiers = model.test_puzzles["puzzle_identifiers"]
-    test = load_split(arc_folder / "arc-data", "test")
+    test = Dataset(arc_folder / "arc-data", "test")
     assert identifiers.tolist() == test.puzzle_identifiers[test.group_indices[:-1]].tolist()
 
     # the identifiers matter once their rows differ

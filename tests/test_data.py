@@ -16,13 +16,16 @@ import numpy as np
 import pytest
 from helpers import ROOT, Hub, Server, TrainProcess, dataset_settings, prepare, wait_for
 
+import prepare_arc
 import prepare_maze
 import prepare_sudoku
 from data import Dataset, Generated, halting_draws
-from puzzles import IGNORE_LABEL, parse, sudoku
+from puzzles import IGNORE_LABEL, sudoku
 from puzzles import prepare as prepare_files
+from puzzles.download import download
 from puzzles.sudoku import Sudoku, minimal_sudokus
 from puzzles.symmetries import keys_of
+from puzzles.text import parse
 from puzzles.writer import finish_split, write_dataset
 from runtime.errors import TransientError, UserError
 
@@ -164,6 +167,26 @@ def test_one_rule_says_which_answers_count_in_written_and_in_made_puzzles():
     assert made.task == written.task | {"own": 1}
     labels = [made.test_batch([0])["labels"].tolist(), written.test_batch([0])["labels"].tolist()]
     assert labels == [[[1] + [IGNORE_LABEL] * 3]] * 2
+
+
+@pytest.mark.parametrize("script, changes, name", [
+    (prepare_sudoku, SMALL | dict(num_test=1000), "sudoku-4x4-5-aug-2"),
+    (prepare_sudoku, SMALL | dict(seed=1), "sudoku-4x4-5-aug-2-seed-1-num_test-9"),
+    (prepare_sudoku, FILES | dict(num_aug=0), "sudoku_real_train_60-1k-aug-0"),
+    (prepare_sudoku, FILES | dict(num_aug=0, min_difficulty=2),
+     "sudoku_real_train_60-1k-aug-0-min_difficulty-2"),
+    (prepare_maze, dict(source="generate", size=5, min_path=5, num_train=2, num_test=1000),
+     "maze-5x5-path-5-2-aug-8"),
+    (prepare_arc, dict(source="generate", num_aug=0), "generate-aug-0"),
+    (prepare_arc, dict(source="generate", num_aug=0, num_train=9, extra="more/tasks/"),
+     "generate-aug-0-extra-tasks-num_train-9"),
+])
+def test_a_default_folder_names_what_makes_another_dataset(script, changes, name):
+    """A config file reads the folder of the defaults."""
+    os.makedirs("more/tasks")
+    Path("more/tasks/mine.json").write_text('{"train": [{"input": [[1]], "output": [[2]]}]}')
+    assert script.main(dataset_settings(script, **changes)) == f"data/{name}"
+    assert os.path.isfile(f"data/{name}/manifest.json")
 
 
 @pytest.mark.parametrize("by, code", [(signal.SIGTERM, 3), (signal.SIGKILL, -9)])
@@ -387,7 +410,7 @@ def test_downloads_give_up_and_leave_nothing(hub, fault, error, requests, messag
     hub.files[path] = b"x"
     hub.faults[path] = [fault] * 9
     with pytest.raises(error, match=f"^me/puzzles/train.csv.*{message}"):
-        prepare_files.download("me/puzzles", "train.csv")
+        download("me/puzzles", "train.csv")
     assert len(hub.log) == requests and os.listdir("data/downloads/puzzles") == ["train.csv.lock"]
 
 

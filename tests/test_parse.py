@@ -1,11 +1,12 @@
-"""puzzles.parse: a text is read in one of its two forms, or refused."""
+"""puzzles.text.parse: a text is read in one of its two forms, or refused."""
 import re
 
 import pytest
 
-from puzzles import EMPTY_SIGNS, kind_of, parse
+from puzzles import kind_of
 from puzzles.maze import Maze
 from puzzles.sudoku import Sudoku
+from puzzles.text import EMPTY_SIGNS, parse
 from runtime.errors import UserError
 
 QUESTION = "12..34.........1"

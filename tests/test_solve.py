@@ -20,8 +20,9 @@ from test_forks import flags_of
 
 import model as models
 import weights
-from puzzles import kind_of, parse
+from puzzles import kind_of
 from puzzles.sudoku import Sudoku
+from puzzles.text import parse
 from runtime.errors import UserError
 from weights import load_model
 

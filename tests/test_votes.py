@@ -13,7 +13,7 @@ import pytest
 from helpers import ROOT, prepare
 
 import prepare_arc
-from data import load_split
+from data import Dataset
 from puzzles.arc import count_votes, merge_votes, submission, vote_values
 
 RECORDED = np.load(os.path.join(ROOT, "tests", "data", "arc_votes.npz"))
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_vote_is_the_official_evaluators_on_any_number_of_ranks(folder):
-    test = load_split(folder, "test")
+    test = Dataset(folder, "test")
     indices = np.arange(len(test))
     ranks = []
     for rank in range(3):
