@@ -26,7 +26,7 @@ from runtime import process
 from runtime.device import check_batch_size, is_compiled, peak_flops
 from runtime.engines import choose_device, open_device, spawner
 from runtime.errors import reporting_full_memory
-from weights import flops_per_example, new_model
+from runtime.flops import flops_per_example
 
 
 class Settings:
@@ -139,7 +139,7 @@ def new_run(settings, device):
     check_batch_size(settings, device)
     # the dataset has the model's sizes
     train_set = data.Dataset(settings.data_path, "train")
-    run = train.Run(settings, new_model(settings, train_set), device)
+    run = train.Run(settings, train.new_model(settings, train_set), device)
     # the last argument, the length of the run, only decides numbers such as the rates
     count = itertools.count()
     return run, lambda: train.make_inputs(run, train_set, next(count), 1_000_000)

@@ -12,6 +12,7 @@ import functools
 import math
 import os
 import sys
+import threading
 import time
 import traceback
 from concurrent.futures.process import BrokenProcessPool
@@ -31,12 +32,13 @@ from configurator import Above0, From0, From0To1, Range
 from runtime import checkpoint, errors, process
 from runtime.device import cast_weights, check_batch_size
 from runtime.engines import choose_device, open_device, spawner
-from runtime.errors import TransientError, UserError, check_choices, check_values
+from runtime.errors import TransientError, UserError, check_choices, check_values, one_line
 from runtime.files import duration
+from runtime.flops import flops_per_example
 from runtime.log import Log, check_login
 from runtime.process import STOP, restart_watchdog
-from weights import flops_per_example, new_model
 
+MODEL_LOCK = threading.Lock()  # replicas may be threads, which share torch's generator
 From0To1OrMinus1 = Range("from 0 to 1, or -1", lambda number: 0 <= number <= 1 or number == -1)
 
 
@@ -558,6 +560,19 @@ def replica(settings, device_type):
             is_complete = train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps)
     if not is_complete:
         sys.exit(3)
+
+
+def new_model(settings, dataset):
+    """Returns a TRM with its first weights for a dataset. Raises UserError if it cannot be built."""
+    # the seed is for modules that init_weights does not touch
+    with MODEL_LOCK, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        try:
+            return model.TRM(
+                settings, seq_len=dataset.seq_len, vocab_size=dataset.vocab_size,
+                num_puzzle_identifiers=dataset.num_puzzle_identifiers, task=dataset.task)
+        except (ValueError, RuntimeError) as e:  # RuntimeError: more memory than there is
+            raise UserError(one_line(e)) from None
 
 
 def length_of(settings, train_set, start):

@@ -1,38 +1,21 @@
-"""Models: new ones, those in files, their arithmetic, and how notebooks and scripts ask them."""
+"""Models in files, and how notebooks and scripts ask them."""
 import math
-import threading
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import flop_registry
 
 import configurator
 import evaluate
 import model
 from puzzles import Judgement, kind_of, sigmoid
 from runtime.device import Device, Place
-from runtime.errors import UserError, one_line
+from runtime.errors import UserError
 from runtime.saved import load_weights, read_file
 
 CELLS_AT_A_TIME = 5_000  # in a batch on the CPU: 61 Sudokus of 9x9 or 5 mazes of 30x30
-MODEL_LOCK = threading.Lock()  # replicas may be threads, which share torch's generator
-
-
-def new_model(settings, dataset):
-    """Returns a TRM with its first weights for a dataset. Raises UserError if it cannot be built."""
-    # the seed is for modules that init_weights does not touch
-    with MODEL_LOCK, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        try:
-            return model.TRM(
-                settings, seq_len=dataset.seq_len, vocab_size=dataset.vocab_size,
-                num_puzzle_identifiers=dataset.num_puzzle_identifiers, task=dataset.task)
-        except (ValueError, RuntimeError) as e:  # RuntimeError: more memory than there is
-            raise UserError(one_line(e)) from None
 
 
 def load_model(path, cells=0, defaults=None):
@@ -69,48 +52,6 @@ def load_model(path, cells=0, defaults=None):
     for name in ("test_puzzles", "forks", "step", "data_sha256"):
         setattr(trm, name, saved[name])
     return trm.eval()
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Arithmetic: matrix products only, 2 FLOPs a multiply-add
-
-class FlopCounter(TorchDispatchMode):
-    """Adds up the FLOPs of products by torch's formulas; torch's own counter is not safe in threads."""
-    total = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **kwargs or {})
-        # torch has formulas for products of matrices, attention and convolutions
-        if func.overloadpacket in flop_registry:
-            self.total += flop_registry[func.overloadpacket](*args, **kwargs or {}, out_val=result)
-        return result
-
-
-def flops_per_example(model, cycles=None):
-    """Returns the FLOPs of a training step for one sequence.
-
-    cycles: see TRM.forward. A fork that reads values cannot be counted, and has 0.
-    """
-    # one sequence on the device "meta", where tensors have shapes and no numbers
-    leaves = {name: w.to("meta").requires_grad_() for name, w in model.weights().items()}
-    buffers = {name: t.to("meta") for name, t in model.named_buffers()}
-    sequences = tree_map(lambda t: t.to("meta"), model.new_sequences(1))
-    puzzle_rows = None
-    if model.has_puzzle_emb:
-        puzzle_rows = torch.empty(1, model.settings.puzzle_emb_ndim, device="meta", requires_grad=True)
-
-    # a forward and a backward pass
-    steps = sequences["steps"]
-    was_training = model.training
-    try:
-        with FlopCounter() as counter:
-            result = model.train().call_with(leaves | buffers, sequences, puzzle_rows, steps, cycles)
-            result.values["loss"].sum().backward()
-    except RuntimeError:  # item() and the like
-        return 0
-    finally:
-        model.train(was_training)
-    return counter.total
 
 
 # ---------------------------------------------------------------------------------------------------------

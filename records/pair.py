@@ -58,7 +58,6 @@ import bench
 import configurator
 import data
 import train
-from weights import new_model
 
 
 class ForeachAdamATan2(AdamATan2):
@@ -88,7 +87,7 @@ def official_steps(settings):
     """Yields when it is ready, and after each step of the official code, which follows its pretrain.py."""
     # the model, which picks the settings that it knows, and our first weights
     train_set, _ = data.load(settings.data_path)
-    trm = new_model(settings, train_set)
+    trm = train.new_model(settings, train_set)
     batch_size = settings.global_batch_size
     config = dict(vars(settings), **trm.sizes, batch_size=batch_size, H_layers=0, no_ACT_continue=True)
     with torch.device(args.device):

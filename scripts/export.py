@@ -38,7 +38,6 @@ from runtime.errors import UserError, writing
 from runtime.files import replacing
 from runtime.process import command
 from runtime.saved import load_saved_weights, missing_forks, read_checkpoint
-from weights import new_model
 
 
 class Settings:
@@ -112,7 +111,7 @@ def add_dataset(saved, settings, path):
     """
     # the model has the dataset's sizes, and the weights' names without the official code's prefixes
     train_set, test_set = load(local_dataset(settings.data_path))
-    trm = new_model(settings, train_set)
+    trm = train.new_model(settings, train_set)
     if load_saved_weights(trm, saved["weights"], path):
         raise UserError(f"{path} has other puzzle identifiers than {train_set.path}")
     added = dict(

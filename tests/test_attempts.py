@@ -23,7 +23,6 @@ from runtime.checkpoint import newest_whole
 from runtime.errors import UserError
 from runtime.saved import load_saved_weights, read_checkpoint
 from train import open_device
-from weights import new_model
 
 SETTINGS = ["--puzzle_emb_ndim=0", "--multiple_of=256", "--H_cycles=1", "--L_cycles=1", "--ema=False",
             "--eval_halt_max_steps=6"]
@@ -44,7 +43,7 @@ def evaluated(data, trained, *flags):
     flags = arguments(data, trained, *SETTINGS, f"--eval_save_outputs={names}", *flags)
     settings = configurator.configure(train.Settings, flags)
     test = Dataset(data, "test")
-    model = new_model(settings, test)
+    model = train.new_model(settings, test)
     load_saved_weights(model, read_checkpoint(newest_whole(trained))["weights"], trained)
     evaluator = Evaluator(settings, model, open_device("cpu", settings), settings.global_batch_size)
     values = evaluate.evaluate(

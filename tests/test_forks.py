@@ -30,7 +30,6 @@ import train
 from data import Dataset
 from runtime.errors import UserError
 from train import open_device
-from weights import new_model
 
 EXAMPLES = "rsm", "infiloop", "fprm", "chains", "symbols", "houses"
 FORK_PATHS = [f"{ROOT}/examples/{name}.py" for name in EXAMPLES]
@@ -177,7 +176,7 @@ def test_a_term_is_a_number_for_each_sequence(owner, function, name, shape, data
 def test_buffers_of_a_fork_keep_their_type(data):
     """Float32 would round both."""
     settings = configurator.configure(train.Settings, arguments(data, "run"))
-    net = new_model(settings, Dataset(data, "train"))
+    net = train.new_model(settings, Dataset(data, "train"))
     buffers = dict(counter=torch.tensor([2 ** 24 + 1]), angle=torch.tensor([0.1], dtype=torch.float64))
     for name, t in buffers.items():
         net.register_buffer(name, t.clone())

@@ -15,7 +15,6 @@ import train
 from puzzles import kind_of
 from puzzles.sudoku import Sudoku
 from runtime.errors import UserError
-from weights import new_model
 
 LATIN = dict(kind="latin", grid=[3, 3], symbols="_.123")
 RENAMED = dict(kind="mine", grid=[6, 6], symbols="_.abcdef", symmetries=dict(permute_symbols="abcdef"))
@@ -27,7 +26,7 @@ def example(name, task, *flags):
     """Returns a model of an example for puzzles of a task, with random heads."""
     settings = configurator.configure(train.Settings, [f"{ROOT}/examples/{name}.py", *FLAGS, *flags])
     sizes = dict(seq_len=np.prod(task["grid"]), vocab_size=len(task["symbols"]), num_puzzle_identifiers=1)
-    trm = new_model(settings, SimpleNamespace(**sizes, task=task)).double().eval()
+    trm = train.new_model(settings, SimpleNamespace(**sizes, task=task)).double().eval()
     torch.nn.init.normal_(trm.q_head.weight)
     return trm
 

@@ -16,7 +16,7 @@ import train
 import weights
 from model import TRM, take_new_puzzles
 from optim import pack_rows, sign_sgd
-from weights import flops_per_example
+from runtime.flops import flops_per_example
 
 
 def tiny(seq_len=4, **settings):

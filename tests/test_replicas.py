@@ -32,7 +32,6 @@ from runtime import errors
 from runtime.device import flatten
 from runtime.errors import UserError
 from train import open_device
-from weights import new_model
 
 # Shallow: depth amplifies rounding, and the order of a sum depends on the number of replicas.
 SHALLOW = ["--max_steps=20", "--halt_max_steps=2", "--lr=2e-4", "--log_interval=1", "--eval_interval=4",
@@ -81,7 +80,7 @@ def xla_step(rank, folder, argv):
     assert len(device.all_gather(bytes(2 ** 24 - 8))) == device.world  # float32 rounds the size of its pickle
     dataset = Dataset(settings.data_path, "train")
     sizes = SimpleNamespace(seq_len=16, vocab_size=6, num_puzzle_identifiers=NUM_IDENTIFIERS, task=None)
-    net = new_model(settings, sizes)
+    net = train.new_model(settings, sizes)
     run = train.Run(settings, net, device)
     inputs = train.make_inputs(run, dataset, 0, 30)
     lower = device.lower
