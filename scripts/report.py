@@ -9,15 +9,12 @@ damaged are named. Runs whose settings differ only in the seed are one variant, 
 with the same settings is one more seed. It needs matplotlib and scipy.
 """
 import json
-import sys
 from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from sweep import GROUPS, NEUTRAL, changes, group_of
 
 from configurator import configure, split_arguments
