@@ -68,7 +68,10 @@ def main(settings):
 
     end = time.monotonic() + 60 * settings.minutes
     results = {}
-    table = "| part | result | seconds |\n|---|---|---|\n"
+    table = (
+        "| part | result | seconds |\n"
+        "|---|---|---|\n"
+    )
     for name, seconds in PARTS.items():
         began = time.monotonic()
         limit = min(end - began, 4 * seconds)
@@ -83,7 +86,11 @@ def main(settings):
         print("   ", result, flush=True)
         # what is known stays if this process is killed
         seconds = time.monotonic() - began
-        results[name] = dict(exit_code=exit_code, result=result, seconds=seconds)
+        results[name] = dict(
+            exit_code=exit_code,
+            result=result,
+            seconds=seconds,
+        )
         table += f"| {name} | {result} | {seconds:.0f} |\n"
         (out / "results.json").write_text(json.dumps(results, indent=1))
         (out / "results.md").write_text(table)
@@ -122,7 +129,10 @@ def last_words(log, exit_code):
     tail = ["tail", "-n", "1", f"{log}.log"]
     if exit_code:
         tail = ["tail", "-qc", "300", f"{log}.log", f"{log}.err"]
-    words = subprocess.check_output(tail, text=True, errors="replace")
+    words = subprocess.check_output(
+        tail,
+        errors="replace",  # the end may begin within a character
+    )
     if exit_code:
         words = f"**failed**, exit code {exit_code}: {words}"
     # neither a | nor the end of a line may stand in a table
