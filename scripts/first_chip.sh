@@ -3,11 +3,12 @@
 #
 #     DEVICE=cuda OUT=out/first_chip PYTHON=python bash scripts/first_chip.sh PART
 #
-# OUT/PART.log gets the output, and OUT/PART.err the errors.
+# in the folder of the project. OUT/PART.log gets the output, and OUT/PART.err the errors; the folder OUT exists.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 part=$1
 exec >"$OUT/$part.log" 2>"$OUT/$part.err"
+export -n DEVICE OUT PYTHON  # the commands do not see them
 
 # How Python starts: on one chip with one process, and on all chips
 
