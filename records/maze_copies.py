@@ -6,12 +6,12 @@ All have the same 1000 test mazes. "none" has no copies. "solved" has each of th
 rule of the labels, as prepare_maze.py does. "turned" has labels that are turned with their mazes, as the
 official builder does. results.md has the results.
 """
-import os
 import sys
+from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import prepare_maze
 from puzzles.maze import MAZE
 from puzzles.symmetries import dihedral

@@ -12,9 +12,9 @@ import argparse
 import itertools
 import json
 import math
-import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -33,8 +33,7 @@ DECAY = 1.0
 INTERVAL = 90  # seconds of training between evaluations
 LIMIT = 3600  # seconds of training
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:0] = [args.official, os.path.join(ROOT, "records", "golden")]
+sys.path[:0] = [args.official, str(Path(__file__).with_name("golden"))]
 from make import AdamATan2
 from models.ema import EMAHelper
 from models.losses import ACTLossHead
@@ -88,7 +87,6 @@ def main():
 
     # train until the target or the limit
     carry = None
-    seconds = 0.0  # of training
     next_evaluation = INTERVAL
     began = time.process_time()
     for step, (_, batch, size) in enumerate(train, 1):
@@ -103,14 +101,14 @@ def main():
         ema.update(model)
 
         # an evaluation
-        if seconds + time.process_time() - began < next_evaluation:
+        seconds = time.process_time() - began
+        if seconds < next_evaluation:
             continue
-        seconds += time.process_time() - began
         next_evaluation += INTERVAL
         # 200 puzzles, and all if these are near the target
         average = ema.ema_copy(model)
-        for puzzles in 200, 1000:
-            accuracy, puzzles = exact_accuracy(average, test, puzzles)
+        for most in 200, 1000:
+            accuracy, puzzles = exact_accuracy(average, test, most)
             # a line of the curve
             row = vars(args) | dict(step=step, minutes=seconds / 60, puzzles=puzzles, exact_accuracy=accuracy)
             with open(args.curve, "a") as f:
@@ -119,8 +117,8 @@ def main():
                 break
         if puzzles == 1000 and accuracy >= TARGET or seconds >= LIMIT:
             return
-        # the clock goes on
-        began = time.process_time()
+        # the clock goes on where it stood
+        began = time.process_time() - seconds
 
 
 if __name__ == "__main__":

@@ -19,9 +19,11 @@ def official(rows):
     figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
     for run, label, color in (("official", "official code", "gray"), ("demo", "config/demo.py", "tab:red"),
                               ("same", "this code, the same recipe", "tab:blue")):
-        for seed in range(3):
-            [x], [y] = (select(rows, key, run=run, seed=seed) for key in ("minutes", "exact_accuracy"))
-            axes.plot([0, *x], 100 * np.array([0, *y]), ".-", color=color, label="" if seed else label)
+        for row in rows:
+            if row["run"] == run:
+                accuracy = 100 * np.array([0, *row["exact_accuracy"]])
+                axes.plot([0, *row["minutes"]], accuracy, ".-", color=color, label=label)
+                label = ""  # the other seeds
     # the target, and the axes
     axes.axhline(90, color="black", linewidth=0.5)
     axes.set(xlabel="minutes of training on one thread", xlim=0, ylim=(0, 100))

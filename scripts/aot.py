@@ -209,28 +209,38 @@ def read_dump(dump, clock):
         dump: libtpu's folder.
         clock: cycles in a second.
     """
+    # The program has computations, {name: text}, and the program's own is the last one:
+    #     %region_1.2 (arg: (s32[], f32[4])) -> (s32[], f32[4]) {
+    #       ...
+    #     }
     text = next(dump.glob("*.after_codegen.txt")).read_text()
     computations = dict(re.findall(r"(?ms)^(?:ENTRY )?%([\w.\-]+) \((.*?)^}(?!\))", text))
-    runs = Counter([[*computations][-1]])  # {computation: how often it runs}; the program's own comes last
+    runs = Counter([[*computations][-1]])  # {computation: how often it runs}
     cost_model = 0  # cycles
     runs_of = Counter()  # {shape and estimate of equal instructions: how often they run}
     cycles_of = defaultdict(list)  # {the same: the cycles of their schedules}
     for computation, body in reversed(computations.items()):
-        # a loop's body comes before its caller; it runs up to the constant in the loop's condition
+        # A loop's body comes before its caller, and runs up to the constant in the loop's condition:
+        #     ... while(%tuple.5), condition=%region_2.3, body=%region_1.2
+        #     %constant.7 = s32[]{:T(128)} constant(16)
         for condition, loop in re.findall(r"condition=%([\w.\-]+), body=%([\w.\-]+)", body):
             constants = re.findall(r" = [su]\d+\[\]\S* constant\((\d+)\)", computations[condition])
             runs[loop] = runs[computation] * max(map(int, constants))
-        # instructions that the compiler found equal share one schedule, whose file's name begins with a time
+        # An instruction has a name, a shape, maybe buffers for what it loads, and an estimate:
+        #     %fusion.3 = f32[8,128]{1,0:T(8,128)} fusion(%add.1), kind=kLoop, ...
+        #         "buffering_level":"2", ... "estimated_cycles":"1827", ...
         instructions = re.findall(
             r'%([\w.\-]+) = (.*?) [\w\-]+\(.*?'
             r'(?:"buffering_level":"(\d+)".*)?"estimated_cycles":"(\d+)"', body)
         for name, shape, buffers, estimate in instructions:
             cost_model += runs[computation] * int(estimate)
             runs_of[shape, estimate] += runs[computation]
+            # equal instructions share one schedule, whose file's name begins with a time
             for file in dump.glob(f"{'?' * 19}-{name}-01-final_bundles.txt"):
                 cycles_of[shape, estimate].append(schedule_cycles(file.read_text(), int(buffers or 1)))
-    # what other units do meanwhile, such as a gather on a v6e's SparseCores, has no schedule and is left out
+    # What other units do meanwhile, such as a gather on a v6e's SparseCores, has no schedule and is left out.
     schedules = sum(n * mean(cycles_of[key]) for key, n in runs_of.items() if n)
+    # the program's first line has "may-alias)" or "must-alias)" for each tensor that a result overwrites
     return dict(
         donated_tensors=text.count("-alias)"),
         collectives=re.findall(r" = (.*) (all-reduce|all-gather|reduce-scatter)(?:-start)?\(", text),
@@ -242,12 +252,20 @@ def read_dump(dump, clock):
 def schedule_cycles(text, buffers):
     """Returns the cycles of a schedule's instructions, or of its matrix products if they take longer.
 
+    A line is an instruction (bundle). These lines of a loop are read, from its start to the jump back:
+
+          0x6   :  { %s21 = smov.u32 0  ;;  %s22 = smov.u32 0 } /* Start region 2 */
+          0x9   : > { %378 = vmatmul.bf16.gmra.mxu0 %v5 }
+        0x4ae4  : > { %p21_p3 = scmp.ge.s32.totalorder %s24_s23, 4 /* loop exit test */ }
+        0x4ae5  : > { %23 = sbr.rel (!%p21_p3) target = $region2 }
+
     Args:
-        text: the schedule, an instruction (bundle) a line.
+        text: the schedule.
         buffers: of each loop, for what it loads; its first and last iterations only load and store.
     """
     cycles = np.zeros(2)  # those of the instructions, and those of a matrix unit
     starts = {}  # {region: cycles before it}
+    # {the name of a loop's exit test: the iterations}
     ends = dict(re.findall(r"%(\w+) = scmp\S+ %\w+, (\d+) /\* loop exit test", text))
     for bundle in re.findall(r"(?m)^ *(?:0x)?[0-9a-f]+ .*", text):
         starts |= dict.fromkeys(re.findall(r"Start region (\d+)", bundle), cycles)

@@ -1,22 +1,27 @@
-"""Compares the losses of two runs, from their first step to the last step that both have logged.
+"""Compares the losses of two runs, at the steps that both have logged.
 
     python scripts/compare.py out/one out/cpu 1e-3
 
-The exit code is 1 if the largest relative difference is above the limit, the last argument.
+The exit code is 1 if the largest relative difference is above the limit, the last argument, and 2 if there is
+no such step.
 """
 import json
 import sys
 
 
 def losses_of(run):
-    """Returns the losses in a run's folder."""
+    """Returns {step: loss} of the run in a folder."""
     with open(f"{run}/metrics.jsonl") as f:
-        return [line["train/loss"] for line in map(json.loads, f) if "train/loss" in line]
+        return {line["step"]: line["train/loss"] for line in map(json.loads, f) if "train/loss" in line}
 
 
 if __name__ == "__main__":
     _, run, reference, limit = sys.argv
-    pairs = zip(losses_of(run), losses_of(reference))
-    errors = [abs(loss / expected - 1) for loss, expected in pairs]
+    losses = losses_of(run)
+    expected = losses_of(reference)
+    errors = [abs(losses[step] / expected[step] - 1) for step in losses.keys() & expected]
+    if not errors:
+        print("compare.py: no step has a loss in both runs", file=sys.stderr)
+        sys.exit(2)
     print(f"{len(errors)} losses within {max(errors):.1e} of {reference}")
     sys.exit(max(errors) > float(limit))

@@ -19,7 +19,6 @@ changes none of them, else in float32.
 """
 import base64
 import json
-import os
 import re
 import runpy
 from pathlib import Path
@@ -44,7 +43,6 @@ class Settings:
     """All settings are train.py's."""
 
 
-PAGE_FILES = ("play.html", "engine.js", "game.js")
 PREFIX = "_orig_mod.model.inner."  # the beginning of the official names of weights
 # the settings that engine.js reads
 NETWORK = "hidden_size", "num_heads", "L_layers", "H_cycles", "L_cycles", "mlp_t", "pos_encodings"
@@ -92,8 +90,11 @@ def write_model(source, target, train_arguments):
     # leave out what only training needs: the optimizer and the raw weights
     dtype = getattr(torch, settings.forward_dtype)
     averaged = saved["weights"] | saved.get("ema", {})
-    names = "sizes", "task", "data_sha256", "identifiers_sha256", "test_puzzles", "step", "forks"
-    content = {name: saved[name] for name in names} | dict(
+    content = {
+        name: saved[name]
+        for name in ("sizes", "task", "data_sha256", "identifiers_sha256", "test_puzzles", "step", "forks")
+    }
+    content |= dict(
         weights={PREFIX + name.removeprefix(PREFIX): t.to(dtype) for name, t in averaged.items()},
         settings=recipe | vars(settings),  # a copy of train.py may have more
         command=f"python train.py {settings.flags()}",
@@ -135,7 +136,9 @@ def write_page(paths, target, train_arguments):
     contents = [page_content(path, train_arguments) for path in paths]
     # "<" could end the element in which the page finds the program of the worker
     data = json.dumps(contents).replace("<", "\\u003c")
-    page, engine, game = (Path(__file__).with_name(name).read_text("utf-8") for name in PAGE_FILES)
+    page, engine, game = (
+        Path(__file__).with_name(name).read_text("utf-8")
+        for name in ("play.html", "engine.js", "game.js"))
     program = f"{engine}const MODELS = {data};\n{game}"
     element = f'<script id="worker" type="text/plain">\n{program}</script>\n'
     page = page.replace("<script>", element + "<script>", 1)
@@ -149,7 +152,9 @@ def write_page(paths, target, train_arguments):
 def page_content(path, train_arguments):
     """Returns what game.js knows of a model, a dict for JSON. Args: see solve.load. Raises UserError."""
     trm, settings = solve.load(path, train_arguments)
-    refuse(path, trm, settings)
+    problem = next(problems_of(trm, settings), None)
+    if problem:
+        raise UserError(f"{path}: {problem}: a page cannot compute it, scripts/solve.py can")
     kind = kind_of(trm.task)
 
     # the test puzzles as text
@@ -162,14 +167,13 @@ def page_content(path, train_arguments):
             "answer": kind.text(answer) if has_one_answer else None,
         })
 
-    # each weight as a matrix
+    # each weight as a matrix: its rows, its columns and its numbers
     matrices = {}
     for name, t in trm.state_dict().items():
-        rows, columns = t.reshape(-1, t.shape[-1]).shape
-        matrices[name] = [rows, columns, base64_of(t)]
+        matrices[name] = [*t.reshape(-1, t.shape[-1]).shape, base64_of(t)]
     network = {name: getattr(trm.settings, name) for name in NETWORK}
     run = {
-        "path": os.path.basename(os.path.abspath(path)),
+        "path": Path(path).absolute().name,
         "kind": kind.task["kind"],
         "grid": kind.grid,
         "symbols": kind.symbols[1:],
@@ -193,29 +197,27 @@ def base64_of(t):
     bits = t.contiguous().numpy().view("<u4")
     if not (bits & 0xFFFF).any():
         bits = (bits >> 16).astype("<u2")
-    return base64.b64encode(bits.tobytes()).decode()
+    return base64.b64encode(bits).decode()
 
 
-def refuse(path, trm, settings):
-    """Raises UserError for a model that engine.js cannot run. trm, settings: the results of solve.load."""
+def problems_of(trm, settings):
+    """Yields why engine.js cannot run a model, in words. trm, settings: the results of solve.load."""
     # model.py may have been edited
-    problems = [
-        f"engine.js does not know the weights {name}"
-        for name in trm.state_dict() if not WEIGHTS.fullmatch(name)]
+    for name in trm.state_dict():
+        if not WEIGHTS.fullmatch(name):
+            yield f"engine.js does not know the weights {name}"
     # a fork that is not among the arguments may have replaced anything
-    problems += missing_forks(trm.forks, settings.forks)
+    yield from missing_forks(trm.forks, settings.forks)
     num_identifiers = trm.sizes["num_puzzle_identifiers"]
     if num_identifiers > 1:
-        problems.append(f"it has {num_identifiers} puzzle identifiers, for ARC see docs/arc.md")
+        yield f"it has {num_identifiers} puzzle identifiers, for ARC see docs/arc.md"
 
     # a fork that has run may change the loss, but no answers: those of model.py, which runs once more, count
     original = runpy.run_path(model.__file__)["TRM"](trm.settings, **trm.sizes, task=trm.task)
     original.load_state_dict(trm.state_dict(), strict=False)  # without a weight it answers otherwise
     questions = trm.test_puzzles["inputs"][:3]
     if not all(map(torch.equal, weights.solve(trm, questions, 3), weights.solve(original, questions, 3))):
-        problems.append("a fork changes the answers")
-    if problems:
-        raise UserError(f"{path}: {problems[0]}: a page cannot compute it, scripts/solve.py can")
+        yield "a fork changes the answers"
 
 
 if __name__ == "__main__":

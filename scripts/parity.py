@@ -68,11 +68,12 @@ class Replay:
         self.worst = 0.0  # the largest error so far
 
     def compare_all(self):
-        """Runs and compares all steps, of training and of an evaluation."""
+        """Runs and compares all steps, of training and of an evaluation; returns the largest error."""
         for k in range(self.run.settings.total_steps):
             self.train(k)
         for k in range(len(self.golden["eval"]["preds"])):
             self.evaluate(k)
+        return self.worst
 
     def recorded(self, tree_name, k):
         """Returns {name: array} of an official tree at step k, of its sequences those of this replica.
@@ -173,12 +174,7 @@ def main(settings):
 
 
 def replay_all(device_type):
-    errors = {}
-    for path in FILES:
-        replay = Replay(path, device_type)
-        replay.compare_all()
-        errors[path.name] = replay.worst
-    print(json.dumps(errors))
+    print(json.dumps({path.name: Replay(path, device_type).compare_all() for path in FILES}))
 
 
 if __name__ == "__main__":

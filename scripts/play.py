@@ -30,7 +30,7 @@ def main(argv):
     """Writes the page, prints where it is, and opens it."""
     settings, operands, train_arguments = split_arguments(Settings, argv)
     paths = operands or [os.path.relpath(f"{solve.ROOT}/models/sudoku-9x9.pt")]
-    target = settings.output or os.path.join(tempfile.mkdtemp(), "play.html")
+    target = settings.output or f"{tempfile.mkdtemp()}/play.html"
     solve.check_new_file(target)
     export.write_page(paths, target, train_arguments)
     webbrowser.open(Path(target).absolute().as_uri())

@@ -9,19 +9,12 @@ damaged are named. Runs whose settings differ only in the seed are one variant, 
 with the same settings is one more seed. It needs matplotlib and scipy.
 """
 import json
-import sys
 from collections import defaultdict
-from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-
-with suppress(ImportError):  # main() says what is missing
-    from matplotlib.figure import Figure
-    from scipy.optimize import curve_fit
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from sweep import GROUPS, NEUTRAL, changes, group_of
 
 from configurator import configure, split_arguments
@@ -63,7 +56,7 @@ def main(argv):
     """Reads the runs, writes report.md and its pictures, and prints what is not complete."""
     settings, paths, unknown = split_arguments(Settings, argv)
     configure(Settings, unknown)  # raises UserError for the first
-    if "curve_fit" not in globals():
+    if not find_spec("matplotlib") or not find_spec("scipy"):
         raise UserError("report.py needs matplotlib and scipy: pip install matplotlib scipy")
 
     # find the runs
@@ -157,6 +150,7 @@ def power_law(x, y):
     """Returns the least squares of y = a - b * x^-c as a list of one paragraph, or [] without a fit."""
     if len(set(x)) < 4:
         return []
+    from scipy.optimize import curve_fit
     # the search begins with the highest accuracy as a, and with b from the range of y
     try:
         law, covariance = curve_fit(
@@ -192,6 +186,7 @@ def section(name, runs, folder):
         paragraphs += power_law(numbers(everything, "parameters"), numbers(everything, "accuracy"))
 
     # the picture has a line for each variant, and a point for each run
+    from matplotlib.figure import Figure
     figure = Figure((9, 2 + len(variants) / 4), layout="constrained")
     ax = figure.subplots()
     ax.set(xlabel=COLUMNS["accuracy"])

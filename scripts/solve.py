@@ -45,7 +45,7 @@ from puzzles import kind_of, sigmoid
 from puzzles.text import csv_rows, open_text, parse, squeezed
 from runtime.checkpoint import newest_whole
 from runtime.errors import UserError, writing
-from runtime.files import Progress, read_torch_file, replacing
+from runtime.files import Progress, read_torch_file, replacing, to_stderr
 from runtime.process import command
 from runtime.saved import missing_forks
 from weights import load_model
@@ -104,7 +104,7 @@ def main(argv):
 
 
 def check_new_file(path):
-    if os.path.lexists(path) or not os.path.isdir(os.path.dirname(path) or "."):
+    if os.path.lexists(path) or not Path(path).parent.is_dir():
         raise UserError(f"{path}: must be a new file in a folder that exists")
 
 
@@ -162,13 +162,9 @@ def solve_one(settings, trm, kind, batch, output_settings, path):
     # as in evaluate.Queue, of equally confident answers the last one of the first attempt counts
     best = max(steps, key=lambda step: (step.confidence, -step.attempt, step.number))
 
-    # the question and the answers, with the cells that break a rule
-    nothing = question < 0
-    grids = [("question", question, nothing)]
-    for step in [*steps, best]:
-        title = f"attempt {step.attempt}, step {step.number}: {step.confidence:.0%} sure"
-        grids.append((title, step.answer, step.judgement.broken[0] if step.judgement else nothing))
-    best_grid = grids.pop()
+    # the question and the answers
+    grids = [("question", question, question < 0), *map(grid_of, steps)]
+    best_grid = grid_of(best)
     show(kind, grids if output_settings.steps else [grids[0], best_grid])
     print(kind.text(best.answer))
     # the verdict, and how the answer came about
@@ -179,6 +175,13 @@ def solve_one(settings, trm, kind, batch, output_settings, path):
     if output_settings.plot:
         is_animation = output_settings.plot.endswith(".gif")
         draw(output_settings.plot, kind, question, grids if is_animation else [best_grid])
+
+
+def grid_of(step):
+    """Returns a Step as a grid: its title, its answer, and the cells that break a rule, if it is known."""
+    title = f"attempt {step.attempt}, step {step.number}: {step.confidence:.0%} sure"
+    broken = step.judgement.broken[0] if step.judgement else step.answer < 0
+    return title, step.answer, broken
 
 
 def show(kind, grids):
@@ -321,7 +324,7 @@ def load(path, train_arguments, cells=0):
     except (OSError, ValueError) as e:
         raise UserError(e) from None
     for line in missing_forks(trm.forks, settings.forks):
-        print(f"warning: {line}", file=sys.stderr)
+        to_stderr(f"warning: {line}")
 
     kind = kind_of(trm.task)
     settings.fill(train.recipe(vars(trm.settings)) | dict(

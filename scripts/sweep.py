@@ -115,7 +115,7 @@ class StudyRun:
                 setattr(self.settings, setting, own_folder)
                 arguments.append(f"--{setting}={own_folder}")
         train.check_settings(self.settings)
-        self.metrics = os.path.join(self.settings.out_dir, "metrics.jsonl")
+        self.metrics = f"{self.settings.out_dir}/metrics.jsonl"
         self.command = [os.path.relpath(train.__file__), *arguments]
 
 
@@ -166,11 +166,12 @@ def train_to_end(run):
     metrics = files.read_metrics(run.metrics)
     if metrics and "final" in metrics[-1] and not run.settings.gcs_dir:
         return 0
-    # the run ends with this process
-    environment = os.environ | dict(TRM_SWEEP=str(os.getpid()))
     for _ in range(3):
         print("$", shlex.join(["python", *run.command]), flush=True)
-        training = subprocess.Popen([sys.executable, *run.command], env=environment)
+        training = subprocess.Popen(
+            [sys.executable, *run.command],
+            env=os.environ | dict(TRM_SWEEP=str(os.getpid())),  # the run ends with this process
+        )
         try:
             code = training.wait()
         finally:

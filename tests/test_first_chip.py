@@ -1,9 +1,14 @@
 """scripts/first_chip.py: rehearsals of its commands, and parts that fail, hang or have no time."""
 import json
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import first_chip
 import pytest
+from helpers import ROOT
 
 import configurator
 from runtime.errors import UserError
@@ -31,25 +36,44 @@ def test_a_rehearsal(monkeypatch, device, names, words):
     assert words in results[names[-1]]["result"]
 
 
+COMMANDS = """
+exec >$OUT/$1.log 2>$OUT/$1.err
+case $1 in
+  fails) echo 'before |'; echo the reason >&2; exit 5 ;;
+  hangs) echo 1; sleep 99 ;;
+esac
+"""
+
+
 def test_a_part_that_fails_does_not_end_the_others(monkeypatch, capsys):
-    for run, loss in ("a", 2), ("b", 3):
-        Path(run).mkdir()
-        Path(run, "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "train/loss": %d}\n' % loss)
-    runs = f"{Path('a').resolve()} {Path('b').resolve()}"
-    parts = {
-        "fails": (9, "echo 'before |'; echo the reason >&2; exit 5"),
-        "hangs": (0.5, "echo 1; sleep 99"),
-        "differs": (9, f"$COMPARE {runs} 0.3"),
-        "agrees": (9, f"$COMPARE {runs} 0.4"),
-        "waits": (9e9, "true"),
-    }
+    Path("commands.sh").write_text(COMMANDS)
+    monkeypatch.setattr(first_chip, "COMMANDS", os.path.abspath("commands.sh"))
     monkeypatch.setattr(first_chip, "BUSY_SECONDS", 0)
-    results, code = run_parts(monkeypatch, parts)
-    assert [result["exit_code"] for result in results.values()] == [5, "none in time", 1, 0] and code
+    results, code = run_parts(monkeypatch, {"fails": 9, "hangs": 0.5, "works": 9, "waits": 9e9})
+    assert [result["exit_code"] for result in results.values()] == [5, "none in time", 0] and code
     rows = Path("out/results.md").read_text().splitlines()[2:]
-    words = "code 5: before / the reason", "none in time: 1", "code 1: 1 losses within 3.3e-01", "| 1 losses"
+    words = "code 5: before / the reason", "none in time: 1", "| works |"
     assert len(rows) == len(words) and all(text in row for text, row in zip(words, rows))
     assert "\nwaits: left out, it needs " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("step, limit, code, words", [
+    (1, 0.3, 1, "1 losses within 3.3e-01 of b\n"),
+    (1, 0.4, 0, "1 losses within 3.3e-01 of b\n"),
+    (4, 0.4, 2, "compare.py: no step has a loss in both runs\n")])
+def test_losses_are_compared_by_step(step, limit, code, words):
+    """The other run has one more step before."""
+    for run, lines in ("a", '{"step": 1, "train/loss": 2}'), ("b", f'{{"step": {step}, "train/loss": 3}}'):
+        Path(run).mkdir()
+        Path(run, "metrics.jsonl").write_text('{"step": 0, "train/loss": 5}\n' * (run == "b") + lines)
+    command = [sys.executable, f"{ROOT}/scripts/compare.py", "a", "b", str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (code, words)
+
+
+def test_every_part_has_commands():
+    text = Path(ROOT, first_chip.COMMANDS).read_text()
+    assert [part for part in first_chip.PARTS if f"\n  {shlex.quote(part)})\n" not in text] == []
 
 
 @pytest.mark.parametrize("flags, words", [
