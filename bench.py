@@ -23,7 +23,7 @@ import train
 from configurator import Above0, From0
 from puzzles.writer import write_dataset
 from runtime import process
-from runtime.device import check_batch_size, is_compiled, peak_flops
+from runtime.device import check_batch_size, peak_flops
 from runtime.engines import choose_device, open_device, spawner
 from runtime.errors import reporting_full_memory
 from weights import flops_per_example, new_model
@@ -113,7 +113,7 @@ def measure(run, next_inputs, num_steps):
         parameters=run.model.num_parameters(),
         global_batch_size=settings.global_batch_size,
         sequences_at_a_time=run.micro_batch_size,
-        compiled=is_compiled(device),
+        compiled=device.compiles,
         first_step_s=first_seconds,
         step_ms=1e3 * step_seconds,
         host_ms=1e3 * host_seconds,  # the host is busy, loading included
@@ -187,7 +187,7 @@ def main(argv):
     bench_settings, operands, train_arguments = configurator.split_arguments(Settings, argv)
     settings = configurator.configure(train.Settings, operands + train_arguments)
     train.check_settings(settings)
-    device_type, reason, _ = choose_device(settings.device)
+    device_type, reason = choose_device(settings.device)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's
         process.end_with_parent()
 

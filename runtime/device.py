@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from runtime.errors import TransientError, UserError
+from runtime.errors import TransientError, UserError, one_line
+from runtime.files import to_stderr
 from runtime.process import STOP
 
 CPU_FLOP = 1e11  # of a micro-batch on a CPU: two cores take 2 to 15 seconds
@@ -105,8 +106,8 @@ class Device:
         self.torch_device = torch.device(device_type)
         self.name = platform.machine()
         self.report = lambda seconds, share: None  # see loop_over_micro_batches
-        self.falls_back = settings.compile == "auto"
-        self.compiles = settings.compile == "on" or settings.compile == "auto" and device_type == "cuda"
+        self.must_compile = settings.compile == "on"
+        self.compiles = self.must_compile or settings.compile == "auto" and device_type == "cuda"
         if device_type == "cuda":
             self.torch_device = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(self.torch_device)
@@ -234,10 +235,21 @@ class Device:
             return fn
         torch._dynamo.config.recompile_limit = 64  # a compilation for each stage of a curriculum
         compiled = torch.compile(fn, dynamic=False)
-        # without Triton or a C compiler, "auto" trains without torch.compile
-        if self.falls_back:
-            compiled = torch._dynamo.config.patch(suppress_errors=True)(compiled)
-        return compiled
+
+        def call(*args):
+            nonlocal compiled
+            try:
+                return compiled(*args)
+            except torch._dynamo.exc.TorchDynamoException as e:
+                if self.must_compile:
+                    raise
+                # without Triton or a C compiler, "auto" trains without torch.compile
+                to_stderr(f"torch.compile failed: {one_line(e)}")
+                self.compiles = False
+                compiled = fn
+                return fn(*args)
+
+        return call
 
     def compile_step(self, fn):
         """Returns fn(state, inputs, *static), which changes the tensors of state in place."""
@@ -376,13 +388,6 @@ def peak_flops(device):
     chips = [chip for chip in PEAK_FLOPS if re.search(rf"\b{chip}\b(?! Laptop| D\b)", device.name)]
     if chips:
         return PEAK_FLOPS[max(chips, key=len)]
-
-
-def is_compiled(device):
-    """Returns True if a compiler made the steps that have run; with compile=auto, torch.compile may fail."""
-    if not device.compiles or device.type in ("xla", "tpu"):
-        return device.compiles
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def cast_weights(device, weights, dtype):

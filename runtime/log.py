@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from runtime import files
-from runtime.device import is_compiled, peak_flops
+from runtime.device import peak_flops
 from runtime.errors import UserError, one_line
 from runtime.process import restart_watchdog
 
@@ -157,11 +157,7 @@ class Log:
         """Reports the time of the first step at a depth, which compiles; result: a tensor of it."""
         result.cpu()  # waits for the device
         seconds = time.perf_counter() - self.clock
-        how = "not compiled"
-        if is_compiled(self.device):
-            how = "any compiling included"
-        elif self.device.compiles:
-            how += ", since torch.compile failed (see stderr)"
+        how = "any compiling included" if self.device.compiles else "not compiled"
         self.print0(f"step {step}: {seconds:.1f} s for the first step at H_cycles {cycles[0]}, L_cycles "
                     f"{cycles[1]}, {how}; left out of the rates below")
         self.restart_clock(step)
