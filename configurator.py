@@ -19,6 +19,7 @@ import builtins
 import difflib
 import hashlib
 import inspect
+import math
 import os
 import shlex
 import sys
@@ -45,9 +46,8 @@ class Range(NamedTuple):
     holds: Callable  # a function of the number; comparisons with NaN are false
 
 
-# steps and sizes become int32 numbers
-Above0 = Range("above 0, and below 2^31", lambda number: 0 < number < 2 ** 31)
-From0 = Range("0 or more, and below 2^31", lambda number: 0 <= number < 2 ** 31)
+Above0 = Range("above 0", lambda number: 0 < number < math.inf)
+From0 = Range("0 or more", lambda number: 0 <= number < math.inf)
 From0To1 = Range("from 0 to 1", lambda number: 0 <= number <= 1)
 
 
@@ -79,7 +79,7 @@ class Values:
             "train.py's own class Settings, not in that of a copy, and what config files add with new()")
 
     def assign(self, name, value, where):
-        """Sets a setting. Raises UserError, which begins with `where`, for an unknown name or another type."""
+        """Sets a setting. Raises UserError, which names `where`, for an unknown name or another type."""
         if name not in self.defaults:
             [closest] = difflib.get_close_matches(name, self.defaults, 1, 0)
             raise UserError(f"{where}: unknown setting {name}; the closest is {closest}; see --help")
@@ -314,6 +314,9 @@ def check_ranges(settings_class, settings):
         number = vars(settings).get(name)
         if isinstance(annotation, Range) and not annotation.holds(number):
             raise UserError(f"{name} must be {annotation.words}, not {number}")
+        # steps and sizes become int32 numbers
+        if type(number) is int and number >= 2 ** 31:
+            raise UserError(f"{name} must be below 2^31, not {number}")
 
 
 def print_help(settings_class):

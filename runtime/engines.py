@@ -1,7 +1,6 @@
 """Chooses and opens the device of a run: the CPU, a CUDA GPU, or a TPU through torch_xla or TorchTPU.
 
-The two engines for TPUs need environments of their own. Each is imported where a TPU is looked for or used:
-other machines can do without them.
+The two engines for TPUs need environments of their own, and are imported where a TPU is looked for or used.
 """
 import importlib.util
 import os
@@ -87,7 +86,7 @@ def open_device(device_type, settings):
 def spawner(device_type):
     """Returns a function that calls another one in a new process for each chip of this host.
 
-    None: this process is a replica itself, as everywhere but on TPUs.
+    Returns None where this process is a replica itself, as everywhere but on TPUs.
     """
     if device_type == "xla":
         from torch_xla.distributed.xla_multiprocessing import spawn

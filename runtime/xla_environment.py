@@ -47,7 +47,7 @@ def check_xla_variables():
 
 
 def select_tpu():
-    """Sets PJRT_DEVICE=TPU if this host has a TPU; returns True then. Importing torch_xla fixes its device."""
+    """Sets PJRT_DEVICE=TPU and returns True if this host has a TPU; importing torch_xla fixes its device."""
     # Google is also the vendor of the network cards in its clouds, so the chips are counted below
     vendors = [Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")]
     if "0x1ae0" not in vendors:
