@@ -4,7 +4,7 @@
     python bench.py config/sudoku.py --global_batch_size=32       any config file and setting of train.py
 
 The settings below are bench.py's own, all others train.py's. Where data_path is missing, random puzzles take
-its place. The last lines say how many steps an hour has, as --max_steps=N, and all figures as one JSON
+its place. The last two lines say how many steps an hour has, as --max_steps=N, and all figures as one JSON
 object. scripts/aot.py shows what a TPU makes of the steps.
 """
 import copy
@@ -23,7 +23,7 @@ import train
 from configurator import Above0, From0
 from puzzles.writer import write_dataset
 from runtime import process
-from runtime.device import check_batch_size, is_compiled, peak_flops
+from runtime.device import check_batch_size, peak_flops
 from runtime.engines import choose_device, open_device, spawner
 from runtime.errors import reporting_full_memory
 from runtime.flops import flops_per_example
@@ -40,14 +40,7 @@ CPU_BATCH_SIZE = 4  # of a replica on a CPU, where none is given: a step of the 
 
 
 def bench(settings, num_steps, device_type, replica_batch_size):
-    """Measures on every replica, and prints on rank 0.
-
-    Args:
-        settings: train.py's settings.
-        num_steps: bench.py's setting `steps`.
-        device_type: what choose_device returns.
-        replica_batch_size: bench.py's setting.
-    """
+    """Measures on every replica, and prints on rank 0; settings: train.py's."""
     device = open_device(device_type, settings)
     process.restart_watchdog(0)  # of the start of a new process
     settings = copy.copy(settings)  # replicas may be threads
@@ -65,7 +58,6 @@ def bench(settings, num_steps, device_type, replica_batch_size):
     steps_per_hour = figures["steps_per_hour"] = 3600 * figures["examples_per_sec"] / batch_size
 
     if device.rank == 0:
-        print(json.dumps(figures, indent=1))
         print(f"an hour of training, without evaluations, has --max_steps={max(1, int(steps_per_hour))}"
               f" of {batch_size} sequences")
         print(json.dumps(figures))
@@ -113,7 +105,7 @@ def measure(run, next_inputs, num_steps):
         parameters=run.model.num_parameters(),
         global_batch_size=settings.global_batch_size,
         sequences_at_a_time=run.micro_batch_size,
-        compiled=is_compiled(device),
+        compiled=device.compiles,
         first_step_s=first_seconds,
         step_ms=1e3 * step_seconds,
         host_ms=1e3 * host_seconds,  # the host is busy, loading included
@@ -187,7 +179,7 @@ def main(argv):
     bench_settings, operands, train_arguments = configurator.split_arguments(Settings, argv)
     settings = configurator.configure(train.Settings, operands + train_arguments)
     train.check_settings(settings)
-    device_type, reason, _ = choose_device(settings.device)
+    device_type, reason = choose_device(settings.device)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's
         process.end_with_parent()
 

@@ -3,19 +3,16 @@
     python train.py config/sudoku.py --lr=3e-4 --eval_only
 
 Each attribute of the class is a setting and its default: a number, a string or a bool. An annotation such as
-lr: Above0 = 1e-4 is the range of a number; without one, any number will do. --help prints the lines of the
-class with their comments.
+lr: Above0 = 1e-4 is the range of a number. Files and flags apply from left to right; a checkpoint fills in
+what none of them assigned.
 
 A config file is Python that assigns some of the settings and may read the others. run("baseline.py") in it
-runs another one beside it in its place; `__file__` is the outer file's path. Names that start with an
-underscore are the file's own, and so are values of other types, such as modules and functions. Once the file
-has run, its functions do not see the settings: a later flag may change them. Files and flags apply from left
-to right, once, on the script's defaults; a checkpoint fills in only what none of them assigned. A bool flag
-needs no value: --eval_only.
+runs the file beside it; `__file__` is the outer file's path. Names that start with an underscore are the
+file's own, and so are modules, functions and other values. Once the file has run, its functions do not see
+the settings: a later flag may change them.
 
 A config file may also be a fork: new(grad_clip=0.0) adds settings, and it may replace classes and functions
-in the modules that it imports, each where it stands: import model; model.TRM = MyTRM. A process configures
-forks once.
+in the modules that it imports: import model; model.TRM = MyTRM. A process configures forks once.
 """
 import ast
 import builtins
@@ -44,13 +41,13 @@ FORKS = {}
 
 
 class Range(NamedTuple):
-    """Says which numbers a setting may have: its annotation in the class Settings."""
+    """The annotation of a setting: which numbers it may have."""
     words: str
     holds: Callable  # a function of the number; comparisons with NaN are false
 
 
-Above0 = Range("above 0", lambda number: number > 0)
-From0 = Range("0 or more", lambda number: number >= 0)
+Above0 = Range("above 0", lambda number: 0 < number < math.inf)
+From0 = Range("0 or more", lambda number: 0 <= number < math.inf)
 From0To1 = Range("from 0 to 1", lambda number: 0 <= number <= 1)
 
 
@@ -59,12 +56,10 @@ class MissingSetting(UserError, AttributeError):
 
 
 class Values:
-    """Holds the values of a script's settings as attributes; vars(settings) is a dict of them.
+    """The values of a script's settings as attributes; vars(settings) is a dict of them.
 
-    defaults: {name: value} before any config file and flag.
-    assigned: the names of those that a config file or a flag assigned.
-    forks: {name: digest} of the config files that are forks.
-    argv: the config files and flags.
+    defaults: {name: value} before any config file and flag. argv: the config files and flags. assigned: the
+    names that they assigned. forks: {name: digest} of the config files that are forks.
     """
 
     __slots__ = ("defaults", "assigned", "forks", "argv", "__dict__")
@@ -77,22 +72,18 @@ class Values:
         vars(self).update(defaults)
 
     def __getattr__(self, name):
-        """Raises MissingSetting: model.py may read a setting that only a copy of train.py has."""
+        """Names the line that reads a missing setting: model.py may read one that only a copy has."""
         caller = sys._getframe(1)
         raise MissingSetting(
             f"{caller.f_code.co_filename}:{caller.f_lineno}: no setting {name}: a script knows what is in "
             "train.py's own class Settings, not in that of a copy, and what config files add with new()")
 
     def assign(self, name, value, where):
-        """Sets a setting to a value of its type.
-
-        where: the flag or the file, for messages. Raises UserError for an unknown name or another type.
-        """
+        """Sets a setting. Raises UserError, which names `where`, for an unknown name or another type."""
         if name not in self.defaults:
             [closest] = difflib.get_close_matches(name, self.defaults, 1, 0)
             raise UserError(f"{where}: unknown setting {name}; the closest is {closest}; see --help")
 
-        # an int will do for a float
         default = self.defaults[name]
         expected = type(default)
         if expected is float and type(value) is int:
@@ -116,8 +107,7 @@ class Values:
 
 
 class Arguments(NamedTuple):
-    """Holds the arguments of a script that passes some on to train.py."""
-
+    """The arguments of a script that passes some on to train.py."""
     settings: Values  # of the script's own class Settings
     operands: list  # neither flags nor config files
     train_arguments: list  # config files and flags for train.py
@@ -127,10 +117,7 @@ class Arguments(NamedTuple):
 # Arguments
 
 class Spawned:
-    """A function of (settings, *args) that engines.spawner() calls on each replica, in new processes.
-
-    settings: of the script's settings_class.
-    """
+    """function(settings, *args), which each replica of engines.spawner() calls in a new process."""
 
     def __init__(self, function, settings_class, settings, *args):
         self.function = function
@@ -139,7 +126,7 @@ class Spawned:
         self.args = args
 
     def __setstate__(self, state):
-        """Prepares a new process, which receives this object before the engine looks for the chips there."""
+        """Prepares the new process, which receives this object before the engine looks for its chips."""
         vars(self).update(state)
         process.end_with_parent()
         # forks replace classes and functions here, too
@@ -158,10 +145,8 @@ def start(main, settings_class):
 
 
 def split_arguments(settings_class, argv):
-    """Splits argv, the arguments of a script that has settings of its own beside train.py's."""
+    """Returns the Arguments in argv of a script that has settings of its own beside train.py's."""
     own_names = {"help", *read_settings(settings_class)}
-
-    # its own flags, train.py's flags and config files, and the rest
     own_flags = []
     operands = []
     train_arguments = []
@@ -179,13 +164,11 @@ def split_arguments(settings_class, argv):
 def configure(settings_class, argv):
     """Returns the Values of a script's class Settings after the config files and flags in argv.
 
-    --help prints the settings and exits. Raises UserError for an unknown key (it names the closest one), a
-    wrong type, a number out of its Range, a file that fails to run, or a second set of forks.
+    --help prints the settings and exits.
     """
     if "--help" in argv:
         print_help(settings_class)
         sys.exit(0)
-    # later arguments override earlier ones
     settings = Values(read_settings(settings_class), argv)
     for argument in argv:
         read = read_flag if argument.startswith("-") else run_file
@@ -196,10 +179,7 @@ def configure(settings_class, argv):
 
 
 def read_flag(flag, settings):
-    """Returns {name: value} of a flag, --name=text or --name for a bool.
-
-    The value has the type of the setting, if the text can be read so.
-    """
+    """Returns {name: value} of a flag, --name=text or --name for a bool."""
     name, equals, text = flag.lstrip("-").partition("=")
     expected = type(settings.defaults.get(name, ""))
     value = text
@@ -208,7 +188,7 @@ def read_flag(flag, settings):
     elif expected is bool:
         value = {"true": True, "false": False}.get(text.lower(), text)
     else:
-        with suppress(ValueError):
+        with suppress(ValueError):  # assign() refuses the text
             value = expected(text)
     return {name: value}
 
@@ -224,10 +204,10 @@ def run_file(path, settings):
     if not path.endswith(".py") or not os.path.isfile(path):
         raise UserError(f"{path}: no config file (.py) is there; a setting is written --key=value")
 
-    # The file sees the settings as it sees Python's builtins. So its own names are those that it assigns,
-    # in whatever way.
-    visible = vars(builtins) | vars(settings)
-    names = {"__file__": path, "__builtins__": visible}
+    def run(other):
+        # it is beside the file that calls run()
+        folder = os.path.dirname(sys._getframe(1).f_code.co_filename)
+        execute(os.path.join(folder, other), names, settings)
 
     def new(**added):
         for name, value in added.items():
@@ -238,47 +218,29 @@ def run_file(path, settings):
                 raise ValueError(f"{name} is a setting already; its default is {settings.defaults[name]!r}")
             visible[name] = vars(settings).setdefault(name, value)
 
-    visible["new"] = new
-    assigned = {}
+    # The file sees the settings as it sees Python's builtins. So its own names are those that it assigns,
+    # in whatever way.
+    visible = vars(builtins) | vars(settings) | dict(run=run, new=new)
+    names = {"__file__": path, "__builtins__": visible}
     try:
-        execute(path, names, settings, assigned)
+        execute(path, names, settings)
     except UserError:
         raise
     except Exception as e:
-        # name the innermost line outside of this file, or the line of a SyntaxError
-        where = path
-        for frame in traceback.extract_tb(e.__traceback__):
-            if frame.filename != __file__:
-                where = f"{frame.filename}:{frame.lineno}"
-        text = one_line(e)
-        if isinstance(e, SyntaxError):
-            where = f"{e.filename}:{e.lineno}"
-            text = f"SyntaxError: {e.msg}"
-        raise UserError(f"{where}: {text}") from None
+        # name the innermost line outside of this file
+        frames = traceback.extract_tb(e.__traceback__)
+        lines = [f"{frame.filename}:{frame.lineno}" for frame in frames if frame.filename != __file__]
+        where = lines[-1] if lines else path
+        raise UserError(f"{where}: {one_line(e)}") from None
 
     # from here on its functions see no settings
     visible.clear()
     visible.update(vars(builtins))
-    return assigned
+    return take_settings(names, settings)
 
 
-def execute(path, names, settings, assigned):
-    """Executes a config file, and moves the settings among its names to where it sees the others.
-
-    Args:
-        path: the file.
-        names: its global names.
-        settings: the Values before the outer file.
-        assigned: {name: value} of the settings that files have assigned, to add to.
-    """
-    visible = names["__builtins__"]
-
-    # run() finds files beside the one that calls it
-    def run(other):
-        execute(os.path.join(os.path.dirname(path), other), names, settings, assigned)
-        visible["run"] = run
-
-    visible["run"] = run
+def execute(path, names, settings):
+    """Executes a config file, whose global names are `names`; settings: its forks join them."""
     with open(path, "rb") as f:
         text = f.read()
     tree = compile(text, path, "exec", ast.PyCF_ONLY_AST)
@@ -286,24 +248,30 @@ def execute(path, names, settings, assigned):
     if any(isinstance(node, ast.ClassDef) and node.name == "Settings" for node in tree.body):
         raise UserError(f"{path} is a copy of a script and no config file: python {path} runs it")
     if is_fork(tree):
-        settings.forks = add_fork(path, text, settings.forks)
+        add_fork(path, text, settings)
     exec(compile(tree, path, "exec"), names)
 
-    # Numbers, strings and bools without an underscore must be settings, which assign() checks. All else is
-    # the file's own; a module may have the name of a setting, as device.py has.
+
+def take_settings(names, settings):
+    """Removes the settings from a config file's global names, and returns {name: value} of them.
+
+    Numbers, strings and bools without an underscore must be settings, which assign() checks. All else is the
+    file's own; a module may have the name of a setting, as device.py has.
+    """
+    assigned = {}
     for name, value in list(names.items()):
         is_setting = name in settings.defaults and not isinstance(value, ModuleType)
         is_like_one = type(value) in TYPES and not name.startswith("_")
         if is_setting or is_like_one:
-            assigned[name] = visible[name] = names.pop(name)
+            assigned[name] = names.pop(name)
+    return assigned
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Forks. They cannot be undone, so only one configure() of a process may run them.
 
 def is_fork(tree):
-    """Returns whether a config file is a fork; tree: the syntax tree of its text."""
-    # wherever it imports a module
+    """Returns True if a config file calls new() or imports a module of ours; tree: its syntax tree."""
     modules = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -315,24 +283,20 @@ def is_fork(tree):
     return any(module.partition(".")[0] in REPLACEABLE for module in modules)
 
 
-def add_fork(path, text, earlier):
-    """Adds a fork that is about to run to FORKS, and returns FORKS as they are then.
-
-    Args:
-        path, text: of its file.
-        earlier: what add_fork() returned for the last fork of this configure(), or {}.
+def add_fork(path, text, settings):
+    """Adds a fork that is about to run to FORKS and to settings.forks; text: the fork's file.
 
     Raises UserError if an earlier configure() had forks, or if this fork has run.
     """
     digest = hashlib.sha256(text).hexdigest()[:8]
-    if FORKS != earlier or digest in FORKS.values():
+    if FORKS != settings.forks or digest in FORKS.values():
         raise UserError(f"{path}: this process has run forks already ({', '.join(FORKS)}): begin a new one, "
                         "and name each fork once")
     name = os.path.basename(path)
     if name in FORKS:  # another fork has that name
         name = path
     FORKS[name] = digest
-    return dict(FORKS)
+    settings.forks = dict(FORKS)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -345,15 +309,14 @@ def read_settings(settings_class):
 
 
 def check_ranges(settings_class, settings):
-    """Raises UserError for the first number out of its Range, or that is whole and has more than 63 bits."""
+    """Raises UserError for the first number out of its Range."""
     for name, annotation in settings_class.__annotations__.items():
         number = vars(settings).get(name)
-        if not isinstance(annotation, Range):
-            continue
-        limit = 2 ** 63 if type(number) is int else math.inf
-        if not (annotation.holds(number) and number < limit):
-            words = ", and below 2^63" if type(number) is int else ""
-            raise UserError(f"{name} must be {annotation.words}{words}, not {number}")
+        if isinstance(annotation, Range) and not annotation.holds(number):
+            raise UserError(f"{name} must be {annotation.words}, not {number}")
+        # steps and sizes become int32 numbers
+        if type(number) is int and number >= 2 ** 31:
+            raise UserError(f"{name} must be below 2^31, not {number}")
 
 
 def print_help(settings_class):

@@ -624,8 +624,8 @@ def main(settings):
     check_settings(settings)
     # from here on a signal requests a stop
     with process.contained():
-        device_type, reason, place = choose_device(settings.device)
-        if place.rank == 0:
+        device_type, reason = choose_device(settings.device)
+        if os.environ.get("RANK", "") in ("", "0"):
             check_login(settings)
             print(f"device {device_type}: {reason}", flush=True)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave

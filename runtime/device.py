@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from runtime.errors import TransientError, UserError
+from runtime.errors import TransientError, UserError, one_line
+from runtime.files import to_stderr
 from runtime.process import STOP
 
 CPU_FLOP = 1e11  # of a micro-batch on a CPU: two cores take 2 to 15 seconds
@@ -52,7 +53,7 @@ PEAK_FLOPS = {
 # Which replica
 
 class Place(NamedTuple):
-    """Says which replica this process is, as torchrun's environment variables do."""
+    """Which replica this process is, as torchrun's environment variables say."""
     rank: int = 0
     world: int = 1
     local_rank: int = 0  # the number of its GPU
@@ -62,8 +63,7 @@ class Place(NamedTuple):
 def read_place():
     """Returns this process's Place; it is alone unless the environment says where it meets other replicas.
 
-    Clusters and images set some of these variables for every process. Raises UserError if they say that
-    there are others, but not where.
+    Clusters and images set some of these variables for every process.
     """
     local_rank, host = (int(os.environ.get(name) or 0) for name in ("LOCAL_RANK", "GROUP_RANK"))
     # Ray Train, accelerate and Lightning join the processes themselves
@@ -89,8 +89,7 @@ def read_place():
 class Device:
     """The CPU or a CUDA GPU, alone or under torchrun.
 
-    type: "cpu", "cuda", "xla" or "tpu". torch_device: its torch.device. rank: this replica's number among
-    `world`. host: the number of its host.
+    type: "cpu", "cuda", "xla" or "tpu". rank: this replica's number among `world`. host: its host's number.
     """
     backend = ""  # of torch.distributed; "": NCCL on CUDA, gloo on the CPU
 
@@ -105,8 +104,8 @@ class Device:
         self.torch_device = torch.device(device_type)
         self.name = platform.machine()
         self.report = lambda seconds, share: None  # see loop_over_micro_batches
-        self.falls_back = settings.compile == "auto"
-        self.compiles = settings.compile == "on" or settings.compile == "auto" and device_type == "cuda"
+        self.must_compile = settings.compile == "on"
+        self.compiles = self.must_compile or settings.compile == "auto" and device_type == "cuda"
         if device_type == "cuda":
             self.torch_device = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(self.torch_device)
@@ -125,23 +124,20 @@ class Device:
 
         threading.Thread(target=watch, daemon=True).start()
         try:
-            self.init_process_group(settings)
+            wait_for_address(os.environ["MASTER_ADDR"])
+            check_agent()
+            backend = self.backend or ("nccl" if self.type == "cuda" else "gloo")
+            # the watchdog has its own limit during training; before, the others wait while rank 0 downloads
+            timeout = timedelta(seconds=max(settings.stall_timeout or 10 ** 6, 1800))
+            dist.init_process_group(backend, timeout=timeout)
+            if "gloo" in backend:
+                # gloo's threads may abort at the end of the process; NCCL's end would wait for a dead peer
+                atexit.register(dist.destroy_process_group)
+                # a rank that meets wrong input leaves at once; a peer that has not connected by then would
+                # end with 1 instead of 2
+                self.all_gather(None)
         finally:
             has_joined.set()
-
-    def init_process_group(self, settings):
-        wait_for_address(os.environ["MASTER_ADDR"])
-        check_agent()
-        backend = self.backend or ("nccl" if self.type == "cuda" else "gloo")
-        # the watchdog has its own limit during training; before, the others wait while rank 0 downloads
-        timeout = timedelta(seconds=max(settings.stall_timeout or 10 ** 6, 1800))
-        dist.init_process_group(backend, timeout=timeout)
-        if "gloo" in backend:
-            # gloo's threads may abort at the end of the process; NCCL's end would wait for a peer that died
-            atexit.register(dist.destroy_process_group)
-            # A rank that meets wrong input leaves at once. If a peer has not connected by then, that
-            # fails, and the peer ends with 1 instead of 2.
-            self.all_gather(None)
 
     def choose_dtype(self, wanted):
         """Returns the forward_dtype to use instead of the wanted one, and a note for the log, or ""."""
@@ -155,7 +151,6 @@ class Device:
     def fastest_dtype(self):
         """Returns the fastest forward_dtype, and the reason in words."""
         if self.type == "cpu":
-            # look for the instructions in the flags of the cores
             cpuinfo = Path("/proc/cpuinfo")
             if cpuinfo.exists() and re.search("avx512_bf16|amx_bf16", cpuinfo.read_text()):
                 return "bfloat16", "this processor has instructions for it"
@@ -199,7 +194,6 @@ class Device:
         return restore(self.sum_of_ranks(vector))
 
     def sum_of_ranks(self, vector):
-        """Returns the sum of the ranks' vectors."""
         dist.all_reduce(vector)
         return vector
 
@@ -225,7 +219,6 @@ class Device:
         return vector
 
     def prepare(self, model):
-        """Moves the model here."""
         model.to(self.torch_device)
 
     def compile(self, fn):
@@ -234,10 +227,21 @@ class Device:
             return fn
         torch._dynamo.config.recompile_limit = 64  # a compilation for each stage of a curriculum
         compiled = torch.compile(fn, dynamic=False)
-        # without Triton or a C compiler, "auto" trains without torch.compile
-        if self.falls_back:
-            compiled = torch._dynamo.config.patch(suppress_errors=True)(compiled)
-        return compiled
+
+        def call(*args):
+            nonlocal compiled
+            try:
+                return compiled(*args)
+            except torch._dynamo.exc.TorchDynamoException as e:
+                if self.must_compile:
+                    raise
+                # without Triton or a C compiler, "auto" trains without torch.compile
+                to_stderr(f"torch.compile failed: {one_line(e)}")
+                self.compiles = False
+                compiled = fn
+                return fn(*args)
+
+        return call
 
     def compile_step(self, fn):
         """Returns fn(state, inputs, *static), which changes the tensors of state in place."""
@@ -247,10 +251,7 @@ class Device:
         """Returns how many sequences to compute at a time, which changes no result but by rounding.
 
         On a CPU it is at most what takes some seconds: only between micro-batches can a stop take effect.
-
-        Args:
-            settings: train.py's settings.
-            flops: of a training step for a sequence; 0: not known.
+        flops: of a training step for a sequence.
         """
         share = settings.global_batch_size // self.world
         size = settings.micro_batch_size or share
@@ -262,9 +263,6 @@ class Device:
     def for_each_micro_batch(self, body, sums, weights, batch, size):
         """Runs body(weights, micro_batch) on each micro-batch; on XLA it is a loop inside the program.
 
-        Where no replica waits for this one, a request to stop drops the rest of what takes long: it raises
-        KeyboardInterrupt between two micro-batches.
-
         Args:
             body: returns what is added to sums, and a tree of tensors [size, ...].
             sums: a tree of tensors, zeros at the start.
@@ -272,7 +270,8 @@ class Device:
             batch: a tree of tensors [B, ...].
             size: of a micro-batch; 0: all B.
 
-        Returns the sums, and the trees joined, [B, ...].
+        Returns the sums, and the trees joined, [B, ...]. Raises KeyboardInterrupt if a stop is requested in
+        what takes long, unless other replicas would wait for this one.
         """
         def report(seconds, share):
             self.report(seconds, share)
@@ -282,7 +281,7 @@ class Device:
         return loop_over_micro_batches(body, sums, weights, batch, size, report)
 
     def peak_memory(self):
-        """Returns the most bytes of the device that were in use at a time; 0 on a CPU and with TorchTPU."""
+        """Returns the most bytes in use at a time; 0 on a CPU and with TorchTPU."""
         return torch.cuda.max_memory_allocated()
 
     def counts(self):
@@ -293,14 +292,8 @@ class Device:
 # ---------------------------------------------------------------------------------------------------------
 # Helpers
 
-def free_port():
-    """Returns a port that no process of this host uses."""
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
-
-
 def wait_for_address(name):
-    """Waits until a host's name has an address. Raises UserError after ADDRESS_TIMEOUT."""
+    """Waits until a host's name has an address, for ADDRESS_TIMEOUT."""
     for _ in range(ADDRESS_TIMEOUT + 1):
         with suppress(OSError, UnicodeError):
             socket.getaddrinfo(name, None)
@@ -320,10 +313,7 @@ def check_agent():
 
 
 def flatten(tree):
-    """Returns the numbers of a tree of tensors as a float32 vector, and a function that restores the tree.
-
-    The function takes a vector of that length and returns views of it.
-    """
+    """Returns a tree of tensors as a float32 vector, and a function that makes such a tree of a vector."""
     tensors, structure = tree_flatten(tree)
     vector = torch.cat([t.reshape(-1).float() for t in tensors])
 
@@ -338,8 +328,7 @@ def flatten(tree):
 def loop_over_micro_batches(body, sums, weights, batch, size, report=lambda seconds, share: None):
     """See Device.for_each_micro_batch.
 
-    report: a function of the seconds since the first micro-batch, which compiles, and of what share of the
-        others is done.
+    report: gets the seconds since the first micro-batch, which compiles, and the share of the others done.
     """
     num_sequences = len(tree_leaves(batch)[0])
     size = size or num_sequences
@@ -376,13 +365,6 @@ def peak_flops(device):
     chips = [chip for chip in PEAK_FLOPS if re.search(rf"\b{chip}\b(?! Laptop| D\b)", device.name)]
     if chips:
         return PEAK_FLOPS[max(chips, key=len)]
-
-
-def is_compiled(device):
-    """Returns True if a compiler made the steps that have run; with compile=auto, torch.compile may fail."""
-    if not device.compiles or device.type in ("xla", "tpu"):
-        return device.compiles
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def cast_weights(device, weights, dtype):

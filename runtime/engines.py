@@ -1,7 +1,6 @@
 """Chooses and opens the device of a run: the CPU, a CUDA GPU, or a TPU through torch_xla or TorchTPU.
 
-The two engines for TPUs need environments of their own. Each is imported where a TPU is looked for or used:
-other machines can do without them.
+The two engines for TPUs need environments of their own, and are imported where a TPU is looked for or used.
 """
 import importlib.util
 import os
@@ -10,7 +9,7 @@ from multiprocessing import get_context
 
 import torch
 
-from runtime.device import TORCHRUN, Device, Place, read_place
+from runtime.device import TORCHRUN, Device, read_place
 from runtime.errors import UserError, writing
 
 # The environment variables in which srun, mpirun, mpiexec, SkyPilot, and Kubeflow's PyTorchJob tell how many
@@ -26,43 +25,43 @@ NEEDS = {
 
 
 def choose_device(wanted):
-    """Returns (xla, tpu, cuda or cpu; the reason in words; this process's Place, which is unknown on xla).
+    """Returns xla, tpu, cuda or cpu, and the reason in words; prepares the environment for the device.
 
     Raises UserError if the wanted device is missing, or if a launcher's processes would train one by one.
     """
     # torch.compile and torch_xla name a folder after the user; a container's user may have no other name
     os.environ.setdefault("USERNAME", str(os.getuid()))
     if wanted in ("xla", "auto") and importlib.util.find_spec("torch_xla"):
-        from runtime.xla_environment import find_device
-        reason = find_device()
+        from runtime.xla_environment import prepare_environment
+        reason = prepare_environment()
         if reason:
-            return "xla", reason, Place()
+            return "xla", reason
     place = read_place()
     # importing torch has loaded TorchTPU if there is a chip
     accelerator = torch.accelerator.current_accelerator()
     if wanted in ("tpu", "auto") and accelerator and accelerator.type == "tpu":
-        return "tpu", "a TPU is here, and TorchTPU", place
+        return "tpu", "a TPU is here, and TorchTPU"
 
     # PJRT_DEVICE asks for torch_xla too
     missing = "xla" if wanted == "auto" and os.environ.get("PJRT_DEVICE") else wanted
     has_cuda = torch.cuda.is_available()
     if missing in NEEDS and not (missing == "cuda" and has_cuda):
         raise UserError(f"--device={wanted} needs {NEEDS[missing]}")
-    check_launcher(place)
+    check_launcher(place.world)
     note = ""
     if hasattr(torch, "tpu"):
         # the first backward pass looks for a TPU, and libtpu would ask a metadata server for one forever
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"
         note = "; with TORCH_DEVICE_BACKEND_AUTOLOAD=0 TorchTPU does not look for a TPU"
     if has_cuda and wanted != "cpu":
-        return "cuda", "a CUDA GPU is here" + note, place
+        return "cuda", "a CUDA GPU is here" + note
     reason = "--device=cpu" if wanted == "cpu" else "no TPU and no CUDA GPU found"
-    return "cpu", reason + note, place
+    return "cpu", reason + note
 
 
-def check_launcher(place):
+def check_launcher(world):
     """Raises UserError if a launcher has started several processes, of which each would train alone."""
-    is_alone = place.world == 1 and not all(map(os.environ.get, TORCHRUN))
+    is_alone = world == 1 and not all(map(os.environ.get, TORCHRUN))
     for name in LAUNCHERS:
         # each of srun's tasks may be a torchrun that does not know the others
         is_apart = name == "SLURM_STEP_NUM_TASKS" and os.environ.get("GROUP_WORLD_SIZE") == "1"
@@ -87,7 +86,7 @@ def open_device(device_type, settings):
 def spawner(device_type):
     """Returns a function that calls another one in a new process for each chip of this host.
 
-    None: this process is a replica itself, as everywhere but on TPUs.
+    Returns None where this process is a replica itself, as everywhere but on TPUs.
     """
     if device_type == "xla":
         from torch_xla.distributed.xla_multiprocessing import spawn

@@ -33,7 +33,7 @@ def file_hash(path):
 
 @contextmanager
 def locked(path):
-    """Holds path + ".lock", which one process at a time can; the others wait. The file stays."""
+    """Holds path + ".lock", which one process at a time can. The file stays."""
     with writing(path):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         # NFS only locks files that are open for writing
@@ -104,10 +104,7 @@ def to_stderr(text):
 
 
 class Progress:
-    """Prints how much is done and the time left to stderr every 10 seconds.
-
-    label: what the lines begin with. total: how much there is to do; 0 if that is not known.
-    """
+    """Prints how much is done and the time left to stderr every 10 seconds; total: 0 if it is not known."""
 
     def __init__(self, label, total=0):
         self.label = label
@@ -121,7 +118,6 @@ class Progress:
         seconds = time.monotonic() - self.start
         if seconds < self.next_line:
             return
-        # the time left, as if the rest went as fast
         self.next_line = seconds + 10
         text = f"{self.label}: {self.done:,.0f}"
         if self.total:
@@ -147,7 +143,7 @@ def read_torch_file(path):
 
 
 def other_format(path):
-    """Returns a hint at what a file is that torch.load cannot read, or ""."""
+    """Returns a hint at what a file is that torch.load cannot read."""
     with open(path, "rb") as f:
         start = f.read(64)
     # a clone without git-lfs has a few lines of text in place of the file

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from runtime import files
-from runtime.device import is_compiled, peak_flops
+from runtime.device import peak_flops
 from runtime.errors import UserError, one_line
 from runtime.process import restart_watchdog
 
@@ -18,21 +18,14 @@ SLOW = 30  # seconds of a step that is reported before its end, and between its 
 class Log:
     """Prints lines and writes log.txt and metrics.jsonl of out_dir, on rank 0; sends metrics to W&B.
 
-    A line that cannot be appended costs a warning and not the run.
-
-    Args:
-        settings: the run's settings.
-        device: a device.Device, or an object with its methods.
-        step: the step of the last line of metrics.
-
-    wandb: the run that wandb.init returned, None without one.
+    A line that cannot be appended costs a warning and not the run. step: of the last line of metrics.
     """
 
     def __init__(self, settings, device, step):
         self.settings = settings
         self.device = device
         self.step = step
-        self.wandb = None
+        self.wandb = None  # what wandb.init returns
         self.hardware = f"{device.world} x {device.type} ({device.name})"
         self.next_line = 0.0  # of within_step
         self.restart_clock(step)
@@ -76,11 +69,10 @@ class Log:
     # The start of a run
 
     def header(self, trm, train_set, test_set, notes):
-        """Says what the run is, and on what; notes: further lines."""
+        """Logs what the run is, and on what; notes: further lines."""
         self.print0(f"# python {platform.python_version()}, torch {torch.__version__}, "
                     f"{platform.platform()}, {os.cpu_count()} cores, {self.hardware}; "
                     f"settings unlike train.py's: {self.settings.flags() or 'none'}")
-        # the sizes of the model and of the dataset, and the command that makes the dataset again
         command = train_set.made_by() or "made by an unknown command"
         self.print0(f"{trm.num_parameters():,} parameters; "
                     f"{len(train_set):,} training examples of {train_set.total_groups:,} puzzles, "
@@ -92,11 +84,9 @@ class Log:
         """Writes the first line of metrics.jsonl, drops lines past the first step, and starts W&B.
 
         Args:
-            run: a train.Run.
-            train_set: the Dataset.
+            run, train_set, total_steps: as in train.train_and_evaluate.
             run_id: of Checkpoints; it continues W&B's curves after a restart.
             recipe: {name: value} of the settings that say what the run trains.
-            total_steps: the length of the run.
         """
         self.print0(f"training from step {self.step} to {total_steps}, "
                     f"{self.settings.global_batch_size} sequences a step")
@@ -126,7 +116,7 @@ class Log:
             self.start_wandb(run_id, facts)
 
     def start_wandb(self, run_id, facts):
-        """Starts W&B's run, which goes on if the run resumes; without its server, training does. Rank 0."""
+        """Starts W&B's run, or continues it; training does without. Rank 0."""
         settings = self.settings
         try:
             import wandb
@@ -156,11 +146,7 @@ class Log:
         """Reports the time of the first step at a depth, which compiles; result: a tensor of it."""
         result.cpu()  # waits for the device
         seconds = time.perf_counter() - self.clock
-        how = "not compiled"
-        if is_compiled(self.device):
-            how = "any compiling included"
-        elif self.device.compiles:
-            how += ", since torch.compile failed (see stderr)"
+        how = "any compiling included" if self.device.compiles else "not compiled"
         self.print0(f"step {step}: {seconds:.1f} s for the first step at H_cycles {cycles[0]}, L_cycles "
                     f"{cycles[1]}, {how}; left out of the rates below")
         self.restart_clock(step)
@@ -174,15 +160,13 @@ class Log:
             self.print0(f"{share:.0%} of a step, {files.duration(step_seconds - seconds)} left")
 
     def train(self, step, total_steps, values, lr, flops_per_example):
-        """Logs the steps since the last line.
+        """Logs the steps since the last line; returns the metrics, which are values and the speed.
 
         Args:
             step, total_steps: the steps that are done, and the length of the run.
             values: {"train/loss": ...}, means over the steps since the last line.
             lr: the learning rate of the last step.
-            flops_per_example: the model's arithmetic, forward and backward.
-
-        Returns the metrics: values and the speed.
+            flops_per_example: forward and backward.
         """
         line = f"step {step}/{total_steps} | {listed(values)}"
         values = values | {"train/lr": lr}
@@ -201,8 +185,7 @@ class Log:
                 values["perf/mfu"] = flops / peak / self.device.world
             line += f" | {speed:,.0f} examples/s {1e3 * seconds:,.0f} ms"
             line += f" | eta {files.duration((total_steps - step) * seconds)}"
-        # what the compiler counts, on XLA
-        values |= self.device.counts()
+        values |= self.device.counts()  # of the compiler, on XLA
         self.metrics(step, values)
         self.print0(line)
         self.step = step
@@ -218,7 +201,7 @@ class Log:
         return self
 
     def __exit__(self, *error):
-        """Ends W&B, which can hang: the watchdog then ends the process, whose checkpoints are complete."""
+        """Ends W&B, which can hang: the watchdog then ends the process."""
         if self.wandb:
             restart_watchdog(60)
             with suppress(Exception):
@@ -227,8 +210,7 @@ class Log:
 
 
 def listed(values):
-    """Returns {"train/accuracy": 0.5, ...} as "accuracy 0.5000 ..."."""
-    # names without a slash are for programs
+    """Returns {"train/accuracy": 0.5, ...} as "accuracy 0.5000 ...", without names that lack a slash."""
     words = []
     for name, value in values.items():
         group, slash, metric = name.partition("/")

@@ -23,7 +23,7 @@ STOP_TIMEOUT = 60  # seconds in which a replica must have stopped; the system ki
 
 
 def import_as(name, path):
-    """Imports a file as the module of that name, whatever its own name, and returns the module."""
+    """Imports a file as the module of that name, and returns the module."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -39,7 +39,7 @@ def command(main):
         sys.stdout.reconfigure(errors="backslashreplace")  # for a path that the terminal's encoding lacks
 
     # A signal ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed. A second
-    # one must not interrupt that: train.py hands a Ctrl-C on as SIGTERM.
+    # one must not interrupt that.
     def interrupt(number, frame):
         for other in STOP_SIGNALS:
             signal.signal(other, signal.SIG_IGN)
@@ -59,7 +59,7 @@ def command(main):
         main(sys.argv[1:])
         print(end="", flush=True)
     except BrokenPipeError:
-        # The reader of the output has left, as `| head` does: Python must not flush the rest when it exits.
+        # The reader of the output has left, as `| head` does: Python must not flush the rest.
         sys.stdout = None
         sys.exit(1)
     except (UserError, TransientError) as e:
@@ -83,15 +83,10 @@ def open_stderr():
 def take_signals(handler, act):
     """Lets this process handle STOP_SIGNALS, and returns a function that puts back what handled them.
 
-    A signal that the process ignores stays ignored, as a shell's & and nohup ask for. Python calls a signal's
-    handler on the main thread once that has finished an operation, which can take minutes, and the main
-    thread can miss a signal that another thread has received. Beside a thread that is not the main one
-    nothing changes: Python can handle no signals there.
-
-    Args:
-        handler: a function (number, frame), which Python calls.
-        act: a function of the number, which a thread calls at once.
+    handler: Python calls handler(number, frame) on the main thread once that has finished an operation, which
+    can take minutes. act: a thread calls act(number) at once.
     """
+    # Python can handle no signals on another thread
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     # the system's handler writes a byte at once, on whatever thread it runs
@@ -107,7 +102,7 @@ def take_signals(handler, act):
     threading.Thread(target=read, daemon=True).start()
     earlier = {}
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
+        if signal.getsignal(number) != signal.SIG_IGN:  # a shell's & and nohup let it be ignored
             earlier[number] = signal.signal(number, handler)
 
     def restore():
@@ -121,9 +116,9 @@ def take_signals(handler, act):
 
 
 def end_with_parent(parent=0):
-    """Ends this process once the one that started it is gone: a rank would wait for its peers forever.
+    """Ends this process once its parent is gone: a rank would wait for its peers forever.
 
-    parent: the id of that process, if it may be gone by now.
+    parent: its id, if it may be gone by now.
     """
     starter = multiprocessing.parent_process()
     parent = parent or (starter.pid if starter else os.getppid())
@@ -141,10 +136,7 @@ def end_with_parent(parent=0):
 
 @contextmanager
 def contained():
-    """Runs its block as a run: a signal requests a stop. Afterwards this process is as it was before.
-
-    That is for notebooks, where another run may follow: signals, STOP, the watchdog and the environment.
-    """
+    """Lets a signal request a stop in its block. Afterwards the process is as before, for notebooks."""
     environment = dict(os.environ)
     restore = on_signals()
     try:
@@ -160,8 +152,7 @@ def contained():
 def on_signals(is_spawned=False):
     """Lets STOP_SIGNALS request a stop; all later ones are ignored, but a second SIGINT kills.
 
-    One SIGTERM may come twice: `timeout` and SLURM send it to sweep.py and to its run, and sweep.py passes
-    it on. Returns a function that puts back what handled them.
+    One SIGTERM may come twice: from SLURM, and passed on by sweep.py. Returns what take_signals() returns.
     """
     if threading.current_thread() is not threading.main_thread():  # as of a sweep agent
         to_stderr("not in the main thread: a signal ends this run without a checkpoint")
@@ -189,26 +180,21 @@ def on_signals(is_spawned=False):
 
 
 class Watchdog:
-    """Ends this process with 1 once its thread has counted more seconds than limit.
-
-    A timer goes on while a batch system or Ctrl-Z suspends the job. This count stands still then.
-    """
+    """Counts seconds in a thread: a timer would go on while a batch system or Ctrl-Z suspends the job."""
 
     lock = threading.Lock()  # replicas may be threads
     thread = None
     num_seconds = 0
 
     def restart(self, seconds, suspended=24 * 3600):
-        """Ends this process with 1 after the given seconds, unless it is called again before; 0 calls it off.
+        """Prints all stacks and ends this process with 1 after the given seconds, unless it is called again.
 
-        The stacks of all threads are printed first. Time in which the job was suspended does not count, if it
-        was not longer than the seconds in `suspended`.
+        0 calls it off. suspended: the most seconds of a suspension that do not count.
         """
         self.seconds = seconds
         self.limit = self.num_seconds + (seconds or math.inf)
         with self.lock:
-            # a process that was forked has not inherited the thread
-            if not (self.thread and self.thread.is_alive()):
+            if not self.thread:
                 self.thread = threading.Thread(target=self.count, daemon=True)
                 self.thread.start()
         # C code that keeps Python's lock stops the count, but not this timer, which is a C thread
@@ -238,9 +224,7 @@ def should_stop(stall_timeout):
 def watching_replicas():
     """Passes a request to stop on to all replicas of this host, and stops all once one has died.
 
-    The peers of a dead replica would wait for it. Python's pool of processes stops them too, but does not
-    notice the last process that it starts if its own thread is slow (ProcessPoolExecutor.submit wakes that
-    thread before it starts the process).
+    Its peers would wait for it. Python's pool of processes can miss the last process that it starts.
     """
     has_ended = threading.Event()
 

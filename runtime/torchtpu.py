@@ -4,6 +4,7 @@ A step is captured by make_fx, compiled as one program and replayed, as with tor
 the same program, but copies its results into the state. This program overwrites the state.
 """
 import os
+import socket
 import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
@@ -17,7 +18,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from runtime.device import TORCHRUN, Device, free_port, loop_over_micro_batches
+from runtime.device import TORCHRUN, Device, loop_over_micro_batches
 from runtime.errors import UserError
 from runtime.replay import Replayable, write_out_attention
 
@@ -210,6 +211,12 @@ def spawn(function, num_hosts, local_world):
         WORLD_SIZE=str(num_hosts * local_world), LOCAL_WORLD_SIZE=str(local_world), GROUP_RANK=str(host))
     with ProcessPoolExecutor(local_world, get_context("spawn")) as pool:
         list(pool.map(call_as, [function] * local_world, range(local_world)))
+
+
+def free_port():
+    """Returns a port that no process of this host uses."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
 
 
 def call_as(function, local_rank):

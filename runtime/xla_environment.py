@@ -21,8 +21,8 @@ OF_HOST = {
 }
 
 
-def find_device():
-    """Returns in words which device torch_xla has here, "" for none, and prepares the environment for it."""
+def prepare_environment():
+    """Prepares the environment for torch_xla's device here; returns in words which it is, "" for none."""
     if os.environ.get("PJRT_DEVICE") == "CPU":
         check_xla_variables()
         # torch_xla reads an empty variable as 0, and words too
@@ -32,7 +32,7 @@ def find_device():
         # fewer threads than replicas would deadlock in a collective
         os.environ.setdefault("XLA_THREAD_POOL_SIZE", str(max(16, int(replicas))))
         return "PJRT_DEVICE=CPU"
-    if not has_tpu():
+    if not select_tpu():
         return ""
     check_xla_variables()
     return f"a TPU is here{prepare_processes()}"
@@ -46,8 +46,8 @@ def check_xla_variables():
             raise UserError(f"{name}={value} in the environment: {reason}; `env -u {name} python ...`")
 
 
-def has_tpu():
-    """Returns True if this host has a TPU. Sets PJRT_DEVICE: importing torch_xla fixes its device."""
+def select_tpu():
+    """Sets PJRT_DEVICE=TPU and returns True if this host has a TPU; importing torch_xla fixes its device."""
     # Google is also the vendor of the network cards in its clouds, so the chips are counted below
     vendors = [Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")]
     if "0x1ae0" not in vendors:

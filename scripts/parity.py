@@ -165,7 +165,7 @@ class Replay:
 def main(settings):
     """Replays all files on one chip."""
     check_choices(settings, {"device": train.CHOICES["device"]})
-    device_type, *_ = choose_device(settings.device)
+    device_type, _ = choose_device(settings.device)
     if device_type == "xla":
         import torch_xla.distributed.xla_multiprocessing as xmp
         xmp.spawn(lambda index: replay_all(device_type), nprocs=1)  # in this process

@@ -140,7 +140,7 @@ except ZeroDivisionError as _e:
     ("lr=3", "lr=3: no config file (.py) is there; a setting is written --key=value"),
     ("btach = 3", "a.py: unknown setting btach; the closest is batch"),
     ("lr = '1e-3'", "a.py: lr must be of type float, not '1e-3': "),
-    ("lr = 1.0\nbatch = (3\n", "a.py:2: SyntaxError: '(' was never closed"),
+    ("lr = 1.0\nbatch = (3\n", "a.py: SyntaxError: '(' was never closed (a.py, line 2)"),
     ("def half(n):\n    return n // zero\nbatch = half(3)", "a.py:2: NameError: name 'zero' is not defined"),
     ("new(batch=8)", "a.py:1: ValueError: batch is a setting already; its default is 16"),
     ("import numpy\nnew(clip=numpy.float64(1))",
@@ -149,8 +149,8 @@ except ZeroDivisionError as _e:
     ("run('a.py')", "RecursionError"),
     ("gone.py", "gone.py: no config file (.py) is there"),
     ("class Settings:\n    lr = 1.0", "a.py is a copy of a script and no config file: python a.py runs it"),
-    ("--batch=0", "batch must be above 0, and below 2^63, not 0"),
-    (f"--batch={2 ** 63}", "batch must be above 0, and below 2^63, not"),
+    ("--batch=0", "batch must be above 0, not 0"),
+    ("--batch=2147483648", "batch must be below 2^31, not 2147483648"),
 ])
 def test_wrong_flags_and_files(toy, wrong, message):
     """wrong: a flag, a path, or the text of a file."""

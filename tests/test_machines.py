@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import TINY, TrainProcess, hosts, run, start_train
+from helpers import TINY, TrainProcess, curve, hosts, run, start_train
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -44,16 +44,28 @@ def test_both_ways_to_add_up_bins_agree():
     assert torch.allclose(optim.add_up(entries, bins, 7), want, atol=1e-5)
 
 
-def test_a_step_that_could_not_be_compiled_says_so(data, monkeypatch):
-    """As without Triton or a C compiler."""
+def test_a_step_that_could_not_be_compiled_says_so(data, monkeypatch, capsys):
+    """As without Triton or a C compiler, after a run of this process whose step was compiled."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", True)
-    torch._dynamo.utils.counters.clear()
-    failing = partial(torch.compile, backend=mock.Mock(side_effect=OSError))
+    flags = ["--max_steps=2", "--eval_final_max_puzzles=16"]
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    assert "L_cycles 1, any compiling included" in run(data, "compiled", *flags, "--compile=on")
+    torch._dynamo.reset()
+    failing = partial(torch.compile, backend=mock.Mock(side_effect=OSError("no compiler")))
     monkeypatch.setattr(torch, "compile", failing)
-    flags = ["--max_steps=2", "--eval_final_max_puzzles=16", "--compile=on"]
-    text = run(data, "run", *flags)
-    assert "for the first step at H_cycles 1, L_cycles 1, not compiled, since torch.compile failed" in text
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+        run(data, "run", *flags, "--compile=on")
+
+    # compile=auto compiles on GPUs alone
+    monkeypatch.setattr(devices.Device, "compile", compile_as_on_a_gpu)
+    assert "L_cycles 1, not compiled" in run(data, "other", *flags, "--compile=auto")
+    assert "torch.compile failed: BackendCompilerFailed: " in capsys.readouterr().err
+    assert curve("other") == curve("compiled")
+
+
+def compile_as_on_a_gpu(device, fn, compile=devices.Device.compile):
+    device.compiles = True
+    return compile(device, fn)
 
 
 def test_a_user_without_a_name_can_compile(monkeypatch):
@@ -127,7 +139,8 @@ def set_variables(variables, monkeypatch):
 ])
 def test_the_place_that_an_environment_names(variables, place, monkeypatch):
     set_variables(variables, monkeypatch)
-    assert engines.choose_device("cpu")[2] == place
+    engines.choose_device("cpu")
+    assert devices.read_place() == place
 
 
 @pytest.mark.parametrize("variables, words", [

@@ -125,9 +125,10 @@ TRAIN = {
     "--hiden_size=8": "unknown setting hiden_size | the closest is hidden_size",
     # values
     "--micro_batch_size=3": "micro_batch_size 3 must divide the 4 sequences of a replica: 2 does",
+    "--halt_max_steps=3_000_000_000": "halt_max_steps must be below 2^31, not 3000000000",
     "--lr=nan": "lr must be above 0 | not nan",
     "--beta1=1.5": "beta1 must be from 0 to 1 | not 1.5",
-    f"--seed={2 ** 65}": "seed must be 0 or more, and below 2^63, not",
+    "--seed=-1": "seed must be 0 or more, not -1",
     "--hidden_size=1000000": "memory",
     "--L_cycles_start=0": "L_cycles_start must be above 0",
     "--gcs_dir=bucket/run": "'bucket/run' | gs://bucket/folder",
