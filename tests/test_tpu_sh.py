@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_gcloud import ROOT, Cloud, kill_processes, processes, refusals, write_program
+from fake_gcloud import ROOT, Cloud, processes, refusals, write_program
 from helpers import wait_for
 
 RUN = ("train.py", "config/baseline.py", "--gcs_dir=gs://bucket/runs/x")
@@ -145,7 +145,7 @@ def cloud(tmp_path):
     # what still runs
     for process in cloud.started:
         process.kill()
-    kill_processes(cloud.cloud / "hosts")
+    cloud.tpu("delete")
     for call in cloud.calls():
         CALLS[re.sub(r"/\S*|=.*?(?<!\\)(?= --|$)", "", call)] = f"gcloud {call}"
 
@@ -328,7 +328,7 @@ def test_step_by_step(cloud):
 
 # Wrong input: one line before anything is paid for.
 
-WRONG = [
+@pytest.mark.parametrize("arguments, settings, words", [
     ("status", dict(NAME="My_TPU"), "NAME=My_TPU"),
     ("status", dict(PROJECT=""), "PROJECT is empty"),
     ("keep train.py", dict(TYPE="h100-8"), "TYPE=h100-8"),
@@ -340,13 +340,10 @@ WRONG = [
     ("keep train.py --gcs_dir=gs://b/r --init_from=scratch", {}, "leave out --init_from=scratch"),
     ("keep train.py --gcs_dir=/tmp", {}, "--gcs_dir"),
     ("keep train.py --gcs_dir=gs://b/r", dict(GIT_DIR="/nowhere"), "no git checkout"),
-]
-
-
-def test_wrong_input(cloud):
-    for arguments, settings, words in WRONG:
-        [line] = cloud.tpu(*arguments.split(), **settings, code=2).splitlines()
-        assert line.startswith("tpu.sh: ") and words in line
+])
+def test_wrong_input(cloud, arguments, settings, words):
+    [line] = cloud.tpu(*arguments.split(), **settings, code=2).splitlines()
+    assert line.startswith("tpu.sh: ") and words in line
 
 
 def test_a_key_with_a_passphrase_needs_an_agent(cloud):
