@@ -1,5 +1,6 @@
 """The fixtures of several test files."""
 import json
+import os
 import shutil
 
 import helpers  # it adds the project and its scripts to sys.path, for what follows
@@ -17,6 +18,7 @@ import prepare_arc
 import prepare_maze
 from puzzles.writer import write_dataset
 from runtime import process
+from runtime.files import locked
 
 
 @pytest.fixture(autouse=True)
@@ -65,18 +67,38 @@ def out(whole, tmp_path):
     return str(shutil.copytree(whole[0], tmp_path / "copy"))
 
 
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """A function that calls build(folder) in the first worker that asks for this name; returns the folder."""
+    def once(name, build):
+        folder = tmp_path_factory.getbasetemp()
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            folder = folder.parent  # all workers share it
+        folder /= name
+        with locked(str(folder)):
+            if not folder.exists():
+                folder.mkdir()
+                build(folder)
+        return folder
+
+    return once
+
+
 TRAINING = [
     "--global_batch_size=48", "--lr=1e-2", "--lr_warmup_steps=20", "--weight_decay=0.1", "--ema_rate=0.95",
     "--loss_type=softmax_cross_entropy"]
 
 
 @pytest.fixture(scope="session")
-def models_folder(tmp_path_factory):
+def models_folder(once):
     """NAME-data/ and NAME/ of three models; model.pt and official.pt, the first of them in files.
 
     One solves most 4x4 Sudokus; one 6x6 mazes, badly; one exchanges the cells 0 and 1 of a grid of 2x3.
     """
-    path = tmp_path_factory.mktemp("solve")
+    return once("solve", train_models)
+
+
+def train_models(path):
     helpers.prepare(path / "sudoku-data", source="generate", size=4, num_train=500, num_test=60, num_aug=10)
     helpers.prepare(path / "maze-data", prepare_maze, source="generate", size=6, min_path=6, num_train=64,
                     num_test=20)
@@ -94,20 +116,21 @@ def models_folder(tmp_path_factory):
     torch.save(torch.load(path / "model.pt")["weights"], path / "official.pt")
     train("maze", "--mlp_t=False", "--pos_encodings=rope", "--max_steps=4", "--eval_final_max_puzzles=8")
     train("exchange", "--max_steps=30")
-    return path
 
 
 @pytest.fixture(scope="session")
-def arc_folder(tmp_path_factory):
+def arc_folder(once):
     """arc/, a run with its dataset arc-data/; model.pt, its file; the test tasks in tasks.json."""
-    path = tmp_path_factory.mktemp("arc")
+    return once("arc", train_on_arc)
+
+
+def train_on_arc(path):
     generated = dict(source="generate", num_pairs=5, num_train=4, num_test=6, num_aug=3)
     helpers.prepare(path / "arc-data", prepare_arc, **generated)
     helpers.run_config("arc1.py", path / "arc", *helpers.ARC_MODEL, "--lr=1e-2", "--lr_warmup_steps=1")
     export.main([str(path / "arc"), str(path / "model.pt")])
     settings = helpers.dataset_settings(prepare_arc, **generated)
     (path / "tasks.json").write_text(json.dumps(dict(prepare_arc.generate(settings, "evaluation"))))
-    return path
 
 
 @pytest.fixture
