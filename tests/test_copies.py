@@ -1,11 +1,11 @@
-"""A fork's first move: a copy of a script, under another name, runs as it is edited."""
+"""A fork's first move: a copy of train.py, under another name, runs as it is edited."""
 import os
 from pathlib import Path
 
 import export
 import pytest
 import torch
-from helpers import DATA, ROOT, TINY, TrainProcess, curve, newest, same, start_train, xla_environment
+from helpers import ROOT, TINY, TrainProcess, curve, newest, same, start_train, xla_environment
 
 FORK = """
 import train
@@ -22,13 +22,13 @@ OWN = """
 
 @pytest.fixture
 def clone():
-    """A folder with all files of the project, as links, and a function that adds an edited copy of one."""
+    """A folder with links to all files of the project, and a function that adds an edited train.py."""
     Path("clone").mkdir()
     for path in Path(ROOT).iterdir():
         Path("clone", path.name).symlink_to(path)
 
-    def copy(name, new_name, **edits):
-        text = Path(ROOT, name).read_text()
+    def copy(new_name, **edits):
+        text = Path(ROOT, "train.py").read_text()
         for old, new in edits.values():
             assert text.count(old) == 1
             text = text.replace(old, new)
@@ -40,7 +40,7 @@ def clone():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.xla)])
 def test_a_copy_of_train_trains_as_it_is_edited(clone, data, device):
     """Its settings, step and replica; a fork's `import train` is the copy."""
-    clone("train.py", "my.train.py", setting=("    lr: Above0 = 1e-4 ", OWN),
+    clone("my.train.py", setting=("    lr: Above0 = 1e-4 ", OWN),
           step=("    # update the weights\n", "    print('my step')\n"))
     Path("fork.py").write_text(FORK)
     tiny = [flag for flag in TINY if not flag.startswith("--lr=")]
@@ -55,12 +55,6 @@ def test_a_copy_of_train_trains_as_it_is_edited(clone, data, device):
     assert torch.load("model.pt")["settings"]["logit_bias"] == -5
 
 
-def test_a_copy_of_a_prepare_script_runs_as_it_is_edited(clone):
-    clone("prepare_sudoku.py", "mine.py", setting=("    num_aug: From0 = 1000 ", "    num_aug: From0 = 2 "))
-    argv = [*DATA.split()[:-1], "--output_dir=data"]
-    assert "copies of each: 2" in TrainProcess(argv, script="clone/mine.py").output()
-
-
 # what README says of tensors that a step keeps: clipping at twice the running average of the gradient's norm
 CLIPPING = """    # update the weights
     state["norm_average"].mul_(0.9).add_(0.1 * grad_norm)
@@ -71,7 +65,7 @@ CLIPPING = """    # update the weights
 
 def test_a_resume_has_what_a_copys_step_keeps(clone, data):
     state = "        self.state |= device.put(dict(norm_average=torch.ones(1)))\n"
-    clone("train.py", "mine.py", step=("    # update the weights\n", CLIPPING),
+    clone("mine.py", step=("    # update the weights\n", CLIPPING),
           state=("        # the programs\n", state))
     flags = "--lr=1e-2", "--checkpoint_interval=4", "--eval_final_max_puzzles=8"
     for own in "whole --max_steps=8", "parts --max_steps=4", "parts --max_steps=8 --init_from=resume":
