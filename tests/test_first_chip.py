@@ -4,7 +4,6 @@ from pathlib import Path
 
 import first_chip
 import pytest
-from helpers import xla_environment
 
 import configurator
 from runtime.errors import UserError
@@ -18,25 +17,17 @@ def run_parts(monkeypatch, parts, device="cpu"):
     return json.loads(Path("out/results.json").read_text()), ended.value.code
 
 
-def rehearse(monkeypatch, device, names, **others):
-    """Runs the parts with these names after others, all of which succeed; returns the last one's result."""
-    parts = others | {name: first_chip.PARTS[name] for name in names}
+@pytest.mark.parametrize("device, names", [
+    ("cpu", ["puzzles", "SIGTERM", "sudoku"]), pytest.param("xla", ["sudoku"], marks=pytest.mark.xla)])
+def test_a_rehearsal(monkeypatch, device, names):
+    """test_smoke.py trains on XLA, and has the command of a resume."""
+    monkeypatch.setenv("CPU_NUM_DEVICES", "2")
+    if device == "xla":
+        monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    parts = {name: first_chip.PARTS[name] for name in names}
     results, code = run_parts(monkeypatch, parts, device)
-    assert [*results] == [*parts] and not code
-    return results[names[-1]]["result"]
-
-
-def test_a_rehearsal_on_the_cpu(monkeypatch):
-    """A resume differs from SIGTERM's part in a flag."""
-    assert '"replicas": 2' in rehearse(monkeypatch, "cpu", ["puzzles", "SIGTERM", "sudoku"])
-
-
-@pytest.mark.xla
-def test_a_rehearsal_on_two_replicas_of_xla(monkeypatch, data):
-    for name, value in xla_environment(2).items():
-        monkeypatch.setenv(name, value)
-    names = ["losses of the CPU", "losses of all chips, bfloat16"]
-    assert " losses within " in rehearse(monkeypatch, "xla", names, puzzles=(9, f"cp -r {data} $OUT/data"))
+    assert [*results] == names and not code
+    assert '"replicas": 2' in results["sudoku"]["result"]
 
 
 def test_a_part_that_fails_does_not_end_the_others(monkeypatch, capsys):
