@@ -1,4 +1,5 @@
 """Environment of all tests, and of the commands that they start; and the order of the test files."""
+import gc
 import importlib.util
 import os
 import signal
@@ -27,6 +28,10 @@ def pytest_configure(config):
     if config.getoption("dist", "no") == "no":
         pytest.register_assert_rewrite("helpers")
         config.pluginmanager.import_plugin("shared_fixtures")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # a collection would visit a million objects of torch
 
 
 def pytest_collection_modifyitems(items):
