@@ -59,8 +59,8 @@ def test_train_resume_evaluate_export(data, tmp_path):
     assert "4 steps, " in python("scripts/solve.py", tmp_path / "model.pt", "." * 16)
 
 
-@pytest.mark.parametrize("device", ["xla" if find_spec("torch_xla") else "cpu"])
-def test_train_with_attention(device, data, tmp_path):
+def test_train_with_attention(data, tmp_path):
+    device = "xla" if find_spec("torch_xla") else "cpu"
     flags = "--max_steps=20", "--H_cycles=1", "--L_cycles=1", "--mlp_t=False", "--pos_encodings=rope"
     train(data, tmp_path / "out", *flags, f"--device={device}", PJRT_DEVICE="CPU")
     losses = logged(tmp_path / "out", "train/loss")

@@ -99,7 +99,7 @@ def observe_until(tpu, condition, description, seconds=120):
             return value
         code = tpu.keep.poll()
         assert code is None, f"keep ended with exit code {code} before the {description}"
-        time.sleep(0.02)
+        time.sleep(0.1)
     raise AssertionError(f"no {description} within {seconds} s")
 
 
@@ -175,6 +175,7 @@ class Slice(Cloud):
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copy(path, copy)
         write_program(self.cloud / "host_bin/python3", PYTHON3)
+        write_program(self.cloud / "bin/python3", "exit 1")  # the user's machine has no torch
         self.front = front
         self.output = folder / "keep.txt"
         self.keep = None

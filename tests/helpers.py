@@ -420,8 +420,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 class Front(http.server.BaseHTTPRequestHandler):
-    """Passes requests on to the emulator, with the faults of server.script.
+    """Passes requests on to the emulator. Each takes the next fault of server.script, if there is one.
 
+    server.faults: {a part of an object's name: the fault of the first request for such an object}.
     Kinds of requests: insert (an upload), media (a download), list, DELETE. server.log has the kind of each.
     A fault is a status; a function, which is called before the request takes effect; "stall" or "slow": the
     answer comes late; "short": the connection breaks before the end of the answer.
@@ -436,6 +437,8 @@ class Front(http.server.BaseHTTPRequestHandler):
         kind = "media" if "alt=media" in self.path else KINDS[self.command]
         with server.lock:
             fault = server.script.pop(0) if server.script else None
+            for part in [part for part in server.faults if part in self.path]:
+                fault = server.faults.pop(part)
             server.log.append(kind)
         if not self.headers.get("Authorization", "").endswith(server.token):
             fault = 401

@@ -1,13 +1,11 @@
-"""A fork's first move: a copy of a script, under another name, runs as it is edited."""
+"""A fork's first move: a copy of train.py, under another name, runs as it is edited."""
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import export
 import pytest
 import torch
-from helpers import DATA, ROOT, TINY, curve, newest, same, start_train, xla_environment
+from helpers import ROOT, TINY, TrainProcess, curve, newest, same, start_train, xla_environment
 
 FORK = """
 import train
@@ -24,13 +22,13 @@ OWN = """
 
 @pytest.fixture
 def clone():
-    """A folder with all files of the project, as links, and a function that adds an edited copy of one."""
+    """A folder with links to all files of the project, and a function that adds an edited train.py."""
     Path("clone").mkdir()
     for path in Path(ROOT).iterdir():
         Path("clone", path.name).symlink_to(path)
 
-    def copy(name, new_name, **edits):
-        text = Path(ROOT, name).read_text()
+    def copy(new_name, **edits):
+        text = Path(ROOT, "train.py").read_text()
         for old, new in edits.values():
             assert text.count(old) == 1
             text = text.replace(old, new)
@@ -39,33 +37,22 @@ def clone():
     return copy
 
 
-def python(*command, **environment):
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120,
-                          env=os.environ | environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.xla)])
 def test_a_copy_of_train_trains_as_it_is_edited(clone, data, device):
     """Its settings, step and replica; a fork's `import train` is the copy."""
-    clone("train.py", "my.train.py", setting=("    lr: Above0 = 1e-4 ", OWN),
+    clone("my.train.py", setting=("    lr: Above0 = 1e-4 ", OWN),
           step=("    # update the weights\n", "    print('my step')\n"))
     Path("fork.py").write_text(FORK)
     tiny = [flag for flag in TINY if not flag.startswith("--lr=")]
-    argv = ["clone/my.train.py", "fork.py", f"--data_path={data}", *tiny, f"--device={device}",
-            "--out_dir=run", "--max_steps=1", "--lr_warmup_steps=0", "--eval_final_max_puzzles=8"]
-    text = python(*argv, **xla_environment(1))
+    argv = ["fork.py", f"--data_path={data}", *tiny, f"--device={device}", "--out_dir=run", "--max_steps=1",
+            "--lr_warmup_steps=0", "--eval_final_max_puzzles=8"]
+    script = os.path.abspath("clone/my.train.py")
+    text = TrainProcess(argv, script=script, **xla_environment(1)).output()
     assert "clone/my.train.py" in text and "my step" in text
     assert curve("run", "train/lr") == {1: 2.5e-5}
     # a model file has its settings, which model.py may read
     export.main(["run", "model.pt"])
     assert torch.load("model.pt")["settings"]["logit_bias"] == -5
-
-
-def test_a_copy_of_a_prepare_script_runs_as_it_is_edited(clone):
-    clone("prepare_sudoku.py", "mine.py", setting=("    num_aug: From0 = 1000 ", "    num_aug: From0 = 2 "))
-    assert "copies of each: 2" in python("clone/mine.py", *DATA.split()[:-1], "--output_dir=data")
 
 
 # what README says of tensors that a step keeps: clipping at twice the running average of the gradient's norm
@@ -78,7 +65,7 @@ CLIPPING = """    # update the weights
 
 def test_a_resume_has_what_a_copys_step_keeps(clone, data):
     state = "        self.state |= device.put(dict(norm_average=torch.ones(1)))\n"
-    clone("train.py", "mine.py", step=("    # update the weights\n", CLIPPING),
+    clone("mine.py", step=("    # update the weights\n", CLIPPING),
           state=("        # the programs\n", state))
     flags = "--lr=1e-2", "--checkpoint_interval=4", "--eval_final_max_puzzles=8"
     for own in "whole --max_steps=8", "parts --max_steps=4", "parts --max_steps=8 --init_from=resume":

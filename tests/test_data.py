@@ -193,7 +193,7 @@ def test_a_default_folder_names_what_makes_another_dataset(script, changes, name
 def test_a_killed_command_leaves_nothing_that_stays(by, code):
     """After kill -9 the same command replaces the folder."""
     path = Path("x")
-    flags = "--source=generate --size=4 --num_test=9 --num_train=9 --num_aug=300000".split()
+    flags = "--source=generate --size=4 --num_test=9 --num_train=9 --num_aug=150000".split()
     process = TrainProcess([*flags, f"--output_dir={path}"], script="prepare_sudoku")
     wait_for(lambda: list(Path().glob("x.part*")))
     os.kill(process.pid, by)

@@ -22,18 +22,17 @@ def run_parts(monkeypatch, parts, device="cpu"):
     return json.loads(Path("out/results.json").read_text()), ended.value.code
 
 
-@pytest.mark.parametrize("device, names, words", [
-    ("cpu", ["SIGTERM", "resumed after it", "sudoku"], '"replicas": 2'),
-    pytest.param("xla", ["losses of the CPU", "losses of all chips, bfloat16"], " losses within ",
-                 marks=pytest.mark.xla)])
-def test_a_rehearsal(monkeypatch, device, names, words):
+@pytest.mark.parametrize("device, names", [
+    ("cpu", ["puzzles", "SIGTERM", "sudoku"]), pytest.param("xla", ["sudoku"], marks=pytest.mark.xla)])
+def test_a_rehearsal(monkeypatch, device, names):
+    """test_smoke.py trains on XLA, and has the command of a resume."""
     monkeypatch.setenv("CPU_NUM_DEVICES", "2")
     if device == "xla":
         monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    parts = {name: first_chip.PARTS[name] for name in ["puzzles", *names]}
+    parts = {name: first_chip.PARTS[name] for name in names}
     results, code = run_parts(monkeypatch, parts, device)
-    assert [*results] == [*parts] and not code
-    assert words in results[names[-1]]["result"]
+    assert [*results] == names and not code
+    assert '"replicas": 2' in results["sudoku"]["result"]
 
 
 COMMANDS = """

@@ -115,7 +115,7 @@ def test_a_list_of_two_pages(monkeypatch):
 def test_a_run_that_ends_with_an_error_uploads_its_last_checkpoint(
         second_step, words, front, emulator, data, monkeypatch):
     monkeypatch.setattr("optim.norm", mock.Mock(side_effect=[torch.ones(1), second_step]))
-    front.script = [None] * 4 + ["slow"]  # the checkpoint is on its way when the run ends
+    front.faults = {"ckpt_": "slow"}  # the checkpoint is on its way when the run ends
     with pytest.raises(UserError, match=words):
         run(data, "run", "--gcs_dir=gs://bucket/run", "--checkpoint_interval=1", "--log_interval=1")
     assert stored(emulator, "run/ckpt_00000001.json") == Path("run/ckpt_00000001.json").read_bytes()
@@ -195,9 +195,9 @@ def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
     code = f"from data import local_dataset; print(local_dataset('{URL}'))"
     command = [sys.executable, "-c", code]
     start = partial(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)
-    front.script = [None] * 4 + ["stall"]
+    front.faults = {"all__labels": "stall"}
     killed = start()
-    wait_for(lambda: len(front.log) == 5)
+    wait_for(lambda: not front.faults)
     killed.kill()
     killed.communicate()
     assert set(os.listdir("data")) == {"small.lock", "small.part"}

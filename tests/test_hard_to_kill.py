@@ -228,7 +228,7 @@ def test_a_stop_ends_the_last_upload_of_a_complete_run(data, out, front, at_once
 
     ended = threading.Event()
     monkeypatch.setattr(Mirror, "stop_seconds", 1)
-    front.script = [None] * 5 + [hang]  # three requests of the check, run.json, a list; the upload
+    front.faults = {"ckpt_": hang}
     try:
         with pytest.raises(SystemExit, match="3"):
             run(data, out, *AUTO, URL)

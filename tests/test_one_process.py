@@ -1,13 +1,11 @@
 """Runs that follow each other in one process, as in a notebook: each leaves the process as it was."""
-import subprocess
-import sys
+from pathlib import Path
 
-from helpers import ROOT, TINY
+from helpers import ROOT, TINY, TrainProcess, arguments
 
 # The four runs share a folder: the second one has failed there, the third one was interrupted.
 NOTEBOOK = """
-import os, signal, sys, threading
-sys.path.insert(0, sys.argv[1])
+import os, signal, sys, threading, time
 import configurator, train
 from runtime.process import STOP, STOP_SIGNALS
 
@@ -18,7 +16,7 @@ def look():
 def run(*flags):
     print(*flags, flush=True)
     try:
-        train.main(configurator.configure(train.Settings, [*sys.argv[2:], *flags]))
+        train.main(configurator.configure(train.Settings, [*sys.argv[1:], *flags]))
         print("end: complete")
     except BaseException as error:
         sys.last_value = error  # a notebook keeps the last error, and what its frames hold
@@ -30,11 +28,17 @@ def run(*flags):
     except KeyboardInterrupt:
         pass
 
+def interrupt():
+    path = "third/metrics.jsonl"
+    while not (os.path.exists(path) and "train/loss" in open(path).read()):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
 os.environ["PJRT_DEVICE"] = "CPU"
 before = look()
 run("--out_dir=first", "--max_steps=2")
 run("--out_dir=second", "--max_steps=100000", "--lr=1e30")
-threading.Timer(4, os.kill, [os.getpid(), signal.SIGINT]).start()
+threading.Thread(target=interrupt).start()
 run("--out_dir=third", "--max_steps=100000", "--eval_final_max_puzzles=8")
 run("--out_dir=third", "--max_steps=100000", "--init_from=auto", "--eval_only")
 run("--out_dir=second", "--max_steps=2", "--init_from=auto")
@@ -42,10 +46,9 @@ run("--out_dir=second", "--max_steps=2", "--init_from=auto")
 
 
 def test_runs_of_one_process_leave_it_as_it_was(data):
-    argv = [sys.executable, "-c", NOTEBOOK, ROOT, f"--data_path={data}", *TINY]
-    done = subprocess.run([*argv, "--device=cpu"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    ends = [line[5:] for line in done.stdout.splitlines() if line.startswith("end: ")]
+    Path("notebook.py").write_text(NOTEBOOK)
+    text = TrainProcess([f"--data_path={data}", *TINY, "--device=cpu"], script="notebook.py").output()
+    ends = [line[5:] for line in text.splitlines() if line.startswith("end: ")]
     assert ends[0] == "complete" and "not finite" in ends[1]
     assert ends[2:] == ["SystemExit(3)", "complete", "complete"]
 
@@ -59,8 +62,8 @@ command.join()
 """
 
 
-def test_a_command_in_a_thread_trains_without_handlers(data, tmp_path):
-    argv = [sys.executable, "-c", IN_A_THREAD, "train.py", f"--data_path={data}", f"--out_dir={tmp_path}/run"]
-    argv += [*TINY, "--device=cpu", "--max_steps=2"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert "trained 2 steps" in done.stdout and "not in the main thread" in done.stderr, done.stderr
+def test_a_command_in_a_thread_trains_without_handlers(data):
+    Path("thread.py").write_text(IN_A_THREAD)
+    argv = [f"{ROOT}/train.py", *arguments(data, "run", "--max_steps=2")]
+    text = TrainProcess(argv, script="thread.py").output()
+    assert "trained 2 steps" in text and "not in the main thread" in text
