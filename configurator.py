@@ -164,7 +164,8 @@ def split_arguments(settings_class, argv):
 def configure(settings_class, argv):
     """Returns the Values of a script's class Settings after the config files and flags in argv.
 
-    --help prints the settings and exits.
+    --help prints the settings and exits. Raises UserError for an unknown name, a wrong type, a number out of
+    its Range, and a file that fails to run.
     """
     if "--help" in argv:
         print_help(settings_class)

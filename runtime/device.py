@@ -63,7 +63,8 @@ class Place(NamedTuple):
 def read_place():
     """Returns this process's Place; it is alone unless the environment says where it meets other replicas.
 
-    Clusters and images set some of these variables for every process.
+    Clusters and images set some of these variables for every process. Raises UserError if they say that
+    there are others, but not where.
     """
     local_rank, host = (int(os.environ.get(name) or 0) for name in ("LOCAL_RANK", "GROUP_RANK"))
     # Ray Train, accelerate and Lightning join the processes themselves

@@ -194,7 +194,8 @@ class Watchdog:
         self.seconds = seconds
         self.limit = self.num_seconds + (seconds or math.inf)
         with self.lock:
-            if not self.thread:
+            # a process that was forked has not inherited the thread
+            if not (self.thread and self.thread.is_alive()):
                 self.thread = threading.Thread(target=self.count, daemon=True)
                 self.thread.start()
         # C code that keeps Python's lock stops the count, but not this timer, which is a C thread
