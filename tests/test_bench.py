@@ -1,28 +1,24 @@
-"""bench.py at tiny sizes: figures, the default batch, forks, wrong input. test_model.py counts FLOPs,
-test_first_chip.py has replicas."""
+"""bench.py at tiny sizes: figures, the default batch, forks. test_model.py counts FLOPs,
+test_machines.py joins two processes."""
 import json
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, TINY, TrainProcess
+from helpers import ROOT, TINY, TrainProcess, xla_environment
 
 import bench
-from runtime.errors import UserError
 
 MODEL = [flag for flag in TINY if "batch_size" not in flag]
 
 
-def run_bench(*flags):
-    bench.main([*MODEL, "--device=cpu", *flags])
-
-
-def test_figures_on_the_cpu_are_those_of_a_forks_dataset_and_steps():
+@pytest.mark.parametrize("device, replicas", [("cpu", 1), pytest.param("xla", 2, marks=pytest.mark.xla)])
+def test_figures_are_those_of_a_forks_dataset_and_steps(device, replicas):
     """One fork makes its puzzles on the fly, and the other one's steps take an input of their own."""
     forks = [f"{ROOT}/tests/forks/{name}.py" for name in ("latin_squares", "entropy")]
-    argv = [*MODEL, "--device=cpu", *forks, "--steps=1", "--global_batch_size=16"]
-    text = TrainProcess(argv, script="bench").output()
+    argv = [*MODEL, f"--device={device}", *forks, "--steps=1", "--global_batch_size=16"]
+    text = TrainProcess(argv, script="bench", **xla_environment(2)).output()
     figures = json.loads(text.splitlines()[-1])
-    want = dict(kind="cpu", replicas=1, global_batch_size=16)
+    want = dict(kind=device, replicas=replicas, global_batch_size=16)
     assert figures | want == figures and "random puzzles" not in text
     assert 0 < figures["host_ms"] < figures["step_ms"]
     assert figures["examples_per_sec"] == pytest.approx(16e3 / figures["step_ms"])
@@ -37,15 +33,10 @@ def test_a_cpu_has_a_small_batch_where_none_is_given(flags, size, steps, monkeyp
     Path("small.py").write_text("global_batch_size = 8\n")
     monkeypatch.setattr(bench, "seconds_of", lambda n, call: (1.0, 1.0))
     monkeypatch.setattr("runtime.device.CPU_FLOP", 1)  # a CPU takes one sequence at a time
-    run_bench(*flags, "--data_path=data/missing", "--size=6")
+    bench.main([*MODEL, "--device=cpu", *flags, "--data_path=data/missing", "--size=6"])
     text = capsys.readouterr().out
     *_, hour, last = text.splitlines()
     figures = json.loads(last)
     assert [figures[name] for name in ("global_batch_size", "sequences_at_a_time")] == [size, 1]
     assert f" --max_steps={steps} of " in hour
     assert "1000 random puzzles of 6x6 cells" in text
-
-
-def test_a_micro_batch_that_does_not_divide_the_batch_is_an_error():
-    with pytest.raises(UserError, match="micro_batch_size 5 must divide the 16 .*: 4 does"):
-        run_bench("--global_batch_size=16", "--micro_batch_size=5")

@@ -14,23 +14,18 @@ import configurator
 from runtime.errors import UserError
 
 
-def run_parts(monkeypatch, parts, device="cpu"):
+def run_parts(monkeypatch, parts):
     """Runs these parts; returns {name: result} and the exit code."""
     monkeypatch.setattr(first_chip, "PARTS", parts)
     with pytest.raises(SystemExit) as ended:
-        first_chip.main(configurator.configure(first_chip.Settings, [f"--device={device}", "--out_dir=out"]))
+        first_chip.main(configurator.configure(first_chip.Settings, ["--device=cpu", "--out_dir=out"]))
     return json.loads(Path("out/results.json").read_text()), ended.value.code
 
 
-@pytest.mark.parametrize("device, names", [
-    ("cpu", ["puzzles", "SIGTERM", "sudoku"]), pytest.param("xla", ["sudoku"], marks=pytest.mark.xla)])
-def test_a_rehearsal(monkeypatch, device, names):
-    """test_smoke.py trains on XLA, and has the command of a resume."""
-    monkeypatch.setenv("CPU_NUM_DEVICES", "2")
-    if device == "xla":
-        monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    parts = {name: first_chip.PARTS[name] for name in names}
-    results, code = run_parts(monkeypatch, parts, device)
+def test_a_rehearsal(monkeypatch):
+    """test_smoke.py trains on XLA, and has the command of a resume; test_bench.py measures on XLA."""
+    names = ["puzzles", "SIGTERM", "sudoku"]
+    results, code = run_parts(monkeypatch, {name: first_chip.PARTS[name] for name in names})
     assert [*results] == names and not code
     assert '"replicas": 2' in results["sudoku"]["result"]
 
