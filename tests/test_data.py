@@ -170,14 +170,11 @@ def test_one_rule_says_which_answers_count_in_written_and_in_made_puzzles():
 
 
 @pytest.mark.parametrize("script, changes, name", [
-    (prepare_sudoku, SMALL | dict(num_test=1000), "sudoku-4x4-5-aug-2"),
     (prepare_sudoku, SMALL | dict(seed=1), "sudoku-4x4-5-aug-2-seed-1-num_test-9"),
-    (prepare_sudoku, FILES | dict(num_aug=0), "sudoku_real_train_60-1k-aug-0"),
     (prepare_sudoku, FILES | dict(num_aug=0, min_difficulty=2),
      "sudoku_real_train_60-1k-aug-0-min_difficulty-2"),
     (prepare_maze, dict(source="generate", size=5, min_path=5, num_train=2, num_test=1000),
      "maze-5x5-path-5-2-aug-8"),
-    (prepare_arc, dict(source="generate", num_aug=0), "generate-aug-0"),
     (prepare_arc, dict(source="generate", num_aug=0, num_train=9, extra="more/tasks/"),
      "generate-aug-0-extra-tasks-num_train-9"),
 ])
