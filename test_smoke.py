@@ -47,7 +47,7 @@ def train(data, out, *flags, **env):
     return python("train.py", *paths, "--device=cpu", *SMALL, *flags, **env)
 
 
-def test_train_resume_evaluate_export(data, tmp_path):
+def test_train_resume_evaluate_solve(data, tmp_path):
     out = tmp_path / "out"
     train(data, out, "--max_steps=40")
     losses = logged(out, "train/loss")
@@ -55,8 +55,7 @@ def test_train_resume_evaluate_export(data, tmp_path):
     shown = train(data, out, "--max_steps=60", "--init_from=resume")
     assert "training from step 40 to 60" in shown
     assert logged(out, "eval/puzzles") == [40, 40]  # at the end of both runs
-    python("scripts/export.py", out, tmp_path / "model.pt")
-    assert "4 steps, " in python("scripts/solve.py", tmp_path / "model.pt", "." * 16)
+    assert "4 steps, " in python("scripts/solve.py", out, "." * 16)
 
 
 def test_train_with_attention(data, tmp_path):
