@@ -50,47 +50,40 @@ def saved(out="run"):
     return train.recipe(newest(out)["settings"])
 
 
-def finish(processes):
-    """Waits for processes of train.py, which succeed; returns what the first one prints."""
-    return [process.output() for process in processes][0]
+BEGIN = "--max_steps=2", "--beta2=0.9", "--seed=3"
+RESUME = "--max_steps=4", "--init_from=auto"  # without the flags that were given at first
 
 
-def check_resumes(start, out="run"):
-    """Starts a run of two steps and resumes it to four, without the flags that were given at first.
+def check_resume(first, text, out):
+    """Checks that a run with relative.py had its settings once in the first two steps and in the next two.
 
-    start: a function of further flags that starts the processes.
+    first: saved() after BEGIN. text: what RESUME printed.
     """
-    finish(start("--max_steps=2", "--beta2=0.9", "--seed=3"))
-    first = saved(out)
     assert (first["lr"], first["global_batch_size"], first["beta2"], first["seed"]) == (1e-3, 8, 0.9, 3)
-    text = finish(start("--max_steps=4", "--init_from=auto"))
     assert "training from step 2 to 4" in text
     assert "max_steps is 4; the checkpoint had 2" in text and "lr is" not in text, text
     assert saved(out) == first | dict(max_steps=4)
 
 
-def test_a_relative_config_file_on_one_process(data):
-    check_resumes(lambda *flags: [start_train(data, "run", "relative.py", *flags)])
-
-
 @pytest.mark.xla
 def test_a_relative_config_file_on_two_replicas_of_xla(data):
     """Which a process of its own runs, as on a TPU. test_copies.py starts a run there."""
-    def start(*flags):
-        device = "xla" if "--init_from=auto" in flags else "cpu"
-        how = f"--device={device}", "--compile=off"
-        return [start_train(data, "run", *how, "relative.py", *flags, **xla_environment(2))]
-
-    check_resumes(start)
+    start_train(data, "run", "relative.py", *BEGIN).output()
+    first = saved()
+    how = "--device=xla", "--compile=off"
+    text = start_train(data, "run", *how, "relative.py", *RESUME, **xla_environment(2)).output()
+    check_resume(first, text, "run")
 
 
 def test_a_relative_config_file_on_two_hosts_that_share_no_folder(data):
     """Only rank 0's has checkpoints."""
-    def start(*flags):
-        return [start_train(data, str(rank), "relative.py", *flags, **environment)
-                for rank, environment in enumerate(hosts(2))]
+    def train_on_both(*flags):
+        ranks = [start_train(data, str(rank), "relative.py", *flags, **environment)
+                 for rank, environment in enumerate(hosts(2))]
+        return [rank.output() for rank in ranks][0]
 
-    check_resumes(start, out="0")
+    train_on_both(*BEGIN)
+    check_resume(saved("0"), train_on_both(*RESUME), "0")
     assert not checkpoint_paths("1")
 
 
@@ -131,7 +124,6 @@ def test_a_machine_with_an_empty_disk_takes_the_settings_of_the_bucket(front):
 @pytest.mark.parametrize("flag, line", [
     ("--num_heads=4", "num_heads is 4; the checkpoint had 2"),
     ("--pos_encodings=rope", "pos_encodings is rope; the checkpoint had none"),
-    ("--puzzle_emb_len=3", "puzzle_emb_len is 3; the checkpoint had 2"),
 ])
 def test_the_weights_of_attention_are_resumed_only_by_the_same_model(data, flag, line):
     """Another one may have the same shapes. A new run may begin with them, and says what has changed."""
