@@ -32,10 +32,10 @@ from helpers import (
     TrainProcess,
     draw_faults,
     hosts,
-    new_emulator,
     same,
     serve_bucket,
     small_dataset,
+    stored,
     upload,
 )
 
@@ -143,7 +143,7 @@ FAULTS = {
 def slice_with_data(folder, seed=0):
     """Yields a Slice, whose bucket holds a dataset."""
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
-    front = serve_bucket(new_emulator()._storage)
+    front = serve_bucket()
     os.environ["STORAGE_EMULATOR_HOST"] = front.url
     tpu = Slice(folder, front)
     try:
@@ -231,9 +231,6 @@ class Slice(Cloud):
         pids = [processes(self.home(host), r"python3?\0-u\0train.py\0") for host in range(2)]
         return sum(pids, []) if list(map(len, pids)) == [1, 1] else []
 
-    def in_bucket(self, name):
-        return self.front.storage.get_file("bucket", f"run/{name}")
-
 
 def read(path):
     return Path(path).read_text(encoding="utf-8", errors="replace")
@@ -244,7 +241,7 @@ def read(path):
 def check_end(tpu, steps):
     """keep said "complete" once, at the end; so says the log in the bucket; and no process is left."""
     assert read(tpu.output).count("run: complete") == 1
-    last = json.loads(tpu.in_bucket("metrics.jsonl").decode().splitlines()[-1])
+    last = json.loads(stored(tpu.front, "run/metrics.jsonl").decode().splitlines()[-1])
     assert last["step"] == steps and last["final"]
     time.sleep(1)  # for what ends by itself
     assert not processes(tpu.cloud / "hosts"), "a process was left behind"
@@ -272,7 +269,7 @@ def check_weights(tpu, steps):
 
     name = f"ckpt_{steps:08d}.pt"
     expected = torch.load(out_dir / name)
-    state = torch.load(io.BytesIO(tpu.in_bucket(name)))
+    state = torch.load(io.BytesIO(stored(tpu.front, f"run/{name}")))
     for key in ("weights", "ema", "optimizer"):
         assert same(state[key], expected[key]), f"{key}: not as without faults, stopped at {stops}"
     print(f"weights, average and moments: bit for bit those of a run without faults, stopped at {stops}")

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import gc
 import http.server
-import importlib.metadata
 import importlib.util
 import io
 import json
@@ -52,11 +51,7 @@ DATA = "--source=generate --size=4 --num_train=64 --num_test=40 --num_aug=5"  # 
 # The run of the fixture whole.
 WHOLE = ["--max_steps=40", "--checkpoint_interval=10", "--keep_last_n=9", "--eval_interval=4",
          "--eval_max_puzzles=20"]
-# The models of the fixtures models_folder and arc_folder.
-SOLVE_MODEL = [
-    "--hidden_size=64", "--num_heads=2", "--puzzle_emb_ndim=0", "--expansion=2", "--H_cycles=1",
-    "--L_cycles=1", "--L_layers=1", "--halt_max_steps=2", "--eval_halt_max_steps=4",
-    "--forward_dtype=float32"]
+# The model of the fixture arc_folder.
 ARC_MODEL = [*TINY, "--expansion=2", "--puzzle_emb_len=1", "--halt_max_steps=3", "--max_steps=20"]
 
 
@@ -84,9 +79,7 @@ def hosts(n):
 
 def needs(package):
     """Skips a test that needs a package which no command of the project needs, if it is not installed."""
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+    if not importlib.util.find_spec(package):
         pytest.skip(f"needs {package}")
 
 
@@ -282,11 +275,10 @@ def judgements(task, arrays):
     return {name: total for name, total in sums.items() if name not in own}
 
 
-def remove(out, *patterns):
+def remove(out, pattern):
     """Removes files of a run."""
-    for pattern in patterns:
-        for path in Path(out).glob(pattern):
-            path.unlink()
+    for path in Path(out).glob(pattern):
+        path.unlink()
 
 
 def same(a, b):
@@ -487,23 +479,18 @@ def draw_faults(seed, share):
             for _ in range(10_000)]
 
 
-def serve_bucket(storage, **state):
-    """Returns a Front with the attributes that it needs; storage: an emulator's."""
-    attributes = dict(
-        storage=storage, lock=threading.Lock(), log=[], script=[], token="", denied=())
-    return Server(Front, **attributes | state)
-
-
-def new_emulator():
-    """Returns a gcp-storage-emulator with one bucket, in memory. It is not in requirements.txt."""
+def serve_bucket():
+    """Returns a Front of an empty bucket in memory; its emulator is not in requirements.txt."""
     from gcp_storage_emulator import server
     server._read_data = lambda handler, query: handler.body  # its own refuses empty files
-    return server.create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
+    emulator = server.create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
+    return Server(
+        Front, storage=emulator._storage, lock=threading.Lock(), script=[], token="", denied=())
 
 
-def stored(emulator, name):
-    """Returns the content of an object in the emulator's bucket."""
-    return emulator._storage.get_file("bucket", name)
+def stored(front, name):
+    """Returns the content of an object in the bucket."""
+    return front.storage.get_file("bucket", name)
 
 
 def upload(folder, url):

@@ -84,9 +84,11 @@ def once(tmp_path_factory):
     return once
 
 
-TRAINING = [
-    "--global_batch_size=48", "--lr=1e-2", "--lr_warmup_steps=20", "--weight_decay=0.1", "--ema_rate=0.95",
-    "--loss_type=softmax_cross_entropy"]
+SOLVE_MODEL = [
+    "--hidden_size=64", "--num_heads=2", "--puzzle_emb_ndim=0", "--expansion=2", "--H_cycles=1",
+    "--L_cycles=1", "--L_layers=1", "--halt_max_steps=2", "--eval_halt_max_steps=4",
+    "--forward_dtype=float32", "--global_batch_size=48", "--lr=1e-2", "--lr_warmup_steps=20",
+    "--weight_decay=0.1", "--ema_rate=0.95", "--loss_type=softmax_cross_entropy"]
 
 
 @pytest.fixture(scope="session")
@@ -108,7 +110,7 @@ def train_models(path):
     write_dataset(str(path / "exchange-data"), splits, 3, exchange)
 
     def train(name, *flags):
-        helpers.run(path / f"{name}-data", path / name, *helpers.SOLVE_MODEL, *TRAINING, *flags)
+        helpers.run(path / f"{name}-data", path / name, *SOLVE_MODEL, *flags)
 
     outputs = "inputs,labels,preds,q_halt_logits,surest_preds,surest_q_halt_logits"
     train("sudoku", "--max_steps=70", "--eval_patience=1", f"--eval_save_outputs={outputs}")
@@ -166,15 +168,9 @@ def hub(monkeypatch, at_once):
 
 
 @pytest.fixture
-def emulator():
-    """An empty bucket in memory."""
-    return helpers.new_emulator()
-
-
-@pytest.fixture
-def front(emulator, monkeypatch):
-    """A server that passes requests on to the bucket, with faults. It stands for the cloud."""
-    server = helpers.serve_bucket(emulator._storage)
+def front(monkeypatch):
+    """A server that passes requests on to an empty bucket, with faults. It stands for the cloud."""
+    server = helpers.serve_bucket()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
     monkeypatch.setenv("PYTHONPATH", helpers.ROOT)
     yield server

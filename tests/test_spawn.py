@@ -116,7 +116,7 @@ def test_a_replica_that_breaks_ends_the_run(fork, words, data):
     assert words in text and "a replica died, see above if it said why; to continue: " in text
 
 
-def test_a_preemption_saves_and_uploads_within_30_seconds(data, front, emulator):
+def test_a_preemption_saves_and_uploads_within_30_seconds(data, front):
     """SIGTERM reaches all processes of a host at once; each answer of the bucket takes half a second."""
     front.script.extend(["slow"] * 1000)
     process = start(data, APART, "--max_steps=100000", "--checkpoint_interval=0",
@@ -135,7 +135,7 @@ def test_a_preemption_saves_and_uploads_within_30_seconds(data, front, emulator)
     assert time.monotonic() - began < 30, text
     for rank in "01":
         [saved] = [path.name for path in Path(f"run{rank}").glob("ckpt_*.pt")]
-        assert stored(emulator, f"run{rank}/{saved}") and f"stopped at step {int(saved[5:13])}" in text
+        assert stored(front, f"run{rank}/{saved}") and f"stopped at step {int(saved[5:13])}" in text
 
 
 def test_a_preemption_at_the_start_stops_the_run(data):
@@ -148,7 +148,6 @@ KAGGLE = dict(
     TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_PROCESS_ADDRESSES="local",
     TPU_CHIPS_PER_HOST_BOUNDS="2,4,1", TPU_HOST_BOUNDS="1,1,1", TPU_WORKER_ID="0",
     TPU_WORKER_HOSTNAMES="localhost")
-COLAB = KAGGLE | dict(TPU_ACCELERATOR_TYPE="v5litepod-1", TPU_CHIPS_PER_HOST_BOUNDS="1,1,1")
 FOUR_HOSTS = KAGGLE | dict(
     TPU_ACCELERATOR_TYPE="v4-32", TPU_CHIPS_PER_HOST_BOUNDS="2,2,1", TPU_HOST_BOUNDS="1,1,4",
     TPU_WORKER_ID="3", TPU_WORKER_HOSTNAMES="trm-0,trm-1,trm-2,trm-3",
@@ -177,7 +176,6 @@ TOPOLOGIES = {
     "kaggle, one chip": (
         KAGGLE | dict(TPU_PROCESS_BOUNDS="1,1,1", TPU_CHIPS_PER_PROCESS_BOUNDS="1,1,1"), {}, 1, 0,
         ["localhost"], "1,1,1"),
-    "colab": (COLAB, {}, 1, 0, ["localhost"], "1,1,1"),
     "v4-32": ({}, METADATA, 4, 2, ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"], "2,2,4"),
     "gke, four hosts": (FOUR_HOSTS, {}, 4, 3, ["trm-0", "trm-1", "trm-2", "trm-3"], "2,2,4"),
     "gke, of processes": (FOUR_PROCESSES, {}, 4, 3, ["trm-0", "trm-1", "trm-2", "trm-3"], "2,2,4"),
@@ -190,10 +188,8 @@ def test_each_process_has_its_own_place_among_all():
 
 def check_topologies():
     for name, topology in TOPOLOGIES.items():
-        try:
-            check_topology(*topology)
-        except AssertionError as e:
-            raise AssertionError(name) from e
+        print(name)
+        check_topology(*topology)
 
 
 def check_topology(environment, answers, num_processes, host, hosts, bounds):
