@@ -181,13 +181,14 @@ def test_puzzles_leave_an_evaluation_early_on_any_number_of_replicas(data):
 
 @pytest.mark.xla
 def test_a_run_on_four_continues_on_one_and_on_four(data, four):
-    for world in (1, 4):
-        out = Path(shutil.copytree(four, str(world)))
-        remove(out, "ckpt_00000020.*")
-        text = on_replicas(world, xla_run, flags_of(data, out, "--init_from=auto"))
-        assert "training from step 10 to 20" in text and f"{world} x xla" in text
-        assert list(curve(out)) == list(range(1, 21)) and curve(out) == pytest.approx(curve(four), rel=1e-4)
-    assert curve(out) == curve(four)  # bit for bit
+    for out in "four", "one":
+        remove(shutil.copytree(four, out), "ckpt_00000020.*")
+    text = on_replicas(4, xla_run, flags_of(data, "four", "--init_from=auto"))
+    assert "training from step 10 to 20" in text and "4 x xla" in text
+    assert curve("four") == curve(four)  # bit for bit
+    # on the CPU, whose curve differs by rounding
+    assert "training from step 10 to 20" in run(data, "one", *SHALLOW, "--init_from=auto")
+    assert curve("one") == pytest.approx(curve(four), rel=1e-4)
 
 
 # The real command: its processes, signals and exit codes.
