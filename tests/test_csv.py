@@ -1,6 +1,5 @@
 """prepare_csv.py, the rules that a script adds, and the example of another puzzle."""
 import gzip
-import os
 import re
 import runpy
 from pathlib import Path
@@ -181,7 +180,7 @@ def coloring(kinds, monkeypatch):
     """The names of examples/coloring.py; what it replaces is restored after the test."""
     monkeypatch.setattr(model.TRM, "is_solved", model.TRM.is_solved)
     monkeypatch.setattr(data, "Dataset", Dataset)
-    return runpy.run_path(os.path.join(ROOT, "examples", "coloring.py"))
+    return runpy.run_path(f"{ROOT}/examples/coloring.py")
 
 
 SUDOKUS = ".234341221434321,1234341221434321", "..34341221434321,1234341221434321"

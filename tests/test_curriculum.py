@@ -3,7 +3,6 @@
 Resumes within them are in test_train.py, their programs on XLA in test_replicas.py, wrong settings in
 test_wrong_input.py.
 """
-import os
 import re
 
 import pytest
@@ -18,7 +17,7 @@ FLAGS = [*CURRICULUM, "--curriculum_epochs=6", "--max_steps=32", "--checkpoint_i
 
 
 def test_the_depth_of_each_step():
-    config = os.path.join(ROOT, "config", "baseline.py")
+    config = f"{ROOT}/config/baseline.py"
     settings = configurator.configure(train.Settings, [config, "--curriculum_epochs=10000"])
     # 10,000,000 / 6144 = 1627.6
     depths = [cycles_at(settings, 1000.0, step) for step in range(2000)]

@@ -29,7 +29,7 @@ from puzzles.text import parse
 from puzzles.writer import finish_split, write_dataset
 from runtime.errors import TransientError, UserError
 
-REAL = {split: os.path.join(ROOT, f"tests/data/sudoku_real_{split}_60.csv.gz") for split in ("train", "test")}
+REAL = {split: f"{ROOT}/tests/data/sudoku_real_{split}_60.csv.gz" for split in ("train", "test")}
 FILES = dict(train_csv=REAL["train"], test_csv=REAL["test"])
 SMALL = dict(source="generate", size=4, num_test=9, num_train=5, num_aug=2)
 

@@ -12,7 +12,7 @@ import train
 from configurator import configure
 
 FILES = sorted(os.listdir(STUDY))
-MINI = os.path.join(ROOT, "config", "mini.py")
+MINI = f"{ROOT}/config/mini.py"
 
 
 def settings_of(file, *others):

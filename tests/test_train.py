@@ -194,7 +194,7 @@ def test_a_complete_run_says_so_and_evaluates_again(data, out):
     deeper = run(data, out, *WHOLE, "--init_from=resume", "--eval_only", "--eval_halt_max_steps=9",
                  "--eval_save_outputs=inputs,preds,q_halt_logits")
     assert "steps 9.0000" in deeper and metrics.read_text() == before
-    saved = np.load(os.path.join(out, "eval_00000040.npz"))
+    saved = np.load(f"{out}/eval_00000040.npz")
     shapes = {name: saved[name].shape for name in saved.files}
     assert shapes == dict(indices=(40,), inputs=(40, 16), preds=(40, 16), q_halt_logits=(40,))
 

@@ -6,7 +6,6 @@ empty); official, what the official code (e7b6871) makes of them: the identifier
 --num-aug 12, pass@K and submission.json of its evaluators/arc.py.
 """
 import json
-import os
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ import prepare_arc
 from data import Dataset
 from puzzles.arc import count_votes, merge_votes, submission, vote_values
 
-RECORDED = np.load(os.path.join(ROOT, "tests", "data", "arc_votes.npz"))
+RECORDED = np.load(f"{ROOT}/tests/data/arc_votes.npz")
 OFFICIAL = json.loads(RECORDED["official"].tobytes())
 
 
