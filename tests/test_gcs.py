@@ -16,7 +16,8 @@ import pytest
 import torch
 from helpers import Hub, Server, run, stored, upload, wait_for
 
-from data import Dataset, local_dataset
+from data import Dataset
+from puzzles.download import local_dataset
 from runtime import bucket as bucket_module
 from runtime.bucket import Bucket
 from runtime.errors import TransientError, UserError
@@ -192,7 +193,7 @@ def uploaded(front, random_puzzles, monkeypatch):
 
 
 def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
-    code = f"from data import local_dataset; print(local_dataset('{URL}'))"
+    code = f"from puzzles.download import local_dataset; print(local_dataset('{URL}'))"
     command = [sys.executable, "-c", code]
     start = partial(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)
     front.faults = {"all__labels": "stall"}
