@@ -409,8 +409,7 @@ class Run:
     up METRICS of sequences that halted and LOSS_TERMS of all, these names alone, and grad_norms the norms of
     the gradients.
 
-    trm moves to the device. saved: what a checkpoint holds: the run goes on with its average and its
-    optimizer's state.
+    trm moves to the device. saved: of a checkpoint; the run goes on with its average and optimizer's state.
     """
 
     def __init__(self, settings, trm, device, saved=None):
