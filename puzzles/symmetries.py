@@ -48,7 +48,7 @@ def renamings(exchanged, shape, rng):
 def check_symmetries(kind):
     """Raises UserError unless the symmetries that a task describes suit its grid and its symbols."""
     symmetries = kind.symmetries
-    if not symmetries.keys() <= {"dihedral", "permute_symbols"}:
+    if not isinstance(symmetries, dict) or not symmetries.keys() <= {"dihedral", "permute_symbols"}:
         raise UserError(f"symmetries {symmetries!r}: must be a dict with dihedral or permute_symbols")
 
     # a symbol that stands twice would take the place of another one, and no renaming would bring that back

@@ -135,6 +135,7 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
     (GOOD + "123,1234\n3...,3412", "", "train.csv:4: the question has 3 cells, not 2x2"),
     (GOOD, "--holdout=2", "train.csv: no puzzle is left"),
     (GOOD + "1...,1234,5", "", "train.csv:4: must have question, answer"),
+    (",", "", "train.csv:2: no puzzle under the header"),
     (GOOD, "--grid=2x3", "train.csv:2: the question has 4 cells, not 2x3"),
     (GOOD, "--grid=4", "grid=4: must be like 6x6"),
     (GOOD, "--units=1x2,2by1", "units=2by1: must be like 6x6"),
