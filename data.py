@@ -48,7 +48,10 @@ def get_dataset(settings, should_stop):
 
     One process of a host does it, while the others wait. Raises SystemExit once should_stop() returns true.
     """
-    path = local_dataset(settings.data_path, should_stop)
+    path = settings.data_path
+    if path.startswith("gs://"):
+        from puzzles.download import local_dataset
+        path = local_dataset(path, should_stop)
     try:
         command = shlex.split(settings.data_prepare)
     except ValueError as e:
@@ -79,14 +82,6 @@ def get_dataset(settings, should_stop):
             error = UserError if process.returncode in (0, 2) else TransientError
             raise error(f"data_prepare did not make data_path={path}: {settings.data_prepare}")
     return path
-
-
-def local_dataset(path, stop=lambda: False):
-    """Returns the folder of a dataset: for gs://bucket/.../NAME data/NAME, which it downloads if missing."""
-    if not path.startswith("gs://"):
-        return path
-    from puzzles.download import download_dataset
-    return download_dataset(path, stop)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -248,6 +248,8 @@ class Queue:
         is_sure = sigmoid(results["surest_q_halt_logits"][puzzle]) >= model.SURE
         if not is_sure and results["attempts"][puzzle] < self.evaluator.settings.eval_attempts:
             self.try_again(puzzle)
+        else:
+            self.copies.pop(puzzle, None)
 
     def try_again(self, puzzle):
         """Lets a puzzle wait for an attempt at another copy of it, if there is one."""

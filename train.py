@@ -409,9 +409,7 @@ class Run:
     up METRICS of sequences that halted and LOSS_TERMS of all, these names alone, and grad_norms the norms of
     the gradients.
 
-    Args:
-        trm: a TRM, which moves to the device.
-        saved: what a checkpoint holds: the run goes on with its average and its optimizer's state.
+    trm moves to the device. saved: of a checkpoint; the run goes on with its average and optimizer's state.
     """
 
     def __init__(self, settings, trm, device, saved=None):
@@ -440,14 +438,18 @@ class Run:
         weights, puzzle_emb = evaluate.weights_of(self.model)
         average = saved.get("ema") or weights
         optimizer = {name: optim.optimizer_state(self.settings, name, w) for name, w in weights.items()}
-        # a fork's buffers may be of any type
-        self.model.load_state_dict(self.device.all_gather(self.buffers())[0], strict=False)
-        return self.device.broadcast(dict(
+        state = self.device.broadcast(dict(
             weights=weights,
             ema={name: average[name] for name in weights} if self.settings.ema else {},
             optimizer=optimizer | saved.get("optimizer", {}),
             puzzle_emb=puzzle_emb,
+            buffers=self.buffers(),
         ))
+        # a broadcast is in float32, which would round a fork's buffers of other types
+        others = {name: t for name, t in self.buffers().items() if t.dtype != torch.float32}
+        buffers = state.pop("buffers") | (self.device.all_gather(others)[0] if others else {})
+        self.model.load_state_dict(buffers, strict=False)
+        return state
 
     def state_dict(self):
         """Returns a copy on the host of what a checkpoint needs; weights and ema are state dicts of TRM."""
@@ -564,9 +566,8 @@ def replica(settings, device_type):
 
 def new_model(settings, dataset):
     """Returns a TRM with its first weights for a dataset. Raises UserError if it cannot be built."""
-    # the seed is for modules that init_weights does not touch
     with MODEL_LOCK, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(settings.seed)  # for modules that init_weights does not touch
         try:
             return model.TRM(
                 settings, seq_len=dataset.seq_len, vocab_size=dataset.vocab_size,

@@ -14,12 +14,14 @@ from runtime.files import Progress, locked, read_json, replacing
 DATASET_FILE = r"(train|test)/(dataset\.json|all__\w+\.npy)|identifiers\.json"  # see writer.hashes_of
 
 
-def download_dataset(path, stop):
-    """Downloads the dataset gs://bucket/.../NAME to data/NAME, unless it is there, and returns that folder.
+def local_dataset(path, stop=lambda: False):
+    """Returns the folder of a dataset: for gs://bucket/.../NAME data/NAME, which it downloads if missing.
 
     One process of a host downloads, the others wait. Raises UserError and TransientError, and SystemExit(3)
     if stop() returns true meanwhile.
     """
+    if not path.startswith("gs://"):
+        return path
     bucket = Bucket(path, stop)
     folder = f"data/{os.path.basename(bucket.url)}"
     with locked(folder):

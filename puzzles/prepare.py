@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from puzzles import Kind
-from puzzles.symmetries import keys_of
+from puzzles.keys import keys_of
 from puzzles.text import check_text
 from puzzles.writer import new_dataset, refuse_existing, write_split
 from runtime.errors import TransientError, UserError, check_choices

@@ -48,7 +48,7 @@ def renamings(exchanged, shape, rng):
 def check_symmetries(kind):
     """Raises UserError unless the symmetries that a task describes suit its grid and its symbols."""
     symmetries = kind.symmetries
-    if not symmetries.keys() <= {"dihedral", "permute_symbols"}:
+    if not isinstance(symmetries, dict) or not symmetries.keys() <= {"dihedral", "permute_symbols"}:
         raise UserError(f"symmetries {symmetries!r}: must be a dict with dihedral or permute_symbols")
 
     # a symbol that stands twice would take the place of another one, and no renaming would bring that back
@@ -85,33 +85,3 @@ def dihedral(size):
     square = np.arange(size * size).reshape(size, size)
     squares = np.stack([turned(square, way) for way in range(8)])
     return squares.reshape(8, -1)
-
-
-def orbit_keys(boards, turns, exchanged=()):
-    """Returns a list of keys of boards; boards that symmetries turn into each other have equal keys.
-
-    Args:
-        boards: tokens [n, cells].
-        turns: the symmetries of the grid, as indices [m, cells].
-        exchanged: tokens that may change places.
-    """
-    keys = []
-    for turn in turns:
-        # replace each exchanged token by the number of the first cell that has it
-        moved = boards[:, turn].astype(np.int16)
-        renamed = moved.copy()
-        for token in exchanged:
-            is_token = moved == token
-            first_cells = is_token.argmax(axis=1, keepdims=True)
-            np.copyto(renamed, NUM_TOKENS + first_cells, where=is_token)
-        # the smallest key stands for all turns
-        turned_keys = keys_of(renamed)
-        if keys:
-            turned_keys = list(map(min, keys, turned_keys))
-        keys = turned_keys
-    return keys
-
-
-def keys_of(boards):
-    """Returns a list of boards [n, cells] as bytes, for sets and dicts."""
-    return [board.tobytes() for board in boards]

@@ -93,7 +93,7 @@ def csv_rows(path, columns=("question", "answer"), symbols=" "):
         symbols: of the puzzles; white space is no cell unless a space is one of them.
     """
     wanted = ", ".join(columns)
-    row = None
+    has_rows = False
     # columns that nobody reads may have fields of any length
     csv.field_size_limit(2 ** 31 - 1)
     with open_text(path) as f:
@@ -113,8 +113,9 @@ def csv_rows(path, columns=("question", "answer"), symbols=" "):
                 raise UserError(f"{path}:{reader.line_num}: must have {wanted}; the first line of the file "
                                 "names its columns")
             if any(row.values()):
+                has_rows = True
                 yield reader.line_num, row | {name: squeezed(row[name], symbols) for name in columns}
-    if not row:
+    if not has_rows:
         raise UserError(f"{path}:2: no puzzle under the header")
 
 

@@ -362,8 +362,8 @@ def check_batch_size(settings, device):
 def peak_flops(device):
     """Returns the FLOP/s of a chip as its maker states them, or None."""
     # names are whole words, since an L40 is no L4; the longest one counts, since an H100 PCIe is no H100.
-    # "Laptop" and "D" after a GeForce's name make it a slower card.
-    chips = [chip for chip in PEAK_FLOPS if re.search(rf"\b{chip}\b(?! Laptop| D\b)", device.name)]
+    # "Laptop" and "D" after a GeForce's name make it a slower card, and "MIG" names a part of one.
+    chips = [chip for chip in PEAK_FLOPS if re.search(rf"\b{chip}\b(?! Laptop| D\b|.* MIG )", device.name)]
     if chips:
         return PEAK_FLOPS[max(chips, key=len)]
 

@@ -30,8 +30,9 @@ import model
 import train
 import weights
 from configurator import configure, split_arguments
-from data import load, local_dataset
+from data import load
 from puzzles import kind_of
+from puzzles.download import local_dataset
 from runtime.checkpoint import some_puzzles
 from runtime.errors import UserError, writing
 from runtime.files import replacing

@@ -4,6 +4,7 @@
 #     DEVICE=cuda OUT=out/first_chip PYTHON=python bash scripts/first_chip.sh PART
 #
 # in the folder of the project. OUT/PART.log gets the output, and OUT/PART.err the errors; the folder OUT exists.
+# shellcheck disable=SC2086  # sizes are several words
 set -euo pipefail
 cd "$(dirname "$0")/.."
 part=$1
@@ -51,8 +52,7 @@ if [[ $DEVICE == cpu || ${PJRT_DEVICE:-} == CPU ]]; then  # a rehearsal
   model='--hidden_size=32 --multiple_of=32 --H_cycles=1 --L_cycles=1'
 fi
 
-# What the parts have in common. Sizes are several words.
-# shellcheck disable=SC2086
+# What the parts have in common
 
 # demo ONE_OR_ALL RUN [FLAG ...] trains the demo
 demo() {

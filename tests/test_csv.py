@@ -17,9 +17,10 @@ import puzzles
 from configurator import configure
 from data import Dataset
 from puzzles import kind_of
+from puzzles.keys import keys_of, orbit_keys
 from puzzles.maze import Maze
 from puzzles.sudoku import Sudoku
-from puzzles.symmetries import dihedral, keys_of, orbit_keys
+from puzzles.symmetries import dihedral
 from runtime.errors import UserError
 from runtime.saved import check_task
 
@@ -131,6 +132,7 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
     (GOOD + "123,1234\n3...,3412", "", "train.csv:4: the question has 3 cells, not 2x2"),
     (GOOD, "--holdout=2", "train.csv: no puzzle is left"),
     (GOOD + "1...,1234,5", "", "train.csv:4: must have question, answer"),
+    (",", "", "train.csv:2: no puzzle under the header"),
     (GOOD, "--grid=4", "grid=4: must be like 6x6"),
     (GOOD, "--units=1x2,3x1", "3x1 does not divide the grid"),
     (MANY, "", "257 symbols.* 1 to 255"),

@@ -14,7 +14,8 @@ import pytest
 import torch
 from helpers import Hub, Server, TrainProcess, run, stored, upload, wait_for
 
-from data import Dataset, local_dataset
+from data import Dataset
+from puzzles.download import local_dataset
 from runtime import bucket as bucket_module
 from runtime.bucket import Bucket
 from runtime.errors import TransientError, UserError
@@ -190,7 +191,8 @@ def uploaded(front, random_puzzles, monkeypatch):
 
 
 def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
-    Path("download.py").write_text(f"from data import local_dataset\nprint(local_dataset('{URL}'))")
+    Path("download.py").write_text(
+        f"from puzzles.download import local_dataset\nprint(local_dataset('{URL}'))")
     start = partial(TrainProcess, [], script="download.py")
     front.faults = {"all__labels": "stall"}
     killed = start()

@@ -81,7 +81,8 @@ def test_a_user_without_a_name_can_compile(monkeypatch):
 
 @pytest.mark.parametrize("name, tflops", [
     ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA L4", 121), ("NVIDIA L40", None),
-    ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA GeForce RTX 4090 D", None), ("TPU v5litepod-8", 197)])
+    ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA GeForce RTX 4090 D", None),
+    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("TPU v5litepod-8", 197)])
 def test_the_peak_is_that_of_the_very_chip(name, tflops):
     peak = devices.peak_flops(SimpleNamespace(name=name))
     assert peak == (tflops and tflops * 1e12)
