@@ -11,7 +11,10 @@ import bench
 MODEL = [flag for flag in TINY if "batch_size" not in flag]
 
 
-@pytest.mark.parametrize("device, replicas", [("cpu", 1), pytest.param("xla", 2, marks=pytest.mark.xla)])
+@pytest.mark.parametrize("device, replicas", [
+    ("cpu", 1),
+    pytest.param("xla", 2, marks=pytest.mark.xla),
+])
 def test_figures_are_those_of_a_forks_dataset_and_steps(device, replicas):
     """One fork makes its puzzles on the fly, and the other one's steps take an input of their own."""
     forks = [f"{ROOT}/tests/forks/{name}.py" for name in ("latin_squares", "entropy")]
@@ -26,8 +29,11 @@ def test_figures_are_those_of_a_forks_dataset_and_steps(device, replicas):
 
 
 @pytest.mark.parametrize("flags, size, steps", [
-    ([], 4, 18), (["small.py"], 8, 3600), (["--global_batch_size=768"], 768, 3600),
-    (["--replica_batch_size=3"], 3, 14)])
+    ([], 4, 18),
+    (["small.py"], 8, 3600),
+    (["--global_batch_size=768"], 768, 3600),
+    (["--replica_batch_size=3"], 3, 14),
+])
 def test_a_cpu_has_a_small_batch_where_none_is_given(flags, size, steps, monkeypatch, capsys):
     """Random puzzles replace a missing dataset. A step takes a second; an hour has steps of the run."""
     Path("small.py").write_text("global_batch_size = 8\n")

@@ -14,7 +14,7 @@ import play
 import pytest
 import solve
 import torch
-from helpers import ROOT, TrainProcess, needs, newest
+from helpers import ROOT, TrainProcess, newest
 
 import model
 import weights
@@ -167,7 +167,7 @@ class Browser:
 
 @pytest.fixture(scope="module")
 def chromium():
-    needs("PyQt6")
+    pytest.importorskip("PyQt6.QtWebEngineWidgets", exc_type=ModuleNotFoundError)
     browser = Browser()
     yield browser
     browser.view.close()

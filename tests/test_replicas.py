@@ -1,5 +1,4 @@
 """Several replicas: torch_xla on the CPU, where replicas are threads, and processes joined by gloo."""
-import os
 import re
 import shutil
 import time
@@ -60,10 +59,7 @@ def xla_run(rank, argv):
     train.replica(configurator.configure(train.Settings, argv), "xla")
 
 
-NUM_IDENTIFIERS = 5000
-
-
-def xla_step(rank, folder, argv):
+def xla_step(rank, argv):
     """Saves the program of a step at the full depth, and the gradient."""
     import torch_xla.core.xla_builder as xb
     import torch_xla.debug.metrics
@@ -79,7 +75,7 @@ def xla_step(rank, folder, argv):
     device.choose_dtype(settings.forward_dtype)
     assert len(device.all_gather(bytes(2 ** 24 - 8))) == device.world  # float32 rounds the size of its pickle
     dataset = Dataset(settings.data_path, "train")
-    sizes = SimpleNamespace(seq_len=16, vocab_size=6, num_puzzle_identifiers=NUM_IDENTIFIERS, task=None)
+    sizes = SimpleNamespace(seq_len=16, vocab_size=6, num_puzzle_identifiers=5000, task=None)
     net = train.new_model(settings, sizes)
     run = train.Run(settings, net, device)
     inputs = train.make_inputs(run, dataset, 0, 30)
@@ -88,7 +84,7 @@ def xla_step(rank, folder, argv):
     run.train_step(run.state, inputs, (settings.H_cycles, settings.L_cycles))
     aliases = torch_xla.debug.metrics.metric_data("InputOutputAliasCount")[2]  # of each program
     moments = {name: state["m"] for name, state in run.state["optimizer"].items()}
-    np.savez(os.path.join(folder, f"{rank}.npz"), program=xb.get_computation_hlo(programs[0]),
+    np.savez(f"{rank}.npz", program=xb.get_computation_hlo(programs[0]),
              aliases=max(number for _, number in aliases),
              state_tensors=len(tree_flatten(run.state)[0]), tables=run.model.puzzle_emb.weights.is_meta,
              gradient=flatten(moments)[0].cpu() / (1 - settings.beta1))
@@ -208,7 +204,7 @@ def test_a_step_has_one_all_reduce_and_does_not_depend_on_the_split(data):
     flags = flags_of(data, "run", "--lr_warmup_steps=0")
     first = None
     for world, micro in (1, 0), (1, 4), (2, 4):
-        on_replicas(world, xla_step, ".", [*flags, f"--micro_batch_size={micro}"])
+        on_replicas(world, xla_step, [*flags, f"--micro_batch_size={micro}"])
         ranks = [dict(np.load(f"{rank}.npz")) for rank in range(world)]
         gradient = ranks[0]["gradient"]
         program = str(ranks[0]["program"])

@@ -24,7 +24,8 @@ def main(command):
         flags = ["-shared", "-fPIC", f"-I{header}/xla_cpu_pjrt/include", "-o", plugin]
         subprocess.run(["cc", *flags, f"{FOLDER}/cpu_plugin.c", "-ldl"], check=True)
         environment = os.environ | dict(
-            TPU_LIBRARY_PATH=plugin, CPU_CLIENT=f"{client}/pjrt_c_api_cpu_plugin.so",
+            TPU_LIBRARY_PATH=plugin,
+            CPU_CLIENT=f"{client}/pjrt_c_api_cpu_plugin.so",
             TORCH_TPU_TOPOLOGY="1,1,1", PYTHONPATH=FOLDER)
         return subprocess.run([sys.executable, *command], env=environment).returncode
 
