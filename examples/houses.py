@@ -3,7 +3,7 @@
     python train.py config/sudoku_houses.py
 
 TRM learns the rules of any puzzle from examples; this network is told which cells share a unit, by units() of
-the puzzle's kind. The latents are [B, K, S, D], a vector for each of K digits in each of S cells. A candidate
+the puzzle's kind. The latents are [B, S, K, D], a vector for each of K digits in each of S cells. A candidate
 sees the means of its units and of its cell's digits. All digits and units share their weights, so an answer
 follows every symmetry of its question, up to rounding, and weights fit puzzles of all sizes.
 """
@@ -18,10 +18,25 @@ num_heads = 1
 multiple_of = 32
 puzzle_emb_ndim = 0
 mlp_t = False  # no weight belongs to a cell
+H_cycles = 1  # each pass has a gradient: with chains of five, training on 9x9 falls again and again
+loss_type = "bounded"
 
 
 def norm(x):
     return F.layer_norm(x, x.shape[-1:])
+
+
+def bounded_loss(settings, logits, labels):
+    """Returns the mean of 2 - 2 sqrt(p) over the scored cells, [B]; p: the probability of the right digit.
+
+    It is the generalized cross-entropy of arXiv 1805.07836 with q = 1/2. A digit that is wrong and certain
+    has little gradient; by the cross-entropy, it has the most.
+    """
+    is_labeled = labels != model.IGNORE_LABEL
+    target = torch.where(is_labeled, labels, 0).long().unsqueeze(-1)
+    log_p = logits.log_softmax(-1).gather(-1, target).squeeze(-1)  # [B, S]
+    total = torch.where(is_labeled, 2 - 2 * (log_p / 2).exp(), 0).sum(-1)
+    return total / is_labeled.sum(-1).clamp(min=1)
 
 
 class UnitBlock(torch.nn.Module):
@@ -37,10 +52,11 @@ class UnitBlock(torch.nn.Module):
     def forward(self, x, rope):
         # the means of units and of digits, each through its matrix, back to the cells
         units = self.units.to(x.dtype)  # [units, S], 1 where a cell is in a unit
-        lines, boxes = (units @ x / units.sum(1, keepdim=True)).tensor_split([self.num_lines], 2)
-        messages = torch.cat((self.across_lines(lines), self.across_boxes(boxes)), 2)
-        digits = self.across_digits(x.mean(1, keepdim=True))
-        y = norm(x + units.mT @ messages + digits)
+        means = (units / units.sum(1, keepdim=True)) @ x.flatten(2)
+        lines, boxes = means.unflatten(2, x.shape[2:]).tensor_split([self.num_lines], 1)
+        messages = torch.cat((self.across_lines(lines), self.across_boxes(boxes)), 1)
+        digits = self.across_digits(x.mean(2, keepdim=True))
+        y = norm(x + (units.mT @ messages.flatten(2)).view_as(x) + digits)
         # across channels
         return norm(y + self.mlp(y))
 
@@ -50,7 +66,7 @@ class HouseTRM(model.TRM):
         # a digit is impossible, possible or given in a cell: three rows of the table, whatever the size
         super().__init__(settings, **sizes | dict(vocab_size=3))
         self.sizes["vocab_size"] = sizes["vocab_size"]
-        self.grid = sizes["vocab_size"] - 2, sizes["seq_len"]  # K, S
+        self.grid = sizes["seq_len"], sizes["vocab_size"] - 2  # S, K
         self.lm_head = torch.nn.Linear(settings.hidden_size, 1, bias=False)
         self.q_head = torch.nn.Linear(settings.hidden_size + 1, 2)
         self.init_weights(torch.Generator().manual_seed(settings.seed))
@@ -66,9 +82,9 @@ class HouseTRM(model.TRM):
         return dict(z_H=self.H_init.expand(shape), z_L=self.L_init.expand(shape))
 
     def embed(self, inputs, puzzle_rows):
-        digits = torch.arange(2, 2 + self.grid[0], device=inputs.device).view(-1, 1)
-        inputs = inputs.unsqueeze(1)
-        states = torch.where(inputs == digits, 2, (inputs == 1).int())  # [B, K, S]
+        digits = torch.arange(2, 2 + self.grid[1], device=inputs.device)
+        inputs = inputs.unsqueeze(-1)
+        states = torch.where(inputs == digits, 2, (inputs == 1).int())  # [B, S, K]
         return super().embed(states.flatten(1), puzzle_rows).view(len(inputs), *self.grid, -1)
 
     def latent_recursion(self, x, latents, L_cycles):
@@ -83,7 +99,7 @@ class HouseTRM(model.TRM):
 
     def answer(self, latents, labels=None):
         z = latents["z_H"]
-        scores = self.lm_head(z).squeeze(-1).mT  # [B, S, K]
+        scores = self.lm_head(z).squeeze(-1)  # [B, S, K]
         # the halting head sees the mean of all, and by how much the least certain cell prefers its digit
         first, second = scores.detach().topk(2).values.unbind(-1)
         margin = (first - second).amin(-1, keepdim=True)
@@ -96,15 +112,18 @@ class HouseTRM(model.TRM):
         passes, self.passes = self.passes, []
         for z in passes:
             scores, _ = self.answer(dict(z_H=z))
-            values["loss"] = values["loss"] + model.cross_entropy(scores.float(), labels) / len(passes)
+            loss = bounded_loss(self.settings, scores.float(), labels)
+            values["loss"] = values["loss"] + loss / len(passes)
         return values
 
     def halts(self, steps, q_halt, min_halt_steps):
         # unsolved sequences end after different numbers of steps: if all began together, an update would see
         # one depth alone
-        last_steps = self.settings.halt_max_steps - torch.arange(len(steps), device=steps.device) % 4
+        most = self.settings.halt_max_steps
+        last_steps = most - torch.arange(len(steps), device=steps.device) % (most // 2 + 1)
         return super().halts(steps, q_halt, min_halt_steps) | (steps >= last_steps)
 
 
+model.LOSSES["bounded"] = bounded_loss
 model.Block = UnitBlock
 model.TRM = HouseTRM

@@ -79,8 +79,8 @@ def see_units():
     # the cells whose first latent changes with a given in the corner
     questions = np.ones((2, 9))
     questions[1, 0] = 2
-    z_L = supervision_step(trm, questions).sequences["latents"]["z_L"]  # [2, K, S, D]
-    change = (z_L[0] - z_L[1]).abs().amax((0, 2))
+    z_L = supervision_step(trm, questions).sequences["latents"]["z_L"]  # [2, S, K, D]
+    change = (z_L[0] - z_L[1]).abs().amax((1, 2))
     assert (change > 1e-9).tolist() == [True, True, True, *[True, False, False] * 2]
     configurator.FORKS.clear()  # as in a process of its own
     with pytest.raises(UserError, match="latin.*--units"):

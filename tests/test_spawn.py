@@ -240,5 +240,5 @@ def test_kaggles_image_has_eight_processes(data):
     text = TrainProcess(flags, **variables).output()
     first, *processes = [line for line in text.splitlines() if "localhost:" in line or "device" in line]
     addresses = ",".join(f"localhost:{port}" for port in range(8476, 8484))
-    assert processes == [f"{addresses} {rank}" for rank in range(8)]
+    assert processes == [f"{addresses} {rank}" for rank in range(8)], text
     assert "removed from the environment, as not for 8 processes: CLOUD_TPU_TASK_ID=0 TPU_PROC" in first
