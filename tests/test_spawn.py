@@ -235,7 +235,8 @@ xmp.spawn = spawn
 
 def test_kaggles_image_has_eight_processes(data):
     Path("fork.py").write_text(EIGHT_CHIPS)
-    variables = KAGGLE | dict(CLOUD_TPU_TASK_ID="0", TPU_PROCESS_BOUNDS="1,1,1")
+    # torch_xla, where another test imports it, sets PJRT_DEVICE
+    variables = KAGGLE | dict(CLOUD_TPU_TASK_ID="0", TPU_PROCESS_BOUNDS="1,1,1", PJRT_DEVICE="")
     flags = arguments(data, "run", "fork.py", "--device=auto")
     text = TrainProcess(flags, **variables).output()
     first, *processes = [line for line in text.splitlines() if "localhost:" in line or "device" in line]
