@@ -130,7 +130,7 @@ CHOICES = {
     "wandb_mode": ("online", "offline", "disabled"),
 }
 EVAL_OUTPUTS = ("inputs", "labels", "attempts", *evaluate.ANSWERS)
-TO_CONTINUE = "to continue: the same command with --init_from=auto (with a FILE: as it is)"
+TO_CONTINUE = "to continue: the same command with --init_from=auto, or as it is if it has --init_from=FILE"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def train_step(run, state, inputs, cycles):
     All ranks must call it, and every function that says "All ranks": each waits for the others.
 
     Args:
-        run: a Run.
+        run: a Run, for its settings, model and device.
         state: run.state; while XLA captures the program, placeholders take the place of its tensors.
         inputs: see make_inputs.
         cycles: (H_cycles, L_cycles).
@@ -206,8 +206,8 @@ def train_step(run, state, inputs, cycles):
 def forward_backward(run, cycles, weights, micro_batch):
     """Runs forward and backward on the b sequences of micro_batch, with weights in forward_dtype.
 
-    Returns what adds up, dict(grads={name: float32}, stats={name: [1]}), and what each sequence has,
-    dict(sequences=..., row_grads [b, D']).
+    micro_batch: sequences, min_halt_steps [b] and, with a puzzle embedding, puzzle_rows [b, D']. Returns
+    dict(grads={name: float32}, stats={name: [1]}), to add up, and dict(sequences, row_grads [b, D']).
     """
     # the gradients are of the weights and of the rows of the puzzle embedding that the batch has
     leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
@@ -270,7 +270,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
     examples_per_epoch = optim.epoch_size(train_set)
     checkpoint_interval = settings.checkpoint_interval or total_steps
     step = start.step
-    # new weights are not evaluated, and no step is twice
+    # neither new weights nor what was evaluated before the resume
     may_evaluate = start.path and not start.evaluation
     eval_due = may_evaluate and optim.evaluation_due(settings, examples_per_epoch, step)
     last_cycles = None  # (H_cycles, L_cycles) of the last step
@@ -306,7 +306,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
             log.first_step(step, cycles, stops)
             last_cycles = cycles
 
-        # stop if a rank was asked to before the last step: to wait for this one would leave the device idle
+        # stop if a rank was asked to before the last step: waiting for this one would leave the device idle
         num_stops = read_stops()
         read_stops = run.device.fetch(stops)
         if num_stops > 0:

@@ -178,7 +178,7 @@ def solve_one(settings, trm, kind, batch, output_settings, path):
 
 
 def grid_of(step):
-    """Returns a Step as a grid: its title, its answer, and the cells that break a rule, if it is known."""
+    """Returns a Step as a grid: its title, its answer, and the cells that break a known rule."""
     title = f"attempt {step.attempt}, step {step.number}: {step.confidence:.0%} sure"
     broken = step.judgement.broken[0] if step.judgement else step.answer < 0
     return title, step.answer, broken
