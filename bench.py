@@ -52,7 +52,7 @@ def bench(settings, num_steps, device_type, replica_batch_size):
     if replica_batch_size:
         settings.global_batch_size = replica_batch_size * device.world
     run, next_inputs = new_run(settings, device)
-    with reporting_full_memory(run):
+    with reporting_full_memory(run.micro_batch_size):
         figures = measure(run, next_inputs, num_steps)
     # the config's run has its own batch, whatever the measured one is
     steps_per_hour = figures["steps_per_hour"] = 3600 * figures["examples_per_sec"] / batch_size

@@ -3,7 +3,7 @@
     python train.py config/sudoku.py --lr=3e-4 --eval_only
 
 Each attribute of the class is a setting and its default: a number, a string or a bool. An annotation such as
-lr: Above0 = 1e-4 is the range of a number. Files and flags apply from left to right; a checkpoint fills in
+lr: Above0 = 1e-4 is the Rule of its values. Files and flags apply from left to right; a checkpoint fills in
 what none of them assigned.
 
 A config file is Python that assigns some of the settings and may read the others. run("baseline.py") in it
@@ -19,7 +19,6 @@ import builtins
 import difflib
 import hashlib
 import inspect
-import math
 import os
 import shlex
 import sys
@@ -40,15 +39,21 @@ REPLACEABLE = {"data", "evaluate", "model", "optim", "puzzles", "runtime", "trai
 FORKS = {}
 
 
-class Range(NamedTuple):
-    """The annotation of a setting: which numbers it may have."""
+class Rule(NamedTuple):
+    """The annotation of a setting: which values it may have."""
     words: str
-    holds: Callable  # a function of the number; comparisons with NaN are false
+    holds: Callable  # a function of the value; comparisons with NaN are false
 
 
-Above0 = Range("above 0", lambda number: 0 < number < math.inf)
-From0 = Range("0 or more", lambda number: 0 <= number < math.inf)
-From0To1 = Range("from 0 to 1", lambda number: 0 <= number <= 1)
+def one_of(names):
+    """Returns the Rule of a setting that is one of `names`; a fork may add names to a dict."""
+    return Rule(f"one of {', '.join(names)}", lambda value: value in names)
+
+
+# sizes and steps become int32 numbers
+Above0 = Rule("above 0 and below 2^31", lambda number: 0 < number < 2 ** 31)
+From0 = Rule("0 or more and below 2^31", lambda number: 0 <= number < 2 ** 31)
+From0To1 = Rule("from 0 to 1", lambda number: 0 <= number <= 1)
 
 
 class MissingSetting(UserError, AttributeError):
@@ -117,26 +122,28 @@ class Arguments(NamedTuple):
 # Arguments
 
 class Spawned:
-    """function(settings, *args), which each replica of engines.spawner() calls in a new process."""
+    """What engines.spawner() calls in new processes; see prepare_process for the arguments.
 
-    def __init__(self, function, settings_class, settings, *args):
-        self.function = function
-        self.settings_class = settings_class
-        self.settings = settings
-        self.args = args
+    An engine calls it only once it has found its chips, and has no call before that. But pickle makes a new
+    process call prepare_process first, for what the engine is to call.
+    """
 
-    def __setstate__(self, state):
-        """Prepares the new process, which receives this object before the engine looks for its chips."""
-        vars(self).update(state)
-        process.end_with_parent()
-        # forks replace classes and functions here, too
-        configure(self.settings_class, self.settings.argv)
-        process.on_signals(is_spawned=True)
-        # an engine may wait for chips forever; replica() restarts the watchdog
-        process.restart_watchdog(process.START_TIMEOUT, suspended=0)
+    def __init__(self, *arguments):
+        self.arguments = arguments
 
-    def __call__(self, index):
-        self.function(self.settings, *self.args)
+    def __reduce__(self):
+        return prepare_process, self.arguments
+
+
+def prepare_process(function, settings_class, settings, *args):
+    """Prepares a new process for its replica; returns function(settings, *args), which an engine calls."""
+    process.end_with_parent()
+    # forks replace classes and functions here, too
+    configure(settings_class, settings.argv)
+    process.on_signals(is_spawned=True)
+    # an engine may wait for chips forever; replica() restarts the watchdog
+    process.restart_watchdog(process.START_TIMEOUT, suspended=0)
+    return lambda index: function(settings, *args)
 
 
 def start(main, settings_class):
@@ -152,7 +159,7 @@ def split_arguments(settings_class, argv):
     train_arguments = []
     for argument in argv:
         is_flag = argument.startswith("-")
-        if is_flag and argument.lstrip("-").partition("=")[0] in own_names:
+        if is_flag and argument[2:].partition("=")[0] in own_names:
             own_flags.append(argument)
         elif is_flag or argument.endswith(".py"):
             train_arguments.append(argument)
@@ -164,8 +171,8 @@ def split_arguments(settings_class, argv):
 def configure(settings_class, argv):
     """Returns the Values of a script's class Settings after the config files and flags in argv.
 
-    --help prints the settings and exits. Raises UserError for an unknown name, a wrong type, a number out of
-    its Range, and a file that fails to run.
+    --help prints the settings and exits. Raises UserError for an unknown name, a wrong type, a value that
+    breaks its Rule, and a file that fails to run.
     """
     if "--help" in argv:
         print_help(settings_class)
@@ -175,13 +182,15 @@ def configure(settings_class, argv):
         read = read_flag if argument.startswith("-") else run_file
         for name, value in read(argument, settings).items():
             settings.assign(name, value, argument)
-    check_ranges(settings_class, settings)
+    check_rules(settings_class, settings)
     return settings
 
 
 def read_flag(flag, settings):
     """Returns {name: value} of a flag, --name=text or --name for a bool."""
-    name, equals, text = flag.lstrip("-").partition("=")
+    if not flag.startswith("--"):
+        raise UserError(f"{flag}: a flag begins with two dashes: -{flag}")
+    name, equals, text = flag[2:].partition("=")
     expected = type(settings.defaults.get(name, ""))
     value = text
     if not equals:
@@ -309,15 +318,12 @@ def read_settings(settings_class):
     return {name: value for name, value in items if type(value) in TYPES and not name.startswith("__")}
 
 
-def check_ranges(settings_class, settings):
-    """Raises UserError for the first number out of its Range."""
-    for name, annotation in settings_class.__annotations__.items():
-        number = vars(settings).get(name)
-        if isinstance(annotation, Range) and not annotation.holds(number):
-            raise UserError(f"{name} must be {annotation.words}, not {number}")
-        # steps and sizes become int32 numbers
-        if type(number) is int and number >= 2 ** 31:
-            raise UserError(f"{name} must be below 2^31, not {number}")
+def check_rules(settings_class, settings):
+    """Raises UserError for the first value that breaks its Rule."""
+    for name, rule in settings_class.__annotations__.items():
+        value = vars(settings).get(name)
+        if isinstance(rule, Rule) and not rule.holds(value):
+            raise UserError(f"{name} must be {rule.words}, not {value!r}")
 
 
 def print_help(settings_class):

@@ -28,23 +28,29 @@ import evaluate
 import model
 import optim
 import puzzles
-from configurator import Above0, From0, From0To1, Range
+from configurator import Above0, From0, From0To1, Rule, one_of
 from runtime import checkpoint, errors, process
 from runtime.device import cast_weights, check_batch_size
 from runtime.engines import choose_device, open_device, spawner
-from runtime.errors import TransientError, UserError, check_choices, check_values, one_line
+from runtime.errors import TransientError, UserError, check_values, one_line
 from runtime.files import duration
 from runtime.flops import flops_per_example
 from runtime.log import Log, check_login
 from runtime.process import STOP, restart_watchdog
 
 MODEL_LOCK = threading.Lock()  # replicas may be threads, which share torch's generator
-From0To1OrMinus1 = Range("from 0 to 1, or -1", lambda number: 0 <= number <= 1 or number == -1)
+EVAL_OUTPUTS = {"inputs", "labels", "attempts", *evaluate.ANSWERS}
+
+# the rules of some settings
+From0To1OrMinus1 = Rule("from 0 to 1, or -1", lambda number: 0 <= number <= 1 or number == -1)
+NotEmpty = Rule("a name or a path", bool)
+Outputs = Rule(f"some of {','.join(sorted(EVAL_OUTPUTS))}",
+               lambda text: EVAL_OUTPUTS.issuperset(filter(None, text.split(","))))
 
 
 class Settings:
     # data
-    data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
+    data_path: NotEmpty = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
     data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
     global_batch_size: Above0 = 768  # sequences per step, over all replicas
     micro_batch_size: From0 = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
@@ -62,17 +68,18 @@ class Settings:
     H_cycles_start: Above0 = 1  # H_cycles when the curriculum starts
     L_cycles_start: Above0 = 2  # L_cycles when the curriculum starts
     mlp_t = True  # True: an MLP mixes the positions; False: self-attention
-    pos_encodings = "none"  # none, rope (attention only) or learned
+    pos_encodings: one_of(["none", "rope", "learned"]) = "none"  # rope: attention only
     puzzle_emb_ndim: From0 = 512  # width of the puzzle embedding; 0: none
     puzzle_emb_len: From0 = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
-    forward_dtype = "bfloat16"  # or float32, float16, auto; float16 or float32 where it would be emulated
+    # bfloat16 becomes float16 or float32 where it would be emulated; auto: the device's fastest
+    forward_dtype: one_of(["auto", "bfloat16", "float32", "float16"]) = "bfloat16"
     # halting
     halt_max_steps: Above0 = 16  # maximum supervision steps of a sequence
     halt_exploration_prob: From0To1 = 0.1  # chance at each step that a sequence must run until a random step
     halt_exploration_prob_end: From0To1OrMinus1 = -1.0  # its value at the end, reached linearly; -1: constant
     # optimizer
-    loss_type = "stablemax_cross_entropy"  # or softmax_cross_entropy
-    optimizer = "adam_atan2"  # adam_atan2, adamw or lion
+    loss_type: one_of(model.LOSSES) = "stablemax_cross_entropy"  # or softmax_cross_entropy
+    optimizer: one_of(optim.OPTIMIZERS) = "adam_atan2"  # adam_atan2, adamw or lion
     lr: Above0 = 1e-4  # peak learning rate
     lr_min_ratio: From0To1 = 1.0  # end of the cosine, as a share of lr; 1: constant
     lr_warmup_steps: From0 = 2000  # steps of linear warm-up
@@ -93,23 +100,25 @@ class Settings:
     eval_halt_max_steps: From0 = 0  # supervision steps in an evaluation; 0: halt_max_steps
     eval_patience: From0 = 0  # a puzzle leaves once its answer stays for so many steps; 0: never (the paper)
     eval_attempts: Above0 = 1  # most attempts at a puzzle, at copies by symmetry, until one is sure
-    eval_save_outputs = ""  # any of inputs,labels,attempts,preds,q_halt_logits,surest_...: in eval_STEP.npz
+    eval_save_outputs: Outputs = ""  # any of inputs,labels,attempts,preds,surest_...: in eval_STEP.npz
     eval_only = False  # run the final evaluation, then stop
     # run
-    out_dir = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
+    out_dir: NotEmpty = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
     gcs_dir = ""  # gs://bucket/folder of only this run: a mirror of out_dir, to resume on another machine
-    init_from = "scratch"  # scratch, resume, auto (resume if there is a checkpoint) or a FILE to begin with
+    init_from: NotEmpty = "scratch"  # scratch, resume, auto (resume if there is one) or a FILE to begin with
     checkpoint_interval: From0 = 1000  # steps; sequences start afresh there, to resume exactly; 0: at the end
     keep_last_n: Above0 = 3  # checkpoints to keep, besides best.pt
     log_interval: Above0 = 10  # steps averaged in a line of the log
     stall_timeout: From0 = 1800  # exit if no step finishes for this many seconds; 0: never
-    device = "auto"  # auto, xla (torch_xla on a TPU), tpu (TorchTPU), cuda or cpu
-    compile = "auto"  # torch.compile: auto (CUDA), on (CPU too: 10 to 40% faster) or off; TPUs: docs/tpu.md
+    device: one_of(["auto", "xla", "tpu", "cuda", "cpu"]) = "auto"  # xla: torch_xla on a TPU; tpu: TorchTPU
+    # torch.compile: auto (CUDA), on (CPU too: 10 to 40% faster) or off; TPUs: docs/tpu.md
+    compile: one_of(["auto", "on", "off"]) = "auto"
     # logging
     wandb_log = False  # send metrics.jsonl to Weights & Biases too
-    wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
+    wandb_project: NotEmpty = "trm"  # in your default entity, or WANDB_ENTITY
     wandb_run_name = ""  # empty: the last part of out_dir
-    wandb_mode = "online"  # online (after `wandb login`), offline (for `wandb sync`) or disabled
+    # online (after `wandb login`), offline (for `wandb sync`) or disabled
+    wandb_mode: one_of(["online", "offline", "disabled"]) = "online"
 
 
 # A resume takes these settings from the command: where and how the run executes. All others it takes from the
@@ -119,17 +128,6 @@ RUN_SETTINGS = (
     "stall_timeout", "device", "compile", "eval_only", "eval_save_outputs",
     "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode",
 )
-# The values that a setting may have.
-CHOICES = {
-    "pos_encodings": ("none", "rope", "learned"),
-    "forward_dtype": ("auto", "bfloat16", "float32", "float16"),
-    "loss_type": model.LOSSES,
-    "optimizer": optim.OPTIMIZERS,
-    "device": ("auto", "xla", "tpu", "cuda", "cpu"),
-    "compile": ("auto", "on", "off"),
-    "wandb_mode": ("online", "offline", "disabled"),
-}
-EVAL_OUTPUTS = ("inputs", "labels", "attempts", *evaluate.ANSWERS)
 TO_CONTINUE = "to continue: the same command with --init_from=auto, or as it is if it has --init_from=FILE"
 
 
@@ -264,7 +262,7 @@ def make_inputs(run, train_set, step, total_steps):
 # ---------------------------------------------------------------------------------------------------------
 # The loop
 
-def train(run, train_set, test_set, log, checkpoints, start, total_steps):
+def train_loop(run, train_set, test_set, log, checkpoints, start, total_steps):
     """Trains from start.step to the end or until a stop is requested; returns the step reached. All ranks."""
     settings = run.settings
     examples_per_epoch = optim.epoch_size(train_set)
@@ -359,7 +357,7 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
     else:
         log.begin(run, train_set, checkpoints.run_id, recipe(vars(start.settings)), total_steps)
         began = time.monotonic()
-        step = train(run, train_set, test_set, log, checkpoints, start, total_steps)
+        step = train_loop(run, train_set, test_set, log, checkpoints, start, total_steps)
         # all ranks leave together: one that went on to the evaluation would wait for rank 0 forever
         if not all(run.device.all_gather(checkpoints.is_written)):
             sys.exit(1)
@@ -545,7 +543,8 @@ def replica(settings, device_type):
         raise UserError("freeze_weights trains the puzzle embedding alone, and puzzle_emb_ndim is 0")
     start.load_into(trm, train_set, device)
     restart_watchdog(settings.stall_timeout)
-    run = Run(run_settings, trm, device, start.saved)
+    with errors.reporting_full_memory():
+        run = Run(run_settings, trm, device, start.saved)
     run.restore_kept(start.saved)
     start.saved.clear()  # frees its memory
 
@@ -554,7 +553,7 @@ def replica(settings, device_type):
     opened = nullcontext()
     if not settings.eval_only:  # the run writes to out_dir
         opened = checkpoint.Checkpoints(start, run, train_set, test_set, puzzles.score, log.print0)
-    with log, opened as checkpoints, errors.reporting_full_memory(run):
+    with log, opened as checkpoints, errors.reporting_full_memory(run.micro_batch_size):
         log.header(trm, train_set, test_set, [dtype_note, *start.notes])
         if settings.eval_only:
             is_complete = final_evaluation(run, test_set, log, None, start.step)
@@ -588,14 +587,7 @@ def length_of(settings, train_set, start):
 
 
 def check_settings(settings):
-    """Raises UserError for the first value that no run could use."""
-    check_choices(settings, CHOICES)
-    for name in filter(None, settings.eval_save_outputs.split(",")):
-        if name not in EVAL_OUTPUTS:
-            raise UserError(f"eval_save_outputs: unknown {name!r}; choose from {','.join(EVAL_OUTPUTS)}")
-    for name in ("data_path", "out_dir", "init_from", "wandb_project"):
-        if not getattr(settings, name):
-            raise UserError(f"{name} must not be empty")
+    """Raises UserError for settings that no run could have together; configure() checks each alone."""
     checkpoint.check_folders(settings)
 
 
@@ -642,9 +634,9 @@ def main(settings):
             raise TransientError(f"a replica died, see above if it said why; {TO_CONTINUE}") from None
 
 
-# This file is the module "train", whatever its name: a copy runs as it stands, and forks import it. In a new
-# process of spawner(), which receives functions of "train", multiprocessing runs it as "__mp_main__" first.
+# This file is the module "train", whatever its name: forks import it, and a copy trains as it is edited. In a
+# new process of spawner() multiprocessing runs it once more, as "__mp_main__".
 if __name__ in ("__main__", "__mp_main__"):
-    train = process.import_as("train", __file__)
+    sys.modules["train"] = sys.modules[__name__]
 if __name__ == "__main__":
-    configurator.start(train.main, train.Settings)
+    configurator.start(main, Settings)

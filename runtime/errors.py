@@ -38,15 +38,18 @@ def is_out_of_memory(error):
 
 
 @contextmanager
-def reporting_full_memory(run):
-    """Raises UserError for a full memory in its block; run: a train.Run."""
+def reporting_full_memory(micro_batch_size=1):
+    """Raises UserError for a full memory in its block, where so many sequences are computed at a time."""
     try:
         yield
     except Exception as e:
         if not is_out_of_memory(e):
             raise
-        raise UserError(f"out of memory on the device: a --micro_batch_size below {run.micro_batch_size} "
-                        "gives the same result, if it divides the sequences of a replica") from None
+        advice = "a lower global_batch_size or hidden_size needs less"
+        if micro_batch_size > 1:
+            advice = (f"a --micro_batch_size below {micro_batch_size} gives the same result, if it divides "
+                      "the sequences of a replica")
+        raise UserError(f"out of memory on the device: {advice}") from None
 
 
 def check_choices(settings, choices):

@@ -1,6 +1,5 @@
 """How a command starts, stops and ends: signals, exit codes, the watchdog, and the replicas of a host."""
 import faulthandler
-import importlib.util
 import math
 import multiprocessing.resource_tracker
 import os
@@ -20,14 +19,6 @@ STOP = threading.Event()  # set once this process is asked to save and stop; one
 START_TIMEOUT = 1800  # seconds in which torch_xla must have started a replica
 
 STOP_TIMEOUT = 60  # seconds in which a replica must have stopped; the system kills it then
-
-
-def import_as(name, path):
-    """Imports a file as the module of that name, and returns the module."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def command(main):

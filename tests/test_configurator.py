@@ -2,6 +2,7 @@
 
 test_resume.py runs each config file of the project.
 """
+import importlib
 import math
 import os
 import pickle
@@ -16,7 +17,6 @@ from helpers import ROOT
 
 from configurator import FORKS, configure
 from runtime.errors import UserError
-from runtime.process import import_as
 
 SCRIPT = '''"""Trains a toy.
 
@@ -45,11 +45,18 @@ CHOICES = dict(path=("a", "b"))
 DEFAULTS = dict(undocumented=3, path="data/toy", batch=16, lr=1e-3, shift=-1, fast=False, slow=True)
 
 
+def settings_class_of(text, monkeypatch):
+    """Returns the class Settings of a script toy.py with this text."""
+    Path("toy.py").write_text(text)
+    monkeypatch.syspath_prepend(os.getcwd())
+    monkeypatch.delitem(sys.modules, "toy", raising=False)
+    return importlib.import_module("toy").Settings
+
+
 @pytest.fixture
-def toy():
+def toy(monkeypatch):
     """Runs configure() on the toy script in a folder with the given files, {name: text}."""
-    Path("toy.py").write_text(SCRIPT)
-    settings_class = import_as("toy", "toy.py").Settings
+    settings_class = settings_class_of(SCRIPT, monkeypatch)
 
     def run(*argv, **files):
         for name, text in files.items():
@@ -64,7 +71,7 @@ def toy():
 
 
 @pytest.mark.parametrize("flag, value", {
-    "--lr=3e-4": 3e-4, "--lr=2": 2.0, "-lr=1": 1.0, "--batch=10_000": 10000, "--shift=-7": -7,
+    "--lr=3e-4": 3e-4, "--lr=2": 2.0, "--batch=10_000": 10000, "--shift=-7": -7,
     "--lr=-inf": -math.inf,
     "--fast": True, "--fast=true": True, "--slow=False": False, "--path=": "", "--path=123": "123",
     "--path=True": "True", "--path=a=b c": "a=b c", "--path='q'": "'q'"}.items())
@@ -149,8 +156,9 @@ except ZeroDivisionError as _e:
     ("run('a.py')", "RecursionError"),
     ("gone.py", "gone.py: no config file (.py) is there"),
     ("class Settings:\n    lr = 1.0", "a.py is a copy of a script and no config file: python a.py runs it"),
-    ("--batch=0", "batch must be above 0, not 0"),
-    ("--batch=2147483648", "batch must be below 2^31, not 2147483648"),
+    ("-lr=3", "-lr=3: a flag begins with two dashes: --lr=3"),
+    ("--batch=0", "batch must be above 0 and below 2^31, not 0"),
+    ("--batch=2147483648", "batch must be above 0 and below 2^31, not 2147483648"),
 ])
 def test_wrong_flags_and_files(toy, wrong, message):
     """wrong: a flag, a path, or the text of a file."""
@@ -190,9 +198,9 @@ def test_help_prints_every_setting(toy, capsys):
 
 @pytest.mark.parametrize("line", [
     "width = os.cpu_count", "width = (1, 2)", "width = CHOICES = None", "width: object = [1]"])
-def test_a_line_that_looks_like_a_setting_and_is_none(line):
-    Path("edited.py").write_text(SCRIPT.replace("# optimizer\n", line + "\n"))
-    settings = configure(import_as("edited", "edited.py").Settings, [])
+def test_a_line_that_looks_like_a_setting_and_is_none(line, monkeypatch):
+    edited = SCRIPT.replace("# optimizer\n", line + "\n")
+    settings = configure(settings_class_of(edited, monkeypatch), [])
     with pytest.raises(UserError, match="no setting width: "):
         print(settings.width)
 

@@ -99,13 +99,15 @@ def test_no_processor_emulates_16_bit_numbers_in_silence(flags, given, taken, mo
 
 
 def test_a_full_memory_names_the_sequences_at_a_time(data):
-    """What the run that goes on has, and the share of a replica."""
+    """What the run that goes on has, and the share of a replica. One sequence cannot be divided."""
     Path("full.py").write_text("import torch, train\n_full = torch.OutOfMemoryError('CUDA out of memory')\n"
                                "def _fail(*args): raise _full\ntrain.train_step = _fail\n")
     run(data, "run", "--micro_batch_size=4", "--max_steps=1", "--eval_max_puzzles=16")
-    for flags, size in (["--init_from=resume", "--max_steps=2"], 4), (["--out_dir=new"], 16):
-        text = run(data, "run", "full.py", *flags, code=2)
-        assert f"a --micro_batch_size below {size} gives the same result" in text
+    for flags, advice in [
+            (["--init_from=resume", "--max_steps=2"], "a --micro_batch_size below 4 gives the same result"),
+            (["--out_dir=new"], "a --micro_batch_size below 16 gives the same result"),
+            (["--out_dir=one", "--micro_batch_size=1"], "device: a lower global_batch_size")]:
+        assert advice in run(data, "run", "full.py", *flags, code=2)
 
 
 def test_what_a_full_memory_is():
