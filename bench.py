@@ -180,8 +180,6 @@ def main(argv):
     settings = configurator.configure(train.Settings, operands + train_arguments)
     train.check_settings(settings)
     device_type, reason = choose_device(settings.device)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's
-        process.end_with_parent()
 
     print(f"device {device_type}: {reason}; the first steps can take minutes", flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -168,9 +168,7 @@ def learning_rate(settings, peak, step, total_steps):
     decay_steps = max(1, total_steps - warmup_steps)
     progress = (step - warmup_steps) / decay_steps
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    last_ratio = settings.lr_min_ratio
-    ratio = last_ratio + (1 - last_ratio) * cosine
-    return peak * ratio
+    return peak * (settings.lr_min_ratio + (1 - settings.lr_min_ratio) * cosine)
 
 
 def rates_at(settings, step, total_steps):

@@ -111,14 +111,12 @@ class Settings:
     log_interval: Above0 = 10  # steps averaged in a line of the log
     stall_timeout: From0 = 1800  # exit if no step finishes for this many seconds; 0: never
     device: one_of(["auto", "xla", "tpu", "cuda", "cpu"]) = "auto"  # xla: torch_xla on a TPU; tpu: TorchTPU
-    # torch.compile: auto (CUDA), on (CPU too: 10 to 40% faster) or off; TPUs: docs/tpu.md
-    compile: one_of(["auto", "on", "off"]) = "auto"
+    compile: one_of(["auto", "on", "off"]) = "auto"  # torch.compile; auto: on CUDA (docs/performance.md)
     # logging
     wandb_log = False  # send metrics.jsonl to Weights & Biases too
     wandb_project: NotEmpty = "trm"  # in your default entity, or WANDB_ENTITY
     wandb_run_name = ""  # empty: the last part of out_dir
-    # online (after `wandb login`), offline (for `wandb sync`) or disabled
-    wandb_mode: one_of(["online", "offline", "disabled"]) = "online"
+    wandb_mode: one_of(["online", "offline", "disabled"]) = "online"  # offline: for `wandb sync`
 
 
 # A resume takes these settings from the command: where and how the run executes. All others it takes from the
@@ -417,7 +415,7 @@ class Run:
         self.batch_size = settings.global_batch_size // device.world  # of this replica
         self.dtype = getattr(torch, settings.forward_dtype)
         # the FLOPs of a training step at a depth, (H_cycles, L_cycles)
-        self.flops_per_example = functools.cache(lambda cycles: flops_per_example(trm, cycles))
+        self.flops_per_example = functools.cache(functools.partial(flops_per_example, trm))
         full = settings.H_cycles, settings.L_cycles
         self.micro_batch_size = device.micro_batch_size(settings, self.flops_per_example(full))
         # the state, equal on all ranks; the model keeps its code, its sizes and its buffers
@@ -445,7 +443,7 @@ class Run:
         ))
         # a broadcast is in float32, which would round a fork's buffers of other types
         others = {name: t for name, t in self.buffers().items() if t.dtype != torch.float32}
-        buffers = state.pop("buffers") | (self.device.all_gather(others)[0] if others else {})
+        buffers = state.pop("buffers") | self.device.all_gather(others)[0]
         self.model.load_state_dict(buffers, strict=False)
         return state
 
@@ -509,7 +507,10 @@ class Run:
 
     def evaluate(self, test_set, indices, title, save_to=""):
         """See evaluate.evaluate()."""
-        should_stop = functools.partial(process.should_stop, self.settings.stall_timeout)
+        def should_stop():
+            restart_watchdog(self.settings.stall_timeout)  # to ask is a sign of progress
+            return STOP.is_set()
+
         with suppress(KeyboardInterrupt):  # a request to stop dropped a step that takes long
             return evaluate.evaluate(
                 self.evaluator, *self.eval_weights(), test_set, indices, title, should_stop, save_to)
@@ -605,7 +606,7 @@ def spawned_replica(settings, device_type):
         replica(settings, device_type)
     except BaseException as e:
         # every rank of the host raises these
-        if isinstance(e, (UserError, TransientError, SystemExit)) or errors.is_out_of_memory(e):
+        if isinstance(e, (UserError, TransientError, SystemExit)):
             raise
         traceback.print_exc()
         os._exit(1)
@@ -621,8 +622,6 @@ def main(settings):
         if os.environ.get("RANK", "") in ("", "0"):
             check_login(settings)
             print(f"device {device_type}: {reason}", flush=True)
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
-            process.end_with_parent()
         spawn = spawner(device_type)
         if not spawn:
             replica(settings, device_type)

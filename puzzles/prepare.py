@@ -19,7 +19,7 @@ from puzzles import Kind
 from puzzles.keys import keys_of
 from puzzles.text import check_text
 from puzzles.writer import new_dataset, refuse_existing, write_split
-from runtime.errors import TransientError, UserError, check_choices
+from runtime.errors import TransientError, UserError
 from runtime.files import Progress
 
 JOBS_ALONE = 8  # jobs that one process does before others start; starting takes them a second
@@ -45,7 +45,8 @@ def fill_in_source(settings, dataset_names, aug, others, hub_size="full"):
     if settings.train_csv or settings.test_csv:
         settings.source = "csv"
     dataset_names = dataset_names | {"csv": os.path.basename(settings.train_csv).split(".")[0]}
-    check_choices(settings, {"source": dataset_names})
+    if settings.source not in dataset_names:
+        raise UserError(f"source must be one of {', '.join(dataset_names)}, not {settings.source!r}")
     if settings.source == "csv" and not (settings.train_csv and settings.test_csv):
         raise UserError("source=csv needs both --train_csv=FILE and --test_csv=FILE")
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from runtime.errors import TransientError, UserError, one_line
 from runtime.files import to_stderr
-from runtime.process import STOP
+from runtime.process import STOP, end_with_parent
 
 CPU_FLOP = 1e11  # of a micro-batch on a CPU: two cores take 2 to 15 seconds
 LONG = 5  # seconds after which a request to stop drops the rest of a step
@@ -58,6 +58,7 @@ class Place(NamedTuple):
     world: int = 1
     local_rank: int = 0  # the number of its GPU
     host: int = 0
+    joins: bool = False  # whether it has yet to meet the others, where the variables say
 
 
 def read_place():
@@ -77,7 +78,7 @@ def read_place():
     with suppress(ValueError):
         rank, world, port = (int(values[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         if 0 <= rank < world and 0 < port < 2 ** 16 and values["MASTER_ADDR"]:
-            return Place(rank, world, local_rank, host)
+            return Place(rank, world, local_rank, host, joins=True)
     given = " ".join(f"{name}={value}" for name, value in values.items())
     raise UserError(f"{given} in the environment: several replicas need all four, as torchrun sets them, "
                     "RANK below WORLD_SIZE, MASTER_PORT below 65536; one process needs "
@@ -95,8 +96,7 @@ class Device:
     backend = ""  # of torch.distributed; "": NCCL on CUDA, gloo on the CPU
 
     def __init__(self, device_type, settings, place=None):
-        """place: which replica this is; None: torchrun's variables say it, and it joins the others."""
-        joins = place is None and all(map(os.environ.get, TORCHRUN)) and not dist.is_initialized()
+        """place: which replica this is; None: as the environment says."""
         place = place or read_place()
         self.type = device_type
         self.rank = place.rank
@@ -104,18 +104,20 @@ class Device:
         self.host = place.host
         self.torch_device = torch.device(device_type)
         self.name = platform.machine()
-        self.report = lambda seconds, share: None  # see loop_over_micro_batches
+        self.report = lambda seconds, share: None  # see for_each_micro_batch
         self.must_compile = settings.compile == "on"
         self.compiles = self.must_compile or settings.compile == "auto" and device_type == "cuda"
         if device_type == "cuda":
             self.torch_device = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(self.torch_device)
             self.name = torch.cuda.get_device_name(self.torch_device)
-        if joins:
+        if place.joins:
             self.join_replicas(settings)
 
     def join_replicas(self, settings):
         """Waits for the replicas that torchrun starts beside this one. A request to stop ends the process."""
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
+            end_with_parent()
         has_joined = threading.Event()
 
         def watch():
@@ -271,15 +273,28 @@ class Device:
             batch: a tree of tensors [B, ...].
             size: of a micro-batch; 0: all B.
 
-        Returns the sums, and the trees joined, [B, ...]. Raises KeyboardInterrupt if a stop is requested in
-        what takes long, unless other replicas would wait for this one.
+        Returns the sums, and the trees joined, [B, ...]. Calls self.report(seconds, share) with the seconds
+        since the first micro-batch, which compiles, and the share of the others that is done. Raises
+        KeyboardInterrupt if a stop is requested in what takes long, unless other replicas would wait.
         """
-        def report(seconds, share):
-            self.report(seconds, share)
-            if self.world == 1 and STOP.is_set() and seconds > LONG and share < 1:
-                raise KeyboardInterrupt
-
-        return loop_over_micro_batches(body, sums, weights, batch, size, report)
+        num_sequences = len(tree_leaves(batch)[0])
+        size = size or num_sequences
+        results = []
+        began = 0.0
+        for first in range(0, num_sequences, size):
+            micro_batch = tree_map(lambda t: t[first:first + size], batch)  # noqa: B023
+            addends, result = body(weights, micro_batch)
+            sums = tree_map(torch.add, sums, addends)
+            results.append(result)
+            # how far it is; a stop drops the rest
+            began = began or time.monotonic()
+            if first:
+                seconds = time.monotonic() - began
+                share = first / (num_sequences - size)
+                self.report(seconds, share)
+                if self.world == 1 and STOP.is_set() and seconds > LONG and share < 1:
+                    raise KeyboardInterrupt
+        return sums, tree_map(lambda *parts: torch.cat(parts), *results)
 
     def peak_memory(self):
         """Returns the most bytes in use at a time; 0 on a CPU and with TorchTPU."""
@@ -324,26 +339,6 @@ def flatten(tree):
         return tree_unflatten(views, structure)
 
     return vector, restore
-
-
-def loop_over_micro_batches(body, sums, weights, batch, size, report=lambda seconds, share: None):
-    """See Device.for_each_micro_batch.
-
-    report: gets the seconds since the first micro-batch, which compiles, and the share of the others done.
-    """
-    num_sequences = len(tree_leaves(batch)[0])
-    size = size or num_sequences
-    results = []
-    began = 0.0
-    for first in range(0, num_sequences, size):
-        micro_batch = tree_map(lambda t: t[first:first + size], batch)  # noqa: B023
-        addends, result = body(weights, micro_batch)
-        sums = tree_map(torch.add, sums, addends)
-        results.append(result)
-        began = began or time.monotonic()
-        if first:
-            report(time.monotonic() - began, first / (num_sequences - size))
-    return sums, tree_map(lambda *parts: torch.cat(parts), *results)
 
 
 def check_batch_size(settings, device):

@@ -18,7 +18,7 @@ class FlopCounter(TorchDispatchMode):
 
 
 def flops_per_example(model, cycles=None):
-    """Returns the FLOPs of a training step for one sequence.
+    """Returns the FLOPs of a training step for one sequence; leaves the model in training mode.
 
     cycles: see TRM.forward. A fork that reads values cannot be counted, and has 0.
     """
@@ -32,13 +32,10 @@ def flops_per_example(model, cycles=None):
 
     # a forward and a backward pass
     steps = sequences["steps"]
-    was_training = model.training
     try:
         with FlopCounter() as counter:
             result = model.train().call_with(leaves | buffers, sequences, puzzle_rows, steps, cycles)
             result.values["loss"].sum().backward()
     except RuntimeError:  # item() and the like
         return 0
-    finally:
-        model.train(was_training)
     return counter.total

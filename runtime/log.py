@@ -152,7 +152,7 @@ class Log:
         self.restart_clock(step)
 
     def within_step(self, seconds, share):
-        """Reports how far a step is that takes longer than SLOW; see device.loop_over_micro_batches."""
+        """Reports how far a step is that takes longer than SLOW; see Device.for_each_micro_batch."""
         restart_watchdog(self.settings.stall_timeout)
         step_seconds = seconds / share
         if step_seconds >= SLOW and time.monotonic() >= self.next_line:

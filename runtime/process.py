@@ -13,11 +13,8 @@ from runtime.errors import TransientError, UserError
 from runtime.files import duration, to_stderr
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # SLURM sends SIGUSR1
-
 STOP = threading.Event()  # set once this process is asked to save and stop; one rank's request stops all
-
 START_TIMEOUT = 1800  # seconds in which torch_xla must have started a replica
-
 STOP_TIMEOUT = 60  # seconds in which a replica must have stopped; the system kills it then
 
 
@@ -25,40 +22,48 @@ def command(main):
     """Runs main(sys.argv[1:]) as a command: an expected error becomes one line on stderr and an exit code."""
     open_stderr()
     name = os.path.basename(sys.argv[0])
-    has_ended = threading.Event()
     with suppress(AttributeError):  # it is closed, or a test's
         sys.stdout.reconfigure(errors="backslashreplace")  # for a path that the terminal's encoding lacks
+    # a run of sweep.py ends with it; the commands that this one starts do not see its id
+    sweep = os.environ.pop("TRM_SWEEP", "")
+    if sweep:
+        end_with_parent(int(sweep))
 
-    # A signal ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed. A second
-    # one must not interrupt that.
+    with ended_by_signals():
+        try:
+            main(sys.argv[1:])
+            print(end="", flush=True)
+        except BrokenPipeError:
+            # The reader of the output has left, as `| head` does: Python must not flush the rest.
+            sys.stdout = None
+            sys.exit(1)
+        except (UserError, TransientError) as e:
+            print(f"{name}: {' '.join(str(e).splitlines())}", file=sys.stderr)
+            sys.exit(2 if isinstance(e, UserError) else 1)
+        except KeyboardInterrupt:
+            print(f"{name}: stopped", file=sys.stderr)
+            sys.exit(3)
+
+
+@contextmanager
+def ended_by_signals():
+    """Lets a signal end its block as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed."""
+    has_ended = threading.Event()
+
+    # a second signal must not interrupt that
     def interrupt(number, frame):
         for other in STOP_SIGNALS:
             signal.signal(other, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    # Python drops a KeyboardInterrupt that is raised in __del__: the process then ends after four seconds.
+    # Python drops a KeyboardInterrupt that is raised in __del__: the process then ends after four seconds
     def end(number):
         if number in STOP_SIGNALS and not has_ended.wait(4):
             os._exit(3)
 
     restore = take_signals(interrupt, end)
-    # a run of sweep.py ends with it; the commands that this one starts do not see its id
-    sweep = os.environ.pop("TRM_SWEEP", "")
-    if sweep:
-        end_with_parent(int(sweep))
     try:
-        main(sys.argv[1:])
-        print(end="", flush=True)
-    except BrokenPipeError:
-        # The reader of the output has left, as `| head` does: Python must not flush the rest.
-        sys.stdout = None
-        sys.exit(1)
-    except (UserError, TransientError) as e:
-        print(f"{name}: {' '.join(str(e).splitlines())}", file=sys.stderr)
-        sys.exit(2 if isinstance(e, UserError) else 1)
-    except KeyboardInterrupt:
-        print(f"{name}: stopped", file=sys.stderr)
-        sys.exit(3)
+        yield
     finally:
         has_ended.set()
         restore()
@@ -204,12 +209,6 @@ class Watchdog:
 
 
 restart_watchdog = Watchdog().restart
-
-
-def should_stop(stall_timeout):
-    """Returns whether a stop is requested, and restarts the watchdog: to ask is a sign of progress."""
-    restart_watchdog(stall_timeout)
-    return STOP.is_set()
 
 
 @contextmanager
