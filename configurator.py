@@ -122,10 +122,9 @@ class Arguments(NamedTuple):
 # Arguments
 
 class Spawned:
-    """What engines.spawner() calls in new processes; see prepare_process for the arguments.
+    """What engines.spawner() calls in new processes; arguments: of prepare_process.
 
-    An engine calls it only once it has found its chips, and has no call before that. But pickle makes a new
-    process call prepare_process first, for what the engine is to call.
+    Engines call nothing before they look for chips. But pickle does: __reduce__ names what it calls there.
     """
 
     def __init__(self, *arguments):
@@ -228,8 +227,8 @@ def run_file(path, settings):
                 raise ValueError(f"{name} is a setting already; its default is {settings.defaults[name]!r}")
             visible[name] = vars(settings).setdefault(name, value)
 
-    # The file sees the settings as it sees Python's builtins. So its own names are those that it assigns,
-    # in whatever way.
+    # exec() looks a name up in its dict, and then in the dict's __builtins__, as Python documents it. The
+    # settings are there, so that `names` has only what the file assigns, in whatever way.
     visible = vars(builtins) | vars(settings) | dict(run=run, new=new)
     names = {"__file__": path, "__builtins__": visible}
     try:
@@ -240,8 +239,7 @@ def run_file(path, settings):
         # name the innermost line outside of this file
         frames = traceback.extract_tb(e.__traceback__)
         lines = [f"{frame.filename}:{frame.lineno}" for frame in frames if frame.filename != __file__]
-        where = lines[-1] if lines else path
-        raise UserError(f"{where}: {one_line(e)}") from None
+        raise UserError(f"{[path, *lines][-1]}: {one_line(e)}") from None
 
     # from here on its functions see no settings
     visible.clear()

@@ -20,7 +20,10 @@ def optimizer_state(settings, name, w):
 
 
 def update(settings, rates, weights, grads, states):
-    """Runs one step of the optimizer on all weights, in place; weights, grads and states are by name."""
+    """Runs one step of the optimizer on all weights, in place.
+
+    weights, grads: {name: float32 tensor}. states: {name: what optimizer_state returns}. rates: of rates_at.
+    """
     optimize = OPTIMIZERS[settings.optimizer]
     for name, w in weights.items():
         optimize(settings, rates, w, grads[name], **states[name])
@@ -114,7 +117,7 @@ def add_up(entries, bins, num_bins):
 def sign_sgd(puzzle_emb, packed, lr, weight_decay):
     """Moves the batch's rows of the puzzle embedding, in place: decoupled decay and the gradient's sign.
 
-    puzzle_emb: [N, D']. packed: the sum of pack_rows over all ranks.
+    puzzle_emb: [N, D']. packed: the sum of pack_rows over all ranks. lr: [1].
     """
     assert len(puzzle_emb) < 2 ** 24, "float32 holds no larger identifiers"
     # the sequences of a bin have the same identifier, which is their mean; an empty bin gets identifier 0

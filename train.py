@@ -239,13 +239,12 @@ def make_inputs(run, train_set, step, total_steps):
     settings = run.settings
     device = run.device
     batch_size = settings.global_batch_size
-    own_part = (device.rank, device.world)
     # a puzzle for each sequence, which those that have not halted ignore
-    batch = train_set.train_batch(settings.seed, step, batch_size, *own_part)
+    batch = train_set.train_batch(settings.seed, step, batch_size, device.rank, device.world)
     # the step before which each sequence may not halt
     exploration = optim.exploration(settings, step, total_steps)
     min_halt_steps = data.halting_draws(
-        settings.seed, step, batch_size, settings.halt_max_steps, exploration, *own_part)
+        settings.seed, step, batch_size, settings.halt_max_steps, exploration, device.rank, device.world)
     # numbers that change by step are inputs: a constant would compile anew at each step
     rates = optim.rates_at(settings, step, total_steps)
     return device.put(dict(
@@ -441,9 +440,9 @@ class Run:
             puzzle_emb=puzzle_emb,
             buffers=self.buffers(),
         ))
-        # a broadcast is in float32, which would round a fork's buffers of other types
+        # a broadcast is in float32, which would round a fork's buffers of other types; aot.py gathers nothing
         others = {name: t for name, t in self.buffers().items() if t.dtype != torch.float32}
-        buffers = state.pop("buffers") | self.device.all_gather(others)[0]
+        buffers = state.pop("buffers") | (self.device.all_gather(others)[0] if others else {})
         self.model.load_state_dict(buffers, strict=False)
         return state
 

@@ -157,11 +157,10 @@ class Device:
             cpuinfo = Path("/proc/cpuinfo")
             if cpuinfo.exists() and re.search("avx512_bf16|amx_bf16", cpuinfo.read_text()):
                 return "bfloat16", "this processor has instructions for it"
-        else:
-            if torch.cuda.is_bf16_supported(including_emulation=False):
-                return "bfloat16", f"{self.name} has units for it"
-            if torch.cuda.get_device_capability() >= (7, 0):
-                return "float16", f"{self.name} has no bfloat16 units"
+        elif torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bfloat16", f"{self.name} has units for it"
+        elif torch.cuda.get_device_capability() >= (7, 0):
+            return "float16", f"{self.name} has no bfloat16 units"
         return "float32", f"{self.name} has no units for 16-bit numbers"
 
     def put(self, tree):
@@ -273,9 +272,9 @@ class Device:
             batch: a tree of tensors [B, ...].
             size: of a micro-batch; 0: all B.
 
-        Returns the sums, and the trees joined, [B, ...]. Calls self.report(seconds, share) with the seconds
-        since the first micro-batch, which compiles, and the share of the others that is done. Raises
-        KeyboardInterrupt if a stop is requested in what takes long, unless other replicas would wait.
+        Returns the sums, and the trees joined, [B, ...]. Tells self.report the seconds since the first
+        micro-batch, which compiles, and the share of the others that is done. Raises KeyboardInterrupt if a
+        stop is requested in what takes long, unless other replicas would wait for this one.
         """
         num_sequences = len(tree_leaves(batch)[0])
         size = size or num_sequences
