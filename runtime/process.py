@@ -176,7 +176,7 @@ def on_signals(is_spawned=False):
 
 
 class Watchdog:
-    """Counts seconds in a thread: a timer would go on while a batch system or Ctrl-Z suspends the job."""
+    """Ends a process without progress. A thread counts seconds: a timer goes on while a job is suspended."""
 
     lock = threading.Lock()  # replicas may be threads
     thread = None
