@@ -14,7 +14,6 @@ import numpy as np
 from puzzles import Kind, sigmoid
 from puzzles.symmetries import turned
 from runtime.errors import UserError
-from runtime.files import to_stderr
 
 ARC_SYMBOLS = " |0123456789"  # a symbol for each token
 EDGE = 1  # token
@@ -23,7 +22,9 @@ ORIGINAL = np.array([0, *range(10)], dtype=np.uint8)  # the version that changes
 
 
 class ARC(Kind):
-    """What is known of ARC's grids. The versions of a task vote."""
+    """What is known of ARC's grids."""
+
+    versions_vote = True
 
     @staticmethod
     def new_task(rows):
@@ -53,18 +54,6 @@ class ARC(Kind):
             offset = (draws * room).astype(int)
             canvases.append([canvas(grid, self.rows, *offset) for grid in grids])
         return np.reshape(canvases, (-1, 2, self.cells)).swapaxes(0, 1)
-
-    def elect(self, test_set, indices, results, all_gather, save):
-        """See Kind. Saves the answers in submission.json; a part of the tasks does not replace it."""
-        own_votes = count_votes(test_set, indices, results["preds"], results["q_halt_logits"])
-        elected = merge_votes(all_gather(own_votes))
-        num_tasks = len({group for group, _ in elected})
-        if save and num_tasks < test_set.total_groups:
-            to_stderr(f"submission.json is not written: {num_tasks} of {test_set.total_groups} tasks were "
-                      "evaluated")
-        elif save:
-            save("submission.json", json.dumps(submission(test_set, elected)).encode())
-        return vote_values(test_set, elected)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -83,17 +83,20 @@ def load_saved_weights(model, weights, path, same_identifiers=True, saved_settin
 
 
 def load_start(start, model, train_set):
-    """Loads the weights of a checkpoint.Start, and notes what differs from the checkpoint. Rank 0."""
+    """Loads the weights of a checkpoint.Start; returns lines that say what differs from it. Rank 0."""
     path = start.path
     saved = start.saved
     if not path:
-        return
+        return []
     attention = changed_attention(model, saved)
+    notes = []
     if start.is_resume:
         check_run(start, train_set, attention)
+        notes += [f"resuming from {path}"]
+        notes += changes(start.settings, start.saved_settings, sorted(start.saved_settings))
     else:
         check_task(saved, train_set, path)
-    start.notes += [*missing_forks(saved.get("forks", {}), start.settings.forks), *attention]
+    notes += [*missing_forks(saved.get("forks", {}), start.settings.forks), *attention]
 
     # files of the official code do not say what their identifiers stand for
     sha256 = train_set.identifiers_sha256
@@ -107,7 +110,8 @@ def load_start(start, model, train_set):
         raise UserError(f"{path} has other puzzle identifiers than {train_set.path}: it can be trained "
                         "further, but not evaluated (docs/arc.md)")
     if is_averaged:
-        start.notes.append(f"{path} has other puzzle identifiers: all start from the mean of its embedding")
+        notes.append(f"{path} has other puzzle identifiers: all start from the mean of its embedding")
+    return notes
 
 
 def check_run(start, train_set, attention):
@@ -123,9 +127,6 @@ def check_run(start, train_set, attention):
     if attention:
         raise UserError(f"{path} was trained as another model: {', '.join(attention)}: leave that out, "
                         "or choose another --out_dir")
-    # tell the log what is resumed and what has changed
-    start.notes.append(f"resuming from {path}")
-    start.notes += changes(start.settings, start.saved_settings, sorted(start.saved_settings))
 
 
 def changed_attention(model, saved):

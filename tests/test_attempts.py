@@ -103,7 +103,7 @@ def test_attempts_leave_the_papers_metrics_and_add_theirs(data, trained, sure):
 
 def test_answers_that_cannot_be_written_do_not_cost_the_evaluation(capsys):
     settings = SimpleNamespace(out_dir="/proc/self/full", gcs_dir="")
-    save_file(settings, SimpleNamespace(rank=0), lambda: False, "submission.json", b"{}")
+    save_file(settings, SimpleNamespace(rank=0), lambda: False, "submission.json", lambda f: None)
     assert "/proc/self/full/submission.json: not saved: " in capsys.readouterr().err
 
 
