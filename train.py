@@ -543,7 +543,7 @@ def replica(settings, device_type):
     trm = new_model(run_settings, train_set)
     if settings.freeze_weights and not trm.has_puzzle_emb:
         raise UserError("freeze_weights trains the puzzle embedding alone, and puzzle_emb_ndim is 0")
-    notes = checkpoint.first_weights(start, trm, train_set, device)
+    notes = checkpoint.load_first_weights(start, trm, train_set, device)
     restart_watchdog(settings.stall_timeout)
     run = Run(run_settings, trm, device, start.saved)
     run.restore_kept(start.saved)

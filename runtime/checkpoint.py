@@ -126,7 +126,7 @@ def find_start(settings):
         settings, path, is_resume, facts.get("run_id", ""), step, evaluation, saved_settings, saved)
 
 
-def first_weights(start, model, train_set, device):
+def load_first_weights(start, model, train_set, device):
     """Gives rank 0's model the weights of a Start. All ranks. Raises UserError for what does not fit.
 
     Returns lines for the log, on rank 0.

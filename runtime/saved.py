@@ -3,6 +3,7 @@ import re
 
 import torch
 
+from puzzles import kind_of
 from runtime.errors import UserError
 from runtime.files import read_torch_file
 
@@ -156,12 +157,14 @@ def check_task(saved, train_set, path):
     # files of the official code do not say their task
     task = saved.get("task", train_set.task)
     if task["grid"] != train_set.task["grid"]:  # weights of another size may fit
-        task = train_set.resized(task)
-    for name, first in ("kind", 0), ("symbols", 1):  # padding has no sign, and prepare_csv.py gives it one
-        if task["kind"] and list(task[name])[first:] != list(train_set.task[name])[first:]:
-            raise UserError(f"{path} was trained on puzzles with {name} {task[name]!r}, but "
-                            f"{train_set.path} has {train_set.task[name]!r}: leave out the config file, or "
-                            "give --data_path")
+        task = kind_of(task).resized(train_set.seq_len).task
+    ours = train_set.task
+    # padding has no sign, and prepare_csv.py gives it one
+    differs = (task["kind"], task["symbols"][1:]) != (ours["kind"], ours["symbols"][1:])
+    if task["kind"] and differs:
+        raise UserError(f"{path} was trained on kind {task['kind']!r}, symbols {task['symbols']!r}, but "
+                        f"{train_set.path} has {ours['symbols']!r}, kind {ours['kind']!r}: leave out the "
+                        "config file, or give --data_path")
 
 
 def missing_forks(saved_forks, forks):
