@@ -130,7 +130,8 @@ def update_answers(answers, result, is_new):
 class Attempt(NamedTuple):
     """An attempt at a puzzle: at the puzzle itself, or at a copy by symmetry."""
     puzzle: int  # its number in the queue
-    symmetry: object = None  # what turns the answer back; None: it is the puzzle itself
+    copies: object = None  # an iterator, see Kind.copies, of further copies; None: it is the puzzle itself
+    symmetry: object = None  # what turns a copy's answer back
     question: np.ndarray | None = None  # the copy's tokens [S]
 
     def turned_back(self, answer):
@@ -158,7 +159,6 @@ class Queue:
         self.test_set = test_set
         self.indices = indices
         self.waiting = deque(map(Attempt, range(len(indices))))
-        self.copies = {}  # {puzzle: an iterator, see Kind.copies} of those that the first attempt left unsure
         self.slots = [None] * evaluator.batch_size  # the Attempt in each slot; None: free
         self.halted = np.ones(evaluator.batch_size, bool)  # slots that take a new one at the next step
         self.slot_tensors = evaluator.new_slots()
@@ -226,7 +226,8 @@ class Queue:
         for i, attempt in enumerate(self.slots):
             if attempt and self.halted[i]:
                 self.slots[i] = None
-                self.record(attempt, {name: array[i] for name, array in arrays.items()})
+                result = {name: array[i] for name, array in arrays.items()}
+                self.record(attempt, result)
 
     def record(self, attempt, new):
         """Records what counts of an attempt's results, and tries again if no answer is sure."""
@@ -243,22 +244,18 @@ class Queue:
                 results[name][puzzle] = new[name]
         results["attempts"][puzzle] += 1
 
+        # an unsure puzzle waits for an attempt at another copy, if there is one
         is_sure = sigmoid(results["surest_q_halt_logits"][puzzle]) >= model.SURE
         if not is_sure and results["attempts"][puzzle] < self.evaluator.settings.eval_attempts:
-            self.try_again(puzzle)
-        else:
-            self.copies.pop(puzzle, None)
+            copies = attempt.copies or self.copies_of(self.indices[puzzle])
+            copy = next(copies, None)
+            if copy:
+                self.waiting.append(Attempt(puzzle, copies, *copy))
 
-    def try_again(self, puzzle):
-        """Lets a puzzle wait for an attempt at another copy of it, if there is one."""
-        if puzzle not in self.copies:
-            index = self.indices[puzzle]
-            [question] = self.test_set.test_batch([index])["inputs"]
-            seed = self.evaluator.settings.seed
-            self.copies[puzzle] = kind_of(self.test_set.task).copies(question, seed, index)
-        copy = next(self.copies[puzzle], None)
-        if copy:
-            self.waiting.append(Attempt(puzzle, *copy))
+    def copies_of(self, index):
+        """Returns an iterator over the copies of an example of test_set."""
+        [question] = self.test_set.test_batch([index])["inputs"]
+        return kind_of(self.test_set.task).copies(question, self.evaluator.settings.seed, index)
 
 
 def unlabeled_batch(questions):
@@ -277,7 +274,8 @@ def evaluate(evaluator, weights, puzzle_emb, test_set, indices, title, should_st
     """Returns {"eval/...": number} for test puzzles, or {} if a stop is requested. All ranks.
 
     Args:
-        evaluator, weights, puzzle_emb, test_set, indices: see Queue; the indices are those of all ranks.
+        evaluator, weights, puzzle_emb, test_set: see Queue.
+        indices: which of its examples, int [n]; each rank takes its part of them.
         title: the beginning of the lines that show the progress.
         should_stop: a function that says whether this host is asked to stop.
         save_to: the name in out_dir of the arrays in eval_save_outputs, without its ending; "": no file, nor
@@ -345,7 +343,8 @@ def eval_sums(settings, test_set, arrays):
             sums[prefix + name] = float(counts.sum())
     is_labeled = arrays["labels"] != IGNORE_LABEL
     is_right = (arrays["surest_preds"] == arrays["labels"]) | ~is_labeled
-    sums["surest_accuracy"] = float((is_right.all(1) & is_labeled.any(1)).sum())
+    is_solved = is_right.all(1) & is_labeled.any(1)
+    sums["surest_accuracy"] = float(is_solved.sum())
     if settings.eval_attempts > 1:
         sums["attempts"] = float(arrays["attempts"].sum())
     return sums
