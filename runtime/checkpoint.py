@@ -345,7 +345,7 @@ class Checkpoints:
         bucket = open_bucket(self.start.settings)  # a stop does not end its attempts
         if bucket:
             from runtime.bucket import Mirror
-            self.mirror = Mirror(self.out_dir, bucket, self.newest, self.outdated, self.say)
+            self.mirror = Mirror(self, bucket)
 
     def save(self, step, metrics, name=""):
         """Writes a checkpoint and its .json, unless this step has one."""
@@ -386,7 +386,7 @@ class Checkpoints:
             self.newest = name
             self.prune()
         if self.mirror:
-            self.mirror.update(self.newest)
+            self.mirror.update()
         return True
 
     def prune(self):

@@ -38,7 +38,7 @@ def nothing_stays():
 @pytest.fixture
 def at_once(monkeypatch):
     """No waits between attempts at a request, in this process."""
-    monkeypatch.setattr("runtime.bucket.backoff", lambda attempt: 0)
+    monkeypatch.setattr("runtime.retry.WAITS", [0] * 9)
 
 
 # Datasets and runs, which no test changes. A test that does takes a copy.

@@ -31,7 +31,7 @@ def test_figures_are_those_of_a_forks_dataset_and_steps(device, replicas):
 @pytest.mark.parametrize("flags, size, steps", [
     ([], 4, 18),
     (["small.py"], 8, 3600),
-    (["--global_batch_size=768"], 768, 3600),
+    (["--global_batch_size=32"], 32, 3600),
     (["--replica_batch_size=3"], 3, 14),
 ])
 def test_a_cpu_has_a_small_batch_where_none_is_given(flags, size, steps, monkeypatch, capsys):
