@@ -80,14 +80,16 @@ class Values:
         """Names the line that reads a missing setting: model.py may read one that only a copy has."""
         caller = sys._getframe(1)
         raise MissingSetting(
-            f"{caller.f_code.co_filename}:{caller.f_lineno}: no setting {name}: a script knows what is in "
-            "train.py's own class Settings, not in that of a copy, and what config files add with new()")
+            f"{caller.f_code.co_filename}:{caller.f_lineno}: no setting {name}: scripts have the settings of "
+            "train.py, not of a copy, and of new() in config files; weights.load_model has those in the "
+            f"model file, and defaults={{{name!r}: VALUE}}")
 
     def assign(self, name, value, where):
         """Sets a setting. Raises UserError, which names `where`, for an unknown name or another type."""
         if name not in self.defaults:
             [closest] = difflib.get_close_matches(name, self.defaults, 1, 0)
-            raise UserError(f"{where}: unknown setting {name}; the closest is {closest}; see --help")
+            hint = "a file's own names begin with _" if where.endswith(".py") else "forks come before flags"
+            raise UserError(f"{where}: unknown setting {name}; the closest is {closest}; see --help; {hint}")
 
         default = self.defaults[name]
         expected = type(default)

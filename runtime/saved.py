@@ -74,15 +74,6 @@ def load_weights(trm, official_weights, same_identifiers=True):
     return is_averaged
 
 
-def load_saved_weights(model, weights, path, same_identifiers=True, saved_settings=None):
-    """See load_weights; raises UserError. path: the file with the weights; saved_settings: what it has."""
-    try:
-        return load_weights(model, weights, same_identifiers)
-    except ValueError as e:
-        changed = changes(model.settings, saved_settings or {}, OF_SHAPES)
-        raise UserError("; ".join([f"{path}: {e}", *changed])) from None
-
-
 def load_start(start, model, train_set):
     """Loads the weights of a checkpoint.Start; returns lines that say what differs from it. Rank 0."""
     path = start.path
@@ -106,7 +97,12 @@ def load_start(start, model, train_set):
     # the average of frozen weights would drift towards the raw ones: so train on the average itself
     if start.settings.freeze_weights and not start.is_resume:
         weights = saved.get("ema") or weights
-    is_averaged = load_saved_weights(model, weights, path, same_identifiers, saved.get("settings"))
+    try:
+        is_averaged = load_weights(model, weights, same_identifiers)
+    except ValueError as e:
+        if not start.is_resume:
+            notes += changes(model.settings, saved.get("settings", {}), OF_SHAPES)
+        raise UserError("; ".join([f"{path}: {e}", *notes])) from None
     if is_averaged and start.settings.eval_only:
         raise UserError(f"{path} has other puzzle identifiers than {train_set.path}: it can be trained "
                         "further, but not evaluated (docs/arc.md)")

@@ -37,7 +37,7 @@ from runtime.checkpoint import some_puzzles
 from runtime.errors import UserError, writing
 from runtime.files import replacing
 from runtime.process import command
-from runtime.saved import load_saved_weights, missing_forks, read_checkpoint
+from runtime.saved import load_weights, missing_forks, read_checkpoint
 
 
 class Settings:
@@ -114,7 +114,11 @@ def add_dataset(saved, settings, path):
     # the model has the dataset's sizes, and the weights' names without the official code's prefixes
     train_set, test_set = load(local_dataset(settings.data_path))
     trm = train.new_model(settings, train_set)
-    if load_saved_weights(trm, saved["weights"], path):
+    try:
+        is_averaged = load_weights(trm, saved["weights"])
+    except ValueError as e:
+        raise UserError(f"{path}: {e}") from None
+    if is_averaged:
         raise UserError(f"{path} has other puzzle identifiers than {train_set.path}")
     added = dict(
         sizes=trm.sizes,

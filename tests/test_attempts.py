@@ -21,7 +21,7 @@ from puzzles.maze import Maze, long_mazes
 from puzzles.sudoku import Sudoku, minimal_sudokus
 from runtime.checkpoint import newest_whole
 from runtime.errors import UserError
-from runtime.saved import load_saved_weights, read_checkpoint
+from runtime.saved import load_weights, read_checkpoint
 from train import open_device
 
 SETTINGS = ["--puzzle_emb_ndim=0", "--multiple_of=256", "--H_cycles=1", "--L_cycles=1", "--ema=False",
@@ -44,7 +44,7 @@ def evaluated(data, trained, *flags):
     settings = configurator.configure(train.Settings, flags)
     test = Dataset(data, "test")
     model = train.new_model(settings, test)
-    load_saved_weights(model, read_checkpoint(newest_whole(trained))["weights"], trained)
+    load_weights(model, read_checkpoint(newest_whole(trained))["weights"])
     evaluator = Evaluator(settings, model, open_device("cpu", settings), settings.global_batch_size)
     values = evaluate.evaluate(
         evaluator, *weights_of(model), test, np.arange(N), "", lambda: False, "test_outputs")
