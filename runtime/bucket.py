@@ -259,9 +259,9 @@ class Mirror:
     def copy(self):
         """Copies what is new."""
         newest = self.checkpoints.newest
-        # a .json comes after its .pt, which it proves complete, and the newest checkpoint's after all that a
-        # machine needs to resume from it
-        files = ("run.json", "log.txt", "metrics.jsonl", "submission.json", "eval_*.npz",
+        # a log comes first: it is small, and finds out whether the token has expired. A .json comes after its
+        # .pt, which it proves complete, and the newest checkpoint's after all that a machine needs to resume.
+        files = ("log.txt", "metrics.jsonl", "run.json", "submission.json", "eval_*.npz",
                  "best.pt", "best.json", f"{newest}.pt", f"{newest}.json")
         for pattern in files:
             for path in Path(self.checkpoints.out_dir).glob(pattern):
