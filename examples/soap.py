@@ -4,7 +4,8 @@
 
 Each matrix G [n, m] of gradients has two averages, of G G^T and of G^T G. Adam's second moment and AdamATan2's
 direction are taken in their eigenbases, which follow by one step of orthogonal iteration. All other parameters
-have AdamATan2. A step takes O(n^3 + m^3) for an [n, m] matrix: it pays for small networks.
+have AdamATan2. A step takes O(n^3 + m^3) for an [n, m] matrix: it pays for small networks. XLA has no QR
+decomposition: on CPUs and CUDA GPUs alone.
 """
 import torch
 
@@ -37,7 +38,8 @@ def soap(settings, rates, w, g, m, v, gram0=None, gram1=None, basis0=None, basis
     m.lerp_(g, 1 - settings.beta1)
     v.lerp_((basis0.T @ g @ basis1).square(), 1 - settings.beta2)
     root = (v / rates["bias_correction2"]).sqrt()
-    direction = torch.atan2(basis0.T @ m @ basis1, root)
+    # 1e-8: where G has no part, there is rounding
+    direction = torch.atan2(basis0.T @ m @ basis1, root + 1e-8)
     step_size = rates["lr"] / rates["bias_correction1"]
     optim.descend(settings, rates, w, basis0 @ direction @ basis1.T, step_size)
 
