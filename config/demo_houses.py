@@ -4,17 +4,19 @@
 # minutes of one thread with AVX512.
 run("demo.py")
 run("../examples/houses.py")
+run("../examples/soap.py")
 data_path = "data/sudoku-6x6-3k"
 data_prepare = (
     "prepare_sudoku.py --source=generate --size=6 --num_train=3000 --num_test=1000 --num_aug=0"
     f" --output_dir={data_path}"
 )
 out_dir = "out/demo_houses"
-max_steps = 700
+max_steps = 400
 global_batch_size = 32
 curriculum_epochs = 0
 L_cycles = 4
-halt_max_steps = 8
+halt_max_steps = 16
+halt_exploration_prob = 0.5
 weight_decay = 0.01
 beta2 = 0.99
 eval_patience = 0

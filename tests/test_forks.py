@@ -38,7 +38,8 @@ FLAGS = [*DEEP, "--halt_max_steps=2", "--H_cycles_start=1", "--curriculum_epochs
          "--lr_min_ratio=1", "--log_interval=1", "--eval_final_max_puzzles=20", "--eval_attempts=2"]
 OWN = dict(  # a fork's settings
     chains=["--chains=3"],
-    rsm=["--H_cycles=3", "--L_cycles=2"])
+    rsm=["--H_cycles=3", "--L_cycles=2"],
+    symbols=[f"{ROOT}/examples/soap.py"])
 each_fork = pytest.mark.parametrize("fork", FORK_PATHS, ids=lambda path: Path(path).stem)
 
 

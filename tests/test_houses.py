@@ -11,6 +11,7 @@ import torch
 from helpers import ROOT, in_new_process, prepare, run
 
 import configurator
+import optim
 import train
 from puzzles import kind_of
 from puzzles.sudoku import Sudoku
@@ -90,3 +91,21 @@ def see_units():
 def test_a_candidate_sees_the_units_that_its_task_has():
     """Latin squares have rows and columns."""
     in_new_process(see_units)
+
+
+def descend_by_soap():
+    settings = configurator.configure(train.Settings, [f"{ROOT}/examples/soap.py", "--weight_decay=0"])
+    g = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    w = torch.zeros_like(g)
+    state = {name: t.double() for name, t in optim.optimizer_state(settings, "L_level.w", g).items()}
+    rates = optim.rates_at(settings, 999, 1000)
+    for _ in range(1000):
+        before = w.clone()
+        optim.OPTIMIZERS["soap"](settings, rates, w, g, **state)
+    # atan2(s, s) = pi / 4 for each singular value s
+    u, _, v = torch.linalg.svd(g, full_matrices=False)
+    torch.testing.assert_close((before - w) / rates["lr"], np.pi / 4 * u @ v, rtol=1e-3, atol=1e-3)
+
+
+def test_soap_moves_equally_along_each_singular_vector_of_a_constant_gradient():
+    in_new_process(descend_by_soap)
