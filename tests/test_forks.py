@@ -19,7 +19,6 @@ from helpers import (
     remove,
     run,
     same,
-    start_replicas,
     start_train,
 )
 
@@ -35,7 +34,7 @@ EXAMPLES = "rsm infiloop fprm chains symbols houses"
 FORK_PATHS = [f"{ROOT}/examples/{name}.py" for name in EXAMPLES.split()]
 FORK_PATHS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
 FLAGS = [*DEEP, "--halt_max_steps=2", "--H_cycles_start=1", "--curriculum_epochs=3", "--puzzle_emb_ndim=0",
-         "--lr_min_ratio=1", "--log_interval=1", "--eval_final_max_puzzles=20", "--eval_attempts=2"]
+         "--lr_min_ratio=1", "--log_interval=1", "--eval_final_max_puzzles=8", "--eval_attempts=2"]
 OWN = dict(  # a fork's settings
     chains=["--chains=3"],
     rsm=["--H_cycles=3", "--L_cycles=2"],
@@ -89,7 +88,7 @@ def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(names, data):
     flags = flags_of(fork, *others, "--max_steps=3", "--lr=1e-4")
     run(data, "cpu", *flags)
     argv = arguments(data, "xla", *flags, "--micro_batch_size=4")
-    on_replicas(2, xla_fork, argv, start=start_replicas.__wrapped__)
+    on_replicas(2, xla_fork, argv)
     for ours, theirs in zip(figures("xla"), figures("cpu"), strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-6)
 
