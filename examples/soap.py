@@ -1,11 +1,11 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner (arXiv 2409.11321), for the matrices of the network.
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner (arXiv 2409.11321), for the network's matrices.
 
     python train.py config/demo.py examples/soap.py
 
-Each matrix G [n, m] of gradients has two averages, of G G^T and of G^T G. Adam's second moment and AdamATan2's
-direction are taken in their eigenbases, which follow by one step of orthogonal iteration. All other parameters
-have AdamATan2. A step takes O(n^3 + m^3) for an [n, m] matrix: it pays for small networks. XLA has no QR
-decomposition: on CPUs and CUDA GPUs alone.
+The gradient G [n, m] of each matrix has two averages, of G G^T and of G^T G. One step of orthogonal iteration
+updates their eigenbases, in which Adam's second moment and AdamATan2's direction are computed. All other
+parameters have AdamATan2. A step costs O(n^3 + m^3) a matrix, which is little in small networks. It runs on
+CPUs and CUDA GPUs: XLA lacks the QR decomposition.
 """
 import torch
 

@@ -3,7 +3,6 @@ import re
 
 import torch
 
-from puzzles import kind_of
 from runtime.errors import UserError
 from runtime.files import read_torch_file
 
@@ -153,7 +152,7 @@ def check_task(saved, train_set, path):
     # files of the official code do not say their task
     task = saved.get("task", train_set.task)
     if task["grid"] != train_set.task["grid"]:  # weights of another size may fit
-        task = kind_of(task).resized(train_set.seq_len).task
+        task = train_set.resized(task)
     ours = train_set.task
     # padding has no sign, and prepare_csv.py gives it one
     differs = (task["kind"], task["symbols"][1:]) != (ours["kind"], ours["symbols"][1:])
